@@ -1,0 +1,225 @@
+import datetime
+
+from google.protobuf import duration_pb2 as _duration_pb2
+from google.protobuf import timestamp_pb2 as _timestamp_pb2
+from multigpu.v1 import device_pb2 as _device_pb2
+from multigpu.v1 import task_pb2 as _task_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class ReportState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    REPORT_STATE_UNSPECIFIED: _ClassVar[ReportState]
+    REPORT_STATE_SUCCEEDED: _ClassVar[ReportState]
+    REPORT_STATE_FAILED: _ClassVar[ReportState]
+    REPORT_STATE_RETURNED: _ClassVar[ReportState]
+
+class WorkerMode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    WORKER_MODE_UNSPECIFIED: _ClassVar[WorkerMode]
+    WORKER_MODE_ACTIVE: _ClassVar[WorkerMode]
+    WORKER_MODE_DRAINING: _ClassVar[WorkerMode]
+REPORT_STATE_UNSPECIFIED: ReportState
+REPORT_STATE_SUCCEEDED: ReportState
+REPORT_STATE_FAILED: ReportState
+REPORT_STATE_RETURNED: ReportState
+WORKER_MODE_UNSPECIFIED: WorkerMode
+WORKER_MODE_ACTIVE: WorkerMode
+WORKER_MODE_DRAINING: WorkerMode
+
+class SessionRequest(_message.Message):
+    __slots__ = ("hello", "heartbeat", "report_batches", "partials")
+    HELLO_FIELD_NUMBER: _ClassVar[int]
+    HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
+    REPORT_BATCHES_FIELD_NUMBER: _ClassVar[int]
+    PARTIALS_FIELD_NUMBER: _ClassVar[int]
+    hello: Hello
+    heartbeat: Heartbeat
+    report_batches: _containers.RepeatedCompositeFieldContainer[ReportBatch]
+    partials: _containers.RepeatedCompositeFieldContainer[PartialOutput]
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., report_batches: _Optional[_Iterable[_Union[ReportBatch, _Mapping]]] = ..., partials: _Optional[_Iterable[_Union[PartialOutput, _Mapping]]] = ...) -> None: ...
+
+class Hello(_message.Message):
+    __slots__ = ("protocol_version", "worker_id", "host", "version", "pid", "device", "capabilities", "labels", "slots", "window_tasks", "window_bytes", "leases")
+    class LabelsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
+    CAPABILITIES_FIELD_NUMBER: _ClassVar[int]
+    LABELS_FIELD_NUMBER: _ClassVar[int]
+    SLOTS_FIELD_NUMBER: _ClassVar[int]
+    WINDOW_TASKS_FIELD_NUMBER: _ClassVar[int]
+    WINDOW_BYTES_FIELD_NUMBER: _ClassVar[int]
+    LEASES_FIELD_NUMBER: _ClassVar[int]
+    protocol_version: int
+    worker_id: str
+    host: str
+    version: str
+    pid: int
+    device: _device_pb2.Device
+    capabilities: _containers.RepeatedCompositeFieldContainer[Capability]
+    labels: _containers.ScalarMap[str, str]
+    slots: int
+    window_tasks: int
+    window_bytes: int
+    leases: _containers.RepeatedCompositeFieldContainer[HeldLease]
+    def __init__(self, protocol_version: _Optional[int] = ..., worker_id: _Optional[str] = ..., host: _Optional[str] = ..., version: _Optional[str] = ..., pid: _Optional[int] = ..., device: _Optional[_Union[_device_pb2.Device, _Mapping]] = ..., capabilities: _Optional[_Iterable[_Union[Capability, _Mapping]]] = ..., labels: _Optional[_Mapping[str, str]] = ..., slots: _Optional[int] = ..., window_tasks: _Optional[int] = ..., window_bytes: _Optional[int] = ..., leases: _Optional[_Iterable[_Union[HeldLease, _Mapping]]] = ...) -> None: ...
+
+class Capability(_message.Message):
+    __slots__ = ("kind", "models")
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    MODELS_FIELD_NUMBER: _ClassVar[int]
+    kind: str
+    models: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, kind: _Optional[str] = ..., models: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class HeldLease(_message.Message):
+    __slots__ = ("lease_id", "task_id", "attempt", "running", "progress", "checkpoint")
+    LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    TASK_ID_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    RUNNING_FIELD_NUMBER: _ClassVar[int]
+    PROGRESS_FIELD_NUMBER: _ClassVar[int]
+    CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
+    lease_id: int
+    task_id: int
+    attempt: int
+    running: bool
+    progress: _task_pb2.Progress
+    checkpoint: bytes
+    def __init__(self, lease_id: _Optional[int] = ..., task_id: _Optional[int] = ..., attempt: _Optional[int] = ..., running: _Optional[bool] = ..., progress: _Optional[_Union[_task_pb2.Progress, _Mapping]] = ..., checkpoint: _Optional[bytes] = ...) -> None: ...
+
+class Heartbeat(_message.Message):
+    __slots__ = ("leases", "last_frame", "telemetry", "resident_models", "draining")
+    LEASES_FIELD_NUMBER: _ClassVar[int]
+    LAST_FRAME_FIELD_NUMBER: _ClassVar[int]
+    TELEMETRY_FIELD_NUMBER: _ClassVar[int]
+    RESIDENT_MODELS_FIELD_NUMBER: _ClassVar[int]
+    DRAINING_FIELD_NUMBER: _ClassVar[int]
+    leases: _containers.RepeatedCompositeFieldContainer[HeldLease]
+    last_frame: int
+    telemetry: _device_pb2.DeviceTelemetry
+    resident_models: _containers.RepeatedScalarFieldContainer[str]
+    draining: bool
+    def __init__(self, leases: _Optional[_Iterable[_Union[HeldLease, _Mapping]]] = ..., last_frame: _Optional[int] = ..., telemetry: _Optional[_Union[_device_pb2.DeviceTelemetry, _Mapping]] = ..., resident_models: _Optional[_Iterable[str]] = ..., draining: _Optional[bool] = ...) -> None: ...
+
+class ReportBatch(_message.Message):
+    __slots__ = ("start_time", "finish_time", "reports")
+    START_TIME_FIELD_NUMBER: _ClassVar[int]
+    FINISH_TIME_FIELD_NUMBER: _ClassVar[int]
+    REPORTS_FIELD_NUMBER: _ClassVar[int]
+    start_time: _timestamp_pb2.Timestamp
+    finish_time: _timestamp_pb2.Timestamp
+    reports: _containers.RepeatedCompositeFieldContainer[Report]
+    def __init__(self, start_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., finish_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., reports: _Optional[_Iterable[_Union[Report, _Mapping]]] = ...) -> None: ...
+
+class Report(_message.Message):
+    __slots__ = ("lease_id", "state", "result", "content_type", "error")
+    LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    RESULT_FIELD_NUMBER: _ClassVar[int]
+    CONTENT_TYPE_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    lease_id: int
+    state: ReportState
+    result: bytes
+    content_type: str
+    error: _task_pb2.TaskError
+    def __init__(self, lease_id: _Optional[int] = ..., state: _Optional[_Union[ReportState, str]] = ..., result: _Optional[bytes] = ..., content_type: _Optional[str] = ..., error: _Optional[_Union[_task_pb2.TaskError, _Mapping]] = ...) -> None: ...
+
+class PartialOutput(_message.Message):
+    __slots__ = ("lease_id", "index", "data")
+    LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    lease_id: int
+    index: int
+    data: bytes
+    def __init__(self, lease_id: _Optional[int] = ..., index: _Optional[int] = ..., data: _Optional[bytes] = ...) -> None: ...
+
+class SessionResponse(_message.Message):
+    __slots__ = ("welcome", "frame", "lease_batches", "revocations", "desired")
+    WELCOME_FIELD_NUMBER: _ClassVar[int]
+    FRAME_FIELD_NUMBER: _ClassVar[int]
+    LEASE_BATCHES_FIELD_NUMBER: _ClassVar[int]
+    REVOCATIONS_FIELD_NUMBER: _ClassVar[int]
+    DESIRED_FIELD_NUMBER: _ClassVar[int]
+    welcome: Welcome
+    frame: int
+    lease_batches: _containers.RepeatedCompositeFieldContainer[LeaseBatch]
+    revocations: _containers.RepeatedCompositeFieldContainer[Revocation]
+    desired: DesiredState
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., frame: _Optional[int] = ..., lease_batches: _Optional[_Iterable[_Union[LeaseBatch, _Mapping]]] = ..., revocations: _Optional[_Iterable[_Union[Revocation, _Mapping]]] = ..., desired: _Optional[_Union[DesiredState, _Mapping]] = ...) -> None: ...
+
+class Welcome(_message.Message):
+    __slots__ = ("session_id", "version", "heartbeat_interval", "session_timeout", "adopted_lease_ids")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    HEARTBEAT_INTERVAL_FIELD_NUMBER: _ClassVar[int]
+    SESSION_TIMEOUT_FIELD_NUMBER: _ClassVar[int]
+    ADOPTED_LEASE_IDS_FIELD_NUMBER: _ClassVar[int]
+    session_id: str
+    version: str
+    heartbeat_interval: _duration_pb2.Duration
+    session_timeout: _duration_pb2.Duration
+    adopted_lease_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, session_id: _Optional[str] = ..., version: _Optional[str] = ..., heartbeat_interval: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., session_timeout: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., adopted_lease_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class LeaseBatch(_message.Message):
+    __slots__ = ("spec", "leases")
+    SPEC_FIELD_NUMBER: _ClassVar[int]
+    LEASES_FIELD_NUMBER: _ClassVar[int]
+    spec: _task_pb2.TaskSpec
+    leases: _containers.RepeatedCompositeFieldContainer[Lease]
+    def __init__(self, spec: _Optional[_Union[_task_pb2.TaskSpec, _Mapping]] = ..., leases: _Optional[_Iterable[_Union[Lease, _Mapping]]] = ...) -> None: ...
+
+class Lease(_message.Message):
+    __slots__ = ("lease_id", "task_id", "attempt", "payload", "units", "checkpoint", "partials_received", "traceparent")
+    LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    TASK_ID_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    PAYLOAD_FIELD_NUMBER: _ClassVar[int]
+    UNITS_FIELD_NUMBER: _ClassVar[int]
+    CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
+    PARTIALS_RECEIVED_FIELD_NUMBER: _ClassVar[int]
+    TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
+    lease_id: int
+    task_id: int
+    attempt: int
+    payload: bytes
+    units: int
+    checkpoint: bytes
+    partials_received: int
+    traceparent: str
+    def __init__(self, lease_id: _Optional[int] = ..., task_id: _Optional[int] = ..., attempt: _Optional[int] = ..., payload: _Optional[bytes] = ..., units: _Optional[int] = ..., checkpoint: _Optional[bytes] = ..., partials_received: _Optional[int] = ..., traceparent: _Optional[str] = ...) -> None: ...
+
+class Revocation(_message.Message):
+    __slots__ = ("lease_id", "reason")
+    LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    lease_id: int
+    reason: str
+    def __init__(self, lease_id: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class DesiredState(_message.Message):
+    __slots__ = ("mode", "drain_deadline")
+    MODE_FIELD_NUMBER: _ClassVar[int]
+    DRAIN_DEADLINE_FIELD_NUMBER: _ClassVar[int]
+    mode: WorkerMode
+    drain_deadline: _timestamp_pb2.Timestamp
+    def __init__(self, mode: _Optional[_Union[WorkerMode, str]] = ..., drain_deadline: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ...) -> None: ...

@@ -1,0 +1,142 @@
+"""What survives the master: the journal, behind a protocol small enough for a second implementation.
+
+The core keeps every unsettled task in memory; the journal keeps what must outlive the process: submitted tasks, the
+outcomes of settled ones, dead letters with their payloads, workers, and settings. Leases are not journaled: after a
+restart the workers' own words restore them.
+
+Writes are group-committed. The driver hands over `Entry` objects, in order, and one journal thread writes everything that
+queued up during the last commit as one transaction. A task submitted and settled within one transaction is written as its
+outcome alone. `on_commit` is then called, on the journal thread, with the entries of that transaction and their first
+cursor; the driver acknowledges after that, and only after that.
+
+Reads (`find_request`, `get_outcome`, ...) may be made from any thread, at any time, and never wait for the writer.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+
+class JournalError(Exception):
+    """The journal can't be opened or used; the message says what to do."""
+
+
+class JournalFullError(JournalError):
+    """There is no room on the disk. What was to be written was not; try again later."""
+
+
+@dataclass(slots=True)
+class SubmitRecord:
+    """A durable task, as submitted. `spec` and `payload` are never parsed by the journal."""
+
+    task_id: int
+    request_id: str  # "" if the client gave none
+    spec: bytes  # a serialized multigpu.v1.TaskSpec; equal for all tasks of a batch (often the same object)
+    payload: bytes
+    partition_key: str
+    units: int
+    submit_time_s: float  # seconds since the epoch
+
+
+@dataclass(slots=True)
+class SettleRecord:
+    """How a durable task ended."""
+
+    task_id: int
+    request_id: str
+    state: int  # a multigpu.v1.OutcomeState
+    queue: str
+    kind: str
+    model: str
+    worker_id: str
+    submit_time_s: float
+    settle_time_s: float
+    expire_time_s: float  # when the outcome's body may be dropped
+    body: bytes  # a serialized multigpu.v1.Outcome
+    dead: SubmitRecord | None  # the task itself, kept if it became a dead letter
+
+
+@dataclass(slots=True)
+class Entry:
+    """One atomic step of the core. All of it is written, or none of it."""
+
+    submits: Sequence[SubmitRecord] = ()
+    settles: Sequence[SettleRecord] = ()
+    settings: Mapping[str, bytes | None] = field(default_factory=dict)  # key -> value; None deletes
+    deleted_dead_letters: Sequence[int] = ()
+
+
+@dataclass(slots=True)
+class StoredOutcome:
+    """An outcome as read back. `body` is None once its time to live is over."""
+
+    cursor: int
+    task_id: int
+    request_id: str
+    state: int
+    queue: str
+    kind: str
+    model: str
+    submit_time_s: float
+    body: bytes | None
+
+
+@dataclass(slots=True)
+class Recovered:
+    """What a new master starts from."""
+
+    tasks: Iterator[SubmitRecord]  # unsettled, in task_id order; to be exhausted before the first append
+    settings: dict[str, bytes]
+    epoch: int  # counts the openings of this journal, from 1
+    last_cursor: int  # of the newest outcome; 0 if there was none
+
+
+CommitCallback = Callable[[Sequence[Entry], int, JournalError | None], None]
+"""(entries, first_cursor, error): the entries of one transaction, in order. Their settles, in order, have the cursors
+first_cursor, first_cursor + 1, ... With an error nothing of them was written, and nothing will be."""
+
+
+class Journal(Protocol):
+    """A durable store. All methods but the reads are called from one thread, the driver's."""
+
+    def open(self, on_commit: CommitCallback) -> Recovered:
+        """Takes the lock and reads what is there. JournalError: held by another master (says which), corrupt, or of a
+        newer schema; nothing was touched then."""
+
+    def append(self, entry: Entry) -> None:
+        """Queues an entry for the next transaction and returns at once."""
+
+    def close(self, timeout_s: float) -> None:
+        """Commits what is queued, then lets go of the lock."""
+
+    def find_requests(self, request_ids: Sequence[str]) -> dict[str, StoredOutcome]:
+        """The settled tasks with these request_ids."""
+
+    def get_outcome(self, task_id: int) -> StoredOutcome | None: ...
+
+    def read_outcomes(self, after_cursor: int, limit: int, bytes_max: int) -> list[StoredOutcome]:
+        """The outcomes after a cursor, oldest first: at most `limit`, and no more after `bytes_max` of bodies."""
+
+    def oldest_cursor(self) -> int:
+        """The cursor of the oldest outcome still there; last_cursor + 1 if there is none."""
+
+    def list_outcomes(
+        self, *, before_task_id: int, limit: int, states: Iterable[int], queue: str, kind: str, model: str, worker_id: str,
+        submitted_after_s: float, submitted_before_s: float,
+    ) -> list[StoredOutcome]:
+        """Settled tasks, newest task_id first. Empty filters match all."""
+
+    def count_outcomes(
+        self, *, states: Iterable[int], queue: str, kind: str, model: str, worker_id: str,
+        submitted_after_s: float, submitted_before_s: float,
+    ) -> dict[int, int]:
+        """How many settled tasks match, by state."""
+
+    def get_dead_letters(self, task_ids: Sequence[int]) -> list[SubmitRecord]:
+        """Those of these dead letters that exist, with their payloads."""
+
+    def list_dead_letters(self, *, queue: str, before_task_id: int, limit: int) -> list[StoredOutcome]:
+        """Dead letters, newest task_id first."""
+
+    def size_bytes(self) -> int:
+        """What the journal takes on the disk."""
