@@ -1,0 +1,144 @@
+"""How the values of settings are written and read: in TOML, where types show; in text, as flags and variables are; and
+the checks that a type alone can't make.
+
+Every function here raises ValueError with words that fit behind the place the value came from.
+"""
+
+import re
+import typing
+from pathlib import Path
+from typing import Any
+
+KIB = 1024
+MIB = 1024 * KIB
+GIB = 1024 * MIB
+
+_SIZE_UNITS = {"": 1, "B": 1, "KIB": KIB, "MIB": MIB, "GIB": GIB, "TIB": 1024 * GIB}
+_SIZE_PATTERN = re.compile(r"([0-9][0-9_]*)\s*([A-Za-z]*)")
+_ADDRESS_PATTERN = re.compile(r"(\[[0-9A-Fa-f:.%]+\]|[^\s:\[\]/]+):([0-9]{1,5})")
+_BOOLEANS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
+
+
+def format_value(field_name: str, value: Any) -> str:
+    """A value as it would be written in the environment or in a flag."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, int) and is_size(field_name):
+        for unit, size in (("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
+            if value and value % size == 0:
+                return f"{value // size}{unit}"
+    if isinstance(value, tuple):
+        return ",".join(value)
+    if isinstance(value, dict):
+        return ",".join(f"{key}={entry}" for key, entry in value.items())
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def from_text(text: str, hint: Any, name: str) -> Any:
+    """A value from the environment or a flag."""
+    if hint is str:
+        return text
+    if hint is Path:
+        return _path(text)
+    if hint is bool:
+        if text.lower() not in _BOOLEANS:
+            raise ValueError(f"{text!r} is not a yes or no: write true or false")
+        return _BOOLEANS[text.lower()]
+    if hint is int:
+        return _size(text) if is_size(name) else _number(text, int, "a whole number")
+    if hint is float:
+        return _number(text, float, "a number")
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    if typing.get_origin(hint) is dict:
+        pairs = [part.partition("=") for part in parts]
+        if bad := [key + mark for key, mark, _ in pairs if not key or not mark]:
+            raise ValueError(f"{bad[0]!r} is not of the form KEY=VALUE")
+        return {key: value for key, _, value in pairs}
+    return tuple(parts)
+
+
+def from_toml(value: Any, hint: Any, name: str) -> Any:
+    """A value from the file, whose types TOML already tells."""
+    if hint is int and isinstance(value, str) and is_size(name):
+        return _size(value)
+    if hint is float and type(value) in (int, float):
+        return float(value)
+    if hint is Path and isinstance(value, str):
+        return _path(value)
+    if hint in (str, int, bool) and type(value) is hint:
+        return value
+    if typing.get_origin(hint) is tuple and isinstance(value, list) and all(isinstance(part, str) for part in value):
+        return tuple(value)
+    if (
+        typing.get_origin(hint) is dict
+        and isinstance(value, dict)
+        and all(isinstance(part, str) for part in value.values())
+    ):
+        return dict(value)
+    wanted = {
+        str: 'a string: "…"',
+        int: "a whole number" + (' or a size: "64MiB"' if is_size(name) else ""),
+        float: "a number",
+        bool: "true or false",
+        Path: 'a path: "…"',
+        tuple: 'a list of strings: ["…"]',
+        dict: 'a table of strings: { key = "…" }',
+    }[typing.get_origin(hint) or hint]
+    raise ValueError(f"{value!r} is not {wanted}")
+
+
+def is_size(field_name: str) -> bool:
+    """Whether a field counts bytes, and so may be written as "64MiB"."""
+    return field_name.endswith(("_bytes", "_bytes_max"))
+
+
+def _path(text: str) -> Path:
+    if not text:
+        raise ValueError("a path can't be empty")
+    return Path(text).expanduser()
+
+
+def _size(text: str) -> int:
+    match = _SIZE_PATTERN.fullmatch(text.strip())
+    unit = _SIZE_UNITS.get(match[2].upper()) if match else None
+    if match is None or unit is None:
+        raise ValueError(f"{text!r} is not a size: write bytes, or a number with KiB, MiB, GiB or TiB")
+    return int(match[1]) * unit
+
+
+def _number(text: str, kind: type[int] | type[float], what: str) -> int | float:
+    try:
+        return kind(text)
+    except ValueError:
+        raise ValueError(f"{text!r} is not {what}") from None
+
+
+def check_address(value: str) -> None:
+    """HOST:PORT, [IPV6]:PORT or unix:PATH."""
+    if value.startswith("unix:") and len(value) > len("unix:"):
+        return
+    match = _ADDRESS_PATTERN.fullmatch(value)
+    if match is None or int(match[2]) > 65535:
+        raise ValueError("not an address: write HOST:PORT, [IPV6]:PORT or unix:PATH")
+
+
+def check_tcp_address_or_off(value: str) -> None:
+    """HOST:PORT, or empty."""
+    if value.startswith("unix:"):
+        raise ValueError("not an address: write HOST:PORT, or leave it empty for off")
+    if value:
+        check_address(value)
+
+
+def check_device(value: str) -> None:
+    """auto, cpu or cuda:N."""
+    if not re.fullmatch(r"auto|cpu|cuda:[0-9]+", value):
+        raise ValueError('not a device: write "auto", "cpu" or "cuda:N"')
+
+
+def check_models(value: tuple[str, ...]) -> None:
+    """Each entry is NAME=PATH."""
+    for entry in value:
+        name, _, path = entry.partition("=")
+        if not name or not path:
+            raise ValueError(f"{entry!r} is not a model: write NAME=PATH")
