@@ -1,0 +1,5 @@
+"""`python -m multigpu.cli` is mgpuctl."""
+
+from multigpu.cli import main
+
+main()

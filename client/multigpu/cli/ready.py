@@ -1,0 +1,40 @@
+"""Waits until a master answers and the named workers are connected, then exits 0.
+
+A process of its own (`python -m multigpu.cli.ready HOST:PORT [WORKER_ID …]`), because the keeper that wants to know
+forks, and gRPC's threads and forks don't mix.
+"""
+
+import sys
+import time
+
+from multigpu.cli.failures import Failure, Unreachable
+from multigpu.cli.rpc import Master
+from multigpu.v1 import admin_service_pb2 as admin
+
+POLL_INTERVAL_S = 0.05
+
+
+def wait_until_ready(address: str, worker_ids: frozenset[str]) -> None:
+    """Returns when all of `worker_ids` are connected. Polls: the first answer is seconds away, and then it is over."""
+    with Master(address) as master:
+        while not worker_ids <= connected(master):
+            time.sleep(POLL_INTERVAL_S)
+
+
+def connected(master: Master) -> set[str]:
+    try:
+        return {worker.worker_id for worker in master.list_workers() if worker.state == admin.WORKER_STATE_ACTIVE}
+    except Unreachable:
+        return set()
+
+
+def main() -> None:
+    try:
+        wait_until_ready(sys.argv[1], frozenset(sys.argv[2:]))
+    except Failure as failure:
+        failure.show()
+        sys.exit(failure.exit_code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,111 @@
+"""The operator's calls: one blocking connection to a master, deadlines on everything, errors in words.
+
+Work with tasks goes through the SDK; what is here is for AdminService and for the reading half of TaskService, where a
+stream, a window or a retry would only be in the way. Nothing is retried: a person at a prompt wants to know at once.
+"""
+
+import os
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn, Self
+
+# Its own complaints, on stderr, say the same as our errors, only longer. Read when grpc is first imported.
+os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+
+import grpc
+
+from multigpu.cli.failures import Failure, NotFound, Unreachable
+from multigpu.v1 import admin_service_pb2 as admin
+from multigpu.v1.admin_service_pb2_grpc import AdminServiceStub
+from multigpu.v1.task_service_pb2_grpc import TaskServiceStub
+
+CALL_TIMEOUT_S = 10.0
+PAGE_SIZE_MAX = 1000
+MESSAGE_BYTES_MAX = 64 * 1024 * 1024
+
+CHANNEL_OPTIONS = (
+    ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
+    ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
+    # A master is a neighbour; a proxy in the environment is meant for the web.
+    ("grpc.enable_http_proxy", 0),
+    ("grpc.initial_reconnect_backoff_ms", 50),
+    ("grpc.min_reconnect_backoff_ms", 50),
+    ("grpc.max_reconnect_backoff_ms", 1000),
+)
+
+
+def unreachable(address: str, details: str) -> Unreachable:
+    """No master answers: says how, and what to do about it."""
+    reason = "connection refused" if "refused" in details.lower() else details
+    return Unreachable(f"no master at {address}: {reason}; start one with `mgpuctl up`")
+
+
+class Master:
+    """A connection to one master. Every method raises Failure with the exit code that fits."""
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self._channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
+        # Generated code has no types for stubs.
+        self.admin: Any = _stub(AdminServiceStub, self._channel)
+        self.tasks: Any = _stub(TaskServiceStub, self._channel)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._channel.close()
+
+    def call(self, method: Callable[..., Any], request: Any, *, timeout_s: float = CALL_TIMEOUT_S) -> Any:
+        """One unary call: `master.call(master.admin.GetStats, GetStatsRequest())`."""
+        try:
+            return method(request, timeout=timeout_s)
+        except grpc.RpcError as error:
+            self._fail(error, timeout_s)
+
+    def pages(self, method: Callable[..., Any], request: Any) -> Iterator[Any]:
+        """The answers of a List call, page by page; `request.page_token` is moved along."""
+        while True:
+            page = self.call(method, request)
+            yield page
+            if not page.next_page_token:
+                return
+            request.page_token = page.next_page_token
+
+    def list_workers(self) -> list[admin.Worker]:
+        """Every worker that the master knows, by worker_id."""
+        request = admin.ListWorkersRequest(page_size=PAGE_SIZE_MAX)
+        return [worker for page in self.pages(self.admin.ListWorkers, request) for worker in page.workers]
+
+    def find_worker_id(self, prefix: str) -> str:
+        """The id of the one worker whose id is, or begins with, `prefix`."""
+        worker_ids = [worker.worker_id for worker in self.list_workers()]
+        if prefix in worker_ids:
+            return prefix
+        found = [worker_id for worker_id in worker_ids if worker_id.startswith(prefix)]
+        if len(found) == 1:
+            return found[0]
+        if found:
+            raise NotFound(f"{prefix!r} fits {len(found)} workers: {', '.join(found)}; write more of the id")
+        known = ", ".join(worker_ids) or "none"
+        raise NotFound(f"no worker's id begins with {prefix!r}; the master knows: {known}")
+
+    def _fail(self, error: grpc.RpcError, timeout_s: float) -> NoReturn:
+        code, details = error.code(), error.details() or ""
+        if code == grpc.StatusCode.UNAVAILABLE:
+            raise unreachable(self.address, details) from error
+        if code == grpc.StatusCode.DEADLINE_EXCEEDED:
+            message = (
+                f"the master at {self.address} did not answer within {timeout_s:g} s; is it stopped or overloaded?"
+            )
+            raise Unreachable(message) from error
+        if code == grpc.StatusCode.UNIMPLEMENTED:
+            message = (
+                f"what listens at {self.address} does not know this call: it is no multigpu master, or an older one"
+            )
+            raise Failure(message) from error
+        failure = NotFound if code == grpc.StatusCode.NOT_FOUND else Failure
+        raise failure(details or f"the master answered {code.name}") from error
+
+
+def _stub(stub_class: Callable[..., Any], channel: Any) -> Any:
+    return stub_class(channel)
