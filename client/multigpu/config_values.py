@@ -142,3 +142,11 @@ def check_models(value: tuple[str, ...]) -> None:
         name, _, path = entry.partition("=")
         if not name or not path:
             raise ValueError(f"{entry!r} is not a model: write NAME=PATH")
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """HOST:PORT as host and port; an IPv6 host without its brackets."""
+    match = _ADDRESS_PATTERN.fullmatch(address)
+    if match is None:
+        raise ValueError(f"{address!r} is not HOST:PORT")
+    return match[1].strip("[]"), int(match[2])
