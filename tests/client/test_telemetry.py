@@ -1,0 +1,283 @@
+"""Telemetry, against what receives it: a real OTLP service over gRPC, a real HTTP scrape, a real process's stderr."""
+
+import itertools
+import json
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterable, Iterator
+from concurrent import futures
+from typing import Any
+
+import grpc
+import pytest
+from multigpu import telemetry
+from multigpu.config import ConfigError, TelemetryConfig
+from multigpu.metrics import HistogramSample, Metric, OtlpMetrics, Sample, configure_metrics, serve_prometheus
+from opentelemetry.proto.collector.metrics.v1 import metrics_service_pb2, metrics_service_pb2_grpc
+from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
+
+SAMPLED = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+NOT_SAMPLED = SAMPLED[:-1] + "0"
+
+METRICS = [
+    Metric("mgpu_settled_total", "counter", "Settled.", (Sample(3, {"state": "FAILED"}), Sample(4, {"state": "OK"}))),
+    Metric("mgpu_queued_tasks", "gauge", "Queued.", (Sample(2.5),)),
+    Metric("mgpu_wait_s", "histogram", "Waits.", (HistogramSample((0.1, 1.0), (5, 0, 2), 9.5),)),
+    Metric("mgpu_nothing_bytes", "gauge", "No sample yet.", ()),
+]
+
+
+class Collector(trace_service_pb2_grpc.TraceServiceServicer, metrics_service_pb2_grpc.MetricsServiceServicer):
+    """The receiving end of OTLP: keeps what arrives."""
+
+    def __init__(self) -> None:
+        self.traces: list[Any] = []
+        self.metrics: list[Any] = []
+        self.server = grpc.server(futures.ThreadPoolExecutor(2))
+        trace_service_pb2_grpc.add_TraceServiceServicer_to_server(self, self.server)  # type: ignore[no-untyped-call]  # generated
+        metrics_service_pb2_grpc.add_MetricsServiceServicer_to_server(self, self.server)  # type: ignore[no-untyped-call]  # generated
+        self.port = self.server.add_insecure_port("127.0.0.1:0")
+        self.server.start()
+
+    def Export(self, request: Any, context: object) -> Any:  # noqa: N802 - gRPC's name
+        if isinstance(request, trace_service_pb2.ExportTraceServiceRequest):
+            self.traces.append(request)
+            return trace_service_pb2.ExportTraceServiceResponse()
+        self.metrics.append(request)
+        return metrics_service_pb2.ExportMetricsServiceResponse()
+
+    def spans(self) -> dict[str, Any]:
+        return {
+            span.name: span
+            for request in self.traces
+            for resource in request.resource_spans
+            for scope in resource.scope_spans
+            for span in scope.spans
+        }
+
+
+@pytest.fixture
+def collector() -> Iterator[Collector]:
+    collector = Collector()
+    yield collector
+    collector.server.stop(None).wait()
+
+
+@pytest.fixture(autouse=True)
+def _tracing_ends() -> Iterator[None]:
+    yield
+    telemetry.shut_down_tracing()
+
+
+def start_tracing(collector: Collector, ratio: float = 1.0, service_name: str = "") -> None:
+    config = TelemetryConfig(
+        otlp_endpoint=f"127.0.0.1:{collector.port}", trace_sample_ratio=ratio, service_name=service_name
+    )
+    assert telemetry.configure_tracing(config, {"service.name": "mgpu-test", "service.instance.id": "w1"})
+
+
+def start_metrics(endpoint: str, collect: Callable[[], list[Metric]], interval_s: float = 3600) -> OtlpMetrics:
+    exporter = configure_metrics(
+        TelemetryConfig(otlp_endpoint=endpoint), {"service.name": "mgpu-test"}, collect, interval_s=interval_s
+    )
+    assert exporter is not None
+    return exporter
+
+
+def attributes(pairs: Iterable[Any]) -> dict[str, Any]:
+    return {pair.key: pair.value.string_value or pair.value.int_value for pair in pairs}
+
+
+def test_spans_made_after_the_fact_join_the_trace_that_began_in_the_client(collector: Collector) -> None:
+    start_tracing(collector)
+    with telemetry.span("client") as client:
+        assert client == telemetry.current_traceparent() != ""
+    queued = telemetry.span_from(client, "queued", 1_000, 2_000, {"mgpu.task_id": 7})
+    telemetry.span_from(queued, "run", 2_000, 5_000, error="ValueError: no")
+    telemetry.shut_down_tracing()
+
+    spans = collector.spans()
+    assert set(spans) == {"client", "queued", "run"}
+    assert len({span.trace_id for span in spans.values()}) == 1
+    assert spans["queued"].parent_span_id == spans["client"].span_id
+    assert spans["run"].parent_span_id == spans["queued"].span_id
+    assert (spans["run"].start_time_unix_nano, spans["run"].end_time_unix_nano) == (2_000, 5_000)
+    assert attributes(spans["queued"].attributes) == {"mgpu.task_id": 7}
+    assert (spans["run"].status.code, spans["run"].status.message) == (2, "ValueError: no")
+    resource = attributes(collector.traces[0].resource_spans[0].resource.attributes)
+    assert (resource["service.name"], resource["service.instance.id"]) == ("mgpu-test", "w1")
+
+
+def test_the_configured_service_name_wins(collector: Collector) -> None:
+    start_tracing(collector, service_name="mine")
+    telemetry.span_from(SAMPLED, "one", 1, 2)
+    telemetry.shut_down_tracing()
+    assert attributes(collector.traces[0].resource_spans[0].resource.attributes)["service.name"] == "mine"
+
+
+@pytest.mark.parametrize(
+    "traceparent", ["", NOT_SAMPLED, "nonsense", "ff" + SAMPLED[2:], "00-" + "0" * 32 + SAMPLED[35:], SAMPLED + "x"]
+)
+def test_what_is_no_sampled_trace_makes_no_span_and_is_handed_on(collector: Collector, traceparent: str) -> None:
+    start_tracing(collector)
+    assert telemetry.span_from(traceparent, "one", 1, 2) == traceparent
+    telemetry.shut_down_tracing()
+    assert collector.traces == []
+
+
+def test_the_trace_id_stays_and_the_daemons_follow_the_clients_decision(collector: Collector) -> None:
+    start_tracing(collector, ratio=0.0)
+    with telemetry.span("not sampled") as traceparent:
+        assert traceparent == ""
+        assert telemetry.current_traceparent() == ""
+    made = telemetry.span_from(SAMPLED, "sampled elsewhere", 1, 2)
+    assert made.split("-")[1] == SAMPLED.split("-")[1]
+    assert made != SAMPLED
+    telemetry.shut_down_tracing()
+    assert set(collector.spans()) == {"sampled elsewhere"}
+
+
+def test_without_an_endpoint_nothing_of_opentelemetry_is_imported() -> None:
+    code = (
+        "import sys\n"
+        "from multigpu import telemetry, metrics\n"
+        "from multigpu.config import TelemetryConfig\n"
+        "assert telemetry.configure_tracing(TelemetryConfig(), {}) is False\n"
+        "assert metrics.configure_metrics(TelemetryConfig(), {}, list) is None\n"
+        "with telemetry.span('x') as traceparent: assert traceparent == ''\n"
+        f"assert telemetry.span_from({SAMPLED!r}, 'x', 1, 2) == {SAMPLED!r}\n"
+        "loaded = [name for name in sys.modules if name.startswith(('opentelemetry', 'prometheus_client', 'grpc'))]\n"
+        "assert not loaded, loaded\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=30)
+
+
+def test_an_exporter_that_is_not_installed_is_named_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.grpc.trace_exporter", None)
+    monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.grpc.metric_exporter", None)
+    config = TelemetryConfig(otlp_endpoint="127.0.0.1:1")
+    with pytest.raises(ConfigError, match=r"pip install 'multigpu\[otlp\]'"):
+        telemetry.configure_tracing(config, {})
+    with pytest.raises(ConfigError, match=r"pip install 'multigpu\[otlp\]'"):
+        configure_metrics(config, {}, list)
+
+
+def test_a_collector_that_is_down_delays_the_end_by_seconds_at_most() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+    config = TelemetryConfig(otlp_endpoint=f"http://127.0.0.1:{port}", trace_sample_ratio=1.0)
+    telemetry.configure_tracing(config, {})
+    exporter = start_metrics(config.otlp_endpoint, lambda: METRICS)
+    telemetry.span_from(SAMPLED, "lost", 1, 2)
+    began = time.monotonic()
+    telemetry.shut_down_tracing()
+    exporter.close()
+    assert time.monotonic() - began < 15
+
+
+def test_metrics_reach_a_collector(collector: Collector) -> None:
+    exporter = start_metrics(f"127.0.0.1:{collector.port}", lambda: METRICS)
+    exporter.close()
+    (request,) = collector.metrics
+    (resource,) = request.resource_metrics
+    assert attributes(resource.resource.attributes)["service.name"] == "mgpu-test"
+    sent = {metric.name: metric for metric in resource.scope_metrics[0].metrics}
+    assert sent["mgpu_settled_total"].sum.is_monotonic
+    assert [point.as_double or point.as_int for point in sent["mgpu_settled_total"].sum.data_points] == [3, 4]
+    assert attributes(sent["mgpu_settled_total"].sum.data_points[0].attributes) == {"state": "FAILED"}
+    assert sent["mgpu_queued_tasks"].gauge.data_points[0].as_double == 2.5
+    (point,) = sent["mgpu_wait_s"].histogram.data_points
+    assert (list(point.explicit_bounds), list(point.bucket_counts)) == ([0.1, 1.0], [5, 0, 2])
+    assert (point.count, point.sum, point.HasField("min")) == (7, 9.5, False)
+
+
+def test_metrics_are_exported_again_and_again_even_after_a_snapshot_that_failed(collector: Collector) -> None:
+    calls = itertools.count()
+
+    def collect() -> list[Metric]:
+        assert next(calls) > 0, "not ready"
+        return METRICS
+
+    exporter = start_metrics(f"127.0.0.1:{collector.port}", collect, interval_s=0.05)
+    deadline = time.monotonic() + 20
+    while len(collector.metrics) < 2 and time.monotonic() < deadline:
+        time.sleep(0.02)
+    exporter.close()
+    assert len(collector.metrics) >= 2
+
+
+def test_prometheus_scrapes_the_snapshot_of_that_moment() -> None:
+    queued = [1.0]
+    server = serve_prometheus(
+        "127.0.0.1:0",
+        lambda: [*METRICS[:1], Metric("mgpu_queued_tasks", "gauge", "Queued.", (Sample(queued[0]),)), *METRICS[2:]],
+    )
+    try:
+        url = f"http://127.0.0.1:{server.port}/metrics"
+        first = urllib.request.urlopen(url, timeout=10).read().decode().splitlines()
+        queued[0] = 5.0
+        second = urllib.request.urlopen(url, timeout=10).read().decode().splitlines()
+    finally:
+        server.close()
+    assert "mgpu_queued_tasks 1.0" in first
+    assert "mgpu_queued_tasks 5.0" in second
+    assert 'mgpu_settled_total{state="FAILED"} 3.0' in first
+    assert 'mgpu_wait_s_bucket{le="0.1"} 5.0' in first
+    assert 'mgpu_wait_s_bucket{le="+Inf"} 7.0' in first
+    assert "mgpu_wait_s_sum 9.5" in first
+    assert "# TYPE mgpu_nothing_bytes gauge" in first
+    with socket.create_server(("127.0.0.1", server.port)):
+        pass  # The port is free again.
+
+
+def test_a_metrics_address_in_use_is_a_configuration_error() -> None:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as taken,
+        pytest.raises(ConfigError, match=r"metrics_listen.*in use.*another address"),
+    ):
+        serve_prometheus(f"127.0.0.1:{taken.getsockname()[1]}", list)
+
+
+def run_logging(log_format: str, body: str) -> list[str]:
+    code = (
+        "import logging, structlog\n"
+        "from multigpu import telemetry\n"
+        f"telemetry.configure_logging('info', {log_format!r})\n{body}"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=True, timeout=30, capture_output=True, text=True)
+    assert done.stdout == ""
+    return done.stderr.splitlines()
+
+
+def test_logs_are_json_lines_off_a_terminal_and_carry_the_ids_around_them() -> None:
+    lines = run_logging(
+        "auto",
+        "log = structlog.get_logger()\n"
+        "with telemetry.bound_log_context(task_id=7, worker_id='w1'):\n"
+        "    log.info('lease lost', lease_id=9)\n"
+        "    logging.getLogger('grpc').warning('from a %s', 'library')\n"
+        "log.debug('not shown')\n"
+        "try: 1 / 0\n"
+        "except ZeroDivisionError: log.exception('failed', path=__import__('pathlib').Path('/x'))\n",
+    )
+    first, library, failed = map(json.loads, lines)
+    assert first.pop("time").endswith("Z")
+    assert first == {"event": "lease lost", "level": "info", "task_id": 7, "worker_id": "w1", "lease_id": 9}
+    assert (library["event"], library["logger"], library["task_id"]) == ("from a library", "grpc", 7)
+    assert "ZeroDivisionError" in failed["exception"]
+    assert failed["path"] == "/x"
+
+
+def test_logs_are_words_on_the_console() -> None:
+    (line,) = run_logging("console", "structlog.get_logger().info('ready', workers=2)")
+    assert "ready" in line
+    assert "workers=2" in line
+    assert "\x1b" not in line
+
+
+def test_configuring_logging_twice_writes_each_line_once() -> None:
+    (line,) = run_logging("json", "telemetry.configure_logging('info', 'json')\nlogging.getLogger('x').info('once')")
+    assert json.loads(line)["event"] == "once"
