@@ -121,14 +121,30 @@ class Journal(Protocol):
         """The cursor of the oldest outcome still there; last_cursor + 1 if there is none."""
 
     def list_outcomes(
-        self, *, before_task_id: int, limit: int, states: Iterable[int], queue: str, kind: str, model: str, worker_id: str,
-        submitted_after_s: float, submitted_before_s: float,
+        self,
+        *,
+        before_task_id: int,
+        limit: int,
+        states: Iterable[int],
+        queue: str,
+        kind: str,
+        model: str,
+        worker_id: str,
+        submitted_after_s: float,
+        submitted_before_s: float,
     ) -> list[StoredOutcome]:
         """Settled tasks, newest task_id first. Empty filters match all."""
 
     def count_outcomes(
-        self, *, states: Iterable[int], queue: str, kind: str, model: str, worker_id: str,
-        submitted_after_s: float, submitted_before_s: float,
+        self,
+        *,
+        states: Iterable[int],
+        queue: str,
+        kind: str,
+        model: str,
+        worker_id: str,
+        submitted_after_s: float,
+        submitted_before_s: float,
     ) -> dict[int, int]:
         """How many settled tasks match, by state."""
 

@@ -1,0 +1,280 @@
+"""What happens to the core (events), and what the core wants done (commands). Both are batches wherever the wire is."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from multigpu_master.core.model import Lease, ReportState, Spec, Task, TaskError, Telemetry, Worker, WorkerInfo
+
+
+@dataclass(slots=True)
+class Rejection:
+    """Why a task was not taken. `code` is a google.rpc.Code."""
+
+    code: int
+    message: str
+    retry_delay_s: float | None = None
+
+
+# --- events: clients -------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Submit:
+    """New tasks of one spec. Answered by `Submitted`. `stream` follows their outcomes; 0: nobody does."""
+
+    spec: Spec
+    tasks: Sequence[Task]
+    stream: int = 0
+
+
+@dataclass(slots=True)
+class Cancel:
+    """Ends tasks. Answered by `Cancelled`."""
+
+    tasks: Sequence[Task]
+    reason: str = ""
+
+
+@dataclass(slots=True)
+class SubmitFailed:
+    """The journal could not write these tasks: they were never submitted."""
+
+    tasks: Sequence[Task]
+
+
+@dataclass(slots=True)
+class SettlesCommitted:
+    """The journal has written the outcomes of these tasks: the core may forget them."""
+
+    tasks: Sequence[Task]
+
+
+@dataclass(slots=True)
+class Recover:
+    """What the journal remembers, at the start. Nothing is dispatched before hold_until_s, so that workers that outlived
+    the last master can bring back their leases.
+    """
+
+    tasks: Sequence[Task]
+    hold_until_s: float = 0.0
+
+
+# --- events: workers -------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class HeldLease:
+    """A lease that a worker says it holds."""
+
+    lease_id: int
+    task_id: int
+    attempt: int
+    running: bool = False
+    fraction: float = 0.0
+    steps: int = 0
+    note: str = ""
+    checkpoint: bytes = b""
+
+
+@dataclass(slots=True)
+class Hello:
+    """A session begins. Ends any other session of the same worker. Answered by `Welcome`."""
+
+    session: int
+    info: WorkerInfo
+    leases: Sequence[HeldLease] = ()
+
+
+@dataclass(slots=True)
+class Heartbeat:
+    session: int
+    leases: Sequence[HeldLease]
+    last_frame: int
+    telemetry: Telemetry
+    resident_models: tuple[str, ...] = ()
+    stopping: bool = False
+
+
+@dataclass(slots=True)
+class Report:
+    lease_id: int
+    state: ReportState
+    result: bytes = b""
+    content_type: str = ""
+    error: TaskError | None = None
+
+
+@dataclass(slots=True)
+class Reports:
+    """A worker's word about leases that ran together. Times since the epoch, by the worker's clock; 0.0: unknown."""
+
+    session: int
+    reports: Sequence[Report]
+    start_s: float = 0.0
+    finish_s: float = 0.0
+
+
+@dataclass(slots=True)
+class PartialOutput:
+    lease_id: int
+    index: int
+    data: bytes
+
+
+@dataclass(slots=True)
+class Partials:
+    session: int
+    partials: Sequence[PartialOutput]
+
+
+@dataclass(slots=True)
+class SessionClosed:
+    session: int
+
+
+# --- events: operators and time --------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Cordon:
+    worker_id: str
+    reason: str = ""
+
+
+@dataclass(slots=True)
+class Uncordon:
+    worker_id: str
+
+
+@dataclass(slots=True)
+class Drain:
+    worker_id: str
+    deadline_s: float | None = None
+
+
+@dataclass(slots=True)
+class Forget:
+    worker_id: str
+
+
+@dataclass(slots=True)
+class RegisterWorker:
+    """A worker known from before the restart; it is lost until it says hello."""
+
+    info: WorkerInfo
+    cordoned: bool = False
+    cordon_reason: str = ""
+    expected: bool = False  # it was connected when the last master ended
+
+
+@dataclass(slots=True)
+class SetStrategy:
+    name: str  # canonical; "" with a queue: the fleet's
+    queue: str = ""
+
+
+@dataclass(slots=True)
+class ConfigureQueue:
+    """None: as it was."""
+
+    queue: str
+    paused: bool | None = None
+    tasks_max: int | None = None
+    bytes_max: int | None = None
+
+
+@dataclass(slots=True)
+class Tick:
+    """Time has passed."""
+
+
+Event = (
+    Submit | Cancel | SubmitFailed | SettlesCommitted | Recover | Hello | Heartbeat | Reports | Partials | SessionClosed
+    | Cordon | Uncordon | Drain | Forget | RegisterWorker | SetStrategy | ConfigureQueue | Tick
+)  # fmt: skip
+
+
+# --- commands --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Submitted:
+    """The answer to Submit: for each task, in order, the task that now stands for it (another one, if its request_id was
+    known) or why it was not taken. `fresh` are the new ones: durable ones go to the journal before anyone is told.
+    """
+
+    results: list[Task | Rejection]
+    fresh: list[Task]
+
+
+@dataclass(slots=True)
+class Cancelled:
+    """The answer to Cancel: those that this event ended."""
+
+    tasks: list[Task]
+
+
+@dataclass(slots=True)
+class Settled:
+    """These tasks ended: write the durable ones to the journal, tell who follows them."""
+
+    tasks: list[Task]
+
+
+@dataclass(slots=True)
+class Welcome:
+    session: int
+    adopted: list[int]
+
+
+@dataclass(slots=True)
+class Dispatch:
+    """Send these leases to the worker, as its frame number `frame`."""
+
+    session: int
+    frame: int
+    leases: list[Lease]
+
+
+@dataclass(slots=True)
+class Revoke:
+    session: int
+    lease_ids: list[int]
+    reason: str
+
+
+@dataclass(slots=True)
+class Desire:
+    """Tell the worker what is wanted of it."""
+
+    session: int
+    draining: bool
+    drain_deadline_s: float | None = None
+
+
+@dataclass(slots=True)
+class EndSession:
+    session: int
+    reason: str
+
+
+@dataclass(slots=True)
+class Forward:
+    """New partial outputs of a task: (index, data), for the streams that follow it."""
+
+    task: Task
+    partials: list[tuple[int, bytes]] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class WorkerChanged:
+    """Something an operator may watch. `remember`: what survives a restart changed too. `gone`: it was forgotten."""
+
+    worker: Worker
+    remember: bool = False
+    gone: bool = False
+
+
+Command = (
+    Submitted | Cancelled | Settled | Welcome | Dispatch | Revoke | Desire | EndSession | Forward | WorkerChanged
+)  # fmt: skip

@@ -1,0 +1,99 @@
+"""Why a task is where it is: what `mgpuctl tasks explain` shows. Asks the same questions as the dispatch, of every worker."""
+
+from dataclasses import dataclass
+
+from multigpu_master.core.lanes import partition_of, shape_of
+from multigpu_master.core.model import OutcomeState, Task, Worker
+from multigpu_master.core.placement import busy
+from multigpu_master.core.scheduler import Core
+
+
+@dataclass(slots=True)
+class Candidate:
+    """One worker's chances. `rank` is 0 and `score` 0.0 for one that is excluded for good."""
+
+    worker: Worker
+    excluded_by: list[str]
+    rank: int = 0
+    score: float = 0.0
+
+
+@dataclass(slots=True)
+class Explanation:
+    summary: str
+    strategy: str
+    score_meaning: str
+    ahead: int | None
+    candidates: list[Candidate]
+
+
+def explain(core: Core, task: Task, now: float) -> Explanation:
+    """The candidates, what excludes each, and the rank of the rest."""
+    queue = core.queue(task.spec.queue)
+    strategy = core.strategy_of(queue)
+    shape = shape_of(task.spec, partition_of(task.partition_key))
+    fleet = core.fleet
+    free: list[Candidate] = []
+    excluded: list[Candidate] = []
+    for worker in fleet.workers.values():
+        unfit = fleet.unfit(worker, shape)
+        candidate = Candidate(worker, [unfit] if unfit is not None else busy(fleet, strategy, shape, worker))
+        if unfit is None:
+            candidate.score = strategy.score(shape, worker, fleet)
+        (excluded if candidate.excluded_by else free).append(candidate)
+    free.sort(key=lambda c: (c.score, c.worker.last_dispatch))
+    pin = core.placement.pin(strategy, shape) if strategy.pinned else None
+    if pin is not None:
+        for candidate in [c for c in free if c.worker is not pin]:
+            free.remove(candidate)
+            candidate.excluded_by.append(f"the task's key belongs to {pin.worker_id}")
+            excluded.append(candidate)
+    for rank, candidate in enumerate(free, 1):
+        candidate.rank = rank
+    excluded.sort(key=lambda c: (len(c.excluded_by), c.worker.worker_id))
+    ahead = _ahead(core, task)
+    summary = _summary(core, task, free, pin, ahead, now)
+    return Explanation(summary, strategy.name, strategy.score_meaning, ahead, free + excluded)
+
+
+def _ahead(core: Core, task: Task) -> int | None:
+    """Tasks of its queue that go before it; None unless it stands in a lane."""
+    if task.outcome is not None or task.lease is not None or not task.in_lane:
+        return None
+    spec = task.spec
+    return sum(
+        1
+        for lane in core.lanes.by_key.values()
+        if lane.queue.name == spec.queue and lane.priority <= spec.priority
+        for other in lane.tasks
+        if other.outcome is None
+        and other.lease is None
+        and (lane.priority, other.task_id) < (spec.priority, task.task_id)
+    )
+
+
+def _summary(core: Core, task: Task, free: list[Candidate], pin: Worker | None, ahead: int | None, now: float) -> str:
+    if task.outcome is not None:
+        outcome = task.outcome
+        where = f" on {outcome.worker_id}" if outcome.worker_id else ""
+        why = f": {outcome.error.message}" if outcome.error is not None else ""
+        return f"{OutcomeState(outcome.state).name}{where} after {task.attempts} attempt(s){why}"
+    if task.lease is not None:
+        lease = task.lease
+        doing = "runs" if lease.running else "waits in the window"
+        return f"attempt {lease.attempt} {doing} on {lease.worker.worker_id}, leased {now - lease.dispatch_s:.1f} s ago"
+    extra = task.extra
+    if extra is not None and extra.not_before_s > now:
+        why = f" after {extra.last_error.type}: {extra.last_error.message}" if extra.last_error is not None else ""
+        return f"waits {extra.not_before_s - now:.1f} s more before attempt {task.attempts + 1}{why}"
+    if core.queue(task.spec.queue).paused:
+        return f"its queue {task.spec.queue!r} is paused; resume it with: mgpuctl queues resume {task.spec.queue}"
+    if core.held(now):
+        return "the master has just started and waits for the workers it knew to come back"
+    if not core.fleet.eligible(shape_of(task.spec)):
+        return core.unplaceable(task.spec)
+    if pin is not None and pin.full:
+        return f"waits for {pin.worker_id}, to which its key belongs and whose window is full; {ahead} task(s) go before it"
+    if not free:
+        return f"every worker that could take it is excluded for now; {ahead} task(s) go before it"
+    return f"about to be dispatched to {free[0].worker.worker_id}; {ahead} task(s) go before it"

@@ -1,0 +1,203 @@
+"""The workers: who they are, how much each may hold, and how fast each is.
+
+A window grows and shrinks with the measured pace: a worker may hold as many leases as it finishes in WINDOW_S, at least one
+more than it has slots, at most what it said it takes. So fast tasks are sent ahead by the thousand, and slow ones wait in
+the queue, where any worker can still have them.
+
+`changes` is a log of workers in the order they changed; the rankings in placement.py read on from where they were.
+"""
+
+from multigpu_master.core.model import Capability, Lease, Shape, Worker, WorkerInfo
+
+WINDOW_S = 0.5
+# Taken for the time of a unit of work where nothing was measured yet, and for the loading of a model.
+UNIT_S = 0.01
+LOAD_S = 3.0
+# The weight of the newest sample in the moving averages.
+GAIN = 0.5
+CHANGES_MAX = 8192
+LOST_WORKERS_MAX = 1000
+
+
+class Fleet:
+    """The registry of workers."""
+
+    def __init__(self, memory_threshold: float) -> None:
+        self.memory_threshold = memory_threshold
+        self.workers: dict[str, Worker] = {}
+        self.sessions: dict[int, Worker] = {}
+        self.changes: list[Worker] = []
+        self.changes_base = 0  # how many changes were dropped from the front
+        self.membership = 0  # counts the times that a worker came, went, or changed what it can take
+        self.dispatches = 0
+        self._unit_s: dict[tuple[str, str], float] = {}
+        self._units: dict[tuple[str, str], float] = {}
+        self._eligible: dict[Shape, dict[Worker, None]] = {}
+        self._resident: dict[tuple[str, str], int] = {}
+
+    # --- who ---------------------------------------------------------------------------------------------------------
+
+    def register(self, info: WorkerInfo) -> Worker:
+        """The worker of that id, made if it is new, with what it says of itself now."""
+        worker = self.workers.get(info.worker_id)
+        if worker is None:
+            self._make_room()
+            worker = self.workers[info.worker_id] = Worker(info)
+        else:
+            worker.info = info
+        self.members_changed(worker)
+        return worker
+
+    def _make_room(self) -> None:
+        """Forgets the worker that was lost longest ago when too many lost ones pile up."""
+        lost = [w for w in self.workers.values() if not w.session]
+        if len(lost) >= LOST_WORKERS_MAX:
+            del self.workers[min(lost, key=lambda w: w.heard_s).worker_id]
+
+    def forget(self, worker: Worker) -> None:
+        del self.workers[worker.worker_id]
+        self.members_changed(worker)
+
+    def members_changed(self, worker: Worker) -> None:
+        """Notes that a worker came, went, or changed in what it can take."""
+        self.membership += 1
+        self._eligible.clear()
+        self._resident.clear()
+        self.touch(worker)
+
+    def touch(self, worker: Worker) -> None:
+        """Notes that something changed that a ranking may depend on."""
+        worker.version += 1
+        self.changes.append(worker)
+        if len(self.changes) > CHANGES_MAX:
+            del self.changes[: CHANGES_MAX // 2]
+            self.changes_base += CHANGES_MAX // 2
+
+    # --- what they can run -------------------------------------------------------------------------------------------
+
+    @staticmethod
+    def capability(worker: Worker, shape: Shape) -> Capability | None:
+        """What lets this worker run the shape's kind on its model."""
+        for c in worker.info.capabilities:
+            if c.kind == shape.kind and (not c.models or not shape.model or shape.model in c.models):
+                return c
+        return None
+
+    def unfit(self, worker: Worker, shape: Shape) -> str | None:
+        """Why this worker could never take such a task; None if it could."""
+        if self.capability(worker, shape) is None:
+            if shape.kind not in {c.kind for c in worker.info.capabilities}:
+                return f"does not run kind {shape.kind!r}"
+            return f"does not have model {shape.model!r}"
+        for key, value in shape.labels:
+            if worker.info.labels.get(key) != value:
+                return f"label {key}={value} required, has {worker.info.labels.get(key)!r}"
+        if shape.memory_bytes > worker.info.memory_total_bytes:
+            return f"{shape.memory_bytes} bytes of device memory required, has {worker.info.memory_total_bytes}"
+        return None
+
+    def eligible(self, shape: Shape) -> dict[Worker, None]:
+        """The workers that could take such a task, lost ones too."""
+        found = self._eligible.get(shape)
+        if found is None:
+            if len(self._eligible) > CHANGES_MAX:
+                self._eligible.clear()
+            found = {w: None for w in self.workers.values() if self.unfit(w, shape) is None}
+            self._eligible[shape] = found
+        return found
+
+    def model_of(self, worker: Worker, shape: Shape) -> str:
+        """The model this worker would run the shape on; "" if the kind needs none."""
+        if shape.model:
+            return shape.model
+        capability = self.capability(worker, shape)
+        return capability.models[0] if capability is not None and capability.models else ""
+
+    # --- how fast ----------------------------------------------------------------------------------------------------
+
+    def expected_s(self, worker: Worker, shape: Shape, units: float = 0.0) -> float:
+        """See strategies.base.FleetView."""
+        key = (shape.kind, shape.model)
+        unit_s = worker.unit_s.get(key) or self._unit_s.get(key, UNIT_S)
+        return unit_s * (units or self._units.get(key, 1.0))
+
+    def load_s(self, worker: Worker, shape: Shape) -> float:
+        """See strategies.base.FleetView."""
+        model = self.model_of(worker, shape)
+        return LOAD_S if model and model not in worker.resident_models else 0.0
+
+    def resident_workers(self, shape: Shape) -> int:
+        """See strategies.base.FleetView."""
+        key = (shape.kind, shape.model)
+        count = self._resident.get(key)
+        if count is None:
+            count = sum(1 for w in self.eligible(shape) if w.accepting and self.load_s(w, shape) == 0.0)
+            self._resident[key] = count
+        return count
+
+    def measured(self, worker: Worker, now: float, n: int, key: tuple[str, str], units: int, ran_s: float) -> None:
+        """Learns from n reports of one batch: `units` of work of one (kind, model) that took the engine ran_s."""
+        elapsed_s = max(now - worker.busy_since_s, 1e-6)
+        worker.busy_since_s = now
+        # Averaged as a rate: one slow start (a model being loaded) must not narrow the window for long.
+        rate = n / elapsed_s
+        if worker.pace_s:
+            rate = GAIN * rate + (1 - GAIN) / worker.pace_s
+        worker.pace_s = 1 / rate
+        info = worker.info
+        worker.allowed = max(min(info.slots + 1, info.window_tasks), min(int(rate * WINDOW_S), info.window_tasks))
+        if ran_s > 0.0:
+            sample = ran_s / units
+            for table in (worker.unit_s, self._unit_s):
+                old = table.get(key)
+                table[key] = sample if old is None else GAIN * sample + (1 - GAIN) * old
+            old = self._units.get(key)
+            mean = units / n
+            self._units[key] = mean if old is None else GAIN * mean + (1 - GAIN) * old
+
+    # --- what they hold ----------------------------------------------------------------------------------------------
+
+    def grant(self, worker: Worker, lease: Lease, now: float) -> None:
+        """Puts a lease into the worker's window."""
+        task = lease.task
+        assert task.lease is None, "a task is leased once at a time"
+        assert task.outcome is None, "a settled task is not leased"
+        if not worker.leases:
+            worker.busy_since_s = now
+        task.lease = lease
+        worker.leases[lease.lease_id] = lease
+        worker.leased_bytes += len(task.payload)
+        worker.leased_memory_bytes += task.spec.memory_bytes
+        worker.backlog_s += lease.cost_s
+        self.dispatches += 1
+        worker.dispatched += 1
+        worker.last_dispatch = self.dispatches
+        self.touch(worker)
+
+    def release(self, lease: Lease) -> None:
+        """Takes a lease, already off worker.leases, out of the worker's account."""
+        worker, task = lease.worker, lease.task
+        assert task.lease is lease, "a live lease is its task's"
+        task.lease = None
+        worker.leased_bytes -= len(task.payload)
+        worker.leased_memory_bytes -= task.spec.memory_bytes
+        worker.backlog_s = max(0.0, worker.backlog_s - lease.cost_s) if worker.leases else 0.0
+
+    def new_session(self, worker: Worker, session: int, now: float) -> None:
+        """A fresh connected life: a narrow window until it shows its pace."""
+        worker.session = session
+        worker.frame = 0
+        worker.allowed = min(worker.info.slots + 1, worker.info.window_tasks)
+        worker.pace_s = 0.0
+        worker.stopping = False
+        worker.connect_s = worker.heard_s = now
+        self.sessions[session] = worker
+        self.members_changed(worker)
+
+    def close_session(self, worker: Worker) -> None:
+        """The worker is lost. Its leases have been taken back before."""
+        assert not worker.leases, "a lost worker holds nothing"
+        self.sessions.pop(worker.session, None)
+        worker.session = 0
+        worker.resident_models = ()
+        self.members_changed(worker)

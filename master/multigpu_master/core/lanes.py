@@ -1,0 +1,141 @@
+"""Which task is next.
+
+Tasks that are interchangeable for placement (same queue, priority and shape) stand in one lane, in order of age. The lanes
+that may have something to dispatch stand in a heap by priority, then by the age of their first task. A lane whose tasks no
+worker has room for is parked until a worker changes. So the cost of a dispatch depends on the number of lanes, not of tasks.
+
+A task that leaves from the middle of a lane (cancelled, expired, adopted) leaves a hollow entry behind, which is dropped
+when it comes to the front, or is filled again if the task comes back first.
+"""
+
+from collections import deque
+from hashlib import blake2b
+from heapq import heappop, heappush, heapreplace
+
+from multigpu_master.core.model import Queue, Shape, Spec, Task
+
+PARTITIONS = 4096
+# How far into a lane a task that comes back is sorted in; beyond that, order among retries is not worth the time.
+SORTED_IN = 64
+
+
+def partition_of(key: str) -> int:
+    """The partition of a partition_key; -1 for no key."""
+    if not key:
+        return -1
+    return int.from_bytes(blake2b(key.encode(), digest_size=4).digest()) % PARTITIONS
+
+
+def shape_of(spec: Spec, partition: int = -1) -> Shape:
+    """What decides which workers may take a task of this spec."""
+    return Shape(spec.kind, spec.model, spec.labels, spec.memory_bytes, partition)
+
+
+class Lane:
+    """Tasks of one queue, priority and shape, the oldest first."""
+
+    __slots__ = ("live", "priority", "queue", "shape", "tasks", "ticket")
+
+    def __init__(self, queue: Queue, priority: int, shape: Shape) -> None:
+        self.queue = queue
+        self.priority = priority
+        self.shape = shape
+        self.tasks: deque[Task] = deque()
+        self.live = 0  # entries that are not hollow
+        self.ticket = 0  # of its entry in the heap that counts; 0: none does
+
+    def head(self) -> Task | None:
+        """The oldest task that waits. Drops hollow entries before it."""
+        tasks = self.tasks
+        while tasks:
+            task = tasks[0]
+            if task.outcome is None and task.lease is None:
+                return task
+            task.in_lane = False
+            tasks.popleft()
+        return None
+
+
+class Lanes:
+    """Every lane, the heap of those to try, and those parked."""
+
+    def __init__(self) -> None:
+        self.by_key: dict[tuple[str, int, Shape], Lane] = {}
+        self.parked: dict[Lane, None] = {}
+        self._heap: list[tuple[int, int, int, Lane]] = []  # (priority, task_id of the head, ticket, lane)
+        self._tickets = 0
+
+    def lane_of(self, queue: Queue, spec: Spec, partition: int) -> Lane:
+        """The lane for tasks of this spec and partition."""
+        shape = shape_of(spec, partition)
+        key = (queue.name, spec.priority, shape)
+        lane = self.by_key.get(key)
+        if lane is None:
+            lane = self.by_key[key] = Lane(queue, spec.priority, shape)
+        return lane
+
+    def add(self, lane: Lane, task: Task) -> None:
+        """Puts a new task, the youngest of all, at the end of its lane."""
+        task.in_lane = True
+        lane.tasks.append(task)
+        lane.live += 1
+        if lane.live == 1:
+            self.offer(lane)
+
+    def put_back(self, lane: Lane, task: Task) -> None:
+        """Puts a task that left back to its place of age."""
+        lane.live += 1
+        if not task.in_lane:
+            task.in_lane = True
+            older: list[Task] = []
+            tasks = lane.tasks
+            while tasks and len(older) < SORTED_IN and tasks[0].task_id < task.task_id:
+                older.append(tasks.popleft())
+            tasks.appendleft(task)
+            tasks.extendleft(reversed(older))
+        self.offer(lane)
+
+    def offer(self, lane: Lane) -> None:
+        """Has a lane tried again, at the place of its present head. Forgets it if nothing waits in it."""
+        self.parked.pop(lane, None)
+        head = lane.head()
+        if head is None:
+            self._forget(lane)
+            return
+        self._tickets += 1
+        lane.ticket = self._tickets
+        heappush(self._heap, (lane.priority, head.task_id, lane.ticket, lane))
+
+    def first(self) -> tuple[Lane, Task] | None:
+        """The lane to try next, and its head."""
+        heap = self._heap
+        while heap:
+            priority, task_id, ticket, lane = heap[0]
+            if ticket != lane.ticket:
+                heappop(heap)
+                continue
+            head = lane.head()
+            if head is None:
+                heappop(heap)
+                self._forget(lane)
+            elif head.task_id == task_id:
+                return lane, head
+            else:
+                heapreplace(heap, (priority, head.task_id, ticket, lane))
+        return None
+
+    def take(self, lane: Lane) -> None:
+        """Takes the head off the lane that came first."""
+        lane.tasks.popleft().in_lane = False
+        lane.live -= 1
+
+    def park(self, lane: Lane) -> None:
+        """Sets aside the lane that came first, until it is offered again."""
+        heappop(self._heap)
+        lane.ticket = 0
+        self.parked[lane] = None
+
+    def _forget(self, lane: Lane) -> None:
+        assert lane.live == 0, "nothing waits in a lane that is forgotten"
+        lane.ticket = 0
+        self.by_key.pop((lane.queue.name, lane.priority, lane.shape), None)

@@ -1,0 +1,250 @@
+"""The nouns of the scheduler. State is derived, not stored: a task with an outcome is settled, with a lease is leased, else
+it is queued; a worker with a session is connected, else it is lost. So the states can't drift from the facts.
+
+A million tasks may wait at once, so what every queued task carries is kept small: what few tasks need is in `Extra`.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import NamedTuple
+
+
+class OutcomeState(IntEnum):
+    """How a task ended. The numbers are those of multigpu.v1.OutcomeState."""
+
+    SUCCEEDED = 1
+    FAILED = 2
+    CANCELLED = 3
+    EXPIRED = 4
+    DEAD_LETTERED = 5
+
+
+class ReportState(IntEnum):
+    """A worker's word about a lease. The numbers are those of multigpu.v1.ReportState."""
+
+    SUCCEEDED = 1
+    FAILED = 2
+    RETURNED = 3
+
+
+class Shape(NamedTuple):
+    """What decides which workers may take a task. Tasks of one shape are interchangeable for placement."""
+
+    kind: str
+    model: str
+    labels: tuple[tuple[str, str], ...]
+    memory_bytes: int
+    # The partition of the task's partition_key, -1 if it has none.
+    partition: int = -1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, weakref_slot=True)
+class Spec:
+    """A validated multigpu.v1.TaskSpec. Tasks submitted alike share one."""
+
+    kind: str
+    model: str = ""
+    queue: str = "default"
+    priority: int = 3
+    labels: tuple[tuple[str, str], ...] = ()
+    memory_bytes: int = 0
+    deadline_s: float | None = None  # since the epoch
+    queue_timeout_s: float | None = None
+    run_timeout_s: float | None = None
+    attempts_max: int = 3
+    backoff_initial_s: float = 0.1
+    backoff_max_s: float = 30.0
+    durable: bool = True
+    result_ttl_s: float = 86_400.0
+    wait_for_worker: bool = False
+    wire: bytes = b""  # the serialized TaskSpec: what the journal keeps and workers get
+
+
+@dataclass(frozen=True, slots=True)
+class TaskError:
+    """Why an attempt, or a task, failed."""
+
+    type: str
+    message: str
+    retryable: bool = True
+    traceback: str = ""
+
+
+@dataclass(slots=True)
+class Extra:
+    """What only some tasks have."""
+
+    traceparent: str = ""
+    checkpoint: bytes = b""
+    partials: list[bytes] = field(default_factory=list)
+    partials_bytes: int = 0
+    last_error: TaskError | None = None
+    not_before_s: float = 0.0
+    losses: int = 0  # times a worker was lost with this task waiting in its window
+
+
+@dataclass(slots=True, eq=False)
+class Outcome:
+    """How a task ended. Times in seconds since the epoch; 0.0 means it never got there."""
+
+    state: OutcomeState
+    finish_s: float
+    result: bytes = b""
+    content_type: str = ""
+    error: TaskError | None = None
+    dispatch_s: float = 0.0
+    start_s: float = 0.0
+    worker_id: str = ""
+    device_id: str = ""
+
+
+@dataclass(slots=True, eq=False)
+class Task:
+    """A unit of work. `task_id` is 0 until the core has taken it."""
+
+    spec: Spec
+    request_id: str
+    payload: bytes
+    partition_key: str = ""
+    units: int = 1
+    submit_s: float = 0.0
+    task_id: int = 0
+    attempts: int = 0
+    lease: "Lease | None" = None
+    outcome: Outcome | None = None
+    in_lane: bool = False  # its lane has an entry for it (maybe a hollow one)
+    streams: tuple[int, ...] = ()  # the Run streams that follow it
+    extra: Extra | None = None
+
+    def more(self) -> Extra:
+        """The task's Extra, made when first needed."""
+        if self.extra is None:
+            self.extra = Extra()
+        return self.extra
+
+
+@dataclass(slots=True, eq=False)
+class Lease:
+    """The grant of one attempt of a task to one session of a worker; the only fencing token."""
+
+    lease_id: int
+    task: Task
+    worker: "Worker"
+    attempt: int
+    dispatch_s: float
+    frame: int  # the session's frame that carried it; 0 if it was adopted
+    cost_s: float  # how long it was expected to take, when it was granted
+    running: bool = False
+    fraction: float = 0.0
+    steps: int = 0
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capability:
+    """A kind that a worker runs, and the models it can run it on (none: any, or the kind needs no model)."""
+
+    kind: str
+    models: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerInfo:
+    """What a worker says of itself when its session begins."""
+
+    worker_id: str
+    host: str = ""
+    version: str = ""
+    pid: int = 0
+    device_id: str = "cpu"
+    device_name: str = "cpu"
+    device_product: str = ""
+    memory_total_bytes: int = 0
+    capabilities: tuple[Capability, ...] = ()
+    labels: Mapping[str, str] = field(default_factory=dict)
+    slots: int = 1
+    window_tasks: int = 1024
+    window_bytes: int = 64 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Telemetry:
+    """How a device is doing. None: it doesn't say."""
+
+    sample_s: float = 0.0
+    memory_total_bytes: int | None = None
+    memory_used_bytes: int | None = None
+    utilization: float | None = None
+    temperature_celsius: float | None = None
+    power_watts: float | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Worker:
+    """The registry's record of a worker. Strategies read it and change nothing."""
+
+    info: WorkerInfo
+    session: int = 0  # 0: lost
+    frame: int = 0  # frames with leases sent in this session
+    cordoned: bool = False
+    cordon_reason: str = ""
+    draining: bool = False  # an operator drains it
+    drain_deadline_s: float | None = None
+    stopping: bool = False  # it wants no more work
+    telemetry: Telemetry = field(default_factory=Telemetry)
+    resident_models: tuple[str, ...] = ()
+    leases: dict[int, Lease] = field(default_factory=dict)
+    leased_bytes: int = 0
+    leased_memory_bytes: int = 0  # device memory promised to its leases
+    backlog_s: float = 0.0  # expected time of its leases
+    allowed: int = 1  # leases it may hold now; grows to window_tasks with its measured pace
+    pace_s: float = 0.0  # measured seconds a task, all kinds; 0.0: not measured
+    unit_s: dict[tuple[str, str], float] = field(default_factory=dict)  # (kind, model) -> seconds a unit of work
+    busy_since_s: float = 0.0  # when it last reported, or was given work while idle
+    dispatched: int = 0  # leases granted since the master started
+    last_dispatch: int = 0  # the fleet's count of dispatches when it last got one
+    succeeded: int = 0
+    failed: int = 0
+    connect_s: float = 0.0
+    heard_s: float = 0.0
+    version: int = 0  # counts changes that matter to a ranking
+
+    @property
+    def worker_id(self) -> str:
+        return self.info.worker_id
+
+    @property
+    def accepting(self) -> bool:
+        """Whether it is connected and may be given work at all."""
+        return bool(self.session) and not (self.cordoned or self.draining or self.stopping)
+
+    @property
+    def full(self) -> bool:
+        """Whether its window is used up, by count or by bytes."""
+        return len(self.leases) >= self.allowed or self.leased_bytes >= self.info.window_bytes
+
+    def memory_fraction(self) -> float | None:
+        """The share of the device's memory in use, 0 to 1; None if the device doesn't say."""
+        total, used = self.telemetry.memory_total_bytes, self.telemetry.memory_used_bytes
+        return used / total if total and used is not None else None
+
+    def memory_free_bytes(self) -> int | None:
+        """Free device memory; None if the device doesn't say."""
+        total, used = self.telemetry.memory_total_bytes, self.telemetry.memory_used_bytes
+        return max(0, total - used) if total and used is not None else None
+
+
+@dataclass(slots=True)
+class Queue:
+    """A named queue: its rules, and what is in it."""
+
+    name: str
+    paused: bool = False
+    strategy: str = ""  # "": the fleet's
+    tasks_max: int = 0  # 0: the master's limit
+    bytes_max: int = 0
+    queued: int = 0
+    queued_bytes: int = 0
+    leased: int = 0
+    leased_bytes: int = 0

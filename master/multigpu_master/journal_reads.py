@@ -1,0 +1,212 @@
+"""Reading the SQLite journal, from any thread.
+
+Every read is one statement on a connection that is idle or, if none is, new: so reads wait neither for each other nor for
+the writer, and none leaves a transaction open behind it, which would keep the log from being emptied.
+"""
+
+import sqlite3
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from multigpu_master import journal_schema
+from multigpu_master.journal import JournalError, StoredOutcome, SubmitRecord
+
+_OUTCOME_COLUMNS = "o.cursor, o.task_id, o.request_id, o.state, o.queue, o.kind, o.model, o.submit_time_s, o.body"  # as in StoredOutcome
+_KEYS_SIZES = (1, 16, 256)  # keys in one statement; few sizes, so that the statements stay prepared
+_READ_OUTCOMES_ROWS = 64  # fetched at a time, so that little more than `bytes_max` is ever read
+_TASKS_ROWS = 4096
+
+
+class JournalReads:
+    """The reading half of the journal. Public methods raise JournalError when the file can't be read."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._idle: list[sqlite3.Connection] = []
+        self._lock = threading.Lock()  # of _idle and _closed
+        self._closed = False
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            idle, self._idle = self._idle, []
+        for connection in idle:
+            connection.close()
+
+    @contextmanager
+    def _connection(self) -> Iterator[sqlite3.Connection]:
+        with self._lock:
+            if self._closed:
+                raise JournalError("The journal is closed.")
+            connection = self._idle.pop() if self._idle else None
+        try:
+            if connection is None:
+                connection = journal_schema.connect_reader(self._path)
+            yield connection
+        except sqlite3.Error as error:
+            if connection is not None:
+                connection.close()
+            raise journal_schema.explain(error, self._path) from error
+        except BaseException:
+            if connection is not None:
+                connection.close()  # a statement may be half read
+            raise
+        with self._lock:
+            if not self._closed:
+                self._idle.append(connection)
+                return
+        connection.close()
+
+    def _rows(self, sql: str, parameters: Sequence[Any]) -> list[Any]:
+        with self._connection() as connection:
+            return connection.execute(sql, parameters).fetchall()
+
+    def _rows_by_keys(self, sql: Callable[[str], str], keys: Sequence[Any]) -> Iterator[Any]:
+        """Runs `sql(placeholders)` for all keys, in chunks that are filled up with their last key."""
+        at = 0
+        while at < len(keys):
+            size = next((size for size in _KEYS_SIZES if size >= len(keys) - at), _KEYS_SIZES[-1])
+            chunk = list(keys[at : at + size])
+            chunk += chunk[-1:] * (size - len(chunk))
+            yield from self._rows(sql(",".join("?" * size)), chunk)
+            at += size
+
+    def recover_tasks(self) -> Iterator[SubmitRecord]:
+        """All unsettled tasks, in task_id order. Equal specs come as one object."""
+        specs: dict[bytes, bytes] = {}
+        last_task_id = 0
+        while True:
+            rows = self._rows(
+                f"SELECT {journal_schema.TASK_COLUMNS} FROM task WHERE task_id > ? ORDER BY task_id LIMIT {_TASKS_ROWS}",
+                (last_task_id,),
+            )
+            if not rows:
+                return
+            last_task_id = rows[-1][0]
+            for task_id, request_id, spec, payload, partition_key, units, submit_time_s in rows:
+                yield SubmitRecord(
+                    task_id, request_id, specs.setdefault(spec, spec), payload, partition_key, units, submit_time_s
+                )
+
+    def find_requests(self, request_ids: Sequence[str]) -> dict[str, StoredOutcome]:
+        def sql(placeholders: str) -> str:
+            return (
+                f"SELECT {_OUTCOME_COLUMNS} FROM outcome o "
+                f"WHERE o.request_id IN ({placeholders}) AND o.request_id <> '' ORDER BY o.cursor"
+            )
+
+        # In the order of cursors: should a request_id have been used again after its time, its newest task counts.
+        return {row[2]: StoredOutcome(*row) for row in self._rows_by_keys(sql, request_ids)}
+
+    def get_outcome(self, task_id: int) -> StoredOutcome | None:
+        rows = self._rows(
+            f"SELECT {_OUTCOME_COLUMNS} FROM outcome o WHERE o.task_id = ? ORDER BY o.cursor DESC LIMIT 1", (task_id,)
+        )
+        return StoredOutcome(*rows[0]) if rows else None
+
+    def read_outcomes(self, after_cursor: int, limit: int, bytes_max: int) -> list[StoredOutcome]:
+        outcomes: list[StoredOutcome] = []
+        bytes_read = 0
+        with self._connection() as connection:
+            rows = connection.execute(
+                f"SELECT {_OUTCOME_COLUMNS} FROM outcome o WHERE o.cursor > ? ORDER BY o.cursor LIMIT ?",
+                (after_cursor, limit),
+            )
+            for row in rows:
+                outcome = StoredOutcome(*row)
+                outcomes.append(outcome)
+                bytes_read += len(outcome.body or b"")
+                if bytes_read >= bytes_max:
+                    break
+            rows.close()
+        return outcomes
+
+    def oldest_cursor(self) -> int | None:
+        ((cursor,),) = self._rows("SELECT min(cursor) FROM outcome", ())
+        return None if cursor is None else int(cursor)
+
+    def newest_cursor(self) -> int:
+        ((cursor,),) = self._rows("SELECT max(cursor) FROM outcome", ())
+        return int(cursor or 0)
+
+    def settings(self) -> dict[str, bytes]:
+        with self._connection() as connection:
+            return journal_schema.read_settings(connection)
+
+    def list_outcomes(
+        self,
+        *,
+        before_task_id: int,
+        limit: int,
+        states: Iterable[int],
+        queue: str,
+        kind: str,
+        model: str,
+        worker_id: str,
+        submitted_after_s: float,
+        submitted_before_s: float,
+    ) -> list[StoredOutcome]:
+        where, parameters = _filters(states, queue, kind, model, worker_id, submitted_after_s, submitted_before_s)
+        if before_task_id:
+            where += " AND o.task_id < ?"
+            parameters.append(before_task_id)
+        sql = f"SELECT {_OUTCOME_COLUMNS} FROM outcome o WHERE {where} ORDER BY o.task_id DESC LIMIT ?"
+        return [StoredOutcome(*row) for row in self._rows(sql, (*parameters, limit))]
+
+    def count_outcomes(
+        self,
+        *,
+        states: Iterable[int],
+        queue: str,
+        kind: str,
+        model: str,
+        worker_id: str,
+        submitted_after_s: float,
+        submitted_before_s: float,
+    ) -> dict[int, int]:
+        where, parameters = _filters(states, queue, kind, model, worker_id, submitted_after_s, submitted_before_s)
+        return dict(self._rows(f"SELECT o.state, count(*) FROM outcome o WHERE {where} GROUP BY o.state", parameters))
+
+    def get_dead_letters(self, task_ids: Sequence[int]) -> list[SubmitRecord]:
+        def sql(placeholders: str) -> str:
+            return f"SELECT {journal_schema.TASK_COLUMNS} FROM dead_letter WHERE task_id IN ({placeholders})"
+
+        found = {row[0]: SubmitRecord(*row) for row in self._rows_by_keys(sql, task_ids)}
+        return [found[task_id] for task_id in dict.fromkeys(task_ids) if task_id in found]
+
+    def list_dead_letters(self, *, queue: str, before_task_id: int, limit: int) -> list[StoredOutcome]:
+        sql = (
+            f"SELECT {_OUTCOME_COLUMNS} FROM dead_letter d CROSS JOIN outcome o ON o.task_id = d.task_id "
+            "WHERE (?1 = '' OR o.queue = ?1) AND (?2 = 0 OR d.task_id < ?2) ORDER BY d.task_id DESC LIMIT ?3"
+        )
+        return [StoredOutcome(*row) for row in self._rows(sql, (queue, before_task_id, limit))]
+
+
+def _filters(
+    states: Iterable[int],
+    queue: str,
+    kind: str,
+    model: str,
+    worker_id: str,
+    submitted_after_s: float,
+    submitted_before_s: float,
+) -> tuple[str, list[Any]]:
+    terms, parameters = ["TRUE"], list[Any]()
+    wanted = sorted(states)
+    if wanted:
+        terms.append(f"o.state IN ({','.join('?' * len(wanted))})")
+        parameters += wanted
+    for column, value in (("queue", queue), ("kind", kind), ("model", model), ("worker_id", worker_id)):
+        if value:
+            terms.append(f"o.{column} = ?")
+            parameters.append(value)
+    if submitted_after_s:
+        terms.append("o.submit_time_s >= ?")
+        parameters.append(submitted_after_s)
+    if submitted_before_s:
+        terms.append("o.submit_time_s < ?")
+        parameters.append(submitted_before_s)
+    return " AND ".join(terms), parameters

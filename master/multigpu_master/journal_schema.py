@@ -1,0 +1,252 @@
+"""The journal's file: its schema, who may open it, and what is checked before anything in it is changed.
+
+The directory holds `journal.sqlite3` with its write-ahead log, and `LOCK`, which one master holds as long as it lives; the
+kernel lets go of it when the process ends, however it ends. A new file is built aside and moved into place, so that a file
+of that name always has the whole schema, an application id and a version in its header. Both are read as plain bytes
+before SQLite sees the file, because SQLite would already write to a file that has a log beside it.
+
+An outcome inserted removes its task: the trigger says so once, and saves a statement in every transaction.
+"""
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import socket
+import sqlite3
+import time
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+
+from multigpu_master.journal import JournalError, JournalFullError
+
+DATABASE_NAME = "journal.sqlite3"
+LOCK_NAME = "LOCK"
+APPLICATION_ID = int.from_bytes(b"mgpu", "big")
+SCHEMA_VERSION = 1
+PAGE_BYTES = 8192
+QUICK_CHECK_BYTES_MAX = 256 << 20  # larger files are not walked as a whole before every start
+WAL_PAGES = (8 << 20) // PAGE_BYTES  # how much log is gathered before it is copied into the database
+WAL_KEEP_BYTES = 64 << 20
+BUSY_TIMEOUT_S = 30.0  # somebody's sqlite3 shell may hold the file for a moment
+
+_SETTING_EPOCH = "journal.epoch"
+SETTING_PROBE = "journal.probe"
+_PRIVATE_SETTINGS = (_SETTING_EPOCH, SETTING_PROBE)
+
+TASK_COLUMNS = "task_id, request_id, spec, payload, partition_key, units, submit_time_s"
+_TASK_TABLE = """(
+  task_id INTEGER PRIMARY KEY, request_id TEXT NOT NULL, partition_key TEXT NOT NULL, units INTEGER NOT NULL,
+  submit_time_s REAL NOT NULL, spec BLOB NOT NULL, payload BLOB NOT NULL)"""
+_SCHEMA = f"""
+CREATE TABLE setting (key TEXT PRIMARY KEY, value BLOB NOT NULL) WITHOUT ROWID;
+CREATE TABLE task {_TASK_TABLE};
+CREATE TABLE dead_letter {_TASK_TABLE};
+CREATE TABLE outcome (
+  cursor INTEGER PRIMARY KEY, task_id INTEGER NOT NULL, request_id TEXT NOT NULL, state INTEGER NOT NULL,
+  queue TEXT NOT NULL, kind TEXT NOT NULL, model TEXT NOT NULL, worker_id TEXT NOT NULL,
+  submit_time_s REAL NOT NULL, settle_time_s REAL NOT NULL, expire_time_s REAL NOT NULL, body BLOB);
+CREATE INDEX outcome_task ON outcome (task_id);
+CREATE INDEX outcome_request ON outcome (request_id) WHERE request_id <> '';
+CREATE TRIGGER settle AFTER INSERT ON outcome BEGIN DELETE FROM task WHERE task_id = NEW.task_id; END;
+INSERT INTO setting VALUES ('{_SETTING_EPOCH}', 0);
+PRAGMA application_id = {APPLICATION_ID};
+PRAGMA user_version = {SCHEMA_VERSION};
+"""
+
+# The file system, not the file: SQLite says these when there is no room for the log's index either.
+_FULL_CODES = frozenset({sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_SHMSIZE})
+
+
+def explain(error: Exception, path: Path) -> JournalError:
+    """What a failure of SQLite or of the file system means for this journal, with the remedy."""
+    if isinstance(error, JournalError):
+        return error
+    code = getattr(error, "sqlite_errorcode", None)
+    if code in _FULL_CODES or getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
+        return JournalFullError(
+            f"The journal {path} is full: the disk has no room left, or the journal's size limit is reached. Free space "
+            "on the disk, raise the limit, or let outcomes expire sooner."
+        )
+    if isinstance(error, OSError):
+        return JournalError(
+            f"The journal's directory {path.parent} can't be used: {error.strerror}. Give a directory that this user may "
+            "write to."
+        )
+    if code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
+        return _damaged(path, str(error))
+    if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
+        return JournalError(
+            f"The journal {path} stayed locked by another program for {BUSY_TIMEOUT_S:.0f} s ({error}). End that program "
+            "(fuser says which it is) and start the master again."
+        )
+    return JournalError(
+        f"The journal {path} can't be read or written any more: {error} ({getattr(error, 'sqlite_errorname', 'no code')}). "
+        "Look at the disk (dmesg, df); what was acknowledged is safe, and starting the master again recovers it."
+    )
+
+
+def _damaged(path: Path, what: str) -> JournalError:
+    return JournalError(
+        f"The journal {path} is damaged ({what}); nothing in it was changed. Restore it from a backup, or save what can be "
+        f"read with `sqlite3 {path} .recover`, or move it away to begin with an empty journal."
+    )
+
+
+class DirectoryLock:
+    """Keeps a second master off a data directory. Held from construction to `release`."""
+
+    def __init__(self, data_dir: Path, address: str) -> None:
+        path = data_dir / LOCK_NAME
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.pread(self._fd, 4096, 0)
+            os.close(self._fd)
+            raise JournalError(_held_by(data_dir, holder)) from None
+        started = datetime.fromtimestamp(time.time(), UTC).isoformat(timespec="seconds")
+        me = {"pid": os.getpid(), "host": socket.gethostname(), "started": started, "address": address}
+        os.ftruncate(self._fd, 0)
+        os.pwrite(self._fd, json.dumps(me).encode() + b"\n", 0)
+
+    def release(self) -> None:
+        os.close(self._fd)  # the file stays: removing it would race with the next holder
+
+
+def _held_by(data_dir: Path, holder: bytes) -> str:
+    try:
+        who = json.loads(holder)
+        told = f"pid {who['pid']} on {who['host']}, since {who['started']}"
+        if who["address"]:
+            told += f", serving {who['address']}"
+    except (ValueError, KeyError, TypeError):
+        told = "which has not said yet who it is"
+    return (
+        f"The data directory {data_dir} is held by another master ({told}). Stop that one first, or give this one a "
+        "directory of its own (--data-dir)."
+    )
+
+
+def prepare(data_dir: Path, address: str) -> DirectoryLock:
+    """Makes the directory if need be, takes the lock and makes sure that there is a whole file of our schema."""
+    path = data_dir / DATABASE_NAME
+    try:
+        data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        lock = DirectoryLock(data_dir, address)
+    except OSError as error:
+        raise explain(error, path) from error
+    try:
+        if path.exists():
+            _check_header(path)
+            _check_contents(path)
+        else:
+            _create(path)
+    except (OSError, sqlite3.Error) as error:
+        lock.release()
+        raise explain(error, path) from error
+    except JournalError:
+        lock.release()
+        raise
+    return lock
+
+
+def _check_header(path: Path) -> None:
+    with path.open("rb") as file:
+        header = file.read(100)
+    if len(header) < 100 or not header.startswith(b"SQLite format 3\x00"):
+        raise _damaged(path, "it is not an SQLite database")
+    if int.from_bytes(header[68:72], "big") != APPLICATION_ID:
+        raise JournalError(f"{path} is an SQLite database, but not a journal of multigpu. Give another --data-dir.")
+    version = int.from_bytes(header[60:64], "big")
+    if version > SCHEMA_VERSION:
+        raise JournalError(
+            f"The journal {path} has schema version {version}; this multigpu knows versions up to {SCHEMA_VERSION}. Start "
+            "the newer multigpu that wrote it, or give another --data-dir. Nothing was changed."
+        )
+    assert version == SCHEMA_VERSION, version  # there has been no other yet
+
+
+def _check_contents(path: Path) -> None:
+    """Looks for damage through a connection that can't write, and leaves no trace: a file is as it was if refused."""
+    beside = [path.with_name(DATABASE_NAME + suffix) for suffix in ("-wal", "-shm")]
+    logged = beside[0].exists() and beside[0].stat().st_size > 0
+    absent = [file for file in beside if not file.exists()]
+    # Without a log the file can be read as it lies; with one, SQLite needs the log's index, which it may have to build.
+    mode = "mode=ro" if logged else "mode=ro&immutable=1"
+    with contextlib.closing(sqlite3.connect(f"{path.absolute().as_uri()}?{mode}", uri=True)) as connection:
+        whole = path.stat().st_size <= QUICK_CHECK_BYTES_MAX
+        scopes = ("1",) if whole else ("'task'", "'setting'", "'dead_letter'")
+        try:
+            verdicts = [connection.execute(f"PRAGMA quick_check({scope})").fetchone()[0] for scope in scopes]
+            connection.execute(f"SELECT {TASK_COLUMNS} FROM task LIMIT 1").fetchall()
+        finally:
+            connection.close()
+            for file in absent:
+                file.unlink(missing_ok=True)
+    for verdict in verdicts:
+        if verdict != "ok":
+            raise _damaged(path, verdict.replace("\n", " "))
+
+
+def _create(path: Path) -> None:
+    aside = path.with_name(DATABASE_NAME + ".new")
+    aside.unlink(missing_ok=True)
+    os.close(os.open(aside, os.O_CREAT | os.O_EXCL, 0o600))
+    with contextlib.closing(sqlite3.connect(aside, isolation_level=None)) as connection:
+        connection.execute(f"PRAGMA page_size = {PAGE_BYTES}")
+        connection.execute("PRAGMA auto_vacuum = INCREMENTAL")
+        connection.executescript(f"BEGIN; {_SCHEMA} COMMIT;")
+        connection.execute("PRAGMA journal_mode = WAL")
+    aside.rename(path)
+    directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)
+
+
+def connect_writer(path: Path, size_max_bytes: int) -> sqlite3.Connection:
+    """The one connection that writes. Autocommit: transactions are begun and ended in so many words."""
+    connection = sqlite3.connect(
+        path, isolation_level=None, check_same_thread=False, cached_statements=128, timeout=BUSY_TIMEOUT_S
+    )
+    for pragma in (
+        "synchronous = FULL",
+        "secure_delete = OFF",  # some builds overwrite what is deleted by default
+        "temp_store = MEMORY",
+        "cache_size = -32768",
+        f"wal_autocheckpoint = {WAL_PAGES}",
+        f"journal_size_limit = {WAL_KEEP_BYTES}",
+        f"max_page_count = {max(size_max_bytes // PAGE_BYTES, 1)}",
+    ):
+        connection.execute(f"PRAGMA {pragma}").fetchall()
+    return connection
+
+
+def connect_reader(path: Path) -> sqlite3.Connection:
+    """A connection that only reads, for any one thread at a time."""
+    connection = sqlite3.connect(
+        f"{path.absolute().as_uri()}?mode=ro",
+        uri=True,
+        isolation_level=None,
+        check_same_thread=False,
+        timeout=BUSY_TIMEOUT_S,
+    )
+    connection.execute("PRAGMA query_only = ON")
+    return connection
+
+
+def begin_epoch(writer: sqlite3.Connection) -> int:
+    """Counts this opening, durably."""
+    ((epoch,),) = writer.execute(
+        "UPDATE setting SET value = value + 1 WHERE key = ? RETURNING value", (_SETTING_EPOCH,)
+    ).fetchall()
+    return int(epoch)
+
+
+def read_settings(connection: sqlite3.Connection) -> dict[str, bytes]:
+    rows: Iterator[tuple[str, bytes]] = connection.execute("SELECT key, value FROM setting")
+    return {key: value for key, value in rows if key not in _PRIVATE_SETTINGS}

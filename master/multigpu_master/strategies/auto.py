@@ -1,0 +1,31 @@
+"""auto: the earliest expected finish.
+
+For each worker: the expected time of the leases it holds, shared by its slots, plus the expected time of one more task, from
+the measured time a unit of work for this model on this worker, plus the time to load the model if it is not resident.
+
+While others have the model loaded, a worker that would have to load it is worth it only once the tasks that wait would keep
+those others busy for longer than the loading takes.
+"""
+
+from typing import ClassVar
+
+from multigpu_master.core.model import Shape, Worker
+from multigpu_master.strategies.base import Base, FleetView
+
+
+class Auto(Base):
+    name: ClassVar[str] = "auto"
+    summary: ClassVar[str] = "The earliest expected finish, by measured speed, backlog and the cost of loading a model."
+    score_meaning: ClassVar[str] = "expected seconds until the task would be finished"
+
+    def score(self, shape: Shape, worker: Worker, fleet: FleetView) -> float:
+        return (
+            worker.backlog_s / worker.info.slots + fleet.expected_s(worker, shape) + fleet.load_s(worker, shape)
+        )  # fmt: skip
+
+    def worth(self, shape: Shape, worker: Worker, fleet: FleetView, queued: int) -> bool:
+        load_s = fleet.load_s(worker, shape)
+        if load_s == 0.0:
+            return True
+        others = fleet.resident_workers(shape)
+        return others == 0 or queued * fleet.expected_s(worker, shape) / others > load_s

@@ -1,0 +1,15 @@
+"""least_loaded: the worker with the fewest leases for each of its slots."""
+
+from typing import ClassVar
+
+from multigpu_master.core.model import Shape, Worker
+from multigpu_master.strategies.base import Base, FleetView
+
+
+class LeastLoaded(Base):
+    name: ClassVar[str] = "least_loaded"
+    summary: ClassVar[str] = "The worker with the fewest unsettled leases for each of its slots."
+    score_meaning: ClassVar[str] = "leases for each slot"
+
+    def score(self, shape: Shape, worker: Worker, fleet: FleetView) -> float:
+        return len(worker.leases) / worker.info.slots

@@ -1,0 +1,40 @@
+"""Finds the strategies that are installed: ours and the user's, by the entry point group "multigpu.strategies"."""
+
+from importlib.metadata import entry_points
+
+from multigpu_master.strategies.base import Strategy
+
+GROUP = "multigpu.strategies"
+
+
+class StrategyError(Exception):
+    """A strategy's entry point is broken; the message says which and how."""
+
+
+def load_strategies() -> dict[str, Strategy]:
+    """Every installed strategy by its canonical name, in order of name. StrategyError: one can't be used."""
+    found: dict[str, Strategy] = {}
+    for point in sorted(entry_points(group=GROUP), key=lambda p: p.name):
+        try:
+            strategy: Strategy = point.load()()
+        except Exception as error:
+            raise StrategyError(
+                f"strategy {point.name!r} ({point.value}) can't be loaded: {error!r}; fix or uninstall its package"
+            ) from error
+        missing = [
+            a for a in ("name", "summary", "score_meaning", "score", "excludes", "worth") if not hasattr(strategy, a)
+        ]
+        if missing or strategy.name != point.name:
+            raise StrategyError(
+                f"strategy {point.name!r} ({point.value}) lacks {missing or 'its own name'}; "
+                "derive it from multigpu_master.strategies.base.Base and give it the name of its entry point"
+            )
+        found[strategy.name] = strategy
+    return found
+
+
+def canonical_name(name: str, strategies: dict[str, Strategy]) -> str | None:
+    """The strategy's own name for a name or an alias; None if there is no such strategy."""
+    if name in strategies:
+        return name
+    return next((s.name for s in strategies.values() if name in s.aliases), None)

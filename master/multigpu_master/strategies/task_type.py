@@ -1,0 +1,31 @@
+"""task_type: labels route kinds to workers.
+
+A worker labelled task_type=embed (or task_type=embed+generate) is kept for those kinds; a worker without the label is the
+fallback for every kind, used when no worker kept for the kind has room.
+"""
+
+from typing import ClassVar
+
+from multigpu_master.core.model import Shape, Worker
+from multigpu_master.strategies.base import Base, FleetView
+
+LABEL = "task_type"
+FALLBACK = 1e6
+
+
+class TaskType(Base):
+    name: ClassVar[str] = "task_type"
+    summary: ClassVar[str] = (
+        "Workers labelled task_type=KIND[+KIND] serve those kinds alone; the others are the fallback."
+    )
+    score_meaning: ClassVar[str] = "leases for each slot, plus a million for a worker that is only the fallback"
+
+    def excludes(self, shape: Shape, worker: Worker, fleet: FleetView) -> str | None:
+        label = worker.info.labels.get(LABEL)
+        if label is not None and shape.kind not in label.split("+"):
+            return f"kept for {LABEL}={label}"
+        return None
+
+    def score(self, shape: Shape, worker: Worker, fleet: FleetView) -> float:
+        load = len(worker.leases) / worker.info.slots
+        return load if LABEL in worker.info.labels else FALLBACK + load
