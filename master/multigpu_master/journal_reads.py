@@ -1,9 +1,12 @@
 """Reading the SQLite journal, from any thread.
 
-Every read is one statement on a connection that is idle or, if none is, new: so reads wait neither for each other nor for
-the writer, and none leaves a transaction open behind it, which would keep the log from being emptied.
+Every read is one statement on a connection that is idle or, if none is, new: so reads wait neither for each other nor
+for the writer, and none leaves a transaction open behind it, which would keep the log from being emptied.
 """
 
+# ruff: noqa: S608  # statements are put together from this package's constants; values are always bound
+
+import itertools
 import sqlite3
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -13,8 +16,10 @@ from typing import Any
 
 from multigpu_master import journal_schema
 from multigpu_master.journal import JournalError, StoredOutcome, SubmitRecord
+from multigpu_master.journal_segments import SegmentReader
 
-_OUTCOME_COLUMNS = "o.cursor, o.task_id, o.request_id, o.state, o.queue, o.kind, o.model, o.submit_time_s, o.body"  # as in StoredOutcome
+# As in StoredOutcome.
+_OUTCOME_COLUMNS = "o.cursor, o.task_id, o.request_id, o.state, o.queue, o.kind, o.model, o.submit_time_s, o.body"
 _KEYS_SIZES = (1, 16, 256)  # keys in one statement; few sizes, so that the statements stay prepared
 _READ_OUTCOMES_ROWS = 64  # fetched at a time, so that little more than `bytes_max` is ever read
 _TASKS_ROWS = 4096
@@ -23,13 +28,15 @@ _TASKS_ROWS = 4096
 class JournalReads:
     """The reading half of the journal. Public methods raise JournalError when the file can't be read."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, data_dir: Path) -> None:
+        self._data_dir = data_dir
+        self._path = data_dir / journal_schema.DATABASE_NAME
+        self._segments_read = SegmentReader(data_dir)
         self._idle: list[sqlite3.Connection] = []
         self._lock = threading.Lock()  # of _idle and _closed
         self._closed = False
 
-    def close(self) -> None:
+    def close_readers(self) -> None:
         with self._lock:
             self._closed = True
             idle, self._idle = self._idle, []
@@ -74,22 +81,50 @@ class JournalReads:
             yield from self._rows(sql(",".join("?" * size)), chunk)
             at += size
 
+    def _outcome(self, row: Sequence[Any]) -> StoredOutcome:
+        outcome = StoredOutcome(*row)
+        if isinstance(outcome.body, str):
+            outcome.body = self._read_segment(outcome.body)
+        return outcome
+
+    def _task(self, row: Sequence[Any]) -> SubmitRecord:
+        task = SubmitRecord(*row)
+        if isinstance(task.payload, str):
+            payload = self._read_segment(task.payload)
+            if payload is None:
+                raise JournalError(
+                    f"The payload of task {task.task_id} is missing: its segment of {self._data_dir} is gone. Restore "
+                    "the directory from a backup, or give another --data-dir."
+                )
+            task.payload = payload
+        return task
+
+    def _read_segment(self, reference: str) -> bytes | None:
+        try:
+            return self._segments_read.read(reference)
+        except OSError as error:
+            raise journal_schema.explain(error, self._path) from error
+
+    def size_bytes(self) -> int:
+        files = itertools.chain(self._data_dir.glob(f"{self._path.name}*"), self._segments_read.directory.glob("*"))
+        return sum(_size_bytes(file) for file in files)
+
     def recover_tasks(self) -> Iterator[SubmitRecord]:
         """All unsettled tasks, in task_id order. Equal specs come as one object."""
         specs: dict[bytes, bytes] = {}
         last_task_id = 0
         while True:
             rows = self._rows(
-                f"SELECT {journal_schema.TASK_COLUMNS} FROM task WHERE task_id > ? ORDER BY task_id LIMIT {_TASKS_ROWS}",
-                (last_task_id,),
+                f"SELECT {journal_schema.TASK_COLUMNS} FROM task WHERE task_id > ? ORDER BY task_id LIMIT ?",
+                (last_task_id, _TASKS_ROWS),
             )
             if not rows:
                 return
             last_task_id = rows[-1][0]
-            for task_id, request_id, spec, payload, partition_key, units, submit_time_s in rows:
-                yield SubmitRecord(
-                    task_id, request_id, specs.setdefault(spec, spec), payload, partition_key, units, submit_time_s
-                )
+            for row in rows:
+                task = self._task(row)
+                task.spec = specs.setdefault(task.spec, task.spec)
+                yield task
 
     def find_requests(self, request_ids: Sequence[str]) -> dict[str, StoredOutcome]:
         def sql(placeholders: str) -> str:
@@ -99,13 +134,13 @@ class JournalReads:
             )
 
         # In the order of cursors: should a request_id have been used again after its time, its newest task counts.
-        return {row[2]: StoredOutcome(*row) for row in self._rows_by_keys(sql, request_ids)}
+        return {row[2]: self._outcome(row) for row in self._rows_by_keys(sql, request_ids)}
 
     def get_outcome(self, task_id: int) -> StoredOutcome | None:
         rows = self._rows(
             f"SELECT {_OUTCOME_COLUMNS} FROM outcome o WHERE o.task_id = ? ORDER BY o.cursor DESC LIMIT 1", (task_id,)
         )
-        return StoredOutcome(*rows[0]) if rows else None
+        return self._outcome(rows[0]) if rows else None
 
     def read_outcomes(self, after_cursor: int, limit: int, bytes_max: int) -> list[StoredOutcome]:
         outcomes: list[StoredOutcome] = []
@@ -116,17 +151,13 @@ class JournalReads:
                 (after_cursor, limit),
             )
             for row in rows:
-                outcome = StoredOutcome(*row)
+                outcome = self._outcome(row)
                 outcomes.append(outcome)
                 bytes_read += len(outcome.body or b"")
                 if bytes_read >= bytes_max:
                     break
             rows.close()
         return outcomes
-
-    def oldest_cursor(self) -> int | None:
-        ((cursor,),) = self._rows("SELECT min(cursor) FROM outcome", ())
-        return None if cursor is None else int(cursor)
 
     def newest_cursor(self) -> int:
         ((cursor,),) = self._rows("SELECT max(cursor) FROM outcome", ())
@@ -154,7 +185,7 @@ class JournalReads:
             where += " AND o.task_id < ?"
             parameters.append(before_task_id)
         sql = f"SELECT {_OUTCOME_COLUMNS} FROM outcome o WHERE {where} ORDER BY o.task_id DESC LIMIT ?"
-        return [StoredOutcome(*row) for row in self._rows(sql, (*parameters, limit))]
+        return [self._outcome(row) for row in self._rows(sql, (*parameters, limit))]
 
     def count_outcomes(
         self,
@@ -174,7 +205,7 @@ class JournalReads:
         def sql(placeholders: str) -> str:
             return f"SELECT {journal_schema.TASK_COLUMNS} FROM dead_letter WHERE task_id IN ({placeholders})"
 
-        found = {row[0]: SubmitRecord(*row) for row in self._rows_by_keys(sql, task_ids)}
+        found = {row[0]: self._task(row) for row in self._rows_by_keys(sql, task_ids)}
         return [found[task_id] for task_id in dict.fromkeys(task_ids) if task_id in found]
 
     def list_dead_letters(self, *, queue: str, before_task_id: int, limit: int) -> list[StoredOutcome]:
@@ -182,7 +213,14 @@ class JournalReads:
             f"SELECT {_OUTCOME_COLUMNS} FROM dead_letter d CROSS JOIN outcome o ON o.task_id = d.task_id "
             "WHERE (?1 = '' OR o.queue = ?1) AND (?2 = 0 OR d.task_id < ?2) ORDER BY d.task_id DESC LIMIT ?3"
         )
-        return [StoredOutcome(*row) for row in self._rows(sql, (queue, before_task_id, limit))]
+        return [self._outcome(row) for row in self._rows(sql, (queue, before_task_id, limit))]
+
+
+def _size_bytes(file: Path) -> int:
+    try:
+        return file.stat().st_size
+    except FileNotFoundError:  # deleted just now
+        return 0
 
 
 def _filters(

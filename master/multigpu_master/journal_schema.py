@@ -1,12 +1,15 @@
 """The journal's file: its schema, who may open it, and what is checked before anything in it is changed.
 
-The directory holds `journal.sqlite3` with its write-ahead log, and `LOCK`, which one master holds as long as it lives; the
-kernel lets go of it when the process ends, however it ends. A new file is built aside and moved into place, so that a file
-of that name always has the whole schema, an application id and a version in its header. Both are read as plain bytes
-before SQLite sees the file, because SQLite would already write to a file that has a log beside it.
+The directory holds `journal.sqlite3` with its write-ahead log, and `LOCK`, which one master holds as long as it
+lives; the kernel lets go of it when the process ends, however it ends. A new file is built aside and moved into
+place, so that a file of that name always has the whole schema, an application id and a version in its header. Both
+are read as plain bytes before SQLite sees the file, because SQLite would already write to a file that has a log
+beside it.
 
 An outcome inserted removes its task: the trigger says so once, and saves a statement in every transaction.
 """
+
+# ruff: noqa: S608  # statements are put together from this package's constants; values are always bound
 
 import contextlib
 import errno
@@ -20,6 +23,7 @@ from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 
+from multigpu_master import journal_segments
 from multigpu_master.journal import JournalError, JournalFullError
 
 DATABASE_NAME = "journal.sqlite3"
@@ -51,6 +55,7 @@ CREATE TABLE outcome (
 CREATE INDEX outcome_task ON outcome (task_id);
 CREATE INDEX outcome_request ON outcome (request_id) WHERE request_id <> '';
 CREATE TRIGGER settle AFTER INSERT ON outcome BEGIN DELETE FROM task WHERE task_id = NEW.task_id; END;
+{journal_segments.INDEXES}
 INSERT INTO setting VALUES ('{_SETTING_EPOCH}', 0);
 PRAGMA application_id = {APPLICATION_ID};
 PRAGMA user_version = {SCHEMA_VERSION};
@@ -66,32 +71,37 @@ def explain(error: Exception, path: Path) -> JournalError:
         return error
     code = getattr(error, "sqlite_errorcode", None)
     if code in _FULL_CODES or getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
-        return JournalFullError(
-            f"The journal {path} is full: the disk has no room left, or the journal's size limit is reached. Free space "
-            "on the disk, raise the limit, or let outcomes expire sooner."
-        )
+        return full(path)
     if isinstance(error, OSError):
         return JournalError(
-            f"The journal's directory {path.parent} can't be used: {error.strerror}. Give a directory that this user may "
-            "write to."
+            f"The journal's directory {path.parent} can't be used: {error.strerror}. Give a directory that this "
+            "user may write to."
         )
     if code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
         return _damaged(path, str(error))
     if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
         return JournalError(
-            f"The journal {path} stayed locked by another program for {BUSY_TIMEOUT_S:.0f} s ({error}). End that program "
-            "(fuser says which it is) and start the master again."
+            f"The journal {path} stayed locked by another program for {BUSY_TIMEOUT_S:.0f} s ({error}). End that "
+            "program (fuser says which it is) and start the master again."
         )
     return JournalError(
-        f"The journal {path} can't be read or written any more: {error} ({getattr(error, 'sqlite_errorname', 'no code')}). "
-        "Look at the disk (dmesg, df); what was acknowledged is safe, and starting the master again recovers it."
+        f"The journal {path} can't be read or written any more: {error} "
+        f"({getattr(error, 'sqlite_errorname', type(error).__name__)}). Look at the disk (dmesg, df); what was "
+        "acknowledged is safe, and starting the master again recovers it."
+    )
+
+
+def full(path: Path) -> JournalFullError:
+    return JournalFullError(
+        f"The journal {path} is full: the disk has no room left, or the journal's size limit is reached. Free space on "
+        "the disk, raise the limit, or let outcomes expire sooner."
     )
 
 
 def _damaged(path: Path, what: str) -> JournalError:
     return JournalError(
-        f"The journal {path} is damaged ({what}); nothing in it was changed. Restore it from a backup, or save what can be "
-        f"read with `sqlite3 {path} .recover`, or move it away to begin with an empty journal."
+        f"The journal {path} is damaged ({what}); nothing in it was changed. Restore it from a backup, or save what "
+        f"can be read with `sqlite3 {path} .recover`, or move it away to begin with an empty journal."
     )
 
 
@@ -163,8 +173,8 @@ def _check_header(path: Path) -> None:
     version = int.from_bytes(header[60:64], "big")
     if version > SCHEMA_VERSION:
         raise JournalError(
-            f"The journal {path} has schema version {version}; this multigpu knows versions up to {SCHEMA_VERSION}. Start "
-            "the newer multigpu that wrote it, or give another --data-dir. Nothing was changed."
+            f"The journal {path} has schema version {version}; this multigpu knows versions up to {SCHEMA_VERSION}. "
+            "Start the newer multigpu that wrote it, or give another --data-dir. Nothing was changed."
         )
     assert version == SCHEMA_VERSION, version  # there has been no other yet
 
@@ -208,7 +218,7 @@ def _create(path: Path) -> None:
         os.close(directory)
 
 
-def connect_writer(path: Path, size_max_bytes: int) -> sqlite3.Connection:
+def connect_writer(path: Path) -> sqlite3.Connection:
     """The one connection that writes. Autocommit: transactions are begun and ended in so many words."""
     connection = sqlite3.connect(
         path, isolation_level=None, check_same_thread=False, cached_statements=128, timeout=BUSY_TIMEOUT_S
@@ -220,10 +230,14 @@ def connect_writer(path: Path, size_max_bytes: int) -> sqlite3.Connection:
         "cache_size = -32768",
         f"wal_autocheckpoint = {WAL_PAGES}",
         f"journal_size_limit = {WAL_KEEP_BYTES}",
-        f"max_page_count = {max(size_max_bytes // PAGE_BYTES, 1)}",
     ):
         connection.execute(f"PRAGMA {pragma}").fetchall()
     return connection
+
+
+def limit_size(writer: sqlite3.Connection, size_max_bytes: int) -> None:
+    """Lets the database grow to that, and not further: commits fail then for want of room."""
+    writer.execute(f"PRAGMA max_page_count = {max(size_max_bytes // PAGE_BYTES, 1)}").fetchall()
 
 
 def connect_reader(path: Path) -> sqlite3.Connection:

@@ -1,0 +1,165 @@
+"""Large payloads and bodies, beside the database: appended to files of some 64 MiB, and referred to from its rows.
+
+SQLite would write each of their bytes twice, and copy it once more to get it there: for 1 MiB in and out, an append
+costs a fifth of the time. A row has the bytes themselves (a BLOB) or a reference (a TEXT: segment, offset and size),
+so that nothing but the reading and writing of this one column knows the difference. The bytes are on the disk before
+the transaction that refers to them. A segment that no row refers to any more is deleted whole; small indexes on just
+the references say so. Payloads and bodies have segments of their own, because they don't live equally long.
+"""
+
+import os
+import sqlite3
+from pathlib import Path
+
+LARGE_BYTES = 128 << 10  # what is as large goes into a segment
+SEGMENT_BYTES = 64 << 20  # a segment as large is closed, and the next one begun
+_DIRECTORY_NAME = "segments"
+
+INDEXES = """
+CREATE INDEX task_large ON task (payload) WHERE typeof(payload) = 'text';
+CREATE INDEX dead_letter_large ON dead_letter (payload) WHERE typeof(payload) = 'text';
+CREATE INDEX outcome_large ON outcome (body) WHERE typeof(body) = 'text';
+"""
+_IN_USE = """
+SELECT EXISTS (SELECT 1 FROM task WHERE typeof(payload) = 'text' AND payload >= ?1 AND payload < ?2)
+  OR EXISTS (SELECT 1 FROM dead_letter WHERE typeof(payload) = 'text' AND payload >= ?1 AND payload < ?2)
+  OR EXISTS (SELECT 1 FROM outcome WHERE typeof(body) = 'text' AND body >= ?1 AND body < ?2)"""
+
+
+class SegmentReader:
+    """Reads what references refer to. From any thread."""
+
+    def __init__(self, data_dir: Path) -> None:
+        self.directory = data_dir / _DIRECTORY_NAME
+
+    def read(self, reference: str) -> bytes | None:
+        """The bytes; None if the segment is gone, as when the row was forgotten since it was read."""
+        segment, offset, size = (int(part, 16) for part in reference.split(":"))
+        try:
+            fd = os.open(self.directory / f"{segment:08x}", os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return None
+        try:
+            data = bytearray()
+            while len(data) < size:
+                part = os.pread(fd, size - len(data), offset + len(data))
+                if not part:
+                    raise OSError(f"segment {segment:08x} ends before {reference}")
+                if len(part) == size:
+                    return part
+                data += part
+            return bytes(data)
+        finally:
+            os.close(fd)
+
+
+class _Appender:
+    """The open segment of one sort of data."""
+
+    def __init__(self) -> None:
+        self.fd = -1
+        self.number = 0
+        self.end = 0  # of what is written
+        self.waiting: list[bytes] = []
+        self.waiting_bytes = 0
+
+
+class Segments:
+    """Writes and deletes segments, on the journal's thread."""
+
+    def __init__(self, data_dir: Path) -> None:
+        self._directory = data_dir / _DIRECTORY_NAME
+        self._directory.mkdir(mode=0o700, exist_ok=True)
+        _sync_directory(data_dir)
+        self._sizes = {int(path.name, 16): path.stat().st_size for path in self._directory.iterdir()}
+        self._last_number = max(self._sizes, default=0)
+        self._payloads, self._bodies = _Appender(), _Appender()
+        self._next_checked = 0
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(self._sizes.values())
+
+    @property
+    def waiting_bytes(self) -> int:
+        """To be written by the next `flush`."""
+        return self._payloads.waiting_bytes + self._bodies.waiting_bytes
+
+    def put_payload(self, payload: bytes) -> str:
+        """Takes a payload for the next `flush`; returns its reference."""
+        return self._put(self._payloads, payload)
+
+    def put_body(self, body: bytes) -> str:
+        return self._put(self._bodies, body)
+
+    def _put(self, appender: _Appender, data: bytes) -> str:
+        if appender.fd < 0 or appender.end + appender.waiting_bytes >= SEGMENT_BYTES:
+            self._write(appender)
+            self._begin(appender)
+        reference = f"{appender.number:08x}:{appender.end + appender.waiting_bytes:x}:{len(data):x}"
+        appender.waiting.append(data)
+        appender.waiting_bytes += len(data)
+        return reference
+
+    def flush(self) -> None:
+        """All that was put is on the disk when this returns. OSError: forget the references, and call `abandon`."""
+        for appender in (self._payloads, self._bodies):
+            self._write(appender)
+
+    def abandon(self) -> None:
+        """Forgets what was put and not flushed, or not wholly."""
+        for appender in (self._payloads, self._bodies):
+            appender.waiting, appender.waiting_bytes = [], 0
+            if appender.fd >= 0:
+                os.ftruncate(appender.fd, appender.end)
+
+    def _begin(self, appender: _Appender) -> None:
+        if appender.fd >= 0:
+            os.close(appender.fd)
+            appender.fd = -1
+        self._last_number += 1
+        path = self._directory / f"{self._last_number:08x}"
+        appender.fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        appender.number, appender.end = self._last_number, 0
+        self._sizes[appender.number] = 0
+        _sync_directory(self._directory)
+
+    def _write(self, appender: _Appender) -> None:
+        if not appender.waiting:
+            return
+        for data in appender.waiting:
+            view = memoryview(data)
+            while view:
+                view = view[os.write(appender.fd, view) :]
+        os.fdatasync(appender.fd)
+        appender.end += appender.waiting_bytes
+        appender.waiting, appender.waiting_bytes = [], 0
+        self._sizes[appender.number] = appender.end
+
+    def delete_unused(self, writer: sqlite3.Connection) -> bool:
+        """Looks at one closed segment, and deletes it if no row refers to it. True if it did."""
+        closed = [n for n in self._sizes if n not in (self._payloads.number, self._bodies.number)]
+        if not closed:
+            return False
+        number = next((n for n in sorted(closed) if n >= self._next_checked), min(closed))
+        self._next_checked = number + 1
+        ((used,),) = writer.execute(_IN_USE, (f"{number:08x}:", f"{number:08x};")).fetchall()
+        if used:
+            return False
+        (self._directory / f"{number:08x}").unlink()
+        del self._sizes[number]
+        return True
+
+    def close(self) -> None:
+        for appender in (self._payloads, self._bodies):
+            if appender.fd >= 0:
+                os.close(appender.fd)
+                appender.fd = -1
+
+
+def _sync_directory(directory: Path) -> None:
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
