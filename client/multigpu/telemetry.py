@@ -54,14 +54,14 @@ def configure_logging(level: str = "info", log_format: str = "auto", *, stream: 
     shared: list[Any] = [
         structlog.contextvars.merge_contextvars,
         structlog.stdlib.add_log_level,
-        structlog.processors.TimeStamper(fmt="iso", utc=True, key="time"),
+        structlog.processors.TimeStamper(fmt="iso", utc=True, key="timestamp"),
         structlog.processors.StackInfoRenderer(),
     ]
     if log_format == "json":
         final: list[Any] = [structlog.processors.format_exc_info, structlog.processors.JSONRenderer(default=str)]
     else:
         plain = structlog.dev.plain_traceback
-        final = [structlog.dev.ConsoleRenderer(colors=stream.isatty(), timestamp_key="time", exception_formatter=plain)]
+        final = [structlog.dev.ConsoleRenderer(colors=stream.isatty(), timestamp_key="timestamp", exception_formatter=plain)]
     structlog.configure(
         processors=[*shared, *final],
         wrapper_class=structlog.make_filtering_bound_logger(threshold),

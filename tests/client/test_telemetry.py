@@ -264,7 +264,7 @@ def test_logs_are_json_lines_off_a_terminal_and_carry_the_ids_around_them() -> N
         "except ZeroDivisionError: log.exception('failed', path=__import__('pathlib').Path('/x'))\n",
     )
     first, library, failed = map(json.loads, lines)
-    assert first.pop("time").endswith("Z")
+    assert first.pop("timestamp").endswith("Z")
     assert first == {"event": "lease lost", "level": "info", "task_id": 7, "worker_id": "w1", "lease_id": 9}
     assert (library["event"], library["logger"], library["task_id"]) == ("from a library", "grpc", 7)
     assert "ZeroDivisionError" in failed["exception"]
