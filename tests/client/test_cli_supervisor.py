@@ -69,6 +69,7 @@ def test_exits_in_words() -> None:
 async def test_killed_child_is_started_again_at_once(record: Record) -> None:
     child = record.add("worker", SLEEPER)
     first = child.pid
+    assert first is not None
     await until(lambda: ("worker", "up") in record.lines)
     os.kill(first, signal.SIGKILL)
     killed_at = time.monotonic()

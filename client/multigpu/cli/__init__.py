@@ -1,20 +1,43 @@
 """mgpuctl: the operator's and the impatient user's way to a master, one command a file.
 
-Nothing here imports grpc, numpy or rich until a command needs it: `mgpuctl --help` must answer at once.
+Nothing here imports grpc, numpy or rich: `mgpuctl --help` must answer at once, and `up` must fork without them.
 """
 
 import sys
 
 import click
 
-from multigpu.cli.commands import Group
+from multigpu.cli.commands import LazyGroup
 from multigpu.cli.failures import EXIT_CODES, INTERRUPTED
 from multigpu.cli.options import CONFIG_HELP, MASTER_HELP, Globals
-from multigpu.cli.up import up
+
+COMMANDS = {
+    "up": ("multigpu.cli.up:up", "Run a master and its workers here, until Ctrl-C."),
+    "status": ("multigpu.cli.fleet:status", "How the master is: work waiting and done, workers, journal."),
+    "workers": ("multigpu.cli.fleet:workers", "Every worker that the master knows: its state, device and load."),
+    "drain": ("multigpu.cli.fleet:drain", "Give workers no new tasks and let theirs finish."),
+    "cordon": ("multigpu.cli.fleet:cordon", "Give workers no new tasks."),
+    "uncordon": ("multigpu.cli.fleet:uncordon", "End a cordon or a drain: the workers take tasks again."),
+    "forget": ("multigpu.cli.fleet:forget", "Remove lost workers from the master's list."),
+    "submit": ("multigpu.cli.submit:submit", "Submit tasks, and wait for their results if told to."),
+    "embed": ("multigpu.cli.embed:embed", "Embed lines of text: one vector for each line, in order."),
+    "tasks": ("multigpu.cli.tasks:tasks", "See, fetch, cancel and explain tasks."),
+    "strategy": ("multigpu.cli.strategy:strategy", "See or change how tasks are placed on workers."),
+    "queues": ("multigpu.cli.queues:queues", "See, pause, resume and limit queues."),
+    "dead-letters": (
+        "multigpu.cli.dead_letters:dead_letters",
+        "See, requeue and delete tasks that failed every attempt.",
+    ),
+    "watch": ("multigpu.cli.watch:watch", "Print outcomes as they come."),
+    "version": ("multigpu.cli.about:version", "The version of mgpuctl."),
+    "config": ("multigpu.cli.about:config_", "See the settings in force."),
+    "completion": ("multigpu.cli.about:completion", "Print a script that completes mgpuctl's words on Tab."),
+}
 
 
 @click.group(
-    cls=Group,
+    cls=LazyGroup,
+    entries=COMMANDS,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
     examples=(
         ("mgpuctl up &", "A master and its workers on this machine."),
@@ -33,10 +56,6 @@ def cli(context: click.Context, master: str | None, config_file: str | None) -> 
     Every command has --help with examples; most have --json for pipes.
     """
     context.obj = Globals(master=master, config_file=config_file)
-
-
-for command in (up,):
-    cli.add_command(command)
 
 
 def main() -> None:

@@ -1,6 +1,11 @@
-"""Commands that teach: click's, with a section of examples at the end of every --help."""
+"""Commands that teach: click's, with a section of examples at the end of every --help; and loaded only when called.
 
-from collections.abc import Sequence
+`mgpuctl --help` knows each command by a line in a table, so that it answers at once; the module of a command, with
+grpc, numpy or rich, is imported when that command runs.
+"""
+
+import importlib
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import click
@@ -34,6 +39,32 @@ class Group(click.Group):
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         super().format_epilog(ctx, formatter)
         write_sections(formatter, self.examples, self.exits)
+
+
+class LazyGroup(Group):
+    """`entries`: for each command, in the order of --help, where it lives ("module:name") and its one line."""
+
+    def __init__(self, *args: Any, entries: Mapping[str, tuple[str, str]], **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.entries = entries
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        del ctx
+        return list(self.entries)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        del ctx
+        if cmd_name not in self.entries:
+            return None
+        module, _, name = self.entries[cmd_name][0].partition(":")
+        command = getattr(importlib.import_module(module), name)
+        assert isinstance(command, click.Command)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        del ctx
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, summary) for name, (_, summary) in self.entries.items()])
 
 
 def write_sections(formatter: click.HelpFormatter, examples: Rows, exits: Rows) -> None:

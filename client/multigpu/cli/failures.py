@@ -7,7 +7,6 @@ from typing import IO, Any, ClassVar
 
 import click
 
-SOME_TASKS_FAILED = 5
 INTERRUPTED = 130
 BROKEN_PIPE = 141
 
@@ -47,3 +46,9 @@ class NotFound(Failure):
     """What the command names does not exist."""
 
     exit_code: ClassVar[int] = 4
+
+
+class TasksFailed(Failure):
+    """Some tasks failed, were cancelled, expired or were refused."""
+
+    exit_code: ClassVar[int] = 5

@@ -5,19 +5,40 @@ the nearer one wins, then MGPU_MASTER, then the config file.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import click
 
-from multigpu import config
-from multigpu.cli.failures import WrongUsage
+from multigpu import config, config_values
+from multigpu.cli.failures import Failure, WrongUsage
+
+COMPLETION_TIMEOUT_S = 1.0
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 MASTER_HELP = "The master's address.  [default: MGPU_MASTER, the config file, 127.0.0.1:7433]"
 CONFIG_HELP = "TOML file to read.  [default: ~/.config/multigpu/config.toml, /etc/multigpu/config.toml]"
+
+
+def key_values(flag: str, entries: Sequence[str]) -> dict[str, str]:
+    """What a repeated KEY=VALUE flag says."""
+    pairs = {}
+    for entry in entries:
+        key, mark, value = entry.partition("=")
+        if not key or not mark:
+            raise click.BadParameter(f"{entry!r} is not of the form KEY=VALUE", param_hint=flag)
+        pairs[key] = value
+    return pairs
+
+
+def size(text: str) -> int:
+    """Bytes, as the configuration writes them: 4096, 64MiB, 2GiB. For `click.option(type=size)`."""
+    try:
+        return int(config_values.from_text(text, int, "size_bytes"))
+    except ValueError as error:
+        raise click.BadParameter(str(error)) from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,3 +82,21 @@ def json_option(command: F) -> F:
     return click.option(
         "--json", "as_json", is_flag=True, help="Print JSON, for programs, instead of text for people."
     )(command)
+
+
+def complete_worker_id(context: click.Context, _: click.Parameter, incomplete: str) -> list[str]:
+    """Worker ids for the shell's Tab. A master that doesn't answer quickly means no suggestions, and no noise."""
+    from multigpu.cli.rpc import Master  # noqa: PLC0415  only Tab and the commands that call pay for grpc
+    from multigpu.v1 import admin_service_pb2 as admin  # noqa: PLC0415
+
+    before = context.find_object(Globals) or Globals()
+    try:
+        address = config.load(
+            config.ClientConfig, file=before.config_file, flags={"master": before.master}
+        ).config.master
+        with Master(address) as master:
+            request = admin.ListWorkersRequest(page_size=1000)
+            answer = master.call(master.admin.ListWorkers, request, timeout_s=COMPLETION_TIMEOUT_S)
+    except (Failure, config.ConfigError):
+        return []
+    return [worker.worker_id for worker in answer.workers if worker.worker_id.startswith(incomplete)]

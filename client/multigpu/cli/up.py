@@ -18,7 +18,10 @@ import click
 from multigpu import config
 from multigpu.cli.commands import Command
 from multigpu.cli.failures import Failure, WrongUsage
+from multigpu.cli.fleet_log import FleetLog
+from multigpu.cli.gpus import gpu_uuids
 from multigpu.cli.options import CONFIG_HELP, Globals, load_config
+from multigpu.cli.supervisor import ChildSpec, Supervisor
 
 CPU_WORKERS_DEFAULT = 2
 # Of the time that a stop may take: the workers' share, and within it the time they let their leases run.
@@ -134,8 +137,6 @@ def plan_workers(count: int | None, worker: config.WorkerConfig) -> list[tuple[s
     host = socket.gethostname()
     gpus: list[tuple[str, str]] = []
     if worker.device != "cpu":
-        from multigpu.cli.gpus import gpu_uuids  # noqa: PLC0415  only where it is needed
-
         try:
             gpus = [(f"cuda:{index}", uuid) for index, uuid in enumerate(gpu_uuids())]
         except RuntimeError as error:
@@ -179,9 +180,6 @@ def choose_addresses(listen: str) -> tuple[str, str]:
 
 async def run_fleet(fleet: Fleet) -> int:
     """Runs the fleet until a signal or a refusal. Returns the exit code."""
-    from multigpu.cli.fleet_log import FleetLog  # noqa: PLC0415  see supervisor.py: nothing that forks is imported early
-    from multigpu.cli.supervisor import ChildSpec, Supervisor  # noqa: PLC0415
-
     log = FleetLog(as_json=fleet.log_json, names=["master", "up", *fleet.workers])
     announced = asyncio.Event()
 
@@ -240,7 +238,7 @@ def write_all(fd: int, text: str) -> None:
         return  # nobody waits for the line; the fleet runs all the same
 
 
-def ask_to_stop_on_signals(supervisor: Any) -> None:
+def ask_to_stop_on_signals(supervisor: Supervisor) -> None:
     """The first signal asks for an orderly stop, the second ends everything."""
     loop = asyncio.get_running_loop()
 

@@ -1,0 +1,54 @@
+"""Lines of text from files and standard input, read as they are needed."""
+
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import BinaryIO
+
+from multigpu.cli.failures import Failure
+
+STDIN = "-"
+READ_BYTES = 1 << 20
+
+
+def count_lines(paths: Sequence[str]) -> int | None:
+    """How many lines the files have together; None if one of them can be read only once."""
+    total = 0
+    for path in paths:
+        if path == STDIN or not Path(path).is_file():
+            return None
+        with open_input(path) as file:
+            last = b"\n"
+            while data := file.read(READ_BYTES):
+                total += data.count(b"\n")
+                last = data[-1:]
+            total += last != b"\n"
+    return total
+
+
+def read_lines(paths: Sequence[str]) -> Iterator[str]:
+    """The lines of all files, in order, without their line ends; blank ones too. Raises Failure for broken UTF-8."""
+    for path in paths:
+        name = "standard input" if path == STDIN else path
+        with open_input(path) as file:
+            for number, data in enumerate(file, 1):
+                if number == 1:
+                    data = data.removeprefix(b"\xef\xbb\xbf")  # noqa: PLW2901  a byte order mark is no text
+                try:
+                    text = data.decode()
+                except UnicodeDecodeError as error:
+                    found = f"byte 0x{data[error.start]:02x} at position {error.start}"
+                    raise Failure(
+                        f"{name}, line {number}: not UTF-8 ({found}); convert it first: iconv -t utf-8"
+                    ) from error
+                yield text.removesuffix("\n").removesuffix("\r")
+
+
+def open_input(path: str) -> BinaryIO:
+    """A file, or standard input for "-"."""
+    if path == STDIN:
+        return sys.stdin.buffer
+    try:
+        return Path(path).open("rb")
+    except OSError as error:
+        raise Failure(f"can't read {path}: {error.strerror}") from error

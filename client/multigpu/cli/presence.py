@@ -1,0 +1,51 @@
+"""Waiting for a fleet: until a master answers and a connected worker serves what is wanted."""
+
+import time
+from collections.abc import Callable
+
+from multigpu.cli.failures import Failure, Unreachable
+from multigpu.cli.rpc import Master
+from multigpu.v1 import admin_service_pb2 as admin
+
+POLL_INTERVAL_S = 0.1
+
+
+def wait_for_worker(address: str, kind: str, model: str, *, timeout_s: float, say: Callable[[str], None]) -> None:
+    """Returns once a connected worker serves the kind (and the model, unless it is empty). Says what it waits for.
+
+    Raises Unreachable or Failure when `timeout_s` are over.
+    """
+    give_up = time.monotonic() + timeout_s
+    said = ""
+    while True:
+        # A new connection each time: one that failed would wait out its own backoff first.
+        with Master(address) as master:
+            missing = what_is_missing(master, kind, model)
+        if missing is None:
+            return
+        left_s = give_up - time.monotonic()
+        if left_s <= 0:
+            raise missing
+        if str(missing) != said:
+            said = str(missing)
+            say(f"waiting up to {left_s:.0f} s: {said}")
+        time.sleep(min(POLL_INTERVAL_S, left_s))
+
+
+def what_is_missing(master: Master, kind: str, model: str) -> Failure | None:
+    """What keeps a task of this kind from running; None if a worker could take it."""
+    try:
+        workers = master.list_workers()
+    except Unreachable as failure:
+        return failure
+    connected = [worker for worker in workers if worker.state == admin.WORKER_STATE_ACTIVE]
+    offered = [capability for worker in connected for capability in worker.capabilities if capability.kind == kind]
+    if any(not model or not capability.models or model in capability.models for capability in offered):
+        return None
+    if offered:
+        models = ", ".join(sorted({name for capability in offered for name in capability.models}))
+        return Failure(f"no connected worker serves {kind} with the model {model!r}; there are: {models}")
+    kinds = ", ".join(sorted({capability.kind for worker in connected for capability in worker.capabilities}))
+    return Failure(
+        f"no connected worker serves {kind!r}; " + (f"they serve: {kinds}" if kinds else "none is connected")
+    )

@@ -1,0 +1,403 @@
+"""mgpuctl's questions and orders: what it sends, what it prints for people and for programs, how it exits."""
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import grpc
+import pytest
+from click.testing import CliRunner, Result
+from google.protobuf.duration_pb2 import Duration
+from google.protobuf.timestamp_pb2 import Timestamp
+from multigpu.cli import cli, tables
+from multigpu.v1 import admin_service_pb2 as admin
+from multigpu.v1 import task_pb2
+from multigpu.v1 import task_service_pb2 as service
+from multigpu.v1.admin_service_pb2_grpc import AdminServiceServicer, add_AdminServiceServicer_to_server
+from multigpu.v1.device_pb2 import Device, DeviceTelemetry
+from multigpu.v1.task_service_pb2_grpc import TaskServiceServicer, add_TaskServiceServicer_to_server
+
+Run = Callable[..., Result]
+
+
+class RefusalError(Exception):
+    """An answer that is an error."""
+
+    def __init__(self, code: grpc.StatusCode, details: str) -> None:
+        self.code = code
+        self.details = details
+
+
+class ScriptedMaster:
+    """A peer that answers AdminService and TaskService calls as it was told to, and records what it was asked.
+
+    It is no master: nothing is scheduled, nothing kept. `answers["ListWorkers"]` is a message, a RefusalError, or a
+    function of the request that gives one of them.
+    """
+
+    def __init__(self) -> None:
+        self.answers: dict[str, Any] = {}
+        self.requests: list[tuple[str, Any]] = []
+        self.address = ""
+
+    def asked(self, method: str) -> list[Any]:
+        return [request for name, request in self.requests if name == method]
+
+    def answer(self, method: str, request: Any, context: grpc.ServicerContext) -> Any:
+        self.requests.append((method, request))
+        answer = self.answers.get(method)
+        if callable(answer):
+            answer = answer(request)
+        if answer is None:
+            answer = RefusalError(grpc.StatusCode.UNIMPLEMENTED, f"the script has no answer to {method}")
+        if isinstance(answer, RefusalError):
+            context.abort(answer.code, answer.details)
+        return answer
+
+
+def _servicer(script: ScriptedMaster, base: type, module: Any, service: str) -> Any:
+    def method(name: str) -> Any:
+        return lambda _, request, context: script.answer(name, request, context)
+
+    unary = [m.name for m in module.DESCRIPTOR.services_by_name[service].methods if not m.server_streaming]
+    return type(f"Scripted{service}", (base,), {name: method(name) for name in unary})()
+
+
+@contextmanager
+def scripted_master() -> Iterator[ScriptedMaster]:
+    script = ScriptedMaster()
+    server = grpc.server(ThreadPoolExecutor(2))
+    admin_servicer = _servicer(script, AdminServiceServicer, admin, "AdminService")
+    add: Any = add_AdminServiceServicer_to_server
+    add(admin_servicer, server)
+    task_servicer = _servicer(script, TaskServiceServicer, service, "TaskService")
+    add = add_TaskServiceServicer_to_server
+    add(task_servicer, server)
+    script.address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    server.start()
+    try:
+        yield script
+    finally:
+        server.stop(None).wait()
+
+
+@pytest.fixture
+def master() -> Iterator[ScriptedMaster]:
+    with scripted_master() as script:
+        yield script
+
+
+@pytest.fixture
+def run(master: ScriptedMaster) -> Run:
+    def run(*args: str, **kwargs: Any) -> Result:
+        return CliRunner().invoke(cli, args, env={"MGPU_MASTER": master.address}, **kwargs)
+
+    return run
+
+
+def ago(seconds: float) -> Timestamp:
+    stamp = Timestamp()
+    stamp.FromNanoseconds(time.time_ns() - int(seconds * 1e9))
+    return stamp
+
+
+def worker(worker_id: str, **fields: Any) -> admin.Worker:
+    defaults: dict[str, Any] = {
+        "host": "box",
+        "state": admin.WORKER_STATE_ACTIVE,
+        "device": Device(name="cuda:0", product="NVIDIA H200", memory_total_bytes=143 << 30),
+        "telemetry": DeviceTelemetry(memory_used_bytes=43 << 30, utilization=0.37),
+        "leases": 1024,
+        "succeeded": 1_234_567,
+        "last_heartbeat_time": ago(0.4),
+    }
+    return admin.Worker(worker_id=worker_id, **defaults | fields)
+
+
+def knows(master: ScriptedMaster, *workers: admin.Worker) -> None:
+    master.answers["ListWorkers"] = admin.ListWorkersResponse(workers=workers)
+
+
+def test_workers_table(master: ScriptedMaster, run: Run) -> None:
+    lost = worker("box-cpu-1", state=admin.WORKER_STATE_LOST, telemetry=None, device=Device(name="cpu"))
+    knows(master, worker("box-GPU-a"), worker("box-GPU-b", cordoned=True), lost)
+    result = run("workers")
+    assert result.exit_code == 0
+    heading, first, second, third = (line.split() for line in result.output.splitlines())
+    assert heading == ["WORKER", "STATE", "DEVICE", "MEMORY", "BUSY", "LEASES", "DONE", "FAILED", "HEARD"]
+    assert first[:10] == ["box-GPU-a", "active", "cuda:0", "30%", "of", "143", "GiB", "37%", "1,024", "1,234,567"]
+    assert second[:2] == ["box-GPU-b", "cordoned"]
+    assert third[:5] == ["box-cpu-1", "lost", "cpu", "-", "-"]
+
+
+def test_workers_fit_eighty_columns_with_ids_whole() -> None:
+    from multigpu.cli.fleet import WORKER_COLUMNS, worker_row
+
+    worker_id = "rack7-box12-GPU-8f3b1c1e-7a0f-4a39-9d6f-0d6b1c2a3e4f"
+    lines = tables.render_table(
+        WORKER_COLUMNS, [worker_row(worker(worker_id))], right=("LEASES", "DONE", "FAILED"), width=80
+    )
+    assert all(len(line) <= 80 for line in lines)
+    assert "".join(line[: lines[0].index("STATE")].strip() for line in lines[1:]) == worker_id
+    assert "1,234,567" in lines[1]
+
+
+def test_workers_json_keeps_numbers_and_leaves_out_what_is_unknown(master: ScriptedMaster, run: Run) -> None:
+    knows(master, worker("box-GPU-a", labels={"zone": "b"}))
+    (only,) = json.loads(run("workers", "--json").output)
+    assert only["state"] == "ACTIVE"
+    assert only["succeeded"] == 1_234_567
+    assert only["labels"] == {"zone": "b"}
+    assert only["telemetry"] == {"memory_used_bytes": 43 << 30, "utilization": 0.37}
+    assert "drain_deadline" not in only
+    assert only["last_heartbeat_time"].endswith("Z")
+
+
+def test_no_workers_is_said_on_stderr(master: ScriptedMaster, run: Run) -> None:
+    knows(master)
+    result = run("workers")
+    assert (result.exit_code, result.stdout) == (0, "")
+    assert "mgpuctl up" in result.stderr
+
+
+def test_pages_are_followed(master: ScriptedMaster, run: Run) -> None:
+    def page(request: admin.ListWorkersRequest) -> admin.ListWorkersResponse:
+        number = int(request.page_token or 0)
+        token = str(number + 1) if number < 2 else ""
+        return admin.ListWorkersResponse(workers=[worker(f"w{number}")], next_page_token=token)
+
+    master.answers["ListWorkers"] = page
+    assert [w["worker_id"] for w in json.loads(run("workers", "--json").output)] == ["w0", "w1", "w2"]
+
+
+def test_status(master: ScriptedMaster, run: Run) -> None:
+    knows(master, worker("a"), worker("b"), worker("c", state=admin.WORKER_STATE_LOST))
+    stats = admin.GetStatsResponse(
+        version="0.1.0",
+        start_time=ago(200),
+        queued=12_000,
+        leased=7,
+        succeeded=5,
+        journal_bytes=3 << 20,
+        strategy="auto",
+    )
+    master.answers["GetStats"] = stats
+    text = run("status").output
+    assert f"{master.address}, version 0.1.0, up 3 min" in text
+    assert "2 active, 1 lost" in text
+    assert "12,000 queued, 7 leased" in text
+    assert "3.0 MiB, NOT WRITABLE" in text
+    data = json.loads(run("status", "--json").output)
+    assert data["workers"] == {"active": 2, "lost": 1}
+    assert data["stats"]["queued"] == 12_000
+
+
+@pytest.mark.parametrize(
+    ("command", "method"), [("cordon", "CordonWorker"), ("uncordon", "UncordonWorker"), ("drain", "DrainWorker")]
+)
+def test_workers_are_named_by_the_beginning_of_an_id(
+    master: ScriptedMaster, run: Run, command: str, method: str
+) -> None:
+    knows(master, worker("box-1"), worker("box-10"), worker("rack-1"))
+    response = {"cordon": admin.CordonWorkerResponse, "uncordon": admin.UncordonWorkerResponse}
+    answer: Any = response.get(command, admin.DrainWorkerResponse)
+    master.answers[method] = lambda request: answer(worker=worker(request.worker_id))
+    assert run(command, "rack", "box-1").exit_code == 0
+    assert [request.worker_id for request in master.asked(method)] == ["rack-1", "box-1"]
+
+    ambiguous = run(command, "rack", "box")
+    assert ambiguous.exit_code == 4
+    assert "box-1, box-10" in ambiguous.stderr
+    unknown = run(command, "nobody")
+    assert unknown.exit_code == 4
+    assert "'nobody'" in unknown.stderr
+    # Names are looked up first: an order with a wrong name in it does nothing.
+    assert len(master.asked(method)) == 2
+
+
+def test_drain_waits_for_the_leases(master: ScriptedMaster, run: Run) -> None:
+    left = iter([2, 1, 0])
+
+    def listed(_: admin.ListWorkersRequest) -> admin.ListWorkersResponse:
+        drained = bool(master.asked("DrainWorker"))
+        return admin.ListWorkersResponse(workers=[worker("w", leases=next(left) if drained else 3)])
+
+    master.answers["ListWorkers"] = listed
+    master.answers["DrainWorker"] = admin.DrainWorkerResponse(worker=worker("w", leases=3))
+    result = run("drain", "w", "--timeout", "1.5", "--wait", "--json")
+    assert json.loads(result.output)[0]["leases"] == 0
+    (request,) = master.asked("DrainWorker")
+    assert request.timeout == Duration(seconds=1, nanos=500_000_000)
+
+
+def test_strategy(master: ScriptedMaster, run: Run) -> None:
+    infos = [
+        admin.StrategyInfo(name="auto", summary="Earliest expected finish."),
+        admin.StrategyInfo(name="memory_usage", summary="Most free memory.", aliases=["memory"]),
+    ]
+    master.answers["GetStrategy"] = admin.GetStrategyResponse(strategy="auto", inherited=True, available=infos)
+    master.answers["SetStrategy"] = lambda request: admin.SetStrategyResponse(strategy=request.strategy or "auto")
+    text = run("strategy", "get", "--queue", "night").output
+    assert "Queue night: auto, inherited from the fleet" in text
+    assert [line.split()[:2] for line in text.splitlines()[3:]] == [["*", "auto"], ["memory_usage", "memory"]]
+    assert run("strategy", "set", "memory").output == "Fleet: memory\n"
+    assert run("strategy", "set", "--inherit", "--queue", "night").exit_code == 0
+    assert [(r.queue, r.strategy) for r in master.asked("SetStrategy")] == [("", "memory"), ("night", "")]
+    for wrong in ((), ("auto", "--inherit", "--queue", "q"), ("--inherit",)):
+        assert run("strategy", "set", *wrong).exit_code == 2
+
+
+def test_unknown_strategy_gets_the_masters_words(master: ScriptedMaster, run: Run) -> None:
+    message = "no strategy 'fast'; there are auto, round_robin"
+    master.answers["SetStrategy"] = RefusalError(grpc.StatusCode.INVALID_ARGUMENT, message)
+    result = run("strategy", "set", "fast")
+    assert (result.exit_code, result.stderr) == (1, f"mgpuctl: {message}\n")
+
+
+NIGHT_ROW = ["night", "open", "3", "2.0", "KiB", "1", "min", "30", "s", "0", "10", "tasks,", "1.0", "GiB", "fleet's"]
+
+
+def test_queues(master: ScriptedMaster, run: Run) -> None:
+    night = admin.Queue(
+        queue="night",
+        queued=3,
+        queued_bytes=2048,
+        oldest_age=Duration(seconds=90),
+        limits=admin.QueueLimits(tasks_max=10, bytes_max=1 << 30),
+    )
+    master.answers["ListQueues"] = admin.ListQueuesResponse(queues=[night, admin.Queue(queue="q", paused=True)])
+    master.answers["PauseQueue"] = lambda request: admin.PauseQueueResponse(queue=admin.Queue(queue=request.queue))
+    master.answers["SetQueueLimits"] = lambda r: admin.SetQueueLimitsResponse(
+        queue=admin.Queue(queue=r.queue, limits=r.limits)
+    )
+    rows = run("queues", "list").output.splitlines()
+    assert rows[1].split() == NIGHT_ROW
+    assert rows[2].split()[:2] == ["q", "paused"]
+    assert run("queues", "pause", "q").exit_code == 0
+    # A limit that is not named stays as it is.
+    assert run("queues", "limits", "night", "--tasks-max", "500").exit_code == 0
+    (request,) = master.asked("SetQueueLimits")
+    assert (request.limits.tasks_max, request.limits.bytes_max) == (500, 1 << 30)
+    assert run("queues", "limits", "night").exit_code == 2
+    assert "not a size" in run("queues", "limits", "night", "--bytes-max", "much").stderr
+
+
+def failed_task(task_id: int) -> task_pb2.Task:
+    error = task_pb2.TaskError(type="ValueError", message="bad \x1b[31mcolour\nsecond line")
+    outcome = task_pb2.Outcome(task_id=task_id, state=task_pb2.OUTCOME_STATE_DEAD_LETTERED, error=error, worker_id="w1")
+    spec = task_pb2.TaskSpec(kind="my.kind", queue="default")
+    state = task_pb2.TASK_STATE_SETTLED
+    return task_pb2.Task(task_id=task_id, spec=spec, state=state, outcome=outcome, attempts=3, submit_time=ago(7200))
+
+
+def test_dead_letters(master: ScriptedMaster, run: Run) -> None:
+    master.answers["ListDeadLetters"] = admin.ListDeadLettersResponse(tasks=[failed_task(17)])
+    master.answers["RequeueDeadLetters"] = admin.RequeueDeadLettersResponse(task_ids=[40], unknown_task_ids=[18])
+    master.answers["DeleteDeadLetters"] = admin.DeleteDeadLettersResponse(deleted=2)
+    row = run("dead-letters", "list").output.splitlines()[1]
+    assert row.split()[:8] == ["17", "my.kind", "default", "2", "h", "0", "min", "3"]
+    assert "ValueError: bad \ufffd[31mcolour" in row
+    assert "\x1b" not in row
+
+    requeued = run("dead-letters", "requeue", "17", "18")
+    assert (requeued.exit_code, requeued.stdout) == (4, "40\n")
+    assert "no dead letters: 18" in requeued.stderr
+
+    refused = run("dead-letters", "delete", "--queue", "night", input="n\n")
+    assert refused.exit_code == 1
+    assert master.asked("DeleteDeadLetters") == []
+    assert run("dead-letters", "delete", "--queue", "night", "--yes").output == "deleted 2\n"
+    for command in ("requeue", "delete"):
+        assert run("dead-letters", command).exit_code == 2
+        assert run("dead-letters", command, "17", "--queue", "night").exit_code == 2
+
+
+def test_tasks_list_filters_and_stops_at_its_limit(master: ScriptedMaster, run: Run) -> None:
+    queued = task_pb2.Task(task_id=5, spec=task_pb2.TaskSpec(kind="echo"), state=task_pb2.TASK_STATE_QUEUED)
+    master.answers["List"] = lambda request: service.ListResponse(
+        tasks=[failed_task(6), queued], next_page_token="more"
+    )
+    result = run("tasks", "list", "--state", "queued", "--outcome", "dead-lettered", "--kind", "echo", "--limit", "3")
+    assert [line.split()[:2] for line in result.output.splitlines()] == [
+        ["TASK", "STATE"],
+        ["6", "dead_lettered"],
+        ["5", "queued"],
+        ["6", "dead_lettered"],
+    ]
+    asked = master.asked("List")[0].filter
+    assert list(asked.states) == [task_pb2.TASK_STATE_QUEUED]
+    assert list(asked.outcomes) == [task_pb2.OUTCOME_STATE_DEAD_LETTERED]
+    assert asked.kind == "echo"
+
+
+def test_tasks_get_shows_the_result(master: ScriptedMaster, run: Run, tmp_path: Any) -> None:
+    outcome = task_pb2.Outcome(
+        task_id=17, state=task_pb2.OUTCOME_STATE_SUCCEEDED, result=b'{"a": [1]}', content_type="application/json"
+    )
+    state = task_pb2.TASK_STATE_SETTLED
+    task = task_pb2.Task(task_id=17, spec=task_pb2.TaskSpec(kind="echo"), state=state, outcome=outcome)
+    master.answers["Get"] = service.GetResponse(task=task)
+    assert 'Result     {"a": [1]}' in run("tasks", "get", "17").output
+    assert json.loads(run("tasks", "get", "17", "--json").output)["outcome"]["result"] == {"a": [1]}
+    out = tmp_path / "result"
+    assert run("tasks", "get", "--request-id", "mine", "--wait", "2", "-o", str(out)).output == ""
+    assert out.read_bytes() == b'{"a": [1]}'
+    assert master.asked("Get")[-1] == service.GetRequest(request_id="mine", wait=Duration(seconds=2))
+
+    outcome.result, outcome.content_type = b"\xff\x00", ""
+    task.outcome.CopyFrom(outcome)
+    master.answers["Get"] = service.GetResponse(task=task)
+    data = json.loads(run("tasks", "get", "17", "--json").output)
+    assert data["outcome"]["result_base64"] == "/wA="
+    assert "result" not in data["outcome"]
+    assert run("tasks", "get", "17", "-o", "-").stdout_bytes == b"\xff\x00"
+
+
+def test_tasks_get_of_a_failed_task_tells_the_error(master: ScriptedMaster, run: Run) -> None:
+    master.answers["Get"] = service.GetResponse(task=failed_task(17))
+    text = run("tasks", "get", "17").output
+    assert "State      DEAD_LETTERED" in text
+    assert "ValueError: bad" in text
+    refused = run("tasks", "get", "17", "-o", "-")
+    assert refused.exit_code == 1
+    assert "DEAD_LETTERED" in refused.stderr
+
+
+def test_not_found_is_exit_code_4(master: ScriptedMaster, run: Run) -> None:
+    master.answers["Get"] = RefusalError(grpc.StatusCode.NOT_FOUND, "no task 99")
+    result = run("tasks", "get", "99")
+    assert (result.exit_code, result.stderr) == (4, "mgpuctl: no task 99\n")
+
+
+def test_tasks_cancel(master: ScriptedMaster, run: Run) -> None:
+    master.answers["Cancel"] = service.CancelResponse(cancelled_task_ids=[1], settled_task_ids=[2], unknown=["3", "x"])
+    result = run("tasks", "cancel", "1", "2", "3", "--request-id", "x", "--reason", "enough")
+    assert result.exit_code == 4
+    assert result.stdout == "cancelled 1, ended before 1\n"
+    assert "3, x" in result.stderr
+    assert run("tasks", "cancel").exit_code == 2
+
+
+def test_tasks_explain(master: ScriptedMaster, run: Run) -> None:
+    candidates = [
+        admin.Candidate(worker_id="w1", rank=1, score=0.25, score_meaning="expected finish in seconds"),
+        admin.Candidate(worker_id="w2", excluded_by=["cordoned", "window full (64 of 64)"]),
+    ]
+    queued = task_pb2.Task(task_id=17, state=task_pb2.TASK_STATE_QUEUED)
+    master.answers["Explain"] = admin.ExplainResponse(
+        summary="It waits for a place.", task=queued, strategy="auto", ahead=1200, candidates=candidates
+    )
+    lines = run("tasks", "explain", "17").output.splitlines()
+    assert lines[0] == "It waits for a place."
+    assert "Ahead     1,200 tasks of its queue go first" in lines
+    assert lines[-2].split(maxsplit=3) == ["w1", "1", "0.25", "expected finish in seconds"]
+    assert lines[-1].split(maxsplit=3) == ["w2", "-", "-", "cordoned; window full (64 of 64)"]
+
+
+def test_a_server_that_is_no_master(run: Run) -> None:
+    result = run("status")  # the script has no answer to GetStats
+    assert result.exit_code == 1
+    assert "no multigpu master" in result.stderr
