@@ -7,6 +7,7 @@ import ast
 import re
 import subprocess
 import sys
+import tomllib
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -228,3 +229,28 @@ def test_the_import_rule_can_fail(tmp_path: Path, code: str, names: list[str]) -
     path.write_text(code, "utf-8")
     assert list(imports(path)) == names
     assert all(within(name, IMPURE) for name in names)
+
+
+def test_every_dependency_is_explained() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
+    wanted = [
+        *project["project"]["dependencies"],
+        *(entry for extra in project["project"]["optional-dependencies"].values() for entry in extra),
+        *project["dependency-groups"]["dev"],
+    ]
+    names = {re.split(r"[^A-Za-z0-9-]", entry)[0] for entry in wanted} - {"multigpu"}
+    page = (ROOT / "docs" / "dependencies.md").read_text("utf-8")
+    first_cells = [line.split("|")[1] for line in page.splitlines() if line.startswith("| ")]
+    rows = {name.strip() for cell in first_cells for name in cell.split(",")}
+    assert names - rows == set()
+
+
+def test_links_between_the_documents_lead_somewhere() -> None:
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
+    broken = [
+        f"{relative(page)}: {target}"
+        for page in pages
+        for target in re.findall(r"\]\((?!https?:|#)([^)#]+)", page.read_text("utf-8"))
+        if not (page.parent / target).exists()
+    ]
+    assert broken == []
