@@ -1,0 +1,259 @@
+"""Client: the synchronous client, for programs without an event loop. Safe to share between threads.
+
+It is what an AsyncClient is, on a private loop thread. Iterables that a caller passes are pulled on the caller's own
+thread, and results cross between the threads in chunks. Ctrl-C in a waiting call cancels the tasks that the call
+started, waits until the master has confirmed it, and raises KeyboardInterrupt.
+"""
+
+from __future__ import annotations
+
+import builtins
+import concurrent.futures
+import contextlib
+import os
+import weakref
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Iterator
+from itertools import chain
+from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack, cast
+
+from multigpu import errors
+from multigpu.connection import current_traceparent
+from multigpu.core import Core, outcome, value, value_or_error
+from multigpu.embedding import CHUNK_TEXTS, KIND, Chunks, check_texts, stack
+from multigpu.loop_thread import LoopThread
+from multigpu.mapping_sync import SyncMap
+from multigpu.options import EmbedOptions, Input, SpecOptions, TaskOptions, split_options
+from multigpu.submitting import cut, single
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from multigpu.embedding import Vectors
+    from multigpu.outcome import Outcome, Task
+    from multigpu.run_state import Answer
+    from multigpu.v1 import task_service_pb2
+
+T = TypeVar("T")
+
+
+class Client:
+    """A client of one master. Takes the arguments of AsyncClient, and raises the same errors."""
+
+    def __init__(
+        self,
+        master: str | None = None,
+        *,
+        window_tasks: int | None = None,
+        window_bytes: int | None = None,
+        connect_timeout_s: float = 10.0,
+    ) -> None:
+        self._core = Core(master, window_tasks, window_bytes, connect_timeout_s)
+        self.master: str = self._core.connection.master
+        self._pid = os.getpid()
+        self._closed = False
+        self._thread = LoopThread("multigpu client")
+        # Also at exit, for those who never close.
+        self._finalizer = weakref.finalize(self, _finish, self._core, self._thread, self._pid)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if exc_type is not None and issubclass(exc_type, KeyboardInterrupt) and not self._closed:
+            # Ctrl-C between two results of a map, say: what this client started ends with it.
+            self._thread.loop.call_soon_threadsafe(self._core.stream.withdraw_where, lambda _: True)
+        self.close()
+
+    def close(self) -> None:
+        """Ends the connection. Calls under way raise ClientClosedError; their durable tasks go on in the master."""
+        self._closed = True
+        self._finalizer()
+
+    # Tasks that are handed over.
+
+    def submit(self, kind: str, payload: Any, **options: Unpack[TaskOptions]) -> int:
+        """Hands one task over and returns its task_id, once it is on the master's disk. Raises RejectedError."""
+        own, shared = split_options(options)
+        return single(self.submit_many(kind, (Input(payload=payload, **own),), **shared))
+
+    def submit_many(
+        self, kind: str, payloads: Iterable[Any], **options: Unpack[SpecOptions]
+    ) -> list[int | errors.RejectedError]:
+        """Hands many tasks over; the task_id of each or the error that says why it was not taken. See AsyncClient."""
+        submission = self._core.submission()
+        results: list[int | errors.RejectedError] = []
+        try:
+            for request in cut(self._core.calls.inputs(kind, payloads, options, current_traceparent())):
+                results += self._wait(submission.send(request))
+        except KeyboardInterrupt:
+            self._thread.submit(submission.undo()).result()
+            raise
+        return results
+
+    # Tasks that are waited for.
+
+    def run(self, kind: str, payload: Any, **options: Unpack[TaskOptions]) -> Any:
+        """Runs one task and returns its result. Raises TaskError, RejectedError, TransportError."""
+        return self.run_outcome(kind, payload, **options).value()
+
+    def run_outcome(self, kind: str, payload: Any, **options: Unpack[TaskOptions]) -> Outcome:
+        """As `run`, but returns how the task ended, however it ended. Raises RejectedError, TransportError."""
+        return self._wait(self._core.run(kind, payload, dict(options), current_traceparent()))
+
+    def stream(self, kind: str, payload: Any, **options: Unpack[TaskOptions]) -> Iterator[bytes]:
+        """Runs one task and yields its partial outputs. Closing the iterator cancels the task. See AsyncClient."""
+        return self._iterate(self._core.partials(kind, payload, dict(options), current_traceparent()))
+
+    def map(
+        self,
+        kind: str,
+        payloads: Iterable[Any],
+        *,
+        ordered: bool = True,
+        window: int | None = None,
+        return_exceptions: bool = False,
+        **options: Unpack[SpecOptions],
+    ) -> Iterator[Any]:
+        """Runs a task for each payload and yields the results, in the order of the payloads or as they complete.
+
+        At most `window` payloads (default: the client's) are pulled ahead of the results handed over, on the caller's
+        thread, while it waits for a result. See AsyncClient.map for the rest.
+        """
+        convert = value_or_error if return_exceptions else value
+        return self._map(kind, payloads, ordered, window, options, convert, answer_errors=return_exceptions)
+
+    def map_outcomes(
+        self,
+        kind: str,
+        payloads: Iterable[Any],
+        *,
+        ordered: bool = True,
+        window: int | None = None,
+        **options: Unpack[SpecOptions],
+    ) -> Iterator[Outcome]:
+        """As `map`, but yields how each task ended, however it ended. A rejected task still ends the map."""
+        return self._map(kind, payloads, ordered, window, options, outcome, answer_errors=False)
+
+    def _map(
+        self,
+        kind: str,
+        payloads: Iterable[Any],
+        ordered: bool,
+        window: int | None,
+        options: Any,
+        convert: Callable[[Answer], T],
+        *,
+        answer_errors: bool,
+    ) -> Iterator[T]:
+        self._check()
+        core = self._core
+        make_call = core.calls.many(kind, options, current_traceparent(), answer_errors=answer_errors)
+        mapping = SyncMap(self._thread, core.stream, core.map_buffer(ordered=ordered, window=window), make_call)
+        return self._interruptible(mapping.run(iter(payloads), convert))
+
+    # Embeddings.
+
+    def embed(
+        self, texts: Iterable[str], model: str = "", *, chunk: int = CHUNK_TEXTS, **options: Unpack[EmbedOptions]
+    ) -> Vectors:
+        """The vectors of texts: float32 [n, dimension], in the order of the texts. No texts: [0, 0].
+
+        `model`: default, the workers' own. `chunk`: texts in a task, 1 to 10,000. Raises as `map`.
+        """
+        return stack(list(self.embed_iter(texts, model, chunk=chunk, **options)))
+
+    def embed_iter(
+        self, texts: Iterable[str], model: str = "", *, chunk: int = CHUNK_TEXTS, **options: Unpack[EmbedOptions]
+    ) -> Iterator[Vectors]:
+        """As `embed`, for input without end: yields the vectors of `chunk` texts at a time, float32 [≤ chunk, dim]."""
+        check_texts(texts)
+        chunks = Chunks(chunk)
+        return builtins.map(chunks.rows, self.map_outcomes(KIND, chunks.cut(texts), model=model, **options))
+
+    # Tasks that are known.
+
+    def get(self, task: int | str, *, wait_s: float = 0.0) -> Task:
+        """A task by its task_id (int) or request_id (str). Waits up to `wait_s` for it to end. Raises NotFoundError."""
+        return self._wait(self._core.get(task, wait_s))
+
+    def cancel(self, *tasks: int | str, reason: str = "") -> task_service_pb2.CancelResponse:
+        """Cancels tasks by task_id (int) or request_id (str). See AsyncClient."""
+        return self._wait(self._core.cancel(tasks, reason))
+
+    def watch(
+        self, *, cursor: str = "", from_now: bool = False, queue: str = "", kind: str = ""
+    ) -> Iterator[tuple[Outcome, str]]:
+        """Yields (outcome, cursor) for every durable task that ends, for ever. See AsyncClient."""
+        return chain.from_iterable(self._iterate(self._core.watch(cursor, from_now, queue, kind)))
+
+    def count(self, task_filter: task_service_pb2.TaskFilter | None = None) -> task_service_pb2.CountResponse:
+        """How many tasks a filter matches, by state and outcome. Default: all."""
+        return self._wait(self._core.count(task_filter))
+
+    def list_tasks(
+        self, task_filter: task_service_pb2.TaskFilter | None = None, *, page_size: int = 1000
+    ) -> Iterator[Task]:
+        """Tasks that a filter matches, the newest first; their outcomes come without results. Default: all."""
+        return chain.from_iterable(self._iterate(self._core.pages(task_filter, page_size)))
+
+    # Between the threads.
+
+    def _check(self) -> None:
+        if self._closed:
+            raise errors.ClientClosedError("this client is closed; make a new one")
+        if os.getpid() != self._pid:
+            raise errors.ClientClosedError("this client was made before a fork; make a new one in the child process")
+
+    def _wait(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        try:
+            self._check()
+        except errors.ClientClosedError:
+            coroutine.close()
+            raise
+        future = self._thread.submit(coroutine)
+        try:
+            return future.result()
+        except concurrent.futures.CancelledError:
+            raise errors.ClientClosedError("the client was closed before the call ended") from None
+        except KeyboardInterrupt:
+            future.cancel()
+            self._confirm_cancellations()
+            raise
+
+    def _iterate(self, generator: AsyncGenerator[T, None]) -> Iterator[T]:
+        end = object()
+        try:
+            while (item := self._wait(_next(generator, end))) is not end:
+                yield cast("T", item)
+        finally:
+            if not self._closed:
+                self._wait(_close(generator))
+
+    def _interruptible(self, items: Iterator[T]) -> Iterator[T]:
+        """Passes items on; after Ctrl-C, waits until the master has confirmed the cancellation of what was started."""
+        try:
+            yield from items
+        except KeyboardInterrupt:
+            self._confirm_cancellations()
+            raise
+
+    def _confirm_cancellations(self) -> None:
+        with contextlib.suppress(concurrent.futures.CancelledError):
+            self._thread.submit(self._core.stream.cancellations()).result()
+
+
+async def _next(generator: AsyncGenerator[Any, None], end: object) -> Any:
+    return await anext(generator, end)
+
+
+async def _close(generator: AsyncGenerator[Any, None]) -> None:
+    await generator.aclose()
+
+
+def _finish(core: Core, thread: LoopThread, pid: int) -> None:
+    """Ends the client and its thread, unless they are of the process that this one was forked from."""
+    if os.getpid() == pid:
+        thread.submit(core.close()).result()
+        thread.stop()

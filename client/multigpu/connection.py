@@ -1,0 +1,145 @@
+"""One channel to one master, and what it means when a call on it fails.
+
+Unary calls are safe to repeat (submits carry request_ids), so while nobody answers they are tried again, with backoff
+and full jitter, until `connect_timeout_s` is over: a restart of the master is invisible. The Run and Watch streams have
+reconnection of their own and take only the stub and the vocabulary from here.
+"""
+
+import asyncio
+import random
+import sys
+import time
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from multigpu import errors
+from multigpu.v1 import task_service_pb2_grpc
+
+MESSAGE_BYTES_MAX = 64 << 20
+_OPTIONS = (
+    ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
+    ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
+    # A vanished master is noticed within 15 s; the master permits these pings.
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    # How soon a broken connection is tried again. One attempt may take longer than that.
+    ("grpc.initial_reconnect_backoff_ms", 50),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+    ("grpc.min_reconnect_backoff_ms", 5_000),
+)
+# Statuses that are no verdict on the call: the connection or the master went away, or is going.
+BREAKS = frozenset(
+    {
+        grpc.StatusCode.OK,
+        grpc.StatusCode.ABORTED,
+        grpc.StatusCode.CANCELLED,
+        grpc.StatusCode.INTERNAL,
+        grpc.StatusCode.RESOURCE_EXHAUSTED,
+        grpc.StatusCode.UNAVAILABLE,
+        grpc.StatusCode.UNKNOWN,
+    }
+)
+_BACKOFF_FIRST_S = 0.05
+_BACKOFF_MAX_S = 2.0
+# Unary calls are answered at once, or after one fsync.
+UNARY_TIMEOUT_S = 60.0
+
+
+def backoff_s(failures: int) -> float:
+    """How long to wait after so many failures in a row (from 1): full jitter under a doubling limit."""
+    return random.uniform(0, min(_BACKOFF_MAX_S, _BACKOFF_FIRST_S * 2 ** min(failures - 1, 10)))  # noqa: S311  no secret
+
+
+def jittered_s(delay_s: float) -> float:
+    """A delay that somebody asked for, longer by up to half, so that many clients don't come back as one."""
+    return delay_s * random.uniform(1, 1.5)  # noqa: S311  no secret
+
+
+class Connection:
+    def __init__(self, master: str, connect_timeout_s: float) -> None:
+        self.master = master
+        self.connect_timeout_s = connect_timeout_s
+        self.closed = False
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._channel: grpc.aio.Channel | None = None
+        self._stub: Any = None
+
+    @property
+    def stub(self) -> Any:
+        """The TaskService stub. Opens the channel on first use, because a channel belongs to a running event loop."""
+        if self.closed:
+            raise errors.ClientClosedError("this client is closed; make a new one")
+        loop = asyncio.get_running_loop()
+        if self._channel is None:
+            self._loop = loop
+            self._channel = grpc.aio.insecure_channel(self.master, options=_OPTIONS)
+            self._stub = task_service_pb2_grpc.TaskServiceStub(self._channel)  # type: ignore[no-untyped-call]  # generated
+        if loop is not self._loop:
+            raise errors.ClientClosedError("this AsyncClient belongs to another event loop; make one for each loop")
+        return self._stub
+
+    async def ready(self, timeout_s: float | None) -> bool:
+        """Waits until the channel is connected. False: not in time."""
+        channel = self._channel
+        assert channel is not None, "ready() follows a first use of the stub"
+        try:
+            await asyncio.wait_for(channel.channel_ready(), timeout_s)
+        except TimeoutError:
+            return False
+        return True
+
+    async def unary(self, method: str, request: Any, timeout_s: float = UNARY_TIMEOUT_S) -> Any:
+        """Calls a method of TaskService by name. Raises MultigpuErrors."""
+        give_up = time.monotonic() + self.connect_timeout_s
+        failures = 0
+        while True:
+            try:
+                return await getattr(self.stub, method)(request, timeout=timeout_s)
+            except grpc.aio.AioRpcError as error:
+                failures += 1
+                delay_s = backoff_s(failures)
+                if error.code() is not grpc.StatusCode.UNAVAILABLE or time.monotonic() + delay_s > give_up:
+                    raise self.explain(error.code(), error.details()) from error
+            await asyncio.sleep(delay_s)
+
+    def explain(self, code: grpc.StatusCode, details: str | None) -> errors.MultigpuError:
+        """The error that a status means to a caller of ours."""
+        text = details or code.name
+        match code:
+            case grpc.StatusCode.UNAVAILABLE:
+                return errors.UnavailableError(
+                    f"no master answers at {self.master} ({text}); start one with `mgpuctl up`, "
+                    "or name the right address with MGPU_MASTER"
+                )
+            case grpc.StatusCode.NOT_FOUND:
+                return errors.NotFoundError(text)
+            case grpc.StatusCode.OUT_OF_RANGE:
+                return errors.CursorExpiredError(text)
+            case grpc.StatusCode.INVALID_ARGUMENT:
+                return errors.InvalidTaskError(errors.INVALID_ARGUMENT, text)
+            case grpc.StatusCode.RESOURCE_EXHAUSTED:
+                return errors.ResourceExhaustedError(errors.RESOURCE_EXHAUSTED, text)
+            case grpc.StatusCode.UNIMPLEMENTED:
+                return errors.TransportError(f"what listens at {self.master} is no multigpu master: {text}")
+            case grpc.StatusCode.DEADLINE_EXCEEDED:
+                return errors.TransportError(f"the master at {self.master} did not answer in time: {text}")
+        return errors.TransportError(f"the call to {self.master} failed with {code.name}: {text}")
+
+    async def close(self) -> None:
+        self.closed = True
+        if self._channel is not None:
+            await self._channel.close()
+            self._channel = None
+
+
+def current_traceparent() -> str:
+    """The W3C trace context of the caller's span; empty unless one is recorded."""
+    if "opentelemetry.trace" not in sys.modules:
+        return ""
+    from multigpu import telemetry  # noqa: PLC0415  nobody without OpenTelemetry pays for its import
+
+    return telemetry.current_traceparent()

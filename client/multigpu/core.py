@@ -1,0 +1,148 @@
+"""What the two clients share: one connection, one window, one Run stream, and the calls that go over them.
+
+Everything here runs on one event loop, except that `calls` and `map_buffer` may be used on another thread.
+"""
+
+from __future__ import annotations
+
+import time
+from contextlib import aclosing
+from typing import TYPE_CHECKING, Any
+
+from multigpu import watching
+from multigpu.calls import CallFactory, FutureCall, StreamCall
+from multigpu.config import ClientConfig, load_client_config
+from multigpu.connection import UNARY_TIMEOUT_S, Connection
+from multigpu.mapping import MapBuffer
+from multigpu.options import duration
+from multigpu.outcome import Outcome, Task
+from multigpu.run_stream import RunStream
+from multigpu.submitting import Submission
+from multigpu.v1 import task_service_pb2
+from multigpu.window import Window
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator
+
+    from multigpu.run_state import Answer
+
+# What one Get waits for at most; longer waits ask again, so that a dead connection is noticed.
+_GET_WAIT_S = 30.0
+
+
+class Core:
+    def __init__(
+        self, master: str | None, window_tasks: int | None, window_bytes: int | None, connect_timeout_s: float
+    ) -> None:
+        complete = master is not None and window_tasks is not None and window_bytes is not None
+        config = ClientConfig() if complete else load_client_config()
+        self.window = Window(
+            config.window_tasks if window_tasks is None else window_tasks,
+            config.window_bytes if window_bytes is None else window_bytes,
+        )
+        self.connection = Connection(master or config.master, connect_timeout_s)
+        self.stream = RunStream(self.connection, self.window)
+        self.calls = CallFactory()
+
+    async def close(self) -> None:
+        await self.stream.close()
+        await self.connection.close()
+
+    def submission(self) -> Submission:
+        return Submission(self.connection)
+
+    async def run(self, kind: str, payload: Any, options: dict[str, Any], traceparent: str) -> Outcome:
+        call = self.calls.one(FutureCall, kind, payload, options, traceparent)
+        if not self.stream.try_start(call):
+            await self.stream.start((call,))
+        try:
+            answer: Answer = await call.future
+        finally:
+            if not call.done:
+                self.stream.withdraw(call)
+        return outcome(answer)
+
+    async def partials(
+        self, kind: str, payload: Any, options: dict[str, Any], traceparent: str
+    ) -> AsyncGenerator[bytes, None]:
+        call = self.calls.one(StreamCall, kind, payload, options, traceparent)
+        await self.stream.start((call,))
+        try:
+            while (part := await call.next_part()) is not None:
+                yield part
+        finally:
+            if not call.done:
+                self.stream.withdraw(call)
+
+    def map_buffer(self, *, ordered: bool, window: int | None) -> MapBuffer:
+        if window is not None and window < 1:
+            raise ValueError(f"window is {window}; it must be at least 1")
+        tasks_max = min(window or self.window.tasks_max, self.window.tasks_max)
+        return MapBuffer(ordered=ordered, tasks_max=tasks_max, bytes_max=self.window.bytes_max)
+
+    async def get(self, task: int | str, wait_s: float) -> Task:
+        give_up = time.monotonic() + wait_s
+        request = task_service_pb2.GetRequest()
+        if isinstance(task, str):
+            request.request_id = task
+        else:
+            request.task_id = task
+        while True:
+            left_s = max(0.0, min(give_up - time.monotonic(), _GET_WAIT_S))
+            request.wait.CopyFrom(duration(left_s))
+            response = await self.connection.unary("Get", request, UNARY_TIMEOUT_S + left_s)
+            found = Task(response.task)
+            if found.outcome is not None or time.monotonic() >= give_up:
+                return found
+
+    async def cancel(self, tasks: tuple[int | str, ...], reason: str) -> task_service_pb2.CancelResponse:
+        request = task_service_pb2.CancelRequest(
+            task_ids=[task for task in tasks if isinstance(task, int)],
+            request_ids=[task for task in tasks if isinstance(task, str)],
+            reason=reason,
+        )
+        response: task_service_pb2.CancelResponse = await self.connection.unary("Cancel", request)
+        return response
+
+    async def count(self, task_filter: task_service_pb2.TaskFilter | None) -> task_service_pb2.CountResponse:
+        request = task_service_pb2.CountRequest(filter=task_filter)
+        response: task_service_pb2.CountResponse = await self.connection.unary("Count", request)
+        return response
+
+    async def pages(
+        self, task_filter: task_service_pb2.TaskFilter | None, page_size: int
+    ) -> AsyncGenerator[list[Task], None]:
+        request = task_service_pb2.ListRequest(filter=task_filter, page_size=page_size)
+        while True:
+            response = await self.connection.unary("List", request)
+            yield [Task(message) for message in response.tasks]
+            if not response.next_page_token:
+                return
+            request.page_token = response.next_page_token
+
+    async def watch(
+        self, cursor: str, from_now: bool, queue: str, kind: str
+    ) -> AsyncGenerator[list[tuple[Outcome, str]], None]:
+        request = task_service_pb2.WatchRequest(cursor=cursor, from_now=from_now, queue=queue, kind=kind)
+        async with aclosing(watching.frames(self.connection, request)) as frames:
+            async for frame in frames:
+                yield frame
+
+
+def outcome(answer: Answer) -> Outcome:
+    """The outcome that an answer is. Raises the error that it is else."""
+    if isinstance(answer, Outcome):
+        return answer
+    raise answer
+
+
+def value(answer: Answer) -> Any:
+    """The decoded result of a task that succeeded. Raises how it ended else."""
+    return outcome(answer).value()
+
+
+def value_or_error(answer: Answer) -> Any:
+    """The decoded result, or the error in its place."""
+    if not isinstance(answer, Outcome):
+        return answer
+    return answer.value() if answer.succeeded else answer.to_error()

@@ -1,0 +1,90 @@
+"""Texts into embed tasks and their results into arrays. The tasks themselves go through map like any others."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import AsyncIterable, AsyncIterator, Iterable, Iterator
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+from multigpu.errors import INVALID_ARGUMENT, InvalidTaskError, TransportError
+from multigpu.options import Input
+from multigpu.v1 import embed_pb2
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from multigpu.outcome import Outcome
+
+    Vectors = NDArray[np.float32]
+
+KIND = "embed"
+CHUNK_TEXTS = 32
+_CHUNK_TEXTS_MAX = 10_000
+
+
+class Chunks:
+    """Cuts texts into inputs of up to `chunk` texts, and turns the outcomes, in the same order, into rows again."""
+
+    def __init__(self, chunk: int) -> None:
+        if not 1 <= chunk <= _CHUNK_TEXTS_MAX:
+            raise ValueError(f"chunk is {chunk}; an embed task takes 1 to {_CHUNK_TEXTS_MAX:,} texts")
+        self._chunk = chunk
+        # Texts of each input whose outcome is still to come.
+        self._sizes: deque[int] = deque()
+
+    def cut(self, texts: Iterable[str]) -> Iterator[Input]:
+        iterator = iter(texts)
+        while part := list(islice(iterator, self._chunk)):
+            yield self._input(part)
+
+    async def cut_async(self, texts: AsyncIterable[str]) -> AsyncIterator[Input]:
+        part: list[str] = []
+        async for text in texts:
+            part.append(text)
+            if len(part) == self._chunk:
+                yield self._input(part)
+                part = []
+        if part:
+            yield self._input(part)
+
+    def _input(self, part: list[str]) -> Input:
+        try:
+            payload = embed_pb2.EmbedPayload(texts=part).SerializeToString()
+        except (TypeError, ValueError) as error:
+            raise InvalidTaskError(INVALID_ARGUMENT, f"embed takes strings of valid Unicode: {error}") from error
+        self._sizes.append(len(part))
+        return Input(payload=payload, units=len(part))
+
+    def rows(self, outcome: Outcome) -> Vectors:
+        """The vectors of the next input: float32 [texts, dimension], read-only, a view of the result's bytes.
+
+        Raises the TaskError of a task that did not succeed.
+        """
+        import numpy as np  # noqa: PLC0415  a client that embeds nothing needs no numpy
+
+        if not outcome.succeeded:
+            raise outcome.to_error()
+        texts = self._sizes.popleft()
+        result = embed_pb2.EmbedResult.FromString(outcome.result)
+        values = result.values
+        if len(values) != 4 * result.dimension * texts:
+            raise TransportError(
+                f"the result of task {outcome.task_id} has {len(values)} bytes for {texts} vectors "
+                f"of {result.dimension}: its worker speaks another protocol"
+            )
+        return np.frombuffer(values, dtype="<f4").reshape(texts, result.dimension)
+
+
+def check_texts(texts: Any) -> None:
+    """TypeError: a single string, which would be embedded letter by letter."""
+    if isinstance(texts, str | bytes):
+        raise TypeError("embed takes an iterable of strings; for one text pass [text]")
+
+
+def stack(parts: list[Vectors]) -> Vectors:
+    """All rows in one array of its own, [n, dimension]; [0, 0] when there are none."""
+    import numpy as np  # noqa: PLC0415  as above
+
+    return np.concatenate(parts, dtype=np.float32) if parts else np.empty((0, 0), np.float32)

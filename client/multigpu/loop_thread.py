@@ -1,0 +1,60 @@
+"""An event loop on a thread of its own, for callers that have none. Daemonic: it never keeps a program alive."""
+
+import asyncio
+import concurrent.futures
+import importlib.util
+import threading
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+class LoopThread:
+    def __init__(self, name: str) -> None:
+        self.loop = _new_loop()
+        self.loop.set_exception_handler(_handle)
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self.loop)
+        self.loop.run_forever()
+        self.loop.close()
+
+    def submit(self, coroutine: Coroutine[Any, Any, T]) -> "concurrent.futures.Future[T]":
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
+
+    def stop(self) -> None:
+        """Cancels what still runs, ends the loop and waits for its thread. Idempotent."""
+        if self.loop.is_closed():
+            return
+        self.submit(_cancel_others()).result()
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+
+async def _cancel_others() -> None:
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)
+
+
+def _new_loop() -> asyncio.AbstractEventLoop:
+    if importlib.util.find_spec("uvloop") is None:
+        return asyncio.new_event_loop()
+    import uvloop  # noqa: PLC0415  not on every platform
+
+    loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
+    return loop
+
+
+def _handle(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    # gRPC wakes every loop of a process through one descriptor; who comes second finds it empty, and says so. Harmless.
+    if isinstance(context.get("exception"), BlockingIOError) and "PollerCompletionQueue" in str(
+        context.get("handle", "")
+    ):
+        return
+    loop.default_exception_handler(context)

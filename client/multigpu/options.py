@@ -1,0 +1,186 @@
+"""What a caller may say about a task beside its kind and payload, and the TaskSpec that it becomes.
+
+Tasks with the same options share one TaskSpec object, built once: frames then carry it once for a whole run of tasks.
+"""
+
+import dataclasses
+import difflib
+from collections.abc import Mapping
+from datetime import datetime
+from typing import Any, TypedDict, cast
+
+from google.protobuf.duration_pb2 import Duration
+
+from multigpu.errors import INVALID_ARGUMENT, InvalidTaskError
+from multigpu.v1 import task_pb2
+
+# Distinct sets of options remembered; past it the one that was built first goes.
+_SPECS_MAX = 256
+
+
+class EmbedOptions(TypedDict, total=False):
+    """Options of tasks whose model is said apart. Every one is optional; task.proto has the defaults and the limits."""
+
+    queue: str
+    # 1 (served first) to 5; default 3.
+    priority: int
+    # Handed to the engine unread.
+    parameters: Mapping[str, str]
+    # Only workers that carry all of these labels may take the task.
+    labels: Mapping[str, str]
+    # Only devices with this much free memory may.
+    device_memory_bytes: int
+    # With a time zone. After it the task is worthless and ends EXPIRED.
+    deadline: datetime
+    # How long it may wait for its first dispatch.
+    queue_timeout_s: float
+    # How long one attempt may run.
+    run_timeout_s: float
+    attempts_max: int
+    backoff_initial_s: float
+    backoff_max_s: float
+    # Never touches the master's disk; gone with the master.
+    ephemeral: bool
+    # How long the outcome can be fetched after the task ended.
+    result_ttl_s: float
+    # Wait in the queue even if no known worker could ever take the task.
+    wait_for_worker: bool
+
+
+class SpecOptions(EmbedOptions, total=False):
+    """Options that the tasks of one call share."""
+
+    model: str
+
+
+class TaskOptions(SpecOptions, total=False):
+    """Options of a single task: those of SpecOptions, and its own."""
+
+    # The idempotency key: the same request_id gives the same task for at least 24 h. Default: a new one.
+    request_id: str
+    # Tasks with one key go to one worker while it lives, under the strategy static_partition.
+    partition_key: str
+    # How much work this is, in the unit of its kind; default 1.
+    units: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Input:
+    """A payload with options of its own, for calls that take many payloads (map, submit_many)."""
+
+    payload: Any
+    request_id: str = ""
+    partition_key: str = ""
+    units: int = 0
+
+
+# Option -> the field of TaskSpec that it sets as it is.
+_PLAIN = {
+    "model": "model",
+    "queue": "queue",
+    "priority": "priority",
+    "attempts_max": "attempts_max",
+    "device_memory_bytes": "required_device_memory_bytes",
+    "wait_for_worker": "wait_for_worker",
+}
+_MAPS = {"parameters": "parameters", "labels": "required_labels"}
+_DURATIONS = {
+    "queue_timeout_s": "queue_timeout",
+    "run_timeout_s": "run_timeout",
+    "backoff_initial_s": "backoff_initial",
+    "backoff_max_s": "backoff_max",
+    "result_ttl_s": "result_ttl",
+}
+_OWN = ("request_id", "partition_key", "units")
+
+
+class SpecCache:
+    """Builds specs, and returns the very same object for the same options."""
+
+    def __init__(self) -> None:
+        self._specs: dict[Any, task_pb2.TaskSpec] = {}
+
+    def get(self, kind: str, content_type: str, options: Mapping[str, Any]) -> task_pb2.TaskSpec:
+        """The spec of a kind with these SpecOptions. TypeError: no such option; InvalidTaskError: a value is wrong."""
+        key: Any = (kind, content_type, *options.items()) if options else (kind, content_type)
+        try:
+            spec = self._specs.get(key)
+        except TypeError:  # parameters and labels are dicts, which don't hash
+            key = (kind, content_type, *((name, _hashable(value)) for name, value in options.items()))
+            spec = self._specs.get(key)
+        if spec is None:
+            spec = _build(kind, content_type, options)
+            if len(self._specs) >= _SPECS_MAX:
+                del self._specs[next(iter(self._specs))]
+            self._specs[key] = spec
+        return spec
+
+
+def own_fields(options: dict[str, Any]) -> dict[str, Any] | None:
+    """Takes the options of TaskInput out of `options`; None when there are none, as in nearly every call."""
+    own = {name: options.pop(name) for name in _OWN if name in options}
+    return own or None
+
+
+def split_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], SpecOptions]:
+    """The options of the single task, and those that tasks share."""
+    shared = dict(options)
+    return own_fields(shared) or {}, cast("SpecOptions", shared)
+
+
+def _hashable(value: Any) -> Any:
+    return tuple(value.items()) if isinstance(value, Mapping) else value
+
+
+def _build(kind: str, content_type: str, options: Mapping[str, Any]) -> task_pb2.TaskSpec:
+    if not isinstance(kind, str):
+        raise TypeError(f"a task's kind is a str, not {type(kind).__name__}")
+    spec = task_pb2.TaskSpec(content_type=content_type)
+    try:
+        spec.kind = kind
+    except ValueError as error:
+        raise InvalidTaskError(INVALID_ARGUMENT, f"the kind is not text: {error}") from error
+    for name, value in options.items():
+        _check_name(name)
+        try:
+            _set(spec, name, value)
+        except (AttributeError, TypeError, ValueError) as error:
+            raise InvalidTaskError(INVALID_ARGUMENT, f"task option {name}={value!r}: {error}") from error
+    return spec
+
+
+def _set(spec: task_pb2.TaskSpec, name: str, value: Any) -> None:
+    if name in _PLAIN:
+        setattr(spec, _PLAIN[name], value)
+    elif name in _MAPS:
+        getattr(spec, _MAPS[name]).update(value)
+    elif name in _DURATIONS:
+        getattr(spec, _DURATIONS[name]).CopyFrom(duration(value))
+    elif name == "deadline":
+        if value.tzinfo is None:
+            raise ValueError("it has no time zone; use datetime.now(UTC) + timedelta(…)")
+        spec.deadline.FromDatetime(value)
+    else:
+        assert name == "ephemeral", name
+        spec.durability = task_pb2.DURABILITY_EPHEMERAL if value else task_pb2.DURABILITY_DURABLE
+
+
+def _check_name(name: str) -> None:
+    known = TaskOptions.__annotations__
+    if name in _OWN:
+        raise TypeError(
+            f"{name} belongs to one task: give it with each payload, as multigpu.Input(payload=…, {name}=…)"
+        )
+    if name not in known:
+        near = difflib.get_close_matches(name, known, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(known)}"
+        raise TypeError(f"there is no task option {name!r}; {hint}")
+
+
+def duration(seconds: float) -> Duration:
+    """Seconds as a protobuf Duration. ValueError: negative or not a number."""
+    if not 0 <= seconds < 1e10:  # false for NaN too
+        raise ValueError("a duration is a number of seconds, 0 or more")
+    message = Duration()
+    message.FromNanoseconds(round(seconds * 1e9))
+    return message

@@ -1,0 +1,247 @@
+"""What a client waits for on its Run stream: pure bookkeeping, frames in, frames out, no I/O and no clock.
+
+A call is one task that somebody in this process waits for. From `start` until its answer it is *unsettled*, and an
+answer is an outcome, or the error that stands for one. A call waits in the *outbox* until a frame takes it along. When
+the stream breaks, everything unsettled goes back to the outbox in its old order: the master joins what it knows by
+request_id, so sending again is always safe. Whoever answers first wins; a second outcome finds no call and is dropped.
+
+A call that nobody waits for any longer is *withdrawn*: forgotten here if it was never sent; otherwise its request_id is
+sent to be cancelled, again on each new stream, until the master says how the task ended.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+from multigpu.errors import RESOURCE_EXHAUSTED, UNAVAILABLE, MultigpuError, RejectedError
+from multigpu.outcome import Outcome
+from multigpu.v1 import task_pb2, task_service_pb2
+from multigpu.window import Window
+
+# A frame takes what waits, up to these bounds; one larger payload goes alone. Large enough that the cost of a message
+# vanishes in it, small enough that the master can work on one while the next is being written.
+FRAME_TASKS_MAX = 1024
+FRAME_BYTES_MAX = 1 << 20
+# What a task costs in a frame beside its payload, roughly.
+_OVERHEAD_BYTES = 32
+# Withdrawn tasks whose end we still wait for. A master that never knew the task says nothing, hence the limit.
+_CANCELLING_MAX = 10_000
+
+Answer = Outcome | MultigpuError
+
+
+class Call:
+    """One task that somebody waits for. A subclass says what happens with its answer."""
+
+    __slots__ = ("deferred", "done", "nbytes", "own", "partials_received", "payload", "request_id", "sent", "spec")
+
+    def __init__(self, spec: task_pb2.TaskSpec, payload: bytes, request_id: str, own: dict[str, Any] | None) -> None:
+        self.spec = spec
+        self.payload = payload
+        self.request_id = request_id
+        # Further fields of TaskInput.
+        self.own = own
+        self.nbytes = len(payload) + _OVERHEAD_BYTES
+        self.partials_received = 0
+        # True once a frame of any stream took it along: the master may know it.
+        self.sent = False
+        # True while it waits for the delay that a rejection asked for.
+        self.deferred = False
+        # True once settled or withdrawn: there is nothing left to send.
+        self.done = False
+
+    def settle(self, answer: Answer) -> None:
+        """Called once, on the event loop."""
+        raise NotImplementedError
+
+    def receive_partial(self, data: bytes) -> None:
+        """The next output of a task that still runs. Ignored unless somebody listens: the outcome has them all."""
+
+
+class RunState:
+    def __init__(self, window: Window) -> None:
+        self._window = window
+        self._unsettled: dict[str, Call] = {}
+        self._outbox: deque[Call] = deque()
+        self._cancelling: dict[str, None] = {}
+        self._cancel_outbox: list[str] = []
+        # Calls for a request_id that another call waits for already: they share its answer.
+        self._joined: dict[str, list[Call]] = {}
+
+    @property
+    def idle(self) -> bool:
+        """True: no stream is needed."""
+        return not self._unsettled and not self._cancelling
+
+    @property
+    def cancelling(self) -> int:
+        """Withdrawn tasks that the master has not yet confirmed."""
+        return len(self._cancelling)
+
+    def unsettled(self) -> list[Call]:
+        """Everything that somebody waits for, in the order of its start."""
+        return [*self._unsettled.values(), *(twin for twins in self._joined.values() for twin in twins)]
+
+    def start(self, calls: Iterable[Call]) -> None:
+        """Takes calls that the window has admitted."""
+        unsettled = self._unsettled
+        outbox = self._outbox
+        for call in calls:
+            if call.request_id in unsettled:
+                self._joined.setdefault(call.request_id, []).append(call)
+            else:
+                unsettled[call.request_id] = call
+                outbox.append(call)
+
+    def withdraw(self, call: Call) -> None:
+        """Nobody waits for the call any longer. Harmless for one that is settled."""
+        request_id = call.request_id
+        if self._unsettled.get(request_id) is not call:
+            joined = self._joined.get(request_id, [])
+            if call in joined:
+                joined.remove(call)
+                self._window.free(1, call.nbytes)
+            return
+        call.done = True
+        del self._unsettled[request_id]
+        self._window.free(1, call.nbytes)
+        heirs = self._joined.pop(request_id, None)
+        if heirs:
+            self._inherit(call, heirs)
+        elif call.sent:
+            self._cancelling[request_id] = None
+            self._cancel_outbox.append(request_id)
+            if len(self._cancelling) > _CANCELLING_MAX:
+                del self._cancelling[next(iter(self._cancelling))]
+
+    def _inherit(self, call: Call, heirs: list[Call]) -> None:
+        """Others wait for the withdrawn call's task: the first of them takes its place."""
+        heir = heirs.pop(0)
+        self._unsettled[heir.request_id] = heir
+        self._outbox.append(heir)
+        heir.sent = call.sent
+        if heirs:
+            self._joined[heir.request_id] = heirs
+
+    def next_frame(self) -> task_service_pb2.RunRequest | None:
+        """What waits to be sent, up to a frame of it; None: nothing."""
+        frame = task_service_pb2.RunRequest()
+        if self._cancel_outbox:
+            frame.cancel_request_ids.extend(self._cancel_outbox[:_CANCELLING_MAX])
+            del self._cancel_outbox[:_CANCELLING_MAX]
+        outbox = self._outbox
+        tasks = nbytes = 0
+        spec = add = None
+        while outbox and tasks < FRAME_TASKS_MAX:
+            call = outbox[0]
+            if call.done:
+                outbox.popleft()
+                continue
+            if tasks and nbytes + call.nbytes > FRAME_BYTES_MAX:
+                break
+            outbox.popleft()
+            if call.spec is not spec:
+                spec = call.spec
+                batch = frame.batches.add()
+                batch.spec.CopyFrom(spec)
+                add = batch.inputs.add
+            assert add is not None
+            if call.own is None and not call.partials_received:
+                add(payload=call.payload, request_id=call.request_id)
+            else:
+                own = dict(call.own or (), request_id=call.request_id)
+                add(payload=call.payload, partials_received=call.partials_received, **own)
+            call.sent = True
+            tasks += 1
+            nbytes += call.nbytes
+        return frame if tasks or frame.cancel_request_ids else None
+
+    def receive(self, response: task_service_pb2.RunResponse) -> dict[float, list[Call]]:
+        """Settles what a frame answers. Returns the calls to `retry`, by the delay in seconds that the master asks for.
+
+        Acceptances need no note: calls go by request_id all their life, and outcomes carry the task_id.
+        """
+        for output in response.partials:
+            call = self._unsettled.get(output.request_id)
+            # A repeat has a lower index. A gap can't come; if it did, the outcome has all partials to heal it from.
+            if call is not None and output.index == call.partials_received:
+                call.partials_received += 1
+                call.receive_partial(output.data)
+        if response.outcomes:
+            self._settle_outcomes(response)
+        return self._settle_rejections(response) if response.rejected else {}
+
+    def _settle_outcomes(self, response: task_service_pb2.RunResponse) -> None:
+        outcomes = response.outcomes
+        frame_bytes = response.ByteSize() // len(outcomes)
+        take = self._unsettled.pop
+        joined = self._joined
+        tasks = nbytes = 0
+        for message in outcomes:
+            request_id = message.request_id
+            call = take(request_id, None)
+            if call is None:
+                self._cancelling.pop(request_id, None)
+                continue
+            tasks += 1
+            nbytes += call.nbytes
+            outcome = Outcome(message, frame_bytes)
+            call.done = True  # it may still wait in the outbox, to be sent again
+            call.settle(outcome)
+            if joined:
+                for twin in joined.pop(request_id, ()):
+                    tasks += 1
+                    nbytes += twin.nbytes
+                    twin.settle(outcome)
+        self._window.free(tasks, nbytes)
+
+    def _settle_rejections(self, response: task_service_pb2.RunResponse) -> dict[float, list[Call]]:
+        later: dict[float, list[Call]] = {}
+        for rejection in response.rejected:
+            request_id = rejection.request_id
+            call = self._unsettled.get(request_id)
+            if call is None:
+                self._cancelling.pop(request_id, None)
+                continue
+            error = rejected_error(rejection)
+            if error.retry_delay_s is not None and error.code in (RESOURCE_EXHAUSTED, UNAVAILABLE):
+                call.deferred = True
+                later.setdefault(error.retry_delay_s, []).append(call)
+            else:
+                self._fail(call, partial(rejected_error, rejection))
+        return later
+
+    def retry(self, calls: Iterable[Call]) -> None:
+        """The delay is over: sends again what still waits."""
+        for call in calls:
+            if call.deferred and not call.done:
+                call.deferred = False
+                self._outbox.append(call)
+
+    def stream_opened(self) -> None:
+        """A new stream knows nothing yet: everything unsettled goes to the outbox, in its first order."""
+        self._outbox = deque(call for call in self._unsettled.values() if not call.deferred)
+        self._cancel_outbox = list(self._cancelling)
+
+    def fail_all(self, make_error: Callable[[], MultigpuError]) -> None:
+        """Settles everything with an error: one object each, because raising an error changes it."""
+        self._outbox.clear()
+        self._cancel_outbox.clear()
+        self._cancelling.clear()
+        for call in list(self._unsettled.values()):
+            self._fail(call, make_error)
+
+    def _fail(self, call: Call, make_error: Callable[[], MultigpuError]) -> None:
+        del self._unsettled[call.request_id]
+        for each in (call, *self._joined.pop(call.request_id, ())):
+            each.done = True
+            self._window.free(1, each.nbytes)
+            each.settle(make_error())
+
+
+def rejected_error(rejection: task_service_pb2.Rejection) -> RejectedError:
+    """The error that a rejection stands for."""
+    delay = rejection.retry_delay
+    retry_delay_s = delay.seconds + delay.nanos / 1e9 if rejection.HasField("retry_delay") else None
+    return RejectedError.of(rejection.code, rejection.message, retry_delay_s)

@@ -1,0 +1,219 @@
+"""The one Run stream of a client: sends what waits, settles what is answered, and comes back when it breaks.
+
+Two coroutines live on a stream. The writer sends whatever piled up while its last write was in flight; nothing is
+delayed to make a batch. The reader hands each frame to the RunState. When the stream ends for whatever reason, the
+supervisor opens another and the RunState sends every unsettled task again: a task never waits on a stream that is gone.
+
+A client that has never reached its master gives up after `connect_timeout_s`. One that has, trusts that the master will
+be back, and tries for ever.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from multigpu import errors
+from multigpu.connection import BREAKS, MESSAGE_BYTES_MAX, Connection, backoff_s, jittered_s
+from multigpu.run_state import Call, RunState
+from multigpu.v1 import task_service_pb2
+from multigpu.window import Window
+
+log = logging.getLogger("multigpu")
+
+# Streams that break, one after the other, before a first frame, on a master that can be reached: something is wrong
+# with what we send, and sending it once more won't mend it.
+_BARREN_STREAMS_MAX = 8
+# On closing: how long to wait for the master to confirm what was withdrawn.
+_CANCEL_TIMEOUT_S = 2.0
+_PAYLOAD_BYTES_MAX = MESSAGE_BYTES_MAX - (1 << 16)
+
+
+class RunStream:
+    def __init__(self, connection: Connection, window: Window) -> None:
+        self._connection = connection
+        self._window = window
+        self._state = RunState(window)
+        self._supervisor: asyncio.Task[None] | None = None
+        # Where the supervisor, or the writer, waits for something to do.
+        self._sleeper: asyncio.Future[None] | None = None
+        # Resolved when the master has confirmed every withdrawal.
+        self._confirmed: asyncio.Future[None] | None = None
+        self._closed = False
+        # Monotonic instant of the first attempt to reach the master; None once it was reached.
+        self._first_try: float | None = None
+        self._reached = False
+        self._failures = 0
+
+    async def start(self, calls: Sequence[Call]) -> None:
+        """Starts calls, in order, as soon as the window has room for them all."""
+        nbytes = sum(call.nbytes for call in calls)
+        if not self._window.try_admit(len(calls), nbytes):
+            await self._window.admit(len(calls), nbytes)
+        self.start_admitted(calls)
+
+    def try_start(self, call: Call) -> bool:
+        """Starts a call if the window has room for it now."""
+        if not self._window.try_admit(1, call.nbytes):
+            return False
+        self.start_admitted((call,))
+        return True
+
+    def start_admitted(self, calls: Sequence[Call]) -> None:
+        if self._closed:
+            self._window.free(len(calls), sum(call.nbytes for call in calls))
+            raise errors.ClientClosedError("this client is closed; make a new one")
+        self._state.start(calls)
+        self._wake()
+
+    def withdraw(self, call: Call) -> None:
+        """Nobody waits for the call any longer: the master is told to cancel its task."""
+        self._state.withdraw(call)
+        self._wake()
+
+    def withdraw_where(self, condition: Callable[[Call], bool]) -> None:
+        """Withdraws every unsettled call that the condition holds for."""
+        for call in self._state.unsettled():
+            if condition(call):
+                self._state.withdraw(call)
+        self._wake()
+
+    async def cancellations(self, timeout_s: float = _CANCEL_TIMEOUT_S) -> None:
+        """Waits until the master has confirmed every withdrawal, or the time is over."""
+        if self._state.cancelling and self._supervisor is not None:
+            self._confirmed = asyncio.get_running_loop().create_future()
+            await asyncio.wait([self._confirmed], timeout=timeout_s)
+
+    async def close(self) -> None:
+        """Ends the stream. What is unsettled fails with ClientClosedError here, and goes on in the master."""
+        if self._closed:
+            return
+        if self._reached:
+            await self.cancellations()
+        self._closed = True
+        supervisor, self._supervisor = self._supervisor, None
+        if supervisor is not None:
+            supervisor.cancel()
+            await asyncio.wait([supervisor])
+        self._state.fail_all(_closed_error)
+
+    def _wake(self) -> None:
+        sleeper = self._sleeper
+        if sleeper is not None:
+            self._sleeper = None
+            if not sleeper.done():
+                sleeper.set_result(None)
+        if self._supervisor is None and not self._closed:
+            self._supervisor = asyncio.get_running_loop().create_task(self._supervise(), name="multigpu run stream")
+            self._supervisor.add_done_callback(self._supervisor_ended)
+
+    async def _sleep_until_woken(self) -> None:
+        self._sleeper = asyncio.get_running_loop().create_future()
+        await self._sleeper
+
+    def _supervisor_ended(self, task: asyncio.Task[None]) -> None:
+        """It ends by close(), or by a bug of ours: then nobody may go on waiting for it."""
+        if self._supervisor is task:
+            self._supervisor = None
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            log.error("the run stream ended by an error of multigpu's own", exc_info=error)
+            self._state.fail_all(lambda: errors.TransportError(f"internal error: {error!r}"))
+
+    async def _supervise(self) -> None:
+        while True:
+            while self._state.idle:
+                await self._sleep_until_woken()
+            if self._first_try is None:
+                self._first_try = time.monotonic()
+            code, details = await self._live_through_a_stream()
+            await self._recover(code, details)
+
+    async def _live_through_a_stream(self) -> tuple[grpc.StatusCode, str]:
+        """Opens a stream, serves it until it ends, and says how it ended."""
+        stream = self._connection.stub.Run()
+        self._state.stream_opened()
+        writer = asyncio.get_running_loop().create_task(self._write(stream), name="multigpu run stream writer")
+        try:
+            while True:
+                response = await stream.read()
+                if response is grpc.aio.EOF:
+                    break
+                self._received(response)
+        except grpc.aio.AioRpcError:
+            pass  # the status says it
+        finally:
+            writer.cancel()
+            stream.cancel()
+            await asyncio.wait([writer])
+        return await stream.code(), await stream.details() or ""
+
+    async def _write(self, stream: Any) -> None:
+        while True:
+            frame = self._state.next_frame()
+            if frame is None:
+                await self._sleep_until_woken()
+                continue
+            try:
+                await stream.write(frame)
+            except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+                return  # the stream is over: the reader sees why
+
+    def _received(self, response: task_service_pb2.RunResponse) -> None:
+        if self._failures:
+            log.info("the stream to the master at %s is back", self._connection.master)
+        self._reached = True
+        self._failures = 0
+        later = self._state.receive(response)
+        if self._confirmed is not None and not self._state.cancelling:
+            if not self._confirmed.done():
+                self._confirmed.set_result(None)
+            self._confirmed = None
+        for delay_s, calls in later.items():
+            asyncio.get_running_loop().call_later(jittered_s(delay_s), self._retry, calls)
+
+    def _retry(self, calls: list[Call]) -> None:
+        self._state.retry(calls)
+        self._wake()
+
+    async def _recover(self, code: grpc.StatusCode, details: str) -> None:
+        """Waits until it makes sense to open another stream; fails what waits if it never will."""
+        self._failures += 1
+        if code not in BREAKS or (code is not grpc.StatusCode.UNAVAILABLE and self._failures >= _BARREN_STREAMS_MAX):
+            self._give_up(code, details)
+            return
+        if self._failures == 1:
+            log.warning("the stream to the master at %s broke (%s: %s)", self._connection.master, code.name, details)
+        await asyncio.sleep(backoff_s(self._failures))
+        if self._reached:
+            await self._connection.ready(None)
+            return
+        assert self._first_try is not None
+        left_s = self._first_try + self._connection.connect_timeout_s - time.monotonic()
+        if left_s > 0 and await self._connection.ready(left_s):
+            self._reached = True
+        else:
+            self._give_up(grpc.StatusCode.UNAVAILABLE, details)
+
+    def _give_up(self, code: grpc.StatusCode, details: str) -> None:
+        self._failures = 0
+        self._first_try = None
+        explain = self._connection.explain
+        self._state.fail_all(lambda: explain(code, details))
+
+
+def check_payload(payload: bytes) -> None:
+    """InvalidTaskError: too large for any message."""
+    if len(payload) > _PAYLOAD_BYTES_MAX:
+        raise errors.InvalidTaskError(
+            errors.INVALID_ARGUMENT,
+            f"the payload has {len(payload):,} bytes and a message holds {_PAYLOAD_BYTES_MAX:,}; split it",
+        )
+
+
+def _closed_error() -> errors.ClientClosedError:
+    return errors.ClientClosedError("the client was closed before the task ended; durable tasks go on without it")
