@@ -1,0 +1,126 @@
+"""Handlers: your own functions as kinds of task.
+
+    import multigpu
+
+    @multigpu.handler("thumbnail")
+    def thumbnail(image: bytes) -> bytes: ...
+
+A worker started with `--handlers my_module` imports the module in its engine process and serves every kind that the
+module registers. The function takes the task's value, and a `Context` if it has a second parameter. The value is bytes,
+or what the JSON says if the task's content type is "application/json".
+
+It may be a plain function, an async function, a generator or an async generator. What a generator yields are the task's
+partial outputs, delivered at once; what it returns is the result. A result (and a yield) may be bytes, None (no bytes),
+or anything that JSON can hold. On a later attempt as many yields are dropped as were delivered before, so a generator
+must yield the same again: what it yields may depend on the task's value, not on chance, the clock or its checkpoint.
+
+An exception fails the attempt, and the task is tried again, unless the exception is a `PermanentError`.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+KIND_BYTES_MAX = 128
+# Kinds that every worker or an engine of ours already serves.
+RESERVED_KINDS = frozenset({"echo", "embed", "fail", "sleep"})
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class PermanentError(Exception):
+    """Raise this (or a subclass) in a handler when another attempt could not help: the task ends FAILED at once."""
+
+
+class Context(Protocol):
+    """What a handler may know and say about the attempt it is running. All of it is safe from any thread."""
+
+    @property
+    def task_id(self) -> int: ...
+
+    @property
+    def attempt(self) -> int:
+        """Which attempt this is, from 1."""
+
+    @property
+    def parameters(self) -> Mapping[str, str]:
+        """The parameters the task was submitted with."""
+
+    @property
+    def checkpoint(self) -> bytes:
+        """What the attempt before saved last; empty if there was none, or it saved nothing."""
+
+    @property
+    def partials_received(self) -> int:
+        """How many partial outputs of earlier attempts have arrived.
+
+        The first so many yields of this attempt are dropped.
+        """
+
+    @property
+    def cancelled(self) -> bool:
+        """True once nobody wants the task any more: return soon; what you return is dropped."""
+
+    def save_checkpoint(self, data: bytes) -> None:
+        """Leave this for the next attempt, should this one die. ValueError: more than 1 MiB."""
+
+    def progress(self, fraction: float, note: str = "") -> None:
+        """Say how far the work is, 0 to 1, and in a few words where. Keeps a progress timeout from striking."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Handler:
+    """A registered function."""
+
+    kind: str
+    function: Callable[..., Any]
+    # Whether it wants the context.
+    takes_context: bool
+
+
+_handlers: dict[str, Handler] = {}
+
+
+def handler(kind: str) -> Callable[[F], F]:
+    """Register a function for a kind of task. The function itself stays as it is.
+
+    ValueError: the kind is empty, longer than 128 bytes, reserved, or already registered by another function.
+    """
+    if not kind or len(kind.encode()) > KIND_BYTES_MAX:
+        raise ValueError(f"a kind has 1 to {KIND_BYTES_MAX} bytes, not {len(kind.encode())}: {kind[:200]!r}")
+    if kind in RESERVED_KINDS:
+        raise ValueError(f"the kind {kind!r} is multigpu's own; give the handler another, such as 'my.{kind}'")
+
+    def register(function: F) -> F:
+        earlier = _handlers.get(kind)
+        if earlier is not None and (earlier.function.__module__, earlier.function.__qualname__) != (
+            function.__module__,
+            function.__qualname__,
+        ):
+            where = f"{earlier.function.__module__}.{earlier.function.__qualname__}"
+            raise ValueError(f"the kind {kind!r} is already handled by {where}; give one of the two another kind")
+        _handlers[kind] = Handler(kind=kind, function=function, takes_context=_takes_context(function))
+        return function
+
+    return register
+
+
+def registered_handlers() -> dict[str, Handler]:
+    """Every handler registered in this process, by kind."""
+    return dict(_handlers)
+
+
+def _takes_context(function: Callable[..., Any]) -> bool:
+    positional = [
+        parameter
+        for parameter in inspect.signature(function).parameters.values()
+        if parameter.kind in {parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD}
+    ]
+    required = [parameter for parameter in positional if parameter.default is parameter.empty]
+    if not positional or len(required) > 2:
+        name = f"{function.__module__}.{function.__qualname__}"
+        raise ValueError(
+            f"the handler {name} must take the task's value, and may take a context: f(value) or f(value, ctx)"
+        )
+    return len(positional) >= 2 and (len(required) == 2 or positional[1].name in {"ctx", "context"})

@@ -1,0 +1,75 @@
+"""Real worker processes for the tests of this folder, and a scripted peer for them to talk to."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+
+import pytest
+
+from .scripted_master import ScriptedMaster
+
+
+class WorkerProcess:
+    """A real mgpu-worker, started by the test and ended by its pid."""
+
+    def __init__(self, process, log_path):
+        self.process = process
+        self.log_path = log_path
+
+    @property
+    def pid(self):
+        return self.process.pid
+
+    @property
+    def log(self):
+        return self.log_path.read_text()
+
+    def engine_pids(self):
+        with open(f"/proc/{self.pid}/task/{self.pid}/children") as file:
+            return [int(pid) for pid in file.read().split()]
+
+    async def wait(self, timeout_s=20.0):
+        async with asyncio.timeout(timeout_s):
+            return await self.process.wait()
+
+    def signal(self, signum):
+        self.process.send_signal(signum)
+
+
+@pytest.fixture
+async def master():
+    async with ScriptedMaster() as master:
+        yield master
+
+
+@pytest.fixture
+async def start_worker(tmp_path):
+    started = []
+
+    async def start(address, *flags, env=None, pythonpath=None):
+        log_path = tmp_path / f"worker-{len(started)}.log"
+        environment = dict(os.environ, **(env or {}))
+        if pythonpath is not None:
+            environment["PYTHONPATH"] = str(pythonpath)
+        with log_path.open("wb") as log:
+            process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                *("-m", "multigpu_worker.main", "--master", address, "--device", "cpu"),
+                *("--worker-id", f"w{len(started)}", *flags),
+                stdout=log,
+                stderr=log,
+                env=environment,
+            )
+        worker = WorkerProcess(process, log_path)
+        started.append(worker)
+        return worker
+
+    yield start
+    for worker in started:
+        if worker.process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                worker.process.send_signal(signal.SIGKILL)
+            await worker.process.wait()
+        print(f"--- log of worker {worker.pid}\n{worker.log}")

@@ -1,0 +1,152 @@
+"""A peer for the worker: a WorkerService that does what a test tells it, and remembers what the worker said.
+
+It is not a master: no queue, no journal, no policy. The worker in these tests is the real one.
+"""
+
+import asyncio
+import itertools
+import time
+
+import grpc
+import grpc.aio
+
+from multigpu.v1 import task_pb2
+from multigpu.v1 import worker_service_pb2 as pb
+from multigpu.v1.worker_service_pb2_grpc import WorkerServiceServicer, add_WorkerServiceServicer_to_server
+
+
+class Stream:
+    """One session of one worker."""
+
+    def __init__(self, hello: pb.Hello, context):
+        self.hello = hello
+        self.context = context
+        self.out: asyncio.Queue[pb.SessionResponse | None] = asyncio.Queue()
+        self.frame = 0
+        self.heartbeats: list[pb.Heartbeat] = []
+        self.reports: dict[int, pb.Report] = {}
+        self.batches: list[pb.ReportBatch] = []
+        self.partials: list[pb.PartialOutput] = []
+        # What came, in order: "heartbeat", ("partial", lease_id, index), ("report", lease_id).
+        self.events: list = []
+        self.frames_up = 0
+        self.ended = asyncio.Event()
+        self.changed = asyncio.Condition()
+
+    def send(self, **parts):
+        self.frame += 1
+        self.out.put_nowait(pb.SessionResponse(frame=self.frame, **parts))
+
+    def lease(self, leases, **spec):
+        """Grant leases: (lease_id, payload) pairs or pb.Lease."""
+        rows = [
+            lease
+            if isinstance(lease, pb.Lease)
+            else pb.Lease(lease_id=lease[0], task_id=lease[0] + 1000, attempt=1, payload=lease[1], units=1)
+            for lease in leases
+        ]
+        self.send(lease_batches=[pb.LeaseBatch(spec=task_pb2.TaskSpec(**spec), leases=rows)])
+
+    def revoke(self, *lease_ids):
+        self.send(revocations=[pb.Revocation(lease_id=lease_id, reason="test") for lease_id in lease_ids])
+
+    async def until(self, condition, timeout_s=20.0):
+        async with asyncio.timeout(timeout_s):
+            async with self.changed:
+                await self.changed.wait_for(condition)
+
+    async def reported(self, *lease_ids, timeout_s=20.0):
+        await self.until(lambda: all(lease_id in self.reports for lease_id in lease_ids), timeout_s)
+        return [self.reports[lease_id] for lease_id in lease_ids]
+
+    def take(self, request: pb.SessionRequest):
+        self.frames_up += 1
+        if request.HasField("heartbeat"):
+            self.heartbeats.append(request.heartbeat)
+            self.events.append("heartbeat")
+        for partial in request.partials:
+            self.partials.append(partial)
+            self.events.append(("partial", partial.lease_id, partial.index))
+        for batch in request.report_batches:
+            self.batches.append(batch)
+            for report in batch.reports:
+                assert report.lease_id not in self.reports, "reported twice in one session"
+                self.reports[report.lease_id] = report
+                self.events.append(("report", report.lease_id))
+
+    def break_off(self):
+        """End the stream at once, as a dying master would."""
+        self.out.put_nowait(None)
+
+
+class ScriptedMaster(WorkerServiceServicer):
+    def __init__(self, *, heartbeat_s=0.1):
+        self.heartbeat_s = heartbeat_s
+        self.streams: asyncio.Queue[Stream] = asyncio.Queue()
+        self.adopt = lambda hello: [lease.lease_id for lease in hello.leases]
+        self.refuse = None
+        self.lease_ids = itertools.count(1)
+        self.server = None
+        self.port = 0
+
+    async def __aenter__(self):
+        await self.start()
+        return self
+
+    async def __aexit__(self, *_):
+        await self.server.stop(None)
+
+    async def start(self):
+        size = 64 << 20
+        options = [("grpc.max_receive_message_length", size), ("grpc.max_send_message_length", size)]
+        options += [("grpc.so_reuseport", 0)]
+        self.server = grpc.aio.server(options=options)
+        add_WorkerServiceServicer_to_server(self, self.server)
+        self.port = self.server.add_insecure_port(f"127.0.0.1:{self.port}")
+        await self.server.start()
+
+    async def stop(self):
+        await self.server.stop(None)
+
+    @property
+    def address(self):
+        return f"127.0.0.1:{self.port}"
+
+    async def stream(self, timeout_s=20.0) -> Stream:
+        async with asyncio.timeout(timeout_s):
+            return await self.streams.get()
+
+    async def Session(self, request_iterator, context):
+        first = await context.read()
+        assert first.HasField("hello")
+        if self.refuse is not None:
+            await context.abort(*self.refuse)
+        stream = Stream(first.hello, context)
+        welcome = pb.Welcome(session_id=f"s{time.monotonic_ns()}", version="scripted")
+        welcome.heartbeat_interval.FromNanoseconds(int(self.heartbeat_s * 1e9))
+        welcome.session_timeout.FromSeconds(5)
+        welcome.adopted_lease_ids.extend(self.adopt(first.hello))
+        stream.frame = 1
+        await context.write(pb.SessionResponse(welcome=welcome, frame=1))
+        self.streams.put_nowait(stream)
+        writer = asyncio.create_task(self._write(stream, context))
+        reader = asyncio.create_task(self._read(stream, context))
+        try:
+            await asyncio.wait({reader, writer}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            reader.cancel()
+            writer.cancel()
+            stream.ended.set()
+        if writer.done() and not writer.cancelled() and writer.result() == "broken":
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "told to break off")
+
+    async def _write(self, stream, context):
+        while (response := await stream.out.get()) is not None:
+            await context.write(response)
+        return "broken"
+
+    async def _read(self, stream, context):
+        while (request := await context.read()) is not grpc.aio.EOF:
+            stream.take(request)
+            async with stream.changed:
+                stream.changed.notify_all()

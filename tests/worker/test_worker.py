@@ -1,0 +1,40 @@
+"""The real worker (agent and engine processes) against a scripted peer: what it is for, when all goes well."""
+
+import signal
+
+
+async def test_echo(master, start_worker):
+    worker = await start_worker(master.address)
+    stream = await master.stream()
+    assert stream.hello.protocol_version == 1
+    assert stream.hello.worker_id == "w0"
+    assert {"echo", "sleep", "fail"} <= {capability.kind for capability in stream.hello.capabilities}
+    stream.lease([(n, b"x%d" % n) for n in range(1, 1001)], kind="echo", content_type="text/plain")
+    reports = await stream.reported(*range(1, 1001))
+    assert [report.result for report in reports] == [b"x%d" % n for n in range(1, 1001)]
+    assert {report.content_type for report in reports} == {"text/plain"}
+    for batch in stream.batches:
+        assert batch.start_time.ToNanoseconds() <= batch.finish_time.ToNanoseconds()
+    await stream.until(lambda: stream.heartbeats and not stream.heartbeats[-1].leases)
+    worker.signal(signal.SIGTERM)
+    assert await worker.wait() == 0
+
+
+async def test_sleep_appends_pid(master, start_worker):
+    worker = await start_worker(master.address)
+    stream = await master.stream()
+    stream.lease([(1, b"0.01"), (2, b"x")], kind="sleep", parameters={"append_pid": "1"})
+    first, second = await stream.reported(1, 2)
+    assert first.result == b"0.01:%d" % worker.engine_pids()[0]
+    assert second.error.type == "BadInput"
+    assert not second.error.retryable
+
+
+async def test_large_payloads_come_back_whole(master, start_worker):
+    await start_worker(master.address)
+    stream = await master.stream()
+    payloads = {n: bytes([n]) * (n << 20) for n in (1, 7, 20)}
+    for n, payload in payloads.items():
+        stream.lease([(n, payload)], kind="echo")
+    for n, report in zip(payloads, await stream.reported(*payloads), strict=True):
+        assert report.result == payloads[n]

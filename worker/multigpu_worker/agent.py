@@ -1,0 +1,397 @@
+"""The worker's middle: what comes down the link goes to the engine, what the engine says goes up the link.
+
+All of it runs on one event loop and none of it waits: the session (what we hold and owe), the batcher (what goes
+next) and the watch (when the engine must be ended) are plain values; the link and the engine host do the I/O and call
+in here. The engine holds one batch more than there are slots, so that the next one is prepared while one runs.
+"""
+
+import asyncio
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import structlog
+from multigpu.config import WorkerConfig
+from multigpu.telemetry import span_from
+from multigpu.v1 import worker_service_pb2 as pb
+
+from multigpu_worker import ipc, wire
+from multigpu_worker.batcher import Batcher, BatchLimits
+from multigpu_worker.device import Device, Telemetry
+from multigpu_worker.engine_host import Death, EngineHost, EngineStartError
+from multigpu_worker.engines.base import EngineSettings
+from multigpu_worker.link import Link
+from multigpu_worker.session import Lease, Report, ReportState, Session, SessionLimits, TaskError
+from multigpu_worker.watch import EngineBatch, Verdict, Watch, blame, running_leases
+
+log = structlog.get_logger()
+
+TICK_S = 0.05
+# The engine's memory is looked at every so many ticks.
+MEMORY_TICKS = 2
+FRAME_BYTES_MAX = 4 << 20
+# Past so many unsent bytes the engine has to wait, until the link has sent half of them.
+UNSENT_BYTES_MAX = 64 << 20
+# A report has to fit into one message, with room for what goes beside the result.
+RESULT_BYTES_MAX = (64 << 20) - (64 << 10)
+
+
+@dataclass(slots=True)
+class Sample:
+    """The last word of the device's sensors."""
+
+    telemetry: Telemetry | None = None
+    # Since 1970.
+    instant_ns: int = 0
+
+
+class Agent:
+    """Owns a worker's parts; `run` is its life. Must be made on the event loop."""
+
+    def __init__(
+        self,
+        config: WorkerConfig,
+        identity: wire.Identity,
+        device: Device,
+        settings: EngineSettings,
+        *,
+        memory_bytes: int,
+    ) -> None:
+        self.config = config
+        self.identity = identity
+        self.device = device
+        self.memory_bytes = memory_bytes
+        self.session = Session(SessionLimits())
+        self.batcher = Batcher(
+            BatchLimits(tasks_max=config.batch_tasks_max, tokens_max=config.batch_tokens_max), config.slots
+        )
+        self.watch = Watch(progress_timeout_s=config.progress_timeout_s, cancel_grace_s=config.cancel_grace_s)
+        self.host = EngineHost(
+            settings,
+            self,
+            memory_bytes=memory_bytes,
+            result_bytes_max=min(config.result_bytes_max, RESULT_BYTES_MAX),
+            visible_devices=device.visible_devices,
+        )
+        self.link = Link(config.master, self)
+        # In the engine, by batch id.
+        self.batches: dict[int, EngineBatch] = {}
+        self.draining = False
+        self._stopped = False
+        self._batch_id = 0
+        self._one_by_one: frozenset[str] = frozenset()
+        self._cancelled_ns: dict[int, int] = {}
+        # Why we are ending the engine.
+        self._verdict: Verdict | None = None
+        self._out_of_memory = False
+        self._paused = False
+        self._sample = Sample()
+        self._resident_models: Sequence[str] = ()
+        self._heartbeat_wanted = False
+        self._heartbeat_s = 1.0
+        self._last_frame = 0
+        self._settled = asyncio.Event()
+
+    async def run(self) -> None:
+        """Start the engine, then work until `drain` or `stop` has come to its end.
+
+        EngineStartError: the engine can't start. ProtocolMismatchError: the master speaks another version.
+        """
+        try:
+            try:
+                await self.host.start()
+            except EngineStartError:
+                if self._stopped:  # by us, before it was ready
+                    return
+                raise
+            log.info("engine ready", pid=self.host.pid, kinds=sorted(self.host.kinds))
+            chores = [asyncio.create_task(self._beat()), asyncio.create_task(self._tick())]
+            try:
+                await self.link.run()
+            finally:
+                for chore in chores:
+                    chore.cancel()
+                await asyncio.gather(*chores, return_exceptions=True)
+        finally:
+            self.host.stop()
+
+    async def drain(self, timeout_s: float) -> None:
+        """Take no more work, finish what is held within the timeout, give back the rest, and end the stream."""
+        self.draining = True
+        self._want_heartbeat()
+        log.info("draining", leases=len(self.session.leases), timeout_s=timeout_s)
+        try:
+            async with asyncio.timeout(timeout_s):
+                while not self._stopped and (self.session.leases or self.session.owes()):
+                    self._settled.clear()
+                    await self._settled.wait()
+        except TimeoutError:
+            log.warning("giving back what was not finished in time", leases=len(self.session.leases))
+        if not self._stopped:
+            self.stop("the worker is stopping")
+
+    def stop(self, reason: str) -> None:
+        """Give back whatever is held, and end the engine and the stream."""
+        self._stopped = True
+        self._settled.set()
+        self.session.return_all(reason, time.time_ns())
+        self.batches.clear()
+        self.host.stop()
+        self.link.close()
+
+    # What the link asks and tells.
+
+    def hello(self) -> pb.SessionRequest:
+        self._note_running()
+        return wire.hello(self.identity, self.host.kinds.values(), self.session.held(hello=True))
+
+    def connected(self, welcome: pb.SessionResponse) -> None:
+        words = welcome.welcome
+        self._last_frame = 0
+        self._heartbeat_s = wire.seconds_of(words.heartbeat_interval) or 1.0
+        self._cancel(self.session.welcome(words.adopted_lease_ids))
+        log.info("session begins", master=self.config.master, session_id=words.session_id, master_version=words.version)
+        self._want_heartbeat()
+        self.received(welcome)
+
+    def received(self, response: pb.SessionResponse) -> None:
+        self._last_frame = response.frame
+        for batch in response.lease_batches:
+            spec, leases = wire.leases_of(batch)
+            self.session.grant(leases)
+            if spec.kind in self.host.kinds:
+                self.batcher.add(spec, leases)
+            else:
+                self._refuse(leases, spec.kind)
+        if response.revocations:
+            revoked = [self.session.revoke(revocation.lease_id) for revocation in response.revocations]
+            self._cancel([lease for lease in revoked if lease is not None])
+            self._settled.set()
+        if response.lease_batches:
+            self._pump()
+
+    def next_frame(self) -> pb.SessionRequest | None:
+        # First the heartbeat: reports that it overtakes would still be listed, those that overtook it would not.
+        if self._heartbeat_wanted or self.session.heartbeat_due:
+            self._heartbeat_wanted = False
+            self._note_running()
+            return wire.heartbeat(
+                self.session.held(hello=False),
+                last_frame=self._last_frame,
+                telemetry=self._sample.telemetry,
+                sample_ns=self._sample.instant_ns,
+                resident_models=self._resident_models,
+                draining=self.draining,
+            )
+        if not self.session.owes():
+            self._settled.set()
+            return None
+        request = wire.request_of(self.session.take_frame(FRAME_BYTES_MAX, time.monotonic()))
+        if self._paused and self.session.unsent_bytes < UNSENT_BYTES_MAX // 2:
+            self._paused = False
+            self.host.pause(paused=False)
+        return request
+
+    def disconnected(self, reason: str) -> None:
+        log.warning("session broke", reason=reason, leases=len(self.session.leases))
+        self._cancel(self.session.break_stream())
+
+    # What the engine tells.
+
+    def engine_ready(self) -> None:
+        self._one_by_one = frozenset(info.kind for info in self.host.kinds.values() if info.one_by_one)
+        self._pump()
+
+    def engine_said(self, message: ipc.Message, blobs: list[bytes]) -> None:
+        (
+            _,
+            batch_id,
+            start_ns,
+            finish_ns,
+            succeeded,
+            failed,
+            partials,
+            progress,
+            checkpoints,
+            done,
+            work_ns,
+            models,
+        ) = message
+        batch = self.batches.get(batch_id)
+        if batch is None:  # returned in a drain
+            return
+        leases = batch.leases
+        for lease_id, data in checkpoints:
+            self.session.save(leases[lease_id], data if type(data) is bytes else blobs[data])
+        for lease_id, fraction, note in progress:
+            leases[lease_id].fraction, leases[lease_id].note = fraction, note
+        for lease_id, data in partials:
+            lease = leases[lease_id]
+            if not self.session.partial(lease, data if type(data) is bytes else blobs[data]):
+                self._cancel([lease])
+        reports = [
+            Report(
+                leases.pop(lease_id),
+                ReportState.SUCCEEDED,
+                result if type(result) is bytes else blobs[result],
+                content_type,
+            )
+            for lease_id, result, content_type in succeeded
+        ]
+        for lease_id, error_type, text, retryable, traceback in failed:
+            error = TaskError(type=error_type, message=text, retryable=retryable, traceback=traceback)
+            reports.append(Report(leases.pop(lease_id), ReportState.FAILED, error=error))
+        batch.settled += len(reports)
+        self._report(start_ns, finish_ns, reports)
+        if done:
+            self._batch_done(batch, work_ns, models)
+
+    def engine_died(self, death: Death) -> None:
+        verdict, self._verdict = self._verdict, None
+        if self._out_of_memory:
+            limit = f"the engine needed more than engine_memory_bytes ({self.memory_bytes})"
+            died = TaskError(type="OutOfMemory", message=f"{limit}, so it was ended", retryable=True)
+        else:
+            words = f"the engine process {death.words} while it ran the task"
+            died = TaskError(type="EngineDied", message=words, retryable=True)
+        self._out_of_memory = False
+        failed, again = blame(death.slots, self.batches, verdict, died)
+        log.warning(
+            "engine died",
+            how=death.words,
+            reason=verdict.error.type if verdict else died.type,
+            failed_task_ids=[lease.task_id for lease, _ in failed],
+            again=len(again),
+        )
+        self.batches.clear()
+        self._cancelled_ns.clear()
+        self.watch.reset()
+        self._paused = False
+        self._resident_models = ()
+        now_ns = time.time_ns()
+        self._report(now_ns, now_ns, [Report(lease, ReportState.FAILED, error=error) for lease, error in failed])
+        for lease in again:
+            lease.running = False
+        self.batcher.put_back(again)
+
+    # Between the two.
+
+    def _pump(self) -> None:
+        """Keep the engine supplied."""
+        while self.host.ready and len(self.batches) <= self.config.slots:
+            leases = self.batcher.pop(one_by_one=self._one_by_one)
+            if not leases:
+                return
+            self._dispatch(leases)
+
+    def _dispatch(self, leases: list[Lease]) -> None:
+        spec = leases[0].spec
+        self._batch_id += 1
+        blobs: list[bytes] = []
+        rows = [
+            (
+                lease.lease_id,
+                lease.task_id,
+                lease.attempt,
+                ipc.put(lease.payload, blobs),
+                lease.units,
+                lease.checkpoint if lease.saved is None else lease.saved,
+                lease.partials_received + lease.partials_made,
+            )
+            for lease in leases
+        ]
+        self.batches[self._batch_id] = EngineBatch(
+            self._batch_id, {lease.lease_id: lease for lease in leases}, spec.kind in self._one_by_one, spec
+        )
+        message = ("batch", self._batch_id, spec.kind, spec.model, spec.parameters, spec.content_type, rows)
+        self.host.send(message, blobs)
+
+    def _batch_done(self, batch: EngineBatch, work_ns: int, resident_models: Sequence[str]) -> None:
+        del self.batches[batch.batch_id]
+        if self._cancelled_ns:
+            for lease_id in batch.leases:
+                self._cancelled_ns.pop(lease_id, None)
+        if batch.one_by_one and batch.settled:
+            self.batcher.measure(batch.spec, batch.settled, work_ns / 1e9)
+        self._resident_models = resident_models
+        self._pump()
+
+    def _report(self, start_ns: int, finish_ns: int, reports: list[Report]) -> None:
+        if not reports:
+            return
+        for report in reports:
+            if report.lease.traceparent:
+                self._trace(report, start_ns, finish_ns)
+        self.session.report(start_ns, finish_ns, reports)
+        self._outgoing()
+
+    def _outgoing(self) -> None:
+        if self.session.unsent_bytes > UNSENT_BYTES_MAX and not self._paused and self.host.ready:
+            self._paused = True
+            self.host.pause(paused=True)
+        if self.session.connected:
+            self.link.wake()
+        self._settled.set()
+
+    def _trace(self, report: Report, start_ns: int, finish_ns: int) -> None:
+        attributes = {
+            "multigpu.task_id": report.lease.task_id,
+            "multigpu.lease_id": report.lease.lease_id,
+            "multigpu.attempt": report.lease.attempt,
+            "multigpu.kind": report.lease.spec.kind,
+            "multigpu.worker_id": self.identity.worker_id,
+        }
+        span_from(report.lease.traceparent, "multigpu.run", start_ns, finish_ns, attributes)
+
+    def _refuse(self, leases: Iterable[Lease], kind: str) -> None:
+        """A kind that the engine doesn't offer: the master was told, so this is its error, but not the task's."""
+        message = f"worker {self.identity.worker_id} doesn't run {kind!r}; it runs {', '.join(sorted(self.host.kinds))}"
+        error = TaskError(type="UnknownKind", message=message, retryable=False)
+        now_ns = time.time_ns()
+        self._report(now_ns, now_ns, [Report(lease, ReportState.FAILED, error=error) for lease in leases])
+
+    def _cancel(self, leases: list[Lease]) -> None:
+        """Tell the engine that nobody wants these any more; those that wait are dropped when their turn comes."""
+        inside = [
+            lease.lease_id for lease in leases if any(lease.lease_id in batch.leases for batch in self.batches.values())
+        ]
+        if inside and self.host.ready:
+            now_ns = time.monotonic_ns()
+            self._cancelled_ns.update(dict.fromkeys(inside, now_ns))
+            self.host.send(("cancel", inside), [])
+
+    def _note_running(self) -> None:
+        """Read from the engine's page which leases run, and how often they have moved."""
+        for state in self.host.sample():
+            for lease in running_leases(state, self.batches.get(state.batch_id)):
+                lease.running = True
+                lease.steps = max(lease.steps, state.beats)
+
+    def _want_heartbeat(self) -> None:
+        self._heartbeat_wanted = True
+        self.link.wake()
+
+    async def _beat(self) -> None:
+        """Send a heartbeat at the master's interval, with the device's state."""
+        while True:
+            telemetry = await asyncio.to_thread(self.device.sample)
+            self._sample = Sample(telemetry, time.time_ns())
+            if self.session.connected:
+                self._want_heartbeat()
+            await asyncio.sleep(self._heartbeat_s)
+
+    async def _tick(self) -> None:
+        """Look at the engine: does what runs keep its limits?"""
+        tick = 0
+        while True:
+            await asyncio.sleep(TICK_S)
+            tick += 1
+            if not self.batches or not self.host.ready or self._paused:
+                continue
+            verdict = self.watch.check(time.monotonic_ns(), self.host.sample(), self.batches, self._cancelled_ns)
+            if verdict is not None:
+                self._verdict = verdict
+                self.host.kill()
+            elif self.memory_bytes and tick % MEMORY_TICKS == 0 and self.host.memory_used_bytes() > self.memory_bytes:
+                self._out_of_memory = True
+                self.host.kill()

@@ -1,0 +1,314 @@
+"""The agent's side of the engine process: starts it, talks to it, samples it, and ends it.
+
+Death is the end of the process, learned from its pidfd, and not the end of the socket: a child that user code forked
+may hold the socket open for ever. What the engine said before it died is read to the end and counts. The whole process
+group is killed with it.
+
+Knows nothing of leases' lives: agent.py does.
+"""
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections import deque
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import structlog
+
+from multigpu_worker import ipc
+from multigpu_worker.engines.base import EngineSettings
+from multigpu_worker.engines.registry import KindInfo
+from multigpu_worker.output import OutputLog
+
+log = structlog.get_logger()
+
+# An engine that died sooner than this after its start is started again with a delay, doubling up to the limit.
+_QUICK_DEATH_S = 5.0
+_RESTART_DELAY_S = 0.1
+_RESTART_DELAY_MAX_S = 5.0
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+
+
+class EngineStartError(Exception):
+    """The engine process can't start; the message says why and what to do."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Death:
+    """How an engine process ended."""
+
+    # As subprocess says it: negative for a signal.
+    returncode: int
+    # What each slot ran at that moment.
+    slots: list[ipc.SlotState]
+
+    @property
+    def words(self) -> str:
+        if self.returncode < 0:
+            return f"was killed by {signal.Signals(-self.returncode).name}"
+        return f"ended with exit code {self.returncode}"
+
+
+class EngineEvents(Protocol):
+    """What the host tells its owner, on the event loop."""
+
+    def engine_ready(self) -> None: ...
+    def engine_said(self, message: ipc.Message, blobs: list[bytes]) -> None: ...
+    def engine_died(self, death: Death) -> None: ...
+
+
+class EngineHost:
+    def __init__(
+        self,
+        settings: EngineSettings,
+        events: EngineEvents,
+        *,
+        memory_bytes: int,
+        result_bytes_max: int,
+        visible_devices: str | None,
+    ) -> None:
+        self.settings = settings
+        self.events = events
+        self.memory_bytes = memory_bytes
+        self.result_bytes_max = result_bytes_max
+        # For CUDA_VISIBLE_DEVICES; None: as it is.
+        self.visible_devices = visible_devices
+        # Started and able to take batches.
+        self.ready = False
+        self.kinds: dict[str, KindInfo] = {}
+        self.pid = 0
+        self.starts = 0
+        self.page = ipc.SlotPage.create(settings.slots)
+        self._loop = asyncio.get_running_loop()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._sock: socket.socket | None = None
+        self._pidfd = -1
+        self._decoder = ipc.Decoder()
+        self._unsent: deque[memoryview] = deque()
+        self._paused = False
+        self._started_s = 0.0
+        self._restart_delay_s = 0.0
+        self._stopping = False
+        self._first_ready: asyncio.Future[None] = self._loop.create_future()
+        self._output = OutputLog(self._loop)
+
+    async def start(self) -> None:
+        """Start the engine and learn what it can run. EngineStartError: it refused, or ended at once."""
+        self._spawn()
+        await self._first_ready
+
+    def send(self, message: ipc.Message, blobs: list[bytes]) -> None:
+        """Send a frame; what the socket doesn't take now follows as soon as it does."""
+        assert self.ready
+        self._write(ipc.encode(message, blobs))
+
+    def sample(self) -> list[ipc.SlotState]:
+        return self.page.sample()
+
+    def memory_used_bytes(self) -> int:
+        """Resident memory of the engine process; 0 if it is gone."""
+        try:
+            return int(Path(f"/proc/{self.pid}/statm").read_text(encoding="ascii").split()[1]) * _PAGE_BYTES
+        except (FileNotFoundError, ProcessLookupError):
+            return 0
+
+    def pause(self, paused: bool) -> None:
+        """Read nothing more from the engine for now: it waits when the socket is full. Or go on."""
+        if paused == self._paused or self._sock is None:
+            return
+        self._paused = paused
+        if paused:
+            self._loop.remove_reader(self._sock)
+        else:
+            self._loop.add_reader(self._sock, self._readable)
+
+    def kill(self) -> None:
+        """End the engine and all its children now. `engine_died` follows, and another engine after that."""
+        self.ready = False
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+
+    def stop(self) -> None:
+        """End the engine for good and wait for its end, which is immediate."""
+        self._stopping = True
+        if self._process is not None:
+            self.kill()
+            self._dead()
+        self._output.close()
+
+    def _spawn(self) -> None:
+        ours, theirs = socket.socketpair()
+        ours.setblocking(False)
+        with theirs:
+            output_fd = self._output.open()
+            command = [sys.executable, "-m", "multigpu_worker.engine_main"]
+            command += [str(theirs.fileno()), str(self.page.fd), str(os.getpid())]
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=output_fd,
+                stderr=output_fd,
+                pass_fds=(theirs.fileno(), self.page.fd),
+                env=_environment(self.settings, self.visible_devices),
+                start_new_session=True,
+            )
+            os.close(output_fd)
+        self.pid = self._process.pid
+        self.starts += 1
+        self._started_s = self._loop.time()
+        self._sock = ours
+        self._pidfd = os.pidfd_open(self.pid)
+        self._decoder = ipc.Decoder()
+        self._unsent.clear()
+        self._paused = False
+        self._loop.add_reader(self._pidfd, self._dead)
+        self._loop.add_reader(ours, self._readable)
+        settings = self.settings
+        models = [(name, str(path)) for name, path in settings.models.items()]
+        self._write(
+            ipc.encode(
+                (
+                    "settings",
+                    settings.device,
+                    settings.slots,
+                    settings.threads,
+                    settings.handlers,
+                    models,
+                    self.memory_bytes,
+                    self.result_bytes_max,
+                ),
+                [],
+            )
+        )
+
+    def _readable(self) -> None:
+        assert self._sock is not None
+        try:
+            frames = self._decoder.feed(self._sock)
+        except BlockingIOError:
+            return
+        except (EOFError, ConnectionError):
+            self._loop.remove_reader(self._sock)  # its death will be told by the pidfd
+            return
+        for message, blobs in frames:
+            self._said(message, blobs)
+
+    def _said(self, message: ipc.Message, blobs: list[bytes]) -> None:
+        if message[0] == "ready":
+            infos = [
+                KindInfo(kind=kind, one_by_one=one_by_one, models=models) for kind, one_by_one, models in message[1]
+            ]
+            self.kinds = {info.kind: info for info in infos}
+            self.ready = True
+            if not self._first_ready.done():
+                self._first_ready.set_result(None)
+            self.events.engine_ready()
+        elif message[0] == "refused":
+            self._refused(message[1])
+        else:
+            self.events.engine_said(message, blobs)
+
+    def _refused(self, text: str) -> None:
+        modules = ", ".join(self.settings.handlers)
+        last = text.strip().rpartition("\n")[2]
+        if not self._first_ready.done():
+            remedy = f"correct --handlers ({modules}), or make the modules importable (PYTHONPATH)"
+            self._first_ready.set_exception(
+                EngineStartError(f"the handlers can't be imported: {last}; {remedy}\n{text}")
+            )
+        else:
+            log.error("handlers can't be imported any more", error=last, handlers=modules)
+
+    def _write(self, buffers: list[bytes]) -> None:
+        assert self._sock is not None
+        waiting = bool(self._unsent)
+        self._unsent += [memoryview(buffer) for buffer in buffers if buffer]
+        if not waiting:
+            self._writable()
+            if self._unsent:
+                self._loop.add_writer(self._sock, self._continue)
+
+    def _continue(self) -> None:
+        self._writable()
+        if not self._unsent and self._sock is not None:
+            self._loop.remove_writer(self._sock)
+
+    def _writable(self) -> None:
+        """Write as much as the socket takes."""
+        assert self._sock is not None
+        try:
+            while self._unsent:
+                sent_bytes = self._sock.send(self._unsent[0])
+                if sent_bytes == len(self._unsent[0]):
+                    self._unsent.popleft()
+                else:
+                    self._unsent[0] = self._unsent[0][sent_bytes:]
+        except BlockingIOError:
+            return
+        except OSError:
+            self._unsent.clear()  # its death will be told by the pidfd
+
+    def _dead(self) -> None:
+        """The process has ended: read its last words, tell, and start another."""
+        assert self._process is not None
+        assert self._sock is not None
+        process, sock = self._process, self._sock
+        self.ready = False
+        # Before it is reaped, so that its process group can't be anybody else's.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        self._loop.remove_reader(self._pidfd)
+        returncode = process.wait()
+        os.close(self._pidfd)
+        self._loop.remove_writer(sock)
+        self._loop.remove_reader(sock)
+        with contextlib.suppress(BlockingIOError, EOFError, ConnectionError):
+            while True:
+                for message, blobs in self._decoder.feed(sock):
+                    if message[0] != "ready":
+                        self._said(message, blobs)
+        sock.close()
+        self._sock = self._process = None
+        death = Death(returncode=returncode, slots=self.page.sample())
+        self.page.clear()
+        if not self._first_ready.done():
+            words = f"the engine process {death.words} before it was ready; its output is in the log"
+            self._first_ready.set_exception(EngineStartError(words))
+            return
+        if self._stopping or self._first_ready.exception() is not None:
+            return
+        self.events.engine_died(death)
+        self._restart()
+
+    def _restart(self) -> None:
+        if self._loop.time() - self._started_s > _QUICK_DEATH_S or self.starts == 1:
+            self._restart_delay_s = 0.0
+            self._spawn()
+            return
+        delay_s = self._restart_delay_s
+        self._restart_delay_s = min(_RESTART_DELAY_MAX_S, max(_RESTART_DELAY_S, 2 * delay_s))
+        self._loop.call_later(delay_s, self._respawn)
+
+    def _respawn(self) -> None:
+        if not self._stopping:
+            self._spawn()
+
+
+def _environment(settings: EngineSettings, visible_devices: str | None) -> dict[str, str]:
+    """The engine's environment: the agent's, with the device and the threads made plain to numeric libraries."""
+    env = dict(os.environ)
+    # What user code prints reaches the log line by line.
+    env["PYTHONUNBUFFERED"] = "1"
+    if settings.threads:
+        for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON_NUM_THREADS"):
+            env[name] = str(settings.threads)
+    if visible_devices is not None:
+        env["CUDA_VISIBLE_DEVICES"] = visible_devices
+    return env

@@ -1,0 +1,71 @@
+"""The engine process: owns the device and runs the engines, user code among them.
+
+Started by the agent (engine_host.py). It dies with its agent, goes first when memory runs out, and its standard output
+is the log's, not the protocol's.
+"""
+
+import ctypes
+import os
+import resource
+import signal
+import socket
+import sys
+import traceback
+from pathlib import Path
+
+from multigpu_worker import ipc
+from multigpu_worker.engines.base import EngineSettings
+from multigpu_worker.engines.registry import import_handlers, offered_kinds
+
+_PR_SET_PDEATHSIG = 1
+_OOM_SCORE_ADJ_MAX = "1000"
+
+
+def main() -> None:
+    sock_fd, page_fd, agent_pid = map(int, sys.argv[1:4])
+    _die_with_parent(agent_pid)
+    Path("/proc/self/oom_score_adj").write_text(_OOM_SCORE_ADJ_MAX, encoding="ascii")
+    for fd in (sock_fd, page_fd):
+        os.set_inheritable(fd, False)
+    sock = socket.socket(fileno=sock_fd)
+    message, _ = ipc.receive(sock)
+    _, device, slots, threads, handlers, models, memory_bytes, result_bytes_max = message
+    settings = EngineSettings(
+        device=device,
+        slots=slots,
+        threads=threads,
+        handlers=tuple(handlers),
+        models={name: Path(path) for name, path in models},
+    )
+    if memory_bytes:
+        resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
+    engine_pid = os.getpid()
+
+    def forked() -> None:
+        # A child of user code must not outlive us either, and has no business with our socket.
+        _die_with_parent(engine_pid)
+        sock.close()
+
+    os.register_at_fork(after_in_child=forked)
+    try:
+        import_handlers(settings.handlers)
+    except BaseException:  # noqa: BLE001  the user's module may raise anything, and the agent is to say it
+        ipc.send(sock, ipc.encode(("refused", traceback.format_exc()), []))
+        sys.exit(1)
+    kinds = [(info.kind, info.one_by_one, info.models) for info in offered_kinds(settings)]
+    ipc.send(sock, ipc.encode(("ready", kinds), []))
+
+    from multigpu_worker.engine_runtime import Runtime  # noqa: PLC0415  after "ready": the agent waits for that
+
+    page = ipc.SlotPage(page_fd, settings.slots)
+    Runtime(sock, page, settings, result_bytes_max=result_bytes_max).serve()
+
+
+def _die_with_parent(parent_pid: int) -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent_pid:  # it died before we asked
+        os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

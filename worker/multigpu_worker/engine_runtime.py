@@ -1,0 +1,338 @@
+"""Inside the engine process: batches in, engines run, reports out.
+
+Threads: one reads the socket, so that a cancellation takes effect at once and the next batch is prepared while one
+runs; the main thread runs batches, and one more thread for each further slot; one flushes reports that would otherwise
+wait behind a long task. Engines whose batches run together are entered by one thread at a time.
+
+Reports leave when a batch ends, or as soon as 2 ms have passed since the last ones left: fast tasks share a frame, slow
+ones don't wait.
+
+User code may fork. A forked child that comes back here holds our socket and believes that it is us: it is sent away
+(`os._exit`) before it can say a word.
+"""
+
+import os
+import queue
+import socket
+import sys
+import threading
+import time
+import traceback
+from dataclasses import dataclass
+
+from multigpu_worker import ipc
+from multigpu_worker.engines.base import Batch, Engine, EngineSettings, Item
+from multigpu_worker.engines.registry import build
+
+FLUSH_NS = 2_000_000
+FLUSH_S = FLUSH_NS / 1e9
+# Reports don't wait for one another past so many bytes.
+FLUSH_BYTES = 4 << 20
+CHECKPOINT_BYTES_MAX = 1 << 20
+MESSAGE_CHARS_MAX = 8 << 10
+TRACEBACK_CHARS_MAX = 16 << 10
+NOTE_CHARS_MAX = 1 << 10
+# How the process ends when it can't go on; the agent says the rest.
+EXIT_FORKED = 70
+EXIT_BROKEN = 71
+
+
+@dataclass(slots=True)
+class Work:
+    """A batch on its way to a slot."""
+
+    batch_id: int
+    batch: Batch
+    # None: it could not be had, and `prepared` is the reason.
+    engine: Engine | None
+    prepared: object
+
+
+class BatchReporter:
+    """The reporter (engines/base.py) of one batch in one slot."""
+
+    def __init__(self, runtime: "Runtime", batch_id: int, batch: Batch, slot_at: int) -> None:
+        self._runtime = runtime
+        self._batch_id = batch_id
+        self._batch = batch
+        self._view = runtime.page.view
+        self._lease_at = slot_at + ipc.SlotPage.LEASE
+        self._started_at = slot_at + ipc.SlotPage.STARTED
+        self._beats_at = slot_at + ipc.SlotPage.BEATS
+        self._lock = threading.Lock()
+        self._pid = runtime.pid
+        self._cancelled = runtime.cancelled
+        self._result_bytes_max = runtime.result_bytes_max
+        self._open = {item.lease_id for item in batch.items}
+        self._start_ns = time.time_ns()
+        self._begun_ns = self._flushed_ns = time.monotonic_ns()
+        self._clear()
+
+    def _clear(self) -> None:
+        # Something is said that was not sent; and the flusher knows.
+        self._waits = False
+        self._flush_asked = False
+        self._succeeded: list[tuple[int, bytes | int, str]] = []
+        self._failed: list[tuple[int, str, str, bool, str]] = []
+        self._partials: list[tuple[int, bytes | int]] = []
+        self._progress: dict[int, tuple[float, str]] = {}
+        self._checkpoints: dict[int, bytes | int] = {}
+        self._blobs: list[bytes] = []
+        self._bytes = 0
+
+    def begin(self, item: Item) -> None:
+        view = self._view
+        view[self._lease_at] = 0
+        view[self._started_at] = time.monotonic_ns()
+        view[self._lease_at] = item.lease_id
+        if self._waits and not self._flush_asked:
+            self._ask_flush()
+
+    def succeed(self, item: Item, result: bytes, content_type: str = "") -> None:
+        if len(result) > self._result_bytes_max:
+            message = f"the result has {len(result)} bytes, the worker's result_bytes_max is {self._result_bytes_max}"
+            self.fail(item, "ResultTooLarge", message, retryable=False)
+            return
+        if os.getpid() != self._pid:
+            os._exit(EXIT_FORKED)
+        with self._lock:
+            lease_id = item.lease_id
+            if lease_id in self._open:
+                self._open.discard(lease_id)
+                self._view[self._lease_at] = 0
+                self._succeeded.append((lease_id, ipc.put(result, self._blobs), content_type))
+                self._waits = True
+                self._flush_if_due(len(result))
+
+    def fail(self, item: Item, error_type: str, message: str, *, retryable: bool, traceback: str = "") -> None:
+        with self._entered():
+            lease_id = item.lease_id
+            if lease_id in self._open:
+                self._open.discard(lease_id)
+                self._view[self._lease_at] = 0
+                message = message[:MESSAGE_CHARS_MAX]
+                traceback = traceback[-TRACEBACK_CHARS_MAX:]
+                self._failed.append((lease_id, error_type, message, retryable, traceback))
+                self._waits = True
+                self._flush_if_due(len(message) + len(traceback))
+
+    def partial(self, item: Item, data: bytes) -> None:
+        if len(data) > self._result_bytes_max:
+            raise ValueError(
+                f"a partial output has {len(data)} bytes, the worker's result_bytes_max is {self._result_bytes_max}"
+            )
+        with self._entered():
+            if item.lease_id in self._open:
+                self._view[self._beats_at] += 1
+                self._partials.append((item.lease_id, ipc.put(data, self._blobs)))
+                self._waits = True
+                self._flush_if_due(len(data))
+        if self._waits and not self._flush_asked:
+            self._ask_flush()
+
+    def progress(self, item: Item, fraction: float, note: str = "") -> None:
+        with self._entered():
+            if item.lease_id in self._open:
+                self._view[self._beats_at] += 1
+                self._progress[item.lease_id] = (min(1.0, max(0.0, float(fraction))), note[:NOTE_CHARS_MAX])
+                self._waits = True
+                self._flush_if_due(0)
+        if self._waits and not self._flush_asked:
+            self._ask_flush()
+
+    def checkpoint(self, item: Item, data: bytes) -> None:
+        if len(data) > CHECKPOINT_BYTES_MAX:
+            raise ValueError(f"a checkpoint has {len(data)} bytes, the limit is {CHECKPOINT_BYTES_MAX}")
+        with self._entered():
+            if item.lease_id in self._open:
+                self._view[self._beats_at] += 1
+                self._checkpoints[item.lease_id] = ipc.put(bytes(data), self._blobs)
+                # At once: it is there for the case that what comes next ends the process.
+                self._send(done=False)
+
+    def cancelled(self, item: Item) -> bool:
+        return item.lease_id in self._cancelled
+
+    def beat(self) -> None:
+        self._view[self._beats_at] += 1
+
+    def flush(self) -> None:
+        with self._lock:
+            if self._waits:
+                self._send(done=False)
+
+    def finish(self) -> None:
+        """Settle what the engine left unsettled, and say that the batch is over."""
+        for item in self._batch.items:
+            if item.lease_id in self._open and item.lease_id not in self._cancelled:
+                self.fail(item, "EngineError", "the engine returned without a word about the task", retryable=True)
+        with self._lock:
+            self._send(done=True)
+
+    def fail_rest(self, error: BaseException) -> None:
+        """Settle every item that is left: what ran them raised this."""
+        text = "".join(traceback.format_exception(error))
+        error_type = "OutOfMemory" if isinstance(error, MemoryError) else type(error).__name__
+        for item in self._batch.items:
+            self.fail(item, error_type, str(error) or error_type, retryable=True, traceback=text)
+
+    def _entered(self) -> threading.Lock:
+        """The lock, unless this is a forked child of the process that made us."""
+        if os.getpid() != self._pid:
+            os._exit(EXIT_FORKED)
+        return self._lock
+
+    def _ask_flush(self) -> None:
+        self._flush_asked = True
+        self._runtime.flush_soon(self)
+
+    def _flush_if_due(self, more_bytes: int) -> None:
+        self._bytes += more_bytes
+        if self._bytes >= FLUSH_BYTES or time.monotonic_ns() - self._flushed_ns >= FLUSH_NS:
+            self._send(done=False)
+
+    def _send(self, *, done: bool) -> None:
+        """Send all that waits. The lock is held, so that what was said first leaves first."""
+        now_ns = time.time_ns()
+        message = (
+            "reports",
+            self._batch_id,
+            self._start_ns,
+            now_ns,
+            self._succeeded,
+            self._failed,
+            self._partials,
+            [(lease_id, *words) for lease_id, words in self._progress.items()],
+            list(self._checkpoints.items()),
+            done,
+            time.monotonic_ns() - self._begun_ns,
+            self._runtime.resident_models() if done else [],
+        )
+        blobs = self._blobs
+        self._clear()
+        self._runtime.send(message, blobs)
+        self._flushed_ns = time.monotonic_ns()
+        self._start_ns = now_ns
+
+
+class Runtime:
+    def __init__(
+        self, sock: socket.socket, page: ipc.SlotPage, settings: EngineSettings, *, result_bytes_max: int
+    ) -> None:
+        self.page = page
+        self.settings = settings
+        self.result_bytes_max = result_bytes_max
+        self.pid = os.getpid()
+        # Leases that nobody wants any more. Emptied whenever no batch is here.
+        self.cancelled: set[int] = set()
+        self._sock = sock
+        self._send_lock = threading.Lock()
+        self._work: queue.SimpleQueue[Work] = queue.SimpleQueue()
+        self._batches = 0
+        self._batches_lock = threading.Lock()
+        self._engines: dict[str, Engine] = {}
+        # The engine of a kind whose batches run together is entered by one thread at a time.
+        self._engine_locks: dict[str, threading.Lock] = {}
+        self._unflushed: queue.SimpleQueue[BatchReporter] = queue.SimpleQueue()
+
+    def serve(self) -> None:
+        """Serve until the agent goes away. Does not return: the process ends with it."""
+        threading.Thread(target=self._read, name="reader", daemon=True).start()
+        threading.Thread(target=self._flush, name="flusher", daemon=True).start()
+        for slot in range(1, self.settings.slots):
+            threading.Thread(target=self._run, args=(slot,), name=f"slot-{slot}", daemon=True).start()
+        self._run(0)
+
+    def send(self, message: ipc.Message, blobs: list[bytes]) -> None:
+        buffers = ipc.encode(message, blobs)
+        with self._send_lock:
+            try:
+                ipc.send(self._sock, buffers)
+            except OSError:
+                os._exit(0)  # the agent is gone, and nobody else is interested
+
+    def flush_soon(self, reporter: BatchReporter) -> None:
+        self._unflushed.put(reporter)
+
+    def resident_models(self) -> list[str]:
+        return [model for engine in list(self._engines.values()) for model in engine.resident_models()]
+
+    def _read(self) -> None:
+        try:
+            while True:
+                message, blobs = ipc.receive(self._sock)
+                if message[0] == "batch":
+                    self._work.put(self._work_of(message, blobs))
+                else:
+                    assert message[0] == "cancel"
+                    self.cancelled.update(message[1])
+        except (EOFError, ConnectionError):
+            os._exit(0)
+        except BaseException:  # noqa: BLE001  without a reader the process is of no use, and must not linger
+            traceback.print_exc()
+            sys.stderr.flush()
+            os._exit(EXIT_BROKEN)
+
+    def _work_of(self, message: ipc.Message, blobs: list[bytes]) -> Work:
+        _, batch_id, kind, model, parameters, content_type, rows = message
+        items = [
+            Item(lease_id, task_id, attempt, payload if type(payload) is bytes else blobs[payload], *rest)
+            for lease_id, task_id, attempt, payload, *rest in rows
+        ]
+        batch = Batch(kind, model, dict(parameters), content_type, items)
+        with self._batches_lock:
+            self._batches += 1
+        try:
+            engine = self._engines.get(kind)
+            if engine is None:
+                engine = self._engines[kind] = build(kind, self.settings)
+                self._engine_locks[kind] = threading.Lock()
+            return Work(batch_id, batch, engine, engine.prepare(batch))
+        except Exception as error:  # noqa: BLE001  an engine that can't be built or can't prepare fails the batch
+            return Work(batch_id, batch, None, error)
+
+    def _run(self, slot: int) -> None:
+        view = self.page.view
+        at = slot * ipc.SlotPage.FIELDS
+        while True:
+            work = self._work.get()
+            reporter = BatchReporter(self, work.batch_id, work.batch, at)
+            view[at + ipc.SlotPage.LEASE] = 0
+            view[at + ipc.SlotPage.STARTED] = time.monotonic_ns()
+            view[at + ipc.SlotPage.BATCH] = work.batch_id
+            self._run_batch(work, reporter)
+            view[at + ipc.SlotPage.LEASE] = 0
+            view[at + ipc.SlotPage.BATCH] = 0
+            reporter.finish()
+            with self._batches_lock:
+                self._batches -= 1
+                if self._batches == 0:
+                    self.cancelled.clear()
+
+    def _run_batch(self, work: Work, reporter: BatchReporter) -> None:
+        if work.engine is None:
+            assert isinstance(work.prepared, Exception)
+            reporter.fail_rest(work.prepared)
+            return
+        try:
+            if work.engine.one_by_one:
+                work.engine.run(work.batch, work.prepared, reporter)
+            else:
+                with self._engine_locks[work.batch.kind]:
+                    work.engine.run(work.batch, work.prepared, reporter)
+        except BaseException as error:  # noqa: BLE001  whatever an engine raises is charged to its batch
+            if os.getpid() != self.pid:
+                os._exit(EXIT_FORKED)
+            reporter.fail_rest(error)
+
+    def _flush(self) -> None:
+        while True:
+            waiting = {self._unflushed.get()}
+            time.sleep(FLUSH_S)
+            while True:
+                try:
+                    waiting.add(self._unflushed.get_nowait())
+                except queue.Empty:
+                    break
+            for reporter in waiting:
+                reporter.flush()

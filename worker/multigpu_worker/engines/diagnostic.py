@@ -1,0 +1,119 @@
+"""Kinds that need no model and no user code: for trying a fleet out, measuring it, and breaking it on purpose.
+
+- "echo": the result is the payload.
+- "sleep": sleeps as many seconds as the payload says (decimal text), or the parameter `seconds`; the result is the
+  payload, with the engine's process id behind a colon if the parameter `append_pid` is "1".
+- "fail": fails as its parameters say: `mode` is "raise" (the default, with `type`, `message` and `retryable`), "exit",
+  "hang", "segfault" or "oom".
+"""
+
+import ctypes
+import math
+import os
+import time
+from typing import ClassVar
+
+from multigpu_worker.engines.base import Batch, Engine, Item, Reporter
+
+# A sleep looks this often whether it is still wanted.
+_LOOK_S = 0.01
+_OOM_STEP_BYTES = 16 << 20
+
+
+class EchoEngine:
+    one_by_one: ClassVar[bool] = False
+
+    def prepare(self, batch: Batch) -> object:
+        return batch.items
+
+    def run(self, batch: Batch, prepared: object, reporter: Reporter) -> None:
+        del prepared
+        content_type = batch.content_type
+        for item in batch.items:
+            reporter.succeed(item, item.payload, content_type)
+
+    def resident_models(self) -> list[str]:
+        return []
+
+
+class SleepEngine:
+    one_by_one: ClassVar[bool] = True
+
+    def prepare(self, batch: Batch) -> object:
+        return batch.items
+
+    def run(self, batch: Batch, prepared: object, reporter: Reporter) -> None:
+        del prepared
+        for item in batch.items:
+            if reporter.cancelled(item):
+                continue
+            reporter.begin(item)
+            text = batch.parameters.get("seconds", "") or item.payload.decode("ascii", "replace")
+            seconds = _seconds(text)
+            if seconds is None:
+                message = f"not a number of seconds: {text[:100]!r}; send decimal text such as 0.5, at least 0"
+                reporter.fail(item, "BadInput", message, retryable=False)
+            elif _sleep(item, seconds, reporter):
+                tail = b":%d" % os.getpid() if batch.parameters.get("append_pid") == "1" else b""
+                reporter.succeed(item, item.payload + tail)
+
+    def resident_models(self) -> list[str]:
+        return []
+
+
+class FailEngine:
+    one_by_one: ClassVar[bool] = True
+
+    def prepare(self, batch: Batch) -> object:
+        return batch.items
+
+    def run(self, batch: Batch, prepared: object, reporter: Reporter) -> None:
+        del prepared
+        for item in batch.items:
+            if reporter.cancelled(item):
+                continue
+            reporter.begin(item)
+            mode = batch.parameters.get("mode", "raise")
+            if mode == "exit":
+                os._exit(1)
+            elif mode == "hang":
+                while True:
+                    time.sleep(3600)
+            elif mode == "segfault":
+                ctypes.string_at(0)
+            elif mode == "oom":
+                hoard = []
+                while True:
+                    hoard.append(b"x" * _OOM_STEP_BYTES)
+            elif mode == "raise":
+                message = batch.parameters.get("message", "asked to fail")
+                retryable = batch.parameters.get("retryable", "true") == "true"
+                reporter.fail(item, batch.parameters.get("type", "RuntimeError"), message, retryable=retryable)
+            else:
+                message = f"no such mode: {mode!r}; use raise, exit, hang, segfault or oom"
+                reporter.fail(item, "BadInput", message, retryable=False)
+
+    def resident_models(self) -> list[str]:
+        return []
+
+
+def _seconds(text: str) -> float | None:
+    try:
+        seconds = float(text)
+    except ValueError:
+        return None
+    return seconds if 0 <= seconds < math.inf else None
+
+
+def _sleep(item: Item, seconds: float, reporter: Reporter) -> bool:
+    """Sleep. False: the item was cancelled meanwhile."""
+    end_s = time.monotonic() + seconds
+    while (left_s := end_s - time.monotonic()) > 0:
+        time.sleep(min(left_s, _LOOK_S))
+        reporter.beat()
+        if reporter.cancelled(item):
+            return False
+    return True
+
+
+ENGINES: dict[str, type[Engine]] = {"echo": EchoEngine, "sleep": SleepEngine, "fail": FailEngine}

@@ -1,0 +1,196 @@
+"""Runs the user's functions (multigpu.handlers).
+
+Each task is run to its end in the thread that has the batch. Async handlers all run on one event loop in a thread of
+its own, so that they may share connections; as many at a time as there are slots.
+"""
+
+import asyncio
+import inspect
+import json
+import threading
+import traceback
+from collections.abc import AsyncGenerator, Coroutine, Generator, Mapping
+from typing import Any, ClassVar
+
+from multigpu.handlers import Handler, PermanentError, registered_handlers
+
+from multigpu_worker.engines.base import Batch, Item, Reporter
+
+JSON_TYPE = "application/json"
+# An async handler that waits is looked at this often: is it still wanted?
+_LOOK_S = 0.05
+
+
+class WrongResultTypeError(TypeError):
+    """A handler returned or yielded what is neither bytes nor JSON."""
+
+
+class HandlerContext:
+    """The `multigpu.handlers.Context` of one attempt."""
+
+    __slots__ = ("_item", "_reporter", "parameters")
+
+    def __init__(self, item: Item, parameters: Mapping[str, str], reporter: Reporter) -> None:
+        self._item = item
+        self._reporter = reporter
+        self.parameters = parameters
+
+    @property
+    def task_id(self) -> int:
+        return self._item.task_id
+
+    @property
+    def attempt(self) -> int:
+        return self._item.attempt
+
+    @property
+    def checkpoint(self) -> bytes:
+        return self._item.checkpoint
+
+    @property
+    def partials_received(self) -> int:
+        return self._item.partials_received
+
+    @property
+    def cancelled(self) -> bool:
+        return self._reporter.cancelled(self._item)
+
+    def save_checkpoint(self, data: bytes) -> None:
+        self._reporter.checkpoint(self._item, data)
+
+    def progress(self, fraction: float, note: str = "") -> None:
+        self._reporter.progress(self._item, fraction, note)
+
+
+class HandlerEngine:
+    one_by_one: ClassVar[bool] = True
+
+    def __init__(self) -> None:
+        self._handlers = registered_handlers()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._loop_lock = threading.Lock()
+
+    def prepare(self, batch: Batch) -> object:
+        # Nothing ahead of time: what is wrong with one payload must fail one task.
+        return batch.items
+
+    def run(self, batch: Batch, prepared: object, reporter: Reporter) -> None:
+        del prepared
+        handler = self._handlers[batch.kind]
+        for item in batch.items:
+            if reporter.cancelled(item):
+                continue
+            reporter.begin(item)
+            try:
+                result, content_type = self._call(handler, batch, item, reporter)
+            except BaseException as error:  # noqa: BLE001  whatever user code raises fails its task, never the engine
+                _fail(item, error, reporter)
+            else:
+                reporter.succeed(item, result, content_type)
+
+    def resident_models(self) -> list[str]:
+        return []
+
+    def _call(self, handler: Handler, batch: Batch, item: Item, reporter: Reporter) -> tuple[bytes, str]:
+        value: Any = item.payload
+        if batch.content_type == JSON_TYPE:
+            try:
+                value = json.loads(item.payload)
+            except ValueError as error:
+                raise BadInputError(f"the payload is not JSON, though its content type says so: {error}") from error
+        returned: Any
+        if handler.takes_context:
+            returned = handler.function(value, HandlerContext(item, batch.parameters, reporter))
+        else:
+            returned = handler.function(value)
+        if type(returned) is bytes:  # by far the most frequent
+            return returned, ""
+        if inspect.isgenerator(returned):
+            returned = _drive(returned, item, reporter)
+        elif inspect.iscoroutine(returned):
+            returned = self._wait(returned, item, reporter)
+        elif inspect.isasyncgen(returned):
+            returned = self._wait(_drive_async(returned, item, reporter), item, reporter)
+        return _encode(returned)
+
+    def _wait(self, coroutine: Coroutine[Any, Any, Any], item: Item, reporter: Reporter) -> Any:
+        future = asyncio.run_coroutine_threadsafe(coroutine, self._event_loop())
+        while True:
+            try:
+                return future.result(_LOOK_S)
+            except TimeoutError:
+                if future.done():  # the handler's own
+                    return future.result()
+                if reporter.cancelled(item):
+                    future.cancel()
+
+    def _event_loop(self) -> asyncio.AbstractEventLoop:
+        with self._loop_lock:
+            if self._loop is None:
+                self._loop = asyncio.new_event_loop()
+                threading.Thread(target=self._loop.run_forever, name="handlers-loop", daemon=True).start()
+            return self._loop
+
+
+class BadInputError(ValueError):
+    """The payload can't be read."""
+
+
+def _drive(generator: Generator[Any, Any, Any], item: Item, reporter: Reporter) -> Any:
+    """Run a generator, and return what it returns."""
+    delivered = item.partials_received
+    while True:
+        try:
+            output = next(generator)
+        except StopIteration as stop:
+            return stop.value
+        if delivered:
+            delivered -= 1
+            reporter.beat()
+        else:
+            reporter.partial(item, _encode(output)[0])
+        if reporter.cancelled(item):
+            generator.close()
+            return None
+
+
+async def _drive_async(generator: AsyncGenerator[Any, Any], item: Item, reporter: Reporter) -> None:
+    delivered = item.partials_received
+    async for output in generator:
+        if delivered:
+            delivered -= 1
+            reporter.beat()
+        else:
+            reporter.partial(item, _encode(output)[0])
+        if reporter.cancelled(item):
+            await generator.aclose()
+            return
+
+
+def _encode(value: Any) -> tuple[bytes, str]:
+    """Result bytes, and how to read them."""
+    if value is None:
+        return b"", ""
+    if isinstance(value, (bytes, bytearray, memoryview)):
+        return bytes(value), ""
+    try:
+        return json.dumps(value, allow_nan=False, separators=(",", ":")).encode(), JSON_TYPE
+    except (TypeError, ValueError, RecursionError) as error:
+        raise WrongResultTypeError(
+            f"the handler gave a {type(value).__name__}, which is neither bytes nor JSON ({error}); "
+            "return bytes, None, or what json.dumps takes"
+        ) from error
+
+
+def _fail(item: Item, error: BaseException, reporter: Reporter) -> None:
+    if isinstance(error, MemoryError):
+        message = "the handler needed more memory than the worker's engine_memory_bytes allows"
+        reporter.fail(item, "OutOfMemory", message, retryable=True)
+    elif isinstance(error, WrongResultTypeError):
+        reporter.fail(item, "WrongResultType", str(error), retryable=False)
+    elif isinstance(error, BadInputError):
+        reporter.fail(item, "BadInput", str(error), retryable=False)
+    else:
+        text = "".join(traceback.format_exception(error))
+        retryable = not isinstance(error, PermanentError)
+        reporter.fail(item, type(error).__name__, str(error), retryable=retryable, traceback=text)

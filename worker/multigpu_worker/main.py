@@ -1,0 +1,126 @@
+"""mgpu-worker: puts the worker's parts together, and turns signals and errors into a drain and exit codes."""
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+from importlib import metadata
+from typing import Any, NoReturn
+
+import click
+import structlog
+import uvloop
+from multigpu.config import ConfigError, TelemetryConfig, WorkerConfig, click_options, load
+from multigpu.telemetry import configure_logging, configure_tracing, shut_down_tracing
+
+from multigpu_worker.agent import Agent
+from multigpu_worker.device import Device, DeviceError, host_memory_bytes, open_device
+from multigpu_worker.engine_host import EngineStartError
+from multigpu_worker.engines.base import EngineSettings
+from multigpu_worker.engines.models import ModelFolderError, check_model_folder, resolve_models
+from multigpu_worker.link import ProtocolMismatchError
+from multigpu_worker.wire import Identity
+
+log = structlog.get_logger()
+
+# Exit codes. 0: stopped as asked.
+EXIT_CONFIG = 2
+EXIT_ENGINE = 3
+EXIT_PROTOCOL = 4
+# The share of the host's memory that a CPU worker's engine may take where the config doesn't say.
+MEMORY_SHARE = 0.8
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click_options(WorkerConfig)
+def main(config_file: str | None, **flags: Any) -> None:
+    """Run one worker: own one device, take tasks from the master, run them in an engine process of its own.
+
+    SIGTERM or Ctrl-C finishes what is held and stops; a second one stops at once. Exit codes: 2 a wrong setting, 3 the
+    engine can't start, 4 the master speaks another version of the protocol.
+    """
+    try:
+        config = load(WorkerConfig, file=config_file, flags=flags).config
+        telemetry = load(TelemetryConfig, file=config_file).config
+        configure_logging(config.log_level, config.log_format)
+        device = open_device(config.device)
+        settings = _engine_settings(config, device)
+        configure_tracing(telemetry, {"service.name": "mgpu-worker"})
+    except (ConfigError, DeviceError, ModelFolderError, ValueError) as error:
+        _exit(EXIT_CONFIG, error)
+    try:
+        uvloop.run(_run(config, device, settings))
+    except EngineStartError as error:
+        _exit(EXIT_ENGINE, error)
+    except ProtocolMismatchError as error:
+        _exit(EXIT_PROTOCOL, error)
+    finally:
+        shut_down_tracing()
+
+
+async def _run(config: WorkerConfig, device: Device, settings: EngineSettings) -> None:
+    identity = _identity(config, device)
+    structlog.contextvars.bind_contextvars(worker_id=identity.worker_id)
+    agent = Agent(config, identity, device, settings, memory_bytes=_memory_bytes(config, device))
+    draining: asyncio.Task[None] | None = None
+
+    def stop() -> None:
+        nonlocal draining
+        if draining is None:
+            draining = asyncio.create_task(agent.drain(config.drain_timeout_s))
+        else:
+            agent.stop("the worker was told to stop at once")
+
+    loop = asyncio.get_running_loop()
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(signum, stop)
+    await agent.run()
+    if draining is not None:
+        await draining
+    log.info("stopped")
+
+
+def _engine_settings(config: WorkerConfig, device: Device) -> EngineSettings:
+    models = resolve_models(config.models)
+    for folder in models.values():
+        check_model_folder(folder)
+    return EngineSettings(
+        device=device.engine_name,
+        slots=config.slots,
+        threads=config.threads,
+        handlers=config.handlers,
+        models=models,
+    )
+
+
+def _identity(config: WorkerConfig, device: Device) -> Identity:
+    host = socket.gethostname()
+    suffix = device.info.device_id if device.info.device_id != "cpu" else "cpu"
+    return Identity(
+        worker_id=config.worker_id or f"{host}-{suffix}",
+        host=host,
+        version=metadata.version("multigpu"),
+        pid=os.getpid(),
+        device=device.info,
+        labels=config.labels,
+        slots=config.slots,
+        window_tasks=config.window_tasks,
+        window_bytes=config.window_bytes,
+    )
+
+
+def _memory_bytes(config: WorkerConfig, device: Device) -> int:
+    """The engine's limit; 0: none."""
+    if config.engine_memory_bytes or device.info.device_id != "cpu":
+        return config.engine_memory_bytes
+    return int(host_memory_bytes() * MEMORY_SHARE)
+
+
+def _exit(code: int, error: Exception) -> NoReturn:
+    click.echo(f"mgpu-worker: {error}", err=True)
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()
