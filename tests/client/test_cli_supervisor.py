@@ -7,8 +7,9 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from multigpu.cli import supervisor as keeper
@@ -28,9 +29,9 @@ class Record:
             on_event=lambda name, text: self.events.append((name, text)),
         )
 
-    def add(self, name: str, code: str, *, once: bool = False) -> Child:
+    def add(self, name: str, code: str, *, refusals: Iterable[int] = (), **kwargs: Any) -> Child:
         argv = (sys.executable, "-c", textwrap.dedent(code))
-        return self.supervisor.add(ChildSpec(name=name, argv=argv, once=once))
+        return self.supervisor.add(ChildSpec(name=name, argv=argv, refusals=frozenset(refusals), **kwargs))
 
 
 @pytest.fixture
@@ -102,14 +103,23 @@ async def test_long_life_resets_the_backoff(record: Record, monkeypatch: pytest.
     await record.supervisor.stop(([child], 1.0))
 
 
-@pytest.mark.parametrize("code", sorted(keeper.EXIT_CODES_REFUSED))
-async def test_refusal_is_not_retried_and_ends_the_fleet(record: Record, code: int) -> None:
-    child = record.add("master", f"print('the journal is newer than I am'); raise SystemExit({code})")
+async def test_refusal_is_not_retried_and_ends_the_fleet(record: Record) -> None:
+    child = record.add("master", "print('the journal is newer than I am'); raise SystemExit(3)", refusals={2, 3})
     async with asyncio.timeout(10):
         await record.supervisor.stop_asked.wait()
     assert record.supervisor.refused is child
     assert child.pid is None
     await until(lambda: ("master", "the journal is newer than I am") in record.lines)
+
+
+async def test_refusal_of_a_worker_is_passing_trouble_once_the_fleet_was_ready(record: Record) -> None:
+    record.supervisor.proven = True
+    worker = record.add("worker", "raise SystemExit(3)", refusals={3}, may_recover=True)
+    await until(lambda: worker.deaths_in_a_row >= 2)
+    assert record.supervisor.refused is None
+    master = record.add("master", "raise SystemExit(3)", refusals={3})
+    await until(lambda: record.supervisor.refused is master)
+    await record.supervisor.stop(([worker], 1.0))
 
 
 async def test_stop_ends_round_after_round_and_kills_who_does_not_comply(record: Record) -> None:

@@ -20,10 +20,6 @@ RESTART_DELAY_MIN_S = 0.1
 RESTART_DELAY_MAX_S = 5.0
 # A process that lived this long was healthy: its next restart is immediate again.
 HEALTHY_AFTER_S = 10.0
-# mgpu-master and mgpu-worker exit with these when starting again can't help: a wrong command line, or a configuration
-# or a journal that they refuse. Their last words say what to do.
-EXIT_CODES_REFUSED = frozenset({2, 3})
-
 READ_BYTES = 64 * 1024
 LINE_BYTES_MAX = 64 * 1024
 PR_SET_PDEATHSIG = 1
@@ -55,6 +51,10 @@ class ChildSpec:
     name: str
     argv: Sequence[str]
     env: Mapping[str, str] = field(default_factory=dict)
+    # Exit codes by which it says that starting it again can't help: its last words say what would.
+    refusals: frozenset[int] = frozenset()
+    # Once the fleet has been ready, a refusal is taken for passing trouble, like any other death.
+    may_recover: bool = False
     # Once: it is not started again when it ends.
     once: bool = False
 
@@ -156,6 +156,8 @@ class Supervisor:
         self._children: list[Child] = []
         self._stopping = False
         self.stop_asked = asyncio.Event()
+        # Set by the owner when the fleet has been ready: it can run.
+        self.proven = False
         self.refused: Child | None = None
         self.finished_once: dict[str, int] = {}
 
@@ -189,7 +191,7 @@ class Supervisor:
         if self._stopping:
             self._on_event(name, f"stopped: {describe_exit(returncode)}")
             return
-        if returncode in EXIT_CODES_REFUSED:
+        if returncode in child.spec.refusals and not (self.proven and child.spec.may_recover):
             self._on_event(name, f"refused to run ({describe_exit(returncode)}); its last words above say why")
             self.refused = child
             self.stop_asked.set()

@@ -28,6 +28,10 @@ CPU_WORKERS_DEFAULT = 2
 WORKERS_STOP_SHARE = 0.7
 DRAIN_SHARE = 0.6
 READY_PROBE = "ready"
+# Exit codes of mgpu-master: wrong settings; a journal that it refuses.
+MASTER_REFUSALS = frozenset({2, 3})
+# Exit codes of mgpu-worker: wrong settings; an engine that can't start; a master of another protocol version.
+WORKER_REFUSALS = frozenset({2, 3, 4})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,32 +185,37 @@ def choose_addresses(listen: str) -> tuple[str, str]:
 async def run_fleet(fleet: Fleet) -> int:
     """Runs the fleet until a signal or a refusal. Returns the exit code."""
     log = FleetLog(as_json=fleet.log_json, names=["master", "up", *fleet.workers])
-    announced = asyncio.Event()
-
-    def on_line(name: str, text: str) -> None:
-        log.line(name, text)
 
     def on_event(name: str, text: str) -> None:
         if name != READY_PROBE:
             log.event(name, text)
         elif supervisor.finished_once.get(READY_PROBE) == 0:
-            announced.set()
+            supervisor.proven = True
             announce(fleet)
         elif not supervisor.stop_asked.is_set():
             log.event("up", f"can't tell whether the fleet is ready: the probe {text}")
 
-    supervisor = Supervisor(on_line=on_line, on_event=on_event)
+    supervisor = Supervisor(on_line=log.line, on_event=on_event)
     ask_to_stop_on_signals(supervisor)
     if fleet.ready_file is not None:
         fleet.ready_file.unlink(missing_ok=True)
     python = (sys.executable, "-m")
-
-    def spec(name: str, *words: str, once: bool = False) -> ChildSpec:
-        return ChildSpec(name=name, argv=(*python, *words), env=fleet.env, once=once)
-
-    master = supervisor.add(spec("master", "multigpu_master.main", *fleet.master_flags))
-    workers = [supervisor.add(spec(i, "multigpu_worker.main", *flags)) for i, flags in fleet.workers.items()]
-    supervisor.add(spec(READY_PROBE, "multigpu.cli.ready", fleet.address, *fleet.workers, once=True))
+    argv = (*python, "multigpu_master.main", *fleet.master_flags)
+    master = supervisor.add(ChildSpec(name="master", argv=argv, env=fleet.env, refusals=MASTER_REFUSALS))
+    workers = [
+        supervisor.add(
+            ChildSpec(
+                name=worker_id,
+                argv=(*python, "multigpu_worker.main", *flags),
+                env=fleet.env,
+                refusals=WORKER_REFUSALS,
+                may_recover=True,
+            )
+        )
+        for worker_id, flags in fleet.workers.items()
+    ]
+    argv = (*python, "multigpu.cli.ready", fleet.address, *fleet.workers)
+    supervisor.add(ChildSpec(name=READY_PROBE, argv=argv, once=True))
 
     await supervisor.stop_asked.wait()
     log.event("up", "stopping: the workers finish what they run, then the master stops")
