@@ -61,7 +61,9 @@ def configure_logging(level: str = "info", log_format: str = "auto", *, stream: 
         final: list[Any] = [structlog.processors.format_exc_info, structlog.processors.JSONRenderer(default=str)]
     else:
         plain = structlog.dev.plain_traceback
-        final = [structlog.dev.ConsoleRenderer(colors=stream.isatty(), timestamp_key="timestamp", exception_formatter=plain)]
+        final = [
+            structlog.dev.ConsoleRenderer(colors=stream.isatty(), timestamp_key="timestamp", exception_formatter=plain)
+        ]
     structlog.configure(
         processors=[*shared, *final],
         wrapper_class=structlog.make_filtering_bound_logger(threshold),
