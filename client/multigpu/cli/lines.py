@@ -12,17 +12,19 @@ READ_BYTES = 1 << 20
 
 
 def count_lines(paths: Sequence[str]) -> int | None:
-    """How many lines the files have together; None if one of them can be read only once."""
-    total = 0
+    """How many lines the files have together; None if one of them can be read only once. Raises Failure."""
+    total: int | None = 0
     for path in paths:
-        if path == STDIN or not Path(path).is_file():
-            return None
+        if path == STDIN or Path(path).is_fifo() or Path(path).is_char_device():
+            total = None
+            continue
         with open_input(path) as file:
             last = b"\n"
-            while data := file.read(READ_BYTES):
+            while total is not None and (data := file.read(READ_BYTES)):
                 total += data.count(b"\n")
                 last = data[-1:]
-            total += last != b"\n"
+            if total is not None:
+                total += last != b"\n"
     return total
 
 

@@ -46,11 +46,14 @@ class File:
     """A file that appears under its name when everything in it is on disk; on an error it never does."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path
+        # A link stays one: what it points to is replaced.
+        self.path = path = path.resolve()
         self._part = path.with_name(f".{path.name}.{os.getpid()}.part")
         self._file: IO[bytes] | None = None
 
     def __enter__(self) -> Self:
+        if self.path.exists() and not self.path.is_file():
+            raise Failure(f"can't write {self.path}: not a regular file; --format jsonl without -o writes to stdout")
         try:
             self._file = self._part.open("wb")
             self.begin()
