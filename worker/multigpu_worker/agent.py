@@ -6,6 +6,7 @@ in here. The engine holds one batch more than there are slots, so that the next 
 """
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -90,6 +91,8 @@ class Agent:
         self._heartbeat_wanted = False
         self._heartbeat_s = 1.0
         self._last_frame = 0
+        # The interval of heartbeats may be another one now.
+        self._welcomed = asyncio.Event()
         self._settled = asyncio.Event()
 
     async def run(self) -> None:
@@ -152,6 +155,7 @@ class Agent:
         self._cancel(self.session.welcome(words.adopted_lease_ids))
         log.info("session begins", master=self.config.master, session_id=words.session_id, master_version=words.version)
         self._want_heartbeat()
+        self._welcomed.set()
         self.received(welcome)
 
     def received(self, response: pb.SessionResponse) -> None:
@@ -378,7 +382,10 @@ class Agent:
             self._sample = Sample(telemetry, time.time_ns())
             if self.session.connected:
                 self._want_heartbeat()
-            await asyncio.sleep(self._heartbeat_s)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._heartbeat_s):
+                    await self._welcomed.wait()
+            self._welcomed.clear()
 
     async def _tick(self) -> None:
         """Look at the engine: does what runs keep its limits?"""

@@ -1,0 +1,226 @@
+"""Handlers that the worker's tests run: good ones, and every kind of bad one."""
+
+import asyncio
+import ctypes
+import multiprocessing
+import os
+import sys
+import threading
+import time
+
+import multigpu
+from multigpu.handlers import PermanentError, handler
+
+hoard = []
+lock = threading.Lock()
+together = 0
+most_together = 0
+
+
+@handler("t.upper")
+def upper(value):
+    return value.upper()
+
+
+@handler("t.json")
+def double(value):
+    return {"twice": value["n"] * 2}
+
+
+@handler("t.none")
+def none(value):
+    return None
+
+
+@handler("t.context")
+def context(value, ctx):
+    return {
+        "task_id": ctx.task_id,
+        "attempt": ctx.attempt,
+        "parameters": dict(ctx.parameters),
+        "checkpoint": ctx.checkpoint.decode(),
+        "cancelled": ctx.cancelled,
+    }
+
+
+@handler("t.async")
+async def asleep(value):
+    global together, most_together
+    together += 1
+    most_together = max(most_together, together)
+    await asyncio.sleep(0.1)
+    together -= 1
+    return {"most_together": most_together, "thread": threading.current_thread().name}
+
+
+@handler("t.generate")
+def generate(value):
+    for n in range(5):
+        yield b"part%d" % n
+    return b"whole"
+
+
+@handler("t.generate_async")
+async def generate_async(value):
+    for n in range(3):
+        await asyncio.sleep(0.001)
+        yield {"n": n}
+
+
+@handler("t.endless")
+def endless(value):
+    for n in range(1_000_000):
+        time.sleep(0.005)
+        yield b"%d" % n
+
+
+@handler("t.slow_stream")
+def slow_stream(value):
+    yield b"first"
+    time.sleep(30)
+
+
+@handler("t.big_parts")
+def big_parts(value):
+    for _ in range(int(value)):
+        yield b"x" * (1 << 20)
+    return b"done"
+
+
+@handler("t.raise")
+def raising(value):
+    raise LookupError("not there: " + value.decode())
+
+
+@handler("t.permanent")
+def permanent(value):
+    raise PermanentError("never")
+
+
+@handler("t.system_exit")
+def system_exit(value):
+    sys.exit(3)
+
+
+@handler("t.wrong_type")
+def wrong_type(value):
+    return object()
+
+
+@handler("t.nan")
+def nan(value):
+    return float("nan")
+
+
+@handler("t.hang")
+def hang(value):
+    while True:
+        time.sleep(60)
+
+
+@handler("t.spin")
+def spin(value):
+    while True:
+        pass
+
+
+@handler("t.exit")
+def exit_now(value):
+    os._exit(int(value or b"0"))
+
+
+@handler("t.segfault")
+def segfault(value):
+    ctypes.string_at(0)
+
+
+@handler("t.hoard")
+def hoard_memory(value):
+    mine = []
+    while True:
+        mine.append(b"x" * (16 << 20))
+
+
+@handler("t.print")
+def printing(value):
+    print("a line from user code: " + value.decode())
+    os.write(1, b"and one past Python\n")
+    print("trouble", file=sys.stderr)
+    return b"printed"
+
+
+@handler("t.fork")
+def fork(value):
+    """Both the parent and the child return."""
+    pid = os.fork()
+    return b"child" if pid == 0 else b"parent of %d" % pid
+
+
+@handler("t.fork_and_die")
+def fork_and_die(value):
+    """Leaves a child behind that holds every descriptor, and dies."""
+    pid = os.fork()
+    if pid == 0:
+        time.sleep(60)
+        os._exit(0)
+    with open(value.decode(), "w") as file:
+        file.write(str(pid))
+    os._exit(5)
+
+
+@handler("t.multiprocessing")
+def use_multiprocessing(value):
+    with multiprocessing.get_context("fork").Pool(2) as pool:
+        return pool.map(abs, [-1, -2, -3])
+
+
+@handler("t.checkpoint_then_raise")
+def checkpoint_then_raise(value, ctx):
+    ctx.save_checkpoint(b"kept " + value)
+    ctx.progress(0.5, "half")
+    raise RuntimeError("after the checkpoint")
+
+
+@handler("t.checkpoint_then_exit")
+def checkpoint_then_exit(value, ctx):
+    ctx.save_checkpoint(b"kept " + value)
+    os._exit(1)
+
+
+@handler("t.until_cancelled")
+def until_cancelled(value, ctx):
+    while not ctx.cancelled:
+        time.sleep(0.005)
+    with open(value.decode(), "w") as file:
+        file.write("seen")
+
+
+@handler("t.async_forever")
+async def async_forever(value):
+    try:
+        await asyncio.sleep(60)
+    finally:
+        with open(value.decode(), "w") as file:
+            file.write("cancelled")
+
+
+@handler("t.progress")
+def progress(value, ctx):
+    for n in range(int(value)):
+        time.sleep(0.05)
+        ctx.progress(n / int(value), f"step {n}")
+    return b"done"
+
+
+@handler("t.big")
+def big(value):
+    return b"x" * int(value)
+
+
+@handler("t.nap")
+def nap(value):
+    time.sleep(float(value))
+    return value
+
+
+assert multigpu.__name__

@@ -1,0 +1,216 @@
+"""The real worker when its stream breaks, its peer dies, or it is told to stop: nothing is lost and nothing said twice."""
+
+import asyncio
+import os
+import signal
+import time
+from pathlib import Path
+
+import grpc
+import pytest
+
+from multigpu.v1 import worker_service_pb2 as pb
+
+from .scripted_master import ScriptedMaster
+
+HANDLERS = Path(__file__).parent / "handlers"
+
+
+async def running(stream, *lease_ids):
+    await stream.until(
+        lambda: set(lease_ids) <= {held.lease_id for h in stream.heartbeats[-1:] for held in h.leases if held.running}
+    )
+
+
+async def test_work_goes_on_while_the_stream_is_down(master, start_worker):
+    await start_worker(master.address)
+    stream = await master.stream()
+    stream.lease([(1, b"0.4"), (2, b"0.01")], kind="sleep")
+    await running(stream, 1)
+    await master.stop()
+    await asyncio.sleep(0.8)  # both end meanwhile
+    await master.start()
+    stream = await master.stream()
+    assert {held.lease_id for held in stream.hello.leases} == {1, 2}
+    reports = await stream.reported(1, 2)
+    assert [report.result for report in reports] == [b"0.4", b"0.01"]
+
+
+async def test_reports_that_the_stream_lost_are_sent_again(master, start_worker):
+    await start_worker(master.address)
+    stream = await master.stream()
+    stream.lease([(n, b"x%d" % n) for n in range(1, 101)], kind="echo")
+    await stream.reported(*range(1, 101))
+    # As if all of them had arrived, but only the odd ones had been written down.
+    master.adopt = lambda hello: [lease.lease_id for lease in hello.leases if lease.lease_id % 2 == 0]
+    stream.break_off()
+    stream = await master.stream()
+    assert {held.lease_id for held in stream.hello.leases} >= set(range(1, 101))
+    reports = await stream.reported(*range(2, 101, 2))
+    assert all(report.result == b"x%d" % report.lease_id for report in reports)
+    await asyncio.sleep(0.2)
+    assert all(lease_id % 2 == 0 for lease_id in stream.reports)
+
+
+async def test_leases_not_taken_back_are_dropped(master, start_worker):
+    await start_worker(master.address, "--cancel-grace-s", "0.2")
+    stream = await master.stream()
+    stream.lease([(1, b"30"), (2, b"30"), (3, b"x")], kind="sleep")
+    await running(stream, 1)
+    master.adopt = lambda hello: [3]
+    stream.break_off()
+    stream = await master.stream()
+    assert {held.lease_id for held in stream.hello.leases} == {1, 2, 3}
+    await stream.reported(3)
+    assert set(stream.reports) == {3}
+    await stream.until(lambda: not stream.heartbeats[-1].leases)
+
+
+async def test_partials_from_the_beginning_after_a_reconnect(master, start_worker):
+    await start_worker(master.address, "--handlers", "handlers_for_tests", pythonpath=HANDLERS)
+    stream = await master.stream()
+    stream.lease([pb.Lease(lease_id=1, task_id=1, attempt=2, units=1, partials_received=10)], kind="t.endless")
+    await stream.until(lambda: len(stream.partials) > 20)
+    stream.break_off()
+    stream = await master.stream()
+    await stream.until(lambda: len(stream.partials) > 50)
+    assert [p.index for p in stream.partials] == list(range(10, 10 + len(stream.partials)))
+    assert [p.data for p in stream.partials] == [b"%d" % p.index for p in stream.partials]
+    stream.revoke(1)
+    await stream.until(lambda: not stream.heartbeats[-1].leases)
+
+
+async def test_too_many_partials_to_keep_end_the_attempt_with_its_stream(master, start_worker):
+    await start_worker(master.address, "--handlers", "handlers_for_tests", pythonpath=HANDLERS)
+    stream = await master.stream()
+    stream.lease([(1, b"20")], kind="t.big_parts")
+    stream.lease([(2, b"30"), (3, b"x")], kind="sleep")
+    await stream.reported(1)  # connected all the time: fine
+    assert len(stream.partials) == 20
+    stream.break_off()
+    stream = await master.stream()
+    assert {held.lease_id for held in stream.hello.leases} == {2, 3}
+
+
+async def test_checkpoints_in_hello(master, start_worker):
+    await start_worker(master.address, "--handlers", "handlers_for_tests", pythonpath=HANDLERS)
+    stream = await master.stream()
+    stream.lease([(1, b"it")], kind="t.checkpoint_then_raise")
+    await stream.reported(1)
+    stream.break_off()
+    stream = await master.stream()
+    assert [held.checkpoint for held in stream.hello.leases] == [b"kept it"]
+
+
+async def test_another_protocol_version_ends_the_worker(master, start_worker):
+    master.refuse = (
+        grpc.StatusCode.FAILED_PRECONDITION,
+        "the worker speaks version 1, the master 2: upgrade the worker",
+    )
+    worker = await start_worker(master.address)
+    assert await worker.wait() == 4
+    assert "upgrade the worker" in worker.log
+
+
+async def test_waits_for_a_master(start_worker):
+    master = ScriptedMaster()
+    await master.start()
+    await master.stop()
+    worker = await start_worker(master.address)
+    await asyncio.sleep(1.5)
+    await master.start()
+    began_s = time.monotonic()
+    stream = await master.stream()
+    assert time.monotonic() - began_s < 4  # the longest delay is 2 s, and a machine may be busy
+    stream.lease([(1, b"x")], kind="echo")
+    await stream.reported(1)
+    assert worker.process.returncode is None
+    await master.stop()
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+async def test_drain_finishes_what_is_held(master, start_worker, signum):
+    worker = await start_worker(master.address)
+    stream = await master.stream()
+    stream.lease([(1, b"0.5"), (2, b"0.1")], kind="sleep")
+    await running(stream, 1)
+    worker.signal(signum)
+    await stream.until(lambda: stream.heartbeats[-1].draining, timeout_s=0.5)
+    assert await worker.wait() == 0
+    assert [stream.reports[n].result for n in (1, 2)] == [b"0.5", b"0.1"]
+
+
+async def test_drain_gives_back_what_takes_too_long(master, start_worker):
+    worker = await start_worker(master.address, "--drain-timeout-s", "0.3")
+    stream = await master.stream()
+    stream.lease([(1, b"30"), (2, b"30")], kind="sleep")
+    await running(stream, 1)
+    worker.signal(signal.SIGTERM)
+    assert await worker.wait() == 0
+    assert [stream.reports[n].state for n in (1, 2)] == [pb.REPORT_STATE_RETURNED] * 2
+
+
+async def test_second_signal_stops_at_once(master, start_worker):
+    worker = await start_worker(master.address)
+    stream = await master.stream()
+    stream.lease([(1, b"30")], kind="sleep")
+    await running(stream, 1)
+    worker.signal(signal.SIGTERM)
+    await stream.until(lambda: stream.heartbeats[-1].draining)
+    began_s = time.monotonic()
+    worker.signal(signal.SIGTERM)
+    assert await worker.wait() == 0
+    assert time.monotonic() - began_s < 5
+    assert stream.reports[1].state == pb.REPORT_STATE_RETURNED
+
+
+async def test_drain_without_a_master_ends(start_worker):
+    worker = await start_worker("127.0.0.1:1")
+    while "engine ready" not in worker.log:
+        await asyncio.sleep(0.02)
+    worker.signal(signal.SIGTERM)
+    assert await worker.wait() == 0
+
+
+async def test_the_engine_dies_with_its_agent(master, start_worker, tmp_path):
+    worker = await start_worker(master.address, "--handlers", "handlers_for_tests", pythonpath=HANDLERS)
+    stream = await master.stream()
+    stream.lease([(1, b"")], kind="t.spin")
+    await running(stream, 1)
+    (engine,) = worker.engine_pids()
+    worker.signal(signal.SIGKILL)
+    await worker.wait()
+    async with asyncio.timeout(5):
+        while os.path.exists(f"/proc/{engine}") and "State:\tZ" not in Path(f"/proc/{engine}/status").read_text():
+            await asyncio.sleep(0.01)
+
+
+async def test_the_agent_never_imports_torch(master, start_worker):
+    worker = await start_worker(master.address)
+    stream = await master.stream()
+    stream.lease([(1, b"x")], kind="echo")
+    await stream.reported(1)
+    maps = Path(f"/proc/{worker.pid}/maps").read_text()
+    assert "libtorch" not in maps
+    engine = Path(f"/proc/{worker.engine_pids()[0]}/maps").read_text()
+    assert "libtorch" not in engine  # it only echoed
+    assert "grpc" not in engine
+
+
+async def test_results_pile_up_no_further_than_the_limit(master, start_worker):
+    """While the stream is down the engine has to wait once 64 MiB of results wait, and goes on after that."""
+    worker = await start_worker(
+        master.address, "--handlers", "handlers_for_tests", "--engine-memory-bytes", "2GiB", pythonpath=HANDLERS
+    )
+    stream = await master.stream()
+    stream.lease([(n, b"1048576") for n in range(1, 401)], kind="t.big")
+    await stream.until(lambda: len(stream.reports) > 10)
+    await master.stop()
+    before = len(stream.reports)
+    await asyncio.sleep(1.5)
+    resident = int(Path(f"/proc/{worker.pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    assert resident < 300 << 20
+    await master.start()
+    again = await master.stream()
+    await again.until(lambda: len(set(stream.reports) | set(again.reports)) == 400, timeout_s=60)
+    assert before < 400
