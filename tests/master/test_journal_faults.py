@@ -1,0 +1,461 @@
+"""The journal when things go wrong: killed at any moment, a second master, a damaged file, a full or broken disk."""
+
+import hashlib
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from multigpu_master import journal_schema, journal_sqlite
+from multigpu_master.journal import Entry, JournalError, JournalFullError, SettleRecord, SubmitRecord
+from multigpu_master.journal_segments import LARGE_BYTES
+from multigpu_master.journal_sqlite import SqliteJournal
+
+
+def submit(task_id: int, payload: bytes = b"in") -> SubmitRecord:
+    return SubmitRecord(task_id, f"request-{task_id}", b"spec", payload, "", 1, 1000.0)
+
+
+def settle(task_id: int, body: bytes = b"out", expire_time_s: float = 5000.0) -> SettleRecord:
+    return SettleRecord(
+        task_id, f"request-{task_id}", 1, "default", "echo", "", "w0", 1000.0, 2000.0, expire_time_s, body, None
+    )
+
+
+Commit = tuple[Sequence[Entry], int, JournalError | None]
+
+
+@contextmanager
+def opened(
+    data_dir: Path, size_max_bytes: int = 1 << 30, **options: Any
+) -> Iterator[tuple[SqliteJournal, list[Commit]]]:
+    commits: list[Commit] = []
+    journal = SqliteJournal(data_dir, size_max_bytes=size_max_bytes, **options)
+    list(journal.open(lambda *commit: commits.append(commit)).tasks)
+    try:
+        yield journal, commits
+    finally:
+        journal.close(20)
+
+
+def until(true: Callable[[], bool], timeout_s: float = 15.0) -> None:
+    end = time.monotonic() + timeout_s
+    while not true():
+        assert time.monotonic() < end, "it did not become true"
+        time.sleep(0.01)
+
+
+def answered(commits: list[Commit], entry: Entry) -> JournalError | str:
+    """What became of an entry: "committed" or its error."""
+    until(lambda: any(known is entry for group, _, _ in commits for known in group))
+    return next(error or "committed" for group, _, error in commits if any(known is entry for known in group))
+
+
+def snapshot(data_dir: Path) -> dict[str, str]:
+    return {
+        str(path.relative_to(data_dir)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(data_dir.rglob("*"))
+        if path.is_file() and path.name != journal_schema.LOCK_NAME
+    }
+
+
+# Appends without end, and prints one line for what is acknowledged: the ids of entry n are 3n+1, 3n+2 and 3n+3.
+CHILD = """
+import os, random, sys, time
+from pathlib import Path
+from multigpu_master.journal import Entry, SettleRecord, SubmitRecord
+from multigpu_master.journal_sqlite import SqliteJournal
+rng = random.Random(int(sys.argv[2]))
+def said(entries, first_cursor, error):
+    assert error is None, error
+    lines = []
+    for entry in entries:
+        lines += [f"submitted {entry.submits[0].task_id // 3}\\n"] if entry.submits else []
+        for record in entry.settles:
+            lines.append(f"settled {record.task_id} {first_cursor}\\n")
+            first_cursor += 1
+    os.write(1, "".join(lines).encode())
+journal = SqliteJournal(Path(sys.argv[1]), size_max_bytes=1 << 30)
+recovered = journal.open(said)
+live = [task.task_id for task in recovered.tasks]
+n = int(sys.argv[3])
+os.write(1, f"opened {recovered.epoch}\\n".encode())
+while True:
+    size = rng.choice([10, 10, 10, 1000, 200_000])
+    journal.append(Entry(submits=[
+        SubmitRecord(3*n+i, f"r{3*n+i}", b"s", bytes([i]) * size, "", 1, 0.0) for i in (0, 1, 2)
+    ]))
+    live += [3*n, 3*n+1, 3*n+2]
+    n += 1
+    rng.shuffle(live)
+    done = [live.pop() for _ in range(rng.randrange(min(len(live), 5)))]
+    journal.append(Entry(settles=[
+        SettleRecord(
+            i, f"r{i}", 1, "q", "k", "", "w", 0.0, time.time(), time.time() + 1e6, f"{i} ".encode() * size, None
+        ) for i in done
+    ]))
+    time.sleep(rng.choice([0, 0, 0, 0.001, 0.01]))
+"""
+
+
+def test_killed_at_any_moment_it_has_what_it_acknowledged(tmp_path: Path) -> None:
+    seed = int(os.environ.get("MGPU_TEST_SEED", random.randrange(2**32)))
+    print(f"MGPU_TEST_SEED={seed}")
+    rng = random.Random(seed)
+    data_dir = tmp_path / "data"
+    submitted: set[int] = set()  # entries of three tasks
+    settled: dict[int, int] = {}  # task_id -> cursor
+    next_entry = 1
+    for round_number in range(1, 16):
+        command = [sys.executable, "-c", CHILD, str(data_dir), str(rng.randrange(2**32)), str(next_entry)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE) as child:
+            assert child.stdout is not None
+            assert child.stdout.readline() == f"opened {2 * round_number - 1}\n".encode()
+            time.sleep(rng.uniform(0, 0.25))
+            child.send_signal(signal.SIGKILL)
+            said = child.stdout.read().decode()
+        for line in said.splitlines()[: None if said.endswith("\n") else -1]:
+            what, *numbers = line.split()
+            if what == "submitted":
+                submitted.add(int(numbers[0]))
+            else:
+                settled[int(numbers[0])] = int(numbers[1])
+
+        journal = SqliteJournal(data_dir, size_max_bytes=1 << 30)
+        recovered = journal.open(lambda *_: None)
+        assert recovered.epoch == 2 * round_number
+        tasks = {task.task_id: task for task in recovered.tasks}
+        outcomes = {o.task_id: o for o in journal.read_outcomes(0, 10**9, 10**9)}
+        assert not tasks.keys() & outcomes.keys(), "a task is unsettled or has an outcome"
+        there = {*tasks, *outcomes}
+        assert {3 * n + i for n in submitted for i in (0, 1, 2)} <= there, "lost"
+        assert {i // 3 for i in there} == {
+            n for n in {i // 3 for i in there} if {3 * n, 3 * n + 1, 3 * n + 2} <= there
+        }, "half"
+        assert {task_id: outcomes[task_id].cursor for task_id in settled} == settled
+        for task in tasks.values():
+            assert task.payload == bytes([task.task_id % 3]) * len(task.payload)
+            assert len(task.payload) in (10, 1000, 200_000)
+        for task_id, outcome in outcomes.items():
+            word = f"{task_id} ".encode()
+            assert outcome.body is not None
+            assert outcome.body == word * (len(outcome.body) // len(word))
+            assert outcome.body
+        journal.close(20)
+        next_entry = max(there, default=2) // 3 + 1
+    assert submitted
+    assert settled
+
+
+def test_a_second_master_is_refused_and_told_who_holds_it(tmp_path: Path) -> None:
+    with opened(tmp_path / "data", address="127.0.0.1:7777") as (journal, _):
+        before = snapshot(tmp_path / "data")
+        with pytest.raises(
+            JournalError, match=rf"held by another master \(pid {os.getpid()} on .*127\.0\.0\.1:7777.*Stop"
+        ):
+            SqliteJournal(tmp_path / "data", size_max_bytes=1 << 30).open(lambda *_: None)
+        assert snapshot(tmp_path / "data") == before
+        assert json.loads((tmp_path / "data" / "LOCK").read_text())["pid"] == os.getpid()
+        assert journal.writable
+    with opened(tmp_path / "data"):
+        pass
+
+
+def test_only_its_user_may_read_it(tmp_path: Path) -> None:
+    os.umask(os.umask(0))  # whatever it is
+    with opened(tmp_path / "deep" / "data") as (journal, commits):
+        entry = Entry(submits=[submit(1, bytes(LARGE_BYTES))])
+        journal.append(entry)
+        assert answered(commits, entry) == "committed"
+        for path in [tmp_path / "deep" / "data", *(tmp_path / "deep" / "data").rglob("*")]:
+            assert path.stat().st_mode & 0o077 == 0, path
+
+
+def filled(data_dir: Path) -> None:
+    with opened(data_dir) as (journal, commits):
+        last = Entry(settles=[settle(i) for i in range(1, 2000)])
+        journal.append(Entry(submits=[submit(i, os.urandom(300)) for i in range(1, 4000)]))
+        journal.append(last)
+        assert answered(commits, last) == "committed"
+
+
+def newer(path: Path) -> None:
+    with path.open("r+b") as file:
+        file.seek(60)
+        file.write((7).to_bytes(4, "big"))
+
+
+def truncated(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2 // 8192 * 8192)
+
+
+def cut_within_the_header(path: Path) -> None:
+    os.truncate(path, 50)
+
+
+def emptied(path: Path) -> None:
+    os.truncate(path, 0)
+
+
+def random_bytes(path: Path) -> None:
+    path.write_bytes(random.Random(5).randbytes(path.stat().st_size))
+
+
+def hole_in_the_middle(path: Path) -> None:
+    with path.open("r+b") as file:
+        file.seek(path.stat().st_size // 2)
+        file.write(random.Random(5).randbytes(20_000))
+
+
+def another_database(path: Path) -> None:
+    with path.open("r+b") as file:
+        file.seek(68)
+        file.write(bytes(4))
+
+
+@pytest.mark.parametrize("logged", [False, True], ids=["closed", "with a log"])
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (newer, "schema version 7; this multigpu knows versions up to 1.*newer multigpu"),
+        (truncated, "is damaged.*nothing in it was changed.*Restore"),
+        (cut_within_the_header, "is damaged.*not an SQLite database.*Restore"),
+        (emptied, "is damaged.*not an SQLite database.*Restore"),
+        (random_bytes, "is damaged.*not an SQLite database.*Restore"),
+        (hole_in_the_middle, "is damaged.*nothing in it was changed.*Restore"),
+        (another_database, "not a journal of multigpu.*another --data-dir"),
+    ],
+)
+def test_what_is_not_ours_or_damaged_is_refused_and_left_alone(
+    tmp_path: Path, damage: Callable[[Path], None], message: str, *, logged: bool
+) -> None:
+    data_dir = tmp_path / "data"
+    filled(data_dir)
+    path = data_dir / journal_schema.DATABASE_NAME
+    if logged:  # as after a kill -9: copied while a master has it open
+        with opened(data_dir) as (journal, commits):
+            entry = Entry(submits=[submit(100_000)])
+            journal.append(entry)
+            assert answered(commits, entry) == "committed"
+            shutil.copytree(data_dir, tmp_path / "copy")
+        data_dir, path = tmp_path / "copy", tmp_path / "copy" / journal_schema.DATABASE_NAME
+        (data_dir / (journal_schema.DATABASE_NAME + "-shm")).unlink()
+        assert path.with_name(path.name + "-wal").stat().st_size > 0
+    damage(path)
+    before = snapshot(data_dir)
+    with pytest.raises(JournalError, match=message) as caught:
+        SqliteJournal(data_dir, size_max_bytes=1 << 30).open(lambda *_: None)
+    assert str(path) in str(caught.value)
+    assert snapshot(data_dir) == before
+
+
+def test_a_file_with_a_log_that_is_whole_is_taken(tmp_path: Path) -> None:
+    filled(tmp_path / "data")
+    with opened(tmp_path / "data") as (journal, commits):
+        entry = Entry(submits=[submit(100_000)])
+        journal.append(entry)
+        assert answered(commits, entry) == "committed"
+        shutil.copytree(tmp_path / "data", tmp_path / "copy")
+    journal = SqliteJournal(tmp_path / "copy", size_max_bytes=1 << 30)
+    assert [task.task_id for task in journal.open(lambda *_: None).tasks] == [*range(2000, 4000), 100_000]
+    journal.close(20)
+
+
+def test_a_missing_segment_is_named(tmp_path: Path) -> None:
+    with opened(tmp_path / "data") as (journal, commits):
+        entry = Entry(submits=[submit(1, bytes(LARGE_BYTES))])
+        journal.append(entry)
+        assert answered(commits, entry) == "committed"
+    shutil.rmtree(tmp_path / "data" / "segments")
+    journal = SqliteJournal(tmp_path / "data", size_max_bytes=1 << 30)
+    with pytest.raises(JournalError, match=r"payload of task 1 is missing.*backup"):
+        list(journal.open(lambda *_: None).tasks)
+    journal.close(20)
+
+
+def test_a_directory_that_can_not_be_used_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(JournalError, match=r"file can't be used.*Give a directory"):
+        SqliteJournal(tmp_path / "file", size_max_bytes=1 << 30).open(lambda *_: None)
+    with pytest.raises(JournalError, match=r"/proc/1/data can't be used.*Give a directory"):
+        SqliteJournal(Path("/proc/1/data"), size_max_bytes=1 << 30).open(lambda *_: None)
+
+
+def test_over_its_limit_it_refuses_submits_and_keeps_outcomes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journal_sqlite, "TICK_S", 0.02)
+    monkeypatch.setattr(journal_sqlite, "RETRY_S", 0.05)
+    clock_s = [3000.0]
+    with opened(tmp_path / "data", 2 << 20, now=lambda: clock_s[0], dedupe_window_s=10.0) as (journal, commits):
+        first = Entry(settles=[settle(i, bytes(10_000)) for i in range(1, 160)])
+        tasks = Entry(submits=[submit(500), submit(501)])
+        journal.append(first)
+        journal.append(tasks)
+        assert answered(commits, first) == answered(commits, tasks) == "committed"
+        refused = Entry(submits=[submit(i, bytes(10_000)) for i in range(600, 680)])
+        journal.append(refused)
+        error = answered(commits, refused)
+        assert isinstance(error, JournalFullError)
+        assert "Free space" in str(error)
+        assert not journal.writable
+        kept = [
+            Entry(settles=[settle(500, bytes(900_000))]),
+            Entry(settings={"strategy": b"x" * 500_000}),
+            Entry(settles=[settle(501), settle(600), settle(502)]),  # 600 was refused: nobody may hear of it
+        ]
+        for entry in kept:
+            journal.append(entry)
+        also_refused = Entry(submits=[submit(700, bytes(100_000))])
+        journal.append(also_refused)
+        answered(commits, also_refused)
+        assert journal.get_outcome(500) is None
+        assert journal.get_outcome(1) is not None, "it goes on reading"
+        clock_s[0] = 9000.0  # the first outcomes expire, and make room
+        until(lambda: journal.get_outcome(502) is not None)
+        until(lambda: journal.writable)
+        assert journal.get_outcome(600) is None
+        done = [entry for group, _, error in commits if error is None for entry in group]
+        assert done[2:4] == kept[:2]
+        assert [record.task_id for record in done[4].settles] == [501, 502]
+        assert [o.task_id for o in journal.read_outcomes(159, 10, 10**9)] == [500, 501, 502]
+        later = Entry(submits=[submit(701)])
+        journal.append(later)
+        assert answered(commits, later) == "committed"
+    with opened(tmp_path / "data") as (journal, _):
+        assert [task.task_id for task in journal.recover_tasks()] == [701]
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    mounted = tmp_path / "disk"
+    mounted.mkdir()
+    if (
+        os.geteuid() != 0
+        or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=6m", "tmpfs", mounted], check=False).returncode
+    ):
+        pytest.skip("only root may mount a small file system")
+    yield mounted
+    subprocess.run(["umount", mounted], check=True)
+
+
+@pytest.mark.parametrize("payload_bytes", [2000, LARGE_BYTES])
+def test_a_full_disk_refuses_submits_until_there_is_room(
+    small_disk: Path, monkeypatch: pytest.MonkeyPatch, payload_bytes: int
+) -> None:
+    monkeypatch.setattr(journal_sqlite, "RETRY_S", 0.05)
+    with opened(small_disk / "data") as (journal, commits):
+        ballast = small_disk / "ballast"
+        first = Entry(submits=[submit(1)])
+        journal.append(first)
+        assert answered(commits, first) == "committed"
+        with pytest.raises(OSError, match="No space"):
+            ballast.write_bytes(os.urandom(8 << 20))
+        refused = Entry(submits=[submit(i, os.urandom(payload_bytes)) for i in range(2, 40)])
+        journal.append(refused)
+        assert isinstance(answered(commits, refused), JournalFullError)
+        kept = Entry(settles=[settle(1, os.urandom(payload_bytes))])
+        journal.append(kept)
+        time.sleep(0.3)
+        assert not journal.writable
+        assert not any(kept in group for group, _, _ in commits)
+        assert journal.get_outcome(1) is None
+        ballast.unlink()
+        assert answered(commits, kept) == "committed"
+        assert journal.writable
+        journal.append(again := Entry(submits=[submit(i, b"again") for i in range(2, 40)]))
+        assert answered(commits, again) == "committed"
+    with opened(small_disk / "data") as (journal, _):
+        assert [task.task_id for task in journal.recover_tasks()] == list(range(2, 40))
+        assert journal.get_outcome(1) is not None
+
+
+def test_on_a_full_disk_it_looks_for_room_by_itself_and_can_be_closed(
+    small_disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journal_sqlite, "RETRY_S", 0.05)
+    ballast = small_disk / "ballast"
+    with opened(small_disk / "data") as (journal, commits):
+        for after in ("room", "close"):
+            with pytest.raises(OSError, match="No space"):
+                ballast.write_bytes(os.urandom(8 << 20))
+            refused = Entry(submits=[submit(i, os.urandom(3000)) for i in range(40)])
+            journal.append(refused)
+            assert isinstance(answered(commits, refused), JournalFullError)
+            if after == "room":
+                ballast.unlink()
+                until(lambda: journal.writable)
+        journal.append(kept := Entry(settles=[settle(100, os.urandom(100_000))]))
+    assert isinstance(answered(commits, kept), JournalFullError)
+
+
+BROKEN_DISK = """
+import resource, sys, time
+from pathlib import Path
+from multigpu_master.journal import Entry, JournalError, JournalFullError, SubmitRecord
+from multigpu_master.journal_sqlite import SqliteJournal
+said = []
+journal = SqliteJournal(Path(sys.argv[1]), size_max_bytes=1 << 30)
+list(journal.open(lambda *commit: said.append(commit)).tasks)
+resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))  # writes fail from here on, and not for want of room
+entry = Entry(submits=[SubmitRecord(1, "", b"", bytes(50_000), "", 1, 0.0) for _ in range(1)])
+journal.append(entry)
+journal.append(Entry(submits=[SubmitRecord(2, "", b"", bytes(90_000), "", 1, 0.0)]))
+time.sleep(1)
+fatal = [error for _, _, error in said if error is not None]
+assert len(fatal) == 1 and type(fatal[0]) is JournalError, said
+try:
+    journal.append(entry)
+except JournalError as error:
+    assert error is fatal[0]
+    print(error)
+journal.close(5)
+"""
+
+
+def test_any_other_failure_of_the_disk_is_said_once_and_ends_it(tmp_path: Path) -> None:
+    filled(tmp_path / "data")
+    ran = subprocess.run(
+        [sys.executable, "-c", BROKEN_DISK, tmp_path / "data"], capture_output=True, text=True, timeout=30, check=False
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert "can't be read or written any more" in ran.stdout
+    assert "starting the master again recovers" in ran.stdout
+    with opened(tmp_path / "data") as (journal, _):
+        assert len(list(journal.recover_tasks())) >= 2000
+
+
+def test_a_lock_is_gone_with_its_process(tmp_path: Path) -> None:
+    code = "import sys, time; exec(sys.argv[2]); time.sleep(60)"
+    hold = (
+        "from pathlib import Path; from multigpu_master.journal_sqlite import SqliteJournal; "
+        "j = SqliteJournal(Path(sys.argv[1]), size_max_bytes=1<<30); j.open(print); print('held', flush=True)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code, tmp_path / "data", hold], stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == b"held\n"
+        with pytest.raises(JournalError, match=f"pid {child.pid} "):
+            SqliteJournal(tmp_path / "data", size_max_bytes=1 << 30).open(lambda *_: None)
+        child.kill()
+    with opened(tmp_path / "data") as (journal, _):
+        assert journal.writable
+
+
+def test_close_gives_up_in_time(tmp_path: Path) -> None:
+    gate = threading.Event()
+    journal = SqliteJournal(tmp_path / "data", size_max_bytes=1 << 30)
+    list(journal.open(lambda *_: gate.wait(20)).tasks)  # type: ignore[arg-type]  # a callback that keeps the thread
+    journal.append(Entry(submits=[submit(1)]))
+    started = time.monotonic()
+    with pytest.raises(JournalError, match=r"could not be closed within 0\.2 s"):
+        journal.close(0.2)
+    assert time.monotonic() - started < 2
+    gate.set()
