@@ -101,7 +101,8 @@ class Journal(Protocol):
 
     def open(self, on_commit: CommitCallback) -> Recovered:
         """Takes the lock and reads what is there. JournalError: held by another master (says which), corrupt, or of a
-        newer schema; nothing was touched then."""
+        newer schema; nothing was touched then.
+        """
 
     def append(self, entry: Entry) -> None:
         """Queues an entry for the next transaction and returns at once."""
@@ -119,6 +120,9 @@ class Journal(Protocol):
 
     def oldest_cursor(self) -> int:
         """The cursor of the oldest outcome still there; last_cursor + 1 if there is none."""
+
+    def newest_cursor(self) -> int:
+        """The cursor of the newest outcome there ever was; 0 if there was none."""
 
     def list_outcomes(
         self,

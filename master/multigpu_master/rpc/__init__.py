@@ -1,0 +1,1 @@
+"""The front doors: thin adapters between gRPC and the driver. They convert, validate and wait; they decide nothing."""

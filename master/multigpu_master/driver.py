@@ -1,0 +1,401 @@
+"""The one owner of the core: it feeds events in, and carries out the commands that come back.
+
+Everything here runs on the event loop, in one thread, and never waits. The journal has a thread of its own; it calls back
+when a transaction is on the disk, and only then are durable tasks acknowledged and settled ones forgotten. Dispatch and
+delivery don't wait for it.
+
+Time is a wall clock that can't jump: read once at the start, and carried on by the monotonic clock.
+"""
+
+import asyncio
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import structlog
+from multigpu.v1 import task_pb2, task_service_pb2, worker_service_pb2
+
+from multigpu_master import wire
+from multigpu_master.core import events as ev
+from multigpu_master.core.model import Lease, OutcomeState, Spec, Task, Worker
+from multigpu_master.core.scheduler import Core
+from multigpu_master.journal import Entry, Journal, JournalError, JournalFullError, StoredOutcome
+from multigpu_master.outbox import Outbox
+from multigpu_master.tracing import record_spans
+
+log = structlog.get_logger()
+
+RunOutbox = Outbox[task_service_pb2.RunResponse]
+SessionOutbox = Outbox[worker_service_pb2.SessionResponse]
+# What may wait for the journal thread before the front doors stop reading.
+JOURNAL_BACKLOG_BYTES = 64 << 20
+
+
+@dataclass(slots=True)
+class _Pending:
+    """An entry on its way to the disk, and who is to be told."""
+
+    entry: Entry
+    size: int
+    submitted: Sequence[Task] = ()
+    settled: Sequence[Task] = ()
+    done: "Callable[[JournalError | None], None] | None" = None
+
+
+@dataclass(slots=True)
+class Watchers:
+    """Those who wait for something to become durable, or for a worker to change."""
+
+    commits: asyncio.Event = field(default_factory=asyncio.Event)
+    workers: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def wake(self, name: str) -> None:
+        """Wakes everyone who waits now."""
+        getattr(self, name).set()
+        setattr(self, name, asyncio.Event())
+
+
+class Driver:
+    """See the module. `on_fatal` is called once, with the reason, when the master can't go on."""
+
+    def __init__(
+        self,
+        core: Core,
+        journal: Journal,
+        specs: wire.SpecReader,
+        stream_bytes_max: int,
+        on_fatal: Callable[[str], None],
+    ) -> None:
+        self._stream_bytes_max = stream_bytes_max
+        self.core = core
+        self.journal = journal
+        self.specs = specs
+        self.watchers = Watchers()
+        self.journal_writable = True
+        self.changed_workers: dict[str, Worker] = {}
+        self.on_worker_changed: Callable[[ev.WorkerChanged], None] = lambda _change: None
+        self._on_fatal = on_fatal
+        self._loop = asyncio.get_running_loop()
+        self._offset_s = time.time() - time.monotonic()
+        self._streams: dict[int, RunOutbox] = {}
+        self._sessions: dict[int, SessionOutbox] = {}
+        self._last_stream = 0
+        self._waiters: dict[int, list[asyncio.Future[None]]] = defaultdict(list)
+        self._pending: dict[int, _Pending] = {}
+        self._pending_bytes = 0
+        self._backlog_fell = asyncio.Event()
+        self._stages = wire.StagesCache()
+        self._timer: asyncio.TimerHandle | None = None
+        self._carry_out: dict[type, Callable[..., None]] = {
+            ev.Settled: self._settled, ev.Dispatch: self._dispatch, ev.Welcome: self._welcome, ev.Revoke: self._revoke,
+            ev.Desire: self._desire, ev.EndSession: self._end_session, ev.Forward: self._forward,
+            ev.WorkerChanged: self._worker_changed,
+        }  # fmt: skip
+
+    def now(self) -> float:
+        """Seconds since the epoch, never going back."""
+        return time.monotonic() + self._offset_s
+
+    def handle(self, event: ev.Event) -> list[ev.Command]:
+        """Feeds one event to the core and carries out what follows. Returns the commands, for those that are answers."""
+        commands = self.core.handle(event, self.now())
+        for command in commands:
+            carry_out = self._carry_out.get(type(command))
+            if carry_out is not None:
+                carry_out(command)
+        self._arm_timer()
+        return commands
+
+    def _arm_timer(self) -> None:
+        due_s = self.core.next_timer_s()
+        if due_s is None:
+            return
+        when = self._loop.time() + max(0.0, due_s - self.now())
+        if self._timer is not None:
+            if self._timer.when() <= when + 0.001:
+                return
+            self._timer.cancel()
+        self._timer = self._loop.call_at(when, self._tick)
+
+    def _tick(self) -> None:
+        self._timer = None
+        self.handle(ev.Tick())
+
+    # --- clients -----------------------------------------------------------------------------------------------------
+
+    def open_stream(self) -> tuple[int, RunOutbox]:
+        """A new Run stream."""
+        self._last_stream += 1
+        outbox = RunOutbox(task_service_pb2.RunResponse)
+        self._streams[self._last_stream] = outbox
+        return self._last_stream, outbox
+
+    def close_stream(self, stream: int) -> None:
+        self._streams.pop(stream, None)
+
+    def known(self, request_ids: Sequence[str]) -> dict[str, StoredOutcome]:
+        """Those of these requests that have settled and been forgotten by the core."""
+        requests = self.core.requests
+        unknown = [r for r in request_ids if r and r not in requests]
+        return self.journal.find_requests(unknown) if unknown else {}
+
+    def submit(
+        self, spec: Spec, tasks: Sequence[Task], stream: int, done: Callable[[JournalError | None], None],
+        deleted_dead_letters: Sequence[int] = (),
+    ) -> list[Task | ev.Rejection]:  # fmt: skip
+        """Hands tasks to the core. `done` is called when those taken are durable, with an error if they could not be made
+        so (then they are gone). What is returned must not be told before that.
+        """
+        requests = self.core.requests
+        followed = {k.task_id for t in tasks if (k := requests.get(t.request_id)) is not None and stream in k.streams}
+        first = self.core.handle(ev.Submit(spec, tasks, stream), self.now())
+        submitted = next(c for c in first if isinstance(c, ev.Submitted))
+        if (outbox := self._streams.get(stream)) is not None:
+            running = {t.task_id for t in submitted.results if isinstance(t, Task) and t.outcome is None}
+            outbox.owe(len(running - followed))
+        if spec.durable:
+            fresh = submitted.fresh
+            records = [wire.submit_record(t) for t in fresh]
+            size = sum(len(t.payload) for t in fresh)
+            entry = Entry(submits=records, deleted_dead_letters=deleted_dead_letters if fresh else ())
+            self._append(_Pending(entry, size, submitted=fresh, done=done))
+        else:
+            self.soon(done)
+        for command in first:
+            carry_out = self._carry_out.get(type(command))
+            if carry_out is not None:
+                carry_out(command)
+        self._arm_timer()
+        return submitted.results
+
+    async def submit_durably(self, spec: Spec, task: Task, replaces: int) -> Task | ev.Rejection:
+        """Submits one task in the place of a dead letter, and returns when both are on the disk."""
+        future: asyncio.Future[JournalError | None] = self._loop.create_future()
+        answer = self.submit(spec, [task], 0, future.set_result, (replaces,))[0]
+        error = await future
+        return answer if error is None else ev.Rejection(8, str(error), 1.0)
+
+    def soon(self, done: Callable[[JournalError | None], None]) -> None:
+        """Calls back without anything having to become durable."""
+        self._loop.call_soon(done, None)
+
+    def wait_for(self, task_id: int) -> "asyncio.Future[None]":
+        """Done when the task has settled."""
+        future = self._loop.create_future()
+        self._waiters[task_id].append(future)
+        return future
+
+    def outcome_message(self, task: Task, outcome: task_pb2.Outcome) -> None:
+        """Fills an Outcome from a settled task."""
+        o = task.outcome
+        assert o is not None, "it is settled"
+        outcome.task_id = task.task_id
+        outcome.state = int(o.state)  # type: ignore[assignment]  # enums are ints on the wire
+        if task.request_id:
+            outcome.request_id = task.request_id
+        if o.result:
+            outcome.result = o.result
+            if o.content_type:
+                outcome.content_type = o.content_type
+        if o.error is not None:
+            wire.fill_error(outcome.error, o.error)
+        outcome.stages.CopyFrom(self._stages.get(task.submit_s, o))
+        outcome.attempts = task.attempts
+        if o.worker_id:
+            outcome.worker_id = o.worker_id
+            outcome.device_id = o.device_id
+        if task.extra is not None and task.extra.partials:
+            outcome.partials.extend(task.extra.partials)
+
+    # --- commands ----------------------------------------------------------------------------------------------------
+
+    def _settled(self, command: ev.Settled) -> None:
+        records, durable, size = [], [], 0
+        streams = self._streams
+        for task in command.tasks:
+            o = task.outcome
+            assert o is not None, "it is settled"
+            weight = len(o.result) + 256 + (task.extra.partials_bytes if task.extra is not None else 0)
+            message: task_pb2.Outcome | None = None
+            for stream in task.streams:
+                outbox = streams.get(stream)
+                if outbox is not None:
+                    message = outbox.room_for(weight).outcomes.add()
+                    self.outcome_message(task, message)
+                    outbox.owe(-1)
+                    if outbox.bytes > self._stream_bytes_max:
+                        outbox.abort(
+                            "RESOURCE_EXHAUSTED", "outcomes pile up unread; read faster, or submit less at once"
+                        )
+            if task.spec.durable:
+                if message is None:
+                    message = task_pb2.Outcome()
+                    self.outcome_message(task, message)
+                records.append(wire.settle_record(task, message.SerializeToString()))
+                durable.append(task)
+                size += weight
+            if self._waiters and task.task_id in self._waiters:
+                for future in self._waiters.pop(task.task_id):
+                    if not future.done():
+                        future.set_result(None)
+            if task.extra is not None and task.extra.traceparent:
+                record_spans(task)
+            if o.state is OutcomeState.DEAD_LETTERED and o.error is not None:
+                log.warning("task dead-lettered", task_id=task.task_id, error=o.error.type, message=o.error.message)
+        if records:
+            self._append(_Pending(Entry(settles=records), size, settled=durable))
+
+    def _dispatch(self, command: ev.Dispatch) -> None:
+        outbox = self._sessions.get(command.session)
+        if outbox is None:
+            return
+        specs = self.specs
+        frame: worker_service_pb2.SessionResponse | None = None
+        batch: worker_service_pb2.LeaseBatch | None = None
+        spec: Spec | None = None
+        for lease in command.leases:
+            task = lease.task
+            room = outbox.room_for(len(task.payload) + 64)
+            if room is not frame or task.spec is not spec:
+                # What went before is not all of this frame's leases: only the last part may carry its number.
+                frame, spec = room, task.spec
+                frame.frame = command.frame - 1
+                batch = frame.lease_batches.add()
+                batch.spec.CopyFrom(specs.message(spec))
+            assert batch is not None, "it was made with the first lease"
+            _fill_lease(batch.leases.add(), lease)
+        assert frame is not None, "a dispatch carries leases"
+        frame.frame = command.frame
+
+    def _welcome(self, command: ev.Welcome) -> None:
+        outbox = self._sessions.get(command.session)
+        if outbox is not None:
+            outbox.room_for(64).welcome.adopted_lease_ids.extend(command.adopted)
+
+    def _revoke(self, command: ev.Revoke) -> None:
+        outbox = self._sessions.get(command.session)
+        if outbox is not None:
+            for lease_id in command.lease_ids:
+                outbox.room_for(64).revocations.add(lease_id=lease_id, reason=command.reason)
+
+    def _desire(self, command: ev.Desire) -> None:
+        outbox = self._sessions.get(command.session)
+        if outbox is None:
+            return
+        desired = outbox.room_for(64).desired
+        desired.Clear()
+        if command.draining:
+            desired.mode = worker_service_pb2.WORKER_MODE_DRAINING
+            if command.drain_deadline_s is not None:
+                wire.set_time(desired.drain_deadline, command.drain_deadline_s)
+        else:
+            desired.mode = worker_service_pb2.WORKER_MODE_ACTIVE
+
+    def _end_session(self, command: ev.EndSession) -> None:
+        outbox = self._sessions.get(command.session)
+        if outbox is not None:
+            outbox.abort("ABORTED", command.reason)
+
+    def _forward(self, command: ev.Forward) -> None:
+        task = command.task
+        for stream in task.streams:
+            outbox = self._streams.get(stream)
+            if outbox is not None:
+                for index, data in command.partials:
+                    outbox.room_for(len(data) + 64).partials.add(
+                        request_id=task.request_id, task_id=task.task_id, index=index, data=data
+                    )
+
+    def _worker_changed(self, command: ev.WorkerChanged) -> None:
+        self.on_worker_changed(command)
+
+    # --- workers -----------------------------------------------------------------------------------------------------
+
+    def open_session(self, session: int) -> SessionOutbox:
+        outbox = SessionOutbox(worker_service_pb2.SessionResponse)
+        self._sessions[session] = outbox
+        return outbox
+
+    def close_session(self, session: int) -> None:
+        self._sessions.pop(session, None)
+        self.handle(ev.SessionClosed(session))
+
+    # --- the journal -------------------------------------------------------------------------------------------------
+
+    def _append(self, pending: _Pending) -> None:
+        self._pending[id(pending.entry)] = pending
+        self._pending_bytes += pending.size
+        self.journal.append(pending.entry)
+
+    async def save(self, settings: dict[str, bytes | None], deleted_dead_letters: Sequence[int] = ()) -> None:
+        """Writes settings, and returns when they are on the disk. JournalError: they could not be written."""
+        future: asyncio.Future[JournalError | None] = self._loop.create_future()
+        self.remember(settings, future.set_result, deleted_dead_letters)
+        if (error := await future) is not None:
+            raise error
+
+    def remember(
+        self, settings: dict[str, bytes | None], done: Callable[[JournalError | None], None] | None = None,
+        deleted_dead_letters: Sequence[int] = (),
+    ) -> None:  # fmt: skip
+        """Writes settings soon."""
+        self._append(_Pending(Entry(settings=settings, deleted_dead_letters=deleted_dead_letters), 0, done=done))
+
+    async def all_durable(self) -> None:
+        """Waits until nothing is on its way to the disk."""
+        while self._pending:
+            self._backlog_fell.clear()
+            await self._backlog_fell.wait()
+
+    async def room_in_journal(self) -> None:
+        """Waits until the journal has caught up enough to take more."""
+        while self._pending_bytes > JOURNAL_BACKLOG_BYTES:
+            self._backlog_fell.clear()
+            await self._backlog_fell.wait()
+
+    def on_commit(self, entries: Sequence[Entry], first_cursor: int, error: JournalError | None) -> None:
+        """Called by the journal, on its thread."""
+        self._loop.call_soon_threadsafe(self._committed, entries, error)
+
+    def _committed(self, entries: Sequence[Entry], error: JournalError | None) -> None:
+        if error is not None and not isinstance(error, JournalFullError):
+            self._on_fatal(f"the journal failed and can't be trusted until it is read again: {error}")
+            return
+        self._set_writable(error)
+        settled: list[Task] = []
+        for entry in entries:
+            pending = self._pending.pop(id(entry))
+            self._pending_bytes -= pending.size
+            if error is not None and pending.submitted:
+                self.handle(ev.SubmitFailed(pending.submitted))
+            if pending.done is not None:
+                pending.done(error)
+            settled.extend(pending.settled)
+        if settled:
+            self.handle(ev.SettlesCommitted(settled))
+            self.watchers.wake("commits")
+        self._backlog_fell.set()
+
+    def _set_writable(self, error: JournalError | None) -> None:
+        writable = error is None
+        if writable != self.journal_writable:
+            self.journal_writable = writable
+            if writable:
+                log.info("journal can be written again: durable tasks are taken")
+            else:
+                log.error("journal can't be written: durable tasks are refused, running work goes on", error=str(error))
+
+
+def _fill_lease(message: worker_service_pb2.Lease, lease: Lease) -> None:
+    task = lease.task
+    message.lease_id = lease.lease_id
+    message.task_id = task.task_id
+    message.attempt = lease.attempt
+    message.payload = task.payload
+    message.units = task.units
+    extra = task.extra
+    if extra is not None:
+        message.checkpoint = extra.checkpoint
+        message.partials_received = len(extra.partials)
+        message.traceparent = extra.traceparent

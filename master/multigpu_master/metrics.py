@@ -1,0 +1,104 @@
+"""The master's numbers, for Prometheus and OTLP: all kept by the core anyway, read when somebody asks.
+
+The snapshot is taken on the event loop, which owns the numbers, once a second; whoever scrapes gets the last one.
+"""
+
+import asyncio
+from collections.abc import Iterator
+
+from multigpu.config import TelemetryConfig
+from multigpu.metrics import Metric, OtlpMetrics, PrometheusServer, Sample, configure_metrics, serve_prometheus
+
+from multigpu_master import VERSION
+from multigpu_master.core.model import Worker
+from multigpu_master.driver import Driver
+from multigpu_master.memory import resident_bytes
+
+INTERVAL_S = 1.0
+
+
+class MasterMetrics:
+    """Serves the master's metrics as configured; does nothing where nothing is."""
+
+    def __init__(self, driver: Driver, listen: str, telemetry: TelemetryConfig) -> None:
+        self._driver = driver
+        self._listen = listen
+        self._telemetry = telemetry
+        self._last: tuple[Metric, ...] = ()
+        self._timer: asyncio.TimerHandle | None = None
+        self._prometheus: PrometheusServer | None = None
+        self._otlp: OtlpMetrics | None = None
+
+    def start(self) -> None:
+        """ConfigError: the address can't be had, or the exporter is not installed."""
+        self._otlp = configure_metrics(
+            self._telemetry, {"service.name": "mgpu-master", "service.version": VERSION}, lambda: self._last
+        )
+        if self._listen:
+            self._prometheus = serve_prometheus(self._listen, lambda: self._last)
+        if self._otlp is not None or self._prometheus is not None:
+            self._snapshot()
+
+    def stop(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._otlp is not None:
+            self._otlp.close()
+        if self._prometheus is not None:
+            self._prometheus.close()
+
+    def _snapshot(self) -> None:
+        self._last = tuple(_metrics(self._driver))
+        self._timer = asyncio.get_running_loop().call_later(INTERVAL_S, self._snapshot)
+
+
+def _metrics(driver: Driver) -> Iterator[Metric]:
+    core = driver.core
+    c = core.counters
+
+    def one(name: str, text: str, value: float) -> Metric:
+        return Metric(name, "counter" if name.endswith("_total") else "gauge", text, (Sample(value),))
+
+    yield one("mgpu_tasks_submitted_total", "Tasks taken.", c.submitted)
+    states = ("succeeded", "failed", "cancelled", "expired", "dead_lettered")
+    settled = tuple(Sample(getattr(c, s), {"outcome": s}) for s in states)
+    yield Metric("mgpu_tasks_settled_total", "counter", "Tasks that ended, by outcome.", settled)
+    yield one("mgpu_leases_requeued_total", "Leases taken back because a worker was lost or gave them up.", c.requeued)
+    yield one("mgpu_reports_stale_total", "Reports that came too late to count.", c.stale_reports)
+    queues = [(q.name, q) for q in core.queues.values()]
+    queued = tuple(Sample(q.queued, {"queue": n}) for n, q in queues)
+    yield Metric("mgpu_queue_tasks", "gauge", "Tasks that wait.", queued)
+    size = tuple(Sample(q.queued_bytes, {"queue": n}) for n, q in queues)
+    yield Metric("mgpu_queue_bytes", "gauge", "Payload bytes of tasks that wait.", size)
+    leased = tuple(Sample(q.leased, {"queue": n}) for n, q in queues)
+    yield Metric("mgpu_queue_leases", "gauge", "Tasks leased to workers.", leased)
+    yield one("mgpu_workers_active", "Workers with a session.", len(core.fleet.sessions))
+    yield one("mgpu_workers_lost", "Workers without one.", len(core.fleet.workers) - len(core.fleet.sessions))
+    yield one("mgpu_journal_bytes", "What the journal takes on the disk.", driver.journal.size_bytes())
+    yield one("mgpu_journal_writable", "1 if durable tasks can be taken.", float(driver.journal_writable))
+    yield one("mgpu_master_memory_bytes", "Resident memory of the master.", resident_bytes())
+    yield from _of_workers(list(core.fleet.workers.values()))
+
+
+def _of_workers(workers: list[Worker]) -> Iterator[Metric]:
+    def each(name: str, text: str, values: list[tuple[Worker, float | None]]) -> Metric:
+        samples = tuple(
+            Sample(v, {"worker_id": w.worker_id, "device_id": w.info.device_id}) for w, v in values if v is not None
+        )
+        return Metric(name, "counter" if name.endswith("_total") else "gauge", text, samples)
+
+    yield each("mgpu_worker_leases", "Unsettled leases.", [(w, float(len(w.leases))) for w in workers])
+    yield each("mgpu_worker_succeeded_total", "Tasks that succeeded there.", [(w, float(w.succeeded)) for w in workers])
+    yield each("mgpu_worker_failed_total", "Attempts that failed there.", [(w, float(w.failed)) for w in workers])
+    used = [(w, w.telemetry.memory_used_bytes) for w in workers]
+    yield each("mgpu_device_memory_used_bytes", "Device memory in use.", [(w, _number(v)) for w, v in used])
+    total = [(w, w.telemetry.memory_total_bytes) for w in workers]
+    yield each("mgpu_device_memory_total_bytes", "Device memory.", [(w, _number(v)) for w, v in total])
+    yield each("mgpu_device_utilization_ratio", "Busy share, 0 to 1.", [(w, w.telemetry.utilization) for w in workers])
+    heat = [(w, w.telemetry.temperature_celsius) for w in workers]
+    yield each("mgpu_device_temperature_celsius", "Temperature.", heat)
+    yield each("mgpu_device_power_watts", "Power drawn.", [(w, w.telemetry.power_watts) for w in workers])
+
+
+def _number(value: int | None) -> float | None:
+    return None if value is None else float(value)

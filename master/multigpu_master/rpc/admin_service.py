@@ -1,0 +1,311 @@
+"""AdminService: the operator's door."""
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import grpc
+from multigpu.v1 import admin_service_pb2 as pb
+from multigpu.v1 import task_pb2
+
+from multigpu_master import wire
+from multigpu_master.core import events as ev
+from multigpu_master.core.explain import explain
+from multigpu_master.core.model import Queue, Task
+from multigpu_master.driver import Driver
+from multigpu_master.journal import JournalError
+from multigpu_master.memory import resident_bytes
+from multigpu_master.rpc import queries
+from multigpu_master.rpc.status import make_token, page_size_of, read_token, refuse
+from multigpu_master.settings import queue_setting, worker_message, worker_setting
+from multigpu_master.strategies.registry import canonical_name
+
+
+class AdminService:
+    """See protos/multigpu/v1/admin_service.proto."""
+
+    def __init__(self, driver: Driver, version: str) -> None:
+        self._driver = driver
+        self._core = driver.core
+        self._version = version
+        self._start_s = driver.now()
+
+    # --- workers -----------------------------------------------------------------------------------------------------
+
+    async def ListWorkers(self, request: Any, context: Any) -> pb.ListWorkersResponse:
+        size = await page_size_of(context, request.page_size)
+        start = await read_token(context, request.page_token, "page_token")
+        workers = sorted(self._core.fleet.workers.values(), key=lambda w: w.worker_id)
+        response = pb.ListWorkersResponse(workers=[worker_message(w) for w in workers[start : start + size]])
+        if start + size < len(workers):
+            response.next_page_token = make_token(start + size)
+        return response
+
+    async def WatchWorkers(self, request: Any, context: Any) -> None:
+        workers = self._core.fleet.workers
+        sent: dict[str, bytes] = {}
+        while True:
+            changed = self._driver.watchers.workers
+            response = pb.WatchWorkersResponse(removed_worker_ids=[i for i in sent if i not in workers])
+            for worker_id in response.removed_worker_ids:
+                del sent[worker_id]
+            for worker in sorted(workers.values(), key=lambda w: w.worker_id):
+                message = worker_message(worker)
+                data = message.SerializeToString(deterministic=True)
+                if sent.get(worker.worker_id) != data:
+                    sent[worker.worker_id] = data
+                    response.workers.append(message)
+            await context.write(response)
+            await changed.wait()
+
+    async def CordonWorker(self, request: Any, context: Any) -> pb.CordonWorkerResponse:
+        await self._change_worker(context, request.worker_id, ev.Cordon(request.worker_id, request.reason[:1024]))
+        return pb.CordonWorkerResponse(worker=self._worker(request.worker_id))
+
+    async def UncordonWorker(self, request: Any, context: Any) -> pb.UncordonWorkerResponse:
+        await self._change_worker(context, request.worker_id, ev.Uncordon(request.worker_id))
+        return pb.UncordonWorkerResponse(worker=self._worker(request.worker_id))
+
+    async def DrainWorker(self, request: Any, context: Any) -> pb.DrainWorkerResponse:
+        deadline_s = None
+        if request.HasField("timeout"):
+            timeout_s = wire.seconds_of(request.timeout)
+            if timeout_s < 0:
+                await refuse(
+                    context, grpc.StatusCode.INVALID_ARGUMENT, f"timeout is {timeout_s:g} s; it can't be negative"
+                )
+            deadline_s = self._driver.now() + timeout_s
+        await self._change_worker(context, request.worker_id, ev.Drain(request.worker_id, deadline_s))
+        return pb.DrainWorkerResponse(worker=self._worker(request.worker_id))
+
+    async def ForgetWorker(self, request: Any, context: Any) -> pb.ForgetWorkerResponse:
+        worker = await self._known_worker(context, request.worker_id)
+        if worker.session:
+            await refuse(
+                context,
+                grpc.StatusCode.FAILED_PRECONDITION,
+                f"worker {request.worker_id!r} is connected; stop its daemon first",
+            )
+        self._driver.handle(ev.Forget(request.worker_id))
+        return pb.ForgetWorkerResponse()
+
+    def _worker(self, worker_id: str) -> pb.Worker:
+        return worker_message(self._core.fleet.workers[worker_id])
+
+    async def _known_worker(self, context: Any, worker_id: str) -> Any:
+        worker = self._core.fleet.workers.get(worker_id)
+        if worker is None:
+            known = ", ".join(sorted(self._core.fleet.workers)[:10]) or "none"
+            await refuse(context, grpc.StatusCode.NOT_FOUND, f"no worker {worker_id!r}; known: {known}")
+        return worker
+
+    async def _change_worker(self, context: Any, worker_id: str, event: ev.Event) -> None:
+        """Tells the core, and answers once the worker's cordon is on the disk."""
+        worker = await self._known_worker(context, worker_id)
+        self._driver.handle(event)
+        await self._save(context, worker_setting(worker))
+
+    async def _save(
+        self, context: Any, settings: dict[str, bytes | None], deleted_dead_letters: Sequence[int] = ()
+    ) -> None:
+        try:
+            await self._driver.save(settings, deleted_dead_letters)
+        except JournalError as error:
+            await refuse(
+                context,
+                grpc.StatusCode.RESOURCE_EXHAUSTED,
+                f"done, but it may not survive a restart of the master: {error}",
+            )
+
+    # --- strategy and queues -----------------------------------------------------------------------------------------
+
+    async def GetStrategy(self, request: Any, context: Any) -> pb.GetStrategyResponse:
+        core = self._core
+        queue = core.queues.get(request.queue, Queue(request.queue))
+        response = pb.GetStrategyResponse(
+            strategy=core.strategy_of(queue).name, inherited=bool(request.queue) and not queue.strategy
+        )
+        for s in core.strategies.values():
+            response.available.add(name=s.name, summary=s.summary, aliases=s.aliases)
+        return response
+
+    async def SetStrategy(self, request: Any, context: Any) -> pb.SetStrategyResponse:
+        core = self._core
+        name = canonical_name(request.strategy, core.strategies)
+        if request.queue and not request.strategy:
+            name = ""
+        if name is None or (not name and not request.queue):
+            await refuse(
+                context,
+                grpc.StatusCode.INVALID_ARGUMENT,
+                f"no strategy {request.strategy!r}; there are: {', '.join(sorted(core.strategies))}",
+            )
+        assert name is not None, "refused above"
+        self._driver.handle(ev.SetStrategy(name, request.queue))
+        if request.queue:
+            await self._save(context, queue_setting(core.queue(request.queue)))
+        else:
+            await self._save(context, {"strategy": name.encode()})
+        return pb.SetStrategyResponse(
+            strategy=core.strategy_of(core.queue(request.queue or "default")).name if request.queue else name
+        )
+
+    async def ListQueues(self, request: Any, context: Any) -> pb.ListQueuesResponse:
+        size = await page_size_of(context, request.page_size)
+        start = await read_token(context, request.page_token, "page_token")
+        names = sorted(self._core.queues)
+        response = pb.ListQueuesResponse(queues=[self._queue(n) for n in names[start : start + size]])
+        if start + size < len(names):
+            response.next_page_token = make_token(start + size)
+        return response
+
+    def _queue(self, name: str) -> pb.Queue:
+        queue = self._core.queue(name)
+        message = pb.Queue(
+            queue=name,
+            paused=queue.paused,
+            strategy=queue.strategy,
+            queued=queue.queued,
+            queued_bytes=queue.queued_bytes,
+            leased=queue.leased,
+        )
+        message.limits.tasks_max, message.limits.bytes_max = queue.tasks_max, queue.bytes_max
+        lanes = self._core.lanes.by_key.values()
+        heads = [head.submit_s for lane in lanes if lane.queue is queue and (head := lane.head()) is not None]
+        if heads:
+            message.oldest_age.CopyFrom(wire.duration(max(0.0, self._driver.now() - min(heads))))
+        return message
+
+    async def PauseQueue(self, request: Any, context: Any) -> pb.PauseQueueResponse:
+        await self._configure(context, ev.ConfigureQueue(request.queue, paused=True))
+        return pb.PauseQueueResponse(queue=self._queue(request.queue))
+
+    async def ResumeQueue(self, request: Any, context: Any) -> pb.ResumeQueueResponse:
+        await self._configure(context, ev.ConfigureQueue(request.queue, paused=False))
+        return pb.ResumeQueueResponse(queue=self._queue(request.queue))
+
+    async def SetQueueLimits(self, request: Any, context: Any) -> pb.SetQueueLimitsResponse:
+        limits = request.limits
+        await self._configure(
+            context, ev.ConfigureQueue(request.queue, tasks_max=limits.tasks_max, bytes_max=limits.bytes_max)
+        )
+        return pb.SetQueueLimitsResponse(queue=self._queue(request.queue))
+
+    async def _configure(self, context: Any, event: ev.ConfigureQueue) -> None:
+        if not event.queue:
+            await refuse(context, grpc.StatusCode.INVALID_ARGUMENT, 'queue is missing; the usual one is "default"')
+        self._driver.handle(event)
+        await self._save(context, queue_setting(self._core.queue(event.queue)))
+
+    # --- dead letters ------------------------------------------------------------------------------------------------
+
+    async def ListDeadLetters(self, request: Any, context: Any) -> pb.ListDeadLettersResponse:
+        size = await page_size_of(context, request.page_size)
+        before = await read_token(context, request.page_token, "page_token") or queries.NEWEST
+        rows = self._driver.journal.list_dead_letters(queue=request.queue, before_task_id=before, limit=size + 1)
+        response = pb.ListDeadLettersResponse(tasks=[queries.stored_task(r, whole=False) for r in rows[:size]])
+        if len(rows) > size:
+            response.next_page_token = make_token(rows[size - 1].task_id)
+        return response
+
+    def _letters(self, request: Any) -> list[int]:
+        """The dead letters that a request names, one by one or by queue."""
+        if request.task_ids or not request.queue:
+            return list(request.task_ids)
+        ids: list[int] = []
+        before = queries.NEWEST
+        while rows := self._driver.journal.list_dead_letters(queue=request.queue, before_task_id=before, limit=1000):
+            ids.extend(r.task_id for r in rows)
+            before = rows[-1].task_id
+        return ids
+
+    async def RequeueDeadLetters(self, request: Any, context: Any) -> pb.RequeueDeadLettersResponse:
+        driver = self._driver
+        ids = self._letters(request)
+        letters = {r.task_id: r for r in driver.journal.get_dead_letters(ids)}
+        response = pb.RequeueDeadLettersResponse(unknown_task_ids=[i for i in ids if i not in letters])
+        for task_id in ids:
+            letter = letters.pop(task_id, None)
+            if letter is None:
+                continue
+            spec = driver.specs.restore(letter.spec)
+            task = Task(spec, "", letter.payload, letter.partition_key, letter.units)
+            answer = await driver.submit_durably(spec, task, replaces=task_id)
+            if isinstance(answer, ev.Rejection):
+                await refuse(
+                    context,
+                    grpc.StatusCode.FAILED_PRECONDITION,
+                    f"requeued {len(response.task_ids)} of {len(ids)}; dead letter {task_id} was refused: {answer.message}",
+                )
+            else:
+                response.task_ids.append(answer.task_id)
+        return response
+
+    async def DeleteDeadLetters(self, request: Any, context: Any) -> pb.DeleteDeadLettersResponse:
+        ids = self._letters(request)
+        found = [r.task_id for r in self._driver.journal.get_dead_letters(ids)]
+        if found:
+            await self._save(context, {}, found)
+        known = set(found)
+        return pb.DeleteDeadLettersResponse(deleted=len(found), unknown_task_ids=[i for i in ids if i not in known])
+
+    # --- looking -----------------------------------------------------------------------------------------------------
+
+    async def GetStats(self, request: Any, context: Any) -> pb.GetStatsResponse:
+        core, c = self._core, self._core.counters
+        active = len(core.fleet.sessions)
+        return pb.GetStatsResponse(
+            version=self._version,
+            start_time=wire.timestamp(self._start_s),
+            queued=core.unsettled - core.leased,
+            leased=core.leased,
+            submitted=c.submitted,
+            succeeded=c.succeeded,
+            failed=c.failed,
+            cancelled=c.cancelled,
+            expired=c.expired,
+            dead_lettered=c.dead_lettered,
+            requeued=c.requeued,
+            stale_reports=c.stale_reports,
+            workers_active=active,
+            workers_lost=len(core.fleet.workers) - active,
+            journal_bytes=self._driver.journal.size_bytes(),
+            journal_writable=self._driver.journal_writable,
+            memory_bytes=resident_bytes(),
+            strategy=core.strategy,
+            outcomes_retained=sum(
+                (await asyncio.to_thread(self._driver.journal.count_outcomes, **queries.EVERYTHING)).values()
+            ),
+        )
+
+    async def Explain(self, request: Any, context: Any) -> pb.ExplainResponse:
+        task = self._core.tasks.get(request.task_id)
+        if task is None:
+            stored = self._driver.journal.get_outcome(request.task_id)
+            if stored is None:
+                await refuse(
+                    context,
+                    grpc.StatusCode.NOT_FOUND,
+                    f"no task {request.task_id}: it was never submitted, or its result_ttl is over",
+                )
+            assert stored is not None, "refused above"
+            message = queries.stored_task(stored, whole=False)
+            state = task_pb2.OutcomeState.Name(message.outcome.state).removeprefix("OUTCOME_STATE_")
+            why = f": {message.outcome.error.message}" if message.outcome.error.message else ""
+            where = f" on {message.outcome.worker_id}" if message.outcome.worker_id else ""
+            return pb.ExplainResponse(summary=f"{state}{where} after {message.attempts} attempt(s){why}", task=message)
+        told = explain(self._core, task, self._driver.now())
+        response = pb.ExplainResponse(
+            summary=told.summary, strategy=told.strategy, task=queries.live_task(self._driver, task, whole=False)
+        )
+        if told.ahead is not None:
+            response.ahead = told.ahead
+        for c in told.candidates:
+            response.candidates.add(
+                worker_id=c.worker.worker_id,
+                excluded_by=c.excluded_by,
+                rank=c.rank,
+                score=c.score,
+                score_meaning=told.score_meaning,
+            )
+        return response

@@ -1,0 +1,85 @@
+"""Puts a service on a server. We parse requests ourselves, so that one that isn't ours is INVALID_ARGUMENT and says what was
+expected, where the generated code would answer INTERNAL. And an exception of ours is logged, once, and is INTERNAL.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import grpc
+import structlog
+from google.protobuf.descriptor import ServiceDescriptor
+from google.protobuf.message import DecodeError, Message
+from google.protobuf.message_factory import GetMessageClass
+
+log = structlog.get_logger()
+
+
+def add_service(server: Any, descriptor: ServiceDescriptor, servicer: object) -> None:
+    """Serves every method of the descriptor by the servicer's method of the same name.
+
+    Methods with one request are `async (request, context)`, returning or yielding responses; those with a stream of
+    requests are `async (context)` and read raw bytes from it, to be parsed with `parse`.
+    """
+    handlers = {}
+    for method in descriptor.methods:
+        implementation = getattr(servicer, method.name)
+        serialize = GetMessageClass(method.output_type).SerializeToString
+        if method.client_streaming:
+            wrapped = _guarded_stream(implementation, method.name)
+            handlers[method.name] = grpc.stream_stream_rpc_method_handler(wrapped, response_serializer=serialize)
+        elif method.server_streaming:
+            wrapped = _guarded(implementation, method.name, GetMessageClass(method.input_type))
+            handlers[method.name] = grpc.unary_stream_rpc_method_handler(wrapped, response_serializer=serialize)
+        else:
+            wrapped = _guarded(implementation, method.name, GetMessageClass(method.input_type))
+            handlers[method.name] = grpc.unary_unary_rpc_method_handler(wrapped, response_serializer=serialize)
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(descriptor.full_name, handlers),))
+
+
+async def parse(message_type: Any, data: bytes, context: Any) -> Any:
+    """The message in these bytes. INVALID_ARGUMENT: they are not one."""
+    try:
+        return message_type.FromString(data)
+    except DecodeError as error:
+        name = message_type.DESCRIPTOR.full_name
+        await context.abort(
+            grpc.StatusCode.INVALID_ARGUMENT,
+            f"not a {name}: {error}; check that both sides use the same .proto files and that strings are UTF-8",
+        )
+
+
+async def _report(error: Exception, name: str, context: Any) -> None:
+    if isinstance(error, grpc.aio.AbortError):
+        raise error
+    log.error("a call failed by a fault of the master", method=name, exc_info=error)
+    await context.abort(
+        grpc.StatusCode.INTERNAL, f"the master failed to serve {name}: {error!r}; its log has the details"
+    )
+
+
+def _guarded(implementation: Callable[..., Awaitable[Message]], name: str, message_type: Any) -> Callable[..., Any]:
+    async def serve(data: bytes, context: Any) -> Message | None:
+        request = await parse(message_type, data, context)
+        try:
+            return await implementation(request, context)
+        except asyncio.CancelledError:
+            raise
+        except Exception as error:
+            await _report(error, name, context)
+            raise
+
+    return serve
+
+
+def _guarded_stream(implementation: Callable[..., Awaitable[None]], name: str) -> Callable[..., Any]:
+    async def serve(_iterator: object, context: Any) -> None:
+        try:
+            await implementation(context)
+        except asyncio.CancelledError:
+            raise
+        except Exception as error:
+            await _report(error, name, context)
+            raise
+
+    return serve

@@ -1,0 +1,234 @@
+"""TaskService: the client's door."""
+
+import asyncio
+from typing import Any
+
+import grpc
+from multigpu.v1 import task_pb2, task_service_pb2
+
+from multigpu_master import wire
+from multigpu_master.core import events as ev
+from multigpu_master.core.model import Task
+from multigpu_master.driver import Driver, RunOutbox
+from multigpu_master.journal import JournalError, StoredOutcome
+from multigpu_master.rpc import queries
+from multigpu_master.rpc.intake import DISK_FULL, Answer, Intake, fill_stored
+from multigpu_master.rpc.registration import parse
+from multigpu_master.rpc.status import make_token, read_token, refuse
+from multigpu_master.rpc.streams import serve_stream
+
+WATCH_OUTCOMES, WATCH_BYTES = 1024, 4 << 20
+WAIT_MAX_S = 3600.0
+RUN_INPUTS_MAX = 100_000
+
+
+class TaskService:
+    """See protos/multigpu/v1/task_service.proto."""
+
+    def __init__(self, driver: Driver, intake: Intake, submit_tasks_max: int, stream_bytes_max: int) -> None:
+        self._driver = driver
+        self._intake = intake
+        self._submit_tasks_max = submit_tasks_max
+        self._stream_bytes_max = stream_bytes_max
+
+    async def Submit(self, request: Any, context: Any) -> task_service_pb2.SubmitResponse:
+        count = sum(len(b.inputs) for b in request.batches)
+        if count > self._submit_tasks_max:
+            await refuse(
+                context,
+                grpc.StatusCode.INVALID_ARGUMENT,
+                f"{count} tasks in one Submit; at most {self._submit_tasks_max} are allowed: send several",
+            )
+        await self._driver.room_in_journal()
+        loop = asyncio.get_running_loop()
+        response = task_service_pb2.SubmitResponse()
+        for batch in request.batches:
+            durable: asyncio.Future[JournalError | None] = loop.create_future()
+            answers = self._intake.take(batch, 0, durable.set_result)
+            error = await durable
+            for answer, given in zip(answers, batch.inputs, strict=True):
+                result = response.results.add()
+                if error is not None and isinstance(answer, Task):
+                    answer = DISK_FULL  # noqa: PLW2901  it was a task, but it is not ours any more
+                if isinstance(answer, ev.Rejection):
+                    _fill_rejection(result.rejection, answer, given.request_id)
+                else:
+                    result.task_id = answer.task_id
+        return response
+
+    async def Run(self, context: Any) -> None:
+        stream, outbox = self._driver.open_stream()
+        try:
+            await serve_stream(context, outbox, _RunStream(self, stream, outbox, context).on_message)
+        finally:
+            self._driver.close_stream(stream)
+
+    async def Watch(self, request: Any, context: Any) -> None:
+        journal, watchers = self._driver.journal, self._driver.watchers
+        if request.from_now and request.cursor:
+            await refuse(context, grpc.StatusCode.INVALID_ARGUMENT, "from_now goes with an empty cursor only")
+        after = await read_token(context, request.cursor, "cursor")
+        oldest = await asyncio.to_thread(journal.oldest_cursor)
+        last = await asyncio.to_thread(journal.newest_cursor)
+        if request.from_now:
+            after = last
+        elif not request.cursor:
+            after = oldest - 1
+        elif after > last:
+            await refuse(context, grpc.StatusCode.INVALID_ARGUMENT, "the cursor is not of this master's journal")
+        elif after < oldest - 1:
+            await refuse(
+                context,
+                grpc.StatusCode.OUT_OF_RANGE,
+                "outcomes after this cursor have already been removed; begin with an empty cursor, which gives the oldest",
+            )
+        await context.write(task_service_pb2.WatchResponse(cursor=make_token(after)))
+        while True:
+            committed = watchers.commits
+            rows = await asyncio.to_thread(journal.read_outcomes, after, WATCH_OUTCOMES, WATCH_BYTES)
+            if not rows:
+                await committed.wait()
+                continue
+            after = rows[-1].cursor
+            response = task_service_pb2.WatchResponse(cursor=make_token(after))
+            for row in rows:
+                if request.queue in ("", row.queue) and request.kind in ("", row.kind):
+                    fill_stored(response.outcomes.add(), row)
+            await context.write(response)
+
+    async def Get(self, request: Any, context: Any) -> task_service_pb2.GetResponse:
+        found = self._find(request)
+        if isinstance(found, Task) and found.outcome is None and request.HasField("wait"):
+            wait_s = min(wire.seconds_of(request.wait), WAIT_MAX_S)
+            await asyncio.wait([self._driver.wait_for(found.task_id)], timeout=max(0.0, wait_s))
+        if found is None:
+            name = request.request_id or request.task_id
+            await refuse(
+                context,
+                grpc.StatusCode.NOT_FOUND,
+                f"no task {name!r}: it was never submitted, or its result_ttl is over",
+            )
+        if isinstance(found, StoredOutcome):
+            message = queries.stored_task(found, whole=True)
+        else:
+            assert found is not None, "refused above"
+            message = queries.live_task(self._driver, found, whole=True)
+        return task_service_pb2.GetResponse(task=message)
+
+    def _find(self, request: Any) -> Task | StoredOutcome | None:
+        core, journal = self._driver.core, self._driver.journal
+        if request.WhichOneof("key") == "request_id":
+            live = core.requests.get(request.request_id)
+            return live or journal.find_requests([request.request_id]).get(request.request_id)
+        return core.tasks.get(request.task_id) or journal.get_outcome(request.task_id)
+
+    async def List(self, request: Any, context: Any) -> task_service_pb2.ListResponse:
+        return await queries.list_tasks(self._driver, request, context)
+
+    async def Count(self, request: Any, context: Any) -> task_service_pb2.CountResponse:
+        return await queries.count_tasks(self._driver, request.filter)
+
+    async def Cancel(self, request: Any, context: Any) -> task_service_pb2.CancelResponse:
+        core, journal = self._driver.core, self._driver.journal
+        response = task_service_pb2.CancelResponse()
+        live: dict[int, Task] = {}
+        for name, task, key in [(str(i), core.tasks.get(i), i) for i in request.task_ids] + [
+            (r, core.requests.get(r), r) for r in request.request_ids
+        ]:
+            if task is not None and task.outcome is None:
+                live[task.task_id] = task
+                continue
+            stored = task
+            if stored is None:
+                stored = journal.get_outcome(key) if isinstance(key, int) else journal.find_requests([key]).get(key)
+            if stored is None:
+                response.unknown.append(name)
+            else:
+                response.settled_task_ids.append(stored.task_id)
+        if live:
+            self._driver.handle(ev.Cancel(list(live.values()), request.reason[:1024]))
+            response.cancelled_task_ids.extend(live)
+        return response
+
+
+class _RunStream:
+    """One Run stream."""
+
+    def __init__(self, service: TaskService, stream: int, outbox: RunOutbox, context: Any) -> None:
+        self._driver = service._driver  # noqa: SLF001  a part of the service
+        self._intake = service._intake  # noqa: SLF001  as above
+        self._half_full_bytes = service._stream_bytes_max // 2  # noqa: SLF001  as above
+        self._stream = stream
+        self._outbox = outbox
+        self._context = context
+
+    async def on_message(self, data: bytes) -> None:
+        frame = await parse(task_service_pb2.RunRequest, data, self._context)
+        for batch in frame.batches:
+            for given in batch.inputs:
+                if not given.request_id:
+                    await refuse(
+                        self._context,
+                        grpc.StatusCode.INVALID_ARGUMENT,
+                        "a task on a Run stream needs a request_id: outcomes are matched by it",
+                    )
+            self._take(batch)
+        if frame.cancel_request_ids:
+            requests = self._driver.core.requests
+            tasks = [requests[r] for r in frame.cancel_request_ids if r in requests]
+            self._driver.handle(ev.Cancel(tasks))
+        # A client that submits without reading, or faster than the disk, is not read from.
+        if self._outbox.bytes > self._half_full_bytes:
+            await self._outbox.below(self._half_full_bytes)
+        await self._driver.room_in_journal()
+
+    def _take(self, batch: task_pb2.TaskBatch) -> None:
+        outbox = self._outbox
+        accepted: list[Task] = []
+
+        def done(error: JournalError | None) -> None:
+            for task in accepted:
+                if error is not None:
+                    if task.outcome is None:
+                        outbox.owe(-1)
+                        _reject(outbox, DISK_FULL, task.request_id)
+                elif task.outcome is None:  # an outcome stands for the acceptance
+                    outbox.room_for(32).accepted.add(request_id=task.request_id, task_id=task.task_id)
+
+        for answer, given in zip(self._intake.take(batch, self._stream, done), batch.inputs, strict=True):
+            if isinstance(answer, Task) and answer.outcome is None:
+                accepted.append(answer)
+                if answer.extra is not None and answer.extra.partials:
+                    self._catch_up(answer, given.partials_received)
+            else:
+                self._settled(answer, given.request_id)
+
+    def _catch_up(self, task: Task, received: int) -> None:
+        """Sends what a running task yielded before this stream joined it."""
+        assert task.extra is not None, "it has partial outputs"
+        for index, data in enumerate(task.extra.partials[received:], received):
+            self._outbox.room_for(len(data) + 64).partials.add(
+                request_id=task.request_id, task_id=task.task_id, index=index, data=data
+            )
+
+    def _settled(self, answer: Answer, request_id: str) -> None:
+        """Answers an input whose task has already ended, or that was not taken."""
+        outbox, driver = self._outbox, self._driver
+        if isinstance(answer, ev.Rejection):
+            _reject(outbox, answer, request_id)
+        elif isinstance(answer, StoredOutcome):
+            fill_stored(outbox.room_for(len(answer.body or b"") + 256).outcomes.add(), answer)
+        elif answer.outcome is not None:
+            driver.outcome_message(answer, outbox.room_for(len(answer.outcome.result) + 256).outcomes.add())
+
+
+def _reject(outbox: RunOutbox, rejection: ev.Rejection, request_id: str) -> None:
+    _fill_rejection(outbox.room_for(len(rejection.message) + 64).rejected.add(), rejection, request_id)
+
+
+def _fill_rejection(message: task_service_pb2.Rejection, rejection: ev.Rejection, request_id: str) -> None:
+    message.request_id = request_id
+    message.code = rejection.code
+    message.message = rejection.message
+    if rejection.retry_delay_s is not None:
+        message.retry_delay.CopyFrom(wire.duration(rejection.retry_delay_s))

@@ -1,0 +1,170 @@
+"""The composition root: builds the rooms, connects them, and takes them down in order. It decides nothing."""
+
+import asyncio
+import gc
+import random
+from collections.abc import Sequence
+
+import grpc
+import structlog
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+from multigpu.config import MasterConfig
+from multigpu.v1 import admin_service_pb2, task_service_pb2, worker_service_pb2
+
+from multigpu_master import VERSION, settings, wire
+from multigpu_master.core import events as ev
+from multigpu_master.core.scheduler import Core, Limits
+from multigpu_master.driver import Driver
+from multigpu_master.journal import Entry, Journal, JournalError
+from multigpu_master.rpc.admin_service import AdminService
+from multigpu_master.rpc.intake import Intake
+from multigpu_master.rpc.registration import add_service
+from multigpu_master.rpc.task_service import TaskService
+from multigpu_master.rpc.worker_service import WorkerService
+from multigpu_master.strategies.registry import StrategyError, canonical_name, load_strategies
+
+log = structlog.get_logger()
+
+MESSAGE_BYTES_MAX = 64 << 20
+# Both ends ping an idle connection every 10 s and give up after 5; the server must then allow pings that often.
+SERVER_OPTIONS = [
+    ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
+    ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
+    ("grpc.http2.max_ping_strikes", 0),
+    ("grpc.so_reuseport", 0),
+    ("grpc.max_metadata_size", 16 << 10),
+]
+# Ids given out in one life of a master: the epoch in the high bits keeps them apart from those of all others, and all
+# stay below 2**53, where JavaScript's numbers end.
+ID_BITS = 33
+HEALTH_MASTER, HEALTH_WORKER = "master", "worker/"
+
+
+class Refusal(Exception):  # noqa: N818  it is what the master does, not an error of its own
+    """The master will not start; the message says why and what to do."""
+
+
+class Master:
+    """A running master."""
+
+    def __init__(self, config: MasterConfig, journal: Journal) -> None:
+        self.config = config
+        self.journal = journal
+        self.address = ""
+        self.fatal: str | None = None
+        self.stopped = asyncio.Event()
+        self.driver: Driver
+        self._telling: set[asyncio.Future[None]] = set()
+        self._server = grpc.aio.server(options=SERVER_OPTIONS)
+        self._health = health.aio.HealthServicer()
+        self._intake: Intake
+
+    async def start(self) -> None:
+        """Recovers what the journal holds, then opens the doors. Refusal: it can't."""
+        config = self.config
+        try:
+            strategies = load_strategies()
+        except StrategyError as error:
+            raise Refusal(str(error)) from error
+        strategy = canonical_name(config.strategy, strategies)
+        if strategy is None:
+            raise Refusal(f"no strategy {config.strategy!r}; there are: {', '.join(sorted(strategies))}")
+        try:
+            recovered = self.journal.open(self._on_commit)
+        except JournalError as error:
+            raise Refusal(str(error)) from error
+        limits = Limits(
+            tasks_max=config.queue_tasks_max,
+            bytes_max=config.queue_bytes_max,
+            ephemeral_bytes_max=config.ephemeral_bytes_max,
+            session_timeout_s=config.session_timeout_s,
+            memory_threshold=config.memory_threshold_percent / 100,
+        )
+        core = Core(strategies, limits, recovered.epoch << ID_BITS, random.random, strategy)
+        specs = wire.SpecReader()
+        driver = self.driver = Driver(core, self.journal, specs, config.stream_bytes_max, self._die)
+        driver.on_worker_changed = self._worker_changed
+        now = driver.now()
+        expected = settings.restore(core, recovered.settings, now)
+        tasks = [wire.restored_task(r, specs.restore(r.spec)) for r in recovered.tasks]
+        driver.handle(ev.Recover(tasks, now + config.reconnect_grace_s if expected else now))
+        # A million queued tasks are not worth looking at again in every full collection.
+        gc.collect()
+        gc.freeze()
+        gc.set_threshold(50_000, 20, 100)
+        self._intake = Intake(driver, config.payload_bytes_max)
+        await self._open_doors(driver)
+        log.info(
+            "master ready", address=self.address, epoch=recovered.epoch, recovered_tasks=len(tasks),
+            awaited_workers=expected, strategy=core.strategy, data_dir=str(config.data_dir), version=VERSION,
+        )  # fmt: skip
+
+    def _on_commit(self, entries: Sequence[Entry], first_cursor: int, error: JournalError | None) -> None:
+        """On the journal's thread. Nothing is appended before there is a driver."""
+        self.driver.on_commit(entries, first_cursor, error)
+
+    async def _open_doors(self, driver: Driver) -> None:
+        config, server = self.config, self._server
+        task_service = TaskService(driver, self._intake, config.submit_tasks_max, config.stream_bytes_max)
+        worker_service = WorkerService(driver, VERSION, config.heartbeat_interval_s, config.session_timeout_s)
+        services = {
+            task_service_pb2.DESCRIPTOR.services_by_name["TaskService"]: task_service,
+            worker_service_pb2.DESCRIPTOR.services_by_name["WorkerService"]: worker_service,
+            admin_service_pb2.DESCRIPTOR.services_by_name["AdminService"]: AdminService(driver, VERSION),
+        }
+        for descriptor, servicer in services.items():
+            add_service(server, descriptor, servicer)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        names = [d.full_name for d in services]
+        reflection.enable_server_reflection((*names, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
+        try:
+            port = server.add_insecure_port(config.listen)
+        except RuntimeError as error:
+            raise Refusal(
+                f"can't listen on {config.listen}: {error}; is another master there? choose another --listen"
+            ) from error
+        host = config.listen.rpartition(":")[0]
+        self.address = config.listen if config.listen.startswith("unix:") else f"{host}:{port}"
+        await server.start()
+        for name in ("", HEALTH_MASTER, *names):
+            await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
+
+    def _worker_changed(self, change: ev.WorkerChanged) -> None:
+        worker = change.worker
+        driver = self.driver
+        if change.remember:
+            setting = settings.worker_setting(worker)
+            driver.remember(dict.fromkeys(setting) if change.gone else setting)
+            status = health_pb2.HealthCheckResponse
+            state = status.SERVING if worker.accepting else status.NOT_SERVING
+            if change.gone:
+                state = status.SERVICE_UNKNOWN
+            told = asyncio.ensure_future(self._health.set(HEALTH_WORKER + worker.worker_id, state))
+            self._telling.add(told)
+            told.add_done_callback(self._telling.discard)
+        driver.watchers.wake("workers")
+
+    def _die(self, reason: str) -> None:
+        """The journal failed: what is on the disk can only be known by reading it again, in a new process."""
+        if self.fatal is None:
+            self.fatal = reason
+            log.critical("master ends", reason=reason)
+            self.stopped.set()
+
+    async def stop(self) -> None:
+        """Closes the doors, writes what was settled, and lets go of the journal, within stop_timeout_s."""
+        timeout_s = self.config.stop_timeout_s
+        self._intake.stopping = True
+        await self._health.enter_graceful_shutdown()
+        if self.fatal is None:
+            await asyncio.wait([asyncio.ensure_future(self.driver.all_durable())], timeout=timeout_s / 3)
+        # Streams don't end by themselves: their peers reconnect to whoever is there next.
+        await self._server.stop(min(0.2, timeout_s / 3))
+        await asyncio.to_thread(self.journal.close, timeout_s / 3)
+        log.info("master stopped")
