@@ -25,7 +25,6 @@ SWITCH_INTERVAL_S = 0.0005
 
 
 @click.command()
-@click.option("--config", "config_file", metavar="FILE", help="Read settings from this TOML file.")
 @click_options(MasterConfig)
 @click.version_option(VERSION, prog_name="mgpu-master")
 def main(config_file: str | None, **flags: Any) -> None:
