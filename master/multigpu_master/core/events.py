@@ -51,8 +51,8 @@ class SettlesCommitted:
 
 @dataclass(slots=True)
 class Recover:
-    """What the journal remembers, at the start. Nothing is dispatched before hold_until_s, so that workers that outlived
-    the last master can bring back their leases.
+    """What the journal remembers, at the start. Nothing is dispatched before hold_until_s, so that workers that
+    outlived the last master can bring back their leases.
     """
 
     tasks: Sequence[Task]
@@ -199,8 +199,8 @@ Event = (
 
 @dataclass(slots=True)
 class Submitted:
-    """The answer to Submit: for each task, in order, the task that now stands for it (another one, if its request_id was
-    known) or why it was not taken. `fresh` are the new ones: durable ones go to the journal before anyone is told.
+    """The answer to Submit: for each task, in order, the task that now stands for it (another one, if its request_id
+    was known) or why it was not taken. `fresh` are the new ones: durable ones go to the journal before anyone is told.
     """
 
     results: list[Task | Rejection]

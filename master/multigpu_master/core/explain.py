@@ -1,4 +1,6 @@
-"""Why a task is where it is: what `mgpuctl tasks explain` shows. Asks the same questions as the dispatch, of every worker."""
+"""Why a task is where it is: what `mgpuctl tasks explain` shows. Asks the same questions as the dispatch, of every
+worker.
+"""
 
 from dataclasses import dataclass
 
@@ -42,6 +44,10 @@ def explain(core: Core, task: Task, now: float) -> Explanation:
             candidate.score = strategy.score(shape, worker, fleet)
         (excluded if candidate.excluded_by else free).append(candidate)
     free.sort(key=lambda c: (c.score, c.worker.last_dispatch))
+    lane = core.lane_for(task)
+    if free and not strategy.worth(shape, free[0].worker, fleet, lane.live):
+        free[0].excluded_by.append("the tasks that wait are too few to be worth loading their model here")
+        excluded, free = excluded + free, []
     pin = core.placement.pin(strategy, shape) if strategy.pinned else None
     if pin is not None:
         for candidate in [c for c in free if c.worker is not pin]:
@@ -93,7 +99,8 @@ def _summary(core: Core, task: Task, free: list[Candidate], pin: Worker | None, 
     if not core.fleet.eligible(shape_of(task.spec)):
         return core.unplaceable(task.spec)
     if pin is not None and pin.full:
-        return f"waits for {pin.worker_id}, to which its key belongs and whose window is full; {ahead} task(s) go before it"
+        pinned = f"waits for {pin.worker_id}, to which its key belongs and whose window is full"
+        return f"{pinned}; {ahead} task(s) go before it"
     if not free:
         return f"every worker that could take it is excluded for now; {ahead} task(s) go before it"
     return f"about to be dispatched to {free[0].worker.worker_id}; {ahead} task(s) go before it"

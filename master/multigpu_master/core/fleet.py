@@ -1,8 +1,8 @@
 """The workers: who they are, how much each may hold, and how fast each is.
 
-A window grows and shrinks with the measured pace: a worker may hold as many leases as it finishes in WINDOW_S, at least one
-more than it has slots, at most what it said it takes. So fast tasks are sent ahead by the thousand, and slow ones wait in
-the queue, where any worker can still have them.
+A window grows and shrinks with the measured pace: a worker may hold as many leases as it finishes in WINDOW_S, at
+least one more than it has slots, at most what it said it takes. So fast tasks are sent ahead by the thousand, and slow
+ones wait in the queue, where any worker can still have them.
 
 `changes` is a log of workers in the order they changed; the rankings in placement.py read on from where they were.
 """
@@ -13,6 +13,8 @@ WINDOW_S = 0.5
 # Taken for the time of a unit of work where nothing was measured yet, and for the loading of a model.
 UNIT_S = 0.01
 LOAD_S = 3.0
+# A pace is measured over at least this long: reports that arrive together say nothing of it.
+PACE_S = 0.005
 # The weight of the newest sample in the moving averages.
 GAIN = 0.5
 CHANGES_MAX = 8192
@@ -135,25 +137,29 @@ class Fleet:
             self._resident[key] = count
         return count
 
-    def measured(self, worker: Worker, now: float, n: int, key: tuple[str, str], units: int, ran_s: float) -> None:
-        """Learns from n reports of one batch: `units` of work of one (kind, model) that took the engine ran_s."""
-        elapsed_s = max(now - worker.busy_since_s, 1e-6)
-        worker.busy_since_s = now
+    def paced(self, worker: Worker, now: float, n: int) -> None:
+        """Learns from n reports how fast the worker gets through its window, and sizes the window by that."""
+        worker.reported_s = now
+        worker.finished += n
+        elapsed_s = now - worker.paced_s
+        if elapsed_s < PACE_S or not worker.finished:
+            return
         # Averaged as a rate: one slow start (a model being loaded) must not narrow the window for long.
-        rate = n / elapsed_s
+        rate = worker.finished / elapsed_s
         if worker.pace_s:
             rate = GAIN * rate + (1 - GAIN) / worker.pace_s
         worker.pace_s = 1 / rate
+        worker.paced_s = now
+        worker.finished = 0
         info = worker.info
         worker.allowed = max(min(info.slots + 1, info.window_tasks), min(int(rate * WINDOW_S), info.window_tasks))
-        if ran_s > 0.0:
-            sample = ran_s / units
-            for table in (worker.unit_s, self._unit_s):
-                old = table.get(key)
-                table[key] = sample if old is None else GAIN * sample + (1 - GAIN) * old
-            old = self._units.get(key)
-            mean = units / n
-            self._units[key] = mean if old is None else GAIN * mean + (1 - GAIN) * old
+
+    def learned(self, worker: Worker, key: tuple[str, str], n: int, units: int, ran_s: float) -> None:
+        """Learns from n tasks, `units` of work of one (kind, model), that took the engine ran_s together."""
+        units = max(units, 1)
+        for table in (worker.unit_s, self._unit_s):
+            _average(table, key, ran_s / units)
+        _average(self._units, key, units / n)
 
     # --- what they hold ----------------------------------------------------------------------------------------------
 
@@ -163,7 +169,8 @@ class Fleet:
         assert task.lease is None, "a task is leased once at a time"
         assert task.outcome is None, "a settled task is not leased"
         if not worker.leases:
-            worker.busy_since_s = now
+            worker.paced_s += now - worker.reported_s  # it was idle
+            worker.reported_s = now
         task.lease = lease
         worker.leases[lease.lease_id] = lease
         worker.leased_bytes += len(task.payload)
@@ -189,8 +196,9 @@ class Fleet:
         worker.frame = 0
         worker.allowed = min(worker.info.slots + 1, worker.info.window_tasks)
         worker.pace_s = 0.0
+        worker.finished = 0
         worker.stopping = False
-        worker.connect_s = worker.heard_s = now
+        worker.connect_s = worker.heard_s = worker.reported_s = worker.paced_s = now
         self.sessions[session] = worker
         self.members_changed(worker)
 
@@ -201,3 +209,8 @@ class Fleet:
         worker.session = 0
         worker.resident_models = ()
         self.members_changed(worker)
+
+
+def _average(table: dict[tuple[str, str], float], key: tuple[str, str], sample: float) -> None:
+    old = table.get(key)
+    table[key] = sample if old is None else GAIN * sample + (1 - GAIN) * old

@@ -1,14 +1,16 @@
 """Which task is next.
 
-Tasks that are interchangeable for placement (same queue, priority and shape) stand in one lane, in order of age. The lanes
-that may have something to dispatch stand in a heap by priority, then by the age of their first task. A lane whose tasks no
-worker has room for is parked until a worker changes. So the cost of a dispatch depends on the number of lanes, not of tasks.
+Tasks that are interchangeable for placement (same queue, priority and shape) stand in one lane, in order of age. The
+lanes that may have something to dispatch stand in a heap by priority, then by the age of their first task. A lane
+whose tasks no worker has room for is parked until a worker changes. So the cost of a dispatch depends on the number of
+lanes, not of tasks.
 
-A task that leaves from the middle of a lane (cancelled, expired, adopted) leaves a hollow entry behind, which is dropped
-when it comes to the front, or is filled again if the task comes back first.
+A task that leaves from the middle of a lane (cancelled, expired, adopted) leaves a hollow entry behind, which is
+dropped when it comes to the front or when too many are, or is filled again if the task comes back first.
 """
 
 from collections import deque
+from collections.abc import Callable, Iterable
 from hashlib import blake2b
 from heapq import heappop, heappush, heapreplace
 
@@ -17,6 +19,8 @@ from multigpu_master.core.model import Queue, Shape, Spec, Task
 PARTITIONS = 4096
 # How far into a lane a task that comes back is sorted in; beyond that, order among retries is not worth the time.
 SORTED_IN = 64
+# Hollow entries that are not worth a rebuild of their lane.
+HOLLOW_MIN = 64
 
 
 def partition_of(key: str) -> int:
@@ -34,22 +38,35 @@ def shape_of(spec: Spec, partition: int = -1) -> Shape:
 class Lane:
     """Tasks of one queue, priority and shape, the oldest first."""
 
-    __slots__ = ("live", "priority", "queue", "shape", "tasks", "ticket")
+    __slots__ = ("base", "live", "priority", "queue", "shape", "tasks", "ticket")
 
     def __init__(self, queue: Queue, priority: int, shape: Shape) -> None:
         self.queue = queue
         self.priority = priority
         self.shape = shape
+        self.base = shape._replace(partition=-1)  # what decides for strategies that don't partition
         self.tasks: deque[Task] = deque()
         self.live = 0  # entries that are not hollow
         self.ticket = 0  # of its entry in the heap that counts; 0: none does
+
+    def key(self) -> tuple[str, int, Shape]:
+        return self.queue.name, self.priority, self.shape
+
+    def keep_if(self, wanted: Callable[[Task], bool]) -> None:
+        """Drops the other entries."""
+        kept: deque[Task] = deque()
+        for task in self.tasks:
+            task.in_lane = wanted(task)
+            if task.in_lane:
+                kept.append(task)
+        self.tasks = kept
 
     def head(self) -> Task | None:
         """The oldest task that waits. Drops hollow entries before it."""
         tasks = self.tasks
         while tasks:
             task = tasks[0]
-            if task.outcome is None and task.lease is None:
+            if task.waiting:
                 return task
             task.in_lane = False
             tasks.popleft()
@@ -66,13 +83,10 @@ class Lanes:
         self._tickets = 0
 
     def lane_of(self, queue: Queue, spec: Spec, partition: int) -> Lane:
-        """The lane for tasks of this spec and partition."""
+        """The lane for tasks of this spec and partition. A new one counts once a task stands in it."""
         shape = shape_of(spec, partition)
         key = (queue.name, spec.priority, shape)
-        lane = self.by_key.get(key)
-        if lane is None:
-            lane = self.by_key[key] = Lane(queue, spec.priority, shape)
-        return lane
+        return self.by_key.get(key) or Lane(queue, spec.priority, shape)
 
     def add(self, lane: Lane, task: Task) -> None:
         """Puts a new task, the youngest of all, at the end of its lane."""
@@ -80,11 +94,13 @@ class Lanes:
         lane.tasks.append(task)
         lane.live += 1
         if lane.live == 1:
+            self.by_key[lane.key()] = lane
             self.offer(lane)
 
     def put_back(self, lane: Lane, task: Task) -> None:
         """Puts a task that left back to its place of age."""
         lane.live += 1
+        self.by_key[lane.key()] = lane
         if not task.in_lane:
             task.in_lane = True
             older: list[Task] = []
@@ -129,6 +145,25 @@ class Lanes:
         lane.tasks.popleft().in_lane = False
         lane.live -= 1
 
+    def leave(self, lane: Lane, task: Task) -> None:
+        """A task that waits in a lane leaves from where it stands. Its entry is hollow now; the lane is rebuilt before
+        most of it is.
+        """
+        lane.live -= 1
+        if lane.live == 0:
+            self.parked.pop(lane, None)
+            lane.keep_if(lambda _task: False)
+            self._forget(lane)
+        elif len(lane.tasks) > 2 * lane.live + HOLLOW_MIN:
+            lane.keep_if(lambda other: other is not task and other.waiting)
+
+    def forget_queues(self, queues: Iterable[Queue]) -> None:
+        """Drops the lanes of queues in which nothing waits."""
+        names = {queue.name for queue in queues}
+        for lane in [lane for lane in self.by_key.values() if lane.queue.name in names]:
+            self.parked.pop(lane, None)
+            self._forget(lane)
+
     def park(self, lane: Lane) -> None:
         """Sets aside the lane that came first, until it is offered again."""
         heappop(self._heap)
@@ -138,4 +173,4 @@ class Lanes:
     def _forget(self, lane: Lane) -> None:
         assert lane.live == 0, "nothing waits in a lane that is forgotten"
         lane.ticket = 0
-        self.by_key.pop((lane.queue.name, lane.priority, lane.shape), None)
+        self.by_key.pop(lane.key(), None)

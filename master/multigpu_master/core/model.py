@@ -1,5 +1,5 @@
-"""The nouns of the scheduler. State is derived, not stored: a task with an outcome is settled, with a lease is leased, else
-it is queued; a worker with a session is connected, else it is lost. So the states can't drift from the facts.
+"""The nouns of the scheduler. State is derived, not stored: a task with an outcome is settled, with a lease is leased,
+else it is queued; a worker with a session is connected, else it is lost. So the states can't drift from the facts.
 
 A million tasks may wait at once, so what every queued task carries is kept small: what few tasks need is in `Extra`.
 """
@@ -113,9 +113,14 @@ class Task:
     attempts: int = 0
     lease: "Lease | None" = None
     outcome: Outcome | None = None
-    in_lane: bool = False  # its lane has an entry for it (maybe a hollow one)
+    in_lane: bool = False  # its lane has an entry for it, hollow unless the task waits
     streams: tuple[int, ...] = ()  # the Run streams that follow it
     extra: Extra | None = None
+
+    @property
+    def waiting(self) -> bool:
+        """Whether it may be dispatched: neither settled, nor leased, nor waiting out a pause."""
+        return self.outcome is None and self.lease is None and (self.extra is None or not self.extra.not_before_s)
 
     def more(self) -> Extra:
         """The task's Extra, made when first needed."""
@@ -136,6 +141,7 @@ class Lease:
     frame: int  # the session's frame that carried it; 0 if it was adopted
     cost_s: float  # how long it was expected to take, when it was granted
     running: bool = False
+    run_s: float = 0.0  # when the master first heard that it runs
     fraction: float = 0.0
     steps: int = 0
     note: str = ""
@@ -201,7 +207,9 @@ class Worker:
     allowed: int = 1  # leases it may hold now; grows to window_tasks with its measured pace
     pace_s: float = 0.0  # measured seconds a task, all kinds; 0.0: not measured
     unit_s: dict[tuple[str, str], float] = field(default_factory=dict)  # (kind, model) -> seconds a unit of work
-    busy_since_s: float = 0.0  # when it last reported, or was given work while idle
+    paced_s: float = 0.0  # when its pace was last measured, moved on by the time it was idle since
+    finished: int = 0  # attempts that ended since then
+    reported_s: float = 0.0  # when it last reported
     dispatched: int = 0  # leases granted since the master started
     last_dispatch: int = 0  # the fleet's count of dispatches when it last got one
     succeeded: int = 0

@@ -1,14 +1,16 @@
 """Which worker gets a task: a ranking for each strategy and shape, kept in a heap.
 
-A ranking holds (score, last dispatch, worker) for every worker that may have a task of its shape now. Scores change only when
-a worker changes, and the fleet logs that; a ranking reads on in the log, pushes the changed workers again, and skips entries
-whose worker has changed since. A dispatch costs a few heap operations, whatever the size of the fleet.
+A ranking holds (score, last dispatch, worker) for every worker that may have a task of its shape now. Scores change
+only when a worker changes, and the fleet logs that; a ranking reads on in the log, pushes the changed workers again,
+and skips entries whose worker has changed since. A dispatch costs a few heap operations, whatever the size of the
+fleet.
 """
 
 from heapq import heapify, heappop, heappush
 from typing import TYPE_CHECKING
 
 from multigpu_master.core.fleet import Fleet
+from multigpu_master.core.lanes import Lane
 from multigpu_master.core.model import Shape, Worker
 
 if TYPE_CHECKING:
@@ -33,7 +35,7 @@ def busy(fleet: Fleet, strategy: "Strategy", shape: Shape, worker: Worker) -> li
         why.append(f"window full ({len(worker.leases)} of {worker.allowed} leases)")
     if worker.leased_bytes >= worker.info.window_bytes:
         why.append(f"window full ({worker.leased_bytes} of {worker.info.window_bytes} bytes)")
-    if shape.memory_bytes and (free := short_of_memory(worker, shape)) is not None:
+    if (free := short_of_memory(worker, shape)) is not None:
         why.append(f"{shape.memory_bytes} bytes of device memory required, {free} free")
     if (own := strategy.excludes(shape, worker, fleet)) is not None:
         why.append(own)
@@ -41,7 +43,9 @@ def busy(fleet: Fleet, strategy: "Strategy", shape: Shape, worker: Worker) -> li
 
 
 def short_of_memory(worker: Worker, shape: Shape) -> int | None:
-    """The worker's free device memory, in bytes, if it is too little for the shape; None if it will do or isn't known."""
+    """The worker's free device memory, in bytes, if it is too little for the shape; None: it will do or is unknown."""
+    if not shape.memory_bytes:
+        return None
     free = worker.memory_free_bytes()
     if free is None:
         return None
@@ -96,7 +100,7 @@ class Ranking:
         self._pushed[worker] = worker.version
         if not worker.accepting or worker.full:
             return
-        if self._shape.memory_bytes and short_of_memory(worker, self._shape) is not None:
+        if short_of_memory(worker, self._shape) is not None:
             return
         if self._strategy.excludes(self._shape, worker, self._fleet) is not None:
             return
@@ -119,11 +123,14 @@ class Placement:
         self._pins: dict[tuple[str, Shape], Worker | None] = {}
         self._pins_members = -1
 
-    def choose(self, strategy: "Strategy", shape: Shape, queued: int) -> Worker | None:
-        """The worker for the next of `queued` tasks of this shape; None if it must wait."""
+    def choose(self, strategy: "Strategy", lane: Lane) -> Worker | None:
+        """The worker for the next of a lane's tasks; None if it must wait."""
         if strategy.pinned:
-            worker = self.pin(strategy, shape)
-            return None if worker is None or worker.full else worker
+            worker = self.pin(strategy, lane.shape)
+            if worker is None or worker.full or short_of_memory(worker, lane.shape) is not None:
+                return None
+            return worker
+        shape = lane.base
         key = (strategy.name, shape)
         ranking = self._rankings.get(key)
         if ranking is None:
@@ -131,7 +138,7 @@ class Placement:
                 self._rankings.clear()
             ranking = self._rankings[key] = Ranking(self._fleet, strategy, shape)
         worker = ranking.best()
-        return worker if worker is not None and strategy.worth(shape, worker, self._fleet, queued) else None
+        return worker if worker is not None and strategy.worth(shape, worker, self._fleet, lane.live) else None
 
     def pin(self, strategy: "Strategy", shape: Shape) -> Worker | None:
         """The one worker that a pinned strategy gives the shape to, with or without room."""
@@ -141,6 +148,7 @@ class Placement:
             self._pins_members = fleet.membership
         key = (strategy.name, shape)
         if key not in self._pins:
-            able = [w for w in fleet.eligible(shape) if w.accepting and strategy.excludes(shape, w, fleet) is None]
+            base = shape._replace(partition=-1)
+            able = [w for w in fleet.eligible(base) if w.accepting and strategy.excludes(shape, w, fleet) is None]
             self._pins[key] = min(able, key=lambda w: (strategy.score(shape, w, fleet), w.worker_id), default=None)
         return self._pins[key]

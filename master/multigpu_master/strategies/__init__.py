@@ -1,1 +1,1 @@
-"""Load-balancing strategies, one a file, behind the small protocol of base.py; registry.py finds them by entry point."""
+"""Load-balancing strategies, one a file, behind the small protocol of base.py; registry.py finds the installed ones."""

@@ -1,10 +1,11 @@
 """auto: the earliest expected finish.
 
-For each worker: the expected time of the leases it holds, shared by its slots, plus the expected time of one more task, from
-the measured time a unit of work for this model on this worker, plus the time to load the model if it is not resident.
+For each worker: the expected time of the leases it holds, shared by its slots, plus the expected time of one more
+task, from the measured time a unit of work for this model on this worker, plus the time to load the model if it is not
+resident.
 
-While others have the model loaded, a worker that would have to load it is worth it only once the tasks that wait would keep
-those others busy for longer than the loading takes.
+While others have the model loaded, a worker that would have to load it is worth it only once the tasks that wait would
+keep those others busy for longer than the loading takes.
 """
 
 from typing import ClassVar

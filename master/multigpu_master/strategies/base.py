@@ -1,9 +1,10 @@
 """What a strategy is: an opinion on which worker should get the next task of a shape.
 
-The core asks only about workers that can run the shape and have room in their window; a strategy adds its own exclusions
-and a score, lower first. Both are functions of what they are given: no I/O, no clock, no memory of earlier calls, so that
-Explain can ask again and get the same answer. A score may only change when the worker changes (a lease granted or ended, a
-heartbeat); the core keeps scores in a heap and asks again then.
+The core asks only about workers that can run the shape and have room in their window; a strategy adds its own
+exclusions and a score, lower first. Both are functions of what they are given: no I/O, no clock, no memory of earlier
+calls, so that Explain can ask again and get the same answer. The core keeps scores in a heap and asks again
+when the worker changes (a lease granted or ended, a heartbeat); a score that drifts otherwise, as with the fleet's
+averages, is read again then.
 
 A strategy is a class behind an entry point in the group "multigpu.strategies"; docs/strategies.md shows one.
 """
@@ -20,8 +21,8 @@ class FleetView(Protocol):
     """The share of device memory in use above which memory_usage gives a device nothing new, 0 to 1."""
 
     def expected_s(self, worker: Worker, shape: Shape, units: float = 0.0) -> float:
-        """How long a task of this shape should take on this worker: measured seconds a unit of work, there or else on the
-        fleet, times the units (0: as many as its tasks have on average).
+        """How long a task of this shape should take on this worker: measured seconds a unit of work, there or else on
+        the fleet, times the units (0: as many as its tasks have on average).
         """
 
     def load_s(self, worker: Worker, shape: Shape) -> float:
@@ -46,11 +47,11 @@ class Strategy(Protocol):
         """Why this worker must not get tasks of this shape now, in words; None if it may."""
 
     def score(self, shape: Shape, worker: Worker, fleet: FleetView) -> float:
-        """Its rank among the workers that may: the lowest gets the task, on a tie the one that waited longest for one."""
+        """Its rank among the workers that may: the lowest gets the task; on a tie, who has waited longest for one."""
 
     def worth(self, shape: Shape, worker: Worker, fleet: FleetView, queued: int) -> bool:
-        """Whether the worker that ranks first is worth it, with `queued` tasks of this shape waiting. False: the tasks wait
-        for a better one.
+        """Whether the worker that ranks first is worth it, with `queued` tasks of this shape waiting. False: the tasks
+        wait for a better one.
         """
 
 

@@ -1,7 +1,7 @@
 """compute_load: the device with the lowest utilisation.
 
-Utilisation is a figure of the last heartbeat; what was granted since would not show for a second, so leases for each slot
-count too, as far as they make a difference of a tenth of a percent each.
+Utilisation is a figure of the last heartbeat; what was granted since would not show for a second, so leases for each
+slot count too, as far as they make a difference of a tenth of a percent each.
 """
 
 from typing import ClassVar

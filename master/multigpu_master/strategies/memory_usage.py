@@ -1,6 +1,7 @@
 """memory_usage: the device with the most free memory; above the threshold a device gets nothing new.
 
-Between two heartbeats the device's own figure is old, so the memory promised to the leases granted since counts as used.
+Between two heartbeats the device's own figure is old, so the memory promised to the leases granted since counts as
+used.
 """
 
 from typing import ClassVar

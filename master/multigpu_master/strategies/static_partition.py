@@ -1,9 +1,9 @@
 """static_partition: one key, one worker, by rendezvous hashing (Thaler and Ravishankar, 1998).
 
-Every worker scores every key by a hash of both, and the highest has it. When a worker is lost only its keys move, each to
-the worker that came second; when one joins it takes over just the keys that it scores highest. Keys are folded into 4,096
-partitions first, so that the master's memory doesn't grow with their number. A task without a key goes by its model, or else
-by its kind.
+Every worker scores every key by a hash of both, and the highest has it. When a worker is lost only its keys move, each
+to the worker that came second; when one joins it takes over just the keys that it scores highest. Keys are folded into
+4,096 partitions first, so that the master's memory doesn't grow with their number. A task without a key goes by its
+model, or else by its kind.
 """
 
 from hashlib import blake2b

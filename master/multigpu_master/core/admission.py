@@ -1,0 +1,53 @@
+"""Who is let in: why a task is refused, in words that say the remedy."""
+
+from multigpu_master.core import events as ev
+from multigpu_master.core.lanes import shape_of
+from multigpu_master.core.ledger import Ledger
+from multigpu_master.core.model import Spec
+
+DEADLINE_EXCEEDED, RESOURCE_EXHAUSTED, FAILED_PRECONDITION = 4, 8, 9
+QUEUES_MAX = 10_000
+
+
+def refusal(ledger: Ledger, spec: Spec, now: float) -> ev.Rejection | None:
+    """Why no task of this spec can be taken."""
+    if spec.deadline_s is not None and spec.deadline_s <= now:
+        return ev.Rejection(DEADLINE_EXCEEDED, "the deadline has already passed; set a later one or none")
+    if spec.queue not in ledger.queues and len(ledger.queues) >= QUEUES_MAX and not ledger.prune_queues():
+        return ev.Rejection(RESOURCE_EXHAUSTED, f"there are {QUEUES_MAX} queues already; use one of them")
+    if spec.wait_for_worker or ledger.fleet.eligible(shape_of(spec)):
+        return None
+    return ev.Rejection(FAILED_PRECONDITION, unplaceable(ledger, spec))
+
+
+def unplaceable(ledger: Ledger, spec: Spec) -> str:
+    """Why no worker that the master knows could ever take a task of this spec, in words."""
+    workers = list(ledger.fleet.workers.values())
+    wait = "start one, or set wait_for_worker to queue the task until one comes"
+    if not workers:
+        return f"no worker has joined this master yet; {wait}"
+    kinds = sorted({c.kind for w in workers for c in w.info.capabilities})
+    if spec.kind not in kinds:
+        return f"no worker runs kind {spec.kind!r} (the fleet runs {', '.join(kinds)}); {wait}"
+    models = sorted({m for w in workers for c in w.info.capabilities if c.kind == spec.kind for m in c.models})
+    if spec.model and models and spec.model not in models:
+        return f"no worker has model {spec.model!r} for kind {spec.kind!r} (the fleet has {', '.join(models)}); {wait}"
+    shape = shape_of(spec)
+    why = "; ".join(f"{w.worker_id}: {ledger.fleet.unfit(w, shape)}" for w in workers[:5])
+    return f"no worker could ever take this task ({why}); {wait}"
+
+
+def full(ledger: Ledger, spec: Spec, size: int) -> ev.Rejection | None:
+    """Why there is no room for another task with a payload of so many bytes."""
+    limits, queue = ledger.limits, ledger.queue(spec.queue)
+    if ledger.unsettled >= limits.tasks_max:
+        what = f"the master holds its limit of {limits.tasks_max} unsettled tasks (queue_tasks_max)"
+    elif ledger.unsettled_bytes + size > limits.bytes_max:
+        what = f"payloads would exceed the master's limit of {limits.bytes_max} bytes (queue_bytes_max)"
+    elif queue.tasks_max and queue.queued + queue.leased >= queue.tasks_max:
+        what = f"queue {queue.name!r} holds its limit of {queue.tasks_max} tasks"
+    elif queue.bytes_max and queue.queued_bytes + queue.leased_bytes + size > queue.bytes_max:
+        what = f"payloads in queue {queue.name!r} would exceed its limit of {queue.bytes_max} bytes"
+    else:
+        return None
+    return ev.Rejection(RESOURCE_EXHAUSTED, what + "; try again later", limits.retry_delay_s)

@@ -1,0 +1,151 @@
+"""What becomes of a task when a lease ends otherwise than well: another attempt, or the end.
+
+- An attempt that failed, or ran when its worker was lost, is charged to the task; the next one comes after a pause,
+  and past attempts_max the task is a dead letter.
+- A lease that only waited in a window is not charged. But a task that is lost too often that way is suspected of
+  killing its workers before they can say that it runs: each loss after the first lengthens its pause, which parts it
+  from the innocent tasks that were lost with it, and in the end it is a dead letter too.
+"""
+
+from collections.abc import Callable
+
+from multigpu_master.core import events as ev
+from multigpu_master.core.ledger import RUN_GRACE_S, Ledger
+from multigpu_master.core.model import Lease, Outcome, OutcomeState, Task, TaskError, Worker
+from multigpu_master.core.timers import Due
+
+# Times a task may be in the window of a lost worker without having run, before it is suspected of killing workers.
+LOSSES_MAX = 16
+
+
+class Attempts:
+    """See the module. `random` yields 0.0 <= x < 1.0."""
+
+    def __init__(self, ledger: Ledger, random: Callable[[], float]) -> None:
+        self._ledger = ledger
+        self._random = random
+
+    # --- leases that end ---------------------------------------------------------------------------------------------
+
+    def failed(self, lease: Lease, error: TaskError, start_s: float, finish_s: float, now: float) -> None:
+        """A released lease was an attempt, and it failed: the next one after a pause, or the end."""
+        task, worker = lease.task, lease.worker
+        task.more().last_error = error
+        if error.retryable and task.attempts < task.spec.attempts_max:
+            self._requeue(task, now, self._backoff_s(task, task.attempts))
+            return
+        outcome = Outcome(
+            OutcomeState.DEAD_LETTERED if error.retryable else OutcomeState.FAILED, finish_s, error=error,
+            dispatch_s=lease.dispatch_s, start_s=start_s, worker_id=worker.worker_id, device_id=worker.info.device_id,
+        )  # fmt: skip
+        self._ledger.settle(task, outcome)
+
+    def lost(self, lease: Lease, message: str, now: float) -> None:
+        """A released lease is not charged: another try costs nothing, but there is an end to it."""
+        task, worker = lease.task, lease.worker
+        if task.attempts == lease.attempt:
+            task.attempts -= 1
+        extra = task.more()
+        extra.losses += 1
+        if extra.losses <= LOSSES_MAX:
+            self._requeue(task, now, 0.0 if extra.losses == 1 else self._backoff_s(task, extra.losses - 1))
+            return
+        error = TaskError("WorkerLost", f"{message}; so ended {extra.losses} leases of this task")
+        outcome = Outcome(
+            OutcomeState.DEAD_LETTERED, now, error=error,
+            dispatch_s=lease.dispatch_s, worker_id=worker.worker_id, device_id=worker.info.device_id,
+        )  # fmt: skip
+        self._ledger.settle(task, outcome)
+
+    def take_back(self, lease: Lease, error: TaskError | None, now: float) -> None:
+        """Takes a lease from its worker, which is told. With an error the attempt counts."""
+        self._withdraw(lease, "taken back by the master")
+        self._ledger.counters.requeued += 1
+        if error is not None:
+            self.failed(lease, error, 0.0, now, now)
+        else:
+            self.lost(lease, f"worker {lease.worker.worker_id} lost or gave up the lease", now)
+
+    def take_back_all(self, worker: Worker, now: float) -> None:
+        """The deadline of the worker's drain has come."""
+        for lease in sorted(worker.leases.values(), key=lambda x: -x.task.task_id):
+            self.take_back(lease, None, now)
+
+    def _withdraw(self, lease: Lease, why: str) -> None:
+        worker = lease.worker
+        del worker.leases[lease.lease_id]
+        self._ledger.release(lease)
+        self._ledger.fleet.touch(worker)
+        self._ledger.out.append(ev.Revoke(worker.session, [lease.lease_id], why))
+
+    # --- tasks that end by no report ---------------------------------------------------------------------------------
+
+    def end(self, task: Task, state: OutcomeState, error: TaskError, now: float) -> None:
+        """Settles a task wherever it is."""
+        outcome = Outcome(state, now, error=error)
+        lease = task.lease
+        if lease is not None:
+            outcome.dispatch_s = lease.dispatch_s
+            outcome.worker_id, outcome.device_id = lease.worker.worker_id, lease.worker.info.device_id
+        self.leave(task, error.message)
+        self._ledger.settle(task, outcome)
+
+    def leave(self, task: Task, why: str) -> None:
+        """Takes a task from its worker, which is told, or from its lane."""
+        if task.lease is not None:
+            self._withdraw(task.lease, why)
+        elif task.waiting:
+            self._ledger.lanes.leave(self._ledger.lane_for(task), task)
+
+    def due(self, task: Task, what: Due, now: float) -> None:
+        """An instant of an unsettled task has come."""
+        if what is Due.DEADLINE:
+            error = TaskError("DeadlineExceeded", "the deadline passed before the task ended", retryable=False)
+            self.end(task, OutcomeState.EXPIRED, error, now)
+        elif what is Due.RUN_TIMEOUT:
+            self._run_timeout(task, now)
+        elif self._ledger.held(now):
+            # It may be with a worker that is still to come back.
+            self._ledger.expiries.at(self._ledger.hold_until_s, task, what)
+        elif task.attempts == 0:
+            error = TaskError("QueueTimeout", "no worker took the task within its queue_timeout", retryable=False)
+            self.end(task, OutcomeState.EXPIRED, error, now)
+
+    def _run_timeout(self, task: Task, now: float) -> None:
+        """Should the worker fail to end an attempt that runs too long, the master takes the lease back itself. The
+        clock starts when the lease is known to run: before, it may wait in the window behind others.
+        """
+        lease, timeout_s = task.lease, task.spec.run_timeout_s
+        if lease is None or timeout_s is None:
+            return
+        allowed_s = timeout_s + RUN_GRACE_S
+        due_s = lease.run_s + allowed_s if lease.running else now + allowed_s
+        if now < due_s:
+            self._ledger.expiries.at(due_s, task, Due.RUN_TIMEOUT)
+            return
+        self.take_back(lease, TaskError("RunTimeout", "the attempt ran too long and its worker did not end it"), now)
+
+    # --- back to the queue -------------------------------------------------------------------------------------------
+
+    def _backoff_s(self, task: Task, tries: int) -> float:
+        """Doubles with each try, jittered by up to half, so that tasks that failed together don't return together."""
+        spec = task.spec
+        pause_s = min(spec.backoff_initial_s * 2.0 ** max(0, tries - 1), spec.backoff_max_s)
+        return pause_s * (1.0 - 0.5 * self._random())
+
+    def _requeue(self, task: Task, now: float, after_s: float) -> None:
+        """Puts a released task back into its lane, now or after a pause."""
+        ledger = self._ledger
+        if after_s <= 0.0:
+            ledger.lanes.put_back(ledger.lane_for(task), task)
+            return
+        not_before_s = task.more().not_before_s = now + after_s
+
+        def due(_now: float) -> None:
+            extra = task.extra
+            assert extra is not None, "a task that paused has one"
+            if task.outcome is None and task.lease is None and extra.not_before_s == not_before_s:
+                extra.not_before_s = 0.0
+                ledger.lanes.put_back(ledger.lane_for(task), task)
+
+        ledger.timers.at(not_before_s, due)

@@ -1,0 +1,231 @@
+"""What there is, and the accounts of it: tasks, queues, leases, and what the event at hand has brought about.
+
+Every task is in exactly one account: queued (in its lane, or waiting out a pause), leased, or settled. The methods
+here move a task from one account to the next and nothing else does, so the sums can't drift.
+
+A settled task stays until the journal has its outcome; after that the journal answers for it. Ephemeral ones stay for
+their time to live, within a limit of bytes.
+"""
+
+from collections import deque
+from dataclasses import dataclass
+
+from multigpu_master.core import events as ev
+from multigpu_master.core.fleet import Fleet
+from multigpu_master.core.lanes import Lane, Lanes, partition_of
+from multigpu_master.core.model import Lease, Outcome, OutcomeState, Queue, Task, Worker
+from multigpu_master.core.placement import Placement
+from multigpu_master.core.timers import Due, Expiries, Timers
+from multigpu_master.strategies.base import Strategy
+
+# How long after an attempt's run_timeout the master waits for the worker to have ended it.
+RUN_GRACE_S = 10.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What the core holds at most. Times in seconds."""
+
+    tasks_max: int = 10_000_000  # unsettled
+    bytes_max: int = 4 << 30  # payloads of unsettled tasks
+    ephemeral_bytes_max: int = 256 << 20  # results of settled ephemeral tasks
+    session_timeout_s: float = 5.0
+    memory_threshold: float = 0.8
+    retry_delay_s: float = 1.0  # what a client past a limit is told to wait
+
+
+@dataclass(slots=True)
+class Counters:
+    """Since the master started."""
+
+    submitted: int = 0
+    succeeded: int = 0
+    failed: int = 0
+    cancelled: int = 0
+    expired: int = 0
+    dead_lettered: int = 0
+    requeued: int = 0
+    stale_reports: int = 0
+
+
+class Ledger:
+    """See the module. The rooms of the core (attempts, sessions, operators, dispatch) work on one of these."""
+
+    def __init__(self, strategies: dict[str, Strategy], limits: Limits, first_id: int, strategy: str) -> None:
+        self.limits = limits
+        self.strategies = strategies
+        self.strategy = strategy
+        self.tasks: dict[int, Task] = {}
+        self.requests: dict[str, Task] = {}
+        self.queues: dict[str, Queue] = {}
+        self.lanes = Lanes()
+        self.fleet = Fleet(limits.memory_threshold)
+        self.placement = Placement(self.fleet)
+        self.counters = Counters()
+        self.unsettled = 0
+        self.unsettled_bytes = 0
+        self.leased = 0
+        self.next_id = first_id  # of tasks and of leases
+        self.hold_until_s = 0.0
+        self.expected: dict[str, None] = {}  # workers awaited after a restart
+        self.timers = Timers()
+        self.expiries = Expiries(self.tasks, self.task_due)
+        # What this event has brought about.
+        self.out: list[ev.Command] = []
+        self.settled: list[Task] = []
+        self.freed: dict[Worker, None] = {}  # workers that may have room now
+        self.retry_all = False  # whatever is parked may have a chance now
+        self._ephemeral: deque[Task] = deque()  # settled ephemeral tasks, in order of settling
+        self._ephemeral_bytes = 0
+        self._ephemeral_armed = False
+
+    def task_due(self, task: Task, what: Due, now: float) -> None:
+        """An instant of an unsettled task has come."""
+        raise NotImplementedError
+
+    def held(self, now: float) -> bool:
+        """Whether nothing is dispatched yet, because workers that outlived the last master are awaited."""
+        return now < self.hold_until_s
+
+    def strategy_of(self, queue: Queue) -> Strategy:
+        """The strategy that decides for a queue's tasks."""
+        return self.strategies[queue.strategy or self.strategy]
+
+    def queue(self, name: str) -> Queue:
+        """The queue of that name, made if it is new."""
+        queue = self.queues.get(name)
+        if queue is None:
+            queue = self.queues[name] = Queue(name)
+        return queue
+
+    def prune_queues(self) -> bool:
+        """Forgets the queues that are empty and have no rules of their own; whether there were any."""
+        idle = [q for q in self.queues.values() if q == Queue(q.name)]
+        for queue in idle:
+            del self.queues[queue.name]
+        self.lanes.forget_queues(idle)
+        return bool(idle)
+
+    def lane_for(self, task: Task) -> Lane:
+        """The lane a task stands in, or would."""
+        return self.lanes.lane_of(self.queue(task.spec.queue), task.spec, partition_of(task.partition_key))
+
+    # --- from account to account -------------------------------------------------------------------------------------
+
+    def enter(self, task: Task, lane: Lane) -> None:
+        """Makes a task one of ours, queued."""
+        self.tasks[task.task_id] = task
+        if task.request_id:
+            self.requests[task.request_id] = task
+        queue, size = lane.queue, len(task.payload)
+        self.unsettled += 1
+        self.unsettled_bytes += size
+        queue.queued += 1
+        queue.queued_bytes += size
+        self.lanes.add(lane, task)
+        spec = task.spec
+        if spec.deadline_s is not None:
+            self.expiries.at(spec.deadline_s, task, Due.DEADLINE)
+        if spec.queue_timeout_s is not None:
+            self.expiries.at(task.submit_s + spec.queue_timeout_s, task, Due.QUEUE_TIMEOUT)
+
+    def book(self, lease: Lease, now: float) -> None:
+        """From queued to leased. The task has left its lane."""
+        task = lease.task
+        self.fleet.grant(lease.worker, lease, now)
+        queue, size = self.queues[task.spec.queue], len(task.payload)
+        queue.queued -= 1
+        queue.queued_bytes -= size
+        queue.leased += 1
+        queue.leased_bytes += size
+        self.leased += 1
+        if task.spec.run_timeout_s is not None:
+            self.expiries.at(now + task.spec.run_timeout_s + RUN_GRACE_S, task, Due.RUN_TIMEOUT)
+
+    def release(self, lease: Lease) -> None:
+        """From leased to queued. The lease is off its worker's dict already; where the task waits is the caller's
+        business.
+        """
+        task = lease.task
+        self.fleet.release(lease)
+        queue, size = self.queues[task.spec.queue], len(task.payload)
+        queue.leased -= 1
+        queue.leased_bytes -= size
+        queue.queued += 1
+        queue.queued_bytes += size
+        self.leased -= 1
+        self.freed[lease.worker] = None
+
+    def settle(self, task: Task, outcome: Outcome) -> None:
+        """From queued, and in no lane, to settled: its end."""
+        self.close(task, outcome)
+        counters = self.counters
+        match outcome.state:
+            case OutcomeState.SUCCEEDED:
+                counters.succeeded += 1
+            case OutcomeState.FAILED:
+                counters.failed += 1
+            case OutcomeState.CANCELLED:
+                counters.cancelled += 1
+            case OutcomeState.EXPIRED:
+                counters.expired += 1
+            case OutcomeState.DEAD_LETTERED:
+                counters.dead_lettered += 1
+        self.settled.append(task)
+        if not task.spec.durable:
+            self._keep_ephemeral(task, outcome)
+
+    def close(self, task: Task, outcome: Outcome) -> None:
+        """From queued, and in no lane, out of every account."""
+        assert task.outcome is None, "a task is settled once"
+        assert task.lease is None, "a leased task is released first"
+        task.outcome = outcome
+        queue, size = self.queues[task.spec.queue], len(task.payload)
+        queue.queued -= 1
+        queue.queued_bytes -= size
+        self.unsettled -= 1
+        self.unsettled_bytes -= size
+
+    def drop(self, task: Task) -> None:
+        """Forgets a settled task."""
+        self.tasks.pop(task.task_id, None)
+        if self.requests.get(task.request_id) is task:
+            del self.requests[task.request_id]
+
+    # --- settled ephemeral tasks -------------------------------------------------------------------------------------
+
+    def _keep_ephemeral(self, task: Task, outcome: Outcome) -> None:
+        """Keeps the outcome for its time to live, as far as there is room."""
+        if outcome.state is not OutcomeState.DEAD_LETTERED:
+            task.payload = b""
+        self._ephemeral.append(task)
+        self._ephemeral_bytes += _outcome_bytes(task)
+        while self._ephemeral_bytes > self.limits.ephemeral_bytes_max:
+            self._drop_ephemeral()
+        if self._ephemeral and not self._ephemeral_armed:
+            self._ephemeral_armed = True
+            self.timers.at(_expire_s(self._ephemeral[0]), self._expire_ephemeral)
+
+    def _expire_ephemeral(self, now: float) -> None:
+        while self._ephemeral and _expire_s(self._ephemeral[0]) <= now:
+            self._drop_ephemeral()
+        self._ephemeral_armed = bool(self._ephemeral)
+        if self._ephemeral:
+            self.timers.at(_expire_s(self._ephemeral[0]), self._expire_ephemeral)
+
+    def _drop_ephemeral(self) -> None:
+        task = self._ephemeral.popleft()
+        self._ephemeral_bytes -= _outcome_bytes(task)
+        self.drop(task)
+
+
+def _expire_s(task: Task) -> float:
+    assert task.outcome is not None, "only settled tasks are kept"
+    return task.outcome.finish_s + task.spec.result_ttl_s
+
+
+def _outcome_bytes(task: Task) -> int:
+    """What a settled ephemeral task takes, about."""
+    assert task.outcome is not None, "it is settled"
+    partials = task.extra.partials_bytes if task.extra is not None else 0
+    return len(task.outcome.result) + len(task.payload) + partials + 512

@@ -1,0 +1,88 @@
+"""The operators' events: cordon, drain, forget, strategies, queues."""
+
+from multigpu_master.core import events as ev
+from multigpu_master.core.attempts import Attempts
+from multigpu_master.core.ledger import Ledger
+from multigpu_master.core.model import Worker
+
+
+class Operators:
+    """See the module. Names are checked before they come here."""
+
+    def __init__(self, ledger: Ledger, attempts: Attempts) -> None:
+        self._ledger = ledger
+        self._attempts = attempts
+
+    # --- workers -----------------------------------------------------------------------------------------------------
+
+    def register(self, event: ev.RegisterWorker, now: float) -> None:
+        worker = self._ledger.fleet.register(event.info)
+        worker.cordoned, worker.cordon_reason = event.cordoned, event.cordon_reason
+        worker.heard_s = now
+        if event.expected:
+            self._ledger.expected[worker.worker_id] = None
+
+    def cordon(self, event: ev.Cordon, now: float) -> None:
+        worker = self._ledger.fleet.workers[event.worker_id]
+        worker.cordoned, worker.cordon_reason = True, event.reason
+        self._changed(worker)
+
+    def uncordon(self, event: ev.Uncordon, now: float) -> None:
+        worker = self._ledger.fleet.workers[event.worker_id]
+        if worker.draining and worker.session:
+            self._ledger.out.append(ev.Desire(worker.session, draining=False))
+        worker.cordoned, worker.cordon_reason = False, ""
+        worker.draining, worker.drain_deadline_s = False, None
+        self._changed(worker)
+
+    def drain(self, event: ev.Drain, now: float) -> None:
+        worker, deadline_s = self._ledger.fleet.workers[event.worker_id], event.deadline_s
+        worker.cordoned, worker.draining, worker.drain_deadline_s = True, True, deadline_s
+        worker.cordon_reason = "drained"
+        if worker.session:
+            self._ledger.out.append(ev.Desire(worker.session, draining=True, drain_deadline_s=deadline_s))
+
+        def end(now: float) -> None:
+            # A later drain, or an uncordon, has overruled this one.
+            if worker.draining and worker.drain_deadline_s == deadline_s:
+                self._attempts.take_back_all(worker, now)
+
+        if deadline_s is not None:
+            self._ledger.timers.at(deadline_s, end)
+        self._changed(worker)
+
+    def forget(self, event: ev.Forget, now: float) -> None:
+        ledger = self._ledger
+        worker = ledger.fleet.workers[event.worker_id]
+        assert not worker.session, "a connected worker is not forgotten"
+        ledger.fleet.forget(worker)
+        if ledger.expected.pop(event.worker_id, event) is None and not ledger.expected:
+            ledger.hold_until_s = min(ledger.hold_until_s, now)
+        ledger.out.append(ev.WorkerChanged(worker, remember=True, gone=True))
+
+    def _changed(self, worker: Worker) -> None:
+        self._ledger.fleet.members_changed(worker)
+        self._ledger.retry_all = True
+        self._ledger.out.append(ev.WorkerChanged(worker, remember=True))
+
+    # --- rules -------------------------------------------------------------------------------------------------------
+
+    def set_strategy(self, event: ev.SetStrategy, now: float) -> None:
+        ledger = self._ledger
+        assert not event.name or event.name in ledger.strategies, "names are checked before they come here"
+        if event.queue:
+            ledger.queue(event.queue).strategy = event.name
+        else:
+            assert event.name, "the fleet has a strategy"
+            ledger.strategy = event.name
+        ledger.retry_all = True
+
+    def configure_queue(self, event: ev.ConfigureQueue, now: float) -> None:
+        queue = self._ledger.queue(event.queue)
+        if event.paused is not None:
+            queue.paused = event.paused
+        if event.tasks_max is not None:
+            queue.tasks_max = event.tasks_max
+        if event.bytes_max is not None:
+            queue.bytes_max = event.bytes_max
+        self._ledger.retry_all = True

@@ -1,0 +1,221 @@
+"""The workers' events: sessions that begin, speak, fall silent and end.
+
+A report counts only if its session's worker holds that lease (`worker.leases.pop`). That is the one fence: whatever
+takes a task away from a worker takes the lease out of that dict, and a late word finds nothing.
+"""
+
+from multigpu_master.core import events as ev
+from multigpu_master.core.attempts import Attempts
+from multigpu_master.core.ledger import Ledger
+from multigpu_master.core.model import Lease, Outcome, OutcomeState, ReportState, Task, TaskError, Worker
+
+PARTIALS_BYTES_MAX = 16 << 20
+# A timer that fires later than this shows that the master itself was away: what workers said meanwhile is still unread.
+LATE_S = 1.0
+
+
+class Sessions:
+    """See the module."""
+
+    def __init__(self, ledger: Ledger, attempts: Attempts) -> None:
+        self._ledger = ledger
+        self._attempts = attempts
+
+    # --- a session begins --------------------------------------------------------------------------------------------
+
+    def hello(self, event: ev.Hello, now: float) -> None:
+        ledger, fleet = self._ledger, self._ledger.fleet
+        worker = fleet.workers.get(event.info.worker_id)
+        if worker is not None and worker.session:
+            ledger.out.append(ev.EndSession(worker.session, "the worker began another session"))
+            for held in event.leases:
+                lease = worker.leases.pop(held.lease_id, None)
+                if lease is not None:
+                    ledger.release(lease)  # and adopted again below: nothing was lost
+            self._lose(worker, now)
+        worker = fleet.register(event.info)
+        fleet.new_session(worker, event.session, now)
+        adopted = [h.lease_id for h in event.leases if self._adopt(worker, h, now)]
+        revoked = [h.lease_id for h in event.leases if h.lease_id not in worker.leases]
+        ledger.out.append(ev.Welcome(event.session, adopted))
+        if revoked:
+            ledger.out.append(ev.Revoke(event.session, revoked, "the lease no longer counts"))
+        if worker.draining:
+            ledger.out.append(ev.Desire(event.session, draining=True, drain_deadline_s=worker.drain_deadline_s))
+            if worker.drain_deadline_s is not None and worker.drain_deadline_s <= now:
+                self._attempts.take_back_all(worker, now)
+        self._watch_silence(worker, now + ledger.limits.session_timeout_s)
+        ledger.expected.pop(worker.worker_id, None)
+        if not ledger.expected:
+            ledger.hold_until_s = min(ledger.hold_until_s, now)
+        ledger.retry_all = True
+        ledger.out.append(ev.WorkerChanged(worker, remember=True))
+
+    def _adopt(self, worker: Worker, held: ev.HeldLease, now: float) -> bool:
+        """Takes back a lease of an earlier session, if its task still waits for one."""
+        ledger = self._ledger
+        task = ledger.tasks.get(held.task_id)
+        if task is None or task.outcome is not None or task.lease is not None or held.lease_id in worker.leases:
+            return False
+        extra = task.extra
+        if task.in_lane and task.waiting:
+            ledger.lanes.leave(ledger.lane_for(task), task)
+        if extra is not None:
+            extra.not_before_s = 0.0
+            extra.losses = max(0, extra.losses - 1)  # it was not lost after all
+        task.attempts = max(task.attempts, held.attempt)
+        lease = Lease(held.lease_id, task, worker, held.attempt, now, 0, 0.0)
+        ledger.book(lease, now)
+        self._observe(lease, held, now)
+        return True
+
+    def _observe(self, lease: Lease, held: ev.HeldLease, now: float) -> None:
+        if held.running and not lease.running:
+            lease.run_s = now
+        lease.running = held.running
+        lease.fraction, lease.steps, lease.note = held.fraction, held.steps, held.note
+        if held.checkpoint:
+            lease.task.more().checkpoint = held.checkpoint
+
+    # --- it speaks ---------------------------------------------------------------------------------------------------
+
+    def heartbeat(self, event: ev.Heartbeat, now: float) -> None:
+        ledger = self._ledger
+        worker = ledger.fleet.sessions.get(event.session)
+        if worker is None:
+            return
+        worker.heard_s = now
+        worker.telemetry = event.telemetry
+        if event.resident_models != worker.resident_models or event.stopping != worker.stopping:
+            worker.resident_models = event.resident_models
+            worker.stopping = event.stopping
+            ledger.fleet.members_changed(worker)
+        ledger.fleet.touch(worker)
+        ledger.freed[worker] = None
+        held: dict[int, None] = {}
+        unknown = []
+        for h in event.leases:
+            lease = worker.leases.get(h.lease_id)
+            if lease is None:
+                unknown.append(h.lease_id)
+            else:
+                held[h.lease_id] = None
+                self._observe(lease, h, now)
+        if unknown:
+            ledger.out.append(ev.Revoke(event.session, unknown, "the lease no longer counts"))
+        if len(worker.leases) > len(held):
+            gone = [x for x in worker.leases.values() if x.lease_id not in held and x.frame <= event.last_frame]
+            for lease in reversed(gone):
+                self._attempts.take_back(lease, None, now)
+        ledger.out.append(ev.WorkerChanged(worker))
+
+    def reports(self, event: ev.Reports, now: float) -> None:
+        ledger = self._ledger
+        worker = ledger.fleet.sessions.get(event.session)
+        if worker is None:
+            ledger.counters.stale_reports += len(event.reports)
+            return
+        worker.heard_s = now
+        finish_s = event.finish_s or now
+        start_s = event.start_s
+        worker_id, device_id = worker.info.worker_id, worker.info.device_id
+        finished, succeeded, units = 0, 0, 0
+        key = None
+        for report in event.reports:
+            lease = worker.leases.pop(report.lease_id, None)
+            if lease is None:
+                ledger.counters.stale_reports += 1
+                continue
+            task = lease.task
+            ledger.release(lease)
+            if report.state is ReportState.RETURNED:
+                self._attempts.lost(lease, f"worker {worker_id} returned the task", now)
+                continue
+            finished += 1
+            if report.state is ReportState.SUCCEEDED:
+                succeeded += 1
+                units += task.units
+                key = key or (task.spec.kind, task.spec.model)
+                outcome = Outcome(
+                    OutcomeState.SUCCEEDED, finish_s, report.result, report.content_type, None,
+                    lease.dispatch_s, start_s, worker_id, device_id,
+                )  # fmt: skip
+                ledger.settle(task, outcome)
+            else:
+                error = report.error or TaskError("Unknown", "the worker gave no reason")
+                self._attempts.failed(lease, error, start_s, finish_s, now)
+        worker.succeeded += succeeded
+        worker.failed += finished - succeeded
+        ledger.fleet.paced(worker, now, finished)
+        if key is not None and start_s and event.finish_s > start_s:
+            ledger.fleet.learned(worker, key, succeeded, units, event.finish_s - start_s)
+        ledger.fleet.touch(worker)
+
+    def partials(self, event: ev.Partials, now: float) -> None:
+        ledger = self._ledger
+        worker = ledger.fleet.sessions.get(event.session)
+        if worker is None:
+            return
+        worker.heard_s = now
+        fresh: dict[Task, ev.Forward] = {}
+        for partial in event.partials:
+            lease = worker.leases.get(partial.lease_id)
+            if lease is None:
+                continue
+            task = lease.task
+            extra = task.more()
+            if partial.index != len(extra.partials):
+                continue  # repeated after a reconnect
+            if extra.partials_bytes + len(partial.data) > PARTIALS_BYTES_MAX:
+                message = f"partial outputs exceed {PARTIALS_BYTES_MAX} bytes"
+                self._attempts.take_back(lease, TaskError("ResultTooLarge", message, retryable=False), now)
+                continue
+            extra.partials_bytes += len(partial.data)
+            extra.partials.append(partial.data)
+            if task.streams:
+                fresh.setdefault(task, ev.Forward(task)).partials.append((partial.index, partial.data))
+        ledger.out.extend(fresh.values())
+
+    # --- it ends -----------------------------------------------------------------------------------------------------
+
+    def closed(self, event: ev.SessionClosed, now: float) -> None:
+        worker = self._ledger.fleet.sessions.get(event.session)
+        if worker is not None:
+            self._lose(worker, now)
+
+    def _lose(self, worker: Worker, now: float) -> None:
+        """The master stopped hearing a worker: its tasks go back to the queue at once, the youngest first, so that
+        each of them finds its place at the front.
+        """
+        ledger = self._ledger
+        leases = sorted(worker.leases.values(), key=lambda x: -x.task.task_id)
+        worker.leases.clear()
+        for lease in leases:
+            ledger.release(lease)
+        ledger.fleet.close_session(worker)
+        worker.heard_s = now
+        ledger.counters.requeued += len(leases)
+        for lease in leases:
+            if lease.running:
+                message = f"worker {worker.worker_id} was lost while it ran the task"
+                self._attempts.failed(lease, TaskError("WorkerLost", message), 0.0, now, now)
+            else:
+                self._attempts.lost(lease, f"worker {worker.worker_id} was lost", now)
+        ledger.out.append(ev.WorkerChanged(worker, remember=True))
+
+    def _watch_silence(self, worker: Worker, due_s: float) -> None:
+        session = worker.session
+
+        def check(now: float) -> None:
+            if worker.session != session:
+                return
+            silent_at_s = worker.heard_s + self._ledger.limits.session_timeout_s
+            if now > due_s + LATE_S:
+                silent_at_s = max(silent_at_s, now + LATE_S)
+            if now < silent_at_s:
+                self._watch_silence(worker, silent_at_s)
+                return
+            self._ledger.out.append(ev.EndSession(session, f"nothing heard for {now - worker.heard_s:.1f} s"))
+            self._lose(worker, now)
+
+        self._ledger.timers.at(due_s, check)
