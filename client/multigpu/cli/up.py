@@ -8,7 +8,6 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +27,8 @@ CPU_WORKERS_DEFAULT = 2
 WORKERS_STOP_SHARE = 0.7
 DRAIN_SHARE = 0.6
 READY_PROBE = "ready"
+# Two signals closer together than this are one wish: `timeout`, for one, sends each to the process and to its group.
+IMPATIENCE_S = 0.3
 # Exit codes of mgpu-master: wrong settings; a journal that it refuses.
 MASTER_REFUSALS = frozenset({2, 3})
 # Exit codes of mgpu-worker: wrong settings; an engine that can't start; a master of another protocol version.
@@ -248,14 +249,17 @@ def write_all(fd: int, text: str) -> None:
 
 
 def ask_to_stop_on_signals(supervisor: Supervisor) -> None:
-    """The first signal asks for an orderly stop, the second ends everything."""
+    """The first signal asks for an orderly stop, a later one ends everything."""
     loop = asyncio.get_running_loop()
+    impatient_after = 0.0
 
     def stop() -> None:
-        if supervisor.stop_asked.is_set():
+        nonlocal impatient_after
+        if not supervisor.stop_asked.is_set():
+            supervisor.stop_asked.set()
+            impatient_after = loop.time() + IMPATIENCE_S
+        elif loop.time() >= impatient_after:
             supervisor.kill_all()
-        supervisor.stop_asked.set()
 
-    stops: Sequence[int] = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    for number in stops:
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         loop.add_signal_handler(number, stop)
