@@ -15,7 +15,7 @@ import grpc
 import grpc.aio
 
 from multigpu import errors
-from multigpu.v1 import task_service_pb2_grpc
+from multigpu.v1 import task_service_pb2, task_service_pb2_grpc
 
 MESSAGE_BYTES_MAX = 64 << 20
 _OPTIONS = (
@@ -82,6 +82,17 @@ class Connection:
             raise errors.ClientClosedError("this AsyncClient belongs to another event loop; make one for each loop")
         return self._stub
 
+    def open_run(self) -> Any:
+        """A new Run stream. What is read from it comes as (RunResponse, bytes of its frame)."""
+        assert self.stub is not None
+        assert self._channel is not None
+        multicallable = self._channel.stream_stream(
+            "/multigpu.v1.TaskService/Run",
+            request_serializer=task_service_pb2.RunRequest.SerializeToString,
+            response_deserializer=_sized_response,
+        )
+        return multicallable()
+
     async def ready(self, timeout_s: float | None) -> bool:
         """Waits until the channel is connected. False: not in time."""
         channel = self._channel
@@ -134,6 +145,11 @@ class Connection:
         if self._channel is not None:
             await self._channel.close()
             self._channel = None
+
+
+def _sized_response(frame: bytes) -> tuple[task_service_pb2.RunResponse, int]:
+    # A message can tell its size only by serialising itself again.
+    return task_service_pb2.RunResponse.FromString(frame), len(frame)
 
 
 def current_traceparent() -> str:

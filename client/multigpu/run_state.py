@@ -157,8 +157,8 @@ class RunState:
             nbytes += call.nbytes
         return frame if tasks or frame.cancel_request_ids else None
 
-    def receive(self, response: task_service_pb2.RunResponse) -> dict[float, list[Call]]:
-        """Settles what a frame answers. Returns the calls to `retry`, by the delay in seconds that the master asks for.
+    def receive(self, response: task_service_pb2.RunResponse, nbytes: int) -> dict[float, list[Call]]:
+        """Settles what a frame of `nbytes` answers. Returns the calls to `retry`, by the delay in seconds that the master asks for.
 
         Acceptances need no note: calls go by request_id all their life, and outcomes carry the task_id.
         """
@@ -169,12 +169,12 @@ class RunState:
                 call.partials_received += 1
                 call.receive_partial(output.data)
         if response.outcomes:
-            self._settle_outcomes(response)
+            self._settle_outcomes(response, nbytes)
         return self._settle_rejections(response) if response.rejected else {}
 
-    def _settle_outcomes(self, response: task_service_pb2.RunResponse) -> None:
+    def _settle_outcomes(self, response: task_service_pb2.RunResponse, response_bytes: int) -> None:
         outcomes = response.outcomes
-        frame_bytes = response.ByteSize() // len(outcomes)
+        frame_bytes = response_bytes // len(outcomes)
         take = self._unsettled.pop
         joined = self._joined
         tasks = nbytes = 0

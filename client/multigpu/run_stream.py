@@ -135,15 +135,15 @@ class RunStream:
 
     async def _live_through_a_stream(self) -> tuple[grpc.StatusCode, str]:
         """Opens a stream, serves it until it ends, and says how it ended."""
-        stream = self._connection.stub.Run()
+        stream = self._connection.open_run()
         self._state.stream_opened()
         writer = asyncio.get_running_loop().create_task(self._write(stream), name="multigpu run stream writer")
         try:
             while True:
-                response = await stream.read()
-                if response is grpc.aio.EOF:
+                frame = await stream.read()
+                if frame is grpc.aio.EOF:
                     break
-                self._received(response)
+                self._received(*frame)
         except grpc.aio.AioRpcError:
             pass  # the status says it
         finally:
@@ -163,12 +163,12 @@ class RunStream:
             except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
                 return  # the stream is over: the reader sees why
 
-    def _received(self, response: task_service_pb2.RunResponse) -> None:
+    def _received(self, response: task_service_pb2.RunResponse, nbytes: int) -> None:
         if self._failures:
             log.info("the stream to the master at %s is back", self._connection.master)
         self._reached = True
         self._failures = 0
-        later = self._state.receive(response)
+        later = self._state.receive(response, nbytes)
         if self._confirmed is not None and not self._state.cancelling:
             if not self._confirmed.done():
                 self._confirmed.set_result(None)

@@ -1,19 +1,19 @@
 """ScriptedMaster: a TaskService that does what a test tells it, over real gRPC. It schedules nothing and runs nothing.
 
-It answers each task by a function of the test's, and keeps what it was asked: every input, in order. Its outcomes outlive
-its streams and its restarts, as a master's do, so that a client that comes back is answered and not run again.
+It answers each task by a function of the test's, and keeps what it was asked: every input, in order. Its outcomes
+outlive its streams and its restarts, as a master's do, so that a client that comes back is answered and not run again.
 """
+# ruff: noqa: N802  gRPC names the methods
 
 import asyncio
 import json
 import threading
 from collections import Counter, deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 import grpc
 import grpc.aio
-
 from multigpu.v1 import task_pb2, task_service_pb2, task_service_pb2_grpc
 
 OPTIONS = (
@@ -23,10 +23,13 @@ OPTIONS = (
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.so_reuseport", 0),
 )
-Answer = Callable[[task_pb2.TaskSpec, task_pb2.TaskInput], "task_pb2.Outcome | task_service_pb2.Rejection | None"]
+Spec = task_pb2.TaskSpec
+Task = task_pb2.TaskInput
+Reply = task_pb2.Outcome | task_service_pb2.Rejection | None
+Answer = Callable[[Spec, Task], Reply]
 
 
-def echo(spec: task_pb2.TaskSpec, task: task_pb2.TaskInput) -> task_pb2.Outcome:
+def echo(spec: Spec, task: Task) -> task_pb2.Outcome:
     return task_pb2.Outcome(
         state=task_pb2.OUTCOME_STATE_SUCCEEDED, result=task.payload, content_type=spec.content_type, attempts=1
     )
@@ -43,7 +46,8 @@ class ScriptedMaster(task_service_pb2_grpc.TaskServiceServicer):
         self.breaks_after: deque[int] = deque()  # end each stream after so many outcomes
         self.reversed = False
         self.partials: dict[bytes, list[bytes]] = {}  # payload -> what it yields
-        self.break_before_cancel = False
+        self.stream_status = grpc.StatusCode.OK  # else: ends every stream at once
+        self.keep_inputs = True
         # What the test reads.
         self.inputs: list[task_pb2.TaskInput] = []
         self.specs: list[task_pb2.TaskSpec] = []
@@ -64,9 +68,9 @@ class ScriptedMaster(task_service_pb2_grpc.TaskServiceServicer):
     def address(self) -> str:
         return f"127.0.0.1:{self.port}"
 
-    async def start(self) -> "ScriptedMaster":
+    async def start(self) -> Self:
         self._server = grpc.aio.server(options=OPTIONS)
-        task_service_pb2_grpc.add_TaskServiceServicer_to_server(self, self._server)
+        task_service_pb2_grpc.add_TaskServiceServicer_to_server(self, self._server)  # type: ignore[no-untyped-call]  # generated
         self.port = self._server.add_insecure_port(f"127.0.0.1:{self.port}")
         await self._server.start()
         return self
@@ -76,8 +80,9 @@ class ScriptedMaster(task_service_pb2_grpc.TaskServiceServicer):
             await self._server.stop(None)
             self._server = None
 
-    async def __aenter__(self) -> "ScriptedMaster":
-        return await self.start()
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
 
     async def __aexit__(self, *_: object) -> None:
         await self.stop()
@@ -85,7 +90,7 @@ class ScriptedMaster(task_service_pb2_grpc.TaskServiceServicer):
     def _task_id(self, request_id: str) -> int:
         return self.tasks.setdefault(request_id, len(self.tasks) + 1)
 
-    def _outcome(self, spec: task_pb2.TaskSpec, task: task_pb2.TaskInput) -> Any:
+    def _outcome(self, spec: Spec, task: Task) -> Reply:
         known = self.outcomes.get(task.request_id)
         if known is not None:
             return known
@@ -94,14 +99,17 @@ class ScriptedMaster(task_service_pb2_grpc.TaskServiceServicer):
             return None
         answer.request_id = task.request_id
         if isinstance(answer, task_pb2.Outcome):
-            answer.task_id = self._task_id(task.request_id)
-            self.outcomes[task.request_id] = answer
-            self.answered[task.request_id] += 1
+            answer.task_id = self._task_id(task.request_id) if self.keep_inputs else 1
+            if self.keep_inputs:
+                self.outcomes[task.request_id] = answer
+                self.answered[task.request_id] += 1
         return answer
 
-    async def Run(self, requests, context):
+    async def Run(self, requests: Any, context: Any) -> Any:
         self.streams += 1
-        waiting: deque[tuple[task_pb2.TaskSpec, task_pb2.TaskInput]] = deque()
+        if self.stream_status is not grpc.StatusCode.OK:
+            await context.abort(self.stream_status, "scripted status")
+        waiting: deque[tuple[Spec, Task]] = deque()
         news = asyncio.Event()
         withdrawn: list[str] = []
 
@@ -110,8 +118,9 @@ class ScriptedMaster(task_service_pb2_grpc.TaskServiceServicer):
                 count = 0
                 for batch in request.batches:
                     for task in batch.inputs:
-                        self.inputs.append(task)
-                        self.specs.append(batch.spec)
+                        if self.keep_inputs:
+                            self.inputs.append(task)
+                            self.specs.append(batch.spec)
                         waiting.append((batch.spec, task))
                         count += 1
                 self.frames.append(count)
@@ -165,7 +174,7 @@ class ScriptedMaster(task_service_pb2_grpc.TaskServiceServicer):
                 answer.partials[:] = yielded
                 response.outcomes.extend([answer] * self.copies)
 
-    async def Submit(self, request, context):
+    async def Submit(self, request: Any, context: Any) -> Any:
         self.submits += 1
         response = task_service_pb2.SubmitResponse()
         for batch in request.batches:
@@ -179,26 +188,26 @@ class ScriptedMaster(task_service_pb2_grpc.TaskServiceServicer):
                     response.results.add(task_id=self._task_id(task.request_id))
         return response
 
-    async def Cancel(self, request, context):
+    async def Cancel(self, request: Any, context: Any) -> Any:
         self.cancelled.extend(request.request_ids)
         return task_service_pb2.CancelResponse(
             cancelled_task_ids=[*request.task_ids, *(self.tasks[i] for i in request.request_ids if i in self.tasks)],
             unknown=[i for i in request.request_ids if i not in self.tasks],
         )
 
-    async def Get(self, request, context):
+    async def Get(self, request: Any, context: Any) -> Any:
         for request_id, task_id in self.tasks.items():
             if request.task_id == task_id or request.request_id == request_id:
                 outcome = self.outcomes.get(request_id)
                 state = task_pb2.TASK_STATE_SETTLED if outcome else task_pb2.TASK_STATE_QUEUED
                 task = task_pb2.Task(task_id=task_id, request_id=request_id, state=state, outcome=outcome)
                 return task_service_pb2.GetResponse(task=task)
-        await context.abort(grpc.StatusCode.NOT_FOUND, "no such task")
+        return await context.abort(grpc.StatusCode.NOT_FOUND, "no such task")
 
-    async def Count(self, request, context):
+    async def Count(self, request: Any, context: Any) -> Any:
         return task_service_pb2.CountResponse(queued=len(self.tasks))
 
-    async def List(self, request, context):
+    async def List(self, request: Any, context: Any) -> Any:
         start = int(request.page_token or 0)
         ids = list(self.tasks.items())[start : start + request.page_size]
         more = start + request.page_size < len(self.tasks)
@@ -207,7 +216,7 @@ class ScriptedMaster(task_service_pb2_grpc.TaskServiceServicer):
             next_page_token=str(start + request.page_size) if more else "",
         )
 
-    async def Watch(self, request, context):
+    async def Watch(self, request: Any, context: Any) -> Any:
         """Sends `watched` in frames of three; a cursor is an index. Breaks after `watch_break_after` outcomes."""
         position = int(request.cursor or 0)
         if position < 0:
