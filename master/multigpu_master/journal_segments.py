@@ -71,7 +71,8 @@ class Segments:
         self._directory = data_dir / _DIRECTORY_NAME
         self._directory.mkdir(mode=0o700, exist_ok=True)
         _sync_directory(data_dir)
-        self._sizes = {int(path.name, 16): path.stat().st_size for path in self._directory.iterdir()}
+        names = "[0-9a-f]" * 8  # and nothing else that somebody may have put there
+        self._sizes = {int(path.name, 16): path.stat().st_size for path in self._directory.glob(names)}
         self._last_number = max(self._sizes, default=0)
         self._payloads, self._bodies = _Appender(), _Appender()
         self._next_checked = 0

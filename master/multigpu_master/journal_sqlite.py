@@ -44,7 +44,8 @@ TRANSACTION_RECORDS = 8192  # a transaction takes no more entries once it has as
 TRANSACTION_BYTES = 16 << 20  # or as many bytes of payloads and bodies
 RETRY_S = 0.5  # between two tries on a full disk
 TICK_S = 1.0  # between two looks at what may be forgotten
-SWEEP_SHARE = 0.25  # of the journal thread's time may go into forgetting while there is other work
+SWEEP_SHARE_BUSY, SWEEP_SHARE_IDLE = 0.2, 0.5  # of the journal thread's time, for forgetting
+SWEEP_AFTER_S = 5.0  # once it is open: the tasks are being recovered
 _PROBE_BYTES = 64 << 10
 _ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)  # rows a statement may have
 _STATEMENT_BYTES = 1 << 20  # SQLite keeps what was last bound to a prepared statement: let it not be too much
@@ -106,6 +107,7 @@ class SqliteJournal(JournalReads):
             self._lock_file.release()
             raise journal_schema.explain(error, self._path) from error
         self._on_commit = on_commit
+        self._sweep_at_s = time.monotonic() + SWEEP_AFTER_S
         self._thread = threading.Thread(target=self._run, name="journal", daemon=True)
         self._thread.start()
         return Recovered(self.recover_tasks(), settings, epoch, last_cursor)
@@ -127,6 +129,7 @@ class SqliteJournal(JournalReads):
                 f"The journal {self._path} could not be closed within {timeout_s:.1f} s: the disk is too slow. It "
                 "stays locked until this process ends; what was acknowledged is safe."
             )
+        self.close_readers()
         self._lock_file.release()
 
     def oldest_cursor(self) -> int:
@@ -183,8 +186,12 @@ class SqliteJournal(JournalReads):
                 first_cursor = self._commit(batch, bytes_total)
             elif self._full is not None:
                 self._probe()
-        except (sqlite3.Error, OSError) as error:
-            self._undo(error, batch)
+        except Exception as error:
+            self._pending.extendleft(reversed(batch))
+            problem = journal_schema.explain(error, self._path)
+            if not isinstance(problem, JournalFullError):
+                raise
+            self._note_full(problem)
             return False
         if self._full is not None:
             self._full = None
@@ -243,12 +250,8 @@ class SqliteJournal(JournalReads):
             statements += [("DELETE FROM dead_letter WHERE task_id = ?", (i,)) for i in entry.deleted_dead_letters]
         return statements, len(settles)
 
-    def _undo(self, error: Exception, batch: Sequence[Entry]) -> None:
-        """After a transaction that failed: for want of room, which may come back; anything else is raised again."""
-        self._pending.extendleft(reversed(batch))
-        problem = journal_schema.explain(error, self._path)
-        if not isinstance(problem, JournalFullError):
-            raise error
+    def _note_full(self, problem: JournalFullError) -> None:
+        """After a transaction that failed for want of room, which may come back."""
         self._segments.abandon()
         if self._writer.in_transaction:
             self._writer.execute("ROLLBACK")
@@ -300,13 +303,12 @@ class SqliteJournal(JournalReads):
                 raise
             more = False  # no room even to forget
         ended = time.monotonic()
-        if not more:
+        if more:
+            share = SWEEP_SHARE_BUSY if busy else SWEEP_SHARE_IDLE
+            self._sweep_at_s = ended + (ended - started) * (1 / share - 1)
+        else:
             self._limit_size()
             self._sweep_at_s = ended + TICK_S
-        elif busy:
-            self._sweep_at_s = ended + (ended - started) / SWEEP_SHARE
-        else:
-            self._sweep_at_s = ended
 
     def _fail(self, error: Exception) -> None:
         """The end: nothing is written any more. The connection stays open, so that closing it does no more harm."""

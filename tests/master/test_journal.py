@@ -313,6 +313,7 @@ def test_reads_go_on_beside_the_writer_in_many_threads(tmp_path: Path) -> None:
 
 def test_outcomes_lose_their_body_and_then_their_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(journal_sqlite, "TICK_S", 0.02)
+    monkeypatch.setattr(journal_sqlite, "SWEEP_AFTER_S", 0.0)
     large = b"x" * LARGE_BYTES
     with opened(tmp_path / "data", dedupe_window_s=10_000) as it:
         it.write(
@@ -355,6 +356,7 @@ def test_outcomes_lose_their_body_and_then_their_row(tmp_path: Path, monkeypatch
 
 def test_the_directory_stays_bounded_under_churn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(journal_sqlite, "TICK_S", 0.02)
+    monkeypatch.setattr(journal_sqlite, "SWEEP_AFTER_S", 0.0)
     rows, rounds, body = 2000, 25, b"x" * 900
     with opened(tmp_path / "data", dedupe_window_s=100) as it:
         sizes = []
@@ -376,6 +378,7 @@ def test_the_directory_stays_bounded_under_churn(tmp_path: Path, monkeypatch: py
 
 def test_segments_without_references_are_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(journal_sqlite, "TICK_S", 0.02)
+    monkeypatch.setattr(journal_sqlite, "SWEEP_AFTER_S", 0.0)
     payload = bytes(8 << 20)
     with opened(tmp_path / "data") as it:
         count = 2 * SEGMENT_BYTES // len(payload) + 1

@@ -293,6 +293,7 @@ def test_a_directory_that_can_not_be_used_is_named(tmp_path: Path) -> None:
 
 def test_over_its_limit_it_refuses_submits_and_keeps_outcomes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(journal_sqlite, "TICK_S", 0.02)
+    monkeypatch.setattr(journal_sqlite, "SWEEP_AFTER_S", 0.0)
     monkeypatch.setattr(journal_sqlite, "RETRY_S", 0.05)
     clock_s = [3000.0]
     with opened(tmp_path / "data", 2 << 20, now=lambda: clock_s[0], dedupe_window_s=10.0) as (journal, commits):
