@@ -71,6 +71,7 @@ def embed(files: tuple[str, ...], output: str | None, address: str, as_json: boo
     lines_by_worker: Counter[str] = Counter()
     with Progress("lines", total, quiet=as_json) as progress, sdk_failures(), sink:
         wait_for_worker(address, KIND, task["model"], timeout_s=wait_s, say=progress.say)
+        progress.begin()
         started_at = time.monotonic()
         dimension = embed_into(sink, paths, address, task, progress, lines_by_worker)
     seconds = time.monotonic() - started_at

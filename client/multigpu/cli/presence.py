@@ -47,5 +47,5 @@ def what_is_missing(master: Master, kind: str, model: str) -> Failure | None:
         return Failure(f"no connected worker serves {kind} with the model {model!r}; there are: {models}")
     kinds = ", ".join(sorted({capability.kind for worker in connected for capability in worker.capabilities}))
     return Failure(
-        f"no connected worker serves {kind!r}; " + (f"they serve: {kinds}" if kinds else "none is connected")
+        f"no connected worker serves {kind!r}; " + (f"they serve: {kinds}" if kinds else "no worker is connected")
     )

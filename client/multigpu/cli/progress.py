@@ -35,6 +35,12 @@ class Progress:
         if self._bar is not None:
             self._bar.stop()
 
+    def begin(self) -> None:
+        """The work begins now, not when the waiting for it did."""
+        self._started_at = self._said_at = time.monotonic()
+        if self._bar is not None:
+            self._bar.reset(self._task)
+
     def add(self, count: int) -> None:
         """So many more are done."""
         self.done += count

