@@ -130,7 +130,13 @@ async def test_each_bad_end_has_its_error(state: Any, error: type[multigpu.TaskE
 
 @pytest.mark.parametrize(
     ("code", "error"),
-    [(3, multigpu.InvalidTaskError), (4, multigpu.InvalidTaskError), (9, multigpu.UnplaceableError), (8, multigpu.ResourceExhaustedError), (14, multigpu.RejectedError)],
+    [
+        (3, multigpu.InvalidTaskError),
+        (4, multigpu.InvalidTaskError),
+        (9, multigpu.UnplaceableError),
+        (8, multigpu.ResourceExhaustedError),
+        (14, multigpu.RejectedError),
+    ],
 )
 async def test_a_rejection_is_an_error(code: int, error: type[multigpu.RejectedError]) -> None:
     def answer(spec: Spec, task: Task) -> Reply:

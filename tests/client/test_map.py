@@ -1,0 +1,358 @@
+"""AsyncClient.map and embed: order, backpressure, and what breaks do to them."""
+
+import asyncio
+import os
+import random
+import subprocess
+import sys
+import textwrap
+from collections.abc import AsyncIterator, Iterator
+from contextlib import aclosing
+
+import multigpu
+import numpy as np
+import pytest
+from multigpu.v1 import embed_pb2, task_pb2, task_service_pb2
+
+from .scripted_master import Reply, ScriptedMaster, Spec, Task, echo, failed
+from .test_run import until
+
+
+def fail_threes(spec: Spec, task: Task) -> Reply:
+    return failed("Three", "three is bad") if task.payload.endswith(b"3") else echo(spec, task)
+
+
+async def test_results_come_in_the_order_of_the_payloads() -> None:
+    async with ScriptedMaster() as master, multigpu.AsyncClient(master.address) as client:
+        master.reversed = True
+        master.outcomes_per_frame = 7
+        assert [value async for value in client.map("echo", range(3000))] == list(range(3000))
+
+
+async def test_as_completed_hands_over_what_is_there() -> None:
+    slow = asyncio.Event()
+
+    def answer(spec: Spec, task: Task) -> Reply:
+        return echo(spec, task) if task.payload != b"0" or slow.is_set() else None
+
+    async with ScriptedMaster(answer) as master, multigpu.AsyncClient(master.address) as client:
+        results = client.map("echo", range(500), ordered=False)
+        first = [await anext(results) for _ in range(499)]
+        assert sorted(first) == list(range(1, 500))
+        slow.set()
+        await master.stop()  # the client comes back and asks for the last one again
+        await master.start()
+        assert [value async for value in results] == [0]
+
+
+@pytest.mark.parametrize("ordered", [True, False])
+@pytest.mark.parametrize("window", [1, 7, 400])
+async def test_no_more_than_the_window_is_pulled_ahead(ordered: bool, window: int) -> None:
+    pulled = 0
+    taken = 0
+    ahead: list[int] = []
+
+    def items() -> Iterator[int]:
+        nonlocal pulled
+        for i in range(2000):
+            pulled += 1
+            ahead.append(pulled - taken)
+            yield i
+
+    async with ScriptedMaster() as master, multigpu.AsyncClient(master.address) as client:
+        master.gate.clear()
+        asyncio.get_running_loop().call_later(0.1, master.gate.set)
+        async for _ in client.map("echo", items(), ordered=ordered, window=window):
+            taken += 1
+        assert taken == 2000
+        assert max(ahead) <= window
+        assert max(ahead) >= min(window, 2000) * 3 // 4  # and the window is used
+
+
+async def test_bytes_bound_what_is_pulled_ahead() -> None:
+    pulled = 0
+
+    def items() -> Iterator[bytes]:
+        nonlocal pulled
+        for _ in range(100):
+            pulled += 1
+            yield bytes(300_000)
+
+    async with ScriptedMaster() as master, multigpu.AsyncClient(master.address, window_bytes=1 << 20) as client:
+        results = client.map("echo", items())
+        await anext(results)
+        await asyncio.sleep(0.2)  # answers pile up unread, and count as the payloads did
+        assert pulled < 12
+        assert len([value async for value in results]) == 99
+
+
+async def test_two_maps_share_the_window() -> None:
+    async with ScriptedMaster() as master, multigpu.AsyncClient(master.address, window_tasks=50) as client:
+
+        async def collect(start: int) -> list[int]:
+            return [value async for value in client.map("echo", range(start, start + 1000))]
+
+        one, two = await asyncio.gather(collect(0), collect(5000))
+        assert one == list(range(1000))
+        assert two == list(range(5000, 6000))
+
+
+@pytest.mark.parametrize("seed", range(8))
+async def test_breaks_twins_and_refusals_leave_no_gap_and_no_repeat(seed: int) -> None:
+    dice = random.Random(seed)
+    refused: set[str] = set()
+
+    def answer(spec: Spec, task: Task) -> Reply:
+        if task.request_id not in refused and dice.random() < 0.05:
+            refused.add(task.request_id)
+            rejection = task_service_pb2.Rejection(code=14, message="not now")
+            rejection.retry_delay.FromMilliseconds(dice.randrange(1, 30))
+            return rejection
+        return echo(spec, task)
+
+    async with ScriptedMaster(answer) as master, multigpu.AsyncClient(master.address) as client:
+        master.breaks_after.extend(dice.randrange(0, 400) for _ in range(8))
+        master.reversed = dice.random() < 0.5
+        master.outcomes_per_frame = dice.choice([1, 10, 100, 1000])
+        master.copies = dice.choice([1, 2])
+        ordered = dice.random() < 0.5
+        got = [value async for value in client.map("echo", range(2000), ordered=ordered, window=300)]
+        assert (got if ordered else sorted(got)) == list(range(2000)), f"seed {seed}"
+        assert set(master.answered.values()) == {1}
+
+
+async def test_an_error_ends_the_map_and_cancels_the_rest() -> None:
+    async with ScriptedMaster(fail_threes) as master, multigpu.AsyncClient(master.address) as client:
+        master.outcomes_per_frame = 1
+        got = []
+        with pytest.raises(multigpu.TaskFailed, match="three is bad"):
+            async for value in client.map("echo", range(100)):
+                got.append(value)
+        assert got == [0, 1, 2]
+        await until(lambda: len(master.cancelled) > 50)
+
+
+async def test_errors_can_take_the_place_of_results() -> None:
+    async with ScriptedMaster(fail_threes) as master, multigpu.AsyncClient(master.address) as client:
+        payloads = [1, 3, object(), 5]
+        got = [value async for value in client.map("echo", payloads, return_exceptions=True)]
+        assert [type(value) for value in got] == [int, multigpu.TaskFailed, multigpu.InvalidTaskError, int]
+        outcomes = [outcome async for outcome in client.map_outcomes("echo", [1, 3])]
+        assert [outcome.succeeded for outcome in outcomes] == [True, False]
+
+
+async def test_a_bad_payload_or_source_ends_the_map() -> None:
+    def broken() -> Iterator[int]:
+        yield 1
+        raise OSError("the disk is gone")
+
+    async with ScriptedMaster() as master, multigpu.AsyncClient(master.address) as client:
+        with pytest.raises(multigpu.InvalidTaskError):
+            [value async for value in client.map("echo", [1, object()])]
+        with pytest.raises(OSError, match="the disk is gone"):
+            [value async for value in client.map("echo", broken())]
+        with pytest.raises(TypeError, match=r"multigpu\.Input"):
+            client.map("echo", [], request_id="one for all")  # type: ignore[call-arg]
+        assert [value async for value in client.map("echo", [])] == []
+
+
+async def test_closing_a_map_early_cancels_what_it_started() -> None:
+    async with ScriptedMaster() as master, multigpu.AsyncClient(master.address) as client:
+        master.outcomes_per_frame = 2
+        async with aclosing(client.map("echo", range(1000), window=200)) as results:
+            assert await anext(results) == 0
+            master.gate.clear()
+        asked = {task.request_id for task in master.inputs}
+        await until(lambda: set(master.cancelled) | set(master.answered) >= asked)
+        master.gate.set()
+        assert await client.run("echo", 1) == 1
+
+
+async def test_a_slow_source_is_not_waited_for() -> None:
+    proceed = asyncio.Event()
+
+    async def items() -> AsyncIterator[int]:
+        yield 1
+        yield 2
+        await proceed.wait()
+        yield 3
+
+    async with ScriptedMaster() as master, multigpu.AsyncClient(master.address) as client:
+        results = client.map("echo", items())
+        async with asyncio.timeout(5):
+            assert [await anext(results), await anext(results)] == [1, 2]
+            proceed.set()
+            assert [value async for value in results] == [3]
+
+
+async def test_an_asynchronous_source_is_bounded_too() -> None:
+    pulled = 0
+
+    async def items() -> AsyncIterator[int]:
+        nonlocal pulled
+        for i in range(1000):
+            pulled += 1
+            yield i
+
+    async with ScriptedMaster() as master, multigpu.AsyncClient(master.address) as client:
+        master.gate.clear()
+        results = client.map("echo", items(), window=50)
+        first = asyncio.ensure_future(anext(results))
+        await until(lambda: pulled >= 38)
+        await asyncio.sleep(0.05)
+        assert pulled <= 51
+        master.gate.set()
+        assert [await first, *[value async for value in results]] == list(range(1000))
+
+
+async def test_inputs_carry_names_of_their_own() -> None:
+    async with ScriptedMaster() as master, multigpu.AsyncClient(master.address) as client:
+        inputs = [multigpu.Input(payload=i, request_id=f"r{i}", partition_key="k", units=i) for i in range(1, 4)]
+        outcomes = [outcome async for outcome in client.map_outcomes("echo", inputs, ordered=False, queue="q")]
+        assert sorted(outcome.request_id for outcome in outcomes) == ["r1", "r2", "r3"]
+        assert [(task.partition_key, task.units) for task in master.inputs] == [("k", 1), ("k", 2), ("k", 3)]
+        assert {spec.queue for spec in master.specs} == {"q"}
+
+
+async def test_a_master_that_goes_away_for_good_fails_the_map_of_a_new_client() -> None:
+    async with multigpu.AsyncClient("127.0.0.1:1", connect_timeout_s=0.2) as client:
+        with pytest.raises(multigpu.UnavailableError):
+            [value async for value in client.map("echo", range(100_000))]
+
+
+def test_a_big_map_holds_only_its_window() -> None:
+    """400,000 items of 1 KiB would be 400 MB; resident memory may grow by an eighth of that."""
+    program = textwrap.dedent("""
+        import asyncio, resource, sys
+        import multigpu
+
+        async def main():
+            async with multigpu.AsyncClient(sys.argv[1], window_tasks=2048) as client:
+                async def consume(count):
+                    seen = 0
+                    async for result in client.map("echo", (b"%1024d" % i for i in range(count)), ephemeral=True):
+                        assert int(result) == seen
+                        seen += 1
+                    assert seen == count
+                await consume(20_000)
+                before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+                await consume(400_000)
+                print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+
+        asyncio.run(main())
+    """)
+
+    async def main() -> int:
+        async with ScriptedMaster() as master:
+            master.keep_inputs = False
+            process = await asyncio.create_subprocess_exec(
+                sys.executable, "-c", program, master.address, stdout=subprocess.PIPE, env=dict(os.environ)
+            )
+            out, _ = await asyncio.wait_for(process.communicate(), 90)
+            assert process.returncode == 0
+            return int(out)
+
+    grown_kib = asyncio.run(main())
+    assert grown_kib < 50 * 1024, f"grew by {grown_kib} KiB"
+
+
+# Embeddings.
+
+
+def vectors_of(texts: list[str]) -> np.ndarray:
+    return np.array([[len(text), sum(map(ord, text)) % 1000, 1] for text in texts], "<f4")
+
+
+def embed(spec: Spec, task: Task) -> Reply:
+    texts = list(embed_pb2.EmbedPayload.FromString(task.payload).texts)
+    assert task.units == len(texts)
+    result = embed_pb2.EmbedResult(dimension=3, values=vectors_of(texts).tobytes()).SerializeToString()
+    return task_pb2.Outcome(state=task_pb2.OUTCOME_STATE_SUCCEEDED, result=result)
+
+
+async def test_embed_gives_one_row_a_text() -> None:
+    async with ScriptedMaster(embed) as master, multigpu.AsyncClient(master.address) as client:
+        texts = [f"text {i} żółw" * (i % 5) for i in range(1001)]
+        vectors = await client.embed(texts, "my-model", chunk=10, priority=1)
+        assert vectors.dtype == np.float32
+        assert vectors.flags.writeable
+        np.testing.assert_array_equal(vectors, vectors_of(texts))
+        assert {(spec.kind, spec.model, spec.priority) for spec in master.specs} == {("embed", "my-model", 1)}
+        assert len(master.inputs) == 101
+
+        async def texts_async() -> AsyncIterator[str]:
+            for text in texts:
+                yield text
+
+        np.testing.assert_array_equal(await client.embed(texts_async()), vectors_of(texts))
+        np.testing.assert_array_equal(await client.embed(text for text in texts), vectors_of(texts))
+        assert (await client.embed([])).shape == (0, 0)
+        sizes = [len(rows) async for rows in client.embed_iter(texts, chunk=400)]
+        assert sizes == [400, 400, 201]
+
+
+async def test_embed_refuses_what_is_not_texts() -> None:
+    async with ScriptedMaster(embed) as master, multigpu.AsyncClient(master.address) as client:
+        with pytest.raises(TypeError, match=r"\[text\]"):
+            await client.embed("one text")
+        with pytest.raises(multigpu.InvalidTaskError, match="strings"):
+            await client.embed(["fine", 3])  # type: ignore[list-item]
+        with pytest.raises(multigpu.InvalidTaskError, match="Unicode"):
+            await client.embed(["\ud800"])
+        with pytest.raises(ValueError, match="chunk is 0"):
+            await client.embed(["x"], chunk=0)
+
+
+async def test_embed_notices_a_worker_that_counts_differently() -> None:
+    def answer(spec: Spec, task: Task) -> Reply:
+        result = embed_pb2.EmbedResult(dimension=3, values=bytes(12)).SerializeToString()
+        return task_pb2.Outcome(state=task_pb2.OUTCOME_STATE_SUCCEEDED, result=result)
+
+    async with ScriptedMaster(answer) as master, multigpu.AsyncClient(master.address) as client:
+        with pytest.raises(multigpu.TransportError, match="12 bytes for 2 vectors of 3"):
+            await client.embed(["a", "b"])
+
+
+# Watching.
+
+
+def scripted_outcomes(count: int) -> list[task_pb2.Outcome]:
+    return [task_pb2.Outcome(task_id=i, state=task_pb2.OUTCOME_STATE_SUCCEEDED) for i in range(1, count + 1)]
+
+
+async def test_watch_goes_on_after_breaks_and_from_any_cursor() -> None:
+    async with ScriptedMaster() as master, multigpu.AsyncClient(master.address) as client:
+        master.watched = scripted_outcomes(20)
+        master.watch_break_after = 4
+        cursors = {}
+        async with aclosing(client.watch()) as outcomes:
+            async for outcome, cursor in outcomes:
+                cursors[outcome.task_id] = cursor
+                if outcome.task_id == 20:
+                    break
+        assert list(cursors) == list(range(1, 21))
+        for task_id, cursor in cursors.items():
+            master.watched = scripted_outcomes(22)
+            rest = []
+            async with aclosing(client.watch(cursor=cursor)) as outcomes:
+                async for outcome, _ in outcomes:
+                    rest.append(outcome.task_id)
+                    if outcome.task_id == 22:
+                        break
+            assert rest == list(range(task_id + 1, 23))
+
+
+async def test_watch_survives_a_restart_and_reports_a_lost_cursor() -> None:
+    async with ScriptedMaster() as master, multigpu.AsyncClient(master.address) as client:
+        master.watched = scripted_outcomes(2)
+        async with aclosing(client.watch()) as outcomes:
+            assert (await anext(outcomes))[0].task_id == 1
+            assert (await anext(outcomes))[0].task_id == 2
+            third = asyncio.ensure_future(anext(outcomes))
+            await asyncio.sleep(0.05)
+            await master.stop()
+            master.watched = scripted_outcomes(3)
+            await master.start()
+            assert (await asyncio.wait_for(third, 10))[0].task_id == 3
+        with pytest.raises(multigpu.CursorExpiredError, match="removed"):
+            await anext(client.watch(cursor="-1"))
