@@ -1,0 +1,20 @@
+"""The fleets of the integration tests: real processes, one fleet a module where its tests leave it as they found it."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+# The harness is shared with the chaos runs and is imported by one name everywhere.
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from tests.fleet import Fleet
+
+
+@pytest.fixture(scope="module")
+def fleet(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    """A master and two workers, for all tests of a module. FLEET in the module: keyword arguments for it."""
+    options = getattr(request.module, "FLEET", {})
+    with Fleet(tmp_path_factory.mktemp("fleet"), **options) as running:
+        yield running

@@ -1,0 +1,90 @@
+"""Handlers that the integration tests and the chaos runs send tasks to: good ones, and some that misbehave."""
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from multigpu.handlers import Context, handler
+
+
+@handler("trial.nap")
+def nap(value: bytes, ctx: Context) -> Any:
+    """Sleeps for the parameter `seconds`; the result is the payload backwards."""
+    time.sleep(float(ctx.parameters.get("seconds", "0.1")))
+    return value[::-1]
+
+
+@handler("trial.logged")
+def logged(value: bytes, ctx: Context) -> Any:
+    """Says in the file `log` that it runs, then works for `seconds`. One write with O_APPEND: lines stay whole."""
+    line = f"{ctx.task_id} {ctx.attempt} {os.getpid()} {value.decode()}\n".encode()
+    descriptor = os.open(ctx.parameters["log"], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+    try:
+        os.write(descriptor, line)
+    finally:
+        os.close(descriptor)
+    time.sleep(float(ctx.parameters.get("seconds", "0")))
+    return b"%s:%d:%d" % (value[::-1], ctx.attempt, os.getpid())
+
+
+@handler("trial.stream")
+def stream(value: bytes, ctx: Context) -> Any:
+    """Yields `count` parts, one each `seconds`."""
+    for n in range(int(ctx.parameters.get("count", "5"))):
+        time.sleep(float(ctx.parameters.get("seconds", "0.02")))
+        yield b"%s-%d" % (value, n)
+    return b"end of " + value
+
+
+@handler("trial.gate")
+def gate(value: bytes, ctx: Context) -> Any:
+    """Runs until the file that the payload names exists."""
+    while not Path(value.decode()).exists():
+        if ctx.cancelled:
+            return b"cancelled"
+        time.sleep(0.01)
+    return b"opened"
+
+
+@handler("trial.raise")
+def raising(value: bytes) -> Any:
+    raise LookupError("not there: " + value.decode())
+
+
+@handler("trial.wrong_type")
+def wrong_type(value: bytes) -> Any:
+    return object()
+
+
+@handler("trial.hang")
+def hang(value: bytes) -> Any:
+    while True:
+        time.sleep(60)
+
+
+@handler("trial.exit")
+def exit_now(value: bytes) -> Any:
+    os._exit(7)
+
+
+@handler("trial.fork")
+def fork(value: bytes) -> Any:
+    """Both the parent and the child return; only one is heard."""
+    return b"child" if os.fork() == 0 else b"parent"
+
+
+@handler("trial.hoard")
+def hoard(value: bytes) -> Any:
+    mine = []
+    while True:
+        mine.append(b"x" * (16 << 20))
+
+
+@handler("trial.third_time")
+def third_time(value: bytes, ctx: Context) -> Any:
+    """Fails twice, then says what the attempt before left for it."""
+    if ctx.attempt < 3:
+        ctx.save_checkpoint(b"attempt %d" % ctx.attempt)
+        raise RuntimeError(f"attempt {ctx.attempt} fails")
+    return ctx.checkpoint

@@ -1,0 +1,224 @@
+"""The client's door, by raw stubs and by the SDK: submit, run, get, list, count, cancel; one request, one task."""
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import grpc
+import multigpu
+import pytest
+from multigpu.v1 import task_pb2, task_service_pb2
+
+from tests.fleet import Fleet, refused, until
+from tests.integration.streams import Feed, collect, run_frame
+
+FLEET = {"handlers": ["trial_handlers"]}
+
+SUCCEEDED, CANCELLED = task_pb2.OUTCOME_STATE_SUCCEEDED, task_pb2.OUTCOME_STATE_CANCELLED
+
+
+def test_submit_answers_each_input_in_order_and_get_tells_the_end(fleet: Fleet) -> None:
+    answer = fleet.submit_raw("echo", b"one", b"x" * (33 << 20), b"three")
+    ids = [r.task_id for r in answer.results]
+    assert ids[0]
+    assert ids[2]
+    assert answer.results[1].rejection.code == grpc.StatusCode.INVALID_ARGUMENT.value[0]
+    assert "payload_bytes_max" in answer.results[1].rejection.message
+    outcome = fleet.outcome(ids[2])
+    assert (outcome.state, outcome.result, outcome.attempts) == (SUCCEEDED, b"three", 1)
+    assert outcome.worker_id in fleet.workers
+    assert outcome.device_id == "cpu"
+    stages = outcome.stages
+    times = [
+        t.ToNanoseconds() for t in (stages.submit_time, stages.dispatch_time, stages.start_time, stages.finish_time)
+    ]
+    assert 0 < times[0] <= times[1] <= times[2] <= times[3]
+
+
+def test_get_waits_only_as_long_as_asked(fleet: Fleet) -> None:
+    (task_id,) = fleet.submit("trial.nap", b"abc", parameters={"seconds": "0.5"})
+    began = time.monotonic()
+    assert fleet.get(task_id, 0.1).state != task_pb2.TASK_STATE_SETTLED
+    assert 0.1 <= time.monotonic() - began < 0.4
+    assert fleet.outcome(task_id).result == b"cba"
+
+
+def test_a_task_nobody_submitted_is_not_found(fleet: Fleet) -> None:
+    with refused(grpc.StatusCode.NOT_FOUND, "never submitted"):
+        fleet.get(1)
+    with refused(grpc.StatusCode.NOT_FOUND):
+        fleet.tasks.Get(task_service_pb2.GetRequest(request_id="nobody's"), timeout=5)
+
+
+def test_run_answers_every_task_and_ends_when_nothing_is_owed(fleet: Fleet) -> None:
+    frames = [run_frame("echo", *((f"run-{n}-{i}", b"%d" % i) for i in range(100))) for n in range(3)]
+    heard = collect(fleet.tasks.Run(iter(frames), timeout=20))
+    assert not heard.rejected
+    assert not heard.partials
+    assert {o.request_id: o.result for o in heard.outcomes} == {
+        f"run-{n}-{i}": b"%d" % i for n in range(3) for i in range(100)
+    }
+    assert len(heard.outcomes) == 300
+    assert {a.request_id for a in heard.accepted} <= {o.request_id for o in heard.outcomes}
+
+
+def test_run_streams_partial_outputs_before_the_outcome(fleet: Fleet) -> None:
+    feed = Feed(run_frame("trial.stream", ("partials", b"p"), parameters={"count": "4"}))
+    stream = fleet.tasks.Run(feed, timeout=20)
+    seen: list[tuple[int, bytes]] = []
+    outcome: Any = None
+    for frame in stream:
+        assert outcome is None, "nothing comes after the outcome"
+        seen += [(p.index, p.data) for p in frame.partials]
+        outcome = next(iter(frame.outcomes), None)
+        if outcome is not None:
+            feed.close()
+    assert seen == [(n, b"p-%d" % n) for n in range(4)]
+    assert outcome.result == b"end of p"
+    assert list(outcome.partials) == [data for _, data in seen]
+
+
+def test_run_cancels_by_request_id(fleet: Fleet, tmp_path: Path) -> None:
+    feed = Feed(run_frame("trial.gate", ("gated", str(tmp_path / "never").encode())))
+    stream = fleet.tasks.Run(feed, timeout=20)
+    assert next(stream).accepted[0].request_id == "gated"
+    feed.put(task_service_pb2.RunRequest(cancel_request_ids=["gated", "nobody's"]))
+    feed.close()
+    outcomes = collect(stream).outcomes
+    assert [(o.request_id, o.state, o.error.type) for o in outcomes] == [("gated", CANCELLED, "Cancelled")]
+
+
+def test_cancel_says_what_it_ended_what_had_ended_and_what_is_unknown(fleet: Fleet, tmp_path: Path) -> None:
+    (done,) = fleet.submit("echo", b"x")
+    fleet.outcome(done)
+    never = str(tmp_path / "never").encode()
+    running, named = fleet.submit("trial.gate", never, never, request_ids=["", "by-name"])
+    until(lambda: fleet.get(running).state == task_pb2.TASK_STATE_LEASED)
+    request = task_service_pb2.CancelRequest(
+        task_ids=[done, running, 12345], request_ids=["by-name", "nobody's"], reason="no longer wanted"
+    )
+    answer = fleet.tasks.Cancel(request, timeout=10)
+    assert sorted(answer.cancelled_task_ids) == sorted([running, named])
+    assert list(answer.settled_task_ids) == [done]
+    assert list(answer.unknown) == ["12345", "nobody's"]
+    outcome = fleet.outcome(running)
+    assert (outcome.state, outcome.error.message) == (CANCELLED, "no longer wanted")
+    # Again: they have ended.
+    answer = fleet.tasks.Cancel(task_service_pb2.CancelRequest(task_ids=[running], request_ids=["by-name"]), timeout=10)
+    assert not answer.cancelled_task_ids
+    assert list(answer.settled_task_ids) == [running, named]
+
+
+def test_list_pages_newest_first_and_count_agrees(fleet: Fleet) -> None:
+    ids = fleet.submit("echo", *(b"%d" % n for n in range(25)), queue="listed")
+    for task_id in ids:
+        fleet.outcome(task_id)
+    seen: list[int] = []
+    token = ""
+    while True:
+        request = task_service_pb2.ListRequest(
+            filter=task_service_pb2.TaskFilter(queue="listed"), page_size=10, page_token=token
+        )
+        page = fleet.tasks.List(request, timeout=10)
+        assert all(t.outcome.state == SUCCEEDED and not t.outcome.result for t in page.tasks)
+        seen += [t.task_id for t in page.tasks]
+        token = page.next_page_token
+        if not token:
+            break
+    assert seen == sorted(ids, reverse=True)
+
+    def counted() -> bool:
+        request = task_service_pb2.CountRequest(filter=task_service_pb2.TaskFilter(queue="listed"))
+        answer = fleet.tasks.Count(request, timeout=10)
+        return (answer.queued, answer.leased, answer.succeeded) == (0, 0, 25)
+
+    until(counted)
+    none = task_service_pb2.TaskFilter(queue="listed", outcomes=[task_pb2.OUTCOME_STATE_FAILED])
+    assert not fleet.tasks.List(task_service_pb2.ListRequest(filter=none), timeout=10).tasks
+    with refused(grpc.StatusCode.INVALID_ARGUMENT, "page_size"):
+        fleet.tasks.List(task_service_pb2.ListRequest(page_size=1001), timeout=10)
+    with refused(grpc.StatusCode.INVALID_ARGUMENT, "page_token"):
+        fleet.tasks.List(task_service_pb2.ListRequest(page_token="junk"), timeout=10)
+
+
+def test_one_request_id_is_one_task_while_it_runs_and_after(fleet: Fleet, tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    (first,) = fleet.submit("trial.gate", str(gate).encode(), request_ids=["once"])
+    assert fleet.submit("trial.gate", b"/another", request_ids=["once"]) == [first]
+    answer = fleet.submit("trial.gate", b"/a", b"/b", request_ids=["once", "once"])
+    assert answer == [first, first]
+    gate.touch()
+    assert fleet.outcome(first).result == b"opened"
+    assert fleet.submit("trial.gate", b"/another", request_ids=["once"]) == [first]
+    # A Run stream that comes later is given the outcome.
+    outcomes = collect(fleet.tasks.Run(iter([run_frame("trial.gate", ("once", b"/x"))]), timeout=10)).outcomes
+    assert [(o.task_id, o.result) for o in outcomes] == [(first, b"opened")]
+
+
+def test_one_request_id_from_many_sides_at_once_is_one_task(fleet: Fleet) -> None:
+    with ThreadPoolExecutor(16) as pool:
+        found = list(pool.map(lambda n: fleet.submit("echo", b"%d" % n, request_ids=["contested"])[0], range(64)))
+    assert len(set(found)) == 1
+    streams = [fleet.tasks.Run(iter([run_frame("echo", ("contested", b"x"))]), timeout=10) for _ in range(8)]
+    results = {o.result for s in streams for o in collect(s).outcomes}
+    assert len(results) == 1
+
+
+def test_the_same_request_id_twice_on_one_stream_is_answered_once_or_alike(fleet: Fleet) -> None:
+    frame = run_frame("echo", ("twice", b"x"), ("twice", b"y"))
+    heard = collect(fleet.tasks.Run(iter([frame]), timeout=10))
+    assert not heard.rejected
+    assert {o.request_id for o in heard.outcomes} == {"twice"}
+    assert len({t.task_id for t in (*heard.outcomes, *heard.accepted)}) == 1
+
+
+def test_ephemeral_tasks_are_answered_and_found_but_never_on_disk(fleet: Fleet) -> None:
+    brief: dict[str, Any] = {"durability": task_pb2.DURABILITY_EPHEMERAL, "queue": "brief"}
+    (task_id,) = fleet.submit("echo", b"brief", **brief)
+    assert fleet.outcome(task_id).result == b"brief"
+    (named,) = fleet.submit("echo", b"b", request_ids=["e"], **brief)
+    assert fleet.submit("echo", b"c", request_ids=["e"], **brief) == [named]
+    # Of this queue the journal holds only what comes now.
+    (marker,) = fleet.submit("echo", b"durable", queue="brief")
+    watch = fleet.tasks.Watch(task_service_pb2.WatchRequest(queue="brief"), timeout=10)
+    first = next(o for frame in watch for o in frame.outcomes)
+    watch.cancel()
+    assert first.task_id == marker
+
+
+def test_the_sdk_does_all_of_it(fleet: Fleet, tmp_path: Path) -> None:
+    with fleet.client() as client:
+        assert client.run("echo", b"x") == b"x"
+        task_id = client.submit("trial.nap", b"abc", parameters={"seconds": "0.01"})
+        task = client.get(task_id, wait_s=10)
+        assert task.outcome is not None
+        assert task.outcome.value() == b"cba"
+        payloads = [b"%d" % n for n in range(500)]
+        assert list(client.map("echo", payloads)) == payloads
+        assert sorted(client.map("echo", payloads, ordered=False)) == sorted(payloads)
+        ids = client.submit_many("echo", payloads[:10])
+        assert all(isinstance(i, int) for i in ids)
+        assert list(client.stream("trial.stream", b"s", parameters={"count": "3"})) == [b"s-0", b"s-1", b"s-2"]
+        gated = client.submit("trial.gate", str(tmp_path / "never").encode())
+        assert list(client.cancel(gated, reason="enough").cancelled_task_ids) == [gated]
+        ended = client.get(gated, wait_s=10).outcome
+        assert ended is not None
+        with pytest.raises(multigpu.TaskCancelled, match="enough"):
+            ended.value()
+        with pytest.raises(multigpu.NotFoundError):
+            client.get(77)
+        with pytest.raises(multigpu.TaskDeadLettered, match="LookupError: not there: k"):
+            client.run("trial.raise", b"k", attempts_max=1)
+        assert next(client.watch())[0].task_id > 0
+        assert client.count().leased == 0
+        assert next(iter(client.list_tasks())).task_id > 0
+
+
+def test_a_client_that_vanishes_leaves_its_durable_task_running(fleet: Fleet) -> None:
+    stream = fleet.tasks.Run(Feed(run_frame("trial.nap", ("orphan", b"abc"), parameters={"seconds": "0.3"})))
+    assert next(stream).accepted[0].request_id == "orphan"
+    stream.cancel()
+    request = task_service_pb2.GetRequest(request_id="orphan")
+    request.wait.FromSeconds(10)
+    assert fleet.tasks.Get(request, timeout=20).task.outcome.result == b"cba"
