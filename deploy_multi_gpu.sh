@@ -15,6 +15,8 @@ Usage: ./deploy_multi_gpu.sh --local [--workers N] [--dry-run]
 
 Environment: MGPU_VENV   where the Python environment is or goes (default: .venv beside this script)
              PYTHON      the Python to make it with, 3.11 or newer (default: python3)
+             PIP_...     pip's own settings are respected: without a GPU, PIP_FIND_LINKS or PIP_EXTRA_INDEX_URL may point to
+                         CPU builds of torch, which save gigabytes
 
 Everything it writes lies in the environment and in .local/ beside this script; remove both, and nothing is left.
 HELP
@@ -105,8 +107,8 @@ fingerprint() {
 }
 
 install_project() {
-  # The newest torch brings CUDA along, gigabytes that a machine without a GPU has no use for. The pinned one is taken as
-  # a CPU build (2.13.0+cpu) wherever pip is told of a place that has it, and is the one the tests ran with in any case.
+  # With a GPU, the newest torch for it. Without one, the version the tests run with: where pip is told of a place that
+  # has CPU builds, it takes 2.13.0+cpu; elsewhere it takes the build that brings CUDA along, which runs as well.
   local torch="torch==2.13.0"
   if has_nvidia_gpu; then
     torch="torch"

@@ -1,0 +1,72 @@
+"""The README tells the truth: its Python and its commands are run against a real fleet."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+README = (ROOT / "README.md").read_text("utf-8")
+CLIENT_CODE, HANDLER_CODE = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """`mgpuctl up` with the README's handlers. Yields the environment that leads to it."""
+    folder = tmp_path_factory.mktemp("readme")
+    (folder / "my_handlers.py").write_text(HANDLER_CODE, "utf-8")
+    ready = folder / "ready"
+    env = {key: value for key, value in os.environ.items() if not key.startswith("MGPU_")}
+    env["PYTHONPATH"] = str(folder)
+    words = ["up", "--workers", "1", "--device", "cpu", "--listen", "127.0.0.1:0", "--handlers", "my_handlers"]
+    words += ["--data-dir", str(folder / "journal"), "--ready-file", str(ready)]
+    with (folder / "up.log").open("wb") as log:
+        up = subprocess.Popen([sys.executable, "-m", "multigpu.cli", *words], env=env, stdout=log, stderr=log)
+    try:
+        deadline = time.monotonic() + 60
+        while not ready.exists():
+            told = (folder / "up.log").read_text("utf-8", errors="replace")
+            assert up.poll() is None, told
+            assert time.monotonic() < deadline, told
+            time.sleep(0.05)
+        address = ready.read_text("utf-8").split()[2].rstrip(",")
+        yield env | {"MGPU_MASTER": address}
+    finally:
+        up.terminate()
+        assert up.wait(timeout=30) == 0
+
+
+def test_the_python_example_runs(fleet: dict[str, str]) -> None:
+    code = CLIENT_CODE.replace("1_000_000", "2_000")
+    assert code != CLIENT_CODE
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=fleet, capture_output=True, text=True, timeout=100, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    likeness, echoed, fetched = done.stdout.splitlines()
+    # What sentence-transformers gives for the two sentences; unlike ones are below 0.2.
+    assert 0.4 < float(likeness) < 0.8
+    assert (echoed, fetched) == ("b'hello'", "b'later'")
+
+
+def test_the_handler_example_runs(fleet: dict[str, str]) -> None:
+    (command,) = re.findall(r"^    mgpuctl (submit .*)$", README, re.MULTILINE)
+    words = [sys.executable, "-m", "multigpu.cli", *shlex.split(command)]
+    done = subprocess.run(words, env=fleet, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout.strip()) == (0, "3"), done.stderr
+
+
+def test_every_command_that_is_named_exists() -> None:
+    named = set(re.findall(r"`mgpuctl ([a-z-]+(?: (?:list|get|set|show|explain|requeue)\b)?)", README))
+    assert len(named) > 8
+    for words in named:
+        command = [sys.executable, "-m", "multigpu.cli", *words.split(), "--help"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+        assert done.returncode == 0, done.stderr
+        assert f"Usage: mgpuctl {words}" in done.stdout
