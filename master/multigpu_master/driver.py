@@ -30,6 +30,8 @@ RunOutbox = Outbox[task_service_pb2.RunResponse]
 SessionOutbox = Outbox[worker_service_pb2.SessionResponse]
 # What may wait for the journal thread before the front doors stop reading.
 JOURNAL_BACKLOG_BYTES = 64 << 20
+# Entries larger than this are written at once: the disk should not idle while there is much to write.
+LINGER_BYTES_MAX = 256 << 10
 
 
 @dataclass(slots=True)
@@ -159,7 +161,7 @@ class Driver:
             records = [wire.submit_record(t) for t in fresh]
             size = sum(len(t.payload) for t in fresh)
             entry = Entry(submits=records, deleted_dead_letters=deleted_dead_letters if fresh else ())
-            self._append(_Pending(entry, size, submitted=fresh, done=done))
+            self._append(_Pending(entry, size, submitted=fresh, done=done), urgent=not stream)
         else:
             self.soon(done)
         for command in first:
@@ -244,7 +246,7 @@ class Driver:
             if o.state is OutcomeState.DEAD_LETTERED and o.error is not None:
                 log.warning("task dead-lettered", task_id=task.task_id, error=o.error.type, message=o.error.message)
         if records:
-            self._append(_Pending(Entry(settles=records), size, settled=durable))
+            self._append(_Pending(Entry(settles=records), size, settled=durable), urgent=False)
 
     def _dispatch(self, command: ev.Dispatch) -> None:
         outbox = self._sessions.get(command.session)
@@ -323,10 +325,10 @@ class Driver:
 
     # --- the journal -------------------------------------------------------------------------------------------------
 
-    def _append(self, pending: _Pending) -> None:
+    def _append(self, pending: _Pending, *, urgent: bool) -> None:
         self._pending[id(pending.entry)] = pending
         self._pending_bytes += pending.size
-        self.journal.append(pending.entry)
+        self.journal.append(pending.entry, urgent=urgent or pending.size > LINGER_BYTES_MAX)
 
     async def save(self, settings: dict[str, bytes | None], deleted_dead_letters: Sequence[int] = ()) -> None:
         """Writes settings, and returns when they are on the disk. JournalError: they could not be written."""
@@ -340,7 +342,9 @@ class Driver:
         deleted_dead_letters: Sequence[int] = (),
     ) -> None:  # fmt: skip
         """Writes settings soon."""
-        self._append(_Pending(Entry(settings=settings, deleted_dead_letters=deleted_dead_letters), 0, done=done))
+        self._append(
+            _Pending(Entry(settings=settings, deleted_dead_letters=deleted_dead_letters), 0, done=done), urgent=True
+        )
 
     async def all_durable(self) -> None:
         """Waits until nothing is on its way to the disk."""

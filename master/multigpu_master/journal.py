@@ -104,8 +104,9 @@ class Journal(Protocol):
         newer schema; nothing was touched then.
         """
 
-    def append(self, entry: Entry) -> None:
-        """Queues an entry for the next transaction and returns at once."""
+    def append(self, entry: Entry, *, urgent: bool = True) -> None:
+        """Queues an entry for the next transaction and returns at once. One that is not urgent may wait a few milliseconds
+        for others."""
 
     def close(self, timeout_s: float) -> None:
         """Commits what is queued, then lets go of the lock."""

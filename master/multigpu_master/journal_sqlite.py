@@ -42,6 +42,7 @@ from multigpu_master.journal_sweep import Sweeper
 
 TRANSACTION_RECORDS = 8192  # a transaction takes no more entries once it has as many records,
 TRANSACTION_BYTES = 16 << 20  # or as many bytes of payloads and bodies
+LINGER_S = 0.005  # that an entry nobody waits for may wait for others: what settles meanwhile is written once, not twice
 RETRY_S = 0.5  # between two tries on a full disk
 TICK_S = 1.0  # between two looks at what may be forgotten
 SWEEP_SHARE_BUSY, SWEEP_SHARE_IDLE = 0.2, 0.5  # of the journal thread's time, for forgetting
@@ -76,6 +77,7 @@ class SqliteJournal(JournalReads):
         self._size_max_bytes = size_max_bytes
         self._address = address
         self._queue: queue.SimpleQueue[Entry] = queue.SimpleQueue()
+        self._urgent = threading.Event()  # somebody waits for what is in the queue
         self._thread: threading.Thread | None = None
         self._fatal: JournalError | None = None
         # The rest is the journal thread's own, once it runs.
@@ -112,17 +114,20 @@ class SqliteJournal(JournalReads):
         self._thread.start()
         return Recovered(self.recover_tasks(), settings, epoch, last_cursor)
 
-    def append(self, entry: Entry) -> None:
+    def append(self, entry: Entry, *, urgent: bool = True) -> None:
         assert not (entry.submits and entry.settles), "submits may be refused where settles may not: keep them apart"
         if self._fatal is not None:
             raise self._fatal
         self._queue.put(entry)
+        if urgent:
+            self._urgent.set()
 
     def close(self, timeout_s: float) -> None:
         thread, self._thread = self._thread, None
         if thread is None:
             return
         self._queue.put(_CLOSE)
+        self._urgent.set()
         thread.join(timeout_s)
         if thread.is_alive():
             raise JournalError(
@@ -167,6 +172,9 @@ class SqliteJournal(JournalReads):
             taken = [self._queue.get(timeout=max(timeout_s, 0.0001))]
         except queue.Empty:
             return
+        if not self._pending:
+            self._urgent.wait(LINGER_S)
+        self._urgent.clear()
         taken += (self._queue.get_nowait() for _ in range(self._queue.qsize()))
         if taken[-1] is _CLOSE:
             self._closing = True

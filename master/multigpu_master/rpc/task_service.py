@@ -19,7 +19,8 @@ from multigpu_master.rpc.streams import serve_stream
 
 WATCH_OUTCOMES, WATCH_BYTES = 1024, 4 << 20
 WAIT_MAX_S = 3600.0
-RUN_INPUTS_MAX = 100_000
+# How long an acceptance may wait for others, and for the outcome that makes it needless.
+ACKNOWLEDGE_S = 0.05
 
 
 class TaskService:
@@ -161,6 +162,8 @@ class _RunStream:
         self._stream = stream
         self._outbox = outbox
         self._context = context
+        self._durable: list[Task] = []  # to be told of
+        self._acknowledging = False
 
     async def on_message(self, data: bytes) -> None:
         frame = await parse(task_service_pb2.RunRequest, data, self._context)
@@ -187,13 +190,13 @@ class _RunStream:
         accepted: list[Task] = []
 
         def done(error: JournalError | None) -> None:
+            if error is None:
+                self._acknowledge(accepted)
+                return
             for task in accepted:
-                if error is not None:
-                    if task.outcome is None:
-                        outbox.owe(-1)
-                        _reject(outbox, DISK_FULL, task.request_id)
-                elif task.outcome is None:  # an outcome stands for the acceptance
-                    outbox.room_for(32).accepted.add(request_id=task.request_id, task_id=task.task_id)
+                if task.outcome is None:
+                    outbox.owe(-1)
+                    _reject(outbox, DISK_FULL, task.request_id)
 
         for answer, given in zip(self._intake.take(batch, self._stream, done), batch.inputs, strict=True):
             if isinstance(answer, Task) and answer.outcome is None:
@@ -202,6 +205,21 @@ class _RunStream:
                     self._catch_up(answer, given.partials_received)
             else:
                 self._settled(answer, given.request_id)
+
+    def _acknowledge(self, tasks: list[Task]) -> None:
+        """Tells the client soon that these tasks are durable. Nobody waits for it on this stream, and an outcome stands for
+        the acceptance: most tasks that are quick never need one of their own."""
+        self._durable.extend(tasks)
+        if self._durable and not self._acknowledging:
+            self._acknowledging = True
+            asyncio.get_running_loop().call_later(ACKNOWLEDGE_S, self._send_acceptances)
+
+    def _send_acceptances(self) -> None:
+        self._acknowledging = False
+        for task in self._durable:
+            if task.outcome is None:
+                self._outbox.room_for(32).accepted.add(request_id=task.request_id, task_id=task.task_id)
+        self._durable.clear()
 
     def _catch_up(self, task: Task, received: int) -> None:
         """Sends what a running task yielded before this stream joined it."""

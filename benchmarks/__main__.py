@@ -1,0 +1,179 @@
+"""python -m benchmarks [NAME ...] [--json FILE] [--rounds N]: our system and the bare limit, in turns, in the same run.
+
+bulk      20,000 no-op tasks of 100 bytes, durable, two workers        against the framed relay with a log
+window    the same, one task a call, 64 in flight                      against a relay with one message a task
+latency   2,000 tasks, one at a time                                   against the bare four-hop relay
+large     200 tasks of 1 MiB in and out                                against the bare relay
+"""
+
+import argparse
+import asyncio
+import json
+import platform
+import sys
+import time
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+from benchmarks import relay
+from benchmarks.fleet import Fleet
+from benchmarks.measure import median, payloads, percentile, table
+from multigpu import AsyncClient
+
+N_BULK, N_LATENCY, N_LARGE, WINDOW = 20_000, 2_000, 200, 64
+Row = dict[str, Any]
+
+
+async def ours_bulk(client: AsyncClient, tasks: list[bytes]) -> float:
+    start = time.perf_counter()
+    got = [r async for r in client.map("echo", tasks)]
+    seconds = time.perf_counter() - start
+    assert got == tasks
+    return seconds
+
+
+async def ours_window(client: AsyncClient, tasks: list[bytes]) -> float:
+    todo = iter(tasks)
+
+    async def caller() -> None:
+        for payload in todo:
+            assert await client.run("echo", payload) == payload
+
+    start = time.perf_counter()
+    await asyncio.gather(*(caller() for _ in range(WINDOW)))
+    return time.perf_counter() - start
+
+
+async def ours_latency(client: AsyncClient, n: int) -> list[float]:
+    payload, out = payloads(1)[0], []
+    for _ in range(n):
+        start = time.perf_counter()
+        await client.run("echo", payload)
+        out.append(time.perf_counter() - start)
+    return out
+
+
+def rooms(before: dict[str, float], after: dict[str, float], n: int) -> str:
+    return ", ".join(f"{k} {(after[k] - before[k]) / n * 1e6:.1f}" for k in before)
+
+
+def on_fleet(body: Callable[[AsyncClient, Fleet], Coroutine[Any, Any, Any]]) -> Any:
+    async def run(fleet: Fleet) -> Any:
+        async with AsyncClient(fleet.address) as client:
+            await client.run("echo", b"warm")
+            return await body(client, fleet)
+
+    with Fleet() as fleet:
+        return relay.loop_runner("uvloop")(run(fleet))
+
+
+def on_relay(mode: str, loop: str, body: Callable[[relay.Relay], Coroutine[Any, Any, Any]]) -> Any:
+    with relay.Relay(mode, loop) as limit:
+        return relay.loop_runner(loop)(body(limit))
+
+
+def throughput(name: str, rounds: int, tasks: list[bytes], ours: Any, mode: str, window: int = 0) -> list[Row]:
+    """Ours and the limit on both event loops, in turns."""
+    n, seconds, cpu = len(tasks), dict[str, list[float]](), dict[str, str]()
+
+    async def run_ours(client: AsyncClient, fleet: Fleet) -> None:
+        await ours(client, tasks[: max(64, n // 4)])
+        before = fleet.cpu()
+        seconds.setdefault("multigpu", []).append(await ours(client, tasks))
+        cpu["multigpu"] = rooms(before, fleet.cpu(), n)
+
+    for _ in range(rounds):
+        on_fleet(run_ours)
+        for loop in ("uvloop", "asyncio"):
+
+            async def run_relay(limit: relay.Relay, loop: str = loop) -> None:
+                before = limit.cpu()
+                seconds.setdefault(loop, []).append(await relay.throughput(limit.port, mode, tasks, window))
+                cpu[loop] = rooms(before, limit.cpu(), n)
+
+            on_relay(mode, loop, run_relay)
+    size = len(tasks[0])
+    rates = {k: n / median(v) for k, v in seconds.items()}
+    spread = {k: f"{n / max(v):,.0f} to {n / min(v):,.0f}" for k, v in seconds.items()}
+    rows = []
+    for who, rate in rates.items():
+        subject = who if who == "multigpu" else f"bare relay, {mode}, {who}"
+        row: Row = {"benchmark": name, "subject": subject, "tasks/s": f"{rate:,.0f}", "spread": spread[who]}
+        if size >= 1 << 20:
+            row["MB/s"] = f"{rate * size / 1e6:,.0f}"
+        row |= {"ours/this": f"{rates['multigpu'] / rate:.2f}", "CPU us a task": cpu[who]}
+        rows.append(row)
+    return rows
+
+
+def bench_bulk(rounds: int) -> list[Row]:
+    return throughput("bulk", rounds, payloads(N_BULK), ours_bulk, "log")
+
+
+def bench_window(rounds: int) -> list[Row]:
+    return throughput("window", rounds, payloads(N_BULK), ours_window, "message", WINDOW)
+
+
+def bench_large(rounds: int) -> list[Row]:
+    return throughput("large", rounds, payloads(N_LARGE, 1 << 20), ours_bulk, "message")
+
+
+def bench_latency(rounds: int) -> list[Row]:
+    found: dict[str, list[float]] = {}
+    cpu: dict[str, str] = {}
+
+    async def run_ours(client: AsyncClient, fleet: Fleet) -> None:
+        await ours_latency(client, N_LATENCY // 4)
+        before = fleet.cpu()
+        found.setdefault("multigpu", []).extend(await ours_latency(client, N_LATENCY))
+        cpu["multigpu"] = rooms(before, fleet.cpu(), N_LATENCY)
+
+    for _ in range(rounds):
+        on_fleet(run_ours)
+        for loop in ("uvloop", "asyncio"):
+
+            async def run_relay(limit: relay.Relay, loop: str = loop) -> None:
+                await relay.latencies(limit.port, payloads(1)[0], N_LATENCY // 4)
+                before = limit.cpu()
+                found.setdefault(loop, []).extend(await relay.latencies(limit.port, payloads(1)[0], N_LATENCY))
+                cpu[loop] = rooms(before, limit.cpu(), N_LATENCY)
+
+            on_relay("message", loop, run_relay)
+    p50 = {k: percentile(v, 0.5) * 1e3 for k, v in found.items()}
+    return [
+        {
+            "benchmark": "latency",
+            "subject": k if k == "multigpu" else f"bare relay, message, {k}",
+            "p50 ms": f"{p50[k]:.3f}",
+            "p99 ms": f"{percentile(v, 0.99) * 1e3:.3f}",
+            "ours/this, p50": f"{p50['multigpu'] / p50[k]:.2f}",
+            "p99/p50": f"{percentile(v, 0.99) * 1e3 / p50[k]:.1f}",
+            "CPU us a task": cpu[k],
+        }
+        for k, v in found.items()
+    ]
+
+
+BENCHMARKS = {"bulk": bench_bulk, "window": bench_window, "latency": bench_latency, "large": bench_large}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("names", nargs="*", default=list(BENCHMARKS), metavar="NAME", help=", ".join(BENCHMARKS))
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--json", type=Path, help="append the rows to this file")
+    options = parser.parse_args()
+    if unknown := set(options.names) - set(BENCHMARKS):
+        parser.error(f"no benchmark {', '.join(sorted(unknown))}; there are: {', '.join(BENCHMARKS)}")
+    print(f"{platform.platform()}, Python {platform.python_version()}, {time.strftime('%F')}", file=sys.stderr)
+    for name in options.names:
+        rows = BENCHMARKS[name](options.rounds)
+        print(table(rows) + "\n", flush=True)
+        if options.json is not None:
+            with options.json.open("a") as file:
+                file.writelines(json.dumps(r) + "\n" for r in rows)
+
+
+if __name__ == "__main__":
+    main()

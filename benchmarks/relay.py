@@ -1,0 +1,244 @@
+"""The limit: client -> relay -> worker -> relay -> client over bare grpc.aio, with our frames, and nothing else a system
+needs: no queue, no leases, no windows, no engine process.
+
+    python -m benchmarks.relay relay|worker|... is run by the other modules; `Relay` starts it.
+
+Modes: "message", the relay passes on what it gets, unread. "frames", it parses each frame of tasks, keeps a record for each
+task, and builds the frame for the worker, and again on the way back. "log", as frames, and each frame is appended to a file
+and fdatasynced, in a thread, before it is passed on.
+"""
+
+import asyncio
+import contextlib
+import itertools
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import grpc
+
+from benchmarks.measure import cpu_seconds
+from multigpu.v1 import task_service_pb2, worker_service_pb2
+
+OPTIONS = [("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1)]
+FRAME = 256
+
+
+def loop_runner(kind: str) -> Callable[[Any], Any]:
+    """asyncio.run or uvloop.run."""
+    if kind == "uvloop":
+        import uvloop
+
+        return uvloop.run
+    return asyncio.run
+
+
+class Forward:
+    """The relay's own work on a frame."""
+
+    def __init__(self, mode: str) -> None:
+        self.parse = mode != "message"
+        self.file = tempfile.TemporaryFile(dir=".") if mode == "log" else None
+        self.records: dict[int, tuple[str, bytes, float]] = {}
+        self.ids = itertools.count(1)
+
+    def down(self, data: bytes) -> bytes:
+        if not self.parse:
+            return data
+        now = time.monotonic()
+        out = worker_service_pb2.SessionResponse()
+        for batch in task_service_pb2.RunRequest.FromString(data).batches:
+            leases = out.lease_batches.add(spec=batch.spec).leases
+            for given in batch.inputs:
+                task_id = next(self.ids)
+                self.records[task_id] = (given.request_id, given.payload, now)
+                leases.add(lease_id=task_id, task_id=task_id, attempt=1, payload=given.payload)
+        return out.SerializeToString()
+
+    def up(self, data: bytes) -> bytes:
+        if not self.parse:
+            return data
+        out = task_service_pb2.RunResponse()
+        add = out.outcomes.add
+        for batch in worker_service_pb2.SessionRequest.FromString(data).report_batches:
+            for report in batch.reports:
+                request_id, _, _ = self.records.pop(report.lease_id)
+                add(task_id=report.lease_id, request_id=request_id, state=1, result=report.result)  # type: ignore[arg-type]
+        return out.SerializeToString()
+
+    def save(self, data: bytes) -> None:
+        assert self.file is not None
+        os.write(self.file.fileno(), data)
+        os.fdatasync(self.file.fileno())
+
+
+async def relay(mode: str) -> None:
+    forward, to_client = Forward(mode), asyncio.Queue[bytes]()
+    workers: list[asyncio.Queue[bytes]] = []
+    pool, loop = ThreadPoolExecutor(1), asyncio.get_running_loop()
+
+    async def pump(queue: asyncio.Queue[bytes], context: Any) -> None:
+        while True:
+            await context.write(await queue.get())
+
+    async def pass_on(queue: asyncio.Queue[bytes], data: bytes) -> None:
+        if forward.file is not None:
+            await loop.run_in_executor(pool, forward.save, data)
+        queue.put_nowait(data)
+
+    async def on_client(_: object, context: Any) -> None:
+        writer = asyncio.ensure_future(pump(to_client, context))
+        while len(workers) < 2:
+            await asyncio.sleep(0.05)
+        for turn in itertools.count():
+            data = await context.read()
+            if data is grpc.aio.EOF:
+                break
+            await pass_on(workers[turn % 2], forward.down(data))
+        writer.cancel()
+
+    async def on_worker(_: object, context: Any) -> None:
+        queue = asyncio.Queue[bytes]()
+        workers.append(queue)
+        writer = asyncio.ensure_future(pump(queue, context))
+        while (data := await context.read()) is not grpc.aio.EOF:
+            await pass_on(to_client, forward.up(data))
+        writer.cancel()
+
+    server = grpc.aio.server(options=OPTIONS)
+    handlers = {
+        "Client": grpc.stream_stream_rpc_method_handler(on_client),
+        "Worker": grpc.stream_stream_rpc_method_handler(on_worker),
+    }
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("bench", handlers),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    print(port, flush=True)
+    await server.wait_for_termination()
+
+
+async def worker(mode: str, port: str) -> None:
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=OPTIONS) as channel:
+        call = channel.stream_stream("/bench/Worker")()
+        while (data := await call.read()) is not grpc.aio.EOF:
+            if mode != "message":
+                out = worker_service_pb2.SessionRequest()
+                for batch in worker_service_pb2.SessionResponse.FromString(data).lease_batches:
+                    reports = out.report_batches.add().reports
+                    for lease in batch.leases:
+                        reports.add(lease_id=lease.lease_id, state=1, result=lease.payload)  # type: ignore[arg-type]
+                data = out.SerializeToString()
+            await call.write(data)
+
+
+class Relay:
+    """A relay and two workers, as processes, for as long as the block runs."""
+
+    def __init__(self, mode: str, loop: str) -> None:
+        self.mode = mode
+        self.loop = loop
+        self.processes: list[subprocess.Popen[str]] = []
+
+    def __enter__(self) -> "Relay":
+        run = [sys.executable, "-m", "benchmarks.relay"]
+        self.processes = [
+            subprocess.Popen([*run, self.loop, "relay", self.mode], stdout=subprocess.PIPE, text=True, stderr=subprocess.DEVNULL)
+        ]
+        assert self.processes[0].stdout is not None
+        self.port = self.processes[0].stdout.readline().strip()
+        self.processes += [
+            subprocess.Popen([*run, self.loop, "worker", self.mode, self.port], text=True, stderr=subprocess.DEVNULL)
+            for _ in range(2)
+        ]
+        time.sleep(1.0)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self.processes:
+            process.kill()
+            process.wait()
+
+    def cpu(self) -> dict[str, float]:
+        """CPU seconds so far of each room."""
+        relay, *workers = (cpu_seconds(p.pid) for p in self.processes)
+        return {"relay": relay, "workers": sum(workers), "client": time.process_time()}
+
+
+def pack(mode: str, payloads: list[bytes], frame: int = FRAME) -> list[bytes]:
+    """What the client sends."""
+    if mode == "message":
+        return payloads
+    ids = itertools.count()
+    out = []
+    for i in range(0, len(payloads), frame):
+        request = task_service_pb2.RunRequest()
+        batch = request.batches.add()
+        batch.spec.kind = "echo"
+        for payload in payloads[i : i + frame]:
+            batch.inputs.add(request_id=f"bench-{next(ids):012d}", payload=payload)
+        out.append(request.SerializeToString())
+    return out
+
+
+def results(mode: str, messages: list[bytes]) -> int:
+    """How many results came back."""
+    if mode == "message":
+        return len(messages)
+    return sum(len(task_service_pb2.RunResponse.FromString(m).outcomes) for m in messages)
+
+
+@contextlib.asynccontextmanager
+async def client(port: str) -> Any:
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=OPTIONS) as channel:
+        call = channel.stream_stream("/bench/Client")()
+        yield call
+        call.cancel()
+
+
+async def throughput(port: str, mode: str, payloads: list[bytes], window: int = 0) -> float:
+    """Seconds for all payloads through the relay, packing and parsing included; with at most `window` messages in flight."""
+    async with client(port) as call:
+        messages = pack(mode, payloads[: FRAME * 2])
+        for m in messages:  # warm up
+            await call.write(m)
+        for _ in messages:
+            await call.read()
+        room = asyncio.Semaphore(window or 1_000_000)
+        start = time.perf_counter()
+        messages = pack(mode, payloads)
+
+        async def send() -> None:
+            for m in messages:
+                await room.acquire()
+                await call.write(m)
+
+        sending = asyncio.ensure_future(send())
+        got = []
+        for _ in messages:
+            got.append(await call.read())
+            room.release()
+        await sending
+        assert results(mode, got) == len(payloads)
+        return time.perf_counter() - start
+
+
+async def latencies(port: str, payload: bytes, n: int) -> list[float]:
+    """Seconds of each of n round trips, one at a time."""
+    async with client(port) as call:
+        out = []
+        for _ in range(n):
+            start = time.perf_counter()
+            await call.write(payload)
+            await call.read()
+            out.append(time.perf_counter() - start)
+        return out
+
+
+if __name__ == "__main__":
+    loop, role, *rest = sys.argv[1:]
+    loop_runner(loop)({"relay": relay, "worker": worker}[role](*rest))
