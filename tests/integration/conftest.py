@@ -1,13 +1,8 @@
 """The fleets of the integration tests: real processes, one fleet a module where its tests leave it as they found it."""
 
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
-
-# The harness is shared with the chaos runs and is imported by one name everywhere.
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from tests.fleet import Fleet
 

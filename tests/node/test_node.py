@@ -1,0 +1,74 @@
+"""A client in another language: Node, from npm's gRPC and the .proto files alone, against a real fleet."""
+
+import json
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from tests.fleet import Fleet
+
+HERE = Path(__file__).resolve().parent
+pytestmark = pytest.mark.skipif(
+    shutil.which("node") is None or shutil.which("npm") is None, reason="node and npm are not installed"
+)
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
+    """What the Node client saw."""
+    # A copy, so that the checkout stays as it is: npm ci begins with removing node_modules.
+    copy = tmp_path_factory.mktemp("checkout")
+    for name in ("package.json", "package-lock.json", ".npmrc", "client.mjs"):
+        (copy / "tests" / "node").mkdir(parents=True, exist_ok=True)
+        shutil.copy(HERE / name, copy / "tests" / "node" / name)
+    shutil.copytree(HERE.parents[1] / "protos", copy / "protos")
+    node = copy / "tests" / "node"
+    installed = subprocess.run(
+        ["npm", "ci", "--no-audit", "--no-fund"], cwd=node, capture_output=True, text=True, timeout=110, check=False
+    )
+    assert installed.returncode == 0, installed.stdout + installed.stderr
+    with Fleet(tmp_path_factory.mktemp("fleet"), handlers=["trial_handlers"]) as fleet:
+        command = ["node", "client.mjs", fleet.address]
+        done = subprocess.run(command, cwd=node, capture_output=True, text=True, timeout=60, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+        yield json.loads(done.stdout)
+
+
+def test_it_runs_many_tasks_on_one_stream(seen: dict[str, Any]) -> None:
+    assert seen["runMany"] == {"outcomes": 500, "right": 500, "safeIds": True}
+
+
+def test_it_streams_partial_outputs(seen: dict[str, Any]) -> None:
+    assert seen["runPartials"] == {"parts": [[0, "p-0"], [1, "p-1"], [2, "p-2"]], "result": "end of p"}
+
+
+def test_it_cancels_on_the_stream_and_beside_it(seen: dict[str, Any]) -> None:
+    assert seen["runAndCancel"] == {"state": "OUTCOME_STATE_CANCELLED", "error": "Cancelled"}
+    assert seen["submitAndCancel"] == {"cancelled": 1, "state": "OUTCOME_STATE_CANCELLED", "message": "enough"}
+
+
+def test_it_submits_gets_and_watches_from_a_cursor(seen: dict[str, Any]) -> None:
+    assert seen["submitGetWatch"] == {
+        "state": "TASK_STATE_SETTLED",
+        "result": "a",
+        "before": ["a", "b", "c"],
+        "after": ["d"],
+    }
+
+
+def test_it_is_told_what_is_wrong(seen: dict[str, Any]) -> None:
+    assert seen["runRejected"]["code"] == grpc.StatusCode.FAILED_PRECONDITION.value[0]
+    assert "wait_for_worker" in seen["runRejected"]["message"]
+    assert seen["refused"]["code"] == grpc.StatusCode.NOT_FOUND.value[0]
+    assert "never submitted" in seen["refused"]["details"]
+
+
+def test_the_lock_file_names_no_registry() -> None:
+    packages = json.loads((HERE / "package-lock.json").read_text())["packages"]
+    assert all("resolved" not in p for p in packages.values())
+    assert all("integrity" in p for name, p in packages.items() if name)
