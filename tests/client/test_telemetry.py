@@ -7,17 +7,14 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Callable, Iterable, Iterator
-from concurrent import futures
-from typing import Any
+from collections.abc import Callable, Iterator
 
-import grpc
 import pytest
 from multigpu import telemetry
 from multigpu.config import ConfigError, TelemetryConfig
 from multigpu.metrics import HistogramSample, Metric, OtlpMetrics, Sample, configure_metrics, serve_prometheus
-from opentelemetry.proto.collector.metrics.v1 import metrics_service_pb2, metrics_service_pb2_grpc
-from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
+
+from .otlp_collector import Collector, attributes
 
 SAMPLED = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 NOT_SAMPLED = SAMPLED[:-1] + "0"
@@ -30,40 +27,11 @@ METRICS = [
 ]
 
 
-class Collector(trace_service_pb2_grpc.TraceServiceServicer, metrics_service_pb2_grpc.MetricsServiceServicer):
-    """The receiving end of OTLP: keeps what arrives."""
-
-    def __init__(self) -> None:
-        self.traces: list[Any] = []
-        self.metrics: list[Any] = []
-        self.server = grpc.server(futures.ThreadPoolExecutor(2))
-        trace_service_pb2_grpc.add_TraceServiceServicer_to_server(self, self.server)  # type: ignore[no-untyped-call]  # generated
-        metrics_service_pb2_grpc.add_MetricsServiceServicer_to_server(self, self.server)  # type: ignore[no-untyped-call]  # generated
-        self.port = self.server.add_insecure_port("127.0.0.1:0")
-        self.server.start()
-
-    def Export(self, request: Any, context: object) -> Any:  # noqa: N802 - gRPC's name
-        if isinstance(request, trace_service_pb2.ExportTraceServiceRequest):
-            self.traces.append(request)
-            return trace_service_pb2.ExportTraceServiceResponse()
-        self.metrics.append(request)
-        return metrics_service_pb2.ExportMetricsServiceResponse()
-
-    def spans(self) -> dict[str, Any]:
-        return {
-            span.name: span
-            for request in self.traces
-            for resource in request.resource_spans
-            for scope in resource.scope_spans
-            for span in scope.spans
-        }
-
-
 @pytest.fixture
 def collector() -> Iterator[Collector]:
     collector = Collector()
     yield collector
-    collector.server.stop(None).wait()
+    collector.close()
 
 
 @pytest.fixture(autouse=True)
@@ -85,10 +53,6 @@ def start_metrics(endpoint: str, collect: Callable[[], list[Metric]], interval_s
     )
     assert exporter is not None
     return exporter
-
-
-def attributes(pairs: Iterable[Any]) -> dict[str, Any]:
-    return {pair.key: pair.value.string_value or pair.value.int_value for pair in pairs}
 
 
 def test_spans_made_after_the_fact_join_the_trace_that_began_in_the_client(collector: Collector) -> None:

@@ -1,0 +1,95 @@
+"""One trace from the client's submit through master and worker to the result; metrics over both roads."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from multigpu import telemetry
+from multigpu.config import TelemetryConfig
+
+from tests.client.otlp_collector import Collector, attributes
+from tests.fleet import Fleet, until
+
+
+@pytest.fixture
+def collector() -> Iterator[Collector]:
+    collector = Collector()
+    yield collector
+    collector.close()
+
+
+@pytest.fixture
+def metrics_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return int(free.getsockname()[1])
+
+
+@pytest.fixture
+def traced(collector: Collector, tmp_path: Path, metrics_port: int) -> Iterator[Fleet]:
+    env = {"MGPU_TELEMETRY_OTLP_ENDPOINT": f"http://127.0.0.1:{collector.port}"}
+    with Fleet(tmp_path, workers=1, env=env, master_flags=["--metrics-listen", f"127.0.0.1:{metrics_port}"]) as fleet:
+        yield fleet
+
+
+@pytest.fixture
+def tracing(collector: Collector) -> Iterator[None]:
+    config = TelemetryConfig(otlp_endpoint=f"127.0.0.1:{collector.port}", trace_sample_ratio=1.0)
+    telemetry.configure_tracing(config, {"service.name": "test-client"})
+    yield
+    telemetry.shut_down_tracing()
+
+
+def test_one_trace_from_the_submit_to_the_result(collector: Collector, traced: Fleet, tracing: None) -> None:
+    with traced.client() as client:
+        client.run("echo", b"not sampled")
+        with telemetry.span("caller"):
+            client.run("echo", b"sampled")
+            task_id = client.submit("sleep", b"0.01")
+        client.get(task_id, wait_s=20)
+    telemetry.shut_down_tracing()
+    for worker in traced.workers.values():
+        worker.stop()
+    traced.master.stop()
+
+    spans = until(lambda: collected(collector), what="spans of all three")
+    assert len({span.trace_id for _, span in spans}) == 1
+    (caller,) = [span for _, span in spans if span.name == "caller"]
+    others = [span for _, span in spans if span is not caller]
+    assert {span.parent_span_id for span in others} <= {span.span_id for _, span in spans}
+    by_name = {name: [span for _, span in spans if span.name == name] for name in {span.name for _, span in spans}}
+    # Two sampled tasks; the third left no span.
+    assert {name: len(found) for name, found in by_name.items()} == {
+        "caller": 1,
+        "multigpu.queue": 2,
+        "multigpu.attempt": 2,
+        "multigpu.run": 2,
+    }
+    for span in others:
+        assert span.start_time_unix_nano <= span.end_time_unix_nano
+        assert span.start_time_unix_nano >= caller.start_time_unix_nano - 1_000_000
+
+
+def collected(collector: Collector) -> list[tuple[str, Any]]:
+    spans = collector.spans_by_service()
+    return spans if {service for service, _ in spans} == {"test-client", "mgpu-master", "mgpu-worker"} else []
+
+
+def test_the_masters_metrics_by_both_roads(collector: Collector, traced: Fleet, metrics_port: int) -> None:
+    with traced.client() as client:
+        assert list(client.map("echo", [b"x"] * 5)) == [b"x"] * 5
+
+    def scraped() -> str:
+        with urllib.request.urlopen(f"http://127.0.0.1:{metrics_port}/metrics", timeout=10) as answer:
+            return str(answer.read().decode())
+
+    counted = 'mgpu_tasks_settled_total{outcome="succeeded"} 5.0'
+    until(lambda: counted in scraped(), what="five tasks in a scrape")
+    traced.master.stop()
+
+    last = [metric for _, metric in collector.metrics_by_service() if metric.name == "mgpu_tasks_settled_total"][-1]
+    values = {
+        attributes(point.attributes)["outcome"]: point.as_double or point.as_int for point in last.sum.data_points
+    }
+    assert values["succeeded"] == 5
+    assert {service for service, _ in collector.metrics_by_service()} == {"mgpu-master"}
