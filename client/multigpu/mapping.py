@@ -156,7 +156,7 @@ class AsyncMap:
         buffer = self._buffer
         feed = self._feed_async(source) if isinstance(source, AsyncIterable) else self._feed(iter(source))
         feeder = asyncio.get_running_loop().create_task(feed, name="multigpu map feeder")
-        feeder.add_done_callback(lambda _: self._wake_taker())
+        feeder.add_done_callback(self._feeder_ended)
         taken = 0
         try:
             while True:
@@ -200,6 +200,11 @@ class AsyncMap:
             if pulled % CHUNK_TASKS == 0:
                 await asyncio.sleep(0)
         buffer.exhausted = True
+
+    def _feeder_ended(self, feeder: asyncio.Task[None]) -> None:
+        if not feeder.cancelled():
+            feeder.exception()  # seen, also when the caller left before it could be raised there
+        self._wake_taker()
 
     async def _room(self) -> None:
         while not self._buffer.has_room():

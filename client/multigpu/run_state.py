@@ -87,7 +87,12 @@ class RunState:
         """Takes calls that the window has admitted."""
         unsettled = self._unsettled
         outbox = self._outbox
+        cancelling = self._cancelling
         for call in calls:
+            if cancelling and call.request_id in cancelling:  # wanted again, if that is not too late
+                del cancelling[call.request_id]
+                if call.request_id in self._cancel_outbox:
+                    self._cancel_outbox.remove(call.request_id)
             if call.request_id in unsettled:
                 self._joined.setdefault(call.request_id, []).append(call)
             else:

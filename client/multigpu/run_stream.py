@@ -30,7 +30,8 @@ log = logging.getLogger("multigpu")
 _BARREN_STREAMS_MAX = 8
 # On closing: how long to wait for the master to confirm what was withdrawn.
 _CANCEL_TIMEOUT_S = 2.0
-_PAYLOAD_BYTES_MAX = MESSAGE_BYTES_MAX - (1 << 16)
+# A message holds a spec beside the payload, of less than a mebibyte.
+_PAYLOAD_BYTES_MAX = MESSAGE_BYTES_MAX - (1 << 20)
 
 
 class RunStream:

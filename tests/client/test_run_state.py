@@ -1,0 +1,279 @@
+"""The bookkeeping of a Run stream, against a model master that loses, repeats, refuses and reorders. No I/O."""
+
+import asyncio
+import random
+
+import pytest
+from multigpu.errors import ClientClosedError, InvalidTaskError
+from multigpu.outcome import Outcome
+from multigpu.run_state import FRAME_BYTES_MAX, FRAME_TASKS_MAX, Answer, Call, RunState
+from multigpu.v1 import task_pb2, task_service_pb2
+from multigpu.window import Window
+
+SPECS = [task_pb2.TaskSpec(kind="a"), task_pb2.TaskSpec(kind="b")]
+
+
+class Recorded(Call):
+    def __init__(self, payload: bytes, request_id: str, spec: task_pb2.TaskSpec = SPECS[0]) -> None:
+        super().__init__(spec, payload, request_id, None)
+        self.answers: list[Answer] = []
+        self.withdrawn = False
+        self.parts: list[bytes] = []
+
+    def settle(self, answer: Answer) -> None:
+        self.answers.append(answer)
+
+    def receive_partial(self, data: bytes) -> None:
+        self.parts.append(data)
+
+
+def started(state: RunState, window: Window, *calls: Call) -> None:
+    assert window.try_admit(len(calls), sum(call.nbytes for call in calls))
+    state.start(calls)
+
+
+def ids(frame: task_service_pb2.RunRequest | None) -> list[str]:
+    assert frame is not None
+    return [task.request_id for batch in frame.batches for task in batch.inputs]
+
+
+def succeeded(*request_ids: str) -> task_service_pb2.RunResponse:
+    outcomes = [task_pb2.Outcome(request_id=i, state=task_pb2.OUTCOME_STATE_SUCCEEDED) for i in request_ids]
+    return task_service_pb2.RunResponse(outcomes=outcomes)
+
+
+@pytest.fixture
+def window() -> Window:
+    return Window(10_000, 1 << 30)
+
+
+@pytest.fixture
+def state(window: Window) -> RunState:
+    return RunState(window)
+
+
+def test_a_frame_groups_neighbours_of_one_spec(state: RunState, window: Window) -> None:
+    started(state, window, *(Recorded(b"", str(i), SPECS[i // 3 % 2]) for i in range(9)))
+    frame = state.next_frame()
+    assert frame is not None
+    assert [(batch.spec.kind, len(batch.inputs)) for batch in frame.batches] == [("a", 3), ("b", 3), ("a", 3)]
+    assert state.next_frame() is None
+
+
+def test_frames_are_bounded(state: RunState, window: Window) -> None:
+    started(state, window, *(Recorded(b"", f"s{i}") for i in range(FRAME_TASKS_MAX + 1)))
+    assert [len(ids(state.next_frame())) for _ in range(2)] == [FRAME_TASKS_MAX, 1]
+    started(state, window, *(Recorded(bytes(300_000), f"m{i}") for i in range(4)))
+    assert [len(ids(state.next_frame())) for _ in range(2)] == [3, 1]
+    started(state, window, *(Recorded(bytes(size), f"l{size}") for size in (10, 2 * FRAME_BYTES_MAX, 11)))
+    assert [ids(state.next_frame()) for _ in range(3)] == [["l10"], [f"l{2 * FRAME_BYTES_MAX}"], ["l11"]]
+
+
+def test_a_new_stream_is_told_everything_unsettled_in_order(state: RunState, window: Window) -> None:
+    calls = [Recorded(b"", str(i)) for i in range(5)]
+    started(state, window, *calls[:4])
+    state.next_frame()
+    state.receive(succeeded("1"), 10)
+    started(state, window, calls[4])
+    state.stream_opened()
+    assert ids(state.next_frame()) == ["0", "2", "3", "4"]
+
+
+def test_an_outcome_that_overtakes_the_second_sending_ends_it(state: RunState, window: Window) -> None:
+    call = Recorded(b"", "x")
+    started(state, window, call)
+    state.next_frame()
+    state.stream_opened()
+    state.receive(succeeded("x", "x", "never asked"), 30)
+    assert len(call.answers) == 1
+    assert state.next_frame() is None
+    assert state.idle
+    assert (window.tasks, window.bytes) == (0, 0)
+
+
+def test_withdrawing_before_and_after_sending(state: RunState, window: Window) -> None:
+    unsent, sent = Recorded(b"", "unsent"), Recorded(b"", "sent")
+    started(state, window, unsent, sent)
+    state.withdraw(unsent)
+    assert ids(state.next_frame()) == ["sent"]
+    state.withdraw(sent)
+    state.withdraw(sent)
+    assert window.tasks == 0
+    frame = state.next_frame()
+    assert frame is not None
+    assert list(frame.cancel_request_ids) == ["sent"]
+    state.stream_opened()  # was the word lost with the stream? It is said again.
+    frame = state.next_frame()
+    assert frame is not None
+    assert list(frame.cancel_request_ids) == ["sent"]
+    assert ids(frame) == []
+    assert not state.idle
+    state.receive(succeeded("sent"), 10)  # it was too late: the task had ended
+    assert state.idle
+    assert not sent.answers
+
+
+def test_partial_outputs_are_counted_and_their_count_is_sent(state: RunState, window: Window) -> None:
+    call = Recorded(b"", "x")
+    started(state, window, call)
+    state.next_frame()
+    for index in (0, 1, 1, 0, 3):  # repeats, and a gap
+        response = task_service_pb2.RunResponse()
+        response.partials.add(request_id="x", index=index, data=b"%d" % index)
+        state.receive(response, 10)
+    assert call.parts == [b"0", b"1"]
+    state.stream_opened()
+    frame = state.next_frame()
+    assert frame is not None
+    assert frame.batches[0].inputs[0].partials_received == 2
+
+
+def test_failing_everything_gives_each_an_error_of_its_own(state: RunState, window: Window) -> None:
+    calls = [Recorded(b"", str(i)) for i in range(3)]
+    twin = Recorded(b"", "0")
+    started(state, window, *calls, twin)
+    state.fail_all(lambda: ClientClosedError("over"))
+    answers = [answer for call in (*calls, twin) for answer in call.answers]
+    assert len(answers) == len({id(answer) for answer in answers}) == 4
+    assert state.idle
+    assert (window.tasks, window.bytes) == (0, 0)
+
+
+class Model:
+    """A master of the tests' own: knows tasks by request_id, settles each once, answers on the live stream only."""
+
+    def __init__(self, dice: random.Random) -> None:
+        self.dice = dice
+        self.outcomes: dict[str, task_pb2.Outcome] = {}
+        self.attached: list[str] = []
+
+    def take(self, frame: task_service_pb2.RunRequest) -> None:
+        self.attached += ids(frame)
+        for request_id in frame.cancel_request_ids:
+            self.outcomes.setdefault(
+                request_id, task_pb2.Outcome(request_id=request_id, state=task_pb2.OUTCOME_STATE_CANCELLED)
+            )
+            self.attached.append(request_id)
+
+    def answer(self) -> task_service_pb2.RunResponse:
+        dice = self.dice
+        response = task_service_pb2.RunResponse()
+        dice.shuffle(self.attached)
+        for _ in range(min(dice.randrange(6), len(self.attached))):
+            request_id = self.attached.pop()
+            chance = dice.random()
+            if request_id not in self.outcomes and chance < 0.1:
+                rejection = response.rejected.add(request_id=request_id, code=8, message="full")
+                rejection.retry_delay.FromMilliseconds(10)
+            elif request_id not in self.outcomes and chance < 0.15:
+                response.rejected.add(request_id=request_id, code=3, message="bad")
+            else:
+                outcome = task_pb2.Outcome(request_id=request_id, state=task_pb2.OUTCOME_STATE_SUCCEEDED)
+                outcome = self.outcomes.setdefault(request_id, outcome)
+                response.outcomes.extend([outcome] * dice.choice((1, 1, 2)))
+        return response
+
+
+@pytest.mark.parametrize("block", range(10))
+def test_whatever_happens_each_call_is_answered_once(block: int) -> None:
+    for seed in range(block * 100, block * 100 + 100):
+        run_seed(seed)
+
+
+def run_seed(seed: int) -> None:
+    dice = random.Random(seed)
+    window = Window(1000, 1 << 20)
+    state = RunState(window)
+    model = Model(dice)
+    calls: list[Recorded] = []
+    later: list[Call] = []
+    withdrawn: set[int] = set()
+
+    def step(what: float) -> None:
+        nonlocal later
+        if what < 0.3:
+            frame = state.next_frame()
+            if frame is not None and dice.random() < 0.9:  # else it was lost with its stream
+                model.take(frame)
+            elif frame is not None:
+                reopen()
+        elif what < 0.6:
+            for waiting in state.receive(model.answer(), 100).values():
+                later += waiting
+        elif what < 0.7:
+            state.retry(later)
+            later = []
+        elif what < 0.75:
+            reopen()
+        elif what < 0.8 and calls:
+            call = dice.choice(calls)
+            if not call.answers:
+                withdrawn.add(id(call))
+                state.withdraw(call)
+
+    def reopen() -> None:
+        model.attached.clear()
+        state.stream_opened()
+
+    for _ in range(120):
+        step(dice.random())
+        if dice.random() < 0.4:
+            name = f"{len(calls)}" if dice.random() < 0.8 or not calls else dice.choice(calls).request_id
+            call = Recorded(b"x" * dice.randrange(50), name, dice.choice(SPECS))
+            calls.append(call)
+            started(state, window, call)
+    for _ in range(2000):  # no more calls: everything must come to an end
+        step(dice.choice((0.1, 0.5, 0.65)))
+        if state.idle and not later:
+            break
+    for call in calls:
+        expected = 0 if id(call) in withdrawn else 1
+        assert len(call.answers) == expected, f"seed {seed}: {call.request_id} has {call.answers}"
+        for answer in call.answers:
+            assert isinstance(answer, InvalidTaskError | Outcome)
+            if isinstance(answer, Outcome):
+                assert answer.request_id == call.request_id
+    assert (window.tasks, window.bytes) == (0, 0), f"seed {seed}"
+    assert state.idle, f"seed {seed}"
+
+
+# The window.
+
+
+async def test_the_window_serves_its_line_in_order() -> None:
+    window = Window(10, 1000)
+    await window.admit(8, 100)
+    big = asyncio.create_task(window.admit(5, 100))
+    await asyncio.sleep(0)
+    small = asyncio.create_task(window.admit(1, 1))
+    await asyncio.sleep(0)
+    assert not small.done()  # there is room for it, but it must not overtake
+    assert not window.try_admit(1, 1)
+    window.free(4, 50)
+    await asyncio.wait_for(asyncio.gather(big, small), 1)
+    assert (window.tasks, window.bytes) == (10, 151)
+
+
+async def test_who_gives_up_in_line_lets_the_next_pass_and_keeps_nothing() -> None:
+    window = Window(10, 1000)
+    await window.admit(8, 0)
+    big = asyncio.create_task(window.admit(5, 0))
+    small = asyncio.create_task(window.admit(2, 0))
+    await asyncio.sleep(0)
+    big.cancel()
+    await asyncio.wait_for(small, 1)
+    assert window.tasks == 10
+    late = asyncio.create_task(window.admit(3, 0))
+    await asyncio.sleep(0)
+    window.free(10, 0)  # handed over …
+    late.cancel()  # … to somebody who has just left
+    await asyncio.wait([late])
+    assert window.tasks == 0
+
+
+async def test_more_than_the_whole_window_is_admitted_alone() -> None:
+    window = Window(10, 1000)
+    await window.admit(1, 5000)
+    assert not window.try_admit(1, 1)
+    window.free(1, 5000)
+    assert window.try_admit(20, 1)
