@@ -5,6 +5,8 @@ import contextlib
 import os
 import signal
 import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
 
 import pytest
 
@@ -14,43 +16,45 @@ from .scripted_master import ScriptedMaster
 class WorkerProcess:
     """A real mgpu-worker, started by the test and ended by its pid."""
 
-    def __init__(self, process, log_path):
+    def __init__(self, process: asyncio.subprocess.Process, log_path: Path) -> None:
         self.process = process
         self.log_path = log_path
 
     @property
-    def pid(self):
+    def pid(self) -> int:
         return self.process.pid
 
     @property
-    def log(self):
+    def log(self) -> str:
         return self.log_path.read_text()
 
-    def engine_pids(self):
-        with open(f"/proc/{self.pid}/task/{self.pid}/children") as file:
-            return [int(pid) for pid in file.read().split()]
+    def engine_pids(self) -> list[int]:
+        return [int(pid) for pid in Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()]
 
-    async def wait(self, timeout_s=20.0):
+    async def wait(self, timeout_s: float = 20.0) -> int:
         async with asyncio.timeout(timeout_s):
             return await self.process.wait()
 
-    def signal(self, signum):
+    def signal(self, signum: int) -> None:
         self.process.send_signal(signum)
 
 
+StartWorker = Callable[..., Awaitable[WorkerProcess]]
+
+
 @pytest.fixture
-async def master():
+async def master() -> AsyncIterator[ScriptedMaster]:
     async with ScriptedMaster() as master:
         yield master
 
 
 @pytest.fixture
-async def start_worker(tmp_path):
-    started = []
+async def start_worker(tmp_path: Path) -> AsyncIterator[StartWorker]:
+    started: list[WorkerProcess] = []
 
-    async def start(address, *flags, env=None, pythonpath=None):
+    async def start(address: str, *flags: str, pythonpath: Path | None = None) -> WorkerProcess:
         log_path = tmp_path / f"worker-{len(started)}.log"
-        environment = dict(os.environ, **(env or {}))
+        environment = dict(os.environ)
         if pythonpath is not None:
             environment["PYTHONPATH"] = str(pythonpath)
         with log_path.open("wb") as log:

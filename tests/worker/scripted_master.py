@@ -4,12 +4,12 @@ It is not a master: no queue, no journal, no policy. The worker in these tests i
 """
 
 import asyncio
-import itertools
 import time
+from collections.abc import Callable
+from typing import Any, Self
 
 import grpc
 import grpc.aio
-
 from multigpu.v1 import task_pb2
 from multigpu.v1 import worker_service_pb2 as pb
 from multigpu.v1.worker_service_pb2_grpc import WorkerServiceServicer, add_WorkerServiceServicer_to_server
@@ -18,9 +18,8 @@ from multigpu.v1.worker_service_pb2_grpc import WorkerServiceServicer, add_Worke
 class Stream:
     """One session of one worker."""
 
-    def __init__(self, hello: pb.Hello, context):
+    def __init__(self, hello: pb.Hello) -> None:
         self.hello = hello
-        self.context = context
         self.out: asyncio.Queue[pb.SessionResponse | None] = asyncio.Queue()
         self.frame = 0
         self.heartbeats: list[pb.Heartbeat] = []
@@ -28,16 +27,16 @@ class Stream:
         self.batches: list[pb.ReportBatch] = []
         self.partials: list[pb.PartialOutput] = []
         # What came, in order: "heartbeat", ("partial", lease_id, index), ("report", lease_id).
-        self.events: list = []
+        self.events: list[object] = []
         self.frames_up = 0
         self.ended = asyncio.Event()
         self.changed = asyncio.Condition()
 
-    def send(self, **parts):
+    def send(self, **parts: Any) -> None:
         self.frame += 1
         self.out.put_nowait(pb.SessionResponse(frame=self.frame, **parts))
 
-    def lease(self, leases, **spec):
+    def lease(self, leases: list[tuple[int, bytes]] | list[pb.Lease], **spec: Any) -> None:
         """Grant leases: (lease_id, payload) pairs or pb.Lease."""
         rows = [
             lease
@@ -47,19 +46,19 @@ class Stream:
         ]
         self.send(lease_batches=[pb.LeaseBatch(spec=task_pb2.TaskSpec(**spec), leases=rows)])
 
-    def revoke(self, *lease_ids):
+    def revoke(self, *lease_ids: int) -> None:
         self.send(revocations=[pb.Revocation(lease_id=lease_id, reason="test") for lease_id in lease_ids])
 
-    async def until(self, condition, timeout_s=20.0):
+    async def until(self, condition: Callable[[], object], timeout_s: float = 20.0) -> None:
         async with asyncio.timeout(timeout_s):
             async with self.changed:
                 await self.changed.wait_for(condition)
 
-    async def reported(self, *lease_ids, timeout_s=20.0):
+    async def reported(self, *lease_ids: int, timeout_s: float = 20.0) -> list[pb.Report]:
         await self.until(lambda: all(lease_id in self.reports for lease_id in lease_ids), timeout_s)
         return [self.reports[lease_id] for lease_id in lease_ids]
 
-    def take(self, request: pb.SessionRequest):
+    def take(self, request: pb.SessionRequest) -> None:
         self.frames_up += 1
         if request.HasField("heartbeat"):
             self.heartbeats.append(request.heartbeat)
@@ -74,54 +73,54 @@ class Stream:
                 self.reports[report.lease_id] = report
                 self.events.append(("report", report.lease_id))
 
-    def break_off(self):
+    def break_off(self) -> None:
         """End the stream at once, as a dying master would."""
         self.out.put_nowait(None)
 
 
 class ScriptedMaster(WorkerServiceServicer):
-    def __init__(self, *, heartbeat_s=0.1):
+    def __init__(self, *, heartbeat_s: float = 0.1) -> None:
         self.heartbeat_s = heartbeat_s
         self.streams: asyncio.Queue[Stream] = asyncio.Queue()
-        self.adopt = lambda hello: [lease.lease_id for lease in hello.leases]
-        self.refuse = None
-        self.lease_ids = itertools.count(1)
-        self.server = None
+        self.adopt: Callable[[pb.Hello], list[int]] = lambda hello: [lease.lease_id for lease in hello.leases]
+        self.refuse: tuple[grpc.StatusCode, str] | None = None
+        self.server: Any = None
         self.port = 0
 
-    async def __aenter__(self):
+    async def __aenter__(self) -> Self:
         await self.start()
         return self
 
-    async def __aexit__(self, *_):
+    async def __aexit__(self, *_: object) -> None:
         await self.server.stop(None)
 
-    async def start(self):
+    async def start(self) -> None:
         size = 64 << 20
         options = [("grpc.max_receive_message_length", size), ("grpc.max_send_message_length", size)]
         options += [("grpc.so_reuseport", 0)]
         self.server = grpc.aio.server(options=options)
-        add_WorkerServiceServicer_to_server(self, self.server)
+        add: Any = add_WorkerServiceServicer_to_server  # generated without types
+        add(self, self.server)
         self.port = self.server.add_insecure_port(f"127.0.0.1:{self.port}")
         await self.server.start()
 
-    async def stop(self):
+    async def stop(self) -> None:
         await self.server.stop(None)
 
     @property
-    def address(self):
+    def address(self) -> str:
         return f"127.0.0.1:{self.port}"
 
-    async def stream(self, timeout_s=20.0) -> Stream:
+    async def stream(self, timeout_s: float = 20.0) -> Stream:
         async with asyncio.timeout(timeout_s):
             return await self.streams.get()
 
-    async def Session(self, request_iterator, context):
+    async def Session(self, request_iterator: Any, context: Any) -> None:  # noqa: N802  the contract's name
         first = await context.read()
         assert first.HasField("hello")
         if self.refuse is not None:
             await context.abort(*self.refuse)
-        stream = Stream(first.hello, context)
+        stream = Stream(first.hello)
         welcome = pb.Welcome(session_id=f"s{time.monotonic_ns()}", version="scripted")
         welcome.heartbeat_interval.FromNanoseconds(int(self.heartbeat_s * 1e9))
         welcome.session_timeout.FromSeconds(5)
@@ -140,12 +139,12 @@ class ScriptedMaster(WorkerServiceServicer):
         if writer.done() and not writer.cancelled() and writer.result() == "broken":
             await context.abort(grpc.StatusCode.UNAVAILABLE, "told to break off")
 
-    async def _write(self, stream, context):
+    async def _write(self, stream: Stream, context: Any) -> str:
         while (response := await stream.out.get()) is not None:
             await context.write(response)
         return "broken"
 
-    async def _read(self, stream, context):
+    async def _read(self, stream: Stream, context: Any) -> None:
         while (request := await context.read()) is not grpc.aio.EOF:
             stream.take(request)
             async with stream.changed:

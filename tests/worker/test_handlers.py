@@ -3,39 +3,49 @@
 import json
 import os
 import signal
+from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
-
 from multigpu.v1 import worker_service_pb2 as pb
 
-from .scripted_master import Stream
+from .conftest import StartWorker, WorkerProcess
+from .scripted_master import ScriptedMaster, Stream
+
+Start = Callable[..., Awaitable[tuple[WorkerProcess, Stream]]]
 
 HANDLERS = Path(__file__).parent / "handlers"
 
 
 @pytest.fixture
-async def worker(master, start_worker):
-    async def start(*flags):
-        worker = await start_worker(master.address, "--handlers", "handlers_for_tests", *flags, pythonpath=HANDLERS)
-        return worker, await master.stream()
+async def worker(master: ScriptedMaster, start_worker: StartWorker) -> Start:
+    async def start(*flags: str) -> tuple[WorkerProcess, Stream]:
+        process = await start_worker(master.address, "--handlers", "handlers_for_tests", *flags, pythonpath=HANDLERS)
+        return process, await master.stream()
 
     return start
 
 
-async def run(stream: Stream, kind, *payloads, **spec):
+async def run(stream: Stream, kind: str, *payloads: bytes, **spec: Any) -> list[pb.Report]:
     first = max([*stream.reports, 0]) + 1
     ids = range(first, first + len(payloads))
     stream.lease(list(zip(ids, payloads, strict=True)), kind=kind, **spec)
     return await stream.reported(*ids)
 
 
-async def still_works(stream):
+async def running(stream: Stream, lease_id: int) -> None:
+    await stream.until(
+        lambda: any(held.lease_id == lease_id and held.running for h in stream.heartbeats[-1:] for held in h.leases)
+    )
+
+
+async def still_works(stream: Stream) -> None:
     (report,) = await run(stream, "t.upper", b"still")
     assert report.result == b"STILL"
 
 
-async def test_values_and_results(worker):
+async def test_values_and_results(worker: Start) -> None:
     _, stream = await worker()
     assert "t.upper" in {capability.kind for capability in stream.hello.capabilities}
     reports = await run(stream, "t.upper", *[b"a%d" % n for n in range(500)])
@@ -58,14 +68,14 @@ async def test_values_and_results(worker):
     }
 
 
-async def test_async_handlers_share_a_loop(worker):
+async def test_async_handlers_share_a_loop(worker: Start) -> None:
     _, stream = await worker("--slots", "4")
     reports = [json.loads(report.result) for report in await run(stream, "t.async", *[b""] * 16)]
-    assert 2 <= max(report["most_together"] for report in reports) <= 4
+    assert 2 <= max(report["together"] for report in reports) <= 4
     assert {report["thread"] for report in reports} == {"handlers-loop"}
 
 
-async def test_generators(worker):
+async def test_generators(worker: Start) -> None:
     _, stream = await worker()
     (report,) = await run(stream, "t.generate", b"")
     assert report.result == b"whole"
@@ -80,13 +90,13 @@ async def test_generators(worker):
     assert [(p.index, p.data) for p in stream.partials] == [(3, b"part3"), (4, b"part4")]
 
 
-async def test_a_partial_does_not_wait_for_the_next_one(worker):
+async def test_a_partial_does_not_wait_for_the_next_one(worker: Start) -> None:
     _, stream = await worker()
     stream.lease([(1, b"")], kind="t.slow_stream")
     await stream.until(lambda: stream.partials, timeout_s=5)
 
 
-async def test_exceptions(worker):
+async def test_exceptions(worker: Start) -> None:
     _, stream = await worker()
     (report,) = await run(stream, "t.raise", b"key")
     assert report.state == pb.REPORT_STATE_FAILED
@@ -105,7 +115,7 @@ async def test_exceptions(worker):
     await still_works(stream)
 
 
-async def test_result_too_large(worker):
+async def test_result_too_large(worker: Start) -> None:
     _, stream = await worker("--result-bytes-max", "1MiB")
     (report,) = await run(stream, "t.big", b"1048577")
     assert (report.error.type, report.error.retryable) == ("ResultTooLarge", False)
@@ -117,8 +127,8 @@ async def test_result_too_large(worker):
     ("kind", "payload", "words"),
     [("t.exit", b"0", "exit code 0"), ("t.exit", b"7", "exit code 7"), ("t.segfault", b"", "SIGSEGV")],
 )
-async def test_death_is_blamed_on_the_one_that_ran(worker, kind, payload, words):
-    worker, stream = await worker()
+async def test_death_is_blamed_on_the_one_that_ran(worker: Start, kind: str, payload: bytes, words: str) -> None:
+    _, stream = await worker()
     await run(stream, "t.upper", *[b"warm"] * 100)
     # Neighbours before and behind, in the same batch as far as kinds allow, and in the next one.
     stream.lease([(1001, b"0.01")], kind="t.nap")
@@ -132,7 +142,7 @@ async def test_death_is_blamed_on_the_one_that_ran(worker, kind, payload, words)
     await still_works(stream)
 
 
-async def test_neighbours_in_one_batch_go_on(worker):
+async def test_neighbours_in_one_batch_go_on(worker: Start) -> None:
     _, stream = await worker()
     await run(stream, "t.nap", *[b"0.0001"] * 200)  # learns that naps are short
     stream.lease([(n, b"0.0001" if n != 1050 else b"not a number") for n in range(1001, 1100)], kind="t.nap")
@@ -140,28 +150,27 @@ async def test_neighbours_in_one_batch_go_on(worker):
     assert [r.lease_id for r in reports if r.state != pb.REPORT_STATE_SUCCEEDED] == [1050]
 
 
-async def test_unknown_kind(worker):
+async def test_unknown_kind(worker: Start) -> None:
     _, stream = await worker()
     (report,) = await run(stream, "t.nobody", b"")
     assert (report.error.type, report.error.retryable) == ("UnknownKind", False)
 
 
 @pytest.mark.parametrize("kind", ["t.hang", "t.spin"])
-async def test_run_timeout(worker, kind):
-    worker, stream = await worker()
+async def test_run_timeout(worker: Start, kind: str) -> None:
+    process, stream = await worker()
     await still_works(stream)
-    engine = worker.engine_pids()
-    spec = {"kind": kind}
-    stream.lease([(1001, b"")], **spec, run_timeout={"nanos": 300_000_000})
+    engine = process.engine_pids()
+    stream.lease([(1001, b"")], kind=kind, run_timeout={"nanos": 300_000_000})
     stream.lease([(n, b"") for n in range(1002, 1005)], kind="t.upper")
     (report,) = await stream.reported(1001)
     assert (report.error.type, report.error.retryable) == ("RunTimeout", True)
     await stream.reported(1002, 1003, 1004)
-    assert worker.engine_pids() != engine
+    assert process.engine_pids() != engine
     assert "0.3 s" in report.error.message
 
 
-async def test_heartbeats_go_on_while_user_code_spins(worker):
+async def test_heartbeats_go_on_while_user_code_spins(worker: Start) -> None:
     _, stream = await worker()
     await still_works(stream)
     stream.lease([(1001, b"")], kind="t.spin")
@@ -170,7 +179,7 @@ async def test_heartbeats_go_on_while_user_code_spins(worker):
     await stream.until(lambda: len(stream.heartbeats) > before + 5, timeout_s=5)
 
 
-async def test_no_progress(worker):
+async def test_no_progress(worker: Start) -> None:
     _, stream = await worker("--progress-timeout-s", "0.4")
     (good,) = await run(stream, "t.progress", b"20")  # 1 s in all, but it moves
     assert good.result == b"done"
@@ -178,28 +187,28 @@ async def test_no_progress(worker):
     assert (report.error.type, report.error.retryable) == ("NoProgress", True)
 
 
-async def test_out_of_memory_is_a_clean_failure(worker):
-    worker, stream = await worker("--engine-memory-bytes", "600MiB")
+async def test_out_of_memory_is_a_clean_failure(worker: Start) -> None:
+    process, stream = await worker("--engine-memory-bytes", "600MiB")
     await still_works(stream)
-    engine = worker.engine_pids()
+    engine = process.engine_pids()
     (report,) = await run(stream, "t.hoard", b"")
     assert (report.error.type, report.error.retryable) == ("OutOfMemory", True)
     await still_works(stream)
-    assert worker.engine_pids() == engine
+    assert process.engine_pids() == engine
 
 
-async def test_output_goes_to_the_log(worker):
-    worker, stream = await worker()
+async def test_output_goes_to_the_log(worker: Start) -> None:
+    process, stream = await worker()
     (report,) = await run(stream, "t.print", b"hello")
     assert report.result == b"printed"
     await still_works(stream)
-    assert "a line from user code: hello" in worker.log
-    assert "and one past Python" in worker.log
-    assert "trouble" in worker.log
+    assert "a line from user code: hello" in process.log
+    assert "and one past Python" in process.log
+    assert "trouble" in process.log
 
 
-async def test_a_forked_child_that_returns_says_nothing(worker):
-    worker, stream = await worker()
+async def test_a_forked_child_that_returns_says_nothing(worker: Start) -> None:
+    _, stream = await worker()
     for _ in range(5):
         (report,) = await run(stream, "t.fork", b"")
         assert report.result.startswith(b"parent of ")
@@ -207,7 +216,7 @@ async def test_a_forked_child_that_returns_says_nothing(worker):
     assert json.loads(report.result) == [1, 2, 3]
 
 
-async def test_a_left_child_does_not_hide_the_death(worker, tmp_path):
+async def test_a_left_child_does_not_hide_the_death(worker: Start, tmp_path: Path) -> None:
     _, stream = await worker()
     path = tmp_path / "pid"
     (report,) = await run(stream, "t.fork_and_die", str(path).encode())
@@ -218,26 +227,26 @@ async def test_a_left_child_does_not_hide_the_death(worker, tmp_path):
     assert not status.exists() or "State:\tZ" in status.read_text()  # dead, if not reaped
 
 
-async def test_killed_engine(worker):
-    worker, stream = await worker()
+async def test_killed_engine(worker: Start) -> None:
+    process, stream = await worker()
     stream.lease([(1, b"30"), (2, b"0.01"), (3, b"0.01")], kind="sleep")
     await stream.until(lambda: any(h.leases and h.leases[0].running for h in stream.heartbeats))
-    os.kill(worker.engine_pids()[0], signal.SIGKILL)
+    os.kill(process.engine_pids()[0], signal.SIGKILL)
     first, second, third = await stream.reported(1, 2, 3)
     assert (first.error.type, first.error.retryable) == ("EngineDied", True)
     assert "SIGKILL" in first.error.message
     assert (second.result, third.result) == (b"0.01", b"0.01")
 
 
-async def test_idle_engine_killed_again_and_again(worker):
-    worker, stream = await worker()
+async def test_idle_engine_killed_again_and_again(worker: Start) -> None:
+    process, stream = await worker()
     for _ in range(4):
         await still_works(stream)
-        os.kill(worker.engine_pids()[0], signal.SIGKILL)
+        os.kill(process.engine_pids()[0], signal.SIGKILL)
     await still_works(stream)
 
 
-async def test_checkpoint_arrives_before_the_failure(worker):
+async def test_checkpoint_arrives_before_the_failure(worker: Start) -> None:
     _, stream = await worker()
     for n, kind in enumerate(["t.checkpoint_then_raise", "t.checkpoint_then_exit"], 1):
         (report,) = await run(stream, kind, b"it")
@@ -248,9 +257,9 @@ async def test_checkpoint_arrives_before_the_failure(worker):
         assert "heartbeat" in stream.events[:report_at]
 
 
-async def test_progress_is_told(worker):
+async def test_progress_is_told(worker: Start) -> None:
     _, stream = await worker()
-    (report,) = await run(stream, "t.progress", b"10")
+    await run(stream, "t.progress", b"10")
     held = [h.leases[0] for h in stream.heartbeats if h.leases]
     assert any(0 < lease.progress.fraction < 1 and lease.progress.note.startswith("step") for lease in held)
     steps = [lease.progress.steps for lease in held]
@@ -258,33 +267,29 @@ async def test_progress_is_told(worker):
     assert steps[-1] > 0
 
 
-async def test_revoked_while_it_runs(worker, tmp_path):
-    worker, stream = await worker("--cancel-grace-s", "0.3")
+async def test_revoked_while_it_runs(worker: Start, tmp_path: Path) -> None:
+    process, stream = await worker("--cancel-grace-s", "0.3")
     await still_works(stream)
     seen, cancelled = tmp_path / "seen", tmp_path / "cancelled"
     stream.lease([(1001, str(seen).encode())], kind="t.until_cancelled")
     stream.lease([(1002, str(cancelled).encode())], kind="t.async_forever")
     stream.lease([(1003, b"")], kind="t.hang")
     stream.lease([(1004, b"x")], kind="t.upper")
-    engine = worker.engine_pids()
+    engine = process.engine_pids()
     for lease_id in (1001, 1002):
-        await stream.until(
-            lambda lease_id=lease_id: any(
-                held.lease_id == lease_id and held.running for h in stream.heartbeats[-1:] for held in h.leases
-            )
-        )
+        await running(stream, lease_id)
         stream.revoke(lease_id)
-    await stream.until(lambda: any(held.lease_id == 1003 and held.running for held in stream.heartbeats[-1].leases))
-    assert worker.engine_pids() == engine  # the first two went by themselves
+    await running(stream, 1003)
+    assert process.engine_pids() == engine  # the first two went by themselves
     assert seen.exists()
     assert cancelled.exists()
     stream.revoke(1003)
     await stream.reported(1004)
-    assert worker.engine_pids() != engine  # the third one did not
+    assert process.engine_pids() != engine  # the third one did not
     assert set(stream.reports) & {1001, 1002, 1003} == set()
 
 
-async def test_revoked_while_it_waits(worker):
+async def test_revoked_while_it_waits(worker: Start) -> None:
     _, stream = await worker()
     stream.lease([(1, b"0.3")], kind="t.nap")
     stream.lease([(n, b"x") for n in range(2, 50)], kind="t.raise")
@@ -295,7 +300,7 @@ async def test_revoked_while_it_waits(worker):
     assert set(stream.reports) == {1, 50}
 
 
-async def test_broken_handlers_module(start_worker, tmp_path, master):
+async def test_broken_handlers_module(start_worker: StartWorker, tmp_path: Path, master: ScriptedMaster) -> None:
     (tmp_path / "broken_handlers.py").write_text("import nothing_of_this_name\n")
     (tmp_path / "empty_handlers.py").write_text("")
     for module, words in [
@@ -303,7 +308,7 @@ async def test_broken_handlers_module(start_worker, tmp_path, master):
         ("empty_handlers", "registers no handler"),
         ("missing_handlers", "No module named"),
     ]:
-        worker = await start_worker(master.address, "--handlers", module, pythonpath=tmp_path)
-        assert await worker.wait() == 3
-        assert words in worker.log
-        assert "--handlers" in worker.log
+        process = await start_worker(master.address, "--handlers", module, pythonpath=tmp_path)
+        assert await process.wait() == 3
+        assert words in process.log
+        assert "--handlers" in process.log

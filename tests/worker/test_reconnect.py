@@ -1,4 +1,4 @@
-"""The real worker when its stream breaks, its peer dies, or it is told to stop: nothing is lost and nothing said twice."""
+"""The real worker when its stream breaks, its peer dies, or it is told to stop: nothing is lost, nothing said twice."""
 
 import asyncio
 import os
@@ -8,21 +8,21 @@ from pathlib import Path
 
 import grpc
 import pytest
-
 from multigpu.v1 import worker_service_pb2 as pb
 
-from .scripted_master import ScriptedMaster
+from .conftest import StartWorker
+from .scripted_master import ScriptedMaster, Stream
 
 HANDLERS = Path(__file__).parent / "handlers"
 
 
-async def running(stream, *lease_ids):
+async def running(stream: Stream, *lease_ids: int) -> None:
     await stream.until(
         lambda: set(lease_ids) <= {held.lease_id for h in stream.heartbeats[-1:] for held in h.leases if held.running}
     )
 
 
-async def test_work_goes_on_while_the_stream_is_down(master, start_worker):
+async def test_work_goes_on_while_the_stream_is_down(master: ScriptedMaster, start_worker: StartWorker) -> None:
     await start_worker(master.address)
     stream = await master.stream()
     stream.lease([(1, b"0.4"), (2, b"0.01")], kind="sleep")
@@ -36,7 +36,7 @@ async def test_work_goes_on_while_the_stream_is_down(master, start_worker):
     assert [report.result for report in reports] == [b"0.4", b"0.01"]
 
 
-async def test_reports_that_the_stream_lost_are_sent_again(master, start_worker):
+async def test_reports_that_the_stream_lost_are_sent_again(master: ScriptedMaster, start_worker: StartWorker) -> None:
     await start_worker(master.address)
     stream = await master.stream()
     stream.lease([(n, b"x%d" % n) for n in range(1, 101)], kind="echo")
@@ -52,7 +52,7 @@ async def test_reports_that_the_stream_lost_are_sent_again(master, start_worker)
     assert all(lease_id % 2 == 0 for lease_id in stream.reports)
 
 
-async def test_leases_not_taken_back_are_dropped(master, start_worker):
+async def test_leases_not_taken_back_are_dropped(master: ScriptedMaster, start_worker: StartWorker) -> None:
     await start_worker(master.address, "--cancel-grace-s", "0.2")
     stream = await master.stream()
     stream.lease([(1, b"30"), (2, b"30"), (3, b"x")], kind="sleep")
@@ -66,7 +66,7 @@ async def test_leases_not_taken_back_are_dropped(master, start_worker):
     await stream.until(lambda: not stream.heartbeats[-1].leases)
 
 
-async def test_partials_from_the_beginning_after_a_reconnect(master, start_worker):
+async def test_partials_from_the_beginning_after_a_reconnect(master: ScriptedMaster, start_worker: StartWorker) -> None:
     await start_worker(master.address, "--handlers", "handlers_for_tests", pythonpath=HANDLERS)
     stream = await master.stream()
     stream.lease([pb.Lease(lease_id=1, task_id=1, attempt=2, units=1, partials_received=10)], kind="t.endless")
@@ -80,7 +80,9 @@ async def test_partials_from_the_beginning_after_a_reconnect(master, start_worke
     await stream.until(lambda: not stream.heartbeats[-1].leases)
 
 
-async def test_too_many_partials_to_keep_end_the_attempt_with_its_stream(master, start_worker):
+async def test_too_many_partials_to_keep_end_the_attempt_with_its_stream(
+    master: ScriptedMaster, start_worker: StartWorker
+) -> None:
     await start_worker(master.address, "--handlers", "handlers_for_tests", pythonpath=HANDLERS)
     stream = await master.stream()
     stream.lease([(1, b"20")], kind="t.big_parts")
@@ -92,7 +94,7 @@ async def test_too_many_partials_to_keep_end_the_attempt_with_its_stream(master,
     assert {held.lease_id for held in stream.hello.leases} == {2, 3}
 
 
-async def test_checkpoints_in_hello(master, start_worker):
+async def test_checkpoints_in_hello(master: ScriptedMaster, start_worker: StartWorker) -> None:
     await start_worker(master.address, "--handlers", "handlers_for_tests", pythonpath=HANDLERS)
     stream = await master.stream()
     stream.lease([(1, b"it")], kind="t.checkpoint_then_raise")
@@ -102,7 +104,7 @@ async def test_checkpoints_in_hello(master, start_worker):
     assert [held.checkpoint for held in stream.hello.leases] == [b"kept it"]
 
 
-async def test_another_protocol_version_ends_the_worker(master, start_worker):
+async def test_another_protocol_version_ends_the_worker(master: ScriptedMaster, start_worker: StartWorker) -> None:
     master.refuse = (
         grpc.StatusCode.FAILED_PRECONDITION,
         "the worker speaks version 1, the master 2: upgrade the worker",
@@ -112,7 +114,7 @@ async def test_another_protocol_version_ends_the_worker(master, start_worker):
     assert "upgrade the worker" in worker.log
 
 
-async def test_waits_for_a_master(start_worker):
+async def test_waits_for_a_master(start_worker: StartWorker) -> None:
     master = ScriptedMaster()
     await master.start()
     await master.stop()
@@ -129,7 +131,9 @@ async def test_waits_for_a_master(start_worker):
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
-async def test_drain_finishes_what_is_held(master, start_worker, signum):
+async def test_drain_finishes_what_is_held(
+    master: ScriptedMaster, start_worker: StartWorker, signum: signal.Signals
+) -> None:
     worker = await start_worker(master.address)
     stream = await master.stream()
     stream.lease([(1, b"0.5"), (2, b"0.1")], kind="sleep")
@@ -140,7 +144,7 @@ async def test_drain_finishes_what_is_held(master, start_worker, signum):
     assert [stream.reports[n].result for n in (1, 2)] == [b"0.5", b"0.1"]
 
 
-async def test_drain_gives_back_what_takes_too_long(master, start_worker):
+async def test_drain_gives_back_what_takes_too_long(master: ScriptedMaster, start_worker: StartWorker) -> None:
     worker = await start_worker(master.address, "--drain-timeout-s", "0.3")
     stream = await master.stream()
     stream.lease([(1, b"30"), (2, b"30")], kind="sleep")
@@ -150,7 +154,7 @@ async def test_drain_gives_back_what_takes_too_long(master, start_worker):
     assert [stream.reports[n].state for n in (1, 2)] == [pb.REPORT_STATE_RETURNED] * 2
 
 
-async def test_second_signal_stops_at_once(master, start_worker):
+async def test_second_signal_stops_at_once(master: ScriptedMaster, start_worker: StartWorker) -> None:
     worker = await start_worker(master.address)
     stream = await master.stream()
     stream.lease([(1, b"30")], kind="sleep")
@@ -164,7 +168,7 @@ async def test_second_signal_stops_at_once(master, start_worker):
     assert stream.reports[1].state == pb.REPORT_STATE_RETURNED
 
 
-async def test_drain_without_a_master_ends(start_worker):
+async def test_drain_without_a_master_ends(start_worker: StartWorker) -> None:
     worker = await start_worker("127.0.0.1:1")
     while "engine ready" not in worker.log:
         await asyncio.sleep(0.02)
@@ -172,7 +176,9 @@ async def test_drain_without_a_master_ends(start_worker):
     assert await worker.wait() == 0
 
 
-async def test_the_engine_dies_with_its_agent(master, start_worker, tmp_path):
+async def test_the_engine_dies_with_its_agent(
+    master: ScriptedMaster, start_worker: StartWorker, tmp_path: Path
+) -> None:
     worker = await start_worker(master.address, "--handlers", "handlers_for_tests", pythonpath=HANDLERS)
     stream = await master.stream()
     stream.lease([(1, b"")], kind="t.spin")
@@ -181,11 +187,11 @@ async def test_the_engine_dies_with_its_agent(master, start_worker, tmp_path):
     worker.signal(signal.SIGKILL)
     await worker.wait()
     async with asyncio.timeout(5):
-        while os.path.exists(f"/proc/{engine}") and "State:\tZ" not in Path(f"/proc/{engine}/status").read_text():
+        while Path(f"/proc/{engine}").exists() and "State:\tZ" not in Path(f"/proc/{engine}/status").read_text():
             await asyncio.sleep(0.01)
 
 
-async def test_the_agent_never_imports_torch(master, start_worker):
+async def test_the_agent_never_imports_torch(master: ScriptedMaster, start_worker: StartWorker) -> None:
     worker = await start_worker(master.address)
     stream = await master.stream()
     stream.lease([(1, b"x")], kind="echo")
@@ -197,7 +203,7 @@ async def test_the_agent_never_imports_torch(master, start_worker):
     assert "grpc" not in engine
 
 
-async def test_results_pile_up_no_further_than_the_limit(master, start_worker):
+async def test_results_pile_up_no_further_than_the_limit(master: ScriptedMaster, start_worker: StartWorker) -> None:
     """While the stream is down the engine has to wait once 64 MiB of results wait, and goes on after that."""
     worker = await start_worker(
         master.address, "--handlers", "handlers_for_tests", "--engine-memory-bytes", "2GiB", pythonpath=HANDLERS

@@ -2,8 +2,11 @@
 
 import signal
 
+from .conftest import StartWorker
+from .scripted_master import ScriptedMaster
 
-async def test_echo(master, start_worker):
+
+async def test_echo(master: ScriptedMaster, start_worker: StartWorker) -> None:
     worker = await start_worker(master.address)
     stream = await master.stream()
     assert stream.hello.protocol_version == 1
@@ -20,7 +23,7 @@ async def test_echo(master, start_worker):
     assert await worker.wait() == 0
 
 
-async def test_sleep_appends_pid(master, start_worker):
+async def test_sleep_appends_pid(master: ScriptedMaster, start_worker: StartWorker) -> None:
     worker = await start_worker(master.address)
     stream = await master.stream()
     stream.lease([(1, b"0.01"), (2, b"x")], kind="sleep", parameters={"append_pid": "1"})
@@ -30,7 +33,7 @@ async def test_sleep_appends_pid(master, start_worker):
     assert not second.error.retryable
 
 
-async def test_large_payloads_come_back_whole(master, start_worker):
+async def test_large_payloads_come_back_whole(master: ScriptedMaster, start_worker: StartWorker) -> None:
     await start_worker(master.address)
     stream = await master.stream()
     payloads = {n: bytes([n]) * (n << 20) for n in (1, 7, 20)}

@@ -22,6 +22,7 @@ from typing import Protocol
 import structlog
 
 from multigpu_worker import ipc
+from multigpu_worker.blobs import BlobMemory
 from multigpu_worker.engines.base import EngineSettings
 from multigpu_worker.engines.registry import KindInfo
 from multigpu_worker.output import OutputLog
@@ -85,11 +86,12 @@ class EngineHost:
         self.pid = 0
         self.starts = 0
         self.page = ipc.SlotPage.create(settings.slots)
+        self._blobs = BlobMemory.create()
         self._loop = asyncio.get_running_loop()
         self._process: subprocess.Popen[bytes] | None = None
         self._sock: socket.socket | None = None
         self._pidfd = -1
-        self._decoder = ipc.Decoder()
+        self._decoder = ipc.Decoder(self._blobs.up)
         self._unsent: deque[memoryview] = deque()
         self._paused = False
         self._started_s = 0.0
@@ -106,7 +108,7 @@ class EngineHost:
     def send(self, message: ipc.Message, blobs: list[bytes]) -> None:
         """Send a frame; what the socket doesn't take now follows as soon as it does."""
         assert self.ready
-        self._write(ipc.encode(message, blobs))
+        self._write(ipc.encode(message, blobs, self._blobs.down))
 
     def sample(self) -> list[ipc.SlotState]:
         return self.page.sample()
@@ -147,15 +149,16 @@ class EngineHost:
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
         with theirs:
+            fds = (theirs.fileno(), self.page.fd, self._blobs.fd)
             output_fd = self._output.open()
             command = [sys.executable, "-m", "multigpu_worker.engine_main"]
-            command += [str(theirs.fileno()), str(self.page.fd), str(os.getpid())]
+            command += [*map(str, fds), str(os.getpid())]
             self._process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
                 stdout=output_fd,
                 stderr=output_fd,
-                pass_fds=(theirs.fileno(), self.page.fd),
+                pass_fds=fds,
                 env=_environment(self.settings, self.visible_devices),
                 start_new_session=True,
             )
@@ -165,7 +168,7 @@ class EngineHost:
         self._started_s = self._loop.time()
         self._sock = ours
         self._pidfd = os.pidfd_open(self.pid)
-        self._decoder = ipc.Decoder()
+        self._decoder = ipc.Decoder(self._blobs.up)
         self._unsent.clear()
         self._paused = False
         self._loop.add_reader(self._pidfd, self._dead)
@@ -185,6 +188,7 @@ class EngineHost:
                     self.result_bytes_max,
                 ),
                 [],
+                self._blobs.down,
             )
         )
 
@@ -278,6 +282,7 @@ class EngineHost:
         self._sock = self._process = None
         death = Death(returncode=returncode, slots=self.page.sample())
         self.page.clear()
+        self._blobs.reset()
         if not self._first_ready.done():
             words = f"the engine process {death.words} before it was ready; its output is in the log"
             self._first_ready.set_exception(EngineStartError(words))

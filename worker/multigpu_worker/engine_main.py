@@ -14,6 +14,7 @@ import traceback
 from pathlib import Path
 
 from multigpu_worker import ipc
+from multigpu_worker.blobs import BlobMemory
 from multigpu_worker.engines.base import EngineSettings
 from multigpu_worker.engines.registry import import_handlers, offered_kinds
 
@@ -22,13 +23,14 @@ _OOM_SCORE_ADJ_MAX = "1000"
 
 
 def main() -> None:
-    sock_fd, page_fd, agent_pid = map(int, sys.argv[1:4])
+    sock_fd, page_fd, blobs_fd, agent_pid = map(int, sys.argv[1:5])
     _die_with_parent(agent_pid)
     Path("/proc/self/oom_score_adj").write_text(_OOM_SCORE_ADJ_MAX, encoding="ascii")
-    for fd in (sock_fd, page_fd):
+    for fd in (sock_fd, page_fd, blobs_fd):
         os.set_inheritable(fd, False)
     sock = socket.socket(fileno=sock_fd)
-    message, _ = ipc.receive(sock)
+    blobs = BlobMemory(blobs_fd)
+    message, _ = ipc.receive(sock, blobs.down)
     _, device, slots, threads, handlers, models, memory_bytes, result_bytes_max = message
     settings = EngineSettings(
         device=device,
@@ -50,15 +52,15 @@ def main() -> None:
     try:
         import_handlers(settings.handlers)
     except BaseException:  # noqa: BLE001  the user's module may raise anything, and the agent is to say it
-        ipc.send(sock, ipc.encode(("refused", traceback.format_exc()), []))
+        ipc.send(sock, ipc.encode(("refused", traceback.format_exc()), [], blobs.up))
         sys.exit(1)
     kinds = [(info.kind, info.one_by_one, info.models) for info in offered_kinds(settings)]
-    ipc.send(sock, ipc.encode(("ready", kinds), []))
+    ipc.send(sock, ipc.encode(("ready", kinds), [], blobs.up))
 
     from multigpu_worker.engine_runtime import Runtime  # noqa: PLC0415  after "ready": the agent waits for that
 
     page = ipc.SlotPage(page_fd, settings.slots)
-    Runtime(sock, page, settings, result_bytes_max=result_bytes_max).serve()
+    Runtime(sock, page, blobs, settings, result_bytes_max=result_bytes_max).serve()
 
 
 def _die_with_parent(parent_pid: int) -> None:

@@ -21,6 +21,7 @@ import traceback
 from dataclasses import dataclass
 
 from multigpu_worker import ipc
+from multigpu_worker.blobs import BlobMemory
 from multigpu_worker.engines.base import Batch, Engine, EngineSettings, Item
 from multigpu_worker.engines.registry import build
 
@@ -217,7 +218,13 @@ class BatchReporter:
 
 class Runtime:
     def __init__(
-        self, sock: socket.socket, page: ipc.SlotPage, settings: EngineSettings, *, result_bytes_max: int
+        self,
+        sock: socket.socket,
+        page: ipc.SlotPage,
+        blobs: BlobMemory,
+        settings: EngineSettings,
+        *,
+        result_bytes_max: int,
     ) -> None:
         self.page = page
         self.settings = settings
@@ -226,6 +233,7 @@ class Runtime:
         # Leases that nobody wants any more. Emptied whenever no batch is here.
         self.cancelled: set[int] = set()
         self._sock = sock
+        self._blobs = blobs
         self._send_lock = threading.Lock()
         self._work: queue.SimpleQueue[Work] = queue.SimpleQueue()
         self._batches = 0
@@ -244,10 +252,9 @@ class Runtime:
         self._run(0)
 
     def send(self, message: ipc.Message, blobs: list[bytes]) -> None:
-        buffers = ipc.encode(message, blobs)
         with self._send_lock:
             try:
-                ipc.send(self._sock, buffers)
+                ipc.send(self._sock, ipc.encode(message, blobs, self._blobs.up))
             except OSError:
                 os._exit(0)  # the agent is gone, and nobody else is interested
 
@@ -260,7 +267,7 @@ class Runtime:
     def _read(self) -> None:
         try:
             while True:
-                message, blobs = ipc.receive(self._sock)
+                message, blobs = ipc.receive(self._sock, self._blobs.down)
                 if message[0] == "batch":
                     self._work.put(self._work_of(message, blobs))
                 else:

@@ -3,7 +3,8 @@
 Frames carry batches down and reports up. A frame is a tuple of plain values in `marshal`: the fastest encoding in the
 standard library (about 0.1 us a value), unsafe between strangers and unstable between Python versions, and neither
 matters here: both ends are the same interpreter, started by one another, and whoever can write to the socket is already
-inside. Bytes of 32 KiB and more travel beside the tuple instead of inside it, so that they are not copied through it.
+inside. Bytes of 32 KiB and more (blobs) don't go through the tuple: they lie in shared memory (blobs.py), or follow the
+frame if there is no room.
 
 The shared page holds, for each slot, what the engine is running at this instant. The engine writes it with three stores
 and no system call, so it is true even for an engine that hangs or has just died, and that is what it is for: the agent
@@ -18,24 +19,18 @@ import struct
 from dataclasses import dataclass
 from typing import Any
 
+from multigpu_worker.blobs import BlobRing
+
 # Bytes values at least this long travel beside the frame's tuple.
 BLOB_BYTES_MIN = 32 << 10
-# No frame is larger: a batch's payloads are bounded by the window, a report's by the result limit.
-FRAME_BYTES_MAX = 1 << 30
 
 _HEAD = struct.Struct("<II")  # bytes of the tuple, number of blobs
+_BLOB = struct.Struct("<QQ")  # bytes, place in the ring
+# In the place of a place: the blob follows the frame.
+_FOLLOWS = (1 << 64) - 1
 _RECEIVE_BYTES = 256 << 10
 
 Message = tuple[Any, ...]
-
-
-def encode(message: Message, blobs: list[bytes]) -> list[bytes]:
-    """Make a frame, as the buffers to write one after the other."""
-    body = marshal.dumps(message)
-    head = _HEAD.pack(len(body), len(blobs))
-    if not blobs:
-        return [head + body]
-    return [head + struct.pack(f"<{len(blobs)}Q", *map(len, blobs)) + body, *blobs]
 
 
 def put(data: bytes, blobs: list[bytes]) -> bytes | int:
@@ -46,31 +41,18 @@ def put(data: bytes, blobs: list[bytes]) -> bytes | int:
     return len(blobs) - 1
 
 
-def _receive_exactly(sock: socket.socket, size_bytes: int) -> bytes:
-    """Block until so many bytes are there. EOFError: the other end is gone."""
-    if size_bytes == 0:
-        return b""
-    # MSG_WAITALL fills one buffer of the right size, and that buffer is the value: nothing is copied afterwards.
-    data = sock.recv(size_bytes, socket.MSG_WAITALL)
-    if len(data) == size_bytes:
-        return data
-    parts = [data]
-    missing = size_bytes - len(data)
-    while missing:
-        if not data:
-            raise EOFError
-        data = sock.recv(missing, socket.MSG_WAITALL)
-        parts.append(data)
-        missing -= len(data)
-    return b"".join(parts)
-
-
-def receive(sock: socket.socket) -> tuple[Message, list[bytes]]:
-    """Block until one frame is there. EOFError: the other end is gone."""
-    body_bytes, blob_count = _HEAD.unpack(_receive_exactly(sock, _HEAD.size))
-    sizes = struct.unpack(f"<{blob_count}Q", _receive_exactly(sock, 8 * blob_count))
-    message = marshal.loads(_receive_exactly(sock, body_bytes))  # noqa: S302  from our own process, see above
-    return message, [_receive_exactly(sock, size) for size in sizes]
+def encode(message: Message, blobs: list[bytes], ring: BlobRing) -> list[bytes]:
+    """Make a frame, as the buffers to write one after the other. Frames must be written in the order they were made."""
+    body = marshal.dumps(message)
+    head = _HEAD.pack(len(body), len(blobs))
+    if not blobs:
+        return [head + body]
+    places = [ring.write(blob) for blob in blobs]
+    table = b"".join(
+        _BLOB.pack(len(blob), _FOLLOWS if place is None else place) for blob, place in zip(blobs, places, strict=True)
+    )
+    following = [blob for blob, place in zip(blobs, places, strict=True) if place is None]
+    return [head + table + body, *following]
 
 
 def send(sock: socket.socket, buffers: list[bytes]) -> None:
@@ -79,10 +61,38 @@ def send(sock: socket.socket, buffers: list[bytes]) -> None:
         sock.sendall(buffer)
 
 
+def receive(sock: socket.socket, ring: BlobRing) -> tuple[Message, list[bytes]]:
+    """Block until one frame is there. EOFError: the other end is gone."""
+    body_bytes, blob_count = _HEAD.unpack(_receive_exactly(sock, _HEAD.size))
+    table = _receive_exactly(sock, blob_count * _BLOB.size) if blob_count else b""
+    message = marshal.loads(_receive_exactly(sock, body_bytes))  # noqa: S302  from our own process, see above
+    return message, [
+        _receive_exactly(sock, size_bytes) if place == _FOLLOWS else ring.read(place, size_bytes)
+        for size_bytes, place in _BLOB.iter_unpack(table)
+    ]
+
+
+def _receive_exactly(sock: socket.socket, size_bytes: int) -> bytes:
+    """Block until so many bytes are there. EOFError: the other end is gone."""
+    # MSG_WAITALL fills one buffer of the right size, and that buffer is the value: nothing is copied afterwards.
+    data = sock.recv(size_bytes, socket.MSG_WAITALL)
+    if len(data) == size_bytes:
+        return data
+    parts = [data]
+    missing = size_bytes - len(data)
+    while missing:
+        if not parts[-1]:
+            raise EOFError
+        parts.append(sock.recv(missing, socket.MSG_WAITALL))
+        missing -= len(parts[-1])
+    return b"".join(parts)
+
+
 class Decoder:
     """Frames out of a non-blocking socket, in whatever pieces they come."""
 
-    def __init__(self) -> None:
+    def __init__(self, ring: BlobRing) -> None:
+        self._ring = ring
         self._buffer = bytearray()
 
     def feed(self, sock: socket.socket) -> list[tuple[Message, list[bytes]]]:
@@ -97,38 +107,35 @@ class Decoder:
         frames = []
         start = 0
         with memoryview(self._buffer) as view:
-            while (end := _frame_end(view, start)) is not None:
-                frames.append(_decode(view[start:end]))
-                start = end
+            while (found := self._decode(view, start)) is not None:
+                message, blobs, start = found
+                frames.append((message, blobs))
         if start:
             del self._buffer[:start]
         return frames
 
-
-def _frame_end(view: memoryview, start: int) -> int | None:
-    """Where the frame at `start` ends, or None while it isn't all there."""
-    if len(view) - start < _HEAD.size:
-        return None
-    body_bytes, blob_count = _HEAD.unpack_from(view, start)
-    if len(view) - start < _HEAD.size + 8 * blob_count:
-        return None
-    sizes = struct.unpack_from(f"<{blob_count}Q", view, start + _HEAD.size)
-    end = start + _HEAD.size + 8 * blob_count + body_bytes + sum(sizes)
-    assert end - start <= FRAME_BYTES_MAX
-    return end if len(view) >= end else None
-
-
-def _decode(frame: memoryview) -> tuple[Message, list[bytes]]:
-    body_bytes, blob_count = _HEAD.unpack_from(frame, 0)
-    sizes = struct.unpack_from(f"<{blob_count}Q", frame, _HEAD.size)
-    at = _HEAD.size + 8 * blob_count
-    message = marshal.loads(frame[at : at + body_bytes])  # noqa: S302  from our own process, see above
-    at += body_bytes
-    blobs = []
-    for size in sizes:
-        blobs.append(bytes(frame[at : at + size]))
-        at += size
-    return message, blobs
+    def _decode(self, view: memoryview, start: int) -> tuple[Message, list[bytes], int] | None:
+        """The frame at `start` and where it ends, or None while it isn't all there."""
+        if len(view) < start + _HEAD.size:
+            return None
+        body_bytes, blob_count = _HEAD.unpack_from(view, start)
+        table_at = start + _HEAD.size
+        body_at = table_at + blob_count * _BLOB.size
+        at = body_at + body_bytes
+        if len(view) < at:
+            return None
+        table = list(_BLOB.iter_unpack(view[table_at:body_at]))
+        if len(view) < at + sum(size_bytes for size_bytes, place in table if place == _FOLLOWS):
+            return None
+        message = marshal.loads(view[body_at:at])  # noqa: S302  from our own process, see above
+        blobs = []
+        for size_bytes, place in table:
+            if place == _FOLLOWS:
+                blobs.append(bytes(view[at : at + size_bytes]))
+                at += size_bytes
+            else:
+                blobs.append(self._ring.read(place, size_bytes))
+        return message, blobs, at
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

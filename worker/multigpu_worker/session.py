@@ -197,7 +197,7 @@ class Session:
         for lease in self.leases.values():
             self._resend_partials(lease)
         for group in groups:
-            wanted = [report for report in group.reports if report.lease.lease_id in adopted]
+            wanted = [report for report in group.reports if report.lease.lease_id in adopted and report.lease.resumable]
             for report in wanted:
                 self._resend_partials(report.lease)
             if wanted:

@@ -7,33 +7,32 @@ import os
 import sys
 import threading
 import time
+from pathlib import Path
+from typing import Any
 
 import multigpu
-from multigpu.handlers import PermanentError, handler
+from multigpu.handlers import Context, PermanentError, handler
 
-hoard = []
-lock = threading.Lock()
-together = 0
-most_together = 0
+running: list[int] = []
 
 
 @handler("t.upper")
-def upper(value):
+def upper(value: Any) -> Any:
     return value.upper()
 
 
 @handler("t.json")
-def double(value):
+def double(value: Any) -> Any:
     return {"twice": value["n"] * 2}
 
 
 @handler("t.none")
-def none(value):
+def none(value: Any) -> Any:
     return None
 
 
 @handler("t.context")
-def context(value, ctx):
+def context(value: Any, ctx: Context) -> Any:
     return {
         "task_id": ctx.task_id,
         "attempt": ctx.attempt,
@@ -44,105 +43,104 @@ def context(value, ctx):
 
 
 @handler("t.async")
-async def asleep(value):
-    global together, most_together
-    together += 1
-    most_together = max(most_together, together)
+async def asleep(value: Any) -> Any:
+    running.append(1)
+    together = len(running)
     await asyncio.sleep(0.1)
-    together -= 1
-    return {"most_together": most_together, "thread": threading.current_thread().name}
+    running.pop()
+    return {"together": together, "thread": threading.current_thread().name}
 
 
 @handler("t.generate")
-def generate(value):
+def generate(value: Any) -> Any:
     for n in range(5):
         yield b"part%d" % n
     return b"whole"
 
 
 @handler("t.generate_async")
-async def generate_async(value):
+async def generate_async(value: Any) -> Any:
     for n in range(3):
         await asyncio.sleep(0.001)
         yield {"n": n}
 
 
 @handler("t.endless")
-def endless(value):
+def endless(value: Any) -> Any:
     for n in range(1_000_000):
         time.sleep(0.005)
         yield b"%d" % n
 
 
 @handler("t.slow_stream")
-def slow_stream(value):
+def slow_stream(value: Any) -> Any:
     yield b"first"
     time.sleep(30)
 
 
 @handler("t.big_parts")
-def big_parts(value):
+def big_parts(value: Any) -> Any:
     for _ in range(int(value)):
         yield b"x" * (1 << 20)
     return b"done"
 
 
 @handler("t.raise")
-def raising(value):
+def raising(value: Any) -> Any:
     raise LookupError("not there: " + value.decode())
 
 
 @handler("t.permanent")
-def permanent(value):
+def permanent(value: Any) -> Any:
     raise PermanentError("never")
 
 
 @handler("t.system_exit")
-def system_exit(value):
+def system_exit(value: Any) -> Any:
     sys.exit(3)
 
 
 @handler("t.wrong_type")
-def wrong_type(value):
+def wrong_type(value: Any) -> Any:
     return object()
 
 
 @handler("t.nan")
-def nan(value):
+def nan(value: Any) -> Any:
     return float("nan")
 
 
 @handler("t.hang")
-def hang(value):
+def hang(value: Any) -> Any:
     while True:
         time.sleep(60)
 
 
 @handler("t.spin")
-def spin(value):
+def spin(value: Any) -> Any:
     while True:
         pass
 
 
 @handler("t.exit")
-def exit_now(value):
+def exit_now(value: Any) -> Any:
     os._exit(int(value or b"0"))
 
 
 @handler("t.segfault")
-def segfault(value):
+def segfault(value: Any) -> Any:
     ctypes.string_at(0)
 
 
 @handler("t.hoard")
-def hoard_memory(value):
+def hoard_memory(value: Any) -> Any:
     mine = []
     while True:
         mine.append(b"x" * (16 << 20))
 
 
 @handler("t.print")
-def printing(value):
+def printing(value: Any) -> Any:
     print("a line from user code: " + value.decode())
     os.write(1, b"and one past Python\n")
     print("trouble", file=sys.stderr)
@@ -150,62 +148,59 @@ def printing(value):
 
 
 @handler("t.fork")
-def fork(value):
+def fork(value: Any) -> Any:
     """Both the parent and the child return."""
     pid = os.fork()
     return b"child" if pid == 0 else b"parent of %d" % pid
 
 
 @handler("t.fork_and_die")
-def fork_and_die(value):
+def fork_and_die(value: Any) -> Any:
     """Leaves a child behind that holds every descriptor, and dies."""
     pid = os.fork()
     if pid == 0:
         time.sleep(60)
         os._exit(0)
-    with open(value.decode(), "w") as file:
-        file.write(str(pid))
+    Path(value.decode()).write_text(str(pid))
     os._exit(5)
 
 
 @handler("t.multiprocessing")
-def use_multiprocessing(value):
+def use_multiprocessing(value: Any) -> Any:
     with multiprocessing.get_context("fork").Pool(2) as pool:
         return pool.map(abs, [-1, -2, -3])
 
 
 @handler("t.checkpoint_then_raise")
-def checkpoint_then_raise(value, ctx):
+def checkpoint_then_raise(value: Any, ctx: Context) -> Any:
     ctx.save_checkpoint(b"kept " + value)
     ctx.progress(0.5, "half")
     raise RuntimeError("after the checkpoint")
 
 
 @handler("t.checkpoint_then_exit")
-def checkpoint_then_exit(value, ctx):
+def checkpoint_then_exit(value: Any, ctx: Context) -> Any:
     ctx.save_checkpoint(b"kept " + value)
     os._exit(1)
 
 
 @handler("t.until_cancelled")
-def until_cancelled(value, ctx):
+def until_cancelled(value: Any, ctx: Context) -> Any:
     while not ctx.cancelled:
         time.sleep(0.005)
-    with open(value.decode(), "w") as file:
-        file.write("seen")
+    Path(value.decode()).write_text("seen")
 
 
 @handler("t.async_forever")
-async def async_forever(value):
+async def async_forever(value: Any) -> Any:
     try:
         await asyncio.sleep(60)
     finally:
-        with open(value.decode(), "w") as file:
-            file.write("cancelled")
+        Path(value.decode()).write_text("cancelled")
 
 
 @handler("t.progress")
-def progress(value, ctx):
+def progress(value: Any, ctx: Context) -> Any:
     for n in range(int(value)):
         time.sleep(0.05)
         ctx.progress(n / int(value), f"step {n}")
@@ -213,12 +208,12 @@ def progress(value, ctx):
 
 
 @handler("t.big")
-def big(value):
+def big(value: Any) -> Any:
     return b"x" * int(value)
 
 
 @handler("t.nap")
-def nap(value):
+def nap(value: Any) -> Any:
     time.sleep(float(value))
     return value
 

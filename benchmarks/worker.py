@@ -1,0 +1,201 @@
+"""What a worker costs: CPU time of agent and engine for a no-op task, latency of one task, and of a hop to the engine.
+
+    python benchmarks/worker.py
+
+A real worker process against a bare gRPC peer in this process. CPU time is read from /proc, so it is the worker's
+alone, whatever else the machine does. Each figure is the best of several rounds, since noise only ever adds.
+"""
+
+import asyncio
+import os
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+import uvloop
+from multigpu.v1 import task_pb2
+from multigpu.v1 import worker_service_pb2 as pb
+from multigpu.v1.worker_service_pb2_grpc import WorkerServiceServicer, add_WorkerServiceServicer_to_server
+from multigpu_worker import ipc
+from multigpu_worker.engine_host import Death, EngineHost
+from multigpu_worker.engines.base import EngineSettings
+
+FRAME_TASKS = 256
+IN_FLIGHT = 1024
+TASKS = 50_000
+ROUNDS = 3
+SINGLES = 1000
+PAYLOAD = b"x" * 100
+TICKS = os.sysconf("SC_CLK_TCK")
+HANDLERS = """
+import multigpu
+from multigpu.handlers import handler
+
+@handler("noop")
+def noop(value):
+    return value
+"""
+
+
+class Peer(WorkerServiceServicer):
+    """Takes one worker and hands its stream to the benchmark."""
+
+    def __init__(self) -> None:
+        self.call: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+
+    async def Session(self, _requests: Any, context: Any) -> None:  # noqa: N802  the contract's name
+        hello = await context.read()
+        assert hello.HasField("hello")
+        welcome = pb.Welcome(session_id="benchmark")
+        welcome.heartbeat_interval.FromSeconds(1)
+        await context.write(pb.SessionResponse(welcome=welcome, frame=1))
+        self.call.set_result(context)
+        await asyncio.Event().wait()
+
+
+def leases(first: int, count: int, kind: str, payload: bytes) -> pb.SessionResponse:
+    rows = [pb.Lease(lease_id=n, task_id=n, attempt=1, payload=payload, units=1) for n in range(first, first + count)]
+    return pb.SessionResponse(lease_batches=[pb.LeaseBatch(spec=task_pb2.TaskSpec(kind=kind), leases=rows)])
+
+
+async def settle(context: Any, count: int) -> int:
+    """Read until so many reports are there; returns how many came."""
+    settled = 0
+    while settled < count:
+        request = await context.read()
+        for batch in request.report_batches:
+            assert all(report.state == pb.REPORT_STATE_SUCCEEDED for report in batch.reports)
+            settled += len(batch.reports)
+    return settled
+
+
+class Driver:
+    def __init__(self, context: Any, agent_pid: int, engine_pid: int) -> None:
+        self.context = context
+        self.pids = (agent_pid, engine_pid)
+        self.next_id = 1
+
+    async def many(self, kind: str, tasks: int, payload: bytes, in_flight: int, frame: int = FRAME_TASKS) -> float:
+        """Keep a window full; returns tasks per second."""
+        began_s = time.perf_counter()
+        sent = settled = 0
+        while settled < tasks:
+            while sent < tasks and sent - settled + frame <= in_flight:
+                count = min(frame, tasks - sent)
+                await self.context.write(leases(self.next_id, count, kind, payload))
+                self.next_id += count
+                sent += count
+            settled += await settle(self.context, 1)
+        return tasks / (time.perf_counter() - began_s)
+
+    async def one(self, kind: str, payload: bytes) -> float:
+        began_s = time.perf_counter()
+        await self.context.write(leases(self.next_id, 1, kind, payload))
+        self.next_id += 1
+        await settle(self.context, 1)
+        return time.perf_counter() - began_s
+
+    def cpu_s(self) -> list[float]:
+        return [cpu_s(pid) for pid in self.pids]
+
+
+def cpu_s(pid: int) -> float:
+    """CPU time of a process so far, from its scheduler statistics (nanoseconds), over all threads."""
+    total_ns = 0
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        total_ns += int((task / "schedstat").read_text().split()[0])
+    return total_ns / 1e9
+
+
+async def measure_worker() -> None:
+    peer = Peer()
+    size = ("grpc.max_receive_message_length", 64 << 20), ("grpc.max_send_message_length", 64 << 20)
+    server = grpc.aio.server(options=[*size, ("grpc.so_reuseport", 0)])
+    add: Any = add_WorkerServiceServicer_to_server  # generated without types
+    add(peer, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "benchmark_handlers.py").write_text(HANDLERS, encoding="utf-8")
+        began_s = time.perf_counter()
+        worker = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "multigpu_worker.main", "--master", f"127.0.0.1:{port}", "--device", "cpu"),
+            *("--log-level", "warning", "--handlers", "benchmark_handlers"),
+            env=dict(os.environ, PYTHONPATH=folder),
+        )
+        context = await peer.call
+        print(f"{'from start to welcome':42} {time.perf_counter() - began_s:8.3f} s")
+        children = Path(f"/proc/{worker.pid}/task/{worker.pid}/children").read_text(encoding="ascii").split()
+        try:
+            await report(Driver(context, worker.pid, int(children[0])))
+        finally:
+            worker.terminate()
+            await server.stop(None)
+            await worker.wait()
+
+
+async def report(driver: Driver) -> None:
+    for kind in ("echo", "noop"):
+        await driver.many(kind, 5000, PAYLOAD, IN_FLIGHT)
+        rates, agent_us, engine_us = [], [], []
+        for _ in range(ROUNDS):
+            before = driver.cpu_s()
+            rates.append(await driver.many(kind, TASKS, PAYLOAD, IN_FLIGHT))
+            after = driver.cpu_s()
+            agent_us.append((after[0] - before[0]) / TASKS * 1e6)
+            engine_us.append((after[1] - before[1]) / TASKS * 1e6)
+        print(f"{kind + ', frames of 256: tasks/s, peer included':42} {max(rates):8.0f}")
+        print(f"{kind + ': CPU us a task, agent + engine':42} {min(agent_us):8.2f} + {min(engine_us):.2f}")
+        latencies_us = sorted([await driver.one(kind, PAYLOAD) * 1e6 for _ in range(SINGLES)])
+        p50, p99 = latencies_us[SINGLES // 2], latencies_us[SINGLES * 99 // 100]
+        print(f"{kind + ', one at a time: p50, p99':42} {p50:8.0f}, {p99:.0f} us")
+    rate = max([await driver.many("echo", 512, b"x" * (1 << 20), 64, 8) for _ in range(ROUNDS)])
+    print(f"{'echo, 1 MiB: MB/s in and out':42} {rate * 1.048576:8.0f}")
+
+
+class HopEvents:
+    def __init__(self) -> None:
+        self.ready = asyncio.Event()
+        self.reply: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def engine_ready(self) -> None:
+        self.ready.set()
+
+    def engine_said(self, message: ipc.Message, blobs: list[bytes]) -> None:
+        del blobs
+        if message[9]:
+            self.reply.set_result(None)
+
+    def engine_died(self, death: Death) -> None:
+        raise AssertionError(death.words)
+
+
+async def measure_hop() -> None:
+    """To the engine and back with one task: no gRPC, no session."""
+    events = HopEvents()
+    settings = EngineSettings(device="cpu", slots=1, threads=0)
+    host = EngineHost(settings, events, memory_bytes=0, result_bytes_max=1 << 26, visible_devices="")
+    await host.start()
+    for size, rounds in ((100, SINGLES), (1 << 20, 100)):
+        latencies_us = []
+        payload = b"x" * size
+        for n in range(rounds):
+            events.reply = asyncio.get_running_loop().create_future()
+            began_s = time.perf_counter()
+            blobs: list[bytes] = []
+            row = (n, n, 1, ipc.put(payload, blobs), 1, b"", 0)
+            host.send(("batch", n + 1, "echo", "", (), "", [row]), blobs)
+            await events.reply
+            latencies_us.append((time.perf_counter() - began_s) * 1e6)
+        print(f"{f'to the engine and back, {size} bytes: p50':42} {statistics.median(latencies_us):8.0f} us")
+    host.stop()
+
+
+if __name__ == "__main__":
+    uvloop.run(measure_hop())
+    uvloop.run(measure_worker())

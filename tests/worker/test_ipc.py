@@ -1,0 +1,122 @@
+"""Frames, the ring for large values, the page of slots: whatever goes in comes out, in whatever pieces it travels."""
+
+import random
+import socket
+import threading
+
+import pytest
+from multigpu_worker import blobs as blobs_module
+from multigpu_worker import ipc
+from multigpu_worker.blobs import BlobMemory
+
+
+@pytest.fixture
+def small_ring(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blobs_module, "RING_BYTES", 1 << 20)
+
+
+def random_bytes(rng: random.Random, size: int) -> bytes:
+    return rng.randbytes(size)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_frames_survive_any_cut(small_ring: None, seed: int) -> None:
+    rng = random.Random(seed)
+    ours, theirs = socket.socketpair()
+    memory = BlobMemory.create()
+    sent: list[tuple[ipc.Message, list[bytes]]] = []
+    for n in range(60):
+        blobs: list[bytes] = []
+        sizes = [0, 10, ipc.BLOB_BYTES_MIN - 1, ipc.BLOB_BYTES_MIN, 100_000, 700_000, 2 << 20]
+        values = [ipc.put(random_bytes(rng, rng.choice(sizes)), blobs) for _ in range(rng.randrange(4))]
+        sent.append(((n, "words", values, None, 1.5), blobs))
+
+    def write_in_pieces() -> None:
+        for message, blobs in sent:
+            for buffer in ipc.encode(message, blobs, memory.up):
+                head = min(len(buffer), 40)
+                for at in range(0, head, 3):
+                    theirs.sendall(buffer[at : min(at + 3, head)])
+                theirs.sendall(buffer[head:])
+        theirs.close()
+
+    thread = threading.Thread(target=write_in_pieces)
+    thread.start()
+    decoder = ipc.Decoder(memory.up)
+    got: list[tuple[ipc.Message, list[bytes]]] = []
+    with pytest.raises(EOFError):
+        while True:
+            got += decoder.feed(ours)
+    thread.join()
+    assert got == sent
+
+
+def test_the_blocking_side_reads_the_same(small_ring: None) -> None:
+    rng = random.Random(1)
+    ours, theirs = socket.socketpair()
+    memory = BlobMemory.create()
+    sent = []
+    for n in range(30):
+        blobs = [random_bytes(rng, rng.choice([40_000, 600_000, 2 << 20])) for _ in range(n % 3)]
+        sent.append(((n, list(range(len(blobs)))), blobs))
+
+    def write() -> None:
+        for message, blobs in sent:
+            ipc.send(theirs, ipc.encode(message, blobs, memory.down))
+        theirs.close()
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    assert [ipc.receive(ours, memory.down) for _ in sent] == sent
+    with pytest.raises(EOFError):
+        ipc.receive(ours, memory.down)
+    thread.join()
+
+
+def test_ring_uses_its_room_and_no_more(small_ring: None) -> None:
+    ring = BlobMemory.create().up
+    whole = b"a" * (1 << 20)
+    place = ring.write(whole)
+    assert place is not None
+    assert ring.write(b"b") is None
+    assert ring.read(place, len(whole)) == whole
+    for n in range(50):  # empty: always from the front, with all the room there is
+        place = ring.write(whole[: (1 << 20) - n])
+        assert place is not None
+        assert place % (1 << 20) == 0
+        ring.read(place, (1 << 20) - n)
+    assert ring.write(whole + b"b") is None
+
+
+def test_ring_against_a_model(small_ring: None) -> None:
+    rng = random.Random(2)
+    ring = BlobMemory.create().down
+    waiting: list[tuple[int, bytes]] = []
+    refused = 0
+    for _ in range(3000):
+        if waiting and rng.random() < 0.5:
+            place, data = waiting.pop(0)
+            assert ring.read(place, len(data)) == data
+        else:
+            data = random_bytes(rng, rng.randrange(1, 300_000))
+            written = ring.write(data)
+            if written is None:
+                refused += 1
+                assert waiting, "an empty ring has room"
+            else:
+                waiting.append((written, data))
+    assert refused > 0
+
+
+def test_slot_page_is_seen_through_another_mapping() -> None:
+    ours = ipc.SlotPage.create(2)
+    theirs = ipc.SlotPage(ours.fd, 2)
+    at = theirs.FIELDS
+    for field, value in ((theirs.STARTED, 5), (theirs.BATCH, 6), (theirs.LEASE, 7), (theirs.BEATS, 8)):
+        theirs.view[at + field] = value
+    assert ours.sample() == [
+        ipc.SlotState(batch_id=0, lease_id=0, started_ns=0, beats=0),
+        ipc.SlotState(batch_id=6, lease_id=7, started_ns=5, beats=8),
+    ]
+    ours.clear()
+    assert theirs.sample()[1].lease_id == 0

@@ -1,0 +1,310 @@
+"""The session as values: what it says it holds, what it sends and sends again, and what it drops."""
+
+import random
+from dataclasses import dataclass, field
+
+import pytest
+from multigpu_worker.session import (
+    GROUP_BYTES_MAX,
+    Frame,
+    Lease,
+    Report,
+    ReportState,
+    Session,
+    SessionLimits,
+    Spec,
+    TaskError,
+)
+
+SPEC = Spec(kind="k")
+FRAME_BYTES = 4 << 20
+FAILURE = TaskError(type="ValueError", message="no", retryable=True)
+
+
+def connected(limits: SessionLimits | None = None) -> Session:
+    session = Session(limits or SessionLimits())
+    assert session.welcome([]) == []
+    return session
+
+
+def grant(session: Session, *lease_ids: int) -> list[Lease]:
+    leases = [Lease(n, n + 100, 1, SPEC, b"payload") for n in lease_ids]
+    session.grant(leases)
+    return leases
+
+
+def succeed(session: Session, *leases: Lease, result: bytes = b"r") -> None:
+    session.report(1, 2, [Report(lease, ReportState.SUCCEEDED, result) for lease in leases])
+
+
+def frame(session: Session, now_s: float = 0.0) -> Frame:
+    return session.take_frame(FRAME_BYTES, now_s)
+
+
+def reported(taken: Frame) -> list[int]:
+    return [report.lease.lease_id for group in taken.reports for report in group.reports]
+
+
+def held(session: Session, *, hello: bool = False) -> list[int]:
+    return sorted(entry.lease.lease_id for entry in session.held(hello=hello))
+
+
+def test_a_lease_is_held_until_its_report_is_sent() -> None:
+    session = connected()
+    one, two = grant(session, 1, 2)
+    succeed(session, one)
+    assert held(session) == [1, 2]  # not sent yet: a heartbeat without it would say that it is lost
+    assert reported(frame(session)) == [1]
+    assert held(session) == [2]
+    assert not session.owes()
+    assert session.unsent_bytes == 0
+    succeed(session, two)
+    assert reported(frame(session)) == [2]
+
+
+def test_reports_of_revoked_leases_are_left_out() -> None:
+    session = connected()
+    one, two = grant(session, 1, 2)
+    assert session.revoke(1) is one
+    assert one.dropped
+    assert session.revoke(1) is None
+    assert session.revoke(77) is None
+    succeed(session, one, two)
+    assert reported(frame(session)) == [2]
+    assert session.revoke(2) is None  # reported already
+
+
+def test_frames_are_bounded() -> None:
+    session = connected()
+    leases = grant(session, *range(1, 11))
+    succeed(session, *leases, result=b"x" * (3 << 20))
+    sizes = []
+    while session.owes():
+        taken = frame(session)
+        sizes.append(sum(group.size_bytes for group in taken.reports))
+    assert len(sizes) == 10
+    assert max(sizes) <= GROUP_BYTES_MAX
+    (huge,) = grant(session, 11)
+    succeed(session, huge, result=b"x" * (50 << 20))
+    assert reported(frame(session)) == [11]  # alone, but it goes
+
+
+def test_after_a_break_hello_lists_what_may_be_lost() -> None:
+    session = connected()
+    leases = grant(session, 1, 2, 3, 4)
+    succeed(session, leases[0])
+    frame(session)
+    succeed(session, leases[1])
+    assert session.break_stream() == []
+    succeed(session, leases[2])  # work goes on
+    assert held(session, hello=True) == [1, 2, 3, 4]
+    unwanted = session.welcome([1, 3])
+    assert unwanted == [leases[3]]
+    assert leases[3].dropped
+    assert reported(frame(session)) == [1, 3]
+    assert held(session) == []
+
+
+def test_what_was_sent_is_kept_within_limits() -> None:
+    limits = SessionLimits(sent_reports_max=3, sent_bytes_max=10_000, sent_age_s=5)
+    session = connected(limits)
+    leases = grant(session, *range(1, 20))
+    for n, lease in enumerate(leases[:5]):
+        succeed(session, lease)
+        frame(session, now_s=n)
+    assert held(session, hello=True)[-3:] == [17, 18, 19]
+    session.break_stream()
+    assert {3, 4, 5} <= set(held(session, hello=True))
+    assert not {1, 2} & set(held(session, hello=True))
+    session.welcome(range(6, 20))
+    succeed(session, leases[5], result=b"x" * 6000)
+    frame(session, now_s=10)
+    succeed(session, leases[6], result=b"x" * 6000)
+    frame(session, now_s=11)
+    assert 6 not in held(session, hello=True)
+    succeed(session, leases[7])
+    frame(session, now_s=30)
+    assert not {6, 7} & set(held(session, hello=True))
+
+
+def test_partials_come_before_their_report_and_again_after_a_break() -> None:
+    session = connected()
+    (lease,) = grant(session, 1)
+    lease.partials_received = 5
+    for data in (b"a", b"b"):
+        assert session.partial(lease, data)
+    succeed(session, lease)
+    first, second = frame(session), frame(session)
+    assert [(p.index, p.data) for p in first.partials] == [(5, b"a"), (6, b"b")]
+    assert reported(first) == []
+    assert (reported(second), second.partials) == ([1], [])
+    session.break_stream()
+    session.welcome([1])
+    assert [p.index for p in frame(session).partials] == [5, 6]
+    assert reported(frame(session)) == [1]
+
+
+def test_partials_do_not_hold_up_reports_of_others() -> None:
+    session = connected()
+    talker, other = grant(session, 1, 2)
+    session.partial(talker, b"a")
+    succeed(session, other)
+    session.partial(talker, b"b")
+    taken = frame(session)
+    assert ([p.data for p in taken.partials], reported(taken)) == ([b"a"], [])
+    taken = frame(session)
+    assert ([p.data for p in taken.partials], reported(taken)) == ([b"b"], [2])
+
+
+def test_too_many_partials_are_not_kept_and_end_with_the_stream() -> None:
+    session = connected(SessionLimits(partial_bytes_max=100))
+    one, two, three = grant(session, 1, 2, 3)
+    for _ in range(3):
+        assert session.partial(one, b"x" * 40)  # goes on while the stream lasts
+        assert session.partial(two, b"x" * 40)
+    succeed(session, two)
+    assert [p.index for p in frame(session).partials if p.lease is one] == [0, 1, 2]
+    frame(session)
+    assert one.partials == []
+    assert session.break_stream() == [one]
+    assert held(session, hello=True) == [3]  # the report of 2 can't be given again either: its partials are gone
+    assert session.partial(three, b"x" * 40)
+    assert not session.partial(three, b"x" * 70)
+    assert session.leases == {}
+    session.welcome([1, 2, 3])
+    assert not session.owes()
+
+
+def test_checkpoints_are_sent_when_they_changed_and_before_a_failure() -> None:
+    session = connected()
+    one, two = grant(session, 1, 2)
+    session.save(one, b"c1")
+    assert [entry.checkpoint for entry in session.held(hello=False)] == [b"c1", None]
+    assert [entry.checkpoint for entry in session.held(hello=False)] == [None, None]
+    session.save(two, b"c2")
+    session.report(1, 2, [Report(two, ReportState.FAILED, error=FAILURE)])
+    assert session.heartbeat_due
+    assert [(e.lease.lease_id, e.checkpoint) for e in session.held(hello=False)] == [(1, None), (2, b"c2")]
+    assert not session.heartbeat_due
+    session.break_stream()
+    assert {e.lease.lease_id: e.checkpoint for e in session.held(hello=True)} == {1: b"c1", 2: b"c2"}
+
+
+def test_return_all() -> None:
+    session = connected()
+    leases = grant(session, 1, 2)
+    succeed(session, leases[0])
+    assert session.return_all("stopping", 7) == [leases[1]]
+    taken = frame(session)
+    assert [report.state for group in taken.reports for report in group.reports] == [
+        ReportState.SUCCEEDED,
+        ReportState.RETURNED,
+    ]
+    assert session.leases == {}
+
+
+def test_a_grant_without_a_session_is_our_bug() -> None:
+    session = Session(SessionLimits())
+    with pytest.raises(AssertionError):
+        grant(session, 1)
+
+
+@dataclass
+class PeerTask:
+    lease: Lease
+    partials: list[bytes] = field(default_factory=list)
+    settled: bool = False
+
+
+class Peer:
+    """The other side for the seeds: takes reports of live leases only, and loses what was sent just before a break."""
+
+    def __init__(self, session: Session, rng: random.Random) -> None:
+        self.session = session
+        self.rng = rng
+        self.tasks: dict[int, PeerTask] = {}
+        self.live: set[int] = set()
+        self.in_flight: list[Frame] = []
+        self.next_lease_id = 1
+
+    def grant(self) -> None:
+        lease = Lease(self.next_lease_id, self.next_lease_id, 1, SPEC, b"p")
+        self.next_lease_id += 1
+        self.tasks[lease.lease_id] = PeerTask(lease)
+        self.live.add(lease.lease_id)
+        self.session.grant([lease])
+
+    def arrive(self) -> None:
+        taken = self.in_flight.pop(0)
+        parts = [self._reports, self._partials]
+        self.rng.shuffle(parts)  # a peer may read a frame's parts in either order
+        for part in parts:
+            part(taken)
+
+    def _reports(self, taken: Frame) -> None:
+        for group in taken.reports:
+            for report in group.reports:
+                lease_id = report.lease.lease_id
+                if lease_id in self.live:
+                    self.live.discard(lease_id)
+                    task = self.tasks[lease_id]
+                    assert not task.settled
+                    task.settled = True
+                    assert len(task.partials) == int(report.result)
+
+    def _partials(self, taken: Frame) -> None:
+        for partial in taken.partials:
+            lease_id = partial.lease.lease_id
+            if lease_id in self.live:
+                known = self.tasks[lease_id].partials
+                assert partial.index <= len(known), "a gap"
+                if partial.index == len(known):
+                    known.append(partial.data)
+
+    def reconnect(self) -> None:
+        listed = {entry.lease.lease_id for entry in self.session.held(hello=True)}
+        lost = self.live - listed
+        assert all(not self.tasks[lease_id].lease.resumable for lease_id in lost), "a lease was forgotten"
+        self.live -= lost
+        self.session.welcome(sorted(self.live & listed))
+
+
+@pytest.mark.parametrize("seed", range(300))
+def test_any_order_of_events_loses_nothing_and_says_nothing_twice(seed: int) -> None:
+    rng = random.Random(seed)
+    session = Session(SessionLimits(partial_bytes_max=60, sent_bytes_max=1 << 20))
+    peer = Peer(session, rng)
+    session.welcome([])
+    for _ in range(200):
+        event = rng.randrange(8)
+        working = list(session.leases.values())
+        if event == 0 and session.connected:
+            peer.grant()
+        elif event == 1 and working:
+            lease = rng.choice(working)
+            session.report(1, 2, [Report(lease, ReportState.SUCCEEDED, b"%d" % lease.partials_made)])
+        elif event in {2, 3} and working:
+            session.partial(rng.choice(working), b"x" * rng.randrange(20))
+        elif event in {4, 5} and session.connected and session.owes():
+            peer.in_flight.append(session.take_frame(rng.choice([1, 100, FRAME_BYTES]), 0.0))
+        elif event == 6 and peer.in_flight:
+            peer.arrive()
+        elif event == 7 and rng.random() < 0.3:
+            if session.connected:
+                del peer.in_flight[rng.randrange(len(peer.in_flight) + 1) :]
+                while peer.in_flight:
+                    peer.arrive()
+                session.break_stream()
+            else:
+                peer.reconnect()
+    if not session.connected:
+        peer.reconnect()
+    for lease in list(session.leases.values()):
+        session.report(1, 2, [Report(lease, ReportState.SUCCEEDED, b"%d" % lease.partials_made)])
+    while session.owes():
+        peer.in_flight.append(session.take_frame(FRAME_BYTES, 0.0))
+    while peer.in_flight:
+        peer.arrive()
+    assert peer.live == set()
+    assert session.unsent_bytes == 0
+    assert session.leases == {}

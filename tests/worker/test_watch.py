@@ -1,0 +1,132 @@
+"""The watch as values: when an engine must be ended, and who is to blame."""
+
+from multigpu_worker.ipc import SlotState
+from multigpu_worker.session import Lease, Spec, TaskError
+from multigpu_worker.watch import DEATHS_MAX, EngineBatch, Verdict, Watch, blame
+
+DIED = TaskError(type="EngineDied", message="it died", retryable=True)
+SECOND = 1_000_000_000
+
+
+def batch(batch_id: int, ids: list[int], *, one_by_one: bool, run_timeout_s: float = 0.0) -> EngineBatch:
+    spec = Spec(kind="k", run_timeout_s=run_timeout_s)
+    return EngineBatch(batch_id, {n: Lease(n, n, 1, spec, b"") for n in ids}, one_by_one, spec)
+
+
+def state(batch_id: int, lease_id: int = 0, started_ns: int = 0, beats: int = 0) -> SlotState:
+    return SlotState(batch_id=batch_id, lease_id=lease_id, started_ns=started_ns, beats=beats)
+
+
+def watch(progress_timeout_s: float = 0.0, cancel_grace_s: float = 5.0) -> Watch:
+    return Watch(progress_timeout_s=progress_timeout_s, cancel_grace_s=cancel_grace_s)
+
+
+def check(made: Watch, now_s: float, slots: list[SlotState], *batches: EngineBatch, **cancelled_s: float) -> str | None:
+    cancelled_ns = {int(name[1:]): int(instant * SECOND) for name, instant in cancelled_s.items()}
+    verdict = made.check(int(now_s * SECOND), slots, {b.batch_id: b for b in batches}, cancelled_ns)
+    return None if verdict is None else verdict.error.type
+
+
+def test_run_timeout_counts_from_the_beginning_of_the_lease() -> None:
+    timed = batch(1, [1, 2], one_by_one=True, run_timeout_s=2)
+    running = [state(1, 2, started_ns=10 * SECOND)]
+    assert check(watch(), 11.9, running, timed) is None
+    assert check(watch(), 12.0, running, timed) == "RunTimeout"
+    assert check(watch(), 99, [state(1, 0)], timed) is None  # between two items
+    assert check(watch(), 99, [state(0)], timed) is None  # idle
+    assert check(watch(), 99, [state(7, 2)], timed) is None  # a batch that we don't know any more
+    assert check(watch(), 99, running, batch(1, [1, 2], one_by_one=True)) is None  # no limit
+
+
+def test_a_batch_that_runs_together_has_one_clock() -> None:
+    timed = batch(1, [1, 2], one_by_one=False, run_timeout_s=2)
+    assert check(watch(), 1.9, [state(1)], timed) is None
+    assert check(watch(), 2.1, [state(1)], timed) == "RunTimeout"
+    timed.leases.clear()  # all settled
+    assert check(watch(), 99, [state(1)], timed) is None
+
+
+def test_progress() -> None:
+    made = watch(progress_timeout_s=1)
+    running = batch(1, [1, 2], one_by_one=True)
+    assert check(made, 0, [state(1, 1, beats=5)], running) is None
+    assert check(made, 0.9, [state(1, 1, beats=5)], running) is None
+    assert check(made, 1.0, [state(1, 1, beats=6)], running) is None
+    assert check(made, 1.9, [state(1, 1, beats=6)], running) is None
+    assert check(made, 2.0, [state(1, 2, started_ns=1, beats=6)], running) is None  # another lease
+    assert check(made, 2.5, [state(0, beats=6)], running) is None
+    assert check(made, 3.5, [state(1, 2, started_ns=1, beats=6)], running) is None  # idle meanwhile: anew
+    assert check(made, 4.5, [state(1, 2, started_ns=1, beats=6)], running) == "NoProgress"
+
+
+def test_cancelled_leases_get_their_grace() -> None:
+    running = batch(1, [1, 2], one_by_one=True)
+    assert check(watch(), 99, [state(1, 1)], running, c2=1) is None
+    assert check(watch(), 5.9, [state(1, 1)], running, c1=1) is None
+    assert check(watch(), 6.0, [state(1, 1)], running, c1=1) == "Cancelled"
+    together = batch(1, [1, 2], one_by_one=False)
+    assert check(watch(), 99, [state(1)], together, c1=1) is None  # somebody still wants the rest
+    assert check(watch(), 99, [state(1)], together, c1=1, c2=97) is None
+    assert check(watch(), 99, [state(1)], together, c1=1, c2=2) == "Cancelled"
+
+
+def blamed(
+    slots: list[SlotState], *batches: EngineBatch, verdict: Verdict | None = None
+) -> tuple[dict[int, str], list[int]]:
+    failed, again = blame(slots, {b.batch_id: b for b in batches}, verdict, DIED)
+    return {lease.lease_id: error.type for lease, error in failed}, [lease.lease_id for lease in again]
+
+
+def test_the_lease_that_ran_is_to_blame_and_no_other() -> None:
+    one, two = batch(1, [1, 2, 3], one_by_one=True), batch(2, [4, 5], one_by_one=False)
+    assert blamed([state(1, 2)], one, two) == ({2: "EngineDied"}, [1, 3, 4, 5])
+    assert blamed([state(1, 0)], one, two) == ({}, [1, 2, 3, 4, 5])
+    assert blamed([state(1, 9)], one, two) == ({}, [1, 2, 3, 4, 5])  # settled already
+    assert blamed([state(0)], one, two) == ({}, [1, 2, 3, 4, 5])
+
+
+def test_a_verdict_spares_the_other_slots() -> None:
+    one, two = batch(1, [1, 2], one_by_one=True), batch(2, [3, 4], one_by_one=True)
+    slots = [state(1, 1), state(2, 3)]
+    error = TaskError(type="RunTimeout", message="", retryable=True)
+    assert blamed(slots, one, two) == ({1: "EngineDied", 3: "EngineDied"}, [2, 4])
+    verdict = Verdict(batch_id=2, lease_id=3, error=error)
+    assert blamed(slots, one, two, verdict=verdict) == ({3: "RunTimeout"}, [1, 2, 4])
+
+
+def test_a_batch_is_halved_until_the_culprit_is_alone() -> None:
+    culprit = 77
+    waiting = [batch(1, list(range(256)), one_by_one=False).leases]
+    deaths = 0
+    survivors = 0
+    found: dict[int, str] = {}
+    while waiting:
+        leases = waiting.pop(0)
+        if culprit not in leases:
+            survivors += len(leases)
+            continue
+        deaths += 1
+        one = EngineBatch(deaths, dict(leases), one_by_one=False, spec=Spec(kind="k"))
+        failed, again = blame([state(deaths)], {deaths: one}, None, DIED)
+        found |= {lease.lease_id: error.type for lease, error in failed}
+        while again:
+            size = again[0].together_max
+            waiting.append({lease.lease_id: lease for lease in again[:size]})
+            again = again[size:]
+    assert found == {culprit: "EngineDied"}
+    assert survivors == 255
+    assert deaths == 9
+
+
+def test_deaths_outside_of_a_run_are_nobodys_fault_but_not_for_ever() -> None:
+    again = [1, 2]
+    deaths = 0
+    held = batch(1, [1, 2], one_by_one=False)
+    failed: dict[int, str] = {}
+    while not failed:
+        deaths += 1
+        failed, again = blamed([state(0)], held)
+        assert deaths <= DEATHS_MAX
+    assert deaths == DEATHS_MAX
+    assert failed == {1: "EngineDied", 2: "EngineDied"}
+    assert again == []

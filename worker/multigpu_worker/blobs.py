@@ -1,0 +1,77 @@
+"""Large payloads and results cross between agent and engine through shared memory, one copy in and one copy out.
+
+A socket would take a megabyte in a dozen pieces, with a wake-up of both processes for each. Here one side writes into a
+ring, names the place in its next frame, and the other side reads it when the frame comes. Frames come in order, so the
+reader frees the ring by one number in shared memory: how far it has read. A blob for which the ring has no room just
+now goes through the socket, which waits.
+"""
+
+import mmap
+import os
+
+RING_BYTES = 32 << 20
+_HEAD_BYTES = mmap.PAGESIZE
+
+
+class BlobRing:
+    """One direction. A place is a count of bytes since the beginning; modulo the ring's size it is an offset."""
+
+    def __init__(self, memory: "BlobMemory", direction: int) -> None:
+        self._ring = memory.view[_HEAD_BYTES + direction * RING_BYTES : _HEAD_BYTES + (direction + 1) * RING_BYTES]
+        # How far the reader has read.
+        self._read_to = memory.view[direction * 8 : direction * 8 + 8].cast("Q")
+        self._written_to = 0
+
+    def write(self, data: bytes) -> int | None:
+        """Put a blob down. Returns its place, or None if there is no room now."""
+        size_bytes = len(data)
+        if size_bytes > RING_BYTES:
+            return None
+        read_to = self._read_to[0]
+        place = self._written_to
+        offset = place % RING_BYTES
+        empty = read_to == place
+        if empty or offset + size_bytes > RING_BYTES:
+            # Begin at the front: to reuse memory that is warm, or because a blob must lie in one piece.
+            place += -place % RING_BYTES
+            offset = 0
+        if empty:
+            read_to = place
+        if place + size_bytes - read_to > RING_BYTES:
+            return None
+        self._ring[offset : offset + size_bytes] = data
+        self._written_to = place + size_bytes
+        return place
+
+    def read(self, place: int, size_bytes: int) -> bytes:
+        """Take a blob out and free its room. Blobs must be read in the order in which they were written."""
+        offset = place % RING_BYTES
+        data = bytes(self._ring[offset : offset + size_bytes])
+        self._read_to[0] = place + size_bytes
+        return data
+
+    def reset(self) -> None:
+        """Forget everything: another process will be at the other end."""
+        self._read_to[0] = 0
+        self._written_to = 0
+
+
+class BlobMemory:
+    """The memory of both rings: a file without a name, of which only what is used takes memory."""
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+        self.view = memoryview(mmap.mmap(fd, _HEAD_BYTES + 2 * RING_BYTES))
+        # From the agent to the engine, and back.
+        self.down = BlobRing(self, 0)
+        self.up = BlobRing(self, 1)
+
+    @classmethod
+    def create(cls) -> "BlobMemory":
+        fd = os.memfd_create("multigpu-blobs", os.MFD_CLOEXEC)
+        os.ftruncate(fd, _HEAD_BYTES + 2 * RING_BYTES)
+        return cls(fd)
+
+    def reset(self) -> None:
+        self.down.reset()
+        self.up.reset()
