@@ -387,5 +387,8 @@ def test_segments_without_references_are_deleted(tmp_path: Path, monkeypatch: py
         assert it.journal.size_bytes() > count * len(payload)
         it.write(Entry(settles=[settle(i) for i in range(1, count)]))
         until(lambda: it.journal.size_bytes() < 2 * SEGMENT_BYTES)
+        it.write(Entry(settles=[settle(count)]))
+        time.sleep(0.2)  # nothing refers to the open segment now, but it is still written to
+        it.write(Entry(submits=[submit(count + 1, payload)]))
     with opened(tmp_path / "data") as it:
-        assert it.tasks == [submit(count, payload)]
+        assert it.tasks == [submit(count + 1, payload)]
