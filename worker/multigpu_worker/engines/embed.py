@@ -133,6 +133,9 @@ class EmbedEngine:
         except (ModelFolderError, MemoryError, RuntimeError) as error:
             # Another worker may have a sound copy, or more memory.
             failure = Failure(error_type="ModelLoadError", message=str(error), retryable=True)
+        except ImportError as error:
+            message = f"{error}: install multigpu[worker] where this worker runs"
+            failure = Failure(error_type="ModelLoadError", message=message, retryable=True)
         else:
             prepared.micro_batches = cut(prepared.model, texts, np.array(owners))
             return prepared
