@@ -1,5 +1,7 @@
 """One trace from the client's submit through master and worker to the result; metrics over both roads."""
 
+import socket
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -50,7 +52,7 @@ def test_one_trace_from_the_submit_to_the_result(collector: Collector, traced: F
     telemetry.shut_down_tracing()
     for worker in traced.workers.values():
         worker.stop()
-    traced.master.stop()
+    assert traced.master.stop() == 0
 
     spans = until(lambda: collected(collector), what="spans of all three")
     assert len({span.trace_id for _, span in spans}) == 1
@@ -85,7 +87,7 @@ def test_the_masters_metrics_by_both_roads(collector: Collector, traced: Fleet, 
 
     counted = 'mgpu_tasks_settled_total{outcome="succeeded"} 5.0'
     until(lambda: counted in scraped(), what="five tasks in a scrape")
-    traced.master.stop()
+    assert traced.master.stop() == 0
 
     last = [metric for _, metric in collector.metrics_by_service() if metric.name == "mgpu_tasks_settled_total"][-1]
     values = {
