@@ -154,8 +154,9 @@ def test_units_for_people() -> None:
         "5.0 GiB",
         "12.0 TiB",
     ]
-    spans = (-1, 0.25, 42, 185, 7800, 97200)
-    assert [show.duration(s) for s in spans] == ["0 s", "0.25 s", "42 s", "3 min 5 s", "2 h 10 min", "1 d 3 h"]
+    spans = (-1, 62e-6, 0.0035, 0.25, 2.54, 42, 185, 7800, 97200)
+    words = ["0 s", "62 µs", "3.5 ms", "250 ms", "2.5 s", "42 s", "3 min 5 s", "2 h 10 min", "1 d 3 h"]
+    assert [show.duration(span) for span in spans] == words
 
 
 def test_partials_that_are_no_text_are_all_base64() -> None:

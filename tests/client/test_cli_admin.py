@@ -274,6 +274,7 @@ def test_queues(master: ScriptedMaster, run: Run) -> None:
         queue=admin.Queue(queue=r.queue, limits=r.limits)
     )
     rows = run("queues", "list").output.splitlines()
+    assert run("queues").output.splitlines() == rows
     assert rows[1].split() == NIGHT_ROW
     assert rows[2].split()[:2] == ["q", "paused"]
     assert run("queues", "pause", "q").exit_code == 0

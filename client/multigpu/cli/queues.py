@@ -9,9 +9,12 @@ from multigpu.cli.rpc import Master
 from multigpu.v1 import admin_service_pb2 as admin
 
 
-@click.group(cls=Group)
-def queues() -> None:
-    """See, pause, resume and limit queues."""
+@click.group(cls=Group, invoke_without_command=True)
+@click.pass_context
+def queues(context: click.Context) -> None:
+    """See, pause, resume and limit queues. Without a command, lists them."""
+    if context.invoked_subcommand is None:
+        context.invoke(list_)
 
 
 @queues.command("list", examples=(("mgpuctl queues list", "All queues, and what waits in them."),))

@@ -84,11 +84,12 @@ def size(count: int) -> str:
 
 
 def duration(seconds: float) -> str:
-    """A time span for people: "0.25 s", "42 s", "3 min 5 s", "2 h 10 min", "4 d 3 h"."""
-    if seconds < 0:
+    """A time span for people: "62 µs", "3.5 ms", "2.5 s", "42 s", "3 min 5 s", "2 h 10 min", "4 d 3 h"."""
+    if seconds <= 0:
         return "0 s"
-    if seconds < 10:
-        return f"{seconds:.3g} s"
+    for limit, factor, unit in ((1e-3, 1e6, "µs"), (1.0, 1e3, "ms"), (9.95, 1.0, "s")):
+        if seconds < limit:
+            return f"{seconds * factor:.2g} {unit}" if seconds * factor < 99.5 else f"{seconds * factor:.0f} {unit}"
     whole = round(seconds)
     for limit, large, large_unit, small, small_unit in (
         (60, 1, "s", 0, ""),
