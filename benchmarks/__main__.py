@@ -4,6 +4,10 @@ bulk      20,000 no-op tasks of 100 bytes, durable, two workers        against t
 window    the same, one task a call, 64 in flight                      against a relay with one message a task
 latency   2,000 tasks, one at a time                                   against the bare four-hop relay
 large     200 tasks of 1 MiB in and out                                against the bare relay
+embed     2,000 real sentences on the CPU                              against the best plain loop
+kill      1,000 tasks of 10 ms, a worker killed at half                against the ideal
+requeue   kill -9 of a worker to the dispatch of its task elsewhere
+backlog   a million queued tasks: memory, cost, recovery
 """
 
 import argparse
@@ -17,6 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import relay
+from benchmarks.backlog import bench_backlog
+from benchmarks.embed import bench_embed
+from benchmarks.faults import bench_kill, bench_requeue
 from benchmarks.fleet import Fleet
 from benchmarks.measure import median, payloads, percentile, table
 from multigpu import AsyncClient
@@ -155,11 +162,22 @@ def bench_latency(rounds: int) -> list[Row]:
     ]
 
 
-BENCHMARKS = {"bulk": bench_bulk, "window": bench_window, "latency": bench_latency, "large": bench_large}
+BENCHMARKS: dict[str, Callable[[int], list[Row]]] = {
+    "bulk": bench_bulk,
+    "window": bench_window,
+    "latency": bench_latency,
+    "large": bench_large,
+    "embed": bench_embed,
+    "kill": bench_kill,
+    "requeue": bench_requeue,
+    "backlog": bench_backlog,
+}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("names", nargs="*", default=list(BENCHMARKS), metavar="NAME", help=", ".join(BENCHMARKS))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", type=Path, help="append the rows to this file")

@@ -17,7 +17,9 @@ from benchmarks.measure import children, cpu_seconds
 class Fleet:
     """One master and `workers` CPU workers of one thread each. The journal is in the working directory: on a real disk."""
 
-    def __init__(self, workers: int = 2, *, worker_flags: tuple[str, ...] = (), master_flags: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self, workers: int = 2, *, worker_flags: tuple[str, ...] = (), master_flags: tuple[str, ...] = ()
+    ) -> None:
         self._count = workers
         self._worker_flags = worker_flags
         self._master_flags = master_flags

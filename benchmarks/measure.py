@@ -46,7 +46,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     """Rows as a Markdown table."""
     if not rows:
         return ""
-    keys = list(rows[0])
+    keys = list(dict.fromkeys(k for r in rows for k in r))
     lines = ["| " + " | ".join(keys) + " |", "|" + " --- |" * len(keys)]
     lines += ["| " + " | ".join(str(r.get(k, "")) for k in keys) + " |" for r in rows]
     return "\n".join(lines)

@@ -147,7 +147,9 @@ class Relay:
     def __enter__(self) -> "Relay":
         run = [sys.executable, "-m", "benchmarks.relay"]
         self.processes = [
-            subprocess.Popen([*run, self.loop, "relay", self.mode], stdout=subprocess.PIPE, text=True, stderr=subprocess.DEVNULL)
+            subprocess.Popen(
+                [*run, self.loop, "relay", self.mode], stdout=subprocess.PIPE, text=True, stderr=subprocess.DEVNULL
+            )
         ]
         assert self.processes[0].stdout is not None
         self.port = self.processes[0].stdout.readline().strip()
