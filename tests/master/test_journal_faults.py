@@ -1,4 +1,4 @@
-"""The journal when things go wrong: killed at any moment, a second master, a damaged file, a full or broken disk."""
+"""The journal when things go wrong: killed at any moment, a second master, a damaged file, a broken disk."""
 
 import hashlib
 import json
@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from multigpu_master import journal_schema, journal_sqlite
-from multigpu_master.journal import Entry, JournalError, JournalFullError, SettleRecord, SubmitRecord
+from multigpu_master import journal_schema
+from multigpu_master.journal import Entry, JournalError, SettleRecord, SubmitRecord
 from multigpu_master.journal_segments import LARGE_BYTES
 from multigpu_master.journal_sqlite import SqliteJournal
 
@@ -291,114 +291,6 @@ def test_a_directory_that_can_not_be_used_is_named(tmp_path: Path) -> None:
         SqliteJournal(Path("/proc/1/data"), size_max_bytes=1 << 30).open(lambda *_: None)
 
 
-def test_over_its_limit_it_refuses_submits_and_keeps_outcomes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(journal_sqlite, "TICK_S", 0.02)
-    monkeypatch.setattr(journal_sqlite, "SWEEP_AFTER_S", 0.0)
-    monkeypatch.setattr(journal_sqlite, "RETRY_S", 0.05)
-    monkeypatch.setattr(journal_sqlite, "TRANSACTION_RECORDS", 1)  # so that the order of what is kept could be lost
-    clock_s = [3000.0]
-    with opened(tmp_path / "data", 2 << 20, now=lambda: clock_s[0], dedupe_window_s=10.0) as (journal, commits):
-        first = Entry(settles=[settle(i, bytes(10_000)) for i in range(1, 160)])
-        tasks = Entry(submits=[submit(500), submit(501)])
-        journal.append(first)
-        journal.append(tasks)
-        assert answered(commits, first) == answered(commits, tasks) == "committed"
-        refused = Entry(submits=[submit(i, bytes(10_000)) for i in range(600, 680)])
-        journal.append(refused)
-        error = answered(commits, refused)
-        assert isinstance(error, JournalFullError)
-        assert "Free space" in str(error)
-        assert not journal.writable
-        kept = [
-            Entry(settles=[settle(500, bytes(900_000))]),
-            Entry(settings={"strategy": b"x" * 500_000}),
-            Entry(settles=[settle(501), settle(600), settle(502)]),  # 600 was refused: nobody may hear of it
-        ]
-        for entry in kept:
-            journal.append(entry)
-        also_refused = Entry(submits=[submit(700, bytes(100_000))])
-        journal.append(also_refused)
-        answered(commits, also_refused)
-        assert journal.get_outcome(500) is None
-        assert journal.get_outcome(1) is not None, "it goes on reading"
-        clock_s[0] = 9000.0  # the first outcomes expire, and make room
-        until(lambda: journal.get_outcome(502) is not None)
-        until(lambda: journal.writable)
-        assert journal.get_outcome(600) is None
-        done = [entry for group, _, error in commits if error is None for entry in group]
-        assert done[2:4] == kept[:2]
-        assert [record.task_id for record in done[4].settles] == [501, 502]
-        assert [o.task_id for o in journal.read_outcomes(159, 10, 10**9)] == [500, 501, 502]
-        later = Entry(submits=[submit(701)])
-        journal.append(later)
-        assert answered(commits, later) == "committed"
-    with opened(tmp_path / "data") as (journal, _):
-        assert [task.task_id for task in journal.recover_tasks()] == [701]
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    mounted = tmp_path / "disk"
-    mounted.mkdir()
-    if (
-        os.geteuid() != 0
-        or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=6m", "tmpfs", mounted], check=False).returncode
-    ):
-        pytest.skip("only root may mount a small file system")
-    yield mounted
-    subprocess.run(["umount", mounted], check=True)
-
-
-@pytest.mark.parametrize("payload_bytes", [2000, LARGE_BYTES])
-def test_a_full_disk_refuses_submits_until_there_is_room(
-    small_disk: Path, monkeypatch: pytest.MonkeyPatch, payload_bytes: int
-) -> None:
-    monkeypatch.setattr(journal_sqlite, "RETRY_S", 0.05)
-    with opened(small_disk / "data") as (journal, commits):
-        ballast = small_disk / "ballast"
-        first = Entry(submits=[submit(1)])
-        journal.append(first)
-        assert answered(commits, first) == "committed"
-        with pytest.raises(OSError, match="No space"):
-            ballast.write_bytes(os.urandom(8 << 20))
-        refused = Entry(submits=[submit(i, os.urandom(payload_bytes)) for i in range(2, 40)])
-        journal.append(refused)
-        assert isinstance(answered(commits, refused), JournalFullError)
-        kept = Entry(settles=[settle(1, os.urandom(payload_bytes))])
-        journal.append(kept)
-        time.sleep(0.3)
-        assert not journal.writable
-        assert not any(kept in group for group, _, _ in commits)
-        assert journal.get_outcome(1) is None
-        ballast.unlink()
-        assert answered(commits, kept) == "committed"
-        assert journal.writable
-        journal.append(again := Entry(submits=[submit(i, os.urandom(payload_bytes)) for i in range(2, 10)]))
-        assert answered(commits, again) == "committed"
-    with opened(small_disk / "data") as (journal, _):
-        assert list(journal.recover_tasks()) == again.submits
-        assert journal.get_outcome(1) is not None
-
-
-def test_on_a_full_disk_it_looks_for_room_by_itself_and_can_be_closed(
-    small_disk: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(journal_sqlite, "RETRY_S", 0.05)
-    ballast = small_disk / "ballast"
-    with opened(small_disk / "data") as (journal, commits):
-        for after in ("room", "close"):
-            with pytest.raises(OSError, match="No space"):
-                ballast.write_bytes(os.urandom(8 << 20))
-            refused = Entry(submits=[submit(i, os.urandom(3000)) for i in range(40)])
-            journal.append(refused)
-            assert isinstance(answered(commits, refused), JournalFullError)
-            if after == "room":
-                ballast.unlink()
-                until(lambda: journal.writable)
-        journal.append(kept := Entry(settles=[settle(100, os.urandom(100_000))]))
-    assert isinstance(answered(commits, kept), JournalFullError)
-
-
 BROKEN_DISK = """
 import resource, sys, time
 from pathlib import Path
@@ -411,7 +303,11 @@ resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))  # writes fail fro
 entry = Entry(submits=[SubmitRecord(1, "", b"", bytes(50_000), "", 1, 0.0) for _ in range(1)])
 journal.append(entry)
 journal.append(Entry(submits=[SubmitRecord(2, "", b"", bytes(90_000), "", 1, 0.0)]))
-time.sleep(1)
+fatal = []
+while not fatal:  # until the timeout of the test
+    fatal = [error for _, _, error in said if error is not None]
+    time.sleep(0.01)
+time.sleep(0.1)
 fatal = [error for _, _, error in said if error is not None]
 assert len(fatal) == 1 and type(fatal[0]) is JournalError, said
 try:
@@ -426,7 +322,7 @@ journal.close(5)
 def test_any_other_failure_of_the_disk_is_said_once_and_ends_it(tmp_path: Path) -> None:
     filled(tmp_path / "data")
     ran = subprocess.run(
-        [sys.executable, "-c", BROKEN_DISK, tmp_path / "data"], capture_output=True, text=True, timeout=30, check=False
+        [sys.executable, "-c", BROKEN_DISK, tmp_path / "data"], capture_output=True, text=True, timeout=60, check=False
     )
     assert ran.returncode == 0, ran.stderr
     assert "can't be read or written any more" in ran.stdout
