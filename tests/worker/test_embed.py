@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -317,3 +318,48 @@ def test_stsb_correlation_is_the_published_one(engine: EmbedEngine) -> None:
     left, right = vectors[:1379], vectors[1379:]
     correlation = 100 * spearmanr((left * right).sum(axis=1), [float(row[4]) for row in rows]).statistic
     assert correlation == pytest.approx(82.03, abs=0.02)
+
+
+def test_preparing_while_running_gives_the_same(engine: EmbedEngine) -> None:
+    """As in the engine process: one thread prepares the next batches while another runs."""
+    texts = [f"Sentence number {i}, {'padded ' * (i % 11)}with care." for i in range(200)]
+    batches = [batch_of([payload(text) for text in texts[i::5]]) for i in range(5)]
+    expected = run(engine, batch_of([payload(*texts)])).vectors(0)
+    recorders = []
+    with ThreadPoolExecutor(1) as pool:
+        waiting = [pool.submit(engine.prepare, batch) for batch in batches]
+        for batch, prepared in zip(batches, waiting, strict=True):
+            recorders.append(Recorder())
+            engine.run(batch, prepared.result(timeout=60), recorders[-1])
+    for i, recorder in enumerate(recorders):
+        vectors = np.concatenate([recorder.vectors(lease_id) for lease_id in sorted(recorder.outcomes)])
+        np.testing.assert_allclose(vectors, expected[i::5], rtol=0, atol=1e-5)
+
+
+OFFLINE = """
+import sys
+sys.path.insert(0, {tests!r})
+def no_network(event, arguments):
+    if event in ("socket.connect", "socket.getaddrinfo", "socket.gethostbyname"):
+        raise SystemExit(f"{{event}} {{arguments}}")
+sys.addaudithook(no_network)
+import multigpu_worker.engines.embed
+heavy = {{"torch", "transformers", "tokenizers"}} & set(sys.modules)
+assert not heavy, heavy
+from test_embed import FOLDER, EmbedEngine, Path, batch_of, payload, run
+engine = EmbedEngine("cpu", {{"there": FOLDER, "gone": Path("sentence-transformers/all-mpnet-base-v2")}}, threads=1)
+assert run(engine, batch_of([payload("a")])).vectors(0).shape == (1, 384)
+assert run(engine, batch_of([payload("a")], model="gone")).outcomes[0][0] == "ModelLoadError"
+assert "sentence_transformers" not in sys.modules
+print("fine")
+"""
+
+
+def test_nothing_is_fetched_and_torch_waits_for_the_first_batch() -> None:
+    code = OFFLINE.format(tests=str(Path(__file__).parent))
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "TRANSFORMERS_"))}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=False, env=environment
+    )
+    assert (done.returncode, done.stdout) == (0, "fine\n"), done.stderr[-3000:]
+    assert done.stderr == "", "loading is silent"
