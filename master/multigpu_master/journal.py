@@ -4,10 +4,10 @@ The core keeps every unsettled task in memory; the journal keeps what must outli
 outcomes of settled ones, dead letters with their payloads, workers, and settings. Leases are not journaled: after a
 restart the workers' own words restore them.
 
-Writes are group-committed. The driver hands over `Entry` objects, in order, and one journal thread writes everything that
-queued up during the last commit as one transaction. A task submitted and settled within one transaction is written as its
-outcome alone. `on_commit` is then called, on the journal thread, with the entries of that transaction and their first
-cursor; the driver acknowledges after that, and only after that.
+Writes are group-committed. The driver hands over `Entry` objects, in order, and one journal thread writes everything
+that queued up during the last commit as one transaction. A task submitted and settled within one transaction is
+written as its outcome alone. `on_commit` is then called, on the journal thread, with the entries of that transaction
+and their first cursor; the driver acknowledges after that, and only after that.
 
 Reads (`find_request`, `get_outcome`, ...) may be made from any thread, at any time, and never wait for the writer.
 """
@@ -93,7 +93,9 @@ class Recovered:
 
 CommitCallback = Callable[[Sequence[Entry], int, JournalError | None], None]
 """(entries, first_cursor, error): the entries of one transaction, in order. Their settles, in order, have the cursors
-first_cursor, first_cursor + 1, ... With an error nothing of them was written, and nothing will be."""
+first_cursor, first_cursor + 1, ... With an error nothing of them was written, and nothing will be. After a
+JournalFullError: settles of tasks whose submit was refused are taken out of their entries; and no entries and no error
+mean that there is room again."""
 
 
 class Journal(Protocol):
@@ -105,8 +107,9 @@ class Journal(Protocol):
         """
 
     def append(self, entry: Entry, *, urgent: bool = True) -> None:
-        """Queues an entry for the next transaction and returns at once. One that is not urgent may wait a few milliseconds
-        for others."""
+        """Queues an entry for the next transaction and returns at once. One that is not urgent may wait a few
+        milliseconds for others.
+        """
 
     def close(self, timeout_s: float) -> None:
         """Commits what is queued, then lets go of the lock."""

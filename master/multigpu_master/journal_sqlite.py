@@ -21,7 +21,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -42,7 +41,9 @@ from multigpu_master.journal_sweep import Sweeper
 
 TRANSACTION_RECORDS = 8192  # a transaction takes no more entries once it has as many records,
 TRANSACTION_BYTES = 16 << 20  # or as many bytes of payloads and bodies
-LINGER_S = 0.005  # that an entry nobody waits for may wait for others: what settles meanwhile is written once, not twice
+LINGER_S = (
+    0.005  # that an entry nobody waits for may wait for others: what settles meanwhile is written once, not twice
+)
 RETRY_S = 0.5  # between two tries on a full disk
 TICK_S = 1.0  # between two looks at what may be forgotten
 SWEEP_SHARE_BUSY, SWEEP_SHARE_IDLE = 0.2, 0.5  # of the journal thread's time, for forgetting
@@ -189,9 +190,10 @@ class SqliteJournal(JournalReads):
         if self._full is not None and time.monotonic() < self._retry_at_s:
             return False
         batch, bytes_total = self._batch()
+        first_cursor = self._last_cursor + 1
         try:
             if batch:
-                first_cursor = self._commit(batch, bytes_total)
+                self._commit(batch, bytes_total)
             elif self._full is not None:
                 self._probe()
         except Exception as error:
@@ -201,10 +203,11 @@ class SqliteJournal(JournalReads):
                 raise
             self._note_full(problem)
             return False
-        if self._full is not None:
+        room_again = self._full is not None
+        if room_again:
             self._full = None
             self._refused.clear()
-        if batch:
+        if batch or room_again:
             self._on_commit(batch, first_cursor, None)
         return bool(batch)
 
@@ -220,9 +223,8 @@ class SqliteJournal(JournalReads):
             batch.append(entry)
         return batch, bytes_total
 
-    def _commit(self, batch: Sequence[Entry], bytes_total: int) -> int:
-        """Writes the entries as one transaction, down to the disk; the cursor of their first outcome."""
-        first_cursor = self._last_cursor + 1
+    def _commit(self, batch: Sequence[Entry], bytes_total: int) -> None:
+        """Writes the entries as one transaction, down to the disk."""
         statements, outcomes = self._statements(batch, bytes_total)
         if self._segments.waiting_bytes:
             self._flush_segments()
@@ -235,7 +237,6 @@ class SqliteJournal(JournalReads):
             self._writer.execute("COMMIT")
         self._last_cursor += outcomes
         self._sweeper.note_commit(self._last_cursor, [i for entry in batch for i in entry.deleted_dead_letters])
-        return first_cursor
 
     def _statements(self, batch: Sequence[Entry], bytes_total: int) -> tuple[list[_Statement], int]:
         """What SQLite is to do for these entries, and how many outcomes are among them."""
@@ -278,8 +279,8 @@ class SqliteJournal(JournalReads):
                 refused.append(entry)
                 self._refused.update([record.task_id for record in entry.submits])
             elif any(record.task_id in self._refused for record in entry.settles):
-                known = [record for record in entry.settles if record.task_id not in self._refused]
-                self._pending.append(replace(entry, settles=known))
+                entry.settles = [record for record in entry.settles if record.task_id not in self._refused]
+                self._pending.append(entry)  # the same object: the driver knows its entries by identity
             else:
                 self._pending.append(entry)
         if refused:
