@@ -45,9 +45,10 @@ def explain(core: Core, task: Task, now: float) -> Explanation:
         (excluded if candidate.excluded_by else free).append(candidate)
     free.sort(key=lambda c: (c.score, c.worker.last_dispatch))
     lane = core.lane_for(task)
-    if free and not strategy.worth(shape, free[0].worker, fleet, lane.live):
-        free[0].excluded_by.append("the tasks that wait are too few to be worth loading their model here")
-        excluded, free = excluded + free, []
+    for candidate in [c for c in free if not strategy.worth(shape, c.worker, fleet, lane.crowd.live)]:
+        candidate.excluded_by.append("too few such tasks wait to be worth it here")
+        free.remove(candidate)
+        excluded.append(candidate)
     pin = core.placement.pin(strategy, shape) if strategy.pinned else None
     if pin is not None:
         for candidate in [c for c in free if c.worker is not pin]:

@@ -21,6 +21,23 @@ CHANGES_MAX = 8192
 LOST_WORKERS_MAX = 1000
 
 
+class _Average:
+    """Moving averages by (kind, model). What is told moves in steps, since every worker's rank may hang on it."""
+
+    def __init__(self) -> None:
+        self.told: dict[tuple[str, str], float] = {}
+        self._exact: dict[tuple[str, str], float] = {}
+
+    def learn(self, key: tuple[str, str], sample: float) -> bool:
+        """Takes a sample; whether what is told changed."""
+        exact = _average(self._exact, key, sample)
+        told = self.told.get(key)
+        if told is not None and told * 0.8 <= exact <= told * 1.25:
+            return False
+        self.told[key] = exact
+        return True
+
+
 class Fleet:
     """The registry of workers."""
 
@@ -32,10 +49,11 @@ class Fleet:
         self.changes_base = 0  # how many changes were dropped from the front
         self.membership = 0  # counts the times that a worker came, went, or changed what it can take
         self.dispatches = 0
-        self._unit_s: dict[tuple[str, str], float] = {}
-        self._units: dict[tuple[str, str], float] = {}
+        self.averages = 0  # counts the times that an average of the fleet moved enough to matter
+        self._unit_s = _Average()
+        self._units = _Average()
         self._eligible: dict[Shape, dict[Worker, None]] = {}
-        self._resident: dict[tuple[str, str], int] = {}
+        self._resident: dict[Shape, int] = {}
 
     # --- who ---------------------------------------------------------------------------------------------------------
 
@@ -120,8 +138,8 @@ class Fleet:
     def expected_s(self, worker: Worker, shape: Shape, units: float = 0.0) -> float:
         """See strategies.base.FleetView."""
         key = (shape.kind, shape.model)
-        unit_s = worker.unit_s.get(key) or self._unit_s.get(key, UNIT_S)
-        return unit_s * (units or self._units.get(key, 1.0))
+        unit_s = worker.unit_s.get(key) or self._unit_s.told.get(key, UNIT_S)
+        return unit_s * (units or self._units.told.get(key, 1.0))
 
     def load_s(self, worker: Worker, shape: Shape) -> float:
         """See strategies.base.FleetView."""
@@ -130,11 +148,10 @@ class Fleet:
 
     def resident_workers(self, shape: Shape) -> int:
         """See strategies.base.FleetView."""
-        key = (shape.kind, shape.model)
-        count = self._resident.get(key)
+        count = self._resident.get(shape)
         if count is None:
             count = sum(1 for w in self.eligible(shape) if w.accepting and self.load_s(w, shape) == 0.0)
-            self._resident[key] = count
+            self._resident[shape] = count
         return count
 
     def paced(self, worker: Worker, now: float, n: int) -> None:
@@ -157,9 +174,10 @@ class Fleet:
     def learned(self, worker: Worker, key: tuple[str, str], n: int, units: int, ran_s: float) -> None:
         """Learns from n tasks, `units` of work of one (kind, model), that took the engine ran_s together."""
         units = max(units, 1)
-        for table in (worker.unit_s, self._unit_s):
-            _average(table, key, ran_s / units)
-        _average(self._units, key, units / n)
+        _average(worker.unit_s, key, ran_s / units)
+        moved = self._unit_s.learn(key, ran_s / units)
+        if self._units.learn(key, units / n) or moved:
+            self.averages += 1
 
     # --- what they hold ----------------------------------------------------------------------------------------------
 
@@ -211,6 +229,7 @@ class Fleet:
         self.members_changed(worker)
 
 
-def _average(table: dict[tuple[str, str], float], key: tuple[str, str], sample: float) -> None:
+def _average(table: dict[tuple[str, str], float], key: tuple[str, str], sample: float) -> float:
     old = table.get(key)
-    table[key] = sample if old is None else GAIN * sample + (1 - GAIN) * old
+    new = table[key] = sample if old is None else GAIN * sample + (1 - GAIN) * old
+    return new

@@ -35,16 +35,29 @@ def shape_of(spec: Spec, partition: int = -1) -> Shape:
     return Shape(spec.kind, spec.model, spec.labels, spec.memory_bytes, partition)
 
 
+class Crowd:
+    """The lanes of one queue that differ only in priority and partition, and thus may wait for the same model."""
+
+    __slots__ = ("base", "lanes", "live", "waits_to_grow")
+
+    def __init__(self, base: Shape) -> None:
+        self.base = base
+        self.lanes: dict[Lane, None] = {}
+        self.live = 0  # tasks that wait in them
+        self.waits_to_grow = False  # a worker has room, but is not worth its loading for so few tasks
+
+
 class Lane:
     """Tasks of one queue, priority and shape, the oldest first."""
 
-    __slots__ = ("base", "live", "priority", "queue", "shape", "tasks", "ticket")
+    __slots__ = ("base", "crowd", "live", "priority", "queue", "shape", "tasks", "ticket")
 
-    def __init__(self, queue: Queue, priority: int, shape: Shape) -> None:
+    def __init__(self, queue: Queue, priority: int, shape: Shape, crowd: Crowd) -> None:
         self.queue = queue
         self.priority = priority
         self.shape = shape
-        self.base = shape._replace(partition=-1)  # what decides for strategies that don't partition
+        self.crowd = crowd
+        self.base = crowd.base  # what decides for strategies that don't partition
         self.tasks: deque[Task] = deque()
         self.live = 0  # entries that are not hollow
         self.ticket = 0  # of its entry in the heap that counts; 0: none does
@@ -79,6 +92,7 @@ class Lanes:
     def __init__(self) -> None:
         self.by_key: dict[tuple[str, int, Shape], Lane] = {}
         self.parked: dict[Lane, None] = {}
+        self._crowds: dict[tuple[str, Shape], Crowd] = {}
         self._heap: list[tuple[int, int, int, Lane]] = []  # (priority, task_id of the head, ticket, lane)
         self._tickets = 0
 
@@ -86,21 +100,23 @@ class Lanes:
         """The lane for tasks of this spec and partition. A new one counts once a task stands in it."""
         shape = shape_of(spec, partition)
         key = (queue.name, spec.priority, shape)
-        return self.by_key.get(key) or Lane(queue, spec.priority, shape)
+        lane = self.by_key.get(key)
+        if lane is None:
+            base = shape._replace(partition=-1)
+            lane = Lane(queue, spec.priority, shape, self._crowds.get((queue.name, base)) or Crowd(base))
+        return lane
 
     def add(self, lane: Lane, task: Task) -> None:
         """Puts a new task, the youngest of all, at the end of its lane."""
         task.in_lane = True
         lane.tasks.append(task)
-        lane.live += 1
+        self._grow(lane)
         if lane.live == 1:
-            self.by_key[lane.key()] = lane
             self.offer(lane)
 
     def put_back(self, lane: Lane, task: Task) -> None:
         """Puts a task that left back to its place of age."""
-        lane.live += 1
-        self.by_key[lane.key()] = lane
+        self._grow(lane)
         if not task.in_lane:
             task.in_lane = True
             older: list[Task] = []
@@ -144,12 +160,14 @@ class Lanes:
         """Takes the head off the lane that came first."""
         lane.tasks.popleft().in_lane = False
         lane.live -= 1
+        lane.crowd.live -= 1
 
     def leave(self, lane: Lane, task: Task) -> None:
         """A task that waits in a lane leaves from where it stands. Its entry is hollow now; the lane is rebuilt before
         most of it is.
         """
         lane.live -= 1
+        lane.crowd.live -= 1
         if lane.live == 0:
             self.parked.pop(lane, None)
             lane.keep_if(lambda _task: False)
@@ -170,7 +188,26 @@ class Lanes:
         lane.ticket = 0
         self.parked[lane] = None
 
+    def _grow(self, lane: Lane) -> None:
+        """Another task waits in the lane."""
+        crowd = lane.crowd
+        lane.live += 1
+        crowd.live += 1
+        if lane.live == 1:
+            self.by_key[lane.key()] = lane
+            self._crowds[lane.queue.name, crowd.base] = crowd
+            crowd.lanes[lane] = None
+        if crowd.waits_to_grow:
+            crowd.waits_to_grow = False
+            for other in list(crowd.lanes):
+                if other in self.parked:
+                    self.offer(other)
+
     def _forget(self, lane: Lane) -> None:
         assert lane.live == 0, "nothing waits in a lane that is forgotten"
         lane.ticket = 0
         self.by_key.pop(lane.key(), None)
+        crowd = lane.crowd
+        crowd.lanes.pop(lane, None)
+        if not crowd.lanes:
+            self._crowds.pop((lane.queue.name, crowd.base), None)

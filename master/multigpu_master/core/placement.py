@@ -56,7 +56,7 @@ def short_of_memory(worker: Worker, shape: Shape) -> int | None:
 class Ranking:
     """The workers that may have a task of one shape now, by one strategy's score."""
 
-    __slots__ = ("_cursor", "_fleet", "_heap", "_members", "_pushed", "_shape", "_strategy", "_ties")
+    __slots__ = ("_averages", "_cursor", "_fleet", "_heap", "_members", "_pushed", "_shape", "_strategy", "_ties")
 
     def __init__(self, fleet: Fleet, strategy: "Strategy", shape: Shape) -> None:
         self._fleet = fleet
@@ -65,29 +65,44 @@ class Ranking:
         self._heap: list[tuple[float, int, int, int, Worker]] = []  # (score, last dispatch, version, tie, worker)
         self._pushed: dict[Worker, int] = {}  # the version under which a worker was looked at last
         self._members = -1
+        self._averages = -1
         self._cursor = 0
         self._ties = 0
 
-    def best(self) -> Worker | None:
-        """The worker that ranks first; None if none may have a task now."""
+    def best(self, queued: int) -> Worker | None:
+        """The worker that ranks first among those worth it for `queued` tasks; None if none may have one now."""
         self._catch_up()
-        heap = self._heap
+        heap, worth = self._heap, self._strategy.worth
+        passed_over: list[tuple[float, int, int, int, Worker]] = []
+        best = None
         while heap:
             worker = heap[0][4]
-            if heap[0][2] == worker.version:
-                return worker
-            heappop(heap)
-        return None
+            if heap[0][2] != worker.version:
+                heappop(heap)
+            elif worth(self._shape, worker, self._fleet, queued):
+                best = worker
+                break
+            else:
+                passed_over.append(heappop(heap))
+        for entry in passed_over:
+            heappush(heap, entry)
+        return best
+
+    def has_room(self) -> bool:
+        """Whether any worker could have a task, worth it or not. Only right after `best`."""
+        return bool(self._heap)
 
     def _catch_up(self) -> None:
         fleet = self._fleet
         end = fleet.changes_base + len(fleet.changes)
-        if self._members != fleet.membership or self._cursor < fleet.changes_base:
+        anew = self._members != fleet.membership or self._averages != fleet.averages
+        if anew or self._cursor < fleet.changes_base:
             self._heap.clear()
             self._pushed.clear()
             for worker in fleet.eligible(self._shape):
                 self._look_at(worker)
             self._members = fleet.membership
+            self._averages = fleet.averages
         else:
             eligible = fleet.eligible(self._shape)
             for i in range(self._cursor - fleet.changes_base, len(fleet.changes)):
@@ -137,8 +152,9 @@ class Placement:
             if len(self._rankings) >= RANKINGS_MAX:
                 self._rankings.clear()
             ranking = self._rankings[key] = Ranking(self._fleet, strategy, shape)
-        worker = ranking.best()
-        return worker if worker is not None and strategy.worth(shape, worker, self._fleet, lane.live) else None
+        worker = ranking.best(lane.crowd.live)
+        lane.crowd.waits_to_grow = worker is None and ranking.has_room()
+        return worker
 
     def pin(self, strategy: "Strategy", shape: Shape) -> Worker | None:
         """The one worker that a pinned strategy gives the shape to, with or without room."""

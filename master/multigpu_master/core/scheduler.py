@@ -87,7 +87,6 @@ class Core(Ledger):
         fresh: list[Task] = []
         lane: Lane | None = None
         lane_key = ""
-        grown: dict[Lane, None] = {}
         streams = (event.stream,) if event.stream else ()
         for task in event.tasks:
             known = self.requests.get(task.request_id) if task.request_id else None
@@ -107,14 +106,10 @@ class Core(Ledger):
             if lane is None or task.partition_key != lane_key:
                 lane_key = task.partition_key
                 lane = self.lanes.lane_of(self.queue(spec.queue), spec, partition_of(lane_key))
-                grown[lane] = None
             self.enter(task, lane)
             results.append(task)
             fresh.append(task)
         self.counters.submitted += len(fresh)
-        for lane in grown:
-            if lane in self.lanes.parked and not self.strategy_of(lane.queue).pinned:
-                self.lanes.offer(lane)  # a longer queue can make a worker worth its loading
         self.out.append(ev.Submitted(results, fresh))
 
     def _cancel(self, event: ev.Cancel, now: float) -> None:

@@ -2,9 +2,8 @@
 
 The core asks only about workers that can run the shape and have room in their window; a strategy adds its own
 exclusions and a score, lower first. Both are functions of what they are given: no I/O, no clock, no memory of earlier
-calls, so that Explain can ask again and get the same answer. The core keeps scores in a heap and asks again
-when the worker changes (a lease granted or ended, a heartbeat); a score that drifts otherwise, as with the fleet's
-averages, is read again then.
+calls, so that Explain can ask again and get the same answer. A score may only change when the worker changes (a
+lease granted or ended, a heartbeat) or the fleet's averages do; the core keeps scores in a heap and asks again then.
 
 A strategy is a class behind an entry point in the group "multigpu.strategies"; docs/strategies.md shows one.
 """
@@ -50,8 +49,8 @@ class Strategy(Protocol):
         """Its rank among the workers that may: the lowest gets the task; on a tie, who has waited longest for one."""
 
     def worth(self, shape: Shape, worker: Worker, fleet: FleetView, queued: int) -> bool:
-        """Whether the worker that ranks first is worth it, with `queued` tasks of this shape waiting. False: the tasks
-        wait for a better one.
+        """Whether the worker is worth it, with `queued` tasks of this shape waiting. False: it is passed over, and if no
+        other has room the tasks wait. More tasks must not make it worth less.
         """
 
 

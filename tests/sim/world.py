@@ -1,0 +1,78 @@
+"""The simulated world: one clock, one seeded source of chance, links that deliver in order until they break.
+
+Everything that happens is an event in one heap. A seed and a commit reproduce a run to the last detail: nothing iterates
+over a set, and nothing but `World.random` draws numbers.
+"""
+
+from collections.abc import Callable
+from heapq import heappop, heappush
+from random import Random
+from typing import Any
+
+
+class Violation(AssertionError):
+    """The core broke a promise."""
+
+
+class World:
+    """The clock, the heap of what is to happen, and the trace of what did."""
+
+    def __init__(self, seed: int, *, trace: bool = False) -> None:
+        self.seed = seed
+        self.random = Random(seed)
+        self.now = 1_000_000.0
+        self.start = self.now
+        self.events = 0
+        self.lines: list[str] = []
+        self._tracing = trace
+        self._heap: list[tuple[float, int, Callable[[], None]]] = []
+        self._tickets = 0
+
+    def after(self, delay_s: float, what: Callable[[], None]) -> None:
+        """Has `what` happen once."""
+        self._tickets += 1
+        heappush(self._heap, (self.now + delay_s, self._tickets, what))
+
+    def step(self) -> bool:
+        """Lets the next thing happen; False if nothing is left to happen."""
+        if not self._heap:
+            return False
+        when, _, what = heappop(self._heap)
+        self.now = max(self.now, when)
+        self.events += 1
+        what()
+        return True
+
+    def between(self, low: float, high: float) -> float:
+        return low + (high - low) * self.random.random()
+
+    def chance(self, share: float) -> bool:
+        return self.random.random() < share
+
+    def trace(self, text: str, *args: Any) -> None:
+        """Notes what happened, for the reader of a failed seed. Formatted only if somebody reads."""
+        if self._tracing:
+            self.lines.append(f"{self.now - self.start:9.4f}  {text % args if args else text}")
+
+
+class Link:
+    """One direction of a stream: in order, late, and lost from the moment that it breaks."""
+
+    def __init__(self, world: World, delay_s: float, deliver: Callable[[Any], None]) -> None:
+        self._world = world
+        self._delay_s = delay_s
+        self._deliver = deliver
+        self._arrival_s = 0.0
+        self.broken = False
+
+    def send(self, message: Any) -> None:
+        if self.broken:
+            return
+        world = self._world
+        self._arrival_s = max(self._arrival_s, world.now + world.between(0.2, 2.0) * self._delay_s)
+
+        def arrive() -> None:
+            if not self.broken:
+                self._deliver(message)
+
+        world.after(self._arrival_s - world.now, arrive)
