@@ -1,8 +1,10 @@
 """User functions in the real engine process: what they may be, and what they may do wrong."""
 
+import asyncio
 import json
 import os
 import signal
+import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -115,6 +117,16 @@ async def test_exceptions(worker: Start) -> None:
     await still_works(stream)
 
 
+async def test_exceptions_that_are_hard_to_say(worker: Start) -> None:
+    _, stream = await worker()
+    (report,) = await run(stream, "t.speechless", b"")
+    assert report.error.type == "SpeechlessError"
+    (report,) = await run(stream, "t.surrogates", b"")
+    assert report.error.type == "RuntimeError"
+    assert report.error.message == "?" * 8192
+    assert len(report.error.traceback.encode()) <= 16384
+
+
 async def test_result_too_large(worker: Start) -> None:
     _, stream = await worker("--result-bytes-max", "1MiB")
     (report,) = await run(stream, "t.big", b"1048577")
@@ -195,6 +207,48 @@ async def test_out_of_memory_is_a_clean_failure(worker: Start) -> None:
     assert (report.error.type, report.error.retryable) == ("OutOfMemory", True)
     await still_works(stream)
     assert process.engine_pids() == engine
+
+
+async def test_memory_that_no_limit_sees_is_seen_by_the_agent(worker: Start) -> None:
+    _, stream = await worker("--engine-memory-bytes", "600MiB")
+    (report,) = await run(stream, "t.shared_hoard", b"")
+    assert (report.error.type, report.error.retryable) == ("OutOfMemory", True)
+    assert "engine_memory_bytes" in report.error.message
+    await still_works(stream)
+
+
+async def test_slots_run_at_the_same_time(worker: Start) -> None:
+    _, stream = await worker("--slots", "4")
+    await still_works(stream)
+    began_s = time.monotonic()
+    await run(stream, "t.nap", *[b"0.5"] * 4)
+    assert time.monotonic() - began_s < 1.5  # one after the other would take 2
+    stream.lease([(2000 + n, b"30") for n in range(4)], kind="t.nap")
+    stream.lease([(3000, b"still")], kind="t.upper")
+    await stream.until(lambda: sum(held.running for held in stream.heartbeats[-1].leases) == 4)
+    stream.revoke(2000)  # naps on, in vain; the slots are taken
+    assert 3000 not in stream.reports
+
+
+async def test_a_timeout_in_one_slot_spares_the_others(worker: Start) -> None:
+    _, stream = await worker("--slots", "2")
+    stream.lease([(1, b"")], kind="t.hang", run_timeout={"nanos": 400_000_000})
+    stream.lease([(2, b"1.0")], kind="t.nap")
+    hung, napped = await stream.reported(1, 2)
+    assert hung.error.type == "RunTimeout"
+    assert napped.result == b"1.0"  # from the next engine, and not charged
+
+
+async def test_a_flood_of_output_is_cut(worker: Start) -> None:
+    process, stream = await worker()
+    (report,) = await run(stream, "t.flood", b"")
+    assert report.result == b"done"
+    await asyncio.sleep(1.2)
+    await run(stream, "t.print", b"afterwards")
+    await still_works(stream)
+    assert process.log.count("flood ") < 5000
+    assert "engine output not logged" in process.log
+    assert "afterwards" in process.log
 
 
 async def test_output_goes_to_the_log(worker: Start) -> None:

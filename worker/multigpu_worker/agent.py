@@ -197,7 +197,8 @@ class Agent:
         return request
 
     def disconnected(self, reason: str) -> None:
-        log.warning("session broke", reason=reason, leases=len(self.session.leases))
+        if not self._stopped:
+            log.warning("session broke", reason=reason, leases=len(self.session.leases))
         self._cancel(self.session.break_stream())
 
     # What the engine tells.

@@ -30,9 +30,11 @@ FLUSH_S = FLUSH_NS / 1e9
 # Reports don't wait for one another past so many bytes.
 FLUSH_BYTES = 4 << 20
 CHECKPOINT_BYTES_MAX = 1 << 20
-MESSAGE_CHARS_MAX = 8 << 10
-TRACEBACK_CHARS_MAX = 16 << 10
-NOTE_CHARS_MAX = 1 << 10
+# The contract's limits.
+TYPE_BYTES_MAX = 256
+MESSAGE_BYTES_MAX = 8 << 10
+TRACEBACK_BYTES_MAX = 16 << 10
+NOTE_BYTES_MAX = 1 << 10
 # How the process ends when it can't go on; the agent says the rest.
 EXIT_FORKED = 70
 EXIT_BROKEN = 71
@@ -111,8 +113,10 @@ class BatchReporter:
             if lease_id in self._open:
                 self._open.discard(lease_id)
                 self._view[self._lease_at] = 0
-                message = message[:MESSAGE_CHARS_MAX]
-                traceback = traceback[-TRACEBACK_CHARS_MAX:]
+                error_type = _text(error_type, TYPE_BYTES_MAX)
+                message = _text(message, MESSAGE_BYTES_MAX)
+                # The end of a traceback says most.
+                traceback = _text(traceback[-TRACEBACK_BYTES_MAX:], TRACEBACK_BYTES_MAX)
                 self._failed.append((lease_id, error_type, message, retryable, traceback))
                 self._waits = True
                 self._flush_if_due(len(message) + len(traceback))
@@ -135,7 +139,7 @@ class BatchReporter:
         with self._entered():
             if item.lease_id in self._open:
                 self._view[self._beats_at] += 1
-                self._progress[item.lease_id] = (min(1.0, max(0.0, float(fraction))), note[:NOTE_CHARS_MAX])
+                self._progress[item.lease_id] = (min(1.0, max(0.0, float(fraction))), _text(note, NOTE_BYTES_MAX))
                 self._waits = True
                 self._flush_if_due(0)
         if self._waits and not self._flush_asked:
@@ -214,6 +218,11 @@ class BatchReporter:
         self._runtime.send(message, blobs)
         self._flushed_ns = time.monotonic_ns()
         self._start_ns = now_ns
+
+
+def _text(text: str, bytes_max: int) -> str:
+    """Fit for a message: no longer than so many bytes, and without the lone surrogates that UTF-8 can't say."""
+    return text.encode("utf-8", "replace")[:bytes_max].decode("utf-8", "ignore")
 
 
 class Runtime:

@@ -2,6 +2,7 @@
 
 import asyncio
 import ctypes
+import mmap
 import multiprocessing
 import os
 import sys
@@ -90,6 +91,22 @@ def raising(value: Any) -> Any:
     raise LookupError("not there: " + value.decode())
 
 
+class SpeechlessError(Exception):
+    def __str__(self) -> str:
+        raise ValueError("no words")
+
+
+@handler("t.speechless")
+def speechless(value: Any) -> Any:
+    raise SpeechlessError
+
+
+@handler("t.surrogates")
+def surrogates(value: Any, ctx: Context) -> Any:
+    ctx.progress(0.5, "\ud800")
+    raise RuntimeError("\udcff" * 10_000)
+
+
 @handler("t.permanent")
 def permanent(value: Any) -> Any:
     raise PermanentError("never")
@@ -137,6 +154,23 @@ def hoard_memory(value: Any) -> Any:
     mine = []
     while True:
         mine.append(b"x" * (16 << 20))
+
+
+@handler("t.shared_hoard")
+def hoard_shared_memory(value: Any) -> Any:
+    """Takes memory that no limit on private memory sees."""
+    size = 2 << 30
+    shared = mmap.mmap(-1, size)
+    for at in range(0, size, mmap.PAGESIZE):
+        shared[at] = 1
+    time.sleep(60)
+
+
+@handler("t.flood")
+def flood(value: Any) -> Any:
+    for n in range(20_000):
+        print(f"flood {n}")
+    return b"done"
 
 
 @handler("t.print")

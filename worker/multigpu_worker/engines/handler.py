@@ -193,4 +193,11 @@ def _fail(item: Item, error: BaseException, reporter: Reporter) -> None:
     else:
         text = "".join(traceback.format_exception(error))
         retryable = not isinstance(error, PermanentError)
-        reporter.fail(item, type(error).__name__, str(error), retryable=retryable, traceback=text)
+        reporter.fail(item, type(error).__name__, _words(error), retryable=retryable, traceback=text)
+
+
+def _words(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception:  # noqa: BLE001  user code once more
+        return "the exception can't say what it is: its __str__ raises"
