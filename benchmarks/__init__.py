@@ -1,1 +1,1 @@
-"""What we claim about speed, reproducible: python -m benchmarks --help. Figures and ratios are in docs/performance.md."""
+"""What we claim about speed, reproducible: python -m benchmarks --help. The figures are in docs/performance.md."""

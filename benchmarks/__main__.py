@@ -20,13 +20,14 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
+from multigpu import AsyncClient
+
 from benchmarks import relay
 from benchmarks.backlog import bench_backlog
 from benchmarks.embed import bench_embed
 from benchmarks.faults import bench_kill, bench_requeue
 from benchmarks.fleet import Fleet
 from benchmarks.measure import median, payloads, percentile, table
-from multigpu import AsyncClient
 
 N_BULK, N_LATENCY, N_LARGE, WINDOW = 20_000, 2_000, 200, 64
 Row = dict[str, Any]

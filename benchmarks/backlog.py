@@ -1,7 +1,7 @@
 """backlog: a million queued tasks of 100 bytes: the master's memory for each, and what each costs to take.
 
-The tasks wait in a paused queue. Memory is the growth of the master's resident memory; recovery is how long a new master
-needs, from its start to ready, with all of them in the journal.
+The tasks wait in a paused queue. Memory is the growth of the master's resident memory; recovery is how long a new
+master needs, from its start to ready, with all of them in the journal.
 """
 
 import asyncio
@@ -13,11 +13,11 @@ import time
 from typing import Any
 
 import grpc
+from multigpu import AsyncClient
+from multigpu.v1 import admin_service_pb2, admin_service_pb2_grpc
 
 from benchmarks.fleet import Fleet
 from benchmarks.measure import cpu_seconds, payloads, resident_bytes
-from multigpu import AsyncClient
-from multigpu.v1 import admin_service_pb2, admin_service_pb2_grpc
 
 N = 1_000_000
 CHUNK = 50_000
@@ -62,7 +62,8 @@ def bench_backlog(_rounds: int) -> list[Row]:
         fleet.master.wait()
         start = time.perf_counter()
         again = subprocess.Popen(
-            [sys.executable, "-m", "multigpu_master.main", "--listen", "127.0.0.1:0", "--data-dir", str(fleet.dir / "data"),
+            [sys.executable, "-m", "multigpu_master.main", "--listen", "127.0.0.1:0", "--data-dir", str(fleet.dir /
+            "data"),
              "--log-format", "json"],
             stderr=subprocess.PIPE,
         )  # fmt: skip

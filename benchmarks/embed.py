@@ -1,5 +1,6 @@
-"""embed: real sentences by a real model on two CPU workers of one thread, against the best plain loop in one process with two
-threads: sentence-transformers' `encode`, which sorts by length, at its best batch size. Both embed the same sentences.
+"""embed: real sentences by a real model on two CPU workers of one thread, against the best plain loop in one process
+with two threads: sentence-transformers' `encode`, which sorts by length, at its best batch size. Both embed the same
+sentences.
 """
 
 import asyncio
@@ -10,11 +11,11 @@ import time
 from typing import Any
 
 import numpy as np
+from multigpu import AsyncClient
 
 from benchmarks.embed_engine import sentences
 from benchmarks.fleet import Fleet
 from benchmarks.measure import median
-from multigpu import AsyncClient
 
 N = 2000
 PLAIN_BATCHES = (16, 32, 64, 128)

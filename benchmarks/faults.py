@@ -1,6 +1,7 @@
 """What a kill -9 costs.
 
-kill      1,000 tasks of 10 ms on two workers of `mgpuctl up`; one is killed at half and started again by `up`. The ideal,
+kill      1,000 tasks of 10 ms on two workers of `mgpuctl up`; one is killed at half and started again by `up`. The
+ideal,
           with a replacement at once, is half of what was left times 10 ms.
 requeue   a task runs on one worker, which is killed; how long until it is dispatched to the other, idle one.
 """
@@ -15,9 +16,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+from multigpu import AsyncClient
+
 from benchmarks.fleet import Fleet
 from benchmarks.measure import median, payloads, percentile
-from multigpu import AsyncClient
 
 N_KILL, TASK_S, N_REQUEUE = 1000, 0.01, 10
 Row = dict[str, Any]
@@ -52,7 +54,8 @@ def bench_kill(rounds: int) -> list[Row]:
     for _ in range(rounds):
         with tempfile.TemporaryDirectory(prefix=".bench-", dir=".") as folder:
             up = subprocess.Popen(
-                [sys.executable, "-m", "multigpu.cli", "up", "--workers", "2", "--device", "cpu", "--listen", "127.0.0.1:0",
+                [sys.executable, "-m", "multigpu.cli", "up", "--workers", "2", "--device", "cpu", "--listen",
+                "127.0.0.1:0",
                  "--data-dir", f"{folder}/data"],
                 stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
             )  # fmt: skip

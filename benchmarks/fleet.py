@@ -9,13 +9,13 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import IO
+from typing import IO, Self
 
 from benchmarks.measure import children, cpu_seconds
 
 
 class Fleet:
-    """One master and `workers` CPU workers of one thread each. The journal is in the working directory: on a real disk."""
+    """One master and CPU workers of one thread each. The journal is in the working directory: on a real disk."""
 
     def __init__(
         self, workers: int = 2, *, worker_flags: tuple[str, ...] = (), master_flags: tuple[str, ...] = ()
@@ -27,10 +27,11 @@ class Fleet:
         self.workers: list[subprocess.Popen[bytes]] = []
         self._log: IO[bytes] | None = None
 
-    def __enter__(self) -> "Fleet":
+    def __enter__(self) -> Self:
         self._log = (self.dir / "log").open("wb")
         self.master = subprocess.Popen(
-            [sys.executable, "-m", "multigpu_master.main", "--listen", "127.0.0.1:0", "--data-dir", str(self.dir / "data"),
+            [sys.executable, "-m", "multigpu_master.main", "--listen", "127.0.0.1:0", "--data-dir", str(self.dir /
+            "data"),
              "--log-format", "json", *self._master_flags],
             stderr=subprocess.PIPE,
         )  # fmt: skip

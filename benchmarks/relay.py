@@ -1,11 +1,11 @@
-"""The limit: client -> relay -> worker -> relay -> client over bare grpc.aio, with our frames, and nothing else a system
-needs: no queue, no leases, no windows, no engine process.
+"""The limit: client -> relay -> worker -> relay -> client over bare grpc.aio, with our frames, and nothing else a
+system needs: no queue, no leases, no windows, no engine process.
 
     python -m benchmarks.relay relay|worker|... is run by the other modules; `Relay` starts it.
 
-Modes: "message", the relay passes on what it gets, unread. "frames", it parses each frame of tasks, keeps a record for each
-task, and builds the frame for the worker, and again on the way back. "log", as frames, and each frame is appended to a file
-and fdatasynced, in a thread, before it is passed on.
+Modes: "message", the relay passes on what it gets, unread. "frames", it parses each frame of tasks, keeps a record for
+each task, and builds the frame for the worker, and again on the way back. "log", as frames, and each frame is appended
+to a file and fdatasynced, in a thread, before it is passed on.
 """
 
 import asyncio
@@ -18,15 +18,16 @@ import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, Self
 
 import grpc
+from multigpu.v1 import task_pb2, task_service_pb2, worker_service_pb2
 
 from benchmarks.measure import cpu_seconds
-from multigpu.v1 import task_service_pb2, worker_service_pb2
 
 OPTIONS = [("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1)]
 FRAME = 256
+SUCCEEDED, REPORTED = task_pb2.OUTCOME_STATE_SUCCEEDED, worker_service_pb2.REPORT_STATE_SUCCEEDED
 
 
 def loop_runner(kind: str) -> Callable[[Any], Any]:
@@ -43,7 +44,7 @@ class Forward:
 
     def __init__(self, mode: str) -> None:
         self.parse = mode != "message"
-        self.file = tempfile.TemporaryFile(dir=".") if mode == "log" else None
+        self.file = tempfile.TemporaryFile(dir=".") if mode == "log" else None  # noqa: SIM115  it lives as long as we
         self.records: dict[int, tuple[str, bytes, float]] = {}
         self.ids = itertools.count(1)
 
@@ -68,7 +69,7 @@ class Forward:
         for batch in worker_service_pb2.SessionRequest.FromString(data).report_batches:
             for report in batch.reports:
                 request_id, _, _ = self.records.pop(report.lease_id)
-                add(task_id=report.lease_id, request_id=request_id, state=1, result=report.result)  # type: ignore[arg-type]
+                add(task_id=report.lease_id, request_id=request_id, state=SUCCEEDED, result=report.result)
         return out.SerializeToString()
 
     def save(self, data: bytes) -> None:
@@ -131,7 +132,7 @@ async def worker(mode: str, port: str) -> None:
                 for batch in worker_service_pb2.SessionResponse.FromString(data).lease_batches:
                     reports = out.report_batches.add().reports
                     for lease in batch.leases:
-                        reports.add(lease_id=lease.lease_id, state=1, result=lease.payload)  # type: ignore[arg-type]
+                        reports.add(lease_id=lease.lease_id, state=REPORTED, result=lease.payload)
                 data = out.SerializeToString()
             await call.write(data)
 
@@ -144,7 +145,7 @@ class Relay:
         self.loop = loop
         self.processes: list[subprocess.Popen[str]] = []
 
-    def __enter__(self) -> "Relay":
+    def __enter__(self) -> Self:
         run = [sys.executable, "-m", "benchmarks.relay"]
         self.processes = [
             subprocess.Popen(
@@ -203,7 +204,9 @@ async def client(port: str) -> Any:
 
 
 async def throughput(port: str, mode: str, payloads: list[bytes], window: int = 0) -> float:
-    """Seconds for all payloads through the relay, packing and parsing included; with at most `window` messages in flight."""
+    """Seconds for all payloads through the relay, packing and parsing included; with at most `window` messages in
+    flight.
+    """
     async with client(port) as call:
         messages = pack(mode, payloads[: FRAME * 2])
         for m in messages:  # warm up
@@ -243,4 +246,4 @@ async def latencies(port: str, payload: bytes, n: int) -> list[float]:
 
 if __name__ == "__main__":
     loop, role, *rest = sys.argv[1:]
-    loop_runner(loop)({"relay": relay, "worker": worker}[role](*rest))
+    loop_runner(loop)(relay(*rest) if role == "relay" else worker(*rest))

@@ -1,8 +1,8 @@
 """The one owner of the core: it feeds events in, and carries out the commands that come back.
 
-Everything here runs on the event loop, in one thread, and never waits. The journal has a thread of its own; it calls back
-when a transaction is on the disk, and only then are durable tasks acknowledged and settled ones forgotten. Dispatch and
-delivery don't wait for it.
+Everything here runs on the event loop, in one thread, and never waits. The journal has a thread of its own; it calls
+back when a transaction is on the disk, and only then are durable tasks acknowledged and settled ones forgotten.
+Dispatch and delivery don't wait for it.
 
 Time is a wall clock that can't jump: read once at the start, and carried on by the monotonic clock.
 """
@@ -100,7 +100,7 @@ class Driver:
         return time.monotonic() + self._offset_s
 
     def handle(self, event: ev.Event) -> list[ev.Command]:
-        """Feeds one event to the core and carries out what follows. Returns the commands, for those that are answers."""
+        """Feeds one event to the core and carries out what follows. Returns the commands: some are answers."""
         commands = self.core.handle(event, self.now())
         for command in commands:
             carry_out = self._carry_out.get(type(command))
@@ -146,8 +146,8 @@ class Driver:
         self, spec: Spec, tasks: Sequence[Task], stream: int, done: Callable[[JournalError | None], None],
         deleted_dead_letters: Sequence[int] = (),
     ) -> list[Task | ev.Rejection]:  # fmt: skip
-        """Hands tasks to the core. `done` is called when those taken are durable, with an error if they could not be made
-        so (then they are gone). What is returned must not be told before that.
+        """Hands tasks to the core. `done` is called when those taken are durable, with an error if they could not be
+        made so (then they are gone). What is returned must not be told before that.
         """
         requests = self.core.requests
         followed = {k.task_id for t in tasks if (k := requests.get(t.request_id)) is not None and stream in k.streams}

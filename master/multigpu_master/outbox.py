@@ -1,5 +1,5 @@
-"""What waits to be sent on one stream. The frame under construction is the queue: whatever piles up while the last write
-was in flight goes out together. No timer, no added latency when idle.
+"""What waits to be sent on one stream. The frame under construction is the queue: whatever piles up while the last
+write was in flight goes out together. No timer, no added latency when idle.
 """
 
 import asyncio

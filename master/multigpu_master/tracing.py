@@ -1,4 +1,6 @@
-"""The master's part of a sampled task's trace, made once the task has settled: it waited, then it was in a worker's hands."""
+"""The master's part of a sampled task's trace, made once the task has settled: it waited, then it was in a worker's
+hands.
+"""
 
 from multigpu.telemetry import span_from
 

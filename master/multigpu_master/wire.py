@@ -182,7 +182,8 @@ def tasks_of(spec: Spec, inputs: Iterable[task_pb2.TaskInput], payload_bytes_max
         if len(request_id) > NAME_BYTES_MAX or len(key) > KEY_BYTES_MAX or "\0" in request_id:
             tasks.append(
                 _invalid(
-                    f"request_id (at most {NAME_BYTES_MAX} bytes, no NUL) or partition_key (at most {KEY_BYTES_MAX}) is too long"
+                    f"request_id (at most {NAME_BYTES_MAX} bytes, without NUL) or partition_key "
+                    f"(at most {KEY_BYTES_MAX} bytes) is too long"
                 )
             )
             continue

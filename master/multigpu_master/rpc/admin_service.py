@@ -235,7 +235,7 @@ class AdminService:
                 await refuse(
                     context,
                     grpc.StatusCode.FAILED_PRECONDITION,
-                    f"requeued {len(response.task_ids)} of {len(ids)}; dead letter {task_id} was refused: {answer.message}",
+                    f"requeued {len(response.task_ids)} of {len(ids)}; dead letter {task_id}: {answer.message}",
                 )
             else:
                 response.task_ids.append(answer.task_id)

@@ -1,5 +1,6 @@
-"""Puts a service on a server. We parse requests ourselves, so that one that isn't ours is INVALID_ARGUMENT and says what was
-expected, where the generated code would answer INTERNAL. And an exception of ours is logged, once, and is INTERNAL.
+"""Puts a service on a server. We parse requests ourselves, so that one that isn't ours is INVALID_ARGUMENT and says
+what was expected, where the generated code would answer INTERNAL. And an exception of ours is logged, once, and is
+INTERNAL.
 """
 
 import asyncio

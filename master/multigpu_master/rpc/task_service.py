@@ -81,7 +81,7 @@ class TaskService:
             await refuse(
                 context,
                 grpc.StatusCode.OUT_OF_RANGE,
-                "outcomes after this cursor have already been removed; begin with an empty cursor, which gives the oldest",
+                "outcomes after this cursor have been removed; begin with an empty cursor, which gives the oldest",
             )
         await context.write(task_service_pb2.WatchResponse(cursor=make_token(after)))
         while True:
@@ -207,8 +207,9 @@ class _RunStream:
                 self._settled(answer, given.request_id)
 
     def _acknowledge(self, tasks: list[Task]) -> None:
-        """Tells the client soon that these tasks are durable. Nobody waits for it on this stream, and an outcome stands for
-        the acceptance: most tasks that are quick never need one of their own."""
+        """Tells the client soon that these tasks are durable. Nobody waits for it on this stream, and an outcome stands
+        for the acceptance: most tasks that are quick never need one of their own.
+        """
         self._durable.extend(tasks)
         if self._durable and not self._acknowledging:
             self._acknowledging = True

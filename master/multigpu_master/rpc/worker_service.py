@@ -41,7 +41,8 @@ class WorkerService:
             await refuse(
                 context,
                 grpc.StatusCode.FAILED_PRECONDITION,
-                f"the worker speaks protocol {hello.protocol_version}, this master {PROTOCOL_VERSION}; upgrade the {older} "
+                f"the worker speaks protocol {hello.protocol_version}, this master {PROTOCOL_VERSION}; "
+                f"upgrade the {older} "
                 f"(worker version {hello.version or 'unknown'}, master version {self._version})",
             )
         try:
