@@ -213,7 +213,9 @@ trap 'exit 143' TERM
 make_environment
 install_project
 start_fleet
-say "embedding examples/sentences.txt"
+say "embedding examples/sentences.txt, for which the workers first load the model"
+run "$venv/bin/mgpuctl" --master "$address" embed examples/sentences.txt -o "$state/vectors.npy"
+say "embedding it again, now that the model is loaded"
 run "$venv/bin/mgpuctl" --master "$address" embed examples/sentences.txt -o "$state/vectors.npy"
 show_neighbours
 say "fleet: stopping"

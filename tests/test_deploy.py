@@ -46,8 +46,8 @@ def test_a_dry_run_prints_every_action_and_does_none(checkout: Path) -> None:
     done = deploy(checkout, "--local", "--dry-run", "--workers", "3")
     assert done.returncode == 0, done.stderr
     actions = [line for line in done.stdout.splitlines() if line.startswith("would run:")]
-    words = ("-m venv", "pip install", "mgpuctl up --workers 3", "embed examples/sentences.txt")
-    assert [word in action for word, action in zip(words, actions, strict=True)] == [True] * 4
+    words = ("-m venv", "pip install", "mgpuctl up --workers 3", "embed examples/sentences.txt", "-o")
+    assert [word in action for word, action in zip(words, actions, strict=True)] == [True] * 5
     assert everything_in(checkout) == before
 
 
