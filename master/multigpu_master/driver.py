@@ -88,7 +88,8 @@ class Driver:
         self._pending_bytes = 0
         self._backlog_fell = asyncio.Event()
         self._stages = wire.StagesCache()
-        self._timer: asyncio.TimerHandle | None = None
+        self._timer: asyncio.Handle | None = None
+        self._timer_due_s = 0.0
         self._carry_out: dict[type, Callable[..., None]] = {
             ev.Settled: self._settled, ev.Dispatch: self._dispatch, ev.Welcome: self._welcome, ev.Revoke: self._revoke,
             ev.Desire: self._desire, ev.EndSession: self._end_session, ev.Forward: self._forward,
@@ -113,12 +114,12 @@ class Driver:
         due_s = self.core.next_timer_s()
         if due_s is None:
             return
-        when = self._loop.time() + max(0.0, due_s - self.now())
         if self._timer is not None:
-            if self._timer.when() <= when + 0.001:
+            if self._timer_due_s <= due_s + 0.001:
                 return
             self._timer.cancel()
-        self._timer = self._loop.call_at(when, self._tick)
+        self._timer_due_s = due_s
+        self._timer = self._loop.call_later(max(0.0, due_s - self.now()), self._tick)
 
     def _tick(self) -> None:
         self._timer = None
