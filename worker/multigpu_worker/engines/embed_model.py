@@ -116,17 +116,19 @@ class EmbedModel:
         return Tokens(columns=columns)
 
     def pad(self, tokens: Tokens, rows: Sequence[int]) -> dict[str, Tensor]:
-        """The model's inputs for the texts `rows`: int64 [rows, longest], with the attention mask."""
+        """The model's inputs for the texts `rows`: int64 [rows, longest], with the attention mask.
+
+        The padding is always on the right, even where the tokenizer would put it on the left (for the sake of
+        generating on from the end): so a text's positions, and its vector, don't depend on what it is padded against.
+        """
         width = max(len(tokens.columns["input_ids"][row]) for row in rows)
         arrays = {name: np.full((len(rows), width), filler) for name, filler in self.inputs.items()}
         mask = np.zeros((len(rows), width), dtype=np.int64)
-        left = self.tokenizer.padding_side == "left"
         for i, row in enumerate(rows):
             length = len(tokens.columns["input_ids"][row])
-            place = slice(width - length, width) if left else slice(length)
-            mask[i, place] = 1
+            mask[i, :length] = 1
             for name, array in arrays.items():
-                array[i, place] = tokens.columns[name][row]
+                array[i, :length] = tokens.columns[name][row]
         return {name: torch.from_numpy(array) for name, array in (arrays | {"attention_mask": mask}).items()}
 
     def embed(self, inputs: dict[str, Tensor]) -> npt.NDArray[np.float32]:

@@ -47,7 +47,7 @@ class Pooling:
             return tokens[rows, mask.shape[1] - 1 - mask.flip(1).argmax(dim=1)]
         if mode == "max":
             return tokens.masked_fill(mask.unsqueeze(-1) == 0, float("-inf")).amax(dim=1)
-        # The others are weighted sums. A text's tokens count from 1 whichever side the padding is on.
+        # The others are weighted sums. A text's tokens count from 1.
         weights = (mask.cumsum(dim=1) * mask if mode == "weightedmean" else mask).to(tokens.dtype)
         total = (tokens * weights.unsqueeze(-1)).sum(dim=1)
         size = weights.sum(dim=1, keepdim=True).clamp(min=1e-9)
