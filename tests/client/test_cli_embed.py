@@ -94,22 +94,26 @@ def test_nothing_in_is_an_empty_array_out(fleet: tuple[Up, str], tmp_path: Path)
     assert np.load(tmp_path / "a.npy").shape == (0, 0)
 
 
-def test_ctrl_c_cancels_and_leaves_no_file(fleet: tuple[Up, str], tmp_path: Path) -> None:
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_cancels_and_leaves_no_file(
+    fleet: tuple[Up, str], tmp_path: Path, number: signal.Signals, status: int
+) -> None:
     _, address = fleet
     file, out = tmp_path / "lines.txt", tmp_path / "out.npy"
     file.write_text("\n".join(some_lines(20_000)))
-    argv = [*MGPUCTL, "embed", str(file), "-o", str(out), "--queue", "left"]
+    queue = f"left{status}"
+    argv = [*MGPUCTL, "embed", str(file), "-o", str(out), "--queue", queue]
     env = {**os.environ, "MGPU_MASTER": address}
     with subprocess.Popen(argv, env=env, stderr=subprocess.PIPE, text=True) as process:
-        until(lambda: succeeded(address, "left") >= 1, 60)
-        process.send_signal(signal.SIGINT)
+        until(lambda: succeeded(address, queue) >= 1, 60)
+        process.send_signal(number)
         _, said = process.communicate(timeout=30)
-    assert process.returncode == 130
+    assert process.returncode == status
     assert "Traceback" not in said
     assert [path.name for path in tmp_path.iterdir()] == ["lines.txt"]
 
     def nothing_left() -> bool:
-        counts = json.loads(ok(address, "tasks", "count", "--queue", "left", "--json"))
+        counts = json.loads(ok(address, "tasks", "count", "--queue", queue, "--json"))
         return bool(counts["queued"] + counts["leased"] == 0 and counts["cancelled"] > 0)
 
     until(nothing_left)

@@ -214,6 +214,7 @@ def test_one_worker_for_each_gpu_and_twins_beyond(tmp_path: Path, monkeypatch: p
     tool.write_text("#!/bin/sh\necho GPU-aaa\necho GPU-bbb\n")
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     host = socket.gethostname()
     fleet = plan_fleet(flags(device="auto"))
     devices = {name: value_of(words, "--device")[0] for name, words in fleet.workers.items()}
@@ -222,6 +223,13 @@ def test_one_worker_for_each_gpu_and_twins_beyond(tmp_path: Path, monkeypatch: p
     assert list(fleet.workers)[2] == f"{host}-GPU-aaa-1"
     fleet = plan_fleet(flags(device="cuda:1"))
     assert list(fleet.workers) == [f"{host}-GPU-bbb"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    assert list(plan_fleet(flags(device="auto")).workers) == [f"{host}-GPU-bbb"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-a")
+    assert list(plan_fleet(flags(device="auto")).workers) == [f"{host}-GPU-aaa"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert list(plan_fleet(flags(device="auto")).workers) == [f"{host}-cpu-0", f"{host}-cpu-1"]
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     with pytest.raises(Failure, match="no cuda:5 here"):
         plan_fleet(flags(device="cuda:5"))
 

@@ -3,12 +3,13 @@
 Nothing here imports grpc, numpy or rich: `mgpuctl --help` must answer at once, and `up` must fork without them.
 """
 
+import signal
 import sys
 
 import click
 
 from multigpu.cli.commands import LazyGroup
-from multigpu.cli.failures import EXIT_CODES, INTERRUPTED
+from multigpu.cli.failures import EXIT_CODES, INTERRUPTED, TERMINATED
 from multigpu.cli.options import CONFIG_HELP, MASTER_HELP, Globals
 
 COMMANDS = {
@@ -58,13 +59,22 @@ def cli(context: click.Context, master: str | None, config_file: str | None) -> 
     context.obj = Globals(master=master, config_file=config_file)
 
 
+class TerminatedError(KeyboardInterrupt):
+    """SIGTERM: ends a command as Ctrl-C does, with what it started cancelled and no half-written file left."""
+
+
 def main() -> None:
     """The entry point of mgpuctl."""
+    signal.signal(signal.SIGTERM, _terminate)
     try:
         exit_code = cli.main(prog_name="mgpuctl", standalone_mode=False)
-    except click.exceptions.Abort:
-        sys.exit(INTERRUPTED)
+    except click.exceptions.Abort as error:
+        sys.exit(TERMINATED if isinstance(error.__cause__, TerminatedError) else INTERRUPTED)
     except click.ClickException as error:
         error.show()
         sys.exit(error.exit_code)
     sys.exit(exit_code if isinstance(exit_code, int) else 0)
+
+
+def _terminate(*_: object) -> None:
+    raise TerminatedError

@@ -9,6 +9,7 @@ import click
 
 INTERRUPTED = 130
 BROKEN_PIPE = 141
+TERMINATED = 143
 
 EXIT_CODES: tuple[tuple[str, str], ...] = (
     ("0", "Done."),

@@ -1,9 +1,27 @@
-"""Which NVIDIA GPUs this machine has, asked of the driver's own tool: no library to install, nothing left loaded."""
+"""Which NVIDIA GPUs are ours, asked of the driver's own tool: no library to install, nothing left loaded."""
 
+import os
 import shutil
 import subprocess
 
 QUERY_TIMEOUT_S = 10.0
+
+
+def usable_gpus() -> dict[str, str]:
+    """Name ("cuda:0", by the driver's count) -> UUID of each GPU that CUDA_VISIBLE_DEVICES leaves us.
+
+    Raises RuntimeError as gpu_uuids.
+    """
+    gpus = {f"cuda:{index}": uuid for index, uuid in enumerate(gpu_uuids())}
+    allowed = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if allowed is None:
+        return gpus
+    entries = [entry.strip() for entry in allowed.split(",") if entry.strip()]
+    return {
+        name: uuid
+        for name, uuid in gpus.items()
+        if any(name == f"cuda:{entry}" or (entry.startswith("GPU-") and uuid.startswith(entry)) for entry in entries)
+    }
 
 
 def gpu_uuids() -> list[str]:

@@ -17,19 +17,15 @@ def wait_for_worker(address: str, kind: str, model: str, *, timeout_s: float, sa
     """
     give_up = time.monotonic() + timeout_s
     said = ""
-    while True:
-        # A new connection each time: one that failed would wait out its own backoff first.
-        with Master(address) as master:
-            missing = what_is_missing(master, kind, model)
-        if missing is None:
-            return
-        left_s = give_up - time.monotonic()
-        if left_s <= 0:
-            raise missing
-        if str(missing) != said:
-            said = str(missing)
-            say(f"waiting up to {left_s:.0f} s: {said}")
-        time.sleep(min(POLL_INTERVAL_S, left_s))
+    with Master(address) as master:
+        while (missing := what_is_missing(master, kind, model)) is not None:
+            left_s = give_up - time.monotonic()
+            if left_s <= 0:
+                raise missing
+            if str(missing) != said:
+                said = str(missing)
+                say(f"waiting up to {left_s:.0f} s: {said}")
+            time.sleep(min(POLL_INTERVAL_S, left_s))
 
 
 def what_is_missing(master: Master, kind: str, model: str) -> Failure | None:

@@ -17,15 +17,16 @@ POLL_INTERVAL_S = 0.05
 def wait_until_ready(address: str, worker_ids: frozenset[str]) -> None:
     """Returns when all of `worker_ids` are connected. Polls: the first answer is seconds away, and then it is over."""
     with Master(address) as master:
-        while not worker_ids <= connected(master):
+        while (found := connected(master)) is None or not worker_ids <= found:
             time.sleep(POLL_INTERVAL_S)
 
 
-def connected(master: Master) -> set[str]:
+def connected(master: Master) -> set[str] | None:
+    """The ids of the connected workers; None while no master answers."""
     try:
         return {worker.worker_id for worker in master.list_workers() if worker.state == admin.WORKER_STATE_ACTIVE}
     except Unreachable:
-        return set()
+        return None
 
 
 def main() -> None:

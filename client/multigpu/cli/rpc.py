@@ -27,9 +27,9 @@ CHANNEL_OPTIONS = (
     ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
     # A master is a neighbour; a proxy in the environment is meant for the web.
     ("grpc.enable_http_proxy", 0),
+    # Who polls for a master to appear should see it when it does.
     ("grpc.initial_reconnect_backoff_ms", 50),
-    ("grpc.min_reconnect_backoff_ms", 50),
-    ("grpc.max_reconnect_backoff_ms", 1000),
+    ("grpc.max_reconnect_backoff_ms", 100),
 )
 
 

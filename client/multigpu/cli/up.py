@@ -18,7 +18,7 @@ from multigpu import config
 from multigpu.cli.commands import Command
 from multigpu.cli.failures import Failure, WrongUsage
 from multigpu.cli.fleet_log import FleetLog
-from multigpu.cli.gpus import gpu_uuids
+from multigpu.cli.gpus import usable_gpus
 from multigpu.cli.options import CONFIG_HELP, Globals, load_config
 from multigpu.cli.supervisor import ChildSpec, Supervisor
 
@@ -143,7 +143,7 @@ def plan_workers(count: int | None, worker: config.WorkerConfig) -> list[tuple[s
     gpus: list[tuple[str, str]] = []
     if worker.device != "cpu":
         try:
-            gpus = [(f"cuda:{index}", uuid) for index, uuid in enumerate(gpu_uuids())]
+            gpus = list(usable_gpus().items())
         except RuntimeError as error:
             raise Failure(f"{error}; repair the driver, or run on the CPU with --device cpu") from error
     if worker.device.startswith("cuda:"):
