@@ -130,7 +130,8 @@ class Fleet:
         self._worker_flags = ["--drain-timeout-s", "2", "--cancel-grace-s", "1", *worker_flags]
         for module in handlers:
             self._worker_flags += ["--handlers", module]
-        self._env = {**(env or {}), "PYTHONPATH": str(handlers_dir)}
+        path = os.pathsep.join(filter(None, [str(handlers_dir), os.environ.get("PYTHONPATH", "")]))
+        self._env = {**(env or {}), "PYTHONPATH": path}
         self._channel: grpc.Channel | None = None
 
     def __enter__(self) -> Self:
@@ -156,8 +157,18 @@ class Fleet:
             daemon.signal(signal.SIGKILL)
         for daemon in daemons:
             daemon.process.wait(READY_TIMEOUT_S)
+        if "PYTEST_CURRENT_TEST" in os.environ:
+            for path in sorted(self.folder.glob("*.log")):
+                print(f"--- {path.name}\n{path.read_text('utf-8', 'replace')[-8000:]}")
+
+    def faults(self) -> list[str]:
+        """Log lines that tell of a bug: whatever happens to a fleet from outside, these must not be there."""
+        found = []
         for path in sorted(self.folder.glob("*.log")):
-            print(f"--- {path.name}\n{path.read_text('utf-8', 'replace')[-8000:]}")
+            for line in path.read_text("utf-8", "replace").splitlines():
+                if "Traceback" in line or '"level": "critical"' in line:
+                    found.append(f"{path.name}: {line}")
+        return found
 
     # --- processes ---------------------------------------------------------------------------------------------------
 

@@ -13,3 +13,4 @@ def fleet(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     options = getattr(request.module, "FLEET", {})
     with Fleet(tmp_path_factory.mktemp("fleet"), **options) as running:
         yield running
+        assert not running.faults()

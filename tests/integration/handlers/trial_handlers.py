@@ -18,7 +18,7 @@ def nap(value: bytes, ctx: Context) -> Any:
 @handler("trial.logged")
 def logged(value: bytes, ctx: Context) -> Any:
     """Says in the file `log` that it runs, then works for `seconds`. One write with O_APPEND: lines stay whole."""
-    line = f"{ctx.task_id} {ctx.attempt} {os.getpid()} {value.decode()}\n".encode()
+    line = f"{ctx.task_id} {ctx.attempt} {os.getpid()} {os.getppid()} {value.decode()}\n".encode()
     descriptor = os.open(ctx.parameters["log"], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
     try:
         os.write(descriptor, line)
