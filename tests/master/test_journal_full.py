@@ -74,8 +74,8 @@ def test_over_its_limit_it_refuses_submits_and_keeps_outcomes(tmp_path: Path, mo
         assert not journal.writable
         kept = [
             Entry(settles=[settle(500, bytes(900_000))]),
-            Entry(settings={"strategy": b"x" * 500_000}),
             Entry(settles=[settle(501), settle(600), settle(502)]),  # 600 was refused: nobody may hear of it
+            Entry(settings={"strategy": b"x" * 500_000}),
         ]
         for entry in kept:
             journal.append(entry)
@@ -90,7 +90,7 @@ def test_over_its_limit_it_refuses_submits_and_keeps_outcomes(tmp_path: Path, mo
         assert journal.get_outcome(600) is None
         done = [entry for group, _, error in commits if error is None for entry in group]
         assert all(entry is known for entry, known in zip(done[2:], kept, strict=False)), "the same objects, in order"
-        assert [record.task_id for record in done[4].settles] == [501, 502]
+        assert [record.task_id for record in done[3].settles] == [501, 502]
         assert [o.task_id for o in journal.read_outcomes(159, 10, 10**9)] == [500, 501, 502]
         later = Entry(submits=[submit(701)])
         journal.append(later)
@@ -163,6 +163,23 @@ def test_on_a_full_disk_it_looks_for_room_by_itself_and_can_be_closed(
                 until(lambda: commits[-1] == ([], 1, None))  # the driver is told
         journal.append(kept := Entry(settles=[settle(100, os.urandom(100_000))]))
     assert isinstance(answered(commits, kept), JournalFullError)
+
+
+def test_half_a_payload_is_not_left_behind(small_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journal_sqlite, "RETRY_S", 0.05)
+    ballast = small_disk / "ballast"
+    with opened(small_disk / "data") as (journal, commits):
+        with pytest.raises(OSError, match="No space"):
+            ballast.write_bytes(bytes(8 << 20))
+        os.truncate(ballast, ballast.stat().st_size - LARGE_BYTES)  # room for one, and not for two
+        journal.append(refused := Entry(submits=[submit(i, os.urandom(LARGE_BYTES)) for i in (1, 2)]))
+        assert isinstance(answered(commits, refused), JournalFullError)
+        ballast.unlink()
+        until(lambda: journal.writable)
+        journal.append(again := Entry(submits=[submit(i, os.urandom(LARGE_BYTES)) for i in (3, 4)]))
+        assert answered(commits, again) == "committed"
+    with opened(small_disk / "data") as (journal, _):
+        assert list(journal.recover_tasks()) == again.submits
 
 
 def test_segments_count_for_the_limit(tmp_path: Path) -> None:
