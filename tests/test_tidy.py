@@ -92,7 +92,7 @@ def sources() -> Iterator[Path]:
 
 def texts() -> Iterator[Path]:
     for place in [*ROOT.iterdir(), *(path for room in ROOMS for path in (ROOT / room).rglob("*"))]:
-        if place.is_file() and place.suffix in TEXT and "__pycache__" not in place.parts and place.name != ".git":
+        if place.is_file() and place.suffix in TEXT and not {"__pycache__", "node_modules", ".git"} & {*place.parts}:
             yield place
 
 
@@ -187,7 +187,7 @@ def test_pure_rooms_pull_nothing_impure_in(path: Path) -> None:
     module = path.relative_to(package.parent).with_suffix("").as_posix().replace("/", ".").removesuffix(".__init__")
     watched = sorted(IMPURE - ALWAYS_LOADED)
     code = (
-        "import dataclasses, enum, typing, heapq, collections, bisect, math, functools, sys\n"
+        f"import dataclasses, enum, typing, heapq, collections, bisect, math, functools, sys, {package.name}\n"
         f"before = set(sys.modules)\nimport {module}\n"
         f"print(*(set({watched!r}) & (set(sys.modules) - before)))"
     )
