@@ -69,6 +69,8 @@ def test_reports_of_revoked_leases_are_left_out() -> None:
     assert one.dropped
     assert session.revoke(1) is None
     assert session.revoke(77) is None
+    assert session.partial(one, b"x")
+    assert not session.owes()
     succeed(session, one, two)
     assert reported(frame(session)) == [2]
     assert session.revoke(2) is None  # reported already
@@ -190,11 +192,21 @@ def test_checkpoints_are_sent_when_they_changed_and_before_a_failure() -> None:
     assert {e.lease.lease_id: e.checkpoint for e in session.held(hello=True)} == {1: b"c1", 2: b"c2"}
 
 
+def test_checkpoints_that_are_too_many_for_one_heartbeat_go_with_the_next() -> None:
+    session = connected()
+    for lease in grant(session, *range(1, 41)):
+        session.save(lease, bytes(1 << 20))
+    for hello in (True, False):
+        sent = [entry.lease.lease_id for entry in session.held(hello=hello) if entry.checkpoint is not None]
+        assert sent == (list(range(1, 33)) if hello else list(range(33, 41)))
+    assert all(entry.checkpoint is None for entry in session.held(hello=False))
+
+
 def test_return_all() -> None:
     session = connected()
     leases = grant(session, 1, 2)
     succeed(session, leases[0])
-    assert session.return_all("stopping", 7) == [leases[1]]
+    session.return_all("stopping", 7)
     taken = frame(session)
     assert [report.state for group in taken.reports for report in group.reports] == [
         ReportState.SUCCEEDED,

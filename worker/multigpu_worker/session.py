@@ -212,8 +212,6 @@ class Session:
         lost = [lease for lease in self.leases.values() if not lease.resumable]
         for lease in lost:
             self.revoke(lease.lease_id)
-        for lease in self.leases.values():
-            lease.saved_unsent = lease.saved is not None
         return lost
 
     # The engine speaks.
@@ -263,14 +261,11 @@ class Session:
         lease.saved = checkpoint
         lease.saved_unsent = True
 
-    def return_all(self, reason: str, now_ns: int) -> list[Lease]:
-        """Give back whatever is not reported, uncharged. Returns those leases, to be cancelled in the engine."""
+    def return_all(self, reason: str, now_ns: int) -> None:
+        """Give back whatever is not reported, uncharged."""
         leases = list(self.leases.values())
         error = TaskError(type="Returned", message=reason, retryable=True)
         self.report(now_ns, now_ns, [Report(lease, ReportState.RETURNED, error=error) for lease in leases])
-        for lease in leases:
-            lease.dropped = True
-        return leases
 
     # What goes to the master.
 
@@ -289,10 +284,9 @@ class Session:
             checkpoint = lease.saved if hello or lease.saved_unsent else None
             if checkpoint is not None:
                 left_bytes -= len(checkpoint)
+                lease.saved_unsent = left_bytes < 0
                 if left_bytes < 0:
                     checkpoint = None
-                else:
-                    lease.saved_unsent = False
             listed.append(Held(lease=lease, checkpoint=checkpoint))
         self.heartbeat_due = False
         return listed
