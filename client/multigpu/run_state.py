@@ -163,7 +163,7 @@ class RunState:
         return frame if tasks or frame.cancel_request_ids else None
 
     def receive(self, response: task_service_pb2.RunResponse, nbytes: int) -> dict[float, list[Call]]:
-        """Settles what a frame of `nbytes` answers. Returns the calls to `retry`, by the delay in seconds that the master asks for.
+        """Settles what a frame of `nbytes` answers. Returns the calls to `retry`, by the delay in seconds asked for.
 
         Acceptances need no note: calls go by request_id all their life, and outcomes carry the task_id.
         """
@@ -218,11 +218,10 @@ class RunState:
         return later
 
     def retry(self, calls: Iterable[Call]) -> None:
-        """The delay is over: sends again what still waits."""
+        """The delay is over: sends again those that somebody still waits for."""
         for call in calls:
-            if call.deferred and not call.done:
-                call.deferred = False
-                self._outbox.append(call)
+            call.deferred = False
+            self._outbox.append(call)
 
     def stream_opened(self) -> None:
         """A new stream knows nothing yet: everything unsettled goes to the outbox, in its first order."""

@@ -93,8 +93,7 @@ class RunStream:
         """Ends the stream. What is unsettled fails with ClientClosedError here, and goes on in the master."""
         if self._closed:
             return
-        if self._reached:
-            await self.cancellations()
+        await self.cancellations()
         self._closed = True
         supervisor, self._supervisor = self._supervisor, None
         if supervisor is not None:

@@ -46,6 +46,7 @@ class ScriptedMaster(task_service_pb2_grpc.TaskServiceServicer):
         self.breaks_after: deque[int] = deque()  # end each stream after so many outcomes
         self.reversed = False
         self.partials: dict[bytes, list[bytes]] = {}  # payload -> what it yields
+        self.streams_partials = True
         self.stream_status = grpc.StatusCode.OK  # else: ends every stream at once
         self.keep_inputs = True
         # What the test reads.
@@ -165,7 +166,7 @@ class ScriptedMaster(task_service_pb2_grpc.TaskServiceServicer):
             spec, task = waiting.pop() if self.reversed else waiting.popleft()
             yielded = self.partials.get(task.payload, [])
             for index, data in enumerate(yielded):
-                if index >= task.partials_received:
+                if index >= task.partials_received and self.streams_partials:
                     response.partials.add(request_id=task.request_id, index=index, data=data)
             answer = self._outcome(spec, task)
             if isinstance(answer, task_service_pb2.Rejection):

@@ -1,5 +1,6 @@
 """The synchronous Client: threads, forks, Ctrl-C, and the calls it shares with AsyncClient."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -137,6 +138,28 @@ def test_leaving_a_map_early_cancels_the_rest() -> None:
         until(lambda: set(master.cancelled) | set(master.answered) >= {task.request_id for task in master.inputs})
 
 
+def test_what_a_failed_map_has_not_started_never_starts() -> None:
+    def answer(spec: Spec, task: Task) -> Reply:
+        if task.payload != b"bad":
+            return None  # runs for ever
+        time.sleep(0.3)  # until the next chunk has been pulled, and waits for room
+        return failed("Bad")
+
+    def hold() -> None:
+        with contextlib.suppress(multigpu.ClientClosedError):
+            client.run("echo", b"other")
+
+    with ThreadedMaster(answer) as master, multigpu.Client(master.address, window_tasks=8) as client:
+        for _ in range(6):
+            threading.Thread(target=hold, daemon=True).start()
+        until(lambda: len(master.inputs) == 6)
+        with pytest.raises(multigpu.TaskFailed):
+            list(client.map("echo", [b"bad", b"x", b"y", b"z"], window=8))
+        until(lambda: master.cancelled)
+        time.sleep(0.1)
+        assert [task.payload for task in master.inputs[6:]] == [b"bad", b"x"]
+
+
 def test_many_threads_share_a_client() -> None:
     results: dict[int, list[int]] = {}
 
@@ -242,13 +265,13 @@ INTERRUPTED = {
 @pytest.mark.parametrize("call", INTERRUPTED)
 def test_ctrl_c_cancels_what_the_call_started(call: str) -> None:
     program = textwrap.dedent(f"""
-        import sys, threading, multigpu
+        import os, sys, threading, multigpu
 
         with multigpu.Client(sys.argv[1]) as client:
             try:
                 {INTERRUPTED[call]}
             except KeyboardInterrupt:
-                {"raise" if call == "between" else 'print("interrupted", flush=True)'}
+                {"raise" if call == "between" else 'print("interrupted", flush=True); os._exit(0)'}
     """)
     first = threading.Event()
 

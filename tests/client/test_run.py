@@ -350,6 +350,7 @@ async def test_a_stream_that_always_fails_is_an_error_in_the_end(
         master.stream_status = status
         with pytest.raises(multigpu.MultigpuError, match="scripted status"):
             await asyncio.wait_for(client.run("echo", b""), 10)
+        assert master.streams == (1 if status is grpc.StatusCode.INVALID_ARGUMENT else 8)  # one is a verdict
         master.stream_status = grpc.StatusCode.OK
         assert await client.run("echo", 1) == 1
 
@@ -402,6 +403,13 @@ async def test_partial_outputs_come_once_each_across_a_break() -> None:
         await master.stop()
         await master.start()
         assert [part async for part in client.stream("echo", b"go")] == parts
+
+
+async def test_partial_outputs_that_only_the_outcome_brings() -> None:
+    async with ScriptedMaster() as master, multigpu.AsyncClient(master.address) as client:
+        master.partials[b"go"] = [b"a", b"b"]
+        master.streams_partials = False
+        assert [part async for part in client.stream("echo", b"go")] == [b"a", b"b"]
 
 
 async def test_partial_outputs_precede_the_error() -> None:

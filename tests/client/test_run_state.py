@@ -113,6 +113,24 @@ def test_withdrawing_before_and_after_sending(state: RunState, window: Window) -
     assert not sent.answers
 
 
+def test_a_refused_call_waits_out_its_delay_on_a_new_stream_too(state: RunState, window: Window) -> None:
+    call, left = Recorded(b"", "x"), Recorded(b"", "left")
+    started(state, window, call, left)
+    state.next_frame()
+    response = task_service_pb2.RunResponse()
+    for request_id in ("x", "left"):
+        response.rejected.add(request_id=request_id, code=8, message="full").retry_delay.FromMilliseconds(1500)
+    later = state.receive(response, 10)
+    assert later == {1.5: [call, left]}
+    state.withdraw(left)
+    state.stream_opened()
+    frame = state.next_frame()
+    assert frame is not None
+    assert ids(frame) == []
+    state.retry(later[1.5])
+    assert ids(state.next_frame()) == ["x"]
+
+
 def test_partial_outputs_are_counted_and_their_count_is_sent(state: RunState, window: Window) -> None:
     call = Recorded(b"", "x")
     started(state, window, call)
