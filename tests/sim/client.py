@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 from multigpu_master.core import events as ev
 from multigpu_master.core.model import Outcome, OutcomeState, Spec, Task
-from tests.sim.world import Violation, World
+
+from tests.sim.world import ViolationError, World
 
 if TYPE_CHECKING:
     from tests.sim.master import Master
@@ -87,13 +88,13 @@ class Client:
     def accepted(self, request_id: str, task: Task, epoch: int) -> None:
         ask = self.asks[request_id]
         if ask.task_id and ask.task_id != task.task_id and ask.spec.durable and ask.outcomes == []:
-            raise Violation(f"{request_id} was accepted as {ask.task_id}, now it is {task.task_id}")
+            raise ViolationError(f"{request_id} was accepted as {ask.task_id}, now it is {task.task_id}")
         ask.task_id, ask.epoch = task.task_id, epoch
 
     def rejected(self, request_id: str, rejection: ev.Rejection) -> None:
         ask = self.asks[request_id]
         if ask.task_id and ask.spec.durable and ask.open and rejection.code != 4:
-            raise Violation(f"{request_id} was accepted, and then rejected: {rejection.message}")
+            raise ViolationError(f"{request_id} was accepted, and then rejected: {rejection.message}")
         self._world.trace("%s is rejected: %s", request_id, rejection.message)
         if rejection.retry_delay_s is None:
             ask.given_up = True
@@ -114,7 +115,7 @@ class Client:
             # Twins come from a master that died before it knew; and from ephemeral tasks that were forgotten.
             same = old_id == task_id and old.state == outcome.state and old.result == outcome.result
             if not same and old_epoch == epoch and ask.spec.durable:
-                raise Violation(f"{request_id} ended twice: {old} as {old_id}, {outcome} as {task_id}")
+                raise ViolationError(f"{request_id} ended twice: {old} as {old_id}, {outcome} as {task_id}")
         if outcome.state is OutcomeState.SUCCEEDED and not outcome.result.startswith(request_id.encode() + b" "):
-            raise Violation(f"{request_id} got another's result: {outcome.result!r}")
+            raise ViolationError(f"{request_id} got another's result: {outcome.result!r}")
         ask.outcomes.append((epoch, task_id, outcome))

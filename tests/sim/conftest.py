@@ -1,4 +1,4 @@
-"""Lets the simulator's files be imported by their full names, however pytest was started."""
+"""Lets the files here be imported by their full names, however pytest was started."""
 
 import sys
 from pathlib import Path

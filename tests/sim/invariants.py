@@ -4,17 +4,17 @@ from collections.abc import Sequence
 
 from multigpu_master.core import events as ev
 from multigpu_master.core.lanes import partition_of, shape_of
-from multigpu_master.core.ledger import RUN_GRACE_S
 from multigpu_master.core.model import Lease, Shape, Task, Worker
 from multigpu_master.core.placement import busy
 from multigpu_master.core.scheduler import Core
 from multigpu_master.strategies.base import Strategy
-from tests.sim.world import Violation, World
+
+from tests.sim.world import ViolationError, World
 
 
 def check(holds: object, message: str, *args: object) -> None:
     if not holds:
-        raise Violation(message % args if args else message)
+        raise ViolationError(message % args if args else message)
 
 
 class Invariants:
@@ -35,6 +35,7 @@ class Invariants:
         self._live: dict[int, Task] = {}
         self._frames: dict[int, int] = {}
         self._holders: dict[int, Worker] = {}
+        self._drains: dict[Worker, float] = {}
 
     # --- around each event -------------------------------------------------------------------------------------------
 
@@ -43,6 +44,11 @@ class Invariants:
         core = self._core
         self._live = {x.lease_id: x.task for w in core.fleet.workers.values() for x in w.leases.values()}
         self._holders = {x.lease_id: w for w in core.fleet.workers.values() for x in w.leases.values()}
+        self._drains = {
+            w: w.drain_deadline_s for w in core.fleet.workers.values() if w.draining and w.drain_deadline_s is not None
+        }
+        if isinstance(event, ev.Drain) and event.deadline_s is not None:
+            self._drains[core.fleet.workers[event.worker_id]] = event.deadline_s
         if isinstance(event, ev.Recover):
             self._recovered += len(event.tasks)
 
@@ -103,7 +109,11 @@ class Invariants:
             if outcome.result:
                 lease_id = int(outcome.result.split()[1])
                 check(self._live.get(lease_id) is task, "a result under lease %s, which was not live", lease_id)
-                check(isinstance(event, ev.Reports), "a result without a report")
+                told = isinstance(event, ev.Reports) and event.session == self._holders[lease_id].session
+                check(told, "lease %s was reported by somebody else", lease_id)
+                partials = task.extra.partials if task.extra is not None else []
+                whole = [b"p0", b"p1"] if b"stream" in task.payload else []
+                check(partials == whole or not task.spec.durable, "task %s yielded %s", task.task_id, partials)
 
     def _reports(self, event: ev.Reports) -> None:
         """Each live lease reported has ended, and each success has settled its task."""
@@ -123,7 +133,7 @@ class Invariants:
             worker = self._holders.get(lease_id)
             if task is None or worker is None or task.outcome is not None or worker.session != command.session:
                 continue
-            drained = worker.draining and worker.drain_deadline_s is not None and worker.drain_deadline_s <= now
+            drained = self._drains.get(worker, now + 1) <= now
             timeout_s = task.spec.run_timeout_s
             overdue = timeout_s is not None and "taken back" in command.reason
             gone = isinstance(event, ev.Heartbeat) and lease_id not in {h.lease_id for h in event.leases}
@@ -217,7 +227,7 @@ class Invariants:
             strategy = core.strategy_of(core.queues[queue])
             best = self._best(strategy, shape, len(tasks))
             if best is not None:
-                raise Violation(f"task {tasks[0].task_id} waits, though {best.worker_id} could have it")
+                raise ViolationError(f"task {tasks[0].task_id} waits, though {best.worker_id} could have it")
         for lease in (x for c in commands if isinstance(c, ev.Dispatch) for x in c.leases):
             self._fair(lease, waiting)
 

@@ -1,12 +1,14 @@
 """A model of the journal: what was appended becomes durable in order and after a delay; a crash loses the rest.
 
-While `full`, transactions fail: entries with submits are refused, those with outcomes wait for room, as the protocol says.
+While `full`, transactions fail: entries with submits are refused, those with outcomes wait for room, as the protocol
+says.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from multigpu_master.core.model import Outcome, Spec, Task
+
 from tests.sim.world import World
 
 

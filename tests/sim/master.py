@@ -1,17 +1,21 @@
-"""The simulated master: the real core behind a driver that is as thin as the real one, and can be killed at any moment."""
+"""The simulated master: the real core behind a driver that is as thin as the real one, and can be killed at any
+moment.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from multigpu_master.core import events as ev
 from multigpu_master.core.model import Outcome, OutcomeState, Spec, Task, Worker, WorkerInfo
 from multigpu_master.core.scheduler import Core, Limits
 from multigpu_master.strategies.registry import load_strategies
+
 from tests.sim.invariants import Invariants
 from tests.sim.journal import Entry, Row, Settle, SimJournal
-from tests.sim.world import Link, World
+from tests.sim.world import Inbox, Link, World
 
 if TYPE_CHECKING:
     from tests.sim.client import Client
@@ -63,6 +67,7 @@ class Master:
         self.known: dict[str, Known] = {}
         self.stalled_until = 0.0
         self.invariants = Invariants(world)
+        self._inbox = Inbox(world, lambda: self.stalled_until)
         self._ids = 0
         self._tick_at = 0.0
 
@@ -99,6 +104,8 @@ class Master:
             return
         self.world.trace("master %d is killed", self.epoch)
         self.core = None
+        self._inbox.clear()
+        self.stalled_until = 0.0
         self.journal.open()
         for link in self.down.values():
             link.broken = True
@@ -114,25 +121,19 @@ class Master:
 
     # --- the core ----------------------------------------------------------------------------------------------------
 
-    def when_awake(self, what: Any) -> None:
-        """Calls `what` now, or when a stall of the whole process is over."""
-        if self.world.now < self.stalled_until:
-            epoch = self.epoch
-
-            def later() -> None:
-                if self.epoch == epoch:
-                    self.when_awake(what)
-
-            self.world.after(self.stalled_until - self.world.now, later)
-        else:
-            what()
+    def when_awake(self, what: Callable[[], None]) -> None:
+        """Does `what` now, or in order when a stall of the whole process is over; never if it dies first."""
+        self._inbox.put(what)
 
     def handle(self, event: ev.Event) -> list[ev.Command]:
         core = self.core
         assert core is not None, "the master is up"
         now = self.world.now
+        self.world.trace("  %s", event, brief=True)
         self.invariants.before(event)
         commands = core.handle(event, now)
+        for command in commands:
+            self.world.trace("    %s", command, brief=True)
         self.invariants.after(event, commands)
         for command in commands:
             self._carry_out(command)

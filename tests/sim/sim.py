@@ -1,13 +1,16 @@
-"""One seed: a fleet, clients, faults of some kinds for a while; then the faults stop, and everything must come to rest."""
+"""One seed: a fleet, clients, faults of some kinds for a while; then the faults stop, and everything must come to
+rest.
+"""
 
 from dataclasses import dataclass
 
 from multigpu_master.core import events as ev
 from multigpu_master.core.model import Capability, Outcome, Spec, WorkerInfo
+
 from tests.sim.client import Ask, Client
 from tests.sim.master import STRATEGIES, Master
 from tests.sim.worker import SimWorker
-from tests.sim.world import Violation, World
+from tests.sim.world import ViolationError, World
 
 FAULTS_S = 8.0
 REST_S = 900.0
@@ -15,7 +18,7 @@ EVENTS_MAX = 60_000
 FAULTS = (
     "worker crash", "worker freeze", "worker leave", "stream break", "silent break", "client break", "master crash",
     "master stall", "journal full", "cordon", "drain", "pause", "strategy", "queue strategy", "cancel", "duplicate",
-    "memory", "models", "forget",
+    "memory", "models", "forget", "lie",
 )  # fmt: skip
 
 
@@ -125,6 +128,9 @@ class Simulation:
                 worker.utilization = random.random()
             case "models":
                 worker.resident = random.choice(((), ("m1",), ("m1", "m2")))
+            case "lie" if core is not None:
+                worker.lie([x for w in core.fleet.workers.values() if w.worker_id != worker.info.worker_id
+                            for x in w.leases])  # fmt: skip
             case "cancel" | "duplicate":
                 self._meddle(fault)
             case _:
@@ -190,7 +196,7 @@ class Simulation:
     # --- the run -----------------------------------------------------------------------------------------------------
 
     def run(self) -> Result:
-        """Runs to the end. Violation: a promise was broken."""
+        """Runs to the end. ViolationError: a promise was broken."""
         world, random = self.world, self.world.random
         self.master.strategy = random.choice(("auto", "auto", *STRATEGIES))
         self.master.start()
@@ -206,7 +212,7 @@ class Simulation:
         world.after(FAULTS_S + 0.01, self._heal)
         while not self._at_rest():
             if not world.step() or world.now > world.start + REST_S or world.events > EVENTS_MAX:
-                raise Violation(f"it never came to rest: {self._unrest()}")
+                raise ViolationError(f"it never came to rest: {self._unrest()}")
         self._judge()
         return Result(world.events, self.master.invariants.checks, self._asked, world.now - world.start)
 
@@ -244,22 +250,22 @@ class Simulation:
         """What must be true in the end."""
         journal = self.master.journal
         if journal.tasks:
-            raise Violation(f"the journal still has tasks {list(journal.tasks)[:5]}")
+            raise ViolationError(f"the journal still has tasks {list(journal.tasks)[:5]}")
         for client in self.clients:
             for ask in client.asks.values():
                 if ask.task_id and ask.spec.durable and ask.request_id not in journal.by_request:
-                    raise Violation(f"{ask.request_id} was acknowledged, and lost")
+                    raise ViolationError(f"{ask.request_id} was acknowledged, and lost")
                 self._judge_outcomes(ask, [o for _, _, o in ask.outcomes])
 
     def _judge_outcomes(self, ask: Ask, outcomes: list[Outcome]) -> None:
         states = {o.state.name for o in outcomes}
         words = ask.payload.decode().split()[3:]
         if "SUCCEEDED" in states and ("fail" in words or "fatal" in words or "stuck" in words or "poison" in words):
-            raise Violation(f"{ask.request_id} succeeded, which it can't")
+            raise ViolationError(f"{ask.request_id} succeeded, which it can't")
         if (
             "fatal" in words
             and "DEAD_LETTERED" in states
             and "WorkerLost" not in {o.error.type for o in outcomes if o.error is not None}
             and "RunTimeout" not in {o.error.type for o in outcomes if o.error is not None}
         ):
-            raise Violation(f"{ask.request_id} is a dead letter, though it failed for good")
+            raise ViolationError(f"{ask.request_id} is a dead letter, though it failed for good")

@@ -1,7 +1,8 @@
-"""A simulated worker: the worker's own session (what it holds and owes), with an engine that acts out what payloads say.
+"""A simulated worker: the worker's own session (what it holds and owes), with an engine that acts out what payloads
+say.
 
-A payload is a list of words: `run 0.5` takes half a second, `fail` raises, `fatal` can't succeed, `poison` kills the worker,
-`flaky` fails on its first attempt, `stream` yields two partial outputs first, `stuck` never ends.
+A payload is a list of words: `run 0.5` takes half a second, `fail` raises, `fatal` can't succeed, `poison` kills the
+worker, `flaky` fails on its first attempt, `stream` yields two partial outputs first, `stuck` never ends.
 """
 
 from __future__ import annotations
@@ -9,9 +10,10 @@ from __future__ import annotations
 from multigpu_master.core import events as ev
 from multigpu_master.core.model import ReportState, TaskError, Telemetry, WorkerInfo
 from multigpu_worker import session as ws
+
 from tests.sim.invariants import check
 from tests.sim.master import Grant, Master
-from tests.sim.world import Link, World
+from tests.sim.world import Inbox, Link, World
 
 HEARTBEAT_S = 1.0
 SPEC = ws.Spec(kind="sim")
@@ -39,6 +41,7 @@ class SimWorker:
         self._up: Link | None = None
         self._down: Link | None = None
         self._last_frame = 0
+        self._inbox = Inbox(world, lambda: self.frozen_until)
 
     # --- life --------------------------------------------------------------------------------------------------------
 
@@ -60,6 +63,8 @@ class SimWorker:
             return
         self._world.trace("%s is killed", self.info.worker_id)
         self.alive = False
+        self._inbox.clear()
+        self.frozen_until = 0.0
         self.running = {}
         self._cut(self._world.between(0.0, 0.05))
         self._world.after(back_after_s, self.start)
@@ -133,7 +138,7 @@ class SimWorker:
             master.when_awake(arrive)
 
         self._up = Link(world, delay_s, up)
-        self._down = Link(world, delay_s, self._down_frame)
+        self._down = Link(world, delay_s, lambda command: self._inbox.put(lambda: self._down_frame(command)))
         master.down[session] = self._down
         self._up.send(ev.Hello(session, self.info, self._listed(hello=True)))
         stream = self._stream
@@ -165,12 +170,12 @@ class SimWorker:
     def _listed(self, *, hello: bool) -> list[ev.HeldLease]:
         held = self.held.held(hello=hello)
         return [
-            ev.HeldLease(h.lease.lease_id, h.lease.task_id, h.lease.attempt, h.lease.running, checkpoint=h.checkpoint or b"")
-            for h in held
+            ev.HeldLease(h.lease.lease_id, h.lease.task_id, h.lease.attempt, h.lease.running, checkpoint=h.checkpoint
+            or b"") for h in held
         ]  # fmt: skip
 
-    def _down_frame(self, command: ev.Command | Grant) -> None:
-        if not self._awake(lambda: self._down_frame(command) if self._current(command) else None):
+    def _down_frame(self, command: ev.Welcome | ev.Revoke | ev.Desire | ev.EndSession | Grant) -> None:
+        if not self.alive or command.session != self._session:
             return
         match command:
             case ev.Welcome():
@@ -181,7 +186,11 @@ class SimWorker:
                 check(command.frame > self._last_frame, "frames must count up")
                 self._last_frame = command.frame
                 self.held.grant([
-                    ws.Lease(lease_id, task_id, attempt, SPEC, payload, checkpoint=checkpoint, partials_received=partials)
+                    ws.Lease(
+                        lease_id, task_id, attempt, SPEC, payload, checkpoint=checkpoint, partials_received=partials,
+                        # Another master would not have those outputs.
+                        resumable=not partials,
+                    )
                     for lease_id, task_id, attempt, payload, checkpoint, partials in command.leases
                 ])  # fmt: skip
                 self._pump()
@@ -192,9 +201,6 @@ class SimWorker:
                 self._reconnect()
             case _:
                 pass
-
-    def _current(self, command: ev.Command | Grant) -> bool:
-        return getattr(command, "session", 0) == self._session
 
     def _beat(self, stream: int) -> None:
         if self._stream == stream and self._awake(lambda: self._beat(stream)):
@@ -233,6 +239,12 @@ class SimWorker:
             partials = [ev.PartialOutput(p.lease.lease_id, p.index, p.data) for p in frame.partials]
             if partials:
                 self._up.send(ev.Partials(self._session, partials))
+
+    def lie(self, lease_ids: list[int]) -> None:
+        """Reports leases that are not its own. Nobody may believe it."""
+        if self._session and self.held.connected and self._up is not None:
+            reports = [ev.Report(x, ReportState.SUCCEEDED, f"lie {x}".encode()) for x in lease_ids]
+            self._up.send(ev.Reports(self._session, reports))
 
     # --- the engine --------------------------------------------------------------------------------------------------
 

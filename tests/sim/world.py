@@ -1,16 +1,17 @@
 """The simulated world: one clock, one seeded source of chance, links that deliver in order until they break.
 
-Everything that happens is an event in one heap. A seed and a commit reproduce a run to the last detail: nothing iterates
-over a set, and nothing but `World.random` draws numbers.
+Everything that happens is an event in one heap. A seed and a commit reproduce a run to the last detail: nothing
+iterates over a set, and nothing but `World.random` draws numbers.
 """
 
+from collections import deque
 from collections.abc import Callable
 from heapq import heappop, heappush
 from random import Random
 from typing import Any
 
 
-class Violation(AssertionError):
+class ViolationError(AssertionError):
     """The core broke a promise."""
 
 
@@ -49,10 +50,55 @@ class World:
     def chance(self, share: float) -> bool:
         return self.random.random() < share
 
-    def trace(self, text: str, *args: Any) -> None:
+    def trace(self, text: str, *args: Any, brief: bool = False) -> None:
         """Notes what happened, for the reader of a failed seed. Formatted only if somebody reads."""
         if self._tracing:
-            self.lines.append(f"{self.now - self.start:9.4f}  {text % args if args else text}")
+            said = [tell(a) if brief else a for a in args]
+            self.lines.append(f"{self.now - self.start:9.4f}  {text % tuple(said) if said else text}")
+
+
+def tell(what: Any) -> str:
+    """An event or a command in a line: its numbers, and the ids in its lists."""
+    parts = []
+    for slot in getattr(what, "__slots__", ()):
+        value = getattr(what, slot)
+        if isinstance(value, list | tuple):
+            value = [getattr(v, "lease_id", 0) or getattr(v, "task_id", 0) or v for v in value]
+            value = [v if isinstance(v, int | str) else type(v).__name__ for v in value]
+        elif not isinstance(value, int | float | str | None):
+            value = getattr(value, "worker_id", "") or getattr(value, "task_id", "")
+        if value:
+            parts.append(f"{slot}={value}")
+    return f"{type(what).__name__} {' '.join(parts)}"
+
+
+class Inbox:
+    """What a process does in order, as soon as it is awake. `asleep_until` says when that is."""
+
+    def __init__(self, world: World, asleep_until: Callable[[], float]) -> None:
+        self._world = world
+        self._asleep_until = asleep_until
+        self._waiting: deque[Callable[[], None]] = deque()
+
+    def put(self, what: Callable[[], None]) -> None:
+        if self._waiting or self._asleep_until() > self._world.now:
+            self._waiting.append(what)
+            if len(self._waiting) == 1:
+                self._world.after(self._asleep_until() - self._world.now, self._wake)
+        else:
+            what()
+
+    def _wake(self) -> None:
+        if self._waiting and self._asleep_until() > self._world.now:
+            self._world.after(self._asleep_until() - self._world.now, self._wake)
+            return
+        waiting, self._waiting = self._waiting, deque()
+        for what in waiting:
+            what()
+
+    def clear(self) -> None:
+        """The process is gone."""
+        self._waiting.clear()
 
 
 class Link:

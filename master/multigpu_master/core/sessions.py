@@ -164,8 +164,12 @@ class Sessions:
                 continue
             task = lease.task
             extra = task.more()
-            if partial.index != len(extra.partials):
+            if partial.index < len(extra.partials):
                 continue  # repeated after a reconnect
+            if partial.index > len(extra.partials):
+                # The attempt goes on from outputs that died with the last master: only another one can fill the gap.
+                self._attempts.take_back(lease, None, now)
+                continue
             if extra.partials_bytes + len(partial.data) > PARTIALS_BYTES_MAX:
                 message = f"partial outputs exceed {PARTIALS_BYTES_MAX} bytes"
                 self._attempts.take_back(lease, TaskError("ResultTooLarge", message, retryable=False), now)
