@@ -2,16 +2,18 @@
 
 import json
 import os
+import pty
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import click
 import pytest
 from click.testing import CliRunner
-from multigpu.cli import COMMANDS, cli, show
+from multigpu.cli import COMMANDS, cli, progress, show
 from multigpu.cli.commands import Command, Group
 from multigpu.v1 import task_pb2
 
@@ -163,3 +165,55 @@ def test_partials_that_are_no_text_are_all_base64() -> None:
     data = show.as_dict(task_pb2.Outcome(partials=[b"text", b"\xff"]))
     assert data["partials_base64"] == ["dGV4dA==", "/w=="]
     assert show.as_dict(task_pb2.Outcome(partials=[b"text"]))["partials"] == ["text"]
+
+
+def test_progress_without_a_terminal_is_a_line_now_and_then(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(progress, "LINE_INTERVAL_S", 0.05)
+    with progress.Progress("lines", 4000) as bar:
+        bar.begin()
+        bar.add(1000)
+        assert capsys.readouterr().err == ""
+        time.sleep(0.06)
+        bar.add(500)
+        assert capsys.readouterr().err.startswith("1,500 of 4,000 lines, ")
+        bar.say("waiting \x1b[2J")
+        assert capsys.readouterr().err == "waiting \ufffd[2J\n"
+
+
+def test_progress_on_a_terminal_is_a_bar_that_goes_away() -> None:
+    code = """if True:
+        from multigpu.cli.progress import Progress
+        with Progress("lines", 40) as bar:
+            bar.begin()
+            bar.add(30)
+            bar.say("a remark")
+            bar.add(10)
+        print("done")
+    """
+    leader, follower = pty.openpty()
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", code], stderr=follower, stdout=subprocess.PIPE, text=True, timeout=30, check=True
+        )
+        shown = os.read(leader, 100_000).decode()
+    finally:
+        os.close(leader)
+        os.close(follower)
+    assert done.stdout == "done\n"
+    assert "40 of 40 lines" in shown
+    assert "a remark" in shown
+
+
+def test_every_command_is_on_the_page() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "mgpuctl.md").read_text()
+    missing = [name for name, _ in all_commands() if f"mgpuctl {name.split()[0]}" not in page]
+    assert set(missing) <= {"version", "uncordon"}
+    assert "uncordon" in page
+
+
+def test_json_is_one_line_in_a_pipe() -> None:
+    printed = mgpuctl("version", "--json").stdout
+    assert printed.count("\n") == 1
+    assert set(json.loads(printed)) == {"multigpu", "python"}

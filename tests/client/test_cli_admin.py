@@ -402,3 +402,12 @@ def test_a_server_that_is_no_master(run: Run) -> None:
     result = run("status")  # the script has no answer to GetStats
     assert result.exit_code == 1
     assert "no multigpu master" in result.stderr
+
+
+def test_tab_completes_worker_ids(master: ScriptedMaster, run: Run) -> None:
+    knows(master, worker("box-1"), worker("rack-1"))
+    words = {"_MGPUCTL_COMPLETE": "bash_complete", "COMP_WORDS": "mgpuctl drain ra", "COMP_CWORD": "2"}
+    done = CliRunner().invoke(cli, [], env={"MGPU_MASTER": master.address, **words}, prog_name="mgpuctl")
+    assert done.stdout.split(",")[1].strip() == "rack-1"
+    nobody = CliRunner().invoke(cli, [], env={"MGPU_MASTER": "127.0.0.1:1", **words}, prog_name="mgpuctl")
+    assert nobody.output.strip() == ""
