@@ -55,7 +55,7 @@ async def _fill(fleet: Fleet) -> list[Row]:
 def bench_backlog(_rounds: int) -> list[Row]:
     with Fleet(1) as fleet:
         with grpc.insecure_channel(fleet.address) as channel:
-            admin = admin_service_pb2_grpc.AdminServiceStub(channel)
+            admin = admin_service_pb2_grpc.AdminServiceStub(channel)  # type: ignore[no-untyped-call]  # generated
             admin.PauseQueue(admin_service_pb2.PauseQueueRequest(queue="held"))
         rows = asyncio.run(_fill(fleet))
         fleet.master.send_signal(signal.SIGKILL)

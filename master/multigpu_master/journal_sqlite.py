@@ -52,7 +52,7 @@ _PROBE_BYTES = 64 << 10
 _ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)  # rows a statement may have
 _STATEMENT_BYTES = 1 << 20  # SQLite keeps what was last bound to a prepared statement: let it not be too much
 _TASK_FIELDS, _OUTCOME_FIELDS = 7, 12
-_CLOSE = Entry()  # in the queue: nothing comes after this
+_CLOSE = Entry()  # in the queue: the end is near
 
 _Statement = tuple[str, Sequence[Any]]
 
@@ -177,9 +177,10 @@ class SqliteJournal(JournalReads):
             self._urgent.wait(LINGER_S)
         self._urgent.clear()
         taken += (self._queue.get_nowait() for _ in range(self._queue.qsize()))
-        if taken[-1] is _CLOSE:
+        if any(entry is _CLOSE for entry in taken):
+            # What was appended behind it (a session that ended just then) is written as well.
             self._closing = True
-            taken.pop()
+            taken = [entry for entry in taken if entry is not _CLOSE]
         if self._full is None:
             self._pending.extend(taken)
         else:
@@ -292,7 +293,8 @@ class SqliteJournal(JournalReads):
         self._writer.execute(*_setting(journal_schema.SETTING_PROBE, None))
 
     def _flush_segments(self) -> None:
-        taken = self._segments.size_bytes + self._path.stat().st_size + self._segments.waiting_bytes
+        ((pages,),) = self._writer.execute("PRAGMA page_count").fetchall()
+        taken = pages * journal_schema.PAGE_BYTES + self._segments.size_bytes + self._segments.waiting_bytes
         if taken > self._size_max_bytes:
             raise journal_schema.full(self._path)
         self._segments.flush()
