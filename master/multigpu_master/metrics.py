@@ -42,6 +42,7 @@ class MasterMetrics:
     def stop(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
+            self._last = tuple(_metrics(self._driver))
         if self._otlp is not None:
             self._otlp.close()
         if self._prometheus is not None:
