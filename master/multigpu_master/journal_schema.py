@@ -240,6 +240,13 @@ def limit_size(writer: sqlite3.Connection, size_max_bytes: int) -> None:
     writer.execute(f"PRAGMA max_page_count = {max(size_max_bytes // PAGE_BYTES, 1)}").fetchall()
 
 
+def used_bytes(writer: sqlite3.Connection) -> int:
+    """What the database holds, less its empty pages, which are used before it grows."""
+    ((pages,),) = writer.execute("PRAGMA page_count").fetchall()
+    ((empty_pages,),) = writer.execute("PRAGMA freelist_count").fetchall()
+    return int((pages - empty_pages) * PAGE_BYTES)
+
+
 def connect_reader(path: Path) -> sqlite3.Connection:
     """A connection that only reads, for any one thread at a time."""
     connection = sqlite3.connect(

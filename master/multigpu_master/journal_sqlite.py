@@ -293,8 +293,7 @@ class SqliteJournal(JournalReads):
         self._writer.execute(*_setting(journal_schema.SETTING_PROBE, None))
 
     def _flush_segments(self) -> None:
-        ((pages,),) = self._writer.execute("PRAGMA page_count").fetchall()
-        taken = pages * journal_schema.PAGE_BYTES + self._segments.size_bytes + self._segments.waiting_bytes
+        taken = journal_schema.used_bytes(self._writer) + self._segments.size_bytes + self._segments.waiting_bytes
         if taken > self._size_max_bytes:
             raise journal_schema.full(self._path)
         self._segments.flush()
