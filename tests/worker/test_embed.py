@@ -122,8 +122,11 @@ def engine() -> EmbedEngine:
 @pytest.fixture(scope="module")
 def reference() -> Reference:
     """sentence-transformers itself, on the same folder."""
+    import torch
     from sentence_transformers import SentenceTransformer
 
+    # Threads that wait for one another in a busy loop take minutes where others want the cores too.
+    torch.set_num_threads(1)
     model = SentenceTransformer(str(FOLDER), device="cpu")
     return lambda texts: model.encode(texts, batch_size=1, normalize_embeddings=False)
 

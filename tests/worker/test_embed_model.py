@@ -36,6 +36,9 @@ TEXTS = [
 hf: Any = transformers
 Vectors = npt.NDArray[np.float32]
 
+# Threads that wait for one another in a busy loop take minutes where others want the cores too.
+torch.set_num_threads(1)
+
 
 def embed(model: EmbedModel, texts: list[str]) -> Vectors:
     return model.embed(model.pad(model.tokenise(texts), range(len(texts))))
