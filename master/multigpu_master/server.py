@@ -90,6 +90,7 @@ class Master:
         specs = wire.SpecReader()
         driver = self.driver = Driver(core, self.journal, specs, config.stream_bytes_max, self._die)
         driver.on_worker_changed = self._worker_changed
+        self._intake = Intake(driver, config.payload_bytes_max)
         now = driver.now()
         expected = settings.restore(core, recovered.settings, now)
         tasks = [wire.restored_task(r, specs.restore(r.spec)) for r in recovered.tasks]
@@ -98,7 +99,6 @@ class Master:
         gc.collect()
         gc.freeze()
         gc.set_threshold(50_000, 20, 100)
-        self._intake = Intake(driver, config.payload_bytes_max)
         await self._open_doors(driver)
         log.info(
             "master ready", address=self.address, epoch=recovered.epoch, recovered_tasks=len(tasks),
@@ -134,11 +134,13 @@ class Master:
         await server.start()
         for name in ("", HEALTH_MASTER, *names):
             await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
+        for worker_id in driver.core.fleet.workers:  # those of the last master, until they come back
+            await self._health.set(HEALTH_WORKER + worker_id, health_pb2.HealthCheckResponse.NOT_SERVING)
 
     def _worker_changed(self, change: ev.WorkerChanged) -> None:
         worker = change.worker
         driver = self.driver
-        if change.remember:
+        if change.remember and not self._intake.stopping:  # sessions that we end are to be awaited by the next master
             setting = settings.worker_setting(worker)
             driver.remember(dict.fromkeys(setting) if change.gone else setting)
             status = health_pb2.HealthCheckResponse
@@ -166,5 +168,8 @@ class Master:
             await asyncio.wait([asyncio.ensure_future(self.driver.all_durable())], timeout=timeout_s / 3)
         # Streams don't end by themselves: their peers reconnect to whoever is there next.
         await self._server.stop(min(0.2, timeout_s / 3))
-        await asyncio.to_thread(self.journal.close, timeout_s / 3)
+        try:
+            await asyncio.to_thread(self.journal.close, timeout_s / 3)
+        except JournalError as error:
+            self._die(str(error))
         log.info("master stopped")
