@@ -122,7 +122,8 @@ def _until_acknowledged(stub: Any, history: History, names: list[str], spec: tas
 
 def map_all(address: str, history: History, names: list[str], options: dict[str, Any]) -> None:
     """Runs tasks by the Python client's own map, which is to see nothing of what goes on."""
-    with multigpu.Client(address) as client:
+    # Made while the master may be dying again and again: it must not take that for a wrong address.
+    with multigpu.Client(address, connect_timeout_s=60) as client:
 
         def inputs() -> Any:
             for name in names:

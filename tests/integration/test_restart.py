@@ -1,0 +1,296 @@
+"""Deaths and restarts of every party: nothing is lost, nothing is told twice, streams go on where they were."""
+
+import os
+import signal
+import sqlite3
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from multigpu.v1 import admin_service_pb2 as admin_pb
+from multigpu.v1 import task_pb2, task_service_pb2
+
+from tests.fleet import Fleet, refused, until
+from tests.integration.streams import Feed, collect, run_frame
+
+FLEET = {"handlers": ["trial_handlers"]}
+
+PARTS = [b"p-%d" % n for n in range(12)]
+
+
+def watch(fleet: Fleet, cursor: str, count: int, **options: Any) -> tuple[list[Any], str]:
+    """Reads that many outcomes after a cursor; they and the cursor after them."""
+    call = fleet.tasks.Watch(task_service_pb2.WatchRequest(cursor=cursor, **options), timeout=20, wait_for_ready=True)
+    seen: list[Any] = []
+    for frame in call:
+        seen += frame.outcomes
+        cursor = frame.cursor
+        if len(seen) >= count:
+            break
+    call.cancel()
+    return seen, cursor
+
+
+def where_it_runs(fleet: Fleet, request_id: str) -> str:
+    """The worker that runs a task."""
+
+    def worker() -> str:
+        task = fleet.tasks.Get(task_service_pb2.GetRequest(request_id=request_id), timeout=10).task
+        return str(task.worker_id)
+
+    return until(worker)
+
+
+# --- requests --------------------------------------------------------------------------------------------------------
+
+
+def test_a_request_stays_one_task_across_a_death_of_the_master(fleet: Fleet, tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    (running,) = fleet.submit("trial.gate", str(gate).encode(), request_ids=["runs"])
+    (settled,) = fleet.submit("echo", b"first", request_ids=["settled"])
+    fleet.outcome(settled)
+    watch(fleet, "", 1)
+    until(lambda: fleet.get(running).state == task_pb2.TASK_STATE_LEASED)
+    fleet.restart_master()
+    assert fleet.submit("trial.gate", b"/another", request_ids=["runs"]) == [running]
+    assert fleet.submit("echo", b"second", request_ids=["settled"]) == [settled]
+    assert fleet.outcome(settled).result == b"first"
+    gate.touch()
+    outcome = fleet.outcome(running)
+    # The worker kept its lease: no second attempt was needed.
+    assert (outcome.result, outcome.attempts) == (b"opened", 1)
+    heard = collect(fleet.tasks.Run(iter([run_frame("echo", ("settled", b"third"))]), timeout=10))
+    assert [(o.task_id, o.result) for o in heard.outcomes] == [(settled, b"first")]
+
+
+def test_ids_are_never_used_twice(fleet: Fleet) -> None:
+    before = fleet.submit("echo", *(b"x" for _ in range(20)))
+    fleet.restart_master()
+    after = fleet.submit("echo", *(b"x" for _ in range(20)))
+    assert max(before) < min(after)
+    assert max(after) < 2**53
+
+
+# --- watch -----------------------------------------------------------------------------------------------------------
+
+
+def test_watch_goes_on_from_its_cursor_without_gap_or_repetition(fleet: Fleet) -> None:
+    first = fleet.submit("echo", *(b"%d" % n for n in range(10)), queue="watched")
+    for task_id in first:
+        fleet.outcome(task_id)
+    seen, cursor = watch(fleet, "", 4, queue="watched")
+    fleet.restart_master()
+    second = fleet.submit("echo", *(b"%d" % n for n in range(10, 20)), queue="watched")
+    more, cursor = watch(fleet, cursor, 20 - len(seen), queue="watched")
+    assert sorted(o.task_id for o in (*seen, *more)) == sorted([*first, *second])
+    fleet.restart_master()
+    (last,) = fleet.submit("echo", b"last", queue="watched")
+    assert [o.task_id for o in watch(fleet, cursor, 1, queue="watched")[0]] == [last]
+
+
+def test_watch_from_now_says_nothing_of_before(fleet: Fleet) -> None:
+    (before,) = fleet.submit("echo", b"before", queue="from now")
+    fleet.outcome(before)
+    watch(fleet, "", 1, queue="from now")
+    call = fleet.tasks.Watch(task_service_pb2.WatchRequest(from_now=True, queue="from now"), timeout=20)
+    assert next(call).cursor
+    (after,) = fleet.submit("echo", b"after", queue="from now")
+    assert next(o.task_id for frame in call for o in frame.outcomes) == after
+    call.cancel()
+
+
+def test_the_sdk_watches_through_a_death_of_the_master(fleet: Fleet) -> None:
+    with fleet.client() as client:
+        ids = fleet.submit("echo", *(b"%d" % n for n in range(5)), queue="sdk-watched")
+        watching = client.watch(queue="sdk-watched")
+        seen = [next(watching)[0].task_id for _ in range(5)]
+        fleet.restart_master()
+        ids += fleet.submit("echo", *(b"%d" % n for n in range(5)), queue="sdk-watched")
+        seen += [next(watching)[0].task_id for _ in range(5)]
+    assert sorted(seen) == sorted(ids)
+
+
+@pytest.mark.parametrize("cursor", ["junk", "v1.", "v1.-3", "v1.x", "v2.1", "v1.999999999999"])
+def test_a_cursor_that_is_not_ours_is_refused(fleet: Fleet, cursor: str) -> None:
+    with refused(grpc.StatusCode.INVALID_ARGUMENT, "cursor"):
+        next(fleet.tasks.Watch(task_service_pb2.WatchRequest(cursor=cursor), timeout=10))
+
+
+def test_from_now_does_not_go_with_a_cursor(fleet: Fleet) -> None:
+    with refused(grpc.StatusCode.INVALID_ARGUMENT, "from_now"):
+        next(fleet.tasks.Watch(task_service_pb2.WatchRequest(cursor="v1.1", from_now=True), timeout=10))
+
+
+def test_a_cursor_whose_outcomes_are_gone_is_out_of_range(tmp_path: Path) -> None:
+    with Fleet(tmp_path, workers=1) as fleet:
+        for task_id in fleet.submit("echo", *(b"%d" % n for n in range(6))):
+            fleet.outcome(task_id)
+        seen, old = watch(fleet, "", 6)
+        call = fleet.tasks.Watch(task_service_pb2.WatchRequest(), timeout=10)
+        first_frame = next(call).cursor
+        call.cancel()
+        assert fleet.master.stop() == 0
+        # What the passing of a day does.
+        with sqlite3.connect(fleet.data_dir / "journal.sqlite3") as journal:
+            journal.execute("DELETE FROM outcome WHERE cursor < (SELECT max(cursor) FROM outcome)")
+        fleet.start_master()
+        with refused(grpc.StatusCode.OUT_OF_RANGE, "empty cursor"):
+            next(fleet.tasks.Watch(task_service_pb2.WatchRequest(cursor=first_frame), timeout=10, wait_for_ready=True))
+        # The last cursor is as good as ever, and an empty one gives the oldest that is left.
+        assert [o.task_id for o in watch(fleet, "", 1)[0]] == [seen[-1].task_id]
+        (new,) = fleet.submit("echo", b"new")
+        assert [o.task_id for o in watch(fleet, old, 1)[0]] == [new]
+
+
+# --- partial outputs -------------------------------------------------------------------------------------------------
+
+
+def test_partials_go_on_for_another_client_where_the_first_one_died(fleet: Fleet) -> None:
+    parameters = {"count": "12", "seconds": "0.05"}
+    first = fleet.tasks.Run(Feed(run_frame("trial.stream", ("handed on", b"p"), parameters=parameters)), timeout=20)
+    parts = []
+    for frame in first:
+        parts += [(p.index, p.data) for p in frame.partials]
+        if len(parts) >= 3:
+            break
+    first.cancel()
+    again = run_frame("trial.stream", ("handed on", b"p"), received=len(parts), parameters=parameters)
+    heard = collect(fleet.tasks.Run(iter([again]), timeout=20))
+    parts += [(p.index, p.data) for p in heard.partials]
+    assert parts == list(enumerate(PARTS))
+    assert list(heard.outcomes[0].partials) == PARTS
+    assert heard.outcomes[0].attempts == 1
+
+
+@pytest.mark.parametrize("victim", ["worker", "engine", "master"])
+def test_partials_go_on_after_a_death(fleet: Fleet, victim: str) -> None:
+    name = f"streamed past the death of {victim}"
+    parts = []
+    with fleet.client() as client:
+        options: Any = {"parameters": {"count": "12", "seconds": "0.08"}, "backoff_initial_s": 0.01}
+        for part in client.stream("trial.stream", b"p", request_id=name, **options):
+            parts.append(part)
+            if len(parts) == 3:
+                worker = where_it_runs(fleet, name)
+                if victim == "worker":
+                    fleet.workers[worker].kill()
+                    fleet.start_worker(worker)
+                elif victim == "engine":
+                    signal_engine(fleet, worker)
+                else:
+                    fleet.restart_master()
+        outcome = client.get(name, wait_s=10).outcome
+    assert parts == PARTS
+    assert outcome is not None
+    assert outcome.partials == PARTS
+    assert outcome.result == b"end of p"
+    fleet.wait_for_workers()
+
+
+def signal_engine(fleet: Fleet, worker: str) -> None:
+    """kill -9 of a worker's engine."""
+
+    (engine,) = fleet.workers[worker].children()
+    os.kill(engine, signal.SIGKILL)
+
+
+# --- restarts --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_restart_under_load_is_seen_by_nobody(fleet: Fleet, number: int) -> None:
+    payloads = [b"%d" % n for n in range(600)]
+    results: list[bytes] = []
+    failed: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            with fleet.client() as client:
+                results.extend(client.map("trial.nap", payloads, parameters={"seconds": "0.004"}, window=200))
+        except BaseException as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    until(lambda: len(results) > 50)
+    pids = {name: worker.pid for name, worker in fleet.workers.items()}
+    fleet.master.signal(number)
+    code = fleet.master.process.wait(15)
+    fleet.start_master()
+    thread.join(30)
+    assert not failed
+    assert results == [p[::-1] for p in payloads]
+    assert code == (0 if number == signal.SIGTERM else -signal.SIGKILL)
+    assert {name: worker.pid for name, worker in fleet.workers.items() if worker.alive} == pids
+    # However the last one ended, the next one waits for the workers that it had.
+    assert fleet.master.events("master ready")[0]["awaited_workers"] == 2
+
+
+def test_sigterm_ends_the_daemons_with_0_in_bounded_time(tmp_path: Path) -> None:
+    with Fleet(tmp_path, workers=1, handlers=["trial_handlers"]) as fleet:
+        streams = [fleet.tasks.Run(Feed(), timeout=30), fleet.tasks.Watch(task_service_pb2.WatchRequest(), timeout=30)]
+        next(streams[1])
+        fleet.submit("trial.hang", b"")
+        until(lambda: fleet.worker("w0").leases == 1)
+        began = time.monotonic()
+        assert fleet.master.stop(10) == 0
+        assert time.monotonic() - began < 5
+        fleet.start_master()
+        fleet.wait_for_workers()
+        began = time.monotonic()
+        # Two seconds to drain (--drain-timeout-s), for a task that never ends.
+        assert fleet.workers["w0"].stop(15) == 0
+        assert time.monotonic() - began < 8
+        assert not fleet.faults()
+
+
+def test_rules_and_cordons_survive_a_death_of_the_master(fleet: Fleet) -> None:
+    admin = fleet.admin
+    admin.CordonWorker(admin_pb.CordonWorkerRequest(worker_id="w0", reason="a look inside"), timeout=10)
+    admin.SetStrategy(admin_pb.SetStrategyRequest(strategy="round_robin"), timeout=10)
+    admin.SetStrategy(admin_pb.SetStrategyRequest(strategy="utilization", queue="own"), timeout=10)
+    admin.PauseQueue(admin_pb.PauseQueueRequest(queue="paused"), timeout=10)
+    limits = admin_pb.QueueLimits(tasks_max=3, bytes_max=1000)
+    admin.SetQueueLimits(admin_pb.SetQueueLimitsRequest(queue="limited", limits=limits), timeout=10)
+    try:
+        fleet.restart_master()
+        fleet.wait_for_workers()
+        assert fleet.worker("w0").cordoned
+        assert not fleet.worker("w1").cordoned
+        assert admin.GetStrategy(admin_pb.GetStrategyRequest(), timeout=10).strategy == "round_robin"
+        own = admin.GetStrategy(admin_pb.GetStrategyRequest(queue="own"), timeout=10)
+        assert (own.strategy, own.inherited) == ("compute_load", False)
+        queues = {q.queue: q for q in admin.ListQueues(admin_pb.ListQueuesRequest(), timeout=10).queues}
+        assert queues["paused"].paused
+        assert queues["limited"].limits == limits
+        # The rules are not only told but kept.
+        ids = fleet.submit("echo", *(b"x" for _ in range(20)))
+        assert {fleet.outcome(i).worker_id for i in ids} == {"w1"}
+        (held,) = fleet.submit("echo", b"x", queue="paused")
+        assert fleet.get(held, 0.3).state == task_pb2.TASK_STATE_QUEUED
+    finally:
+        admin.UncordonWorker(admin_pb.UncordonWorkerRequest(worker_id="w0"), timeout=10)
+        admin.SetStrategy(admin_pb.SetStrategyRequest(strategy="auto"), timeout=10)
+        admin.ResumeQueue(admin_pb.ResumeQueueRequest(queue="paused"), timeout=10)
+    assert fleet.outcome(held).result == b"x"
+
+
+def test_a_lost_worker_is_replaced_by_another(fleet: Fleet, tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    (task_id,) = fleet.submit("trial.gate", str(gate).encode(), request_ids=["moves"], queue="moves")
+    first = where_it_runs(fleet, "moves")
+    # Until a heartbeat has said that it runs, its loss is not charged.
+    until(lambda: fleet.get(task_id).state == task_pb2.TASK_STATE_LEASED)
+    fleet.workers[first].kill()
+    began = time.monotonic()
+    (other,) = {"w0", "w1"} - {first}
+    until(lambda: fleet.get(task_id).worker_id == other)
+    assert time.monotonic() - began < 1.5
+    assert fleet.worker(first).state == admin_pb.WORKER_STATE_LOST
+    gate.touch()
+    assert fleet.outcome(task_id).worker_id == other
+    fleet.start_worker(first)
+    fleet.wait_for_workers()
