@@ -86,6 +86,11 @@ def test_ring_uses_its_room_and_no_more(small_ring: None) -> None:
         assert place % (1 << 20) == 0
         ring.read(place, (1 << 20) - n)
     assert ring.write(whole + b"b") is None
+    for _ in range(3):  # and of that the same part, which is warm
+        place = ring.write(b"small")
+        assert place is not None
+        assert place % (1 << 20) == 0
+        ring.read(place, 5)
 
 
 def test_ring_against_a_model(small_ring: None) -> None:

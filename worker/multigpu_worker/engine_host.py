@@ -29,8 +29,7 @@ from multigpu_worker.output import OutputLog
 
 log = structlog.get_logger()
 
-# An engine that died sooner than this after its start is started again with a delay, doubling up to the limit.
-_QUICK_DEATH_S = 5.0
+# An engine is started again at once, unless it did nothing before it died: then with a delay, doubling up to the limit.
 _RESTART_DELAY_S = 0.1
 _RESTART_DELAY_MAX_S = 5.0
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
@@ -84,7 +83,6 @@ class EngineHost:
         self.ready = False
         self.kinds: dict[str, KindInfo] = {}
         self.pid = 0
-        self.starts = 0
         self.page = ipc.SlotPage.create(settings.slots)
         self._blobs = BlobMemory.create()
         self._loop = asyncio.get_running_loop()
@@ -94,7 +92,8 @@ class EngineHost:
         self._decoder = ipc.Decoder(self._blobs.up)
         self._unsent: deque[memoryview] = deque()
         self._paused = False
-        self._started_s = 0.0
+        # The engine has reported something since its start.
+        self._useful = False
         self._restart_delay_s = 0.0
         self._stopping = False
         self._first_ready: asyncio.Future[None] = self._loop.create_future()
@@ -164,8 +163,7 @@ class EngineHost:
             )
             os.close(output_fd)
         self.pid = self._process.pid
-        self.starts += 1
-        self._started_s = self._loop.time()
+        self._useful = False
         self._sock = ours
         self._pidfd = os.pidfd_open(self.pid)
         self._decoder = ipc.Decoder(self._blobs.up)
@@ -217,6 +215,7 @@ class EngineHost:
         elif message[0] == "refused":
             self._refused(message[1])
         else:
+            self._useful = True
             self.events.engine_said(message, blobs)
 
     def _refused(self, text: str) -> None:
@@ -290,16 +289,15 @@ class EngineHost:
         if self._stopping or self._first_ready.exception() is not None:
             return
         self.events.engine_died(death)
-        self._restart()
-
-    def _restart(self) -> None:
-        if self._loop.time() - self._started_s > _QUICK_DEATH_S or self.starts == 1:
+        # A task that ends its engine has to answer for it; its attempts are counted, so no delay is needed.
+        if self._useful or any(state.batch_id for state in death.slots):
             self._restart_delay_s = 0.0
-            self._spawn()
-            return
         delay_s = self._restart_delay_s
         self._restart_delay_s = min(_RESTART_DELAY_MAX_S, max(_RESTART_DELAY_S, 2 * delay_s))
-        self._loop.call_later(delay_s, self._respawn)
+        if delay_s:
+            self._loop.call_later(delay_s, self._respawn)
+        else:
+            self._spawn()
 
     def _respawn(self) -> None:
         if not self._stopping:
