@@ -1,0 +1,256 @@
+"""What is wrong is refused with the right status and a remedy, at once, and costs nobody else anything."""
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import grpc
+import pytest
+from google.protobuf.duration_pb2 import Duration
+from google.protobuf.timestamp_pb2 import Timestamp
+from multigpu.v1 import admin_service_pb2 as admin_pb
+from multigpu.v1 import task_pb2, task_service_pb2
+from multigpu.v1 import worker_service_pb2 as worker_pb
+
+from tests.fleet import Fleet, refused, until
+from tests.integration.streams import Feed, collect, run_frame
+
+FLEET = {
+    "workers": 1,
+    "handlers": ["trial_handlers"],
+    "master_flags": ["--submit-tasks-max", "100", "--payload-bytes-max", "1MiB", "--stream-bytes-max", "4MiB"],
+}
+
+INVALID_ARGUMENT, DEADLINE_EXCEEDED, RESOURCE_EXHAUSTED, FAILED_PRECONDITION = 3, 4, 8, 9
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_kept_of_it(fleet: Fleet) -> Iterator[None]:
+    """After each of these tests the master still works, and holds nothing."""
+    yield
+    (task_id,) = fleet.submit("echo", b"still there")
+    assert fleet.outcome(task_id).result == b"still there"
+
+    def empty() -> bool:
+        stats = fleet.stats()
+        return bool(stats.queued == stats.leased == 0)
+
+    until(empty)
+
+
+def rejection(fleet: Fleet, payload: bytes = b"x", **spec: Any) -> Any:
+    """Why the master does not take a task, by Submit; by Run it must say the same."""
+    kind = spec.pop("kind", "echo")
+    (result,) = fleet.submit_raw(kind, payload, request_ids=["bad"], **spec).results
+    assert result.WhichOneof("answer") == "rejection", result
+    heard = collect(fleet.tasks.Run(iter([run_frame(kind, ("bad", payload), **spec)]), timeout=10))
+    assert not heard.accepted
+    assert not heard.outcomes
+    assert [(r.request_id, r.code) for r in heard.rejected] == [("bad", result.rejection.code)]
+    return result.rejection
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        ({"kind": ""}, "kind is missing"),
+        ({"kind": "k" * 129}, "at most 128"),
+        ({"kind": "a\0b"}, "NUL"),
+        ({"model": "m" * 257}, "at most 256"),
+        ({"queue": "q" * 129}, "at most 128"),
+        ({"priority": 9}, "priority 9 is out of range; use 1"),
+        ({"priority": -1}, "priority -1"),
+        ({"attempts_max": 101}, "use 1 to 100"),
+        ({"durability": 7}, "durability 7 is unknown"),
+        ({"parameters": {str(n): "" for n in range(65)}}, "at most 64"),
+        ({"parameters": {"k": "v" * (64 << 10)}}, "put data in the payload"),
+        ({"run_timeout": Duration(seconds=-1)}, "run_timeout is -1 s; it must be above zero"),
+        ({"queue_timeout": Duration()}, "queue_timeout is 0 s"),
+        ({"payload": bytes((1 << 20) + 1)}, "payload_bytes_max"),
+    ],
+)
+def test_a_task_that_makes_no_sense(fleet: Fleet, spec: dict[str, Any], words: str) -> None:
+    answer = rejection(fleet, **spec)
+    assert answer.code == INVALID_ARGUMENT
+    assert words in answer.message
+    assert not answer.HasField("retry_delay")
+
+
+def test_a_deadline_in_the_past(fleet: Fleet) -> None:
+    answer = rejection(fleet, deadline=Timestamp(seconds=int(time.time()) - 10))
+    assert answer.code == DEADLINE_EXCEEDED
+    assert "later one" in answer.message
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        ({"kind": "no.such.kind"}, "no worker runs kind 'no.such.kind' (the fleet runs echo"),
+        ({"kind": "embed", "model": "no-such-model"}, "no worker has model 'no-such-model'"),
+        ({"required_labels": {"site": "moon"}}, "label site=moon required"),
+        ({"required_device_memory_bytes": 1 << 60}, "device memory required"),
+    ],
+)
+def test_a_task_that_no_worker_could_ever_take_is_refused_at_once(
+    fleet: Fleet, spec: dict[str, Any], words: str
+) -> None:
+    answer = rejection(fleet, **spec)
+    assert answer.code == FAILED_PRECONDITION
+    assert words in answer.message
+    assert "wait_for_worker" in answer.message
+
+
+def test_or_waits_for_such_a_worker_if_told_to(fleet: Fleet) -> None:
+    (task_id,) = fleet.submit("echo", b"to the moon", required_labels={"site": "moon"}, wait_for_worker=True)
+    assert fleet.get(task_id, 0.2).state == task_pb2.TASK_STATE_QUEUED
+    told = fleet.admin.Explain(admin_pb.ExplainRequest(task_id=task_id), timeout=10)
+    assert "site=moon" in told.summary
+    assert [list(c.excluded_by) for c in told.candidates] == [["label site=moon required, has None"]]
+    fleet.start_worker("moon", "--labels", "site=moon")
+    fleet.wait_for_workers("moon")
+    try:
+        outcome = fleet.outcome(task_id)
+        assert (outcome.result, outcome.worker_id) == (b"to the moon", "moon")
+    finally:
+        fleet.workers.pop("moon").kill()
+        until(lambda: fleet.worker("moon").state == admin_pb.WORKER_STATE_LOST)
+        fleet.admin.ForgetWorker(admin_pb.ForgetWorkerRequest(worker_id="moon"), timeout=10)
+
+
+def test_too_many_tasks_in_one_submit(fleet: Fleet) -> None:
+    with refused(grpc.StatusCode.INVALID_ARGUMENT, "101 tasks in one Submit; at most 100", "send several"):
+        fleet.submit_raw("echo", *(b"" for _ in range(101)))
+
+
+def test_a_message_over_the_limit_of_all_messages(fleet: Fleet) -> None:
+    with grpc.insecure_channel(fleet.address, options=[("grpc.max_send_message_length", -1)]) as channel:
+        submit = channel.unary_unary("/multigpu.v1.TaskService/Submit")
+        with refused(grpc.StatusCode.RESOURCE_EXHAUSTED):
+            submit(bytes(65 << 20), timeout=20)
+
+
+def test_a_good_task_beside_bad_ones_is_taken(fleet: Fleet) -> None:
+    batches = [
+        task_pb2.TaskBatch(
+            spec=task_pb2.TaskSpec(kind="echo", priority=priority), inputs=[task_pb2.TaskInput(payload=b"x")]
+        )
+        for priority in (9, 1)
+    ]
+    answer = fleet.tasks.Submit(task_service_pb2.SubmitRequest(batches=batches), timeout=10)
+    assert [r.WhichOneof("answer") for r in answer.results] == ["rejection", "task_id"]
+    assert fleet.outcome(answer.results[1].task_id).result == b"x"
+
+
+def test_run_needs_request_ids(fleet: Fleet) -> None:
+    with refused(grpc.StatusCode.INVALID_ARGUMENT, "needs a request_id"):
+        collect(fleet.tasks.Run(iter([run_frame("echo", ("", b"x"))]), timeout=10))
+
+
+# --- bytes -----------------------------------------------------------------------------------------------------------
+
+# A SubmitRequest whose kind is not UTF-8: batches { spec { kind: "\xff\xfe" } }
+NOT_UTF8 = b"\x0a\x06\x0a\x04\x0a\x02\xff\xfe"
+NOT_OURS = b"GET / HTTP/1.1\r\n\r\n"
+
+
+@pytest.mark.parametrize("data", [NOT_UTF8, NOT_OURS])
+@pytest.mark.parametrize("method", ["TaskService/Submit", "TaskService/Run", "WorkerService/Session"])
+def test_bytes_that_are_no_message_of_ours(fleet: Fleet, method: str, data: bytes) -> None:
+    with refused(grpc.StatusCode.INVALID_ARGUMENT, "not a multigpu.v1.", "UTF-8"):
+        if method.endswith("Submit"):
+            fleet.channel.unary_unary(f"/multigpu.v1.{method}")(data, timeout=10)
+        elif method.endswith("Session") and data is NOT_UTF8:
+            # hello { worker_id: "\xff\xfe" }
+            list(fleet.channel.stream_stream(f"/multigpu.v1.{method}")(iter([b"\x0a\x04\x12\x02\xff\xfe"]), timeout=10))
+        else:
+            list(fleet.channel.stream_stream(f"/multigpu.v1.{method}")(iter([data]), timeout=10))
+
+
+def test_a_bad_frame_ends_only_its_own_stream(fleet: Fleet) -> None:
+    good = fleet.tasks.Run(feed := Feed(run_frame("echo", ("before", b"1"))), timeout=20)
+    assert next(good)
+    with refused(grpc.StatusCode.INVALID_ARGUMENT):
+        list(fleet.channel.stream_stream("/multigpu.v1.TaskService/Run")(iter([NOT_OURS]), timeout=10))
+    feed.put(run_frame("echo", ("after", b"2")))
+    feed.close()
+    assert "after" in {o.request_id for o in collect(good).outcomes}
+
+
+# --- workers ---------------------------------------------------------------------------------------------------------
+
+
+def hello(**fields: Any) -> worker_pb.SessionRequest:
+    known: dict[str, Any] = {
+        "protocol_version": 1,
+        "worker_id": "stranger",
+        "capabilities": [worker_pb.Capability(kind="stranger.kind")],
+        "slots": 1,
+        "window_tasks": 1,
+        "window_bytes": 1,
+    }
+    return worker_pb.SessionRequest(hello=worker_pb.Hello(**known | fields))
+
+
+@pytest.mark.parametrize(
+    ("frame", "code", "words"),
+    [
+        (hello(protocol_version=2), grpc.StatusCode.FAILED_PRECONDITION, ("protocol 2", "upgrade the master")),
+        (hello(protocol_version=0), grpc.StatusCode.FAILED_PRECONDITION, ("protocol 0", "upgrade the worker")),
+        (hello(worker_id=""), grpc.StatusCode.INVALID_ARGUMENT, ("worker_id",)),
+        (hello(worker_id="w" * 129), grpc.StatusCode.INVALID_ARGUMENT, ("worker_id",)),
+        (hello(capabilities=[]), grpc.StatusCode.INVALID_ARGUMENT, ("capabilities",)),
+        (worker_pb.SessionRequest(), grpc.StatusCode.FAILED_PRECONDITION, ("must carry hello",)),
+    ],
+)
+def test_a_worker_that_does_not_fit(
+    fleet: Fleet, frame: worker_pb.SessionRequest, code: grpc.StatusCode, words: tuple[str, ...]
+) -> None:
+    with refused(code, *words):
+        list(fleet.sessions.Session(iter([frame]), timeout=10))
+    assert {w.worker_id for w in fleet.list_workers()} == {"w0"}
+
+
+def test_reports_of_leases_that_never_were_are_counted_and_dropped(fleet: Fleet) -> None:
+    before = fleet.stats().stale_reports
+    reports = [worker_pb.Report(lease_id=n, state=worker_pb.REPORT_STATE_SUCCEEDED) for n in range(1, 6)]
+    feed = Feed(hello(), worker_pb.SessionRequest(report_batches=[worker_pb.ReportBatch(reports=reports)]))
+    session = fleet.sessions.Session(feed, timeout=20)
+    assert next(session).HasField("welcome")
+    until(lambda: fleet.stats().stale_reports == before + 5)
+    feed.close()
+    list(session)
+    until(lambda: fleet.worker("stranger").state == admin_pb.WORKER_STATE_LOST)
+    fleet.admin.ForgetWorker(admin_pb.ForgetWorkerRequest(worker_id="stranger"), timeout=10)
+
+
+def test_a_silent_worker_is_lost_and_its_task_runs_elsewhere(fleet: Fleet) -> None:
+    feed = Feed(hello(worker_id="silent", capabilities=[worker_pb.Capability(kind="echo")], window_tasks=5))
+    session = fleet.sessions.Session(feed, timeout=20)
+    assert next(session).HasField("welcome")
+    fleet.admin.CordonWorker(admin_pb.CordonWorkerRequest(worker_id="w0"), timeout=10)
+    (task_id,) = fleet.submit("echo", b"held")
+    until(lambda: fleet.get(task_id).worker_id == "silent")
+    fleet.admin.UncordonWorker(admin_pb.UncordonWorkerRequest(worker_id="w0"), timeout=10)
+    outcome = fleet.outcome(task_id)
+    assert (outcome.worker_id, outcome.result) == ("w0", b"held")
+    with refused(grpc.StatusCode.ABORTED, "nothing heard"):
+        list(session)
+    fleet.admin.ForgetWorker(admin_pb.ForgetWorkerRequest(worker_id="silent"), timeout=10)
+
+
+# --- clients that don't read -----------------------------------------------------------------------------------------
+
+
+def test_a_client_that_never_reads_is_cut_off_and_loses_nothing(fleet: Fleet) -> None:
+    payload = bytes(256 << 10)
+    names = [f"unread-{n}" for n in range(120)]  # 30 MiB of outcomes
+    succeeded = fleet.stats().succeeded
+    stream = fleet.tasks.Run(iter([run_frame("echo", *((n, payload) for n in names))]), timeout=60)
+    until(lambda: fleet.stats().succeeded == succeeded + len(names))
+    memory = fleet.stats().memory_bytes
+    with refused(grpc.StatusCode.RESOURCE_EXHAUSTED, "unread"):
+        list(stream)
+    assert memory < 400 << 20
+    for name in names[:: len(names) // 10]:
+        request = task_service_pb2.GetRequest(request_id=name)
+        assert fleet.tasks.Get(request, timeout=10).task.outcome.result == payload
