@@ -1,4 +1,4 @@
-"""What the Python client costs: CPU microseconds for each task in its own process, against an echo that does nothing else.
+"""What the Python client costs: CPU µs for each task in its own process, against an echo that does nothing else.
 
 The echo master is another process that answers every frame of tasks with one frame of outcomes: no journal, no workers.
 So the CPU figures are the client's alone; the rates are of client and echo together on whatever cores there are.
@@ -23,7 +23,6 @@ from typing import Any
 
 import grpc
 import grpc.aio
-
 import multigpu
 from multigpu.v1 import task_pb2, task_service_pb2, task_service_pb2_grpc
 
@@ -36,7 +35,7 @@ OPTIONS = (
 
 
 class EchoMaster(task_service_pb2_grpc.TaskServiceServicer):
-    async def Run(self, requests: Any, context: Any) -> None:
+    async def Run(self, requests: Any, context: Any) -> None:  # noqa: N802  gRPC names it
         succeeded = task_pb2.OUTCOME_STATE_SUCCEEDED
         async for request in requests:
             response = task_service_pb2.RunResponse()
@@ -46,7 +45,7 @@ class EchoMaster(task_service_pb2_grpc.TaskServiceServicer):
                     add(task_id=1, request_id=task.request_id, state=succeeded, result=task.payload, attempts=1)
             await context.write(response)
 
-    async def Submit(self, request: Any, context: Any) -> Any:  # noqa: ARG002  gRPC calls it so
+    async def Submit(self, request: Any, context: Any) -> Any:  # noqa: N802  as above
         response = task_service_pb2.SubmitResponse()
         for batch in request.batches:
             for _ in batch.inputs:
@@ -90,6 +89,12 @@ def measure(what: str, tasks: int, work: Callable[[], object], rounds: int = 5) 
     print(f"{what:44} {statistics.median(costs):8.2f} µs CPU a task {max(rates):12,.0f} tasks/s")
 
 
+def print_times(what: str, times: list[float]) -> None:
+    times.sort()
+    p50, p99 = times[len(times) // 2], times[len(times) * 99 // 100]
+    print(f"{what:44} p50 {p50 * 1e6:.0f} µs, p99 {p99 * 1e6:.0f} µs")
+
+
 class Bench:
     def __init__(self, address: str) -> None:
         self.client = multigpu.AsyncClient(address)
@@ -129,7 +134,9 @@ class Bench:
             await self.client.run("echo", self.payload, ephemeral=True)
             times.append(time.perf_counter() - begin)
         times.sort()
-        print(f"{'one at a time':44} p50 {times[rounds // 2] * 1e6:.0f} µs, p99 {times[rounds * 99 // 100] * 1e6:.0f} µs")
+        print(
+            f"{'one at a time':44} p50 {times[rounds // 2] * 1e6:.0f} µs, p99 {times[rounds * 99 // 100] * 1e6:.0f} µs"
+        )
 
     async def large(self, tasks: int) -> None:
         payload = b"x" * MIB
@@ -150,8 +157,7 @@ async def bare_latency(address: str, rounds: int) -> None:
             await stream.read()
             times.append(time.perf_counter() - begin)
         stream.cancel()
-        times.sort()
-        print(f"{'  a plain stream':44} p50 {times[rounds // 2] * 1e6:.0f} µs, p99 {times[rounds * 99 // 100] * 1e6:.0f} µs")
+        print_times("one at a time on a plain stream", times)
 
 
 def synchronous(address: str) -> None:

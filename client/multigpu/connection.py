@@ -114,7 +114,7 @@ class Connection:
                 failures += 1
                 delay_s = backoff_s(failures)
                 if error.code() is not grpc.StatusCode.UNAVAILABLE or time.monotonic() + delay_s > give_up:
-                    raise self.explain(error.code(), error.details()) from error
+                    raise self.explain(error.code(), error.details()) from None  # it says all of it
             await asyncio.sleep(delay_s)
 
     def explain(self, code: grpc.StatusCode, details: str | None) -> errors.MultigpuError:

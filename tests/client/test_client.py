@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 
 from .scripted_master import Reply, Spec, Task, ThreadedMaster, echo, failed
-from .test_map import embed, scripted_outcomes, vectors_of
+from .test_embed import embed, vectors_of
+from .test_watch import scripted_outcomes
 
 
 def until(condition: Callable[[], object], timeout_s: float = 10.0) -> None:

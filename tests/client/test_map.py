@@ -10,9 +10,8 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing
 
 import multigpu
-import numpy as np
 import pytest
-from multigpu.v1 import embed_pb2, task_pb2, task_service_pb2
+from multigpu.v1 import task_service_pb2
 
 from .scripted_master import Reply, ScriptedMaster, Spec, Task, echo, failed
 from .test_run import until
@@ -255,105 +254,3 @@ def test_a_big_map_holds_only_its_window() -> None:
 
     grown_kib = asyncio.run(main())
     assert grown_kib < 50 * 1024, f"grew by {grown_kib} KiB"
-
-
-# Embeddings.
-
-
-def vectors_of(texts: list[str]) -> np.ndarray:
-    return np.array([[len(text), sum(map(ord, text)) % 1000, 1] for text in texts], "<f4")
-
-
-def embed(spec: Spec, task: Task) -> Reply:
-    texts = list(embed_pb2.EmbedPayload.FromString(task.payload).texts)
-    assert task.units == len(texts)
-    result = embed_pb2.EmbedResult(dimension=3, values=vectors_of(texts).tobytes()).SerializeToString()
-    return task_pb2.Outcome(state=task_pb2.OUTCOME_STATE_SUCCEEDED, result=result)
-
-
-async def test_embed_gives_one_row_a_text() -> None:
-    async with ScriptedMaster(embed) as master, multigpu.AsyncClient(master.address) as client:
-        texts = [f"text {i} żółw" * (i % 5) for i in range(1001)]
-        vectors = await client.embed(texts, "my-model", chunk=10, priority=1)
-        assert vectors.dtype == np.float32
-        assert vectors.flags.writeable
-        np.testing.assert_array_equal(vectors, vectors_of(texts))
-        assert {(spec.kind, spec.model, spec.priority) for spec in master.specs} == {("embed", "my-model", 1)}
-        assert len(master.inputs) == 101
-
-        async def texts_async() -> AsyncIterator[str]:
-            for text in texts:
-                yield text
-
-        np.testing.assert_array_equal(await client.embed(texts_async()), vectors_of(texts))
-        np.testing.assert_array_equal(await client.embed(text for text in texts), vectors_of(texts))
-        assert (await client.embed([])).shape == (0, 0)
-        sizes = [len(rows) async for rows in client.embed_iter(texts, chunk=400)]
-        assert sizes == [400, 400, 201]
-
-
-async def test_embed_refuses_what_is_not_texts() -> None:
-    async with ScriptedMaster(embed) as master, multigpu.AsyncClient(master.address) as client:
-        with pytest.raises(TypeError, match=r"\[text\]"):
-            await client.embed("one text")
-        with pytest.raises(multigpu.InvalidTaskError, match="strings"):
-            await client.embed(["fine", 3])  # type: ignore[list-item]
-        with pytest.raises(multigpu.InvalidTaskError, match="Unicode"):
-            await client.embed(["\ud800"])
-        with pytest.raises(ValueError, match="chunk is 0"):
-            await client.embed(["x"], chunk=0)
-
-
-async def test_embed_notices_a_worker_that_counts_differently() -> None:
-    def answer(spec: Spec, task: Task) -> Reply:
-        result = embed_pb2.EmbedResult(dimension=3, values=bytes(12)).SerializeToString()
-        return task_pb2.Outcome(state=task_pb2.OUTCOME_STATE_SUCCEEDED, result=result)
-
-    async with ScriptedMaster(answer) as master, multigpu.AsyncClient(master.address) as client:
-        with pytest.raises(multigpu.TransportError, match="12 bytes for 2 vectors of 3"):
-            await client.embed(["a", "b"])
-
-
-# Watching.
-
-
-def scripted_outcomes(count: int) -> list[task_pb2.Outcome]:
-    return [task_pb2.Outcome(task_id=i, state=task_pb2.OUTCOME_STATE_SUCCEEDED) for i in range(1, count + 1)]
-
-
-async def test_watch_goes_on_after_breaks_and_from_any_cursor() -> None:
-    async with ScriptedMaster() as master, multigpu.AsyncClient(master.address) as client:
-        master.watched = scripted_outcomes(20)
-        master.watch_break_after = 4
-        cursors = {}
-        async with aclosing(client.watch()) as outcomes:
-            async for outcome, cursor in outcomes:
-                cursors[outcome.task_id] = cursor
-                if outcome.task_id == 20:
-                    break
-        assert list(cursors) == list(range(1, 21))
-        for task_id, cursor in cursors.items():
-            master.watched = scripted_outcomes(22)
-            rest = []
-            async with aclosing(client.watch(cursor=cursor)) as outcomes:
-                async for outcome, _ in outcomes:
-                    rest.append(outcome.task_id)
-                    if outcome.task_id == 22:
-                        break
-            assert rest == list(range(task_id + 1, 23))
-
-
-async def test_watch_survives_a_restart_and_reports_a_lost_cursor() -> None:
-    async with ScriptedMaster() as master, multigpu.AsyncClient(master.address) as client:
-        master.watched = scripted_outcomes(2)
-        async with aclosing(client.watch()) as outcomes:
-            assert (await anext(outcomes))[0].task_id == 1
-            assert (await anext(outcomes))[0].task_id == 2
-            third = asyncio.ensure_future(anext(outcomes))
-            await asyncio.sleep(0.05)
-            await master.stop()
-            master.watched = scripted_outcomes(3)
-            await master.start()
-            assert (await asyncio.wait_for(third, 10))[0].task_id == 3
-        with pytest.raises(multigpu.CursorExpiredError, match="removed"):
-            await anext(client.watch(cursor="-1"))

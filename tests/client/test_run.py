@@ -7,13 +7,11 @@ from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-import grpc
-import grpc.aio
 import multigpu
 import pytest
 from multigpu.v1 import task_pb2, task_service_pb2
 
-from .scripted_master import Reply, ScriptedMaster, Spec, Task, as_json, echo, failed
+from .scripted_master import Reply, ScriptedMaster, Spec, Task, echo, failed
 
 
 async def until(condition: Callable[[], object], timeout_s: float = 5.0) -> None:
@@ -167,63 +165,6 @@ async def test_a_full_queue_is_tried_again_after_its_delay() -> None:
         assert set(refusals.values()) == {3}
 
 
-async def test_a_delayed_retry_survives_a_broken_stream() -> None:
-    refused: list[Task] = []
-
-    def answer(spec: Spec, task: Task) -> Reply:
-        if task.payload == b"late" and not refused:
-            refused.append(task)
-            rejection = task_service_pb2.Rejection(code=8, message="full")
-            rejection.retry_delay.FromMilliseconds(300)
-            return rejection
-        return echo(spec, task)
-
-    async with ScriptedMaster(answer) as master, multigpu.AsyncClient(master.address) as client:
-        late = asyncio.create_task(client.run("echo", b"late"))
-        await until(lambda: refused)
-        await master.stop()
-        await master.start()
-        assert await client.run("echo", b"early") == b"early"
-        assert await late == b"late"
-        assert [task.payload for task in master.inputs].count(b"late") == 2
-
-
-async def test_broken_streams_lose_and_repeat_nothing() -> None:
-    async with ScriptedMaster() as master, multigpu.AsyncClient(master.address) as client:
-        master.breaks_after.extend([100, 0, 150, 7])
-        master.outcomes_per_frame = 13
-        assert await asyncio.gather(*(client.run("echo", i) for i in range(600))) == list(range(600))
-        assert master.streams == 5
-        assert set(master.answered.values()) == {1}
-        assert len(master.answered) == 600
-
-
-async def test_a_restarted_master_is_invisible() -> None:
-    async with ScriptedMaster() as master, multigpu.AsyncClient(master.address) as client:
-        assert await client.run("echo", 0) == 0
-        master.gate.clear()
-        waiting = [asyncio.create_task(client.run("echo", i)) for i in range(100)]
-        await until(lambda: len(master.inputs) == 101)
-        await master.stop()
-        await asyncio.sleep(0.3)
-        master.gate.set()
-        await master.start()
-        assert await asyncio.wait_for(asyncio.gather(*waiting), 10) == list(range(100))
-        assert await client.get(1) is not None
-
-
-async def test_a_call_made_while_the_master_is_away_waits_for_it() -> None:
-    async with ScriptedMaster() as master, multigpu.AsyncClient(master.address) as client:
-        assert await client.run("echo", 0) == 0
-        await master.stop()
-        run = asyncio.create_task(client.run("echo", 1))
-        submit = asyncio.create_task(client.submit("echo", 2))
-        await asyncio.sleep(0.3)
-        await master.start()
-        assert await asyncio.wait_for(run, 10) == 1
-        assert await asyncio.wait_for(submit, 10) > 0
-
-
 async def test_twin_outcomes_are_dropped() -> None:
     async with ScriptedMaster() as master, multigpu.AsyncClient(master.address) as client:
         master.copies = 2
@@ -242,31 +183,6 @@ async def test_cancelling_the_coroutine_cancels_the_task() -> None:
         await until(lambda: master.cancelled == ["mine"])
         master.gate.set()
         assert await client.run("echo", 1) == 1
-
-
-async def test_closing_flushes_cancellations_first() -> None:
-    async with ScriptedMaster() as master:
-        async with multigpu.AsyncClient(master.address) as client:
-            master.gate.clear()
-            runs = [asyncio.create_task(client.run("echo", i)) for i in range(10)]
-            await until(lambda: len(master.inputs) == 10)
-            for run in runs:
-                run.cancel()
-            await asyncio.wait(runs)
-        assert sorted(master.cancelled) == sorted(task.request_id for task in master.inputs)
-
-
-async def test_a_cancellation_is_repeated_on_the_next_stream() -> None:
-    async with ScriptedMaster() as master, multigpu.AsyncClient(master.address) as client:
-        master.gate.clear()
-        run = asyncio.create_task(client.run("echo", b"", request_id="mine"))
-        await until(lambda: master.inputs)
-        await master.stop()
-        run.cancel()
-        await asyncio.wait([run])
-        await master.start()
-        await until(lambda: master.cancelled == ["mine"])
-        assert len(master.inputs) == 1
 
 
 async def test_one_request_id_is_one_task() -> None:
@@ -314,86 +230,6 @@ async def test_a_payload_larger_than_a_message_is_refused_here() -> None:
     await client.close()
 
 
-async def test_nobody_at_the_address() -> None:
-    client = multigpu.AsyncClient("127.0.0.1:1", connect_timeout_s=0.4)
-    begin = asyncio.get_running_loop().time()
-    with pytest.raises(multigpu.UnavailableError, match="mgpuctl up"):
-        await client.run("echo", b"")
-    with pytest.raises(multigpu.UnavailableError, match="mgpuctl up"):
-        await client.count()
-    with pytest.raises(multigpu.UnavailableError, match="mgpuctl up"):
-        await anext(client.watch())
-    with pytest.raises(multigpu.UnavailableError, match="mgpuctl up"):  # and again, not at once for having failed
-        await client.run("echo", b"")
-    assert asyncio.get_running_loop().time() - begin < 4
-    await client.close()
-
-
-async def test_what_listens_is_no_master() -> None:
-    server = grpc.aio.server()
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
-    async with multigpu.AsyncClient(f"127.0.0.1:{port}") as client:
-        with pytest.raises(multigpu.TransportError, match="no multigpu master"):
-            await client.run("echo", b"")
-        with pytest.raises(multigpu.TransportError, match="no multigpu master"):
-            await client.submit("echo", b"")
-    await server.stop(None)
-
-
-@pytest.mark.parametrize("status", [grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.INTERNAL])
-async def test_a_stream_that_always_fails_is_an_error_in_the_end(
-    status: grpc.StatusCode, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("multigpu.connection._BACKOFF_MAX_S", 0.02)
-    async with ScriptedMaster() as master, multigpu.AsyncClient(master.address) as client:
-        master.stream_status = status
-        with pytest.raises(multigpu.MultigpuError, match="scripted status"):
-            await asyncio.wait_for(client.run("echo", b""), 10)
-        assert master.streams == (1 if status is grpc.StatusCode.INVALID_ARGUMENT else 8)  # one is a verdict
-        master.stream_status = grpc.StatusCode.OK
-        assert await client.run("echo", 1) == 1
-
-
-async def test_closing_ends_the_calls_under_way() -> None:
-    async with ScriptedMaster() as master:
-        client = multigpu.AsyncClient(master.address)
-        master.gate.clear()
-        run = asyncio.create_task(client.run("echo", b""))
-        await until(lambda: master.inputs)
-        await client.close()
-        with pytest.raises(multigpu.ClientClosedError):
-            await run
-        with pytest.raises(multigpu.ClientClosedError):
-            await client.run("echo", b"")
-        with pytest.raises(multigpu.ClientClosedError):
-            await client.count()
-        await client.close()
-
-
-async def test_closing_while_the_master_is_away() -> None:
-    async with ScriptedMaster() as master:
-        client = multigpu.AsyncClient(master.address)
-        assert await client.run("echo", 1) == 1
-        await master.stop()
-        run = asyncio.create_task(client.run("echo", b""))
-        await asyncio.sleep(0.5)
-        await asyncio.wait_for(client.close(), 5)
-        with pytest.raises(multigpu.ClientClosedError):
-            await run
-
-
-async def test_a_client_belongs_to_one_loop() -> None:
-    async with ScriptedMaster() as master, multigpu.AsyncClient(master.address) as client:
-        await client.count()
-
-        def elsewhere() -> None:
-            asyncio.run(client.count())
-
-        with pytest.raises(multigpu.ClientClosedError, match="another event loop"):
-            await asyncio.to_thread(elsewhere)
-
-
 async def test_partial_outputs_come_once_each_across_a_break() -> None:
     async with ScriptedMaster() as master, multigpu.AsyncClient(master.address) as client:
         parts = [b"%d" % i for i in range(20)]
@@ -435,65 +271,3 @@ async def test_leaving_a_stream_early_cancels_its_task() -> None:
         assert await anext(stream) == b"a"
         await stream.aclose()
         await until(lambda: master.cancelled == ["mine"])
-
-
-async def test_submit_returns_ids_and_rejections_in_order() -> None:
-    def answer(spec: Spec, task: Task) -> Reply:
-        if task.payload == b"3":
-            return task_service_pb2.Rejection(code=3, message="not a three")
-        return echo(spec, task)
-
-    async with ScriptedMaster(answer) as master, multigpu.AsyncClient(master.address) as client:
-        results = await client.submit_many("echo", range(25_000))
-        assert len(results) == 25_000
-        assert master.submits == 3
-        assert isinstance(results[3], multigpu.InvalidTaskError)
-        ids = [result for result in results if isinstance(result, int)]
-        assert len(set(ids)) == 24_999
-        with pytest.raises(multigpu.InvalidTaskError, match="not a three"):
-            await client.submit("echo", 3)
-        task_id = await client.submit("echo", 4, request_id="four", priority=1)
-        assert (await client.get("four")).task_id == (await client.get(task_id)).task_id == task_id
-        assert master.specs[-1].priority == 1
-
-
-async def test_submit_calls_are_bounded_by_bytes() -> None:
-    async with ScriptedMaster() as master, multigpu.AsyncClient(master.address) as client:
-        assert len(await client.submit_many("echo", (bytes(12 << 20) for _ in range(5)))) == 5
-        assert master.submits == 3
-
-
-async def test_get_waits_cancel_says_and_list_pages() -> None:
-    def answer(spec: Spec, task: Task) -> Reply:
-        return as_json([1])
-
-    async with ScriptedMaster(answer) as master, multigpu.AsyncClient(master.address) as client:
-        ids = [task_id for task_id in await client.submit_many("echo", range(25)) if isinstance(task_id, int)]
-        task = await client.get(ids[0], wait_s=1)
-        assert task.state is multigpu.TaskState.SETTLED
-        assert task.outcome is not None
-        assert task.outcome.value() == [1]
-        with pytest.raises(multigpu.NotFoundError):
-            await client.get(999)
-        said = await client.cancel(ids[1], "nobody", reason="no need")
-        assert list(said.cancelled_task_ids) == [ids[1]]
-        assert list(said.unknown) == ["nobody"]
-        assert (await client.count()).queued == 25
-        assert [task.task_id async for task in client.list_tasks(page_size=10)] == ids
-
-
-async def test_a_recorded_span_travels_with_its_tasks() -> None:
-    from opentelemetry.sdk.trace import TracerProvider
-
-    tracer = TracerProvider().get_tracer("test")
-    async with ScriptedMaster() as master, multigpu.AsyncClient(master.address) as client:
-        await client.run("echo", b"")
-        with tracer.start_as_current_span("mine") as span:
-            await client.run("echo", b"")
-            assert [item async for item in client.map("echo", [b""])] == [b""]
-            await client.submit("echo", b"")
-        trace_id = f"{span.get_span_context().trace_id:032x}"
-        parents = [task.traceparent for task in master.inputs]
-        assert parents[0] == ""
-        assert all(parent.split("-")[1] == trace_id for parent in parents[1:]), parents
-        assert len(parents) == 4

@@ -1,0 +1,174 @@
+"""What breaks, restarts and absences of the master do to calls; how calls and clients end."""
+
+import asyncio
+
+import grpc
+import grpc.aio
+import multigpu
+import pytest
+from multigpu.v1 import task_service_pb2
+
+from .scripted_master import Reply, ScriptedMaster, Spec, Task, echo
+from .test_run import until
+
+
+async def test_a_delayed_retry_survives_a_broken_stream() -> None:
+    refused: list[Task] = []
+
+    def answer(spec: Spec, task: Task) -> Reply:
+        if task.payload == b"late" and not refused:
+            refused.append(task)
+            rejection = task_service_pb2.Rejection(code=8, message="full")
+            rejection.retry_delay.FromMilliseconds(300)
+            return rejection
+        return echo(spec, task)
+
+    async with ScriptedMaster(answer) as master, multigpu.AsyncClient(master.address) as client:
+        late = asyncio.create_task(client.run("echo", b"late"))
+        await until(lambda: refused)
+        await master.stop()
+        await master.start()
+        assert await client.run("echo", b"early") == b"early"
+        assert await late == b"late"
+        assert [task.payload for task in master.inputs].count(b"late") == 2
+
+
+async def test_broken_streams_lose_and_repeat_nothing() -> None:
+    async with ScriptedMaster() as master, multigpu.AsyncClient(master.address) as client:
+        master.breaks_after.extend([100, 0, 150, 7])
+        master.outcomes_per_frame = 13
+        assert await asyncio.gather(*(client.run("echo", i) for i in range(600))) == list(range(600))
+        assert master.streams == 5
+        assert set(master.answered.values()) == {1}
+        assert len(master.answered) == 600
+
+
+async def test_a_restarted_master_is_invisible() -> None:
+    async with ScriptedMaster() as master, multigpu.AsyncClient(master.address) as client:
+        assert await client.run("echo", 0) == 0
+        master.gate.clear()
+        waiting = [asyncio.create_task(client.run("echo", i)) for i in range(100)]
+        await until(lambda: len(master.inputs) == 101)
+        await master.stop()
+        await asyncio.sleep(0.3)
+        master.gate.set()
+        await master.start()
+        assert await asyncio.wait_for(asyncio.gather(*waiting), 10) == list(range(100))
+        assert await client.get(1) is not None
+
+
+async def test_a_call_made_while_the_master_is_away_waits_for_it() -> None:
+    async with ScriptedMaster() as master, multigpu.AsyncClient(master.address) as client:
+        assert await client.run("echo", 0) == 0
+        await master.stop()
+        run = asyncio.create_task(client.run("echo", 1))
+        submit = asyncio.create_task(client.submit("echo", 2))
+        await asyncio.sleep(0.3)
+        await master.start()
+        assert await asyncio.wait_for(run, 10) == 1
+        assert await asyncio.wait_for(submit, 10) > 0
+
+
+async def test_closing_flushes_cancellations_first() -> None:
+    async with ScriptedMaster() as master:
+        async with multigpu.AsyncClient(master.address) as client:
+            master.gate.clear()
+            runs = [asyncio.create_task(client.run("echo", i)) for i in range(10)]
+            await until(lambda: len(master.inputs) == 10)
+            for run in runs:
+                run.cancel()
+            await asyncio.wait(runs)
+        assert sorted(master.cancelled) == sorted(task.request_id for task in master.inputs)
+
+
+async def test_a_cancellation_is_repeated_on_the_next_stream() -> None:
+    async with ScriptedMaster() as master, multigpu.AsyncClient(master.address) as client:
+        master.gate.clear()
+        run = asyncio.create_task(client.run("echo", b"", request_id="mine"))
+        await until(lambda: master.inputs)
+        await master.stop()
+        run.cancel()
+        await asyncio.wait([run])
+        await master.start()
+        await until(lambda: master.cancelled == ["mine"])
+        assert len(master.inputs) == 1
+
+
+async def test_nobody_at_the_address() -> None:
+    client = multigpu.AsyncClient("127.0.0.1:1", connect_timeout_s=0.4)
+    begin = asyncio.get_running_loop().time()
+    with pytest.raises(multigpu.UnavailableError, match="mgpuctl up"):
+        await client.run("echo", b"")
+    with pytest.raises(multigpu.UnavailableError, match="mgpuctl up"):
+        await client.count()
+    with pytest.raises(multigpu.UnavailableError, match="mgpuctl up"):
+        await anext(client.watch())
+    with pytest.raises(multigpu.UnavailableError, match="mgpuctl up"):  # and again, not at once for having failed
+        await client.run("echo", b"")
+    assert asyncio.get_running_loop().time() - begin < 4
+    await client.close()
+
+
+async def test_what_listens_is_no_master() -> None:
+    server = grpc.aio.server()
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    async with multigpu.AsyncClient(f"127.0.0.1:{port}") as client:
+        with pytest.raises(multigpu.TransportError, match="no multigpu master"):
+            await client.run("echo", b"")
+        with pytest.raises(multigpu.TransportError, match="no multigpu master"):
+            await client.submit("echo", b"")
+    await server.stop(None)
+
+
+@pytest.mark.parametrize("status", [grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.INTERNAL])
+async def test_a_stream_that_always_fails_is_an_error_in_the_end(
+    status: grpc.StatusCode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("multigpu.connection._BACKOFF_MAX_S", 0.02)
+    async with ScriptedMaster() as master, multigpu.AsyncClient(master.address) as client:
+        master.stream_status = status
+        with pytest.raises(multigpu.MultigpuError, match="scripted status"):
+            await asyncio.wait_for(client.run("echo", b""), 10)
+        assert master.streams == (1 if status is grpc.StatusCode.INVALID_ARGUMENT else 8)  # one is a verdict
+        master.stream_status = grpc.StatusCode.OK
+        assert await client.run("echo", 1) == 1
+
+
+async def test_closing_ends_the_calls_under_way() -> None:
+    async with ScriptedMaster() as master:
+        client = multigpu.AsyncClient(master.address)
+        master.gate.clear()
+        run = asyncio.create_task(client.run("echo", b""))
+        await until(lambda: master.inputs)
+        await client.close()
+        with pytest.raises(multigpu.ClientClosedError):
+            await run
+        with pytest.raises(multigpu.ClientClosedError):
+            await client.run("echo", b"")
+        with pytest.raises(multigpu.ClientClosedError):
+            await client.count()
+        await client.close()
+
+
+async def test_closing_while_the_master_is_away() -> None:
+    async with ScriptedMaster() as master:
+        client = multigpu.AsyncClient(master.address)
+        assert await client.run("echo", 1) == 1
+        await master.stop()
+        run = asyncio.create_task(client.run("echo", b""))
+        await asyncio.sleep(0.5)
+        await asyncio.wait_for(client.close(), 5)
+        with pytest.raises(multigpu.ClientClosedError):
+            await run
+
+
+async def test_a_client_belongs_to_one_loop() -> None:
+    async with ScriptedMaster() as master, multigpu.AsyncClient(master.address) as client:
+        await client.count()
+
+        def elsewhere() -> None:
+            asyncio.run(client.count())
+
+        with pytest.raises(multigpu.ClientClosedError, match="another event loop"):
+            await asyncio.to_thread(elsewhere)
