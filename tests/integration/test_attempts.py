@@ -1,0 +1,204 @@
+"""Attempts: handlers that misbehave, retries with backoff, deadlines, timeouts, and the dead letters in the end."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from google.protobuf.duration_pb2 import Duration
+from google.protobuf.timestamp_pb2 import Timestamp
+from multigpu.v1 import admin_service_pb2 as admin_pb
+from multigpu.v1 import task_pb2
+
+from tests.fleet import Fleet, refused, until
+
+FLEET = {
+    "handlers": ["trial_handlers"],
+    "worker_flags": ["--engine-memory-bytes", "1GiB", "--slots", "2"],
+}
+
+SUCCEEDED = task_pb2.OUTCOME_STATE_SUCCEEDED
+FAILED = task_pb2.OUTCOME_STATE_FAILED
+EXPIRED = task_pb2.OUTCOME_STATE_EXPIRED
+DEAD_LETTERED = task_pb2.OUTCOME_STATE_DEAD_LETTERED
+SOON = Duration(nanos=20_000_000)
+
+
+def from_now(seconds: float) -> Timestamp:
+    stamp = Timestamp()
+    stamp.FromNanoseconds(time.time_ns() + int(seconds * 1e9))
+    return stamp
+
+
+@pytest.mark.parametrize(
+    ("kind", "spec", "state", "error", "words"),
+    [
+        ("trial.raise", {}, DEAD_LETTERED, "LookupError", "not there: x"),
+        ("trial.wrong_type", {}, FAILED, "WrongResultType", "neither bytes nor JSON"),
+        ("trial.exit", {}, DEAD_LETTERED, "EngineDied", "7"),
+        ("trial.hang", {"run_timeout": Duration(nanos=300_000_000)}, DEAD_LETTERED, "RunTimeout", "0.3"),
+        ("trial.hoard", {}, DEAD_LETTERED, "OutOfMemory", "engine_memory_bytes"),
+        ("fail", {"parameters": {"mode": "segfault"}}, DEAD_LETTERED, "EngineDied", "SIGSEGV"),
+    ],
+)
+def test_a_handler_that_misbehaves_harms_only_its_own_task(
+    fleet: Fleet, kind: str, spec: dict[str, Any], state: int, error: str, words: str
+) -> None:
+    neighbours = fleet.submit("trial.nap", *(b"%d" % n for n in range(4)), parameters={"seconds": "0.05"})
+    (task_id,) = fleet.submit(kind, b"x", attempts_max=2, backoff_initial=SOON, **spec)
+    outcome = fleet.outcome(task_id)
+    assert (outcome.state, outcome.error.type) == (state, error), outcome
+    assert words in outcome.error.message
+    assert outcome.attempts == (1 if state == FAILED else 2)
+    assert not outcome.result
+    if kind == "trial.raise":
+        assert "trial_handlers.py" in outcome.error.traceback
+    for n, neighbour in enumerate(neighbours):
+        assert fleet.outcome(neighbour).result == b"%d" % n
+
+
+def test_a_handler_that_forks_answers_once(fleet: Fleet) -> None:
+    ids = fleet.submit("trial.fork", *(b"" for _ in range(5)))
+    assert {fleet.outcome(i).result for i in ids} == {b"parent"}
+
+
+def test_retries_wait_longer_each_time_and_get_the_checkpoint(fleet: Fleet) -> None:
+    backoff = Duration(nanos=300_000_000)
+    began = time.monotonic()
+    (task_id,) = fleet.submit("trial.third_time", b"", backoff_initial=backoff)
+
+    def between() -> Any:
+        task = fleet.get(task_id)
+        return task if task.HasField("not_before") else None
+
+    waiting = until(between)
+    assert waiting.state == task_pb2.TASK_STATE_QUEUED
+    assert waiting.last_error.message == "attempt 1 fails"
+    assert "more before attempt 2" in fleet.admin.Explain(admin_pb.ExplainRequest(task_id=task_id), timeout=5).summary
+    outcome = fleet.outcome(task_id)
+    assert (outcome.state, outcome.attempts, outcome.result) == (SUCCEEDED, 3, b"attempt 2")
+    # 0.3 s, then 0.6 s, each less up to half.
+    assert time.monotonic() - began >= 0.45
+
+
+def test_backoff_has_a_limit(fleet: Fleet) -> None:
+    began = time.monotonic()
+    (task_id,) = fleet.submit("trial.raise", b"", attempts_max=10, backoff_initial=SOON, backoff_max=SOON)
+    assert fleet.outcome(task_id).attempts == 10
+    assert time.monotonic() - began < 5
+
+
+def test_a_deadline_ends_a_task_wherever_it_is(fleet: Fleet, tmp_path: Path) -> None:
+    never = str(tmp_path / "never").encode()
+    fleet.admin.PauseQueue(admin_pb.PauseQueueRequest(queue="late"), timeout=5)
+    (queued,) = fleet.submit("echo", b"x", queue="late", deadline=from_now(0.4))
+    (running,) = fleet.submit("trial.gate", never, deadline=from_now(0.6))
+    until(lambda: fleet.get(running).state == task_pb2.TASK_STATE_LEASED)
+    for task_id, attempts in ((queued, 0), (running, 1)):
+        outcome = fleet.outcome(task_id)
+        assert (outcome.state, outcome.error.type, outcome.attempts) == (EXPIRED, "DeadlineExceeded", attempts)
+    # The worker was told, and is free again.
+    until(lambda: fleet.stats().leased == 0)
+    until(lambda: all(w.leases == 0 for w in fleet.list_workers()))
+
+
+def test_queue_timeout_counts_until_the_first_dispatch_only(fleet: Fleet) -> None:
+    half_a_second = Duration(nanos=500_000_000)
+    fleet.admin.PauseQueue(admin_pb.PauseQueueRequest(queue="late"), timeout=5)
+    (waits,) = fleet.submit("echo", b"x", queue="late", queue_timeout=half_a_second)
+    (runs,) = fleet.submit("trial.nap", b"x", parameters={"seconds": "1"}, queue_timeout=half_a_second)
+    outcome = fleet.outcome(waits)
+    assert (outcome.state, outcome.error.type, outcome.attempts) == (EXPIRED, "QueueTimeout", 0)
+    assert fleet.outcome(runs).state == SUCCEEDED
+
+
+def test_priorities_go_first(fleet: Fleet, tmp_path: Path) -> None:
+    admin = fleet.admin
+    admin.PauseQueue(admin_pb.PauseQueueRequest(queue="ranked"), timeout=5)
+    log = tmp_path / "order"
+    spec: dict[str, Any] = {"queue": "ranked", "parameters": {"log": str(log), "seconds": "0.01"}}
+    ids = [fleet.submit("trial.logged", b"p%d" % p, priority=p, **spec)[0] for p in (5, 3, 1, 4, 2)]
+    admin.CordonWorker(admin_pb.CordonWorkerRequest(worker_id="w1"), timeout=5)
+    try:
+        admin.ResumeQueue(admin_pb.ResumeQueueRequest(queue="ranked"), timeout=5)
+        assert all(fleet.outcome(i).state == SUCCEEDED for i in ids)
+        lines = [line.rsplit(" ", 1)[1] for line in log.read_text().splitlines()]
+    finally:
+        admin.UncordonWorker(admin_pb.UncordonWorkerRequest(worker_id="w1"), timeout=5)
+    # Two run at a time (--slots 2): neighbours may swap.
+    assert abs(lines.index("p1") - 0) <= 1
+    assert abs(lines.index("p5") - 4) <= 1
+
+
+# --- dead letters ----------------------------------------------------------------------------------------------------
+
+
+def letters(fleet: Fleet, queue: str) -> list[int]:
+    """The dead letters of a queue, newest first, page by page."""
+    found: list[int] = []
+    token = ""
+    while True:
+        request = admin_pb.ListDeadLettersRequest(queue=queue, page_size=2, page_token=token)
+        page = fleet.admin.ListDeadLetters(request, timeout=10)
+        assert all(t.outcome.state == DEAD_LETTERED and t.spec.queue == queue for t in page.tasks)
+        found += [t.task_id for t in page.tasks]
+        token = page.next_page_token
+        if not token:
+            return found
+
+
+def test_dead_letters_are_listed_requeued_and_deleted(fleet: Fleet) -> None:
+    queue = "letters"
+    ids = fleet.submit("fail", *(b"" for _ in range(5)), queue=queue, attempts_max=1)
+    for task_id in ids:
+        assert fleet.outcome(task_id).state == DEAD_LETTERED
+    until(lambda: len(letters(fleet, queue)) == 5)
+    assert letters(fleet, queue) == sorted(ids, reverse=True)
+
+    request = admin_pb.RequeueDeadLettersRequest(task_ids=[ids[0], 424242])
+    answer = fleet.admin.RequeueDeadLetters(request, timeout=10)
+    assert list(answer.unknown_task_ids) == [424242]
+    (new,) = answer.task_ids
+    assert new not in ids
+    # A new task, with all its attempts; and the old letter is gone, the new one takes its place.
+    assert fleet.outcome(new).state == DEAD_LETTERED
+    until(lambda: letters(fleet, queue) == [new, *sorted(ids[1:], reverse=True)])
+
+    deleted = fleet.admin.DeleteDeadLetters(admin_pb.DeleteDeadLettersRequest(task_ids=[ids[1], 424242]), timeout=10)
+    assert (deleted.deleted, list(deleted.unknown_task_ids)) == (1, [424242])
+    fleet.restart_master()
+    fleet.wait_for_workers()
+    assert letters(fleet, queue) == [new, *sorted(ids[2:], reverse=True)]
+
+    answer = fleet.admin.RequeueDeadLetters(admin_pb.RequeueDeadLettersRequest(queue=queue), timeout=10)
+    assert len(answer.task_ids) == 4
+    for task_id in answer.task_ids:
+        fleet.outcome(task_id)
+    until(lambda: letters(fleet, queue) == sorted(answer.task_ids, reverse=True))
+    assert fleet.admin.DeleteDeadLetters(admin_pb.DeleteDeadLettersRequest(queue=queue), timeout=10).deleted == 4
+    assert letters(fleet, queue) == []
+
+
+def test_a_requeued_letter_has_its_payload(fleet: Fleet) -> None:
+    (task_id,) = fleet.submit("trial.raise", b"the payload", attempts_max=1, queue="payload")
+    fleet.outcome(task_id)
+    until(lambda: letters(fleet, "payload") == [task_id])
+    (new,) = fleet.admin.RequeueDeadLetters(admin_pb.RequeueDeadLettersRequest(task_ids=[task_id]), timeout=10).task_ids
+    assert fleet.outcome(new).error.message == "not there: the payload"
+
+
+def test_a_task_that_kills_its_engines_does_not_take_down_the_fleet(fleet: Fleet) -> None:
+    pids = {name: worker.pid for name, worker in fleet.workers.items()}
+    killers = fleet.submit("trial.exit", *(b"" for _ in range(3)), backoff_initial=SOON)
+    good = fleet.submit("echo", *(b"%d" % n for n in range(50)))
+    assert {fleet.outcome(i).state for i in killers} == {DEAD_LETTERED}
+    assert all(fleet.outcome(i).state == SUCCEEDED for i in good)
+    assert {name: worker.pid for name, worker in fleet.workers.items() if worker.alive} == pids
+
+
+def test_an_unknown_dead_letter_is_no_error_of_the_call(fleet: Fleet) -> None:
+    answer = fleet.admin.DeleteDeadLetters(admin_pb.DeleteDeadLettersRequest(task_ids=[99]), timeout=5)
+    assert (answer.deleted, list(answer.unknown_task_ids)) == (0, [99])
+    with refused(grpc.StatusCode.INVALID_ARGUMENT, "page_token"):
+        fleet.admin.ListDeadLetters(admin_pb.ListDeadLettersRequest(page_token="junk"), timeout=5)
