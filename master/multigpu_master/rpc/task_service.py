@@ -1,6 +1,7 @@
 """TaskService: the client's door."""
 
 import asyncio
+from collections.abc import Iterable
 from typing import Any
 
 import grpc
@@ -19,6 +20,8 @@ from multigpu_master.rpc.streams import serve_stream
 
 WATCH_OUTCOMES, WATCH_BYTES = 1024, 4 << 20
 WAIT_MAX_S = 3600.0
+NOTHING_TO_CANCEL = ev.Rejection(5, "no unsettled task has this request_id: it has ended, or was never submitted")
+CANCELLED_ELSEWHERE = ev.Rejection(1, "cancelled, or ended before; its outcome goes to the stream that submitted it")
 # How long an acceptance may wait for others, and for the outcome that makes it needless.
 ACKNOWLEDGE_S = 0.05
 
@@ -177,13 +180,24 @@ class _RunStream:
                     )
             self._take(batch)
         if frame.cancel_request_ids:
-            requests = self._driver.core.requests
-            tasks = [requests[r] for r in frame.cancel_request_ids if r in requests]
-            self._driver.handle(ev.Cancel(tasks))
+            self._cancel(frame.cancel_request_ids)
         # A client that submits without reading, or faster than the disk, is not read from.
         if self._outbox.bytes > self._half_full_bytes:
             await self._outbox.below(self._half_full_bytes)
         await self._driver.room_in_journal()
+
+    def _cancel(self, request_ids: Iterable[str]) -> None:
+        """Ends these tasks. Those whose outcome does not come by this stream are answered at once."""
+        requests = self._driver.core.requests
+        tasks = []
+        for request_id in request_ids:
+            task = requests.get(request_id)
+            if task is not None and task.outcome is None:
+                tasks.append(task)
+            if task is None or task.outcome is not None or self._stream not in task.streams:
+                _reject(self._outbox, NOTHING_TO_CANCEL if task is None else CANCELLED_ELSEWHERE, request_id)
+        if tasks:
+            self._driver.handle(ev.Cancel(tasks))
 
     def _take(self, batch: task_pb2.TaskBatch) -> None:
         outbox = self._outbox
