@@ -2,8 +2,9 @@
 
     python benchmarks/worker.py
 
-A real worker process against a bare gRPC peer in this process. CPU time is read from /proc, so it is the worker's
-alone, whatever else the machine does. Each figure is the best of several rounds, since noise only ever adds.
+A real worker process against a bare gRPC peer in this process; and beside it the bare limit, a process that answers
+each frame as soon as it comes, with no session, no batcher and no engine. CPU time is read from /proc, so it is the
+worker's alone, whatever else the machine does. Each figure is the best of several rounds, since noise only ever adds.
 """
 
 import asyncio
@@ -20,7 +21,11 @@ import grpc.aio
 import uvloop
 from multigpu.v1 import task_pb2
 from multigpu.v1 import worker_service_pb2 as pb
-from multigpu.v1.worker_service_pb2_grpc import WorkerServiceServicer, add_WorkerServiceServicer_to_server
+from multigpu.v1.worker_service_pb2_grpc import (
+    WorkerServiceServicer,
+    WorkerServiceStub,
+    add_WorkerServiceServicer_to_server,
+)
 from multigpu_worker import ipc
 from multigpu_worker.engine_host import Death, EngineHost
 from multigpu_worker.engines.base import EngineSettings
@@ -154,8 +159,52 @@ async def report(driver: Driver) -> None:
         latencies_us = sorted([await driver.one(kind, PAYLOAD) * 1e6 for _ in range(SINGLES)])
         p50, p99 = latencies_us[SINGLES // 2], latencies_us[SINGLES * 99 // 100]
         print(f"{kind + ', one at a time: p50, p99':42} {p50:8.0f}, {p99:.0f} us")
-    rate = max([await driver.many("echo", 512, b"x" * (1 << 20), 64, 8) for _ in range(ROUNDS)])
+    rate = max([await driver.many("echo", 128, b"x" * (1 << 20), 32, 4) for _ in range(ROUNDS)])
     print(f"{'echo, 1 MiB: MB/s in and out':42} {rate * 1.048576:8.0f}")
+
+
+async def bare(address: str) -> None:
+    """The limit: what the stream alone costs."""
+    options = [("grpc.max_receive_message_length", 64 << 20), ("grpc.max_send_message_length", 64 << 20)]
+    async with grpc.aio.insecure_channel(address, options=options) as channel:
+        stub: Any = WorkerServiceStub  # generated without types
+        call = stub(channel).Session()
+        await call.write(pb.SessionRequest(hello=pb.Hello(protocol_version=1)))
+        await call.read()
+        while (response := await call.read()) is not grpc.aio.EOF:
+            for batch in response.lease_batches:
+                reports = [
+                    pb.Report(lease_id=lease.lease_id, state=pb.REPORT_STATE_SUCCEEDED, result=lease.payload)
+                    for lease in batch.leases
+                ]
+                await call.write(pb.SessionRequest(report_batches=[pb.ReportBatch(reports=reports)]))
+
+
+async def measure_bare() -> None:
+    peer = Peer()
+    size = ("grpc.max_receive_message_length", 64 << 20), ("grpc.max_send_message_length", 64 << 20)
+    server = grpc.aio.server(options=[*size, ("grpc.so_reuseport", 0)])
+    add: Any = add_WorkerServiceServicer_to_server  # generated without types
+    add(peer, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    process = await asyncio.create_subprocess_exec(sys.executable, __file__, f"127.0.0.1:{port}")
+    driver = Driver(await peer.call, process.pid, process.pid)
+    try:
+        await driver.many("echo", 5000, PAYLOAD, IN_FLIGHT)
+        before_s = driver.cpu_s()[0]
+        rate = await driver.many("echo", TASKS, PAYLOAD, IN_FLIGHT)
+        print(f"{'bare: tasks/s':42} {rate:8.0f}")
+        print(f"{'bare: CPU us a task':42} {(driver.cpu_s()[0] - before_s) / TASKS * 1e6:8.2f}")
+        latencies_us = sorted([await driver.one("echo", PAYLOAD) * 1e6 for _ in range(SINGLES)])
+        p50, p99 = latencies_us[SINGLES // 2], latencies_us[SINGLES * 99 // 100]
+        print(f"{'bare, one at a time: p50, p99':42} {p50:8.0f}, {p99:.0f} us")
+        rate = max([await driver.many("echo", 128, b"x" * (1 << 20), 32, 4) for _ in range(ROUNDS)])
+        print(f"{'bare, 1 MiB: MB/s in and out':42} {rate * 1.048576:8.0f}")
+    finally:
+        process.kill()
+        await server.stop(None)
+        await process.wait()
 
 
 class HopEvents:
@@ -197,5 +246,9 @@ async def measure_hop() -> None:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) == 2:
+        uvloop.run(bare(sys.argv[1]))
+        sys.exit()
+    uvloop.run(measure_bare())
     uvloop.run(measure_hop())
     uvloop.run(measure_worker())

@@ -266,6 +266,8 @@ async def test_a_forked_child_that_returns_says_nothing(worker: Start) -> None:
     for _ in range(5):
         (report,) = await run(stream, "t.fork", b"")
         assert report.result.startswith(b"parent of ")
+        (report,) = await run(stream, "t.fork_unseen", b"")
+        assert report.result == b"parent"
     (report,) = await run(stream, "t.multiprocessing", b"")
     assert json.loads(report.result) == [1, 2, 3]
 

@@ -41,14 +41,7 @@ def main() -> None:
     )
     if memory_bytes:
         resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
-    engine_pid = os.getpid()
 
-    def forked() -> None:
-        # A child of user code must not outlive us either, and has no business with our socket.
-        _die_with_parent(engine_pid)
-        sock.close()
-
-    os.register_at_fork(after_in_child=forked)
     try:
         import_handlers(settings.handlers)
     except BaseException:  # noqa: BLE001  the user's module may raise anything, and the agent is to say it
@@ -60,7 +53,17 @@ def main() -> None:
     from multigpu_worker.engine_runtime import Runtime  # noqa: PLC0415  after "ready": the agent waits for that
 
     page = ipc.SlotPage(page_fd, settings.slots)
-    Runtime(sock, page, blobs, settings, result_bytes_max=result_bytes_max).serve()
+    runtime = Runtime(sock, page, blobs, settings, result_bytes_max=result_bytes_max)
+    engine_pid = os.getpid()
+
+    def forked() -> None:
+        # A child of user code must not outlive us either, and has no business with our socket.
+        runtime.forked = True
+        _die_with_parent(engine_pid)
+        sock.close()
+
+    os.register_at_fork(after_in_child=forked)
+    runtime.serve()
 
 
 def _die_with_parent(parent_pid: int) -> None:

@@ -7,8 +7,8 @@ wait behind a long task. Engines whose batches run together are entered by one t
 Reports leave when a batch ends, or as soon as 2 ms have passed since the last ones left: fast tasks share a frame, slow
 ones don't wait.
 
-User code may fork. A forked child that comes back here holds our socket and believes that it is us: it is sent away
-(`os._exit`) before it can say a word.
+User code may fork. A forked child that comes back here believes that it is us: it is sent away (`os._exit`) before it
+can say a word. Python tells us of a fork; one that happened behind its back is found out before anything is sent.
 """
 
 import os
@@ -63,7 +63,6 @@ class BatchReporter:
         self._started_at = slot_at + ipc.SlotPage.STARTED
         self._beats_at = slot_at + ipc.SlotPage.BEATS
         self._lock = threading.Lock()
-        self._pid = runtime.pid
         self._cancelled = runtime.cancelled
         self._result_bytes_max = runtime.result_bytes_max
         self._open = {item.lease_id for item in batch.items}
@@ -96,7 +95,7 @@ class BatchReporter:
             message = f"the result has {len(result)} bytes, the worker's result_bytes_max is {self._result_bytes_max}"
             self.fail(item, "ResultTooLarge", message, retryable=False)
             return
-        if os.getpid() != self._pid:
+        if self._runtime.forked:
             os._exit(EXIT_FORKED)
         with self._lock:
             lease_id = item.lease_id
@@ -183,7 +182,7 @@ class BatchReporter:
 
     def _entered(self) -> threading.Lock:
         """The lock, unless this is a forked child of the process that made us."""
-        if os.getpid() != self._pid:
+        if self._runtime.forked:
             os._exit(EXIT_FORKED)
         return self._lock
 
@@ -238,7 +237,9 @@ class Runtime:
         self.page = page
         self.settings = settings
         self.result_bytes_max = result_bytes_max
-        self.pid = os.getpid()
+        # True in a child that user code forked.
+        self.forked = False
+        self._pid = os.getpid()
         # Leases that nobody wants any more. Emptied whenever no batch is here.
         self.cancelled: set[int] = set()
         self._sock = sock
@@ -261,6 +262,8 @@ class Runtime:
         self._run(0)
 
     def send(self, message: ipc.Message, blobs: list[bytes]) -> None:
+        if os.getpid() != self._pid:
+            os._exit(EXIT_FORKED)
         with self._send_lock:
             try:
                 ipc.send(self._sock, ipc.encode(message, blobs, self._blobs.up))
@@ -337,8 +340,6 @@ class Runtime:
                 with self._engine_locks[work.batch.kind]:
                     work.engine.run(work.batch, work.prepared, reporter)
         except BaseException as error:  # noqa: BLE001  whatever an engine raises is charged to its batch
-            if os.getpid() != self.pid:
-                os._exit(EXIT_FORKED)
             reporter.fail_rest(error)
 
     def _flush(self) -> None:

@@ -1,6 +1,7 @@
 """mgpu-worker: puts the worker's parts together, and turns signals and errors into a drain and exit codes."""
 
 import asyncio
+import gc
 import os
 import signal
 import socket
@@ -72,6 +73,10 @@ async def _run(config: WorkerConfig, device: Device, settings: EngineSettings) -
         else:
             agent.stop("the worker was told to stop at once")
 
+    # A thousand leases come and go many times a second, and none is part of a cycle: by default the collector would
+    # walk over all of them again and again.
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 20)
     loop = asyncio.get_running_loop()
     for signum in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signum, stop)

@@ -16,7 +16,7 @@ whichever order its parts are read, the partials of a task come before its repor
 
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 
 # Reports that leave together are cut at this many bytes, so that no frame nears the limit of a message.
@@ -68,7 +68,7 @@ class Lease:
     saved: bytes | None = None
     saved_unsent: bool = False
     # Partial outputs of this attempt, kept for a master that has to be told again; how many were made, and their bytes.
-    partials: list[bytes] = field(default_factory=list)
+    partials: list[bytes] | None = None
     partials_made: int = 0
     partial_bytes: int = 0
     # False: its partials were too much to keep, so this attempt can't outlive its stream.
@@ -245,10 +245,12 @@ class Session:
         lease.partials_made += 1
         lease.partial_bytes += len(data)
         if lease.resumable:
+            if lease.partials is None:
+                lease.partials = []
             lease.partials.append(data)
             if lease.partial_bytes > self.limits.partial_bytes_max:
                 lease.resumable = False
-                lease.partials.clear()
+                lease.partials = None
                 lease.partial_bytes = 0
         if self.connected:
             self._push(Partial(lease, index, data))
@@ -323,7 +325,7 @@ class Session:
         self.unsent_bytes += entry.size_bytes if isinstance(entry, Reports) else len(entry.data) + REPORT_BYTES
 
     def _resend_partials(self, lease: Lease) -> None:
-        for index, data in enumerate(lease.partials):
+        for index, data in enumerate(lease.partials or ()):
             self._push(Partial(lease, lease.partials_received + index, data))
 
     def _remember(self, group: Reports, now_s: float) -> None:

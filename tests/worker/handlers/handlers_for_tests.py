@@ -188,6 +188,12 @@ def fork(value: Any) -> Any:
     return b"child" if pid == 0 else b"parent of %d" % pid
 
 
+@handler("t.fork_unseen")
+def fork_unseen(value: Any) -> Any:
+    """Forks where Python doesn't notice."""
+    return b"child" if ctypes.CDLL(None).fork() == 0 else b"parent"
+
+
 @handler("t.fork_and_die")
 def fork_and_die(value: Any) -> Any:
     """Leaves a child behind that holds every descriptor, and dies."""
