@@ -1,0 +1,360 @@
+"""The operator's door, health and reflection: what operators say is done, is told, and is kept."""
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from google.protobuf.descriptor_pb2 import FileDescriptorProto
+from google.protobuf.duration_pb2 import Duration
+from grpc_health.v1 import health_pb2
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from multigpu.v1 import admin_service_pb2 as admin_pb
+from multigpu.v1 import task_pb2
+
+from tests.fleet import Fleet, refused, until
+
+FLEET = {"handlers": ["trial_handlers"], "worker_flags": ["--slots", "4"]}
+
+SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+@pytest.fixture(autouse=True)
+def _as_it_was(fleet: Fleet) -> Iterator[None]:
+    """Every test finds, and leaves, two free workers."""
+    yield
+    for worker in fleet.list_workers():
+        fleet.admin.UncordonWorker(admin_pb.UncordonWorkerRequest(worker_id=worker.worker_id), timeout=5)
+    until(lambda: all(w.leases == 0 for w in fleet.list_workers()))
+
+
+def cordon(fleet: Fleet, name: str) -> Any:
+    return fleet.admin.CordonWorker(admin_pb.CordonWorkerRequest(worker_id=name), timeout=5).worker
+
+
+def drain(fleet: Fleet, name: str, timeout_s: float | None = None) -> Any:
+    request = admin_pb.DrainWorkerRequest(worker_id=name)
+    if timeout_s is not None:
+        request.timeout.CopyFrom(Duration(nanos=int(timeout_s * 1e9)))
+    return fleet.admin.DrainWorker(request, timeout=5).worker
+
+
+def gated(fleet: Fleet, gate: Path, name: str) -> int:
+    """A task that runs, on that worker, until the gate is there."""
+    (other,) = {"w0", "w1"} - {name}
+    cordon(fleet, other)
+    (task_id,) = fleet.submit("trial.gate", str(gate).encode())
+    until(lambda: fleet.get(task_id).worker_id == name)
+    fleet.admin.UncordonWorker(admin_pb.UncordonWorkerRequest(worker_id=other), timeout=5)
+    return task_id
+
+
+# --- workers ---------------------------------------------------------------------------------------------------------
+
+
+def test_workers_are_told_with_what_they_are_and_do(fleet: Fleet, tmp_path: Path) -> None:
+    task_id = gated(fleet, tmp_path / "gate", "w0")
+    until(lambda: fleet.worker("w0").telemetry.HasField("memory_used_bytes"))
+    worker = fleet.worker("w0")
+    assert worker.state == admin_pb.WORKER_STATE_ACTIVE
+    assert worker.pid == fleet.workers["w0"].pid
+    assert worker.leases == 1
+    assert worker.slots == 4
+    assert worker.device.device_id == "cpu"
+    assert 0 < worker.telemetry.memory_used_bytes < worker.device.memory_total_bytes
+    assert "trial.gate" in {c.kind for c in worker.capabilities}
+    assert time.time() - worker.last_heartbeat_time.seconds < 5
+    (tmp_path / "gate").touch()
+    fleet.outcome(task_id)
+    until(lambda: fleet.worker("w0").succeeded >= 1)
+
+
+def test_a_page_of_workers(fleet: Fleet) -> None:
+    first = fleet.admin.ListWorkers(admin_pb.ListWorkersRequest(page_size=1), timeout=5)
+    second = fleet.admin.ListWorkers(
+        admin_pb.ListWorkersRequest(page_size=1, page_token=first.next_page_token), timeout=5
+    )
+    assert [w.worker_id for w in (*first.workers, *second.workers)] == ["w0", "w1"]
+    assert not second.next_page_token
+
+
+def test_a_cordoned_worker_gets_nothing_new_and_finishes_what_it_has(fleet: Fleet, tmp_path: Path) -> None:
+    task_id = gated(fleet, tmp_path / "gate", "w0")
+    assert cordon(fleet, "w0").cordoned
+    assert cordon(fleet, "w0").cordoned
+    ids = fleet.submit("echo", *(b"x" for _ in range(50)))
+    assert {fleet.outcome(i).worker_id for i in ids} == {"w1"}
+    assert fleet.worker("w0").leases == 1
+    (tmp_path / "gate").touch()
+    outcome = fleet.outcome(task_id)
+    assert (outcome.worker_id, outcome.attempts) == ("w0", 1)
+
+
+def test_a_drain_never_interrupts_before_its_deadline(fleet: Fleet, tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    task_id = gated(fleet, gate, "w0")
+    lease_id = fleet.get(task_id).lease_id
+    began = time.monotonic()
+    worker = drain(fleet, "w0", 0.9)
+    assert worker.state == admin_pb.WORKER_STATE_DRAINING
+    assert worker.HasField("drain_deadline")
+    while time.monotonic() - began < 0.75:
+        assert fleet.get(task_id).lease_id == lease_id
+        time.sleep(0.05)
+    # Past it the lease is taken back, uncharged, and goes elsewhere.
+    until(lambda: fleet.get(task_id).worker_id == "w1")
+    assert 0.85 < time.monotonic() - began < 3
+    gate.touch()
+    outcome = fleet.outcome(task_id)
+    assert (outcome.worker_id, outcome.attempts) == ("w1", 1)
+
+
+def test_a_drain_without_a_deadline_waits(fleet: Fleet, tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    task_id = gated(fleet, gate, "w0")
+    assert not drain(fleet, "w0").HasField("drain_deadline")
+    assert fleet.get(task_id, 0.5).worker_id == "w0"
+    gate.touch()
+    assert fleet.outcome(task_id).worker_id == "w0"
+
+
+def test_a_drain_can_be_called_off(fleet: Fleet, tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    task_id = gated(fleet, gate, "w0")
+    drain(fleet, "w0", 0.4)
+    fleet.admin.UncordonWorker(admin_pb.UncordonWorkerRequest(worker_id="w0"), timeout=5)
+    assert fleet.get(task_id, 0.8).worker_id == "w0"
+    assert fleet.worker("w0").state == admin_pb.WORKER_STATE_ACTIVE
+    gate.touch()
+    assert fleet.outcome(task_id).attempts == 1
+
+
+def test_a_worker_that_is_connected_or_unknown_is_not_forgotten(fleet: Fleet) -> None:
+    with refused(grpc.StatusCode.FAILED_PRECONDITION, "connected", "stop its daemon"):
+        fleet.admin.ForgetWorker(admin_pb.ForgetWorkerRequest(worker_id="w0"), timeout=5)
+    calls = [
+        (fleet.admin.ForgetWorker, admin_pb.ForgetWorkerRequest),
+        (fleet.admin.CordonWorker, admin_pb.CordonWorkerRequest),
+        (fleet.admin.UncordonWorker, admin_pb.UncordonWorkerRequest),
+        (fleet.admin.DrainWorker, admin_pb.DrainWorkerRequest),
+    ]
+    for call, request in calls:
+        with refused(grpc.StatusCode.NOT_FOUND, "no worker 'w9'; known: w0, w1"):
+            call(request(worker_id="w9"), timeout=5)
+
+
+def test_workers_are_watched_as_they_change_come_and_go(fleet: Fleet) -> None:
+    watch = fleet.admin.WatchWorkers(admin_pb.WatchWorkersRequest(), timeout=30)
+    assert {w.worker_id for w in next(watch).workers} == {"w0", "w1"}
+    seen: list[tuple[str, int, bool]] = []
+    removed: list[str] = []
+
+    def read() -> None:
+        for frame in watch:
+            seen.extend((w.worker_id, w.state, w.cordoned) for w in frame.workers)
+            removed.extend(frame.removed_worker_ids)
+            if removed:
+                return
+
+    reader = threading.Thread(target=read, daemon=True)
+    reader.start()
+    fleet.start_worker("guest")
+    fleet.wait_for_workers("guest")
+    until(lambda: ("guest", admin_pb.WORKER_STATE_ACTIVE, False) in seen)
+    cordon(fleet, "w1")
+    until(lambda: ("w1", admin_pb.WORKER_STATE_ACTIVE, True) in seen)
+    fleet.workers.pop("guest").kill()
+    until(lambda: ("guest", admin_pb.WORKER_STATE_LOST, False) in seen)
+    fleet.admin.ForgetWorker(admin_pb.ForgetWorkerRequest(worker_id="guest"), timeout=5)
+    until(lambda: removed == ["guest"])
+    reader.join(5)
+    watch.cancel()
+
+
+# --- strategies ------------------------------------------------------------------------------------------------------
+
+
+def test_a_strategy_is_set_by_name_or_alias_for_the_fleet_or_a_queue(fleet: Fleet) -> None:
+    def get(queue: str = "") -> Any:
+        return fleet.admin.GetStrategy(admin_pb.GetStrategyRequest(queue=queue), timeout=5)
+
+    def put(strategy: str, queue: str = "") -> Any:
+        request = admin_pb.SetStrategyRequest(strategy=strategy, queue=queue)
+        return fleet.admin.SetStrategy(request, timeout=5).strategy
+
+    names = {s.name for s in get().available}
+    assert names >= {
+        "auto", "compute_load", "least_loaded", "memory_usage", "round_robin", "static_partition", "task_type",
+    }  # fmt: skip
+    assert all(s.summary for s in get().available)
+    try:
+        for name in sorted(names):
+            assert put(name) == name
+            ids = fleet.submit("echo", *(b"x" for _ in range(10)))
+            assert all(fleet.outcome(i).result == b"x" for i in ids)
+        assert put("memory") == "memory_usage"
+        assert get("special").inherited
+        assert put("utilization", "special") == "compute_load"
+        assert (get("special").strategy, get("special").inherited) == ("compute_load", False)
+        assert put("", "special") == "memory_usage"
+        assert get("special").inherited
+        with refused(grpc.StatusCode.INVALID_ARGUMENT, "no strategy 'best'", "round_robin"):
+            put("best")
+        with refused(grpc.StatusCode.INVALID_ARGUMENT):
+            put("")
+    finally:
+        put("auto")
+
+
+def test_a_partition_key_stays_with_one_worker(fleet: Fleet) -> None:
+    request = admin_pb.SetStrategyRequest(strategy="static_partition", queue="keyed")
+    fleet.admin.SetStrategy(request, timeout=5)
+    with fleet.client() as client:
+        placed: dict[str, set[str]] = {}
+        for _ in range(3):
+            for key in map(str, range(12)):
+                outcome = client.run_outcome("echo", b"x", partition_key=key, queue="keyed")
+                placed.setdefault(key, set()).add(outcome.worker_id)
+    assert all(len(workers) == 1 for workers in placed.values())
+    assert {w for workers in placed.values() for w in workers} == {"w0", "w1"}
+
+
+# --- queues ----------------------------------------------------------------------------------------------------------
+
+
+def queue_of(fleet: Fleet, name: str) -> Any:
+    queues = fleet.admin.ListQueues(admin_pb.ListQueuesRequest(page_size=1000), timeout=5).queues
+    return next(q for q in queues if q.queue == name)
+
+
+def test_a_paused_queue_takes_tasks_and_keeps_them(fleet: Fleet) -> None:
+    assert fleet.admin.PauseQueue(admin_pb.PauseQueueRequest(queue="paused"), timeout=5).queue.paused
+    ids = fleet.submit("echo", b"abc", b"de", queue="paused")
+    (other,) = fleet.submit("echo", b"x", queue="not paused")
+    assert fleet.outcome(other).state == task_pb2.OUTCOME_STATE_SUCCEEDED
+    queue = queue_of(fleet, "paused")
+    assert (queue.queued, queue.queued_bytes, queue.leased) == (2, 5, 0)
+    assert queue.HasField("oldest_age")
+    told = fleet.admin.Explain(admin_pb.ExplainRequest(task_id=ids[0]), timeout=5)
+    assert "paused" in told.summary
+    assert "mgpuctl queues resume paused" in told.summary
+    assert not fleet.admin.ResumeQueue(admin_pb.ResumeQueueRequest(queue="paused"), timeout=5).queue.paused
+    assert [fleet.outcome(i).result for i in ids] == [b"abc", b"de"]
+    with refused(grpc.StatusCode.INVALID_ARGUMENT, "queue is missing"):
+        fleet.admin.PauseQueue(admin_pb.PauseQueueRequest(), timeout=5)
+
+
+@pytest.mark.parametrize(
+    ("limits", "payload"),
+    [(admin_pb.QueueLimits(tasks_max=3), b"x"), (admin_pb.QueueLimits(bytes_max=3000), bytes(1000))],
+)
+def test_past_its_limits_a_queue_refuses_with_a_retry_delay(
+    fleet: Fleet, limits: admin_pb.QueueLimits, payload: bytes
+) -> None:
+    name = f"limited to {limits.tasks_max or limits.bytes_max}"
+    fleet.admin.SetQueueLimits(admin_pb.SetQueueLimitsRequest(queue=name, limits=limits), timeout=5)
+    fleet.admin.PauseQueue(admin_pb.PauseQueueRequest(queue=name), timeout=5)
+    results = fleet.submit_raw("echo", *(payload for _ in range(5)), queue=name).results
+    assert [r.WhichOneof("answer") for r in results] == ["task_id"] * 3 + ["rejection"] * 2
+    rejection = results[3].rejection
+    assert rejection.code == grpc.StatusCode.RESOURCE_EXHAUSTED.value[0]
+    assert rejection.retry_delay.ToNanoseconds() > 0
+    fleet.admin.ResumeQueue(admin_pb.ResumeQueueRequest(queue=name), timeout=5)
+    for result in results[:3]:
+        fleet.outcome(result.task_id)
+    fleet.submit("echo", payload, queue=name)
+
+
+# --- looking ---------------------------------------------------------------------------------------------------------
+
+
+def test_explain_says_where_a_task_is_and_why(fleet: Fleet, tmp_path: Path) -> None:
+    def explain(task_id: int) -> Any:
+        return fleet.admin.Explain(admin_pb.ExplainRequest(task_id=task_id), timeout=5)
+
+    running = gated(fleet, tmp_path / "gate", "w0")
+    told = explain(running)
+    assert "on w0" in told.summary
+    assert told.strategy == "auto"
+    assert told.task.task_id == running
+    for name in ("w0", "w1"):
+        cordon(fleet, name)
+    first, second = fleet.submit("echo", b"1", b"2")
+    told = explain(second)
+    assert told.ahead == 1
+    assert "every worker that could take it is excluded" in told.summary
+    assert {c.worker_id: list(c.excluded_by) for c in told.candidates} == {"w0": ["cordoned"], "w1": ["cordoned"]}
+    for name in ("w0", "w1"):
+        fleet.admin.UncordonWorker(admin_pb.UncordonWorkerRequest(worker_id=name), timeout=5)
+    fleet.outcome(first)
+    assert "SUCCEEDED on w" in explain(first).summary
+    (tmp_path / "gate").touch()
+    fleet.outcome(running)
+    with refused(grpc.StatusCode.NOT_FOUND, "never submitted"):
+        explain(3)
+
+
+def test_stats_add_up(fleet: Fleet) -> None:
+    before = fleet.stats()
+    ids = fleet.submit("echo", *(b"x" for _ in range(30)))
+    (failed,) = fleet.submit("trial.wrong_type", b"")
+    for task_id in (*ids, failed):
+        fleet.outcome(task_id)
+    after = fleet.stats()
+    assert after.submitted - before.submitted == 31
+    assert after.succeeded - before.succeeded == 30
+    assert after.failed - before.failed == 1
+    assert (after.queued, after.leased, after.workers_active) == (0, 0, 2)
+    assert after.journal_writable
+    assert after.journal_bytes > 0
+    assert after.memory_bytes > 10 << 20
+    assert time.time() - after.start_time.seconds < 300
+    until(lambda: fleet.stats().outcomes_retained >= before.outcomes_retained + 31)
+
+
+def test_health_has_a_name_for_the_master_and_one_for_each_worker(fleet: Fleet) -> None:
+    for name in ("", "master", "multigpu.v1.TaskService", "worker/w0", "worker/w1"):
+        assert fleet.check_health(name) == SERVING, name
+    with refused(grpc.StatusCode.NOT_FOUND):
+        fleet.check_health("worker/w9")
+    states: list[int] = []
+    watch = fleet.health.Watch(health_pb2.HealthCheckRequest(service="worker/w1"), timeout=20)
+
+    def read() -> None:
+        with contextlib.suppress(grpc.RpcError):  # it ends with our cancel
+            for answer in watch:
+                states.append(answer.status)
+
+    reader = threading.Thread(target=read, daemon=True)
+    reader.start()
+    until(lambda: states == [SERVING])
+    cordon(fleet, "w1")
+    until(lambda: states == [SERVING, NOT_SERVING])
+    fleet.admin.UncordonWorker(admin_pb.UncordonWorkerRequest(worker_id="w1"), timeout=5)
+    until(lambda: states == [SERVING, NOT_SERVING, SERVING])
+    fleet.workers["w1"].kill()
+    until(lambda: states[-1] == NOT_SERVING)
+    assert fleet.check_health("worker/w1") == NOT_SERVING
+    fleet.start_worker("w1")
+    until(lambda: states[-1] == SERVING)
+    watch.cancel()
+    reader.join(5)
+
+
+def test_reflection_lists_the_services_and_describes_them(fleet: Fleet) -> None:
+    untyped: Any = reflection_pb2_grpc
+    stub = untyped.ServerReflectionStub(fleet.channel)
+    requests = [
+        reflection_pb2.ServerReflectionRequest(list_services=""),
+        reflection_pb2.ServerReflectionRequest(file_containing_symbol="multigpu.v1.TaskService"),
+    ]
+    listed, described = list(stub.ServerReflectionInfo(iter(requests), timeout=10))
+    names = {s.name for s in listed.list_services_response.service}
+    assert names >= {f"multigpu.v1.{n}Service" for n in ("Task", "Worker", "Admin")} | {"grpc.health.v1.Health"}
+    data = described.file_descriptor_response.file_descriptor_proto[0]
+    file = FileDescriptorProto.FromString(data)
+    assert [m.name for m in file.service[0].method] == ["Submit", "Run", "Watch", "Get", "List", "Cancel", "Count"]
