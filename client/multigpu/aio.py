@@ -37,6 +37,7 @@ class AsyncClient:
     `master` is HOST:PORT, by default that of MGPU_MASTER, else of the config file, else 127.0.0.1:7433. `window_tasks`
     and `window_bytes` bound what all calls together have unsettled; past them calls wait. Nothing is connected before
     the first call; a master that can't be reached for `connect_timeout_s` is an UnavailableError.
+    A setting out of range is a ValueError.
     """
 
     def __init__(

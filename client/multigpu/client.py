@@ -255,5 +255,4 @@ async def _close(generator: AsyncGenerator[Any, None]) -> None:
 def _finish(core: Core, thread: LoopThread, pid: int) -> None:
     """Ends the client and its thread, unless they are of the process that this one was forked from."""
     if os.getpid() == pid:
-        thread.submit(core.close()).result()
-        thread.stop()
+        thread.finish(core.close())

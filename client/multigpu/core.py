@@ -5,6 +5,7 @@ Everything here runs on one event loop, except that `calls` and `map_buffer` may
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
@@ -34,13 +35,12 @@ class Core:
     def __init__(
         self, master: str | None, window_tasks: int | None, window_bytes: int | None, connect_timeout_s: float
     ) -> None:
-        complete = master is not None and window_tasks is not None and window_bytes is not None
-        config = ClientConfig() if complete else load_client_config()
-        self.window = Window(
-            config.window_tasks if window_tasks is None else window_tasks,
-            config.window_bytes if window_bytes is None else window_bytes,
-        )
-        self.connection = Connection(master or config.master, connect_timeout_s)
+        given = {"master": master, "window_tasks": window_tasks, "window_bytes": window_bytes}
+        changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+        config = ClientConfig() if len(changes) == len(given) else load_client_config()
+        config = dataclasses.replace(config, **changes)
+        self.window = Window(config.window_tasks, config.window_bytes)
+        self.connection = Connection(config.master, connect_timeout_s)
         self.stream = RunStream(self.connection, self.window)
         self.calls = CallFactory()
 

@@ -25,14 +25,22 @@ class LoopThread:
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> "concurrent.futures.Future[T]":
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
 
-    def stop(self) -> None:
-        """Cancels what still runs, ends the loop and waits for its thread. Idempotent."""
-        if self.loop.is_closed():
-            return
-        self.submit(_cancel_others()).result()
-        self.loop.call_soon_threadsafe(self.loop.stop)
-        if threading.current_thread() is not self._thread:
-            self._thread.join()
+    def finish(self, last: Coroutine[Any, Any, None]) -> None:
+        """Runs a last coroutine, cancels what still runs, and ends the loop and its thread."""
+        ended = self.submit(_finish(last))
+        if threading.current_thread() is self._thread:
+            return  # the garbage collector can call from here; nobody can wait for himself
+        ended.result()
+        self._thread.join()
+
+
+async def _finish(last: Coroutine[Any, Any, None]) -> None:
+    try:
+        await last
+        await _cancel_others()
+    finally:
+        loop = asyncio.get_running_loop()
+        loop.call_soon(loop.stop)  # not at once: the end of this coroutine has yet to be told
 
 
 async def _cancel_others() -> None:

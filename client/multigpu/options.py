@@ -5,6 +5,7 @@ Tasks with the same options share one TaskSpec object, built once: frames then c
 
 import dataclasses
 import difflib
+import threading
 from collections.abc import Mapping
 from datetime import datetime
 from typing import Any, TypedDict, cast
@@ -99,6 +100,8 @@ class SpecCache:
 
     def __init__(self) -> None:
         self._specs: dict[Any, task_pb2.TaskSpec] = {}
+        # Threads may share a client. Reading a dict needs no lock.
+        self._building = threading.Lock()
 
     def get(self, kind: str, content_type: str, options: Mapping[str, Any]) -> task_pb2.TaskSpec:
         """The spec of a kind with these SpecOptions. TypeError: no such option; InvalidTaskError: a value is wrong."""
@@ -110,9 +113,10 @@ class SpecCache:
             spec = self._specs.get(key)
         if spec is None:
             spec = _build(kind, content_type, options)
-            if len(self._specs) >= _SPECS_MAX:
-                del self._specs[next(iter(self._specs))]
-            self._specs[key] = spec
+            with self._building:
+                if len(self._specs) >= _SPECS_MAX:
+                    del self._specs[next(iter(self._specs))]
+                self._specs[key] = spec
         return spec
 
 

@@ -187,7 +187,8 @@ class RunStream:
             self._give_up(code, details)
             return
         if self._failures == 1:
-            log.warning("the stream to the master at %s broke (%s: %s)", self._connection.master, code.name, details)
+            master = self._connection.master
+            log.warning("the stream to the master at %s broke (%s: %s); reconnecting", master, code.name, details)
         await asyncio.sleep(backoff_s(self._failures))
         if self._reached:
             await self._connection.ready(None)

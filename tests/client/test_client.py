@@ -1,5 +1,6 @@
 """The synchronous Client: threads, forks, Ctrl-C, and the calls it shares with AsyncClient."""
 
+import asyncio
 import contextlib
 import os
 import signal
@@ -252,6 +253,21 @@ def test_a_program_that_never_closes_ends_quietly() -> None:
     with ThreadedMaster() as master:
         done = run_program(program, master.address)
         assert (done.returncode, done.stdout, done.stderr) == (0, "5\n", "")
+
+
+def test_without_uvloop(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("multigpu.loop_thread._new_loop", asyncio.new_event_loop)
+    with ThreadedMaster() as master, multigpu.Client(master.address) as client:
+        assert list(client.map("echo", range(1000))) == list(range(1000))
+
+
+def test_a_client_that_the_collector_finds_on_its_own_thread_ends() -> None:
+    with ThreadedMaster() as master:
+        client = multigpu.Client(master.address)
+        assert client.run("echo", 1) == 1
+        thread = client._thread
+        thread.loop.call_soon_threadsafe(client._finalizer)
+        until(lambda: not thread._thread.is_alive())
 
 
 INTERRUPTED = {

@@ -1,6 +1,7 @@
 """What breaks, restarts and absences of the master do to calls; how calls and clients end."""
 
 import asyncio
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -172,3 +173,20 @@ async def test_a_client_belongs_to_one_loop() -> None:
 
         with pytest.raises(multigpu.ClientClosedError, match="another event loop"):
             await asyncio.to_thread(elsewhere)
+
+
+@pytest.mark.parametrize("settings", [{"master": "nowhere"}, {"window_tasks": 0}, {"window_bytes": -1}])
+def test_settings_out_of_range_are_refused(settings: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=str(next(iter(settings)))):
+        multigpu.AsyncClient(**settings)
+
+
+async def test_closing_ends_calls_that_wait_for_room() -> None:
+    async with ScriptedMaster() as master:
+        client = multigpu.AsyncClient(master.address, window_tasks=2)
+        master.gate.clear()
+        runs = [asyncio.create_task(client.run("echo", i)) for i in range(6)]
+        await until(lambda: len(master.inputs) == 2)
+        await client.close()
+        results = await asyncio.wait_for(asyncio.gather(*runs, return_exceptions=True), 5)
+        assert [type(result) for result in results] == [multigpu.ClientClosedError] * 6
