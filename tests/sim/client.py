@@ -1,4 +1,4 @@
-"""A simulated client: submits over a stream, and until each task has its outcome, attaches again whenever that breaks."""
+"""A simulated client: until each of its tasks has an outcome, it attaches again whenever its stream breaks."""
 
 from __future__ import annotations
 

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from multigpu_master.core import events as ev
 from multigpu_master.core.lanes import partition_of, shape_of
+from multigpu_master.core.ledger import RUN_GRACE_S
 from multigpu_master.core.model import Lease, Shape, Task, Worker
 from multigpu_master.core.placement import busy
 from multigpu_master.core.scheduler import Core
@@ -36,6 +37,8 @@ class Invariants:
         self._frames: dict[int, int] = {}
         self._holders: dict[int, Worker] = {}
         self._drains: dict[Worker, float] = {}
+        self._carried: dict[int, int] = {}  # the frame of each live lease
+        self._ran_since: dict[int, float] = {}
 
     # --- around each event -------------------------------------------------------------------------------------------
 
@@ -43,6 +46,7 @@ class Invariants:
         """Notes which reports must count."""
         core = self._core
         self._live = {x.lease_id: x.task for w in core.fleet.workers.values() for x in w.leases.values()}
+        self._carried = {x.lease_id: x.frame for w in core.fleet.workers.values() for x in w.leases.values()}
         self._holders = {x.lease_id: w for w in core.fleet.workers.values() for x in w.leases.values()}
         self._drains = {
             w: w.drain_deadline_s for w in core.fleet.workers.values() if w.draining and w.drain_deadline_s is not None
@@ -63,6 +67,11 @@ class Invariants:
                     self._settle(event, command)
                 case ev.Revoke():
                     self._revoke(event, command, now)
+                case ev.Welcome() if isinstance(event, ev.Hello):
+                    for h in event.leases:
+                        holder = self._holders.get(h.lease_id)
+                        kept = holder is None or holder.worker_id != event.info.worker_id
+                        check(kept or h.lease_id in command.adopted, "lease %s was lost in a reconnect", h.lease_id)
                 case _:
                     pass
         if isinstance(event, ev.Reports):
@@ -135,8 +144,13 @@ class Invariants:
                 continue
             drained = self._drains.get(worker, now + 1) <= now
             timeout_s = task.spec.run_timeout_s
-            overdue = timeout_s is not None and "taken back" in command.reason
-            gone = isinstance(event, ev.Heartbeat) and lease_id not in {h.lease_id for h in event.leases}
+            ran_since = self._ran_since.get(lease_id, now)
+            overdue = timeout_s is not None and now >= ran_since + timeout_s + RUN_GRACE_S
+            gone = (
+                isinstance(event, ev.Heartbeat)
+                and lease_id not in {h.lease_id for h in event.leases}
+                and self._carried[lease_id] <= event.last_frame
+            )
             check(drained or overdue or gone, "lease %s was revoked for no reason: %s", lease_id, command.reason)
 
     # --- state -------------------------------------------------------------------------------------------------------
@@ -203,6 +217,8 @@ class Invariants:
             leases = list(worker.leases.values())
             check(not leases or worker.session, "%s is lost and holds leases", worker.worker_id)
             for lease in leases:
+                if lease.running:
+                    self._ran_since.setdefault(lease.lease_id, self._world.now)
                 check(lease.worker is worker and lease.task.lease is lease, "a held lease is live")
             check(worker.leased_bytes == sum(len(x.task.payload) for x in leases), "leased bytes drift")
             check(worker.leased_memory_bytes == sum(x.task.spec.memory_bytes for x in leases), "leased memory drifts")

@@ -249,6 +249,9 @@ class Simulation:
     def _judge(self) -> None:
         """What must be true in the end."""
         journal = self.master.journal
+        core = self.master.core
+        if core is not None and any(t.spec.durable for t in core.tasks.values()):
+            raise ViolationError("the core remembers what the journal has")
         if journal.tasks:
             raise ViolationError(f"the journal still has tasks {list(journal.tasks)[:5]}")
         for client in self.clients:

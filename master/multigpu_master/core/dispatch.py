@@ -13,6 +13,7 @@ class Dispatcher:
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
+        self._membership = -1
 
     def run(self, now: float) -> None:
         """Grants every lease that can be granted now."""
@@ -20,14 +21,13 @@ class Dispatcher:
         if ledger.held(now):
             return
         self._unpark()
-        lanes, dispatched = ledger.lanes, dict[Worker, list[Lease]]()
+        lanes, placement, dispatched = ledger.lanes, ledger.placement, dict[Worker, list[Lease]]()
         while (first := lanes.first()) is not None:
             lane, task = first
-            worker = None
-            if not lane.queue.paused:
-                worker = ledger.placement.choose(ledger.strategy_of(lane.queue), lane)
+            strategy = ledger.strategy_of(lane.queue)
+            worker = None if lane.queue.paused else placement.choose(strategy, lane)
             if worker is None:
-                lanes.park(lane)
+                lanes.park(lane, placement.pin(strategy, lane.shape) if strategy.pinned else None)
                 continue
             lanes.take(lane)
             lease = self._grant(task, lane, worker, now)
@@ -35,22 +35,25 @@ class Dispatcher:
                 dispatched[worker].append(lease)
             else:
                 dispatched[worker] = [lease]
+            if lanes.lots:
+                lanes.offer_next(lane.crowd, worker if strategy.pinned else None)
         for worker, leases in dispatched.items():
             worker.frame += 1
             ledger.out.append(ev.Dispatch(worker.session, worker.frame, leases))
 
     def _unpark(self) -> None:
-        """Has the parked lanes tried again that the workers freed since might serve."""
+        """Has parked lanes tried again that the workers freed since might serve."""
         ledger = self._ledger
-        freed, lanes = ledger.freed, ledger.lanes
-        if not freed and not ledger.retry_all:
-            return
-        if lanes.parked:
-            eligible = ledger.fleet.eligible
-            for lane in list(lanes.parked):
-                if ledger.retry_all or not freed.keys().isdisjoint(eligible(lane.base)):
-                    lanes.offer(lane)
-        ledger.freed = {}
+        freed, fleet, lanes = ledger.freed, ledger.fleet, ledger.lanes
+        if ledger.retry_all or self._membership != fleet.membership:
+            lanes.offer_all()
+            self._membership = fleet.membership
+        elif freed:
+            for (crowd, worker), lot in list(lanes.lots.items()):
+                if worker in freed if worker is not None else not freed.keys().isdisjoint(fleet.eligible(lot.base)):
+                    lanes.offer_next(crowd, worker)
+        if freed:
+            ledger.freed = {}
         ledger.retry_all = False
 
     def _grant(self, task: Task, lane: Lane, worker: Worker, now: float) -> Lease:

@@ -2,8 +2,8 @@
 
 Tasks that are interchangeable for placement (same queue, priority and shape) stand in one lane, in order of age. The
 lanes that may have something to dispatch stand in a heap by priority, then by the age of their first task. A lane
-whose tasks no worker has room for is parked until a worker changes. So the cost of a dispatch depends on the number of
-lanes, not of tasks.
+whose tasks no worker has room for is parked in a lot with those that wait for the same; when that may have changed only
+the first of the lot is tried. So the cost of a dispatch depends neither on the number of tasks nor on that of lanes.
 
 A task that leaves from the middle of a lane (cancelled, expired, adopted) leaves a hollow entry behind, which is
 dropped when it comes to the front or when too many are, or is filled again if the task comes back first.
@@ -12,9 +12,9 @@ dropped when it comes to the front or when too many are, or is filled again if t
 from collections import deque
 from collections.abc import Callable, Iterable
 from hashlib import blake2b
-from heapq import heappop, heappush, heapreplace
+from heapq import heapify, heappop, heappush, heapreplace
 
-from multigpu_master.core.model import Queue, Shape, Spec, Task
+from multigpu_master.core.model import Queue, Shape, Spec, Task, Worker
 
 PARTITIONS = 4096
 # How far into a lane a task that comes back is sorted in; beyond that, order among retries is not worth the time.
@@ -42,7 +42,7 @@ class Crowd:
 
     def __init__(self, base: Shape) -> None:
         self.base = base
-        self.lanes: dict[Lane, None] = {}
+        self.lanes = 0
         self.live = 0  # tasks that wait in them
         self.waits_to_grow = False  # a worker has room, but is not worth its loading for so few tasks
 
@@ -86,12 +86,24 @@ class Lane:
         return None
 
 
+class Lot:
+    """Parked lanes of a crowd that wait for the same thing: room on any worker, or on the one to which they belong."""
+
+    __slots__ = ("base", "heap", "worker")
+
+    def __init__(self, base: Shape, worker: Worker | None) -> None:
+        self.base = base
+        self.worker = worker
+        self.heap: list[tuple[int, int, int, Lane]] = []  # as the heap of those to try
+
+
 class Lanes:
     """Every lane, the heap of those to try, and those parked."""
 
     def __init__(self) -> None:
         self.by_key: dict[tuple[str, int, Shape], Lane] = {}
-        self.parked: dict[Lane, None] = {}
+        self.parked: dict[Lane, int] = {}  # the ticket of its entry in a lot
+        self.lots: dict[tuple[Crowd, Worker | None], Lot] = {}
         self._crowds: dict[tuple[str, Shape], Crowd] = {}
         self._heap: list[tuple[int, int, int, Lane]] = []  # (priority, task_id of the head, ticket, lane)
         self._tickets = 0
@@ -138,6 +150,35 @@ class Lanes:
         lane.ticket = self._tickets
         heappush(self._heap, (lane.priority, head.task_id, lane.ticket, lane))
 
+    def offer_all(self) -> None:
+        """Has every parked lane tried again."""
+        for lane in list(self.parked):
+            self.offer(lane)
+        self.lots.clear()
+
+    def offer_next(self, crowd: Crowd, worker: Worker | None) -> None:
+        """Has the first lane of a lot tried again. If it fails so would the rest, which thus may stay where they are;
+        if it succeeds the next one is to be offered.
+        """
+        lot = self.lots.get((crowd, worker))
+        if lot is None:
+            return
+        heap = lot.heap
+        while heap:
+            priority, task_id, ticket, lane = heap[0]
+            if self.parked.get(lane) != ticket:
+                heappop(heap)
+                continue
+            head = lane.head()
+            assert head is not None, "an empty lane is not parked"
+            if head.task_id == task_id:
+                heappop(heap)
+                self.offer(lane)
+                break
+            heapreplace(heap, (priority, head.task_id, ticket, lane))
+        if not heap:
+            del self.lots[crowd, worker]
+
     def first(self) -> tuple[Lane, Task] | None:
         """The lane to try next, and its head."""
         heap = self._heap
@@ -182,11 +223,18 @@ class Lanes:
             self.parked.pop(lane, None)
             self._forget(lane)
 
-    def park(self, lane: Lane) -> None:
-        """Sets aside the lane that came first, until it is offered again."""
-        heappop(self._heap)
+    def park(self, lane: Lane, worker: Worker | None) -> None:
+        """Sets aside the lane that came first, for want of room on this worker, or on any."""
+        entry = heappop(self._heap)
         lane.ticket = 0
-        self.parked[lane] = None
+        self.parked[lane] = entry[2]
+        lot = self.lots.get((lane.crowd, worker))
+        if lot is None:
+            lot = self.lots[lane.crowd, worker] = Lot(lane.base, worker)
+        heappush(lot.heap, entry)
+        if len(lot.heap) > 2 * len(self.parked) + HOLLOW_MIN:
+            lot.heap = [e for e in lot.heap if self.parked.get(e[3]) == e[2]]
+            heapify(lot.heap)
 
     def _grow(self, lane: Lane) -> None:
         """Another task waits in the lane."""
@@ -194,20 +242,18 @@ class Lanes:
         lane.live += 1
         crowd.live += 1
         if lane.live == 1:
-            self.by_key[lane.key()] = lane
+            if lane.key() not in self.by_key:
+                self.by_key[lane.key()] = lane
+                crowd.lanes += 1
             self._crowds[lane.queue.name, crowd.base] = crowd
-            crowd.lanes[lane] = None
         if crowd.waits_to_grow:
             crowd.waits_to_grow = False
-            for other in list(crowd.lanes):
-                if other in self.parked:
-                    self.offer(other)
+            self.offer_next(crowd, None)
 
     def _forget(self, lane: Lane) -> None:
         assert lane.live == 0, "nothing waits in a lane that is forgotten"
         lane.ticket = 0
-        self.by_key.pop(lane.key(), None)
-        crowd = lane.crowd
-        crowd.lanes.pop(lane, None)
-        if not crowd.lanes:
-            self._crowds.pop((lane.queue.name, crowd.base), None)
+        if self.by_key.pop(lane.key(), None) is not None:
+            lane.crowd.lanes -= 1
+            if not lane.crowd.lanes:
+                del self._crowds[lane.queue.name, lane.base]
