@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack
 
 from multigpu.connection import current_traceparent
 from multigpu.core import Core, outcome, value, value_or_error
-from multigpu.embedding import CHUNK_TEXTS, KIND, Chunks, check_texts, stack
+from multigpu.embedding import CHUNK_TEXTS, KIND, Chunks, Stack, check_texts
 from multigpu.mapping import AsyncMap
 from multigpu.options import EmbedOptions, Input, SpecOptions, TaskOptions, split_options
 from multigpu.submitting import cut, single
@@ -170,7 +170,11 @@ class AsyncClient:
 
         `model`: default, the workers' own. `chunk`: texts in a task, 1 to 10,000. Raises as `map`.
         """
-        return stack([rows async for rows in self.embed_iter(texts, model, chunk=chunk, **options)])
+        stack = Stack(texts)
+        async with aclosing(self.embed_iter(texts, model, chunk=chunk, **options)) as parts:
+            async for rows in parts:
+                stack.add(rows)
+        return stack.array()
 
     async def embed_iter(
         self,

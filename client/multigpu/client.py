@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack, cast
 from multigpu import errors
 from multigpu.connection import current_traceparent
 from multigpu.core import Core, outcome, value, value_or_error
-from multigpu.embedding import CHUNK_TEXTS, KIND, Chunks, check_texts, stack
+from multigpu.embedding import CHUNK_TEXTS, KIND, Chunks, Stack, check_texts
 from multigpu.loop_thread import LoopThread
 from multigpu.mapping_sync import SyncMap
 from multigpu.options import EmbedOptions, Input, SpecOptions, TaskOptions, split_options
@@ -162,7 +162,10 @@ class Client:
 
         `model`: default, the workers' own. `chunk`: texts in a task, 1 to 10,000. Raises as `map`.
         """
-        return stack(list(self.embed_iter(texts, model, chunk=chunk, **options)))
+        stack = Stack(texts)
+        for rows in self.embed_iter(texts, model, chunk=chunk, **options):
+            stack.add(rows)
+        return stack.array()
 
     def embed_iter(
         self, texts: Iterable[str], model: str = "", *, chunk: int = CHUNK_TEXTS, **options: Unpack[EmbedOptions]

@@ -62,3 +62,14 @@ async def test_embed_notices_a_worker_that_counts_differently() -> None:
     async with ScriptedMaster(answer) as master, multigpu.AsyncClient(master.address) as client:
         with pytest.raises(multigpu.TransportError, match="12 bytes for 2 vectors of 3"):
             await client.embed(["a", "b"])
+
+
+async def test_embed_does_not_mix_models() -> None:
+    def answer(spec: Spec, task: Task) -> Reply:
+        dimension = len(embed_pb2.EmbedPayload.FromString(task.payload).texts[0])
+        result = embed_pb2.EmbedResult(dimension=dimension, values=bytes(4 * dimension)).SerializeToString()
+        return task_pb2.Outcome(state=task_pb2.OUTCOME_STATE_SUCCEEDED, result=result)
+
+    async with ScriptedMaster(answer) as master, multigpu.AsyncClient(master.address) as client:
+        with pytest.raises(multigpu.TransportError, match=r"vectors of 2, others of 3.*name the model"):
+            await client.embed(["ab", "abc"], chunk=1)
