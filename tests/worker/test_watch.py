@@ -94,6 +94,16 @@ def test_a_verdict_spares_the_other_slots() -> None:
     assert blamed(slots, one, two, verdict=verdict) == ({3: "RunTimeout"}, [1, 2, 4])
 
 
+def test_a_batch_that_runs_together_is_found_again_after_the_verdict() -> None:
+    together = batch(1, [1, 2, 3, 4], one_by_one=False, run_timeout_s=1)
+    verdict = watch().check(2 * SECOND, [state(1, 1)], {1: together}, {})
+    assert verdict is not None
+    # Until it was dead the engine went on to another item.
+    failed, again = blame([state(1, 3)], {1: together}, verdict, DIED)
+    assert failed == []
+    assert [lease.together_max for lease in again] == [2] * 4
+
+
 def test_a_batch_is_halved_until_the_culprit_is_alone() -> None:
     culprit = 77
     waiting = [batch(1, list(range(256)), one_by_one=False).leases]

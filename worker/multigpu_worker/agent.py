@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 import structlog
 from multigpu.config import WorkerConfig
@@ -35,15 +34,6 @@ FRAME_BYTES_MAX = 4 << 20
 UNSENT_BYTES_MAX = 64 << 20
 # A report has to fit into one message, with room for what goes beside the result.
 RESULT_BYTES_MAX = (64 << 20) - (64 << 10)
-
-
-@dataclass(slots=True)
-class Sample:
-    """The last word of the device's sensors."""
-
-    telemetry: Telemetry | None = None
-    # Since 1970.
-    instant_ns: int = 0
 
 
 class Agent:
@@ -86,7 +76,9 @@ class Agent:
         self._verdict: Verdict | None = None
         self._out_of_memory = False
         self._paused = False
-        self._sample = Sample()
+        # The last word of the device's sensors, and when it was, in nanoseconds since 1970.
+        self._telemetry: Telemetry | None = None
+        self._telemetry_ns = 0
         self._resident_models: Sequence[str] = ()
         self._heartbeat_wanted = False
         self._heartbeat_s = 1.0
@@ -182,8 +174,8 @@ class Agent:
             return wire.heartbeat(
                 self.session.held(hello=False),
                 last_frame=self._last_frame,
-                telemetry=self._sample.telemetry,
-                sample_ns=self._sample.instant_ns,
+                telemetry=self._telemetry,
+                sample_ns=self._telemetry_ns,
                 resident_models=self._resident_models,
                 draining=self.draining,
             )
@@ -379,8 +371,8 @@ class Agent:
     async def _beat(self) -> None:
         """Send a heartbeat at the master's interval, with the device's state."""
         while True:
-            telemetry = await asyncio.to_thread(self.device.sample)
-            self._sample = Sample(telemetry, time.time_ns())
+            self._telemetry = await asyncio.to_thread(self.device.sample)
+            self._telemetry_ns = time.time_ns()
             if self.session.connected:
                 self._want_heartbeat()
             with contextlib.suppress(TimeoutError):

@@ -36,7 +36,7 @@ class Verdict:
     """End the engine, because of what this slot runs."""
 
     batch_id: int
-    # 0: the batch runs together.
+    # Of a kind that runs one by one; 0: the batch runs together.
     lease_id: int
     error: TaskError
 
@@ -79,7 +79,7 @@ class Watch:
                 or self._cancelled(now_ns, running, cancelled_ns)
             )
             if error is not None:
-                return Verdict(batch_id=state.batch_id, lease_id=state.lease_id, error=error)
+                return Verdict(batch_id=state.batch_id, lease_id=_lease_id(state, batch), error=error)
         return None
 
     def _run_timeout(self, now_ns: int, state: SlotState, running: list[Lease]) -> TaskError | None:
@@ -122,6 +122,10 @@ def running_leases(state: SlotState, batch: EngineBatch | None) -> list[Lease]:
     return [] if lease is None else [lease]
 
 
+def _lease_id(state: SlotState, batch: EngineBatch | None) -> int:
+    return state.lease_id if batch is not None and batch.one_by_one else 0
+
+
 def blame(
     slots: Iterable[SlotState], batches: Mapping[int, EngineBatch], verdict: Verdict | None, died: TaskError
 ) -> tuple[list[tuple[Lease, TaskError]], list[Lease]]:
@@ -132,17 +136,18 @@ def blame(
     failed: dict[int, tuple[Lease, TaskError]] = {}
     explained = verdict is not None
     for state in slots:
-        if verdict is not None and (state.batch_id, state.lease_id) != (verdict.batch_id, verdict.lease_id):
+        batch = batches.get(state.batch_id)
+        if verdict is not None and (state.batch_id, _lease_id(state, batch)) != (verdict.batch_id, verdict.lease_id):
             continue
-        running = running_leases(state, batches.get(state.batch_id))
+        running = running_leases(state, batch)
         if len(running) == 1:
             failed[running[0].lease_id] = (running[0], died if verdict is None else verdict.error)
         for lease in running:
             explained = True
             lease.together_max = max(1, len(running) // 2)
     if not explained:
-        for batch in batches.values():
-            _suspect(batch, died, failed)
+        for inside in batches.values():
+            _suspect(inside, died, failed)
     again = [lease for batch in batches.values() for lease in batch.leases.values() if lease.lease_id not in failed]
     return list(failed.values()), again
 

@@ -5,8 +5,8 @@ each item, and returns. The runtime around it (engine_runtime.py) moves the word
 the right item and keeps the clock.
 
 Threads: `prepare` is called by a thread of its own, one batch at a time, while `run` may be working on the batch
-before it. `run` is called by the main thread; an engine whose class says `one_by_one` may also get further batches in
-other threads at the same time, one for each further slot. The reporter may be used from any thread.
+before it. `run` is called by one thread for each slot, the main thread being the first: at the same time for an engine
+whose class says `one_by_one`, one batch at a time for the others. The reporter may be used from any thread.
 """
 
 from dataclasses import dataclass, field
