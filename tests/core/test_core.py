@@ -83,6 +83,13 @@ def test_a_task_that_could_not_be_journaled_never_runs() -> None:
     assert task.lease is None
     assert stage.core.unsettled == stage.core.counters.submitted == 0
     assert not stage.core.tasks
+    assert task.task_id == 0
+    assert not stage.core.lanes.by_key
+    (paused,) = stage.submit()
+    stage.report(lease_of(paused), FAILED)
+    stage.handle(ev.SubmitFailed([paused]))
+    stage.handle(ev.Tick(), 10.0)
+    assert paused.lease is None
 
 
 def test_forgetting_a_task_keeps_the_next_one_of_its_request() -> None:

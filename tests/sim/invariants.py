@@ -140,7 +140,9 @@ class Invariants:
         for lease_id in command.lease_ids:
             task = self._live.get(lease_id)
             worker = self._holders.get(lease_id)
-            if task is None or worker is None or task.outcome is not None or worker.session != command.session:
+            if task is None or worker is None or worker.session != command.session:
+                continue
+            if task.outcome is not None or not task.task_id:
                 continue
             drained = self._drains.get(worker, now + 1) <= now
             timeout_s = task.spec.run_timeout_s

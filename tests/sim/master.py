@@ -210,12 +210,12 @@ class Master:
             return
         if isinstance(result, ev.Rejection):
             client.rejected(request_id, result)
-        elif result.outcome is None:
-            client.accepted(request_id, result, self.epoch)
-        elif result.outcome.error is not None and result.outcome.error.type == "NotJournaled":
-            client.rejected(request_id, ev.Rejection(8, "the journal is full", 1.0))
-        else:
+        elif result.outcome is not None:
             client.outcome(request_id, result.task_id, result.outcome, self.epoch)
+        elif result.task_id:
+            client.accepted(request_id, result, self.epoch)
+        else:
+            client.rejected(request_id, ev.Rejection(8, "the journal is full", 1.0))
 
     def _settled(self, tasks: list[Task]) -> None:
         durable = []

@@ -37,7 +37,9 @@ class Cancel:
 
 @dataclass(slots=True)
 class SubmitFailed:
-    """The journal could not write these tasks: they were never submitted."""
+    """The journal could not write these tasks: they were never submitted. Those that had not ended by then have no
+    task_id any more, which tells whoever was promised one.
+    """
 
     tasks: Sequence[Task]
 

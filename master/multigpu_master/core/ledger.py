@@ -158,7 +158,9 @@ class Ledger:
 
     def settle(self, task: Task, outcome: Outcome) -> None:
         """From queued, and in no lane, to settled: its end."""
-        self.close(task, outcome)
+        assert task.outcome is None, "a task is settled once"
+        self.close(task)
+        task.outcome = outcome
         counters = self.counters
         match outcome.state:
             case OutcomeState.SUCCEEDED:
@@ -175,11 +177,9 @@ class Ledger:
         if not task.spec.durable:
             self._keep_ephemeral(task, outcome)
 
-    def close(self, task: Task, outcome: Outcome) -> None:
+    def close(self, task: Task) -> None:
         """From queued, and in no lane, out of every account."""
-        assert task.outcome is None, "a task is settled once"
         assert task.lease is None, "a leased task is released first"
-        task.outcome = outcome
         queue, size = self.queues[task.spec.queue], len(task.payload)
         queue.queued -= 1
         queue.queued_bytes -= size

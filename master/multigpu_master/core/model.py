@@ -101,7 +101,9 @@ class Outcome:
 
 @dataclass(slots=True, eq=False)
 class Task:
-    """A unit of work. `task_id` is 0 until the core has taken it."""
+    """A unit of work. `task_id` is 0 until the core has taken it, and again if it could not be made durable: then it
+    was never taken, whatever was promised.
+    """
 
     spec: Spec
     request_id: str
@@ -119,8 +121,10 @@ class Task:
 
     @property
     def waiting(self) -> bool:
-        """Whether it may be dispatched: neither settled, nor leased, nor waiting out a pause."""
-        return self.outcome is None and self.lease is None and (self.extra is None or not self.extra.not_before_s)
+        """Whether it may be dispatched: it is ours, and neither settled, nor leased, nor waiting out a pause."""
+        if self.outcome is not None or self.lease is not None or not self.task_id:
+            return False
+        return self.extra is None or not self.extra.not_before_s
 
     def more(self) -> Extra:
         """The task's Extra, made when first needed."""

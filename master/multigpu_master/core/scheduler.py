@@ -12,7 +12,7 @@ from multigpu_master.core.attempts import Attempts
 from multigpu_master.core.dispatch import Dispatcher
 from multigpu_master.core.lanes import Lane, partition_of
 from multigpu_master.core.ledger import Counters, Ledger, Limits
-from multigpu_master.core.model import Outcome, OutcomeState, Spec, Task, TaskError
+from multigpu_master.core.model import OutcomeState, Spec, Task, TaskError
 from multigpu_master.core.operators import Operators
 from multigpu_master.core.sessions import Sessions
 from multigpu_master.core.timers import Due
@@ -113,7 +113,7 @@ class Core(Ledger):
         self.out.append(ev.Submitted(results, fresh))
 
     def _cancel(self, event: ev.Cancel, now: float) -> None:
-        ended = [t for t in dict.fromkeys(event.tasks) if t.outcome is None]
+        ended = [t for t in dict.fromkeys(event.tasks) if t.outcome is None and t.task_id]
         error = TaskError("Cancelled", event.reason or "cancelled by the client", retryable=False)
         for task in ended:
             self._attempts.end(task, OutcomeState.CANCELLED, error, now)
@@ -129,13 +129,13 @@ class Core(Ledger):
             self.enter(task, self.lane_for(task))
 
     def _submit_failed(self, event: ev.SubmitFailed, now: float) -> None:
-        error = TaskError("NotJournaled", "the master could not write the task to its journal", retryable=False)
         for task in event.tasks:
-            if task.outcome is None:
-                self._attempts.leave(task, error.message)
-                self.close(task, Outcome(OutcomeState.CANCELLED, now, error=error))
-                self.counters.submitted -= 1
             self.drop(task)
+            if task.outcome is None:
+                self._attempts.leave(task, "the master could not write the task to its journal")
+                self.close(task)
+                self.counters.submitted -= 1
+                task.task_id = 0
 
     def _committed(self, event: ev.SettlesCommitted, now: float) -> None:
         for task in event.tasks:
