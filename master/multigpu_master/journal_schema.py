@@ -170,7 +170,10 @@ def _check_header(path: Path) -> None:
         raise _damaged(path, "it is not an SQLite database")
     if int.from_bytes(header[68:72], "big") != APPLICATION_ID:
         raise JournalError(f"{path} is an SQLite database, but not a journal of multigpu. Give another --data-dir.")
-    version = int.from_bytes(header[60:64], "big")
+    _check_version(path, int.from_bytes(header[60:64], "big"))
+
+
+def _check_version(path: Path, version: int) -> None:
     if version > SCHEMA_VERSION:
         raise JournalError(
             f"The journal {path} has schema version {version}; this multigpu knows versions up to {SCHEMA_VERSION}. "
@@ -190,6 +193,8 @@ def _check_contents(path: Path) -> None:
         whole = path.stat().st_size <= QUICK_CHECK_BYTES_MAX
         scopes = ("1",) if whole else ("'task'", "'setting'", "'dead_letter'")
         try:
+            # Again: a newer multigpu that was killed may have said it in the log only.
+            _check_version(path, connection.execute("PRAGMA user_version").fetchone()[0])
             verdicts = [connection.execute(f"PRAGMA quick_check({scope})").fetchone()[0] for scope in scopes]
             connection.execute(f"SELECT {TASK_COLUMNS} FROM task LIMIT 1").fetchall()
         finally:
