@@ -1,0 +1,223 @@
+"""The disk below: full for a while, held by another master, damaged, or of a newer multigpu."""
+
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import sqlite3
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from multigpu.v1 import task_pb2, task_service_pb2
+
+from tests.fleet import Daemon, Fleet, until
+from tests.integration.streams import Feed, collect, run_frame
+
+SUCCEEDED = task_pb2.OUTCOME_STATE_SUCCEEDED
+EXIT_REFUSED = 3
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 8 MiB."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if os.geteuid() or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", disk], check=False).returncode:
+        pytest.skip("only root may mount a small file system")
+    yield disk
+    subprocess.run(["umount", disk], check=True)
+
+
+def fill(disk: Path) -> Path:
+    """Takes all the room there is; the file to remove again."""
+    ballast = disk / "ballast"
+    with ballast.open("wb", buffering=0) as file:
+        for size in (1 << 16, 1 << 12, 1):
+            try:
+                while True:
+                    file.write(bytes(size))
+            except OSError:
+                pass
+    assert shutil.disk_usage(disk).free == 0
+    return ballast
+
+
+def test_a_full_disk_refuses_new_tasks_and_nothing_else(small_disk: Path, tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    options: Any = {"workers": 1, "handlers": ["trial_handlers"], "worker_flags": ["--slots", "2"]}
+    with Fleet(tmp_path / "fleet", data_dir=small_disk / "data", **options) as fleet:
+        feed = Feed(run_frame("trial.gate", ("running", str(gate).encode())))
+        stream = fleet.tasks.Run(feed, timeout=60)
+        running = next(stream).accepted[0].task_id
+        ballast = fill(small_disk)
+        # What is in the file already may still take some; then there is no more.
+        until(lambda: fleet.submit_raw("echo", bytes(200_000)).results[0].HasField("rejection"))
+        results = fleet.submit_raw("echo", b"small", bytes(100_000)).results
+        assert [r.rejection.code for r in results] == [grpc.StatusCode.RESOURCE_EXHAUSTED.value[0]] * 2
+        assert "disk is full" in results[0].rejection.message
+        assert "EPHEMERAL" in results[0].rejection.message
+        assert results[0].rejection.retry_delay.ToNanoseconds() > 0
+        assert not fleet.stats().journal_writable
+
+        # Running work goes on, and its outcome is delivered.
+        (brief,) = fleet.submit("echo", b"brief", durability=task_pb2.DURABILITY_EPHEMERAL)
+        assert fleet.outcome(brief).result == b"brief"
+        gate.touch()
+        feed.close()
+        (outcome,) = collect(stream).outcomes
+        assert (outcome.task_id, outcome.result) == (running, b"opened")
+        assert fleet.outcome(running).result == b"opened"
+        heard = collect(fleet.tasks.Run(iter([run_frame("echo", ("late", b"x"))]), timeout=10))
+        assert [r.code for r in heard.rejected] == [grpc.StatusCode.RESOURCE_EXHAUSTED.value[0]]
+
+        # Service returns when there is room, and what ended meanwhile is on the disk.
+        ballast.unlink()
+        until(lambda: fleet.stats().journal_writable)
+        (task_id,) = fleet.submit("echo", b"again", request_ids=["late"])
+        assert fleet.outcome(task_id).result == b"again"
+        watch = fleet.tasks.Watch(task_service_pb2.WatchRequest(), timeout=20)
+        watched: set[int] = set()
+        for frame in watch:
+            watched |= {o.task_id for o in frame.outcomes}
+            if {running, task_id} <= watched:
+                break
+        watch.cancel()
+        fleet.restart_master()
+        assert fleet.outcome(running).result == b"opened"
+        assert not fleet.faults()
+
+
+def test_the_sdk_waits_out_a_full_disk(small_disk: Path, tmp_path: Path) -> None:
+    with Fleet(tmp_path / "fleet", workers=1, data_dir=small_disk / "data") as fleet:
+        ballast = fill(small_disk)
+        until(lambda: fleet.submit_raw("echo", bytes(200_000)).results[0].HasField("rejection"))
+        with fleet.client() as client:
+            results = client.map("echo", [b"%d" % n for n in range(20)])
+            ballast.unlink()
+            assert list(results) == [b"%d" % n for n in range(20)]
+
+
+# --- a journal that is not for us ------------------------------------------------------------------------------------
+
+
+def exit_code(daemon: Daemon) -> int | None:
+    """What it ends with; None if it lives on."""
+    try:
+        return daemon.process.wait(10)
+    except subprocess.TimeoutExpired:
+        daemon.kill()
+        return None
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Every file but the lock, and the log's index, which is SQLite's own and is made anew from the log."""
+    files = [p for p in sorted(folder.iterdir()) if p.is_file() and p.name != "LOCK" and not p.name.endswith("-shm")]
+    return {p.name: p.read_bytes() for p in files}
+
+
+def stopped_with_a_journal(tmp_path: Path) -> Fleet:
+    """A fleet whose master has ended and left a journal with an outcome."""
+    fleet = Fleet(tmp_path / "fleet", workers=0)
+    fleet.start_master()
+    fleet.submit("sleep", b"1", wait_for_worker=True)
+    assert fleet.master.stop() == 0
+    return fleet
+
+
+def newer(path: Path) -> None:
+    with contextlib.closing(sqlite3.connect(path)) as journal:
+        journal.execute("PRAGMA user_version = 99")
+
+
+def newer_in_its_log(path: Path) -> None:
+    """The newer multigpu was killed before its log was copied into the file."""
+    code = (
+        "import os, sqlite3, sys; j = sqlite3.connect(sys.argv[1]); j.execute('PRAGMA user_version = 99'); os._exit(0)"
+    )
+    subprocess.run([sys.executable, "-c", code, path], check=True)
+    assert path.with_name(path.name + "-wal").stat().st_size > 0
+
+
+def corrupt(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[2 * 8192 :] = b"\xa5" * (len(data) - 2 * 8192)
+    path.write_bytes(data)
+
+
+def foreign(path: Path) -> None:
+    path.unlink()
+    with contextlib.closing(sqlite3.connect(path)) as other:
+        other.execute("CREATE TABLE somebody_elses (x)")
+
+
+def truncated(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:50])
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (newer, "schema version 99"),
+        (newer_in_its_log, "schema version 99"),
+        (corrupt, "damaged"),
+        (foreign, "not a journal of multigpu"),
+        (truncated, "not an SQLite database"),
+    ],
+)
+def test_a_journal_that_is_not_for_us_is_refused_and_left_alone(tmp_path: Path, damage: Any, words: str) -> None:
+    fleet = stopped_with_a_journal(tmp_path)
+    damage(fleet.data_dir / "journal.sqlite3")
+    before = contents(fleet.data_dir)
+    master = fleet.start_master(wait=False)
+    assert exit_code(master) == EXIT_REFUSED
+    assert words in master.log()
+    assert "Traceback" not in master.log()
+    assert contents(fleet.data_dir) == before
+
+
+def test_a_second_master_is_refused_and_told_who_is_there(tmp_path: Path) -> None:
+    with Fleet(tmp_path / "fleet", workers=0) as fleet:
+        other = Fleet(tmp_path / "other", workers=0, data_dir=fleet.data_dir)
+        second = other.start_master(wait=False)
+        assert exit_code(second) == EXIT_REFUSED
+        assert f"held by another master (pid {fleet.master.pid} on {socket.gethostname()}" in second.log()
+        assert "--data-dir" in second.log()
+        assert fleet.stats().workers_active == 0
+        # And when the first is gone, however it went, there is room.
+        fleet.master.kill()
+        other.start_master()
+        other.close()
+
+
+def test_a_port_in_use_is_refused_with_the_remedy(tmp_path: Path) -> None:
+    with Fleet(tmp_path / "fleet", workers=0) as fleet:
+        other = Fleet(tmp_path / "other", workers=0)
+        other.address = fleet.address
+        second = other.start_master(wait=False)
+        assert exit_code(second) == EXIT_REFUSED
+        assert "--listen" in second.log()
+        assert "Traceback" not in second.log()
+
+
+def test_a_data_dir_that_can_not_be_used_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("no directory")
+    fleet = Fleet(tmp_path / "fleet", workers=0, data_dir=tmp_path / "file" / "data")
+    master = fleet.start_master(wait=False)
+    assert exit_code(master) == EXIT_REFUSED
+    assert "directory" in master.log()
+    assert "Traceback" not in master.log()
+
+
+def test_a_second_signal_ends_nothing_by_force(tmp_path: Path) -> None:
+    with Fleet(tmp_path / "fleet", workers=0) as fleet:
+        fleet.master.signal(signal.SIGTERM)
+        fleet.master.signal(signal.SIGTERM)
+        assert fleet.master.process.wait(10) == 0
+        fleet.start_master()
+        assert fleet.stats().journal_writable
