@@ -48,7 +48,9 @@ class RunStream:
         # Monotonic instant of the first attempt to reach the master; None once it was reached.
         self._first_try: float | None = None
         self._reached = False
+        # Streams that ended in a row, without a frame: all of them, and those that no absence of the master explains.
         self._failures = 0
+        self._barren = 0
 
     async def start(self, calls: Sequence[Call]) -> None:
         """Starts calls, in order, as soon as the window has room for them all."""
@@ -167,7 +169,7 @@ class RunStream:
         if self._failures:
             log.info("the stream to the master at %s is back", self._connection.master)
         self._reached = True
-        self._failures = 0
+        self._failures = self._barren = 0
         later = self._state.receive(response, nbytes)
         if self._confirmed is not None and not self._state.cancelling:
             if not self._confirmed.done():
@@ -183,7 +185,9 @@ class RunStream:
     async def _recover(self, code: grpc.StatusCode, details: str) -> None:
         """Waits until it makes sense to open another stream; fails what waits if it never will."""
         self._failures += 1
-        if code not in BREAKS or (code is not grpc.StatusCode.UNAVAILABLE and self._failures >= _BARREN_STREAMS_MAX):
+        # A master that comes and goes is UNAVAILABLE in between, or INTERNAL once: gRPC's own word when a write was cut.
+        self._barren = 0 if code is grpc.StatusCode.UNAVAILABLE else self._barren + 1
+        if code not in BREAKS or self._barren >= _BARREN_STREAMS_MAX:
             self._give_up(code, details)
             return
         if self._failures == 1:
@@ -201,7 +205,7 @@ class RunStream:
             self._give_up(grpc.StatusCode.UNAVAILABLE, details)
 
     def _give_up(self, code: grpc.StatusCode, details: str) -> None:
-        self._failures = 0
+        self._failures = self._barren = 0
         self._first_try = None
         explain = self._connection.explain
         self._state.fail_all(lambda: explain(code, details))

@@ -129,8 +129,8 @@ async def test_a_stream_that_always_fails_is_an_error_in_the_end(
     monkeypatch.setattr("multigpu.connection._BACKOFF_MAX_S", 0.02)
     async with ScriptedMaster() as master, multigpu.AsyncClient(master.address) as client:
         master.stream_status = status
-        # A write that meets the end of its stream makes gRPC report an error of its own, INTERNAL, in the master's place.
-        with pytest.raises(multigpu.MultigpuError, match="scripted status|Internal error from Core"):
+        # A write that meets the end of its stream makes gRPC report an INTERNAL error of its own in the master's place.
+        with pytest.raises(multigpu.MultigpuError, match=r"scripted status|Internal error from Core"):
             await asyncio.wait_for(client.run("echo", b""), 10)
         if status is grpc.StatusCode.INVALID_ARGUMENT:  # a verdict: what is sent again will be refused again
             assert master.streams < 8
