@@ -185,7 +185,7 @@ class RunStream:
     async def _recover(self, code: grpc.StatusCode, details: str) -> None:
         """Waits until it makes sense to open another stream; fails what waits if it never will."""
         self._failures += 1
-        # A master that comes and goes is UNAVAILABLE in between, or INTERNAL once: gRPC's own word when a write was cut.
+        # A master that comes and goes is UNAVAILABLE in between, or INTERNAL once: gRPC says so when a write was cut.
         self._barren = 0 if code is grpc.StatusCode.UNAVAILABLE else self._barren + 1
         if code not in BREAKS or self._barren >= _BARREN_STREAMS_MAX:
             self._give_up(code, details)
