@@ -1,6 +1,7 @@
 """A client in another language: Node, from npm's gRPC and the .proto files alone, against a real fleet."""
 
 import json
+import re
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -13,30 +14,54 @@ import pytest
 from tests.fleet import Fleet
 
 HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
 pytestmark = pytest.mark.skipif(
     shutil.which("node") is None or shutil.which("npm") is None, reason="node and npm are not installed"
 )
 
 
 @pytest.fixture(scope="module")
-def seen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
-    """What the Node client saw."""
-    # A copy, so that the checkout stays as it is: npm ci begins with removing node_modules.
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of what a Node client needs, with its packages installed: npm ci begins with removing node_modules."""
     copy = tmp_path_factory.mktemp("checkout")
-    for name in ("package.json", "package-lock.json", ".npmrc", "client.mjs"):
-        (copy / "tests" / "node").mkdir(parents=True, exist_ok=True)
-        shutil.copy(HERE / name, copy / "tests" / "node" / name)
-    shutil.copytree(HERE.parents[1] / "protos", copy / "protos")
     node = copy / "tests" / "node"
-    installed = subprocess.run(
-        ["npm", "ci", "--no-audit", "--no-fund"], cwd=node, capture_output=True, text=True, timeout=110, check=False
-    )
-    assert installed.returncode == 0, installed.stdout + installed.stderr
-    with Fleet(tmp_path_factory.mktemp("fleet"), handlers=["trial_handlers"]) as fleet:
-        command = ["node", "client.mjs", fleet.address]
-        done = subprocess.run(command, cwd=node, capture_output=True, text=True, timeout=60, check=False)
-        assert done.returncode == 0, done.stdout + done.stderr
-        yield json.loads(done.stdout)
+    node.mkdir(parents=True)
+    for name in ("package.json", "package-lock.json", ".npmrc", "client.mjs"):
+        shutil.copy(HERE / name, node / name)
+    shutil.copytree(ROOT / "protos", copy / "protos")
+    (example,) = re.findall("```js\n(.*?)```", (ROOT / "docs" / "clients.md").read_text(), re.DOTALL)
+    (node / "example.mjs").write_text(example)
+    command = ["npm", "ci", "--no-audit", "--no-fund"]
+    done = subprocess.run(command, cwd=node, capture_output=True, text=True, timeout=110, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return copy
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    with Fleet(tmp_path_factory.mktemp("fleet"), handlers=["trial_handlers"]) as running:
+        yield running
+        assert not running.faults()
+
+
+def run_node(checkout: Path, script: str, fleet: Fleet) -> str:
+    """What a script prints."""
+    command = ["node", f"tests/node/{script}", fleet.address]
+    done = subprocess.run(command, cwd=checkout, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def seen(checkout: Path, fleet: Fleet) -> dict[str, Any]:
+    """What the Node client saw."""
+    report: dict[str, Any] = json.loads(run_node(checkout, "client.mjs", fleet))
+    return report
+
+
+def test_the_example_of_the_documentation_runs(checkout: Path, fleet: Fleet) -> None:
+    lines = [line.split() for line in run_node(checkout, "example.mjs", fleet).splitlines()]
+    assert sorted(words[1:] for words in lines) == [["OUTCOME_STATE_SUCCEEDED", w] for w in ("one", "three", "two")]
 
 
 def test_it_runs_many_tasks_on_one_stream(seen: dict[str, Any]) -> None:
