@@ -22,6 +22,7 @@ _OPTIONS = (
     ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
     ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
     # A vanished master is noticed within 15 s; the master permits these pings.
+    ("grpc.enable_http_proxy", 0),  # masters are near; a proxy for the web must not come between
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.keepalive_permit_without_calls", 1),

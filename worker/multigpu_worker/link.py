@@ -28,6 +28,7 @@ WELCOME_TIMEOUT_S = 10.0
 CLOSE_TIMEOUT_S = 2.0
 
 OPTIONS = [
+    ("grpc.enable_http_proxy", 0),  # masters are near; a proxy for the web must not come between
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.keepalive_permit_without_calls", 1),
