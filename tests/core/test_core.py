@@ -217,6 +217,39 @@ def test_a_lease_that_the_worker_has_not_had_time_to_see_stays() -> None:
     assert task.lease is not lease
 
 
+def test_a_checkpoint_is_there_for_the_next_attempt() -> None:
+    stage = Stage()
+    stage.worker()
+    (task,) = stage.submit()
+    lease = lease_of(task)
+    held = ev.HeldLease(lease.lease_id, task.task_id, 1, running=True, fraction=0.5, steps=3, checkpoint=b"half")
+    stage.handle(ev.Heartbeat(lease.worker.session, [held], lease.frame, Telemetry()))
+    assert (lease.fraction, lease.steps) == (0.5, 3)
+    stage.beat(running=True)  # unchanged, so not sent again
+    stage.handle(ev.SessionClosed(lease.worker.session))
+    stage.worker("other")
+    stage.handle(ev.Tick(), 1.0)
+    assert lease_of(task).attempt == 2
+    assert task.extra is not None
+    assert task.extra.checkpoint == b"half"
+
+
+def test_a_drain_that_is_overruled_or_long_over_revokes_what_it_should() -> None:
+    stage = Stage()
+    stage.worker()
+    (task,) = stage.submit()
+    lease = lease_of(task)
+    stage.handle(ev.Drain("w", stage.now + 1))
+    stage.handle(ev.Drain("w", stage.now + 3))
+    stage.handle(ev.Tick(), 2.0)
+    assert task.lease is lease  # the later deadline counts
+    stage.handle(ev.SessionClosed(lease.worker.session))
+    stage.handle(ev.Tick(), 2.0)
+    commands = stage.worker("w", [held_lease(lease, running=True)])
+    assert task.lease is None  # it comes back after the deadline
+    assert any(isinstance(c, ev.Revoke) and c.lease_ids == [lease.lease_id] for c in commands)
+
+
 def test_a_partial_output_beyond_a_gap_ends_the_lease() -> None:
     stage = Stage()
     stage.worker()
@@ -226,6 +259,24 @@ def test_a_partial_output_beyond_a_gap_ends_the_lease() -> None:
     assert task.lease is not lease
     assert task.extra is not None
     assert task.extra.partials == []
+
+
+def test_a_key_whose_worker_is_lost_while_its_tasks_wait_for_memory_moves_on() -> None:
+    stage = Stage()
+    stage.handle(ev.SetStrategy("static_partition"))
+    for session, name in enumerate("ab", 1):
+        info = WorkerInfo(worker_id=name, capabilities=(Capability(kind="run"),), memory_total_bytes=100)
+        stage.handle(ev.Hello(session, info))
+        stage.handle(ev.Heartbeat(session, [], 0, Telemetry(memory_total_bytes=100, memory_used_bytes=100)))
+    (task,) = stage.submit(spec=Spec(kind="run", memory_bytes=50), key="k")
+    pin = stage.core.placement.pin(stage.core.strategies["static_partition"], stage.core.lane_for(task).shape)
+    assert pin is not None
+    other = next(w for w in stage.core.fleet.workers.values() if w is not pin)
+    telemetry = Telemetry(memory_total_bytes=100, memory_used_bytes=0)
+    stage.handle(ev.Heartbeat(other.session, [], 0, telemetry))
+    assert task.lease is None
+    stage.handle(ev.SessionClosed(pin.session))
+    assert lease_of(task).worker is other
 
 
 # --- silence ---------------------------------------------------------------------------------------------------------
@@ -268,7 +319,7 @@ def test_reports_that_come_together_do_not_widen_the_window() -> None:
     for _ in range(20):
         leased = [t for t in tasks if t.lease is not None]
         for i, task in enumerate(leased[:2]):
-            stage.report(lease_of(task), after_s=0.0 if i else 0.2)
+            stage.report(lease_of(task), after_s=0.0005 if i else 0.2)
     worker = stage.core.fleet.workers["w"]
     assert 2 <= worker.allowed <= 6  # ten tasks a second, half a second ahead
     assert worker.unit_s == {}  # nobody said how long they ran

@@ -97,6 +97,9 @@ class Invariants:
         check(before < worker.info.window_bytes, "the window's bytes were exceeded on %s", worker.worker_id)
         check(len(worker.leases) <= worker.allowed, "%s holds more than it may", worker.worker_id)
         check(worker.allowed <= worker.info.window_tasks, "%s may hold more than it said", worker.worker_id)
+        free = worker.memory_free_bytes()
+        if free is not None and any(x.task.spec.memory_bytes for x in command.leases):
+            check(worker.leased_memory_bytes <= free, "%s was promised memory it hasn't got", worker.worker_id)
         for lease in command.leases:
             check(lease.frame == command.frame, "a lease has its frame's number")
             check(lease.lease_id not in self._granted, "lease %s was granted twice", lease.lease_id)

@@ -35,7 +35,6 @@ class SimWorker:
         self.resident: tuple[str, ...] = ()
         self.memory_used = 0
         self.utilization = 0.0
-        self.runs: dict[int, int] = {}  # task_id -> times begun here
         self._session = 0
         self._stream = 0  # counts streams, so that what belongs to an old one is known
         self._up: Link | None = None
@@ -263,7 +262,6 @@ class SimWorker:
     def _begin(self, lease: ws.Lease) -> None:
         lease.running = True
         self.running[lease.lease_id] = lease
-        self.runs[lease.task_id] = self.runs.get(lease.task_id, 0) + 1
         words = lease.payload.decode().split()
         run_s = float(words[words.index("run") + 1])
         began_s, life = self._world.now, self.life

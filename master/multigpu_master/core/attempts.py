@@ -95,7 +95,7 @@ class Attempts:
         if task.lease is not None:
             self._withdraw(task.lease, why)
         elif task.waiting:
-            self._ledger.lanes.leave(self._ledger.lane_for(task), task)
+            self._ledger.lanes.leave(self._ledger.lane_for(task))
 
     def due(self, task: Task, what: Due, now: float) -> None:
         """An instant of an unsettled task has come."""

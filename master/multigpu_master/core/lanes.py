@@ -203,7 +203,7 @@ class Lanes:
         lane.live -= 1
         lane.crowd.live -= 1
 
-    def leave(self, lane: Lane, task: Task) -> None:
+    def leave(self, lane: Lane) -> None:
         """A task that waits in a lane leaves from where it stands. Its entry is hollow now; the lane is rebuilt before
         most of it is.
         """
@@ -214,7 +214,7 @@ class Lanes:
             lane.keep_if(lambda _task: False)
             self._forget(lane)
         elif len(lane.tasks) > 2 * lane.live + HOLLOW_MIN:
-            lane.keep_if(lambda other: other is not task and other.waiting)
+            lane.keep_if(lambda other: other.waiting)
 
     def forget_queues(self, queues: Iterable[Queue]) -> None:
         """Drops the lanes of queues in which nothing waits."""

@@ -59,7 +59,7 @@ class Sessions:
             return False
         extra = task.extra
         if task.in_lane and task.waiting:
-            ledger.lanes.leave(ledger.lane_for(task), task)
+            ledger.lanes.leave(ledger.lane_for(task))
         if extra is not None:
             extra.not_before_s = 0.0
             extra.losses = max(0, extra.losses - 1)  # it was not lost after all
