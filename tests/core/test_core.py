@@ -121,6 +121,17 @@ def test_recovered_tasks_wait_for_the_workers_that_may_hold_them() -> None:
     assert tasks[0].outcome is None
 
 
+def test_nothing_is_dispatched_while_outcomes_pile_up_before_the_journal() -> None:
+    stage = Stage(Limits(uncommitted_bytes_max=500))
+    stage.worker(slots=1)
+    tasks = stage.submit(3)
+    stage.report(lease_of(tasks[0]))
+    assert lease_of(tasks[1])  # it was dispatched before
+    assert tasks[2].lease is None
+    stage.handle(ev.SettlesCommitted(tasks[:1]))
+    assert lease_of(tasks[2])
+
+
 # --- leases ----------------------------------------------------------------------------------------------------------
 
 

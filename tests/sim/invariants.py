@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from multigpu_master.core import events as ev
 from multigpu_master.core.lanes import partition_of, shape_of
-from multigpu_master.core.ledger import RUN_GRACE_S
+from multigpu_master.core.ledger import RUN_GRACE_S, _outcome_bytes
 from multigpu_master.core.model import Lease, Shape, Task, Worker
 from multigpu_master.core.placement import busy
 from multigpu_master.core.scheduler import Core
@@ -31,6 +31,7 @@ class Invariants:
         """A new master's life."""
         self._core = core
         self._settled: dict[Task, None] = {}
+        self._committed: dict[Task, None] = {}
         self._recovered = 0
         self._failed_submits = 0
         self._live: dict[int, Task] = {}
@@ -53,6 +54,8 @@ class Invariants:
         }
         if isinstance(event, ev.Drain) and event.deadline_s is not None:
             self._drains[core.fleet.workers[event.worker_id]] = event.deadline_s
+        if isinstance(event, ev.SettlesCommitted):
+            self._committed.update(dict.fromkeys(event.tasks))
         if isinstance(event, ev.Recover):
             self._recovered += len(event.tasks)
 
@@ -79,7 +82,9 @@ class Invariants:
         self._accounts()
         self._lanes(now)
         self._workers()
-        if not core_held(self._core, now):
+        if self.checks % 4 == 0:
+            self._caches()
+        if not self._core.held(now) and not self._core.clogged():
             self._nothing_idles(commands)
 
     # --- commands ----------------------------------------------------------------------------------------------------
@@ -91,6 +96,7 @@ class Invariants:
         assert worker is not None, "checked"
         check(worker.accepting, "%s got work it must not get", worker.worker_id)
         check(not core.held(now), "a dispatch while the fleet is awaited")
+        check(not core.clogged(), "a dispatch while the journal can't follow")
         check(command.frame > self._frames.get(command.session, 0), "frame numbers must grow")
         self._frames[command.session] = command.frame
         before = worker.leased_bytes - sum(len(x.task.payload) for x in command.leases[-1:])
@@ -188,6 +194,12 @@ class Invariants:
             found = [*queued.get(queue.name, [0, 0]), *leased.get(queue.name, [0, 0])]
             counted = [queue.queued, queue.queued_bytes, queue.leased, queue.leased_bytes]
             check(found == counted, "queue %s: counted %s, found %s", queue.name, counted, found)
+        piled = [t for t in core.tasks.values() if t.outcome is not None and t.spec.durable]
+        piled += [
+            t for t in self._settled if t.spec.durable and t not in self._committed and t.task_id not in core.tasks
+        ]
+        size = sum(_outcome_bytes(t) for t in piled)
+        check(core.uncommitted_bytes == size, "uncommitted: %s counted, %s found", core.uncommitted_bytes, size)
         c = core.counters
         ended = c.succeeded + c.failed + c.cancelled + c.expired + c.dead_lettered
         check(ended == len(self._settled), "%s tasks ended, %s were told", ended, len(self._settled))
@@ -230,6 +242,17 @@ class Invariants:
             check(abs(worker.backlog_s - sum(x.cost_s for x in leases)) < 1e-6, "the backlog drifts")
         for session, worker in self._core.fleet.sessions.items():
             check(worker.session == session, "a session is its worker's")
+
+    def _caches(self) -> None:
+        """What the fleet remembers is what it would find."""
+        fleet = self._core.fleet
+        for shape, found in fleet._eligible.items():
+            able = [w for w in fleet.workers.values() if fleet.unfit(w, shape) is None]
+            check(list(found) == able, "the fleet forgot who can take %s", shape)
+        for shape, count in fleet._resident.items():
+            able = [w for w in fleet.workers.values() if fleet.unfit(w, shape) is None]
+            has = [w for w in able if w.accepting and fleet.load_s(w, shape) == 0.0]
+            check(len(has) == count, "the fleet forgot who has the model of %s", shape)
 
     # --- placement ---------------------------------------------------------------------------------------------------
 
@@ -278,7 +301,3 @@ class Invariants:
                 mine, its = strategy.score(shape, found, fleet), strategy.score(shape, best, fleet)
                 check(mine == its, "%s ranks first, %s should", found.worker_id, best.worker_id)
         return best
-
-
-def core_held(core: Core, now: float) -> bool:
-    return core.held(now)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from tests.sim.client import Client
 
 STRATEGIES = load_strategies()
-LIMITS = Limits(session_timeout_s=5.0, ephemeral_bytes_max=20_000, tasks_max=400)
+LIMITS = Limits(session_timeout_s=5.0, ephemeral_bytes_max=20_000, tasks_max=400, uncommitted_bytes_max=5_000)
 
 
 @dataclass(slots=True)

@@ -18,7 +18,7 @@ class Dispatcher:
     def run(self, now: float) -> None:
         """Grants every lease that can be granted now."""
         ledger = self._ledger
-        if ledger.held(now):
+        if ledger.held(now) or ledger.clogged():
             return
         self._unpark()
         lanes, placement, dispatched = ledger.lanes, ledger.placement, dict[Worker, list[Lease]]()

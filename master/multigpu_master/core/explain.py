@@ -97,6 +97,10 @@ def _summary(core: Core, task: Task, free: list[Candidate], pin: Worker | None, 
         return f"its queue {task.spec.queue!r} is paused; resume it with: mgpuctl queues resume {task.spec.queue}"
     if core.held(now):
         return "the master has just started and waits for the workers it knew to come back"
+    if core.clogged():
+        return (
+            f"outcomes of {core.uncommitted_bytes} bytes wait for the journal, which can't be written; free disk space"
+        )
     if not core.fleet.eligible(shape_of(task.spec)):
         return core.unplaceable(task.spec)
     if pin is not None and pin.full:

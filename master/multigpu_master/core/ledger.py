@@ -29,6 +29,7 @@ class Limits:
     tasks_max: int = 10_000_000  # unsettled
     bytes_max: int = 4 << 30  # payloads of unsettled tasks
     ephemeral_bytes_max: int = 256 << 20  # results of settled ephemeral tasks
+    uncommitted_bytes_max: int = 1 << 30  # outcomes that the journal has not written yet; past it nothing is dispatched
     session_timeout_s: float = 5.0
     memory_threshold: float = 0.8
     retry_delay_s: float = 1.0  # what a client past a limit is told to wait
@@ -65,6 +66,7 @@ class Ledger:
         self.unsettled = 0
         self.unsettled_bytes = 0
         self.leased = 0
+        self.uncommitted_bytes = 0
         self.next_id = first_id  # of tasks and of leases
         self.hold_until_s = 0.0
         self.expected: dict[str, None] = {}  # workers awaited after a restart
@@ -86,6 +88,10 @@ class Ledger:
     def held(self, now: float) -> bool:
         """Whether nothing is dispatched yet, because workers that outlived the last master are awaited."""
         return now < self.hold_until_s
+
+    def clogged(self) -> bool:
+        """Whether nothing is dispatched, because outcomes pile up that the journal can't write."""
+        return self.uncommitted_bytes > self.limits.uncommitted_bytes_max
 
     def strategy_of(self, queue: Queue) -> Strategy:
         """The strategy that decides for a queue's tasks."""
@@ -174,7 +180,9 @@ class Ledger:
             case OutcomeState.DEAD_LETTERED:
                 counters.dead_lettered += 1
         self.settled.append(task)
-        if not task.spec.durable:
+        if task.spec.durable:
+            self.uncommitted_bytes += _outcome_bytes(task)
+        else:
             self._keep_ephemeral(task, outcome)
 
     def close(self, task: Task) -> None:
@@ -186,8 +194,13 @@ class Ledger:
         self.unsettled -= 1
         self.unsettled_bytes -= size
 
+    def committed(self, task: Task) -> None:
+        """The journal has the outcome, and answers for the task from now on."""
+        self.uncommitted_bytes -= _outcome_bytes(task)
+        self.drop(task)
+
     def drop(self, task: Task) -> None:
-        """Forgets a settled task."""
+        """Forgets a task."""
         self.tasks.pop(task.task_id, None)
         if self.requests.get(task.request_id) is task:
             del self.requests[task.request_id]
@@ -225,7 +238,7 @@ def _expire_s(task: Task) -> float:
 
 
 def _outcome_bytes(task: Task) -> int:
-    """What a settled ephemeral task takes, about."""
+    """What a settled task takes, about."""
     assert task.outcome is not None, "it is settled"
     partials = task.extra.partials_bytes if task.extra is not None else 0
     return len(task.outcome.result) + len(task.payload) + partials + 512

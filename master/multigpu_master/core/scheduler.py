@@ -140,4 +140,4 @@ class Core(Ledger):
     def _committed(self, event: ev.SettlesCommitted, now: float) -> None:
         for task in event.tasks:
             assert task.outcome is not None, "only outcomes are committed"
-            self.drop(task)
+            self.committed(task)
