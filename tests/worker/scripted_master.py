@@ -22,6 +22,7 @@ class Stream:
         self.hello = hello
         self.out: asyncio.Queue[pb.SessionResponse | None] = asyncio.Queue()
         self.frame = 0
+        self.end_code = grpc.StatusCode.OK
         self.heartbeats: list[pb.Heartbeat] = []
         self.reports: dict[int, pb.Report] = {}
         self.batches: list[pb.ReportBatch] = []
@@ -73,8 +74,9 @@ class Stream:
                 self.reports[report.lease_id] = report
                 self.events.append(("report", report.lease_id))
 
-    def break_off(self) -> None:
-        """End the stream at once, as a dying master would."""
+    def break_off(self, code: grpc.StatusCode = grpc.StatusCode.UNAVAILABLE) -> None:
+        """End the stream at once; by default as a dying master would."""
+        self.end_code = code
         self.out.put_nowait(None)
 
 
@@ -137,7 +139,7 @@ class ScriptedMaster(WorkerServiceServicer):
             writer.cancel()
             stream.ended.set()
         if writer.done() and not writer.cancelled() and writer.result() == "broken":
-            await context.abort(grpc.StatusCode.UNAVAILABLE, "told to break off")
+            await context.abort(stream.end_code, "told to break off")
 
     async def _write(self, stream: Stream, context: Any) -> str:
         while (response := await stream.out.get()) is not None:

@@ -104,6 +104,23 @@ async def test_checkpoints_in_hello(master: ScriptedMaster, start_worker: StartW
     assert [held.checkpoint for held in stream.hello.leases] == [b"kept it"]
 
 
+async def test_however_a_stream_ends_another_begins(master: ScriptedMaster, start_worker: StartWorker) -> None:
+    codes = [code for code in grpc.StatusCode if code not in {grpc.StatusCode.OK, grpc.StatusCode.FAILED_PRECONDITION}]
+    await start_worker(master.address)
+    for code in codes:
+        stream = await master.stream()
+        stream.break_off(code)
+    for code in (grpc.StatusCode.CANCELLED, grpc.StatusCode.INTERNAL, grpc.StatusCode.INVALID_ARGUMENT):
+        stream = await master.stream()
+        master.refuse = (code, "not now")
+        stream.break_off()
+        await asyncio.sleep(0.3)
+        master.refuse = None
+    stream = await master.stream()
+    stream.lease([(1, b"x")], kind="echo")
+    await stream.reported(1)
+
+
 async def test_another_protocol_version_ends_the_worker(master: ScriptedMaster, start_worker: StartWorker) -> None:
     master.refuse = (
         grpc.StatusCode.FAILED_PRECONDITION,

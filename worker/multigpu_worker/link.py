@@ -94,8 +94,14 @@ class Link:
                 if error.code() is grpc.StatusCode.FAILED_PRECONDITION:
                     raise ProtocolMismatchError(error.details()) from error
                 reason = f"{error.code().name}: {error.details()}"
-            except (TimeoutError, asyncio.InvalidStateError) as error:
+            except (TimeoutError, asyncio.InvalidStateError, grpc.aio.InternalError) as error:
                 reason = str(error) or "the master didn't answer"
+            except asyncio.CancelledError:
+                # The library says this, too, when the other end cancelled.
+                task = asyncio.current_task()
+                if task is None or task.cancelling():
+                    raise
+                reason = "the stream was cancelled"
             if welcomed:
                 bound_s = RECONNECT_MIN_S
                 self.events.disconnected(reason)
