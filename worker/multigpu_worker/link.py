@@ -96,12 +96,6 @@ class Link:
                 reason = f"{error.code().name}: {error.details()}"
             except (TimeoutError, asyncio.InvalidStateError, grpc.aio.InternalError) as error:
                 reason = str(error) or "the master didn't answer"
-            except asyncio.CancelledError:
-                # The library says this, too, when the other end cancelled.
-                task = asyncio.current_task()
-                if task is None or task.cancelling():
-                    raise
-                reason = "the stream was cancelled"
             if welcomed:
                 bound_s = RECONNECT_MIN_S
                 self.events.disconnected(reason)
