@@ -5,6 +5,7 @@ import random
 import sys
 import tempfile
 import time
+import traceback
 from pathlib import Path
 
 from tests.chaos.checker import check
@@ -27,10 +28,13 @@ def main() -> int:
     print(f"seed {seed}; logs in {folder}", flush=True)
     chaos = Chaos(folder, seed, arguments.tasks)
     began_s = time.monotonic()
+    standstill = False
     try:
         chaos.run(arguments.rounds, lambda line: print(line, flush=True))
-    finally:
-        chaos.history.save(folder / "history.jsonl")
+    except Exception:
+        standstill = True
+        traceback.print_exc()
+    chaos.history.save(folder / "history.jsonl")
     findings = check(chaos.history.records())
     print(f"{arguments.rounds} rounds in {time.monotonic() - began_s:.0f} s; seed {seed}")
     for name, figure in findings.figures.items():
@@ -38,7 +42,7 @@ def main() -> int:
     for line in findings.broken[:50]:
         print(f"BROKEN: {line}")
     print(f"promises broken: {len(findings.broken)}")
-    return 1 if findings.broken else 0
+    return 1 if findings.broken or standstill else 0
 
 
 if __name__ == "__main__":

@@ -10,7 +10,8 @@ The records it reads:
 - execution  task_id, attempt, pid, parent_pid, payload
                                              a handler began, by its own word
 - worker     name, pid                       a worker was started
-- kill       target ("master", "worker", "engine"), pid
+- kill       target ("master", "worker", "engine"; "pause" for one that was stopped for a while), pid
+- stale      reports, requeued                what a master had refused as too late, and taken from lost workers, so far
 - refusal    code, message                   a call ended with an error that no kill explains
 - fault      line                             a daemon logged what only a bug explains
 - zero       queued, leased                  what the master counted when all was over
@@ -52,7 +53,7 @@ def check(records: Iterable[Record]) -> Findings:
     if not by_what["zero"]:
         broken.append("nobody looked whether the queue reached zero")
     broken += [f"the queue did not reach zero: {r}" for r in by_what["zero"] if r["queued"] or r["leased"]]
-    figures = {f"{target} kills": 0 for target in ("master", "worker", "engine")}
+    figures = {f"{target} kills": 0 for target in ("master", "worker", "engine", "pause")}
     for r in by_what["kill"]:
         figures[f"{r['target']} kills"] += 1
     executions = len(by_what["execution"])
@@ -61,6 +62,8 @@ def check(records: Iterable[Record]) -> Findings:
         "acknowledged": len({r["request_id"] for r in by_what["ack"]}),
         "outcomes": len(watched),
         "executions": executions,
+        "stale reports refused": sum(r["reports"] for r in by_what["stale"]),
+        "leases requeued": sum(r["requeued"] for r in by_what["stale"]),
         "executed again": executions - len({r["task_id"] for r in by_what["execution"]}),
     }
     return Findings(broken, figures)

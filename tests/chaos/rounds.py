@@ -1,7 +1,9 @@
 """Rounds of chaos on one fleet: tasks go in while a seeded dice kills the master, workers and engines with -9.
 
-What is killed is started again at once or a moment later; at the end of each round the kills stop and everything that
-was submitted must come out. One journal lives through all rounds.
+What is killed is started again at once or a moment later. Now and then a daemon is only stopped (SIGSTOP), for longer
+than the master waits for a silent worker: one that was given up for lost and comes back, with its engine gone on
+working meanwhile, is what reports too late. At the end of each round everything runs again, and what was submitted must
+come out. One journal lives through all rounds.
 """
 
 import contextlib
@@ -12,16 +14,18 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import grpc
 from multigpu.options import SpecCache
 from multigpu.v1 import task_service_pb2
-from multigpu.v1.admin_service_pb2 import WORKER_STATE_ACTIVE
+from multigpu.v1.admin_service_pb2 import WORKER_STATE_ACTIVE, GetStatsRequest
 
 from tests.chaos.history import History
 from tests.chaos.traffic import KIND, PATIENCE, Caller, Watcher, map_all, submit_all
 from tests.fleet import Fleet, until
 
 WORKERS = 3
-TARGETS = {"master": 2, "worker": 4, "engine": 4}
+TARGETS = {"master": 2, "worker": 4, "engine": 4, "pause": 2}
+STOPPED_S = (1.2, 2.0)  # the session timeout is 1 s
 PAUSE_MAX_S = 0.8
 DRAIN_TIMEOUT_S = 60.0
 
@@ -40,6 +44,7 @@ class Chaos:
             folder / "fleet", workers=WORKERS, handlers=["trial_handlers"], worker_flags=["--window-tasks", "64"]
         )
         self._broken: dict[str, float] = {}  # what is dead, and when it is to be started again
+        self._stopped: dict[int, float] = {}  # pids, and when they are to go on
 
     def run(self, rounds: int, tell: Callable[[str], None] = print) -> None:
         """All rounds; the history then holds everything. AssertionError: the fleet or a client came to a standstill."""
@@ -54,8 +59,7 @@ class Chaos:
             self._look_again()
             watcher.finish()
             tell(f"the watch was resumed {watcher.resumed} times")
-            stats = fleet.stats()
-            tell(f"since the last kill of the master: {stats.requeued} requeued, {stats.stale_reports} stale reports")
+            self._note_stale_reports()
         self._read_executions()
         for line in self._fleet.faults():
             self.history.add("fault", line=line)
@@ -101,6 +105,7 @@ class Chaos:
         worker = self._fleet.workers[name]
         if target == "master" and self._fleet.master.alive:
             pid = self._fleet.master.pid
+            self._note_stale_reports()
             self._fleet.master.kill()
             self._broken["master"] = back_s
         elif target == "worker" and worker.alive:
@@ -111,6 +116,11 @@ class Chaos:
             pid = engines[0]
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+        elif target == "pause":
+            daemon = self._random.choice([worker, worker, worker, self._fleet.master])
+            pid = daemon.pid
+            daemon.signal(signal.SIGSTOP)
+            self._stopped[pid] = time.monotonic() + self._random.uniform(*STOPPED_S)
         else:
             return 0
         self.history.add("kill", target=target, pid=pid)
@@ -128,16 +138,27 @@ class Chaos:
                     self._fleet.start_master(wait=False)
                 else:
                     self.history.add("worker", name=name, pid=self._fleet.start_worker(name).pid)
+        for pid, due_s in list(self._stopped.items()):
+            if time.monotonic() >= due_s:
+                del self._stopped[pid]
+                for daemon in (self._fleet.master, *self._fleet.workers.values()):
+                    if daemon.pid == pid:  # else it was killed meanwhile
+                        daemon.signal(signal.SIGCONT)
 
     def _mended(self) -> bool:
         self._mend()
-        return not self._broken
+        return not self._broken and not self._stopped
 
     def _whole(self) -> bool:
         """Whether everything runs and every worker has joined."""
-        self._mend()
         active = {w.worker_id for w in self._fleet.list_workers() if w.state == WORKER_STATE_ACTIVE}
-        return not self._broken and active == set(self._fleet.workers)
+        return self._mended() and active == set(self._fleet.workers)
+
+    def _note_stale_reports(self) -> None:
+        """What this master has refused as too late; it forgets when it dies."""
+        with contextlib.suppress(grpc.RpcError):
+            stats = self._fleet.admin.GetStats(GetStatsRequest(), timeout=1)
+            self.history.add("stale", reports=stats.stale_reports, requeued=stats.requeued)
 
     # --- when all is over --------------------------------------------------------------------------------------------
 
