@@ -336,6 +336,34 @@ def test_reports_that_come_together_do_not_widen_the_window() -> None:
     assert worker.unit_s == {}  # nobody said how long they ran
 
 
+def test_a_window_that_grows_with_a_stale_report_is_used() -> None:
+    stage = Stage()
+    stage.worker(slots=1)
+    tasks = stage.submit(9)
+    for i, after_s in enumerate((0.001, 0.001, 0.001)):
+        stage.report(lease_of(tasks[i]), after_s=after_s)  # too soon after the start to say anything of its pace
+    assert [t.lease is not None for t in tasks[3:]] == [True, True, False, False, False, False]
+    stale = [ev.Report(1, OK)]
+    stage.handle(ev.Reports(stage.sessions, stale), 0.004)
+    assert all(t.lease is not None for t in tasks[3:])
+
+
+def test_averages_of_the_fleet_reach_every_ranking() -> None:
+    """A worker that has shown no speed ranks by the fleet's: what others learn must move it."""
+    stage = Stage()
+    for name in ("known", "new"):
+        stage.worker(name)
+    known, new = stage.core.fleet.workers["known"], stage.core.fleet.workers["new"]
+    (task,) = stage.submit()
+    lane = stage.core.lane_for(task)
+    stage.handle(ev.Cancel([task]))
+    auto, ranking = stage.core.strategies["auto"], stage.core.placement._rankings["auto", lane.base]
+    stage.core.fleet.learned(known, ("run", ""), 1, 1, 9.0)
+    stage.core.fleet.touch(known)
+    assert ranking.best(1) in (known, new)
+    assert ranking._heap[0][0] == auto.score(lane.base, new, stage.core.fleet) == 9.0
+
+
 def test_an_idle_worker_is_not_taken_for_a_slow_one() -> None:
     stage = Stage()
     stage.worker(slots=1)

@@ -147,6 +147,7 @@ class Sessions:
         worker.succeeded += succeeded
         worker.failed += finished - succeeded
         ledger.fleet.paced(worker, now, finished)
+        ledger.freed[worker] = None  # its window may have grown, even if every report was stale
         if key is not None and start_s and event.finish_s > start_s:
             ledger.fleet.learned(worker, key, succeeded, units, event.finish_s - start_s)
         ledger.fleet.touch(worker)
