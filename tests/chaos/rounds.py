@@ -48,6 +48,14 @@ class Chaos:
 
     def run(self, rounds: int, tell: Callable[[str], None] = print) -> None:
         """All rounds; the history then holds everything. AssertionError: the fleet or a client came to a standstill."""
+        try:
+            self._run(rounds, tell)
+        finally:
+            self._read_executions()
+            for line in self._fleet.faults():
+                self.history.add("fault", line=line)
+
+    def _run(self, rounds: int, tell: Callable[[str], None]) -> None:
         with self._fleet as fleet:
             for name, worker in fleet.workers.items():
                 self.history.add("worker", name=name, pid=worker.pid)
@@ -60,9 +68,6 @@ class Chaos:
             watcher.finish()
             tell(f"the watch was resumed {watcher.resumed} times")
             self._note_stale_reports()
-        self._read_executions()
-        for line in self._fleet.faults():
-            self.history.add("fault", line=line)
 
     def _round(self, number: int, watcher: Watcher) -> int:
         names = [f"r{number}-{i}" for i in range(self._tasks)]

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -236,6 +237,41 @@ def test_a_silent_worker_is_lost_and_its_task_runs_elsewhere(fleet: Fleet) -> No
     with refused(grpc.StatusCode.ABORTED, "nothing heard"):
         list(session)
     fleet.admin.ForgetWorker(admin_pb.ForgetWorkerRequest(worker_id="silent"), timeout=10)
+
+
+def test_a_worker_that_comes_back_too_late_is_not_heard(fleet: Fleet, tmp_path: Path) -> None:
+    """It was silent, its task went to another, and now it says that it is done."""
+    gate = tmp_path / "gate"
+    late = {"worker_id": "late", "capabilities": [worker_pb.Capability(kind="trial.gate")], "window_tasks": 5}
+    fleet.admin.CordonWorker(admin_pb.CordonWorkerRequest(worker_id="w0"), timeout=10)
+    first = fleet.sessions.Session(Feed(hello(**late)), timeout=20)
+    assert next(first).HasField("welcome")
+    (task_id,) = fleet.submit("trial.gate", str(gate).encode())
+    lease = next(x for frame in first for b in frame.lease_batches for x in b.leases)
+    assert lease.task_id == task_id
+    fleet.admin.UncordonWorker(admin_pb.UncordonWorkerRequest(worker_id="w0"), timeout=10)
+    with refused(grpc.StatusCode.ABORTED, "nothing heard"):
+        list(first)
+    until(lambda: fleet.get(task_id).worker_id == "w0")
+
+    before = fleet.stats().stale_reports
+    held = worker_pb.HeldLease(lease_id=lease.lease_id, task_id=task_id, attempt=lease.attempt, running=True)
+    report = worker_pb.Report(lease_id=lease.lease_id, state=worker_pb.REPORT_STATE_SUCCEEDED, result=b"too late")
+    feed = Feed(hello(**late, leases=[held]))
+    feed.put(worker_pb.SessionRequest(report_batches=[worker_pb.ReportBatch(reports=[report])]))
+    second = fleet.sessions.Session(feed, timeout=20)
+    frame = next(second)
+    assert not frame.welcome.adopted_lease_ids
+    assert [r.lease_id for r in frame.revocations] == [lease.lease_id]
+    until(lambda: fleet.stats().stale_reports == before + 1)
+    assert fleet.get(task_id).state == task_pb2.TASK_STATE_LEASED
+    gate.touch()
+    outcome = fleet.outcome(task_id)
+    assert (outcome.result, outcome.worker_id) == (b"opened", "w0")
+    feed.close()
+    list(second)
+    until(lambda: fleet.worker("late").state == admin_pb.WORKER_STATE_LOST)
+    fleet.admin.ForgetWorker(admin_pb.ForgetWorkerRequest(worker_id="late"), timeout=10)
 
 
 # --- clients that don't read -----------------------------------------------------------------------------------------
