@@ -1,0 +1,120 @@
+"""The Python client against a real fleet: slow readers, clients that die, many threads, asyncio, and plain errors."""
+
+import asyncio
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+
+import multigpu
+import pytest
+
+from tests.fleet import Fleet, until
+
+FLEET = {"handlers": ["trial_handlers"], "master_flags": ["--stream-bytes-max", "4MiB"]}
+
+CLIENT = """
+import sys, multigpu
+with multigpu.Client(sys.argv[1]) as client:
+    inputs = (multigpu.Input(payload=b"%d" % n, request_id=f"outlived-{n}") for n in range(200))
+    options = {"parameters": {"log": sys.argv[2], "seconds": "0.01"}}
+    for outcome in client.map_outcomes("trial.logged", inputs, ordered=False, **options):
+        print(outcome.request_id, outcome.task_id, flush=True)
+"""
+
+
+def test_a_slow_reader_gets_every_result_though_they_pile_up(fleet: Fleet) -> None:
+    payloads = [bytes([n]) * (256 << 10) for n in range(100)]  # 25 MiB, and the stream may hold 4
+    with fleet.client() as client:
+        results = []
+        for n, result in enumerate(client.map("echo", payloads)):
+            results.append(result)
+            if n % 25 == 0:
+                time.sleep(0.3)
+    assert results == payloads
+
+
+def test_what_a_killed_client_began_is_finished_for_the_next_one(fleet: Fleet, tmp_path: Path) -> None:
+    log = tmp_path / "executions"
+    command = [sys.executable, "-c", CLIENT, fleet.address, str(log)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as first:
+        assert first.stdout is not None
+        seen = [first.stdout.readline().split() for _ in range(20)]
+        first.kill()
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    again = [line.split() for line in done.stdout.splitlines()]
+    assert {tuple(s) for s in seen} <= {tuple(a) for a in again}
+    assert sorted(name for name, _ in again) == sorted(f"outlived-{n}" for n in range(200))
+    # Not one of them ran twice.
+    executions = Counter(line.split()[0] for line in log.read_text().splitlines())
+    assert executions == Counter(task_id for _, task_id in again)
+
+
+def test_closing_a_stream_early_cancels_its_task(fleet: Fleet) -> None:
+    with fleet.client() as client:
+        parts = client.stream("trial.stream", b"p", parameters={"count": "1000", "seconds": "0.02"}, request_id="left")
+        assert next(iter(parts)) == b"p-0"
+        parts.close()  # type: ignore[attr-defined]  # it is a generator
+        task = client.get("left", wait_s=10)
+        assert task.outcome is not None
+        assert task.outcome.state == multigpu.OutcomeState.CANCELLED
+    until(lambda: all(w.leases == 0 for w in fleet.list_workers()))
+
+
+def test_many_threads_share_one_client(fleet: Fleet) -> None:
+    failed: list[BaseException] = []
+    with fleet.client() as client:
+
+        def work(number: int) -> None:
+            try:
+                for n in range(50):
+                    payload = b"%d/%d" % (number, n)
+                    assert client.run("echo", payload) == payload
+            except BaseException as error:
+                failed.append(error)
+
+        threads = [threading.Thread(target=work, args=(n,), daemon=True) for n in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+    assert not failed
+
+
+async def test_the_async_client_does_the_same(fleet: Fleet) -> None:
+    async with multigpu.AsyncClient(fleet.address) as client:
+        payloads = [b"%d" % n for n in range(300)]
+        assert [r async for r in client.map("echo", payloads)] == payloads
+        results = await asyncio.gather(*(client.run("echo", p) for p in payloads))
+        assert results == payloads
+        parts = [p async for p in client.stream("trial.stream", b"a", parameters={"count": "3"})]
+        assert parts == [b"a-0", b"a-1", b"a-2"]
+        running = asyncio.create_task(client.run("trial.hang", b"", request_id="given up"))
+        while not (await client.count()).leased:
+            await asyncio.sleep(0.02)
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        task = await client.get("given up", wait_s=10)
+        assert task.outcome is not None
+        assert task.outcome.state == multigpu.OutcomeState.CANCELLED
+
+
+def test_a_rejection_is_an_error_with_its_remedy(fleet: Fleet) -> None:
+    with fleet.client() as client:
+        with pytest.raises(multigpu.UnplaceableError, match=r"no worker runs kind 'no.such'.*wait_for_worker"):
+            client.run("no.such", b"")
+        with pytest.raises(multigpu.InvalidTaskError, match="priority 9 is out of range"):
+            client.run("echo", b"", priority=9)
+        answers = client.submit_many("echo", [b"x", multigpu.Input(payload=b"y", request_id="r" * 129)])
+        assert isinstance(answers[0], int)
+        assert isinstance(answers[1], multigpu.InvalidTaskError)
+
+
+def test_nobody_at_the_address_is_said_in_time() -> None:
+    began = time.monotonic()
+    with multigpu.Client("127.0.0.1:1", connect_timeout_s=0.5) as client, pytest.raises(multigpu.UnavailableError):
+        client.run("echo", b"")
+    assert time.monotonic() - began < 5
