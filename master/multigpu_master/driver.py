@@ -32,6 +32,9 @@ SessionOutbox = Outbox[worker_service_pb2.SessionResponse]
 JOURNAL_BACKLOG_BYTES = 64 << 20
 # Entries larger than this are written at once: the disk should not idle while there is much to write.
 LINGER_BYTES_MAX = 256 << 10
+# How long an entry that nobody waits for may wait for others. What settles meanwhile is written once, not twice, and
+# the journal's thread is not woken, to wait for the interpreter, while a task is on its way.
+LINGER_S = 0.005
 
 
 @dataclass(slots=True)
@@ -86,6 +89,9 @@ class Driver:
         self._waiters: dict[int, list[asyncio.Future[None]]] = defaultdict(list)
         self._pending: dict[int, _Pending] = {}
         self._pending_bytes = 0
+        self._lingering: list[Entry] = []
+        self._lingering_bytes = 0
+        self._linger: asyncio.TimerHandle | None = None
         self._backlog_fell = asyncio.Event()
         self._stages = wire.StagesCache()
         self._timer: asyncio.Handle | None = None
@@ -329,7 +335,22 @@ class Driver:
     def _append(self, pending: _Pending, *, urgent: bool) -> None:
         self._pending[id(pending.entry)] = pending
         self._pending_bytes += pending.size
-        self.journal.append(pending.entry, urgent=urgent or pending.size > LINGER_BYTES_MAX)
+        self._lingering.append(pending.entry)
+        self._lingering_bytes += pending.size
+        if urgent or self._lingering_bytes > LINGER_BYTES_MAX:
+            self._flush()
+        elif self._linger is None:
+            self._linger = self._loop.call_later(LINGER_S, self._flush)
+
+    def _flush(self) -> None:
+        """Hands the entries that lingered to the journal."""
+        if self._linger is not None:
+            self._linger.cancel()
+            self._linger = None
+        if self._lingering:
+            entries, self._lingering = self._lingering, []
+            self._lingering_bytes = 0
+            self.journal.append(*entries)
 
     async def save(self, settings: dict[str, bytes | None], deleted_dead_letters: Sequence[int] = ()) -> None:
         """Writes settings, and returns when they are on the disk. JournalError: they could not be written."""
@@ -350,6 +371,7 @@ class Driver:
     async def all_durable(self) -> None:
         """Waits until nothing is on its way to the disk."""
         while self._pending:
+            self._flush()
             self._backlog_fell.clear()
             await self._backlog_fell.wait()
 

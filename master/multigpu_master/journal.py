@@ -106,10 +106,8 @@ class Journal(Protocol):
         newer schema; nothing was touched then.
         """
 
-    def append(self, entry: Entry, *, urgent: bool = True) -> None:
-        """Queues an entry for the next transaction and returns at once. One that is not urgent may wait a few
-        milliseconds for others.
-        """
+    def append(self, *entries: Entry) -> None:
+        """Queues entries for the next transaction and returns at once."""
 
     def close(self, timeout_s: float) -> None:
         """Commits what is queued, then lets go of the lock."""

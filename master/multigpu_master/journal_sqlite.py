@@ -41,9 +41,6 @@ from multigpu_master.journal_sweep import Sweeper
 
 TRANSACTION_RECORDS = 8192  # a transaction takes no more entries once it has as many records,
 TRANSACTION_BYTES = 16 << 20  # or as many bytes of payloads and bodies
-LINGER_S = (
-    0.005  # that an entry nobody waits for may wait for others: what settles meanwhile is written once, not twice
-)
 RETRY_S = 0.5  # between two tries on a full disk
 TICK_S = 1.0  # between two looks at what may be forgotten
 SWEEP_SHARE_BUSY, SWEEP_SHARE_IDLE = 0.2, 0.5  # of the journal thread's time, for forgetting
@@ -77,8 +74,7 @@ class SqliteJournal(JournalReads):
         self._dedupe_window_s = dedupe_window_s
         self._size_max_bytes = size_max_bytes
         self._address = address
-        self._queue: queue.SimpleQueue[Entry] = queue.SimpleQueue()
-        self._urgent = threading.Event()  # somebody waits for what is in the queue
+        self._queue: queue.SimpleQueue[Sequence[Entry]] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._fatal: JournalError | None = None
         # The rest is the journal thread's own, once it runs.
@@ -115,20 +111,18 @@ class SqliteJournal(JournalReads):
         self._thread.start()
         return Recovered(self.recover_tasks(), settings, epoch, last_cursor)
 
-    def append(self, entry: Entry, *, urgent: bool = True) -> None:
-        assert not (entry.submits and entry.settles), "submits may be refused where settles may not: keep them apart"
+    def append(self, *entries: Entry) -> None:
+        for entry in entries:
+            assert not (entry.submits and entry.settles), "submits may be refused, settles may not: keep them apart"
         if self._fatal is not None:
             raise self._fatal
-        self._queue.put(entry)
-        if urgent:
-            self._urgent.set()
+        self._queue.put(entries)
 
     def close(self, timeout_s: float) -> None:
         thread, self._thread = self._thread, None
         if thread is None:
             return
-        self._queue.put(_CLOSE)
-        self._urgent.set()
+        self._queue.put((_CLOSE,))
         thread.join(timeout_s)
         if thread.is_alive():
             raise JournalError(
@@ -170,13 +164,9 @@ class SqliteJournal(JournalReads):
         else:
             timeout_s = 0.0 if self._pending else self._sweep_at_s - now
         try:
-            taken = [self._queue.get(timeout=max(timeout_s, 0.0001))]
+            taken = [*self._queue.get(timeout=max(timeout_s, 0.0001)), *self._rest()]
         except queue.Empty:
             return
-        if not self._pending:
-            self._urgent.wait(LINGER_S)
-        self._urgent.clear()
-        taken += (self._queue.get_nowait() for _ in range(self._queue.qsize()))
         if any(entry is _CLOSE for entry in taken):
             # What was appended behind it (a session that ended just then) is written as well.
             self._closing = True
@@ -185,6 +175,10 @@ class SqliteJournal(JournalReads):
             self._pending.extend(taken)
         else:
             self._sort_out(taken)
+
+    def _rest(self) -> list[Entry]:
+        """What is queued now."""
+        return [entry for _ in range(self._queue.qsize()) for entry in self._queue.get_nowait()]
 
     def _write(self) -> bool:
         """One transaction of what is pending, if anything is and there is hope of room. True if it was written."""
@@ -323,7 +317,7 @@ class SqliteJournal(JournalReads):
     def _fail(self, error: Exception) -> None:
         """The end: nothing is written any more. The connection stays open, so that closing it does no more harm."""
         self._fatal = journal_schema.explain(error, self._path)
-        entries = [*self._pending, *(self._queue.get_nowait() for _ in range(self._queue.qsize()))]
+        entries = [*self._pending, *self._rest()]
         self._on_commit([entry for entry in entries if entry is not _CLOSE], 0, self._fatal)
 
 
