@@ -165,6 +165,18 @@ def test_a_reconnect_costs_a_running_lease_no_attempt() -> None:
     assert state_of(task) is OutcomeState.SUCCEEDED
 
 
+def test_a_reconnect_leaves_the_lane_of_an_adopted_task_alone() -> None:
+    stage = Stage()
+    tasks = stage.submit(2)
+    held = ev.HeldLease(50, tasks[1].task_id, 1)
+    stage.handle(ev.RegisterWorker(WorkerInfo(worker_id="w"), cordoned=True))
+    stage.worker("w", [held])  # the task's entry in the lane is hollow now
+    stage.worker("w", [held])
+    lane = stage.core.lane_for(tasks[0])
+    assert lane.live == sum(t.waiting for t in tasks) == 1
+    assert lease_of(tasks[1]).lease_id == 50
+
+
 def test_an_old_lease_that_is_lost_again_takes_nothing_off_the_count() -> None:
     stage = Stage()
     stage.worker("a")

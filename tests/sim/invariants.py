@@ -53,7 +53,8 @@ class Invariants:
             w: w.drain_deadline_s for w in core.fleet.workers.values() if w.draining and w.drain_deadline_s is not None
         }
         if isinstance(event, ev.Drain) and event.deadline_s is not None:
-            self._drains[core.fleet.workers[event.worker_id]] = event.deadline_s
+            worker = core.fleet.workers[event.worker_id]
+            self._drains[worker] = min(event.deadline_s, self._drains.get(worker, event.deadline_s))
         if isinstance(event, ev.SettlesCommitted):
             self._committed.update(dict.fromkeys(event.tasks))
         if isinstance(event, ev.Recover):

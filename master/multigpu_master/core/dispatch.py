@@ -14,6 +14,7 @@ class Dispatcher:
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
         self._membership = -1
+        self._averages = -1
 
     def run(self, now: float) -> None:
         """Grants every lease that can be granted now."""
@@ -42,16 +43,17 @@ class Dispatcher:
             ledger.out.append(ev.Dispatch(worker.session, worker.frame, leases))
 
     def _unpark(self) -> None:
-        """Has parked lanes tried again that the workers freed since might serve."""
+        """Has parked lanes tried again that may have a worker now."""
         ledger = self._ledger
         freed, fleet, lanes = ledger.freed, ledger.fleet, ledger.lanes
+        moved = self._averages != fleet.averages  # what a worker is worth may hang on them
         if ledger.retry_all or self._membership != fleet.membership:
             lanes.offer_all()
-            self._membership = fleet.membership
-        elif freed:
+        elif lanes.lots and (freed or moved):
             for (crowd, worker), lot in list(lanes.lots.items()):
-                if worker in freed if worker is not None else not freed.keys().isdisjoint(fleet.eligible(lot.base)):
+                if moved or (worker in freed if worker else not freed.keys().isdisjoint(fleet.eligible(lot.base))):
                     lanes.offer_next(crowd, worker)
+        self._membership, self._averages = fleet.membership, fleet.averages
         if freed:
             ledger.freed = {}
         ledger.retry_all = False

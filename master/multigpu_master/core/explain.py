@@ -65,18 +65,17 @@ def explain(core: Core, task: Task, now: float) -> Explanation:
 
 def _ahead(core: Core, task: Task) -> int | None:
     """Tasks of its queue that go before it; None unless it stands in a lane."""
-    if task.outcome is not None or task.lease is not None or not task.in_lane:
+    if not task.waiting:
         return None
-    spec = task.spec
-    return sum(
-        1
-        for lane in core.lanes.by_key.values()
-        if lane.queue.name == spec.queue and lane.priority <= spec.priority
-        for other in lane.tasks
-        if other.outcome is None
-        and other.lease is None
-        and (lane.priority, other.task_id) < (spec.priority, task.task_id)
-    )
+    spec, ahead = task.spec, 0
+    for lane in core.lanes.by_key.values():
+        if lane.queue.name != spec.queue or lane.priority > spec.priority:
+            continue
+        if lane.priority < spec.priority:
+            ahead += lane.live
+        else:
+            ahead += sum(1 for other in lane.tasks if other.task_id < task.task_id and other.waiting)
+    return ahead
 
 
 def _summary(core: Core, task: Task, free: list[Candidate], pin: Worker | None, ahead: int | None, now: float) -> str:

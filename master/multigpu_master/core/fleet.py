@@ -221,8 +221,7 @@ class Fleet:
         self.members_changed(worker)
 
     def close_session(self, worker: Worker) -> None:
-        """The worker is lost. Its leases have been taken back before."""
-        assert not worker.leases, "a lost worker holds nothing"
+        """The worker is lost. Its leases were taken back before, except those that its next session goes on with."""
         self.sessions.pop(worker.session, None)
         worker.session = 0
         worker.resident_models = ()

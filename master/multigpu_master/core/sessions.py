@@ -4,6 +4,8 @@ A report counts only if its session's worker holds that lease (`worker.leases.po
 takes a task away from a worker takes the lease out of that dict, and a late word finds nothing.
 """
 
+from collections.abc import Container
+
 from multigpu_master.core import events as ev
 from multigpu_master.core.attempts import Attempts
 from multigpu_master.core.ledger import Ledger
@@ -28,14 +30,17 @@ class Sessions:
         worker = fleet.workers.get(event.info.worker_id)
         if worker is not None and worker.session:
             ledger.out.append(ev.EndSession(worker.session, "the worker began another session"))
-            for held in event.leases:
-                lease = worker.leases.pop(held.lease_id, None)
-                if lease is not None:
-                    ledger.release(lease)  # and adopted again below: nothing was lost
-            self._lose(worker, now)
+            self._lose(worker, now, kept={h.lease_id for h in event.leases})
         worker = fleet.register(event.info)
         fleet.new_session(worker, event.session, now)
-        adopted = [h.lease_id for h in event.leases if self._adopt(worker, h, now)]
+        adopted = [lease.lease_id for lease in worker.leases.values()]
+        for held in event.leases:
+            lease = worker.leases.get(held.lease_id)
+            if lease is not None:
+                lease.frame = 0
+                self._observe(lease, held, now)
+            elif self._adopt(worker, held, now):
+                adopted.append(held.lease_id)
         revoked = [h.lease_id for h in event.leases if h.lease_id not in worker.leases]
         ledger.out.append(ev.Welcome(event.session, adopted))
         if revoked:
@@ -188,13 +193,15 @@ class Sessions:
         if worker is not None:
             self._lose(worker, now)
 
-    def _lose(self, worker: Worker, now: float) -> None:
-        """The master stopped hearing a worker: its tasks go back to the queue at once, the youngest first, so that
-        each of them finds its place at the front.
+    def _lose(self, worker: Worker, now: float, kept: Container[int] = ()) -> None:
+        """The master stopped hearing a worker: its tasks go back to the queue at once, the youngest first, so that each
+        finds its place at the front. Kept leases go on in its next session, which has already begun.
         """
         ledger = self._ledger
-        leases = sorted(worker.leases.values(), key=lambda x: -x.task.task_id)
-        worker.leases.clear()
+        leases = [x for x in worker.leases.values() if x.lease_id not in kept]
+        leases.sort(key=lambda x: -x.task.task_id)
+        for lease in leases:
+            del worker.leases[lease.lease_id]
         for lease in leases:
             ledger.release(lease)
         ledger.fleet.close_session(worker)
