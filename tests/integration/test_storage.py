@@ -8,6 +8,7 @@ import socket
 import sqlite3
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -101,6 +102,28 @@ def test_the_sdk_waits_out_a_full_disk(small_disk: Path, tmp_path: Path) -> None
             results = client.map("echo", [b"%d" % n for n in range(20)])
             ballast.unlink()
             assert list(results) == [b"%d" % n for n in range(20)]
+
+
+def test_one_request_twice_on_a_disk_that_has_just_filled_up_is_refused_and_not_half_taken(
+    small_disk: Path, tmp_path: Path
+) -> None:
+    with Fleet(tmp_path / "fleet", workers=0, data_dir=small_disk / "data") as fleet:
+        ballast = fill(small_disk)
+        frames = [run_frame("echo", ("twice", bytes(1 << 20)), wait_for_worker=True) for _ in range(2)]
+        frames[0].MergeFrom(frames[1])
+        feed = Feed(frames[0])
+        stream = fleet.tasks.Run(feed, timeout=20)
+        first = next(stream)
+        assert [r.request_id for r in first.rejected] == ["twice"]
+        ballast.unlink()
+        until(lambda: fleet.stats().journal_writable)
+        time.sleep(0.3)  # acceptances are gathered for a moment
+        feed.close()
+        # Nothing is owed, so the stream ends; and nothing was accepted.
+        heard = collect(stream)
+        assert not heard.accepted
+        assert not first.accepted
+        assert fleet.stats().queued == 0
 
 
 # --- a journal that is not for us ------------------------------------------------------------------------------------

@@ -52,7 +52,7 @@ class TaskService:
             error = await durable
             for answer, given in zip(answers, batch.inputs, strict=True):
                 result = response.results.add()
-                if error is not None and isinstance(answer, Task):
+                if isinstance(answer, Task) and (error is not None or not answer.task_id):
                     answer = DISK_FULL  # noqa: PLW2901  it was a task, but it is not ours any more
                 if isinstance(answer, ev.Rejection):
                     _fill_rejection(result.rejection, answer, given.request_id)
@@ -200,17 +200,15 @@ class _RunStream:
             self._driver.handle(ev.Cancel(tasks))
 
     def _take(self, batch: task_pb2.TaskBatch) -> None:
-        outbox = self._outbox
         accepted: list[Task] = []
 
         def done(error: JournalError | None) -> None:
-            if error is None:
+            # What another call had submitted a moment before may have failed with that.
+            if error is None and all(task.task_id for task in accepted):
                 self._acknowledge(accepted)
-                return
-            for task in accepted:
-                if task.outcome is None:
-                    outbox.owe(-1)
-                    _reject(outbox, DISK_FULL, task.request_id)
+            else:
+                self._refuse([task for task in accepted if not task.task_id])
+                self._acknowledge([task for task in accepted if task.task_id])
 
         for answer, given in zip(self._intake.take(batch, self._stream, done), batch.inputs, strict=True):
             if isinstance(answer, Task) and answer.outcome is None:
@@ -219,6 +217,14 @@ class _RunStream:
                     self._catch_up(answer, given.partials_received)
             else:
                 self._settled(answer, given.request_id)
+
+    def _refuse(self, tasks: list[Task]) -> None:
+        """Tells the client, once, of tasks that could not be made durable."""
+        for task in tasks:
+            if task.outcome is None and self._stream in task.streams:
+                task.streams = tuple(s for s in task.streams if s != self._stream)
+                self._outbox.owe(-1)
+                _reject(self._outbox, DISK_FULL, task.request_id)
 
     def _acknowledge(self, tasks: list[Task]) -> None:
         """Tells the client soon that these tasks are durable. Nobody waits for it on this stream, and an outcome stands
