@@ -21,6 +21,7 @@ from multigpu_master.core import events as ev
 from multigpu_master.core.model import Lease, OutcomeState, Spec, Task, Worker
 from multigpu_master.core.scheduler import Core
 from multigpu_master.journal import Entry, Journal, JournalError, JournalFullError, StoredOutcome
+from multigpu_master.known_requests import KnownRequests
 from multigpu_master.outbox import Outbox
 from multigpu_master.tracing import record_spans
 
@@ -89,6 +90,8 @@ class Driver:
         self._waiters: dict[int, list[asyncio.Future[None]]] = defaultdict(list)
         self._pending: dict[int, _Pending] = {}
         self._pending_bytes = 0
+        self._known_requests = KnownRequests()
+        self._learning: asyncio.Future[None] | None = None
         self._lingering: list[Entry] = []
         self._lingering_bytes = 0
         self._linger: asyncio.TimerHandle | None = None
@@ -146,8 +149,13 @@ class Driver:
     def known(self, request_ids: Sequence[str]) -> dict[str, StoredOutcome]:
         """Those of these requests that have settled and been forgotten by the core."""
         requests = self.core.requests
-        unknown = [r for r in request_ids if r and r not in requests]
+        unknown = self._known_requests.sift([r for r in request_ids if r and r not in requests])
         return self.journal.find_requests(unknown) if unknown else {}
+
+    def learn_requests(self) -> None:
+        """Reads, in the background, which request_ids the journal knows, so that new ones need no look-up."""
+        settled = [t.request_id for p in self._pending.values() for t in p.settled]
+        self._learning = asyncio.ensure_future(self._known_requests.load(self.journal, settled))
 
     def submit(
         self, spec: Spec, tasks: Sequence[Task], stream: int, done: Callable[[JournalError | None], None],
@@ -163,20 +171,26 @@ class Driver:
         if (outbox := self._streams.get(stream)) is not None:
             running = {t.task_id for t in submitted.results if isinstance(t, Task) and t.outcome is None}
             outbox.owe(len(running - followed))
-        if spec.durable:
-            fresh = submitted.fresh
-            records = [wire.submit_record(t) for t in fresh]
-            size = sum(len(t.payload) for t in fresh)
-            entry = Entry(submits=records, deleted_dead_letters=deleted_dead_letters if fresh else ())
-            self._append(_Pending(entry, size, submitted=fresh, done=done), urgent=not stream)
-        else:
-            self.soon(done)
         for command in first:
             carry_out = self._carry_out.get(type(command))
             if carry_out is not None:
                 carry_out(command)
+        if spec.durable:
+            fresh = submitted.fresh
+            self._loop.call_soon(self._journal_submits, fresh, done, deleted_dead_letters if fresh else (), not stream)
+        else:
+            self.soon(done)
         self._arm_timer()
         return submitted.results
+
+    def _journal_submits(
+        self, fresh: Sequence[Task], done: Callable[[JournalError | None], None], deleted_dead_letters: Sequence[int],
+        urgent: bool,
+    ) -> None:  # fmt: skip
+        """Runs when the leases that a submit led to are on their way: they don't wait for it."""
+        entry = Entry(submits=[wire.submit_record(t) for t in fresh], deleted_dead_letters=deleted_dead_letters)
+        size = sum([len(t.payload) for t in fresh])
+        self._append(_Pending(entry, size, submitted=fresh, done=done), urgent=urgent)
 
     async def submit_durably(self, spec: Spec, task: Task, replaces: int) -> Task | ev.Rejection:
         """Submits one task in the place of a dead letter, and returns when both are on the disk."""
@@ -220,7 +234,7 @@ class Driver:
     # --- commands ----------------------------------------------------------------------------------------------------
 
     def _settled(self, command: ev.Settled) -> None:
-        records, durable, size = [], [], 0
+        durable: list[tuple[Task, task_pb2.Outcome | None]] = []
         streams = self._streams
         for task in command.tasks:
             o = task.outcome
@@ -238,12 +252,7 @@ class Driver:
                             "RESOURCE_EXHAUSTED", "outcomes pile up unread; read faster, or submit less at once"
                         )
             if task.spec.durable:
-                if message is None:
-                    message = task_pb2.Outcome()
-                    self.outcome_message(task, message)
-                records.append(wire.settle_record(task, message.SerializeToString()))
-                durable.append(task)
-                size += weight
+                durable.append((task, message))
             if self._waiters and task.task_id in self._waiters:
                 for future in self._waiters.pop(task.task_id):
                     if not future.done():
@@ -252,8 +261,24 @@ class Driver:
                 record_spans(task)
             if o.state is OutcomeState.DEAD_LETTERED and o.error is not None:
                 log.warning("task dead-lettered", task_id=task.task_id, error=o.error.type, message=o.error.message)
-        if records:
-            self._append(_Pending(Entry(settles=records), size, settled=durable), urgent=False)
+        if durable:
+            self._loop.call_soon(self._journal_settles, durable)
+
+    def _journal_settles(self, settled: Sequence[tuple[Task, task_pb2.Outcome | None]]) -> None:
+        """Runs when the outcomes are on their way to whoever follows the tasks. `settled` has the messages they got."""
+        records, size = [], 0
+        for task, sent in settled:
+            message = sent
+            if message is None:
+                message = task_pb2.Outcome()
+                self.outcome_message(task, message)
+            body = message.SerializeToString()
+            size += len(body)
+            records.append(wire.settle_record(task, body))
+        self._known_requests.add([t.request_id for t, _ in settled if t.request_id])
+        if self._known_requests.full and (self._learning is None or self._learning.done()):
+            self.learn_requests()
+        self._append(_Pending(Entry(settles=records), size, settled=[t for t, _ in settled]), urgent=False)
 
     def _dispatch(self, command: ev.Dispatch) -> None:
         outbox = self._sessions.get(command.session)
@@ -370,6 +395,7 @@ class Driver:
 
     async def all_durable(self) -> None:
         """Waits until nothing is on its way to the disk."""
+        await asyncio.sleep(0)  # what runs soon comes first
         while self._pending:
             self._flush()
             self._backlog_fell.clear()

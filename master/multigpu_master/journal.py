@@ -115,6 +115,9 @@ class Journal(Protocol):
     def find_requests(self, request_ids: Sequence[str]) -> dict[str, StoredOutcome]:
         """The settled tasks with these request_ids."""
 
+    def request_ids(self) -> Iterator[list[str]]:
+        """The request_ids of all settled tasks that have one, a page at a time."""
+
     def get_outcome(self, task_id: int) -> StoredOutcome | None: ...
 
     def read_outcomes(self, after_cursor: int, limit: int, bytes_max: int) -> list[StoredOutcome]:

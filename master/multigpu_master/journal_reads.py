@@ -136,6 +136,17 @@ class JournalReads:
         # In the order of cursors: should a request_id have been used again after its time, its newest task counts.
         return {row[2]: self._outcome(row) for row in self._rows_by_keys(sql, request_ids)}
 
+    def request_ids(self) -> Iterator[list[str]]:
+        cursor = 0
+        while True:
+            rows = self._rows(
+                "SELECT cursor, request_id FROM outcome WHERE cursor > ? ORDER BY cursor LIMIT ?", (cursor, _TASKS_ROWS)
+            )
+            if not rows:
+                return
+            cursor = rows[-1][0]
+            yield [request_id for _, request_id in rows if request_id]
+
     def get_outcome(self, task_id: int) -> StoredOutcome | None:
         rows = self._rows(
             f"SELECT {_OUTCOME_COLUMNS} FROM outcome o WHERE o.task_id = ? ORDER BY o.cursor DESC LIMIT 1", (task_id,)

@@ -90,6 +90,7 @@ class Master:
         specs = wire.SpecReader()
         driver = self.driver = Driver(core, self.journal, specs, config.stream_bytes_max, self._die)
         driver.on_worker_changed = self._worker_changed
+        driver.learn_requests()
         self._intake = Intake(driver, config.payload_bytes_max)
         now = driver.now()
         expected = settings.restore(core, recovered.settings, now)

@@ -1,0 +1,79 @@
+"""Which request_ids the journal may know, in memory: most new tasks need no look at the disk.
+
+A Bloom filter (Bloom, 1970) of two hashes over an array of bytes: it may say "perhaps" of a request_id that was never
+seen, and then the journal is asked; it never says "no" of one that was. Nothing can be taken out of it, so when it
+fills up it is made anew, from what the journal still holds. While it is being made it says "perhaps" of everything.
+"""
+
+import asyncio
+from collections.abc import Iterable, Sequence
+
+from multigpu_master.journal import Journal
+
+SLOTS_MIN = 1 << 22  # one byte each; two of them a request_id
+FILL_MAX = 1 / 8  # request_ids for each slot; then about 5 % of new ones are looked up in vain
+
+
+class KnownRequests:
+    """See the module. `load` must run once, and again whenever `full`."""
+
+    def __init__(self) -> None:
+        self._slots = bytearray(SLOTS_MIN)
+        self._count = 0
+        self._loaded = False
+        self._since: list[str] | None = None  # added while it is being made anew
+
+    @property
+    def full(self) -> bool:
+        """Whether it is time to make it anew."""
+        return self._loaded and self._count > len(self._slots) * FILL_MAX
+
+    def add(self, request_ids: Sequence[str]) -> None:
+        """Notes request_ids that the journal is about to know."""
+        if self._since is not None:
+            self._since.extend(request_ids)
+        self._mark(self._slots, request_ids)
+        self._count += len(request_ids)
+
+    def sift(self, request_ids: Iterable[str]) -> list[str]:
+        """Those that the journal may know."""
+        if not self._loaded:
+            return list(request_ids)
+        slots, mask = self._slots, len(self._slots) - 1
+        found = []
+        for request_id in request_ids:
+            h = hash(request_id)
+            if slots[h & mask] and slots[(h >> 32) & mask]:
+                found.append(request_id)
+        return found
+
+    async def load(self, journal: Journal, pending: Iterable[str]) -> None:
+        """Makes it anew from what the journal holds, and the request_ids that are on their way to it."""
+        self._since = list(pending)
+        slots, count = await asyncio.to_thread(self._read, journal)
+        self._mark(slots, self._since)
+        self._slots, self._count = slots, count + len(self._since)
+        self._since = None
+        self._loaded = True
+
+    def _read(self, journal: Journal) -> tuple[bytearray, int]:
+        pages = list[list[str]]()
+        count = 0
+        for page in journal.request_ids():
+            pages.append(page)
+            count += len(page)
+        size = SLOTS_MIN
+        while size * FILL_MAX < 2 * count:
+            size *= 2
+        slots = bytearray(size)
+        for page in pages:
+            self._mark(slots, page)
+        return slots, count
+
+    @staticmethod
+    def _mark(slots: bytearray, request_ids: Iterable[str]) -> None:
+        mask = len(slots) - 1
+        for request_id in request_ids:
+            h = hash(request_id)
+            slots[h & mask] = 1
+            slots[(h >> 32) & mask] = 1

@@ -1,0 +1,60 @@
+"""The filter in front of the journal: it may say "perhaps" too often, and never "no" of what was there."""
+
+import asyncio
+import threading
+
+from multigpu_master.known_requests import FILL_MAX, SLOTS_MIN, KnownRequests
+
+
+class Pages:
+    """A journal that knows these pages; `waits` holds up the reading between them."""
+
+    def __init__(self, pages, waits=None):
+        self.pages = pages
+        self.waits = waits
+
+    def request_ids(self):
+        for page in self.pages:
+            yield page
+            if self.waits is not None:
+                assert self.waits.wait(10)
+
+
+def names(prefix, n):
+    return [f"{prefix}-{i}" for i in range(n)]
+
+
+def test_everything_is_perhaps_known_before_it_is_loaded():
+    assert KnownRequests().sift(["a", "b"]) == ["a", "b"]
+
+
+async def test_never_no_of_what_was_there_and_seldom_perhaps_of_what_was_not():
+    known = KnownRequests()
+    stored, pending, added = names("stored", 20_000), names("pending", 50), names("added", 20_000)
+    await known.load(Pages([stored[:7], stored[7:]]), pending)
+    known.add(added)
+    there = stored + pending + added
+    assert known.sift(there) == there
+    assert len(known.sift(names("new", 20_000))) < 200
+
+
+async def test_what_is_added_while_it_is_made_anew_is_kept():
+    known, waits = KnownRequests(), threading.Event()
+    loading = asyncio.ensure_future(known.load(Pages([names("stored", 5)], waits), []))
+    await asyncio.sleep(0.05)
+    known.add(["meanwhile"])
+    waits.set()
+    await loading
+    assert known.sift(["meanwhile", "stored-4"]) == ["meanwhile", "stored-4"]
+
+
+async def test_it_grows_when_it_is_made_anew():
+    known = KnownRequests()
+    await known.load(Pages([]), [])
+    assert not known.full
+    many = names("many", int(SLOTS_MIN * FILL_MAX) + 1)
+    known.add(many)
+    assert known.full
+    await known.load(Pages([many]), [])
+    assert not known.full
+    assert known.sift(many[:1000]) == many[:1000]
