@@ -1,0 +1,70 @@
+"""A core with a clock that is moved by hand, for stories of one rule each."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from multigpu_master.core import events as ev
+from multigpu_master.core.model import (
+    Capability,
+    Lease,
+    OutcomeState,
+    ReportState,
+    Spec,
+    Task,
+    TaskError,
+    Telemetry,
+    WorkerInfo,
+)
+from multigpu_master.core.scheduler import Core, Limits
+from multigpu_master.strategies.registry import load_strategies
+
+OK, FAILED, RETURNED = ReportState.SUCCEEDED, ReportState.FAILED, ReportState.RETURNED
+SPEC = Spec(kind="run", wait_for_worker=True)
+
+
+@dataclass
+class Stage:
+    """A core with a clock that is moved by hand."""
+
+    limits: Limits = field(default_factory=Limits)
+    now: float = 1000.0
+    sessions: int = 0
+
+    def __post_init__(self) -> None:
+        self.core = Core(load_strategies(), self.limits, 100, lambda: 0.0)
+
+    def handle(self, event: ev.Event, after_s: float = 0.0) -> list[ev.Command]:
+        self.now += after_s
+        return self.core.handle(event, self.now)
+
+    def worker(self, name: str = "w", held: Sequence[ev.HeldLease] = (), slots: int = 8) -> list[ev.Command]:
+        self.sessions += 1
+        info = WorkerInfo(worker_id=name, capabilities=(Capability(kind="run"),), slots=slots)
+        return self.handle(ev.Hello(self.sessions, info, held))
+
+    def submit(self, n: int = 1, spec: Spec = SPEC, request: str = "", key: str = "") -> list[Task]:
+        commands = self.handle(ev.Submit(spec, [Task(spec, request, b"payload", key) for _ in range(n)]))
+        return next(c for c in commands if isinstance(c, ev.Submitted)).fresh
+
+    def report(self, lease: Lease, state: ReportState = OK, after_s: float = 0.1) -> list[ev.Command]:
+        error = None if state is OK else TaskError("ValueError", "no good")
+        reports = [ev.Report(lease.lease_id, state, error=error)]
+        return self.handle(ev.Reports(lease.worker.session, reports), after_s)
+
+    def beat(self, name: str = "w", *, running: bool = False, last_frame: int = 1 << 30, after_s: float = 0.0) -> None:
+        worker = self.core.fleet.workers[name]
+        held = [held_lease(x, running=running) for x in worker.leases.values()]
+        self.handle(ev.Heartbeat(worker.session, held, last_frame, Telemetry()), after_s)
+
+
+def held_lease(lease: Lease, *, running: bool = False) -> ev.HeldLease:
+    return ev.HeldLease(lease.lease_id, lease.task.task_id, lease.attempt, running)
+
+
+def lease_of(task: Task) -> Lease:
+    assert task.lease is not None
+    return task.lease
+
+
+def state_of(task: Task) -> OutcomeState | None:
+    return task.outcome.state if task.outcome is not None else None

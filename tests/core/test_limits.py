@@ -1,0 +1,211 @@
+"""The journal, silence, pace and limits: rules that the simulator meets too seldom to rely on."""
+
+from multigpu_master.core import events as ev
+from multigpu_master.core.model import OutcomeState, Spec, Task, WorkerInfo
+from multigpu_master.core.scheduler import Limits
+
+from tests.core.stage import FAILED, OK, RETURNED, SPEC, Stage, lease_of, state_of
+
+
+def test_a_task_that_could_not_be_journaled_never_runs() -> None:
+    stage = Stage()
+    (task,) = stage.submit()
+    stage.handle(ev.SubmitFailed([task]))
+    stage.worker()
+    assert task.lease is None
+    assert stage.core.unsettled == stage.core.counters.submitted == 0
+    assert not stage.core.tasks
+    assert task.task_id == 0
+    assert not stage.core.lanes.by_key
+    (paused,) = stage.submit()
+    stage.report(lease_of(paused), FAILED)
+    stage.handle(ev.SubmitFailed([paused]))
+    stage.handle(ev.Tick(), 10.0)
+    assert paused.lease is None
+
+
+def test_forgetting_a_task_keeps_the_next_one_of_its_request() -> None:
+    stage = Stage()
+    stage.worker()
+    (first,) = stage.submit(request="r")
+    stage.report(lease_of(first))
+    stage.handle(ev.SubmitFailed([first]))  # its outcome is still on its way to the disk
+    (second,) = stage.submit(request="r")
+    assert second is not first
+    stage.handle(ev.SettlesCommitted([first]))
+    assert stage.submit(request="r") == []
+    assert stage.core.requests["r"] is second
+
+
+def test_recovered_tasks_wait_for_the_workers_that_may_hold_them() -> None:
+    stage = Stage()
+    spec = Spec(kind="run", queue_timeout_s=0.5)
+    stage.handle(ev.RegisterWorker(WorkerInfo(worker_id="w"), expected=True))
+    tasks = [Task(spec, "", b"", submit_s=stage.now - 10, task_id=i) for i in (1, 2)]
+    stage.handle(ev.Recover(tasks, stage.now + 3))
+    stage.worker("other")
+    assert [t.lease for t in tasks] == [None, None]
+    stage.handle(ev.Tick(), 1.0)  # the queue timeout, for all that is known, was met in the last life
+    stage.worker("w", [ev.HeldLease(55, 1, 2, running=True)])
+    assert (lease_of(tasks[0]).lease_id, tasks[0].attempts) == (55, 2)
+    assert state_of(tasks[1]) is None or lease_of(tasks[1])
+    stage.handle(ev.Tick(), 2.0)
+    assert tasks[0].outcome is None
+
+
+def test_nothing_is_dispatched_while_outcomes_pile_up_before_the_journal() -> None:
+    stage = Stage(Limits(uncommitted_bytes_max=500))
+    stage.worker(slots=1)
+    tasks = stage.submit(3)
+    stage.report(lease_of(tasks[0]))
+    assert lease_of(tasks[1])  # it was dispatched before
+    assert tasks[2].lease is None
+    stage.handle(ev.SettlesCommitted(tasks[:1]))
+    assert lease_of(tasks[2])
+
+
+def test_a_silent_worker_is_lost_at_the_timeout_and_not_before() -> None:
+    stage = Stage()
+    stage.now = 1000.1  # where (heard + 5) - heard is less than 5
+    stage.worker()
+    (task,) = stage.submit()
+    stage.handle(ev.Tick(), 4.9)
+    assert task.lease is not None
+    due = stage.core.next_timer_s()
+    assert due is not None
+    stage.now = due
+    stage.handle(ev.Tick())
+    assert task.lease is None
+
+
+def test_a_master_that_was_away_hears_its_workers_out_first() -> None:
+    stage = Stage()
+    stage.worker()
+    (task,) = stage.submit()
+    stage.handle(ev.Tick(), 60.0)
+    assert task.lease is not None
+    stage.beat()
+    stage.handle(ev.Tick(), 4.0)
+    assert task.lease is not None
+    stage.handle(ev.Tick(), 1.5)
+    assert task.lease is None
+
+
+def test_reports_that_come_together_do_not_widen_the_window() -> None:
+    stage = Stage()
+    stage.worker(slots=1)
+    tasks = stage.submit(200)
+    for _ in range(20):
+        leased = [t for t in tasks if t.lease is not None]
+        for i, task in enumerate(leased[:2]):
+            stage.report(lease_of(task), after_s=0.0005 if i else 0.2)
+    worker = stage.core.fleet.workers["w"]
+    assert 2 <= worker.allowed <= 6  # ten tasks a second, half a second ahead
+    assert worker.unit_s == {}  # nobody said how long they ran
+
+
+def test_a_window_that_grows_with_a_stale_report_is_used() -> None:
+    stage = Stage()
+    stage.worker(slots=1)
+    tasks = stage.submit(9)
+    for i, after_s in enumerate((0.001, 0.001, 0.001)):
+        stage.report(lease_of(tasks[i]), after_s=after_s)  # too soon after the start to say anything of its pace
+    assert [t.lease is not None for t in tasks[3:]] == [True, True, False, False, False, False]
+    stale = [ev.Report(1, OK)]
+    stage.handle(ev.Reports(stage.sessions, stale), 0.004)
+    assert all(t.lease is not None for t in tasks[3:])
+
+
+def test_averages_of_the_fleet_reach_every_ranking() -> None:
+    """A worker that has shown no speed ranks by the fleet's: what others learn must move it."""
+    stage = Stage()
+    for name in ("known", "new"):
+        stage.worker(name)
+    known, new = stage.core.fleet.workers["known"], stage.core.fleet.workers["new"]
+    (task,) = stage.submit()
+    lane = stage.core.lane_for(task)
+    stage.handle(ev.Cancel([task]))
+    auto, ranking = stage.core.strategies["auto"], stage.core.placement._rankings["auto", lane.base]
+    stage.core.fleet.learned(known, ("run", ""), 1, 1, 9.0)
+    stage.core.fleet.touch(known)
+    assert ranking.best(1) in (known, new)
+    assert ranking._heap[0][0] == auto.score(lane.base, new, stage.core.fleet) == 9.0
+
+
+def test_an_idle_worker_is_not_taken_for_a_slow_one() -> None:
+    stage = Stage()
+    stage.worker(slots=1)
+    for _ in range(50):
+        (task,) = stage.submit()
+        stage.report(lease_of(task), after_s=0.01)
+        stage.now += 30.0
+        stage.beat()
+    assert abs(stage.core.fleet.workers["w"].pace_s - 0.01) < 0.002
+
+
+def test_cancelled_tasks_leave_the_memory_of_their_lane() -> None:
+    stage = Stage()
+    tasks = stage.submit(5000)
+    stage.handle(ev.Cancel([*tasks[1:], tasks[1]]))
+    lane = stage.core.lane_for(tasks[0])
+    assert len(lane.tasks) < 200
+    stage.handle(ev.Cancel(tasks[:1]))
+    assert not stage.core.lanes.by_key
+    assert not stage.core.lanes.parked
+
+
+def test_a_queue_that_is_forgotten_and_comes_back_keeps_its_accounts() -> None:
+    stage = Stage()
+    stage.worker()
+    (task,) = stage.submit(spec=Spec(kind="run", queue="q"))
+    stage.report(lease_of(task))
+    stage.core.prune_queues()
+    assert "q" not in stage.core.queues
+    (task,) = stage.submit(spec=Spec(kind="run", queue="q"))
+    assert stage.core.queues["q"].leased == 1
+    stage.report(lease_of(task))
+    assert stage.core.queues["q"].leased == stage.core.queues["q"].queued == 0
+
+
+def test_tasks_with_and_without_keys_in_one_batch_stand_in_their_own_lanes() -> None:
+    stage = Stage()
+    batch = [Task(SPEC, "", b"", key) for key in ("a", "", "b", "", "a")]
+    stage.handle(ev.Submit(SPEC, batch))
+    assert sorted(lane.live for lane in stage.core.lanes.by_key.values()) == [1, 2, 2]
+    stage.handle(ev.Cancel(batch))
+    assert not stage.core.lanes.by_key
+
+
+def test_outcomes_of_ephemeral_tasks_live_for_their_time_within_a_limit_of_bytes() -> None:
+    stage = Stage(Limits(ephemeral_bytes_max=2000, session_timeout_s=1e9))
+    stage.worker()
+    spec = Spec(kind="run", durable=False, result_ttl_s=10.0)
+    tasks = stage.submit(5, spec)
+    for task in tasks:
+        stage.report(lease_of(task), after_s=0.1)
+    assert [t.task_id in stage.core.tasks for t in tasks] == [False, False, True, True, True]
+    stage.handle(ev.Tick(), 9.85)
+    assert [t.task_id in stage.core.tasks for t in tasks] == [False, False, False, True, True]
+    stage.handle(ev.Tick(), 1.0)
+    assert not stage.core.tasks
+
+
+def test_limits_refuse_with_a_delay() -> None:
+    stage = Stage(Limits(tasks_max=2, bytes_max=100))
+    stage.submit(2)
+    commands = stage.handle(ev.Submit(SPEC, [Task(SPEC, "", b"x")]))
+    rejection = next(c for c in commands if isinstance(c, ev.Submitted)).results[0]
+    assert isinstance(rejection, ev.Rejection)
+    assert (rejection.code, rejection.retry_delay_s) == (8, 1.0)
+    stage = Stage(Limits(bytes_max=10))
+    assert len(stage.submit(2)) == 1
+
+
+def test_a_worker_that_returns_its_tasks_is_not_charged_for() -> None:
+    stage = Stage()
+    stage.worker()
+    (task,) = stage.submit(spec=Spec(kind="run", attempts_max=1))
+    stage.report(lease_of(task), RETURNED)
+    assert state_of(task) is None
+    stage.report(lease_of(task))
+    assert (state_of(task), task.attempts) == (OutcomeState.SUCCEEDED, 1)
