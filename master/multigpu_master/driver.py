@@ -203,11 +203,18 @@ class Driver:
         """Calls back without anything having to become durable."""
         self._loop.call_soon(done, None)
 
-    def wait_for(self, task_id: int) -> "asyncio.Future[None]":
-        """Done when the task has settled."""
-        future = self._loop.create_future()
-        self._waiters[task_id].append(future)
-        return future
+    async def settled(self, task_id: int, timeout_s: float) -> None:
+        """Returns when the task has settled, or the time is over."""
+        future: asyncio.Future[None] = self._loop.create_future()
+        waiters = self._waiters[task_id]
+        waiters.append(future)
+        try:
+            await asyncio.wait([future], timeout=timeout_s)
+        finally:
+            if not future.done():
+                waiters.remove(future)
+                if not waiters:
+                    del self._waiters[task_id]
 
     def outcome_message(self, task: Task, outcome: task_pb2.Outcome) -> None:
         """Fills an Outcome from a settled task."""

@@ -104,7 +104,7 @@ class TaskService:
         found = self._find(request)
         if isinstance(found, Task) and found.outcome is None and request.HasField("wait"):
             wait_s = min(wire.seconds_of(request.wait), WAIT_MAX_S)
-            await asyncio.wait([self._driver.wait_for(found.task_id)], timeout=max(0.0, wait_s))
+            await self._driver.settled(found.task_id, max(0.0, wait_s))
         if found is None:
             name = request.request_id or request.task_id
             await refuse(
