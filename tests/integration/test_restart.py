@@ -10,6 +10,7 @@ from typing import Any
 
 import grpc
 import pytest
+from grpc_health.v1 import health_pb2
 from multigpu.v1 import admin_service_pb2 as admin_pb
 from multigpu.v1 import task_pb2, task_service_pb2
 
@@ -17,6 +18,7 @@ from tests.fleet import Fleet, refused, until
 from tests.integration.streams import Feed, collect, run_frame
 
 FLEET = {"handlers": ["trial_handlers"]}
+SERVING = health_pb2.HealthCheckResponse.SERVING
 
 PARTS = [b"p-%d" % n for n in range(12)]
 
@@ -247,6 +249,20 @@ def test_sigterm_ends_the_daemons_with_0_in_bounded_time(tmp_path: Path) -> None
         assert not fleet.faults()
 
 
+def test_a_master_that_stops_says_so_first(fleet: Fleet) -> None:
+    watch = fleet.health.Watch(health_pb2.HealthCheckRequest(service="master"), timeout=20)
+    assert next(watch).status == SERVING
+    fleet.master.signal(signal.SIGTERM)
+    assert next(watch).status == health_pb2.HealthCheckResponse.NOT_SERVING
+    watch.cancel()
+    assert fleet.master.process.wait(15) == 0
+    fleet.start_master()
+    # The workers that it knew are told of until they are back.
+    assert fleet.check_health("worker/w0") in (health_pb2.HealthCheckResponse.NOT_SERVING, SERVING)
+    fleet.wait_for_workers()
+    until(lambda: fleet.check_health("worker/w0") == SERVING)
+
+
 def test_rules_and_cordons_survive_a_death_of_the_master(fleet: Fleet) -> None:
     admin = fleet.admin
     admin.CordonWorker(admin_pb.CordonWorkerRequest(worker_id="w0", reason="a look inside"), timeout=10)
@@ -294,3 +310,46 @@ def test_a_lost_worker_is_replaced_by_another(fleet: Fleet, tmp_path: Path) -> N
     assert fleet.outcome(task_id).worker_id == other
     fleet.start_worker(first)
     fleet.wait_for_workers()
+
+
+def test_a_worker_that_is_told_to_stop_finishes_or_hands_back_and_is_charged_for_nothing(fleet: Fleet) -> None:
+    ids = fleet.submit("trial.nap", *(b"%d" % n for n in range(60)), parameters={"seconds": "0.05"})
+    until(lambda: all(w.leases for w in fleet.list_workers()))
+    assert fleet.workers["w0"].stop(15) == 0
+    outcomes = [fleet.outcome(i) for i in ids]
+    assert [o.result for o in outcomes] == [(b"%d" % n)[::-1] for n in range(60)]
+    assert {o.attempts for o in outcomes} == {1}
+    assert {o.worker_id for o in outcomes} == {"w0", "w1"}
+    fleet.start_worker("w0")
+    fleet.wait_for_workers()
+
+
+def test_a_master_that_was_away_for_a_while_blames_nobody(fleet: Fleet) -> None:
+    """A suspended machine, a debugger: when it comes back it hears what was said meanwhile before it judges."""
+    requeued = fleet.stats().requeued
+    ids = fleet.submit("trial.nap", *(b"%d" % n for n in range(20)), parameters={"seconds": "0.1"})
+    until(lambda: all(w.leases for w in fleet.list_workers()))
+    fleet.master.signal(signal.SIGSTOP)
+    time.sleep(2.2)  # the session timeout is 1 s
+    fleet.master.signal(signal.SIGCONT)
+    outcomes = [fleet.outcome(i) for i in ids]
+    assert {(o.state, o.attempts) for o in outcomes} == {(task_pb2.OUTCOME_STATE_SUCCEEDED, 1)}
+    assert fleet.stats().requeued == requeued
+
+
+def test_a_worker_that_was_away_for_a_while_is_taken_back(fleet: Fleet, tmp_path: Path) -> None:
+    """It was given up for lost and its task moved; when it comes back its word about that task no longer counts."""
+    gate = tmp_path / "gate"
+    (task_id,) = fleet.submit("trial.gate", str(gate).encode(), request_ids=["away"])
+    first = where_it_runs(fleet, "away")
+    (other,) = {"w0", "w1"} - {first}
+    fleet.workers[first].signal(signal.SIGSTOP)
+    until(lambda: fleet.get(task_id).worker_id == other)
+    gate.touch()  # both engines go on, and both finish
+    outcome = fleet.outcome(task_id)
+    assert (outcome.worker_id, outcome.result) == (other, b"opened")
+    fleet.workers[first].signal(signal.SIGCONT)
+    until(lambda: fleet.worker(first).state == admin_pb.WORKER_STATE_ACTIVE)
+    assert fleet.get(task_id).outcome == outcome
+    ids = fleet.submit("echo", *(b"x" for _ in range(40)))
+    assert {fleet.outcome(i).state for i in ids} == {task_pb2.OUTCOME_STATE_SUCCEEDED}
