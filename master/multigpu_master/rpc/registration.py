@@ -53,6 +53,9 @@ async def parse(message_type: Any, data: bytes, context: Any) -> Any:
 async def _report(error: Exception, name: str, context: Any) -> None:
     if isinstance(error, grpc.aio.AbortError):
         raise error
+    if isinstance(error, grpc.aio.InternalError):
+        # gRPC could not send: the peer is gone, and nobody is left to be told.
+        raise asyncio.CancelledError from error
     log.error("a call failed by a fault of the master", method=name, exc_info=error)
     await context.abort(
         grpc.StatusCode.INTERNAL, f"the master failed to serve {name}: {error!r}; its log has the details"

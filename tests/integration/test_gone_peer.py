@@ -1,0 +1,67 @@
+"""A peer that is gone when we want to tell it something is nobody's fault: no error is logged, the server goes on."""
+
+import asyncio
+from typing import Any
+
+import grpc
+import structlog
+from multigpu.v1 import worker_service_pb2
+from multigpu_master.rpc.registration import add_service
+
+SESSION = "/multigpu.v1.WorkerService/Session"
+
+
+class Late:
+    """A WorkerService that says why it ends the session only when the worker is gone."""
+
+    def __init__(self, *, write: bool) -> None:
+        self.tried = asyncio.Event()
+        self._write = write
+
+    async def Session(self, context: Any) -> None:  # noqa: N802  gRPC's name
+        await context.write(worker_service_pb2.SessionResponse(frame=1))
+        gone = asyncio.Event()
+        context.add_done_callback(lambda _: gone.set())
+        try:
+            await gone.wait()
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            assert task is not None
+            task.uncancel()
+        try:
+            if self._write:
+                await context.write(worker_service_pb2.SessionResponse(frame=2))
+            else:
+                await context.abort(grpc.StatusCode.ABORTED, "nothing heard")
+        finally:
+            self.tried.set()
+
+
+async def serve_and_vanish(*, write: bool, caplog: Any) -> list[Any]:
+    """Whatever was logged while a client came, went, and was spoken to all the same."""
+    servicer = Late(write=write)
+    server = grpc.aio.server()
+    add_service(server, worker_service_pb2.DESCRIPTOR.services_by_name["WorkerService"], servicer)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    with structlog.testing.capture_logs() as logs:
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            call = channel.stream_stream(SESSION)()
+            await call.read()
+            call.cancel()
+            await asyncio.wait_for(servicer.tried.wait(), 10)
+            # The server still serves.
+            again = channel.stream_stream(SESSION)()
+            assert await again.read() is not grpc.aio.EOF
+            again.cancel()
+        await asyncio.sleep(0.1)
+    await server.stop(0)
+    return [*logs, *(r for r in caplog.records if r.levelname == "ERROR")]
+
+
+async def test_a_status_for_a_peer_that_is_gone(caplog: Any) -> None:
+    assert not await serve_and_vanish(write=False, caplog=caplog)
+
+
+async def test_a_frame_for_a_peer_that_is_gone(caplog: Any) -> None:
+    assert not await serve_and_vanish(write=True, caplog=caplog)
