@@ -60,9 +60,9 @@ def _new_loop() -> asyncio.AbstractEventLoop:
 
 
 def _handle(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    # gRPC wakes every loop of a process through one descriptor; who comes second finds it empty, and says so. Harmless.
-    if isinstance(context.get("exception"), BlockingIOError) and "PollerCompletionQueue" in str(
-        context.get("handle", "")
-    ):
+    # gRPC wakes every loop of a process through one descriptor: who comes second finds it empty, and who comes first
+    # may find something for a loop that was closed meanwhile. Both say so, and both are harmless.
+    harmless = isinstance(context.get("exception"), BlockingIOError | RuntimeError)
+    if harmless and "PollerCompletionQueue" in str(context.get("handle", "")):
         return
     loop.default_exception_handler(context)

@@ -102,6 +102,22 @@ async def test_the_async_client_does_the_same(fleet: Fleet) -> None:
         assert task.outcome.state == multigpu.OutcomeState.CANCELLED
 
 
+def test_clients_that_come_and_go_leave_nothing_on_stderr(fleet: Fleet) -> None:
+    code = (
+        "import sys, threading, multigpu\n"
+        "def use():\n"
+        "    for n in range(12):\n"
+        "        with multigpu.Client(sys.argv[1]) as client:\n"
+        "            assert list(client.map('echo', [b'%d' % n] * 20)) == [b'%d' % n] * 20\n"
+        "threads = [threading.Thread(target=use) for _ in range(3)]\n"
+        "for thread in threads: thread.start()\n"
+        "for thread in threads: thread.join()\n"
+    )
+    command = [sys.executable, "-c", code, fleet.address]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert not done.stderr
+
+
 def test_a_rejection_is_an_error_with_its_remedy(fleet: Fleet) -> None:
     with fleet.client() as client:
         with pytest.raises(multigpu.UnplaceableError, match=r"no worker runs kind 'no.such'.*wait_for_worker"):
