@@ -63,6 +63,8 @@ def leases_of(batch: pb.LeaseBatch) -> tuple[Spec, list[Lease]]:
             lease.checkpoint,
             lease.partials_received,
             lease.traceparent,
+            # Its first outputs are with this master alone: another one can't take the lease over.
+            resumable=not lease.partials_received,
         )
         for lease in batch.leases
     ]

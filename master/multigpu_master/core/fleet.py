@@ -143,6 +143,8 @@ class Fleet:
 
     def load_s(self, worker: Worker, shape: Shape) -> float:
         """See strategies.base.FleetView."""
+        if (shape.kind, shape.model) in worker.loading:
+            return 0.0
         model = self.model_of(worker, shape)
         return LOAD_S if model and model not in worker.resident_models else 0.0
 
@@ -197,7 +199,16 @@ class Fleet:
         self.dispatches += 1
         worker.dispatched += 1
         worker.last_dispatch = self.dispatches
+        key = (task.spec.kind, task.spec.model)
+        if key not in worker.loading:
+            worker.loading[key] = None
+            self._resident.clear()
         self.touch(worker)
+
+    def settled_down(self, worker: Worker) -> None:
+        """The worker has nothing to do: what it says of its models is all there is to know."""
+        worker.loading = {}
+        self._resident.clear()
 
     def release(self, lease: Lease) -> None:
         """Takes a lease, already off worker.leases, out of the worker's account."""
@@ -225,6 +236,7 @@ class Fleet:
         self.sessions.pop(worker.session, None)
         worker.session = 0
         worker.resident_models = ()
+        worker.loading = {}
         self.members_changed(worker)
 
 

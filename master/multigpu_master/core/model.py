@@ -204,6 +204,8 @@ class Worker:
     stopping: bool = False  # it wants no more work
     telemetry: Telemetry = field(default_factory=Telemetry)
     resident_models: tuple[str, ...] = ()
+    # (kind, model) of leases granted to it: their models are resident or about to be, whatever its last heartbeat said
+    loading: dict[tuple[str, str], None] = field(default_factory=dict)
     leases: dict[int, Lease] = field(default_factory=dict)
     leased_bytes: int = 0
     leased_memory_bytes: int = 0  # device memory promised to its leases

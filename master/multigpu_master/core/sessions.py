@@ -91,6 +91,8 @@ class Sessions:
             return
         worker.heard_s = now
         worker.telemetry = event.telemetry
+        if not worker.leases and worker.loading:
+            ledger.fleet.settled_down(worker)
         if event.resident_models != worker.resident_models or event.stopping != worker.stopping:
             worker.resident_models = event.resident_models
             worker.stopping = event.stopping

@@ -49,8 +49,8 @@ class Strategy(Protocol):
         """Its rank among the workers that may: the lowest gets the task; on a tie, who has waited longest for one."""
 
     def worth(self, shape: Shape, worker: Worker, fleet: FleetView, queued: int) -> bool:
-        """Whether the worker is worth it, with `queued` tasks of this shape waiting. False: it is passed over, and if no
-        other has room the tasks wait. More tasks must not make it worth less.
+        """Whether the worker is worth it, with `queued` tasks of this shape waiting. False: it is passed over, and if
+        no other has room the tasks wait. More tasks must not make it worth less.
         """
 
 
