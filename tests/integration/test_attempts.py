@@ -92,8 +92,8 @@ def test_backoff_has_a_limit(fleet: Fleet) -> None:
 def test_a_deadline_ends_a_task_wherever_it_is(fleet: Fleet, tmp_path: Path) -> None:
     never = str(tmp_path / "never").encode()
     fleet.admin.PauseQueue(admin_pb.PauseQueueRequest(queue="late"), timeout=5)
-    (queued,) = fleet.submit("echo", b"x", queue="late", deadline=from_now(0.4))
-    (running,) = fleet.submit("trial.gate", never, deadline=from_now(0.6))
+    (queued,) = fleet.submit("echo", b"x", queue="late", deadline=from_now(0.5))
+    (running,) = fleet.submit("trial.gate", never, deadline=from_now(1.5))
     until(lambda: fleet.get(running).state == task_pb2.TASK_STATE_LEASED)
     for task_id, attempts in ((queued, 0), (running, 1)):
         outcome = fleet.outcome(task_id)

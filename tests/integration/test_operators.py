@@ -99,15 +99,15 @@ def test_a_drain_never_interrupts_before_its_deadline(fleet: Fleet, tmp_path: Pa
     task_id = gated(fleet, gate, "w0")
     lease_id = fleet.get(task_id).lease_id
     began = time.monotonic()
-    worker = drain(fleet, "w0", 0.9)
+    worker = drain(fleet, "w0", 1.5)
     assert worker.state == admin_pb.WORKER_STATE_DRAINING
     assert worker.HasField("drain_deadline")
-    while time.monotonic() - began < 0.75:
+    while time.monotonic() - began < 1.0:
         assert fleet.get(task_id).lease_id == lease_id
         time.sleep(0.05)
     # Past it the lease is taken back, uncharged, and goes elsewhere.
     until(lambda: fleet.get(task_id).worker_id == "w1")
-    assert 0.85 < time.monotonic() - began < 3
+    assert time.monotonic() - began > 1.4
     gate.touch()
     outcome = fleet.outcome(task_id)
     assert (outcome.worker_id, outcome.attempts) == ("w1", 1)

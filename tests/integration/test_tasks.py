@@ -37,10 +37,10 @@ def test_submit_answers_each_input_in_order_and_get_tells_the_end(fleet: Fleet) 
 
 
 def test_get_waits_only_as_long_as_asked(fleet: Fleet) -> None:
-    (task_id,) = fleet.submit("trial.nap", b"abc", parameters={"seconds": "0.5"})
+    (task_id,) = fleet.submit("trial.nap", b"abc", parameters={"seconds": "1.5"})
     began = time.monotonic()
     assert fleet.get(task_id, 0.1).state != task_pb2.TASK_STATE_SETTLED
-    assert 0.1 <= time.monotonic() - began < 0.4
+    assert 0.1 <= time.monotonic() - began < 1.2
     assert fleet.outcome(task_id).result == b"cba"
 
 
