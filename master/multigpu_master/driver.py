@@ -35,7 +35,7 @@ JOURNAL_BACKLOG_BYTES = 64 << 20
 LINGER_BYTES_MAX = 256 << 10
 # How long an entry that nobody waits for may wait for others. What settles meanwhile is written once, not twice, and
 # the journal's thread is not woken, to wait for the interpreter, while a task is on its way.
-LINGER_S = 0.005
+LINGER_S = 0.02
 
 
 @dataclass(slots=True)
