@@ -10,6 +10,7 @@ from typing import Any
 
 import grpc
 import pytest
+from google.protobuf.duration_pb2 import Duration
 from grpc_health.v1 import health_pb2
 from multigpu.v1 import admin_service_pb2 as admin_pb
 from multigpu.v1 import task_pb2, task_service_pb2
@@ -202,8 +203,10 @@ def signal_engine(fleet: Fleet, worker: str) -> None:
 # --- restarts --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_a_restart_under_load_is_seen_by_nobody(fleet: Fleet, number: int) -> None:
+@pytest.mark.parametrize(
+    ("number", "ephemeral"), [(signal.SIGTERM, False), (signal.SIGKILL, False), (signal.SIGKILL, True)]
+)
+def test_a_restart_under_load_is_seen_by_nobody(fleet: Fleet, number: int, ephemeral: bool) -> None:
     payloads = [b"%d" % n for n in range(600)]
     results: list[bytes] = []
     failed: list[BaseException] = []
@@ -211,7 +214,8 @@ def test_a_restart_under_load_is_seen_by_nobody(fleet: Fleet, number: int) -> No
     def work() -> None:
         try:
             with fleet.client() as client:
-                results.extend(client.map("trial.nap", payloads, parameters={"seconds": "0.004"}, window=200))
+                options: Any = {"parameters": {"seconds": "0.004"}, "ephemeral": ephemeral}
+                results.extend(client.map("trial.nap", payloads, window=200, **options))
         except BaseException as error:
             failed.append(error)
 
@@ -306,6 +310,29 @@ def test_a_killed_worker_is_lost_at_once_and_not_only_when_it_has_been_silent(tm
         assert fleet.worker(first).state == admin_pb.WORKER_STATE_LOST
         gate.touch()
         assert fleet.outcome(task_id).worker_id == other
+
+
+def test_a_task_that_kills_its_workers_becomes_a_dead_letter_and_the_innocent_succeed(fleet: Fleet) -> None:
+    spec: dict[str, Any] = {"backoff_initial": Duration(nanos=20_000_000)}
+    (killer,) = fleet.submit("trial.kill_worker", b"", **spec)
+    innocent = fleet.submit("trial.nap", *(b"%d" % n for n in range(100)), parameters={"seconds": "0.02"}, **spec)
+
+    def mend() -> None:
+        for name, worker in list(fleet.workers.items()):
+            if not worker.alive:
+                fleet.start_worker(name)
+
+    def ended() -> bool:
+        mend()
+        return bool(fleet.get(killer).state == task_pb2.TASK_STATE_SETTLED)
+
+    until(ended, 60)
+    outcome = fleet.outcome(killer)
+    assert (outcome.state, outcome.error.type) == (task_pb2.OUTCOME_STATE_DEAD_LETTERED, "WorkerLost")
+    assert outcome.attempts == 3
+    mend()
+    assert all(fleet.outcome(i).state == task_pb2.OUTCOME_STATE_SUCCEEDED for i in innocent)
+    fleet.wait_for_workers()
 
 
 def test_a_worker_that_is_told_to_stop_finishes_or_hands_back_and_is_charged_for_nothing(fleet: Fleet) -> None:

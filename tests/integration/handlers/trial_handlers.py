@@ -1,6 +1,7 @@
 """Handlers that the integration tests and the chaos runs send tasks to: good ones, and some that misbehave."""
 
 import os
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -66,6 +67,14 @@ def hang(value: bytes) -> Any:
 @handler("trial.exit")
 def exit_now(value: bytes) -> Any:
     os._exit(7)
+
+
+@handler("trial.kill_worker")
+def kill_worker(value: bytes, ctx: Context) -> Any:
+    """Takes the whole worker down, agent and all, a moment after it began."""
+    time.sleep(0.5)
+    os.kill(os.getppid(), signal.SIGKILL)
+    time.sleep(60)
 
 
 @handler("trial.fork")
