@@ -6,12 +6,17 @@ fills up it is made anew, from what the journal still holds. While it is being m
 """
 
 import asyncio
-from collections.abc import Iterable, Sequence
-
-from multigpu_master.journal import Journal
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Protocol
 
 SLOTS_MIN = 1 << 22  # one byte each; two of them a request_id
 FILL_MAX = 1 / 8  # request_ids for each slot; then about 5 % of new ones are looked up in vain
+
+
+class RequestIds(Protocol):
+    """The journal, as far as it matters here."""
+
+    def request_ids(self) -> Iterator[list[str]]: ...
 
 
 class KnownRequests:
@@ -47,7 +52,7 @@ class KnownRequests:
                 found.append(request_id)
         return found
 
-    async def load(self, journal: Journal, pending: Iterable[str]) -> None:
+    async def load(self, journal: RequestIds, pending: Iterable[str]) -> None:
         """Makes it anew from what the journal holds, and the request_ids that are on their way to it."""
         self._since = list(pending)
         slots, count = await asyncio.to_thread(self._read, journal)
@@ -56,7 +61,7 @@ class KnownRequests:
         self._since = None
         self._loaded = True
 
-    def _read(self, journal: Journal) -> tuple[bytearray, int]:
+    def _read(self, journal: RequestIds) -> tuple[bytearray, int]:
         pages = list[list[str]]()
         count = 0
         for page in journal.request_ids():

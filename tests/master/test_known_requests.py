@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+from collections.abc import Iterator, Sequence
 
 from multigpu_master.known_requests import FILL_MAX, SLOTS_MIN, KnownRequests
 
@@ -9,26 +10,26 @@ from multigpu_master.known_requests import FILL_MAX, SLOTS_MIN, KnownRequests
 class Pages:
     """A journal that knows these pages; `waits` holds up the reading between them."""
 
-    def __init__(self, pages, waits=None):
+    def __init__(self, pages: Sequence[list[str]], waits: threading.Event | None = None) -> None:
         self.pages = pages
         self.waits = waits
 
-    def request_ids(self):
+    def request_ids(self) -> Iterator[list[str]]:
         for page in self.pages:
             yield page
             if self.waits is not None:
                 assert self.waits.wait(10)
 
 
-def names(prefix, n):
+def names(prefix: str, n: int) -> list[str]:
     return [f"{prefix}-{i}" for i in range(n)]
 
 
-def test_everything_is_perhaps_known_before_it_is_loaded():
+def test_everything_is_perhaps_known_before_it_is_loaded() -> None:
     assert KnownRequests().sift(["a", "b"]) == ["a", "b"]
 
 
-async def test_never_no_of_what_was_there_and_seldom_perhaps_of_what_was_not():
+async def test_never_no_of_what_was_there_and_seldom_perhaps_of_what_was_not() -> None:
     known = KnownRequests()
     stored, pending, added = names("stored", 20_000), names("pending", 50), names("added", 20_000)
     await known.load(Pages([stored[:7], stored[7:]]), pending)
@@ -38,7 +39,7 @@ async def test_never_no_of_what_was_there_and_seldom_perhaps_of_what_was_not():
     assert len(known.sift(names("new", 20_000))) < 200
 
 
-async def test_what_is_added_while_it_is_made_anew_is_kept():
+async def test_what_is_added_while_it_is_made_anew_is_kept() -> None:
     known, waits = KnownRequests(), threading.Event()
     loading = asyncio.ensure_future(known.load(Pages([names("stored", 5)], waits), []))
     await asyncio.sleep(0.05)
@@ -48,7 +49,7 @@ async def test_what_is_added_while_it_is_made_anew_is_kept():
     assert known.sift(["meanwhile", "stored-4"]) == ["meanwhile", "stored-4"]
 
 
-async def test_it_grows_when_it_is_made_anew():
+async def test_it_grows_when_it_is_made_anew() -> None:
     known = KnownRequests()
     await known.load(Pages([]), [])
     assert not known.full
