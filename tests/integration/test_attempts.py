@@ -15,7 +15,7 @@ from tests.fleet import Fleet, refused, until
 
 FLEET = {
     "handlers": ["trial_handlers"],
-    "worker_flags": ["--engine-memory-bytes", "1GiB", "--slots", "2"],
+    "worker_flags": ["--engine-memory-bytes", "1GiB", "--slots", "2", "--result-bytes-max", "1MiB"],
 }
 
 SUCCEEDED = task_pb2.OUTCOME_STATE_SUCCEEDED
@@ -39,6 +39,7 @@ def from_now(seconds: float) -> Timestamp:
         ("trial.exit", {}, DEAD_LETTERED, "EngineDied", "7"),
         ("trial.hang", {"run_timeout": Duration(nanos=300_000_000)}, DEAD_LETTERED, "RunTimeout", "0.3"),
         ("trial.hoard", {}, DEAD_LETTERED, "OutOfMemory", "engine_memory_bytes"),
+        ("trial.big", {"parameters": {"bytes": str(2 << 20)}}, FAILED, "ResultTooLarge", "result_bytes_max"),
         ("fail", {"parameters": {"mode": "segfault"}}, DEAD_LETTERED, "EngineDied", "SIGSEGV"),
     ],
 )

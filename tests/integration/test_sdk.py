@@ -118,6 +118,15 @@ def test_clients_that_come_and_go_leave_nothing_on_stderr(fleet: Fleet) -> None:
     assert not done.stderr
 
 
+def test_large_payloads_come_back_whole_and_larger_ones_are_refused(fleet: Fleet) -> None:
+    payloads = [bytes([n]) * (size << 20) for n, size in enumerate((1, 8, 31, 3, 31))]
+    with fleet.client() as client:
+        assert list(client.map("echo", payloads)) == payloads
+        with pytest.raises(multigpu.InvalidTaskError, match="payload_bytes_max"):
+            client.run("echo", bytes((32 << 20) + 1))
+        assert client.run("echo", b"after") == b"after"
+
+
 def test_a_rejection_is_an_error_with_its_remedy(fleet: Fleet) -> None:
     with fleet.client() as client:
         with pytest.raises(multigpu.UnplaceableError, match=r"no worker runs kind 'no.such'.*wait_for_worker"):

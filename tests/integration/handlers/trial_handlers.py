@@ -69,6 +69,12 @@ def exit_now(value: bytes) -> Any:
     os._exit(7)
 
 
+@handler("trial.big")
+def big(value: bytes, ctx: Context) -> Any:
+    """A result of so many `bytes`."""
+    return bytes(int(ctx.parameters["bytes"]))
+
+
 @handler("trial.kill_worker")
 def kill_worker(value: bytes, ctx: Context) -> Any:
     """Takes the whole worker down, agent and all, a moment after it began."""
