@@ -336,7 +336,7 @@ class Driver:
     def _end_session(self, command: ev.EndSession) -> None:
         outbox = self._sessions.get(command.session)
         if outbox is not None:
-            outbox.abort("ABORTED", command.reason)
+            outbox.abort("ABORTED" if command.taken_over else "UNAVAILABLE", command.reason)
 
     def _forward(self, command: ev.Forward) -> None:
         task = command.task

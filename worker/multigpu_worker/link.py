@@ -51,6 +51,10 @@ class ProtocolMismatchError(Exception):
     """The master speaks another version of the protocol; the message says which side to upgrade."""
 
 
+class TakenOverError(Exception):
+    """Another worker with our id has the session now; the message says what to do."""
+
+
 class LinkEvents(Protocol):
     """What the link asks and tells its owner, on the event loop."""
 
@@ -79,7 +83,7 @@ class Link:
         self._wake.set()
 
     async def run(self) -> None:
-        """Keep a session until `close`. ProtocolMismatchError: there can't be one."""
+        """Keep a session until `close`. ProtocolMismatchError: there can't be one. TakenOverError: another has it."""
         bound_s = RECONNECT_MIN_S
         while not self._closing:
             welcomed = False
@@ -93,6 +97,11 @@ class Link:
             except grpc.aio.AioRpcError as error:
                 if error.code() is grpc.StatusCode.FAILED_PRECONDITION:
                     raise ProtocolMismatchError(error.details()) from error
+                if error.code() is grpc.StatusCode.ABORTED and welcomed:
+                    raise TakenOverError(
+                        f"the master at {self.address} ended our session: {error.details()}. Another worker runs with "
+                        "the same worker_id; stop one of them, or give each its own --worker-id"
+                    ) from error
                 reason = f"{error.code().name}: {error.details()}"
             except (TimeoutError, asyncio.InvalidStateError, grpc.aio.InternalError) as error:
                 reason = str(error) or "the master didn't answer"

@@ -20,7 +20,7 @@ from multigpu_worker.device import Device, DeviceError, host_memory_bytes, open_
 from multigpu_worker.engine_host import EngineStartError
 from multigpu_worker.engines.base import EngineSettings
 from multigpu_worker.engines.models import ModelFolderError, check_model_folder, resolve_models
-from multigpu_worker.link import ProtocolMismatchError
+from multigpu_worker.link import ProtocolMismatchError, TakenOverError
 from multigpu_worker.wire import Identity
 
 log = structlog.get_logger()
@@ -29,6 +29,7 @@ log = structlog.get_logger()
 EXIT_CONFIG = 2
 EXIT_ENGINE = 3
 EXIT_PROTOCOL = 4
+EXIT_TAKEN_OVER = 5
 # The share of the host's memory that a CPU worker's engine may take where the config doesn't say.
 MEMORY_SHARE = 0.8
 
@@ -39,7 +40,7 @@ def main(config_file: str | None, **flags: Any) -> None:
     """Run one worker: own one device, take tasks from the master, run them in an engine process of its own.
 
     SIGTERM or Ctrl-C finishes what is held and stops; a second one stops at once. Exit codes: 2 a wrong setting, 3 the
-    engine can't start, 4 the master speaks another version of the protocol.
+    engine can't start, 4 the master speaks another version of the protocol, 5 another worker has the same worker_id.
     """
     try:
         config = load(WorkerConfig, file=config_file, flags=flags).config
@@ -56,6 +57,8 @@ def main(config_file: str | None, **flags: Any) -> None:
         _exit(EXIT_ENGINE, error)
     except ProtocolMismatchError as error:
         _exit(EXIT_PROTOCOL, error)
+    except TakenOverError as error:
+        _exit(EXIT_TAKEN_OVER, error)
     finally:
         shut_down_tracing()
 

@@ -258,6 +258,7 @@ class Desire:
 class EndSession:
     session: int
     reason: str
+    taken_over: bool = False  # by another session of the same worker
 
 
 @dataclass(slots=True)

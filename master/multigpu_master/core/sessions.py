@@ -29,7 +29,7 @@ class Sessions:
         ledger, fleet = self._ledger, self._ledger.fleet
         worker = fleet.workers.get(event.info.worker_id)
         if worker is not None and worker.session:
-            ledger.out.append(ev.EndSession(worker.session, "the worker began another session"))
+            ledger.out.append(ev.EndSession(worker.session, "the worker began another session", taken_over=True))
             self._lose(worker, now, kept={h.lease_id for h in event.leases})
         worker = fleet.register(event.info)
         fleet.new_session(worker, event.session, now)
