@@ -46,6 +46,7 @@ class WorkerServiceServicer:
 
     def Session(self, request_iterator, context):
         """The first frame up carries hello, the first frame down welcome. A second session of the same worker_id ends the first.
+        ABORTED: that has happened to this one; whoever gets it must not come back.
         FAILED_PRECONDITION: another protocol version; the message says which side to upgrade.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
