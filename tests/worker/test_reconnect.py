@@ -69,15 +69,28 @@ async def test_leases_not_taken_back_are_dropped(master: ScriptedMaster, start_w
 async def test_partials_from_the_beginning_after_a_reconnect(master: ScriptedMaster, start_worker: StartWorker) -> None:
     await start_worker(master.address, "--handlers", "handlers_for_tests", pythonpath=HANDLERS)
     stream = await master.stream()
-    stream.lease([pb.Lease(lease_id=1, task_id=1, attempt=2, units=1, partials_received=10)], kind="t.endless")
+    stream.lease([pb.Lease(lease_id=1, task_id=1, attempt=1, units=1)], kind="t.endless")
     await stream.until(lambda: len(stream.partials) > 20)
     stream.break_off()
     stream = await master.stream()
     await stream.until(lambda: len(stream.partials) > 50)
-    assert [p.index for p in stream.partials] == list(range(10, 10 + len(stream.partials)))
+    assert [p.index for p in stream.partials] == list(range(len(stream.partials)))
     assert [p.data for p in stream.partials] == [b"%d" % p.index for p in stream.partials]
     stream.revoke(1)
     await stream.until(lambda: not stream.heartbeats[-1].leases)
+
+
+async def test_an_attempt_whose_first_outputs_are_with_the_master_ends_with_its_stream(
+    master: ScriptedMaster, start_worker: StartWorker
+) -> None:
+    await start_worker(master.address, "--handlers", "handlers_for_tests", pythonpath=HANDLERS)
+    stream = await master.stream()
+    stream.lease([pb.Lease(lease_id=1, task_id=1, attempt=2, units=1, partials_received=10)], kind="t.endless")
+    await stream.until(lambda: len(stream.partials) > 20)
+    assert [p.index for p in stream.partials][:3] == [10, 11, 12]
+    stream.break_off()
+    stream = await master.stream()
+    assert not stream.hello.leases
 
 
 async def test_too_many_partials_to_keep_end_the_attempt_with_its_stream(
@@ -105,7 +118,8 @@ async def test_checkpoints_in_hello(master: ScriptedMaster, start_worker: StartW
 
 
 async def test_however_a_stream_ends_another_begins(master: ScriptedMaster, start_worker: StartWorker) -> None:
-    codes = [code for code in grpc.StatusCode if code not in {grpc.StatusCode.OK, grpc.StatusCode.FAILED_PRECONDITION}]
+    final = {grpc.StatusCode.OK, grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.ABORTED}
+    codes = [code for code in grpc.StatusCode if code not in final]
     await start_worker(master.address)
     for code in codes:
         stream = await master.stream()

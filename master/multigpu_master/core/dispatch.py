@@ -32,6 +32,8 @@ class Dispatcher:
                 continue
             lanes.take(lane)
             lease = self._grant(task, lane, worker, now)
+            if ledger.fleet.began_loading is not None:
+                self._unpark_loading()
             if worker in dispatched:
                 dispatched[worker].append(lease)
             else:
@@ -57,6 +59,14 @@ class Dispatcher:
         if freed:
             ledger.freed = {}
         ledger.retry_all = False
+
+    def _unpark_loading(self) -> None:
+        """A worker has just become one that has a model: tasks that were not worth the loading may be worth it now."""
+        key, self._ledger.fleet.began_loading = self._ledger.fleet.began_loading, None
+        lanes = self._ledger.lanes
+        for lane in list(lanes.parked):
+            if (lane.base.kind, lane.base.model) == key:
+                lanes.offer(lane)
 
     def _grant(self, task: Task, lane: Lane, worker: Worker, now: float) -> Lease:
         ledger = self._ledger

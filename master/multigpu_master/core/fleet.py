@@ -49,6 +49,7 @@ class Fleet:
         self.changes_base = 0  # how many changes were dropped from the front
         self.membership = 0  # counts the times that a worker came, went, or changed what it can take
         self.dispatches = 0
+        self.began_loading: tuple[str, str] | None = None  # (kind, model) that a worker was given for the first time
         self.averages = 0  # counts the times that an average of the fleet moved enough to matter
         self._unit_s = _Average()
         self._units = _Average()
@@ -203,6 +204,7 @@ class Fleet:
         if key not in worker.loading:
             worker.loading[key] = None
             self._resident.clear()
+            self.began_loading = key
         self.touch(worker)
 
     def settled_down(self, worker: Worker) -> None:
