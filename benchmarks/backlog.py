@@ -18,6 +18,7 @@ from multigpu.v1 import admin_service_pb2, admin_service_pb2_grpc
 
 from benchmarks.fleet import Fleet
 from benchmarks.measure import cpu_seconds, payloads, resident_bytes
+from benchmarks.relay import loop_runner
 
 N = 1_000_000
 CHUNK = 50_000
@@ -57,7 +58,7 @@ def bench_backlog(_rounds: int) -> list[Row]:
         with grpc.insecure_channel(fleet.address) as channel:
             admin = admin_service_pb2_grpc.AdminServiceStub(channel)  # type: ignore[no-untyped-call]  # generated
             admin.PauseQueue(admin_service_pb2.PauseQueueRequest(queue="held"))
-        rows = asyncio.run(_fill(fleet))
+        rows: list[Row] = loop_runner("uvloop")(_fill(fleet))
         fleet.master.send_signal(signal.SIGKILL)
         fleet.master.wait()
         start = time.perf_counter()

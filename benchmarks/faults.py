@@ -20,6 +20,7 @@ from multigpu import AsyncClient
 
 from benchmarks.fleet import Fleet
 from benchmarks.measure import median, payloads, percentile
+from benchmarks.relay import loop_runner
 
 N_KILL, TASK_S, N_REQUEUE = 1000, 0.01, 10
 Row = dict[str, Any]
@@ -63,7 +64,7 @@ def bench_kill(rounds: int) -> list[Row]:
             ready = next(line for line in up.stdout if line.startswith("ready:"))
             address = ready.split("master ")[1].split(",")[0]
             try:
-                seconds, left, bad = asyncio.run(_kill(address))
+                seconds, left, bad = loop_runner("uvloop")(_kill(address))
                 took.append(seconds)
                 wrong += bad
             finally:
@@ -106,7 +107,7 @@ def bench_requeue(rounds: int) -> list[Row]:
     found = []
     for _ in range(max(rounds, N_REQUEUE)):
         with Fleet() as fleet:
-            found.append(asyncio.run(_requeue(fleet)))
+            found.append(loop_runner("uvloop")(_requeue(fleet)))
     return [
         {
             "benchmark": "requeue",

@@ -10,6 +10,7 @@ to a file and fdatasynced, in a thread, before it is passed on.
 
 import asyncio
 import contextlib
+import functools
 import itertools
 import os
 import subprocess
@@ -30,13 +31,16 @@ FRAME = 256
 SUCCEEDED, REPORTED = task_pb2.OUTCOME_STATE_SUCCEEDED, worker_service_pb2.REPORT_STATE_SUCCEEDED
 
 
-def loop_runner(kind: str) -> Callable[[Any], Any]:
-    """asyncio.run or uvloop.run."""
-    if kind == "uvloop":
-        import uvloop
+@functools.cache
+def _runner(kind: str) -> asyncio.Runner:
+    import uvloop
 
-        return uvloop.run
-    return asyncio.run
+    return asyncio.Runner(loop_factory=uvloop.new_event_loop if kind == "uvloop" else None)
+
+
+def loop_runner(kind: str) -> Callable[[Any], Any]:
+    """Runs coroutines on the process' one loop of this kind. It is never closed: grpc's poller would complain."""
+    return _runner(kind).run
 
 
 class Forward:
