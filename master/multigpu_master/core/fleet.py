@@ -13,8 +13,9 @@ WINDOW_S = 0.5
 # Taken for the time of a unit of work where nothing was measured yet, and for the loading of a model.
 UNIT_S = 0.01
 LOAD_S = 3.0
-# A pace is measured over at least this long: reports that arrive together say nothing of it.
-PACE_S = 0.005
+# A pace is measured over at least this long: tasks that ran together are reported together, which says nothing of it.
+# The first time a shorter while must do, so that fast tasks soon have a window.
+PACE_S, FIRST_PACE_S = 0.1, 0.005
 # The weight of the newest sample in the moving averages.
 GAIN = 0.5
 CHANGES_MAX = 8192
@@ -162,7 +163,7 @@ class Fleet:
         worker.reported_s = now
         worker.finished += n
         elapsed_s = now - worker.paced_s
-        if elapsed_s < PACE_S or not worker.finished:
+        if elapsed_s < (PACE_S if worker.pace_s else FIRST_PACE_S) or not worker.finished:
             return
         # Averaged as a rate: one slow start (a model being loaded) must not narrow the window for long.
         rate = worker.finished / elapsed_s
