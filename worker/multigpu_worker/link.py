@@ -8,6 +8,7 @@ stream is idle.
 import asyncio
 import contextlib
 import random
+import time
 from typing import Any, Protocol
 
 import grpc
@@ -22,6 +23,8 @@ MESSAGE_BYTES_MAX = 64 << 20
 # A delay before the next connection is drawn from 0 up to a bound that doubles from the first of these to the second.
 RECONNECT_MIN_S = 0.05
 RECONNECT_MAX_S = 2.0
+# How long after our start a master that isn't there is not worth a warning.
+QUIET_S = 2.0
 # How long a master may take to welcome us.
 WELCOME_TIMEOUT_S = 10.0
 # How long the master may take to end the stream after we have.
@@ -85,6 +88,7 @@ class Link:
     async def run(self) -> None:
         """Keep a session until `close`. ProtocolMismatchError: there can't be one. TakenOverError: another has it."""
         bound_s = RECONNECT_MIN_S
+        met, quiet_until = False, time.monotonic() + QUIET_S
         while not self._closing:
             welcomed = False
             reason = "the master ended the stream"
@@ -92,7 +96,7 @@ class Link:
                 async with grpc.aio.insecure_channel(self.address, options=OPTIONS) as channel:
                     call = _stub(channel).Session()
                     await self._open(call)
-                    welcomed = True
+                    welcomed = met = True
                     await self._exchange(call)
             except grpc.aio.AioRpcError as error:
                 if error.code() is grpc.StatusCode.FAILED_PRECONDITION:
@@ -110,7 +114,9 @@ class Link:
                 self.events.disconnected(reason)
             if not self._closing:
                 delay_s = self._random.uniform(0, bound_s)
-                log.warning("no session", master=self.address, reason=reason, retry_s=round(delay_s, 3))
+                # A fleet that is just being started has no master yet for a moment: that is no news.
+                tell = log.debug if not met and time.monotonic() < quiet_until else log.warning
+                tell("no session", master=self.address, reason=reason, retry_s=round(delay_s, 3))
                 await self._sleep(delay_s)
                 bound_s = min(RECONNECT_MAX_S, 2 * bound_s)
 
