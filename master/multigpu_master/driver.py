@@ -1,8 +1,7 @@
 """The one owner of the core: it feeds events in, and carries out the commands that come back.
 
-Everything here runs on the event loop, in one thread, and never waits. The journal has a thread of its own; it calls
-back when a transaction is on the disk, and only then are durable tasks acknowledged and settled ones forgotten.
-Dispatch and delivery don't wait for it.
+Everything here runs on the event loop, in one thread, and never waits. What must be durable is handed to journaling.py;
+dispatch and delivery don't wait for it.
 
 Time is a wall clock that can't jump: read once at the start, and carried on by the monotonic clock.
 """
@@ -18,10 +17,10 @@ from multigpu.v1 import task_pb2, task_service_pb2, worker_service_pb2
 
 from multigpu_master import wire
 from multigpu_master.core import events as ev
-from multigpu_master.core.model import Lease, OutcomeState, Spec, Task, Worker
+from multigpu_master.core.model import Lease, OutcomeState, Spec, Task
 from multigpu_master.core.scheduler import Core
-from multigpu_master.journal import Entry, Journal, JournalError, JournalFullError, StoredOutcome
-from multigpu_master.known_requests import KnownRequests
+from multigpu_master.journal import Journal, JournalError, StoredOutcome
+from multigpu_master.journaling import Journaling
 from multigpu_master.outbox import Outbox
 from multigpu_master.tracing import record_spans
 
@@ -29,24 +28,6 @@ log = structlog.get_logger()
 
 RunOutbox = Outbox[task_service_pb2.RunResponse]
 SessionOutbox = Outbox[worker_service_pb2.SessionResponse]
-# What may wait for the journal thread before the front doors stop reading.
-JOURNAL_BACKLOG_BYTES = 64 << 20
-# Entries larger than this are written at once: the disk should not idle while there is much to write.
-LINGER_BYTES_MAX = 256 << 10
-# How long an entry that nobody waits for may wait for others. What settles meanwhile is written once, not twice, and
-# the journal's thread is not woken, to wait for the interpreter, while a task is on its way.
-LINGER_S = 0.02
-
-
-@dataclass(slots=True)
-class _Pending:
-    """An entry on its way to the disk, and who is to be told."""
-
-    entry: Entry
-    size: int
-    submitted: Sequence[Task] = ()
-    settled: Sequence[Task] = ()
-    done: "Callable[[JournalError | None], None] | None" = None
 
 
 @dataclass(slots=True)
@@ -78,24 +59,16 @@ class Driver:
         self.journal = journal
         self.specs = specs
         self.watchers = Watchers()
-        self.journal_writable = True
-        self.changed_workers: dict[str, Worker] = {}
+        self.journaling = Journaling(
+            journal, self.outcome_message, self.handle, lambda: self.watchers.wake("commits"), on_fatal
+        )
         self.on_worker_changed: Callable[[ev.WorkerChanged], None] = lambda _change: None
-        self._on_fatal = on_fatal
         self._loop = asyncio.get_running_loop()
         self._offset_s = time.time() - time.monotonic()
         self._streams: dict[int, RunOutbox] = {}
         self._sessions: dict[int, SessionOutbox] = {}
         self._last_stream = 0
         self._waiters: dict[int, list[asyncio.Future[None]]] = defaultdict(list)
-        self._pending: dict[int, _Pending] = {}
-        self._pending_bytes = 0
-        self._known_requests = KnownRequests()
-        self._learning: asyncio.Future[None] | None = None
-        self._lingering: list[Entry] = []
-        self._lingering_bytes = 0
-        self._linger: asyncio.TimerHandle | None = None
-        self._backlog_fell = asyncio.Event()
         self._stages = wire.StagesCache()
         self._timer: asyncio.Handle | None = None
         self._timer_due_s = 0.0
@@ -149,13 +122,8 @@ class Driver:
     def known(self, request_ids: Sequence[str]) -> dict[str, StoredOutcome]:
         """Those of these requests that have settled and been forgotten by the core."""
         requests = self.core.requests
-        unknown = self._known_requests.sift([r for r in request_ids if r and r not in requests])
+        unknown = self.journaling.perhaps_known([r for r in request_ids if r and r not in requests])
         return self.journal.find_requests(unknown) if unknown else {}
-
-    def learn_requests(self) -> None:
-        """Reads, in the background, which request_ids the journal knows, so that new ones need no look-up."""
-        settled = [t.request_id for p in self._pending.values() for t in p.settled]
-        self._learning = asyncio.ensure_future(self._known_requests.load(self.journal, settled))
 
     def submit(
         self, spec: Spec, tasks: Sequence[Task], stream: int, done: Callable[[JournalError | None], None],
@@ -176,21 +144,14 @@ class Driver:
             if carry_out is not None:
                 carry_out(command)
         if spec.durable:
+            # Soon, and not now: the leases that went out of this are on their way by then, and don't wait for it.
             fresh = submitted.fresh
-            self._loop.call_soon(self._journal_submits, fresh, done, deleted_dead_letters if fresh else (), not stream)
+            letters = deleted_dead_letters if fresh else ()
+            self._loop.call_soon(self.journaling.submits, fresh, done, letters, not stream)
         else:
             self.soon(done)
         self._arm_timer()
         return submitted.results
-
-    def _journal_submits(
-        self, fresh: Sequence[Task], done: Callable[[JournalError | None], None], deleted_dead_letters: Sequence[int],
-        urgent: bool,
-    ) -> None:  # fmt: skip
-        """Runs when the leases that a submit led to are on their way: they don't wait for it."""
-        entry = Entry(submits=[wire.submit_record(t) for t in fresh], deleted_dead_letters=deleted_dead_letters)
-        size = sum([len(t.payload) for t in fresh])
-        self._append(_Pending(entry, size, submitted=fresh, done=done), urgent=urgent)
 
     async def submit_durably(self, spec: Spec, task: Task, replaces: int) -> Task | ev.Rejection:
         """Submits one task in the place of a dead letter, and returns when both are on the disk."""
@@ -269,23 +230,7 @@ class Driver:
             if o.state is OutcomeState.DEAD_LETTERED and o.error is not None:
                 log.warning("task dead-lettered", task_id=task.task_id, error=o.error.type, message=o.error.message)
         if durable:
-            self._loop.call_soon(self._journal_settles, durable)
-
-    def _journal_settles(self, settled: Sequence[tuple[Task, task_pb2.Outcome | None]]) -> None:
-        """Runs when the outcomes are on their way to whoever follows the tasks. `settled` has the messages they got."""
-        records, size = [], 0
-        for task, sent in settled:
-            message = sent
-            if message is None:
-                message = task_pb2.Outcome()
-                self.outcome_message(task, message)
-            body = message.SerializeToString()
-            size += len(body)
-            records.append(wire.settle_record(task, body))
-        self._known_requests.add([t.request_id for t, _ in settled if t.request_id])
-        if self._known_requests.full and (self._learning is None or self._learning.done()):
-            self.learn_requests()
-        self._append(_Pending(Entry(settles=records), size, settled=[t for t, _ in settled]), urgent=False)
+            self._loop.call_soon(self.journaling.settles, durable)  # as in submit
 
     def _dispatch(self, command: ev.Dispatch) -> None:
         outbox = self._sessions.get(command.session)
@@ -361,90 +306,6 @@ class Driver:
     def close_session(self, session: int) -> None:
         self._sessions.pop(session, None)
         self.handle(ev.SessionClosed(session))
-
-    # --- the journal -------------------------------------------------------------------------------------------------
-
-    def _append(self, pending: _Pending, *, urgent: bool) -> None:
-        self._pending[id(pending.entry)] = pending
-        self._pending_bytes += pending.size
-        self._lingering.append(pending.entry)
-        self._lingering_bytes += pending.size
-        if urgent or self._lingering_bytes > LINGER_BYTES_MAX:
-            self._flush()
-        elif self._linger is None:
-            self._linger = self._loop.call_later(LINGER_S, self._flush)
-
-    def _flush(self) -> None:
-        """Hands the entries that lingered to the journal."""
-        if self._linger is not None:
-            self._linger.cancel()
-            self._linger = None
-        if self._lingering:
-            entries, self._lingering = self._lingering, []
-            self._lingering_bytes = 0
-            self.journal.append(*entries)
-
-    async def save(self, settings: dict[str, bytes | None], deleted_dead_letters: Sequence[int] = ()) -> None:
-        """Writes settings, and returns when they are on the disk. JournalError: they could not be written."""
-        future: asyncio.Future[JournalError | None] = self._loop.create_future()
-        self.remember(settings, future.set_result, deleted_dead_letters)
-        if (error := await future) is not None:
-            raise error
-
-    def remember(
-        self, settings: dict[str, bytes | None], done: Callable[[JournalError | None], None] | None = None,
-        deleted_dead_letters: Sequence[int] = (),
-    ) -> None:  # fmt: skip
-        """Writes settings soon."""
-        self._append(
-            _Pending(Entry(settings=settings, deleted_dead_letters=deleted_dead_letters), 0, done=done), urgent=True
-        )
-
-    async def all_durable(self) -> None:
-        """Waits until nothing is on its way to the disk."""
-        await asyncio.sleep(0)  # what runs soon comes first
-        while self._pending:
-            self._flush()
-            self._backlog_fell.clear()
-            await self._backlog_fell.wait()
-
-    async def room_in_journal(self) -> None:
-        """Waits until the journal has caught up enough to take more."""
-        while self._pending_bytes > JOURNAL_BACKLOG_BYTES:
-            self._backlog_fell.clear()
-            await self._backlog_fell.wait()
-
-    def on_commit(self, entries: Sequence[Entry], first_cursor: int, error: JournalError | None) -> None:
-        """Called by the journal, on its thread."""
-        self._loop.call_soon_threadsafe(self._committed, entries, error)
-
-    def _committed(self, entries: Sequence[Entry], error: JournalError | None) -> None:
-        if error is not None and not isinstance(error, JournalFullError):
-            self._on_fatal(f"the journal failed and can't be trusted until it is read again: {error}")
-            return
-        self._set_writable(error)
-        settled: list[Task] = []
-        for entry in entries:
-            pending = self._pending.pop(id(entry))
-            self._pending_bytes -= pending.size
-            if error is not None and pending.submitted:
-                self.handle(ev.SubmitFailed(pending.submitted))
-            if pending.done is not None:
-                pending.done(error)
-            settled.extend(pending.settled)
-        if settled:
-            self.handle(ev.SettlesCommitted(settled))
-            self.watchers.wake("commits")
-        self._backlog_fell.set()
-
-    def _set_writable(self, error: JournalError | None) -> None:
-        writable = error is None
-        if writable != self.journal_writable:
-            self.journal_writable = writable
-            if writable:
-                log.info("journal can be written again: durable tasks are taken")
-            else:
-                log.error("journal can't be written: durable tasks are refused, running work goes on", error=str(error))
 
 
 def _fill_lease(message: worker_service_pb2.Lease, lease: Lease) -> None:

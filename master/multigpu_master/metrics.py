@@ -76,7 +76,7 @@ def _metrics(driver: Driver) -> Iterator[Metric]:
     yield one("mgpu_workers_active", "Workers with a session.", len(core.fleet.sessions))
     yield one("mgpu_workers_lost", "Workers without one.", len(core.fleet.workers) - len(core.fleet.sessions))
     yield one("mgpu_journal_bytes", "What the journal takes on the disk.", driver.journal.size_bytes())
-    yield one("mgpu_journal_writable", "1 if durable tasks can be taken.", float(driver.journal_writable))
+    yield one("mgpu_journal_writable", "1 if durable tasks can be taken.", float(driver.journaling.writable))
     yield one("mgpu_master_memory_bytes", "Resident memory of the master.", resident_bytes())
     yield from _of_workers(list(core.fleet.workers.values()))
 

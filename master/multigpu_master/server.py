@@ -90,7 +90,7 @@ class Master:
         specs = wire.SpecReader()
         driver = self.driver = Driver(core, self.journal, specs, config.stream_bytes_max, self._die)
         driver.on_worker_changed = self._worker_changed
-        driver.learn_requests()
+        driver.journaling.learn_requests()
         self._intake = Intake(driver, config.payload_bytes_max)
         now = driver.now()
         expected = settings.restore(core, recovered.settings, now)
@@ -108,7 +108,7 @@ class Master:
 
     def _on_commit(self, entries: Sequence[Entry], first_cursor: int, error: JournalError | None) -> None:
         """On the journal's thread. Nothing is appended before there is a driver."""
-        self.driver.on_commit(entries, first_cursor, error)
+        self.driver.journaling.on_commit(entries, first_cursor, error)
 
     async def _open_doors(self, driver: Driver) -> None:
         config, server = self.config, self._server
@@ -143,7 +143,7 @@ class Master:
         driver = self.driver
         if change.remember and not self._intake.stopping:  # sessions that we end are to be awaited by the next master
             setting = settings.worker_setting(worker)
-            driver.remember(dict.fromkeys(setting) if change.gone else setting)
+            driver.journaling.remember(dict.fromkeys(setting) if change.gone else setting)
             status = health_pb2.HealthCheckResponse
             state = status.SERVING if worker.accepting else status.NOT_SERVING
             if change.gone:
@@ -166,7 +166,7 @@ class Master:
         self._intake.stopping = True
         await self._health.enter_graceful_shutdown()
         if self.fatal is None:
-            await asyncio.wait([asyncio.ensure_future(self.driver.all_durable())], timeout=timeout_s / 3)
+            await asyncio.wait([asyncio.ensure_future(self.driver.journaling.all_durable())], timeout=timeout_s / 3)
         # Streams don't end by themselves: their peers reconnect to whoever is there next.
         await self._server.stop(min(0.2, timeout_s / 3))
         try:

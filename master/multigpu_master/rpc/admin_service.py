@@ -109,7 +109,7 @@ class AdminService:
         self, context: Any, settings: dict[str, bytes | None], deleted_dead_letters: Sequence[int] = ()
     ) -> None:
         try:
-            await self._driver.save(settings, deleted_dead_letters)
+            await self._driver.journaling.save(settings, deleted_dead_letters)
         except JournalError as error:
             await refuse(
                 context,
@@ -270,7 +270,7 @@ class AdminService:
             workers_active=active,
             workers_lost=len(core.fleet.workers) - active,
             journal_bytes=self._driver.journal.size_bytes(),
-            journal_writable=self._driver.journal_writable,
+            journal_writable=self._driver.journaling.writable,
             memory_bytes=resident_bytes(),
             strategy=core.strategy,
             outcomes_retained=sum(

@@ -43,7 +43,7 @@ class Intake:
         else:
             if self.stopping:
                 refusal = ev.Rejection(14, "the master is stopping; try again in a moment", 1.0)
-            elif spec.durable and not driver.journal_writable:
+            elif spec.durable and not driver.journaling.writable:
                 refusal = DISK_FULL
         if refusal is not None:
             driver.soon(done)

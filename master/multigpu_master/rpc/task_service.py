@@ -43,7 +43,7 @@ class TaskService:
                 grpc.StatusCode.INVALID_ARGUMENT,
                 f"{count} tasks in one Submit; at most {self._submit_tasks_max} are allowed: send several",
             )
-        await self._driver.room_in_journal()
+        await self._driver.journaling.room()
         loop = asyncio.get_running_loop()
         response = task_service_pb2.SubmitResponse()
         for batch in request.batches:
@@ -184,7 +184,7 @@ class _RunStream:
         # A client that submits without reading, or faster than the disk, is not read from.
         if self._outbox.bytes > self._half_full_bytes:
             await self._outbox.below(self._half_full_bytes)
-        await self._driver.room_in_journal()
+        await self._driver.journaling.room()
 
     def _cancel(self, request_ids: Iterable[str]) -> None:
         """Ends these tasks. Those whose outcome does not come by this stream are answered at once."""
