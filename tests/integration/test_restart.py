@@ -385,4 +385,5 @@ def test_of_two_workers_with_one_id_the_first_ends_and_says_why(tmp_path: Path) 
         assert first.process.wait(20) == 5
         assert "give each its own --worker-id" in first.log()
         time.sleep(0.5)
-        assert len(second.events("session begins")) == 1
+        # Both write to one file; the first one's line may come after the second was started.
+        assert {e["session_id"] for e in second.events("session begins")} - {"1"} == {"2"}
