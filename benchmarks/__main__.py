@@ -96,8 +96,9 @@ def throughput(name: str, rounds: int, tasks: list[bytes], ours: Any, mode: str,
         for loop in ("uvloop", "asyncio"):
 
             async def run_relay(limit: relay.Relay, loop: str = loop) -> None:
-                before = limit.cpu()
-                seconds.setdefault(loop, []).append(await relay.throughput(limit.port, mode, tasks, window))
+                before: dict[str, float] = {}
+                taken = await relay.throughput(limit.port, mode, tasks, window, lambda: before.update(limit.cpu()))
+                seconds.setdefault(loop, []).append(taken)
                 cpu[loop] = rooms(before, limit.cpu(), n)
 
             on_relay(mode, loop, run_relay)

@@ -207,9 +207,9 @@ async def client(port: str) -> Any:
         call.cancel()
 
 
-async def throughput(port: str, mode: str, payloads: list[bytes], window: int = 0) -> float:
+async def throughput(port: str, mode: str, payloads: list[bytes], window: int, begin: Callable[[], None]) -> float:
     """Seconds for all payloads through the relay, packing and parsing included; with at most `window` messages in
-    flight.
+    flight, if it isn't 0. `begin` is called when it is warm and the clock starts.
     """
     async with client(port) as call:
         messages = pack(mode, payloads[: FRAME * 2])
@@ -218,6 +218,7 @@ async def throughput(port: str, mode: str, payloads: list[bytes], window: int = 
         for _ in messages:
             await call.read()
         room = asyncio.Semaphore(window or 1_000_000)
+        begin()
         start = time.perf_counter()
         messages = pack(mode, payloads)
 

@@ -134,15 +134,11 @@ class Driver:
         """
         requests = self.core.requests
         followed = {k.task_id for t in tasks if (k := requests.get(t.request_id)) is not None and stream in k.streams}
-        first = self.core.handle(ev.Submit(spec, tasks, stream), self.now())
-        submitted = next(c for c in first if isinstance(c, ev.Submitted))
+        commands = self.handle(ev.Submit(spec, tasks, stream))
+        submitted = next(c for c in commands if isinstance(c, ev.Submitted))
         if (outbox := self._streams.get(stream)) is not None:
             running = {t.task_id for t in submitted.results if isinstance(t, Task) and t.outcome is None}
             outbox.owe(len(running - followed))
-        for command in first:
-            carry_out = self._carry_out.get(type(command))
-            if carry_out is not None:
-                carry_out(command)
         if spec.durable:
             # Soon, and not now: the leases that went out of this are on their way by then, and don't wait for it.
             fresh = submitted.fresh
@@ -150,7 +146,6 @@ class Driver:
             self._loop.call_soon(self.journaling.submits, fresh, done, letters, not stream)
         else:
             self.soon(done)
-        self._arm_timer()
         return submitted.results
 
     async def submit_durably(self, spec: Spec, task: Task, replaces: int) -> Task | ev.Rejection:
