@@ -127,6 +127,7 @@ class MasterConfig(_Checked):
     stream_bytes_max: int = _setting(128 * MIB, "Outcomes a client may leave unread on a stream.", minimum=MIB)
     ephemeral_bytes_max: int = _setting(256 * MIB, "Results of ephemeral tasks kept in memory.", minimum=MIB)
     journal_bytes_max: int = _setting(64 * GIB, "Most bytes on disk; then durable submits are refused.", minimum=MIB)
+    share_payloads: bool = _setting(True, "Whether clients and workers on this host may share large payloads as files.")
     stop_timeout_s: float = _setting(10.0, "How long a stop may take.", minimum=0.1, maximum=600)
     log_level: str = _log_level()
     log_format: str = _log_format()
@@ -366,7 +367,7 @@ def _convert(
 ) -> Any:
     try:
         converted = convert(value, hint, field.name)
-    except ValueError as error:
+    except (ValueError, OverflowError) as error:
         raise ConfigError(f"{where}: {error}") from error
     _check(field, converted, where)
     return converted

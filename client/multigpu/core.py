@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 # What one Get waits for at most; longer waits ask again, so that a dead connection is noticed.
 _GET_WAIT_S = 30.0
+# In one call: more are sent in several.
+_CANCEL_TASKS_MAX = 10_000
 
 
 class Core:
@@ -96,12 +98,15 @@ class Core:
                 return found
 
     async def cancel(self, tasks: tuple[int | str, ...], reason: str) -> task_service_pb2.CancelResponse:
-        request = task_service_pb2.CancelRequest(
-            task_ids=[task for task in tasks if isinstance(task, int)],
-            request_ids=[task for task in tasks if isinstance(task, str)],
-            reason=reason,
-        )
-        response: task_service_pb2.CancelResponse = await self.connection.unary("Cancel", request)
+        response = task_service_pb2.CancelResponse()
+        for at in range(0, len(tasks), _CANCEL_TASKS_MAX):
+            chunk = tasks[at : at + _CANCEL_TASKS_MAX]
+            request = task_service_pb2.CancelRequest(
+                task_ids=[task for task in chunk if isinstance(task, int)],
+                request_ids=[task for task in chunk if isinstance(task, str)],
+                reason=reason,
+            )
+            response.MergeFrom(await self.connection.unary("Cancel", request))
         return response
 
     async def count(self, task_filter: task_service_pb2.TaskFilter | None) -> task_service_pb2.CountResponse:

@@ -20,7 +20,8 @@ from multigpu.run_stream import RunStream
 from multigpu.v1 import task_pb2
 
 CHUNK_TASKS = 256
-_CHUNK_BYTES = 1 << 20
+# A chunk ends past so many bytes, or a share of the window: large payloads, too, go to the master some at a time.
+_CHUNK_BYTES_MIN, _CHUNK_SHARE = 1 << 20, 8
 _CHUNK_S = 0.002
 T = TypeVar("T")
 
@@ -44,6 +45,7 @@ class MapCall(Call):
 
     def settle(self, answer: Answer) -> None:
         self.payload = b""  # an answer takes its place
+        self.place = None
         self.answer = answer
         self.buffer.settled(self, answer)
 
@@ -54,6 +56,7 @@ class MapBuffer:
         self._ordered = ordered
         self._tasks_max = tasks_max
         self._bytes_max = bytes_max
+        self._chunk_bytes = max(_CHUNK_BYTES_MIN, bytes_max // _CHUNK_SHARE)
         self._chunk_tasks = min(CHUNK_TASKS, max(1, tasks_max // 4))
         # Ordered: every call not taken, in the order of the input. As completed: the answered ones.
         self._line: deque[MapCall] = deque()
@@ -89,7 +92,7 @@ class MapBuffer:
             if call.answer is None:
                 chunk.append(call)
                 nbytes += call.nbytes
-            if len(chunk) >= self._chunk_tasks or nbytes >= _CHUNK_BYTES or time.monotonic() > stop:
+            if len(chunk) >= self._chunk_tasks or nbytes >= self._chunk_bytes or time.monotonic() > stop:
                 return chunk
         self.exhausted = True
         return chunk

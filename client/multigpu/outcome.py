@@ -28,6 +28,10 @@ class OutcomeState(enum.IntEnum):
     EXPIRED = 4
     DEAD_LETTERED = 5
 
+    @classmethod
+    def _missing_(cls, _value: object) -> OutcomeState:
+        return cls.UNSPECIFIED  # a newer master's, of which we know only that it is none of the others
+
 
 class TaskState(enum.IntEnum):
     """Where a task can be."""
@@ -36,6 +40,10 @@ class TaskState(enum.IntEnum):
     QUEUED = 1
     LEASED = 2
     SETTLED = 3
+
+    @classmethod
+    def _missing_(cls, _value: object) -> TaskState:
+        return cls.UNSPECIFIED  # as above
 
 
 _SUCCEEDED = task_pb2.OUTCOME_STATE_SUCCEEDED
@@ -50,10 +58,12 @@ _ERRORS = {
 class Outcome:
     """The immutable end of a task. `message` is the protobuf behind it."""
 
-    __slots__ = ("frame_bytes", "message")
+    __slots__ = ("_result", "frame_bytes", "message")
 
-    def __init__(self, message: task_pb2.Outcome, frame_bytes: int = 0) -> None:
+    def __init__(self, message: task_pb2.Outcome, frame_bytes: int = 0, result: bytes | None = None) -> None:
+        """`result`: the result, if the message has only the place of it."""
         self.message = message
+        self._result = result
         # Its share of the frame that it came in: what it costs to hold, near enough.
         self.frame_bytes = frame_bytes
 
@@ -61,7 +71,7 @@ class Outcome:
         return f"<Outcome of task {self.task_id}: {self.state.name}>"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _unpickle, (self.message.SerializeToString(),)
+        return _unpickle, (self.message.SerializeToString(), self._result)
 
     @property
     def task_id(self) -> int:
@@ -82,7 +92,7 @@ class Outcome:
     @property
     def result(self) -> bytes:
         """What the engine returned, as it came. Empty unless SUCCEEDED."""
-        return self.message.result
+        return self.message.result if self._result is None else self._result
 
     @property
     def content_type(self) -> str:
@@ -95,7 +105,7 @@ class Outcome:
         if message.state != _SUCCEEDED:
             raise self.to_error()
         content_type = message.content_type
-        return decode(message.result, content_type) if content_type else message.result
+        return decode(self.result, content_type) if content_type else self.result
 
     def to_error(self) -> errors.TaskError:
         """The error that says how the task ended. Only for one that did not succeed."""
@@ -214,5 +224,5 @@ def _instant(timestamp: Timestamp) -> datetime | None:
     return timestamp.ToDatetime(tzinfo=UTC)
 
 
-def _unpickle(data: bytes) -> Outcome:
-    return Outcome(task_pb2.Outcome.FromString(data))
+def _unpickle(data: bytes, result: bytes | None) -> Outcome:
+    return Outcome(task_pb2.Outcome.FromString(data), 0, result)

@@ -14,8 +14,10 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
-from multigpu.errors import RESOURCE_EXHAUSTED, UNAVAILABLE, MultigpuError, RejectedError
+from multigpu.errors import RESOURCE_EXHAUSTED, UNAVAILABLE, MultigpuError, RejectedError, TransportError
 from multigpu.outcome import Outcome
+from multigpu.payloads import LARGE_BYTES, Directory, Reference
+from multigpu.sharing import Sharing
 from multigpu.v1 import task_pb2, task_service_pb2
 from multigpu.window import Window
 
@@ -34,11 +36,15 @@ Answer = Outcome | MultigpuError
 class Call:
     """One task that somebody waits for. A subclass says what happens with its answer."""
 
-    __slots__ = ("deferred", "done", "nbytes", "own", "partials_received", "payload", "request_id", "sent", "spec")
+    __slots__ = (
+        "deferred", "done", "nbytes", "own", "partials_received", "payload", "place", "request_id", "sent", "spec"
+    )  # fmt: skip
 
     def __init__(self, spec: task_pb2.TaskSpec, payload: bytes, request_id: str, own: dict[str, Any] | None) -> None:
         self.spec = spec
         self.payload = payload
+        # Where a large payload lies for the master to see; None: nowhere yet.
+        self.place: Reference | None = None
         self.request_id = request_id
         # Further fields of TaskInput.
         self.own = own
@@ -62,6 +68,7 @@ class Call:
 class RunState:
     def __init__(self, window: Window) -> None:
         self._window = window
+        self._sharing = Sharing()
         self._unsettled: dict[str, Call] = {}
         self._outbox: deque[Call] = deque()
         self._cancelling: dict[str, None] = {}
@@ -129,38 +136,86 @@ class RunState:
         if heirs:
             self._joined[heir.request_id] = heirs
 
-    def next_frame(self) -> task_service_pb2.RunRequest | None:
-        """What waits to be sent, up to a frame of it; None: nothing."""
-        frame = task_service_pb2.RunRequest()
+    def next_frame(self, *, tell_all: bool = False) -> task_service_pb2.RunRequest | None:
+        """What waits to be sent, up to a frame of it; None: nothing. `tell_all`: what could wait for more, too."""
+        frame = task_service_pb2.RunRequest(outcomes_only=True)
         if self._cancel_outbox:
             frame.cancel_request_ids.extend(self._cancel_outbox[:_CANCELLING_MAX])
             del self._cancel_outbox[:_CANCELLING_MAX]
         outbox = self._outbox
         tasks = nbytes = 0
-        spec = add = None
+        spec = batch = None
+        payloads: list[bytes] = []  # of the batch, with their request_ids: they come after its inputs
+        request_ids: list[str] = []
         while outbox and tasks < FRAME_TASKS_MAX:
             call = outbox[0]
             if call.done:
                 outbox.popleft()
                 continue
-            if tasks and nbytes + call.nbytes > FRAME_BYTES_MAX:
+            call_bytes = call.nbytes
+            if call_bytes > LARGE_BYTES:
+                if call.place is None:
+                    call.place = self._sharing.put(call.payload)
+                if call.place is not None:
+                    call_bytes = _OVERHEAD_BYTES
+            if tasks and nbytes + call_bytes > FRAME_BYTES_MAX:
                 break
             outbox.popleft()
-            if call.spec is not spec:
+            plain = call.own is None and call.place is None and not call.partials_received
+            if call.spec is not spec or batch is None or (payloads and not plain):
+                if batch is not None:
+                    batch.payloads.extend(payloads)
+                    batch.request_ids.extend(request_ids)
+                    payloads, request_ids = [], []
                 spec = call.spec
                 batch = frame.batches.add()
                 batch.spec.CopyFrom(spec)
-                add = batch.inputs.add
-            assert add is not None
-            if call.own is None and not call.partials_received:
-                add(payload=call.payload, request_id=call.request_id)
+            if plain:
+                payloads.append(call.payload)
+                request_ids.append(call.request_id)
+            elif call.place is not None:
+                self._add_place(batch.inputs.add, call, call.place)
             else:
                 own = dict(call.own or (), request_id=call.request_id)
-                add(payload=call.payload, partials_received=call.partials_received, **own)
+                batch.inputs.add(payload=call.payload, partials_received=call.partials_received, **own)
             call.sent = True
             tasks += 1
-            nbytes += call.nbytes
+            nbytes += call_bytes
+        if batch is not None:
+            batch.payloads.extend(payloads)
+            batch.request_ids.extend(request_ids)
+        if self._sharing.owes or (self._sharing.owes_later and (tasks or tell_all)):
+            frame.payload_key = self._sharing.key()
+            frame.results_taken = self._sharing.taken()
+            return frame
         return frame if tasks or frame.cancel_request_ids else None
+
+    @staticmethod
+    def _add_place(add: Callable[..., Any], call: Call, place: Reference) -> None:
+        at = task_pb2.PayloadReference(segment=place.pin.name, offset=place.offset, size=place.size_bytes)
+        own = dict(call.own or (), request_id=call.request_id)
+        add(payload_place=at, partials_received=call.partials_received, **own)
+
+    @property
+    def waits_for_offer(self) -> bool:
+        """Whether what goes next is large, and it isn't known yet whether the master can look at it where it lies."""
+        return bool(self._outbox) and self._outbox[0].nbytes > LARGE_BYTES and not self._sharing.answered
+
+    @property
+    def owes(self) -> bool:
+        """Whether the master is to be told something besides tasks, now."""
+        return self._sharing.owes
+
+    @property
+    def owes_later(self) -> bool:
+        """Whether the master is to be told something that can wait for more."""
+        return self._sharing.owes_later
+
+    def offered(self, directory: Directory | None) -> None:
+        """What the stream's master shares with us."""
+        if self._sharing.offered(directory):
+            for call in self._unsettled.values():
+                call.place = None
 
     def receive(self, response: task_service_pb2.RunResponse, nbytes: int) -> dict[float, list[Call]]:
         """Settles what a frame of `nbytes` answers. Returns the calls to `retry`, by the delay in seconds asked for.
@@ -188,11 +243,14 @@ class RunState:
             call = take(request_id, None)
             if call is None:
                 self._cancelling.pop(request_id, None)
+                if message.HasField("result_place"):
+                    self._sharing.skip()
                 continue
             tasks += 1
             nbytes += call.nbytes
-            outcome = Outcome(message, frame_bytes)
+            outcome = self._taken(message) if message.HasField("result_place") else Outcome(message, frame_bytes)
             call.done = True  # it may still wait in the outbox, to be sent again
+            call.place = None
             call.settle(outcome)
             if joined:
                 for twin in joined.pop(request_id, ()):
@@ -200,6 +258,17 @@ class RunState:
                     nbytes += twin.nbytes
                     twin.settle(outcome)
         self._window.free(tasks, nbytes)
+
+    def _taken(self, message: task_pb2.Outcome) -> Answer:
+        """The outcome, with the result that it refers to."""
+        try:
+            result = self._sharing.take(message.result_place)
+        except OSError as error:
+            return TransportError(
+                f"task {message.task_id} SUCCEEDED, but its result can't be read where the master put it ({error}); "
+                "somebody deleted files in the payloads folder of the master's data_dir"
+            )
+        return Outcome(message, len(result), result)
 
     def _settle_rejections(self, response: task_service_pb2.RunResponse) -> dict[float, list[Call]]:
         later: dict[float, list[Call]] = {}
@@ -225,11 +294,13 @@ class RunState:
 
     def stream_opened(self) -> None:
         """A new stream knows nothing yet: everything unsettled goes to the outbox, in its first order."""
+        self._sharing.stream_opened()
         self._outbox = deque(call for call in self._unsettled.values() if not call.deferred)
         self._cancel_outbox = list(self._cancelling)
 
     def fail_all(self, make_error: Callable[[], MultigpuError]) -> None:
         """Settles everything with an error: one object each, because raising an error changes it."""
+        self._sharing.close()
         self._outbox.clear()
         self._cancel_outbox.clear()
         self._cancelling.clear()

@@ -9,6 +9,7 @@ be back, and tries for ever.
 """
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -19,6 +20,7 @@ import grpc.aio
 
 from multigpu import errors
 from multigpu.connection import BREAKS, MESSAGE_BYTES_MAX, Connection, backoff_s, jittered_s
+from multigpu.payloads import Directory
 from multigpu.run_state import Call, RunState
 from multigpu.v1 import task_service_pb2
 from multigpu.window import Window
@@ -30,6 +32,10 @@ log = logging.getLogger("multigpu")
 _BARREN_STREAMS_MAX = 8
 # On closing: how long to wait for the master to confirm what was withdrawn.
 _CANCEL_TIMEOUT_S = 2.0
+# How long the master may keep results for us that we have taken.
+_TELL_S = 0.1
+# A master that has nothing to offer may say so with its first frame only.
+_OFFER_TIMEOUT_S = 0.1
 # A message holds a spec beside the payload, of less than a mebibyte.
 _PAYLOAD_BYTES_MAX = MESSAGE_BYTES_MAX - (1 << 20)
 
@@ -48,6 +54,9 @@ class RunStream:
         # Monotonic instant of the first attempt to reach the master; None once it was reached.
         self._first_try: float | None = None
         self._reached = False
+        # The master will be told how many results we took; and is to be told now.
+        self._telling: asyncio.TimerHandle | None = None
+        self._tell_all = False
         # Streams that ended in a row, without a frame: all of them, and those that no absence of the master explains.
         self._failures = 0
         self._barren = 0
@@ -97,6 +106,8 @@ class RunStream:
             return
         await self.cancellations()
         self._closed = True
+        if self._telling is not None:
+            self._telling.cancel()
         supervisor, self._supervisor = self._supervisor, None
         if supervisor is not None:
             supervisor.cancel()
@@ -139,7 +150,9 @@ class RunStream:
         """Opens a stream, serves it until it ends, and says how it ended."""
         stream = self._connection.open_run()
         self._state.stream_opened()
-        writer = asyncio.get_running_loop().create_task(self._write(stream), name="multigpu run stream writer")
+        loop = asyncio.get_running_loop()
+        offer = loop.create_task(self._learn_offer(stream), name="multigpu run stream offer")
+        writer = loop.create_task(self._write(stream, offer), name="multigpu run stream writer")
         try:
             while True:
                 frame = await stream.read()
@@ -150,13 +163,23 @@ class RunStream:
             pass  # the status says it
         finally:
             writer.cancel()
+            offer.cancel()
             stream.cancel()
-            await asyncio.wait([writer])
+            await asyncio.wait([writer, offer])
         return await stream.code(), await stream.details() or ""
 
-    async def _write(self, stream: Any) -> None:
+    async def _learn_offer(self, stream: Any) -> None:
+        """Learns from the initial metadata whether the master shares files with us."""
+        with contextlib.suppress(grpc.aio.AioRpcError):  # the reader says it
+            self._state.offered(Directory.of(await stream.initial_metadata()))
+            self._wake()
+
+    async def _write(self, stream: Any, offer: asyncio.Task[None]) -> None:
         while True:
-            frame = self._state.next_frame()
+            if self._state.waits_for_offer:
+                await asyncio.wait([offer], timeout=_OFFER_TIMEOUT_S)
+            frame = self._state.next_frame(tell_all=self._tell_all)
+            self._tell_all = False
             if frame is None:
                 await self._sleep_until_woken()
                 continue
@@ -171,12 +194,21 @@ class RunStream:
         self._reached = True
         self._failures = self._barren = 0
         later = self._state.receive(response, nbytes)
+        if self._state.owes:
+            self._wake()
+        elif self._state.owes_later and self._telling is None:
+            self._telling = asyncio.get_running_loop().call_later(_TELL_S, self._tell)
         if self._confirmed is not None and not self._state.cancelling:
             if not self._confirmed.done():
                 self._confirmed.set_result(None)
             self._confirmed = None
         for delay_s, calls in later.items():
             asyncio.get_running_loop().call_later(jittered_s(delay_s), self._retry, calls)
+
+    def _tell(self) -> None:
+        self._telling = None
+        self._tell_all = True
+        self._wake()
 
     def _retry(self, calls: list[Call]) -> None:
         self._state.retry(calls)

@@ -13,21 +13,23 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import structlog
-from multigpu.v1 import task_pb2, task_service_pb2, worker_service_pb2
+from multigpu.v1 import worker_service_pb2
 
-from multigpu_master import wire
+from multigpu_master import wire, wire_large
 from multigpu_master.core import events as ev
 from multigpu_master.core.model import Lease, OutcomeState, Spec, Task
 from multigpu_master.core.scheduler import Core
-from multigpu_master.journal import Journal, JournalError, StoredOutcome
-from multigpu_master.journaling import Journaling
-from multigpu_master.outbox import Outbox
+from multigpu_master.journal import Journal, JournalError, LargeBody, StoredOutcome
+from multigpu_master.journaling import Journaling, tell
+from multigpu_master.outbox import FRAME_BYTES, Outbox
 from multigpu_master.tracing import record_spans
 
 log = structlog.get_logger()
 
-RunOutbox = Outbox[task_service_pb2.RunResponse]
+RunOutbox = Outbox[wire.RunFrame]
 SessionOutbox = Outbox[worker_service_pb2.SessionResponse]
+# What a lease takes on the wire, beside its payload.
+LEASE_BYTES = 32
 
 
 @dataclass(slots=True)
@@ -59,9 +61,7 @@ class Driver:
         self.journal = journal
         self.specs = specs
         self.watchers = Watchers()
-        self.journaling = Journaling(
-            journal, self.outcome_message, self.handle, lambda: self.watchers.wake("commits"), on_fatal
-        )
+        self.journaling = Journaling(journal, self.handle, lambda: self.watchers.wake("commits"), on_fatal)
         self.on_worker_changed: Callable[[ev.WorkerChanged], None] = lambda _change: None
         self._loop = asyncio.get_running_loop()
         self._offset_s = time.time() - time.monotonic()
@@ -69,7 +69,7 @@ class Driver:
         self._sessions: dict[int, SessionOutbox] = {}
         self._last_stream = 0
         self._waiters: dict[int, list[asyncio.Future[None]]] = defaultdict(list)
-        self._stages = wire.StagesCache()
+        self.outcomes = wire.OutcomeWriter()
         self._timer: asyncio.Handle | None = None
         self._timer_due_s = 0.0
         self._carry_out: dict[type, Callable[..., None]] = {
@@ -112,12 +112,16 @@ class Driver:
     def open_stream(self) -> tuple[int, RunOutbox]:
         """A new Run stream."""
         self._last_stream += 1
-        outbox = RunOutbox(task_service_pb2.RunResponse)
+        outbox = RunOutbox(wire.RunFrame, wire_large.Peer(self.journal.payloads))
         self._streams[self._last_stream] = outbox
+        self.handle(ev.StreamOpened(self._last_stream))
         return self._last_stream, outbox
 
     def close_stream(self, stream: int) -> None:
-        self._streams.pop(stream, None)
+        if (outbox := self._streams.pop(stream, None)) is not None:
+            outbox.peer.gone()
+            self.handle(ev.StreamClosed(stream))
+        self.journaling.hurry()  # nobody else can bring its tasks again
 
     def known(self, request_ids: Sequence[str]) -> dict[str, StoredOutcome]:
         """Those of these requests that have settled and been forgotten by the core."""
@@ -127,23 +131,23 @@ class Driver:
 
     def submit(
         self, spec: Spec, tasks: Sequence[Task], stream: int, done: Callable[[JournalError | None], None],
-        deleted_dead_letters: Sequence[int] = (),
+        deleted_dead_letters: Sequence[int] = (), *, patient: bool = False,
     ) -> list[Task | ev.Rejection]:  # fmt: skip
         """Hands tasks to the core. `done` is called when those taken are durable, with an error if they could not be
-        made so (then they are gone). What is returned must not be told before that.
+        made so (then they are gone). What is returned must not be told before that. `patient`: it is not told at all.
         """
-        requests = self.core.requests
-        followed = {k.task_id for t in tasks if (k := requests.get(t.request_id)) is not None and stream in k.streams}
         commands = self.handle(ev.Submit(spec, tasks, stream))
         submitted = next(c for c in commands if isinstance(c, ev.Submitted))
         if (outbox := self._streams.get(stream)) is not None:
-            running = {t.task_id for t in submitted.results if isinstance(t, Task) and t.outcome is None}
-            outbox.owe(len(running - followed))
+            outbox.owe(submitted.owed)
         if spec.durable:
             # Soon, and not now: the leases that went out of this are on their way by then, and don't wait for it.
             fresh = submitted.fresh
             letters = deleted_dead_letters if fresh else ()
-            self._loop.call_soon(self.journaling.submits, fresh, done, letters, not stream)
+            if patient:
+                self._loop.call_soon(self.journaling.submits_patiently, fresh, done)
+            else:
+                self._loop.call_soon(self.journaling.submits, fresh, done, letters, not stream)
         else:
             self.soon(done)
         return submitted.results
@@ -151,7 +155,7 @@ class Driver:
     async def submit_durably(self, spec: Spec, task: Task, replaces: int) -> Task | ev.Rejection:
         """Submits one task in the place of a dead letter, and returns when both are on the disk."""
         future: asyncio.Future[JournalError | None] = self._loop.create_future()
-        answer = self.submit(spec, [task], 0, future.set_result, (replaces,))[0]
+        answer = self.submit(spec, [task], 0, tell(future), (replaces,))[0]
         error = await future
         return answer if error is None else ev.Rejection(8, str(error), 1.0)
 
@@ -172,50 +176,30 @@ class Driver:
                 if not waiters:
                     del self._waiters[task_id]
 
-    def outcome_message(self, task: Task, outcome: task_pb2.Outcome) -> None:
-        """Fills an Outcome from a settled task."""
-        o = task.outcome
-        assert o is not None, "it is settled"
-        outcome.task_id = task.task_id
-        outcome.state = int(o.state)  # type: ignore[assignment]  # enums are ints on the wire
-        if task.request_id:
-            outcome.request_id = task.request_id
-        if o.result:
-            outcome.result = o.result
-            if o.content_type:
-                outcome.content_type = o.content_type
-        if o.error is not None:
-            wire.fill_error(outcome.error, o.error)
-        outcome.stages.CopyFrom(self._stages.get(task.submit_s, o))
-        outcome.attempts = task.attempts
-        if o.worker_id:
-            outcome.worker_id = o.worker_id
-            outcome.device_id = o.device_id
-        if task.extra is not None and task.extra.partials:
-            outcome.partials.extend(task.extra.partials)
-
     # --- commands ----------------------------------------------------------------------------------------------------
 
     def _settled(self, command: ev.Settled) -> None:
-        durable: list[tuple[Task, task_pb2.Outcome | None]] = []
-        streams = self._streams
+        durable: list[tuple[Task, bytes | LargeBody]] = []
+        streams, write = self._streams, self.outcomes.write
         for task in command.tasks:
             o = task.outcome
             assert o is not None, "it is settled"
-            weight = len(o.result) + 256 + (task.extra.partials_bytes if task.extra is not None else 0)
-            message: task_pb2.Outcome | None = None
+            body: bytes | LargeBody = b""
             for stream in task.streams:
                 outbox = streams.get(stream)
                 if outbox is not None:
-                    message = outbox.room_for(weight).outcomes.add()
-                    self.outcome_message(task, message)
+                    body = body or write(task)
+                    if type(body) is bytes:
+                        outbox.room_for(len(body)).add_outcome(body)
+                    else:
+                        self.add_large_outcome(outbox, body)
                     outbox.owe(-1)
                     if outbox.bytes > self._stream_bytes_max:
                         outbox.abort(
                             "RESOURCE_EXHAUSTED", "outcomes pile up unread; read faster, or submit less at once"
                         )
             if task.spec.durable:
-                durable.append((task, message))
+                durable.append((task, body or write(task)))
             if self._waiters and task.task_id in self._waiters:
                 for future in self._waiters.pop(task.task_id):
                     if not future.done():
@@ -227,27 +211,43 @@ class Driver:
         if durable:
             self._loop.call_soon(self.journaling.settles, durable)  # as in submit
 
+    def add_large_outcome(self, outbox: RunOutbox, body: bytes | LargeBody) -> None:
+        """An outcome with a large result: the place of it, where the client may look there, or all of it."""
+        if isinstance(body, LargeBody):
+            tail = body.tail
+            if isinstance(tail, bytes) or not outbox.peer.lend(tail, self._stream_bytes_max):
+                outbox.room_for(len(body)).add_large_outcome(body)
+                return
+            body = wire_large.outcome_at(body, tail)
+        outbox.room_for(len(body)).add_outcome(body)
+
     def _dispatch(self, command: ev.Dispatch) -> None:
         outbox = self._sessions.get(command.session)
         if outbox is None:
             return
-        specs = self.specs
-        frame: worker_service_pb2.SessionResponse | None = None
-        batch: worker_service_pb2.LeaseBatch | None = None
-        spec: Spec | None = None
+        part: list[Lease] = []
+        part_bytes = 0
+        spec = command.leases[0].task.spec
         for lease in command.leases:
             task = lease.task
-            room = outbox.room_for(len(task.payload) + 64)
-            if room is not frame or task.spec is not spec:
-                # What went before is not all of this frame's leases: only the last part may carry its number.
-                frame, spec = room, task.spec
-                frame.frame = command.frame - 1
-                batch = frame.lease_batches.add()
-                batch.spec.CopyFrom(specs.message(spec))
-            assert batch is not None, "it was made with the first lease"
-            _fill_lease(batch.leases.add(), lease)
-        assert frame is not None, "a dispatch carries leases"
-        frame.frame = command.frame
+            if task.spec is not spec or part_bytes > FRAME_BYTES:
+                # What goes before is not all of this frame's leases: only the last part may carry its number.
+                self._put_leases(command.session, outbox, part, part_bytes, command.frame - 1)
+                part, part_bytes, spec = [], 0, task.spec
+            part.append(lease)
+            part_bytes += len(task.payload) + LEASE_BYTES
+        self._put_leases(command.session, outbox, part, part_bytes, command.frame)
+
+    def _put_leases(self, session: int, outbox: SessionOutbox, leases: list[Lease], size: int, number: int) -> None:
+        read: dict[int, bytes] | None = None
+        if wire_large.is_large(size):
+            leases, read, lost = wire_large.readable(leases, outbox.peer)
+            if lost:
+                self._loop.call_soon(self.handle, ev.Reports(session, failures=lost))
+        frame = outbox.room_for(size, len(leases))
+        frame.frame = number
+        if leases:
+            wire.fill_leases(frame.lease_batches.add(), self.specs, leases, read)
 
     def _welcome(self, command: ev.Welcome) -> None:
         outbox = self._sessions.get(command.session)
@@ -284,7 +284,7 @@ class Driver:
             outbox = self._streams.get(stream)
             if outbox is not None:
                 for index, data in command.partials:
-                    outbox.room_for(len(data) + 64).partials.add(
+                    outbox.room_for(len(data) + 64).message.partials.add(
                         request_id=task.request_id, task_id=task.task_id, index=index, data=data
                     )
 
@@ -294,24 +294,10 @@ class Driver:
     # --- workers -----------------------------------------------------------------------------------------------------
 
     def open_session(self, session: int) -> SessionOutbox:
-        outbox = SessionOutbox(worker_service_pb2.SessionResponse)
+        outbox = SessionOutbox(worker_service_pb2.SessionResponse, wire_large.Peer(self.journal.payloads))
         self._sessions[session] = outbox
         return outbox
 
     def close_session(self, session: int) -> None:
         self._sessions.pop(session, None)
         self.handle(ev.SessionClosed(session))
-
-
-def _fill_lease(message: worker_service_pb2.Lease, lease: Lease) -> None:
-    task = lease.task
-    message.lease_id = lease.lease_id
-    message.task_id = task.task_id
-    message.attempt = lease.attempt
-    message.payload = task.payload
-    message.units = task.units
-    extra = task.extra
-    if extra is not None:
-        message.checkpoint = extra.checkpoint
-        message.partials_received = len(extra.partials)
-        message.traceparent = extra.traceparent

@@ -12,9 +12,14 @@ and their first cursor; the driver acknowledges after that, and only after that.
 Reads (`find_request`, `get_outcome`, ...) may be made from any thread, at any time, and never wait for the writer.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
+
+from multigpu.payloads import Reference
+
+if TYPE_CHECKING:
+    from multigpu_master.payloads import Payloads
 
 
 class JournalError(Exception):
@@ -32,10 +37,25 @@ class SubmitRecord:
     task_id: int
     request_id: str  # "" if the client gave none
     spec: bytes  # a serialized multigpu.v1.TaskSpec; equal for all tasks of a batch (often the same object)
-    payload: bytes
+    payload: bytes | Sized  # bytes, or a Reference to them
     partition_key: str
     units: int
     submit_time_s: float  # seconds since the epoch
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LargeBody:
+    """A body that ends with bytes that are large. They are not put together only to be taken apart again."""
+
+    head: bytes
+    tail: bytes | Reference
+
+    def __len__(self) -> int:
+        return len(self.head) + len(self.tail)
+
+    def whole(self) -> bytes:
+        """All of it. OSError: what it refers to is gone."""
+        return self.head + (self.tail if isinstance(self.tail, bytes) else self.tail.read())
 
 
 @dataclass(slots=True)
@@ -52,7 +72,7 @@ class SettleRecord:
     submit_time_s: float
     settle_time_s: float
     expire_time_s: float  # when the outcome's body may be dropped
-    body: bytes  # a serialized multigpu.v1.Outcome
+    body: bytes | LargeBody  # a serialized multigpu.v1.Outcome
     dead: SubmitRecord | None  # the task itself, kept if it became a dead letter
 
 
@@ -100,6 +120,8 @@ mean that there is room again."""
 
 class Journal(Protocol):
     """A durable store. All methods but the reads are called from one thread, the driver's."""
+
+    payloads: "Payloads"  # what records may refer to; opened, synced and closed with the journal
 
     def open(self, on_commit: CommitCallback) -> Recovered:
         """Takes the lock and reads what is there. JournalError: held by another master (says which), corrupt, or of a

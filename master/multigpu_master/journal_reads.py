@@ -14,15 +14,24 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from multigpu.payloads import Reference, read_file
+
 from multigpu_master import journal_schema
 from multigpu_master.journal import JournalError, StoredOutcome, SubmitRecord
-from multigpu_master.journal_segments import SegmentReader
+from multigpu_master.journal_segments import IN_USE, SegmentReader
+from multigpu_master.payloads import Payloads, is_shared, parse_reference
 
 # As in StoredOutcome.
 _OUTCOME_COLUMNS = "o.cursor, o.task_id, o.request_id, o.state, o.queue, o.kind, o.model, o.submit_time_s, o.body"
 _KEYS_SIZES = (1, 16, 256)  # keys in one statement; few sizes, so that the statements stay prepared
 _READ_OUTCOMES_ROWS = 64  # fetched at a time, so that little more than `bytes_max` is ever read
 _TASKS_ROWS = 4096
+# What the columns of a row must hold. SQLite checks neither types nor, between pages, bits.
+_TASK_TYPES = (int, str, bytes, (bytes, str), str, int, float)
+_OUTCOME_TYPES = (int, int, str, int, str, str, str, float, (bytes, str, type(None)))
+_STATES = range(1, 6)
+_TIME_S_MAX = 1e11
+_INTEGER_MAX = 2**63 - 1  # of SQLite; no id of ours is as large
 
 
 class JournalReads:
@@ -32,6 +41,7 @@ class JournalReads:
         self._data_dir = data_dir
         self._path = data_dir / journal_schema.DATABASE_NAME
         self._segments_read = SegmentReader(data_dir)
+        self.payloads = Payloads(data_dir, self._refers_to)
         self._idle: list[sqlite3.Connection] = []
         self._lock = threading.Lock()  # of _idle and _closed
         self._closed = False
@@ -83,14 +93,28 @@ class JournalReads:
 
     def _outcome(self, row: Sequence[Any]) -> StoredOutcome:
         outcome = StoredOutcome(*row)
+        whole = _are(row, _OUTCOME_TYPES) and abs(outcome.submit_time_s) < _TIME_S_MAX
+        if not (whole and outcome.state in _STATES and outcome.cursor > 0 and outcome.task_id > 0):
+            raise self._damaged(f"the outcome at cursor {row[0]!r} makes no sense")
         if isinstance(outcome.body, str):
             outcome.body = self._read_segment(outcome.body)
         return outcome
 
-    def _task(self, row: Sequence[Any]) -> SubmitRecord:
+    def _task(self, row: Sequence[Any], *, refer: bool = False) -> SubmitRecord:
+        """`refer`: a payload that lies in the directory of payloads stays there."""
         task = SubmitRecord(*row)
+        whole = _are(row, _TASK_TYPES) and abs(task.submit_time_s) < _TIME_S_MAX
+        if not (whole and 0 < task.task_id < 1 << 53 and 0 < task.units < 1 << 32):
+            raise self._damaged(f"task {row[0]!r} makes no sense")
         if isinstance(task.payload, str):
-            payload = self._read_segment(task.payload)
+            payload: bytes | Reference | None
+            if refer and is_shared(task.payload):
+                try:
+                    payload = self.payloads.restore(task.payload)
+                except ValueError as error:
+                    raise self._damaged(f"task {task.task_id} refers to {task.payload[:100]!r}") from error
+            else:
+                payload = self._read_segment(task.payload)
             if payload is None:
                 raise JournalError(
                     f"The payload of task {task.task_id} is missing: its segment of {self._data_dir} is gone. Restore "
@@ -99,15 +123,32 @@ class JournalReads:
             task.payload = payload
         return task
 
+    def _damaged(self, what: str) -> JournalError:
+        return JournalError(
+            f"The journal {self._path} is damaged: {what}. Restore its directory from a backup, or save what can be "
+            f"read with `sqlite3 {self._path} .recover`, or give another --data-dir."
+        )
+
+    def _refers_to(self, name: str) -> bool:
+        """Whether any row refers to a file of the directory of payloads."""
+        return bool(self._rows(IN_USE, (f"{name}:", f"{name};"))[0][0])
+
     def _read_segment(self, reference: str) -> bytes | None:
         try:
+            if is_shared(reference):
+                name, offset, size_bytes, head = parse_reference(reference)
+                return head + read_file(self.payloads.path / name, offset, size_bytes)
             return self._segments_read.read(reference)
+        except FileNotFoundError:
+            return None
+        except ValueError as error:
+            raise self._damaged(f"{reference[:100]!r}: {error}") from error
         except OSError as error:
             raise journal_schema.explain(error, self._path) from error
 
     def size_bytes(self) -> int:
         files = itertools.chain(self._data_dir.glob(f"{self._path.name}*"), self._segments_read.directory.glob("*"))
-        return sum(_size_bytes(file) for file in files)
+        return sum(_size_bytes(file) for file in files) + self.payloads.size_bytes
 
     def recover_tasks(self) -> Iterator[SubmitRecord]:
         """All unsettled tasks, in task_id order. Equal specs come as one object."""
@@ -122,7 +163,7 @@ class JournalReads:
                 return
             last_task_id = rows[-1][0]
             for row in rows:
-                task = self._task(row)
+                task = self._task(row, refer=True)
                 task.spec = specs.setdefault(task.spec, task.spec)
                 yield task
 
@@ -148,6 +189,8 @@ class JournalReads:
             yield [request_id for _, request_id in rows if request_id]
 
     def get_outcome(self, task_id: int) -> StoredOutcome | None:
+        if task_id > _INTEGER_MAX:
+            return None
         rows = self._rows(
             f"SELECT {_OUTCOME_COLUMNS} FROM outcome o WHERE o.task_id = ? ORDER BY o.cursor DESC LIMIT 1", (task_id,)
         )
@@ -210,13 +253,17 @@ class JournalReads:
         submitted_before_s: float,
     ) -> dict[int, int]:
         where, parameters = _filters(states, queue, kind, model, worker_id, submitted_after_s, submitted_before_s)
-        return dict(self._rows(f"SELECT o.state, count(*) FROM outcome o WHERE {where} GROUP BY o.state", parameters))
+        counts = dict(self._rows(f"SELECT o.state, count(*) FROM outcome o WHERE {where} GROUP BY o.state", parameters))
+        if strange := [state for state in counts if state not in _STATES]:
+            raise self._damaged(f"there are outcomes of state {strange[0]!r}")
+        return counts
 
     def get_dead_letters(self, task_ids: Sequence[int]) -> list[SubmitRecord]:
         def sql(placeholders: str) -> str:
             return f"SELECT {journal_schema.TASK_COLUMNS} FROM dead_letter WHERE task_id IN ({placeholders})"
 
-        found = {row[0]: self._task(row) for row in self._rows_by_keys(sql, task_ids)}
+        keys = [task_id for task_id in task_ids if task_id <= _INTEGER_MAX]
+        found = {row[0]: self._task(row) for row in self._rows_by_keys(sql, keys)}
         return [found[task_id] for task_id in dict.fromkeys(task_ids) if task_id in found]
 
     def list_dead_letters(self, *, queue: str, before_task_id: int, limit: int) -> list[StoredOutcome]:
@@ -225,6 +272,11 @@ class JournalReads:
             "WHERE (?1 = '' OR o.queue = ?1) AND (?2 = 0 OR d.task_id < ?2) ORDER BY d.task_id DESC LIMIT ?3"
         )
         return [self._outcome(row) for row in self._rows(sql, (queue, before_task_id, limit))]
+
+
+def _are(row: Sequence[Any], types: Sequence[Any]) -> bool:
+    """Whether a row's values are of these types."""
+    return all(map(isinstance, row, types))
 
 
 def _size_bytes(file: Path) -> int:

@@ -61,6 +61,7 @@ PRAGMA application_id = {APPLICATION_ID};
 PRAGMA user_version = {SCHEMA_VERSION};
 """
 
+_NO_DATABASE = "it is not an SQLite database"
 # The file system, not the file: SQLite says these when there is no room for the log's index either.
 _FULL_CODES = frozenset({sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_SHMSIZE})
 
@@ -72,13 +73,13 @@ def explain(error: Exception, path: Path) -> JournalError:
     code = getattr(error, "sqlite_errorcode", None)
     if code in _FULL_CODES or getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
         return full(path)
-    if isinstance(error, OSError):
+    if isinstance(error, OSError) and error.errno != errno.EIO:
         return JournalError(
             f"The journal's directory {path.parent} can't be used: {error.strerror}. Give a directory that this "
             "user may write to."
         )
     if code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
-        return _damaged(path, str(error))
+        return _damaged(path, _NO_DATABASE if code == sqlite3.SQLITE_NOTADB else str(error))
     if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
         return JournalError(
             f"The journal {path} stayed locked by another program for {BUSY_TIMEOUT_S:.0f} s ({error}). End that "
@@ -144,7 +145,7 @@ def prepare(data_dir: Path, address: str) -> DirectoryLock:
     """Makes the directory if need be, takes the lock and makes sure that there is a whole file of our schema."""
     path = data_dir / DATABASE_NAME
     try:
-        data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _make_directory(data_dir)
         lock = DirectoryLock(data_dir, address)
     except OSError as error:
         raise explain(error, path) from error
@@ -163,38 +164,57 @@ def prepare(data_dir: Path, address: str) -> DirectoryLock:
     return lock
 
 
+def _make_directory(data_dir: Path) -> None:
+    """Makes it if need be, so that it is there after a loss of power, too: a new name is its parent's to remember."""
+    parents = [data_dir.parent, *(p.parent for p in data_dir.parents if not p.exists())]
+    data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+    for parent in parents:  # also if it was there: whoever made it may have been killed before this
+        with contextlib.suppress(PermissionError):  # then it isn't new either
+            journal_segments.sync_directory(parent)
+
+
+def _has_log(path: Path) -> bool:
+    """With a log the file by itself means nothing: what was being copied from the log into it may be torn."""
+    log = path.with_name(path.name + "-wal")
+    return log.exists() and log.stat().st_size > 0
+
+
 def _check_header(path: Path) -> None:
     with path.open("rb") as file:
         header = file.read(100)
-    if len(header) < 100 or not header.startswith(b"SQLite format 3\x00"):
-        raise _damaged(path, "it is not an SQLite database")
-    if int.from_bytes(header[68:72], "big") != APPLICATION_ID:
+    logged = _has_log(path)
+    if len(header) < 100 or not (logged or header.startswith(b"SQLite format 3\x00")):
+        raise _damaged(path, _NO_DATABASE)
+    if logged:
+        return
+    _check_identity(path, int.from_bytes(header[68:72], "big"), int.from_bytes(header[60:64], "big"))
+
+
+def _check_identity(path: Path, application_id: int, version: int) -> None:
+    if application_id != APPLICATION_ID:
         raise JournalError(f"{path} is an SQLite database, but not a journal of multigpu. Give another --data-dir.")
-    _check_version(path, int.from_bytes(header[60:64], "big"))
-
-
-def _check_version(path: Path, version: int) -> None:
     if version > SCHEMA_VERSION:
         raise JournalError(
             f"The journal {path} has schema version {version}; this multigpu knows versions up to {SCHEMA_VERSION}. "
             "Start the newer multigpu that wrote it, or give another --data-dir. Nothing was changed."
         )
-    assert version == SCHEMA_VERSION, version  # there has been no other yet
+    if version < SCHEMA_VERSION:  # there has been no other yet
+        raise _damaged(path, f"it has schema version {version}")
 
 
 def _check_contents(path: Path) -> None:
     """Looks for damage through a connection that can't write, and leaves no trace: a file is as it was if refused."""
     beside = [path.with_name(DATABASE_NAME + suffix) for suffix in ("-wal", "-shm")]
-    logged = beside[0].exists() and beside[0].stat().st_size > 0
     absent = [file for file in beside if not file.exists()]
     # Without a log the file can be read as it lies; with one, SQLite needs the log's index, which it may have to build.
-    mode = "mode=ro" if logged else "mode=ro&immutable=1"
+    mode = "mode=ro" if _has_log(path) else "mode=ro&immutable=1"
     with contextlib.closing(sqlite3.connect(f"{path.absolute().as_uri()}?{mode}", uri=True)) as connection:
         whole = path.stat().st_size <= QUICK_CHECK_BYTES_MAX
         scopes = ("1",) if whole else ("'task'", "'setting'", "'dead_letter'")
         try:
             # Again: a newer multigpu that was killed may have said it in the log only.
-            _check_version(path, connection.execute("PRAGMA user_version").fetchone()[0])
+            told = [connection.execute(f"PRAGMA {name}").fetchone()[0] for name in ("application_id", "user_version")]
+            _check_identity(path, *told)
             verdicts = [connection.execute(f"PRAGMA quick_check({scope})").fetchone()[0] for scope in scopes]
             connection.execute(f"SELECT {TASK_COLUMNS} FROM task LIMIT 1").fetchall()
         finally:
@@ -214,13 +234,35 @@ def _create(path: Path) -> None:
         connection.execute(f"PRAGMA page_size = {PAGE_BYTES}")
         connection.execute("PRAGMA auto_vacuum = INCREMENTAL")
         connection.executescript(f"BEGIN; {_SCHEMA} COMMIT;")
-        connection.execute("PRAGMA journal_mode = WAL")
+        _keep_log(connection)
     aside.rename(path)
-    directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+    journal_segments.sync_directory(path.parent)
+
+
+def secure_log(path: Path) -> None:
+    """Writes the log again as it reads, down to the disk. To be done before a connection is opened that writes.
+
+    What is read may be in the kernel's memory only: after an fsync that failed, the kernel takes for written what was
+    not, and no later fsync writes it. The last master ended for that, perhaps; behind such a gap nothing that we add
+    would be found after a loss of power, and what is copied from there into the database would be half a transaction.
+    """
+    if not _has_log(path):
+        return
+    fd = os.open(path.with_name(path.name + "-wal"), os.O_RDWR | os.O_CLOEXEC)
     try:
-        os.fsync(directory)
+        at = 0
+        while data := os.pread(fd, 1 << 20, at):
+            at += os.pwrite(fd, data, at)
+        os.fsync(fd)
     finally:
-        os.close(directory)
+        os.close(fd)
+
+
+def _keep_log(connection: sqlite3.Connection) -> None:
+    """Commits go to a write-ahead log. SQLite says in its answer if they won't: an error of the disk is not raised."""
+    ((mode,),) = connection.execute("PRAGMA journal_mode = WAL").fetchall()
+    if mode != "wal":
+        raise sqlite3.OperationalError(f"no write-ahead log could be begun; the mode stayed {mode!r}")
 
 
 def connect_writer(path: Path) -> sqlite3.Connection:
@@ -228,6 +270,7 @@ def connect_writer(path: Path) -> sqlite3.Connection:
     connection = sqlite3.connect(
         path, isolation_level=None, check_same_thread=False, cached_statements=128, timeout=BUSY_TIMEOUT_S
     )
+    _keep_log(connection)
     for pragma in (
         "synchronous = FULL",
         "secure_delete = OFF",  # some builds overwrite what is deleted by default

@@ -1,18 +1,27 @@
 """Large payloads and bodies, beside the database: appended to files of some 64 MiB, and referred to from its rows.
 
 SQLite would write each of their bytes twice, and copy it once more to get it there: for 1 MiB in and out, an append
-costs a fifth of the time. A row has the bytes themselves (a BLOB) or a reference (a TEXT: segment, offset and size),
-so that nothing but the reading and writing of this one column knows the difference. The bytes are on the disk before
-the transaction that refers to them. A segment that no row refers to any more is deleted whole; small indexes on just
-the references say so. Payloads and bodies have segments of their own, because they don't live equally long.
+costs a fifth of the time. A row has the bytes themselves (a BLOB) or a reference (a TEXT: segment, offset, size and
+CRC), so that nothing but the reading and writing of this one column knows the difference. The bytes are on the disk
+before the transaction that refers to them. A segment that no row refers to any more is deleted whole; small indexes on
+just the references say so. Payloads and bodies have segments of their own, because they don't live equally long.
 """
 
 import os
+import re
 import sqlite3
+import zlib
+from collections.abc import Sized
 from pathlib import Path
+
+from multigpu.payloads import Reference
+
+from multigpu_master.journal import LargeBody
+from multigpu_master.payloads import Payloads, reference_text
 
 LARGE_BYTES = 128 << 10  # what is as large goes into a segment
 SEGMENT_BYTES = 64 << 20  # a segment as large is closed, and the next one begun
+_REFERENCE = re.compile("[0-9a-f]{8}:[0-9a-f]{1,15}:[0-9a-f]{1,15}:[0-9a-f]{8}")
 _DIRECTORY_NAME = "segments"
 
 INDEXES = """
@@ -20,7 +29,7 @@ CREATE INDEX task_large ON task (payload) WHERE typeof(payload) = 'text';
 CREATE INDEX dead_letter_large ON dead_letter (payload) WHERE typeof(payload) = 'text';
 CREATE INDEX outcome_large ON outcome (body) WHERE typeof(body) = 'text';
 """
-_IN_USE = """
+IN_USE = """
 SELECT EXISTS (SELECT 1 FROM task WHERE typeof(payload) = 'text' AND payload >= ?1 AND payload < ?2)
   OR EXISTS (SELECT 1 FROM dead_letter WHERE typeof(payload) = 'text' AND payload >= ?1 AND payload < ?2)
   OR EXISTS (SELECT 1 FROM outcome WHERE typeof(body) = 'text' AND body >= ?1 AND body < ?2)"""
@@ -33,24 +42,30 @@ class SegmentReader:
         self.directory = data_dir / _DIRECTORY_NAME
 
     def read(self, reference: str) -> bytes | None:
-        """The bytes; None if the segment is gone, as when the row was forgotten since it was read."""
-        segment, offset, size = (int(part, 16) for part in reference.split(":"))
+        """The bytes; None if the segment is gone, as when the row was forgotten since it was read. ValueError: what is
+        there is not what was written.
+        """
+        if not _REFERENCE.fullmatch(reference):
+            raise ValueError("it refers to no segment")
+        segment, offset, size, crc = (int(part, 16) for part in reference.split(":"))
         try:
             fd = os.open(self.directory / f"{segment:08x}", os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError:
             return None
         try:
-            data = bytearray()
+            if offset + size > os.fstat(fd).st_size:
+                raise ValueError("its segment ends before")
+            data = os.pread(fd, size, offset)
             while len(data) < size:
                 part = os.pread(fd, size - len(data), offset + len(data))
                 if not part:
-                    raise OSError(f"segment {segment:08x} ends before {reference}")
-                if len(part) == size:
-                    return part
+                    raise ValueError("its segment ends before")
                 data += part
-            return bytes(data)
         finally:
             os.close(fd)
+        if zlib.crc32(data) != crc:  # a disk that forgets a bit must not give a wrong result
+            raise ValueError("its bytes are not those that were written")
+        return data
 
 
 class _Appender:
@@ -67,10 +82,12 @@ class _Appender:
 class Segments:
     """Writes and deletes segments, on the journal's thread."""
 
-    def __init__(self, data_dir: Path) -> None:
+    def __init__(self, data_dir: Path, shared: Payloads) -> None:
+        self._shared = shared
+        self._referred: list[Reference] = []  # to be synced by the next `flush`
         self._directory = data_dir / _DIRECTORY_NAME
         self._directory.mkdir(mode=0o700, exist_ok=True)
-        _sync_directory(data_dir)
+        sync_directory(data_dir)
         names = "[0-9a-f]" * 8  # and nothing else that somebody may have put there
         self._sizes = {int(path.name, 16): path.stat().st_size for path in self._directory.glob(names)}
         self._last_number = max(self._sizes, default=0)
@@ -79,36 +96,61 @@ class Segments:
 
     @property
     def size_bytes(self) -> int:
-        return sum(self._sizes.values())
+        """With what lies in the directory of payloads."""
+        return sum(self._sizes.values()) + self._shared.size_bytes
+
+    @property
+    def waiting(self) -> bool:
+        """Whether `flush` has anything to do."""
+        return bool(self.waiting_bytes or self._referred)
 
     @property
     def waiting_bytes(self) -> int:
         """To be written by the next `flush`."""
         return self._payloads.waiting_bytes + self._bodies.waiting_bytes
 
-    def put_payload(self, payload: bytes) -> str:
+    def put_payload(self, payload: bytes | Sized) -> str:
         """Takes a payload for the next `flush`; returns its reference."""
-        return self._put(self._payloads, payload)
+        if isinstance(payload, bytes):
+            return self._put(self._payloads, payload)
+        assert isinstance(payload, Reference), "there is nothing else"
+        return self._refer(payload)
 
-    def put_body(self, body: bytes) -> str:
-        return self._put(self._bodies, body)
+    def put_body(self, body: bytes | LargeBody) -> str:
+        if isinstance(body, bytes):
+            return self._put(self._bodies, body)
+        if isinstance(body.tail, bytes):
+            return self._put(self._bodies, body.head, body.tail)
+        return self._refer(body.tail, body.head)
 
-    def _put(self, appender: _Appender, data: bytes) -> str:
+    def _refer(self, reference: Reference, head: bytes = b"") -> str:
+        self._referred.append(reference)
+        return reference_text(reference, head)
+
+    def _put(self, appender: _Appender, *parts: bytes) -> str:
         if appender.fd < 0 or appender.end + appender.waiting_bytes >= SEGMENT_BYTES:
             self._write(appender)
             self._begin(appender)
-        reference = f"{appender.number:08x}:{appender.end + appender.waiting_bytes:x}:{len(data):x}"
-        appender.waiting.append(data)
-        appender.waiting_bytes += len(data)
+        crc = 0
+        for part in parts:
+            crc = zlib.crc32(part, crc)
+        offset = appender.end + appender.waiting_bytes
+        reference = f"{appender.number:08x}:{offset:x}:{sum(map(len, parts)):x}:{crc:08x}"
+        appender.waiting += parts
+        appender.waiting_bytes += sum(map(len, parts))
         return reference
 
     def flush(self) -> None:
         """All that was put is on the disk when this returns. OSError: forget the references, and call `abandon`."""
         for appender in (self._payloads, self._bodies):
             self._write(appender)
+        if self._referred:
+            self._shared.sync(self._referred)
+            self._referred = []
 
     def abandon(self) -> None:
         """Forgets what was put and not flushed, or not wholly."""
+        self._referred = []
         for appender in (self._payloads, self._bodies):
             appender.waiting, appender.waiting_bytes = [], 0
             if appender.fd >= 0:
@@ -123,7 +165,7 @@ class Segments:
         appender.fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o600)
         appender.number, appender.end = self._last_number, 0
         self._sizes[appender.number] = 0
-        _sync_directory(self._directory)
+        sync_directory(self._directory)
 
     def _write(self, appender: _Appender) -> None:
         if not appender.waiting:
@@ -144,7 +186,7 @@ class Segments:
             return False
         number = next((n for n in sorted(closed) if n >= self._next_checked), min(closed))
         self._next_checked = number + 1
-        ((used,),) = writer.execute(_IN_USE, (f"{number:08x}:", f"{number:08x};")).fetchall()
+        ((used,),) = writer.execute(IN_USE, (f"{number:08x}:", f"{number:08x};")).fetchall()
         if used:
             return False
         (self._directory / f"{number:08x}").unlink()
@@ -158,7 +200,8 @@ class Segments:
                 appender.fd = -1
 
 
-def _sync_directory(directory: Path) -> None:
+def sync_directory(directory: Path) -> None:
+    """Puts the names in it on the disk."""
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)

@@ -20,7 +20,7 @@ import sqlite3
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from multigpu_master.journal import (
     Entry,
     JournalError,
     JournalFullError,
+    LargeBody,
     Recovered,
     SettleRecord,
     SubmitRecord,
@@ -95,8 +96,10 @@ class SqliteJournal(JournalReads):
         assert self._thread is None, "a journal is opened once"
         self._lock_file = journal_schema.prepare(self._data_dir, self._address)
         try:
+            journal_schema.secure_log(self._path)
             self._writer = journal_schema.connect_writer(self._path)
-            self._segments = Segments(self._data_dir)
+            self.payloads.open()
+            self._segments = Segments(self._data_dir, self.payloads)
             self._limit_size()
             epoch = journal_schema.begin_epoch(self._writer)
             settings = self.settings()
@@ -129,6 +132,7 @@ class SqliteJournal(JournalReads):
                 f"The journal {self._path} could not be closed within {timeout_s:.1f} s: the disk is too slow. It "
                 "stays locked until this process ends; what was acknowledged is safe."
             )
+        self.payloads.close()
         self.close_readers()
         self._lock_file.release()
 
@@ -221,7 +225,7 @@ class SqliteJournal(JournalReads):
     def _commit(self, batch: Sequence[Entry], bytes_total: int) -> None:
         """Writes the entries as one transaction, down to the disk."""
         statements, outcomes = self._statements(batch, bytes_total)
-        if self._segments.waiting_bytes:
+        if self._segments.waiting:
             self._flush_segments()
         alone = len(statements) == 1  # a transaction by itself: fewer calls
         if not alone:
@@ -345,7 +349,7 @@ def _task_values(records: Iterable[SubmitRecord], large: Segments | None) -> lis
     """The columns of `task` or `dead_letter`, flat. With `large`, large payloads go there."""
     values: list[Any] = []
     for r in records:
-        payload: bytes | str = r.payload
+        payload: bytes | Sized | str = r.payload
         if large is not None and len(payload) >= LARGE_BYTES:
             payload = large.put_payload(r.payload)
         values += (r.task_id, r.request_id, r.partition_key, r.units, r.submit_time_s, r.spec, payload)
@@ -355,7 +359,7 @@ def _task_values(records: Iterable[SubmitRecord], large: Segments | None) -> lis
 def _outcome_values(records: Sequence[SettleRecord], first_cursor: int, large: Segments | None) -> list[Any]:
     values: list[Any] = []
     for cursor, r in enumerate(records, first_cursor):
-        body: bytes | str = r.body
+        body: bytes | LargeBody | str = r.body
         if large is not None and len(body) >= LARGE_BYTES:
             body = large.put_body(r.body)
         values += (

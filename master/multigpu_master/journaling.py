@@ -1,21 +1,22 @@
 """What is on its way to the disk, and who is to be told when it is there.
 
-Entries that nobody waits for linger a little, for others to share their transaction. The journal has a thread of its
-own; it calls back when a transaction is on the disk, and only then are durable tasks acknowledged and settled ones
-forgotten.
+Entries that nobody waits for linger a little, for others to share their transaction. Tasks that nobody will be told of
+before they end wait longer, in memory: most settle meanwhile, and are written once, as their outcome. But whatever is
+told to be durable is so, with all that was taken before it. The journal has a thread of its own; it calls back when a
+transaction is on the disk, and only then are durable tasks acknowledged and settled ones forgotten.
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import contextlib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 
 import structlog
-from multigpu.v1 import task_pb2
 
-from multigpu_master import wire
+from multigpu_master import wire, wire_large
 from multigpu_master.core import events as ev
 from multigpu_master.core.model import Task
-from multigpu_master.journal import Entry, Journal, JournalError, JournalFullError
+from multigpu_master.journal import Entry, Journal, JournalError, JournalFullError, LargeBody
 from multigpu_master.known_requests import KnownRequests
 
 log = structlog.get_logger()
@@ -27,9 +28,29 @@ LINGER_BYTES_MAX = 256 << 10
 # How long an entry that nobody waits for may wait for others. What settles meanwhile is written once, not twice, and
 # the journal's thread is not woken, to wait for the interpreter, while a task is on its way.
 LINGER_S = 0.02
-
+# How long at most, and in how many bytes, tasks wait to be written that nobody is told of; at least half as long.
+PATIENCE_S = 0.5
+PATIENT_BYTES_MAX = 64 << 20
 
 Done = Callable[[JournalError | None], None]
+
+
+@dataclass(slots=True)
+class _Patient:
+    """Tasks that wait to be written, by task_id, and who is to be told if they can't be."""
+
+    tasks: dict[int, Task] = field(default_factory=dict)
+    failed: list[Done] = field(default_factory=list)
+
+
+def tell(future: asyncio.Future[JournalError | None]) -> Done:
+    """For a call that awaits this, and may be gone by then: its client broke it off. Others wait behind it."""
+
+    def done(error: JournalError | None) -> None:
+        if not future.done():
+            future.set_result(error)
+
+    return done
 
 
 @dataclass(slots=True)
@@ -38,6 +59,7 @@ class _Pending:
 
     entry: Entry
     size: int
+    referred_bytes: int = 0  # of these: they lie where they are, and nothing is gained by writing them early
     submitted: Sequence[Task] = ()
     settled: Sequence[Task] = ()
     done: Done | None = None
@@ -51,14 +73,12 @@ class Journaling:
     def __init__(
         self,
         journal: Journal,
-        outcome_message: Callable[[Task, task_pb2.Outcome], None],
         handle: Callable[[ev.Event], object],
         committed: Callable[[], None],
         on_fatal: Callable[[str], None],
     ) -> None:
         self.writable = True
         self._journal = journal
-        self._outcome_message = outcome_message
         self._handle = handle
         self._on_outcomes = committed
         self._on_fatal = on_fatal
@@ -67,7 +87,10 @@ class Journaling:
         self._pending_bytes = 0
         self._known_requests = KnownRequests()
         self._learning: asyncio.Future[None] | None = None
-        self._lingering: list[Entry] = []
+        self._young, self._old = _Patient(), _Patient()
+        self._patient_bytes = 0
+        self._patience: asyncio.TimerHandle | None = None
+        self._lingering: list[_Pending] = []
         self._lingering_bytes = 0
         self._linger: asyncio.TimerHandle | None = None
         self._backlog_fell = asyncio.Event()
@@ -76,30 +99,71 @@ class Journaling:
 
     def submits(self, fresh: Sequence[Task], done: Done, deleted_dead_letters: Sequence[int], urgent: bool) -> None:
         """Tasks the core has taken, in the place of dead letters. `done` is told when they are durable, or can't be."""
-        entry = Entry(submits=[wire.submit_record(t) for t in fresh], deleted_dead_letters=deleted_dead_letters)
         size = sum([len(t.payload) for t in fresh])
-        self._append(_Pending(entry, size, submitted=fresh, done=done), urgent=urgent)
+        entry = Entry(deleted_dead_letters=deleted_dead_letters)
+        referred = size - _own_bytes(fresh) if size > LINGER_BYTES_MAX else 0
+        self._append(_Pending(entry, size, referred, submitted=fresh, done=done), urgent=urgent)
 
-    def settles(self, settled: Sequence[tuple[Task, task_pb2.Outcome | None]]) -> None:
-        """Tasks that ended, each with the message that somebody who follows it got, if anybody does."""
-        records, size = [], 0
-        for task, sent in settled:
-            message = sent
-            if message is None:
-                message = task_pb2.Outcome()
-                self._outcome_message(task, message)
-            body = message.SerializeToString()
-            size += len(body)
-            records.append(wire.settle_record(task, body))
-        self._known_requests.add([t.request_id for t, _ in settled if t.request_id])
+    def submits_patiently(self, fresh: Sequence[Task], failed: Done) -> None:
+        """Tasks the core has taken, of which nobody is told before they end. `failed` is called if they can't be made
+        durable, and may be called without an error.
+        """
+        self._young.tasks.update([(task.task_id, task) for task in fresh])
+        self._young.failed.append(failed)
+        self._patient_bytes += _own_bytes(fresh)
+        if self._patient_bytes > PATIENT_BYTES_MAX:
+            self.hurry()
+        elif self._patience is None:
+            self._patience = self._loop.call_later(PATIENCE_S / 2, self._grow_old)
+
+    def hurry(self) -> None:
+        """Has the tasks written that wait patiently."""
+        self._lingering[:0] = self._lose_patience(self._old, self._young)
+        self._flush()
+
+    def _grow_old(self) -> None:
+        """Has those written that were old already."""
+        self._lingering[:0] = self._lose_patience(self._old)
+        self._flush()
+        self._old, self._young = self._young, self._old
+        self._patience = self._loop.call_later(PATIENCE_S / 2, self._grow_old) if self._old.failed else None
+
+    def _lose_patience(self, *groups: "_Patient") -> list["_Pending"]:
+        """Takes out what waits, as an entry to be handed over; none if nobody waits."""
+        tasks = [task for group in groups for task in group.tasks.values()]
+        failed = [each for group in groups for each in group.failed]
+        for group in groups:
+            group.tasks, group.failed = {}, []
+        # Those without tasks of their own have joined tasks of others, which may be on their way and fail.
+        if not failed:
+            return []
+
+        def done(error: JournalError | None) -> None:
+            for each in failed:
+                each(error)
+
+        size = sum([len(task.payload) for task in tasks])
+        self._patient_bytes -= _own_bytes(tasks)
+        pending = _Pending(Entry(), size, submitted=tasks, done=done)
+        self._pending[id(pending.entry)] = pending
+        self._pending_bytes += size
+        return [pending]
+
+    def settles(self, settled: Sequence[tuple[Task, bytes | LargeBody]]) -> None:
+        """Tasks that ended, each with its serialized Outcome."""
+        records = [wire.settle_record(task, body) for task, body in settled]
+        tasks = [task for task, _ in settled]
         if self._known_requests.full and (self._learning is None or self._learning.done()):
-            self.learn_requests()
-        self._append(_Pending(Entry(settles=records), size, settled=[t for t, _ in settled]), urgent=False)
+            self.learn_requests()  # before these are added: they are not in the journal yet
+        self._known_requests.add([task.request_id for task in tasks if task.request_id])
+        size = sum([len(body) for _, body in settled])
+        referred = size - wire_large.own_bytes([b for _, b in settled]) if size > LINGER_BYTES_MAX else 0
+        self._append(_Pending(Entry(settles=records), size, referred, settled=tasks), urgent=False)
 
     async def save(self, settings: dict[str, bytes | None], deleted_dead_letters: Sequence[int] = ()) -> None:
         """Writes settings, and returns when they are on the disk. JournalError: they could not be written."""
         future: asyncio.Future[JournalError | None] = self._loop.create_future()
-        self.remember(settings, future.set_result, deleted_dead_letters)
+        self.remember(settings, tell(future), deleted_dead_letters)
         if (error := await future) is not None:
             raise error
 
@@ -128,8 +192,8 @@ class Journaling:
     def _append(self, pending: _Pending, *, urgent: bool) -> None:
         self._pending[id(pending.entry)] = pending
         self._pending_bytes += pending.size
-        self._lingering.append(pending.entry)
-        self._lingering_bytes += pending.size
+        self._lingering.append(pending)
+        self._lingering_bytes += pending.size - pending.referred_bytes
         if urgent or self._lingering_bytes > LINGER_BYTES_MAX:
             self._flush()
         elif self._linger is None:
@@ -141,13 +205,34 @@ class Journaling:
             self._linger.cancel()
             self._linger = None
         if self._lingering:
-            entries, self._lingering = self._lingering, []
+            if any(pending.done is not None for pending in self._lingering):
+                # Who is told something may have heard of tasks that wait patiently: they come first.
+                self._lingering[:0] = self._lose_patience(self._old, self._young)
+            lingering, self._lingering = self._lingering, []
             self._lingering_bytes = 0
-            self._journal.append(*entries)
+            settled = {task.task_id for pending in lingering for task in pending.settled}
+            for pending in lingering:
+                if pending.submitted:  # what has settled meanwhile is written as its outcome only
+                    unsettled = [task for task in pending.submitted if task.task_id not in settled]
+                    pending.entry.submits = [wire.submit_record(task) for task in unsettled]
+            self._forget_patience(settled)
+            with contextlib.suppress(JournalError):  # it has failed, and `on_fatal` is told of that
+                self._journal.append(*[pending.entry for pending in lingering])
+
+    def _forget_patience(self, settled: Iterable[int]) -> None:
+        """What has settled need not be written as submitted any more."""
+        young, old = self._young.tasks, self._old.tasks
+        if not (young or old):
+            return
+        for task_id in settled:
+            task = old.pop(task_id, None) or young.pop(task_id, None)
+            if task is not None and type(task.payload) is bytes:
+                self._patient_bytes -= len(task.payload)
 
     async def all_durable(self) -> None:
         """Waits until nothing is on its way to the disk."""
         await asyncio.sleep(0)  # what runs soon comes first
+        self.hurry()
         while self._pending:
             self._flush()
             self._backlog_fell.clear()
@@ -190,3 +275,8 @@ class Journaling:
                 log.info("journal can be written again: durable tasks are taken")
             else:
                 log.error("journal can't be written: durable tasks are refused, running work goes on", error=str(error))
+
+
+def _own_bytes(tasks: Iterable[Task]) -> int:
+    """The payloads that lie in our memory, and not in files."""
+    return sum([len(task.payload) for task in tasks if type(task.payload) is bytes])

@@ -1,16 +1,16 @@
 """Which request_ids the journal may know, in memory: most new tasks need no look at the disk.
 
-A Bloom filter (Bloom, 1970) of two hashes over an array of bytes: it may say "perhaps" of a request_id that was never
+A Bloom filter (Bloom, 1970) of one hash over an array of bytes: it may say "perhaps" of a request_id that was never
 seen, and then the journal is asked; it never says "no" of one that was. Nothing can be taken out of it, so when it
 fills up it is made anew, from what the journal still holds. While it is being made it says "perhaps" of everything.
 """
 
 import asyncio
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Coroutine, Iterable, Iterator, Sequence
 from typing import Protocol
 
-SLOTS_MIN = 1 << 22  # one byte each; two of them a request_id
-FILL_MAX = 1 / 8  # request_ids for each slot; then about 5 % of new ones are looked up in vain
+SLOTS_MIN = 1 << 22  # one byte each
+FILL_MAX = 1 / 16  # request_ids for each slot; then about 6 % of new ones are looked up in vain
 
 
 class RequestIds(Protocol):
@@ -45,19 +45,19 @@ class KnownRequests:
         if not self._loaded:
             return list(request_ids)
         slots, mask = self._slots, len(self._slots) - 1
-        found = []
-        for request_id in request_ids:
-            h = hash(request_id)
-            if slots[h & mask] and slots[(h >> 32) & mask]:
-                found.append(request_id)
-        return found
+        return [request_id for request_id in request_ids if slots[hash(request_id) & mask]]
 
-    async def load(self, journal: RequestIds, pending: Iterable[str]) -> None:
-        """Makes it anew from what the journal holds, and the request_ids that are on their way to it."""
+    def load(self, journal: RequestIds, pending: Iterable[str]) -> Coroutine[None, None, None]:
+        """Makes it anew from what the journal holds, and the request_ids that are on their way to it. What is added
+        from this call on, before the coroutine has even begun, is kept.
+        """
         self._since = list(pending)
+        return self._load(journal, self._since)
+
+    async def _load(self, journal: RequestIds, since: list[str]) -> None:
         slots, count = await asyncio.to_thread(self._read, journal)
-        self._mark(slots, self._since)
-        self._slots, self._count = slots, count + len(self._since)
+        self._mark(slots, since)
+        self._slots, self._count = slots, count + len(since)
         self._since = None
         self._loaded = True
 
@@ -79,6 +79,4 @@ class KnownRequests:
     def _mark(slots: bytearray, request_ids: Iterable[str]) -> None:
         mask = len(slots) - 1
         for request_id in request_ids:
-            h = hash(request_id)
-            slots[h & mask] = 1
-            slots[(h >> 32) & mask] = 1
+            slots[hash(request_id) & mask] = 1

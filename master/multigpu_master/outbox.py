@@ -7,6 +7,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
+from multigpu_master.wire_large import Peer
+
 FRAME_BYTES = 4 << 20
 FRAME_ITEMS = 2048
 
@@ -24,7 +26,8 @@ class StreamClosedError(Exception):
 class Outbox(Generic[F]):
     """Frames of one type for one stream: fill `room_for(...)`, and the stream's writer takes them by `next`."""
 
-    def __init__(self, frame_type: type[F]) -> None:
+    def __init__(self, frame_type: Callable[[], F], peer: Peer) -> None:
+        self.peer = peer
         self._type = frame_type
         self._full: deque[tuple[F, int]] = deque()
         self._open = frame_type()
@@ -39,13 +42,13 @@ class Outbox(Generic[F]):
         self._settled_up = asyncio.Event()
         self.on_abort: Callable[[StreamClosedError], None] | None = None
 
-    def room_for(self, size: int) -> F:
-        """The frame to add an item of this many bytes to."""
+    def room_for(self, size: int, items: int = 1) -> F:
+        """The frame to add items to, of this many bytes together."""
         if self._open_items and (self._open_items >= FRAME_ITEMS or self._open_bytes + size > FRAME_BYTES):
             self._full.append((self._open, self._open_bytes))
             self._open = self._type()
             self._open_items = self._open_bytes = 0
-        self._open_items += 1
+        self._open_items += items
         self._open_bytes += size
         self.bytes += size
         wake = self._wake

@@ -93,9 +93,13 @@ class Master:
         driver.journaling.learn_requests()
         self._intake = Intake(driver, config.payload_bytes_max)
         now = driver.now()
-        expected = settings.restore(core, recovered.settings, now)
-        tasks = [wire.restored_task(r, specs.restore(r.spec)) for r in recovered.tasks]
+        try:
+            expected = settings.restore(core, recovered.settings, now)
+            tasks = [wire.restored_task(r, specs.restore(r.spec)) for r in recovered.tasks]
+        except JournalError as error:
+            raise Refusal(str(error)) from error
         driver.handle(ev.Recover(tasks, now + config.reconnect_grace_s if expected else now))
+        self.journal.payloads.sweep()
         # A million queued tasks are not worth looking at again in every full collection.
         gc.collect()
         gc.freeze()
@@ -112,8 +116,9 @@ class Master:
 
     async def _open_doors(self, driver: Driver) -> None:
         config, server = self.config, self._server
-        task_service = TaskService(driver, self._intake, config.submit_tasks_max, config.stream_bytes_max)
-        worker_service = WorkerService(driver, VERSION, config.heartbeat_interval_s, config.session_timeout_s)
+        offer = self.journal.payloads.offer() if config.share_payloads else ()
+        task_service = TaskService(driver, self._intake, config.submit_tasks_max, config.stream_bytes_max, offer)
+        worker_service = WorkerService(driver, VERSION, config.heartbeat_interval_s, config.session_timeout_s, offer)
         services = {
             task_service_pb2.DESCRIPTOR.services_by_name["TaskService"]: task_service,
             worker_service_pb2.DESCRIPTOR.services_by_name["WorkerService"]: worker_service,

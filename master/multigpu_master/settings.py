@@ -13,8 +13,10 @@ from multigpu_master import wire
 from multigpu_master.core import events as ev
 from multigpu_master.core.model import Capability, Queue, Worker, WorkerInfo
 from multigpu_master.core.scheduler import Core
+from multigpu_master.journal import JournalError
 
 STRATEGY, QUEUE, WORKER = "strategy", "queue/", "worker/"
+_INFO = tuple(f.name for f in dataclasses.fields(WorkerInfo))
 
 
 def queue_setting(queue: Queue) -> dict[str, bytes | None]:
@@ -30,8 +32,10 @@ def queue_setting(queue: Queue) -> dict[str, bytes | None]:
 
 def worker_setting(worker: Worker) -> dict[str, bytes | None]:
     """What to remember of a worker."""
+    info = {name: getattr(worker.info, name) for name in _INFO}
+    info["capabilities"] = [{"kind": c.kind, "models": c.models} for c in worker.info.capabilities]
     known = {
-        "info": dataclasses.asdict(worker.info),
+        "info": info,
         "cordoned": worker.cordoned,
         "cordon_reason": worker.cordon_reason,
         "connected": bool(worker.session),
@@ -43,27 +47,44 @@ def restore(core: Core, settings: dict[str, bytes], now: float) -> int:
     """Tells a new core what was remembered. Returns how many workers were connected when the last master ended."""
     expected = 0
     for key, value in settings.items():
-        if key == STRATEGY and value.decode() in core.strategies:
-            core.handle(ev.SetStrategy(value.decode()), now)
-        elif key.startswith(QUEUE):
-            rules = json.loads(value)
-            name = key.removeprefix(QUEUE)
-            core.handle(ev.ConfigureQueue(name, rules["paused"], rules["tasks_max"], rules["bytes_max"]), now)
-            if rules["strategy"] in core.strategies:
-                core.handle(ev.SetStrategy(rules["strategy"], name), now)
-        elif key.startswith(WORKER):
-            known = json.loads(value)
-            expected += known["connected"]
-            core.handle(
-                ev.RegisterWorker(_info(known["info"]), known["cordoned"], known["cordon_reason"], known["connected"]),
-                now,
-            )
+        try:
+            expected += _restore_one(core, key, value, now)
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            raise JournalError(
+                f"The journal's setting {key!r} is damaged ({error!r}). Restore the data directory from a backup, or "
+                "remove its row from the table `setting` of journal.sqlite3 (with sqlite3)."
+            ) from error
     return expected
 
 
+def _restore_one(core: Core, key: str, value: bytes, now: float) -> int:
+    """1 if it is of a worker that was connected, else 0. Raises whatever a damaged setting makes it raise."""
+    if key == STRATEGY and value.decode() in core.strategies:
+        core.handle(ev.SetStrategy(value.decode()), now)
+    elif key.startswith(QUEUE):
+        rules = json.loads(value)
+        # A message knows the types, and the ranges.
+        limits = pb.QueueLimits(tasks_max=rules["tasks_max"], bytes_max=rules["bytes_max"])
+        queue = pb.Queue(
+            queue=key.removeprefix(QUEUE), paused=rules["paused"], strategy=rules["strategy"], limits=limits
+        )
+        core.handle(ev.ConfigureQueue(queue.queue, queue.paused, limits.tasks_max, limits.bytes_max), now)
+        if queue.strategy in core.strategies:
+            core.handle(ev.SetStrategy(queue.strategy, queue.queue), now)
+    elif key.startswith(WORKER):
+        known = json.loads(value)
+        info = _info(known["info"])
+        told = pb.Worker(cordoned=known["cordoned"])
+        worker_message(Worker(info, cordoned=told.cordoned, cordon_reason=known["cordon_reason"])).SerializeToString()
+        if not (isinstance(known["connected"], bool) and isinstance(known["cordon_reason"], str)):
+            raise TypeError(f"connected is {known['connected']!r}, cordon_reason {known['cordon_reason']!r}")
+        core.handle(ev.RegisterWorker(info, told.cordoned, known["cordon_reason"], known["connected"]), now)
+        return int(known["connected"])
+    return 0
+
+
 def _info(known: dict[str, Any]) -> WorkerInfo:
-    fields = {f.name for f in dataclasses.fields(WorkerInfo)}
-    kept = {k: v for k, v in known.items() if k in fields}
+    kept = {k: v for k, v in known.items() if k in _INFO}
     kept["capabilities"] = tuple(
         Capability(kind=c["kind"], models=tuple(c["models"])) for c in kept.get("capabilities", ())
     )

@@ -5,33 +5,45 @@ wrong in words for the person who wrote it. Specs are interned: equal ones are o
 them.
 """
 
+import itertools
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence, Sized
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from google.protobuf.duration_pb2 import Duration
+from google.protobuf.message import DecodeError
 from google.protobuf.timestamp_pb2 import Timestamp
-from multigpu.v1 import device_pb2, task_pb2, worker_service_pb2
+from multigpu.payloads import Reference
+from multigpu.v1 import device_pb2, task_pb2, task_service_pb2, worker_service_pb2
 
+from multigpu_master import wire_large
 from multigpu_master.core import events as ev
 from multigpu_master.core.model import (
     Capability,
+    Lease,
     Outcome,
     OutcomeState,
-    ReportState,
     Spec,
     Task,
     TaskError,
     Telemetry,
     WorkerInfo,
 )
-from multigpu_master.journal import SettleRecord, SubmitRecord
+from multigpu_master.journal import JournalError, LargeBody, SettleRecord, SubmitRecord
+from multigpu_master.payloads import BadReferenceError
+from multigpu_master.protobuf import tag, varint
+from multigpu_master.wire_large import Peer
 
 PRIORITY_DEFAULT, ATTEMPTS_DEFAULT, ATTEMPTS_MAX = 3, 3, 100
 DURABLE_TTL_S, EPHEMERAL_TTL_S = 86_400.0, 300.0
 PARAMETERS_MAX, PARAMETERS_BYTES_MAX = 64, 64 << 10
 NAME_BYTES_MAX, MODEL_BYTES_MAX, KEY_BYTES_MAX = 128, 256, 256
 MESSAGE_CHARS_MAX, TRACEBACK_CHARS_MAX = 8 << 10, 16 << 10
+# What a worker may say of itself in all, and what it may leave for the next attempt of a task.
+HELLO_BYTES_MAX, CHECKPOINT_BYTES_MAX = 1 << 20, 1 << 20
+MODELS_MAX = 1000
+# Times beyond these are taken for these: so every one can be said again as a Timestamp, and shown as a date.
+SECONDS_MIN, SECONDS_MAX = -62e9, 100e9
 
 
 class InvalidTaskError(Exception):
@@ -42,13 +54,13 @@ class InvalidTaskError(Exception):
 
 
 def seconds_of(message: Timestamp | Duration) -> float:
-    """Seconds, since the epoch for a Timestamp."""
-    return message.seconds + message.nanos / 1e9
+    """Seconds, since the epoch for a Timestamp; between SECONDS_MIN and SECONDS_MAX."""
+    return min(max(message.seconds + message.nanos / 1e9, SECONDS_MIN), SECONDS_MAX)
 
 
 def set_time(message: Timestamp, seconds: float) -> None:
     """Fills a Timestamp from seconds since the epoch."""
-    whole = int(seconds)
+    whole = math.floor(seconds)
     message.seconds = whole
     message.nanos = int((seconds - whole) * 1e9)
 
@@ -85,9 +97,17 @@ class SpecReader:
         return spec
 
     def restore(self, wire: bytes) -> Spec:
-        """The Spec for bytes from the journal."""
+        """The Spec for bytes from the journal. JournalError: they are damaged."""
         spec = self._specs.get(wire)
-        return spec if spec is not None else self.read(task_pb2.TaskSpec.FromString(wire))
+        if spec is not None:
+            return spec
+        try:
+            return self.read(task_pb2.TaskSpec.FromString(wire))
+        except (DecodeError, InvalidTaskError) as error:
+            raise JournalError(
+                f"The journal holds a task whose spec is damaged ({error}). Restore the data directory from a backup, "
+                "or give another --data-dir."
+            ) from error
 
     def message(self, spec: Spec) -> task_pb2.TaskSpec:
         """The message for a Spec, to be copied from and not changed."""
@@ -167,31 +187,55 @@ def _timeout(m: task_pb2.TaskSpec, field: str, default: float | None) -> float |
     return value
 
 
-def tasks_of(spec: Spec, inputs: Iterable[task_pb2.TaskInput], payload_bytes_max: int) -> list[Task | ev.Rejection]:
-    """The Task for each input, or why it can't be one."""
+def request_ids_of(batch: task_pb2.TaskBatch) -> list[str]:
+    """What the tasks of a batch are called, in order."""
+    return [*[i.request_id for i in batch.inputs], *batch.request_ids]
+
+
+def tasks_of(
+    spec: Spec, batch: task_pb2.TaskBatch, payload_bytes_max: int, peer: Peer | None = None
+) -> list[Task | ev.Rejection]:
+    """The Task for each input, or why it can't be one. `peer` sent them, and may refer to payloads."""
     tasks: list[Task | ev.Rejection] = []
-    for i in inputs:
+    payload: bytes | Reference
+    for i in batch.inputs:
         payload, request_id, key = i.payload, i.request_id, i.partition_key
-        if len(payload) > payload_bytes_max:
-            tasks.append(
-                _invalid(
-                    f"the payload has {len(payload)} bytes; at most {payload_bytes_max} are allowed (payload_bytes_max)"
-                )
-            )
-            continue
-        if len(request_id) > NAME_BYTES_MAX or len(key) > KEY_BYTES_MAX or "\0" in request_id:
-            tasks.append(
-                _invalid(
-                    f"request_id (at most {NAME_BYTES_MAX} bytes, without NUL) or partition_key "
-                    f"(at most {KEY_BYTES_MAX} bytes) is too long"
-                )
-            )
+        if not payload and i.HasField("payload_place"):
+            try:
+                payload = wire_large.payload_of(i, peer)
+            except BadReferenceError as error:
+                tasks.append(_invalid(str(error)))
+                continue
+        refused = _refused(payload, request_id, key, payload_bytes_max)
+        if refused is not None:
+            tasks.append(refused)
             continue
         task = Task(spec, request_id, payload, key, i.units or 1)
         if i.traceparent:
             task.more().traceparent = i.traceparent[:64]
         tasks.append(task)
+    payloads = list(batch.payloads)
+    if len(payloads) != len(batch.request_ids):
+        message = f"a batch has {len(batch.request_ids)} request_ids and {len(payloads)} payloads; each needs the other"
+        return [*tasks, *[_invalid(message) for _ in batch.request_ids]]
+    for request_id, payload in zip(batch.request_ids, payloads, strict=True):
+        refused = _refused(payload, request_id, "", payload_bytes_max)
+        tasks.append(Task(spec, request_id, payload) if refused is None else refused)
     return tasks
+
+
+def _refused(payload: bytes | Sized, request_id: str, key: str, payload_bytes_max: int) -> ev.Rejection | None:
+    """Why an input can't be a task."""
+    if len(payload) > payload_bytes_max:
+        return _invalid(
+            f"the payload has {len(payload)} bytes; at most {payload_bytes_max} are allowed (payload_bytes_max)"
+        )
+    if len(request_id) > NAME_BYTES_MAX or len(key) > KEY_BYTES_MAX or "\0" in request_id:
+        return _invalid(
+            f"request_id (at most {NAME_BYTES_MAX} bytes, without NUL) or partition_key "
+            f"(at most {KEY_BYTES_MAX} bytes) is too long"
+        )
+    return None
 
 
 def _invalid(message: str) -> ev.Rejection:
@@ -221,7 +265,7 @@ def restored_task(record: SubmitRecord, spec: Spec) -> Task:
     )
 
 
-def settle_record(task: Task, body: bytes) -> SettleRecord:
+def settle_record(task: Task, body: bytes | LargeBody) -> SettleRecord:
     """What the journal keeps of a task's end. `body` is its serialized Outcome."""
     outcome, spec = task.outcome, task.spec
     assert outcome is not None, "it is settled"
@@ -235,28 +279,86 @@ def settle_record(task: Task, body: bytes) -> SettleRecord:
 # --- tasks out -------------------------------------------------------------------------------------------------------
 
 
-class StagesCache:
-    """Stages messages by their four times. Tasks that went together share theirs, and building one costs more than
-    copying it.
+class OutcomeWriter:
+    """Serializes outcomes: once for the journal and for the streams that wait for them. Tasks that went together share
+    all but a few fields, so those are serialized apart, and the rest is kept for the next. That makes an outcome its
+    message: protobuf puts the parts of a message together by concatenating them.
     """
 
     def __init__(self) -> None:
-        self._stages: dict[tuple[float, float, float, float], task_pb2.Stages] = {}
+        self._shared: tuple[object, ...] = ()
+        self._tail = b""
 
-    def get(self, submit_s: float, outcome: Outcome) -> task_pb2.Stages:
-        key = (submit_s, outcome.dispatch_s, outcome.start_s, outcome.finish_s)
-        stages = self._stages.get(key)
-        if stages is None:
-            if len(self._stages) >= 1024:
-                self._stages.clear()
-            stages = self._stages[key] = task_pb2.Stages()
-            set_time(stages.submit_time, submit_s)
-            if outcome.dispatch_s:
-                set_time(stages.dispatch_time, outcome.dispatch_s)
-            if outcome.start_s:
-                set_time(stages.start_time, outcome.start_s)
-            set_time(stages.finish_time, outcome.finish_s)
-        return stages
+    def write(self, task: Task) -> bytes | LargeBody:
+        """The serialized Outcome of a settled task."""
+        o = task.outcome
+        assert o is not None, "it is settled"
+        shared = (
+            o.state, task.submit_s, o.dispatch_s, o.start_s, o.finish_s,
+            task.attempts, o.worker_id, o.device_id, o.content_type,
+        )  # fmt: skip
+        if shared != self._shared:
+            self._shared, self._tail = shared, _shared_part(task, o).SerializeToString()
+        own = task_pb2.Outcome()
+        own.task_id = task.task_id
+        if task.request_id:
+            own.request_id = task.request_id
+        if o.error is not None:
+            fill_error(own.error, o.error)
+        if task.extra is not None and task.extra.partials:
+            own.partials.extend(task.extra.partials)
+        if not o.result:
+            return own.SerializeToString() + self._tail
+        size = len(o.result)
+        if wire_large.is_large(size):
+            return wire_large.outcome_body(own.SerializeToString(), self._tail, wire_large.bytes_of(o.result))
+        assert isinstance(o.result, bytes), "what is referred to is large"
+        head = _RESULT_HEADS[size] if size < len(_RESULT_HEADS) else _RESULT_TAG + varint(size)
+        return b"".join((own.SerializeToString(), head, o.result, self._tail))
+
+
+def _shared_part(task: Task, o: Outcome) -> task_pb2.Outcome:
+    message = task_pb2.Outcome(attempts=task.attempts, worker_id=o.worker_id, device_id=o.device_id)
+    message.state = int(o.state)  # type: ignore[assignment]  # enums are ints on the wire
+    if o.result:
+        message.content_type = o.content_type
+    stages = message.stages
+    set_time(stages.submit_time, task.submit_s)
+    if o.dispatch_s:
+        set_time(stages.dispatch_time, o.dispatch_s)
+    if o.start_s:
+        set_time(stages.start_time, o.start_s)
+    set_time(stages.finish_time, o.finish_s)
+    return message
+
+
+HEADS_MAX = 2048
+_RESULT_TAG = tag(task_pb2.Outcome.RESULT_FIELD_NUMBER)
+_RESULT_HEADS = [_RESULT_TAG + varint(size) for size in range(HEADS_MAX)]
+_OUTCOMES_TAG = tag(task_service_pb2.RunResponse.OUTCOMES_FIELD_NUMBER)
+_OUTCOMES_HEADS = [_OUTCOMES_TAG + varint(size) for size in range(HEADS_MAX)]
+
+
+class RunFrame:
+    """A RunResponse in the making. Outcomes are serialized already: they go in as they are."""
+
+    __slots__ = ("message", "outcomes")
+
+    def __init__(self) -> None:
+        self.message = task_service_pb2.RunResponse()
+        self.outcomes: list[bytes] = []
+
+    def add_outcome(self, body: bytes) -> None:
+        size = len(body)
+        self.outcomes += (_OUTCOMES_HEADS[size] if size < HEADS_MAX else _OUTCOMES_TAG + varint(size), body)
+
+    def add_large_outcome(self, body: LargeBody) -> None:
+        """OSError: the result is gone from where it lay."""
+        tail = body.tail if isinstance(body.tail, bytes) else body.tail.read()
+        self.outcomes += (_OUTCOMES_TAG + varint(len(body)), body.head, tail)
+
+    def serialize(self) -> bytes:
+        return b"".join((self.message.SerializeToString(), *self.outcomes))
 
 
 def fill_error(message: task_pb2.TaskError, error: TaskError) -> None:
@@ -311,6 +413,32 @@ def task_message(task: Task, now: float) -> task_pb2.Task:
     return message
 
 
+def fill_leases(
+    batch: worker_service_pb2.LeaseBatch,
+    specs: SpecReader,
+    leases: Sequence[Lease],
+    read: dict[int, bytes] | None = None,
+) -> None:
+    """Fills a LeaseBatch from leases of one spec. `read`: some payloads are large, and these were read."""
+    tasks = [lease.task for lease in leases]
+    batch.spec.CopyFrom(specs.message(tasks[0].spec))
+    batch.lease_ids.extend([lease.lease_id for lease in leases])
+    batch.task_ids.extend([task.task_id for task in tasks])
+    batch.attempts.extend([lease.attempt for lease in leases])
+    if read is None:
+        batch.payloads.extend([task.payload for task in tasks])
+    batch.units.extend([task.units for task in tasks])
+    for index, task in enumerate(tasks):
+        extra = task.extra
+        if extra is not None:
+            batch.extras.add(
+                index=index, checkpoint=extra.checkpoint,
+                partials_received=len(extra.partials), traceparent=extra.traceparent,
+            )  # fmt: skip
+    if read is not None:
+        wire_large.fill_payloads(batch, leases, read)
+
+
 # --- workers ---------------------------------------------------------------------------------------------------------
 
 
@@ -320,6 +448,12 @@ def worker_info(m: worker_service_pb2.Hello) -> WorkerInfo:
         raise InvalidTaskError(f"worker_id must have 1 to {NAME_BYTES_MAX} bytes; has {len(m.worker_id.encode())}")
     if not m.capabilities:
         raise InvalidTaskError("capabilities are missing: a worker that can run nothing is of no use")
+    size = m.ByteSize() - sum(lease.ByteSize() for lease in m.leases)
+    if size > HELLO_BYTES_MAX:
+        raise InvalidTaskError(
+            f"the worker says {size} bytes of itself; at most {HELLO_BYTES_MAX} are allowed: "
+            "serve fewer kinds and models, or give it fewer labels"
+        )
     return WorkerInfo(
         worker_id=m.worker_id,
         host=m.host,
@@ -340,14 +474,23 @@ def worker_info(m: worker_service_pb2.Hello) -> WorkerInfo:
 def held_lease(m: worker_service_pb2.HeldLease) -> ev.HeldLease:
     """A lease that a worker says it holds."""
     p = m.progress
-    return ev.HeldLease(m.lease_id, m.task_id, m.attempt, m.running, p.fraction, p.steps, p.note[:1024], m.checkpoint)
+    attempt = min(max(m.attempt, 1), ATTEMPTS_MAX)
+    fraction = p.fraction if 0.0 <= p.fraction <= 1.0 else 0.0
+    checkpoint = m.checkpoint if len(m.checkpoint) <= CHECKPOINT_BYTES_MAX else b""
+    return ev.HeldLease(m.lease_id, m.task_id, attempt, m.running, fraction, p.steps, p.note[:1024], checkpoint)
+
+
+def resident_models(names: Iterable[str]) -> tuple[str, ...]:
+    """The models that a worker says it has loaded."""
+    return tuple(sorted(name[:MODEL_BYTES_MAX] for name in itertools.islice(names, MODELS_MAX)))
 
 
 def telemetry(m: device_pb2.DeviceTelemetry) -> Telemetry:
     """What a device says of how it is doing."""
 
     def value(field: str) -> float | None:
-        return getattr(m, field) if m.HasField(field) else None
+        told: float = getattr(m, field)
+        return told if m.HasField(field) and math.isfinite(told) else None
 
     total, used = value("memory_total_bytes"), value("memory_used_bytes")
     return Telemetry(
@@ -360,21 +503,28 @@ def telemetry(m: device_pb2.DeviceTelemetry) -> Telemetry:
     )
 
 
-_STATES = {int(s): s for s in ReportState}
+def reports_of(
+    batch: worker_service_pb2.ReportBatch, session: int, start_s: float, finish_s: float, peer: Peer
+) -> ev.Reports:
+    """The event for a batch. A report of an unknown state counts as a failure that says so."""
+    lease_ids = list(batch.succeeded_lease_ids)
+    results: list[bytes | Reference] = list(batch.results)
+    if len(results) != len(lease_ids):  # protobuf can't promise that: what is missing is empty
+        results = [*results, *[b""] * len(lease_ids)][: len(lease_ids)]
+    failures = [_failure(r) for r in batch.reports]
+    if batch.result_places:
+        lost = wire_large.take_results(batch, results, peer)
+        failures += lost.values()
+        lease_ids = [x for n, x in enumerate(lease_ids) if n not in lost]
+        results = [x for n, x in enumerate(results) if n not in lost]
+    return ev.Reports(session, lease_ids, results, batch.content_type, failures, start_s, finish_s)
 
 
-def reports_of(batch: worker_service_pb2.ReportBatch) -> list[ev.Report]:
-    """The reports of a batch. One of an unknown state counts as a failure that says so."""
-    found = []
-    for r in batch.reports:
-        state = r.state
-        if state == worker_service_pb2.REPORT_STATE_SUCCEEDED:
-            found.append(ev.Report(r.lease_id, ReportState.SUCCEEDED, r.result, r.content_type))
-        elif state in _STATES:
-            found.append(ev.Report(r.lease_id, _STATES[state], error=error_of(r.error)))
-        else:
-            error = TaskError(
-                "BadReport", f"the worker reported state {state}, which this master does not know; upgrade the master"
-            )
-            found.append(ev.Report(r.lease_id, ReportState.FAILED, error=error))
-    return found
+def _failure(r: worker_service_pb2.Report) -> ev.Failure:
+    state = r.state
+    if state == worker_service_pb2.REPORT_STATE_FAILED:
+        return ev.Failure(r.lease_id, error_of(r.error))
+    if state == worker_service_pb2.REPORT_STATE_RETURNED:
+        return ev.Failure(r.lease_id, error_of(r.error), returned=True)
+    message = f"the worker reported state {state}, which this master does not know; upgrade the master"
+    return ev.Failure(r.lease_id, TaskError("BadReport", message))

@@ -8,10 +8,12 @@ in here. The engine holds one batch more than there are slots, so that the next 
 import asyncio
 import contextlib
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Sized
+from typing import Any
 
 import structlog
 from multigpu.config import WorkerConfig
+from multigpu.payloads import Elsewhere, Reference
 from multigpu.telemetry import span_from
 from multigpu.v1 import worker_service_pb2 as pb
 
@@ -20,8 +22,9 @@ from multigpu_worker.batcher import Batcher, BatchLimits
 from multigpu_worker.device import Device, Telemetry
 from multigpu_worker.engine_host import Death, EngineHost, EngineStartError
 from multigpu_worker.engines.base import EngineSettings
-from multigpu_worker.link import Link
+from multigpu_worker.link import Link, Metadata
 from multigpu_worker.session import Lease, Report, ReportState, Session, SessionLimits, TaskError
+from multigpu_worker.sharing import Sharing
 from multigpu_worker.watch import EngineBatch, Verdict, Watch, blame, running_leases
 
 log = structlog.get_logger()
@@ -32,6 +35,8 @@ MEMORY_TICKS = 2
 FRAME_BYTES_MAX = 4 << 20
 # Past so many unsent bytes the engine has to wait, until the link has sent half of them.
 UNSENT_BYTES_MAX = 64 << 20
+# Results taken hold of before the engine is told, if not by the next heartbeat.
+TELL_TAKEN = 16
 # A report has to fit into one message, with room for what goes beside the result.
 RESULT_BYTES_MAX = (64 << 20) - (64 << 10)
 
@@ -65,6 +70,10 @@ class Agent:
             visible_devices=device.visible_devices,
         )
         self.link = Link(config.master, self)
+        self.sharing = Sharing()
+        # Results that we have taken hold of, and the engine doesn't know of it.
+        self._untold = 0
+        self._key_due = False
         # In the engine, by batch id.
         self.batches: dict[int, EngineBatch] = {}
         self.draining = False
@@ -140,10 +149,13 @@ class Agent:
         self._note_running()
         return wire.hello(self.identity, self.host.kinds.values(), self.session.held(hello=True))
 
-    def connected(self, welcome: pb.SessionResponse) -> None:
+    def connected(self, welcome: pb.SessionResponse, metadata: Metadata) -> None:
         words = welcome.welcome
+        self._key_due = self.sharing.begin(metadata)
+        if self.host.ready:
+            self.host.send(("payloads", self.sharing.path), [])
         self._last_frame = 0
-        self._heartbeat_s = wire.seconds_of(words.heartbeat_interval) or 1.0
+        self._heartbeat_s = min(max(wire.seconds_of(words.heartbeat_interval) or 1.0, 0.01), 60.0)
         self._cancel(self.session.welcome(words.adopted_lease_ids))
         log.info("session begins", master=self.config.master, session_id=words.session_id, master_version=words.version)
         self._want_heartbeat()
@@ -152,8 +164,12 @@ class Agent:
 
     def received(self, response: pb.SessionResponse) -> None:
         self._last_frame = response.frame
+        if response.results_taken:
+            self.sharing.taken(response.results_taken)
         for batch in response.lease_batches:
-            spec, leases = wire.leases_of(batch)
+            spec, leases = wire.leases_of(batch, self.sharing.path)
+            if any(lease.lease_id in self.session.leases for lease in leases):
+                raise wire.BadFrameError("it grants a lease that we hold")
             self.session.grant(leases)
             if spec.kind in self.host.kinds:
                 self.batcher.add(spec, leases)
@@ -171,7 +187,7 @@ class Agent:
         if self._heartbeat_wanted or self.session.heartbeat_due:
             self._heartbeat_wanted = False
             self._note_running()
-            return wire.heartbeat(
+            request = wire.heartbeat(
                 self.session.held(hello=False),
                 last_frame=self._last_frame,
                 telemetry=self._telemetry,
@@ -179,10 +195,14 @@ class Agent:
                 resident_models=self._resident_models,
                 draining=self.draining,
             )
+            if self._key_due and self.sharing.directory is not None:  # it comes before any result of the session
+                self._key_due = False
+                request.payload_key = self.sharing.directory.key
+            return request
         if not self.session.owes():
             self._settled.set()
             return None
-        request = wire.request_of(self.session.take_frame(FRAME_BYTES_MAX, time.monotonic()))
+        request = wire.request_of(self.session.take_frame(FRAME_BYTES_MAX, time.monotonic()), self.sharing.lend)
         if self._paused and self.session.unsent_bytes < UNSENT_BYTES_MAX // 2:
             self._paused = False
             self.host.pause(paused=False)
@@ -197,6 +217,7 @@ class Agent:
 
     def engine_ready(self) -> None:
         self._one_by_one = frozenset(info.kind for info in self.host.kinds.values() if info.one_by_one)
+        self.host.send(("payloads", self.sharing.path), [])
         self._pump()
 
     def engine_said(self, message: ipc.Message, blobs: list[bytes]) -> None:
@@ -214,6 +235,8 @@ class Agent:
             work_ns,
             models,
         ) = message
+        if any(type(result) is tuple for _, result, _ in succeeded):
+            succeeded, failed = self._take_hold(succeeded, failed)
         batch = self.batches.get(batch_id)
         if batch is None:  # returned in a drain
             return
@@ -226,22 +249,48 @@ class Agent:
             lease = leases[lease_id]
             if not self.session.partial(lease, data if type(data) is bytes else blobs[data]):
                 self._cancel([lease])
+        # All of it is read before any of it counts: words that make no sense must leave every lease with its batch.
         reports = [
             Report(
-                leases.pop(lease_id),
+                leases[lease_id],
                 ReportState.SUCCEEDED,
-                result if type(result) is bytes else blobs[result],
+                blobs[result] if type(result) is int else result,
                 content_type,
             )
             for lease_id, result, content_type in succeeded
         ]
         for lease_id, error_type, text, retryable, traceback in failed:
             error = TaskError(type=error_type, message=text, retryable=retryable, traceback=traceback)
-            reports.append(Report(leases.pop(lease_id), ReportState.FAILED, error=error))
+            reports.append(Report(leases[lease_id], ReportState.FAILED, error=error))
+        for report in reports:
+            leases.pop(report.lease.lease_id, None)
         batch.settled += len(reports)
         self._report(start_ns, finish_ns, reports)
         if done:
             self._batch_done(batch, work_ns, models)
+
+    def _take_hold(self, succeeded: list[Any], failed: list[Any]) -> tuple[list[Any], list[Any]]:
+        """Pins results that lie in files, before the engine lets go of them."""
+        held, lost, places = [], [], 0
+        for lease_id, result, content_type in succeeded:
+            if type(result) is tuple:
+                places += 1
+                try:
+                    result = self.sharing.pin(*result)  # noqa: PLW2901  it was only its place
+                except OSError as error:
+                    lost.append((lease_id, "ResultLost", f"the result is gone from where it lay: {error}", True, ""))
+                    continue
+            held.append((lease_id, result, content_type))
+        self._untold += places
+        if self._untold >= TELL_TAKEN:
+            self._tell_taken()
+        return held, [*failed, *lost]
+
+    def _tell_taken(self) -> None:
+        """Lets the engine forget the results that we have taken hold of."""
+        if self._untold and self.host.ready:
+            self.host.send(("taken", self._untold), [])
+            self._untold = 0
 
     def engine_died(self, death: Death) -> None:
         verdict, self._verdict = self._verdict, None
@@ -262,6 +311,7 @@ class Agent:
         )
         self.batches.clear()
         self._cancelled_ns.clear()
+        self._untold = 0
         self.watch.reset()
         self._paused = False
         self._resident_models = ()
@@ -290,7 +340,7 @@ class Agent:
                 lease.lease_id,
                 lease.task_id,
                 lease.attempt,
-                ipc.put(lease.payload, blobs),
+                _way_of(lease.payload, blobs),
                 lease.units,
                 lease.checkpoint if lease.saved is None else lease.saved,
                 lease.partials_received + lease.partials_made,
@@ -300,7 +350,16 @@ class Agent:
         self.batches[self._batch_id] = EngineBatch(
             self._batch_id, {lease.lease_id: lease for lease in leases}, spec.kind in self._one_by_one, spec
         )
-        message = ("batch", self._batch_id, spec.kind, spec.model, spec.parameters, spec.content_type, rows)
+        message = (
+            "batch",
+            self._batch_id,
+            spec.kind,
+            spec.model,
+            spec.parameters,
+            spec.content_type,
+            spec.durable,
+            rows,
+        )
         self.host.send(message, blobs)
 
     def _batch_done(self, batch: EngineBatch, work_ns: int, resident_models: Sequence[str]) -> None:
@@ -373,6 +432,7 @@ class Agent:
         while True:
             self._telemetry = await asyncio.to_thread(self.device.sample)
             self._telemetry_ns = time.time_ns()
+            self._tell_taken()
             if self.session.connected:
                 self._want_heartbeat()
             with contextlib.suppress(TimeoutError):
@@ -395,3 +455,12 @@ class Agent:
             elif self.memory_bytes and tick % MEMORY_TICKS == 0 and self.host.memory_used_bytes() > self.memory_bytes:
                 self._out_of_memory = True
                 self.host.kill()
+
+
+def _way_of(payload: bytes | Sized, blobs: list[bytes]) -> bytes | int | tuple[str, int, int]:
+    """What the engine is told of a payload: itself, its number among the blobs, or where it lies."""
+    if isinstance(payload, bytes):
+        return ipc.put(payload, blobs)
+    assert isinstance(payload, Reference)
+    assert isinstance(payload.pin, Elsewhere)
+    return payload.pin.path, payload.offset, payload.size_bytes

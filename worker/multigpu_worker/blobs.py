@@ -44,8 +44,12 @@ class BlobRing:
         return place
 
     def read(self, place: int, size_bytes: int) -> bytes:
-        """Take a blob out and free its room. Blobs must be read in the order in which they were written."""
+        """Take a blob out and free its room. Blobs must be read in the order in which they were written. ValueError: no
+        blob can lie there.
+        """
         offset = place % RING_BYTES
+        if offset + size_bytes > RING_BYTES or place + size_bytes >= 1 << 64:
+            raise ValueError(f"a blob of {size_bytes} bytes can't lie at {place}")
         data = bytes(self._ring[offset : offset + size_bytes])
         self._read_to[0] = place + size_bytes
         return data

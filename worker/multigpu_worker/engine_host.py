@@ -199,8 +199,28 @@ class EngineHost:
         except (EOFError, ConnectionError):
             self._loop.remove_reader(self._sock)  # its death will be told by the pidfd
             return
-        for message, blobs in frames:
+        except ipc.FrameError as error:
+            self._babbles(error)
+            return
+        try:
+            for message, blobs in frames:
+                self.said(message, blobs)
+        except ipc.FrameError as error:
+            self._babbles(error)
+
+    def _babbles(self, error: ipc.FrameError) -> None:
+        """The engine says what makes no sense: nothing that follows can be trusted."""
+        log.error("the engine's words make no sense, so it is ended", pid=self.pid, exc_info=error)
+        assert self._sock is not None
+        self._loop.remove_reader(self._sock)
+        self.kill()
+
+    def said(self, message: ipc.Message, blobs: list[bytes]) -> None:
+        """Takes a frame. FrameError: it makes no sense."""
+        try:
             self._said(message, blobs)
+        except (TypeError, ValueError, LookupError) as error:
+            raise ipc.FrameError(f"a frame makes no sense: {error!r}") from error
 
     def _said(self, message: ipc.Message, blobs: list[bytes]) -> None:
         if message[0] == "ready":
@@ -272,11 +292,11 @@ class EngineHost:
         os.close(self._pidfd)
         self._loop.remove_writer(sock)
         self._loop.remove_reader(sock)
-        with contextlib.suppress(BlockingIOError, EOFError, ConnectionError):
+        with contextlib.suppress(BlockingIOError, EOFError, ConnectionError, ipc.FrameError):
             while True:
                 for message, blobs in self._decoder.feed(sock):
                     if message[0] != "ready":
-                        self._said(message, blobs)
+                        self.said(message, blobs)
         sock.close()
         self._sock = self._process = None
         death = Death(returncode=returncode, slots=self.page.sample())

@@ -19,7 +19,11 @@ import sys
 import threading
 import time
 import traceback
+from collections import deque
 from dataclasses import dataclass
+from pathlib import Path
+
+from multigpu.payloads import LARGE_BYTES, Reference, Writer, read_file
 
 from multigpu_worker import ipc
 from multigpu_worker.blobs import BlobMemory
@@ -36,6 +40,8 @@ TYPE_BYTES_MAX = 256
 MESSAGE_BYTES_MAX = 8 << 10
 TRACEBACK_BYTES_MAX = 16 << 10
 NOTE_BYTES_MAX = 1 << 10
+# Where a large result lies: segment, offset, size.
+Place = tuple[str, int, int]
 # How the process ends when it can't go on; the agent says the rest.
 EXIT_FORKED = 70
 EXIT_BROKEN = 71
@@ -50,15 +56,20 @@ class Work:
     # None: it could not be had, and `prepared` is the reason.
     engine: Engine | None
     prepared: object
+    # Their payloads could not be read, for these reasons.
+    lost: list[tuple[Item, str]]
+    # Where large results go; None: to the agent, as they are.
+    writer: Writer | None
 
 
 class BatchReporter:
     """The reporter (engines/base.py) of one batch in one slot."""
 
-    def __init__(self, runtime: "Runtime", batch_id: int, batch: Batch, slot_at: int) -> None:
+    def __init__(self, runtime: "Runtime", work: Work, slot_at: int) -> None:
         self._runtime = runtime
-        self._batch_id = batch_id
-        self._batch = batch
+        self._batch_id = work.batch_id
+        self._batch = batch = work.batch
+        self._writer = work.writer
         self._view = runtime.page.view
         self._lease_at = slot_at + ipc.SlotPage.LEASE
         self._started_at = slot_at + ipc.SlotPage.STARTED
@@ -67,6 +78,7 @@ class BatchReporter:
         self._cancelled = runtime.cancelled
         self._result_bytes_max = runtime.result_bytes_max
         self._open = {item.lease_id for item in batch.items}
+        self._open.update(item.lease_id for item, _ in work.lost)
         self._start_ns = time.time_ns()
         self._begun_ns = self._flushed_ns = time.monotonic_ns()
         self._clear()
@@ -75,12 +87,14 @@ class BatchReporter:
         # Something is said that was not sent; and the flusher knows.
         self._waits = False
         self._flush_asked = False
-        self._succeeded: list[tuple[int, bytes | int, str]] = []
+        self._succeeded: list[tuple[int, bytes | int | Place, str]] = []
         self._failed: list[tuple[int, str, str, bool, str]] = []
         self._partials: list[tuple[int, bytes | int]] = []
         self._progress: dict[int, tuple[float, str]] = {}
         self._checkpoints: dict[int, bytes | int] = {}
         self._blobs: list[bytes] = []
+        # Held until the agent was told of them.
+        self._written: list[Reference] = []
         self._bytes = 0
 
     def begin(self, item: Item) -> None:
@@ -103,9 +117,18 @@ class BatchReporter:
             if lease_id in self._open:
                 self._open.discard(lease_id)
                 self._view[self._lease_at] = 0
-                self._succeeded.append((lease_id, ipc.put(result, self._blobs), content_type))
+                self._succeeded.append((lease_id, self._put(result), content_type))
                 self._waits = True
                 self._flush_if_due(len(result))
+
+    def _put(self, result: bytes) -> bytes | int | Place:
+        """Choose the way of a result. A file that can't be written is no reason to fail."""
+        if len(result) >= LARGE_BYTES and self._writer is not None:
+            with contextlib.suppress(OSError):
+                reference = self._writer.put(result)
+                self._written.append(reference)
+                return reference.pin.name, reference.offset, reference.size_bytes
+        return ipc.put(result, self._blobs)
 
     def fail(self, item: Item, error_type: str, message: str, *, retryable: bool, traceback: str = "") -> None:
         with self._entered():
@@ -166,6 +189,11 @@ class BatchReporter:
             if self._waits:
                 self._send(done=False)
 
+    def fail_lost(self, lost: list[tuple[Item, str]]) -> None:
+        """Settle the items whose payloads could not be read."""
+        for item, why in lost:
+            self.fail(item, "PayloadLost", f"the payload can't be read where it lies: {why}", retryable=True)
+
     def finish(self) -> None:
         """Settle what the engine left unsettled, and say that the batch is over."""
         for item in self._batch.items:
@@ -213,9 +241,9 @@ class BatchReporter:
             time.monotonic_ns() - self._begun_ns,
             self._runtime.resident_models() if done else [],
         )
-        blobs = self._blobs
+        blobs, written = self._blobs, self._written
         self._clear()
-        self._runtime.send(message, blobs)
+        self._runtime.send(message, blobs, written)
         self._flushed_ns = time.monotonic_ns()
         self._start_ns = now_ns
 
@@ -245,6 +273,10 @@ class Runtime:
         self.cancelled: set[int] = set()
         self._sock = sock
         self._blobs = blobs
+        # Of results that are kept for long, and of those that aren't; None: nothing is shared.
+        self._writers: dict[bool, Writer | None] = {True: None, False: None}
+        # Results that the agent was told of and has not yet taken hold of, oldest first.
+        self._told: deque[Reference] = deque()
         self._send_lock = threading.Lock()
         self._work: queue.SimpleQueue[Work] = queue.SimpleQueue()
         self._batches = 0
@@ -262,10 +294,11 @@ class Runtime:
             threading.Thread(target=self._run, args=(slot,), name=f"slot-{slot}", daemon=True).start()
         self._run(0)
 
-    def send(self, message: ipc.Message, blobs: list[bytes]) -> None:
+    def send(self, message: ipc.Message, blobs: list[bytes], written: list[Reference]) -> None:
         if os.getpid() != self._pid:
             os._exit(EXIT_FORKED)
         with self._send_lock:
+            self._told += written
             try:
                 ipc.send(self._sock, ipc.encode(message, blobs, self._blobs.up))
             except OSError:
@@ -283,6 +316,12 @@ class Runtime:
                 message, blobs = ipc.receive(self._sock, self._blobs.down)
                 if message[0] == "batch":
                     self._work.put(self._work_of(message, blobs))
+                elif message[0] == "taken":
+                    for _ in range(message[1]):
+                        self._told.popleft()
+                elif message[0] == "payloads":
+                    path = message[1]
+                    self._writers = {durable: Writer(Path(path)) if path else None for durable in (True, False)}
                 else:
                     assert message[0] == "cancel"
                     self.cancelled.update(message[1])
@@ -294,11 +333,19 @@ class Runtime:
             os._exit(EXIT_BROKEN)
 
     def _work_of(self, message: ipc.Message, blobs: list[bytes]) -> Work:
-        _, batch_id, kind, model, parameters, content_type, rows = message
-        items = [
-            Item(lease_id, task_id, attempt, payload if type(payload) is bytes else blobs[payload], *rest)
-            for lease_id, task_id, attempt, payload, *rest in rows
-        ]
+        _, batch_id, kind, model, parameters, content_type, durable, rows = message
+        items: list[Item] = []
+        lost: list[tuple[Item, str]] = []
+        for lease_id, task_id, attempt, payload, *rest in rows:
+            if type(payload) is int:
+                payload = blobs[payload]  # noqa: PLW2901  it was only its place
+            elif type(payload) is tuple:
+                try:
+                    payload = read_file(*payload)  # noqa: PLW2901  as above
+                except OSError as error:
+                    lost.append((Item(lease_id, task_id, attempt, b"", *rest), str(error)))
+                    continue
+            items.append(Item(lease_id, task_id, attempt, payload, *rest))
         batch = Batch(kind, model, dict(parameters), content_type, items)
         with self._batches_lock:
             self._batches += 1
@@ -307,16 +354,17 @@ class Runtime:
             if engine is None:
                 engine = self._engines[kind] = build(kind, self.settings)
                 self._engine_locks[kind] = threading.Lock()
-            return Work(batch_id, batch, engine, engine.prepare(batch))
+            prepared = engine.prepare(batch) if items else None
+            return Work(batch_id, batch, engine, prepared, lost, self._writers[durable])
         except Exception as error:  # noqa: BLE001  an engine that can't be built or can't prepare fails the batch
-            return Work(batch_id, batch, None, error)
+            return Work(batch_id, batch, None, error, lost, None)
 
     def _run(self, slot: int) -> None:
         view = self.page.view
         at = slot * ipc.SlotPage.FIELDS
         while True:
             work = self._work.get()
-            reporter = BatchReporter(self, work.batch_id, work.batch, at)
+            reporter = BatchReporter(self, work, at)
             # The clock starts when the batch does, and not while it waits for its engine.
             with self._turn(work):
                 view[at + ipc.SlotPage.LEASE] = 0
@@ -339,6 +387,9 @@ class Runtime:
 
     @staticmethod
     def _run_batch(work: Work, reporter: BatchReporter) -> None:
+        reporter.fail_lost(work.lost)
+        if not work.batch.items:
+            return
         if work.engine is None:
             assert isinstance(work.prepared, Exception)
             reporter.fail_rest(work.prepared)

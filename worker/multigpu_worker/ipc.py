@@ -3,8 +3,11 @@
 Frames carry batches down and reports up. A frame is a tuple of plain values in `marshal`: the fastest encoding in the
 standard library (about 0.1 us a value), unsafe between strangers and unstable between Python versions, and neither
 matters here: both ends are the same interpreter, started by one another, and whoever can write to the socket is already
-inside. Bytes of 32 KiB and more (blobs) don't go through the tuple: they lie in shared memory (blobs.py), or follow the
-frame if there is no room.
+inside. User code is inside too, and may write to the wrong descriptor: a frame's head carries a check of itself and its
+tuple ends with four fixed bytes, so that nothing of what a stray write has shifted is waited for, or reaches marshal,
+which some bytes keep busy for ever. What can't be read is a FrameError, upon which the agent ends the engine. Bytes of
+32 KiB and more (blobs) don't go through the tuple: they lie in shared memory (blobs.py), or follow the frame if there
+is no room.
 
 The shared page holds, for each slot, what the engine is running at this instant. The engine writes it with three stores
 and no system call, so it is true even for an engine that hangs or has just died, and that is what it is for: the agent
@@ -24,13 +27,22 @@ from multigpu_worker.blobs import BlobRing
 # Bytes values at least this long travel beside the frame's tuple.
 BLOB_BYTES_MIN = 32 << 10
 
-_HEAD = struct.Struct("<II")  # bytes of the tuple, number of blobs
+_HEAD = struct.Struct("<III")  # check of the rest, bytes of the tuple, number of blobs
+_TAIL = b"mgpu"
 _BLOB = struct.Struct("<QQ")  # bytes, place in the ring
 # In the place of a place: the blob follows the frame.
 _FOLLOWS = (1 << 64) - 1
 _RECEIVE_BYTES = 256 << 10
 
 Message = tuple[Any, ...]
+
+
+class FrameError(Exception):
+    """What came is not a frame: the other end is damaged, or somebody else wrote to its socket."""
+
+
+def _check(body_bytes: int, blob_count: int) -> int:
+    return (0x9E3779B1 * (body_bytes + 1) ^ 0x85EBCA6B * (blob_count + 1)) & 0xFFFFFFFF
 
 
 def put(data: bytes, blobs: list[bytes]) -> bytes | int:
@@ -43,8 +55,8 @@ def put(data: bytes, blobs: list[bytes]) -> bytes | int:
 
 def encode(message: Message, blobs: list[bytes], ring: BlobRing) -> list[bytes]:
     """Make a frame, as the buffers to write one after the other. Frames must be written in the order they were made."""
-    body = marshal.dumps(message)
-    head = _HEAD.pack(len(body), len(blobs))
+    body = marshal.dumps(message) + _TAIL  # which marshal.loads ignores
+    head = _HEAD.pack(_check(len(body), len(blobs)), len(body), len(blobs))
     if not blobs:
         return [head + body]
     places = [ring.write(blob) for blob in blobs]
@@ -63,9 +75,14 @@ def send(sock: socket.socket, buffers: list[bytes]) -> None:
 
 def receive(sock: socket.socket, ring: BlobRing) -> tuple[Message, list[bytes]]:
     """Block until one frame is there. EOFError: the other end is gone."""
-    body_bytes, blob_count = _HEAD.unpack(_receive_exactly(sock, _HEAD.size))
+    check, body_bytes, blob_count = _HEAD.unpack(_receive_exactly(sock, _HEAD.size))
+    if check != _check(body_bytes, blob_count):
+        raise FrameError("a frame does not begin as it should")
     table = _receive_exactly(sock, blob_count * _BLOB.size) if blob_count else b""
-    message = marshal.loads(_receive_exactly(sock, body_bytes))  # noqa: S302  from our own process, see above
+    body = _receive_exactly(sock, body_bytes)
+    if not body.endswith(_TAIL):
+        raise FrameError("a frame does not end as it should")
+    message = marshal.loads(body)  # noqa: S302  from our own process, see above
     return message, [
         _receive_exactly(sock, size_bytes) if place == _FOLLOWS else ring.read(place, size_bytes)
         for size_bytes, place in _BLOB.iter_unpack(table)
@@ -98,7 +115,7 @@ class Decoder:
     def feed(self, sock: socket.socket) -> list[tuple[Message, list[bytes]]]:
         """Take what the socket holds now, up to some 256 KiB, and return the frames that are complete.
 
-        BlockingIOError: it holds nothing. EOFError: the other end is gone.
+        BlockingIOError: it holds nothing. EOFError: the other end is gone. FrameError: it holds something else.
         """
         data = sock.recv(_RECEIVE_BYTES)
         if not data:
@@ -118,23 +135,33 @@ class Decoder:
         """The frame at `start` and where it ends, or None while it isn't all there."""
         if len(view) < start + _HEAD.size:
             return None
-        body_bytes, blob_count = _HEAD.unpack_from(view, start)
+        check, body_bytes, blob_count = _HEAD.unpack_from(view, start)
+        if check != _check(body_bytes, blob_count):
+            raise FrameError("a frame does not begin as it should")
         table_at = start + _HEAD.size
         body_at = table_at + blob_count * _BLOB.size
         at = body_at + body_bytes
         if len(view) < at:
             return None
+        if view[max(at - len(_TAIL), body_at) : at] != _TAIL:
+            raise FrameError("a frame does not end as it should")
         table = list(_BLOB.iter_unpack(view[table_at:body_at]))
         if len(view) < at + sum(size_bytes for size_bytes, place in table if place == _FOLLOWS):
             return None
-        message = marshal.loads(view[body_at:at])  # noqa: S302  from our own process, see above
+        try:
+            message = marshal.loads(view[body_at:at])  # noqa: S302  from our own process, see above
+        except (EOFError, ValueError, TypeError) as error:
+            raise FrameError(f"the content of a frame can't be read: {error}") from error
         blobs = []
         for size_bytes, place in table:
             if place == _FOLLOWS:
                 blobs.append(bytes(view[at : at + size_bytes]))
                 at += size_bytes
             else:
-                blobs.append(self._ring.read(place, size_bytes))
+                try:
+                    blobs.append(self._ring.read(place, size_bytes))
+                except ValueError as error:
+                    raise FrameError(str(error)) from error
         return message, blobs, at
 
 

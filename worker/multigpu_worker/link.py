@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import random
 import time
+from collections.abc import Iterable
 from typing import Any, Protocol
 
 import grpc
@@ -16,6 +17,8 @@ import grpc.aio
 import structlog
 from multigpu.v1 import worker_service_pb2 as pb
 from multigpu.v1.worker_service_pb2_grpc import WorkerServiceStub
+
+from multigpu_worker.wire import BadFrameError
 
 log = structlog.get_logger()
 
@@ -58,11 +61,15 @@ class TakenOverError(Exception):
     """Another worker with our id has the session now; the message says what to do."""
 
 
+# Initial metadata, as gRPC gives them.
+Metadata = Iterable[tuple[str, str | bytes]]
+
+
 class LinkEvents(Protocol):
     """What the link asks and tells its owner, on the event loop."""
 
     def hello(self) -> pb.SessionRequest: ...
-    def connected(self, welcome: pb.SessionResponse) -> None: ...
+    def connected(self, welcome: pb.SessionResponse, metadata: Metadata) -> None: ...
     def received(self, response: pb.SessionResponse) -> None: ...
     def next_frame(self) -> pb.SessionRequest | None: ...
     def disconnected(self, reason: str) -> None: ...
@@ -95,8 +102,9 @@ class Link:
             try:
                 async with grpc.aio.insecure_channel(self.address, options=OPTIONS) as channel:
                     call = _stub(channel).Session()
-                    await self._open(call)
+                    welcome = await self._open(call)
                     welcomed = met = True
+                    self.events.connected(welcome, await call.initial_metadata())
                     await self._exchange(call)
             except grpc.aio.AioRpcError as error:
                 if error.code() is grpc.StatusCode.FAILED_PRECONDITION:
@@ -107,6 +115,9 @@ class Link:
                         "the same worker_id; stop one of them, or give each its own --worker-id"
                     ) from error
                 reason = f"{error.code().name}: {error.details()}"
+            except BadFrameError as error:
+                # A fault of the master, or another program altogether: the next session begins from what it knows.
+                reason = f"the master sent a frame that makes no sense ({error}); upgrade it?"
             except (TimeoutError, asyncio.InvalidStateError, grpc.aio.InternalError) as error:
                 reason = str(error) or "the master didn't answer"
             if welcomed:
@@ -120,7 +131,7 @@ class Link:
                 await self._sleep(delay_s)
                 bound_s = min(RECONNECT_MAX_S, 2 * bound_s)
 
-    async def _open(self, call: Any) -> None:
+    async def _open(self, call: Any) -> pb.SessionResponse:
         """Say hello and wait for the welcome."""
         async with asyncio.timeout(WELCOME_TIMEOUT_S):
             await call.write(self.events.hello())
@@ -128,9 +139,10 @@ class Link:
         if response is grpc.aio.EOF:
             await _raise_status(call)
             raise asyncio.InvalidStateError("the master ended the stream without a welcome")
-        if not response.HasField("welcome"):
+        if response is None or not response.HasField("welcome"):
             raise asyncio.InvalidStateError("the master's first frame is no welcome; is that a multigpu master?")
-        self.events.connected(response)
+        frame: pb.SessionResponse = response
+        return frame
 
     async def _exchange(self, call: Any) -> None:
         """Write and read until either ends."""
@@ -164,6 +176,8 @@ class Link:
     async def _read(self, call: Any) -> None:
         received = self.events.received
         while (response := await call.read()) is not grpc.aio.EOF:
+            if response is None:  # gRPC's word for what it could not parse
+                raise BadFrameError("it is no SessionResponse")
             received(response)
         await _raise_status(call)
 

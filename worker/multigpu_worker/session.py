@@ -15,8 +15,8 @@ whichever order its parts are read, the partials of a task come before its repor
 """
 
 from collections import deque
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sized
+from dataclasses import dataclass, field
 from enum import Enum
 
 # Reports that leave together are cut at this many bytes, so that no frame nears the limit of a message.
@@ -37,42 +37,45 @@ class Spec:
     content_type: str = ""
     # 0: no limit.
     run_timeout_s: float = 0.0
+    # The results are kept for long.
+    durable: bool = True
 
 
-@dataclass(slots=True)
+@dataclass(eq=False)
 class Lease:
-    """One attempt in our hands."""
+    """One attempt in our hands. Most come and go by the thousand: what they don't need stays with the class."""
 
     lease_id: int
     task_id: int
     attempt: int
     spec: Spec
-    payload: bytes
+    # Bytes, or a reference to them, whose length is theirs.
+    payload: bytes | Sized
     units: int = 1
     # What the attempt before left for this one.
     checkpoint: bytes = b""
     partials_received: int = 0
     traceparent: str = ""
-    # The engine has begun it.
-    running: bool = False
-    # Nobody wants it any more.
-    dropped: bool = False
-    # The largest batch that it may join. Less than the usual after a batch with it ended its engine.
-    together_max: int = 1 << 30
-    # How often an engine ended with it inside for no reason that could be told.
-    deaths: int = 0
-    fraction: float = 0.0
-    steps: int = 0
-    note: str = ""
-    # What this attempt leaves for the next one; None: nothing yet.
-    saved: bytes | None = None
-    saved_unsent: bool = False
-    # Partial outputs of this attempt, kept for a master that has to be told again; how many were made, and their bytes.
-    partials: list[bytes] | None = None
-    partials_made: int = 0
-    partial_bytes: int = 0
     # False: its partials were too much to keep, so this attempt can't outlive its stream.
     resumable: bool = True
+    # The engine has begun it.
+    running: bool = field(default=False, init=False)
+    # Nobody wants it any more.
+    dropped: bool = field(default=False, init=False)
+    # The largest batch that it may join. Less than the usual after a batch with it ended its engine.
+    together_max: int = field(default=1 << 30, init=False)
+    # How often an engine ended with it inside for no reason that could be told.
+    deaths: int = field(default=0, init=False)
+    fraction: float = field(default=0.0, init=False)
+    steps: int = field(default=0, init=False)
+    note: str = field(default="", init=False)
+    # What this attempt leaves for the next one; None: nothing yet.
+    saved: bytes | None = field(default=None, init=False)
+    saved_unsent: bool = field(default=False, init=False)
+    # Partial outputs of this attempt, kept for a master that has to be told again; how many were made, and their bytes.
+    partials: list[bytes] | None = field(default=None, init=False)
+    partials_made: int = field(default=0, init=False)
+    partial_bytes: int = field(default=0, init=False)
 
 
 class ReportState(Enum):
@@ -97,7 +100,8 @@ class Report:
 
     lease: Lease
     state: ReportState
-    result: bytes = b""
+    # As a lease's payload.
+    result: bytes | Sized = b""
     content_type: str = ""
     error: TaskError | None = None
 

@@ -1,10 +1,11 @@
 """Between the contract's messages and our own values. The only module of the worker that builds or reads messages."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sized
 from dataclasses import dataclass
 
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.timestamp_pb2 import Timestamp
+from multigpu.payloads import Elsewhere, Reference
 from multigpu.v1 import device_pb2, task_pb2
 from multigpu.v1 import worker_service_pb2 as pb
 
@@ -12,10 +13,14 @@ from multigpu_worker.device import DeviceInfo, Telemetry
 from multigpu_worker.engines.registry import KindInfo
 from multigpu_worker.session import Frame, Held, Lease, Report, Reports, ReportState, Spec
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
+
+
+class BadFrameError(Exception):
+    """A frame of the master's makes no sense; the message says what."""
+
 
 _STATES = {
-    ReportState.SUCCEEDED: pb.REPORT_STATE_SUCCEEDED,
     ReportState.FAILED: pb.REPORT_STATE_FAILED,
     ReportState.RETURNED: pb.REPORT_STATE_RETURNED,
 }
@@ -47,27 +52,37 @@ def spec_of(spec: task_pb2.TaskSpec) -> Spec:
         parameters=tuple(sorted(spec.parameters.items())),
         content_type=spec.content_type,
         run_timeout_s=seconds_of(spec.run_timeout),
+        durable=spec.durability != task_pb2.DURABILITY_EPHEMERAL,
     )
 
 
-def leases_of(batch: pb.LeaseBatch) -> tuple[Spec, list[Lease]]:
+def leases_of(batch: pb.LeaseBatch, directory: str = "") -> tuple[Spec, list[Lease]]:
+    """BadFrameError: it makes no sense."""
     spec = spec_of(batch.spec)
+    count = len(batch.lease_ids)
+    if any(len(column) != count for column in (batch.task_ids, batch.attempts, batch.payloads, batch.units)):
+        raise BadFrameError("the columns of a batch of leases are not of equal length")
+    if len(set(batch.lease_ids)) < count:
+        raise BadFrameError("it grants a lease twice")
+    columns = zip(batch.lease_ids, batch.task_ids, batch.attempts, batch.payloads, batch.units, strict=True)
     leases = [
-        Lease(
-            lease.lease_id,
-            lease.task_id,
-            lease.attempt,
-            spec,
-            lease.payload,
-            lease.units or 1,
-            lease.checkpoint,
-            lease.partials_received,
-            lease.traceparent,
-            # Its first outputs are with this master alone: another one can't take the lease over.
-            resumable=not lease.partials_received,
-        )
-        for lease in batch.leases
+        Lease(lease_id, task_id, attempt, spec, payload, units)
+        for lease_id, task_id, attempt, payload, units in columns
     ]
+    for extra in batch.extras:
+        if extra.index >= count:
+            raise BadFrameError("it tells more of a lease that it does not grant")
+        lease = leases[extra.index]
+        lease.checkpoint = extra.checkpoint
+        lease.partials_received = extra.partials_received
+        lease.traceparent = extra.traceparent
+        if extra.HasField("payload_place"):
+            at = extra.payload_place
+            if not directory or "/" in str(at.segment):
+                raise BadFrameError("it refers to a payload that we do not share")
+            lease.payload = Reference(Elsewhere(f"{directory}/{at.segment}", at.segment), at.offset, at.size)
+        # Its first outputs are with this master alone: another one can't take the lease over.
+        lease.resumable = not extra.partials_received
     return spec, leases
 
 
@@ -125,9 +140,14 @@ def heartbeat(
     return pb.SessionRequest(heartbeat=beat)
 
 
-def request_of(frame: Frame) -> pb.SessionRequest:
+def _never(_reference: Reference) -> bool:
+    return False
+
+
+def request_of(frame: Frame, lent: Callable[[Reference], bool] = _never) -> pb.SessionRequest:
+    """`lent` says whether a result may go as a reference, and notes that it does."""
     return pb.SessionRequest(
-        report_batches=[_report_batch(reports) for reports in frame.reports],
+        report_batches=[batch for reports in frame.reports for batch in _report_batches(reports, lent)],
         partials=[
             pb.PartialOutput(lease_id=partial.lease.lease_id, index=partial.index, data=partial.data)
             for partial in frame.partials
@@ -135,22 +155,32 @@ def request_of(frame: Frame) -> pb.SessionRequest:
     )
 
 
-def _report_batch(reports: Reports) -> pb.ReportBatch:
-    return pb.ReportBatch(
-        start_time=_timestamp(reports.start_ns),
-        finish_time=_timestamp(reports.finish_ns),
-        reports=[
-            pb.Report(
-                lease_id=report.lease.lease_id,
-                state=pb.REPORT_STATE_SUCCEEDED,
-                result=report.result,
-                content_type=report.content_type,
-            )
-            if report.error is None
-            else _failure(report)
-            for report in reports.reports
-        ],
-    )
+def _report_batches(reports: Reports, lent: Callable[[Reference], bool]) -> list[pb.ReportBatch]:
+    """One, or one for each sort of results."""
+    start_time, finish_time = _timestamp(reports.start_ns), _timestamp(reports.finish_ns)
+    batches = []
+    for content_type in {report.content_type for report in reports.reports if report.error is None}:
+        succeeded = [r for r in reports.reports if r.error is None and r.content_type == content_type]
+        batch = pb.ReportBatch(start_time=start_time, finish_time=finish_time, content_type=content_type)
+        batch.succeeded_lease_ids.extend([report.lease.lease_id for report in succeeded])
+        batch.results.extend([_result(batch, n, report.result, lent) for n, report in enumerate(succeeded)])
+        batches.append(batch)
+    failures = [_failure(report) for report in reports.reports if report.error is not None]
+    if failures:
+        batches.append(pb.ReportBatch(start_time=start_time, finish_time=finish_time, reports=failures))
+    return batches
+
+
+def _result(batch: pb.ReportBatch, index: int, result: bytes | Sized, lent: Callable[[Reference], bool]) -> bytes:
+    """What goes among the results for this one: its bytes, unless a reference stands for them."""
+    if isinstance(result, bytes):
+        return result
+    assert isinstance(result, Reference)
+    if not lent(result):
+        return result.read()
+    at = batch.result_places.add(index=index).at
+    at.segment, at.offset, at.size = result.pin.name, result.offset, result.size_bytes
+    return b""
 
 
 def _failure(report: Report) -> pb.Report:

@@ -117,7 +117,7 @@ def read_inputs(given: dict[str, Any]) -> Iterator[Input]:
 def parse(data: bytes) -> Any:
     try:
         return json.loads(data)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise Failure(f"not JSON: {error}: {data[:100].decode(errors='replace')}") from error
 
 

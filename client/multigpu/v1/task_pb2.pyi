@@ -99,28 +99,44 @@ class TaskSpec(_message.Message):
     def __init__(self, kind: _Optional[str] = ..., model: _Optional[str] = ..., parameters: _Optional[_Mapping[str, str]] = ..., content_type: _Optional[str] = ..., queue: _Optional[str] = ..., priority: _Optional[int] = ..., required_labels: _Optional[_Mapping[str, str]] = ..., required_device_memory_bytes: _Optional[int] = ..., deadline: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., queue_timeout: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., run_timeout: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., attempts_max: _Optional[int] = ..., backoff_initial: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., backoff_max: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., durability: _Optional[_Union[Durability, str]] = ..., result_ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., wait_for_worker: _Optional[bool] = ...) -> None: ...
 
 class TaskInput(_message.Message):
-    __slots__ = ("payload", "request_id", "partition_key", "units", "traceparent", "partials_received")
+    __slots__ = ("payload", "request_id", "partition_key", "units", "traceparent", "partials_received", "payload_place")
     PAYLOAD_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PARTITION_KEY_FIELD_NUMBER: _ClassVar[int]
     UNITS_FIELD_NUMBER: _ClassVar[int]
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     PARTIALS_RECEIVED_FIELD_NUMBER: _ClassVar[int]
+    PAYLOAD_PLACE_FIELD_NUMBER: _ClassVar[int]
     payload: bytes
     request_id: str
     partition_key: str
     units: int
     traceparent: str
     partials_received: int
-    def __init__(self, payload: _Optional[bytes] = ..., request_id: _Optional[str] = ..., partition_key: _Optional[str] = ..., units: _Optional[int] = ..., traceparent: _Optional[str] = ..., partials_received: _Optional[int] = ...) -> None: ...
+    payload_place: PayloadReference
+    def __init__(self, payload: _Optional[bytes] = ..., request_id: _Optional[str] = ..., partition_key: _Optional[str] = ..., units: _Optional[int] = ..., traceparent: _Optional[str] = ..., partials_received: _Optional[int] = ..., payload_place: _Optional[_Union[PayloadReference, _Mapping]] = ...) -> None: ...
+
+class PayloadReference(_message.Message):
+    __slots__ = ("segment", "offset", "size")
+    SEGMENT_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    SIZE_FIELD_NUMBER: _ClassVar[int]
+    segment: str
+    offset: int
+    size: int
+    def __init__(self, segment: _Optional[str] = ..., offset: _Optional[int] = ..., size: _Optional[int] = ...) -> None: ...
 
 class TaskBatch(_message.Message):
-    __slots__ = ("spec", "inputs")
+    __slots__ = ("spec", "inputs", "request_ids", "payloads")
     SPEC_FIELD_NUMBER: _ClassVar[int]
     INPUTS_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_IDS_FIELD_NUMBER: _ClassVar[int]
+    PAYLOADS_FIELD_NUMBER: _ClassVar[int]
     spec: TaskSpec
     inputs: _containers.RepeatedCompositeFieldContainer[TaskInput]
-    def __init__(self, spec: _Optional[_Union[TaskSpec, _Mapping]] = ..., inputs: _Optional[_Iterable[_Union[TaskInput, _Mapping]]] = ...) -> None: ...
+    request_ids: _containers.RepeatedScalarFieldContainer[str]
+    payloads: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, spec: _Optional[_Union[TaskSpec, _Mapping]] = ..., inputs: _Optional[_Iterable[_Union[TaskInput, _Mapping]]] = ..., request_ids: _Optional[_Iterable[str]] = ..., payloads: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class TaskError(_message.Message):
     __slots__ = ("type", "message", "retryable", "traceback")
@@ -147,7 +163,7 @@ class Stages(_message.Message):
     def __init__(self, submit_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., dispatch_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., start_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., finish_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ...) -> None: ...
 
 class Outcome(_message.Message):
-    __slots__ = ("task_id", "request_id", "state", "result", "content_type", "error", "stages", "attempts", "worker_id", "device_id", "partials")
+    __slots__ = ("task_id", "request_id", "state", "result", "content_type", "error", "stages", "attempts", "worker_id", "device_id", "partials", "result_place")
     TASK_ID_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
@@ -159,6 +175,7 @@ class Outcome(_message.Message):
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     DEVICE_ID_FIELD_NUMBER: _ClassVar[int]
     PARTIALS_FIELD_NUMBER: _ClassVar[int]
+    RESULT_PLACE_FIELD_NUMBER: _ClassVar[int]
     task_id: int
     request_id: str
     state: OutcomeState
@@ -170,7 +187,8 @@ class Outcome(_message.Message):
     worker_id: str
     device_id: str
     partials: _containers.RepeatedScalarFieldContainer[bytes]
-    def __init__(self, task_id: _Optional[int] = ..., request_id: _Optional[str] = ..., state: _Optional[_Union[OutcomeState, str]] = ..., result: _Optional[bytes] = ..., content_type: _Optional[str] = ..., error: _Optional[_Union[TaskError, _Mapping]] = ..., stages: _Optional[_Union[Stages, _Mapping]] = ..., attempts: _Optional[int] = ..., worker_id: _Optional[str] = ..., device_id: _Optional[str] = ..., partials: _Optional[_Iterable[bytes]] = ...) -> None: ...
+    result_place: PayloadReference
+    def __init__(self, task_id: _Optional[int] = ..., request_id: _Optional[str] = ..., state: _Optional[_Union[OutcomeState, str]] = ..., result: _Optional[bytes] = ..., content_type: _Optional[str] = ..., error: _Optional[_Union[TaskError, _Mapping]] = ..., stages: _Optional[_Union[Stages, _Mapping]] = ..., attempts: _Optional[int] = ..., worker_id: _Optional[str] = ..., device_id: _Optional[str] = ..., partials: _Optional[_Iterable[bytes]] = ..., result_place: _Optional[_Union[PayloadReference, _Mapping]] = ...) -> None: ...
 
 class Task(_message.Message):
     __slots__ = ("task_id", "request_id", "spec", "partition_key", "payload_bytes", "state", "submit_time", "attempts", "worker_id", "lease_id", "progress", "not_before", "last_error", "outcome")

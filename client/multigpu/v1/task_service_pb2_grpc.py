@@ -83,7 +83,8 @@ class TaskServiceServicer:
 
     def Run(self, request_iterator, context):
         """Submits tasks and receives their outcomes on one stream. An outcome may come before the task's acceptance, and then
-        stands for it. To resume after a broken stream, send every task without an outcome again, with its request_id: what
+        none follows. It is sent when the task settles, and is on the disk a moment later: should the master die in between,
+        a request_id that is sent again runs again. To resume after a broken stream, send every task without an outcome again, with its request_id: what
         ran is answered, what runs is joined, what is unknown is queued. A durable task goes on without its stream.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

@@ -16,7 +16,6 @@ DESCRIPTOR: _descriptor.FileDescriptor
 class ReportState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     REPORT_STATE_UNSPECIFIED: _ClassVar[ReportState]
-    REPORT_STATE_SUCCEEDED: _ClassVar[ReportState]
     REPORT_STATE_FAILED: _ClassVar[ReportState]
     REPORT_STATE_RETURNED: _ClassVar[ReportState]
 
@@ -26,7 +25,6 @@ class WorkerMode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     WORKER_MODE_ACTIVE: _ClassVar[WorkerMode]
     WORKER_MODE_DRAINING: _ClassVar[WorkerMode]
 REPORT_STATE_UNSPECIFIED: ReportState
-REPORT_STATE_SUCCEEDED: ReportState
 REPORT_STATE_FAILED: ReportState
 REPORT_STATE_RETURNED: ReportState
 WORKER_MODE_UNSPECIFIED: WorkerMode
@@ -34,16 +32,18 @@ WORKER_MODE_ACTIVE: WorkerMode
 WORKER_MODE_DRAINING: WorkerMode
 
 class SessionRequest(_message.Message):
-    __slots__ = ("hello", "heartbeat", "report_batches", "partials")
+    __slots__ = ("hello", "heartbeat", "report_batches", "partials", "payload_key")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     REPORT_BATCHES_FIELD_NUMBER: _ClassVar[int]
     PARTIALS_FIELD_NUMBER: _ClassVar[int]
+    PAYLOAD_KEY_FIELD_NUMBER: _ClassVar[int]
     hello: Hello
     heartbeat: Heartbeat
     report_batches: _containers.RepeatedCompositeFieldContainer[ReportBatch]
     partials: _containers.RepeatedCompositeFieldContainer[PartialOutput]
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., report_batches: _Optional[_Iterable[_Union[ReportBatch, _Mapping]]] = ..., partials: _Optional[_Iterable[_Union[PartialOutput, _Mapping]]] = ...) -> None: ...
+    payload_key: bytes
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., report_batches: _Optional[_Iterable[_Union[ReportBatch, _Mapping]]] = ..., partials: _Optional[_Iterable[_Union[PartialOutput, _Mapping]]] = ..., payload_key: _Optional[bytes] = ...) -> None: ...
 
 class Hello(_message.Message):
     __slots__ = ("protocol_version", "worker_id", "host", "version", "pid", "device", "capabilities", "labels", "slots", "window_tasks", "window_bytes", "leases")
@@ -119,28 +119,40 @@ class Heartbeat(_message.Message):
     def __init__(self, leases: _Optional[_Iterable[_Union[HeldLease, _Mapping]]] = ..., last_frame: _Optional[int] = ..., telemetry: _Optional[_Union[_device_pb2.DeviceTelemetry, _Mapping]] = ..., resident_models: _Optional[_Iterable[str]] = ..., draining: _Optional[bool] = ...) -> None: ...
 
 class ReportBatch(_message.Message):
-    __slots__ = ("start_time", "finish_time", "reports")
+    __slots__ = ("start_time", "finish_time", "succeeded_lease_ids", "results", "content_type", "reports", "result_places")
     START_TIME_FIELD_NUMBER: _ClassVar[int]
     FINISH_TIME_FIELD_NUMBER: _ClassVar[int]
+    SUCCEEDED_LEASE_IDS_FIELD_NUMBER: _ClassVar[int]
+    RESULTS_FIELD_NUMBER: _ClassVar[int]
+    CONTENT_TYPE_FIELD_NUMBER: _ClassVar[int]
     REPORTS_FIELD_NUMBER: _ClassVar[int]
+    RESULT_PLACES_FIELD_NUMBER: _ClassVar[int]
     start_time: _timestamp_pb2.Timestamp
     finish_time: _timestamp_pb2.Timestamp
+    succeeded_lease_ids: _containers.RepeatedScalarFieldContainer[int]
+    results: _containers.RepeatedScalarFieldContainer[bytes]
+    content_type: str
     reports: _containers.RepeatedCompositeFieldContainer[Report]
-    def __init__(self, start_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., finish_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., reports: _Optional[_Iterable[_Union[Report, _Mapping]]] = ...) -> None: ...
+    result_places: _containers.RepeatedCompositeFieldContainer[ResultReference]
+    def __init__(self, start_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., finish_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., succeeded_lease_ids: _Optional[_Iterable[int]] = ..., results: _Optional[_Iterable[bytes]] = ..., content_type: _Optional[str] = ..., reports: _Optional[_Iterable[_Union[Report, _Mapping]]] = ..., result_places: _Optional[_Iterable[_Union[ResultReference, _Mapping]]] = ...) -> None: ...
+
+class ResultReference(_message.Message):
+    __slots__ = ("index", "at")
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    AT_FIELD_NUMBER: _ClassVar[int]
+    index: int
+    at: _task_pb2.PayloadReference
+    def __init__(self, index: _Optional[int] = ..., at: _Optional[_Union[_task_pb2.PayloadReference, _Mapping]] = ...) -> None: ...
 
 class Report(_message.Message):
-    __slots__ = ("lease_id", "state", "result", "content_type", "error")
+    __slots__ = ("lease_id", "state", "error")
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
-    RESULT_FIELD_NUMBER: _ClassVar[int]
-    CONTENT_TYPE_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
     lease_id: int
     state: ReportState
-    result: bytes
-    content_type: str
     error: _task_pb2.TaskError
-    def __init__(self, lease_id: _Optional[int] = ..., state: _Optional[_Union[ReportState, str]] = ..., result: _Optional[bytes] = ..., content_type: _Optional[str] = ..., error: _Optional[_Union[_task_pb2.TaskError, _Mapping]] = ...) -> None: ...
+    def __init__(self, lease_id: _Optional[int] = ..., state: _Optional[_Union[ReportState, str]] = ..., error: _Optional[_Union[_task_pb2.TaskError, _Mapping]] = ...) -> None: ...
 
 class PartialOutput(_message.Message):
     __slots__ = ("lease_id", "index", "data")
@@ -153,18 +165,20 @@ class PartialOutput(_message.Message):
     def __init__(self, lease_id: _Optional[int] = ..., index: _Optional[int] = ..., data: _Optional[bytes] = ...) -> None: ...
 
 class SessionResponse(_message.Message):
-    __slots__ = ("welcome", "frame", "lease_batches", "revocations", "desired")
+    __slots__ = ("welcome", "frame", "lease_batches", "revocations", "desired", "results_taken")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     FRAME_FIELD_NUMBER: _ClassVar[int]
     LEASE_BATCHES_FIELD_NUMBER: _ClassVar[int]
     REVOCATIONS_FIELD_NUMBER: _ClassVar[int]
     DESIRED_FIELD_NUMBER: _ClassVar[int]
+    RESULTS_TAKEN_FIELD_NUMBER: _ClassVar[int]
     welcome: Welcome
     frame: int
     lease_batches: _containers.RepeatedCompositeFieldContainer[LeaseBatch]
     revocations: _containers.RepeatedCompositeFieldContainer[Revocation]
     desired: DesiredState
-    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., frame: _Optional[int] = ..., lease_batches: _Optional[_Iterable[_Union[LeaseBatch, _Mapping]]] = ..., revocations: _Optional[_Iterable[_Union[Revocation, _Mapping]]] = ..., desired: _Optional[_Union[DesiredState, _Mapping]] = ...) -> None: ...
+    results_taken: int
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., frame: _Optional[int] = ..., lease_batches: _Optional[_Iterable[_Union[LeaseBatch, _Mapping]]] = ..., revocations: _Optional[_Iterable[_Union[Revocation, _Mapping]]] = ..., desired: _Optional[_Union[DesiredState, _Mapping]] = ..., results_taken: _Optional[int] = ...) -> None: ...
 
 class Welcome(_message.Message):
     __slots__ = ("session_id", "version", "heartbeat_interval", "session_timeout", "adopted_lease_ids")
@@ -181,32 +195,36 @@ class Welcome(_message.Message):
     def __init__(self, session_id: _Optional[str] = ..., version: _Optional[str] = ..., heartbeat_interval: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., session_timeout: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., adopted_lease_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class LeaseBatch(_message.Message):
-    __slots__ = ("spec", "leases")
+    __slots__ = ("spec", "lease_ids", "task_ids", "attempts", "payloads", "units", "extras")
     SPEC_FIELD_NUMBER: _ClassVar[int]
-    LEASES_FIELD_NUMBER: _ClassVar[int]
-    spec: _task_pb2.TaskSpec
-    leases: _containers.RepeatedCompositeFieldContainer[Lease]
-    def __init__(self, spec: _Optional[_Union[_task_pb2.TaskSpec, _Mapping]] = ..., leases: _Optional[_Iterable[_Union[Lease, _Mapping]]] = ...) -> None: ...
-
-class Lease(_message.Message):
-    __slots__ = ("lease_id", "task_id", "attempt", "payload", "units", "checkpoint", "partials_received", "traceparent")
-    LEASE_ID_FIELD_NUMBER: _ClassVar[int]
-    TASK_ID_FIELD_NUMBER: _ClassVar[int]
-    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
-    PAYLOAD_FIELD_NUMBER: _ClassVar[int]
+    LEASE_IDS_FIELD_NUMBER: _ClassVar[int]
+    TASK_IDS_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPTS_FIELD_NUMBER: _ClassVar[int]
+    PAYLOADS_FIELD_NUMBER: _ClassVar[int]
     UNITS_FIELD_NUMBER: _ClassVar[int]
+    EXTRAS_FIELD_NUMBER: _ClassVar[int]
+    spec: _task_pb2.TaskSpec
+    lease_ids: _containers.RepeatedScalarFieldContainer[int]
+    task_ids: _containers.RepeatedScalarFieldContainer[int]
+    attempts: _containers.RepeatedScalarFieldContainer[int]
+    payloads: _containers.RepeatedScalarFieldContainer[bytes]
+    units: _containers.RepeatedScalarFieldContainer[int]
+    extras: _containers.RepeatedCompositeFieldContainer[LeaseExtra]
+    def __init__(self, spec: _Optional[_Union[_task_pb2.TaskSpec, _Mapping]] = ..., lease_ids: _Optional[_Iterable[int]] = ..., task_ids: _Optional[_Iterable[int]] = ..., attempts: _Optional[_Iterable[int]] = ..., payloads: _Optional[_Iterable[bytes]] = ..., units: _Optional[_Iterable[int]] = ..., extras: _Optional[_Iterable[_Union[LeaseExtra, _Mapping]]] = ...) -> None: ...
+
+class LeaseExtra(_message.Message):
+    __slots__ = ("index", "checkpoint", "partials_received", "traceparent", "payload_place")
+    INDEX_FIELD_NUMBER: _ClassVar[int]
     CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
     PARTIALS_RECEIVED_FIELD_NUMBER: _ClassVar[int]
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
-    lease_id: int
-    task_id: int
-    attempt: int
-    payload: bytes
-    units: int
+    PAYLOAD_PLACE_FIELD_NUMBER: _ClassVar[int]
+    index: int
     checkpoint: bytes
     partials_received: int
     traceparent: str
-    def __init__(self, lease_id: _Optional[int] = ..., task_id: _Optional[int] = ..., attempt: _Optional[int] = ..., payload: _Optional[bytes] = ..., units: _Optional[int] = ..., checkpoint: _Optional[bytes] = ..., partials_received: _Optional[int] = ..., traceparent: _Optional[str] = ...) -> None: ...
+    payload_place: _task_pb2.PayloadReference
+    def __init__(self, index: _Optional[int] = ..., checkpoint: _Optional[bytes] = ..., partials_received: _Optional[int] = ..., traceparent: _Optional[str] = ..., payload_place: _Optional[_Union[_task_pb2.PayloadReference, _Mapping]] = ...) -> None: ...
 
 class Revocation(_message.Message):
     __slots__ = ("lease_id", "reason")

@@ -144,7 +144,7 @@ class Attempts:
         def due(_now: float) -> None:
             extra = task.extra
             assert extra is not None, "a task that paused has one"
-            if task.task_id and task.outcome is None and task.lease is None and extra.not_before_s == not_before_s:
+            if task.task_id and task.outcome is None and extra.not_before_s == not_before_s:
                 extra.not_before_s = 0.0
                 ledger.lanes.put_back(ledger.lane_for(task), task)
 

@@ -52,9 +52,12 @@ class Dispatcher:
         if ledger.retry_all or self._membership != fleet.membership:
             lanes.offer_all()
         elif lanes.lots and (freed or moved):
-            for (crowd, worker), lot in list(lanes.lots.items()):
-                if moved or (worker in freed if worker else not freed.keys().isdisjoint(fleet.eligible(lot.base))):
-                    lanes.offer_next(crowd, worker)
+            for crowd, lots in list(lanes.lots.items()):
+                # Those who may wait for one of the freed: those of no worker, and its own.
+                for worker in [w for w in (list(lots) if moved else (None, *freed)) if w in lots]:
+                    able = fleet.eligible(crowd.base).keys()  # of two views, as here, the shorter one is walked
+                    if moved or worker or not freed.keys().isdisjoint(able):
+                        lanes.offer_next(crowd, worker)
         self._membership, self._averages = fleet.membership, fleet.averages
         if freed:
             ledger.freed = {}

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from multigpu_master.core.model import Lease, ReportState, Spec, Task, TaskError, Telemetry, Worker, WorkerInfo
+from multigpu_master.core.model import Lease, Payload, Spec, Task, TaskError, Telemetry, Worker, WorkerInfo
 
 
 @dataclass(slots=True)
@@ -16,6 +16,18 @@ class Rejection:
 
 
 # --- events: clients -------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class StreamOpened:
+    """A Run stream began. Streams have numbers above zero, none twice."""
+
+    stream: int
+
+
+@dataclass(slots=True)
+class StreamClosed:
+    stream: int
 
 
 @dataclass(slots=True)
@@ -98,20 +110,25 @@ class Heartbeat:
 
 
 @dataclass(slots=True)
-class Report:
+class Failure:
+    """A lease whose task did not succeed: the attempt failed, or it never was one and the task was returned."""
+
     lease_id: int
-    state: ReportState
-    result: bytes = b""
-    content_type: str = ""
-    error: TaskError | None = None
+    error: TaskError
+    returned: bool = False
 
 
 @dataclass(slots=True)
 class Reports:
-    """A worker's word about leases that ran together. Times since the epoch, by the worker's clock; 0.0: unknown."""
+    """A worker's word about leases that ran together: those that succeeded, with a result each, and the others. Times
+    since the epoch, by the worker's clock; 0.0: unknown.
+    """
 
     session: int
-    reports: Sequence[Report]
+    succeeded: Sequence[int] = ()  # lease_ids
+    results: Sequence[Payload] = ()
+    content_type: str = ""
+    failures: Sequence[Failure] = ()
     start_s: float = 0.0
     finish_s: float = 0.0
 
@@ -191,7 +208,8 @@ class Tick:
 
 
 Event = (
-    Submit | Cancel | SubmitFailed | SettlesCommitted | Recover | Hello | Heartbeat | Reports | Partials | SessionClosed
+    StreamOpened | StreamClosed | Submit | Cancel | SubmitFailed | SettlesCommitted | Recover
+    | Hello | Heartbeat | Reports | Partials | SessionClosed
     | Cordon | Uncordon | Drain | Forget | RegisterWorker | SetStrategy | ConfigureQueue | Tick
 )  # fmt: skip
 
@@ -203,10 +221,12 @@ Event = (
 class Submitted:
     """The answer to Submit: for each task, in order, the task that now stands for it (another one, if its request_id
     was known) or why it was not taken. `fresh` are the new ones: durable ones go to the journal before anyone is told.
+    `owed` is how many outcomes the stream waits for now that it did not wait for before.
     """
 
     results: list[Task | Rejection]
     fresh: list[Task]
+    owed: int = 0
 
 
 @dataclass(slots=True)

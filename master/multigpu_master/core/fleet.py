@@ -7,6 +7,8 @@ ones wait in the queue, where any worker can still have them.
 `changes` is a log of workers in the order they changed; the rankings in placement.py read on from where they were.
 """
 
+from collections.abc import Sequence
+
 from multigpu_master.core.model import Capability, Lease, Shape, Worker, WorkerInfo
 
 WINDOW_S = 0.5
@@ -18,6 +20,8 @@ LOAD_S = 3.0
 PACE_S, FIRST_PACE_S = 0.1, 0.005
 # The weight of the newest sample in the moving averages.
 GAIN = 0.5
+# Of how many pairs of kind and model a pace is known at most: of more, the one that was met first is forgotten.
+PACES_MAX = 10_000
 CHANGES_MAX = 8192
 LOST_WORKERS_MAX = 1000
 
@@ -36,6 +40,8 @@ class _Average:
         if told is not None and told * 0.8 <= exact <= told * 1.25:
             return False
         self.told[key] = exact
+        if len(self.told) > PACES_MAX:
+            del self.told[next(iter(self.told))]
         return True
 
 
@@ -56,6 +62,7 @@ class Fleet:
         self._units = _Average()
         self._eligible: dict[Shape, dict[Worker, None]] = {}
         self._resident: dict[Shape, int] = {}
+        self.forgotten: list[Worker] = []  # to make room, and nobody was told yet
 
     # --- who ---------------------------------------------------------------------------------------------------------
 
@@ -74,7 +81,9 @@ class Fleet:
         """Forgets the worker that was lost longest ago when too many lost ones pile up."""
         lost = [w for w in self.workers.values() if not w.session]
         if len(lost) >= LOST_WORKERS_MAX:
-            del self.workers[min(lost, key=lambda w: w.heard_s).worker_id]
+            gone = min(lost, key=lambda w: w.heard_s)
+            del self.workers[gone.worker_id]
+            self.forgotten.append(gone)
 
     def forget(self, worker: Worker) -> None:
         del self.workers[worker.worker_id]
@@ -203,15 +212,20 @@ class Fleet:
         worker.last_dispatch = self.dispatches
         key = (task.spec.kind, task.spec.model)
         if key not in worker.loading:
+            loads = self.load_s(worker, Shape(*key, (), 0, -1)) > 0
             worker.loading[key] = None
-            self._resident.clear()
-            self.began_loading = key
+            if len(worker.loading) > PACES_MAX:
+                del worker.loading[next(iter(worker.loading))]
+            if loads:
+                self._resident.clear()
+                self.began_loading = key
         self.touch(worker)
 
     def settled_down(self, worker: Worker) -> None:
         """The worker has nothing to do: what it says of its models is all there is to know."""
-        worker.loading = {}
-        self._resident.clear()
+        loading, worker.loading = worker.loading, {}
+        if any(self.load_s(worker, Shape(*key, (), 0, -1)) > 0 for key in loading):
+            self._resident.clear()
 
     def release(self, lease: Lease) -> None:
         """Takes a lease, already off worker.leases, out of the worker's account."""
@@ -221,6 +235,13 @@ class Fleet:
         worker.leased_bytes -= len(task.payload)
         worker.leased_memory_bytes -= task.spec.memory_bytes
         worker.backlog_s = max(0.0, worker.backlog_s - lease.cost_s) if worker.leases else 0.0
+
+    def released(self, worker: Worker, leases: Sequence[Lease], payload_bytes: int) -> None:
+        """Takes leases of settled tasks, already off worker.leases, out of the worker's account."""
+        worker.leased_bytes -= payload_bytes
+        worker.leased_memory_bytes -= sum([lease.task.spec.memory_bytes for lease in leases])
+        cost_s = sum([lease.cost_s for lease in leases])
+        worker.backlog_s = max(0.0, worker.backlog_s - cost_s) if worker.leases else 0.0
 
     def new_session(self, worker: Worker, session: int, now: float) -> None:
         """A fresh connected life: a narrow window until it shows its pace."""
@@ -246,4 +267,6 @@ class Fleet:
 def _average(table: dict[tuple[str, str], float], key: tuple[str, str], sample: float) -> float:
     old = table.get(key)
     new = table[key] = sample if old is None else GAIN * sample + (1 - GAIN) * old
+    if len(table) > PACES_MAX:
+        del table[next(iter(table))]
     return new

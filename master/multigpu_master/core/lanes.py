@@ -13,8 +13,12 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from hashlib import blake2b
 from heapq import heapify, heappop, heappush, heapreplace
+from typing import TYPE_CHECKING
 
 from multigpu_master.core.model import Queue, Shape, Spec, Task, Worker
+
+if TYPE_CHECKING:
+    from multigpu_master.core.placement import Ranking
 
 PARTITIONS = 4096
 # How far into a lane a task that comes back is sorted in; beyond that, order among retries is not worth the time.
@@ -38,12 +42,13 @@ def shape_of(spec: Spec, partition: int = -1) -> Shape:
 class Crowd:
     """The lanes of one queue that differ only in priority and partition, and thus may wait for the same model."""
 
-    __slots__ = ("base", "lanes", "live", "waits_to_grow")
+    __slots__ = ("base", "lanes", "live", "ranking", "waits_to_grow")
 
     def __init__(self, base: Shape) -> None:
         self.base = base
         self.lanes = 0
         self.live = 0  # tasks that wait in them
+        self.ranking: Ranking | None = None  # of the workers, by the strategy that was asked last
         self.waits_to_grow = False  # a worker has room, but is not worth its loading for so few tasks
 
 
@@ -89,11 +94,9 @@ class Lane:
 class Lot:
     """Parked lanes of a crowd that wait for the same thing: room on any worker, or on the one to which they belong."""
 
-    __slots__ = ("base", "heap", "worker")
+    __slots__ = ("heap",)
 
-    def __init__(self, base: Shape, worker: Worker | None) -> None:
-        self.base = base
-        self.worker = worker
+    def __init__(self) -> None:
         self.heap: list[tuple[int, int, int, Lane]] = []  # as the heap of those to try
 
 
@@ -103,7 +106,7 @@ class Lanes:
     def __init__(self) -> None:
         self.by_key: dict[tuple[str, int, Shape], Lane] = {}
         self.parked: dict[Lane, int] = {}  # the ticket of its entry in a lot
-        self.lots: dict[tuple[Crowd, Worker | None], Lot] = {}
+        self.lots: dict[Crowd, dict[Worker | None, Lot]] = {}
         self._crowds: dict[tuple[str, Shape], Crowd] = {}
         self._heap: list[tuple[int, int, int, Lane]] = []  # (priority, task_id of the head, ticket, lane)
         self._tickets = 0
@@ -160,7 +163,8 @@ class Lanes:
         """Has the first lane of a lot tried again. If it fails so would the rest, which thus may stay where they are;
         if it succeeds the next one is to be offered.
         """
-        lot = self.lots.get((crowd, worker))
+        lots = self.lots.get(crowd, {})
+        lot = lots.get(worker)
         if lot is None:
             return
         heap = lot.heap
@@ -177,7 +181,9 @@ class Lanes:
                 break
             heapreplace(heap, (priority, head.task_id, ticket, lane))
         if not heap:
-            del self.lots[crowd, worker]
+            del lots[worker]
+            if not lots:
+                del self.lots[crowd]
 
     def first(self) -> tuple[Lane, Task] | None:
         """The lane to try next, and its head."""
@@ -191,10 +197,12 @@ class Lanes:
             if head is None:
                 heappop(heap)
                 self._forget(lane)
-            elif head.task_id == task_id:
-                return lane, head
             else:
-                heapreplace(heap, (priority, head.task_id, ticket, lane))
+                if head.task_id != task_id:
+                    heapreplace(heap, (priority, head.task_id, ticket, lane))
+                    if heap[0][2] != ticket:
+                        continue
+                return lane, head
         return None
 
     def take(self, lane: Lane) -> None:
@@ -228,9 +236,10 @@ class Lanes:
         entry = heappop(self._heap)
         lane.ticket = 0
         self.parked[lane] = entry[2]
-        lot = self.lots.get((lane.crowd, worker))
+        lots = self.lots.setdefault(lane.crowd, {})
+        lot = lots.get(worker)
         if lot is None:
-            lot = self.lots[lane.crowd, worker] = Lot(lane.base, worker)
+            lot = lots[worker] = Lot()
         heappush(lot.heap, entry)
         if len(lot.heap) > 2 * len(self.parked) + HOLLOW_MIN:
             lot.heap = [e for e in lot.heap if self.parked.get(e[3]) == e[2]]

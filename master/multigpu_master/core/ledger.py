@@ -8,6 +8,7 @@ their time to live, within a limit of bytes.
 """
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from multigpu_master.core import events as ev
@@ -162,15 +163,44 @@ class Ledger:
         self.leased -= 1
         self.freed[lease.worker] = None
 
+    def succeed(self, worker: Worker, leases: Sequence[Lease]) -> list[Task]:
+        """From leased to settled. The leases are off their worker's dict already, and the tasks have their outcomes."""
+        tasks, bytes_total, uncommitted_bytes = [], 0, 0
+        queue, queue_name = None, ""
+        for lease in leases:
+            task = lease.task
+            assert task.lease is lease, "a live lease is its task's"
+            task.lease = None
+            tasks.append(task)
+            spec, size = task.spec, len(task.payload)
+            bytes_total += size
+            if queue is None or spec.queue != queue_name:
+                queue_name = spec.queue
+                queue = self.queues[queue_name]
+            queue.leased -= 1
+            queue.leased_bytes -= size
+            if spec.durable:
+                uncommitted_bytes += _outcome_bytes(task)
+        self.fleet.released(worker, leases, bytes_total)
+        count = len(tasks)
+        self.leased -= count
+        self.unsettled -= count
+        self.unsettled_bytes -= bytes_total
+        self.uncommitted_bytes += uncommitted_bytes
+        self.counters.succeeded += count
+        self.settled += tasks
+        for task in tasks:
+            if not task.spec.durable:
+                self._keep_ephemeral(task)
+        return tasks
+
     def settle(self, task: Task, outcome: Outcome) -> None:
-        """From queued, and in no lane, to settled: its end."""
+        """From queued, and in no lane, to settled: an end without success (`succeed` is for those with)."""
         assert task.outcome is None, "a task is settled once"
         self.close(task)
         task.outcome = outcome
         counters = self.counters
         match outcome.state:
-            case OutcomeState.SUCCEEDED:
-                counters.succeeded += 1
             case OutcomeState.FAILED:
                 counters.failed += 1
             case OutcomeState.CANCELLED:
@@ -183,7 +213,7 @@ class Ledger:
         if task.spec.durable:
             self.uncommitted_bytes += _outcome_bytes(task)
         else:
-            self._keep_ephemeral(task, outcome)
+            self._keep_ephemeral(task)
 
     def close(self, task: Task) -> None:
         """From queued, and in no lane, out of every account."""
@@ -207,9 +237,10 @@ class Ledger:
 
     # --- settled ephemeral tasks -------------------------------------------------------------------------------------
 
-    def _keep_ephemeral(self, task: Task, outcome: Outcome) -> None:
+    def _keep_ephemeral(self, task: Task) -> None:
         """Keeps the outcome for its time to live, as far as there is room."""
-        if outcome.state is not OutcomeState.DEAD_LETTERED:
+        assert task.outcome is not None, "it is settled"
+        if task.outcome.state is not OutcomeState.DEAD_LETTERED:
             task.payload = b""
         self._ephemeral.append(task)
         self._ephemeral_bytes += _outcome_bytes(task)

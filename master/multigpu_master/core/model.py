@@ -7,7 +7,10 @@ A million tasks may wait at once, so what every queued task carries is kept smal
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+# Bytes, or what stands for them: the core needs no more of it than its length.
+Payload = bytes | Any
 
 
 class OutcomeState(IntEnum):
@@ -18,14 +21,6 @@ class OutcomeState(IntEnum):
     CANCELLED = 3
     EXPIRED = 4
     DEAD_LETTERED = 5
-
-
-class ReportState(IntEnum):
-    """A worker's word about a lease. The numbers are those of multigpu.v1.ReportState."""
-
-    SUCCEEDED = 1
-    FAILED = 2
-    RETURNED = 3
 
 
 class Shape(NamedTuple):
@@ -82,6 +77,7 @@ class Extra:
     last_error: TaskError | None = None
     not_before_s: float = 0.0
     losses: int = 0  # times a worker was lost with this task waiting in its window
+    failed_attempt: int = 0  # the newest attempt that a worker reported as failed
 
 
 @dataclass(slots=True, eq=False)
@@ -90,7 +86,7 @@ class Outcome:
 
     state: OutcomeState
     finish_s: float
-    result: bytes = b""
+    result: Payload = b""
     content_type: str = ""
     error: TaskError | None = None
     dispatch_s: float = 0.0
@@ -107,7 +103,7 @@ class Task:
 
     spec: Spec
     request_id: str
-    payload: bytes
+    payload: Payload
     partition_key: str = ""
     units: int = 1
     submit_s: float = 0.0

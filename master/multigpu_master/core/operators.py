@@ -62,7 +62,6 @@ class Operators:
 
     def _changed(self, worker: Worker) -> None:
         self._ledger.fleet.members_changed(worker)
-        self._ledger.retry_all = True
         self._ledger.out.append(ev.WorkerChanged(worker, remember=True))
 
     # --- rules -------------------------------------------------------------------------------------------------------

@@ -2,22 +2,27 @@
 
 A ranking holds (score, last dispatch, worker) for every worker that may have a task of its shape now. Scores change
 only when a worker changes, and the fleet logs that; a ranking reads on in the log, pushes the changed workers again,
-and skips entries whose worker has changed since. A dispatch costs a few heap operations, whatever the size of the
-fleet.
+and skips entries whose worker has changed since. Workers that are not worth it for so few tasks stand aside, by the
+number of tasks that would make them so. A dispatch costs a few heap operations, whatever the size of the fleet.
 """
 
+from collections.abc import Iterable
 from heapq import heapify, heappop, heappush
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from multigpu_master.core.fleet import Fleet
 from multigpu_master.core.lanes import Lane
-from multigpu_master.core.model import Shape, Worker
+from multigpu_master.core.model import Shape, Worker, WorkerInfo
 
 if TYPE_CHECKING:
     from multigpu_master.strategies.base import Strategy
 
 RANKINGS_MAX = 1024
 PINS_MAX = 16_384
+# When so many workers come at once every shape's worker is sought anew, once somebody asks.
+CAME_MAX = 16
+# A worker that is not worth it for so many tasks never is.
+QUEUED_MAX = 1 << 40
 
 
 def busy(fleet: Fleet, strategy: "Strategy", shape: Shape, worker: Worker) -> list[str]:
@@ -53,16 +58,26 @@ def short_of_memory(worker: Worker, shape: Shape) -> int | None:
     return free if free < shape.memory_bytes else None
 
 
+# (score, last dispatch, version, tie, worker)
+Entry = tuple[float, int, int, int, Worker]
+
+
 class Ranking:
     """The workers that may have a task of one shape now, by one strategy's score."""
 
-    __slots__ = ("_averages", "_cursor", "_fleet", "_heap", "_members", "_pushed", "_shape", "_strategy", "_ties")
+    __slots__ = (
+        "_aside", "_averages", "_cursor", "_enough", "_fleet", "_heap", "_members", "_pushed", "_resident", "_shape",
+        "_ties", "strategy",
+    )  # fmt: skip
 
     def __init__(self, fleet: Fleet, strategy: "Strategy", shape: Shape) -> None:
         self._fleet = fleet
-        self._strategy = strategy
+        self.strategy = strategy
         self._shape = shape
-        self._heap: list[tuple[float, int, int, int, Worker]] = []  # (score, last dispatch, version, tie, worker)
+        self._heap: list[Entry] = []
+        self._aside: list[tuple[int, int, Entry]] = []  # (how many tasks make it worth it, tie, entry)
+        self._enough = 0  # for the last one that was set aside
+        self._resident = 0  # how many workers had the model when those aside were judged
         self._pushed: dict[Worker, int] = {}  # the version under which a worker was looked at last
         self._members = -1
         self._averages = -1
@@ -72,25 +87,63 @@ class Ranking:
     def best(self, queued: int) -> Worker | None:
         """The worker that ranks first among those worth it for `queued` tasks; None if none may have one now."""
         self._catch_up()
-        heap, worth = self._heap, self._strategy.worth
-        passed_over: list[tuple[float, int, int, int, Worker]] = []
-        best = None
+        heap, worth = self._heap, self.strategy.worth
+        if self._aside:
+            self._bring_back(queued)
         while heap:
             worker = heap[0][4]
             if heap[0][2] != worker.version:
                 heappop(heap)
             elif worth(self._shape, worker, self._fleet, queued):
-                best = worker
-                break
+                return worker
             else:
-                passed_over.append(heappop(heap))
-        for entry in passed_over:
-            heappush(heap, entry)
-        return best
+                self._set_aside(heappop(heap), queued)
+        return None
 
     def has_room(self) -> bool:
-        """Whether any worker could have a task, worth it or not. Only right after `best`."""
-        return bool(self._heap)
+        """Whether any worker could have a task, worth it or not. Only right after `best` found none."""
+        aside = self._aside
+        while aside and aside[0][2][2] != aside[0][2][4].version:
+            heappop(aside)
+        return bool(aside)
+
+    def _set_aside(self, entry: Entry, queued: int) -> None:
+        """Keeps an entry whose worker is not worth it for so few tasks until there are enough."""
+        worker, aside = entry[4], self._aside
+        if not aside:
+            self._resident = self._fleet.resident_workers(self._shape)
+        enough = self._enough = self._worth_from(worker, queued)
+        heappush(aside, (enough, entry[3], entry))
+        if len(aside) > 64 + 4 * len(self._pushed):
+            aside[:] = [e for e in aside if e[2][2] == e[2][4].version]
+            heapify(aside)
+
+    def _worth_from(self, worker: Worker, too_few: int) -> int:
+        """The least number of tasks for which a worker is worth it, by halving. It is tried first what it was for the
+        last one, since workers are much alike.
+        """
+        shape, fleet, worth = self._shape, self._fleet, self.strategy.worth
+        enough = max(too_few + 1, self._enough)
+        while enough < QUEUED_MAX and not worth(shape, worker, fleet, enough):
+            too_few, enough = enough, 2 * enough
+        middle = enough - 1
+        while enough < QUEUED_MAX and enough - too_few > 1:
+            if worth(shape, worker, fleet, middle):
+                enough = middle
+            else:
+                too_few = middle
+            middle = (too_few + enough) // 2
+        return enough
+
+    def _bring_back(self, queued: int) -> None:
+        """Returns those aside that may be worth it by now to the heap."""
+        aside = self._aside
+        if self._resident != self._fleet.resident_workers(self._shape):
+            for _, _, entry in aside:
+                heappush(self._heap, entry)
+            aside.clear()
+        while aside and aside[0][0] <= queued:
+            heappush(self._heap, heappop(aside)[2])
 
     def _catch_up(self) -> None:
         fleet = self._fleet
@@ -98,16 +151,16 @@ class Ranking:
         anew = self._members != fleet.membership or self._averages != fleet.averages
         if anew or self._cursor < fleet.changes_base:
             self._heap.clear()
+            self._aside.clear()
             self._pushed.clear()
             for worker in fleet.eligible(self._shape):
                 self._look_at(worker)
             self._members = fleet.membership
             self._averages = fleet.averages
         else:
-            eligible = fleet.eligible(self._shape)
-            for i in range(self._cursor - fleet.changes_base, len(fleet.changes)):
-                worker = fleet.changes[i]
-                if worker in eligible and self._pushed.get(worker) != worker.version:
+            pushed = self._pushed  # which has all that are eligible
+            for worker in fleet.changes[self._cursor - fleet.changes_base :]:
+                if pushed.get(worker, worker.version) != worker.version:
                     self._look_at(worker)
         self._cursor = end
 
@@ -117,9 +170,9 @@ class Ranking:
             return
         if short_of_memory(worker, self._shape) is not None:
             return
-        if self._strategy.excludes(self._shape, worker, self._fleet) is not None:
+        if self.strategy.excludes(self._shape, worker, self._fleet) is not None:
             return
-        score = self._strategy.score(self._shape, worker, self._fleet)
+        score = self.strategy.score(self._shape, worker, self._fleet)
         heap = self._heap
         self._ties += 1
         heappush(heap, (score, worker.last_dispatch, worker.version, self._ties, worker))
@@ -129,14 +182,22 @@ class Ranking:
             heapify(heap)
 
 
+class Pin(NamedTuple):
+    """Where a pinned strategy has a shape go."""
+
+    strategy: "Strategy"
+    first: tuple[float, str, Worker] | None  # (score, worker_id, worker); None: nobody may have it
+
+
 class Placement:
     """Every ranking in use, and for pinned strategies every shape's worker."""
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
         self._rankings: dict[tuple[str, Shape], Ranking] = {}
-        self._pins: dict[tuple[str, Shape], Worker | None] = {}
+        self._pins: dict[tuple[str, Shape], Pin] = {}
         self._pins_members = -1
+        self._members: dict[Worker, WorkerInfo] = {}  # who took tasks when the pins were last looked at
 
     def choose(self, strategy: "Strategy", lane: Lane) -> Worker | None:
         """The worker for the next of a lane's tasks; None if it must wait."""
@@ -145,26 +206,57 @@ class Placement:
             if worker is None or worker.full or short_of_memory(worker, lane.shape) is not None:
                 return None
             return worker
-        shape = lane.base
+        crowd = lane.crowd
+        ranking = crowd.ranking
+        if ranking is None or ranking.strategy is not strategy:
+            ranking = crowd.ranking = self._ranking(strategy, crowd.base)
+        worker = ranking.best(crowd.live)
+        crowd.waits_to_grow = worker is None and ranking.has_room()
+        return worker
+
+    def _ranking(self, strategy: "Strategy", shape: Shape) -> Ranking:
         key = (strategy.name, shape)
         ranking = self._rankings.get(key)
         if ranking is None:
             if len(self._rankings) >= RANKINGS_MAX:
                 self._rankings.clear()
             ranking = self._rankings[key] = Ranking(self._fleet, strategy, shape)
-        worker = ranking.best(lane.crowd.live)
-        lane.crowd.waits_to_grow = worker is None and ranking.has_room()
-        return worker
+        return ranking
 
     def pin(self, strategy: "Strategy", shape: Shape) -> Worker | None:
         """The one worker that a pinned strategy gives the shape to, with or without room."""
-        fleet = self._fleet
-        if self._pins_members != fleet.membership or len(self._pins) >= PINS_MAX:
+        if self._pins_members != self._fleet.membership:
+            self._move_pins()
+        if len(self._pins) >= PINS_MAX:
             self._pins.clear()
-            self._pins_members = fleet.membership
         key = (strategy.name, shape)
-        if key not in self._pins:
-            base = shape._replace(partition=-1)
-            able = [w for w in fleet.eligible(base) if w.accepting and strategy.excludes(shape, w, fleet) is None]
-            self._pins[key] = min(able, key=lambda w: (strategy.score(shape, w, fleet), w.worker_id), default=None)
-        return self._pins[key]
+        pin = self._pins.get(key)
+        if pin is None:
+            pin = self._pins[key] = Pin(strategy, self._first(strategy, shape, self._members))
+        return pin.first[2] if pin.first is not None else None
+
+    def _first(self, strategy: "Strategy", shape: Shape, workers: Iterable[Worker]) -> tuple[float, str, Worker] | None:
+        """The one of these that ranks first for the shape, with its score and id."""
+        fleet = self._fleet
+        eligible = fleet.eligible(shape._replace(partition=-1))
+        able = [w for w in workers if w in eligible and strategy.excludes(shape, w, fleet) is None]
+        return min([(strategy.score(shape, w, fleet), w.worker_id, w) for w in able], default=None)
+
+    def _move_pins(self) -> None:
+        """Workers came, went or changed: only what was pinned to one that is gone is sought anew, and one that came
+        takes what it ranks first for.
+        """
+        before, fleet = self._members, self._fleet
+        now = self._members = {w: w.info for w in fleet.workers.values() if w.accepting}
+        self._pins_members = fleet.membership
+        came = [w for w, info in now.items() if before.get(w) is not info]
+        if not came and len(now) == len(before):
+            return  # something else changed
+        if len(came) > CAME_MAX:
+            self._pins.clear()
+        for key, (strategy, first) in list(self._pins.items()):
+            if first is not None and now.get(first[2]) is not before[first[2]]:
+                del self._pins[key]
+            elif came:
+                firsts = [each for each in (first, self._first(strategy, key[1], came)) if each is not None]
+                self._pins[key] = Pin(strategy, min(firsts, default=None))

@@ -7,7 +7,7 @@ ledger.py; the events of workers in sessions.py, of operators in operators.py, o
 from collections.abc import Callable
 
 from multigpu_master.core import events as ev
-from multigpu_master.core.admission import full, refusal, unplaceable
+from multigpu_master.core.admission import RESOURCE_EXHAUSTED, full, refusal, unplaceable
 from multigpu_master.core.attempts import Attempts
 from multigpu_master.core.dispatch import Dispatcher
 from multigpu_master.core.lanes import Lane, partition_of
@@ -20,7 +20,11 @@ from multigpu_master.strategies.base import Strategy
 
 __all__ = ["Core", "Counters", "Limits"]
 
-STREAMS_MAX = 4
+# How many living Run streams may follow one task.
+STREAMS_MAX = 16
+TOO_MANY_STREAMS = (
+    f"{STREAMS_MAX} Run streams wait for this task already; wait for it with Get, or use another request_id"
+)
 
 
 class Core(Ledger):
@@ -35,10 +39,12 @@ class Core(Ledger):
         strategy: str = "auto",
     ) -> None:
         super().__init__(strategies, limits, first_id, strategy)
+        self._streams: set[int] = set()  # the Run streams that live
         self._attempts = Attempts(self, random)
         self._dispatcher = Dispatcher(self)
         sessions, operators = Sessions(self, self._attempts), Operators(self, self._attempts)
         self._handlers: dict[type, Callable[..., None]] = {
+            ev.StreamOpened: self._stream_opened, ev.StreamClosed: self._stream_closed,
             ev.Submit: self._submit, ev.Cancel: self._cancel, ev.SubmitFailed: self._submit_failed,
             ev.SettlesCommitted: self._committed, ev.Recover: self._recover, ev.Tick: self._tick,
             ev.Hello: sessions.hello, ev.Heartbeat: sessions.heartbeat, ev.Reports: sessions.reports,
@@ -80,6 +86,13 @@ class Core(Ledger):
 
     # --- clients -----------------------------------------------------------------------------------------------------
 
+    def _stream_opened(self, event: ev.StreamOpened, now: float) -> None:
+        self._streams.add(event.stream)
+
+    def _stream_closed(self, event: ev.StreamClosed, now: float) -> None:
+        """Its tasks go on. They learn that it is gone when another stream joins them."""
+        self._streams.discard(event.stream)
+
     def _submit(self, event: ev.Submit, now: float) -> None:
         spec = event.spec
         reason = refusal(self, spec, now)
@@ -87,12 +100,18 @@ class Core(Ledger):
         fresh: list[Task] = []
         lane: Lane | None = None
         lane_key = ""
+        owed = 0
         streams = (event.stream,) if event.stream else ()
         for task in event.tasks:
             known = self.requests.get(task.request_id) if task.request_id else None
             if known is not None:
                 if event.stream and event.stream not in known.streams:
-                    known.streams = (*known.streams, event.stream)[-STREAMS_MAX:]
+                    living = [stream for stream in known.streams if stream in self._streams]
+                    if len(living) >= STREAMS_MAX:
+                        results.append(ev.Rejection(RESOURCE_EXHAUSTED, TOO_MANY_STREAMS, self.limits.retry_delay_s))
+                        continue
+                    known.streams = (*living, event.stream)
+                    owed += known.outcome is None
                 results.append(known)
                 continue
             why_not = reason or full(self, spec, len(task.payload))
@@ -110,10 +129,10 @@ class Core(Ledger):
             results.append(task)
             fresh.append(task)
         self.counters.submitted += len(fresh)
-        self.out.append(ev.Submitted(results, fresh))
+        self.out.append(ev.Submitted(results, fresh, owed + len(fresh) if event.stream else 0))
 
     def _cancel(self, event: ev.Cancel, now: float) -> None:
-        ended = [t for t in dict.fromkeys(event.tasks) if t.outcome is None and t.task_id]
+        ended = [t for t in dict.fromkeys(event.tasks) if t.outcome is None]
         error = TaskError("Cancelled", event.reason or "cancelled by the client", retryable=False)
         for task in ended:
             self._attempts.end(task, OutcomeState.CANCELLED, error, now)
@@ -127,6 +146,7 @@ class Core(Ledger):
         for task in event.tasks:
             assert 0 < task.task_id < self.next_id, "recovered ids are older than new ones"
             self.enter(task, self.lane_for(task))
+        self.expiries.fire(now)  # deadlines that passed while there was no master
 
     def _submit_failed(self, event: ev.SubmitFailed, now: float) -> None:
         for task in event.tasks:

@@ -9,10 +9,10 @@ from collections.abc import Container
 from multigpu_master.core import events as ev
 from multigpu_master.core.attempts import Attempts
 from multigpu_master.core.ledger import Ledger
-from multigpu_master.core.model import Lease, Outcome, OutcomeState, ReportState, Task, TaskError, Worker
+from multigpu_master.core.model import Lease, Outcome, OutcomeState, Task, TaskError, Worker
 
 PARTIALS_BYTES_MAX = 16 << 20
-# A timer that fires later than this shows that the master itself was away: what workers said meanwhile is still unread.
+# A timer that fires later than this (or a quarter of the session's timeout) shows that the master itself was away.
 LATE_S = 1.0
 
 
@@ -22,6 +22,9 @@ class Sessions:
     def __init__(self, ledger: Ledger, attempts: Attempts) -> None:
         self._ledger = ledger
         self._attempts = attempts
+        timeout_s = ledger.limits.session_timeout_s
+        self._grace_s = min(LATE_S, timeout_s / 4)
+        self._suspect_s = timeout_s - self._grace_s  # a silence of so long is looked into
 
     # --- a session begins --------------------------------------------------------------------------------------------
 
@@ -32,6 +35,8 @@ class Sessions:
             ledger.out.append(ev.EndSession(worker.session, "the worker began another session", taken_over=True))
             self._lose(worker, now, kept={h.lease_id for h in event.leases})
         worker = fleet.register(event.info)
+        ledger.out.extend(ev.WorkerChanged(gone, remember=True, gone=True) for gone in fleet.forgotten)
+        fleet.forgotten.clear()
         fleet.new_session(worker, event.session, now)
         adopted = [lease.lease_id for lease in worker.leases.values()]
         for held in event.leases:
@@ -49,21 +54,22 @@ class Sessions:
             ledger.out.append(ev.Desire(event.session, draining=True, drain_deadline_s=worker.drain_deadline_s))
             if worker.drain_deadline_s is not None and worker.drain_deadline_s <= now:
                 self._attempts.take_back_all(worker, now)
-        self._watch_silence(worker, now + ledger.limits.session_timeout_s)
+        self._watch_silence(worker, now + self._suspect_s)
         ledger.expected.pop(worker.worker_id, None)
         if not ledger.expected:
             ledger.hold_until_s = min(ledger.hold_until_s, now)
-        ledger.retry_all = True
         ledger.out.append(ev.WorkerChanged(worker, remember=True))
 
     def _adopt(self, worker: Worker, held: ev.HeldLease, now: float) -> bool:
         """Takes back a lease of an earlier session, if its task still waits for one."""
         ledger = self._ledger
         task = ledger.tasks.get(held.task_id)
-        if task is None or task.outcome is not None or task.lease is not None or held.lease_id in worker.leases:
+        if task is None or task.outcome is not None or task.lease is not None:
             return False
         extra = task.extra
-        if task.in_lane and task.waiting:
+        if extra is not None and held.attempt <= extra.failed_attempt:
+            return False  # its report has arrived, and the attempt is charged: it must not end once more
+        if task.waiting:
             ledger.lanes.leave(ledger.lane_for(task))
         if extra is not None:
             extra.not_before_s = 0.0
@@ -120,44 +126,55 @@ class Sessions:
         ledger = self._ledger
         worker = ledger.fleet.sessions.get(event.session)
         if worker is None:
-            ledger.counters.stale_reports += len(event.reports)
+            ledger.counters.stale_reports += len(event.succeeded) + len(event.failures)
             return
         worker.heard_s = now
-        finish_s = event.finish_s or now
-        start_s = event.start_s
+        succeeded = self._succeeded(worker, event, now)
+        failed = self._failed(worker, event, now)
+        worker.succeeded += len(succeeded)
+        worker.failed += failed
+        ledger.fleet.paced(worker, now, len(succeeded) + failed)
+        ledger.freed[worker] = None  # its window may have grown, even if every report was stale
+        if succeeded and event.start_s and event.finish_s > event.start_s:
+            spec = succeeded[0].spec
+            units = sum([task.units for task in succeeded])
+            ledger.fleet.learned(worker, (spec.kind, spec.model), len(succeeded), units, event.finish_s - event.start_s)
+        ledger.fleet.touch(worker)
+
+    def _succeeded(self, worker: Worker, event: ev.Reports, now: float) -> list[Task]:
+        """Settles the tasks whose lease the worker still holds."""
+        # A worker's clock may be wrong, and how long an outcome is kept hangs on when it ended.
+        finish_s, start_s, content_type = min(event.finish_s or now, now), event.start_s, event.content_type
         worker_id, device_id = worker.info.worker_id, worker.info.device_id
-        finished, succeeded, units = 0, 0, 0
-        key = None
-        for report in event.reports:
-            lease = worker.leases.pop(report.lease_id, None)
+        leases = []
+        pop = worker.leases.pop
+        for lease_id, result in zip(event.succeeded, event.results, strict=True):
+            lease = pop(lease_id, None)
+            if lease is not None:
+                leases.append(lease)
+                lease.task.outcome = Outcome(
+                    OutcomeState.SUCCEEDED, max(finish_s, lease.dispatch_s), result, content_type, None,
+                    lease.dispatch_s, start_s, worker_id, device_id,
+                )  # fmt: skip
+        self._ledger.counters.stale_reports += len(event.succeeded) - len(leases)
+        return self._ledger.succeed(worker, leases)
+
+    def _failed(self, worker: Worker, event: ev.Reports, now: float) -> int:
+        """Takes back the leases of tasks that did not succeed. Returns how many were attempts."""
+        ledger, attempts, finish_s = self._ledger, 0, min(event.finish_s or now, now)
+        for failure in event.failures:
+            lease = worker.leases.pop(failure.lease_id, None)
             if lease is None:
                 ledger.counters.stale_reports += 1
                 continue
-            task = lease.task
             ledger.release(lease)
-            if report.state is ReportState.RETURNED:
-                self._attempts.lost(lease, f"worker {worker_id} returned the task", now)
-                continue
-            finished += 1
-            if report.state is ReportState.SUCCEEDED:
-                succeeded += 1
-                units += task.units
-                key = key or (task.spec.kind, task.spec.model)
-                outcome = Outcome(
-                    OutcomeState.SUCCEEDED, finish_s, report.result, report.content_type, None,
-                    lease.dispatch_s, start_s, worker_id, device_id,
-                )  # fmt: skip
-                ledger.settle(task, outcome)
+            if failure.returned:
+                self._attempts.lost(lease, f"worker {worker.worker_id} returned the task", now)
             else:
-                error = report.error or TaskError("Unknown", "the worker gave no reason")
-                self._attempts.failed(lease, error, start_s, finish_s, now)
-        worker.succeeded += succeeded
-        worker.failed += finished - succeeded
-        ledger.fleet.paced(worker, now, finished)
-        ledger.freed[worker] = None  # its window may have grown, even if every report was stale
-        if key is not None and start_s and event.finish_s > start_s:
-            ledger.fleet.learned(worker, key, succeeded, units, event.finish_s - start_s)
-        ledger.fleet.touch(worker)
+                attempts += 1
+                lease.task.more().failed_attempt = lease.attempt
+                self._attempts.failed(lease, failure.error, event.start_s, max(finish_s, lease.dispatch_s), now)
+        return attempts
 
     def partials(self, event: ev.Partials, now: float) -> None:
         ledger = self._ledger
@@ -217,19 +234,22 @@ class Sessions:
                 self._attempts.lost(lease, f"worker {worker.worker_id} was lost", now)
         ledger.out.append(ev.WorkerChanged(worker, remember=True))
 
-    def _watch_silence(self, worker: Worker, due_s: float) -> None:
-        session = worker.session
+    def _watch_silence(self, worker: Worker, due_s: float, *, suspected: bool = False) -> None:
+        """Looks at due_s whether the worker still speaks. It is lost when two looks in time found it silent: a single
+        one may be the first thing that the master does after it was away, with all that was said meanwhile unread.
+        """
+        session, grace_s = worker.session, self._grace_s
 
         def check(now: float) -> None:
             if worker.session != session:
                 return
-            silent_at_s = worker.heard_s + self._ledger.limits.session_timeout_s
-            if now > due_s + LATE_S:
-                silent_at_s = max(silent_at_s, now + LATE_S)
-            if now < silent_at_s:
-                self._watch_silence(worker, silent_at_s)
-                return
-            self._ledger.out.append(ev.EndSession(session, f"nothing heard for {now - worker.heard_s:.1f} s"))
-            self._lose(worker, now)
+            suspect_at_s = worker.heard_s + self._suspect_s
+            if now < suspect_at_s:
+                self._watch_silence(worker, suspect_at_s)
+            elif not suspected or now > due_s + grace_s:
+                self._watch_silence(worker, now + grace_s, suspected=True)
+            else:
+                self._ledger.out.append(ev.EndSession(session, f"nothing heard for {now - worker.heard_s:.1f} s"))
+                self._lose(worker, now)
 
         self._ledger.timers.at(due_s, check)

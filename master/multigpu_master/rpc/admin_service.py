@@ -10,15 +10,22 @@ from multigpu.v1 import task_pb2
 
 from multigpu_master import wire
 from multigpu_master.core import events as ev
+from multigpu_master.core.admission import QUEUES_MAX
 from multigpu_master.core.explain import explain
-from multigpu_master.core.model import Queue, Task
+from multigpu_master.core.model import Queue, Task, Worker
 from multigpu_master.driver import Driver
 from multigpu_master.journal import JournalError
 from multigpu_master.memory import resident_bytes
 from multigpu_master.rpc import queries
-from multigpu_master.rpc.status import make_token, page_size_of, read_token, refuse
+from multigpu_master.rpc.status import count_of, make_token, page_size_of, read_token, refuse
 from multigpu_master.settings import queue_setting, worker_message, worker_setting
 from multigpu_master.strategies.registry import canonical_name
+
+# How often WatchWorkers tells of changes, and how many workers it looks at in one go.
+WATCH_INTERVAL_S = 0.25
+WATCH_CHUNK = 64
+
+LETTERS_MAX = 10_000
 
 
 class AdminService:
@@ -29,6 +36,7 @@ class AdminService:
         self._core = driver.core
         self._version = version
         self._start_s = driver.now()
+        self._requeueing: set[int] = set()  # dead letters on their way back to the queue
 
     # --- workers -----------------------------------------------------------------------------------------------------
 
@@ -43,28 +51,31 @@ class AdminService:
 
     async def WatchWorkers(self, request: Any, context: Any) -> None:
         workers = self._core.fleet.workers
-        sent: dict[str, bytes] = {}
+        sent: dict[str, tuple[Worker, int]] = {}
         while True:
             changed = self._driver.watchers.workers
             response = pb.WatchWorkersResponse(removed_worker_ids=[i for i in sent if i not in workers])
             for worker_id in response.removed_worker_ids:
                 del sent[worker_id]
             for worker in sorted(workers.values(), key=lambda w: w.worker_id):
-                message = worker_message(worker)
-                data = message.SerializeToString(deterministic=True)
-                if sent.get(worker.worker_id) != data:
-                    sent[worker.worker_id] = data
-                    response.workers.append(message)
+                now = worker, worker.version
+                if sent.get(worker.worker_id) != now:
+                    sent[worker.worker_id] = now
+                    response.workers.append(worker_message(worker))
+                    if len(response.workers) % WATCH_CHUNK == 0:
+                        await asyncio.sleep(0)  # the scheduler goes on meanwhile
             await context.write(response)
+            # Every heartbeat is a change: of a large fleet many are told of together.
+            await asyncio.sleep(WATCH_INTERVAL_S)
             await changed.wait()
 
     async def CordonWorker(self, request: Any, context: Any) -> pb.CordonWorkerResponse:
-        await self._change_worker(context, request.worker_id, ev.Cordon(request.worker_id, request.reason[:1024]))
-        return pb.CordonWorkerResponse(worker=self._worker(request.worker_id))
+        event = ev.Cordon(request.worker_id, request.reason[:1024])
+        return pb.CordonWorkerResponse(worker=await self._change_worker(context, request.worker_id, event))
 
     async def UncordonWorker(self, request: Any, context: Any) -> pb.UncordonWorkerResponse:
-        await self._change_worker(context, request.worker_id, ev.Uncordon(request.worker_id))
-        return pb.UncordonWorkerResponse(worker=self._worker(request.worker_id))
+        event = ev.Uncordon(request.worker_id)
+        return pb.UncordonWorkerResponse(worker=await self._change_worker(context, request.worker_id, event))
 
     async def DrainWorker(self, request: Any, context: Any) -> pb.DrainWorkerResponse:
         deadline_s = None
@@ -75,8 +86,8 @@ class AdminService:
                     context, grpc.StatusCode.INVALID_ARGUMENT, f"timeout is {timeout_s:g} s; it can't be negative"
                 )
             deadline_s = self._driver.now() + timeout_s
-        await self._change_worker(context, request.worker_id, ev.Drain(request.worker_id, deadline_s))
-        return pb.DrainWorkerResponse(worker=self._worker(request.worker_id))
+        event = ev.Drain(request.worker_id, deadline_s)
+        return pb.DrainWorkerResponse(worker=await self._change_worker(context, request.worker_id, event))
 
     async def ForgetWorker(self, request: Any, context: Any) -> pb.ForgetWorkerResponse:
         worker = await self._known_worker(context, request.worker_id)
@@ -89,9 +100,6 @@ class AdminService:
         self._driver.handle(ev.Forget(request.worker_id))
         return pb.ForgetWorkerResponse()
 
-    def _worker(self, worker_id: str) -> pb.Worker:
-        return worker_message(self._core.fleet.workers[worker_id])
-
     async def _known_worker(self, context: Any, worker_id: str) -> Any:
         worker = self._core.fleet.workers.get(worker_id)
         if worker is None:
@@ -99,11 +107,12 @@ class AdminService:
             await refuse(context, grpc.StatusCode.NOT_FOUND, f"no worker {worker_id!r}; known: {known}")
         return worker
 
-    async def _change_worker(self, context: Any, worker_id: str, event: ev.Event) -> None:
-        """Tells the core, and answers once the worker's cordon is on the disk."""
+    async def _change_worker(self, context: Any, worker_id: str, event: ev.Event) -> pb.Worker:
+        """Tells the core, and answers once the worker's cordon is on the disk, by when it may have been forgotten."""
         worker = await self._known_worker(context, worker_id)
         self._driver.handle(event)
         await self._save(context, worker_setting(worker))
+        return worker_message(worker)
 
     async def _save(
         self, context: Any, settings: dict[str, bytes | None], deleted_dead_letters: Sequence[int] = ()
@@ -141,6 +150,8 @@ class AdminService:
                 f"no strategy {request.strategy!r}; there are: {', '.join(sorted(core.strategies))}",
             )
         assert name is not None, "refused above"
+        if request.queue:
+            await self._admit_queue(context, request.queue)
         self._driver.handle(ev.SetStrategy(name, request.queue))
         if request.queue:
             await self._save(context, queue_setting(core.queue(request.queue)))
@@ -154,12 +165,22 @@ class AdminService:
         size = await page_size_of(context, request.page_size)
         start = await read_token(context, request.page_token, "page_token")
         names = sorted(self._core.queues)
-        response = pb.ListQueuesResponse(queues=[self._queue(n) for n in names[start : start + size]])
+        heads = self._heads()
+        response = pb.ListQueuesResponse(queues=[self._queue(n, heads) for n in names[start : start + size]])
         if start + size < len(names):
             response.next_page_token = make_token(start + size)
         return response
 
-    def _queue(self, name: str) -> pb.Queue:
+    def _heads(self) -> dict[str, float]:
+        """When the oldest queued task of each queue was submitted."""
+        heads: dict[str, float] = {}
+        for lane in self._core.lanes.by_key.values():
+            if (head := lane.head()) is not None:
+                name = lane.queue.name
+                heads[name] = min(heads.get(name, head.submit_s), head.submit_s)
+        return heads
+
+    def _queue(self, name: str, heads: dict[str, float]) -> pb.Queue:
         queue = self._core.queue(name)
         message = pb.Queue(
             queue=name,
@@ -170,32 +191,47 @@ class AdminService:
             leased=queue.leased,
         )
         message.limits.tasks_max, message.limits.bytes_max = queue.tasks_max, queue.bytes_max
-        lanes = self._core.lanes.by_key.values()
-        heads = [head.submit_s for lane in lanes if lane.queue is queue and (head := lane.head()) is not None]
-        if heads:
-            message.oldest_age.CopyFrom(wire.duration(max(0.0, self._driver.now() - min(heads))))
+        if name in heads:
+            message.oldest_age.CopyFrom(wire.duration(max(0.0, self._driver.now() - heads[name])))
         return message
 
     async def PauseQueue(self, request: Any, context: Any) -> pb.PauseQueueResponse:
         await self._configure(context, ev.ConfigureQueue(request.queue, paused=True))
-        return pb.PauseQueueResponse(queue=self._queue(request.queue))
+        return pb.PauseQueueResponse(queue=self._queue(request.queue, self._heads()))
 
     async def ResumeQueue(self, request: Any, context: Any) -> pb.ResumeQueueResponse:
         await self._configure(context, ev.ConfigureQueue(request.queue, paused=False))
-        return pb.ResumeQueueResponse(queue=self._queue(request.queue))
+        return pb.ResumeQueueResponse(queue=self._queue(request.queue, self._heads()))
 
     async def SetQueueLimits(self, request: Any, context: Any) -> pb.SetQueueLimitsResponse:
         limits = request.limits
         await self._configure(
             context, ev.ConfigureQueue(request.queue, tasks_max=limits.tasks_max, bytes_max=limits.bytes_max)
         )
-        return pb.SetQueueLimitsResponse(queue=self._queue(request.queue))
+        return pb.SetQueueLimitsResponse(queue=self._queue(request.queue, self._heads()))
 
     async def _configure(self, context: Any, event: ev.ConfigureQueue) -> None:
         if not event.queue:
             await refuse(context, grpc.StatusCode.INVALID_ARGUMENT, 'queue is missing; the usual one is "default"')
+        await self._admit_queue(context, event.queue)
         self._driver.handle(event)
         await self._save(context, queue_setting(self._core.queue(event.queue)))
+
+    async def _admit_queue(self, context: Any, name: str) -> None:
+        """INVALID_ARGUMENT: no task could be in such a queue. RESOURCE_EXHAUSTED: there are too many."""
+        core = self._core
+        if len(name.encode()) > wire.NAME_BYTES_MAX or "\0" in name:
+            await refuse(
+                context,
+                grpc.StatusCode.INVALID_ARGUMENT,
+                f"a queue's name has at most {wire.NAME_BYTES_MAX} bytes, and no NUL",
+            )
+        if name not in core.queues and len(core.queues) >= QUEUES_MAX and not core.prune_queues():
+            await refuse(
+                context,
+                grpc.StatusCode.RESOURCE_EXHAUSTED,
+                f"there are {QUEUES_MAX} queues with tasks or rules already; use one of them",
+            )
 
     # --- dead letters ------------------------------------------------------------------------------------------------
 
@@ -220,28 +256,36 @@ class AdminService:
         return ids
 
     async def RequeueDeadLetters(self, request: Any, context: Any) -> pb.RequeueDeadLettersResponse:
+        await count_of(context, len(request.task_ids), LETTERS_MAX, "dead letters in one call")
         driver = self._driver
         ids = self._letters(request)
-        letters = {r.task_id: r for r in driver.journal.get_dead_letters(ids)}
+        letters = {r.task_id: r for r in driver.journal.get_dead_letters(ids) if r.task_id not in self._requeueing}
         response = pb.RequeueDeadLettersResponse(unknown_task_ids=[i for i in ids if i not in letters])
-        for task_id in ids:
-            letter = letters.pop(task_id, None)
-            if letter is None:
-                continue
-            spec = driver.specs.restore(letter.spec)
-            task = Task(spec, "", letter.payload, letter.partition_key, letter.units)
-            answer = await driver.submit_durably(spec, task, replaces=task_id)
-            if isinstance(answer, ev.Rejection):
-                await refuse(
-                    context,
-                    grpc.StatusCode.FAILED_PRECONDITION,
-                    f"requeued {len(response.task_ids)} of {len(ids)}; dead letter {task_id}: {answer.message}",
-                )
-            else:
-                response.task_ids.append(answer.task_id)
+        # A letter is on the disk until its task is: another call must not find it meanwhile, or it would run twice.
+        taken = set(letters)
+        self._requeueing |= taken
+        try:
+            for task_id in ids:
+                letter = letters.pop(task_id, None)
+                if letter is None:
+                    continue
+                spec = driver.specs.restore(letter.spec)
+                task = Task(spec, "", letter.payload, letter.partition_key, letter.units)
+                answer = await driver.submit_durably(spec, task, replaces=task_id)
+                if isinstance(answer, ev.Rejection):
+                    await refuse(
+                        context,
+                        grpc.StatusCode.FAILED_PRECONDITION,
+                        f"requeued {len(response.task_ids)} of {len(ids)}; dead letter {task_id}: {answer.message}",
+                    )
+                else:
+                    response.task_ids.append(answer.task_id)
+        finally:
+            self._requeueing -= taken
         return response
 
     async def DeleteDeadLetters(self, request: Any, context: Any) -> pb.DeleteDeadLettersResponse:
+        await count_of(context, len(request.task_ids), LETTERS_MAX, "dead letters in one call")
         ids = self._letters(request)
         found = [r.task_id for r in self._driver.journal.get_dead_letters(ids)]
         if found:

@@ -2,6 +2,8 @@
 
 from collections.abc import Callable, Sequence
 
+import structlog
+from google.protobuf.message import DecodeError
 from multigpu.v1 import task_pb2
 
 from multigpu_master import wire
@@ -9,6 +11,9 @@ from multigpu_master.core import events as ev
 from multigpu_master.core.model import Task
 from multigpu_master.driver import Driver
 from multigpu_master.journal import JournalError, StoredOutcome
+from multigpu_master.wire_large import Peer
+
+log = structlog.get_logger()
 
 INVALID_ARGUMENT, RESOURCE_EXHAUSTED = 3, 8
 DISK_FULL = ev.Rejection(
@@ -29,12 +34,16 @@ class Intake:
         self._payload_bytes_max = payload_bytes_max
         self.stopping = False
 
-    def take(self, batch: task_pb2.TaskBatch, stream: int, done: Callable[[JournalError | None], None]) -> list[Answer]:
-        """Submits a batch. For each input, in order: the task that stands for it, the outcome it already had, or why it
-        was not taken. `done` is called, later, once the tasks are durable; it is called in any case.
+    def take(
+        self, batch: task_pb2.TaskBatch, request_ids: Sequence[str], stream: int,
+        done: Callable[[JournalError | None], None], peer: Peer | None = None, *, patient: bool = False,
+    ) -> list[Answer]:  # fmt: skip
+        """Submits a batch of tasks called so, whose payloads `peer` may have referred to. For each input, in order: the
+        task that stands for it, the outcome it already had, or why it was not taken. `done` is called, later, once the
+        tasks are durable; it is called in any case. `patient`: nobody is told of tasks before they settle.
         """
         driver = self._driver
-        count = len(batch.inputs)
+        count = len(request_ids)
         refusal = None
         try:
             spec = driver.specs.read(batch.spec)
@@ -48,14 +57,14 @@ class Intake:
         if refusal is not None:
             driver.soon(done)
             return [refusal] * count
-        candidates = wire.tasks_of(spec, batch.inputs, self._payload_bytes_max)
-        known = driver.known([i.request_id for i in batch.inputs]) if spec.durable else {}
+        candidates = wire.tasks_of(spec, batch, self._payload_bytes_max, peer)
+        known = driver.known(request_ids) if spec.durable else {}
         tasks = [c for c in candidates if isinstance(c, Task) and c.request_id not in known]
         if not tasks:
             driver.soon(done)
             results: Sequence[Answer] = ()
         else:
-            results = driver.submit(spec, tasks, stream, done)
+            results = driver.submit(spec, tasks, stream, done, patient=patient)
         if len(tasks) == count:
             return list(results)
         rest = iter(results)
@@ -72,11 +81,18 @@ class Intake:
 
 def fill_stored(message: task_pb2.Outcome, stored: StoredOutcome) -> None:
     """Fills an Outcome from the journal."""
+    lost = "ResultExpired", "the task ended, but its result_ttl is over and the result is gone"
     if stored.body is not None:
-        message.ParseFromString(stored.body)
-        return
+        try:
+            message.ParseFromString(stored.body)
+        except DecodeError as error:
+            what = f"the outcome at cursor {stored.cursor} is damaged: {error}"
+            log.warning("the journal is damaged", task_id=stored.task_id, what=what)
+            message.Clear()
+            lost = "ResultDamaged", "the task ended, but its result is damaged in the master's journal; check its disk"
+        else:
+            return
     message.task_id = stored.task_id
     message.request_id = stored.request_id
     message.state = stored.state  # type: ignore[assignment]  # enums are ints on the wire
-    message.error.type = "ResultExpired"
-    message.error.message = "the task ended, but its result_ttl is over and the result is gone"
+    message.error.type, message.error.message = lost

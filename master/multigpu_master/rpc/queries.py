@@ -31,7 +31,8 @@ def live_task(driver: Driver, task: Task, *, whole: bool) -> task_pb2.Task:
     """A task of the core as clients see it. `whole`: with result and partial outputs."""
     message = wire.task_message(task, driver.now())
     if task.outcome is not None:
-        driver.outcome_message(task, message.outcome)
+        body = driver.outcomes.write(task)
+        message.outcome.ParseFromString(body if isinstance(body, bytes) else body.whole())
         if not whole:
             _strip(message.outcome)
     return message

@@ -13,14 +13,16 @@ from google.protobuf.descriptor import ServiceDescriptor
 from google.protobuf.message import DecodeError, Message
 from google.protobuf.message_factory import GetMessageClass
 
+from multigpu_master.journal import JournalError
+
 log = structlog.get_logger()
 
 
 def add_service(server: Any, descriptor: ServiceDescriptor, servicer: object) -> None:
     """Serves every method of the descriptor by the servicer's method of the same name.
 
-    Methods with one request are `async (request, context)`, returning or yielding responses; those with a stream of
-    requests are `async (context)` and read raw bytes from it, to be parsed with `parse`.
+    Methods with one request are `async (request, context)`, returning or writing responses; those with a stream of
+    requests are `async (context)`, and read and write bytes, to be parsed with `parse`.
     """
     handlers = {}
     for method in descriptor.methods:
@@ -28,7 +30,7 @@ def add_service(server: Any, descriptor: ServiceDescriptor, servicer: object) ->
         serialize = GetMessageClass(method.output_type).SerializeToString
         if method.client_streaming:
             wrapped = _guarded_stream(implementation, method.name)
-            handlers[method.name] = grpc.stream_stream_rpc_method_handler(wrapped, response_serializer=serialize)
+            handlers[method.name] = grpc.stream_stream_rpc_method_handler(wrapped)
         elif method.server_streaming:
             wrapped = _guarded(implementation, method.name, GetMessageClass(method.input_type))
             handlers[method.name] = grpc.unary_stream_rpc_method_handler(wrapped, response_serializer=serialize)
@@ -56,6 +58,9 @@ async def _report(error: Exception, name: str, context: Any) -> None:
     if isinstance(error, grpc.aio.InternalError):
         # gRPC could not send: the peer is gone, and nobody is left to be told.
         raise asyncio.CancelledError from error
+    if isinstance(error, JournalError):
+        log.error("a call failed for want of the journal", method=name, error=str(error))
+        await context.abort(grpc.StatusCode.DATA_LOSS, str(error))
     log.error("a call failed by a fault of the master", method=name, exc_info=error)
     await context.abort(
         grpc.StatusCode.INTERNAL, f"the master failed to serve {name}: {error!r}; its log has the details"

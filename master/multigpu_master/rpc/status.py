@@ -5,10 +5,15 @@ from typing import Any, NoReturn
 import grpc
 
 CURSOR_PREFIX = "v1."
+# A status travels in a header, which is refused as a whole by the other end if it is long. The remedy is at the end.
+DETAILS_CHARS_MAX = 2000
 
 
 async def refuse(context: Any, code: grpc.StatusCode, message: str) -> NoReturn:
-    """Ends the call with a status."""
+    """Ends the call with a status. Of a message that quotes too much the middle is left out."""
+    if len(message) > DETAILS_CHARS_MAX:
+        half = DETAILS_CHARS_MAX // 2
+        message = f"{message[:half]} … {message[-half:]}"
     await context.abort(code, message)
     raise AssertionError("abort does not return")
 
@@ -26,6 +31,14 @@ async def read_token(context: Any, token: str, what: str) -> int:
 def make_token(number: int) -> str:
     """An opaque page token or cursor."""
     return f"{CURSOR_PREFIX}{number}"
+
+
+async def count_of(context: Any, count: int, limit: int, what: str) -> None:
+    """INVALID_ARGUMENT: there are more in one call than are good for those who call at the same time."""
+    if count > limit:
+        await refuse(
+            context, grpc.StatusCode.INVALID_ARGUMENT, f"{count} {what}; at most {limit} are allowed: send several"
+        )
 
 
 async def page_size_of(context: Any, size: int) -> int:

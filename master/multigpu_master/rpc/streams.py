@@ -16,7 +16,7 @@ async def serve_stream(
     context: Any,
     outbox: Outbox[F],
     on_message: Callable[[bytes], Awaitable[None]],
-    before_write: Callable[[F], None] | None = None,
+    serialize: Callable[[F], bytes],
 ) -> None:
     """Feeds every message of the stream to `on_message` and writes the outbox's frames, until the peer half-closes and
     owes and is owed nothing, or the outbox is aborted (then the call ends with that status).
@@ -33,10 +33,7 @@ async def serve_stream(
     async def pump() -> None:
         with contextlib.suppress(StreamClosedError):
             while True:
-                frame = await outbox.next()
-                if before_write is not None:
-                    before_write(frame)
-                await context.write(frame)
+                await context.write(serialize(await outbox.next()))
 
     outbox.on_abort = on_abort
     writer = asyncio.ensure_future(pump())

@@ -1,7 +1,7 @@
 """TaskService: the client's door."""
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import grpc
@@ -12,13 +12,19 @@ from multigpu_master.core import events as ev
 from multigpu_master.core.model import Task
 from multigpu_master.driver import Driver, RunOutbox
 from multigpu_master.journal import JournalError, StoredOutcome
+from multigpu_master.journaling import tell
+from multigpu_master.payloads import WRONG_KEY, Offer
 from multigpu_master.rpc import queries
 from multigpu_master.rpc.intake import DISK_FULL, Answer, Intake, fill_stored
 from multigpu_master.rpc.registration import parse
-from multigpu_master.rpc.status import make_token, read_token, refuse
+from multigpu_master.rpc.status import count_of, make_token, read_token, refuse
 from multigpu_master.rpc.streams import serve_stream
 
-WATCH_OUTCOMES, WATCH_BYTES = 1024, 4 << 20
+# What is read for a Watch at a time: it waits in memory for as long as the client does not read.
+WATCH_OUTCOMES, WATCH_BYTES = 1024, 256 << 10
+WATCHES_MAX = 1000
+# In one frame or call, which is served at a stretch: meanwhile nobody else is.
+FRAME_TASKS_MAX, CANCEL_TASKS_MAX = 10_000, 10_000
 WAIT_MAX_S = 3600.0
 NOTHING_TO_CANCEL = ev.Rejection(5, "no unsettled task has this request_id: it has ended, or was never submitted")
 CANCELLED_ELSEWHERE = ev.Rejection(1, "cancelled, or ended before; its outcome goes to the stream that submitted it")
@@ -29,33 +35,34 @@ ACKNOWLEDGE_S = 0.05
 class TaskService:
     """See protos/multigpu/v1/task_service.proto."""
 
-    def __init__(self, driver: Driver, intake: Intake, submit_tasks_max: int, stream_bytes_max: int) -> None:
+    def __init__(
+        self, driver: Driver, intake: Intake, submit_tasks_max: int, stream_bytes_max: int, offer: Offer
+    ) -> None:
+        self._offer = offer
         self._driver = driver
         self._intake = intake
         self._submit_tasks_max = submit_tasks_max
         self._stream_bytes_max = stream_bytes_max
+        self._watches = 0
 
     async def Submit(self, request: Any, context: Any) -> task_service_pb2.SubmitResponse:
-        count = sum(len(b.inputs) for b in request.batches)
-        if count > self._submit_tasks_max:
-            await refuse(
-                context,
-                grpc.StatusCode.INVALID_ARGUMENT,
-                f"{count} tasks in one Submit; at most {self._submit_tasks_max} are allowed: send several",
-            )
+        await count_of(
+            context, _size(request.batches, self._submit_tasks_max), self._submit_tasks_max, "tasks in one Submit"
+        )
         await self._driver.journaling.room()
         loop = asyncio.get_running_loop()
         response = task_service_pb2.SubmitResponse()
         for batch in request.batches:
             durable: asyncio.Future[JournalError | None] = loop.create_future()
-            answers = self._intake.take(batch, 0, durable.set_result)
+            request_ids = wire.request_ids_of(batch)
+            answers = self._intake.take(batch, request_ids, 0, tell(durable))
             error = await durable
-            for answer, given in zip(answers, batch.inputs, strict=True):
+            for answer, request_id in zip(answers, request_ids, strict=True):
                 result = response.results.add()
                 if isinstance(answer, Task) and (error is not None or not answer.task_id):
                     answer = DISK_FULL  # noqa: PLW2901  it was a task, but it is not ours any more
                 if isinstance(answer, ev.Rejection):
-                    _fill_rejection(result.rejection, answer, given.request_id)
+                    _fill_rejection(result.rejection, answer, request_id)
                 else:
                     result.task_id = answer.task_id
         return response
@@ -63,11 +70,28 @@ class TaskService:
     async def Run(self, context: Any) -> None:
         stream, outbox = self._driver.open_stream()
         try:
-            await serve_stream(context, outbox, _RunStream(self, stream, outbox, context).on_message)
+            if self._offer:
+                await context.send_initial_metadata(self._offer)
+            await serve_stream(
+                context, outbox, _RunStream(self, stream, outbox, context).on_message, wire.RunFrame.serialize
+            )
         finally:
             self._driver.close_stream(stream)
 
     async def Watch(self, request: Any, context: Any) -> None:
+        if self._watches >= WATCHES_MAX:
+            await refuse(
+                context,
+                grpc.StatusCode.RESOURCE_EXHAUSTED,
+                f"{WATCHES_MAX} clients watch already; share one of their streams, or try again later",
+            )
+        self._watches += 1
+        try:
+            await self._watch(request, context)
+        finally:
+            self._watches -= 1
+
+    async def _watch(self, request: Any, context: Any) -> None:
         journal, watchers = self._driver.journal, self._driver.watchers
         if request.from_now and request.cursor:
             await refuse(context, grpc.StatusCode.INVALID_ARGUMENT, "from_now goes with an empty cursor only")
@@ -133,26 +157,39 @@ class TaskService:
         return await queries.count_tasks(self._driver, request.filter)
 
     async def Cancel(self, request: Any, context: Any) -> task_service_pb2.CancelResponse:
-        core, journal = self._driver.core, self._driver.journal
+        count = len(request.task_ids) + len(request.request_ids)
+        await count_of(context, count, CANCEL_TASKS_MAX, "tasks in one Cancel")
+        core = self._driver.core
         response = task_service_pb2.CancelResponse()
         live: dict[int, Task] = {}
+        elsewhere: list[tuple[str, int | str]] = []  # (as it was named, key)
         for name, task, key in [(str(i), core.tasks.get(i), i) for i in request.task_ids] + [
             (r, core.requests.get(r), r) for r in request.request_ids
         ]:
             if task is not None and task.outcome is None:
                 live[task.task_id] = task
                 continue
-            stored = task
-            if stored is None:
-                stored = journal.get_outcome(key) if isinstance(key, int) else journal.find_requests([key]).get(key)
-            if stored is None:
-                response.unknown.append(name)
+            if task is not None:
+                response.settled_task_ids.append(task.task_id)
             else:
-                response.settled_task_ids.append(stored.task_id)
+                elsewhere.append((name, key))
         if live:
             self._driver.handle(ev.Cancel(list(live.values()), request.reason[:1024]))
             response.cancelled_task_ids.extend(live)
+        if elsewhere:
+            settled = await asyncio.to_thread(self._stored, [key for _, key in elsewhere])
+            response.settled_task_ids.extend(settled[key] for _, key in elsewhere if key in settled)
+            response.unknown.extend(name for name, key in elsewhere if key not in settled)
         return response
+
+    def _stored(self, keys: list[int | str]) -> dict[int | str, int]:
+        """The task_ids of those that the journal knows, by task_id and request_id."""
+        journal = self._driver.journal
+        found: dict[int | str, int] = {
+            r: s.task_id for r, s in journal.find_requests([k for k in keys if isinstance(k, str)]).items()
+        }
+        found.update((k, k) for k in keys if isinstance(k, int) and journal.get_outcome(k) is not None)
+        return found
 
 
 class _RunStream:
@@ -165,20 +202,32 @@ class _RunStream:
         self._stream = stream
         self._outbox = outbox
         self._context = context
+        self._outcomes_only = False
         self._durable: list[Task] = []  # to be told of
         self._acknowledging = False
 
     async def on_message(self, data: bytes) -> None:
         frame = await parse(task_service_pb2.RunRequest, data, self._context)
+        self._outcomes_only = self._outcomes_only or frame.outcomes_only
+        peer = self._outbox.peer
+        if frame.payload_key and not peer.show(frame.payload_key):
+            await refuse(self._context, grpc.StatusCode.INVALID_ARGUMENT, WRONG_KEY)
+        if frame.results_taken:
+            peer.taken(frame.results_taken)
+        await count_of(
+            self._context, _size(frame.batches, FRAME_TASKS_MAX), FRAME_TASKS_MAX, "tasks in one frame of a Run stream"
+        )
+        cancelled = len(frame.cancel_request_ids)
+        await count_of(self._context, cancelled, CANCEL_TASKS_MAX, "cancellations in one frame of a Run stream")
         for batch in frame.batches:
-            for given in batch.inputs:
-                if not given.request_id:
-                    await refuse(
-                        self._context,
-                        grpc.StatusCode.INVALID_ARGUMENT,
-                        "a task on a Run stream needs a request_id: outcomes are matched by it",
-                    )
-            self._take(batch)
+            request_ids = wire.request_ids_of(batch)
+            if "" in request_ids:
+                await refuse(
+                    self._context,
+                    grpc.StatusCode.INVALID_ARGUMENT,
+                    "a task on a Run stream needs a request_id: outcomes are matched by it",
+                )
+            self._take(batch, request_ids)
         if frame.cancel_request_ids:
             self._cancel(frame.cancel_request_ids)
         # A client that submits without reading, or faster than the disk, is not read from.
@@ -199,7 +248,7 @@ class _RunStream:
         if tasks:
             self._driver.handle(ev.Cancel(tasks))
 
-    def _take(self, batch: task_pb2.TaskBatch) -> None:
+    def _take(self, batch: task_pb2.TaskBatch, request_ids: Sequence[str]) -> None:
         accepted: list[Task] = []
 
         def done(error: JournalError | None) -> None:
@@ -210,13 +259,16 @@ class _RunStream:
                 self._refuse([task for task in accepted if not task.task_id])
                 self._acknowledge([task for task in accepted if task.task_id])
 
-        for answer, given in zip(self._intake.take(batch, self._stream, done), batch.inputs, strict=True):
+        patient = self._outcomes_only
+        answers = self._intake.take(batch, request_ids, self._stream, done, self._outbox.peer, patient=patient)
+        for index, answer in enumerate(answers):
             if isinstance(answer, Task) and answer.outcome is None:
                 accepted.append(answer)
                 if answer.extra is not None and answer.extra.partials:
-                    self._catch_up(answer, given.partials_received)
+                    received = batch.inputs[index].partials_received if index < len(batch.inputs) else 0
+                    self._catch_up(answer, received)
             else:
-                self._settled(answer, given.request_id)
+                self._settled(answer, request_ids[index])
 
     def _refuse(self, tasks: list[Task]) -> None:
         """Tells the client, once, of tasks that could not be made durable."""
@@ -230,7 +282,8 @@ class _RunStream:
         """Tells the client soon that these tasks are durable. Nobody waits for it on this stream, and an outcome stands
         for the acceptance: most tasks that are quick never need one of their own.
         """
-        self._durable.extend(tasks)
+        if not self._outcomes_only:
+            self._durable.extend(tasks)
         if self._durable and not self._acknowledging:
             self._acknowledging = True
             asyncio.get_running_loop().call_later(ACKNOWLEDGE_S, self._send_acceptances)
@@ -239,14 +292,14 @@ class _RunStream:
         self._acknowledging = False
         for task in self._durable:
             if task.outcome is None:
-                self._outbox.room_for(32).accepted.add(request_id=task.request_id, task_id=task.task_id)
+                self._outbox.room_for(32).message.accepted.add(request_id=task.request_id, task_id=task.task_id)
         self._durable.clear()
 
     def _catch_up(self, task: Task, received: int) -> None:
         """Sends what a running task yielded before this stream joined it."""
         assert task.extra is not None, "it has partial outputs"
         for index, data in enumerate(task.extra.partials[received:], received):
-            self._outbox.room_for(len(data) + 64).partials.add(
+            self._outbox.room_for(len(data) + 64).message.partials.add(
                 request_id=task.request_id, task_id=task.task_id, index=index, data=data
             )
 
@@ -256,13 +309,20 @@ class _RunStream:
         if isinstance(answer, ev.Rejection):
             _reject(outbox, answer, request_id)
         elif isinstance(answer, StoredOutcome):
-            fill_stored(outbox.room_for(len(answer.body or b"") + 256).outcomes.add(), answer)
+            fill_stored(outbox.room_for(len(answer.body or b"") + 256).message.outcomes.add(), answer)
         elif answer.outcome is not None:
-            driver.outcome_message(answer, outbox.room_for(len(answer.outcome.result) + 256).outcomes.add())
+            driver.add_large_outcome(outbox, driver.outcomes.write(answer))
+
+
+def _size(batches: Collection[task_pb2.TaskBatch], limit: int) -> int:
+    """How many tasks there are in batches, or how many batches if that is more."""
+    if len(batches) > limit:  # too many to look at
+        return len(batches)
+    return max(len(batches), sum([len(b.inputs) + max(len(b.request_ids), len(b.payloads)) for b in batches]))
 
 
 def _reject(outbox: RunOutbox, rejection: ev.Rejection, request_id: str) -> None:
-    _fill_rejection(outbox.room_for(len(rejection.message) + 64).rejected.add(), rejection, request_id)
+    _fill_rejection(outbox.room_for(len(rejection.message) + 64).message.rejected.add(), rejection, request_id)
 
 
 def _fill_rejection(message: task_service_pb2.Rejection, rejection: ev.Rejection, request_id: str) -> None:

@@ -9,19 +9,25 @@ from multigpu.v1 import worker_service_pb2
 
 from multigpu_master import wire
 from multigpu_master.core import events as ev
-from multigpu_master.driver import Driver
+from multigpu_master.driver import Driver, SessionOutbox
+from multigpu_master.payloads import WRONG_KEY, Offer
 from multigpu_master.rpc.registration import parse
 from multigpu_master.rpc.status import refuse
 from multigpu_master.rpc.streams import serve_stream
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
+# Results taken over before the worker is told, if not by its next heartbeat.
+TELL_TAKEN = 16
 log = structlog.get_logger()
 
 
 class WorkerService:
     """See protos/multigpu/v1/worker_service.proto."""
 
-    def __init__(self, driver: Driver, version: str, heartbeat_interval_s: float, session_timeout_s: float) -> None:
+    def __init__(
+        self, driver: Driver, version: str, heartbeat_interval_s: float, session_timeout_s: float, offer: Offer
+    ) -> None:
+        self._offer = offer
         self._driver = driver
         self._version = version
         self._heartbeat_interval_s = heartbeat_interval_s
@@ -29,6 +35,8 @@ class WorkerService:
         self._sessions = itertools.count(1)
 
     async def Session(self, context: Any) -> None:
+        if self._offer:
+            await context.send_initial_metadata(self._offer)
         data = await context.read()
         if data is grpc.aio.EOF:
             return
@@ -59,26 +67,45 @@ class WorkerService:
         log.info("worker joined", worker_id=info.worker_id, session=session, leases=len(hello.leases))
         try:
             self._driver.handle(ev.Hello(session, info, [wire.held_lease(x) for x in hello.leases]))
-            await self._take(first, session)
+            taker = _Taker(self._driver, session, outbox, context)
+            await taker.take(first)
             numbering = _Numbering()
 
             async def on_message(data: bytes) -> None:
-                await self._take(await parse(worker_service_pb2.SessionRequest, data, context), session)
+                await taker.take(await parse(worker_service_pb2.SessionRequest, data, context))
 
-            await serve_stream(context, outbox, on_message, numbering.number)
+            await serve_stream(context, outbox, on_message, numbering.serialize)
         finally:
             self._driver.close_session(session)
             log.info("worker's session ended", worker_id=info.worker_id, session=session)
 
-    async def _take(self, frame: Any, session: int) -> None:
-        handle = self._driver.handle
+
+class _Taker:
+    """What a worker's frames bring."""
+
+    def __init__(self, driver: Driver, session: int, outbox: SessionOutbox, context: Any) -> None:
+        self._driver = driver
+        self._session = session
+        self._outbox = outbox
+        self._context = context
+        self._results_taken = self._results_told = 0
+
+    async def take(self, frame: Any) -> None:
+        handle, session = self._driver.handle, self._session
+        if frame.payload_key and not self._outbox.peer.show(frame.payload_key):
+            await refuse(self._context, grpc.StatusCode.INVALID_ARGUMENT, WRONG_KEY)
         if frame.partials:
             partials = [ev.PartialOutput(p.lease_id, p.index, p.data) for p in frame.partials]
             handle(ev.Partials(session, partials))
         for batch in frame.report_batches:
             start_s = wire.seconds_of(batch.start_time) if batch.HasField("start_time") else 0.0
             finish_s = wire.seconds_of(batch.finish_time) if batch.HasField("finish_time") else 0.0
-            handle(ev.Reports(session, wire.reports_of(batch), start_s, finish_s))
+            handle(wire.reports_of(batch, session, start_s, finish_s, self._outbox.peer))
+            self._results_taken += len(batch.result_places)
+        # Nobody waits for this, so it need not be told each time.
+        untold = self._results_taken - self._results_told
+        if untold >= TELL_TAKEN or (untold and frame.HasField("heartbeat")):
+            self._results_told = self._outbox.room_for(16).results_taken = self._results_taken
         if frame.HasField("heartbeat"):
             beat = frame.heartbeat
             handle(
@@ -87,7 +114,7 @@ class WorkerService:
                     [wire.held_lease(x) for x in beat.leases],
                     beat.last_frame,
                     wire.telemetry(beat.telemetry),
-                    tuple(sorted(beat.resident_models)),
+                    wire.resident_models(beat.resident_models),
                     beat.draining,
                 )
             )
@@ -99,6 +126,7 @@ class _Numbering:
     def __init__(self) -> None:
         self._last = 0
 
-    def number(self, frame: Any) -> None:
+    def serialize(self, frame: worker_service_pb2.SessionResponse) -> bytes:
         self._last = max(self._last, frame.frame)
         frame.frame = self._last
+        return frame.SerializeToString()

@@ -39,8 +39,8 @@ class Strategy(Protocol):
     summary: ClassVar[str]
     score_meaning: ClassVar[str]
     pinned: ClassVar[bool]
-    """True: a task waits for the worker that ranks first, even while that one has no room. Scores must then depend on
-    nothing but the shape and the worker's id."""
+    """True: a task waits for the worker that ranks first, even while that one has no room. Scores and
+    exclusions must then depend on nothing but the shape and the worker's id and info."""
 
     def excludes(self, shape: Shape, worker: Worker, fleet: FleetView) -> str | None:
         """Why this worker must not get tasks of this shape now, in words; None if it may."""
@@ -50,7 +50,8 @@ class Strategy(Protocol):
 
     def worth(self, shape: Shape, worker: Worker, fleet: FleetView, queued: int) -> bool:
         """Whether the worker is worth it, with `queued` tasks of this shape waiting. False: it is passed over, and if
-        no other has room the tasks wait. More tasks must not make it worth less.
+        no other has room the tasks wait. More tasks must not make it worth less. It may change when a score may, and
+        when the number of workers that have the model does.
         """
 
 

@@ -1,0 +1,218 @@
+"""Large payloads and results, by reference: files that the master, the workers and the clients of one host share.
+
+Bytes that cross three processes through sockets are copied a dozen times. Here their writer puts them down once, in a
+file of a directory beside the master's journal, and what travels is a reference: which segment, where in it, how many
+bytes. Until somebody needs them on the disk they are pages of the kernel's cache, memory that all processes share; and
+to make them durable the master has to sync a file, and copies nothing.
+
+A peer may share if it can read the key that the master keeps there: then it is on the same host, in the same file
+system, and the same user. It is asked nothing else, and whoever can't simply sends bytes.
+
+Each writer appends to segments of its own, named after a secret of its own: a name can't be guessed, and who knows it
+was told. A segment lives for as long as somebody needs it. Writers and those who still have to pass a reference on hold
+a shared lock on the file; the master knows what its tasks and its journal refer to, and deletes a segment when that is
+nothing and it gets the exclusive lock. The kernel lets go of a lock when a process ends, however it ends.
+"""
+
+import contextlib
+import fcntl
+import hashlib
+import hmac
+import os
+import re
+import secrets
+import threading
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+# From here on the copies cost more than the file does.
+LARGE_BYTES = 128 << 10
+# A segment as large is closed, and the next one begun.
+SEGMENT_BYTES = 16 << 20
+# Initial metadata of Run and Session: the SHA-256 of the key, then the directory's path.
+METADATA = "mgpu-payloads-bin"
+KEY_NAME = "KEY"
+# Segments that nobody needs, kept for a moment: to write into memory that is there costs less than half.
+FREE_NAMES = tuple(f"free-{n}" for n in range(8))
+NAME = re.compile(r"[0-9a-f]{24}-[0-9a-f]{1,8}")
+_KEY_BYTES_MAX = 1024
+
+
+class Pin(Protocol):
+    """What keeps a segment there for as long as it is held."""
+
+    @property
+    def name(self) -> str: ...
+    def read(self, offset: int, size_bytes: int) -> bytes: ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Reference:
+    """Bytes that lie in a segment. Its length is theirs, so that what counts bytes need not know the difference."""
+
+    pin: Pin
+    offset: int
+    size_bytes: int
+
+    def __len__(self) -> int:
+        return self.size_bytes
+
+    def read(self) -> bytes:
+        """The bytes. OSError: somebody took the file away, or cut it."""
+        return self.pin.read(self.offset, self.size_bytes)
+
+
+class Segment:
+    """An open segment, pinned by its shared lock for as long as this object lives."""
+
+    __slots__ = ("__weakref__", "fd", "name")
+
+    def __init__(self, name: str, fd: int) -> None:
+        self.name = name
+        self.fd = fd
+
+    def read(self, offset: int, size_bytes: int) -> bytes:
+        return read_at(self.fd, offset, size_bytes)
+
+    def __del__(self) -> None:
+        with contextlib.suppress(OSError):
+            os.close(self.fd)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Elsewhere:
+    """A segment that the peer who told us of it pins."""
+
+    path: str
+    name: str
+
+    def read(self, offset: int, size_bytes: int) -> bytes:
+        return read_file(self.path, offset, size_bytes)
+
+
+class Directory:
+    """A master's directory of payloads that this process shares. Each life of a master has a key, and so a Directory,
+    of its own: what was written for another is not referred to any more. A master whose disk failed ends, and what was
+    in the kernel's memory then may never reach the disk, though no later sync says so.
+    """
+
+    def __init__(self, path: Path, key: bytes) -> None:
+        self.path = path
+        self.key = key
+
+    @classmethod
+    def of(cls, metadata: Iterable[tuple[str, str | bytes]]) -> "Directory | None":
+        """What a stream's initial metadata offer; None: nothing, or it isn't ours to share."""
+        offers = [value for name, value in metadata if name == METADATA]
+        if not offers or not isinstance(offers[0], bytes):
+            return None
+        digest, path = offers[0][:32], Path(os.fsdecode(offers[0][32:]))
+        try:
+            fd = os.open(path / KEY_NAME, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+            try:
+                key = os.read(fd, _KEY_BYTES_MAX)
+                ours = os.fstat(fd).st_uid == os.geteuid()
+            finally:
+                os.close(fd)
+        except (OSError, ValueError):
+            return None
+        return cls(path, key) if ours and hmac.compare_digest(hashlib.sha256(key).digest(), digest) else None
+
+    def pin(self, name: str) -> Segment:
+        """Opens a segment that another process wrote, so that it stays. FileNotFoundError: it is gone."""
+        if NAME.fullmatch(name) is None:
+            raise FileNotFoundError(f"{name!r} is no name of a segment")
+        fd = os.open(self.path / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        return Segment(name, _locked(fd))
+
+
+class Writer:
+    """Puts bytes down in segments of its own. Safe to use from several threads."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._token = secrets.token_hex(12)
+        self._segments = 0
+        self._segment: Segment | None = None
+        self._end = 0
+        self._lock = threading.Lock()
+
+    def put(self, data: bytes | memoryview) -> Reference:
+        """Writes the bytes. OSError: there is no room for them, or no directory any more."""
+        size_bytes = len(data)
+        with self._lock:
+            segment = self._segment
+            if segment is None or self._end + size_bytes > SEGMENT_BYTES:
+                segment = self._segment = None  # the old one may go, whatever becomes of the new one
+                segment = self._segment = self._begin()
+                self._end = 0
+            offset = self._end
+            self._end += size_bytes
+        view, at = memoryview(data), offset
+        while view:
+            written = os.pwrite(segment.fd, view, at)
+            view, at = view[written:], at + written
+        return Reference(segment, offset, size_bytes)
+
+    def _begin(self) -> Segment:
+        while True:
+            self._segments += 1
+            name = f"{self._token}-{self._segments:x}"
+            path = self.path / name
+            flags = os.O_RDWR | os.O_CLOEXEC
+            if not self._take_free(path):
+                flags |= os.O_CREAT | os.O_EXCL
+            with contextlib.suppress(FileNotFoundError):  # it was taken for an orphan before it was locked
+                fd = os.open(path, flags, 0o600)
+                segment = Segment(name, _locked(fd))
+                if path.stat().st_ino == os.fstat(fd).st_ino:
+                    return segment
+
+    def _take_free(self, path: Path) -> bool:
+        """Gives our name to a segment that nobody needs, if there is one."""
+        for name in FREE_NAMES:
+            with contextlib.suppress(FileNotFoundError):
+                (self.path / name).rename(path)
+                return True
+        return False
+
+
+def _locked(fd: int) -> int:
+    """The same descriptor, with the shared lock. FileNotFoundError: its file was deleted before that."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH)  # at worst it waits while the master looks whether the file may go
+        if os.fstat(fd).st_nlink:
+            return fd
+    except BaseException:
+        os.close(fd)
+        raise
+    os.close(fd)
+    raise FileNotFoundError("the segment was deleted")
+
+
+def read_file(path: str | Path, offset: int, size_bytes: int) -> bytes:
+    """Bytes of a segment that somebody else pins. OSError: it is gone, or shorter than that."""
+    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        return read_at(fd, offset, size_bytes)
+    finally:
+        os.close(fd)
+
+
+def read_at(fd: int, offset: int, size_bytes: int) -> bytes:
+    """So many bytes of a file. OSError: it ends before."""
+    if offset + size_bytes > os.fstat(fd).st_size:  # before room is made for what a damaged reference speaks of
+        raise OSError(f"the segment ends before {offset} + {size_bytes}")
+    data = os.pread(fd, size_bytes, offset)
+    if len(data) == size_bytes:
+        return data
+    parts = [data]
+    read_bytes = len(data)
+    while read_bytes < size_bytes:
+        if not parts[-1]:
+            raise OSError(f"the segment ends before {offset} + {size_bytes}")
+        parts.append(os.pread(fd, size_bytes - read_bytes, offset + read_bytes))
+        read_bytes += len(parts[-1])
+    return b"".join(parts)
