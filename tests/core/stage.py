@@ -2,13 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 
 from multigpu_master.core import events as ev
 from multigpu_master.core.model import (
     Capability,
     Lease,
     OutcomeState,
-    ReportState,
     Spec,
     Task,
     TaskError,
@@ -18,7 +18,16 @@ from multigpu_master.core.model import (
 from multigpu_master.core.scheduler import Core, Limits
 from multigpu_master.strategies.registry import load_strategies
 
-OK, FAILED, RETURNED = ReportState.SUCCEEDED, ReportState.FAILED, ReportState.RETURNED
+
+class ReportState(Enum):
+    """A worker's word about a lease."""
+
+    OK = 1
+    FAILED = 2
+    RETURNED = 3
+
+
+OK, FAILED, RETURNED = ReportState
 SPEC = Spec(kind="run", wait_for_worker=True)
 
 
@@ -46,10 +55,17 @@ class Stage:
         commands = self.handle(ev.Submit(spec, [Task(spec, request, b"payload", key) for _ in range(n)]))
         return next(c for c in commands if isinstance(c, ev.Submitted)).fresh
 
-    def report(self, lease: Lease, state: ReportState = OK, after_s: float = 0.1) -> list[ev.Command]:
-        error = None if state is OK else TaskError("ValueError", "no good")
-        reports = [ev.Report(lease.lease_id, state, error=error)]
-        return self.handle(ev.Reports(lease.worker.session, reports), after_s)
+    def report(
+        self, lease: Lease, state: ReportState = OK, after_s: float = 0.1, clock_s: float = 0.0
+    ) -> list[ev.Command]:
+        """`clock_s`: when it finished by the worker's clock."""
+        if state is OK:
+            reports = ev.Reports(lease.worker.session, [lease.lease_id], [b""])
+        else:
+            failure = ev.Failure(lease.lease_id, TaskError("ValueError", "no good"), returned=state is RETURNED)
+            reports = ev.Reports(lease.worker.session, failures=[failure])
+        reports.finish_s = clock_s
+        return self.handle(reports, after_s)
 
     def beat(self, name: str = "w", *, running: bool = False, last_frame: int = 1 << 30, after_s: float = 0.0) -> None:
         worker = self.core.fleet.workers[name]

@@ -1,12 +1,13 @@
 """What becomes of a lease, and of its task: rules that the simulator meets too seldom to rely on."""
 
+import pytest
 from multigpu_master.core import events as ev
 from multigpu_master.core.attempts import LOSSES_MAX
 from multigpu_master.core.ledger import RUN_GRACE_S
-from multigpu_master.core.model import Capability, OutcomeState, Spec, Telemetry, WorkerInfo
+from multigpu_master.core.model import Capability, OutcomeState, Spec, Task, Telemetry, WorkerInfo
 from multigpu_master.core.scheduler import Limits
 
-from tests.core.stage import FAILED, Stage, held_lease, lease_of, state_of
+from tests.core.stage import FAILED, OK, ReportState, Stage, held_lease, lease_of, state_of
 
 
 def test_a_lease_that_comes_back_during_its_tasks_pause_is_adopted_and_can_be_lost_again() -> None:
@@ -24,6 +25,19 @@ def test_a_lease_that_comes_back_during_its_tasks_pause_is_adopted_and_can_be_lo
     assert task.waiting
     stage.worker("w2")
     assert lease_of(task).worker.worker_id == "w2"
+
+
+@pytest.mark.parametrize("state", [OK, FAILED])
+@pytest.mark.parametrize("wrong_s", [-90_000.0, 90_000.0])
+def test_a_worker_whose_clock_is_wrong_does_not_decide_how_long_an_outcome_is_kept(
+    state: ReportState, wrong_s: float
+) -> None:
+    stage = Stage()
+    stage.worker()
+    (task,) = stage.submit(spec=Spec(kind="run", attempts_max=1))
+    stage.report(lease_of(task), state, clock_s=stage.now + wrong_s)
+    assert task.outcome is not None
+    assert task.outcome.dispatch_s <= task.outcome.finish_s <= stage.now
 
 
 def test_a_reconnect_costs_a_running_lease_no_attempt() -> None:
@@ -51,6 +65,51 @@ def test_a_reconnect_leaves_the_lane_of_an_adopted_task_alone() -> None:
     assert lease_of(tasks[1]).lease_id == 50
 
 
+def test_a_lease_whose_failure_was_reported_does_not_come_back() -> None:
+    stage = Stage()
+    stage.worker()
+    (task,) = stage.submit(spec=Spec(kind="run", attempts_max=2))
+    failed = lease_of(task)
+    stage.report(failed, FAILED)
+    for _ in range(3):  # each would take the attempt off the count when it ends
+        commands = stage.worker("w", [held_lease(failed, running=True)])
+        assert any(isinstance(c, ev.Revoke) and c.lease_ids == [failed.lease_id] for c in commands)
+        assert task.lease is None
+    stage.handle(ev.Tick(), 2.0)
+    assert lease_of(task).attempt == 2
+    stage.report(lease_of(task), FAILED)
+    assert state_of(task) is OutcomeState.DEAD_LETTERED
+
+
+def test_a_deadline_that_passed_while_there_was_no_master_is_kept() -> None:
+    stage = Stage()
+    stage.worker()
+    spec = Spec(kind="run", deadline_s=stage.now - 1)
+    task = Task(spec, "r", b"payload", task_id=50, submit_s=stage.now - 5)
+    commands = stage.handle(ev.Recover([task]))
+    assert state_of(task) is OutcomeState.EXPIRED
+    assert not any(isinstance(c, ev.Dispatch) for c in commands)
+
+
+def test_a_master_that_was_away_listens_before_it_gives_a_worker_up() -> None:
+    stage = Stage()
+    stage.worker()
+    session = stage.sessions
+    timeout_s = stage.limits.session_timeout_s
+    stage.handle(ev.Tick(), timeout_s + 0.3)  # away all the time, and back soon after the silence was too long
+    assert session in stage.core.fleet.sessions
+    stage.beat()  # it had spoken all along
+    stage.handle(ev.Tick(), 1.0)
+    assert session in stage.core.fleet.sessions
+    while session in stage.core.fleet.sessions:  # now it is silent, and the master is there to hear it
+        due_s = stage.core.next_timer_s()
+        assert due_s is not None
+        stage.handle(ev.Tick(), due_s - stage.now)
+    worker = stage.core.fleet.workers["w"]
+    assert not worker.session
+    assert stage.now == pytest.approx(1000.0 + 2 * timeout_s + 0.3)
+
+
 def test_an_old_lease_that_is_lost_again_takes_nothing_off_the_count() -> None:
     stage = Stage()
     stage.worker("a")
@@ -58,12 +117,18 @@ def test_an_old_lease_that_is_lost_again_takes_nothing_off_the_count() -> None:
     old = lease_of(task)
     stage.handle(ev.SessionClosed(old.worker.session))
     stage.worker("b")
-    stage.report(lease_of(task), FAILED)
+    stage.beat("b", running=True)
+    stage.handle(ev.SessionClosed(stage.sessions))
+    assert task.attempts == 1
     stage.handle(ev.Tick(), 1.0)
-    stage.report(lease_of(task), FAILED)
+    stage.worker("b")
+    stage.beat("b", running=True)
+    stage.handle(ev.SessionClosed(stage.sessions))
     assert task.attempts == 2
     stage.worker("a", [held_lease(old)])
+    assert lease_of(task).lease_id == old.lease_id
     stage.handle(ev.SessionClosed(stage.sessions))
+    stage.worker("b")
     assert lease_of(task).attempt == 3  # two are charged, this is the third
 
 

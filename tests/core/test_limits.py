@@ -2,9 +2,9 @@
 
 from multigpu_master.core import events as ev
 from multigpu_master.core.model import OutcomeState, Spec, Task, WorkerInfo
-from multigpu_master.core.scheduler import Limits
+from multigpu_master.core.scheduler import STREAMS_MAX, Limits
 
-from tests.core.stage import FAILED, OK, RETURNED, SPEC, Stage, lease_of, state_of
+from tests.core.stage import FAILED, RETURNED, SPEC, Stage, lease_of, state_of
 
 
 def test_a_task_that_could_not_be_journaled_never_runs() -> None:
@@ -35,6 +35,35 @@ def test_forgetting_a_task_keeps_the_next_one_of_its_request() -> None:
     stage.handle(ev.SettlesCommitted([first]))
     assert stage.submit(request="r") == []
     assert stage.core.requests["r"] is second
+
+
+def test_a_stream_that_lives_keeps_its_place_however_often_another_comes_back() -> None:
+    stage = Stage()
+    spec = Spec(kind="run", wait_for_worker=True)
+    for stream in range(1, 9):
+        stage.handle(ev.StreamOpened(stream))
+        (task,) = next(
+            command.results
+            for command in stage.handle(ev.Submit(spec, [Task(spec, "r", b"")], stream))
+            if isinstance(command, ev.Submitted)
+        )
+        if stream > 1:
+            stage.handle(ev.StreamClosed(stream))
+    assert isinstance(task, Task)
+    assert task.streams[0] == 1
+
+
+def test_so_many_streams_may_wait_for_one_task_and_no_more() -> None:
+    stage = Stage()
+    spec = Spec(kind="run", wait_for_worker=True)
+    for stream in range(1, STREAMS_MAX + 2):
+        stage.handle(ev.StreamOpened(stream))
+        commands = stage.handle(ev.Submit(spec, [Task(spec, "r", b"")], stream))
+        (answer,) = next(command.results for command in commands if isinstance(command, ev.Submitted))
+        assert isinstance(answer, Task) is (stream <= STREAMS_MAX)
+    assert isinstance(answer, ev.Rejection)
+    assert answer.code == 8
+    assert answer.retry_delay_s
 
 
 def test_recovered_tasks_wait_for_the_workers_that_may_hold_them() -> None:
@@ -111,8 +140,7 @@ def test_a_window_that_grows_with_a_stale_report_is_used() -> None:
     for i, after_s in enumerate((0.001, 0.001, 0.001)):
         stage.report(lease_of(tasks[i]), after_s=after_s)  # too soon after the start to say anything of its pace
     assert [t.lease is not None for t in tasks[3:]] == [True, True, False, False, False, False]
-    stale = [ev.Report(1, OK)]
-    stage.handle(ev.Reports(stage.sessions, stale), 0.004)
+    stage.handle(ev.Reports(stage.sessions, [1], [b""]), 0.004)  # stale
     assert all(t.lease is not None for t in tasks[3:])
 
 

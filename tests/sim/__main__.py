@@ -1,11 +1,9 @@
-"""`python -m tests.sim --seeds N` runs seeds 0 to N-1; `--seed S --trace` tells the story of one."""
+"""`python -m tests.sim --seeds N` runs seeds 0 to N-1 on every core; `--seed S --trace` tells the story of one."""
 
 import argparse
 import sys
-import time
-import traceback
 
-from tests.sim.sim import Simulation
+from tests.sim.run import Tally, run_one, run_seeds
 
 
 def main() -> int:
@@ -13,33 +11,29 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=1000, help="how many seeds to run")
     parser.add_argument("--first", type=int, default=0, help="the first of them")
     parser.add_argument("--seed", type=int, help="run this one alone")
-    parser.add_argument("--trace", action="store_true", help="print what happened")
+    parser.add_argument("--trace", action="store_true", help="with --seed: print what happened")
     parser.add_argument("--keep-going", action="store_true", help="don't stop at the first failure")
+    parser.add_argument("--processes", type=int, default=0, help="how many to run on (default: one a core)")
+    parser.add_argument("--coverage", action="store_true", help="print how often each thing occurred")
     args = parser.parse_args()
-    seeds = range(args.first, args.first + args.seeds) if args.seed is None else [args.seed]
-    began, events, checks, failed = time.process_time(), 0, 0, 0
-    for seed in seeds:
-        simulation = Simulation(seed, trace=args.trace)
+    if args.seed is not None:
+        tally = run_one(args.seed, trace=args.trace)
+    else:
         try:
-            result = simulation.run()
-        except Exception as error:
-            failed += 1
-            if args.trace:
-                print(*simulation.world.lines, sep="\n")
-            if args.seed is not None:
-                traceback.print_exc()
-            print(f"seed {seed}: {type(error).__name__}: {error}; see: python -m tests.sim --seed {seed} --trace")
-            if not args.keep_going:
-                break
-        else:
-            events += result.events
-            checks += result.checks
-            if args.trace:
-                print(*simulation.world.lines, sep="\n")
-    took = time.process_time() - began
-    print(f"{len(seeds)} seeds, {failed} failed, {events} events, {checks} checks in {took:.1f} s of CPU: "
-          f"{len(seeds) / took:.0f} seeds/s, {events / took:.0f} events/s")  # fmt: skip
-    return 1 if failed else 0
+            tally = run_seeds(args.first, args.seeds, processes=args.processes, keep_going=args.keep_going)
+        except KeyboardInterrupt:
+            print("interrupted", file=sys.stderr)
+            return 130
+    print(tally.told())
+    if args.coverage:
+        print(coverage(tally))
+    return 1 if tally.failures else 0
+
+
+def coverage(tally: Tally) -> str:
+    """How often each thing occurred, and in how many seeds at least one did per kind of thing."""
+    width = max((len(name) for name in tally.coverage), default=0)
+    return "\n".join(f"{name:{width}}  {count:>12,}" for name, count in sorted(tally.coverage.items()))
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from multigpu_master.core import events as ev
 from multigpu_master.core.model import Outcome, OutcomeState, Spec, Task
 
-from tests.sim.world import ViolationError, World
+from tests.sim.world import Inbox, Link, ViolationError, World
 
 if TYPE_CHECKING:
     from tests.sim.master import Master
@@ -26,19 +26,26 @@ class Ask:
     epoch: int = 0  # the master's life in which that was
     outcomes: list[tuple[int, int, Outcome]] = field(default_factory=list)  # (epoch, task_id, outcome)
     given_up: bool = False
+    again: bool = False  # the client died, and a new one asks the same, whatever the last one knew
 
     @property
     def open(self) -> bool:
-        return not self.outcomes and not self.given_up
+        return (self.again or not self.outcomes) and not self.given_up
 
 
 class Client:
+    """One program, over all its lives. `paused_until`: it is stopped (SIGSTOP) and hears what came meanwhile later."""
+
     def __init__(self, world: World, master: Master, name: str) -> None:
         self._world = world
         self._master = master
         self.name = name
         self.asks: dict[str, Ask] = {}
+        self.paused_until = 0.0
+        self.outcomes_only = world.chance(0.5)  # it wants no acceptances
         self._stream = 0
+        self._down: Link
+        self._inbox = Inbox(world, lambda: self.paused_until)
 
     def ask(self, asks: list[Ask]) -> None:
         """Wants more done, all of one spec."""
@@ -56,7 +63,8 @@ class Client:
             master = self._master
             if master.core is not None and master.streams.get(stream) is self:
                 tasks = [Task(a.spec, a.request_id, a.payload, a.partition_key) for a in asks]
-                self._world.trace("%s submits %s", self.name, ", ".join(a.request_id for a in asks))
+                if self._world.tracing:
+                    self._world.trace("%s submits %s", self.name, ", ".join(a.request_id for a in asks))
                 master.submit(self, stream, spec, tasks)
 
         self._world.after(self._world.between(0.0001, 0.005), lambda: self._master.when_awake(arrive))
@@ -65,11 +73,12 @@ class Client:
         """Begins a stream, and sends every task without an outcome again."""
         if self._stream:
             return
-        if self._master.core is None:
+        if self._master.core is None or self._world.now < self.paused_until:
             self._world.after(self._world.between(0.05, 0.5), self.connect)
             return
         self._stream = self._master.new_id()
-        self._master.streams[self._stream] = self
+        self._master.stream_opened(self._stream, self)
+        self._down = Link(self._world, 0.0025, self._inbox.put)
         waiting: dict[int, list[Ask]] = {}
         for ask in self.asks.values():
             if ask.open:
@@ -79,21 +88,47 @@ class Client:
 
     def stream_broke(self) -> None:
         """The stream is gone, with all that was on its way."""
-        self._master.streams.pop(self._stream, None)
-        self._stream = 0
-        self._world.after(self._world.between(0.02, 0.3), self.connect)
+        if self._stream:
+            self._master.stream_closed(self._stream)
+            self._stream = 0
+            self._down.end(lost=True)
+            self._inbox.clear()
+            self._world.after(self._world.between(0.02, 0.3), self.connect)
+
+    def crash(self) -> None:
+        """kill -9; the program is started again, and asks for everything once more under the same request_ids."""
+        self._world.trace("%s is killed", self.name)
+        self.paused_until = 0.0
+        for ask in self.asks.values():
+            if ask.spec.durable and not ask.given_up:
+                ask.again = True
+        self.stream_broke()
 
     # --- what the master says ----------------------------------------------------------------------------------------
 
-    def accepted(self, request_id: str, task: Task, epoch: int) -> None:
-        ask = self.asks[request_id]
-        if ask.task_id and ask.task_id != task.task_id and ask.spec.durable and ask.outcomes == []:
-            raise ViolationError(f"{request_id} was accepted as {ask.task_id}, now it is {task.task_id}")
-        ask.task_id, ask.epoch = task.task_id, epoch
+    def tell_accepted(self, stream: int, request_id: str, task_id: int, epoch: int) -> None:
+        if self._stream == stream:
+            self._down.send(lambda: self._accepted(request_id, task_id, epoch))
 
-    def rejected(self, request_id: str, rejection: ev.Rejection) -> None:
+    def tell_rejected(self, stream: int, request_id: str, rejection: ev.Rejection) -> None:
+        if self._stream == stream:
+            self._down.send(lambda: self._rejected(request_id, rejection))
+
+    def tell_outcome(self, stream: int, request_id: str, task_id: int, outcome: Outcome, epoch: int) -> None:
+        if self._stream == stream:
+            self._down.send(lambda: self._outcome(request_id, task_id, outcome, epoch))
+
+    def _accepted(self, request_id: str, task_id: int, epoch: int) -> None:
         ask = self.asks[request_id]
-        if ask.task_id and ask.spec.durable and ask.open and rejection.code != 4:
+        if ask.task_id and ask.task_id != task_id and ask.spec.durable and not ask.outcomes:
+            raise ViolationError(f"{request_id} was accepted as {ask.task_id}, now it is {task_id}")
+        ask.task_id, ask.epoch = task_id, epoch
+
+    def _rejected(self, request_id: str, rejection: ev.Rejection) -> None:
+        ask = self.asks[request_id]
+        self._world.coverage[f"rejection: code {rejection.code}"] += 1
+        # While the disk is full even known tasks are refused, for a while.
+        if ask.task_id and ask.spec.durable and ask.open and rejection.retry_delay_s is None:
             raise ViolationError(f"{request_id} was accepted, and then rejected: {rejection.message}")
         self._world.trace("%s is rejected: %s", request_id, rejection.message)
         if rejection.retry_delay_s is None:
@@ -101,21 +136,22 @@ class Client:
         elif ask.open:
             self._world.after(rejection.retry_delay_s, lambda: self.submit([ask]) if ask.open else None)
 
-    def send_outcome(self, request_id: str, task_id: int, outcome: Outcome, epoch: int) -> None:
-        """An outcome sets out for the client, and gets lost if the stream breaks first."""
-        stream = self._stream
-        delay_s = self._world.between(0.0001, 0.005)
-        self._world.after(
-            delay_s, lambda: self.outcome(request_id, task_id, outcome, epoch) if self._stream == stream else None
-        )
-
-    def outcome(self, request_id: str, task_id: int, outcome: Outcome, epoch: int) -> None:
-        ask = self.asks[request_id]
-        for old_epoch, old_id, old in ask.outcomes:
-            # Twins come from a master that died before it knew; and from ephemeral tasks that were forgotten.
-            same = old_id == task_id and old.state == outcome.state and old.result == outcome.result
-            if not same and old_epoch == epoch and ask.spec.durable:
-                raise ViolationError(f"{request_id} ended twice: {old} as {old_id}, {outcome} as {task_id}")
+    def _outcome(self, request_id: str, task_id: int, outcome: Outcome, epoch: int) -> None:
+        ask, journal = self.asks[request_id], self._master.journal
+        self._world.coverage[f"outcome: {OutcomeState(outcome.state).name}"] += 1
+        self._world.trace("%s has its outcome", request_id)
+        if ask.spec.durable and not journal.refused_ever:
+            stored = journal.by_request.get(request_id)
+            if stored is not None and (stored.task_id, stored.state) != (task_id, outcome.state):
+                raise ViolationError(f"{request_id} ended as {stored.task_id}; told was {outcome} of {task_id}")
+            for old_epoch, old_id, old in ask.outcomes:
+                # Twins come from a master that died before it knew, and from a disk that had no room for the first.
+                same = old_id == task_id and old.state == outcome.state and old.result == outcome.result
+                if not same and old_epoch == epoch:
+                    raise ViolationError(f"{request_id} ended twice: {old} as {old_id}, {outcome} as {task_id}")
         if outcome.state is OutcomeState.SUCCEEDED and not outcome.result.startswith(request_id.encode() + b" "):
             raise ViolationError(f"{request_id} got another's result: {outcome.result!r}")
+        if ask.again and ask.outcomes:
+            self._world.coverage["outcome: told again to a new client"] += 1
+        ask.again = False
         ask.outcomes.append((epoch, task_id, outcome))

@@ -1,108 +1,44 @@
-"""A model of the journal: what was appended becomes durable in order and after a delay; a crash loses the rest.
+"""The simulated disk. What is simulated is SQLite and the journal's thread: appended entries become durable in order
+and after a delay, several in a transaction, and a crash loses the rest. The rules above it are the master's own: its
+`Journaling` runs here on a simulated event loop, and its records are what is kept.
 
-While `full`, transactions fail: entries with submits are refused, those with outcomes wait for room, as the protocol
-says.
+The rules of journal_sqlite.py (what a full disk refuses and what it keeps, what is written once, when there is room
+again) are written down here a second time; test_journal_model.py feeds both the same entries and compares.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from __future__ import annotations
 
-from multigpu_master.core.model import Outcome, Spec, Task
+import asyncio
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, cast
 
-from tests.sim.world import World
+from multigpu_master import known_requests
+from multigpu_master.journal import CommitCallback, Entry, JournalFullError, SettleRecord, SubmitRecord
 
+from tests.sim.world import Link, World
 
-@dataclass(slots=True)
-class Row:
-    """A submitted task, as it is on the disk."""
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
-    task_id: int
-    request_id: str
-    spec: Spec
-    payload: bytes
-    partition_key: str
-    submit_s: float
-
-
-@dataclass(slots=True)
-class Settle:
-    """An outcome, as it is on the disk."""
-
-    task_id: int
-    request_id: str
-    outcome: Outcome
-    attempts: int
+RETRY_S = 0.5  # between two tries on a full disk
+FULL = JournalFullError("the simulated disk is full")
 
 
-@dataclass(slots=True)
-class Entry:
-    submits: list[Row] = field(default_factory=list)
-    settles: list[Settle] = field(default_factory=list)
-    tasks: list[Task] = field(default_factory=list)
-    done: Callable[[bool], None] = lambda _ok: None
+class Rows:
+    """What is on the disk."""
 
+    def __init__(self) -> None:
+        self.tasks: dict[int, SubmitRecord] = {}
+        self.outcomes: dict[int, SettleRecord] = {}  # in order of their cursors
+        self.by_request: dict[str, SettleRecord] = {}
+        self.dead: dict[int, SubmitRecord] = {}
+        self.settings: dict[str, bytes] = {}
+        self.reborn: dict[int, list[int]] = {}  # dead letter -> the tasks that came in the transaction in which it went
 
-class SimJournal:
-    """The disk, and the thread that writes it. `generation` counts the openings."""
-
-    def __init__(self, world: World) -> None:
-        self._world = world
-        self.tasks: dict[int, Row] = {}
-        self.outcomes: dict[int, Settle] = {}
-        self.by_request: dict[str, Settle] = {}
-        self.generation = 0
-        self.full = False
-        self._queue: list[Entry] = []
-        self._writing = False
-
-    def open(self) -> None:
-        self.generation += 1
-        self._queue = []
-        self._writing = False
-
-    def append(self, entry: Entry) -> None:
-        self._queue.append(entry)
-        self._write()
-
-    @property
-    def idle(self) -> bool:
-        return not self._queue and not self._writing
-
-    def _write(self) -> None:
-        if self._writing or not self._queue:
-            return
-        self._writing = True
-        batch, self._queue = self._queue, []
-        generation = self.generation
-        self._world.after(self._world.between(0.0005, 0.03), lambda: self._end(batch, generation))
-
-    def _end(self, batch: list[Entry], generation: int) -> None:
-        if generation != self.generation:
-            return
-        done: list[tuple[Entry, bool]] = []
-        if self.full:
-            kept = [e for e in batch if e.settles]
-            done = [(e, False) for e in batch if not e.settles]
-            self._queue = kept + self._queue
-        else:
-            for entry in batch:
-                self._apply(entry)
-                done.append((entry, True))
-        # The transaction is on the disk; the master hears of it a little later.
-        self._world.after(self._world.between(0.0001, 0.002), lambda: self._tell(done, generation))
-
-    def _tell(self, done: list[tuple[Entry, bool]], generation: int) -> None:
-        if generation != self.generation:
-            return
-        self._writing = False
-        for entry, ok in done:
-            entry.done(ok)
-        if self.full:
-            self._world.after(0.3, self._write)
-        else:
-            self._write()
-
-    def _apply(self, entry: Entry) -> None:
+    def apply(self, entry: Entry) -> None:
+        """One entry of a transaction that succeeded."""
         for row in entry.submits:
             self.tasks[row.task_id] = row
         for settle in entry.settles:
@@ -110,3 +46,170 @@ class SimJournal:
             self.outcomes[settle.task_id] = settle
             if settle.request_id:
                 self.by_request[settle.request_id] = settle
+            if settle.dead is not None:
+                self.dead[settle.task_id] = settle.dead
+        for key, value in entry.settings.items():
+            if value is None:
+                self.settings.pop(key, None)
+            else:
+                self.settings[key] = value
+        for task_id in entry.deleted_dead_letters:
+            self.dead.pop(task_id, None)
+            if entry.submits:
+                self.reborn.setdefault(task_id, []).extend([r.task_id for r in entry.submits])
+
+
+class SimJournal(Rows):
+    """The disk, and the thread that writes it. `disk_full` and `slow` are faults; the rest is the thread's."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__()
+        self._world = world
+        self.disk_full = False
+        self.slow = 1.0
+        self.refused_ever = False
+        self._generation = 0  # counts the openings
+        self._queue: list[Entry] = []
+        self._pending: deque[Entry] = deque()
+        self._refused: dict[int, None] = {}
+        self._writing = False
+        self._full = False  # as the thread knows it
+        self._told: Link
+
+    def open(self, on_commit: CommitCallback) -> None:
+        """A new process; what the last one had not written is lost."""
+        self.close()
+        self._told = Link(self._world, 0.001, lambda told: on_commit(*told))
+
+    def close(self) -> None:
+        """The process is gone, in the middle of whatever it did."""
+        if self._generation:
+            self._told.end(lost=True)
+        self._generation += 1
+        self._queue = []
+        self._pending.clear()
+        self._refused = {}
+        self._writing = self._full = False
+
+    def append(self, *entries: Entry) -> None:
+        for entry in entries:
+            assert not (entry.submits and entry.settles), "submits may be refused, settles may not: keep them apart"
+        self._queue.extend(entries)
+        self._take()
+
+    def find_requests(self, request_ids: Sequence[str]) -> dict[str, SettleRecord]:
+        return {r: self.by_request[r] for r in request_ids if r in self.by_request}
+
+    @property
+    def idle(self) -> bool:
+        return not (self._queue or self._pending or self._writing or self._full)
+
+    def _take(self) -> None:
+        """The thread has time: it takes what is queued, and writes unless the disk is known to be full."""
+        if self._writing:
+            return
+        taken, self._queue = self._queue, []
+        if self._full:
+            self._sort_out(taken)
+            return
+        self._pending.extend(taken)
+        if self._pending:
+            self._begin()
+
+    def _begin(self) -> None:
+        self._writing = True
+        batch = list(self._pending)
+        if len(batch) > 1 and self._world.chance(0.1):
+            batch = batch[: self._world.random.randrange(1, len(batch))]
+        for _ in batch:
+            self._pending.popleft()
+        generation = self._generation
+        self._world.after(self._world.between(0.0005, 0.03) * self.slow, lambda: self._end(batch, generation))
+
+    def _end(self, batch: list[Entry], generation: int) -> None:
+        if generation != self._generation:
+            return
+        self._writing = False
+        if self.disk_full:
+            self._pending.extendleft(reversed(batch))
+            if not self._full:
+                self._full = True
+                pending, self._pending = list(self._pending), deque()
+                self._sort_out(pending)
+            self._world.after(RETRY_S, lambda: self._retry(generation))
+        else:
+            room_again, self._full = self._full, False
+            if room_again:
+                self._refused = {}
+            for entry in batch:
+                self.apply(entry)
+            if batch or room_again:
+                self._told.send((batch, 0, None))
+        self._take()
+
+    def _retry(self, generation: int) -> None:
+        if generation == self._generation:
+            self._begin()
+
+    def _sort_out(self, entries: Iterable[Entry]) -> None:
+        """On a full disk: refuses submits, and keeps the rest but for the settles of refused tasks."""
+        refused: list[Entry] = []
+        for entry in entries:
+            if entry.submits:
+                refused.append(entry)
+                self._refused.update(dict.fromkeys([r.task_id for r in entry.submits]))
+                continue
+            if any(r.task_id in self._refused for r in entry.settles):
+                entry.settles = [r for r in entry.settles if r.task_id not in self._refused]
+            self._pending.append(entry)
+        if refused:
+            self.refused_ever = True
+            self._world.coverage["journal: submits refused"] += len(refused)
+            self._told.send((refused, 0, FULL))
+
+
+class _Handle:
+    __slots__ = ("cancelled",)
+
+    def __init__(self) -> None:
+        self.cancelled = False
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
+
+class SimLoop:
+    """As much of an event loop as the master's journaling uses, on the simulated clock. It dies with its master."""
+
+    def __init__(self, world: World, when_awake: Callable[[Callable[[], None]], None]) -> None:
+        self._world = world
+        self._when_awake = when_awake
+        self.dead = False
+
+    def call_later(self, delay_s: float, what: Callable[..., object], *args: Any) -> _Handle:
+        handle = _Handle()
+
+        def run() -> None:
+            if not (self.dead or handle.cancelled):
+                what(*args)
+
+        self._world.after(delay_s, lambda: self._when_awake(run))
+        return handle
+
+    def call_soon(self, what: Callable[..., object], *args: Any) -> _Handle:
+        return self.call_later(0.0, what, *args)
+
+    call_soon_threadsafe = call_soon
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Whatever asks for the running loop in here gets this one. What remembers request_ids is made small: never
+        loaded, it sends everyone to the journal anyway, and clearing megabytes would take longer than the run.
+        """
+        asyncio._set_running_loop(cast("asyncio.AbstractEventLoop", self))
+        slots, known_requests.SLOTS_MIN = known_requests.SLOTS_MIN, 1
+        try:
+            yield
+        finally:
+            known_requests.SLOTS_MIN = slots
+            asyncio._set_running_loop(None)

@@ -1,37 +1,34 @@
-"""The simulated master: the real core behind a driver that is as thin as the real one, and can be killed at any
-moment.
+"""The simulated master: the real core, the real journaling and the real settings, behind a driver that is as thin as
+the real one, and can be killed at any moment.
+
+Its clock is a wall clock that was read when it started, as the real one's: it may be wrong by hours, and differently
+so in its next life. It never goes back while the master lives.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
+from multigpu.v1 import task_pb2
+from multigpu_master import settings, wire
 from multigpu_master.core import events as ev
-from multigpu_master.core.model import Outcome, OutcomeState, Spec, Task, Worker, WorkerInfo
+from multigpu_master.core.model import Outcome, OutcomeState, Spec, Task, TaskError
 from multigpu_master.core.scheduler import Core, Limits
+from multigpu_master.journal import Journal, JournalError, LargeBody, SettleRecord
+from multigpu_master.journaling import Journaling
 from multigpu_master.strategies.registry import load_strategies
 
 from tests.sim.invariants import Invariants
-from tests.sim.journal import Entry, Row, Settle, SimJournal
-from tests.sim.world import Inbox, Link, World
+from tests.sim.journal import SimJournal, SimLoop
+from tests.sim.world import Inbox, Link, ViolationError, World
 
 if TYPE_CHECKING:
     from tests.sim.client import Client
 
 STRATEGIES = load_strategies()
-LIMITS = Limits(session_timeout_s=5.0, ephemeral_bytes_max=20_000, tasks_max=400, uncommitted_bytes_max=5_000)
-
-
-@dataclass(slots=True)
-class Known:
-    """What a master remembers of a worker across restarts."""
-
-    info: WorkerInfo
-    cordoned: bool
-    cordon_reason: str
-    connected: bool
+DISK_FULL = ev.Rejection(8, "the journal is full", 1.0)
 
 
 @dataclass(slots=True)
@@ -40,36 +37,52 @@ class Grant:
 
     session: int
     frame: int
-    leases: list[tuple[int, int, int, bytes, bytes, int]]
+    leases: list[tuple[int, int, int, bytes, bytes, int, float]]
 
     @classmethod
     def of(cls, command: ev.Dispatch) -> Grant:
         leases = []
         for x in command.leases:
-            checkpoint, partials = (x.task.extra.checkpoint, len(x.task.extra.partials)) if x.task.extra else (b"", 0)
-            leases.append((x.lease_id, x.task.task_id, x.attempt, x.task.payload, checkpoint, partials))
+            task = x.task
+            checkpoint, partials = (task.extra.checkpoint, len(task.extra.partials)) if task.extra else (b"", 0)
+            leases.append((
+                x.lease_id, task.task_id, x.attempt, task.payload, checkpoint, partials, task.spec.run_timeout_s or 0.0
+            ))  # fmt: skip
         return cls(command.session, command.frame, leases)
 
 
 class Master:
     """Owns the core of the day. `epoch` counts its lives; `core` is None while it is down."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: World, limits: Limits, strategy: str, grace_s: float) -> None:
         self.world = world
         self.journal = SimJournal(world)
         self.core: Core | None = None
+        self.journaling: Journaling
         self.epoch = 0
         self.down: dict[int, Link] = {}  # session -> the way to its worker
         self.streams: dict[int, Client] = {}
-        self.strategy = "auto"
-        self.queue_rules: dict[str, ev.ConfigureQueue] = {}
-        self.queue_strategies: dict[str, str] = {}
-        self.known: dict[str, Known] = {}
+        self.specs: dict[bytes, Spec] = {}  # those that the clients use, by what the journal keeps of them
         self.stalled_until = 0.0
-        self.invariants = Invariants(world)
+        self.wall_skew_s = 0.0  # how wrong its host's wall clock is now
+        self.requeued: dict[int, list[int]] = {}  # dead letter -> the tasks told of, once durable
+        self.discarded: dict[int, None] = {}
+        self.invariants = Invariants(self)
+        self._limits = limits
+        self._strategy = strategy
+        self._grace_s = grace_s  # how long a new master waits for the workers of the last one
+        self._skew_s = 0.0
+        self._loop: SimLoop
+        self._requeueing: dict[int, None] = {}
         self._inbox = Inbox(world, lambda: self.stalled_until)
+        self._outcomes = wire.OutcomeWriter()
         self._ids = 0
         self._tick_at = 0.0
+
+    @property
+    def now(self) -> float:
+        """By its own clock."""
+        return self.world.now + self._skew_s
 
     # --- life --------------------------------------------------------------------------------------------------------
 
@@ -78,41 +91,49 @@ class Master:
             return
         world = self.world
         self.epoch += 1
-        self.journal.open()
-        core = Core(STRATEGIES, LIMITS, self.epoch << 32, world.random.random, self.strategy)
-        self.core = core
-        self.invariants.begin(core)
+        self._skew_s = self.wall_skew_s
         self._tick_at = 0.0
-        for known in list(self.known.values()):
-            event = ev.RegisterWorker(known.info, known.cordoned, known.cordon_reason, expected=known.connected)
-            self.handle(event)
-        for rule in list(self.queue_rules.values()):
-            self.handle(rule)
-        for queue, name in list(self.queue_strategies.items()):
-            self.handle(ev.SetStrategy(name, queue))
+        self._loop = SimLoop(world, self.when_awake)
+        self._requeueing = {}
+        core = self.core = Core(STRATEGIES, self._limits, self.epoch << 32, world.random.random, self._strategy)
+        self.invariants.begin(core)
+        with self._loop.running():
+            journaling = Journaling(cast("Journal", self.journal), self.handle, lambda: None, self._fatal)
+        self.journaling = journaling
+        self.journal.open(journaling.on_commit)
+        expected = settings.restore(cast("Core", _Restoring(self)), self.journal.settings, self.now)
         rows = sorted(self.journal.tasks.values(), key=lambda r: r.task_id)
-        tasks = [
-            Task(r.spec, r.request_id, r.payload, r.partition_key, submit_s=r.submit_s, task_id=r.task_id) for r in rows
-        ]
-        expected = any(k.connected for k in self.known.values())
-        world.trace("master %d starts with %d tasks", self.epoch, len(tasks))
-        self.handle(ev.Recover(tasks, world.now + 3.0 if expected else 0.0))
+        tasks = [wire.restored_task(r, self.specs[r.spec]) for r in rows]
+        world.trace("master %d starts with %d tasks, its clock wrong by %g s", self.epoch, len(tasks), self._skew_s)
+        self.handle(ev.Recover(tasks, self.now + self._grace_s if expected else self.now))
 
     def crash(self) -> None:
-        """kill -9."""
+        """kill -9, or loss of power."""
         if self.core is None:
             return
         self.world.trace("master %d is killed", self.epoch)
+        self.tally()
         self.core = None
+        self._loop.dead = True
         self._inbox.clear()
         self.stalled_until = 0.0
-        self.journal.open()
+        self.journal.close()
         for link in self.down.values():
-            link.broken = True
+            link.end(lost=True)
         self.down = {}
         for client in list(self.streams.values()):
             client.stream_broke()
         self.streams = {}
+
+    def tally(self) -> None:
+        """Counts what this life brought."""
+        core, coverage = self.core, self.world.coverage
+        assert core is not None, "it lives"
+        coverage["core: requeued"] += core.counters.requeued
+        coverage["core: stale reports"] += core.counters.stale_reports
+
+    def _fatal(self, reason: str) -> None:
+        raise ViolationError(f"the master gave up: {reason}")
 
     def new_id(self) -> int:
         """Of a session or a stream."""
@@ -126,14 +147,18 @@ class Master:
         self._inbox.put(what)
 
     def handle(self, event: ev.Event) -> list[ev.Command]:
-        core = self.core
+        core, world = self.core, self.world
         assert core is not None, "the master is up"
-        now = self.world.now
-        self.world.trace("  %s", event, brief=True)
+        coverage = world.coverage
+        coverage[type(event).__name__] += 1
+        if world.tracing:
+            world.trace("  %s", event, brief=True)
         self.invariants.before(event)
-        commands = core.handle(event, now)
+        commands = core.handle(event, self.now)
         for command in commands:
-            self.world.trace("    %s", command, brief=True)
+            coverage[type(command).__name__] += 1
+            if world.tracing:
+                world.trace("    %s", command, brief=True)
         self.invariants.after(event, commands)
         for command in commands:
             self._carry_out(command)
@@ -153,15 +178,20 @@ class Master:
                 self._tick_at = 0.0
                 self.handle(ev.Tick())
 
-        self.world.after(max(0.0, due - self.world.now), lambda: self.when_awake(tick))
+        # A little late, as timers are, so that none is early by a rounding error.
+        self.world.after(max(0.0, due - self.now) + 1e-6, lambda: self.when_awake(tick))
 
     def _carry_out(self, command: ev.Command) -> None:
         match command:
             case ev.Settled():
                 self._settled(command.tasks)
             case ev.WorkerChanged():
-                self._worker_changed(command.worker, gone=command.gone, remember=command.remember)
+                if command.remember:
+                    setting = settings.worker_setting(command.worker)
+                    self.journaling.remember(dict.fromkeys(setting) if command.gone else setting)
             case ev.Welcome() | ev.Dispatch() | ev.Revoke() | ev.Desire() | ev.EndSession():
+                if isinstance(command, ev.Welcome) and command.adopted:
+                    self.world.coverage["core: adopted leases"] += len(command.adopted)
                 link = self.down.get(command.session)
                 if link is not None:
                     link.send(Grant.of(command) if isinstance(command, ev.Dispatch) else command)
@@ -170,72 +200,96 @@ class Master:
             case _:
                 pass
 
-    def _worker_changed(self, worker: Worker, *, gone: bool, remember: bool) -> None:
-        if gone:
-            self.known.pop(worker.worker_id, None)
-        elif remember:
-            self.known[worker.worker_id] = Known(
-                worker.info, worker.cordoned, worker.cordon_reason, bool(worker.session)
-            )
-
     # --- clients -----------------------------------------------------------------------------------------------------
 
+    def stream_opened(self, stream: int, client: Client) -> None:
+        self.streams[stream] = client
+
+        def opened() -> None:
+            self.handle(ev.StreamOpened(stream))
+
+        self.when_awake(opened)
+
+    def stream_closed(self, stream: int) -> None:
+        """As the driver does when a Run stream ends."""
+        self.streams.pop(stream, None)
+        if self.core is not None:
+
+            def close() -> None:
+                self.handle(ev.StreamClosed(stream))
+                self.journaling.hurry()
+
+            self.when_awake(close)
+
     def submit(self, client: Client, stream: int, spec: Spec, tasks: list[Task]) -> None:
-        """As the Run rpc does: what the journal has settled is answered, the rest goes to the core."""
-        assert self.core is not None, "the master is up"
-        fresh: list[Task] = []
-        for task in tasks:
-            old = self.journal.by_request.get(task.request_id)
-            if old is not None and task.request_id not in self.core.requests:
-                client.outcome(old.request_id, old.task_id, old.outcome, self.epoch)
-            else:
-                fresh.append(task)
-        commands = self.handle(ev.Submit(spec, fresh, stream))
-        answer = next(c for c in commands if isinstance(c, ev.Submitted))
-
-        def done(ok: bool) -> None:
-            if not ok and answer.fresh and self.core is not None:
-                self.handle(ev.SubmitFailed(answer.fresh))
-            for asked, result in zip(fresh, answer.results, strict=True):
-                self._answer(client, stream, asked.request_id, result)
-
-        if spec.durable:
-            rows = [Row(t.task_id, t.request_id, t.spec, t.payload, t.partition_key, t.submit_s) for t in answer.fresh]
-            self.journal.append(Entry(submits=rows, done=done))
-        else:
-            done(True)
-
-    def _answer(self, client: Client, stream: int, request_id: str, result: Task | ev.Rejection) -> None:
-        if self.streams.get(stream) is not client:
+        """As the Run rpc does: what the journal has settled is answered, the rest goes to the core, and what it took is
+        told once it is durable.
+        """
+        core, epoch = self.core, self.epoch
+        assert core is not None, "the master is up"
+        if spec.durable and not self.journaling.writable:
+            for task in tasks:
+                client.tell_rejected(stream, task.request_id, DISK_FULL)
             return
-        if isinstance(result, ev.Rejection):
-            client.rejected(request_id, result)
-        elif result.outcome is not None:
-            client.outcome(request_id, result.task_id, result.outcome, self.epoch)
-        elif result.task_id:
-            client.accepted(request_id, result, self.epoch)
+        known: dict[str, SettleRecord] = {}
+        if spec.durable:
+            asked = [t.request_id for t in tasks if t.request_id not in core.requests]
+            known = self.journal.find_requests(self.journaling.perhaps_known(asked))
+        for request_id, stored in known.items():
+            client.tell_outcome(stream, request_id, stored.task_id, _stored_outcome(stored), epoch)
+        fresh = [t for t in tasks if t.request_id not in known]
+        accepted: list[tuple[str, Task]] = []
+
+        def done(error: JournalError | None) -> None:
+            for request_id, task in accepted:
+                if not task.task_id:
+                    client.tell_rejected(stream, request_id, DISK_FULL)
+                elif task.outcome is None and not client.outcomes_only:
+                    client.tell_accepted(stream, request_id, task.task_id, epoch)
+
+        for task, answer in zip(
+            fresh, self._submit(spec, fresh, stream, done, (), patient=client.outcomes_only), strict=True
+        ):
+            if isinstance(answer, ev.Rejection):
+                client.tell_rejected(stream, task.request_id, answer)
+            elif answer.outcome is not None:
+                client.tell_outcome(stream, task.request_id, answer.task_id, answer.outcome, epoch)
+            else:
+                accepted.append((task.request_id, answer))
+
+    def _submit(
+        self, spec: Spec, tasks: list[Task], stream: int, done: Callable[[JournalError | None], None],
+        replaces: Sequence[int], *, patient: bool = False,
+    ) -> list[Task | ev.Rejection]:  # fmt: skip
+        """As the driver does."""
+        answer = next(c for c in self.handle(ev.Submit(spec, tasks, stream)) if isinstance(c, ev.Submitted))
+        if spec.durable:
+            letters = replaces if answer.fresh else ()
+            if patient:
+                self._loop.call_soon(self.journaling.submits_patiently, answer.fresh, done)
+            else:
+                self._loop.call_soon(self.journaling.submits, answer.fresh, done, letters, not stream)
         else:
-            client.rejected(request_id, ev.Rejection(8, "the journal is full", 1.0))
+            self._loop.call_soon(done, None)
+        return answer.results
 
     def _settled(self, tasks: list[Task]) -> None:
-        durable = []
+        durable: list[tuple[Task, bytes | LargeBody]] = []
         for task in tasks:
             outcome = task.outcome
             assert outcome is not None, "it is settled"
+            if not outcome.dispatch_s <= outcome.finish_s <= self.now:
+                raise ViolationError(f"task {task.task_id} ended at {outcome.finish_s}, by a clock that is not ours")
             for stream in task.streams:
                 client = self.streams.get(stream)
                 if client is not None:
-                    client.send_outcome(task.request_id, task.task_id, outcome, self.epoch)
+                    client.tell_outcome(stream, task.request_id, task.task_id, outcome, self.epoch)
             if task.spec.durable:
-                durable.append(task)
+                durable.append((task, self._outcomes.write(task)))
         if durable:
-            settles = [Settle(t.task_id, t.request_id, _outcome(t), t.attempts) for t in durable]
-
-            def done(ok: bool) -> None:
-                assert ok, "outcomes are written in the end"
-                self.handle(ev.SettlesCommitted(durable))
-
-            self.journal.append(Entry(settles=settles, done=done))
+            if self.core is not None and self.core.clogged():
+                self.world.coverage["core: nothing dispatched for outcomes not written"] += 1
+            self._loop.call_soon(self.journaling.settles, durable)
 
     def cancel(self, request_id: str) -> None:
         assert self.core is not None, "the master is up"
@@ -243,8 +297,67 @@ class Master:
         if task is not None:
             self.handle(ev.Cancel([task, task], "no longer wanted"))
 
+    # --- operators ---------------------------------------------------------------------------------------------------
 
-def _outcome(task: Task) -> Outcome:
-    assert task.outcome is not None, "it is settled"
-    assert task.outcome.state in list(OutcomeState), "a settled task has a state"
-    return task.outcome
+    def operate(self, event: ev.Event, told: Callable[[], None]) -> None:
+        """As the admin service does: the core first, and the answer once its rules are on the disk."""
+        core = self.core
+        assert core is not None, "the master is up"
+        self.handle(event)
+        setting: dict[str, bytes | None] = {}
+        match event:
+            case ev.ConfigureQueue() | ev.SetStrategy() if event.queue:
+                setting = settings.queue_setting(core.queue(event.queue))
+            case ev.SetStrategy():
+                setting = {settings.STRATEGY: event.name.encode()}
+            case ev.Cordon() | ev.Uncordon() | ev.Drain():
+                setting = settings.worker_setting(core.fleet.workers[event.worker_id])
+            case _:
+                told()
+                return
+        self.journaling.remember(setting, lambda error: told() if error is None else None)
+
+    def requeue_letter(self, task_id: int) -> None:
+        """As RequeueDeadLetters does: the letter goes and its task comes in one transaction; until then no other call
+        finds it.
+        """
+        letter = self.journal.dead.get(task_id)
+        if letter is None or task_id in self._requeueing:
+            return
+        self._requeueing[task_id] = None
+        assert isinstance(letter.payload, bytes), "simulated payloads are small"
+        spec = self.specs[letter.spec]
+        task = Task(spec, "", letter.payload, letter.partition_key, letter.units)
+
+        def done(error: JournalError | None) -> None:
+            del self._requeueing[task_id]
+            if error is None and task.task_id:
+                self.world.coverage["letter: requeued"] += 1
+                self.requeued.setdefault(task_id, []).append(task.task_id)
+
+        self._submit(spec, [task], 0, done, (task_id,))
+
+    def discard_letter(self, task_id: int) -> None:
+        """As DeleteDeadLetters does."""
+        if task_id in self.journal.dead:
+            self.world.coverage["letter: discarded"] += 1
+            self.discarded[task_id] = None
+            self.journaling.remember({}, None, (task_id,))
+
+
+class _Restoring:
+    """Takes a new core's settings as events, so that they are watched as all others are."""
+
+    def __init__(self, master: Master) -> None:
+        self._master = master
+        self.strategies = STRATEGIES
+
+    def handle(self, event: ev.Event, _now: float) -> list[ev.Command]:
+        return self._master.handle(event)
+
+
+def _stored_outcome(record: SettleRecord) -> Outcome:
+    assert isinstance(record.body, bytes), "simulated outcomes are small"
+    message = task_pb2.Outcome.FromString(record.body)
+    error = TaskError(message.error.type, "") if message.error.type else None
+    return Outcome(OutcomeState(record.state), record.settle_time_s, message.result, error=error)

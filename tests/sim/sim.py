@@ -1,24 +1,59 @@
 """One seed: a fleet, clients, faults of some kinds for a while; then the faults stop, and everything must come to
 rest.
+
+While the faults last any of them may strike, and what is checked is safety: the invariants after every event, and what
+clients are told. Then the world is healed and liveness is checked: the queue must drain to zero, every client must have
+its outcomes, the journal nothing left to do, and in some worlds every worker must be back.
+
+Worlds come in three sizes. Most are small, since most bugs need a worker or two, a few tasks and a few faults in the
+right order: a million small worlds see more such orders than a thousand large ones. The few large ones are for what
+only shows in numbers: full windows, long lanes, rankings.
 """
 
 from dataclasses import dataclass
 
-from multigpu_master.core import events as ev
 from multigpu_master.core.model import Capability, Outcome, Spec, WorkerInfo
+from multigpu_master.core.scheduler import Limits
 
 from tests.sim.client import Ask, Client
+from tests.sim.faults import Faults
 from tests.sim.master import STRATEGIES, Master
+from tests.sim.small import small_limits
 from tests.sim.worker import SimWorker
 from tests.sim.world import ViolationError, World
 
-FAULTS_S = 8.0
 REST_S = 900.0
 EVENTS_MAX = 60_000
-FAULTS = (
-    "worker crash", "worker freeze", "worker leave", "stream break", "silent break", "client break", "master crash",
-    "master stall", "journal full", "cordon", "drain", "pause", "strategy", "queue strategy", "cancel", "duplicate",
-    "memory", "models", "forget", "lie",
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Size:
+    """How much there is in a world."""
+
+    share: float  # of the seeds
+    timeout_s: float  # the master's session_timeout
+    heartbeat_s: float
+    faults_s: float  # for how long there are faults
+    faults: tuple[int, ...]
+    workers: tuple[int, ...]
+    clients: tuple[int, ...]
+    submits: tuple[int, int]
+    batch: tuple[int, ...]
+
+
+SIZES = (
+    Size(
+        share=0.94, timeout_s=2.0, heartbeat_s=0.6, faults_s=2.0, faults=(1, 2, 3, 4, 6),
+        workers=(1, 1, 2), clients=(1, 1, 1, 2), submits=(1, 3), batch=(1, 1, 1, 2, 3),
+    ),
+    Size(
+        share=0.055, timeout_s=5.0, heartbeat_s=1.0, faults_s=8.0, faults=(3, 8, 16),
+        workers=(1, 2, 2, 3), clients=(1, 1, 2), submits=(2, 6), batch=(1, 1, 2, 5, 12),
+    ),
+    Size(
+        share=0.005, timeout_s=5.0, heartbeat_s=1.0, faults_s=8.0, faults=(8, 20, 40),
+        workers=(2, 4, 6), clients=(2, 3), submits=(4, 9), batch=(2, 5, 12, 40),
+    ),
 )  # fmt: skip
 
 
@@ -35,15 +70,32 @@ class Simulation:
 
     def __init__(self, seed: int, *, trace: bool = False) -> None:
         world = self.world = World(seed, trace=trace)
-        self.master = Master(world)
         random = world.random
+        at = random.random()
+        self.size = size = SIZES[(at > SIZES[0].share) + (at > SIZES[0].share + SIZES[1].share)]
+        self.timeout_s = size.timeout_s
+        self.heartbeat_s = size.heartbeat_s
+        limits = Limits(
+            session_timeout_s=size.timeout_s, ephemeral_bytes_max=random.choice((1_000, 20_000)),
+            tasks_max=random.choice((2 * size.batch[-1] + 2, 400, 400, 400)),
+            bytes_max=random.choice((100 * size.batch[-1], *[1 << 20] * 5)),
+            uncommitted_bytes_max=random.choice((600, 5_000, 1 << 20)),
+        )  # fmt: skip
+        grace_s = 0.5 * size.timeout_s
+        self.master = Master(world, limits, random.choice(("auto", "auto", *STRATEGIES)), grace_s)
         # A swarm: each seed has its own mix of faults, so that rare combinations get their turn.
-        self.faults = [f for f in FAULTS if random.random() < 0.35]
+        self.faults = [f for f in Faults.names if random.random() < 0.3]
+        self._faults = Faults(self)
         self.workers = [
-            SimWorker(world, self.master, self._info(i)) for i in range(random.choice((1, 1, 2, 2, 2, 3, 4)))
+            SimWorker(world, self.master, self._info(i), self.heartbeat_s) for i in range(random.choice(size.workers))
         ]
-        self.clients = [Client(world, self.master, f"c{i}") for i in range(random.choice((1, 1, 2)))]
-        self.specs = [self._spec() for _ in range(random.randint(1, 4))]
+        self.clients = [Client(world, self.master, f"c{i}") for i in range(random.choice(size.clients))]
+        self.specs = [self._spec(i) for i in range(random.randint(1, 4))]
+        self.master.specs = {s.wire: s for s in self.specs}
+        # Whether everyone must be back in the end; it takes the world longer.
+        self._thorough = world.chance(0.1)
+        self._healed_s = 0.0
+        self._rest_s = 0.0
         self._asked = 0
 
     def _info(self, i: int) -> WorkerInfo:
@@ -58,7 +110,7 @@ class Simulation:
             window_bytes=random.choice((40, 200, 1 << 20)),
         )  # fmt: skip
 
-    def _spec(self) -> Spec:
+    def _spec(self, i: int) -> Spec:
         random = self.world.random
 
         def some(share: float, value: float) -> float | None:
@@ -69,11 +121,13 @@ class Simulation:
             queue=random.choice(("default", "default", "q2")), priority=random.randint(1, 5),
             labels=(("zone", "a"),) if random.random() < 0.1 else (),
             memory_bytes=random.choice((0, 0, 0, 300)),
-            deadline_s=some(0.1, self.world.now + random.uniform(0.5, 12)),
-            queue_timeout_s=some(0.1, random.uniform(0.05, 5)), run_timeout_s=some(0.2, random.uniform(0.1, 2)),
+            deadline_s=some(0.1, self.world.now + random.uniform(0.3, 1.5 * self.size.faults_s)),
+            queue_timeout_s=some(0.1, random.uniform(0.05, self.timeout_s)),
+            run_timeout_s=some(0.2, random.uniform(0.05, 0.4) * self.timeout_s),
             attempts_max=random.choice((1, 2, 3, 3)), backoff_initial_s=random.choice((0.01, 0.1, 0.5)),
-            backoff_max_s=2.0, durable=random.random() < 0.75, result_ttl_s=random.choice((0.5, 100.0)),
-            wait_for_worker=random.random() < 0.8,
+            backoff_max_s=random.choice((0.5, 2.0)), durable=random.random() < 0.75,
+            result_ttl_s=random.choice((0.5, 100.0)),
+            wait_for_worker=random.random() < 0.8, wire=f"spec {i}".encode(),
         )  # fmt: skip
 
     # --- work --------------------------------------------------------------------------------------------------------
@@ -82,162 +136,87 @@ class Simulation:
         world, random = self.world, self.world.random
         client, spec = random.choice(self.clients), random.choice(self.specs)
         asks = []
-        for _ in range(random.choice((1, 1, 2, 5, 12))):
+        for _ in range(random.choice(self.size.batch)):
             self._asked += 1
             request_id = f"r{self._asked}"
-            extra = random.choice(("", "", "", "", "fail", "fatal", "flaky", "flaky", "stream", "stream flaky"))
+            extra = random.choice(("", "", "", "", "fail", "fatal", "flaky", "save flaky", "stream", "stream flaky"))
             if world.chance(0.02):
                 extra = "poison"
             elif spec.run_timeout_s is not None and world.chance(0.2):
-                extra = "stuck"
-            run_s = random.choice((0.001, 0.01, 0.05, 0.3, 1.5)) * world.between(0.5, 1.5)
+                extra = random.choice(("stuck", "stuck", "stuck", "deaf"))
+            run_s = random.choice((0.0005, 0.005, 0.02, 0.1, 0.4)) * world.between(0.5, 1.5) * self.timeout_s
             key = random.choice(("", "", "a", "b", "c"))
             asks.append(Ask(request_id, spec, f"{request_id} run {run_s:.4f} {extra}".encode(), key))
         client.ask(asks)
 
     def _fault(self) -> None:
-        world, random, master = self.world, self.world.random, self.master
-        fault, worker, core = random.choice(self.faults), random.choice(self.workers), master.core
-        world.trace("fault: %s", fault)
-        match fault:
-            case "worker crash":
-                worker.crash(world.between(0.1, 3.0))
-            case "worker freeze":
-                worker.frozen_until = world.now + random.choice((0.2, 2.0, 7.0))
-            case "worker leave":
-                worker.leave(world.between(0.1, 2.0))
-            case "stream break":
-                worker.break_stream(world.between(0.0, 0.3))
-            case "silent break":
-                worker.break_stream(random.choice((None, 3.0, 8.0)))
-            case "client break":
-                random.choice(self.clients).stream_broke()
-            case "master crash":
-                if core is not None:
-                    master.crash()
-                    for other in self.workers:
-                        other.master_died()
-                    world.after(world.between(0.01, 2.0), master.start)
-            case "master stall":
-                master.stalled_until = world.now + random.choice((0.1, 1.5, 7.0))
-            case "journal full":
-                master.journal.full = True
-                world.after(world.between(0.1, 2.0), lambda: setattr(master.journal, "full", False))
-            case "memory":
-                worker.memory_used = random.choice((0, 500, 790, 810, 950))
-                worker.utilization = random.random()
-            case "models":
-                worker.resident = random.choice(((), ("m1",), ("m1", "m2")))
-            case "lie" if core is not None:
-                worker.lie([x for w in core.fleet.workers.values() if w.worker_id != worker.info.worker_id
-                            for x in w.leases])  # fmt: skip
-            case "cancel" | "duplicate":
-                self._meddle(fault)
-            case _:
-                if core is not None:
-                    self._operate(fault, worker)
-
-    def _meddle(self, fault: str) -> None:
-        client = self.world.random.choice(self.clients)
-        asks = [a for a in client.asks.values() if a.open]
-        if not asks:
-            return
-        ask = self.world.random.choice(asks)
-        if fault == "duplicate":
-            client.submit([ask])
-        elif self.master.core is not None:
-            self.master.when_awake(lambda: self.master.cancel(ask.request_id) if self.master.core else None)
-
-    def _operate(self, fault: str, worker: SimWorker) -> None:
-        world, random, master = self.world, self.world.random, self.master
-        assert master.core is not None, "the master is up"
-        name = worker.info.worker_id
-        known = master.core.fleet.workers.get(name)
-        queue = random.choice(("default", "q2"))
-        strategy = random.choice(list(STRATEGIES))
-        match fault:
-            case "cordon" if known is not None:
-                master.handle(ev.Cordon(name, "a test"))
-                world.after(world.between(0.1, 2.0), lambda: self._uncordon(name))
-            case "drain" if known is not None:
-                deadline_s = random.choice((None, world.now + world.between(-0.1, 2.0)))
-                master.handle(ev.Drain(name, deadline_s))
-                world.after(world.between(0.5, 3.0), lambda: self._uncordon(name))
-            case "forget" if known is not None and not known.session:
-                master.handle(ev.Forget(name))
-            case "pause":
-                self._configure(ev.ConfigureQueue(queue, paused=True, tasks_max=random.choice((0, 5))))
-                world.after(
-                    world.between(0.1, 2.0),
-                    lambda: self._configure(ev.ConfigureQueue(queue, paused=False, tasks_max=0)),
-                )
-            case "strategy":
-                master.strategy = strategy
-                master.handle(ev.SetStrategy(strategy))
-            case "queue strategy":
-                strategy = random.choice((strategy, ""))
-                master.queue_strategies[queue] = strategy
-                master.handle(ev.SetStrategy(strategy, queue))
-            case _:
-                pass
-
-    def _configure(self, rule: ev.ConfigureQueue) -> None:
-        self.master.queue_rules[rule.queue] = rule
-        if self.master.core is not None:
-            self.master.handle(rule)
-
-    def _uncordon(self, name: str) -> None:
-        known = self.master.known.get(name)
-        if known is not None:
-            known.cordoned = False
-        if self.master.core is not None and name in self.master.core.fleet.workers:
-            self.master.handle(ev.Uncordon(name))
+        if self.faults:
+            self._faults.happen(self.world.random.choice(self.faults))
 
     # --- the run -----------------------------------------------------------------------------------------------------
 
     def run(self) -> Result:
         """Runs to the end. ViolationError: a promise was broken."""
-        world, random = self.world, self.world.random
-        self.master.strategy = random.choice(("auto", "auto", *STRATEGIES))
+        with small_limits():
+            return self._run()
+
+    def _run(self) -> Result:
+        world, random, size = self.world, self.world.random, self.size
         self.master.start()
         for worker in self.workers:
-            world.after(world.between(0.0, 0.5), worker.start)
+            world.after(world.between(0.0, 0.1) * self.timeout_s, worker.start)
         for client in self.clients:
             client.connect()
-        for _ in range(random.randint(2, 9)):
-            world.after(world.between(0.0, FAULTS_S), self._submit)
+        for _ in range(random.randint(*size.submits)):
+            world.after(world.between(0.0, size.faults_s), self._submit)
         if self.faults:
-            for _ in range(random.choice((3, 8, 20))):
-                world.after(world.between(0.0, FAULTS_S), self._fault)
-        world.after(FAULTS_S + 0.01, self._heal)
+            for _ in range(random.choice(size.faults)):
+                world.after(world.between(0.0, size.faults_s), self._fault)
+        world.after(size.faults_s + 0.01, self._heal)
         while not self._at_rest():
             if not world.step() or world.now > world.start + REST_S or world.events > EVENTS_MAX:
                 raise ViolationError(f"it never came to rest: {self._unrest()}")
         self._judge()
+        self.master.tally()
         return Result(world.events, self.master.invariants.checks, self._asked, world.now - world.start)
 
     def _heal(self) -> None:
-        """The faults stop; a worker that can take anything joins, so that nothing has an excuse."""
-        self.world.trace("the faults stop")
+        """The faults stop; sooner or later a worker that can take anything joins, so that nothing has an excuse."""
+        world = self.world
+        world.trace("the faults stop")
         self.faults = []
-        self.master.journal.full = False
+        self._healed_s = world.now
+        self.master.journal.disk_full = False
         for worker in self.workers:
             worker.memory_used = 0
         info = WorkerInfo(
             worker_id="healer", memory_total_bytes=1000, labels={"zone": "a"},
             capabilities=(Capability(kind="sim"), Capability(kind="other")),
         )  # fmt: skip
-        healer = SimWorker(self.world, self.master, info)
+        healer = SimWorker(world, self.master, info, self.heartbeat_s)
         self.workers.append(healer)
-        healer.start()
+        if world.chance(0.5):
+            healer.start()
+        else:
+            # Who is there has to do it, if anyone can.
+            world.after(1.2 * self.timeout_s, healer.start)
 
     def _at_rest(self) -> bool:
         core = self.master.core
-        if self.world.now < self.world.start + FAULTS_S + 4.0 or core is None or core.unsettled:
+        if not self._healed_s or core is None or core.unsettled or core.uncommitted_bytes:
             return False
-        if not self.master.journal.idle:
+        if not self.master.journal.idle or self.master.journaling._pending:
             return False
-        return not any(ask.open for client in self.clients for ask in client.asks.values())
+        if any(ask.open for client in self.clients for ask in client.asks.values()):
+            return False
+        if not self._thorough:
+            return True
+        self._rest_s = self._rest_s or self.world.now
+        # What is late has arrived by then, from workers that were frozen too.
+        if self.world.now < max(self._healed_s + self.timeout_s, self._rest_s) + self.timeout_s + 3.0:
+            return False
+        self._judge_workers()
+        return True
 
     def _unrest(self) -> str:
         core = self.master.core
@@ -246,11 +225,13 @@ class Simulation:
         held = [f"{t.request_id} {t.payload!r} {t.attempts} {t.lease} {t.extra}" for t in tasks]
         return f"{core and core.unsettled} unsettled, asked {open_}, {held}"
 
+    # --- what must be true in the end --------------------------------------------------------------------------------
+
     def _judge(self) -> None:
-        """What must be true in the end."""
         journal = self.master.journal
         core = self.master.core
-        if core is not None and any(t.spec.durable for t in core.tasks.values()):
+        assert core is not None, "it is at rest"
+        if any(t.spec.durable for t in core.tasks.values()):
             raise ViolationError("the core remembers what the journal has")
         if journal.tasks:
             raise ViolationError(f"the journal still has tasks {list(journal.tasks)[:5]}")
@@ -259,16 +240,46 @@ class Simulation:
                 if ask.task_id and ask.spec.durable and ask.request_id not in journal.by_request:
                     raise ViolationError(f"{ask.request_id} was acknowledged, and lost")
                 self._judge_outcomes(ask, [o for _, _, o in ask.outcomes])
+        self._judge_letters()
+
+    def _judge_workers(self) -> None:
+        """Every worker is back, and nobody holds anything any more."""
+        core = self.master.core
+        assert core is not None, "it is at rest"
+        for worker in self.workers:
+            if not worker.alive and not worker.primary:
+                continue
+            if not worker.alive:
+                raise ViolationError(f"{worker.info.worker_id} did not start again")
+            known = core.fleet.workers.get(worker.info.worker_id)
+            if not worker.held.connected:
+                raise ViolationError(f"{worker.info.worker_id} did not come back")
+            if worker.held.leases:
+                raise ViolationError(f"{worker.info.worker_id} holds leases {list(worker.held.leases)} for ever")
+            if known is not None and known.session and (known.cordoned or known.draining):
+                raise ViolationError(f"{worker.info.worker_id} is {known.cordon_reason} for ever")
 
     def _judge_outcomes(self, ask: Ask, outcomes: list[Outcome]) -> None:
         states = {o.state.name for o in outcomes}
         words = ask.payload.decode().split()[3:]
-        if "SUCCEEDED" in states and ("fail" in words or "fatal" in words or "stuck" in words or "poison" in words):
+        if "SUCCEEDED" in states and not {"fail", "fatal", "stuck", "deaf", "poison"}.isdisjoint(words):
             raise ViolationError(f"{ask.request_id} succeeded, which it can't")
-        if (
-            "fatal" in words
-            and "DEAD_LETTERED" in states
-            and "WorkerLost" not in {o.error.type for o in outcomes if o.error is not None}
-            and "RunTimeout" not in {o.error.type for o in outcomes if o.error is not None}
-        ):
+        errors = {o.error.type for o in outcomes if o.error is not None}
+        if "fatal" in words and "DEAD_LETTERED" in states and errors.isdisjoint(("WorkerLost", "RunTimeout")):
             raise ViolationError(f"{ask.request_id} is a dead letter, though it failed for good")
+
+    def _judge_letters(self) -> None:
+        """A dead letter is there, or discarded, or one new task has taken its place."""
+        master = self.master
+        journal = master.journal
+        for letter, record in journal.outcomes.items():
+            if record.dead is None:
+                continue
+            reborn, told = journal.reborn.get(letter, []), master.requeued.get(letter, [])
+            if letter in journal.dead:
+                if reborn or told:
+                    raise ViolationError(f"dead letter {letter} was requeued as {reborn or told}, and is still there")
+            elif not reborn and letter not in master.discarded:
+                raise ViolationError(f"dead letter {letter} is gone")
+            if len(reborn) > 1 or any(t not in reborn for t in told):
+                raise ViolationError(f"dead letter {letter} became {reborn}; told was {told}")

@@ -2,30 +2,34 @@
 say.
 
 A payload is a list of words: `run 0.5` takes half a second, `fail` raises, `fatal` can't succeed, `poison` kills the
-worker, `flaky` fails on its first attempt, `stream` yields two partial outputs first, `stuck` never ends.
+worker, `flaky` fails on its first attempt, `stream` yields two partial outputs first, `save` leaves a checkpoint half
+way, `stuck` runs until its run_timeout, `deaf` beyond it: only the master can end that one.
 """
 
 from __future__ import annotations
 
 from multigpu_master.core import events as ev
-from multigpu_master.core.model import ReportState, TaskError, Telemetry, WorkerInfo
+from multigpu_master.core.model import TaskError, Telemetry, WorkerInfo
 from multigpu_worker import session as ws
 
 from tests.sim.invariants import check
 from tests.sim.master import Grant, Master
 from tests.sim.world import Inbox, Link, World
 
-HEARTBEAT_S = 1.0
 SPEC = ws.Spec(kind="sim")
 
 
 class SimWorker:
     """One worker daemon, over all its lives. `life` counts its processes."""
 
-    def __init__(self, world: World, master: Master, info: WorkerInfo) -> None:
+    def __init__(
+        self, world: World, master: Master, info: WorkerInfo, heartbeat_s: float, *, primary: bool = True
+    ) -> None:  # fmt: skip
         self._world = world
         self._master = master
         self.info = info
+        self.primary = primary  # whether something starts it again when another process took over its worker_id
+        self.skew_s = 0.0  # how wrong its clock is
         self.alive = False
         self.life = 0
         self.held = ws.Session(ws.SessionLimits())
@@ -35,6 +39,9 @@ class SimWorker:
         self.resident: tuple[str, ...] = ()
         self.memory_used = 0
         self.utilization = 0.0
+        self.reported: list[int] = []  # leases that it has reported on this stream
+        self._heartbeat_s = heartbeat_s
+        self._run_timeouts_s: dict[int, float] = {}  # by lease_id
         self._session = 0
         self._stream = 0  # counts streams, so that what belongs to an old one is known
         self._up: Link | None = None
@@ -56,8 +63,8 @@ class SimWorker:
         self._world.trace("%s starts", self.info.worker_id)
         self.connect()
 
-    def crash(self, back_after_s: float) -> None:
-        """kill -9; something starts it again."""
+    def crash(self, back_after_s: float | None) -> None:
+        """kill -9; something starts it again, or nothing does."""
         if not self.alive:
             return
         self._world.trace("%s is killed", self.info.worker_id)
@@ -66,7 +73,8 @@ class SimWorker:
         self.frozen_until = 0.0
         self.running = {}
         self._cut(self._world.between(0.0, 0.05))
-        self._world.after(back_after_s, self.start)
+        if back_after_s is not None:
+            self._world.after(back_after_s, self.start)
 
     def leave(self, back_after_s: float) -> None:
         """SIGTERM: no more work, what is held goes back, the stream ends."""
@@ -78,7 +86,8 @@ class SimWorker:
         self.held.return_all("the worker stops", 0)
         self.running = {}
         self.flush()
-        self._world.after(0.5, lambda: self.crash(back_after_s))
+        life = self.life
+        self._world.after(0.5, lambda: self.crash(back_after_s) if self.life == life else None)
 
     def break_stream(self, heard_after_s: float | None) -> None:
         """The stream breaks; the master hears of it after a while, or not at all."""
@@ -88,12 +97,21 @@ class SimWorker:
             self._drop(self.held.break_stream())
             self._world.after(self._world.between(0.05, 0.5), self.connect)
 
+    def stall_stream(self, seconds: float, *, up: bool) -> None:
+        """Nothing gets through in one direction for a while; nothing is lost."""
+        link = self._up if up else self._down
+        if link is not None:
+            link.stall(seconds)
+
     def _cut(self, heard_after_s: float | None) -> None:
         session, self._session = self._session, 0
         self._stream += 1
-        for link in (self._up, self._down):
-            if link is not None:
-                link.broken = True
+        late_s = 0.0
+        if self._down is not None:
+            self._down.end(lost=True)
+        if self._up is not None:
+            # What was sent may be in the master's socket already.
+            late_s = self._up.end(lost=self._world.chance(0.5))
         master = self._master
         epoch = master.epoch
 
@@ -103,7 +121,7 @@ class SimWorker:
                 master.handle(ev.SessionClosed(session))
 
         if session and heard_after_s is not None:
-            self._world.after(heard_after_s, lambda: master.when_awake(heard))
+            self._world.after(max(heard_after_s, late_s), lambda: master.when_awake(heard))
 
     def _awake(self, what: object) -> bool:
         """Whether the process runs now; a frozen one does `what` when it thaws."""
@@ -126,6 +144,7 @@ class SimWorker:
         session = self._session = master.new_id()
         self._stream += 1
         self._last_frame = 0
+        self.reported = []
         epoch = master.epoch
         delay_s = 0.005 if world.chance(0.1) else 0.0005
 
@@ -142,7 +161,7 @@ class SimWorker:
         self._up.send(ev.Hello(session, self.info, self._listed(hello=True)))
         stream = self._stream
         # Should the master be gone by then, nobody says so: the agent notices by itself.
-        world.after(3.0, lambda: self._give_up(stream))
+        world.after(3 * self._heartbeat_s, lambda: self._give_up(stream))
 
     def _give_up(self, stream: int) -> None:
         if not self._awake(lambda: self._give_up(stream)):
@@ -150,7 +169,7 @@ class SimWorker:
         if self._stream == stream and self._session and (not self.held.connected or self._master_gone()):
             self._reconnect()
         elif self._stream == stream and self._session:
-            self._world.after(1.0, lambda: self._give_up(stream))
+            self._world.after(self._heartbeat_s, lambda: self._give_up(stream))
 
     def _master_gone(self) -> bool:
         return self._session not in self._master.down
@@ -179,6 +198,10 @@ class SimWorker:
         match command:
             case ev.Welcome():
                 self._drop(self.held.welcome(command.adopted))
+                owed = [g for g in self.held._outbox if isinstance(g, ws.Reports)]
+                listed = [*self.held.leases, *[r.lease.lease_id for g in owed for r in g.reports]]
+                unwanted = [x for x in listed if x not in command.adopted]
+                check(not unwanted, "%s goes on with %s, which nobody wants", self.info.worker_id, unwanted)
                 self._beat(self._stream)
                 self.flush()
             case Grant():
@@ -190,12 +213,18 @@ class SimWorker:
                         # Another master would not have those outputs.
                         resumable=not partials,
                     )
-                    for lease_id, task_id, attempt, payload, checkpoint, partials in command.leases
+                    for lease_id, task_id, attempt, payload, checkpoint, partials, _ in command.leases
                 ])  # fmt: skip
+                for lease_id, *_, run_timeout_s in command.leases:
+                    self._run_timeouts_s[lease_id] = run_timeout_s
                 self._pump()
             case ev.Revoke():
                 leases = [self.held.revoke(x) for x in command.lease_ids]
                 self._drop([x for x in leases if x is not None])
+            case ev.EndSession() if command.taken_over and self.held.connected:
+                self._world.coverage["worker: taken over"] += 1
+                self._world.trace("%s ends: another has its id", self.info.worker_id)
+                self.crash(self._world.between(0.5, 2.0) if self.primary else None)
             case ev.EndSession():
                 self._reconnect()
             case _:
@@ -204,13 +233,13 @@ class SimWorker:
     def _beat(self, stream: int) -> None:
         if self._stream == stream and self._awake(lambda: self._beat(stream)):
             self._heartbeat()
-            self._world.after(HEARTBEAT_S, lambda: self._beat(stream))
+            self._world.after(self._heartbeat_s, lambda: self._beat(stream))
 
     def _heartbeat(self) -> None:
         if not self._session or not self.held.connected or self._up is None:
             return
         telemetry = Telemetry(
-            sample_s=self._world.now, memory_total_bytes=1000, memory_used_bytes=self.memory_used,
+            sample_s=self._world.now + self.skew_s, memory_total_bytes=1000, memory_used_bytes=self.memory_used,
             utilization=self.utilization,
         )  # fmt: skip
         leases = self._listed(hello=False)
@@ -227,23 +256,19 @@ class SimWorker:
                 return
             frame = self.held.take_frame(1 << 20, self._world.now)
             for group in frame.reports:
-                reports = [
-                    ev.Report(
-                        r.lease.lease_id, ReportState(r.state.value), r.result, r.content_type,
-                        TaskError(r.error.type, r.error.message, r.error.retryable) if r.error is not None else None,
-                    )
-                    for r in group.reports
-                ]  # fmt: skip
-                self._up.send(ev.Reports(self._session, reports, group.start_ns / 1e9, group.finish_ns / 1e9))
+                self.reported = [*[r.lease.lease_id for r in group.reports], *self.reported[:5]]
+                self._up.send(_reports(self._session, group))
             partials = [ev.PartialOutput(p.lease.lease_id, p.index, p.data) for p in frame.partials]
             if partials:
                 self._up.send(ev.Partials(self._session, partials))
 
     def lie(self, lease_ids: list[int]) -> None:
-        """Reports leases that are not its own. Nobody may believe it."""
+        """Speaks of leases that are not its own, or that it has reported already. Nobody may believe it."""
         if self._session and self.held.connected and self._up is not None:
-            reports = [ev.Report(x, ReportState.SUCCEEDED, f"lie {x}".encode()) for x in lease_ids]
-            self._up.send(ev.Reports(self._session, reports))
+            self._up.send(ev.Partials(self._session, [ev.PartialOutput(x, 0, b"lie") for x in lease_ids]))
+            good, bad = lease_ids[::2], lease_ids[1::2]
+            failures = [ev.Failure(x, TaskError("Lie", "a lie", retryable=False)) for x in bad]
+            self._up.send(ev.Reports(self._session, good, [f"lie {x}".encode() for x in good], "", failures))
 
     # --- the engine --------------------------------------------------------------------------------------------------
 
@@ -262,14 +287,28 @@ class SimWorker:
     def _begin(self, lease: ws.Lease) -> None:
         lease.running = True
         self.running[lease.lease_id] = lease
+        assert isinstance(lease.payload, bytes), "simulated payloads are small"
         words = lease.payload.decode().split()
         run_s = float(words[words.index("run") + 1])
         began_s, life = self._world.now, self.life
-        if "stream" in words and lease.partials_received == 0:
+        if "stream" in words and lease.partials_received:
+            self._world.coverage["worker: yielded on after a resume"] += 1
+        elif "stream" in words:
             self.held.partial(lease, b"p0")
             self.flush()
-        if "stuck" not in words:
+        if "save" in words:
+            if lease.checkpoint:
+                self._world.coverage["worker: went on from a checkpoint"] += 1
+                check(lease.checkpoint == words[0].encode(), "task %s got another's checkpoint", lease.task_id)
+            self._world.after(run_s / 2, lambda: self._save(lease, words, life))
+        if "stuck" in words:
+            run_s = self._run_timeouts_s[lease.lease_id]
+        if "deaf" not in words:
             self._world.after(run_s, lambda: self._finish(lease, words, began_s, life))
+
+    def _save(self, lease: ws.Lease, words: list[str], life: int) -> None:
+        if self.life == life and self.alive and self.running.get(lease.lease_id) is lease:
+            self.held.save(lease, words[0].encode())
 
     def _finish(self, lease: ws.Lease, words: list[str], began_s: float, life: int) -> None:
         if self.life != life or not self._awake(lambda: self._finish(lease, words, began_s, life)):
@@ -283,13 +322,36 @@ class SimWorker:
         if "stream" in words and lease.partials_received + lease.partials_made < 2:
             self.held.partial(lease, b"p1")
         error = None
-        if "fatal" in words:
+        if "stuck" in words:
+            error = ws.TaskError(type="RunTimeout", message="the worker ended it", retryable=True)
+        elif "fatal" in words:
             error = ws.TaskError(type="ValueError", message="this can't work", retryable=False)
         elif "fail" in words or ("flaky" in words and lease.attempt == 1):
             error = ws.TaskError(type="RuntimeError", message="this did not work", retryable=True)
         state = ws.ReportState.SUCCEEDED if error is None else ws.ReportState.FAILED
         result = f"{words[0]} {lease.lease_id}".encode() if error is None else b""
         report = ws.Report(lease, state, result, error=error)
-        self.held.report(int(began_s * 1e9), int(self._world.now * 1e9), [report])
+        self.held.report(int((began_s + self.skew_s) * 1e9), int((self._world.now + self.skew_s) * 1e9), [report])
         self._pump()
-        self.flush()
+        if self._world.chance(0.2):  # what is made soon after leaves together with it
+            self._world.after(0.02, self._flush_when_awake)
+        else:
+            self.flush()
+
+    def _flush_when_awake(self) -> None:
+        if self._awake(self._flush_when_awake):
+            self.flush()
+
+
+def _reports(session: int, group: ws.Reports) -> ev.Reports:
+    """A group as the master reads it off the wire."""
+    done = [r for r in group.reports if r.state is ws.ReportState.SUCCEEDED]
+    failures = []
+    for r in group.reports:
+        if r.state is not ws.ReportState.SUCCEEDED:
+            assert r.error is not None, "whatever did not succeed says why"
+            error = TaskError(r.error.type, r.error.message, r.error.retryable)
+            failures.append(ev.Failure(r.lease.lease_id, error, returned=r.state is ws.ReportState.RETURNED))
+    lease_ids = [r.lease.lease_id for r in done]
+    results = [r.result for r in done if isinstance(r.result, bytes)]
+    return ev.Reports(session, lease_ids, results, "", failures, group.start_ns / 1e9, group.finish_ns / 1e9)

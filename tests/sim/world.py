@@ -2,9 +2,15 @@
 
 Everything that happens is an event in one heap. A seed and a commit reproduce a run to the last detail: nothing
 iterates over a set, and nothing but `World.random` draws numbers.
+
+What the network may do is what it may do to a gRPC stream, which runs over TCP: within one stream nothing is lost,
+repeated or overtaken while the stream lives, so a `Link` delays, stalls one direction for seconds, and breaks. When it
+breaks, what was on its way is lost, or arrives before the other side hears of the end, even after the first words of
+the next stream: thus things are lost, reordered and (as each side says again what had no answer) duplicated, between
+streams. Who hears of a break, and when, is drawn as well: at once, late, or never.
 """
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from heapq import heappop, heappush
 from random import Random
@@ -16,7 +22,7 @@ class ViolationError(AssertionError):
 
 
 class World:
-    """The clock, the heap of what is to happen, and the trace of what did."""
+    """The clock, the heap of what is to happen, and the trace of what did. `coverage` counts what occurred, by name."""
 
     def __init__(self, seed: int, *, trace: bool = False) -> None:
         self.seed = seed
@@ -25,7 +31,8 @@ class World:
         self.start = self.now
         self.events = 0
         self.lines: list[str] = []
-        self._tracing = trace
+        self.coverage: Counter[str] = Counter()
+        self.tracing = trace
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
         self._tickets = 0
 
@@ -52,7 +59,7 @@ class World:
 
     def trace(self, text: str, *args: Any, brief: bool = False) -> None:
         """Notes what happened, for the reader of a failed seed. Formatted only if somebody reads."""
-        if self._tracing:
+        if self.tracing:
             said = [tell(a) if brief else a for a in args]
             self.lines.append(f"{self.now - self.start:9.4f}  {text % tuple(said) if said else text}")
 
@@ -108,17 +115,28 @@ class Link:
         self._world = world
         self._delay_s = delay_s
         self._deliver = deliver
-        self._arrival_s = 0.0
-        self.broken = False
+        self.arrival_s = 0.0  # when the last of what is on its way arrives
+        self.ended = False  # nothing more is sent
+        self.broken = False  # nothing more arrives
 
     def send(self, message: Any) -> None:
-        if self.broken:
+        if self.ended or self.broken:
             return
         world = self._world
-        self._arrival_s = max(self._arrival_s, world.now + world.between(0.2, 2.0) * self._delay_s)
+        self.arrival_s = max(self.arrival_s, world.now + world.between(0.2, 2.0) * self._delay_s)
 
         def arrive() -> None:
             if not self.broken:
                 self._deliver(message)
 
-        world.after(self._arrival_s - world.now, arrive)
+        world.after(self.arrival_s - world.now, arrive)
+
+    def stall(self, seconds: float) -> None:
+        """What is sent from now on arrives no sooner than this."""
+        self.arrival_s = max(self.arrival_s, self._world.now + seconds)
+
+    def end(self, *, lost: bool) -> float:
+        """The sender is gone. What is on its way is lost, or arrives. Returns how long the last of it takes."""
+        self.ended = True
+        self.broken = self.broken or lost
+        return 0.0 if self.broken else max(0.0, self.arrival_s - self._world.now)

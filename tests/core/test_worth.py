@@ -1,0 +1,31 @@
+"""When a worker becomes worth the loading of a model for what others have learned."""
+
+from multigpu_master.core import events as ev
+from multigpu_master.core.model import Capability, Spec, Telemetry, WorkerInfo
+
+from tests.core.stage import Stage, lease_of
+
+
+def joined(stage: Stage, name: str, zone: str, *, loaded: bool) -> None:
+    """A worker that takes one task at a time."""
+    stage.sessions += 1
+    info = WorkerInfo(
+        worker_id=name, capabilities=(Capability(kind="run", models=("m",)),), labels={"zone": zone}, window_tasks=1
+    )
+    stage.handle(ev.Hello(stage.sessions, info))
+    stage.handle(ev.Heartbeat(stage.sessions, [], 0, Telemetry(), ("m",) if loaded else ()))
+
+
+def test_what_one_worker_learns_of_a_model_may_make_another_worth_its_loading() -> None:
+    stage = Stage()
+    joined(stage, "elsewhere", "b", loaded=True)
+    (slow,) = stage.submit(spec=Spec(kind="run", model="m", labels=(("zone", "b"),)))
+    joined(stage, "loaded", "a", loaded=True)
+    joined(stage, "empty", "a", loaded=False)
+    first, second = stage.submit(2, spec=Spec(kind="run", model="m", labels=(("zone", "a"),)))
+    assert lease_of(first).worker.worker_id == "loaded"
+    assert second.lease is None  # as far as is known, that one will be done long before the other has loaded the model
+    lease = lease_of(slow)
+    stage.now += 60.0
+    stage.handle(ev.Reports(lease.worker.session, [lease.lease_id], [b""], start_s=stage.now - 60, finish_s=stage.now))
+    assert lease_of(second).worker.worker_id == "empty"

@@ -1,0 +1,101 @@
+"""The batcher against a slow and obvious model: any order of arrivals, drops, returns, measurements and pops.
+
+Each pop must take from the line whose head has waited longest, in order, without what was dropped, and as much as the
+limits allow: no more, and no less.
+"""
+
+import random
+
+from multigpu_worker.batcher import BYTES_PER_TOKEN, GROWTH, Batcher, BatchLimits
+from multigpu_worker.session import Lease, Spec
+
+SPECS = (Spec(kind="embed"), Spec(kind="embed", parameters=(("a", "b"),)), Spec(kind="mine"), Spec(kind="slow"))
+ONE_BY_ONE = frozenset({"mine", "slow"})
+
+
+class Model:
+    """What waits, in order: (arrival, lease); 0 for what came back from an engine."""
+
+    def __init__(self, limits: BatchLimits, slots: int) -> None:
+        self.limits, self.slots = limits, slots
+        self.lines: dict[Spec, list[tuple[int, Lease]]] = {spec: [] for spec in SPECS}
+        self.speeds: dict[str, tuple[float, int]] = {}
+
+    def expected(self) -> list[Lease]:
+        """The next batch. What can't be in any is taken out."""
+        while any(self.lines.values()):
+            spec = min((s for s in SPECS if self.lines[s]), key=lambda s: self.lines[s][0][0])
+            tasks_max = self._tasks_max(spec, len(self.lines[spec]))
+            batch: list[Lease] = []
+            tokens, at = 0, 0
+            for _, lease in self.lines[spec]:
+                together_max = min([tasks_max, *(x.together_max for x in batch if spec.kind not in ONE_BY_ONE)])
+                if len(batch) >= together_max:
+                    break
+                if not lease.dropped:
+                    if spec.kind not in ONE_BY_ONE:
+                        tokens += max(1, len(lease.payload) // BYTES_PER_TOKEN)
+                        if batch and (tokens > self.limits.tokens_max or len(batch) >= lease.together_max):
+                            break
+                    batch.append(lease)
+                at += 1
+            del self.lines[spec][:at]
+            if batch:
+                return batch
+        return []
+
+    def _tasks_max(self, spec: Spec, waiting: int) -> int:
+        if spec.kind not in ONE_BY_ONE:
+            return self.limits.tasks_max
+        if spec.kind not in self.speeds:
+            return 1
+        task_s, largest = self.speeds[spec.kind]
+        tasks = min(self.limits.tasks_max, GROWTH * largest)
+        if task_s * tasks > self.limits.batch_s:
+            tasks = int(self.limits.batch_s / task_s)
+        share = (waiting + self.slots - 1) // self.slots
+        return max(1, min(tasks, share))
+
+    def measure(self, spec: Spec, tasks: int, work_s: float) -> None:
+        task_s, largest = self.speeds.get(spec.kind, (work_s / tasks, tasks))
+        self.speeds[spec.kind] = (task_s + work_s / tasks) / 2, max(largest, tasks)
+
+
+def check(seed: int) -> None:
+    """AssertionError: the batcher and the model disagree."""
+    rng = random.Random(seed)
+    limits = BatchLimits(tasks_max=rng.choice((1, 3, 8)), tokens_max=rng.choice((4, 20)), batch_s=0.05)
+    slots = rng.choice((1, 2, 3))
+    batcher, model = Batcher(limits, slots), Model(limits, slots)
+    arrivals = 0
+    taken: list[Lease] = []
+    for _ in range(60):
+        event = rng.randrange(10)
+        if event < 3:
+            spec = rng.choice(SPECS)
+            leases = [
+                Lease(arrivals + i, 0, 1, spec, b"x" * rng.choice((0, 8, 20, 200)))
+                for i in range(1, 1 + rng.randrange(6))
+            ]
+            for lease in leases:
+                lease.together_max = rng.choice((1, 2, 99))
+            batcher.add(spec, leases)
+            model.lines[spec] += [(x.lease_id, x) for x in leases]
+            arrivals += len(leases)
+        elif event == 3:
+            waiting = [lease for line in model.lines.values() for _, lease in line]
+            for lease in rng.sample(waiting, len(waiting) // 3):
+                lease.dropped = True
+        elif event == 4 and taken and not any(line and not line[0][0] for line in model.lines.values()):
+            batcher.put_back(taken)
+            model.lines[taken[0].spec][:0] = [(0, lease) for lease in taken]
+            taken = []
+        elif event == 5:
+            spec, tasks, work_s = rng.choice(SPECS), rng.randint(1, 4), rng.choice((1e-4, 0.02, 1.0))
+            batcher.measure(spec, tasks, work_s)
+            model.measure(spec, tasks, work_s)
+        else:
+            expected = model.expected()
+            taken = batcher.pop(one_by_one=ONE_BY_ONE)
+            got, wanted = [x.lease_id for x in taken], [x.lease_id for x in expected]
+            assert got == wanted, f"the batch is {got}, it should be {wanted}"

@@ -1,0 +1,64 @@
+"""What the master's journaling knows of settled requests, against the obvious: a request_id that was settled must never
+be taken for new, before, while and after the journal was read for it.
+
+The real `Journaling` on the real journal, in a directory of its own, and a real event loop.
+"""
+
+import asyncio
+import random
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from multigpu_master.core.model import Outcome, OutcomeState, Spec, Task
+from multigpu_master.journal import Entry, JournalError
+from multigpu_master.journal_sqlite import SqliteJournal
+from multigpu_master.journaling import Journaling
+
+SPEC = Spec(kind="k")
+
+
+def check(seed: int) -> None:
+    """AssertionError: a settled request is taken for new, or a new master's journal is not asked."""
+    with tempfile.TemporaryDirectory() as place:
+        asyncio.run(_check(random.Random(seed), Path(place)))
+
+
+async def _check(rng: random.Random, place: Path) -> None:
+    settled: list[str] = []
+    for _ in range(2):  # two masters, one after the other
+        journal = SqliteJournal(place / "data", size_max_bytes=1 << 30)
+        fatal: list[str] = []
+        journaling = Journaling(journal, lambda _event: None, lambda: None, fatal.append)
+
+        def on_commit(
+            entries: Sequence[Entry], first: int, error: JournalError | None, to: Journaling = journaling
+        ) -> None:
+            to.on_commit(entries, first, error)
+
+        journal.open(on_commit)
+        try:
+            for _ in range(rng.randrange(2, 8)):
+                assert journaling.perhaps_known(settled) == settled, "a settled request is taken for new"
+                event = rng.randrange(3)
+                if event == 0 and (journaling._learning is None or journaling._learning.done()):
+                    journaling.learn_requests()
+                elif event < 2:
+                    await journaling.all_durable()
+                else:
+                    new = [f"r{len(settled) + i}" for i in range(rng.choice((1, 5)))]
+                    journaling.settles([(_ended(len(settled) + i + 1, name), b"body") for i, name in enumerate(new)])
+                    settled += new
+            if journaling._learning is not None:
+                await journaling._learning
+            assert journaling.perhaps_known(settled) == settled, "a settled request is taken for new"
+            await journaling.all_durable()
+            assert not fatal, fatal
+        finally:
+            await asyncio.to_thread(journal.close, 20.0)
+
+
+def _ended(task_id: int, request_id: str) -> Task:
+    task = Task(SPEC, request_id, b"payload", task_id=task_id, submit_s=1.0)
+    task.outcome = Outcome(OutcomeState.SUCCEEDED, 2.0)
+    return task

@@ -1,0 +1,177 @@
+"""Mutations of what becomes of a lease that ended: attempts.py."""
+
+from functools import partial
+
+from tests.mutations.mutation import Mutation
+
+attempts = partial(Mutation, module="multigpu_master.core.attempts")
+
+ATTEMPTS = (
+    attempts(
+        name="hopeless errors are tried again",
+        old="        if error.retryable and task.attempts",
+        new="        if task.attempts",
+        breaks="a task that can't succeed is tried again",
+    ),
+    attempts(
+        name="one attempt too many",
+        old="task.attempts < task.spec.attempts_max",
+        new="task.attempts <= task.spec.attempts_max",
+        breaks="P4: a task has one attempt more than it may",
+    ),
+    attempts(
+        name="one attempt too few",
+        old="task.attempts < task.spec.attempts_max",
+        new="task.attempts + 1 < task.spec.attempts_max",
+        breaks="a task is given up before its last attempt",
+    ),
+    attempts(
+        name="a failure is tried again at once",
+        old="self._requeue(task, now, self._backoff_s(task, task.attempts))",
+        new="self._requeue(task, now, 0.0)",
+        breaks="no pause between attempts",
+    ),
+    attempts(
+        name="dead letters are failures",
+        old="OutcomeState.DEAD_LETTERED if error.retryable else OutcomeState.FAILED",
+        new="OutcomeState.FAILED",
+        breaks="P4: a poison task is not kept as a dead letter",
+    ),
+    attempts(
+        name="wrong attempt count",
+        old="        if task.attempts == lease.attempt:\n            task.attempts -= 1\n",
+        new="",
+        breaks="P4: an attempt that never ran is charged",
+    ),
+    attempts(
+        name="an old lease gives an attempt back",
+        old="        if task.attempts == lease.attempt:\n            task.attempts -= 1\n",
+        new="        task.attempts -= 1\n",
+        breaks="P4: a task has more attempts than it may",
+        checker="stories",
+        seeds=1,
+    ),
+    attempts(
+        name="losses are not counted",
+        old="        extra.losses += 1\n",
+        new="",
+        breaks="P4: a task that kills its workers before they can say so does so for ever",
+    ),
+    attempts(
+        name="dead letter never",
+        old="        if extra.losses <= LOSSES_MAX:\n",
+        new="        if True:\n",
+        breaks="P4: a task that kills its workers before they can say so does so for ever",
+    ),
+    attempts(
+        name="suspects don't pause",
+        old="0.0 if extra.losses == 1 else self._backoff_s(task, extra.losses - 1)",
+        new="0.0",
+        breaks="a suspect is lost together with the innocent each time",
+    ),
+    attempts(
+        name="revoke not sent",
+        old="        self._ledger.out.append(ev.Revoke(worker.session, [lease.lease_id], why))\n",
+        new="",
+        breaks="a worker runs on with what was taken from it",
+    ),
+    attempts(
+        name="a taken lease stays in its window",
+        old="        del worker.leases[lease.lease_id]\n",
+        new="",
+        breaks="P2: a lease that was taken back can still be reported",
+    ),
+    attempts(
+        name="a taken lease leaves the ranking as it was",
+        old="        self._ledger.fleet.touch(worker)\n",
+        new="",
+        breaks="strategies go by what the worker held before",
+    ),
+    attempts(
+        name="a run that was too long is not charged",
+        old="        if error is not None:\n            self.failed(lease, error, 0.0, now, now)\n        else:\n",
+        new="        if True:\n",
+        breaks="P4: a task that never ends is tried for ever",
+    ),
+    attempts(
+        name="a settled task stays in its lane",
+        old="            self._ledger.lanes.leave(self._ledger.lane_for(task))\n",
+        new="            pass\n",
+        breaks="the lane counts a task that has ended",
+    ),
+    attempts(
+        name="a deadline is no end",
+        old="        if what is Due.DEADLINE:\n",
+        new="        if what is Due.DEADLINE and task.lease is None:\n",
+        breaks="a task that runs outlives its deadline",
+    ),
+    attempts(
+        name="queue timeouts while workers are awaited",
+        old="        elif self._ledger.held(now):\n",
+        new="        elif False:\n",
+        breaks="a task expires in the queue that a worker is about to bring back",
+        seeds=5000,
+    ),
+    attempts(
+        name="queue timeout ignored",
+        old="        elif task.attempts == 0:\n",
+        new="        elif False:\n",
+        breaks="a task waits past its queue_timeout",
+    ),
+    attempts(
+        name="queue timeout of what runs",
+        old="        elif task.attempts == 0:\n",
+        new="        else:\n",
+        breaks="a task that a worker has taken expires in the queue",
+    ),
+    attempts(
+        name="run timeout counts from the grant",
+        old="due_s = lease.run_s + allowed_s if lease.running else now + allowed_s",
+        new="due_s = lease.dispatch_s + allowed_s",
+        breaks="a lease is taken back that has waited, not run",
+    ),
+    attempts(
+        name="run timeout looks once",
+        old="            self._ledger.expiries.at(due_s, task, Due.RUN_TIMEOUT)\n",
+        new="",
+        breaks="P7: an attempt that never ends is never ended",
+    ),
+    attempts(
+        name="pauses don't grow",
+        old="spec.backoff_initial_s * 2.0 ** max(0, tries - 1)",
+        new="spec.backoff_initial_s",
+        breaks="the pause is the same before each attempt",
+    ),
+    attempts(
+        name="pauses have no limit",
+        old="min(spec.backoff_initial_s * 2.0 ** max(0, tries - 1), spec.backoff_max_s)",
+        new="spec.backoff_initial_s * 2.0 ** max(0, tries - 1)",
+        breaks="a pause is longer than backoff_max",
+    ),
+    attempts(
+        name="a pause that is over by adoption wakes the task",
+        old=" and extra.not_before_s == not_before_s:",
+        new=":",
+        breaks="a pause is cut short by an older one",
+        seeds=5000,
+    ),
+    attempts(
+        name="a settled task wakes",
+        old="if task.task_id and task.outcome is None and extra",
+        new="if task.task_id and extra",
+        breaks="a task that was cancelled in its pause is queued",
+    ),
+    attempts(
+        name="a refused task wakes",
+        old="if task.task_id and task.outcome is None and",
+        new="if task.outcome is None and",
+        breaks="a task that the journal refused is queued after its pause",
+        seeds=5000,
+    ),
+    attempts(
+        name="a pause without end",
+        old="        ledger.timers.at(not_before_s, due)\n",
+        new="",
+        breaks="P7: a task is never tried again",
+    ),
+)

@@ -1,0 +1,266 @@
+"""Mutations of what clients and operators may do: scheduler.py, admission.py, operators.py."""
+
+from functools import partial
+
+from tests.mutations.mutation import Mutation
+
+scheduler = partial(Mutation, module="multigpu_master.core.scheduler")
+admission = partial(Mutation, module="multigpu_master.core.admission")
+operators = partial(Mutation, module="multigpu_master.core.operators")
+
+EVENTS = (
+    scheduler(
+        name="forget the timers",
+        old="        self.timers.fire(now)\n",
+        new="",
+        breaks="pauses, drains and silent workers never come due",
+    ),
+    scheduler(
+        name="deadlines ignored",
+        old="        self.expiries.fire(now)\n",
+        new="",
+        breaks="no deadline, queue timeout or run timeout comes due",
+    ),
+    scheduler(
+        name="tick ignores deadlines",
+        old="when for when in (self.timers.next_s(), self.expiries.next_s()) if",
+        new="when for when in (self.timers.next_s(),) if",
+        breaks="the master sleeps through a deadline",
+    ),
+    scheduler(
+        name="outcomes told twice",
+        old="            self.settled = []\n",
+        new="",
+        breaks="what settled is settled again with every event",
+    ),
+    scheduler(
+        name="duplicate request_id taken twice",
+        old="known = self.requests.get(task.request_id) if task.request_id else None",
+        new="known = None",
+        breaks="P5: a repeated request_id makes a second task",
+    ),
+    scheduler(
+        name="a second stream is not followed",
+        old="known.streams = (*living, event.stream)",
+        new="pass",
+        breaks="a client that attaches again never hears of its task",
+    ),
+    scheduler(
+        name="no limits on admission",
+        old="why_not = reason or full(self, spec, len(task.payload))",
+        new="why_not = reason",
+        breaks="P10: queues grow without end",
+    ),
+    scheduler(
+        name="refusals ignored",
+        old="why_not = reason or full(self, spec, len(task.payload))",
+        new="why_not = full(self, spec, len(task.payload))",
+        breaks="tasks are taken whose deadline has passed, or that nobody can run",
+    ),
+    scheduler(
+        name="cancel lost",
+        old="            self._attempts.end(task, OutcomeState.CANCELLED, error, now)\n",
+        new="            pass\n",
+        breaks="a cancelled task runs on",
+    ),
+    scheduler(
+        name="cancel of the settled",
+        old="for t in dict.fromkeys(event.tasks) if t.outcome is None]",
+        new="for t in dict.fromkeys(event.tasks)]",
+        breaks="a settled task is settled again by a late cancel",
+    ),
+    scheduler(
+        name="a failed submit stays in its lane",
+        old='                self._attempts.leave(task, "the master could not write the task to its journal")\n',
+        new="",
+        breaks="a task that the journal refused is run",
+    ),
+    scheduler(
+        name="a failed submit keeps its place in the accounts",
+        old="                self.close(task)\n",
+        new="",
+        breaks="the room of a refused task is never given back",
+    ),
+    scheduler(
+        name="a failed submit is acknowledged",
+        old="                task.task_id = 0\n",
+        new="",
+        breaks="P1: a task is acknowledged that the journal could not write",
+    ),
+    scheduler(
+        name="nobody waits for workers after a restart",
+        old="self.hold_until_s = event.hold_until_s",
+        new="self.hold_until_s = 0.0",
+        breaks="a new master runs what workers are about to bring back",
+    ),
+    scheduler(
+        name="the wait after a restart has no end of its own",
+        old="        self.timers.at(event.hold_until_s, lambda _now: None)\n",
+        new="",
+        breaks="dispatch goes on after the wait only when something else happens",
+    ),
+    scheduler(
+        name="outcomes on the disk are not forgotten",
+        old="            self.committed(task)\n",
+        new="            pass\n",
+        breaks="P10: settled tasks stay in memory",
+    ),
+    admission(
+        name="a passed deadline is taken",
+        old="spec.deadline_s is not None and spec.deadline_s <= now",
+        new="spec.deadline_s is not None and spec.deadline_s < now - 1.0",
+        breaks="a task is taken that has expired already",
+    ),
+    admission(
+        name="wait_for_worker ignored",
+        old="if spec.wait_for_worker or ledger.fleet.eligible(shape_of(spec)):",
+        new="if spec.wait_for_worker or True:",
+        breaks="a task waits for ever for a worker that nobody has",
+    ),
+    admission(
+        name="a queue's limit is off by one",
+        old="queue.queued + queue.leased >= queue.tasks_max",
+        new="queue.queued + queue.leased > queue.tasks_max",
+        breaks="P10: a queue holds one task more than it may",
+    ),
+    admission(
+        name="a queue's limit forgets what is leased",
+        old="queue.queued + queue.leased >= queue.tasks_max",
+        new="queue.queued >= queue.tasks_max",
+        breaks="P10: a queue holds more than it may while some of it runs",
+        seeds=5000,
+    ),
+    admission(
+        name="a queue's bytes ignored",
+        old="queue.bytes_max and queue.queued_bytes + queue.leased_bytes + size > queue.bytes_max",
+        new="False",
+        breaks="P10: a queue holds more bytes than it may",
+    ),
+    admission(
+        name="the master's limit is off by one",
+        old="ledger.unsettled >= limits.tasks_max",
+        new="ledger.unsettled > limits.tasks_max",
+        breaks="P10: the master holds one task more than it may",
+        seeds=5000,
+    ),
+    admission(
+        name="the master's bytes ignored",
+        old="ledger.unsettled_bytes + size > limits.bytes_max",
+        new="False",
+        breaks="P10: payloads without end",
+        checker="stories",
+        seeds=1,
+    ),
+    operators(
+        name="a cordon is forgotten by a restart",
+        old="worker.cordoned, worker.cordon_reason = event.cordoned, event.cordon_reason",
+        new="pass",
+        breaks="a cordoned worker gets work from the next master",
+    ),
+    operators(
+        name="nobody is awaited",
+        old="            self._ledger.expected[worker.worker_id] = None\n",
+        new="            pass\n",
+        breaks="a new master stops waiting when the first worker is back",
+    ),
+    operators(
+        name="a cordon does nothing",
+        old="worker.cordoned, worker.cordon_reason = True, event.reason",
+        new="pass",
+        breaks="a cordoned worker gets work",
+    ),
+    operators(
+        name="an uncordon leaves the drain",
+        old="        worker.draining, worker.drain_deadline_s = False, None\n",
+        new="",
+        breaks="a worker that is wanted again stays idle",
+    ),
+    operators(
+        name="an uncordon is not told",
+        old="            self._ledger.out.append(ev.Desire(worker.session, draining=False))\n",
+        new="            pass\n",
+        breaks="the worker believes that it is being drained",
+    ),
+    operators(
+        name="a drain gets new work",
+        old="worker.cordoned, worker.draining, worker.drain_deadline_s = True, True, deadline_s",
+        new="worker.drain_deadline_s = deadline_s",
+        breaks="a draining worker is given work",
+    ),
+    operators(
+        name="a drain is not told",
+        old="self._ledger.out.append(ev.Desire(worker.session, draining=True,",
+        new="_ = (ev.Desire(worker.session, draining=True,",
+        breaks="the worker does not know that it is being drained",
+    ),
+    operators(
+        name="a drain has no deadline",
+        old="            self._ledger.timers.at(deadline_s, end)\n",
+        new="            pass\n",
+        breaks="what runs past the deadline of a drain runs on",
+    ),
+    operators(
+        name="a drain is interrupted early",
+        old="            self._ledger.timers.at(deadline_s, end)\n",
+        new="            self._ledger.timers.at(deadline_s - 0.5, end)\n",
+        breaks="P6: leases are taken before the deadline of the drain",
+    ),
+    operators(
+        name="an overruled drain interrupts",
+        old="if worker.draining and worker.drain_deadline_s == deadline_s:",
+        new="if worker.session:",
+        breaks="P6: a drain that was called off takes the leases",
+    ),
+    operators(
+        name="an earlier deadline outlives a later one",
+        old="if worker.draining and worker.drain_deadline_s == deadline_s:",
+        new="if worker.draining:",
+        breaks="P6: the first of two drains interrupts what the second would let end",
+        checker="stories",
+        seeds=1,
+    ),
+    operators(
+        name="a forgotten worker is still awaited",
+        old="if ledger.expected.pop(event.worker_id, event) is None and not ledger.expected:",
+        new="if False:",
+        breaks="the fleet waits for a worker that an operator has forgotten",
+        seeds=2000,
+    ),
+    operators(
+        name="a forgotten worker comes back",
+        old="        ledger.out.append(ev.WorkerChanged(worker, remember=True, gone=True))\n",
+        new="",
+        breaks="a forgotten worker is remembered by the next master",
+    ),
+    operators(
+        name="a changed worker is not remembered",
+        old="        self._ledger.out.append(ev.WorkerChanged(worker, remember=True))\n",
+        new="        self._ledger.out.append(ev.WorkerChanged(worker))\n",
+        breaks="a cordon does not survive a restart",
+    ),
+    operators(
+        name="an uncordon does not fill the worker",
+        old="        self._ledger.fleet.members_changed(worker)\n",
+        new="",
+        breaks="rankings and pins go by who was there before",
+    ),
+    operators(
+        name="a strategy change forgets what waits",
+        old="            ledger.strategy = event.name\n        ledger.retry_all = True\n",
+        new="            ledger.strategy = event.name\n",
+        breaks="tasks that the old strategy had no worker for wait on under the new one",
+        seeds=5000,
+    ),
+    operators(
+        name="an unpaused queue is not tried",
+        old="            queue.bytes_max = event.bytes_max\n        self._ledger.retry_all = True\n",
+        new="            queue.bytes_max = event.bytes_max\n",
+        breaks="a queue that goes on stands still",
+    ),
+    operators(
+        name="a pause does nothing",
+        old="            queue.paused = event.paused\n",
+        new="            pass\n",
+        breaks="a paused queue dispatches",
+    ),
+)

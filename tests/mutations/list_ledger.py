@@ -1,0 +1,239 @@
+"""Mutations of the accounts: fleet.py, ledger.py, model.py, timers.py, and of strategies."""
+
+from functools import partial
+
+from tests.mutations.mutation import Mutation
+
+fleet = partial(Mutation, module="multigpu_master.core.fleet")
+ledger = partial(Mutation, module="multigpu_master.core.ledger")
+model = partial(Mutation, module="multigpu_master.core.model")
+timers = partial(Mutation, module="multigpu_master.core.timers")
+strategies = partial(Mutation)
+
+LEDGER = (
+    fleet(
+        name="eligible workers of before",
+        old="        self._eligible.clear()\n        self._resident.clear()\n        self.touch(worker)\n",
+        new="        self._resident.clear()\n        self.touch(worker)\n",
+        breaks="tasks go by what the fleet could take before",
+    ),
+    fleet(
+        name="loaded models of before",
+        old="        self._eligible.clear()\n        self._resident.clear()\n        self.touch(worker)\n",
+        new="        self._eligible.clear()\n        self.touch(worker)\n",
+        breaks="tasks go by which models were loaded before",
+    ),
+    fleet(
+        name="changes without a version",
+        old="        worker.version += 1\n",
+        new="",
+        breaks="a worker is chosen by what it was",
+    ),
+    fleet(
+        name="labels ignored",
+        old="            if worker.info.labels.get(key) != value:\n",
+        new="            if False:\n",
+        breaks="a task runs where its labels forbid it",
+    ),
+    fleet(
+        name="models ignored",
+        old="and (not c.models or not shape.model or shape.model in c.models):",
+        new=":",
+        breaks="a task is given to a worker without its model",
+    ),
+    fleet(
+        name="a window wider than the worker said",
+        old="min(int(rate * WINDOW_S), info.window_tasks))",
+        new="int(rate * WINDOW_S))",
+        breaks="P10: a fast worker is given more than it said it takes",
+    ),
+    fleet(
+        name="a new session has the old one's window",
+        old="        worker.allowed = min(worker.info.slots + 1, worker.info.window_tasks)\n",
+        new="",
+        breaks="P10: a worker that comes back narrower is given too much",
+    ),
+    fleet(
+        name="bytes of a window don't come back",
+        old="        worker.leased_bytes -= len(task.payload)\n",
+        new="",
+        breaks="the window shrinks with every task",
+    ),
+    fleet(
+        name="promised memory does not come back",
+        old="        worker.leased_memory_bytes -= task.spec.memory_bytes\n",
+        new="",
+        breaks="the device's memory shrinks with every task",
+    ),
+    fleet(
+        name="backlogs only grow",
+        old="        worker.backlog_s = max(0.0, worker.backlog_s - lease.cost_s) if worker.leases else 0.0\n",
+        new="",
+        breaks="a worker is shunned for what it did",
+    ),
+    fleet(
+        name="a lost worker keeps its session",
+        old="        self.sessions.pop(worker.session, None)\n",
+        new="",
+        breaks="P2: reports of a session that is over count",
+    ),
+    fleet(
+        name="a lost worker keeps its models",
+        old="        worker.resident_models = ()\n",
+        new="",
+        breaks="a worker that was started anew counts as having its models",
+    ),
+    fleet(
+        name="a worker that left is believed to be leaving",
+        old="        worker.stopping = False\n",
+        new="",
+        breaks="a worker that is back gets nothing until it says so",
+    ),
+    fleet(
+        name="a new session goes on with the old one's frames",
+        old="        worker.frame = 0\n",
+        new="",
+        breaks="frames don't count from 1",
+    ),
+    model(
+        name="windows are off by one",
+        old="len(self.leases) >= self.allowed or",
+        new="len(self.leases) > self.allowed or",
+        breaks="P10: a worker holds one lease more than it may",
+    ),
+    model(
+        name="window bytes ignored",
+        old=" or self.leased_bytes >= self.info.window_bytes",
+        new="",
+        breaks="P10: a worker holds more bytes than it said it takes",
+    ),
+    model(
+        name="a cordon doesn't count",
+        old="not (self.cordoned or self.draining or self.stopping)",
+        new="not (self.draining or self.stopping)",
+        breaks="a cordoned worker gets work",
+    ),
+    model(
+        name="a task in its pause may go",
+        old="        return self.extra is None or not self.extra.not_before_s\n",
+        new="        return True\n",
+        breaks="no pause between attempts",
+    ),
+    ledger(
+        name="deadlines are not armed",
+        old="            self.expiries.at(spec.deadline_s, task, Due.DEADLINE)\n",
+        new="            pass\n",
+        breaks="deadlines are never enforced",
+    ),
+    ledger(
+        name="queue timeouts are not armed",
+        old="            self.expiries.at(task.submit_s + spec.queue_timeout_s, task, Due.QUEUE_TIMEOUT)\n",
+        new="            pass\n",
+        breaks="queue timeouts are never enforced",
+    ),
+    ledger(
+        name="run timeouts are not armed",
+        old="            self.expiries.at(now + task.spec.run_timeout_s + RUN_GRACE_S, task, Due.RUN_TIMEOUT)\n",
+        new="            pass\n",
+        breaks="P7: an attempt that never ends is never ended",
+    ),
+    ledger(
+        name="leased tasks are counted as queued",
+        old="        queue.queued -= 1\n        queue.queued_bytes -= size\n        queue.leased += 1\n",
+        new="        queue.queued_bytes -= size\n        queue.leased += 1\n",
+        breaks="conservation: a task is in two accounts",
+    ),
+    ledger(
+        name="a lease that ends frees nothing",
+        old="        self.freed[lease.worker] = None\n",
+        new="",
+        breaks="tasks wait although a worker has room again",
+    ),
+    ledger(
+        name="settled tasks take room",
+        old="        self.unsettled -= 1\n",
+        new="",
+        breaks="P10: the master fills up with tasks that have ended",
+    ),
+    ledger(
+        name="outcomes on their way are not counted",
+        old="            self.uncommitted_bytes += _outcome_bytes(task)\n",
+        new="            pass\n",
+        breaks="P10: outcomes pile up without end",
+    ),
+    ledger(
+        name="a request outlives its task",
+        old="            del self.requests[task.request_id]\n",
+        new="            pass\n",
+        breaks="P10: requests of tasks that are forgotten stay in memory",
+    ),
+    ledger(
+        name="a task goes and another's request is forgotten",
+        old="        if self.requests.get(task.request_id) is task:\n",
+        new="        if self.requests.get(task.request_id):\n",
+        breaks="P5: forgetting one task forgets the request of another",
+        checker="stories",
+        seeds=1,
+    ),
+    ledger(
+        name="ephemeral outcomes without limit",
+        old="        while self._ephemeral_bytes > self.limits.ephemeral_bytes_max:\n",
+        new="        while False:\n",
+        breaks="P10: ephemeral outcomes pile up",
+    ),
+    ledger(
+        name="ephemeral outcomes live for ever",
+        old="            self.timers.at(_expire_s(self._ephemeral[0]), self._expire_ephemeral)\n\n    def _expire",
+        new="            pass\n\n    def _expire",
+        breaks="P10: ephemeral outcomes outlive their time",
+    ),
+    ledger(
+        name="ephemeral outcomes are forgotten at once",
+        old="        while self._ephemeral and _expire_s(self._ephemeral[0]) <= now:\n",
+        new="        while self._ephemeral:\n",
+        breaks="ephemeral outcomes are gone before their time",
+    ),
+    timers(
+        name="timers are a tick early",
+        old="        while heap and heap[0][0] <= now:\n            heappop(heap)[2](now)\n",
+        new="        while heap and heap[0][0] <= now + 0.2:\n            heappop(heap)[2](now)\n",
+        breaks="P6: what is due is done before its time",
+    ),
+    timers(
+        name="expiries hear of the settled",
+        old="            if task is not None and task.outcome is None:\n                self._due",
+        new="            if task is not None:\n                self._due",
+        breaks="a deadline ends a task that has ended",
+    ),
+    timers(
+        name="a sweep forgets deadlines",
+        old="(t := tasks.get(e[1])) is not None and t.outcome is None]",
+        new="(t := tasks.get(e[1])) is not None and t.lease is not None]",
+        breaks="deadlines of queued tasks are swept out",
+        seeds=5000,
+    ),
+    strategies(
+        name="loading a model costs nothing",
+        module="multigpu_master.strategies.auto",
+        old="        return others == 0 or queued * fleet.expected_s(worker, shape) / others > load_s\n",
+        new="        return others != 0 or queued * fleet.expected_s(worker, shape) / others > load_s\n",
+        breaks="a task whose model nobody has loaded waits for ever",
+    ),
+    strategies(
+        name="fewest leases is most leases",
+        module="multigpu_master.strategies.least_loaded",
+        old="        return len(worker.leases) / worker.info.slots\n",
+        new="        return -len(worker.leases) / worker.info.slots\n",
+        breaks="least_loaded fills the fullest worker",
+        checker="stories",
+        seeds=1,
+    ),
+    strategies(
+        name="the memory threshold ignored",
+        module="multigpu_master.strategies.memory_usage",
+        old="fraction is not None and fraction > fleet.memory_threshold",
+        new="False",
+        breaks="a device above the threshold gets work",
+        seeds=5000,
+    ),
+)

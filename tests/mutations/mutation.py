@@ -1,0 +1,77 @@
+"""What a mutation is: one text of the product put in another's place, and who is expected to notice.
+
+The product's files are never touched. `plant` puts a loader before all others that reads the one file, swaps the text
+and compiles that; it must run in a fresh process, before the product is imported.
+"""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
+from pathlib import Path
+from types import CodeType, ModuleType
+
+ROOT = Path(__file__).resolve().parents[2]
+ROOMS = {"multigpu_master": ROOT / "master", "multigpu_worker": ROOT / "worker"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mutation:
+    """`old` occurs exactly once in the file of `module`; with `new` in its place a rule is broken. `checker` must
+    notice within `seeds` seeds.
+    """
+
+    name: str
+    module: str
+    old: str
+    new: str
+    breaks: str
+    checker: str = "simulator"
+    seeds: int = 1000
+
+    @property
+    def path(self) -> Path:
+        return ROOMS[self.module.partition(".")[0]].joinpath(*self.module.split(".")).with_suffix(".py")
+
+    def found(self) -> int:
+        """How often `old` occurs in the product as it is. Anything but once: the list is out of date."""
+        return self.path.read_text("utf-8").count(self.old)
+
+    def mutated(self) -> str:
+        """The file's text with the mutation in it."""
+        assert self.found() == 1, f"{self.name}: its text occurs {self.found()} times in {self.path}, not once"
+        assert self.old != self.new, f"{self.name} changes nothing"
+        return self.path.read_text("utf-8").replace(self.old, self.new)
+
+
+class _Loader(SourceFileLoader):
+    """Compiles a mutated text instead of the file, and neither reads nor writes byte code."""
+
+    def __init__(self, mutation: Mutation) -> None:
+        super().__init__(mutation.module, str(mutation.path))
+        self._code: CodeType = compile(mutation.mutated(), str(mutation.path), "exec", dont_inherit=True)
+
+    def get_code(self, fullname: str) -> CodeType:
+        return self._code
+
+
+class _Finder(MetaPathFinder):
+    def __init__(self, mutation: Mutation) -> None:
+        self._mutation = mutation
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname != self._mutation.module:
+            return None
+        spec = PathFinder.find_spec(fullname, path, target)
+        assert spec is not None, f"{fullname} is there"
+        spec.loader = _Loader(self._mutation)
+        return spec
+
+
+def plant(mutation: Mutation) -> None:
+    """Has this process import the mutated module."""
+    assert mutation.module not in sys.modules, f"{mutation.module} was imported before it could be mutated"
+    sys.meta_path.insert(0, _Finder(mutation))

@@ -1,0 +1,46 @@
+"""The list of mutations is kept true, and a short set of them is tried: one of each kind of rule, by each checker."""
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.mutations.listed import MUTATIONS
+from tests.mutations.mutation import ROOT, Mutation
+
+# Noticed within a few seeds each, so that all of them together take less than a minute.
+SHORT = (
+    "forget the timers",
+    "duplicate request_id taken twice",
+    "takeover not fenced",
+    "a drain is interrupted early",
+    "stale report accepted",
+    "one attempt too many",
+    "lease_ids are given twice",
+    "full windows get more",
+    "acceptance before fsync",
+    "dropped leases are run",
+    "a commit is told before it is made",
+    "what was sent is not remembered",
+)
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=[m.name for m in MUTATIONS])
+def test_the_list_is_true(mutation: Mutation) -> None:
+    assert mutation.found() == 1, f"the text of {mutation.name!r} occurs {mutation.found()} times in {mutation.path}"
+    compile(mutation.mutated(), str(mutation.path), "exec")
+
+
+@pytest.mark.timeout(600)
+def test_rules_that_are_broken_on_purpose_are_noticed() -> None:
+    only = [argument for name in SHORT for argument in ("--only", name)]
+    command = [sys.executable, "-m", "tests.mutations", *only, "--baseline", "20", "--processes", "2"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=570, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_a_mutation_that_nobody_notices_fails_the_run() -> None:
+    command = [sys.executable, "-m", "tests.mutations", "--only", "priority ignored", "--seeds", "0", "--baseline", "0"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 1
+    assert "priority ignored survives 0 seeds" in done.stdout

@@ -1,0 +1,251 @@
+"""What goes wrong in a simulated world, and what people do to it, each by a name that a trace shows and the coverage
+counts.
+
+A fault is a method of `Faults`: it draws what it needs, and begins something that ends by itself. Durations are
+fractions and multiples of the master's session_timeout, so that small worlds with short timeouts see all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from multigpu_master.core import events as ev
+from multigpu_master.core.scheduler import Core
+
+from tests.sim.client import Ask, Client
+from tests.sim.master import STRATEGIES
+from tests.sim.worker import SimWorker
+
+if TYPE_CHECKING:
+    from tests.sim.sim import Simulation
+
+QUEUES = ("default", "q2")
+
+
+class Faults:
+    """See the module. `names` are all there are; `happen` has one of them happen now."""
+
+    names: tuple[str, ...]
+
+    def __init__(self, simulation: Simulation) -> None:
+        self._sim = simulation
+        self._world = simulation.world
+        self._random = simulation.world.random
+        self._master = simulation.master
+        self._timeout_s = simulation.timeout_s
+
+    def happen(self, name: str) -> None:
+        self._world.trace("fault: %s", name)
+        self._world.coverage[f"fault: {name}"] += 1
+        getattr(self, name.replace(" ", "_"))()
+
+    def _worker(self) -> SimWorker:
+        return self._random.choice(self._sim.workers)
+
+    def _client(self) -> Client:
+        return self._random.choice(self._sim.clients)
+
+    def _some(self, *shares: float) -> float:
+        """One of these, in session timeouts."""
+        return self._random.choice(shares) * self._timeout_s
+
+    def _later(self, low: float, high: float, what: Callable[[], None]) -> None:
+        self._world.after(self._world.between(low, high), what)
+
+    def _told(self, event: ev.Event, undo: ev.Event | None = None) -> None:
+        """An operator says something to the master, trying again while it is down, and takes it back later."""
+        master = self._master
+        if master.core is None:
+            self._later(0.3, 0.3, lambda: self._told(event, undo))
+            return
+        done = False
+
+        def answered() -> None:
+            nonlocal done
+            done = True
+
+        def heard() -> None:
+            assert master.core is not None, "it is awake"
+            if self._knows(master.core, event):
+                master.operate(event, answered)
+            else:
+                answered()
+
+        def later() -> None:
+            if not done:
+                self._told(event, undo)  # the master died before it answered, or is slow
+            elif undo is not None:
+                self._told(undo)
+
+        master.when_awake(heard)
+        self._later(0.3, 2.0, later)
+
+    def _knows(self, core: Core, event: ev.Event) -> bool:
+        """As the front door checks before the core is asked."""
+        if not isinstance(event, ev.Cordon | ev.Uncordon | ev.Drain | ev.Forget):
+            return True
+        worker = core.fleet.workers.get(event.worker_id)
+        return worker is not None and not (isinstance(event, ev.Forget) and worker.session)
+
+    # --- processes ---------------------------------------------------------------------------------------------------
+
+    def worker_crash(self) -> None:
+        self._worker().crash(self._world.between(0.02, 0.6) * self._timeout_s)
+
+    def worker_freeze(self) -> None:
+        self._worker().frozen_until = self._world.now + self._some(0.04, 0.4, 1.4)
+
+    def worker_leave(self) -> None:
+        self._worker().leave(self._world.between(0.1, 2.0))
+
+    def worker_twin(self) -> None:
+        """Another process with the same worker_id."""
+        worker = self._worker()
+        twin = SimWorker(self._world, self._master, worker.info, self._sim.heartbeat_s, primary=False)
+        self._sim.workers.append(twin)
+        twin.start()
+
+    def worker_clock(self) -> None:
+        self._worker().skew_s = self._random.choice((-90_000.0, -2.0, 2.0, 90_000.0))
+
+    def client_crash(self) -> None:
+        self._client().crash()
+
+    def client_pause(self) -> None:
+        self._client().paused_until = self._world.now + self._some(0.1, 0.6)
+
+    def master_crash(self) -> None:
+        master = self._master
+        if master.core is not None:
+            master.crash()
+            for worker in self._sim.workers:
+                worker.master_died()
+            self._later(0.01, 2.0, master.start)
+
+    def master_stall(self) -> None:
+        self._master.stalled_until = self._world.now + self._some(0.02, 0.3, 1.4)
+
+    def clock_jump(self) -> None:
+        """The wall clock of the master's host; a running master doesn't notice, the next one does."""
+        self._master.wall_skew_s += self._random.choice((-4000.0, -1.0, 1.0, 4000.0))
+
+    # --- streams -----------------------------------------------------------------------------------------------------
+
+    def stream_break(self) -> None:
+        self._worker().break_stream(self._world.between(0.0, 0.3))
+
+    def silent_break(self) -> None:
+        heard_s = self._random.choice((None, 0.6, 1.6))
+        self._worker().break_stream(heard_s and heard_s * self._timeout_s)
+
+    def stream_stall(self) -> None:
+        self._worker().stall_stream(self._some(0.1, 0.5, 1.5), up=self._world.chance(0.5))
+
+    def client_break(self) -> None:
+        self._client().stream_broke()
+
+    # --- the disk ----------------------------------------------------------------------------------------------------
+
+    def disk_full(self) -> None:
+        journal = self._master.journal
+        journal.disk_full = True
+        self._later(0.1, 2.0, lambda: setattr(journal, "disk_full", False))
+
+    def disk_slow(self) -> None:
+        journal = self._master.journal
+        journal.slow = self._random.choice((5.0, 50.0))
+        self._later(0.1, 2.0, lambda: setattr(journal, "slow", 1.0))
+
+    # --- what workers say --------------------------------------------------------------------------------------------
+
+    def memory(self) -> None:
+        worker = self._worker()
+        worker.memory_used = self._random.choice((0, 500, 790, 810, 950))
+        worker.utilization = self._random.random()
+
+    def models(self) -> None:
+        self._worker().resident = self._random.choice(((), ("m1",), ("m1", "m2")))
+
+    def lie(self) -> None:
+        worker, core = self._worker(), self._master.core
+        if core is not None:
+            name = worker.info.worker_id
+            others = [x for w in core.fleet.workers.values() if w.worker_id != name for x in w.leases]
+            worker.lie(others + worker.reported)
+
+    # --- what clients do ---------------------------------------------------------------------------------------------
+
+    def _open_ask(self) -> tuple[Client, Ask] | None:
+        client = self._client()
+        asks = [a for a in client.asks.values() if a.open]
+        return (client, self._random.choice(asks)) if asks else None
+
+    def duplicate(self) -> None:
+        """The same request_id once more on the same stream."""
+        if (found := self._open_ask()) is not None:
+            found[0].submit([found[1]])
+
+    def attach(self) -> None:
+        """Another client asks for the same request_id."""
+        if (found := self._open_ask()) is not None:
+            ask, other = found[1], self._client()
+            if ask.request_id not in other.asks:
+                other.ask([Ask(ask.request_id, ask.spec, ask.payload, ask.partition_key)])
+
+    def cancel(self) -> None:
+        master = self._master
+        if (found := self._open_ask()) is not None and master.core is not None:
+            request_id = found[1].request_id
+            master.when_awake(lambda: master.cancel(request_id) if master.core else None)
+
+    # --- what operators do -------------------------------------------------------------------------------------------
+
+    def cordon(self) -> None:
+        name = self._worker().info.worker_id
+        self._told(ev.Cordon(name, "a test"), ev.Uncordon(name))
+
+    def drain(self) -> None:
+        name = self._worker().info.worker_id
+        deadline_s = self._random.choice((None, self._master.now + self._world.between(-0.1, 2.0)))
+        self._told(ev.Drain(name, deadline_s), ev.Uncordon(name))
+
+    def forget(self) -> None:
+        self._told(ev.Forget(self._worker().info.worker_id))
+
+    def pause(self) -> None:
+        queue = self._random.choice(QUEUES)
+        self._told(ev.ConfigureQueue(queue, paused=True), ev.ConfigureQueue(queue, paused=False))
+
+    def limits(self) -> None:
+        queue, tasks_max, bytes_max = self._random.choice(QUEUES), *self._random.choice(((1, 0), (5, 0), (0, 60)))
+        self._told(
+            ev.ConfigureQueue(queue, tasks_max=tasks_max, bytes_max=bytes_max),
+            ev.ConfigureQueue(queue, tasks_max=0, bytes_max=0),
+        )
+
+    def strategy(self) -> None:
+        self._told(ev.SetStrategy(self._random.choice(list(STRATEGIES))))
+
+    def queue_strategy(self) -> None:
+        self._told(ev.SetStrategy(self._random.choice((*STRATEGIES, "", "")), self._random.choice(QUEUES)))
+
+    def requeue_letter(self) -> None:
+        self._letter(self._master.requeue_letter)
+
+    def discard_letter(self) -> None:
+        self._letter(self._master.discard_letter)
+
+    def _letter(self, what: Callable[[int], None]) -> None:
+        master = self._master
+        letters = list(master.journal.dead)
+        if letters and master.core is not None:
+            letter = self._random.choice(letters)
+            master.when_awake(lambda: what(letter) if master.core is not None else None)
+            if self._world.chance(0.2):  # two operators at once
+                master.when_awake(lambda: what(letter) if master.core is not None else None)
+
+
+Faults.names = tuple(
+    n.replace("_", " ") for n, f in vars(Faults).items() if not n.startswith("_") and n != "happen" and callable(f)
+)

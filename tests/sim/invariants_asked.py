@@ -1,0 +1,180 @@
+"""What was asked is so: by clients (submit, cancel), by operators (queues, strategies, workers), by workers (what they
+say of themselves). And what is let in keeps to the limits.
+"""
+
+from collections.abc import Sequence
+
+from multigpu_master.core import events as ev
+from multigpu_master.core.lanes import shape_of
+from multigpu_master.core.model import Lease, Worker
+from multigpu_master.core.scheduler import Core
+
+from tests.sim.world import ViolationError
+
+
+def _so(holds: object, message: str) -> None:
+    if not holds:
+        raise ViolationError(message)
+
+
+class Asked:
+    """See the module."""
+
+    def __init__(self, core: Core) -> None:
+        self._core = core
+        self._strategy = core.strategy
+        self._strategies: dict[str, str] = {}
+        self._paused: dict[str, bool] = {}
+        self._said: dict[int, tuple[tuple[str, ...], bool]] = {}  # session -> its models, whether it is stopping
+        self._run_s: dict[Lease, float] = {}  # since when each is known to run
+        self._loading: dict[Worker, dict[tuple[str, str], None]] = {}
+        self._idle = False  # whether the worker that speaks held nothing before
+
+    def before(self, event: ev.Event) -> None:
+        if isinstance(event, ev.Heartbeat):
+            worker = self._core.fleet.sessions.get(event.session)
+            self._idle = worker is not None and not worker.leases
+
+    def after(self, event: ev.Event, commands: Sequence[ev.Command], now: float) -> None:
+        match event:
+            case ev.Submit():
+                self._submit(event, commands, now)
+            case ev.Cancel():
+                alive = [t for t in event.tasks if t.task_id and t.outcome is None]
+                _so(not alive, "a cancelled task lives on")
+            case ev.Hello():
+                self._said[event.session] = (), False
+                tasks = [t for h in event.leases if (t := self._core.tasks.get(h.task_id)) is not None]
+                worker = self._core.fleet.sessions[event.session]
+                self._loading[worker] = {(t.spec.kind, t.spec.model): None for t in tasks}
+                self._observed(event, now)
+                narrow = min(worker.info.slots + 1, worker.info.window_tasks)
+                if worker.allowed != narrow:
+                    raise ViolationError(f"{worker.worker_id} begins with a window of {worker.allowed}")
+            case ev.Heartbeat() if event.session in self._core.fleet.sessions:
+                self._said[event.session] = event.resident_models, event.stopping
+                self._observed(event, now)
+            case ev.SetStrategy() if event.queue:
+                self._strategies[event.queue] = event.name
+            case ev.SetStrategy():
+                self._strategy = event.name
+            case ev.ConfigureQueue() if event.paused is not None:
+                self._paused[event.queue] = event.paused
+            case ev.Cordon() | ev.Uncordon() | ev.Drain():
+                self._operated(event)
+            case _:
+                pass
+        self._rules()
+        self._workers(event, commands)
+
+    def _submit(self, event: ev.Submit, commands: Sequence[ev.Command], now: float) -> None:
+        core, spec = self._core, event.spec
+        (answer,) = [c for c in commands if isinstance(c, ev.Submitted)]
+        for asked, given in zip(event.tasks, answer.results, strict=True):
+            _so(isinstance(given, ev.Rejection) or given.request_id == asked.request_id, "another's task was given")
+        if not answer.fresh:
+            return
+        limits, queue = core.limits, core.queue(spec.queue)
+        if core.unsettled > limits.tasks_max:
+            raise ViolationError(f"the master holds {core.unsettled} tasks")
+        if core.unsettled_bytes > limits.bytes_max:
+            raise ViolationError(f"the master holds {core.unsettled_bytes} bytes")
+        held = queue.queued + queue.leased
+        if not (not queue.tasks_max or held <= queue.tasks_max):
+            raise ViolationError(f"queue {queue.name} holds {held} tasks")
+        size = queue.queued_bytes + queue.leased_bytes
+        if not (not queue.bytes_max or size <= queue.bytes_max):
+            raise ViolationError(f"queue {queue.name} holds {size} bytes")
+        _so(spec.deadline_s is None or spec.deadline_s > now, "a task was taken whose deadline has passed")
+        workers = core.fleet.workers.values()
+        placeable = spec.wait_for_worker or any(core.fleet.unfit(w, shape_of(spec)) is None for w in workers)
+        _so(placeable, "a task was taken that nobody could run")
+
+    def _fits(self, dispatch: ev.Dispatch) -> None:
+        """What the worker is given it said that it takes, and the strategy lets it have."""
+        core = self._core
+        worker = core.fleet.sessions[dispatch.session]
+        info = worker.info
+        barred = worker.cordoned or worker.draining or worker.stopping
+        if barred:
+            raise ViolationError(f"{worker.worker_id} is to get no work, and got it")
+        for lease in dispatch.leases:
+            spec = lease.task.spec
+            models = [c.models for c in info.capabilities if c.kind == spec.kind]
+            able = any(not spec.model or not some or spec.model in some for some in models)
+            if not able:
+                raise ViolationError(f"{info.worker_id} does not run {spec.kind} on {spec.model!r}")
+            apart = [(key, value) for key, value in spec.labels if info.labels.get(key) != value]
+            if apart:
+                raise ViolationError(f"{info.worker_id} got a task for {apart}")
+            if spec.memory_bytes > info.memory_total_bytes:
+                raise ViolationError(f"{info.worker_id} has not so much memory")
+            strategy = core.strategy_of(core.queues[spec.queue])
+            why_not = strategy.excludes(shape_of(spec), worker, core.fleet)
+            if why_not is not None:
+                raise ViolationError(f"{strategy.name} excludes {info.worker_id}: {why_not}")
+            used = worker.memory_fraction() if strategy.name == "memory_usage" else None
+            if not (used is None or used <= core.limits.memory_threshold):
+                raise ViolationError(f"{info.worker_id} uses {used} of its memory")
+
+    def _observed(self, event: ev.Hello | ev.Heartbeat, now: float) -> None:
+        """What a worker says of its leases is known."""
+        worker = self._core.fleet.sessions.get(event.session)
+        if worker is None:
+            return
+        for held in event.leases:
+            lease = worker.leases.get(held.lease_id)
+            if lease is None:
+                continue
+            if lease.running != held.running:
+                raise ViolationError(f"lease {lease.lease_id} runs: {held.running}; it is not known")
+            if held.running:
+                since_s = self._run_s.setdefault(lease, now)
+                if lease.run_s != since_s:
+                    raise ViolationError(f"lease {lease.lease_id} runs since {since_s}, not {lease.run_s}")
+
+    def _operated(self, event: ev.Cordon | ev.Uncordon | ev.Drain) -> None:
+        worker = self._core.fleet.workers[event.worker_id]
+        is_so = worker.cordoned, worker.draining, worker.drain_deadline_s
+        if isinstance(event, ev.Cordon):
+            if not worker.cordoned:
+                raise ViolationError(f"{worker.worker_id} is not cordoned")
+        elif isinstance(event, ev.Drain):
+            if is_so != (True, True, event.deadline_s):
+                raise ViolationError(f"{worker.worker_id} is not drained as it should be: {is_so}")
+        elif is_so != (False, False, None):
+            raise ViolationError(f"{worker.worker_id} is not free: {is_so}")
+
+    def _rules(self) -> None:
+        core = self._core
+        if core.strategy != self._strategy:
+            raise ViolationError(f"the strategy is {core.strategy}, not {self._strategy}")
+        for name, queue in core.queues.items():
+            if queue.strategy != self._strategies.get(name, ""):
+                raise ViolationError(f"queue {name} has strategy {queue.strategy!r}")
+            if queue.paused != self._paused.get(name, False):
+                raise ViolationError(f"queue {name} is paused: {queue.paused}")
+
+    def _workers(self, event: ev.Event, commands: Sequence[ev.Command]) -> None:
+        sessions = self._core.fleet.sessions
+        if isinstance(event, ev.Heartbeat) and self._idle and event.session in sessions:
+            self._loading[sessions[event.session]] = {}
+        for command in commands:
+            if isinstance(command, ev.Dispatch):
+                self._fits(command)
+                keys = {(x.task.spec.kind, x.task.spec.model): None for x in command.leases}
+                self._loading.setdefault(sessions[command.session], {}).update(keys)
+        for session in [s for s in self._said if s not in sessions]:
+            del self._said[session]
+        for session, worker in sessions.items():
+            known = worker.resident_models, worker.stopping
+            if known != self._said[session]:
+                raise ViolationError(f"{worker.worker_id} said {self._said[session]}, known is {known}")
+            for lease in worker.leases.values():
+                if lease.frame > worker.frame:
+                    raise ViolationError(f"lease {lease.lease_id} came in a frame that was not sent yet")
+                key = lease.task.spec.kind, lease.task.spec.model
+                self._loading.setdefault(worker, {})[key] = None
+            extra = [key for key in worker.loading if key not in self._loading.get(worker, {})]
+            if extra:
+                raise ViolationError(f"{worker.worker_id} counts as loading {extra}")

@@ -1,0 +1,152 @@
+"""What a lease that ended may cost its task: the rules of attempts, losses and pauses, from events and commands alone.
+
+- A failed attempt, a run that was too long, and a run whose worker was lost are charged.
+- Anything else is not charged; it counts as a loss, and adoption takes one loss back.
+- A charged task pauses, for longer each time, or has ended; a task that was lost pauses from its second loss on.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from multigpu_master.core import events as ev
+from multigpu_master.core.attempts import LOSSES_MAX
+from multigpu_master.core.ledger import RUN_GRACE_S
+from multigpu_master.core.model import Lease, OutcomeState, Task
+from multigpu_master.core.scheduler import Core
+
+from tests.sim.world import ViolationError
+
+Entry = tuple[Lease, bool, int]  # a lease, whether it runs, its session
+
+
+@dataclass(slots=True)
+class Tally:
+    """Of one task."""
+
+    attempts: int = 0
+    losses: int = 0
+
+
+class Attempts:
+    """See the module."""
+
+    def __init__(self, core: Core) -> None:
+        self._core = core
+        self._tallies: dict[Task, Tally] = {}
+        self._leases: dict[int, Entry] = {}  # those that are live
+
+    def after(self, event: ev.Event, commands: Sequence[ev.Command], now: float) -> None:
+        workers = self._core.fleet.workers.values()
+        live = {x.lease_id: (x, x.running, w.session) for w in workers for x in w.leases.values()}
+        granted = {x.lease_id: x for c in commands if isinstance(c, ev.Dispatch) for x in c.leases}
+        ended = [entry for lease_id, entry in self._leases.items() if lease_id not in live]
+        revoked = {(c.session, i): c.reason for c in commands if isinstance(c, ev.Revoke) for i in c.lease_ids}
+        for lease, running, session in ended:
+            # What was taken back first (a drain's deadline passed while the master slept) ends by nothing else.
+            why = revoked.get((session, lease.lease_id))
+            charge = self._charge(event if why is None else None, lease, running, session, now)
+            if why == "taken back by the master" and charge is False and lease.task.outcome is not None:
+                self._tallies[lease.task].attempts -= self._tallies[lease.task].attempts == lease.attempt
+            self._ended(lease, charge, now)
+        if isinstance(event, ev.Hello):
+            self._came_and_went(event, commands, live)
+        for lease_id, (lease, _, _) in live.items():
+            if lease_id not in self._leases:
+                self._began(lease, adopted=lease_id not in granted)
+        self._leases = live
+        for command in commands:
+            if isinstance(command, ev.Settled):
+                for task in command.tasks:
+                    self._settled(task, now)
+
+    def _charge(
+        self, event: ev.Event | None, lease: Lease, running: bool, session: int, now: float
+    ) -> ev.Failure | bool:
+        """How the lease ended: by this failure; True: charged for another reason; False: not charged."""
+        if event is not None and session not in self._core.fleet.sessions:
+            return running
+        if isinstance(event, ev.Reports) and event.session == session:
+            for failure in event.failures:
+                if failure.lease_id == lease.lease_id:
+                    return False if failure.returned else failure
+        timeout_s = lease.task.spec.run_timeout_s
+        return running and timeout_s is not None and now >= lease.run_s + timeout_s + RUN_GRACE_S
+
+    def _ended(self, lease: Lease, charge: ev.Failure | bool, now: float) -> None:
+        task = lease.task
+        tally = self._tallies[task]
+        state = task.outcome.state if task.outcome is not None else None
+        if state in {OutcomeState.SUCCEEDED, OutcomeState.CANCELLED, OutcomeState.EXPIRED} or not task.task_id:
+            return
+        base_s = 0.0
+        if charge is False:
+            tally.losses += 1
+            tally.attempts -= tally.attempts == lease.attempt
+            over = OutcomeState.DEAD_LETTERED if tally.losses > LOSSES_MAX else None
+            if tally.losses > 1:
+                base_s = _pause_s(task, tally.losses - 1)
+        else:
+            hopeless = isinstance(charge, ev.Failure) and not charge.error.retryable
+            over = OutcomeState.DEAD_LETTERED if tally.attempts >= task.spec.attempts_max else None
+            over = OutcomeState.FAILED if hopeless else over
+            base_s = _pause_s(task, tally.attempts)
+        if state is not over:
+            raise ViolationError(f"task {task.task_id} should have ended as {over}, not as {state}: {tally}")
+        if over is not None or task.lease is not None:
+            return  # ended; or leased again by the same event, an older lease of it perhaps
+        if base_s:
+            until_s = task.extra.not_before_s if task.extra is not None else 0.0
+            if not now + 0.5 * base_s <= until_s <= now + base_s:
+                raise ViolationError(f"task {task.task_id} pauses for {until_s - now} s, not for up to {base_s} s")
+        elif not task.waiting:
+            raise ViolationError(f"task {task.task_id} pauses for a single loss")
+        if task.attempts != tally.attempts:
+            raise ViolationError(f"task {task.task_id} counts {task.attempts} attempts: {tally}")
+
+    def _began(self, lease: Lease, *, adopted: bool) -> None:
+        task = lease.task
+        tally = self._tallies.setdefault(task, Tally())
+        if adopted:
+            tally.attempts = max(tally.attempts, lease.attempt)
+            tally.losses = max(0, tally.losses - 1)
+        else:
+            tally.attempts += 1
+            if lease.attempt != tally.attempts:
+                raise ViolationError(f"lease {lease.lease_id} is attempt {lease.attempt}: {tally}")
+        if task.attempts != tally.attempts:
+            raise ViolationError(f"task {task.task_id} counts {task.attempts} attempts: {tally}")
+
+    def _came_and_went(self, event: ev.Hello, commands: Sequence[ev.Command], live: dict[int, Entry]) -> None:
+        """Leases that a hello brought back and that were taken from the worker again: its drain is over."""
+        (adopted,) = [c.adopted for c in commands if isinstance(c, ev.Welcome)]
+        for held in event.leases:
+            task = self._core.tasks.get(held.task_id)
+            if held.lease_id in adopted and held.lease_id not in live and task is not None and task.outcome is None:
+                tally = self._tallies.setdefault(task, Tally())
+                tally.attempts = max(tally.attempts, held.attempt) - (tally.attempts <= held.attempt)
+                tally.losses = max(0, tally.losses - 1) + 1
+
+    def _settled(self, task: Task, now: float) -> None:
+        """An end by the clock had its reason; what is settled is no longer followed."""
+        outcome, spec = task.outcome, task.spec
+        tally = self._tallies.pop(task, None) or Tally()
+        assert outcome is not None, "it is settled"
+        if outcome.state is not OutcomeState.EXPIRED:
+            return
+        assert outcome.error is not None, "an expired task says why"
+        if outcome.error.type == "QueueTimeout":
+            assert spec.queue_timeout_s is not None, "it has one"
+            if tally.attempts or outcome.dispatch_s or now < task.submit_s + spec.queue_timeout_s:
+                raise ViolationError(f"task {task.task_id} expired in the queue: {tally}")
+            if self._core.held(now):
+                raise ViolationError(f"task {task.task_id} expired while its worker is awaited")
+        elif spec.deadline_s is None or now < spec.deadline_s:
+            raise ViolationError(f"task {task.task_id} expired before its deadline")
+
+
+def _pause_s(task: Task, tries: int) -> float:
+    """The longest pause after so many tries."""
+    pause_s = task.spec.backoff_initial_s
+    for _ in range(tries - 1):
+        pause_s = min(pause_s * 2, task.spec.backoff_max_s)
+    return min(pause_s, task.spec.backoff_max_s)

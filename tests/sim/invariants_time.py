@@ -1,0 +1,160 @@
+"""What must happen in time: deadlines, pauses, drains, silent workers, and the wait after a restart.
+
+The core is given the time and asks to be woken; so whatever is due must have a timer no later than that, and nothing
+that is due may be left behind by an event.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+
+from multigpu_master.core import events as ev
+from multigpu_master.core.ledger import RUN_GRACE_S
+from multigpu_master.core.model import Task
+from multigpu_master.core.scheduler import Core
+from multigpu_master.core.sessions import LATE_S
+
+from tests.sim.world import ViolationError
+
+# Sums of times are rounded.
+EARLY_S = 1e-6
+
+
+class Time:
+    """See the module."""
+
+    def __init__(self, core: Core) -> None:
+        self._core = core
+        self._hold_until_s = self._hold_at_most_until_s = 0.0
+        self._awaited: dict[str, None] = {}
+        self._heard_s: dict[int, float] = {}  # session -> when it last spoke
+        timeout_s = core.limits.session_timeout_s
+        self._grace_s = min(LATE_S, timeout_s / 4)  # a timer that fires later than this shows that the master was away
+        self._away: deque[tuple[float, float]] = deque(maxlen=8)  # from when and to when
+        self._due_s: float | None = None
+        self._taken: dict[Task, None] = {}  # unsettled tasks that a worker took at some time
+        self._all_forgotten_s = 0.0  # by when every outcome of an ephemeral task is to be forgotten
+        self._ephemeral: dict[Task, float] = {}  # settled ephemeral tasks, and when each may be forgotten
+
+    def before(self, event: ev.Event, now: float) -> None:
+        if self._due_s is not None and now > self._due_s + self._grace_s:
+            # What was due since the master was away the last time is no other absence.
+            since_s = max(self._due_s, self._away[-1][1] if self._away else 0.0)
+            if since_s < now:
+                self._away.append((since_s, now))
+        worker_id = ""
+        match event:
+            case ev.RegisterWorker() if event.expected:
+                self._awaited[event.info.worker_id] = None
+            case ev.Recover():
+                self._hold_until_s = self._hold_at_most_until_s = event.hold_until_s
+            case ev.Hello():
+                worker_id = event.info.worker_id
+                self._awaited.pop(worker_id, None)
+            case ev.Forget() if event.worker_id in self._awaited:
+                worker_id = event.worker_id
+                del self._awaited[worker_id]
+            case _:
+                pass
+        if worker_id and not self._awaited:
+            self._hold_until_s = min(self._hold_until_s, now)
+
+    def after(self, event: ev.Event, commands: Sequence[ev.Command], now: float) -> None:
+        core = self._core
+        if core.held(now) != (now < self._hold_until_s):
+            raise ViolationError(f"the fleet is awaited: {core.held(now)}; still to come: {list(self._awaited)}")
+        self._due_s = core.next_timer_s()
+        for command in commands:
+            if isinstance(command, ev.EndSession) and not command.taken_over:
+                self._silent(command.session, now)
+            elif isinstance(command, ev.Dispatch):
+                late = [x for x in command.leases if (x.task.spec.deadline_s or now + 1) <= now]
+                if late:
+                    raise ViolationError(f"task {late[0].task.task_id} was dispatched past its deadline")
+        match event:
+            case ev.Hello():
+                self._heard_s[event.session] = now
+            case ev.Heartbeat() | ev.Reports() | ev.Partials() if event.session in self._heard_s:
+                self._heard_s[event.session] = now
+            case _:
+                pass
+        self._sessions(now)
+        self._tasks(now)
+        if core.held(now):
+            self._timer("the end of the wait for", "workers", self._hold_until_s)
+        self._forgotten(commands, now)
+
+    def _timer(self, what: str, whose: object, when_s: float) -> None:
+        if self._due_s is None or self._due_s > when_s + EARLY_S:
+            raise ViolationError(f"nothing wakes the master for {what} {whose}")
+
+    def _silent(self, session: int, now: float) -> None:
+        """A session is ended for its silence alone."""
+        silent_s = now - self._heard_s[session]
+        if silent_s < self._core.limits.session_timeout_s - EARLY_S:
+            raise ViolationError(f"session {session} was ended after a silence of {silent_s} s")
+        away_s = sum([min(end, now) - max(begin, now - silent_s) for begin, end in self._away if end > now - silent_s])
+        if silent_s - away_s < self._grace_s - EARLY_S:
+            raise ViolationError(f"session {session} was ended before its words of while the master was away were read")
+
+    def _sessions(self, now: float) -> None:
+        fleet, timeout_s = self._core.fleet, self._core.limits.session_timeout_s
+        for session in [s for s in self._heard_s if s not in fleet.sessions]:
+            del self._heard_s[session]
+        for session, worker in fleet.sessions.items():
+            if worker.heard_s != self._heard_s[session]:
+                raise ViolationError(f"{worker.worker_id} was heard at {self._heard_s[session]}: {worker.heard_s}")
+            awake_s = self._away[-1][1] if self._away else 0.0
+            silent_at_s = max(worker.heard_s + timeout_s, awake_s + 2 * self._grace_s) + self._grace_s
+            if now > silent_at_s + EARLY_S:
+                raise ViolationError(f"{worker.worker_id} is silent since {worker.heard_s}, and has its session")
+            self._timer("the silence of", worker.worker_id, silent_at_s)
+            if worker.draining and worker.drain_deadline_s is not None and worker.leases:
+                if worker.drain_deadline_s <= now and self._due_s != worker.drain_deadline_s:
+                    raise ViolationError(f"{worker.worker_id} holds leases past the deadline of its drain")
+                self._timer("the drain of", worker.worker_id, worker.drain_deadline_s)
+
+    def _tasks(self, now: float) -> None:
+        for task in self._core.tasks.values():
+            if task.outcome is not None:
+                continue
+            spec, lease = task.spec, task.lease
+            if spec.deadline_s is not None:
+                if spec.deadline_s <= now:
+                    raise ViolationError(f"task {task.task_id} outlives its deadline")
+                self._timer("the deadline of task", task.task_id, spec.deadline_s)
+            if lease is None:
+                if spec.queue_timeout_s is not None and task not in self._taken:
+                    until_s = max(task.submit_s + spec.queue_timeout_s, self._hold_at_most_until_s)
+                    if until_s <= now:
+                        raise ViolationError(f"task {task.task_id} outlives its queue timeout")
+                    self._timer("the queue timeout of task", task.task_id, until_s)
+                if not task.waiting and task.extra is not None:
+                    self._timer("the pause of task", task.task_id, task.extra.not_before_s)
+                continue
+            self._taken[task] = None
+            if lease.running and spec.run_timeout_s is not None:
+                due_s = lease.run_s + spec.run_timeout_s + RUN_GRACE_S
+                self._timer("the run timeout of task", task.task_id, due_s)
+
+    def _forgotten(self, commands: Sequence[ev.Command], now: float) -> None:
+        """Ephemeral outcomes are kept for their time, within a limit of bytes."""
+        core = self._core
+        if [t for t in self._ephemeral if t.task_id in core.tasks] and now > self._all_forgotten_s + EARLY_S:
+            raise ViolationError("outcomes outlive their time")
+        for command in commands:
+            if isinstance(command, ev.Settled):
+                for task in command.tasks:
+                    self._taken.pop(task, None)
+                    if not task.spec.durable and task.outcome is not None:
+                        until_s = self._ephemeral[task] = task.outcome.finish_s + task.spec.result_ttl_s
+                        self._all_forgotten_s = max(self._all_forgotten_s, until_s)
+        if core._ephemeral_bytes > core.limits.ephemeral_bytes_max:
+            raise ViolationError(f"ephemeral outcomes take {core._ephemeral_bytes} bytes")
+        gone = [t for t in self._ephemeral if t.task_id not in core.tasks]
+        early = [t for t in gone if self._ephemeral[t] > now]
+        if early:
+            size = core._ephemeral_bytes + sum([len(t.outcome.result) + 600 for t in gone if t.outcome is not None])
+            if size <= core.limits.ephemeral_bytes_max:
+                raise ViolationError(f"the outcome of task {early[0].task_id} was forgotten before its time")
+        for task in gone:
+            del self._ephemeral[task]

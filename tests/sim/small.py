@@ -1,0 +1,28 @@
+"""Limits of the core so small that small worlds reach them: when a cache is emptied, when hollow entries are swept.
+Only while a simulation runs: other tests of the same process have the core's own.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from multigpu_master.core import fleet, lanes, placement, timers
+
+SMALL = (
+    (lanes, "HOLLOW_MIN", 2),
+    (timers, "SWEEP_MIN", 4),
+    (fleet, "CHANGES_MAX", 32),
+    (placement, "RANKINGS_MAX", 3),
+    (placement, "PINS_MAX", 4),
+)
+
+
+@contextmanager
+def small_limits() -> Iterator[None]:
+    before = [getattr(module, name) for module, name, _ in SMALL]
+    for module, name, value in SMALL:
+        setattr(module, name, value)
+    try:
+        yield
+    finally:
+        for (module, name, _), value in zip(SMALL, before, strict=True):
+            setattr(module, name, value)
