@@ -1,6 +1,7 @@
 """python -m tests.chaos --rounds 50 --seed 1: the long form. Exits 1 if a promise was broken; keeps the history."""
 
 import argparse
+import json
 import random
 import sys
 import tempfile
@@ -9,40 +10,71 @@ import traceback
 from pathlib import Path
 
 from tests.chaos.checker import check
+from tests.chaos.failpoints import FAILPOINTS
+from tests.chaos.faults import KINDS
+from tests.chaos.report import report
 from tests.chaos.rounds import Chaos
+
+# In every so many rounds only workers are killed, so that what it takes to re-queue can be told from other trouble.
+WORKERS_ALONE = 5
 
 
 def main() -> int:
     """Runs the rounds, checks the history, says what came out."""
     parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__)
     parser.add_argument("--rounds", type=int, default=50)
-    parser.add_argument("--tasks", type=int, default=2000, help="in each round")
-    parser.add_argument("--seed", type=int, default=None, help="of the kills and of the traffic; default: any")
+    parser.add_argument("--tasks", type=int, default=1000, help="in each round, about")
+    parser.add_argument("--faults", default="", help=f"kinds, with commas; default: all of {','.join(KINDS)}")
+    parser.add_argument("--sweep", action="store_true", help="and before the rounds each failpoint once")
+    parser.add_argument("--seed", type=int, default=None, help="of the faults and of the traffic; default: any")
+    parser.add_argument("--time-limit-s", type=float, default=1500.0, help="no round begins after that")
     parser.add_argument("--folder", type=Path, default=None, help="where logs and the history go; default: a new one")
+    parser.add_argument(
+        "--json", action="store_true", help="the report as JSON, on the standard output; the rest is told on the other"
+    )
     arguments = parser.parse_args()
+    kinds = arguments.faults.split(",") if arguments.faults else None
+    if unknown := set(kinds or ()) - set(KINDS):
+        parser.error(f"no faults {', '.join(sorted(unknown))}; there are {', '.join(KINDS)}")
     seed = random.randrange(2**32) if arguments.seed is None else arguments.seed
     folder = arguments.folder or Path(tempfile.mkdtemp(prefix="chaos-"))
     folder.mkdir(parents=True, exist_ok=True)
     if any(folder.iterdir()):
         parser.error(f"{folder} is not empty: the outcomes of another run in it would be taken for this one's")
-    print(f"seed {seed}; logs in {folder}", flush=True)
-    chaos = Chaos(folder, seed, arguments.tasks)
+
+    def tell(line: str) -> None:
+        print(line, file=sys.stderr if arguments.json else sys.stdout, flush=True)
+
+    tell(f"seed {seed}; logs and history in {folder}")
     began_s = time.monotonic()
+    chaos = Chaos(folder, seed, tasks=arguments.tasks, kinds=kinds)
+    if chaos.no_network:
+        tell(f"without faults of the network: {chaos.no_network}")
     standstill = False
     try:
-        chaos.run(arguments.rounds, lambda line: print(line, flush=True))
+        with chaos:
+            if arguments.sweep:
+                chaos.sweep(FAILPOINTS, tell)
+            for number in range(1, arguments.rounds + 1):
+                if time.monotonic() - began_s > arguments.time_limit_s:
+                    tell("the time is over")
+                    break
+                workers_alone = number % WORKERS_ALONE == 0 and "worker" in chaos.faults.kinds
+                chaos.random_rounds(1, tell, ["worker"] if workers_alone else None)
+    except KeyboardInterrupt:
+        tell("interrupted")
+        return 130
     except Exception:
         standstill = True
-        traceback.print_exc()
-    chaos.history.save(folder / "history.jsonl")
-    findings = check(chaos.history.records())
-    print(f"{arguments.rounds} rounds in {time.monotonic() - began_s:.0f} s; seed {seed}")
-    for name, figure in findings.figures.items():
-        print(f"  {name}: {figure}")
-    for line in findings.broken[:50]:
-        print(f"BROKEN: {line}")
-    print(f"promises broken: {len(findings.broken)}")
-    return 1 if findings.broken or standstill else 0
+        tell(traceback.format_exc())
+    records = chaos.records()
+    result = report(records, check(records))
+    tell(f"{time.monotonic() - began_s:.0f} s; seed {seed}")
+    if arguments.json:
+        print(json.dumps({"seed": seed, "duration_s": time.monotonic() - began_s, **result.as_dict()}, indent=2))
+    else:
+        tell("\n".join(f"  {line}" for line in result.lines()))
+    return 1 if result.broken or standstill else 0
 
 
 if __name__ == "__main__":

@@ -1,28 +1,34 @@
 """Reads a history and says what is wrong with it. Shares no code with the product: it knows only what was promised.
 
-The records it reads:
+The records it reads (streams.py has those of watches, partial outputs and cancellations):
 
-- submit     request_id, payload             a task is about to be handed over for the first time
-- ack        request_id, task_id             the master said that the task is on its disk
-- outcome    by ("watch" or "map"), task_id, request_id, state, result, attempts, worker_id
+- submit     by, life, request_id, digest    a client is about to hand a task over; digest: SHA-1 of its payload
+- ack        by, request_id, task_id         the master said that the task is its own now, and, if durable, on its disk;
+             (settled)                       or, by its outcome, that it will be there in a moment
+- outcome    by, life, task_id, request_id, state, result, attempts, worker_id, partials, dispatch_s
                                              a client was given the end of a task
+- gone       request_id, task_id             the master doesn't know this ephemeral task any more
 - got        task_id, result                 the end of a task, asked for by name when all was over
-- execution  task_id, attempt, pid, parent_pid, payload
-                                             a handler began, by its own word
+- execution  task_id, attempt, pid, parent_pid, digest
+                                             a handler began, by its own word; its result is digest:attempt:pid
 - worker     name, pid                       a worker was started
-- kill       target ("master", "worker", "engine"; "pause" for one that was stopped for a while), pid
-- stale      reports, requeued                what a master had refused as too late, and taken from lost workers, so far
+- kill       target ("master", "worker", "engine", "client", "watcher"), pid
+- failpoint  name, room, pid                 a process ended itself with SIGKILL at that place
+- stale      reports, requeued               what a master had refused as too late, and taken from lost workers, so far
 - refusal    code, message                   a call ended with an error that no kill explains
-- fault      line                             a daemon logged what only a bug explains
+- fault      line                            a daemon logged what only a bug explains
 - zero       queued, leased                  what the master counted when all was over
+
+`by` is the way of a client: submit, run, cancel, map, stream are durable; ephemeral (by map) and lend (by Submit and
+Get) are not. Outcomes also come by watch and replay. A client that was killed begins another life and knows nothing of
+the one before: "once" means once in a life. The one watch lives on in its cursor.
 """
 
-from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
 
-Record = dict[str, Any]
+from tests.chaos import streams
+from tests.chaos.book import UNSAFE_S, Book, Record
 
 
 @dataclass(slots=True)
@@ -35,91 +41,111 @@ class Findings:
 
 def check(records: Iterable[Record]) -> Findings:
     """Checks a whole history."""
-    by_what: dict[str, list[Record]] = defaultdict(list)
-    for record in records:
-        by_what[record["what"]].append(record)
-    broken: list[str] = []
-    payloads = {r["request_id"]: r["payload"] for r in by_what["submit"]}
-    watched = _watched(by_what["outcome"], broken)
-    _acknowledged(by_what["ack"], payloads, watched, broken)
-    _executed(by_what, payloads, broken)
-    _mapped(by_what, payloads, watched, broken)
-    for r in by_what["got"]:
-        seen = watched.get(r["task_id"])
+    book = Book(records)
+    broken = book.broken
+    twice = _watched(book)
+    lost = _acknowledged(book)
+    _executed(book)
+    _answered(book)
+    streams.check(book)
+    for r in book["got"]:
+        seen = book.watched.get(r["task_id"])
         if seen is not None and seen["result"] != r["result"]:
             broken.append(f"task {r['task_id']}: its outcome was {seen['result']} and is now {r['result']}")
-    broken += [f"refused: {r['code']} {r['message']}" for r in by_what["refusal"]]
-    broken += [f"a daemon's fault: {r['line']}" for r in by_what["fault"]]
-    if not by_what["zero"]:
+    broken += [f"refused: {r['code']} {r['message']}" for r in book["refusal"]]
+    broken += [f"a daemon's fault: {r['line']}" for r in book["fault"]]
+    if not book["zero"]:
         broken.append("nobody looked whether the queue reached zero")
-    broken += [f"the queue did not reach zero: {r}" for r in by_what["zero"] if r["queued"] or r["leased"]]
-    figures = {f"{target} kills": 0 for target in ("master", "worker", "engine", "pause")}
-    for r in by_what["kill"]:
-        figures[f"{r['target']} kills"] += 1
-    executions = len(by_what["execution"])
-    figures |= {
-        "submitted": len(payloads),
-        "acknowledged": len({r["request_id"] for r in by_what["ack"]}),
-        "outcomes": len(watched),
+    broken += [f"the queue did not reach zero: {r}" for r in book["zero"] if r["queued"] or r["leased"]]
+    return Findings(broken, {"lost": lost, "delivered twice": twice, **_figures(book)})
+
+
+def _figures(book: Book) -> dict[str, int]:
+    executions = len(book["execution"])
+    return {
+        "submitted": len(book.digests),
+        "acknowledged": len({r["request_id"] for r in book["ack"]}),
+        "outcomes": len(book.watched),
+        "cancelled": sum(r["state"] == "CANCELLED" for r in book.watched.values()),
+        "partial outputs": len(book["partial"]),
+        "ephemeral tasks gone with their master": len(book["gone"]),
+        "stale reports refused": sum(r["reports"] for r in book["stale"]),
+        "leases requeued": sum(r["requeued"] for r in book["stale"]),
         "executions": executions,
-        "stale reports refused": sum(r["reports"] for r in by_what["stale"]),
-        "leases requeued": sum(r["requeued"] for r in by_what["stale"]),
-        "executed again": executions - len({r["task_id"] for r in by_what["execution"]}),
+        "executed again": executions - len({r["task_id"] for r in book["execution"]}),
     }
-    return Findings(broken, figures)
 
 
-def _watched(outcomes: list[Record], broken: list[str]) -> dict[int, Record]:
-    """The outcomes that Watch gave, by task: each exactly once, however often the stream broke."""
-    watched: dict[int, Record] = {}
+def _watched(book: Book) -> int:
+    """The outcomes that Watch gave: each exactly once, however often the stream broke. How many came again."""
     requests: dict[str, int] = {}
-    for r in outcomes:
+    twice = 0
+    for r in book["outcome"]:
         if r["by"] != "watch":
             continue
-        if r["task_id"] in watched:
-            broken.append(f"task {r['task_id']}: its outcome was delivered twice by one watch")
-        watched[r["task_id"]] = r
+        if r["task_id"] in book.watched:
+            twice += 1
+            book.broken.append(f"task {r['task_id']}: its outcome was delivered twice by one watch")
+        book.watched[r["task_id"]] = r
         if requests.setdefault(r["request_id"], r["task_id"]) != r["task_id"]:
-            broken.append(f"request {r['request_id']} became two tasks: {requests[r['request_id']]} and {r['task_id']}")
-    return watched
+            first = requests[r["request_id"]]
+            book.broken.append(f"request {r['request_id']} became two tasks: {first} and {r['task_id']}")
+        if not book.durable(r["request_id"]):
+            book.broken.append(f"task {r['task_id']}: {r['request_id']} is ephemeral, and was on the disk")
+    return twice
 
 
-def _acknowledged(acks: list[Record], payloads: dict[str, str], watched: dict[int, Record], broken: list[str]) -> None:
-    """Nothing acknowledged is lost, and a request stays the task that it was acknowledged as."""
-    ids: dict[str, int] = {}
-    for r in acks:
-        request_id, task_id = r["request_id"], r["task_id"]
-        if ids.setdefault(request_id, task_id) != task_id:
-            broken.append(f"request {request_id} was acknowledged as task {ids[request_id]} and then as {task_id}")
-    for request_id, task_id in ids.items():
-        if request_id not in payloads:
-            broken.append(f"request {request_id} was acknowledged, but nobody submitted it")
-        if task_id not in watched:
-            broken.append(f"request {request_id}, acknowledged as task {task_id}, has no outcome: it was lost")
-        elif watched[task_id]["request_id"] != request_id:
-            broken.append(f"task {task_id} was acknowledged for {request_id}, and ended as {watched[task_id]}")
-    broken += [f"request {r} was submitted and never acknowledged" for r in payloads.keys() - ids.keys()]
+def _acknowledged(book: Book) -> int:
+    """Nothing acknowledged is lost, and a request stays the task that it was acknowledged as. How many were lost."""
+    ids: dict[str, tuple[int, float]] = {}
+    lost = 0
+    for r in book["ack"]:
+        request_id, task_id, at_s = r["request_id"], r["task_id"], r["at_s"]
+        if r.get("settled") and book.unsafe(at_s):
+            continue  # an outcome is delivered before it is on the disk, and a client that died may ask again
+        first, first_s = ids.setdefault(request_id, (task_id, at_s))
+        # An ephemeral one is another task to another master.
+        if first != task_id and (book.durable(request_id) or not book.master_died(first_s - UNSAFE_S, at_s)):
+            book.broken.append(f"request {request_id} was acknowledged as task {first} and then as {task_id}")
+    for request_id, (task_id, _) in ids.items():
+        if request_id not in book.digests:
+            book.broken.append(f"request {request_id} was acknowledged, but nobody submitted it")
+        if not book.durable(request_id):
+            continue
+        if task_id not in book.watched:
+            lost += 1
+            book.broken.append(f"request {request_id}, acknowledged as task {task_id}, has no outcome: it was lost")
+        elif book.watched[task_id]["request_id"] != request_id:
+            book.broken.append(f"task {task_id} was acknowledged for {request_id}, and ended as another's")
+    # Nobody tells a stream of partial outputs that its task was taken; its end does.
+    unheard = {r for r, way in book.ways.items() if way != "stream"} - {r["request_id"] for r in book["ack"]}
+    book.broken += [f"request {r} was submitted and never acknowledged" for r in sorted(unheard)]
+    return lost
 
 
-def _executed(by_what: dict[str, list[Record]], payloads: dict[str, str], broken: list[str]) -> None:
+def _executed(book: Book) -> None:
     """Every result is right, and is of an execution that took place: by that worker, as that attempt, by that lease.
 
     A report that came too late would show as a result of another attempt, or of another worker, than the master granted
     last; one that was taken twice would show as a second outcome.
     """
-    names = {r["pid"]: r["name"] for r in by_what["worker"]}
-    executions = {(r["task_id"], r["attempt"], r["pid"]): r for r in by_what["execution"]}
-    for r in by_what["outcome"]:
-        task_id, payload = r["task_id"], payloads.get(r["request_id"])
-        if payload is None:
+    names = {r["pid"]: r["name"] for r in book["worker"]}
+    executions = {(r["task_id"], r["attempt"], r["pid"]): r for r in book["execution"]}
+    unwanted = {r["request_id"] for r in book["cancel"]}
+    broken = book.broken
+    for r in book["outcome"]:
+        task_id, digest = r["task_id"], book.digests.get(r["request_id"])
+        if digest is None:
             broken.append(f"task {task_id} ended, but nobody submitted {r['request_id']}")
+            continue
+        if r["state"] == "CANCELLED" and r["request_id"] in unwanted:
             continue
         if r["state"] != "SUCCEEDED":
             broken.append(f"task {task_id} ended {r['state']}, though nothing is wrong with it: {r.get('error')}")
             continue
-        value, attempt, pid = r["result"].rsplit(":", 2)
-        if value != payload[::-1]:
-            broken.append(f"task {task_id} of {payload} has the wrong result {value}")
+        value, attempt, pid = [*r["result"].split(":"), "-1", "-1"][:3]
+        if value != digest:
+            broken.append(f"task {task_id} of {r['request_id']} has the wrong result {value}")
         if int(attempt) != r["attempts"]:
             broken.append(
                 f"task {task_id}: the result of attempt {attempt} was taken while {r['attempts']} was granted"
@@ -133,22 +159,29 @@ def _executed(by_what: dict[str, list[Record]], payloads: dict[str, str], broken
             )
 
 
-def _mapped(
-    by_what: dict[str, list[Record]], payloads: dict[str, str], watched: dict[int, Record], broken: list[str]
-) -> None:
-    """The client's own call gave each input one outcome. It may be another execution's than the one that stayed, but
-    only if the master was killed after it was given, and before it was safe.
+def _answered(book: Book) -> None:
+    """A client's own call gives each input one outcome in each life. It may be another execution's than the one that
+    stayed, but only if the master died after it was given and before it was safe.
     """
-    kills = [r["at_s"] for r in by_what["kill"] if r["target"] == "master"]
-    given: set[str] = set()
-    for r in by_what["outcome"]:
-        if r["by"] != "map":
+    given: set[tuple[str, int, str]] = set()
+    answered: set[str] = {r["request_id"] for r in book["gone"]}
+    for r in book["outcome"]:
+        if r["by"] in ("watch", "replay"):
             continue
-        if r["request_id"] in given:
-            broken.append(f"request {r['request_id']} was answered twice by one map")
-        given.add(r["request_id"])
-        stayed = watched.get(r["task_id"])
-        if stayed is not None and stayed["result"] != r["result"] and not any(k >= r["at_s"] - 1.0 for k in kills):
-            broken.append(f"task {r['task_id']}: {r['result']} was given, {stayed['result']} stayed, no master died")
-    asked = {r["request_id"] for r in by_what["submit"] if r.get("by") == "map"}
-    broken += [f"request {r} was never answered by its map" for r in asked - given]
+        key = (r["by"], r["life"], r["request_id"])
+        if key in given:
+            book.broken.append(f"request {r['request_id']} was answered twice in one life of a client")
+        given.add(key)
+        answered.add(r["request_id"])
+        stayed = book.watched.get(r["task_id"])
+        if stayed is not None and stayed["result"] != r["result"] and not book.unsafe(r["at_s"]):
+            book.broken.append(
+                f"task {r['task_id']}: {r['result']} was given, {stayed['result']} stayed, no master died"
+            )
+    asked = {r for r, way in book.ways.items() if way in ("run", "map", "ephemeral", "lend")}
+    book.broken += [f"request {r} was never answered" for r in sorted(asked - answered)]
+    # An ephemeral task lives as long as its master, and no shorter.
+    acks_s: dict[int, float] = {r["task_id"]: r["at_s"] for r in book["ack"]}
+    for r in book["gone"]:
+        if not book.master_died(acks_s.get(r["task_id"], 0.0) - 1.0, r["at_s"]):
+            book.broken.append(f"ephemeral task {r['task_id']} is gone, and no master died since it was taken")

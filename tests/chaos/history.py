@@ -1,11 +1,14 @@
 """What happened, as those outside saw it: one record after another, each with the instant on one clock.
 
-Records are plain dicts so that a history can be kept as JSON lines and checked again later.
+Every process keeps a file of its own, one JSON record a line, written at once, so that a history survives the kill -9
+of whoever writes it and can be checked again later. CLOCK_MONOTONIC is the same for all processes of a machine.
 """
 
 import json
+import os
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,24 +16,31 @@ Record = dict[str, Any]
 
 
 class History:
-    """Collects records from many threads, in one order."""
+    """Writes records to one file, from many threads, in one order."""
 
-    def __init__(self) -> None:
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
         self._lock = threading.Lock()
-        self._records: list[Record] = []
+        self._descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
 
     def add(self, what: str, **fields: Any) -> None:
+        line = json.dumps({"at_s": time.monotonic(), "what": what, **fields}) + "\n"
         with self._lock:
-            self._records.append({"at_s": time.monotonic(), "what": what, **fields})
-
-    def records(self) -> list[Record]:
-        with self._lock:
-            return list(self._records)
-
-    def save(self, path: Path) -> None:
-        path.write_text("".join(json.dumps(r) + "\n" for r in self.records()))
+            os.write(self._descriptor, line.encode())
 
 
-def load(path: Path) -> list[Record]:
-    """The records of a saved history."""
-    return [json.loads(line) for line in path.read_text().splitlines()]
+def records_of(path: Path, offset: int = 0) -> Iterator[tuple[Record, int]]:
+    """The whole lines of one file from a byte on, each with where it ends. Its writer may have died in the last one."""
+    with path.open("rb") as file:
+        file.seek(offset)
+        for line in file:
+            if not line.endswith(b"\n"):
+                return
+            offset += len(line)
+            yield json.loads(line), offset
+
+
+def load(folder: Path) -> list[Record]:
+    """All records of all files of a history, in the order in which they were written."""
+    records = [record for path in sorted(folder.glob("*.jsonl")) for record, _ in records_of(path)]
+    return sorted(records, key=lambda r: r["at_s"])

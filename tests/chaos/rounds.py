@@ -1,179 +1,218 @@
-"""Rounds of chaos on one fleet: tasks go in while a seeded dice kills the master, workers and engines with -9.
+"""Rounds of chaos on one fleet: tasks go in by every way a client has while a seeded dice breaks this and that.
 
-What is killed is started again at once or a moment later. Now and then a daemon is only stopped (SIGSTOP), for longer
-than the master waits for a silent worker: one that was given up for lost and comes back, with its engine gone on
-working meanwhile, is what reports too late. At the end of each round everything runs again, and what was submitted must
-come out. One journal lives through all rounds.
+At the end of each round everything is mended, and what was submitted must come out. One journal, one watch and one
+history live through all rounds; when they are over, a new reader looks at all outcomes once more.
 """
 
 import contextlib
-import os
 import random
-import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import TracebackType
+from typing import Self
 
 import grpc
-from multigpu.options import SpecCache
 from multigpu.v1 import task_service_pb2
 from multigpu.v1.admin_service_pb2 import WORKER_STATE_ACTIVE, GetStatsRequest
 
-from tests.chaos.history import History
-from tests.chaos.traffic import KIND, PATIENCE, Caller, Watcher, map_all, submit_all
-from tests.fleet import Fleet, until
+from tests.chaos import failpoints
+from tests.chaos.client import durable_names, names_of
+from tests.chaos.failpoints import Failpoint
+from tests.chaos.faults import KINDS, Faults, places
+from tests.chaos.history import History, Record, load
+from tests.chaos.network import Network, NotAllowedError
+from tests.chaos.processes import ChaosFleet, ClientProcess, Seen
+from tests.fleet import until
 
 WORKERS = 3
-TARGETS = {"master": 2, "worker": 4, "engine": 4, "pause": 2}
-STOPPED_S = (1.2, 2.0)  # the session timeout is 1 s
-PAUSE_MAX_S = 0.8
-DRAIN_TIMEOUT_S = 60.0
+LOOK_S = 2.0  # between two looks at the daemons' logs
+PAUSE_MAX_S = 0.8  # between two strikes
+DRAIN_TIMEOUT_S = 120.0
+# How long the watch may take to tell of what the clients know already.
+TOLD_S = 5.0
+REACH_TIMEOUT_S = 60.0  # for a failpoint: with the traffic of a round, each is passed many times a second
+
+Tell = Callable[[str], None]
 
 
 class Chaos:
-    """See the module."""
+    """See the module. `kinds`: what may break, by default all that this machine allows."""
 
-    def __init__(self, folder: Path, seed: int, tasks: int, kills: tuple[int, int] = (4, 8)) -> None:
-        self.history = History()
+    def __init__(
+        self, folder: Path, seed: int, *, tasks: int, strikes: tuple[int, int] = (4, 8), kinds: list[str] | None = None
+    ) -> None:
+        self.folder = folder / "history"
         self._tasks = tasks
-        self._kills = kills  # in each round, at least; twice as many while tasks are still being handed over
+        self._strikes = strikes  # in each round, at least; twice as many while tasks are still being handed over
         self._random = random.Random(seed)
-        self._log = folder / "executions"
-        self._log.touch()
-        self._fleet = Fleet(
-            folder / "fleet", workers=WORKERS, handlers=["trial_handlers"], worker_flags=["--window-tasks", "64"]
-        )
-        self._broken: dict[str, float] = {}  # what is dead, and when it is to be started again
-        self._stopped: dict[int, float] = {}  # pids, and when they are to go on
+        self.history = History(self.folder / "chaos.jsonl")
+        names = [f"w{i}" for i in range(WORKERS)]
+        self.no_network = ""  # why there is none
+        self.network: Network | None = None
+        if kinds is None or "network" in kinds:
+            try:
+                self.network = Network(places(names), self._random.getrandbits(32))
+            except NotAllowedError as error:
+                self.no_network = str(error)
+                kinds = [k for k in kinds or KINDS if k != "network"]
+        self.fleet = ChaosFleet(folder / "fleet", self.history, workers=WORKERS, network=self.network)
+        self.faults = Faults(self.fleet, self.history, self.folder, self._random.getrandbits(32), kinds or list(KINDS))
+        self.faults.before_master_dies = self._note_counters
+        self._round = 0
+        self._look_at_s = 0.0
+        self._watcher: ClientProcess
+        self._seen = Seen(self.folder / "client-watch-0.jsonl")
 
-    def run(self, rounds: int, tell: Callable[[str], None] = print) -> None:
-        """All rounds; the history then holds everything. AssertionError: the fleet or a client came to a standstill."""
+    def __enter__(self) -> Self:
+        self.history.add("clock", wall_less_monotonic_s=time.time() - time.monotonic())
         try:
-            self._run(rounds, tell)
+            self.fleet.__enter__()
+            self._watcher = ClientProcess(self.fleet, self.folder, "watch", self._random.getrandbits(32))
+        except BaseException:
+            self._close()
+            raise
+        self.faults.clients.append(self._watcher)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if kind is None:
+                self._look_again()
         finally:
-            self._read_executions()
-            for line in self._fleet.faults():
+            self._close()
+            for line in self.fleet.faults():
                 self.history.add("fault", line=line)
 
-    def _run(self, rounds: int, tell: Callable[[str], None]) -> None:
-        with self._fleet as fleet:
-            for name, worker in fleet.workers.items():
-                self.history.add("worker", name=name, pid=worker.pid)
-            watcher = Watcher(fleet.address, self.history, self._random.getrandbits(32))
-            watcher.start()
-            for number in range(1, rounds + 1):
-                began_s, kills = time.monotonic(), self._round(number, watcher)
-                tell(f"round {number}: {self._tasks} tasks, {kills} kills, {time.monotonic() - began_s:.1f} s")
-            self._look_again()
-            watcher.finish()
-            tell(f"the watch was resumed {watcher.resumed} times")
-            self._note_stale_reports()
+    def _close(self) -> None:
+        for client in self.faults.clients:
+            client.kill()
+        self.fleet.close()
+        if self.network is not None:
+            self.network.close()
 
-    def _round(self, number: int, watcher: Watcher) -> int:
-        names = [f"r{number}-{i}" for i in range(self._tasks)]
-        half = self._tasks // 2
-        parameters = {"log": str(self._log), "seconds": "0.003"}
-        options = {**PATIENCE, "parameters": parameters}
-        spec = SpecCache().get(KIND, "", options)
-        address = self._fleet.address
-        callers = [
-            Caller(submit_all, address, self.history, names[:half], spec, self._random.getrandbits(32)),
-            Caller(map_all, address, self.history, names[half:], options),
-        ]
-        for caller in callers:
-            caller.start()
-        kills = 0
-        least = self._random.randint(*self._kills)
-        while kills < least or (any(c.is_alive() for c in callers) and kills < 2 * least):
-            kills += self._kill()
-            end_s = time.monotonic() + self._random.uniform(0.02, PAUSE_MAX_S)
-            while time.monotonic() < end_s:
-                self._mend()
-                time.sleep(0.01)
-        # The kills are over: all of it must come out.
-        until(lambda: self._mended() and not any(c.is_alive() for c in callers), DRAIN_TIMEOUT_S, "the clients")
-        for caller in callers:
-            if caller.error is not None:
-                raise caller.error
-        wanted = set(names)
-        until(lambda: self._mended() and wanted <= watcher.seen, DRAIN_TIMEOUT_S, "the outcomes")
-        self.history.add("round", number=number)
-        return kills
+    def records(self) -> list[Record]:
+        """All that was seen so far, by whomever."""
+        return load(self.folder)
 
-    # --- breaking and mending ----------------------------------------------------------------------------------------
+    # --- the ways to spend a round -----------------------------------------------------------------------------------
 
-    def _kill(self) -> int:
-        """Kills something that lives; how many it were."""
-        target = self._random.choices(list(TARGETS), list(TARGETS.values()))[0]
-        back_s = time.monotonic() + self._random.choice([0.0, 0.0, self._random.uniform(0.0, 0.5)])
-        name = self._random.choice(sorted(self._fleet.workers))
-        worker = self._fleet.workers[name]
-        if target == "master" and self._fleet.master.alive:
-            pid = self._fleet.master.pid
-            self._note_stale_reports()
-            self._fleet.master.kill()
-            self._broken["master"] = back_s
-        elif target == "worker" and worker.alive:
-            pid = worker.pid
-            worker.kill()
-            self._broken[name] = back_s
-        elif target == "engine" and worker.alive and (engines := worker.children()):
-            pid = engines[0]
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        elif target == "pause":
-            daemon = self._random.choice([worker, worker, worker, self._fleet.master])
-            pid = daemon.pid
-            daemon.signal(signal.SIGSTOP)
-            self._stopped[pid] = time.monotonic() + self._random.uniform(*STOPPED_S)
-        else:
-            return 0
-        self.history.add("kill", target=target, pid=pid)
-        return 1
+    def random_rounds(self, rounds: int, tell: Tell = print, kinds: list[str] | None = None) -> None:
+        """Strikes at random, with these kinds for once. AssertionError: the fleet or a client came to a standstill."""
+        usual, self.faults.kinds = self.faults.kinds, kinds or self.faults.kinds
+        for _ in range(rounds):
+            began_s = time.monotonic()
+            client = self.begin_round()
+            strikes = 0
+            least = self._random.randint(*self._strikes)
+            while strikes < least or (client.alive and strikes < 2 * least):
+                strikes += self.faults.strike()
+                self.mend_for(self._random.uniform(0.02, PAUSE_MAX_S))
+            self.end_round(client)
+            took_s = time.monotonic() - began_s
+            tell(f"round {self._round}: {self._tasks} tasks, {strikes} strikes, {took_s:.1f} s")
+        self.faults.kinds = usual
 
-    def _mend(self) -> None:
-        """Starts what is due. A worker whose engine was killed before it was ready has ended by itself."""
-        for name, worker in self._fleet.workers.items():
-            if not worker.alive:
-                self._broken.setdefault(name, 0.0)
-        for name, due_s in list(self._broken.items()):
-            if time.monotonic() >= due_s:
-                del self._broken[name]
-                if name == "master":
-                    self._fleet.start_master(wait=False)
+    def sweep(self, points: list[Failpoint], tell: Tell = print) -> None:
+        """Arms each failpoint once, those of the master one after the other while those of the workers go their way on
+        all workers at once. AssertionError: one was not reached.
+        """
+        for point in points:
+            point.owner()  # or it says at once that it is gone
+        queues = {"master": [p for p in points if p.room == failpoints.MASTER]}
+        others = [p for p in points if p.room != failpoints.MASTER]
+        for i in range(WORKERS):
+            queues[f"w{i}"] = others[i::WORKERS]
+        armed: dict[str, tuple[Failpoint, Path, float]] = {}
+        client = self.begin_round()
+        count = 0
+        while queues or armed:
+            for name in list(queues):
+                if name in armed:
+                    continue
+                if not queues[name]:
+                    del queues[name]
+                    continue
+                point = queues[name].pop(0)
+                count += 1
+                self.faults.kill(name, arm=(point, 1 if point.once else self._random.randint(1, 2)))
+                armed[name] = (point, self.folder / f"failpoint-{count}.jsonl", time.monotonic() + REACH_TIMEOUT_S)
+            for name, (point, record, end_s) in list(armed.items()):
+                if record.exists():
+                    del armed[name]
+                    tell(f"{name} ended: {point.name}")
                 else:
-                    self.history.add("worker", name=name, pid=self._fleet.start_worker(name).pid)
-        for pid, due_s in list(self._stopped.items()):
-            if time.monotonic() >= due_s:
-                del self._stopped[pid]
-                for daemon in (self._fleet.master, *self._fleet.workers.values()):
-                    if daemon.pid == pid:  # else it was killed meanwhile
-                        daemon.signal(signal.SIGCONT)
+                    assert time.monotonic() < end_s, f"failpoint not reached on {name}: {point.name} ({point.function})"
+            self.mend_for(0.02)
+            if client.done:
+                self.end_round(client)
+                client = self.begin_round()
+        self.end_round(client)
 
-    def _mended(self) -> bool:
-        self._mend()
-        return not self._broken and not self._stopped
+    def begin_round(self) -> ClientProcess:
+        self._round += 1
+        client = ClientProcess(
+            self.fleet, self.folder, "work", self._random.getrandbits(32), round=self._round, tasks=self._tasks
+        )
+        self.faults.clients.append(client)
+        return client
 
-    def _whole(self) -> bool:
-        """Whether everything runs and every worker has joined."""
-        active = {w.worker_id for w in self._fleet.list_workers() if w.state == WORKER_STATE_ACTIVE}
-        return self._mended() and active == set(self._fleet.workers)
+    def end_round(self, client: ClientProcess) -> None:
+        """Nothing breaks any more: all of it must come out. What a round leaves behind is for the next one."""
+        self.until_mended(lambda: client.done, "the clients")
+        self.faults.clients.remove(client)
+        number, tasks = self._round, self._tasks
+        patience_s = time.monotonic() + TOLD_S
 
-    def _note_stale_reports(self) -> None:
-        """What this master has refused as too late; it forgets when it dies."""
-        with contextlib.suppress(grpc.RpcError):
-            stats = self._fleet.admin.GetStats(GetStatsRequest(), timeout=1)
-            self.history.add("stale", reports=stats.stale_reports, requeued=stats.requeued)
+        def all_came() -> bool:
+            late = time.monotonic() > patience_s
+            return self._seen.all_of(number, tasks) or (late and self._seen.all_answered(number, tasks))
+
+        self.until_mended(all_came, "the outcomes")
+        self.history.add("round", number=number, tasks=sum(map(len, names_of(number, tasks).values())))
+
+    def mend_for(self, duration_s: float) -> None:
+        end_s = time.monotonic() + duration_s
+        while time.monotonic() < end_s:
+            self.faults.mend()
+            self._look_for_faults()
+            time.sleep(0.01)
+
+    def until_mended(self, condition: Callable[[], bool], what: str) -> None:
+        def true() -> bool:
+            self._look_for_faults()
+            return self.faults.mended() and condition()
+
+        until(true, DRAIN_TIMEOUT_S, what)
+
+    def _look_for_faults(self) -> None:
+        """AssertionError: a daemon logged a bug. Nothing will be well after that: no need to wait for it."""
+        now = time.monotonic()
+        if now >= self._look_at_s:
+            self._look_at_s = now + LOOK_S
+            faults = self.fleet.faults()
+            assert not faults, f"a daemon's fault: {faults[0]}"
+
+    @property
+    def expected_outcomes(self) -> int:
+        """How many outcomes a watch of all rounds has."""
+        return sum(len(durable_names(names_of(n, self._tasks))) for n in range(1, self._round + 1))
 
     # --- when all is over --------------------------------------------------------------------------------------------
 
+    def whole(self) -> bool:
+        """Whether everything runs and every worker has joined."""
+        active = {w.worker_id for w in self.fleet.list_workers() if w.state == WORKER_STATE_ACTIVE}
+        return self.faults.mended() and active == set(self.fleet.workers)
+
     def _look_again(self) -> None:
-        """Asks for outcomes by name, and whether anything is left."""
-        fleet = self._fleet
-        until(self._whole, what="the fleet to be whole again")
-        outcomes = [r for r in self.history.records() if r["what"] == "outcome" and r["by"] == "watch"]
-        for r in self._random.sample(outcomes, min(200, len(outcomes))):
-            self.history.add("got", task_id=r["task_id"], result=fleet.outcome(r["task_id"]).result.decode())
+        """Asks for outcomes by name, reads all of them once more, and looks whether anything is left."""
+        fleet = self.fleet
+        if self.network is not None:
+            self.network.heal()
+        until(lambda: self.faults.mended() and self.whole(), DRAIN_TIMEOUT_S, "the fleet to be whole again")
 
         def zero() -> bool:
             left = fleet.tasks.Count(task_service_pb2.CountRequest(), timeout=10)
@@ -182,11 +221,18 @@ class Chaos:
         until(zero, DRAIN_TIMEOUT_S, "the queue to reach zero")
         left = fleet.tasks.Count(task_service_pb2.CountRequest(), timeout=10)
         self.history.add("zero", queued=left.queued, leased=left.leased)
+        # By now the watch has seen everything, and is not to see more.
+        replay = ClientProcess(fleet, self.folder, "replay", self._random.getrandbits(32))
+        self.faults.clients.append(replay)
+        until(lambda: replay.done, DRAIN_TIMEOUT_S, "a reader of all outcomes")
+        self._watcher.kill()
+        outcomes = [r for r in self.records() if r["what"] == "outcome" and r["by"] == "watch"]
+        for r in self._random.sample(outcomes, min(200, len(outcomes))):
+            self.history.add("got", task_id=r["task_id"], result=fleet.outcome(r["task_id"]).result.decode())
+        self._note_counters()
 
-    def _read_executions(self) -> None:
-        for line in self._log.read_text().splitlines():
-            task_id, attempt, pid, parent_pid, payload = line.split(" ", 4)
-            self.history.add(
-                "execution", task_id=int(task_id), attempt=int(attempt), pid=int(pid), parent_pid=int(parent_pid),
-                payload=payload,
-            )  # fmt: skip
+    def _note_counters(self) -> None:
+        """What this master has refused as too late; it forgets when it dies."""
+        with contextlib.suppress(grpc.RpcError):
+            stats = self.fleet.admin.GetStats(GetStatsRequest(), timeout=1)
+            self.history.add("stale", reports=stats.stale_reports, requeued=stats.requeued)

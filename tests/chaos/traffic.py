@@ -1,152 +1,302 @@
-"""The clients of a chaos run: they hand tasks over, wait for outcomes through whatever happens, and write it down."""
+"""What the clients of a chaos run do: hand tasks over, wait for outcomes through whatever happens, and write it down.
 
+Every way of a client is here, each a function that ends when all its tasks have. A client remembers nothing: one that
+was killed begins again with the same request_ids, and is answered with what has become of them. Only a watch keeps its
+cursor, in the same file as what it has seen.
+"""
+
+import asyncio
+import hashlib
 import random
-import threading
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import grpc
 import multigpu
+from multigpu.options import SpecCache
 from multigpu.v1 import task_pb2, task_service_pb2, task_service_pb2_grpc
 
-from tests.chaos.history import History
+from tests.chaos.history import History, records_of
 
-KIND = "trial.logged"
 # How a call may end when the master dies in the middle of it. Anything else is a finding.
 KILLED = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.DEADLINE_EXCEEDED}
 # Attempts are charged to tasks whose engine is killed: none of these deserves to become a dead letter for it.
 PATIENCE = {"attempts_max": 100, "backoff_initial_s": 0.01, "backoff_max_s": 0.1}
-OPTIONS = [("grpc.initial_reconnect_backoff_ms", 50), ("grpc.max_reconnect_backoff_ms", 200)]
+OPTIONS = [
+    ("grpc.initial_reconnect_backoff_ms", 50),
+    ("grpc.min_reconnect_backoff_ms", 500),
+    ("grpc.max_reconnect_backoff_ms", 200),
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.use_local_subchannel_pool", 1),
+]
+WORK, STREAM = "chaos.work", "chaos.stream"
+SECONDS, SLOW_S, PART_S = 0.003, 0.03, 0.01  # that a task works, one to be cancelled, a streaming one for each part
+PARTS = 6
+LARGE, LARGE_BYTES = "large", 200_000  # names with this word have as large a payload, which goes beside the database
+RETRY_S = 0.02
+# Made while the master may be dying again and again: that must not be taken for a wrong address.
+CONNECT_TIMEOUT_S = 120.0
 
 
-def _stub(channel: grpc.Channel) -> Any:
+@dataclass(slots=True, kw_only=True)
+class Life:
+    """One life of one client: where it goes, what it notes, and the dice it throws."""
+
+    address: str
+    folder: Path  # of the history
+    history: History
+    number: int
+    dice: random.Random = field(default_factory=random.Random)
+
+    def options(self, *, seconds: float = SECONDS, **more: Any) -> dict[str, Any]:
+        parameters = {"history": str(self.folder), "seconds": str(seconds), "count": str(PARTS)}
+        return {**PATIENCE, "parameters": parameters, **more}
+
+    def submits(self, by: str, name: str) -> bytes:
+        """Notes that a task is about to be handed over; its payload."""
+        payload = payload_of(name)
+        self.history.add("submit", by=by, life=self.number, request_id=name, digest=hashlib.sha1(payload).hexdigest())
+        return payload
+
+    def outcome(self, by: str, outcome: task_pb2.Outcome) -> None:
+        stages = outcome.stages
+        self.history.add(
+            "outcome", by=by, life=self.number, task_id=outcome.task_id, request_id=outcome.request_id,
+            state=task_pb2.OutcomeState.Name(outcome.state).removeprefix("OUTCOME_STATE_"),
+            result=outcome.result.decode(), attempts=outcome.attempts, worker_id=outcome.worker_id,
+            error=f"{outcome.error.type}: {outcome.error.message}" if outcome.HasField("error") else "",
+            partials=[part.decode() for part in outcome.partials],
+            dispatch_s=stages.dispatch_time.ToNanoseconds() / 1e9 if stages.HasField("dispatch_time") else 0.0,
+        )  # fmt: skip
+
+    def channel(self) -> grpc.Channel:
+        return grpc.insecure_channel(self.address, options=OPTIONS)
+
+    def failed(self, error: Any) -> None:
+        """A call ended with an error: a pause, and a finding if no kill explains it."""
+        if error.code() not in KILLED:
+            self.history.add("refusal", code=str(error.code()), message=error.details())
+        time.sleep(RETRY_S)
+
+
+def payload_of(name: str) -> bytes:
+    return f"payload of {name}".encode() + bytes(LARGE_BYTES if LARGE in name else 0)
+
+
+def stub_of(channel: grpc.Channel) -> Any:
     untyped: Any = task_service_pb2_grpc
     return untyped.TaskServiceStub(channel)
 
 
-def record_outcome(history: History, by: str, outcome: task_pb2.Outcome) -> None:
-    state = task_pb2.OutcomeState.Name(outcome.state).removeprefix("OUTCOME_STATE_")
-    history.add(
-        "outcome", by=by, task_id=outcome.task_id, request_id=outcome.request_id, state=state,
-        result=outcome.result.decode(), attempts=outcome.attempts, worker_id=outcome.worker_id,
-        error=f"{outcome.error.type}: {outcome.error.message}" if outcome.HasField("error") else "",
-    )  # fmt: skip
+# --- by Submit -------------------------------------------------------------------------------------------------------
 
 
-class Watcher(threading.Thread):
-    """Follows every outcome by one cursor; now and then forgets all but the cursor, as a client that died."""
-
-    def __init__(self, address: str, history: History, seed: int) -> None:
-        super().__init__(name="watcher", daemon=True)
-        self._address = address
-        self._history = history
-        self._random = random.Random(seed)
-        self._ending = threading.Event()
-        self.seen: set[str] = set()  # request_ids whose outcome has come
-        self.resumed = 0
-
-    def run(self) -> None:
-        cursor = ""
-        while not self._ending.is_set():
-            with grpc.insecure_channel(self._address, options=OPTIONS) as channel:
-                stub = _stub(channel)
-                call = stub.Watch(task_service_pb2.WatchRequest(cursor=cursor), timeout=5 * self._random.random() + 0.5)
-                try:
-                    for frame in call:
-                        for outcome in frame.outcomes:
-                            record_outcome(self._history, "watch", outcome)
-                            self.seen.add(outcome.request_id)
-                        cursor = frame.cursor
-                        if self._ending.is_set() or self._random.random() < 0.02:
-                            call.cancel()
-                            break
-                except grpc.RpcError as error:
-                    note_error(self._history, error)
-                self.resumed += 1
-                time.sleep(0.02)
-
-    def finish(self) -> None:
-        self._ending.set()
-        self.join(20)
-        assert not self.is_alive(), "the watcher did not end"
-
-
-def note_error(history: History, error: Any) -> None:
-    if error.code() not in KILLED:
-        history.add("refusal", code=str(error.code()), message=error.details())
-
-
-def submit_all(address: str, history: History, names: list[str], spec: task_pb2.TaskSpec, seed: int) -> None:
-    """Hands tasks over by Submit, some at a time, each until it is acknowledged; some once more for good measure."""
-    dice = random.Random(seed)
-    with grpc.insecure_channel(address, options=OPTIONS) as channel:
-        stub = _stub(channel)
+def submit(life: Life, names: Sequence[str]) -> None:
+    """Hands tasks over some at a time, each until it is acknowledged; some once more for good measure."""
+    dice = life.dice
+    spec = SpecCache().get(WORK, "", life.options())
+    with life.channel() as channel:
         start = 0
         while start < len(names):
             some = names[start : start + dice.randint(1, 100)]
             start += len(some)
-            for name in some:
-                history.add("submit", by="submit", request_id=name, payload=payload_of(name))
-            _until_acknowledged(stub, history, some, spec)
+            _until_acknowledged(life, stub_of(channel), "submit", some, spec)
             if dice.random() < 0.3:
                 again = dice.sample(names[:start], min(10, start))
-                _until_acknowledged(stub, history, again, spec)
+                _until_acknowledged(life, stub_of(channel), "submit", again, spec)
             time.sleep(dice.random() * 0.05)
 
 
-def payload_of(name: str) -> str:
-    return f"payload of {name}"
-
-
-def _until_acknowledged(stub: Any, history: History, names: list[str], spec: task_pb2.TaskSpec) -> None:
-    left = names
+def _until_acknowledged(
+    life: Life, stub: Any, by: str, names: Sequence[str], spec: task_pb2.TaskSpec
+) -> dict[str, int]:
+    """The task_ids, by request_id."""
+    left = list(names)
+    ids: dict[str, int] = {}
+    payloads = {name: life.submits(by, name) for name in names}
     while left:
-        inputs = [task_pb2.TaskInput(request_id=n, payload=payload_of(n).encode()) for n in left]
+        inputs = [task_pb2.TaskInput(request_id=n, payload=payloads[n]) for n in left]
         request = task_service_pb2.SubmitRequest(batches=[task_pb2.TaskBatch(spec=spec, inputs=inputs)])
         try:
             answer = stub.Submit(request, timeout=5, wait_for_ready=True)
         except grpc.RpcError as error:
-            note_error(history, error)
-            time.sleep(0.02)
+            life.failed(error)
             continue
-        refused = []
         for name, result in zip(left, answer.results, strict=True):
             if result.HasField("task_id"):
-                history.add("ack", request_id=name, task_id=result.task_id)
-            else:
-                refused.append(name)
-                history.add("refusal", code=result.rejection.code, message=result.rejection.message)
-        left = refused
+                life.history.add("ack", by=by, request_id=name, task_id=result.task_id)
+                ids[name] = result.task_id
+            elif result.rejection.code != grpc.StatusCode.UNAVAILABLE.value[0]:
+                life.history.add("refusal", code=result.rejection.code, message=result.rejection.message)
+        left = [name for name in left if name not in ids]
+    return ids
 
 
-def map_all(address: str, history: History, names: list[str], options: dict[str, Any]) -> None:
-    """Runs tasks by the Python client's own map, which is to see nothing of what goes on."""
-    # Made while the master may be dying again and again: it must not take that for a wrong address.
-    with multigpu.Client(address, connect_timeout_s=60) as client:
+def cancel(life: Life, names: Sequence[str]) -> None:
+    """Submits tasks that take a while, and withdraws every other one: some as they wait, some as they run."""
+    spec = SpecCache().get(WORK, "", life.options(seconds=SLOW_S, priority=4))
+    with life.channel() as channel:
+        stub = stub_of(channel)
+        for start in range(0, len(names), 10):
+            some = names[start : start + 10]
+            ids = _until_acknowledged(life, stub, "cancel", some, spec)
+            time.sleep(life.dice.random() * 0.2)
+            unwanted = {ids[name]: name for name in some[::2]}
+            for name in unwanted.values():
+                life.history.add("cancel", request_id=name)
+            answer = None
+            while answer is None:
+                try:
+                    request = task_service_pb2.CancelRequest(task_ids=list(unwanted), reason="chaos")
+                    answer = stub.Cancel(request, timeout=5, wait_for_ready=True)
+                except grpc.RpcError as error:
+                    life.failed(error)
+            for what, task_ids in (
+                ("cancelled", answer.cancelled_task_ids),
+                ("settled", answer.settled_task_ids),
+                ("unknown", map(int, answer.unknown)),
+            ):
+                for task_id in task_ids:
+                    life.history.add("cancel answer", answer=what, request_id=unwanted[task_id], task_id=task_id)
 
-        def inputs() -> Any:
-            for name in names:
-                history.add("submit", by="map", request_id=name, payload=payload_of(name))
-                yield multigpu.Input(payload=payload_of(name).encode(), request_id=name)
 
-        for outcome in client.map_outcomes(KIND, inputs(), ordered=False, **options):
-            # The call hides acceptance: an outcome stands for it.
-            history.add("ack", request_id=outcome.request_id, task_id=outcome.task_id)
-            record_outcome(history, "map", outcome.message)
+def lend(life: Life, names: Sequence[str]) -> None:
+    """Submits tasks that the master keeps in memory only, and asks for each how it ended: it may be gone."""
+    spec = SpecCache().get(WORK, "", life.options(ephemeral=True))
+    with life.channel() as channel:
+        stub = stub_of(channel)
+        for name, task_id in _until_acknowledged(life, stub, "lend", names, spec).items():
+            request = task_service_pb2.GetRequest(task_id=task_id)
+            request.wait.FromSeconds(2)
+            while True:
+                try:
+                    task = stub.Get(request, timeout=7, wait_for_ready=True).task
+                except grpc.RpcError as error:
+                    if error.code() is grpc.StatusCode.NOT_FOUND:
+                        life.history.add("gone", request_id=name, task_id=task_id)
+                        break
+                    life.failed(error)
+                else:
+                    if task.state == task_pb2.TASK_STATE_SETTLED:
+                        life.outcome("lend", task.outcome)
+                        break
 
 
-class Caller(threading.Thread):
-    """Runs a function and keeps what it raised."""
+# --- by a Run stream -------------------------------------------------------------------------------------------------
 
-    def __init__(self, function: Callable[..., None], *arguments: Any) -> None:
-        super().__init__(name=function.__name__, daemon=True)
-        self._function = function
-        self._arguments = arguments
-        self.error: BaseException | None = None
 
-    def run(self) -> None:
-        try:
-            self._function(*self._arguments)
-        except BaseException as error:
-            self.error = error
+def run(life: Life, names: Sequence[str]) -> None:
+    """Runs tasks some at a time, each lot by a stream of its own that wants to be told of acceptances too; whatever has
+    no outcome when the stream breaks is sent again.
+    """
+    spec = SpecCache().get(WORK, "", life.options())
+    with life.channel() as channel:
+        start = 0
+        while start < len(names):
+            some = names[start : start + life.dice.randint(1, 40)]
+            start += len(some)
+            left = {name: life.submits("run", name) for name in some}
+            while left:
+                inputs = [task_pb2.TaskInput(request_id=name, payload=payload) for name, payload in left.items()]
+                frame = task_service_pb2.RunRequest(batches=[task_pb2.TaskBatch(spec=spec, inputs=inputs)])
+                try:
+                    for answer in stub_of(channel).Run(iter([frame]), timeout=20, wait_for_ready=True):
+                        _run_answered(life, answer, left)
+                except grpc.RpcError as error:
+                    life.failed(error)
+
+
+def _run_answered(life: Life, answer: task_service_pb2.RunResponse, left: dict[str, bytes]) -> None:
+    for accepted in answer.accepted:
+        life.history.add("ack", by="run", request_id=accepted.request_id, task_id=accepted.task_id)
+    for outcome in answer.outcomes:  # after which no acceptance comes
+        life.history.add("ack", by="run", request_id=outcome.request_id, task_id=outcome.task_id, settled=True)
+        life.outcome("run", outcome)
+        left.pop(outcome.request_id, None)
+    for rejection in answer.rejected:
+        if rejection.code != grpc.StatusCode.UNAVAILABLE.value[0]:
+            life.history.add("refusal", code=rejection.code, message=rejection.message)
+
+
+# --- by the client's own calls, which are to see nothing of what goes on ---------------------------------------------
+
+
+async def map_all(life: Life, names: Sequence[str], by: str, **options: Any) -> None:
+    """Runs tasks by map. It hides acceptances: an outcome is the first word of a task."""
+
+    async def inputs() -> AsyncIterator[multigpu.Input]:
+        for name in names:
+            yield multigpu.Input(payload=life.submits(by, name), request_id=name)
+
+    async with multigpu.AsyncClient(life.address, connect_timeout_s=CONNECT_TIMEOUT_S) as client:
+        async for outcome in client.map_outcomes(WORK, inputs(), ordered=False, **life.options(**options)):
+            life.history.add("ack", by=by, request_id=outcome.request_id, task_id=outcome.task_id, settled=True)
+            life.outcome(by, outcome.message)
+
+
+async def stream_all(life: Life, names: Sequence[str]) -> None:
+    """Runs streaming tasks and reads their partial outputs, some at a time."""
+    options = life.options(seconds=PART_S)
+    turns = asyncio.Semaphore(8)
+    async with multigpu.AsyncClient(life.address, connect_timeout_s=CONNECT_TIMEOUT_S) as client:
+
+        async def stream(name: str) -> None:
+            async with turns:
+                index = 0
+                async for part in client.stream(STREAM, life.submits("stream", name), request_id=name, **options):
+                    life.history.add(
+                        "partial", life=life.number, request_id=name, index=index, data=part.decode()
+                    )  # fmt: skip
+                    index += 1
+                life.history.add("streamed", life=life.number, request_id=name, parts=index)
+
+        await asyncio.gather(*map(stream, names))
+
+
+# --- by Watch --------------------------------------------------------------------------------------------------------
+
+
+def watch(life: Life, path: Path, *, by: str = "watch", until_quiet: bool = False) -> None:
+    """Follows every outcome by one cursor, from where this file says that the last life was; for ever, or until all
+    that is there now has come. Now and then it forgets all but the cursor of its own accord.
+    """
+    cursor = resume(path)
+    life.history.add("watching", by=by, life=life.number, cursor=cursor)
+    quiet = False
+    while not quiet:
+        with life.channel() as channel:
+            request = task_service_pb2.WatchRequest(cursor=cursor)
+            call = stub_of(channel).Watch(request, timeout=1.0 if until_quiet else 5 * life.dice.random() + 0.5)
+            came, served = 0, False
+            try:
+                for frame in call:
+                    served = True
+                    for outcome in frame.outcomes:
+                        life.outcome(by, outcome)
+                    came += len(frame.outcomes)
+                    if frame.cursor != cursor:
+                        cursor = frame.cursor
+                        life.history.add("cursor", by=by, cursor=cursor)
+                    if life.dice.random() < 0.02:
+                        call.cancel()
+                        break
+            except grpc.RpcError as error:
+                # A first frame, with the cursor, says that it was served; and then nothing came until the end.
+                quiet = until_quiet and served and not came and error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+                life.failed(error)
+
+
+def resume(path: Path) -> str:
+    """The last cursor in a watcher's file, without what may have been written behind it: that will come again."""
+    cursor, end = "", 0
+    if path.exists():
+        for record, offset in records_of(path):
+            if record["what"] == "cursor":
+                cursor, end = record["cursor"], offset
+        with path.open("r+b") as file:
+            file.truncate(end)
+    return cursor

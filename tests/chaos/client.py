@@ -1,0 +1,88 @@
+"""python -m tests.chaos.client '<json>': one client, a process of its own, so that it can be killed like the rest.
+
+It ends with 0 when everything that it was to do is done: all tasks of a round, by every way that a client has. Or, told
+to watch, never.
+"""
+
+import asyncio
+import json
+import random
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tests.chaos import traffic
+from tests.chaos.history import History
+from tests.chaos.traffic import LARGE, Life
+
+# Of a hundred tasks of a round, how many go which way.
+SHARES = {"submit": 34, "run": 16, "map": 24, "stream": 6, "cancel": 6, "ephemeral": 9, "lend": 5}
+
+
+def names_of(number: int, tasks: int) -> dict[str, list[str]]:
+    """The request_ids of a round, by the way they go. One in ten of those of Submit has a large payload."""
+    names = {}
+    for way, share in SHARES.items():
+        count = max(1, tasks * share // 100)
+        names[way] = [f"r{number}-{way}-{i}" for i in range(count)]
+    names["submit"] = [f"{n}-{LARGE}" if i % 10 == 7 else n for i, n in enumerate(names["submit"])]
+    return names
+
+
+def durable_names(names: dict[str, list[str]]) -> set[str]:
+    """Those whose outcome a watch gets."""
+    return {name for way, some in names.items() if way not in ("ephemeral", "lend") for name in some}
+
+
+def work(life: Life, names: dict[str, list[str]]) -> None:
+    """Everything at once."""
+    failures: list[BaseException] = []
+
+    def caught(function: Callable[..., Any], *arguments: Any) -> None:
+        try:
+            function(*arguments)
+        except BaseException as error:
+            failures.append(error)
+
+    async def calls() -> None:
+        await asyncio.gather(
+            traffic.map_all(life, names["map"], "map"),
+            traffic.map_all(life, names["ephemeral"], "ephemeral", ephemeral=True),
+            traffic.stream_all(life, names["stream"]),
+        )
+
+    ways: list[tuple[Any, ...]] = [
+        (traffic.submit, life, names["submit"]), (traffic.run, life, names["run"]),
+        (traffic.cancel, life, names["cancel"]), (traffic.lend, life, names["lend"]), (asyncio.run, calls()),
+    ]  # fmt: skip
+    threads = [threading.Thread(target=caught, args=way) for way in ways]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failures:
+        raise failures[0]
+
+
+def main() -> None:
+    """See the module."""
+    words = json.loads(sys.argv[1])
+    folder = Path(words["history"])
+    path = folder / words["file"]
+    life = Life(
+        address=words["address"], folder=folder, history=History(path), number=words["life"],
+        dice=random.Random(words["seed"]),
+    )  # fmt: skip
+    match words["way"]:
+        case "work":
+            work(life, names_of(words["round"], words["tasks"]))
+        case "watch":
+            traffic.watch(life, path)
+        case "replay":
+            traffic.watch(life, path, by="replay", until_quiet=True)
+
+
+if __name__ == "__main__":
+    main()

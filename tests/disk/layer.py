@@ -1,0 +1,76 @@
+"""Puts tests/disk/layer.c under a process: builds it, has the process load it, and schedules faults from outside."""
+
+import functools
+import mmap
+import shutil
+import struct
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Self
+
+SOURCE = Path(__file__).with_name("layer.c")
+_SLOTS = ("cut_in", "eio_sync_in", "eio_write_in", "room_bytes", "sync_delay_us", "calls", "syncs", "faults", "cuts")
+_MATCH_BYTES = 64
+_SIZE = 8 * len(_SLOTS) + _MATCH_BYTES
+
+
+def missing() -> str:
+    """What this machine lacks for the layer; "" if nothing."""
+    return "" if shutil.which("gcc") else "no gcc: the layer is built from C (Debian: apt install gcc libc6-dev)"
+
+
+@functools.cache
+def build() -> Path:
+    """The layer, built once a process."""
+    library = Path(tempfile.mkdtemp(prefix="disk-layer-")) / "layer.so"
+    flags = ["-shared", "-fPIC", "-O2", "-Wall", "-Wextra", "-Werror"]
+    subprocess.run(["gcc", *flags, "-o", library, SOURCE, "-ldl", "-pthread"], check=True)
+    return library
+
+
+class Layer:
+    """The layer over one directory, `root`: its log and its faults. They outlive the processes that run on it."""
+
+    def __init__(self, root: Path, log: Path) -> None:
+        self.log = log
+        log.touch()
+        control = log.with_name(log.name + ".control")
+        control.write_bytes(bytes(_SIZE))
+        with control.open("r+b") as file:
+            self._shared = mmap.mmap(file.fileno(), _SIZE)
+        # Where the log and its control are is not below what they describe.
+        assert root.resolve() not in log.resolve().parents
+        self.env = {
+            "LD_PRELOAD": str(build()),
+            "DISK_LAYER_ROOT": str(root.resolve()),
+            "DISK_LAYER_LOG": str(log.resolve()),
+            "DISK_LAYER_CONTROL": str(control.resolve()),
+        }
+        self.heal()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._shared.close()
+
+    def read(self, slot: str) -> int:
+        (value,) = struct.unpack_from("q", self._shared, 8 * _SLOTS.index(slot))
+        return int(value)
+
+    def schedule(self, *, match: str | None = None, **slots: int) -> None:
+        """Sets faults (see `struct control` in layer.c), all on files whose path contains `match`."""
+        if match is not None:
+            encoded = match.encode()
+            assert len(encoded) < _MATCH_BYTES
+            self._shared[8 * len(_SLOTS) :] = encoded.ljust(_MATCH_BYTES, b"\0")
+        for slot, value in slots.items():
+            struct.pack_into("q", self._shared, 8 * _SLOTS.index(slot), value)
+
+    def heal(self) -> None:
+        """No more faults; syncs keep the time they take."""
+        self.schedule(match="", cut_in=0, eio_sync_in=0, eio_write_in=0, room_bytes=-1)

@@ -1,0 +1,121 @@
+"""The model of the disk is strict: what nobody synced may be gone, in part or whole, and what was synced may not."""
+
+import random
+from pathlib import Path
+
+from tests.disk.image import (
+    CREATE,
+    RENAME,
+    SYNC_BEGIN,
+    SYNC_END,
+    SYNC_FAILED,
+    TRUNCATE,
+    UNLINK,
+    WRITE,
+    Disk,
+    Record,
+)  # fmt: skip
+
+IMAGES = 300
+
+
+def record(op: int, inode: int = 0, a: int = 0, one: bytes = b"", two: bytes = b"", b: int = 0) -> Record:
+    return Record(op, inode, a, b, one, two)
+
+
+class Bench:
+    """A disk with a file `f` that holds 2,000 bytes for certain."""
+
+    def __init__(self, root: Path) -> None:
+        (root / "f").write_bytes(b"a" * 2000)
+        self.disk = Disk(root, random.Random(7))
+        self.root, self.file = root.stat().st_ino, (root / "f").stat().st_ino
+
+    def do(self, *records: Record) -> "Bench":
+        for one in records:
+            self.disk.apply(one)
+        return self
+
+    def sync(self, inode: int, number: int = 1) -> "Bench":
+        return self.do(record(SYNC_BEGIN, inode, number), record(SYNC_END, inode, number))
+
+    def images(self) -> list[dict[str, bytes]]:
+        return [self.disk.lost_power().files for _ in range(IMAGES)]
+
+
+def test_what_was_written_may_be_there_or_not_or_in_part(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    bench.do(record(WRITE, bench.file, 600, b"b" * 1000))
+    seen = {image["f"] for image in bench.images()}
+    assert b"a" * 2000 in seen
+    assert b"a" * 600 + b"b" * 1000 + b"a" * 400 in seen
+    # A sector that began with what was there keeps it: 600 is within the second.
+    assert b"a" * 1024 + b"b" * 512 + b"a" * 464 in seen
+    for data in seen:
+        assert data[:600] == b"a" * 600
+        assert data[1600:] == b"a" * 400
+        wrong = [byte for byte in data[600:1600] if byte not in b"ab"]
+        assert len(wrong) <= 1, "at most one byte has a flipped bit"
+    assert any(byte not in b"ab" for data in seen for byte in data)
+
+
+def test_what_was_synced_stays(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    bench.do(record(WRITE, bench.file, 600, b"b" * 1000)).sync(bench.file)
+    assert {image["f"] for image in bench.images()} == {b"a" * 600 + b"b" * 1000 + b"a" * 400}
+
+
+def test_a_sync_says_nothing_of_what_came_while_it_ran(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    bench.do(record(SYNC_BEGIN, bench.file, 1), record(WRITE, bench.file, 0, b"b"), record(SYNC_END, bench.file, 1))
+    assert {image["f"][:1] for image in bench.images()} >= {b"a", b"b"}
+
+
+def test_a_sync_that_never_returned_promised_nothing(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    bench.do(record(WRITE, bench.file, 0, b"b"), record(SYNC_BEGIN, bench.file, 1))
+    assert {image["f"][:1] for image in bench.images()} >= {b"a", b"b"}
+
+
+def test_what_a_failed_sync_lost_no_later_one_brings_back(tmp_path: Path) -> None:
+    ends = set()
+    for seed in range(30):
+        bench = Bench(tmp_path)
+        bench.disk._dice = random.Random(seed)
+        bench.do(record(WRITE, bench.file, 0, b"b" * 512), record(SYNC_FAILED, bench.file, 1)).sync(bench.file, 2)
+        images = {image["f"][:512] for image in bench.images()}
+        assert len(images) == 1, "it is decided"
+        ends |= images
+    assert {b"a" * 512, b"b" * 512} <= ends
+
+
+def test_a_new_name_is_its_directorys_to_remember(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    bench.do(record(CREATE, 99, bench.root, b"g"), record(WRITE, 99, 0, b"data")).sync(99)
+    assert {image.get("g") for image in bench.images()} == {None, b"data"}
+    bench.sync(bench.root, 2)
+    assert {image.get("g") for image in bench.images()} == {b"data"}
+
+
+def test_a_renamed_file_has_one_of_its_names(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    bench.do(record(RENAME, bench.file, bench.root, b"f", b"g", b=bench.root))
+    assert {tuple(image) for image in bench.images()} == {("f",), ("g",)}
+    bench.sync(bench.root)
+    assert {tuple(image) for image in bench.images()} == {("g",)}
+
+
+def test_a_deleted_file_may_come_back_even_if_its_inode_is_used_again(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    bench.do(record(UNLINK, 0, bench.root, b"f"), record(CREATE, bench.file, bench.root, b"g"))
+    bench.do(record(WRITE, bench.file, 0, b"new")).sync(bench.file)
+    images = bench.images()
+    assert {image.get("f") for image in images} == {None, b"a" * 2000}
+    assert {image.get("g") for image in images} == {None, b"new"}
+
+
+def test_a_cut_file_may_have_its_old_end(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    bench.do(record(TRUNCATE, bench.file, 10))
+    assert {len(image["f"]) for image in bench.images()} == {10, 2000}
+    assert bench.disk.seen().files == {"f": b"a" * 10}

@@ -1,0 +1,20 @@
+"""Each abuse in its small form. The large ones: `python -m tests.hostile abuse`."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.fleet import Fleet
+from tests.hostile.abuse import ABUSES, Abuse, abused, suffer
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    with abused(tmp_path_factory.mktemp("abused")) as fleet:
+        yield fleet
+
+
+@pytest.mark.parametrize("abuse", ABUSES, ids=lambda abuse: abuse.name)
+def test_others_are_served_and_memory_is_bounded(fleet: Fleet, abuse: Abuse) -> None:
+    cost = suffer(fleet, abuse, abuse.short)
+    assert cost.served > 1

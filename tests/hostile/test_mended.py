@@ -1,0 +1,294 @@
+"""Each input that once crashed something, by name."""
+
+import asyncio
+import json
+import marshal
+import math
+import socket
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from google.protobuf.duration_pb2 import Duration
+from google.protobuf.timestamp_pb2 import Timestamp
+from multigpu.cli.failures import Failure
+from multigpu.cli.submit import parse
+from multigpu.config import ConfigError, MasterConfig, load
+from multigpu.outcome import Outcome, OutcomeState
+from multigpu.payloads import read_file
+from multigpu.sharing import Sharing
+from multigpu.v1 import admin_service_pb2 as admin_pb
+from multigpu.v1 import device_pb2, task_pb2, task_service_pb2
+from multigpu.v1 import worker_service_pb2 as worker_pb
+from multigpu_master import settings, wire
+from multigpu_master.core import events as ev
+from multigpu_master.core.fleet import LOST_WORKERS_MAX, PACES_MAX, Fleet
+from multigpu_master.core.model import WorkerInfo
+from multigpu_master.core.scheduler import Core, Limits
+from multigpu_master.journal import JournalError
+from multigpu_master.journal_reads import JournalReads
+from multigpu_master.rpc import queries
+from multigpu_master.rpc.worker_service import PROTOCOL_VERSION
+from multigpu_master.strategies.registry import load_strategies
+from multigpu_worker import ipc
+from multigpu_worker.blobs import BlobMemory
+
+from tests.hostile.file_doors import OUTCOME, TASK
+from tests.hostile.inputs import pack
+from tests.hostile.master_doors import House
+from tests.hostile.worker_doors import Post, Wire
+
+TOO_LARGE = 2**64 - 1  # for an INTEGER of SQLite
+
+
+@pytest.fixture(scope="module")
+def house() -> Iterator[House]:
+    house = House()
+    yield house
+    house.serves()
+    house.close()
+
+
+def hello(**fields: Any) -> worker_pb.SessionRequest:
+    known: dict[str, Any] = {
+        "protocol_version": PROTOCOL_VERSION,
+        "worker_id": "a",
+        "capabilities": [worker_pb.Capability(kind="echo")],
+    }
+    return worker_pb.SessionRequest(hello=worker_pb.Hello(**known | fields))
+
+
+@pytest.mark.parametrize(
+    ("method", "request_"),
+    [
+        ("TaskService/Get", task_service_pb2.GetRequest(task_id=TOO_LARGE)),
+        ("TaskService/Cancel", task_service_pb2.CancelRequest(task_ids=[1, TOO_LARGE])),
+        ("AdminService/Explain", admin_pb.ExplainRequest(task_id=TOO_LARGE)),
+        ("AdminService/RequeueDeadLetters", admin_pb.RequeueDeadLettersRequest(task_ids=[TOO_LARGE, 1])),
+        ("AdminService/DeleteDeadLetters", admin_pb.DeleteDeadLettersRequest(task_ids=[1, TOO_LARGE])),
+    ],
+)
+def test_an_id_that_the_journal_can_not_hold_is_unknown(house: House, method: str, request_: Any) -> None:
+    house.knock(method, request_.SerializeToString())
+
+
+def test_a_drain_for_ever_can_be_shown(house: House) -> None:
+    house.knock("WorkerService/Session", pack([hello().SerializeToString()]))
+    request = admin_pb.DrainWorkerRequest(worker_id="a", timeout=Duration(seconds=2**63 - 1))
+    house.knock("AdminService/DrainWorker", request.SerializeToString())
+    house.knock("AdminService/ListWorkers", b"")
+    house.knock("WorkerService/Session", pack([hello().SerializeToString()]))
+
+
+@pytest.mark.parametrize("seconds", [2**63 - 1, -(2**63), 2**62, -1, 0, 253_402_300_799])
+@pytest.mark.parametrize("nanos", [0, 999_999_999, 2**31 - 1, -(2**31)])
+def test_every_time_that_comes_in_can_go_out_and_be_shown(seconds: int, nanos: int) -> None:
+    """A worker's finish_time of the year 292,277,026,596 once kept an outcome from ever reaching the journal."""
+    told = wire.seconds_of(Timestamp(seconds=seconds, nanos=nanos))
+    shown = wire.timestamp(told)
+    assert shown.ToDatetime().year <= 9999
+    assert math.isclose(shown.seconds + shown.nanos / 1e9, told, abs_tol=1e-3)
+
+
+def test_what_a_sensor_can_not_have_measured_is_absent() -> None:
+    told = wire.telemetry(device_pb2.DeviceTelemetry(utilization=math.nan, power_watts=math.inf, temperature_celsius=9))
+    assert (told.utilization, told.power_watts, told.temperature_celsius) == (None, None, 9)
+
+
+def test_a_held_lease_of_an_impossible_attempt() -> None:
+    """The next attempt would have been one too many for the message's int32."""
+    held = worker_pb.HeldLease(attempt=2**31 - 1, checkpoint=bytes(wire.CHECKPOINT_BYTES_MAX + 1))
+    held.progress.fraction = math.nan
+    told = wire.held_lease(held)
+    assert (told.attempt, told.fraction, told.checkpoint) == (wire.ATTEMPTS_MAX, 0.0, b"")
+
+
+def test_a_worker_that_says_too_much_of_itself_is_refused() -> None:
+    held = [worker_pb.HeldLease(checkpoint=bytes(1 << 20))] * 2  # are not of itself
+    assert wire.worker_info(hello(leases=held).hello).worker_id == "a"
+    with pytest.raises(wire.InvalidTaskError, match="at most 1048576"):
+        wire.worker_info(hello(labels={"l": "x" * (1 << 20)}).hello)
+    assert len(wire.resident_models(f"m{n}" * 999 for n in range(2000))) == wire.MODELS_MAX
+
+
+def test_a_worker_that_is_forgotten_while_its_cordon_is_written(house: House) -> None:
+    house.knock("WorkerService/Session", pack([hello(worker_id="b").SerializeToString()]))
+    cordon = admin_pb.CordonWorkerRequest(worker_id="b").SerializeToString()
+    forget = admin_pb.ForgetWorkerRequest(worker_id="b").SerializeToString()
+
+    async def both() -> Any:
+        calls = [("AdminService/CordonWorker", cordon), ("AdminService/ForgetWorker", forget)]
+        return await asyncio.gather(*(house._call(*call) for call in calls))
+
+    assert [code.name for code, _ in house.loop.run_until_complete(both())] == ["OK", "OK"]
+
+
+# --- the worker ------------------------------------------------------------------------------------------------------
+
+
+def test_a_lease_granted_twice_ends_the_session_and_not_the_worker() -> None:
+    post = Post()
+    welcome = worker_pb.SessionResponse(welcome=worker_pb.Welcome()).SerializeToString()
+    lease = worker_pb.LeaseBatch(spec=task_pb2.TaskSpec(kind="sleep"))
+    for name, value in (("lease_ids", 1), ("task_ids", 1), ("attempts", 1), ("payloads", b""), ("units", 1)):
+        getattr(lease, name).append(value)
+    grant = worker_pb.SessionResponse(lease_batches=[lease, lease]).SerializeToString()
+    post.session(pack([welcome, grant]))
+    post.close()
+
+
+@pytest.mark.parametrize("seconds", [2**62, -1])
+def test_heartbeats_keep_a_sane_interval(seconds: int) -> None:
+    post = Post()
+    welcome = worker_pb.Welcome(heartbeat_interval=Duration(seconds=seconds))
+    post.session(pack([worker_pb.SessionResponse(welcome=welcome).SerializeToString()]))
+    post.close()
+
+
+FRAME = b"".join(ipc.encode(("done", 1), [], BlobMemory.create().up))
+
+
+@pytest.mark.parametrize("at", range(len(FRAME)))
+def test_a_stray_write_into_the_engines_socket_is_noticed(at: int) -> None:
+    """It once stopped the agent from reading, without a word: what the engine held would have waited for ever."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        ours.setblocking(False)
+        theirs.sendall(FRAME[:at] + b"a line printed to the wrong descriptor\n" + FRAME[at:] + FRAME)
+        with pytest.raises(ipc.FrameError):
+            ipc.Decoder(BlobMemory.create().up).feed(ours)
+
+
+def test_words_that_make_no_sense_leave_every_lease_with_its_batch() -> None:
+    message: Any = ("done", 1, 0, 0, [(1, b"r", ""), (99, b"r", "")], [], [], [], [], False, 0, ())
+    body = marshal.dumps(message) + b"mgpu"
+    Wire().feed(struct.pack("<III", ipc._check(len(body), 0), len(body), 0) + body)
+
+
+# --- the journal, files, the client ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("at", "value"),
+    [
+        (0, 2**62),
+        (0, -1),
+        (1, b"r"),
+        (2, "text"),
+        (2, b"\xff"),
+        (3, None),
+        (3, "1:0:-5"),
+        (5, -1),
+        (6, math.inf),
+        (6, "x"),
+    ],
+)
+def test_a_damaged_task_row_is_refused_in_words(tmp_path: Path, at: int, value: object) -> None:
+    row = [*TASK[:at], value, *TASK[at + 1 :]]
+    with pytest.raises(JournalError):
+        record = JournalReads(tmp_path)._task(row)
+        wire.restored_task(record, wire.SpecReader().restore(record.spec))
+
+
+@pytest.mark.parametrize(("at", "value"), [(0, "x"), (1, -1), (3, 6), (3, "x"), (7, 1e308), (8, 7), (8, "not:one")])
+def test_a_damaged_outcome_row_is_refused_in_words(tmp_path: Path, at: int, value: object) -> None:
+    with pytest.raises(JournalError):
+        JournalReads(tmp_path)._outcome([*OUTCOME[:at], value, *OUTCOME[at + 1 :]])
+
+
+def test_a_damaged_outcome_is_told_and_does_not_stop_those_after_it(tmp_path: Path) -> None:
+    stored = JournalReads(tmp_path)._outcome([*OUTCOME[:8], b"\xff\xff"])
+    told = queries.stored_task(stored, whole=True).outcome
+    assert (told.task_id, told.error.type) == (7, "ResultDamaged")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("strategy", b"\xff"), ("strategy", "text"), ("queue/a", b"[]"), ("queue/a", b'{"paused": true}'),
+        ("queue/a", json.dumps({"paused": 1.5, "strategy": "", "tasks_max": -1, "bytes_max": 0}).encode()),
+        ("worker/a", b'{"info": {"worker_id": 7}, "cordoned": false, "cordon_reason": "", "connected": true}'),
+        ("worker/a", b'{"info": {"worker_id": "a"}, "cordoned": false, "cordon_reason": "", "connected": 9}'),
+    ],
+)  # fmt: skip
+def test_a_damaged_setting_is_refused_with_the_remedy(key: str, value: Any) -> None:
+    core = Core(load_strategies(), Limits(), 1, lambda: 0.5)
+    with pytest.raises(JournalError, match="remove its row"):
+        settings.restore(core, {key: value}, 1.6e9)
+
+
+@pytest.mark.parametrize(("offset", "size_bytes"), [(0, 2**62), (2**63, 1), (2**64 - 1, 2**64 - 1), (3, 1)])
+def test_a_reference_past_the_end_of_a_segment(tmp_path: Path, offset: int, size_bytes: int) -> None:
+    (tmp_path / "segment").write_bytes(b"abc")
+    with pytest.raises(OSError, match="the segment ends before"):
+        read_file(tmp_path / "segment", offset, size_bytes)
+
+
+def test_a_master_that_refers_to_what_it_does_not_share() -> None:
+    at = task_pb2.PayloadReference(segment="../../etc/passwd", size=1)
+    with pytest.raises(OSError, match="does not share"):
+        Sharing().take(at)
+
+
+def test_a_number_of_four_hundred_digits_is_refused_in_words(tmp_path: Path) -> None:
+    path = tmp_path / "config.toml"
+    path.write_text(f"[master]\nsession_timeout_s = {'9' * 400}\n")
+    with pytest.raises(ConfigError, match="session_timeout_s"):
+        load(MasterConfig, file=path, env={})
+
+
+def test_json_of_great_depth_is_refused_in_words() -> None:
+    with pytest.raises(Failure, match="not JSON"):
+        parse(b"[" * 100_000)
+
+
+def test_an_outcome_of_a_newer_master_is_no_crash() -> None:
+    outcome = Outcome(task_pb2.Outcome(state=99))  # type: ignore[arg-type]  # which is what the wire may bring
+    assert outcome.state is OutcomeState.UNSPECIFIED
+    assert outcome.to_error() is not None
+
+
+# --- what grew without end -------------------------------------------------------------------------------------------
+
+
+def test_paces_of_models_without_number_are_not_all_remembered() -> None:
+    fleet = Fleet(0.8)
+    worker = fleet.register(WorkerInfo(worker_id="w"))
+    for n in range(PACES_MAX + 1000):
+        fleet.learned(worker, ("kind", f"model-{n}"), 1, 1, 0.1 + n)
+    tables = [worker.unit_s, fleet._unit_s.told, fleet._unit_s._exact, fleet._units.told, fleet._units._exact]
+    assert [len(table) for table in tables] == [PACES_MAX] * 5
+    assert ("kind", f"model-{PACES_MAX + 999}") in worker.unit_s
+
+
+def test_a_lost_worker_that_makes_room_is_forgotten_by_the_journal_too() -> None:
+    core = Core(load_strategies(), Limits(), 1, lambda: 0.5)
+    gone = []
+    for n in range(LOST_WORKERS_MAX + 5):
+        commands = core.handle(ev.Hello(n + 1, WorkerInfo(worker_id=f"w{n}"), []), 100.0 + n)
+        gone += [c.worker.worker_id for c in commands if isinstance(c, ev.WorkerChanged) and c.gone and c.remember]
+        core.handle(ev.SessionClosed(n + 1), 100.0 + n)
+    assert gone == ["w0", "w1", "w2", "w3", "w4"]
+
+
+@pytest.mark.parametrize("name", ["x" * 129, "a\0b"])
+@pytest.mark.parametrize("method", ["PauseQueue", "SetQueueLimits", "SetStrategy"])
+def test_rules_for_a_queue_that_can_not_be_are_not_kept(house: House, method: str, name: str) -> None:
+    before = len(house.master.driver.core.queues)
+    request = getattr(admin_pb, f"{method}Request")(queue=name)
+    if method == "SetStrategy":
+        request.strategy = "auto"
+    code, _ = house.loop.run_until_complete(house._call(f"AdminService/{method}", request.SerializeToString()))
+    assert code.name == "INVALID_ARGUMENT"
+    assert len(house.master.driver.core.queues) == before
+
+
+def test_a_status_that_quotes_a_megabyte_is_cut(house: House) -> None:
+    """Its trailer was too large for the client, which saw RESOURCE_EXHAUSTED in the place of NOT_FOUND."""
+    request = task_service_pb2.GetRequest(request_id="x" * (1 << 20)).SerializeToString()
+    code, details = house.loop.run_until_complete(house._call("TaskService/Get", request))
+    assert code.name == "NOT_FOUND"
+    assert len(details) < 4000
+    assert details.endswith("its result_ttl is over")

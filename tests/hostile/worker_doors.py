@@ -1,0 +1,170 @@
+"""The worker's doors: frames from a master that makes no sense, and frames from an engine that is out of its mind.
+
+The agent is the real one, without its processes: nothing runs behind it. A user's handler lives in the engine's
+process, with the same rights as the agent, so a *malicious* engine is outside of what we defend against: it could kill
+the agent as well. One whose memory was damaged, or that writes to the wrong descriptor, is not. Its frames may be
+refused in one way alone, which ends the engine: `FrameError`.
+"""
+
+import asyncio
+import contextlib
+import marshal
+import socket
+import struct
+from random import Random
+from typing import Any, cast
+
+from google.protobuf.message import DecodeError
+from multigpu.config import WorkerConfig
+from multigpu.v1 import worker_service_pb2 as pb
+from multigpu_worker import ipc, wire
+from multigpu_worker.agent import Agent
+from multigpu_worker.batcher import Batcher, BatchLimits
+from multigpu_worker.blobs import BlobMemory
+from multigpu_worker.device import CpuDevice
+from multigpu_worker.engines.base import EngineSettings
+from multigpu_worker.engines.registry import KindInfo
+from multigpu_worker.session import Lease, Session, SessionLimits, Spec
+from multigpu_worker.watch import EngineBatch
+
+from tests.hostile.door import Crash, Door, mute
+from tests.hostile.inputs import Maker, pack, unpack
+
+
+class Post:
+    """An agent that has a link and an engine to talk to, both in our hands."""
+
+    def __init__(self) -> None:
+        mute()
+        self.loop = asyncio.new_event_loop()
+        self.loop.run_until_complete(self._start())
+
+    async def _start(self) -> None:
+        device = CpuDevice()
+        identity = wire.Identity(
+            worker_id="w", host="h", version="0", pid=1, device=device.info, labels={}, slots=1, window_tasks=64,
+            window_bytes=1 << 20,
+        )  # fmt: skip
+        settings = EngineSettings(device="cpu", slots=1, threads=1, handlers=(), models={})
+        self.agent = Agent(WorkerConfig(), identity, device, settings, memory_bytes=0)
+        self.agent.host.kinds = {"echo": KindInfo(kind="echo", one_by_one=True, models=())}
+
+    def close(self) -> None:
+        self.loop.close()
+
+    def session(self, data: bytes) -> None:
+        """One session: the master's frames in their order, and our answers in between."""
+        self.loop.run_until_complete(self._session(unpack(data)))
+
+    async def _session(self, frames: list[bytes]) -> None:
+        agent = self.agent
+        agent.session = Session(SessionLimits())
+        agent.batcher = Batcher(BatchLimits(tasks_max=256, tokens_max=16_384), 1)
+        agent.hello().SerializeToString()
+        welcomed = False
+        for data in frames:
+            try:
+                frame = pb.SessionResponse.FromString(data)
+            except DecodeError:
+                break  # gRPC ends the stream
+            try:
+                if not welcomed:
+                    if not frame.HasField("welcome"):
+                        break
+                    welcomed = True
+                    agent.connected(frame, ())
+                else:
+                    agent.received(frame)
+            except wire.BadFrameError:
+                break  # the link ends the stream
+            for _ in range(100):
+                if (answer := agent.next_frame()) is None:
+                    break
+                answer.SerializeToString()
+            else:
+                raise Crash("the worker has no end of things to say")
+        if not 0.01 <= agent._heartbeat_s <= 60.0:
+            raise Crash(f"the worker would send a heartbeat each {agent._heartbeat_s} s")
+        agent.disconnected("the test ends the stream")
+
+
+def session_frames(maker: Maker) -> bytes:
+    frames = [maker.wire(pb.SessionResponse.DESCRIPTOR) for _ in range(maker.rng.choice((1, 2, 4)))]
+    if maker.rng.random() < 0.8:
+        welcome = maker.message(pb.Welcome.DESCRIPTOR)
+        frames.insert(0, pb.SessionResponse(welcome=welcome).SerializeToString())
+    return pack(frames)
+
+
+# --- the engine's frames ---------------------------------------------------------------------------------------------
+
+
+def _value(rng: Random, depth: int = 0) -> object:
+    """What an engine could say, if it said anything at all."""
+    if depth < 4 and rng.random() < 0.4:
+        many = [_value(rng, depth + 1) for _ in range(rng.randrange(5))]
+        return rng.choice((tuple, list))(many)
+    return rng.choice(
+        [0, 1, 2, -1, 2**63, 2**70, "", "done", "ready", "echo", b"", b"x", None, True, 0.5, float("nan"), {}, {1: 2}]
+    )
+
+
+def _engine_frame(maker: Maker) -> bytes:
+    """A frame, or two, of the right form or of any, with blobs or without; and what somebody else wrote between."""
+    rng = maker.rng
+    if rng.random() < 0.1:
+        return rng.randbytes(rng.randrange(200))
+    fields: list[object] = [
+        "done", rng.choice((1, 7)), 0, 0, [(1, b"r", "")], [], [], [], [], rng.random() < 0.5, 0, (),
+    ]  # fmt: skip
+    for _ in range(rng.choice((0, 0, 1, 3))):
+        fields[rng.randrange(len(fields))] = _value(rng)
+    message = tuple(fields) if rng.random() < 0.8 else _value(rng)
+    body = marshal.dumps(cast("Any", message)) + b"mgpu"
+    blobs = rng.choice((0, 0, 0, 1, 2))
+    table = b"".join(struct.pack("<QQ", rng.choice((0, 5, 2**63)), rng.choice((0, 2**64 - 1))) for _ in range(blobs))
+    head = struct.pack("<III", ipc._check(len(body), blobs), len(body), blobs)
+    data = (head + table + body) * rng.choice((1, 2))
+    if rng.random() < 0.5:  # a handler that prints to the wrong descriptor, in the middle of it
+        at = rng.randrange(len(data))
+        data = data[:at] + rng.choice((b"hello\n", rng.randbytes(rng.randrange(1, 40)))) + data[at:]
+    if rng.random() < 0.2:  # it died while it wrote
+        data = data[: rng.randrange(len(data))]
+    return data
+
+
+class Wire:
+    """The socket between an agent and an engine, and the agent's end of it."""
+
+    def __init__(self) -> None:
+        self._post = Post()  # of its own: a word of the wrong type may stay in it
+        self._memory = BlobMemory.create()
+
+    def feed(self, data: bytes) -> None:
+        agent = self._post.agent
+        agent.session = Session(SessionLimits())
+        lease = Lease(1, 1, 1, Spec(kind="echo"), b"")
+        agent.session.leases[1] = lease
+        agent.batches = {1: EngineBatch(1, {1: lease}, True, lease.spec)}
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            ours.setblocking(False)
+            agent.host._sock = ours  # should it answer
+            decoder = ipc.Decoder(self._memory.up)
+            theirs.sendall(data)
+            theirs.shutdown(socket.SHUT_WR)
+            with contextlib.suppress(ipc.FrameError, EOFError):
+                while True:
+                    for message, blobs in decoder.feed(ours):
+                        agent.host.said(message, blobs)
+        agent.host._sock, agent.host.ready = None, False
+        agent.host._unsent.clear()
+        if 1 in agent.batches and 1 in agent.session.leases and 1 not in agent.batches[1].leases:
+            raise Crash("a lease is in nobody's hands: its task would wait for ever")
+
+
+def doors(post: Post) -> list[Door]:
+    return [
+        Door(name="worker Session, from the master", make=session_frames, feed=post.session),
+        Door(name="worker ipc, from the engine", make=_engine_frame, feed=Wire().feed),
+    ]
