@@ -1,6 +1,17 @@
-"""Tests import what they share by one name, `tests.…`, however pytest was started."""
+"""Tests import what they share as `tests.…`, however pytest was started. What one does to the log is undone."""
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+import structlog
+
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+
+@pytest.fixture(autouse=True)
+def _log_by_default() -> Iterator[None]:
+    """The simulator and the doors for hostile input hush the log of the whole process."""
+    yield
+    structlog.reset_defaults()

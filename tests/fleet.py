@@ -49,13 +49,16 @@ def until(condition: Callable[[], T | None], timeout_s: float = 20.0, what: str 
 class Daemon:
     """One process of ours, with its log."""
 
-    def __init__(self, module: str, flags: Sequence[str], log: Path, env: Mapping[str, str]) -> None:
+    def __init__(
+        self, module: str, flags: Sequence[str], log: Path, env: Mapping[str, str], prefix: Sequence[str] = ()
+    ) -> None:
         self.log_path = log
         self._begin = log.stat().st_size if log.exists() else 0
-        argv = [sys.executable, "-m", module, *flags, "--log-format", "json"]
+        argv = [sys.executable, "-m", module, *flags]
         # The kernel ends it with us. Not by preexec_fn: gRPC's threads run here, and a fork between their locks hangs.
         if (setpriv := shutil.which("setpriv")) is not None:
             argv = [setpriv, "--pdeathsig", "KILL", *argv]
+        argv = [*prefix, *argv]  # a command that becomes ours in the end
         environment = {k: v for k, v in os.environ.items() if not k.startswith("MGPU_")} | dict(env)
         with log.open("ab") as file:
             self.process = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=file, stderr=file, env=environment)
@@ -172,11 +175,15 @@ class Fleet:
 
     # --- processes ---------------------------------------------------------------------------------------------------
 
+    def launch(self, name: str, module: str, arguments: Sequence[str]) -> Daemon:
+        """Starts a daemon's process. Chaos runs come in here, to put something between."""
+        return Daemon(module, [*arguments, "--log-format", "json"], self.folder / f"{name}.log", self._env)
+
     def start_master(self, *flags: str, wait: bool = True) -> Daemon:
         """Starts the master: on any port the first time, on the same one from then on."""
         listen = self.address or "127.0.0.1:0"
         arguments = ["--listen", listen, "--data-dir", str(self.data_dir), *self._master_flags, *flags]
-        self.master = Daemon("multigpu_master.main", arguments, self.folder / "master.log", self._env)
+        self.master = self.launch("master", "multigpu_master.main", arguments)
         if wait:
             self.wait_for_master()
         return self.master
@@ -200,7 +207,7 @@ class Fleet:
 
     def start_worker(self, name: str, *flags: str) -> Daemon:
         arguments = ["--master", self.address, "--device", "cpu", "--worker-id", name, *self._worker_flags, *flags]
-        self.workers[name] = Daemon("multigpu_worker.main", arguments, self.folder / f"{name}.log", self._env)
+        self.workers[name] = self.launch(name, "multigpu_worker.main", arguments)
         return self.workers[name]
 
     def wait_for_workers(self, *names: str, timeout_s: float = READY_TIMEOUT_S) -> None:

@@ -35,6 +35,12 @@ def echo(spec: Spec, task: Task) -> task_pb2.Outcome:
     )
 
 
+def inputs_of(batch: task_pb2.TaskBatch) -> list[task_pb2.TaskInput]:
+    """All inputs of a batch, those in columns too."""
+    columns = zip(batch.request_ids, batch.payloads, strict=True)
+    return [*batch.inputs, *[task_pb2.TaskInput(request_id=name, payload=data) for name, data in columns]]
+
+
 class ScriptedMaster(task_service_pb2_grpc.TaskServiceServicer):
     def __init__(self, answer: Answer = echo) -> None:
         # What the test sets.
@@ -118,7 +124,7 @@ class ScriptedMaster(task_service_pb2_grpc.TaskServiceServicer):
             async for request in requests:
                 count = 0
                 for batch in request.batches:
-                    for task in batch.inputs:
+                    for task in inputs_of(batch):
                         if self.keep_inputs:
                             self.inputs.append(task)
                             self.specs.append(batch.spec)

@@ -10,6 +10,8 @@ from multigpu.run_state import FRAME_BYTES_MAX, FRAME_TASKS_MAX, Answer, Call, R
 from multigpu.v1 import task_pb2, task_service_pb2
 from multigpu.window import Window
 
+from .scripted_master import inputs_of
+
 SPECS = [task_pb2.TaskSpec(kind="a"), task_pb2.TaskSpec(kind="b")]
 
 
@@ -34,7 +36,7 @@ def started(state: RunState, window: Window, *calls: Call) -> None:
 
 def ids(frame: task_service_pb2.RunRequest | None) -> list[str]:
     assert frame is not None
-    return [task.request_id for batch in frame.batches for task in batch.inputs]
+    return [task.request_id for batch in frame.batches for task in inputs_of(batch)]
 
 
 def succeeded(*request_ids: str) -> task_service_pb2.RunResponse:
@@ -56,7 +58,7 @@ def test_a_frame_groups_neighbours_of_one_spec(state: RunState, window: Window) 
     started(state, window, *(Recorded(b"", str(i), SPECS[i // 3 % 2]) for i in range(9)))
     frame = state.next_frame()
     assert frame is not None
-    assert [(batch.spec.kind, len(batch.inputs)) for batch in frame.batches] == [("a", 3), ("b", 3), ("a", 3)]
+    assert [(batch.spec.kind, len(inputs_of(batch))) for batch in frame.batches] == [("a", 3), ("b", 3), ("a", 3)]
     assert state.next_frame() is None
 
 

@@ -189,6 +189,16 @@ def test_a_requeued_letter_has_its_payload(fleet: Fleet) -> None:
     assert fleet.outcome(new).error.message == "not there: the payload"
 
 
+def test_a_dead_letter_requeued_by_several_calls_at_once_comes_back_once(fleet: Fleet) -> None:
+    ids = fleet.submit("fail", *(b"" for _ in range(20)), attempts_max=1, queue="at once")
+    for task_id in ids:
+        fleet.outcome(task_id)
+    until(lambda: len(letters(fleet, "at once")) == 20)
+    request = admin_pb.RequeueDeadLettersRequest(task_ids=ids)
+    calls = [fleet.admin.RequeueDeadLetters.future(request, timeout=30) for _ in range(8)]
+    assert sum(len(call.result().task_ids) for call in calls) == 20
+
+
 def test_a_task_that_kills_its_engines_does_not_take_down_the_fleet(fleet: Fleet) -> None:
     pids = {name: worker.pid for name, worker in fleet.workers.items()}
     killers = fleet.submit("trial.exit", *(b"" for _ in range(3)), backoff_initial=SOON)

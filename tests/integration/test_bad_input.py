@@ -182,7 +182,7 @@ def test_a_bad_frame_ends_only_its_own_stream(fleet: Fleet) -> None:
 
 def hello(**fields: Any) -> worker_pb.SessionRequest:
     known: dict[str, Any] = {
-        "protocol_version": 1,
+        "protocol_version": 2,
         "worker_id": "stranger",
         "capabilities": [worker_pb.Capability(kind="stranger.kind")],
         "slots": 1,
@@ -195,8 +195,8 @@ def hello(**fields: Any) -> worker_pb.SessionRequest:
 @pytest.mark.parametrize(
     ("frame", "code", "words"),
     [
-        (hello(protocol_version=2), grpc.StatusCode.FAILED_PRECONDITION, ("protocol 2", "upgrade the master")),
-        (hello(protocol_version=0), grpc.StatusCode.FAILED_PRECONDITION, ("protocol 0", "upgrade the worker")),
+        (hello(protocol_version=3), grpc.StatusCode.FAILED_PRECONDITION, ("protocol 3", "upgrade the master")),
+        (hello(protocol_version=1), grpc.StatusCode.FAILED_PRECONDITION, ("protocol 1", "upgrade the worker")),
         (hello(worker_id=""), grpc.StatusCode.INVALID_ARGUMENT, ("worker_id",)),
         (hello(worker_id="w" * 129), grpc.StatusCode.INVALID_ARGUMENT, ("worker_id",)),
         (hello(capabilities=[]), grpc.StatusCode.INVALID_ARGUMENT, ("capabilities",)),
@@ -213,8 +213,9 @@ def test_a_worker_that_does_not_fit(
 
 def test_reports_of_leases_that_never_were_are_counted_and_dropped(fleet: Fleet) -> None:
     before = fleet.stats().stale_reports
-    reports = [worker_pb.Report(lease_id=n, state=worker_pb.REPORT_STATE_SUCCEEDED) for n in range(1, 6)]
-    feed = Feed(hello(), worker_pb.SessionRequest(report_batches=[worker_pb.ReportBatch(reports=reports)]))
+    failed = worker_pb.Report(lease_id=5, state=worker_pb.REPORT_STATE_FAILED)
+    reports = worker_pb.ReportBatch(succeeded_lease_ids=[1, 2, 3, 4], results=[b"a", b"b"], reports=[failed])
+    feed = Feed(hello(), worker_pb.SessionRequest(report_batches=[reports]))
     session = fleet.sessions.Session(feed, timeout=20)
     assert next(session).HasField("welcome")
     until(lambda: fleet.stats().stale_reports == before + 5)
@@ -247,22 +248,23 @@ def test_a_worker_that_comes_back_too_late_is_not_heard(fleet: Fleet, tmp_path: 
     first = fleet.sessions.Session(Feed(hello(**late)), timeout=20)
     assert next(first).HasField("welcome")
     (task_id,) = fleet.submit("trial.gate", str(gate).encode())
-    lease = next(x for frame in first for b in frame.lease_batches for x in b.leases)
-    assert lease.task_id == task_id
+    lease = next(b for frame in first for b in frame.lease_batches)
+    assert lease.task_ids == [task_id]
     fleet.admin.UncordonWorker(admin_pb.UncordonWorkerRequest(worker_id="w0"), timeout=10)
     with refused(grpc.StatusCode.UNAVAILABLE, "nothing heard"):
         list(first)
     until(lambda: fleet.get(task_id).worker_id == "w0")
 
     before = fleet.stats().stale_reports
-    held = worker_pb.HeldLease(lease_id=lease.lease_id, task_id=task_id, attempt=lease.attempt, running=True)
-    report = worker_pb.Report(lease_id=lease.lease_id, state=worker_pb.REPORT_STATE_SUCCEEDED, result=b"too late")
+    (lease_id,) = lease.lease_ids
+    held = worker_pb.HeldLease(lease_id=lease_id, task_id=task_id, attempt=1, running=True)
+    report = worker_pb.ReportBatch(succeeded_lease_ids=[lease_id], results=[b"too late"])
     feed = Feed(hello(**late, leases=[held]))
-    feed.put(worker_pb.SessionRequest(report_batches=[worker_pb.ReportBatch(reports=[report])]))
+    feed.put(worker_pb.SessionRequest(report_batches=[report]))
     second = fleet.sessions.Session(feed, timeout=20)
     frame = next(second)
     assert not frame.welcome.adopted_lease_ids
-    assert [r.lease_id for r in frame.revocations] == [lease.lease_id]
+    assert [r.lease_id for r in frame.revocations] == [lease_id]
     until(lambda: fleet.stats().stale_reports == before + 1)
     assert fleet.get(task_id).state == task_pb2.TASK_STATE_LEASED
     gate.touch()

@@ -19,7 +19,7 @@ class Late:
         self._write = write
 
     async def Session(self, context: Any) -> None:  # noqa: N802  gRPC's name
-        await context.write(worker_service_pb2.SessionResponse(frame=1))
+        await context.write(worker_service_pb2.SessionResponse(frame=1).SerializeToString())
         gone = asyncio.Event()
         context.add_done_callback(lambda _: gone.set())
         try:
@@ -30,7 +30,7 @@ class Late:
             task.uncancel()
         try:
             if self._write:
-                await context.write(worker_service_pb2.SessionResponse(frame=2))
+                await context.write(worker_service_pb2.SessionResponse(frame=2).SerializeToString())
             else:
                 await context.abort(grpc.StatusCode.ABORTED, "nothing heard")
         finally:

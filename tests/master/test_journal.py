@@ -25,7 +25,7 @@ ALL: dict[str, Any] = {
 
 def submit(task_id: int, payload: bytes = b"in", spec: bytes = b"spec") -> SubmitRecord:
     return SubmitRecord(
-        task_id, f"request-{task_id}", spec, payload, f"key-{task_id % 3}", task_id % 5, 1000.0 + task_id
+        task_id, f"request-{task_id}", spec, payload, f"key-{task_id % 3}", 1 + task_id % 5, 1000.0 + task_id
     )
 
 
@@ -120,7 +120,7 @@ def test_round_trip(tmp_path: Path, size: int) -> None:
 
 def test_what_the_database_does_not_take_as_text(tmp_path: Path) -> None:
     odd = SubmitRecord(2**53 - 1, "nul\0 '\"%_ é \U0001f600", b"\0\xff", b"\xff\0" * 5, "k\0", 2**32 - 1, 0.1 + 0.2)
-    outcome = settle(odd.task_id, b"\0", request_id=odd.request_id, queue="q\0'")
+    outcome = settle(odd.task_id, b"\0", request_id=odd.request_id, queue="q\0'", submit_time_s=odd.submit_time_s)
     with opened(tmp_path / "data") as it:
         it.write(Entry(submits=[odd]))
     with opened(tmp_path / "data") as it:
@@ -205,7 +205,9 @@ def test_close_commits_what_is_queued(tmp_path: Path) -> None:
         for i in range(1, 20_001):
             it.journal.append(Entry(submits=[submit(i)]))
     assert sum(len(entries) for entries, _, _ in it.commits) == 20_000
-    assert sorted(path.name for path in (tmp_path / "data").iterdir()) == ["LOCK", "journal.sqlite3", "segments"]
+    assert sorted(path.name for path in (tmp_path / "data").iterdir()) == [
+        "LOCK", "journal.sqlite3", "payloads", "segments"
+    ]  # fmt: skip
     with opened(tmp_path / "data") as it:
         assert len(it.tasks) == 20_000
 

@@ -36,7 +36,7 @@ async def test_never_no_of_what_was_there_and_seldom_perhaps_of_what_was_not() -
     known.add(added)
     there = stored + pending + added
     assert known.sift(there) == there
-    assert len(known.sift(names("new", 20_000))) < 200
+    assert len(known.sift(names("new", 20_000))) < 300  # of about 190 on the average
 
 
 async def test_what_is_added_while_it_is_made_anew_is_kept() -> None:
@@ -47,6 +47,14 @@ async def test_what_is_added_while_it_is_made_anew_is_kept() -> None:
     waits.set()
     await loading
     assert known.sift(["meanwhile", "stored-4"]) == ["meanwhile", "stored-4"]
+
+
+async def test_what_is_added_before_it_begins_to_be_made_anew_is_kept() -> None:
+    known = KnownRequests()
+    loading = asyncio.ensure_future(known.load(Pages([names("stored", 5)]), []))
+    known.add(["before"])  # the loop has not come to it yet
+    await loading
+    assert known.sift(["before", "stored-4"]) == ["before", "stored-4"]
 
 
 async def test_it_grows_when_it_is_made_anew() -> None:

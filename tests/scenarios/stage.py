@@ -17,7 +17,7 @@ Tasks are called 1, 2, 3 ... in order of submission.
 
 from multigpu_master.core import events as ev
 from multigpu_master.core.explain import explain
-from multigpu_master.core.model import Capability, ReportState, Spec, Task, TaskError, Telemetry, WorkerInfo
+from multigpu_master.core.model import Capability, Spec, Task, TaskError, Telemetry, WorkerInfo
 from multigpu_master.core.scheduler import Core, Limits
 from multigpu_master.strategies.registry import canonical_name, load_strategies
 
@@ -98,21 +98,24 @@ class Stage:
         models = tuple(resident.split(",")) if resident else ()
         return self._handle(ev.Heartbeat(worker.session, held, worker.frame, telemetry, models))
 
-    def _report(self, name: str, n: str, took_s: float, state: ReportState) -> list[str]:
+    def _report(self, name: str, n: str, took_s: float, *, succeed: bool) -> list[str]:
         worker = self.core.fleet.workers[name]
         lines = []
-        error = None if state is ReportState.SUCCEEDED else TaskError("ValueError", "no good")
         for lease in list(worker.leases.values())[: int(n)]:
             self.now += took_s
-            report = ev.Report(lease.lease_id, state, error=error)
-            lines += self._handle(ev.Reports(worker.session, [report], self.now - took_s, self.now))
+            reports = ev.Reports(worker.session, start_s=self.now - took_s, finish_s=self.now)
+            if succeed:
+                reports.succeeded, reports.results = [lease.lease_id], [b""]
+            else:
+                reports.failures = [ev.Failure(lease.lease_id, TaskError("ValueError", "no good"))]
+            lines += self._handle(reports)
         return lines
 
     def do_finish(self, name: str, n: str = "1", took: str = "0.1") -> list[str]:
-        return self._report(name, n, float(took), ReportState.SUCCEEDED)
+        return self._report(name, n, float(took), succeed=True)
 
     def do_fail(self, name: str, n: str = "1", took: str = "0.1") -> list[str]:
-        return self._report(name, n, float(took), ReportState.FAILED)
+        return self._report(name, n, float(took), succeed=False)
 
     def do_lose(self, name: str) -> list[str]:
         return self._handle(ev.SessionClosed(self.core.fleet.workers[name].session))

@@ -6,6 +6,7 @@ It is not a master: no queue, no journal, no policy. The worker in these tests i
 import asyncio
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any, Self
 
 import grpc
@@ -13,6 +14,27 @@ import grpc.aio
 from multigpu.v1 import task_pb2
 from multigpu.v1 import worker_service_pb2 as pb
 from multigpu.v1.worker_service_pb2_grpc import WorkerServiceServicer, add_WorkerServiceServicer_to_server
+
+
+@dataclass(frozen=True, slots=True)
+class Word:
+    """The worker's word about one lease."""
+
+    lease_id: int
+    state: int  # SUCCEEDED, or a pb.ReportState
+    result: bytes = b""
+    content_type: str = ""
+    error: task_pb2.TaskError = field(default_factory=task_pb2.TaskError)
+
+
+SUCCEEDED = 1
+
+
+def words_of(batch: pb.ReportBatch) -> list[Word]:
+    """A batch, a lease at a time."""
+    columns = zip(batch.succeeded_lease_ids, batch.results, strict=True)
+    words = [Word(lease_id, SUCCEEDED, result, batch.content_type) for lease_id, result in columns]
+    return words + [Word(report.lease_id, report.state, error=report.error) for report in batch.reports]
 
 
 class Stream:
@@ -24,7 +46,7 @@ class Stream:
         self.frame = 0
         self.end_code = grpc.StatusCode.OK
         self.heartbeats: list[pb.Heartbeat] = []
-        self.reports: dict[int, pb.Report] = {}
+        self.reports: dict[int, Word] = {}
         self.batches: list[pb.ReportBatch] = []
         self.partials: list[pb.PartialOutput] = []
         # What came, in order: "heartbeat", ("partial", lease_id, index), ("report", lease_id).
@@ -37,15 +59,20 @@ class Stream:
         self.frame += 1
         self.out.put_nowait(pb.SessionResponse(frame=self.frame, **parts))
 
-    def lease(self, leases: list[tuple[int, bytes]] | list[pb.Lease], **spec: Any) -> None:
-        """Grant leases: (lease_id, payload) pairs or pb.Lease."""
-        rows = [
-            lease
-            if isinstance(lease, pb.Lease)
-            else pb.Lease(lease_id=lease[0], task_id=lease[0] + 1000, attempt=1, payload=lease[1], units=1)
-            for lease in leases
-        ]
-        self.send(lease_batches=[pb.LeaseBatch(spec=task_pb2.TaskSpec(**spec), leases=rows)])
+    def lease(
+        self, leases: list[tuple[int, bytes]], attempt: int = 1, extra: pb.LeaseExtra | None = None, **spec: Any
+    ) -> None:
+        """Grant leases: (lease_id, payload) pairs. What is `extra` is the first one's."""
+        batch = pb.LeaseBatch(
+            spec=task_pb2.TaskSpec(**spec),
+            lease_ids=[lease_id for lease_id, _ in leases],
+            task_ids=[lease_id + 1000 for lease_id, _ in leases],
+            attempts=[attempt for _ in leases],
+            payloads=[payload for _, payload in leases],
+            units=[1 for _ in leases],
+            extras=[] if extra is None else [extra],
+        )
+        self.send(lease_batches=[batch])
 
     def revoke(self, *lease_ids: int) -> None:
         self.send(revocations=[pb.Revocation(lease_id=lease_id, reason="test") for lease_id in lease_ids])
@@ -55,7 +82,7 @@ class Stream:
             async with self.changed:
                 await self.changed.wait_for(condition)
 
-    async def reported(self, *lease_ids: int, timeout_s: float = 20.0) -> list[pb.Report]:
+    async def reported(self, *lease_ids: int, timeout_s: float = 20.0) -> list[Word]:
         await self.until(lambda: all(lease_id in self.reports for lease_id in lease_ids), timeout_s)
         return [self.reports[lease_id] for lease_id in lease_ids]
 
@@ -69,7 +96,7 @@ class Stream:
             self.events.append(("partial", partial.lease_id, partial.index))
         for batch in request.report_batches:
             self.batches.append(batch)
-            for report in batch.reports:
+            for report in words_of(batch):
                 assert report.lease_id not in self.reports, "reported twice in one session"
                 self.reports[report.lease_id] = report
                 self.events.append(("report", report.lease_id))

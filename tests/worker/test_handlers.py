@@ -13,7 +13,7 @@ import pytest
 from multigpu.v1 import worker_service_pb2 as pb
 
 from .conftest import StartWorker, WorkerProcess
-from .scripted_master import ScriptedMaster, Stream
+from .scripted_master import SUCCEEDED, ScriptedMaster, Stream, Word
 
 Start = Callable[..., Awaitable[tuple[WorkerProcess, Stream]]]
 
@@ -29,7 +29,7 @@ async def worker(master: ScriptedMaster, start_worker: StartWorker) -> Start:
     return start
 
 
-async def run(stream: Stream, kind: str, *payloads: bytes, **spec: Any) -> list[pb.Report]:
+async def run(stream: Stream, kind: str, *payloads: bytes, **spec: Any) -> list[Word]:
     first = max([*stream.reports, 0]) + 1
     ids = range(first, first + len(payloads))
     stream.lease(list(zip(ids, payloads, strict=True)), kind=kind, **spec)
@@ -57,12 +57,12 @@ async def test_values_and_results(worker: Start) -> None:
     assert (json.loads(good.result), good.content_type) == ({"twice": 42}, "application/json")
     assert (bad.error.type, bad.error.retryable) == ("BadInput", False)
     (nothing,) = await run(stream, "t.none", b"x")
-    assert (nothing.state, nothing.result) == (pb.REPORT_STATE_SUCCEEDED, b"")
-    lease = pb.Lease(lease_id=9001, task_id=7, attempt=3, payload=b"", units=1, checkpoint=b"before")
-    stream.lease([lease], kind="t.context", parameters={"a": "b"})
+    assert (nothing.state, nothing.result) == (SUCCEEDED, b"")
+    extra = pb.LeaseExtra(checkpoint=b"before")
+    stream.lease([(9001, b"")], attempt=3, extra=extra, kind="t.context", parameters={"a": "b"})
     (told,) = await stream.reported(9001)
     assert json.loads(told.result) == {
-        "task_id": 7,
+        "task_id": 10001,
         "attempt": 3,
         "parameters": {"a": "b"},
         "checkpoint": "before",
@@ -87,7 +87,7 @@ async def test_generators(worker: Start) -> None:
     (report,) = await run(stream, "t.generate_async", b"")
     assert [p.data for p in stream.partials] == [b'{"n":0}', b'{"n":1}', b'{"n":2}']
     stream.partials.clear()
-    stream.lease([pb.Lease(lease_id=77, task_id=1, attempt=2, units=1, partials_received=3)], kind="t.generate")
+    stream.lease([(77, b"")], attempt=2, extra=pb.LeaseExtra(partials_received=3), kind="t.generate")
     await stream.reported(77)
     assert [(p.index, p.data) for p in stream.partials] == [(3, b"part3"), (4, b"part4")]
 
@@ -150,7 +150,7 @@ async def test_death_is_blamed_on_the_one_that_ran(worker: Start, kind: str, pay
     assert (dead.error.type, dead.error.retryable) == ("EngineDied", True)
     assert words in dead.error.message
     for report in await stream.reported(1001, *range(1003, 1103)):
-        assert report.state == pb.REPORT_STATE_SUCCEEDED
+        assert report.state == SUCCEEDED
     await still_works(stream)
 
 
@@ -159,7 +159,7 @@ async def test_neighbours_in_one_batch_go_on(worker: Start) -> None:
     await run(stream, "t.nap", *[b"0.0001"] * 200)  # learns that naps are short
     stream.lease([(n, b"0.0001" if n != 1050 else b"not a number") for n in range(1001, 1100)], kind="t.nap")
     reports = await stream.reported(*range(1001, 1100))
-    assert [r.lease_id for r in reports if r.state != pb.REPORT_STATE_SUCCEEDED] == [1050]
+    assert [r.lease_id for r in reports if r.state != SUCCEEDED] == [1050]
 
 
 async def test_unknown_kind(worker: Start) -> None:

@@ -69,7 +69,7 @@ async def test_leases_not_taken_back_are_dropped(master: ScriptedMaster, start_w
 async def test_partials_from_the_beginning_after_a_reconnect(master: ScriptedMaster, start_worker: StartWorker) -> None:
     await start_worker(master.address, "--handlers", "handlers_for_tests", pythonpath=HANDLERS)
     stream = await master.stream()
-    stream.lease([pb.Lease(lease_id=1, task_id=1, attempt=1, units=1)], kind="t.endless")
+    stream.lease([(1, b"")], kind="t.endless")
     await stream.until(lambda: len(stream.partials) > 20)
     stream.break_off()
     stream = await master.stream()
@@ -85,7 +85,7 @@ async def test_an_attempt_whose_first_outputs_are_with_the_master_ends_with_its_
 ) -> None:
     await start_worker(master.address, "--handlers", "handlers_for_tests", pythonpath=HANDLERS)
     stream = await master.stream()
-    stream.lease([pb.Lease(lease_id=1, task_id=1, attempt=2, units=1, partials_received=10)], kind="t.endless")
+    stream.lease([(1, b"")], attempt=2, extra=pb.LeaseExtra(partials_received=10), kind="t.endless")
     await stream.until(lambda: len(stream.partials) > 20)
     assert [p.index for p in stream.partials][:3] == [10, 11, 12]
     stream.break_off()

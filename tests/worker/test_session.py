@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 import pytest
 from multigpu_worker.session import (
     GROUP_BYTES_MAX,
+    REPORT_BYTES,
     Frame,
     Lease,
     Report,
@@ -262,6 +263,7 @@ class Peer:
                     task = self.tasks[lease_id]
                     assert not task.settled
                     task.settled = True
+                    assert isinstance(report.result, bytes)
                     assert len(task.partials) == int(report.result)
 
     def _partials(self, taken: Frame) -> None:
@@ -298,7 +300,11 @@ def test_any_order_of_events_loses_nothing_and_says_nothing_twice(seed: int) -> 
         elif event in {2, 3} and working:
             session.partial(rng.choice(working), b"x" * rng.randrange(20))
         elif event in {4, 5} and session.connected and session.owes():
-            peer.in_flight.append(session.take_frame(rng.choice([1, 100, FRAME_BYTES]), 0.0))
+            bytes_max = rng.choice([1, 100, FRAME_BYTES])
+            taken = session.take_frame(bytes_max, 0.0)
+            sizes = [g.size_bytes for g in taken.reports] + [len(p.data) + REPORT_BYTES for p in taken.partials]
+            assert len(sizes) == 1 or sum(sizes) <= bytes_max
+            peer.in_flight.append(taken)
         elif event == 6 and peer.in_flight:
             peer.arrive()
         elif event == 7 and rng.random() < 0.3:

@@ -6,16 +6,15 @@ import os
 import signal
 
 import pytest
-from multigpu.v1 import worker_service_pb2 as pb
 
 from .conftest import StartWorker
-from .scripted_master import ScriptedMaster
+from .scripted_master import SUCCEEDED, ScriptedMaster
 
 
 async def test_echo(master: ScriptedMaster, start_worker: StartWorker) -> None:
     worker = await start_worker(master.address)
     stream = await master.stream()
-    assert stream.hello.protocol_version == 1
+    assert stream.hello.protocol_version == 2
     assert stream.hello.worker_id == "w0"
     assert {"echo", "sleep", "fail"} <= {capability.kind for capability in stream.hello.capabilities}
     stream.lease([(n, b"x%d" % n) for n in range(1, 1001)], kind="echo", content_type="text/plain")
@@ -59,14 +58,13 @@ async def test_an_engine_killed_in_a_batch_that_runs_together_charges_nobody(
     worker = await start_worker(master.address, "--threads", "1")
     stream = await master.stream()
     assert "all-MiniLM-L6-v2" in next(c.models for c in stream.hello.capabilities if c.kind == "embed")
-    spec = {"kind": "embed", "content_type": "application/json"}
     texts = [json.dumps(["a few words of text that take a while " * 10 + str(n)]).encode() for n in range(200)]
-    stream.lease(list(enumerate(texts, 1)), **spec)
+    stream.lease(list(enumerate(texts, 1)), kind="embed", content_type="application/json")
     await stream.until(lambda: len(stream.reports) >= 20, timeout_s=60)
     (engine,) = worker.engine_pids()
     os.kill(engine, signal.SIGKILL)
     reports = await stream.reported(*range(1, 201), timeout_s=60)
-    assert {report.state for report in reports} == {pb.REPORT_STATE_SUCCEEDED}
+    assert {report.state for report in reports} == {SUCCEEDED}
     assert len(json.loads(reports[-1].result)[0]) == 384
     assert worker.engine_pids() != [engine]
     await stream.until(lambda: list(stream.heartbeats[-1].resident_models) == ["all-MiniLM-L6-v2"])

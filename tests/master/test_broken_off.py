@@ -1,0 +1,72 @@
+"""A client that breaks off its Submit does not keep others from being told: their tasks share a commit with its own."""
+
+import asyncio
+import threading
+from pathlib import Path
+
+import grpc
+from multigpu.v1 import task_pb2, task_service_pb2
+from multigpu_master.journal import JournalError
+from multigpu_master.journal_sqlite import SqliteJournal
+from multigpu_master.journaling import Journaling, tell
+
+from tests.fleet import Fleet
+
+
+async def test_who_waits_is_told_though_another_in_its_transaction_has_gone(tmp_path: Path) -> None:
+    loop = asyncio.get_running_loop()
+    fatal: list[str] = []
+    journal = SqliteJournal(tmp_path, size_max_bytes=1 << 30)
+    journaling = Journaling(journal, handle=lambda _: None, committed=lambda: None, on_fatal=fatal.append)
+    journal.open(journaling.on_commit)
+    gone: asyncio.Future[JournalError | None] = loop.create_future()
+    waiting: asyncio.Future[JournalError | None] = loop.create_future()
+    for future in (gone, waiting):  # not urgent: they go to the disk together
+        journaling.submits([], tell(future), (), False)
+    gone.cancel()
+    assert await asyncio.wait_for(waiting, 10) is None
+    await asyncio.wait_for(journaling.all_durable(), 10)
+    assert not fatal
+    await asyncio.to_thread(journal.close, 10)
+
+
+def test_submits_that_are_broken_off_leave_no_trace(tmp_path: Path) -> None:
+    with Fleet(tmp_path, workers=0) as fleet:
+
+        def request(name: str) -> task_service_pb2.SubmitRequest:
+            spec = task_pb2.TaskSpec(kind="echo", wait_for_worker=True)
+            inputs = [task_pb2.TaskInput(payload=b"x", request_id=name)]
+            return task_service_pb2.SubmitRequest(batches=[task_pb2.TaskBatch(spec=spec, inputs=inputs)])
+
+        def break_off(number: int) -> None:
+            for i in range(50):
+                call = fleet.tasks.Submit.future(request(f"gone-{number}-{i}"), timeout=20)
+                threading.Event().wait(0.0002 * (i % 10))
+                call.cancel()
+
+        threads = [threading.Thread(target=break_off, args=(n,)) for n in range(4)]
+        for thread in threads:
+            thread.start()
+        for i in range(50):  # while they do
+            answer = fleet.tasks.Submit(request(f"stays-{i}"), timeout=20)
+            assert answer.results[0].task_id
+        for thread in threads:
+            thread.join()
+        assert fleet.stats().queued >= 50
+        assert fleet.master.stop() == 0, "it ends only when all is on the disk"
+        assert not fleet.faults()
+        assert "InvalidStateError" not in fleet.master.log()
+
+
+def test_a_deadline_is_no_fault_either(tmp_path: Path) -> None:
+    with Fleet(tmp_path, workers=0) as fleet:
+        spec = task_pb2.TaskSpec(kind="echo", wait_for_worker=True)
+        batch = task_pb2.TaskBatch(spec=spec, inputs=[task_pb2.TaskInput(payload=b"x")])
+        request = task_service_pb2.SubmitRequest(batches=[batch])
+        for _ in range(20):
+            try:
+                fleet.tasks.Submit(request, timeout=0.002)
+            except grpc.RpcError as error:
+                assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        assert fleet.master.stop() == 0
+        assert not fleet.faults()

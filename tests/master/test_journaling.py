@@ -1,0 +1,112 @@
+"""Tasks that nobody is told of wait, in memory, to be written; whoever is told something finds them on the disk."""
+
+import asyncio
+from pathlib import Path
+
+from multigpu.v1 import task_pb2
+from multigpu_master import wire
+from multigpu_master.core import events as ev
+from multigpu_master.core.model import Outcome, OutcomeState, Task
+from multigpu_master.journal import JournalError
+from multigpu_master.journal_sqlite import SqliteJournal
+from multigpu_master.journaling import PATIENCE_S, Journaling
+
+SPEC = wire.SpecReader().read(task_pb2.TaskSpec(kind="echo"))
+
+
+class Stage:
+    """Journaling on a real journal, without a core."""
+
+    def __init__(self, data_dir: Path) -> None:
+        self.data_dir = data_dir
+        self.journal = SqliteJournal(data_dir, size_max_bytes=1 << 30)
+        self.events: list[ev.Event] = []
+        self.told: list[tuple[str, JournalError | None]] = []
+        self.journaling = Journaling(self.journal, self.events.append, lambda: None, self._die)
+        list(self.journal.open(self.journaling.on_commit).tasks)
+        self.outcomes = wire.OutcomeWriter()
+
+    @staticmethod
+    def _die(reason: str) -> None:
+        raise AssertionError(reason)
+
+    def tell(self, who: str) -> "asyncio.Future[None]":
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+        def done(error: JournalError | None) -> None:
+            self.told.append((who, error))
+            future.set_result(None)
+
+        self.done = done
+        return future
+
+    def settle(self, task: Task) -> None:
+        task.outcome = Outcome(OutcomeState.SUCCEEDED, task.submit_s + 1, b"result")
+        self.journaling.settles([(task, self.outcomes.write(task))])
+
+    def close(self) -> list[int]:
+        """Ends it, and returns the tasks that the next master would find."""
+        self.journal.close(10)
+        journal = SqliteJournal(self.data_dir, size_max_bytes=1 << 30)
+        found = [record.task_id for record in journal.open(lambda *_: None).tasks]
+        journal.close(10)
+        return found
+
+
+def tasks(*ids: int) -> list[Task]:
+    return [Task(SPEC, f"request-{i}", b"payload", submit_s=1000.0, task_id=i) for i in ids]
+
+
+def ignore(_error: JournalError | None) -> None:
+    pass
+
+
+async def test_what_settles_soon_is_written_as_its_outcome_only(tmp_path: Path) -> None:
+    stage = Stage(tmp_path)
+    one, two = tasks(1, 2)
+    stage.journaling.submits_patiently([one, two], ignore)
+    stage.settle(one)
+    async with asyncio.timeout(10):
+        while stage.journal.get_outcome(1) is None:
+            await asyncio.sleep(0.01)
+    assert stage.close() == []
+
+
+async def test_what_does_not_settle_is_written_in_time(tmp_path: Path) -> None:
+    stage = Stage(tmp_path)
+    one, two = tasks(1, 2)
+    stage.journaling.submits_patiently([one], ignore)
+    await asyncio.sleep(1.5 * PATIENCE_S)
+    stage.journaling.submits_patiently([two], ignore)
+    assert stage.close() == [1]
+
+
+async def test_who_is_told_something_finds_all_that_came_before_on_the_disk(tmp_path: Path) -> None:
+    """A Submit that joins a task which waits patiently is answered when that task is durable."""
+    stage = Stage(tmp_path)
+    stage.journaling.submits_patiently(tasks(1), ignore)
+    told = stage.tell("submit")
+    stage.journaling.submits([], stage.done, (), urgent=True)
+    await told
+    assert stage.told == [("submit", None)]
+    assert stage.close() == [1]
+
+
+async def test_a_stream_that_ends_leaves_nothing_to_memory(tmp_path: Path) -> None:
+    stage = Stage(tmp_path)
+    stage.journaling.submits_patiently(tasks(1, 2), ignore)
+    stage.journaling.hurry()
+    assert stage.close() == [1, 2]
+
+
+async def test_a_task_without_a_payload_is_not_written_after_its_outcome(tmp_path: Path) -> None:
+    """It would run again in the next master."""
+    stage = Stage(tmp_path)
+    empty = Task(SPEC, "request-1", b"", submit_s=1000.0, task_id=1)
+    stage.journaling.submits_patiently([empty], ignore)
+    stage.settle(empty)
+    async with asyncio.timeout(10):
+        while stage.journal.get_outcome(1) is None:
+            await asyncio.sleep(0.01)
+    await stage.journaling.all_durable()
+    assert stage.close() == []
