@@ -3,11 +3,17 @@
 bulk      20,000 no-op tasks of 100 bytes, durable, two workers        against the framed relay with a log
 window    the same, one task a call, 64 in flight                      against a relay with one message a task
 latency   2,000 tasks, one at a time                                   against the bare four-hop relay
-large     200 tasks of 1 MiB in and out                                against the bare relay
+large     200 tasks of 1 MiB in and out: bytes in messages, as across  against the bare relay
+          hosts; files that processes of one host share; ephemeral
 embed     2,000 real sentences on the CPU                              against the best plain loop
 kill      1,000 tasks of 10 ms, a worker killed at half                against the ideal
 requeue   kill -9 of a worker to the dispatch of its task elsewhere
 backlog   a million queued tasks: memory, cost, recovery
+
+Not among these, since they have options of their own (--help):
+python -m benchmarks.scale   10, 100 and 1,000 fake workers: what the master pays for them
+python -m benchmarks.soak    half an hour of mixed load and churn: nothing lost, nothing grows
+python -m benchmarks.peers   the same workloads through NATS JetStream, PostgreSQL and Ray, in turns
 """
 
 import argparse
@@ -66,13 +72,13 @@ def rooms(before: dict[str, float], after: dict[str, float], n: int) -> str:
     return ", ".join(f"{k} {(after[k] - before[k]) / n * 1e6:.1f}" for k in before)
 
 
-def on_fleet(body: Callable[[AsyncClient, Fleet], Coroutine[Any, Any, Any]]) -> Any:
+def on_fleet(body: Callable[[AsyncClient, Fleet], Coroutine[Any, Any, Any]], master_flags: tuple[str, ...] = ()) -> Any:
     async def run(fleet: Fleet) -> Any:
         async with AsyncClient(fleet.address) as client:
             await client.run("echo", b"warm")
             return await body(client, fleet)
 
-    with Fleet() as fleet:
+    with Fleet(master_flags=master_flags) as fleet:
         return relay.loop_runner("uvloop")(run(fleet))
 
 
@@ -102,15 +108,12 @@ def throughput(name: str, rounds: int, tasks: list[bytes], ours: Any, mode: str,
                 cpu[loop] = rooms(before, limit.cpu(), n)
 
             on_relay(mode, loop, run_relay)
-    size = len(tasks[0])
     rates = {k: n / median(v) for k, v in seconds.items()}
     spread = {k: f"{n / max(v):,.0f} to {n / min(v):,.0f}" for k, v in seconds.items()}
     rows = []
     for who, rate in rates.items():
         subject = who if who == "multigpu" else f"bare relay, {mode}, {who}"
         row: Row = {"benchmark": name, "subject": subject, "tasks/s": f"{rate:,.0f}", "spread": spread[who]}
-        if size >= 1 << 20:
-            row["MB/s"] = f"{rate * size / 1e6:,.0f}"
         row |= {"ours/this": f"{rates['multigpu'] / rate:.2f}", "CPU us a task": cpu[who]}
         rows.append(row)
     return rows
@@ -124,8 +127,68 @@ def bench_window(rounds: int) -> list[Row]:
     return throughput("window", rounds, payloads(N_BULK), ours_window, "message", WINDOW)
 
 
+async def ours_ephemeral(client: AsyncClient, tasks: list[bytes]) -> float:
+    start = time.perf_counter()
+    got = [r async for r in client.map("echo", tasks, ephemeral=True)]
+    seconds = time.perf_counter() - start
+    assert got == tasks
+    return seconds
+
+
+# What is measured, the master's flags for it, and the share of the relay that is aimed at.
+LARGE_FORMS: dict[str, tuple[Any, tuple[str, ...], float]] = {
+    "messages, as across hosts": (ours_bulk, ("--no-share-payloads",), 0.85),
+    "shared files, one host": (ours_bulk, (), 3.0),
+    "shared files, ephemeral": (ours_ephemeral, (), 3.0),
+}
+
+
 def bench_large(rounds: int) -> list[Row]:
-    return throughput("large", rounds, payloads(N_LARGE, 1 << 20), ours_bulk, "message")
+    """Each form with a relay beside it, in turns; the relay on whichever event loop was faster."""
+    tasks = payloads(N_LARGE, 1 << 20)
+    n, size = len(tasks), len(tasks[0])
+    rates: dict[str, list[float]] = {}
+    cpu: dict[str, list[dict[str, float]]] = {}
+
+    def note(subject: str, seconds: float, before: dict[str, float], after: dict[str, float]) -> None:
+        rates.setdefault(subject, []).append(n / seconds)
+        cpu.setdefault(subject, []).append({k: (after[k] - before[k]) / n * 1e6 for k in before})
+
+    def run_relay(loop: str) -> None:
+        async def body(limit: relay.Relay) -> None:
+            before: dict[str, float] = {}
+            seconds = await relay.throughput(limit.port, "message", tasks, 0, lambda: before.update(limit.cpu()))
+            note(f"bare relay, {loop}", seconds, before, limit.cpu())
+
+        on_relay("message", loop, body)
+
+    for _ in range(rounds):
+        for form, (ours, flags, _) in LARGE_FORMS.items():
+
+            async def run_ours(client: AsyncClient, fleet: Fleet, form: str = form, ours: Any = ours) -> None:
+                await ours(client, tasks)
+                before = fleet.cpu()
+                seconds = await ours(client, tasks)
+                note(form, seconds, before, fleet.cpu())
+
+            on_fleet(run_ours, flags)
+            run_relay("uvloop")
+        run_relay("asyncio")
+    limit = max(median(rates[f"bare relay, {loop}"]) for loop in ("uvloop", "asyncio"))
+    limit_cpu = min(median([sum(c.values()) for c in cpu[f"bare relay, {loop}"]]) for loop in ("uvloop", "asyncio"))
+    rows = []
+    for subject, found in rates.items():
+        rate, each = median(found), {k: median([c[k] for c in cpu[subject]]) for k in cpu[subject][0]}
+        row: Row = {"benchmark": "large", "subject": subject, "tasks/s": f"{rate:,.0f}"}
+        row |= {"spread": f"{min(found):,.0f} to {max(found):,.0f}", "MB/s": f"{rate * size / 1e6:,.0f}"}
+        row |= {
+            "of the relay": f"{rate / limit:.2f}",
+            "target": LARGE_FORMS[subject][2] if subject in LARGE_FORMS else "",
+        }
+        row |= {"CPU us a task": ", ".join(f"{k} {v:.0f}" for k, v in each.items())}
+        row |= {"the relay's CPU / this": f"{limit_cpu / sum(each.values()):.2f}"}
+        rows.append(row)
+    return rows
 
 
 def bench_latency(rounds: int) -> list[Row]:

@@ -15,7 +15,7 @@ from itertools import count
 from pathlib import Path
 
 from multigpu_master.core import events as ev
-from multigpu_master.core.model import Capability, Lease, ReportState, Spec, Task, Telemetry, WorkerInfo
+from multigpu_master.core.model import Capability, Lease, Spec, Task, Telemetry, WorkerInfo
 from multigpu_master.core.scheduler import Core, Limits
 from multigpu_master.strategies.registry import load_strategies
 
@@ -73,8 +73,10 @@ class Rig:
         for session, leases in self.held.items():
             frame, self.held[session] = leases[:FRAME], leases[FRAME:]
             if frame:
-                reports = [ev.Report(x.lease_id, ReportState.SUCCEEDED, b"done") for x in frame]
-                self.do("report", ev.Reports(session, reports, self.now - 0.004, self.now))
+                succeeded = [x.lease_id for x in frame]
+                results = [b"done"] * len(frame)
+                reports = ev.Reports(session, succeeded, results, start_s=self.now - 0.004, finish_s=self.now)
+                self.do("report", reports)
                 reported += len(frame)
         return reported
 

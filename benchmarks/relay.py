@@ -1,5 +1,5 @@
-"""The limit: client -> relay -> worker -> relay -> client over bare grpc.aio, with our frames, and nothing else a
-system needs: no queue, no leases, no windows, no engine process.
+"""The limit: client -> relay -> worker -> relay -> client over bare grpc.aio, with frames of repeated messages, and
+nothing else a system needs: no queue, no leases, no windows, no engine process.
 
     python -m benchmarks.relay relay|worker|... is run by the other modules; `Relay` starts it.
 
@@ -22,13 +22,13 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Self
 
 import grpc
-from multigpu.v1 import task_pb2, task_service_pb2, worker_service_pb2
+from multigpu.v1 import task_pb2, task_service_pb2
 
 from benchmarks.measure import cpu_seconds
 
 OPTIONS = [("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1)]
 FRAME = 256
-SUCCEEDED, REPORTED = task_pb2.OUTCOME_STATE_SUCCEEDED, worker_service_pb2.REPORT_STATE_SUCCEEDED
+SUCCEEDED = task_pb2.OUTCOME_STATE_SUCCEEDED
 
 
 @functools.cache
@@ -56,13 +56,13 @@ class Forward:
         if not self.parse:
             return data
         now = time.monotonic()
-        out = worker_service_pb2.SessionResponse()
+        out = task_service_pb2.RunResponse()
+        add = out.outcomes.add
         for batch in task_service_pb2.RunRequest.FromString(data).batches:
-            leases = out.lease_batches.add(spec=batch.spec).leases
             for given in batch.inputs:
                 task_id = next(self.ids)
                 self.records[task_id] = (given.request_id, given.payload, now)
-                leases.add(lease_id=task_id, task_id=task_id, attempt=1, payload=given.payload)
+                add(task_id=task_id, attempts=1, result=given.payload)
         return out.SerializeToString()
 
     def up(self, data: bytes) -> bytes:
@@ -70,10 +70,10 @@ class Forward:
             return data
         out = task_service_pb2.RunResponse()
         add = out.outcomes.add
-        for batch in worker_service_pb2.SessionRequest.FromString(data).report_batches:
-            for report in batch.reports:
-                request_id, _, _ = self.records.pop(report.lease_id)
-                add(task_id=report.lease_id, request_id=request_id, state=SUCCEEDED, result=report.result)
+        for report in task_service_pb2.RunResponse.FromString(data).outcomes:
+            task_id = report.task_id
+            request_id, _, _ = self.records.pop(task_id)
+            add(task_id=task_id, request_id=request_id, state=SUCCEEDED, result=report.result)
         return out.SerializeToString()
 
     def save(self, data: bytes) -> None:
@@ -132,11 +132,10 @@ async def worker(mode: str, port: str) -> None:
         call = channel.stream_stream("/bench/Worker")()
         while (data := await call.read()) is not grpc.aio.EOF:
             if mode != "message":
-                out = worker_service_pb2.SessionRequest()
-                for batch in worker_service_pb2.SessionResponse.FromString(data).lease_batches:
-                    reports = out.report_batches.add().reports
-                    for lease in batch.leases:
-                        reports.add(lease_id=lease.lease_id, state=REPORTED, result=lease.payload)
+                out = task_service_pb2.RunResponse()
+                add = out.outcomes.add
+                for given in task_service_pb2.RunResponse.FromString(data).outcomes:
+                    add(task_id=given.task_id, state=SUCCEEDED, result=given.result)
                 data = out.SerializeToString()
             await call.write(data)
 

@@ -64,8 +64,12 @@ class Peer(WorkerServiceServicer):
 
 
 def leases(first: int, count: int, kind: str, payload: bytes) -> pb.SessionResponse:
-    rows = [pb.Lease(lease_id=n, task_id=n, attempt=1, payload=payload, units=1) for n in range(first, first + count)]
-    return pb.SessionResponse(lease_batches=[pb.LeaseBatch(spec=task_pb2.TaskSpec(kind=kind), leases=rows)])
+    ids = range(first, first + count)
+    batch = pb.LeaseBatch(spec=task_pb2.TaskSpec(kind=kind), lease_ids=ids, task_ids=ids)
+    batch.attempts.extend([1] * count)
+    batch.payloads.extend([payload] * count)
+    batch.units.extend([1] * count)
+    return pb.SessionResponse(lease_batches=[batch])
 
 
 async def settle(context: Any, count: int) -> int:
@@ -74,8 +78,8 @@ async def settle(context: Any, count: int) -> int:
     while settled < count:
         request = await context.read()
         for batch in request.report_batches:
-            assert all(report.state == pb.REPORT_STATE_SUCCEEDED for report in batch.reports)
-            settled += len(batch.reports)
+            assert not batch.reports, "none fails"
+            settled += len(batch.succeeded_lease_ids)
     return settled
 
 
@@ -178,15 +182,12 @@ async def bare(address: str) -> None:
     async with grpc.aio.insecure_channel(address, options=options) as channel:
         stub: Any = WorkerServiceStub  # generated without types
         call = stub(channel).Session()
-        await call.write(pb.SessionRequest(hello=pb.Hello(protocol_version=1)))
+        await call.write(pb.SessionRequest(hello=pb.Hello(protocol_version=2)))
         await call.read()
         while (response := await call.read()) is not grpc.aio.EOF:
             for batch in response.lease_batches:
-                reports = [
-                    pb.Report(lease_id=lease.lease_id, state=pb.REPORT_STATE_SUCCEEDED, result=lease.payload)
-                    for lease in batch.leases
-                ]
-                await call.write(pb.SessionRequest(report_batches=[pb.ReportBatch(reports=reports)]))
+                reports = pb.ReportBatch(succeeded_lease_ids=batch.lease_ids, results=batch.payloads)
+                await call.write(pb.SessionRequest(report_batches=[reports]))
 
 
 async def measure_bare() -> None:
