@@ -53,7 +53,12 @@ TRIAL_TEXT = "One sentence of nine words tries the model out."
 TRIAL_TOLERANCE = 1e-4
 
 # How PyTorch's allocator and oneDNN say that memory ran out on the CPU: neither has an exception for it.
-CPU_MEMORY_ERRORS = ("DefaultCPUAllocator", "could not create a primitive", "could not create a memory")
+CPU_MEMORY_ERRORS = (
+    "DefaultCPUAllocator",
+    "could not create a primitive",
+    "could not execute a primitive",
+    "could not create a memory",
+)
 
 log = structlog.get_logger(__name__)
 
