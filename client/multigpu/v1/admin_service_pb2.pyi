@@ -26,7 +26,7 @@ WORKER_STATE_DRAINING: WorkerState
 WORKER_STATE_LOST: WorkerState
 
 class Worker(_message.Message):
-    __slots__ = ("worker_id", "host", "version", "pid", "state", "cordoned", "drain_deadline", "device", "telemetry", "labels", "capabilities", "resident_models", "slots", "window_tasks", "window_bytes", "leases", "leased_bytes", "succeeded", "failed", "connect_time", "last_heartbeat_time", "session_id")
+    __slots__ = ("worker_id", "host", "version", "pid", "state", "cordoned", "drain_deadline", "device", "telemetry", "labels", "capabilities", "resident_models", "slots", "window_tasks", "window_bytes", "leases", "leased_bytes", "succeeded", "failed", "connect_time", "last_heartbeat_time", "session_id", "health", "cordon_reason", "mps", "quarantined")
     class LabelsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -56,6 +56,10 @@ class Worker(_message.Message):
     CONNECT_TIME_FIELD_NUMBER: _ClassVar[int]
     LAST_HEARTBEAT_TIME_FIELD_NUMBER: _ClassVar[int]
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    HEALTH_FIELD_NUMBER: _ClassVar[int]
+    CORDON_REASON_FIELD_NUMBER: _ClassVar[int]
+    MPS_FIELD_NUMBER: _ClassVar[int]
+    QUARANTINED_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     host: str
     version: str
@@ -78,7 +82,11 @@ class Worker(_message.Message):
     connect_time: _timestamp_pb2.Timestamp
     last_heartbeat_time: _timestamp_pb2.Timestamp
     session_id: str
-    def __init__(self, worker_id: _Optional[str] = ..., host: _Optional[str] = ..., version: _Optional[str] = ..., pid: _Optional[int] = ..., state: _Optional[_Union[WorkerState, str]] = ..., cordoned: _Optional[bool] = ..., drain_deadline: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., device: _Optional[_Union[_device_pb2.Device, _Mapping]] = ..., telemetry: _Optional[_Union[_device_pb2.DeviceTelemetry, _Mapping]] = ..., labels: _Optional[_Mapping[str, str]] = ..., capabilities: _Optional[_Iterable[_Union[_worker_service_pb2.Capability, _Mapping]]] = ..., resident_models: _Optional[_Iterable[str]] = ..., slots: _Optional[int] = ..., window_tasks: _Optional[int] = ..., window_bytes: _Optional[int] = ..., leases: _Optional[int] = ..., leased_bytes: _Optional[int] = ..., succeeded: _Optional[int] = ..., failed: _Optional[int] = ..., connect_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., last_heartbeat_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., session_id: _Optional[str] = ...) -> None: ...
+    health: _device_pb2.DeviceHealth
+    cordon_reason: str
+    mps: _device_pb2.MpsStatus
+    quarantined: bool
+    def __init__(self, worker_id: _Optional[str] = ..., host: _Optional[str] = ..., version: _Optional[str] = ..., pid: _Optional[int] = ..., state: _Optional[_Union[WorkerState, str]] = ..., cordoned: _Optional[bool] = ..., drain_deadline: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., device: _Optional[_Union[_device_pb2.Device, _Mapping]] = ..., telemetry: _Optional[_Union[_device_pb2.DeviceTelemetry, _Mapping]] = ..., labels: _Optional[_Mapping[str, str]] = ..., capabilities: _Optional[_Iterable[_Union[_worker_service_pb2.Capability, _Mapping]]] = ..., resident_models: _Optional[_Iterable[str]] = ..., slots: _Optional[int] = ..., window_tasks: _Optional[int] = ..., window_bytes: _Optional[int] = ..., leases: _Optional[int] = ..., leased_bytes: _Optional[int] = ..., succeeded: _Optional[int] = ..., failed: _Optional[int] = ..., connect_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., last_heartbeat_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., session_id: _Optional[str] = ..., health: _Optional[_Union[_device_pb2.DeviceHealth, _Mapping]] = ..., cordon_reason: _Optional[str] = ..., mps: _Optional[_Union[_device_pb2.MpsStatus, _Mapping]] = ..., quarantined: _Optional[bool] = ...) -> None: ...
 
 class ListWorkersRequest(_message.Message):
     __slots__ = ("page_size", "page_token")
@@ -330,12 +338,24 @@ class DeleteDeadLettersResponse(_message.Message):
     unknown_task_ids: _containers.RepeatedScalarFieldContainer[int]
     def __init__(self, deleted: _Optional[int] = ..., unknown_task_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
+class Breaker(_message.Message):
+    __slots__ = ("tripped", "trip_time", "quarantines", "quarantines_max")
+    TRIPPED_FIELD_NUMBER: _ClassVar[int]
+    TRIP_TIME_FIELD_NUMBER: _ClassVar[int]
+    QUARANTINES_FIELD_NUMBER: _ClassVar[int]
+    QUARANTINES_MAX_FIELD_NUMBER: _ClassVar[int]
+    tripped: bool
+    trip_time: _timestamp_pb2.Timestamp
+    quarantines: int
+    quarantines_max: int
+    def __init__(self, tripped: _Optional[bool] = ..., trip_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., quarantines: _Optional[int] = ..., quarantines_max: _Optional[int] = ...) -> None: ...
+
 class GetStatsRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class GetStatsResponse(_message.Message):
-    __slots__ = ("version", "start_time", "queued", "leased", "submitted", "succeeded", "failed", "cancelled", "expired", "dead_lettered", "requeued", "stale_reports", "workers_active", "workers_lost", "journal_bytes", "journal_writable", "memory_bytes", "strategy", "outcomes_retained")
+    __slots__ = ("version", "start_time", "queued", "leased", "submitted", "succeeded", "failed", "cancelled", "expired", "dead_lettered", "requeued", "stale_reports", "workers_active", "workers_lost", "journal_bytes", "journal_writable", "memory_bytes", "strategy", "outcomes_retained", "breaker")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     START_TIME_FIELD_NUMBER: _ClassVar[int]
     QUEUED_FIELD_NUMBER: _ClassVar[int]
@@ -355,6 +375,7 @@ class GetStatsResponse(_message.Message):
     MEMORY_BYTES_FIELD_NUMBER: _ClassVar[int]
     STRATEGY_FIELD_NUMBER: _ClassVar[int]
     OUTCOMES_RETAINED_FIELD_NUMBER: _ClassVar[int]
+    BREAKER_FIELD_NUMBER: _ClassVar[int]
     version: str
     start_time: _timestamp_pb2.Timestamp
     queued: int
@@ -374,7 +395,8 @@ class GetStatsResponse(_message.Message):
     memory_bytes: int
     strategy: str
     outcomes_retained: int
-    def __init__(self, version: _Optional[str] = ..., start_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., queued: _Optional[int] = ..., leased: _Optional[int] = ..., submitted: _Optional[int] = ..., succeeded: _Optional[int] = ..., failed: _Optional[int] = ..., cancelled: _Optional[int] = ..., expired: _Optional[int] = ..., dead_lettered: _Optional[int] = ..., requeued: _Optional[int] = ..., stale_reports: _Optional[int] = ..., workers_active: _Optional[int] = ..., workers_lost: _Optional[int] = ..., journal_bytes: _Optional[int] = ..., journal_writable: _Optional[bool] = ..., memory_bytes: _Optional[int] = ..., strategy: _Optional[str] = ..., outcomes_retained: _Optional[int] = ...) -> None: ...
+    breaker: Breaker
+    def __init__(self, version: _Optional[str] = ..., start_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., queued: _Optional[int] = ..., leased: _Optional[int] = ..., submitted: _Optional[int] = ..., succeeded: _Optional[int] = ..., failed: _Optional[int] = ..., cancelled: _Optional[int] = ..., expired: _Optional[int] = ..., dead_lettered: _Optional[int] = ..., requeued: _Optional[int] = ..., stale_reports: _Optional[int] = ..., workers_active: _Optional[int] = ..., workers_lost: _Optional[int] = ..., journal_bytes: _Optional[int] = ..., journal_writable: _Optional[bool] = ..., memory_bytes: _Optional[int] = ..., strategy: _Optional[str] = ..., outcomes_retained: _Optional[int] = ..., breaker: _Optional[_Union[Breaker, _Mapping]] = ...) -> None: ...
 
 class ExplainRequest(_message.Message):
     __slots__ = ("task_id",)

@@ -25,15 +25,31 @@ _sym_db = _symbol_database.Default()
 from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18multigpu/v1/device.proto\x12\x0bmultigpu.v1\x1a\x1fgoogle/protobuf/timestamp.proto\"V\n\x06\x44\x65vice\x12\x11\n\tdevice_id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x0f\n\x07product\x18\x03 \x01(\t\x12\x1a\n\x12memory_total_bytes\x18\x04 \x01(\x04\"\xbe\x02\n\x0f\x44\x65viceTelemetry\x12/\n\x0bsample_time\x18\x01 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x1f\n\x12memory_total_bytes\x18\x02 \x01(\x04H\x00\x88\x01\x01\x12\x1e\n\x11memory_used_bytes\x18\x03 \x01(\x04H\x01\x88\x01\x01\x12\x18\n\x0butilization\x18\x04 \x01(\x01H\x02\x88\x01\x01\x12 \n\x13temperature_celsius\x18\x05 \x01(\x01H\x03\x88\x01\x01\x12\x18\n\x0bpower_watts\x18\x06 \x01(\x01H\x04\x88\x01\x01\x42\x15\n\x13_memory_total_bytesB\x14\n\x12_memory_used_bytesB\x0e\n\x0c_utilizationB\x16\n\x14_temperature_celsiusB\x0e\n\x0c_power_wattsb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18multigpu/v1/device.proto\x12\x0bmultigpu.v1\x1a\x1fgoogle/protobuf/timestamp.proto\"\x9c\x02\n\x06\x44\x65vice\x12\x11\n\tdevice_id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x0f\n\x07product\x18\x03 \x01(\t\x12\x1a\n\x12memory_total_bytes\x18\x04 \x01(\x04\x12\x1a\n\x12\x63ompute_capability\x18\x05 \x01(\t\x12\x12\n\npci_bus_id\x18\x06 \x01(\t\x12\x16\n\x0e\x64river_version\x18\x07 \x01(\t\x12\x14\n\x0c\x63uda_version\x18\x08 \x01(\t\x12\x13\n\x0bmig_enabled\x18\t \x01(\x08\x12\x16\n\x0emig_device_ids\x18\n \x03(\t\x12&\n\x05peers\x18\x0b \x03(\x0b\x32\x17.multigpu.v1.DevicePeer\x12\x11\n\tsimulated\x18\x0c \x01(\x08\"I\n\nDevicePeer\x12\x11\n\tdevice_id\x18\x01 \x01(\t\x12\x0f\n\x07nvlinks\x18\x02 \x01(\r\x12\x17\n\x0f\x63ommon_ancestor\x18\x03 \x01(\t\"\x93\x08\n\x0f\x44\x65viceTelemetry\x12/\n\x0bsample_time\x18\x01 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x1f\n\x12memory_total_bytes\x18\x02 \x01(\x04H\x00\x88\x01\x01\x12\x1e\n\x11memory_used_bytes\x18\x03 \x01(\x04H\x01\x88\x01\x01\x12\x18\n\x0butilization\x18\x04 \x01(\x01H\x02\x88\x01\x01\x12 \n\x13temperature_celsius\x18\x05 \x01(\x01H\x03\x88\x01\x01\x12\x18\n\x0bpower_watts\x18\x06 \x01(\x01H\x04\x88\x01\x01\x12\x1e\n\x11power_limit_watts\x18\x07 \x01(\x01H\x05\x88\x01\x01\x12\x1f\n\x12memory_utilization\x18\x08 \x01(\x01H\x06\x88\x01\x01\x12\x1b\n\x0esm_clock_hertz\x18\t \x01(\x01H\x07\x88\x01\x01\x12\x1f\n\x12memory_clock_hertz\x18\n \x01(\x01H\x08\x88\x01\x01\x12\x18\n\x10throttle_reasons\x18\x0b \x03(\t\x12\x1a\n\renergy_joules\x18\x0c \x01(\x01H\t\x88\x01\x01\x12\x1a\n\recc_corrected\x18\r \x01(\x04H\n\x88\x01\x01\x12\x1c\n\x0f\x65\x63\x63_uncorrected\x18\x0e \x01(\x04H\x0b\x88\x01\x01\x12\x30\n\rremapped_rows\x18\x0f \x01(\x0b\x32\x19.multigpu.v1.RemappedRows\x12\x1c\n\x0fpcie_generation\x18\x10 \x01(\rH\x0c\x88\x01\x01\x12\x17\n\npcie_width\x18\x11 \x01(\rH\r\x88\x01\x01\x12\x1c\n\x0fpcie_sent_bytes\x18\x12 \x01(\x01H\x0e\x88\x01\x01\x12 \n\x13pcie_received_bytes\x18\x13 \x01(\x01H\x0f\x88\x01\x01\x12\x1b\n\x0envlinks_active\x18\x14 \x01(\rH\x10\x88\x01\x01\x12-\n\tprocesses\x18\x15 \x03(\x0b\x32\x1a.multigpu.v1.DeviceProcessB\x15\n\x13_memory_total_bytesB\x14\n\x12_memory_used_bytesB\x0e\n\x0c_utilizationB\x16\n\x14_temperature_celsiusB\x0e\n\x0c_power_wattsB\x14\n\x12_power_limit_wattsB\x15\n\x13_memory_utilizationB\x11\n\x0f_sm_clock_hertzB\x15\n\x13_memory_clock_hertzB\x10\n\x0e_energy_joulesB\x10\n\x0e_ecc_correctedB\x12\n\x10_ecc_uncorrectedB\x12\n\x10_pcie_generationB\r\n\x0b_pcie_widthB\x12\n\x10_pcie_sent_bytesB\x16\n\x14_pcie_received_bytesB\x11\n\x0f_nvlinks_active\"[\n\x0cRemappedRows\x12\x13\n\x0b\x63orrectable\x18\x01 \x01(\r\x12\x15\n\runcorrectable\x18\x02 \x01(\r\x12\x0f\n\x07pending\x18\x03 \x01(\x08\x12\x0e\n\x06\x66\x61iled\x18\x04 \x01(\x08\"f\n\rDeviceProcess\x12\x0b\n\x03pid\x18\x01 \x01(\r\x12\x1e\n\x11memory_used_bytes\x18\x02 \x01(\x04H\x00\x88\x01\x01\x12\x12\n\nmps_client\x18\x03 \x01(\x08\x42\x14\n\x12_memory_used_bytes\"\xf1\x01\n\x0c\x44\x65viceHealth\x12\'\n\x05state\x18\x01 \x01(\x0e\x32\x18.multigpu.v1.HealthState\x12.\n\nsince_time\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12*\n\x07reasons\x18\x03 \x03(\x0b\x32\x19.multigpu.v1.HealthReason\x12\x10\n\x08unusable\x18\x04 \x01(\x08\x12\x15\n\rchecks_passed\x18\x05 \x01(\x04\x12\x33\n\x0fnext_check_time\x18\x06 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"]\n\x0cHealthReason\x12\x0c\n\x04\x63ode\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\x12.\n\nsince_time\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"h\n\tMpsStatus\x12$\n\x05state\x18\x01 \x01(\x0e\x32\x15.multigpu.v1.MpsState\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x0f\n\x07\x63lients\x18\x03 \x01(\r\x12\x13\n\x0b\x63lients_max\x18\x04 \x01(\r*\x94\x01\n\x0bHealthState\x12\x1c\n\x18HEALTH_STATE_UNSPECIFIED\x10\x00\x12\x18\n\x14HEALTH_STATE_HEALTHY\x10\x01\x12\x19\n\x15HEALTH_STATE_DEGRADED\x10\x02\x12\x15\n\x11HEALTH_STATE_SICK\x10\x03\x12\x1b\n\x17HEALTH_STATE_RECOVERING\x10\x04*d\n\x08MpsState\x12\x19\n\x15MPS_STATE_UNSPECIFIED\x10\x00\x12\x11\n\rMPS_STATE_OFF\x10\x01\x12\x15\n\x11MPS_STATE_RUNNING\x10\x02\x12\x13\n\x0fMPS_STATE_FAULT\x10\x03\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'multigpu.v1.device_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_DEVICE']._serialized_start=74
-  _globals['_DEVICE']._serialized_end=160
-  _globals['_DEVICETELEMETRY']._serialized_start=163
-  _globals['_DEVICETELEMETRY']._serialized_end=481
+  _globals['_HEALTHSTATE']._serialized_start=2125
+  _globals['_HEALTHSTATE']._serialized_end=2273
+  _globals['_MPSSTATE']._serialized_start=2275
+  _globals['_MPSSTATE']._serialized_end=2375
+  _globals['_DEVICE']._serialized_start=75
+  _globals['_DEVICE']._serialized_end=359
+  _globals['_DEVICEPEER']._serialized_start=361
+  _globals['_DEVICEPEER']._serialized_end=434
+  _globals['_DEVICETELEMETRY']._serialized_start=437
+  _globals['_DEVICETELEMETRY']._serialized_end=1480
+  _globals['_REMAPPEDROWS']._serialized_start=1482
+  _globals['_REMAPPEDROWS']._serialized_end=1573
+  _globals['_DEVICEPROCESS']._serialized_start=1575
+  _globals['_DEVICEPROCESS']._serialized_end=1677
+  _globals['_DEVICEHEALTH']._serialized_start=1680
+  _globals['_DEVICEHEALTH']._serialized_end=1921
+  _globals['_HEALTHREASON']._serialized_start=1923
+  _globals['_HEALTHREASON']._serialized_end=2016
+  _globals['_MPSSTATUS']._serialized_start=2018
+  _globals['_MPSSTATUS']._serialized_end=2122
 # @@protoc_insertion_point(module_scope)

@@ -32,6 +32,12 @@ class OutcomeState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     OUTCOME_STATE_CANCELLED: _ClassVar[OutcomeState]
     OUTCOME_STATE_EXPIRED: _ClassVar[OutcomeState]
     OUTCOME_STATE_DEAD_LETTERED: _ClassVar[OutcomeState]
+
+class EnergyMethod(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    ENERGY_METHOD_UNSPECIFIED: _ClassVar[EnergyMethod]
+    ENERGY_METHOD_COUNTER: _ClassVar[EnergyMethod]
+    ENERGY_METHOD_SAMPLED_POWER: _ClassVar[EnergyMethod]
 DURABILITY_UNSPECIFIED: Durability
 DURABILITY_DURABLE: Durability
 DURABILITY_EPHEMERAL: Durability
@@ -45,6 +51,9 @@ OUTCOME_STATE_FAILED: OutcomeState
 OUTCOME_STATE_CANCELLED: OutcomeState
 OUTCOME_STATE_EXPIRED: OutcomeState
 OUTCOME_STATE_DEAD_LETTERED: OutcomeState
+ENERGY_METHOD_UNSPECIFIED: EnergyMethod
+ENERGY_METHOD_COUNTER: EnergyMethod
+ENERGY_METHOD_SAMPLED_POWER: EnergyMethod
 
 class TaskSpec(_message.Message):
     __slots__ = ("kind", "model", "parameters", "content_type", "queue", "priority", "required_labels", "required_device_memory_bytes", "deadline", "queue_timeout", "run_timeout", "attempts_max", "backoff_initial", "backoff_max", "durability", "result_ttl", "wait_for_worker")
@@ -163,7 +172,7 @@ class Stages(_message.Message):
     def __init__(self, submit_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., dispatch_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., start_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., finish_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ...) -> None: ...
 
 class Outcome(_message.Message):
-    __slots__ = ("task_id", "request_id", "state", "result", "content_type", "error", "stages", "attempts", "worker_id", "device_id", "partials", "result_place")
+    __slots__ = ("task_id", "request_id", "state", "result", "content_type", "error", "stages", "attempts", "worker_id", "device_id", "partials", "result_place", "energy")
     TASK_ID_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
@@ -176,6 +185,7 @@ class Outcome(_message.Message):
     DEVICE_ID_FIELD_NUMBER: _ClassVar[int]
     PARTIALS_FIELD_NUMBER: _ClassVar[int]
     RESULT_PLACE_FIELD_NUMBER: _ClassVar[int]
+    ENERGY_FIELD_NUMBER: _ClassVar[int]
     task_id: int
     request_id: str
     state: OutcomeState
@@ -188,7 +198,18 @@ class Outcome(_message.Message):
     device_id: str
     partials: _containers.RepeatedScalarFieldContainer[bytes]
     result_place: PayloadReference
-    def __init__(self, task_id: _Optional[int] = ..., request_id: _Optional[str] = ..., state: _Optional[_Union[OutcomeState, str]] = ..., result: _Optional[bytes] = ..., content_type: _Optional[str] = ..., error: _Optional[_Union[TaskError, _Mapping]] = ..., stages: _Optional[_Union[Stages, _Mapping]] = ..., attempts: _Optional[int] = ..., worker_id: _Optional[str] = ..., device_id: _Optional[str] = ..., partials: _Optional[_Iterable[bytes]] = ..., result_place: _Optional[_Union[PayloadReference, _Mapping]] = ...) -> None: ...
+    energy: Energy
+    def __init__(self, task_id: _Optional[int] = ..., request_id: _Optional[str] = ..., state: _Optional[_Union[OutcomeState, str]] = ..., result: _Optional[bytes] = ..., content_type: _Optional[str] = ..., error: _Optional[_Union[TaskError, _Mapping]] = ..., stages: _Optional[_Union[Stages, _Mapping]] = ..., attempts: _Optional[int] = ..., worker_id: _Optional[str] = ..., device_id: _Optional[str] = ..., partials: _Optional[_Iterable[bytes]] = ..., result_place: _Optional[_Union[PayloadReference, _Mapping]] = ..., energy: _Optional[_Union[Energy, _Mapping]] = ...) -> None: ...
+
+class Energy(_message.Message):
+    __slots__ = ("joules", "method", "uncertainty")
+    JOULES_FIELD_NUMBER: _ClassVar[int]
+    METHOD_FIELD_NUMBER: _ClassVar[int]
+    UNCERTAINTY_FIELD_NUMBER: _ClassVar[int]
+    joules: float
+    method: EnergyMethod
+    uncertainty: float
+    def __init__(self, joules: _Optional[float] = ..., method: _Optional[_Union[EnergyMethod, str]] = ..., uncertainty: _Optional[float] = ...) -> None: ...
 
 class Task(_message.Message):
     __slots__ = ("task_id", "request_id", "spec", "partition_key", "payload_bytes", "state", "submit_time", "attempts", "worker_id", "lease_id", "progress", "not_before", "last_error", "outcome")

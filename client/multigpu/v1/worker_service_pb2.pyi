@@ -105,21 +105,25 @@ class HeldLease(_message.Message):
     def __init__(self, lease_id: _Optional[int] = ..., task_id: _Optional[int] = ..., attempt: _Optional[int] = ..., running: _Optional[bool] = ..., progress: _Optional[_Union[_task_pb2.Progress, _Mapping]] = ..., checkpoint: _Optional[bytes] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
-    __slots__ = ("leases", "last_frame", "telemetry", "resident_models", "draining")
+    __slots__ = ("leases", "last_frame", "telemetry", "resident_models", "draining", "health", "mps")
     LEASES_FIELD_NUMBER: _ClassVar[int]
     LAST_FRAME_FIELD_NUMBER: _ClassVar[int]
     TELEMETRY_FIELD_NUMBER: _ClassVar[int]
     RESIDENT_MODELS_FIELD_NUMBER: _ClassVar[int]
     DRAINING_FIELD_NUMBER: _ClassVar[int]
+    HEALTH_FIELD_NUMBER: _ClassVar[int]
+    MPS_FIELD_NUMBER: _ClassVar[int]
     leases: _containers.RepeatedCompositeFieldContainer[HeldLease]
     last_frame: int
     telemetry: _device_pb2.DeviceTelemetry
     resident_models: _containers.RepeatedScalarFieldContainer[str]
     draining: bool
-    def __init__(self, leases: _Optional[_Iterable[_Union[HeldLease, _Mapping]]] = ..., last_frame: _Optional[int] = ..., telemetry: _Optional[_Union[_device_pb2.DeviceTelemetry, _Mapping]] = ..., resident_models: _Optional[_Iterable[str]] = ..., draining: _Optional[bool] = ...) -> None: ...
+    health: _device_pb2.DeviceHealth
+    mps: _device_pb2.MpsStatus
+    def __init__(self, leases: _Optional[_Iterable[_Union[HeldLease, _Mapping]]] = ..., last_frame: _Optional[int] = ..., telemetry: _Optional[_Union[_device_pb2.DeviceTelemetry, _Mapping]] = ..., resident_models: _Optional[_Iterable[str]] = ..., draining: _Optional[bool] = ..., health: _Optional[_Union[_device_pb2.DeviceHealth, _Mapping]] = ..., mps: _Optional[_Union[_device_pb2.MpsStatus, _Mapping]] = ...) -> None: ...
 
 class ReportBatch(_message.Message):
-    __slots__ = ("start_time", "finish_time", "succeeded_lease_ids", "results", "content_type", "reports", "result_places")
+    __slots__ = ("start_time", "finish_time", "succeeded_lease_ids", "results", "content_type", "reports", "result_places", "energy_joules", "energy_method", "energy_uncertainty")
     START_TIME_FIELD_NUMBER: _ClassVar[int]
     FINISH_TIME_FIELD_NUMBER: _ClassVar[int]
     SUCCEEDED_LEASE_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -127,6 +131,9 @@ class ReportBatch(_message.Message):
     CONTENT_TYPE_FIELD_NUMBER: _ClassVar[int]
     REPORTS_FIELD_NUMBER: _ClassVar[int]
     RESULT_PLACES_FIELD_NUMBER: _ClassVar[int]
+    ENERGY_JOULES_FIELD_NUMBER: _ClassVar[int]
+    ENERGY_METHOD_FIELD_NUMBER: _ClassVar[int]
+    ENERGY_UNCERTAINTY_FIELD_NUMBER: _ClassVar[int]
     start_time: _timestamp_pb2.Timestamp
     finish_time: _timestamp_pb2.Timestamp
     succeeded_lease_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -134,7 +141,10 @@ class ReportBatch(_message.Message):
     content_type: str
     reports: _containers.RepeatedCompositeFieldContainer[Report]
     result_places: _containers.RepeatedCompositeFieldContainer[ResultReference]
-    def __init__(self, start_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., finish_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., succeeded_lease_ids: _Optional[_Iterable[int]] = ..., results: _Optional[_Iterable[bytes]] = ..., content_type: _Optional[str] = ..., reports: _Optional[_Iterable[_Union[Report, _Mapping]]] = ..., result_places: _Optional[_Iterable[_Union[ResultReference, _Mapping]]] = ...) -> None: ...
+    energy_joules: _containers.RepeatedScalarFieldContainer[float]
+    energy_method: _task_pb2.EnergyMethod
+    energy_uncertainty: float
+    def __init__(self, start_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., finish_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., succeeded_lease_ids: _Optional[_Iterable[int]] = ..., results: _Optional[_Iterable[bytes]] = ..., content_type: _Optional[str] = ..., reports: _Optional[_Iterable[_Union[Report, _Mapping]]] = ..., result_places: _Optional[_Iterable[_Union[ResultReference, _Mapping]]] = ..., energy_joules: _Optional[_Iterable[float]] = ..., energy_method: _Optional[_Union[_task_pb2.EnergyMethod, str]] = ..., energy_uncertainty: _Optional[float] = ...) -> None: ...
 
 class ResultReference(_message.Message):
     __slots__ = ("index", "at")
@@ -145,14 +155,16 @@ class ResultReference(_message.Message):
     def __init__(self, index: _Optional[int] = ..., at: _Optional[_Union[_task_pb2.PayloadReference, _Mapping]] = ...) -> None: ...
 
 class Report(_message.Message):
-    __slots__ = ("lease_id", "state", "error")
+    __slots__ = ("lease_id", "state", "error", "broke_engine")
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
+    BROKE_ENGINE_FIELD_NUMBER: _ClassVar[int]
     lease_id: int
     state: ReportState
     error: _task_pb2.TaskError
-    def __init__(self, lease_id: _Optional[int] = ..., state: _Optional[_Union[ReportState, str]] = ..., error: _Optional[_Union[_task_pb2.TaskError, _Mapping]] = ...) -> None: ...
+    broke_engine: bool
+    def __init__(self, lease_id: _Optional[int] = ..., state: _Optional[_Union[ReportState, str]] = ..., error: _Optional[_Union[_task_pb2.TaskError, _Mapping]] = ..., broke_engine: _Optional[bool] = ...) -> None: ...
 
 class PartialOutput(_message.Message):
     __slots__ = ("lease_id", "index", "data")
@@ -235,9 +247,11 @@ class Revocation(_message.Message):
     def __init__(self, lease_id: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class DesiredState(_message.Message):
-    __slots__ = ("mode", "drain_deadline")
+    __slots__ = ("mode", "drain_deadline", "check")
     MODE_FIELD_NUMBER: _ClassVar[int]
     DRAIN_DEADLINE_FIELD_NUMBER: _ClassVar[int]
+    CHECK_FIELD_NUMBER: _ClassVar[int]
     mode: WorkerMode
     drain_deadline: _timestamp_pb2.Timestamp
-    def __init__(self, mode: _Optional[_Union[WorkerMode, str]] = ..., drain_deadline: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ...) -> None: ...
+    check: int
+    def __init__(self, mode: _Optional[_Union[WorkerMode, str]] = ..., drain_deadline: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., check: _Optional[int] = ...) -> None: ...
