@@ -18,7 +18,7 @@ from multigpu import config
 from multigpu.cli.commands import Command
 from multigpu.cli.failures import Failure, WrongUsage
 from multigpu.cli.fleet_log import FleetLog
-from multigpu.cli.gpus import usable_gpus
+from multigpu.cli.local_gpus import usable_gpus
 from multigpu.cli.options import CONFIG_HELP, Globals, load_config
 from multigpu.cli.supervisor import ChildSpec, Supervisor
 

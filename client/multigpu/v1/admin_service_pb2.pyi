@@ -355,7 +355,7 @@ class GetStatsRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetStatsResponse(_message.Message):
-    __slots__ = ("version", "start_time", "queued", "leased", "submitted", "succeeded", "failed", "cancelled", "expired", "dead_lettered", "requeued", "stale_reports", "workers_active", "workers_lost", "journal_bytes", "journal_writable", "memory_bytes", "strategy", "outcomes_retained", "breaker")
+    __slots__ = ("version", "start_time", "queued", "leased", "submitted", "succeeded", "failed", "cancelled", "expired", "dead_lettered", "requeued", "stale_reports", "workers_active", "workers_lost", "journal_bytes", "journal_writable", "memory_bytes", "strategy", "outcomes_retained", "breaker", "server_time")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     START_TIME_FIELD_NUMBER: _ClassVar[int]
     QUEUED_FIELD_NUMBER: _ClassVar[int]
@@ -376,6 +376,7 @@ class GetStatsResponse(_message.Message):
     STRATEGY_FIELD_NUMBER: _ClassVar[int]
     OUTCOMES_RETAINED_FIELD_NUMBER: _ClassVar[int]
     BREAKER_FIELD_NUMBER: _ClassVar[int]
+    SERVER_TIME_FIELD_NUMBER: _ClassVar[int]
     version: str
     start_time: _timestamp_pb2.Timestamp
     queued: int
@@ -396,7 +397,8 @@ class GetStatsResponse(_message.Message):
     strategy: str
     outcomes_retained: int
     breaker: Breaker
-    def __init__(self, version: _Optional[str] = ..., start_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., queued: _Optional[int] = ..., leased: _Optional[int] = ..., submitted: _Optional[int] = ..., succeeded: _Optional[int] = ..., failed: _Optional[int] = ..., cancelled: _Optional[int] = ..., expired: _Optional[int] = ..., dead_lettered: _Optional[int] = ..., requeued: _Optional[int] = ..., stale_reports: _Optional[int] = ..., workers_active: _Optional[int] = ..., workers_lost: _Optional[int] = ..., journal_bytes: _Optional[int] = ..., journal_writable: _Optional[bool] = ..., memory_bytes: _Optional[int] = ..., strategy: _Optional[str] = ..., outcomes_retained: _Optional[int] = ..., breaker: _Optional[_Union[Breaker, _Mapping]] = ...) -> None: ...
+    server_time: _timestamp_pb2.Timestamp
+    def __init__(self, version: _Optional[str] = ..., start_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., queued: _Optional[int] = ..., leased: _Optional[int] = ..., submitted: _Optional[int] = ..., succeeded: _Optional[int] = ..., failed: _Optional[int] = ..., cancelled: _Optional[int] = ..., expired: _Optional[int] = ..., dead_lettered: _Optional[int] = ..., requeued: _Optional[int] = ..., stale_reports: _Optional[int] = ..., workers_active: _Optional[int] = ..., workers_lost: _Optional[int] = ..., journal_bytes: _Optional[int] = ..., journal_writable: _Optional[bool] = ..., memory_bytes: _Optional[int] = ..., strategy: _Optional[str] = ..., outcomes_retained: _Optional[int] = ..., breaker: _Optional[_Union[Breaker, _Mapping]] = ..., server_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ...) -> None: ...
 
 class ExplainRequest(_message.Message):
     __slots__ = ("task_id",)

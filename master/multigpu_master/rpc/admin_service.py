@@ -1,6 +1,7 @@
 """AdminService: the operator's door."""
 
 import asyncio
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -320,6 +321,8 @@ class AdminService:
             outcomes_retained=sum(
                 (await asyncio.to_thread(self._driver.journal.count_outcomes, **queries.EVERYTHING)).values()
             ),
+            # Last: what comes before it takes time.
+            server_time=wire.timestamp(time.time()),
         )
 
     async def Explain(self, request: Any, context: Any) -> pb.ExplainResponse:
