@@ -17,6 +17,7 @@ COMMANDS = {
     "status": ("multigpu.cli.fleet:status", "How the master is: work waiting and done, workers, journal."),
     "workers": ("multigpu.cli.fleet:workers", "Every worker that the master knows: its state, device and load."),
     "gpus": ("multigpu.cli.gpus:gpus", "Every device of the fleet, and how it does."),
+    "top": ("multigpu.cli.top:top", "The fleet, live; with keys to drain, cordon and cancel."),
     "drain": ("multigpu.cli.fleet:drain", "Give workers no new tasks and let theirs finish."),
     "cordon": ("multigpu.cli.fleet:cordon", "Give workers no new tasks."),
     "uncordon": ("multigpu.cli.fleet:uncordon", "End a cordon or a drain: the workers take tasks again."),

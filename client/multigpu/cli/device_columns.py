@@ -245,6 +245,7 @@ COLUMNS = (
     ),
     Column(name="ENERGY", cell=lambda w: energy(value(w, "energy_joules")), right=True, rank=80),
     Column(name="MPS", cell=mps, rank=65),
+    Column(name="LEASES", cell=lambda w: f"{w.leases:,}", right=True, rank=50),
     Column(name="PROCS", cell=processes, right=True, rank=75),
     Column(name="HEALTH", cell=health, short=lambda w: health(w, reasons=0), rank=1),
 )

@@ -3,7 +3,7 @@
 import json
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import click
@@ -52,11 +52,16 @@ def gpus(watch: bool, interval_s: float, address: str, as_json: bool) -> None:
         if not watch:
             show_once(master.list_workers(), as_json=as_json)
         elif as_json:
-            _repeat(interval_s, lambda: show.line(json.dumps(as_list(master.list_workers()), ensure_ascii=False)))
+            while True:
+                show.line(json.dumps(as_list(master.list_workers()), ensure_ascii=False))
+                time.sleep(interval_s)
         elif sys.stdout.isatty():
             _watch(master, interval_s)
         else:
-            _repeat(interval_s, lambda: (show_once(master.list_workers(), as_json=False), show.line()))
+            while True:
+                show_once(master.list_workers(), as_json=False)
+                show.line()
+                time.sleep(interval_s)
 
 
 def as_list(workers: list[admin.Worker]) -> list[dict[str, Any]]:
@@ -100,12 +105,6 @@ def as_text(styled: Sequence[tuple[str, str]]) -> Any:
     from rich.text import Text  # noqa: PLC0415  only a terminal pays for it
 
     return Text("\n").join(Text(text, style=style) for text, style in styled)
-
-
-def _repeat(interval_s: float, once: Callable[[], Any]) -> None:
-    while True:
-        once()
-        time.sleep(interval_s)
 
 
 def _watch(master: Master, interval_s: float) -> None:
