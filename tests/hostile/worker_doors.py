@@ -21,7 +21,7 @@ from multigpu_worker import ipc, wire
 from multigpu_worker.agent import Agent
 from multigpu_worker.batcher import Batcher, BatchLimits
 from multigpu_worker.blobs import BlobMemory
-from multigpu_worker.device import CpuDevice
+from multigpu_worker.cpu import CpuDevice
 from multigpu_worker.engines.base import EngineSettings
 from multigpu_worker.engines.registry import KindInfo
 from multigpu_worker.session import Lease, Session, SessionLimits, Spec

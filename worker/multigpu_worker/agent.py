@@ -19,10 +19,12 @@ from multigpu.v1 import worker_service_pb2 as pb
 
 from multigpu_worker import ipc, wire
 from multigpu_worker.batcher import Batcher, BatchLimits
-from multigpu_worker.device import Device, Telemetry
+from multigpu_worker.device import Device
+from multigpu_worker.energy import Energy
 from multigpu_worker.engine_host import Death, EngineHost, EngineStartError
 from multigpu_worker.engines.base import EngineSettings
 from multigpu_worker.link import Link, Metadata
+from multigpu_worker.sampler import Sampler
 from multigpu_worker.session import Lease, Report, ReportState, Session, SessionLimits, TaskError
 from multigpu_worker.sharing import Sharing
 from multigpu_worker.watch import EngineBatch, Verdict, Watch, blame, running_leases
@@ -37,6 +39,8 @@ FRAME_BYTES_MAX = 4 << 20
 UNSENT_BYTES_MAX = 64 << 20
 # Results taken hold of before the engine is told, if not by the next heartbeat.
 TELL_TAKEN = 16
+# A heartbeat waits so long for a fresh word of the device's sensors, and goes with the last one if none comes.
+SAMPLE_TIMEOUT_S = 0.5
 # A report has to fit into one message, with room for what goes beside the result.
 RESULT_BYTES_MAX = (64 << 20) - (64 << 10)
 
@@ -85,9 +89,7 @@ class Agent:
         self._verdict: Verdict | None = None
         self._out_of_memory = False
         self._paused = False
-        # The last word of the device's sensors, and when it was, in nanoseconds since 1970.
-        self._telemetry: Telemetry | None = None
-        self._telemetry_ns = 0
+        self.sampler = Sampler(device)
         self._resident_models: Sequence[str] = ()
         self._heartbeat_wanted = False
         self._heartbeat_s = 1.0
@@ -109,6 +111,7 @@ class Agent:
                     return
                 raise
             log.info("engine ready", pid=self.host.pid, kinds=sorted(self.host.kinds))
+            self.sampler.start()
             chores = [asyncio.create_task(self._beat()), asyncio.create_task(self._tick())]
             try:
                 await self.link.run()
@@ -117,6 +120,7 @@ class Agent:
                     chore.cancel()
                 await asyncio.gather(*chores, return_exceptions=True)
         finally:
+            self.sampler.stop()
             self.host.stop()
 
     async def drain(self, timeout_s: float) -> None:
@@ -187,11 +191,12 @@ class Agent:
         if self._heartbeat_wanted or self.session.heartbeat_due:
             self._heartbeat_wanted = False
             self._note_running()
+            sample = self.sampler.latest
             request = wire.heartbeat(
                 self.session.held(hello=False),
                 last_frame=self._last_frame,
-                telemetry=self._telemetry,
-                sample_ns=self._telemetry_ns,
+                telemetry=None if sample is None else sample.telemetry,
+                sample_ns=0 if sample is None else sample.time_ns,
                 resident_models=self._resident_models,
                 draining=self.draining,
             )
@@ -265,9 +270,16 @@ class Agent:
         for report in reports:
             leases.pop(report.lease.lease_id, None)
         batch.settled += len(reports)
-        self._report(start_ns, finish_ns, reports)
+        energy = None if self.sampler.meter is None else self._energy(batch, start_ns, finish_ns, reports)
+        self._report(start_ns, finish_ns, reports, energy)
         if done:
             self._batch_done(batch, work_ns, models)
+
+    def _energy(self, batch: EngineBatch, start_ns: int, finish_ns: int, reports: list[Report]) -> Energy | None:
+        """What each unit of these tasks' work took, since something was last settled in their batch."""
+        start_ns = batch.unsettled_ns or start_ns
+        batch.unsettled_ns = 0 if reports else start_ns
+        return self.sampler.measure(start_ns, finish_ns, sum(report.lease.units for report in reports))
 
     def _take_hold(self, succeeded: list[Any], failed: list[Any]) -> tuple[list[Any], list[Any]]:
         """Pins results that lie in files, before the engine lets go of them."""
@@ -310,6 +322,7 @@ class Agent:
             again=len(again),
         )
         self.batches.clear()
+        self.sampler.end_work()
         self._cancelled_ns.clear()
         self._untold = 0
         self.watch.reset()
@@ -347,6 +360,7 @@ class Agent:
             )
             for lease in leases
         ]
+        self.sampler.begin_work()
         self.batches[self._batch_id] = EngineBatch(
             self._batch_id, {lease.lease_id: lease for lease in leases}, spec.kind in self._one_by_one, spec
         )
@@ -371,14 +385,16 @@ class Agent:
             self.batcher.measure(batch.spec, batch.settled, work_ns / 1e9)
         self._resident_models = resident_models
         self._pump()
+        if not self.batches:
+            self.sampler.end_work()
 
-    def _report(self, start_ns: int, finish_ns: int, reports: list[Report]) -> None:
+    def _report(self, start_ns: int, finish_ns: int, reports: list[Report], energy: Energy | None = None) -> None:
         if not reports:
             return
         for report in reports:
             if report.lease.traceparent:
                 self._trace(report, start_ns, finish_ns)
-        self.session.report(start_ns, finish_ns, reports)
+        self.session.report(start_ns, finish_ns, reports, energy)
         self._outgoing()
 
     def _outgoing(self) -> None:
@@ -430,8 +446,7 @@ class Agent:
     async def _beat(self) -> None:
         """Send a heartbeat at the master's interval, with the device's state."""
         while True:
-            self._telemetry = await asyncio.to_thread(self.device.sample)
-            self._telemetry_ns = time.time_ns()
+            await self.sampler.sample(min(SAMPLE_TIMEOUT_S, self._heartbeat_s))
             self._tell_taken()
             if self.session.connected:
                 self._want_heartbeat()
@@ -448,6 +463,8 @@ class Agent:
             tick += 1
             if not self.batches or not self.host.ready or self._paused:
                 continue
+            if self.config.slots > 1 and self.sampler.meter is not None:
+                self.sampler.running = max(1, sum(state.batch_id != 0 for state in self.host.sample()))
             verdict = self.watch.check(time.monotonic_ns(), self.host.sample(), self.batches, self._cancelled_ns)
             if verdict is not None:
                 self._verdict = verdict

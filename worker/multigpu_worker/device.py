@@ -1,23 +1,36 @@
-"""The device a worker owns: what it is, and how it is doing. Without torch: NVML for a GPU, /proc for a CPU.
+"""The device a worker owns: what it is, and how it is doing. Without torch: NVML for a GPU (nvml.py), /proc and RAPL
+for a CPU (cpu.py). What a device doesn't tell is left out, never zero.
 
-NVML is read in a thread, since a sick driver may not answer. What a device doesn't tell is left out, never zero.
+All of this may block: a sick driver may not answer at all. sampler.py calls it on a thread of its own.
 """
 
-import os
-import platform
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
-
-try:
-    import pynvml
-except ImportError:  # the worker's extra is not installed: a CPU worker does without
-    pynvml = None
+from typing import Protocol
 
 
 class DeviceError(Exception):
     """There is no such device here; the message says what there is."""
+
+
+class DeviceGoneError(Exception):
+    """The driver says that the device can't be used now. `code` is for programs: "gpu_is_lost", "reset_required",
+    "driver_not_loaded"; the message is for people.
+    """
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DevicePeer:
+    """The way to another device of the host; the fields are those of multigpu.v1.DevicePeer."""
+
+    device_id: str
+    nvlinks: int = 0
+    common_ancestor: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,11 +43,41 @@ class DeviceInfo:
     name: str
     product: str
     memory_total_bytes: int
+    compute_capability: str = ""
+    pci_bus_id: str = ""
+    driver_version: str = ""
+    cuda_version: str = ""
+    mig_enabled: bool = False
+    mig_device_ids: tuple[str, ...] = ()
+    peers: tuple[DevicePeer, ...] = ()
+    # The driver says of itself that it is a simulation.
+    simulated: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RemappedRows:
+    """Rows of memory replaced by spare ones; the fields are those of multigpu.v1.RemappedRows."""
+
+    correctable: int
+    uncorrectable: int
+    pending: bool
+    failed: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceProcess:
+    """A process that computes on the device; the fields are those of multigpu.v1.DeviceProcess."""
+
+    pid: int
+    memory_used_bytes: int | None = None
+    mps_client: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Telemetry:
-    """How a device is doing; the fields are those of multigpu.v1.DeviceTelemetry. None: it doesn't tell."""
+    """How a device is doing; the fields, and their units, are those of multigpu.v1.DeviceTelemetry. None: it doesn't
+    tell.
+    """
 
     memory_total_bytes: int | None = None
     memory_used_bytes: int | None = None
@@ -42,6 +85,24 @@ class Telemetry:
     utilization: float | None = None
     temperature_celsius: float | None = None
     power_watts: float | None = None
+    power_limit_watts: float | None = None
+    # 0 to 1.
+    memory_utilization: float | None = None
+    sm_clock_hertz: float | None = None
+    memory_clock_hertz: float | None = None
+    throttle_reasons: tuple[str, ...] = ()
+    energy_joules: float | None = None
+    ecc_corrected: int | None = None
+    ecc_uncorrected: int | None = None
+    remapped_rows: RemappedRows | None = None
+    pcie_generation: int | None = None
+    # In lanes.
+    pcie_width: int | None = None
+    # Bytes a second.
+    pcie_sent_bytes: float | None = None
+    pcie_received_bytes: float | None = None
+    nvlinks_active: int | None = None
+    processes: tuple[DeviceProcess, ...] = ()
 
 
 class Device(Protocol):
@@ -52,88 +113,40 @@ class Device(Protocol):
     engine_name: str
 
     def sample(self) -> Telemetry:
-        """Read the sensors. May block."""
+        """Read the sensors. May block, even for ever. DeviceGoneError: it can't be used now."""
 
+    def energy_joules(self) -> float | None:
+        """All the energy that it has taken since some instant. May block. None: it has no such counter."""
 
-class CpuDevice:
-    def __init__(self) -> None:
-        memory = _meminfo()
-        self.info = DeviceInfo(
-            device_id="cpu", name="cpu", product=_processor_name(), memory_total_bytes=memory["MemTotal"]
-        )
-        self.visible_devices = ""
-        self.engine_name = "cpu"
-
-    def sample(self) -> Telemetry:
-        memory = _meminfo()
-        return Telemetry(
-            memory_total_bytes=memory["MemTotal"],
-            memory_used_bytes=memory["MemTotal"] - memory["MemAvailable"],
-            utilization=min(1.0, os.getloadavg()[0] / (os.cpu_count() or 1)),
-        )
-
-
-class NvmlDevice:
-    def __init__(self, index: int) -> None:
-        self._handle = pynvml.nvmlDeviceGetHandleByIndex(index)
-        device_id = pynvml.nvmlDeviceGetUUID(self._handle)
-        self.info = DeviceInfo(
-            device_id=device_id,
-            name=f"cuda:{index}",
-            product=pynvml.nvmlDeviceGetName(self._handle),
-            memory_total_bytes=pynvml.nvmlDeviceGetMemoryInfo(self._handle).total,
-        )
-        self.visible_devices = device_id
-        self.engine_name = "cuda:0"
-
-    def sample(self) -> Telemetry:
-        memory = self._ask("nvmlDeviceGetMemoryInfo")
-        rates = self._ask("nvmlDeviceGetUtilizationRates")
-        temperature = self._ask("nvmlDeviceGetTemperature", pynvml.NVML_TEMPERATURE_GPU)
-        power_milliwatts = self._ask("nvmlDeviceGetPowerUsage")
-        return Telemetry(
-            memory_total_bytes=None if memory is None else memory.total,
-            memory_used_bytes=None if memory is None else memory.used,
-            utilization=None if rates is None else rates.gpu / 100,
-            temperature_celsius=None if temperature is None else float(temperature),
-            power_watts=None if power_milliwatts is None else power_milliwatts / 1000,
-        )
-
-    def _ask(self, function: str, *arguments: Any) -> Any:
-        try:
-            return getattr(pynvml, function)(self._handle, *arguments)
-        except pynvml.NVMLError:  # this device doesn't tell (MIG, vGPU, old boards)
-            return None
+    def power_watts(self) -> float | None:
+        """What it takes now. May block. None: it doesn't tell."""
 
 
 def open_device(name: str) -> Device:
-    """Open "cpu", "cuda:N", or with "auto" the first GPU if there is one. DeviceError: there is no such device."""
+    """Open "cpu", "cuda:N", a GPU by its NVML UUID, or with "auto" the first GPU if there is one.
+
+    DeviceError: there is no such device, or it can't be used.
+    """
+    from multigpu_worker import cpu, nvml  # noqa: PLC0415  they are made of what is here
+
     if name == "cpu":
-        return CpuDevice()
-    count, reason = _nvml_count()
+        return cpu.CpuDevice()
+    count, reason = nvml.count()
     if name == "auto":
-        return NvmlDevice(0) if count else CpuDevice()
-    index = int(name.removeprefix("cuda:"))
-    if index >= count:
+        return nvml.open_at(0) if count else cpu.CpuDevice()
+    if not name.startswith("cuda:"):
+        index = nvml.index_of(name) if count else None
+    else:
+        index = int(name.removeprefix("cuda:"))
+    if index is None or index >= count:
         there = f"there are {count} NVIDIA devices, counted from cuda:0" if count else f"no NVIDIA device: {reason}"
         raise DeviceError(f"there is no {name} here ({there}); choose another --device, such as cpu")
-    return NvmlDevice(index)
-
-
-def _nvml_count() -> tuple[int, str]:
-    """How many NVIDIA devices there are, and why there are none."""
-    if pynvml is None:
-        return 0, "nvidia-ml-py is not installed, it comes with multigpu[worker]"
-    try:
-        pynvml.nvmlInit()
-        return pynvml.nvmlDeviceGetCount(), "none is visible to the driver"
-    except pynvml.NVMLError as error:
-        return 0, str(error)
+    return nvml.open_at(index)
 
 
 def host_memory_bytes() -> int:
     """Memory of this host, or of the control group that we are in if that is less."""
-    total_bytes = _meminfo()["MemTotal"]
+    total_bytes = meminfo()["MemTotal"]
     try:
         limit = Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii").strip()
     except OSError:
@@ -141,12 +154,7 @@ def host_memory_bytes() -> int:
     return total_bytes if limit == "max" else min(total_bytes, int(limit))
 
 
-def _meminfo() -> dict[str, int]:
+def meminfo() -> dict[str, int]:
     """/proc/meminfo in bytes."""
     text = Path("/proc/meminfo").read_text(encoding="ascii")
     return {name: int(kib) * 1024 for name, kib in re.findall(r"^(\w+):\s+(\d+) kB$", text, re.MULTILINE)}
-
-
-def _processor_name() -> str:
-    match = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(encoding="utf-8"), re.MULTILINE)
-    return match[1] if match else platform.machine()

@@ -19,6 +19,8 @@ from collections.abc import Iterable, Sized
 from dataclasses import dataclass, field
 from enum import Enum
 
+from multigpu_worker.energy import Energy
+
 # Reports that leave together are cut at this many bytes, so that no frame nears the limit of a message.
 GROUP_BYTES_MAX = 4 << 20
 # What a report costs beside its result.
@@ -117,6 +119,8 @@ class Reports:
     size_bytes: int
     # While it is kept: partial outputs are kept with it.
     kept_bytes: int
+    # What they took of the device's energy. None: it wasn't measured.
+    energy: Energy | None = None
 
 
 @dataclass(slots=True)
@@ -207,7 +211,7 @@ class Session:
             if wanted:
                 size_bytes = sum(len(report.result) + REPORT_BYTES for report in wanted)
                 kept_bytes = size_bytes + sum(report.lease.partial_bytes for report in wanted)
-                self._push(Reports(group.start_ns, group.finish_ns, wanted, size_bytes, kept_bytes))
+                self._push(Reports(group.start_ns, group.finish_ns, wanted, size_bytes, kept_bytes, group.energy))
         return unwanted
 
     def break_stream(self) -> list[Lease]:
@@ -220,7 +224,7 @@ class Session:
 
     # The engine speaks.
 
-    def report(self, start_ns: int, finish_ns: int, reports: Iterable[Report]) -> None:
+    def report(self, start_ns: int, finish_ns: int, reports: Iterable[Report], energy: Energy | None = None) -> None:
         """Owe the master these reports. Those of leases that are not ours any more are left out."""
         group: list[Report] = []
         size_bytes = partial_bytes = 0
@@ -233,13 +237,13 @@ class Session:
                 self.heartbeat_due = True
             report_bytes = len(report.result) + REPORT_BYTES
             if group and size_bytes + report_bytes > GROUP_BYTES_MAX:
-                self._push(Reports(start_ns, finish_ns, group, size_bytes, size_bytes + partial_bytes))
+                self._push(Reports(start_ns, finish_ns, group, size_bytes, size_bytes + partial_bytes, energy))
                 group, size_bytes, partial_bytes = [], 0, 0
             group.append(report)
             size_bytes += report_bytes
             partial_bytes += lease.partial_bytes
         if group:
-            self._push(Reports(start_ns, finish_ns, group, size_bytes, size_bytes + partial_bytes))
+            self._push(Reports(start_ns, finish_ns, group, size_bytes, size_bytes + partial_bytes, energy))
 
     def partial(self, lease: Lease, data: bytes) -> bool:
         """Owe the master a partial output. False: the lease can't go on, cancel it in the engine."""

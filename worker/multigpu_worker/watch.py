@@ -29,6 +29,8 @@ class EngineBatch:
     one_by_one: bool
     spec: Spec
     settled: int = 0
+    # Since when it has worked without settling anything, in nanoseconds since 1970; 0: it has just settled something.
+    unsettled_ns: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,5 +1,6 @@
 """Between the contract's messages and our own values. The only module of the worker that builds or reads messages."""
 
+import dataclasses
 from collections.abc import Callable, Iterable, Sized
 from dataclasses import dataclass
 
@@ -10,6 +11,7 @@ from multigpu.v1 import device_pb2, task_pb2
 from multigpu.v1 import worker_service_pb2 as pb
 
 from multigpu_worker.device import DeviceInfo, Telemetry
+from multigpu_worker.energy import Energy
 from multigpu_worker.engines.registry import KindInfo
 from multigpu_worker.session import Frame, Held, Lease, Report, Reports, ReportState, Spec
 
@@ -87,7 +89,6 @@ def leases_of(batch: pb.LeaseBatch, directory: str = "") -> tuple[Spec, list[Lea
 
 
 def hello(identity: Identity, kinds: Iterable[KindInfo], held: Iterable[Held]) -> pb.SessionRequest:
-    device = identity.device
     return pb.SessionRequest(
         hello=pb.Hello(
             protocol_version=PROTOCOL_VERSION,
@@ -95,12 +96,7 @@ def hello(identity: Identity, kinds: Iterable[KindInfo], held: Iterable[Held]) -
             host=identity.host,
             version=identity.version,
             pid=identity.pid,
-            device=device_pb2.Device(
-                device_id=device.device_id,
-                name=device.name,
-                product=device.product,
-                memory_total_bytes=device.memory_total_bytes,
-            ),
+            device=device_message(identity.device),
             capabilities=[pb.Capability(kind=info.kind, models=info.models) for info in kinds],
             labels=identity.labels,
             slots=identity.slots,
@@ -109,6 +105,16 @@ def hello(identity: Identity, kinds: Iterable[KindInfo], held: Iterable[Held]) -
             leases=[_held(entry) for entry in held],
         )
     )
+
+
+def device_message(info: DeviceInfo) -> device_pb2.Device:
+    # The fields have the contract's names and units, here and in what they hold.
+    return device_pb2.Device(**dataclasses.asdict(info))
+
+
+def telemetry_message(telemetry: Telemetry, sample_ns: int) -> device_pb2.DeviceTelemetry:
+    """`sample_ns`: when it was so, in nanoseconds since 1970."""
+    return device_pb2.DeviceTelemetry(sample_time=_timestamp(sample_ns), **dataclasses.asdict(telemetry))
 
 
 def heartbeat(
@@ -127,16 +133,7 @@ def heartbeat(
         draining=draining,
     )
     if telemetry is not None:
-        beat.telemetry.CopyFrom(
-            device_pb2.DeviceTelemetry(
-                sample_time=_timestamp(sample_ns),
-                memory_total_bytes=telemetry.memory_total_bytes,
-                memory_used_bytes=telemetry.memory_used_bytes,
-                utilization=telemetry.utilization,
-                temperature_celsius=telemetry.temperature_celsius,
-                power_watts=telemetry.power_watts,
-            )
-        )
+        beat.telemetry.CopyFrom(telemetry_message(telemetry, sample_ns))
     return pb.SessionRequest(heartbeat=beat)
 
 
@@ -164,11 +161,19 @@ def _report_batches(reports: Reports, lent: Callable[[Reference], bool]) -> list
         batch = pb.ReportBatch(start_time=start_time, finish_time=finish_time, content_type=content_type)
         batch.succeeded_lease_ids.extend([report.lease.lease_id for report in succeeded])
         batch.results.extend([_result(batch, n, report.result, lent) for n, report in enumerate(succeeded)])
+        if reports.energy is not None:
+            _fill_energy(batch, succeeded, reports.energy)
         batches.append(batch)
     failures = [_failure(report) for report in reports.reports if report.error is not None]
     if failures:
         batches.append(pb.ReportBatch(start_time=start_time, finish_time=finish_time, reports=failures))
     return batches
+
+
+def _fill_energy(batch: pb.ReportBatch, succeeded: list[Report], energy: Energy) -> None:
+    batch.energy_joules.extend([report.lease.units * energy.joules_per_unit for report in succeeded])
+    batch.energy_method = int(energy.method)  # type: ignore[assignment]  # enums are ints on the wire
+    batch.energy_uncertainty = energy.uncertainty
 
 
 def _result(batch: pb.ReportBatch, index: int, result: bytes | Sized, lent: Callable[[Reference], bool]) -> bytes:
