@@ -220,9 +220,10 @@ class SimulatedGpus:
 
     def lose(self, i: int, xid: int | None = 79) -> None:
         """It falls off the bus: every call on it says GPU_IS_LOST; its processes are not ended by that."""
-        self.gpu(i).lost = 1
+        gpu = self.gpu(i)
         if xid is not None:
             self.event(i, EVENT_XID, xid)
+        gpu.lost = 1
 
     def return_(self, i: int, *, reset: bool = False) -> None:
         """It is back, needs nothing, and none computes on it. After a `reset`, a process that had seen it goes on

@@ -108,11 +108,11 @@ static int is_handle(const Handle *h) {
 
 #define API __attribute__((visibility("default"))) int
 #define DRIVER                                             \
-    if (!state) return UNINITIALIZED;                      \
+    if (!users) return UNINITIALIZED;                      \
     { int code = planned(__func__, -1); if (code) return code; }
 /* MIG instances know their identity and memory only: WHOLE refuses them. */
 #define DEVICE(pointer)                                                            \
-    if (!state) return UNINITIALIZED;                                              \
+    if (!users) return UNINITIALIZED;                                              \
     if (!is_handle(pointer)) return INVALID_ARGUMENT;                              \
     const Handle *h = (pointer);                                                   \
     Gpu *g = &state->gpus[h->gpu];                                                 \
