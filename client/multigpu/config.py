@@ -36,8 +36,9 @@ from multigpu.config_values import (
     is_size,
 )
 
-# Names with our prefix that are not settings: where the file is; the deploy script's; the tests'.
-_NOT_SETTINGS = frozenset({"MGPU_CONFIG", "MGPU_VENV", "MGPU_SHARED_DATA"})
+# Names with our prefix that are not settings: where the file is; a secret, which no list of settings shows; the deploy
+# script's; the tests'.
+_NOT_SETTINGS = frozenset({"MGPU_CONFIG", "MGPU_TOKEN", "MGPU_VENV", "MGPU_SHARED_DATA"})
 # How alike two names must be for one to be taken as a slip of the other.
 _TYPO_LIKENESS = 0.8
 
@@ -64,6 +65,10 @@ def _log_level() -> Any:
 def _log_format() -> Any:
     text = 'How log lines look on stderr. "auto": "console" on a terminal, else "json".'
     return _setting("auto", text, choices=("auto", "json", "console"))
+
+
+def _tls_ca(**more: Any) -> Any:
+    return _setting("", "File of the authority of the master's certificate. Empty: no TLS.", **more)
 
 
 def default_data_dir() -> Path:
@@ -94,6 +99,10 @@ class ClientConfig(_Checked):
     master: str = _setting("127.0.0.1:7433", "The master's address.", check=check_address)
     window_tasks: int = _setting(8192, "Most unsettled tasks a client has under way.", minimum=1, maximum=1_000_000)
     window_bytes: int = _setting(64 * MIB, "Most payload bytes of unsettled tasks.", minimum=MIB)
+    tls_ca: str = _tls_ca()
+    tls_cert: str = _setting("", "File of the own certificate, for a master that asks for one.")
+    tls_key: str = _setting("", "File of its key.")
+    token_file: str = _setting("", "File of the token to show the master. MGPU_TOKEN holds a token itself.")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,6 +120,12 @@ class MasterConfig(_Checked):
         ),
     )
     metrics_listen: str = _setting("", "Where Prometheus may scrape. Empty: off.", check=check_tcp_address_or_off)
+    tls_cert: str = _setting("", "File of the master's certificate. Empty: no TLS, and loopback only.")
+    tls_key: str = _setting("", "File of its key.")
+    tls_client_ca: str = _setting("", "File of the authority whose certificates callers must show. Empty: none needed.")
+    require_tokens: bool = _setting(False, "Whether callers need a token (`mgpuctl tokens`).")
+    token_calls_max: int = _setting(1000, "Most calls and streams open with one token.", minimum=1)
+    insecure: bool = _setting(False, "Listen where other hosts reach it without TLS and tokens: let in everybody.")
     strategy: str = _setting("auto", "The fleet's strategy until one is set with `mgpuctl strategy set`.")
     memory_threshold_percent: float = _setting(
         80.0, "Above this share of its memory a device gets nothing new (memory_usage).", minimum=1, maximum=100
@@ -120,6 +135,10 @@ class MasterConfig(_Checked):
     reconnect_grace_s: float = _setting(
         3.0, "How long a new master waits for workers to bring back the leases they hold.", minimum=0, maximum=600
     )
+    breaker_share: float = _setting(
+        0.3, "Past this share of the devices no more sick ones are quarantined without a person.", minimum=0, maximum=1
+    )
+    breaker_window_s: float = _setting(600.0, "Within how long they fell sick.", minimum=1, maximum=86_400)
     queue_tasks_max: int = _setting(10_000_000, "Most unsettled tasks in all; more are refused.", minimum=1)
     queue_bytes_max: int = _setting(4 * GIB, "Most payload bytes of unsettled tasks; more are refused.", minimum=MIB)
     payload_bytes_max: int = _setting(32 * MIB, "Largest payload of one task.", minimum=KIB, maximum=60 * MIB)
@@ -149,6 +168,10 @@ class WorkerConfig(_Checked):
     section: ClassVar[str] = "worker"
 
     master: str = _setting("127.0.0.1:7433", "The master's address.", check=check_address, also=("MGPU_MASTER",))
+    tls_ca: str = _tls_ca(also=("MGPU_TLS_CA",))
+    tls_cert: str = _setting("", "File of the worker's certificate, for a master that asks for one.")
+    tls_key: str = _setting("", "File of its key.")
+    token_file: str = _setting("", "File of the worker's token.")
     device: str = _setting("auto", 'The device to own: "cpu", "cuda:N", or "auto".', check=check_device)
     worker_id: str = _setting("", "The worker's stable name.", default_text="host and device")
     labels: dict[str, str] = dataclasses.field(
@@ -171,6 +194,22 @@ class WorkerConfig(_Checked):
     cancel_grace_s: float = _setting(5.0, "How long a cancelled task may go on before its engine is ended.", minimum=0)
     drain_timeout_s: float = _setting(30.0, "How long held leases may still run after SIGTERM.", minimum=0)
     result_bytes_max: int = _setting(64 * MIB, "Largest result of one task.", minimum=KIB)
+    mps: str = _setting(
+        "auto",
+        'Whether engines share a GPU by NVIDIA\'s MPS. "auto": where it is possible; "on": or refuse to start.',
+        choices=("auto", "on", "off"),
+    )
+    mps_active_thread_percentage: float = _setting(
+        0.0, "Most of the GPU's threads that an engine may use. 0: no limit.", minimum=0, maximum=100
+    )
+    mps_pinned_device_mem_limit_bytes: int = _setting(
+        0, "Most of the GPU's memory that an engine may use under MPS. 0: no limit.", minimum=0
+    )
+    mps_pipe_dir: str = _setting(
+        "",
+        "Folder with a pipe directory for each GPU, named by its UUID.",
+        default_text="/run/multigpu/mps for root, else $XDG_RUNTIME_DIR/multigpu/mps",
+    )
     log_level: str = _log_level()
     log_format: str = _log_format()
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import structlog
 from multigpu.v1 import worker_service_pb2
 
-from multigpu_master import wire, wire_large
+from multigpu_master import settings, wire, wire_large
 from multigpu_master.core import events as ev
 from multigpu_master.core.model import Lease, OutcomeState, Spec, Task
 from multigpu_master.core.scheduler import Core
@@ -75,7 +75,7 @@ class Driver:
         self._carry_out: dict[type, Callable[..., None]] = {
             ev.Settled: self._settled, ev.Dispatch: self._dispatch, ev.Welcome: self._welcome, ev.Revoke: self._revoke,
             ev.Desire: self._desire, ev.EndSession: self._end_session, ev.Forward: self._forward,
-            ev.WorkerChanged: self._worker_changed,
+            ev.WorkerChanged: self._worker_changed, ev.BreakerChanged: self._breaker_changed,
         }  # fmt: skip
 
     def now(self) -> float:
@@ -272,6 +272,8 @@ class Driver:
                 wire.set_time(desired.drain_deadline, command.drain_deadline_s)
         else:
             desired.mode = worker_service_pb2.WORKER_MODE_ACTIVE
+        worker = self.core.fleet.sessions.get(command.session)
+        desired.check = worker.checks_asked if worker is not None else 0
 
     def _end_session(self, command: ev.EndSession) -> None:
         outbox = self._sessions.get(command.session)
@@ -287,6 +289,14 @@ class Driver:
                     outbox.room_for(len(data) + 64).message.partials.add(
                         request_id=task.request_id, task_id=task.task_id, index=index, data=data
                     )
+
+    def _breaker_changed(self, command: ev.BreakerChanged) -> None:
+        if command.tripped_s:
+            log.error("circuit breaker tripped", reason=command.message)
+        else:
+            log.info("circuit breaker reset")
+        self.journaling.remember(settings.breaker_setting(command.tripped_s))
+        self.watchers.wake("workers")
 
     def _worker_changed(self, command: ev.WorkerChanged) -> None:
         self.on_worker_changed(command)

@@ -19,9 +19,13 @@ from multigpu_master.driver import Driver
 from multigpu_master.journal import Entry, Journal, JournalError
 from multigpu_master.rpc.admin_service import AdminService
 from multigpu_master.rpc.intake import Intake
-from multigpu_master.rpc.registration import add_service
+from multigpu_master.rpc.registration import add_reflection, add_service
 from multigpu_master.rpc.task_service import TaskService
 from multigpu_master.rpc.worker_service import WorkerService
+from multigpu_master.security import doors
+from multigpu_master.security import setup as security
+from multigpu_master.security.audit import Audit
+from multigpu_master.security.gate import Gate
 from multigpu_master.strategies.registry import StrategyError, canonical_name, load_strategies
 
 log = structlog.get_logger()
@@ -64,10 +68,15 @@ class Master:
         self._server = grpc.aio.server(options=SERVER_OPTIONS)
         self._health = health.aio.HealthServicer()
         self._intake: Intake
+        self.gate: Gate | None = None
 
     async def start(self) -> None:
         """Recovers what the journal holds, then opens the doors. Refusal: it can't."""
         config = self.config
+        try:
+            doors.check(config)
+        except doors.DoorError as error:
+            raise Refusal(str(error)) from error
         try:
             strategies = load_strategies()
         except StrategyError as error:
@@ -85,6 +94,8 @@ class Master:
             ephemeral_bytes_max=config.ephemeral_bytes_max,
             session_timeout_s=config.session_timeout_s,
             memory_threshold=config.memory_threshold_percent / 100,
+            breaker_share=config.breaker_share,
+            breaker_window_s=config.breaker_window_s,
         )
         core = Core(strategies, limits, recovered.epoch << ID_BITS, random.random, strategy)
         specs = wire.SpecReader()
@@ -104,10 +115,15 @@ class Master:
         gc.collect()
         gc.freeze()
         gc.set_threshold(50_000, 20, 100)
+        try:
+            self.gate = await security.open_gate(config, recovered.settings, driver.now, driver.journaling.save)
+        except (JournalError, OSError) as error:
+            raise Refusal(f"the tokens can't be read or written: {error}") from error
         await self._open_doors(driver)
         log.info(
             "master ready", address=self.address, epoch=recovered.epoch, recovered_tasks=len(tasks),
             awaited_workers=expected, strategy=core.strategy, data_dir=str(config.data_dir), version=VERSION,
+            tls=bool(config.tls_cert), certificates=bool(config.tls_client_ca), tokens=config.require_tokens,
         )  # fmt: skip
 
     def _on_commit(self, entries: Sequence[Entry], first_cursor: int, error: JournalError | None) -> None:
@@ -122,15 +138,18 @@ class Master:
         services = {
             task_service_pb2.DESCRIPTOR.services_by_name["TaskService"]: task_service,
             worker_service_pb2.DESCRIPTOR.services_by_name["WorkerService"]: worker_service,
-            admin_service_pb2.DESCRIPTOR.services_by_name["AdminService"]: AdminService(driver, VERSION),
+            admin_service_pb2.DESCRIPTOR.services_by_name["AdminService"]: AdminService(driver, VERSION, self.gate),
         }
+        audit = Audit(config.data_dir)
         for descriptor, servicer in services.items():
-            add_service(server, descriptor, servicer)
+            add_service(server, descriptor, servicer, self.gate, audit)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         names = [d.full_name for d in services]
-        reflection.enable_server_reflection((*names, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
+        add_reflection(server, (*names, health.SERVICE_NAME, reflection.SERVICE_NAME), self.gate)
         try:
-            port = server.add_insecure_port(config.listen)
+            port = doors.open_port(server, config)
+        except doors.DoorError as error:
+            raise Refusal(str(error)) from error
         except RuntimeError as error:
             raise Refusal(
                 f"can't listen on {config.listen}: {error}; is another master there? choose another --listen"

@@ -1,21 +1,23 @@
 """What survives a restart besides tasks: the strategy, the queues' rules, and the workers with their cordons.
 
-Each is a setting in the journal: "strategy" holds a name; "queue/<name>" and "worker/<id>" hold JSON.
+Each is a setting in the journal: "strategy" holds a name; "queue/<name>", "worker/<id>" and "breaker" hold JSON.
 """
 
+import base64
 import dataclasses
 import json
 from typing import Any
 
 from multigpu.v1 import admin_service_pb2 as pb
+from multigpu.v1 import device_pb2
 
-from multigpu_master import wire
+from multigpu_master import wire, wire_devices
 from multigpu_master.core import events as ev
 from multigpu_master.core.model import Capability, Queue, Worker, WorkerInfo
 from multigpu_master.core.scheduler import Core
 from multigpu_master.journal import JournalError
 
-STRATEGY, QUEUE, WORKER = "strategy", "queue/", "worker/"
+STRATEGY, QUEUE, WORKER, BREAKER = "strategy", "queue/", "worker/", "breaker"
 _INFO = tuple(f.name for f in dataclasses.fields(WorkerInfo))
 
 
@@ -33,14 +35,22 @@ def queue_setting(queue: Queue) -> dict[str, bytes | None]:
 def worker_setting(worker: Worker) -> dict[str, bytes | None]:
     """What to remember of a worker."""
     info = {name: getattr(worker.info, name) for name in _INFO}
+    info["device_wire"] = base64.b64encode(worker.info.device_wire).decode()
     info["capabilities"] = [{"kind": c.kind, "models": c.models} for c in worker.info.capabilities]
     known = {
         "info": info,
         "cordoned": worker.cordoned,
         "cordon_reason": worker.cordon_reason,
         "connected": bool(worker.session),
+        "quarantined": worker.quarantined,
+        "checks_asked": worker.checks_asked,
     }
     return {WORKER + worker.worker_id: json.dumps(known).encode()}
+
+
+def breaker_setting(tripped_s: float) -> dict[str, bytes | None]:
+    """What to remember of the circuit breaker; nothing unless it has tripped."""
+    return {BREAKER: json.dumps({"tripped_s": tripped_s}).encode() if tripped_s else None}
 
 
 def restore(core: Core, settings: dict[str, bytes], now: float) -> int:
@@ -74,17 +84,23 @@ def _restore_one(core: Core, key: str, value: bytes, now: float) -> int:
     elif key.startswith(WORKER):
         known = json.loads(value)
         info = _info(known["info"])
-        told = pb.Worker(cordoned=known["cordoned"])
+        told = pb.Worker(cordoned=known["cordoned"], quarantined=known.get("quarantined", False))
+        health = device_pb2.DeviceHealth(checks_passed=known.get("checks_asked", 0))
         worker_message(Worker(info, cordoned=told.cordoned, cordon_reason=known["cordon_reason"])).SerializeToString()
         if not (isinstance(known["connected"], bool) and isinstance(known["cordon_reason"], str)):
             raise TypeError(f"connected is {known['connected']!r}, cordon_reason {known['cordon_reason']!r}")
-        core.handle(ev.RegisterWorker(info, told.cordoned, known["cordon_reason"], known["connected"]), now)
+        reason, connected, asked = known["cordon_reason"], known["connected"], health.checks_passed
+        core.handle(ev.RegisterWorker(info, told.cordoned, reason, connected, told.quarantined, asked), now)
         return int(known["connected"])
+    elif key == BREAKER:
+        trip_time = wire.timestamp(json.loads(value)["tripped_s"])
+        core.handle(ev.RestoreBreaker(wire.seconds_of(trip_time)), now)
     return 0
 
 
 def _info(known: dict[str, Any]) -> WorkerInfo:
     kept = {k: v for k, v in known.items() if k in _INFO}
+    kept["device_wire"] = base64.b64decode(kept.get("device_wire", ""), validate=True)
     kept["capabilities"] = tuple(
         Capability(kind=c["kind"], models=tuple(c["models"])) for c in kept.get("capabilities", ())
     )
@@ -100,6 +116,8 @@ def worker_message(worker: Worker) -> pb.Worker:
         version=info.version,
         pid=info.pid,
         cordoned=worker.cordoned,
+        cordon_reason=worker.cordon_reason,
+        quarantined=worker.quarantined,
         labels=dict(info.labels),
         resident_models=worker.resident_models,
         slots=info.slots,
@@ -119,15 +137,11 @@ def worker_message(worker: Worker) -> pb.Worker:
         message.state = pb.WORKER_STATE_ACTIVE
     if worker.drain_deadline_s is not None:
         wire.set_time(message.drain_deadline, worker.drain_deadline_s)
-    device = message.device
-    device.device_id, device.name, device.product = info.device_id, info.device_name, info.device_product
-    device.memory_total_bytes = info.memory_total_bytes
-    for field, value in dataclasses.asdict(worker.telemetry).items():
-        if field == "sample_s":
-            if value:
-                wire.set_time(message.telemetry.sample_time, value)
-        elif value is not None:
-            setattr(message.telemetry, field, value)
+    message.device.CopyFrom(wire_devices.device_message(info))
+    message.telemetry.CopyFrom(wire_devices.telemetry_message(worker.telemetry))
+    if worker.telemetry.sample_s:
+        wire.set_time(message.telemetry.sample_time, worker.telemetry.sample_s)
+    wire.fill_health(message.health, worker.health)
     for c in info.capabilities:
         message.capabilities.add(kind=c.kind, models=c.models)
     if worker.connect_s:

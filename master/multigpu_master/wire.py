@@ -16,10 +16,14 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from multigpu.payloads import Reference
 from multigpu.v1 import device_pb2, task_pb2, task_service_pb2, worker_service_pb2
 
-from multigpu_master import wire_large
+from multigpu_master import wire_devices, wire_large
 from multigpu_master.core import events as ev
 from multigpu_master.core.model import (
     Capability,
+    Energy,
+    Health,
+    HealthReason,
+    HealthState,
     Lease,
     Outcome,
     OutcomeState,
@@ -42,6 +46,7 @@ MESSAGE_CHARS_MAX, TRACEBACK_CHARS_MAX = 8 << 10, 16 << 10
 # What a worker may say of itself in all, and what it may leave for the next attempt of a task.
 HELLO_BYTES_MAX, CHECKPOINT_BYTES_MAX = 1 << 20, 1 << 20
 MODELS_MAX = 1000
+REASONS_MAX, REASON_CODE_CHARS_MAX, REASON_CHARS_MAX = 16, 64, 1 << 10
 # Times beyond these are taken for these: so every one can be said again as a Timestamp, and shown as a date.
 SECONDS_MIN, SECONDS_MAX = -62e9, 100e9
 
@@ -307,6 +312,9 @@ class OutcomeWriter:
             fill_error(own.error, o.error)
         if task.extra is not None and task.extra.partials:
             own.partials.extend(task.extra.partials)
+        if o.energy is not None:
+            own.energy.joules, method, own.energy.uncertainty = o.energy
+            own.energy.method = method  # type: ignore[assignment]  # enums are ints on the wire
         if not o.result:
             return own.SerializeToString() + self._tail
         size = len(o.result)
@@ -462,6 +470,7 @@ def worker_info(m: worker_service_pb2.Hello) -> WorkerInfo:
         device_id=m.device.device_id or "cpu",
         device_name=m.device.name or "cpu",
         device_product=m.device.product,
+        device_wire=wire_devices.device_wire(m.device),
         memory_total_bytes=m.device.memory_total_bytes,
         capabilities=tuple(Capability(kind=c.kind, models=tuple(c.models)) for c in m.capabilities),
         labels=dict(m.labels),
@@ -487,20 +496,45 @@ def resident_models(names: Iterable[str]) -> tuple[str, ...]:
 
 def telemetry(m: device_pb2.DeviceTelemetry) -> Telemetry:
     """What a device says of how it is doing."""
+    return wire_devices.telemetry(m, seconds_of(m.sample_time))
 
-    def value(field: str) -> float | None:
-        told: float = getattr(m, field)
-        return told if m.HasField(field) and math.isfinite(told) else None
 
-    total, used = value("memory_total_bytes"), value("memory_used_bytes")
-    return Telemetry(
-        sample_s=seconds_of(m.sample_time),
-        memory_total_bytes=None if total is None else int(total),
-        memory_used_bytes=None if used is None else int(used),
-        utilization=value("utilization"),
-        temperature_celsius=value("temperature_celsius"),
-        power_watts=value("power_watts"),
+def health(m: device_pb2.DeviceHealth) -> Health:
+    """What a worker says of its device's health. A state that this master does not know is no reason to trust it."""
+    reasons = tuple(
+        HealthReason(r.code[:REASON_CODE_CHARS_MAX], r.message[:REASON_CHARS_MAX], seconds_of(r.since_time))
+        for r in m.reasons[:REASONS_MAX]
     )
+    known = HealthState.HEALTHY <= m.state <= HealthState.RECOVERING
+    return Health(
+        state=HealthState(m.state) if known else HealthState.SICK,
+        since_s=seconds_of(m.since_time),
+        reasons=reasons,
+        unusable=m.unusable,
+        checks_passed=m.checks_passed,
+        next_check_s=seconds_of(m.next_check_time) if m.HasField("next_check_time") else 0.0,
+    )
+
+
+_HEALTH = {
+    HealthState.HEALTHY: device_pb2.HEALTH_STATE_HEALTHY,
+    HealthState.DEGRADED: device_pb2.HEALTH_STATE_DEGRADED,
+    HealthState.SICK: device_pb2.HEALTH_STATE_SICK,
+    HealthState.RECOVERING: device_pb2.HEALTH_STATE_RECOVERING,
+}
+
+
+def fill_health(message: device_pb2.DeviceHealth, health: Health) -> None:
+    """Writes what a worker said of its device's health."""
+    message.state = _HEALTH[health.state]
+    message.unusable, message.checks_passed = health.unusable, health.checks_passed
+    if health.since_s:
+        set_time(message.since_time, health.since_s)
+    if health.next_check_s:
+        set_time(message.next_check_time, health.next_check_s)
+    for reason in health.reasons:
+        each = message.reasons.add(code=reason.code, message=reason.message)
+        set_time(each.since_time, reason.since_s)
 
 
 def reports_of(
@@ -512,18 +546,22 @@ def reports_of(
     if len(results) != len(lease_ids):  # protobuf can't promise that: what is missing is empty
         results = [*results, *[b""] * len(lease_ids)][: len(lease_ids)]
     failures = [_failure(r) for r in batch.reports]
+    energy: list[Energy] = []
+    if len(batch.energy_joules) == len(lease_ids):
+        energy = wire_devices.energies(list(batch.energy_joules), batch.energy_method, batch.energy_uncertainty)
     if batch.result_places:
         lost = wire_large.take_results(batch, results, peer)
         failures += lost.values()
         lease_ids = [x for n, x in enumerate(lease_ids) if n not in lost]
         results = [x for n, x in enumerate(results) if n not in lost]
-    return ev.Reports(session, lease_ids, results, batch.content_type, failures, start_s, finish_s)
+        energy = [x for n, x in enumerate(energy) if n not in lost]
+    return ev.Reports(session, lease_ids, results, batch.content_type, failures, start_s, finish_s, energy)
 
 
 def _failure(r: worker_service_pb2.Report) -> ev.Failure:
     state = r.state
     if state == worker_service_pb2.REPORT_STATE_FAILED:
-        return ev.Failure(r.lease_id, error_of(r.error))
+        return ev.Failure(r.lease_id, error_of(r.error), broke_engine=r.broke_engine)
     if state == worker_service_pb2.REPORT_STATE_RETURNED:
         return ev.Failure(r.lease_id, error_of(r.error), returned=True)
     message = f"the worker reported state {state}, which this master does not know; upgrade the master"

@@ -109,8 +109,8 @@ LEDGER = (
     ),
     model(
         name="a cordon doesn't count",
-        old="not (self.cordoned or self.draining or self.stopping)",
-        new="not (self.draining or self.stopping)",
+        old="not (self.cordoned or self.draining or self.stopping or self.quarantined)",
+        new="not (self.draining or self.stopping or self.quarantined)",
         breaks="a cordoned worker gets work",
     ),
     model(

@@ -27,11 +27,16 @@ class Attempts:
 
     # --- leases that end ---------------------------------------------------------------------------------------------
 
-    def failed(self, lease: Lease, error: TaskError, start_s: float, finish_s: float, now: float) -> None:
-        """A released lease was an attempt, and it failed: the next one after a pause, or the end."""
+    def failed(
+        self, lease: Lease, error: TaskError, start_s: float, finish_s: float, now: float, *, condemned: bool = False
+    ) -> None:
+        """A released lease was an attempt, and it failed: the next one after a pause, or the end. `condemned`: the end,
+        however many attempts are left.
+        """
         task, worker = lease.task, lease.worker
-        task.more().last_error = error
-        if error.retryable and task.attempts < task.spec.attempts_max:
+        extra = task.more()
+        extra.last_error = error
+        if error.retryable and task.attempts < task.spec.attempts_max + len(extra.forgiven) and not condemned:
             self._requeue(task, now, self._backoff_s(task, task.attempts))
             return
         outcome = Outcome(
@@ -40,11 +45,16 @@ class Attempts:
         )  # fmt: skip
         self._ledger.settle(task, outcome)
 
-    def lost(self, lease: Lease, message: str, now: float) -> None:
-        """A released lease is not charged: another try costs nothing, but there is an end to it."""
+    def lost(self, lease: Lease, message: str, now: float, *, sick: bool = False) -> None:
+        """A released lease is not charged: another try costs nothing, but there is an end to it. Not to those that a
+        sick device gives back.
+        """
         task, worker = lease.task, lease.worker
         if task.attempts == lease.attempt:
             task.attempts -= 1
+        if sick:
+            self._requeue(task, now, 0.0)
+            return
         extra = task.more()
         extra.losses += 1
         if extra.losses <= LOSSES_MAX:
@@ -56,6 +66,10 @@ class Attempts:
             dispatch_s=lease.dispatch_s, worker_id=worker.worker_id, device_id=worker.info.device_id,
         )  # fmt: skip
         self._ledger.settle(task, outcome)
+
+    def pause(self, task: Task, now: float, after_s: float) -> None:
+        """Has a task that was taken off its lane come back to it after a while."""
+        self._requeue(task, now, after_s)
 
     def take_back(self, lease: Lease, error: TaskError | None, now: float) -> None:
         """Takes a lease from its worker, which is told. With an error the attempt counts."""

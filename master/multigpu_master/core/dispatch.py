@@ -3,16 +3,21 @@ out.
 """
 
 from multigpu_master.core import events as ev
+from multigpu_master.core.attempts import Attempts
 from multigpu_master.core.lanes import Lane
 from multigpu_master.core.ledger import Ledger
 from multigpu_master.core.model import Lease, Task, Worker
+
+# How long a task that broke an engine waits for room on another device, before it is looked at again.
+ELSEWHERE_S = 0.05
 
 
 class Dispatcher:
     """See the module."""
 
-    def __init__(self, ledger: Ledger) -> None:
+    def __init__(self, ledger: Ledger, attempts: Attempts) -> None:
         self._ledger = ledger
+        self._attempts = attempts
         self._membership = -1
         self._averages = -1
 
@@ -31,6 +36,13 @@ class Dispatcher:
                 lanes.park(lane, placement.pin(strategy, lane.shape) if strategy.pinned else None)
                 continue
             lanes.take(lane)
+            if task.extra is not None and task.extra.broke and not strategy.pinned:
+                others, other = placement.elsewhere(strategy, lane.base, task.extra.broke)
+                if others and other is None:
+                    self._attempts.pause(task, now, ELSEWHERE_S)
+                    lanes.offer_next(lane.crowd, None)
+                    continue
+                worker = other or worker
             lease = self._grant(task, lane, worker, now)
             if ledger.fleet.began_loading is not None:
                 self._unpark_loading()

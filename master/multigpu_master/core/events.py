@@ -3,7 +3,19 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from multigpu_master.core.model import Lease, Payload, Spec, Task, TaskError, Telemetry, Worker, WorkerInfo
+from multigpu_master.core.model import (
+    HEALTHY,
+    Energy,
+    Health,
+    Lease,
+    Payload,
+    Spec,
+    Task,
+    TaskError,
+    Telemetry,
+    Worker,
+    WorkerInfo,
+)
 
 
 @dataclass(slots=True)
@@ -107,6 +119,7 @@ class Heartbeat:
     telemetry: Telemetry
     resident_models: tuple[str, ...] = ()
     stopping: bool = False
+    health: Health = HEALTHY
 
 
 @dataclass(slots=True)
@@ -116,6 +129,7 @@ class Failure:
     lease_id: int
     error: TaskError
     returned: bool = False
+    broke_engine: bool = False
 
 
 @dataclass(slots=True)
@@ -131,6 +145,7 @@ class Reports:
     failures: Sequence[Failure] = ()
     start_s: float = 0.0
     finish_s: float = 0.0
+    energy: Sequence[Energy] = ()  # of each that succeeded; empty: not measured
 
 
 @dataclass(slots=True)
@@ -184,6 +199,8 @@ class RegisterWorker:
     cordoned: bool = False
     cordon_reason: str = ""
     expected: bool = False  # it was connected when the last master ended
+    quarantined: bool = False
+    checks_asked: int = 0
 
 
 @dataclass(slots=True)
@@ -203,6 +220,18 @@ class ConfigureQueue:
 
 
 @dataclass(slots=True)
+class RestoreBreaker:
+    """The circuit breaker had tripped before the restart."""
+
+    tripped_s: float
+
+
+@dataclass(slots=True)
+class ResetBreaker:
+    """A person has looked: sick devices may be quarantined again."""
+
+
+@dataclass(slots=True)
 class Tick:
     """Time has passed."""
 
@@ -210,7 +239,8 @@ class Tick:
 Event = (
     StreamOpened | StreamClosed | Submit | Cancel | SubmitFailed | SettlesCommitted | Recover
     | Hello | Heartbeat | Reports | Partials | SessionClosed
-    | Cordon | Uncordon | Drain | Forget | RegisterWorker | SetStrategy | ConfigureQueue | Tick
+    | Cordon | Uncordon | Drain | Forget | RegisterWorker | SetStrategy | ConfigureQueue
+    | RestoreBreaker | ResetBreaker | Tick
 )  # fmt: skip
 
 
@@ -267,7 +297,7 @@ class Revoke:
 
 @dataclass(slots=True)
 class Desire:
-    """Tell the worker what is wanted of it."""
+    """Tell the worker what is wanted of it: this, and the checks that it was asked for."""
 
     session: int
     draining: bool
@@ -298,6 +328,15 @@ class WorkerChanged:
     gone: bool = False
 
 
+@dataclass(slots=True)
+class BreakerChanged:
+    """The circuit breaker tripped, with a message that calls for a person; or it was reset. Remember it."""
+
+    tripped_s: float  # 0.0: it was reset
+    message: str = ""
+
+
 Command = (
     Submitted | Cancelled | Settled | Welcome | Dispatch | Revoke | Desire | EndSession | Forward | WorkerChanged
+    | BreakerChanged
 )  # fmt: skip

@@ -40,6 +40,8 @@ def explain(core: Core, task: Task, now: float) -> Explanation:
     for worker in fleet.workers.values():
         unfit = fleet.unfit(worker, shape)
         candidate = Candidate(worker, [unfit] if unfit is not None else busy(fleet, strategy, shape, worker))
+        if task.extra is not None and worker.device_key in task.extra.broke:
+            candidate.excluded_by.append("the task broke an engine on this device; other devices go first")
         if unfit is None:
             candidate.score = strategy.score(shape, worker, fleet)
         (excluded if candidate.excluded_by else free).append(candidate)

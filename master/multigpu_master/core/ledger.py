@@ -33,6 +33,8 @@ class Limits:
     uncommitted_bytes_max: int = 1 << 30  # outcomes that the journal has not written yet; past it nothing is dispatched
     session_timeout_s: float = 5.0
     memory_threshold: float = 0.8
+    breaker_share: float = 0.3  # of the connected devices; past it nothing more is quarantined by itself
+    breaker_window_s: float = 600.0
     retry_delay_s: float = 1.0  # what a client past a limit is told to wait
 
 

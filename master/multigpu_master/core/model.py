@@ -66,6 +66,41 @@ class TaskError:
     traceback: str = ""
 
 
+class HealthState(IntEnum):
+    """Whether a device is fit for work. The numbers are those of multigpu.v1.HealthState."""
+
+    HEALTHY = 1
+    DEGRADED = 2
+    SICK = 3
+    RECOVERING = 4
+
+
+@dataclass(frozen=True, slots=True)
+class HealthReason:
+    code: str
+    message: str = ""
+    since_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Health:
+    """What a worker says of its device: a multigpu.v1.DeviceHealth. Times in seconds since the epoch, 0.0: none."""
+
+    state: HealthState = HealthState.HEALTHY
+    since_s: float = 0.0
+    reasons: tuple[HealthReason, ...] = ()
+    unusable: bool = False
+    checks_passed: int = 0
+    next_check_s: float = 0.0
+
+    @property
+    def fit(self) -> bool:
+        return self.state <= HealthState.DEGRADED
+
+
+HEALTHY = Health()
+
+
 @dataclass(slots=True)
 class Extra:
     """What only some tasks have."""
@@ -78,6 +113,16 @@ class Extra:
     not_before_s: float = 0.0
     losses: int = 0  # times a worker was lost with this task waiting in its window
     failed_attempt: int = 0  # the newest attempt that a worker reported as failed
+    broke: tuple[str, ...] = ()  # device_keys of devices, healthy as far as is known, whose engine it broke
+    forgiven: tuple[str, ...] = ()  # device_keys of devices that were to blame for an attempt: each gives one back
+
+
+class Energy(NamedTuple):
+    """What a task took of its device's energy; the fields are those of multigpu.v1.Energy."""
+
+    joules: float
+    method: int
+    uncertainty: float
 
 
 @dataclass(slots=True, eq=False)
@@ -93,6 +138,7 @@ class Outcome:
     start_s: float = 0.0
     worker_id: str = ""
     device_id: str = ""
+    energy: Energy | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -166,6 +212,7 @@ class WorkerInfo:
     device_id: str = "cpu"
     device_name: str = "cpu"
     device_product: str = ""
+    device_wire: bytes = b""  # the serialized Device, with all that the core doesn't read
     memory_total_bytes: int = 0
     capabilities: tuple[Capability, ...] = ()
     labels: Mapping[str, str] = field(default_factory=dict)
@@ -184,6 +231,7 @@ class Telemetry:
     utilization: float | None = None
     temperature_celsius: float | None = None
     power_watts: float | None = None
+    wire: bytes = b""  # the serialized DeviceTelemetry, with all that the core doesn't read
 
 
 @dataclass(slots=True, eq=False)
@@ -199,6 +247,9 @@ class Worker:
     drain_deadline_s: float | None = None
     stopping: bool = False  # it wants no more work
     telemetry: Telemetry = field(default_factory=Telemetry)
+    health: Health = HEALTHY  # its own word, as of the last heartbeat
+    quarantined: bool = False  # it gets no leases because of its health
+    checks_asked: int = 0  # see multigpu.v1.DesiredState.check
     resident_models: tuple[str, ...] = ()
     # (kind, model) of leases granted to it: their models are resident or about to be, whatever its last heartbeat said
     loading: dict[tuple[str, str], None] = field(default_factory=dict)
@@ -227,7 +278,17 @@ class Worker:
     @property
     def accepting(self) -> bool:
         """Whether it is connected and may be given work at all."""
-        return bool(self.session) and not (self.cordoned or self.draining or self.stopping)
+        return bool(self.session) and not (self.cordoned or self.draining or self.stopping or self.quarantined)
+
+    @property
+    def device_key(self) -> str:
+        """What tells its device from all others: workers may share a GPU; a CPU worker is a device of its own."""
+        return self.info.device_id if self.info.device_id != "cpu" else f"cpu of {self.info.worker_id}"
+
+    @property
+    def suspected(self) -> bool:
+        """Whether the master has asked for a check that was not passed yet."""
+        return self.checks_asked > self.health.checks_passed
 
     @property
     def full(self) -> bool:

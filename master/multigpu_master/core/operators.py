@@ -18,6 +18,7 @@ class Operators:
     def register(self, event: ev.RegisterWorker, now: float) -> None:
         worker = self._ledger.fleet.register(event.info)
         worker.cordoned, worker.cordon_reason = event.cordoned, event.cordon_reason
+        worker.quarantined, worker.checks_asked = event.quarantined, event.checks_asked
         worker.heard_s = now
         if event.expected:
             self._ledger.expected[worker.worker_id] = None

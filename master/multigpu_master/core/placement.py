@@ -32,6 +32,8 @@ def busy(fleet: Fleet, strategy: "Strategy", shape: Shape, worker: Worker) -> li
         why.append("lost")
     if worker.cordoned:
         why.append(f"cordoned: {worker.cordon_reason}" if worker.cordon_reason else "cordoned")
+    if worker.quarantined:
+        why.append(f"quarantined: {_illness(worker)}")
     if worker.draining:
         why.append("draining")
     if worker.stopping:
@@ -45,6 +47,14 @@ def busy(fleet: Fleet, strategy: "Strategy", shape: Shape, worker: Worker) -> li
     if (own := strategy.excludes(shape, worker, fleet)) is not None:
         why.append(own)
     return why
+
+
+def _illness(worker: Worker) -> str:
+    """Why a worker is quarantined, in words."""
+    reasons = [reason.message or reason.code for reason in worker.health.reasons]
+    if worker.suspected:
+        reasons.append("different tasks failed on it, and the check of its device is not passed yet")
+    return "; ".join(reasons) or "its device is being checked"
 
 
 def short_of_memory(worker: Worker, shape: Shape) -> int | None:
@@ -213,6 +223,18 @@ class Placement:
         worker = ranking.best(crowd.live)
         crowd.waits_to_grow = worker is None and ranking.has_room()
         return worker
+
+    def elsewhere(
+        self, strategy: "Strategy", shape: Shape, devices: tuple[str, ...]
+    ) -> tuple[list[Worker], Worker | None]:
+        """The workers that take such tasks on other devices than these; and the one of them that may have one now and
+        ranks first.
+        """
+        fleet = self._fleet
+        others = [w for w in fleet.eligible(shape) if w.accepting and w.device_key not in devices]
+        free = [w for w in others if not busy(fleet, strategy, shape, w)]
+        first = min(free, key=lambda w: (strategy.score(shape, w, fleet), w.last_dispatch), default=None)
+        return others, first
 
     def _ranking(self, strategy: "Strategy", shape: Shape) -> Ranking:
         key = (strategy.name, shape)

@@ -14,6 +14,7 @@ from multigpu_master.core.lanes import Lane, partition_of
 from multigpu_master.core.ledger import Counters, Ledger, Limits
 from multigpu_master.core.model import OutcomeState, Spec, Task, TaskError
 from multigpu_master.core.operators import Operators
+from multigpu_master.core.quarantine import Quarantine
 from multigpu_master.core.sessions import Sessions
 from multigpu_master.core.timers import Due
 from multigpu_master.strategies.base import Strategy
@@ -41,8 +42,10 @@ class Core(Ledger):
         super().__init__(strategies, limits, first_id, strategy)
         self._streams: set[int] = set()  # the Run streams that live
         self._attempts = Attempts(self, random)
-        self._dispatcher = Dispatcher(self)
-        sessions, operators = Sessions(self, self._attempts), Operators(self, self._attempts)
+        self._dispatcher = Dispatcher(self, self._attempts)
+        self.quarantine = Quarantine(self)
+        sessions = Sessions(self, self._attempts, self.quarantine)
+        operators = Operators(self, self._attempts)
         self._handlers: dict[type, Callable[..., None]] = {
             ev.StreamOpened: self._stream_opened, ev.StreamClosed: self._stream_closed,
             ev.Submit: self._submit, ev.Cancel: self._cancel, ev.SubmitFailed: self._submit_failed,
@@ -51,6 +54,7 @@ class Core(Ledger):
             ev.Partials: sessions.partials, ev.SessionClosed: sessions.closed,
             ev.RegisterWorker: operators.register, ev.Cordon: operators.cordon, ev.Uncordon: operators.uncordon,
             ev.Drain: operators.drain, ev.Forget: operators.forget,
+            ev.RestoreBreaker: self.quarantine.restore, ev.ResetBreaker: self.quarantine.reset,
             ev.SetStrategy: operators.set_strategy, ev.ConfigureQueue: operators.configure_queue,
         }  # fmt: skip
 

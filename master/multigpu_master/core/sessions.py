@@ -10,6 +10,7 @@ from multigpu_master.core import events as ev
 from multigpu_master.core.attempts import Attempts
 from multigpu_master.core.ledger import Ledger
 from multigpu_master.core.model import Lease, Outcome, OutcomeState, Task, TaskError, Worker
+from multigpu_master.core.quarantine import Quarantine
 
 PARTIALS_BYTES_MAX = 16 << 20
 # A timer that fires later than this (or a quarter of the session's timeout) shows that the master itself was away.
@@ -19,9 +20,10 @@ LATE_S = 1.0
 class Sessions:
     """See the module."""
 
-    def __init__(self, ledger: Ledger, attempts: Attempts) -> None:
+    def __init__(self, ledger: Ledger, attempts: Attempts, quarantine: Quarantine) -> None:
         self._ledger = ledger
         self._attempts = attempts
+        self._quarantine = quarantine
         timeout_s = ledger.limits.session_timeout_s
         self._grace_s = min(LATE_S, timeout_s / 4)
         self._suspect_s = timeout_s - self._grace_s  # a silence of so long is looked into
@@ -54,6 +56,8 @@ class Sessions:
             ledger.out.append(ev.Desire(event.session, draining=True, drain_deadline_s=worker.drain_deadline_s))
             if worker.drain_deadline_s is not None and worker.drain_deadline_s <= now:
                 self._attempts.take_back_all(worker, now)
+        elif worker.checks_asked:
+            ledger.out.append(ev.Desire(event.session, draining=False))
         self._watch_silence(worker, now + self._suspect_s)
         ledger.expected.pop(worker.worker_id, None)
         if not ledger.expected:
@@ -97,6 +101,8 @@ class Sessions:
             return
         worker.heard_s = now
         worker.telemetry = event.telemetry
+        if event.health != worker.health:
+            self._quarantine.heard(worker, event.health, now)
         if not worker.leases and worker.loading:
             ledger.fleet.settled_down(worker)
         if event.resident_models != worker.resident_models or event.stopping != worker.stopping:
@@ -156,6 +162,10 @@ class Sessions:
                     OutcomeState.SUCCEEDED, max(finish_s, lease.dispatch_s), result, content_type, None,
                     lease.dispatch_s, start_s, worker_id, device_id,
                 )  # fmt: skip
+        if event.energy:
+            energy = dict(zip(event.succeeded, event.energy, strict=True))
+            for lease in leases:
+                lease.task.outcome.energy = energy[lease.lease_id]  # type: ignore[union-attr]  # it was set above
         self._ledger.counters.stale_reports += len(event.succeeded) - len(leases)
         return self._ledger.succeed(worker, leases)
 
@@ -169,11 +179,14 @@ class Sessions:
                 continue
             ledger.release(lease)
             if failure.returned:
-                self._attempts.lost(lease, f"worker {worker.worker_id} returned the task", now)
+                message = f"worker {worker.worker_id} returned the task"
+                self._attempts.lost(lease, message, now, sick=not worker.health.fit)
             else:
                 attempts += 1
                 lease.task.more().failed_attempt = lease.attempt
-                self._attempts.failed(lease, failure.error, event.start_s, max(finish_s, lease.dispatch_s), now)
+                condemned = failure.broke_engine and self._quarantine.broke_engine(lease, now)
+                ended_s = max(finish_s, lease.dispatch_s)
+                self._attempts.failed(lease, failure.error, event.start_s, ended_s, now, condemned=condemned)
         return attempts
 
     def partials(self, event: ev.Partials, now: float) -> None:

@@ -9,6 +9,7 @@ from multigpu.v1 import worker_service_pb2
 
 from multigpu_master import wire
 from multigpu_master.core import events as ev
+from multigpu_master.core.model import HEALTHY
 from multigpu_master.driver import Driver, SessionOutbox
 from multigpu_master.payloads import WRONG_KEY, Offer
 from multigpu_master.rpc.registration import parse
@@ -116,6 +117,7 @@ class _Taker:
                     wire.telemetry(beat.telemetry),
                     wire.resident_models(beat.resident_models),
                     beat.draining,
+                    wire.health(beat.health) if beat.HasField("health") else HEALTHY,
                 )
             )
 

@@ -1,0 +1,179 @@
+"""Sick devices, poison tasks, and the circuit breaker.
+
+A worker says in every heartbeat how its device is. While it says sick or recovering, or while it has not passed a check
+that we asked for, it is quarantined: it gets no leases. Nobody has to end that: the worker's next word does.
+
+An engine that breaks may be the task's fault or the device's. Two observations tell them apart:
+- a task that broke engines on two different healthy devices is condemned: it ends as a dead letter, and neither device
+  is blamed for it, nor for other tasks of its kind and model, for a while;
+- a device on which SUSPECTS different tasks broke the engine, none of them condemned, is suspected: its worker is asked
+  for a check, and the tasks get the attempt back. With no other device to compare with there is no such evidence.
+A device that says itself that it is sick is to blame for what broke on it.
+
+The breaker counts the devices quarantined within a window. One more than a share of the connected fleet, and the cause
+is likely elsewhere (a driver, a power supply, a bad release): it trips, calls for a person, and until that person
+resets it nothing more is quarantined, except what can't run anything anyway.
+"""
+
+from dataclasses import dataclass, field
+
+from multigpu_master.core import events as ev
+from multigpu_master.core.ledger import Ledger
+from multigpu_master.core.model import Health, Lease, Task, Worker
+
+# So many different tasks that break their engine on one device, and the device is suspected.
+SUSPECTS = 3
+# On so many different devices, and the task is condemned.
+DEVICES = 2
+# Of how many kinds it is remembered that a task of theirs was condemned.
+KINDS_MAX = 1024
+
+
+@dataclass(slots=True)
+class Breaker:
+    """See the module. Times in seconds."""
+
+    share: float
+    window_s: float
+    tripped_s: float = 0.0  # when; 0.0: it has not
+    quarantines: dict[str, float] = field(default_factory=dict)  # by device_key: when it was quarantined last
+
+    def count(self, now: float) -> int:
+        """Devices quarantined within the window."""
+        self.quarantines = {k: at_s for k, at_s in self.quarantines.items() if at_s > now - self.window_s}
+        return len(self.quarantines)
+
+    def most(self, devices: int) -> int:
+        """How many of so many connected devices may be quarantined within the window; one always may."""
+        return max(1, int(self.share * devices))
+
+
+class Quarantine:
+    """See the module."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self.breaker = Breaker(ledger.limits.breaker_share, ledger.limits.breaker_window_s)
+        # Tasks that broke an engine on a device, by device_key and task_id, with when they did.
+        self._marks: dict[str, dict[int, tuple[float, Task]]] = {}
+        # When a task of this (kind, model) was condemned last.
+        self._condemned: dict[tuple[str, str], float] = {}
+
+    # --- what a worker says of its device ----------------------------------------------------------------------------
+
+    def heard(self, worker: Worker, health: Health, now: float) -> None:
+        """A worker says something new of its device."""
+        own_word = any(reason.code != "tasks_fail" for reason in health.reasons)
+        worker.health = health
+        if not health.fit and own_word:
+            self._forgive(self._marks.pop(worker.device_key, {}), worker.device_key)
+        self._judge(worker, now)
+
+    def _judge(self, worker: Worker, now: float) -> None:
+        """Begins or ends a quarantine."""
+        sick = worker.suspected or not worker.health.fit
+        if not sick:
+            if worker.quarantined:
+                self._set(worker, quarantined=False)
+        elif not worker.quarantined and (self._admitted(worker, now) or worker.health.unusable):
+            self._set(worker, quarantined=True)
+
+    def _set(self, worker: Worker, *, quarantined: bool) -> None:
+        worker.quarantined = quarantined
+        self._ledger.fleet.members_changed(worker)
+        self._ledger.out.append(ev.WorkerChanged(worker, remember=True))
+
+    # --- the breaker -------------------------------------------------------------------------------------------------
+
+    def devices(self) -> int:
+        """How many devices are connected."""
+        return len({w.device_key for w in self._ledger.fleet.sessions.values()})
+
+    def _admitted(self, worker: Worker, now: float) -> bool:
+        """Whether the breaker lets a worker be quarantined. Trips it if that is one device too many."""
+        breaker = self.breaker
+        if breaker.tripped_s:
+            return False
+        breaker.quarantines[worker.device_key] = now
+        count, most = breaker.count(now), breaker.most(self.devices())
+        if count <= most:
+            return True
+        breaker.tripped_s = now
+        message = (
+            f"{count} of {self.devices()} devices fell sick within {breaker.window_s:g} s, and no more than {most} are "
+            "quarantined without a person: look for a common cause (driver, power, cooling, a new release), then run "
+            "mgpuctl breaker reset"
+        )
+        self._ledger.out.append(ev.BreakerChanged(now, message))
+        return False
+
+    def restore(self, event: ev.RestoreBreaker, now: float) -> None:
+        self.breaker.tripped_s = event.tripped_s
+
+    def reset(self, event: ev.ResetBreaker, now: float) -> None:
+        self.breaker.tripped_s = 0.0
+        self.breaker.quarantines.clear()
+        self._ledger.out.append(ev.BreakerChanged(0.0))
+        for worker in list(self._ledger.fleet.sessions.values()):
+            self._judge(worker, now)
+
+    # --- sick device or poison task? ---------------------------------------------------------------------------------
+
+    def broke_engine(self, lease: Lease, now: float) -> bool:
+        """An attempt, already off its worker, broke its engine. True: the task is condemned."""
+        task, worker = lease.task, lease.worker
+        extra, device = task.more(), worker.device_key
+        if device in extra.broke or device in extra.forgiven:
+            return False  # once for each device: however often it is tried there, the evidence is the same
+        if not worker.health.fit:
+            extra.forgiven += (device,)
+            return False
+        extra.broke += (device,)
+        kind = (task.spec.kind, task.spec.model)
+        if len(extra.broke) >= DEVICES:
+            self._condemn(kind, now)
+            return True
+        window_s = self.breaker.window_s
+        if now - self._condemned.get(kind, -window_s) < window_s:
+            return False
+        marks = {i: mark for i, mark in self._marks.get(device, {}).items() if mark[0] > now - window_s}
+        marks[task.task_id] = (now, task)
+        if len(marks) > SUSPECTS:  # there was nothing to compare with
+            del marks[next(iter(marks))]
+        self._marks[device] = marks
+        if len(marks) >= SUSPECTS and any(w.device_key != device for w in self._ledger.fleet.sessions.values()):
+            self._suspect(device, now)
+        return False
+
+    def _condemn(self, kind: tuple[str, str], now: float) -> None:
+        """Tasks of this kind are known to break engines: no device is blamed for them."""
+        self._condemned.pop(kind, None)
+        self._condemned[kind] = now
+        if len(self._condemned) > KINDS_MAX:
+            del self._condemned[next(iter(self._condemned))]
+        for device, marks in list(self._marks.items()):
+            kept = {i: m for i, m in marks.items() if (m[1].spec.kind, m[1].spec.model) != kind}
+            if kept:
+                self._marks[device] = kept
+            else:
+                del self._marks[device]
+
+    def _suspect(self, device: str, now: float) -> None:
+        """Asks for a check of a device, and gives the tasks that failed on it their attempt back."""
+        for _, task in self._marks.pop(device).values():
+            extra = task.more()
+            extra.forgiven += (device,)  # and it stays among those it broke: one more, and it is condemned
+        for worker in list(self._ledger.fleet.sessions.values()):
+            if worker.device_key == device:
+                worker.checks_asked = max(worker.checks_asked, worker.health.checks_passed) + 1
+                desire = ev.Desire(worker.session, worker.draining, worker.drain_deadline_s)
+                self._ledger.out.extend([desire, ev.WorkerChanged(worker, remember=True)])
+                self._judge(worker, now)
+
+    @staticmethod
+    def _forgive(marks: dict[int, tuple[float, Task]], device: str) -> None:
+        """The device was to blame."""
+        for _, task in marks.values():
+            extra = task.more()
+            extra.forgiven += (device,)
+            extra.broke = tuple(each for each in extra.broke if each != device)

@@ -1,0 +1,368 @@
+"""Sick devices get no work and come back by themselves; a poison task is told from a sick device; the breaker."""
+
+import pytest
+from multigpu_master.core import events as ev
+from multigpu_master.core.explain import explain
+from multigpu_master.core.ledger import Limits
+from multigpu_master.core.model import (
+    HEALTHY,
+    Capability,
+    Health,
+    HealthReason,
+    HealthState,
+    OutcomeState,
+    Spec,
+    Task,
+    TaskError,
+    Telemetry,
+    Worker,
+    WorkerInfo,
+)
+
+from tests.core.stage import Stage, lease_of, state_of
+
+SICK = Health(state=HealthState.SICK, reasons=(HealthReason("xid_79", "it fell off the bus"),), unusable=True)
+HANGS = Health(state=HealthState.SICK, reasons=(HealthReason("no_progress"),))
+RECOVERING = Health(state=HealthState.RECOVERING)
+DEGRADED = Health(state=HealthState.DEGRADED, reasons=(HealthReason("thermal_throttle"),))
+
+
+class Fleet(Stage):
+    """A stage with GPU workers, each on a device of its own, that may be silent as long as they like."""
+
+    def __init__(self) -> None:
+        super().__init__(Limits(session_timeout_s=1e9))
+
+    def gpus(self, n: int, slots: int = 8) -> "Fleet":
+        for i in range(n):
+            self.gpu(f"w{i}", f"GPU-{i}", slots)
+        return self
+
+    def gpu(self, name: str, device_id: str, slots: int = 8, held: tuple[ev.HeldLease, ...] = ()) -> list[ev.Command]:
+        self.sessions += 1
+        capabilities = (Capability(kind="run"), Capability(kind="bad"))
+        info = WorkerInfo(worker_id=name, device_id=device_id, capabilities=capabilities, slots=slots)
+        return self.handle(ev.Hello(self.sessions, info, held))
+
+    def get(self, name: str) -> Worker:
+        return self.core.fleet.workers[name]
+
+    def says(self, name: str, health: Health, after_s: float = 0.1) -> list[ev.Command]:
+        worker = self.get(name)
+        held = [ev.HeldLease(x.lease_id, x.task.task_id, x.attempt) for x in worker.leases.values()]
+        return self.handle(ev.Heartbeat(worker.session, held, 1 << 30, Telemetry(), health=health), after_s)
+
+    def breaks(self, task: Task, after_s: float = 0.1) -> Worker:
+        """The task's attempt breaks the engine of whoever has it. Returns that worker."""
+        lease = lease_of(task)
+        failure = ev.Failure(lease.lease_id, TaskError("EngineDied", "SIGSEGV"), broke_engine=True)
+        self.handle(ev.Reports(lease.worker.session, failures=[failure]), after_s)
+        return lease.worker
+
+    def gives_back(self, task: Task) -> None:
+        lease = lease_of(task)
+        failure = ev.Failure(lease.lease_id, TaskError("Returned", "the device is sick"), returned=True)
+        self.handle(ev.Reports(lease.worker.session, failures=[failure]), 0.01)
+
+    def wait(self, seconds: float = 1.0) -> None:
+        """Lets pauses pass."""
+        for _ in range(20):
+            self.handle(ev.Tick(), seconds / 20)
+
+    def quarantined(self) -> list[str]:
+        return [w.worker_id for w in self.core.fleet.workers.values() if w.quarantined]
+
+
+# --- quarantine ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("health", [SICK, HANGS, RECOVERING])
+def test_an_unfit_device_gets_nothing_until_it_is_fit_again(health: Health) -> None:
+    fleet = Fleet().gpus(2)
+    fleet.says("w0", health)
+    tasks = fleet.submit(12)
+    assert {lease_of(t).worker.worker_id for t in tasks if t.lease is not None} == {"w1"}
+    fleet.says("w0", DEGRADED)
+    assert {lease_of(t).worker.worker_id for t in tasks if t.lease is not None} == {"w0", "w1"}
+
+
+def test_the_only_device_may_be_quarantined_too() -> None:
+    fleet = Fleet().gpus(1)
+    fleet.says("w0", SICK)
+    (task,) = fleet.submit()
+    assert task.lease is None
+    assert "it fell off the bus" in explain(fleet.core, task, fleet.now).candidates[0].excluded_by[0]
+    fleet.says("w0", HEALTHY)
+    assert task.lease is not None
+
+
+def test_what_a_sick_device_gives_back_runs_elsewhere_at_once_and_costs_nothing() -> None:
+    fleet = Fleet().gpus(2)
+    (task,) = fleet.submit()
+    for _ in range(40):  # more often than a worker may be lost
+        worker = lease_of(task).worker
+        fleet.says(worker.worker_id, SICK, 0.001)
+        fleet.gives_back(task)
+        assert lease_of(task).worker is not worker
+        assert lease_of(task).attempt == 1
+        fleet.says(worker.worker_id, HEALTHY, 0.001)
+
+
+def test_a_healthy_worker_that_gives_back_again_and_again_is_not_believed_for_ever() -> None:
+    fleet = Fleet().gpus(2)
+    (task,) = fleet.submit()
+    for _ in range(17):
+        fleet.gives_back(task)
+        fleet.wait(60)
+    assert state_of(task) is OutcomeState.DEAD_LETTERED
+
+
+def test_a_cordon_is_the_operators_whatever_health_says() -> None:
+    fleet = Fleet().gpus(1)
+    fleet.handle(ev.Cordon("w0"))
+    fleet.says("w0", SICK)
+    fleet.says("w0", HEALTHY)
+    (task,) = fleet.submit()
+    assert fleet.get("w0").cordoned
+    assert task.lease is None
+    fleet.handle(ev.Uncordon("w0"))
+    assert task.lease is not None
+
+
+def test_an_uncordon_does_not_end_a_quarantine() -> None:
+    fleet = Fleet().gpus(1)
+    fleet.says("w0", SICK)
+    fleet.handle(ev.Uncordon("w0"))
+    (task,) = fleet.submit()
+    assert task.lease is None
+
+
+def test_a_quarantine_survives_a_reconnect_until_the_worker_says_otherwise() -> None:
+    fleet = Fleet().gpus(1)
+    fleet.says("w0", SICK)
+    (task,) = fleet.submit()
+    fleet.gpu("w0", "GPU-0")
+    assert task.lease is None
+    fleet.says("w0", HEALTHY)
+    assert task.lease is not None
+
+
+# --- sick device or poison task --------------------------------------------------------------------------------------
+
+
+def test_a_task_that_breaks_two_devices_is_a_dead_letter_and_they_keep_their_good_name() -> None:
+    fleet = Fleet().gpus(8)
+    (task,) = fleet.submit(spec=Spec(kind="run", attempts_max=50, wait_for_worker=True))
+    first = fleet.breaks(task)
+    fleet.wait()
+    second = fleet.breaks(task)
+    assert first.device_key != second.device_key
+    assert state_of(task) is OutcomeState.DEAD_LETTERED
+    assert task.attempts == 2
+    assert fleet.quarantined() == []
+    assert not any(w.checks_asked for w in fleet.core.fleet.workers.values())
+
+
+def test_a_task_that_broke_an_engine_waits_for_another_device_and_others_do_not_wait_for_it() -> None:
+    fleet = Fleet().gpus(2, slots=1)
+    for name in ("w0", "w1"):
+        fleet.get(name).allowed = 1
+    (poison,) = fleet.submit()
+    (long,) = fleet.submit()
+    bad = fleet.breaks(poison)
+    fleet.wait()
+    assert poison.lease is None, "the other device is busy, and the one it broke is free"
+    (good,) = fleet.submit()
+    assert lease_of(good).worker is bad
+    other = lease_of(long).worker
+    fleet.report(lease_of(long))
+    other.allowed = 1
+    fleet.wait(0.2)
+    assert lease_of(poison).worker is other
+
+
+def test_with_one_device_attempts_are_bounded_as_ever() -> None:
+    fleet = Fleet().gpus(1)
+    tasks = fleet.submit(4)
+    for _ in range(3):
+        for task in tasks:
+            fleet.breaks(task)
+        fleet.wait(5)
+    assert [state_of(t) for t in tasks] == [OutcomeState.DEAD_LETTERED] * 4
+    assert [t.attempts for t in tasks] == [3] * 4
+    assert not fleet.get("w0").quarantined
+
+
+def suspected(fleet: Fleet) -> tuple[Worker, list[Task]]:
+    """A device on which three different tasks broke the engine."""
+    tasks = [fleet.submit(spec=Spec(kind="run", attempts_max=1, wait_for_worker=True))[0] for _ in range(6)]
+    sick = lease_of(tasks[0]).worker
+    tasks += fleet.submit(12, spec=tasks[0].spec)
+    broken = [t for t in tasks if lease_of(t).worker is sick][:3]
+    for task in broken[:2]:
+        fleet.breaks(task)
+    assert not sick.quarantined
+    broken_now = broken[2]
+    lease = lease_of(broken_now)
+    failure = ev.Failure(lease.lease_id, TaskError("EngineDied", "SIGSEGV"), broke_engine=True)
+    commands = fleet.handle(ev.Reports(lease.worker.session, failures=[failure]), 0.1)
+    assert ev.Desire(sick.session, draining=False) in commands
+    return sick, broken
+
+
+def test_a_device_on_which_different_tasks_break_is_checked_and_costs_no_attempt() -> None:
+    fleet = Fleet().gpus(3)
+    sick, broken = suspected(fleet)
+    assert fleet.quarantined() == [sick.worker_id]
+    assert sick.checks_asked == 1
+    # The first two had one attempt only and are gone; the third one's was given back.
+    assert [state_of(t) for t in broken[:2]] == [OutcomeState.DEAD_LETTERED] * 2
+    fleet.wait()
+    assert lease_of(broken[2]).worker is not sick
+    fleet.says(sick.worker_id, Health(checks_passed=1))
+    assert fleet.quarantined() == []
+
+
+def test_tasks_get_the_attempt_back_that_a_suspected_device_cost_them() -> None:
+    fleet = Fleet().gpus(2)
+    tasks = fleet.submit(16, spec=Spec(kind="run", attempts_max=2, wait_for_worker=True))
+    sick = lease_of(tasks[0]).worker
+    broken = [t for t in tasks if lease_of(t).worker is sick][:3]
+    for task in broken:
+        fleet.breaks(task)
+    fleet.wait()
+    for _ in range(2):  # two ordinary failures are what attempts_max allows, and the broken one does not count
+        for task in broken:
+            assert state_of(task) is None
+            lease = lease_of(task)
+            failure = ev.Failure(lease.lease_id, TaskError("ValueError", "no"))
+            fleet.handle(ev.Reports(lease.worker.session, failures=[failure]))
+        fleet.wait()
+    assert [state_of(t) for t in broken] == [OutcomeState.DEAD_LETTERED] * 3
+
+
+def test_a_suspicion_survives_sessions_and_is_asked_again() -> None:
+    fleet = Fleet().gpus(2)
+    sick, _ = suspected(fleet)
+    commands = fleet.gpu(sick.worker_id, sick.info.device_id)
+    assert ev.Desire(sick.session, draining=False) in commands
+    assert sick.quarantined
+    fleet.says(sick.worker_id, Health(checks_passed=7))  # of an earlier master's asking
+    assert not sick.quarantined
+
+
+def test_many_tasks_of_a_broken_handler_do_not_take_the_fleet_down() -> None:
+    fleet = Fleet().gpus(8)
+    bad = Spec(kind="bad", attempts_max=3, wait_for_worker=True)
+    tasks = fleet.submit(200, spec=bad)
+    for _ in range(400):
+        leased = [t for t in tasks if t.lease is not None]
+        if not leased:
+            fleet.wait(0.3)
+            leased = [t for t in tasks if t.lease is not None]
+        for task in leased[:8]:  # about one for each device, then a pause
+            fleet.breaks(task)
+        fleet.wait(0.3)
+        if all(state_of(t) is not None for t in tasks):
+            break
+    assert {state_of(t) for t in tasks} == {OutcomeState.DEAD_LETTERED}
+    assert fleet.core.quarantine.breaker.tripped_s == 0.0
+    assert len(fleet.quarantined()) <= 1
+
+
+def test_what_breaks_on_a_device_that_says_it_is_sick_is_the_devices_fault() -> None:
+    fleet = Fleet().gpus(3)
+    (task,) = fleet.submit(spec=Spec(kind="run", attempts_max=1, wait_for_worker=True))
+    fleet.says(lease_of(task).worker.worker_id, HANGS)
+    sick = fleet.breaks(task)
+    fleet.wait()
+    assert state_of(task) is None
+    assert lease_of(task).worker is not sick
+    fleet.breaks(task)  # the first on a healthy device: an attempt
+    assert state_of(task) is OutcomeState.DEAD_LETTERED
+    assert task.extra is not None
+    assert len(task.extra.broke) == 1
+
+
+# --- the breaker -----------------------------------------------------------------------------------------------------
+
+
+def tripped(fleet: Fleet) -> list[ev.Command]:
+    commands: list[ev.Command] = []
+    for name in ("w0", "w1", "w2"):
+        commands = fleet.says(name, HANGS)
+    return commands
+
+
+def test_the_third_of_eight_trips_the_breaker_and_works_on() -> None:
+    fleet = Fleet().gpus(8)
+    (told,) = [c for c in tripped(fleet) if isinstance(c, ev.BreakerChanged)]
+    assert told.tripped_s == fleet.now
+    assert "3 of 8 devices" in told.message
+    assert "mgpuctl breaker reset" in told.message
+    assert fleet.quarantined() == ["w0", "w1"]
+    assert [c for c in fleet.says("w3", HANGS) if isinstance(c, ev.BreakerChanged)] == [], "once"
+    assert fleet.quarantined() == ["w0", "w1"]
+
+
+def test_what_can_run_nothing_gets_nothing_even_so() -> None:
+    fleet = Fleet().gpus(8)
+    for name in ("w0", "w1", "w2", "w3"):
+        fleet.says(name, SICK)
+    assert fleet.core.quarantine.breaker.tripped_s
+    assert fleet.quarantined() == ["w0", "w1", "w2", "w3"]
+    fleet.says("w3", HEALTHY)
+    assert fleet.quarantined() == ["w0", "w1", "w2"], "and they come back by themselves"
+
+
+def test_only_a_person_resets_it_and_then_the_sick_are_quarantined() -> None:
+    fleet = Fleet().gpus(8)
+    tripped(fleet)
+    fleet.wait(100_000)
+    assert fleet.core.quarantine.breaker.tripped_s
+    fleet = Fleet().gpus(8)
+    tripped(fleet)
+    commands = fleet.handle(ev.ResetBreaker())
+    assert ev.BreakerChanged(0.0) in commands
+    assert fleet.quarantined() == ["w0", "w1", "w2"]
+
+
+def test_slow_wear_does_not_trip_it_nor_does_one_device_that_flaps() -> None:
+    fleet = Fleet().gpus(8)
+    for i in range(5):
+        fleet.says(f"w{i}", HANGS, 601)
+    assert len(fleet.quarantined()) == 5
+    for _ in range(20):
+        fleet.says("w5", HANGS)
+        fleet.says("w5", HEALTHY)
+    assert not fleet.core.quarantine.breaker.tripped_s
+
+
+def test_a_gpu_of_several_workers_counts_once() -> None:
+    fleet = Fleet()
+    for i in range(8):
+        fleet.gpu(f"w{i}", f"GPU-{i // 4}")
+    for i in range(4):
+        fleet.says(f"w{i}", HANGS)
+    assert fleet.quarantined() == ["w0", "w1", "w2", "w3"]
+    assert not fleet.core.quarantine.breaker.tripped_s
+
+
+def test_a_tripped_breaker_is_restored() -> None:
+    fleet = Fleet()
+    fleet.handle(ev.RestoreBreaker(5.0))
+    fleet.gpus(2).says("w0", HANGS)
+    assert fleet.quarantined() == []
+
+
+def test_a_quarantine_is_restored_and_is_no_new_one() -> None:
+    fleet = Fleet()
+    info = WorkerInfo(worker_id="w0", device_id="GPU-0", capabilities=(Capability(kind="run"),))
+    fleet.handle(ev.RegisterWorker(info, quarantined=True, checks_asked=2))
+    fleet.gpu("w0", "GPU-0")
+    (task,) = fleet.submit()
+    fleet.says("w0", Health(checks_passed=1))
+    assert task.lease is None
+    assert fleet.core.quarantine.breaker.count(fleet.now) == 0
+    fleet.says("w0", Health(checks_passed=2))
+    assert task.lease is not None
