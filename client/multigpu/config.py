@@ -194,6 +194,8 @@ class WorkerConfig(_Checked):
     cancel_grace_s: float = _setting(5.0, "How long a cancelled task may go on before its engine is ended.", minimum=0)
     drain_timeout_s: float = _setting(30.0, "How long held leases may still run after SIGTERM.", minimum=0)
     result_bytes_max: int = _setting(64 * MIB, "Largest result of one task.", minimum=KIB)
+    stats_file: str = _setting("", "File to append a JSON line about the device to, at an interval. Empty: none.")
+    stats_interval_s: float = _setting(60.0, "How often.", minimum=0.1)
     mps: str = _setting(
         "auto",
         'Whether engines share a GPU by NVIDIA\'s MPS. "auto": where it is possible; "on": or refuse to start.',

@@ -15,6 +15,7 @@ import grpc
 import grpc.aio
 
 from multigpu import errors
+from multigpu.credentials import Credentials
 from multigpu.v1 import task_service_pb2, task_service_pb2_grpc
 
 MESSAGE_BYTES_MAX = 64 << 20
@@ -61,13 +62,16 @@ def jittered_s(delay_s: float) -> float:
 
 
 class Connection:
-    def __init__(self, master: str, connect_timeout_s: float) -> None:
+    def __init__(self, master: str, connect_timeout_s: float, credentials: Credentials | None = None) -> None:
         self.master = master
+        self.credentials = credentials or Credentials()
         self.connect_timeout_s = connect_timeout_s
         self.closed = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._channel: grpc.aio.Channel | None = None
         self._stub: Any = None
+        self._stamp = b""  # of the files that the channel was made with
+        self._closing: set[asyncio.Task[None]] = set()
 
     @property
     def stub(self) -> Any:
@@ -77,14 +81,30 @@ class Connection:
         loop = asyncio.get_running_loop()
         if self._channel is None:
             self._loop = loop
-            self._channel = grpc.aio.insecure_channel(self.master, options=_OPTIONS)
+            self._stamp = self.credentials.stamp()
+            self._channel = self.credentials.aio_channel(self.master, _OPTIONS)
             self._stub = task_service_pb2_grpc.TaskServiceStub(self._channel)  # type: ignore[no-untyped-call]  # generated
         if loop is not self._loop:
             raise errors.ClientClosedError("this AsyncClient belongs to another event loop; make one for each loop")
         return self._stub
 
+    def metadata(self) -> tuple[tuple[str, str], ...] | None:
+        """What goes with every call: the token, if there is one. ConfigError: it can't be read."""
+        return self.credentials.metadata(self.master)
+
+    def _refresh(self) -> None:
+        """After a failure: the next call has a channel of its own if certificates were renewed meanwhile."""
+        old = self._channel
+        if old is not None and self._stamp and self.credentials.stamp() not in (b"", self._stamp):
+            self._channel = None
+            # What is under way on the old one may end there.
+            closing = asyncio.get_running_loop().create_task(old.close(UNARY_TIMEOUT_S))
+            self._closing.add(closing)
+            closing.add_done_callback(self._closing.discard)
+
     def open_run(self) -> Any:
         """A new Run stream. What is read from it comes as (RunResponse, bytes of its frame)."""
+        self._refresh()
         assert self.stub is not None
         assert self._channel is not None
         multicallable = self._channel.stream_stream(
@@ -92,7 +112,7 @@ class Connection:
             request_serializer=task_service_pb2.RunRequest.SerializeToString,
             response_deserializer=_sized_response,
         )
-        return multicallable()
+        return multicallable(metadata=self.metadata())
 
     async def ready(self, timeout_s: float | None) -> bool:
         """Waits until the channel is connected. False: not in time."""
@@ -110,12 +130,13 @@ class Connection:
         failures = 0
         while True:
             try:
-                return await getattr(self.stub, method)(request, timeout=timeout_s)
+                return await getattr(self.stub, method)(request, timeout=timeout_s, metadata=self.metadata())
             except grpc.aio.AioRpcError as error:
                 failures += 1
                 delay_s = backoff_s(failures)
                 if error.code() is not grpc.StatusCode.UNAVAILABLE or time.monotonic() + delay_s > give_up:
                     raise self.explain(error.code(), error.details()) from None  # it says all of it
+                self._refresh()
             await asyncio.sleep(delay_s)
 
     def explain(self, code: grpc.StatusCode, details: str | None) -> errors.MultigpuError:
@@ -125,8 +146,10 @@ class Connection:
             case grpc.StatusCode.UNAVAILABLE:
                 return errors.UnavailableError(
                     f"no master answers at {self.master} ({text}); start one with `mgpuctl up`, "
-                    "or name the right address with MGPU_MASTER"
+                    f"or name the right address with MGPU_MASTER{tls_hint(text, self.credentials)}"
                 )
+            case grpc.StatusCode.UNAUTHENTICATED | grpc.StatusCode.PERMISSION_DENIED:
+                return errors.AccessError(f"the master at {self.master} lets us not in: {text}")
             case grpc.StatusCode.NOT_FOUND:
                 return errors.NotFoundError(text)
             case grpc.StatusCode.OUT_OF_RANGE:
@@ -146,6 +169,18 @@ class Connection:
         if self._channel is not None:
             await self._channel.close()
             self._channel = None
+
+
+def tls_hint(details: str, credentials: Credentials) -> str:
+    """What else may be wrong, to be put behind "no master answers"."""
+    if credentials.tls_ca and "WRONG_VERSION_NUMBER" in details:
+        return "; it speaks no TLS: leave tls_ca out"
+    if "CERTIFICATE_VERIFY_FAILED" in details:
+        return f"; its certificate is not of the authority in {credentials.tls_ca}, or not for this name"
+    if "Socket closed" in details:
+        needed = "tls_cert and tls_key, of its own authority" if credentials.tls_ca else "TLS: set tls_ca"
+        return f"; somebody is there who hangs up: perhaps it asks for {needed}"
+    return ""
 
 
 def _sized_response(frame: bytes) -> tuple[task_service_pb2.RunResponse, int]:

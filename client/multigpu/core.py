@@ -14,6 +14,7 @@ from multigpu import watching
 from multigpu.calls import CallFactory, FutureCall, StreamCall
 from multigpu.config import ClientConfig, load_client_config
 from multigpu.connection import UNARY_TIMEOUT_S, Connection
+from multigpu.credentials import Credentials
 from multigpu.mapping import MapBuffer
 from multigpu.options import duration
 from multigpu.outcome import Outcome, Task
@@ -42,7 +43,7 @@ class Core:
         config = ClientConfig() if len(changes) == len(given) else load_client_config()
         config = dataclasses.replace(config, **changes)
         self.window = Window(config.window_tasks, config.window_bytes)
-        self.connection = Connection(config.master, connect_timeout_s)
+        self.connection = Connection(config.master, connect_timeout_s, Credentials.of_client(config))
         self.stream = RunStream(self.connection, self.window)
         self.calls = CallFactory()
 

@@ -2,7 +2,8 @@
 
     MultigpuError
     ├── TransportError              the master could not be reached, or did not speak our protocol
-    │   └── UnavailableError        nobody answers at the address
+    │   ├── UnavailableError        nobody answers at the address
+    │   └── AccessError             the token or the certificate is missing, wrong, or not for this call
     ├── RejectedError               the master refused the task; nothing of it is kept
     │   ├── InvalidTaskError        the task can never be taken as it is
     │   ├── ResourceExhaustedError  a limit is hit; retry_delay_s says when to try again
@@ -41,6 +42,10 @@ class TransportError(MultigpuError):
 
 class UnavailableError(TransportError):
     """Nobody answers at the master's address."""
+
+
+class AccessError(TransportError):
+    """The master asks for a token or a certificate, and ours is missing, wrong, or not for this call."""
 
 
 class RejectedError(MultigpuError):

@@ -77,6 +77,10 @@ class PrometheusServer:
         self._thread = thread
         self.port: int = server.server_port
 
+    def renew(self, certificate: str, key: str) -> None:
+        """Shows this certificate from the next connection on. OSError (of which SSLError is one): it is no good."""
+        self._server.socket.context.load_cert_chain(certificate, key)  # type: ignore[attr-defined]  # over TLS it has one
+
     def close(self) -> None:
         """Stops, and frees the port."""
         self._server.shutdown()
@@ -84,8 +88,9 @@ class PrometheusServer:
         self._thread.join()
 
 
-def serve_prometheus(listen: str, collect: Collect) -> PrometheusServer:
-    """Serves the snapshot at `listen` (HOST:PORT; port 0: any) in Prometheus' text format.
+def serve_prometheus(listen: str, collect: Collect, tls: tuple[str, str, str] | None = None) -> PrometheusServer:
+    """Serves the snapshot at `listen` (HOST:PORT; port 0: any) in Prometheus' text format. `tls`: over TLS, with these
+    files of a certificate, its key, and the authority of those who may scrape.
 
     Raises ConfigError: the address can't be had.
     """
@@ -95,7 +100,13 @@ def serve_prometheus(listen: str, collect: Collect) -> PrometheusServer:
     registry = prometheus_client.CollectorRegistry(auto_describe=False)
     registry.register(_Collector(collect))
     try:
-        server, thread = prometheus_client.start_wsgi_server(port, host, registry)
+        if tls is None:
+            server, thread = prometheus_client.start_wsgi_server(port, host, registry)
+        else:
+            certificate, key, ca = tls
+            server, thread = prometheus_client.start_wsgi_server(
+                port, host, registry, certificate, key, ca, client_auth_required=True
+            )
     except OSError as error:
         raise ConfigError(f"metrics_listen {listen!r} can't be had: {error}; choose another address") from error
     return PrometheusServer(server, thread)

@@ -30,7 +30,7 @@ async def frames(
     reached = False
     failures = 0
     while True:
-        stream = connection.stub.Watch(request)
+        stream = connection.stub.Watch(request, metadata=connection.metadata())
         try:
             async for response in stream:
                 reached = True

@@ -12,7 +12,7 @@ and their first cursor; the driver acknowledges after that, and only after that.
 Reads (`find_request`, `get_outcome`, ...) may be made from any thread, at any time, and never wait for the writer.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
@@ -163,8 +163,9 @@ class Journal(Protocol):
         worker_id: str,
         submitted_after_s: float,
         submitted_before_s: float,
+        queues: Collection[str] | None = None,
     ) -> list[StoredOutcome]:
-        """Settled tasks, newest task_id first. Empty filters match all."""
+        """Settled tasks, newest task_id first. Empty filters match all; `queues` is no filter if it is None."""
 
     def count_outcomes(
         self,
@@ -176,14 +177,17 @@ class Journal(Protocol):
         worker_id: str,
         submitted_after_s: float,
         submitted_before_s: float,
+        queues: Collection[str] | None = None,
     ) -> dict[int, int]:
         """How many settled tasks match, by state."""
 
     def get_dead_letters(self, task_ids: Sequence[int]) -> list[SubmitRecord]:
         """Those of these dead letters that exist, with their payloads."""
 
-    def list_dead_letters(self, *, queue: str, before_task_id: int, limit: int) -> list[StoredOutcome]:
-        """Dead letters, newest task_id first."""
+    def list_dead_letters(
+        self, *, queue: str, before_task_id: int, limit: int, queues: Collection[str] | None = None
+    ) -> list[StoredOutcome]:
+        """Dead letters, newest task_id first; of `queues` unless it is None."""
 
     def size_bytes(self) -> int:
         """What the journal takes on the disk."""

@@ -9,7 +9,7 @@ for the writer, and none leaves a transaction open behind it, which would keep t
 import itertools
 import sqlite3
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -233,8 +233,11 @@ class JournalReads:
         worker_id: str,
         submitted_after_s: float,
         submitted_before_s: float,
+        queues: Collection[str] | None = None,
     ) -> list[StoredOutcome]:
-        where, parameters = _filters(states, queue, kind, model, worker_id, submitted_after_s, submitted_before_s)
+        where, parameters = _filters(
+            states, queue, kind, model, worker_id, submitted_after_s, submitted_before_s, queues
+        )
         if before_task_id:
             where += " AND o.task_id < ?"
             parameters.append(before_task_id)
@@ -251,8 +254,11 @@ class JournalReads:
         worker_id: str,
         submitted_after_s: float,
         submitted_before_s: float,
+        queues: Collection[str] | None = None,
     ) -> dict[int, int]:
-        where, parameters = _filters(states, queue, kind, model, worker_id, submitted_after_s, submitted_before_s)
+        where, parameters = _filters(
+            states, queue, kind, model, worker_id, submitted_after_s, submitted_before_s, queues
+        )
         counts = dict(self._rows(f"SELECT o.state, count(*) FROM outcome o WHERE {where} GROUP BY o.state", parameters))
         if strange := [state for state in counts if state not in _STATES]:
             raise self._damaged(f"there are outcomes of state {strange[0]!r}")
@@ -266,12 +272,16 @@ class JournalReads:
         found = {row[0]: self._task(row) for row in self._rows_by_keys(sql, keys)}
         return [found[task_id] for task_id in dict.fromkeys(task_ids) if task_id in found]
 
-    def list_dead_letters(self, *, queue: str, before_task_id: int, limit: int) -> list[StoredOutcome]:
+    def list_dead_letters(
+        self, *, queue: str, before_task_id: int, limit: int, queues: Collection[str] | None = None
+    ) -> list[StoredOutcome]:
+        own = "" if queues is None else f" AND o.queue IN ({','.join('?' * len(queues))})"
         sql = (
             f"SELECT {_OUTCOME_COLUMNS} FROM dead_letter d CROSS JOIN outcome o ON o.task_id = d.task_id "
-            "WHERE (?1 = '' OR o.queue = ?1) AND (?2 = 0 OR d.task_id < ?2) ORDER BY d.task_id DESC LIMIT ?3"
+            f"WHERE (?1 = '' OR o.queue = ?1) AND (?2 = 0 OR d.task_id < ?2){own} ORDER BY d.task_id DESC LIMIT ?3"
         )
-        return [self._outcome(row) for row in self._rows(sql, (queue, before_task_id, limit))]
+        parameters = (queue, before_task_id, limit, *sorted(queues or ()))
+        return [self._outcome(row) for row in self._rows(sql, parameters)]
 
 
 def _are(row: Sequence[Any], types: Sequence[Any]) -> bool:
@@ -294,6 +304,7 @@ def _filters(
     worker_id: str,
     submitted_after_s: float,
     submitted_before_s: float,
+    queues: Collection[str] | None,
 ) -> tuple[str, list[Any]]:
     terms, parameters = ["TRUE"], list[Any]()
     wanted = sorted(states)
@@ -304,6 +315,9 @@ def _filters(
         if value:
             terms.append(f"o.{column} = ?")
             parameters.append(value)
+    if queues is not None:
+        terms.append(f"o.queue IN ({','.join('?' * len(queues))})")
+        parameters += sorted(queues)
     if submitted_after_s:
         terms.append("o.submit_time_s >= ?")
         parameters.append(submitted_after_s)

@@ -59,7 +59,7 @@ async def _serve(config: MasterConfig, telemetry: TelemetryConfig) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, master.stopped.set)
     await master.start()
-    metrics = MasterMetrics(master.driver, config.metrics_listen, telemetry)
+    metrics = MasterMetrics(master.driver, config, telemetry)
     metrics.start()
     await master.stopped.wait()
     if master.fatal is None:

@@ -5,8 +5,11 @@ The snapshot is taken on the event loop, which owns the numbers, once a second; 
 
 import asyncio
 from collections.abc import Iterator
+from pathlib import Path
 
-from multigpu.config import TelemetryConfig
+import structlog
+from multigpu.config import MasterConfig, TelemetryConfig
+from multigpu.credentials import is_loopback
 from multigpu.metrics import Metric, OtlpMetrics, PrometheusServer, Sample, configure_metrics, serve_prometheus
 
 from multigpu_master import VERSION
@@ -14,15 +17,23 @@ from multigpu_master.core.model import Worker
 from multigpu_master.driver import Driver
 from multigpu_master.memory import resident_bytes
 
+log = structlog.get_logger()
+
 INTERVAL_S = 1.0
 
 
 class MasterMetrics:
     """Serves the master's metrics as configured; does nothing where nothing is."""
 
-    def __init__(self, driver: Driver, listen: str, telemetry: TelemetryConfig) -> None:
+    def __init__(self, driver: Driver, config: MasterConfig, telemetry: TelemetryConfig) -> None:
         self._driver = driver
-        self._listen = listen
+        self._listen = config.metrics_listen
+        # On loopback everybody may scrape; elsewhere, those with a certificate.
+        self._tls: tuple[str, str, str] | None = None
+        if self._listen and config.tls_client_ca and not is_loopback(self._listen):
+            cert, key, ca = (str(Path(p).expanduser()) for p in (config.tls_cert, config.tls_key, config.tls_client_ca))
+            self._tls = cert, key, ca
+        self._certificate_ns = 0
         self._telemetry = telemetry
         self._last: tuple[Metric, ...] = ()
         self._timer: asyncio.TimerHandle | None = None
@@ -35,7 +46,7 @@ class MasterMetrics:
             self._telemetry, {"service.name": "mgpu-master", "service.version": VERSION}, lambda: self._last
         )
         if self._listen:
-            self._prometheus = serve_prometheus(self._listen, lambda: self._last)
+            self._prometheus = serve_prometheus(self._listen, lambda: self._last, self._tls)
         if self._otlp is not None or self._prometheus is not None:
             self._snapshot()
 
@@ -50,7 +61,20 @@ class MasterMetrics:
 
     def _snapshot(self) -> None:
         self._last = tuple(_metrics(self._driver))
+        if self._tls is not None:
+            self._renew(self._tls)
         self._timer = asyncio.get_running_loop().call_later(INTERVAL_S, self._snapshot)
+
+    def _renew(self, tls: tuple[str, str, str]) -> None:
+        """Takes a renewed certificate into use."""
+        assert self._prometheus is not None, "who serves over TLS serves"
+        try:
+            changed_ns = Path(tls[0]).stat().st_mtime_ns
+            if changed_ns != self._certificate_ns:
+                self._prometheus.renew(tls[0], tls[1])
+                self._certificate_ns = changed_ns
+        except OSError as error:
+            log.warning("a new certificate is not used for metrics", certificate=tls[0], error=str(error))
 
 
 def _metrics(driver: Driver) -> Iterator[Metric]:

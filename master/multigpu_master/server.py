@@ -69,6 +69,7 @@ class Master:
         self._health = health.aio.HealthServicer()
         self._intake: Intake
         self.gate: Gate | None = None
+        self.certificates: doors.Certificates | None = None
 
     async def start(self) -> None:
         """Recovers what the journal holds, then opens the doors. Refusal: it can't."""
@@ -147,7 +148,9 @@ class Master:
         names = [d.full_name for d in services]
         add_reflection(server, (*names, health.SERVICE_NAME, reflection.SERVICE_NAME), self.gate)
         try:
-            port = doors.open_port(server, config)
+            if config.tls_cert:
+                self.certificates = doors.Certificates(config)
+            port = doors.open_port(server, config, self.certificates)
         except doors.DoorError as error:
             raise Refusal(str(error)) from error
         except RuntimeError as error:
@@ -183,6 +186,13 @@ class Master:
             self.fatal = reason
             log.critical("master ends", reason=reason)
             self.stopped.set()
+
+    def reload(self) -> None:
+        """Reads the certificate's files again, as every new connection does. DoorError: they are no good, and those
+        before them stay in force.
+        """
+        if self.certificates is not None:
+            self.certificates.reload()
 
     async def stop(self) -> None:
         """Closes the doors, writes what was settled, and lets go of the journal, within stop_timeout_s."""

@@ -13,21 +13,24 @@ from typing import Any
 
 import structlog
 from multigpu.config import WorkerConfig
+from multigpu.credentials import Credentials
 from multigpu.payloads import Elsewhere, Reference
 from multigpu.telemetry import span_from
 from multigpu.v1 import worker_service_pb2 as pb
 
 from multigpu_worker import ipc, wire
 from multigpu_worker.batcher import Batcher, BatchLimits
+from multigpu_worker.cuda_errors import context_is_lost, mps_refused
 from multigpu_worker.device import Device
 from multigpu_worker.energy import Energy
 from multigpu_worker.engine_host import Death, EngineHost, EngineStartError
 from multigpu_worker.engines.base import EngineSettings
 from multigpu_worker.link import Link, Metadata
+from multigpu_worker.mps import Mps, MpsStatus
 from multigpu_worker.sampler import Sampler
 from multigpu_worker.session import Lease, Report, ReportState, Session, SessionLimits, TaskError
 from multigpu_worker.sharing import Sharing
-from multigpu_worker.watch import EngineBatch, Verdict, Watch, blame, running_leases
+from multigpu_worker.watch import EngineBatch, Verdict, Watch, blame, condemn, running_leases, spare
 
 log = structlog.get_logger()
 
@@ -56,6 +59,8 @@ class Agent:
         settings: EngineSettings,
         *,
         memory_bytes: int,
+        mps: Mps | None = None,
+        mps_off: MpsStatus | None = None,
     ) -> None:
         self.config = config
         self.identity = identity
@@ -72,8 +77,14 @@ class Agent:
             memory_bytes=memory_bytes,
             result_bytes_max=min(config.result_bytes_max, RESULT_BYTES_MAX),
             visible_devices=device.visible_devices,
+            mps=mps,
         )
-        self.link = Link(config.master, self)
+        # Why it runs without MPS.
+        self._mps_off = mps_off
+        # Under MPS: attempts that failed because the engine's context is lost, and their errors. They answer for it if
+        # the server's log says so.
+        self._suspects: dict[int, TaskError] = {}
+        self.link = Link(config.master, self, Credentials.of(config))
         self.sharing = Sharing()
         # Results that we have taken hold of, and the engine doesn't know of it.
         self._untold = 0
@@ -113,6 +124,8 @@ class Agent:
             log.info("engine ready", pid=self.host.pid, kinds=sorted(self.host.kinds))
             self.sampler.start()
             chores = [asyncio.create_task(self._beat()), asyncio.create_task(self._tick())]
+            if self.host.mps is not None:
+                chores.append(asyncio.create_task(self.host.mps.watch(self.host.kill)))
             try:
                 await self.link.run()
             finally:
@@ -122,6 +135,7 @@ class Agent:
         finally:
             self.sampler.stop()
             self.host.stop()
+            await self.host.stopped()
 
     async def drain(self, timeout_s: float) -> None:
         """Take no more work, finish what is held within the timeout, give back the rest, and end the stream."""
@@ -199,6 +213,7 @@ class Agent:
                 sample_ns=0 if sample is None else sample.time_ns,
                 resident_models=self._resident_models,
                 draining=self.draining,
+                mps=self._mps_off if self.host.mps is None else self.host.mps.status,
             )
             if self._key_due and self.sharing.directory is not None:  # it comes before any result of the session
                 self._key_due = False
@@ -246,6 +261,9 @@ class Agent:
         if batch is None:  # returned in a drain
             return
         leases = batch.leases
+        if failed and self.host.mps is not None:
+            failed = self._suspect(failed)
+            done = done and not self._suspects
         for lease_id, data in checkpoints:
             self.session.save(leases[lease_id], data if type(data) is bytes else blobs[data])
         for lease_id, fraction, note in progress:
@@ -281,6 +299,19 @@ class Agent:
         batch.unsettled_ns = 0 if reports else start_ns
         return self.sampler.measure(start_ns, finish_ns, sum(report.lease.units for report in reports))
 
+    def _suspect(self, failed: list[Any]) -> list[Any]:
+        """Under MPS: keeps back the failures of an engine whose context is lost, till it is known whose doing that is.
+
+        The engine is of no use any more, so it is ended.
+        """
+        lost = [failure for failure in failed if context_is_lost(failure[2])]
+        for lease_id, error_type, text, _, traceback in lost:
+            self._suspects[lease_id] = TaskError(type=error_type, message=text, retryable=True, traceback=traceback)
+        if lost:
+            self.host.ready = False
+            asyncio.get_running_loop().call_soon(self.host.kill)
+        return [failure for failure in failed if not context_is_lost(failure[2])]
+
     def _take_hold(self, succeeded: list[Any], failed: list[Any]) -> tuple[list[Any], list[Any]]:
         """Pins results that lie in files, before the engine lets go of them."""
         held, lost, places = [], [], 0
@@ -313,7 +344,7 @@ class Agent:
             words = f"the engine process {death.words} while it ran the task"
             died = TaskError(type="EngineDied", message=words, retryable=True)
         self._out_of_memory = False
-        failed, again = blame(death.slots, self.batches, verdict, died)
+        failed, again = self._judge(death, verdict, died)
         log.warning(
             "engine died",
             how=death.words,
@@ -329,10 +360,32 @@ class Agent:
         self._paused = False
         self._resident_models = ()
         now_ns = time.time_ns()
-        self._report(now_ns, now_ns, [Report(lease, ReportState.FAILED, error=error) for lease, error in failed])
+        reports = [
+            Report(lease, ReportState.FAILED, error=error, broke_engine=verdict is None and error.type != "OutOfMemory")
+            for lease, error in failed
+        ]
+        self._report(now_ns, now_ns, reports)
         for lease in again:
             lease.running = False
         self.batcher.put_back(again)
+        if death.fault is not None:
+            self._want_heartbeat()
+
+    def _judge(
+        self, death: Death, verdict: Verdict | None, died: TaskError
+    ) -> tuple[list[tuple[Lease, TaskError]], list[Lease]]:
+        """Which leases failed with the engine, and which go on in the next one."""
+        suspects, self._suspects = self._suspects, {}
+        guilty = {lease_id: error for lease_id, error in suspects.items() if not mps_refused(error.message)}
+        if death.fault is not None:
+            died = TaskError(type="MpsFault", message=death.fault.message, retryable=True)
+            if not death.fault.ours:
+                return spare(self.batches, died)
+        elif suspects and not guilty:
+            return spare(self.batches, next(iter(suspects.values())))
+        if guilty:
+            return condemn(self.batches, guilty)
+        return blame(death.slots, self.batches, verdict, died)
 
     # Between the two.
 

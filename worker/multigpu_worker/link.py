@@ -15,6 +15,8 @@ from typing import Any, Protocol
 import grpc
 import grpc.aio
 import structlog
+from multigpu.config import ConfigError
+from multigpu.credentials import Credentials
 from multigpu.v1 import worker_service_pb2 as pb
 from multigpu.v1.worker_service_pb2_grpc import WorkerServiceStub
 
@@ -76,8 +78,9 @@ class LinkEvents(Protocol):
 
 
 class Link:
-    def __init__(self, address: str, events: LinkEvents) -> None:
+    def __init__(self, address: str, events: LinkEvents, credentials: Credentials | None = None) -> None:
         self.address = address
+        self._credentials = credentials or Credentials()
         self.events = events
         self._wake = asyncio.Event()
         self._closing = False
@@ -100,8 +103,9 @@ class Link:
             welcomed = False
             reason = "the master ended the stream"
             try:
-                async with grpc.aio.insecure_channel(self.address, options=OPTIONS) as channel:
-                    call = _stub(channel).Session()
+                metadata = self._credentials.metadata(self.address)
+                async with self._credentials.aio_channel(self.address, OPTIONS) as channel:
+                    call = _stub(channel).Session(metadata=metadata)
                     welcome = await self._open(call)
                     welcomed = met = True
                     self.events.connected(welcome, await call.initial_metadata())
@@ -115,6 +119,8 @@ class Link:
                         "the same worker_id; stop one of them, or give each its own --worker-id"
                     ) from error
                 reason = f"{error.code().name}: {error.details()}"
+            except ConfigError as error:
+                reason = str(error)  # a file that is being replaced, perhaps: it is read again each time
             except BadFrameError as error:
                 # A fault of the master, or another program altogether: the next session begins from what it knows.
                 reason = f"the master sent a frame that makes no sense ({error}); upgrade it?"

@@ -34,6 +34,7 @@ COMMANDS = {
     "watch": ("multigpu.cli.watch:watch", "Print outcomes as they come."),
     "tokens": ("multigpu.cli.tokens:tokens", "Make, see and revoke the tokens that open the master's doors."),
     "certs": ("multigpu.cli.certs:certs", "Make and renew the fleet's certificates."),
+    "doctor": ("multigpu.cli.doctor:doctor", "Is this host fit for its work? Verdicts, and remedies."),
     "version": ("multigpu.cli.about:version", "The version of mgpuctl."),
     "config": ("multigpu.cli.about:config_", "See the settings in force."),
     "completion": ("multigpu.cli.about:completion", "Print a script that completes mgpuctl's words on Tab."),

@@ -6,14 +6,20 @@ stream, a window or a retry would only be in the way. Nothing is retried: a pers
 
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any, NoReturn, Self
 
 # Its own complaints, on stderr, say the same as our errors, only longer. Read when grpc is first imported.
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
+import click
 import grpc
 
-from multigpu.cli.failures import Failure, NotFound, Unreachable
+from multigpu.cli.failures import Failure, NotFound, Unreachable, WrongUsage
+from multigpu.cli.options import client_config
+from multigpu.config import ClientConfig, ConfigError, load_client_config
+from multigpu.connection import tls_hint
+from multigpu.credentials import Credentials
 from multigpu.v1 import admin_service_pb2 as admin
 from multigpu.v1.admin_service_pb2_grpc import AdminServiceStub
 from multigpu.v1.task_service_pb2_grpc import TaskServiceStub
@@ -42,9 +48,16 @@ def unreachable(address: str, details: str) -> Unreachable:
 class Master:
     """A connection to one master. Every method raises Failure with the exit code that fits."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, credentials: Credentials | None = None) -> None:
+        """`credentials`: by default those of the settings in force."""
         self.address = address
-        self._channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
+        try:
+            self.credentials = credentials or Credentials.of_client(_config())
+            channel = self.credentials.channel(address, CHANNEL_OPTIONS)
+            metadata = self.credentials.metadata(address)
+        except ConfigError as error:
+            raise WrongUsage(str(error)) from error
+        self._channel = channel if metadata is None else grpc.intercept_channel(channel, WithMetadata(metadata))
         # Generated code has no types for stubs.
         self.admin: Any = _stub(AdminServiceStub, self._channel)
         self.tasks: Any = _stub(TaskServiceStub, self._channel)
@@ -92,7 +105,8 @@ class Master:
     def _fail(self, error: grpc.RpcError, timeout_s: float) -> NoReturn:
         code, details = error.code(), error.details() or ""
         if code == grpc.StatusCode.UNAVAILABLE:
-            raise unreachable(self.address, details) from error
+            message = unreachable(self.address, details).message
+            raise Unreachable(message + tls_hint(details, self.credentials)) from error
         if code == grpc.StatusCode.DEADLINE_EXCEEDED:
             message = (
                 f"the master at {self.address} did not answer within {timeout_s:g} s; is it stopped or overloaded?"
@@ -105,6 +119,49 @@ class Master:
             raise Failure(message) from error
         failure = NotFound if code == grpc.StatusCode.NOT_FOUND else Failure
         raise failure(details or f"the master answered {code.name}") from error
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Details(grpc.ClientCallDetails):  # type: ignore[misc]  # grpc has no types
+    """What a call is made with, changed."""
+
+    method: Any
+    timeout: Any
+    metadata: Any
+    credentials: Any
+    wait_for_ready: Any
+    compression: Any
+
+
+class WithMetadata(  # every call of ours has one request
+    grpc.UnaryUnaryClientInterceptor,  # type: ignore[misc]
+    grpc.UnaryStreamClientInterceptor,  # type: ignore[misc]
+):
+    """Sends metadata with every call."""
+
+    def __init__(self, metadata: tuple[tuple[str, str], ...]) -> None:
+        self._metadata = metadata
+
+    def intercept_unary_unary(self, continuation: Any, details: Any, request: Any) -> Any:
+        return continuation(self._with(details), request)
+
+    def intercept_unary_stream(self, continuation: Any, details: Any, request: Any) -> Any:
+        return continuation(self._with(details), request)
+
+    def _with(self, d: Any) -> Any:
+        return _Details(
+            method=d.method,
+            timeout=d.timeout,
+            metadata=(*(d.metadata or ()), *self._metadata),
+            credentials=d.credentials,
+            wait_for_ready=d.wait_for_ready,
+            compression=d.compression,
+        )
+
+
+def _config() -> ClientConfig:
+    context = click.get_current_context(silent=True)
+    return client_config(None) if context is not None else load_client_config()
 
 
 def _stub(stub_class: Callable[..., Any], channel: Any) -> Any:

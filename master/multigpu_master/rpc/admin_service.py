@@ -19,6 +19,8 @@ from multigpu_master.journal import JournalError
 from multigpu_master.memory import resident_bytes
 from multigpu_master.rpc import queries
 from multigpu_master.rpc.status import count_of, make_token, page_size_of, read_token, refuse
+from multigpu_master.rpc.token_calls import TokenCalls
+from multigpu_master.security.gate import Gate, caller_queues
 from multigpu_master.settings import queue_setting, worker_message, worker_setting
 from multigpu_master.strategies.registry import canonical_name
 
@@ -29,11 +31,12 @@ WATCH_CHUNK = 64
 LETTERS_MAX = 10_000
 
 
-class AdminService:
+class AdminService(TokenCalls):
     """See protos/multigpu/v1/admin_service.proto."""
 
-    def __init__(self, driver: Driver, version: str) -> None:
+    def __init__(self, driver: Driver, version: str, gate: Gate | None = None) -> None:
         self._driver = driver
+        self._gate = gate
         self._core = driver.core
         self._version = version
         self._start_s = driver.now()
@@ -165,7 +168,8 @@ class AdminService:
     async def ListQueues(self, request: Any, context: Any) -> pb.ListQueuesResponse:
         size = await page_size_of(context, request.page_size)
         start = await read_token(context, request.page_token, "page_token")
-        names = sorted(self._core.queues)
+        queues = caller_queues()
+        names = sorted(self._core.queues if queues is None else queues & self._core.queues.keys())
         heads = self._heads()
         response = pb.ListQueuesResponse(queues=[self._queue(n, heads) for n in names[start : start + size]])
         if start + size < len(names):
@@ -239,7 +243,9 @@ class AdminService:
     async def ListDeadLetters(self, request: Any, context: Any) -> pb.ListDeadLettersResponse:
         size = await page_size_of(context, request.page_size)
         before = await read_token(context, request.page_token, "page_token") or queries.NEWEST
-        rows = self._driver.journal.list_dead_letters(queue=request.queue, before_task_id=before, limit=size + 1)
+        rows = self._driver.journal.list_dead_letters(
+            queue=request.queue, before_task_id=before, limit=size + 1, queues=caller_queues()
+        )
         response = pb.ListDeadLettersResponse(tasks=[queries.stored_task(r, whole=False) for r in rows[:size]])
         if len(rows) > size:
             response.next_page_token = make_token(rows[size - 1].task_id)
@@ -327,9 +333,10 @@ class AdminService:
 
     async def Explain(self, request: Any, context: Any) -> pb.ExplainResponse:
         task = self._core.tasks.get(request.task_id)
-        if task is None:
-            stored = self._driver.journal.get_outcome(request.task_id)
-            if stored is None:
+        stored = self._driver.journal.get_outcome(request.task_id) if task is None else None
+        queues = caller_queues()
+        if task is None or (queues is not None and task.spec.queue not in queues):
+            if stored is None or (queues is not None and stored.queue not in queues):
                 await refuse(
                     context,
                     grpc.StatusCode.NOT_FOUND,

@@ -11,16 +11,20 @@ from multigpu_master.core import events as ev
 from multigpu_master.core.model import Task
 from multigpu_master.driver import Driver
 from multigpu_master.journal import JournalError, StoredOutcome
+from multigpu_master.security.tokens import Token
 from multigpu_master.wire_large import Peer
 
 log = structlog.get_logger()
 
-INVALID_ARGUMENT, RESOURCE_EXHAUSTED = 3, 8
+INVALID_ARGUMENT, PERMISSION_DENIED, RESOURCE_EXHAUSTED = 3, 7, 8
 DISK_FULL = ev.Rejection(
     RESOURCE_EXHAUSTED,
     "the master's disk is full (or journal_bytes_max is reached): durable tasks can't be taken until there is room; "
     "free space in its data_dir, or submit with durability EPHEMERAL",
     1.0,
+)
+TAKEN = ev.Rejection(
+    INVALID_ARGUMENT, "this request_id is in use already, for a task that is not yours; choose another"
 )
 
 Answer = Task | ev.Rejection | StoredOutcome
@@ -37,10 +41,12 @@ class Intake:
     def take(
         self, batch: task_pb2.TaskBatch, request_ids: Sequence[str], stream: int,
         done: Callable[[JournalError | None], None], peer: Peer | None = None, *, patient: bool = False,
+        caller: Token | None = None,
     ) -> list[Answer]:  # fmt: skip
         """Submits a batch of tasks called so, whose payloads `peer` may have referred to. For each input, in order: the
         task that stands for it, the outcome it already had, or why it was not taken. `done` is called, later, once the
         tasks are durable; it is called in any case. `patient`: nobody is told of tasks before they settle.
+        `caller`: whose limits count; None: nobody has any.
         """
         driver = self._driver
         count = len(request_ids)
@@ -54,11 +60,15 @@ class Intake:
                 refusal = ev.Rejection(14, "the master is stopping; try again in a moment", 1.0)
             elif spec.durable and not driver.journaling.writable:
                 refusal = DISK_FULL
+            elif caller is not None:
+                refusal = _refusal(caller, spec.queue, count, driver.now())
         if refusal is not None:
             driver.soon(done)
             return [refusal] * count
         candidates = wire.tasks_of(spec, batch, self._payload_bytes_max, peer)
         known = driver.known(request_ids) if spec.durable else {}
+        if caller is not None and caller.queues is not None:
+            candidates = [self._own(c, known, caller) for c in candidates]
         tasks = [c for c in candidates if isinstance(c, Task) and c.request_id not in known]
         if not tasks:
             driver.soon(done)
@@ -77,6 +87,29 @@ class Intake:
             else:
                 answers.append(next(rest))
         return answers
+
+    def _own(
+        self, candidate: Task | ev.Rejection, known: dict[str, StoredOutcome], caller: Token
+    ) -> Task | ev.Rejection:
+        """The candidate, unless its request_id is that of a task which the caller may not see."""
+        if isinstance(candidate, Task):
+            request_id = candidate.request_id
+            live, stored = self._driver.core.requests.get(request_id), known.get(request_id)
+            queue = live.spec.queue if live is not None else stored.queue if stored is not None else None
+            if queue is not None and not caller.may_see(queue):
+                return TAKEN
+        return candidate
+
+
+def _refusal(caller: Token, queue: str, count: int, now: float) -> ev.Rejection | None:
+    """Why the caller may not submit these tasks, if so."""
+    if not caller.may_see(queue):
+        return ev.Rejection(PERMISSION_DENIED, f"the token is not for the queue {queue!r}; ask for one that is")
+    if (delay_s := caller.take(count, now)) is not None:
+        return ev.Rejection(
+            RESOURCE_EXHAUSTED, f"the token is for {caller.tasks_per_s:g} tasks a second; send fewer", delay_s
+        )
+    return None
 
 
 def fill_stored(message: task_pb2.Outcome, stored: StoredOutcome) -> None:

@@ -12,6 +12,7 @@ from multigpu_master.driver import Driver
 from multigpu_master.journal import StoredOutcome
 from multigpu_master.rpc.intake import fill_stored
 from multigpu_master.rpc.status import make_token, page_size_of, read_token
+from multigpu_master.security.gate import caller_queues
 
 FOREVER_S = 1e12
 NEWEST = 2**62
@@ -66,6 +67,7 @@ class Filter:
         self.outcomes = set(m.outcomes)
         self.live_states = states - {task_pb2.TASK_STATE_SETTLED} if states else {1, 2}
         self.settled = not states or task_pb2.TASK_STATE_SETTLED in states
+        self.queues = caller_queues()
         self.queue, self.kind, self.model, self.worker_id = m.queue, m.kind, m.model, m.worker_id
         self.after_s = wire.seconds_of(m.submitted_after) if m.HasField("submitted_after") else 0.0
         self.before_s = wire.seconds_of(m.submitted_before) if m.HasField("submitted_before") else FOREVER_S
@@ -88,6 +90,7 @@ class Filter:
                 return False
         return (
             self.queue in ("", spec.queue)
+            and (self.queues is None or spec.queue in self.queues)
             and self.kind in ("", spec.kind)
             and self.model in ("", spec.model)
             and self.after_s <= task.submit_s < self.before_s
@@ -98,6 +101,7 @@ class Filter:
         return {
             "states": sorted(self.outcomes),
             "queue": self.queue,
+            "queues": self.queues,
             "kind": self.kind,
             "model": self.model,
             "worker_id": self.worker_id,
@@ -143,7 +147,7 @@ async def count_tasks(driver: Driver, m: Any) -> task_service_pb2.CountResponse:
     response = task_service_pb2.CountResponse()
     counts = dict.fromkeys(OutcomeState, 0)
     core = driver.core
-    if not m.ListFields():
+    if not m.ListFields() and wanted.queues is None:
         response.queued, response.leased = core.unsettled - core.leased, core.leased
         settled = [t for t in core.tasks.values() if t.outcome is not None] if len(core.tasks) > core.unsettled else []
     else:

@@ -4,7 +4,7 @@ INTERNAL.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import grpc
@@ -12,14 +12,20 @@ import structlog
 from google.protobuf.descriptor import ServiceDescriptor
 from google.protobuf.message import DecodeError, Message
 from google.protobuf.message_factory import GetMessageClass
+from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 
 from multigpu_master.journal import JournalError
+from multigpu_master.security.audit import Audit
+from multigpu_master.security.gate import Gate, GuardedHandlers
 
 log = structlog.get_logger()
 
 
-def add_service(server: Any, descriptor: ServiceDescriptor, servicer: object) -> None:
-    """Serves every method of the descriptor by the servicer's method of the same name.
+def add_service(
+    server: Any, descriptor: ServiceDescriptor, servicer: object, gate: Gate | None = None, audit: Audit | None = None
+) -> None:
+    """Serves every method of the descriptor by the servicer's method of the same name: for those whom the gate lets
+    in, and with what administrators do written into the audit.
 
     Methods with one request are `async (request, context)`, returning or writing responses; those with a stream of
     requests are `async (context)`, and read and write bytes, to be parsed with `parse`.
@@ -28,16 +34,42 @@ def add_service(server: Any, descriptor: ServiceDescriptor, servicer: object) ->
     for method in descriptor.methods:
         implementation = getattr(servicer, method.name)
         serialize = GetMessageClass(method.output_type).SerializeToString
+        request_type, name = GetMessageClass(method.input_type), f"{descriptor.name}/{method.name}"
+
+        def behind(serve: Any, name: str = name, request_type: Any = request_type) -> Any:
+            serve = serve if gate is None else gate.guard(serve, name)
+            return serve if audit is None else audit.wrap(serve, name, request_type)
+
         if method.client_streaming:
             wrapped = _guarded_stream(implementation, method.name)
-            handlers[method.name] = grpc.stream_stream_rpc_method_handler(wrapped)
+            handlers[method.name] = grpc.stream_stream_rpc_method_handler(behind(wrapped))
         elif method.server_streaming:
-            wrapped = _guarded(implementation, method.name, GetMessageClass(method.input_type))
-            handlers[method.name] = grpc.unary_stream_rpc_method_handler(wrapped, response_serializer=serialize)
+            wrapped = _guarded(implementation, method.name, request_type)
+            handlers[method.name] = grpc.unary_stream_rpc_method_handler(behind(wrapped), response_serializer=serialize)
         else:
-            wrapped = _guarded(implementation, method.name, GetMessageClass(method.input_type))
-            handlers[method.name] = grpc.unary_unary_rpc_method_handler(wrapped, response_serializer=serialize)
+            wrapped = _guarded(implementation, method.name, request_type)
+            handlers[method.name] = grpc.unary_unary_rpc_method_handler(behind(wrapped), response_serializer=serialize)
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(descriptor.full_name, handlers),))
+
+
+def add_reflection(server: Any, names: Sequence[str], gate: Gate | None) -> None:
+    """Lets generic tools ask for our messages; those whom the gate lets in."""
+    guarded = server if gate is None else _Behind(server, gate)
+    reflection_pb2_grpc.add_ServerReflectionServicer_to_server(reflection.aio.ReflectionServicer(names), guarded)
+
+
+class _Behind:
+    """What generated code sees of a server, with a gate before what it adds."""
+
+    def __init__(self, server: Any, gate: Gate) -> None:
+        self._server = server
+        self._gate = gate
+
+    def add_generic_rpc_handlers(self, handlers: Sequence[Any]) -> None:
+        self._server.add_generic_rpc_handlers(tuple(GuardedHandlers(h, self._gate) for h in handlers))
+
+    def add_registered_method_handlers(self, service: str, handlers: Any) -> None:
+        """The same handlers a second time, as a quicker way past the first: not past the gate."""
 
 
 async def parse(message_type: Any, data: bytes, context: Any) -> Any:

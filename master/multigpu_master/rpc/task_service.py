@@ -19,6 +19,7 @@ from multigpu_master.rpc.intake import DISK_FULL, Answer, Intake, fill_stored
 from multigpu_master.rpc.registration import parse
 from multigpu_master.rpc.status import count_of, make_token, read_token, refuse
 from multigpu_master.rpc.streams import serve_stream
+from multigpu_master.security.gate import CALLER, caller_queues
 
 # What is read for a Watch at a time: it waits in memory for as long as the client does not read.
 WATCH_OUTCOMES, WATCH_BYTES = 1024, 256 << 10
@@ -55,7 +56,7 @@ class TaskService:
         for batch in request.batches:
             durable: asyncio.Future[JournalError | None] = loop.create_future()
             request_ids = wire.request_ids_of(batch)
-            answers = self._intake.take(batch, request_ids, 0, tell(durable))
+            answers = self._intake.take(batch, request_ids, 0, tell(durable), caller=CALLER.get())
             error = await durable
             for answer, request_id in zip(answers, request_ids, strict=True):
                 result = response.results.add()
@@ -70,7 +71,7 @@ class TaskService:
     async def Run(self, context: Any) -> None:
         stream, outbox = self._driver.open_stream()
         try:
-            if self._offer:
+            if self._offer and caller_queues() is None:  # who shares the directory could read everybody's payloads
                 await context.send_initial_metadata(self._offer)
             await serve_stream(
                 context, outbox, _RunStream(self, stream, outbox, context).on_message, wire.RunFrame.serialize
@@ -93,6 +94,7 @@ class TaskService:
 
     async def _watch(self, request: Any, context: Any) -> None:
         journal, watchers = self._driver.journal, self._driver.watchers
+        queues = caller_queues()
         if request.from_now and request.cursor:
             await refuse(context, grpc.StatusCode.INVALID_ARGUMENT, "from_now goes with an empty cursor only")
         after = await read_token(context, request.cursor, "cursor")
@@ -120,12 +122,16 @@ class TaskService:
             after = rows[-1].cursor
             response = task_service_pb2.WatchResponse(cursor=make_token(after))
             for row in rows:
+                if queues is not None and row.queue not in queues:
+                    continue
                 if request.queue in ("", row.queue) and request.kind in ("", row.kind):
                     fill_stored(response.outcomes.add(), row)
             await context.write(response)
 
     async def Get(self, request: Any, context: Any) -> task_service_pb2.GetResponse:
         found = self._find(request)
+        if not _may_see(found):
+            found = None
         if isinstance(found, Task) and found.outcome is None and request.HasField("wait"):
             wait_s = min(wire.seconds_of(request.wait), WAIT_MAX_S)
             await self._driver.settled(found.task_id, max(0.0, wait_s))
@@ -166,6 +172,9 @@ class TaskService:
         for name, task, key in [(str(i), core.tasks.get(i), i) for i in request.task_ids] + [
             (r, core.requests.get(r), r) for r in request.request_ids
         ]:
+            if not _may_see(task):
+                response.unknown.append(name)
+                continue
             if task is not None and task.outcome is None:
                 live[task.task_id] = task
                 continue
@@ -177,7 +186,7 @@ class TaskService:
             self._driver.handle(ev.Cancel(list(live.values()), request.reason[:1024]))
             response.cancelled_task_ids.extend(live)
         if elsewhere:
-            settled = await asyncio.to_thread(self._stored, [key for _, key in elsewhere])
+            settled = await asyncio.to_thread(self._stored, [key for _, key in elsewhere])  # knows the caller, too
             response.settled_task_ids.extend(settled[key] for _, key in elsewhere if key in settled)
             response.unknown.extend(name for name, key in elsewhere if key not in settled)
         return response
@@ -186,9 +195,12 @@ class TaskService:
         """The task_ids of those that the journal knows, by task_id and request_id."""
         journal = self._driver.journal
         found: dict[int | str, int] = {
-            r: s.task_id for r, s in journal.find_requests([k for k in keys if isinstance(k, str)]).items()
+            r: s.task_id
+            for r, s in journal.find_requests([k for k in keys if isinstance(k, str)]).items()
+            if _may_see(s)
         }
-        found.update((k, k) for k in keys if isinstance(k, int) and journal.get_outcome(k) is not None)
+        stored = ((k, journal.get_outcome(k)) for k in keys if isinstance(k, int))
+        found.update((k, k) for k, s in stored if s is not None and _may_see(s))
         return found
 
 
@@ -202,6 +214,7 @@ class _RunStream:
         self._stream = stream
         self._outbox = outbox
         self._context = context
+        self._caller = CALLER.get()
         self._outcomes_only = False
         self._durable: list[Task] = []  # to be told of
         self._acknowledging = False
@@ -210,7 +223,8 @@ class _RunStream:
         frame = await parse(task_service_pb2.RunRequest, data, self._context)
         self._outcomes_only = self._outcomes_only or frame.outcomes_only
         peer = self._outbox.peer
-        if frame.payload_key and not peer.show(frame.payload_key):
+        shut_out = self._caller is not None and self._caller.queues is not None
+        if frame.payload_key and (shut_out or not peer.show(frame.payload_key)):
             await refuse(self._context, grpc.StatusCode.INVALID_ARGUMENT, WRONG_KEY)
         if frame.results_taken:
             peer.taken(frame.results_taken)
@@ -241,6 +255,8 @@ class _RunStream:
         tasks = []
         for request_id in request_ids:
             task = requests.get(request_id)
+            if not _may_see(task):
+                task = None
             if task is not None and task.outcome is None:
                 tasks.append(task)
             if task is None or task.outcome is not None or self._stream not in task.streams:
@@ -260,7 +276,8 @@ class _RunStream:
                 self._acknowledge([task for task in accepted if task.task_id])
 
         patient = self._outcomes_only
-        answers = self._intake.take(batch, request_ids, self._stream, done, self._outbox.peer, patient=patient)
+        peer, caller = self._outbox.peer, self._caller
+        answers = self._intake.take(batch, request_ids, self._stream, done, peer, patient=patient, caller=caller)
         for index, answer in enumerate(answers):
             if isinstance(answer, Task) and answer.outcome is None:
                 accepted.append(answer)
@@ -312,6 +329,14 @@ class _RunStream:
             fill_stored(outbox.room_for(len(answer.body or b"") + 256).message.outcomes.add(), answer)
         elif answer.outcome is not None:
             driver.add_large_outcome(outbox, driver.outcomes.write(answer))
+
+
+def _may_see(found: Task | StoredOutcome | None) -> bool:
+    """Whether the running call's caller may see a task. What it may not see is to look as if it weren't there."""
+    queues = caller_queues()
+    if queues is None or found is None:
+        return True
+    return (found.spec.queue if isinstance(found, Task) else found.queue) in queues
 
 
 def _size(batches: Collection[task_pb2.TaskBatch], limit: int) -> int:

@@ -15,6 +15,7 @@ from multigpu_master.payloads import WRONG_KEY, Offer
 from multigpu_master.rpc.registration import parse
 from multigpu_master.rpc.status import refuse
 from multigpu_master.rpc.streams import serve_stream
+from multigpu_master.security.gate import CALLER
 
 PROTOCOL_VERSION = 2
 # Results taken over before the worker is told, if not by its next heartbeat.
@@ -58,6 +59,14 @@ class WorkerService:
             info = wire.worker_info(hello)
         except wire.InvalidTaskError as error:
             await refuse(context, grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        caller = CALLER.get()
+        if caller is not None and not caller.may_be(info.worker_id):
+            await refuse(
+                context,
+                grpc.StatusCode.PERMISSION_DENIED,
+                f"the token is not for a worker called {info.worker_id!r}, but for {', '.join(caller.worker_ids)}; "
+                "give the worker another --worker-id, or another token",
+            )
         session = next(self._sessions)
         outbox = self._driver.open_session(session)
         welcome = outbox.room_for(256).welcome

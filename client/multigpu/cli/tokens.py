@@ -1,0 +1,148 @@
+"""`mgpuctl tokens`: who may come in. Asks the master, so it takes an administrator's token itself."""
+
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import click
+
+from multigpu.cli import show, tables
+from multigpu.cli.commands import Group
+from multigpu.cli.failures import Failure
+from multigpu.cli.options import json_option, master_option
+from multigpu.cli.rpc import Master
+from multigpu.v1 import admin_service_pb2 as admin
+
+ROLES = ("submit", "read", "worker", "admin")
+UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+
+
+def ttl(text: str) -> float:
+    """Seconds: 90s, 30m, 12h, 90d. For `click.option(type=ttl)`."""
+    number, unit = text[:-1], text[-1:]
+    if not number.isdigit() or unit not in UNITS or not int(number):
+        raise click.BadParameter(f"{text!r} is no duration: write a number with s, m, h or d, such as 90d")
+    return float(int(number) * UNITS[unit])
+
+
+@click.group(cls=Group, invoke_without_command=True)
+@click.pass_context
+def tokens(context: click.Context) -> None:
+    """Make, see and revoke the tokens of a master that runs with --require-tokens. Without a command, lists them.
+
+    The first one is in the file admin.token of the master's data directory: name it with MGPU_TOKEN_FILE.
+    """
+    if context.invoked_subcommand is None:
+        context.invoke(list_)
+
+
+@tokens.command(
+    "create",
+    examples=(
+        ("mgpuctl tokens create alice --role submit --queue night", "For a client: tasks of one queue."),
+        ("mgpuctl tokens create gpu2 --role worker --worker-id 'gpu2-*' -o gpu2.token", "For the workers of one host."),
+        ("mgpuctl tokens create grafana --role read --ttl 90d", "Good for 90 days."),
+        ("mgpuctl tokens create batch --role submit --tasks-per-s 500", "More are refused for a while."),
+    ),
+)
+@click.argument("name")
+@click.option("--role", "roles", multiple=True, required=True, type=click.Choice(ROLES), help="Repeatable.")
+@click.option("--queue", "queues", multiple=True, metavar="QUEUE", help="Only tasks of this queue. Repeatable.")
+@click.option("--worker-id", "worker_ids", multiple=True, metavar="ID|PREFIX*", help="Only such workers. Repeatable.")
+@click.option("--ttl", type=ttl, metavar="DURATION", help="How long it is good: 12h, 90d.  [default: until revoked]")
+@click.option("--tasks-per-s", type=click.FloatRange(min=0), default=0, metavar="N", help="0: no limit.")
+@click.option(
+    "--calls-max", type=click.IntRange(min=0), default=0, metavar="N", help="Open calls. 0: the master's limit."
+)
+@click.option(
+    "--output", "-o", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE",
+    help="Write the token there, for the owner alone, instead of printing it.",
+)  # fmt: skip
+@master_option
+@json_option
+def create(address: str, output: Path | None, as_json: bool, **wanted: Any) -> None:
+    """Make a token, and print it. It can't be shown again: the master keeps its hash."""
+    request = admin.CreateTokenRequest(
+        name=wanted["name"],
+        roles=[f"ROLE_{role.upper()}" for role in wanted["roles"]],
+        queues=wanted["queues"],
+        worker_ids=wanted["worker_ids"],
+        tasks_per_s=wanted["tasks_per_s"],
+        calls_max=wanted["calls_max"],
+    )
+    if wanted["ttl"] is not None:
+        request.ttl.FromSeconds(int(wanted["ttl"]))
+    with Master(address) as master:
+        answer = master.call(master.admin.CreateToken, request)
+        if output is not None:
+            try:
+                _write(output, answer.secret)
+            except OSError as error:
+                master.call(master.admin.RevokeToken, admin.RevokeTokenRequest(token_id=answer.token.token_id))
+                raise Failure(f"{output} can't be written, so no token was made: {error}") from error
+    if as_json:
+        told = show.as_dict(answer.token)
+        show.value(told | ({"file": str(output)} if output is not None else {"token": answer.secret}))
+    elif output is not None:
+        show.line(f"{output}: token {answer.token.token_id}")
+    else:
+        show.line(answer.secret)
+        if sys.stdout.isatty():
+            show.note(f"token {answer.token.token_id}; it can't be shown again")
+
+
+@tokens.command("list", examples=(("mgpuctl tokens list", "All that are good, without their secrets."),))
+@master_option
+@json_option
+def list_(address: str, as_json: bool) -> None:
+    """Every token that is good, the oldest first."""
+    with Master(address) as master:
+        known = list(master.call(master.admin.ListTokens, admin.ListTokensRequest()).tokens)
+    if as_json:
+        show.value([show.as_dict(token) for token in known])
+        return
+    columns = ("TOKEN", "NAME", "ROLES", "FOR", "EXPIRES", "TASKS/S", "CALLS")
+    rows = [
+        (
+            token.token_id,
+            token.name,
+            " ".join(admin.Role.Name(role).removeprefix("ROLE_").lower() for role in token.roles),
+            " ".join((*token.queues, *token.worker_ids)) or "all",
+            f"{token.expire_time.ToDatetime():%Y-%m-%d %H:%M}Z" if token.HasField("expire_time") else "never",
+            f"{token.tasks_per_s:g}" if token.tasks_per_s else "-",
+            str(token.calls),
+        )
+        for token in known
+    ]
+    tables.table(columns, rows, right=("TASKS/S", "CALLS"), empty="no tokens")
+
+
+@tokens.command("revoke", examples=(("mgpuctl tokens revoke 3f9a0c71b2de", "What runs with it ends at once."),))
+@click.argument("token_ids", nargs=-1, required=True, metavar="TOKEN…")
+@master_option
+@json_option
+def revoke(token_ids: tuple[str, ...], address: str, as_json: bool) -> None:
+    """End tokens, and every call under way with them. Tasks that were handed in go on."""
+    with Master(address) as master:
+        ended = [
+            master.call(master.admin.RevokeToken, admin.RevokeTokenRequest(token_id=token_id)).token
+            for token_id in token_ids
+        ]
+    if as_json:
+        show.value([show.as_dict(token) for token in ended])
+    for token in ended if not as_json else ():
+        show.line(f"revoked {token.token_id} ({token.name})")
+
+
+def _write(path: Path, secret: str) -> None:
+    """Replaces the file in one step; only its owner may read it."""
+    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(descriptor, "w", encoding="ascii") as file:
+            file.write(secret + "\n")
+        Path(temporary).replace(path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise

@@ -1,0 +1,198 @@
+"""The gate before every call: who calls, by which certificate and token, and whether that may be.
+
+It looks once for each call or stream, never for a task. With neither tokens nor certificates there is no gate at all.
+"""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from contextvars import ContextVar
+from typing import Any
+
+import grpc
+import structlog
+
+from multigpu_master.rpc.status import refuse
+from multigpu_master.security.tokens import ADMIN, READ, SUBMIT, WORKER, Token, Tokens
+
+log = structlog.get_logger()
+
+# Who is served by the running call; None: the master runs without tokens, and everybody may do everything.
+CALLER: ContextVar[Token | None] = ContextVar("caller", default=None)
+
+_SUBMITTERS = frozenset({SUBMIT, ADMIN})
+_READERS = frozenset({READ, SUBMIT, ADMIN})
+_WORKERS = frozenset({WORKER})
+_ADMINS = frozenset({ADMIN})
+_ANY = frozenset({READ, SUBMIT, ADMIN, WORKER})
+# Who may call what. What isn't here, such as a call that was added and forgotten here, is for admins.
+ROLES_OF = {
+    "TaskService/Submit": _SUBMITTERS,
+    "TaskService/Run": _SUBMITTERS,
+    "TaskService/Cancel": _SUBMITTERS,
+    "TaskService/Watch": _READERS,
+    "TaskService/Get": _READERS,
+    "TaskService/List": _READERS,
+    "TaskService/Count": _READERS,
+    "WorkerService/Session": _WORKERS,
+    "AdminService/ListWorkers": _READERS,
+    "AdminService/WatchWorkers": _READERS,
+    "AdminService/GetStrategy": _READERS,
+    "AdminService/ListQueues": _READERS,
+    "AdminService/ListDeadLetters": _READERS,
+    "AdminService/GetStats": _READERS,
+    "AdminService/Explain": _READERS,
+    "AdminService/ListTokens": _ADMINS,
+    "ServerReflection/ServerReflectionInfo": _ANY,
+}
+HEADER, SCHEME = "authorization", "bearer "
+URN = "urn:multigpu:"
+NO_TOKEN = "this master asks for a token: name its file with token_file (MGPU_TOKEN_FILE), or set MGPU_TOKEN"  # noqa: S105
+BAD_TOKEN = "the token opens nothing here: it is unknown, was revoked or has expired; ask for a new one"  # noqa: S105
+ENDED = "the token was revoked or has expired; ask for a new one"
+# Refusals are worth a line of the log, but not a million.
+LOG_INTERVAL_S = 1.0
+
+Serve = Callable[[Any, Any], Awaitable[Any]]
+
+
+def roles_of(method: str) -> frozenset[str]:
+    """Who may call "Service/Method"."""
+    return ROLES_OF.get(method, _ADMINS)
+
+
+class Gate:
+    """`tokens`: None if nobody needs one. `certificates`: whether every caller has shown one, of our authority."""
+
+    def __init__(self, tokens: Tokens | None, *, certificates: bool, calls_max: int) -> None:
+        self.tokens = tokens
+        self._certificates = certificates
+        self._calls_max = calls_max
+        self._ended: set[asyncio.Task[Any]] = set()
+        self._logged_s = 0.0
+        self._unlogged = 0
+
+    def guard(self, serve: Serve, method: str) -> Serve:
+        """`serve`, for those who may call "Service/Method"."""
+        roles = roles_of(method)
+
+        async def guarded(request: Any, context: Any) -> Any:
+            if self._certificates:
+                await self._check_certificate(context, method, roles)
+            if self.tokens is None:
+                return await serve(request, context)
+            token = await self._check_token(context, method, roles, self.tokens)
+            CALLER.set(token)
+            call = asyncio.current_task()
+            assert call is not None, "handlers run in a task"
+            token.calls.add(call)
+            timer = None
+            if token.expire_s is not None:
+                timer = asyncio.get_running_loop().call_later(max(0.0, token.expire_s - time.time()), self._end, call)
+            try:
+                return await serve(request, context)
+            except asyncio.CancelledError:
+                if call not in self._ended:
+                    raise
+                call.uncancel()
+                await refuse(context, grpc.StatusCode.UNAUTHENTICATED, ENDED)
+            finally:
+                token.calls.discard(call)
+                self._ended.discard(call)
+                if timer is not None:
+                    timer.cancel()
+
+        return guarded
+
+    def revoke(self, token_id: str) -> Token | None:
+        """Ends a token, and every call under way with it. None: there was none."""
+        assert self.tokens is not None, "asked by a caller with a token"
+        token = self.tokens.remove(token_id)
+        if token is not None:
+            own = asyncio.current_task()  # who revokes the own token still gets an answer
+            for call in [c for c in token.calls if c is not own]:
+                self._end(call)
+        return token
+
+    def _end(self, call: "asyncio.Task[Any]") -> None:
+        if not call.done():
+            self._ended.add(call)
+            call.cancel()
+
+    async def _check_certificate(self, context: Any, method: str, roles: frozenset[str]) -> None:
+        kinds = [uri.decode("utf-8", "replace").removeprefix(URN) for uri in context.auth_context().get("peer_uri", ())]
+        wanted = "worker" if roles == _WORKERS else "client"
+        if wanted not in kinds and roles != _ANY:
+            await self._refuse(
+                context, method, None, grpc.StatusCode.PERMISSION_DENIED,
+                f"{method} takes a certificate of the kind {wanted}, and this one is of the kind "
+                f"{', '.join(kinds) or 'none'}: issue one with `mgpuctl certs issue DIR {wanted}`",
+            )  # fmt: skip
+
+    async def _check_token(self, context: Any, method: str, roles: frozenset[str], tokens: Tokens) -> Token:
+        headers: Sequence[Any] = [v for k, v in context.invocation_metadata() or () if k == HEADER]
+        if not headers:
+            await self._refuse(context, method, None, grpc.StatusCode.UNAUTHENTICATED, NO_TOKEN)
+        text = headers[0]
+        token = None
+        if len(headers) == 1 and isinstance(text, str) and text[: len(SCHEME)].lower() == SCHEME:
+            token = tokens.find(text[len(SCHEME) :])
+        if token is None:
+            await self._refuse(context, method, None, grpc.StatusCode.UNAUTHENTICATED, BAD_TOKEN)
+        assert token is not None, "refused above"
+        if not token.roles & roles:
+            await self._refuse(
+                context, method, token, grpc.StatusCode.PERMISSION_DENIED,
+                f"{method} takes a token of the role {' or '.join(sorted(roles))}; this one has "
+                f"{', '.join(sorted(token.roles))}",
+            )  # fmt: skip
+        limit = token.calls_max or self._calls_max
+        if len(token.calls) >= limit:
+            await self._refuse(
+                context, method, token, grpc.StatusCode.RESOURCE_EXHAUSTED,
+                f"{limit} calls are open with this token already; share streams, or try again when one has ended",
+            )  # fmt: skip
+        return token
+
+    async def _refuse(
+        self, context: Any, method: str, token: Token | None, code: grpc.StatusCode, message: str
+    ) -> None:
+        now = time.monotonic()
+        if now - self._logged_s >= LOG_INTERVAL_S:
+            log.warning(
+                "a call was refused", method=method, code=code.name, peer=context.peer(), refused_before=self._unlogged,
+                token_id=token.token_id if token is not None else None,
+            )  # fmt: skip
+            self._logged_s, self._unlogged = now, 0
+        else:
+            self._unlogged += 1
+        await refuse(context, code, message)
+
+
+def caller_queues() -> frozenset[str] | None:
+    """The queues that the running call's caller may see. None: all."""
+    caller = CALLER.get()
+    return None if caller is None else caller.queues
+
+
+class GuardedHandlers(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpc has no types
+    """The handlers of a service that isn't ours, behind the gate."""
+
+    def __init__(self, handlers: Any, gate: Gate) -> None:
+        self._handlers = handlers
+        self._gate = gate
+
+    def service(self, handler_call_details: Any) -> Any:
+        found = self._handlers.service(handler_call_details)
+        if found is None:
+            return None
+        method = "/".join(handler_call_details.method.rsplit(".", 1)[-1].split("/")[-2:])
+        inner = found.stream_stream
+
+        async def serve(request_iterator: Any, context: Any) -> None:
+            async with contextlib.aclosing(inner(request_iterator, context)) as responses:
+                async for response in responses:
+                    await context.write(response)
+
+        return found._replace(stream_stream=self._gate.guard(serve, method))

@@ -1,0 +1,77 @@
+"""What a master needs at its start to know who may come in."""
+
+import os
+import tempfile
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+
+import structlog
+from multigpu.config import MasterConfig
+
+from multigpu_master.security.gate import Gate
+from multigpu_master.security.tokens import ADMIN, Tokens
+
+log = structlog.get_logger()
+
+ADMIN_TOKEN_FILE, ADMIN_TOKEN_NAME = "admin.token", "bootstrap"
+
+Save = Callable[[dict[str, bytes | None]], Awaitable[None]]
+
+
+async def open_gate(
+    config: MasterConfig, settings: Mapping[str, bytes], now: Callable[[], float], save: Save
+) -> Gate | None:
+    """The gate, with every token that the journal knows. None: everybody may do everything.
+
+    JournalError: a token there is damaged, or can't be written. OSError: the first token can't be written.
+    """
+    tokens = Tokens(settings, now) if config.require_tokens else None
+    if tokens is not None:
+        expired: dict[str, bytes | None] = {}
+        for token in tokens.old():
+            tokens.remove(token.token_id)
+            expired |= dict.fromkeys(token.setting())
+        if expired:
+            await save(expired)
+        await _first_token(tokens, config.data_dir / ADMIN_TOKEN_FILE, save)
+    if tokens is None and not config.tls_client_ca:
+        return None
+    return Gate(tokens, certificates=bool(config.tls_client_ca), calls_max=config.token_calls_max)
+
+
+async def _first_token(tokens: Tokens, path: Path, save: Save) -> None:
+    """An administrator's token in the data directory, for those who may read there: they could change the journal, and
+    so everything, anyhow. Made when the file is missing or opens nothing; then the one before it is good no more.
+    """
+    known = tokens.find(_read_secret(path))
+    if known is not None and ADMIN in known.roles:
+        return
+    token, text = tokens.make(ADMIN_TOKEN_NAME, [ADMIN])
+    gone: dict[str, bytes | None] = {}
+    for old in tokens.named(ADMIN_TOKEN_NAME):
+        tokens.remove(old.token_id)
+        gone |= dict.fromkeys(old.setting())
+    tokens.add(token)
+    await save(gone | token.setting())
+    _write_secret(path, text)
+    log.info("an administrator's token was written", path=str(path), token_id=token.token_id)
+
+
+def _read_secret(path: Path) -> str:
+    try:
+        return path.read_text("ascii").strip()
+    except (FileNotFoundError, ValueError):
+        return ""
+
+
+def _write_secret(path: Path, text: str) -> None:
+    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")  # 0600
+    try:
+        with os.fdopen(descriptor, "w", encoding="ascii") as file:
+            file.write(text + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        Path(temporary).replace(path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise

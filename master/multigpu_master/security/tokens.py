@@ -1,0 +1,205 @@
+"""The tokens that open a master's doors: "mgpu_<token_id>_<secret>".
+
+The secret is 256 random bits, and what is kept is its SHA-256. That is enough: slow, salted hashes are for passwords,
+which can be guessed; nobody guesses 256 bits, so a stolen journal opens nothing, and a check costs a microsecond.
+"""
+
+import asyncio
+import dataclasses
+import hashlib
+import hmac
+import json
+import re
+import secrets
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from multigpu_master.journal import JournalError
+
+SUBMIT, READ, WORKER, ADMIN = "submit", "read", "worker", "admin"
+ROLES = (SUBMIT, READ, WORKER, ADMIN)
+SETTING = "token/"
+TOKENS_MAX = 10_000
+ENTRIES_MAX = 100
+NAME_BYTES_MAX = 256
+_NAME = re.compile(r"[A-Za-z0-9._@-]{1,64}")
+_TOKEN = re.compile(r"mgpu_([0-9a-f]{12})_([0-9a-f]{64})")
+
+
+@dataclasses.dataclass(slots=True, eq=False, kw_only=True)
+class Token:
+    """Who a caller is. Times are seconds since the epoch."""
+
+    token_id: str
+    name: str
+    roles: frozenset[str]
+    # None: all.
+    queues: frozenset[str] | None
+    worker_ids: tuple[str, ...]
+    create_s: float
+    expire_s: float | None
+    tasks_per_s: float
+    calls_max: int
+    digest: bytes
+    # Served now, under this token.
+    calls: set["asyncio.Task[Any]"] = dataclasses.field(default_factory=set)
+    # Tasks it may submit at once; below zero it waits.
+    _level: float = 0.0
+    _level_s: float = 0.0
+
+    def may_see(self, queue: str) -> bool:
+        return self.queues is None or queue in self.queues
+
+    def may_be(self, worker_id: str) -> bool:
+        """Whether a worker with this token may call itself so."""
+        return not self.worker_ids or any(
+            worker_id.startswith(p[:-1]) if p.endswith("*") else worker_id == p for p in self.worker_ids
+        )
+
+    def take(self, tasks: int, now: float) -> float | None:
+        """Counts tasks against tasks_per_s. None: they may come; else how long to wait, seconds.
+
+        A batch comes in whole if the last ones have been paid for, and is paid for by waiting after it. So a batch of
+        any size gets through, and in the long run no more than the rate does.
+        """
+        if not self.tasks_per_s:
+            return None
+        self._level = min(self.tasks_per_s, self._level + (now - self._level_s) * self.tasks_per_s)
+        self._level_s = now
+        if self._level <= 0:
+            return -self._level / self.tasks_per_s + 1 / self.tasks_per_s
+        self._level -= tasks
+        return None
+
+    def setting(self) -> dict[str, bytes | None]:
+        """What the journal keeps of it."""
+        kept = {
+            "name": self.name,
+            "roles": sorted(self.roles),
+            "queues": None if self.queues is None else sorted(self.queues),
+            "worker_ids": self.worker_ids,
+            "create_s": self.create_s,
+            "expire_s": self.expire_s,
+            "tasks_per_s": self.tasks_per_s,
+            "calls_max": self.calls_max,
+            "sha256": self.digest.hex(),
+        }
+        return {SETTING + self.token_id: json.dumps(kept).encode()}
+
+
+class Tokens:
+    """Every token that is good, by token_id. `now`: seconds since the epoch."""
+
+    def __init__(self, settings: Mapping[str, bytes], now: Callable[[], float]) -> None:
+        """Reads them from the journal's settings. JournalError: one is damaged."""
+        self._now = now
+        self._tokens: dict[str, Token] = {}
+        for key, value in settings.items():
+            if key.startswith(SETTING):
+                try:
+                    token = _read(key.removeprefix(SETTING), json.loads(value))
+                except (ValueError, LookupError, TypeError) as error:
+                    raise JournalError(
+                        f"The journal's setting {key!r} is damaged ({error!r}). Restore the data directory from a "
+                        "backup, or remove its row from the table `setting` of journal.sqlite3 (with sqlite3) and make "
+                        "a new token."
+                    ) from error
+                self._tokens[token.token_id] = token
+
+    def find(self, text: str) -> Token | None:
+        """Whose token this is. None: nobody's, or it has been revoked, or has expired."""
+        match = _TOKEN.fullmatch(text)
+        if match is None:
+            return None
+        token = self._tokens.get(match[1])
+        if token is None or not hmac.compare_digest(token.digest, _digest(match[2])):
+            return None
+        return None if self.expired(token) else token
+
+    def expired(self, token: Token) -> bool:
+        return token.expire_s is not None and token.expire_s <= self._now()
+
+    def good(self) -> list[Token]:
+        """Those that open a door, the oldest first."""
+        return sorted((t for t in self._tokens.values() if not self.expired(t)), key=lambda t: (t.create_s, t.token_id))
+
+    def old(self) -> list[Token]:
+        """Those that have expired."""
+        return [t for t in self._tokens.values() if self.expired(t)]
+
+    def named(self, name: str) -> list[Token]:
+        return [t for t in self._tokens.values() if t.name == name]
+
+    def make(
+        self, name: str, roles: Iterable[str], queues: Iterable[str] = (), worker_ids: Iterable[str] = (),
+        *, ttl_s: float | None = None, tasks_per_s: float = 0.0, calls_max: int = 0,
+    ) -> tuple[Token, str]:  # fmt: skip
+        """A new token, not yet added, and its text. ValueError: not with these roles, names or numbers."""
+        roles, queues, worker_ids = frozenset(roles), frozenset(queues), tuple(worker_ids)
+        _check(name, roles, queues, worker_ids)
+        if ttl_s is not None and ttl_s <= 0:
+            raise ValueError(f"ttl is {ttl_s:g} s; it must be more than 0, or absent")
+        if not 0 <= tasks_per_s <= 1e9:
+            raise ValueError(f"tasks_per_s is {tasks_per_s:g}; use 0 for no limit, or more")
+        if len(self._tokens) >= TOKENS_MAX:
+            raise ValueError(f"there are {TOKENS_MAX} tokens already; revoke some")
+        token_id, secret, now = secrets.token_hex(6), secrets.token_hex(32), self._now()
+        token = Token(
+            token_id=token_id,
+            name=name,
+            roles=roles,
+            queues=queues or None,
+            worker_ids=worker_ids,
+            create_s=now,
+            expire_s=None if ttl_s is None else now + ttl_s,
+            tasks_per_s=tasks_per_s,
+            calls_max=calls_max,
+            digest=_digest(secret),
+        )
+        return token, f"mgpu_{token_id}_{secret}"
+
+    def add(self, token: Token) -> None:
+        self._tokens[token.token_id] = token
+
+    def remove(self, token_id: str) -> Token | None:
+        """The token that opens nothing from now on. None: there was none."""
+        return self._tokens.pop(token_id, None)
+
+
+def _check(name: str, roles: frozenset[str], queues: frozenset[str], worker_ids: tuple[str, ...]) -> None:
+    if not _NAME.fullmatch(name):
+        raise ValueError(f"a token's name has 1 to 64 letters, digits, '.', '_', '-' or '@'; {name!r} is none")
+    if not roles or not roles <= set(ROLES):
+        raise ValueError(f"a token needs at least one role of {', '.join(ROLES)}")
+    if WORKER in roles and len(roles) > 1:
+        raise ValueError("a worker's token can have no other role: make two tokens")
+    if queues and (ADMIN in roles or WORKER in roles):
+        raise ValueError("a token for certain queues is for submit and read: admins and workers serve all queues")
+    if worker_ids and WORKER not in roles:
+        raise ValueError("worker_ids are for tokens of the role worker")
+    for what, entries in (("queues", queues), ("worker_ids", worker_ids)):
+        if len(entries) > ENTRIES_MAX:
+            raise ValueError(f"{len(entries)} {what}; at most {ENTRIES_MAX}")
+        if not all(0 < len(e.encode()) <= NAME_BYTES_MAX for e in entries):
+            raise ValueError(f"each of {what} has 1 to {NAME_BYTES_MAX} bytes")
+
+
+def _read(token_id: str, kept: dict[str, Any]) -> Token:
+    roles, queues, worker_ids = frozenset(kept["roles"]), kept["queues"], tuple(kept["worker_ids"])
+    _check(kept["name"], roles, frozenset(queues or ()), worker_ids)
+    return Token(
+        token_id=token_id,
+        name=kept["name"],
+        roles=roles,
+        queues=None if queues is None else frozenset(queues),
+        worker_ids=worker_ids,
+        create_s=float(kept["create_s"]),
+        expire_s=None if kept["expire_s"] is None else float(kept["expire_s"]),
+        tasks_per_s=float(kept["tasks_per_s"]),
+        calls_max=int(kept["calls_max"]),
+        digest=bytes.fromhex(kept["sha256"]),
+    )
+
+
+def _digest(secret: str) -> bytes:
+    return hashlib.sha256(secret.encode()).digest()
