@@ -84,7 +84,8 @@ class NvmlDevice:
         self.device_id: str = pynvml.nvmlDeviceGetUUID(self._handle)
         self.info = self._identity(index)
         self.visible_devices = self.device_id
-        self.engine_name = "cuda:0"
+        # A simulated driver comes without CUDA: its workers' engines compute on the processor.
+        self.engine_name = "cpu" if self.info.simulated else "cuda:0"
         # The driver said so at the last sample.
         self._gone = False
         # Functions that this device has said it will never answer.
