@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from multigpu.handlers import PermanentError as PermanentError
     from multigpu.handlers import handler as handler
     from multigpu.options import Input as Input
+    from multigpu.outcome import Energy as Energy
+    from multigpu.outcome import EnergyMethod as EnergyMethod
     from multigpu.outcome import Outcome as Outcome
     from multigpu.outcome import OutcomeState as OutcomeState
     from multigpu.outcome import Task as Task
@@ -60,7 +62,7 @@ _HOMES = {
     ),
     "multigpu.handlers": ("Context", "PermanentError", "handler"),
     "multigpu.options": ("Input",),
-    "multigpu.outcome": ("Outcome", "OutcomeState", "Task", "TaskState"),
+    "multigpu.outcome": ("Energy", "EnergyMethod", "Outcome", "OutcomeState", "Task", "TaskState"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 

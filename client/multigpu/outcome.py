@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from multigpu import errors
 from multigpu.encoding import decode
@@ -44,6 +44,28 @@ class TaskState(enum.IntEnum):
     @classmethod
     def _missing_(cls, _value: object) -> TaskState:
         return cls.UNSPECIFIED  # as above
+
+
+class EnergyMethod(enum.IntEnum):
+    """How energy can be measured."""
+
+    UNSPECIFIED = 0
+    COUNTER = 1
+    SAMPLED_POWER = 2
+
+    @classmethod
+    def _missing_(cls, _value: object) -> EnergyMethod:
+        return cls.UNSPECIFIED  # as above
+
+
+class Energy(NamedTuple):
+    """What a task took of its device's energy, in joules; the truth lies within `uncertainty` (a share of it: 0.2 is
+    plus or minus 20 %).
+    """
+
+    joules: float
+    method: EnergyMethod
+    uncertainty: float
 
 
 _SUCCEEDED = task_pb2.OUTCOME_STATE_SUCCEEDED
@@ -140,6 +162,16 @@ class Outcome:
     def device_id(self) -> str:
         """The device of the last attempt: an NVML UUID, or "cpu"."""
         return self.message.device_id
+
+    @property
+    def energy(self) -> Energy | None:
+        """What it took of its device's energy. None: it wasn't measured (a CPU, a device without a sensor, too short a
+        time, or a task that did not succeed).
+        """
+        if not self.message.HasField("energy"):
+            return None
+        energy = self.message.energy
+        return Energy(energy.joules, EnergyMethod(energy.method), energy.uncertainty)
 
     @property
     def partials(self) -> list[bytes]:

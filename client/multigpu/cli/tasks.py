@@ -154,6 +154,8 @@ def task_facts(task: task_pb2.Task) -> list[tuple[str, str]]:
         facts.append(("Not before", task.not_before.ToJsonString()))
     if outcome.HasField("stages"):
         facts.append(("Took", stages_in_words(outcome.stages)))
+    if outcome.HasField("energy"):
+        facts.append(("Energy", energy_in_words(outcome.energy)))
     if error.type:
         facts.append(("Error" if task.HasField("outcome") else "Last error", f"{error.type}: {error.message}"))
         facts.append(("", ""))
@@ -179,6 +181,16 @@ def stages_in_words(stages: task_pb2.Stages) -> str:
         if before is not None and after is not None:
             parts.append(f"{verb} {show.duration(max(0.0, after - before))}")
     return ", ".join(parts)
+
+
+def energy_in_words(energy: task_pb2.Energy) -> str:
+    """How much, how sure, and how it is known."""
+    methods = {
+        task_pb2.ENERGY_METHOD_COUNTER: "by the device's counter",
+        task_pb2.ENERGY_METHOD_SAMPLED_POWER: "from sampled power",
+    }
+    how = methods.get(energy.method, "")
+    return f"{energy.joules:.3g} J ± {energy.uncertainty:.0%} {how}".rstrip()
 
 
 @tasks.command(
