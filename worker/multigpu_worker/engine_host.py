@@ -2,7 +2,7 @@
 
 Death is the end of the process, learned from its pidfd, and not the end of the socket: a child that user code forked
 may hold the socket open for ever. What the engine said before it died is read to the end and counts. The whole process
-group is killed with it.
+group is killed with it. Under MPS (mps.py) it is taken off the GPU first, which takes a while.
 
 Knows nothing of leases' lives: agent.py does.
 """
@@ -25,6 +25,7 @@ from multigpu_worker import ipc
 from multigpu_worker.blobs import BlobMemory
 from multigpu_worker.engines.base import EngineSettings
 from multigpu_worker.engines.registry import KindInfo
+from multigpu_worker.mps import Fault, Mps, members
 from multigpu_worker.output import OutputLog
 
 log = structlog.get_logger()
@@ -32,6 +33,9 @@ log = structlog.get_logger()
 # An engine is started again at once, unless it did nothing before it died: then with a delay, doubling up to the limit.
 _RESTART_DELAY_S = 0.1
 _RESTART_DELAY_MAX_S = 5.0
+_GONE_POLL_S = 0.02
+# More than a socket can hold.
+_READS_MAX = 10_000
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
@@ -45,8 +49,10 @@ class Death:
 
     # As subprocess says it: negative for a signal.
     returncode: int
-    # What each slot ran at that moment.
+    # What each slot ran at that moment, or when we began to end it.
     slots: list[ipc.SlotState]
+    # What the GPU's MPS server has to do with it.
+    fault: Fault | None = None
 
     @property
     def words(self) -> str:
@@ -72,6 +78,7 @@ class EngineHost:
         memory_bytes: int,
         result_bytes_max: int,
         visible_devices: str | None,
+        mps: Mps | None = None,
     ) -> None:
         self.settings = settings
         self.events = events
@@ -79,6 +86,7 @@ class EngineHost:
         self.result_bytes_max = result_bytes_max
         # For CUDA_VISIBLE_DEVICES; None: as it is.
         self.visible_devices = visible_devices
+        self.mps = mps
         # Started and able to take batches.
         self.ready = False
         self.kinds: dict[str, KindInfo] = {}
@@ -96,6 +104,12 @@ class EngineHost:
         self._useful = False
         self._restart_delay_s = 0.0
         self._stopping = False
+        # Under MPS: its being ended, from the first word to its last breath, and what the slots ran at its beginning.
+        self._ending: asyncio.Task[None] | None = None
+        self._last_slots: list[ipc.SlotState] | None = None
+        self._after: asyncio.Task[None] | None = None
+        # Under MPS: it is dead, and not buried yet.
+        self._dying = False
         self._first_ready: asyncio.Future[None] = self._loop.create_future()
         self._output = OutputLog(self._loop)
 
@@ -121,7 +135,7 @@ class EngineHost:
 
     def pause(self, paused: bool) -> None:
         """Read nothing more from the engine for now: it waits when the socket is full. Or go on."""
-        if paused == self._paused or self._sock is None:
+        if paused == self._paused or self._sock is None or self._last_slots is not None:
             return
         self._paused = paused
         if paused:
@@ -130,19 +144,58 @@ class EngineHost:
             self._loop.add_reader(self._sock, self._readable)
 
     def kill(self) -> None:
-        """End the engine and all its children now. `engine_died` follows, and another engine after that."""
+        """End the engine and all its children now. `engine_died` follows, and another engine after that.
+
+        Under MPS its end takes a while; what it says from now on doesn't count.
+        """
         self.ready = False
-        if self._process is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
+        if self._process is None:
+            return
+        if self.mps is None:
+            self._sigkill(self._process.pid)
+        elif self._ending is None and not self._dying:
+            self._last_slots = self.page.sample()
+            self._hear_out()
+            self._ending = asyncio.create_task(self._end(self.mps, self._process.pid))
 
     def stop(self) -> None:
-        """End the engine for good and wait for its end, which is immediate."""
+        """End the engine for good: at once, but under MPS, where `stopped` waits for it."""
         self._stopping = True
+        if self.mps is not None:
+            self.kill()
+            return
         if self._process is not None:
             self.kill()
             self._dead()
         self._output.close()
+
+    async def stopped(self) -> None:
+        """Wait until a stopped engine is gone."""
+        if self.mps is None:
+            return
+        if self._ending is not None:
+            await self._ending
+        while self._process is not None:  # noqa: ASYNC110  it is told to nobody else
+            await asyncio.sleep(_GONE_POLL_S)
+        if self._after is not None:
+            self._after.cancel()
+            await asyncio.gather(self._after, return_exceptions=True)
+        self._output.close()
+
+    async def _end(self, mps: Mps, pid: int) -> None:
+        """Take the engine off the GPU, then kill it."""
+        await mps.detach(pid)
+        self._sigkill(pid)
+
+    def _sigkill(self, group: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(group, signal.SIGKILL)
+
+    def _hear_out(self) -> None:
+        """Take what the engine has said so far, and nothing that it may say later."""
+        assert self._sock is not None
+        self._loop.remove_reader(self._sock)
+        self._read_all(self._sock)
 
     def _spawn(self) -> None:
         ours, theirs = socket.socketpair()
@@ -158,18 +211,22 @@ class EngineHost:
                 stdout=output_fd,
                 stderr=output_fd,
                 pass_fds=fds,
-                env=_environment(self.settings, self.visible_devices),
+                env=_environment(self.settings, self.visible_devices, self.mps),
                 start_new_session=True,
             )
             os.close(output_fd)
         self.pid = self._process.pid
+        if self.mps is not None:
+            self.mps.started(self.pid)
+        self._ending = self._last_slots = None
+        self._dying = False
         self._useful = False
         self._sock = ours
         self._pidfd = os.pidfd_open(self.pid)
         self._decoder = ipc.Decoder(self._blobs.up)
         self._unsent.clear()
         self._paused = False
-        self._loop.add_reader(self._pidfd, self._dead)
+        self._loop.add_reader(self._pidfd, self._dead if self.mps is None else self._dead_under_mps)
         self._loop.add_reader(ours, self._readable)
         settings = self.settings
         models = [(name, str(path)) for name, path in settings.models.items()]
@@ -228,10 +285,11 @@ class EngineHost:
                 KindInfo(kind=kind, one_by_one=one_by_one, models=models) for kind, one_by_one, models in message[1]
             ]
             self.kinds = {info.kind: info for info in infos}
-            self.ready = True
+            self.ready = self._ending is None
             if not self._first_ready.done():
                 self._first_ready.set_result(None)
-            self.events.engine_ready()
+            if self.ready:
+                self.events.engine_ready()
         elif message[0] == "refused":
             self._refused(message[1])
         else:
@@ -278,28 +336,43 @@ class EngineHost:
         except OSError:
             self._unsent.clear()  # its death will be told by the pidfd
 
-    def _dead(self) -> None:
+    def _dead_under_mps(self) -> None:
+        """The process has ended; its children may still be clients of the GPU's server."""
+        assert self._process is not None
+        assert self.mps is not None
+        self.ready = False
+        self._dying = True
+        self._loop.remove_reader(self._pidfd)
+        self._after = asyncio.create_task(self._bury(self.mps, self._process.pid, self._ending))
+
+    async def _bury(self, mps: Mps, group: int, ending: asyncio.Task[None] | None) -> None:
+        """See to what a dead engine leaves on the GPU, whom to blame, and that the next one can start."""
+        if ending is not None:
+            await ending
+        elif any(state not in "ZX" for _, state in members(group)):
+            await mps.detach(group)
+        fault = None if self._stopping else await mps.after_death()
+        self._dead(fault)
+
+    def _dead(self, fault: Fault | None = None) -> None:
         """The process has ended: read its last words, tell, and start another."""
         assert self._process is not None
         assert self._sock is not None
         process, sock = self._process, self._sock
         self.ready = False
         # Before it is reaped, so that its process group can't be anybody else's.
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+        self._sigkill(process.pid)
         self._loop.remove_reader(self._pidfd)
         returncode = process.wait()
         os.close(self._pidfd)
         self._loop.remove_writer(sock)
         self._loop.remove_reader(sock)
-        with contextlib.suppress(BlockingIOError, EOFError, ConnectionError, ipc.FrameError):
-            while True:
-                for message, blobs in self._decoder.feed(sock):
-                    if message[0] != "ready":
-                        self.said(message, blobs)
+        if self._last_slots is None:
+            self._read_all(sock)
         sock.close()
         self._sock = self._process = None
-        death = Death(returncode=returncode, slots=self.page.sample())
+        slots = self.page.sample() if self._last_slots is None else self._last_slots
+        death = Death(returncode=returncode, slots=slots, fault=fault)
         self.page.clear()
         self._blobs.reset()
         if not self._first_ready.done():
@@ -317,14 +390,31 @@ class EngineHost:
         if delay_s:
             self._loop.call_later(delay_s, self._respawn)
         else:
-            self._spawn()
+            self._respawn()
 
     def _respawn(self) -> None:
+        if self._stopping:
+            return
+        if self.mps is None:
+            self._spawn()
+        else:
+            self._after = asyncio.create_task(self._respawn_under_mps(self.mps))
+
+    async def _respawn_under_mps(self, mps: Mps) -> None:
+        await mps.restarted()
         if not self._stopping:
             self._spawn()
 
+    def _read_all(self, sock: socket.socket) -> None:
+        """Take what the engine has said and we have not read. Bounded: a living one may go on for ever."""
+        with contextlib.suppress(BlockingIOError, EOFError, ConnectionError, ipc.FrameError):
+            for _ in range(_READS_MAX):
+                for message, blobs in self._decoder.feed(sock):
+                    if message[0] != "ready":
+                        self.said(message, blobs)
 
-def _environment(settings: EngineSettings, visible_devices: str | None) -> dict[str, str]:
+
+def _environment(settings: EngineSettings, visible_devices: str | None, mps: Mps | None) -> dict[str, str]:
     """The engine's environment: the agent's, with the device and the threads made plain to numeric libraries."""
     env = dict(os.environ)
     # What user code prints reaches the log line by line.
@@ -334,4 +424,6 @@ def _environment(settings: EngineSettings, visible_devices: str | None) -> dict[
             env[name] = str(settings.threads)
     if visible_devices is not None:
         env["CUDA_VISIBLE_DEVICES"] = visible_devices
+    if mps is not None:
+        env.update(mps.environment())
     return env

@@ -106,6 +106,8 @@ class Report:
     result: bytes | Sized = b""
     content_type: str = ""
     error: TaskError | None = None
+    # The attempt took its engine, or its device's context, down with it.
+    broke_engine: bool = False
 
 
 @dataclass(slots=True)

@@ -154,6 +154,36 @@ def blame(
     return list(failed.values()), again
 
 
+def spare(batches: Mapping[int, EngineBatch], died: TaskError) -> tuple[list[tuple[Lease, TaskError]], list[Lease]]:
+    """The same for an engine that died by no doing of its own: all go on, until it has happened too often to one."""
+    failed, again = [], []
+    for lease in [lease for batch in batches.values() for lease in batch.leases.values()]:
+        lease.deaths += 1
+        if lease.deaths >= DEATHS_MAX:
+            failed.append((lease, died))
+        else:
+            again.append(lease)
+    return failed, again
+
+
+def condemn(
+    batches: Mapping[int, EngineBatch], guilty: Mapping[int, TaskError]
+) -> tuple[list[tuple[Lease, TaskError]], list[Lease]]:
+    """The same for leases that said themselves what ended their engine; a batch that ran together is halved."""
+    failed, again = [], []
+    for batch in batches.values():
+        together = not batch.one_by_one and len(batch.leases) > 1
+        for lease in batch.leases.values():
+            error = guilty.get(lease.lease_id)
+            if error is None or together:
+                again.append(lease)
+            else:
+                failed.append((lease, error))
+            if error is not None and together:
+                lease.together_max = max(1, len(batch.leases) // 2)
+    return failed, again
+
+
 def _suspect(batch: EngineBatch, died: TaskError, failed: dict[int, tuple[Lease, TaskError]]) -> None:
     """Note that the engine died with this batch inside, and not while it ran."""
     together_max = max(1, len(batch.leases) // 2)

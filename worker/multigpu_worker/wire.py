@@ -13,6 +13,7 @@ from multigpu.v1 import worker_service_pb2 as pb
 from multigpu_worker.device import DeviceInfo, Telemetry
 from multigpu_worker.energy import Energy
 from multigpu_worker.engines.registry import KindInfo
+from multigpu_worker.mps import MpsState, MpsStatus
 from multigpu_worker.session import Frame, Held, Lease, Report, Reports, ReportState, Spec
 
 PROTOCOL_VERSION = 2
@@ -25,6 +26,11 @@ class BadFrameError(Exception):
 _STATES = {
     ReportState.FAILED: pb.REPORT_STATE_FAILED,
     ReportState.RETURNED: pb.REPORT_STATE_RETURNED,
+}
+_MPS_STATES = {
+    MpsState.OFF: device_pb2.MPS_STATE_OFF,
+    MpsState.RUNNING: device_pb2.MPS_STATE_RUNNING,
+    MpsState.FAULT: device_pb2.MPS_STATE_FAULT,
 }
 
 
@@ -125,6 +131,7 @@ def heartbeat(
     sample_ns: int,
     resident_models: Iterable[str],
     draining: bool,
+    mps: MpsStatus | None = None,
 ) -> pb.SessionRequest:
     beat = pb.Heartbeat(
         leases=[_held(entry) for entry in held],
@@ -134,6 +141,9 @@ def heartbeat(
     )
     if telemetry is not None:
         beat.telemetry.CopyFrom(telemetry_message(telemetry, sample_ns))
+    if mps is not None:
+        beat.mps.state = _MPS_STATES[mps.state]
+        beat.mps.message, beat.mps.clients, beat.mps.clients_max = mps.message, mps.clients, mps.clients_max
     return pb.SessionRequest(heartbeat=beat)
 
 
@@ -197,6 +207,7 @@ def _failure(report: Report) -> pb.Report:
         error=task_pb2.TaskError(
             type=error.type, message=error.message, retryable=error.retryable, traceback=error.traceback
         ),
+        broke_engine=report.broke_engine,
     )
 
 

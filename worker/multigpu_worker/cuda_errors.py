@@ -1,0 +1,25 @@
+"""What an error's text tells of the CUDA context it came from.
+
+After some errors the context is lost: every later CUDA call of that process fails, whatever it does, so the engine has
+to be replaced. The words are those of cudaGetErrorString, as torch and others pass them on.
+"""
+
+import re
+
+_LOST = re.compile(
+    r"illegal memory access|misaligned address|unspecified launch failure|illegal instruction|invalid program counter"
+    r"|device-side assert|hardware stack error|launch timed out|uncorrectable ECC error|address space"
+    r"|CUDA_ERROR_(ILLEGAL_|MISALIGNED_|LAUNCH_FAILED|LAUNCH_TIMEOUT|INVALID_PC|HARDWARE_STACK|ECC_UNCORRECTABLE|ASSERT)",
+    re.IGNORECASE,
+)
+_MPS = re.compile(r"\bMPS (server|client)|CUDA_ERROR_MPS_|cudaErrorMps", re.IGNORECASE)
+
+
+def context_is_lost(text: str) -> bool:
+    """Whether the error that says so leaves its process without CUDA."""
+    return "cuda" in text.lower() and (_LOST.search(text) is not None or _MPS.search(text) is not None)
+
+
+def mps_refused(text: str) -> bool:
+    """Whether it comes from the state of the GPU's MPS server, and so is not the doing of whoever ran."""
+    return _MPS.search(text) is not None

@@ -1,0 +1,90 @@
+"""What the workers of one GPU have each claimed of its MPS server: contexts, and pinned memory.
+
+A claim is a file beside the pipes, locked by its worker as long as that lives; a dead worker's claim is worth nothing
+and is swept away. What changes the daemon or the claims is done under one lock, so that workers that start together
+don't both start a daemon, or both take the last context.
+"""
+
+import asyncio
+import contextlib
+import fcntl
+import json
+import os
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+
+LOCK_TIMEOUT_S = 60.0
+_RETRY_S = 0.02
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Claim:
+    worker_id: str
+    # Of the engine, which is the leader of its process group; 0: none runs.
+    engine_pid: int
+    # 0: no limit was set.
+    pinned_bytes: int
+
+
+class Claims:
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._fd = -1
+        self._path = folder / f"claim-{os.getpid()}-{os.urandom(4).hex()}"
+
+    @contextlib.asynccontextmanager
+    async def lock(self) -> AsyncIterator[None]:
+        """The GPU's lock among its workers. TimeoutError."""
+        fd = os.open(self.folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o660)
+        try:
+            async with asyncio.timeout(LOCK_TIMEOUT_S):
+                while not _try_lock(fd):  # noqa: ASYNC110  it may be another process's
+                    await asyncio.sleep(_RETRY_S)
+            yield
+        finally:
+            os.close(fd)
+
+    def hold(self, claim: Claim) -> None:
+        """Make or change ours."""
+        if self._fd < 0:
+            self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o660)
+            fcntl.flock(self._fd, fcntl.LOCK_EX)
+        text = json.dumps([claim.worker_id, claim.engine_pid, claim.pinned_bytes]).encode()
+        os.pwrite(self._fd, text.ljust(512), 0)
+
+    def release(self) -> None:
+        """Give ours up."""
+        if self._fd >= 0:
+            self._path.unlink(missing_ok=True)
+            os.close(self._fd)
+            self._fd = -1
+
+    def others(self) -> list[Claim]:
+        """Those of other living workers. Sweeps away what dead ones left."""
+        claims = []
+        for path in self.folder.glob("claim-*"):
+            if path == self._path:
+                continue
+            try:
+                fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            except FileNotFoundError:
+                continue
+            try:
+                if _try_lock(fd):
+                    path.unlink(missing_ok=True)
+                    continue
+                with contextlib.suppress(ValueError):  # it is just being written
+                    worker_id, engine_pid, pinned_bytes = json.loads(os.pread(fd, 512, 0))
+                    claims.append(Claim(worker_id=worker_id, engine_pid=engine_pid, pinned_bytes=pinned_bytes))
+            finally:
+                os.close(fd)
+        return claims
+
+
+def _try_lock(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

@@ -1,0 +1,156 @@
+"""NVIDIA's `nvidia-cuda-mps-control`, spoken to as its documentation says: one command on standard input, one answer.
+
+https://docs.nvidia.com/deploy/mps. A control daemon answers on the socket in its pipe directory; it starts a server for
+each user, and CUDA programs that see the same pipe directory become that server's clients.
+"""
+
+import asyncio
+import contextlib
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+PROGRAM = "nvidia-cuda-mps-control"
+# A daemon that works answers at once; a server takes longer to come up on a host of many GPUs without persistence mode.
+COMMAND_TIMEOUT_S = 10.0
+_DIGITS = re.compile(r"\d+")
+_BLAMED = re.compile(r"client\D{0,12}?(\d+)", re.IGNORECASE)
+_FATAL = re.compile(r"fatal|mmu fault|memory fault", re.IGNORECASE)
+
+
+class MpsError(Exception):
+    """MPS doesn't do what is needed; the message says what is wrong and what to do."""
+
+
+class GpuFullError(MpsError):
+    """The GPU has no context, or not enough pinned memory, left for another worker."""
+
+
+class MpsControl:
+    """One GPU's control daemon."""
+
+    def __init__(self, device_id: str, pipe_dir: Path) -> None:
+        self.device_id = device_id
+        self.pipe_dir = pipe_dir
+        self.log_dir = pipe_dir / "log"
+
+    def environment(self) -> dict[str, str]:
+        """Where the daemon is, for the daemon itself and for its clients."""
+        return {"CUDA_MPS_PIPE_DIRECTORY": str(self.pipe_dir), "CUDA_MPS_LOG_DIRECTORY": str(self.log_dir)}
+
+    async def start(self) -> None:
+        """Start the daemon in the background, for this GPU alone. MpsError."""
+        await self._run(["-d"], "", {"CUDA_VISIBLE_DEVICES": self.device_id})
+
+    async def alive(self) -> bool:
+        """Whether a daemon answers here."""
+        try:
+            await self.servers()
+        except MpsError:
+            return False
+        return True
+
+    async def servers(self) -> list[int]:
+        """The process ids of its servers. MpsError."""
+        return [int(word) for word in _DIGITS.findall(await self.ask("get_server_list"))]
+
+    async def status(self, server_pid: int) -> str:
+        """A server's state: INITIALIZING, ACTIVE or FAULT; empty if there is no such server. MpsError."""
+        words = (await self.ask(f"get_server_status {server_pid}")).split()
+        return next((word for word in words if word in ("INITIALIZING", "ACTIVE", "FAULT")), "")
+
+    async def clients(self, server_pid: int) -> list[int]:
+        """The process ids of a server's clients. MpsError."""
+        return [int(word) for word in _DIGITS.findall(await self.ask(f"get_client_list {server_pid}"))]
+
+    async def terminate(self, server_pid: int, client_pid: int, timeout_s: float) -> bool:
+        """Take a client's contexts off the GPU; True: the server says that it is done. MpsError."""
+        answer = (await self.ask(f"terminate_client {server_pid} {client_pid}", timeout_s)).strip()
+        return answer in ("0", "CUDA_SUCCESS")
+
+    async def start_server(self) -> None:
+        """Have a server for this user started. MpsError."""
+        await self.ask(f"start_server -uid {os.getuid()}")
+
+    async def shut_down_server(self, server_pid: int, *, force: bool) -> None:
+        """End a server when its last client has gone, or at once. MpsError."""
+        await self.ask(f"shutdown_server {server_pid}{' -f' if force else ''}")
+
+    async def quit(self) -> None:
+        """End the daemon and its servers. MpsError."""
+        await self.ask("quit")
+
+    async def ask(self, command: str, timeout_s: float = COMMAND_TIMEOUT_S) -> str:
+        """One command's answer. MpsError: the daemon doesn't run, or doesn't answer."""
+        return await self._run([], command + "\n", {}, timeout_s)
+
+    async def _run(
+        self, arguments: list[str], words: str, extra: dict[str, str], timeout_s: float = COMMAND_TIMEOUT_S
+    ) -> str:
+        env = {**os.environ, **self.environment(), **extra}
+        what = " ".join([PROGRAM, *arguments]) + (f" ({words.strip()})" if words else "")
+        try:
+            process = await asyncio.create_subprocess_exec(
+                PROGRAM,
+                *arguments,
+                stdin=asyncio.subprocess.PIPE,
+                # A daemon keeps what it inherits: a pipe to it would never end.
+                stdout=asyncio.subprocess.DEVNULL if arguments else asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.DEVNULL,
+                env=env,
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise MpsError(f"{PROGRAM} can't be run: {error}; it comes with NVIDIA's driver") from error
+        try:
+            async with asyncio.timeout(timeout_s):
+                if not arguments:
+                    output, _ = await process.communicate(words.encode())
+                else:
+                    output = b""
+                    await process.wait()
+        except TimeoutError:
+            raise MpsError(f"{what} has not answered within {timeout_s:g} s; see {self.log_dir}/control.log") from None
+        finally:
+            if process.returncode is None:
+                with contextlib.suppress(ProcessLookupError):
+                    process.kill()
+        text = output.decode(errors="replace")
+        if process.returncode:
+            detail = text.strip() or f"exit code {process.returncode}"
+            raise MpsError(f"{what} failed: {detail}; see {self.log_dir}/control.log")
+        return text
+
+
+class ServerLog:
+    """The servers' log of one daemon, read from where we last stood: whom does it blame for a fault?
+
+    A line that speaks of a fatal error and of a client names it by its process id; the first one named is to blame, as
+    those after it only heard of it. The format is not documented in full, so a log that names nobody is no error.
+    """
+
+    def __init__(self, log_dir: Path) -> None:
+        self.path = log_dir / "server.log"
+        self.offset = self.size()
+
+    def size(self) -> int:
+        """Its length in bytes; 0 if it isn't there."""
+        try:
+            return self.path.stat().st_size
+        except OSError:
+            return 0
+
+    def fault(self) -> tuple[bool, int | None]:
+        """Whether it tells of a fatal error since `offset`, and the process id that it blames."""
+        try:
+            with self.path.open("rb") as file:
+                file.seek(self.offset if self.offset <= self.size() else 0)  # it may have been rotated
+                lines = file.read().decode(errors="replace").splitlines()
+        except OSError:
+            return False, None
+        fatal = [line for line in lines if _FATAL.search(line)]
+        # The head of a line, in brackets, has numbers of its own.
+        named: Callable[[str], re.Match[str] | None] = lambda line: _BLAMED.search(line.rpartition("] ")[2])  # noqa: E731
+        blamed = next((int(match[1]) for line in fatal if (match := named(line))), None)
+        return bool(fatal), blamed
