@@ -7,6 +7,7 @@ import signal
 import socket
 import sys
 from importlib import metadata
+from pathlib import Path
 from typing import Any, NoReturn
 
 import click
@@ -21,6 +22,9 @@ from multigpu_worker.engine_host import EngineStartError
 from multigpu_worker.engines.base import EngineSettings
 from multigpu_worker.engines.models import ModelFolderError, check_model_folder, resolve_models
 from multigpu_worker.link import ProtocolMismatchError, TakenOverError
+from multigpu_worker.mps_control import MpsError
+from multigpu_worker.mps_setup import open_mps
+from multigpu_worker.stats_file import StatsFile, record
 from multigpu_worker.wire import Identity
 
 log = structlog.get_logger()
@@ -53,7 +57,7 @@ def main(config_file: str | None, **flags: Any) -> None:
         _exit(EXIT_CONFIG, error)
     try:
         uvloop.run(_run(config, device, settings))
-    except EngineStartError as error:
+    except (EngineStartError, MpsError) as error:
         _exit(EXIT_ENGINE, error)
     except ProtocolMismatchError as error:
         _exit(EXIT_PROTOCOL, error)
@@ -66,7 +70,17 @@ def main(config_file: str | None, **flags: Any) -> None:
 async def _run(config: WorkerConfig, device: Device, settings: EngineSettings) -> None:
     identity = _identity(config, device)
     structlog.contextvars.bind_contextvars(worker_id=identity.worker_id)
-    agent = Agent(config, identity, device, settings, memory_bytes=_memory_bytes(config, device))
+    mps, mps_off = await open_mps(config, device.info, identity.worker_id)
+    agent = Agent(
+        config,
+        identity,
+        device,
+        settings,
+        memory_bytes=_memory_bytes(config, device),
+        mps=mps,
+        mps_off=mps_off,
+    )
+    stats = _stats_file(config, agent)
     draining: asyncio.Task[None] | None = None
 
     def stop() -> None:
@@ -83,7 +97,15 @@ async def _run(config: WorkerConfig, device: Device, settings: EngineSettings) -
     loop = asyncio.get_running_loop()
     for signum in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signum, stop)
-    await agent.run()
+    if stats is not None:
+        stats.start()
+    try:
+        await agent.run()
+    finally:
+        if stats is not None:
+            stats.stop()
+        if mps is not None:
+            await mps.close()
     if draining is not None:
         await draining
     log.info("stopped")
@@ -123,6 +145,16 @@ def _memory_bytes(config: WorkerConfig, device: Device) -> int:
     if config.engine_memory_bytes or device.info.device_id != "cpu":
         return config.engine_memory_bytes
     return int(host_memory_bytes() * MEMORY_SHARE)
+
+
+def _stats_file(config: WorkerConfig, agent: Agent) -> StatsFile | None:
+    if not config.stats_file:
+        return None
+    return StatsFile(
+        Path(config.stats_file).expanduser(),
+        config.stats_interval_s,
+        lambda: record(agent.identity, agent.sampler.latest, len(agent.session.leases)),
+    )
 
 
 def _exit(code: int, error: Exception) -> NoReturn:
