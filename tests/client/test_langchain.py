@@ -1,0 +1,26 @@
+"""MultiGpuEmbeddings: what its tasks look like to a master."""
+
+import pytest
+
+pytest.importorskip("langchain_core", reason="the extra `langchain` is not installed")
+
+from multigpu.langchain import MultiGpuEmbeddings
+
+from .scripted_master import ScriptedMaster
+from .test_embed import embed, vectors_of
+
+
+async def test_documents_go_in_batches_and_a_query_goes_before_them() -> None:
+    async with (
+        ScriptedMaster(embed) as master,
+        MultiGpuEmbeddings("m", master=master.address, batch_size=10, precision="bf16", queue="rag") as embeddings,
+    ):
+        texts = [f"text {n}" for n in range(101)]
+        assert await embeddings.aembed_documents(texts) == vectors_of(texts).tolist()
+        assert len(master.inputs) == 11
+        assert {spec.priority for spec in master.specs} == {0}  # the default
+        assert await embeddings.aembed_query("which text?") == vectors_of(["which text?"]).tolist()[0]
+        assert len(master.inputs) == 12
+        assert {spec.priority for spec in master.specs} == {0, 2}
+        named = {(spec.kind, spec.model, spec.queue, spec.parameters["precision"]) for spec in master.specs}
+        assert named == {("embed", "m", "rag", "bf16")}
