@@ -30,9 +30,9 @@ def ttl(text: str) -> float:
 @click.group(cls=Group, invoke_without_command=True)
 @click.pass_context
 def tokens(context: click.Context) -> None:
-    """Make, see and revoke the tokens of a master that runs with --require-tokens. Without a command, lists them.
+    """Make, see and revoke the tokens that open a master's doors. Without a command, lists them.
 
-    The first one is in the file admin.token of the master's data directory: name it with MGPU_TOKEN_FILE.
+    For a master that runs with --require-tokens. The first token is in the file admin.token of the master's data directory: name it with MGPU_TOKEN_FILE.
     """
     if context.invoked_subcommand is None:
         context.invoke(list_)
@@ -69,7 +69,7 @@ def create(address: str, output: Path | None, as_json: bool, **wanted: Any) -> N
         roles=[f"ROLE_{role.upper()}" for role in wanted["roles"]],
         queues=wanted["queues"],
         worker_ids=wanted["worker_ids"],
-        tasks_per_s=wanted["tasks_per_s"],
+        task_rate=wanted["tasks_per_s"],
         calls_max=wanted["calls_max"],
     )
     if wanted["ttl"] is not None:
@@ -99,7 +99,8 @@ def create(address: str, output: Path | None, as_json: bool, **wanted: Any) -> N
 def list_(address: str, as_json: bool) -> None:
     """Every token that is good, the oldest first."""
     with Master(address) as master:
-        known = list(master.call(master.admin.ListTokens, admin.ListTokensRequest()).tokens)
+        request = admin.ListTokensRequest(page_size=1000)
+        known = [token for page in master.pages(master.admin.ListTokens, request) for token in page.tokens]
     if as_json:
         show.value([show.as_dict(token) for token in known])
         return
@@ -111,7 +112,7 @@ def list_(address: str, as_json: bool) -> None:
             " ".join(admin.Role.Name(role).removeprefix("ROLE_").lower() for role in token.roles),
             " ".join((*token.queues, *token.worker_ids)) or "all",
             f"{token.expire_time.ToDatetime():%Y-%m-%d %H:%M}Z" if token.HasField("expire_time") else "never",
-            f"{token.tasks_per_s:g}" if token.tasks_per_s else "-",
+            f"{token.task_rate:g}" if token.task_rate else "-",
             str(token.calls),
         )
         for token in known

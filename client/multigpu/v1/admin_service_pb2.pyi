@@ -20,10 +20,23 @@ class WorkerState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     WORKER_STATE_ACTIVE: _ClassVar[WorkerState]
     WORKER_STATE_DRAINING: _ClassVar[WorkerState]
     WORKER_STATE_LOST: _ClassVar[WorkerState]
+
+class Role(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    ROLE_UNSPECIFIED: _ClassVar[Role]
+    ROLE_SUBMIT: _ClassVar[Role]
+    ROLE_READ: _ClassVar[Role]
+    ROLE_WORKER: _ClassVar[Role]
+    ROLE_ADMIN: _ClassVar[Role]
 WORKER_STATE_UNSPECIFIED: WorkerState
 WORKER_STATE_ACTIVE: WorkerState
 WORKER_STATE_DRAINING: WorkerState
 WORKER_STATE_LOST: WorkerState
+ROLE_UNSPECIFIED: Role
+ROLE_SUBMIT: Role
+ROLE_READ: Role
+ROLE_WORKER: Role
+ROLE_ADMIN: Role
 
 class Worker(_message.Message):
     __slots__ = ("worker_id", "host", "version", "pid", "state", "cordoned", "drain_deadline", "device", "telemetry", "labels", "capabilities", "resident_models", "slots", "window_tasks", "window_bytes", "leases", "leased_bytes", "succeeded", "failed", "connect_time", "last_heartbeat_time", "session_id", "health", "cordon_reason", "mps", "quarantined")
@@ -349,6 +362,84 @@ class Breaker(_message.Message):
     quarantines: int
     quarantines_max: int
     def __init__(self, tripped: _Optional[bool] = ..., trip_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., quarantines: _Optional[int] = ..., quarantines_max: _Optional[int] = ...) -> None: ...
+
+class Token(_message.Message):
+    __slots__ = ("token_id", "name", "roles", "queues", "worker_ids", "create_time", "expire_time", "task_rate", "calls_max", "calls")
+    TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    ROLES_FIELD_NUMBER: _ClassVar[int]
+    QUEUES_FIELD_NUMBER: _ClassVar[int]
+    WORKER_IDS_FIELD_NUMBER: _ClassVar[int]
+    CREATE_TIME_FIELD_NUMBER: _ClassVar[int]
+    EXPIRE_TIME_FIELD_NUMBER: _ClassVar[int]
+    TASK_RATE_FIELD_NUMBER: _ClassVar[int]
+    CALLS_MAX_FIELD_NUMBER: _ClassVar[int]
+    CALLS_FIELD_NUMBER: _ClassVar[int]
+    token_id: str
+    name: str
+    roles: _containers.RepeatedScalarFieldContainer[Role]
+    queues: _containers.RepeatedScalarFieldContainer[str]
+    worker_ids: _containers.RepeatedScalarFieldContainer[str]
+    create_time: _timestamp_pb2.Timestamp
+    expire_time: _timestamp_pb2.Timestamp
+    task_rate: float
+    calls_max: int
+    calls: int
+    def __init__(self, token_id: _Optional[str] = ..., name: _Optional[str] = ..., roles: _Optional[_Iterable[_Union[Role, str]]] = ..., queues: _Optional[_Iterable[str]] = ..., worker_ids: _Optional[_Iterable[str]] = ..., create_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., expire_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., task_rate: _Optional[float] = ..., calls_max: _Optional[int] = ..., calls: _Optional[int] = ...) -> None: ...
+
+class CreateTokenRequest(_message.Message):
+    __slots__ = ("name", "roles", "queues", "worker_ids", "ttl", "task_rate", "calls_max")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    ROLES_FIELD_NUMBER: _ClassVar[int]
+    QUEUES_FIELD_NUMBER: _ClassVar[int]
+    WORKER_IDS_FIELD_NUMBER: _ClassVar[int]
+    TTL_FIELD_NUMBER: _ClassVar[int]
+    TASK_RATE_FIELD_NUMBER: _ClassVar[int]
+    CALLS_MAX_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    roles: _containers.RepeatedScalarFieldContainer[Role]
+    queues: _containers.RepeatedScalarFieldContainer[str]
+    worker_ids: _containers.RepeatedScalarFieldContainer[str]
+    ttl: _duration_pb2.Duration
+    task_rate: float
+    calls_max: int
+    def __init__(self, name: _Optional[str] = ..., roles: _Optional[_Iterable[_Union[Role, str]]] = ..., queues: _Optional[_Iterable[str]] = ..., worker_ids: _Optional[_Iterable[str]] = ..., ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., task_rate: _Optional[float] = ..., calls_max: _Optional[int] = ...) -> None: ...
+
+class CreateTokenResponse(_message.Message):
+    __slots__ = ("token", "secret")
+    TOKEN_FIELD_NUMBER: _ClassVar[int]
+    SECRET_FIELD_NUMBER: _ClassVar[int]
+    token: Token
+    secret: str
+    def __init__(self, token: _Optional[_Union[Token, _Mapping]] = ..., secret: _Optional[str] = ...) -> None: ...
+
+class ListTokensRequest(_message.Message):
+    __slots__ = ("page_size", "page_token")
+    PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
+    PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    page_size: int
+    page_token: str
+    def __init__(self, page_size: _Optional[int] = ..., page_token: _Optional[str] = ...) -> None: ...
+
+class ListTokensResponse(_message.Message):
+    __slots__ = ("tokens", "next_page_token")
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    tokens: _containers.RepeatedCompositeFieldContainer[Token]
+    next_page_token: str
+    def __init__(self, tokens: _Optional[_Iterable[_Union[Token, _Mapping]]] = ..., next_page_token: _Optional[str] = ...) -> None: ...
+
+class RevokeTokenRequest(_message.Message):
+    __slots__ = ("token_id",)
+    TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
+    token_id: str
+    def __init__(self, token_id: _Optional[str] = ...) -> None: ...
+
+class RevokeTokenResponse(_message.Message):
+    __slots__ = ("token",)
+    TOKEN_FIELD_NUMBER: _ClassVar[int]
+    token: Token
+    def __init__(self, token: _Optional[_Union[Token, _Mapping]] = ...) -> None: ...
 
 class GetStatsRequest(_message.Message):
     __slots__ = ()

@@ -109,6 +109,21 @@ class AdminServiceStub:
                 request_serializer=multigpu_dot_v1_dot_admin__service__pb2.DeleteDeadLettersRequest.SerializeToString,
                 response_deserializer=multigpu_dot_v1_dot_admin__service__pb2.DeleteDeadLettersResponse.FromString,
                 _registered_method=True)
+        self.CreateToken = channel.unary_unary(
+                '/multigpu.v1.AdminService/CreateToken',
+                request_serializer=multigpu_dot_v1_dot_admin__service__pb2.CreateTokenRequest.SerializeToString,
+                response_deserializer=multigpu_dot_v1_dot_admin__service__pb2.CreateTokenResponse.FromString,
+                _registered_method=True)
+        self.ListTokens = channel.unary_unary(
+                '/multigpu.v1.AdminService/ListTokens',
+                request_serializer=multigpu_dot_v1_dot_admin__service__pb2.ListTokensRequest.SerializeToString,
+                response_deserializer=multigpu_dot_v1_dot_admin__service__pb2.ListTokensResponse.FromString,
+                _registered_method=True)
+        self.RevokeToken = channel.unary_unary(
+                '/multigpu.v1.AdminService/RevokeToken',
+                request_serializer=multigpu_dot_v1_dot_admin__service__pb2.RevokeTokenRequest.SerializeToString,
+                response_deserializer=multigpu_dot_v1_dot_admin__service__pb2.RevokeTokenResponse.FromString,
+                _registered_method=True)
         self.GetStats = channel.unary_unary(
                 '/multigpu.v1.AdminService/GetStats',
                 request_serializer=multigpu_dot_v1_dot_admin__service__pb2.GetStatsRequest.SerializeToString,
@@ -222,6 +237,27 @@ class AdminServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def CreateToken(self, request, context):
+        """The tokens that open this master's doors. FAILED_PRECONDITION: it runs without (require_tokens is off).
+        The answer holds the token itself, which nobody can ask for again: only its hash is kept.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListTokens(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RevokeToken(self, request, context):
+        """At once: calls and streams under way with it end as UNAUTHENTICATED. NOT_FOUND: there is no such token.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetStats(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -312,6 +348,21 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.DeleteDeadLetters,
                     request_deserializer=multigpu_dot_v1_dot_admin__service__pb2.DeleteDeadLettersRequest.FromString,
                     response_serializer=multigpu_dot_v1_dot_admin__service__pb2.DeleteDeadLettersResponse.SerializeToString,
+            ),
+            'CreateToken': grpc.unary_unary_rpc_method_handler(
+                    servicer.CreateToken,
+                    request_deserializer=multigpu_dot_v1_dot_admin__service__pb2.CreateTokenRequest.FromString,
+                    response_serializer=multigpu_dot_v1_dot_admin__service__pb2.CreateTokenResponse.SerializeToString,
+            ),
+            'ListTokens': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListTokens,
+                    request_deserializer=multigpu_dot_v1_dot_admin__service__pb2.ListTokensRequest.FromString,
+                    response_serializer=multigpu_dot_v1_dot_admin__service__pb2.ListTokensResponse.SerializeToString,
+            ),
+            'RevokeToken': grpc.unary_unary_rpc_method_handler(
+                    servicer.RevokeToken,
+                    request_deserializer=multigpu_dot_v1_dot_admin__service__pb2.RevokeTokenRequest.FromString,
+                    response_serializer=multigpu_dot_v1_dot_admin__service__pb2.RevokeTokenResponse.SerializeToString,
             ),
             'GetStats': grpc.unary_unary_rpc_method_handler(
                     servicer.GetStats,
@@ -729,6 +780,87 @@ class AdminService:
             '/multigpu.v1.AdminService/DeleteDeadLetters',
             multigpu_dot_v1_dot_admin__service__pb2.DeleteDeadLettersRequest.SerializeToString,
             multigpu_dot_v1_dot_admin__service__pb2.DeleteDeadLettersResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CreateToken(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/multigpu.v1.AdminService/CreateToken',
+            multigpu_dot_v1_dot_admin__service__pb2.CreateTokenRequest.SerializeToString,
+            multigpu_dot_v1_dot_admin__service__pb2.CreateTokenResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListTokens(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/multigpu.v1.AdminService/ListTokens',
+            multigpu_dot_v1_dot_admin__service__pb2.ListTokensRequest.SerializeToString,
+            multigpu_dot_v1_dot_admin__service__pb2.ListTokensResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RevokeToken(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/multigpu.v1.AdminService/RevokeToken',
+            multigpu_dot_v1_dot_admin__service__pb2.RevokeTokenRequest.SerializeToString,
+            multigpu_dot_v1_dot_admin__service__pb2.RevokeTokenResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -8,7 +8,7 @@ from multigpu.v1 import admin_service_pb2 as pb
 from multigpu_master import wire
 from multigpu_master.driver import Driver
 from multigpu_master.journal import JournalError
-from multigpu_master.rpc.status import refuse
+from multigpu_master.rpc.status import make_token, page_size_of, read_token, refuse
 from multigpu_master.security.gate import Gate
 from multigpu_master.security.tokens import Token, Tokens
 
@@ -39,7 +39,7 @@ class TokenCalls:
                 request.queues,
                 request.worker_ids,
                 ttl_s=wire.seconds_of(request.ttl) if request.HasField("ttl") else None,
-                tasks_per_s=request.tasks_per_s,
+                tasks_per_s=request.task_rate,
                 calls_max=request.calls_max,
             )
         except ValueError as error:
@@ -53,7 +53,13 @@ class TokenCalls:
 
     async def ListTokens(self, request: Any, context: Any) -> pb.ListTokensResponse:
         _, tokens = await self._tokens(context)
-        return pb.ListTokensResponse(tokens=[_message(t) for t in tokens.good()])
+        size = await page_size_of(context, request.page_size)
+        start = await read_token(context, request.page_token, "page_token")
+        good = tokens.good()
+        response = pb.ListTokensResponse(tokens=[_message(t) for t in good[start : start + size]])
+        if start + size < len(good):
+            response.next_page_token = make_token(start + size)
+        return response
 
     async def RevokeToken(self, request: Any, context: Any) -> pb.RevokeTokenResponse:
         gate, _ = await self._tokens(context)
@@ -91,7 +97,7 @@ def _message(token: Token) -> pb.Token:
         roles=[_NUMBERS[r] for r in sorted(token.roles)],
         queues=sorted(token.queues or ()),
         worker_ids=token.worker_ids,
-        tasks_per_s=token.tasks_per_s,
+        task_rate=token.tasks_per_s,
         calls_max=token.calls_max,
         calls=len(token.calls),
     )
