@@ -63,8 +63,8 @@ def _log_level() -> Any:
 
 
 def _log_format() -> Any:
-    text = 'How log lines look on stderr. "auto": "console" on a terminal, else "json".'
-    return _setting("auto", text, choices=("auto", "json", "console"))
+    text = 'How log lines look. "auto": "console" on a terminal, "journald" under systemd, else "json".'
+    return _setting("auto", text, choices=("auto", "json", "console", "journald"))
 
 
 def _tls_ca(**more: Any) -> Any:
@@ -206,6 +206,12 @@ class WorkerConfig(_Checked):
     )
     mps_pinned_device_mem_limit_bytes: int = _setting(
         0, "Most of the GPU's memory that an engine may use under MPS. 0: no limit.", minimum=0
+    )
+    mps_terminate_timeout_s: float = _setting(
+        10.0,
+        "How long MPS may take to let go of an engine that is to be ended; then the GPU's MPS server is shut down.",
+        minimum=0.1,
+        maximum=600,
     )
     mps_pipe_dir: str = _setting(
         "",

@@ -28,9 +28,8 @@ from multigpu_worker.mps_control import GpuFullError, MpsControl, MpsError, Serv
 log = structlog.get_logger()
 
 POLL_S = 1.0
-# How long a server may take to be ready, an engine to be taken off the GPU, other clients to exit after a fault.
+# How long a server may take to be ready, and other clients to exit after a fault.
 READY_TIMEOUT_S = 60.0
-DETACH_TIMEOUT_S = 10.0
 RECOVERY_TIMEOUT_S = 30.0
 _RETRY_S = 0.05
 # After a request for a server, another one is made no sooner.
@@ -68,6 +67,8 @@ class MpsLimits:
     active_thread_percentage: float = 0.0
     # Of its memory; 0: no limit.
     pinned_bytes: int = 0
+    # How long the server may take to let go of it.
+    terminate_timeout_s: float = 10.0
     # Of the GPU: contexts, and memory.
     clients_max: int = 48
     memory_bytes: int = 0
@@ -260,13 +261,13 @@ class Mps:
         """
         self._blaming = True
         try:
-            async with asyncio.timeout(DETACH_TIMEOUT_S):
+            async with asyncio.timeout(self.limits.terminate_timeout_s):
                 await self._detach(group)
         except (TimeoutError, MpsError, OSError) as error:
             log.error(  # noqa: TRY400  the reason is all there is to say
                 "MPS does not let go of the engine, so the GPU's server is shut down; its other clients fail with it",
                 engine_pid=group,
-                error=str(error) or f"no answer within {DETACH_TIMEOUT_S:g} s",
+                error=str(error) or f"no answer within {self.limits.terminate_timeout_s:g} s",
             )
             await self._force()
 
@@ -275,7 +276,7 @@ class Mps:
         while True:
             attached = await self._attached(group) - done
             for server_pid, client in attached:
-                if await self.control.terminate(server_pid, client, DETACH_TIMEOUT_S):
+                if await self.control.terminate(server_pid, client, self.limits.terminate_timeout_s):
                     done.add((server_pid, client))
             if not attached:
                 # Might one of them just be connecting? When they can't, we look again.
@@ -304,7 +305,7 @@ class Mps:
     async def _force(self) -> None:
         self._forced = True
         try:
-            async with asyncio.timeout(DETACH_TIMEOUT_S):
+            async with asyncio.timeout(self.limits.terminate_timeout_s):
                 for pid in await self.control.servers():
                     await self.control.shut_down_server(pid, force=True)
         except (TimeoutError, MpsError) as error:

@@ -66,6 +66,7 @@ async def open_mps(config: WorkerConfig, info: DeviceInfo, worker_id: str) -> tu
     limits = MpsLimits(
         active_thread_percentage=config.mps_active_thread_percentage,
         pinned_bytes=config.mps_pinned_device_mem_limit_bytes,
+        terminate_timeout_s=config.mps_terminate_timeout_s,
         clients_max=clients_max(info.cuda_version),
         memory_bytes=info.memory_total_bytes,
     )
