@@ -7,6 +7,7 @@ from typing import IO, Any, ClassVar
 
 import click
 
+WARNINGS = 6
 INTERRUPTED = 130
 BROKEN_PIPE = 141
 TERMINATED = 143
@@ -18,6 +19,7 @@ EXIT_CODES: tuple[tuple[str, str], ...] = (
     ("3", "No master answers."),
     ("4", "There is no such task, worker or queue."),
     ("5", "Some tasks failed, were cancelled or expired."),
+    ("6", "Nothing fails, but `doctor` has warnings."),
     ("130", "Interrupted by Ctrl-C."),
 )
 

@@ -17,21 +17,22 @@ WIDTH_MIN, HEIGHT_MIN = 40, 12
 BARS = "▁▂▃▄▅▆▇█"
 KEYS = "↑↓ move  Tab list  d drain  c/u cordon on/off  x cancel  s sort  ? help  q quit"
 HELP = """
-  ↑ ↓ j k            mark the line above, below
-  PgUp PgDn          ten lines at once
-  Home End           the first, the last
-  Tab ← →            the next list: devices, queues, running tasks
+  ↑ ↓ j k      mark the line above, below
+  PgUp PgDn    ten lines at once
+  Home End     the first, the last
+  Tab ← →      the next list: devices, queues, running tasks
 
-  d                  drain the marked device's worker: no new tasks, what runs may finish
-  c                  cordon it: no new tasks; what it holds it keeps
-  u                  uncordon: ends a drain and a cordon
-  x                  cancel the marked task
+  d            drain the marked device's worker: no new tasks, what runs may end
+  c            cordon it: no new tasks; what it holds it keeps
+  u            uncordon: ends a drain and a cordon
+  x            cancel the marked task
 
-  s r                sort devices by the next column; the other way round
-  q Ctrl-C           quit
+  s r          sort devices by the next column; the other way round
+  q Ctrl-C     quit
 
-  Each bar of a fleet that is longer than the screen is a device: how high says how busy.
-  green: healthy   yellow: degraded   cyan: recovering   red: sick or lost   magenta: cordoned
+  Devices that don't all fit are bars above the list: the higher, the busier.
+  green healthy, yellow degraded, cyan recovering, red sick or lost,
+  magenta cordoned
 """
 
 
