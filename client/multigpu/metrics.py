@@ -4,7 +4,8 @@ There are no instruments on the hot path. A daemon counts in plain integers, and
 snapshot; the function runs when Prometheus scrapes or when the OTLP export is due, and never otherwise. It is called
 on a thread of its own: it must only read, or hand over to the thread that owns the numbers.
 
-Names begin with `mgpu_`, end in their unit, and in `_total` where they only grow, for both roads alike.
+Names begin with `mgpu_`, end in their unit, and in `_total` where they only grow, for both roads alike. What
+OpenTelemetry's conventions have a name for (`hw.*`) goes to its collectors by that name too.
 """
 
 import dataclasses
@@ -52,16 +53,21 @@ class HistogramSample:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Metric:
-    """A named family of numbers. `counter` only grows while the process lives; `gauge` goes up and down."""
+    """A named family of numbers. `counter` only grows while the process lives; `gauge` goes up and down, and so does
+    `updowncounter`, whose samples may be added up.
+    """
 
     name: str
-    kind: Literal["counter", "gauge", "histogram"]
+    kind: Literal["counter", "gauge", "updowncounter", "histogram"]
     help: str
     samples: tuple[Sample, ...] | tuple[HistogramSample, ...]
+    # For OTLP, where the name doesn't end in it.
+    unit: str = ""
 
     def __post_init__(self) -> None:
-        """The name says what the kind is."""
-        assert self.name.endswith("_total") == (self.kind == "counter"), self.name
+        """The name says what the kind is, unless OpenTelemetry has named it."""
+        if not self.name.startswith("hw."):
+            assert self.name.endswith("_total") == (self.kind == "counter"), self.name
         wanted = HistogramSample if self.kind == "histogram" else Sample
         assert all(type(sample) is wanted for sample in self.samples), self.name
 
@@ -198,7 +204,9 @@ class OtlpMetrics:
 
         now_ns = time.time_ns()
         metrics = [
-            export.Metric(name=metric.name, description=metric.help, unit="", data=self._data(export, metric, now_ns))
+            export.Metric(
+                name=metric.name, description=metric.help, unit=metric.unit, data=self._data(export, metric, now_ns)
+            )
             for metric in self._collect()
         ]
         scope = export.ScopeMetrics(scope=InstrumentationScope("multigpu"), metrics=metrics, schema_url="")
@@ -221,8 +229,9 @@ class OtlpMetrics:
             for sample in metric.samples
             if isinstance(sample, Sample)
         ]
-        if metric.kind == "counter":
-            return export.Sum(data_points=points, aggregation_temporality=cumulative, is_monotonic=True)
+        if metric.kind in ("counter", "updowncounter"):
+            monotonic = metric.kind == "counter"
+            return export.Sum(data_points=points, aggregation_temporality=cumulative, is_monotonic=monotonic)
         return export.Gauge(data_points=points)
 
     def _histogram_point(self, export: Any, sample: Sample | HistogramSample, now_ns: int) -> Any:

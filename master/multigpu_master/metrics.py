@@ -12,7 +12,7 @@ from multigpu.config import MasterConfig, TelemetryConfig
 from multigpu.credentials import is_loopback
 from multigpu.metrics import Metric, OtlpMetrics, PrometheusServer, Sample, configure_metrics, serve_prometheus
 
-from multigpu_master import VERSION
+from multigpu_master import VERSION, metrics_devices
 from multigpu_master.core.model import Worker
 from multigpu_master.driver import Driver
 from multigpu_master.memory import resident_bytes
@@ -36,6 +36,8 @@ class MasterMetrics:
         self._certificate_ns = 0
         self._telemetry = telemetry
         self._last: tuple[Metric, ...] = ()
+        # For OTLP alone.
+        self._hardware: tuple[Metric, ...] = ()
         self._timer: asyncio.TimerHandle | None = None
         self._prometheus: PrometheusServer | None = None
         self._otlp: OtlpMetrics | None = None
@@ -43,7 +45,9 @@ class MasterMetrics:
     def start(self) -> None:
         """ConfigError: the address can't be had, or the exporter is not installed."""
         self._otlp = configure_metrics(
-            self._telemetry, {"service.name": "mgpu-master", "service.version": VERSION}, lambda: self._last
+            self._telemetry,
+            {"service.name": "mgpu-master", "service.version": VERSION},
+            lambda: (*self._last, *self._hardware),
         )
         if self._listen:
             self._prometheus = serve_prometheus(self._listen, lambda: self._last, self._tls)
@@ -53,14 +57,20 @@ class MasterMetrics:
     def stop(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
-            self._last = tuple(_metrics(self._driver))
+            self._take()
         if self._otlp is not None:
             self._otlp.close()
         if self._prometheus is not None:
             self._prometheus.close()
 
+    def _take(self) -> None:
+        devices = metrics_devices.told(list(self._driver.core.fleet.workers.values()))
+        self._last = (*_metrics(self._driver), *metrics_devices.metrics(devices))
+        if self._otlp is not None:
+            self._hardware = tuple(metrics_devices.hardware_metrics(devices))
+
     def _snapshot(self) -> None:
-        self._last = tuple(_metrics(self._driver))
+        self._take()
         if self._tls is not None:
             self._renew(self._tls)
         self._timer = asyncio.get_running_loop().call_later(INTERVAL_S, self._snapshot)
@@ -115,15 +125,3 @@ def _of_workers(workers: list[Worker]) -> Iterator[Metric]:
     yield each("mgpu_worker_leases", "Unsettled leases.", [(w, float(len(w.leases))) for w in workers])
     yield each("mgpu_worker_succeeded_total", "Tasks that succeeded there.", [(w, float(w.succeeded)) for w in workers])
     yield each("mgpu_worker_failed_total", "Attempts that failed there.", [(w, float(w.failed)) for w in workers])
-    used = [(w, w.telemetry.memory_used_bytes) for w in workers]
-    yield each("mgpu_device_memory_used_bytes", "Device memory in use.", [(w, _number(v)) for w, v in used])
-    total = [(w, w.telemetry.memory_total_bytes) for w in workers]
-    yield each("mgpu_device_memory_total_bytes", "Device memory.", [(w, _number(v)) for w, v in total])
-    yield each("mgpu_device_utilization_ratio", "Busy share, 0 to 1.", [(w, w.telemetry.utilization) for w in workers])
-    heat = [(w, w.telemetry.temperature_celsius) for w in workers]
-    yield each("mgpu_device_temperature_celsius", "Temperature.", heat)
-    yield each("mgpu_device_power_watts", "Power drawn.", [(w, w.telemetry.power_watts) for w in workers])
-
-
-def _number(value: int | None) -> float | None:
-    return None if value is None else float(value)

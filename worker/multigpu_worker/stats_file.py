@@ -22,11 +22,17 @@ from multigpu_worker.wire import Identity
 
 # The file and FILE.1 together take twice that at most.
 BYTES_MAX = 64 << 20
+# While there is nothing to tell yet.
+RETRY_S = 0.2
 log = structlog.get_logger()
 
 
-def record(identity: Identity, sample: Sample | None, leases: int) -> dict[str, Any]:
-    """A line of the file. What the device doesn't tell is absent; names and units are those of multigpu.v1."""
+def record(identity: Identity, sample: Sample | None, leases: int) -> dict[str, Any] | None:
+    """A line of the file. What the device doesn't tell is absent; names and units are those of multigpu.v1. None: it
+    has told nothing yet.
+    """
+    if sample is None:
+        return None
     line: dict[str, Any] = {
         "time": _instant(time.time_ns()),
         "worker_id": identity.worker_id,
@@ -35,11 +41,9 @@ def record(identity: Identity, sample: Sample | None, leases: int) -> dict[str, 
         "device": _told(dataclasses.asdict(identity.device)),
         "leases": leases,
     }
-    if sample is not None:
-        telemetry = _told(dataclasses.asdict(sample.telemetry))
-        line["telemetry"] = {"sample_time": _instant(sample.time_ns), **telemetry}
-        if sample.gone:
-            line["gone"] = sample.gone
+    line["telemetry"] = {"sample_time": _instant(sample.time_ns), **_told(dataclasses.asdict(sample.telemetry))}
+    if sample.gone:
+        line["gone"] = sample.gone
     return line
 
 
@@ -52,10 +56,12 @@ def _instant(instant_ns: int) -> str:
 
 
 class StatsFile:
-    """Appends what `collect` gives, at once and then every interval. `collect` is called on the thread."""
+    """Appends what `collect` gives, as soon as it gives something and then every interval. `collect` is called on the
+    thread.
+    """
 
     def __init__(
-        self, path: Path, interval_s: float, collect: Callable[[], dict[str, Any]], bytes_max: int = BYTES_MAX
+        self, path: Path, interval_s: float, collect: Callable[[], dict[str, Any] | None], bytes_max: int = BYTES_MAX
     ) -> None:
         self._path = path
         self._interval_s = interval_s
@@ -75,16 +81,19 @@ class StatsFile:
 
     def _run(self) -> None:
         while True:
+            line = None
             try:
-                append(self._path, json.dumps(self._collect()).encode() + b"\n", self._bytes_max)
-                self._failed = False
+                line = self._collect()
+                if line is not None:
+                    append(self._path, json.dumps(line).encode() + b"\n", self._bytes_max)
+                    self._failed = False
             except OSError as error:
                 if not self._failed:  # once, until it works again
                     log.warning("stats_file can't be written", path=str(self._path), error=str(error))
                 self._failed = True
             except Exception:
                 log.exception("a line for stats_file could not be made")
-            if self._stopped.wait(self._interval_s):
+            if self._stopped.wait(self._interval_s if line is not None else min(self._interval_s, RETRY_S)):
                 return
 
 
