@@ -15,6 +15,7 @@ import grpc
 import grpc.aio
 
 from multigpu import errors
+from multigpu.config import ConfigError
 from multigpu.credentials import Credentials
 from multigpu.v1 import task_service_pb2, task_service_pb2_grpc
 
@@ -82,15 +83,21 @@ class Connection:
         if self._channel is None:
             self._loop = loop
             self._stamp = self.credentials.stamp()
-            self._channel = self.credentials.aio_channel(self.master, _OPTIONS)
+            try:
+                self._channel = self.credentials.aio_channel(self.master, _OPTIONS)
+            except ConfigError as error:
+                raise errors.AccessError(str(error)) from error
             self._stub = task_service_pb2_grpc.TaskServiceStub(self._channel)  # type: ignore[no-untyped-call]  # generated
         if loop is not self._loop:
             raise errors.ClientClosedError("this AsyncClient belongs to another event loop; make one for each loop")
         return self._stub
 
     def metadata(self) -> tuple[tuple[str, str], ...] | None:
-        """What goes with every call: the token, if there is one. ConfigError: it can't be read."""
-        return self.credentials.metadata(self.master)
+        """What goes with every call: the token, if there is one. AccessError: it can't be read."""
+        try:
+            return self.credentials.metadata(self.master)
+        except ConfigError as error:
+            raise errors.AccessError(str(error)) from error
 
     def _refresh(self) -> None:
         """After a failure: the next call has a channel of its own if certificates were renewed meanwhile."""
@@ -149,7 +156,7 @@ class Connection:
                     f"or name the right address with MGPU_MASTER{tls_hint(text, self.credentials)}"
                 )
             case grpc.StatusCode.UNAUTHENTICATED | grpc.StatusCode.PERMISSION_DENIED:
-                return errors.AccessError(f"the master at {self.master} lets us not in: {text}")
+                return errors.AccessError(f"the master at {self.master} does not let us: {text}")
             case grpc.StatusCode.NOT_FOUND:
                 return errors.NotFoundError(text)
             case grpc.StatusCode.OUT_OF_RANGE:

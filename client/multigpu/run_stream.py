@@ -143,8 +143,14 @@ class RunStream:
                 await self._sleep_until_woken()
             if self._first_try is None:
                 self._first_try = time.monotonic()
-            code, details = await self._live_through_a_stream()
-            await self._recover(code, details)
+            try:
+                code, details = await self._live_through_a_stream()
+            except errors.AccessError as error:  # there was none: our own token or certificate can't be read
+                text = str(error)
+                self._first_try = None
+                self._state.fail_all(lambda text=text: errors.AccessError(text))  # type: ignore[misc]
+            else:
+                await self._recover(code, details)
 
     async def _live_through_a_stream(self) -> tuple[grpc.StatusCode, str]:
         """Opens a stream, serves it until it ends, and says how it ended."""
