@@ -1,0 +1,470 @@
+"""mgpuctl doctor: each check for what is well and for what is not, by real conditions where they can be had.
+
+The GPUs are simulated (tests/fakes): the real pynvml reads a simulated driver.
+"""
+
+import datetime as dt
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from google.protobuf.timestamp_pb2 import Timestamp
+from multigpu import config
+from multigpu.cli import cli, doctor, doctor_fleet, doctor_gpu, doctor_host
+from multigpu.cli.doctor_base import Finding, Place, Verdict, fail, ok, warn
+from multigpu.cli.rpc import Master
+from multigpu.v1 import admin_service_pb2 as admin
+from multigpu.v1.device_pb2 import DeviceTelemetry
+
+from tests.client.fleet_samples import DEGRADED, SICK, ago, cpu_worker, gpu_worker
+from tests.client.test_cli_admin import ScriptedMaster, scripted_master
+from tests.fakes.gpus import SimulatedGpus
+from tests.fleet import Fleet
+
+MGPUCTL = (sys.executable, "-m", "multigpu.cli")
+NOBODY = "65534"
+ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="only root may become somebody else or mount")
+
+
+@pytest.fixture
+def script() -> Iterator[ScriptedMaster]:
+    with scripted_master() as scripted:
+        scripted.answers["GetStats"] = lambda _: stats()
+        scripted.answers["ListWorkers"] = admin.ListWorkersResponse()
+        yield scripted
+
+
+def stats(**fields: Any) -> admin.GetStatsResponse:
+    import importlib.metadata
+
+    now = Timestamp()
+    now.FromNanoseconds(time.time_ns())
+    version = importlib.metadata.version("multigpu")
+    defaults: dict[str, Any] = {"version": version, "journal_writable": True, "server_time": now, "start_time": ago(60)}
+    return admin.GetStatsResponse(**defaults | fields)
+
+
+def place(address: str = "127.0.0.1:1", root: Path = Path("/"), worker: Any = None, **master: Any) -> Place:
+    return Place(
+        master_config=config.MasterConfig(**master),
+        worker_config=config.WorkerConfig(**worker or {}),
+        client_config=config.ClientConfig(),
+        master=Master(address),
+        root=root,
+    )
+
+
+def verdicts(findings: list[Finding]) -> dict[str, str]:
+    assert all(bool(f.remedy) == (f.verdict in (Verdict.WARN, Verdict.FAIL)) for f in findings), findings
+    return {finding.check: finding.verdict.value for finding in findings}
+
+
+def one(findings: list[Finding]) -> Finding:
+    assert len(findings) == 1, findings
+    verdicts(findings)
+    return findings[0]
+
+
+# --- GPUs ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def gpus(tmp_path: Path) -> SimulatedGpus:
+    return SimulatedGpus(tmp_path / "gpus", n=4)
+
+
+@pytest.fixture
+def on_host(gpus: SimulatedGpus, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Place]:
+    """A place whose driver is the simulated one: it is asked in a process of its own."""
+    for name, value in gpus.env().items():
+        monkeypatch.setenv(name, value)
+    return place
+
+
+def test_gpus_that_are_well(on_host: Callable[..., Place]) -> None:
+    here = on_host()
+    driver = one(doctor_gpu.driver(here))
+    assert driver.verdict is Verdict.OK
+    assert "simulated" in driver.message
+    assert "4 GPUs" in driver.message
+    found = verdicts(doctor_gpu.devices(here) + doctor_gpu.nvlink(here) + doctor_gpu.mig(here))
+    assert found == {"gpus": "ok", "nvlink": "ok", "mig": "ok"}
+    assert verdicts(doctor_gpu.permissions(here)) == {"permissions": "skip"}
+
+
+def test_gpus_that_are_not(gpus: SimulatedGpus, on_host: Callable[..., Place]) -> None:
+    gpus.lose(3)
+    gpus.mig(2, 2)
+    gpus.nvlink(0, 1, up=False)
+    here = on_host()
+    lost = one(doctor_gpu.devices(here))
+    assert lost.verdict is Verdict.FAIL
+    assert "GPU 3" in lost.message
+    link = one(doctor_gpu.nvlink(here))
+    assert link.verdict is Verdict.WARN
+    assert "GPU 0: 5 of 6" in link.message
+    cut = one(doctor_gpu.mig(here))
+    assert cut.verdict is Verdict.WARN
+    assert "GPU 2" in cut.message
+
+
+def test_a_driver_that_does_not_answer(
+    gpus: SimulatedGpus, on_host: Callable[..., Place], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("multigpu.cli.doctor_base.NVML_TIMEOUT_S", 2.0)
+    gpus.hang(1)
+    hung = one(doctor_gpu.driver(on_host()))
+    assert hung.verdict is Verdict.FAIL
+    assert "did not answer" in hung.message
+
+
+def test_no_gpu_and_a_gpu_without_a_driver(tmp_path: Path) -> None:
+    (tmp_path / "sys/bus/pci/devices").mkdir(parents=True)
+    assert one(doctor_gpu.driver(place(root=tmp_path))).verdict is Verdict.SKIP
+    device = tmp_path / "sys/bus/pci/devices/0000:1b:00.0"
+    device.mkdir()
+    (device / "vendor").write_text("0x10de\n")
+    (device / "class").write_text("0x030200\n")
+    found = one(doctor_gpu.driver(place(root=tmp_path)))
+    assert found.verdict is Verdict.FAIL
+    assert "install NVIDIA's driver" in found.remedy
+    (tmp_path / "proc/driver/nvidia").mkdir(parents=True)
+    (tmp_path / "proc/driver/nvidia/version").write_text("NVRM version: NVIDIA UNIX x86_64 Kernel  580.159.03  Mon\n")
+    assert "580.159.03" in one(doctor_gpu.driver(place(root=tmp_path))).remedy
+
+
+@pytest.mark.parametrize(
+    ("torch", "driver", "verdict"),
+    [
+        ("12.6", "12.8", "ok"),
+        ("12.8", "12.8", "ok"),
+        ("12.6", "13.0", "ok"),
+        ("12.8", "12.4", "warn"),
+        ("13.0", "12.8", "fail"),
+        ("", "12.8", "fail"),
+        ("12.8", "", "skip"),
+        ("", "", "skip"),
+    ],
+)
+def test_cuda(torch: str, driver: str, verdict: str) -> None:
+    assert one(doctor_gpu.judge_cuda("2.13.0", torch, driver)).verdict.value == verdict
+
+
+def test_the_cuda_of_the_installed_torch_is_what_torch_says() -> None:
+    torch = pytest.importorskip("torch")
+    assert doctor_gpu.installed_torch_cuda() == (torch.version.cuda or "")
+
+
+def test_mps(gpus: SimulatedGpus, on_host: Callable[..., Place], tmp_path: Path, monkeypatch: Any) -> None:
+    found = one(doctor_gpu.mps(on_host()))
+    assert found.verdict is Verdict.WARN
+    assert "nvidia-cuda-mps-control" in found.message
+    assert one(doctor_gpu.mps(on_host(worker={"mps": "on"}))).verdict is Verdict.FAIL
+    assert one(doctor_gpu.mps(on_host(worker={"mps": "off"}))).verdict is Verdict.SKIP
+    # Only that they are on PATH counts: these do nothing.
+    for name in ("nvidia-cuda-mps-control", "nvidia-cuda-mps-server"):
+        (tmp_path / name).write_text("#!/bin/sh\nexit 1\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    assert one(doctor_gpu.mps(on_host())).verdict is Verdict.OK
+    gpus.mig(1, 2)
+    assert "MIG is on for GPU 1" in one(doctor_gpu.mps(on_host())).message
+
+
+def test_device_files(tmp_path: Path) -> None:
+    found = one(doctor_gpu.judge_device_files(tmp_path, ["nvidia0"]))
+    assert found.verdict is Verdict.FAIL
+    assert "no /dev/nvidiactl, /dev/nvidia-uvm, /dev/nvidia0" in found.message
+    for name in ("nvidiactl", "nvidia-uvm", "nvidia0"):
+        (tmp_path / name).touch(mode=0o666)
+    assert one(doctor_gpu.judge_device_files(tmp_path, ["nvidia0"])).verdict is Verdict.OK
+
+
+@ROOT
+@pytest.mark.skipif(shutil.which("setpriv") is None, reason="no setpriv to become somebody else with")
+def test_device_files_that_are_somebody_elses() -> None:
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder).chmod(0o755)
+        for name in ("nvidiactl", "nvidia-uvm", "nvidia0"):
+            (Path(folder) / name).touch()
+            (Path(folder) / name).chmod(0o600 if name == "nvidia0" else 0o666)
+        code = (
+            "import os, sys; from pathlib import Path; from multigpu.cli import doctor_gpu\n"
+            f"os.setresgid({NOBODY}, {NOBODY}, {NOBODY}); os.setresuid({NOBODY}, {NOBODY}, {NOBODY})\n"
+            "found = doctor_gpu.judge_device_files(Path(sys.argv[1]), ['nvidia0'])[0]\n"
+            "print(found.verdict.value, found.message)"
+        )
+        done = subprocess.run([sys.executable, "-c", code, folder], capture_output=True, text=True, check=True)
+    assert done.stdout == f"fail user {NOBODY} can't open /dev/nvidia0\n"
+
+
+# --- the host --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("files", "verdict"), [("4096:4096", "ok"), ("512:4096", "warn"), ("128:4096", "fail")])
+def test_limits(files: str, verdict: str) -> None:
+    code = "from multigpu.cli import doctor_host; print(doctor_host.limits(None)[0].verdict.value)"
+    done = subprocess.run(
+        ["prlimit", f"--nofile={files}", sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == verdict
+
+
+def test_versions() -> None:
+    assert "grpcio" in one(doctor_host.versions(place())).message
+
+
+def test_a_disk_that_is_well(tmp_path: Path) -> None:
+    found = doctor_host.disk(place(data_dir=tmp_path / "not/yet"))
+    assert {f.check for f in found} == {"file system", "disk", "fsync"}
+    assert not [f for f in found if f.verdict is Verdict.FAIL and f.check != "disk"]
+    assert list(tmp_path.iterdir()) == []
+
+
+@ROOT
+def test_a_disk_that_is_full(tmp_path: Path) -> None:
+    """A real one: a tmpfs of a mebibyte, in a mount namespace of its own."""
+    point = tmp_path / "small"
+    point.mkdir()
+    command = f"mount -t tmpfs -o size=1m tmpfs {point} && exec {' '.join(MGPUCTL)} doctor --json --data-dir {point}"
+    argv = ["unshare", "--mount", "sh", "-c", command]
+    env = {**os.environ, "MGPU_MASTER": "127.0.0.1:1"}
+    done = subprocess.run(argv, capture_output=True, text=True, check=False, env=env)
+    if "permitted" in done.stderr:
+        pytest.skip("no mounts here")
+    assert done.returncode == 1, done.stderr
+    checks = {check["check"]: check for check in json.loads(done.stdout)["checks"]}
+    assert checks["disk"]["verdict"] == "fail"
+    assert checks["disk"]["message"].startswith("1.0 MiB of 1.0 MiB free")
+    assert checks["file system"]["verdict"] == "warn"
+    assert "tmpfs" in checks["file system"]["message"]
+
+
+@ROOT
+def test_a_disk_that_is_somebody_elses(tmp_path: Path) -> None:
+    tmp_path.chmod(0o755)
+    code = (
+        "import os; from pathlib import Path; from types import SimpleNamespace as N\n"
+        "from multigpu.cli import doctor_host\n"
+        f"os.setresuid({NOBODY}, {NOBODY}, {NOBODY})\n"
+        f"print(doctor_host.disk(N(master_config=N(data_dir=Path('/var/lib/multigpu-nobody'))))[0].message)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith(f"user {NOBODY} can't write /var/lib/multigpu-nobody")
+
+
+@pytest.mark.parametrize(("seconds", "verdict"), [(0.002, "ok"), (0.1, "warn"), (2.0, "fail")])
+def test_fsync(seconds: float, verdict: str) -> None:
+    assert one(doctor_host.judge_fsync(seconds, "/data")).verdict.value == verdict
+
+
+def test_file_systems() -> None:
+    lines = "1 0 8:1 / / rw - ext4 /dev/a rw\n2 1 0:5 / /mnt/with\\040space rw - nfs4 server:/ rw\n"
+    assert doctor_host.file_system(Path("/mnt/with space/data"), lines) == "nfs4"
+    assert doctor_host.file_system(Path("/mnt/with"), lines) == "ext4"
+
+
+def test_ports() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        taken = one(doctor_host.ports(place(listen=f"127.0.0.1:{port}")))
+        assert taken.verdict is Verdict.FAIL
+        assert f"pid {os.getpid()}" in taken.message
+    assert one(doctor_host.ports(place(listen=f"127.0.0.1:{port}"))).verdict is Verdict.OK
+    foreign = one(doctor_host.ports(place(listen="192.0.2.1:7433", tls_cert="a", tls_key="b")))
+    assert foreign.verdict is Verdict.FAIL
+
+
+UNITS = """\
+mgpu-master.service    loaded    active   running  multigpu master
+mgpu-worker@0.service  loaded    {}   {}  multigpu worker on GPU 0
+mgpu-gone.service      not-found inactive dead     mgpu-gone.service
+"""
+
+
+@pytest.mark.parametrize(
+    ("listed", "verdict"),
+    [
+        (UNITS.format("active", "running"), "ok"),
+        (UNITS.format("failed", "failed"), "fail"),
+        (UNITS.format("activating", "auto-restart"), "warn"),
+        ("mgpu-gone.service not-found inactive dead mgpu-gone.service\n", "skip"),
+        ("", "skip"),
+    ],
+)
+def test_services(listed: str, verdict: str) -> None:
+    found = one(doctor_host.judge_units(listed))
+    assert found.verdict.value == verdict
+    if verdict == "fail":
+        assert "mgpu-worker@0.service" in found.remedy
+
+
+def certificate(path: Path, days: float) -> str:
+    """A certificate that ends in so many days, and its key beside it."""
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes, serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "test")])
+    end = dt.datetime.now(dt.UTC) + dt.timedelta(days=days)
+    built = x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number())
+    built = built.not_valid_before(end - dt.timedelta(days=90)).not_valid_after(end)
+    path.write_bytes(built.sign(key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM))
+    form = serialization.PrivateFormat.PKCS8
+    pem = key.private_bytes(serialization.Encoding.PEM, form, serialization.NoEncryption())
+    path.with_suffix(".key").write_bytes(pem)
+    path.with_suffix(".key").chmod(0o600)
+    return str(path)
+
+
+@pytest.mark.parametrize(("days", "verdict"), [(60, "ok"), (5, "warn"), (-1, "fail"), (200, "fail")])
+def test_certificates(tmp_path: Path, days: float, verdict: str) -> None:
+    cert = certificate(tmp_path / "master.crt", days)
+    found = doctor_host.certificates(place(tls_cert=cert, tls_key=cert.replace(".crt", ".key")))
+    assert verdicts(found) == {"certificate master.tls_cert": verdict, "key master.tls_key": "ok"}
+
+
+def test_certificates_that_can_not_be_used(tmp_path: Path) -> None:
+    cert = certificate(tmp_path / "master.crt", 60)
+    key = tmp_path / "master.key"
+    key.chmod(0o644)
+    found = doctor_host.certificates(place(tls_cert=str(tmp_path / "none"), tls_key=str(key)))
+    assert verdicts(found) == {"certificate master.tls_cert": "fail", "key master.tls_key": "fail"}
+    assert (
+        verdicts(doctor_host.certificates(place(tls_cert=str(key), tls_key=cert)))["certificate master.tls_cert"]
+        == "fail"
+    )
+    assert one(doctor_host.certificates(place())).verdict is Verdict.SKIP
+
+
+# --- the fleet -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("skew", "trip", "verdict"),
+    [(0.001, 0.002, "ok"), (-0.2, 0.01, "ok"), (0.9, 1.9, "ok"), (1.0, 0.01, "warn"), (-60, 0.01, "fail")],
+)
+def test_clock(skew: float, trip: float, verdict: str) -> None:
+    assert one(doctor_fleet.judge_clock(skew, trip)).verdict.value == verdict
+
+
+def test_a_masters_clock_that_is_off(script: ScriptedMaster) -> None:
+    assert one(doctor_fleet.clock(place(script.address))).verdict is Verdict.OK
+    script.answers["GetStats"] = lambda _: stats(server_time=ago(120))
+    found = one(doctor_fleet.clock(place(script.address)))
+    assert found.verdict is Verdict.FAIL
+    assert "2 min 0 s ahead of the master's" in found.message
+    script.answers["GetStats"] = lambda _: stats(server_time=None)
+    assert one(doctor_fleet.clock(place(script.address))).verdict is Verdict.SKIP
+
+
+def knows(script: ScriptedMaster, *workers: admin.Worker) -> Place:
+    script.answers["ListWorkers"] = admin.ListWorkersResponse(workers=workers)
+    return place(script.address)
+
+
+def test_worker_clocks(script: ScriptedMaster) -> None:
+    assert one(doctor_fleet.worker_clocks(knows(script, cpu_worker()))).verdict is Verdict.OK
+    ahead = cpu_worker(telemetry=DeviceTelemetry(sample_time=ago(-30)))
+    assert "ahead" in one(doctor_fleet.worker_clocks(knows(script, ahead))).message
+    behind = cpu_worker(telemetry=DeviceTelemetry(sample_time=ago(60)))
+    assert one(doctor_fleet.worker_clocks(knows(script, behind))).verdict is Verdict.WARN
+
+
+def test_fleet_versions(script: ScriptedMaster) -> None:
+    assert one(doctor_fleet.fleet_versions(knows(script, cpu_worker()))).verdict is Verdict.OK
+    found = one(doctor_fleet.fleet_versions(knows(script, cpu_worker(version="0.0.9"))))
+    assert found.verdict is Verdict.WARN
+    assert "box-cpu-0 0.0.9" in found.message
+
+
+def test_workers(script: ScriptedMaster) -> None:
+    assert one(doctor_fleet.workers(knows(script, cpu_worker(), gpu_worker(1)))).verdict is Verdict.OK
+    assert one(doctor_fleet.workers(knows(script))).verdict is Verdict.WARN
+    found = doctor_fleet.workers(
+        knows(
+            script,
+            gpu_worker(0),
+            gpu_worker(1, health=SICK, quarantined=True),
+            gpu_worker(2, health=DEGRADED),
+            gpu_worker(3, state=admin.WORKER_STATE_LOST),
+            gpu_worker(4, quarantined=True),
+        )
+    )
+    assert [f.verdict.value for f in found] == ["fail", "warn", "fail", "fail"]
+    assert "xid_79" in found[0].message
+
+
+def test_journal_and_breaker(script: ScriptedMaster) -> None:
+    assert one(doctor_fleet.journal(place(script.address))).verdict is Verdict.OK
+    assert one(doctor_fleet.breaker(place(script.address))).verdict is Verdict.OK
+    tripped = admin.Breaker(tripped=True, quarantines=3, quarantines_max=2)
+    script.answers["GetStats"] = lambda _: stats(journal_writable=False, breaker=tripped)
+    assert one(doctor_fleet.journal(place(script.address))).verdict is Verdict.FAIL
+    found = one(doctor_fleet.breaker(place(script.address)))
+    assert found.verdict is Verdict.FAIL
+    assert "3 devices" in found.message
+
+
+def test_without_a_master() -> None:
+    here = place()
+    found = [finding for check in doctor_fleet.CHECKS for finding in doctor.carry_out(check, here)]
+    assert verdicts(found)["master"] == "warn"
+    assert {f.verdict.value for f in found if f.check != "master"} == {"skip"}
+
+
+# --- the whole -------------------------------------------------------------------------------------------------------
+
+
+def test_exit_codes() -> None:
+    well, careful, ill = ok("a", "m"), warn("b", "m", "r"), fail("c", "m", "r")
+    assert doctor.exit_code(well) == 0
+    assert doctor.exit_code(well + careful) == 6
+    assert doctor.exit_code(well + careful + ill) == 1
+
+
+def test_a_check_that_breaks_does_not_hide_the_others() -> None:
+    def broken(_: Place) -> list[Finding]:
+        raise PermissionError(13, "Permission denied", "/proc/x")
+
+    found = one(doctor.carry_out(broken, place()))
+    assert found.verdict is Verdict.FAIL
+    assert "/proc/x" in found.message
+
+
+def test_the_whole_command_on_a_real_fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from click.testing import CliRunner
+
+    with Fleet(tmp_path, workers=1) as fleet:
+        listen = {"MGPU_MASTER_LISTEN": fleet.address, "MGPU_MASTER": fleet.address}
+        argv = ["doctor", "--json", "--data-dir", str(fleet.data_dir)]
+        result = CliRunner().invoke(cli, argv, env=listen)
+        told = json.loads(result.output)
+        checks = {check["check"]: check for check in told["checks"]}
+        for name in (
+            "master",
+            "journal",
+            "clock",
+            "worker clocks",
+            "fleet versions",
+            "workers",
+            "breaker",
+            "port listen",
+        ):
+            assert checks[name]["verdict"] == "ok", checks[name]
+        assert f"pid {fleet.master.pid}" in checks["port listen"]["message"]
+        assert result.exit_code == {"ok": 0, "warn": 6, "fail": 1}[told["verdict"]]
+        text = CliRunner().invoke(cli, [argv[0], *argv[2:]], env=listen)
+        assert text.exit_code == result.exit_code
+        assert text.output.splitlines()[0].startswith(("ok    driver", "skip  driver"))
