@@ -172,7 +172,7 @@ class WorkerConfig(_Checked):
     tls_cert: str = _setting("", "File of the worker's certificate, for a master that asks for one.")
     tls_key: str = _setting("", "File of its key.")
     token_file: str = _setting("", "File of the worker's token.")
-    device: str = _setting("auto", 'The device to own: "cpu", "cuda:N", or "auto".', check=check_device)
+    device: str = _setting("auto", 'The device to own: "cpu", "cuda:N", a GPU\'s UUID, or "auto".', check=check_device)
     worker_id: str = _setting("", "The worker's stable name.", default_text="host and device")
     labels: dict[str, str] = dataclasses.field(
         default_factory=dict, metadata=_help("Labels that tasks may require, as KEY=VALUE.")
@@ -191,6 +191,9 @@ class WorkerConfig(_Checked):
         0, "Most memory of the engine process. 0: 80 % of the host's for a CPU worker, else no limit.", minimum=0
     )
     progress_timeout_s: float = _setting(0.0, "Ends an engine that makes no progress for so long. 0: off.", minimum=0)
+    canary_interval_s: float = _setting(
+        600.0, "How often an idle engine with torch computes something whose answer is known. 0: never.", minimum=0
+    )
     cancel_grace_s: float = _setting(5.0, "How long a cancelled task may go on before its engine is ended.", minimum=0)
     drain_timeout_s: float = _setting(30.0, "How long held leases may still run after SIGTERM.", minimum=0)
     result_bytes_max: int = _setting(64 * MIB, "Largest result of one task.", minimum=KIB)

@@ -7,6 +7,7 @@ in here. The engine holds one batch more than there are slots, so that the next 
 
 import asyncio
 import contextlib
+import signal
 import time
 from collections.abc import Iterable, Sequence, Sized
 from typing import Any
@@ -20,7 +21,8 @@ from multigpu.v1 import worker_service_pb2 as pb
 
 from multigpu_worker import ipc, wire
 from multigpu_worker.batcher import Batcher, BatchLimits
-from multigpu_worker.cuda_errors import context_is_lost, mps_refused
+from multigpu_worker.caretaker import Caretaker
+from multigpu_worker.cuda_errors import context_is_lost, hardware_failed, mps_refused
 from multigpu_worker.device import Device
 from multigpu_worker.energy import Energy
 from multigpu_worker.engine_host import Death, EngineHost, EngineStartError
@@ -81,7 +83,7 @@ class Agent:
         )
         # Why it runs without MPS.
         self._mps_off = mps_off
-        # Under MPS: attempts that failed because the engine's context is lost, and their errors. They answer for it if
+        # Attempts that failed because the engine's context is lost, and their errors. They answer for it, under MPS if
         # the server's log says so.
         self._suspects: dict[int, TaskError] = {}
         self.link = Link(config.master, self, Credentials.of(config))
@@ -101,7 +103,10 @@ class Agent:
         self._out_of_memory = False
         self._paused = False
         self.sampler = Sampler(device)
+        self.care = Caretaker(self, device, self.sampler, self.host, canary_interval_s=config.canary_interval_s)
         self._resident_models: Sequence[str] = ()
+        # How often the engine was looked at: what systemd's watchdog goes by.
+        self.ticks = 0
         self._heartbeat_wanted = False
         self._heartbeat_s = 1.0
         self._last_frame = 0
@@ -123,7 +128,7 @@ class Agent:
                 raise
             log.info("engine ready", pid=self.host.pid, kinds=sorted(self.host.kinds))
             self.sampler.start()
-            chores = [asyncio.create_task(self._beat()), asyncio.create_task(self._tick())]
+            chores = [asyncio.create_task(chore) for chore in (self._beat(), self._tick(), self.care.run())]
             if self.host.mps is not None:
                 chores.append(asyncio.create_task(self.host.mps.watch(self.host.kill)))
             try:
@@ -197,7 +202,11 @@ class Agent:
             revoked = [self.session.revoke(revocation.lease_id) for revocation in response.revocations]
             self._cancel([lease for lease in revoked if lease is not None])
             self._settled.set()
-        if response.lease_batches:
+        if response.HasField("desired"):
+            self.care.asked(response.desired.check)
+        if response.lease_batches and self.care.unusable:  # they crossed our word
+            self.give_back("the device can't be used", running=True)
+        elif response.lease_batches:
             self._pump()
 
     def next_frame(self) -> pb.SessionRequest | None:
@@ -214,6 +223,7 @@ class Agent:
                 resident_models=self._resident_models,
                 draining=self.draining,
                 mps=self._mps_off if self.host.mps is None else self.host.mps.status,
+                health=wire.health_message(self.care.health, self.care.checks_passed),
             )
             if self._key_due and self.sharing.directory is not None:  # it comes before any result of the session
                 self._key_due = False
@@ -241,6 +251,9 @@ class Agent:
         self._pump()
 
     def engine_said(self, message: ipc.Message, blobs: list[bytes]) -> None:
+        if message[0] == "canary":
+            self.care.canary_answered(*message[1:])
+            return
         (
             _,
             batch_id,
@@ -261,7 +274,7 @@ class Agent:
         if batch is None:  # returned in a drain
             return
         leases = batch.leases
-        if failed and self.host.mps is not None:
+        if failed:
             failed = self._suspect(failed)
             done = done and not self._suspects
         for lease_id, data in checkpoints:
@@ -300,17 +313,18 @@ class Agent:
         return self.sampler.measure(start_ns, finish_ns, sum(report.lease.units for report in reports))
 
     def _suspect(self, failed: list[Any]) -> list[Any]:
-        """Under MPS: keeps back the failures of an engine whose context is lost, till it is known whose doing that is.
+        """Keeps back the failures of an engine whose context is lost, till it is known whose doing that is.
 
         The engine is of no use any more, so it is ended.
         """
-        lost = [failure for failure in failed if context_is_lost(failure[2])]
+        lost = [failure for failure in failed if context_is_lost(failure[2]) or self.care.suspects(failure[0])]
+        if not lost:
+            return failed
         for lease_id, error_type, text, _, traceback in lost:
             self._suspects[lease_id] = TaskError(type=error_type, message=text, retryable=True, traceback=traceback)
-        if lost:
-            self.host.ready = False
-            asyncio.get_running_loop().call_soon(self.host.kill)
-        return [failure for failure in failed if not context_is_lost(failure[2])]
+        self.host.ready = False
+        asyncio.get_running_loop().call_soon(self.host.kill)
+        return [failure for failure in failed if failure[0] not in self._suspects]
 
     def _take_hold(self, succeeded: list[Any], failed: list[Any]) -> tuple[list[Any], list[Any]]:
         """Pins results that lie in files, before the engine lets go of them."""
@@ -352,8 +366,10 @@ class Agent:
             failed_task_ids=[lease.task_id for lease, _ in failed],
             again=len(again),
         )
+        broke = {lease.lease_id for lease, error in failed if self._broke(death, verdict, lease, error)}
         self.batches.clear()
         self.sampler.end_work()
+        self.care.engine_died()
         self._cancelled_ns.clear()
         self._untold = 0
         self.watch.reset()
@@ -361,10 +377,14 @@ class Agent:
         self._resident_models = ()
         now_ns = time.time_ns()
         reports = [
-            Report(lease, ReportState.FAILED, error=error, broke_engine=verdict is None and error.type != "OutOfMemory")
+            Report(lease, ReportState.FAILED, error=error, broke_engine=lease.lease_id in broke)
             for lease, error in failed
         ]
-        self._report(now_ns, now_ns, reports)
+        # What the device has to say of it comes soon: if that is to blame, these leases are given back before.
+        if self.care.grace_s and broke:
+            asyncio.get_running_loop().call_later(self.care.grace_s, self._report, now_ns, now_ns, reports)
+        else:
+            self._report(now_ns, now_ns, reports)
         for lease in again:
             lease.running = False
         self.batcher.put_back(again)
@@ -376,6 +396,8 @@ class Agent:
     ) -> tuple[list[tuple[Lease, TaskError]], list[Lease]]:
         """Which leases failed with the engine, and which go on in the next one."""
         suspects, self._suspects = self._suspects, {}
+        if any(hardware_failed(error.message) for error in suspects.values()):
+            self.care.memory_failed(next(iter(suspects.values())).message)
         guilty = {lease_id: error for lease_id, error in suspects.items() if not mps_refused(error.message)}
         if death.fault is not None:
             died = TaskError(type="MpsFault", message=death.fault.message, retryable=True)
@@ -386,6 +408,49 @@ class Agent:
         if guilty:
             return condemn(self.batches, guilty)
         return blame(death.slots, self.batches, verdict, died)
+
+    def _broke(self, death: Death, verdict: Verdict | None, lease: Lease, error: TaskError) -> bool:
+        """Whether it was the attempt that took the engine, or its device's context, down with it.
+
+        Not if we ended the engine because the attempt ran too long, or took too much of the host's memory. And a kill
+        that we did not ask for comes from outside: an operator, or the kernel short of memory.
+        """
+        if self.care.suspects(lease.lease_id) or error.type == "NoProgress" or death.fault is not None:
+            return True
+        killed = death.returncode in (-signal.SIGKILL, -signal.SIGTERM)
+        return verdict is None and error.type != "OutOfMemory" and not (killed and error.type == "EngineDied")
+
+    # What the caretaker of the device asks for.
+
+    def give_back(self, why: str, *, running: bool) -> None:
+        """Return leases uncharged: those that wait for the engine, or all."""
+        inside = () if running else {lease_id for batch in self.batches.values() for lease_id in batch.leases}
+        self.session.return_all(why, time.time_ns(), kept=inside)
+        if running:
+            self.batches.clear()
+            self.sampler.end_work()
+            self._cancelled_ns.clear()
+            self._suspects.clear()
+        self._outgoing()
+
+    def want_heartbeat(self) -> None:
+        """Tell the master now how things are."""
+        self._want_heartbeat()
+
+    def running(self) -> list[int]:
+        """The leases that the engine runs at this instant."""
+        slots = self.host.sample()
+        return [lease.lease_id for s in slots for lease in running_leases(s, self.batches.get(s.batch_id))]
+
+    def idle(self) -> bool:
+        """Whether the engine is there and has nothing to do."""
+        return self.host.ready and not self.batches
+
+    def replace_engine(self) -> None:
+        """End the engine and start another; what is in it goes on there, and nobody is charged for that."""
+        error = TaskError(type="EngineReplaced", message="the engine was replaced", retryable=True)
+        self._verdict = Verdict(batch_id=0, lease_id=0, error=error)  # no slot runs batch 0
+        self.host.kill()
 
     # Between the two.
 
@@ -510,10 +575,9 @@ class Agent:
 
     async def _tick(self) -> None:
         """Look at the engine: does what runs keep its limits?"""
-        tick = 0
         while True:
             await asyncio.sleep(TICK_S)
-            tick += 1
+            self.ticks += 1
             if not self.batches or not self.host.ready or self._paused:
                 continue
             if self.config.slots > 1 and self.sampler.meter is not None:
@@ -522,7 +586,11 @@ class Agent:
             if verdict is not None:
                 self._verdict = verdict
                 self.host.kill()
-            elif self.memory_bytes and tick % MEMORY_TICKS == 0 and self.host.memory_used_bytes() > self.memory_bytes:
+            elif (
+                self.memory_bytes
+                and self.ticks % MEMORY_TICKS == 0
+                and self.host.memory_used_bytes() > self.memory_bytes
+            ):
                 self._out_of_memory = True
                 self.host.kill()
 

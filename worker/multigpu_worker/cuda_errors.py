@@ -12,12 +12,23 @@ _LOST = re.compile(
     r"|CUDA_ERROR_(ILLEGAL_|MISALIGNED_|LAUNCH_FAILED|LAUNCH_TIMEOUT|INVALID_PC|HARDWARE_STACK|ECC_UNCORRECTABLE|ASSERT)",
     re.IGNORECASE,
 )
+# Nothing that whoever ran could help.
+_HARDWARE = re.compile(
+    r"uncorrectable (ECC|NVLink) error|CUDA_ERROR_(ECC_UNCORRECTABLE|NVLINK_UNCORRECTABLE|CONTAINED)"
+    r"|cudaError(ECCUncorrectable|NvlinkUncorrectable|Contained)",
+    re.IGNORECASE,
+)
 _MPS = re.compile(r"\bMPS (server|client)|CUDA_ERROR_MPS_|cudaErrorMps", re.IGNORECASE)
 
 
 def context_is_lost(text: str) -> bool:
     """Whether the error that says so leaves its process without CUDA."""
-    return "cuda" in text.lower() and (_LOST.search(text) is not None or _MPS.search(text) is not None)
+    return "cuda" in text.lower() and any(words.search(text) is not None for words in (_LOST, _MPS, _HARDWARE))
+
+
+def hardware_failed(text: str) -> bool:
+    """Whether it is an error of the device's memory or links."""
+    return _HARDWARE.search(text) is not None
 
 
 def mps_refused(text: str) -> bool:

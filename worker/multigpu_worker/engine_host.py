@@ -104,6 +104,7 @@ class EngineHost:
         self._useful = False
         self._restart_delay_s = 0.0
         self._stopping = False
+        self._parked = False
         # Under MPS: its being ended, from the first word to its last breath, and what the slots ran at its beginning.
         self._ending: asyncio.Task[None] | None = None
         self._last_slots: list[ipc.SlotState] | None = None
@@ -157,6 +158,18 @@ class EngineHost:
             self._last_slots = self.page.sample()
             self._hear_out()
             self._ending = asyncio.create_task(self._end(self.mps, self._process.pid))
+
+    def park(self) -> None:
+        """End the engine, and start no other one until `unpark`: the device must be let go of."""
+        self._parked = True
+        self.kill()
+
+    def unpark(self) -> None:
+        """Start an engine, unless there is one."""
+        if self._parked:
+            self._parked = False
+            if self._process is None:
+                self._respawn()
 
     def stop(self) -> None:
         """End the engine for good: at once, but under MPS, where `stopped` waits for it."""
@@ -392,8 +405,11 @@ class EngineHost:
         else:
             self._respawn()
 
+    def _may_spawn(self) -> bool:
+        return not self._stopping and not self._parked and self._process is None
+
     def _respawn(self) -> None:
-        if self._stopping:
+        if not self._may_spawn():
             return
         if self.mps is None:
             self._spawn()
@@ -402,7 +418,7 @@ class EngineHost:
 
     async def _respawn_under_mps(self, mps: Mps) -> None:
         await mps.restarted()
-        if not self._stopping:
+        if self._may_spawn():
             self._spawn()
 
     def _read_all(self, sock: socket.socket) -> None:

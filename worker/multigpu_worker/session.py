@@ -15,7 +15,7 @@ whichever order its parts are read, the partials of a task come before its repor
 """
 
 from collections import deque
-from collections.abc import Iterable, Sized
+from collections.abc import Container, Iterable, Sized
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -273,9 +273,11 @@ class Session:
         lease.saved = checkpoint
         lease.saved_unsent = True
 
-    def return_all(self, reason: str, now_ns: int) -> None:
-        """Give back whatever is not reported, uncharged."""
-        leases = list(self.leases.values())
+    def return_all(self, reason: str, now_ns: int, kept: Container[int] = ()) -> None:
+        """Give back whatever is not reported, uncharged, but for the leases that are kept."""
+        leases = [lease for lease_id, lease in self.leases.items() if lease_id not in kept]
+        for lease in leases:
+            lease.dropped = True
         error = TaskError(type="Returned", message=reason, retryable=True)
         self.report(now_ns, now_ns, [Report(lease, ReportState.RETURNED, error=error) for lease in leases])
 

@@ -13,6 +13,7 @@ from multigpu.v1 import worker_service_pb2 as pb
 from multigpu_worker.device import DeviceInfo, Telemetry
 from multigpu_worker.energy import Energy
 from multigpu_worker.engines.registry import KindInfo
+from multigpu_worker.health import Health, State
 from multigpu_worker.mps import MpsState, MpsStatus
 from multigpu_worker.session import Frame, Held, Lease, Report, Reports, ReportState, Spec
 
@@ -31,6 +32,14 @@ _MPS_STATES = {
     MpsState.OFF: device_pb2.MPS_STATE_OFF,
     MpsState.RUNNING: device_pb2.MPS_STATE_RUNNING,
     MpsState.FAULT: device_pb2.MPS_STATE_FAULT,
+}
+
+
+_HEALTH_STATES = {
+    State.HEALTHY: device_pb2.HEALTH_STATE_HEALTHY,
+    State.DEGRADED: device_pb2.HEALTH_STATE_DEGRADED,
+    State.SICK: device_pb2.HEALTH_STATE_SICK,
+    State.RECOVERING: device_pb2.HEALTH_STATE_RECOVERING,
 }
 
 
@@ -132,12 +141,14 @@ def heartbeat(
     resident_models: Iterable[str],
     draining: bool,
     mps: MpsStatus | None = None,
+    health: device_pb2.DeviceHealth | None = None,
 ) -> pb.SessionRequest:
     beat = pb.Heartbeat(
         leases=[_held(entry) for entry in held],
         last_frame=last_frame,
         resident_models=resident_models,
         draining=draining,
+        health=health,
     )
     if telemetry is not None:
         beat.telemetry.CopyFrom(telemetry_message(telemetry, sample_ns))
@@ -145,6 +156,22 @@ def heartbeat(
         beat.mps.state = _MPS_STATES[mps.state]
         beat.mps.message, beat.mps.clients, beat.mps.clients_max = mps.message, mps.clients, mps.clients_max
     return pb.SessionRequest(heartbeat=beat)
+
+
+def health_message(health: Health, checks_passed: int) -> device_pb2.DeviceHealth:
+    """A device's health as heartbeats tell it."""
+    message = device_pb2.DeviceHealth(
+        state=_HEALTH_STATES[health.state],
+        since_time=_timestamp(int(health.since_s * 1e9)),
+        unusable=health.unusable,
+        checks_passed=checks_passed,
+    )
+    for reason in health.reasons:
+        since_time = _timestamp(int(reason.since_s * 1e9))
+        message.reasons.add(code=reason.code, message=reason.message, since_time=since_time)
+    if not health.fit:
+        message.next_check_time.CopyFrom(_timestamp(int(health.next_check_s * 1e9)))
+    return message
 
 
 def _never(_reference: Reference) -> bool:

@@ -1,0 +1,126 @@
+"""What the driver tells of a GPU by itself: XIDs, double-bit ECC errors, that it is unavailable, that it wants a reset.
+
+A thread waits on NVML's event set, so that an event is known within milliseconds; between events it reads NVML's
+recovery action. When the device is lost the set is of no use any more: it is made anew until that works. The thread is
+a daemon: a process may end although a call hangs.
+"""
+
+import contextlib
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import structlog
+
+try:
+    import pynvml
+except ImportError:  # a CPU worker does without
+    pynvml = None
+
+log = structlog.get_logger()
+
+WAIT_MS = 500
+RETRY_S = 0.5
+RECOVERY_ACTION_FIELD = 230  # NVML_FI_DEV_GET_GPU_RECOVERY_ACTION
+
+
+class EventKind(Enum):
+    XID = "xid"
+    DOUBLE_BIT_ECC = "double_bit_ecc"
+    # Whether it can be used, or what it needs, has changed: it is worth a look.
+    CHANGED = "changed"
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceEvent:
+    kind: EventKind
+    # Of an XID.
+    code: int = 0
+
+
+class DeviceEvents:
+    """`tell` is called on the thread."""
+
+    def __init__(self, device_id: str, tell: Callable[[DeviceEvent], None]) -> None:
+        self._device_id = device_id
+        self._tell = tell
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="device-events", daemon=True)
+        # NVML's nvmlDeviceGpuRecoveryAction_t; None: the driver doesn't tell.
+        self.recovery_action: int | None = None
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Ends the thread, once the call that it is in has returned; doesn't wait for that."""
+        self._stopped.set()
+
+    # --- the thread --------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        complained = False
+        while not self._stopped.is_set():
+            try:
+                self._listen()
+            except pynvml.NVMLError as error:
+                if self._stopped.is_set():
+                    return
+                if error.value == pynvml.NVML_ERROR_NOT_SUPPORTED:
+                    log.warning("this device tells of no events: only what its sensors show is known", error=str(error))
+                    return
+                if not complained:
+                    log.warning("no events of the device for now", error=str(error))
+                    complained = True
+                self._tell(DeviceEvent(EventKind.CHANGED))
+                self._stopped.wait(RETRY_S)
+            except Exception:
+                log.exception("the device's events can't be read")
+                return
+            else:
+                complained = False
+
+    def _listen(self) -> None:
+        """Tell of events until the end. NVMLError: the device can't be listened to, now or at all."""
+        handle = pynvml.nvmlDeviceGetHandleByUUID(self._device_id)
+        wanted = (
+            pynvml.nvmlEventTypeXidCriticalError
+            | pynvml.nvmlEventTypeDoubleBitEccError
+            | pynvml.nvmlEventTypeGpuUnavailableError
+            | pynvml.nvmlEventTypeGpuRecoveryAction
+        )
+        wanted &= pynvml.nvmlDeviceGetSupportedEventTypes(handle)
+        if not wanted:
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+        events = pynvml.nvmlEventSetCreate()
+        try:
+            pynvml.nvmlDeviceRegisterEvents(handle, wanted, events)
+            while not self._stopped.is_set():
+                self._read_recovery_action(handle)
+                try:
+                    data = pynvml.nvmlEventSetWait_v2(events, WAIT_MS)
+                except pynvml.NVMLError as error:
+                    if error.value == pynvml.NVML_ERROR_TIMEOUT:
+                        continue
+                    raise
+                self._tell_of(data)
+        finally:
+            with contextlib.suppress(pynvml.NVMLError):
+                pynvml.nvmlEventSetFree(events)
+
+    def _tell_of(self, data: Any) -> None:
+        if data.eventType == pynvml.nvmlEventTypeXidCriticalError:
+            self._tell(DeviceEvent(EventKind.XID, data.eventData))
+        elif data.eventType == pynvml.nvmlEventTypeDoubleBitEccError:
+            self._tell(DeviceEvent(EventKind.DOUBLE_BIT_ECC))
+        else:
+            self._tell(DeviceEvent(EventKind.CHANGED))
+
+    def _read_recovery_action(self, handle: Any) -> None:
+        value = pynvml.nvmlDeviceGetFieldValues(handle, [RECOVERY_ACTION_FIELD])[0]
+        action = value.value.uiVal if value.nvmlReturn == pynvml.NVML_SUCCESS else None
+        if action != self.recovery_action:
+            self.recovery_action = action
+            self._tell(DeviceEvent(EventKind.CHANGED))

@@ -1,0 +1,92 @@
+"""NVIDIA's XIDs: the driver's error numbers, and what each asks for.
+
+Source: NVIDIA's Xid catalog, https://docs.nvidia.com/deploy/xid-errors/analyzing-xid-catalog.html, column "Resolution
+Bucket (Immediate Action)", as of driver R580 for A100 to GB200. The names of our classes say what *we* do about them;
+docs/health.md has the table for people.
+"""
+
+from enum import Enum
+from typing import NamedTuple
+
+
+class XidClass(Enum):
+    """What an XID says of the device."""
+
+    # RESTART_APP: what ran on it did what it may not. The task is charged, the device is well.
+    APPLICATION = "the application's fault"
+    # Follows another error or the end of a process, and says nothing by itself.
+    SEQUEL = "a consequence of something else"
+    # Something was put right, or may become worse. The device works on.
+    NOTICE = "noted"
+    # RESTART_APP, of the hardware's kind: what ran has lost data, the rest of the device is well.
+    CONTAINED = "a contained error of the memory"
+    # RESET_GPU: nothing may run until the device was reset.
+    RESET = "needs a reset of the GPU"
+    # RESTART_BM, RESTART_VM: nothing may run until the host was restarted.
+    REBOOT = "needs a restart of the host"
+    # CHECK_MECHANICALS, CONTACT_SUPPORT: nothing may run until a person has looked.
+    PERSON = "needs a person"
+
+
+class Xid(NamedTuple):
+    meaning: str
+    what: XidClass
+
+
+A, S, N, C, R, B, P = XidClass
+
+XIDS: dict[int, Xid] = {
+    8: Xid("GPU stopped processing", A),
+    11: Xid("invalid or corrupted push buffer stream", A),
+    13: Xid("graphics engine exception", A),
+    25: Xid("invalid or illegal push buffer stream", A),
+    31: Xid("GPU memory page fault", A),
+    32: Xid("invalid or corrupted push buffer stream", A),
+    43: Xid("GPU stopped processing", S),
+    45: Xid("preemptive cleanup, due to previous errors", S),
+    46: Xid("GPU stopped processing", R),
+    48: Xid("double bit ECC error", R),
+    54: Xid("auxiliary power is not connected", P),
+    62: Xid("internal micro-controller halt", R),
+    63: Xid("GPU memory remapping event", N),
+    64: Xid("GPU memory remapping failure", R),
+    68: Xid("video processor exception", A),
+    69: Xid("graphics engine class error", A),
+    74: Xid("NVLink error", R),
+    79: Xid("GPU has fallen off the bus", B),
+    92: Xid("high single-bit ECC error rate", N),
+    94: Xid("contained memory error", C),
+    95: Xid("uncontained memory error", R),
+    109: Xid("context switch timeout", R),
+    110: Xid("security fault", R),
+    119: Xid("GSP RPC timeout", R),
+    120: Xid("GSP error", R),
+    136: Xid("link training failed", R),
+    137: Xid("NVLink privilege error", A),
+    140: Xid("unrecovered ECC error", R),
+    142: Xid("NVENC3 error", P),
+    143: Xid("GPU initialization error", R),
+    151: Xid("key rotation error", B),
+    154: Xid("GPU recovery action changed", S),  # NVML tells which: see recovery_action
+    155: Xid("NVLink software defined error", R),
+    156: Xid("resource retirement event", R),
+    157: Xid("resource retirement failure", N),
+    158: Xid("GPU fatal timeout", R),
+    171: Xid("uncorrectable DRAM error", S),  # they say more of a 48
+    172: Xid("uncorrectable SRAM error", S),
+}
+# Of Blackwell's NVLinks. What to do is in registers that only the kernel's log has; NVML's recovery action sums it up.
+XIDS.update({code: Xid("NVLink error", N) for code in range(144, 151)})
+
+REMEDIES = {
+    XidClass.RESET: "let nvidia-smi --gpu-reset reset it (this worker has let go of it), or restart the host",
+    XidClass.REBOOT: "restart the host; if it comes again, have the hardware looked at",
+    XidClass.PERSON: "look at the host's hardware, or ask NVIDIA's support",
+    XidClass.NOTICE: "watch it",
+    XidClass.CONTAINED: "if it comes often, reset the GPU",
+}
+
+
+def xid_of(code: int) -> Xid:
+    """What is known of an XID. One that the catalogue doesn't have, or has as unused, is noted."""
+    return XIDS.get(code, Xid("an XID that this version does not know", XidClass.NOTICE))
