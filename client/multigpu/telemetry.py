@@ -22,6 +22,7 @@ from typing import Any, TextIO
 import structlog
 from structlog.contextvars import bound_contextvars as bound_log_context
 
+from multigpu import journald
 from multigpu.config import ConfigError, TelemetryConfig
 
 __all__ = [
@@ -45,11 +46,12 @@ _EXPORT_TIMEOUT_S = 3
 def configure_logging(level: str = "info", log_format: str = "auto", *, stream: TextIO | None = None) -> None:
     """Sends the log lines of structlog and of the standard library to stderr. May be called again.
 
-    `level`: debug, info, warning or error. `log_format`: json, console, or auto: console on a terminal, else json.
+    `level`: debug, info, warning or error. `log_format`: json, console, journald, or auto: console on a terminal,
+    journald where systemd reads stderr, else json.
     """
     stream = sys.stderr if stream is None else stream
     if log_format == "auto":
-        log_format = "console" if stream.isatty() else "json"
+        log_format = "console" if stream.isatty() else "journald" if journald.is_journal(stream) else "json"
     threshold = logging.getLevelNamesMapping()[level.upper()]
     shared: list[Any] = [
         structlog.contextvars.merge_contextvars,
@@ -57,8 +59,13 @@ def configure_logging(level: str = "info", log_format: str = "auto", *, stream: 
         structlog.processors.TimeStamper(fmt="iso", utc=True, key="timestamp"),
         structlog.processors.StackInfoRenderer(),
     ]
+    logger_factory: Any = structlog.WriteLoggerFactory(stream)
+    handler: logging.Handler = logging.StreamHandler(stream)
     if log_format == "json":
         final: list[Any] = [structlog.processors.format_exc_info, structlog.processors.JSONRenderer(default=str)]
+    elif log_format == "journald":
+        final = [structlog.processors.format_exc_info, journald.Journal()]
+        logger_factory, handler = structlog.ReturnLoggerFactory(), journald.SentHandler()
     else:
         plain = structlog.dev.plain_traceback
         final = [
@@ -67,10 +74,9 @@ def configure_logging(level: str = "info", log_format: str = "auto", *, stream: 
     structlog.configure(
         processors=[*shared, *final],
         wrapper_class=structlog.make_filtering_bound_logger(threshold),
-        logger_factory=structlog.WriteLoggerFactory(stream),
+        logger_factory=logger_factory,
         cache_logger_on_first_use=False,
     )
-    handler = logging.StreamHandler(stream)
     handler.setFormatter(
         structlog.stdlib.ProcessorFormatter(
             foreign_pre_chain=[*shared, structlog.stdlib.add_logger_name],

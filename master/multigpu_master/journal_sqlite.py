@@ -81,6 +81,7 @@ class SqliteJournal(JournalReads):
         # The rest is the journal thread's own, once it runs.
         self._pending: deque[Entry] = deque()  # taken from the queue, not yet written
         self._closing = False
+        self._busy_since_s = 0.0  # on the monotonic clock; 0: it waits for something to do
         self._last_cursor = 0
         self._full: JournalFullError | None = None
         self._retry_at_s = 0.0  # on the monotonic clock, as is the next
@@ -91,6 +92,12 @@ class SqliteJournal(JournalReads):
     def writable(self) -> bool:
         """False while there is no room: submits would be refused. From any thread."""
         return self._full is None
+
+    def works(self, within_s: float) -> bool:
+        """Whether its thread lives, and no piece of its work has taken longer than this. From any thread."""
+        busy_since_s = self._busy_since_s
+        late = busy_since_s > 0 and time.monotonic() - busy_since_s > within_s
+        return self._thread is not None and self._thread.is_alive() and not late
 
     def open(self, on_commit: CommitCallback) -> Recovered:
         assert self._thread is None, "a journal is opened once"
@@ -146,8 +153,10 @@ class SqliteJournal(JournalReads):
         try:
             while not self._closing:
                 self._take()
+                self._busy_since_s = time.monotonic()
                 wrote = self._write()
                 self._sweep(busy=wrote)
+                self._busy_since_s = 0.0
             self._retry_at_s = 0.0  # a last try
             while self._write():
                 pass

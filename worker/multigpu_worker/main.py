@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 import sys
+from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 from typing import Any, NoReturn
@@ -14,6 +15,7 @@ import click
 import structlog
 import uvloop
 from multigpu.config import ConfigError, TelemetryConfig, WorkerConfig, click_options, load
+from multigpu.systemd import Notifier
 from multigpu.telemetry import configure_logging, configure_tracing, shut_down_tracing
 
 from multigpu_worker.agent import Agent
@@ -36,6 +38,7 @@ EXIT_PROTOCOL = 4
 EXIT_TAKEN_OVER = 5
 # The share of the host's memory that a CPU worker's engine may take where the config doesn't say.
 MEMORY_SHARE = 0.8
+READY_POLL_S = 0.05
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
@@ -56,7 +59,7 @@ def main(config_file: str | None, **flags: Any) -> None:
     except (ConfigError, DeviceError, ModelFolderError, ValueError) as error:
         _exit(EXIT_CONFIG, error)
     try:
-        uvloop.run(_run(config, device, settings))
+        uvloop.run(_run(config, device, settings, lambda: _load_log_level(config_file, flags)))
     except (EngineStartError, MpsError) as error:
         _exit(EXIT_ENGINE, error)
     except ProtocolMismatchError as error:
@@ -67,7 +70,16 @@ def main(config_file: str | None, **flags: Any) -> None:
         shut_down_tracing()
 
 
-async def _run(config: WorkerConfig, device: Device, settings: EngineSettings) -> None:
+def _load_log_level(config_file: str | None, flags: dict[str, Any]) -> None:
+    """ConfigError: the settings are wrong by now."""
+    config = load(WorkerConfig, file=config_file, flags=flags).config
+    configure_logging(config.log_level, config.log_format)
+
+
+async def _run(
+    config: WorkerConfig, device: Device, settings: EngineSettings, load_log_level: Callable[[], None]
+) -> None:
+    systemd = Notifier()
     identity = _identity(config, device)
     structlog.contextvars.bind_contextvars(worker_id=identity.worker_id)
     mps, mps_off = await open_mps(config, device.info, identity.worker_id)
@@ -85,6 +97,7 @@ async def _run(config: WorkerConfig, device: Device, settings: EngineSettings) -
 
     def stop() -> None:
         nonlocal draining
+        systemd.stopping(f"draining: {len(agent.session.leases)} tasks in hand")
         if draining is None:
             draining = asyncio.create_task(agent.drain(config.drain_timeout_s))
         else:
@@ -97,11 +110,14 @@ async def _run(config: WorkerConfig, device: Device, settings: EngineSettings) -
     loop = asyncio.get_running_loop()
     for signum in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signum, stop)
+    loop.add_signal_handler(signal.SIGHUP, systemd.reload, load_log_level)
+    telling = asyncio.create_task(_tell(systemd, agent))
     if stats is not None:
         stats.start()
     try:
         await agent.run()
     finally:
+        telling.cancel()
         if stats is not None:
             stats.stop()
         if mps is not None:
@@ -109,6 +125,27 @@ async def _run(config: WorkerConfig, device: Device, settings: EngineSettings) -
     if draining is not None:
         await draining
     log.info("stopped")
+
+
+async def _tell(systemd: Notifier, agent: Agent) -> None:
+    """READY once the engine is looked after; then the watchdog is fed as long as it is."""
+    seen = 0
+
+    def progress() -> bool:
+        nonlocal seen
+        before, seen = seen, agent.ticks
+        return seen > before
+
+    def status() -> str:
+        link = "connected to" if agent.session.connected else "looking for"
+        engine = "" if agent.host.ready else "; the engine is not ready"
+        leases = len(agent.session.leases)
+        return f"{agent.identity.device.device_id}: {link} {agent.config.master}, {leases} tasks in hand{engine}"
+
+    while not agent.ticks:  # noqa: ASYNC110  it counts from the first look at the engine on
+        await asyncio.sleep(READY_POLL_S)
+    systemd.ready(status())
+    await systemd.keep(progress, status)
 
 
 def _engine_settings(config: WorkerConfig, device: Device) -> EngineSettings:

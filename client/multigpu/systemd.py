@@ -1,0 +1,114 @@
+"""What a service tells systemd: that it is ready, how it is, that it still makes progress, that it stops.
+
+The protocol is sd_notify(3): one datagram of KEY=value lines to the socket that NOTIFY_SOCKET names. Without that
+variable every call does nothing, so that daemons need not know who started them.
+"""
+
+import asyncio
+import contextlib
+import os
+import socket
+import time
+from collections.abc import Callable, Mapping, MutableMapping
+
+import structlog
+
+log = structlog.get_logger()
+
+# Of the watchdog's time: so often its service speaks, as sd_watchdog_enabled(3) asks, with room for a late turn.
+_SHARE = 0.4
+_STATUS_INTERVAL_S = 5.0
+
+
+class Notifier:
+    """Tells systemd. From `env` it takes NOTIFY_SOCKET, WATCHDOG_USEC and WATCHDOG_PID away: they are for this process,
+    and its children would speak in its name.
+    """
+
+    def __init__(self, env: MutableMapping[str, str] | None = None) -> None:
+        env = os.environ if env is None else env
+        address = env.pop("NOTIFY_SOCKET", "")
+        self.watchdog_s = _watchdog_s(env)
+        for name in ("WATCHDOG_USEC", "WATCHDOG_PID"):
+            env.pop(name, None)
+        self._status = ""
+        self._socket: socket.socket | None = None
+        if address:
+            self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC)
+            self._socket.setblocking(False)
+            # "@" stands for the zero byte of an abstract name.
+            self._address = "\0" + address[1:] if address.startswith("@") else address
+
+    @property
+    def active(self) -> bool:
+        """Whether anybody listens."""
+        return self._socket is not None
+
+    def ready(self, status: str = "") -> None:
+        """The service is up; or a reload is over."""
+        self._send("READY=1", *self._about(status))
+
+    def status(self, status: str) -> None:
+        """One line for `systemctl status`; said once if it stays the same."""
+        if about := self._about(status):
+            self._send(*about)
+
+    def reloading(self) -> None:
+        """A reload begins; `ready` ends it."""
+        self._send("RELOADING=1", f"MONOTONIC_USEC={time.monotonic_ns() // 1000}")
+
+    def reload(self, *steps: Callable[[], None]) -> None:
+        """A reload, for SIGHUP. What a step can't use is logged, and what was before stays in force."""
+        self.reloading()
+        try:
+            for step in steps:
+                step()
+        except Exception as error:  # noqa: BLE001  a file that makes no sense must not end what runs
+            log.error("reload failed: what was before stays in force", error=str(error))  # noqa: TRY400  no traceback
+        else:
+            log.info("reloaded")
+        self.ready()
+
+    def stopping(self, status: str = "") -> None:
+        self._send("STOPPING=1", *self._about(status))
+
+    def alive(self) -> None:
+        """Feeds the watchdog."""
+        self._send("WATCHDOG=1")
+
+    async def keep(self, progress: Callable[[], bool], status: Callable[[], str]) -> None:
+        """Until cancelled: feeds the watchdog whenever `progress()` is true, and keeps the status fresh.
+
+        It runs on the service's event loop, so a loop that stands still feeds nobody.
+        """
+        if not self.active:
+            return
+        interval_s = min(_STATUS_INTERVAL_S, self.watchdog_s * _SHARE or _STATUS_INTERVAL_S)
+        while True:
+            if progress():
+                self.alive()
+            self.status(status())
+            await asyncio.sleep(interval_s)
+
+    def _about(self, status: str) -> tuple[str, ...]:
+        if not status or status == self._status:
+            return ()
+        self._status = status
+        return ("STATUS=" + " ".join(status.splitlines()),)
+
+    def _send(self, *lines: str) -> None:
+        if self._socket is None:
+            return
+        # systemd may be restarting itself, or its socket be full: the next word comes soon.
+        with contextlib.suppress(OSError):
+            self._socket.sendto("\n".join(lines).encode(), self._address)
+
+
+def _watchdog_s(env: Mapping[str, str]) -> float:
+    """How often systemd wants to hear of us; 0: never."""
+    if env.get("WATCHDOG_PID", str(os.getpid())) != str(os.getpid()):
+        return 0.0
+    try:
+        return int(env.get("WATCHDOG_USEC", "0")) / 1e6
+    except ValueError:
+        return 0.0
