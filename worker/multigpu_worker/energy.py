@@ -13,7 +13,7 @@ share of the figure. It adds up:
 - how much power varied meanwhile, over the root of the number of readings: the sensors of A100 and H100 see a quarter
   of the time only, so that each reading is a sample of what went on; and what is shorter than the counter can tell is
   put down at the mean power of the busy second that it was part of;
-- the share of the window that no reading covers;
+- the share of the window that no reading covers, by how much power varied, at least a tenth of it;
 - one for each other process that computes on the device: the part of each is then taken to be the same, and is anything
   between nothing and all.
 
@@ -112,8 +112,14 @@ class EnergyMeter:
             total = inside + mean * (window_ns - covered_ns)
         else:
             total = mean * window_ns
-        spread = (max(powers) - min(powers)) / (2 * mean) / max(1.0, window_ns / self._lag_ns) ** 0.5
-        uncertainty = SENSOR_ERROR + self._lag_ns / base_ns + spread + (1.0 - covered_ns / window_ns) * _unseen(powers)
+        # How far power went from its mean.
+        swing = max(max(powers) - mean, mean - min(powers)) / mean
+        uncertainty = (
+            SENSOR_ERROR
+            + self._lag_ns / base_ns
+            + swing / max(1.0, window_ns / self._lag_ns) ** 0.5
+            + max(0.1, swing) * (1.0 - covered_ns / window_ns)
+        )
         if uncertainty >= 1.0:
             return None
         processes = self.processes
@@ -122,14 +128,6 @@ class EnergyMeter:
             method=self.method,
             uncertainty=uncertainty + processes - 1,
         )
-
-
-def _unseen(powers: list[float]) -> float:
-    """How far power may be off its mean where no reading covers it: as far as it was where some do, and no less than a
-    tenth.
-    """
-    mean = sum(powers) / len(powers)
-    return max(0.1, (max(powers) - min(powers)) / mean) if mean else 1.0
 
 
 def _at(times: list[int], joules: list[float], instant_ns: int) -> float:
