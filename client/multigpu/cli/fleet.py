@@ -7,6 +7,7 @@ from typing import Any
 import click
 
 from multigpu.cli import show, tables
+from multigpu.cli.breaker import words_of
 from multigpu.cli.commands import Command
 from multigpu.cli.options import complete_worker_id, json_option, master_option
 from multigpu.cli.rpc import Master
@@ -52,6 +53,8 @@ def status(address: str, as_json: bool) -> None:
             ("Journal", journal),
         ]
     )
+    if stats.breaker.tripped:
+        click.secho(words_of(stats.breaker), fg="red", bold=True)
 
 
 @click.command(
@@ -156,9 +159,18 @@ def on_each_worker(
 
 
 def state_of(worker: admin.Worker) -> str:
-    """In one word: active, cordoned, draining or lost."""
+    """In one word: active, quarantined, cordoned, draining or lost."""
     state = show.enum_name(worker, "state").lower()
-    return "cordoned" if state == "active" and worker.cordoned else state
+    if state != "active":
+        return state
+    return "cordoned" if worker.cordoned else "quarantined" if worker.quarantined else state
+
+
+def health_of(worker: admin.Worker) -> str:
+    """The state of its device's health, and the code of the gravest reason."""
+    health = worker.health
+    state = show.enum_name(health, "state").lower() if health.state else "-"
+    return f"{state}: {health.reasons[0].code}" if health.reasons else state
 
 
 def show_workers(workers: list[admin.Worker], *, as_json: bool) -> None:
@@ -173,7 +185,7 @@ def show_workers(workers: list[admin.Worker], *, as_json: bool) -> None:
     )
 
 
-WORKER_COLUMNS = ("WORKER", "STATE", "DEVICE", "MEMORY", "BUSY", "LEASES", "DONE", "FAILED", "HEARD")
+WORKER_COLUMNS = ("WORKER", "STATE", "HEALTH", "DEVICE", "MEMORY", "BUSY", "LEASES", "DONE", "FAILED", "HEARD")
 
 
 def worker_row(worker: admin.Worker) -> tuple[str, ...]:
@@ -186,6 +198,7 @@ def worker_row(worker: admin.Worker) -> tuple[str, ...]:
     return (
         worker.worker_id,
         state_of(worker),
+        health_of(worker),
         worker.device.name or "-",
         memory,
         f"{telemetry.utilization:.0%}" if telemetry.HasField("utilization") else "-",

@@ -441,6 +441,16 @@ class RevokeTokenResponse(_message.Message):
     token: Token
     def __init__(self, token: _Optional[_Union[Token, _Mapping]] = ...) -> None: ...
 
+class ResetBreakerRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ResetBreakerResponse(_message.Message):
+    __slots__ = ("breaker",)
+    BREAKER_FIELD_NUMBER: _ClassVar[int]
+    breaker: Breaker
+    def __init__(self, breaker: _Optional[_Union[Breaker, _Mapping]] = ...) -> None: ...
+
 class GetStatsRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...

@@ -124,6 +124,11 @@ class AdminServiceStub:
                 request_serializer=multigpu_dot_v1_dot_admin__service__pb2.RevokeTokenRequest.SerializeToString,
                 response_deserializer=multigpu_dot_v1_dot_admin__service__pb2.RevokeTokenResponse.FromString,
                 _registered_method=True)
+        self.ResetBreaker = channel.unary_unary(
+                '/multigpu.v1.AdminService/ResetBreaker',
+                request_serializer=multigpu_dot_v1_dot_admin__service__pb2.ResetBreakerRequest.SerializeToString,
+                response_deserializer=multigpu_dot_v1_dot_admin__service__pb2.ResetBreakerResponse.FromString,
+                _registered_method=True)
         self.GetStats = channel.unary_unary(
                 '/multigpu.v1.AdminService/GetStats',
                 request_serializer=multigpu_dot_v1_dot_admin__service__pb2.GetStatsRequest.SerializeToString,
@@ -258,6 +263,14 @@ class AdminServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ResetBreaker(self, request, context):
+        """Lets sick devices be quarantined again, after a person has looked. Those that are sick now are, and count anew.
+        Idempotent.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetStats(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -363,6 +376,11 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.RevokeToken,
                     request_deserializer=multigpu_dot_v1_dot_admin__service__pb2.RevokeTokenRequest.FromString,
                     response_serializer=multigpu_dot_v1_dot_admin__service__pb2.RevokeTokenResponse.SerializeToString,
+            ),
+            'ResetBreaker': grpc.unary_unary_rpc_method_handler(
+                    servicer.ResetBreaker,
+                    request_deserializer=multigpu_dot_v1_dot_admin__service__pb2.ResetBreakerRequest.FromString,
+                    response_serializer=multigpu_dot_v1_dot_admin__service__pb2.ResetBreakerResponse.SerializeToString,
             ),
             'GetStats': grpc.unary_unary_rpc_method_handler(
                     servicer.GetStats,
@@ -861,6 +879,33 @@ class AdminService:
             '/multigpu.v1.AdminService/RevokeToken',
             multigpu_dot_v1_dot_admin__service__pb2.RevokeTokenRequest.SerializeToString,
             multigpu_dot_v1_dot_admin__service__pb2.RevokeTokenResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ResetBreaker(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/multigpu.v1.AdminService/ResetBreaker',
+            multigpu_dot_v1_dot_admin__service__pb2.ResetBreakerRequest.SerializeToString,
+            multigpu_dot_v1_dot_admin__service__pb2.ResetBreakerResponse.FromString,
             options,
             channel_credentials,
             insecure,

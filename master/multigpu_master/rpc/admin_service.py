@@ -21,7 +21,7 @@ from multigpu_master.rpc import queries
 from multigpu_master.rpc.status import count_of, make_token, page_size_of, read_token, refuse
 from multigpu_master.rpc.token_calls import TokenCalls
 from multigpu_master.security.gate import Gate, caller_queues
-from multigpu_master.settings import queue_setting, worker_message, worker_setting
+from multigpu_master.settings import breaker_setting, queue_setting, worker_message, worker_setting
 from multigpu_master.strategies.registry import canonical_name
 
 # How often WatchWorkers tells of changes, and how many workers it looks at in one go.
@@ -300,6 +300,25 @@ class AdminService(TokenCalls):
         known = set(found)
         return pb.DeleteDeadLettersResponse(deleted=len(found), unknown_task_ids=[i for i in ids if i not in known])
 
+    # --- the circuit breaker -----------------------------------------------------------------------------------------
+
+    async def ResetBreaker(self, request: Any, context: Any) -> pb.ResetBreakerResponse:
+        self._driver.handle(ev.ResetBreaker())
+        await self._save(context, breaker_setting(self._core.quarantine.breaker.tripped_s))
+        return pb.ResetBreakerResponse(breaker=self._breaker())
+
+    def _breaker(self) -> pb.Breaker:
+        quarantine = self._core.quarantine
+        breaker = quarantine.breaker
+        message = pb.Breaker(
+            tripped=bool(breaker.tripped_s),
+            quarantines=breaker.count(self._driver.now()),
+            quarantines_max=breaker.most(quarantine.devices()),
+        )
+        if breaker.tripped_s:
+            wire.set_time(message.trip_time, breaker.tripped_s)
+        return message
+
     # --- looking -----------------------------------------------------------------------------------------------------
 
     async def GetStats(self, request: Any, context: Any) -> pb.GetStatsResponse:
@@ -327,6 +346,7 @@ class AdminService(TokenCalls):
             outcomes_retained=sum(
                 (await asyncio.to_thread(self._driver.journal.count_outcomes, **queries.EVERYTHING)).values()
             ),
+            breaker=self._breaker(),
             # Last: what comes before it takes time.
             server_time=wire.timestamp(time.time()),
         )
