@@ -188,6 +188,8 @@ class Caretaker:
             message = f"the driver has not answered for more than {HUNG_S:g} s: see the kernel's log, restart the host"
             findings.append(Reason("driver_hung", message, Gravity.SICK))
         if sample is not None:
+            if self._events is not None and not sample.gone and sample is not self._seen:
+                self._events.device_answers()
             findings += self._findings(sample)
             self._count_ecc(sample)
         self.health.find(findings, self._now())
@@ -218,9 +220,12 @@ class Caretaker:
     def _count_ecc(self, sample: Sample) -> None:
         """More uncorrectable errors than before: somebody computed with wrong numbers."""
         count, before = sample.telemetry.ecc_uncorrected, self._ecc_uncorrected
-        if count is None or sample is self._seen:
+        if sample is self._seen:
             return
-        self._seen, self._ecc_uncorrected = sample, count
+        self._seen = sample
+        if count is None:
+            return
+        self._ecc_uncorrected = count
         if before is not None and count > before:
             message = f"{count - before} new errors of its memory, which can't be corrected: reset the GPU"
             self.health.happen("ecc_uncorrected", message, Gravity.UNUSABLE, self._now())

@@ -1,8 +1,9 @@
 """What the driver tells of a GPU by itself: XIDs, double-bit ECC errors, that it is unavailable, that it wants a reset.
 
 A thread waits on NVML's event set, so that an event is known within milliseconds; between events it reads NVML's
-recovery action. When the device is lost the set is of no use any more: it is made anew until that works. The thread is
-a daemon: a process may end although a call hangs.
+recovery action. When the device is lost the set is of no use any more: the thread lets go of the driver, which may have
+to be opened anew, until it is told that the device answers again. It is a daemon: a process may end although a call
+hangs.
 """
 
 import contextlib
@@ -47,6 +48,7 @@ class DeviceEvents:
         self._device_id = device_id
         self._tell = tell
         self._stopped = threading.Event()
+        self._answers = threading.Event()
         self._thread = threading.Thread(target=self._run, name="device-events", daemon=True)
         # NVML's nvmlDeviceGpuRecoveryAction_t; None: the driver doesn't tell.
         self.recovery_action: int | None = None
@@ -57,6 +59,11 @@ class DeviceEvents:
     def stop(self) -> None:
         """Ends the thread, once the call that it is in has returned; doesn't wait for that."""
         self._stopped.set()
+        self._answers.set()
+
+    def device_answers(self) -> None:
+        """The device is there, as far as its sensors know."""
+        self._answers.set()
 
     # --- the thread --------------------------------------------------------------------------------------------------
 
@@ -74,8 +81,11 @@ class DeviceEvents:
                 if not complained:
                     log.warning("no events of the device for now", error=str(error))
                     complained = True
+                self.recovery_action = None
                 self._tell(DeviceEvent(EventKind.CHANGED))
                 self._stopped.wait(RETRY_S)
+                self._answers.clear()
+                self._answers.wait()
             except Exception:
                 log.exception("the device's events can't be read")
                 return

@@ -1,5 +1,7 @@
 """A GPU, as NVIDIA's driver tells of it through NVML, without torch and without CUDA."""
 
+import contextlib
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -44,6 +46,9 @@ THROTTLE_REASONS = {
 GONE = {9: "driver_not_loaded", 15: "gpu_is_lost", 16: "reset_required"}
 NOT_FOUND = 6
 PROCESSES_MAX = 256
+# After a reset a device may be found only by a process that opens the driver anew. Tried every so many seconds while it
+# is gone: by then the thread of device_events.py has let go of it.
+ANEW_S = 2.0
 
 
 def count() -> tuple[int, str]:
@@ -88,6 +93,8 @@ class NvmlDevice:
         self.engine_name = "cpu" if self.info.simulated else "cuda:0"
         # The driver said so at the last sample.
         self._gone = False
+        # When the driver was opened, or the device last answered, by the monotonic clock.
+        self._opened_s = 0.0
         # Functions that this device has said it will never answer.
         self._unsupported: set[str] = set()
 
@@ -95,10 +102,13 @@ class NvmlDevice:
         if self._gone:
             self._reopen()
         try:
-            return self._telemetry()
+            telemetry = self._telemetry()
         except DeviceGoneError:
             self._gone = True
             raise
+        self._gone = False
+        self._opened_s = time.monotonic()
+        return telemetry
 
     def energy_joules(self) -> float | None:
         millijoules = self._ask("nvmlDeviceGetTotalEnergyConsumption")
@@ -262,11 +272,15 @@ class NvmlDevice:
     def _reopen(self) -> None:
         """The device may have come back since. DeviceGoneError: it has not."""
         try:
+            if time.monotonic() - self._opened_s > ANEW_S:
+                self._opened_s = time.monotonic()
+                with contextlib.suppress(pynvml.NVMLError):
+                    pynvml.nvmlShutdown()
+                pynvml.nvmlInit()
             self._handle = pynvml.nvmlDeviceGetHandleByUUID(self.device_id)
         except pynvml.NVMLError as error:
             code = "gpu_is_lost" if error.value == NOT_FOUND else GONE.get(error.value, "gpu_is_lost")
             raise DeviceGoneError(code, f"the driver doesn't find {self.device_id}: {error}") from error
-        self._gone = False
         self._unsupported.clear()  # its driver may be another one now
 
     def _ask(self, function: str, *arguments: Any) -> Any:
