@@ -206,11 +206,13 @@ class Mps:
         asked_s = -_SERVER_PATIENCE_S
         while True:
             async with self.claims.lock():
-                if not await self.control.alive():
+                try:
+                    servers = await self.control.servers()
+                except MpsError:
                     if not self._begun_mark.exists() and self._server_pid:
-                        raise MpsError("the MPS daemon is gone; whoever started it has to start it again")
+                        raise MpsError("the MPS daemon is gone; whoever started it has to start it again") from None
                     await self._start_daemon()
-                servers = await self.control.servers()
+                    continue
                 if not servers and time.monotonic() - asked_s > _SERVER_PATIENCE_S:
                     asked_s = time.monotonic()
                     await self.control.start_server()

@@ -5,9 +5,9 @@ each user, and CUDA programs that see the same pipe directory become that server
 """
 
 import asyncio
-import contextlib
 import os
 import re
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -88,37 +88,30 @@ class MpsControl:
     async def _run(
         self, arguments: list[str], words: str, extra: dict[str, str], timeout_s: float = COMMAND_TIMEOUT_S
     ) -> str:
-        env = {**os.environ, **self.environment(), **extra}
+        # In a thread, and by subprocess: asyncio's own way forks, for which gRPC's threads are not made.
+        return await asyncio.to_thread(self._run_blocking, arguments, words, extra, timeout_s)
+
+    def _run_blocking(self, arguments: list[str], words: str, extra: dict[str, str], timeout_s: float) -> str:
         what = " ".join([PROGRAM, *arguments]) + (f" ({words.strip()})" if words else "")
         try:
-            process = await asyncio.create_subprocess_exec(
-                PROGRAM,
-                *arguments,
-                stdin=asyncio.subprocess.PIPE,
+            done = subprocess.run(
+                [PROGRAM, *arguments],
+                input=words.encode(),
                 # A daemon keeps what it inherits: a pipe to it would never end.
-                stdout=asyncio.subprocess.DEVNULL if arguments else asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.DEVNULL,
-                env=env,
+                stdout=subprocess.DEVNULL if arguments else subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                env={**os.environ, **self.environment(), **extra},
                 start_new_session=True,
+                timeout=timeout_s,
+                check=False,
             )
+        except subprocess.TimeoutExpired:
+            raise MpsError(f"{what} has not answered within {timeout_s:g} s; see {self.log_dir}/control.log") from None
         except OSError as error:
             raise MpsError(f"{PROGRAM} can't be run: {error}; it comes with NVIDIA's driver") from error
-        try:
-            async with asyncio.timeout(timeout_s):
-                if not arguments:
-                    output, _ = await process.communicate(words.encode())
-                else:
-                    output = b""
-                    await process.wait()
-        except TimeoutError:
-            raise MpsError(f"{what} has not answered within {timeout_s:g} s; see {self.log_dir}/control.log") from None
-        finally:
-            if process.returncode is None:
-                with contextlib.suppress(ProcessLookupError):
-                    process.kill()
-        text = output.decode(errors="replace")
-        if process.returncode:
-            detail = text.strip() or f"exit code {process.returncode}"
+        text = (done.stdout or b"").decode(errors="replace")
+        if done.returncode:
+            detail = text.strip() or f"exit code {done.returncode}"
             raise MpsError(f"{what} failed: {detail}; see {self.log_dir}/control.log")
         return text
 
