@@ -1,0 +1,76 @@
+"""Handlers whose engine is a client of the simulated MPS: good ones, and those that end their engine."""
+
+import mmap
+import os
+import signal
+import time
+from typing import Any
+
+from multigpu.handlers import handler
+from simulated_mps import Client
+
+_clients: dict[int, Client] = {}
+
+
+def _client() -> Client:
+    """This process's, made when it is first needed, as CUDA's contexts are."""
+    if os.getpid() not in _clients:
+        _clients.clear()
+        _clients[os.getpid()] = Client()
+    return _clients[os.getpid()]
+
+
+@handler("m.work")
+def work(value: Any) -> Any:
+    """Computes for `value` seconds, and answers with its process id."""
+    end_s = time.monotonic() + float(value or 0)
+    _client().work()
+    while time.monotonic() < end_s:
+        time.sleep(0.01)
+        _client().work()
+    return str(os.getpid())
+
+
+@handler("m.fault")
+def fault(value: Any) -> Any:
+    _client().fault()
+
+
+@handler("m.stuck")
+def stuck(value: Any) -> Any:
+    """Is a client, and hears of nothing."""
+    _client().work()
+    time.sleep(3600)
+
+
+@handler("m.children")
+def children(value: Any) -> Any:
+    """Has a child that is a client too, and hangs."""
+    _client().work()
+    if not os.fork():
+        _client().work()
+        time.sleep(3600)
+    time.sleep(3600)
+
+
+@handler("m.hoard")
+def hoard(value: Any) -> Any:
+    """Takes more memory than it may."""
+    _client().work()
+    size = 256 << 20
+    shared = mmap.mmap(-1, size)
+    for at in range(0, size, mmap.PAGESIZE):
+        shared[at] = 1
+    time.sleep(3600)
+
+
+@handler("m.crash")
+def crash(value: Any) -> Any:
+    """Ends its own engine, which is nobody's violation."""
+    _client().excuse()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@handler("m.environment")
+def environment(value: Any) -> Any:
+    return {name: text for name, text in os.environ.items() if name.startswith("CUDA_")}

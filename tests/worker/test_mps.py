@@ -1,0 +1,183 @@
+"""MPS with real workers on simulated GPUs and the simulated control daemon: see tests/fakes/mps_control/README.md."""
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+from multigpu.v1 import device_pb2
+from multigpu.v1 import worker_service_pb2 as pb
+
+from tests.fakes.mps_host import MpsHost
+
+from .scripted_master import SUCCEEDED
+
+SOON = ("--cancel-grace-s", "0.2", "--drain-timeout-s", "0.2")
+FAILED = pb.REPORT_STATE_FAILED
+RETURNED = pb.REPORT_STATE_RETURNED
+
+
+@pytest.fixture
+async def host() -> AsyncIterator[MpsHost]:
+    async with MpsHost(gpus=2) as host:
+        yield host
+
+
+async def test_an_engine_is_a_client_with_its_limits(host: MpsHost) -> None:
+    limits = ("--mps-active-thread-percentage", "25", "--mps-pinned-device-mem-limit-bytes", "2GiB")
+    worker = await host.worker(0, *limits)
+    worker.stream.lease([(1, b"0")], kind="m.work")
+    worker.stream.lease([(2, b"")], kind="m.environment")
+    work, environment = await worker.stream.reported(1, 2)
+    assert work.result == b"\"%d\"" % worker.engine_pid()
+    for word in (
+        f'"CUDA_MPS_PIPE_DIRECTORY": "{host.pipe_dir(0)}"',
+        '"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "25"',
+        '"CUDA_MPS_PINNED_DEVICE_MEM_LIMIT": "0=2048M"',
+        f'"CUDA_VISIBLE_DEVICES": "{host.device_id(0)}"',
+    ):
+        assert word.replace(" ", "") in environment.result.decode().replace(" ", "")
+    await worker.stream.until(lambda: worker.stream.heartbeats and worker.stream.heartbeats[-1].mps.clients == 1)
+    mps = worker.stream.heartbeats[-1].mps
+    assert (mps.state, mps.clients_max) == (device_pb2.MPS_STATE_RUNNING, 48)
+    # The worker began the daemon and is the last one out.
+    assert host.counts(0)["violations"] == []
+    assert await worker.stop() == 0
+    assert not (host.pipe_dir(0) / "control").exists()
+
+
+async def test_every_way_to_end_an_engine_asks_first(host: MpsHost) -> None:
+    worker = await host.worker(0, *SOON, "--engine-memory-bytes", "320MiB")
+    host.control(0, "fake terminate_s 0.3")
+    stream = worker.stream
+    timeout = pb.LeaseBatch().spec.run_timeout
+    timeout.FromMilliseconds(300)
+    for number, kind in enumerate(("m.stuck", "m.children"), 1):
+        stream.lease([(number, b"")], kind=kind, run_timeout=timeout)
+        (word,) = await stream.reported(number)
+        assert word.error.type == "RunTimeout"
+    stream.lease([(3, b"")], kind="m.stuck")
+    await stream.until(lambda: any(held.lease_id == 3 and held.running for held in stream.heartbeats[-1].leases))
+    heartbeats = len(stream.heartbeats)
+    stream.revoke(3)
+    stream.lease([(4, b"")], kind="m.work")
+    (word,) = await stream.reported(4)
+    assert word.state == SUCCEEDED
+    assert len(stream.heartbeats) > heartbeats, "no heartbeat while the engine was being ended"
+    stream.lease([(5, b"")], kind="m.hoard")
+    (word,) = await stream.reported(5)
+    assert word.error.type == "OutOfMemory"
+    stream.lease([(6, b"")], kind="m.crash")
+    (word,) = await stream.reported(6)
+    assert word.error.type == "EngineDied"
+    stream.lease([(7, b"")], kind="m.stuck")
+    await stream.until(lambda: any(held.lease_id == 7 and held.running for held in stream.heartbeats[-1].leases))
+    counts = host.counts(0)
+    assert (counts["violations"], counts["faults"], counts["forced"]) == ([], 0, 0)
+    assert counts["terminated"] == 5  # the stuck one, the one with a child, its child, the cancelled one, the hoarder
+    (host.pipe_dir(0) / "begun-by-worker").unlink()  # so that the daemon is still there to tell
+    assert await worker.stop() == 0
+    counts = host.counts(0)
+    assert (counts["violations"], counts["terminated"]) == ([], 6)
+    assert worker.engine_pid() == 0 if worker.process.returncode is None else True
+
+
+async def test_a_fault_stays_on_its_gpu_and_is_its_clients(host: MpsHost) -> None:
+    guilty, neighbour, elsewhere = [await host.worker(gpu) for gpu in (0, 0, 1)]
+    engines = {}
+    for worker in (guilty, neighbour, elsewhere):
+        worker.stream.lease([(1, b"")], kind="m.work")
+        await worker.stream.reported(1)
+        engines[worker] = worker.engine_pid()
+    neighbour.stream.lease([(2, b"2")], kind="m.work")
+    elsewhere.stream.lease([(2, b"2")], kind="m.work")
+    await asyncio.sleep(0.3)
+    guilty.stream.lease([(2, b""), (3, b"")], kind="m.fault")
+    for word in await guilty.stream.reported(2, 3, timeout_s=40):
+        assert (word.state, word.error.retryable) == (FAILED, True)
+        assert "illegal memory access" in word.error.message
+    broke = [report for batch in guilty.stream.batches for report in batch.reports]
+    assert all(report.broke_engine for report in broke)
+    # The innocent neighbour lost its engine too, and its task runs again, as the same attempt.
+    (word,) = await neighbour.stream.reported(2, timeout_s=40)
+    assert word.state == SUCCEEDED
+    (word,) = await elsewhere.stream.reported(2)
+    assert word.state == SUCCEEDED
+    assert elsewhere.engine_pid() == engines[elsewhere]
+    assert guilty.engine_pid() != engines[guilty]
+    assert neighbour.engine_pid() != engines[neighbour]
+    assert any(beat.mps.state == device_pb2.MPS_STATE_FAULT for beat in neighbour.stream.heartbeats)
+    assert any(str(engines[guilty]) in beat.mps.message for beat in neighbour.stream.heartbeats)
+    faulty, other = host.counts(0), host.counts(1)
+    assert (faulty["violations"], other["violations"]) == ([], [])
+    assert (faulty["faults"], faulty["forced"]) == (2, 0)
+    assert (other["faults"], other["servers"]) == (0, 1)
+
+
+async def test_a_server_that_stays_in_fault_is_started_again_even_if_its_log_names_nobody(host: MpsHost) -> None:
+    worker = await host.worker(0)
+    worker.stream.lease([(1, b"")], kind="m.work")
+    await worker.stream.reported(1)
+    host.control(0, "fake stick")
+    host.control(0, "fake mute")
+    worker.stream.lease([(2, b"")], kind="m.fault")
+    worker.stream.lease([(3, b"")], kind="m.work")
+    # Nobody else is on the GPU.
+    fault, work = await worker.stream.reported(2, 3, timeout_s=40)
+    assert (fault.state, work.state) == (FAILED, SUCCEEDED)
+    counts = host.counts(0)
+    assert (counts["violations"], counts["servers"], counts["forced"]) == ([], 2, 0)
+
+
+async def test_a_server_that_does_not_let_go_is_shut_down_before_the_engine_is_killed(host: MpsHost) -> None:
+    worker = await host.worker(0, "--mps-terminate-timeout-s", "1")
+    host.control(0, "fake refuse")
+    timeout = pb.LeaseBatch().spec.run_timeout
+    timeout.FromMilliseconds(200)
+    worker.stream.lease([(1, b"")], kind="m.stuck", run_timeout=timeout)
+    worker.stream.lease([(2, b"")], kind="m.work")
+    stuck, work = await worker.stream.reported(1, 2, timeout_s=40)
+    assert (stuck.error.type, work.state) == ("RunTimeout", SUCCEEDED)
+    counts = host.counts(0)
+    assert (counts["violations"], counts["forced"]) == ([], 1)
+    assert "MPS does not let go of the engine" in worker.log
+
+
+async def test_workers_of_a_gpu_share_its_daemon_and_its_memory(host: MpsHost) -> None:
+    half = host.gpus.gpu(0).memory_total // 2
+    limit = ("--mps-pinned-device-mem-limit-bytes", str(half))
+    first, second = await asyncio.gather(host.launch(0, *limit), host.launch(0, *limit))
+    for _ in range(2):
+        await host.master.stream(60)
+    third = await host.launch(0, *limit)
+    assert await asyncio.wait_for(third.process.wait(), 60) == 3
+    assert "lower mps_pinned_device_mem_limit_bytes" in third.log
+    assert host.counts(0)["violations"] == []
+    assert await first.stop() == 0
+    assert (host.pipe_dir(0) / "control").exists()
+    assert await second.stop() == 0
+    assert not (host.pipe_dir(0) / "control").exists()
+
+
+async def test_a_daemon_that_was_there_stays(host: MpsHost) -> None:
+    first = await host.worker(0)
+    (host.pipe_dir(0) / "begun-by-worker").unlink()  # as if a service had begun it
+    assert await first.stop() == 0
+    second = await host.worker(0)
+    assert await second.stop() == 0
+    counts = host.counts(0)
+    assert (counts["violations"], counts["servers"]) == ([], 1)
+
+
+async def test_what_mps_cannot_do_is_said(host: MpsHost) -> None:
+    host.gpus.mig(0, 2)
+    refused, without = await host.launch(0), await host.worker(0, "--mps", "auto")
+    assert await asyncio.wait_for(refused.process.wait(), 60) == 3
+    assert "MIG is on" in refused.log
+    stream = without.stream
+    await stream.until(lambda: stream.heartbeats)
+    assert stream.heartbeats[-1].mps.state == device_pb2.MPS_STATE_OFF
+    assert "MIG is on" in stream.heartbeats[-1].mps.message
+    stream.lease([(1, b"")], kind="m.environment")
+    (word,) = await stream.reported(1)
+    assert b"CUDA_MPS" not in word.result
+    assert not host.pipe_dir(0).exists()
