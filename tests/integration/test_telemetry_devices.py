@@ -1,0 +1,326 @@
+"""What a simulated device says of itself is what operators read, whichever way they look: AdminService, Prometheus,
+OTLP, the stats file. What it doesn't say is nowhere. What tasks take of its energy is in their outcomes.
+"""
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import multigpu
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.client.otlp_collector import Collector, attributes
+from tests.fakes.gpus import SimulatedGpus
+from tests.fleet import Fleet, until
+
+# What the driver is told to say of cuda:1, in the contract's fields.
+TOLD = {
+    "memory_used_bytes": 9 << 30,
+    "utilization": 0.63,
+    "memory_utilization": 0.21,
+    "temperature_celsius": 71.0,
+    "power_watts": 412.5,
+    "power_limit_watts": 650.0,
+    "sm_clock_hertz": 1_755e6,
+    "memory_clock_hertz": 3_201e6,
+    "energy_joules": 123_456.789,
+    "ecc_corrected": 7,
+    "ecc_uncorrected": 0,
+    "pcie_generation": 4,
+    "pcie_width": 8,
+    "pcie_sent_bytes": 2048 * 1024,
+    "pcie_received_bytes": 512 * 1024,
+    "nvlinks_active": 5,
+}
+THROTTLE = ("sw_power_cap", "sw_thermal_slowdown")
+
+
+@pytest.fixture(scope="module")
+def gpus(tmp_path_factory: pytest.TempPathFactory) -> SimulatedGpus:
+    gpus = SimulatedGpus(tmp_path_factory.mktemp("gpus") / "state", n=2)
+    gpus.env()  # skips where there is no compiler
+    return gpus
+
+
+def tell(gpus: SimulatedGpus) -> None:
+    """TOLD, by the driver's own units."""
+    gpus.process(1, os.getpid(), 5 << 30, mps=True)
+    gpus.use_memory(1, 4 << 30)
+    gpus.use(1, 0.63, 0.21)
+    gpus.heat(1, 71)
+    gpus.power(1, 412.5, 650.0)
+    gpus.clocks(1, 1755, 3201)
+    gpus.throttle(1, 0x24)
+    gpus.set_energy(1, 123_456.789)
+    gpus.pcie(1, generation=4, width=8, sent_kib=2048, received_kib=512)
+    gpus.ecc(1, corrected=7)
+    gpus.remap(1, correctable=2, uncorrectable=1, pending=True, failed=False)
+    for link in range(18):
+        gpus.nvlink(1, link, up=link < 5, remote=0)
+
+
+@pytest.fixture(scope="module")
+def collector() -> Iterator[Collector]:
+    collector = Collector()
+    yield collector
+    collector.close()
+
+
+@pytest.fixture(scope="module")
+def metrics_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return int(free.getsockname()[1])
+
+
+@pytest.fixture(scope="module")
+def stats_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("stats") / "stats.jsonl"
+
+
+@pytest.fixture(scope="module")
+def fleet(
+    gpus: SimulatedGpus,
+    collector: Collector,
+    metrics_port: int,
+    stats_path: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Fleet]:
+    """Worker `gpu` on the simulated cuda:1, worker `cpu` on the processor."""
+    tell(gpus)
+    env = {**gpus.env(), "MGPU_TELEMETRY_OTLP_ENDPOINT": f"http://127.0.0.1:{collector.port}"}
+    master_flags = ["--metrics-listen", f"127.0.0.1:{metrics_port}"]
+    stats_flags = ["--stats-file", str(stats_path), "--stats-interval-s", "0.2"]
+    folder = tmp_path_factory.mktemp("fleet")
+    with Fleet(folder, workers=0, env=env, master_flags=master_flags, worker_flags=stats_flags) as fleet:
+        fleet.start_worker("gpu", "--device", "cuda:1")
+        fleet.start_worker("cpu")
+        fleet.wait_for_workers()
+        until(lambda: fleet.worker("gpu").telemetry.HasField("temperature_celsius"), what="the first sample")
+        yield fleet
+        assert not fleet.faults()
+
+
+def scrape(port: int) -> str:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+        return str(answer.read().decode())
+
+
+def samples(text: str, worker_id: str) -> dict[str, dict[tuple[tuple[str, str], ...], float]]:
+    """By name, then by the labels that are not those of every device."""
+    found: dict[str, dict[tuple[tuple[str, str], ...], float]] = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            labels = dict(sample.labels)
+            if labels.pop("worker_id", "") == worker_id and labels.pop("device_id", ""):
+                found.setdefault(sample.name, {})[tuple(sorted(labels.items()))] = sample.value
+    return found
+
+
+def last_line(path: Path, worker_id: str) -> dict[str, Any]:
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    return next(line for line in reversed(lines) if line["worker_id"] == worker_id)
+
+
+def test_admin_service_tells_what_the_driver_says(fleet: Fleet, gpus: SimulatedGpus) -> None:
+    worker = fleet.worker("gpu")
+    device, telemetry = worker.device, worker.telemetry
+    assert device.device_id == gpus.uuid(1)
+    assert device.name == "cuda:1"
+    assert device.product == "Simulated H200"
+    assert device.simulated
+    assert [(peer.device_id, peer.nvlinks) for peer in device.peers] == [(gpus.uuid(0), 5)]
+    for field, value in TOLD.items():
+        assert telemetry.HasField(field), field
+        assert getattr(telemetry, field) == pytest.approx(value), field
+    assert tuple(telemetry.throttle_reasons) == THROTTLE
+    rows = telemetry.remapped_rows
+    assert (rows.correctable, rows.uncorrectable, rows.pending, rows.failed) == (2, 1, True, False)
+    (process,) = telemetry.processes
+    assert (process.pid, process.memory_used_bytes, process.mps_client) == (os.getpid(), 5 << 30, True)
+
+
+def test_mgpuctl_tells_the_same(fleet: Fleet, gpus: SimulatedGpus) -> None:
+    argv = [sys.executable, "-m", "multigpu.cli", "gpus", "--json", "--master", fleet.address]
+    done = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 0, done.stderr
+    (worker,) = [w for w in json.loads(done.stdout) if w["worker_id"] == "gpu"]
+    assert worker["device"]["device_id"] == gpus.uuid(1)
+    for field, value in TOLD.items():
+        assert float(worker["telemetry"][field]) == pytest.approx(value), field
+
+
+def test_prometheus_tells_the_same(fleet: Fleet, metrics_port: int) -> None:
+    def complete() -> dict[str, dict[tuple[tuple[str, str], ...], float]] | None:
+        found = samples(scrape(metrics_port), "gpu")
+        return found if "mgpu_device_temperature_celsius" in found else None
+
+    found = until(complete, what="a scrape with the device's temperature")
+    names = {
+        "utilization": "utilization_ratio",
+        "memory_utilization": "memory_utilization_ratio",
+        "energy_joules": "energy_joules_total",
+        "pcie_width": "pcie_lanes",
+        "pcie_sent_bytes": "pcie_sent_bytes_per_second",
+        "pcie_received_bytes": "pcie_received_bytes_per_second",
+    }
+    for field, value in TOLD.items():
+        if not field.startswith("ecc"):
+            assert found[f"mgpu_device_{names.get(field, field)}"][()] == pytest.approx(value), field
+    assert found["mgpu_device_ecc_errors_total"] == {(("severity", "corrected"),): 7, (("severity", "uncorrected"),): 0}
+    assert found["mgpu_device_remapped_rows"] == {(("severity", "corrected"),): 2, (("severity", "uncorrected"),): 1}
+    assert found["mgpu_device_row_remap_pending"] == {(): 1}
+    assert found["mgpu_device_row_remap_failed"] == {(): 0}
+    assert found["mgpu_device_throttled"] == {(("reason", reason),): 1 for reason in THROTTLE}
+    assert found["mgpu_device_processes"] == {(("mps", "true"),): 1, (("mps", "false"),): 0}
+    (info,) = found["mgpu_device_info"]
+    assert dict(info)["product"] == "Simulated H200"
+    assert dict(info)["simulated"] == "true"
+    # What a processor hasn't got has no sample, and what it has is its.
+    cpu = samples(scrape(metrics_port), "cpu")
+    assert cpu["mgpu_device_memory_total_bytes"][()] == fleet.worker("cpu").telemetry.memory_total_bytes
+    assert "mgpu_device_temperature_celsius" not in cpu
+    assert "mgpu_device_nvlinks_active" not in cpu
+
+
+def test_promtool_finds_nothing_wrong(fleet: Fleet, metrics_port: int) -> None:
+    promtool = shutil.which("promtool")
+    if promtool is None:
+        pytest.skip("promtool is not installed: it comes with Prometheus")
+    until(lambda: "mgpu_device_throttled{" in scrape(metrics_port), what="a full scrape")
+    text = scrape(metrics_port)
+    done = subprocess.run([promtool, "check", "metrics"], input=text, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_the_stats_file_tells_the_same(fleet: Fleet, gpus: SimulatedGpus, stats_path: Path) -> None:
+    until(lambda: stats_path.exists() and '"gpu"' in (t := stats_path.read_text()) and '"cpu"' in t, what="two lines")
+    line = last_line(stats_path, "gpu")
+    assert line["device"]["device_id"] == gpus.uuid(1)
+    for field, value in TOLD.items():
+        assert line["telemetry"][field] == pytest.approx(value), field
+    assert tuple(line["telemetry"]["throttle_reasons"]) == THROTTLE
+    assert line["telemetry"]["processes"] == [{"pid": os.getpid(), "memory_used_bytes": 5 << 30, "mps_client": True}]
+    assert abs(datetime.now(UTC) - datetime.fromisoformat(line["telemetry"]["sample_time"])).total_seconds() < 60
+    assert set(last_line(stats_path, "cpu")["telemetry"]) <= {
+        "sample_time", "memory_total_bytes", "memory_used_bytes", "utilization", "energy_joules", "power_watts"
+    }  # fmt: skip
+
+
+def test_otlp_tells_the_same_by_opentelemetrys_names(fleet: Fleet, gpus: SimulatedGpus, collector: Collector) -> None:
+    def arrived() -> dict[str, Any] | None:
+        found: dict[str, Any] = {}
+        for _, metric in collector.metrics_by_service():
+            for point in (metric.gauge if metric.HasField("gauge") else metric.sum).data_points:
+                if attributes(point.attributes).get("hw.id") == gpus.uuid(1):
+                    found.setdefault(metric.name, metric)
+        return found if "hw.temperature" in found else None
+
+    metrics = until(arrived, 30.0, "an export with the device's temperature")
+
+    def value(name: str, **wanted: str) -> float:
+        """Of our device, and with these attributes."""
+        wanted = {"hw.id": gpus.uuid(1)} | {k.replace("__", "."): v for k, v in wanted.items()}
+        metric = metrics[name]
+        points = (metric.gauge if metric.HasField("gauge") else metric.sum).data_points
+        (point,) = [p for p in points if wanted.items() <= attributes(p.attributes).items()]
+        return float(point.as_double or point.as_int)
+
+    assert value("hw.gpu.utilization", hw__gpu__task="general") == pytest.approx(0.63)
+    assert value("hw.gpu.memory.usage") == 9 << 30
+    assert value("hw.gpu.memory.limit") == fleet.worker("gpu").device.memory_total_bytes
+    assert value("hw.temperature", hw__type="gpu") == 71.0
+    assert value("hw.power", hw__type="gpu") == 412.5
+    assert value("hw.energy", hw__type="gpu") == pytest.approx(123_456.789)
+    assert value("hw.errors", hw__type="gpu", error__type="corrected") == 7
+    assert {name: metrics[name].unit for name in ("hw.gpu.utilization", "hw.gpu.memory.usage", "hw.temperature")} == {
+        "hw.gpu.utilization": "1",
+        "hw.gpu.memory.usage": "By",
+        "hw.temperature": "Cel",
+    }
+    assert metrics["hw.energy"].sum.is_monotonic
+    assert not metrics["hw.gpu.memory.usage"].sum.is_monotonic
+
+
+def test_a_driver_that_doesnt_answer_stops_no_heartbeat(fleet: Fleet, gpus: SimulatedGpus) -> None:
+    gpus.hang(1)
+    try:
+        before = until(lambda: _quiet(fleet), what="a sample that grows old")
+        sampled, heard = before.telemetry.sample_time.ToNanoseconds(), before.last_heartbeat_time.ToNanoseconds()
+        until(lambda: fleet.worker("gpu").last_heartbeat_time.ToNanoseconds() > heard + 2 * 10**9, what="heartbeats")
+        now = fleet.worker("gpu")
+        assert now.telemetry.sample_time.ToNanoseconds() == sampled
+        assert now.session_id == before.session_id
+        assert now.telemetry.temperature_celsius == 71.0
+    finally:
+        gpus.answer_(1)
+    until(lambda: fleet.worker("gpu").telemetry.sample_time.ToNanoseconds() > sampled, what="a new sample")
+
+
+def _quiet(fleet: Fleet) -> Any:
+    """The worker, once its last sample is a second older than its last heartbeat."""
+    worker = fleet.worker("gpu")
+    age_ns = worker.last_heartbeat_time.ToNanoseconds() - worker.telemetry.sample_time.ToNanoseconds()
+    return worker if age_ns > 10**9 else None
+
+
+def test_a_device_that_is_lost_tells_nothing_until_it_is_back(fleet: Fleet, gpus: SimulatedGpus) -> None:
+    def telemetry() -> Any:
+        return fleet.worker("gpu").telemetry
+
+    gpus.lose(1)
+    try:
+        until(lambda: not telemetry().HasField("temperature_celsius"), what="telemetry of a lost device")
+        assert {field.name for field, _ in telemetry().ListFields()} == {"sample_time"}
+    finally:
+        gpus.return_(1)
+    until(lambda: telemetry().HasField("temperature_celsius"), what="telemetry of a device that is back")
+
+
+def test_what_tasks_take_of_the_devices_energy(gpus: SimulatedGpus, tmp_path: Path) -> None:
+    gpus.no_process(0, os.getpid())
+    gpus.power(0, 300.0)
+    with Fleet(tmp_path, workers=0, env=gpus.env()) as fleet:
+        fleet.start_worker("gpu", "--device", "cuda:0", "--slots", "2")
+        fleet.wait_for_workers()
+        with fleet.client() as client:
+            outcomes = list(client.map_outcomes("sleep", [b"0.6"] * 8))
+        told = [outcome.energy for outcome in outcomes if outcome.energy is not None]
+        assert len(told) >= 4, outcomes  # the first ones may be too early for the counter
+        for energy in told:
+            assert energy.method is multigpu.EnergyMethod.COUNTER
+            assert 0.05 < energy.uncertainty < 1.0
+        # Two ran at one time: each is put down with half of what the device took.
+        assert sum(e.joules for e in told) / len(told) == pytest.approx(0.6 * 300.0 / 2, rel=0.35)
+        # It is kept with the outcome.
+        kept = next(outcome for outcome in outcomes if outcome.energy is not None)
+        fleet.restart_master()
+        assert fleet.outcome(kept.task_id).energy == kept.message.energy
+
+
+def test_power_is_sampled_where_there_is_no_counter(gpus: SimulatedGpus, tmp_path: Path) -> None:
+    gpus.power(0, 200.0)
+    gpus.fail("nvmlDeviceGetTotalEnergyConsumption", 0)
+    try:
+        with Fleet(tmp_path, workers=0, env=gpus.env()) as fleet:
+            fleet.start_worker("gpu", "--device", "cuda:0")
+            fleet.start_worker("cpu")
+            fleet.wait_for_workers()
+            (task_id,) = fleet.submit("sleep", b"2.5")
+            outcome = fleet.outcome(task_id)
+            if outcome.worker_id == "cpu":
+                fleet.workers["cpu"].stop()
+                assert not outcome.HasField("energy")
+                outcome = fleet.outcome(fleet.submit("sleep", b"2.5")[0])
+            assert outcome.energy.method == multigpu.EnergyMethod.SAMPLED_POWER
+            assert outcome.energy.joules == pytest.approx(500.0, rel=0.2)
+    finally:
+        gpus.mend()

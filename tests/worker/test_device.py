@@ -1,0 +1,258 @@
+"""Devices by what they say: a processor with a counter in a folder, GPUs of the simulated driver, and a device that
+doesn't answer. The stats file, too.
+"""
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from multigpu.v1 import device_pb2
+from multigpu_worker import stats_file
+from multigpu_worker.cpu import CpuDevice
+from multigpu_worker.device import DeviceError, DeviceGoneError, DeviceInfo, Telemetry, open_device
+from multigpu_worker.energy import EnergyMethod
+from multigpu_worker.sampler import Sampler
+from multigpu_worker.wire import Identity, device_message, telemetry_message
+
+from tests.fakes.gpus import SimulatedGpus
+
+ASK = """
+import json, sys
+from google.protobuf.json_format import MessageToDict
+from multigpu_worker import device, wire
+
+opened = device.open_device(sys.argv[1])
+def told(message):
+    return MessageToDict(message, preserving_proto_field_name=True)
+print(json.dumps([told(wire.device_message(opened.info)), told(wire.telemetry_message(opened.sample(), 1))]))
+"""
+
+
+def ask(gpus: SimulatedGpus, name: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What a worker on that device would tell: of itself, and of how it is."""
+    done = subprocess.run(
+        [sys.executable, "-c", ASK, name], env={**os.environ, **gpus.env()}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    info, telemetry = json.loads(done.stdout)
+    return info, telemetry
+
+
+@pytest.fixture
+def gpus(tmp_path: Path) -> SimulatedGpus:
+    return SimulatedGpus(tmp_path / "gpus", n=8)
+
+
+def test_the_topology_of_a_host(gpus: SimulatedGpus) -> None:
+    gpus.nvlink(2, 0, up=False)
+    info, telemetry = ask(gpus, gpus.uuid(2))
+    assert info["name"] == "cuda:2"
+    assert info["simulated"] is True
+    assert info["driver_version"] == "580.159.03 (simulated)"
+    assert info["cuda_version"] == "13.0"
+    assert info["compute_capability"] == "9.0"
+    assert telemetry["nvlinks_active"] == 5
+    peers = {peer["device_id"]: peer for peer in info["peers"]}
+    assert set(peers) == set(gpus.uuids) - {gpus.uuid(2)}
+    assert sum(peer.get("nvlinks", 0) for peer in peers.values()) == 5
+    assert peers[gpus.uuid(3)]["common_ancestor"] == "single switch"
+    assert peers[gpus.uuid(7)] == {"device_id": gpus.uuid(7), "common_ancestor": "system"}
+
+
+def test_links_to_a_switch_lead_to_every_peer_that_is_on_it(gpus: SimulatedGpus) -> None:
+    for link in range(6):
+        gpus.nvlink(0, link, up=True, remote=None)
+    info, _ = ask(gpus, "cuda:0")
+    over_nvlink = {peer["device_id"] for peer in info["peers"] if peer.get("nvlinks") == 6}
+    assert over_nvlink == set(gpus.uuids[1:])
+
+
+def test_mig_instances(gpus: SimulatedGpus) -> None:
+    gpus.mig(1, 3)
+    info, _ = ask(gpus, "cuda:1")
+    assert info["mig_enabled"] is True
+    assert len(info["mig_device_ids"]) == 3
+    assert all(device_id.startswith("MIG-") for device_id in info["mig_device_ids"])
+
+
+def test_what_a_device_doesnt_tell_is_absent_and_never_zero(gpus: SimulatedGpus) -> None:
+    for function in (
+        "nvmlDeviceGetUtilizationRates", "nvmlDeviceGetTemperature", "nvmlDeviceGetTemperatureV",
+        "nvmlDeviceGetPowerUsage", "nvmlDeviceGetEnforcedPowerLimit", "nvmlDeviceGetClockInfo",
+        "nvmlDeviceGetTotalEnergyConsumption", "nvmlDeviceGetTotalEccErrors", "nvmlDeviceGetRemappedRows",
+        "nvmlDeviceGetCurrPcieLinkGeneration", "nvmlDeviceGetCurrPcieLinkWidth", "nvmlDeviceGetPcieThroughput",
+        "nvmlDeviceGetNvLinkState", "nvmlDeviceGetMemoryInfo", "nvmlDeviceGetMemoryInfo_v2",
+    ):  # fmt: skip
+        gpus.fail(function)
+    _, telemetry = ask(gpus, "cuda:0")
+    assert telemetry == {"sample_time": "1970-01-01T00:00:00.000000001Z"}
+
+
+def test_older_drivers_tell_by_older_names(gpus: SimulatedGpus) -> None:
+    gpus.heat(0, 71)
+    gpus.use_memory(0, 3 << 30)
+    gpus.fail("nvmlDeviceGetTemperatureV")
+    gpus.fail("nvmlDeviceGetMemoryInfo_v2")
+    _, telemetry = ask(gpus, "cuda:0")
+    assert telemetry["temperature_celsius"] == 71.0
+    assert int(telemetry["memory_used_bytes"]) >= 3 << 30
+
+
+def test_a_device_that_is_lost_before_the_worker_begins_is_an_error_with_a_remedy(gpus: SimulatedGpus) -> None:
+    gpus.lose(1)
+    with pytest.raises(AssertionError, match=r"DeviceError: .*lost.*nvidia-smi"):
+        ask(gpus, "cuda:1")
+
+
+def test_a_cpu_worker_is_told_of_in_the_same_shape() -> None:
+    device = open_device("cpu")
+    telemetry = telemetry_message(device.sample(), 1)
+    assert 0 < telemetry.memory_used_bytes <= telemetry.memory_total_bytes == device.info.memory_total_bytes
+    assert 0.0 <= telemetry.utilization <= 1.0
+    assert device_message(device.info).device_id == "cpu"
+    assert not telemetry.HasField("temperature_celsius")
+    with pytest.raises(DeviceError, match="choose another --device"):
+        open_device("cuda:63")
+
+
+def test_the_energy_of_processors_over_the_overflow_of_their_counters(tmp_path: Path) -> None:
+    for number, name in (("0", "package-0"), ("1", "package-1"), ("0:0", "core")):  # the core's is in its package's
+        folder = tmp_path / f"intel-rapl:{number}"
+        folder.mkdir()
+        (folder / "name").write_text(f"{name}\n")
+        (folder / "max_energy_range_uj").write_text("1000000000\n")
+        (folder / "energy_uj").write_text("999000000\n")
+    device = CpuDevice(powercap=tmp_path)
+    assert device.energy_joules() == 0.0
+    (tmp_path / "intel-rapl:0" / "energy_uj").write_text("4000000\n")  # 5 J on, over the end
+    (tmp_path / "intel-rapl:1" / "energy_uj").write_text("999500000\n")
+    assert device.energy_joules() == pytest.approx(5.5)
+    (tmp_path / "intel-rapl:1" / "energy_uj").unlink()
+    telemetry = device.sample()
+    assert telemetry.energy_joules is None
+    assert telemetry.power_watts is None
+    assert CpuDevice(powercap=tmp_path / "none").energy_joules() is None
+
+
+class StubbornDevice:
+    """Answers when it is allowed to."""
+
+    def __init__(self) -> None:
+        self.info = DeviceInfo(device_id="GPU-1", name="cuda:0", product="", memory_total_bytes=0)
+        self.visible_devices = self.engine_name = ""
+        self.answers = threading.Event()
+        self.gone = False
+        self.joules = 0.0
+
+    def sample(self) -> Telemetry:
+        self.answers.wait()
+        if self.gone:
+            raise DeviceGoneError("gpu_is_lost", "it is gone")
+        return Telemetry(temperature_celsius=50.0)
+
+    def energy_joules(self) -> float | None:
+        self.joules += 10.0
+        return self.joules
+
+    def power_watts(self) -> float | None:
+        return None
+
+
+async def test_a_driver_that_doesnt_answer_keeps_nobody() -> None:
+    device = StubbornDevice()
+    sampler = Sampler(device)
+    sampler.start()
+    try:
+        async with asyncio.timeout(10):
+            assert await sampler.sample(0.05) is None
+            assert sampler.hung_s() >= 0.05
+            assert await sampler.sample(0.01) is None  # it doesn't even wait now
+            device.answers.set()
+            while (sample := await sampler.sample(5.0)) is None:
+                pass
+        assert sample.telemetry.temperature_celsius == 50.0
+        assert sampler.hung_s() == 0.0
+        device.gone = True
+        gone = await sampler.sample(5.0)
+        assert gone is not None
+        assert (gone.gone_code, gone.gone, gone.telemetry) == ("gpu_is_lost", "it is gone", Telemetry())
+    finally:
+        device.answers.set()
+        sampler.stop()
+
+
+async def test_energy_is_read_while_the_device_works_and_only_then() -> None:
+    device = StubbornDevice()
+    device.answers.set()
+    sampler = Sampler(device)
+    sampler.start()
+    try:
+        await sampler.sample(5.0)
+        assert sampler.meter is not None
+        assert sampler.meter.method is EnergyMethod.COUNTER
+        before = device.joules
+        await asyncio.sleep(0.3)
+        assert device.joules == before
+        sampler.begin_work()
+        async with asyncio.timeout(10):
+            while device.joules < before + 50.0:
+                await asyncio.sleep(0.02)
+        sampler.end_work()
+        assert sampler.measure(0, 1, 1) is None
+    finally:
+        sampler.stop()
+
+
+def test_lines_of_a_stats_file_are_whole_and_it_is_kept_small(tmp_path: Path) -> None:
+    path = tmp_path / "folder" / "stats.jsonl"
+
+    def write(n: int) -> None:
+        for _ in range(100):
+            stats_file.append(path, f'{{"n": {n}}}\n'.encode(), 500)
+
+    threads = [threading.Thread(target=write, args=(n,)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    old = path.with_name("stats.jsonl.1")
+    assert path.stat().st_size <= 500
+    assert 400 < old.stat().st_size <= 500
+    lines = [json.loads(line) for line in (old.read_text() + path.read_text()).splitlines()]
+    assert {line["n"] for line in lines} <= set(range(4))
+
+
+def test_a_stats_file_that_cant_be_written_doesnt_end_it(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    identity = Identity(
+        worker_id="w", host="h", version="0", pid=1, device=CpuDevice().info, labels={}, slots=1, window_tasks=1,
+        window_bytes=1,
+    )  # fmt: skip
+    assert stats_file.record(identity, None, 0) is None
+    path = tmp_path / "file" / "stats"
+    stats = stats_file.StatsFile(path, 0.01, lambda: {"a": 1})
+    stats.start()
+    try:
+        (tmp_path / "file").unlink()
+        for _ in range(500):
+            if path.exists():
+                break
+            threading.Event().wait(0.01)
+        assert json.loads(path.read_text().splitlines()[0]) == {"a": 1}
+    finally:
+        stats.stop()
+
+
+def test_every_field_of_the_contract_has_its_like_here() -> None:
+    """A field that is added to the contract is told, or left out on purpose."""
+    from dataclasses import fields
+
+    assert {f.name for f in fields(DeviceInfo)} == set(device_pb2.Device.DESCRIPTOR.fields_by_name)
+    told = set(device_pb2.DeviceTelemetry.DESCRIPTOR.fields_by_name) - {"sample_time"}
+    assert {f.name for f in fields(Telemetry)} == told
