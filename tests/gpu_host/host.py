@@ -1,0 +1,97 @@
+"""A host of simulated GPUs with a real fleet on it, and what the scenarios ask of it."""
+
+import contextlib
+import os
+import time
+from pathlib import Path
+from typing import Any, Self
+
+from multigpu.v1 import admin_service_pb2 as admin_pb
+from multigpu.v1 import device_pb2, task_pb2, task_service_pb2
+
+from tests.fakes.gpus import SimulatedGpus
+from tests.fleet import Fleet, until
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent.parent
+HEALTHY = device_pb2.HEALTH_STATE_HEALTHY
+# Eight workers and as many engines begin at once, maybe on two busy cores.
+START_TIMEOUT_S = 120.0
+
+
+class Host:
+    """`n` GPUs, and the worker "gpuI" on each; entered, all of them are connected."""
+
+    def __init__(self, folder: Path, n: int = 8, *worker_flags: str) -> None:
+        self.gpus = SimulatedGpus(folder / "gpus", n)
+        self.names = [f"gpu{i}" for i in range(n)]
+        self.fleet = Fleet(
+            folder / "fleet",
+            workers=0,
+            handlers=["gpu_handlers"],
+            handlers_dir=Path(f"{HERE / 'handlers'}{os.pathsep}{ROOT}"),
+            env=self.gpus.env(),
+            worker_flags=worker_flags,
+        )
+
+    def __enter__(self) -> Self:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self.fleet)
+            for i, name in enumerate(self.names):
+                self.fleet.start_worker(name, "--device", f"cuda:{i}")
+            self.fleet.wait_for_workers(timeout_s=START_TIMEOUT_S)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        self._stack.close()
+
+    def make_good(self) -> None:
+        """Heals every GPU, and resets the breaker."""
+        for i in range(len(self.gpus)):
+            if self.gpus.gpu(i).lost or self.gpus.gpu(i).recovery_action:
+                self.gpus.return_(i)
+            self.gpus.answer_(i)
+        self.gpus.mend()
+        until(self.all_healthy, 60, "eight healthy GPUs")
+        self.reset_breaker()
+
+    def reset_breaker(self) -> None:
+        self.fleet.admin.ResetBreaker(admin_pb.ResetBreakerRequest(), timeout=20)
+
+    # --- how it is ----------------------------------------------------------------------------------------------------
+
+    def workers(self) -> dict[str, Any]:
+        return {w.worker_id: w for w in self.fleet.list_workers()}
+
+    def quarantined(self) -> set[str]:
+        return {w.worker_id for w in self.workers().values() if w.quarantined}
+
+    def all_healthy(self) -> bool:
+        return all(w.health.state == HEALTHY and not w.quarantined for w in self.workers().values())
+
+    def all_working(self) -> bool:
+        return self.all_healthy() and all(self.engines().values())
+
+    def codes(self, name: str) -> list[str]:
+        """What a worker has against its device."""
+        return [reason.code for reason in self.workers()[name].health.reasons]
+
+    def engines(self) -> dict[str, list[int]]:
+        """The pid of each worker's engine."""
+        return {name: self.fleet.workers[name].children() for name in self.names}
+
+    # --- work ---------------------------------------------------------------------------------------------------------
+
+    def submit(self, kind: str, count: int = 1, attempts_max: int = 0, **parameters: str) -> list[int]:
+        return self.fleet.submit(kind, *[b""] * count, parameters=parameters, attempts_max=attempts_max)
+
+    def outcomes(self, task_ids: list[int], timeout_s: float = 60.0) -> list[Any]:
+        end_s = time.monotonic() + timeout_s
+        return [self.fleet.outcome(i, max(1.0, end_s - time.monotonic())) for i in task_ids]
+
+    def leased(self, name: str) -> set[int]:
+        """The tasks that a worker has now."""
+        filter_ = task_service_pb2.TaskFilter(worker_id=name, states=[task_pb2.TASK_STATE_LEASED])
+        request = task_service_pb2.ListRequest(filter=filter_, page_size=1000)
+        return {task.task_id for task in self.fleet.tasks.List(request, timeout=20).tasks}

@@ -1,0 +1,177 @@
+"""What happens to a host of eight GPUs, one by one: real processes, a simulated driver.
+
+Acceptance of GPU hosts, line 1. Measured times are by the master's clock, which is this host's.
+"""
+
+import time
+
+from google.protobuf.timestamp_pb2 import Timestamp
+from multigpu.v1 import device_pb2, task_pb2
+
+from tests.fleet import until
+from tests.gpu_host.host import Host
+
+DEAD_LETTERED = task_pb2.OUTCOME_STATE_DEAD_LETTERED
+SUCCEEDED = task_pb2.OUTCOME_STATE_SUCCEEDED
+SICK = device_pb2.HEALTH_STATE_SICK
+# The driver wants peer-to-peer traffic to end: the GPU is sick, and can run what it is given. One that needs a reset
+# can't, and is quarantined whatever the breaker says.
+ACTION_DRAIN_P2P = 3
+
+
+def seconds(time_pb: Timestamp) -> float:
+    return float(time_pb.seconds + time_pb.nanos / 1e9)
+
+
+def test_eight_gpus_work_and_say_that_they_are_simulated(host: Host) -> None:
+    workers = host.workers()
+    assert [workers[name].device.device_id for name in host.names] == host.gpus.uuids
+    assert all(w.device.simulated for w in workers.values())
+    outcomes = host.outcomes(host.submit("gpu.work", 48, seconds="0.1"))
+    assert {o.device_id for o in outcomes} == set(host.gpus.uuids), "every GPU had a share"
+    assert all(o.result.decode() == o.device_id for o in outcomes), "each ran where the master says"
+
+
+def test_xid_79_moves_the_tasks_within_a_second_and_nobody_else_notices(host: Host) -> None:
+    sessions = {name: w.session_id for name, w in host.workers().items()}
+    engines = host.engines()
+    task_ids = host.submit("gpu.work", 200, seconds="0.15")
+    until(lambda: all(host.leased(name) for name in host.names), 20, "a task for each GPU")
+    time.sleep(0.3)
+    before = {name: host.leased(name) for name in host.names}
+    lost_s = time.time()
+    host.gpus.lose(3)
+    until(lambda: "gpu3" in host.quarantined(), 5, "the quarantine of gpu3")
+    outcomes = dict(zip(task_ids, host.outcomes(task_ids), strict=True))
+
+    assert all(o.state == SUCCEEDED for o in outcomes.values())
+    assert all(o.attempts == 1 for o in outcomes.values()), "a lost device costs no task an attempt"
+    assert before["gpu3"]
+    moved = [outcomes[i] for i in before["gpu3"] if outcomes[i].worker_id != "gpu3"]
+    assert moved, "what gpu3 was working on ran elsewhere"
+    slowest_s = max(seconds(o.stages.dispatch_time) for o in moved) - lost_s
+    print(f"{len(moved)} tasks of gpu3 were with other GPUs {slowest_s:.3f} s after the loss")
+    assert slowest_s < 1.0
+    late = [o for o in outcomes.values() if o.worker_id == "gpu3" and seconds(o.stages.finish_time) > lost_s + 1.0]
+    assert not late, "nothing comes from a device that is gone"
+
+    after = host.workers()
+    for name in host.names:
+        if name == "gpu3":
+            continue
+        assert after[name].session_id == sessions[name]
+        assert after[name].failed == 0
+        assert after[name].health.state == device_pb2.HEALTH_STATE_HEALTHY
+        assert host.engines()[name] == engines[name], "its engine goes on"
+        assert all(outcomes[i].worker_id == name for i in before[name]), "it keeps what it had"
+    assert after["gpu3"].session_id == sessions["gpu3"], "the worker lives on without its device"
+    assert after["gpu3"].health.unusable
+    assert {"xid_79", "gpu_is_lost"} & set(host.codes("gpu3"))
+
+    host.gpus.return_(3, reset=True)  # as after a reset: the worker has to open the driver anew
+    until(lambda: "gpu3" not in host.quarantined(), 60, "gpu3 to be back by itself")
+    outcomes_after = host.outcomes(host.submit("gpu.work", 64, seconds="0.1"))
+    assert host.gpus.uuid(3) in {o.device_id for o in outcomes_after}, "it works again"
+    assert not host.fleet.stats().breaker.tripped
+
+
+def test_xid_13_charges_the_task_and_not_the_gpu(host: Host) -> None:
+    [task_id] = host.submit("gpu.illegal_access", attempts_max=1)
+    [outcome] = host.outcomes([task_id])
+    assert (outcome.state, outcome.attempts) == (DEAD_LETTERED, 1), outcome
+    workers = host.workers()
+    assert workers[outcome.worker_id].health.state == device_pb2.HEALTH_STATE_HEALTHY
+    assert not host.quarantined()
+    # Its engine's CUDA context is spoiled: the next task there has a new one.
+    after = host.outcomes(host.submit("gpu.work", 48, seconds="0.1"))
+    assert all(o.state == SUCCEEDED for o in after)
+    assert outcome.device_id in {o.device_id for o in after}
+
+
+def test_a_poison_task_is_a_dead_letter_after_two_devices_and_all_eight_are_healthy(host: Host) -> None:
+    engines = host.engines()
+    [task_id] = host.submit("gpu.poison", attempts_max=10)
+    [outcome] = host.outcomes([task_id])
+    assert (outcome.state, outcome.attempts) == (DEAD_LETTERED, 2), outcome
+    until(host.all_working, 30, "eight healthy GPUs and their engines")
+    assert len([name for name in host.names if host.engines()[name] != engines[name]]) == 2, "two devices, each once"
+    assert host.fleet.stats().breaker.quarantines == 0, "no device lost its good name"
+    after = host.outcomes(host.submit("gpu.work", 64, seconds="0.1"))
+    assert {o.device_id for o in after} == set(host.gpus.uuids), "all eight work on"
+
+
+def test_a_gpu_on_which_different_tasks_fail_is_sick_and_returns_after_a_check(host: Host) -> None:
+    task_ids = host.submit("gpu.breaks_on", 60, attempts_max=2, on="6")
+    until(lambda: host.quarantined() == {"gpu6"}, 30, "the quarantine of gpu6")
+    assert host.codes("gpu6") in (["tasks_fail"], [])  # it may not have heard of it yet
+    outcomes = host.outcomes(task_ids)
+    assert all(o.state == SUCCEEDED for o in outcomes), "they ran elsewhere"
+    assert "gpu6" not in {o.worker_id for o in outcomes}
+    until(lambda: not host.quarantined(), 60, "gpu6 to pass its check")
+    assert host.fleet.stats().breaker.quarantines == 1
+
+
+def test_three_sick_gpus_at_once_trip_the_breaker_and_the_third_works_on(host: Host) -> None:
+    for i in (1, 2, 5):
+        host.gpus.recovery_action(i, ACTION_DRAIN_P2P)
+    breaker = until(lambda: (b := host.fleet.stats().breaker).tripped and b, 10, "the breaker to trip")
+    assert (breaker.quarantines, breaker.quarantines_max) == (3, 2), "30 % of eight"
+    until(lambda: [w.health.state for w in host.workers().values()].count(SICK) == 3, 10, "three sick ones")
+    assert len(host.quarantined()) == 2
+    assert any("mgpuctl breaker reset" in line for line in errors(host)), "a person is called"
+    [third] = {"gpu1", "gpu2", "gpu5"} - host.quarantined()
+    outcomes = host.outcomes(host.submit("gpu.work", 64, seconds="0.1"))
+    assert {o.worker_id for o in outcomes} == set(host.names) - host.quarantined()
+    assert third in {o.worker_id for o in outcomes}, "sick as it is"
+
+    for i in (1, 2, 5):
+        host.gpus.return_(i)
+    until(host.all_healthy, 60, "their return")
+    assert host.fleet.stats().breaker.tripped, "only a person resets it"
+    host.reset_breaker()
+    assert not host.fleet.stats().breaker.tripped
+
+
+def test_three_lost_gpus_trip_the_breaker_and_are_left_alone_all_the_same(host: Host) -> None:
+    for i in (0, 4, 6):
+        host.gpus.lose(i)
+    until(lambda: host.fleet.stats().breaker.tripped, 10, "the breaker to trip")
+    until(lambda: host.quarantined() == {"gpu0", "gpu4", "gpu6"}, 10, "all three: nothing can run on them")
+    outcomes = host.outcomes(host.submit("gpu.work", 48, seconds="0.05"))
+    assert {o.worker_id for o in outcomes} == set(host.names) - host.quarantined()
+    for i in (0, 4, 6):
+        host.gpus.return_(i)
+    until(lambda: not host.quarantined(), 60, "their return, with the breaker tripped")
+
+
+def errors(host: Host) -> list[str]:
+    """What the master logged as an error."""
+    return [line for line in host.fleet.master.log().splitlines() if '"level": "error"' in line]
+
+
+def test_a_driver_that_does_not_answer_makes_its_gpu_sick_and_not_its_worker_lost(host: Host) -> None:
+    session_id = host.workers()["gpu7"].session_id
+    host.gpus.hang(7)
+    until(lambda: "gpu7" in host.quarantined(), 60, "the quarantine of gpu7")
+    outcomes = host.outcomes(host.submit("gpu.work", 32, seconds="0.05"))
+    assert "gpu7" not in {o.worker_id for o in outcomes}
+    host.gpus.answer_(7)
+    until(lambda: "gpu7" not in host.quarantined(), 60, "gpu7 to be back by itself")
+    assert host.workers()["gpu7"].session_id == session_id, "the worker was there all the time"
+
+
+def test_no_memory_left_is_no_lost_task_and_no_dead_worker(host: Host) -> None:
+    engines = host.engines()
+    total = host.gpus.gpu(0).memory_total
+    for i in range(7):
+        host.gpus.use_memory(i, total)
+    try:
+        task_ids = host.submit("gpu.allocate", 8, attempts_max=50, bytes=str(2 << 30))
+        time.sleep(0.5)
+    finally:
+        for i in range(7):
+            host.gpus.use_memory(i, 0)
+    outcomes = host.outcomes(task_ids)
+    assert all(o.state == SUCCEEDED for o in outcomes), outcomes
+    assert host.engines() == engines
+    assert host.all_healthy()
