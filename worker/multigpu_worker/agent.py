@@ -7,7 +7,6 @@ in here. The engine holds one batch more than there are slots, so that the next 
 
 import asyncio
 import contextlib
-import signal
 import time
 from collections.abc import Iterable, Sequence, Sized
 from typing import Any
@@ -22,7 +21,7 @@ from multigpu.v1 import worker_service_pb2 as pb
 from multigpu_worker import ipc, wire
 from multigpu_worker.batcher import Batcher, BatchLimits
 from multigpu_worker.caretaker import Caretaker
-from multigpu_worker.cuda_errors import context_is_lost, hardware_failed, mps_refused
+from multigpu_worker.deaths import Deaths
 from multigpu_worker.device import Device
 from multigpu_worker.energy import Energy
 from multigpu_worker.engine_host import Death, EngineHost, EngineStartError
@@ -32,7 +31,7 @@ from multigpu_worker.mps import Mps, MpsStatus
 from multigpu_worker.sampler import Sampler
 from multigpu_worker.session import Lease, Report, ReportState, Session, SessionLimits, TaskError
 from multigpu_worker.sharing import Sharing
-from multigpu_worker.watch import EngineBatch, Verdict, Watch, blame, condemn, running_leases, spare
+from multigpu_worker.watch import EngineBatch, Watch, running_leases
 
 log = structlog.get_logger()
 
@@ -83,9 +82,6 @@ class Agent:
         )
         # Why it runs without MPS.
         self._mps_off = mps_off
-        # Attempts that failed because the engine's context is lost, and their errors. They answer for it, under MPS if
-        # the server's log says so.
-        self._suspects: dict[int, TaskError] = {}
         self.link = Link(config.master, self, Credentials.of(config))
         self.sharing = Sharing()
         # Results that we have taken hold of, and the engine doesn't know of it.
@@ -98,12 +94,10 @@ class Agent:
         self._batch_id = 0
         self._one_by_one: frozenset[str] = frozenset()
         self._cancelled_ns: dict[int, int] = {}
-        # Why we are ending the engine.
-        self._verdict: Verdict | None = None
-        self._out_of_memory = False
         self._paused = False
         self.sampler = Sampler(device)
         self.care = Caretaker(self, device, self.sampler, self.host, canary_interval_s=config.canary_interval_s)
+        self.deaths = Deaths(self.care.suspects, memory_bytes)
         self._resident_models: Sequence[str] = ()
         # How often the engine was looked at: what systemd's watchdog goes by.
         self.ticks = 0
@@ -275,8 +269,11 @@ class Agent:
             return
         leases = batch.leases
         if failed:
-            failed = self._suspect(failed)
-            done = done and not self._suspects
+            failed = self.deaths.keep_back(failed)
+            if self.deaths.pending:  # the engine is of no use any more
+                done = False
+                self.host.ready = False
+                asyncio.get_running_loop().call_soon(self.host.kill)
         for lease_id, data in checkpoints:
             self.session.save(leases[lease_id], data if type(data) is bytes else blobs[data])
         for lease_id, fraction, note in progress:
@@ -312,20 +309,6 @@ class Agent:
         batch.unsettled_ns = 0 if reports else start_ns
         return self.sampler.measure(start_ns, finish_ns, sum(report.lease.units for report in reports))
 
-    def _suspect(self, failed: list[Any]) -> list[Any]:
-        """Keeps back the failures of an engine whose context is lost, till it is known whose doing that is.
-
-        The engine is of no use any more, so it is ended.
-        """
-        lost = [failure for failure in failed if context_is_lost(failure[2]) or self.care.suspects(failure[0])]
-        if not lost:
-            return failed
-        for lease_id, error_type, text, _, traceback in lost:
-            self._suspects[lease_id] = TaskError(type=error_type, message=text, retryable=True, traceback=traceback)
-        self.host.ready = False
-        asyncio.get_running_loop().call_soon(self.host.kill)
-        return [failure for failure in failed if failure[0] not in self._suspects]
-
     def _take_hold(self, succeeded: list[Any], failed: list[Any]) -> tuple[list[Any], list[Any]]:
         """Pins results that lie in files, before the engine lets go of them."""
         held, lost, places = [], [], 0
@@ -350,23 +333,14 @@ class Agent:
             self._untold = 0
 
     def engine_died(self, death: Death) -> None:
-        verdict, self._verdict = self._verdict, None
-        if self._out_of_memory:
-            limit = f"the engine needed more than engine_memory_bytes ({self.memory_bytes})"
-            died = TaskError(type="OutOfMemory", message=f"{limit}, so it was ended", retryable=True)
-        else:
-            words = f"the engine process {death.words} while it ran the task"
-            died = TaskError(type="EngineDied", message=words, retryable=True)
-        self._out_of_memory = False
-        failed, again = self._judge(death, verdict, died)
+        judged = self.deaths.judge(death, self.batches)
         log.warning(
             "engine died",
             how=death.words,
-            reason=verdict.error.type if verdict else died.type,
-            failed_task_ids=[lease.task_id for lease, _ in failed],
-            again=len(again),
+            reason=judged.reason,
+            failed_task_ids=[report.lease.task_id for report in judged.reports],
+            again=len(judged.again),
         )
-        broke = {lease.lease_id for lease, error in failed if self._broke(death, verdict, lease, error)}
         self.batches.clear()
         self.sampler.end_work()
         self.care.engine_died()
@@ -376,49 +350,18 @@ class Agent:
         self._paused = False
         self._resident_models = ()
         now_ns = time.time_ns()
-        reports = [
-            Report(lease, ReportState.FAILED, error=error, broke_engine=lease.lease_id in broke)
-            for lease, error in failed
-        ]
-        # What the device has to say of it comes soon: if that is to blame, these leases are given back before.
-        if self.care.grace_s and broke:
-            asyncio.get_running_loop().call_later(self.care.grace_s, self._report, now_ns, now_ns, reports)
+        if self.care.grace_s and any(report.broke_engine for report in judged.reports):
+            # What the device has to say of it comes soon: if that is to blame, these leases are given back before.
+            asyncio.get_running_loop().call_later(self.care.grace_s, self._report, now_ns, now_ns, judged.reports)
         else:
-            self._report(now_ns, now_ns, reports)
-        for lease in again:
+            self._report(now_ns, now_ns, judged.reports)
+        for lease in judged.again:
             lease.running = False
-        self.batcher.put_back(again)
+        self.batcher.put_back(judged.again)
+        if judged.hardware:
+            self.care.memory_failed(judged.hardware)
         if death.fault is not None:
             self._want_heartbeat()
-
-    def _judge(
-        self, death: Death, verdict: Verdict | None, died: TaskError
-    ) -> tuple[list[tuple[Lease, TaskError]], list[Lease]]:
-        """Which leases failed with the engine, and which go on in the next one."""
-        suspects, self._suspects = self._suspects, {}
-        if any(hardware_failed(error.message) for error in suspects.values()):
-            self.care.memory_failed(next(iter(suspects.values())).message)
-        guilty = {lease_id: error for lease_id, error in suspects.items() if not mps_refused(error.message)}
-        if death.fault is not None:
-            died = TaskError(type="MpsFault", message=death.fault.message, retryable=True)
-            if not death.fault.ours:
-                return spare(self.batches, died)
-        elif suspects and not guilty:
-            return spare(self.batches, next(iter(suspects.values())))
-        if guilty:
-            return condemn(self.batches, guilty)
-        return blame(death.slots, self.batches, verdict, died)
-
-    def _broke(self, death: Death, verdict: Verdict | None, lease: Lease, error: TaskError) -> bool:
-        """Whether it was the attempt that took the engine, or its device's context, down with it.
-
-        Not if we ended the engine because the attempt ran too long, or took too much of the host's memory. And a kill
-        that we did not ask for comes from outside: an operator, or the kernel short of memory.
-        """
-        if self.care.suspects(lease.lease_id) or error.type == "NoProgress" or death.fault is not None:
-            return True
-        killed = death.returncode in (-signal.SIGKILL, -signal.SIGTERM)
-        return verdict is None and error.type != "OutOfMemory" and not (killed and error.type == "EngineDied")
 
     # What the caretaker of the device asks for.
 
@@ -430,7 +373,7 @@ class Agent:
             self.batches.clear()
             self.sampler.end_work()
             self._cancelled_ns.clear()
-            self._suspects.clear()
+            self.deaths.forget()
         self._outgoing()
 
     def want_heartbeat(self) -> None:
@@ -448,8 +391,7 @@ class Agent:
 
     def replace_engine(self) -> None:
         """End the engine and start another; what is in it goes on there, and nobody is charged for that."""
-        error = TaskError(type="EngineReplaced", message="the engine was replaced", retryable=True)
-        self._verdict = Verdict(batch_id=0, lease_id=0, error=error)  # no slot runs batch 0
+        self.deaths.replace()
         self.host.kill()
 
     # Between the two.
@@ -584,14 +526,14 @@ class Agent:
                 self.sampler.running = max(1, sum(state.batch_id != 0 for state in self.host.sample()))
             verdict = self.watch.check(time.monotonic_ns(), self.host.sample(), self.batches, self._cancelled_ns)
             if verdict is not None:
-                self._verdict = verdict
+                self.deaths.verdict = verdict
                 self.host.kill()
             elif (
                 self.memory_bytes
                 and self.ticks % MEMORY_TICKS == 0
                 and self.host.memory_used_bytes() > self.memory_bytes
             ):
-                self._out_of_memory = True
+                self.deaths.out_of_memory = True
                 self.host.kill()
 
 

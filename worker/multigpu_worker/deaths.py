@@ -1,0 +1,113 @@
+"""Why an engine is ended, what it died of, and which of its leases answer for it.
+
+Pure. The agent says why it ends an engine before it does, and hands over the failures that an engine whose CUDA context
+is lost still tells; when the engine is dead, `judge` has the verdict. Who is to blame among the leases that ran is
+watch.py's to say.
+"""
+
+import signal
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from multigpu_worker.cuda_errors import context_is_lost, hardware_failed, mps_refused
+from multigpu_worker.engine_host import Death
+from multigpu_worker.session import Lease, Report, ReportState, TaskError
+from multigpu_worker.watch import EngineBatch, Verdict, blame, condemn, spare
+
+
+@dataclass(frozen=True, slots=True)
+class Judgement:
+    """Reports of those that failed with the engine, and the leases that go on in the next one."""
+
+    reports: list[Report]
+    again: list[Lease]
+    # What ended it, in a word.
+    reason: str
+    # A task's error that tells of the device's hardware; empty: none does.
+    hardware: str
+
+
+class Deaths:
+    """`suspected`: whether a lease ran when an XID of the application's kind came."""
+
+    def __init__(self, suspected: Callable[[int], bool], memory_bytes: int) -> None:
+        self._suspected = suspected
+        self._memory_bytes = memory_bytes
+        # Why the engine is being ended.
+        self.verdict: Verdict | None = None
+        self.out_of_memory = False
+        # Attempts that failed because the engine's context is lost, and their errors. They answer for it, under MPS if
+        # the server's log says so.
+        self._lost: dict[int, TaskError] = {}
+
+    @property
+    def pending(self) -> bool:
+        """Failures were kept back: the engine's context is lost."""
+        return bool(self._lost)
+
+    def forget(self) -> None:
+        """All leases were given back."""
+        self._lost.clear()
+
+    def replace(self) -> None:
+        """The engine is ended by no fault of what it runs."""
+        error = TaskError(type="EngineReplaced", message="the engine was replaced", retryable=True)
+        self.verdict = Verdict(batch_id=0, lease_id=0, error=error)  # no slot runs batch 0
+
+    def keep_back(self, failed: list[Any]) -> list[Any]:
+        """Keeps the failures of an engine whose context is lost, till it is dead. Returns the others."""
+        lost = [failure for failure in failed if context_is_lost(failure[2]) or self._suspected(failure[0])]
+        for lease_id, error_type, text, _, traceback in lost:
+            self._lost[lease_id] = TaskError(type=error_type, message=text, retryable=True, traceback=traceback)
+        return [failure for failure in failed if failure[0] not in self._lost] if lost else failed
+
+    def judge(self, death: Death, batches: Mapping[int, EngineBatch]) -> Judgement:
+        """The engine is dead. Forgets what was said before."""
+        verdict, self.verdict = self.verdict, None
+        if self.out_of_memory:
+            limit = f"the engine needed more than engine_memory_bytes ({self._memory_bytes})"
+            died = TaskError(type="OutOfMemory", message=f"{limit}, so it was ended", retryable=True)
+        else:
+            words = f"the engine process {death.words} while it ran the task"
+            died = TaskError(type="EngineDied", message=words, retryable=True)
+        self.out_of_memory = False
+        lost, self._lost = self._lost, {}
+        failed, again = self._blame(death, batches, verdict, died, lost)
+        reports = [
+            Report(lease, ReportState.FAILED, error=error, broke_engine=self._broke(death, verdict, lease, error))
+            for lease, error in failed
+        ]
+        hardware = next((error.message for error in lost.values() if hardware_failed(error.message)), "")
+        return Judgement(reports, again, verdict.error.type if verdict else died.type, hardware)
+
+    @staticmethod
+    def _blame(
+        death: Death,
+        batches: Mapping[int, EngineBatch],
+        verdict: Verdict | None,
+        died: TaskError,
+        lost: Mapping[int, TaskError],
+    ) -> tuple[list[tuple[Lease, TaskError]], list[Lease]]:
+        """Which leases failed with the engine, and which go on in the next one."""
+        guilty = {lease_id: error for lease_id, error in lost.items() if not mps_refused(error.message)}
+        if death.fault is not None:
+            died = TaskError(type="MpsFault", message=death.fault.message, retryable=True)
+            if not death.fault.ours:
+                return spare(batches, died)
+        elif lost and not guilty:
+            return spare(batches, next(iter(lost.values())))
+        if guilty:
+            return condemn(batches, guilty)
+        return blame(death.slots, batches, verdict, died)
+
+    def _broke(self, death: Death, verdict: Verdict | None, lease: Lease, error: TaskError) -> bool:
+        """Whether it was the attempt that took the engine, or its device's context, down with it.
+
+        Not if we ended the engine because the attempt ran too long, or took too much of the host's memory. And a kill
+        that we did not ask for comes from outside: an operator, or the kernel short of memory.
+        """
+        if self._suspected(lease.lease_id) or error.type == "NoProgress" or death.fault is not None:
+            return True
+        killed = death.returncode in (-signal.SIGKILL, -signal.SIGTERM)
+        return verdict is None and error.type != "OutOfMemory" and not (killed and error.type == "EngineDied")
