@@ -275,7 +275,7 @@ class JournalReads:
     def list_dead_letters(
         self, *, queue: str, before_task_id: int, limit: int, queues: Collection[str] | None = None
     ) -> list[StoredOutcome]:
-        own = "" if queues is None else f" AND o.queue IN ({','.join('?' * len(queues))})"
+        own = "" if queues is None else f" AND o.queue IN ({','.join(f'?{4 + n}' for n in range(len(queues)))})"
         sql = (
             f"SELECT {_OUTCOME_COLUMNS} FROM dead_letter d CROSS JOIN outcome o ON o.task_id = d.task_id "
             f"WHERE (?1 = '' OR o.queue = ?1) AND (?2 = 0 OR d.task_id < ?2){own} ORDER BY d.task_id DESC LIMIT ?3"

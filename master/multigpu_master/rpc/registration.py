@@ -37,8 +37,9 @@ def add_service(
         request_type, name = GetMessageClass(method.input_type), f"{descriptor.name}/{method.name}"
 
         def behind(serve: Any, name: str = name, request_type: Any = request_type) -> Any:
-            serve = serve if gate is None else gate.guard(serve, name)
-            return serve if audit is None else audit.wrap(serve, name, request_type)
+            # The audit behind the gate: who isn't let in can't fill it.
+            serve = serve if audit is None else audit.wrap(serve, name, request_type)
+            return serve if gate is None else gate.guard(serve, name)
 
         if method.client_streaming:
             wrapped = _guarded_stream(implementation, method.name)

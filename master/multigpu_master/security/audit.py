@@ -1,5 +1,5 @@
 """The book of what administrators did: `audit.log` in the data directory, a JSON line for each call that changes the
-fleet, refused ones too. Lines are on the disk (fsync) before the caller gets an answer.
+fleet, failed ones too. The line of one that succeeded is on the disk (fsync) before the caller gets the answer.
 """
 
 import asyncio

@@ -1,0 +1,114 @@
+"""Ways in by a door that should not be open: what a master refuses to listen on, and what clients refuse to say."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from multigpu.config import ClientConfig, ConfigError, MasterConfig
+from multigpu.credentials import Credentials, is_loopback
+from multigpu_master.security import doors
+
+TLS = {"tls_cert": "c", "tls_key": "k"}
+
+
+@pytest.mark.parametrize(
+    ("address", "expected"),
+    [
+        ("127.0.0.1:1", True), ("127.8.9.1:1", True), ("[::1]:1", True), ("localhost:1", True), ("unix:/run/x", True),
+        ("LOCALHOST:1", True), ("[::ffff:127.0.0.1]:1", False), ("0.0.0.0:1", False), ("[::]:1", False),
+        ("10.0.0.1:1", False), ("gpu1:1", False), ("localhost.evil.org:1", False), ("128.0.0.1:1", False),
+    ],
+)  # fmt: skip
+def test_what_stays_on_this_host(address: str, expected: bool) -> None:
+    assert is_loopback(address) is expected
+
+
+@pytest.mark.parametrize(
+    ("settings", "refusal"),
+    [
+        ({}, ""),
+        ({"require_tokens": True}, ""),
+        ({"listen": "unix:/run/m"}, ""),
+        (TLS, ""),
+        ({"listen": "0.0.0.0:1"}, "--insecure"),
+        ({"listen": "[::]:1"}, "--insecure"),
+        ({"listen": "gpu1:1"}, "--insecure"),
+        ({"listen": "0.0.0.0:1"} | TLS, "--require-tokens"),
+        ({"listen": "0.0.0.0:1", "tls_client_ca": "a"} | TLS, "--require-tokens"),
+        ({"listen": "0.0.0.0:1", "require_tokens": True}, "in the clear"),
+        ({"listen": "0.0.0.0:1", "require_tokens": True, "insecure": True}, "in the clear"),
+        ({"listen": "0.0.0.0:1", "require_tokens": True} | TLS, ""),
+        ({"listen": "0.0.0.0:1", "insecure": True}, ""),
+        ({"tls_cert": "c"}, "go together"),
+        ({"tls_key": "k"}, "go together"),
+        ({"tls_client_ca": "a"}, "takes TLS"),
+        ({"metrics_listen": "127.0.0.1:1"}, ""),
+        ({"metrics_listen": "0.0.0.0:1"}, "--tls-client-ca"),
+        ({"metrics_listen": "0.0.0.0:1"} | TLS, "--tls-client-ca"),
+        ({"metrics_listen": "0.0.0.0:1", "tls_client_ca": "a"} | TLS, ""),
+        ({"metrics_listen": "0.0.0.0:1", "insecure": True}, ""),
+    ],
+)
+def test_what_a_master_listens_on(settings: dict[str, Any], refusal: str) -> None:
+    config = MasterConfig(**settings)
+    if not refusal:
+        doors.check(config)
+    else:
+        with pytest.raises(doors.DoorError, match=re.escape(refusal)):
+            doors.check(config)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("--listen", "0.0.0.0:0"), "can be reached from other hosts"),
+        (("--listen", "127.0.0.1:0", "--tls-cert", "/none.crt", "--tls-key", "/none.key"), "/none.crt"),
+    ],
+)
+def test_a_real_master_does_not_start_so(tmp_path: Path, flags: tuple[str, ...], words: str) -> None:
+    command = [sys.executable, "-m", "multigpu_master.main", "--data-dir", str(tmp_path / "d"), *flags]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    assert ended.returncode == 3
+    assert words in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+def test_a_client_sends_no_token_in_the_clear(tmp_path: Path) -> None:
+    shown = Credentials(token="mgpu_x").metadata("127.0.0.1:1")
+    assert shown == (("authorization", "Bearer mgpu_x"),)
+    assert Credentials(token="mgpu_x", tls_ca="ca").metadata("gpu1:1") == shown
+    assert Credentials().metadata("gpu1:1") is None
+    with pytest.raises(ConfigError, match="in the clear"):
+        Credentials(token="mgpu_x").metadata("gpu1:1")
+    for strange in ("a\nb", "ä", "\x00"):
+        with pytest.raises(ConfigError, match="characters"):
+            Credentials(token=strange).metadata("127.0.0.1:1")
+    path = tmp_path / "token"
+    path.touch(0o600)
+    path.write_text(" mgpu_x\n")
+    assert Credentials(token_file=str(path)).metadata("127.0.0.1:1") == shown
+    path.chmod(0o640)
+    assert Credentials(token_file=str(path)).metadata("127.0.0.1:1") == shown
+    path.chmod(0o604)
+    with pytest.raises(ConfigError, match="chmod o-rwx"):
+        Credentials(token_file=str(path)).metadata("127.0.0.1:1")
+
+
+def test_a_certificate_without_its_key_or_its_authority_is_refused() -> None:
+    for settings in ({"tls_cert": "c"}, {"tls_key": "k"}, {"tls_cert": "c", "tls_key": "k"}):
+        with pytest.raises(ConfigError):
+            Credentials.of(ClientConfig(**settings))  # type: ignore[arg-type]
+
+
+def test_a_token_in_the_environment_is_shown_by_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MGPU_TOKEN", "mgpu_verysecret")
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    for words in (("config", "show"), ("--master", "127.0.0.1:1", "status"), ("version",)):
+        ended = subprocess.run(
+            [sys.executable, "-m", "multigpu.cli", *words], capture_output=True, text=True, timeout=30, check=False
+        )
+        assert "verysecret" not in ended.stdout + ended.stderr
+        assert "Traceback" not in ended.stderr

@@ -1,0 +1,92 @@
+"""Ways to starve others: too many tasks a second, too many calls at once."""
+
+import time
+from pathlib import Path
+
+import grpc
+import multigpu
+import pytest
+from multigpu.v1 import task_service_pb2
+from multigpu_master.security.tokens import Tokens
+
+from tests.fleet import until
+from tests.security.house import House, run_request
+
+EXHAUSTED = grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+def test_a_rate_lets_through_what_it_says_in_the_long_run() -> None:
+    now = 1000.0
+    token, _ = Tokens({}, lambda: now).make("x", ["submit"], tasks_per_s=100)
+    taken, refused = 0, 0
+    for step in range(2000):
+        delay = token.take(3, now + step * 0.01)  # three times the rate
+        taken += 3 if delay is None else 0
+        refused += delay is not None
+        assert delay is None or 0 < delay < 1
+    assert 2000 <= taken <= 2000 + 100 + 6  # 20 s; what it may do at once; a batch more
+    assert refused
+    # A batch of any size gets through, and is paid for afterwards.
+    assert token.take(10_000, now + 100) is None
+    assert token.take(1, now + 150) == pytest.approx(49.01, abs=0.02)
+    assert token.take(1, now + 200) is None
+    free, _ = Tokens({}, lambda: now).make("x", ["submit"])
+    assert all(free.take(10_000, now) is None for _ in range(100))
+
+
+def test_more_tasks_than_the_rate_are_refused_with_a_delay(house: House) -> None:
+    caller = house.as_role("submit", task_rate=5)
+    other = house.as_role("submit")
+    answers = [result for _ in range(5) for result in caller.submit("default", b"1", b"2", b"3")]
+    refused = [r.rejection for r in answers if r.HasField("rejection")]
+    assert 3 <= len(refused) <= 9
+    assert {r.code for r in refused} == {EXHAUSTED.value[0]}
+    assert all(0 < r.retry_delay.ToNanoseconds() < 5e9 for r in refused)
+    assert all(r.HasField("task_id") for r in other.submit("default", b"1", b"2", b"3"))
+    stream = caller.open("TaskService/Run", run_request("default", "r1"))
+    (rejection,) = stream.next().rejected
+    stream.close()
+    assert rejection.code == EXHAUSTED.value[0]
+
+
+def test_the_sdk_waits_as_it_is_told(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, token = house.create("slow", "submit", task_rate=20)
+    monkeypatch.setenv("MGPU_TOKEN", token)
+    worker = house.start_worker("slow")
+    try:
+        begin = time.monotonic()
+        with multigpu.Client(house.fleet.address) as client:
+            client.run("echo", b"x", wait_for_worker=True)
+            results = list(client.map("echo", [b"%d" % n for n in range(20)], window=5, wait_for_worker=True))
+            results += list(client.map("echo", [b"%d" % n for n in range(20)], window=5, wait_for_worker=True))
+        assert results == [b"%d" % n for n in range(20)] * 2
+        assert time.monotonic() - begin > 0.5  # 41 tasks, of which 20 may come at once
+    finally:
+        worker.stop()
+
+
+def test_calls_at_once_are_limited_for_each_token(house: House) -> None:
+    token_id, token = house.create("few", "read", calls_max=2)
+    caller = house.caller(token)
+    streams = [caller.open("TaskService/Watch") for _ in range(2)]
+    for stream in streams:
+        stream.next()
+    assert caller.open("TaskService/Watch").end() is EXHAUSTED
+    assert caller.status("TaskService/Count") is EXHAUSTED
+    assert house.as_role("read", calls_max=2).status("TaskService/Count") is grpc.StatusCode.OK
+    streams[0].close()
+    until(lambda: caller.status("TaskService/Count") is grpc.StatusCode.OK, what="the call that ended to be counted")
+    streams[1].close()
+    assert token_id
+
+
+def test_the_masters_limit_counts_for_tokens_without_their_own(tmp_path: Path) -> None:
+    house = House(tmp_path, "--token-calls-max", "1")
+    try:
+        reader = house.as_role("read")
+        stream = reader.open("TaskService/Watch", task_service_pb2.WatchRequest())
+        stream.next()
+        assert reader.status("TaskService/Count") is EXHAUSTED
+        stream.close()
+    finally:
+        house.close()

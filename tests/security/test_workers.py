@@ -1,0 +1,93 @@
+"""Ways in as a worker: under another's name, with a token that is gone."""
+
+import grpc
+import multigpu
+import pytest
+from multigpu import errors
+from multigpu.v1 import admin_service_pb2 as admin_pb
+
+from tests.fleet import until
+from tests.security.house import House, hello
+
+
+def _active(house: House) -> set[str]:
+    workers = house.admin.call("AdminService/ListWorkers", admin_pb.ListWorkersRequest()).workers
+    return {w.worker_id for w in workers if w.state == admin_pb.WORKER_STATE_ACTIVE}
+
+
+def test_a_worker_can_not_take_anothers_name(house: House) -> None:
+    own = house.as_role("worker", worker_ids=["box-1", "gpu2-*"])
+    victim = house.as_role("worker").open("WorkerService/Session", hello("box-2"))
+    victim.next()
+    for worker_id in ("box-2", "box-11", "gpu2", "gpu20-x", "*", "BOX-1"):
+        assert own.open("WorkerService/Session", hello(worker_id)).end() is grpc.StatusCode.PERMISSION_DENIED
+    assert _active(house) == {"box-2"}  # and was not thrown out
+    for worker_id in ("box-1", "gpu2-", "gpu2-cuda:0"):
+        stream = own.open("WorkerService/Session", hello(worker_id))
+        assert stream.next().HasField("welcome")
+        stream.close()
+    victim.close()
+
+
+def test_a_real_worker_comes_back_with_a_new_token(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    token_id, token = house.create("first", "worker", worker_ids=["real"])
+    worker = house.start_worker("real", token=token)
+    until(lambda: "real" in _active(house), what="the worker")
+    monkeypatch.setenv("MGPU_TOKEN", house.create("client", "submit")[1])
+    with multigpu.Client(house.fleet.address) as client:
+        assert client.run("echo", b"1") == b"1"
+        house.revoke(token_id)
+        until(lambda: "real" not in _active(house), what="the worker to lose its session")
+        waiting = client.submit("echo", b"2")
+        until(lambda: "UNAUTHENTICATED" in worker.log(), what="the worker to say why")
+        assert worker.alive
+        (house.fleet.folder / "real.token").write_text(house.create("second", "worker", worker_ids=["real"])[1])
+        until(lambda: "real" in _active(house), what="the worker with its new token")
+        outcome = client.get(waiting, wait_s=20).outcome
+        assert outcome is not None
+        assert outcome.value() == b"2"
+    worker.stop()
+    assert token not in worker.log()
+
+
+def test_the_sdk_says_what_is_wrong_with_a_token(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    def tries() -> list[str]:
+        said = []
+        with multigpu.Client(house.fleet.address, connect_timeout_s=5) as client:
+            for attempt in (lambda: client.run("echo", b""), lambda: client.get(1), lambda: next(client.watch())):
+                with pytest.raises(errors.AccessError) as caught:
+                    attempt()
+                said.append(str(caught.value))
+        return said
+
+    monkeypatch.delenv("MGPU_TOKEN", raising=False)
+    assert all("token_file" in text for text in tries())
+    monkeypatch.setenv("MGPU_TOKEN", "mgpu_wrong")
+    assert all("opens nothing" in text for text in tries())
+    monkeypatch.setenv("MGPU_TOKEN", house.create("w", "worker")[1])
+    assert all("takes a token of the role" in text for text in tries())
+    monkeypatch.delenv("MGPU_TOKEN")
+    monkeypatch.setenv("MGPU_TOKEN_FILE", "/nowhere/token")
+    assert all("/nowhere/token can't be read" in text for text in tries())
+
+
+def test_a_revoked_client_is_told_and_a_new_token_counts_at_once(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    token_id, token = house.create("c1", "submit")
+    path = house.fleet.folder / "client.token"
+    path.touch(0o600)
+    path.write_text(token + "\n")
+    monkeypatch.delenv("MGPU_TOKEN", raising=False)
+    monkeypatch.setenv("MGPU_TOKEN_FILE", str(path))
+    worker = house.start_worker("again")
+    with multigpu.Client(house.fleet.address) as client:
+        assert client.run("echo", b"1", wait_for_worker=True) == b"1"
+        path.chmod(0o644)
+        with pytest.raises(errors.AccessError, match="chmod"):
+            client.submit("echo", b"x")
+        path.chmod(0o600)
+        house.revoke(token_id)
+        with pytest.raises(errors.AccessError):
+            client.run("echo", b"2")
+        path.write_text(house.create("c2", "submit")[1])
+        assert client.run("echo", b"3") == b"3"
+    worker.stop()
