@@ -36,8 +36,7 @@ class MasterMetrics:
         self._certificate_ns = 0
         self._telemetry = telemetry
         self._last: tuple[Metric, ...] = ()
-        # For OTLP alone.
-        self._hardware: tuple[Metric, ...] = ()
+        self._devices: list[metrics_devices.Words] = []
         self._timer: asyncio.TimerHandle | None = None
         self._prometheus: PrometheusServer | None = None
         self._otlp: OtlpMetrics | None = None
@@ -47,10 +46,10 @@ class MasterMetrics:
         self._otlp = configure_metrics(
             self._telemetry,
             {"service.name": "mgpu-master", "service.version": VERSION},
-            lambda: (*self._last, *self._hardware),
+            lambda: self._collect(hardware=True),
         )
         if self._listen:
-            self._prometheus = serve_prometheus(self._listen, lambda: self._last, self._tls)
+            self._prometheus = serve_prometheus(self._listen, self._collect, self._tls)
         if self._otlp is not None or self._prometheus is not None:
             self._snapshot()
 
@@ -64,10 +63,16 @@ class MasterMetrics:
             self._prometheus.close()
 
     def _take(self) -> None:
-        devices = metrics_devices.told(list(self._driver.core.fleet.workers.values()))
-        self._last = (*_metrics(self._driver), *metrics_devices.metrics(devices))
-        if self._otlp is not None:
-            self._hardware = tuple(metrics_devices.hardware_metrics(devices))
+        self._devices = metrics_devices.words(self._driver.core.fleet.workers.values())
+        self._last = tuple(_metrics(self._driver))
+
+    def _collect(self, *, hardware: bool = False) -> Iterator[Metric]:
+        """Called on the thread of who asks: a thousand devices have tens of thousands of numbers."""
+        devices = metrics_devices.told(self._devices)
+        yield from self._last
+        yield from metrics_devices.metrics(devices)
+        if hardware:
+            yield from metrics_devices.hardware_metrics(devices)
 
     def _snapshot(self) -> None:
         self._take()

@@ -3,28 +3,40 @@
 What a device doesn't tell has no sample.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal, NamedTuple
 
 from multigpu.metrics import Metric, Sample
 from multigpu.v1 import device_pb2
 
 from multigpu_master import wire_devices
-from multigpu_master.core.model import HealthState, Worker
+from multigpu_master.core.model import Health, HealthState, Telemetry, Worker, WorkerInfo
 
 Kind = Literal["counter", "gauge", "updowncounter"]
 
 
-class Told(NamedTuple):
-    """What a worker has said of its device."""
+# What a worker has said: values that don't change, so that another thread may make metrics of them.
+Words = tuple[WorkerInfo, Telemetry, Health]
 
-    worker: Worker
+
+class Told(NamedTuple):
+    """What a worker has said of its device, read."""
+
+    info: WorkerInfo
+    health: Health
     device: device_pb2.Device
     telemetry: device_pb2.DeviceTelemetry
 
 
-def told(workers: list[Worker]) -> list[Told]:
-    return [Told(w, wire_devices.device_message(w.info), wire_devices.telemetry_message(w.telemetry)) for w in workers]
+def words(workers: Iterable[Worker]) -> list[Words]:
+    return [(w.info, w.telemetry, w.health) for w in workers]
+
+
+def told(said: list[Words]) -> list[Told]:
+    return [
+        Told(info, health, wire_devices.device_message(info), wire_devices.telemetry_message(telemetry))
+        for info, telemetry, health in said
+    ]
 
 
 # --- mgpu_device_* ---------------------------------------------------------------------------------------------------
@@ -72,7 +84,7 @@ Samples = list[tuple[float, dict[str, str]]]
 def _metric(name: str, text: str, devices: list[Told], samples: Callable[[Told], Samples]) -> Metric:
     kind: Kind = "counter" if name.endswith("_total") else "gauge"
     found = tuple(
-        Sample(value, {"worker_id": t.worker.worker_id, "device_id": t.worker.info.device_id, **labels})
+        Sample(value, {"worker_id": t.info.worker_id, "device_id": t.info.device_id, **labels})
         for t in devices
         for value, labels in samples(t)
     )
@@ -108,20 +120,20 @@ def _throttled(t: Told) -> Samples:
 
 
 def _processes(t: Told) -> Samples:
-    if t.worker.info.device_id == "cpu" or not t.telemetry.ListFields():
+    if t.info.device_id == "cpu" or not t.telemetry.ListFields():
         return []
     mps = sum(p.mps_client for p in t.telemetry.processes)
     return [(mps, {"mps": "true"}), (len(t.telemetry.processes) - mps, {"mps": "false"})]
 
 
 def _health(t: Told) -> Samples:
-    return [(float(t.worker.health.state is state), {"state": state.name.lower()}) for state in HealthState]
+    return [(float(t.health.state is state), {"state": state.name.lower()}) for state in HealthState]
 
 
 def _info(t: Told) -> Samples:
     device = t.device
     labels = {
-        "host": t.worker.info.host,
+        "host": t.info.host,
         "name": device.name,
         "product": device.product,
         "driver_version": device.driver_version,
@@ -148,7 +160,7 @@ def hardware_metrics(devices: list[Told]) -> Iterator[Metric]:
     """By https://opentelemetry.io/docs/specs/semconv/hardware/. The resource is the master, so each sample names its
     device's host. Bytes over PCIe are not among them: NVML tells a rate, `hw.gpu.io` is a sum.
     """
-    gpus = [t for t in devices if t.worker.info.device_id != "cpu"]
+    gpus = [t for t in devices if t.info.device_id != "cpu"]
 
     def each(name: str, kind: Kind, unit: str, text: str, samples: Callable[[Told], Samples]) -> Metric:
         of_gpus = name.startswith("hw.gpu.")
@@ -175,7 +187,7 @@ def hardware_metrics(devices: list[Told]) -> Iterator[Metric]:
 
 
 def _hardware(t: Told, *, typed: bool) -> dict[str, str]:
-    device, info = t.device, t.worker.info
+    device, info = t.device, t.info
     is_gpu = info.device_id != "cpu"
     attributes = {
         "hw.id": info.device_id,
@@ -192,8 +204,8 @@ def _hardware(t: Told, *, typed: bool) -> dict[str, str]:
 
 
 def _memory_fraction(t: Told) -> Samples:
-    fraction = t.worker.memory_fraction()
-    return [] if fraction is None else [(fraction, {})]
+    total, used = _field(t, "memory_total_bytes"), _field(t, "memory_used_bytes")
+    return [(used[0][0] / total[0][0], {})] if used and total and total[0][0] else []
 
 
 def _errors(t: Told) -> Samples:
@@ -201,5 +213,5 @@ def _errors(t: Told) -> Samples:
 
 
 def _status(t: Told) -> Samples:
-    now: Any = _STATES[t.worker.health.state]
+    now: Any = _STATES[t.health.state]
     return [(float(now == state), {"hw.state": state}) for state in ("ok", "degraded", "failed")]

@@ -5,7 +5,7 @@ The core carries the rest as the serialized message, which it never reads. Here 
 
 import dataclasses
 import math
-from typing import TypeVar
+from typing import Any
 
 from google.protobuf.message import DecodeError
 from multigpu.v1 import device_pb2
@@ -15,34 +15,35 @@ from multigpu_master.core.model import Energy, Telemetry, WorkerInfo
 # A worker that says more of its device has only what the core reads kept.
 BYTES_MAX = 64 << 10
 _READ = tuple(f.name for f in dataclasses.fields(Telemetry) if f.name not in ("sample_s", "wire"))
-_M = TypeVar("_M", device_pb2.Device, device_pb2.DeviceTelemetry)
 
 
 def telemetry(message: device_pb2.DeviceTelemetry, sample_s: float) -> Telemetry:
-    """What a device says of how it is doing."""
-    clean = _clean(message)
-    clean.ClearField("sample_time")
-    read = {name: getattr(clean, name) for name in _READ if clean.HasField(name)}
-    if clean.ByteSize() > BYTES_MAX:
-        clean = device_pb2.DeviceTelemetry(**read)
-    return Telemetry(sample_s=sample_s, wire=clean.SerializeToString(), **read)
+    """What a device says of how it is doing. Takes the message for itself."""
+    told = _clean(message)
+    read = {name: told[name] for name in _READ if name in told}
+    message.ClearField("sample_time")
+    wire = message.SerializeToString()
+    if len(wire) > BYTES_MAX:
+        wire = device_pb2.DeviceTelemetry(**read).SerializeToString()
+    return Telemetry(sample_s=sample_s, wire=wire, **read)
 
 
 def device_wire(message: device_pb2.Device) -> bytes:
-    """What a device is, serialized."""
-    clean = _clean(message)
-    return clean.SerializeToString() if clean.ByteSize() <= BYTES_MAX else b""
+    """What a device is, serialized. Takes the message for itself."""
+    _clean(message)
+    wire = message.SerializeToString()
+    return wire if len(wire) <= BYTES_MAX else b""
 
 
-def _clean(message: _M) -> _M:
-    """Without numbers that are none, and fields that this version doesn't know."""
-    clean = type(message)()
-    clean.CopyFrom(message)
-    clean.DiscardUnknownFields()
-    for field, value in clean.ListFields():
-        if isinstance(value, float) and not math.isfinite(value):
-            clean.ClearField(field.name)
-    return clean
+def _clean(message: device_pb2.Device | device_pb2.DeviceTelemetry) -> dict[str, Any]:
+    """Frees it of numbers that are none, and of fields that this version doesn't know. Returns what it holds."""
+    message.DiscardUnknownFields()
+    told = {field.name: value for field, value in message.ListFields()}
+    if not math.isfinite(sum(value for value in told.values() if type(value) is float)):
+        for name in [name for name, value in told.items() if type(value) is float and not math.isfinite(value)]:
+            message.ClearField(name)
+            del told[name]
+    return told
 
 
 def device_message(info: WorkerInfo) -> device_pb2.Device:

@@ -20,7 +20,7 @@ def test_what_the_core_doesnt_read_comes_out_as_it_went_in() -> None:
         processes=[device_pb2.DeviceProcess(pid=7, mps_client=True)],
     )
     message.sample_time.FromSeconds(1000)
-    told = wire.telemetry(message)
+    told = wire.telemetry(device_pb2.DeviceTelemetry.FromString(message.SerializeToString()))
     assert (told.sample_s, told.memory_total_bytes, told.memory_used_bytes, told.utilization) == (1000.0, 100, 0, None)
     worker = Worker(WorkerInfo(worker_id="w"), telemetry=told)
     assert settings.worker_message(worker).telemetry == message
