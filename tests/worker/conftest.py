@@ -5,7 +5,7 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from pathlib import Path
 
 import pytest
@@ -52,9 +52,11 @@ async def master() -> AsyncIterator[ScriptedMaster]:
 async def start_worker(tmp_path: Path) -> AsyncIterator[StartWorker]:
     started: list[WorkerProcess] = []
 
-    async def start(address: str, *flags: str, pythonpath: Path | None = None) -> WorkerProcess:
+    async def start(
+        address: str, *flags: str, pythonpath: Path | None = None, env: Mapping[str, str] | None = None
+    ) -> WorkerProcess:
         log_path = tmp_path / f"worker-{len(started)}.log"
-        environment = dict(os.environ)
+        environment = {**os.environ, **(env or {})}
         if pythonpath is not None:
             environment["PYTHONPATH"] = str(pythonpath)
         with log_path.open("wb") as log:

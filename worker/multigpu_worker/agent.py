@@ -270,10 +270,10 @@ class Agent:
         leases = batch.leases
         if failed:
             failed = self.deaths.keep_back(failed)
-            if self.deaths.pending:  # the engine is of no use any more
-                done = False
-                self.host.ready = False
-                asyncio.get_running_loop().call_soon(self.host.kill)
+        if self.deaths.pending:  # the engine is of no use any more, and its leases wait for the judgement
+            done = False
+            self.host.ready = False
+            asyncio.get_running_loop().call_soon(self.host.kill)
         for lease_id, data in checkpoints:
             self.session.save(leases[lease_id], data if type(data) is bytes else blobs[data])
         for lease_id, fraction, note in progress:

@@ -1,0 +1,53 @@
+"""Handlers of an engine whose simulated GPU falls sick, and a canary that a test can have sing wrong."""
+
+import importlib
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+from multigpu.handlers import Context, handler
+from multigpu_worker.engines import canary
+
+# While this file exists the processor computes wrong: a simulated fault, beneath the real canary.
+WRONG = os.environ.get("TEST_WRONG_FILE", "")
+if WRONG:
+    importlib.import_module("torch")
+    right = canary.product
+
+    def product(torch: Any, device: str, size: int) -> Any:
+        """One number of many is off by one while the file exists."""
+        answer = right(torch, device, size)
+        answer[3, 5] += Path(WRONG).exists()
+        return answer
+
+    canary.product = product
+
+
+@handler("health.work")
+def work(value: bytes, ctx: Context) -> bytes:
+    """Works for so many seconds. The result is the engine's pid."""
+    end_s = time.monotonic() + float(value or b"0")
+    while time.monotonic() < end_s and not ctx.cancelled:
+        time.sleep(0.01)
+    return b"%d" % os.getpid()
+
+
+@handler("health.raise")
+def raising(value: bytes) -> Any:
+    """Fails with these words, as a framework would."""
+    raise RuntimeError(value.decode())
+
+
+@handler("health.work_and_raise")
+def work_and_raise(value: bytes) -> Any:
+    """Works for so many seconds and fails in words that tell nothing of CUDA."""
+    time.sleep(float(value))
+    raise RuntimeError("it went wrong")
+
+
+@handler("health.crash")
+def crash(value: bytes) -> Any:
+    os.kill(os.getpid(), signal.SIGSEGV)
+    time.sleep(60)

@@ -1,0 +1,273 @@
+"""A real worker whose simulated GPU falls sick: what it tells its master, what becomes of leases, how it comes back."""
+
+import asyncio
+import importlib
+import importlib.util
+import os
+import signal
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+from multigpu.v1 import device_pb2 as device
+from multigpu.v1 import worker_service_pb2 as pb
+from multigpu_worker.engines import canary
+
+from tests.fakes.gpus import SimulatedGpus
+
+from .conftest import StartWorker, WorkerProcess
+from .scripted_master import SUCCEEDED, ScriptedMaster, Stream
+
+HEALTHY, DEGRADED = device.HEALTH_STATE_HEALTHY, device.HEALTH_STATE_DEGRADED
+SICK = device.HEALTH_STATE_SICK
+FAILED, RETURNED = pb.REPORT_STATE_FAILED, pb.REPORT_STATE_RETURNED
+HANDLERS = Path(__file__).parent / "handlers"
+HAS_TORCH = importlib.util.find_spec("torch") is not None
+
+
+@pytest.fixture
+def gpus(tmp_path: Path) -> SimulatedGpus:
+    return SimulatedGpus(tmp_path / "gpus", 2)
+
+
+Begin = Callable[..., Awaitable[tuple[WorkerProcess, Stream]]]
+
+
+@pytest.fixture
+async def begin(gpus: SimulatedGpus, start_worker: StartWorker) -> Begin:
+    """Starts a worker on GPU 0, and waits for its first word of it."""
+
+    async def begin(master: ScriptedMaster, *flags: str, **env: str) -> tuple[WorkerProcess, Stream]:
+        handlers = ("--device", "cuda:0", "--handlers", "handlers_for_health")
+        worker = await start_worker(master.address, *handlers, *flags, pythonpath=HANDLERS, env={**gpus.env(), **env})
+        stream = await master.stream()
+        await stream.until(lambda: is_(stream, HEALTHY))
+        return worker, stream
+
+    return begin
+
+
+def health(stream: Stream) -> device.DeviceHealth:
+    return stream.heartbeats[-1].health
+
+
+def is_(stream: Stream, state: int) -> bool:
+    return bool(stream.heartbeats) and health(stream).state == state
+
+
+def codes(stream: Stream) -> list[str]:
+    return [reason.code for reason in health(stream).reasons]
+
+
+def broke(stream: Stream, lease_id: int) -> bool:
+    return any(r.broke_engine for batch in stream.batches for r in batch.reports if r.lease_id == lease_id)
+
+
+async def until(condition: Callable[[], object], what: str) -> None:
+    end_s = time.monotonic() + 20.0
+    while not condition():
+        assert time.monotonic() < end_s, f"waited in vain for {what}"
+        await asyncio.sleep(0.02)
+
+
+async def runs(stream: Stream, lease_id: int) -> None:
+    await stream.until(lambda: any(held.lease_id == lease_id and held.running for held in stream.heartbeats[-1].leases))
+
+
+async def test_a_sick_device_is_told_at_once_gives_all_back_and_returns_by_itself(
+    gpus: SimulatedGpus, begin: Begin
+) -> None:
+    async with ScriptedMaster(heartbeat_s=30.0) as slow:
+        worker, stream = await begin(slow)
+        stream.lease([(n, b"30") for n in range(1, 4)], kind="health.work")
+        await asyncio.sleep(0.5)
+        begun_s = time.monotonic()
+        gpus.recovery_action(0, 1)
+        gpus.xid(0, 95)
+        words = await stream.reported(1, 2, 3)
+        assert time.monotonic() - begun_s < 5.0, "not at the interval of heartbeats, which is 30 s"
+        assert {word.state for word in words} == {RETURNED}
+        told = next(i for i, event in enumerate(stream.events) if event == ("report", 1))
+        sick = [i for i, event in enumerate(stream.events) if event == "heartbeat"]
+        assert any(0 < i < told for i in sick), "the master knows why before they come back"
+        assert health(stream).unusable
+        assert "xid_95" in codes(stream)
+        assert health(stream).HasField("next_check_time")
+        assert "nvidia-smi --gpu-reset" in health(stream).reasons[0].message
+        await until(lambda: not worker.engine_pids(), "the engine to let go of the device")
+        stream.lease([(9, b"0")], kind="health.work")
+        assert (await stream.reported(9))[0].state == RETURNED
+        gpus.recovery_action(0, 0)
+        await stream.until(lambda: is_(stream, HEALTHY))
+        stream.lease([(10, b"0")], kind="health.work")
+        (word,) = await stream.reported(10)
+        assert (word.state, word.result) == (SUCCEEDED, b"%d" % worker.engine_pids()[0])
+        assert codes(stream) == []
+
+
+async def test_a_lost_device_has_no_engine_and_the_worker_lives_on(
+    gpus: SimulatedGpus, master: ScriptedMaster, begin: Begin
+) -> None:
+    worker, stream = await begin(master)
+    stream.lease([(1, b"30")], kind="health.work")
+    await runs(stream, 1)
+    gpus.lose(0)
+    assert (await stream.reported(1))[0].state == RETURNED
+    await stream.until(lambda: "gpu_is_lost" in codes(stream))
+    await until(lambda: not worker.engine_pids(), "the end of the engine")
+    seen = len(stream.heartbeats)
+    await stream.until(lambda: len(stream.heartbeats) > seen + 10)
+    assert is_(stream, SICK)
+    gpus.return_(0, reset=True)
+    await stream.until(lambda: is_(stream, HEALTHY), 30)
+    assert len(worker.engine_pids()) == 1
+    # And the events of the device that came back are heard again.
+    gpus.xid(0, 119)
+    await stream.until(lambda: "xid_119" in codes(stream))
+
+
+async def test_an_xid_of_the_applications_kind_charges_who_ran_and_leaves_the_device_its_good_name(
+    gpus: SimulatedGpus, master: ScriptedMaster, begin: Begin
+) -> None:
+    worker, stream = await begin(master)
+    before = worker.engine_pids()
+    stream.lease([(1, b"1.0")], kind="health.work_and_raise")
+    await runs(stream, 1)
+    gpus.xid(0, 13)
+    (word,) = await stream.reported(1)
+    assert (word.state, word.error.type, broke(stream, 1)) == (FAILED, "RuntimeError", True)
+    await until(lambda: worker.engine_pids() and worker.engine_pids() != before, "another engine")
+    stream.lease([(2, b"0.3")], kind="health.work_and_raise")
+    assert not broke(stream, 2)
+    stream.lease([(3, b"0.5")], kind="health.work")
+    await runs(stream, 3)
+    gpus.xid(0, 31)  # another process's doing: what runs here succeeds
+    assert [word.state for word in await stream.reported(2, 3)] == [FAILED, SUCCEEDED]
+    assert all(beat.health.state == HEALTHY for beat in stream.heartbeats)
+
+
+async def test_an_engine_whose_cuda_context_is_lost_is_replaced(master: ScriptedMaster, begin: Begin) -> None:
+    worker, stream = await begin(master)
+    before = b"%d" % worker.engine_pids()[0]
+    words = "CUDA error: device-side assert triggered"
+    stream.lease([(1, words.encode())], kind="health.raise")
+    stream.lease([(2, b"0"), (3, b"0")], kind="health.work")
+    one, two, three = await stream.reported(1, 2, 3)
+    assert (one.state, one.error.message, broke(stream, 1)) == (FAILED, words, True)
+    assert [two.state, three.state] == [SUCCEEDED] * 2
+    assert before not in {two.result, three.result}
+    stream.lease([(4, b"CUDA out of memory. Tried to allocate 2 GiB")], kind="health.raise")
+    stream.lease([(5, b"0")], kind="health.work")
+    four, five = await stream.reported(4, 5)
+    assert (four.state, broke(stream, 4)) == (FAILED, False)
+    assert five.result in {two.result, three.result}, "a shortage leaves the context as it was"
+    assert is_(stream, HEALTHY)
+
+
+async def test_an_error_of_the_devices_memory_is_not_the_tasks(master: ScriptedMaster, begin: Begin) -> None:
+    _worker, stream = await begin(master)
+    stream.lease([(1, b"CUDA error: uncorrectable ECC error encountered")], kind="health.raise")
+    (word,) = await stream.reported(1)
+    assert (word.state, broke(stream, 1)) == (RETURNED, False)
+    await stream.until(lambda: any("ecc_uncorrected" in [r.code for r in b.health.reasons] for b in stream.heartbeats))
+    await stream.until(lambda: is_(stream, HEALTHY))
+
+
+async def test_a_contained_error_costs_the_device_little_and_the_task_nothing(
+    gpus: SimulatedGpus, master: ScriptedMaster, begin: Begin
+) -> None:
+    worker, stream = await begin(master)
+    before = worker.engine_pids()
+    stream.lease([(1, b"30")], kind="health.work")
+    await runs(stream, 1)
+    gpus.xid(0, 94)
+    assert (await stream.reported(1))[0].state == RETURNED
+    await stream.until(lambda: is_(stream, DEGRADED))
+    assert codes(stream) == ["xid_94"]
+    stream.lease([(2, b"0")], kind="health.work")
+    (word,) = await stream.reported(2)
+    assert word.state == SUCCEEDED
+    assert worker.engine_pids() != before
+
+
+async def test_a_crash_is_told_and_a_kill_from_outside_is_nobodys_proof(master: ScriptedMaster, begin: Begin) -> None:
+    worker, stream = await begin(master)
+    stream.lease([(1, b"")], kind="health.crash")
+    assert ((await stream.reported(1))[0].state, broke(stream, 1)) == (FAILED, True)
+    stream.lease([(2, b"30")], kind="health.work")
+    await runs(stream, 2)
+    os.kill(worker.engine_pids()[0], signal.SIGKILL)
+    assert ((await stream.reported(2))[0].state, broke(stream, 2)) == (FAILED, False)
+    assert is_(stream, HEALTHY)
+
+
+async def test_a_check_that_the_master_asks_for(master: ScriptedMaster, begin: Begin) -> None:
+    _worker, stream = await begin(master)
+    stream.lease([(1, b"1.5"), (2, b"1.5"), (3, b"1.5"), (4, b"1.5"), (5, b"1.5")], kind="health.work")
+    await runs(stream, 1)
+    stream.send(desired=pb.DesiredState(mode=pb.WORKER_MODE_ACTIVE, check=3))
+    await stream.until(lambda: is_(stream, SICK))
+    assert codes(stream) == ["tasks_fail"]
+    assert not health(stream).unusable
+    assert health(stream).checks_passed == 0
+    await stream.until(lambda: is_(stream, HEALTHY))
+    assert health(stream).checks_passed == 3
+    words = await stream.reported(1, 2, 3, 4, 5)
+    assert words[0].state == SUCCEEDED, "what runs may finish"
+    assert RETURNED in {word.state for word in words}, "what waits goes back"
+    assert FAILED not in {word.state for word in words}
+
+
+async def test_heat_and_spare_rows_degrade_it_and_it_works_on(
+    gpus: SimulatedGpus, master: ScriptedMaster, begin: Begin
+) -> None:
+    _worker, stream = await begin(master)
+    gpus.throttle(0, 0x40)  # hw_thermal_slowdown
+    gpus.remap(0, uncorrectable=1, pending=True, failed=False)
+    await stream.until(lambda: set(codes(stream)) == {"thermal_throttle", "row_remap_pending"})
+    assert is_(stream, DEGRADED)
+    stream.lease([(1, b"0")], kind="health.work")
+    assert (await stream.reported(1))[0].state == SUCCEEDED
+    gpus.throttle(0, 0x04)  # sw_power_cap: as it should be under load
+    gpus.remap(0, uncorrectable=1, pending=False, failed=False)
+    await stream.until(lambda: is_(stream, HEALTHY))
+    gpus.ecc(0, uncorrected=1)
+    await stream.until(lambda: any("ecc_uncorrected" in [r.code for r in b.health.reasons] for b in stream.heartbeats))
+
+
+@pytest.mark.skipif(not HAS_TORCH, reason="needs torch: pip install 'multigpu[worker]'")
+async def test_a_device_that_computes_wrong_is_found_out_and_comes_back_when_it_is_right(
+    tmp_path: Path, master: ScriptedMaster, begin: Begin
+) -> None:
+    wrong = tmp_path / "wrong"
+    _worker, stream = await begin(master, "--canary-interval-s", "0.3", TEST_WRONG_FILE=str(wrong))
+    await asyncio.sleep(1.0)
+    assert is_(stream, HEALTHY)
+    wrong.touch()
+    await stream.until(lambda: is_(stream, SICK), 30)
+    assert codes(stream) == ["canary_wrong"]
+    assert health(stream).unusable
+    assert "must be 0xd74d3c83" in health(stream).reasons[0].message
+    await stream.until(lambda: any(b.health.state == device.HEALTH_STATE_RECOVERING for b in stream.heartbeats), 30)
+    await stream.until(lambda: is_(stream, SICK), 30)
+    wrong.unlink()
+    await stream.until(lambda: is_(stream, HEALTHY), 60)
+
+
+@pytest.mark.skipif(not HAS_TORCH, reason="needs torch: pip install 'multigpu[worker]'")
+@pytest.mark.parametrize("size", [canary.CPU_SIZE, canary.GPU_SIZE])
+def test_the_canarys_answer_is_what_whole_numbers_give(size: int) -> None:
+    np = pytest.importorskip("numpy")
+    i = np.arange(size)
+    a, b = (i[:, None] * 31 + i * 17) % 13 - 6, (i[:, None] * 7 + i * 29) % 11 - 5
+    # Exact: float64 holds all whole numbers below 2**53.
+    answer = (a.astype(np.float64) @ b.astype(np.float64)).astype(np.int32)
+    assert canary.zlib.crc32(answer.tobytes()) == canary.CHECKSUMS[size]
+    # No partial sum, in whatever order, leaves what float32 holds exactly.
+    assert (abs(a).astype(np.float64) @ abs(b).astype(np.float64)).max() < 2**24
+    torch = importlib.import_module("torch")
+    found = canary.product(torch, "cpu", size)
+    assert canary.checksum(found) == canary.CHECKSUMS[size]
+    found[size // 2, 1] ^= 1
+    assert canary.checksum(found) != canary.CHECKSUMS[size]

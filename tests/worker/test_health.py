@@ -1,0 +1,163 @@
+"""Whether a device is fit for work: what makes it sick, when it is checked, how it comes back. All of it pure."""
+
+import pytest
+from multigpu_worker.health import (
+    CHECK_MAX_S,
+    CHECK_MIN_S,
+    NOTICE_S,
+    STEADY_S,
+    Gravity,
+    Health,
+    Reason,
+    State,
+)
+from multigpu_worker.xids import REMEDIES, XIDS, XidClass, xid_of
+
+LOST = Reason("gpu_is_lost", "it is gone", Gravity.UNUSABLE)
+HUNG = Reason("driver_hung", "no answer", Gravity.SICK)
+HOT = Reason("thermal_throttle", "it is hot", Gravity.DEGRADED)
+
+
+def codes(health: Health) -> list[str]:
+    return [reason.code for reason in health.reasons]
+
+
+def passed(health: Health, now_s: float) -> None:
+    assert health.check_due(now_s)
+    health.begin_check(now_s)
+    assert health.state is State.RECOVERING
+    health.pass_check(now_s)
+
+
+def test_heat_degrades_and_passes_without_a_check() -> None:
+    health = Health(0.0)
+    health.find([HOT], 1.0)
+    assert (health.state, health.since_s, codes(health)) == (State.DEGRADED, 1.0, ["thermal_throttle"])
+    health.find([HOT], 5.0)
+    assert health.reasons[0].since_s == 1.0
+    assert health.fit
+    health.find([], 6.0)
+    assert (health.state, health.since_s, codes(health)) == (State.HEALTHY, 6.0, [])
+
+
+def test_an_xid_makes_sick_until_a_check_is_passed() -> None:
+    health = Health(0.0)
+    health.happen("xid_95", "memory", Gravity.UNUSABLE, 10.0)
+    assert health.state is State.SICK
+    assert health.unusable
+    assert not health.check_due(10.0)
+    assert health.next_check_s == 10.0 + CHECK_MIN_S
+    health.begin_check(11.0)
+    assert (health.state, health.unusable) == (State.RECOVERING, False)
+    health.pass_check(12.0)
+    assert (health.state, codes(health)) == (State.HEALTHY, [])
+
+
+def test_a_lost_device_is_not_checked_while_it_is_lost_and_at_once_when_it_is_back() -> None:
+    health = Health(0.0)
+    health.find([LOST], 1.0)
+    assert not health.check_due(1e6), "there is nothing to check"
+    health.find([], 2_000.0)
+    assert health.state is State.SICK, "it is back, and has yet to show that it is well"
+    assert health.unusable
+    assert health.check_due(2_000.0)
+    passed(health, 2_000.0)
+    assert health.state is State.HEALTHY
+
+
+def test_checks_that_fail_come_less_and_less_often() -> None:
+    health = Health(0.0)
+    now_s = 100.0
+    health.happen("canary_wrong", "it computes wrong", Gravity.UNUSABLE, now_s)
+    delays = []
+    for _ in range(12):
+        delays.append(health.next_check_s - now_s)
+        now_s = health.next_check_s
+        assert health.check_due(now_s)
+        health.begin_check(now_s)
+        health.fail_check("canary_wrong", "it computes wrong", Gravity.UNUSABLE, now_s)
+        assert health.state is State.SICK
+    assert delays[:4] == [1.0, 2.0, 4.0, 8.0]
+    assert delays[-1] == CHECK_MAX_S
+
+
+def test_a_device_that_soon_falls_sick_again_waits_longer_and_a_steady_one_does_not() -> None:
+    health = Health(0.0)
+    now_s = 0.0
+    for delay_s in (1.0, 2.0, 4.0):
+        health.happen("xid_119", "GSP", Gravity.UNUSABLE, now_s)
+        assert health.next_check_s == now_s + delay_s
+        now_s += delay_s
+        passed(health, now_s)
+        now_s += 10.0
+        health.find([HOT], now_s)  # between HEALTHY and DEGRADED it is as steady as ever
+        health.find([], now_s + 1.0)
+    now_s += STEADY_S
+    health.happen("xid_119", "GSP", Gravity.UNUSABLE, now_s)
+    assert health.next_check_s == now_s + 1.0
+
+
+@pytest.mark.parametrize("what", ["a finding", "an event"])
+def test_what_comes_while_it_is_checked_makes_the_check_void(what: str) -> None:
+    health = Health(0.0)
+    health.happen("xid_48", "ECC", Gravity.UNUSABLE, 1.0)
+    health.begin_check(2.0)
+    if what == "a finding":
+        health.find([HUNG], 3.0)
+    else:
+        health.happen("xid_79", "bus", Gravity.UNUSABLE, 3.0)
+    assert not health.checking
+    assert health.state is State.SICK
+    assert "xid_48" in codes(health)
+    with pytest.raises(AssertionError):
+        health.pass_check(4.0)
+
+
+def test_heat_does_not_void_a_check_and_outlives_it() -> None:
+    health = Health(0.0)
+    health.happen("xid_48", "ECC", Gravity.UNUSABLE, 1.0)
+    health.begin_check(2.0)
+    health.find([HOT], 3.0)
+    health.happen("xid_63", "a row was remapped", Gravity.DEGRADED, 3.0)
+    assert health.checking
+    health.pass_check(4.0)
+    assert (health.state, set(codes(health))) == (State.DEGRADED, {"thermal_throttle", "xid_63"})
+    health.find([], 5.0)
+    health.pass_time(3.0 + NOTICE_S - 1)
+    assert health.state is State.DEGRADED
+    health.pass_time(3.0 + NOTICE_S)
+    assert health.state is State.HEALTHY
+
+
+def test_the_gravest_reason_comes_first_and_each_once() -> None:
+    health = Health(0.0)
+    health.find([HOT, HUNG], 1.0)
+    assert (health.state, health.unusable, codes(health)) == (State.SICK, False, ["driver_hung", "thermal_throttle"])
+    health.happen("xid_79", "it fell off the bus", Gravity.UNUSABLE, 2.0)
+    health.happen("xid_79", "it fell off the bus", Gravity.UNUSABLE, 3.0)
+    assert codes(health) == ["xid_79", "driver_hung", "thermal_throttle"]
+    assert health.reasons[0].since_s == 2.0
+    assert health.unusable
+
+
+@pytest.mark.parametrize(
+    ("what", "xids"),
+    [
+        (XidClass.APPLICATION, (13, 31, 32, 69)),
+        (XidClass.SEQUEL, (43, 45, 154)),
+        (XidClass.NOTICE, (63, 92)),
+        (XidClass.CONTAINED, (94,)),
+        (XidClass.RESET, (46, 48, 62, 64, 74, 95, 109, 119, 120, 140, 143, 158)),
+        (XidClass.REBOOT, (79, 151)),
+        (XidClass.PERSON, (54,)),
+    ],
+)
+def test_what_nvidias_catalogue_says_of_each(what: XidClass, xids: tuple[int, ...]) -> None:
+    assert {xid_of(code).what for code in xids} == {what}
+
+
+def test_an_unknown_xid_is_noted_and_whoever_must_do_something_is_told_what() -> None:
+    assert xid_of(9999).what is XidClass.NOTICE
+    asks_people = {XidClass.RESET, XidClass.REBOOT, XidClass.PERSON}
+    assert asks_people <= set(REMEDIES)
+    assert all(xid.meaning for xid in XIDS.values())
