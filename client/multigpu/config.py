@@ -187,6 +187,14 @@ class WorkerConfig(_Checked):
     threads: int = _setting(0, "Threads of the engine. 0: as many as it likes.", minimum=0, maximum=4096)
     batch_tasks_max: int = _setting(256, "Most tasks in one batch.", minimum=1, maximum=65_536)
     batch_tokens_max: int = _setting(16_384, "Most tokens in one batch, as estimated.", minimum=1)
+    embedding_cache_entries: int = _setting(
+        0, "Most vectors that the embedding cache remembers, in memory and in its file each. 0: off.", minimum=0
+    )
+    embedding_cache_bytes_max: int = _setting(256 * MIB, "Most bytes of them, in each.", minimum=MIB)
+    embedding_cache_ttl_s: float = _setting(0.0, "How long a vector is remembered. 0: while there is room.", minimum=0)
+    embedding_cache_file: str = _setting(
+        "", "File that keeps vectors over restarts; workers of one host may share it. Empty: memory alone."
+    )
     engine_memory_bytes: int = _setting(
         0, "Most memory of the engine process. 0: 80 % of the host's for a CPU worker, else no limit.", minimum=0
     )

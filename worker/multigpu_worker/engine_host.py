@@ -9,6 +9,7 @@ Knows nothing of leases' lives: agent.py does.
 
 import asyncio
 import contextlib
+import dataclasses
 import os
 import signal
 import socket
@@ -254,6 +255,7 @@ class EngineHost:
                     models,
                     self.memory_bytes,
                     self.result_bytes_max,
+                    list(dataclasses.asdict(settings.embedding_cache).items()),
                 ),
                 [],
                 self._blobs.down,

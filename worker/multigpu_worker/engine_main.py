@@ -15,7 +15,7 @@ from pathlib import Path
 
 from multigpu_worker import ipc
 from multigpu_worker.blobs import BlobMemory
-from multigpu_worker.engines.base import EngineSettings
+from multigpu_worker.engines.base import EmbeddingCacheSettings, EngineSettings
 from multigpu_worker.engines.registry import import_handlers, offered_kinds
 
 _PR_SET_PDEATHSIG = 1
@@ -31,13 +31,14 @@ def main() -> None:
     sock = socket.socket(fileno=sock_fd)
     blobs = BlobMemory(blobs_fd)
     message, _ = ipc.receive(sock, blobs.down)
-    _, device, slots, threads, handlers, models, memory_bytes, result_bytes_max = message
+    _, device, slots, threads, handlers, models, memory_bytes, result_bytes_max, embedding_cache = message
     settings = EngineSettings(
         device=device,
         slots=slots,
         threads=threads,
         handlers=tuple(handlers),
         models={name: Path(path) for name, path in models},
+        embedding_cache=EmbeddingCacheSettings(**dict(embedding_cache)),
     )
     if memory_bytes:
         resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))

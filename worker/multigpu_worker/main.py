@@ -21,7 +21,7 @@ from multigpu.telemetry import configure_logging, configure_tracing, shut_down_t
 from multigpu_worker.agent import Agent
 from multigpu_worker.device import Device, DeviceError, host_memory_bytes, open_device
 from multigpu_worker.engine_host import EngineStartError
-from multigpu_worker.engines.base import EngineSettings
+from multigpu_worker.engines.base import EmbeddingCacheSettings, EngineSettings
 from multigpu_worker.engines.models import ModelFolderError, check_model_folder, resolve_models
 from multigpu_worker.link import ProtocolMismatchError, TakenOverError
 from multigpu_worker.mps_control import MpsError
@@ -158,6 +158,21 @@ def _engine_settings(config: WorkerConfig, device: Device) -> EngineSettings:
         threads=config.threads,
         handlers=config.handlers,
         models=models,
+        embedding_cache=_embedding_cache(config),
+    )
+
+
+def _embedding_cache(config: WorkerConfig) -> EmbeddingCacheSettings:
+    file = config.embedding_cache_file and str(Path(config.embedding_cache_file).expanduser().absolute())
+    if file and config.embedding_cache_entries:
+        from multigpu_worker.engines.embed_cache_file import check_cache_file  # noqa: PLC0415  most workers have none
+
+        check_cache_file(Path(file))
+    return EmbeddingCacheSettings(
+        entries=config.embedding_cache_entries,
+        bytes_max=config.embedding_cache_bytes_max,
+        ttl_s=config.embedding_cache_ttl_s,
+        file=file,
     )
 
 

