@@ -140,12 +140,16 @@ def test_watch_in_a_terminal_and_in_a_pipe(script: ScriptedMaster) -> None:
         shown.process.send_signal(2)
         assert shown.ended() == 130
         assert b"\x1b[?1049l" in shown.raw
-    with subprocess.Popen([*command, "--json"], stdout=subprocess.PIPE, text=True) as process:
+    process = subprocess.Popen([*command, "--json"], stdout=subprocess.PIPE, text=True)
+    try:
         assert process.stdout is not None
         for _ in range(2):
             assert len(json.loads(process.stdout.readline())) == 64
         process.terminate()
         assert process.wait(20) == 143
+    finally:
+        process.kill()
+        process.communicate()
 
 
 def test_what_a_simulated_driver_says_is_what_is_shown(tmp_path: Path) -> None:

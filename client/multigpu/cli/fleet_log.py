@@ -1,7 +1,9 @@
 """What `mgpuctl up` writes: the children's lines, each with its child's name, and the keeper's own.
 
-Lines that are JSON already name their program: they pass through untouched, and then the keeper writes JSON as well, so
-that the whole stream stays one value a line. A reader that goes away does not end the fleet.
+To stderr, for whoever sits there: lines that are JSON already name their program and pass through untouched, and then
+the keeper writes JSON as well, so that the whole stream stays one value a line. And to a file in the data folder, for
+`mgpuctl logs`: every line as JSON that names its process. A reader that goes away, or a full disk, does not end the
+fleet.
 """
 
 import contextlib
@@ -9,30 +11,73 @@ import datetime as dt
 import json
 import os
 import sys
+from pathlib import Path
+from typing import Any
+
+# Below the data folder. What is longer becomes NAME.1, in place of the last one.
+LOG_NAME = Path("log") / "fleet.jsonl"
+LOG_BYTES_MAX = 16 << 20
 
 
 class FleetLog:
-    """Writes lines to stderr; `as_json` says how the keeper's own lines look."""
+    """Writes lines to stderr and to `file`; `as_json` says how the keeper's own lines look."""
 
-    def __init__(self, *, as_json: bool, names: list[str]) -> None:
+    def __init__(self, *, as_json: bool, names: list[str], file: Path | None = None) -> None:
         self._as_json = as_json
         self._width = max(len(name) for name in names)
+        self._file = file
 
     def line(self, name: str, text: str) -> None:
         """A line that a child printed."""
         _write_stderr(text if text.startswith("{") and text.endswith("}") else self._labelled(name, text))
+        self._keep(name, _told(text) or {"timestamp": _now(), "event": text})
 
     def event(self, name: str, text: str) -> None:
         """A line of the keeper's own about a child."""
-        if not self._as_json:
+        event = {"timestamp": _now(), "level": "info", "logger": "mgpuctl.up", "process": name, "event": text}
+        if self._as_json:
+            _write_stderr(json.dumps(event, ensure_ascii=False))
+        else:
             _write_stderr(self._labelled(name, f"* {text}"))
-            return
-        now = dt.datetime.now(dt.UTC).isoformat().replace("+00:00", "Z")
-        event = {"timestamp": now, "level": "info", "logger": "mgpuctl.up", "process": name, "event": text}
-        _write_stderr(json.dumps(event, ensure_ascii=False))
+        self._keep(name, event)
 
     def _labelled(self, name: str, text: str) -> str:
         return f"{name:<{self._width}} | {text}"
+
+    def _keep(self, name: str, entry: dict[str, Any]) -> None:
+        if self._file is None:
+            return
+        data = json.dumps({**entry, "process": name}, ensure_ascii=False).encode("utf-8", "replace") + b"\n"
+        # A log that can't be kept is no reason to end a fleet: whoever sits at stderr has it.
+        with contextlib.suppress(OSError):
+            # As the master makes it: nobody else's to read.
+            self._file.parents[1].mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._file.parent.mkdir(mode=0o700, exist_ok=True)
+            with contextlib.suppress(FileNotFoundError):
+                if self._file.stat().st_size + len(data) > LOG_BYTES_MAX:
+                    self._file.replace(older(self._file))
+            with self._file.open("ab", buffering=0) as file:
+                file.write(data)
+
+
+def older(file: Path) -> Path:
+    """Where the log's earlier part is."""
+    return file.with_name(file.name + ".1")
+
+
+def _now() -> str:
+    return dt.datetime.now(dt.UTC).isoformat().replace("+00:00", "Z")
+
+
+def _told(text: str) -> dict[str, Any] | None:
+    """A line that is a JSON object; None if it isn't."""
+    if not text.startswith("{"):
+        return None
+    try:
+        entry = json.loads(text)
+    except ValueError:
+        return None
+    return entry if isinstance(entry, dict) else None
 
 
 def _write_stderr(text: str) -> None:

@@ -17,7 +17,7 @@ import click
 from multigpu import config
 from multigpu.cli.commands import Command
 from multigpu.cli.failures import Failure, WrongUsage
-from multigpu.cli.fleet_log import FleetLog
+from multigpu.cli.fleet_log import LOG_NAME, FleetLog
 from multigpu.cli.local_gpus import usable_gpus
 from multigpu.cli.options import CONFIG_HELP, Globals, load_config
 from multigpu.cli.supervisor import ChildSpec, Supervisor
@@ -185,7 +185,8 @@ def choose_addresses(listen: str) -> tuple[str, str]:
 
 async def run_fleet(fleet: Fleet) -> int:
     """Runs the fleet until a signal or a refusal. Returns the exit code."""
-    log = FleetLog(as_json=fleet.log_json, names=["master", "up", *fleet.workers])
+    names = ["master", "up", *fleet.workers]
+    log = FleetLog(as_json=fleet.log_json, names=names, file=fleet.data_dir / LOG_NAME)
 
     def on_event(name: str, text: str) -> None:
         if name != READY_PROBE:
