@@ -161,7 +161,7 @@ class Maker:
                 return rng.choice(BYTES)
             case FieldDescriptor.TYPE_BOOL:
                 return rng.random() < 0.5
-            case FieldDescriptor.TYPE_DOUBLE:
+            case FieldDescriptor.TYPE_DOUBLE | FieldDescriptor.TYPE_FLOAT:
                 return rng.choice(DOUBLES)
             case FieldDescriptor.TYPE_ENUM:
                 return rng.choice((0, 1, 2, 3, 4, 5, 6, 99, -1, 2**31 - 1))
@@ -184,7 +184,7 @@ class Maker:
                 return b"x"
             case FieldDescriptor.TYPE_BOOL:
                 return rng.random() < 0.5
-            case FieldDescriptor.TYPE_DOUBLE:
+            case FieldDescriptor.TYPE_DOUBLE | FieldDescriptor.TYPE_FLOAT:
                 return 0.5
             case FieldDescriptor.TYPE_UINT64:
                 return rng.choice(self.ids)

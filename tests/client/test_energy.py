@@ -1,0 +1,37 @@
+"""A task's energy, as the SDK and mgpuctl tell it."""
+
+import pickle
+
+import multigpu
+from multigpu.cli.tasks import task_facts
+from multigpu.v1 import task_pb2
+
+
+def outcome(**energy: float) -> task_pb2.Outcome:
+    return task_pb2.Outcome(
+        task_id=1,
+        state=task_pb2.OUTCOME_STATE_SUCCEEDED,
+        energy=task_pb2.Energy(**energy) if energy else None,  # type: ignore[arg-type]  # numbers, as on the wire
+    )
+
+
+def test_an_outcome_tells_its_energy() -> None:
+    told = multigpu.Outcome(outcome(joules=12.34, method=1, uncertainty=0.2))
+    assert told.energy == multigpu.Energy(12.34, multigpu.EnergyMethod.COUNTER, 0.2)
+    assert pickle.loads(pickle.dumps(told)).energy == told.energy
+    assert multigpu.Outcome(outcome()).energy is None
+
+
+def test_a_method_of_a_newer_master_is_none_that_we_know() -> None:
+    energy = multigpu.Outcome(outcome(joules=1.0, method=77, uncertainty=0.2)).energy
+    assert energy is not None
+    assert energy.method is multigpu.EnergyMethod.UNSPECIFIED
+
+
+def test_mgpuctl_tells_it_with_its_uncertainty() -> None:
+    task = task_pb2.Task(task_id=1, outcome=outcome(joules=12.34, method=1, uncertainty=0.2))
+    assert ("Energy", "12.3 J ± 20% by the device's counter") in task_facts(task)
+    sampled = task_pb2.Task(task_id=1, outcome=outcome(joules=0.00125, method=2, uncertainty=0.5))
+    assert ("Energy", "0.00125 J ± 50% from sampled power") in task_facts(sampled)
+    unknown = task_pb2.Task(task_id=1, outcome=outcome())
+    assert "Energy" not in dict(task_facts(unknown))
