@@ -16,8 +16,11 @@ COMMANDS = {
     "up": ("multigpu.cli.up:up", "Run a master and its workers here, until Ctrl-C."),
     "status": ("multigpu.cli.fleet:status", "How the master is: work waiting and done, workers, journal."),
     "workers": ("multigpu.cli.fleet:workers", "Every worker that the master knows: its state, device and load."),
-    "gpus": ("multigpu.cli.gpus:gpus", "Every device of the fleet, and how it does."),
-    "top": ("multigpu.cli.top:top", "The fleet, live; with keys to drain, cordon and cancel."),
+    "gpus": (
+        "multigpu.cli.gpus:gpus",
+        "Every device of the fleet: what it is, how it does, whether it is fit for work.",
+    ),
+    "top": ("multigpu.cli.top:top", "The fleet, live: devices, queues, running tasks; keys to drain, cordon, cancel."),
     "drain": ("multigpu.cli.fleet:drain", "Give workers no new tasks and let theirs finish."),
     "cordon": ("multigpu.cli.fleet:cordon", "Give workers no new tasks."),
     "uncordon": ("multigpu.cli.fleet:uncordon", "End a cordon or a drain: the workers take tasks again."),

@@ -37,7 +37,9 @@ STYLES = {Verdict.OK: "green", Verdict.WARN: "yellow", Verdict.FAIL: "bold red",
 @master_option
 @json_option
 def doctor(data_dir: str | None, config_file: str | None, address: str, as_json: bool) -> None:
-    """Is this host fit for its work? Looks at driver, CUDA, GPUs, MPS, permissions, limits, disk, ports, services,
+    """Is this host fit for its work? Verdicts, and remedies.
+
+    Looks at driver, CUDA, GPUs, MPS, permissions, limits, disk, ports, services,
     certificates, the master, clocks, versions and the fleet's devices.
 
     Run it on each host, as the user that the daemons run as.

@@ -64,7 +64,10 @@ class Entry:
 @click.option("--config", "config_file", metavar="FILE", help=CONFIG_HELP)
 @json_option
 def logs(who: str, follow: bool, count: int, data_dir: str | None, config_file: str | None, as_json: bool) -> None:
-    """What the daemons of this host said: the services', from journald, or a local fleet's (`mgpuctl up`)."""
+    """What the daemons of this host said.
+
+    Of services, from journald; else of a local fleet (`mgpuctl up`), from the file in its data folder.
+    """
     if data_dir is None and has_services():
         entries = from_journal(who, count=count, follow=follow)
     else:
