@@ -13,7 +13,7 @@ from multigpu.credentials import is_loopback
 from multigpu.metrics import Metric, OtlpMetrics, PrometheusServer, Sample, configure_metrics, serve_prometheus
 
 from multigpu_master import VERSION, metrics_devices
-from multigpu_master.core.model import Worker
+from multigpu_master.core.model import EmbeddingCache, Worker
 from multigpu_master.driver import Driver
 from multigpu_master.memory import resident_bytes
 
@@ -33,7 +33,7 @@ class MasterMetrics:
         if self._listen and config.tls_client_ca and not is_loopback(self._listen):
             cert, key, ca = (str(Path(p).expanduser()) for p in (config.tls_cert, config.tls_key, config.tls_client_ca))
             self._tls = cert, key, ca
-        self._certificate_ns = 0
+        self._certificate_ns = Path(self._tls[0]).stat().st_mtime_ns if self._tls is not None else 0
         self._telemetry = telemetry
         self._last: tuple[Metric, ...] = ()
         self._devices: list[metrics_devices.Words] = []
@@ -130,3 +130,18 @@ def _of_workers(workers: list[Worker]) -> Iterator[Metric]:
     yield each("mgpu_worker_leases", "Unsettled leases.", [(w, float(len(w.leases))) for w in workers])
     yield each("mgpu_worker_succeeded_total", "Tasks that succeeded there.", [(w, float(w.succeeded)) for w in workers])
     yield each("mgpu_worker_failed_total", "Attempts that failed there.", [(w, float(w.failed)) for w in workers])
+    yield from _of_caches([(w, w.embedding_cache) for w in workers if w.embedding_cache is not None])
+
+
+def _of_caches(caches: list[tuple[Worker, EmbeddingCache]]) -> Iterator[Metric]:
+    texts = tuple(
+        Sample(value, {"worker_id": w.worker_id, "result": result})
+        for w, c in caches
+        for result, value in (("hit", c.hits), ("joined", c.joined), ("miss", c.misses))
+    )
+    text = "Texts to embed: in the cache, computed for another task of the batch, computed; since the engine began."
+    yield Metric("mgpu_embedding_cache_texts_total", "counter", text, texts)
+    entries = tuple(Sample(c.entries, {"worker_id": w.worker_id}) for w, c in caches)
+    yield Metric("mgpu_embedding_cache_entries", "gauge", "Vectors that the cache holds in memory.", entries)
+    size = tuple(Sample(c.size_bytes, {"worker_id": w.worker_id}) for w, c in caches)
+    yield Metric("mgpu_embedding_cache_bytes", "gauge", "What they take.", size)

@@ -6,9 +6,9 @@ import pytest
 from tests.security.house import House
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
-    """One for all tests of a file: what they do is undone, or does not meet."""
+    """One for all tests: what they do is undone, or does not meet."""
     it = House(tmp_path_factory.mktemp("house"))
     yield it
     it.close()

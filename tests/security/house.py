@@ -11,7 +11,7 @@ from google.protobuf.message_factory import GetMessageClass
 from multigpu.v1 import admin_service_pb2 as admin_pb
 from multigpu.v1 import task_pb2, task_service_pb2, worker_service_pb2
 
-from tests.fleet import Daemon, Fleet
+from tests.fleet import Daemon, Fleet, until
 
 SERVICES = {
     service.name: service
@@ -149,11 +149,23 @@ class House:
         self.admin.call("AdminService/RevokeToken", admin_pb.RevokeTokenRequest(token_id=token_id))
 
     def start_worker(self, name: str, *flags: str, token: str = "") -> Daemon:
-        """A real worker with a token in a file; by default one for this worker alone."""
+        """A real worker, once it is connected, with a token in a file; by default one for this worker alone."""
         path = self.fleet.folder / f"{name}.token"
         path.touch(0o600)
         path.write_text(token or self.create(name, "worker", worker_ids=[name])[1])
-        return self.fleet.start_worker(name, "--token-file", str(path), *flags)
+        worker = self.fleet.start_worker(name, "--token-file", str(path), *flags)
+
+        def joined() -> bool:
+            assert worker.alive, f"worker {name} ended with {worker.process.returncode}: {worker.log()}"
+            return name in self.active()
+
+        until(joined, what=f"worker {name}")
+        return worker
+
+    def active(self) -> set[str]:
+        """The workers that are connected."""
+        workers = self.admin.call("AdminService/ListWorkers", admin_pb.ListWorkersRequest()).workers
+        return {w.worker_id for w in workers if w.state == admin_pb.WORKER_STATE_ACTIVE}
 
     def close(self) -> None:
         self.fleet.close()

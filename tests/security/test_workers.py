@@ -4,24 +4,19 @@ import grpc
 import multigpu
 import pytest
 from multigpu import errors
-from multigpu.v1 import admin_service_pb2 as admin_pb
 
 from tests.fleet import until
 from tests.security.house import House, hello
 
 
-def _active(house: House) -> set[str]:
-    workers = house.admin.call("AdminService/ListWorkers", admin_pb.ListWorkersRequest()).workers
-    return {w.worker_id for w in workers if w.state == admin_pb.WORKER_STATE_ACTIVE}
-
-
 def test_a_worker_can_not_take_anothers_name(house: House) -> None:
+    until(lambda: not house.active(), what="the workers of other tests to go")
     own = house.as_role("worker", worker_ids=["box-1", "gpu2-*"])
     victim = house.as_role("worker").open("WorkerService/Session", hello("box-2"))
     victim.next()
     for worker_id in ("box-2", "box-11", "gpu2", "gpu20-x", "*", "BOX-1"):
         assert own.open("WorkerService/Session", hello(worker_id)).end() is grpc.StatusCode.PERMISSION_DENIED
-    assert _active(house) == {"box-2"}  # and was not thrown out
+    assert house.active() == {"box-2"}  # and was not thrown out
     for worker_id in ("box-1", "gpu2-", "gpu2-cuda:0"):
         stream = own.open("WorkerService/Session", hello(worker_id))
         assert stream.next().HasField("welcome")
@@ -32,22 +27,36 @@ def test_a_worker_can_not_take_anothers_name(house: House) -> None:
 def test_a_real_worker_comes_back_with_a_new_token(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
     token_id, token = house.create("first", "worker", worker_ids=["real"])
     worker = house.start_worker("real", token=token)
-    until(lambda: "real" in _active(house), what="the worker")
     monkeypatch.setenv("MGPU_TOKEN", house.create("client", "submit")[1])
     with multigpu.Client(house.fleet.address) as client:
         assert client.run("echo", b"1") == b"1"
         house.revoke(token_id)
-        until(lambda: "real" not in _active(house), what="the worker to lose its session")
+        until(lambda: "real" not in house.active(), what="the worker to lose its session")
         waiting = client.submit("echo", b"2")
         until(lambda: "UNAUTHENTICATED" in worker.log(), what="the worker to say why")
         assert worker.alive
         (house.fleet.folder / "real.token").write_text(house.create("second", "worker", worker_ids=["real"])[1])
-        until(lambda: "real" in _active(house), what="the worker with its new token")
+        until(lambda: "real" in house.active(), what="the worker with its new token")
         outcome = client.get(waiting, wait_s=20).outcome
         assert outcome is not None
         assert outcome.value() == b"2"
     worker.stop()
     assert token not in worker.log()
+
+
+def test_a_client_loads_no_code(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kind or a model is a name that the worker serves, or nothing."""
+    worker = house.start_worker("loader")
+    monkeypatch.setenv("MGPU_TOKEN", house.create("coder", "submit")[1])
+    with multigpu.Client(house.fleet.address) as client:
+        for kind in ("os.system", "os:system", "antigravity", "../../echo", "/bin/sh", "echo\n"):
+            with pytest.raises(errors.RejectedError):
+                client.run(kind, b"x")
+        for model in ("/etc", "../../etc", "https://example.org/model"):
+            with pytest.raises(errors.RejectedError):
+                client.run("embed", b"x", model=model)
+        assert client.run("echo", b"1") == b"1"
+    worker.stop()
 
 
 def test_the_sdk_says_what_is_wrong_with_a_token(house: House, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,280 @@
+"""Ways in past TLS: in the clear, with a certificate of another authority, of another kind, or one that has expired."""
+
+import contextlib
+import datetime as dt
+import shutil
+import socket
+import ssl
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import multigpu
+import pytest
+from cryptography import x509
+from multigpu import errors
+from multigpu.cli import authority
+from multigpu.v1 import task_service_pb2
+
+from tests.fleet import until
+from tests.security.house import Caller, House, hello
+
+UNAVAILABLE, PERMISSION_DENIED = grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.PERMISSION_DENIED
+
+
+class TlsHouse(House):
+    """A master with a certificate, that asks for certificates."""
+
+    def __init__(self, folder: Path, *flags: str) -> None:
+        self.ca = folder / "ca"
+        authority.init(self.ca)
+        authority.issue(self.ca, "master", "master", ["localhost", "127.0.0.1"])
+        authority.issue(self.ca, "worker", "worker", [])
+        authority.issue(self.ca, "client", "client", [])
+        self.other = folder / "other"
+        authority.init(self.other)
+        authority.issue(self.other, "client", "client", [])
+        files = (self.ca / name for name in ("master.crt", "master.key", "ca.crt"))
+        tls = zip(("--tls-cert", "--tls-key", "--tls-client-ca"), map(str, files), strict=True)
+        super().__init__(folder, *(word for pair in tls for word in pair), *flags)
+
+    def show(
+        self, pair: Path | None, token: str | None = None, *, ca: Path | None = None, name: str = "localhost"
+    ) -> Caller:
+        """A caller with this certificate (its path without the ending), who believes in this authority."""
+        key, cert = (pair.with_suffix(end).read_bytes() if pair else None for end in (".key", ".crt"))
+        trusted = ((ca or self.ca) / "ca.crt").read_bytes()
+        options = (
+            ("grpc.use_local_subchannel_pool", 1),
+            ("grpc.ssl_target_name_override", name),
+        )
+        return Caller(
+            grpc.secure_channel(self.fleet.address, grpc.ssl_channel_credentials(trusted, key, cert), options), token
+        )
+
+    def caller(self, token: str | None = None) -> Caller:
+        return self.show(self.ca / "client", token)
+
+
+@pytest.fixture(scope="module")
+def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TlsHouse]:
+    it = TlsHouse(tmp_path_factory.mktemp("tls"))
+    yield it
+    it.close()
+
+
+def test_with_certificate_and_token_one_is_let_in(house: TlsHouse) -> None:
+    assert house.admin.status("AdminService/GetStats") is grpc.StatusCode.OK
+    assert house.caller().status("AdminService/GetStats") is grpc.StatusCode.UNAUTHENTICATED
+
+
+def test_in_the_clear_nothing_answers(house: TlsHouse) -> None:
+    assert (
+        Caller(grpc.insecure_channel(house.fleet.address), house.admin_token).status("AdminService/GetStats")
+        is UNAVAILABLE
+    )
+
+
+def test_without_a_certificate_nothing_answers(house: TlsHouse) -> None:
+    assert house.show(None, house.admin_token).status("AdminService/GetStats") is UNAVAILABLE
+
+
+def test_a_certificate_of_another_authority_opens_nothing(house: TlsHouse) -> None:
+    assert house.show(house.other / "client", house.admin_token).status("AdminService/GetStats") is UNAVAILABLE
+
+
+def test_a_certificate_that_signed_itself_opens_nothing(house: TlsHouse, tmp_path: Path) -> None:
+    authority.init(tmp_path / "self")
+    assert house.show(tmp_path / "self" / "ca", house.admin_token).status("AdminService/GetStats") is UNAVAILABLE
+
+
+def test_an_expired_certificate_opens_nothing(house: TlsHouse, monkeypatch: pytest.MonkeyPatch) -> None:
+    past = dt.datetime.now(dt.UTC) - dt.timedelta(days=5)
+    with monkeypatch.context() as patch:
+        patch.setattr(authority, "_now", lambda: past)
+        authority.issue(house.ca, "client", "old", [], days=2)
+    assert authority.read(house.ca, "old").days_left < 0
+    assert house.show(house.ca / "old", house.admin_token).status("AdminService/GetStats") is UNAVAILABLE
+
+
+def test_a_client_believes_no_other_master(house: TlsHouse) -> None:
+    pair = house.ca / "client"
+    assert house.show(pair, house.admin_token, ca=house.other).status("AdminService/GetStats") is UNAVAILABLE
+    assert house.show(pair, house.admin_token, name="elsewhere").status("AdminService/GetStats") is UNAVAILABLE
+
+
+def test_a_worker_is_no_client_and_a_client_no_worker(house: TlsHouse) -> None:
+    """The certificate decides, even with a token of the other role."""
+    _, work = house.create("work", "worker")
+    worker, client = house.ca / "worker", house.ca / "client"
+    assert house.show(worker, house.admin_token).status("AdminService/GetStats") is PERMISSION_DENIED
+    assert house.show(worker, house.admin_token).status("TaskService/List") is PERMISSION_DENIED
+    assert house.show(client, work).open("WorkerService/Session", hello("w")).end() is PERMISSION_DENIED
+    assert house.show(client, house.admin_token).open("WorkerService/Session", hello("w")).end() is PERMISSION_DENIED
+    stream = house.show(worker, work).open("WorkerService/Session", hello("w"))
+    assert stream.next().HasField("welcome")
+    stream.close()
+    # Nor does the master's certificate open anything: it is for servers.
+    assert house.show(house.ca / "master", house.admin_token).status("AdminService/GetStats") is UNAVAILABLE
+
+
+def _sdk(house: TlsHouse, monkeypatch: pytest.MonkeyPatch, token: str, ca: Path | None = None) -> None:
+    monkeypatch.setenv("MGPU_TLS_CA", str((ca or house.ca) / "ca.crt"))
+    monkeypatch.setenv("MGPU_TLS_CERT", str(house.ca / "client.crt"))
+    monkeypatch.setenv("MGPU_TLS_KEY", str(house.ca / "client.key"))
+    monkeypatch.setenv("MGPU_TOKEN", token)
+
+
+def test_a_whole_fleet_over_tls(house: TlsHouse, monkeypatch: pytest.MonkeyPatch) -> None:
+    ca = house.ca
+    files = "--tls-ca", str(ca / "ca.crt"), "--tls-cert", str(ca / "worker.crt"), "--tls-key", str(ca / "worker.key")
+    worker = house.start_worker("w1", *files)
+    _sdk(house, monkeypatch, house.create("sdk", "submit", queues=["q"])[1])
+    with multigpu.Client(house.fleet.address) as client:
+        assert client.run("echo", b"x", queue="q") == b"x"
+        assert client.run("echo", bytes(300_000), queue="q") == bytes(300_000)  # sent, not shared
+        assert len(list(client.map("echo", [b"y"] * 500, queue="q"))) == 500
+        task_id = client.submit("echo", b"z", queue="q")
+        assert client.get(task_id, wait_s=20).outcome is not None
+        with pytest.raises(errors.RejectedError, match="not for the queue"):
+            client.run("echo", b"x")
+    worker.stop()
+
+
+def test_the_sdk_says_what_is_wrong_with_tls(house: TlsHouse, monkeypatch: pytest.MonkeyPatch) -> None:
+    _sdk(house, monkeypatch, house.admin_token, house.other)
+    with (
+        multigpu.Client(house.fleet.address, connect_timeout_s=0.5) as client,
+        pytest.raises(errors.UnavailableError, match="not of the authority"),
+    ):
+        client.get(1)
+    monkeypatch.delenv("MGPU_TLS_CERT")
+    monkeypatch.delenv("MGPU_TLS_KEY")
+    monkeypatch.setenv("MGPU_TLS_CA", str(house.ca / "ca.crt"))
+    with (
+        multigpu.Client(house.fleet.address, connect_timeout_s=0.5) as client,
+        pytest.raises(errors.UnavailableError, match="tls_cert and tls_key"),
+    ):
+        client.get(1)
+
+
+def _serial(house: TlsHouse) -> int:
+    """Of the certificate that the master shows who connects now."""
+    context = ssl.create_default_context(cafile=house.ca / "ca.crt")
+    context.load_cert_chain(house.ca / "client.crt", house.ca / "client.key")
+    context.set_alpn_protocols(["h2"])
+    host, _, port = house.fleet.address.rpartition(":")
+    with (
+        socket.create_connection((host, int(port)), timeout=10) as plain,
+        context.wrap_socket(plain, server_hostname="localhost") as tls,
+    ):
+        der = tls.getpeercert(binary_form=True)
+        assert der is not None
+        return x509.load_der_x509_certificate(der).serial_number
+
+
+def test_certificates_are_renewed_without_a_restart(house: TlsHouse, monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = house.admin.open("TaskService/Watch", task_service_pb2.WatchRequest())
+    stream.next()
+    before, key = _serial(house), (house.ca / "master.key").read_bytes()
+    assert _serial(house) == before
+    renewed = authority.renew(house.ca, "master")
+    assert renewed.hosts == ("localhost", "127.0.0.1")
+    assert _serial(house) == int(renewed.serial, 16) != before
+    assert (house.ca / "master.key").read_bytes() == key
+    assert house.caller(house.admin_token).status("AdminService/GetStats") is grpc.StatusCode.OK
+    assert stream.call.is_active()  # and nothing was broken
+    stream.close()
+    # A new key, too; and with it, for a moment, a pair that is none.
+    crt = (house.ca / "master.crt").read_bytes()
+    issued = authority.issue(house.ca, "master", "master", ["localhost", "127.0.0.1"])
+    new = (house.ca / "master.crt").read_bytes()
+    (house.ca / "master.crt").write_bytes(crt)
+    assert _serial(house) == int(renewed.serial, 16)
+    (house.ca / "master.crt").write_text("nonsense")
+    assert _serial(house) == int(renewed.serial, 16)
+    assert house.fleet.master.events("new certificates are not used")
+    (house.ca / "master.crt").write_bytes(new)
+    assert _serial(house) == int(issued.serial, 16)
+
+
+def test_a_client_that_stays_shows_its_new_certificate(house: TlsHouse, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its old one expires; the channel that it had can't connect again, and it makes another by itself."""
+    now = dt.datetime.now(dt.UTC)
+    monkeypatch.setattr(authority, "_now", lambda: now - dt.timedelta(days=1) + dt.timedelta(seconds=3))
+    authority.issue(house.ca, "client", "brief", [], days=1)
+    monkeypatch.undo()
+    _sdk(house, monkeypatch, house.admin_token)
+    monkeypatch.setenv("MGPU_TLS_CERT", str(house.ca / "brief.crt"))
+    monkeypatch.setenv("MGPU_TLS_KEY", str(house.ca / "brief.key"))
+    with multigpu.Client(house.fleet.address, connect_timeout_s=20) as client:
+        task_id = client.submit("echo", b"x", wait_for_worker=True)
+        assert client.get(task_id).outcome is None
+        until(lambda: authority.read(house.ca, "brief").days_left < 0, what="the end of the certificate")
+        authority.renew(house.ca, "brief")
+        house.fleet.restart_master()
+        assert client.get(task_id).outcome is None
+        client.cancel(task_id)
+
+
+def test_metrics_elsewhere_take_a_certificate(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    house = TlsHouse(tmp_path, "--metrics-listen", f"0.0.0.0:{port}")
+
+    def mute() -> socket.socket | None:
+        with contextlib.suppress(ConnectionRefusedError):
+            return socket.create_connection(("127.0.0.1", port))
+        return None
+
+    try:
+        held = until(mute, what="the metrics")  # who says nothing holds up nobody
+        context = ssl.create_default_context(cafile=house.ca / "ca.crt")
+        for url, shown in (f"https://localhost:{port}/metrics", context), (f"http://localhost:{port}/metrics", None):
+            with pytest.raises((urllib.error.URLError, ssl.SSLError, ConnectionError)) as caught:
+                urllib.request.urlopen(url, context=shown, timeout=10).read()
+            assert "refused" not in str(caught.value)
+        context.load_cert_chain(house.ca / "client.crt", house.ca / "client.key")
+        text = urllib.request.urlopen(f"https://localhost:{port}/metrics", context=context, timeout=10).read()
+        held.close()
+        assert b"mgpu_tasks_submitted_total" in text
+        assert "Traceback" not in house.fleet.master.log()
+    finally:
+        house.close()
+
+
+def test_the_authority_is_made_once_and_says_what_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ca = tmp_path / "ca"
+    with pytest.raises(authority.AuthorityError, match="certs init"):
+        authority.issue(ca, "worker", "w", [])
+    assert authority.init(ca)
+    first = (ca / "ca.crt").read_bytes()
+    assert not authority.init(ca)
+    assert (ca / "ca.crt").read_bytes() == first
+    assert {p.name: p.stat().st_mode & 0o777 for p in ca.iterdir()} == {"ca.crt": 0o644, "ca.key": 0o600}
+    problems: list[tuple[str, str, list[str], str]] = [
+        ("master", "m", [], "--host"),
+        ("worker", "ca", [], "name"),
+        ("worker", "../x", [], "name"),
+        ("client", "c", ["bad host\N{SNOWMAN}"], "neither"),
+    ]
+    for kind, name, hosts, words in problems:
+        with pytest.raises(authority.AuthorityError, match=words):
+            authority.issue(ca, kind, name, hosts)
+    made = authority.issue(ca, "worker", "w", [])
+    assert (made.kind, made.ours, round(made.days_left)) == ("worker", True, 90)
+    (ca / "w.key").chmod(0o640)
+    authority.issue(ca, "worker", "w", [])
+    assert (ca / "w.key").stat().st_mode & 0o777 == 0o640  # as somebody wished
+    other = tmp_path / "other"
+    authority.init(other)
+    shutil.copy(other / "ca.key", ca / "ca.key")
+    with pytest.raises(authority.AuthorityError, match="not the key of"):
+        authority.issue(ca, "worker", "w", [])
+    (ca / "ca.key").unlink()
+    with pytest.raises(authority.AuthorityError, match="restore it"):
+        authority.init(ca)
+    shutil.copy(other / "ca.crt", ca / "ca.crt")
+    assert not authority.read(ca, "w").ours
