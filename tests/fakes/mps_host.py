@@ -57,7 +57,11 @@ class MpsHost:
         self.pipes = self.folder / "m"
         self.master = ScriptedMaster()
         self.workers: list[MpsWorker] = []
-        self.env = {**os.environ, **self.gpus.env(), "PYTHONPATH": str(FAKE)}
+        self.env = {
+            **os.environ,
+            **self.gpus.env(),
+            "PYTHONPATH": os.pathsep.join(filter(None, [str(FAKE), os.environ.get("PYTHONPATH", "")])),
+        }
         self.env["PATH"] = f"{FAKE}{os.pathsep}{self.env['PATH']}"
 
     async def __aenter__(self) -> Self:

@@ -20,6 +20,8 @@ RETURNED = pb.REPORT_STATE_RETURNED
 async def host() -> AsyncIterator[MpsHost]:
     async with MpsHost(gpus=2) as host:
         yield host
+        for worker in host.workers:
+            print(f"--- log of the worker of GPU {worker.gpu}\n{worker.log}")
 
 
 async def test_an_engine_is_a_client_with_its_limits(host: MpsHost) -> None:
@@ -28,7 +30,7 @@ async def test_an_engine_is_a_client_with_its_limits(host: MpsHost) -> None:
     worker.stream.lease([(1, b"0")], kind="m.work")
     worker.stream.lease([(2, b"")], kind="m.environment")
     work, environment = await worker.stream.reported(1, 2)
-    assert work.result == b"\"%d\"" % worker.engine_pid()
+    assert work.result == b'"%d"' % worker.engine_pid()
     for word in (
         f'"CUDA_MPS_PIPE_DIRECTORY": "{host.pipe_dir(0)}"',
         '"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "25"',

@@ -81,6 +81,8 @@ class Fault:
     # An engine of ours did it.
     ours: bool
     message: str
+    # It is known whose doing it was.
+    known: bool
 
 
 class Mps:
@@ -134,9 +136,9 @@ class Mps:
         try:
             async with self.claims.lock():
                 self.claims.release()
-                if self._begun_mark.exists() and not self.claims.others():
+                if self._begun_by_worker() and not self.claims.others():
                     servers = await self.control.servers()
-                    if not any([await self.control.clients(pid) for pid in servers]):
+                    if not any([(await self.control.look(pid))[1] for pid in servers]):
                         self._begun_mark.unlink()
                         await self.control.quit()
         except (MpsError, OSError) as error:
@@ -150,8 +152,16 @@ class Mps:
             if time.monotonic() > end_s:
                 raise MpsError(f"the MPS daemon does not come up; see {self.control.log_dir}/control.log")
             await asyncio.sleep(_RETRY_S)
-        self._begun_mark.touch()
+        self._begun_mark.write_text(self.control.daemon_pid(), encoding="ascii")
         log.info("MPS daemon started", device_id=self.control.device_id, pipe_dir=str(self.control.pipe_dir))
+
+    def _begun_by_worker(self) -> bool:
+        """Whether the daemon that runs now is one that a worker began."""
+        try:
+            begun = self._begun_mark.read_text(encoding="ascii")
+        except FileNotFoundError:
+            return False
+        return begun == self.control.daemon_pid()
 
     def _admit(self, strangers: int) -> None:
         """Under the lock: claim a context and our pinned memory, if they can be had. `strangers`: clients of nobody."""
@@ -178,7 +188,7 @@ class Mps:
     async def _strangers_on(self, servers: list[int]) -> int:
         """Under the lock: how many clients belong to no worker's engine."""
         engines = {claim.engine_pid for claim in self.claims.others()}
-        clients = [client for pid in servers for client in await self.control.clients(pid)]
+        clients = [client for pid in servers for client in (await self.control.look(pid))[1]]
         return sum(_group_of(client) not in engines for client in clients)
 
     # The engine's life, as engine_host.py tells it.
@@ -217,14 +227,13 @@ class Mps:
                     asked_s = time.monotonic()
                     await self.control.start_server()
                 for pid in servers:
-                    state = await self.control.status(pid)
+                    state, clients = await self.control.look(pid)
                     if state == "ACTIVE":
                         self._set_active(pid)
                         return
                     if state != "FAULT":
                         continue
                     faulty_since_s = faulty_since_s or time.monotonic()
-                    clients = await self.control.clients(pid)
                     overdue = time.monotonic() - faulty_since_s > RECOVERY_TIMEOUT_S
                     if not clients or overdue:
                         log.warning("the GPU's MPS server is started again", server_pid=pid, clients_left=clients)
@@ -297,7 +306,7 @@ class Mps:
         attached = {
             (server_pid, client)
             for server_pid in await self.control.servers()
-            for client in await self.control.clients(server_pid)
+            for client in (await self.control.look(server_pid))[1]
             if client in pids
         }
         self._ours |= {client for _, client in attached}
@@ -322,8 +331,7 @@ class Mps:
             if look:
                 await asyncio.sleep(_FAULT_LOOK_S)
             try:
-                servers = await self.control.servers()
-                state = await self.control.status(self._server_pid) if self._server_pid in servers else "gone"
+                state = (await self.control.look(self._server_pid))[0] or "gone"
             except MpsError:
                 state = "gone"
             told, blamed = self.log.fault()
@@ -348,7 +356,7 @@ class Mps:
             clients_max=self.limits.clients_max,
         )
         log.error("MPS fault", message=message, ours=ours, server_pid=self._server_pid)
-        return Fault(ours=ours, message=message)
+        return Fault(ours=ours, message=message, known=ours or blamed is not None)
 
     # Between lives.
 
@@ -367,11 +375,10 @@ class Mps:
     async def _look(self) -> bool:
         """True: the server is in FAULT."""
         size = self.log.size()
-        servers = await self.control.servers()
-        if self._server_pid not in servers and servers and not self._connected:
+        state, clients = await self.control.look(self._server_pid)
+        if not state and not self._connected and (servers := await self.control.servers()):
             self._server_pid = servers[0]  # it was exchanged while we did not use it
-        state = await self.control.status(self._server_pid) if self._server_pid in servers else "gone"
-        clients = [client for pid in servers for client in await self.control.clients(pid)]
+            state, clients = await self.control.look(self._server_pid)
         states = dict(members(self._engine_pid))
         self._ours |= states.keys() & set(clients)
         self._connected |= bool(states.keys() & set(clients))
@@ -382,7 +389,7 @@ class Mps:
             # An engine that lives beside an active server was not hit by any fault before.
             self.log.offset = size
         self.status = MpsStatus(state=self.status.state, clients=len(clients), clients_max=self.limits.clients_max)
-        return state == "FAULT" or (state == "gone" and self._connected)
+        return state == "FAULT" or (not state and self._connected)
 
 
 def members(group: int) -> list[tuple[int, str]]:

@@ -14,7 +14,7 @@ from pathlib import Path
 PROGRAM = "nvidia-cuda-mps-control"
 # A daemon that works answers at once; a server takes longer to come up on a host of many GPUs without persistence mode.
 COMMAND_TIMEOUT_S = 10.0
-_DIGITS = re.compile(r"\d+")
+_STATES = ("INITIALIZING", "ACTIVE", "FAULT")
 _BLAMED = re.compile(r"client\D{0,12}?(\d+)", re.IGNORECASE)
 _FATAL = re.compile(r"fatal|mmu fault|memory fault", re.IGNORECASE)
 
@@ -51,18 +51,26 @@ class MpsControl:
             return False
         return True
 
+    def daemon_pid(self) -> str:
+        """The daemon's process id, as it wrote it down; empty if it didn't."""
+        try:
+            return (self.pipe_dir / f"{PROGRAM}.pid").read_text(encoding="ascii").strip()
+        except OSError:
+            return ""
+
     async def servers(self) -> list[int]:
         """The process ids of its servers. MpsError."""
-        return [int(word) for word in _DIGITS.findall(await self.ask("get_server_list"))]
+        return [int(line) for line in (await self.ask("get_server_list")).split() if line.isdecimal()]
 
-    async def status(self, server_pid: int) -> str:
-        """A server's state: INITIALIZING, ACTIVE or FAULT; empty if there is no such server. MpsError."""
-        words = (await self.ask(f"get_server_status {server_pid}")).split()
-        return next((word for word in words if word in ("INITIALIZING", "ACTIVE", "FAULT")), "")
+    async def look(self, server_pid: int) -> tuple[str, list[int]]:
+        """A server's state, INITIALIZING, ACTIVE or FAULT, and the process ids of its clients. MpsError.
 
-    async def clients(self, server_pid: int) -> list[int]:
-        """The process ids of a server's clients. MpsError."""
-        return [int(word) for word in _DIGITS.findall(await self.ask(f"get_client_list {server_pid}"))]
+        The state is empty if there is no such server.
+        """
+        answer = await self.ask(f"get_server_status {server_pid}\nget_client_list {server_pid}")
+        lines = [line.strip() for line in answer.splitlines()]
+        state = next((state for state in _STATES for line in lines if state in line.split()), "")
+        return state, [int(line) for line in lines if line.isdecimal()]
 
     async def terminate(self, server_pid: int, client_pid: int, timeout_s: float) -> bool:
         """Take a client's contexts off the GPU; True: the server says that it is done. MpsError."""

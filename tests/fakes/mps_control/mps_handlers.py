@@ -57,7 +57,7 @@ def children(value: Any) -> Any:
 def hoard(value: Any) -> Any:
     """Takes more memory than it may."""
     _client().work()
-    size = 256 << 20
+    size = 512 << 20
     shared = mmap.mmap(-1, size)
     for at in range(0, size, mmap.PAGESIZE):
         shared[at] = 1

@@ -1,4 +1,4 @@
-"""What stands for CUDA in a test's engine: a client of the simulated MPS. Connects when it is first used, as CUDA does."""
+"""What stands for CUDA in a test's engine: a client of the simulated MPS. It connects when it is made."""
 
 import json
 import os
@@ -13,7 +13,7 @@ class SimulatedCudaError(RuntimeError):
 class Client:
     def __init__(self) -> None:
         self._socket = socket.socket(socket.AF_UNIX)
-        self._socket.connect(os.path.join(os.environ["CUDA_MPS_PIPE_DIRECTORY"], "control"))
+        self._socket.connect(os.environ["CUDA_MPS_PIPE_DIRECTORY"] + "/control")
         self._ask({"connect": os.getpid(), "device": os.environ.get("CUDA_VISIBLE_DEVICES", "")})
 
     def work(self) -> None:
