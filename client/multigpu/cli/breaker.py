@@ -17,7 +17,7 @@ from multigpu.v1 import admin_service_pb2 as admin
     ),
 )
 def breaker() -> None:
-    """See and reset the circuit breaker.
+    """See and reset the circuit breaker of sick devices.
 
     When too large a share of the devices falls sick in a short time the cause is likely elsewhere. The breaker trips:
     no more devices are quarantined, except those that can't run anything, until a person resets it.
