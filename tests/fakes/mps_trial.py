@@ -14,6 +14,7 @@ import random
 import sys
 import time
 from dataclasses import dataclass, field
+from typing import Any
 
 from multigpu.v1 import worker_service_pb2 as pb
 
@@ -89,7 +90,7 @@ class Trial:
         stream.lease([(first, b"0.1")], kind="m.work")
         wanted = {first: ""}
         if deed in ENDS:
-            limit = {"run_timeout": timeout} if deed in ("stuck", "children") else {}
+            limit: dict[str, Any] = {"run_timeout": timeout} if deed in ("stuck", "children") else {}
             stream.lease([(first + 1, b"")], kind=f"m.{deed}", **limit)
             wanted[first + 1] = ENDS[deed]
         elif deed in ("cancel", "restart"):

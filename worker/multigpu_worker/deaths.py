@@ -13,7 +13,10 @@ from typing import Any
 from multigpu_worker.cuda_errors import context_is_lost, hardware_failed, mps_refused
 from multigpu_worker.engine_host import Death
 from multigpu_worker.session import Lease, Report, ReportState, TaskError
-from multigpu_worker.watch import EngineBatch, Verdict, blame, condemn, spare
+from multigpu_worker.watch import DEATHS_MAX, EngineBatch, Verdict, blame, condemn, spare
+
+# A fault under MPS that nobody is blamed for may be this engine's; a lease is not spared more often than that.
+UNKNOWN_FAULTS_MAX = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +97,7 @@ class Deaths:
         if death.fault is not None:
             died = TaskError(type="MpsFault", message=death.fault.message, retryable=True)
             if not death.fault.ours:
-                return spare(batches, died)
+                return spare(batches, died, DEATHS_MAX if death.fault.known else UNKNOWN_FAULTS_MAX)
         elif lost and not guilty:
             return spare(batches, next(iter(lost.values())))
         if guilty:

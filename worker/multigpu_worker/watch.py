@@ -154,12 +154,14 @@ def blame(
     return list(failed.values()), again
 
 
-def spare(batches: Mapping[int, EngineBatch], died: TaskError) -> tuple[list[tuple[Lease, TaskError]], list[Lease]]:
+def spare(
+    batches: Mapping[int, EngineBatch], died: TaskError, deaths_max: int = DEATHS_MAX
+) -> tuple[list[tuple[Lease, TaskError]], list[Lease]]:
     """The same for an engine that died by no doing of its own: all go on, until it has happened too often to one."""
     failed, again = [], []
     for lease in [lease for batch in batches.values() for lease in batch.leases.values()]:
         lease.deaths += 1
-        if lease.deaths >= DEATHS_MAX:
+        if lease.deaths >= deaths_max:
             failed.append((lease, died))
         else:
             again.append(lease)
