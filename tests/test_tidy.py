@@ -64,6 +64,8 @@ PURE = [
     *sorted((PACKAGES["multigpu_master"] / "core").glob("*.py")),
     PACKAGES["multigpu_worker"] / "session.py",
     PACKAGES["multigpu_worker"] / "batcher.py",
+    PACKAGES["multigpu_worker"] / "health.py",
+    PACKAGES["multigpu_worker"] / "xids.py",
 ]
 # Loaded by the interpreter itself or by dataclasses, so that sys.modules can't tell who wanted them.
 ALWAYS_LOADED = {"io", "os", "time", "datetime", "random", "pathlib", "threading", "signal", "urllib", "tempfile"}
