@@ -1,0 +1,139 @@
+"""The parts of MPS by themselves: whom a log blames, what claims are worth, what a GPU allows."""
+
+import asyncio
+import multiprocessing
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+from multigpu.config import WorkerConfig
+from multigpu_worker.cuda_errors import context_is_lost, mps_refused
+from multigpu_worker.device import DeviceInfo
+from multigpu_worker.mps import Mps, MpsLimits
+from multigpu_worker.mps_claims import Claim, Claims
+from multigpu_worker.mps_control import GpuFullError, MpsControl, MpsError, ServerLog
+from multigpu_worker.mps_setup import clients_max, open_mps, pipe_dir
+
+HEAD = "[2026-04-28 18:20:41.986 Server  4428] "
+
+
+@pytest.mark.parametrize(
+    ("lines", "told", "blamed"),
+    [
+        (["Client {PID: 4267, Context ID: 0} connected"], False, None),
+        (["Client {PID: 4267, Context ID: 0} encountered a fatal GPU error."], True, 4267),
+        (
+            ["Client {4267, 1} encountered a fatal GPU error.", "Client {4281, 1} encountered a fatal GPU error."],
+            True,
+            4267,
+        ),
+        (["Server is handling a fatal GPU error."], True, None),
+        (["Server is handling a fatal GPU error.", "Fatal exception of client 4281"], True, 4281),
+    ],
+)
+def test_whom_a_log_blames(tmp_path: Path, lines: list[str], told: bool, blamed: int | None) -> None:
+    (tmp_path / "server.log").write_text(HEAD + "Client {PID: 1, Context ID: 0} encountered a fatal GPU error.\n")
+    log = ServerLog(tmp_path)
+    assert log.fault() == (False, None), "what was said before is over"
+    with log.path.open("a") as file:
+        file.writelines(f"{HEAD}{line}\n" for line in lines)
+    assert log.fault() == (told, blamed)
+
+
+def test_a_log_that_is_not_there_or_was_rotated(tmp_path: Path) -> None:
+    log = ServerLog(tmp_path)
+    assert log.fault() == (False, None)
+    log.offset = 1000
+    log.path.write_text(HEAD + "Client {PID: 7, Context ID: 0} encountered a fatal GPU error.\n")
+    assert log.fault() == (True, 7)
+
+
+def _claim_and_die(folder: Path) -> None:
+    Claims(folder).hold(Claim(worker_id="dead", engine_pid=1, pinned_bytes=1))
+    os._exit(0)
+
+
+async def test_claims_are_worth_as_much_as_their_workers_live(tmp_path: Path) -> None:
+    ours, other = Claims(tmp_path), Claims(tmp_path)
+    claim = Claim(worker_id="b", engine_pid=12, pinned_bytes=34)
+    ours.hold(Claim(worker_id="a", engine_pid=0, pinned_bytes=0))
+    other.hold(Claim(worker_id="b", engine_pid=0, pinned_bytes=0))
+    other.hold(claim)
+    process = multiprocessing.get_context("spawn").Process(target=_claim_and_die, args=(tmp_path,))
+    process.start()
+    await asyncio.to_thread(process.join)
+    assert ours.others() == [claim]
+    other.release()
+    assert ours.others() == []
+    ours.release()
+    assert list(tmp_path.iterdir()) == []
+
+
+async def test_the_lock_lets_one_in(tmp_path: Path) -> None:
+    inside = 0
+
+    async def enter() -> None:
+        nonlocal inside
+        async with Claims(tmp_path).lock():
+            inside += 1
+            assert inside == 1
+            await asyncio.sleep(0.01)
+            inside -= 1
+
+    await asyncio.gather(*(enter() for _ in range(5)))
+
+
+@pytest.mark.parametrize(("cuda", "contexts"), [("12.9", 48), ("13.0", 48), ("13.1", 60), ("14.0", 60), ("", 48)])
+def test_contexts_of_a_gpu(cuda: str, contexts: int) -> None:
+    assert clients_max(cuda) == contexts
+
+
+@pytest.mark.parametrize(
+    ("text", "lost", "refused"),
+    [
+        ("CUDA error: an illegal memory access was encountered", True, False),
+        ("CUDA error: the MPS server is not ready to accept new MPS client requests", True, True),
+        ("CUDA out of memory. Tried to allocate 2.00 GiB", False, False),
+        ("CUDA error: invalid argument", False, False),
+        ("the file is misaligned, address space and all", False, False),
+    ],
+)
+def test_what_an_error_tells(text: str, lost: bool, refused: bool) -> None:
+    assert (context_is_lost(text), mps_refused(text)) == (lost, refused)
+
+
+async def test_it_is_for_gpus_and_says_why_not() -> None:
+    cpu = DeviceInfo(device_id="cpu", name="cpu", product="", memory_total_bytes=1)
+    assert await open_mps(WorkerConfig(), cpu, "w") == (None, None)
+    with pytest.raises(MpsError, match="set mps to auto or off"):
+        await open_mps(WorkerConfig(mps="on"), cpu, "w")
+    with pytest.raises(MpsError, match="mps_pipe_dir to a shorter one"):
+        pipe_dir(WorkerConfig(mps_pipe_dir="/" + "x" * 80), "GPU-00000000-0000-0000-0000-000000000000")
+
+
+async def test_no_program_and_no_daemon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    control = MpsControl("GPU-0", tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(MpsError, match="comes with NVIDIA's driver"):
+        await control.servers()
+    fake = Path(__file__).resolve().parents[1] / "fakes" / "mps_control"
+    monkeypatch.setenv("PATH", f"{fake}:{Path(sys.executable).parent}:/usr/bin:/bin")
+    with pytest.raises(MpsError, match="Cannot find MPS control daemon"):
+        await control.servers()
+
+
+async def test_a_gpu_that_has_no_context_left_takes_no_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = Path(__file__).resolve().parents[1] / "fakes" / "mps_control"
+    monkeypatch.setenv("PATH", f"{fake}:{Path(sys.executable).parent}:/usr/bin:/bin")
+    with tempfile.TemporaryDirectory(prefix="mps") as folder:
+        control = MpsControl("GPU-0", Path(folder))
+        first, second = (Mps(control, name, MpsLimits(clients_max=1)) for name in "ab")
+        await first.open()
+        with pytest.raises(GpuFullError, match="has 1 of 1 MPS contexts taken"):
+            await second.open()
+        await second.close()
+        assert await control.alive(), "the daemon is still used"
+        await first.close()
+        assert not await control.alive()

@@ -1,0 +1,14 @@
+"""The short form of the trial: `python -m tests.fakes.mps_trial --runs 200` is the long one."""
+
+import pytest
+
+from tests.fakes.mps_trial import trial
+
+
+@pytest.mark.timeout(240)
+async def test_no_client_is_killed_before_terminate_client_was_answered() -> None:
+    tally = await trial(runs=3, seed=7)
+    assert tally.violations == []
+    assert tally.wrong == []
+    assert tally.terminated > 0
+    assert tally.faults > 0
