@@ -288,7 +288,7 @@ def test_a_device_that_is_lost_tells_nothing_until_it_is_back(fleet: Fleet, gpus
 def test_what_tasks_take_of_the_devices_energy(gpus: SimulatedGpus, tmp_path: Path) -> None:
     gpus.no_process(0, os.getpid())
     gpus.power(0, 300.0)
-    with Fleet(tmp_path, workers=0, env=gpus.env()) as fleet:
+    with Fleet(tmp_path, workers=0, env=gpus.env(), handlers=["trial_handlers"]) as fleet:
         fleet.start_worker("gpu", "--device", "cuda:0", "--slots", "2")
         fleet.wait_for_workers()
         with fleet.client() as client:
@@ -300,6 +300,9 @@ def test_what_tasks_take_of_the_devices_energy(gpus: SimulatedGpus, tmp_path: Pa
             assert 0.05 < energy.uncertainty < 1.0
         # Two ran at one time: each is put down with half of what the device took.
         assert sum(e.joules for e in told) / len(told) == pytest.approx(0.6 * 300.0 / 2, rel=0.35)
+        # A task that tells of its parts meanwhile is put down with all of its time.
+        streamed = fleet.outcome(fleet.submit("trial.stream", b"x", parameters={"count": "10", "seconds": "0.15"})[0])
+        assert streamed.energy.joules == pytest.approx(10 * 0.15 * 300.0, rel=0.3)
         # It is kept with the outcome.
         kept = next(outcome for outcome in outcomes if outcome.energy is not None)
         fleet.restart_master()
