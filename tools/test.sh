@@ -34,7 +34,7 @@ echo "==> ruff"
 "$venv/bin/ruff" format --check . || failed=1
 if command -v shellcheck >/dev/null; then
   echo "==> shellcheck"
-  shellcheck deploy_multi_gpu.sh tools/*.sh .ci/run || failed=1
+  shellcheck -x deploy_multi_gpu.sh tools/*.sh tools/deploy/*.sh .ci/run || failed=1
 fi
 echo "==> mypy"
 "$venv/bin/mypy" || failed=1

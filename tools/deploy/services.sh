@@ -1,0 +1,438 @@
+# shellcheck shell=bash
+# The services of this host: /opt/multigpu (code), /etc/multigpu (settings, keys), /var/lib/multigpu (journal), units.
+# With --root DIR all of it lies under DIR, and nothing is started.
+# shellcheck disable=SC2154  # the options are set by deploy_multi_gpu.sh, the machine by machine.sh
+
+opt="$prefix/opt/multigpu"
+etc="$prefix/etc/multigpu"
+lib="$prefix/var/lib/multigpu"
+units="$prefix/etc/systemd/system"
+unit_files=(mgpu.target mgpu-master.service mgpu-worker@.service mgpu-mps@.service mgpu-certs.service mgpu-certs.timer)
+# What a host that joined another's fleet needs of them.
+joined_unit_files=(mgpu.target mgpu-worker@.service mgpu-mps@.service)
+drop_in_units=(mgpu-master.service mgpu-worker@.service mgpu-mps@.service)
+links=("$prefix/usr/local/bin/mgpuctl")
+changed=0
+
+services_main() {
+  if [ -z "$prefix" ] && [ "$dry_run" = 0 ] && [ "$(id -u)" != 0 ]; then
+    fail "services need root: run it with sudo; or use --local, which doesn't"
+  fi
+  umask 022 # the services' user reads the code
+  detect_machine
+  case "$action" in
+    deploy | upgrade) services_deploy ;;
+    status) services_status ;;
+    uninstall) services_uninstall ;;
+  esac
+}
+
+services_deploy() {
+  [ "$systemd_version" -gt 0 ] || fail "there is no systemd here: use --local"
+  if [ -z "$prefix" ] && [ "$dry_run" = 0 ] && ! [ -d /run/systemd/system ]; then
+    fail "systemd doesn't run here (a container?): use --local, or --root DIR to prepare an image"
+  fi
+  if [ "$action" = upgrade ]; then
+    [ -e "$opt/current" ] || fail "nothing is deployed yet: run it without --upgrade"
+    before="$(readlink "$opt/current")"
+  fi
+  take_former_choices
+  check_choices
+  tell_machine
+  choose_devices
+  choose_settings
+  install_release
+  make_user_and_directories
+  write_settings
+  make_certificates
+  install_units
+  switch_release
+  start_services
+}
+
+# A fleet that is deployed already keeps where it listens, or whom it joined, unless told otherwise.
+take_former_choices() {
+  local file="$etc/deployed"
+  [ -f "$file" ] || return 0
+  local former_listen former_join
+  former_listen="$(sed -n 's/^listen=//p' "$file")"
+  former_join="$(sed -n 's/^join=//p' "$file")"
+  if [ -z "$listen$join" ]; then
+    listen="$former_listen" join="$former_join"
+  fi
+  if [ -z "$workers${WORKER_COUNT:-}" ] && [ "$action" = upgrade ]; then
+    workers="$(sed -n 's/^workers=//p' "$file")"
+  fi
+}
+
+check_choices() {
+  [ -z "$join" ] || [ -z "$listen" ] || fail "--join and --listen: a host that joins has no master of its own"
+  [ -n "$join$listen" ] || listen="127.0.0.1:7433"
+  local address="${join:-$listen}"
+  [[ "$address" =~ ^.+:[0-9]+$ ]] || fail "an address is HOST:PORT, not '$address'"
+  secure=1
+  case "$address" in 127.*:* | localhost:* | \[::1\]:*) secure=0 ;; esac
+  if [ -n "$join" ] && [ "$secure" = 1 ]; then
+    local file
+    for file in ca.crt worker.crt worker.key worker.token; do
+      [ -f "$etc/certs/$file" ] || [ -f "$credentials/$file" ] ||
+        fail "--join needs --credentials DIR with ca.crt, worker.crt, worker.key and worker.token of that fleet (docs/deploy.md)"
+    done
+  fi
+}
+
+# A release has a folder of its own, so that what runs keeps its files until it is replaced.
+install_release() {
+  release="$opt/releases/$(fingerprint | cut -c 1-12)"
+  if [ "$dry_run" = 0 ]; then
+    mkdir -p "$opt/releases"
+  fi
+  make_environment "$release"
+  install_project "$release"
+  [ "$dry_run" = 0 ] || return 0
+  if ! [ -d "$release/docs" ]; then
+    rm -rf "$release/docs.new"
+    cp -r docs "$release/docs.new"
+    mv "$release/docs.new" "$release/docs"
+  fi
+  if [ -n "$prefix" ]; then # what an image runs doesn't lie under DIR
+    local program
+    for program in "$release"/bin/mgpu*; do
+      ! grep -q "^#!$prefix/" "$program" || sed -i "1s|^#!$prefix/|#!/|" "$program"
+    done
+  fi
+}
+
+make_user_and_directories() {
+  put "$prefix/etc/sysusers.d/multigpu.conf" 644 <systemd/sysusers.d/multigpu.conf
+  put "$prefix/etc/tmpfiles.d/multigpu.conf" 644 <systemd/tmpfiles.d/multigpu.conf
+  local root_flag=()
+  [ -z "$prefix" ] || root_flag=(--root "$prefix")
+  run systemd-sysusers "${root_flag[@]}" "$prefix/etc/sysusers.d/multigpu.conf"
+  run systemd-tmpfiles --create "${root_flag[@]}" "$prefix/etc/tmpfiles.d/multigpu.conf"
+}
+
+# A file that somebody edited since is left alone.
+write_settings() {
+  local token=""
+  [ "$secure" = 0 ] || token=/etc/multigpu/worker.token
+  {
+    echo "# Written by deploy_multi_gpu.sh, which leaves it alone once it is edited. docs/configuration.md has every setting."
+    echo "[client]"
+    echo "master = \"$(reached_at)\""
+    if [ "$secure" = 1 ]; then
+      echo 'tls_ca = "/etc/multigpu/certs/ca.crt"'
+      if [ -z "$join" ]; then
+        printf '%s\n' 'tls_cert = "/etc/multigpu/certs/client.crt"' 'tls_key = "/etc/multigpu/certs/client.key"'
+        echo 'token_file = "/var/lib/multigpu/admin.token"'
+      fi
+    fi
+    if [ -z "$join" ]; then
+      printf '\n[master]\n'
+      echo "listen = \"$listen\""
+      echo 'data_dir = "/var/lib/multigpu"'
+      settings_of master
+      if [ "$secure" = 1 ]; then
+        printf '%s\n' 'tls_cert = "/etc/multigpu/certs/master.crt"' 'tls_key = "/etc/multigpu/certs/master.key"' \
+          'tls_client_ca = "/etc/multigpu/certs/ca.crt"' 'require_tokens = true'
+      fi
+    fi
+    printf '\n[worker]\n'
+    echo "master = \"$(reached_at)\""
+    settings_of worker
+    echo 'mps_pipe_dir = "/run/multigpu/mps"'
+    if [ "$secure" = 1 ]; then
+      printf '%s\n' 'tls_ca = "/etc/multigpu/certs/ca.crt"' 'tls_cert = "/etc/multigpu/certs/worker.crt"' \
+        'tls_key = "/etc/multigpu/certs/worker.key"'
+      echo "token_file = \"$token\""
+    fi
+  } | put_unless_edited "$etc/config.toml" 640 root:multigpu
+  {
+    cat systemd/multigpu.env.example
+    printf '%s' "$library_env"
+  } | put_unless_edited "$etc/multigpu.env" 640 root:multigpu
+  printf 'listen=%s\njoin=%s\nworkers=%s\n' "$listen" "$join" "$worker_count" | put "$etc/deployed" 640 root:multigpu
+}
+
+# Where programs of this host find the master.
+reached_at() {
+  local address="${join:-$listen}"
+  case "$address" in
+    0.0.0.0:*) echo "$(hostname):${address##*:}" ;;
+    \[::\]:*) echo "$(hostname):${address##*:}" ;;
+    *) echo "$address" ;;
+  esac
+}
+
+# put_unless_edited FILE MODE OWNER: FILE.sha256 tells what we wrote last.
+put_unless_edited() {
+  local text
+  text="$(cat)"
+  if [ -f "$1" ] && ! { [ -f "$1.sha256" ] && [ "$(sha256sum <"$1")" = "$(cat "$1.sha256")" ]; }; then
+    if [ "$(cat "$1")" != "$text" ]; then
+      say "kept: $1, which was edited"
+      return 0
+    fi
+  fi
+  put "$1" "$2" "$3" <<<"$text"
+  put "$1.sha256" 600 <<<"$(sha256sum <<<"$text")"
+}
+
+# An authority of our own, and certificates for what runs here. With --join they come from the fleet's host.
+make_certificates() {
+  [ "$secure" = 1 ] || return 0
+  local kind file
+  if [ -n "$join" ]; then
+    for file in ca.crt worker.crt worker.key; do
+      [ -z "$credentials" ] || put "$etc/certs/$file" 640 root:multigpu <"$credentials/$file"
+    done
+    [ -z "$credentials" ] || put "$etc/worker.token" 640 root:multigpu <"$credentials/worker.token"
+    return
+  fi
+  [ -f "$etc/certs/ca.crt" ] || run "$release/bin/python" -m multigpu.cli certs init "$etc/certs"
+  local hosts=(--host "$(hostname)" --host localhost --host 127.0.0.1) name="${listen%:*}"
+  case "$name" in 0.0.0.0 | \[::\]) ;; *) hosts+=(--host "$name") ;; esac
+  for name in $(hostname -I 2>/dev/null || true); do
+    hosts+=(--host "$name")
+  done
+  for kind in master worker client; do
+    if ! [ -f "$etc/certs/$kind.crt" ]; then
+      if [ "$kind" = master ]; then
+        run "$release/bin/python" -m multigpu.cli certs issue "$etc/certs" master "${hosts[@]}"
+      else
+        run "$release/bin/python" -m multigpu.cli certs issue "$etc/certs" "$kind"
+      fi
+    fi
+  done
+  # The services read their keys; the authority's stays root's alone. Renewals keep owner and mode of keys.
+  run chmod 640 "$etc/certs/master.key" "$etc/certs/worker.key"
+  [ -n "$prefix" ] || run chgrp multigpu "$etc/certs/master.key" "$etc/certs/worker.key"
+}
+
+install_units() {
+  local file unit
+  changed=0
+  for file in "${unit_files[@]}"; do
+    if wanted_unit "$file"; then
+      put "$units/$file" 644 <"systemd/$file"
+    fi
+  done
+  for unit in "${drop_in_units[@]}"; do
+    if [ "$systemd_version" -ge 254 ] && wanted_unit "$unit"; then
+      put "$units/$unit.d/50-restart-steps.conf" 644 <systemd/drop-ins/50-restart-steps.conf
+    fi
+  done
+  units_changed="$changed"
+  plan_instances
+  local enabled=(mgpu.target) instance
+  if [ -z "$join" ]; then
+    enabled+=(mgpu-master.service)
+    [ "$secure" = 0 ] || enabled+=(mgpu-certs.timer)
+  fi
+  for instance in "${instances[@]}"; do
+    enabled+=("mgpu-worker@$instance.service")
+    if [ -n "$mps_program" ] && [[ "$settings" == *"worker mps auto"* ]] && [[ "$instance" == GPU-* ]]; then
+      enabled+=("mgpu-mps@$instance.service")
+    fi
+  done
+  local root_flag=()
+  [ -z "$prefix" ] || root_flag=(--root "$prefix")
+  drop_former_instances "${enabled[@]}"
+  run systemctl "${root_flag[@]}" --quiet enable "${enabled[@]}"
+  services=("${enabled[@]}")
+}
+
+wanted_unit() {
+  [ -z "$join" ] || [[ " ${joined_unit_files[*]} " == *" $1 "* ]]
+}
+
+# Sets instances. The first worker of a device is named by it; further ones have a file that tells theirs.
+plan_instances() {
+  local number device
+  instances=()
+  for ((number = 0; number < worker_count; number++)); do
+    if [ "${#chosen[@]}" = 0 ]; then
+      device=cpu
+      instances+=("cpu-$number")
+    else
+      device="${chosen[number % ${#chosen[@]}]}"
+      if [ "$number" -lt "${#chosen[@]}" ]; then
+        instances+=("$device")
+        continue
+      fi
+      instances+=("$device-$((number / ${#chosen[@]}))")
+    fi
+    {
+      echo "# The device of the worker of this name."
+      echo "MGPU_WORKER_DEVICE=$device"
+      echo "MGPU_WORKER_WORKER_ID=$(hostname)-${instances[-1]}"
+    } | put_unless_edited "$etc/worker-${instances[-1]}.env" 640 root:multigpu
+  done
+}
+
+# Workers that were enabled before and are not wanted any more: a GPU that is gone, or --workers with fewer.
+drop_former_instances() {
+  local link unit
+  for link in "$units"/mgpu.target.wants/mgpu-worker@*.service; do
+    unit="${link##*/}"
+    [ -L "$link" ] || continue
+    if [[ " $* " != *" $unit "* ]]; then
+      say "no longer wanted: $unit"
+      if [ -z "$prefix" ]; then
+        run systemctl disable --now "$unit"
+      else
+        run systemctl --root "$prefix" --quiet disable "$unit"
+      fi
+      unit="${unit#mgpu-worker@}"
+      run rm -f "$etc/worker-${unit%.service}.env" "$etc/worker-${unit%.service}.env.sha256"
+    fi
+  done
+}
+
+switch_release() {
+  local target="releases/${release##*/}"
+  if [ "$(readlink "$opt/current" 2>/dev/null)" != "$target" ]; then
+    run ln -sfn "$target" "$opt/current.new"
+    run mv -fT "$opt/current.new" "$opt/current"
+  fi
+  if [ "$(readlink "${links[0]}" 2>/dev/null)" != /opt/multigpu/current/bin/mgpuctl ]; then
+    run mkdir -p "$(dirname "${links[0]}")"
+    run ln -sfn /opt/multigpu/current/bin/mgpuctl "${links[0]}"
+  fi
+}
+
+start_services() {
+  if [ "$dry_run" = 1 ] && [ -z "$prefix" ]; then
+    printf 'would start:'
+    printf ' %s' "${services[@]}"
+    printf '\n'
+  fi
+  if [ -n "$prefix" ] || [ "$dry_run" = 1 ]; then
+    tell_where
+    [ "$dry_run" = 0 ] || say "nothing was done: a dry run"
+    return
+  fi
+  local ctl=("$opt/current/bin/mgpuctl") address
+  address="$(reached_at)"
+  [ "$units_changed" = 0 ] || systemctl daemon-reload
+  if [ -z "$join" ]; then
+    if [ "$action" = upgrade ] && [ "$before" != "$(readlink "$opt/current")" ]; then
+      say "master: replacing it"
+      systemctl restart mgpu-master.service
+    else
+      systemctl start mgpu-master.service
+    fi
+    make_worker_token "${ctl[@]}"
+  fi
+  say "starting ${#instances[@]} workers"
+  systemctl start "${services[@]}"
+  if [ "$action" = upgrade ] && [ "$before" != "$(readlink "$opt/current")" ]; then
+    replace_workers "$address"
+    drop_former_releases
+  fi
+  await_services "$address"
+  tell_where
+}
+
+# The first administrator's token is the master's own work; with it, one for the workers of this host is made.
+make_worker_token() {
+  if [ "$secure" = 1 ] && ! [ -f "$etc/worker.token" ]; then
+    "$@" tokens create "$(hostname)" --role worker --worker-id "$(hostname)-*" -o "$etc/worker.token.new"
+    chown root:multigpu "$etc/worker.token.new"
+    chmod 640 "$etc/worker.token.new"
+    mv "$etc/worker.token.new" "$etc/worker.token"
+  fi
+}
+
+# Under the eyes of the master where we may ask it; a host that joined has no such right, and its workers drain by
+# themselves when they are told to end.
+replace_workers() {
+  local instance
+  say "workers: replacing them, one after the other"
+  if [ -z "$join" ]; then
+    "$opt/current/bin/python" -m multigpu.cli.roll "$1" "$lib/upgrading"
+    rmdir "$lib/upgrading"
+  else
+    for instance in "${instances[@]}"; do
+      systemctl restart "mgpu-worker@$instance.service"
+    done
+  fi
+}
+
+drop_former_releases() {
+  local folder
+  for folder in "$opt"/releases/*; do
+    [ "$folder" = "$release" ] || rm -rf "$folder"
+  done
+}
+
+# Units of Type=notify are active when they are ready; that they reached the master is asked of it, where we may.
+await_services() {
+  local waited=0 count="${#instances[@]}" connected=0
+  [ -z "$join" ] || return 0
+  while [ "$waited" -lt 300 ]; do
+    connected="$("$opt/current/bin/mgpuctl" workers --json | grep -c "\"host\": \"$(hostname)\"" || true)"
+    [ "$connected" -lt "$count" ] || break
+    sleep 1
+    waited=$((waited + 1))
+  done
+  [ "$connected" -ge "$count" ] || fail "of $count workers $connected reached the master at $1: journalctl -u 'mgpu-*'"
+  say "ready: master $1, $connected workers"
+}
+
+tell_where() {
+  cat <<WHERE
+==> where everything is
+    code         $opt/current (mgpuctl: ${links[0]})
+    settings     $etc/config.toml, $etc/multigpu.env
+    units        $units/mgpu*: systemctl status 'mgpu*'
+    logs         journalctl -u 'mgpu-*'
+WHERE
+  [ -n "$join" ] || echo "    journal      $lib"
+  [ "$secure" = 0 ] || echo "    keys         $etc/certs"
+}
+
+services_status() {
+  [ -e "$opt/current" ] || { echo "nothing is deployed here"; exit 3; }
+  echo "code: $(readlink "$opt/current") in $opt"
+  [ -z "$prefix" ] || return 0
+  systemctl list-units --all --no-pager --no-legend 'mgpu*' || true
+  systemctl is-active --quiet mgpu.target || { echo "mgpu.target is not active: systemctl start mgpu.target"; exit 3; }
+  if [ -z "$(sed -n 's/^join=//p' "$etc/deployed")" ]; then
+    "$opt/current/bin/mgpuctl" status
+    "$opt/current/bin/mgpuctl" workers
+  fi
+}
+
+services_uninstall() {
+  if [ -e "$lib" ] && [ "$yes" = 0 ] && [ "$dry_run" = 0 ] && ! [ -t 0 ]; then
+    fail "--uninstall asks before it removes $lib and $etc: run it in a terminal, or with --yes"
+  fi
+  local unit
+  if [ -z "$prefix" ] && [ -d /run/systemd/system ]; then
+    run systemctl stop mgpu.target 'mgpu-*'
+  fi
+  for unit in "$units"/mgpu*; do
+    [ -e "$unit" ] || continue
+    run rm -rf "$unit"
+  done
+  run rm -f "$units/multi-user.target.wants/mgpu.target" "$prefix/etc/sysusers.d/multigpu.conf" \
+    "$prefix/etc/tmpfiles.d/multigpu.conf" "${links[@]}"
+  run rm -rf "$opt" "$prefix/var/cache/multigpu" "$prefix/run/multigpu"
+  if [ -z "$prefix" ] && [ -d /run/systemd/system ]; then
+    run systemctl daemon-reload
+  fi
+  if [ "$dry_run" = 1 ]; then
+    echo "would ask, then remove: $lib $etc $prefix/var/log/multigpu and the user multigpu"
+  elif confirm "Remove $lib with all tasks and outcomes, $etc with its keys, $prefix/var/log/multigpu and the user?"; then
+    rm -rf "$lib" "$etc" "$prefix/var/log/multigpu"
+    if [ -n "$prefix" ]; then
+      userdel --root "$prefix" multigpu 2>/dev/null || true
+    elif id multigpu >/dev/null 2>&1; then
+      userdel multigpu
+    fi
+    say "removed"
+  else
+    say "kept: $lib, $etc and the user multigpu"
+  fi
+}
