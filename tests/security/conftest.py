@@ -1,3 +1,5 @@
+"""One master for the tests of security, and one for those who restart theirs."""
+
 from collections.abc import Iterator
 from pathlib import Path
 
