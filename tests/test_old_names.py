@@ -11,6 +11,6 @@ def test_the_table_has_what_the_script_reads() -> None:
     page = (ROOT / "docs/configuration.md").read_text("utf-8")
     rows = re.findall(r"^\| `([A-Z_0-9]+)` \|", page.partition("## Names from before")[2], re.MULTILINE)
     script = (ROOT / "tools/deploy/machine.sh").read_text("utf-8")
-    read = set(re.findall(r"\$\{([A-Z][A-Z_0-9]+)", script)) | set(re.findall(r"truth ([A-Z][A-Z_0-9]+)", script))
+    read = set(re.findall(r"\$\{([A-Z][A-Z_0-9]+)", script)) | set(re.findall(r"\(truth ([A-Z][A-Z_0-9]+)", script))
     assert set(rows) == read - HIDDEN
     assert len(rows) == len(set(rows)) == 15
