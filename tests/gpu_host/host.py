@@ -15,6 +15,8 @@ from tests.fleet import Fleet, until
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 HEALTHY = device_pb2.HEALTH_STATE_HEALTHY
+# Where the handlers are, and what they import.
+PYTHON_PATH = f"{HERE / 'handlers'}{os.pathsep}{ROOT}"
 # Eight workers and as many engines begin at once, maybe on two busy cores.
 START_TIMEOUT_S = 120.0
 
@@ -29,7 +31,7 @@ class Host:
             folder / "fleet",
             workers=0,
             handlers=["gpu_handlers"],
-            handlers_dir=Path(f"{HERE / 'handlers'}{os.pathsep}{ROOT}"),
+            handlers_dir=Path(PYTHON_PATH),
             env=self.gpus.env(),
             worker_flags=worker_flags,
         )

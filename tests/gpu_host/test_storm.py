@@ -15,7 +15,7 @@ from tests.fleet import until
 from tests.gpu_host.host import Host
 
 SEED = int(os.environ.get("STORM_SEED", "1"))
-SECONDS = float(os.environ.get("STORM_SECONDS", "2"))
+SECONDS = float(os.environ.get("STORM_SECONDS", "1"))
 # What the driver tells of the hardware: it must cost no task an attempt.
 XIDS = (48, 63, 74, 79, 94, 95, 119)
 
@@ -48,7 +48,7 @@ def strike(host: Host, chance: random.Random) -> str:
 
 def test_a_storm_costs_no_task_anything(tmp_path: Path) -> None:
     chance = random.Random(SEED)
-    with Host(tmp_path, 4, "--canary-interval-s", "1") as host:
+    with Host(tmp_path, 3, "--canary-interval-s", "1") as host:
         task_ids: list[int] = []
         end_s = time.monotonic() + SECONDS
         while time.monotonic() < end_s:

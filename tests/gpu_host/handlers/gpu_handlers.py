@@ -32,7 +32,7 @@ def work(value: bytes, ctx: Context) -> bytes:
 
 @handler("gpu.poison")
 def poison(value: bytes) -> bytes:
-    """Takes its engine down, on whatever device it runs."""
+    """Crashes its engine, on whatever device it runs."""
     os.kill(os.getpid(), signal.SIGSEGV)
     return b"never"
 
@@ -47,7 +47,7 @@ def illegal_access(value: bytes) -> bytes:
 
 @handler("gpu.breaks_on")
 def breaks_on(value: bytes, ctx: Context) -> bytes:
-    """Takes its engine down on the GPU number `on`; works everywhere else."""
+    """Crashes its engine on the GPU number `on`; works everywhere else."""
     gpus, own = _own()
     if own == int(ctx.parameters["on"]):
         os.kill(os.getpid(), signal.SIGSEGV)
