@@ -20,6 +20,7 @@ from multigpu_master import wire_devices, wire_large
 from multigpu_master.core import events as ev
 from multigpu_master.core.model import (
     Capability,
+    EmbeddingCache,
     Energy,
     Health,
     HealthReason,
@@ -492,6 +493,11 @@ def held_lease(m: worker_service_pb2.HeldLease) -> ev.HeldLease:
 def resident_models(names: Iterable[str]) -> tuple[str, ...]:
     """The models that a worker says it has loaded."""
     return tuple(sorted(name[:MODEL_BYTES_MAX] for name in itertools.islice(names, MODELS_MAX)))
+
+
+def embedding_cache(m: worker_service_pb2.EmbeddingCache) -> EmbeddingCache:
+    """What a worker says of its embedding cache."""
+    return EmbeddingCache(m.hits, m.joined, m.misses, m.entries, m.size_bytes)
 
 
 def telemetry(m: device_pb2.DeviceTelemetry) -> Telemetry:

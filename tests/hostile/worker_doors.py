@@ -115,7 +115,7 @@ def _engine_frame(maker: Maker) -> bytes:
     if rng.random() < 0.1:
         return rng.randbytes(rng.randrange(200))
     fields: list[object] = [
-        "done", rng.choice((1, 7)), 0, 0, [(1, b"r", "")], [], [], [], [], rng.random() < 0.5, 0, (),
+        "done", rng.choice((1, 7)), 0, 0, [(1, b"r", "")], [], [], [], [], rng.random() < 0.5, 0, (), {"hits": 1},
     ]  # fmt: skip
     for _ in range(rng.choice((0, 0, 1, 3))):
         fields[rng.randrange(len(fields))] = _value(rng)

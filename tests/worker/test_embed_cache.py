@@ -179,7 +179,7 @@ def test_memory_keeps_to_its_limits_and_forgets_what_nobody_asked_for() -> None:
         cache.find(keys[:1])
         assert cache.counts().entries == min(i + 1, 10)
     assert set(cache.find(keys)) == {keys[0], *keys[91:]}
-    assert cache.counts().bytes == 10 * (1536 + ENTRY_BYTES)
+    assert cache.counts().size_bytes == 10 * (1536 + ENTRY_BYTES)
     small = EmbedCache(EmbeddingCacheSettings(entries=1000, bytes_max=5 * (1536 + ENTRY_BYTES) + 1))
     small.put(keys, vectors(100))
     assert set(small.find(keys)) == set(keys[95:])

@@ -99,6 +99,7 @@ class Agent:
         self.care = Caretaker(self, device, self.sampler, self.host, canary_interval_s=config.canary_interval_s)
         self.deaths = Deaths(self.care.suspects, memory_bytes)
         self._resident_models: Sequence[str] = ()
+        self._embedding_cache: pb.EmbeddingCache | None = None
         # How often the engine was looked at: what systemd's watchdog goes by.
         self.ticks = 0
         self._heartbeat_wanted = False
@@ -215,6 +216,7 @@ class Agent:
                 telemetry=None if sample is None else sample.telemetry,
                 sample_ns=0 if sample is None else sample.time_ns,
                 resident_models=self._resident_models,
+                embedding_cache=self._embedding_cache,
                 draining=self.draining,
                 mps=self._mps_off if self.host.mps is None else self.host.mps.status,
                 health=wire.health_message(self.care.health, self.care.checks_passed),
@@ -261,7 +263,9 @@ class Agent:
             done,
             work_ns,
             models,
+            cache,
         ) = message
+        embedding_cache = pb.EmbeddingCache(**cache) if cache else None
         if any(type(result) is tuple for _, result, _ in succeeded):
             succeeded, failed = self._take_hold(succeeded, failed)
         batch = self.batches.get(batch_id)
@@ -301,6 +305,7 @@ class Agent:
         energy = None if self.sampler.meter is None else self._energy(batch, start_ns, finish_ns, reports)
         self._report(start_ns, finish_ns, reports, energy)
         if done:
+            self._embedding_cache = embedding_cache
             self._batch_done(batch, work_ns, models)
 
     def _energy(self, batch: EngineBatch, start_ns: int, finish_ns: int, reports: list[Report]) -> Energy | None:
@@ -349,6 +354,7 @@ class Agent:
         self.watch.reset()
         self._paused = False
         self._resident_models = ()
+        self._embedding_cache = None
         now_ns = time.time_ns()
         if self.care.grace_s and any(report.broke_engine for report in judged.reports):
             # What the device has to say of it comes soon: if that is to blame, these leases are given back before.

@@ -12,6 +12,7 @@ can say a word. Python tells us of a fork; one that happened behind its back is 
 """
 
 import contextlib
+import dataclasses
 import os
 import queue
 import socket
@@ -241,6 +242,7 @@ class BatchReporter:
             done,
             time.monotonic_ns() - self._begun_ns,
             self._runtime.resident_models() if done else [],
+            self._runtime.embedding_cache() if done else {},
         )
         blobs, written = self._blobs, self._written
         self._clear()
@@ -310,6 +312,11 @@ class Runtime:
 
     def resident_models(self) -> list[str]:
         return [model for engine in list(self._engines.values()) for model in engine.resident_models()]
+
+    def embedding_cache(self) -> dict[str, int]:
+        """What the embedding cache has done; empty: there is none."""
+        counts = getattr(self._engines.get("embed"), "cache_counts", lambda: None)()
+        return {} if counts is None else dataclasses.asdict(counts)
 
     def _read(self) -> None:
         try:

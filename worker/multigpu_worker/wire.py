@@ -142,6 +142,7 @@ def heartbeat(
     draining: bool,
     mps: MpsStatus | None = None,
     health: device_pb2.DeviceHealth | None = None,
+    embedding_cache: pb.EmbeddingCache | None = None,
 ) -> pb.SessionRequest:
     beat = pb.Heartbeat(
         leases=[_held(entry) for entry in held],
@@ -149,6 +150,7 @@ def heartbeat(
         resident_models=resident_models,
         draining=draining,
         health=health,
+        embedding_cache=embedding_cache,
     )
     if telemetry is not None:
         beat.telemetry.CopyFrom(telemetry_message(telemetry, sample_ns))

@@ -105,7 +105,7 @@ class HeldLease(_message.Message):
     def __init__(self, lease_id: _Optional[int] = ..., task_id: _Optional[int] = ..., attempt: _Optional[int] = ..., running: _Optional[bool] = ..., progress: _Optional[_Union[_task_pb2.Progress, _Mapping]] = ..., checkpoint: _Optional[bytes] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
-    __slots__ = ("leases", "last_frame", "telemetry", "resident_models", "draining", "health", "mps")
+    __slots__ = ("leases", "last_frame", "telemetry", "resident_models", "draining", "health", "mps", "embedding_cache")
     LEASES_FIELD_NUMBER: _ClassVar[int]
     LAST_FRAME_FIELD_NUMBER: _ClassVar[int]
     TELEMETRY_FIELD_NUMBER: _ClassVar[int]
@@ -113,6 +113,7 @@ class Heartbeat(_message.Message):
     DRAINING_FIELD_NUMBER: _ClassVar[int]
     HEALTH_FIELD_NUMBER: _ClassVar[int]
     MPS_FIELD_NUMBER: _ClassVar[int]
+    EMBEDDING_CACHE_FIELD_NUMBER: _ClassVar[int]
     leases: _containers.RepeatedCompositeFieldContainer[HeldLease]
     last_frame: int
     telemetry: _device_pb2.DeviceTelemetry
@@ -120,7 +121,22 @@ class Heartbeat(_message.Message):
     draining: bool
     health: _device_pb2.DeviceHealth
     mps: _device_pb2.MpsStatus
-    def __init__(self, leases: _Optional[_Iterable[_Union[HeldLease, _Mapping]]] = ..., last_frame: _Optional[int] = ..., telemetry: _Optional[_Union[_device_pb2.DeviceTelemetry, _Mapping]] = ..., resident_models: _Optional[_Iterable[str]] = ..., draining: _Optional[bool] = ..., health: _Optional[_Union[_device_pb2.DeviceHealth, _Mapping]] = ..., mps: _Optional[_Union[_device_pb2.MpsStatus, _Mapping]] = ...) -> None: ...
+    embedding_cache: EmbeddingCache
+    def __init__(self, leases: _Optional[_Iterable[_Union[HeldLease, _Mapping]]] = ..., last_frame: _Optional[int] = ..., telemetry: _Optional[_Union[_device_pb2.DeviceTelemetry, _Mapping]] = ..., resident_models: _Optional[_Iterable[str]] = ..., draining: _Optional[bool] = ..., health: _Optional[_Union[_device_pb2.DeviceHealth, _Mapping]] = ..., mps: _Optional[_Union[_device_pb2.MpsStatus, _Mapping]] = ..., embedding_cache: _Optional[_Union[EmbeddingCache, _Mapping]] = ...) -> None: ...
+
+class EmbeddingCache(_message.Message):
+    __slots__ = ("hits", "joined", "misses", "entries", "size_bytes")
+    HITS_FIELD_NUMBER: _ClassVar[int]
+    JOINED_FIELD_NUMBER: _ClassVar[int]
+    MISSES_FIELD_NUMBER: _ClassVar[int]
+    ENTRIES_FIELD_NUMBER: _ClassVar[int]
+    SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    hits: int
+    joined: int
+    misses: int
+    entries: int
+    size_bytes: int
+    def __init__(self, hits: _Optional[int] = ..., joined: _Optional[int] = ..., misses: _Optional[int] = ..., entries: _Optional[int] = ..., size_bytes: _Optional[int] = ...) -> None: ...
 
 class ReportBatch(_message.Message):
     __slots__ = ("start_time", "finish_time", "succeeded_lease_ids", "results", "content_type", "reports", "result_places", "energy_joules", "energy_method", "energy_uncertainty")

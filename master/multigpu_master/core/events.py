@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from multigpu_master.core.model import (
     HEALTHY,
+    EmbeddingCache,
     Energy,
     Health,
     Lease,
@@ -120,6 +121,8 @@ class Heartbeat:
     resident_models: tuple[str, ...] = ()
     stopping: bool = False
     health: Health = HEALTHY
+    embedding_cache: EmbeddingCache | None = None
+    mps: bytes = b""
 
 
 @dataclass(slots=True)

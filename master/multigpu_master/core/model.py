@@ -234,6 +234,17 @@ class Telemetry:
     wire: bytes = b""  # the serialized DeviceTelemetry, with all that the core doesn't read
 
 
+@dataclass(frozen=True, slots=True)
+class EmbeddingCache:
+    """What a worker's embedding cache has done since its engine began, in texts, and what it holds."""
+
+    hits: int
+    joined: int
+    misses: int
+    entries: int
+    size_bytes: int
+
+
 @dataclass(slots=True, eq=False)
 class Worker:
     """The registry's record of a worker. Strategies read it and change nothing."""
@@ -251,6 +262,8 @@ class Worker:
     quarantined: bool = False  # it gets no leases because of its health
     checks_asked: int = 0  # see multigpu.v1.DesiredState.check
     resident_models: tuple[str, ...] = ()
+    embedding_cache: EmbeddingCache | None = None
+    mps: bytes = b""  # the serialized MpsStatus; empty: it said nothing
     # (kind, model) of leases granted to it: their models are resident or about to be, whatever its last heartbeat said
     loading: dict[tuple[str, str], None] = field(default_factory=dict)
     leases: dict[int, Lease] = field(default_factory=dict)

