@@ -23,7 +23,8 @@ PROGRAM = FAKE / "nvidia-cuda-mps-control"
 class MpsWorker:
     """A real mgpu-worker."""
 
-    def __init__(self, gpu: int, process: asyncio.subprocess.Process, log: Path) -> None:
+    def __init__(self, worker_id: str, gpu: int, process: asyncio.subprocess.Process, log: Path) -> None:
+        self.worker_id = worker_id
         self.gpu = gpu
         self.process = process
         self.log_path = log
@@ -57,6 +58,8 @@ class MpsHost:
         self.pipes = self.folder / "m"
         self.master = ScriptedMaster()
         self.workers: list[MpsWorker] = []
+        self._launched = 0
+        self._streams: dict[str, Stream] = {}
         self.env = {
             **os.environ,
             **self.gpus.env(),
@@ -93,31 +96,42 @@ class MpsHost:
 
     async def launch(self, gpu: int, *flags: str, **env: str) -> MpsWorker:
         """Start a worker, and wait for nothing."""
-        log = self.folder / f"w{len(self.workers)}.log"
+        worker_id = f"w{self._launched}"
+        self._launched += 1
+        log = self.folder / f"{worker_id}.log"
         with log.open("wb") as file:
             process = await asyncio.create_subprocess_exec(
                 sys.executable,
                 *("-m", "multigpu_worker.main", "--master", self.master.address, "--device", f"cuda:{gpu}"),
-                *("--worker-id", f"w{len(self.workers)}", "--handlers", "mps_handlers", "--mps", "on"),
+                *("--worker-id", worker_id, "--handlers", "mps_handlers", "--mps", "on"),
                 *("--mps-pipe-dir", str(self.pipes), "--log-format", "json", *flags),
                 stdout=file,
                 stderr=file,
                 env={**self.env, **env},
             )
-        worker = MpsWorker(gpu, process, log)
+        worker = MpsWorker(worker_id, gpu, process, log)
         self.workers.append(worker)
         return worker
 
     async def worker(self, gpu: int, *flags: str, **env: str) -> MpsWorker:
         """Start a worker, and wait for its session."""
         worker = await self.launch(gpu, *flags, **env)
-        stream = asyncio.create_task(self.master.stream(60))
+        stream = asyncio.create_task(self.stream(worker))
         exited = asyncio.create_task(worker.process.wait())
         await asyncio.wait({stream, exited}, return_when=asyncio.FIRST_COMPLETED)
         assert not exited.done(), worker.log
         exited.cancel()
         worker.stream = await stream
         return worker
+
+    async def stream(self, worker: MpsWorker, timeout_s: float = 60.0) -> Stream:
+        """A worker's session, whichever worker's comes first."""
+        async with asyncio.timeout(timeout_s):
+            while worker.worker_id not in self._streams:
+                with contextlib.suppress(TimeoutError):
+                    stream = await self.master.stream(0.1)
+                    self._streams[stream.hello.worker_id] = stream
+        return self._streams.pop(worker.worker_id)
 
     def control(self, gpu: int, command: str) -> str:
         """A command to a GPU's daemon, and its answer."""

@@ -27,6 +27,8 @@ WORKERS = (0, 0, 1)
 RUNS_PER_HOST = 25
 TIMEOUT_S = 90.0
 FLAGS = ("--cancel-grace-s", "0.1", "--drain-timeout-s", "0.1", "--engine-memory-bytes", "320MiB")
+# Starting a worker takes longest, so it is the rarest.
+DEEDS = 2 * ("stuck", "children", "hoard", "crash", "cancel", "fault", "work", "work") + ("restart",)
 # What a task does, and how its attempt ends: its error's type, or none.
 ENDS = {"stuck": "RunTimeout", "children": "RunTimeout", "hoard": "OutOfMemory", "crash": "EngineDied"}
 
@@ -67,7 +69,7 @@ class Trial:
         self.host.control(1, f"fake mute {int(rng.random() < 0.2)}")  # its one client is to blame without being named
         before = {gpu: self.host.counts(gpu) for gpu in set(WORKERS)}
         engines = {worker.stream: worker.engine_pid() for worker in workers}
-        deeds = [rng.choice((*ENDS, "cancel", "fault", "work", "work", "restart")) for _ in workers]
+        deeds = [rng.choice(DEEDS) for _ in workers]
         for deed in deeds:
             self.tally.deeds[deed] = self.tally.deeds.get(deed, 0) + 1
         await asyncio.gather(*(self._do(worker, deed) for worker, deed in zip(workers, deeds, strict=True)))
@@ -103,7 +105,9 @@ class Trial:
             wanted[first + 2] = ""
         if deed in ("cancel", "restart"):
             await stream.until(
-                lambda: any(held.lease_id == first + 1 and held.running for held in stream.heartbeats[-1].leases),
+                lambda: any(
+                    h.lease_id == first + 1 and h.running for beat in stream.heartbeats[-1:] for h in beat.leases
+                ),
                 TIMEOUT_S,
             )
         if deed == "cancel":

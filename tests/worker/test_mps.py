@@ -148,8 +148,8 @@ async def test_workers_of_a_gpu_share_its_daemon_and_its_memory(host: MpsHost) -
     half = host.gpus.gpu(0).memory_total // 2
     limit = ("--mps-pinned-device-mem-limit-bytes", str(half))
     first, second = await asyncio.gather(host.launch(0, *limit), host.launch(0, *limit))
-    for _ in range(2):
-        await host.master.stream(60)
+    for worker in (first, second):
+        await host.stream(worker)
     third = await host.launch(0, *limit)
     assert await asyncio.wait_for(third.process.wait(), 60) == 3
     assert "lower mps_pinned_device_mem_limit_bytes" in third.log
