@@ -159,6 +159,8 @@ class Soak:
             else:
                 worker.stop(30)
             fleet.start_worker(name, "--labels", ",".join(f"{k}={v}" for k, v in CHURNED.items()))
+            # A worker whose engine is killed before it was ever ready gives up, and none starts it again here.
+            fleet.wait_for_workers(name)
 
     async def _begin(self, load: Load) -> None:
         """What happens in the first tenth only."""
