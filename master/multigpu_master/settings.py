@@ -142,6 +142,8 @@ def worker_message(worker: Worker) -> pb.Worker:
     if worker.telemetry.sample_s:
         wire.set_time(message.telemetry.sample_time, worker.telemetry.sample_s)
     wire.fill_health(message.health, worker.health)
+    if worker.mps:
+        message.mps.ParseFromString(worker.mps)
     for c in info.capabilities:
         message.capabilities.add(kind=c.kind, models=c.models)
     if worker.connect_s:

@@ -14,6 +14,7 @@ from multigpu_master.core.model import Energy, Telemetry, WorkerInfo
 
 # A worker that says more of its device has only what the core reads kept.
 BYTES_MAX = 64 << 10
+MPS_MESSAGE_CHARS_MAX = 1 << 10
 _READ = tuple(f.name for f in dataclasses.fields(Telemetry) if f.name not in ("sample_s", "wire"))
 
 
@@ -33,6 +34,13 @@ def device_wire(message: device_pb2.Device) -> bytes:
     _clean(message)
     wire = message.SerializeToString()
     return wire if len(wire) <= BYTES_MAX else b""
+
+
+def mps(message: device_pb2.MpsStatus) -> bytes:
+    """What a worker says of its GPU's MPS, serialized. Takes the message for itself."""
+    message.DiscardUnknownFields()
+    message.message = message.message[:MPS_MESSAGE_CHARS_MAX]
+    return message.SerializeToString()
 
 
 def _clean(message: device_pb2.Device | device_pb2.DeviceTelemetry) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import grpc
 import structlog
 from multigpu.v1 import worker_service_pb2
 
-from multigpu_master import wire
+from multigpu_master import wire, wire_devices
 from multigpu_master.core import events as ev
 from multigpu_master.core.model import HEALTHY
 from multigpu_master.driver import Driver, SessionOutbox
@@ -128,6 +128,7 @@ class _Taker:
                     beat.draining,
                     wire.health(beat.health) if beat.HasField("health") else HEALTHY,
                     wire.embedding_cache(beat.embedding_cache) if beat.HasField("embedding_cache") else None,
+                    wire_devices.mps(beat.mps) if beat.HasField("mps") else b"",
                 )
             )
 
