@@ -167,6 +167,9 @@ class Faults:
     def models(self) -> None:
         self._worker().resident = self._random.choice(((), ("m1",), ("m1", "m2")))
 
+    def sick(self) -> None:
+        self._worker().fall_sick(unusable=self._world.chance(0.5), well_after_s=self._some(0.05, 0.5, 1.5))
+
     def lie(self) -> None:
         worker, core = self._worker(), self._master.core
         if core is not None:
@@ -209,6 +212,9 @@ class Faults:
         name = self._worker().info.worker_id
         deadline_s = self._random.choice((None, self._master.now + self._world.between(-0.1, 2.0)))
         self._told(ev.Drain(name, deadline_s), ev.Uncordon(name))
+
+    def reset_breaker(self) -> None:
+        self._told(ev.ResetBreaker())
 
     def forget(self) -> None:
         self._told(ev.Forget(self._worker().info.worker_id))

@@ -12,7 +12,7 @@ from typing import Protocol
 from multigpu_master.core import events as ev
 from multigpu_master.core.lanes import Crowd, partition_of, shape_of
 from multigpu_master.core.ledger import RUN_GRACE_S, _outcome_bytes
-from multigpu_master.core.model import Lease, Shape, Task, Worker
+from multigpu_master.core.model import HEALTHY, Health, Lease, Shape, Task, Worker
 from multigpu_master.core.placement import busy
 from multigpu_master.core.scheduler import Core
 from multigpu_master.strategies.base import Strategy
@@ -61,6 +61,7 @@ class Invariants:
         self._drains: dict[Worker, float] = {}
         self._carried: dict[int, int] = {}  # the frame of each live lease
         self._ran_since: dict[int, float] = {}
+        self._health: dict[int, Health] = {}  # what each session said of its device last
 
     # --- around each event -------------------------------------------------------------------------------------------
 
@@ -72,6 +73,8 @@ class Invariants:
             if event.deadline_s is not None:
                 worker = self._core.fleet.workers[event.worker_id]
                 self._drains[worker] = min(event.deadline_s, self._drains.get(worker, event.deadline_s))
+        elif isinstance(event, ev.Heartbeat):
+            self._health[event.session] = event.health
         elif isinstance(event, ev.SettlesCommitted):
             for task in event.tasks:
                 check(task in self._uncommitted, "task %s was committed and had not settled", task.task_id)
@@ -131,6 +134,10 @@ class Invariants:
         check(worker is not None, "a dispatch to session %s, which is over", command.session)
         assert worker is not None, "checked"
         check(worker.accepting, "%s got work it must not get", worker.worker_id)
+        health = self._health.get(command.session, HEALTHY)
+        check(not worker.quarantined, "%s is quarantined and got work", worker.worker_id)
+        check(not health.unusable, "%s got work that it can't run", worker.worker_id)
+        check(health.fit or core.quarantine.breaker.tripped_s, "%s is sick and got work", worker.worker_id)
         check(not core.held(now), "a dispatch while the fleet is awaited")
         check(not core.clogged(), "a dispatch while the journal can't follow")
         check(command.frame == self._frames.get(command.session, 0) + 1, "frames count up from 1")

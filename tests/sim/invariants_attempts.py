@@ -1,7 +1,8 @@
 """What a lease that ended may cost its task: the rules of attempts, losses and pauses, from events and commands alone.
 
 - A failed attempt, a run that was too long, and a run whose worker was lost are charged.
-- Anything else is not charged; it counts as a loss, and adoption takes one loss back.
+- Anything else is not charged; it counts as a loss, and adoption takes one loss back. What a sick device gives back is
+  no loss either.
 - A charged task pauses, for longer each time, or has ended; a task that was lost pauses from its second loss on.
 """
 
@@ -47,7 +48,8 @@ class Attempts:
             charge = self._charge(event if why is None else None, lease, running, session, now)
             if why == "taken back by the master" and charge is False and lease.task.outcome is not None:
                 self._tallies[lease.task].attempts -= self._tallies[lease.task].attempts == lease.attempt
-            self._ended(lease, charge, now)
+            sick = isinstance(event, ev.Reports) and why is None and not lease.worker.health.fit
+            self._ended(lease, charge, now, sick=sick)
         if isinstance(event, ev.Hello):
             self._came_and_went(event, commands, live)
         for lease_id, (lease, _, _) in live.items():
@@ -72,7 +74,7 @@ class Attempts:
         timeout_s = lease.task.spec.run_timeout_s
         return running and timeout_s is not None and now >= lease.run_s + timeout_s + RUN_GRACE_S
 
-    def _ended(self, lease: Lease, charge: ev.Failure | bool, now: float) -> None:
+    def _ended(self, lease: Lease, charge: ev.Failure | bool, now: float, *, sick: bool) -> None:
         task = lease.task
         tally = self._tallies[task]
         state = task.outcome.state if task.outcome is not None else None
@@ -80,10 +82,10 @@ class Attempts:
             return
         base_s = 0.0
         if charge is False:
-            tally.losses += 1
+            tally.losses += not sick
             tally.attempts -= tally.attempts == lease.attempt
             over = OutcomeState.DEAD_LETTERED if tally.losses > LOSSES_MAX else None
-            if tally.losses > 1:
+            if tally.losses > 1 and not sick:
                 base_s = _pause_s(task, tally.losses - 1)
         else:
             hopeless = isinstance(charge, ev.Failure) and not charge.error.retryable

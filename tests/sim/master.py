@@ -189,6 +189,9 @@ class Master:
                 if command.remember:
                     setting = settings.worker_setting(command.worker)
                     self.journaling.remember(dict.fromkeys(setting) if command.gone else setting)
+            case ev.BreakerChanged():
+                self.world.coverage[f"core: the breaker {'tripped' if command.tripped_s else 'was reset'}"] += 1
+                self.journaling.remember(settings.breaker_setting(command.tripped_s))
             case ev.Welcome() | ev.Dispatch() | ev.Revoke() | ev.Desire() | ev.EndSession():
                 if isinstance(command, ev.Welcome) and command.adopted:
                     self.world.coverage["core: adopted leases"] += len(command.adopted)

@@ -256,6 +256,8 @@ class Simulation:
                 raise ViolationError(f"{worker.info.worker_id} did not come back")
             if worker.held.leases:
                 raise ViolationError(f"{worker.info.worker_id} holds leases {list(worker.held.leases)} for ever")
+            if known is not None and known.session and known.quarantined:
+                raise ViolationError(f"{worker.info.worker_id} is quarantined for ever")
             if known is not None and known.session and (known.cordoned or known.draining):
                 raise ViolationError(f"{worker.info.worker_id} is {known.cordon_reason} for ever")
 

@@ -9,7 +9,7 @@ way, `stuck` runs until its run_timeout, `deaf` beyond it: only the master can e
 from __future__ import annotations
 
 from multigpu_master.core import events as ev
-from multigpu_master.core.model import TaskError, Telemetry, WorkerInfo
+from multigpu_master.core.model import HEALTHY, Health, HealthReason, HealthState, TaskError, Telemetry, WorkerInfo
 from multigpu_worker import session as ws
 
 from tests.sim.invariants import check
@@ -37,6 +37,7 @@ class SimWorker:
         self.frozen_until = 0.0
         self.stopping = False
         self.resident: tuple[str, ...] = ()
+        self.health = HEALTHY  # its device's
         self.memory_used = 0
         self.utilization = 0.0
         self.reported: list[int] = []  # leases that it has reported on this stream
@@ -60,6 +61,7 @@ class SimWorker:
         self.held = ws.Session(ws.SessionLimits())
         self.running = {}
         self.resident = ()
+        self.health = HEALTHY
         self._world.trace("%s starts", self.info.worker_id)
         self.connect()
 
@@ -88,6 +90,31 @@ class SimWorker:
         self.flush()
         life = self.life
         self._world.after(0.5, lambda: self.crash(back_after_s) if self.life == life else None)
+
+    def fall_sick(self, *, unusable: bool, well_after_s: float) -> None:
+        """Its device falls sick: the master is told first, then what waits goes back, or all; it gets well again."""
+        if not self._awake(lambda: self.fall_sick(unusable=unusable, well_after_s=well_after_s)) or self.stopping:
+            return
+        if self.health.fit:
+            self._world.trace("%s falls sick", self.info.worker_id)
+            code = "gpu_is_lost" if unusable else "driver_hung"
+            self.health = Health(state=HealthState.SICK, reasons=(HealthReason(code),), unusable=unusable)
+            self._heartbeat()
+            self._return_for_health()
+            life = self.life
+            self._world.after(well_after_s, lambda: self._get_well() if self.life == life else None)
+
+    def _return_for_health(self) -> None:
+        if self.health.unusable:
+            self.running = {}
+        self.held.return_all("the device is sick", 0, kept=self.running)
+        self.flush()
+
+    def _get_well(self) -> None:
+        if self._awake(self._get_well):
+            self._world.trace("%s is well again", self.info.worker_id)
+            self.health = HEALTHY
+            self._heartbeat()
 
     def break_stream(self, heard_after_s: float | None) -> None:
         """The stream breaks; the master hears of it after a while, or not at all."""
@@ -217,6 +244,9 @@ class SimWorker:
                 ])  # fmt: skip
                 for lease_id, *_, run_timeout_s in command.leases:
                     self._run_timeouts_s[lease_id] = run_timeout_s
+                if self.health.unusable:
+                    self._world.coverage["worker: leases crossed its word that it is sick"] += 1
+                    self._return_for_health()
                 self._pump()
             case ev.Revoke():
                 leases = [self.held.revoke(x) for x in command.lease_ids]
@@ -244,7 +274,9 @@ class SimWorker:
         )  # fmt: skip
         leases = self._listed(hello=False)
         self._up.send(
-            ev.Heartbeat(self._session, leases, self._last_frame, telemetry, self.resident, self.stopping)
+            ev.Heartbeat(
+                self._session, leases, self._last_frame, telemetry, self.resident, self.stopping, self.health
+            )
         )  # fmt: skip
 
     def flush(self) -> None:
