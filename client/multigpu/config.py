@@ -219,7 +219,7 @@ class WorkerConfig(_Checked):
         0, "Most of the GPU's memory that an engine may use under MPS. 0: no limit.", minimum=0
     )
     mps_terminate_timeout_s: float = _setting(
-        10.0,
+        20.0,
         "How long MPS may take to let go of an engine that is to be ended; then the GPU's MPS server is shut down.",
         minimum=0.1,
         maximum=600,

@@ -26,7 +26,11 @@ WORKERS = (0, 0, 1)
 # After so many runs the host is built anew.
 RUNS_PER_HOST = 25
 TIMEOUT_S = 90.0
-FLAGS = ("--cancel-grace-s", "0.1", "--drain-timeout-s", "0.1", "--engine-memory-bytes", "320MiB")
+FLAGS = (
+    *("--cancel-grace-s", "0.1", "--drain-timeout-s", "0.1", "--engine-memory-bytes", "320MiB"),
+    # A host that is short of processors must not look like a server that does not let go.
+    *("--mps-terminate-timeout-s", "100"),
+)
 # Starting a worker takes longest, so it is the rarest.
 DEEDS = 2 * ("stuck", "children", "hoard", "crash", "cancel", "fault", "work", "work") + ("restart",)
 # What a task does, and how its attempt ends: its error's type, or none.

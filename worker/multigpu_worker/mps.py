@@ -68,7 +68,7 @@ class MpsLimits:
     # Of its memory; 0: no limit.
     pinned_bytes: int = 0
     # How long the server may take to let go of it.
-    terminate_timeout_s: float = 10.0
+    terminate_timeout_s: float = 20.0
     # Of the GPU: contexts, and memory.
     clients_max: int = 48
     memory_bytes: int = 0
@@ -285,20 +285,20 @@ class Mps:
     async def _detach(self, group: int) -> None:
         done: set[tuple[int, int]] = set()
         while True:
-            attached = await self._attached(group) - done
-            for server_pid, client in attached:
+            left = await self._attached(group) - done
+            for server_pid, client in left:
                 if await self.control.terminate(server_pid, client, self.limits.terminate_timeout_s):
                     done.add((server_pid, client))
-            if not attached:
-                # Might one of them just be connecting? When they can't, we look again.
-                _signal(group, signal.SIGSTOP)
-                while any(state not in "TtZX" for _, state in members(group)):  # noqa: ASYNC110  nobody tells us
-                    await asyncio.sleep(0.001)
-                if not await self._attached(group) - done:
-                    return
-                _signal(group, signal.SIGCONT)
-            elif attached - done:
+            if left - done:
                 await asyncio.sleep(_RETRY_S)
+                continue
+            # Might one of them just be connecting? When they can't, we look again.
+            _signal(group, signal.SIGSTOP)
+            while any(state not in "TtZX" for _, state in members(group)):  # noqa: ASYNC110  nobody tells us
+                await asyncio.sleep(0.001)
+            if not await self._attached(group) - done:
+                return
+            _signal(group, signal.SIGCONT)
 
     async def _attached(self, group: int) -> set[tuple[int, int]]:
         """The group's clients, each with its server."""
@@ -327,17 +327,19 @@ class Mps:
         self._blaming = True
         if self._forced:
             return None
+        state = ""
         for look in range(_FAULT_LOOKS):
             if look:
                 await asyncio.sleep(_FAULT_LOOK_S)
             try:
                 state = (await self.control.look(self._server_pid))[0] or "gone"
             except MpsError:
-                state = "gone"
+                continue
             told, blamed = self.log.fault()
             if told or state in ("FAULT", "gone"):
                 return self._fault(blamed, state)
-        return None
+        # Not one answer: the daemon is gone, and its server with it.
+        return None if state else self._fault(None, "gone")
 
     def _fault(self, blamed: int | None, state: str) -> Fault:
         if blamed is not None:
