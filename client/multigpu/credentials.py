@@ -115,7 +115,10 @@ class Credentials:
         for path in (self.tls_ca, self.tls_cert, self.tls_key):
             if path:
                 try:
-                    texts.append(Path(path).expanduser().read_bytes())
+                    file = Path(path).expanduser()
+                    texts.append(file.read_bytes())
+                    if path == self.tls_key and file.stat().st_mode & stat.S_IRWXO:
+                        raise ConfigError(f"everybody on this host may read the key {file}: chmod o-rwx {file}")
                 except OSError as error:
                     raise ConfigError(f"{path} can't be read: {error}") from error
         return texts

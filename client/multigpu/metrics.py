@@ -9,7 +9,6 @@ OpenTelemetry's conventions have a name for (`hw.*`) goes to its collectors by t
 """
 
 import dataclasses
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -20,6 +19,7 @@ import structlog
 
 from multigpu.config import ConfigError, TelemetryConfig
 from multigpu.config_values import split_address
+from multigpu.metrics_tls import start_tls_server
 from multigpu.telemetry import make_resource, missing_exporter, otlp_endpoint
 
 EXPORT_INTERVAL_S = 10.0
@@ -110,20 +110,10 @@ def serve_prometheus(listen: str, collect: Collect, tls: tuple[str, str, str] | 
         if tls is None:
             server, thread = prometheus_client.start_wsgi_server(port, host, registry)
         else:
-            certificate, key, ca = tls
-            server, thread = prometheus_client.start_wsgi_server(
-                port, host, registry, certificate, key, ca, client_auth_required=True
-            )
-            # On the thread of its own connection: who connects and says nothing must not hold up the others.
-            server.socket.do_handshake_on_connect = False  # type: ignore[attr-defined]  # over TLS it has it
-            server.handle_error = _not_let_in  # type: ignore[assignment, method-assign]  # its own writes a traceback for each
+            server, thread = start_tls_server(port, host, prometheus_client.make_wsgi_app(registry), *tls)
     except OSError as error:
         raise ConfigError(f"metrics_listen {listen!r} can't be had: {error}; choose another address") from error
     return PrometheusServer(server, thread)
-
-
-def _not_let_in(_request: object, address: object) -> None:
-    log.debug("a scrape failed", peer=str(address), error=repr(sys.exc_info()[1]))
 
 
 class _Collector:

@@ -9,6 +9,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import grpc
 import multigpu
@@ -16,7 +17,10 @@ import pytest
 from cryptography import x509
 from multigpu import errors
 from multigpu.cli import authority
+from multigpu.config import ConfigError, MasterConfig
+from multigpu.credentials import Credentials
 from multigpu.v1 import task_service_pb2
+from multigpu_master.security import doors
 
 from tests.fleet import until
 from tests.security.house import Caller, House, hello
@@ -243,6 +247,21 @@ def test_metrics_elsewhere_take_a_certificate(tmp_path: Path) -> None:
         assert "Traceback" not in house.fleet.master.log()
     finally:
         house.close()
+
+
+def test_a_key_that_everybody_may_read_is_refused(tmp_path: Path) -> None:
+    ca = tmp_path / "ca"
+    authority.init(ca)
+    authority.issue(ca, "master", "master", ["localhost"])
+    settings: dict[str, Any] = {"tls_cert": str(ca / "master.crt"), "tls_key": str(ca / "master.key")}
+    doors.Certificates(MasterConfig(**settings)).reload()
+    shown = Credentials(tls_ca=str(ca / "ca.crt"), **settings)
+    shown.channel("localhost:1", ()).close()
+    (ca / "master.key").chmod(0o604)
+    with pytest.raises(doors.DoorError, match="chmod o-rwx"):
+        doors.Certificates(MasterConfig(**settings)).reload()
+    with pytest.raises(ConfigError, match="chmod o-rwx"):
+        shown.channel("localhost:1", ())
 
 
 def test_the_authority_is_made_once_and_says_what_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

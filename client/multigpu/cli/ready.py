@@ -9,6 +9,8 @@ import time
 
 from multigpu.cli.failures import Failure, Unreachable
 from multigpu.cli.rpc import Master
+from multigpu.config import MasterConfig, load, load_client_config
+from multigpu.credentials import Credentials
 from multigpu.v1 import admin_service_pb2 as admin
 
 POLL_INTERVAL_S = 0.05
@@ -16,9 +18,15 @@ POLL_INTERVAL_S = 0.05
 
 def wait_until_ready(address: str, worker_ids: frozenset[str]) -> None:
     """Returns when all of `worker_ids` are connected. Polls: the first answer is seconds away, and then it is over."""
-    with Master(address) as master:
+    with Master(address, _credentials()) as master:
         while (found := connected(master)) is None or not worker_ids <= found:
             time.sleep(POLL_INTERVAL_S)
+
+
+def _credentials() -> Credentials:
+    """The client's, if the master that was started here takes any: they may be meant for one elsewhere."""
+    master = load(MasterConfig).config
+    return Credentials.of_client(load_client_config()) if master.tls_cert or master.require_tokens else Credentials()
 
 
 def connected(master: Master) -> set[str] | None:

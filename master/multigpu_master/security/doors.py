@@ -1,6 +1,7 @@
 """What a master may listen on: loopback as it likes; any other address only behind TLS and tokens."""
 
 import ssl
+import stat
 import threading
 from pathlib import Path
 from typing import Any
@@ -96,6 +97,9 @@ class Certificates:
         """What the files hold. DoorError: they can't be read, or key and certificate are no pair."""
         try:
             texts = [path.read_bytes() for path in self._paths]
+            key = self._paths[1]
+            if key.stat().st_mode & stat.S_IRWXO:
+                raise DoorError(f"everybody on this host may read the key {key}: chmod o-rwx {key}")
             context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
             context.load_cert_chain(self._paths[0], self._paths[1], password=lambda: b"")
             if len(self._paths) > 2:
