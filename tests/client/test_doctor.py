@@ -4,8 +4,11 @@ The GPUs are simulated (tests/fakes): the real pynvml reads a simulated driver.
 """
 
 import datetime as dt
+import importlib.metadata
+import importlib.util
 import json
 import os
+import runpy
 import shutil
 import socket
 import subprocess
@@ -15,7 +18,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
+from click.testing import CliRunner
 from google.protobuf.timestamp_pb2 import Timestamp
 from multigpu import config
 from multigpu.cli import cli, doctor, doctor_fleet, doctor_gpu, doctor_host
@@ -25,7 +30,7 @@ from multigpu.v1 import admin_service_pb2 as admin
 from multigpu.v1.device_pb2 import DeviceTelemetry
 
 from tests.client.fleet_samples import DEGRADED, SICK, ago, cpu_worker, gpu_worker
-from tests.client.test_cli_admin import ScriptedMaster, scripted_master
+from tests.client.test_cli_admin import RefusalError, ScriptedMaster, scripted_master
 from tests.fakes.gpus import SimulatedGpus
 from tests.fleet import Fleet
 
@@ -43,8 +48,6 @@ def script() -> Iterator[ScriptedMaster]:
 
 
 def stats(**fields: Any) -> admin.GetStatsResponse:
-    import importlib.metadata
-
     now = Timestamp()
     now.FromNanoseconds(time.time_ns())
     version = importlib.metadata.version("multigpu")
@@ -57,6 +60,7 @@ def place(address: str = "127.0.0.1:1", root: Path = Path("/"), worker: Any = No
         master_config=config.MasterConfig(**master),
         worker_config=config.WorkerConfig(**worker or {}),
         client_config=config.ClientConfig(),
+        address=address,
         master=Master(address),
         root=root,
     )
@@ -159,8 +163,12 @@ def test_cuda(torch: str, driver: str, verdict: str) -> None:
 
 
 def test_the_cuda_of_the_installed_torch_is_what_torch_says() -> None:
-    torch = pytest.importorskip("torch")
-    assert doctor_gpu.installed_torch_cuda() == (torch.version.cuda or "")
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        pytest.skip("no torch here")
+    # Its own words, without the seconds that importing it takes.
+    said = runpy.run_path(str(Path(spec.origin).with_name("version.py")))
+    assert doctor_gpu.installed_torch_cuda() == (said["cuda"] or "")
 
 
 def test_mps(gpus: SimulatedGpus, on_host: Callable[..., Place], tmp_path: Path, monkeypatch: Any) -> None:
@@ -424,6 +432,21 @@ def test_without_a_master() -> None:
     assert {f.verdict.value for f in found if f.check != "master"} == {"skip"}
 
 
+def test_a_master_that_lets_us_not_in(script: ScriptedMaster, tmp_path: Path) -> None:
+    script.answers["GetStats"] = RefusalError(grpc.StatusCode.UNAUTHENTICATED, "a token is needed")
+    found = one(doctor_fleet.master(place(script.address)))
+    assert found.verdict is Verdict.FAIL
+    assert "a token is needed" in found.message
+    # What keeps us from even trying is a finding as well, not the end.
+    env = {"MGPU_TLS_CA": str(tmp_path / "none"), "MGPU_MASTER": script.address}
+    result = CliRunner().invoke(cli, ["doctor", "--json", "--data-dir", str(tmp_path)], env=env)
+    checks = {check["check"]: check for check in json.loads(result.output)["checks"]}
+    assert checks["master"]["verdict"] == "fail"
+    assert checks["certificate worker.tls_ca"]["verdict"] == "fail"
+    assert checks["disk"]["verdict"] in ("ok", "warn")
+    assert result.exit_code == 1
+
+
 # --- the whole -------------------------------------------------------------------------------------------------------
 
 
@@ -444,8 +467,6 @@ def test_a_check_that_breaks_does_not_hide_the_others() -> None:
 
 
 def test_the_whole_command_on_a_real_fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from click.testing import CliRunner
-
     with Fleet(tmp_path, workers=1) as fleet:
         listen = {"MGPU_MASTER_LISTEN": fleet.address, "MGPU_MASTER": fleet.address}
         argv = ["doctor", "--json", "--data-dir", str(fleet.data_dir)]

@@ -4,6 +4,7 @@ The checks are functions from a Place to findings, in three files: doctor_gpu.py
 Nothing is changed on the host; the only file that is written is a small one in the data folder, to time an fsync.
 """
 
+import contextlib
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -44,11 +45,16 @@ def doctor(data_dir: str | None, config_file: str | None, address: str, as_json:
 
     Run it on each host, as the user that the daemons run as.
     """
-    with Master(address) as master:
+    with contextlib.ExitStack() as stack:
+        try:
+            master: Master | Failure = stack.enter_context(Master(address))
+        except Failure as failure:  # certificates or a token that can't be read
+            master = failure
         place = Place(
             master_config=load_config(config.MasterConfig, file=config_file, flags={"data_dir": data_dir}).config,
             worker_config=load_config(config.WorkerConfig, file=config_file).config,
             client_config=client_config(address),
+            address=address,
             master=master,
         )
         findings = [finding for check in CHECKS for finding in carry_out(check, place)]

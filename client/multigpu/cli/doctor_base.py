@@ -62,19 +62,17 @@ class Place:
         master_config: config.MasterConfig,
         worker_config: config.WorkerConfig,
         client_config: config.ClientConfig,
-        master: Master,
+        address: str,
+        master: Master | Failure,
         root: Path = Path("/"),
     ) -> None:
-        """`root`: where /dev, /sys and /proc are."""
+        """`master`: a connection, or why there can't be one. `root`: where /dev, /sys and /proc are."""
         self.master_config = master_config
         self.worker_config = worker_config
         self.client_config = client_config
+        self.address = address
         self.root = root
         self._master = master
-
-    @property
-    def address(self) -> str:
-        return self._master.address
 
     @functools.cached_property
     def nvml(self) -> dict[str, Any]:
@@ -116,19 +114,21 @@ class Place:
     def stats(self) -> admin.GetStatsResponse | Failure:
         """The master's figures, or why it has none."""
         try:
-            answer = self._master.call(self._master.admin.GetStats, admin.GetStatsRequest())
+            return self.ask_stats()
         except Failure as failure:
             return failure
-        assert isinstance(answer, admin.GetStatsResponse)
-        return answer
 
     @functools.cached_property
     def workers(self) -> list[admin.Worker]:
         """Every worker the master knows; empty without a master."""
-        return [] if isinstance(self.stats, Failure) else self._master.list_workers()
+        if isinstance(self.stats, Failure) or isinstance(self._master, Failure):
+            return []
+        return self._master.list_workers()
 
     def ask_stats(self) -> admin.GetStatsResponse:
         """Fresh ones. Raises Failure."""
+        if isinstance(self._master, Failure):
+            raise self._master
         answer = self._master.call(self._master.admin.GetStats, admin.GetStatsRequest())
         assert isinstance(answer, admin.GetStatsResponse)
         return answer

@@ -5,7 +5,7 @@ import time
 
 from multigpu.cli import device_columns, show
 from multigpu.cli.doctor_base import CLOCK_ROUNDS, Finding, Place, Verdict, fail, ok, skip, warn
-from multigpu.cli.failures import Failure
+from multigpu.cli.failures import Failure, Unreachable
 from multigpu.v1 import admin_service_pb2 as admin
 
 NO_MASTER = "no master answers"
@@ -17,9 +17,12 @@ SAMPLE_AGE_WARN_S = 15.0
 
 def master(place: Place) -> list[Finding]:
     """A master answers."""
-    if isinstance(place.stats, Failure):
+    if isinstance(place.stats, Unreachable):
         remedy = "`mgpuctl up` or `systemctl start mgpu-master` starts one; --master names another address"
         return warn("master", str(place.stats).partition("; ")[0], remedy)
+    if isinstance(place.stats, Failure):
+        remedy = "it lets us in with the right certificates and token: docs/security.md"
+        return fail("master", f"{place.address}: {place.stats}", remedy)
     stats = place.stats
     return ok("master", f"{place.address}, version {stats.version}, up {show.age(stats, 'start_time')}")
 
