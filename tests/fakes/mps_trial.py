@@ -30,6 +30,8 @@ FLAGS = (
     *("--cancel-grace-s", "0.1", "--drain-timeout-s", "0.1", "--engine-memory-bytes", "320MiB"),
     # A host that is short of processors must not look like a server that does not let go.
     *("--mps-terminate-timeout-s", "100"),
+    # A canary loads torch, for which the engine's memory is too little here.
+    *("--canary-interval-s", "0"),
 )
 # Starting a worker takes longest, so it is the rarest.
 DEEDS = 2 * ("stuck", "children", "hoard", "crash", "cancel", "fault", "work", "work") + ("restart",)

@@ -273,7 +273,7 @@ class Agent:
             return
         leases = batch.leases
         if failed:
-            failed = self.deaths.keep_back(failed)
+            failed = self.deaths.keep_back(failed, one_by_one=batch.one_by_one)
         if self.deaths.pending:  # the engine is of no use any more, and its leases wait for the judgement
             done = False
             self.host.ready = False

@@ -58,12 +58,16 @@ class Deaths:
         error = TaskError(type="EngineReplaced", message="the engine was replaced", retryable=True)
         self.verdict = Verdict(batch_id=0, lease_id=0, error=error)  # no slot runs batch 0
 
-    def keep_back(self, failed: list[Any]) -> list[Any]:
-        """Keeps the failures of an engine whose context is lost, till it is dead. Returns the others."""
-        lost = [failure for failure in failed if context_is_lost(failure[2]) or self._suspected(failure[0])]
-        for lease_id, error_type, text, _, traceback in lost:
-            self._lost[lease_id] = TaskError(type=error_type, message=text, retryable=True, traceback=traceback)
-        return [failure for failure in failed if failure[0] not in self._lost] if lost else failed
+    def keep_back(self, failed: list[Any], *, one_by_one: bool) -> list[Any]:
+        """Keeps the failures of an engine whose context is lost, till it is dead. Returns the others.
+
+        Of tasks that ran one by one only the first answers for it: those after it found the context lost.
+        """
+        kept = [failure for failure in failed if context_is_lost(failure[2]) or self._suspected(failure[0])]
+        for lease_id, error_type, text, _, traceback in kept:
+            if not self._lost or not one_by_one or self._suspected(lease_id):
+                self._lost[lease_id] = TaskError(type=error_type, message=text, retryable=True, traceback=traceback)
+        return [failure for failure in failed if failure not in kept] if kept else failed
 
     def judge(self, death: Death, batches: Mapping[int, EngineBatch]) -> Judgement:
         """The engine is dead. Forgets what was said before."""
