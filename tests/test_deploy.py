@@ -304,8 +304,8 @@ def test_interrupted_anywhere_it_can_be_run_again(checkout: Path, tmp_path: Path
     deployed(checkout, "--root", str(peace), "--listen", "0.0.0.0:7433")
     wanted = {name for name in everything_in(peace) if not name.endswith(".new")}
     root = tmp_path / "root"
-    command = [checkout / NAME, "--root", str(root), "--listen", "0.0.0.0:7433"]
-    for lines in range(1, 40, 8):
+    command = [str(checkout / NAME), "--root", str(root), "--listen", "0.0.0.0:7433"]
+    for lines in range(1, 40, 13):
         shutil.rmtree(root, ignore_errors=True)
         with subprocess.Popen(
             command,
@@ -319,7 +319,7 @@ def test_interrupted_anywhere_it_can_be_run_again(checkout: Path, tmp_path: Path
                 process.stdout.readline()
             os.killpg(process.pid, signal.SIGKILL)
             process.stdout.read()
-        deployed(checkout, *command[1:])  # type: ignore[arg-type]
+        deployed(checkout, *command[1:])
         assert {name for name in everything_in(root) if not name.endswith(".new")} == wanted
 
 
