@@ -114,7 +114,8 @@ def test_a_healthy_worker_that_gives_back_again_and_again_is_not_believed_for_ev
     for _ in range(17):
         fleet.gives_back(task)
         fleet.wait(60)
-    assert state_of(task) is OutcomeState.DEAD_LETTERED
+    state = state_of(task)
+    assert state is OutcomeState.DEAD_LETTERED
 
 
 def test_a_cordon_is_the_operators_whatever_health_says() -> None:
@@ -157,7 +158,8 @@ def test_a_task_that_breaks_two_devices_is_a_dead_letter_and_they_keep_their_goo
     fleet.wait()
     second = fleet.breaks(task)
     assert first.device_key != second.device_key
-    assert state_of(task) is OutcomeState.DEAD_LETTERED
+    state = state_of(task)
+    assert state is OutcomeState.DEAD_LETTERED
     assert task.attempts == 2
     assert fleet.quarantined() == []
     assert not any(w.checks_asked for w in fleet.core.fleet.workers.values())
@@ -233,7 +235,8 @@ def test_tasks_get_the_attempt_back_that_a_suspected_device_cost_them() -> None:
     fleet.wait()
     for _ in range(2):  # two ordinary failures are what attempts_max allows, and the broken one does not count
         for task in broken:
-            assert state_of(task) is None
+            state = state_of(task)
+            assert state is None
             lease = lease_of(task)
             failure = ev.Failure(lease.lease_id, TaskError("ValueError", "no"))
             fleet.handle(ev.Reports(lease.worker.session, failures=[failure]))
@@ -276,10 +279,12 @@ def test_what_breaks_on_a_device_that_says_it_is_sick_is_the_devices_fault() -> 
     fleet.says(lease_of(task).worker.worker_id, HANGS)
     sick = fleet.breaks(task)
     fleet.wait()
-    assert state_of(task) is None
+    state = state_of(task)
+    assert state is None
     assert lease_of(task).worker is not sick
     fleet.breaks(task)  # the first on a healthy device: an attempt
-    assert state_of(task) is OutcomeState.DEAD_LETTERED
+    state = state_of(task)
+    assert state is OutcomeState.DEAD_LETTERED
     assert task.extra is not None
     assert len(task.extra.broke) == 1
 
@@ -366,3 +371,12 @@ def test_a_quarantine_is_restored_and_is_no_new_one() -> None:
     assert fleet.core.quarantine.breaker.count(fleet.now) == 0
     fleet.says("w0", Health(checks_passed=2))
     assert task.lease is not None
+
+
+def test_a_master_that_was_restarted_asks_for_a_check_that_was_not_passed_before() -> None:
+    fleet = Fleet().gpus(2)
+    for name in ("w0", "w1"):
+        fleet.says(name, Health(checks_passed=5))  # of an earlier master's asking
+    sick, _ = suspected(fleet)
+    assert sick.checks_asked == 6
+    assert sick.quarantined

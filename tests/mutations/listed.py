@@ -5,12 +5,13 @@ from tests.mutations.list_events import EVENTS
 from tests.mutations.list_journal import JOURNAL
 from tests.mutations.list_ledger import LEDGER
 from tests.mutations.list_placement import PLACEMENT
+from tests.mutations.list_quarantine import QUARANTINE
 from tests.mutations.list_sessions import SESSIONS
 from tests.mutations.list_worker import WORKER
 from tests.mutations.mutation import Mutation
 
 MUTATIONS: tuple[Mutation, ...] = (
-    *EVENTS, *SESSIONS, *ATTEMPTS, *PLACEMENT, *LEDGER, *WORKER, *JOURNAL,
+    *EVENTS, *SESSIONS, *ATTEMPTS, *PLACEMENT, *LEDGER, *WORKER, *JOURNAL, *QUARANTINE,
 )  # fmt: skip
 
 assert len({m.name for m in MUTATIONS}) == len(MUTATIONS), "names are unique"

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 TESTS = Path(__file__).resolve().parents[1]
-STORIES = ("core", "scenarios", "worker/test_session.py", "worker/test_batcher.py")
+STORIES = ("core", "scenarios", "worker/test_session.py", "worker/test_batcher.py", "worker/test_health.py")
 
 
 class _Failed:
