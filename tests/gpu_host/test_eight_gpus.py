@@ -27,6 +27,7 @@ def test_eight_gpus_work_and_say_that_they_are_simulated(host: Host) -> None:
     workers = host.workers()
     assert [workers[name].device.device_id for name in host.names] == host.gpus.uuids
     assert all(w.device.simulated for w in workers.values())
+    assert "the driver is a simulation" in host.fleet.workers["gpu0"].log()
     outcomes = host.outcomes(host.submit("gpu.work", 48, seconds="0.1"))
     assert {o.device_id for o in outcomes} == set(host.gpus.uuids), "every GPU had a share"
     assert all(o.result.decode() == o.device_id for o in outcomes), "each ran where the master says"

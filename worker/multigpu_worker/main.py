@@ -82,6 +82,8 @@ async def _run(
     systemd = Notifier()
     identity = _identity(config, device)
     structlog.contextvars.bind_contextvars(worker_id=identity.worker_id)
+    if device.info.simulated:
+        log.warning("the driver is a simulation: the engine computes on the processor", device=device.info.product)
     mps, mps_off = await open_mps(config, device.info, identity.worker_id)
     agent = Agent(
         config,
