@@ -10,11 +10,15 @@ from pathlib import Path
 import pytest
 from multigpu.config import WorkerConfig
 from multigpu_worker.cuda_errors import context_is_lost, mps_refused
+from multigpu_worker.deaths import Deaths
 from multigpu_worker.device import DeviceInfo
-from multigpu_worker.mps import Mps, MpsLimits
+from multigpu_worker.engine_host import Death
+from multigpu_worker.mps import Fault, Mps, MpsLimits
 from multigpu_worker.mps_claims import Claim, Claims
 from multigpu_worker.mps_control import GpuFullError, MpsControl, MpsError, ServerLog
 from multigpu_worker.mps_setup import clients_max, open_mps, pipe_dir
+from multigpu_worker.session import Lease, Spec
+from multigpu_worker.watch import EngineBatch
 
 HEAD = "[2026-04-28 18:20:41.986 Server  4428] "
 
@@ -137,3 +141,29 @@ async def test_a_gpu_that_has_no_context_left_takes_no_worker(monkeypatch: pytes
         assert await control.alive(), "the daemon is still used"
         await first.close()
         assert not await control.alive()
+
+
+def test_of_tasks_that_ran_one_by_one_the_first_answers_for_a_lost_context() -> None:
+    spec = Spec(kind="k")
+    leases = {n: Lease(n, n, 1, spec, b"") for n in (1, 2, 3)}
+    batches = {7: EngineBatch(7, leases, True, spec)}
+    text = "CUDA error: an illegal memory access was encountered"
+    deaths = Deaths(lambda _lease_id: False, 0)
+    other = (3, "ValueError", "no number", False, "")
+    assert deaths.keep_back([other], one_by_one=True) == [other]
+    assert deaths.keep_back([(1, "E", text, True, ""), (2, "E", text, True, "")], one_by_one=True) == []
+    judged = deaths.judge(Death(returncode=-9, slots=[]), batches)
+    assert [report.lease.lease_id for report in judged.reports] == [1]
+    assert [lease.lease_id for lease in judged.again] == [2, 3]
+
+
+@pytest.mark.parametrize(("known", "spared"), [(True, 10), (False, 2)])
+def test_a_fault_without_a_culprit_spares_a_task_not_for_ever(known: bool, spared: int) -> None:
+    spec = Spec(kind="k")
+    batches = {7: EngineBatch(7, {1: Lease(1, 1, 1, spec, b"")}, True, spec)}
+    deaths = Deaths(lambda _lease_id: False, 0)
+    fault = Fault(ours=False, message="a fault", known=known)
+    for _ in range(spared):
+        assert deaths.judge(Death(returncode=-9, slots=[], fault=fault), batches).reports == []
+    reports = deaths.judge(Death(returncode=-9, slots=[], fault=fault), batches).reports
+    assert [report.error and report.error.type for report in reports] == ([] if known else ["MpsFault"])
