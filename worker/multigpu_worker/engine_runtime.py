@@ -346,7 +346,7 @@ class Runtime:
         """Work on the task whose answer is known."""
         right: bool | None = None
         words = "this engine doesn't use torch"
-        if canary.able(bool(self.settings.models)):
+        if canary.able(self.settings.device, models=bool(self.settings.models)):
             try:
                 right, words = canary.sing(self.settings.device)
             except Exception as error:  # noqa: BLE001  whatever torch raises says that the device is not well

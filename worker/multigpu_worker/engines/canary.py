@@ -16,9 +16,11 @@ CPU_SIZE, GPU_SIZE = 256, 2048
 CHECKSUMS = {CPU_SIZE: 0xD74D3C83, GPU_SIZE: 0x30BC3C98}
 
 
-def able(models: bool) -> bool:
-    """Whether this engine has torch, or will have it. It isn't loaded for the canary alone."""
-    return "torch" in sys.modules or (models and importlib.util.find_spec("torch") is not None)
+def able(device: str, *, models: bool) -> bool:
+    """Whether this engine has torch; on a GPU with models, whether it will. It isn't loaded for the canary alone."""
+    if device == "cpu" or not models:
+        return "torch" in sys.modules
+    return importlib.util.find_spec("torch") is not None
 
 
 def product(torch: Any, device: str, size: int) -> Any:
