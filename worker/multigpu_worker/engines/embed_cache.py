@@ -48,7 +48,7 @@ class ModelContent:
 
     @staticmethod
     def read(folder: Path) -> "ModelContent":
-        """Read all of it: a second for some gigabytes. Raises ModelFolderError."""
+        """Read all of it: about a second a gigabyte. Raises ModelFolderError."""
         stamp = _stamp(folder)
         content = hashlib.sha256()
         try:
