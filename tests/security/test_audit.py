@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import grpc
 from multigpu.v1 import admin_service_pb2 as admin_pb
 from multigpu_master.security import audit
 from multigpu_master.security.gate import roles_of
@@ -59,6 +60,14 @@ def test_a_great_request_is_cut(house: House) -> None:
     request = admin_pb.DeleteDeadLettersRequest(task_ids=range(1, 10_000))
     house.admin.call("AdminService/DeleteDeadLetters", request)
     assert len((house.fleet.data_dir / "audit.log").read_text().splitlines()[-1]) < 10_000
+
+
+def test_a_request_that_json_can_not_tell_is_served_and_written(house: House) -> None:
+    request = admin_pb.DrainWorkerRequest(worker_id="nobody")
+    request.timeout.nanos = 1_500_000_000  # more than a second of them
+    assert house.admin.status("AdminService/DrainWorker", request) is grpc.StatusCode.NOT_FOUND
+    lines = until(lambda: [x for x in _lines(house) if "1500000000" in str(x["request"])], what="the line")
+    assert lines[0]["method"] == "AdminService/DrainWorker"
 
 
 def test_old_files_make_room(tmp_path: Path, monkeypatch: Any) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import grpc
 import structlog
+from google.protobuf import json_format
 from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import DecodeError
 
@@ -87,10 +88,14 @@ def _result(context: Any) -> str:
 
 def _request(message_type: Any, data: bytes) -> Any:
     try:
-        told = MessageToDict(message_type.FromString(data), preserving_proto_field_name=True)
-    except (DecodeError, ValueError):
+        message = message_type.FromString(data)
+    except DecodeError:
         return "not a request"
-    text = json.dumps(told, ensure_ascii=False)
+    try:
+        told = MessageToDict(message, preserving_proto_field_name=True)
+        text = json.dumps(told, ensure_ascii=False)
+    except (json_format.Error, ValueError):  # a duration out of its range, say, which JSON can't tell
+        told = text = str(message)
     return told if len(text) <= REQUEST_CHARS_MAX else text[:REQUEST_CHARS_MAX] + "…"
 
 
