@@ -228,7 +228,10 @@ def report(device: str, n: int, rounds: int) -> str:
     name = facts["device"].partition(": ")[2].partition(",")[0] or "no GPU"
     lines = [f"## {dt.datetime.now(dt.UTC):%F}: {name}", ""]
     lines += [f"- {key}: {value}" for key, value in facts.items()]
-    lines += [f"- {n:,} sentences, {CHUNK_TEXTS} to a task, all-MiniLM-L6-v2, median of {rounds} rounds", ""]
+    lines += [
+        f"- {n:,} sentences, {CHUNK_TEXTS} to a task, all-MiniLM-L6-v2, median of {rounds} round{'s' * (rounds != 1)}",
+        "",
+    ]
     return "\n".join([*lines, table(rows), "", *remarks]).rstrip() + "\n"
 
 
