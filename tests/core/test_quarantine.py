@@ -380,3 +380,18 @@ def test_a_master_that_was_restarted_asks_for_a_check_that_was_not_passed_before
     sick, _ = suspected(fleet)
     assert sick.checks_asked == 6
     assert sick.quarantined
+
+
+def test_marks_of_a_poisonous_kind_are_wiped_off() -> None:
+    fleet = Fleet().gpus(2, slots=16)
+    bad = Spec(kind="bad", attempts_max=9, wait_for_worker=True)
+    tasks = fleet.submit(16, spec=bad)
+    device = lease_of(tasks[0]).worker
+    first, second = [t for t in tasks if lease_of(t).worker is device][:2]
+    fleet.breaks(first)
+    fleet.breaks(second)  # two marks
+    fleet.wait()
+    fleet.breaks(first)  # on the other one: condemned, and its kind with it
+    good = next(t for t in fleet.submit(16) if t.lease is not None and lease_of(t).worker is device)
+    fleet.breaks(good)
+    assert not device.quarantined, "one task has broken it that is not known to break all"
