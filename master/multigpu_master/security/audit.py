@@ -92,7 +92,7 @@ def _request(message_type: Any, data: bytes) -> Any:
     except DecodeError:
         return "not a request"
     try:
-        told = MessageToDict(message, preserving_proto_field_name=True)
+        told: Any = MessageToDict(message, preserving_proto_field_name=True)
         text = json.dumps(told, ensure_ascii=False)
     except (json_format.Error, ValueError):  # a duration out of its range, say, which JSON can't tell
         told = text = str(message)
