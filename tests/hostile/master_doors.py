@@ -72,7 +72,7 @@ class Context:
         self._response_type = response_type
         self._ids = ids
         self._written = 0
-        self.code = grpc.StatusCode.OK
+        self.status = grpc.StatusCode.OK
         self.details = ""
 
     async def read(self) -> Any:
@@ -93,6 +93,12 @@ class Context:
     async def send_initial_metadata(self, _metadata: object) -> None:
         """Nobody of ours reads it."""
 
+    def code(self) -> grpc.StatusCode:
+        return self.status
+
+    def auth_context(self) -> dict[str, list[bytes]]:
+        return {}
+
     def invocation_metadata(self) -> tuple[()]:
         return ()
 
@@ -100,7 +106,7 @@ class Context:
         return "ipv4:127.0.0.1:1"
 
     async def abort(self, code: grpc.StatusCode, details: str = "") -> None:
-        self.code, self.details = code, details
+        self.status, self.details = code, details
         raise grpc.aio.AbortError
 
 
@@ -174,9 +180,9 @@ class House:
                     if answer is not None:
                         answer.SerializeToString()
                         self.ids.extend(ids_in(answer))
-        if context.code is grpc.StatusCode.OK:
+        if context.status is grpc.StatusCode.OK:
             await asyncio.sleep(0)
-        return context.code, context.details
+        return context.status, context.details
 
     def tidy(self) -> None:
         """Ends every task, by the operator's means, and sees that nothing of them is left in the accounts."""
