@@ -271,7 +271,7 @@ assert 256 <= model.tokens_max < 128 * 256, model.tokens_max
 
 def test_micro_batch_is_halved_when_memory_runs_out() -> None:
     code = MEMORY.format(tests=str(Path(__file__).parent))
-    # What is freed goes back at once, as a device's memory does: else the limit counts it against what oneDNN maps anew.
+    # What is freed goes back at once, as on a device: else the limit counts it against what oneDNN maps anew.
     env = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
     run_it = [sys.executable, "-c", code]
     done = subprocess.run(run_it, env=env, capture_output=True, text=True, timeout=100, check=False)
