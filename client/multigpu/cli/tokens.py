@@ -32,7 +32,8 @@ def ttl(text: str) -> float:
 def tokens(context: click.Context) -> None:
     """Make, see and revoke the tokens that open a master's doors. Without a command, lists them.
 
-    For a master that runs with --require-tokens. The first token is in the file admin.token of the master's data directory: name it with MGPU_TOKEN_FILE.
+    For a master that runs with --require-tokens. The first token is in the file admin.token of the master's data
+    directory: name it with MGPU_TOKEN_FILE.
     """
     if context.invoked_subcommand is None:
         context.invoke(list_)
