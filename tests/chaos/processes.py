@@ -23,6 +23,8 @@ class ChaosFleet(Fleet):
         super().__init__(
             folder, workers=workers, handlers=["chaos_handlers"], handlers_dir=HANDLERS,
             worker_flags=["--window-tasks", "64"],
+            # The network is made of namespaces of this host, and goes nowhere else.
+            master_flags=["--insecure"] if network is not None else [],
         )  # fmt: skip
         self._env["PYTHONPATH"] += f":{ROOT}"
         self.env = self._env
