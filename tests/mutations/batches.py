@@ -14,7 +14,7 @@ ONE_BY_ONE = frozenset({"mine", "slow"})
 
 
 class Model:
-    """What waits, in order: (arrival, lease); 0 for what came back from an engine."""
+    """What waits, in order: (arrival, lease); negative for what came back from an engine."""
 
     def __init__(self, limits: BatchLimits, slots: int) -> None:
         self.limits, self.slots = limits, slots
@@ -67,7 +67,7 @@ def check(seed: int) -> None:
     limits = BatchLimits(tasks_max=rng.choice((1, 3, 8)), tokens_max=rng.choice((4, 20)), batch_s=0.05)
     slots = rng.choice((1, 2, 3))
     batcher, model = Batcher(limits, slots), Model(limits, slots)
-    arrivals = 0
+    arrivals = returns = 0
     taken: list[Lease] = []
     for _ in range(60):
         event = rng.randrange(10)
@@ -86,9 +86,11 @@ def check(seed: int) -> None:
             waiting = [lease for line in model.lines.values() for _, lease in line]
             for lease in rng.sample(waiting, len(waiting) // 3):
                 lease.dropped = True
-        elif event == 4 and taken and not any(line and not line[0][0] for line in model.lines.values()):
+        elif event == 4 and taken:
             batcher.put_back(taken)
-            model.lines[taken[0].spec][:0] = [(0, lease) for lease in taken]
+            for lease in reversed(taken):
+                returns -= 1
+                model.lines[lease.spec].insert(0, (returns, lease))
             taken = []
         elif event == 5:
             spec, tasks, work_s = rng.choice(SPECS), rng.randint(1, 4), rng.choice((1e-4, 0.02, 1.0))
@@ -96,6 +98,7 @@ def check(seed: int) -> None:
             model.measure(spec, tasks, work_s)
         else:
             expected = model.expected()
-            taken = batcher.pop(one_by_one=ONE_BY_ONE)
-            got, wanted = [x.lease_id for x in taken], [x.lease_id for x in expected]
+            batch = batcher.pop(one_by_one=ONE_BY_ONE)
+            taken += batch  # of several specs, as an engine holds more than one batch
+            got, wanted = [x.lease_id for x in batch], [x.lease_id for x in expected]
             assert got == wanted, f"the batch is {got}, it should be {wanted}"

@@ -222,8 +222,8 @@ WORKER = (
     ),
     batcher(
         name="what comes back goes behind",
-        old="            self._lines.setdefault(lease.spec, deque()).appendleft((0, lease))\n",
-        new="            self._lines.setdefault(lease.spec, deque()).append((0, lease))\n",
+        old="            self._lines.setdefault(lease.spec, deque()).appendleft((self._returns, lease))\n",
+        new="            self._lines.setdefault(lease.spec, deque()).append((self._returns, lease))\n",
         breaks="leases that were in an engine wait again",
     ),
     batcher(

@@ -78,6 +78,20 @@ def test_put_back_goes_first() -> None:
     assert pop(made) == [1, 2, 3, 4, 6]
 
 
+def test_what_is_put_back_keeps_its_order_over_all_kinds() -> None:
+    """One that never ends must not overtake those that were before it: they would wait for ever."""
+    made = batcher()
+    made.add(HANDLER, leases([1], HANDLER))
+    made.add(ECHO, leases([2]))
+    made.add(OTHER, leases([3], OTHER))
+    taken = made.pop(one_by_one=ONE_BY_ONE) + made.pop(one_by_one=ONE_BY_ONE)
+    made.put_back(taken)
+    assert [pop(made), pop(made)] == [[1], [2]]
+    made.put_back(taken[1:])
+    made.put_back(taken[:1])
+    assert [pop(made) for _ in range(4)] == [[1], [2], [3], []]
+
+
 def test_suspects_go_in_smaller_batches() -> None:
     made = batcher()
     waiting = leases(range(1, 8))

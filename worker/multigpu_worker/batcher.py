@@ -48,6 +48,8 @@ class Batcher:
         self._lines: dict[Spec, deque[tuple[int, Lease]]] = {}
         self._speeds: OrderedDict[tuple[str, str], Speed] = OrderedDict()
         self._arrivals = 0
+        # What is put back is older than any arrival, and than what was put back before.
+        self._returns = 0
 
     def add(self, spec: Spec, leases: Iterable[Lease]) -> None:
         """Let leases of one spec wait, behind those that do."""
@@ -63,10 +65,10 @@ class Batcher:
             del self._lines[spec]
 
     def put_back(self, leases: Iterable[Lease]) -> None:
-        """Let leases that already were in an engine go first again, in this order."""
+        """Let leases that already were in an engine go first again, in this order whatever their specs."""
         for lease in reversed(list(leases)):
-            # 0 is older than any arrival, and a line's numbers stay in order.
-            self._lines.setdefault(lease.spec, deque()).appendleft((0, lease))
+            self._returns -= 1
+            self._lines.setdefault(lease.spec, deque()).appendleft((self._returns, lease))
 
     def pop(self, *, one_by_one: frozenset[str]) -> list[Lease]:
         """Cut the next batch: leases of one spec, without those dropped meanwhile. Empty: nothing waits."""
