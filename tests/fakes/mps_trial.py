@@ -1,18 +1,25 @@
 """Random deaths of engines under the simulated MPS: is one ever killed before terminate_client was answered?
 
-    python -m tests.fakes.mps_trial --runs 200 [--seed N]
+    python -m tests.fakes.mps_trial --runs 200 [--seed N] [--first N] [--hosts N]
 
 Real workers (agent and engine processes) on simulated GPUs. Every run does a few random things at once: engines that
 have to be ended for a run timeout, a cancellation or memory, with children of their own or not, engines that crash,
 faults, workers that stop and start, on GPUs whose servers are quick or slow. After each run every task has the outcome
 that it deserves: the innocent succeed, as their first attempt; and nothing has changed on GPUs without a fault.
+
+What a run does depends on the seed and its number alone, so `--first 38 --runs 1` is the 38th again, but for the
+machine's speed. A run that doesn't come to its end in time is a wrong outcome, with its workers' and servers' logs, and
+the next one has a new host.
 """
 
 import argparse
 import asyncio
 import random
+import subprocess
 import sys
 import time
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,15 +30,15 @@ from tests.worker.scripted_master import SUCCEEDED
 
 # Which GPU each worker has.
 WORKERS = (0, 0, 1)
+GPUS = sorted(set(WORKERS))
 # After so many runs the host is built anew.
 RUNS_PER_HOST = 25
-TIMEOUT_S = 90.0
+RUN_TIMEOUT_S = 120.0
+START_TIMEOUT_S = 120.0
 FLAGS = (
     *("--cancel-grace-s", "0.1", "--drain-timeout-s", "0.1", "--engine-memory-bytes", "320MiB"),
     # A host that is short of processors must not look like a server that does not let go.
-    *("--mps-terminate-timeout-s", "100"),
-    # A canary loads torch, for which the engine's memory is too little here.
-    *("--canary-interval-s", "0"),
+    *("--mps-terminate-timeout-s", "60"),
 )
 # Starting a worker takes longest, so it is the rarest.
 DEEDS = 2 * ("stuck", "children", "hoard", "crash", "cancel", "fault", "work", "work") + ("restart",)
@@ -44,57 +51,131 @@ class Tally:
     """What came of it."""
 
     runs: int = 0
-    deeds: dict[str, int] = field(default_factory=dict)
+    deeds: Counter[str] = field(default_factory=Counter)
     violations: list[str] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
     terminated: int = 0
     faults: int = 0
-    forced: int = 0
 
-    def add(self, host: MpsHost) -> None:
-        for gpu in set(WORKERS):
-            counts = host.counts(gpu)
-            self.violations += counts["violations"]
-            self.terminated += counts["terminated"]
-            self.faults += counts["faults"]
-            self.forced += counts["forced"]
+    def __str__(self) -> str:
+        return (
+            f"{self.runs} runs, {len(self.violations)} violations, {len(self.wrong)} wrong outcomes, "
+            f"{self.terminated} clients terminated, {self.faults} faults"
+        )
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What one worker has to go through in a run."""
+
+    deed: str
+    wait_s: float
+    timeout_ms: int
 
 
 class Trial:
-    def __init__(self, host: MpsHost, rng: random.Random, tally: Tally) -> None:
+    """One host's runs."""
+
+    def __init__(self, host: MpsHost, tally: Tally, *, aloud: bool) -> None:
         self.host = host
-        self.rng = rng
         self.tally = tally
+        self.aloud = aloud
         self.lease_id = 0
+        self.violations = self.terminated = self.faults = self.forced = 0
 
-    async def run(self) -> None:
-        """One run; what is wrong goes to the tally."""
-        rng, workers = self.rng, [worker for worker in self.host.workers if worker.process.returncode is None]
-        for gpu in set(WORKERS):
-            self.host.control(gpu, f"fake terminate_s {rng.choice((0, 0.05, 0.3))}")
-        self.host.control(1, f"fake mute {int(rng.random() < 0.2)}")  # its one client is to blame without being named
-        before = {gpu: self.host.counts(gpu) for gpu in set(WORKERS)}
-        engines = {worker.stream: worker.engine_pid() for worker in workers}
-        deeds = [rng.choice(DEEDS) for _ in workers]
-        for deed in deeds:
-            self.tally.deeds[deed] = self.tally.deeds.get(deed, 0) + 1
-        await asyncio.gather(*(self._do(worker, deed) for worker, deed in zip(workers, deeds, strict=True)))
-        for gpu in set(WORKERS):
-            faulty = any(deed == "fault" for worker, deed in zip(workers, deeds, strict=True) if worker.gpu == gpu)
-            if not faulty and self.host.counts(gpu)["servers"] != before[gpu]["servers"]:
-                self.tally.wrong.append(f"GPU {gpu} had no fault, and its server was started again")
-            for worker, deed in zip(workers, deeds, strict=True):
-                untouched = worker.gpu == gpu and not faulty and deed == "work"
-                if untouched and worker.engine_pid() != engines[worker.stream]:
-                    self.tally.wrong.append(f"GPU {gpu} had no fault, and an engine of it was ended")
+    async def begin(self) -> None:
+        await asyncio.gather(*(self.host.worker(gpu, *FLAGS) for gpu in WORKERS))
+        for gpu in GPUS:
+            (self.host.pipe_dir(gpu) / "begun-by-worker").unlink()  # the daemons outlive the workers, to be asked
+
+    async def run(self, seed: int, number: int) -> bool:
+        """One run. False: it did not come to its end, and the host is of no use any more."""
+        rng, start_s = random.Random(f"{seed} {number}"), time.monotonic()
+        knobs = [f"fake terminate_s {rng.choice((0, 0.05, 0.3))}" for _ in GPUS]
+        mute = f"fake mute {int(rng.random() < 0.2)}"
+        plans = [Plan(rng.choice(DEEDS), rng.random() / 2, rng.randrange(100, 500)) for _ in WORKERS]
+        found: list[str] = []
+        ended = False
+        try:
+            async with asyncio.timeout(RUN_TIMEOUT_S):
+                for gpu, knob in zip(GPUS, knobs, strict=True):
+                    await self._control(gpu, knob)
+                await self._control(1, mute)  # its one client is to blame without being named
+                await self._deeds(plans, found)
+            ended = True
+        except Exception as error:  # whatever it is, the run failed
+            found.append(f"the run did not come to its end: {error!r}\n{self._state()}")
+        violations = await self._count(found)
+        deeds = [plan.deed for plan in plans]
         self.tally.runs += 1
+        self.tally.deeds.update(deeds)
+        self.tally.wrong += [f"run {number}: {what}" for what in found]
+        self.tally.violations += [f"run {number}: {what}" for what in violations]
+        if self.aloud:
+            words = "; ".join(["fine"] if not found + violations else [*violations, *found])
+            print(
+                f"run {number} ({', '.join(deeds)}): {time.monotonic() - start_s:.1f} s, {words} [{self.tally}]",
+                flush=True,
+            )
+        return ended
 
-    async def _do(self, worker: MpsWorker, deed: str) -> None:
-        stream = worker.stream
+    async def end(self) -> None:
+        """Stop the workers: nothing may be killed there either."""
+        found: list[str] = []
+        codes = await asyncio.gather(*(worker.stop(RUN_TIMEOUT_S) for worker in self._living()), return_exceptions=True)
+        found += [f"a worker that was told to stop at the end: {code!r}" for code in codes if code != 0]
+        self.tally.violations += [f"at the end of a host: {what}" for what in await self._count(found)]
+        self.tally.wrong += found
+
+    def _living(self) -> list[MpsWorker]:
+        return [worker for worker in self.host.workers if worker.process.returncode is None]
+
+    async def _control(self, gpu: int, command: str) -> str:
+        return await asyncio.to_thread(self.host.control, gpu, command)
+
+    async def _counts(self) -> list[dict[str, Any]]:
+        return await asyncio.gather(*(asyncio.to_thread(self.host.counts, gpu) for gpu in GPUS))
+
+    async def _count(self, found: list[str]) -> list[str]:
+        """Adds what the daemons have counted since the last time. Returns new violations."""
+        try:
+            counts = await self._counts()
+        except (OSError, ValueError, subprocess.SubprocessError) as error:
+            found.append(f"the simulated daemon does not answer: {error!r}")
+            return []
+        violations = [f"GPU {gpu}: {what}" for gpu, one in zip(GPUS, counts, strict=True) for what in one["violations"]]
+        terminated, faults, forced = (sum(one[name] for one in counts) for name in ("terminated", "faults", "forced"))
+        self.tally.terminated += terminated - self.terminated
+        self.tally.faults += faults - self.faults
+        if forced > self.forced:
+            found.append("a server was shut down by force")
+        new = violations if len(violations) > self.violations else []
+        self.violations, self.terminated, self.faults, self.forced = len(violations), terminated, faults, forced
+        return new
+
+    async def _deeds(self, plans: list[Plan], found: list[str]) -> None:
+        workers = self._living()
+        before = await self._counts()
+        engines = {worker.stream: worker.engine_pid() for worker in workers}
+        async with asyncio.TaskGroup() as group:
+            for worker, plan in zip(workers, plans, strict=True):
+                group.create_task(self._do(worker, plan, found))
+        after = await self._counts()
+        for gpu in GPUS:
+            mine = [(w, plan.deed) for w, plan in zip(workers, plans, strict=True) if w.gpu == gpu]
+            if any(deed == "fault" for _, deed in mine):
+                continue
+            if after[gpu]["servers"] != before[gpu]["servers"]:
+                found.append(f"GPU {gpu} had no fault, and its server was started again")
+            if any(deed == "work" and worker.engine_pid() != engines[worker.stream] for worker, deed in mine):
+                found.append(f"GPU {gpu} had no fault, and an engine of it was ended")
+
+    async def _do(self, worker: MpsWorker, plan: Plan, found: list[str]) -> None:
+        stream, deed = worker.stream, plan.deed
         first = self.lease_id = self.lease_id + 10
         timeout = pb.LeaseBatch().spec.run_timeout
-        timeout.FromMilliseconds(self.rng.randrange(100, 500))
-        await asyncio.sleep(self.rng.random() / 2)
+        timeout.FromMilliseconds(plan.timeout_ms)
+        await asyncio.sleep(plan.wait_s)
         stream.lease([(first, b"0.1")], kind="m.work")
         wanted = {first: ""}
         if deed in ENDS:
@@ -114,44 +195,56 @@ class Trial:
                 lambda: any(
                     h.lease_id == first + 1 and h.running for beat in stream.heartbeats[-1:] for h in beat.leases
                 ),
-                TIMEOUT_S,
+                RUN_TIMEOUT_S,
             )
         if deed == "cancel":
             stream.revoke(first + 1)
-        for word in await stream.reported(*wanted, timeout_s=TIMEOUT_S):
-            self._judge(deed, word.state == SUCCEEDED, wanted[word.lease_id], word.error.type)
+        for word in await stream.reported(*wanted, timeout_s=RUN_TIMEOUT_S):
+            want, got = wanted[word.lease_id], "" if word.state == SUCCEEDED else word.error.type
+            # A fault under it, or beside it, may be how it ends.
+            if got != want and not (want and got in ("SimulatedCudaError", "MpsFault")):
+                found.append(f"{deed}: wanted {want or 'success'}, got {got or 'success'}")
         if deed == "restart":
-            code = await worker.stop()
+            code = await worker.stop(RUN_TIMEOUT_S)
             if code:
-                self.tally.wrong.append(f"a worker that was told to stop ended with {code}: {worker.log[-500:]}")
+                found.append(f"a worker that was told to stop ended with {code}: {worker.log[-500:]}")
             await self.host.worker(worker.gpu, *FLAGS)
 
-    def _judge(self, deed: str, succeeded: bool, wanted: str, error_type: str) -> None:
-        right = succeeded if not wanted else (error_type in ("SimulatedCudaError", "MpsFault", wanted))
-        if not right:
-            self.tally.wrong.append(f"{deed}: wanted {wanted or 'success'}, got {error_type or 'success'}")
+    def _state(self) -> str:
+        """What is known of a host where a run hangs."""
+        lines = []
+        for worker in self._living():
+            stream = worker.stream
+            held = [(h.lease_id, "running" if h.running else "waits") for b in stream.heartbeats[-1:] for h in b.leases]
+            lines += [f"--- worker of GPU {worker.gpu}, engine {worker.engine_pid()}, leases {held}; its log:"]
+            lines += [worker.log[-4000:]]
+        for gpu in GPUS:
+            for name in ("control.log", "server.log"):
+                path = self.host.pipe_dir(gpu) / "log" / name
+                lines += [f"--- {name} of GPU {gpu}:", path.read_text()[-2000:] if path.exists() else "none"]
+        return "\n".join(lines)
 
 
-async def trial(runs: int, seed: int, *, aloud: bool = False) -> Tally:
-    """So many runs."""
-    tally = Tally()
-    rng = random.Random(seed)
-    while tally.runs < runs:
-        async with MpsHost(gpus=len(set(WORKERS))) as host:
-            for gpu in WORKERS:
-                await host.worker(gpu, *FLAGS)
-            for gpu in set(WORKERS):
-                (host.pipe_dir(gpu) / "begun-by-worker").unlink()  # the daemons outlive the workers, to be asked
-            one = Trial(host, rng, tally)
-            try:
-                for _ in range(min(RUNS_PER_HOST, runs - tally.runs)):
-                    start_s = time.monotonic()
-                    await one.run()
-                    if aloud:
-                        print(f"run {tally.runs}: {time.monotonic() - start_s:.1f} s, wrong {tally.wrong}", flush=True)
-                await asyncio.gather(*(w.stop() for w in host.workers if w.process.returncode is None))
-            finally:
-                tally.add(host)
+async def _work_off(seed: int, numbers: Iterator[int], tally: Tally, *, aloud: bool) -> None:
+    """Runs, one after another, on one host at a time, until there is none left to do."""
+    number = next(numbers, None)
+    while number is not None:
+        async with MpsHost(gpus=len(GPUS)) as host:
+            trial = Trial(host, tally, aloud=aloud)
+            async with asyncio.timeout(START_TIMEOUT_S):
+                await trial.begin()
+            sound, runs = True, 0
+            while sound and number is not None and runs < RUNS_PER_HOST:
+                sound = await trial.run(seed, number)
+                number, runs = next(numbers, None), runs + 1
+            if sound:
+                await trial.end()
+
+
+async def run_trial(runs: int, seed: int, *, first: int = 1, hosts: int = 1, aloud: bool = False) -> Tally:
+    """So many runs, on so many hosts at once."""
+    tally, numbers = Tally(), iter(range(first, first + runs))
+    await asyncio.gather(*(_work_off(seed, numbers, tally, aloud=aloud) for _ in range(hosts)))
     return tally
 
 
@@ -159,13 +252,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=200)
     parser.add_argument("--seed", type=int, default=1)
-    arguments = parser.parse_args()
-    tally = asyncio.run(trial(arguments.runs, arguments.seed, aloud=True))
-    print(
-        f"simulated MPS: {tally.runs} runs (seed {arguments.seed}): {len(tally.violations)} violations, "
-        f"{tally.terminated} clients terminated, {tally.faults} faults, {tally.forced} servers shut down by force, "
-        f"{len(tally.wrong)} wrong outcomes; deeds {tally.deeds}"
-    )
+    parser.add_argument("--first", type=int, default=1, help="the first run's number")
+    parser.add_argument("--hosts", type=int, default=1, help="so many hosts work at once")
+    given = parser.parse_args()
+    start_s = time.monotonic()
+    tally = asyncio.run(run_trial(given.runs, given.seed, first=given.first, hosts=given.hosts, aloud=True))
+    took_s = time.monotonic() - start_s
+    print(f"simulated MPS: seed {given.seed}, runs from {given.first} on, {took_s:.0f} s: {tally}")
+    print(f"deeds: {dict(tally.deeds)}")
     sys.exit("\n".join(tally.violations + tally.wrong) or 0)
 
 

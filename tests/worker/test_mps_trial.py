@@ -2,12 +2,12 @@
 
 import pytest
 
-from tests.fakes.mps_trial import trial
+from tests.fakes.mps_trial import run_trial
 
 
 @pytest.mark.timeout(240)
 async def test_no_client_is_killed_before_terminate_client_was_answered() -> None:
-    tally = await trial(runs=3, seed=7)
+    tally = await run_trial(runs=3, seed=7)
     assert tally.violations == []
     assert tally.wrong == []
     assert tally.terminated > 0
