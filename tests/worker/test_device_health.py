@@ -256,6 +256,45 @@ async def test_a_device_that_computes_wrong_is_found_out_and_comes_back_when_it_
     await stream.until(lambda: is_(stream, HEALTHY), 60)
 
 
+async def test_an_engine_that_is_ended_for_its_task_while_the_canary_sings_is_no_evidence_against_the_device(
+    tmp_path: Path, master: ScriptedMaster, begin: Begin
+) -> None:
+    begun = tmp_path / "begun"
+    worker, stream = await begin(master, "--canary-interval-s", "0.3", TEST_CANARY_SLOW_FILE=str(begun))
+    await until(begun.exists, "the canary to sing")
+    timeout = pb.LeaseBatch().spec.run_timeout
+    timeout.FromMilliseconds(200)
+    stream.lease([(1, b"30")], kind="health.work", run_timeout=timeout)
+    assert (await stream.reported(1))[0].error.type == "RunTimeout"
+    begun.unlink()
+    await until(begun.exists, "the canary to sing in the next engine")
+    stream.lease([(2, b"")], kind="health.crash")
+    assert (await stream.reported(2))[0].error.type == "EngineDied"
+    begun.unlink()
+    await until(begun.exists, "the canary to sing in the third engine")
+    assert all(beat.health.state == HEALTHY for beat in stream.heartbeats)
+    # Nothing but the canary runs, and nobody has ended it: the device has to answer.
+    os.kill(worker.engine_pids()[0], signal.SIGSEGV)
+    await stream.until(lambda: is_(stream, SICK))
+    assert codes(stream) == ["canary_wrong"]
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        "UNLOADABLE",
+        pytest.param("ANYWAY", marks=pytest.mark.skipif(not HAS_TORCH, reason="needs torch")),
+    ],
+)
+async def test_an_engine_with_too_little_memory_for_the_canary_is_no_evidence_against_the_device(
+    how: str, master: ScriptedMaster, begin: Begin
+) -> None:
+    small = ("--canary-interval-s", "0.3", "--engine-memory-bytes", "160MiB")
+    worker, stream = await begin(master, *small, **{f"TEST_CANARY_{how}": "yes"})
+    await until(lambda: worker.log.count("no canary") >= 2, "the canary to be tried")
+    assert all(beat.health.state == HEALTHY for beat in stream.heartbeats)
+
+
 @pytest.mark.skipif(not HAS_TORCH, reason="needs torch: pip install 'multigpu[worker]'")
 @pytest.mark.parametrize("size", [canary.CPU_SIZE, canary.GPU_SIZE])
 def test_the_canarys_answer_is_what_whole_numbers_give(size: int) -> None:

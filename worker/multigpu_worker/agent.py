@@ -250,6 +250,9 @@ class Agent:
         if message[0] == "canary":
             self.care.canary_answered(*message[1:])
             return
+        if message[0] == "singing":
+            self.care.canary_begun(*message[1:])
+            return
         (
             _,
             batch_id,
@@ -346,9 +349,10 @@ class Agent:
             failed_task_ids=[report.lease.task_id for report in judged.reports],
             again=len(judged.again),
         )
+        others = judged.reason if self.batches or judged.by_others else ""
         self.batches.clear()
         self.sampler.end_work()
-        self.care.engine_died()
+        self.care.engine_died(others)
         self._cancelled_ns.clear()
         self._untold = 0
         self.watch.reset()

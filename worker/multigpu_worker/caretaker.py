@@ -10,6 +10,7 @@ import asyncio
 import itertools
 import time
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Protocol
 
 import structlog
@@ -31,6 +32,8 @@ HUNG_S = 10.0
 # An engine has so long to start in a check, and the canary to answer: loading torch is part of it.
 ENGINE_TIMEOUT_S = 60.0
 CANARY_TIMEOUT_S = 120.0
+# A check tries again, so often in all, if the engine was ended for another reason while the canary sang.
+CANARY_TRIES = 3
 # What an engine's death has to do with an event of its device: they reach us in any order within so long.
 GRACE_S = 0.25
 
@@ -66,6 +69,19 @@ class Ward(Protocol):
         """Whether the engine is there and has nothing to do."""
 
 
+@dataclass(slots=True)
+class Canary:
+    """The one that sings now."""
+
+    canary_id: int
+    # Whether its answer was right, None: it could not be tried; and words on it.
+    answer: asyncio.Future[tuple[bool | None, str]]
+    # The device works on it: torch is there, and memory enough.
+    begun: bool = False
+    # It can't be told of it whether the device is well: its engine was ended.
+    interrupted: bool = False
+
+
 class Caretaker:
     """See the module. All on the event loop."""
 
@@ -89,7 +105,7 @@ class Caretaker:
         # Leases that ran when an XID of the application's kind came, and were not settled since.
         self._suspects: set[int] = set()
         self._canary_ids = itertools.count(1)
-        self._canary: tuple[int, asyncio.Future[tuple[bool | None, str]]] | None = None
+        self._canary: Canary | None = None
         self._canary_s = time.monotonic()
         self._changed = asyncio.Event()
 
@@ -286,15 +302,19 @@ class Caretaker:
         if not self.health.checking:
             return None
         self._host.unpark()
-        end_s = time.monotonic() + ENGINE_TIMEOUT_S
-        while not self._host.ready:
-            if time.monotonic() > end_s:
-                return "engine_fails", f"no engine started on it within {ENGINE_TIMEOUT_S:g} s", Gravity.UNUSABLE
-            await asyncio.sleep(TICK_S / 2)
-            self._look()
-            if not self.health.checking:
-                return None
-        return await self._sing()
+        for _ in range(CANARY_TRIES):
+            end_s = time.monotonic() + ENGINE_TIMEOUT_S
+            while not self._host.ready:
+                if time.monotonic() > end_s:
+                    return "engine_fails", f"no engine started on it within {ENGINE_TIMEOUT_S:g} s", Gravity.UNUSABLE
+                await asyncio.sleep(TICK_S / 2)
+                self._look()
+                if not self.health.checking:
+                    return None
+            wrong, interrupted = await self._sing()
+            if not interrupted:
+                break
+        return wrong
 
     # --- the canary --------------------------------------------------------------------------------------------------
 
@@ -304,42 +324,58 @@ class Caretaker:
         if not self._ward.idle():
             return
         self._canary_s = time.monotonic()
-        wrong = await self._sing()
+        wrong, _ = await self._sing()
         if wrong is not None:
             self._happen(*wrong)
 
-    async def _sing(self) -> tuple[str, str, Gravity] | None:
-        """Have the engine work on a task whose answer is known. What is wrong; None: nothing, or it can't be tried."""
-        canary_id = next(self._canary_ids)
-        future: asyncio.Future[tuple[bool | None, str]] = self._loop.create_future()
-        self._canary = canary_id, future
-        self._host.send(("canary", canary_id), [])
+    async def _sing(self) -> tuple[tuple[str, str, Gravity] | None, bool]:
+        """Have the engine work on a task whose answer is known.
+
+        What is wrong, None: nothing, or it can't be tried; and whether it was interrupted.
+        """
+        canary = self._canary = Canary(next(self._canary_ids), self._loop.create_future())
+        self._host.send(("canary", canary.canary_id), [])
         end_s = time.monotonic() + CANARY_TIMEOUT_S
         try:
-            while not future.done():
-                await asyncio.wait([future], timeout=TICK_S)
+            while not canary.answer.done():
+                await asyncio.wait([canary.answer], timeout=TICK_S)
                 self._look()
                 if time.monotonic() > end_s:
                     message = f"the canary, a small task, was not done after {CANARY_TIMEOUT_S:g} s"
-                    return "no_progress", message, Gravity.UNUSABLE
+                    return ("no_progress", message, Gravity.UNUSABLE), False
         finally:
             self._canary = None
-        right, words = future.result()
+        right, words = canary.answer.result()
         if right is None:
             log.info("no canary", why=words)
         if right is not False:
-            return None
+            return None, canary.interrupted
         code = "cuda_sticky_error" if words.startswith("it raised") else "canary_wrong"
-        return code, f"the canary, a task whose answer is known: {words}; have the GPU looked at", Gravity.UNUSABLE
+        message = f"the canary, a task whose answer is known: {words}; have the GPU looked at"
+        return (code, message, Gravity.UNUSABLE), False
+
+    def canary_begun(self, canary_id: int) -> None:
+        if self._canary is not None and self._canary.canary_id == canary_id:
+            self._canary.begun = True
 
     def canary_answered(self, canary_id: int, right: bool | None, words: str) -> None:
-        if self._canary is not None and self._canary[0] == canary_id and not self._canary[1].done():
-            self._canary[1].set_result((right, words))
+        if self._canary is not None and self._canary.canary_id == canary_id and not self._canary.answer.done():
+            self._canary.answer.set_result((right, words))
 
-    def engine_died(self) -> None:
-        """The engine has ended; the canary with it."""
-        if self._canary is not None and not self._canary[1].done():
-            self._canary[1].set_result((False, "the engine ended while it ran"))
+    def engine_died(self, others: str) -> None:
+        """The engine has ended, the canary with it. `others`: what else may have ended it; empty: nothing.
+
+        The device answers for it only if it was at work on the canary, and nothing else can have ended the engine.
+        """
+        canary = self._canary
+        if canary is None or canary.answer.done():
+            return
+        if canary.begun and not others:
+            canary.answer.set_result((False, "the engine ended while it ran"))
+            return
+        canary.interrupted = True
+        why = f"the engine was ended: {others}" if others else "the engine ended before the device had to work on it"
+        canary.answer.set_result((None, why))
 
     # --- whom to blame -----------------------------------------------------------------------------------------------
 

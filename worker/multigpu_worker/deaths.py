@@ -5,7 +5,6 @@ is lost still tells; when the engine is dead, `judge` has the verdict. Who is to
 watch.py's to say.
 """
 
-import signal
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -29,6 +28,8 @@ class Judgement:
     reason: str
     # A task's error that tells of the device's hardware; empty: none does.
     hardware: str
+    # It did not end by itself: somebody killed it, or the GPU's MPS server took it along.
+    by_others: bool
 
 
 class Deaths:
@@ -86,7 +87,8 @@ class Deaths:
             for lease, error in failed
         ]
         hardware = next((error.message for error in lost.values() if hardware_failed(error.message)), "")
-        return Judgement(reports, again, verdict.error.type if verdict else died.type, hardware)
+        by_others = death.killed or death.fault is not None or verdict is not None
+        return Judgement(reports, again, verdict.error.type if verdict else died.type, hardware, by_others)
 
     @staticmethod
     def _blame(
@@ -116,5 +118,4 @@ class Deaths:
         """
         if self._suspected(lease.lease_id) or error.type == "NoProgress" or death.fault is not None:
             return True
-        killed = death.returncode in (-signal.SIGKILL, -signal.SIGTERM)
-        return verdict is None and error.type != "OutOfMemory" and not (killed and error.type == "EngineDied")
+        return verdict is None and error.type != "OutOfMemory" and not (death.killed and error.type == "EngineDied")

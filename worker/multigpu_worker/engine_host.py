@@ -56,6 +56,11 @@ class Death:
     fault: Fault | None = None
 
     @property
+    def killed(self) -> bool:
+        """By us, an operator, or the kernel short of memory: no engine ends itself so, and no device does it."""
+        return self.returncode in (-signal.SIGKILL, -signal.SIGTERM)
+
+    @property
     def words(self) -> str:
         if self.returncode < 0:
             return f"was killed by {signal.Signals(-self.returncode).name}"

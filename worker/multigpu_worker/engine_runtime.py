@@ -347,11 +347,22 @@ class Runtime:
         right: bool | None = None
         words = "this engine doesn't use torch"
         if canary.able(self.settings.device, models=bool(self.settings.models)):
-            try:
-                right, words = canary.sing(self.settings.device)
-            except Exception as error:  # noqa: BLE001  whatever torch raises says that the device is not well
-                right, words = False, _text(f"it raised {type(error).__name__}: {error}", MESSAGE_BYTES_MAX)
+            right, words = self._sing_with_torch(canary_id)
         self.send(("canary", canary_id, right, words), [], [])
+
+    def _sing_with_torch(self, canary_id: int) -> tuple[bool | None, str]:
+        try:
+            torch = canary.load()
+            shortage = canary.shortage(torch, self.settings.device)
+        except Exception as error:  # noqa: BLE001  memory, or an installation that doesn't work: not the device
+            return None, _text(f"torch can't be loaded: {error!r}", MESSAGE_BYTES_MAX)
+        if shortage:
+            return None, shortage
+        self.send(("singing", canary_id), [], [])
+        try:
+            return canary.sing(torch, self.settings.device)
+        except Exception as error:  # noqa: BLE001  whatever torch raises says that the device is not well
+            return False, _text(f"it raised {type(error).__name__}: {error}", MESSAGE_BYTES_MAX)
 
     def _work_of(self, message: ipc.Message, blobs: list[bytes]) -> Work:
         _, batch_id, kind, model, parameters, content_type, durable, rows = message

@@ -24,6 +24,30 @@ if WRONG:
 
     canary.product = product
 
+# The canary makes this file and goes on for ever; or to load torch ends the engine, as it may where memory is short; or
+# torch is loaded, and memory may really be short.
+SLOW, UNLOADABLE, ANYWAY = (os.environ.get(f"TEST_CANARY_{name}", "") for name in ("SLOW_FILE", "UNLOADABLE", "ANYWAY"))
+
+
+def able(device: str, *, models: bool) -> bool:
+    """As a GPU's engine with models is."""
+    return True
+
+
+def slow(torch: Any, device: str) -> tuple[bool | None, str]:
+    """Says that it has begun, and takes its time."""
+    Path(SLOW).touch()
+    time.sleep(3600)
+    return True, ""
+
+
+if SLOW:
+    canary.able, canary.load, canary.shortage, canary.sing = able, lambda: None, lambda *_: "", slow
+elif UNLOADABLE:
+    canary.able, canary.load = able, lambda: os._exit(1)
+elif ANYWAY:
+    canary.able = able
+
 
 @handler("health.work")
 def work(value: bytes, ctx: Context) -> bytes:

@@ -8,12 +8,19 @@ multiprocessor of today's busy.
 
 import importlib
 import importlib.util
+import os
+import resource
 import sys
 import zlib
+from pathlib import Path
 from typing import Any
 
 CPU_SIZE, GPU_SIZE = 256, 2048
 CHECKSUMS = {CPU_SIZE: 0xD74D3C83, GPU_SIZE: 0x30BC3C98}
+# What it takes of the host's memory at most: on a GPU most of that is CUDA's own, when it is first used.
+ROOM_BYTES, CUDA_ROOM_BYTES = 64 << 20, 1 << 30
+# How torch says that the host's memory ran out: it has no exception for that.
+_CPU_MEMORY_ERROR = "DefaultCPUAllocator"
 
 
 def able(device: str, *, models: bool) -> bool:
@@ -21,6 +28,23 @@ def able(device: str, *, models: bool) -> bool:
     if device == "cpu" or not models:
         return "torch" in sys.modules
     return importlib.util.find_spec("torch") is not None
+
+
+def load() -> Any:
+    """Torch. Whatever its import raises, or does to the engine, has nothing to do with the device."""
+    return importlib.import_module("torch")
+
+
+def shortage(torch: Any, device: str) -> str:
+    """Why the engine's memory limit is too small to try it: it would end the engine. Empty: it isn't."""
+    limit_bytes, _ = resource.getrlimit(resource.RLIMIT_DATA)
+    if limit_bytes == resource.RLIM_INFINITY:
+        return ""
+    used_bytes = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[5]) * os.sysconf("SC_PAGE_SIZE")
+    room_bytes = ROOM_BYTES if device == "cpu" or torch.cuda.is_initialized() else CUDA_ROOM_BYTES
+    if limit_bytes - used_bytes >= room_bytes:
+        return ""
+    return f"the engine has {used_bytes >> 20} of its {limit_bytes >> 20} MiB, and it may take {room_bytes >> 20} MiB"
 
 
 def product(torch: Any, device: str, size: int) -> Any:
@@ -35,14 +59,15 @@ def checksum(answer: Any) -> int:
     return zlib.crc32(answer.cpu().numpy().tobytes())
 
 
-def sing(device: str) -> tuple[bool | None, str]:
+def sing(torch: Any, device: str) -> tuple[bool | None, str]:
     """Whether the device computes right, and what went wrong. None: it could not be tried. Raises what torch raises."""
-    torch: Any = importlib.import_module("torch")
     size = CPU_SIZE if device == "cpu" else GPU_SIZE
     try:
         found = checksum(product(torch, device, size))
-    except torch.OutOfMemoryError as error:
-        return None, f"no memory for it: {error}"
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or _CPU_MEMORY_ERROR in str(error):
+            return None, f"no memory for it: {error}"
+        raise
     if found == CHECKSUMS[size]:
         return True, ""
     return False, f"a product of {size} x {size} has checksum {found:#010x}, and it must be {CHECKSUMS[size]:#010x}"
