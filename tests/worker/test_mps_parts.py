@@ -13,7 +13,7 @@ from multigpu_worker.cuda_errors import context_is_lost, mps_refused
 from multigpu_worker.deaths import Deaths
 from multigpu_worker.device import DeviceInfo
 from multigpu_worker.engine_host import Death
-from multigpu_worker.mps import Fault, Mps, MpsLimits
+from multigpu_worker.mps import FORCE_TIMEOUT_S, Fault, Mps, MpsLimits
 from multigpu_worker.mps_claims import Claim, Claims
 from multigpu_worker.mps_control import GpuFullError, MpsControl, MpsError, ServerLog
 from multigpu_worker.mps_setup import clients_max, open_mps, pipe_dir
@@ -167,3 +167,11 @@ def test_a_fault_without_a_culprit_spares_a_task_not_for_ever(known: bool, spare
         assert deaths.judge(Death(returncode=-9, slots=[], fault=fault), batches).reports == []
     reports = deaths.judge(Death(returncode=-9, slots=[], fault=fault), batches).reports
     assert [report.error and report.error.type for report in reports] == ([] if known else ["MpsFault"])
+
+
+def test_systemd_waits_until_the_slowest_end_of_an_engine_is_over() -> None:
+    unit = (Path(__file__).parents[2] / "systemd/mgpu-worker@.service").read_text()
+    (stop_s,) = [int(line.partition("=")[2]) for line in unit.splitlines() if line.startswith("TimeoutStopSec=")]
+    config = WorkerConfig()
+    # The rest is for the session, and for the daemon that the last worker ends.
+    assert stop_s >= config.drain_timeout_s + config.mps_terminate_timeout_s + FORCE_TIMEOUT_S + 20

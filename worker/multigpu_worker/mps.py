@@ -34,7 +34,7 @@ RECOVERY_TIMEOUT_S = 30.0
 _RETRY_S = 0.05
 # After a request for a server, another one is made no sooner.
 _SERVER_PATIENCE_S = 2.0
-_FORCE_TIMEOUT_S = 30.0
+FORCE_TIMEOUT_S = 30.0
 # A fault may kill its client a moment before the server says so.
 _FAULT_LOOKS = 3
 _FAULT_LOOK_S = 0.15
@@ -317,7 +317,7 @@ class Mps:
     async def _force(self) -> None:
         self._forced = True
         try:
-            async with asyncio.timeout(_FORCE_TIMEOUT_S):
+            async with asyncio.timeout(FORCE_TIMEOUT_S):
                 for pid in await self.control.servers():
                     await self.control.shut_down_server(pid, force=True)
         except (TimeoutError, MpsError) as error:
