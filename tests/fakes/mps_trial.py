@@ -81,7 +81,10 @@ class Trial:
         self.tally = tally
         self.aloud = aloud
         self.lease_id = 0
-        self.violations = self.terminated = self.faults = self.forced = 0
+        # As far as they were counted.
+        self.counts: list[dict[str, Any]] = [
+            {"violations": [], "terminated": 0, "faults": 0, "forced": 0} for _ in GPUS
+        ]
 
     async def begin(self) -> None:
         await asyncio.gather(*(self.host.worker(gpu, *FLAGS) for gpu in WORKERS))
@@ -143,15 +146,15 @@ class Trial:
         except (OSError, ValueError, subprocess.SubprocessError) as error:
             found.append(f"the simulated daemon does not answer: {error!r}")
             return []
-        violations = [f"GPU {gpu}: {what}" for gpu, one in zip(GPUS, counts, strict=True) for what in one["violations"]]
-        terminated, faults, forced = (sum(one[name] for one in counts) for name in ("terminated", "faults", "forced"))
-        self.tally.terminated += terminated - self.terminated
-        self.tally.faults += faults - self.faults
-        if forced > self.forced:
-            found.append("a server was shut down by force")
-        new = violations if len(violations) > self.violations else []
-        self.violations, self.terminated, self.faults, self.forced = len(violations), terminated, faults, forced
-        return new
+        violations = []
+        for gpu, now, before in zip(GPUS, counts, self.counts, strict=True):
+            violations += [f"GPU {gpu}: {what}" for what in now["violations"][len(before["violations"]) :]]
+            self.tally.terminated += now["terminated"] - before["terminated"]
+            self.tally.faults += now["faults"] - before["faults"]
+            if now["forced"] > before["forced"]:
+                found.append(f"GPU {gpu}'s server was shut down by force")
+        self.counts = counts
+        return violations
 
     async def _deeds(self, plans: list[Plan], found: list[str]) -> None:
         workers = self._living()
@@ -260,7 +263,7 @@ def main() -> None:
     took_s = time.monotonic() - start_s
     print(f"simulated MPS: seed {given.seed}, runs from {given.first} on, {took_s:.0f} s: {tally}")
     print(f"deeds: {dict(tally.deeds)}")
-    sys.exit("\n".join(tally.violations + tally.wrong) or 0)
+    sys.exit("\n".join(what.partition("\n")[0] for what in tally.violations + tally.wrong) or 0)
 
 
 if __name__ == "__main__":

@@ -9,8 +9,11 @@ from multigpu.v1 import worker_service_pb2 as pb
 
 from tests.fakes.mps_host import MpsHost
 
-from .scripted_master import SUCCEEDED
+from .scripted_master import SUCCEEDED, Stream
 
+# A server or a host that is short of processors must not look like one that hangs.
+LONG_S = 60.0
+PATIENT = ("--mps-terminate-timeout-s", "60")
 SOON = ("--cancel-grace-s", "0.2", "--drain-timeout-s", "0.2")
 FAILED = pb.REPORT_STATE_FAILED
 RETURNED = pb.REPORT_STATE_RETURNED
@@ -24,12 +27,18 @@ async def host() -> AsyncIterator[MpsHost]:
             print(f"--- log of the worker of GPU {worker.gpu}\n{worker.log}")
 
 
+async def runs(stream: Stream, lease_id: int) -> None:
+    await stream.until(
+        lambda: any(held.lease_id == lease_id and held.running for held in stream.heartbeats[-1].leases), LONG_S
+    )
+
+
 async def test_an_engine_is_a_client_with_its_limits(host: MpsHost) -> None:
     limits = ("--mps-active-thread-percentage", "25", "--mps-pinned-device-mem-limit-bytes", "2GiB")
     worker = await host.worker(0, *limits)
     worker.stream.lease([(1, b"0")], kind="m.work")
     worker.stream.lease([(2, b"")], kind="m.environment")
-    work, environment = await worker.stream.reported(1, 2)
+    work, environment = await worker.stream.reported(1, 2, timeout_s=LONG_S)
     assert work.result == b'"%d"' % worker.engine_pid()
     for word in (
         f'"CUDA_MPS_PIPE_DIRECTORY": "{host.pipe_dir(0)}"',
@@ -38,7 +47,9 @@ async def test_an_engine_is_a_client_with_its_limits(host: MpsHost) -> None:
         f'"CUDA_VISIBLE_DEVICES": "{host.device_id(0)}"',
     ):
         assert word.replace(" ", "") in environment.result.decode().replace(" ", "")
-    await worker.stream.until(lambda: worker.stream.heartbeats and worker.stream.heartbeats[-1].mps.clients == 1)
+    await worker.stream.until(
+        lambda: worker.stream.heartbeats and worker.stream.heartbeats[-1].mps.clients == 1, LONG_S
+    )
     mps = worker.stream.heartbeats[-1].mps
     assert (mps.state, mps.clients_max) == (device_pb2.MPS_STATE_RUNNING, 48)
     # The worker began the daemon and is the last one out.
@@ -48,31 +59,35 @@ async def test_an_engine_is_a_client_with_its_limits(host: MpsHost) -> None:
 
 
 async def test_every_way_to_end_an_engine_asks_first(host: MpsHost) -> None:
-    worker = await host.worker(0, *SOON, "--engine-memory-bytes", "320MiB")
+    worker = await host.worker(0, *SOON, *PATIENT, "--engine-memory-bytes", "320MiB")
     host.control(0, "fake terminate_s 0.3")
     stream = worker.stream
     timeout = pb.LeaseBatch().spec.run_timeout
     timeout.FromMilliseconds(300)
     for number, kind in enumerate(("m.stuck", "m.children"), 1):
         stream.lease([(number, b"")], kind=kind, run_timeout=timeout)
-        (word,) = await stream.reported(number)
+        (word,) = await stream.reported(number, timeout_s=LONG_S)
         assert word.error.type == "RunTimeout"
     stream.lease([(3, b"")], kind="m.stuck")
-    await stream.until(lambda: any(held.lease_id == 3 and held.running for held in stream.heartbeats[-1].leases))
+    await stream.until(
+        lambda: any(held.lease_id == 3 and held.running for held in stream.heartbeats[-1].leases), LONG_S
+    )
     heartbeats = len(stream.heartbeats)
     stream.revoke(3)
     stream.lease([(4, b"")], kind="m.work")
-    (word,) = await stream.reported(4)
+    (word,) = await stream.reported(4, timeout_s=LONG_S)
     assert word.state == SUCCEEDED
     assert len(stream.heartbeats) > heartbeats, "no heartbeat while the engine was being ended"
     stream.lease([(5, b"")], kind="m.hoard")
-    (word,) = await stream.reported(5)
+    (word,) = await stream.reported(5, timeout_s=LONG_S)
     assert word.error.type == "OutOfMemory"
     stream.lease([(6, b"")], kind="m.crash")
-    (word,) = await stream.reported(6)
+    (word,) = await stream.reported(6, timeout_s=LONG_S)
     assert word.error.type == "EngineDied"
     stream.lease([(7, b"")], kind="m.stuck")
-    await stream.until(lambda: any(held.lease_id == 7 and held.running for held in stream.heartbeats[-1].leases))
+    await stream.until(
+        lambda: any(held.lease_id == 7 and held.running for held in stream.heartbeats[-1].leases), LONG_S
+    )
     counts = host.counts(0)
     assert (counts["violations"], counts["faults"], counts["forced"]) == ([], 0, 0)
     assert counts["terminated"] == 5  # the stuck one, the one with a child, its child, the cancelled one, the hoarder
@@ -84,25 +99,25 @@ async def test_every_way_to_end_an_engine_asks_first(host: MpsHost) -> None:
 
 
 async def test_a_fault_stays_on_its_gpu_and_is_its_clients(host: MpsHost) -> None:
-    guilty, neighbour, elsewhere = [await host.worker(gpu) for gpu in (0, 0, 1)]
+    guilty, neighbour, elsewhere = await asyncio.gather(*(host.worker(gpu, *PATIENT) for gpu in (0, 0, 1)))
     engines = {}
     for worker in (guilty, neighbour, elsewhere):
         worker.stream.lease([(1, b"")], kind="m.work")
-        await worker.stream.reported(1)
+        await worker.stream.reported(1, timeout_s=LONG_S)
         engines[worker] = worker.engine_pid()
     neighbour.stream.lease([(2, b"2")], kind="m.work")
     elsewhere.stream.lease([(2, b"2")], kind="m.work")
     await asyncio.sleep(0.3)
     guilty.stream.lease([(2, b""), (3, b"")], kind="m.fault")
-    for word in await guilty.stream.reported(2, 3, timeout_s=40):
+    for word in await guilty.stream.reported(2, 3, timeout_s=LONG_S):
         assert (word.state, word.error.retryable) == (FAILED, True)
         assert "illegal memory access" in word.error.message
     broke = [report for batch in guilty.stream.batches for report in batch.reports]
     assert all(report.broke_engine for report in broke)
     # The innocent neighbour lost its engine too, and its task runs again, as the same attempt.
-    (word,) = await neighbour.stream.reported(2, timeout_s=40)
+    (word,) = await neighbour.stream.reported(2, timeout_s=LONG_S)
     assert word.state == SUCCEEDED
-    (word,) = await elsewhere.stream.reported(2)
+    (word,) = await elsewhere.stream.reported(2, timeout_s=LONG_S)
     assert word.state == SUCCEEDED
     assert elsewhere.engine_pid() == engines[elsewhere]
     assert guilty.engine_pid() != engines[guilty]
@@ -116,15 +131,15 @@ async def test_a_fault_stays_on_its_gpu_and_is_its_clients(host: MpsHost) -> Non
 
 
 async def test_a_server_that_stays_in_fault_is_started_again_even_if_its_log_names_nobody(host: MpsHost) -> None:
-    worker = await host.worker(0)
+    worker = await host.worker(0, *PATIENT)
     worker.stream.lease([(1, b"")], kind="m.work")
-    await worker.stream.reported(1)
+    await worker.stream.reported(1, timeout_s=LONG_S)
     host.control(0, "fake stick")
     host.control(0, "fake mute")
     worker.stream.lease([(2, b"")], kind="m.fault")
     worker.stream.lease([(3, b"")], kind="m.work")
     # Nobody else is on the GPU.
-    fault, work = await worker.stream.reported(2, 3, timeout_s=40)
+    fault, work = await worker.stream.reported(2, 3, timeout_s=LONG_S)
     assert (fault.state, work.state) == (FAILED, SUCCEEDED)
     counts = host.counts(0)
     assert (counts["violations"], counts["servers"], counts["forced"]) == ([], 2, 0)
@@ -137,7 +152,7 @@ async def test_a_server_that_does_not_let_go_is_shut_down_before_the_engine_is_k
     timeout.FromMilliseconds(200)
     worker.stream.lease([(1, b"")], kind="m.stuck", run_timeout=timeout)
     worker.stream.lease([(2, b"")], kind="m.work")
-    stuck, work = await worker.stream.reported(1, 2, timeout_s=40)
+    stuck, work = await worker.stream.reported(1, 2, timeout_s=LONG_S)
     assert (stuck.error.type, work.state) == ("RunTimeout", SUCCEEDED)
     counts = host.counts(0)
     assert (counts["violations"], counts["forced"]) == ([], 1)
@@ -176,10 +191,10 @@ async def test_what_mps_cannot_do_is_said(host: MpsHost) -> None:
     assert await asyncio.wait_for(refused.process.wait(), 60) == 3
     assert "MIG is on" in refused.log
     stream = without.stream
-    await stream.until(lambda: stream.heartbeats)
+    await stream.until(lambda: stream.heartbeats, LONG_S)
     assert stream.heartbeats[-1].mps.state == device_pb2.MPS_STATE_OFF
     assert "MIG is on" in stream.heartbeats[-1].mps.message
     stream.lease([(1, b"")], kind="m.environment")
-    (word,) = await stream.reported(1)
+    (word,) = await stream.reported(1, timeout_s=LONG_S)
     assert b"CUDA_MPS" not in word.result
     assert not host.pipe_dir(0).exists()
