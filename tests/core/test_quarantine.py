@@ -373,6 +373,16 @@ def test_a_quarantine_is_restored_and_is_no_new_one() -> None:
     assert task.lease is not None
 
 
+def test_a_device_that_got_well_while_the_master_was_away_is_back() -> None:
+    fleet = Fleet()
+    info = WorkerInfo(worker_id="w0", device_id="GPU-0", capabilities=(Capability(kind="run"),))
+    fleet.handle(ev.RegisterWorker(info, quarantined=True))
+    fleet.gpu("w0", "GPU-0")
+    assert not fleet.get("w0").accepting, "its word is still to come"
+    fleet.says("w0", HEALTHY)
+    assert fleet.get("w0").accepting
+
+
 def test_a_master_that_was_restarted_asks_for_a_check_that_was_not_passed_before() -> None:
     fleet = Fleet().gpus(2)
     for name in ("w0", "w1"):

@@ -87,6 +87,8 @@ FOUND = {
     "a worker with a wrong clock decided how long outcomes were kept": 215,
     # test_who_joins_tasks_that_are_on_their_way_to_a_full_disk_is_told
     "a client that joined tasks which then found no room waited for ever": 628332,
+    # test_a_device_that_got_well_while_the_master_was_away_is_back
+    "a device that got well while the master was away stayed quarantined for ever": 19314,
     # No fault of the master's: what it must not be blamed for.
     "a drain's deadline passed while the master was away, and a report of then came too late": 610549,
     "the same, and the report was of a failure": 132433,

@@ -103,7 +103,7 @@ class Sessions:
         worker.telemetry = event.telemetry
         worker.embedding_cache = event.embedding_cache
         worker.mps = event.mps
-        if event.health != worker.health:
+        if event.health != worker.health or worker.quarantined:  # it may be from before this master, and over
             self._quarantine.heard(worker, event.health, now)
         if not worker.leases and worker.loading:
             ledger.fleet.settled_down(worker)
