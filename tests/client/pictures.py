@@ -82,7 +82,7 @@ def main() -> None:
         svg = console.export_svg(title=name)
         (folder / f"{name}.svg").write_text(svg, "utf-8")
         if importlib.util.find_spec("cairosvg") is not None:
-            import cairosvg  # type: ignore[import-untyped]
+            import cairosvg
 
             cairosvg.svg2png(
                 bytestring=svg.replace("Fira Code", "DejaVu Sans Mono").encode(),
