@@ -79,6 +79,8 @@ class Attempts:
         tally = self._tallies[task]
         state = task.outcome.state if task.outcome is not None else None
         if state in {OutcomeState.SUCCEEDED, OutcomeState.CANCELLED, OutcomeState.EXPIRED} or not task.task_id:
+            if charge is False:  # given back and over by the same event: the master was away for long
+                tally.attempts -= tally.attempts == lease.attempt
             return
         base_s = 0.0
         if charge is False:

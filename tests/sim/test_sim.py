@@ -95,6 +95,7 @@ FOUND = {
     "the same, and the worker's stream had broken": 231755,
     "deadlines passed while the master was away, and the worker came back": 206725,
     "a drain and a wait in the queue were over while the master was away": 294031,
+    "a worker's silence and a wait in the queue were over while the master was away": 223696,
     "a master that was away once was taken for one that was away often": 589926,
 }
 
