@@ -197,6 +197,7 @@ def test_references_that_lead_nowhere_are_refused(fleet: Fleet, place: Any, tmp_
     (folder / f"{token}-4").mkdir()
     foreign = folder / f"{token}-5"
     foreign.write_bytes(bytes(MIB))
+    size = (folder / place.pin.name).stat().st_size  # it may be one that others have left, and larger than a new one
     bad = [
         ("../journal.sqlite3", 0, MIB, "names no segment"),
         (str(secret), 0, MIB, "names no segment"),
@@ -209,8 +210,8 @@ def test_references_that_lead_nowhere_are_refused(fleet: Fleet, place: Any, tmp_
         (f"{token}-3", 0, MIB, "plain file"),
         (f"{token}-4", 0, MIB, "plain file"),
         (f"{token}-9", 0, MIB, "can't be opened"),  # none
-        (place.pin.name, 0, SEGMENT_BYTES + 1, "bytes, and the reference needs"),
-        (place.pin.name, SEGMENT_BYTES, MIB, "bytes, and the reference needs"),
+        (place.pin.name, 0, size + 1, "bytes, and the reference needs"),
+        (place.pin.name, size, MIB, "bytes, and the reference needs"),
         (place.pin.name, 2**63, MIB, "out of range"),
         (place.pin.name, 0, 2**63, "out of range"),
         (place.pin.name, 0, LARGE_BYTES - 1, "as it is"),
@@ -219,8 +220,8 @@ def test_references_that_lead_nowhere_are_refused(fleet: Fleet, place: Any, tmp_
         os.chown(foreign, 65534, 65534)
         bad.append((foreign.name, 0, MIB, "the master's own user"))
     frame = task_service_pb2.RunRequest(payload_key=key(fleet))
-    for n, (name, offset, size, _) in enumerate(bad):
-        frame.MergeFrom(refer(f"bad-{n}", name, offset, size))
+    for n, (name, offset, size_bytes, _) in enumerate(bad):
+        frame.MergeFrom(refer(f"bad-{n}", name, offset, size_bytes))
     frame.MergeFrom(refer("good", place.pin.name, place.offset, place.size_bytes))
     try:
         heard = run_by_hand(fleet, frame)
