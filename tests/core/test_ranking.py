@@ -83,6 +83,23 @@ def test_the_workers_that_have_a_model_are_not_counted_again_when_one_of_them_go
     assert fleet.resident_workers(EMBED) == 10, "and none if it does not say so when it is done"
 
 
+def test_workers_come_back_when_nobody_has_the_model_any_more() -> None:
+    fleet = fleet_of(10, 0)
+    ranking = Ranking(fleet, Counting(), EMBED)
+    loader = fleet.workers["w0"]
+    lease = Lease(1, Task(Spec(kind="embed", model="m"), "", b""), loader, 1, 0.0, 1, 0.0)
+    fleet.grant(loader, lease, 0.0)
+    loader.allowed = 0  # it is full, and the only one that has the model, or will
+    fleet.touch(loader)
+    assert ranking.best(1) is None, "not worth a loading for the others"
+    assert ranking.has_room()
+    del loader.leases[1]
+    fleet.release(lease)
+    fleet.settled_down(loader)  # and does not have it
+    fleet.touch(loader)
+    assert ranking.best(1) is not None
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_the_best_is_what_a_look_at_every_worker_finds(seed: int) -> None:
     dice = random.Random(seed)

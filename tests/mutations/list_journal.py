@@ -53,7 +53,8 @@ JOURNAL = (
         old="            self._patience = self._loop.call_later(PATIENCE_S / 2, self._grow_old)\n",
         new="            pass\n",
         breaks="P1: tasks that run for long are never written",
-        seeds=5000,
+        checker="stories",
+        seeds=1,
     ),
     journaling(
         name="what lost patience is out of the books",

@@ -82,7 +82,7 @@ PLACEMENT = (
         old="                self._unpark_loading()\n",
         new="                pass\n",
         breaks="tasks wait although a worker is loading their model",
-        seeds=5000,
+        seeds=20000,
     ),
     dispatch(
         name="a worker that comes is not tried",
@@ -166,7 +166,8 @@ PLACEMENT = (
         old="        if self._resident != self._fleet.resident_workers(self._shape):\n",
         new="        if False:\n",
         breaks="a worker stays aside although nobody has the model any more",
-        seeds=40000,
+        checker="stories",
+        seeds=1,
     ),
     placement(
         name="workers come back for one task too many",

@@ -185,6 +185,7 @@ SESSIONS = (
         old="        if unknown:\n",
         new="        if False:\n",
         breaks="a worker goes on with a lease that no longer counts",
+        seeds=5000,
     ),
     sessions(
         name="a lost lease is never missed",

@@ -5,7 +5,10 @@ from pathlib import Path
 import pytest
 
 TESTS = Path(__file__).resolve().parents[1]
-STORIES = ("core", "scenarios", "worker/test_session.py", "worker/test_batcher.py", "worker/test_health.py")
+STORIES = (
+    "core", "scenarios", "master/test_journaling.py", "worker/test_session.py", "worker/test_batcher.py",
+    "worker/test_health.py",
+)  # fmt: skip
 
 
 class _Failed:
