@@ -43,6 +43,12 @@ from tests.hostile.worker_doors import Post, Wire
 TOO_LARGE = 2**64 - 1  # for an INTEGER of SQLite
 
 
+def said(*message: Any) -> None:
+    """An engine says that to its agent."""
+    body = marshal.dumps(message) + b"mgpu"
+    Wire().feed(struct.pack("<III", ipc._check(len(body), 0), len(body), 0) + body)
+
+
 @pytest.fixture(scope="module")
 def house() -> Iterator[House]:
     house = House()
@@ -162,9 +168,20 @@ def test_a_stray_write_into_the_engines_socket_is_noticed(at: int) -> None:
 
 
 def test_words_that_make_no_sense_leave_every_lease_with_its_batch() -> None:
-    message: Any = ("done", 1, 0, 0, [(1, b"r", ""), (99, b"r", "")], [], [], [], [], False, 0, ())
-    body = marshal.dumps(message) + b"mgpu"
-    Wire().feed(struct.pack("<III", ipc._check(len(body), 0), len(body), 0) + body)
+    said("done", 1, 0, 0, [(1, b"r", ""), (99, b"r", "")], [], [], [], [], False, 0, (), None)
+
+
+@pytest.mark.parametrize("text", [[], 7, None, b"CUDA error"])
+def test_an_engine_whose_error_is_no_text(text: Any) -> None:
+    said("done", 1, 0, 0, [], [(1, "RuntimeError", text, True, "")], [], [], [], False, 0, (), None)
+
+
+@pytest.mark.parametrize("words", [(), (1,), (1, True), (1, "yes", ""), (1, True, []), ([], True, "")])
+def test_an_engine_whose_canary_makes_no_sense(words: Any) -> None:
+    post = Post()
+    with pytest.raises(ipc.FrameError):
+        post.agent.host.said(("canary", *words), [])
+    post.close()
 
 
 # --- the journal, files, the client ----------------------------------------------------------------------------------

@@ -280,7 +280,7 @@ class Agent:
         if self.deaths.pending:  # the engine is of no use any more, and its leases wait for the judgement
             done = False
             self.host.ready = False
-            asyncio.get_running_loop().call_soon(self.host.kill)
+            asyncio.get_running_loop().call_soon(self._end_engine, self.host.pid)
         for lease_id, data in checkpoints:
             self.session.save(leases[lease_id], data if type(data) is bytes else blobs[data])
         for lease_id, fraction, note in progress:
@@ -310,6 +310,11 @@ class Agent:
         if done:
             self._embedding_cache = embedding_cache
             self._batch_done(batch, work_ns, models)
+
+    def _end_engine(self, pid: int) -> None:
+        """Ends this engine, unless it has died meanwhile and another is in its place."""
+        if self.host.pid == pid:
+            self.host.kill()
 
     def _energy(self, batch: EngineBatch, start_ns: int, finish_ns: int, reports: list[Report]) -> Energy | None:
         """What each unit of these tasks' work took, since something was last settled in their batch."""

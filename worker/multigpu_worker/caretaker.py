@@ -359,6 +359,9 @@ class Caretaker:
             self._canary.begun = True
 
     def canary_answered(self, canary_id: int, right: bool | None, words: str) -> None:
+        """TypeError: what the engine says makes no sense."""
+        if type(canary_id) is not int or right not in (True, False, None) or type(words) is not str:
+            raise TypeError(f"a canary that says {canary_id!r}, {right!r}, {words!r}")
         if self._canary is not None and self._canary.canary_id == canary_id and not self._canary.answer.done():
             self._canary.answer.set_result((right, words))
 

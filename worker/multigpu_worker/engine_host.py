@@ -296,7 +296,7 @@ class EngineHost:
         """Takes a frame. FrameError: it makes no sense."""
         try:
             self._said(message, blobs)
-        except (TypeError, ValueError, LookupError) as error:
+        except (TypeError, ValueError, LookupError, AttributeError) as error:
             raise ipc.FrameError(f"a frame makes no sense: {error!r}") from error
 
     def _said(self, message: ipc.Message, blobs: list[bytes]) -> None:
