@@ -54,4 +54,7 @@ async def serve_stream(
         # The peer may be gone: whatever the writer met then is of no interest.
         await asyncio.gather(writer, return_exceptions=True)
     if aborted is not None:
-        await context.abort(grpc.StatusCode[aborted.code], str(aborted))
+        try:
+            await context.abort(grpc.StatusCode[aborted.code], str(aborted))
+        except grpc.aio.UsageError as error:  # `on_message` was about to refuse the call, and has told the peer
+            raise grpc.aio.AbortError("it was refused already") from error
