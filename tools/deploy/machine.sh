@@ -152,6 +152,23 @@ choose_settings() {
   if [ "$nvlinked" = false ]; then
     library_env+="NCCL_P2P_DISABLE=1"$'\n'
   fi
+  hand_on
+}
+
+# Names that the workers read themselves (docs/configuration.md): into their environment as they are.
+WORKER_NAMES=(
+  EMBEDDING_MODEL EMBEDDING_BATCH_SIZE EMBEDDING_CACHE_ENABLED EMBEDDING_CACHE_SIZE EMBEDDING_CACHE_TTL
+  EMBEDDING_CACHE_PERSISTENCE USE_TENSORRT TENSORRT_PRECISION TENSORRT_CACHE_DIR TENSORRT_INT8_CALIBRATION
+  TENSORRT_INT8_CALIBRATION_CACHE ENABLE_TENSOR_CORES ENABLE_DYNAMIC_BATCHING
+)
+hand_on() {
+  local name
+  for name in "${WORKER_NAMES[@]}"; do
+    [ -n "${!name:-}" ] || continue
+    # systemd would read them as its own marks.
+    case "${!name}" in *[\"\'\\]* | *$'\n'*) fail "$name has a quote, a backslash or a line break: ${!name}" ;; esac
+    library_env+="$name=${!name}"$'\n'
+  done
 }
 
 agree_on_strategy() {

@@ -3,6 +3,7 @@ import datetime
 from google.protobuf import duration_pb2 as _duration_pb2
 from google.protobuf import timestamp_pb2 as _timestamp_pb2
 from multigpu.v1 import device_pb2 as _device_pb2
+from multigpu.v1 import model_pb2 as _model_pb2
 from multigpu.v1 import task_pb2 as _task_pb2
 from multigpu.v1 import worker_service_pb2 as _worker_service_pb2
 from google.protobuf.internal import containers as _containers
@@ -39,7 +40,7 @@ ROLE_WORKER: Role
 ROLE_ADMIN: Role
 
 class Worker(_message.Message):
-    __slots__ = ("worker_id", "host", "version", "pid", "state", "cordoned", "drain_deadline", "device", "telemetry", "labels", "capabilities", "resident_models", "slots", "window_tasks", "window_bytes", "leases", "leased_bytes", "succeeded", "failed", "connect_time", "last_heartbeat_time", "session_id", "health", "cordon_reason", "mps", "quarantined")
+    __slots__ = ("worker_id", "host", "version", "pid", "state", "cordoned", "drain_deadline", "device", "telemetry", "labels", "capabilities", "resident_models", "slots", "window_tasks", "window_bytes", "leases", "leased_bytes", "succeeded", "failed", "connect_time", "last_heartbeat_time", "session_id", "health", "cordon_reason", "mps", "quarantined", "models", "model_memory_bytes")
     class LabelsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -73,6 +74,8 @@ class Worker(_message.Message):
     CORDON_REASON_FIELD_NUMBER: _ClassVar[int]
     MPS_FIELD_NUMBER: _ClassVar[int]
     QUARANTINED_FIELD_NUMBER: _ClassVar[int]
+    MODELS_FIELD_NUMBER: _ClassVar[int]
+    MODEL_MEMORY_BYTES_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     host: str
     version: str
@@ -99,7 +102,9 @@ class Worker(_message.Message):
     cordon_reason: str
     mps: _device_pb2.MpsStatus
     quarantined: bool
-    def __init__(self, worker_id: _Optional[str] = ..., host: _Optional[str] = ..., version: _Optional[str] = ..., pid: _Optional[int] = ..., state: _Optional[_Union[WorkerState, str]] = ..., cordoned: _Optional[bool] = ..., drain_deadline: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., device: _Optional[_Union[_device_pb2.Device, _Mapping]] = ..., telemetry: _Optional[_Union[_device_pb2.DeviceTelemetry, _Mapping]] = ..., labels: _Optional[_Mapping[str, str]] = ..., capabilities: _Optional[_Iterable[_Union[_worker_service_pb2.Capability, _Mapping]]] = ..., resident_models: _Optional[_Iterable[str]] = ..., slots: _Optional[int] = ..., window_tasks: _Optional[int] = ..., window_bytes: _Optional[int] = ..., leases: _Optional[int] = ..., leased_bytes: _Optional[int] = ..., succeeded: _Optional[int] = ..., failed: _Optional[int] = ..., connect_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., last_heartbeat_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., session_id: _Optional[str] = ..., health: _Optional[_Union[_device_pb2.DeviceHealth, _Mapping]] = ..., cordon_reason: _Optional[str] = ..., mps: _Optional[_Union[_device_pb2.MpsStatus, _Mapping]] = ..., quarantined: _Optional[bool] = ...) -> None: ...
+    models: _containers.RepeatedCompositeFieldContainer[_model_pb2.ModelResidency]
+    model_memory_bytes: int
+    def __init__(self, worker_id: _Optional[str] = ..., host: _Optional[str] = ..., version: _Optional[str] = ..., pid: _Optional[int] = ..., state: _Optional[_Union[WorkerState, str]] = ..., cordoned: _Optional[bool] = ..., drain_deadline: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., device: _Optional[_Union[_device_pb2.Device, _Mapping]] = ..., telemetry: _Optional[_Union[_device_pb2.DeviceTelemetry, _Mapping]] = ..., labels: _Optional[_Mapping[str, str]] = ..., capabilities: _Optional[_Iterable[_Union[_worker_service_pb2.Capability, _Mapping]]] = ..., resident_models: _Optional[_Iterable[str]] = ..., slots: _Optional[int] = ..., window_tasks: _Optional[int] = ..., window_bytes: _Optional[int] = ..., leases: _Optional[int] = ..., leased_bytes: _Optional[int] = ..., succeeded: _Optional[int] = ..., failed: _Optional[int] = ..., connect_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., last_heartbeat_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., session_id: _Optional[str] = ..., health: _Optional[_Union[_device_pb2.DeviceHealth, _Mapping]] = ..., cordon_reason: _Optional[str] = ..., mps: _Optional[_Union[_device_pb2.MpsStatus, _Mapping]] = ..., quarantined: _Optional[bool] = ..., models: _Optional[_Iterable[_Union[_model_pb2.ModelResidency, _Mapping]]] = ..., model_memory_bytes: _Optional[int] = ...) -> None: ...
 
 class ListWorkersRequest(_message.Message):
     __slots__ = ("page_size", "page_token")
@@ -534,3 +539,67 @@ class Candidate(_message.Message):
     score: float
     score_meaning: str
     def __init__(self, worker_id: _Optional[str] = ..., excluded_by: _Optional[_Iterable[str]] = ..., rank: _Optional[int] = ..., score: _Optional[float] = ..., score_meaning: _Optional[str] = ...) -> None: ...
+
+class ListModelsRequest(_message.Message):
+    __slots__ = ("name", "page_size", "page_token")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
+    PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    page_size: int
+    page_token: str
+    def __init__(self, name: _Optional[str] = ..., page_size: _Optional[int] = ..., page_token: _Optional[str] = ...) -> None: ...
+
+class ListModelsResponse(_message.Message):
+    __slots__ = ("models", "next_page_token")
+    MODELS_FIELD_NUMBER: _ClassVar[int]
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    models: _containers.RepeatedCompositeFieldContainer[ModelEntry]
+    next_page_token: str
+    def __init__(self, models: _Optional[_Iterable[_Union[ModelEntry, _Mapping]]] = ..., next_page_token: _Optional[str] = ...) -> None: ...
+
+class ModelEntry(_message.Message):
+    __slots__ = ("model", "worker_ids", "places")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    WORKER_IDS_FIELD_NUMBER: _ClassVar[int]
+    PLACES_FIELD_NUMBER: _ClassVar[int]
+    model: _model_pb2.Model
+    worker_ids: _containers.RepeatedScalarFieldContainer[str]
+    places: _containers.RepeatedCompositeFieldContainer[ModelPlace]
+    def __init__(self, model: _Optional[_Union[_model_pb2.Model, _Mapping]] = ..., worker_ids: _Optional[_Iterable[str]] = ..., places: _Optional[_Iterable[_Union[ModelPlace, _Mapping]]] = ...) -> None: ...
+
+class ModelPlace(_message.Message):
+    __slots__ = ("worker_id", "residency")
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    RESIDENCY_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    residency: _model_pb2.ModelResidency
+    def __init__(self, worker_id: _Optional[str] = ..., residency: _Optional[_Union[_model_pb2.ModelResidency, _Mapping]] = ...) -> None: ...
+
+class LoadModelRequest(_message.Message):
+    __slots__ = ("model", "worker_ids")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    WORKER_IDS_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    worker_ids: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, model: _Optional[str] = ..., worker_ids: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class LoadModelResponse(_message.Message):
+    __slots__ = ("worker_ids",)
+    WORKER_IDS_FIELD_NUMBER: _ClassVar[int]
+    worker_ids: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, worker_ids: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class UnloadModelRequest(_message.Message):
+    __slots__ = ("model", "worker_ids")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    WORKER_IDS_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    worker_ids: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, model: _Optional[str] = ..., worker_ids: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class UnloadModelResponse(_message.Message):
+    __slots__ = ("worker_ids",)
+    WORKER_IDS_FIELD_NUMBER: _ClassVar[int]
+    worker_ids: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, worker_ids: _Optional[_Iterable[str]] = ...) -> None: ...

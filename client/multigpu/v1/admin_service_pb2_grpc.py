@@ -129,6 +129,21 @@ class AdminServiceStub:
                 request_serializer=multigpu_dot_v1_dot_admin__service__pb2.ResetBreakerRequest.SerializeToString,
                 response_deserializer=multigpu_dot_v1_dot_admin__service__pb2.ResetBreakerResponse.FromString,
                 _registered_method=True)
+        self.ListModels = channel.unary_unary(
+                '/multigpu.v1.AdminService/ListModels',
+                request_serializer=multigpu_dot_v1_dot_admin__service__pb2.ListModelsRequest.SerializeToString,
+                response_deserializer=multigpu_dot_v1_dot_admin__service__pb2.ListModelsResponse.FromString,
+                _registered_method=True)
+        self.LoadModel = channel.unary_unary(
+                '/multigpu.v1.AdminService/LoadModel',
+                request_serializer=multigpu_dot_v1_dot_admin__service__pb2.LoadModelRequest.SerializeToString,
+                response_deserializer=multigpu_dot_v1_dot_admin__service__pb2.LoadModelResponse.FromString,
+                _registered_method=True)
+        self.UnloadModel = channel.unary_unary(
+                '/multigpu.v1.AdminService/UnloadModel',
+                request_serializer=multigpu_dot_v1_dot_admin__service__pb2.UnloadModelRequest.SerializeToString,
+                response_deserializer=multigpu_dot_v1_dot_admin__service__pb2.UnloadModelResponse.FromString,
+                _registered_method=True)
         self.GetStats = channel.unary_unary(
                 '/multigpu.v1.AdminService/GetStats',
                 request_serializer=multigpu_dot_v1_dot_admin__service__pb2.GetStatsRequest.SerializeToString,
@@ -271,6 +286,28 @@ class AdminServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListModels(self, request, context):
+        """Every model that a worker has offered since the master began, with where it is loaded.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def LoadModel(self, request, context):
+        """Loads a model and keeps it loaded, until UnloadModel. Returns at once; ListModels shows how it goes.
+        NOT_FOUND: no connected worker offers it. RESOURCE_EXHAUSTED: it would not fit beside what is pinned already.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UnloadModel(self, request, context):
+        """Has workers unload a model once what is leased on it is done, and pins it no more. A later task loads it again.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetStats(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -381,6 +418,21 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.ResetBreaker,
                     request_deserializer=multigpu_dot_v1_dot_admin__service__pb2.ResetBreakerRequest.FromString,
                     response_serializer=multigpu_dot_v1_dot_admin__service__pb2.ResetBreakerResponse.SerializeToString,
+            ),
+            'ListModels': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListModels,
+                    request_deserializer=multigpu_dot_v1_dot_admin__service__pb2.ListModelsRequest.FromString,
+                    response_serializer=multigpu_dot_v1_dot_admin__service__pb2.ListModelsResponse.SerializeToString,
+            ),
+            'LoadModel': grpc.unary_unary_rpc_method_handler(
+                    servicer.LoadModel,
+                    request_deserializer=multigpu_dot_v1_dot_admin__service__pb2.LoadModelRequest.FromString,
+                    response_serializer=multigpu_dot_v1_dot_admin__service__pb2.LoadModelResponse.SerializeToString,
+            ),
+            'UnloadModel': grpc.unary_unary_rpc_method_handler(
+                    servicer.UnloadModel,
+                    request_deserializer=multigpu_dot_v1_dot_admin__service__pb2.UnloadModelRequest.FromString,
+                    response_serializer=multigpu_dot_v1_dot_admin__service__pb2.UnloadModelResponse.SerializeToString,
             ),
             'GetStats': grpc.unary_unary_rpc_method_handler(
                     servicer.GetStats,
@@ -906,6 +958,87 @@ class AdminService:
             '/multigpu.v1.AdminService/ResetBreaker',
             multigpu_dot_v1_dot_admin__service__pb2.ResetBreakerRequest.SerializeToString,
             multigpu_dot_v1_dot_admin__service__pb2.ResetBreakerResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListModels(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/multigpu.v1.AdminService/ListModels',
+            multigpu_dot_v1_dot_admin__service__pb2.ListModelsRequest.SerializeToString,
+            multigpu_dot_v1_dot_admin__service__pb2.ListModelsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LoadModel(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/multigpu.v1.AdminService/LoadModel',
+            multigpu_dot_v1_dot_admin__service__pb2.LoadModelRequest.SerializeToString,
+            multigpu_dot_v1_dot_admin__service__pb2.LoadModelResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UnloadModel(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/multigpu.v1.AdminService/UnloadModel',
+            multigpu_dot_v1_dot_admin__service__pb2.UnloadModelRequest.SerializeToString,
+            multigpu_dot_v1_dot_admin__service__pb2.UnloadModelResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -3,6 +3,7 @@ import datetime
 from google.protobuf import duration_pb2 as _duration_pb2
 from google.protobuf import timestamp_pb2 as _timestamp_pb2
 from multigpu.v1 import device_pb2 as _device_pb2
+from multigpu.v1 import model_pb2 as _model_pb2
 from multigpu.v1 import task_pb2 as _task_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
@@ -46,7 +47,7 @@ class SessionRequest(_message.Message):
     def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., report_batches: _Optional[_Iterable[_Union[ReportBatch, _Mapping]]] = ..., partials: _Optional[_Iterable[_Union[PartialOutput, _Mapping]]] = ..., payload_key: _Optional[bytes] = ...) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("protocol_version", "worker_id", "host", "version", "pid", "device", "capabilities", "labels", "slots", "window_tasks", "window_bytes", "leases")
+    __slots__ = ("protocol_version", "worker_id", "host", "version", "pid", "device", "capabilities", "labels", "slots", "window_tasks", "window_bytes", "leases", "models", "model_memory_bytes")
     class LabelsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -66,6 +67,8 @@ class Hello(_message.Message):
     WINDOW_TASKS_FIELD_NUMBER: _ClassVar[int]
     WINDOW_BYTES_FIELD_NUMBER: _ClassVar[int]
     LEASES_FIELD_NUMBER: _ClassVar[int]
+    MODELS_FIELD_NUMBER: _ClassVar[int]
+    MODEL_MEMORY_BYTES_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     worker_id: str
     host: str
@@ -78,7 +81,9 @@ class Hello(_message.Message):
     window_tasks: int
     window_bytes: int
     leases: _containers.RepeatedCompositeFieldContainer[HeldLease]
-    def __init__(self, protocol_version: _Optional[int] = ..., worker_id: _Optional[str] = ..., host: _Optional[str] = ..., version: _Optional[str] = ..., pid: _Optional[int] = ..., device: _Optional[_Union[_device_pb2.Device, _Mapping]] = ..., capabilities: _Optional[_Iterable[_Union[Capability, _Mapping]]] = ..., labels: _Optional[_Mapping[str, str]] = ..., slots: _Optional[int] = ..., window_tasks: _Optional[int] = ..., window_bytes: _Optional[int] = ..., leases: _Optional[_Iterable[_Union[HeldLease, _Mapping]]] = ...) -> None: ...
+    models: _containers.RepeatedCompositeFieldContainer[_model_pb2.Model]
+    model_memory_bytes: int
+    def __init__(self, protocol_version: _Optional[int] = ..., worker_id: _Optional[str] = ..., host: _Optional[str] = ..., version: _Optional[str] = ..., pid: _Optional[int] = ..., device: _Optional[_Union[_device_pb2.Device, _Mapping]] = ..., capabilities: _Optional[_Iterable[_Union[Capability, _Mapping]]] = ..., labels: _Optional[_Mapping[str, str]] = ..., slots: _Optional[int] = ..., window_tasks: _Optional[int] = ..., window_bytes: _Optional[int] = ..., leases: _Optional[_Iterable[_Union[HeldLease, _Mapping]]] = ..., models: _Optional[_Iterable[_Union[_model_pb2.Model, _Mapping]]] = ..., model_memory_bytes: _Optional[int] = ...) -> None: ...
 
 class Capability(_message.Message):
     __slots__ = ("kind", "models")
@@ -105,24 +110,34 @@ class HeldLease(_message.Message):
     def __init__(self, lease_id: _Optional[int] = ..., task_id: _Optional[int] = ..., attempt: _Optional[int] = ..., running: _Optional[bool] = ..., progress: _Optional[_Union[_task_pb2.Progress, _Mapping]] = ..., checkpoint: _Optional[bytes] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
-    __slots__ = ("leases", "last_frame", "telemetry", "resident_models", "draining", "health", "mps", "embedding_cache")
+    __slots__ = ("leases", "last_frame", "telemetry", "draining", "health", "mps", "embedding_cache", "models", "catalog")
     LEASES_FIELD_NUMBER: _ClassVar[int]
     LAST_FRAME_FIELD_NUMBER: _ClassVar[int]
     TELEMETRY_FIELD_NUMBER: _ClassVar[int]
-    RESIDENT_MODELS_FIELD_NUMBER: _ClassVar[int]
     DRAINING_FIELD_NUMBER: _ClassVar[int]
     HEALTH_FIELD_NUMBER: _ClassVar[int]
     MPS_FIELD_NUMBER: _ClassVar[int]
     EMBEDDING_CACHE_FIELD_NUMBER: _ClassVar[int]
+    MODELS_FIELD_NUMBER: _ClassVar[int]
+    CATALOG_FIELD_NUMBER: _ClassVar[int]
     leases: _containers.RepeatedCompositeFieldContainer[HeldLease]
     last_frame: int
     telemetry: _device_pb2.DeviceTelemetry
-    resident_models: _containers.RepeatedScalarFieldContainer[str]
     draining: bool
     health: _device_pb2.DeviceHealth
     mps: _device_pb2.MpsStatus
     embedding_cache: EmbeddingCache
-    def __init__(self, leases: _Optional[_Iterable[_Union[HeldLease, _Mapping]]] = ..., last_frame: _Optional[int] = ..., telemetry: _Optional[_Union[_device_pb2.DeviceTelemetry, _Mapping]] = ..., resident_models: _Optional[_Iterable[str]] = ..., draining: _Optional[bool] = ..., health: _Optional[_Union[_device_pb2.DeviceHealth, _Mapping]] = ..., mps: _Optional[_Union[_device_pb2.MpsStatus, _Mapping]] = ..., embedding_cache: _Optional[_Union[EmbeddingCache, _Mapping]] = ...) -> None: ...
+    models: _containers.RepeatedCompositeFieldContainer[_model_pb2.ModelResidency]
+    catalog: Catalog
+    def __init__(self, leases: _Optional[_Iterable[_Union[HeldLease, _Mapping]]] = ..., last_frame: _Optional[int] = ..., telemetry: _Optional[_Union[_device_pb2.DeviceTelemetry, _Mapping]] = ..., draining: _Optional[bool] = ..., health: _Optional[_Union[_device_pb2.DeviceHealth, _Mapping]] = ..., mps: _Optional[_Union[_device_pb2.MpsStatus, _Mapping]] = ..., embedding_cache: _Optional[_Union[EmbeddingCache, _Mapping]] = ..., models: _Optional[_Iterable[_Union[_model_pb2.ModelResidency, _Mapping]]] = ..., catalog: _Optional[_Union[Catalog, _Mapping]] = ...) -> None: ...
+
+class Catalog(_message.Message):
+    __slots__ = ("capabilities", "models")
+    CAPABILITIES_FIELD_NUMBER: _ClassVar[int]
+    MODELS_FIELD_NUMBER: _ClassVar[int]
+    capabilities: _containers.RepeatedCompositeFieldContainer[Capability]
+    models: _containers.RepeatedCompositeFieldContainer[_model_pb2.Model]
+    def __init__(self, capabilities: _Optional[_Iterable[_Union[Capability, _Mapping]]] = ..., models: _Optional[_Iterable[_Union[_model_pb2.Model, _Mapping]]] = ...) -> None: ...
 
 class EmbeddingCache(_message.Message):
     __slots__ = ("hits", "joined", "misses", "entries", "size_bytes")
@@ -241,18 +256,20 @@ class LeaseBatch(_message.Message):
     def __init__(self, spec: _Optional[_Union[_task_pb2.TaskSpec, _Mapping]] = ..., lease_ids: _Optional[_Iterable[int]] = ..., task_ids: _Optional[_Iterable[int]] = ..., attempts: _Optional[_Iterable[int]] = ..., payloads: _Optional[_Iterable[bytes]] = ..., units: _Optional[_Iterable[int]] = ..., extras: _Optional[_Iterable[_Union[LeaseExtra, _Mapping]]] = ...) -> None: ...
 
 class LeaseExtra(_message.Message):
-    __slots__ = ("index", "checkpoint", "partials_received", "traceparent", "payload_place")
+    __slots__ = ("index", "checkpoint", "partials_received", "traceparent", "payload_place", "partials")
     INDEX_FIELD_NUMBER: _ClassVar[int]
     CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
     PARTIALS_RECEIVED_FIELD_NUMBER: _ClassVar[int]
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     PAYLOAD_PLACE_FIELD_NUMBER: _ClassVar[int]
+    PARTIALS_FIELD_NUMBER: _ClassVar[int]
     index: int
     checkpoint: bytes
     partials_received: int
     traceparent: str
     payload_place: _task_pb2.PayloadReference
-    def __init__(self, index: _Optional[int] = ..., checkpoint: _Optional[bytes] = ..., partials_received: _Optional[int] = ..., traceparent: _Optional[str] = ..., payload_place: _Optional[_Union[_task_pb2.PayloadReference, _Mapping]] = ...) -> None: ...
+    partials: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, index: _Optional[int] = ..., checkpoint: _Optional[bytes] = ..., partials_received: _Optional[int] = ..., traceparent: _Optional[str] = ..., payload_place: _Optional[_Union[_task_pb2.PayloadReference, _Mapping]] = ..., partials: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class Revocation(_message.Message):
     __slots__ = ("lease_id", "reason")
@@ -263,11 +280,15 @@ class Revocation(_message.Message):
     def __init__(self, lease_id: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class DesiredState(_message.Message):
-    __slots__ = ("mode", "drain_deadline", "check")
+    __slots__ = ("mode", "drain_deadline", "check", "pinned_models", "unwanted_models")
     MODE_FIELD_NUMBER: _ClassVar[int]
     DRAIN_DEADLINE_FIELD_NUMBER: _ClassVar[int]
     CHECK_FIELD_NUMBER: _ClassVar[int]
+    PINNED_MODELS_FIELD_NUMBER: _ClassVar[int]
+    UNWANTED_MODELS_FIELD_NUMBER: _ClassVar[int]
     mode: WorkerMode
     drain_deadline: _timestamp_pb2.Timestamp
     check: int
-    def __init__(self, mode: _Optional[_Union[WorkerMode, str]] = ..., drain_deadline: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., check: _Optional[int] = ...) -> None: ...
+    pinned_models: _containers.RepeatedScalarFieldContainer[str]
+    unwanted_models: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, mode: _Optional[_Union[WorkerMode, str]] = ..., drain_deadline: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., check: _Optional[int] = ..., pinned_models: _Optional[_Iterable[str]] = ..., unwanted_models: _Optional[_Iterable[str]] = ...) -> None: ...
