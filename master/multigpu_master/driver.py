@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import structlog
 from multigpu.v1 import worker_service_pb2
 
-from multigpu_master import settings, wire, wire_large
+from multigpu_master import settings, wire, wire_large, wire_models
 from multigpu_master.core import events as ev
 from multigpu_master.core.model import Lease, OutcomeState, Spec, Task
 from multigpu_master.core.scheduler import Core
@@ -274,6 +274,8 @@ class Driver:
             desired.mode = worker_service_pb2.WORKER_MODE_ACTIVE
         worker = self.core.fleet.sessions.get(command.session)
         desired.check = worker.checks_asked if worker is not None else 0
+        if worker is not None:
+            wire_models.fill_desired(desired, worker)
 
     def _end_session(self, command: ev.EndSession) -> None:
         outbox = self._sessions.get(command.session)

@@ -4,7 +4,7 @@ The snapshot is taken on the event loop, which owns the numbers, once a second; 
 """
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import structlog
@@ -14,6 +14,7 @@ from multigpu.metrics import Metric, OtlpMetrics, PrometheusServer, Sample, conf
 
 from multigpu_master import VERSION, metrics_devices
 from multigpu_master.core.model import EmbeddingCache, Worker
+from multigpu_master.core.residency import ModelState, Resident
 from multigpu_master.driver import Driver
 from multigpu_master.memory import resident_bytes
 
@@ -130,7 +131,26 @@ def _of_workers(workers: list[Worker]) -> Iterator[Metric]:
     yield each("mgpu_worker_leases", "Unsettled leases.", [(w, float(len(w.leases))) for w in workers])
     yield each("mgpu_worker_succeeded_total", "Tasks that succeeded there.", [(w, float(w.succeeded)) for w in workers])
     yield each("mgpu_worker_failed_total", "Attempts that failed there.", [(w, float(w.failed)) for w in workers])
+    yield from _of_models([w for w in workers if w.residency.said])
     yield from _of_caches([(w, w.embedding_cache) for w in workers if w.embedding_cache is not None])
+
+
+def _of_models(workers: list[Worker]) -> Iterator[Metric]:
+    def each(name: str, text: str, value: Callable[[Resident], float]) -> Metric:
+        samples = tuple(
+            Sample(value(r), {"worker_id": w.worker_id, "model": r.model})
+            for w in workers
+            for r in w.residency.said.values()
+        )
+        return Metric(name, "counter" if name.endswith("_total") else "gauge", text, samples)
+
+    resident = tuple(
+        Sample(sum(r.state is ModelState.READY for r in w.residency.said.values()), {"worker_id": w.worker_id})
+        for w in workers
+    )
+    yield Metric("mgpu_models_resident", "gauge", "Models that are loaded and ready.", resident)
+    yield each("mgpu_model_memory_bytes", "What a loaded model takes of the device's memory.", lambda r: r.memory_bytes)
+    yield each("mgpu_model_loads_total", "Times that the worker has loaded it since it began.", lambda r: r.loads)
 
 
 def _of_caches(caches: list[tuple[Worker, EmbeddingCache]]) -> Iterator[Metric]:

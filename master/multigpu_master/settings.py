@@ -11,14 +11,15 @@ from typing import Any
 from multigpu.v1 import admin_service_pb2 as pb
 from multigpu.v1 import device_pb2
 
-from multigpu_master import wire, wire_devices
+from multigpu_master import wire, wire_devices, wire_models
 from multigpu_master.core import events as ev
 from multigpu_master.core.model import Capability, Queue, Worker, WorkerInfo
 from multigpu_master.core.scheduler import Core
 from multigpu_master.journal import JournalError
 
 STRATEGY, QUEUE, WORKER, BREAKER = "strategy", "queue/", "worker/", "breaker"
-_INFO = tuple(f.name for f in dataclasses.fields(WorkerInfo))
+# What a worker offers, model by model, it says again when it comes back.
+_INFO = tuple(f.name for f in dataclasses.fields(WorkerInfo) if f.name != "models")
 
 
 def queue_setting(queue: Queue) -> dict[str, bytes | None]:
@@ -44,6 +45,7 @@ def worker_setting(worker: Worker) -> dict[str, bytes | None]:
         "connected": bool(worker.session),
         "quarantined": worker.quarantined,
         "checks_asked": worker.checks_asked,
+        "pinned_models": list(worker.residency.pins),
     }
     return {WORKER + worker.worker_id: json.dumps(known).encode()}
 
@@ -90,7 +92,8 @@ def _restore_one(core: Core, key: str, value: bytes, now: float) -> int:
         if not (isinstance(known["connected"], bool) and isinstance(known["cordon_reason"], str)):
             raise TypeError(f"connected is {known['connected']!r}, cordon_reason {known['cordon_reason']!r}")
         reason, connected, asked = known["cordon_reason"], known["connected"], health.checks_passed
-        core.handle(ev.RegisterWorker(info, told.cordoned, reason, connected, told.quarantined, asked), now)
+        pins = tuple(pb.Worker(resident_models=known.get("pinned_models", ())).resident_models)
+        core.handle(ev.RegisterWorker(info, told.cordoned, reason, connected, told.quarantined, asked, pins), now)
         return int(known["connected"])
     elif key == BREAKER:
         trip_time = wire.timestamp(json.loads(value)["tripped_s"])
@@ -120,6 +123,8 @@ def worker_message(worker: Worker) -> pb.Worker:
         quarantined=worker.quarantined,
         labels=dict(info.labels),
         resident_models=worker.resident_models,
+        models=[wire_models.resident_message(r) for r in worker.residency.said.values()],
+        model_memory_bytes=info.model_memory_bytes,
         slots=info.slots,
         window_tasks=info.window_tasks,
         window_bytes=info.window_bytes,

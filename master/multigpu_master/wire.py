@@ -5,9 +5,8 @@ wrong in words for the person who wrote it. Specs are interned: equal ones are o
 them.
 """
 
-import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence, Sized
+from collections.abc import Mapping, Sequence, Sized
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from google.protobuf.duration_pb2 import Duration
@@ -16,7 +15,7 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from multigpu.payloads import Reference
 from multigpu.v1 import device_pb2, task_pb2, task_service_pb2, worker_service_pb2
 
-from multigpu_master import wire_devices, wire_large
+from multigpu_master import wire_devices, wire_large, wire_models
 from multigpu_master.core import events as ev
 from multigpu_master.core.model import (
     Capability,
@@ -44,8 +43,9 @@ DURABLE_TTL_S, EPHEMERAL_TTL_S = 86_400.0, 300.0
 PARAMETERS_MAX, PARAMETERS_BYTES_MAX = 64, 64 << 10
 NAME_BYTES_MAX, MODEL_BYTES_MAX, KEY_BYTES_MAX = 128, 256, 256
 MESSAGE_CHARS_MAX, TRACEBACK_CHARS_MAX = 8 << 10, 16 << 10
-# What a worker may say of itself in all, and what it may leave for the next attempt of a task.
-HELLO_BYTES_MAX, CHECKPOINT_BYTES_MAX = 1 << 20, 1 << 20
+# What a worker may say of itself in all, what it may leave for the next attempt of a task, and how much of a task's
+# partial outputs its next worker is handed.
+HELLO_BYTES_MAX, CHECKPOINT_BYTES_MAX, PARTIALS_BYTES_MAX = 1 << 20, 1 << 20, 1 << 20
 MODELS_MAX = 1000
 REASONS_MAX, REASON_CODE_CHARS_MAX, REASON_CHARS_MAX = 16, 64, 1 << 10
 # Times beyond these are taken for these: so every one can be said again as a Timestamp, and shown as a date.
@@ -443,6 +443,7 @@ def fill_leases(
             batch.extras.add(
                 index=index, checkpoint=extra.checkpoint,
                 partials_received=len(extra.partials), traceparent=extra.traceparent,
+                partials=extra.partials if extra.partials_bytes <= PARTIALS_BYTES_MAX else (),
             )  # fmt: skip
     if read is not None:
         wire_large.fill_payloads(batch, leases, read)
@@ -474,6 +475,8 @@ def worker_info(m: worker_service_pb2.Hello) -> WorkerInfo:
         device_wire=wire_devices.device_wire(m.device),
         memory_total_bytes=m.device.memory_total_bytes,
         capabilities=tuple(Capability(kind=c.kind, models=tuple(c.models)) for c in m.capabilities),
+        models=wire_models.models_of(m.models),
+        model_memory_bytes=m.model_memory_bytes,
         labels=dict(m.labels),
         slots=max(1, m.slots),
         window_tasks=max(1, m.window_tasks),
@@ -488,11 +491,6 @@ def held_lease(m: worker_service_pb2.HeldLease) -> ev.HeldLease:
     fraction = p.fraction if 0.0 <= p.fraction <= 1.0 else 0.0
     checkpoint = m.checkpoint if len(m.checkpoint) <= CHECKPOINT_BYTES_MAX else b""
     return ev.HeldLease(m.lease_id, m.task_id, attempt, m.running, fraction, p.steps, p.note[:1024], checkpoint)
-
-
-def resident_models(names: Iterable[str]) -> tuple[str, ...]:
-    """The models that a worker says it has loaded."""
-    return tuple(sorted(name[:MODEL_BYTES_MAX] for name in itertools.islice(names, MODELS_MAX)))
 
 
 def embedding_cache(m: worker_service_pb2.EmbeddingCache) -> EmbeddingCache:

@@ -50,8 +50,7 @@ class Attempts:
         sick device gives back.
         """
         task, worker = lease.task, lease.worker
-        if task.attempts == lease.attempt:
-            task.attempts -= 1
+        self._uncharge(lease)
         if sick:
             self._requeue(task, now, 0.0)
             return
@@ -66,6 +65,17 @@ class Attempts:
             dispatch_s=lease.dispatch_s, worker_id=worker.worker_id, device_id=worker.info.device_id,
         )  # fmt: skip
         self._ledger.settle(task, outcome)
+
+    def spare(self, lease: Lease, now: float, after_s: float) -> None:
+        """A released lease is not charged, however often that happens: its worker had no room for the model."""
+        self._uncharge(lease)
+        self._requeue(lease.task, now, after_s)
+
+    def _uncharge(self, lease: Lease) -> None:
+        """The lease was no attempt."""
+        task = lease.task
+        if task.attempts == lease.attempt:
+            task.attempts -= 1
 
     def pause(self, task: Task, now: float, after_s: float) -> None:
         """Has a task that was taken off its lane come back to it after a while."""

@@ -7,6 +7,7 @@ from multigpu_master.core.attempts import Attempts
 from multigpu_master.core.lanes import Lane
 from multigpu_master.core.ledger import Ledger
 from multigpu_master.core.model import Lease, Task, Worker
+from multigpu_master.core.turns import Turns
 
 # How long a task that broke an engine waits for room on another device, before it is looked at again.
 ELSEWHERE_S = 0.05
@@ -15,8 +16,9 @@ ELSEWHERE_S = 0.05
 class Dispatcher:
     """See the module."""
 
-    def __init__(self, ledger: Ledger, attempts: Attempts) -> None:
+    def __init__(self, ledger: Ledger, attempts: Attempts, turns: Turns) -> None:
         self._ledger = ledger
+        self._turns = turns
         self._attempts = attempts
         self._membership = -1
         self._averages = -1
@@ -27,13 +29,17 @@ class Dispatcher:
         if ledger.held(now) or ledger.clogged():
             return
         self._unpark()
-        lanes, placement, dispatched = ledger.lanes, ledger.placement, dict[Worker, list[Lease]]()
+        lanes, placement, turns = ledger.lanes, ledger.placement, self._turns
+        dispatched = dict[Worker, list[Lease]]()
         while (first := lanes.first()) is not None:
             lane, task = first
             strategy = ledger.strategy_of(lane.queue)
             worker = None if lane.queue.paused else placement.choose(strategy, lane)
             if worker is None:
-                lanes.park(lane, placement.pin(strategy, lane.shape) if strategy.pinned else None)
+                pin = placement.pin(strategy, lane.shape) if strategy.pinned else None
+                lanes.park(lane, pin)
+                if ledger.fleet.planned:
+                    turns.parked(lane, pin, now)
                 continue
             lanes.take(lane)
             if task.extra is not None and task.extra.broke and not strategy.pinned:
@@ -46,6 +52,8 @@ class Dispatcher:
             lease = self._grant(task, lane, worker, now)
             if ledger.fleet.began_loading is not None:
                 self._unpark_loading()
+            if turns.turns:
+                turns.granted(lane, worker)
             if worker in dispatched:
                 dispatched[worker].append(lease)
             else:
@@ -78,9 +86,10 @@ class Dispatcher:
     def _unpark_loading(self) -> None:
         """A worker has just become one that has a model: tasks that were not worth the loading may be worth it now."""
         key, self._ledger.fleet.began_loading = self._ledger.fleet.began_loading, None
-        lanes = self._ledger.lanes
+        lanes, planned = self._ledger.lanes, self._ledger.fleet.planned
         for lane in list(lanes.parked):
-            if (lane.base.kind, lane.base.model) == key:
+            # A model that is offered by id has several names.
+            if planned or (lane.base.kind, lane.base.model) == key:
                 lanes.offer(lane)
 
     def _grant(self, task: Task, lane: Lane, worker: Worker, now: float) -> Lease:

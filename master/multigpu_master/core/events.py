@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from multigpu_master.core.model import (
     HEALTHY,
+    Capability,
     EmbeddingCache,
     Energy,
     Health,
@@ -17,6 +18,7 @@ from multigpu_master.core.model import (
     Worker,
     WorkerInfo,
 )
+from multigpu_master.core.residency import Model, Resident
 
 
 @dataclass(slots=True)
@@ -113,16 +115,25 @@ class Hello:
 
 
 @dataclass(slots=True)
+class Catalog:
+    """What a worker offers, in place of what its hello said."""
+
+    capabilities: tuple[Capability, ...]
+    models: tuple[Model, ...]
+
+
+@dataclass(slots=True)
 class Heartbeat:
     session: int
     leases: Sequence[HeldLease]
     last_frame: int
     telemetry: Telemetry
-    resident_models: tuple[str, ...] = ()
+    models: tuple[Resident, ...] = ()
     stopping: bool = False
     health: Health = HEALTHY
     embedding_cache: EmbeddingCache | None = None
     mps: bytes = b""
+    catalog: Catalog | None = None  # None: as before
 
 
 @dataclass(slots=True)
@@ -204,6 +215,23 @@ class RegisterWorker:
     expected: bool = False  # it was connected when the last master ended
     quarantined: bool = False
     checks_asked: int = 0
+    pins: tuple[str, ...] = ()
+
+
+@dataclass(slots=True)
+class LoadModel:
+    """A connected worker is to load a model that it offers, and to keep it loaded."""
+
+    worker_id: str
+    model: str
+
+
+@dataclass(slots=True)
+class UnloadModel:
+    """A worker is to unload a model, once what is leased on it is done. A name without version: all its versions."""
+
+    worker_id: str
+    model: str
 
 
 @dataclass(slots=True)
@@ -243,7 +271,7 @@ Event = (
     StreamOpened | StreamClosed | Submit | Cancel | SubmitFailed | SettlesCommitted | Recover
     | Hello | Heartbeat | Reports | Partials | SessionClosed
     | Cordon | Uncordon | Drain | Forget | RegisterWorker | SetStrategy | ConfigureQueue
-    | RestoreBreaker | ResetBreaker | Tick
+    | LoadModel | UnloadModel | RestoreBreaker | ResetBreaker | Tick
 )  # fmt: skip
 
 
@@ -300,7 +328,7 @@ class Revoke:
 
 @dataclass(slots=True)
 class Desire:
-    """Tell the worker what is wanted of it: this, and the checks that it was asked for."""
+    """Tell the worker what is wanted of it: this, the checks that it was asked for, which models are to stay or go."""
 
     session: int
     draining: bool

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from multigpu_master.core.lanes import partition_of, shape_of
 from multigpu_master.core.model import OutcomeState, Task, Worker
-from multigpu_master.core.placement import busy
+from multigpu_master.core.placement import busy, worthwhile
 from multigpu_master.core.scheduler import Core
 
 
@@ -47,7 +47,7 @@ def explain(core: Core, task: Task, now: float) -> Explanation:
         (excluded if candidate.excluded_by else free).append(candidate)
     free.sort(key=lambda c: (c.score, c.worker.last_dispatch))
     lane = core.lane_for(task)
-    for candidate in [c for c in free if not strategy.worth(shape, c.worker, fleet, lane.crowd.live)]:
+    for candidate in [c for c in free if not worthwhile(fleet, strategy, shape, c.worker, lane.crowd.live)]:
         candidate.excluded_by.append("too few such tasks wait to be worth it here")
         free.remove(candidate)
         excluded.append(candidate)

@@ -7,14 +7,14 @@ ones wait in the queue, where any worker can still have them.
 `changes` is a log of workers in the order they changed; the rankings in placement.py read on from where they were.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from multigpu_master.core.model import Capability, Lease, Shape, Worker, WorkerInfo
+from multigpu_master.core.residency import LOAD_S, Block, Figures, ModelState, Resident
 
 WINDOW_S = 0.5
-# Taken for the time of a unit of work where nothing was measured yet, and for the loading of a model.
+# Taken for the time of a unit of work where nothing was measured yet.
 UNIT_S = 0.01
-LOAD_S = 3.0
 # A pace is measured over at least this long: tasks that ran together are reported together, which says nothing of it.
 # The first time a shorter while must do, so that fast tasks soon have a window.
 PACE_S, FIRST_PACE_S = 0.1, 0.005
@@ -62,6 +62,8 @@ class Fleet:
         self._units = _Average()
         self._eligible: dict[Shape, dict[Worker, None]] = {}
         self._resident: dict[Shape, int] = {}
+        self.figures = Figures()  # of models
+        self.planned = False  # whether any worker offers models by id
         self.forgotten: list[Worker] = []  # to make room, and nobody was told yet
 
     # --- who ---------------------------------------------------------------------------------------------------------
@@ -72,10 +74,29 @@ class Fleet:
         if worker is None:
             self._make_room()
             worker = self.workers[info.worker_id] = Worker(info)
+            worker.residency.figures = self.figures
         else:
             worker.info = info
-        self.members_changed(worker)
+        self.offered(worker)
         return worker
+
+    def offered(self, worker: Worker) -> None:
+        """Notes what a worker offers, as its info says."""
+        info = worker.info
+        worker.residency.offer(info.models, info.model_memory_bytes)
+        self.planned = self.planned or bool(info.models)
+        self.measured((m.model_id, m.memory_bytes, m.load_s) for m in info.models)
+        self.members_changed(worker)
+
+    def measured(self, figures: Iterable[tuple[str, int, float]]) -> None:
+        """Learns (id, memory in bytes, loading time) of models, 0 for what isn't known."""
+        known = self.figures
+        for model, memory_bytes, load_s in figures:
+            before = known.changes
+            known.learn(known.memory_bytes, model, memory_bytes)
+            known.learn(known.load_s, model, load_s)
+            if known.changes != before:
+                self.averages += 1  # other workers may be worth more or less for that
 
     def _make_room(self) -> None:
         """Forgets the worker that was lost longest ago when too many lost ones pile up."""
@@ -144,6 +165,35 @@ class Fleet:
         capability = self.capability(worker, shape)
         return capability.models[0] if capability is not None and capability.models else ""
 
+    def model_id(self, worker: Worker, kind: str, model: str) -> str:
+        """The id of the worker's model that tasks of this kind and model run on; "" if it offers none by id."""
+        residency = worker.residency
+        if not residency.offered:
+            return ""
+        found = residency.ids.get((kind, model))
+        if found is None:
+            if len(residency.ids) > PACES_MAX:
+                residency.ids.clear()
+            name = self.model_of(worker, Shape(kind, model, (), 0, -1))
+            found = residency.ids[kind, model] = residency.names.get(name, "")
+        return found
+
+    def blocked(self, worker: Worker, shape: Shape) -> Block | None:
+        """Why the worker gets no tasks of this shape now for want of room for its model; None if it may."""
+        model = self.model_id(worker, shape.kind, shape.model)
+        return worker.residency.blocked(model, idle=not worker.leases) if model else None
+
+    def has_turn(self, worker: Worker, shape: Shape) -> bool:
+        """Whether the worker makes room for the shape's model, which has waited long enough."""
+        room_for = worker.residency.room_for
+        return bool(room_for) and room_for == self.model_id(worker, shape.kind, shape.model)
+
+    def models_changed(self, worker: Worker) -> None:
+        """Notes that a worker has other models than it had, or other room for them."""
+        worker.residency.changed()
+        self._resident.clear()
+        self.touch(worker)
+
     # --- how fast ----------------------------------------------------------------------------------------------------
 
     def expected_s(self, worker: Worker, shape: Shape, units: float = 0.0) -> float:
@@ -154,10 +204,14 @@ class Fleet:
 
     def load_s(self, worker: Worker, shape: Shape) -> float:
         """See strategies.base.FleetView."""
+        if self.planned and (model := self.model_id(worker, shape.kind, shape.model)):
+            residency = worker.residency
+            stays = model not in residency.unwanted and model not in residency.retiring
+            return 0.0 if stays and residency.placed(model) else residency.cost_s(model)
         if (shape.kind, shape.model) in worker.loading:
             return 0.0
         model = self.model_of(worker, shape)
-        return LOAD_S if model and model not in worker.resident_models else 0.0
+        return LOAD_S if model and model not in worker.residency.said else 0.0
 
     def resident_workers(self, shape: Shape) -> int:
         """See strategies.base.FleetView."""
@@ -211,7 +265,12 @@ class Fleet:
         worker.dispatched += 1
         worker.last_dispatch = self.dispatches
         key = (task.spec.kind, task.spec.model)
-        if key not in worker.loading:
+        if self.planned and (model := self.model_id(worker, *key)):
+            lease.model = model
+            if worker.residency.grant(model, lease.frame, now):
+                self._resident.clear()
+                self.began_loading = key
+        elif key not in worker.loading:
             loads = self.load_s(worker, Shape(*key, (), 0, -1)) > 0
             worker.loading[key] = None
             if len(worker.loading) > PACES_MAX:
@@ -234,14 +293,26 @@ class Fleet:
         task.lease = None
         worker.leased_bytes -= len(task.payload)
         worker.leased_memory_bytes -= task.spec.memory_bytes
+        if lease.model and worker.residency.release(lease.model):
+            self._resident.clear()
         worker.backlog_s = max(0.0, worker.backlog_s - lease.cost_s) if worker.leases else 0.0
 
     def released(self, worker: Worker, leases: Sequence[Lease], payload_bytes: int) -> None:
         """Takes leases of settled tasks, already off worker.leases, out of the worker's account."""
         worker.leased_bytes -= payload_bytes
         worker.leased_memory_bytes -= sum([lease.task.spec.memory_bytes for lease in leases])
+        if self.planned:
+            for lease in leases:
+                if lease.model and worker.residency.release(lease.model):
+                    self._resident.clear()
         cost_s = sum([lease.cost_s for lease in leases])
         worker.backlog_s = max(0.0, worker.backlog_s - cost_s) if worker.leases else 0.0
+
+    def heard(self, worker: Worker, models: Sequence[Resident], last_frame: int, now: float) -> None:
+        """What a heartbeat says of the worker's models."""
+        if worker.residency.heard(models, last_frame, now):
+            self._resident.clear()
+            self.measured((r.model, r.memory_bytes, 0.0) for r in models if r.state is ModelState.READY)
 
     def new_session(self, worker: Worker, session: int, now: float) -> None:
         """A fresh connected life: a narrow window until it shows its pace."""
@@ -259,7 +330,7 @@ class Fleet:
         """The worker is lost. Its leases were taken back before, except those that its next session goes on with."""
         self.sessions.pop(worker.session, None)
         worker.session = 0
-        worker.resident_models = ()
+        worker.residency.lost()
         worker.loading = {}
         self.members_changed(worker)
 

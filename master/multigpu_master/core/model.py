@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any, NamedTuple
 
+from multigpu_master.core.residency import Model, ModelState, Residency
+
 # Bytes, or what stands for them: the core needs no more of it than its length.
 Payload = bytes | Any
 
@@ -191,6 +193,7 @@ class Lease:
     fraction: float = 0.0
     steps: int = 0
     note: str = ""
+    model: str = ""  # the id of the worker's model that it is on; "": none that is planned for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -215,6 +218,8 @@ class WorkerInfo:
     device_wire: bytes = b""  # the serialized Device, with all that the core doesn't read
     memory_total_bytes: int = 0
     capabilities: tuple[Capability, ...] = ()
+    models: tuple[Model, ...] = ()
+    model_memory_bytes: int = 0  # that loaded models may take together; 0: no limit is known
     labels: Mapping[str, str] = field(default_factory=dict)
     slots: int = 1
     window_tasks: int = 1024
@@ -261,10 +266,11 @@ class Worker:
     health: Health = HEALTHY  # its own word, as of the last heartbeat
     quarantined: bool = False  # it gets no leases because of its health
     checks_asked: int = 0  # see multigpu.v1.DesiredState.check
-    resident_models: tuple[str, ...] = ()
+    residency: Residency = field(default_factory=Residency)
     embedding_cache: EmbeddingCache | None = None
     mps: bytes = b""  # the serialized MpsStatus; empty: it said nothing
-    # (kind, model) of leases granted to it: their models are resident or about to be, whatever its last heartbeat said
+    # (kind, model) of leases granted to it, where it offers no models by id: their models are resident or about to be,
+    # whatever its last heartbeat said
     loading: dict[tuple[str, str], None] = field(default_factory=dict)
     leases: dict[int, Lease] = field(default_factory=dict)
     leased_bytes: int = 0
@@ -287,6 +293,11 @@ class Worker:
     @property
     def worker_id(self) -> str:
         return self.info.worker_id
+
+    @property
+    def resident_models(self) -> tuple[str, ...]:
+        """What is loaded, as of the last heartbeat."""
+        return tuple(sorted(r.model for r in self.residency.said.values() if r.state is ModelState.READY))
 
     @property
     def accepting(self) -> bool:

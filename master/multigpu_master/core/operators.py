@@ -4,6 +4,7 @@ from multigpu_master.core import events as ev
 from multigpu_master.core.attempts import Attempts
 from multigpu_master.core.ledger import Ledger
 from multigpu_master.core.model import Worker
+from multigpu_master.core.sessions import desire
 
 
 class Operators:
@@ -19,6 +20,7 @@ class Operators:
         worker = self._ledger.fleet.register(event.info)
         worker.cordoned, worker.cordon_reason = event.cordoned, event.cordon_reason
         worker.quarantined, worker.checks_asked = event.quarantined, event.checks_asked
+        worker.residency.pins = dict.fromkeys(event.pins)
         worker.heard_s = now
         if event.expected:
             self._ledger.expected[worker.worker_id] = None
@@ -65,6 +67,33 @@ class Operators:
         self._ledger.fleet.members_changed(worker)
         self._ledger.out.append(ev.WorkerChanged(worker, remember=True))
 
+    # --- models ------------------------------------------------------------------------------------------------------
+
+    def load_model(self, event: ev.LoadModel, now: float) -> None:
+        worker = self._ledger.fleet.workers[event.worker_id]
+        residency = worker.residency
+        residency.pins[event.model] = None
+        residency.unwanted.pop(residency.names.get(event.model, event.model), None)
+        self._models_changed(worker)
+
+    def unload_model(self, event: ev.UnloadModel, now: float) -> None:
+        """What is not loaded, nor about to be, is pinned no more, and that is all."""
+        worker = self._ledger.fleet.workers[event.worker_id]
+        residency, name = worker.residency, event.model
+        for pin in [p for p in residency.pins if is_version(p, name) or residency.names.get(p) == name]:
+            del residency.pins[pin]
+        known = dict.fromkeys((*residency.said, *residency.granted, *residency.uses, *residency.began_s))
+        for model in [m for m in known if is_version(m, name)]:
+            residency.unwanted[model] = 0
+        self._models_changed(worker)
+
+    def _models_changed(self, worker: Worker) -> None:
+        self._ledger.fleet.models_changed(worker)
+        self._ledger.freed[worker] = None
+        if worker.session:
+            self._ledger.out.append(desire(worker))
+        self._ledger.out.append(ev.WorkerChanged(worker, remember=True))
+
     # --- rules -------------------------------------------------------------------------------------------------------
 
     def set_strategy(self, event: ev.SetStrategy, now: float) -> None:
@@ -86,3 +115,8 @@ class Operators:
         if event.bytes_max is not None:
             queue.bytes_max = event.bytes_max
         self._ledger.retry_all = True
+
+
+def is_version(model: str, name: str) -> bool:
+    """Whether an id is meant by a name: it is that id, or a version of that name."""
+    return model == name or model.startswith(f"{name}:")

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from multigpu_master.core.fleet import Fleet
 from multigpu_master.core.lanes import Lane
 from multigpu_master.core.model import Shape, Worker, WorkerInfo
+from multigpu_master.core.residency import Block
 
 if TYPE_CHECKING:
     from multigpu_master.strategies.base import Strategy
@@ -23,6 +24,8 @@ PINS_MAX = 16_384
 CAME_MAX = 16
 # A worker that is not worth it for so many tasks never is.
 QUEUED_MAX = 1 << 40
+# So many models that take up the room are named.
+NAMED_MAX = 8
 
 
 def busy(fleet: Fleet, strategy: "Strategy", shape: Shape, worker: Worker) -> list[str]:
@@ -44,9 +47,22 @@ def busy(fleet: Fleet, strategy: "Strategy", shape: Shape, worker: Worker) -> li
         why.append(f"window full ({worker.leased_bytes} of {worker.info.window_bytes} bytes)")
     if (free := short_of_memory(worker, shape)) is not None:
         why.append(f"{shape.memory_bytes} bytes of device memory required, {free} free")
+    if (block := fleet.blocked(worker, shape)) is not None:
+        why.append(_crowded(fleet, worker, shape, block))
     if (own := strategy.excludes(shape, worker, fleet)) is not None:
         why.append(own)
     return why
+
+
+def _crowded(fleet: Fleet, worker: Worker, shape: Shape, block: Block) -> str:
+    """Why a model gets no place on a worker, in words."""
+    residency, model = worker.residency, fleet.model_id(worker, shape.kind, shape.model)
+    if block is not Block.NO_ROOM:
+        return f"model {model}: {block.value}"
+    others = sorted(m for m in residency.in_use() if m != model)
+    named = ", ".join(others[:NAMED_MAX]) + (", ..." if len(others) > NAMED_MAX else "")
+    needed, limit = residency.memory_of(model), residency.limit_bytes
+    return f"no room for model {model} ({needed} of {limit} bytes): {named} are in use"
 
 
 def _illness(worker: Worker) -> str:
@@ -68,6 +84,11 @@ def short_of_memory(worker: Worker, shape: Shape) -> int | None:
     return free if free < shape.memory_bytes else None
 
 
+def worthwhile(fleet: Fleet, strategy: "Strategy", shape: Shape, worker: Worker, queued: int) -> bool:
+    """Whether the strategy finds a worker worth it for so many tasks, or their model's turn has come there."""
+    return strategy.worth(shape, worker, fleet, queued) or fleet.has_turn(worker, shape)
+
+
 # (score, last dispatch, version, tie, worker)
 Entry = tuple[float, int, int, int, Worker]
 
@@ -77,7 +98,7 @@ class Ranking:
 
     __slots__ = (
         "_aside", "_averages", "_cursor", "_enough", "_fleet", "_heap", "_members", "_pushed", "_resident", "_shape",
-        "_ties", "strategy",
+        "_ties", "crowded", "strategy",
     )  # fmt: skip
 
     def __init__(self, fleet: Fleet, strategy: "Strategy", shape: Shape) -> None:
@@ -93,18 +114,19 @@ class Ranking:
         self._averages = -1
         self._cursor = 0
         self._ties = 0
+        self.crowded: dict[Worker, None] = {}  # those that have no room for the model
 
     def best(self, queued: int) -> Worker | None:
         """The worker that ranks first among those worth it for `queued` tasks; None if none may have one now."""
         self._catch_up()
-        heap, worth = self._heap, self.strategy.worth
+        heap, fleet, worth = self._heap, self._fleet, self.strategy.worth
         if self._aside:
             self._bring_back(queued)
         while heap:
             worker = heap[0][4]
             if heap[0][2] != worker.version:
                 heappop(heap)
-            elif worth(self._shape, worker, self._fleet, queued):
+            elif worth(self._shape, worker, fleet, queued) or fleet.has_turn(worker, self._shape):
                 return worker
             else:
                 self._set_aside(heappop(heap), queued)
@@ -163,6 +185,7 @@ class Ranking:
             self._heap.clear()
             self._aside.clear()
             self._pushed.clear()
+            self.crowded.clear()
             for worker in fleet.eligible(self._shape):
                 self._look_at(worker)
             self._members = fleet.membership
@@ -176,11 +199,16 @@ class Ranking:
 
     def _look_at(self, worker: Worker) -> None:
         self._pushed[worker] = worker.version
+        if self.crowded:
+            self.crowded.pop(worker, None)
         if not worker.accepting or worker.full:
             return
         if short_of_memory(worker, self._shape) is not None:
             return
         if self.strategy.excludes(self._shape, worker, self._fleet) is not None:
+            return
+        if self._fleet.planned and self._fleet.blocked(worker, self._shape) is not None:
+            self.crowded[worker] = None
             return
         score = self.strategy.score(self._shape, worker, self._fleet)
         heap = self._heap
@@ -215,7 +243,7 @@ class Placement:
             worker = self.pin(strategy, lane.shape)
             if worker is None or worker.full or short_of_memory(worker, lane.shape) is not None:
                 return None
-            return worker
+            return worker if self._fleet.blocked(worker, lane.shape) is None else None
         crowd = lane.crowd
         ranking = crowd.ranking
         if ranking is None or ranking.strategy is not strategy:

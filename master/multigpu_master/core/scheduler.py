@@ -17,6 +17,7 @@ from multigpu_master.core.operators import Operators
 from multigpu_master.core.quarantine import Quarantine
 from multigpu_master.core.sessions import Sessions
 from multigpu_master.core.timers import Due
+from multigpu_master.core.turns import Turns
 from multigpu_master.strategies.base import Strategy
 
 __all__ = ["Core", "Counters", "Limits"]
@@ -42,9 +43,10 @@ class Core(Ledger):
         super().__init__(strategies, limits, first_id, strategy)
         self._streams: set[int] = set()  # the Run streams that live
         self._attempts = Attempts(self, random)
-        self._dispatcher = Dispatcher(self, self._attempts)
+        turns = Turns(self)
+        self._dispatcher = Dispatcher(self, self._attempts, turns)
         self.quarantine = Quarantine(self)
-        sessions = Sessions(self, self._attempts, self.quarantine)
+        sessions = Sessions(self, self._attempts, self.quarantine, turns)
         operators = Operators(self, self._attempts)
         self._handlers: dict[type, Callable[..., None]] = {
             ev.StreamOpened: self._stream_opened, ev.StreamClosed: self._stream_closed,
@@ -54,6 +56,7 @@ class Core(Ledger):
             ev.Partials: sessions.partials, ev.SessionClosed: sessions.closed,
             ev.RegisterWorker: operators.register, ev.Cordon: operators.cordon, ev.Uncordon: operators.uncordon,
             ev.Drain: operators.drain, ev.Forget: operators.forget,
+            ev.LoadModel: operators.load_model, ev.UnloadModel: operators.unload_model,
             ev.RestoreBreaker: self.quarantine.restore, ev.ResetBreaker: self.quarantine.reset,
             ev.SetStrategy: operators.set_strategy, ev.ConfigureQueue: operators.configure_queue,
         }  # fmt: skip

@@ -5,25 +5,30 @@ takes a task away from a worker takes the lease out of that dict, and a late wor
 """
 
 from collections.abc import Container
+from dataclasses import replace
 
 from multigpu_master.core import events as ev
 from multigpu_master.core.attempts import Attempts
 from multigpu_master.core.ledger import Ledger
 from multigpu_master.core.model import Lease, Outcome, OutcomeState, Task, TaskError, Worker
 from multigpu_master.core.quarantine import Quarantine
+from multigpu_master.core.turns import Turns
 
 PARTIALS_BYTES_MAX = 16 << 20
 # A timer that fires later than this (or a quarter of the session's timeout) shows that the master itself was away.
 LATE_S = 1.0
+# What a worker says of a lease whose model had to make room for another, and how long the task waits then.
+MAKES_ROOM, MAKES_ROOM_S = "ModelMakesRoom", 0.1
 
 
 class Sessions:
     """See the module."""
 
-    def __init__(self, ledger: Ledger, attempts: Attempts, quarantine: Quarantine) -> None:
+    def __init__(self, ledger: Ledger, attempts: Attempts, quarantine: Quarantine, turns: Turns) -> None:
         self._ledger = ledger
         self._attempts = attempts
         self._quarantine = quarantine
+        self._turns = turns
         timeout_s = ledger.limits.session_timeout_s
         self._grace_s = min(LATE_S, timeout_s / 4)
         self._suspect_s = timeout_s - self._grace_s  # a silence of so long is looked into
@@ -56,7 +61,7 @@ class Sessions:
             ledger.out.append(ev.Desire(event.session, draining=True, drain_deadline_s=worker.drain_deadline_s))
             if worker.drain_deadline_s is not None and worker.drain_deadline_s <= now:
                 self._attempts.take_back_all(worker, now)
-        elif worker.checks_asked:
+        elif worker.checks_asked or worker.residency.pins or worker.residency.unwanted:
             ledger.out.append(ev.Desire(event.session, draining=False))
         self._watch_silence(worker, now + self._suspect_s)
         ledger.expected.pop(worker.worker_id, None)
@@ -107,10 +112,13 @@ class Sessions:
             self._quarantine.heard(worker, event.health, now)
         if not worker.leases and worker.loading:
             ledger.fleet.settled_down(worker)
-        if event.resident_models != worker.resident_models or event.stopping != worker.stopping:
-            worker.resident_models = event.resident_models
+        if event.catalog is not None:
+            self._offers(worker, event.catalog)
+        ledger.fleet.heard(worker, event.models, event.last_frame, now)
+        if event.stopping != worker.stopping:
             worker.stopping = event.stopping
             ledger.fleet.members_changed(worker)
+        self._models(worker)
         ledger.fleet.touch(worker)
         ledger.freed[worker] = None
         held: dict[int, None] = {}
@@ -130,6 +138,24 @@ class Sessions:
                 self._attempts.take_back(lease, None, now)
         ledger.out.append(ev.WorkerChanged(worker))
 
+    def _offers(self, worker: Worker, catalog: ev.Catalog) -> None:
+        """The worker offers something else than it did."""
+        info = worker.info
+        if (catalog.capabilities, catalog.models) == (info.capabilities, info.models):
+            return
+        worker.info = replace(info, capabilities=catalog.capabilities, models=catalog.models)
+        self._ledger.fleet.offered(worker)
+        if worker.residency.pins:  # their ids may be others now
+            self._ledger.out.append(desire(worker))
+        self._ledger.out.append(ev.WorkerChanged(worker, remember=True))
+
+    def _models(self, worker: Worker) -> None:
+        """What follows from what the worker has said of its models."""
+        if worker.residency.unwanted and worker.residency.unloaded():
+            self._ledger.fleet.models_changed(worker)
+            self._ledger.out.append(desire(worker))
+        self._turns.look_at(worker)
+
     def reports(self, event: ev.Reports, now: float) -> None:
         ledger = self._ledger
         worker = ledger.fleet.sessions.get(event.session)
@@ -147,6 +173,9 @@ class Sessions:
             spec = succeeded[0].spec
             units = sum([task.units for task in succeeded])
             ledger.fleet.learned(worker, (spec.kind, spec.model), len(succeeded), units, event.finish_s - event.start_s)
+        if succeeded and worker.residency.began_s:
+            spec = succeeded[0].spec
+            self._turns.used(worker, ledger.fleet.model_id(worker, spec.kind, spec.model), now)
         ledger.fleet.touch(worker)
 
     def _succeeded(self, worker: Worker, event: ev.Reports, now: float) -> list[Task]:
@@ -180,7 +209,9 @@ class Sessions:
                 ledger.counters.stale_reports += 1
                 continue
             ledger.release(lease)
-            if failure.returned:
+            if failure.returned and failure.error.type == MAKES_ROOM:
+                self._attempts.spare(lease, now, MAKES_ROOM_S)
+            elif failure.returned:
                 message = f"worker {worker.worker_id} returned the task"
                 self._attempts.lost(lease, message, now, sick=not worker.health.fit)
             else:
@@ -268,3 +299,8 @@ class Sessions:
                 self._lose(worker, now)
 
         self._ledger.timers.at(due_s, check)
+
+
+def desire(worker: Worker) -> ev.Desire:
+    """All that is wanted of a connected worker, as it stands."""
+    return ev.Desire(worker.session, worker.draining, worker.drain_deadline_s if worker.draining else None)

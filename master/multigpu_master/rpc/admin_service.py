@@ -18,6 +18,7 @@ from multigpu_master.driver import Driver
 from multigpu_master.journal import JournalError
 from multigpu_master.memory import resident_bytes
 from multigpu_master.rpc import queries
+from multigpu_master.rpc.model_calls import ModelCalls
 from multigpu_master.rpc.status import count_of, make_token, page_size_of, read_token, refuse
 from multigpu_master.rpc.token_calls import TokenCalls
 from multigpu_master.security.gate import Gate, caller_queues
@@ -31,7 +32,7 @@ WATCH_CHUNK = 64
 LETTERS_MAX = 10_000
 
 
-class AdminService(TokenCalls):
+class AdminService(TokenCalls, ModelCalls):
     """See protos/multigpu/v1/admin_service.proto."""
 
     def __init__(self, driver: Driver, version: str, gate: Gate | None = None) -> None:

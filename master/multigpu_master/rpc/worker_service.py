@@ -7,7 +7,7 @@ import grpc
 import structlog
 from multigpu.v1 import worker_service_pb2
 
-from multigpu_master import wire, wire_devices
+from multigpu_master import wire, wire_devices, wire_models
 from multigpu_master.core import events as ev
 from multigpu_master.core.model import HEALTHY
 from multigpu_master.driver import Driver, SessionOutbox
@@ -118,17 +118,22 @@ class _Taker:
             self._results_told = self._outbox.room_for(16).results_taken = self._results_taken
         if frame.HasField("heartbeat"):
             beat = frame.heartbeat
+            try:
+                catalog = wire_models.catalog(beat.catalog) if beat.HasField("catalog") else None
+            except wire.InvalidTaskError as error:
+                await refuse(self._context, grpc.StatusCode.INVALID_ARGUMENT, str(error))
             handle(
                 ev.Heartbeat(
                     session,
                     [wire.held_lease(x) for x in beat.leases],
                     beat.last_frame,
                     wire.telemetry(beat.telemetry),
-                    wire.resident_models(beat.resident_models),
+                    wire_models.residents(beat),
                     beat.draining,
                     wire.health(beat.health) if beat.HasField("health") else HEALTHY,
                     wire.embedding_cache(beat.embedding_cache) if beat.HasField("embedding_cache") else None,
                     wire_devices.mps(beat.mps) if beat.HasField("mps") else b"",
+                    catalog,
                 )
             )
 

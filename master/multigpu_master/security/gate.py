@@ -40,6 +40,7 @@ ROLES_OF = {
     "AdminService/WatchWorkers": _READERS,
     "AdminService/GetStrategy": _READERS,
     "AdminService/ListQueues": _READERS,
+    "AdminService/ListModels": _READERS,
     "AdminService/ListDeadLetters": _READERS,
     "AdminService/GetStats": _READERS,
     "AdminService/Explain": _READERS,
