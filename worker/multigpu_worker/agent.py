@@ -1,52 +1,56 @@
-"""The worker's middle: what comes down the link goes to the engine, what the engine says goes up the link.
+"""The worker's middle: what comes down the link goes to an engine, what an engine says goes up the link.
 
-All of it runs on one event loop and none of it waits: the session (what we hold and owe), the batcher (what goes
-next) and the watch (when the engine must be ended) are plain values; the link and the engine host do the I/O and call
-in here. The engine holds one batch more than there are slots, so that the next one is prepared while one runs.
+All of it runs on one event loop and none of it waits: the session (what we hold and owe) and the batcher (what goes
+next) are plain values; the link and the engine processes do the I/O and call in here. Each engine holds one batch more
+than it has slots, so that the next one is prepared while one runs. Tasks of a model go to a process of that model
+(engine_pool.py), which the keeper has loaded when they wait for it (model_keeper.py); all others go to the base.
 """
 
 import asyncio
 import contextlib
+import dataclasses
 import time
-from collections.abc import Iterable, Sequence, Sized
-from typing import Any
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 
 import structlog
 from multigpu.config import WorkerConfig
 from multigpu.credentials import Credentials
-from multigpu.payloads import Elsewhere, Reference
+from multigpu.repository import ModelFolderError
 from multigpu.telemetry import span_from
 from multigpu.v1 import worker_service_pb2 as pb
 
-from multigpu_worker import ipc, wire
+from multigpu_worker import wire
 from multigpu_worker.batcher import Batcher, BatchLimits
 from multigpu_worker.caretaker import Caretaker
-from multigpu_worker.deaths import Deaths
+from multigpu_worker.catalog import Catalog
+from multigpu_worker.deaths import Judgement
 from multigpu_worker.device import Device
 from multigpu_worker.energy import Energy
-from multigpu_worker.engine_host import Death, EngineHost, EngineStartError
+from multigpu_worker.engine_host import Death, EngineStartError
+from multigpu_worker.engine_pool import EnginePool
+from multigpu_worker.engine_process import EngineProcess, LoadedWords, ProcessSettings
 from multigpu_worker.engines.base import EngineSettings
 from multigpu_worker.link import Link, Metadata
+from multigpu_worker.model_keeper import ModelKeeper
 from multigpu_worker.mps import Mps, MpsStatus
 from multigpu_worker.sampler import Sampler
-from multigpu_worker.session import Lease, Report, ReportState, Session, SessionLimits, TaskError
+from multigpu_worker.session import Lease, Report, ReportState, Session, SessionLimits, Spec, TaskError
 from multigpu_worker.sharing import Sharing
-from multigpu_worker.watch import EngineBatch, Watch, running_leases
+from multigpu_worker.watch import EngineBatch
 
 log = structlog.get_logger()
 
 TICK_S = 0.05
-# The engine's memory is looked at every so many ticks.
+# The engines' memory is looked at every so many ticks.
 MEMORY_TICKS = 2
 FRAME_BYTES_MAX = 4 << 20
-# Past so many unsent bytes the engine has to wait, until the link has sent half of them.
+# Past so many unsent bytes the engines have to wait, until the link has sent half of them.
 UNSENT_BYTES_MAX = 64 << 20
-# Results taken hold of before the engine is told, if not by the next heartbeat.
-TELL_TAKEN = 16
+# The master does not count leases that are given back for this.
+MAKES_ROOM = "ModelMakesRoom"
 # A heartbeat waits so long for a fresh word of the device's sensors, and goes with the last one if none comes.
 SAMPLE_TIMEOUT_S = 0.5
-# A report has to fit into one message, with room for what goes beside the result.
-RESULT_BYTES_MAX = (64 << 20) - (64 << 10)
 
 
 class Agent:
@@ -60,47 +64,60 @@ class Agent:
         settings: EngineSettings,
         *,
         memory_bytes: int,
+        find_catalog: Callable[[], Catalog] = Catalog,
+        model_memory_bytes: int = 0,
         mps: Mps | None = None,
         mps_off: MpsStatus | None = None,
     ) -> None:
         self.config = config
         self.identity = identity
         self.device = device
-        self.memory_bytes = memory_bytes
         self.session = Session(SessionLimits())
         self.batcher = Batcher(
-            BatchLimits(tasks_max=config.batch_tasks_max, tokens_max=config.batch_tokens_max), config.slots
+            BatchLimits(
+                tasks_max=config.batch_tasks_max, tokens_max=config.batch_tokens_max, delay_s=config.batch_delay_s
+            ),
+            config.slots,
         )
-        self.watch = Watch(progress_timeout_s=config.progress_timeout_s, cancel_grace_s=config.cancel_grace_s)
-        self.host = EngineHost(
-            settings,
-            self,
+        self.sampler = Sampler(device)
+        processes = ProcessSettings(
+            config=config,
+            engine=settings,
+            device=device,
             memory_bytes=memory_bytes,
-            result_bytes_max=min(config.result_bytes_max, RESULT_BYTES_MAX),
-            visible_devices=device.visible_devices,
             mps=mps,
+            suspects=self._suspects,
         )
+        self.pool = EnginePool(self, processes)
+        # What the repository holds is read now, and again now and then.
+        self._find_catalog = find_catalog
+        self._catalog = find_catalog()
+        self.keeper = ModelKeeper(
+            self,
+            self.pool,
+            self.sampler,
+            self._catalog,
+            engine=settings.engine,
+            limit_bytes=model_memory_bytes,
+            progress_timeout_s=config.progress_timeout_s,
+            eager=bool(config.models or config.model_repository),
+        )
+        self.batcher.rules = self.keeper.rules()
         # Why it runs without MPS.
         self._mps_off = mps_off
         self.link = Link(config.master, self, Credentials.of(config))
         self.sharing = Sharing()
-        # Results that we have taken hold of, and the engine doesn't know of it.
-        self._untold = 0
         self._key_due = False
-        # In the engine, by batch id.
-        self.batches: dict[int, EngineBatch] = {}
         self.draining = False
         self._stopped = False
-        self._batch_id = 0
         self._one_by_one: frozenset[str] = frozenset()
-        self._cancelled_ns: dict[int, int] = {}
         self._paused = False
-        self.sampler = Sampler(device)
-        self.care = Caretaker(self, device, self.sampler, self.host, canary_interval_s=config.canary_interval_s)
-        self.deaths = Deaths(self.care.suspects, memory_bytes)
-        self._resident_models: Sequence[str] = ()
-        self._embedding_cache: pb.EmbeddingCache | None = None
-        # How often the engine was looked at: what systemd's watchdog goes by.
+        # When a batch that waits to grow must go.
+        self._growth: asyncio.TimerHandle | None = None
+        self.care: Caretaker = Caretaker(
+            self, device, self.sampler, self.pool, canary_interval_s=config.canary_interval_s
+        )
+        # How often the engines were looked at: what systemd's watchdog goes by.
         self.ticks = 0
         self._heartbeat_wanted = False
         self._heartbeat_s = 1.0
@@ -116,16 +133,19 @@ class Agent:
         """
         try:
             try:
-                await self.host.start()
+                await self.pool.start()
             except EngineStartError:
                 if self._stopped:  # by us, before it was ready
                     return
                 raise
-            log.info("engine ready", pid=self.host.pid, kinds=sorted(self.host.kinds))
+            base = self.pool.base.host
+            log.info("engine ready", pid=base.pid, kinds=sorted({kind for kind, _ in self._offers()}))
             self.sampler.start()
             chores = [asyncio.create_task(chore) for chore in (self._beat(), self._tick(), self.care.run())]
-            if self.host.mps is not None:
-                chores.append(asyncio.create_task(self.host.mps.watch(self.host.kill)))
+            if self.config.model_repository and self.config.repository_poll_s:
+                chores.append(asyncio.create_task(self._poll()))
+            if self.pool.mps is not None:
+                chores.append(asyncio.create_task(self.pool.mps.watch(self.pool.lost)))
             try:
                 await self.link.run()
             finally:
@@ -134,8 +154,8 @@ class Agent:
                 await asyncio.gather(*chores, return_exceptions=True)
         finally:
             self.sampler.stop()
-            self.host.stop()
-            await self.host.stopped()
+            self.pool.stop()
+            await self.pool.stopped()
 
     async def drain(self, timeout_s: float) -> None:
         """Take no more work, finish what is held within the timeout, give back the rest, and end the stream."""
@@ -150,6 +170,10 @@ class Agent:
         except TimeoutError:
             log.warning("giving back what was not finished in time", leases=len(self.session.leases))
         if not self._stopped:
+            self.session.return_all("the worker is stopping", time.time_ns())
+            self.pool.forget()
+            await self.pool.close()
+        if not self._stopped:
             self.stop("the worker is stopping")
 
     def stop(self, reason: str) -> None:
@@ -157,24 +181,44 @@ class Agent:
         self._stopped = True
         self._settled.set()
         self.session.return_all(reason, time.time_ns())
-        self.batches.clear()
-        self.host.stop()
+        self.pool.forget()
+        self.pool.stop()
         self.link.close()
 
     # What the link asks and tells.
 
     def hello(self) -> pb.SessionRequest:
         self._note_running()
-        return wire.hello(self.identity, self.host.kinds.values(), self.session.held(hello=True))
+        self.keeper.changed = False
+        # A worker that runs more of one kind at a time says so, or the master would hold back what could join.
+        slots = max(self.identity.slots, self.keeper.slots_max())
+        return wire.hello(
+            dataclasses.replace(self.identity, slots=slots),
+            self._offers(),
+            self.session.held(hello=True),
+            models=self.keeper.shelf.messages(),
+            model_memory_bytes=self.keeper.limit_bytes,
+        )
+
+    def _offers(self) -> list[tuple[str, list[str]]]:
+        """The kinds that run here, each with the names of its models."""
+        plain = [(kind, list[str]()) for kind in self.pool.base.host.kinds if not self.keeper.serves(kind)]
+        return plain + self.keeper.shelf.offers()
+
+    def _catalog_change(self) -> pb.Catalog | None:
+        """What is offered, if it is not what this session's master was told."""
+        if not self.keeper.changed:
+            return None
+        self.keeper.changed = False
+        return wire.catalog_message(self._offers(), self.keeper.shelf.messages())
 
     def connected(self, welcome: pb.SessionResponse, metadata: Metadata) -> None:
         words = welcome.welcome
         self._key_due = self.sharing.begin(metadata)
-        if self.host.ready:
-            self.host.send(("payloads", self.sharing.path), [])
+        self.pool.share()
         self._last_frame = 0
         self._heartbeat_s = min(max(wire.seconds_of(words.heartbeat_interval) or 1.0, 0.01), 60.0)
-        self._cancel(self.session.welcome(words.adopted_lease_ids))
+        self.cancel(self.session.welcome(words.adopted_lease_ids))
         log.info("session begins", master=self.config.master, session_id=words.session_id, master_version=words.version)
         self._want_heartbeat()
         self._welcomed.set()
@@ -189,20 +233,21 @@ class Agent:
             if any(lease.lease_id in self.session.leases for lease in leases):
                 raise wire.BadFrameError("it grants a lease that we hold")
             self.session.grant(leases)
-            if spec.kind in self.host.kinds:
+            if self._runs(spec):
                 self.batcher.add(spec, leases)
             else:
-                self._refuse(leases, spec.kind)
+                self._refuse(leases, spec)
         if response.revocations:
             revoked = [self.session.revoke(revocation.lease_id) for revocation in response.revocations]
-            self._cancel([lease for lease in revoked if lease is not None])
+            self.cancel([lease for lease in revoked if lease is not None])
             self._settled.set()
         if response.HasField("desired"):
             self.care.asked(response.desired.check)
+            self.keeper.desire(response.desired.pinned_models, response.desired.unwanted_models)
         if response.lease_batches and self.care.unusable:  # they crossed our word
             self.give_back("the device can't be used", running=True)
         elif response.lease_batches:
-            self._pump()
+            self.pump()
 
     def next_frame(self) -> pb.SessionRequest | None:
         # First the heartbeat: reports that it overtakes would still be listed, those that overtook it would not.
@@ -215,10 +260,11 @@ class Agent:
                 last_frame=self._last_frame,
                 telemetry=None if sample is None else sample.telemetry,
                 sample_ns=0 if sample is None else sample.time_ns,
-                resident_models=self._resident_models,
-                embedding_cache=self._embedding_cache,
+                models=self.keeper.shelf.residencies(),
+                catalog=self._catalog_change(),
+                embedding_cache=self.pool.embedding_cache(),
                 draining=self.draining,
-                mps=self._mps_off if self.host.mps is None else self.host.mps.status,
+                mps=self._mps_off if self.pool.mps is None else self.pool.mps.status,
                 health=wire.health_message(self.care.health, self.care.checks_passed),
             )
             if self._key_due and self.sharing.directory is not None:  # it comes before any result of the session
@@ -231,164 +277,125 @@ class Agent:
         request = wire.request_of(self.session.take_frame(FRAME_BYTES_MAX, time.monotonic()), self.sharing.lend)
         if self._paused and self.session.unsent_bytes < UNSENT_BYTES_MAX // 2:
             self._paused = False
-            self.host.pause(paused=False)
+            self.pool.pause(paused=False)
         return request
 
     def disconnected(self, reason: str) -> None:
         if not self._stopped:
             log.warning("session broke", reason=reason, leases=len(self.session.leases))
-        self._cancel(self.session.break_stream())
+        self.cancel(self.session.break_stream())
 
     # What the engine tells.
 
-    def engine_ready(self) -> None:
-        self._one_by_one = frozenset(info.kind for info in self.host.kinds.values() if info.one_by_one)
-        self.host.send(("payloads", self.sharing.path), [])
-        self._pump()
+    def engine_ready(self, process: EngineProcess) -> None:
+        if process is self.pool.base:
+            infos = process.host.kinds.values()
+            self._one_by_one = frozenset(info.kind for info in infos if info.one_by_one)
+            self.pump()
 
-    def engine_said(self, message: ipc.Message, blobs: list[bytes]) -> None:
-        if message[0] == "canary":
-            self.care.canary_answered(*message[1:])
-            return
-        if message[0] == "singing":
-            self.care.canary_begun(*message[1:])
-            return
-        (
-            _,
-            batch_id,
-            start_ns,
-            finish_ns,
-            succeeded,
-            failed,
-            partials,
-            progress,
-            checkpoints,
-            done,
-            work_ns,
-            models,
-            cache,
-        ) = message
-        embedding_cache = pb.EmbeddingCache(**cache) if cache else None
-        if any(type(result) is tuple for _, result, _ in succeeded):
-            succeeded, failed = self._take_hold(succeeded, failed)
-        batch = self.batches.get(batch_id)
-        if batch is None:  # returned in a drain
-            return
-        leases = batch.leases
-        if failed:
-            failed = self.deaths.keep_back(failed, one_by_one=batch.one_by_one)
-        if self.deaths.pending:  # the engine is of no use any more, and its leases wait for the judgement
-            done = False
-            self.host.ready = False
-            asyncio.get_running_loop().call_soon(self._end_engine, self.host.pid)
-        for lease_id, data in checkpoints:
-            self.session.save(leases[lease_id], data if type(data) is bytes else blobs[data])
-        for lease_id, fraction, note in progress:
-            leases[lease_id].fraction, leases[lease_id].note = fraction, note
-        for lease_id, data in partials:
-            lease = leases[lease_id]
-            if not self.session.partial(lease, data if type(data) is bytes else blobs[data]):
-                self._cancel([lease])
-        # All of it is read before any of it counts: words that make no sense must leave every lease with its batch.
-        reports = [
-            Report(
-                leases[lease_id],
-                ReportState.SUCCEEDED,
-                blobs[result] if type(result) is int else result,
-                content_type,
-            )
-            for lease_id, result, content_type in succeeded
-        ]
-        for lease_id, error_type, text, retryable, traceback in failed:
-            error = TaskError(type=error_type, message=text, retryable=retryable, traceback=traceback)
-            reports.append(Report(leases[lease_id], ReportState.FAILED, error=error))
-        for report in reports:
-            leases.pop(report.lease.lease_id, None)
-        batch.settled += len(reports)
-        energy = None if self.sampler.meter is None else self._energy(batch, start_ns, finish_ns, reports)
-        self._report(start_ns, finish_ns, reports, energy)
-        if done:
-            self._embedding_cache = embedding_cache
-            self._batch_done(batch, work_ns, models)
+    def model_loaded(self, process: EngineProcess, words: LoadedWords) -> None:
+        self.keeper.model_loaded(process, words)
+        self.batcher.rules = self.keeper.rules()  # a new version may have come to serve
 
-    def _end_engine(self, pid: int) -> None:
-        """Ends this engine, unless it has died meanwhile and another is in its place."""
-        if self.host.pid == pid:
-            self.host.kill()
+    def load_failed(self, process: EngineProcess, error_type: str, message: str, *, retryable: bool) -> None:
+        self.keeper.load_failed(process, error_type, message, retryable=retryable)
 
-    def _energy(self, batch: EngineBatch, start_ns: int, finish_ns: int, reports: list[Report]) -> Energy | None:
-        """What each unit of these tasks' work took, since something was last settled in their batch."""
-        start_ns = batch.unsettled_ns or start_ns
-        batch.unsettled_ns = 0 if reports else start_ns
-        return self.sampler.measure(start_ns, finish_ns, sum(report.lease.units for report in reports))
+    def facts_changed(self, process: EngineProcess, facts: dict[str, str]) -> None:
+        self.keeper.facts_changed(process, facts)
 
-    def _take_hold(self, succeeded: list[Any], failed: list[Any]) -> tuple[list[Any], list[Any]]:
-        """Pins results that lie in files, before the engine lets go of them."""
-        held, lost, places = [], [], 0
-        for lease_id, result, content_type in succeeded:
-            if type(result) is tuple:
-                places += 1
-                try:
-                    result = self.sharing.pin(*result)  # noqa: PLW2901  it was only its place
-                except OSError as error:
-                    lost.append((lease_id, "ResultLost", f"the result is gone from where it lay: {error}", True, ""))
-                    continue
-            held.append((lease_id, result, content_type))
-        self._untold += places
-        if self._untold >= TELL_TAKEN:
-            self._tell_taken()
-        return held, [*failed, *lost]
+    def canary_begun(self, canary_id: int) -> None:
+        self.care.canary_begun(canary_id)
 
-    def _tell_taken(self) -> None:
-        """Lets the engine forget the results that we have taken hold of."""
-        if self._untold and self.host.ready:
-            self.host.send(("taken", self._untold), [])
-            self._untold = 0
+    def canary_answered(self, canary_id: int, right: bool | None, words: str) -> None:
+        self.care.canary_answered(canary_id, right, words)
 
-    def engine_died(self, death: Death) -> None:
-        judged = self.deaths.judge(death, self.batches)
-        log.warning(
-            "engine died",
-            how=death.words,
-            reason=judged.reason,
-            failed_task_ids=[report.lease.task_id for report in judged.reports],
-            again=len(judged.again),
-        )
-        others = judged.reason if self.batches or judged.by_others else ""
-        self.batches.clear()
-        self.sampler.end_work()
-        self.care.engine_died(others)
-        self._cancelled_ns.clear()
-        self._untold = 0
-        self.watch.reset()
-        self._paused = False
-        self._resident_models = ()
-        self._embedding_cache = None
+    def batch_done(self, process: EngineProcess, batch: EngineBatch, work_ns: int) -> None:
+        if batch.one_by_one and batch.settled:
+            self.batcher.measure(batch.spec, batch.settled, work_ns / 1e9)
+        if process.model:
+            self.keeper.used(process.model)
+        self.pump()
+        if not self._busy():
+            self.sampler.end_work()
+
+    def engine_died(self, process: EngineProcess, death: Death, judged: Judgement, others: str) -> None:
+        self.pool.died(process)
+        if not self._busy():
+            self.sampler.end_work()
+        if self.pool.sings(process):
+            self.care.engine_died(others)
         now_ns = time.time_ns()
         if self.care.grace_s and any(report.broke_engine for report in judged.reports):
             # What the device has to say of it comes soon: if that is to blame, these leases are given back before.
-            asyncio.get_running_loop().call_later(self.care.grace_s, self._report, now_ns, now_ns, judged.reports)
+            asyncio.get_running_loop().call_later(self.care.grace_s, self.report, now_ns, now_ns, judged.reports)
         else:
-            self._report(now_ns, now_ns, judged.reports)
-        for lease in judged.again:
-            lease.running = False
+            self.report(now_ns, now_ns, judged.reports)
         self.batcher.put_back(judged.again)
         if judged.hardware:
             self.care.memory_failed(judged.hardware)
         if death.fault is not None:
+            self.pool.lost()
             self._want_heartbeat()
+        if process.host.imports is not None and not self._stopped:
+            self.keeper.process_died(process, death)
+            self.pump()
+
+    # What the keeper of models asks for.
+
+    def waiting(self, model: str) -> list[Lease]:
+        """The leases that wait for a model."""
+        inside = self._inside()
+        return [
+            lease
+            for lease_id, lease in self.session.leases.items()
+            if lease_id not in inside and self.keeper.model_of(lease.spec) == model
+        ]
+
+    def waiting_specs(self) -> set[Spec]:
+        """What is asked for by leases that wait for models."""
+        inside = self._inside()
+        specs = {lease.spec for lease_id, lease in self.session.leases.items() if lease_id not in inside}
+        return {spec for spec in specs if self.keeper.model_of(spec) is not None}
+
+    def waiting_of(self, spec: Spec) -> list[Lease]:
+        """The leases of this spec that wait."""
+        inside = self._inside()
+        return [lease for lease in self.session.leases.values() if lease.spec == spec and lease.lease_id not in inside]
+
+    def held(self) -> Mapping[str, int]:
+        """How many leases are held for each model, waiting or running."""
+        counts = Counter(lease.spec for lease in self.session.leases.values())
+        held: Counter[str] = Counter()
+        for spec, count in counts.items():
+            model = self.keeper.model_of(spec)
+            if model is not None:
+                held[model] += count
+        return held
+
+    def fail(self, leases: list[Lease], error: TaskError) -> None:
+        """These leases can't be run here."""
+        for lease in leases:
+            lease.dropped = True
+        now_ns = time.time_ns()
+        self.report(now_ns, now_ns, [Report(lease, ReportState.FAILED, error=error) for lease in leases])
+
+    def return_leases(self, leases: list[Lease], why: str) -> None:
+        """Give these back uncharged."""
+        self.session.give_back(leases, why, time.time_ns(), error_type=MAKES_ROOM)
+        self._outgoing()
+
+    def may_load(self) -> bool:
+        """The device is well, and the worker is not about to stop."""
+        return self.pool.ready and not self.pool.parked and self.care.health.fit and not self._stopped
 
     # What the caretaker of the device asks for.
 
     def give_back(self, why: str, *, running: bool) -> None:
         """Return leases uncharged: those that wait for the engine, or all."""
-        inside = () if running else {lease_id for batch in self.batches.values() for lease_id in batch.leases}
-        self.session.return_all(why, time.time_ns(), kept=inside)
+        self.session.return_all(why, time.time_ns(), kept=() if running else self._inside())
         if running:
-            self.batches.clear()
+            self.pool.forget()
             self.sampler.end_work()
-            self._cancelled_ns.clear()
-            self.deaths.forget()
         self._outgoing()
 
     def want_heartbeat(self) -> None:
@@ -397,73 +404,76 @@ class Agent:
 
     def running(self) -> list[int]:
         """The leases that the engine runs at this instant."""
-        slots = self.host.sample()
-        return [lease.lease_id for s in slots for lease in running_leases(s, self.batches.get(s.batch_id))]
+        return [lease.lease_id for process in self.pool for lease in process.running()]
 
     def idle(self) -> bool:
-        """Whether the engine is there and has nothing to do."""
-        return self.host.ready and not self.batches
+        """Whether the engines are there and have nothing to do."""
+        return self.pool.idle
 
     def replace_engine(self) -> None:
-        """End the engine and start another; what is in it goes on there, and nobody is charged for that."""
-        self.deaths.replace()
-        self.host.kill()
+        """End the engines and start others; what is in them goes on there, and nobody is charged for that."""
+        self.pool.replace()
 
     # Between the two.
 
-    def _pump(self) -> None:
-        """Keep the engine supplied."""
-        while self.host.ready and len(self.batches) <= self.config.slots:
-            leases = self.batcher.pop(one_by_one=self._one_by_one)
-            if not leases:
-                return
-            self._dispatch(leases)
+    def _suspects(self, lease_id: int) -> bool:
+        return self.care.suspects(lease_id)
 
-    def _dispatch(self, leases: list[Lease]) -> None:
-        spec = leases[0].spec
-        self._batch_id += 1
-        blobs: list[bytes] = []
-        rows = [
-            (
-                lease.lease_id,
-                lease.task_id,
-                lease.attempt,
-                _way_of(lease.payload, blobs),
-                lease.units,
-                lease.checkpoint if lease.saved is None else lease.saved,
-                lease.partials_received + lease.partials_made,
-            )
-            for lease in leases
-        ]
-        self.sampler.begin_work()
-        self.batches[self._batch_id] = EngineBatch(
-            self._batch_id, {lease.lease_id: lease for lease in leases}, spec.kind in self._one_by_one, spec
-        )
-        message = (
-            "batch",
-            self._batch_id,
-            spec.kind,
-            spec.model,
-            spec.parameters,
-            spec.content_type,
-            spec.durable,
-            rows,
-        )
-        self.host.send(message, blobs)
+    def _runs(self, spec: Spec) -> bool:
+        """There is something here that can run tasks of this spec, or can be loaded."""
+        if self.keeper.serves(spec.kind):
+            return self.keeper.model_of(spec) is not None
+        return spec.kind in self.pool.base.host.kinds
 
-    def _batch_done(self, batch: EngineBatch, work_ns: int, resident_models: Sequence[str]) -> None:
-        del self.batches[batch.batch_id]
-        if self._cancelled_ns:
-            for lease_id in batch.leases:
-                self._cancelled_ns.pop(lease_id, None)
-        if batch.one_by_one and batch.settled:
-            self.batcher.measure(batch.spec, batch.settled, work_ns / 1e9)
-        self._resident_models = resident_models
-        self._pump()
-        if not self.batches:
-            self.sampler.end_work()
+    def _target(self, spec: Spec) -> EngineProcess | None:
+        """The process that should have a batch of these now; None: none can take one."""
+        if self.keeper.serves(spec.kind):
+            model = self.keeper.model_of(spec)
+            return None if model is None else self.pool.target(model)
+        return self.pool.base if self.pool.base.room else None
 
-    def _report(self, start_ns: int, finish_ns: int, reports: list[Report], energy: Energy | None = None) -> None:
+    def pump(self) -> None:
+        """Keep the engines supplied."""
+        waiting: set[Spec] = set()
+
+        def may(spec: Spec) -> bool:
+            if self._target(spec) is not None:
+                return True
+            waiting.add(spec)
+            return False
+
+        now_s = time.monotonic()
+        one_by_one = self._one_by_one | self.keeper.one_by_one
+        while leases := self.batcher.pop(one_by_one=one_by_one, may=may, now_s=now_s):
+            spec = leases[0].spec
+            process = self._target(spec)
+            assert process is not None
+            self.sampler.begin_work()
+            process.dispatch(leases, one_by_one=spec.kind in one_by_one)
+            waiting.clear()
+        due_s = self.batcher.due_s()
+        if due_s is not None and (self._growth is None or self._growth.when() > due_s or self._growth.when() < now_s):
+            if self._growth is not None:
+                self._growth.cancel()
+            self._growth = asyncio.get_running_loop().call_at(due_s, self._grown)
+        if waiting:
+            models = {model for spec in waiting if (model := self.keeper.model_of(spec)) is not None}
+            if models:
+                self.keeper.wanted(models)
+
+    def _grown(self) -> None:
+        """A batch has waited long enough."""
+        self._growth = None
+        self.pump()
+
+    def _busy(self) -> bool:
+        return any(process.batches for process in self.pool)
+
+    def _inside(self) -> set[int]:
+        """The leases that are in an engine."""
+        return {lease_id for process in self.pool for batch in process.batches.values() for lease_id in batch.leases}
+
+    def report(self, start_ns: int, finish_ns: int, reports: list[Report], energy: Energy | None = None) -> None:
         if not reports:
             return
         for report in reports:
@@ -473,9 +483,9 @@ class Agent:
         self._outgoing()
 
     def _outgoing(self) -> None:
-        if self.session.unsent_bytes > UNSENT_BYTES_MAX and not self._paused and self.host.ready:
+        if self.session.unsent_bytes > UNSENT_BYTES_MAX and not self._paused:
             self._paused = True
-            self.host.pause(paused=True)
+            self.pool.pause(paused=True)
         if self.session.connected:
             self.link.wake()
         self._settled.set()
@@ -490,29 +500,26 @@ class Agent:
         }
         span_from(report.lease.traceparent, "multigpu.run", start_ns, finish_ns, attributes)
 
-    def _refuse(self, leases: Iterable[Lease], kind: str) -> None:
-        """A kind that the engine doesn't offer: the master was told, so this is its error, but not the task's."""
-        message = f"worker {self.identity.worker_id} doesn't run {kind!r}; it runs {', '.join(sorted(self.host.kinds))}"
-        error = TaskError(type="UnknownKind", message=message, retryable=False)
+    def _refuse(self, leases: Iterable[Lease], spec: Spec) -> None:
+        """What nothing here offers: the master was told, so this is its error, but not the task's."""
+        if self.keeper.serves(spec.kind):
+            error = TaskError(type="UnknownModel", message=self.keeper.why_not(spec), retryable=False)
+        else:
+            kinds = ", ".join(sorted(kind for kind, _ in self._offers()))
+            message = f"worker {self.identity.worker_id} doesn't run {spec.kind!r}; it runs {kinds}"
+            error = TaskError(type="UnknownKind", message=message, retryable=False)
         now_ns = time.time_ns()
-        self._report(now_ns, now_ns, [Report(lease, ReportState.FAILED, error=error) for lease in leases])
+        self.report(now_ns, now_ns, [Report(lease, ReportState.FAILED, error=error) for lease in leases])
 
-    def _cancel(self, leases: list[Lease]) -> None:
-        """Tell the engine that nobody wants these any more; those that wait are dropped when their turn comes."""
-        inside = [
-            lease.lease_id for lease in leases if any(lease.lease_id in batch.leases for batch in self.batches.values())
-        ]
-        if inside and self.host.ready:
-            now_ns = time.monotonic_ns()
-            self._cancelled_ns.update(dict.fromkeys(inside, now_ns))
-            self.host.send(("cancel", inside), [])
+    def cancel(self, leases: list[Lease]) -> None:
+        """Tell the engines that nobody wants these any more; those that wait are dropped when their turn comes."""
+        for process in self.pool:
+            process.cancel(leases)
 
     def _note_running(self) -> None:
-        """Read from the engine's page which leases run, and how often they have moved."""
-        for state in self.host.sample():
-            for lease in running_leases(state, self.batches.get(state.batch_id)):
-                lease.running = True
-                lease.steps = max(lease.steps, state.beats)
+        """Read from the engines' pages which leases run, and how often they have moved."""
+        for process in self.pool:
+            process.running()
 
     def _want_heartbeat(self) -> None:
         self._heartbeat_wanted = True
@@ -522,7 +529,7 @@ class Agent:
         """Send a heartbeat at the master's interval, with the device's state."""
         while True:
             await self.sampler.sample(min(SAMPLE_TIMEOUT_S, self._heartbeat_s))
-            self._tell_taken()
+            self.pool.tell_taken()
             if self.session.connected:
                 self._want_heartbeat()
             with contextlib.suppress(TimeoutError):
@@ -530,32 +537,31 @@ class Agent:
                     await self._welcomed.wait()
             self._welcomed.clear()
 
+    async def _poll(self) -> None:
+        """See whether models came, went or changed in the repository."""
+        while True:
+            await asyncio.sleep(self.config.repository_poll_s)
+            try:
+                found = await asyncio.to_thread(self._find_catalog)
+            except (ModelFolderError, OSError, ValueError) as error:
+                log.warning("the model repository can't be read; what was there goes on", error=str(error))
+                continue
+            if found != self._catalog:
+                log.info("the model repository has changed", models=len(found.specs), errors=dict(found.errors))
+                self._catalog = found
+                self.keeper.put(found)
+                self.batcher.rules = self.keeper.rules()
+
     async def _tick(self) -> None:
-        """Look at the engine: does what runs keep its limits?"""
+        """Look at the engines: does what runs keep its limits, do models come and go as they should?"""
         while True:
             await asyncio.sleep(TICK_S)
             self.ticks += 1
-            if not self.batches or not self.host.ready or self._paused:
+            if self._paused:
                 continue
-            if self.config.slots > 1 and self.sampler.meter is not None:
-                self.sampler.running = max(1, sum(state.batch_id != 0 for state in self.host.sample()))
-            verdict = self.watch.check(time.monotonic_ns(), self.host.sample(), self.batches, self._cancelled_ns)
-            if verdict is not None:
-                self.deaths.verdict = verdict
-                self.host.kill()
-            elif (
-                self.memory_bytes
-                and self.ticks % MEMORY_TICKS == 0
-                and self.host.memory_used_bytes() > self.memory_bytes
-            ):
-                self.deaths.out_of_memory = True
-                self.host.kill()
-
-
-def _way_of(payload: bytes | Sized, blobs: list[bytes]) -> bytes | int | tuple[str, int, int]:
-    """What the engine is told of a payload: itself, its number among the blobs, or where it lies."""
-    if isinstance(payload, bytes):
-        return ipc.put(payload, blobs)
-    assert isinstance(payload, Reference)
-    assert isinstance(payload.pin, Elsewhere)
-    return payload.pin.path, payload.offset, payload.size_bytes
+            for process in list(self.pool):
+                process.check(memory=self.ticks % MEMORY_TICKS == 0)
+            if self.sampler.meter is not None and self._busy():
+                slots = [state for process in self.pool if process.batches for state in process.host.sample()]
+                self.sampler.running = max(1, sum(state.batch_id != 0 for state in slots))
+            self.keeper.tick()

@@ -59,13 +59,18 @@ class BlobRing:
         self._read_to[0] = 0
         self._written_to = 0
 
+    def close(self) -> None:
+        self._ring.release()
+        self._read_to.release()
+
 
 class BlobMemory:
     """The memory of both rings: a file without a name, of which only what is used takes memory."""
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
-        self.view = memoryview(mmap.mmap(fd, _HEAD_BYTES + 2 * RING_BYTES))
+        self._map = mmap.mmap(fd, _HEAD_BYTES + 2 * RING_BYTES)
+        self.view = memoryview(self._map)
         # From the agent to the engine, and back.
         self.down = BlobRing(self, 0)
         self.up = BlobRing(self, 1)
@@ -79,3 +84,10 @@ class BlobMemory:
     def reset(self) -> None:
         self.down.reset()
         self.up.reset()
+
+    def close(self) -> None:
+        self.down.close()
+        self.up.close()
+        self.view.release()
+        self._map.close()
+        os.close(self.fd)

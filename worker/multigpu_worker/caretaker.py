@@ -17,7 +17,7 @@ import structlog
 
 from multigpu_worker.device import Device
 from multigpu_worker.device_events import DeviceEvent, DeviceEvents, EventKind
-from multigpu_worker.engine_host import EngineHost
+from multigpu_worker.engine_pool import EnginePool
 from multigpu_worker.health import Gravity, Health, Reason
 from multigpu_worker.sampler import Sample, Sampler
 from multigpu_worker.xids import REMEDIES, XidClass, xid_of
@@ -86,11 +86,11 @@ class Caretaker:
     """See the module. All on the event loop."""
 
     def __init__(
-        self, ward: Ward, device: Device, sampler: Sampler, host: EngineHost, *, canary_interval_s: float
+        self, ward: Ward, device: Device, sampler: Sampler, pool: EnginePool, *, canary_interval_s: float
     ) -> None:
         self._ward = ward
         self._sampler = sampler
-        self._host = host
+        self._pool = pool
         self._canary_interval_s = canary_interval_s
         self._loop = asyncio.get_running_loop()
         self._offset_s = time.time() - time.monotonic()
@@ -264,7 +264,7 @@ class Caretaker:
         self._ward.want_heartbeat()
         if health.unusable and not unusable:
             self._ward.give_back(f"the device can't be used: {why}", running=True)
-            self._host.park()
+            self._pool.park()
         elif not health.fit and fit:
             self._ward.give_back(f"the device is sick: {why}", running=False)
 
@@ -288,7 +288,7 @@ class Caretaker:
         if health.fit and self._checks_asked > asked:  # meanwhile it was asked again
             health.happen("tasks_fail", "different tasks broke their engine on it", Gravity.SICK, self._now())
         if health.unusable:  # what was tried for the check goes again
-            self._host.park()
+            self._pool.park()
         self._follow(before)
 
     async def _examine(self) -> tuple[str, str, Gravity] | None:
@@ -301,10 +301,10 @@ class Caretaker:
             self._look()
         if not self.health.checking:
             return None
-        self._host.unpark()
+        self._pool.unpark()
         for _ in range(CANARY_TRIES):
             end_s = time.monotonic() + ENGINE_TIMEOUT_S
-            while not self._host.ready:
+            while not self._pool.ready:
                 if time.monotonic() > end_s:
                     return "engine_fails", f"no engine started on it within {ENGINE_TIMEOUT_S:g} s", Gravity.UNUSABLE
                 await asyncio.sleep(TICK_S / 2)
@@ -334,7 +334,7 @@ class Caretaker:
         What is wrong, None: nothing, or it can't be tried; and whether it was interrupted.
         """
         canary = self._canary = Canary(next(self._canary_ids), self._loop.create_future())
-        self._host.send(("canary", canary.canary_id), [])
+        self._pool.sing(canary.canary_id)
         end_s = time.monotonic() + CANARY_TIMEOUT_S
         try:
             while not canary.answer.done():

@@ -4,7 +4,9 @@ Death is the end of the process, learned from its pidfd, and not the end of the 
 may hold the socket open for ever. What the engine said before it died is read to the end and counts. The whole process
 group is killed with it. Under MPS (mps.py) it is taken off the GPU first, which takes a while.
 
-Knows nothing of leases' lives: agent.py does.
+There are two sorts of processes. The base runs what needs no model; when it dies, another takes its place. The others
+are for one model each: they import what they are told to, load a model once they are asked, and are not replaced when
+they end. Knows nothing of leases' lives: engine_process.py does.
 """
 
 import asyncio
@@ -21,6 +23,7 @@ from pathlib import Path
 from typing import Protocol
 
 import structlog
+from multigpu.repository import ModelSpec
 
 from multigpu_worker import ipc
 from multigpu_worker.blobs import BlobMemory
@@ -38,6 +41,8 @@ _GONE_POLL_S = 0.02
 # More than a socket can hold.
 _READS_MAX = 10_000
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+# Slots that a process for a model has room for: how many it uses is known when its model is.
+MODEL_SLOTS_MAX = 256
 
 
 class EngineStartError(Exception):
@@ -85,8 +90,11 @@ class EngineHost:
         result_bytes_max: int,
         visible_devices: str | None,
         mps: Mps | None = None,
+        imports: tuple[str, ...] | None = None,
     ) -> None:
+        """`imports`: modules that a process for a model imports first; None: it is the base."""
         self.settings = settings
+        self.imports = imports
         self.events = events
         self.memory_bytes = memory_bytes
         self.result_bytes_max = result_bytes_max
@@ -97,7 +105,7 @@ class EngineHost:
         self.ready = False
         self.kinds: dict[str, KindInfo] = {}
         self.pid = 0
-        self.page = ipc.SlotPage.create(settings.slots)
+        self.page = ipc.SlotPage.create(settings.slots if imports is None else MODEL_SLOTS_MAX)
         self._blobs = BlobMemory.create()
         self._loop = asyncio.get_running_loop()
         self._process: subprocess.Popen[bytes] | None = None
@@ -118,12 +126,42 @@ class EngineHost:
         # Under MPS: it is dead, and not buried yet.
         self._dying = False
         self._first_ready: asyncio.Future[None] = self._loop.create_future()
+        # What a process for a model is to load, once it is there.
+        self._load: ipc.Message | None = None
+        self._gone = False
+        # It was asked to end by itself.
+        self._closing: asyncio.TimerHandle | None = None
         self._output = OutputLog(self._loop)
 
     async def start(self) -> None:
         """Start the engine and learn what it can run. EngineStartError: it refused, or ended at once."""
         self._spawn()
         await self._first_ready
+
+    def begin(self) -> None:
+        """Start a process for a model."""
+        assert self.imports is not None
+        self._first_ready.set_result(None)
+        self._respawn()
+
+    def load(self, model: str, spec: ModelSpec, slots: int) -> None:
+        """Have a model loaded. The engine says "loaded" or "load_failed", or dies."""
+        assert self.imports is not None
+        assert slots <= MODEL_SLOTS_MAX
+        self.page.slots = slots
+        self._load = ("load", model, spec.plain(), slots)
+        if self._process is not None:
+            self._write(ipc.encode(self._load, [], self._blobs.down))
+
+    def end(self, grace_s: float) -> None:
+        """Have a process for a model write what it has yet to write and end, or be killed after so long."""
+        self.ready = False
+        self._stopping = True
+        if self._process is None:
+            self._loop.call_soon(self._never_was)
+        elif self._closing is None:
+            self._write(ipc.encode(("close", self.mps is None), [], self._blobs.down))
+            self._closing = self._loop.call_later(grace_s, self.kill)
 
     def send(self, message: ipc.Message, blobs: list[bytes]) -> None:
         """Send a frame; what the socket doesn't take now follows as soon as it does."""
@@ -186,6 +224,8 @@ class EngineHost:
         if self._process is not None:
             self.kill()
             self._dead()
+        elif self.imports is not None and not self._gone:
+            self._release()
         self._output.close()
 
     async def stopped(self) -> None:
@@ -247,24 +287,23 @@ class EngineHost:
         self._paused = False
         self._loop.add_reader(self._pidfd, self._dead if self.mps is None else self._dead_under_mps)
         self._loop.add_reader(ours, self._readable)
+        self._write(ipc.encode(self._settings_message(), [], self._blobs.down))
+        if self._load is not None:
+            self._write(ipc.encode(self._load, [], self._blobs.down))
+
+    def _settings_message(self) -> ipc.Message:
         settings = self.settings
-        models = [(name, str(path)) for name, path in settings.models.items()]
-        self._write(
-            ipc.encode(
-                (
-                    "settings",
-                    settings.device,
-                    settings.slots,
-                    settings.threads,
-                    settings.handlers,
-                    models,
-                    self.memory_bytes,
-                    self.result_bytes_max,
-                    list(dataclasses.asdict(settings.embedding_cache).items()),
-                ),
-                [],
-                self._blobs.down,
-            )
+        return (
+            "settings",
+            settings.device,
+            self.page.capacity,
+            settings.threads,
+            settings.handlers,
+            self.imports,
+            (settings.engine, settings.precision, settings.artifacts, settings.artifacts_bytes_max),
+            self.memory_bytes,
+            self.result_bytes_max,
+            list(dataclasses.asdict(settings.embedding_cache).items()),
         )
 
     def _readable(self) -> None:
@@ -300,20 +339,24 @@ class EngineHost:
             raise ipc.FrameError(f"a frame makes no sense: {error!r}") from error
 
     def _said(self, message: ipc.Message, blobs: list[bytes]) -> None:
-        if message[0] == "ready":
-            infos = [
-                KindInfo(kind=kind, one_by_one=one_by_one, models=models) for kind, one_by_one, models in message[1]
-            ]
+        if message[0] == "ready" and self.imports is not None:
+            self.events.engine_ready()
+        elif message[0] == "ready":
+            infos = [KindInfo(kind=kind, one_by_one=one_by_one) for kind, one_by_one in message[1]]
             self.kinds = {info.kind: info for info in infos}
             self.ready = self._ending is None
             if not self._first_ready.done():
                 self._first_ready.set_result(None)
             if self.ready:
                 self.events.engine_ready()
+        elif message[0] == "closed":  # under MPS: it is taken off the GPU before it ends
+            self.kill()
         elif message[0] == "refused":
             self._refused(message[1])
         else:
             self._useful = True
+            if message[0] == "loaded":
+                self.ready = self._ending is None and not self._stopping
             self.events.engine_said(message, blobs)
 
     def _refused(self, text: str) -> None:
@@ -363,15 +406,20 @@ class EngineHost:
         self.ready = False
         self._dying = True
         self._loop.remove_reader(self._pidfd)
+        self.mps.burying += 1
         self._after = asyncio.create_task(self._bury(self.mps, self._process.pid, self._ending))
 
     async def _bury(self, mps: Mps, group: int, ending: asyncio.Task[None] | None) -> None:
         """See to what a dead engine leaves on the GPU, whom to blame, and that the next one can start."""
-        if ending is not None:
-            await ending
-        elif any(state not in "ZX" for _, state in members(group)):
-            await mps.detach(group)
-        fault = None if self._stopping else await mps.after_death()
+        try:
+            if ending is not None:
+                await ending
+            elif any(state not in "ZX" for _, state in members(group)):
+                await mps.detach(group)
+            fault = None if self._stopping else await mps.after_death()
+        finally:
+            mps.burying -= 1
+            mps.ended(group)
         self._dead(fault)
 
     def _dead(self, fault: Fault | None = None) -> None:
@@ -391,6 +439,8 @@ class EngineHost:
             self._read_all(sock)
         sock.close()
         self._sock = self._process = None
+        if self._closing is not None:
+            self._closing.cancel()
         slots = self.page.sample() if self._last_slots is None else self._last_slots
         death = Death(returncode=returncode, slots=slots, fault=fault)
         self.page.clear()
@@ -398,6 +448,11 @@ class EngineHost:
         if not self._first_ready.done():
             words = f"the engine process {death.words} before it was ready; its output is in the log"
             self._first_ready.set_exception(EngineStartError(words))
+            return
+        if self.imports is not None:
+            self._stopping = True
+            self._release()
+            self.events.engine_died(death)
             return
         if self._stopping or self._first_ready.exception() is not None:
             return
@@ -411,6 +466,18 @@ class EngineHost:
             self._loop.call_later(delay_s, self._respawn)
         else:
             self._respawn()
+
+    def _never_was(self) -> None:
+        if not self._gone:
+            self._release()
+            self.events.engine_died(Death(returncode=0, slots=[]))
+
+    def _release(self) -> None:
+        """The process of a model is gone for good: give back what it shared with us."""
+        self._gone = True
+        self._output.close()
+        self.page.close()
+        self._blobs.close()
 
     def _may_spawn(self) -> bool:
         return not self._stopping and not self._parked and self._process is None
@@ -433,7 +500,7 @@ class EngineHost:
         with contextlib.suppress(BlockingIOError, EOFError, ConnectionError, ipc.FrameError):
             for _ in range(_READS_MAX):
                 for message, blobs in self._decoder.feed(sock):
-                    if message[0] != "ready":
+                    if message[0] not in ("ready", "loaded"):
                         self.said(message, blobs)
 
 

@@ -1,10 +1,11 @@
 """The engine process: owns the device and runs the engines, user code among them.
 
-Started by the agent (engine_host.py). It dies with its agent, goes first when memory runs out, and its standard output
-is the log's, not the protocol's.
+Started by the agent (engine_host.py), for a model or for what needs none. It dies with its agent, goes first when
+memory runs out, and its standard output is the log's, not the protocol's.
 """
 
 import ctypes
+import dataclasses
 import os
 import resource
 import signal
@@ -16,7 +17,7 @@ from pathlib import Path
 from multigpu_worker import ipc
 from multigpu_worker.blobs import BlobMemory
 from multigpu_worker.engines.base import EmbeddingCacheSettings, EngineSettings
-from multigpu_worker.engines.registry import import_handlers, offered_kinds
+from multigpu_worker.engines.registry import import_ahead, import_handlers, offered_kinds
 
 _PR_SET_PDEATHSIG = 1
 _OOM_SCORE_ADJ_MAX = "1000"
@@ -31,29 +32,35 @@ def main() -> None:
     sock = socket.socket(fileno=sock_fd)
     blobs = BlobMemory(blobs_fd)
     message, _ = ipc.receive(sock, blobs.down)
-    _, device, slots, threads, handlers, models, memory_bytes, result_bytes_max, embedding_cache = message
+    _, device, slots, threads, handlers, imports, how, memory_bytes, result_bytes_max, embedding_cache = message
+    engine, precision, artifacts, artifacts_bytes_max = how
     settings = EngineSettings(
         device=device,
         slots=slots,
         threads=threads,
         handlers=tuple(handlers),
-        models={name: Path(path) for name, path in models},
+        engine=engine,
+        precision=precision,
+        artifacts=artifacts,
+        artifacts_bytes_max=artifacts_bytes_max,
         embedding_cache=EmbeddingCacheSettings(**dict(embedding_cache)),
     )
     if memory_bytes:
         resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
 
-    try:
-        import_handlers(settings.handlers)
-    except BaseException:  # noqa: BLE001  the user's module may raise anything, and the agent is to say it
-        ipc.send(sock, ipc.encode(("refused", traceback.format_exc()), [], blobs.up))
-        sys.exit(1)
-    kinds = [(info.kind, info.one_by_one, info.models) for info in offered_kinds(settings)]
+    if imports is None:
+        kinds = _offer(settings, sock, blobs)
+    else:
+        kinds = []
+        import_ahead(imports)
     ipc.send(sock, ipc.encode(("ready", kinds), [], blobs.up))
 
     from multigpu_worker.engine_runtime import Runtime  # noqa: PLC0415  after "ready": the agent waits for that
 
     page = ipc.SlotPage(page_fd, settings.slots)
+    if imports is not None:
+        # How many of them its model uses is told with the model.
+        settings = dataclasses.replace(settings, slots=1)
     runtime = Runtime(sock, page, blobs, settings, result_bytes_max=result_bytes_max)
     engine_pid = os.getpid()
 
@@ -65,6 +72,16 @@ def main() -> None:
 
     os.register_at_fork(after_in_child=forked)
     runtime.serve()
+
+
+def _offer(settings: EngineSettings, sock: socket.socket, blobs: BlobMemory) -> list[tuple[str, bool]]:
+    """The kinds that the base runs, the user's among them. Does not return if those can't be had."""
+    try:
+        import_handlers(settings.handlers)
+    except BaseException:  # noqa: BLE001  the user's module may raise anything, and the agent is to say it
+        ipc.send(sock, ipc.encode(("refused", traceback.format_exc()), [], blobs.up))
+        sys.exit(1)
+    return [(info.kind, info.one_by_one) for info in offered_kinds()]
 
 
 def _die_with_parent(parent_pid: int) -> None:

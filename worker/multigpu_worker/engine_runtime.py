@@ -23,14 +23,17 @@ import traceback
 from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from multigpu.payloads import LARGE_BYTES, Reference, Writer, read_file
+from multigpu.repository import ModelSpec
+from multigpu.repository_files import require_hashes
 
 from multigpu_worker import ipc
 from multigpu_worker.blobs import BlobMemory
 from multigpu_worker.engines import canary
 from multigpu_worker.engines.base import Batch, Engine, EngineSettings, Item
-from multigpu_worker.engines.registry import build
+from multigpu_worker.engines.registry import build, build_model_engine
 
 FLUSH_NS = 2_000_000
 FLUSH_S = FLUSH_NS / 1e9
@@ -44,6 +47,8 @@ TRACEBACK_BYTES_MAX = 16 << 10
 NOTE_BYTES_MAX = 1 << 10
 # Where a large result lies: segment, offset, size.
 Place = tuple[str, int, int]
+# What a CUDA context takes, beside what torch counts.
+CUDA_CONTEXT_BYTES = 400 << 20
 # How the process ends when it can't go on; the agent says the rest.
 EXIT_FORKED = 70
 EXIT_BROKEN = 71
@@ -241,7 +246,6 @@ class BatchReporter:
             list(self._checkpoints.items()),
             done,
             time.monotonic_ns() - self._begun_ns,
-            self._runtime.resident_models() if done else [],
             self._runtime.embedding_cache() if done else {},
         )
         blobs, written = self._blobs, self._written
@@ -254,6 +258,19 @@ class BatchReporter:
 def _text(text: str, bytes_max: int) -> str:
     """Fit for a message: no longer than so many bytes, and without the lone surrogates that UTF-8 can't say."""
     return text.encode("utf-8", "replace")[:bytes_max].decode("utf-8", "ignore")
+
+
+def _told(facts: dict[str, str]) -> dict[str, str]:
+    """Facts as they are sent. Copied at once: another thread may change them."""
+    return {str(name): str(fact) for name, fact in facts.copy().items()}
+
+
+def _device_bytes() -> int:
+    """What this process has of a GPU's memory by torch's account, for drivers that don't tell; 0: nothing."""
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_initialized():
+        return 0
+    return int(torch.cuda.memory_reserved()) + CUDA_CONTEXT_BYTES
 
 
 class Runtime:
@@ -288,14 +305,21 @@ class Runtime:
         # The engine of a kind whose batches run together is entered by one thread at a time.
         self._engine_locks: dict[str, threading.Lock] = {}
         self._unflushed: queue.SimpleQueue[BatchReporter] = queue.SimpleQueue()
+        # What the engine says of its model, for people, and what of it was told.
+        self._facts: dict[str, str] = {}
+        self._facts_told: dict[str, str] = {}
 
     def serve(self) -> None:
         """Serve until the agent goes away. Does not return: the process ends with it."""
         threading.Thread(target=self._read, name="reader", daemon=True).start()
         threading.Thread(target=self._flush, name="flusher", daemon=True).start()
+        self._open_slots()
+        self._run(0)
+
+    def _open_slots(self) -> None:
+        """The main thread is the first slot's."""
         for slot in range(1, self.settings.slots):
             threading.Thread(target=self._run, args=(slot,), name=f"slot-{slot}", daemon=True).start()
-        self._run(0)
 
     def send(self, message: ipc.Message, blobs: list[bytes], written: list[Reference]) -> None:
         if os.getpid() != self._pid:
@@ -310,13 +334,13 @@ class Runtime:
     def flush_soon(self, reporter: BatchReporter) -> None:
         self._unflushed.put(reporter)
 
-    def resident_models(self) -> list[str]:
-        return [model for engine in list(self._engines.values()) for model in engine.resident_models()]
-
     def embedding_cache(self) -> dict[str, int]:
         """What the embedding cache has done; empty: there is none."""
-        counts = getattr(self._engines.get("embed"), "cache_counts", lambda: None)()
-        return {} if counts is None else dataclasses.asdict(counts)
+        for engine in list(self._engines.values()):
+            counts = getattr(engine, "cache_counts", lambda: None)()
+            if counts is not None:
+                return dataclasses.asdict(counts)
+        return {}
 
     def _read(self) -> None:
         try:
@@ -324,8 +348,12 @@ class Runtime:
                 message, blobs = ipc.receive(self._sock, self._blobs.down)
                 if message[0] == "batch":
                     self._work.put(self._work_of(message, blobs))
+                elif message[0] == "load":
+                    self._load(*message[1:])
+                elif message[0] == "close":
+                    self._close(*message[1:])
                 elif message[0] == "canary":
-                    threading.Thread(target=self._sing, args=(message[1],), name="canary", daemon=True).start()
+                    threading.Thread(target=self._sing, args=message[1:], name="canary", daemon=True).start()
                 elif message[0] == "taken":
                     for _ in range(message[1]):
                         self._told.popleft()
@@ -342,11 +370,54 @@ class Runtime:
             sys.stderr.flush()
             os._exit(EXIT_BROKEN)
 
-    def _sing(self, canary_id: int) -> None:
-        """Work on the task whose answer is known."""
+    def _load(self, model: str, plain: dict[str, Any], slots: int) -> None:
+        """Load the model that this process is for, and say how that went."""
+        spec = ModelSpec.from_plain(plain)
+        if ":" in spec.engine:  # the user's own module may lie beside the model
+            sys.path.insert(0, str(spec.folder))
+        self.settings = dataclasses.replace(self.settings, slots=slots, models={model: spec})
+        begin_s = time.monotonic()
+        try:
+            require_hashes(spec)
+            engine = build_model_engine(spec, self.settings)
+            self._facts = engine.load()
+            self._facts_told = _told(self._facts)
+        except BaseException as error:  # noqa: BLE001  whatever loading raises is the model's, or the room's
+            traceback.print_exc()
+            words = _text(str(error) or type(error).__name__, MESSAGE_BYTES_MAX)
+            retryable = getattr(error, "retryable", True)
+            self.send(("load_failed", _text(type(error).__name__, TYPE_BYTES_MAX), words, retryable), [], [])
+            return
+        load_s = time.monotonic() - begin_s
+        self._engines[spec.kind] = engine
+        self._engine_locks[spec.kind] = threading.Lock()
+        self._open_slots()
+        self.send(("loaded", self._facts_told, load_s, bool(engine.one_by_one), _device_bytes()), [], [])
+
+    def _tell_facts(self) -> None:
+        """Say what has changed of what there is to know of the model."""
+        facts = _told(self._facts)
+        if facts != self._facts_told:
+            self._facts_told = facts
+            self.send(("facts", facts), [], [])
+
+    def _close(self, end: bool) -> None:
+        """The process ends in peace, by itself or by the agent's hand: nothing runs."""
+        for engine in self._engines.values():
+            close = getattr(engine, "close", None)
+            if close is not None:
+                close()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        if end:
+            os._exit(0)
+        self.send(("closed",), [], [])
+
+    def _sing(self, canary_id: int, models: bool) -> None:
+        """Work on the task whose answer is known. `models`: the worker has models, so that torch is worth loading."""
         right: bool | None = None
         words = "this engine doesn't use torch"
-        if canary.able(self.settings.device, models=bool(self.settings.models)):
+        if canary.able(self.settings.device, models=models):
             right, words = self._sing_with_torch(canary_id)
         self.send(("canary", canary_id, right, words), [], [])
 
@@ -384,7 +455,7 @@ class Runtime:
         try:
             engine = self._engines.get(kind)
             if engine is None:
-                engine = self._engines[kind] = build(kind, self.settings)
+                engine = self._engines[kind] = build(kind)
                 self._engine_locks[kind] = threading.Lock()
             prepared = engine.prepare(batch) if items else None
             return Work(batch_id, batch, engine, prepared, lost, self._writers[durable])
@@ -406,6 +477,8 @@ class Runtime:
                 view[at + ipc.SlotPage.LEASE] = 0
                 view[at + ipc.SlotPage.BATCH] = 0
             reporter.finish()
+            if self._facts:
+                self._tell_facts()
             with self._batches_lock:
                 self._batches -= 1
                 if self._batches == 0:

@@ -18,11 +18,13 @@ from multigpu.config import ConfigError, TelemetryConfig, WorkerConfig, click_op
 from multigpu.systemd import Notifier
 from multigpu.telemetry import configure_logging, configure_tracing, shut_down_tracing
 
+from multigpu_worker import catalog as catalogs
 from multigpu_worker.agent import Agent
+from multigpu_worker.catalog import Catalog
 from multigpu_worker.device import Device, DeviceError, host_memory_bytes, open_device
 from multigpu_worker.engine_host import EngineStartError
 from multigpu_worker.engines.base import EmbeddingCacheSettings, EngineSettings
-from multigpu_worker.engines.models import ModelFolderError, check_model_folder, resolve_models
+from multigpu_worker.engines.models import ModelFolderError, find_models
 from multigpu_worker.link import ProtocolMismatchError, TakenOverError
 from multigpu_worker.mps_control import MpsError
 from multigpu_worker.mps_setup import open_mps
@@ -36,8 +38,10 @@ EXIT_CONFIG = 2
 EXIT_ENGINE = 3
 EXIT_PROTOCOL = 4
 EXIT_TAKEN_OVER = 5
-# The share of the host's memory that a CPU worker's engine may take where the config doesn't say.
+# The share of the host's memory that a CPU worker's engine may take where the config doesn't say, and what its loaded
+# models may take together, of a GPU's memory or the host's.
 MEMORY_SHARE = 0.8
+MODELS_SHARE, MODELS_SHARE_CPU = 0.9, 0.5
 READY_POLL_S = 0.05
 
 
@@ -50,11 +54,15 @@ def main(config_file: str | None, **flags: Any) -> None:
     engine can't start, 4 the master speaks another version of the protocol, 5 another worker has the same worker_id.
     """
     try:
-        config = load(WorkerConfig, file=config_file, flags=flags).config
+        loaded = load(WorkerConfig, file=config_file, flags=flags)
+        config = loaded.config
         telemetry = load(TelemetryConfig, file=config_file).config
         configure_logging(config.log_level, config.log_format)
+        for remark in loaded.remarks:
+            log.warning(remark)
         device = open_device(config.device)
-        settings = _engine_settings(config, device)
+        catalog = _first_catalog(config)
+        settings = _engine_settings(config, device, catalog)
         configure_tracing(telemetry, {"service.name": "mgpu-worker"})
     except (ConfigError, DeviceError, ModelFolderError, ValueError) as error:
         _exit(EXIT_CONFIG, error)
@@ -77,7 +85,10 @@ def _load_log_level(config_file: str | None, flags: dict[str, Any]) -> None:
 
 
 async def _run(
-    config: WorkerConfig, device: Device, settings: EngineSettings, load_log_level: Callable[[], None]
+    config: WorkerConfig,
+    device: Device,
+    settings: EngineSettings,
+    load_log_level: Callable[[], None],
 ) -> None:
     systemd = Notifier()
     identity = _identity(config, device)
@@ -91,6 +102,8 @@ async def _run(
         device,
         settings,
         memory_bytes=_memory_bytes(config, device),
+        find_catalog=lambda: _catalog(config),
+        model_memory_bytes=_model_memory_bytes(config, device),
         mps=mps,
         mps_off=mps_off,
     )
@@ -140,7 +153,7 @@ async def _tell(systemd: Notifier, agent: Agent) -> None:
 
     def status() -> str:
         link = "connected to" if agent.session.connected else "looking for"
-        engine = "" if agent.host.ready else "; the engine is not ready"
+        engine = "" if agent.pool.ready else "; the engine is not ready"
         leases = len(agent.session.leases)
         return f"{agent.identity.device.device_id}: {link} {agent.config.master}, {leases} tasks in hand{engine}"
 
@@ -150,18 +163,44 @@ async def _tell(systemd: Notifier, agent: Agent) -> None:
     await systemd.keep(progress, status)
 
 
-def _engine_settings(config: WorkerConfig, device: Device) -> EngineSettings:
-    models = resolve_models(config.models)
-    for folder in models.values():
-        check_model_folder(folder)
+def _catalog(config: WorkerConfig) -> Catalog:
+    """The models that are there now. ValueError, ModelFolderError."""
+    found = find_models(config)
+    specs, errors = catalogs.split(found.models, config.engine)
+    return Catalog(specs=specs, errors={**found.errors, **errors}, current=found.current)
+
+
+def _first_catalog(config: WorkerConfig) -> Catalog:
+    """The same, when the worker starts: a broken model that the configuration names is refused. ModelFolderError."""
+    catalog = _catalog(config)
+    named = {entry.partition("=")[0].strip() for entry in config.models}
+    for model, error in catalog.errors.items():
+        if model.partition(":")[0] in named:
+            raise ModelFolderError(error)
+        log.warning("a model can't be served", model=model, error=error)
+    return catalog
+
+
+def _engine_settings(config: WorkerConfig, device: Device, catalog: Catalog) -> EngineSettings:
     return EngineSettings(
         device=device.engine_name,
         slots=config.slots,
         threads=config.threads,
         handlers=config.handlers,
-        models=models,
+        models=dict(catalog.specs),
+        engine=config.engine,
+        precision=config.precision,
+        artifacts=str(artifacts_folder(config)),
+        artifacts_bytes_max=config.artifacts_bytes_max,
         embedding_cache=_embedding_cache(config),
     )
+
+
+def artifacts_folder(config: WorkerConfig) -> Path:
+    """Where what is expensive to make is kept."""
+    if config.artifacts_dir:
+        return Path(config.artifacts_dir).expanduser().absolute()
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "multigpu"
 
 
 def _embedding_cache(config: WorkerConfig) -> EmbeddingCacheSettings:
@@ -199,6 +238,15 @@ def _memory_bytes(config: WorkerConfig, device: Device) -> int:
     if config.engine_memory_bytes or device.info.device_id != "cpu":
         return config.engine_memory_bytes
     return int(host_memory_bytes() * MEMORY_SHARE)
+
+
+def _model_memory_bytes(config: WorkerConfig, device: Device) -> int:
+    """What loaded models may take together; 0: no limit is known."""
+    if config.model_memory_bytes:
+        return config.model_memory_bytes
+    if device.info.device_id == "cpu":
+        return int(host_memory_bytes() * MODELS_SHARE_CPU)
+    return int(device.info.memory_total_bytes * MODELS_SHARE)
 
 
 def _stats_file(config: WorkerConfig, agent: Agent) -> StatsFile | None:

@@ -99,7 +99,10 @@ class Mps:
         # Was begun by a worker, so that the last one ends it.
         self._begun_mark = control.pipe_dir / "begun-by-worker"
         self._server_pid = 0
-        self._engine_pid = 0
+        # Our engines: the base, and those of models.
+        self._engine_pids: set[int] = set()
+        # Engines of ours whose end is being looked into: what the log says of it must still be there.
+        self.burying = 0
         # Clients of our engine's process group, as far as they were seen.
         self._ours: set[int] = set()
         # Clients of others on the server, as of the last look.
@@ -183,7 +186,9 @@ class Mps:
         self._claim()
 
     def _claim(self) -> None:
-        claim = Claim(worker_id=self.worker_id, engine_pid=self._engine_pid, pinned_bytes=self.limits.pinned_bytes)
+        # One stands for all of ours: the others count as what they are, contexts that are taken.
+        engine_pid = min(self._engine_pids, default=0)
+        claim = Claim(worker_id=self.worker_id, engine_pid=engine_pid, pinned_bytes=self.limits.pinned_bytes)
         self.claims.hold(claim)
 
     async def _strangers_on(self, servers: list[int]) -> int:
@@ -205,10 +210,18 @@ class Mps:
 
     def started(self, engine_pid: int) -> None:
         """An engine process of ours began; it leads its process group."""
-        self._engine_pid = engine_pid
-        self._ours = {engine_pid}
-        self._blaming = self._forced = self._connected = False
+        if not self._engine_pids:
+            self._ours = set()
+            self._blaming = self._forced = self._connected = False
+        self._engine_pids.add(engine_pid)
+        self._ours.add(engine_pid)
         self._claim()
+
+    def ended(self, engine_pid: int) -> None:
+        """It is gone."""
+        self._engine_pids.discard(engine_pid)
+        if self._engine_pids and self.status.state is not MpsState.FAULT:
+            self._blaming = self._forced = False
 
     async def before_start(self) -> None:
         """Wait until the server takes clients, and see to it that it does. MpsError."""
@@ -216,6 +229,9 @@ class Mps:
         faulty_since_s: float | None = None
         asked_s = -_SERVER_PATIENCE_S
         while True:
+            if self.burying and time.monotonic() <= end_s:
+                await asyncio.sleep(_RETRY_S)
+                continue
             async with self.claims.lock():
                 try:
                     servers = await self.control.servers()
@@ -382,13 +398,13 @@ class Mps:
         if not state and not self._connected and (servers := await self.control.servers()):
             self._server_pid = servers[0]  # it was exchanged while we did not use it
             state, clients = await self.control.look(self._server_pid)
-        states = dict(members(self._engine_pid))
+        states = {pid: state for group in list(self._engine_pids) for pid, state in members(group)}
         self._ours |= states.keys() & set(clients)
         self._connected |= bool(states.keys() & set(clients))
         self._strangers = sum(client not in self._ours for client in clients)
         if self._blaming:
             return False
-        if state == "ACTIVE" and states.get(self._engine_pid, "Z") != "Z":
+        if state == "ACTIVE" and any(states.get(pid, "Z") != "Z" for pid in self._engine_pids):
             # An engine that lives beside an active server was not hit by any fault before.
             self.log.offset = size
         self.status = MpsStatus(state=self.status.state, clients=len(clients), clients_max=self.limits.clients_max)

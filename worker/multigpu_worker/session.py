@@ -41,6 +41,8 @@ class Spec:
     run_timeout_s: float = 0.0
     # The results are kept for long.
     durable: bool = True
+    # From 1, which goes first, to 5.
+    priority: int = 3
 
 
 @dataclass(eq=False)
@@ -57,6 +59,8 @@ class Lease:
     # What the attempt before left for this one.
     checkpoint: bytes = b""
     partials_received: int = 0
+    # These outputs, if they are few; else none.
+    partials_before: tuple[bytes, ...] = ()
     traceparent: str = ""
     # False: its partials were too much to keep, so this attempt can't outlive its stream.
     resumable: bool = True
@@ -275,10 +279,14 @@ class Session:
 
     def return_all(self, reason: str, now_ns: int, kept: Container[int] = ()) -> None:
         """Give back whatever is not reported, uncharged, but for the leases that are kept."""
-        leases = [lease for lease_id, lease in self.leases.items() if lease_id not in kept]
+        self.give_back([lease for lease_id, lease in self.leases.items() if lease_id not in kept], reason, now_ns)
+
+    def give_back(self, leases: Iterable[Lease], reason: str, now_ns: int, error_type: str = "Returned") -> None:
+        """Return these, uncharged."""
+        leases = list(leases)
         for lease in leases:
             lease.dropped = True
-        error = TaskError(type="Returned", message=reason, retryable=True)
+        error = TaskError(type=error_type, message=reason, retryable=True)
         self.report(now_ns, now_ns, [Report(lease, ReportState.RETURNED, error=error) for lease in leases])
 
     # What goes to the master.

@@ -7,12 +7,11 @@ from dataclasses import dataclass
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.timestamp_pb2 import Timestamp
 from multigpu.payloads import Elsewhere, Reference
-from multigpu.v1 import device_pb2, task_pb2
+from multigpu.v1 import device_pb2, model_pb2, task_pb2
 from multigpu.v1 import worker_service_pb2 as pb
 
 from multigpu_worker.device import DeviceInfo, Telemetry
 from multigpu_worker.energy import Energy
-from multigpu_worker.engines.registry import KindInfo
 from multigpu_worker.health import Health, State
 from multigpu_worker.mps import MpsState, MpsStatus
 from multigpu_worker.session import Frame, Held, Lease, Report, Reports, ReportState, Spec
@@ -70,6 +69,7 @@ def spec_of(spec: task_pb2.TaskSpec) -> Spec:
         content_type=spec.content_type,
         run_timeout_s=seconds_of(spec.run_timeout),
         durable=spec.durability != task_pb2.DURABILITY_EPHEMERAL,
+        priority=spec.priority or 3,
     )
 
 
@@ -92,6 +92,7 @@ def leases_of(batch: pb.LeaseBatch, directory: str = "") -> tuple[Spec, list[Lea
         lease = leases[extra.index]
         lease.checkpoint = extra.checkpoint
         lease.partials_received = extra.partials_received
+        lease.partials_before = tuple(extra.partials)
         lease.traceparent = extra.traceparent
         if extra.HasField("payload_place"):
             at = extra.payload_place
@@ -103,7 +104,15 @@ def leases_of(batch: pb.LeaseBatch, directory: str = "") -> tuple[Spec, list[Lea
     return spec, leases
 
 
-def hello(identity: Identity, kinds: Iterable[KindInfo], held: Iterable[Held]) -> pb.SessionRequest:
+def hello(
+    identity: Identity,
+    offers: Iterable[tuple[str, Iterable[str]]],
+    held: Iterable[Held],
+    *,
+    models: Iterable[model_pb2.Model] = (),
+    model_memory_bytes: int = 0,
+) -> pb.SessionRequest:
+    """`offers`: the kinds of tasks, each with the names of its models."""
     return pb.SessionRequest(
         hello=pb.Hello(
             protocol_version=PROTOCOL_VERSION,
@@ -112,13 +121,22 @@ def hello(identity: Identity, kinds: Iterable[KindInfo], held: Iterable[Held]) -
             version=identity.version,
             pid=identity.pid,
             device=device_message(identity.device),
-            capabilities=[pb.Capability(kind=info.kind, models=info.models) for info in kinds],
+            capabilities=[pb.Capability(kind=kind, models=names) for kind, names in offers],
             labels=identity.labels,
             slots=identity.slots,
             window_tasks=identity.window_tasks,
             window_bytes=identity.window_bytes,
             leases=[_held(entry) for entry in held],
+            models=models,
+            model_memory_bytes=model_memory_bytes,
         )
+    )
+
+
+def catalog_message(offers: Iterable[tuple[str, Iterable[str]]], models: Iterable[model_pb2.Model]) -> pb.Catalog:
+    return pb.Catalog(
+        capabilities=[pb.Capability(kind=kind, models=names) for kind, names in offers],
+        models=models,
     )
 
 
@@ -138,7 +156,8 @@ def heartbeat(
     last_frame: int,
     telemetry: Telemetry | None,
     sample_ns: int,
-    resident_models: Iterable[str],
+    models: Iterable[model_pb2.ModelResidency] = (),
+    catalog: pb.Catalog | None = None,
     draining: bool,
     mps: MpsStatus | None = None,
     health: device_pb2.DeviceHealth | None = None,
@@ -147,7 +166,8 @@ def heartbeat(
     beat = pb.Heartbeat(
         leases=[_held(entry) for entry in held],
         last_frame=last_frame,
-        resident_models=resident_models,
+        models=models,
+        catalog=catalog,
         draining=draining,
         health=health,
         embedding_cache=embedding_cache,

@@ -10,8 +10,9 @@ whose class says `one_by_one`, one batch at a time for the others. The reporter 
 """
 
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import ClassVar, Protocol
+
+from multigpu.repository import ModelSpec
 
 
 @dataclass(slots=True)
@@ -29,6 +30,8 @@ class Item:
     checkpoint: bytes
     # How many partial outputs of earlier attempts the master has: this attempt's go on from there.
     partials_received: int
+    # These outputs, where they take at most 1 MiB together; else none.
+    partials: tuple[bytes, ...] = ()
 
 
 @dataclass(slots=True)
@@ -92,8 +95,26 @@ class Engine(Protocol):
     def run(self, batch: Batch, prepared: object, reporter: Reporter) -> None:
         """Run the batch and settle every item that is not cancelled. An exception fails all items that are left."""
 
-    def resident_models(self) -> list[str]:
-        """Names of the models loaded now."""
+
+class ModelEngine(Engine, Protocol):
+    """An engine of a kind that needs a model. It is made with EngineSettings whose `models` has one entry.
+
+    A user's own engine is such a class, named in model.toml as "module:Class".
+    """
+
+    def __init__(self, settings: "EngineSettings") -> None:
+        """Cheap: nothing is loaded yet."""
+
+    def load(self) -> dict[str, str]:
+        """Load the model and run it once if its spec says warm_up. Called once, by the thread that will call `prepare`.
+
+        The answer is for people: what was chosen ("engine", "precision", "accuracy" …), shown by `mgpuctl models show`.
+        The dict is kept, and looked at again after each batch: where something else has come to serve, it may say so.
+        Raises ModelFolderError where the model is at fault, MemoryError where there is no room.
+        """
+
+    def close(self) -> None:
+        """Write what has yet to be written: the process ends."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,6 +154,12 @@ class EngineSettings:
     threads: int
     # Modules with the user's handlers, imported here and nowhere else.
     handlers: tuple[str, ...] = ()
-    # Name to folder; the first one is the default.
-    models: dict[str, Path] = field(default_factory=dict)
+    # By id. An engine process that serves a model has that one alone.
+    models: dict[str, ModelSpec] = field(default_factory=dict)
+    # What a model's "auto" means on this worker; "auto" again: the engine chooses.
+    engine: str = "auto"
+    precision: str = "auto"
+    # Where plans, exports and figures that were expensive to make are kept, and how many bytes of them.
+    artifacts: str = ""
+    artifacts_bytes_max: int = 10 << 30
     embedding_cache: EmbeddingCacheSettings = EmbeddingCacheSettings()

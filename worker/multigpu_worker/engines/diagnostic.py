@@ -32,9 +32,6 @@ class EchoEngine:
         for item in batch.items:
             reporter.succeed(item, item.payload, content_type)
 
-    def resident_models(self) -> list[str]:
-        return []
-
 
 class SleepEngine:
     one_by_one: ClassVar[bool] = True
@@ -56,9 +53,6 @@ class SleepEngine:
             elif _sleep(item, seconds, reporter):
                 tail = b":%d" % os.getpid() if batch.parameters.get("append_pid") == "1" else b""
                 reporter.succeed(item, item.payload + tail)
-
-    def resident_models(self) -> list[str]:
-        return []
 
 
 class FailEngine:
@@ -92,9 +86,6 @@ class FailEngine:
             else:
                 message = f"no such mode: {mode!r}; use raise, exit, hang, segfault or oom"
                 reporter.fail(item, "BadInput", message, retryable=False)
-
-    def resident_models(self) -> list[str]:
-        return []
 
 
 def _seconds(text: str) -> float | None:

@@ -8,46 +8,39 @@ Everything that needs no arithmetic happens in `prepare`, while the batch before
 and the loading of a model that is asked for the first time. A task's run timeout so never counts the loading. Where
 there is a cache (embed_cache.py), texts that it knows are left out of all that.
 
-Payload and result are `EmbedPayload` and `EmbedResult` (protos/multigpu/v1/embed.proto), or with content type
-"application/json" a list of strings (or one string) and a list of lists of numbers. Parameters: `precision`, one of
-fp32 (the default), bf16 and fp16.
+Payloads: embed_payload.py. Parameters: `engine` and `precision` (precision.py); each pair of them that is asked for is
+a back end (embed_backend.py) of its own.
 """
 
 import json
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
+from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 import numpy.typing as npt
-from google.protobuf.message import DecodeError
+from multigpu.repository import ModelSpec
 from multigpu.v1 import embed_pb2
 
-from multigpu_worker.engines.base import Batch, EmbeddingCacheCounts, EmbeddingCacheSettings, Reporter
-from multigpu_worker.engines.models import ModelFolderError, UnknownModelError, resolve_name
+from multigpu_worker.engines.base import Batch, EmbeddingCacheCounts, EngineSettings, Reporter
+from multigpu_worker.engines.embed_backend import AheadBackend, EmbedBackend, Vectors, load_backend
+from multigpu_worker.engines.embed_payload import JSON, parse_texts
+from multigpu_worker.engines.embed_text import Inputs
+from multigpu_worker.engines.failures import LOADING_ERRORS, BadInputError, Failure, of_loading
+from multigpu_worker.engines.models import ModelFolderError
+from multigpu_worker.engines.precision import Variant, choose, spec_of
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
-    from multigpu_worker.engines.embed_cache import EmbedCache, Recall
-    from multigpu_worker.engines.embed_model import EmbedModel
-
-TEXTS_MAX = 10_000
-PRECISION_DEFAULT = "fp32"
-PRECISIONS = ("fp32", "bf16", "fp16")
-JSON = "application/json"
-
-
-class BadInputError(ValueError):
-    """The task can't be run as it is, here or anywhere. The message says what to change."""
+    from multigpu_worker.engines.embed_cache import EmbedCache, ModelContent, Recall
 
 
 @dataclass(slots=True, kw_only=True)
 class MicroBatch:
     """Texts of about the same length that go through the model together."""
 
-    inputs: "dict[str, Tensor]"
+    inputs: Inputs
     # For each text: its place among all texts of the batch, and which item it belongs to.
     places: npt.NDArray[np.int64]
     owners: npt.NDArray[np.int64]
@@ -55,12 +48,12 @@ class MicroBatch:
     @property
     def tokens(self) -> int:
         """With padding."""
-        return self.inputs["input_ids"].numel()
+        return self.inputs["input_ids"].size
 
     def select(self, rows: "slice | npt.NDArray[np.bool_]") -> "MicroBatch":
         """Some of the texts, without the padding that only the others needed."""
-        used = self.inputs["attention_mask"][rows].any(dim=0)
-        inputs = {name: tensor[rows][:, used] for name, tensor in self.inputs.items()}
+        used = self.inputs["attention_mask"][rows].any(axis=0)
+        inputs = {name: array[rows][:, used] for name, array in self.inputs.items()}
         return MicroBatch(inputs=inputs, places=self.places[rows], owners=self.owners[rows])
 
     def halves(self) -> "tuple[MicroBatch, MicroBatch]":
@@ -68,21 +61,12 @@ class MicroBatch:
         return self.select(slice(middle)), self.select(slice(middle, None))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Failure:
-    """Why an item fails."""
-
-    error_type: str
-    message: str
-    retryable: bool
-
-
 @dataclass(slots=True, kw_only=True)
 class Prepared:
     """A batch that is ready to run."""
 
     # None: no item got as far as needing it.
-    model: "EmbedModel | None" = None
+    model: EmbedBackend | None = None
     # Items that fail, by their index in the batch.
     failures: dict[int, Failure] = field(default_factory=dict)
     # For each item its texts: the first place and the one after the last.
@@ -90,39 +74,40 @@ class Prepared:
     micro_batches: list[MicroBatch] = field(default_factory=list)
     # What the cache knew. None: there is none.
     recall: "Recall | None" = None
+    # The model's identity when it was asked.
+    identity: str = ""
 
 
 class EmbedEngine:
-    """Embeds texts with the models of this worker. Loaded models stay: at most one for each name and precision."""
+    """Embeds texts with a model. What is loaded stays: at most one back end for each engine and precision."""
 
     one_by_one: ClassVar[bool] = False
 
-    def __init__(
-        self, device: str, models: dict[str, Path], threads: int, cache: EmbeddingCacheSettings | None = None
-    ) -> None:
-        """Build an engine on `device` ("cpu" or "cuda:N"); the first of `models` is the default; threads 0: all.
-
-        CacheFileError: the cache's file can't be had.
-        """
-        assert threads >= 0
-        self._device = device
-        self._models = models
-        self._threads = threads
-        self._loaded: dict[tuple[str, str], EmbedModel] = {}
+    def __init__(self, settings: EngineSettings) -> None:
+        """Build an engine; the first of the models is the default. CacheFileError: the cache's file can't be had."""
+        assert settings.threads >= 0
+        self._settings = settings
+        self._models = settings.models
+        self._loaded: dict[tuple[str, Variant], EmbedBackend] = {}
         self._cache: EmbedCache | None = None
-        # What the cache knows a loaded model by.
-        self._identities: dict[tuple[str, str], bytes] = {}
-        if cache is not None and cache.entries:
+        # What the cache knows a loaded model's files by.
+        self._contents: dict[tuple[str, Variant], ModelContent] = {}
+        if settings.embedding_cache.entries:
             from multigpu_worker.engines import embed_cache  # noqa: PLC0415 (most workers have none)
 
-            self._cache = embed_cache.EmbedCache(cache)
-        if threads:
+            self._cache = embed_cache.EmbedCache(settings.embedding_cache)
+        if settings.threads:
             # The tokenizer's threads; read at its first use.
-            os.environ["RAYON_NUM_THREADS"] = str(threads)
+            os.environ["RAYON_NUM_THREADS"] = str(settings.threads)
 
-    def resident_models(self) -> list[str]:
-        """Names of the models loaded now, each once."""
-        return list(dict.fromkeys(name for name, _ in list(self._loaded)))
+    def load(self) -> dict[str, str]:
+        """Load the model as tasks get it that ask for nothing special. Each back end tries itself out as it loads."""
+        spec = next(iter(self._models.values()))
+        try:
+            variant = choose(spec, self._settings, {})
+        except ValueError as error:
+            raise ModelFolderError(f"{spec.id}: {error}: correct model.toml") from error
+        return self._load(spec, variant)
 
     def cache_counts(self) -> EmbeddingCacheCounts | None:
         """What the embedding cache has done; None: there is none."""
@@ -150,24 +135,20 @@ class EmbedEngine:
         if not texts:
             return prepared
         try:
-            name, precision = resolve_name(self._models, batch.model), _precision(batch.parameters)
-            prepared.model = self._model(name, precision)
-        except BadInputError as error:
-            failure = Failure(error_type="BadInput", message=str(error), retryable=False)
-        except UnknownModelError as error:
-            failure = Failure(error_type="UnknownModel", message=str(error), retryable=False)
-        except (ModelFolderError, MemoryError, RuntimeError) as error:
-            # Another worker may have a sound copy, or more memory.
-            failure = Failure(error_type="ModelLoadError", message=str(error), retryable=True)
-        except ImportError as error:
-            message = f"{error}: install multigpu[worker] where this worker runs"
-            failure = Failure(error_type="ModelLoadError", message=message, retryable=True)
+            spec = spec_of(self._models, batch.model)
+            variant = choose(spec, self._settings, batch.parameters)
+            if (spec.id, variant) not in self._loaded:
+                self._load(spec, variant)
+            prepared.model = self._loaded[spec.id, variant]
+        except LOADING_ERRORS as error:
+            failure = of_loading(error)
         else:
             if self._cache is None:
                 prepared.micro_batches = cut(prepared.model, texts, np.array(owners))
             else:
-                identity, dimension = self._identities[name, precision], prepared.model.dimension
-                prepared.recall = self._cache.recall(identity, texts, np.array(owners), dimension)
+                prepared.identity = prepared.model.identity
+                identity = self._contents[spec.id, variant].identity(prepared.identity)
+                prepared.recall = self._cache.recall(identity, texts, np.array(owners), prepared.model.dimension)
                 prepared.micro_batches = cut_missing(prepared.model, texts, prepared.recall)
             return prepared
         prepared.failures |= {i: failure for i in range(len(batch.items)) if i not in prepared.failures}
@@ -179,45 +160,35 @@ class EmbedEngine:
         for index, failure in prepared.failures.items():
             reporter.fail(batch.items[index], failure.error_type, failure.message, retryable=failure.retryable)
         if prepared.model is not None:
-            self._set_threads()
             _Run(batch, prepared, prepared.model, reporter).run()
 
-    def _model(self, name: str, precision: str) -> "EmbedModel":
-        if (name, precision) not in self._loaded:
-            from multigpu_worker.engines.embed_model import load_model  # noqa: PLC0415 (takes seconds: torch)
+    def _load(self, spec: ModelSpec, variant: Variant) -> dict[str, str]:
+        key = spec.id, variant
+        if self._cache is None:
+            self._loaded[key], facts = load_backend(spec, self._settings, variant)
+            return facts
+        from multigpu_worker.engines.embed_cache import ModelContent  # noqa: PLC0415 (most workers have none)
 
-            self._set_threads()
-            if self._cache is None:
-                self._loaded[name, precision] = load_model(self._models[name], self._device, precision)
-            else:
-                from multigpu_worker.engines.embed_cache import ModelContent  # noqa: PLC0415 (as above)
-
-                content = ModelContent.read(self._models[name])
-                model = load_model(self._models[name], self._device, precision)
-                content.check()
-                self._identities[name, precision] = content.identity(precision, self._device)
-                self._loaded[name, precision] = model
-        return self._loaded[name, precision]
-
-    def _set_threads(self) -> None:
-        """Bind the calling thread too: OpenMP keeps the number for each thread that starts parallel work."""
-        import torch  # noqa: PLC0415 (takes seconds)
-
-        if self._threads:
-            torch.set_num_threads(self._threads)
+        content = ModelContent.read(spec.folder)
+        backend, facts = load_backend(spec, self._settings, variant)
+        content.check()
+        self._loaded[key], self._contents[key] = backend, content
+        return facts
 
 
 class _Run:
     """One batch on its way through the model."""
 
-    def __init__(self, batch: Batch, prepared: Prepared, model: "EmbedModel", reporter: Reporter) -> None:
+    def __init__(self, batch: Batch, prepared: Prepared, model: EmbedBackend, reporter: Reporter) -> None:
         self._items = batch.items
         self._json = batch.content_type == JSON
         self._spans = prepared.spans
         self._model = model
+        self._begin = model.begin if isinstance(model, AheadBackend) else None
         self._reporter = reporter
         self._todo = prepared.micro_batches[::-1]
         self._recall = prepared.recall
+        self._identity = prepared.identity
         self._vectors = np.empty((prepared.spans[-1][1], model.dimension), dtype="<f4")
         self._texts_left = [stop - start for start, stop in prepared.spans]
         # Items that were cancelled or failed: their texts are left out from here on.
@@ -226,6 +197,19 @@ class _Run:
     def run(self) -> None:
         if self._recall is not None:
             self._serve(self._recall)
+        # On its way through a device that works by itself.
+        under_way: tuple[MicroBatch, Callable[[], Vectors]] | None = None
+        while self._todo or under_way is not None:
+            started = self._start(alone=under_way is None)
+            if under_way is not None:
+                self._finish(*under_way)
+            under_way = started
+            if under_way is not None and self._begin is None:
+                self._finish(*under_way)
+                under_way = None
+
+    def _start(self, *, alone: bool) -> tuple[MicroBatch, Callable[[], Vectors]] | None:
+        """Start on the next micro-batch. None: there is none, or it has to be cut, or to wait for memory."""
         while self._todo:
             micro_batch = self._wanted(self._todo.pop())
             if len(micro_batch.places) == 0:
@@ -233,15 +217,29 @@ class _Run:
             if micro_batch.tokens > self._model.tokens_max and len(micro_batch.places) > 1:
                 self._todo.extend(reversed(micro_batch.halves()))
                 continue
-            shortage = ""
+            if self._begin is None:
+                return micro_batch, partial(self._model.embed, micro_batch.inputs)
             try:
-                self._take(micro_batch, self._model.embed(micro_batch.inputs))
+                return micro_batch, self._begin(micro_batch.inputs)
             except MemoryError as error:
                 shortage = str(error) or "MemoryError"
-            # Out here, where the exception no longer holds on to what had been computed.
-            if shortage:
-                self._shrink(micro_batch, shortage)
-            self._reporter.beat()
+            if not alone:
+                # There may be room when the one before is done.
+                self._todo.append(micro_batch)
+                return None
+            self._shrink(micro_batch, shortage)
+        return None
+
+    def _finish(self, micro_batch: MicroBatch, vectors: Callable[[], Vectors]) -> None:
+        shortage = ""
+        try:
+            self._take(micro_batch, vectors())
+        except MemoryError as error:
+            shortage = str(error) or "MemoryError"
+        # Out here, where the exception no longer holds on to what had been computed.
+        if shortage:
+            self._shrink(micro_batch, shortage)
+        self._reporter.beat()
 
     def _wanted(self, micro_batch: MicroBatch) -> MicroBatch:
         """The micro-batch less the texts that nobody wants any more."""
@@ -254,7 +252,7 @@ class _Run:
             keep = self._still_needed(micro_batch, self._recall)
         return micro_batch if keep.all() else micro_batch.select(keep)
 
-    def _take(self, micro_batch: MicroBatch, vectors: npt.NDArray[np.float32]) -> None:
+    def _take(self, micro_batch: MicroBatch, vectors: Vectors) -> None:
         self._vectors[micro_batch.places] = vectors
         self._settle(micro_batch.owners.tolist())
         if self._recall is not None:
@@ -284,9 +282,10 @@ class _Run:
             ]
         )
 
-    def _share(self, places: list[int], vectors: npt.NDArray[np.float32], recall: "Recall") -> None:
+    def _share(self, places: list[int], vectors: Vectors, recall: "Recall") -> None:
         """Hand vectors to the same texts elsewhere in the batch, and to the cache."""
-        recall.keep(places, vectors)
+        if self._model.identity == self._identity:
+            recall.keep(places, vectors)
         for place in places:
             if others := recall.twins(place):
                 self._vectors[others] = self._vectors[place]
@@ -321,55 +320,9 @@ class _Run:
                 self._reporter.fail(self._items[index], "OutOfMemory", message, retryable=True)
 
 
-def parse_texts(payload: bytes, content_type: str) -> list[str]:
-    """The texts of one payload: at least one, at most TEXTS_MAX. Raises BadInputError."""
-    if content_type == JSON:
-        try:
-            value = json.loads(payload)
-        except (ValueError, RecursionError) as error:
-            raise BadInputError(f"the payload is no JSON ({error}): send a list of strings") from error
-        texts = [value] if isinstance(value, str) else value
-        if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
-            raise BadInputError("the payload must be a JSON list of strings, or one string")
-        if not all(map(_is_unicode, texts)):
-            raise BadInputError("a text has half of a surrogate pair: send well-formed Unicode")
-    elif content_type == "":
-        try:
-            texts = list(embed_pb2.EmbedPayload.FromString(payload).texts)
-        except DecodeError as error:
-            raise BadInputError(
-                f"the payload is no multigpu.v1.EmbedPayload ({error}): send one, or JSON with content type {JSON}"
-            ) from error
-    else:
-        raise BadInputError(f'content type {content_type!r} is not supported: leave it empty or use "{JSON}"')
-    if not texts:
-        raise BadInputError("the payload has no texts: send at least one")
-    if len(texts) > TEXTS_MAX:
-        raise BadInputError(f"the payload has {len(texts)} texts: send at most {TEXTS_MAX} in one task")
-    return texts
-
-
-def _is_unicode(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-def _precision(parameters: dict[str, str]) -> str:
-    unknown = sorted(set(parameters) - {"precision"})
-    if unknown:
-        raise BadInputError(f"embed has no parameter {unknown[0]!r}: it has precision")
-    precision = parameters.get("precision", PRECISION_DEFAULT)
-    if precision not in PRECISIONS:
-        raise BadInputError(f"precision {precision!r} is none of {', '.join(PRECISIONS)}")
-    return precision
-
-
-def cut(model: "EmbedModel", texts: list[str], owners: npt.NDArray[np.int64]) -> list[MicroBatch]:
+def cut(model: EmbedBackend, texts: list[str], owners: npt.NDArray[np.int64]) -> list[MicroBatch]:
     """Micro-batches of texts, longest first: if memory is short, that shows at once."""
-    tokens = model.tokenise(texts)
+    tokens = model.text.tokenise(texts)
     lengths = tokens.lengths()
     order = np.argsort(-lengths, kind="stable")
     micro_batches = []
@@ -378,13 +331,13 @@ def cut(model: "EmbedModel", texts: list[str], owners: npt.NDArray[np.int64]) ->
         rows_max = max(1, model.tokens_max // max(1, int(lengths[order[start]])))
         places = order[start : start + rows_max]
         micro_batches.append(
-            MicroBatch(inputs=model.pad(tokens, places.tolist()), places=places, owners=owners[places])
+            MicroBatch(inputs=model.text.pad(tokens, places.tolist()), places=places, owners=owners[places])
         )
         start += len(places)
     return micro_batches
 
 
-def cut_missing(model: "EmbedModel", texts: list[str], recall: "Recall") -> list[MicroBatch]:
+def cut_missing(model: EmbedBackend, texts: list[str], recall: "Recall") -> list[MicroBatch]:
     """Micro-batches of the texts that the cache doesn't know."""
     if not recall.missing:
         return []

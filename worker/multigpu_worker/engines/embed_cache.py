@@ -1,9 +1,9 @@
 """The embedding cache: a text that was embedded before is not embedded again.
 
-A vector is found by what it was computed from: the content of every file of the model's folder, the precision, the kind
-of device, the versions of what computes, and the text; never by the model's name. So another model under an old name, a
-new version in an old folder or an upgrade can't be answered with vectors of before, and one model in two folders shares
-its vectors. What is found is, bit for bit, what was computed once.
+A vector is found by what it was computed from: the content of every file of the model's folder, the identity of the
+back end (engine, precision, kind of device, versions of what computes), and the text; never by the model's name. So
+another model under an old name, a new version in an old folder or an upgrade can't be answered with vectors of before,
+and one model in two folders shares its vectors. What is found is, bit for bit, what was computed once.
 
 In memory the vector that was asked for longest ago goes first. Behind the memory there may be a file
 (embed_cache_file.py), which other workers of the host write too.
@@ -19,7 +19,6 @@ import time
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from importlib import metadata
 from pathlib import Path
 
 import numpy as np
@@ -32,9 +31,6 @@ from multigpu_worker.engines.models import ModelFolderError, read_layout
 KEY_BYTES = 32
 # What an entry takes in memory besides its vector: the key, the tuple, the time, their places in the table.
 ENTRY_BYTES = 320
-# What computes vectors, besides the weights: another version may round, cut or pool in another way.
-PACKAGES = ("multigpu", "torch", "transformers", "tokenizers", "safetensors")
-SOURCES = ("embed.py", "embed_model.py", "embed_steps.py")
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,13 +63,9 @@ class ModelContent:
                 f"{self.folder} was changed while it was being loaded: try again when it is complete"
             )
 
-    def identity(self, precision: str, device: str) -> bytes:
-        """What is common to all keys of this model's vectors on a device."""
-        here = Path(__file__).parent
-        parts = [self.digest.hex(), precision, device.partition(":")[0]]
-        parts += [f"{name} {metadata.version(name)}" for name in PACKAGES]
-        parts += [hashlib.sha256((here / name).read_bytes()).hexdigest() for name in SOURCES]
-        return hashlib.sha256("\n".join(parts).encode()).digest()
+    def identity(self, backend: str) -> bytes:
+        """What is common to all keys of this model's vectors by a back end of that identity (embed_backend.py)."""
+        return hashlib.sha256(self.digest + backend.encode()).digest()
 
 
 def _stamp(folder: Path) -> tuple[tuple[str, int, int, int, int], ...]:

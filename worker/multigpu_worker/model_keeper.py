@@ -1,0 +1,452 @@
+"""Keeps the worker's models: loads those that are asked for, makes room, and knows what to say of each.
+
+residency.py decides; here the decisions are carried out by the pool, and what comes of them is remembered: what a model
+takes, measured when it was loaded, how long that took, and why it failed. Level-triggered: `look` compares what is with
+what is wanted, and is called whenever something may have changed, and again and again while something is under way.
+"""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Protocol
+
+import structlog
+from multigpu.repository import BatchRules
+from multigpu.repository_files import digest
+
+from multigpu_worker import catalog as catalogs
+from multigpu_worker.catalog import Catalog
+from multigpu_worker.engine_host import MODEL_SLOTS_MAX, Death
+from multigpu_worker.engine_pool import EnginePool
+from multigpu_worker.engine_process import EngineProcess, LoadedWords
+from multigpu_worker.memory import measure_bytes
+from multigpu_worker.mps import members
+from multigpu_worker.residency import ModelState, Resident, plan
+from multigpu_worker.sampler import Sampler
+from multigpu_worker.session import Lease, Spec, TaskError
+from multigpu_worker.shelf import Shelf
+
+log = structlog.get_logger()
+
+# A model may run so many tasks at a time where its kind joins running ones, and it says no other number.
+CONCURRENCY = 8
+# A loading that uses no processor for so long hangs; where the config has a limit for progress, that one holds.
+LOAD_STILL_S = 60.0
+LOAD_S_MAX = 1800.0
+_LOAD_LOOK_S = 0.5
+# An engine killed from outside while it loads is not the model's fault, so often.
+KILLS_MAX = 2
+
+
+class Owner(Protocol):
+    """What the agent does for its keeper."""
+
+    def waiting(self, key: str) -> list[Lease]:
+        """The leases that wait for a model."""
+
+    def waiting_specs(self) -> set[Spec]:
+        """What is asked for by leases that wait for models."""
+
+    def waiting_of(self, spec: Spec) -> list[Lease]:
+        """The leases of this spec that wait."""
+
+    def held(self) -> Mapping[str, int]:
+        """How many leases are held for each model, waiting or running."""
+
+    def fail(self, leases: list[Lease], error: TaskError) -> None: ...
+    def return_leases(self, leases: list[Lease], why: str) -> None: ...
+    def may_load(self) -> bool:
+        """The device is well, and the worker is not about to stop."""
+
+    def want_heartbeat(self) -> None: ...
+    def pump(self) -> None:
+        """Something may be able to take a batch now."""
+
+
+class LoadWatch:
+    """Sees whether a loading still moves: by the processor time of its process group."""
+
+    def __init__(self, still_s: float) -> None:
+        self._still_s = still_s
+        # By pid: its ticks; those of its group, -1: not asked yet; and since when nothing has changed.
+        self._seen: dict[int, tuple[int, int, float]] = {}
+
+    def stuck(self, pids: Iterable[int], now_s: float) -> bool:
+        """Looks at the processes. True: one of them has not moved for too long."""
+        still = [self._still(pid, now_s) for pid in pids if pid]
+        return any(still)
+
+    def _still(self, pid: int, now_s: float) -> bool:
+        ticks, group, since_s = self._seen.get(pid, (-1, -1, now_s))
+        now_ticks = _cpu_ticks(pid)
+        if now_ticks == ticks and now_s - since_s > self._still_s / 2:
+            # It may wait for children of its own, which are found by a look at all processes.
+            now_group = sum(_cpu_ticks(member) for member, _ in members(pid))
+            if now_group == group:
+                return now_s - since_s > self._still_s
+            since_s, group = (now_s, now_group) if group >= 0 else (since_s, now_group)
+        elif now_ticks != ticks:
+            group, since_s = -1, now_s
+        self._seen[pid] = (now_ticks, group, since_s)
+        return False
+
+    def forget(self, pid: int) -> None:
+        self._seen.pop(pid, None)
+
+
+def _cpu_ticks(pid: int) -> int:
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return 0
+    fields = stat.rpartition(") ")[2].split()
+    return int(fields[11]) + int(fields[12])
+
+
+class ModelKeeper:
+    """See the module. All on the event loop."""
+
+    def __init__(
+        self,
+        owner: Owner,
+        pool: EnginePool,
+        sampler: Sampler,
+        catalog: Catalog,
+        *,
+        engine: str,
+        limit_bytes: int,
+        progress_timeout_s: float,
+        eager: bool,
+    ) -> None:
+        """`engine`: the worker's choice for models that make none. `eager`: keep a spare process from the beginning."""
+        self.limit_bytes = limit_bytes
+        self.shelf = Shelf(catalog, engine)
+        # Kinds whose engines, as far as any were loaded, run one task after the other.
+        self.one_by_one: frozenset[str] = frozenset()
+        # What is offered is not what the master was told.
+        self.changed = False
+        self._owner = owner
+        self._pool = pool
+        self._sampler = sampler
+        self._eager = eager
+        self._pinned: frozenset[str] = frozenset()
+        self._unwanted: frozenset[str] = frozenset()
+        self._load_watch = LoadWatch(progress_timeout_s or LOAD_STILL_S)
+        self._looked_s = 0.0
+        self._loaded: dict[str, set[EngineProcess]] = {}
+        self._kills: dict[str, int] = {}
+        self._chores: set[asyncio.Task[None]] = set()
+
+    # What tasks ask for.
+
+    def serves(self, kind: str) -> bool:
+        """Tasks of this kind run on a model."""
+        return (kind, "") in self.shelf.routes
+
+    def model_of(self, spec: Spec) -> str | None:
+        """The key of the model that tasks of this spec run on; None: there is none."""
+        return self.shelf.routes.get((spec.kind, spec.model))
+
+    def why_not(self, spec: Spec) -> str:
+        """What to tell tasks whose model isn't here."""
+        return catalogs.unknown(spec.kind, spec.model, dict(self.shelf.offers())[spec.kind])
+
+    def rules(self) -> dict[tuple[str, str], BatchRules]:
+        """How batches are put together, by the kind of task and what it says."""
+        residents = self.shelf.residents
+        return {route: residents[key].spec.batch for route, key in self.shelf.routes.items()}
+
+    def wanted(self, models: Iterable[str]) -> None:
+        """Leases wait for these models, and they can take no batch now."""
+        new = False
+        now_s = time.monotonic()
+        for model in models:
+            resident = self.shelf.residents[model]
+            if resident.wanted_s is None and resident.state in (ModelState.ABSENT, ModelState.UNLOADING):
+                resident.wanted_s = now_s
+                new = True
+        if new:
+            self.look()
+
+    def used(self, key: str) -> None:
+        """A batch has ended on it."""
+        resident = self.shelf.residents.get(key)
+        if resident is not None:
+            resident.used_s = time.monotonic()
+            resident.used_ns = time.time_ns()
+            if resident.state is ModelState.UNLOADING or self._unwanted or self.shelf.replaced():
+                self.look()
+
+    def desire(self, pinned: Iterable[str], unwanted: Iterable[str]) -> None:
+        """The ids of models that the master wants to stay, and of those that must go."""
+        before = self._pinned, self._unwanted
+        self._pinned, self._unwanted = frozenset(pinned), frozenset(unwanted)
+        if (self._pinned, self._unwanted) != before:
+            self.look()
+            self._owner.want_heartbeat()
+
+    def put(self, catalog: Catalog) -> None:
+        """The repository has changed."""
+        waiting = self._owner.waiting_specs()
+        self.shelf.put(catalog)
+        self._tell()
+        for spec in waiting:
+            if self.model_of(spec) is None:
+                text = f"the model {spec.model!r} is gone from this worker's repository"
+                error = TaskError(type="UnknownModel", message=text, retryable=True)
+                self._owner.fail(self._owner.waiting_of(spec), error)
+        self.look()
+        self._owner.pump()
+
+    def _tell(self) -> None:
+        self.changed = True
+        self._owner.want_heartbeat()
+
+    # What is and what ought to be.
+
+    def look(self) -> None:
+        """Bring what is nearer to what is wanted."""
+        now_s = time.monotonic()
+        held = self._owner.held()
+        for resident in self.shelf.residents.values():
+            resident.leases = held.get(resident.key, 0)
+            resident.pinned = resident.model in self._pinned and not resident.upcoming
+            resident.unwanted = resident.model in self._unwanted
+        for resident in list(self.shelf.residents.values()):
+            self._look_at(resident, now_s)
+        self._retire_replaced(now_s)
+        if not self._owner.may_load():
+            return
+        found = plan(self.shelf.residents.values(), self.limit_bytes, now_s)
+        for resident, room_bytes in found.too_large:
+            self._too_large(resident, room_bytes)
+        for resident in found.unload:
+            log.info("model makes room", model=resident.model)
+            self._unload(resident, now_s)
+        for resident in found.retire:
+            self._retire(resident, "its model makes room for another one", now_s)
+        for resident in found.load:
+            self._load(resident, now_s)
+
+    def _look_at(self, resident: Resident, now_s: float) -> None:
+        """What concerns one model alone."""
+        absent = resident.state is ModelState.ABSENT
+        waits = bool(resident.leases) and (absent or resident.state is ModelState.UNLOADING)
+        if not (waits or (absent and (resident.pinned or resident.upcoming))) or resident.unwanted:
+            resident.wanted_s = None
+        elif resident.wanted_s is None:
+            resident.wanted_s = now_s
+        if resident.state is ModelState.UNLOADING and not self._busy(resident):
+            self._pool.unload(resident.key)
+        if resident.unwanted and resident.state is ModelState.READY and not resident.leases:
+            self._unload(resident, now_s)
+        elif resident.unwanted and absent and resident.leases:  # they crossed the master's word
+            self._owner.return_leases(self._owner.waiting(resident.key), "its model is not wanted here")
+        elif absent and resident.leases and now_s < resident.retry_s:
+            self._fail(resident, "ModelLoadError")
+
+    def _retire_replaced(self, now_s: float) -> None:
+        """What runs on models that no name means any more may finish; what waits goes to their successors."""
+        for resident in self.shelf.replaced():
+            self._retire(resident, "another version has taken its place", now_s)
+
+    def _busy(self, resident: Resident) -> bool:
+        return any(process.batches for process in self._pool.models.get(resident.key, ()))
+
+    def _load(self, resident: Resident, now_s: float) -> None:
+        spec = resident.spec
+        log.info("loading a model", model=resident.model, expected_bytes=resident.memory_bytes)
+        resident.enter(ModelState.LOADING, now_s)
+        self._loaded[resident.key] = set()
+        self._pool.load(resident.key, spec, self._slots(resident), self._imports(resident))
+        self._owner.want_heartbeat()
+
+    def _imports(self, resident: Resident) -> tuple[str, ...]:
+        return catalogs.imports_of(resident.spec, self.shelf.engine)
+
+    def slots_max(self) -> int:
+        """The most tasks that any one of the models that are served runs at a time."""
+        served = (self.shelf.residents[key] for key in set(self.shelf.routes.values()))
+        return max((self._slots(resident) * resident.spec.instances for resident in served), default=1)
+
+    @staticmethod
+    def _slots(resident: Resident) -> int:
+        if resident.spec.kind != "generate":
+            return 1
+        return min(resident.spec.concurrency or CONCURRENCY, MODEL_SLOTS_MAX)
+
+    def _unload(self, resident: Resident, now_s: float) -> None:
+        resident.enter(ModelState.UNLOADING, now_s)
+        self._pool.unload(resident.key)
+        self._owner.want_heartbeat()
+
+    def _retire(self, resident: Resident, why: str, now_s: float) -> None:
+        """It takes nothing more, and goes when what runs on it is done."""
+        log.info("model retires", model=resident.model, why=why)
+        resident.enter(ModelState.UNLOADING, now_s)
+        for process in self._pool.models.get(resident.key, ()):
+            process.retiring = True
+        self._owner.return_leases(self._owner.waiting(resident.key), why)
+        if not self._busy(resident):
+            self._pool.unload(resident.key)
+        self._owner.want_heartbeat()
+
+    def _too_large(self, resident: Resident, room_bytes: int) -> None:
+        words = "it takes" if resident.measured else "it is expected to take"
+        resident.failed(
+            f"the model {resident.model!r} does not fit: {words} {resident.memory_bytes >> 20} MiB, and beside the "
+            f"pinned models there are {max(0, room_bytes) >> 20} MiB (model_memory_bytes is {self.limit_bytes >> 20} "
+            "MiB); raise model_memory_bytes, unpin a model, or run it on a larger device",
+            time.monotonic(),
+        )
+        self._fail(resident, "OutOfMemory")
+
+    def _fail(self, resident: Resident, error_type: str) -> None:
+        leases = self._owner.waiting(resident.key)
+        resident.wanted_s = None
+        if leases:
+            self._owner.fail(
+                leases, TaskError(type=error_type, message=resident.error, retryable=not resident.hopeless)
+            )
+
+    # What the pool tells.
+
+    def model_loaded(self, process: EngineProcess, words: LoadedWords) -> None:
+        """One of its instances is there."""
+        resident = self.shelf.residents[process.model]
+        loaded = self._loaded.setdefault(resident.key, set())
+        loaded.add(process)
+        self._load_watch.forget(process.host.pid)
+        if words.one_by_one:
+            self.one_by_one |= {resident.spec.kind}
+        if resident.state is not ModelState.LOADING or len(loaded) < resident.spec.instances:
+            return
+        now_s = time.monotonic()
+        resident.load_s, resident.facts = words.load_s, words.facts
+        resident.loads += 1
+        resident.failures, resident.error, resident.retry_s = 0, "", 0.0
+        self._kills.pop(resident.key, None)
+        resident.wanted_s = None
+        resident.used_s = now_s
+        resident.enter(ModelState.READY, now_s)
+        log.info("model ready", model=resident.model, load_s=round(words.load_s, 3), facts=words.facts)
+        task = asyncio.create_task(self._measure(resident, words.device_bytes))
+        self._chores.add(task)
+        task.add_done_callback(self._chores.discard)
+        if resident.upcoming:
+            self.shelf.switch()
+            self.look()
+        self._tell()
+        self._owner.pump()
+
+    def facts_changed(self, process: EngineProcess, facts: dict[str, str]) -> None:
+        """What serves its tasks has changed."""
+        self.shelf.residents[process.model].facts = facts
+        self._tell()
+
+    async def _measure(self, resident: Resident, device_bytes: int) -> None:
+        pids = [process.host.pid for process in self._pool.models.get(resident.key, ())]
+        found_bytes = await measure_bytes(pids, self._sampler, device_bytes * len(pids))
+        if found_bytes:
+            resident.memory_bytes, resident.measured = found_bytes, True
+            self._tell()
+            self.look()
+        if not resident.digest:
+            with contextlib.suppress(OSError):  # the files are gone by now
+                resident.digest = await asyncio.to_thread(digest, resident.spec)
+                self._tell()
+
+    def load_failed(self, process: EngineProcess, error_type: str, message: str, *, retryable: bool) -> None:
+        resident = self.shelf.residents[process.model]
+        self._load_watch.forget(process.host.pid)
+        if resident.state is not ModelState.LOADING:  # an instance that was to take a dead one's place
+            log.warning("an instance of a model failed to load", model=process.model, error=message)
+            self._pool.end(process)
+            return
+        error = f"the model {resident.model!r} can't be loaded: {message} ({error_type})"
+        self._failed(process.model, error, hopeless=not retryable)
+
+    def _failed(self, model: str, error: str, *, hopeless: bool = False) -> None:
+        """`hopeless`: it would fail on any worker."""
+        resident = self.shelf.residents[model]
+        log.warning("model failed to load", model=model, error=error)
+        resident.failed(error, time.monotonic(), hopeless=hopeless)
+        self._pool.unload(model, grace_s=0.0)
+        self._fail(resident, "ModelLoadError")
+        self._tell()
+
+    def process_died(self, process: EngineProcess, death: Death) -> None:
+        """A process of a model, or the spare, has ended; the pool knows."""
+        self._load_watch.forget(process.host.pid)
+        resident = self.shelf.residents.get(process.model)
+        if resident is None:
+            return
+        self._loaded.get(resident.key, set()).discard(process)
+        now_s = time.monotonic()
+        if process.retiring:
+            gone = resident.model not in self._pool.models and not self._pool.leaving(resident.key)
+            if resident.state is ModelState.UNLOADING and gone:
+                resident.enter(ModelState.ABSENT, now_s)
+                self.shelf.switch()
+        elif resident.state is ModelState.LOADING:
+            self._died_loading(resident, death, now_s)
+        elif self._pool.models.get(resident.key):  # its other instances go on
+            self._pool.add(resident.key, resident.spec, self._slots(resident), self._imports(resident))
+        else:
+            resident.enter(ModelState.ABSENT, now_s)
+        self._owner.want_heartbeat()
+        self.look()
+
+    def _died_loading(self, resident: Resident, death: Death, now_s: float) -> None:
+        model = resident.model
+        if self._pool.parked:  # it was ended by us
+            resident.enter(ModelState.ABSENT, now_s)
+            return
+        kills = self._kills[model] = self._kills.get(model, 0) + 1
+        if (death.killed or death.fault is not None) and kills < KILLS_MAX:
+            resident.enter(ModelState.ABSENT, now_s)
+            self._pool.unload(model, grace_s=0.0)
+        else:
+            self._failed(model, f"the engine process {death.words} while it loaded the model {resident.model!r}")
+
+    # Now and then.
+
+    def tick(self) -> None:
+        """See whether what is under way moves, and whether what waits can go on."""
+        now_s = time.monotonic()
+        states = [r for r in self.shelf.residents.values() if r.state in (ModelState.LOADING, ModelState.UNLOADING)]
+        if states or any(r.wanted_s is not None for r in self.shelf.residents.values()):
+            self.look()
+        if now_s - self._looked_s < _LOAD_LOOK_S:
+            return
+        self._looked_s = now_s
+        for resident in states:
+            if resident.state is ModelState.LOADING:
+                self._watch(resident, now_s)
+        self._keep_spare()
+
+    def _watch(self, resident: Resident, now_s: float) -> None:
+        loaded = self._loaded.get(resident.key, set())
+        pids = [p.host.pid for p in self._pool.models.get(resident.key, ()) if p not in loaded]
+        if self._load_watch.stuck(pids, now_s):
+            self._failed(resident.key, f"the loading of the model {resident.model!r} does not move, so it was ended")
+        elif now_s - resident.since_s > LOAD_S_MAX:
+            self._failed(resident.key, f"the model {resident.model!r} was not loaded after {LOAD_S_MAX:g} s")
+
+    def _keep_spare(self) -> None:
+        """Have a process stand by for the next model, if there is one that could be loaded."""
+        absent = [r for r in self.shelf.residents.values() if r.state is ModelState.ABSENT and not r.unwanted]
+        loading = any(r.state is ModelState.LOADING for r in self.shelf.residents.values())
+        begun = self._eager or any(r.loads for r in self.shelf.residents.values())
+        if loading or not self._owner.may_load():
+            return  # it would only be in the way
+        if not begun or not absent:
+            self._pool.keep_spare(None)
+            return
+        counts: dict[tuple[str, ...], int] = {}
+        for resident in absent:
+            imports = self._imports(resident)
+            counts[imports] = counts.get(imports, 0) + 1
+        self._pool.keep_spare(max(counts, key=lambda imports: counts[imports]))
