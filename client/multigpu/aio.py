@@ -8,22 +8,28 @@ share: what many coroutines ask for at the same time travels in the same frames.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterable, Callable, Iterable
+from collections.abc import AsyncGenerator, AsyncIterable, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack
 
+from multigpu import classification, generation, inference
 from multigpu.connection import current_traceparent
 from multigpu.core import Core, outcome, value, value_or_error
 from multigpu.embedding import CHUNK_TEXTS, KIND, Chunks, Stack, check_texts
 from multigpu.mapping import AsyncMap
-from multigpu.options import EmbedOptions, Input, SpecOptions, TaskOptions, split_options
+from multigpu.options import CallOptions, EmbedOptions, Input, SpecOptions, TaskOptions, split_options
 from multigpu.submitting import cut, single
 
 if TYPE_CHECKING:
     from types import TracebackType
 
+    from numpy.typing import ArrayLike
+
+    from multigpu.classification import Label, Subject
     from multigpu.embedding import Vectors
     from multigpu.errors import RejectedError
+    from multigpu.generation import AsyncGeneration, GenerateOptions, Prompt
+    from multigpu.inference import Arrays
     from multigpu.outcome import Outcome, Task
     from multigpu.run_state import Answer
     from multigpu.v1 import task_service_pb2
@@ -191,6 +197,77 @@ class AsyncClient:
         async with aclosing(self.map_outcomes(KIND, inputs, model=model, **options)) as outcomes:
             async for outcome in outcomes:
                 yield chunks.rows(outcome)
+
+    # Text.
+
+    def generate(self, prompt: Prompt, model: str = "", **options: Unpack[GenerateOptions]) -> AsyncGeneration:
+        """Goes on with a text, or answers in a conversation: an iterator of pieces of text, as they come.
+
+        Read to its end it has the whole as `result`. Closing it, or letting go of it, cancels the task. `prompt`: a
+        str, or messages such as {"role": "user", "content": "…"}. `model`: default, the workers' own. Raises as
+        `stream`.
+        """
+        payload, task = generation.task_of(prompt, options)
+        parts = self._core.parts(generation.KIND, payload, {"model": model, **task}, current_traceparent())
+        return generation.AsyncGeneration(parts)
+
+    # Models.
+
+    async def infer(
+        self, model: str, inputs: Mapping[str, ArrayLike], outputs: Sequence[str] = (), **options: Unpack[CallOptions]
+    ) -> Arrays:
+        """What a model gives for arrays by the names of its inputs: read-only arrays by the names of its outputs.
+
+        `outputs`: which to return; default, all. Raises as `run`; a wrong name, type or shape is a TaskFailed.
+        """
+        payload, examples = inference.input_of(inputs, outputs)
+        return inference.arrays_of(await self.run(inference.KIND, payload, model=model, units=examples, **options))
+
+    async def infer_map(
+        self,
+        model: str,
+        inputs: Iterable[Mapping[str, ArrayLike]],
+        outputs: Sequence[str] = (),
+        *,
+        ordered: bool = True,
+        window: int | None = None,
+        return_exceptions: bool = False,
+        **options: Unpack[EmbedOptions],
+    ) -> AsyncGenerator[Arrays, None]:
+        """As `infer`, for many inputs: a task for each. See `map` for the options."""
+        how: Any = {"ordered": ordered, "window": window, "return_exceptions": return_exceptions, **options}
+        payloads = inference.inputs_of(inputs, outputs)
+        async with aclosing(self.map(inference.KIND, payloads, model=model, **how)) as results:
+            async for result in results:
+                yield inference.arrays_of(result)
+
+    async def classify(
+        self, model: str, subject: Subject, top_k: int = classification.TOP_K, **options: Unpack[CallOptions]
+    ) -> list[Label]:
+        """The likeliest classes of a picture (its bytes, or a Path to it) or a text (str), the likeliest first.
+
+        Raises as `run`, and OSError for a file that can't be read.
+        """
+        payload = classification.payload_of(subject, top_k)
+        return classification.labels_of(await self.run(classification.KIND, payload, model=model, **options))
+
+    async def classify_map(
+        self,
+        model: str,
+        subjects: Iterable[Subject],
+        top_k: int = classification.TOP_K,
+        *,
+        ordered: bool = True,
+        window: int | None = None,
+        return_exceptions: bool = False,
+        **options: Unpack[EmbedOptions],
+    ) -> AsyncGenerator[list[Label], None]:
+        """As `classify`, for many pictures or texts: a task for each. See `map` for the options."""
+        how: Any = {"ordered": ordered, "window": window, "return_exceptions": return_exceptions, **options}
+        payloads = classification.inputs_of(subjects, top_k)
+        async with aclosing(self.map(classification.KIND, payloads, model=model, **how)) as results:
+            async for result in results:
+                yield classification.labels_of(result)
 
     # Tasks that are known.
 

@@ -85,6 +85,12 @@ class StreamCall(Call):
         self._taken += 1
         return self._parts.popleft()
 
+    @property
+    def outcome(self) -> Outcome:
+        """How it ended; after `next_part` has said None."""
+        assert isinstance(self._answer, Outcome), "the task has not succeeded"
+        return self._answer
+
     def _wake(self) -> None:
         waiter, self._waiter = self._waiter, None
         if waiter is not None and not waiter.done():

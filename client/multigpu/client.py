@@ -12,23 +12,28 @@ import concurrent.futures
 import contextlib
 import os
 import weakref
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Iterator
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack, cast
 
-from multigpu import errors
+from multigpu import classification, errors, generation, inference
 from multigpu.connection import current_traceparent
 from multigpu.core import Core, outcome, value, value_or_error
 from multigpu.embedding import CHUNK_TEXTS, KIND, Chunks, Stack, check_texts
 from multigpu.loop_thread import LoopThread
 from multigpu.mapping_sync import SyncMap
-from multigpu.options import EmbedOptions, Input, SpecOptions, TaskOptions, split_options
+from multigpu.options import CallOptions, EmbedOptions, Input, SpecOptions, TaskOptions, split_options
 from multigpu.submitting import cut, single
 
 if TYPE_CHECKING:
     from types import TracebackType
 
+    from numpy.typing import ArrayLike
+
+    from multigpu.classification import Label, Subject
     from multigpu.embedding import Vectors
+    from multigpu.generation import GenerateOptions, Generation, Prompt
+    from multigpu.inference import Arrays
     from multigpu.outcome import Outcome, Task
     from multigpu.run_state import Answer
     from multigpu.v1 import task_service_pb2
@@ -175,6 +180,73 @@ class Client:
         chunks = Chunks(chunk)
         return builtins.map(chunks.rows, self.map_outcomes(KIND, chunks.cut(texts), model=model, **options))
 
+    # Text.
+
+    def generate(self, prompt: Prompt, model: str = "", **options: Unpack[GenerateOptions]) -> Generation:
+        """Goes on with a text, or answers in a conversation: an iterator of pieces of text, as they come.
+
+        Read to its end it has the whole as `result`. Closing it, or letting go of it, cancels the task. `prompt`: a
+        str, or messages such as {"role": "user", "content": "…"}. `model`: default, the workers' own. Raises as
+        `stream`.
+        """
+        payload, task = generation.task_of(prompt, options)
+        parts = self._core.parts(generation.KIND, payload, {"model": model, **task}, current_traceparent())
+        return generation.Generation(self._iterate(parts))
+
+    # Models.
+
+    def infer(
+        self, model: str, inputs: Mapping[str, ArrayLike], outputs: Sequence[str] = (), **options: Unpack[CallOptions]
+    ) -> Arrays:
+        """What a model gives for arrays by the names of its inputs: read-only arrays by the names of its outputs.
+
+        `outputs`: which to return; default, all. Raises as `run`; a wrong name, type or shape is a TaskFailed.
+        """
+        payload, examples = inference.input_of(inputs, outputs)
+        return inference.arrays_of(self.run(inference.KIND, payload, model=model, units=examples, **options))
+
+    def infer_map(
+        self,
+        model: str,
+        inputs: Iterable[Mapping[str, ArrayLike]],
+        outputs: Sequence[str] = (),
+        *,
+        ordered: bool = True,
+        window: int | None = None,
+        return_exceptions: bool = False,
+        **options: Unpack[EmbedOptions],
+    ) -> Iterator[Arrays]:
+        """As `infer`, for many inputs: a task for each. See `map` for the options."""
+        how: Any = {"ordered": ordered, "window": window, "return_exceptions": return_exceptions, **options}
+        payloads = inference.inputs_of(inputs, outputs)
+        return builtins.map(inference.arrays_of, self.map(inference.KIND, payloads, model=model, **how))
+
+    def classify(
+        self, model: str, subject: Subject, top_k: int = classification.TOP_K, **options: Unpack[CallOptions]
+    ) -> list[Label]:
+        """The likeliest classes of a picture (its bytes, or a Path to it) or a text (str), the likeliest first.
+
+        Raises as `run`, and OSError for a file that can't be read.
+        """
+        payload = classification.payload_of(subject, top_k)
+        return classification.labels_of(self.run(classification.KIND, payload, model=model, **options))
+
+    def classify_map(
+        self,
+        model: str,
+        subjects: Iterable[Subject],
+        top_k: int = classification.TOP_K,
+        *,
+        ordered: bool = True,
+        window: int | None = None,
+        return_exceptions: bool = False,
+        **options: Unpack[EmbedOptions],
+    ) -> Iterator[list[Label]]:
+        """As `classify`, for many pictures or texts: a task for each. See `map` for the options."""
+        how: Any = {"ordered": ordered, "window": window, "return_exceptions": return_exceptions, **options}
+        payloads = classification.inputs_of(subjects, top_k)
+        return builtins.map(classification.labels_of, self.map(classification.KIND, payloads, model=model, **how))
+
     # Tasks that are known.
 
     def get(self, task: int | str, *, wait_s: float = 0.0) -> Task:
@@ -225,7 +297,7 @@ class Client:
             self._confirm_cancellations()
             raise
 
-    def _iterate(self, generator: AsyncGenerator[T, None]) -> Iterator[T]:
+    def _iterate(self, generator: AsyncGenerator[T, None]) -> Generator[T, None, None]:
         end = object()
         try:
             while (item := self._wait(_next(generator, end))) is not end:

@@ -7,7 +7,8 @@ an error too, wherever it stands: a typo that silently means "the default" is th
 
 The environment's names are `MGPU_<FIELD>` for the client and `MGPU_<SECTION>_<FIELD>` for the rest. `MGPU_MASTER` is
 the client's `master`; `MGPU_MASTER_LISTEN` is the master's `listen`: no client field may begin with a section's name.
-How values are written and read is next door, in `config_values`.
+How values are written and read is next door, in `config_values`; what a worker takes from variables of other names, in
+`old_names`; what its profile means, in `config_profiles`.
 
 Importing this module is cheap on purpose: the daemons start in a fraction of a second.
 """
@@ -22,6 +23,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
+from multigpu.config_profiles import PROFILES
 from multigpu.config_values import (
     GIB,
     KIB,
@@ -35,6 +37,7 @@ from multigpu.config_values import (
     from_toml,
     is_size,
 )
+from multigpu.old_names import OldNameError, OldValues, worker_values
 
 # Names with our prefix that are not settings: where the file is; a secret, which no list of settings shows; the deploy
 # script's; the tests'.
@@ -184,6 +187,36 @@ class WorkerConfig(_Checked):
     models: tuple[str, ...] = _setting(
         (), "Models to serve, as NAME=PATH; the first is the default.", check=check_models
     )
+    default_model: str = _setting("", "The model for tasks that name none. Empty: the first of all.")
+    model_repository: str = _setting("", "Folder of models, each in a folder of its own (docs/models.md). Empty: none.")
+    repository_poll_s: float = _setting(
+        5.0, "How often to look whether models came, went or changed there. 0: only when told.", minimum=0
+    )
+    model_memory_bytes: int = _setting(
+        0, "Most device memory of loaded models together. 0: 90 % of a GPU's, half of the host's for a CPU.", minimum=0
+    )
+    engine: str = _setting(
+        "auto", "What runs models that don't say it themselves.", choices=("auto", "torch", "onnx", "tensorrt")
+    )
+    precision: str = _setting(
+        "auto",
+        "The precision of models that don't say it themselves.",
+        choices=("auto", "fp32", "tf32", "bf16", "fp16", "int8", "fp8"),
+    )
+    artifacts_dir: str = _setting(
+        "",
+        "Folder for plans, exports and other things that are expensive to make; workers of one host may share it.",
+        default_text="$XDG_CACHE_HOME/multigpu",
+    )
+    artifacts_bytes_max: int = _setting(10 * GIB, "Most bytes in it.", minimum=MIB)
+    profile: str = _setting(
+        "balanced",
+        "What batches are put together for: as much as possible in all, as soon as possible each, or between the two.",
+        choices=tuple(PROFILES),
+    )
+    batch_delay_s: float = _setting(
+        0.0, "How long a batch may wait to grow while the engine is idle.", minimum=0, maximum=10
+    )
     threads: int = _setting(0, "Threads of the engine. 0: as many as it likes.", minimum=0, maximum=4096)
     batch_tasks_max: int = _setting(256, "Most tasks in one batch.", minimum=1, maximum=65_536)
     batch_tokens_max: int = _setting(16_384, "Most tokens in one batch, as estimated.", minimum=1)
@@ -252,11 +285,14 @@ C = TypeVar("C", bound=_Checked)
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Loaded(Generic[C]):
-    """A config and where each of its values came from: "default", the file's path, "MGPU_…" or "--flag"."""
+    """A config and where each of its values came from: "default", a "profile …", the file's path, a variable's name, or
+    "--flag". `remarks` say for the log what was set and can't be followed.
+    """
 
     config: C
     sources: dict[str, str]
     file: Path | None
+    remarks: tuple[str, ...] = ()
 
 
 def env_names(cls: type[_Checked], field_name: str) -> tuple[str, ...]:
@@ -313,7 +349,26 @@ def load(
         text = ",".join(value) if isinstance(value, tuple) else str(value)
         values[name] = _convert(from_text, text, fields[name], hints[name], flag_name(name))
         sources[name] = flag_name(name)
-    return Loaded(config=cls(**values), sources=sources, file=path)
+    remarks = _fill_up(values, sources, env) if cls is WorkerConfig else ()
+    return Loaded(config=cls(**values), sources=sources, file=path, remarks=remarks)
+
+
+def _fill_up(values: dict[str, Any], sources: dict[str, str], env: Mapping[str, str]) -> tuple[str, ...]:
+    """A worker's settings that were set nowhere: from variables of other names, then as the profile says."""
+    fields, hints = _fields(WorkerConfig), typing.get_type_hints(WorkerConfig)
+    try:
+        old: OldValues = worker_values(env)
+    except OldNameError as error:
+        raise ConfigError(str(error)) from error
+    for name, (text, variable) in old.values.items():
+        if sources[name] == "default":
+            values[name] = _convert(from_text, text, fields[name], hints[name], variable)
+            sources[name] = variable
+    profile = values.get("profile", fields["profile"].default)
+    for name, value in PROFILES[profile].items():
+        if sources[name] == "default":
+            values[name], sources[name] = value, f"profile {profile}"
+    return tuple(old.remarks)
 
 
 def load_client_config() -> ClientConfig:

@@ -68,11 +68,21 @@ class Core:
     async def partials(
         self, kind: str, payload: Any, options: dict[str, Any], traceparent: str
     ) -> AsyncGenerator[bytes, None]:
+        async with aclosing(self.parts(kind, payload, options, traceparent)) as parts:
+            async for part in parts:
+                if isinstance(part, bytes):
+                    yield part
+
+    async def parts(
+        self, kind: str, payload: Any, options: dict[str, Any], traceparent: str
+    ) -> AsyncGenerator[bytes | Outcome, None]:
+        """The partial outputs of a task, and at last how it SUCCEEDED."""
         call = self.calls.one(StreamCall, kind, payload, options, traceparent)
         await self.stream.start((call,))
         try:
             while (part := await call.next_part()) is not None:
                 yield part
+            yield call.outcome
         finally:
             if not call.done:
                 self.stream.withdraw(call)

@@ -65,6 +65,13 @@ class TaskOptions(SpecOptions, total=False):
     units: int
 
 
+class CallOptions(EmbedOptions, total=False):
+    """Options of a single task whose model is said apart."""
+
+    request_id: str
+    partition_key: str
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Input:
     """A payload with options of its own, for calls that take many payloads (map, submit_many)."""

@@ -27,9 +27,11 @@ def line(text: str = "") -> None:
 
 def raw(data: bytes) -> None:
     """Bytes to stdout, as they are."""
+    left = memoryview(data)
     try:
         sys.stdout.flush()
-        sys.stdout.buffer.write(data)
+        while left:  # without a buffer (python -u) a write may take only a part, and says how much
+            left = left[sys.stdout.buffer.write(left) :]
         sys.stdout.buffer.flush()
     except BrokenPipeError:
         _leave_quietly()

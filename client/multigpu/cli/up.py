@@ -56,6 +56,7 @@ class Fleet:
         ("mgpuctl up", "One worker for each GPU, else two on the CPU."),
         ("mgpuctl up --workers 4 --data-dir /tmp/try", "Four workers, and a journal of their own."),
         ("mgpuctl up --handlers my_module", "Serve the @multigpu.handler functions of my_module.py."),
+        ("mgpuctl up --model-repository /srv/models", "Serve every model of a folder."),
         ("mgpuctl up --listen 127.0.0.1:0 --ready-file /tmp/ready", "A free port, told in /tmp/ready."),
     ),
     exits=(
@@ -71,6 +72,7 @@ class Fleet:
 @click.option("--device", metavar="auto|cpu|cuda:N", help="What the workers run on.  [default: auto]")
 @click.option("--handlers", multiple=True, metavar="MODULE", help="Serve this module's handlers. May be repeated.")
 @click.option("--model", "models", multiple=True, metavar="NAME=PATH", help="Serve this model. May be repeated.")
+@click.option("--model-repository", metavar="DIR", help="Serve the models of this folder (docs/models.md).")
 @click.option("--label", "labels", multiple=True, metavar="KEY=VALUE", help="Label of every worker. May be repeated.")
 @click.option("--slots", metavar="N", help="Tasks a worker's handlers run at once.")
 @click.option("--threads", metavar="N", help="Threads of each engine.  [default: on the CPU, cores / workers]")
@@ -95,7 +97,8 @@ def plan_fleet(options: dict[str, Any]) -> Fleet:
     before = click.get_current_context().find_object(Globals) or Globals()
     master_flags = {name: options[name] for name in ("listen", "data_dir", "strategy", "log_level")}
     master = load_config(config.MasterConfig, file=file, flags=master_flags).config
-    worker_flags = {name: options[name] for name in ("device", "handlers", "models", "labels", "slots", "threads")}
+    names = ("device", "handlers", "models", "model_repository", "labels", "slots", "threads")
+    worker_flags = {name: options[name] for name in names}
     worker_flags["log_level"] = options["log_level"]
     worker = load_config(config.WorkerConfig, file=file, flags=worker_flags).config
 
@@ -115,9 +118,12 @@ def plan_fleet(options: dict[str, Any]) -> Fleet:
         if flag != "--log-level"
     ]
     workers = {}
-    for worker_id, device, threads in plan_workers(options["workers"], worker):
+    planned = plan_workers(options["workers"], worker)
+    for worker_id, device, threads in planned:
         flags = [("--master", address), ("--worker-id", worker_id), ("--device", device), ("--threads", threads)]
         flags += [("--drain-timeout-s", f"{drain_s:g}"), *passed_on]
+        if device == "cpu" and not worker.model_memory_bytes:  # each would take as much as one alone may
+            flags.append(("--model-memory-bytes", str(host_memory_bytes() // 2 // len(planned))))
         workers[worker_id] = (*(str(word) for flag in flags for word in flag), *common, worker.log_level)
     config_path = file or before.config_file
     return Fleet(
@@ -135,6 +141,11 @@ def plan_fleet(options: dict[str, Any]) -> Fleet:
         ready_file=options["ready_file"],
         log_json=log_format == "json",
     )
+
+
+def host_memory_bytes() -> int:
+    """What there is, in use or not."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def plan_workers(count: int | None, worker: config.WorkerConfig) -> list[tuple[str, str, int]]:

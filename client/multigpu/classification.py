@@ -1,0 +1,70 @@
+"""Pictures and texts into tasks of kind "classify", and their results into classes with a probability each."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from google.protobuf.message import DecodeError
+
+from multigpu.errors import INVALID_ARGUMENT, InvalidTaskError, TransportError
+from multigpu.options import Input
+from multigpu.v1 import classify_pb2
+
+KIND = "classify"
+TOP_K = 5
+TOP_K_MAX = 10_000
+
+# What can be classified: a picture as its file has it, the path of one, or a text.
+Subject = bytes | os.PathLike[str] | str
+
+
+class Label(NamedTuple):
+    """A class that a model found likely."""
+
+    # The model's number for it, from 0.
+    number: int
+    # Its name; empty if the model has none.
+    name: str
+    # 0 to 1.
+    probability: float
+
+
+def payload_of(subject: Subject, top_k: int) -> bytes:
+    """The payload of a task. OSError: the file of a picture can't be read."""
+    if not 1 <= top_k <= TOP_K_MAX:
+        raise ValueError(f"top_k is {top_k}; it must be 1 to {TOP_K_MAX:,}")
+    if isinstance(subject, str):
+        try:
+            return classify_pb2.ClassifyPayload(text=subject, top_k=top_k).SerializeToString()
+        except ValueError as error:
+            raise InvalidTaskError(INVALID_ARGUMENT, f"classify takes text of valid Unicode: {error}") from error
+    if isinstance(subject, os.PathLike):
+        subject = Path(subject).read_bytes()
+    if not isinstance(subject, bytes | bytearray | memoryview):
+        raise TypeError(f"classify takes bytes, a path or a str, not {type(subject).__name__}")
+    if not subject:
+        raise InvalidTaskError(INVALID_ARGUMENT, "a picture of no bytes can't be classified")
+    return classify_pb2.ClassifyPayload(image=bytes(subject), top_k=top_k).SerializeToString()
+
+
+def inputs_of(subjects: Iterable[Subject], top_k: int) -> Iterator[Input]:
+    """As payload_of, for a map."""
+    if isinstance(subjects, str | bytes):
+        raise TypeError("classify_map takes an iterable of pictures or texts; for one pass [one]")
+    return (Input(payload=payload_of(subject, top_k)) for subject in subjects)
+
+
+def labels_of(result: Any) -> list[Label]:
+    """The classes in a task's result, the likeliest first. An error, as a map may yield it, stays one."""
+    if isinstance(result, Exception):
+        return result  # type: ignore[return-value]  # the caller asked for errors in place of results
+    try:
+        classes = classify_pb2.ClassifyResult.FromString(result).classes
+    except (TypeError, DecodeError) as error:
+        raise TransportError(
+            f"a result of classify can't be read ({error}): its worker speaks another protocol"
+        ) from error
+    return [Label(found.index, found.label, found.score) for found in classes]

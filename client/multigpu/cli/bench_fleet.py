@@ -1,0 +1,75 @@
+"""The fleet that `mgpuctl bench` measures: one that runs, or one that `mgpuctl up` runs for as long as it takes."""
+
+import contextlib
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from multigpu.cli.failures import Failure
+from multigpu.cli.rpc import Master
+from multigpu.v1 import admin_service_pb2 as admin
+
+STOP_TIMEOUT_S = 30.0
+# Of its log, when it does not come up.
+LOG_LINES_SHOWN = 5
+
+
+@contextlib.contextmanager
+def own_fleet(workers: int, models: Sequence[str], config_file: str | None) -> Iterator[str]:
+    """The address of a fleet that is there for the time of the `with`. Raises Failure."""
+    with tempfile.TemporaryDirectory(prefix="multigpu-bench-") as folder:
+        log_file = Path(folder, "log")
+        argv = [sys.executable, "-m", "multigpu.cli", "up", "--listen", "127.0.0.1:0", "--workers", str(workers)]
+        argv += ["--data-dir", str(Path(folder, "data"))]
+        argv += [word for model in models for word in ("--model", model)]
+        argv += ["--config", config_file] if config_file else []
+        with log_file.open("wb") as log:
+            process = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log, text=True)
+        try:
+            assert process.stdout is not None
+            said = process.stdout.readline()
+            if not said.startswith("ready: master "):
+                words = log_file.read_text("utf-8", "replace").splitlines()[-LOG_LINES_SHOWN:]
+                raise Failure("the fleet did not come up: " + "\n".join(words))
+            yield said.split()[2].rstrip(",")
+        finally:
+            process.send_signal(signal.SIGTERM)
+            try:
+                process.wait(STOP_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Crew:
+    """The workers that serve a kind."""
+
+    worker_ids: frozenset[str]
+    # Names of their models, the default first.
+    models: tuple[str, ...]
+    hosts: frozenset[str]
+    # Of the first: "cpu", "cuda:0".
+    device: str
+    # As people call them, each once.
+    products: tuple[str, ...]
+
+    @classmethod
+    def of(cls, address: str, kind: str) -> "Crew":
+        """Those that are connected to a master. Raises Failure if there are none."""
+        with Master(address) as master:
+            connected = [w for w in master.list_workers() if w.state == admin.WORKER_STATE_ACTIVE]
+        offers = [(worker, found) for worker in connected for found in worker.capabilities if found.kind == kind]
+        if not offers:
+            raise Failure(f"no connected worker serves {kind}: `mgpuctl workers` shows what they do")
+        return cls(
+            worker_ids=frozenset(worker.worker_id for worker, _ in offers),
+            models=tuple(dict.fromkeys(name for _, found in offers for name in found.models)),
+            hosts=frozenset(worker.host for worker, _ in offers),
+            device=offers[0][0].device.name,
+            products=tuple(dict.fromkeys(worker.device.product for worker, _ in offers)),
+        )

@@ -1,0 +1,234 @@
+"""`mgpuctl models`: what the fleet can serve, what is loaded where, and loading and unloading by hand."""
+
+import time
+
+import click
+
+from multigpu.cli import show, tables
+from multigpu.cli.commands import Group
+from multigpu.cli.failures import Failure, NotFound
+from multigpu.cli.models_verify import verify
+from multigpu.cli.options import json_option, master_option
+from multigpu.cli.progress import Progress
+from multigpu.cli.rpc import Master
+from multigpu.v1 import admin_service_pb2 as admin
+from multigpu.v1 import model_pb2
+
+POLL_S = 0.1
+
+
+@click.group(cls=Group, invoke_without_command=True)
+@click.pass_context
+def models(context: click.Context) -> None:
+    """See, load, unload and verify models: what is loaded where. Without a command, lists them.
+
+    Nobody has to load a model: the first task for it does. What is loaded by hand is pinned: it stays until it is
+    unloaded by hand.
+    """
+    if context.invoked_subcommand is None:
+        context.invoke(list_)
+
+
+models.add_command(verify)
+
+
+@models.command("list", examples=(("mgpuctl models list", "All models, and where they are loaded."),))
+@master_option
+@json_option
+def list_(address: str, as_json: bool) -> None:
+    """All models that workers offer, by name."""
+    with Master(address) as master:
+        entries = all_models(master)
+    if as_json:
+        show.value([show.as_dict(entry) for entry in entries])
+    else:
+        show_models(entries)
+
+
+@models.command(
+    "show",
+    examples=(
+        ("mgpuctl models show bert", "Its files, its versions, what was measured, where it is loaded."),
+        ("mgpuctl models show bert:2 --json", "One version, for scripts."),
+    ),
+)
+@click.argument("model")
+@master_option
+@json_option
+def show_(model: str, address: str, as_json: bool) -> None:
+    """All about a model: digest, versions, precision and the figure of its accuracy gate, where it is loaded."""
+    with Master(address) as master:
+        entries = known(master, model)
+    if as_json:
+        show.value([show.as_dict(entry) for entry in entries])
+        return
+    for nth, entry in enumerate(entries):
+        if nth:
+            show.line()
+        show_model(entry)
+
+
+@models.command(
+    "load",
+    examples=(
+        ("mgpuctl models load bert --wait", "On the worker with most room; returns when it is ready."),
+        ("mgpuctl models load bert:2 --worker host-GPU-1 --worker host-GPU-2", "One version, on these."),
+    ),
+)
+@click.argument("model")
+@click.option("--worker", "worker_ids", multiple=True, metavar="ID", help="Where; may be repeated.")
+@click.option("--wait", is_flag=True, help="Return when it is ready.")
+@click.option("--timeout", "timeout_s", type=click.FloatRange(min=0), default=600.0, show_default=True,
+              metavar="SECONDS", help="How long to wait.")  # fmt: skip
+@master_option
+@json_option
+def load(model: str, worker_ids: tuple[str, ...], wait: bool, timeout_s: float, address: str, as_json: bool) -> None:
+    """Load a model, and keep it loaded until it is unloaded. Survives restarts."""
+    with Master(address) as master:
+        found = [master.find_worker_id(prefix) for prefix in worker_ids]
+        request = admin.LoadModelRequest(model=model, worker_ids=found)
+        told = master.call(master.admin.LoadModel, request).worker_ids
+        if wait:
+            _await(master, model, list(told), timeout_s, loaded=True)
+        entries = known(master, model)
+    if as_json:
+        show.value({"worker_ids": list(told), "models": [show.as_dict(entry) for entry in entries]})
+    else:
+        show.line(f"{model} {'is loaded' if wait else 'is being loaded'} on {', '.join(told)}, and stays there")
+
+
+@models.command(
+    "unload",
+    examples=(
+        ("mgpuctl models unload bert", "Wherever it is loaded, all its versions."),
+        ("mgpuctl models unload bert:1 --wait", "One version; returns when its memory is free."),
+    ),
+)
+@click.argument("model")
+@click.option("--worker", "worker_ids", multiple=True, metavar="ID", help="Where; may be repeated.")
+@click.option("--wait", is_flag=True, help="Return when it is gone.")
+@click.option("--timeout", "timeout_s", type=click.FloatRange(min=0), default=600.0, show_default=True,
+              metavar="SECONDS", help="How long to wait.")  # fmt: skip
+@master_option
+@json_option
+def unload(model: str, worker_ids: tuple[str, ...], wait: bool, timeout_s: float, address: str, as_json: bool) -> None:
+    """Unload a model, once the tasks that are with a worker are done. The next task for it loads it again."""
+    with Master(address) as master:
+        found = [master.find_worker_id(prefix) for prefix in worker_ids]
+        request = admin.UnloadModelRequest(model=model, worker_ids=found)
+        told = master.call(master.admin.UnloadModel, request).worker_ids
+        if wait:
+            _await(master, model, list(told), timeout_s, loaded=False)
+    if as_json:
+        show.value({"worker_ids": list(told)})
+    elif not told:
+        show.line(f"{model} is loaded nowhere")
+    else:
+        show.line(f"{model} {'is gone from' if wait else 'goes from'} {', '.join(told)}")
+
+
+def _await(master: Master, model: str, worker_ids: list[str], timeout_s: float, *, loaded: bool) -> None:
+    """Returns when the model is ready on all of these workers, or gone from them. Failure: it never will be."""
+    until = time.monotonic() + timeout_s
+    left = dict.fromkeys(worker_ids)
+    with Progress("workers", len(left)) as progress:
+        while True:
+            entries = known(master, model)
+            for worker_id in list(left):
+                places = [p for e in entries for p in e.places if p.worker_id == worker_id]
+                ready = any(p.residency.state == model_pb2.MODEL_STATE_READY for p in places)
+                if ready if loaded else not places:
+                    del left[worker_id]
+                    progress.add(1)
+                error = next((e.model.error for e in entries if worker_id in e.worker_ids and e.model.error), "")
+                if loaded and error and not places:
+                    raise Failure(f"{model} can't be loaded on {worker_id}: {error}")
+            if not left:
+                return
+            if time.monotonic() > until:
+                raise Failure(
+                    f"{model} is not {'ready' if loaded else 'gone'} after {timeout_s:g} s on {', '.join(left)}; it is "
+                    "still under way: `mgpuctl models show` tells how it goes"
+                )
+            time.sleep(POLL_S)
+
+
+def all_models(master: Master, name: str = "") -> list[admin.ModelEntry]:
+    request = admin.ListModelsRequest(name=name, page_size=1000)
+    return [entry for page in master.pages(master.admin.ListModels, request) for entry in page.models]
+
+
+def known(master: Master, model: str) -> list[admin.ModelEntry]:
+    """The entries of a model: all its versions, or the one named. NotFound: there is none."""
+    entries = all_models(master)
+    found = [e for e in entries if model in (e.model.name, id_of(e.model))]
+    if not found:
+        names = ", ".join(sorted({e.model.name for e in entries})[:20]) or "none"
+        raise NotFound(f"no worker offers model {model!r}; there are: {names}")
+    return found
+
+
+def id_of(model: model_pb2.Model) -> str:
+    return f"{model.name}:{model.version}" if model.version else model.name
+
+
+def show_models(entries: list[admin.ModelEntry]) -> None:
+    columns = ("MODEL", "KIND", "ENGINE", "PRECISION", "MEMORY", "LOADS IN", "WORKERS", "LOADED ON", "")
+    rows = [
+        (
+            id_of(e.model) + (" (current)" if e.model.version and e.model.current else ""),
+            e.model.kind,
+            e.model.engine,
+            e.model.precision,
+            show.size(e.model.memory_bytes) if e.model.memory_bytes else "-",
+            show.duration(show.seconds_of(e.model.load_duration)) if e.model.HasField("load_duration") else "-",
+            str(len(e.worker_ids)),
+            ", ".join(place_in_words(place) for place in e.places) or "-",
+            e.model.error,
+        )
+        for e in entries
+    ]
+    empty = "no worker offers a model; give workers a --model-repository"
+    tables.table(columns, rows, right=("MEMORY", "LOADS IN", "WORKERS"), empty=empty)
+
+
+def place_in_words(place: admin.ModelPlace) -> str:
+    """Where a model is loaded, and in brackets what is special about it."""
+    state = show.enum_name(place.residency, "state").lower()
+    special = [*([state] if state != "ready" else []), *(["pinned"] if place.residency.pinned else [])]
+    return place.worker_id + (f" ({', '.join(special)})" if special else "")
+
+
+def show_model(entry: admin.ModelEntry) -> None:
+    model = entry.model
+    pairs = [
+        ("model", id_of(model) + (" (current)" if model.version and model.current else "")),
+        ("kind", model.kind),
+        ("source", model.source),
+        ("engine", model.engine),
+        ("precision", model.precision),
+        ("digest", model.digest or "not computed yet"),
+        ("files", show.size(model.files_bytes)),
+        ("memory", show.size(model.memory_bytes) if model.memory_bytes else "never loaded"),
+    ]
+    if model.HasField("load_duration"):
+        pairs.append(("loads in", show.duration(show.seconds_of(model.load_duration))))
+    pairs += [(f"label {key}", value) for key, value in sorted(model.labels.items())]
+    pairs += sorted((name, fact) for name, fact in model.facts.items() if name not in ("engine", "precision"))
+    pairs.append(("offered by", ", ".join(entry.worker_ids)))
+    if model.error:
+        pairs.append(("error", model.error))
+    show.facts(pairs)
+    rows = [
+        (
+            place.worker_id,
+            show.enum_name(place.residency, "state").lower(),
+            show.size(place.residency.memory_bytes),
+            f"{place.residency.loads:,}",
+            show.age(place.residency, "last_use_time") if place.residency.HasField("last_use_time") else "-",
+            "yes" if place.residency.pinned else "no",
+        )
+        for place in entry.places
+    ]
+    columns = ("WORKER", "STATE", "MEMORY", "LOADS", "LAST USED", "PINNED")
+    tables.table(columns, rows, right=("MEMORY", "LOADS", "LAST USED"), empty="it is loaded nowhere")

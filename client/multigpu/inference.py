@@ -1,0 +1,110 @@
+"""Arrays into tensors of tasks of kind "infer" and back, for the clients and for the workers' engines alike.
+
+A tensor travels as its elements in C order, little-endian, with NumPy's name of their type. NumPy has no bfloat16: such
+a tensor comes out as float32, which holds every bfloat16 exactly; who has the package ml_dtypes sends arrays of its.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from google.protobuf.message import DecodeError
+
+from multigpu.errors import INVALID_ARGUMENT, InvalidTaskError, TransportError
+from multigpu.options import Input
+from multigpu.v1 import infer_pb2
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import ArrayLike, NDArray
+
+    Arrays = dict[str, NDArray[Any]]
+
+KIND = "infer"
+BFLOAT16 = "bfloat16"
+# Type of an element -> its bytes.
+DTYPES = {
+    "bool": 1,
+    "int8": 1,
+    "int16": 2,
+    "int32": 4,
+    "int64": 8,
+    "uint8": 1,
+    "uint16": 2,
+    "uint32": 4,
+    "uint64": 8,
+    "float16": 2,
+    BFLOAT16: 2,
+    "float32": 4,
+    "float64": 8,
+}
+
+
+def tensor_of(name: str, array: ArrayLike) -> infer_pb2.Tensor:
+    """An array, or what numpy.asarray makes one of, as a tensor. ValueError: its type has no place in one."""
+    import numpy as np  # noqa: PLC0415  a client that sends no arrays needs no numpy
+
+    try:
+        values = np.asarray(array)
+    except ValueError as error:
+        raise ValueError(f"the tensor {name!r} is no array: {error}") from error
+    dtype = values.dtype.name
+    if dtype not in DTYPES:
+        raise ValueError(f"the tensor {name!r} has elements of type {dtype}: make them one of {', '.join(DTYPES)}")
+    little = values if dtype == BFLOAT16 else values.astype(values.dtype.newbyteorder("<"), copy=False)
+    return infer_pb2.Tensor(name=name, dtype=dtype, shape=values.shape, data=little.tobytes())
+
+
+def array_of(tensor: infer_pb2.Tensor) -> NDArray[Any]:
+    """The array of a tensor: read-only, a view of its bytes where it can be. ValueError: it contradicts itself."""
+    import numpy as np  # noqa: PLC0415  as above
+
+    dtype, shape, size = tensor.dtype, tuple(tensor.shape), len(tensor.data)
+    if dtype not in DTYPES:
+        raise ValueError(f"the tensor {tensor.name!r} has elements of type {dtype!r}: known are {', '.join(DTYPES)}")
+    if min(shape, default=0) < 0 or math.prod(shape) * DTYPES[dtype] != size:
+        raise ValueError(f"the tensor {tensor.name!r} of {dtype} has the shape {list(shape)} and {size} bytes")
+    if dtype == BFLOAT16:
+        bits = np.frombuffer(tensor.data, "<u2").astype(np.uint32) << np.uint32(16)
+        return bits.view(np.float32).reshape(shape)
+    return np.frombuffer(tensor.data, np.dtype(dtype).newbyteorder("<")).reshape(shape)
+
+
+def input_of(inputs: Mapping[str, ArrayLike], outputs: Sequence[str]) -> tuple[bytes, int]:
+    """The payload of a task, and how many examples it holds. InvalidTaskError: no model could take it."""
+    if not isinstance(inputs, Mapping):
+        raise TypeError(f"infer takes a dict of arrays by the names of the model's inputs, not {type(inputs).__name__}")
+    if isinstance(outputs, str):
+        raise TypeError("outputs is a sequence of names; for one output pass [name]")
+    if not inputs:
+        raise InvalidTaskError(INVALID_ARGUMENT, "infer needs at least one input")
+    try:
+        tensors = [tensor_of(name, array) for name, array in inputs.items()]
+        payload = infer_pb2.InferPayload(inputs=tensors, outputs=outputs).SerializeToString()
+    except (ValueError, DecodeError) as error:
+        raise InvalidTaskError(INVALID_ARGUMENT, str(error)) from error
+    examples = {tensor.shape[0] if tensor.shape else 1 for tensor in tensors}
+    return payload, max(1, examples.pop()) if len(examples) == 1 else 1
+
+
+def inputs_of(many: Iterable[Mapping[str, ArrayLike]], outputs: Sequence[str]) -> Iterator[Input]:
+    """As input_of, for a map."""
+    for inputs in many:
+        payload, examples = input_of(inputs, outputs)
+        yield Input(payload=payload, units=examples)
+
+
+def arrays_of(result: Any) -> Arrays:
+    """The arrays of a task's result, by name. An error, as a map with `return_exceptions` yields it, stays one."""
+    if isinstance(result, Exception):
+        return result  # type: ignore[return-value]  # the caller asked for errors in place of results
+    try:
+        tensors = infer_pb2.InferResult.FromString(result).outputs
+        return {tensor.name: array_of(tensor) for tensor in tensors}
+    except (TypeError, DecodeError, ValueError) as error:
+        raise TransportError(
+            f"a result of infer can't be read ({error}): its worker speaks another protocol"
+        ) from error
