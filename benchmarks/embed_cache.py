@@ -20,13 +20,13 @@ from pathlib import Path
 import numpy as np
 from multigpu_worker.engines.base import EmbeddingCacheSettings
 from multigpu_worker.engines.embed import EmbedEngine
-from multigpu_worker.engines.models import PACKAGED_MODEL, packaged_model
+from multigpu_worker.engines.models import packaged_model
 
-from benchmarks.embed_engine import engine_encode, sentences, timed
+from benchmarks.embed_engine import engine_encode, engine_settings, sentences, timed
 
 
 def loaded(folder: Path, threads: int, settings: EmbeddingCacheSettings | None) -> EmbedEngine:
-    engine = EmbedEngine("cpu", {PACKAGED_MODEL: folder}, threads, settings)
+    engine = EmbedEngine(engine_settings(folder, threads, settings))
     # A text that is not among the sentences, nor known: the model is loaded by it.
     engine_encode(engine, [f"The model is loaded by this, at {time.time_ns()}."], 1)
     return engine

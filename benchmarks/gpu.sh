@@ -5,7 +5,7 @@ set -euo pipefail
 
 usage() {
   cat <<'HELP'
-Usage: benchmarks/gpu.sh [--device cuda:0] [--sentences 100000] [--rounds 3] [--output FILE]
+Usage: benchmarks/gpu.sh [--device cuda:0] [--precision fp32] [--sentences 100000] [--rounds 3] [--output FILE]
 
   --device D     cuda:N, or cpu to try the path where there is no GPU. Default: cuda:0.
   --sentences N  How many sentences to embed. Default: 100,000.

@@ -227,7 +227,7 @@ class HopEvents:
 
     def engine_said(self, message: ipc.Message, blobs: list[bytes]) -> None:
         del blobs
-        if message[9]:
+        if message[0] == "reports" and message[9]:
             self.reply.set_result(None)
 
     def engine_died(self, death: Death) -> None:
@@ -247,7 +247,7 @@ async def measure_hop() -> None:
             events.reply = asyncio.get_running_loop().create_future()
             began_s = time.perf_counter()
             blobs: list[bytes] = []
-            row = (n, n, 1, ipc.put(payload, blobs), 1, b"", 0)
+            row = (n, n, 1, ipc.put(payload, blobs), 1, b"", 0, ())
             host.send(("batch", n + 1, "echo", "", (), "", [row]), blobs)
             await events.reply
             latencies_us.append((time.perf_counter() - began_s) * 1e6)

