@@ -1,16 +1,185 @@
-"""The table of old variables in docs/configuration.md says what the deploy script reads: no name more, none less."""
+"""The tables of old variables in docs/configuration.md say what the deploy script and the workers read: no name more,
+none less; and what a worker makes of them.
+"""
 
 import re
+import subprocess
 from pathlib import Path
 
+import pytest
+from multigpu.config import ConfigError, Loaded, WorkerConfig, load
+from multigpu.old_names import WORKER_NAMES
+
 ROOT = Path(__file__).resolve().parent.parent
-HIDDEN = {"MGPU_VENV", "CUDA_VISIBLE_DEVICES", "BASH_SOURCE", "PYTHON"}
+HIDDEN = {"MGPU_VENV", "CUDA_VISIBLE_DEVICES", "BASH_SOURCE", "PYTHON", "WORKER_NAMES"}
+READ_BY_WORKERS = {name for name, *_ in WORKER_NAMES}
+SCENARIOS = {
+    "throughput": {
+        "EMBEDDING_BATCH_SIZE": "64",
+        "USE_TENSORRT": "true",
+        "TENSORRT_PRECISION": "int8",
+        "EMBEDDING_CACHE_ENABLED": "true",
+        "EMBEDDING_CACHE_SIZE": "1000000",
+    },
+    "latency": {
+        "EMBEDDING_BATCH_SIZE": "1",
+        "USE_TENSORRT": "true",
+        "TENSORRT_PRECISION": "fp16",
+        "EMBEDDING_CACHE_ENABLED": "true",
+        "EMBEDDING_CACHE_TTL": "86400",
+    },
+    "balanced": {"EMBEDDING_BATCH_SIZE": "32", "USE_TENSORRT": "true", "TENSORRT_PRECISION": "auto"},
+}
+
+
+def rows(heading: str, end: str) -> list[str]:
+    page = (ROOT / "docs/configuration.md").read_text("utf-8")
+    part = page.partition(heading)[2].partition(end)[0]
+    return re.findall(r"^\| `([A-Z_0-9]+)` \|", part, re.MULTILINE)
 
 
 def test_the_table_has_what_the_script_reads() -> None:
-    page = (ROOT / "docs/configuration.md").read_text("utf-8")
-    rows = re.findall(r"^\| `([A-Z_0-9]+)` \|", page.partition("## Names from before")[2], re.MULTILINE)
+    listed = rows("<!-- old names:", "<!-- end of old names -->")
     script = (ROOT / "tools/deploy/machine.sh").read_text("utf-8")
     read = set(re.findall(r"\$\{([A-Z][A-Z_0-9]+)", script)) | set(re.findall(r"\(truth ([A-Z][A-Z_0-9]+)", script))
-    assert set(rows) == read - HIDDEN
-    assert len(rows) == len(set(rows)) == 15
+    assert set(listed) == read - HIDDEN
+    assert len(listed) == len(set(listed)) == 15
+
+
+def test_the_table_has_what_workers_read_and_the_script_hands_it_on() -> None:
+    assert rows("<!-- workers' old names:", "<!-- end of workers' old names -->") == [name for name, *_ in WORKER_NAMES]
+    source = (ROOT / "client/multigpu/old_names.py").read_text("utf-8").partition("def worker_values")[2]
+    assert set(re.findall(r'(?:get\(|\(env, |\()"([A-Z][A-Z_0-9]+)"', source)) == READ_BY_WORKERS
+    script = (ROOT / "tools/deploy/machine.sh").read_text("utf-8")
+    handed_on = script.partition("WORKER_NAMES=(")[2].partition(")")[0].split()
+    assert handed_on == [name for name, *_ in WORKER_NAMES]
+    assert len(READ_BY_WORKERS) == 13
+
+
+def hand_on(env: dict[str, str]) -> "subprocess.CompletedProcess[str]":
+    code = (
+        'fail() { echo "$*" >&2; exit 1; }; . tools/deploy/machine.sh; library_env=; hand_on; printf %s "$library_env"'
+    )
+    command = ["bash", "-euc", code]
+    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_the_script_hands_on_what_is_set() -> None:
+    done = hand_on({"EMBEDDING_MODEL": "a model", "USE_TENSORRT": "true", "TENSORRT_CACHE_DIR": "", "OTHER": "x"})
+    assert (done.returncode, done.stdout) == (0, "EMBEDDING_MODEL=a model\nUSE_TENSORRT=true\n"), done.stderr
+    for value in ('a"b', "a'b", "a\\b", "a\nMGPU_TOKEN=b"):
+        done = hand_on({"EMBEDDING_MODEL": value})
+        assert done.returncode == 1
+        assert "EMBEDDING_MODEL has a quote" in done.stderr
+
+
+@pytest.fixture(autouse=True)
+def _no_config_of_this_hosts_user(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+
+
+def taken(env: dict[str, str]) -> Loaded[WorkerConfig]:
+    return load(WorkerConfig, env=env)
+
+
+def changed(env: dict[str, str]) -> dict[str, object]:
+    loaded = taken(env)
+    return {name: getattr(loaded.config, name) for name, source in loaded.sources.items() if source != "default"}
+
+
+@pytest.mark.parametrize(
+    ("scenario", "values"),
+    [
+        ("throughput", (64, "tensorrt", "int8", 1_000_000, 0.0)),
+        ("latency", (1, "tensorrt", "fp16", 10_000, 86_400.0)),
+        ("balanced", (32, "tensorrt", "auto", 0, 0.0)),
+    ],
+)
+def test_the_three_scenarios(scenario: str, values: tuple[object, ...]) -> None:
+    config = taken(SCENARIOS[scenario]).config
+    assert (
+        config.batch_tasks_max,
+        config.engine,
+        config.precision,
+        config.embedding_cache_entries,
+        config.embedding_cache_ttl_s,
+    ) == values
+
+
+@pytest.mark.parametrize(
+    ("env", "values"),
+    [
+        (
+            {"EMBEDDING_MODEL": "sentence-transformers/all-MiniLM-L6-v2"},
+            {"default_model": "sentence-transformers/all-MiniLM-L6-v2"},
+        ),
+        ({"EMBEDDING_MODEL": "/srv/m/"}, {"default_model": "m", "models": ("m=/srv/m",)}),
+        ({"EMBEDDING_MODEL": ""}, {}),
+        ({"EMBEDDING_CACHE_ENABLED": "false", "EMBEDDING_CACHE_SIZE": "5"}, {"embedding_cache_entries": 0}),
+        ({"EMBEDDING_CACHE_ENABLED": "true"}, {"embedding_cache_entries": 10_000}),
+        (
+            {"EMBEDDING_CACHE_PERSISTENCE": "/var/cache/v"},
+            {"embedding_cache_entries": 10_000, "embedding_cache_file": "/var/cache/v"},
+        ),
+        ({"EMBEDDING_CACHE_TTL": "60"}, {"embedding_cache_entries": 10_000, "embedding_cache_ttl_s": 60.0}),
+        ({"TENSORRT_CACHE_DIR": "/var/cache/t"}, {"artifacts_dir": "/var/cache/t"}),
+        ({"USE_TENSORRT": "0"}, {"engine": "auto"}),
+        ({"ENABLE_TENSOR_CORES": "false"}, {"precision": "fp32"}),
+        ({"ENABLE_TENSOR_CORES": "true", "ENABLE_DYNAMIC_BATCHING": "TRUE"}, {}),
+        (
+            {"ENABLE_TENSOR_CORES": "no", "USE_TENSORRT": "yes", "TENSORRT_PRECISION": "auto"},
+            {"engine": "tensorrt", "precision": "fp32"},
+        ),
+    ],
+)
+def test_what_a_worker_takes(env: dict[str, str], values: dict[str, object]) -> None:
+    assert changed(env) == values
+    assert taken(env).remarks == ()
+
+
+def test_new_names_win_and_every_source_is_told(tmp_path: Path) -> None:
+    file = tmp_path / "config.toml"
+    file.write_text("[worker]\nbatch_tasks_max = 7\n")
+    env = {
+        "EMBEDDING_BATCH_SIZE": "64",
+        "EMBEDDING_CACHE_SIZE": "9",
+        "MGPU_WORKER_EMBEDDING_CACHE_ENTRIES": "3",
+        "TENSORRT_CACHE_DIR": "/old",
+    }
+    loaded = load(WorkerConfig, file=file, env=env, flags={"artifacts_dir": "/new"})
+    assert (loaded.config.batch_tasks_max, loaded.config.embedding_cache_entries) == (7, 3)
+    assert loaded.config.artifacts_dir == "/new"
+    assert taken(env).sources["batch_tasks_max"] == "EMBEDDING_BATCH_SIZE"
+
+
+@pytest.mark.parametrize(
+    ("env", "remark"),
+    [
+        ({"TENSORRT_PRECISION": "fp16"}, "TENSORRT_PRECISION has no effect without USE_TENSORRT=true"),
+        ({"TENSORRT_INT8_CALIBRATION": "true"}, "[gate] in the model's model.toml"),
+        ({"TENSORRT_INT8_CALIBRATION_CACHE": "/x"}, "calibrations are kept in artifacts_dir"),
+        ({"ENABLE_DYNAMIC_BATCHING": "false"}, "set batch_tasks_max to 1"),
+    ],
+)
+def test_what_can_not_be_followed_is_said(env: dict[str, str], remark: str) -> None:
+    assert changed(env) == {}
+    (said,) = taken(env).remarks
+    assert remark in said
+
+
+@pytest.mark.parametrize(
+    ("env", "message"),
+    [
+        ({"USE_TENSORRT": "maybe"}, "USE_TENSORRT: 'maybe' is not a yes or no"),
+        ({"EMBEDDING_BATCH_SIZE": "many"}, "EMBEDDING_BATCH_SIZE: 'many' is not a whole number"),
+        ({"EMBEDDING_BATCH_SIZE": "0"}, "EMBEDDING_BATCH_SIZE: 0 is too small"),
+        ({"USE_TENSORRT": "true", "TENSORRT_PRECISION": "fp4"}, "TENSORRT_PRECISION: 'fp4' is none of"),
+        (
+            {"USE_TENSORRT": "true", "TENSORRT_PRECISION": "fp16", "ENABLE_TENSOR_CORES": "false"},
+            "ENABLE_TENSOR_CORES=false and TENSORRT_PRECISION=fp16 contradict each other",
+        ),
+    ],
+)
+def test_what_makes_no_sense_is_refused(env: dict[str, str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        taken(env)

@@ -78,7 +78,7 @@ FAILPOINTS = [
     *_around(AGENT, "hello", f"{_W}.agent", "Agent.hello", AFTER, once=True),
     *_around(AGENT, "leases come", f"{_W}.agent", "Agent.received"),
     *_around(AGENT, "a batch goes to the engine", f"{_W}.engine_host", "EngineHost.send"),
-    *_around(AGENT, "the engine's word", f"{_W}.agent", "Agent.engine_said"),
+    *_around(AGENT, "the engine's word", f"{_W}.engine_process", "EngineProcess.engine_said"),
     *_around(AGENT, "reports leave", f"{_W}.session", "Session.take_frame"),
     *_around(ENGINE, "a batch is taken in", f"{_W}.engine_runtime", "Runtime._work_of", AFTER),
     *_around(ENGINE, "a task begins", f"{_W}.engine_runtime", "BatchReporter.begin", AFTER),

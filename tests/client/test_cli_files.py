@@ -191,7 +191,9 @@ def value_of(words: tuple[str, ...], flag: str) -> list[str]:
 
 @pytest.mark.usefixtures("context")
 def test_fleet_on_the_cpu_shares_the_cores(tmp_path: Path) -> None:
-    fleet = plan_fleet(flags(data_dir=str(tmp_path), handlers=("a", "b"), models=("m=/x",), slots="3"))
+    fleet = plan_fleet(
+        flags(data_dir=str(tmp_path), handlers=("a", "b"), models=("m=/x",), model_repository="/r", slots="3")
+    )
     host = socket.gethostname()
     assert list(fleet.workers) == [f"{host}-cpu-0", f"{host}-cpu-1"]
     for worker_id, words in fleet.workers.items():
@@ -200,7 +202,9 @@ def test_fleet_on_the_cpu_shares_the_cores(tmp_path: Path) -> None:
         assert value_of(words, "--device") == ["cpu"]
         assert value_of(words, "--handlers") == ["a", "b"]
         assert value_of(words, "--models") == ["m=/x"]
+        assert value_of(words, "--model-repository") == ["/r"]
         assert value_of(words, "--slots") == ["3"]
+        assert int(value_of(words, "--model-memory-bytes")[0]) == up_module.host_memory_bytes() // 4
         assert value_of(words, "--threads") == [str(max(1, len(os.sched_getaffinity(0)) // 2))]
         # It stops draining before its keeper's patience ends.
         assert float(value_of(words, "--drain-timeout-s")[0]) < 15.0 * up_module.WORKERS_STOP_SHARE

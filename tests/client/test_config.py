@@ -265,3 +265,24 @@ def test_the_documentation_lists_every_setting_as_it_is() -> None:
     tool = ROOT / "tools" / "generate_configuration.py"
     done = subprocess.run([sys.executable, tool, "--check"], capture_output=True, text=True, timeout=30, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_profile_gives_values_to_what_nobody_set() -> None:
+    env = {"MGPU_WORKER_PROFILE": "throughput", "MGPU_WORKER_BATCH_TOKENS_MAX": "100", "EMBEDDING_BATCH_SIZE": "8"}
+    loaded = load(WorkerConfig, env=env)
+    assert (loaded.config.batch_tasks_max, loaded.config.batch_tokens_max, loaded.config.batch_delay_s) == (
+        8,
+        100,
+        0.005,
+    )
+    assert loaded.sources["batch_delay_s"] == "profile throughput"
+    latency = load(WorkerConfig, env={}, flags={"profile": "latency"}).config
+    assert (latency.batch_tasks_max, latency.batch_tokens_max, latency.batch_delay_s) == (32, 2048, 0.0)
+    assert load(WorkerConfig, env={}).config == WorkerConfig()
+
+
+@pytest.mark.parametrize("profile", ["throughput", "balanced", "latency"])
+def test_the_values_of_profiles_are_in_range(profile: str) -> None:
+    config = load(WorkerConfig, env={"MGPU_WORKER_PROFILE": profile}).config
+    dataclasses.replace(config)  # checks every value once more
+    assert config.profile == profile

@@ -6,6 +6,7 @@ import pytest
 from multigpu_master.core.fleet import Fleet
 from multigpu_master.core.model import Capability, Lease, Shape, Spec, Task, Worker, WorkerInfo
 from multigpu_master.core.placement import Placement, Ranking
+from multigpu_master.core.residency import Resident
 from multigpu_master.strategies.auto import Auto
 from multigpu_master.strategies.base import FleetView
 from multigpu_master.strategies.static_partition import StaticPartition
@@ -32,7 +33,7 @@ def fleet_of(workers: int, resident: int) -> Fleet:
         worker = fleet.register(WorkerInfo(worker_id=f"w{i}", capabilities=capabilities, window_tasks=64))
         fleet.new_session(worker, i + 1, 0.0)
         worker.allowed = 64
-        worker.resident_models = ("m",) if i < resident else ()
+        worker.residency.said = {"m": Resident(model="m")} if i < resident else {}
     return fleet
 
 
@@ -114,7 +115,7 @@ def test_the_best_is_what_a_look_at_every_worker_finds(seed: int) -> None:
             case 1:
                 worker.backlog_s = dice.uniform(0, 9)
             case 2:
-                worker.resident_models = dice.choice(((), ("m",)))
+                worker.residency.said = dice.choice(({}, {"m": Resident(model="m")}))
                 fleet.members_changed(worker)
             case 3:
                 worker.unit_s["embed", "m"] = dice.uniform(0.01, 1)

@@ -2,6 +2,7 @@
 
 from multigpu_master.core import events as ev
 from multigpu_master.core.model import Capability, Spec, Telemetry, WorkerInfo
+from multigpu_master.core.residency import Resident
 
 from tests.core.stage import Stage, lease_of
 
@@ -13,7 +14,7 @@ def joined(stage: Stage, name: str, zone: str, *, loaded: bool) -> None:
         worker_id=name, capabilities=(Capability(kind="run", models=("m",)),), labels={"zone": zone}, window_tasks=1
     )
     stage.handle(ev.Hello(stage.sessions, info))
-    stage.handle(ev.Heartbeat(stage.sessions, [], 0, Telemetry(), ("m",) if loaded else ()))
+    stage.handle(ev.Heartbeat(stage.sessions, [], 0, Telemetry(), (Resident(model="m"),) if loaded else ()))
 
 
 def test_what_one_worker_learns_of_a_model_may_make_another_worth_its_loading() -> None:

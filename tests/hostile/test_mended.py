@@ -20,9 +20,9 @@ from multigpu.outcome import Outcome, OutcomeState
 from multigpu.payloads import read_file
 from multigpu.sharing import Sharing
 from multigpu.v1 import admin_service_pb2 as admin_pb
-from multigpu.v1 import device_pb2, task_pb2, task_service_pb2
+from multigpu.v1 import device_pb2, model_pb2, task_pb2, task_service_pb2
 from multigpu.v1 import worker_service_pb2 as worker_pb
-from multigpu_master import settings, wire
+from multigpu_master import settings, wire, wire_models
 from multigpu_master.core import events as ev
 from multigpu_master.core.fleet import LOST_WORKERS_MAX, PACES_MAX, Fleet
 from multigpu_master.core.model import WorkerInfo
@@ -116,7 +116,9 @@ def test_a_worker_that_says_too_much_of_itself_is_refused() -> None:
     assert wire.worker_info(hello(leases=held).hello).worker_id == "a"
     with pytest.raises(wire.InvalidTaskError, match="at most 1048576"):
         wire.worker_info(hello(labels={"l": "x" * (1 << 20)}).hello)
-    assert len(wire.resident_models(f"m{n}" * 999 for n in range(2000))) == wire.MODELS_MAX
+    found = [model_pb2.ModelResidency(model=f"m{n}" * 999) for n in range(2000)]
+    beat = worker_pb.Heartbeat(models=found)
+    assert len(wire_models.residents(beat)) == wire.MODELS_MAX
 
 
 def test_a_worker_that_is_forgotten_while_its_cordon_is_written(house: House) -> None:
@@ -180,7 +182,7 @@ def test_an_engine_whose_error_is_no_text(text: Any) -> None:
 def test_an_engine_whose_canary_makes_no_sense(words: Any) -> None:
     post = Post()
     with pytest.raises(ipc.FrameError):
-        post.agent.host.said(("canary", *words), [])
+        post.agent.pool.base.host.said(("canary", *words), [])
     post.close()
 
 

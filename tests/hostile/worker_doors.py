@@ -47,7 +47,7 @@ class Post:
         )  # fmt: skip
         settings = EngineSettings(device="cpu", slots=1, threads=1, handlers=(), models={})
         self.agent = Agent(WorkerConfig(), identity, device, settings, memory_bytes=0)
-        self.agent.host.kinds = {"echo": KindInfo(kind="echo", one_by_one=True, models=())}
+        self.agent.pool.base.host.kinds = {"echo": KindInfo(kind="echo", one_by_one=True)}
 
     def close(self) -> None:
         self.loop.close()
@@ -104,7 +104,7 @@ def _value(rng: Random, depth: int = 0) -> object:
     if depth < 4 and rng.random() < 0.4:
         many = [_value(rng, depth + 1) for _ in range(rng.randrange(5))]
         return rng.choice((tuple, list))(many)
-    words: list[object] = ["", "done", "ready", "canary", "singing", "echo", b"", b"x"]
+    words: list[object] = ["", "reports", "ready", "loaded", "load_failed", "canary", "singing", "echo", b"", b"x"]
     return rng.choice([0, 1, 2, -1, 2**63, 2**70, None, True, 0.5, float("nan"), {}, {1: 2}, *words])
 
 
@@ -114,7 +114,7 @@ def _engine_frame(maker: Maker) -> bytes:
     if rng.random() < 0.1:
         return rng.randbytes(rng.randrange(200))
     fields: list[object] = [
-        "done", rng.choice((1, 7)), 0, 0, [(1, b"r", "")], [], [], [], [], rng.random() < 0.5, 0, (), {"hits": 1},
+        "reports", rng.choice((1, 7)), 0, 0, [(1, b"r", "")], [], [], [], [], rng.random() < 0.5, 0, {"hits": 1},
     ]  # fmt: skip
     for _ in range(rng.choice((0, 0, 1, 3))):
         fields[rng.randrange(len(fields))] = _value(rng)
@@ -141,24 +141,25 @@ class Wire:
 
     def feed(self, data: bytes) -> None:
         agent = self._post.agent
+        process = agent.pool.base
         agent.session = Session(SessionLimits())
         lease = Lease(1, 1, 1, Spec(kind="echo"), b"")
         agent.session.leases[1] = lease
-        agent.batches = {1: EngineBatch(1, {1: lease}, True, lease.spec)}
+        process.batches = {1: EngineBatch(1, {1: lease}, True, lease.spec)}
         ours, theirs = socket.socketpair()
         with ours, theirs:
             ours.setblocking(False)
-            agent.host._sock = ours  # should it answer
+            process.host._sock = ours  # should it answer
             decoder = ipc.Decoder(self._memory.up)
             theirs.sendall(data)
             theirs.shutdown(socket.SHUT_WR)
             with contextlib.suppress(ipc.FrameError, EOFError):
                 while True:
                     for message, blobs in decoder.feed(ours):
-                        agent.host.said(message, blobs)
-        agent.host._sock, agent.host.ready = None, False
-        agent.host._unsent.clear()
-        if 1 in agent.batches and 1 in agent.session.leases and 1 not in agent.batches[1].leases:
+                        process.host.said(message, blobs)
+        process.host._sock, process.host.ready = None, False
+        process.host._unsent.clear()
+        if 1 in process.batches and 1 in agent.session.leases and 1 not in process.batches[1].leases:
             raise Crash("a lease is in nobody's hands: its task would wait for ever")
 
 

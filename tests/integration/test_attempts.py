@@ -104,6 +104,34 @@ def test_a_deadline_ends_a_task_wherever_it_is(fleet: Fleet, tmp_path: Path) -> 
     until(lambda: all(w.leases == 0 for w in fleet.list_workers()))
 
 
+def test_what_waits_in_a_worker(fleet: Fleet, tmp_path: Path) -> None:
+    """Behind others, in the worker itself: what is past its deadline never begins, and the urgent go first."""
+    gate, log = tmp_path / "gate", tmp_path / "log"
+    logged: dict[str, Any] = {"parameters": {"log": str(log), "seconds": "0.01"}}
+    fleet.admin.CordonWorker(admin_pb.CordonWorkerRequest(worker_id="w1"), timeout=5)
+    try:
+        # A worker that is fast is given more than its engine can take.
+        for task_id in fleet.submit("echo", *([b"x"] * 2000)):
+            fleet.outcome(task_id)
+        # More than fit in an engine of two slots.
+        running = fleet.submit("trial.gate", *([str(gate).encode()] * 6))
+        until(lambda: fleet.stats().leased == 6)
+        (late,) = fleet.submit("trial.logged", b"late", deadline=from_now(1), **logged)
+        patient = fleet.submit("trial.logged", *([b"patient"] * 5), priority=5, **logged)
+        (urgent,) = fleet.submit("trial.logged", b"urgent", priority=1, **logged)
+        until(lambda: fleet.stats().leased == 13)
+        outcome = fleet.outcome(late)
+        assert (outcome.state, outcome.error.type, outcome.attempts) == (EXPIRED, "DeadlineExceeded", 1)
+        gate.touch()
+        assert all(fleet.outcome(i).state == SUCCEEDED for i in (*running, *patient, urgent))
+    finally:
+        fleet.admin.UncordonWorker(admin_pb.UncordonWorkerRequest(worker_id="w1"), timeout=5)
+    began = [line.rsplit(" ", 1)[1] for line in log.read_text().splitlines()]
+    assert sorted(began) == [*["patient"] * 5, "urgent"]
+    # Two run at a time: neighbours may swap.
+    assert began.index("urgent") <= 1
+
+
 def test_queue_timeout_counts_until_the_first_dispatch_only(fleet: Fleet) -> None:
     half_a_second = Duration(nanos=500_000_000)
     fleet.admin.PauseQueue(admin_pb.PauseQueueRequest(queue="late"), timeout=5)

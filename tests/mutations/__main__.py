@@ -22,7 +22,8 @@ Each line is one deliberate mutation of the product: a guard dropped, an order s
 of its checker were run on the mutated product until one failed; "seeds" says how many that took, "of" within how many
 it must. The checkers: `simulator` (the core, the worker's session and the master's journaling in simulated worlds),
 `session` and `batches` (the worker's halves against models), `journal` (the real journal on files, against a model),
-`known` (which requests the journal knows), `stories` (the stories of one rule each, for what seeds meet too seldom).
+`known` (which requests the journal knows), `models` (models in too little room),
+`stories` (the stories of one rule each, for what seeds meet too seldom).
 The product as it is passes all of them.
 
 Made by `{command}`, which fails when a mutation survives and when one no
@@ -33,7 +34,15 @@ longer fits the product's text.
 
 Trial = Callable[[], Verdict]
 # Seeds of the unbroken product for each checker.
-BASELINE_SEEDS = {"simulator": 300, "session": 300, "batches": 300, "stories": 1, "known": 30, "journal": 30}
+BASELINE_SEEDS = {
+    "simulator": 300,
+    "session": 300,
+    "batches": 300,
+    "stories": 1,
+    "models": 100,
+    "known": 30,
+    "journal": 30,
+}
 
 
 def trials(mutations: Iterable[Mutation], seeds: int | None, baseline_seeds: int | None) -> list[Trial]:

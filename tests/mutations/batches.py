@@ -1,15 +1,25 @@
 """The batcher against a slow and obvious model: any order of arrivals, drops, returns, measurements and pops.
 
-Each pop must take from the line whose head has waited longest, in order, without what was dropped, and as much as the
-limits allow: no more, and no less.
+Each pop must take from the line whose head comes first by age and priority, of those that may go, in order, without
+what was dropped, and as much as the limits allow: no more, and no less. Lines of the model that waits ("slack") may
+only go when their time has come, a limit or a preferred size is reached, or they come back from an engine.
 """
 
 import random
+from collections.abc import Container
 
-from multigpu_worker.batcher import BYTES_PER_TOKEN, GROWTH, Batcher, BatchLimits
+from multigpu.repository import BatchRules
+from multigpu_worker.batcher import AGE_TASKS, BYTES_PER_TOKEN, GROWTH, Batcher, BatchLimits
 from multigpu_worker.session import Lease, Spec
 
-SPECS = (Spec(kind="embed"), Spec(kind="embed", parameters=(("a", "b"),)), Spec(kind="mine"), Spec(kind="slow"))
+SPECS = (
+    Spec(kind="embed"),
+    Spec(kind="embed", parameters=(("a", "b"),), priority=1),
+    Spec(kind="embed", model="slack"),
+    Spec(kind="mine"),
+    Spec(kind="slow", priority=5),
+)
+RULES = {("embed", "slack"): BatchRules(tasks_max=6, tokens_max=15, delay_s=1.0, preferred=(2, 4))}
 ONE_BY_ONE = frozenset({"mine", "slow"})
 
 
@@ -20,12 +30,16 @@ class Model:
         self.limits, self.slots = limits, slots
         self.lines: dict[Spec, list[tuple[int, Lease]]] = {spec: [] for spec in SPECS}
         self.speeds: dict[str, tuple[float, int]] = {}
+        # Since when a line could have gone and waits.
+        self.since_s: dict[Spec, float] = {}
 
-    def expected(self) -> list[Lease]:
+    def expected(self, refused: Container[Spec], now_s: float) -> list[Lease]:
         """The next batch. What can't be in any is taken out."""
-        while any(self.lines.values()):
-            spec = min((s for s in SPECS if self.lines[s]), key=lambda s: self.lines[s][0][0])
+        for spec in sorted((s for s in SPECS if self.lines[s] and s not in refused), key=lambda s: self.lines[s][0][0]):
             tasks_max = self._tasks_max(spec, len(self.lines[spec]))
+            tokens_max = self.limits.tokens_max
+            if spec.model == "slack":
+                tasks_max, tokens_max = self._slack(spec, now_s), 15
             batch: list[Lease] = []
             tokens, at = 0, 0
             for _, lease in self.lines[spec]:
@@ -35,14 +49,28 @@ class Model:
                 if not lease.dropped:
                     if spec.kind not in ONE_BY_ONE:
                         tokens += max(1, len(lease.payload) // BYTES_PER_TOKEN)
-                        if batch and (tokens > self.limits.tokens_max or len(batch) >= lease.together_max):
+                        if batch and (tokens > tokens_max or len(batch) >= lease.together_max):
                             break
                     batch.append(lease)
                 at += 1
             del self.lines[spec][:at]
+            if batch or not self.lines[spec]:
+                self.since_s.pop(spec, None)
             if batch:
                 return batch
         return []
+
+    def _slack(self, spec: Spec, now_s: float) -> int:
+        """How many may go of the line that waits to grow."""
+        line = self.lines[spec]
+        if line[0][0] < 0:
+            return 6
+        since_s = self.since_s.setdefault(spec, now_s)
+        for size in (4, 2):
+            if len(line) >= size:
+                return size
+        full = sum(max(1, len(lease.payload) // BYTES_PER_TOKEN) for _, lease in line) >= 15
+        return 6 if full or now_s >= since_s + 1.0 else 0
 
     def _tasks_max(self, spec: Spec, waiting: int) -> int:
         if spec.kind not in ONE_BY_ONE:
@@ -67,7 +95,9 @@ def check(seed: int) -> None:
     limits = BatchLimits(tasks_max=rng.choice((1, 3, 8)), tokens_max=rng.choice((4, 20)), batch_s=0.05)
     slots = rng.choice((1, 2, 3))
     batcher, model = Batcher(limits, slots), Model(limits, slots)
+    batcher.rules = RULES
     arrivals = returns = 0
+    now_s = 1000.0
     taken: list[Lease] = []
     for _ in range(60):
         event = rng.randrange(10)
@@ -80,7 +110,7 @@ def check(seed: int) -> None:
             for lease in leases:
                 lease.together_max = rng.choice((1, 2, 99))
             batcher.add(spec, leases)
-            model.lines[spec] += [(x.lease_id, x) for x in leases]
+            model.lines[spec] += [(x.lease_id + (spec.priority - 1) * AGE_TASKS, x) for x in leases]
             arrivals += len(leases)
         elif event == 3:
             waiting = [lease for line in model.lines.values() for _, lease in line]
@@ -97,8 +127,13 @@ def check(seed: int) -> None:
             batcher.measure(spec, tasks, work_s)
             model.measure(spec, tasks, work_s)
         else:
-            expected = model.expected()
-            batch = batcher.pop(one_by_one=ONE_BY_ONE)
+            now_s += rng.choice((0.0, 0.3, 1.0))
+            refused = set(rng.sample(SPECS, rng.choice((0, 0, 2))))
+            expected = model.expected(refused, now_s)
+            batch = batcher.pop(one_by_one=ONE_BY_ONE, may=set(SPECS).difference(refused).__contains__, now_s=now_s)
+            due_s = min((since_s + 1.0 for spec, since_s in model.since_s.items() if spec not in refused), default=None)
+            if not batch:
+                assert batcher.due_s() == due_s, f"the next batch is due at {batcher.due_s()}, it should be {due_s}"
             taken += batch  # of several specs, as an engine holds more than one batch
             got, wanted = [x.lease_id for x in batch], [x.lease_id for x in expected]
             assert got == wanted, f"the batch is {got}, it should be {wanted}"

@@ -11,6 +11,7 @@ CHECKERS = {
     "session": ("tests.worker.test_session", "test_any_order_of_events_loses_nothing_and_says_nothing_twice", ""),
     "batches": ("tests.mutations.batches", "check", ""),
     "stories": ("tests.mutations.stories", "check", ""),
+    "models": ("tests.sim.models", "check", ""),
     "known": ("tests.mutations.known", "check", ""),
     "journal": ("tests.mutations.journal_rules", "check", ""),
 }

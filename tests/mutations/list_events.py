@@ -234,8 +234,8 @@ EVENTS = (
     ),
     operators(
         name="a changed worker is not remembered",
-        old="        self._ledger.out.append(ev.WorkerChanged(worker, remember=True))\n",
-        new="        self._ledger.out.append(ev.WorkerChanged(worker))\n",
+        old="members_changed(worker)\n        self._ledger.out.append(ev.WorkerChanged(worker, remember=True))\n",
+        new="members_changed(worker)\n        self._ledger.out.append(ev.WorkerChanged(worker))\n",
         breaks="a cordon does not survive a restart",
     ),
     operators(

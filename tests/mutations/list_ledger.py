@@ -79,7 +79,7 @@ LEDGER = (
     ),
     fleet(
         name="a lost worker keeps its models",
-        old="        worker.resident_models = ()\n",
+        old="        worker.residency.lost()\n",
         new="",
         breaks="a worker that was started anew counts as having its models",
     ),

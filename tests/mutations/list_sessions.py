@@ -146,7 +146,7 @@ SESSIONS = (
     ),
     sessions(
         name="a worker's models are not noted",
-        old="            worker.resident_models = event.resident_models\n",
+        old="        ledger.fleet.heard(worker, event.models, event.last_frame, now)\n",
         new="",
         breaks="tasks wait for the loading of models that are loaded",
     ),
@@ -157,10 +157,10 @@ SESSIONS = (
         breaks="a worker that leaves is given work",
     ),
     sessions(
-        name="models forgotten by the rankings",
+        name="a stopping worker keeps its keys",
         old="            ledger.fleet.members_changed(worker)\n",
         new="            pass\n",
-        breaks="rankings go by the models of before",
+        breaks="pinned tasks wait for a worker that leaves",
     ),
     sessions(
         name="loading for ever",
@@ -235,14 +235,14 @@ SESSIONS = (
     ),
     sessions(
         name="a returned task is charged",
-        old="            if failure.returned:\n",
-        new="            if False:\n",
+        old="            elif failure.returned:\n",
+        new="            elif False:\n",
         breaks="P4: a worker that leaves costs its tasks an attempt",
     ),
     sessions(
         name="a failed task is not charged",
-        old="            if failure.returned:\n",
-        new="            if True:\n",
+        old="            elif failure.returned:\n",
+        new="            elif True:\n",
         breaks="P4: a task that fails does so for ever",
     ),
     sessions(
@@ -260,8 +260,8 @@ SESSIONS = (
     ),
     sessions(
         name="reports leave the ranking as it was",
-        old="event.finish_s - event.start_s)\n        ledger.fleet.touch(worker)\n",
-        new="event.finish_s - event.start_s)\n",
+        old="spec.model), now)\n        ledger.fleet.touch(worker)\n",
+        new="spec.model), now)\n",
         breaks="strategies go by what the worker held before",
     ),
     sessions(

@@ -49,6 +49,7 @@ WORKER = (
         old="        for lease in self.leases.values():\n            self._resend_partials(lease)\n",
         new="",
         breaks="P9: outputs that were on their way are lost",
+        seeds=5000,
     ),
     session(
         name="partial outputs of the reported are not sent again",
@@ -185,8 +186,8 @@ WORKER = (
     ),
     batcher(
         name="the youngest line first",
-        old="            spec = min(self._lines, key=self._head)\n",
-        new="            spec = max(self._lines, key=self._head)\n",
+        old="        lines = sorted(self._lines, key=self._head) if",
+        new="        lines = sorted(self._lines, key=self._head, reverse=True) if",
         breaks="a kind starves another",
     ),
     batcher(
@@ -234,7 +235,7 @@ WORKER = (
     ),
     batcher(
         name="arrivals are not counted",
-        old="        self._arrivals = arrivals\n",
+        old="        self._arrivals = rank - behind\n",
         new="",
         breaks="a kind starves another",
     ),
@@ -255,5 +256,35 @@ WORKER = (
         old="        if speed.task_s * tasks > self.limits.batch_s:\n",
         new="        if False:\n",
         breaks="a batch of slow tasks holds the worker for minutes",
+    ),
+    batcher(
+        name="priority counts for nothing",
+        old="        behind = (spec.priority - 1) * AGE_TASKS\n",
+        new="        behind = 0\n",
+        breaks="urgent tasks wait behind all others",
+    ),
+    batcher(
+        name="a line that nothing can run goes",
+        old="            if may is not None and not may(spec):\n                continue\n",
+        new="",
+        breaks="a batch goes to a model that is not there",
+    ),
+    batcher(
+        name="a batch that waits begins its wait anew",
+        old="self._growing.setdefault(spec, fresh)",
+        new="fresh",
+        breaks="P7: a task is never run",
+    ),
+    batcher(
+        name="what comes back waits to grow",
+        old="                if delay_s and line[0][0] > 0:\n",
+        new="                if delay_s:\n",
+        breaks="leases that were in an engine wait again",
+    ),
+    batcher(
+        name="nobody is told when a batch is due",
+        old="        self._due_s = growth.due_s if self._due_s is None else min(self._due_s, growth.due_s)\n",
+        new="",
+        breaks="P7: a task is never run",
     ),
 )

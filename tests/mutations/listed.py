@@ -6,12 +6,13 @@ from tests.mutations.list_journal import JOURNAL
 from tests.mutations.list_ledger import LEDGER
 from tests.mutations.list_placement import PLACEMENT
 from tests.mutations.list_quarantine import QUARANTINE
+from tests.mutations.list_residency import RESIDENCY
 from tests.mutations.list_sessions import SESSIONS
 from tests.mutations.list_worker import WORKER
 from tests.mutations.mutation import Mutation
 
 MUTATIONS: tuple[Mutation, ...] = (
-    *EVENTS, *SESSIONS, *ATTEMPTS, *PLACEMENT, *LEDGER, *WORKER, *JOURNAL, *QUARANTINE,
+    *EVENTS, *SESSIONS, *ATTEMPTS, *PLACEMENT, *LEDGER, *WORKER, *JOURNAL, *QUARANTINE, *RESIDENCY,
 )  # fmt: skip
 
 assert len({m.name for m in MUTATIONS}) == len(MUTATIONS), "names are unique"

@@ -18,6 +18,7 @@ Tasks are called 1, 2, 3 ... in order of submission.
 from multigpu_master.core import events as ev
 from multigpu_master.core.explain import explain
 from multigpu_master.core.model import Capability, Spec, Task, TaskError, Telemetry, WorkerInfo
+from multigpu_master.core.residency import Resident
 from multigpu_master.core.scheduler import Core, Limits
 from multigpu_master.strategies.registry import canonical_name, load_strategies
 
@@ -95,7 +96,7 @@ class Stage:
             memory_used_bytes=int(used) if used else None, utilization=float(util) if util else None,
         )  # fmt: skip
         held = [ev.HeldLease(x.lease_id, x.task.task_id, x.attempt) for x in worker.leases.values()]
-        models = tuple(resident.split(",")) if resident else ()
+        models = tuple(Resident(model=name) for name in resident.split(",")) if resident else ()
         return self._handle(ev.Heartbeat(worker.session, held, worker.frame, telemetry, models))
 
     def _report(self, name: str, n: str, took_s: float, *, succeed: bool) -> list[str]:

@@ -83,7 +83,7 @@ class Faults:
 
     def _knows(self, core: Core, event: ev.Event) -> bool:
         """As the front door checks before the core is asked."""
-        if not isinstance(event, ev.Cordon | ev.Uncordon | ev.Drain | ev.Forget):
+        if not isinstance(event, ev.Cordon | ev.Uncordon | ev.Drain | ev.Forget | ev.LoadModel | ev.UnloadModel):
             return True
         worker = core.fleet.workers.get(event.worker_id)
         return worker is not None and not (isinstance(event, ev.Forget) and worker.session)
@@ -165,7 +165,13 @@ class Faults:
         worker.utilization = self._random.random()
 
     def models(self) -> None:
-        self._worker().resident = self._random.choice(((), ("m1",), ("m1", "m2")))
+        worker = self._worker()
+        worker.resident = self._random.choice(((), ("m1",), ("m1", "m2")))
+        if worker.info.models:
+            dice, name = self._sim.models_dice, worker.info.worker_id
+            model = dice.choice(("m1", "m2"))
+            unload = ev.UnloadModel(name, model)
+            self._told(dice.choice((ev.LoadModel(name, model), unload)), unload)
 
     def sick(self) -> None:
         self._worker().fall_sick(unusable=self._world.chance(0.5), well_after_s=self._some(0.05, 0.5, 1.5))

@@ -52,7 +52,7 @@ class Asked:
                 if worker.allowed != narrow:
                     raise ViolationError(f"{worker.worker_id} begins with a window of {worker.allowed}")
             case ev.Heartbeat() if event.session in self._core.fleet.sessions:
-                self._said[event.session] = event.resident_models, event.stopping
+                self._said[event.session] = tuple(m.model for m in event.models), event.stopping
                 self._observed(event, now)
             case ev.SetStrategy() if event.queue:
                 self._strategies[event.queue] = event.name

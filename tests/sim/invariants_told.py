@@ -117,4 +117,5 @@ class Told:
 
 
 def _to_remember(worker: Worker) -> tuple[object, ...]:
-    return worker.info, worker.cordoned, worker.cordon_reason, bool(worker.session)
+    pins = tuple(worker.residency.pins)
+    return worker.info, worker.cordoned, worker.cordon_reason, bool(worker.session), pins

@@ -11,8 +11,10 @@ only shows in numbers: full windows, long lanes, rankings.
 """
 
 from dataclasses import dataclass
+from random import Random
 
 from multigpu_master.core.model import Capability, Outcome, Spec, WorkerInfo
+from multigpu_master.core.residency import Model
 from multigpu_master.core.scheduler import Limits
 
 from tests.sim.client import Ask, Client
@@ -74,6 +76,9 @@ class Simulation:
         at = random.random()
         self.size = size = SIZES[(at > SIZES[0].share) + (at > SIZES[0].share + SIZES[1].share)]
         self.timeout_s = size.timeout_s
+        # Whether workers tell what models take. Drawn apart, so that the worlds without are as they were.
+        self.models_dice = Random(f"models {seed}")
+        self.planned = self.models_dice.random() < 0.4
         self.heartbeat_s = size.heartbeat_s
         limits = Limits(
             session_timeout_s=size.timeout_s, ephemeral_bytes_max=random.choice((1_000, 20_000)),
@@ -102,9 +107,11 @@ class Simulation:
         random = self.world.random
         kinds = ("sim", "other") if random.random() < 0.7 or i == 0 else ("sim",)
         models = random.choice(((), (), ("m1", "m2"), ("m1",)))
+        offered = tuple(Model(name=m, memory_bytes=300) for m in models) if i and self.planned else ()
         return WorkerInfo(
             worker_id=f"w{i}", memory_total_bytes=1000,
             capabilities=tuple(Capability(kind=k, models=models if i else ()) for k in kinds),
+            models=offered, model_memory_bytes=self.models_dice.choice((0, 400, 900)) if offered else 0,
             labels=random.choice(({}, {"zone": "a"}, {"task_type": "sim"}, {"task_type": "other+sim"})),
             slots=random.choice((1, 1, 2)), window_tasks=random.choice((1, 2, 8, 64)),
             window_bytes=random.choice((40, 200, 1 << 20)),
@@ -189,6 +196,7 @@ class Simulation:
         self.master.journal.disk_full = False
         for worker in self.workers:
             worker.memory_used = 0
+            worker.resident = ()  # what was to be unloaded is
         info = WorkerInfo(
             worker_id="healer", memory_total_bytes=1000, labels={"zone": "a"},
             capabilities=(Capability(kind="sim"), Capability(kind="other")),

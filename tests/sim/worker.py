@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from multigpu_master.core import events as ev
 from multigpu_master.core.model import HEALTHY, Health, HealthReason, HealthState, TaskError, Telemetry, WorkerInfo
+from multigpu_master.core.residency import Resident
 from multigpu_worker import session as ws
 
 from tests.sim.invariants import check
@@ -275,7 +276,8 @@ class SimWorker:
         leases = self._listed(hello=False)
         self._up.send(
             ev.Heartbeat(
-                self._session, leases, self._last_frame, telemetry, self.resident, self.stopping, self.health
+                self._session, leases, self._last_frame, telemetry,
+                tuple(Resident(model=m, memory_bytes=300) for m in self.resident), self.stopping, self.health,
             )
         )  # fmt: skip
 

@@ -42,6 +42,12 @@ class WorkerProcess:
 StartWorker = Callable[..., Awaitable[WorkerProcess]]
 
 
+@pytest.fixture(scope="session")
+def shared_artifacts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of artifacts that tests share: what takes seconds to export is exported once in a run."""
+    return tmp_path_factory.mktemp("artifacts")
+
+
 @pytest.fixture
 async def master() -> AsyncIterator[ScriptedMaster]:
     async with ScriptedMaster() as master:

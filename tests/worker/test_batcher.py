@@ -2,8 +2,11 @@
 
 from collections.abc import Iterable
 
-from multigpu_worker.batcher import Batcher, BatchLimits
+from multigpu.repository import BatchRules
+from multigpu.v1 import task_pb2
+from multigpu_worker.batcher import AGE_TASKS, Batcher, BatchLimits
 from multigpu_worker.session import Lease, Spec
+from multigpu_worker.wire import spec_of
 
 ECHO = Spec(kind="echo")
 OTHER = Spec(kind="echo", parameters=(("a", "b"),))
@@ -140,3 +143,112 @@ def test_remembered_speeds_are_bounded() -> None:
     for n in range(5000):
         made.measure(Spec(kind=f"k{n}"), 1, 1.0)
     assert len(made._speeds) == 1024
+
+
+URGENT = Spec(kind="echo", priority=1)
+LATER = Spec(kind="echo", priority=5)
+MODEL = Spec(kind="embed", model="m")
+
+
+def test_a_higher_priority_goes_first() -> None:
+    made = batcher()
+    made.add(LATER, leases([1], LATER))
+    made.add(ECHO, leases([2]))
+    made.add(URGENT, leases([3, 4], URGENT))
+    assert [pop(made) for _ in range(3)] == [[3, 4], [2], [1]]
+
+
+def test_the_priority_is_the_tasks() -> None:
+    assert [spec_of(task_pb2.TaskSpec(kind="echo", priority=n)).priority for n in range(6)] == [3, 1, 2, 3, 4, 5]
+
+
+def test_age_ends_the_preference() -> None:
+    """A stream of urgent tasks without end: one of the lowest level goes after 4 x AGE_TASKS of them, and no later."""
+    made = batcher(tasks_max=64)
+    made.add(LATER, leases([0], LATER))
+    went = []
+    for n in range(1, 5 * AGE_TASKS, 32):
+        made.add(URGENT, leases(range(n, n + 64), URGENT))
+        went += pop(made)
+        if 0 in went:
+            break
+    assert 0 in went
+    assert 3 * AGE_TASKS < len(went) <= 4 * AGE_TASKS + 64
+
+
+def test_lines_that_may_not_go_keep_their_place() -> None:
+    made = batcher()
+    made.add(MODEL, leases([1], MODEL))
+    made.add(ECHO, leases([2]))
+    asked: list[str] = []
+
+    def may(spec: Spec) -> bool:
+        asked.append(spec.kind)
+        return spec.kind == "echo"
+
+    assert ids(made.pop(one_by_one=ONE_BY_ONE, may=may)) == [2]
+    assert asked == ["embed", "echo"]
+    assert made.pop(one_by_one=ONE_BY_ONE, may=may) == []
+    assert made.due_s() is None
+    made.add(ECHO, leases([3]))
+    assert pop(made) == [1]
+
+
+def growing() -> Batcher:
+    made = batcher()
+    made.rules = {(MODEL.kind, "m"): BatchRules(tasks_max=10, tokens_max=100, delay_s=0.5, preferred=(4, 8))}
+    return made
+
+
+def pop_at(made: Batcher, now_s: float) -> list[int]:
+    return ids(made.pop(one_by_one=ONE_BY_ONE, now_s=now_s))
+
+
+def test_a_batch_waits_to_grow_and_no_longer_than_its_delay() -> None:
+    made = growing()
+    made.add(MODEL, leases([1], MODEL))
+    assert pop_at(made, 7.0) == []
+    assert made.due_s() == 7.5
+    made.add(MODEL, leases([2], MODEL))
+    made.add(ECHO, leases([3]))
+    assert pop_at(made, 7.4) == [3], "others don't wait for it"
+    assert pop_at(made, 7.4) == []
+    assert made.due_s() == 7.5
+    assert pop_at(made, 7.5) == [1, 2]
+    assert made.due_s() is None
+    made.add(MODEL, leases([4], MODEL))
+    assert pop_at(made, 7.6) == []
+    assert made.due_s() == 8.1, "each batch has a delay of its own"
+
+
+def test_a_batch_goes_at_a_preferred_size_or_a_limit() -> None:
+    made = growing()
+    made.add(MODEL, leases(range(1, 6), MODEL))
+    assert pop_at(made, 1.0) == [1, 2, 3, 4], "4 is preferred; 5 waits on"
+    assert pop_at(made, 1.0) == []
+    made.add(MODEL, leases([6], MODEL, payload_bytes=400))
+    assert pop_at(made, 1.1) == [5], "with the next one there is more than the budget of tokens"
+    assert pop_at(made, 1.1) == [6]
+    made.add(MODEL, leases(range(7, 30), MODEL))
+    assert [len(pop_at(made, 1.2)) for _ in range(4)] == [8, 8, 4, 0]
+
+
+def test_what_comes_back_does_not_wait_again() -> None:
+    made = growing()
+    made.add(MODEL, leases([1], MODEL))
+    pop_at(made, 1.0)
+    batch = made.pop(one_by_one=ONE_BY_ONE, now_s=2.0)
+    made.put_back(batch)
+    assert pop_at(made, 2.0) == [1]
+
+
+def test_limits_of_a_model() -> None:
+    made = batcher(tasks_max=256)
+    rules = BatchRules(tasks_max=3)
+    made.rules = {(MODEL.kind, "m"): rules, ("mine", "m"): rules}
+    made.add(MODEL, leases(range(1, 6), MODEL))
+    assert [pop(made), pop(made)] == [[1, 2, 3], [4, 5]]
+    slow = Spec(kind="mine", model="m")
+    made.measure(slow, 64, 64e-6)
+    made.add(slow, leases(range(1, 6), slow))
+    assert pop(made) == [1, 2, 3]

@@ -17,9 +17,11 @@ import pytest
 
 pytest.importorskip("torch", reason="the extra `worker` is not installed")
 
+from multigpu.repository import ModelSpec
 from multigpu.v1 import embed_pb2
-from multigpu_worker.engines.base import Batch, Item
-from multigpu_worker.engines.embed import TEXTS_MAX, EmbedEngine
+from multigpu_worker.engines.base import Batch, EmbeddingCacheSettings, EngineSettings, Item
+from multigpu_worker.engines.embed import EmbedEngine
+from multigpu_worker.engines.embed_payload import TEXTS_MAX
 from multigpu_worker.engines.models import PACKAGED_MODEL, packaged_model
 
 FOLDER = packaged_model() or Path("not installed")
@@ -114,9 +116,16 @@ def run(engine: EmbedEngine, batch: Batch, recorder: Recorder | None = None) -> 
     return recorder
 
 
+def engine_of(models: dict[str, Path], cache: EmbeddingCacheSettings | None = None) -> EmbedEngine:
+    """An engine on one thread."""
+    specs = {name: ModelSpec(name=name, folder=folder) for name, folder in models.items()}
+    cache = cache or EmbeddingCacheSettings()
+    return EmbedEngine(EngineSettings(device="cpu", slots=1, threads=1, models=specs, embedding_cache=cache))
+
+
 @pytest.fixture(scope="module")
 def engine() -> EmbedEngine:
-    return EmbedEngine("cpu", {PACKAGED_MODEL: FOLDER}, threads=1)
+    return engine_of({PACKAGED_MODEL: FOLDER})
 
 
 @pytest.fixture(scope="module")
@@ -183,8 +192,9 @@ def test_bad_json_items_fail_alone(engine: EmbedEngine) -> None:
     ("arguments", "error_type", "message"),
     [
         ({"content_type": "text/plain"}, "BadInput", "'text/plain' is not supported"),
-        ({"parameters": {"precison": "fp32"}}, "BadInput", "no parameter 'precison': it has precision"),
-        ({"parameters": {"precision": "int8"}}, "BadInput", "none of fp32, bf16, fp16"),
+        ({"parameters": {"precison": "fp32"}}, "BadInput", "no parameter 'precison': it has engine and precision"),
+        ({"parameters": {"precision": "fp61"}}, "BadInput", "none of auto, fp32, tf32, bf16, fp16"),
+        ({"parameters": {"engine": "torchh"}}, "BadInput", "none of auto, torch, onnx, tensorrt"),
         ({"model": "all-minilm"}, "UnknownModel", "It has: all-MiniLM-L6-v2"),
     ],
 )
@@ -198,20 +208,24 @@ def test_bad_batch_fails_every_item(
         assert message in said
 
 
+@pytest.mark.parametrize(
+    ("precision", "message"),
+    [("int8", "the torch engine has no int8: use engine onnx or tensorrt"), ("tf32", "cpu has no tf32")],
+)
+def test_precision_that_is_not_here_may_be_elsewhere(engine: EmbedEngine, precision: str, message: str) -> None:
+    recorder = run(engine, batch_of([payload("a")], parameters={"precision": precision}))
+    error_type, said, retryable = recorder.outcomes[0]
+    assert (error_type, retryable) == ("NoSuchPrecision", True)
+    assert message in said
+
+
 def test_model_that_does_not_load_says_why_and_may_be_tried_elsewhere(tmp_path: Path) -> None:
-    engine = EmbedEngine("cpu", {"gone": tmp_path / "gone"}, threads=1)
+    engine = engine_of({"gone": tmp_path / "gone"})
     recorder = run(engine, batch_of([b"", payload("a")], model="gone"))
     assert recorder.outcomes[0][0] == "BadInput"
     error_type, message, retryable = recorder.outcomes[1]
     assert (error_type, retryable) == ("ModelLoadError", True)
     assert f"{tmp_path / 'gone'} is no folder" in message
-    assert engine.resident_models() == []
-
-
-def test_resident_models_are_those_loaded(engine: EmbedEngine) -> None:
-    run(engine, batch_of([payload("a")], model=PACKAGED_MODEL))
-    run(engine, batch_of([payload("a")], parameters={"precision": "bf16"}))
-    assert engine.resident_models() == [PACKAGED_MODEL]
 
 
 @pytest.mark.parametrize(("precision", "tolerance"), [("bf16", 2e-2), ("fp16", 2e-3)])
@@ -251,15 +265,15 @@ def test_cancelled_item_is_left_out_and_the_others_are_not(engine: EmbedEngine) 
 MEMORY = """
 import os, resource, sys
 sys.path.insert(0, {tests!r})
-from test_embed import FOLDER, PACKAGED_MODEL, EmbedEngine, batch_of, payload, run
+from test_embed import FOLDER, PACKAGED_MODEL, batch_of, engine_of, payload, run
 import numpy as np
 texts = ["word " * 300] * 128 + ["short"]
-engine = EmbedEngine("cpu", {{PACKAGED_MODEL: FOLDER}}, threads=1)
+engine = engine_of({{PACKAGED_MODEL: FOLDER}})
 expected = run(engine, batch_of([payload("word " * 300), payload("short")]))
-model = engine._loaded[PACKAGED_MODEL, "fp32"]
+[model] = engine._loaded.values()
 model.tokens_max = 1_000_000  # a micro-batch that can't fit in what follows
 used = int(open("/proc/self/statm").read().split()[5]) * resource.getpagesize()
-resource.setrlimit(resource.RLIMIT_DATA, (used + (200 << 20), resource.RLIM_INFINITY))
+resource.setrlimit(resource.RLIMIT_DATA, (used + (400 << 20), resource.RLIM_INFINITY))
 recorder = run(engine, batch_of([payload(*texts)]))
 vectors = recorder.vectors(0)
 assert np.abs(vectors[:128] - expected.vectors(0)).max() < 1e-5
@@ -292,9 +306,10 @@ def test_one_text_that_does_not_fit_fails_alone(engine: EmbedEngine) -> None:
                 raise torch.OutOfMemoryError("simulated")
             return self.inner(input_ids=input_ids, attention_mask=attention_mask, token_type_ids=token_type_ids)
 
-    small = EmbedEngine("cpu", {PACKAGED_MODEL: FOLDER}, threads=1)
+    small = engine_of({PACKAGED_MODEL: FOLDER})
     run(small, batch_of([payload("load")]))
-    model = small._loaded[PACKAGED_MODEL, "fp32"]
+    model: Any
+    [model] = small._loaded.values()
     model.transformer = SmallDevice(model.transformer)
     payloads = [payload("word " * 200), payload(*["a short sentence of ten tokens or so"] * 50), payload("last")]
     recorder = run(small, batch_of(payloads))
@@ -352,8 +367,8 @@ sys.addaudithook(no_network)
 import multigpu_worker.engines.embed
 heavy = {{"torch", "transformers", "tokenizers"}} & set(sys.modules)
 assert not heavy, heavy
-from test_embed import FOLDER, EmbedEngine, Path, batch_of, payload, run
-engine = EmbedEngine("cpu", {{"there": FOLDER, "gone": Path("sentence-transformers/all-mpnet-base-v2")}}, threads=1)
+from test_embed import FOLDER, Path, batch_of, engine_of, payload, run
+engine = engine_of({{"there": FOLDER, "gone": Path("sentence-transformers/all-mpnet-base-v2")}})
 assert run(engine, batch_of([payload("a")])).vectors(0).shape == (1, 384)
 assert run(engine, batch_of([payload("a")], model="gone")).outcomes[0][0] == "ModelLoadError"
 assert "sentence_transformers" not in sys.modules

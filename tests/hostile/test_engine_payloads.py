@@ -1,0 +1,124 @@
+"""Payloads that were damaged, or made by somebody who means harm: engines read them, or say BadInput.
+
+`python -m tests.hostile.test_engine_payloads N` tries N of each.
+"""
+
+import io
+import json
+import random
+import sys
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from multigpu.inference import input_of
+from multigpu.v1 import classify_pb2, embed_pb2, generate_pb2
+from multigpu_worker.engines import classify_input, embed_payload, generate_task, infer_input
+from multigpu_worker.engines.failures import BadInputError
+from multigpu_worker.engines.infer_backend import TensorSpec
+
+Image = pytest.importorskip("PIL.Image")
+
+JSON = "application/json"
+TRIES = 300
+MODEL: Any = SimpleNamespace(
+    inputs=[
+        TensorSpec(name="x", dtype="float32", shape=(None, 4)),
+        TensorSpec(name="y", dtype="int64", shape=(None, None)),
+    ],
+    outputs=[TensorSpec(name="z", dtype="float32")],
+)
+
+
+class Tokenizer:
+    chat_template = None
+
+    def __call__(self, text: str, **options: Any) -> dict[str, list[int]]:
+        return {"input_ids": [1, 2, 3]}
+
+
+def read_classify(payload: bytes, content_type: str) -> object:
+    asked = classify_input.parse(payload, content_type)
+    return classify_input.picture(asked) if asked.image else classify_input.text(asked)
+
+
+def read_generate(payload: bytes, content_type: str) -> object:
+    return generate_task.read_request(payload, content_type, Tokenizer(), 100, 7)
+
+
+def read_infer(payload: bytes, content_type: str) -> object:
+    return infer_input.parse(payload, content_type, MODEL)
+
+
+def picture() -> bytes:
+    file = io.BytesIO()
+    Image.new("RGB", (8, 8)).save(file, "PNG")
+    return file.getvalue()
+
+
+def as_json(value: object) -> bytes:
+    return json.dumps(value).encode()
+
+
+TENSORS: Any = {"x": np.ones((2, 4), np.float32), "y": np.ones((2, 3), np.int64)}
+GENERATE = generate_pb2.GeneratePayload(prompt="hi", tokens_max=5, temperature=0.5, stop=["x"], seed=4)
+Case = tuple[Callable[[bytes, str], object], bytes, str]
+CASES: dict[str, Case] = {
+    "infer": (read_infer, input_of(TENSORS, ["z"])[0], ""),
+    "infer, JSON": (read_infer, as_json({"inputs": {"x": [[1, 2, 3, 4]], "y": [[1, 2]]}, "outputs": ["z"]}), JSON),
+    "classify": (read_classify, classify_pb2.ClassifyPayload(image=picture(), top_k=3).SerializeToString(), ""),
+    "classify, JSON": (read_classify, as_json({"text": "a", "top_k": 3}), JSON),
+    "generate": (read_generate, GENERATE.SerializeToString(), ""),
+    "generate, JSON": (read_generate, as_json({"prompt": "hi", "tokens_max": 5}), JSON),
+    "embed": (embed_payload.parse_texts, embed_pb2.EmbedPayload(texts=["a", "b"]).SerializeToString(), ""),
+    "embed, JSON": (embed_payload.parse_texts, as_json(["a", "b"]), JSON),
+}
+
+
+def damage(payload: bytes, dice: random.Random) -> bytes:
+    """Some bytes changed, put in, taken out, repeated or cut off."""
+    data = bytearray(payload)
+    for _ in range(dice.randrange(1, 6)):
+        at = dice.randrange(len(data) + 1)
+        match dice.randrange(5):
+            case 0:
+                data[at : at + 1] = dice.randbytes(1)
+            case 1:
+                data[at:at] = dice.randbytes(dice.randrange(9))
+            case 2:
+                del data[at : at + dice.randrange(5)]
+            case 3:
+                data[at:at] = data[at : at + dice.randrange(20)]
+            case _:
+                del data[at:]
+    return bytes(data)
+
+
+def attack(case: Case, tries: int) -> tuple[int, int]:
+    """How many were read, and how many refused. Raises whatever else comes of one."""
+    read, payload, content_type = case
+    dice = random.Random(1)
+    assert read(payload, content_type)
+    fine = bad = 0
+    for _ in range(tries):
+        try:
+            read(damage(payload, dice), content_type)
+            fine += 1
+        except BadInputError as error:
+            assert str(error)
+            bad += 1
+    return fine, bad
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_damaged_payload_is_read_or_refused(name: str) -> None:
+    fine, bad = attack(CASES[name], TRIES)
+    assert fine
+    assert bad
+
+
+if __name__ == "__main__":
+    for what, each in CASES.items():
+        print(what, attack(each, int(sys.argv[1])))

@@ -1,0 +1,146 @@
+"""What tests of the generate engine share: a reporter that keeps what it is told, and tasks that run together."""
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from multigpu.repository import ModelSpec
+from multigpu.v1 import generate_pb2 as pb
+from multigpu_worker.engines.base import Batch, EngineSettings, Item
+from multigpu_worker.engines.generate import GenerateEngine
+
+# No answer takes so long, on however busy a machine.
+PATIENCE_S = 300.0
+
+
+@dataclass
+class Recorder:
+    """Keeps what the engine says of one item, and cancels it after so many chunks."""
+
+    cancel_after: int | None = None
+    begun: int = 0
+    beats: int = 0
+    chunks: list[bytes] = field(default_factory=list)
+    # ("ok", result, content type) or (error type, message, retryable).
+    outcome: tuple[Any, Any, Any] | None = None
+
+    def begin(self, item: Item) -> None:
+        del item
+        self.begun += 1
+
+    def succeed(self, item: Item, result: bytes, content_type: str = "") -> None:
+        del item
+        assert self.outcome is None, "settled twice"
+        self.outcome = ("ok", result, content_type)
+
+    def fail(self, item: Item, error_type: str, message: str, *, retryable: bool, traceback: str = "") -> None:
+        del item, traceback
+        assert self.outcome is None, "settled twice"
+        self.outcome = (error_type, message, retryable)
+
+    def partial(self, item: Item, data: bytes) -> None:
+        del item
+        assert self.outcome is None, "an output after the end"
+        self.chunks.append(data)
+
+    def progress(self, item: Item, fraction: float, note: str = "") -> None:
+        raise AssertionError(f"generate tells no progress: {item} {fraction} {note}")
+
+    def checkpoint(self, item: Item, data: bytes) -> None:
+        raise AssertionError(f"generate needs no checkpoints: {item} {data!r}")
+
+    def cancelled(self, item: Item) -> bool:
+        del item
+        return self.cancel_after is not None and len(self.chunks) >= self.cancel_after
+
+    def beat(self) -> None:
+        self.beats += 1
+
+    @property
+    def result(self) -> pb.GenerateResult:
+        assert self.outcome is not None, "not settled"
+        assert self.outcome[0] == "ok", self.outcome
+        return pb.GenerateResult.FromString(self.outcome[1])
+
+    def told(self) -> list[pb.GenerateChunk]:
+        return [pb.GenerateChunk.FromString(data) for data in self.chunks]
+
+
+@dataclass
+class Ask:
+    """A task for the engine, with what earlier attempts have handed out."""
+
+    payload: bytes
+    partials: tuple[bytes, ...] = ()
+    content_type: str = ""
+    # 0: its place among the tasks, from 1.
+    task_id: int = 0
+    recorder: Recorder = field(default_factory=Recorder)
+
+
+def ask(prompt: str = "", **fields: Any) -> Ask:
+    return Ask(pb.GeneratePayload(prompt=prompt, **fields).SerializeToString())
+
+
+def settings_of(folder: Path, *, slots: int = 4, artifacts: str = "", **spec: Any) -> EngineSettings:
+    spec = {"source": "huggingface", "kind": "generate", "name": "tiny", "folder": folder, **spec}
+    model = ModelSpec(**spec)
+    return EngineSettings(device="cpu", slots=slots, threads=1, models={model.id: model}, artifacts=artifacts)
+
+
+def run_all(engine: GenerateEngine, asks: Sequence[Ask]) -> list[Recorder]:
+    """Run tasks at the same time, each in a thread of its own, as slots do. Raises what `run` raised."""
+    errors: list[BaseException] = []
+
+    def run(at: int, each: Ask) -> None:
+        batch = Batch("generate", "", {}, each.content_type, [_item(at, each)])
+        try:
+            engine.run(batch, prepared[at], each.recorder)
+        except BaseException as error:
+            errors.append(error)
+
+    # Prepared by one thread, as the runtime does.
+    prepared = [engine.prepare(Batch("generate", "", {}, a.content_type, [_item(at, a)])) for at, a in enumerate(asks)]
+    threads = [threading.Thread(target=run, args=(at, each)) for at, each in enumerate(asks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE_S)
+        assert not thread.is_alive(), "the engine never came to an end"
+    if errors:
+        raise errors[0]
+    return [each.recorder for each in asks]
+
+
+def _item(at: int, each: Ask) -> Item:
+    return Item(at + 1, each.task_id or at + 1, 1, each.payload, 1, b"", len(each.partials), each.partials)
+
+
+class Plain:
+    """Plain transformers on the same folder: the truth."""
+
+    def __init__(self, model: Any, tokenizer: Any) -> None:
+        self.model = model.eval()
+        self.tokenizer = tokenizer
+
+    @classmethod
+    def load(cls, folder: Path) -> "Plain":
+        import torch
+        import transformers
+
+        kind: Any = transformers.AutoModelForCausalLM
+        return cls(
+            kind.from_pretrained(folder, dtype=torch.float32), transformers.AutoTokenizer.from_pretrained(folder)
+        )
+
+    def greedy(self, prompt: str, tokens_max: int, **options: Any) -> list[int]:
+        import torch
+
+        ids = torch.tensor([self.tokenizer(prompt)["input_ids"]])
+        answer = self.model.generate(
+            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=tokens_max, **options
+        )
+        tokens: list[int] = answer[0, ids.shape[1] :].tolist()
+        return tokens

@@ -1,0 +1,368 @@
+"""Models of a real worker: each in a process of its own, loaded when it is asked for, gone when its room is needed."""
+
+import asyncio
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from multigpu.v1 import device_pb2, model_pb2
+from multigpu.v1 import worker_service_pb2 as pb
+from multigpu_worker.memory import private_bytes
+
+from tests.fakes.gpus import SimulatedGpus
+
+from .conftest import StartWorker, WorkerProcess
+from .scripted_master import SUCCEEDED, ScriptedMaster, Stream
+from .toy_models import Answer, Shop
+
+MIB = 1 << 20
+READY = model_pb2.MODEL_STATE_READY
+
+
+@pytest.fixture
+def shop(tmp_path: Path) -> Shop:
+    return Shop(tmp_path / "models")
+
+
+async def ask(stream: Stream, lease_id: int, model: str, payload: bytes = b"x", timeout_s: float = 20.0) -> Answer:
+    stream.lease([(lease_id, payload)], kind="infer", model=model)
+    (word,) = await stream.reported(lease_id, timeout_s=timeout_s)
+    assert word.state == SUCCEEDED, word
+    return Answer.of(word.result)
+
+
+def resident(stream: Stream) -> dict[str, model_pb2.ModelResidency]:
+    return {entry.model: entry for entry in stream.heartbeats[-1].models} if stream.heartbeats else {}
+
+
+def ready(stream: Stream) -> set[str]:
+    return {model for model, entry in resident(stream).items() if entry.state == READY}
+
+
+def models(stream: Stream) -> dict[str, model_pb2.Model]:
+    """The latest word about each model."""
+    told = list(stream.hello.models)
+    for beat in stream.heartbeats:
+        if beat.HasField("catalog"):
+            told = list(beat.catalog.models)
+    return {f"{m.name}:{m.version}" if m.version else m.name: m for m in told}
+
+
+async def test_a_model_is_loaded_when_it_is_asked_for_and_told_of(
+    master: ScriptedMaster, start_worker: StartWorker, shop: Shop
+) -> None:
+    shop.add("one", size_bytes=40 * MIB)
+    shop.add("two", memory_error=1)
+    shop.add("wont", refused=1)
+    worker = await start_worker(master.address, *shop.flags, "--model-memory-bytes", "300MiB")
+    stream = await master.stream()
+    assert stream.hello.model_memory_bytes == 300 * MIB
+    (offer,) = [list(c.models) for c in stream.hello.capabilities if c.kind == "infer"]
+    assert offer == ["one", "two", "wont"]
+    (base, *_) = worker.engine_pids()
+    answer = await ask(stream, 1, "")
+    assert (answer.model, answer.words) == ("one", "I am one")
+    assert answer.pid != base
+    await stream.until(lambda: models(stream)["one"].memory_bytes and models(stream)["one"].digest)
+    told = models(stream)["one"]
+    assert 40 * MIB < told.memory_bytes < 80 * MIB
+    assert abs(told.memory_bytes - private_bytes(answer.pid)) < 4 * MIB
+    assert dict(told.facts)["words"] == "I am one"
+    assert (told.engine, told.precision) == ("toy", "fp32")
+    assert told.load_duration.ToNanoseconds() > 0
+    await stream.until(lambda: ready(stream) == {"one"})
+    assert resident(stream)["one"].loads == 1
+    stream.lease([(2, b"x")], kind="infer", model="two")
+    stream.lease([(3, b"x")], kind="infer", model="too")
+    two, too = await stream.reported(2, 3)
+    assert (two.error.type, two.error.retryable) == ("ModelLoadError", True)
+    assert "no room on the device" in two.error.message
+    stream.lease([(4, b"x")], kind="infer", model="wont")
+    (wont,) = await stream.reported(4)
+    assert (wont.error.type, wont.error.retryable) == ("ModelLoadError", False)
+    assert (too.error.type, too.error.retryable) == ("UnknownModel", False)
+    assert "'two'" in too.error.message
+    await stream.until(lambda: "no room" in models(stream)["two"].error)
+
+
+async def test_what_comes_to_serve_later_is_told(master: ScriptedMaster, start_worker: StartWorker, shop: Shop) -> None:
+    shop.add("one")
+    await start_worker(master.address, *shop.flags)
+    stream = await master.stream()
+    await ask(stream, 1, "one")
+    await stream.until(lambda: models(stream)["one"].facts)
+    assert "plan" not in models(stream)["one"].facts
+    await ask(stream, 2, "one", b"fact serves by now")
+    await stream.until(lambda: models(stream)["one"].facts["plan"] == "serves by now")
+
+
+async def test_room_is_made_by_the_least_recently_used_and_is_really_free(
+    master: ScriptedMaster, start_worker: StartWorker, shop: Shop
+) -> None:
+    closed = shop.folder.parent / "closed"
+    for name in "abcd":
+        shop.add(name, size_bytes=40 * MIB, closed=closed)
+    worker = await start_worker(master.address, *shop.flags, "--model-memory-bytes", "150MiB")
+    stream = await master.stream()
+    pids = {name: (await ask(stream, n, name)).pid for n, name in enumerate("aba", 1)}
+    await stream.until(lambda: all(models(stream)[name].memory_bytes for name in "ab"))
+    before_bytes = sum(private_bytes(pid) for pid in worker.engine_pids())
+    await ask(stream, 4, "c")
+    began_s = time.monotonic()
+    answer = await ask(stream, 5, "d")  # b was used least recently, then a
+    assert answer.words == "I am d"
+    while Path(f"/proc/{pids['b']}").exists():
+        assert time.monotonic() - began_s < 5
+        await asyncio.sleep(0.01)
+    await stream.until(lambda: len(ready(stream)) <= 3 and "d" in ready(stream) and "b" not in ready(stream))
+    await stream.until(lambda: sum(entry.memory_bytes for entry in resident(stream).values()) <= 150 * MIB)
+    assert "d" in ready(stream)
+    after_bytes = sum(private_bytes(pid) for pid in worker.engine_pids())
+    assert after_bytes < before_bytes + 100 * MIB
+    assert closed.read_text() == "closed\n" * closed.read_text().count("\n")
+
+
+async def test_two_models_and_room_for_one_take_turns(
+    master: ScriptedMaster, start_worker: StartWorker, shop: Shop
+) -> None:
+    shop.add("a", size_bytes=60 * MIB)
+    shop.add("b", size_bytes=60 * MIB)
+    shop.add("huge", size_bytes=1)
+    await start_worker(master.address, *shop.flags, "--model-memory-bytes", "100MiB", "--batch-tasks-max", "1")
+    stream = await master.stream()
+    await ask(stream, 1, "a")
+    await ask(stream, 2, "b")
+    await ask(stream, 3, "a")
+    await stream.until(lambda: ready(stream) == {"a"})  # from here on it is known what each takes
+    known = len(stream.heartbeats)
+    stream.lease([(n, b"sleep 0.3") for n in range(10, 30)], kind="infer", model="a")
+    stream.lease([(100, b"x")], kind="infer", model="b")
+    (word,) = await stream.reported(100)
+    assert word.state == SUCCEEDED
+    words = await stream.reported(*range(10, 30), timeout_s=60)
+    states = [word.state for word in words]
+    assert pb.REPORT_STATE_RETURNED in states, "a had to retire"
+    returned = [word for word in words if word.state == pb.REPORT_STATE_RETURNED]
+    assert {word.error.type for word in returned} == {"ModelMakesRoom"}
+    assert set(states) <= {SUCCEEDED, pb.REPORT_STATE_RETURNED}
+    for beat in stream.heartbeats[known:]:
+        assert sum(entry.memory_bytes for entry in beat.models if entry.state == READY) <= 100 * MIB
+
+
+async def test_pins_and_unloads(master: ScriptedMaster, start_worker: StartWorker, shop: Shop) -> None:
+    for name in "ab":
+        shop.add(name, size_bytes=50 * MIB)
+    await start_worker(master.address, *shop.flags, "--model-memory-bytes", "90MiB")
+    stream = await master.stream()
+    stream.send(desired=pb.DesiredState(mode=pb.WORKER_MODE_ACTIVE, pinned_models=["a", "nonsuch"]))
+    await stream.until(lambda: ready(stream) == {"a"} and models(stream)["a"].memory_bytes)
+    assert resident(stream)["a"].pinned
+    pid = (await ask(stream, 1, "a")).pid
+    stream.lease([(2, b"x")], kind="infer", model="b")
+    (word,) = await stream.reported(2)
+    if word.state == SUCCEEDED:  # nobody knew yet what it takes
+        assert "a" in ready(stream), "it is the other that goes, if they are too much together"
+    else:
+        assert word.error.type == "OutOfMemory"
+        assert "pinned" in word.error.message
+    stream.lease([(3, b"sleep 0.3")], kind="infer", model="a")
+    await stream.until(lambda: any(lease.lease_id == 3 for lease in stream.heartbeats[-1].leases))
+    began_s = time.monotonic()
+    stream.send(desired=pb.DesiredState(mode=pb.WORKER_MODE_ACTIVE, unwanted_models=["a"]))
+    (word,) = await stream.reported(3)
+    assert word.state == SUCCEEDED, "what is leased on it is done first"
+    await stream.until(lambda: "a" not in resident(stream))
+    assert not Path(f"/proc/{pid}").exists()
+    assert time.monotonic() - began_s < 20
+    stream.lease([(4, b"x")], kind="infer", model="a")
+    (word,) = await stream.reported(4)
+    assert word.state == pb.REPORT_STATE_RETURNED
+    stream.send(desired=pb.DesiredState(mode=pb.WORKER_MODE_ACTIVE))
+    assert (await ask(stream, 5, "a")).words == "I am a"
+
+
+async def test_a_new_version_serves_when_it_is_ready_and_a_broken_one_never(
+    master: ScriptedMaster, start_worker: StartWorker, shop: Shop
+) -> None:
+    hang, error = shop.sign("m:2", "hang"), shop.sign("m:3", "error")
+    hang.touch()
+    shop.add("m", "1", words="old")
+    await start_worker(master.address, *shop.flags)
+    stream = await master.stream()
+    old = await ask(stream, 1, "m")
+    assert (old.model, old.words) == ("m:1", "old")
+    shop.add("m", "2", words="new")
+    await stream.until(lambda: "m:2" in resident(stream))
+    assert (await ask(stream, 2, "m")).pid == old.pid, "the old one serves as long as the new one is not ready"
+    assert models(stream)["m:1"].current
+    hang.unlink()
+    await stream.until(lambda: ready(stream) == {"m:2"} == set(resident(stream)))
+    assert (await ask(stream, 3, "m")).words == "new"
+    assert models(stream)["m:2"].current
+    assert not Path(f"/proc/{old.pid}").exists()
+    error.write_text("bad weights")
+    shop.add("m", "3", words="newer")
+    await stream.until(lambda: "m:3" in models(stream) and "bad weights" in models(stream)["m:3"].error)
+    assert (await ask(stream, 4, "")).words == "new"
+    error.unlink()
+    await stream.until(lambda: ready(stream) == {"m:3"})
+    assert (await ask(stream, 5, "m")).words == "newer"
+
+
+async def test_a_process_that_is_killed_takes_only_its_own_along(
+    master: ScriptedMaster, start_worker: StartWorker, shop: Shop
+) -> None:
+    shop.add("a")
+    shop.add("b")
+    worker = await start_worker(master.address, *shop.flags)
+    stream = await master.stream()
+    a, b = await ask(stream, 1, "a"), await ask(stream, 2, "b")
+    stream.lease([(10, b"0.6")], kind="sleep")
+    stream.lease([(11, b"sleep 0.6")], kind="infer", model="a")
+    stream.lease([(12, b"sleep 0.6")], kind="infer", model="b")
+    stream.lease([(13, b"x"), (14, b"y")], kind="infer", model="b")
+    await stream.until(
+        lambda: {lease.lease_id for lease in stream.heartbeats[-1].leases if lease.running} >= {10, 11, 12}
+    )
+    os.kill(b.pid, signal.SIGKILL)
+    ten, eleven, twelve, *rest = await stream.reported(10, 11, 12, 13, 14)
+    assert [ten.state, eleven.state] == [SUCCEEDED] * 2
+    assert Answer.of(eleven.result).pid == a.pid
+    assert (twelve.state, twelve.error.type) == (pb.REPORT_STATE_FAILED, "EngineDied")
+    assert [word.state for word in rest] == [SUCCEEDED] * 2
+    assert Answer.of(rest[0].result).pid not in (a.pid, b.pid)
+    assert worker.process.returncode is None
+    assert resident(stream)["b"].loads in (1, 2)
+
+
+async def test_loading_that_hangs_or_dies_fails_what_waits_and_nothing_else(
+    master: ScriptedMaster, start_worker: StartWorker, shop: Shop
+) -> None:
+    shop.add("good")
+    shop.add("crash", crash=1)
+    shop.add("stuck", load_s=3600)
+    worker = await start_worker(master.address, *shop.flags, "--progress-timeout-s", "1")
+    stream = await master.stream()
+    for n, name in enumerate(("crash", "stuck", "good"), 1):
+        stream.lease([(n, b"x")], kind="infer", model=name)
+    good = (await stream.reported(3))[0]
+    assert good.state == SUCCEEDED
+    crash, stuck = await stream.reported(1, 2)
+    assert (crash.error.type, crash.error.retryable) == ("ModelLoadError", True)
+    assert "SIGSEGV" in crash.error.message
+    assert "does not move" in stuck.error.message
+    # No loop of crashes: for a while the answer is at hand.
+    deaths = worker.log.count("engine died")
+    stream.lease([(4, b"x")], kind="infer", model="crash")
+    assert (await stream.reported(4))[0].error.type == "ModelLoadError"
+    assert worker.log.count("engine died") <= deaths + 1
+
+
+async def test_what_is_revoked_while_its_model_loads_needs_no_model(
+    master: ScriptedMaster, start_worker: StartWorker, shop: Shop
+) -> None:
+    hang = shop.sign("a", "hang")
+    hang.touch()
+    shop.add("a")
+    worker = await start_worker(master.address, *shop.flags)
+    stream = await master.stream()
+    stream.lease([(1, b"x")], kind="infer", model="a")
+    await stream.until(lambda: "a" in resident(stream))
+    stream.revoke(1)
+    hang.unlink()
+    await stream.until(lambda: ready(stream) == {"a"})
+    assert 1 not in stream.reports
+    worker.signal(signal.SIGTERM)
+    assert await worker.wait() == 0
+    assert_no_children(worker)
+
+
+def assert_no_children(worker: WorkerProcess) -> None:
+    assert not Path(f"/proc/{worker.pid}").exists()
+
+
+async def test_instances_share_the_load_and_one_that_dies_is_replaced(
+    master: ScriptedMaster, start_worker: StartWorker, shop: Shop
+) -> None:
+    folder = shop.add("a")
+    toml = folder / "model.toml"
+    toml.write_text("instances = 2\n" + toml.read_text())
+    await start_worker(master.address, *shop.flags, "--batch-tasks-max", "1")
+    stream = await master.stream()
+    stream.lease([(n, b"sleep 0.1") for n in range(1, 9)], kind="infer", model="a")
+    pids = {Answer.of(word.result).pid for word in await stream.reported(*range(1, 9))}
+    assert len(pids) == 2
+    await stream.until(lambda: models(stream)["a"].memory_bytes)
+    victim = min(pids)
+    os.kill(victim, signal.SIGKILL)
+    await stream.until(lambda: "a" in ready(stream))
+    found: set[int] = set()
+    lease_id = 100
+    while len(found - pids) < 1 or len(found) < 2:
+        batch = range(lease_id, lease_id + 6)
+        lease_id += 6
+        stream.lease([(n, b"sleep 0.05") for n in batch], kind="infer", model="a")
+        found = {Answer.of(word.result).pid for word in await stream.reported(*batch)}
+    assert victim not in found
+    assert resident(stream)["a"].loads == 1, "the other one went on"
+
+
+async def test_a_sick_device_is_let_go_of_by_models_too(
+    master: ScriptedMaster, start_worker: StartWorker, shop: Shop, tmp_path: Path
+) -> None:
+    gpus = SimulatedGpus(tmp_path / "gpus", 1)
+    shop.add("a")
+    worker = await start_worker(master.address, *shop.flags, "--device", "cuda:0", env=gpus.env())
+    stream = await master.stream()
+    answer = await ask(stream, 1, "a")
+    stream.lease([(2, b"sleep 30")], kind="infer", model="a")
+    await stream.until(lambda: any(held.lease_id == 2 and held.running for held in stream.heartbeats[-1].leases))
+    gpus.recovery_action(0, 1)
+    gpus.xid(0, 95)
+    (word,) = await stream.reported(2)
+    assert word.state == pb.REPORT_STATE_RETURNED
+    async with asyncio.timeout(20):
+        while worker.engine_pids():
+            await asyncio.sleep(0.02)
+    assert not resident(stream) or stream.heartbeats[-1].health.unusable
+    gpus.recovery_action(0, 0)
+    await stream.until(lambda: stream.heartbeats[-1].health.state == device_pb2.HEALTH_STATE_HEALTHY, timeout_s=60)
+    again = await ask(stream, 3, "a")
+    assert again.pid != answer.pid
+
+
+async def test_a_stopped_process_holds_up_nobody_else_and_is_ended(
+    master: ScriptedMaster, start_worker: StartWorker, shop: Shop
+) -> None:
+    shop.add("a")
+    shop.add("b")
+    await start_worker(master.address, *shop.flags, "--progress-timeout-s", "2")
+    stream = await master.stream()
+    a = await ask(stream, 1, "a")
+    stream.lease([(2, b"sleep 0.5")], kind="infer", model="a")
+    await stream.until(lambda: any(held.lease_id == 2 and held.running for held in stream.heartbeats[-1].leases))
+    os.kill(a.pid, signal.SIGSTOP)
+    assert (await ask(stream, 3, "b")).words == "I am b"
+    (word,) = await stream.reported(2)
+    assert word.error.type == "NoProgress"
+    assert (await ask(stream, 4, "a")).pid != a.pid
+    assert not Path(f"/proc/{a.pid}").exists()
+
+
+async def test_an_earlier_attempts_outputs_reach_the_engine(
+    master: ScriptedMaster, start_worker: StartWorker, shop: Shop
+) -> None:
+    shop.add("a")
+    await start_worker(master.address, *shop.flags)
+    stream = await master.stream()
+    extra = pb.LeaseExtra(index=0, partials_received=2, partials=[b"one", b"two"])
+    stream.lease([(1, b"partials")], attempt=2, extra=extra, kind="infer", model="a")
+    (word,) = await stream.reported(1)
+    assert Answer.of(word.result).asked == "partials one,two"
+    # Some of them: they were too many.
+    extra = pb.LeaseExtra(index=0, partials_received=3)
+    stream.lease([(2, b"partials")], attempt=2, extra=extra, kind="infer", model="a")
+    (word,) = await stream.reported(2)
+    assert Answer.of(word.result).asked == "partials "

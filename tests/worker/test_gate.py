@@ -1,0 +1,118 @@
+"""The accuracy gate: what it measures is what it says, and nothing below the threshold passes."""
+
+import itertools
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from multigpu.repository import Gate, ModelSpec
+from multigpu_worker.engines import gate
+from multigpu_worker.engines.models import ModelFolderError
+
+TEXTS = [f"text {number}" for number in range(20)]
+
+
+def spec(folder: Path, **values: Any) -> ModelSpec:
+    return ModelSpec(name="m", folder=folder, gate=Gate(**values))
+
+
+def write(path: Path, values: Sequence[Any]) -> str:
+    path.write_text("\n".join(json.dumps(value) for value in values) + "\n\n")
+    return path.name
+
+
+def embed(texts: Sequence[str], noise: float = 0.0) -> gate.Vectors:
+    """Vectors that depend on the text alone, and how far they are from the truth."""
+    rows = []
+    for text in texts:
+        random = np.random.default_rng(list(text.encode()))
+        rows.append(random.normal(size=8) + noise * random.normal(size=8))
+    return np.array(rows, dtype=np.float32)
+
+
+def test_cosine_is_the_mean_to_fp32(tmp_path: Path) -> None:
+    model = spec(tmp_path, held_out=write(tmp_path / "held.jsonl", [{"text": text} for text in TEXTS]), threshold=0.95)
+    same = gate.measure(model, embed, lambda texts: 3 * embed(texts))
+    assert (same["metric"], float(same["figure"]), same["held-out"]) == ("cosine", 1.0, "20")
+    other = gate.measure(model, embed, lambda texts: embed(texts, 0.6))
+    a, b = embed(TEXTS), embed(TEXTS, 0.6)
+    wanted = np.mean([x @ y / np.linalg.norm(x) / np.linalg.norm(y) for x, y in zip(a, b, strict=True)])
+    assert float(other["figure"]) == pytest.approx(wanted, abs=1e-5)
+    assert wanted < 0.95
+    assert "mean cosine to fp32 1.0000 on 20 held-out texts" in gate.judge(model, "int8", same)
+    with pytest.raises(
+        gate.GateRefusedError, match=rf"m at int8 is refused .* fp32 0\.{wanted * 1000:.0f}\d on 20 .* 0\.95 at least"
+    ):
+        gate.judge(model, "int8", other)
+
+
+def test_spearman_is_points_lost_against_fp32(tmp_path: Path) -> None:
+    stats = pytest.importorskip("scipy.stats", reason="the dependency group `dev` is not installed")
+    pairs = [{"a": a, "b": b, "score": number % 7} for number, (a, b) in enumerate(itertools.pairwise(TEXTS))]
+    held_out = write(tmp_path / "held.jsonl", pairs)
+    model = spec(tmp_path, held_out=held_out, metric="spearman", threshold=0.5)
+    figures = gate.measure(model, embed, lambda texts: embed(texts, 0.9))
+    for name, noise in (("reference", 0.0), ("figure", 0.9)):
+        a, b = embed(TEXTS[:-1], noise), embed(TEXTS[1:], noise)
+        cosines = (a * b).sum(1) / np.linalg.norm(a, axis=1) / np.linalg.norm(b, axis=1)
+        wanted = 100 * stats.spearmanr(cosines, [pair["score"] for pair in pairs])[0]
+        assert float(figures[name]) == pytest.approx(wanted, abs=1e-3)
+    assert figures["held-out"] == "19"
+
+
+def test_ranks_of_equal_values_are_shared() -> None:
+    stats = pytest.importorskip("scipy.stats", reason="the dependency group `dev` is not installed")
+    random = np.random.default_rng(5)
+    for _ in range(20):
+        a, b = random.integers(0, 6, 30), random.integers(0, 4, 30) / 3
+        assert gate.spearman(a, b) == pytest.approx(stats.spearmanr(a, b)[0])
+
+
+@pytest.mark.parametrize(("figure", "passes"), [("81.60", True), ("82.90", True), ("81.40", False), ("nan", False)])
+def test_the_threshold_of_points(tmp_path: Path, figure: str, passes: bool) -> None:
+    model = spec(tmp_path, metric="spearman", threshold=0.5)
+    figures = {"metric": "spearman", "reference": "82.00", "figure": figure, "held-out": "99"}
+    if passes:
+        assert f"Spearman {figure} where fp32 has 82.00" in gate.judge(model, "int8", figures)
+    else:
+        with pytest.raises(gate.GateRefusedError, match=r"82\.00 on 99 held-out pairs: .* 0\.5 at most"):
+            gate.judge(model, "int8", figures)
+
+
+def test_no_data_no_precision(tmp_path: Path) -> None:
+    with pytest.raises(ModelFolderError, match=r"no calibration and no held_out data for int8: name files"):
+        gate.require(spec(tmp_path), "int8")
+    with pytest.raises(ModelFolderError, match="no held_out data for fp8"):
+        gate.require(spec(tmp_path, calibration="c.jsonl"), "fp8")
+    with pytest.raises(ModelFolderError, match="judged by what it is calibrated with"):
+        gate.require(spec(tmp_path, calibration="c", held_out="c"), "int8")
+    with pytest.raises(ModelFolderError, match="metric 'f1': known are cosine, spearman"):
+        gate.require(spec(tmp_path, calibration="c", held_out="h", metric="f1"), "int8")
+    gate.require(spec(tmp_path, calibration="c", held_out="h"), "int8")
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("no json\n" * 9, "line 1,"),
+        ('{"text": "a"}\n' * 8 + '{"txt": "a"}\n', "line 9,"),
+        ('["a"]\n' * 9, "line 1,"),
+        ('{"text": "a"}\n' * 7, "has 7 lines"),
+        (None, "can't be read"),
+    ],
+)
+def test_data_that_is_none(tmp_path: Path, content: str | None, words: str) -> None:
+    path = tmp_path / "texts.jsonl"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(ModelFolderError, match=words):
+        gate.read_texts(path)
+
+
+def test_scores_are_numbers(tmp_path: Path) -> None:
+    held_out = write(tmp_path / "held.jsonl", [{"a": "x", "b": "y", "score": "much"}] * 9)
+    with pytest.raises(ModelFolderError, match="line 1,"):
+        gate.measure(spec(tmp_path, held_out=held_out, metric="spearman"), embed, embed)

@@ -1,0 +1,358 @@
+"""The generate engine on a tiny model: its answers are those of plain transformers, whoever else is being answered."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch", reason="the extra `worker` is not installed")
+pytest.importorskip("transformers", reason="the extra `worker` is not installed")
+
+import torch
+import transformers
+from multigpu.v1 import generate_pb2 as pb
+from multigpu_worker.engines.base import Batch, Item
+from multigpu_worker.engines.generate import GenerateEngine
+from multigpu_worker.engines.generate_task import JSON
+from multigpu_worker.engines.models import ModelFolderError
+
+from tests.worker.generating import Ask, Plain, Recorder, ask, run_all, settings_of
+from tests.worker.tiny_llama import save_tiny_llama
+
+PROMPTS = ["Hello", "a", "one two three " * 12, "Schöne Grüße"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("tiny")
+    save_tiny_llama(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def plain(folder: Path) -> Plain:
+    return Plain.load(folder)
+
+
+@pytest.fixture(scope="module")
+def loaded(folder: Path) -> Iterator[GenerateEngine]:
+    engine = GenerateEngine(settings_of(folder))
+    facts = engine.load()
+    assert facts["engine"] == "torch" and facts["precision"] == "fp32" and facts["context"] == "512 tokens"
+    yield engine
+    engine.close()
+
+
+@pytest.fixture
+def engine(loaded: GenerateEngine) -> Iterator[GenerateEngine]:
+    yield loaded
+    assert loaded._scheduler is not None
+    assert loaded._scheduler._pool.used == 0, "blocks were lost"
+    assert not loaded._scheduler._running and not loaded._scheduler._waiting
+
+
+def check(recorder: Recorder, plain: Plain, tokens: list[int]) -> None:
+    """The answer is these tokens, and its chunks are it."""
+    result = recorder.result
+    assert list(result.token_ids) == tokens
+    assert "".join(chunk.text for chunk in recorder.told()) == result.text
+    assert [token for chunk in recorder.told() for token in chunk.token_ids] == tokens
+    assert recorder.begun == 1
+    eos = plain.model.generation_config.eos_token_id
+    ended = bool(tokens) and tokens[-1] == eos
+    assert result.finish_reason == (pb.FINISH_REASON_STOP if ended else pb.FINISH_REASON_LENGTH)
+    assert result.text == plain.tokenizer.decode(tokens, skip_special_tokens=True)
+
+
+def test_greedy_answers_equal_plain_transformers_alone_and_together(engine: GenerateEngine, plain: Plain) -> None:
+    lengths = [60, 7, 40, 1]
+    expected = [plain.greedy(prompt, count) for prompt, count in zip(PROMPTS, lengths, strict=True)]
+    for prompt, count, tokens in zip(PROMPTS, lengths, expected, strict=True):
+        (alone,) = run_all(engine, [ask(prompt, tokens_max=count)])
+        check(alone, plain, tokens)
+        assert alone.result.prompt_tokens == len(plain.tokenizer(prompt)["input_ids"])
+    asks = [ask(prompt, tokens_max=count) for prompt, count in zip(PROMPTS * 3, lengths * 3, strict=True)]
+    for recorder, tokens in zip(run_all(engine, asks), expected * 3, strict=True):
+        check(recorder, plain, tokens)
+
+
+def test_an_answer_ends_with_the_models_own_end(folder: Path, engine: GenerateEngine, plain: Plain) -> None:
+    # A token that greedy decoding comes to is made the end.
+    tokens = plain.greedy("Hello", 30)
+    assert engine._model is not None
+    before, config = engine._model.eos_ids, plain.model.generation_config
+    engine._model.eos_ids = frozenset({tokens[12]})
+    config.eos_token_id, was = tokens[12], config.eos_token_id
+    try:
+        cut = tokens[: tokens.index(tokens[12]) + 1]
+        (recorder,) = run_all(engine, [ask("Hello", tokens_max=30)])
+        result = recorder.result
+        assert list(result.token_ids) == cut == plain.greedy("Hello", 30)
+        assert result.finish_reason == pb.FINISH_REASON_STOP
+        assert result.text == plain.tokenizer.decode(cut[:-1])
+    finally:
+        engine._model.eos_ids, config.eos_token_id = before, was
+
+
+def test_repetition_is_penalised_as_plain_transformers_does(engine: GenerateEngine, plain: Plain) -> None:
+    (recorder,) = run_all(engine, [ask("one two one two", tokens_max=30, repetition_penalty=1.4)])
+    tokens = plain.greedy("one two one two", 30, repetition_penalty=1.4)
+    assert tokens != plain.greedy("one two one two", 30)
+    check(recorder, plain, tokens)
+
+
+def test_drawn_answers_depend_on_the_seed_alone(engine: GenerateEngine) -> None:
+    def seeded(seed: int) -> Ask:
+        return ask("Hello", tokens_max=30, temperature=0.9, top_p=0.95, top_k=50, seed=seed)
+
+    (alone,) = run_all(engine, [seeded(5)])
+    together = run_all(engine, [ask("x" * 100, tokens_max=20), seeded(5), seeded(6), seeded(5)])
+    answers = [list(recorder.result.token_ids) for recorder in (alone, *together)]
+    assert answers[0] == answers[2] == answers[4] != answers[3]
+    assert all(not chunk.HasField("seed") for chunk in alone.told())
+    unseeded = run_all(engine, [ask("Hello", tokens_max=30, temperature=0.9) for _ in range(2)])
+    seeds = [recorder.told()[0].seed for recorder in unseeded]
+    assert seeds[0] != seeds[1] and unseeded[0].result.token_ids != unseeded[1].result.token_ids
+    assert not any(chunk.HasField("seed") for recorder in unseeded for chunk in recorder.told()[1:])
+    (again,) = run_all(engine, [ask("Hello", tokens_max=30, temperature=0.9, seed=seeds[0])])
+    assert again.result == unseeded[0].result
+
+
+def test_an_answer_ends_before_its_stop_string(engine: GenerateEngine, plain: Plain) -> None:
+    tokens = plain.greedy("Hello", 60)
+    text = plain.tokenizer.decode(tokens)
+    word = next(text[at : at + 3] for at in range(20, 50) if "\ufffd" not in text[at : at + 3])
+    (recorder,) = run_all(engine, [ask("Hello", tokens_max=60, stop=["never there", word])])
+    result = recorder.result
+    assert result.text == "".join(chunk.text for chunk in recorder.told()) == text[: text.index(word)]
+    assert result.finish_reason == pb.FINISH_REASON_STOP
+    assert list(result.token_ids) == tokens[: len(result.token_ids)]
+
+
+@pytest.mark.parametrize("fields", [{}, {"temperature": 1.0}, {"stop": ["qqqq", "\n\t"], "temperature": 0.8}])
+def test_another_attempt_goes_on_exactly_where_the_client_is(engine: GenerateEngine, fields: dict[str, Any]) -> None:
+    first = ask("Schöne", tokens_max=24, **fields)
+    (whole,) = run_all(engine, [first])
+    # 0: all that was told is lost, and is told again.
+    cuts = range(len(whole.chunks) + 1)
+    assert len(cuts) > 5
+    asks = [Ask(first.payload, tuple(whole.chunks[:cut]), task_id=1) for cut in cuts]
+    for cut, recorder in zip(cuts, run_all(engine, asks), strict=True):
+        assert recorder.result == whole.result
+        assert whole.chunks[:cut] + recorder.chunks == whole.chunks
+    # All was said but the result: nothing is left to say.
+    assert asks[-1].recorder.chunks == []
+
+
+def test_what_another_model_said_is_not_gone_on_with(engine: GenerateEngine, plain: Plain) -> None:
+    other = pb.GenerateChunk(text="something else", token_ids=plain.greedy("Hello", 3)).SerializeToString()
+    first = ask("Hello", tokens_max=10)
+    (recorder,) = run_all(engine, [Ask(first.payload, (other,))])
+    assert recorder.outcome is not None
+    assert recorder.outcome[0] == "BadInput" and "is not the one that began it" in recorder.outcome[1]
+
+
+def test_where_the_chunks_so_far_are_too_many_to_be_handed_on_they_are_made_again(engine: GenerateEngine) -> None:
+    first = ask("Hello", tokens_max=20, temperature=0.7)
+    (whole,) = run_all(engine, [first])
+    for count in (1, 5, len(whole.chunks)):
+        item = Item(1, 1, 2, first.payload, 1, b"", count, ())
+        batch, recorder = Batch("generate", "", {}, "", [item]), Recorder()
+        engine.run(batch, engine.prepare(batch), recorder)
+        assert whole.chunks[:count] + recorder.chunks == whole.chunks
+        assert recorder.result == whole.result
+
+
+def test_one_bad_task_fails_alone(engine: GenerateEngine, plain: Plain) -> None:
+    asks = [ask("Hello", tokens_max=20), Ask(b"\xff\xff"), ask("x" * 600), ask(), ask("a", tokens_max=20)]
+    recorders = run_all(engine, asks)
+    check(recorders[0], plain, plain.greedy("Hello", 20))
+    check(recorders[4], plain, plain.greedy("a", 20))
+    for recorder in recorders[1:4]:
+        assert recorder.outcome is not None and recorder.outcome[0] == "BadInput" and recorder.outcome[2] is False
+    batch = Batch("generate", "", {"precision": "bf16"}, "", [Item(1, 1, 1, asks[0].payload, 1, b"", 0)])
+    other = Recorder()
+    engine.run(batch, engine.prepare(batch), other)
+    assert other.outcome is not None and "loaded with engine torch and precision fp32" in other.outcome[1]
+
+
+def test_a_cancelled_answer_stops_and_the_others_go_on(engine: GenerateEngine, plain: Plain) -> None:
+    gone = ask("Schöne", tokens_max=400)
+    gone.recorder.cancel_after = 1
+    recorders = run_all(engine, [ask("Hello", tokens_max=60), gone, ask("a", tokens_max=60)])
+    check(recorders[0], plain, plain.greedy("Hello", 60))
+    check(recorders[2], plain, plain.greedy("a", 60))
+    assert gone.recorder.outcome is None and len(gone.recorder.chunks) == 1
+
+
+def test_json_in_json_out(engine: GenerateEngine, plain: Plain) -> None:
+    said = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}]
+    payload = json.dumps({"messages": said, "tokens_max": 20, "temperature": 0.5}).encode()
+    (recorder,) = run_all(engine, [Ask(payload, content_type=JSON)])
+    assert recorder.outcome is not None and recorder.outcome[2] == JSON
+    result = json.loads(recorder.outcome[1])
+    chunks = [json.loads(chunk) for chunk in recorder.chunks]
+    assert "".join(chunk.get("text", "") for chunk in chunks) == result["text"]
+    expected = "<|system|>be brief<|end|><|user|>hi<|end|><|assistant|>"
+    assert result["prompt_tokens"] == len(plain.tokenizer(expected)["input_ids"])
+    (again,) = run_all(engine, [Ask(payload, tuple(recorder.chunks[:1]), JSON, task_id=1)])
+    assert again.outcome is not None and json.loads(again.outcome[1]) == result
+    (refused,) = run_all(engine, [ask(messages=[{"role": "user", "content": "refuse"}])])
+    assert refused.outcome is not None and "I refuse" in refused.outcome[1]
+
+
+def test_a_long_prompt_does_not_hold_up_the_others(engine: GenerateEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps: list[list[int]] = []
+    model = engine._model
+    assert model is not None
+    forward = type(model).forward
+
+    def watched(pieces: Any, wanted: Any) -> Any:
+        steps.append([len(piece.token_ids) for piece in pieces])
+        return forward(model, pieces, wanted)
+
+    monkeypatch.setattr(engine._model.__class__, "forward", lambda _, pieces, wanted: watched(pieces, wanted))
+    run_all(engine, [ask("a", tokens_max=300), ask("y" * 400, tokens_max=2), ask("z" * 30, tokens_max=2)])
+    assert max(map(sum, steps)) <= 64
+    mixed = [step for step in steps if len(step) > 1 and max(step) > 1]
+    assert len(mixed) >= 4, "the long prompt never met the others"
+    assert all(min(step) == 1 or len(step) == 3 for step in mixed[2:])
+
+
+def test_where_blocks_run_out_the_last_to_come_waits_and_nothing_is_lost(
+    folder: Path, plain: Plain, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Of 2 KiB for 16 tokens there are 20 blocks: room for about three of these six.
+    settings = settings_of(folder, slots=6, parameters={"cache_bytes": str(20 * 16 * 256)})
+    engine = GenerateEngine(settings)
+    assert engine.load()["context"] == "320 tokens"
+    scheduler = engine._scheduler
+    assert scheduler is not None
+    interrupted = []
+    interrupt = scheduler._interrupt
+
+    def watched(sequence: Any) -> None:
+        interrupted.append(sequence.item.lease_id)
+        interrupt(sequence)
+
+    monkeypatch.setattr(scheduler, "_interrupt", watched)
+    prompts = [f"{at} {PROMPTS[at % 4]}" for at in range(6)]
+    recorders = run_all(engine, [ask(prompt, tokens_max=90) for prompt in prompts])
+    for prompt, recorder in zip(prompts, recorders, strict=True):
+        check(recorder, plain, plain.greedy(prompt, 90))
+    assert interrupted, "there was room for all"
+    assert scheduler._pool.used == 0
+    (full,) = run_all(engine, [ask("n" * 200, tokens_max=120)])
+    check(full, plain, plain.greedy("n" * 200, 120))
+    engine.close()
+
+
+def test_out_of_memory_shrinks_the_steps_for_good_and_the_answers_stay(
+    folder: Path, plain: Plain, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = GenerateEngine(settings_of(folder))
+    engine.load()
+    model, scheduler = engine._model, engine._scheduler
+    assert model is not None and scheduler is not None
+    forward = type(model).forward
+    room = {"tokens": 20, "sequences": 2}
+    refused = []
+
+    def short(self: Any, pieces: Any, wanted: Any) -> Any:
+        if sum(len(piece.token_ids) for piece in pieces) > room["tokens"] or len(pieces) > room["sequences"]:
+            refused.append(len(pieces))
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        return forward(self, pieces, wanted)
+
+    monkeypatch.setattr(type(model), "forward", short)
+    asks = [ask(prompt, tokens_max=60) for prompt in PROMPTS]
+    for prompt, recorder in zip(PROMPTS, run_all(engine, asks), strict=True):
+        check(recorder, plain, plain.greedy(prompt, 60))
+    assert scheduler._step_tokens == 16 and scheduler._pool.blocks_max < model.cache.blocks
+    found_out = len(refused)
+    run_all(engine, [ask("b" * 50, tokens_max=5)])
+    assert len(refused) == found_out, "the shortage was forgotten"
+    room["tokens"] = 0
+    (hopeless,) = run_all(engine, [ask("Hello", tokens_max=5)])
+    assert hopeless.outcome is not None
+    assert hopeless.outcome[0] == "OutOfMemory" and hopeless.outcome[2] is True
+    room["tokens"] = 20
+    (well,) = run_all(engine, [ask("Hello", tokens_max=5)])
+    check(well, plain, plain.greedy("Hello", 5))
+    engine.close()
+
+
+def test_a_step_that_breaks_is_told_to_all_in_it_and_the_next_goes_on(
+    engine: GenerateEngine, plain: Plain, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: Any) -> Any:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(engine._model), "forward", broken)
+        with pytest.raises(RuntimeError, match="illegal memory access"):
+            run_all(engine, [ask("Hello", tokens_max=5), ask("a", tokens_max=5)])
+    (well,) = run_all(engine, [ask("Hello", tokens_max=5)])
+    check(well, plain, plain.greedy("Hello", 5))
+
+
+def test_an_answer_that_is_no_number_fails_alone(
+    engine: GenerateEngine, plain: Plain, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forward = type(engine._model).forward  # type: ignore[union-attr]
+
+    def poisoned(self: Any, pieces: Any, wanted: Any) -> Any:
+        logits = forward(self, pieces, wanted)
+        for row, at in enumerate(wanted):
+            if pieces[at].token_ids[0] == plain.tokenizer("!")["input_ids"][0]:
+                logits[row] = float("nan")
+        return logits
+
+    monkeypatch.setattr(type(engine._model), "forward", poisoned)
+    well, sick = run_all(engine, [ask("Hello", tokens_max=5), ask("!", tokens_max=5)])
+    assert sick.outcome is not None and sick.outcome[0] == "NotANumber"
+    check(well, plain, plain.greedy("Hello", 5))
+
+
+def test_a_sliding_window_is_kept_to(tmp_path: Path) -> None:
+    save_tiny_llama(tmp_path, sliding_window=20)
+    engine = GenerateEngine(settings_of(tmp_path))
+    engine.load()
+    plain = Plain.load(tmp_path)
+    prompts = ["abc " * 25, "Hello"]
+    recorders = run_all(engine, [ask(prompt, tokens_max=50) for prompt in prompts])
+    for prompt, recorder in zip(prompts, recorders, strict=True):
+        check(recorder, plain, plain.greedy(prompt, 50))
+    engine.close()
+
+
+def test_models_that_it_can_not_run_are_refused_at_load(folder: Path, tmp_path: Path) -> None:
+    # Its memory of the past is no list of keys and values.
+    state = tmp_path / "mamba"
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    tokenizer.save_pretrained(state)
+    config = transformers.MambaConfig(vocab_size=len(tokenizer), hidden_size=16, num_hidden_layers=1, state_size=4)
+    transformers.MambaForCausalLM(config).save_pretrained(state)
+    with pytest.raises(ModelFolderError, match="mamba"):
+        GenerateEngine(settings_of(state)).load()
+    with pytest.raises(ModelFolderError, match=r"is missing|is no folder"):
+        GenerateEngine(settings_of(tmp_path / "nothing")).load()
+    with pytest.raises(ModelFolderError, match=r"parameters\.colour"):
+        GenerateEngine(settings_of(folder, parameters={"colour": "red"})).load()
+    with pytest.raises(ModelFolderError, match="context is 0"):
+        GenerateEngine(settings_of(folder, parameters={"context": "0"})).load()
+    with pytest.raises(ModelFolderError, match="int8"):
+        GenerateEngine(settings_of(folder, precision="int8")).load()
+    with pytest.raises(MemoryError, match="cache_bytes"):
+        GenerateEngine(settings_of(folder, parameters={"cache_bytes": "100"})).load()
+
+
+def test_half_precision_runs_and_a_shorter_context_is_kept_to(folder: Path) -> None:
+    engine = GenerateEngine(settings_of(folder, precision="bf16", parameters={"context": "64"}))
+    assert engine.load()["precision"] == "bf16"
+    short, long = run_all(engine, [ask("Hello", tokens_max=20), ask("Hello", tokens_max=60)])
+    assert len(short.result.token_ids) == 20
+    assert long.outcome is not None and "context is 64 tokens" in long.outcome[1]
+    engine.close()

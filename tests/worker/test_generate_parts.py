@@ -1,0 +1,232 @@
+"""Parts of the generate engine by themselves: text from tokens, the choice of tokens, blocks, payloads."""
+
+import random
+from collections import Counter
+
+import pytest
+
+pytest.importorskip("torch", reason="the extra `worker` is not installed")
+pytest.importorskip("transformers", reason="the extra `worker` is not installed")
+
+import torch
+from multigpu.v1 import generate_pb2 as pb
+from multigpu_worker.engines.failures import BadInputError
+from multigpu_worker.engines.generate_cache import BlockPool, CacheShape, PagedCache, Piece, make_step
+from multigpu_worker.engines.generate_sample import Sampling, choose, draw, penalised, uniform
+from multigpu_worker.engines.generate_task import JSON, decode, encode, read_request
+from multigpu_worker.engines.generate_text import TextStream
+
+
+def decode_bytes(ids: list[int]) -> str:
+    """Tokens that are bytes."""
+    return bytes(ids).decode("utf-8", "replace")
+
+
+def pieces_of(data: bytes, stop: list[str] | None = None, every: int = 1) -> tuple[list[str], TextStream]:
+    """What is handed out of a text that comes byte by byte, and the stream at its end."""
+    stream = TextStream(decode_bytes, list(b"prompt: "), stop or [])
+    pieces = []
+    for at, byte in enumerate(data, 1):
+        stream.add(byte)
+        if stream.stopped:
+            break
+        if at % every == 0:
+            pieces.append(stream.take(ended=False))
+    stream.finish()
+    pieces.append(stream.take(ended=True))
+    return pieces, stream
+
+
+TEXT = "Straße, naïve café, Ελληνικά, 日本語, 👩‍👩‍👧‍👦 and \U0001f9ff. The end; the END."
+
+
+def test_characters_are_handed_out_whole() -> None:
+    pieces, stream = pieces_of(TEXT.encode())
+    assert "".join(pieces) == stream.text == TEXT
+    assert all("\ufffd" not in piece for piece in pieces)
+    # And as soon as they are.
+    assert sum(map(bool, pieces)) == len(TEXT)
+
+
+def test_broken_characters_come_out_as_the_decoder_writes_them() -> None:
+    for data in (b"a\xffb", b"\xc3", b"ok \xe6\x97", b"\x80\x80\x80x", "é".encode() + b"\xc3(" + "é".encode()):
+        pieces, stream = pieces_of(data)
+        assert "".join(pieces) == stream.text
+        assert stream.text.replace("\ufffd", "") == decode_bytes(list(data)).replace("\ufffd", "")
+
+
+@pytest.mark.parametrize("every", [1, 3, 7])
+def test_text_ends_before_the_first_stop_string_wherever_it_lies(every: int) -> None:
+    for stop in (["the"], ["END", "the E"], ["日本"], ["\U0001f9ff."], ["naïve café", "naïve coffee"], [";"]):
+        pieces, stream = pieces_of(TEXT.encode(), stop, every)
+        expected = TEXT[: min(at for word in stop if (at := TEXT.find(word)) >= 0)]
+        assert "".join(pieces) == stream.text == expected
+        assert stream.stopped
+
+
+def test_what_may_become_a_stop_string_is_held_back_and_no_more() -> None:
+    stream = TextStream(decode_bytes, [], ["abcd", "cx"])
+    given = []
+    for byte in b"zabcabxab":
+        stream.add(byte)
+        given.append(stream.take(ended=False))
+    assert given == ["z", "", "", "", "abc", "", "abx", "", ""]
+    stream.finish()
+    assert stream.take(ended=True) == "ab"
+    assert not stream.stopped
+
+
+def test_stop_strings_by_chance_against_the_plain_search() -> None:
+    rng = random.Random(5)
+    for _ in range(500):
+        data = bytes(rng.choice(b"ab\xc3\xa9") for _ in range(rng.randint(1, 30)))
+        words = ["".join(rng.choice("abé") for _ in range(rng.randint(1, 5))) for _ in range(rng.randint(0, 3))]
+        pieces, stream = pieces_of(data, words, rng.randint(1, 4))
+        assert "".join(pieces) == stream.text
+        assert not any(word in stream.text for word in words)
+        whole = pieces_of(data)[1].text
+        assert whole.startswith(stream.text)
+        assert stream.stopped == any(word in whole for word in words)
+
+
+def test_uniform_is_even_and_the_same_everywhere() -> None:
+    # Fixed for good: answers of yesterday must come again tomorrow.
+    assert uniform(1, 2) == 0.6434025071674214
+    numbers = [uniform(seed, position) for seed in (0, 7, 2**64 - 1) for position in range(4000)]
+    assert all(0 <= number < 1 for number in numbers)
+    tenths = Counter(int(number * 10) for number in numbers)
+    # 1,200 expected in each; five standard deviations are 164.
+    assert all(abs(tenths[tenth] - 1200) < 164 for tenth in range(10)), tenths
+
+
+@pytest.mark.parametrize(
+    ("temperature", "top_k", "top_p"), [(1.0, 0, 1.0), (0.7, 0, 1.0), (1.0, 5, 1.0), (1.5, 0, 0.6), (0.9, 8, 0.8)]
+)
+def test_tokens_are_drawn_as_often_as_transformers_says(temperature: float, top_k: int, top_p: float) -> None:
+    from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+    torch.manual_seed(3)
+    logits = torch.randn(20) * 2
+    scores = TemperatureLogitsWarper(temperature)(None, logits[None].clone())
+    if top_k:
+        scores = TopKLogitsWarper(top_k)(None, scores)
+    if top_p < 1:
+        scores = TopPLogitsWarper(top_p)(None, scores)
+    expected = scores.softmax(-1)[0].tolist()
+    count = 4000
+    sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=11)
+    drawn = Counter(draw(logits, sampling, position) for position in range(count))
+    for token, share in enumerate(expected):
+        if share == 0:
+            assert drawn[token] == 0
+        else:
+            assert abs(drawn[token] - count * share) <= 5 * (count * share * (1 - share)) ** 0.5 + 1
+
+
+def test_repetition_is_penalised_as_transformers_does() -> None:
+    from transformers import RepetitionPenaltyLogitsProcessor
+
+    logits = torch.randn(30)
+    history = [3, 7, 7, 29]
+    expected = RepetitionPenaltyLogitsProcessor(1.3)(torch.tensor([history]), logits[None].clone())[0]
+    assert torch.equal(penalised(logits, history, 1.3), expected)
+
+
+def test_rows_are_chosen_each_by_its_own_rules_and_nonsense_is_noticed() -> None:
+    logits = torch.zeros(4, 10)
+    logits[0, 4] = 1
+    logits[1, :] = float("nan")
+    logits[2, :9] = float("-inf")
+    logits[3, 2] = float("nan")
+    samplings = [Sampling(), Sampling(), Sampling(temperature=1.0), Sampling(temperature=1.0)]
+    assert choose(logits, samplings, [[1], [1], [1], [1]]) == [4, None, 9, None]
+
+
+def test_blocks_are_given_out_once_and_come_back() -> None:
+    pool = BlockPool(8)
+    first, second = pool.take(3), pool.take(5)
+    assert sorted(first + second) == list(range(8))
+    assert not pool.can_take(1)
+    pool.give_back(first)
+    pool.blocks_max = 7
+    assert pool.can_take(2) and not pool.can_take(3)
+    assert set(pool.take(2)) <= set(first)
+
+
+def test_a_step_lays_out_places_masks_and_positions() -> None:
+    shape = CacheShape(layers=1, heads=1, head_size=2, dtype=torch.float32)
+    cache = PagedCache(shape, 8, torch.device("cpu"))
+    pieces = [
+        Piece(token_ids=[10], start=17, blocks=[3, 1]),
+        Piece(token_ids=[20, 21, 22], start=15, blocks=[2, 0]),
+        Piece(token_ids=[30], start=0, blocks=[7]),
+    ]
+    token_ids, positions, step = make_step(cache, pieces, torch.device("cpu"))
+    assert token_ids.tolist() == [[10, 20, 21, 22, 30]]
+    assert positions.tolist() == [[17, 15, 16, 17, 0]]
+    assert step.places.tolist() == [17, 47, 0, 1, 112]
+    singles, piece = step.groups
+    assert singles.rows.tolist() == [0, 4] and piece.rows.tolist() == [1, 2, 3]
+    assert singles.places[1].tolist() == [112] * 18
+    assert singles.mask is not None and singles.mask[:, 0, 0].sum(-1).tolist() == [18, 1]
+    assert piece.mask is not None and piece.mask[0, 0].sum(-1).tolist() == [16, 17, 18]
+    # A window of two tokens: each sees itself and the one before.
+    windowed = step.masks(2)[1]
+    assert windowed is not None and windowed[0, 0].sum(-1).tolist() == [2, 2, 2]
+
+
+class Words:
+    """A tokenizer of words, which knows nothing of chats."""
+
+    chat_template = None
+
+    def __call__(self, text: str, **_: object) -> dict[str, list[int]]:
+        return {"input_ids": [len(word) for word in text.split()]}
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({}, "a prompt or messages"),
+        ({"prompt": "a", "messages": [{"role": "user", "content": "b"}]}, "a prompt or messages"),
+        ({"prompt": " "}, "no tokens"),
+        ({"prompt": "a b c", "tokens_max": 8}, "shorten the prompt or lower tokens_max"),
+        ({"prompt": "a " * 10}, "context is 10 tokens"),
+        ({"prompt": "a", "temperature": -1}, "temperature is -1"),
+        ({"prompt": "a", "temperature": 2.5}, "temperature is 2.5"),
+        ({"prompt": "a", "temperature": float("nan")}, "temperature is nan"),
+        ({"prompt": "a", "top_p": 1.5}, "top_p is 1.5"),
+        ({"prompt": "a", "repetition_penalty": -2}, "repetition_penalty is -2"),
+        ({"prompt": "a", "stop": [""]}, "0 bytes"),
+        ({"prompt": "a", "stop": ["é" * 129]}, "258 bytes"),
+        ({"prompt": "a", "stop": ["x"] * 17}, "at most 16"),
+        ({"messages": [{"role": "robot", "content": "b"}]}, "role 'robot'"),
+        ({"messages": [{"role": "user", "content": "b"}]}, "no chat template"),
+    ],
+)
+def test_a_payload_that_makes_no_sense_is_refused(fields: dict[str, object], words: str) -> None:
+    payload = pb.GeneratePayload(**fields).SerializeToString()  # type: ignore[arg-type]
+    with pytest.raises(BadInputError, match=words):
+        read_request(payload, "", Words(), 10, 1)
+
+
+def test_a_payload_says_what_is_left_out() -> None:
+    request = read_request(pb.GeneratePayload(prompt="a bb").SerializeToString(), "", Words(), 10, 1)
+    assert request.prompt_ids == [1, 2] and request.tokens_max == 8 and not request.seed_drawn
+    drawn = read_request(b'{"prompt": "a", "temperature": 1}', JSON, Words(), 10, 1)
+    assert drawn.seed_drawn
+    again, other = (
+        read_request(b'{"prompt": "a", "temperature": 1}', JSON, Words(), 10, task_id) for task_id in (1, 2)
+    )
+    assert again.sampling.seed == drawn.sampling.seed != other.sampling.seed
+    own = read_request(b'{"prompt": "a", "temperature": 1, "seed": 0}', JSON, Words(), 10, 99)
+    assert own.sampling.seed == 0 and not own.seed_drawn
+
+
+def test_messages_travel_in_two_forms() -> None:
+    chunk = pb.GenerateChunk(text="é\n", token_ids=[1, 2], seed=2**64 - 1)
+    for content_type in ("", JSON):
+        assert decode(pb.GenerateChunk, encode(chunk, content_type), content_type) == chunk
+    for data, content_type in ((b"\xff", ""), (b"{", JSON), (b"\xff", JSON), (b'{"no": 1}', JSON), (b"", "text/plain")):
+        with pytest.raises(BadInputError):
+            decode(pb.GeneratePayload, data, content_type)

@@ -1,0 +1,97 @@
+"""Which engine and which precision: the task's wish, the model's, the worker's, and then what the device is for."""
+
+from pathlib import Path
+
+import pytest
+from multigpu.repository import ModelSpec
+from multigpu_worker.engines import precision
+from multigpu_worker.engines.base import EngineSettings
+from multigpu_worker.engines.models import UnknownModelError
+from multigpu_worker.engines.precision import PrecisionError, Variant, auto_precision, choose, spec_of
+
+
+def spec(**values: str) -> ModelSpec:
+    return ModelSpec(name="m", folder=Path("/m"), **values)  # type: ignore[arg-type]  # all are strings here
+
+
+def settings(**values: str) -> EngineSettings:
+    return EngineSettings(slots=1, threads=1, **{"device": "cpu", **values})  # type: ignore[arg-type]  # as above
+
+
+@pytest.mark.parametrize(
+    ("task", "model", "worker", "expected"),
+    [
+        ({}, {}, {}, ("torch", "fp32")),
+        ({}, {}, {"engine": "onnx", "precision": "int8"}, ("onnx", "int8")),
+        ({}, {"engine": "torch", "precision": "bf16"}, {"engine": "onnx", "precision": "int8"}, ("torch", "bf16")),
+        ({"engine": "onnx", "precision": "fp16"}, {"engine": "torch", "precision": "bf16"}, {}, ("onnx", "fp16")),
+        ({"engine": "auto"}, {}, {"engine": "onnx"}, ("onnx", "fp32")),
+        ({}, {"engine": "my.module:Class"}, {}, ("torch", "fp32")),
+        ({}, {"source": "onnx"}, {}, ("onnx", "fp32")),
+        ({}, {"source": "tensorrt-plan"}, {}, ("tensorrt", "fp32")),
+    ],
+)
+def test_the_nearest_wish_counts(
+    task: dict[str, str], model: dict[str, str], worker: dict[str, str], expected: tuple[str, str]
+) -> None:
+    engine, chosen = expected
+    assert choose(spec(**model), settings(**worker), task) == Variant(engine=engine, precision=chosen)
+
+
+@pytest.mark.parametrize(
+    ("task", "message"),
+    [
+        ({"precision": "fp33"}, "precision 'fp33' is none of auto, fp32"),
+        ({"engine": "tourch"}, "engine 'tourch' is none of auto, torch"),
+        ({"temperature": "1"}, "embed has no parameter 'temperature': it has engine and precision"),
+    ],
+)
+def test_a_wish_that_nobody_knows_is_refused(task: dict[str, str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        choose(spec(), settings(), task)
+
+
+@pytest.mark.parametrize(
+    ("capability", "expected"),
+    [(None, "fp32"), ((6, 1), "fp32"), ((7, 0), "fp16"), ((7, 5), "fp16"), ((8, 0), "bf16"), ((9, 0), "bf16")],
+)
+def test_auto_is_what_the_tensor_cores_are_for(capability: tuple[int, int] | None, expected: str) -> None:
+    assert auto_precision(capability) == expected
+
+
+def test_auto_is_what_onnx_runtime_has_kernels_for() -> None:
+    assert auto_precision((9, 0), "onnx") == "fp16"
+
+
+def test_a_gpu_is_asked_for_its_capability(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def told(device: str) -> tuple[int, int]:
+        asked.append(device)
+        return 7, 5
+
+    monkeypatch.setattr(precision, "compute_capability", told)
+    assert choose(spec(), settings(device="cuda:1"), {}).precision == "fp16"
+    # A file that was made at a precision is not made at another.
+    assert choose(spec(source="torch-export"), settings(device="cuda:1", precision="bf16"), {}).precision == "fp32"
+    assert choose(spec(source="onnx"), settings(device="cuda:1", precision="bf16"), {}).precision == "fp32"
+    assert choose(spec(source="torch-export"), settings(device="cuda:1"), {"precision": "fp16"}).precision == "fp16"
+    with pytest.raises(PrecisionError, match="cuda:1 has no tf32"):
+        choose(spec(precision="tf32"), settings(device="cuda:1"), {})
+    assert asked == ["cuda:1", "cuda:1"]
+
+
+@pytest.mark.gpu
+def test_the_driver_tells_the_capability_that_torch_tells() -> None:
+    torch = pytest.importorskip("torch", reason="the extra `worker` is not installed")
+    if not torch.cuda.is_available():
+        pytest.skip("no GPU here")
+    assert precision.compute_capability("cuda:0") == torch.cuda.get_device_capability(0)
+
+
+def test_a_model_is_found_by_id_and_by_name() -> None:
+    models = {"m:2": ModelSpec(name="m", version="2", folder=Path("/m/2"))}
+    for name in ("", "m", "m:2"):
+        assert spec_of(models, name).id == "m:2"
+    with pytest.raises(UnknownModelError, match="no model 'm:1'"):
+        spec_of(models, "m:1")

@@ -1,0 +1,115 @@
+"""Models for tests: engines of a few lines that take as much memory and time as their folder says, without torch.
+
+`Shop` is a repository of them. A task's result says which model answered, in which process, and what it was asked. The
+payload may tell the engine to take its time or to end its process.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ENGINE = """
+import os, signal, time, sys
+
+class Refused(Exception):
+    retryable = False
+
+class Toy:
+    one_by_one = False
+
+    def __init__(self, settings):
+        (self.model, self.spec), = settings.models.items()
+        self.slots = settings.slots
+
+    def load(self):
+        p = self.spec.parameters
+        time.sleep(float(p.get("load_s", "0")))
+        if "crash" in p:
+            signal.raise_signal(signal.SIGSEGV)  # not os.kill: another thread may take that, and this one go on
+        signs = p["signs"] + "/" + self.spec.id.replace(":", "-")
+        while os.path.exists(signs + ".hang"):
+            time.sleep(0.01)
+        if os.path.exists(signs + ".error"):
+            raise ValueError(open(signs + ".error").read())
+        if "memory_error" in p:
+            raise MemoryError("no room on the device")
+        if "refused" in p:
+            raise Refused("it loses too much at int8")
+        self.ballast = bytearray(os.urandom(1024)) * (int(p.get("size_bytes", "0")) // 1024)
+        self.words = (self.spec.folder / "words.txt").read_text()
+        self.facts = {"engine": "toy", "precision": "fp32", "words": self.words}
+        return self.facts
+
+    def prepare(self, batch):
+        return None
+
+    def run(self, batch, prepared, reporter):
+        for item in batch.items:
+            kind, _, argument = item.payload.decode().partition(" ")
+            if kind == "sleep":
+                time.sleep(float(argument))
+            elif kind == "die":
+                os.kill(os.getpid(), 9)
+            elif kind == "fact":
+                self.facts["plan"] = argument
+            asked = item.payload.decode()
+            if kind == "partials":
+                asked += " " + b",".join(item.partials).decode()
+            answer = f"{batch.model}|{os.getpid()}|{self.words}|{asked}"
+            reporter.succeed(item, answer.encode())
+
+    def close(self):
+        if "closed" in self.spec.parameters:
+            open(self.spec.parameters["closed"], "a").write("closed\\n")
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a toy says."""
+
+    model: str
+    pid: int
+    words: str
+    asked: str
+
+    @classmethod
+    def of(cls, result: bytes) -> "Answer":
+        model, pid, words, asked = result.decode().split("|", 3)
+        return cls(model, int(pid), words, asked)
+
+
+class Shop:
+    """A repository of toys in a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        folder.mkdir(exist_ok=True)
+        self._signs = folder.parent / "signs"
+        self._signs.mkdir(exist_ok=True)
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        return ("--model-repository", str(self.folder), "--repository-poll-s", "0.1")
+
+    def add(self, name: str, version: str = "", *, words: str = "", **parameters: Any) -> Path:
+        """Put a model there, or a version of one. Whole at once, as a rename does it."""
+        folder = self.folder / name / version if version else self.folder / name
+        parameters |= {"signs": self._signs}
+        making = self.folder.parent / f"making-{name}-{version}"
+        (making / version).mkdir(parents=True)
+        (making / version / "toy_engine.py").write_text(ENGINE)
+        (making / version / "words.txt").write_text(words or f"I am {name}")
+        lines = ['engine = "toy_engine:Toy"', "[parameters]"]
+        lines += [f"{key} = {json.dumps(str(value))}" for key, value in parameters.items()]
+        (making / "model.toml").write_text("\n".join(lines) + "\n")
+        if version and folder.parent.exists():  # model.toml is of all versions
+            (making / version).rename(folder)
+        else:
+            making.rename(self.folder / name)
+        return folder
+
+    def sign(self, model: str, what: str) -> Path:
+        """The file that lets a model hang ("hang") while it is loaded, or fail ("error") with what is in it."""
+        return self._signs / f"{model.replace(':', '-')}.{what}"
