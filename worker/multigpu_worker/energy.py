@@ -27,6 +27,8 @@ from enum import IntEnum
 # NVIDIA's own word for its sensors.
 SENSOR_ERROR = 0.05
 READING_INTERVAL_S = 0.1
+# Readings closer than this are one: the counter moves in steps, and a step between two such would look like a burst.
+_APART_NS = int(READING_INTERVAL_S * 1e9 / 2)
 # So many readings are kept; past it the older half is thinned out.
 READINGS_MAX = 512
 
@@ -74,8 +76,10 @@ class EnergyMeter:
 
     def read(self, now_ns: int, value: float, running: int) -> None:
         """The counter in joules, or power in watts, by the method; and how many batches run at one time."""
-        last_value, self._last_value = self._last_value, value
         times, joules = self._readings
+        if times and 0 < now_ns - times[-1] < _APART_NS:
+            return
+        last_value, self._last_value = self._last_value, value
         if self.method is EnergyMethod.COUNTER:
             grown = value - last_value
         else:
