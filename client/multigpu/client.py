@@ -13,7 +13,6 @@ import contextlib
 import os
 import weakref
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterable, Iterator, Mapping, Sequence
-from itertools import chain
 from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack, cast
 
 from multigpu import classification, errors, generation, inference
@@ -259,9 +258,9 @@ class Client:
 
     def watch(
         self, *, cursor: str = "", from_now: bool = False, queue: str = "", kind: str = ""
-    ) -> Iterator[tuple[Outcome, str]]:
-        """Yields (outcome, cursor) for every durable task that ends, for ever. See AsyncClient."""
-        return chain.from_iterable(self._iterate(self._core.watch(cursor, from_now, queue, kind)))
+    ) -> Generator[tuple[Outcome, str], None, None]:
+        """Yields (outcome, cursor) for every durable task that ends, until it is closed. See AsyncClient."""
+        return self._flatten(self._core.watch(cursor, from_now, queue, kind))
 
     def count(self, task_filter: task_service_pb2.TaskFilter | None = None) -> task_service_pb2.CountResponse:
         """How many tasks a filter matches, by state and outcome. Default: all."""
@@ -269,9 +268,9 @@ class Client:
 
     def list_tasks(
         self, task_filter: task_service_pb2.TaskFilter | None = None, *, page_size: int = 1000
-    ) -> Iterator[Task]:
+    ) -> Generator[Task, None, None]:
         """Tasks that a filter matches, the newest first; their outcomes come without results. Default: all."""
-        return chain.from_iterable(self._iterate(self._core.pages(task_filter, page_size)))
+        return self._flatten(self._core.pages(task_filter, page_size))
 
     # Between the threads.
 
@@ -305,6 +304,11 @@ class Client:
         finally:
             if not self._closed:
                 self._wait(_close(generator))
+
+    def _flatten(self, generator: AsyncGenerator[Iterable[T], None]) -> Generator[T, None, None]:
+        with contextlib.closing(self._iterate(generator)) as frames:
+            for frame in frames:
+                yield from frame
 
     def _interruptible(self, items: Iterator[T]) -> Iterator[T]:
         """Passes items on; after Ctrl-C, waits until the master has confirmed the cancellation of what was started."""

@@ -65,6 +65,7 @@ class ScriptedMaster(task_service_pb2_grpc.TaskServiceServicer):
         self.submits = 0
         self.watched: list[task_pb2.Outcome] = []
         self.watch_break_after = 0
+        self.watchers = 0
         # What survives a restart.
         self.tasks: dict[str, int] = {}
         self.outcomes: dict[str, task_pb2.Outcome] = {}
@@ -228,6 +229,13 @@ class ScriptedMaster(task_service_pb2_grpc.TaskServiceServicer):
         position = int(request.cursor or 0)
         if position < 0:
             await context.abort(grpc.StatusCode.OUT_OF_RANGE, "those outcomes were removed")
+        self.watchers += 1
+        try:
+            await self._watch(position, context)
+        finally:
+            self.watchers -= 1
+
+    async def _watch(self, position: int, context: Any) -> None:
         await context.write(task_service_pb2.WatchResponse(cursor=str(position)))
         sent = 0
         while True:

@@ -229,6 +229,17 @@ def test_watch() -> None:
         assert [next(watch)[0].task_id for _ in range(8)] == list(range(1, 9))
 
 
+def test_a_watch_that_is_closed_ends_at_the_master() -> None:
+    with ThreadedMaster() as master, multigpu.Client(master.address) as client:
+        master.watched = scripted_outcomes(8)
+        watch = client.watch()
+        next(watch)
+        assert master.watchers == 1
+        watch.close()
+        until(lambda: master.watchers == 0)
+        assert list(watch) == []
+
+
 def test_a_fork_needs_a_client_of_its_own() -> None:
     program = textwrap.dedent("""
         import os, sys, multigpu
