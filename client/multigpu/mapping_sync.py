@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 from multigpu.loop_thread import LoopThread
-from multigpu.mapping import CHUNK_TASKS, MakeCall, MapBuffer
+from multigpu.mapping import CHUNK_TASKS, MakeCall, MapBuffer, MapCall
 from multigpu.run_state import Answer
 from multigpu.run_stream import RunStream
 
@@ -22,6 +22,8 @@ class SyncMap:
         self._event = threading.Event()
         # The chunk that the stream's window has not admitted yet; there is at most one.
         self._starting: concurrent.futures.Future[None] | None = None
+        # The caller has left: a chunk that the loop has not begun to start never starts.
+        self._left = False
         # Wakes the caller once the loop thread is through with its frame, not at the frame's first outcome.
         buffer.wake = lambda: thread.loop.call_soon(self._event.set)
 
@@ -55,9 +57,13 @@ class SyncMap:
             return False
         chunk = self._buffer.pull(source, self._make_call)
         if chunk:
-            self._starting = self._thread.submit(self._stream.start(chunk))
+            self._starting = self._thread.submit(self._start(chunk))
             self._starting.add_done_callback(lambda _: self._event.set())
         return True
+
+    async def _start(self, chunk: list[MapCall]) -> None:
+        if not self._left:
+            await self._stream.start(chunk)
 
     def _wait(self) -> None:
         """Returns when there may be something to take or to feed."""
@@ -71,6 +77,8 @@ class SyncMap:
         buffer.waiting = False
 
     def _withdraw(self) -> None:
+        # First: cancelling a coroutine that the loop has yet to begin comes too late for its first step.
+        self._left = True
         if self._starting is not None:
             self._starting.cancel()
         if not self._thread.loop.is_closed():

@@ -140,6 +140,26 @@ def test_leaving_a_map_early_cancels_the_rest() -> None:
         until(lambda: set(master.cancelled) | set(master.answered) >= {task.request_id for task in master.inputs})
 
 
+def test_a_chunk_that_the_loop_has_not_begun_to_start_when_its_map_is_left_never_starts() -> None:
+    with ThreadedMaster() as master, multigpu.Client(master.address) as client:
+        left = threading.Event()
+
+        def source() -> Iterator[int]:
+            time.sleep(0.01)  # so slow that the chunk ends here
+            yield 0
+            until(lambda: master.answered)
+            time.sleep(0.1)  # and taken
+            client._thread.loop.call_soon_threadsafe(left.wait, 5)
+            yield from range(1, 1000)
+
+        results = client.map("echo", source(), window=200)
+        assert next(results) == 0
+        results.close()  # type: ignore[attr-defined]  # a generator
+        left.set()
+        assert client.run("echo", "after") == "after"
+        assert [task.payload for task in master.inputs] == [b"0", b'"after"']
+
+
 def test_what_a_failed_map_has_not_started_never_starts() -> None:
     def answer(spec: Spec, task: Task) -> Reply:
         if task.payload != b"bad":
