@@ -94,6 +94,24 @@ async def test_child_that_keeps_dying_is_started_ever_more_slowly(record: Record
     await record.supervisor.stop(([child], 1.0))
 
 
+async def test_a_fleet_that_was_never_ready_ends_with_a_child_that_dies_each_time(
+    record: Record, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keeper, "RESTART_DELAY_MAX_S", 0.05)
+    child = record.add("master", "raise SystemExit('no module named multigpu_master')")
+    async with asyncio.timeout(30):
+        await record.supervisor.stop_asked.wait()
+    assert record.supervisor.refused is child
+    assert child.pid is None
+    assert record.events[-1] == ("master", "died 8 times in a row; its last words above say why")
+    # Once it was ready, whatever it is may pass.
+    record.supervisor.proven = True
+    worker = record.add("worker", "raise SystemExit(1)")
+    await until(lambda: worker.deaths_in_a_row > keeper.HOPELESS_DEATHS)
+    assert record.supervisor.refused is child
+    await record.supervisor.stop(([worker], 1.0))
+
+
 async def test_long_life_resets_the_backoff(record: Record, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(keeper, "HEALTHY_AFTER_S", 0.0)
     child = record.add("worker", "raise SystemExit(1)")

@@ -20,6 +20,8 @@ RESTART_DELAY_MIN_S = 0.1
 RESTART_DELAY_MAX_S = 5.0
 # A process that lived this long was healthy: its next restart is immediate again.
 HEALTHY_AFTER_S = 10.0
+# A process that died so often in a row, in a fleet that has never been ready, won't ever run.
+HOPELESS_DEATHS = 8
 READ_BYTES = 64 * 1024
 LINE_BYTES_MAX = 64 * 1024
 PR_SET_PDEATHSIG = 1
@@ -193,8 +195,11 @@ class Supervisor:
             return
         if returncode in child.spec.refusals and not (self.proven and child.spec.may_recover):
             self._on_event(name, f"refused to run ({describe_exit(returncode)}); its last words above say why")
-            self.refused = child
-            self.stop_asked.set()
+            self._give_up(child)
+            return
+        if child.deaths_in_a_row >= HOPELESS_DEATHS and not self.proven:
+            self._on_event(name, f"died {HOPELESS_DEATHS} times in a row; its last words above say why")
+            self._give_up(child)
             return
         delay_s = restart_delay_s(child.deaths_in_a_row)
         if delay_s == 0:
@@ -203,6 +208,10 @@ class Supervisor:
         else:
             self._on_event(name, f"died: {describe_exit(returncode)}; starting it again in {delay_s:.1f} s")
             child.restart_timer = asyncio.get_running_loop().call_later(delay_s, self._start, child)
+
+    def _give_up(self, child: Child) -> None:
+        self.refused = child
+        self.stop_asked.set()
 
     async def stop(self, *rounds: tuple[Sequence[Child], float]) -> None:
         """Ends children round by round: SIGTERM to all of a round, its seconds to comply, then SIGKILL."""

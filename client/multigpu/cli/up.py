@@ -61,7 +61,7 @@ class Fleet:
     ),
     exits=(
         ("0", "Stopped as asked."),
-        ("1", "The fleet can't run: the master or a worker refused to start."),
+        ("1", "The fleet can't run: the master or a worker refused to start, or died each time."),
         ("2", "The command line or the configuration is wrong."),
     ),
 )
@@ -238,7 +238,7 @@ async def run_fleet(fleet: Fleet) -> int:
         fleet.ready_file.unlink(missing_ok=True)
     if supervisor.refused is None:
         return 0
-    log.event("up", f"{supervisor.refused.spec.name} refused to run: nothing to keep alive")
+    log.event("up", f"{supervisor.refused.spec.name} can't run: nothing to keep alive")
     return Failure.exit_code
 
 
