@@ -167,6 +167,23 @@ def test_a_lease_is_taken_back_only_after_it_ran_for_its_whole_time() -> None:
     assert task.outcome.error.type == "RunTimeout"
 
 
+def test_a_task_that_failed_goes_elsewhere_if_somebody_has_room() -> None:
+    stage = Stage()
+    stage.worker("a")
+    stage.worker("b")
+    (task,) = stage.submit()
+    (long,) = stage.submit()
+    failed_on, other = lease_of(task).worker, lease_of(long).worker
+    assert failed_on is not other
+    stage.report(lease_of(task), FAILED)
+    stage.handle(ev.Tick(), 5.0)
+    assert lease_of(task).worker is other, "although the one on which it failed has less to do"
+    other.allowed = 0
+    stage.report(lease_of(task), FAILED)
+    stage.handle(ev.Tick(), 5.0)
+    assert lease_of(task).worker is failed_on, "nobody else has room, and it doesn't wait for that"
+
+
 def test_a_lease_that_the_worker_has_not_had_time_to_see_stays() -> None:
     stage = Stage()
     stage.worker()

@@ -4,7 +4,7 @@ from multigpu_master.core import events as ev
 from multigpu_master.core.model import Capability, Spec, Telemetry, WorkerInfo
 from multigpu_master.core.residency import Resident
 
-from tests.core.stage import Stage, lease_of
+from tests.core.stage import FAILED, Stage, lease_of
 
 
 def joined(stage: Stage, name: str, zone: str, *, loaded: bool) -> None:
@@ -30,3 +30,14 @@ def test_what_one_worker_learns_of_a_model_may_make_another_worth_its_loading() 
     stage.now += 60.0
     stage.handle(ev.Reports(lease.worker.session, [lease.lease_id], [b""], start_s=stage.now - 60, finish_s=stage.now))
     assert lease_of(second).worker.worker_id == "empty"
+
+
+def test_a_task_that_failed_is_no_reason_to_load_its_model_elsewhere() -> None:
+    stage = Stage()
+    joined(stage, "loaded", "a", loaded=True)
+    joined(stage, "empty", "a", loaded=False)
+    (task,) = stage.submit(spec=Spec(kind="run", model="m"))
+    assert lease_of(task).worker.worker_id == "loaded"
+    stage.report(lease_of(task), FAILED)
+    stage.handle(ev.Tick(), 5.0)
+    assert lease_of(task).worker.worker_id == "loaded"

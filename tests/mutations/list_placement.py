@@ -78,6 +78,22 @@ PLACEMENT = (
         seeds=1,
     ),
     dispatch(
+        name="a task goes back to where it failed",
+        old="if extra is not None and extra.failed_on and not strategy.pinned:",
+        new="if extra is not None and extra.broke and not strategy.pinned:",
+        breaks="a worker on which everything fails at once eats the attempts of every task",
+        checker="stories",
+        seeds=1,
+    ),
+    dispatch(
+        name="a retry loads its model anywhere",
+        old="if other and (extra.broke or worthwhile(ledger.fleet, strategy, lane.base, other, lane.crowd.live)):",
+        new="if other:",
+        breaks="a task that fails has its model loaded on worker after worker",
+        checker="stories",
+        seeds=1,
+    ),
+    dispatch(
         name="a worker that loads a model is not looked at again",
         old="                self._unpark_loading()\n",
         new="                pass\n",

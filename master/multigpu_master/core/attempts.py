@@ -1,7 +1,7 @@
 """What becomes of a task when a lease ends otherwise than well: another attempt, or the end.
 
-- An attempt that failed, or ran when its worker was lost, is charged to the task; the next one comes after a pause,
-  and past attempts_max the task is a dead letter.
+- An attempt that failed, or ran when its worker was lost, is charged to the task; the next one comes after a pause, on
+  another device if one may have it then, and past attempts_max the task is a dead letter.
 - A lease that only waited in a window is not charged. But a task that is lost too often that way is suspected of
   killing its workers before they can say that it runs: each loss after the first lengthens its pause, which parts it
   from the innocent tasks that were lost with it, and in the end it is a dead letter too.
@@ -35,7 +35,7 @@ class Attempts:
         """
         task, worker = lease.task, lease.worker
         extra = task.more()
-        extra.last_error = error
+        extra.last_error, extra.failed_on = error, worker.device_key
         if error.retryable and task.attempts < task.spec.attempts_max + len(extra.forgiven) and not condemned:
             self._requeue(task, now, self._backoff_s(task, task.attempts))
             return

@@ -7,6 +7,7 @@ from multigpu_master.core.attempts import Attempts
 from multigpu_master.core.lanes import Lane
 from multigpu_master.core.ledger import Ledger
 from multigpu_master.core.model import Lease, Task, Worker
+from multigpu_master.core.placement import worthwhile
 from multigpu_master.core.turns import Turns
 
 # How long a task that broke an engine waits for room on another device, before it is looked at again.
@@ -42,13 +43,15 @@ class Dispatcher:
                     turns.parked(lane, pin, now)
                 continue
             lanes.take(lane)
-            if task.extra is not None and task.extra.broke and not strategy.pinned:
-                others, other = placement.elsewhere(strategy, lane.base, task.extra.broke)
-                if others and other is None:
+            extra = task.extra
+            if extra is not None and extra.failed_on and not strategy.pinned:
+                others, other = placement.elsewhere(strategy, lane.base, extra.broke or (extra.failed_on,))
+                if extra.broke and others and other is None:
                     self._attempts.pause(task, now, ELSEWHERE_S)
                     lanes.offer_next(lane.crowd, None)
                     continue
-                worker = other or worker
+                if other and (extra.broke or worthwhile(ledger.fleet, strategy, lane.base, other, lane.crowd.live)):
+                    worker = other
             lease = self._grant(task, lane, worker, now)
             if ledger.fleet.began_loading is not None:
                 self._unpark_loading()

@@ -115,6 +115,7 @@ class Extra:
     not_before_s: float = 0.0
     losses: int = 0  # times a worker was lost with this task waiting in its window
     failed_attempt: int = 0  # the newest attempt that a worker reported as failed
+    failed_on: str = ""  # device_key of the device on which its last attempt failed
     broke: tuple[str, ...] = ()  # device_keys of devices, healthy as far as is known, whose engine it broke
     forgiven: tuple[str, ...] = ()  # device_keys of devices that were to blame for an attempt: each gives one back
 
