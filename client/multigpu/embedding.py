@@ -53,7 +53,8 @@ class Chunks:
         try:
             payload = embed_pb2.EmbedPayload(texts=part).SerializeToString()
         except (TypeError, ValueError) as error:
-            raise InvalidTaskError(INVALID_ARGUMENT, f"embed takes strings of valid Unicode: {error}") from error
+            wrong = next((f"one of them is of type {type(t).__name__}" for t in part if not isinstance(t, str)), error)
+            raise InvalidTaskError(INVALID_ARGUMENT, f"embed takes strings of valid Unicode: {wrong}") from error
         self._sizes.append(len(part))
         return Input(payload=payload, units=len(part))
 

@@ -168,6 +168,8 @@ def _set(spec: task_pb2.TaskSpec, name: str, value: Any) -> None:
     elif name in _DURATIONS:
         getattr(spec, _DURATIONS[name]).CopyFrom(duration(value))
     elif name == "deadline":
+        if not isinstance(value, datetime):
+            raise TypeError("it is no datetime; use datetime.now(UTC) + timedelta(…), or for seconds run_timeout_s")
         if value.tzinfo is None:
             raise ValueError("it has no time zone; use datetime.now(UTC) + timedelta(…)")
         spec.deadline.FromDatetime(value)

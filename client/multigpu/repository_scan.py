@@ -168,7 +168,13 @@ def _read_version(folder: Path, name: str, version: str, values: dict[str, Any],
             f"{folder / file} does not say what it is: add its config.json, or name the class of the module in "
             f'{FILE_NAME}: [parameters] class = "module:Class"'
         )
-    read = {"source": source, "file": file, "kind": values.get("kind") or _kind(folder, source)}
+    kind = values.get("kind") or _kind(folder, source)
+    if source in SINGLE_FILES and ":" not in engine and kind != (only := KIND_OF_SINGLE.get(source, "infer")):
+        raise ModelFolderError(
+            f'{folder}: {source} serves the kind {only}, not {kind}: say kind = "{only}" in {FILE_NAME} or leave it '
+            'out, or name an engine of your own: engine = "module:Class"'
+        )
+    read = {"source": source, "file": file, "kind": kind}
     spec = ModelSpec(name=name, folder=folder, version=version, **(values | read))
     size_bytes, changed_ns = check_files(spec, root)
     for key in ("calibration", "held_out"):
@@ -270,7 +276,10 @@ def _is(entry: "os.DirEntry[str]", folder: bool) -> bool:
 def _check_name(name: str) -> None:
     """What tasks can ask for, and nothing that could be taken for a version, a list or an option."""
     if not name.isprintable() or re.search(r"[:=,\s\\]", name) or name.startswith("-"):
-        raise ModelFolderError(f"{_sayable(name)!r} can't be a model's name: no spaces, colons, commas or = in it")
+        raise ModelFolderError(
+            f"{_sayable(name)!r} can't be a model's name: only printable characters, no spaces, colons, commas, "
+            "backslashes or = in it, and no - in front"
+        )
     if len(name.encode()) > NAME_BYTES_MAX:
         raise ModelFolderError(f"{name!r} is too long for a model's name: {NAME_BYTES_MAX} bytes at most")
 

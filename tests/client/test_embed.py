@@ -46,7 +46,7 @@ async def test_embed_refuses_what_is_not_texts() -> None:
     async with ScriptedMaster(embed) as master, multigpu.AsyncClient(master.address) as client:
         with pytest.raises(TypeError, match=r"\[text\]"):
             await client.embed("one text")
-        with pytest.raises(multigpu.InvalidTaskError, match="strings"):
+        with pytest.raises(multigpu.InvalidTaskError, match="one of them is of type int"):
             await client.embed(["fine", 3])  # type: ignore[list-item]
         with pytest.raises(multigpu.InvalidTaskError, match="Unicode"):
             await client.embed(["\ud800"])

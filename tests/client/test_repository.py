@@ -94,6 +94,19 @@ def test_the_files_say_what_it_is(
     assert spec.folder == tmp_path / "m"
 
 
+@pytest.mark.parametrize(
+    ("file", "kind", "serves"),
+    [("net.onnx", "embed", "infer"), ("net.pt2", "classify", "infer"), ("net.gguf", "embed", "generate")],
+)
+def test_a_kind_that_the_files_can_not_serve_is_told_before_anybody_loads_them(
+    tmp_path: Path, file: str, kind: str, serves: str
+) -> None:
+    put(tmp_path, under("m", {file: "x", "model.toml": f'kind = "{kind}"'}))
+    assert f"serves the kind {serves}, not {kind}" in scan(tmp_path).errors["m"]
+    put(tmp_path, under("m", {"model.toml": f'kind = "{kind}"\nengine = "mine:Engine"'}))
+    assert only(scan(tmp_path)).kind == kind
+
+
 def test_model_toml_wins_and_one_line_is_enough(tmp_path: Path) -> None:
     put(tmp_path, under("m", hugging_face("LlamaForCausalLM") | {"model.toml": 'kind = "embed"'}))
     assert only(scan(tmp_path)).kind == "embed"

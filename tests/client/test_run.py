@@ -92,6 +92,7 @@ async def test_options_reach_the_spec_and_the_input() -> None:
         ({"priority": "high"}, multigpu.InvalidTaskError, "priority='high'"),
         ({"run_timeout_s": -1}, multigpu.InvalidTaskError, "0 or more"),
         ({"deadline": datetime(2030, 1, 1)}, multigpu.InvalidTaskError, "time zone"),
+        ({"deadline": 60}, multigpu.InvalidTaskError, "run_timeout_s"),
         ({"parameters": {"a": 1}}, multigpu.InvalidTaskError, "parameters"),
     ],
 )

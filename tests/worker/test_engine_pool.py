@@ -6,10 +6,13 @@ import signal
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
-from multigpu.v1 import device_pb2, model_pb2
+from multigpu.inference import arrays_of, tensor_of
+from multigpu.v1 import device_pb2, infer_pb2, model_pb2
 from multigpu.v1 import worker_service_pb2 as pb
 from multigpu_worker.memory import private_bytes
+from safetensors.numpy import save_file
 
 from tests.fakes.gpus import SimulatedGpus
 
@@ -85,6 +88,31 @@ async def test_a_model_is_loaded_when_it_is_asked_for_and_told_of(
     assert (too.error.type, too.error.retryable) == ("UnknownModel", False)
     assert "'two'" in too.error.message
     await stream.until(lambda: "no room" in models(stream)["two"].error)
+
+
+async def test_the_class_of_weights_may_lie_beside_them(
+    master: ScriptedMaster, start_worker: StartWorker, tmp_path: Path
+) -> None:
+    pytest.importorskip("torch", reason="the extra `worker` is not installed")
+    (tmp_path / "net/1").mkdir(parents=True)
+    (tmp_path / "net/1/scaling.py").write_text(
+        "import torch\n"
+        "class Scaling(torch.nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.factor = torch.nn.Parameter(torch.ones(2))\n"
+        "    def forward(self, x):\n"
+        "        return x * self.factor\n"
+    )
+    save_file({"factor": np.array([2, 3], np.float32)}, tmp_path / "net/1/model.safetensors")
+    (tmp_path / "net/model.toml").write_text('parameters = { class = "scaling:Scaling" }')
+    await start_worker(master.address, "--model-repository", str(tmp_path))
+    stream = await master.stream()
+    payload = infer_pb2.InferPayload(inputs=[tensor_of("x", np.ones((1, 2), np.float32))]).SerializeToString()
+    stream.lease([(1, payload)], kind="infer", model="net")
+    (word,) = await stream.reported(1, timeout_s=60)
+    assert word.state == SUCCEEDED, word
+    assert arrays_of(word.result)["output"].tolist() == [[2, 3]]
 
 
 async def test_what_comes_to_serve_later_is_told(master: ScriptedMaster, start_worker: StartWorker, shop: Shop) -> None:

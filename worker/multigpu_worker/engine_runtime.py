@@ -373,7 +373,8 @@ class Runtime:
     def _load(self, model: str, plain: dict[str, Any], slots: int) -> None:
         """Load the model that this process is for, and say how that went."""
         spec = ModelSpec.from_plain(plain)
-        if ":" in spec.engine:  # the user's own module may lie beside the model
+        # The user's own module may lie beside the model.
+        if ":" in spec.engine or spec.source == "safetensors":
             sys.path.insert(0, str(spec.folder))
         self.settings = dataclasses.replace(self.settings, slots=slots, models={model: spec})
         begin_s = time.monotonic()

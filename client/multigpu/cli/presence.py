@@ -1,5 +1,6 @@
 """Waiting for a fleet: until a master answers and a connected worker serves what is wanted."""
 
+import difflib
 import time
 from collections.abc import Callable
 
@@ -8,6 +9,8 @@ from multigpu.cli.rpc import Master
 from multigpu.v1 import admin_service_pb2 as admin
 
 POLL_INTERVAL_S = 0.1
+# A longer list is read by nobody.
+MODELS_NAMED_MAX = 20
 
 
 def wait_for_worker(address: str, kind: str, model: str, *, timeout_s: float, say: Callable[[str], None]) -> None:
@@ -39,8 +42,12 @@ def what_is_missing(master: Master, kind: str, model: str) -> Failure | None:
     if any(not model or not capability.models or model in capability.models for capability in offered):
         return None
     if offered:
-        models = ", ".join(sorted({name for capability in offered for name in capability.models}))
-        return Failure(f"no connected worker serves {kind} with the model {model!r}; there are: {models}")
+        models = sorted({name for capability in offered for name in capability.models})
+        near = difflib.get_close_matches(model, models, n=1)
+        hint = f", did you mean {near[0]!r}?" if near else ";"
+        more = f" and {len(models) - MODELS_NAMED_MAX} more" if len(models) > MODELS_NAMED_MAX else ""
+        there = ", ".join(models[:MODELS_NAMED_MAX]) + more
+        return Failure(f"no connected worker serves {kind} with the model {model!r}{hint} there are: {there}")
     kinds = ", ".join(sorted({capability.kind for worker in connected for capability in worker.capabilities}))
     return Failure(
         f"no connected worker serves {kind!r}; " + (f"they serve: {kinds}" if kinds else "no worker is connected")

@@ -1,5 +1,7 @@
 """Who is let in: why a task is refused, in words that say the remedy."""
 
+import difflib
+
 from multigpu_master.core import events as ev
 from multigpu_master.core.lanes import shape_of
 from multigpu_master.core.ledger import Ledger
@@ -7,6 +9,8 @@ from multigpu_master.core.model import Spec
 
 DEADLINE_EXCEEDED, RESOURCE_EXHAUSTED, FAILED_PRECONDITION = 4, 8, 9
 QUEUES_MAX = 10_000
+# A refusal that lists hundreds of models is read by nobody.
+MODELS_NAMED_MAX = 20
 
 
 def refusal(ledger: Ledger, spec: Spec, now: float) -> ev.Rejection | None:
@@ -31,10 +35,17 @@ def unplaceable(ledger: Ledger, spec: Spec) -> str:
         return f"no worker runs kind {spec.kind!r} (the fleet runs {', '.join(kinds)}); {wait}"
     models = sorted({m for w in workers for c in w.info.capabilities if c.kind == spec.kind for m in c.models})
     if spec.model and models and spec.model not in models:
-        return f"no worker has model {spec.model!r} for kind {spec.kind!r} (the fleet has {', '.join(models)}); {wait}"
+        return f"no worker has model {spec.model!r} for kind {spec.kind!r}{_there(spec.model, models)}; {wait}"
     shape = shape_of(spec)
     why = "; ".join(f"{w.worker_id}: {ledger.fleet.unfit(w, shape)}" for w in workers[:5])
     return f"no worker could ever take this task ({why}); {wait}"
+
+
+def _there(asked: str, models: list[str]) -> str:
+    near = difflib.get_close_matches(asked, models, n=1)
+    hint = f", did you mean {near[0]!r}?" if near else ""
+    more = f" and {len(models) - MODELS_NAMED_MAX} more" if len(models) > MODELS_NAMED_MAX else ""
+    return f"{hint} (the fleet has {', '.join(models[:MODELS_NAMED_MAX])}{more})"
 
 
 def full(ledger: Ledger, spec: Spec, size: int) -> ev.Rejection | None:

@@ -5,11 +5,12 @@ An engine's module is imported when its first batch comes, so that a worker that
 
 import contextlib
 import importlib
+import traceback
 from dataclasses import dataclass
 from typing import cast
 
 from multigpu.handlers import registered_handlers
-from multigpu.repository import ModelSpec
+from multigpu.repository import ModelFolderError, ModelSpec
 
 from multigpu_worker.engines.base import Engine, EngineSettings, ModelEngine
 
@@ -68,7 +69,21 @@ def build(kind: str) -> Engine:
 
 
 def build_model_engine(spec: ModelSpec, settings: EngineSettings) -> ModelEngine:
-    """Make the engine of a model; nothing is loaded yet. ImportError or AttributeError: it can't be had."""
-    path = spec.engine if ":" in spec.engine else MODEL_ENGINES[spec.kind]
-    module, _, name = path.partition(":")
-    return cast(ModelEngine, getattr(importlib.import_module(module), name)(settings))
+    """Make the engine of a model; nothing is loaded yet. ModelFolderError: a class of the user's own can't be had."""
+    if ":" not in spec.engine:
+        module, _, name = MODEL_ENGINES[spec.kind].partition(":")
+        return cast(ModelEngine, getattr(importlib.import_module(module), name)(settings))
+    module, _, name = spec.engine.partition(":")
+    try:
+        engine = getattr(importlib.import_module(module), name)
+    except Exception as error:
+        missing = isinstance(error, ModuleNotFoundError) and error.name == module
+        remedy = f"; put {module}.py into {spec.folder}, or install it" if missing else _place(error)
+        raise ModelFolderError(f"the engine {spec.engine!r} fails: {type(error).__name__}: {error}{remedy}") from error
+    return cast(ModelEngine, engine(settings))
+
+
+def _place(error: Exception) -> str:
+    """Where in the user's code an error was raised, as far as that is known."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__)[1:] if not f.filename.startswith("<frozen ")]
+    return f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""

@@ -1,0 +1,30 @@
+"""Engines of the user's own: what is wrong with one is told in words that its author can use."""
+
+import sys
+from pathlib import Path
+
+import pytest
+from multigpu.repository import ModelFolderError, ModelSpec
+from multigpu_worker.engines.base import EngineSettings
+from multigpu_worker.engines.registry import build_model_engine
+
+
+@pytest.mark.parametrize(
+    ("code", "engine", "words"),
+    [
+        ("", "nowhere_at_all:Mine", r"No module named 'nowhere_at_all'; put nowhere_at_all\.py into /m, or install it"),
+        ("import nix_da\n", "broken_engine:Mine", r"No module named 'nix_da' \(.*broken_engine\.py, line 1\)"),
+        ("one = 1\nnone = one / 0\n", "broken_engine:Mine", r"division by zero \(.*broken_engine\.py, line 2\)"),
+        ("class Yours: pass\n", "broken_engine:Mine", r"has no attribute 'Mine'"),
+        ("class Mine\n", "broken_engine:Mine", r"SyntaxError: .*broken_engine\.py, line 1"),
+    ],
+)
+def test_a_class_that_can_not_be_had_is_told_with_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, engine: str, words: str
+) -> None:
+    (tmp_path / "broken_engine.py").write_text(code)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "broken_engine", raising=False)
+    spec = ModelSpec(name="m", folder=Path("/m"), kind="infer", engine=engine, source="python")
+    with pytest.raises(ModelFolderError, match=f"the engine '{engine}' fails: .*{words}"):
+        build_model_engine(spec, EngineSettings(device="cpu", slots=1, threads=1, models={"m": spec}))
