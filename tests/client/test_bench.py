@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 from multigpu.cli import cli
-from multigpu.cli.bench_plain import Examples, Plain, PlainError
+from multigpu.cli.bench_plain import Plain, PlainError, Way
 from multigpu.cli.bench_rows import TABLE, Latency, Row, mean_cosine, percentile, spearman, table_row, to_csv
 from multigpu.cli.bench_source import Arrays, Texts, read_pairs
 from multigpu.cli.failures import Failure
@@ -25,6 +25,7 @@ from multigpu.v1 import embed_pb2, infer_pb2
 from .fleet_up import MGPUCTL, Up, ok
 
 MODEL = "all-MiniLM-L6-v2"
+WAY = Way(model=MODEL, kind="embed", engine="torch", precision="fp32", content_type="")
 LATENCIES = ("min_latency_ms", "p50_latency_ms", "p95_latency_ms", "p99_latency_ms", "max_latency_ms")
 
 
@@ -57,7 +58,8 @@ def test_cosine_is_of_each_row_with_its_counterpart() -> None:
 def test_a_row_has_its_place_in_every_form() -> None:
     latency = Latency.of([0.004, 0.001, 0.002])
     assert (latency.min_ms, latency.p50_ms, latency.max_ms) == (1, 2, 4)
-    of: dict[str, Any] = {"model": "m", "engine": "torch", "precision": "fp32", "batch_size": 1, "concurrency": 2}
+    of: dict[str, Any] = {"kind": "embed", "model": "m", "engine": "torch", "precision": "fp32", "batch_size": 1}
+    of |= {"concurrency": 2}
     rows = [Row(**of, latency=latency, items_per_s=1234.5), Row(**of, error="it is too large")]
     cells = [dict(zip(TABLE, table_row(row), strict=True)) for row in rows]
     assert (cells[0]["ITEMS/S"], cells[0]["P50"], cells[0]["J/ITEM"]) == ("1,234", "2.0", "n/a")
@@ -71,11 +73,11 @@ def test_each_round_has_texts_of_its_own_and_batches_as_large_as_asked() -> None
     assert len(set(sentences(300))) == 300
     source = Texts.of(None, 200)
     first, second = source.portion(100, 32), source.portion(100, 1)
-    assert [count for _, count in first.payloads] == [32, 32, 32, 4]
+    assert first.sizes == [32, 32, 32, 4]
     seen = [
         text
         for portion in (first, second, source.judged())
-        for payload, _ in portion.payloads
+        for payload in portion.payloads
         for text in embed_pb2.EmbedPayload.FromString(payload).texts
     ]
     assert len(set(seen)) == len(seen) == 264
@@ -84,8 +86,8 @@ def test_each_round_has_texts_of_its_own_and_batches_as_large_as_asked() -> None
 def test_arrays_are_repeated_to_a_batch_and_answers_become_rows() -> None:
     source = Arrays({"x": np.arange(6, dtype=np.float32).reshape(2, 3)})
     portion = source.portion(10, 4)
-    assert (portion.items, len(portion.payloads)) == (8, 2)
-    sent = infer_pb2.InferPayload.FromString(portion.payloads[0][0]).inputs[0]
+    assert (portion.items, len(portion.payloads), portion.times) == (8, 1, 2)
+    sent = infer_pb2.InferPayload.FromString(portion.payloads[0]).inputs[0]
     assert list(sent.shape) == [4, 3]
     outputs = [tensor_of("b", np.ones((2, 2), np.float32)), tensor_of("a", np.zeros((2,), np.int64))]
     rows = source.rows([infer_pb2.InferResult(outputs=outputs).SerializeToString()])
@@ -105,11 +107,10 @@ def test_pairs_are_read_and_wrong_ones_are_told_by_their_line(tmp_path: Path) ->
 
 
 def test_a_plain_loop_that_dies_says_so() -> None:
-    with Plain(device="cpu", threads=1, config_file=None, models=[]) as plain:
-        assert plain._process is not None
-        plain._process.kill()
+    with Plain(device="cpu", threads=1, config_file=None, models=[], handlers=[]) as plain:
+        plain.kill()
         with pytest.raises(PlainError, match="ended"):
-            plain.load(MODEL, "embed", "torch", "fp32", Examples(["a"]))
+            plain.load(WAY, [b""])
 
 
 @pytest.fixture(scope="module")

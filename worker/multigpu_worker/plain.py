@@ -1,73 +1,108 @@
 """The process that `mgpuctl bench` compares a fleet with: models in plain loops (engines/plain_loops.py), no fleet.
 
-    python -m multigpu_worker.plain '{"device": "cpu", "threads": 2, "config_file": null, "models": []}'
+    python -m multigpu_worker.plain '{"device": "cpu", "threads": 2, "config_file": null, "models": [], "handlers": []}'
 
 One JSON object a line is asked and one is answered, with `error` in it where it can't be done:
-{"do": "load", "model", "kind", "engine", "precision", and "texts" or "inputs", a .npz, to get warm with} ⟶ {"batch"};
-{"do": "run", "model", "engine", "precision", and "texts" or "inputs", "times" that they go through, and "out", a .npy
-for the answers, or none} ⟶ {"seconds", and "tokens" of one time, or null}.
+{"do": "load", "model", "kind", "engine", "precision", "content_type", and "payloads" to get warm with} ⟶ {"batch"};
+{"do": "run", the same, "times" that they go through, and "out", a file for the answers, or none} ⟶ {"seconds", "tokens"
+of all of them, or null, and "form" of the answers: "rows", a .npy, or "results"}.
+
+`payloads` is a file with those of the fleet's tasks, as "results" is one with theirs: a list of bytes in `marshal`,
+which both ends have of the same Python.
 """
 
+import dataclasses
+import functools
 import json
+import marshal
 import os
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from multigpu.config import WorkerConfig, load
 
-from multigpu_worker.engines.base import EngineSettings
+from multigpu_worker.engines.base import Batch, Engine, EngineSettings
 from multigpu_worker.engines.models import find_models
-from multigpu_worker.engines.plain_loops import Loop, load_loop
-from multigpu_worker.engines.precision import Variant, choose
+from multigpu_worker.engines.plain_loops import EngineLoop, Loop, Rows, load_engine, load_handlers, load_loop
+from multigpu_worker.engines.precision import choose
 from multigpu_worker.main import artifacts_folder
+
+# Of the request, in this order: what makes a loop.
+KEY = ("model", "kind", "engine", "precision", "content_type")
 
 
 class Plain:
-    def __init__(self, *, device: str, threads: int, config_file: str | None, models: list[str]) -> None:
-        flags = {"models": tuple(models)} if models else {}
-        config = load(WorkerConfig, file=config_file, flags=flags).config
-        scan = find_models(config)
+    def __init__(
+        self, *, device: str, threads: int, config_file: str | None, models: list[str], handlers: list[str]
+    ) -> None:
+        given = {"models": tuple(models), "handlers": tuple(handlers)}
+        config = load(WorkerConfig, file=config_file, flags={name: value for name, value in given.items() if value})
+        scan = find_models(config.config)
         self._specs = scan.models | {name: scan.models[found] for name, found in scan.current.items()}
         self._settings = EngineSettings(
             device=device,
             slots=1,
             threads=threads,
-            artifacts=str(artifacts_folder(config)),
-            artifacts_bytes_max=config.artifacts_bytes_max,
+            handlers=config.config.handlers,
+            artifacts=str(artifacts_folder(config.config)),
+            artifacts_bytes_max=config.config.artifacts_bytes_max,
         )
-        self._loops: dict[tuple[str, Variant], Loop] = {}
-        self._batches: dict[tuple[str, Variant], int] = {}
-        # Model, engine and precision as they were asked for: what they mean.
-        self._meant: dict[tuple[str, str, str], tuple[str, Variant]] = {}
+        # By what was asked for, and by what that means: several may mean the same.
+        self._loops: dict[tuple[str, ...], Loop] = {}
+        self._meant: dict[tuple[str, ...], Loop] = {}
+        # Users' own engines, by the id of their model.
+        self._engines: dict[str, Engine] = {}
+        # Batch sizes of those that are warm.
+        self._batches: dict[Loop, int] = {}
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
-        key = (request["model"], request["engine"], request["precision"])
-        examples = request.get("texts") or request["inputs"]
+        key = tuple(request[name] for name in KEY)
+        payloads = marshal.loads(Path(request["payloads"]).read_bytes())  # noqa: S302  from our own parent
         if request["do"] == "load":
-            return {"batch": self._load(request["kind"], *key, examples)}
-        loop = self._loops[self._meant[key]]
+            loop = self._loops[key] = self._loops.get(key) or self._load(*key)
+            if loop not in self._batches:
+                self._batches[loop] = loop.warm_up(loop.read(payloads))
+            return {"batch": self._batches[loop]}
+        loop = self._loops[key]
+        examples = loop.read(payloads * request["times"])
         began = time.perf_counter()
-        for _ in range(request["times"]):
-            rows, tokens = loop.run(examples)
-        seconds = time.perf_counter() - began
-        if request.get("out"):
-            np.save(request["out"], rows)
-        return {"seconds": seconds, "tokens": tokens}
+        given, tokens = loop.run(examples)
+        answer: dict[str, Any] = {"seconds": time.perf_counter() - began, "tokens": tokens}
+        if out := request.get("out"):
+            answer["form"] = write(loop.answers(given), Path(out))
+        return answer
 
-    def _load(self, kind: str, model: str, engine: str, precision: str, examples: Any) -> int:
+    def _load(self, model: str, kind: str, engine: str, precision: str, content_type: str) -> Loop:
+        wishes = {name: wish for name, wish in (("engine", engine), ("precision", precision)) if wish != "auto"}
+        batch_of = functools.partial(Batch, kind, model, wishes, content_type)
+        if not model:
+            return EngineLoop(load_handlers(kind, self._settings), batch_of)
         if model not in self._specs:
             raise ValueError(f"no model {model!r} is configured here: say where it lies, --serve {model}=FOLDER")
         spec = self._specs[model]
-        wishes = {name: wish for name, wish in (("engine", engine), ("precision", precision)) if wish != "auto"}
+        if ":" in spec.engine:
+            if spec.id not in self._engines:
+                settings = dataclasses.replace(self._settings, models={spec.id: spec})
+                self._engines[spec.id] = load_engine(spec, settings)
+            return EngineLoop(self._engines[spec.id], batch_of)
         variant = choose(spec, self._settings, wishes)
-        self._meant[model, engine, precision] = spec.id, variant
-        if (spec.id, variant) not in self._loops:
-            loop = load_loop(kind, spec, self._settings, variant)
-            self._batches[spec.id, variant] = loop.warm_up(examples)
-            self._loops[spec.id, variant] = loop
-        return self._batches[spec.id, variant]
+        meant = (kind, spec.id, variant.engine, variant.precision)
+        if meant not in self._meant:
+            self._meant[meant] = load_loop(kind, spec, self._settings, variant)
+        return self._meant[meant]
+
+
+def write(answers: Rows | list[bytes], path: Path) -> str:
+    """Write a loop's answers. Returns their form."""
+    with path.open("wb") as file:
+        if isinstance(answers, np.ndarray):
+            np.save(file, answers)
+            return "rows"
+        marshal.dump(answers, file)
+        return "results"
 
 
 def main() -> None:

@@ -7,37 +7,53 @@ and the rows into a table, JSON, CSV and a picture. docs/bench.md explains every
 import asyncio
 import contextlib
 import os
+import shutil
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import click
 
-from multigpu import embedding, inference
+from multigpu import classification, embedding, inference
 from multigpu.cli import bench_plot, show
-from multigpu.cli.bench_fleet import Crew, own_fleet
+from multigpu.cli.bench_fleet import Crew, connected_workers, own_fleet
 from multigpu.cli.bench_plain import Plain
-from multigpu.cli.bench_rows import TABLE, Row, table_row, to_csv
+from multigpu.cli.bench_rows import TABLE, Row, fit, to_csv
 from multigpu.cli.bench_run import Bench, Grid
-from multigpu.cli.bench_source import Arrays, Source, Texts, read_pairs
+from multigpu.cli.bench_source import Arrays, Singles, Source, Texts, read_pairs, read_pictures, read_texts
 from multigpu.cli.commands import Command
-from multigpu.cli.failures import EXIT_CODES, TasksFailed, WrongUsage
+from multigpu.cli.failures import EXIT_CODES, Failure, TasksFailed, WrongUsage
 from multigpu.cli.infer import read_inputs
+from multigpu.cli.lines import read_lines
 from multigpu.cli.options import Globals, client_config, json_option, master_option
 from multigpu.cli.progress import Progress
 from multigpu.cli.sdk import sdk_failures
+from multigpu.cli.submit import parse
 from multigpu.cli.tables import table
 from multigpu.cli.vectors import File
+from multigpu.encoding import JSON, RAW, encode
+from multigpu.errors import MultigpuError
 from multigpu.repository import ENGINES, PRECISIONS
+from multigpu.v1 import admin_service_pb2 as admin
+
+# What can be said of the examples of a kind; of any other, OWN.
+EXAMPLES = {
+    embedding.KIND: ("texts", "pairs"),
+    inference.KIND: ("inputs",),
+    classification.KIND: ("texts", "pictures"),
+}
+OWN = ("payload", "lines", "parse_json")
+FLAGS = {"inputs": "--input", "parse_json": "--parse-json"}
+BATCH_SIZES = (1, 32)
 
 
 def words_of(known: Sequence[str]) -> Any:
-    """Words between commas, each one of `known`. For `click.option(callback=…)`."""
+    """Words between commas, each one of `known`, each once. For `click.option(callback=…)`."""
 
     def check(context: click.Context, parameter: click.Parameter, value: str) -> tuple[str, ...]:
-        words = tuple(word.strip() for word in value.split(","))
+        words = tuple(dict.fromkeys(word.strip() for word in value.split(",")))
         for word in words:
             if word not in known:
                 raise click.BadParameter(f"{word!r} is none of {', '.join(known)}", context, parameter)
@@ -46,15 +62,24 @@ def words_of(known: Sequence[str]) -> Any:
     return check
 
 
-def numbers(context: click.Context, parameter: click.Parameter, value: str) -> tuple[int, ...]:
-    """Whole numbers from 1 between commas. For `click.option(callback=…)`."""
+def numbers(context: click.Context, parameter: click.Parameter, value: str | None) -> tuple[int, ...] | None:
+    """Whole numbers from 1 between commas, each once. For `click.option(callback=…)`."""
+    if value is None:
+        return None
     try:
-        found = tuple(int(word) for word in value.split(","))
+        found = tuple(dict.fromkeys(int(word) for word in value.split(",")))
     except ValueError as error:
         raise click.BadParameter(f"{value!r} is no list of numbers, such as 1,8,64", context, parameter) from error
     if min(found) < 1 or max(found) > 10_000:
         raise click.BadParameter("must be 1 to 10,000", context, parameter)
     return found
+
+
+def output(context: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
+    """A file to write. For `click.option(callback=…)`."""
+    if value == "-":
+        raise click.BadParameter("must be a file; --json prints all figures to stdout", context, parameter)
+    return value
 
 
 @click.command(
@@ -64,6 +89,8 @@ def numbers(context: click.Context, parameter: click.Parameter, value: str) -> t
         ("mgpuctl bench --engine torch,onnx --concurrency 1,64", "Two engines, one caller and many."),
         ("mgpuctl bench m --precision fp32,bf16 --pairs stsb.tsv", "What a precision costs in accuracy."),
         ("mgpuctl bench vit --input pixels=@batch.npy", "A model that takes arrays."),
+        ("mgpuctl bench vision --pictures photos/", "A model that classifies."),
+        ("mgpuctl bench --kind my.kind --lines in.txt --handlers my_module --up 2", "A handler of your own."),
         ("mgpuctl bench --csv bench.csv --plot bench.png", "All figures, and a picture of them."),
     ),
     exits=EXIT_CODES,
@@ -73,25 +100,29 @@ def numbers(context: click.Context, parameter: click.Parameter, value: str) -> t
 @click.option(
     "--precision", "precisions", default="auto", callback=words_of(PRECISIONS), metavar="P,…", show_default=True
 )
-@click.option(
-    "--batch-size", "batch_sizes", default="1,32", callback=numbers, metavar="N,…", help="Items in a task.  [1,32]"
-)
+@click.option("--batch-size", "batch_sizes", callback=numbers, metavar="N,…", help="Items in a task.  [default: 1,32]")
 @click.option(
     "--concurrency", "concurrencies", default="1,16", callback=numbers, metavar="N,…", help="Callers.  [1,16]"
 )
 @click.option("--items", type=click.IntRange(1), default=512, show_default=True, help="Texts, or examples, in a round.")
 @click.option("--rounds", type=click.IntRange(1), default=3, show_default=True, help="Of the fleet and the plain loop.")
-@click.option("--texts", metavar="FILE", help="Texts to embed, one a line.  [default: sentences of Python's library]")
+@click.option("--kind", help="What to measure: embed, infer, classify, a handler's kind.  [default: what MODEL is for]")
+@click.option("--texts", metavar="FILE", help="Texts, one a line.  [default: sentences of Python's library]")
 @click.option("--pairs", metavar="FILE", help="Lines of score, tab, text, tab, text: adds Spearman's correlation.")
-@click.option("--input", "inputs", multiple=True, metavar="NAME=@FILE|NAME=JSON", help="Measure `infer` with this.")
+@click.option("--input", "inputs", multiple=True, metavar="NAME=@FILE|NAME=JSON", help="Arrays, as `infer` takes them.")
+@click.option("--pictures", multiple=True, type=click.Path(exists=True), metavar="PATH", help="Files, or folders.")
+@click.option("--payload", metavar="TEXT", help="What a handler is sent, every time.")
+@click.option("--lines", metavar="FILE", help="What a handler is sent, one a line.")
+@click.option("--parse-json", is_flag=True, help="It is JSON: the handler gets the value, not the bytes.")
 @click.option("--up", "workers", type=click.IntRange(1), metavar="N", help="Start a fleet of N workers for this.")
 @click.option(
-    "--serve", "served", multiple=True, metavar="NAME=FOLDER", help="Where a model lies, for --up and --plain."
+    "--serve", "served", multiple=True, metavar="NAME=FOLDER", help="Where a model lies, for --up and the plain loop."
 )
+@click.option("--handlers", multiple=True, metavar="MODULE", help="Where handlers are, for the same.")
 @click.option("--plain/--no-plain", "with_plain", default=True, help="Compare with a plain loop in one process.")
 @click.option("--plain-threads", type=click.IntRange(1), help="Its threads.  [default: all cores, as `mgpuctl up` has]")
-@click.option("--csv", "csv_file", metavar="FILE", help="All figures.")
-@click.option("--plot", "plot_file", metavar="FILE", help="A PNG.")
+@click.option("--csv", "csv_file", callback=output, metavar="FILE", help="All figures.")
+@click.option("--plot", "plot_file", callback=output, metavar="FILE", help="A PNG.")
 @master_option
 @json_option
 def bench(address: str, as_json: bool, **options: Any) -> None:
@@ -99,89 +130,188 @@ def bench(address: str, as_json: bool, **options: Any) -> None:
 
     Every engine, precision, batch size and number of callers that is given, in every combination. Rounds of the
     fleet and of a plain loop in one process take turns, so that both see the same machine. A combination that can't
-    be run is told, and the others go on. docs/bench.md explains every column.
+    be run is told, and the others go on. Ctrl-C ends it, and what is known by then is told. docs/bench.md explains
+    every column.
     """
     if options["plot_file"]:
         bench_plot.require()
-    if options["inputs"] and (options["texts"] or options["pairs"]):
-        raise click.UsageError("--input measures infer, --texts and --pairs embed: choose one")
+    problem: BaseException | None = None
+    with sdk_failures():
+        with contextlib.ExitStack() as files:
+            # Before hours of measuring, not after: is there a place for what comes of it?
+            sinks = [
+                (files.enter_context(File(Path(options[name]))), content)
+                for name, content in (("csv_file", to_csv), ("plot_file", bench_plot.plot))
+                if options[name]
+            ]
+            with measuring(address, options, quiet=as_json) as measured:
+                try:
+                    asyncio.run(measured.run())
+                except (KeyboardInterrupt, MultigpuError, Failure) as error:
+                    if not measured.rows:
+                        raise
+                    problem = error
+            for sink, content in sinks:
+                sink.write(content(measured.rows))
+        tell(measured, as_json=as_json, complete=problem is None)
+        if problem is not None:
+            raise problem
+    if failed := [row for row in measured.rows if row.error]:
+        raise TasksFailed(f"{len(failed)} of {len(measured.rows)} combinations could not be run")
+
+
+@contextlib.contextmanager
+def measuring(address: str, options: dict[str, Any], *, quiet: bool) -> Iterator[Bench]:
+    """All that it takes: a fleet, examples, the plain loop. Raises Failure, UsageError."""
     config_file = (click.get_current_context().find_object(Globals) or Globals()).config_file
     with contextlib.ExitStack() as stack:
-        stack.enter_context(sdk_failures())
         if options["workers"]:
             show.note(f"starting {options['workers']} workers")
-            address = stack.enter_context(own_fleet(options["workers"], options["served"], config_file))
-        crew = Crew.of(address, inference.KIND if options["inputs"] else embedding.KIND)
-        grid = grid_of(options, crew)
-        plain = stack.enter_context(plain_of(options, crew, config_file))
+            fleet = own_fleet(options["workers"], options["served"], options["handlers"], config_file)
+            address = stack.enter_context(fleet)
+        workers = connected_workers(address)
+        kind = kind_of(options, workers)
+        check_examples(kind, options)
+        crew = Crew.of(workers, kind)
+        grid = grid_of(options, crew, kind)
+        source = source_of(options, grid)
+        pairs = read_pairs(options["pairs"]) if options["pairs"] else None
+        no_plain = why_no_plain(options, crew)
+        plain = None if no_plain else stack.enter_context(plain_of(options, crew, config_file))
         total = grid.combinations * options["items"] * options["rounds"]
-        progress = stack.enter_context(Progress("items", total, quiet=as_json))
+        progress = stack.enter_context(Progress("items", total, quiet=quiet))
         progress.begin()
-        measured = Bench(
+        yield Bench(
             address=address,
             crew=crew,
             grid=grid,
-            source=source_of(options, grid),
-            pairs=read_pairs(options["pairs"]) if options["pairs"] else None,
+            source=source,
+            pairs=pairs,
             plain=plain,
+            no_plain=no_plain,
             progress=progress,
             window=client_config(address).window_tasks,
         )
-        rows = asyncio.run(measured.run())
-    tell(rows, crew, options, as_json=as_json)
-    if failed := [row for row in rows if row.error]:
-        raise TasksFailed(f"{len(failed)} of {len(rows)} combinations could not be run")
 
 
-def grid_of(options: dict[str, Any], crew: Crew) -> Grid:
+def kind_of(options: dict[str, Any], workers: Sequence[admin.Worker]) -> str:
+    """What is to be measured. Raises WrongUsage."""
+    if options["kind"]:
+        return str(options["kind"])
+    offered = [found for worker in workers for found in worker.capabilities]
+    kinds = {name: found.kind for found in offered for name in found.models}
+    if unknown := [name for name in options["models"] if name not in kinds]:
+        raise WrongUsage(f"no worker serves the model {unknown[0]!r}; there are: {', '.join(sorted(kinds)) or 'none'}")
+    meant = {kinds[name]: name for name in options["models"]}
+    if len(meant) > 1:
+        told = " and ".join(f"{name} is for {kind}" for kind, name in meant.items())
+        raise WrongUsage(f"{told}: measure one kind at a time")
+    # Without a MODEL the examples say it; those that suit several kinds are for the first.
+    given = [name for name in (*OWN, *sum(EXAMPLES.values(), ())) if options[name]]
+    fits = [kind for kind, names in EXAMPLES.items() if set(given) <= set(names)]
+    return next(iter([*meant, *fits, embedding.KIND]))
+
+
+def check_examples(kind: str, options: dict[str, Any]) -> None:
+    """Raises UsageError for what such a kind is not sent, or the lack of what it is."""
+    allowed = EXAMPLES.get(kind, OWN)
+    for name in (*OWN, *sum(EXAMPLES.values(), ())):
+        if options[name] and name not in allowed:
+            flags = ", ".join(FLAGS.get(each, f"--{each}") for each in allowed)
+            message = f"{FLAGS.get(name, f'--{name}')} is nothing for the kind {kind}, which takes {flags}"
+            raise click.UsageError(message if options["kind"] else f"{message}; --kind names another")
+    if kind == inference.KIND and not options["inputs"]:
+        raise click.UsageError("infer takes arrays: say which with --input NAME=@FILE.npy")
+    if kind not in EXAMPLES and (options["payload"] is None) == (options["lines"] is None):
+        raise click.UsageError(f"say what {kind} is to be sent: --payload TEXT or --lines FILE")
+    if options["texts"] and options["pictures"]:
+        raise click.UsageError("--texts and --pictures are for different models: choose one")
+    single = kind not in (embedding.KIND, inference.KIND)
+    if single and (options["batch_sizes"] or (1,)) != (1,):
+        raise click.UsageError(f"a task of the kind {kind} has one example: leave --batch-size out")
+
+
+def grid_of(options: dict[str, Any], crew: Crew, kind: str) -> Grid:
     """What is to be measured; without a MODEL, the workers' default."""
-    models = options["models"] or crew.models[:1]
-    if unknown := [name for name in models if name not in crew.models]:
-        raise WrongUsage(f"no worker serves the model {unknown[0]!r}; there are: {', '.join(crew.models)}")
-    return Grid(
-        models=tuple(models),
-        **{name: options[name] for name in ("engines", "precisions", "batch_sizes", "concurrencies")},
-        items=options["items"],
-        rounds=options["rounds"],
-    )
+    models = options["models"] or crew.models[:1] or ("",)
+    if unknown := [name for name in models if name and name not in crew.models]:
+        there = f"; there are: {', '.join(crew.models)}" if crew.models else ", nor does it need one"
+        raise WrongUsage(f"no worker serves the model {unknown[0]!r} for {kind}{there}")
+    chosen = {name: options[name] for name in ("engines", "precisions", "concurrencies", "items", "rounds")}
+    if not models[0] and (options["engines"], options["precisions"]) != (("auto",), ("auto",)):
+        raise WrongUsage(f"{kind} has neither engines nor precisions: leave --engine and --precision out")
+    sizes = options["batch_sizes"] or (BATCH_SIZES if kind in (embedding.KIND, inference.KIND) else (1,))
+    return Grid(kind=kind, models=tuple(dict.fromkeys(models)), batch_sizes=sizes, **chosen)
 
 
 def source_of(options: dict[str, Any], grid: Grid) -> Source:
-    if options["inputs"]:
+    """What is sent. Raises Failure."""
+    wanted = (grid.combinations + 1) * grid.rounds * grid.items
+    if grid.kind == inference.KIND:
         return Arrays(read_inputs(options["inputs"]))
-    return Texts.of(options["texts"], (grid.combinations + 1) * grid.rounds * grid.items)
+    if grid.kind == embedding.KIND:
+        return Texts(read_texts(options["texts"], wanted))
+    if grid.kind == classification.KIND:
+        pictures = read_pictures(options["pictures"]) if options["pictures"] else None
+        return Singles.to_classify(pictures or read_texts(options["texts"], wanted))
+    lines = [options["payload"]] if options["lines"] is None else list(read_lines([options["lines"]]))
+    if not lines:
+        raise Failure(f"{options['lines']} has no lines")
+    as_json = options["parse_json"]
+    payloads = [encode(parse(line.encode()))[0] if as_json else line.encode() for line in lines]
+    return Singles(grid.kind, payloads, JSON if as_json else RAW)
 
 
-def plain_of(options: dict[str, Any], crew: Crew, config_file: str | None) -> Any:
-    """The plain loop, as a context; None in it, with a remark, where there can be none."""
+def why_no_plain(options: dict[str, Any], crew: Crew) -> str:
+    """Why there is nothing to compare with; empty: there is."""
     if not options["with_plain"]:
-        return contextlib.nullcontext()
+        return "--no-plain"
     if crew.hosts != {socket.gethostname()}:
-        show.note("no plain loop: the workers are on other hosts; run this on theirs to compare")
-        return contextlib.nullcontext()
+        return "the workers are on other hosts; run this on theirs to compare"
+    return ""
+
+
+def plain_of(options: dict[str, Any], crew: Crew, config_file: str | None) -> Plain:
     threads = options["plain_threads"]
     if not threads and crew.device == "cpu":
         workers, cores = len(crew.worker_ids), len(os.sched_getaffinity(0))
         threads = max(1, cores // workers) * workers
-    return Plain(device=crew.device, threads=threads or 0, config_file=config_file, models=options["served"])
+    return Plain(
+        device=crew.device,
+        threads=threads or 0,
+        config_file=config_file,
+        models=options["served"],
+        handlers=options["handlers"],
+    )
 
 
-def tell(rows: list[Row], crew: Crew, options: dict[str, Any], *, as_json: bool) -> None:
-    """All that came of it, to where it was asked for."""
-    for file, content in (
-        (options["csv_file"], to_csv),
-        (options["plot_file"], bench_plot.plot),
-    ):
-        if file:
-            with File(Path(file)) as sink:
-                sink.write(content(rows))
+def tell(measured: Bench, *, as_json: bool, complete: bool) -> None:
+    """All that came of it, to stdout; what is missing from it, to stderr."""
+    rows, crew = measured.rows, measured.crew
     if as_json:
         fleet = {"workers": sorted(crew.worker_ids), "device": crew.device, "products": list(crew.products)}
-        show.value({"fleet": fleet, "rows": [row.plain() for row in rows]})
-        return
-    show.note(f"{len(crew.worker_ids)} workers on {', '.join(crew.products)}")
-    table(TABLE, [table_row(row) for row in rows], right=TABLE[3:])
-    for row in rows:
-        if row.error:
-            show.note(f"{row.model}, {row.engine}, {row.precision}: {row.error}")
-    sys.stdout.flush()
+        show.value({"fleet": fleet, "complete": complete, "rows": [row.plain() for row in rows]})
+    else:
+        show.note(f"{len(crew.worker_ids)} workers on {', '.join(crew.products)}")
+        columns, cells = fit(rows, shutil.get_terminal_size().columns if sys.stdout.isatty() else None)
+        table(columns, cells, right=TABLE[3:])
+    for text in remarks(rows):
+        show.note(text)
+    if not complete:
+        show.note(f"mgpuctl: ended early, with {len(rows)} of {measured.grid.combinations} combinations measured")
+
+
+def remarks(rows: Sequence[Row]) -> list[str]:
+    """Why rows have no figures, or none of a plain loop; each reason once."""
+    reasons: list[tuple[str, Callable[[Row], str]]] = [
+        ("", lambda row: row.error),
+        ("no plain loop: ", lambda row: row.plain_error),
+    ]
+    return list(
+        dict.fromkeys(
+            f"{row.model or row.kind}, {row.engine}, {row.precision}: {prefix}{reason(row)}"
+            for prefix, reason in reasons
+            for row in rows
+            if reason(row) not in ("", "--no-plain")
+        )
+    )

@@ -1,6 +1,7 @@
 """The fleet that `mgpuctl bench` measures: one that runs, or one that `mgpuctl up` runs for as long as it takes."""
 
 import contextlib
+import os
 import signal
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 
 from multigpu.cli.failures import Failure
 from multigpu.cli.rpc import Master
+from multigpu.cli.supervisor import die_with
 from multigpu.v1 import admin_service_pb2 as admin
 
 STOP_TIMEOUT_S = 30.0
@@ -19,16 +21,26 @@ LOG_LINES_SHOWN = 5
 
 
 @contextlib.contextmanager
-def own_fleet(workers: int, models: Sequence[str], config_file: str | None) -> Iterator[str]:
+def own_fleet(workers: int, models: Sequence[str], handlers: Sequence[str], config_file: str | None) -> Iterator[str]:
     """The address of a fleet that is there for the time of the `with`. Raises Failure."""
     with tempfile.TemporaryDirectory(prefix="multigpu-bench-") as folder:
         log_file = Path(folder, "log")
         argv = [sys.executable, "-m", "multigpu.cli", "up", "--listen", "127.0.0.1:0", "--workers", str(workers)]
         argv += ["--data-dir", str(Path(folder, "data"))]
         argv += [word for model in models for word in ("--model", model)]
+        argv += [word for module in handlers for word in ("--handlers", module)]
         argv += ["--config", config_file] if config_file else []
         with log_file.open("wb") as log:
-            process = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log, text=True)
+            # A group of its own: Ctrl-C in a terminal is for us, and a second signal would have it end at once.
+            process = subprocess.Popen(
+                argv,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                process_group=0,
+                preexec_fn=die_with(os.getpid()),  # noqa: PLW1509  gRPC has no thread yet
+            )
         try:
             assert process.stdout is not None
             said = process.stdout.readline()
@@ -45,6 +57,12 @@ def own_fleet(workers: int, models: Sequence[str], config_file: str | None) -> I
                 process.wait()
 
 
+def connected_workers(address: str) -> list[admin.Worker]:
+    """Those that are connected to a master. Raises Failure."""
+    with Master(address) as master:
+        return [worker for worker in master.list_workers() if worker.state == admin.WORKER_STATE_ACTIVE]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Crew:
     """The workers that serve a kind."""
@@ -59,13 +77,15 @@ class Crew:
     products: tuple[str, ...]
 
     @classmethod
-    def of(cls, address: str, kind: str) -> "Crew":
-        """Those that are connected to a master. Raises Failure if there are none."""
-        with Master(address) as master:
-            connected = [w for w in master.list_workers() if w.state == admin.WORKER_STATE_ACTIVE]
+    def of(cls, connected: Sequence[admin.Worker], kind: str) -> "Crew":
+        """Those of the connected ones. Raises Failure if there are none."""
         offers = [(worker, found) for worker in connected for found in worker.capabilities if found.kind == kind]
         if not offers:
-            raise Failure(f"no connected worker serves {kind}: `mgpuctl workers` shows what they do")
+            served = ", ".join(sorted({found.kind for worker in connected for found in worker.capabilities}))
+            raise Failure(
+                f"no connected worker serves {kind}; "
+                + (f"they serve: {served}" if connected else "no worker is connected: `mgpuctl workers` lists them")
+            )
         return cls(
             worker_ids=frozenset(worker.worker_id for worker, _ in offers),
             models=tuple(dict.fromkeys(name for _, found in offers for name in found.models)),

@@ -26,8 +26,8 @@ class Work:
     """The tasks of one round."""
 
     kind: str
-    # Payload, and items in it.
-    payloads: Sequence[tuple[bytes, int]]
+    # Payload, bytes or a JSON value, and items in it.
+    payloads: Sequence[tuple[Any, int]]
     # TaskOptions.
     options: dict[str, Any]
 
@@ -61,7 +61,9 @@ async def drive(client: AsyncClient, work: Work, concurrency: int, on_done: Call
             began = time.perf_counter()
             outcome = await client.run_outcome(work.kind, payload, units=items, **work.options)
             latencies[index] = time.perf_counter() - began
-            results[index] = outcome.value()
+            if not outcome.succeeded:
+                raise outcome.to_error()
+            results[index] = outcome.result
             if (energy := outcome.energy) is not None:
                 joules += energy.joules
                 measured += items

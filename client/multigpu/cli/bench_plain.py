@@ -1,14 +1,16 @@
 """The plain loop that `mgpuctl bench` compares a fleet with: a process that has nothing to do with the fleet.
 
 It is `python -m multigpu_worker.plain`, of the package that workers are installed from; where that is missing there is
-nothing to compare with. One JSON object a line goes there and one comes back; arrays go through files.
+nothing to compare with. One JSON object a line goes there and one comes back; payloads and answers go through files.
 """
 
 import json
+import marshal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -23,56 +25,95 @@ class PlainError(Exception):
     """The plain loop can't do it. The message says why."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Way:
+    """One way to run a model, or a kind that needs none, as it is asked for."""
+
+    # Empty: the kind needs none.
+    model: str
+    kind: str
+    engine: str
+    precision: str
+    # Of payloads: empty for raw bytes, "application/json" for JSON values.
+    content_type: str
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        return ", ".join((self.model or self.kind, self.engine, self.precision))
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """For tasks."""
+        wishes = {"engine": self.engine, "precision": self.precision}
+        return {"model": self.model, "parameters": {name: wish for name, wish in wishes.items() if wish != "auto"}}
+
+
 class Plain:
     """The process. Once it is gone, every call is a PlainError."""
 
-    def __init__(self, *, device: str, threads: int, config_file: str | None, models: Sequence[str]) -> None:
+    def __init__(
+        self, *, device: str, threads: int, config_file: str | None, models: Sequence[str], handlers: Sequence[str]
+    ) -> None:
         """`models`: where they lie, as NAME=PATH, besides those that a worker here is configured to have."""
-        self._settings = {"device": device, "threads": threads, "config_file": config_file, "models": list(models)}
+        self._settings = {
+            "device": device,
+            "threads": threads,
+            "config_file": config_file,
+            "models": list(models),
+            "handlers": list(handlers),
+        }
         self._folder = tempfile.TemporaryDirectory(prefix="multigpu-bench-")
         self._process: subprocess.Popen[str] | None = None
-        self._files = 0
 
     def __enter__(self) -> Self:
         argv = [sys.executable, "-m", "multigpu_worker.plain", json.dumps(self._settings)]
-        self._process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        # A group of its own: Ctrl-C in a terminal is for us, and we end it.
+        self._process = subprocess.Popen(
+            argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, process_group=0
+        )
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        self.kill()
         assert self._process is not None
-        self._process.kill()
         self._process.communicate()
         self._folder.cleanup()
 
-    def load(self, model: str, kind: str, engine: str, precision: str, warm_up: "Examples") -> None:
-        """Load a model, and run it until it is warm."""
-        self._call("load", model=model, kind=kind, engine=engine, precision=precision, **warm_up.request(self))
+    def kill(self) -> None:
+        """End the process: a call that waits for it ends too. From any thread."""
+        assert self._process is not None
+        self._process.kill()
 
-    def run(self, model: str, engine: str, precision: str, examples: "Examples") -> tuple[float, int | None]:
-        """Seconds, and tokens where the model counts in them."""
-        said = self._call("run", model=model, engine=engine, precision=precision, **examples.request(self))
+    def load(self, way: Way, payloads: Sequence[bytes]) -> None:
+        """Load a model, and run it with these until it is warm."""
+        self._call("load", way, payloads)
+
+    def run(self, way: Way, payloads: Sequence[bytes], times: int) -> tuple[float, int | None]:
+        """Seconds that it took to run them so many times, and tokens in all where the model counts in them."""
+        said = self._call("run", way, payloads, times=times)
         return float(said["seconds"]), said["tokens"]
 
-    def rows(self, model: str, engine: str, precision: str, examples: "Examples") -> NDArray[np.float32]:
-        """What the model gives: a row for each example."""
-        out = self.file("rows.npy")
-        self._call("run", model=model, engine=engine, precision=precision, out=str(out), **examples.request(self))
-        rows: NDArray[np.float32] = np.load(out)
-        return rows
+    def answers(self, way: Way, payloads: Sequence[bytes]) -> NDArray[np.float32] | list[bytes]:
+        """What the model gives: a row for each example, or the result of each task."""
+        out = Path(self._folder.name, "answers")
+        if self._call("run", way, payloads, times=1, out=str(out))["form"] == "rows":
+            rows: NDArray[np.float32] = np.load(out)
+            return rows
+        results: list[bytes] = marshal.loads(out.read_bytes())  # noqa: S302  from our own child
+        return results
 
-    def file(self, name: str) -> Path:
-        """A place for a file that lives as long as the process."""
-        self._files += 1
-        return Path(self._folder.name, f"{self._files}-{name}")
-
-    def _call(self, do: str, **request: Any) -> dict[str, Any]:
+    def _call(self, do: str, way: Way, payloads: Sequence[bytes], **more: Any) -> dict[str, Any]:
         assert self._process is not None
         assert self._process.stdin is not None
         assert self._process.stdout is not None
+        file = Path(self._folder.name, "payloads")
+        file.write_bytes(marshal.dumps(list(payloads)))
+        asked = {name: getattr(way, name) for name in ("model", "kind", "engine", "precision", "content_type")}
         try:
-            self._process.stdin.write(json.dumps({"do": do, **request}) + "\n")
+            self._process.stdin.write(json.dumps({"do": do, **asked, "payloads": str(file), **more}) + "\n")
             self._process.stdin.flush()
             line = self._process.stdout.readline()
         except BrokenPipeError:
@@ -83,19 +124,3 @@ class Plain:
         if "error" in said:
             raise PlainError(show.clean(said["error"]))
         return said
-
-
-class Examples:
-    """What goes through a model: texts, or arrays of examples, which go through it so many times."""
-
-    def __init__(self, texts: Sequence[str], arrays: Mapping[str, NDArray[Any]] | None = None, times: int = 1) -> None:
-        self._texts = list(texts)
-        self._arrays = arrays
-        self._times = times
-
-    def request(self, plain: Plain) -> dict[str, Any]:
-        if self._arrays is None:
-            return {"texts": self._texts, "times": self._times}
-        path = plain.file("inputs.npz")
-        np.savez(path, allow_pickle=False, **self._arrays)
-        return {"inputs": str(path), "times": self._times}

@@ -19,6 +19,8 @@ from numpy.typing import NDArray
 from multigpu.cli import show
 
 UNKNOWN = "n/a"
+# Below it a rate is told with two digits behind the point.
+RATE_WITHOUT_FRACTION = 10
 
 
 def percentile(values: Sequence[float], p: float) -> float:
@@ -28,14 +30,24 @@ def percentile(values: Sequence[float], p: float) -> float:
     return sorted(values)[max(0, math.ceil(p / 100 * len(values)) - 1)]
 
 
-def mean_cosine(rows: NDArray[np.float32], others: NDArray[np.float32]) -> float:
-    """The mean of the cosines between a row and its counterpart."""
+def mean_cosine(rows: NDArray[np.float32], others: NDArray[np.float32]) -> float | None:
+    """The mean of the cosines between a row and its counterpart. None: one is all zeros, or holds no numbers."""
     a, b = rows.astype(np.float64), others.astype(np.float64)
-    return float(np.mean((a * b).sum(1) / (np.linalg.norm(a, axis=1) * np.linalg.norm(b, axis=1))))
+    norms = np.linalg.norm(a, axis=1) * np.linalg.norm(b, axis=1)
+    if not (np.isfinite(norms) & (norms > 0)).all():
+        return None
+    return float(np.mean((a * b).sum(1) / norms))
 
 
-def spearman(a: NDArray[Any], b: NDArray[Any]) -> float:
-    """Spearman's rank correlation, equal values sharing the mean of their ranks."""
+def agreement(rows: NDArray[np.float32], others: NDArray[np.float32]) -> float:
+    """The share of rows whose largest value is where their counterpart's is."""
+    return float(np.mean(rows.argmax(1) == others.argmax(1)))
+
+
+def spearman(a: NDArray[Any], b: NDArray[Any]) -> float | None:
+    """Spearman's rank correlation, equal values sharing the mean of their ranks. None: all of one side are equal."""
+    if np.ptp(a) == 0 or np.ptp(b) == 0:
+        return None
     return float(np.corrcoef(_ranks(a), _ranks(b))[0, 1])
 
 
@@ -68,6 +80,8 @@ class Latency:
 class Row:
     """One combination. None: not told, or not measured."""
 
+    kind: str
+    # Empty where the kind needs none.
     model: str
     engine: str
     precision: str
@@ -87,10 +101,14 @@ class Row:
     memory_bytes: int | None = None
     joules_per_item: float | None = None
     plain_items_per_s: float | None = None
+    # Why there is no plain loop.
+    plain_error: str = ""
     # The median over the rounds of items/s to the plain loop's in the same round.
     ratio: float | None = None
     # Mean, to the plain loop's answers at fp32.
     cosine: float | None = None
+    # The share of examples whose likeliest class is that of the plain loop at fp32.
+    top1: float | None = None
     # In points of 100.
     spearman: float | None = None
 
@@ -103,19 +121,28 @@ class Row:
 
 TABLE = (
     *("MODEL", "ENGINE", "PRECISION", "BATCH", "CALLERS", "ITEMS/S", "TOKENS/S", "VS PLAIN", "MIN MS", "MEAN", "P50"),
-    *("P95", "P99", "MAX", "BUSY", "MEMORY", "J/ITEM", "COSINE", "SPEARMAN"),
+    *("P95", "P99", "MAX", "BUSY", "MEMORY", "J/ITEM", "COSINE", "TOP-1", "SPEARMAN"),
 )
+# On a narrow terminal these go, the first of them first.
+OPTIONAL = (
+    *("MEMORY", "J/ITEM", "MIN MS", "MEAN", "P95", "MAX", "TOKENS/S", "BUSY"),
+    *("P99", "SPEARMAN", "TOP-1", "COSINE", "P50", "PRECISION", "ENGINE"),
+)
+# Between columns.
+GAP = 2
+# A model's name is folded to this.
+MODEL_WIDTH_MIN = 12
 
 
 def table_row(row: Row) -> tuple[str, ...]:
     """The cells of TABLE."""
-    head = (row.model, row.engine, row.precision, str(row.batch_size), str(row.concurrency))
+    head = (row.model or row.kind, row.engine, row.precision, str(row.batch_size), str(row.concurrency))
     if row.latency is None:
         return (*head, "failed", *[""] * (len(TABLE) - len(head) - 1))
     times = dataclasses.astuple(row.latency)
     return (
         *head,
-        _number(row.items_per_s, ",.0f"),
+        _number(row.items_per_s, ",.0f" if (row.items_per_s or 0) >= RATE_WITHOUT_FRACTION else ".2f"),
         _number(row.tokens_per_s, ",.0f"),
         _number(row.ratio, ".2f"),
         *(f"{value:.1f}" for value in times),
@@ -123,8 +150,27 @@ def table_row(row: Row) -> tuple[str, ...]:
         UNKNOWN if row.memory_bytes is None else show.size(row.memory_bytes),
         _number(row.joules_per_item, ".3g"),
         _number(row.cosine, ".6f"),
+        _number(row.top1, ".1%"),
         _number(row.spearman, ".2f"),
     )
+
+
+def fit(rows: Sequence[Row], width: int | None) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """What of TABLE goes into `width`, and its cells for each row. None: everything."""
+    cells = {name: column for name, *column in zip(TABLE, *map(table_row, rows), strict=True)}
+    if width is not None:
+        # What nobody can tell, then what matters least.
+        silent = [name for name in OPTIONAL if set(cells[name]) <= {UNKNOWN, ""}]
+        for name in (*silent, *(name for name in OPTIONAL if name not in silent)):
+            if name not in silent and _width(cells) <= width:
+                break
+            del cells[name]
+    return tuple(cells), list(zip(*cells.values(), strict=True))
+
+
+def _width(cells: dict[str, list[str]]) -> int:
+    widths = {name: max(map(len, (name, *column))) for name, column in cells.items()}
+    return sum(widths.values()) - max(0, widths["MODEL"] - MODEL_WIDTH_MIN) + GAP * len(widths)
 
 
 def _number(value: float | None, form: str) -> str:

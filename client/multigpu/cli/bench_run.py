@@ -7,9 +7,12 @@ round. A figure is of all rounds together; a ratio is the median over the rounds
 """
 
 import asyncio
+import itertools
+import math
 import statistics
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,10 +21,11 @@ from multigpu import AsyncClient
 from multigpu.cli import show
 from multigpu.cli.bench_fleet import Crew
 from multigpu.cli.bench_load import Meter, Round, Work, drive
-from multigpu.cli.bench_plain import Plain, PlainError
-from multigpu.cli.bench_rows import Latency, Row, mean_cosine, spearman
+from multigpu.cli.bench_plain import Plain, PlainError, Way
+from multigpu.cli.bench_rows import Latency, Row, agreement, mean_cosine, spearman
 from multigpu.cli.bench_source import Portion, Rows, Source
 from multigpu.cli.progress import Progress
+from multigpu.encoding import decode
 from multigpu.errors import RejectedError, TaskError
 
 REFERENCE_PRECISION = "fp32"
@@ -29,12 +33,15 @@ REFERENCE_PRECISION = "fp32"
 WARM_UP_TASKS = 2
 
 Pairs = tuple[NDArray[Any], list[str], list[str]]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grid:
     """Every combination of these, so many rounds each."""
 
+    kind: str
+    # One that is empty, where the kind needs none.
     models: tuple[str, ...]
     engines: tuple[str, ...]
     precisions: tuple[str, ...]
@@ -46,7 +53,13 @@ class Grid:
     @property
     def combinations(self) -> int:
         lists = (self.models, self.engines, self.precisions, self.batch_sizes, self.concurrencies)
-        return int(np.prod([len(found) for found in lists]))
+        return math.prod(map(len, lists))
+
+    def ways(self, content_type: str) -> list[Way]:
+        return [
+            Way(model=model, kind=self.kind, engine=engine, precision=precision, content_type=content_type)
+            for model, engine, precision in itertools.product(self.models, self.engines, self.precisions)
+        ]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -62,22 +75,14 @@ class Measured:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Way:
-    """One way to run a model, and how right it is so."""
+class Judged:
+    """How right one way is, and whether the plain loop goes it too."""
 
-    model: str
-    engine: str
-    precision: str
-    # True: the plain loop can run it so too.
-    has_plain: bool
+    # Why there is none; empty: there is one.
+    plain_error: str
     cosine: float | None
+    top1: float | None
     spearman: float | None
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """For tasks."""
-        wishes = {"engine": self.engine, "precision": self.precision}
-        return {"model": self.model, "parameters": {name: wish for name, wish in wishes.items() if wish != "auto"}}
 
 
 @dataclass(slots=True, kw_only=True)
@@ -87,142 +92,152 @@ class Bench:
     grid: Grid
     source: Source
     pairs: Pairs | None
-    # None: nothing to compare with.
+    # None: nothing to compare with, for this reason.
     plain: Plain | None
+    no_plain: str
     progress: Progress
     # Tasks that a client may have under way.
     window: int
+    # What is known so far.
+    rows: list[Row] = field(default_factory=list)
     # By model: its answers at fp32 to what all are judged by; None: not to be had.
     _references: dict[str, Rows | None] = field(default_factory=dict)
 
-    async def run(self) -> list[Row]:
-        """All rows. Raises MultigpuError where it is not one combination's fault."""
-        rows: list[Row] = []
-        grid = self.grid
-        async with AsyncClient(self.address, window_tasks=max(self.window, *grid.concurrencies)) as client:
-            for model in grid.models:
-                for engine in grid.engines:
-                    for precision in grid.precisions:
-                        rows += await self._way(client, model, engine, precision)
-        return rows
+    async def run(self) -> None:
+        """Measure everything. Raises MultigpuError where it is not one combination's fault."""
+        async with AsyncClient(self.address, window_tasks=max(self.window, *self.grid.concurrencies)) as client:
+            for way in self.grid.ways(self.source.content_type):
+                await self._measure(client, way)
 
-    async def _way(self, client: AsyncClient, model: str, engine: str, precision: str) -> list[Row]:
+    async def _measure(self, client: AsyncClient, way: Way) -> None:
         """The rows of one engine and precision of a model."""
-        shapes = [(size, callers) for size in self.grid.batch_sizes for callers in self.grid.concurrencies]
-        rows: list[Row] = []
+        shapes = list(itertools.product(self.grid.batch_sizes, self.grid.concurrencies))
         try:
-            way = await self._prepare(client, model, engine, precision)
-            for batch_size, concurrency in shapes:
-                row = await self._row(client, way, batch_size, concurrency)
+            judged = await self._judge(client, way)
+            while shapes:
+                row = await self._row(client, way, judged, *shapes[0])
                 self.progress.say(in_words(row))
-                rows.append(row)
+                self.rows.append(row)
+                del shapes[0]
         except (TaskError, RejectedError) as error:
-            self.progress.say(f"{model}, {engine}, {precision}: {error}")
-            left = shapes[len(rows) :]
-            self.progress.add(len(left) * self.grid.items * self.grid.rounds)
-            rows += [
-                Row(
-                    model=model,
-                    engine=engine,
-                    precision=precision,
-                    batch_size=size,
-                    concurrency=callers,
-                    error=str(error),
-                )
-                for size, callers in left
-            ]
-        return rows
+            self.progress.say(f"{way.name}: {error}")
+            self.progress.add(len(shapes) * self.grid.items * self.grid.rounds)
+            self.rows += [Row(**_head(way, *shape), error=str(error)) for shape in shapes]
 
-    async def _prepare(self, client: AsyncClient, model: str, engine: str, precision: str) -> Way:
-        """Load a model in the fleet and in the plain loop, and judge its answers."""
-        way = Way(model=model, engine=engine, precision=precision, has_plain=False, cosine=None, spearman=None)
-        judged = self.source.judged()
+    async def _judge(self, client: AsyncClient, way: Way) -> Judged:
+        """Load a model in the fleet and in the plain loop, and compare their answers."""
+        portion = self.source.judged()
         # As often as there are workers, and once more: each is to have loaded it.
         for _ in range(len(self.crew.worker_ids) + 1):
-            done = await self._drive(client, way, judged, len(self.crew.worker_ids), counted=False)
-        reference = await self._reference(model)
-        cosine = None if reference is None else mean_cosine(self.source.rows(done.results), reference)
+            done = await self._drive(client, way, portion, len(self.crew.worker_ids), counted=False)
+        cosine, top1 = None, None
+        reference = await self._reference(way, portion)
+        rows = None if reference is None else self.source.rows(done.results)
+        if reference is not None and rows is not None and rows.shape == reference.shape:
+            cosine = mean_cosine(rows, reference)
+            top1 = agreement(rows, reference) if self.source.kind == "classify" else None
         correlation = None if self.pairs is None else await self._correlation(client, way, self.pairs)
-        has_plain = await self._load_plain(model, engine, precision)
-        return Way(
-            model=model, engine=engine, precision=precision, has_plain=has_plain, cosine=cosine, spearman=correlation
-        )
+        why = await self._load_plain(way, portion)
+        return Judged(plain_error=why, cosine=cosine, top1=top1, spearman=correlation)
 
-    async def _reference(self, model: str) -> Rows | None:
-        if model not in self._references:
-            self._references[model] = None
+    async def _reference(self, way: Way, portion: Portion) -> Rows | None:
+        # What a handler answers is not compared.
+        if not way.model or self.plain is None:
+            return None
+        if way.model not in self._references:
+            self._references[way.model] = None
             # Texts are torch's; of other models the file says what runs it.
-            engine = "torch" if self.source.kind == "embed" else "auto"
-            if self.plain is not None and await self._load_plain(model, engine, REFERENCE_PRECISION):
-                examples = self.source.judged().examples
-                rows = await asyncio.to_thread(self.plain.rows, model, engine, REFERENCE_PRECISION, examples)
-                self._references[model] = rows
-        return self._references[model]
+            engine = "torch" if way.kind == "embed" else "auto"
+            exact = replace(way, engine=engine, precision=REFERENCE_PRECISION)
+            if not await self._load_plain(exact, portion):
+                answers = await self._in_thread(self.plain.answers, exact, portion.payloads)
+                rows = self.source.rows(answers) if isinstance(answers, list) else answers
+                self._references[way.model] = rows
+        return self._references[way.model]
 
-    async def _load_plain(self, model: str, engine: str, precision: str) -> bool:
-        """Whether the plain loop has it. Says why not."""
+    async def _load_plain(self, way: Way, portion: Portion) -> str:
+        """Why the plain loop hasn't got it; empty: it has."""
         if self.plain is None:
-            return False
-        examples = self.source.judged().examples
+            return self.no_plain
         try:
-            await asyncio.to_thread(self.plain.load, model, self.source.kind, engine, precision, examples)
+            await self._in_thread(self.plain.load, way, portion.payloads)
         except PlainError as error:
-            self.progress.say(f"no plain loop for {model}, {engine}, {precision}: {error}")
-            return False
-        return True
+            return str(error)
+        return ""
 
-    async def _correlation(self, client: AsyncClient, way: Way, pairs: Pairs) -> float:
+    async def _correlation(self, client: AsyncClient, way: Way, pairs: Pairs) -> float | None:
         scores, firsts, seconds = pairs
         a = await client.embed(firsts, **way.options)
         b = await client.embed(seconds, **way.options)
         norms = np.linalg.norm(a, axis=1) * np.linalg.norm(b, axis=1)
-        return 100 * spearman((a * b).sum(1) / norms, scores)
+        found = spearman((a * b).sum(1) / norms, scores)
+        return None if found is None else 100 * found
 
     async def _drive(
         self, client: AsyncClient, way: Way, portion: Portion, concurrency: int, *, counted: bool = True
     ) -> Round:
-        work = Work(kind=self.source.kind, payloads=portion.payloads, options=way.options)
+        work = Work(
+            kind=way.kind,
+            payloads=[
+                (decode(payload, way.content_type), size)
+                for payload, size in zip(portion.payloads, portion.sizes, strict=True)
+            ]
+            * portion.times,
+            options=way.options,
+        )
         return await drive(client, work, concurrency, self.progress.add if counted else lambda _: None)
 
-    async def _row(self, client: AsyncClient, way: Way, batch_size: int, concurrency: int) -> Row:
+    async def _row(self, client: AsyncClient, way: Way, judged: Judged, batch_size: int, concurrency: int) -> Row:
         warm_up = self.source.portion(batch_size * concurrency * WARM_UP_TASKS, batch_size)
         await self._drive(client, way, warm_up, concurrency, counted=False)
         measured = Measured()
         meter = Meter(self.address, self.crew.worker_ids)
+        has_plain = not judged.plain_error
         for number in range(self.grid.rounds):
             portion = self.source.portion(self.grid.items, batch_size)
-            if way.has_plain and number % 2:
+            if has_plain and number % 2:
                 await self._plain_half(way, portion, measured)
             with meter:
                 done = await self._drive(client, way, portion, concurrency)
             measured.rounds.append(done)
             measured.items += portion.items
             measured.rates.append(portion.items / done.seconds)
-            if way.has_plain and number % 2 == 0:
+            if has_plain and number % 2 == 0:
                 await self._plain_half(way, portion, measured)
-        return row_of(way, batch_size, concurrency, measured, meter)
+        return row_of(Row(**_head(way, batch_size, concurrency)), judged, measured, meter)
 
     async def _plain_half(self, way: Way, portion: Portion, measured: Measured) -> None:
         assert self.plain is not None
-        run = self.plain.run
-        seconds, tokens = await asyncio.to_thread(run, way.model, way.engine, way.precision, portion.examples)
+        seconds, tokens = await self._in_thread(self.plain.run, way, portion.payloads, portion.times)
         measured.plain_rates.append(portion.items / seconds)
         measured.tokens = None if tokens is None or measured.tokens is None else measured.tokens + tokens
 
+    async def _in_thread(self, call: Callable[..., T], *arguments: Any) -> T:
+        """Call the plain loop. Who is cancelled meanwhile ends it: else the thread would wait for it to the end."""
+        assert self.plain is not None
+        try:
+            return await asyncio.to_thread(call, *arguments)
+        except asyncio.CancelledError:
+            self.plain.kill()
+            raise
 
-def row_of(way: Way, batch_size: int, concurrency: int, measured: Measured, meter: Meter) -> Row:
+
+def _head(way: Way, batch_size: int, concurrency: int) -> dict[str, Any]:
+    """What a row is about."""
+    named = {name: getattr(way, name) for name in ("kind", "model", "engine", "precision")}
+    return named | {"batch_size": batch_size, "concurrency": concurrency}
+
+
+def row_of(head: Row, judged: Judged, measured: Measured, meter: Meter) -> Row:
     """The figures of one combination."""
     seconds = sum(done.seconds for done in measured.rounds)
     latencies = [value for done in measured.rounds for value in done.latencies]
     joules = sum(done.energy[0] for done in measured.rounds)
     told = sum(done.energy[1] for done in measured.rounds)
     ratios = [rate / plain for rate, plain in zip(measured.rates, measured.plain_rates, strict=False)]
-    return Row(
-        model=way.model,
-        engine=way.engine,
-        precision=way.precision,
-        batch_size=batch_size,
-        concurrency=concurrency,
+    return replace(
+        head,
+        plain_error=judged.plain_error,
         tasks=len(latencies),
         items=measured.items,
         latency=Latency.of(latencies),
@@ -233,8 +248,9 @@ def row_of(way: Way, batch_size: int, concurrency: int, measured: Measured, mete
         joules_per_item=joules / told if told else None,
         plain_items_per_s=statistics.median(measured.plain_rates) if measured.plain_rates else None,
         ratio=statistics.median(ratios) if ratios else None,
-        cosine=way.cosine,
-        spearman=way.spearman,
+        cosine=judged.cosine,
+        top1=judged.top1,
+        spearman=judged.spearman,
     )
 
 
@@ -244,6 +260,7 @@ def in_words(row: Row) -> str:
     assert row.items_per_s is not None
     ratio = "" if row.ratio is None else f", {row.ratio:.2f} times the plain loop"
     return show.clean(
-        f"{row.model}, {row.engine}, {row.precision}, batches of {row.batch_size}, {row.concurrency} callers: "
+        f"{row.model or row.kind}, {row.engine}, {row.precision}, "
+        f"batches of {row.batch_size}, {row.concurrency} callers: "
         f"{row.items_per_s:,.0f} items/s{ratio}; p50 {row.latency.p50_ms:.1f} ms, p99 {row.latency.p99_ms:.1f} ms"
     )

@@ -97,7 +97,7 @@ class Child:
                 stderr=write_fd,
                 env={**os.environ, **self.spec.env},
                 start_new_session=True,
-                preexec_fn=_die_with(os.getpid()),  # noqa: PLW1509  this process has one thread, and never imports gRPC
+                preexec_fn=die_with(os.getpid()),  # noqa: PLW1509  this process has one thread, and never imports gRPC
             )
         except BaseException:
             os.close(read_fd)
@@ -272,7 +272,7 @@ class _LineReader:
             os.close(self._fd)
 
 
-def _die_with(parent_pid: int) -> Callable[[], None]:
+def die_with(parent_pid: int) -> Callable[[], None]:
     """What a child does between fork and exec, so that it ends when its parent does, however that ends."""
     prctl = ctypes.CDLL(None, use_errno=True).prctl
 
