@@ -1,12 +1,11 @@
-"""What makes embedding fast on a GPU gives the same vectors: on the CPU as far as that goes, the rest on a GPU.
+"""What makes embedding fast on a GPU gives the same vectors, as far as that can be tried on the CPU.
 
-The GPU's tests are marked, and skipped where there is none.
+The rest is in tests/gpu/test_embed_gpu.py.
 """
 
 import dataclasses
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,15 +20,18 @@ from multigpu_worker.engines.embed import EmbedEngine
 from multigpu_worker.engines.embed_backend import Vectors
 from multigpu_worker.engines.embed_cuda import (
     GRAPH_TOKENS_MAX,
+    TOLERANCE,
     CudaEmbedModel,
     attention_of,
     fill_bucket,
     graph_bucket,
+    pack,
     trial_inputs,
 )
 from multigpu_worker.engines.embed_model import EmbedModel, load_model
 from multigpu_worker.engines.embed_text import Inputs, TextInput
 from multigpu_worker.engines.models import PACKAGED_MODEL, packaged_model
+from multigpu_worker.engines.torch_runtime import memory_errors
 
 from .test_embed import FOLDER, VARIED, batch_of, payload, run
 
@@ -53,7 +55,7 @@ def test_masks_as_they_are_give_the_same_vectors(model: EmbedModel) -> None:
     assert not mask.all()
     with torch.inference_mode():
         expected = model.forward(**inputs)
-        found = model.forward(**(inputs | {"attention_mask": attention_of(mask)}), pooled_by=mask)
+        found = model.forward(**(inputs | {"attention_mask": attention_of(mask, torch.float32)}), pooled_by=mask)
         # The trial at load can tell: without a mask they are others.
         unmasked = model.forward(**(inputs | {"attention_mask": None}), pooled_by=mask)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
@@ -66,7 +68,8 @@ def test_a_bucket_gives_the_same_vectors(model: EmbedModel) -> None:
     bucket = graph_bucket(rows, width)
     assert bucket is not None
     assert bucket[0] > rows
-    found = model.embed(fill_bucket(inputs, bucket))
+    filled = fill_bucket(pack(inputs), bucket)
+    found = model.embed(dict(zip(inputs, filled, strict=True)))
     assert np.isfinite(found).all()
     np.testing.assert_allclose(found[:rows], model.embed(inputs), rtol=0, atol=1e-5)
 
@@ -78,6 +81,45 @@ def test_a_bucket_gives_the_same_vectors(model: EmbedModel) -> None:
 def test_buckets(rows: int, width: int, expected: tuple[int, int] | None) -> None:
     assert graph_bucket(rows, width) == expected
     assert expected is None or expected[0] * expected[1] <= GRAPH_TOKENS_MAX
+
+
+def test_trial_inputs_tell_whether_the_mask_is_heeded(model: EmbedModel) -> None:
+    inputs = {name: torch.from_numpy(array) for name, array in trial_inputs(model.text, 2, 16).items()}
+    mask = inputs["attention_mask"]
+    assert mask.sum(dim=1).tolist() == [16, 8]
+    with torch.inference_mode():
+        expected = model.forward(**inputs)
+        unmasked = model.forward(**(inputs | {"attention_mask": None}), pooled_by=mask)
+    assert (unmasked - expected).abs().max() / expected.abs().max() > 2 * max(TOLERANCE.values())
+
+
+def test_where_no_graph_can_be_had_small_inputs_go_without(model: EmbedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The decision alone: what records a graph is replaced by what it says when there is no memory."""
+
+    def capture(self: CudaEmbedModel, bucket: tuple[int, int]) -> Any:
+        asked.append(bucket)
+        raise torch.OutOfMemoryError("simulated")
+
+    asked: list[tuple[int, int]] = []
+    monkeypatch.setattr(CudaEmbedModel, "_capture", capture)
+    none: Any = None
+    fast = CudaEmbedModel(model=model, uploads=none, downloads=none, records=none, uses_graphs=True)
+    assert fast._graph_for(3, 20) is None
+    assert fast._graph_for(3, 20) is None
+    assert asked == [(4, 32)]
+    assert not fast.uses_graphs
+
+
+def test_cudnn_makes_no_plans_for_shapes() -> None:
+    assert not torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
+
+
+@pytest.mark.parametrize("words", ["CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED when calling"])
+def test_however_torch_says_it_that_memory_ran_out_is_a_memory_error(words: str) -> None:
+    with pytest.raises(MemoryError, match=words[:10]), memory_errors():
+        raise RuntimeError(words)
+    with pytest.raises(RuntimeError, match="else"), memory_errors():
+        raise RuntimeError("something else")
 
 
 @dataclasses.dataclass
@@ -186,48 +228,3 @@ def test_what_is_loaded_for_a_gpu_goes_the_fast_way(
         spec = ModelSpec(name=PACKAGED_MODEL, folder=FOLDER, parameters=parameters)
         assert embed_model.load(spec, settings, "fp32") == (ahead, {"way": "fast"})
     assert asked == [False, True]
-
-
-def cuda_model(precision: str, tmp: Path, **parameters: str) -> tuple[CudaEmbedModel, dict[str, str]]:
-    from multigpu_worker.engines.embed_model import load
-
-    if not torch.cuda.is_available():
-        pytest.skip("no GPU here")
-    spec = ModelSpec(name=PACKAGED_MODEL, folder=FOLDER, parameters=parameters)
-    settings = EngineSettings(device="cuda:0", slots=1, threads=0, artifacts=str(tmp))
-    backend, facts = load(spec, settings, precision)
-    assert isinstance(backend, CudaEmbedModel)
-    return backend, facts
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 1e-5), ("tf32", 5e-3), ("bf16", 3e-2), ("fp16", 5e-3)])
-def test_vectors_on_a_gpu_are_those_of_the_cpu(
-    model: EmbedModel, precision: str, tolerance: float, tmp_path: Path
-) -> None:
-    fast, facts = cuda_model(precision, tmp_path)
-    assert facts["attention"] == "sdpa"
-    for rows in (1, 3, 60, len(VARIED)):
-        inputs = inputs_of(model, VARIED[:rows])
-        # Twice: the second is a replay where there are graphs.
-        for _ in range(2):
-            np.testing.assert_allclose(fast.embed(inputs), model.embed(inputs), rtol=0, atol=tolerance)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("graphs", [False, True])
-def test_micro_batches_on_their_way_do_not_mix_on_a_gpu(model: EmbedModel, graphs: bool, tmp_path: Path) -> None:
-    fast, _ = cuda_model("fp32", tmp_path)
-    fast.uses_graphs = graphs
-    parts = [inputs_of(model, TEXTS[i : i + 4]) for i in range(0, 40, 4)]
-    waiting = [fast.begin(part) for part in parts]
-    for part, wait in zip(parts, waiting, strict=True):
-        np.testing.assert_allclose(wait(), model.embed(part), rtol=0, atol=1e-5)
-
-
-@pytest.mark.gpu
-def test_a_shape_that_does_not_fit_raises_memory_error_on_a_gpu(tmp_path: Path) -> None:
-    fast, _ = cuda_model("fp32", tmp_path)
-    with pytest.raises(MemoryError):
-        fast.embed(trial_inputs(fast.text, 2_000_000, 256))
-    assert np.isfinite(fast.embed(trial_inputs(fast.text, 2, 16))).all()

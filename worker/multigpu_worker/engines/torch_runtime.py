@@ -13,13 +13,20 @@ from multigpu_worker.engines.precision import PrecisionError
 # What a precision's weights and activations are. TF32 is float32 whose products are rounded by the tensor cores.
 DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
-# How PyTorch's allocator and oneDNN say that memory ran out on the CPU: neither has an exception for it.
-CPU_MEMORY_ERRORS = (
+# How PyTorch, oneDNN and CUDA's libraries say that memory ran out, beside torch's exception for its allocator on a GPU.
+MEMORY_ERRORS = (
+    "CUDA error: out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_ALLOC_FAILED",
     "DefaultCPUAllocator",
     "could not create a primitive",
     "could not execute a primitive",
     "could not create a memory",
 )
+
+# From torch 2.11 on, GPUs of compute capability 9 and 10 take cuDNN's attention first, which makes a plan for each new
+# shape of its inputs: 20 to 400 ms of the host. With us nearly every batch has a shape of its own. Others make none.
+torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 def dtype_of(precision: str) -> torch.dtype:
@@ -51,6 +58,6 @@ def memory_errors() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if isinstance(error, torch.OutOfMemoryError) or any(words in str(error) for words in CPU_MEMORY_ERRORS):
+        if isinstance(error, torch.OutOfMemoryError) or any(words in str(error) for words in MEMORY_ERRORS):
             raise MemoryError(str(error)) from error
         raise
