@@ -49,6 +49,7 @@ def _model(m: model_pb2.Model) -> Model:
         current=m.current,
         files_bytes=m.files_bytes,
         memory_bytes=m.memory_bytes,
+        expected_bytes=m.expected_memory_bytes,
         load_s=max(0.0, wire.seconds_of(m.load_duration)) if m.HasField("load_duration") else 0.0,
         wire=m.SerializeToString(),
     )

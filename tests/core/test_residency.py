@@ -92,6 +92,14 @@ def test_what_is_measured_anywhere_counts_where_nothing_is(stage: Models) -> Non
     assert stage.ask("b").lease is None, "700 and 400 bytes don't fit into 1000"
 
 
+def test_a_worker_knows_better_than_the_master_what_it_will_take(stage: Models) -> None:
+    told = model_pb2.Model(name="b", files_bytes=100, expected_memory_bytes=700)
+    stage.join(models=(model("a"), *wire_models.models_of([told])))
+    assert stage.core.fleet.workers["w"].residency.memory_of("b") == 700
+    stage.ask("a")
+    assert stage.ask("b").lease is None, "700 and 400 bytes don't fit into 1000"
+
+
 def test_a_model_larger_than_all_room_is_the_workers_to_refuse(stage: Models) -> None:
     stage.join(models=(model("a"), model("huge", memory_bytes=5000)))
     assert stage.ask("huge").lease is not None

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from multigpu.repository import ModelSpec
-from multigpu_worker.catalog import Catalog
+from multigpu_worker.catalog import Catalog, unknown
 from multigpu_worker.residency import LOADS_MAX, PATIENCE_S, RETRY_S, ModelState, Resident, plan
 from multigpu_worker.shelf import Shelf
 
@@ -209,3 +209,63 @@ def test_a_model_in_memory_outlives_its_broken_files() -> None:
     shelf.residents["a:1"].enter(ABSENT, 1.0)
     shelf.put(catalog(errors={"a:2": "no weights"}))
     assert not shelf.routes
+
+
+def test_a_version_that_is_named_is_served_as_long_as_it_is_in_memory() -> None:
+    shelf = Shelf(catalog(_spec("a", "1", **ENGINE)), "auto")
+    shelf.residents["a:1"].enter(READY, 0.0)
+    shelf.put(catalog(_spec("a", "2", **ENGINE)))  # "latest": it is the only one that is listed
+    assert [shelf.routes["infer", name] for name in ("", "a", "a:1", "a:2")] == ["a:1", "a:1", "a:1", "a:2"]
+    assert set(dict(shelf.offers())["infer"]) == {"a", "a:1", "a:2"}
+    assert not shelf.replaced()
+    shelf.residents["a:2"].enter(READY, 1.0)
+    shelf.switch()
+    assert [shelf.routes["infer", name] for name in ("", "a", "a:1", "a:2")] == ["a:2", "a:2", "a:1", "a:2"]
+    assert set(dict(shelf.offers())["infer"]) == {"a", "a:2"}, "nobody is to begin with it"
+    assert [r.key for r in shelf.replaced()] == ["a:1"]
+    shelf.put(catalog(_spec("a", "2", **ENGINE), errors={"a:3": "no weights"}))
+    assert set(dict(shelf.offers())["infer"]) == {"a", "a:2"}, "a broken version brings it back no more"
+    shelf.residents["a:1"].enter(UNLOADING, 2.0)
+    shelf.switch()
+    assert ("infer", "a:1") not in shelf.routes
+    shelf.residents["a:1"].enter(ABSENT, 3.0)
+    shelf.switch()
+    assert list(shelf.residents) == ["a:2"]
+
+
+def test_a_version_that_is_not_in_memory_goes_with_its_place_in_the_repository() -> None:
+    shelf = Shelf(catalog(_spec("a", "1", **ENGINE)), "auto")
+    shelf.put(catalog(_spec("a", "2", **ENGINE)))
+    assert ("infer", "a:1") not in shelf.routes
+    assert unknown("infer", "a:1", ["a", "a:2", "a:3", "ab:1"]) == (
+        "this worker has no model 'a:1' for 'infer'; the versions of 'a' that are served are a:2, a:3. "
+        "It has: a, a:2, a:3, ab:1"
+    )
+
+
+def test_a_listed_version_stays_beside_the_newest() -> None:
+    both = catalog(_spec("a", "1", **ENGINE), _spec("a", "2", **ENGINE))
+    shelf = Shelf(both, "auto")
+    for key in ("a:1", "a:2"):
+        shelf.residents[key].enter(READY, 0.0)
+    shelf.switch()
+    assert not shelf.replaced()
+    shelf.put(both)
+    assert set(dict(shelf.offers())["infer"]) == {"a", "a:1", "a:2"}
+
+
+def test_what_a_new_model_is_to_take_is_noted_once() -> None:
+    noted: list[str] = []
+
+    def expect(resident: Resident) -> None:
+        noted.append(resident.key)
+        resident.memory_bytes = 7
+
+    shelf = Shelf(catalog(_spec("a", **ENGINE)), "auto", expect)
+    shelf.put(catalog(_spec("a", **ENGINE), _spec("b", **ENGINE)))
+    assert noted == ["a", "b"]
+    (told, _) = shelf.messages()
+    assert (told.memory_bytes, told.expected_memory_bytes) == (0, 7)
+    shelf.residents["a"].measured = True
+    (told, _) = shelf.messages()
+    assert (told.memory_bytes, told.expected_memory_bytes) == (7, 0)

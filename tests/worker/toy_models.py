@@ -34,6 +34,10 @@ class Toy:
             raise ValueError(open(signs + ".error").read())
         if "memory_error" in p:
             raise MemoryError("no room on the device")
+        if os.path.exists(p.get("beside", "")):
+            raise MemoryError("no room beside the other")
+        if "holds" in p:
+            open(p["holds"], "w").close()
         if "refused" in p:
             raise Refused("it loses too much at int8")
         self.ballast = bytearray(os.urandom(1024)) * (int(p.get("size_bytes", "0")) // 1024)
@@ -62,6 +66,8 @@ class Toy:
     def close(self):
         if "closed" in self.spec.parameters:
             open(self.spec.parameters["closed"], "a").write("closed\\n")
+        if "holds" in self.spec.parameters:
+            os.unlink(self.spec.parameters["holds"])
 """
 
 

@@ -97,7 +97,7 @@ class Agent:
             self.pool,
             self.sampler,
             self._catalog,
-            engine=settings.engine,
+            settings,
             limit_bytes=model_memory_bytes,
             progress_timeout_s=config.progress_timeout_s,
             eager=bool(config.models or config.model_repository),

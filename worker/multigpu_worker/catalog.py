@@ -92,6 +92,11 @@ def imports_of(spec: ModelSpec, engine: str) -> tuple[str, ...]:
 def unknown(kind: str, name: str, names: Iterable[str]) -> str:
     """What to tell who asks for a model that isn't there."""
     there = list(names)
+    base, _, version = name.partition(":")
+    versions = [other for other in there if version and other.startswith(f"{base}:")]
     near = difflib.get_close_matches(name, there, n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
+    if versions:
+        hint = f"; the versions of {base!r} that are served are {', '.join(versions)}."
+    else:
+        hint = f"; did you mean {near[0]!r}?" if near else "."
     return f"this worker has no model {name!r} for {kind!r}{hint} It has: {', '.join(there)}"

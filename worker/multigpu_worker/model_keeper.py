@@ -8,7 +8,7 @@ what is wanted, and is called whenever something may have changed, and again and
 import asyncio
 import contextlib
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Protocol
 
@@ -21,7 +21,9 @@ from multigpu_worker.catalog import Catalog
 from multigpu_worker.engine_host import MODEL_SLOTS_MAX, Death
 from multigpu_worker.engine_pool import EnginePool
 from multigpu_worker.engine_process import EngineProcess, LoadedWords
-from multigpu_worker.memory import measure_bytes
+from multigpu_worker.engines.base import EngineSettings
+from multigpu_worker.figures import Figure, Figures
+from multigpu_worker.memory import estimate_bytes, measure_bytes
 from multigpu_worker.mps import members
 from multigpu_worker.residency import ModelState, Resident, plan
 from multigpu_worker.sampler import Sampler
@@ -36,6 +38,12 @@ CONCURRENCY = 8
 LOAD_STILL_S = 60.0
 LOAD_S_MAX = 1800.0
 _LOAD_LOOK_S = 0.5
+# How errors are called that say so.
+OUT_OF_MEMORY = frozenset({"MemoryError", "OutOfMemoryError"})
+# What a loaded model takes is measured again so often, as long as it is used: its memory may have grown.
+MEASURE_S = 30.0
+# By less than this share it has not.
+GROWTH = 0.05
 # An engine killed from outside while it loads is not the model's fault, so often.
 KILLS_MAX = 2
 
@@ -114,15 +122,26 @@ class ModelKeeper:
         pool: EnginePool,
         sampler: Sampler,
         catalog: Catalog,
+        settings: EngineSettings,
         *,
-        engine: str,
         limit_bytes: int,
         progress_timeout_s: float,
         eager: bool,
     ) -> None:
-        """`engine`: the worker's choice for models that make none. `eager`: keep a spare process from the beginning."""
+        """`eager`: keep a spare process from the beginning."""
         self.limit_bytes = limit_bytes
-        self.shelf = Shelf(catalog, engine)
+        self._settings = settings
+        self._device = sampler.device.info
+        self._figures = Figures(
+            Path(settings.artifacts),
+            {
+                "device": self._device.product,
+                "engine": settings.engine,
+                "precision": settings.precision,
+                "threads": str(settings.threads),
+            },
+        )
+        self.shelf = Shelf(catalog, settings.engine, self._expect)
         # Kinds whose engines, as far as any were loaded, run one task after the other.
         self.one_by_one: frozenset[str] = frozenset()
         # What is offered is not what the master was told.
@@ -151,7 +170,7 @@ class ModelKeeper:
 
     def why_not(self, spec: Spec) -> str:
         """What to tell tasks whose model isn't here."""
-        return catalogs.unknown(spec.kind, spec.model, dict(self.shelf.offers())[spec.kind])
+        return catalogs.unknown(spec.kind, spec.model, dict(self.shelf.offers()).get(spec.kind, ()))
 
     def rules(self) -> dict[tuple[str, str], BatchRules]:
         """How batches are put together, by the kind of task and what it says."""
@@ -189,16 +208,20 @@ class ModelKeeper:
 
     def put(self, catalog: Catalog) -> None:
         """The repository has changed."""
-        waiting = self._owner.waiting_specs()
-        self.shelf.put(catalog)
+        self._rename(lambda: self.shelf.put(catalog))
         self._tell()
-        for spec in waiting:
-            if self.model_of(spec) is None:
-                text = f"the model {spec.model!r} is gone from this worker's repository"
-                error = TaskError(type="UnknownModel", message=text, retryable=True)
-                self._owner.fail(self._owner.waiting_of(spec), error)
         self.look()
         self._owner.pump()
+
+    def _rename(self, change: Callable[[], None]) -> None:
+        """Have the shelf change what names mean. What waits for one that means nothing any more fails."""
+        waiting = self._owner.waiting_specs()
+        change()
+        for spec in waiting:
+            if self.model_of(spec) is None:
+                text = f"the model {spec.model!r} is gone from this worker's repository: {self.why_not(spec)}"
+                error = TaskError(type="UnknownModel", message=text, retryable=True)
+                self._owner.fail(self._owner.waiting_of(spec), error)
 
     def _tell(self) -> None:
         self.changed = True
@@ -248,9 +271,12 @@ class ModelKeeper:
             self._fail(resident, "ModelLoadError")
 
     def _retire_replaced(self, now_s: float) -> None:
-        """What runs on models that no name means any more may finish; what waits goes to their successors."""
+        """What runs on models that have a successor may finish, and so may what named them; what waits by a name that
+        has gone over is their successors'.
+        """
         for resident in self.shelf.replaced():
-            self._retire(resident, "another version has taken its place", now_s)
+            if not resident.leases:
+                self._retire(resident, "another version has taken its place", now_s)
 
     def _busy(self, resident: Resident) -> bool:
         return any(process.batches for process in self._pool.models.get(resident.key, ()))
@@ -277,6 +303,15 @@ class ModelKeeper:
             return 1
         return min(resident.spec.concurrency or CONCURRENCY, MODEL_SLOTS_MAX)
 
+    def _expect(self, resident: Resident) -> None:
+        """What it took the last time, also before this worker began; else an estimate."""
+        kept = self._figures.find(resident.spec)
+        if kept is not None:
+            resident.memory_bytes, resident.load_s, resident.measured = kept.memory_bytes, kept.load_s, True
+        else:
+            slots = self._slots(resident)
+            resident.memory_bytes = estimate_bytes(resident.spec, self._settings, self._device, slots)
+
     def _unload(self, resident: Resident, now_s: float) -> None:
         resident.enter(ModelState.UNLOADING, now_s)
         self._pool.unload(resident.key)
@@ -288,7 +323,12 @@ class ModelKeeper:
         resident.enter(ModelState.UNLOADING, now_s)
         for process in self._pool.models.get(resident.key, ()):
             process.retiring = True
-        self._owner.return_leases(self._owner.waiting(resident.key), why)
+        waiting = self._owner.waiting(resident.key)
+        if resident.key in self.shelf.serving:
+            self._owner.return_leases(waiting, why)
+        elif waiting:  # nobody else may offer that version, so they would wait in vain
+            text = f"the model {resident.model!r} is not served any more: {self.why_not(waiting[0].spec)}"
+            self._owner.fail(waiting, TaskError(type="UnknownModel", message=text, retryable=True))
         if not self._busy(resident):
             self._pool.unload(resident.key)
         self._owner.want_heartbeat()
@@ -315,6 +355,8 @@ class ModelKeeper:
 
     def model_loaded(self, process: EngineProcess, words: LoadedWords) -> None:
         """One of its instances is there."""
+        if process.retiring:
+            return
         resident = self.shelf.residents[process.model]
         loaded = self._loaded.setdefault(resident.key, set())
         loaded.add(process)
@@ -332,11 +374,9 @@ class ModelKeeper:
         resident.used_s = now_s
         resident.enter(ModelState.READY, now_s)
         log.info("model ready", model=resident.model, load_s=round(words.load_s, 3), facts=words.facts)
-        task = asyncio.create_task(self._measure(resident, words.device_bytes))
-        self._chores.add(task)
-        task.add_done_callback(self._chores.discard)
+        self._begin_measure(resident, words.device_bytes)
         if resident.upcoming:
-            self.shelf.switch()
+            self._rename(self.shelf.switch)
             self.look()
         self._tell()
         self._owner.pump()
@@ -346,35 +386,64 @@ class ModelKeeper:
         self.shelf.residents[process.model].facts = facts
         self._tell()
 
-    async def _measure(self, resident: Resident, device_bytes: int) -> None:
+    def _begin_measure(self, resident: Resident, device_bytes: int = 0, *, again: bool = False) -> None:
+        resident.measured_s = time.monotonic()
+        task = asyncio.create_task(self._measure(resident, device_bytes, again=again))
+        self._chores.add(task)
+        task.add_done_callback(self._chores.discard)
+
+    async def _measure(self, resident: Resident, device_bytes: int, *, again: bool) -> None:
         pids = [process.host.pid for process in self._pool.models.get(resident.key, ())]
         found_bytes = await measure_bytes(pids, self._sampler, device_bytes * len(pids))
-        if found_bytes:
+        if found_bytes > (resident.memory_bytes * (1 + GROWTH) if again else 0):
             resident.memory_bytes, resident.measured = found_bytes, True
             self._tell()
             self.look()
+            figure = Figure(memory_bytes=found_bytes, load_s=resident.load_s)
+            await asyncio.to_thread(self._figures.keep, resident.spec, figure)
         if not resident.digest:
             with contextlib.suppress(OSError):  # the files are gone by now
                 resident.digest = await asyncio.to_thread(digest, resident.spec)
                 self._tell()
 
     def load_failed(self, process: EngineProcess, error_type: str, message: str, *, retryable: bool) -> None:
+        if process.retiring:
+            return
         resident = self.shelf.residents[process.model]
         self._load_watch.forget(process.host.pid)
         if resident.state is not ModelState.LOADING:  # an instance that was to take a dead one's place
             log.warning("an instance of a model failed to load", model=process.model, error=message)
             self._pool.end(process)
             return
+        if error_type in OUT_OF_MEMORY and self._expect_more(resident):
+            log.warning("a model found less memory than it takes", model=resident.model, error=message)
+            self._pool.unload(resident.key, grace_s=0.0)
+            resident.enter(ModelState.ABSENT, time.monotonic())
+            self._owner.want_heartbeat()
+            self.look()
+            return
         error = f"the model {resident.model!r} can't be loaded: {message} ({error_type})"
         self._failed(process.model, error, hopeless=not retryable)
 
-    def _failed(self, model: str, error: str, *, hopeless: bool = False) -> None:
+    def _expect_more(self, resident: Resident) -> bool:
+        """Whether others may go for a model that ran out of memory beside them: it is expected to take twice as much
+        then, or all that there is.
+        """
+        others = [r for r in self.shelf.residents.values() if r is not resident and r.state is not ModelState.ABSENT]
+        room_bytes = self.limit_bytes - sum(r.memory_bytes for r in others if r.pinned)
+        if resident.memory_bytes >= room_bytes or all(r.pinned for r in others):
+            return False
+        resident.memory_bytes, resident.measured = min(2 * resident.memory_bytes, room_bytes), False
+        return True
+
+    def _failed(self, key: str, error: str, *, hopeless: bool = False) -> None:
         """`hopeless`: it would fail on any worker."""
-        resident = self.shelf.residents[model]
-        log.warning("model failed to load", model=model, error=error)
+        resident = self.shelf.residents[key]
+        log.warning("model failed to load", model=resident.model, error=error)
         resident.failed(error, time.monotonic(), hopeless=hopeless)
-        self._pool.unload(model, grace_s=0.0)
+        self._pool.unload(key, grace_s=0.0)
         self._fail(resident, "ModelLoadError")
+        self._rename(self.shelf.switch)
         self._tell()
 
     def process_died(self, process: EngineProcess, death: Death) -> None:
@@ -386,30 +455,30 @@ class ModelKeeper:
         self._loaded.get(resident.key, set()).discard(process)
         now_s = time.monotonic()
         if process.retiring:
-            gone = resident.model not in self._pool.models and not self._pool.leaving(resident.key)
+            gone = resident.key not in self._pool.models and not self._pool.leaving(resident.key)
             if resident.state is ModelState.UNLOADING and gone:
                 resident.enter(ModelState.ABSENT, now_s)
-                self.shelf.switch()
         elif resident.state is ModelState.LOADING:
             self._died_loading(resident, death, now_s)
         elif self._pool.models.get(resident.key):  # its other instances go on
             self._pool.add(resident.key, resident.spec, self._slots(resident), self._imports(resident))
         else:
             resident.enter(ModelState.ABSENT, now_s)
+        self._rename(self.shelf.switch)
         self._owner.want_heartbeat()
         self.look()
 
     def _died_loading(self, resident: Resident, death: Death, now_s: float) -> None:
-        model = resident.model
+        key = resident.key
         if self._pool.parked:  # it was ended by us
             resident.enter(ModelState.ABSENT, now_s)
             return
-        kills = self._kills[model] = self._kills.get(model, 0) + 1
+        kills = self._kills[key] = self._kills.get(key, 0) + 1
         if (death.killed or death.fault is not None) and kills < KILLS_MAX:
             resident.enter(ModelState.ABSENT, now_s)
-            self._pool.unload(model, grace_s=0.0)
+            self._pool.unload(key, grace_s=0.0)
         else:
-            self._failed(model, f"the engine process {death.words} while it loaded the model {resident.model!r}")
+            self._failed(key, f"the engine process {death.words} while it loaded the model {resident.model!r}")
 
     # Now and then.
 
@@ -422,9 +491,11 @@ class ModelKeeper:
         if now_s - self._looked_s < _LOAD_LOOK_S:
             return
         self._looked_s = now_s
-        for resident in states:
+        for resident in list(self.shelf.residents.values()):
             if resident.state is ModelState.LOADING:
                 self._watch(resident, now_s)
+            elif resident.state is ModelState.READY and resident.used_s > resident.measured_s <= now_s - MEASURE_S:
+                self._begin_measure(resident, again=True)
         self._keep_spare()
 
     def _watch(self, resident: Resident, now_s: float) -> None:

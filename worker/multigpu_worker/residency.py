@@ -41,9 +41,11 @@ class Resident:
     key: str
     spec: ModelSpec
     state: ModelState = ModelState.ABSENT
-    # As measured when it was last loaded; before that, as expected.
+    # As measured since it was last loaded; before that, as expected.
     memory_bytes: int = 0
     measured: bool = False
+    # When that was begun, on the monotonic clock.
+    measured_s: float = 0.0
     # How long the last loading took. 0: it never was.
     load_s: float = 0.0
     loads: int = 0

@@ -2,6 +2,8 @@
 
 Pure. The repository may change while the worker runs. A name whose model is in memory stays with it until its new
 version is ready, and with the old one for good where the new one is broken; any other name goes to the new one at once.
+A name that the repository lists no more ("m:1", where the latest version is served and that is 2 by now) means its
+model as long as that is in memory. It is offered as long as the model serves; after that only what is held is run.
 """
 
 from collections.abc import Callable
@@ -10,21 +12,23 @@ from multigpu.v1 import model_pb2
 
 from multigpu_worker import catalog as catalogs
 from multigpu_worker.catalog import Catalog
-from multigpu_worker.memory import estimate_bytes
 from multigpu_worker.residency import ModelState, Resident
 
 Route = tuple[str, str]
 
 
 class Shelf:
-    """`engine`: the worker's choice for models that make none."""
+    """`engine`: the worker's choice for models that make none. `expect` notes of a new model what it is to take."""
 
-    def __init__(self, catalog: Catalog, engine: str) -> None:
+    def __init__(self, catalog: Catalog, engine: str, expect: Callable[[Resident], None] = lambda _: None) -> None:
         self.engine = engine
+        self._expect = expect
         self.catalog = Catalog()
         self.residents: dict[str, Resident] = {}
         # By kind and name: the keys of those that serve it now, and of those that are to.
         self.routes: dict[Route, str] = {}
+        # The keys of those that serve what the repository lists.
+        self.serving: set[str] = set()
         self._next: dict[Route, str] = {}
         # The newest of each id.
         self._newest: dict[str, str] = {}
@@ -42,14 +46,16 @@ class Shelf:
                 del self.residents[before.key]
             self._made += 1
             key = model if model not in self.residents else f"{model}#{self._made}"
-            imports = catalogs.imports_of(spec, self.engine)
-            self.residents[key] = Resident(key=key, spec=spec, memory_bytes=estimate_bytes(spec, imports))
+            self.residents[key] = Resident(key=key, spec=spec)
+            self._expect(self.residents[key])
             self._newest[model] = key
         broken = {model.partition(":")[0] for model in catalog.errors}
         self._next = {route: self._newest[model] for route, model in catalog.routes().items()}
         for route, key in self.routes.items():  # what is broken by now goes on as it was
             resident = self.residents.get(key)
             if route in self._next or resident is None or resident.state is ModelState.ABSENT:
+                continue
+            if key not in self.serving:
                 continue
             if resident.spec.name in broken:
                 self._next[route] = key
@@ -68,31 +74,35 @@ class Shelf:
                 and not before.unwanted
             )
             routes[route] = before.key if keep and before is not None else key
-        self.routes = routes
-        serving = set(routes.values())
+        self.serving = set(routes.values())
         upcoming = {key for route, key in self._next.items() if routes[route] != key}
+        for route, key in self.routes.items():
+            if route not in routes and self.residents[key].state in (ModelState.LOADING, ModelState.READY):
+                routes[route] = key
+        self.routes = routes
         for resident in self.residents.values():
             resident.upcoming = resident.key in upcoming
-        for key in [key for key, resident in self.residents.items() if self._forgotten(resident, serving)]:
+        for key in [key for key, resident in self.residents.items() if self._forgotten(resident)]:
             del self.residents[key]
 
-    def _forgotten(self, resident: Resident, serving: set[str]) -> bool:
-        out = resident.key not in serving and not resident.upcoming
+    def _forgotten(self, resident: Resident) -> bool:
+        out = resident.key not in self.serving and not resident.upcoming
         return out and resident.state is ModelState.ABSENT
 
     def replaced(self) -> list[Resident]:
-        """In memory, and no name means them any more."""
-        serving = set(self.routes.values())
+        """In memory, and nothing that the repository lists means them any more."""
         return [
             r
             for r in self.residents.values()
-            if r.state is ModelState.READY and r.key not in serving and not r.upcoming
+            if r.state is ModelState.READY and r.key not in self.serving and not r.upcoming
         ]
 
     def offers(self) -> list[tuple[str, list[str]]]:
         """The kinds, each with all that tasks may say, the default first."""
         found: dict[str, list[str]] = {}
-        for kind, name in self.routes:
+        for (kind, name), key in self.routes.items():
+            if key not in self.serving:
+                continue
             found.setdefault(kind, [])
             if name:
                 found[kind].append(name)
@@ -103,10 +113,9 @@ class Shelf:
 
     def messages(self) -> list[model_pb2.Model]:
         """Every model, and what is known of it."""
-        serving = set(self.routes.values())
         found: dict[str, model_pb2.Model] = {}
         for resident in self.residents.values():
-            if resident.key in serving:
+            if resident.key in self.serving:
                 found[resident.model] = self._message(resident)
         for resident in self.residents.values():
             if resident.model not in found:
@@ -132,6 +141,7 @@ class Shelf:
             digest=resident.digest,
             files_bytes=spec.files_bytes,
             memory_bytes=resident.memory_bytes if resident.measured else 0,
+            expected_memory_bytes=0 if resident.measured else resident.memory_bytes,
             labels=spec.labels,
             facts=resident.facts,
             error=resident.error,
@@ -143,7 +153,7 @@ class Shelf:
     def residencies(self) -> list[model_pb2.ModelResidency]:
         """Every model in memory, or on its way there or out."""
         found: dict[str, model_pb2.ModelResidency] = {}
-        order: Callable[[Resident], bool] = lambda r: r.key not in self.routes.values()  # noqa: E731
+        order: Callable[[Resident], bool] = lambda r: r.key not in self.serving  # noqa: E731
         for resident in sorted(self.residents.values(), key=order):
             if resident.state is ModelState.ABSENT:
                 continue

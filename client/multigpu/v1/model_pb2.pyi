@@ -23,7 +23,7 @@ MODEL_STATE_READY: ModelState
 MODEL_STATE_UNLOADING: ModelState
 
 class Model(_message.Message):
-    __slots__ = ("name", "version", "current", "kind", "engine", "precision", "source", "digest", "files_bytes", "memory_bytes", "load_duration", "labels", "facts", "error")
+    __slots__ = ("name", "version", "current", "kind", "engine", "precision", "source", "digest", "files_bytes", "memory_bytes", "load_duration", "labels", "facts", "error", "expected_memory_bytes")
     class LabelsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -52,6 +52,7 @@ class Model(_message.Message):
     LABELS_FIELD_NUMBER: _ClassVar[int]
     FACTS_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
+    EXPECTED_MEMORY_BYTES_FIELD_NUMBER: _ClassVar[int]
     name: str
     version: str
     current: bool
@@ -66,7 +67,8 @@ class Model(_message.Message):
     labels: _containers.ScalarMap[str, str]
     facts: _containers.ScalarMap[str, str]
     error: str
-    def __init__(self, name: _Optional[str] = ..., version: _Optional[str] = ..., current: _Optional[bool] = ..., kind: _Optional[str] = ..., engine: _Optional[str] = ..., precision: _Optional[str] = ..., source: _Optional[str] = ..., digest: _Optional[str] = ..., files_bytes: _Optional[int] = ..., memory_bytes: _Optional[int] = ..., load_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., labels: _Optional[_Mapping[str, str]] = ..., facts: _Optional[_Mapping[str, str]] = ..., error: _Optional[str] = ...) -> None: ...
+    expected_memory_bytes: int
+    def __init__(self, name: _Optional[str] = ..., version: _Optional[str] = ..., current: _Optional[bool] = ..., kind: _Optional[str] = ..., engine: _Optional[str] = ..., precision: _Optional[str] = ..., source: _Optional[str] = ..., digest: _Optional[str] = ..., files_bytes: _Optional[int] = ..., memory_bytes: _Optional[int] = ..., load_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., labels: _Optional[_Mapping[str, str]] = ..., facts: _Optional[_Mapping[str, str]] = ..., error: _Optional[str] = ..., expected_memory_bytes: _Optional[int] = ...) -> None: ...
 
 class ModelResidency(_message.Message):
     __slots__ = ("model", "state", "memory_bytes", "last_use_time", "loads", "pinned")

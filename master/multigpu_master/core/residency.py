@@ -16,7 +16,7 @@ from enum import Enum, IntEnum
 
 # Taken for the loading of a model where nothing was measured yet.
 LOAD_S = 3.0
-# What a model takes in memory for each byte of its files, where nothing was measured yet.
+# What a model takes in memory for each byte of its files, where nothing was measured yet and its worker has no guess.
 MEMORY_PER_FILE_BYTE = 1.3
 # Of how many models the figures are known at most: of more, those met first are forgotten.
 FIGURES_MAX = 10_000
@@ -43,6 +43,7 @@ class Model:
     current: bool = False
     files_bytes: int = 0
     memory_bytes: int = 0
+    expected_bytes: int = 0  # what it will take in memory, as the worker guesses
     load_s: float = 0.0
     wire: bytes = b""  # the serialized multigpu.v1.Model, with all that the core doesn't read
 
@@ -141,10 +142,12 @@ class Residency:
         said, offered = self.said.get(model), self.offered.get(model)
         if said is not None and said.memory_bytes:
             return said.memory_bytes
-        if offered is not None and offered.memory_bytes:
+        if offered is None:
+            offered = Model(name=model)
+        if offered.memory_bytes:
             return offered.memory_bytes
-        files_bytes = offered.files_bytes if offered is not None else 0
-        return max(1, int(self.figures.memory_bytes.get(model, files_bytes * MEMORY_PER_FILE_BYTE)))
+        guess = offered.expected_bytes or offered.files_bytes * MEMORY_PER_FILE_BYTE
+        return max(1, int(self.figures.memory_bytes.get(model, guess)))
 
     def load_s(self, model: str) -> float:
         """How long its loading takes, as far as is known."""
