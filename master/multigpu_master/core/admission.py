@@ -11,6 +11,8 @@ DEADLINE_EXCEEDED, RESOURCE_EXHAUSTED, FAILED_PRECONDITION = 4, 8, 9
 QUEUES_MAX = 10_000
 # A refusal that lists hundreds of models is read by nobody.
 MODELS_NAMED_MAX = 20
+# Among more models, or for a longer name, none that is near is sought: all others would wait for that.
+NEAR_MODELS_MAX, NEAR_NAME_MAX = 200, 64
 
 
 def refusal(ledger: Ledger, spec: Spec, now: float) -> ev.Rejection | None:
@@ -42,7 +44,8 @@ def unplaceable(ledger: Ledger, spec: Spec) -> str:
 
 
 def _there(asked: str, models: list[str]) -> str:
-    near = difflib.get_close_matches(asked, models, n=1)
+    seek = len(models) <= NEAR_MODELS_MAX and len(asked) <= NEAR_NAME_MAX
+    near = difflib.get_close_matches(asked, models, n=1) if seek else []
     hint = f", did you mean {near[0]!r}?" if near else ""
     more = f" and {len(models) - MODELS_NAMED_MAX} more" if len(models) > MODELS_NAMED_MAX else ""
     return f"{hint} (the fleet has {', '.join(models[:MODELS_NAMED_MAX])}{more})"
