@@ -12,7 +12,7 @@ QUEUES_MAX = 10_000
 # A refusal that lists hundreds of models is read by nobody.
 MODELS_NAMED_MAX = 20
 # Among more models, or for a longer name, none that is near is sought: all others would wait for that.
-NEAR_MODELS_MAX, NEAR_NAME_MAX = 200, 64
+NEAR_MODELS_MAX, NEAR_NAME_MAX = 64, 64
 
 
 def refusal(ledger: Ledger, spec: Spec, now: float) -> ev.Rejection | None:
