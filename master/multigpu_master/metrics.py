@@ -159,7 +159,7 @@ def _of_caches(caches: list[tuple[Worker, EmbeddingCache]]) -> Iterator[Metric]:
         for w, c in caches
         for result, value in (("hit", c.hits), ("joined", c.joined), ("miss", c.misses))
     )
-    text = "Texts to embed: in the cache, computed for another task of the batch, computed; since the engine began."
+    text = "Texts to embed: in the cache, computed at that time for another task, computed; since the engine began."
     yield Metric("mgpu_embedding_cache_texts_total", "counter", text, texts)
     entries = tuple(Sample(c.entries, {"worker_id": w.worker_id}) for w, c in caches)
     yield Metric("mgpu_embedding_cache_entries", "gauge", "Vectors that the cache holds in memory.", entries)

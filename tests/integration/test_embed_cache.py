@@ -1,7 +1,9 @@
 """The embedding cache in a real fleet: workers share its file, it outlives them, and the master tells of it."""
 
+import contextlib
 import re
 import socket
+import sqlite3
 import urllib.request
 from collections import Counter
 from pathlib import Path
@@ -27,13 +29,20 @@ def texts_by_result(port: int) -> Counter[str]:
     return counts
 
 
+def vectors_in(file: Path) -> int:
+    with contextlib.closing(sqlite3.connect(f"file:{file}?mode=ro", uri=True)) as db:
+        return int(db.execute("SELECT count(*) FROM vectors").fetchone()[0])
+
+
 @pytest.mark.timeout(240)  # it imports torch twice, which takes a minute where many want the processor
-def test_what_a_killed_worker_computed_is_known_to_the_next(tmp_path: Path) -> None:
+def test_what_a_killed_worker_computed_is_known_to_the_next_and_tasks_alike_are_computed_once(tmp_path: Path) -> None:
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         port = sock.getsockname()[1]
     file = tmp_path / "cache.db"
     flags = ["--threads", "1", "--embedding-cache-entries", "1000", "--embedding-cache-file", str(file)]
+    # Many batches, of which some are prepared while one runs.
+    flags += ["--slots", "4", "--batch-tasks-max", "8"]
     with Fleet(
         tmp_path / "fleet", workers=1, worker_flags=flags, master_flags=["--metrics-listen", f"127.0.0.1:{port}"]
     ) as fleet:
@@ -41,12 +50,20 @@ def test_what_a_killed_worker_computed_is_known_to_the_next(tmp_path: Path) -> N
             first = client.embed(TEXTS, chunk=10)
             np.testing.assert_array_equal(client.embed(TEXTS, chunk=7), first)
             until(lambda: texts_by_result(port) == {"hit": 30, "joined": 0, "miss": 30}, 60, "the counts")
+            # What an engine has not written when it is killed is lost.
+            until(lambda: vectors_in(file) == 30, 60, "the file")
             fleet.workers["w0"].kill()
             fleet.start_worker("w1")
             fleet.wait_for_workers("w1")
             np.testing.assert_array_equal(client.embed(TEXTS, chunk=30), first)
             # The lost worker's last word is still told.
             until(lambda: texts_by_result(port) == {"hit": 60, "joined": 0, "miss": 30}, 60, "the counts")
+            alike = [f"Sentence {n} that four hundred tasks ask for." for n in range(40)]
+            # Ten in a row: in one batch, and in the next, which is prepared meanwhile.
+            vectors = client.embed([text for text in alike for _ in range(10)], chunk=1).reshape(40, 10, -1)
+            np.testing.assert_array_equal(vectors, np.broadcast_to(vectors[:, :1], vectors.shape))
+            until(lambda: texts_by_result(port).total() == 90 + 400, 60, "the counts")
+            assert texts_by_result(port)["miss"] == 30 + 40
         assert not fleet.faults()
 
 

@@ -1,5 +1,6 @@
 """The embedding cache, in front of the real model: what is remembered, for how long, and what is never believed."""
 
+import contextlib
 import json
 import shutil
 import sqlite3
@@ -81,15 +82,74 @@ def test_what_was_computed_once_is_the_answer_bit_for_bit(make_engine: MakeEngin
     assert counts(engine) == (6 + 5 + 6, 2 + 1, 4 + 1)
 
 
-def test_a_batch_joins_what_the_batch_before_it_computes(make_engine: MakeEngine) -> None:
-    engine, first, second = make_engine(), Recorder(), Recorder()
-    batches = batch_of([payload(*TEXTS)]), batch_of([payload("Dogs bark.", "new"), payload("Dogs bark.")])
+@pytest.mark.parametrize("entries", [1000, 1], ids=["remembered", "though memory has no room"])
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)], ids=["in turn", "the later one first"])
+def test_batches_that_overlap_compute_a_text_once(
+    make_engine: MakeEngine, entries: int, order: tuple[int, int]
+) -> None:
+    engine, recorders = make_engine(entries=entries), (Recorder(), Recorder())
+    batches = batch_of([payload("x", "y", "z", "x")]), batch_of([payload("z", "new", "x"), payload("y", "x")])
     prepared = [engine.prepare(batch) for batch in batches]
-    engine.run(batches[0], prepared[0], first)
-    engine.run(batches[1], prepared[1], second)
-    np.testing.assert_array_equal(second.vectors(0)[0], first.vectors(0)[1])
-    np.testing.assert_array_equal(second.vectors(1)[0], first.vectors(0)[1])
-    assert counts(engine) == (2, 1, 5)
+    for i in order:
+        engine.run(batches[i], prepared[i], recorders[i])
+    first, second = recorders
+    np.testing.assert_array_equal(first.vectors(0)[[2, 0]], second.vectors(0)[[0, 2]])
+    np.testing.assert_array_equal(first.vectors(0)[[1, 0]], second.vectors(1))
+    assert counts(engine) == (0, 5, 4)
+    # Another text has another vector, and a batch that begins later looks in the memory alone.
+    assert np.abs(second.vectors(0)[1] - first.vectors(0)).max() > 0.01
+    run(engine, batches[0])
+    assert (counts(engine) == (4, 5, 4)) == (entries == 1000)
+
+
+@pytest.mark.parametrize("trouble", ["it fails", "it is cancelled", "its text does not fit", "it never runs"])
+def test_a_batch_that_comes_to_nothing_leaves_its_texts_to_those_under_way(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, trouble: str
+) -> None:
+    engine, batch, first, second = make_engine(), batch_of([payload("x", "y"), payload("x")]), Recorder(), Recorder()
+    prepared = [engine.prepare(batch) for _ in range(2)]
+    [model] = engine._loaded.values()
+    errors = {"it fails": RuntimeError("simulated"), "its text does not fit": MemoryError("simulated")}
+
+    def embed(_: Any) -> Any:
+        raise errors[trouble]
+
+    if trouble == "it is cancelled":
+        first.cancelled_ids = {0, 1}
+        engine.run(batch, prepared[0], first)
+        assert first.outcomes == {}
+    elif trouble in errors:
+        with monkeypatch.context() as patch:
+            patch.setattr(type(model), "embed", lambda _, inputs: embed(inputs))
+            with contextlib.suppress(RuntimeError):
+                engine.run(batch, prepared[0], first)
+        assert all(kind == "OutOfMemory" for kind, *_ in first.outcomes.values())
+    assert counts(engine) == (0, 0, 0)
+    del prepared[0]
+    engine.run(batch, prepared[0], second)
+    np.testing.assert_array_equal(second.vectors(0)[:1], second.vectors(1))
+    assert counts(engine) == (0, 1, 2)
+
+
+def test_a_batch_under_way_is_handed_nothing_of_another_precision_or_back_end(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, batch = make_engine(), batch_of([payload(*TEXTS)])
+    rough = batch_of([payload(*TEXTS)], parameters={"precision": "bf16"})
+    recorders = [Recorder() for _ in range(4)]
+    before = engine.prepare(batch)
+    exact = engine._loaded[next(iter(engine._loaded))]
+    under_way = [(rough, engine.prepare(rough)), (batch, before)]
+    monkeypatch.setattr(exact, "identity", "as when a plan takes over from torch")
+    under_way += [(batch, engine.prepare(batch)), (batch, engine.prepare(batch))]
+    seen = []
+    for (asked, prepared), recorder in zip(under_way, recorders, strict=True):
+        engine.run(asked, prepared, recorder)
+        seen.append(counts(engine))
+    # Only the last one had somebody to join: the one of its own back end.
+    assert seen == [(0, 1, 4), (0, 2, 8), (0, 3, 12), (0, 8, 12)]
+    assert np.abs(recorders[0].vectors(0) - recorders[1].vectors(0)).max() > 1e-5
+    assert recorders[3].outcomes == recorders[2].outcomes
 
 
 def test_a_text_is_computed_for_those_who_still_want_it(make_engine: MakeEngine) -> None:
@@ -98,6 +158,14 @@ def test_a_text_is_computed_for_those_who_still_want_it(make_engine: MakeEngine)
     run(engine, batch_of([payload("shared", "of the first alone"), payload("shared")]), recorder)
     assert set(recorder.outcomes) == {1}
     assert engine.cache_counts().entries == 1  # type: ignore[union-attr]
+
+
+def test_a_text_that_is_twice_in_what_was_cancelled_is_not_computed(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    recorder = Recorder(cancelled_ids={0, 1})
+    run(engine, batch_of([payload("twice", "twice"), payload("twice"), payload("wanted")]), recorder)
+    assert set(recorder.outcomes) == {2}
+    assert counts(engine) == (0, 0, 1)
 
 
 def test_a_text_that_does_not_fit_fails_all_who_want_it(

@@ -134,7 +134,7 @@ class EmbeddingCacheSettings:
 class EmbeddingCacheCounts:
     """What the cache has done since its engine began, in texts, and what it holds in memory."""
 
-    # Answered without computing; answered by the computing of the same text in the same batch; computed.
+    # Known; answered by the computing of the same text, which was under way for this batch or another; computed.
     hits: int
     joined: int
     misses: int

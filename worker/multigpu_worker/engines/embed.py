@@ -243,14 +243,21 @@ class _Run:
 
     def _wanted(self, micro_batch: MicroBatch) -> MicroBatch:
         """The micro-batch less the texts that nobody wants any more."""
-        for index in set(micro_batch.owners.tolist()) - self._gone:
+        askers = list(map(self._askers, micro_batch.places.tolist(), micro_batch.owners.tolist()))
+        for index in {index for indices in askers for index in indices} - self._gone:
             if self._reporter.cancelled(self._items[index]):
                 self._gone.add(index)
-        if self._recall is None:
-            keep = np.array([owner not in self._gone for owner in micro_batch.owners.tolist()])
-        else:
-            keep = self._still_needed(micro_batch, self._recall)
+        keep = np.array([not self._gone.issuperset(indices) for indices in askers])
         return micro_batch if keep.all() else micro_batch.select(keep)
+
+    def _askers(self, place: int, owner: int) -> list[int]:
+        """The items that wait for the text in this place, which is `owner`'s: with a cache perhaps none, or more."""
+        if self._recall is None:
+            return [owner]
+        if place in self._recall.late:
+            return []
+        others = self._recall.twins(place)
+        return [owner, *self._recall.owners[others].tolist()] if others else [owner]
 
     def _take(self, micro_batch: MicroBatch, vectors: Vectors) -> None:
         self._vectors[micro_batch.places] = vectors
@@ -273,19 +280,9 @@ class _Run:
             self._vectors[known.places] = vectors.reshape(len(known.places), -1)
             self._settle(recall.owners[known.places].tolist())
 
-    def _still_needed(self, micro_batch: MicroBatch, recall: "Recall") -> npt.NDArray[np.bool_]:
-        """Which texts somebody waits for, and nobody has computed: a text may be there for other items too."""
-        return np.array(
-            [
-                place not in recall.late and (owner not in self._gone or bool(recall.twins(place)))
-                for place, owner in zip(micro_batch.places.tolist(), micro_batch.owners.tolist(), strict=True)
-            ]
-        )
-
     def _share(self, places: list[int], vectors: Vectors, recall: "Recall") -> None:
         """Hand vectors to the same texts elsewhere in the batch, and to the cache."""
-        if self._model.identity == self._identity:
-            recall.keep(places, vectors)
+        recall.computed(places, vectors, keep=self._model.identity == self._identity)
         for place in places:
             if others := recall.twins(place):
                 self._vectors[others] = self._vectors[place]

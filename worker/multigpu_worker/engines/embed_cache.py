@@ -8,14 +8,18 @@ and one model in two folders shares its vectors. What is found is, bit for bit, 
 In memory the vector that was asked for longest ago goes first. Behind the memory there may be a file
 (embed_cache_file.py), which other workers of the host write too.
 
-Texts that are alike and under way are computed once: within a batch, and when a batch begins, with what the batch
-before, which ran while this one was prepared, has computed. Two workers don't wait for one another.
+Texts that are alike and under way are computed once. Within a batch the first is computed for all. Of an engine's
+batches one runs at a time (engine_runtime.py) while the next are prepared: these are looked up before it is done, so
+what it computes is handed to each of them that wants it, though the memory may have no room for it. Nobody waits for
+that: a batch that begins computes what it was not handed, whatever became of the batches before it. Engine processes
+don't wait for one another.
 """
 
 import hashlib
 import os
 import threading
 import time
+import weakref
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -107,8 +111,8 @@ class EmbedCache:
         # Key to when it was computed and the vector, the one asked for longest ago first.
         self._entries: OrderedDict[bytes, tuple[float, bytes]] = OrderedDict()
         self._bytes = 0
-        # Grows with every vector that comes.
-        self.puts = 0
+        # Batches that have not begun: what comes is handed to them. One that never begins goes with its last reference.
+        self._waiting: weakref.WeakSet[Recall] = weakref.WeakSet()
         self._hits = self._joined = self._misses = 0
         self.file = self._open_file(settings)
 
@@ -123,7 +127,7 @@ class EmbedCache:
         """Look a batch's texts up. `owners`: of each text the item that it belongs to."""
         return Recall(self, identity, texts, owners, dimension)
 
-    def find(self, keys: Sequence[bytes], *, memory_only: bool = False) -> dict[bytes, bytes]:
+    def find(self, keys: Sequence[bytes]) -> dict[bytes, bytes]:
         """The vectors of those keys that are known, as bytes of little-endian float32."""
         now_s = time.time()
         found: dict[bytes, bytes] = {}
@@ -137,7 +141,7 @@ class EmbedCache:
                     found[key] = entry[1]
                 else:
                     self._drop(key)
-        if self.file is None or memory_only or len(found) == len(keys):
+        if self.file is None or len(found) == len(keys):
             return found
         rows = [
             row for row in self.file.find([key for key in keys if key not in found]) if self._is_fresh(row[1], now_s)
@@ -154,11 +158,23 @@ class EmbedCache:
             Row(key, now_s, vectors[i].astype("<f4", copy=False).tobytes()) for i, key in enumerate(keys) if sound[i]
         ]
         self._remember(rows)
-        self.puts += 1
+        with self._lock:
+            for recall in self._waiting:
+                recall.offer(rows)
         if self.file is not None and rows:
             self.file.put(rows)
 
-    def count(self, *, hits: int, joined: int, misses: int) -> None:
+    def wait(self, recall: "Recall") -> None:
+        """From now on this batch is handed what comes, until it begins."""
+        with self._lock:
+            self._waiting.add(recall)
+
+    def begin(self, recall: "Recall") -> None:
+        """It is handed nothing more."""
+        with self._lock:
+            self._waiting.discard(recall)
+
+    def count(self, *, hits: int = 0, joined: int = 0, misses: int = 0) -> None:
         with self._lock:
             self._hits += hits
             self._joined += joined
@@ -219,36 +235,45 @@ class Recall:
         self._cache = cache
         self._vector_bytes = 4 * dimension
         self._keys = _keys(identity, texts)
-        self._puts = cache.puts
         # Key to where its text stands, the first place first.
-        places: dict[bytes, list[int]] = {}
+        self._places: dict[bytes, list[int]] = {}
         for place, key in enumerate(self._keys):
-            places.setdefault(key, []).append(place)
-        known = self._sized(cache.find(list(places)))
+            self._places.setdefault(key, []).append(place)
+        # What was handed over before the batch began.
+        self._offered: dict[bytes, bytes] = {}
+        # Before the look: what comes in between must not be missed.
+        cache.wait(self)
+        known = self._sized(cache.find(list(self._places)))
         self._served = Served()
-        self._missing = {key: at for key, at in places.items() if key not in known}
+        self._missing = {key: at for key, at in self._places.items() if key not in known}
         for key, vector in known.items():
-            self._serve(places[key], vector)
+            self._serve(self._places[key], vector)
         self.missing = [at[0] for at in self._missing.values()]
         # First place to the others.
         self._twins = {at[0]: at[1:] for at in self._missing.values() if len(at) > 1}
         # First places that need not be computed any more.
         self.late: set[int] = set()
 
+    def offer(self, rows: Sequence[Row]) -> None:
+        """What another batch has computed. Under the cache's lock."""
+        self._offered.update((row.key, row.vector) for row in rows if row.key in self._places)
+
     def begin(self) -> Served:
-        """What is known now that the batch begins. Counts hits and misses. To be called once."""
-        if self._cache.puts != self._puts:
-            for key, vector in self._sized(self._cache.find(list(self._missing), memory_only=True)).items():
+        """What is known now that the batch begins. Counts hits, and what is joined so far. To be called once."""
+        self._cache.begin(self)
+        hits = len(self._served.places)
+        for key, vector in self._sized(self._offered).items():
+            if key in self._missing:
                 self._serve(self._missing[key], vector)
                 self.late.add(self._missing[key][0])
-        misses = len(self.missing) - len(self.late)
-        hits = len(self._served.places)
-        self._cache.count(hits=hits, joined=len(self._keys) - hits - misses, misses=misses)
+        self._cache.count(hits=hits, joined=len(self._served.places) - hits)
         return self._served
 
-    def keep(self, places: Sequence[int], vectors: npt.NDArray[np.float32]) -> None:
-        """Remember what was computed for the texts in these places."""
-        self._cache.put([self._keys[place] for place in places], vectors)
+    def computed(self, places: Sequence[int], vectors: npt.NDArray[np.float32], *, keep: bool) -> None:
+        """Count what was computed for the texts in these places, and for their twins, and remember it if `keep`."""
+        self._cache.count(joined=sum(len(self.twins(place)) for place in places), misses=len(places))
+        if keep:
+            self._cache.put([self._keys[place] for place in places], vectors)
 
     def twins(self, place: int) -> list[int]:
         """The other places of the text that is computed for this one."""
