@@ -193,7 +193,16 @@ class WorkerConfig(_Checked):
         5.0, "How often to look whether models came, went or changed there. 0: only when told.", minimum=0
     )
     model_memory_bytes: int = _setting(
-        0, "Most device memory of loaded models together. 0: 90 % of a GPU's, half of the host's for a CPU.", minimum=0
+        0,
+        "Most device memory of loaded models together. 0: this worker's part of 90 % of a GPU's, or of half of the "
+        "host's for a CPU.",
+        minimum=0,
+    )
+    device_workers: int = _setting(
+        1,
+        "How many workers share the device; each takes such a part of its memory for models.",
+        minimum=1,
+        maximum=1024,
     )
     engine: str = _setting(
         "auto", "What runs models that don't say it themselves.", choices=("auto", "torch", "onnx", "tensorrt")

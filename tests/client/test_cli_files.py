@@ -204,7 +204,7 @@ def test_fleet_on_the_cpu_shares_the_cores(tmp_path: Path) -> None:
         assert value_of(words, "--models") == ["m=/x"]
         assert value_of(words, "--model-repository") == ["/r"]
         assert value_of(words, "--slots") == ["3"]
-        assert int(value_of(words, "--model-memory-bytes")[0]) == up_module.host_memory_bytes() // 4
+        assert value_of(words, "--device-workers") == ["2"]
         assert value_of(words, "--threads") == [str(max(1, len(os.sched_getaffinity(0)) // 2))]
         # It stops draining before its keeper's patience ends.
         assert float(value_of(words, "--drain-timeout-s")[0]) < 15.0 * up_module.WORKERS_STOP_SHARE
@@ -225,6 +225,8 @@ def test_one_worker_for_each_gpu_and_twins_beyond(tmp_path: Path, monkeypatch: p
     assert devices == {f"{host}-GPU-aaa": "cuda:0", f"{host}-GPU-bbb": "cuda:1"}
     fleet = plan_fleet(flags(device="auto", workers=3))
     assert list(fleet.workers)[2] == f"{host}-GPU-aaa-1"
+    sharing = [value_of(words, "--device-workers") for words in fleet.workers.values()]
+    assert sharing == [["2"], ["1"], ["2"]], "the first GPU has two workers, which share its memory"
     fleet = plan_fleet(flags(device="cuda:1"))
     assert list(fleet.workers) == [f"{host}-GPU-bbb"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")

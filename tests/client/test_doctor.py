@@ -414,6 +414,22 @@ def test_workers(script: ScriptedMaster) -> None:
     assert "xid_79" in found[0].message
 
 
+def test_workers_of_one_device_take_no_more_than_it_has(script: ScriptedMaster) -> None:
+    share = 141 << 30
+    alone = gpu_worker(0, model_memory_bytes=share * 9 // 10)
+    assert one(doctor_fleet.model_memory(knows(script, alone, gpu_worker(1)))).verdict is Verdict.OK
+    assert one(doctor_fleet.model_memory(knows(script, gpu_worker(1)))).verdict is Verdict.SKIP
+    twin = gpu_worker(0, worker_id="twin", model_memory_bytes=share * 9 // 10)
+    found = one(doctor_fleet.model_memory(knows(script, alone, twin, gpu_worker(1, model_memory_bytes=share))))
+    assert found.verdict is Verdict.WARN
+    assert "254 GiB of the 141 GiB that cuda:0 has" in found.message
+    assert "device_workers = 2" in found.remedy
+    elsewhere = gpu_worker(0, worker_id="twin", host="other", model_memory_bytes=share)
+    assert one(doctor_fleet.model_memory(knows(script, alone, elsewhere))).verdict is Verdict.OK
+    gone = gpu_worker(0, worker_id="twin", model_memory_bytes=share, state=admin.WORKER_STATE_LOST)
+    assert one(doctor_fleet.model_memory(knows(script, alone, gone))).verdict is Verdict.OK
+
+
 def test_journal_and_breaker(script: ScriptedMaster) -> None:
     assert one(doctor_fleet.journal(place(script.address))).verdict is Verdict.OK
     assert one(doctor_fleet.breaker(place(script.address))).verdict is Verdict.OK

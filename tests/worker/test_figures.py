@@ -48,7 +48,7 @@ def test_another_version_file_precision_or_device_has_figures_of_its_own(tmp_pat
         {"parameters": {"size": "1"}},
         {"hashes": {"model.onnx": "0" * 64}},
     ):
-        assert figures(tmp_path).find(dataclasses.replace(SPEC, **change)) is None, change  # type: ignore[arg-type]
+        assert figures(tmp_path).find(dataclasses.replace(SPEC, **change)) is None, change
     assert figures(tmp_path, device="a GPU").find(SPEC) is None
 
 

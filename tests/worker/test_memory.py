@@ -7,9 +7,11 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
+from multigpu.config import WorkerConfig
 from multigpu.repository import ModelSpec
-from multigpu_worker.device import DeviceInfo
+from multigpu_worker.device import DeviceInfo, host_memory_bytes
 from multigpu_worker.engines.base import EngineSettings
+from multigpu_worker.main import _model_memory_bytes
 from multigpu_worker.memory import (
     CPU_CACHE_BYTES,
     GPU_PROCESS_BYTES,
@@ -104,6 +106,22 @@ def test_a_language_model_has_its_cache_too(tmp_path: Path) -> None:
     assert estimate_bytes(told, settings(), CPU, 8) == plain + MIB
     (tmp_path / "config.json").write_text('{"num_hidden_layers": "x"}')
     assert context_bytes(spec, 4) == 0
+
+
+class OnlyInfo:
+    """As much of a device as the worker's limits are made from."""
+
+    def __init__(self, info: DeviceInfo) -> None:
+        self.info = info
+
+
+def test_workers_of_one_device_share_its_memory() -> None:
+    gpu: Any = OnlyInfo(GPU)
+    assert _model_memory_bytes(WorkerConfig(), gpu) == int(0.9 * GPU.memory_total_bytes)
+    assert _model_memory_bytes(WorkerConfig(device_workers=3), gpu) == int(0.9 * GPU.memory_total_bytes) // 3
+    assert _model_memory_bytes(WorkerConfig(device_workers=3, model_memory_bytes=5), gpu) == 5, "as it was said"
+    cpu: Any = OnlyInfo(CPU)
+    assert _model_memory_bytes(WorkerConfig(device_workers=2), cpu) == host_memory_bytes() // 2 // 2
 
 
 def put_gguf(path: Path) -> None:

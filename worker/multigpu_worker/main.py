@@ -39,7 +39,7 @@ EXIT_ENGINE = 3
 EXIT_PROTOCOL = 4
 EXIT_TAKEN_OVER = 5
 # The share of the host's memory that a CPU worker's engine may take where the config doesn't say, and what its loaded
-# models may take together, of a GPU's memory or the host's.
+# models may take together, of a GPU's memory or the host's: of all workers that share it.
 MEMORY_SHARE = 0.8
 MODELS_SHARE, MODELS_SHARE_CPU = 0.9, 0.5
 READY_POLL_S = 0.05
@@ -245,8 +245,8 @@ def _model_memory_bytes(config: WorkerConfig, device: Device) -> int:
     if config.model_memory_bytes:
         return config.model_memory_bytes
     if device.info.device_id == "cpu":
-        return int(host_memory_bytes() * MODELS_SHARE_CPU)
-    return int(device.info.memory_total_bytes * MODELS_SHARE)
+        return int(host_memory_bytes() * MODELS_SHARE_CPU) // config.device_workers
+    return int(device.info.memory_total_bytes * MODELS_SHARE) // config.device_workers
 
 
 def _stats_file(config: WorkerConfig, agent: Agent) -> StatsFile | None:

@@ -130,6 +130,32 @@ def workers(place: Place) -> list[Finding]:
     return bad or ok("workers", device_columns.summary(place.workers))
 
 
+def model_memory(place: Place) -> list[Finding]:
+    """Workers that share a device share its memory too: what each takes for models is not more than there is."""
+    if isinstance(place.stats, Failure):
+        return skip("model memory", NO_MASTER)
+    sharing: dict[tuple[str, str], list[admin.Worker]] = {}
+    for worker in place.workers:
+        if worker.state != admin.WORKER_STATE_LOST and worker.model_memory_bytes:
+            sharing.setdefault((worker.host, worker.device.device_id), []).append(worker)
+    if not sharing:
+        return skip("model memory", "no connected worker tells how much it takes for models")
+    names = device_columns.short_names([worker.worker_id for worker in place.workers])
+    findings: list[Finding] = []
+    for workers_there in sharing.values():
+        total = workers_there[0].device.memory_total_bytes
+        taken = sum(worker.model_memory_bytes for worker in workers_there)
+        if total and taken > total:
+            told = " and ".join(names[worker.worker_id] for worker in workers_there)
+            device = workers_there[0].device.name
+            findings += warn(
+                "model memory",
+                f"{told}: models may take {show.size(taken)} of the {show.size(total)} that {device} has",
+                f"set device_workers = {len(workers_there)} for each worker there, or lower its model_memory_bytes",
+            )
+    return findings or ok("model memory", f"{len(sharing)} devices have as much as their workers may take for models")
+
+
 def breaker(place: Place) -> list[Finding]:
     """The fleet takes sick devices out by itself."""
     if isinstance(place.stats, Failure):
@@ -144,4 +170,4 @@ def breaker(place: Place) -> list[Finding]:
     )
 
 
-CHECKS = (master, journal, clock, worker_clocks, fleet_versions, workers, breaker)
+CHECKS = (master, journal, clock, worker_clocks, fleet_versions, workers, model_memory, breaker)

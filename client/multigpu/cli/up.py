@@ -122,8 +122,8 @@ def plan_fleet(options: dict[str, Any]) -> Fleet:
     for worker_id, device, threads in planned:
         flags = [("--master", address), ("--worker-id", worker_id), ("--device", device), ("--threads", threads)]
         flags += [("--drain-timeout-s", f"{drain_s:g}"), *passed_on]
-        if device == "cpu" and not worker.model_memory_bytes:  # each would take as much as one alone may
-            flags.append(("--model-memory-bytes", str(host_memory_bytes() // 2 // len(planned))))
+        twins = sum(other == device for _, other, _ in planned)
+        flags.append(("--device-workers", max(twins, worker.device_workers)))
         workers[worker_id] = (*(str(word) for flag in flags for word in flag), *common, worker.log_level)
     config_path = file or before.config_file
     return Fleet(
@@ -141,11 +141,6 @@ def plan_fleet(options: dict[str, Any]) -> Fleet:
         ready_file=options["ready_file"],
         log_json=log_format == "json",
     )
-
-
-def host_memory_bytes() -> int:
-    """What there is, in use or not."""
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def plan_workers(count: int | None, worker: config.WorkerConfig) -> list[tuple[str, str, int]]:
