@@ -24,6 +24,7 @@ from multigpu.repository import BatchRules, ModelSpec
 from multigpu_worker.engines import embed_tensorrt, infer_tensorrt, tensorrt_build, tensorrt_run
 from multigpu_worker.engines.artifacts import Artifact, Artifacts
 from multigpu_worker.engines.base import EngineSettings
+from multigpu_worker.engines.device_memory import DeviceMemory
 from multigpu_worker.engines.embed_backend import AheadBackend
 from multigpu_worker.engines.embed_backend import load_backend as load_embed
 from multigpu_worker.engines.infer_backend import load_backend as load_infer
@@ -79,7 +80,7 @@ def pretended_plan(graph: Path, profiles: tuple[Profile, ...], plan: Path) -> Pa
     return plan
 
 
-def runner(folder: Path, memory: HostMemory | None = None) -> PlanRunner:
+def runner(folder: Path, memory: DeviceMemory | None = None) -> PlanRunner:
     """y = 2 * x, for any number of rows of any width."""
     graph = small_graphs.save_double(folder)
     return PlanRunner(pretended_plan(graph, PROFILES, folder / "model.plan"), MODULE, memory or HostMemory())

@@ -36,10 +36,10 @@ class DeviceMemory(Protocol):
         """Begin to copy an array into a buffer of at least its size."""
 
     def download(self, buffer: Any, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Array:
-        """Begin to copy an array out of a buffer. It is whole once a later mark is reached."""
+        """Begin to copy an array out of a buffer. It is whole once a later mark has been waited for."""
 
     def mark(self) -> Callable[[], None]:
-        """What waits until all that was begun so far is done. Any thread may call it."""
+        """What waits until all that was begun so far is done. Any thread may call it, once."""
 
     def trim(self) -> None:
         """Give back to the device what is kept for later and not in use."""
@@ -53,6 +53,9 @@ class TorchMemory:
         # The only GPU that an engine process sees.
         self._device = torch.device("cuda:0")
         self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        from multigpu_worker.engines.torch_runtime import memory_errors  # noqa: PLC0415  (imports torch)
+
+        self._memory_errors = memory_errors
 
     @property
     def stream(self) -> int:
@@ -60,11 +63,8 @@ class TorchMemory:
 
     @contextlib.contextmanager
     def current(self) -> Iterator[None]:
-        try:
-            with self._torch.cuda.device(self._device), self._torch.cuda.stream(self._stream):
-                yield
-        except self._torch.OutOfMemoryError as error:
-            raise MemoryError(str(error)) from error
+        with self._memory_errors(), self._torch.cuda.device(self._device), self._torch.cuda.stream(self._stream):
+            yield
 
     def empty(self, size_bytes: int) -> Any:
         return self._torch.empty(size_bytes, dtype=self._torch.uint8, device=self._device)
@@ -97,7 +97,23 @@ class TorchMemory:
         self._torch.cuda.empty_cache()
 
 
+class PycudaBuffer:
+    """Memory of the device that is given back by whichever thread lets go of it last."""
+
+    def __init__(self, memory: "PycudaMemory", allocation: Any) -> None:
+        self._memory = memory
+        self.allocation = allocation
+
+    def __del__(self) -> None:
+        with self._memory.current():
+            self.allocation.free()
+
+
 class PycudaMemory:
+    """By pycuda. What a thread lets go of that didn't make the context is lost, and pycuda says nothing, unless the
+    context is current there: so page-locked memory and events are kept and used again, and never leave this class.
+    """
+
     def __init__(self) -> None:
         import pycuda.driver as cuda  # noqa: PLC0415  (needs the driver)
 
@@ -107,8 +123,11 @@ class PycudaMemory:
         self._context = cuda.Device(0).retain_primary_context()
         with self.current():
             self._stream = cuda.Stream()
-        # Page-locked arrays that are being copied from, until the next mark.
-        self._staged: list[Array] = []
+        # Page-locked arrays that are free, by their size, and events.
+        self._free: dict[int, list[Array]] = {}
+        self._events: list[Any] = []
+        # Page-locked arrays that are on their way since the last mark, and what they are to be copied to.
+        self._staged: list[tuple[Array, Array | None]] = []
 
     @property
     def stream(self) -> int:
@@ -125,31 +144,45 @@ class PycudaMemory:
             self._cuda.Context.pop()
 
     def empty(self, size_bytes: int) -> Any:
-        return self._cuda.mem_alloc(size_bytes)
+        return PycudaBuffer(self, self._cuda.mem_alloc(size_bytes))
 
     def address(self, buffer: Any) -> int:
-        return int(buffer)
+        return int(buffer.allocation)
 
     def upload(self, array: Array, buffer: Any) -> None:
-        staged = self._cuda.pagelocked_empty(array.nbytes, np.uint8)
-        staged[:] = _bytes_of(array)
-        self._staged.append(staged)
-        self._cuda.memcpy_htod_async(buffer, staged, self._stream)
+        if array.nbytes:
+            staged = self._stage(array.nbytes, None)
+            staged[:] = _bytes_of(array)
+            self._cuda.memcpy_htod_async(buffer.allocation, staged, self._stream)
 
     def download(self, buffer: Any, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Array:
-        array: Array = self._cuda.pagelocked_empty(shape, np.dtype(dtype))
-        self._cuda.memcpy_dtoh_async(array, buffer, self._stream)
+        array: Array = np.empty(shape, dtype)
+        if array.nbytes:
+            staged = self._stage(array.nbytes, array)
+            self._cuda.memcpy_dtoh_async(staged, buffer.allocation, self._stream)
         return array
 
+    def _stage(self, size_bytes: int, target: Array | None) -> Array:
+        """Page-locked memory of that size, taken until the next mark has been waited for."""
+        whole_bytes = 1 << max(12, (size_bytes - 1).bit_length())
+        free = self._free.setdefault(whole_bytes, [])
+        whole: Array = free.pop() if free else self._cuda.pagelocked_empty(whole_bytes, np.uint8)
+        self._staged.append((whole, target))
+        return whole[:size_bytes]
+
     def mark(self) -> Callable[[], None]:
-        event = self._cuda.Event()
+        event = self._events.pop() if self._events else self._cuda.Event()
         event.record(self._stream)
         staged, self._staged = self._staged, []
 
         def wait() -> None:
             with self.current():
                 event.synchronize()
-            staged.clear()
+            self._events.append(event)
+            for whole, target in staged:
+                if target is not None:
+                    _bytes_of(target)[:] = whole[: target.nbytes]
+                self._free[len(whole)].append(whole)
 
         return wait
 
