@@ -43,14 +43,16 @@ class Model:
             batch: list[Lease] = []
             tokens, at = 0, 0
             for _, lease in self.lines[spec]:
-                together_max = min([tasks_max, *(x.together_max for x in batch if spec.kind not in ONE_BY_ONE)])
+                together_max = min([tasks_max, *(x.together_max for x in batch)])
                 if len(batch) >= together_max:
                     break
                 if not lease.dropped:
                     if spec.kind not in ONE_BY_ONE:
                         tokens += max(1, len(lease.payload) // BYTES_PER_TOKEN)
-                        if batch and (tokens > tokens_max or len(batch) >= lease.together_max):
+                        if batch and tokens > tokens_max:
                             break
+                    if len(batch) >= lease.together_max:
+                        break
                     batch.append(lease)
                 at += 1
             del self.lines[spec][:at]

@@ -216,8 +216,8 @@ WORKER = (
     ),
     batcher(
         name="suspects go with others",
-        old="                if len(batch) >= lease.together_max:\n                    break\n"
-        "                tasks_max = min(tasks_max, lease.together_max)\n",
+        old="            if len(batch) >= lease.together_max:\n                break\n"
+        "            tasks_max = min(tasks_max, lease.together_max)\n",
         new="",
         breaks="P4: a task that ended its engine takes others down again",
     ),

@@ -1,6 +1,7 @@
 """The generate engine on a tiny model: its answers are those of plain transformers, whoever else is being answered."""
 
 import json
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from multigpu_worker.engines.generate import GenerateEngine
 from multigpu_worker.engines.generate_task import JSON
 from multigpu_worker.engines.models import ModelFolderError
 
-from tests.worker.generating import Ask, Plain, Recorder, ask, run_all, settings_of
+from tests.worker.generating import PATIENCE_S, Ask, Plain, Recorder, ask, run_all, settings_of
 from tests.worker.tiny_llama import save_tiny_llama
 
 PROMPTS = ["Hello", "a", "one two three " * 12, "Schöne Grüße"]
@@ -284,18 +285,68 @@ def test_out_of_memory_shrinks_the_steps_for_good_and_the_answers_stay(
     engine.close()
 
 
-def test_a_step_that_breaks_is_told_to_all_in_it_and_the_next_goes_on(
+def test_a_step_that_breaks_fails_the_one_that_breaks_it_and_no_other(
     engine: GenerateEngine, plain: Plain, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(*_: Any) -> Any:
-        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+    forward = type(engine._model).forward  # type: ignore[union-attr]
+    expected = [plain.greedy(prompt, 12) for prompt in ("Hello", "a")]
+    mark = next(mark for mark in "!?#%&" if plain.tokenizer(mark)["input_ids"][0] not in {*expected[0], *expected[1]})
+    (poison,) = plain.tokenizer(mark)["input_ids"]
+    steps: list[int] = []
 
+    def broken(self: Any, pieces: Any, wanted: Any) -> Any:
+        steps.append(len(pieces))
+        if any(poison in piece.token_ids for piece in pieces):
+            raise IndexError("a token that the model has no row for")
+        return forward(self, pieces, wanted)
+
+    asks = [ask(prompt, tokens_max=12) for prompt in ("Hello", "x" * 70 + mark, "a", mark)]
     with monkeypatch.context() as patch:
         patch.setattr(type(engine._model), "forward", broken)
-        with pytest.raises(RuntimeError, match="illegal memory access"):
-            run_all(engine, [ask("Hello", tokens_max=5), ask("a", tokens_max=5)])
+        with pytest.raises(IndexError, match="no row"):
+            run_all(engine, asks)
+    check(asks[0].recorder, plain, expected[0])
+    check(asks[2].recorder, plain, expected[1])
+    assert asks[1].recorder.outcome is None and asks[3].recorder.outcome is None
+    assert steps.index(1) < len(steps) - steps[::-1].index(2), "they were not together again"
     (well,) = run_all(engine, [ask("Hello", tokens_max=5)])
     check(well, plain, plain.greedy("Hello", 5))
+
+
+def test_where_the_context_is_lost_one_says_so_and_the_others_stay_for_the_agent_to_see(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lost(*_: Any) -> Any:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    engine = GenerateEngine(settings_of(folder))
+    engine.load()
+    monkeypatch.setattr(type(engine._model), "forward", lost)
+    said: list[str] = []
+
+    def run(each: Ask) -> None:
+        item = Item(1, 1, 1, each.payload, 1, b"", 0)
+        batch = Batch("generate", "", {}, "", [item])
+        try:
+            engine.run(batch, engine.prepare(batch), each.recorder)
+        except RuntimeError as error:
+            said.append(str(error))
+            told.set()
+
+    told = threading.Event()
+    asks = [ask("Hello", tokens_max=5) for _ in range(3)]
+    threads = [threading.Thread(target=run, args=(each,)) for each in asks]
+    for thread in threads:
+        thread.start()
+    assert told.wait(PATIENCE_S)
+    told.clear()
+    assert len(said) == 1 and "illegal memory access" in said[0]
+    assert sum(thread.is_alive() for thread in threads) >= 2
+    engine.close()
+    for thread in threads:
+        thread.join(PATIENCE_S)
+    assert said[1:] == ["the engine was closed"] * 2
+    assert all(each.recorder.outcome is None for each in asks)
 
 
 def test_an_answer_that_is_no_number_fails_alone(

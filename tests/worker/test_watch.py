@@ -2,7 +2,7 @@
 
 from multigpu_worker.ipc import SlotState
 from multigpu_worker.session import Lease, Spec, TaskError
-from multigpu_worker.watch import DEATHS_MAX, EngineBatch, Verdict, Watch, blame
+from multigpu_worker.watch import CLEARING_OUTPUTS, DEATHS_MAX, EngineBatch, Verdict, Watch, blame, clears, condemn
 
 DIED = TaskError(type="EngineDied", message="it died", retryable=True)
 SECOND = 1_000_000_000
@@ -89,9 +89,68 @@ def test_a_verdict_spares_the_other_slots() -> None:
     one, two = batch(1, [1, 2], one_by_one=True), batch(2, [3, 4], one_by_one=True)
     slots = [state(1, 1), state(2, 3)]
     error = TaskError(type="RunTimeout", message="", retryable=True)
-    assert blamed(slots, one, two) == ({1: "EngineDied", 3: "EngineDied"}, [2, 4])
-    verdict = Verdict(batch_id=2, lease_id=3, error=error)
+    verdict = Verdict(accused=frozenset([(2, 3)]), error=error)
     assert blamed(slots, one, two, verdict=verdict) == ({3: "RunTimeout"}, [1, 2, 4])
+
+
+def test_of_several_slots_none_is_charged_before_it_ran_alone() -> None:
+    one, two, three = (batch(n, [n], one_by_one=True) for n in (1, 2, 3))
+    slots = [state(1, 1), state(2, 2)]
+    assert blamed(slots, one, two, three) == ({}, [1, 2, 3])
+    (first,), (second,), (third,) = (list(each.leases.values()) for each in (one, two, three))
+    assert (first.suspect, second.suspect, third.suspect) == (True, True, False)
+    # The first has gone on since: the second is the one that is left, and goes first.
+    first.partials_made = CLEARING_OUTPUTS
+    assert clears(first) and not first.suspect and not clears(second)
+    assert blamed(slots, one, two) == ({}, [2, 1])
+    assert second.suspect and not first.suspect
+    assert blamed([state(2, 2)], two, one) == ({2: "EngineDied"}, [1])
+    # Twice a suspect, it stays one.
+    second.partials_made = 100
+    assert not clears(second)
+    # All of them cleared: all of them suspects again.
+    third.cleared = True
+    assert blamed([state(1, 1), state(3, 3)], one, three) == ({}, [1, 3])
+    assert first.suspect and third.suspect and not clears(first)
+
+
+def test_a_batch_that_was_being_prepared_is_accused_with_those_that_ran() -> None:
+    def one_died(*leases: Lease, prepared: int, slots: list[SlotState]) -> tuple[list[int], list[int]]:
+        batches = {n: EngineBatch(n, {lease.lease_id: lease}, True, lease.spec) for n, lease in enumerate(leases, 1)}
+        failed, again = blame(slots, batches, None, DIED, prepared)
+        return [lease.lease_id for lease, _ in failed], [lease.lease_id for lease in again]
+
+    ran, came, waited = (Lease(n, n, 1, Spec(kind="k"), b"") for n in (1, 2, 3))
+    ran.cleared = True
+    assert one_died(ran, came, waited, prepared=2, slots=[state(1, 1)]) == ([], [2, 1, 3])
+    assert (ran.suspect, came.suspect, waited.suspect) == (False, True, False)
+    assert one_died(came, prepared=1, slots=[state(0)]) == ([2], [])
+    # A batch that we don't know any more, or none: the one that ran it was.
+    assert one_died(ran, came, prepared=7, slots=[state(1, 1)]) == ([1], [2])
+
+
+def test_what_is_held_up_together_is_accused_together() -> None:
+    made = watch(progress_timeout_s=1)
+    batches = {n: batch(n, [n], one_by_one=True) for n in (1, 2, 3)}
+    for now_s in (0.0, 0.9, 1.0):
+        slots = [state(1, 1), state(2, 2), state(3, 3, beats=int(now_s * 10))]
+        verdict = made.check(int(now_s * SECOND), slots, batches, {})
+        assert (verdict is None) == (now_s < 1)
+    assert verdict is not None
+    assert verdict.accused == {(1, 1), (2, 2)} and verdict.error.type == "NoProgress"
+    failed, again = blame(slots, batches, verdict, DIED)
+    assert failed == []
+    assert [(lease.lease_id, lease.suspect) for lease in again] == [(1, True), (2, True), (3, False)]
+
+
+def test_whoever_says_that_the_context_is_lost_is_a_suspect_with_those_that_ran_beside() -> None:
+    batches = {n: batch(n, [n, n + 10], one_by_one=True) for n in (1, 2)}
+    failed, again = condemn([state(1, 0), state(2, 2)], batches, {1: DIED})
+    assert failed == []
+    assert [lease.lease_id for lease in again if lease.suspect] == [1, 2]
+    failed, again = condemn([state(0), state(0)], batches, {1: DIED})
+    assert [lease.lease_id for lease, _ in failed] == [1]
+    assert len(again) == 3
 
 
 def test_a_batch_that_runs_together_is_found_again_after_the_verdict() -> None:

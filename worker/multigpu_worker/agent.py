@@ -309,6 +309,9 @@ class Agent:
     def canary_answered(self, canary_id: int, right: bool | None, words: str) -> None:
         self.care.canary_answered(canary_id, right, words)
 
+    def room_made(self) -> None:
+        self.pump()
+
     def batch_done(self, process: EngineProcess, batch: EngineBatch, work_ns: int) -> None:
         if batch.one_by_one and batch.settled:
             self.batcher.measure(batch.spec, batch.settled, work_ns / 1e9)
@@ -425,19 +428,19 @@ class Agent:
             return self.keeper.model_of(spec) is not None
         return spec.kind in self.pool.base.host.kinds
 
-    def _target(self, spec: Spec) -> EngineProcess | None:
-        """The process that should have a batch of these now; None: none can take one."""
+    def _target(self, spec: Spec, first: Lease | None) -> EngineProcess | None:
+        """The process that should have a batch of these, which begins with `first`, now; None: none can take it."""
         if self.keeper.serves(spec.kind):
             model = self.keeper.model_of(spec)
-            return None if model is None else self.pool.target(model)
-        return self.pool.base if self.pool.base.room else None
+            return None if model is None else self.pool.target(model, first)
+        return self.pool.base if self.pool.base.takes(first) else None
 
     def pump(self) -> None:
         """Keep the engines supplied."""
         waiting: set[Spec] = set()
 
         def may(spec: Spec) -> bool:
-            if self._target(spec) is not None:
+            if self._target(spec, self.batcher.first(spec)) is not None:
                 return True
             waiting.add(spec)
             return False
@@ -446,7 +449,7 @@ class Agent:
         one_by_one = self._one_by_one | self.keeper.one_by_one
         while leases := self.batcher.pop(one_by_one=one_by_one, may=may, now_s=now_s):
             spec = leases[0].spec
-            process = self._target(spec)
+            process = self._target(spec, leases[0])
             assert process is not None
             self.sampler.begin_work()
             process.dispatch(leases, one_by_one=spec.kind in one_by_one)

@@ -141,6 +141,10 @@ class Batcher:
                 return batch
         return []
 
+    def first(self, spec: Spec) -> Lease | None:
+        """The lease that the next batch of a line begins with; None: all of it were dropped."""
+        return next((lease for _, lease in self._lines[spec] if not lease.dropped), None)
+
     def due_s(self) -> float | None:
         """After a pop that found nothing: when to pop again, though nothing else happens. None: no line is growing."""
         return self._due_s
@@ -203,9 +207,9 @@ class Batcher:
                 tokens += _tokens(lease)
                 if batch and tokens > tokens_max:
                     break
-                if len(batch) >= lease.together_max:
-                    break
-                tasks_max = min(tasks_max, lease.together_max)
+            if len(batch) >= lease.together_max:
+                break
+            tasks_max = min(tasks_max, lease.together_max)
             batch.append(lease)
             line.popleft()
         return batch

@@ -57,12 +57,13 @@ class Deaths:
     def replace(self) -> None:
         """The engine is ended by no fault of what it runs."""
         error = TaskError(type="EngineReplaced", message="the engine was replaced", retryable=True)
-        self.verdict = Verdict(batch_id=0, lease_id=0, error=error)  # no slot runs batch 0
+        self.verdict = Verdict(accused=frozenset(), error=error)
 
     def keep_back(self, failed: list[Any], *, one_by_one: bool) -> list[Any]:
         """Keeps the failures of an engine whose context is lost, till it is dead. Returns the others.
 
-        Of tasks that ran one by one only the first answers for it: those after it found the context lost.
+        Of tasks that ran one by one only the first answers for it, as far as none ran beside it: those after it found
+        the context lost.
         """
         kept = [failure for failure in failed if context_is_lost(failure[2]) or self._suspected(failure[0])]
         for lease_id, error_type, text, _, traceback in kept:
@@ -107,8 +108,8 @@ class Deaths:
         elif lost and not guilty:
             return spare(batches, next(iter(lost.values())))
         if guilty:
-            return condemn(batches, guilty)
-        return blame(death.slots, batches, verdict, died)
+            return condemn(death.slots, batches, guilty)
+        return blame(death.slots, batches, verdict, died, death.prepared)
 
     def _broke(self, death: Death, verdict: Verdict | None, lease: Lease, error: TaskError) -> bool:
         """Whether it was the attempt that took the engine, or its device's context, down with it.

@@ -57,6 +57,8 @@ class Death:
     returncode: int
     # What each slot ran at that moment, or when we began to end it.
     slots: list[ipc.SlotState]
+    # The batch that it was preparing; 0: none.
+    prepared: int = 0
     # What the GPU's MPS server has to do with it.
     fault: Fault | None = None
 
@@ -442,7 +444,7 @@ class EngineHost:
         if self._closing is not None:
             self._closing.cancel()
         slots = self.page.sample() if self._last_slots is None else self._last_slots
-        death = Death(returncode=returncode, slots=slots, fault=fault)
+        death = Death(returncode=returncode, slots=slots, prepared=self.page.prepared(), fault=fault)
         self.page.clear()
         self._blobs.reset()
         if not self._first_ready.done():

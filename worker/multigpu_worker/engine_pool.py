@@ -16,6 +16,7 @@ from multigpu.repository import ModelSpec
 from multigpu.v1 import worker_service_pb2 as pb
 
 from multigpu_worker.engine_process import EngineProcess, Owner, ProcessSettings
+from multigpu_worker.session import Lease
 
 log = structlog.get_logger()
 
@@ -69,11 +70,11 @@ class EnginePool:
             yield from processes
         yield from self._ending
 
-    def target(self, model: str) -> EngineProcess | None:
-        """The process of a model that should have the next batch; None: none can take one."""
+    def target(self, model: str, lease: Lease | None) -> EngineProcess | None:
+        """The process of a model that should have the batch that begins with this lease; None: none can take it."""
         best = None
         for process in self.models.get(model, ()):
-            if process.room and (best is None or len(process.batches) < len(best.batches)):
+            if process.takes(lease) and (best is None or len(process.batches) < len(best.batches)):
                 best = process
         return best
 

@@ -10,6 +10,7 @@ import itertools
 import time
 from collections.abc import Callable, Sequence, Sized
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, Protocol
 
 import structlog
@@ -27,7 +28,7 @@ from multigpu_worker.mps import Mps
 from multigpu_worker.sampler import Sampler
 from multigpu_worker.session import Lease, Report, ReportState, Session, TaskError
 from multigpu_worker.sharing import Sharing
-from multigpu_worker.watch import EngineBatch, Watch, running_leases
+from multigpu_worker.watch import EngineBatch, Watch, clears, running_leases
 
 log = structlog.get_logger()
 
@@ -65,6 +66,9 @@ class Owner(Protocol):
     def facts_changed(self, process: "EngineProcess", facts: dict[str, str]) -> None: ...
     def cancel(self, leases: list[Lease]) -> None: ...
     def report(self, start_ns: int, finish_ns: int, reports: list[Report], energy: Energy | None = None) -> None: ...
+    def room_made(self) -> None:
+        """A suspect is cleared: others may run beside it."""
+
     def batch_done(self, process: "EngineProcess", batch: EngineBatch, work_ns: int) -> None: ...
     def engine_died(self, process: "EngineProcess", death: Death, judged: Judgement, others: str) -> None: ...
     def canary_begun(self, canary_id: int) -> None: ...
@@ -122,8 +126,17 @@ class EngineProcess:
 
     @property
     def room(self) -> bool:
-        """It can take a batch: one for each slot, and one to prepare meanwhile."""
-        return self.host.ready and not self.retiring and len(self.batches) <= self.slots
+        """It can take a batch: one for each slot, and one to prepare meanwhile; but none beside a suspect."""
+        if not self.host.ready or self.retiring or len(self.batches) > self.slots:
+            return False
+        # A suspect's batch has no other lease.
+        return not any(lease.suspect for batch in self.batches.values() for lease in islice(batch.leases.values(), 1))
+
+    def takes(self, lease: Lease | None) -> bool:
+        """It can take a batch that begins with this lease."""
+        if lease is None or not lease.suspect:
+            return self.room
+        return self.room and all(other.cleared for batch in self.batches.values() for other in batch.leases.values())
 
     def running(self) -> list[Lease]:
         """The leases that it runs at this instant; notes how often they have moved."""
@@ -140,6 +153,8 @@ class EngineProcess:
         """Have the engine run these together."""
         spec = leases[0].spec
         batch_id = next(self._batch_ids)
+        if leases[0].suspect:
+            leases[0].partials_dispatched = leases[0].partials_made
         blobs: list[bytes] = []
         rows = [
             (
@@ -269,10 +284,12 @@ class EngineProcess:
             self.owner.session.save(leases[lease_id], data if type(data) is bytes else blobs[data])
         for lease_id, fraction, note in progress:
             leases[lease_id].fraction, leases[lease_id].note = fraction, note
+        cleared = False
         for lease_id, data in partials:
             lease = leases[lease_id]
             if not self.owner.session.partial(lease, data if type(data) is bytes else blobs[data]):
                 self.owner.cancel([lease])
+            cleared = cleared or (lease.suspect and clears(lease))
         # All of it is read before any of it counts: words that make no sense must leave every lease with its batch.
         reports = [
             Report(
@@ -294,6 +311,8 @@ class EngineProcess:
         if done:
             self.embedding_cache = embedding_cache
             self._done(batch, work_ns)
+        elif cleared:
+            self.owner.room_made()
 
     def _done(self, batch: EngineBatch, work_ns: int) -> None:
         del self.batches[batch.batch_id]
@@ -341,6 +360,7 @@ class EngineProcess:
                 how=death.words,
                 reason=judged.reason,
                 failed_task_ids=[report.lease.task_id for report in judged.reports],
+                suspect_task_ids=[lease.task_id for lease in judged.again if lease.suspect],
                 again=len(judged.again),
             )
         self.batches.clear()

@@ -311,9 +311,10 @@ class Runtime:
 
     def serve(self) -> None:
         """Serve until the agent goes away. Does not return: the process ends with it."""
-        threading.Thread(target=self._read, name="reader", daemon=True).start()
         threading.Thread(target=self._flush, name="flusher", daemon=True).start()
+        # Before anything is read: a model that is loaded opens its own.
         self._open_slots()
+        threading.Thread(target=self._read, name="reader", daemon=True).start()
         self._run(0)
 
     def _open_slots(self) -> None:
@@ -458,9 +459,12 @@ class Runtime:
             if engine is None:
                 engine = self._engines[kind] = build(kind)
                 self._engine_locks[kind] = threading.Lock()
+            self.page.view[ipc.SlotPage.PREPARED] = batch_id
             prepared = engine.prepare(batch) if items else None
+            self.page.view[ipc.SlotPage.PREPARED] = 0
             return Work(batch_id, batch, engine, prepared, lost, self._writers[durable])
         except Exception as error:  # noqa: BLE001  an engine that can't be built or can't prepare fails the batch
+            self.page.view[ipc.SlotPage.PREPARED] = 0
             return Work(batch_id, batch, None, error, lost, None)
 
     def _run(self, slot: int) -> None:

@@ -182,7 +182,7 @@ class SlotState:
 class SlotPage:
     """The shared page. The engine's side writes by `view[offset(slot) + field]`, the agent's side samples."""
 
-    BATCH, LEASE, STARTED, BEATS = range(4)
+    BATCH, LEASE, STARTED, BEATS, PREPARED = range(5)
     FIELDS = 8  # one cache line a slot, so that slots don't slow one another
 
     def __init__(self, fd: int, slots: int) -> None:
@@ -213,6 +213,10 @@ class SlotPage:
             beats = self.view[at + self.BEATS]
             if self.view[at + self.LEASE] == lease_id and self.view[at + self.BATCH] == batch_id:
                 return SlotState(batch_id=batch_id, lease_id=lease_id, started_ns=started_ns, beats=beats)
+
+    def prepared(self) -> int:
+        """The batch that is being prepared now; 0: none is. It stands in the first slot's line."""
+        return int(self.view[self.PREPARED])
 
     def clear(self) -> None:
         """Forget everything: a new engine begins."""

@@ -25,6 +25,8 @@ from multigpu_worker.energy import Energy
 GROUP_BYTES_MAX = 4 << 20
 # What a report costs beside its result.
 REPORT_BYTES = 32
+# No limit on how many leases run together.
+TOGETHER_MAX = 1 << 30
 # Checkpoints in one hello or heartbeat; the rest waits for the next one.
 CHECKPOINT_BYTES_MAX = 32 << 20
 
@@ -68,8 +70,13 @@ class Lease:
     running: bool = field(default=False, init=False)
     # Nobody wants it any more.
     dropped: bool = field(default=False, init=False)
-    # The largest batch that it may join. Less than the usual after a batch with it ended its engine.
-    together_max: int = field(default=1 << 30, init=False)
+    # The largest batch that it may join. Less than the usual after an engine ended with it; 1: it is a suspect.
+    together_max: int = field(default=TOGETHER_MAX, init=False)
+    # How often it was a suspect; and whether it is one no more, as it went on past where its engine ended.
+    suspected: int = field(default=0, init=False)
+    cleared: bool = field(default=False, init=False)
+    # Of this attempt's outputs, how many there were when it was last handed to an engine.
+    partials_dispatched: int = field(default=0, init=False)
     # How often an engine ended with it inside for no reason that could be told.
     deaths: int = field(default=0, init=False)
     fraction: float = field(default=0.0, init=False)
@@ -82,6 +89,11 @@ class Lease:
     partials: list[bytes] | None = field(default=None, init=False)
     partials_made: int = field(default=0, init=False)
     partial_bytes: int = field(default=0, init=False)
+
+    @property
+    def suspect(self) -> bool:
+        """It may have ended an engine: it runs beside none but those that are cleared."""
+        return self.together_max == 1
 
 
 class ReportState(Enum):

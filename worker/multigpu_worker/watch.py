@@ -3,20 +3,29 @@
 Pure. The agent samples what each slot runs (ipc.SlotPage) and asks `Watch.check` whether to end the engine; after a
 death, wished for or not, `blame` says which leases failed with it and which go on in the next engine.
 
-Blame is exact where it can be. Of a kind that runs one by one, the lease that ran is to blame, and no other. Of a batch
-that ran together nobody knows, so the batch is halved: its leases go on in batches at most half as large, until the one
-that ends its engine is alone, and no innocent is charged an attempt. An engine that dies while no slot runs anything
-(preparing a batch, or killed from outside) is nobody's fault, until it has happened too often to the same lease.
+Only a lease that ran alone is to blame for a death, so that no innocent is charged an attempt. Of a batch that ran
+together nobody knows, so the batch is halved: its leases go on in batches at most half as large, until the one that
+ends its engine is alone. Leases that ran one by one, but at the same time in several slots, become *suspects*: they go
+on one after the other. A suspect runs beside nobody but those that are cleared, and is cleared itself once it has told
+more outputs, as it is past the point then at which the engine died; so eight answers that are generated together are
+together again after eight first steps. Should an engine die all the same, the one that was not cleared goes first, and
+so alone; and who was a suspect too often is not cleared any more. A batch that was being prepared is accused
+with those that ran. An engine that dies while it does nothing (killed from outside) is nobody's fault, until it has
+happened too often to the same lease.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 
 from multigpu_worker.ipc import SlotState
-from multigpu_worker.session import Lease, Spec, TaskError
+from multigpu_worker.session import TOGETHER_MAX, Lease, Spec, TaskError
 
 # More than it takes to halve the largest batch down to one.
 DEATHS_MAX = 20
+# Outputs that clear a suspect: more than may get lost on their way when an engine dies.
+CLEARING_OUTPUTS = 8
+# A suspect for so many times stays one.
+SUSPECTED_MAX = 2
 
 
 @dataclass(slots=True)
@@ -35,11 +44,10 @@ class EngineBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """End the engine, because of what this slot runs."""
+    """End the engine, because of what these slots run."""
 
-    batch_id: int
-    # Of a kind that runs one by one; 0: the batch runs together.
-    lease_id: int
+    # Batch and lease of each; the lease is 0 where the batch runs together.
+    accused: frozenset[tuple[int, int]]
     error: TaskError
 
 
@@ -69,19 +77,24 @@ class Watch:
         cancelled_ns: Mapping[int, int],
     ) -> Verdict | None:
         """Say whether the engine must be ended. `cancelled_ns`: when each cancelled lease was, by the slots' clock."""
+        stalled: dict[tuple[int, int], TaskError] = {}
         for slot, state in enumerate(slots):
             batch = batches.get(state.batch_id)
             running = running_leases(state, batch)
             if not running:
                 self._beats.pop(slot, None)
                 continue
-            error = (
-                self._run_timeout(now_ns, state, running)
-                or self._no_progress(now_ns, slot, state)
-                or self._cancelled(now_ns, running, cancelled_ns)
-            )
+            accused = (state.batch_id, _lease_id(state, batch))
+            still = self._no_progress(now_ns, slot, state)
+            error = self._run_timeout(now_ns, state, running)
+            if error is None and still is not None:
+                stalled[accused] = still
+                continue
+            error = error or self._cancelled(now_ns, running, cancelled_ns)
             if error is not None:
-                return Verdict(batch_id=state.batch_id, lease_id=_lease_id(state, batch), error=error)
+                return Verdict(accused=frozenset([accused]), error=error)
+        if stalled:  # where one holds up all, it is among them
+            return Verdict(accused=frozenset(stalled), error=next(iter(stalled.values())))
         return None
 
     def _run_timeout(self, now_ns: int, state: SlotState, running: list[Lease]) -> TaskError | None:
@@ -129,29 +142,70 @@ def _lease_id(state: SlotState, batch: EngineBatch | None) -> int:
 
 
 def blame(
-    slots: Iterable[SlotState], batches: Mapping[int, EngineBatch], verdict: Verdict | None, died: TaskError
+    slots: Iterable[SlotState],
+    batches: Mapping[int, EngineBatch],
+    verdict: Verdict | None,
+    died: TaskError,
+    prepared: int = 0,
 ) -> tuple[list[tuple[Lease, TaskError]], list[Lease]]:
-    """Which leases failed with the engine, and which go on in the next one, in the order in which they came.
+    """Which leases failed with the engine, and which go on in the next one: suspects first, else as they came.
 
-    With a verdict only its slot is to blame; without one, every slot that ran something, with `died`.
+    With a verdict only the slots that it names are to blame; without one, all that ran something, with `died`, and the
+    batch that was being `prepared`.
     """
-    failed: dict[int, tuple[Lease, TaskError]] = {}
-    explained = verdict is not None
+    together: list[list[Lease]] = []
+    beside: list[Lease] = []
     for state in slots:
         batch = batches.get(state.batch_id)
-        if verdict is not None and (state.batch_id, _lease_id(state, batch)) != (verdict.batch_id, verdict.lease_id):
-            continue
-        running = running_leases(state, batch)
-        if len(running) == 1:
-            failed[running[0].lease_id] = (running[0], died if verdict is None else verdict.error)
-        for lease in running:
-            explained = True
-            lease.together_max = max(1, len(running) // 2)
-    if not explained:
+        if batch is not None and (verdict is None or (state.batch_id, _lease_id(state, batch)) in verdict.accused):
+            running = running_leases(state, batch)
+            if batch.one_by_one:
+                beside += running
+            else:
+                together.append(running)
+    if verdict is None and prepared in batches:
+        together.append(list(batches[prepared].leases.values()))
+    failed: dict[int, tuple[Lease, TaskError]] = {}
+    if verdict is None and not beside and not any(together):
         for inside in batches.values():
-            _suspect(inside, died, failed)
+            _note_death(inside, died, failed)
+    _accuse(together, beside, died if verdict is None else verdict.error, failed)
+    return list(failed.values()), _rest(batches, failed)
+
+
+def _accuse(
+    together: list[list[Lease]], beside: list[Lease], error: TaskError, failed: dict[int, tuple[Lease, TaskError]]
+) -> None:
+    """One of these ended the engine: of batches that ran together, or of leases that ran each by itself beside them.
+
+    Which one is certain only if there is one.
+    """
+    everyone = [*beside, *(lease for leases in together for lease in leases)]
+    if len(everyone) == 1:
+        failed[everyone[0].lease_id] = (everyone[0], error)
+        return
+    for leases in together:
+        for lease in leases:
+            lease.together_max = max(1, len(leases) // 2)
+    for lease in [lease for lease in beside if not lease.cleared] or (beside if not any(together) else []):
+        lease.together_max = 1
+        lease.cleared = False
+        lease.suspected += 1
+
+
+def _rest(batches: Mapping[int, EngineBatch], failed: Container[int]) -> list[Lease]:
     again = [lease for batch in batches.values() for lease in batch.leases.values() if lease.lease_id not in failed]
-    return list(failed.values()), again
+    return sorted(again, key=lambda lease: not lease.suspect)
+
+
+def clears(lease: Lease) -> bool:
+    """Clear a suspect that has told enough outputs since it was dispatched. True: it just was."""
+    told = lease.partials_made - lease.partials_dispatched
+    if not lease.suspect or lease.suspected >= SUSPECTED_MAX or told < CLEARING_OUTPUTS:
+        return False
+    lease.together_max = TOGETHER_MAX
+    lease.cleared = True
+    return True
 
 
 def spare(
@@ -169,24 +223,24 @@ def spare(
 
 
 def condemn(
-    batches: Mapping[int, EngineBatch], guilty: Mapping[int, TaskError]
+    slots: Iterable[SlotState], batches: Mapping[int, EngineBatch], guilty: Mapping[int, TaskError]
 ) -> tuple[list[tuple[Lease, TaskError]], list[Lease]]:
-    """The same for leases that said themselves what ended their engine; a batch that ran together is halved."""
-    failed, again = [], []
+    """The same for leases that said themselves what ended their engine: they found out, as did all that ran beside."""
+    running = {state.batch_id: running_leases(state, batches.get(state.batch_id)) for state in slots}
+    together: list[list[Lease]] = []
+    beside: list[Lease] = []
     for batch in batches.values():
-        together = not batch.one_by_one and len(batch.leases) > 1
-        for lease in batch.leases.values():
-            error = guilty.get(lease.lease_id)
-            if error is None or together:
-                again.append(lease)
-            else:
-                failed.append((lease, error))
-            if error is not None and together:
-                lease.together_max = max(1, len(batch.leases) // 2)
-    return failed, again
+        said = [lease for lease in batch.leases.values() if lease.lease_id in guilty]
+        if batch.one_by_one:
+            beside += said or running.get(batch.batch_id, [])
+        elif said:
+            together.append(list(batch.leases.values()))
+    failed: dict[int, tuple[Lease, TaskError]] = {}
+    _accuse(together, beside, next(iter(guilty.values())), failed)
+    return list(failed.values()), _rest(batches, failed)
 
 
-def _suspect(batch: EngineBatch, died: TaskError, failed: dict[int, tuple[Lease, TaskError]]) -> None:
+def _note_death(batch: EngineBatch, died: TaskError, failed: dict[int, tuple[Lease, TaskError]]) -> None:
     """Note that the engine died with this batch inside, and not while it ran."""
     together_max = max(1, len(batch.leases) // 2)
     for lease in batch.leases.values():

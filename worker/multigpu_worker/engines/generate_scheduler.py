@@ -7,6 +7,10 @@ join when there are blocks for their tokens, in the order in which they came, an
 If blocks run out, the sequence that came last gives its own back and waits; when it is its turn again, its tokens are
 computed anew, all at once. The one that came first is never interrupted, so there is always progress. If memory runs
 out, fewer tokens go through the model at once from then on, or fewer blocks are used.
+
+A step that breaks fails nobody who was not alone in it: its sequences go through the model one by one once, and the one
+that breaks it again is the one that fails. Where the device's context is lost with the step there is no other try in
+this process: one sequence says so, and the agent, which ends the process, sees by the slots who else was in it.
 """
 
 import threading
@@ -16,6 +20,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from multigpu_worker.cuda_errors import context_is_lost
 from multigpu_worker.engines.generate_cache import BlockPool, Piece, blocks_for
 from multigpu_worker.engines.generate_model import GenerateModel
 from multigpu_worker.engines.generate_sample import choose
@@ -41,6 +46,8 @@ class Scheduler:
         self._arrived: list[Sequence] = []
         self._arrivals = 0
         self._closed = False
+        # The device's context: no step can be made any more.
+        self._lost = False
         # In the order in which they came.
         self._waiting: deque[Sequence] = deque()
         self._running: list[Sequence] = []
@@ -72,14 +79,14 @@ class Scheduler:
         while self._take_arrivals():
             try:
                 self._step()
-            except BaseException as error:  # noqa: BLE001  whatever a step raises is charged to those that were in it
+            except BaseException as error:  # noqa: BLE001  what breaks the scheduler itself is told to all
                 self._end_all(error)
         self._end_all(RuntimeError("the engine was closed"))
 
     def _take_arrivals(self) -> bool:
         """Wait for work. False: closed."""
         with self._changed:
-            while not (self._arrived or self._waiting or self._running or self._closed):
+            while not self._closed and (self._lost or not (self._arrived or self._waiting or self._running)):
                 self._changed.wait()
             self._waiting.extend(self._arrived)
             self._arrived.clear()
@@ -115,19 +122,25 @@ class Scheduler:
         if not planned:
             return
         tokens: list[int | None] = []
-        shortage = ""
+        shortage, failure = "", None
         wanted = [index for index, (sequence, piece) in enumerate(planned) if piece.end == len(sequence.ids)]
         try:
             with memory_errors():
                 tokens = self._compute([piece for _, piece in planned], [planned[i][0] for i in wanted], wanted)
         except MemoryError as error:
             shortage = str(error) or "MemoryError"
+        except Exception as error:  # noqa: BLE001  whatever the model, or the choice of a token, stumbles over
+            failure = error
         # Out here, where the exception no longer holds on to what had been computed.
         if shortage:
             self._shrink(planned, shortage)
             return
+        if failure is not None:
+            self._doubt([sequence for sequence, _ in planned], failure)
+            return
         for sequence, piece in planned:
             sequence.computed = piece.end
+            sequence.doubted = False
         for index, token in zip(wanted, tokens, strict=True):
             self._take(planned[index][0], token)
 
@@ -163,10 +176,11 @@ class Scheduler:
         for sequence in list(self._running):
             if sequence in self._running:
                 self._make_room(sequence)
-        prefilling = sum(len(each.ids) - each.computed > 1 for each in self._running)
-        budget = max(prefilling, self._step_tokens - (len(self._running) - prefilling))
+        running = next(([each] for each in self._running if each.doubted), self._running)
+        prefilling = sum(len(each.ids) - each.computed > 1 for each in running)
+        budget = max(prefilling, self._step_tokens - (len(running) - prefilling))
         planned = []
-        for sequence in self._running:
+        for sequence in running:
             count = len(sequence.ids) - sequence.computed
             if count > 1:
                 # An equal share each; what one leaves over goes to those after it.
@@ -213,6 +227,16 @@ class Scheduler:
         except Exception as error:  # noqa: BLE001  a tokenizer that stumbles over one answer fails that one
             sequence.error = error
         self._leave(sequence)
+
+    def _doubt(self, sequences: list[Sequence], failure: Exception) -> None:
+        """A step with these broke."""
+        self._lost = context_is_lost(str(failure))
+        if len(sequences) > 1 and not self._lost:
+            for sequence in sequences:
+                sequence.doubted = True
+            return
+        sequences[0].error = failure
+        self._leave(sequences[0])
 
     def _shrink(self, planned: list[tuple[Sequence, Piece]], shortage: str) -> None:
         """Memory has run out: less of it from here on."""

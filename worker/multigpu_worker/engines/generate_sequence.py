@@ -37,6 +37,8 @@ class Sequence:
     # Its place among all that ever came.
     arrival: int = 0
     begun: bool = False
+    # A step with it and others broke: it has the next one by itself.
+    doubted: bool = False
     # Settled, cancelled or failed: the thread that waits may go.
     over: threading.Event = field(default_factory=threading.Event)
     # What ended it where its engine is at fault.
