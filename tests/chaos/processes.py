@@ -8,7 +8,7 @@ from typing import Any
 from tests.chaos.client import durable_names, names_of
 from tests.chaos.history import History, records_of
 from tests.chaos.network import Network
-from tests.fleet import Daemon, Fleet
+from tests.fleet import QUICK, Daemon, Fleet
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 HANDLERS = Path(__file__).resolve().parent / "handlers"
@@ -24,7 +24,7 @@ class ChaosFleet(Fleet):
             folder, workers=workers, handlers=["chaos_handlers"], handlers_dir=HANDLERS,
             worker_flags=["--window-tasks", "64"],
             # The network is made of namespaces of this host, and goes nowhere else.
-            master_flags=["--insecure"] if network is not None else [],
+            master_flags=[*QUICK, *(["--insecure"] if network is not None else [])],
         )  # fmt: skip
         self._env["PYTHONPATH"] += f":{ROOT}"
         self.env = self._env

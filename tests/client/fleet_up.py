@@ -49,7 +49,7 @@ class Up:
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
         try:
-            return self.process.wait(30)
+            return self.process.wait(60)
         finally:
             self.process.kill()
 
@@ -66,7 +66,7 @@ def children_of(pid: int) -> list[int]:
     return found
 
 
-def until(condition: Callable[[], Any], timeout_s: float = 20.0) -> Any:
+def until(condition: Callable[[], Any], timeout_s: float = 60.0) -> Any:
     give_up = time.monotonic() + timeout_s
     while not (value := condition()):
         assert time.monotonic() < give_up, "it never came true"

@@ -73,10 +73,12 @@ async def test_killed_child_is_started_again_at_once(record: Record) -> None:
     assert first is not None
     await until(lambda: ("worker", "up") in record.lines)
     os.kill(first, signal.SIGKILL)
-    killed_at = time.monotonic()
-    await until(lambda: child.pid not in (None, first))
-    # Generous for a machine under load; a poll or a first backoff step would show as a constant well above it.
-    assert time.monotonic() - killed_at < 0.5
+    # In turns of the loop rather than in seconds, which others on this machine may take.
+    turns = 0
+    while child.pid in (None, first):
+        turns += 1
+        assert turns < 100, "a poll, or a first step of backoff"
+        await asyncio.sleep(0.005)
     assert ("worker", "died: killed by SIGKILL; starting it again") in record.events
     await until(lambda: record.lines.count(("worker", "up")) == 2)
 

@@ -20,7 +20,7 @@ from .test_embed import embed, vectors_of
 from .test_watch import scripted_outcomes
 
 
-def until(condition: Callable[[], object], timeout_s: float = 10.0) -> None:
+def until(condition: Callable[[], object], timeout_s: float = 30.0) -> None:
     give_up = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < give_up, "waited too long"
@@ -88,18 +88,20 @@ def test_map_pulls_no_more_than_its_window_on_the_callers_thread(window: int) ->
 
 
 def test_a_slow_source_does_not_hold_up_results() -> None:
-    events = []
+    events: list[str] = []
 
     def items() -> Iterator[int]:
         for i in range(4):
-            time.sleep(0.1)
+            time.sleep(0.01)  # so slow that a chunk ends with each
+            if i == 2:
+                until(lambda: "out 0" in events)
             events.append(f"in {i}")
             yield i
 
     with ThreadedMaster() as master, multigpu.Client(master.address) as client:
         for value in client.map("echo", items()):
             events.append(f"out {value}")
-    assert events.index("out 0") < events.index("in 2")
+    assert len(events) == 8
 
 
 def test_a_source_may_use_the_client() -> None:
@@ -312,9 +314,12 @@ INTERRUPTED = {
 
 @pytest.mark.parametrize("call", INTERRUPTED)
 def test_ctrl_c_cancels_what_the_call_started(call: str) -> None:
+    # A wait in vain for confirmations is made so long that it shows on a busy machine too.
     program = textwrap.dedent(f"""
         import os, sys, threading, multigpu
+        from multigpu.run_stream import RunStream
 
+        RunStream.cancellations.__defaults__ = (60.0,)
         with multigpu.Client(sys.argv[1]) as client:
             try:
                 {INTERRUPTED[call]}
@@ -335,14 +340,15 @@ def test_ctrl_c_cancels_what_the_call_started(call: str) -> None:
         )
         try:
             until(lambda: master.inputs and not master.cancelled)
+            if call == "between":
+                assert process.stdout is not None
+                assert process.stdout.readline() == "first\n"
             time.sleep(0.3)
-            begin = time.monotonic()
             os.kill(process.pid, signal.SIGINT)
-            out, err = process.communicate(timeout=10)
+            out, err = process.communicate(timeout=30)  # and not 60: the confirmations have come
         finally:
             process.kill()
-        assert time.monotonic() - begin < 1.9, "it waited for confirmations that had come"
-        assert "first" in out if call == "between" else out == "interrupted\n", err
+        assert out == ("" if call == "between" else "interrupted\n"), err
         asked = {task.request_id for task in master.inputs} - set(master.answered)
         assert set(master.cancelled) >= asked
         assert asked

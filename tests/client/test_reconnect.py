@@ -54,7 +54,7 @@ async def test_a_restarted_master_is_invisible() -> None:
         await asyncio.sleep(0.3)
         master.gate.set()
         await master.start()
-        assert await asyncio.wait_for(asyncio.gather(*waiting), 10) == list(range(100))
+        assert await asyncio.wait_for(asyncio.gather(*waiting), 30) == list(range(100))
         assert await client.get(1) is not None
 
 
@@ -66,8 +66,8 @@ async def test_a_call_made_while_the_master_is_away_waits_for_it() -> None:
         submit = asyncio.create_task(client.submit("echo", 2))
         await asyncio.sleep(0.3)
         await master.start()
-        assert await asyncio.wait_for(run, 10) == 1
-        assert await asyncio.wait_for(submit, 10) > 0
+        assert await asyncio.wait_for(run, 30) == 1
+        assert await asyncio.wait_for(submit, 30) > 0
 
 
 async def test_closing_flushes_cancellations_first() -> None:
@@ -106,7 +106,7 @@ async def test_nobody_at_the_address() -> None:
         await anext(client.watch())
     with pytest.raises(multigpu.UnavailableError, match="mgpuctl up"):  # and again, not at once for having failed
         await client.run("echo", b"")
-    assert asyncio.get_running_loop().time() - begin < 4
+    assert asyncio.get_running_loop().time() - begin < 20
     await client.close()
 
 
@@ -163,7 +163,7 @@ async def test_closing_while_the_master_is_away() -> None:
         await master.stop()
         run = asyncio.create_task(client.run("echo", b""))
         await asyncio.sleep(0.5)
-        await asyncio.wait_for(client.close(), 5)
+        await asyncio.wait_for(client.close(), 30)
         with pytest.raises(multigpu.ClientClosedError):
             await run
 
@@ -192,5 +192,5 @@ async def test_closing_ends_calls_that_wait_for_room() -> None:
         runs = [asyncio.create_task(client.run("echo", i)) for i in range(6)]
         await until(lambda: len(master.inputs) == 2)
         await client.close()
-        results = await asyncio.wait_for(asyncio.gather(*runs, return_exceptions=True), 5)
+        results = await asyncio.wait_for(asyncio.gather(*runs, return_exceptions=True), 30)
         assert [type(result) for result in results] == [multigpu.ClientClosedError] * 6

@@ -14,7 +14,7 @@ from multigpu.v1 import task_pb2, task_service_pb2
 from .scripted_master import Reply, ScriptedMaster, Spec, Task, echo, failed
 
 
-async def until(condition: Callable[[], object], timeout_s: float = 5.0) -> None:
+async def until(condition: Callable[[], object], timeout_s: float = 30.0) -> None:
     async with asyncio.timeout(timeout_s):
         while not condition():
             await asyncio.sleep(0.005)

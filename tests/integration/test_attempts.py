@@ -15,7 +15,7 @@ from tests.fleet import Fleet, refused, until
 
 FLEET = {
     "handlers": ["trial_handlers"],
-    "worker_flags": ["--engine-memory-bytes", "1GiB", "--slots", "2", "--result-bytes-max", "1MiB"],
+    "worker_flags": ["--engine-memory-bytes", "600MiB", "--slots", "2", "--result-bytes-max", "1MiB"],
 }
 
 SUCCEEDED = task_pb2.OUTCOME_STATE_SUCCEEDED
@@ -85,9 +85,9 @@ def test_retries_wait_longer_each_time_and_get_the_checkpoint(fleet: Fleet) -> N
 
 def test_backoff_has_a_limit(fleet: Fleet) -> None:
     began = time.monotonic()
-    (task_id,) = fleet.submit("trial.raise", b"", attempts_max=10, backoff_initial=SOON, backoff_max=SOON)
-    assert fleet.outcome(task_id).attempts == 10
-    assert time.monotonic() - began < 5
+    (task_id,) = fleet.submit("trial.raise", b"", attempts_max=14, backoff_initial=SOON, backoff_max=SOON)
+    assert fleet.outcome(task_id).attempts == 14
+    assert time.monotonic() - began < 30  # without one it would be a minute at least
 
 
 def test_a_deadline_ends_a_task_wherever_it_is(fleet: Fleet, tmp_path: Path) -> None:

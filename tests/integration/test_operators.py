@@ -67,7 +67,7 @@ def test_workers_are_told_with_what_they_are_and_do(fleet: Fleet, tmp_path: Path
     assert worker.device.device_id == "cpu"
     assert 0 < worker.telemetry.memory_used_bytes < worker.device.memory_total_bytes
     assert "trial.gate" in {c.kind for c in worker.capabilities}
-    assert time.time() - worker.last_heartbeat_time.seconds < 5
+    assert time.time() - worker.last_heartbeat_time.seconds < 60
     (tmp_path / "gate").touch()
     fleet.outcome(task_id)
     until(lambda: fleet.worker("w0").succeeded >= 1)

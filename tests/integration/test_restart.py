@@ -5,6 +5,7 @@ import signal
 import sqlite3
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from grpc_health.v1 import health_pb2
 from multigpu.v1 import admin_service_pb2 as admin_pb
 from multigpu.v1 import task_pb2, task_service_pb2
 
-from tests.fleet import Fleet, refused, until
+from tests.fleet import QUICK, Fleet, refused, until
 from tests.integration.streams import Feed, collect, run_frame
 
 FLEET = {"handlers": ["trial_handlers"]}
@@ -237,19 +238,19 @@ def test_a_restart_under_load_is_seen_by_nobody(fleet: Fleet, number: int, ephem
 
 def test_sigterm_ends_the_daemons_with_0_in_bounded_time(tmp_path: Path) -> None:
     with Fleet(tmp_path, workers=1, handlers=["trial_handlers"]) as fleet:
-        streams = [fleet.tasks.Run(Feed(), timeout=30), fleet.tasks.Watch(task_service_pb2.WatchRequest(), timeout=30)]
+        streams = [fleet.tasks.Run(Feed(), timeout=60), fleet.tasks.Watch(task_service_pb2.WatchRequest(), timeout=60)]
         next(streams[1])
         fleet.submit("trial.hang", b"")
         until(lambda: fleet.worker("w0").leases == 1)
         began = time.monotonic()
-        assert fleet.master.stop(10) == 0
-        assert time.monotonic() - began < 5
+        assert fleet.master.stop(30) == 0
+        assert time.monotonic() - began < 15  # the calls would go on for 60
         fleet.start_master()
         fleet.wait_for_workers()
         began = time.monotonic()
         # Two seconds to drain (--drain-timeout-s), for a task that never ends.
-        assert fleet.workers["w0"].stop(15) == 0
-        assert time.monotonic() - began < 8
+        assert fleet.workers["w0"].stop(30) == 0
+        assert time.monotonic() - began < 20
         assert not fleet.faults()
 
 
@@ -347,8 +348,17 @@ def test_a_worker_that_is_told_to_stop_finishes_or_hands_back_and_is_charged_for
     fleet.wait_for_workers()
 
 
-def test_a_master_that_was_away_for_a_while_blames_nobody(fleet: Fleet) -> None:
+@pytest.fixture(scope="module")
+def quick(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    """A fleet that loses who is silent for a second."""
+    with Fleet(tmp_path_factory.mktemp("quick"), handlers=["trial_handlers"], master_flags=QUICK) as running:
+        yield running
+        assert not running.faults()
+
+
+def test_a_master_that_was_away_for_a_while_blames_nobody(quick: Fleet) -> None:
     """A suspended machine, a debugger: when it comes back it hears what was said meanwhile before it judges."""
+    fleet = quick
     requeued = fleet.stats().requeued
     ids = fleet.submit("trial.nap", *(b"%d" % n for n in range(20)), parameters={"seconds": "0.1"})
     until(lambda: all(w.leases for w in fleet.list_workers()))
@@ -360,8 +370,9 @@ def test_a_master_that_was_away_for_a_while_blames_nobody(fleet: Fleet) -> None:
     assert fleet.stats().requeued == requeued
 
 
-def test_a_worker_that_was_away_for_a_while_is_taken_back(fleet: Fleet, tmp_path: Path) -> None:
+def test_a_worker_that_was_away_for_a_while_is_taken_back(quick: Fleet, tmp_path: Path) -> None:
     """It was given up for lost and its task moved; when it comes back its word about that task no longer counts."""
+    fleet = quick
     gate = tmp_path / "gate"
     (task_id,) = fleet.submit("trial.gate", str(gate).encode(), request_ids=["away"])
     first = where_it_runs(fleet, "away")

@@ -142,4 +142,4 @@ def test_nobody_at_the_address_is_said_in_time() -> None:
     began = time.monotonic()
     with multigpu.Client("127.0.0.1:1", connect_timeout_s=0.5) as client, pytest.raises(multigpu.UnavailableError):
         client.run("echo", b"")
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 15

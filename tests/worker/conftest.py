@@ -31,7 +31,7 @@ class WorkerProcess:
     def engine_pids(self) -> list[int]:
         return [int(pid) for pid in Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()]
 
-    async def wait(self, timeout_s: float = 20.0) -> int:
+    async def wait(self, timeout_s: float = 60.0) -> int:
         async with asyncio.timeout(timeout_s):
             return await self.process.wait()
 
@@ -64,7 +64,7 @@ async def start_worker(tmp_path: Path) -> AsyncIterator[StartWorker]:
         log_path = tmp_path / f"worker-{len(started)}.log"
         environment = {**os.environ, **(env or {})}
         if pythonpath is not None:
-            environment["PYTHONPATH"] = str(pythonpath)
+            environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(pythonpath), os.environ.get("PYTHONPATH")]))
         with log_path.open("wb") as log:
             process = await asyncio.create_subprocess_exec(
                 sys.executable,

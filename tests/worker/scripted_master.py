@@ -77,12 +77,12 @@ class Stream:
     def revoke(self, *lease_ids: int) -> None:
         self.send(revocations=[pb.Revocation(lease_id=lease_id, reason="test") for lease_id in lease_ids])
 
-    async def until(self, condition: Callable[[], object], timeout_s: float = 20.0) -> None:
+    async def until(self, condition: Callable[[], object], timeout_s: float = 60.0) -> None:
         async with asyncio.timeout(timeout_s):
             async with self.changed:
                 await self.changed.wait_for(condition)
 
-    async def reported(self, *lease_ids: int, timeout_s: float = 20.0) -> list[Word]:
+    async def reported(self, *lease_ids: int, timeout_s: float = 60.0) -> list[Word]:
         await self.until(lambda: all(lease_id in self.reports for lease_id in lease_ids), timeout_s)
         return [self.reports[lease_id] for lease_id in lease_ids]
 
@@ -140,7 +140,7 @@ class ScriptedMaster(WorkerServiceServicer):
     def address(self) -> str:
         return f"127.0.0.1:{self.port}"
 
-    async def stream(self, timeout_s: float = 20.0) -> Stream:
+    async def stream(self, timeout_s: float = 60.0) -> Stream:
         async with asyncio.timeout(timeout_s):
             return await self.streams.get()
 
@@ -152,7 +152,7 @@ class ScriptedMaster(WorkerServiceServicer):
         stream = Stream(first.hello)
         welcome = pb.Welcome(session_id=f"s{time.monotonic_ns()}", version="scripted")
         welcome.heartbeat_interval.FromNanoseconds(int(self.heartbeat_s * 1e9))
-        welcome.session_timeout.FromSeconds(5)
+        welcome.session_timeout.FromSeconds(20)
         welcome.adopted_lease_ids.extend(self.adopt(first.hello))
         stream.frame = 1
         await context.write(pb.SessionResponse(welcome=welcome, frame=1))

@@ -66,7 +66,7 @@ def broke(stream: Stream, lease_id: int) -> bool:
 
 
 async def until(condition: Callable[[], object], what: str) -> None:
-    end_s = time.monotonic() + 20.0
+    end_s = time.monotonic() + 60.0
     while not condition():
         assert time.monotonic() < end_s, f"waited in vain for {what}"
         await asyncio.sleep(0.02)
@@ -87,7 +87,7 @@ async def test_a_sick_device_is_told_at_once_gives_all_back_and_returns_by_itsel
         gpus.recovery_action(0, 1)
         gpus.xid(0, 95)
         words = await stream.reported(1, 2, 3)
-        assert time.monotonic() - begun_s < 5.0, "not at the interval of heartbeats, which is 30 s"
+        assert time.monotonic() - begun_s < 20.0, "not at the interval of heartbeats, which is 30 s"
         assert {word.state for word in words} == {RETURNED}
         told = next(i for i, event in enumerate(stream.events) if event == ("report", 1))
         sick = [i for i, event in enumerate(stream.events) if event == "heartbeat"]

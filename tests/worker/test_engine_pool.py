@@ -142,7 +142,7 @@ async def test_room_is_made_by_the_least_recently_used_and_is_really_free(
     answer = await ask(stream, 5, "d")  # b was used least recently, then a
     assert answer.words == "I am d"
     while Path(f"/proc/{pids['b']}").exists():
-        assert time.monotonic() - began_s < 5
+        assert time.monotonic() - began_s < 20
         await asyncio.sleep(0.01)
     await stream.until(lambda: len(ready(stream)) <= 3 and "d" in ready(stream) and "b" not in ready(stream))
     await stream.until(lambda: sum(entry.memory_bytes for entry in resident(stream).values()) <= 150 * MIB)

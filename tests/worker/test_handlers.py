@@ -4,7 +4,6 @@ import asyncio
 import json
 import os
 import signal
-import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -95,7 +94,7 @@ async def test_generators(worker: Start) -> None:
 async def test_a_partial_does_not_wait_for_the_next_one(worker: Start) -> None:
     _, stream = await worker()
     stream.lease([(1, b"")], kind="t.slow_stream")
-    await stream.until(lambda: stream.partials, timeout_s=5)
+    await stream.until(lambda: stream.partials, timeout_s=20)  # the next one takes 30 s
 
 
 async def test_exceptions(worker: Start) -> None:
@@ -188,12 +187,12 @@ async def test_heartbeats_go_on_while_user_code_spins(worker: Start) -> None:
     stream.lease([(1001, b"")], kind="t.spin")
     await stream.until(lambda: any(h.leases and h.leases[0].running for h in stream.heartbeats))
     before = len(stream.heartbeats)
-    await stream.until(lambda: len(stream.heartbeats) > before + 5, timeout_s=5)
+    await stream.until(lambda: len(stream.heartbeats) > before + 5)
 
 
 async def test_no_progress(worker: Start) -> None:
-    _, stream = await worker("--progress-timeout-s", "0.4")
-    (good,) = await run(stream, "t.progress", b"20")  # 1 s in all, but it moves
+    _, stream = await worker("--progress-timeout-s", "1")
+    (good,) = await run(stream, "t.progress", b"30")  # 1.5 s in all, but it moves
     assert good.result == b"done"
     (report,) = await run(stream, "t.hang", b"")
     assert (report.error.type, report.error.retryable) == ("NoProgress", True)
@@ -220,9 +219,6 @@ async def test_memory_that_no_limit_sees_is_seen_by_the_agent(worker: Start) -> 
 async def test_slots_run_at_the_same_time(worker: Start) -> None:
     _, stream = await worker("--slots", "4")
     await still_works(stream)
-    began_s = time.monotonic()
-    await run(stream, "t.nap", *[b"0.5"] * 4)
-    assert time.monotonic() - began_s < 1.5  # one after the other would take 2
     stream.lease([(2000 + n, b"30") for n in range(4)], kind="t.nap")
     stream.lease([(3000, b"still")], kind="t.upper")
     await stream.until(lambda: sum(held.running for held in stream.heartbeats[-1].leases) == 4)

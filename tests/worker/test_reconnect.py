@@ -154,7 +154,7 @@ async def test_waits_for_a_master(start_worker: StartWorker) -> None:
     await master.start()
     began_s = time.monotonic()
     stream = await master.stream()
-    assert time.monotonic() - began_s < 4  # the longest delay is 2 s, and a machine may be busy
+    assert time.monotonic() - began_s < 15  # the longest delay is 2 s, and a machine may be busy
     stream.lease([(1, b"x")], kind="echo")
     await stream.reported(1)
     assert worker.process.returncode is None
@@ -170,7 +170,7 @@ async def test_drain_finishes_what_is_held(
     stream.lease([(1, b"0.5"), (2, b"0.1")], kind="sleep")
     await running(stream, 1)
     worker.signal(signum)
-    await stream.until(lambda: stream.heartbeats[-1].draining, timeout_s=0.5)
+    await stream.until(lambda: stream.heartbeats[-1].draining)
     assert await worker.wait() == 0
     assert [stream.reports[n].result for n in (1, 2)] == [b"0.5", b"0.1"]
 
@@ -195,7 +195,7 @@ async def test_second_signal_stops_at_once(master: ScriptedMaster, start_worker:
     began_s = time.monotonic()
     worker.signal(signal.SIGTERM)
     assert await worker.wait() == 0
-    assert time.monotonic() - began_s < 5
+    assert time.monotonic() - began_s < 15  # and not 30
     assert stream.reports[1].state == pb.REPORT_STATE_RETURNED
 
 
@@ -217,7 +217,7 @@ async def test_the_engine_dies_with_its_agent(
     (engine,) = worker.engine_pids()
     worker.signal(signal.SIGKILL)
     await worker.wait()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         while Path(f"/proc/{engine}").exists() and "State:\tZ" not in Path(f"/proc/{engine}/status").read_text():
             await asyncio.sleep(0.01)
 
