@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from google.protobuf.message import DecodeError
+from google.protobuf.message import DecodeError, EncodeError
 
 from multigpu.errors import INVALID_ARGUMENT, InvalidTaskError, TransportError
 from multigpu.options import Input
@@ -41,6 +41,8 @@ DTYPES = {
     "float32": 4,
     "float64": 8,
 }
+# What protobuf can write.
+_MESSAGE_BYTES_MAX = (1 << 31) - 1
 
 
 def tensor_of(name: str, array: ArrayLike) -> infer_pb2.Tensor:
@@ -54,6 +56,8 @@ def tensor_of(name: str, array: ArrayLike) -> infer_pb2.Tensor:
     dtype = values.dtype.name
     if dtype not in DTYPES:
         raise ValueError(f"the tensor {name!r} has elements of type {dtype}: make them one of {', '.join(DTYPES)}")
+    if values.nbytes > _MESSAGE_BYTES_MAX:
+        raise ValueError(f"the tensor {name!r} has {values.nbytes:,} bytes, more than any task can hold: split it")
     little = values if dtype == BFLOAT16 else values.astype(values.dtype.newbyteorder("<"), copy=False)
     return infer_pb2.Tensor(name=name, dtype=dtype, shape=values.shape, data=little.tobytes())
 
@@ -86,6 +90,8 @@ def input_of(inputs: Mapping[str, ArrayLike], outputs: Sequence[str]) -> tuple[b
         payload = infer_pb2.InferPayload(inputs=tensors, outputs=outputs).SerializeToString()
     except (ValueError, DecodeError) as error:
         raise InvalidTaskError(INVALID_ARGUMENT, str(error)) from error
+    except EncodeError as error:
+        raise InvalidTaskError(INVALID_ARGUMENT, "the inputs are more than any task can hold: split them") from error
     examples = {tensor.shape[0] if tensor.shape else 1 for tensor in tensors}
     return payload, max(1, examples.pop()) if len(examples) == 1 else 1
 

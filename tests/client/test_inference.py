@@ -100,6 +100,8 @@ async def test_what_no_model_could_take_is_not_sent() -> None:
             await client.infer("m", {})
         with pytest.raises(multigpu.InvalidTaskError, match="complex128"):
             await client.infer("m", {"x": [1j]})
+        with pytest.raises(multigpu.InvalidTaskError, match=r"'x' has 2,147,483,648 bytes, .*split it"):
+            await client.infer("m", {"x": np.broadcast_to(np.float32(0), (1 << 29,))})
         with pytest.raises(multigpu.InvalidTaskError, match="'x' is no array"):
             await client.infer("m", {"x": [[1, 2], [3]]})
         with pytest.raises(TypeError, match="dict of arrays"):
