@@ -10,6 +10,9 @@ favourites. While it runs, what every worker has loaded is sampled. In the end:
 - there were no more loadings than a cache of the same room, that unloads the least recently used model and serves the
   same tasks one by one, would have made: the bound on thrash that is stated here. (In a run of a few seconds first
   loadings count for more: one cache holds a model once, workers that share the work may each have to load it.)
+
+`--again` restarts the fleet and sends the same load once more: by then it is known what each model takes, although the
+processes are others, and there are no first loadings.
 """
 
 import argparse
@@ -168,8 +171,9 @@ def watch(fleet: Fleet, run: Run, ended: threading.Event) -> None:
 
 
 def measure_one(folder: Path, names: list[str]) -> int:
-    """What the largest toys take, as a worker measures it."""
-    with Fleet(folder, workers=1, worker_flags=("--model-repository", str(folder.parent / "models"))) as fleet:
+    """What a toy takes, as a worker measures it; no later one knows of it."""
+    flags = ("--model-repository", str(folder.parent / "models"), "--artifacts-dir", str(folder / "artifacts"))
+    with Fleet(folder, workers=1, worker_flags=flags) as fleet:
         fleet.admin.LoadModel(admin_pb.LoadModelRequest(model=names[0]), timeout=20)
 
         def ready() -> int:
@@ -199,15 +203,22 @@ async def send(address: str, asked: list[tuple[float, str]], run: Run) -> None:
         run.wall_s = time.monotonic() - began_s
 
 
-def drive(folder: Path, seconds: float, seed: int, scale: float) -> tuple[Run, list[str], int]:
-    """The whole run: what was seen, what was asked in order, the room of one worker."""
+def drive(folder: Path, seconds: float, seed: int, scale: float) -> tuple[Run, list[tuple[float, str]], int]:
+    """The whole run: what was seen, what was asked and when, the room of one worker."""
     dice = random.Random(seed)
     names = repository(folder / "models", dice, scale)
     size = int((folder / "models" / names[0] / "model.toml").read_text().split('size_bytes = "')[1].split('"')[0])
     room = ROOM * (measure_one(folder / "one", names) - size + 14 * MIB)
+    asked = list(load(names, dice, seconds))
+    return send_all(folder, asked, room, "fleet"), asked, room
+
+
+def send_all(folder: Path, asked: list[tuple[float, str]], room: int, name: str) -> Run:
+    """A fleet of its own is asked for the models that are in the folder by now."""
     flags = ("--model-repository", str(folder / "models"), "--model-memory-bytes", str(room))
-    run, asked, ended = Run(), list(load(names, dice, seconds)), threading.Event()
-    with Fleet(folder / "fleet", workers=WORKERS, worker_flags=flags) as fleet:
+    flags += ("--artifacts-dir", str(folder / "artifacts"))
+    run, ended = Run(), threading.Event()
+    with Fleet(folder / name, workers=WORKERS, worker_flags=flags) as fleet:
         watcher = threading.Thread(target=watch, args=(fleet, run, ended))
         watcher.start()
         try:
@@ -216,10 +227,10 @@ def drive(folder: Path, seconds: float, seed: int, scale: float) -> tuple[Run, l
         finally:
             ended.set()
             watcher.join()
-    return run, [name for _, name in asked], room
+    return run
 
 
-def judge(run: Run, asked: list[str], room: int, *, first_loads: int = 0) -> tuple[int, int]:
+def judge(run: Run, asked: list[tuple[float, str]], room: int, *, first_loads: int = 0) -> tuple[int, int]:
     """AssertionError: a promise was broken. Returns the loadings, and the bound.
 
     `first_loads`: how many loadings more than a cache's are allowed.
@@ -228,7 +239,7 @@ def judge(run: Run, asked: list[str], room: int, *, first_loads: int = 0) -> tup
     assert run.tasks == len(asked)
     assert not run.over, run.over[:3]
     loads = sum(run.loads.values())
-    bound = lru_loads(asked, run.sizes, WORKERS * room) + first_loads
+    bound = lru_loads([name for _, name in asked], run.sizes, WORKERS * room) + first_loads
     assert loads <= bound, f"{loads} loadings; at most {bound} are allowed"
     return loads, bound
 
@@ -238,9 +249,18 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=60.0, help="how long tasks are sent")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--scale", type=float, default=1.0, help="of the loading times")
+    parser.add_argument("--again", action="store_true", help="once more, after a restart")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         run, asked, room = drive(Path(folder), args.seconds, args.seed, args.scale)
+        tell(run, asked, room)
+        if args.again:
+            print("again, after a restart:")
+            tell(send_all(Path(folder), asked, room, "again"), asked, room)
+    return 0
+
+
+def tell(run: Run, asked: list[tuple[float, str]], room: int) -> None:
     loads, bound = judge(run, asked, room)
     print(
         f"{run.tasks:,} tasks for {MODELS} models in {run.wall_s:.1f} s, all right; room {room / MIB:.0f} MiB a worker"
@@ -252,7 +272,6 @@ def main() -> int:
         print(f"{worker} was loading for {seconds / run.wall_s:.0%} of the time")
     p50, p99, most = (percentile(run.took_s, share) for share in (0.5, 0.99, 1.0))
     print(f"from sending to the answer: p50 {p50 * 1e3:.0f} ms, p99 {p99 * 1e3:.0f} ms, most {most * 1e3:.0f} ms")
-    return 0
 
 
 if __name__ == "__main__":
