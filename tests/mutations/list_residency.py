@@ -59,6 +59,12 @@ RESIDENCY = (
         breaks="a heartbeat that was on its way ends an unloading that has not begun",
     ),
     stories(
+        name="a worker's guess is not heard",
+        old="guess = offered.expected_bytes or offered.files_bytes",
+        new="guess = offered.files_bytes",
+        breaks="a model is given to a worker that expects to have no room for it",
+    ),
+    stories(
         name="the name stands for any version",
         old=" for model_id, m in self.offered.items() if m.current or not m.version}",
         new=" for model_id, m in self.offered.items()}",
