@@ -3,13 +3,16 @@
 Nothing here imports grpc, numpy or rich: `mgpuctl --help` must answer at once, and `up` must fork without them.
 """
 
+import errno
+import os
 import signal
 import sys
 
 import click
 
+from multigpu.cli import show
 from multigpu.cli.commands import LazyGroup
-from multigpu.cli.failures import EXIT_CODES, INTERRUPTED, TERMINATED
+from multigpu.cli.failures import EXIT_CODES, INTERRUPTED, TERMINATED, Failure
 from multigpu.cli.options import CONFIG_HELP, MASTER_HELP, Globals
 
 COMMANDS = {
@@ -74,6 +77,10 @@ def cli(context: click.Context, master: str | None, config_file: str | None) -> 
     context.obj = Globals(master=master, config_file=config_file)
 
 
+# What a full disk, a stream that was closed, and a broken device answer.
+UNWRITABLE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EBADF, errno.EIO})
+
+
 class TerminatedError(KeyboardInterrupt):
     """SIGTERM: ends a command as Ctrl-C does, with what it started cancelled and no half-written file left."""
 
@@ -81,6 +88,7 @@ class TerminatedError(KeyboardInterrupt):
 def main() -> None:
     """The entry point of mgpuctl."""
     signal.signal(signal.SIGTERM, _terminate)
+    _open_streams()
     try:
         exit_code = cli.main(prog_name="mgpuctl", standalone_mode=False)
     except click.exceptions.Abort as error:
@@ -88,7 +96,22 @@ def main() -> None:
     except click.ClickException as error:
         error.show()
         sys.exit(error.exit_code)
+    except OSError as error:
+        if error.errno not in UNWRITABLE or error.filename is not None:
+            raise
+        show.give_up_stdout()
+        show.note(f"mgpuctl: can't write: {error.strerror}")
+        sys.exit(Failure.exit_code)
     sys.exit(exit_code if isinstance(exit_code, int) else 0)
+
+
+def _open_streams() -> None:
+    """Put something where a standard stream was closed: else the next file or socket would take its place."""
+    for name, flags in (("stdin", os.O_RDONLY), ("stdout", os.O_RDONLY), ("stderr", os.O_WRONLY)):
+        if getattr(sys, name) is None:
+            # What is written to such a stdout is an error, and not lost unseen.
+            stream = os.fdopen(os.open(os.devnull, flags), "r" if name == "stdin" else "w")
+            setattr(sys, name, stream)
 
 
 def _terminate(*_: object) -> None:

@@ -7,10 +7,9 @@ and the rows into a table, JSON, CSV and a picture. docs/bench.md explains every
 import asyncio
 import contextlib
 import os
-import shutil
+import signal
 import socket
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from multigpu import classification, embedding, inference
 from multigpu.cli import bench_plot, show
 from multigpu.cli.bench_fleet import Crew, connected_workers, own_fleet
 from multigpu.cli.bench_plain import Plain
-from multigpu.cli.bench_rows import TABLE, Row, fit, to_csv
+from multigpu.cli.bench_rows import OPTIONAL, TABLE, Row, plural, table_row, to_csv
 from multigpu.cli.bench_run import Bench, Grid
 from multigpu.cli.bench_source import Arrays, Singles, Source, Texts, read_pairs, read_pictures, read_texts
 from multigpu.cli.commands import Command
@@ -104,7 +103,9 @@ def output(context: click.Context, parameter: click.Parameter, value: str | None
 @click.option(
     "--concurrency", "concurrencies", default="1,16", callback=numbers, metavar="N,…", help="Callers.  [1,16]"
 )
-@click.option("--items", type=click.IntRange(1), default=512, show_default=True, help="Texts, or examples, in a round.")
+@click.option(
+    "--items", type=click.IntRange(1), default=512, show_default=True, help="In a round; at least 2 tasks a caller."
+)
 @click.option("--rounds", type=click.IntRange(1), default=3, show_default=True, help="Of the fleet and the plain loop.")
 @click.option("--kind", help="What to measure: embed, infer, classify, a handler's kind.  [default: what MODEL is for]")
 @click.option("--texts", metavar="FILE", help="Texts, one a line.  [default: sentences of Python's library]")
@@ -146,7 +147,7 @@ def bench(address: str, as_json: bool, **options: Any) -> None:
             ]
             with measuring(address, options, quiet=as_json) as measured:
                 try:
-                    asyncio.run(measured.run())
+                    run(measured.run())
                 except (KeyboardInterrupt, MultigpuError, Failure) as error:
                     if not measured.rows:
                         raise
@@ -160,13 +161,41 @@ def bench(address: str, as_json: bool, **options: Any) -> None:
         raise TasksFailed(f"{len(failed)} of {len(measured.rows)} combinations could not be run")
 
 
+def run(work: Coroutine[Any, Any, None]) -> None:
+    """As asyncio.run. SIGTERM ends it as Ctrl-C does, at a point where it waits, and is raised again afterwards."""
+    before = signal.getsignal(signal.SIGTERM)
+    terminated = False
+
+    async def until_terminated() -> None:
+        task = asyncio.current_task()
+        assert task is not None
+
+        def end() -> None:
+            nonlocal terminated
+            terminated = True
+            task.cancel()
+
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, end)
+        await work
+
+    try:
+        asyncio.run(until_terminated())
+    except asyncio.CancelledError:
+        if not terminated:
+            raise
+        signal.signal(signal.SIGTERM, before)
+        signal.raise_signal(signal.SIGTERM)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 @contextlib.contextmanager
 def measuring(address: str, options: dict[str, Any], *, quiet: bool) -> Iterator[Bench]:
     """All that it takes: a fleet, examples, the plain loop. Raises Failure, UsageError."""
     config_file = (click.get_current_context().find_object(Globals) or Globals()).config_file
     with contextlib.ExitStack() as stack:
         if options["workers"]:
-            show.note(f"starting {options['workers']} workers")
+            show.note(f"starting {plural(options['workers'], 'worker')}")
             fleet = own_fleet(options["workers"], options["served"], options["handlers"], config_file)
             address = stack.enter_context(fleet)
         workers = connected_workers(address)
@@ -178,8 +207,7 @@ def measuring(address: str, options: dict[str, Any], *, quiet: bool) -> Iterator
         pairs = read_pairs(options["pairs"]) if options["pairs"] else None
         no_plain = why_no_plain(options, crew)
         plain = None if no_plain else stack.enter_context(plain_of(options, crew, config_file))
-        total = grid.combinations * options["items"] * options["rounds"]
-        progress = stack.enter_context(Progress("items", total, quiet=quiet))
+        progress = stack.enter_context(Progress("items", grid.items_in_all, quiet=quiet))
         progress.begin()
         yield Bench(
             address=address,
@@ -246,7 +274,7 @@ def grid_of(options: dict[str, Any], crew: Crew, kind: str) -> Grid:
 
 def source_of(options: dict[str, Any], grid: Grid) -> Source:
     """What is sent. Raises Failure."""
-    wanted = (grid.combinations + 1) * grid.rounds * grid.items
+    wanted = grid.items_in_all * 2  # warm-ups among them
     if grid.kind == inference.KIND:
         return Arrays(read_inputs(options["inputs"]))
     if grid.kind == embedding.KIND:
@@ -292,9 +320,8 @@ def tell(measured: Bench, *, as_json: bool, complete: bool) -> None:
         fleet = {"workers": sorted(crew.worker_ids), "device": crew.device, "products": list(crew.products)}
         show.value({"fleet": fleet, "complete": complete, "rows": [row.plain() for row in rows]})
     else:
-        show.note(f"{len(crew.worker_ids)} workers on {', '.join(crew.products)}")
-        columns, cells = fit(rows, shutil.get_terminal_size().columns if sys.stdout.isatty() else None)
-        table(columns, cells, right=TABLE[3:])
+        show.note(f"{plural(len(crew.worker_ids), 'worker')} on {', '.join(crew.products)}")
+        table(TABLE, [table_row(row) for row in rows], right=TABLE[3:], optional=OPTIONAL)
     for text in remarks(rows):
         show.note(text)
     if not complete:

@@ -21,6 +21,8 @@ from multigpu.cli import show
 UNKNOWN = "n/a"
 # Below it a rate is told with two digits behind the point.
 RATE_WITHOUT_FRACTION = 10
+# Below it a ratio is told with two digits that count.
+RATIO_WITH_TWO_DIGITS = 0.1
 
 
 def percentile(values: Sequence[float], p: float) -> float:
@@ -128,10 +130,6 @@ OPTIONAL = (
     *("MEMORY", "J/ITEM", "MIN MS", "MEAN", "P95", "MAX", "TOKENS/S", "BUSY"),
     *("P99", "SPEARMAN", "TOP-1", "COSINE", "P50", "PRECISION", "ENGINE"),
 )
-# Between columns.
-GAP = 2
-# A model's name is folded to this.
-MODEL_WIDTH_MIN = 12
 
 
 def table_row(row: Row) -> tuple[str, ...]:
@@ -142,9 +140,9 @@ def table_row(row: Row) -> tuple[str, ...]:
     times = dataclasses.astuple(row.latency)
     return (
         *head,
-        _number(row.items_per_s, ",.0f" if (row.items_per_s or 0) >= RATE_WITHOUT_FRACTION else ".2f"),
+        _number(row.items_per_s, rate_form(row.items_per_s)),
         _number(row.tokens_per_s, ",.0f"),
-        _number(row.ratio, ".2f"),
+        _number(row.ratio, ratio_form(row.ratio)),
         *(f"{value:.1f}" for value in times),
         _number(row.utilization, ".0%"),
         UNKNOWN if row.memory_bytes is None else show.size(row.memory_bytes),
@@ -155,22 +153,18 @@ def table_row(row: Row) -> tuple[str, ...]:
     )
 
 
-def fit(rows: Sequence[Row], width: int | None) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """What of TABLE goes into `width`, and its cells for each row. None: everything."""
-    cells = {name: column for name, *column in zip(TABLE, *map(table_row, rows), strict=True)}
-    if width is not None:
-        # What nobody can tell, then what matters least.
-        silent = [name for name in OPTIONAL if set(cells[name]) <= {UNKNOWN, ""}]
-        for name in (*silent, *(name for name in OPTIONAL if name not in silent)):
-            if name not in silent and _width(cells) <= width:
-                break
-            del cells[name]
-    return tuple(cells), list(zip(*cells.values(), strict=True))
+def plural(count: int, noun: str) -> str:
+    """A number of things, for people."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
-def _width(cells: dict[str, list[str]]) -> int:
-    widths = {name: max(map(len, (name, *column))) for name, column in cells.items()}
-    return sum(widths.values()) - max(0, widths["MODEL"] - MODEL_WIDTH_MIN) + GAP * len(widths)
+def rate_form(rate: float | None) -> str:
+    """How many digits a rate is told with."""
+    return ",.0f" if rate is None or rate >= RATE_WITHOUT_FRACTION else ".2f"
+
+
+def ratio_form(ratio: float | None) -> str:
+    return ".2f" if ratio is None or ratio >= RATIO_WITH_TWO_DIGITS else ".2g"
 
 
 def _number(value: float | None, form: str) -> str:

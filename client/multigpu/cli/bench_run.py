@@ -22,15 +22,16 @@ from multigpu.cli import show
 from multigpu.cli.bench_fleet import Crew
 from multigpu.cli.bench_load import Meter, Round, Work, drive
 from multigpu.cli.bench_plain import Plain, PlainError, Way
-from multigpu.cli.bench_rows import Latency, Row, agreement, mean_cosine, spearman
+from multigpu.cli.bench_rows import Latency, Row, agreement, mean_cosine, plural, rate_form, ratio_form, spearman
 from multigpu.cli.bench_source import Portion, Rows, Source
 from multigpu.cli.progress import Progress
 from multigpu.encoding import decode
 from multigpu.errors import RejectedError, TaskError
 
 REFERENCE_PRECISION = "fp32"
-# Tasks of each caller, before those that count.
+# Tasks of each caller, before those that count, and among those.
 WARM_UP_TASKS = 2
+TASKS_MIN = 2
 
 Pairs = tuple[NDArray[Any], list[str], list[str]]
 T = TypeVar("T")
@@ -51,9 +52,22 @@ class Grid:
     rounds: int
 
     @property
+    def shapes(self) -> list[tuple[int, int]]:
+        """Batch sizes and numbers of callers."""
+        return list(itertools.product(self.batch_sizes, self.concurrencies))
+
+    @property
     def combinations(self) -> int:
-        lists = (self.models, self.engines, self.precisions, self.batch_sizes, self.concurrencies)
-        return math.prod(map(len, lists))
+        return math.prod(map(len, (self.models, self.engines, self.precisions, self.shapes)))
+
+    def round_items(self, batch_size: int, concurrency: int) -> int:
+        """Items in a round: enough for every caller to be one."""
+        return max(self.items, batch_size * concurrency * TASKS_MIN)
+
+    @property
+    def items_in_all(self) -> int:
+        ways = len(self.models) * len(self.engines) * len(self.precisions)
+        return ways * self.rounds * sum(itertools.starmap(self.round_items, self.shapes))
 
     def ways(self, content_type: str) -> list[Way]:
         return [
@@ -111,7 +125,7 @@ class Bench:
 
     async def _measure(self, client: AsyncClient, way: Way) -> None:
         """The rows of one engine and precision of a model."""
-        shapes = list(itertools.product(self.grid.batch_sizes, self.grid.concurrencies))
+        shapes = self.grid.shapes
         try:
             judged = await self._judge(client, way)
             while shapes:
@@ -121,7 +135,7 @@ class Bench:
                 del shapes[0]
         except (TaskError, RejectedError) as error:
             self.progress.say(f"{way.name}: {error}")
-            self.progress.add(len(shapes) * self.grid.items * self.grid.rounds)
+            self.progress.add(self.grid.rounds * sum(itertools.starmap(self.grid.round_items, shapes)))
             self.rows += [Row(**_head(way, *shape), error=str(error)) for shape in shapes]
 
     async def _judge(self, client: AsyncClient, way: Way) -> Judged:
@@ -194,7 +208,7 @@ class Bench:
         meter = Meter(self.address, self.crew.worker_ids)
         has_plain = not judged.plain_error
         for number in range(self.grid.rounds):
-            portion = self.source.portion(self.grid.items, batch_size)
+            portion = self.source.portion(self.grid.round_items(batch_size, concurrency), batch_size)
             if has_plain and number % 2:
                 await self._plain_half(way, portion, measured)
             with meter:
@@ -258,9 +272,10 @@ def in_words(row: Row) -> str:
     """A row as it is known, for who waits for the table."""
     assert row.latency is not None
     assert row.items_per_s is not None
-    ratio = "" if row.ratio is None else f", {row.ratio:.2f} times the plain loop"
+    ratio = "" if row.ratio is None else f", {row.ratio:{ratio_form(row.ratio)}} times the plain loop"
+    rate = format(row.items_per_s, rate_form(row.items_per_s))
     return show.clean(
         f"{row.model or row.kind}, {row.engine}, {row.precision}, "
-        f"batches of {row.batch_size}, {row.concurrency} callers: "
-        f"{row.items_per_s:,.0f} items/s{ratio}; p50 {row.latency.p50_ms:.1f} ms, p99 {row.latency.p99_ms:.1f} ms"
+        f"batches of {row.batch_size}, {plural(row.concurrency, 'caller')}: "
+        f"{rate} items/s{ratio}; p50 {row.latency.p50_ms:.1f} ms, p99 {row.latency.p99_ms:.1f} ms"
     )

@@ -4,6 +4,7 @@ The text goes to stdout and nothing else does, so that it can be piped on. What 
 control characters are shown as such, in a pipe they pass.
 """
 
+import json
 import sys
 import time
 from typing import Any
@@ -15,10 +16,13 @@ from multigpu.cli import show
 from multigpu.cli.commands import Command
 from multigpu.cli.failures import EXIT_CODES, Failure
 from multigpu.cli.lines import STDIN, open_input
-from multigpu.cli.options import json_option, master_option
+from multigpu.cli.options import Number, json_option, master_option
 from multigpu.cli.presence import wait_for_worker
 from multigpu.cli.sdk import sdk_failures, withdrawn_at_end
 from multigpu.generation import KIND, Generated, Prompt
+
+# What the payload's whole numbers hold.
+COUNT_MAX = 2**32 - 1
 
 
 @click.command(
@@ -29,16 +33,19 @@ from multigpu.generation import KIND, Generated, Prompt
         ("cat report.txt | mgpuctl generate --system 'Sum it up.' -", "A prompt from standard input."),
         ('mgpuctl generate "Once upon" --temperature 0.8 --seed 7', "Drawn, and the same again with the same seed."),
         ('mgpuctl generate "1, 2," --tokens-max 20 --stop 9 --json', "The whole answer as one value."),
+        ('mgpuctl generate "1, 2," --json-lines', "Each piece as it comes, then the whole."),
     ),
     exits=EXIT_CODES,
 )
 @click.argument("prompt")
 @click.option("--model", default="", metavar="NAME", help="[default: the workers' own]")
-@click.option("--tokens-max", type=click.IntRange(min=1), metavar="N", help="The most to generate.  [default: 256]")
-@click.option("--temperature", type=click.FloatRange(0, 2), metavar="T", help="0: the likeliest token.  [default: 0]")
-@click.option("--top-p", type=click.FloatRange(0, 1, min_open=True), metavar="P", help="Draw from this share.")
-@click.option("--top-k", type=click.IntRange(min=0), metavar="K", help="Draw from so many tokens.")
-@click.option("--repetition-penalty", type=click.FloatRange(min=0.01), metavar="X", help="Above 1: fewer repetitions.")
+@click.option(
+    "--tokens-max", type=click.IntRange(1, COUNT_MAX), metavar="N", help="The most to generate.  [default: 256]"
+)
+@click.option("--temperature", type=Number(0, 2), metavar="T", help="0: the likeliest token.  [default: 0]")
+@click.option("--top-p", type=Number(0, 1, min_open=True), metavar="P", help="Draw from this share.")
+@click.option("--top-k", type=click.IntRange(0, COUNT_MAX), metavar="K", help="Draw from so many tokens.")
+@click.option("--repetition-penalty", type=Number(0.01, 100), metavar="X", help="Above 1: fewer repetitions.")
 @click.option("--stop", multiple=True, metavar="TEXT", help="End before this text. May be repeated.")
 @click.option("--seed", type=click.IntRange(0, 2**64 - 1), metavar="N", help="The same gives the same text.")
 @click.option("--chat", is_flag=True, help="The prompt is a message to the model, not a text to go on with.")
@@ -48,16 +55,25 @@ from multigpu.generation import KIND, Generated, Prompt
 @click.option(
     "--wait-for-worker",
     "wait_s",
-    type=click.FloatRange(min=0),
+    type=Number(min=0),
     default=60.0,
     show_default=True,
     metavar="SECONDS",
     help="How long to wait for a master and a worker that generates to appear.",
 )
+@click.option("--json-lines", "as_lines", is_flag=True, help="A JSON object for each piece; the last is the whole.")
 @master_option
 @json_option
 def generate(
-    prompt: str, model: str, chat: bool, system: str, address: str, wait_s: float, as_json: bool, **given: Any
+    prompt: str,
+    model: str,
+    chat: bool,
+    system: str,
+    address: str,
+    wait_s: float,
+    as_lines: bool,
+    as_json: bool,
+    **given: Any,
 ) -> None:
     """Go on with a prompt, or answer it: text as it comes.
 
@@ -73,9 +89,13 @@ def generate(
             generation = client.generate(asked, model, wait_for_worker=True, **options)
             with withdrawn_at_end(generation):
                 for piece in generation:
-                    if not as_json:
+                    if as_lines:
+                        line({"text": piece})
+                    elif not as_json:
                         write(piece)
-    if as_json:
+    if as_lines:
+        line(summary(generation.result, time.monotonic() - started_at))
+    elif as_json:
         show.value(summary(generation.result, time.monotonic() - started_at))
     elif sys.stdout.isatty():
         show.line()
@@ -99,6 +119,11 @@ def write(piece: str) -> None:
     if sys.stdout.isatty():
         piece = "\t".join(map(show.clean, piece.split("\t")))
     show.raw(piece.encode())
+
+
+def line(value: dict[str, Any]) -> None:
+    """A JSON object on a line of its own, at once."""
+    show.line(json.dumps(value, ensure_ascii=False))
 
 
 def summary(result: Generated, seconds: float) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from multigpu.cli import show
 from multigpu.cli.commands import Command
 from multigpu.cli.failures import EXIT_CODES, Failure
 from multigpu.cli.lines import STDIN, open_input
-from multigpu.cli.options import json_option, key_values, master_option
+from multigpu.cli.options import Number, json_option, key_values, master_option
 from multigpu.cli.presence import wait_for_worker
 from multigpu.cli.sdk import sdk_failures
 from multigpu.cli.vectors import File
@@ -45,7 +45,7 @@ def task_options(command: F) -> F:
     wait = click.option(
         "--wait-for-worker",
         "wait_s",
-        type=click.FloatRange(min=0),
+        type=Number(min=0),
         default=0.0,
         metavar="SECONDS",
         help="How long to wait for a worker with the model to appear.  [default: 0]",

@@ -1,6 +1,9 @@
 """`mgpuctl models`: what the fleet can serve, what is loaded where, and loading and unloading by hand."""
 
+import functools
 import time
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import click
 
@@ -8,13 +11,18 @@ from multigpu.cli import show, tables
 from multigpu.cli.commands import Group
 from multigpu.cli.failures import Failure, NotFound
 from multigpu.cli.models_verify import verify
-from multigpu.cli.options import json_option, master_option
+from multigpu.cli.options import Number, json_option, master_option
 from multigpu.cli.progress import Progress
 from multigpu.cli.rpc import Master
 from multigpu.v1 import admin_service_pb2 as admin
 from multigpu.v1 import model_pb2
 
 POLL_S = 0.1
+# On a narrow terminal these columns go, the first of them first.
+OPTIONAL = ("LOADS IN", "WORKERS", "PRECISION", "KIND", "MEMORY", "ENGINE")
+OPTIONAL_PLACES = ("LAST USED", "LOADS", "MEMORY", "PINNED")
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 @click.group(cls=Group, invoke_without_command=True)
@@ -68,6 +76,21 @@ def show_(model: str, address: str, as_json: bool) -> None:
         show_model(entry)
 
 
+def placing(command: F, *, wait_help: str) -> F:
+    """Gives a command what loading and unloading share."""
+    for option in (
+        json_option,
+        master_option,
+        click.option("--timeout", "timeout_s", type=Number(min=0), default=600.0, show_default=True,
+                     metavar="SECONDS", help="How long to wait."),
+        click.option("--wait", is_flag=True, help=wait_help),
+        click.option("--worker", "worker_ids", multiple=True, metavar="ID", help="Where; may be repeated."),
+        click.argument("model"),
+    ):  # fmt: skip
+        command = option(command)
+    return command
+
+
 @models.command(
     "load",
     examples=(
@@ -75,24 +98,14 @@ def show_(model: str, address: str, as_json: bool) -> None:
         ("mgpuctl models load bert:2 --worker host-GPU-1 --worker host-GPU-2", "One version, on these."),
     ),
 )
-@click.argument("model")
-@click.option("--worker", "worker_ids", multiple=True, metavar="ID", help="Where; may be repeated.")
-@click.option("--wait", is_flag=True, help="Return when it is ready.")
-@click.option("--timeout", "timeout_s", type=click.FloatRange(min=0), default=600.0, show_default=True,
-              metavar="SECONDS", help="How long to wait.")  # fmt: skip
-@master_option
-@json_option
-def load(model: str, worker_ids: tuple[str, ...], wait: bool, timeout_s: float, address: str, as_json: bool) -> None:
+@functools.partial(placing, wait_help="Return when it is ready.")
+def load(model: str, wait: bool, address: str, as_json: bool, **where: Any) -> None:
     """Load a model, and keep it loaded until it is unloaded. Survives restarts."""
     with Master(address) as master:
-        found = [master.find_worker_id(prefix) for prefix in worker_ids]
-        request = admin.LoadModelRequest(model=model, worker_ids=found)
-        told = master.call(master.admin.LoadModel, request).worker_ids
-        if wait:
-            _await(master, model, list(told), timeout_s, loaded=True)
+        told = place(master, model, wait=wait, quiet=as_json, loaded=True, **where)
         entries = known(master, model)
     if as_json:
-        show.value({"worker_ids": list(told), "models": [show.as_dict(entry) for entry in entries]})
+        show.value({"worker_ids": told, "models": [show.as_dict(entry) for entry in entries]})
     else:
         show.line(f"{model} {'is loaded' if wait else 'is being loaded'} on {', '.join(told)}, and stays there")
 
@@ -104,34 +117,37 @@ def load(model: str, worker_ids: tuple[str, ...], wait: bool, timeout_s: float, 
         ("mgpuctl models unload bert:1 --wait", "One version; returns when its memory is free."),
     ),
 )
-@click.argument("model")
-@click.option("--worker", "worker_ids", multiple=True, metavar="ID", help="Where; may be repeated.")
-@click.option("--wait", is_flag=True, help="Return when it is gone.")
-@click.option("--timeout", "timeout_s", type=click.FloatRange(min=0), default=600.0, show_default=True,
-              metavar="SECONDS", help="How long to wait.")  # fmt: skip
-@master_option
-@json_option
-def unload(model: str, worker_ids: tuple[str, ...], wait: bool, timeout_s: float, address: str, as_json: bool) -> None:
+@functools.partial(placing, wait_help="Return when it is gone.")
+def unload(model: str, wait: bool, address: str, as_json: bool, **where: Any) -> None:
     """Unload a model, once the tasks that are with a worker are done. The next task for it loads it again."""
     with Master(address) as master:
-        found = [master.find_worker_id(prefix) for prefix in worker_ids]
-        request = admin.UnloadModelRequest(model=model, worker_ids=found)
-        told = master.call(master.admin.UnloadModel, request).worker_ids
-        if wait:
-            _await(master, model, list(told), timeout_s, loaded=False)
+        told = place(master, model, wait=wait, quiet=as_json, loaded=False, **where)
     if as_json:
-        show.value({"worker_ids": list(told)})
+        show.value({"worker_ids": told})
     elif not told:
         show.line(f"{model} is loaded nowhere")
     else:
         show.line(f"{model} {'is gone from' if wait else 'goes from'} {', '.join(told)}")
 
 
-def _await(master: Master, model: str, worker_ids: list[str], timeout_s: float, *, loaded: bool) -> None:
+def place(
+    master: Master, model: str, *, worker_ids: tuple[str, ...], wait: bool, timeout_s: float, quiet: bool, loaded: bool
+) -> list[str]:
+    """Load a model, or unload it. Returns the ids of the workers that were told to."""
+    found = [master.find_worker_id(prefix) for prefix in worker_ids]
+    method = master.admin.LoadModel if loaded else master.admin.UnloadModel
+    request = admin.LoadModelRequest if loaded else admin.UnloadModelRequest
+    told = list(master.call(method, request(model=model, worker_ids=found)).worker_ids)
+    if wait:
+        _await(master, model, told, timeout_s, quiet=quiet, loaded=loaded)
+    return told
+
+
+def _await(master: Master, model: str, worker_ids: list[str], timeout_s: float, *, quiet: bool, loaded: bool) -> None:
     """Returns when the model is ready on all of these workers, or gone from them. Failure: it never will be."""
     until = time.monotonic() + timeout_s
     left = dict.fromkeys(worker_ids)
-    with Progress("workers", len(left)) as progress:
+    with Progress("workers", len(left), quiet=quiet) as progress:
         while True:
             entries = known(master, model)
             for worker_id in list(left):
@@ -189,7 +205,7 @@ def show_models(entries: list[admin.ModelEntry]) -> None:
         for e in entries
     ]
     empty = "no worker offers a model; give workers a --model-repository"
-    tables.table(columns, rows, right=("MEMORY", "LOADS IN", "WORKERS"), empty=empty)
+    tables.table(columns, rows, right=("MEMORY", "LOADS IN", "WORKERS"), optional=OPTIONAL, empty=empty)
 
 
 def place_in_words(place: admin.ModelPlace) -> str:
@@ -231,4 +247,5 @@ def show_model(entry: admin.ModelEntry) -> None:
         for place in entry.places
     ]
     columns = ("WORKER", "STATE", "MEMORY", "LOADS", "LAST USED", "PINNED")
-    tables.table(columns, rows, right=("MEMORY", "LOADS", "LAST USED"), empty="it is loaded nowhere")
+    right = ("MEMORY", "LOADS", "LAST USED")
+    tables.table(columns, rows, right=right, optional=OPTIONAL_PLACES, empty="it is loaded nowhere")

@@ -5,6 +5,7 @@ the nearer one wins, then MGPU_MASTER, then the config file.
 """
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -39,6 +40,16 @@ def size(text: str) -> int:
         return int(config_values.from_text(text, int, "size_bytes"))
     except ValueError as error:
         raise click.BadParameter(str(error)) from error
+
+
+class Number(click.FloatRange):
+    """A number within limits. NaN, which every comparison lets through, is none."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        found = super().convert(value, param, ctx)
+        if math.isnan(found):
+            self.fail(f"{value!r} is no number.", param, ctx)
+        return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -43,9 +43,13 @@ def result(data: bytes) -> None:
 
 
 def _leave_quietly() -> None:
-    # The interpreter flushes stdout once more at exit: let that go nowhere.
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    give_up_stdout()
     raise SystemExit(BROKEN_PIPE)
+
+
+def give_up_stdout() -> None:
+    """The interpreter flushes stdout once more at exit: let that go nowhere."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def note(text: str) -> None:

@@ -53,7 +53,7 @@ class File:
 
     def __enter__(self) -> Self:
         if self.path.exists() and not self.path.is_file():
-            raise Failure(f"can't write {self.path}: not a regular file; --format jsonl without -o writes to stdout")
+            raise Failure(f"can't write {self.path}: not a regular file")
         try:
             self._file = self._part.open("wb")
             self.begin()
