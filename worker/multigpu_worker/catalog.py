@@ -89,14 +89,19 @@ def imports_of(spec: ModelSpec, engine: str) -> tuple[str, ...]:
     return ("torch", "transformers", "transformers.modeling_utils", "transformers.models.auto")
 
 
+def other_versions(name: str, names: Iterable[str]) -> list[str]:
+    """Of a name with a version: the ids of those that there are."""
+    base, _, version = name.partition(":")
+    return [other for other in names if version and other.startswith(f"{base}:")]
+
+
 def unknown(kind: str, name: str, names: Iterable[str]) -> str:
     """What to tell who asks for a model that isn't there."""
     there = list(names)
-    base, _, version = name.partition(":")
-    versions = [other for other in there if version and other.startswith(f"{base}:")]
+    versions = other_versions(name, there)
     near = difflib.get_close_matches(name, there, n=1)
     if versions:
-        hint = f"; the versions of {base!r} that are served are {', '.join(versions)}."
+        hint = f"; the versions of {name.partition(':')[0]!r} that are served are {', '.join(versions)}."
     else:
         hint = f"; did you mean {near[0]!r}?" if near else "."
     return f"this worker has no model {name!r} for {kind!r}{hint} It has: {', '.join(there)}"

@@ -219,9 +219,13 @@ class ModelKeeper:
         change()
         for spec in waiting:
             if self.model_of(spec) is None:
-                text = f"the model {spec.model!r} is gone from this worker's repository: {self.why_not(spec)}"
-                error = TaskError(type="UnknownModel", message=text, retryable=True)
-                self._owner.fail(self._owner.waiting_of(spec), error)
+                self._owner.fail(self._owner.waiting_of(spec), self._gone(spec))
+
+    def _gone(self, spec: Spec) -> TaskError:
+        """Why nothing serves these tasks any more. A model may come back; a version that has a successor won't."""
+        text = f"the model {spec.model!r} is gone from this worker's repository: {self.why_not(spec)}"
+        replaced = bool(catalogs.other_versions(spec.model, dict(self.shelf.offers()).get(spec.kind, ())))
+        return TaskError(type="UnknownModel", message=text, retryable=not replaced)
 
     def _tell(self) -> None:
         self.changed = True
@@ -326,9 +330,8 @@ class ModelKeeper:
         waiting = self._owner.waiting(resident.key)
         if resident.key in self.shelf.serving:
             self._owner.return_leases(waiting, why)
-        elif waiting:  # nobody else may offer that version, so they would wait in vain
-            text = f"the model {resident.model!r} is not served any more: {self.why_not(waiting[0].spec)}"
-            self._owner.fail(waiting, TaskError(type="UnknownModel", message=text, retryable=True))
+        elif waiting:
+            self._owner.fail(waiting, self._gone(waiting[0].spec))
         if not self._busy(resident):
             self._pool.unload(resident.key)
         self._owner.want_heartbeat()
