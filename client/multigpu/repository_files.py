@@ -138,7 +138,9 @@ def check_safetensors(path: Path) -> None:
         end = max((int(t["data_offsets"][1]) for name, t in header.items() if name != "__metadata__"), default=0)
     except FileNotFoundError:
         raise ModelFolderError(f"{path} is missing: copy the complete model folder") from None
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, IndexError, RecursionError) as error:
+    except OSError as error:
+        raise ModelFolderError(f"{path} can't be read ({error.strerror})") from error
+    except (ValueError, TypeError, KeyError, AttributeError, IndexError, RecursionError) as error:
         raise ModelFolderError(f"{path} has no readable header ({error}): copy it again") from error
     if size != 8 + header_bytes + end:
         raise ModelFolderError(f"{path} has {size} bytes and should have {8 + header_bytes + end}: copy it again")

@@ -1,5 +1,6 @@
 """Recording hashes: the section [hashes] of a model.toml is replaced, and everything else in it stays as it is."""
 
+import contextlib
 import os
 import re
 import tomllib
@@ -19,10 +20,10 @@ def write_hashes(folder: Path, hashes: Mapping[str, str]) -> None:
     Raises ModelFolderError.
     """
     path = folder / FILE_NAME
+    part = path.with_name(f".{FILE_NAME}.{os.getpid()}")
     try:
         before = path.read_text("utf-8") if path.exists() else ""
         after = with_hashes(before, hashes, str(path))
-        part = path.with_name(f".{FILE_NAME}.{os.getpid()}")
         with part.open("w", encoding="utf-8") as file:
             file.write(after)
             file.flush()
@@ -32,6 +33,9 @@ def write_hashes(folder: Path, hashes: Mapping[str, str]) -> None:
         part.replace(path)
     except (OSError, UnicodeDecodeError) as error:
         raise ModelFolderError(f"{path} can't be written: {error}") from error
+    finally:
+        with contextlib.suppress(OSError):
+            part.unlink(missing_ok=True)
 
 
 def with_hashes(text: str, hashes: Mapping[str, str], where: str) -> str:

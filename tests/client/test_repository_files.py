@@ -1,5 +1,6 @@
 """The files of models: links that lead out, what is loaded, digests that follow every change, hashes that are kept."""
 
+import errno
 import json
 import os
 from collections.abc import Callable
@@ -7,7 +8,16 @@ from pathlib import Path
 
 import pytest
 from multigpu.repository import ModelFolderError, ModelSpec, Scan
-from multigpu.repository_files import Problem, digest, file_hash, loaded_files, require_hashes, verify
+from multigpu.repository_files import (
+    Problem,
+    check_safetensors,
+    digest,
+    file_hash,
+    loaded_files,
+    require_hashes,
+    verify,
+)
+from multigpu.repository_hashes import write_hashes
 from multigpu.repository_scan import read_model, scan
 
 # A safetensors file without tensors: the length of its header, and the header.
@@ -144,3 +154,21 @@ def test_a_header_of_another_form_is_an_error(tmp_path: Path, offsets: str) -> N
     header = f'{{"a": {{"data_offsets": {offsets}}}}}'.encode()
     put(tmp_path, under("m", PLAIN | {"model.safetensors": len(header).to_bytes(8, "little") + header}))
     assert "has no readable header" in scan(tmp_path).errors["m"]
+
+
+def test_a_file_that_can_not_be_read_is_not_said_to_be_damaged(tmp_path: Path) -> None:
+    with pytest.raises(ModelFolderError, match=r"can't be read \(File name too long\)"):
+        check_safetensors(tmp_path / ("x" * 300))
+
+
+def test_hashes_that_find_no_room_leave_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "model.toml").write_text("instances = 2\n")
+
+    def full(fd: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(ModelFolderError, match="No space left"):
+        write_hashes(tmp_path, {"model.onnx": "0" * 64})
+    assert [entry.name for entry in tmp_path.iterdir()] == ["model.toml"]
+    assert (tmp_path / "model.toml").read_text() == "instances = 2\n"
