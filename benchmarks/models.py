@@ -216,9 +216,9 @@ def drive(folder: Path, seconds: float, seed: int, scale: float) -> tuple[Run, l
 def send_all(folder: Path, asked: list[tuple[float, str]], room: int, name: str) -> Run:
     """A fleet of its own is asked for the models that are in the folder by now."""
     flags = ("--model-repository", str(folder / "models"), "--model-memory-bytes", str(room))
-    flags += ("--artifacts-dir", str(folder / "artifacts"))
+    artifacts = ("--artifacts-dir", str(folder / "artifacts"))
     run, ended = Run(), threading.Event()
-    with Fleet(folder / name, workers=WORKERS, worker_flags=flags) as fleet:
+    with Fleet(folder / name, workers=WORKERS, worker_flags=(*flags, *artifacts)) as fleet:
         watcher = threading.Thread(target=watch, args=(fleet, run, ended))
         watcher.start()
         try:
