@@ -4,7 +4,6 @@ import contextlib
 import json
 import shutil
 import sqlite3
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,9 +18,7 @@ pytest.importorskip("torch", reason="the extra `worker` is not installed")
 from multigpu_worker.engines.base import EmbeddingCacheSettings
 from multigpu_worker.engines.embed import EmbedEngine
 from multigpu_worker.engines.embed_cache import ENTRY_BYTES, EmbedCache, ModelContent
-from multigpu_worker.engines.embed_cache_file import CacheFile, CacheFileError, Row, check_cache_file
 from multigpu_worker.engines.models import PACKAGED_MODEL, ModelFolderError, packaged_model
-from structlog.testing import capture_logs
 
 from .test_embed import FOLDER, Recorder, batch_of, engine_of, payload, run
 
@@ -246,10 +243,6 @@ def test_every_file_of_a_model_counts(tmp_path: Path) -> None:
     ModelContent.read(folder).check()
 
 
-def rows_of(*names: str, vector: bytes = bytes(1536)) -> list[Row]:
-    return [Row(name.encode().ljust(32), time.time(), vector) for name in names]
-
-
 def vectors(n: int) -> npt.NDArray[np.float32]:
     return np.random.default_rng(0).random((n, 384), dtype=np.float32)
 
@@ -268,15 +261,16 @@ def test_memory_keeps_to_its_limits_and_forgets_what_nobody_asked_for() -> None:
     assert set(small.find(keys)) == set(keys[95:])
 
 
-def test_a_vector_is_forgotten_when_its_time_is_over(tmp_path: Path) -> None:
-    settings = EmbeddingCacheSettings(entries=10, ttl_s=0.3, file=str(tmp_path / "cache.db"))
+def test_a_vector_is_forgotten_when_its_time_is_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = EmbeddingCacheSettings(entries=10, ttl_s=3600, file=str(tmp_path / "cache.db"))
     cache = EmbedCache(settings)
     cache.put([b"a" * 32], vectors(1))
     assert cache.file is not None
     assert cache.file.flush()
     second = EmbedCache(settings)
     assert set(cache.find([b"a" * 32])) == set(second.find([b"a" * 32])) == {b"a" * 32}
-    time.sleep(0.35)
+    real_s = time.time
+    monkeypatch.setattr(time, "time", lambda: real_s() + 3601)
     assert cache.find([b"a" * 32]) == second.find([b"a" * 32]) == {}
     assert cache.counts().entries == 0
     cache.put([b"b" * 32], vectors(1))
@@ -292,146 +286,3 @@ def test_what_is_no_number_is_not_remembered() -> None:
     keys = [b"%032d" % i for i in range(3)]
     cache.put(keys, bad)
     assert set(cache.find(keys)) == set(keys[:1])
-
-
-def open_file(path: Path, entries: int = 1000, bytes_max: int = 1 << 30) -> CacheFile:
-    return CacheFile(path, entries=entries, bytes_max=bytes_max, ttl_s=0)
-
-
-def test_workers_share_a_file_while_they_run(tmp_path: Path) -> None:
-    first, second = open_file(tmp_path / "c.db"), open_file(tmp_path / "c.db")
-    names = [f"{writer}-{n}" for writer in "ab" for n in range(500)]
-
-    def write(file: CacheFile, part: list[str]) -> None:
-        for name in part:
-            file.put(rows_of(name))
-
-    threads = [threading.Thread(target=write, args=(f, names[i::2])) for i, f in enumerate((first, second))]
-    with capture_logs() as logs:
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert first.flush()
-        assert second.flush()
-        keys = [row.key for row in rows_of(*names)]
-        assert {row.key for row in first.find(keys)} == {row.key for row in second.find(keys)} == set(keys)
-        first.close()
-        second.close()
-    assert logs == []
-    assert (tmp_path / "c.db").stat().st_mode & 0o777 == 0o600
-
-
-def test_the_file_keeps_to_its_limits_and_the_oldest_go_first(tmp_path: Path) -> None:
-    file = open_file(tmp_path / "c.db", entries=50)
-    names = [f"n{n}" for n in range(200)]
-    for name in names:
-        file.put(rows_of(name))
-    assert file.flush()
-    assert {row.key for row in file.find([row.key for row in rows_of(*names)])} == {
-        row.key for row in rows_of(*names[150:])
-    }
-    file.close()
-    small = open_file(tmp_path / "small.db", bytes_max=1 << 20)
-    for at in range(0, 4000, 100):
-        small.put(rows_of(*(f"n{n}" for n in range(at, at + 100))))
-        assert small.flush()
-    small.close()
-    with sqlite3.connect(tmp_path / "small.db") as db:
-        kept = db.execute("SELECT count(*) FROM vectors").fetchone()[0]
-    assert 400 < kept < 700
-    assert (tmp_path / "small.db").stat().st_size < 2 << 20
-
-
-def flip(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    at = content.index(b"\x2a" * 100)
-    content[at + 50] ^= 1
-    path.write_bytes(content)
-
-
-DAMAGES: dict[str, Callable[[Path], Any]] = {
-    "a bit of a vector": flip,
-    "cut": lambda path: path.write_bytes(path.read_bytes()[:40_000]),
-    "overwritten": lambda path: path.write_bytes(path.read_bytes()[:16_384] + b"\xff" * 200_000),
-    "its head is gone": lambda path: path.write_bytes(bytes(100) + path.read_bytes()[100:]),
-    "of another kind": lambda path: path.write_bytes(b"\x80\x04\x95 a pickle of somebody's"),
-}
-
-
-@pytest.mark.parametrize("damage", DAMAGES.values(), ids=list(DAMAGES))
-def test_a_damaged_file_is_begun_anew_with_a_warning(tmp_path: Path, damage: Callable[[Path], Any]) -> None:
-    path = tmp_path / "c.db"
-    rows = rows_of(*(f"n{n}" for n in range(100)), vector=b"\x2a" * 1536)
-    file = open_file(path)
-    file.put(rows)
-    file.close()
-    damage(path)
-    with capture_logs() as logs:
-        file = open_file(path)
-        found = file.find([row.key for row in rows])
-        file.put(rows[:1])
-        assert file.flush()
-        file.put(rows[:5])
-        assert file.flush()
-    assert found == []
-    assert [log["event"] for log in logs] == ["the embedding cache's file was damaged: a new one is begun"]
-    assert (tmp_path / "c.db.damaged").exists()
-    assert {row.key for row in file.find([row.key for row in rows])} == {row.key for row in rows[:5]}
-    file.close()
-
-
-def test_a_file_that_is_damaged_while_two_use_it_is_replaced_once(tmp_path: Path) -> None:
-    path, rows = tmp_path / "c.db", rows_of(*(f"n{n}" for n in range(100)), vector=b"\x2a" * 1536)
-    file = open_file(path)
-    file.put(rows)
-    file.close()
-    flip(path)
-    with capture_logs() as logs:
-        first, second = open_file(path), open_file(path)
-        keys = [row.key for row in rows]
-        assert first.find(keys) == []
-        first.put(rows[:3])
-        assert first.flush()
-        assert second.find(keys) == []
-        assert len(second.find(keys)) == 3  # of the new file
-        first.close()
-        second.close()
-    assert len(logs) == 2
-
-
-def test_files_that_can_not_be_had_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(CacheFileError, match="no folder"):
-        check_cache_file(tmp_path / "gone" / "c.db")
-    with pytest.raises(CacheFileError, match="can't be opened"):
-        check_cache_file(tmp_path)
-    foreign = tmp_path / "journal.db"
-    with sqlite3.connect(foreign) as db:
-        db.execute("CREATE TABLE tasks (id INTEGER)")
-    before = foreign.read_bytes()
-    with pytest.raises(CacheFileError, match="another program's database"):
-        check_cache_file(foreign)
-    assert foreign.read_bytes() == before
-    check_cache_file(tmp_path / "new.db")
-    check_cache_file(tmp_path / "new.db")
-
-
-def test_a_full_disk_costs_what_could_have_been_remembered_and_a_warning(tmp_path: Path) -> None:
-    cache = EmbedCache(EmbeddingCacheSettings(entries=1000, file=str(tmp_path / "c.db")))
-    assert cache.file is not None
-    cache.file._writer.execute("PRAGMA max_page_count = 8")
-    keys = [b"%032d" % i for i in range(200)]
-    with capture_logs() as logs:
-        for at in (0, 100):
-            cache.put(keys[at : at + 100], vectors(100))
-            assert cache.file.flush()
-        assert len(cache.find(keys)) == 200
-        cache.file._writer.execute("PRAGMA max_page_count = 100000")
-        cache.put(keys[:1], vectors(1))
-        assert cache.file.flush()
-    assert [log["event"] for log in logs] == [
-        "the embedding cache's file fails: vectors are not kept",
-        "the embedding cache's file works again",
-    ]
-    assert "full" in logs[0]["problem"]
-    cache.close()

@@ -104,7 +104,7 @@ class EmbedCache:
     """See the module. Safe to use from several threads."""
 
     def __init__(self, settings: EmbeddingCacheSettings) -> None:
-        """Begin with an empty memory, and with what the file holds. CacheFileError: it can't be had."""
+        """Begin with an empty memory, and with what the file holds."""
         assert settings.entries > 0
         self._settings = settings
         self._lock = threading.Lock()

@@ -2,13 +2,15 @@
 
 Writing is nobody's wait: a thread takes whatever piled up while it wrote last. What an engine that is killed had not
 written yet is computed again. The file may lie, and is never believed blindly: each row has a checksum. A file that is
-damaged is moved aside, with a warning, and a new one begun; a database that another program made is refused. A disk
-that is full or fails costs a warning and what could have been remembered, and no task.
+damaged is moved aside, with a warning, and a new one begun, and so is one that was moved or deleted; a database that
+another program made is refused. A disk that is full or fails costs a warning and what could have been remembered, and
+no task: whatever can't be opened or written now is tried again with what is written next.
 
 Rows leave in the order in which they came. WAL mode needs a local disk.
 """
 
 import contextlib
+import errno
 import fcntl
 import os
 import queue
@@ -29,6 +31,7 @@ FORMAT = 1
 PAGE_BYTES = 16_384
 # Another worker writes for milliseconds.
 BUSY_S = 5.0
+LOCK_POLL_S = 0.01
 KEYS_IN_A_QUERY = 500
 # Rows that wait to be written; what comes past them is not.
 BACKLOG_MAX = 65_536
@@ -54,29 +57,42 @@ class _DamagedError(Exception):
     """What the file says is not what was written."""
 
 
+class _FormatError(Exception):
+    """Another version of this program made the file."""
+
+
+# What may go wrong with a file, and is no reason to fail. sqlite3 raises MemoryError too.
+TROUBLE = (sqlite3.Error, OSError, MemoryError, CacheFileError, _DamagedError, _FormatError)
+
+
 class CacheFile:
     def __init__(self, path: Path, *, entries: int, bytes_max: int, ttl_s: float) -> None:
-        """Open the file, or begin one. CacheFileError: it can't be had."""
+        """Open the file, or begin one. Where it can't be had, that is told and tried again."""
         self._path = path
         self._entries = entries
         self._bytes_max = bytes_max
         self._ttl_s = ttl_s
-        # Which file of this name it is: counts from 0, and one more after each damage.
+        # Which file of this name it is: one more each time that it is opened anew.
         self._life = 0
+        self._inode = 0
+        # What is wrong with the file and not yet put aside.
+        self._damage: Exception | None = None
+        self._reader: sqlite3.Connection | None = None
+        self._writer: sqlite3.Connection | None = None
         self._read_lock = threading.Lock()
         self._write_lock = threading.Lock()
-        self._trouble = ""
+        # Why vectors are not kept; empty: they are.
+        self.trouble = ""
         self._queue: queue.SimpleQueue[list[Row] | None] = queue.SimpleQueue()
         self._waiting = 0
         self._written = threading.Condition()
         try:
             self._connect()
-        except (_DamagedError, sqlite3.DatabaseError) as error:
-            if not _is_damage(error):
-                raise CacheFileError(_cant(path, error)) from error
-            self._begin_anew(error, 0)
-        except OSError as error:
-            raise CacheFileError(_cant(path, error)) from error
+        except _FormatError as error:
+            # Put aside now and never later: two versions that share a file would do it in turn.
+            self._failed(_DamagedError(str(error)), 0)
+        except TROUBLE as error:
+            self._failed(error, 0)
         self._thread = threading.Thread(target=self._write_on, name="embedding cache", daemon=True)
         self._thread.start()
 
@@ -86,9 +102,10 @@ class CacheFile:
         life = self._life
         try:
             with self._read_lock:
-                for at in range(0, len(keys), KEYS_IN_A_QUERY):
-                    found += _select(self._reader, keys[at : at + KEYS_IN_A_QUERY])
-        except (_DamagedError, sqlite3.Error) as error:
+                if self._reader is not None:
+                    for at in range(0, len(keys), KEYS_IN_A_QUERY):
+                        found += _select(self._reader, keys[at : at + KEYS_IN_A_QUERY])
+        except TROUBLE as error:
             self._failed(error, life)
             return []
         return found
@@ -111,8 +128,7 @@ class CacheFile:
         self._queue.put(None)
         self._thread.join()
         with self._read_lock, self._write_lock:
-            self._reader.close()
-            self._writer.close()
+            self._disconnect()
 
     def _write_on(self) -> None:
         while (first := self._queue.get()) is not None:
@@ -121,19 +137,27 @@ class CacheFile:
                 while (more := self._queue.get_nowait()) is not None:
                     rows += more
                 self._queue.put(None)  # to be seen after this write
-            life = self._life
-            try:
-                with self._write_lock:
-                    self._write(rows)
-                self._recovered()
-            except sqlite3.Error as error:
-                self._failed(error, life)
+            self._keep(rows)
             with self._written:
                 self._waiting -= len(rows)
                 self._written.notify_all()
 
-    def _write(self, rows: list[Row]) -> None:
-        db = self._writer
+    def _keep(self, rows: list[Row]) -> None:
+        life = self._life
+        try:
+            if self._writer is None or self._is_gone():
+                self._renew(life, self._damage)
+                life = self._life
+            with self._write_lock:
+                if self._writer is None:
+                    return  # the thread that reads could not open it anew, and has said so
+                self._write(self._writer, rows)
+        except TROUBLE as error:
+            self._failed(error, life)
+        else:
+            self._recovered()
+
+    def _write(self, db: sqlite3.Connection, rows: list[Row]) -> None:
         db.execute("BEGIN IMMEDIATE")
         try:
             db.executemany(
@@ -148,84 +172,117 @@ class CacheFile:
             raise
 
     def _prune(self, db: sqlite3.Connection) -> None:
-        """Keep to the limits. Rows are numbered as they come, so the first are the oldest."""
-        oldest = "SELECT rowid FROM vectors ORDER BY rowid LIMIT ?"
+        """Keep to the limits. Rows are numbered as they come, so the first are the oldest. They are not counted, which
+        would take as long as there are many: a number that is missing, since its key came again, counts as a row.
+        """
         if self._ttl_s:
-            before_s = time.time() - self._ttl_s
-            query = f"DELETE FROM vectors WHERE rowid IN ({oldest}) AND stored_s < ?"  # noqa: S608  nothing from outside
-            db.execute(query, (EXPIRED_AT_ONCE, before_s))
-        rows = _number(db, "SELECT count(*) FROM vectors")
+            # Either way: the clock may have been set back.
+            now_s = time.time()
+            oldest = "SELECT rowid FROM vectors ORDER BY rowid LIMIT ?"
+            query = f"DELETE FROM vectors WHERE rowid IN ({oldest}) AND stored_s NOT BETWEEN ? AND ?"  # noqa: S608  no input
+            db.execute(query, (EXPIRED_AT_ONCE, now_s - self._ttl_s, now_s + self._ttl_s))
+        first, last = (_number(db, f"SELECT ifnull({which}(rowid), 0) FROM vectors") for which in ("min", "max"))  # noqa: S608
+        rows = keep = last - first + 1
         used_bytes = PAGE_BYTES * (_number(db, "PRAGMA page_count") - _number(db, "PRAGMA freelist_count"))
-        too_many = rows - self._entries
         if used_bytes > self._bytes_max:
             # Rows of one model are alike: as large a share of them goes as has to.
-            too_many = max(too_many, -(-rows * (used_bytes - self._bytes_max) // used_bytes))
-        if too_many > 0:
-            db.execute(f"DELETE FROM vectors WHERE rowid IN ({oldest})", (too_many,))  # noqa: S608  as above
+            keep = rows * self._bytes_max // used_bytes
+        if rows > min(keep, self._entries):
+            db.execute("DELETE FROM vectors WHERE rowid <= ?", (last - min(keep, self._entries),))
 
     def _connect(self) -> None:
         with _locked(self._path):
-            # Others on the host need not know which texts were embedded here.
-            os.close(os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+            _begin_file(self._path)
             self._inode = self._path.stat().st_ino
-            self._writer = _open(self._path)
-            try:
-                _begin(self._writer, self._path)
-                self._reader = _open(self._path)
-            except BaseException:
-                self._writer.close()
-                raise
+            with contextlib.ExitStack() as opened:
+                writer = opened.enter_context(contextlib.closing(_open(self._path)))
+                _begin(writer)
+                reader = opened.enter_context(contextlib.closing(_open(self._path)))
+                opened.pop_all()
+        self._writer, self._reader = writer, reader
+
+    def _disconnect(self) -> None:
+        for db in (self._reader, self._writer):
+            if db is not None:
+                db.close()
+        self._reader = self._writer = None
+
+    def _is_gone(self) -> bool:
+        """Another file has its name, or none has."""
+        try:
+            return self._path.stat().st_ino != self._inode
+        except FileNotFoundError:
+            return True
 
     def _failed(self, error: Exception, life: int) -> None:
-        if _is_damage(error):
-            try:
-                self._begin_anew(error, life)
-            except (CacheFileError, OSError, sqlite3.Error) as another:
-                self._complain(another)
-        else:
+        if not _is_damage(error):
             self._complain(error)
+            return
+        try:
+            self._renew(life, error)
+        except TROUBLE as another:
+            self._complain(another)
 
-    def _complain(self, error: Exception) -> None:
-        if str(error) != self._trouble:
-            self._trouble = str(error)
-            log.warning(
-                "the embedding cache's file fails: vectors are not kept", file=str(self._path), problem=str(error)
-            )
-
-    def _recovered(self) -> None:
-        if self._trouble:
-            self._trouble = ""
-            log.info("the embedding cache's file works again", file=str(self._path))
-
-    def _begin_anew(self, error: Exception, life: int) -> None:
-        """Move a damaged file aside and begin another, unless somebody has done so already."""
+    def _renew(self, life: int, damage: Exception | None) -> None:
+        """Open the file of this name, or begin one, after a damaged one was put aside; unless somebody has done so."""
+        aside = self._path.with_name(self._path.name + ".damaged")
         with self._read_lock, self._write_lock:
             if life != self._life:
                 return
-            self._life += 1
-            aside = self._path.with_name(self._path.name + ".damaged")
-            for name in ("_reader", "_writer"):
-                if hasattr(self, name):
-                    getattr(self, name).close()
-            with _locked(self._path), contextlib.suppress(FileNotFoundError):
-                if self._path.stat().st_ino == self._inode:
-                    self._path.replace(aside)
-                    for suffix in ("-wal", "-shm"):
-                        self._path.with_name(self._path.name + suffix).unlink(missing_ok=True)
+            self._disconnect()
+            self._damage = damage
+            if damage is not None:
+                self._put_aside(aside)
+                self._damage = None
             self._connect()
-        log.warning(
-            "the embedding cache's file was damaged: a new one is begun",
-            file=str(self._path),
-            moved_to=str(aside),
-            problem=str(error),
-        )
+            self._life += 1
+        if damage is not None:
+            log.warning(
+                "the embedding cache's file was damaged: a new one is begun",
+                file=str(self._path),
+                moved_to=str(aside),
+                problem=str(damage),
+            )
+
+    def _put_aside(self, aside: Path) -> None:
+        """Unless another process has, and this is another file."""
+        with _locked(self._path), contextlib.suppress(FileNotFoundError):
+            if self._path.stat().st_ino == self._inode:
+                self._path.replace(aside)
+                for suffix in ("-wal", "-shm"):
+                    self._path.with_name(self._path.name + suffix).unlink(missing_ok=True)
+
+    def _complain(self, error: Exception) -> None:
+        problem = str(error) or type(error).__name__
+        if problem != self.trouble:
+            self.trouble = problem
+            log.warning("the embedding cache's file fails: vectors are not kept", file=str(self._path), problem=problem)
+
+    def _recovered(self) -> None:
+        if self.trouble:
+            self.trouble = ""
+            log.info("the embedding cache's file works again", file=str(self._path))
 
 
 def check_cache_file(path: Path) -> None:
     """Raises CacheFileError where a cache's file can't be had: before there is anything to write."""
     if not path.parent.is_dir():
         raise CacheFileError(f"embedding_cache_file is {path}, and {path.parent} is no folder: make it, or correct it")
-    CacheFile(path, entries=1 << 62, bytes_max=1 << 62, ttl_s=0).close()
+    file = CacheFile(path, entries=1 << 62, bytes_max=1 << 62, ttl_s=0)
+    file.close()
+    if file.trouble:
+        raise CacheFileError(
+            f"embedding_cache_file is {path}, which can't be opened ({file.trouble}): name a file that can be written"
+        )
+
+
+def _begin_file(path: Path) -> None:
+    # Others on the host need not know which texts were embedded here. A file that is there is left closed: to close it
+    # would take away the locks that this process has on it.
+    with contextlib.suppress(FileExistsError):
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+    if not os.access(path, os.R_OK | os.W_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
 
 
 def _open(path: Path) -> sqlite3.Connection:
@@ -241,14 +298,14 @@ def _open(path: Path) -> sqlite3.Connection:
     return db
 
 
-def _begin(db: sqlite3.Connection, path: Path) -> None:
+def _begin(db: sqlite3.Connection) -> None:
     """Look whose database this is, and make the table if it is nobody's."""
     tables = _number(db, "SELECT count(*) FROM sqlite_master")
     owner, version = _number(db, "PRAGMA application_id"), _number(db, "PRAGMA user_version")
     if tables and owner != APPLICATION_ID:
-        raise CacheFileError(f"embedding_cache_file is {path}, which is another program's database: name another file")
+        raise CacheFileError("it is another program's database")
     if tables and version != FORMAT:
-        raise _DamagedError(f"its format is {version}, this version's is {FORMAT}")
+        raise _FormatError(f"its format is {version}, this version's is {FORMAT}")
     db.execute("PRAGMA journal_mode = WAL")
     db.execute("PRAGMA journal_size_limit = 4194304")
     if not tables:
@@ -284,16 +341,21 @@ def _is_damage(error: Exception) -> bool:
     return isinstance(error, _DamagedError) or (getattr(error, "sqlite_errorcode", 0) & 0xFF) in DAMAGED
 
 
-def _cant(path: Path, error: Exception) -> str:
-    return f"embedding_cache_file is {path}, which can't be opened ({error}): name a file that can be written"
-
-
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
     """Only one process at a time begins the file or puts it aside."""
     fd = os.open(path.with_name(path.name + ".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX)
+        end_s = time.monotonic() + BUSY_S
+        while True:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                # It takes milliseconds, unless that process was stopped.
+                if time.monotonic() >= end_s:
+                    raise TimeoutError(f"another process has held {path}.lock for {BUSY_S:g} s") from None
+                time.sleep(LOCK_POLL_S)
         yield
     finally:
         os.close(fd)

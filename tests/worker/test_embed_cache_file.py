@@ -1,0 +1,369 @@
+"""The embedding cache's file: what outlives an engine, and what becomes of files that are not what they should be."""
+
+import fcntl
+import sqlite3
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from multigpu_worker.engines import embed_cache_file
+from multigpu_worker.engines.base import EmbeddingCacheSettings
+from multigpu_worker.engines.embed_cache import EmbedCache
+from multigpu_worker.engines.embed_cache_file import CacheFile, CacheFileError, Row, check_cache_file
+from structlog.testing import capture_logs
+
+FAILS = "the embedding cache's file fails: vectors are not kept"
+WORKS = "the embedding cache's file works again"
+DAMAGED = "the embedding cache's file was damaged: a new one is begun"
+
+
+def rows_of(*names: str, vector: bytes = bytes(1536)) -> list[Row]:
+    return [Row(name.encode().ljust(32), time.time(), vector) for name in names]
+
+
+def keys_of(rows: list[Row]) -> set[bytes]:
+    return {row.key for row in rows}
+
+
+def vectors(n: int) -> npt.NDArray[np.float32]:
+    return np.random.default_rng(0).random((n, 384), dtype=np.float32)
+
+
+def open_file(path: Path, entries: int = 1000, bytes_max: int = 1 << 30) -> CacheFile:
+    return CacheFile(path, entries=entries, bytes_max=bytes_max, ttl_s=0)
+
+
+def test_workers_share_a_file_while_they_run(tmp_path: Path) -> None:
+    first, second = open_file(tmp_path / "c.db"), open_file(tmp_path / "c.db")
+    names = [f"{writer}-{n}" for writer in "ab" for n in range(500)]
+
+    def write(file: CacheFile, part: list[str]) -> None:
+        for name in part:
+            file.put(rows_of(name))
+
+    threads = [threading.Thread(target=write, args=(f, names[i::2])) for i, f in enumerate((first, second))]
+    with capture_logs() as logs:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert first.flush()
+        assert second.flush()
+        keys = [row.key for row in rows_of(*names)]
+        assert {row.key for row in first.find(keys)} == {row.key for row in second.find(keys)} == set(keys)
+        first.close()
+        second.close()
+    assert logs == []
+    assert (tmp_path / "c.db").stat().st_mode & 0o777 == 0o600
+
+
+def test_the_file_keeps_to_its_limits_and_the_oldest_go_first(tmp_path: Path) -> None:
+    file = open_file(tmp_path / "c.db", entries=50)
+    names = [f"n{n}" for n in range(200)]
+    for name in names:
+        file.put(rows_of(name))
+    assert file.flush()
+    assert {row.key for row in file.find([row.key for row in rows_of(*names)])} == {
+        row.key for row in rows_of(*names[150:])
+    }
+    file.close()
+    small = open_file(tmp_path / "small.db", bytes_max=1 << 20)
+    for at in range(0, 4000, 100):
+        small.put(rows_of(*(f"n{n}" for n in range(at, at + 100))))
+        assert small.flush()
+    small.close()
+    with sqlite3.connect(tmp_path / "small.db") as db:
+        kept = db.execute("SELECT count(*) FROM vectors").fetchone()[0]
+    assert 400 < kept < 700
+    assert (tmp_path / "small.db").stat().st_size < 2 << 20
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    at = content.index(b"\x2a" * 100)
+    content[at + 50] ^= 1
+    path.write_bytes(content)
+
+
+DAMAGES: dict[str, Callable[[Path], Any]] = {
+    "a bit of a vector": flip,
+    "cut": lambda path: path.write_bytes(path.read_bytes()[:40_000]),
+    "overwritten": lambda path: path.write_bytes(path.read_bytes()[:16_384] + b"\xff" * 200_000),
+    "its head is gone": lambda path: path.write_bytes(bytes(100) + path.read_bytes()[100:]),
+    "of another kind": lambda path: path.write_bytes(b"\x80\x04\x95 a pickle of somebody's"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=list(DAMAGES))
+def test_a_damaged_file_is_begun_anew_with_a_warning(tmp_path: Path, damage: Callable[[Path], Any]) -> None:
+    path = tmp_path / "c.db"
+    rows = rows_of(*(f"n{n}" for n in range(100)), vector=b"\x2a" * 1536)
+    file = open_file(path)
+    file.put(rows)
+    file.close()
+    damage(path)
+    with capture_logs() as logs:
+        file = open_file(path)
+        found = file.find([row.key for row in rows])
+        file.put(rows[:1])
+        assert file.flush()
+        file.put(rows[:5])
+        assert file.flush()
+    assert found == []
+    assert [log["event"] for log in logs] == ["the embedding cache's file was damaged: a new one is begun"]
+    assert (tmp_path / "c.db.damaged").exists()
+    assert {row.key for row in file.find([row.key for row in rows])} == {row.key for row in rows[:5]}
+    file.close()
+
+
+def test_a_file_that_is_damaged_while_two_use_it_is_replaced_once(tmp_path: Path) -> None:
+    path, rows = tmp_path / "c.db", rows_of(*(f"n{n}" for n in range(100)), vector=b"\x2a" * 1536)
+    file = open_file(path)
+    file.put(rows)
+    file.close()
+    flip(path)
+    with capture_logs() as logs:
+        first, second = open_file(path), open_file(path)
+        keys = [row.key for row in rows]
+        assert first.find(keys) == []
+        first.put(rows[:3])
+        assert first.flush()
+        assert second.find(keys) == []
+        assert len(second.find(keys)) == 3  # of the new file
+        first.close()
+        second.close()
+    assert len(logs) == 2
+
+
+def test_files_that_can_not_be_had_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(CacheFileError, match="no folder"):
+        check_cache_file(tmp_path / "gone" / "c.db")
+    with pytest.raises(CacheFileError, match="can't be opened"):
+        check_cache_file(tmp_path)
+    foreign = tmp_path / "journal.db"
+    with sqlite3.connect(foreign) as db:
+        db.execute("CREATE TABLE tasks (id INTEGER)")
+    before = foreign.read_bytes()
+    with pytest.raises(CacheFileError, match="another program's database"):
+        check_cache_file(foreign)
+    assert foreign.read_bytes() == before
+    check_cache_file(tmp_path / "new.db")
+    check_cache_file(tmp_path / "new.db")
+
+
+def test_a_full_disk_costs_what_could_have_been_remembered_and_a_warning(tmp_path: Path) -> None:
+    cache = EmbedCache(EmbeddingCacheSettings(entries=1000, file=str(tmp_path / "c.db")))
+    assert cache.file is not None
+    assert cache.file._writer is not None
+    cache.file._writer.execute("PRAGMA max_page_count = 8")
+    keys = [b"%032d" % i for i in range(200)]
+    with capture_logs() as logs:
+        for at in (0, 100):
+            cache.put(keys[at : at + 100], vectors(100))
+            assert cache.file.flush()
+        assert len(cache.find(keys)) == 200
+        cache.file._writer.execute("PRAGMA max_page_count = 100000")
+        cache.put(keys[:1], vectors(1))
+        assert cache.file.flush()
+    assert [log["event"] for log in logs] == [
+        "the embedding cache's file fails: vectors are not kept",
+        "the embedding cache's file works again",
+    ]
+    assert "full" in logs[0]["problem"]
+    cache.close()
+
+
+@pytest.mark.parametrize("by", ["nobody", "another worker"])
+def test_a_file_that_is_deleted_while_it_is_used_is_begun_anew(tmp_path: Path, by: str) -> None:
+    path, rows = tmp_path / "c.db", rows_of("a", "b", "c")
+    file = open_file(path)
+    file.put(rows[:1])
+    assert file.flush()
+    path.unlink()
+    others = [open_file(path)] if by == "another worker" else []
+    for other in others:
+        other.put(rows[1:2])
+        assert other.flush()
+    file.put(rows[2:])
+    assert file.flush()
+    others.append(open_file(path))
+    expected = keys_of(rows[2:] if by == "nobody" else rows[1:])
+    for each in (file, *others):
+        assert keys_of(each.find([row.key for row in rows])) == expected
+        each.close()
+    with sqlite3.connect(path) as db:
+        assert db.execute("PRAGMA integrity_check").fetchone() == ("ok",)
+
+
+def test_a_damaged_file_that_can_not_be_put_aside_is_tried_again(tmp_path: Path) -> None:
+    path, rows = tmp_path / "c.db", rows_of("a", "b", "c")
+    path.write_bytes(b"no database" * 1000)
+    aside = tmp_path / "c.db.damaged"
+    aside.mkdir()
+    with pytest.raises(CacheFileError, match=r"can't be opened .*Is a directory"):
+        check_cache_file(path)
+    with capture_logs() as logs:
+        file = open_file(path)
+        for row in rows[:2]:
+            file.put([row])
+            assert file.flush()
+            assert file.find([row.key]) == []
+        assert [log["event"] for log in logs] == [FAILS]
+        aside.rmdir()
+        file.put(rows[2:])
+        assert file.flush()
+    assert [log["event"] for log in logs] == [FAILS, DAMAGED, WORKS]
+    assert file.find([row.key for row in rows]) == rows[2:]
+    file.close()
+
+
+def test_a_file_that_can_not_be_had_as_an_engine_begins_costs_no_task_and_is_tried_again(tmp_path: Path) -> None:
+    path = tmp_path / "there later" / "c.db"
+    keys = [b"%032d" % i for i in range(3)]
+    with capture_logs() as logs:
+        cache = EmbedCache(EmbeddingCacheSettings(entries=10, file=str(path)))
+        assert cache.file is not None
+        cache.put(keys[:1], vectors(1))
+        assert cache.file.flush()
+        assert set(cache.find(keys)) == set(keys[:1])
+        path.parent.mkdir()
+        cache.put(keys[1:2], vectors(1))
+        assert cache.file.flush()
+    assert [log["event"] for log in logs] == [FAILS, WORKS]
+    cache.close()
+    again = EmbedCache(EmbeddingCacheSettings(entries=10, file=str(path)))
+    assert set(again.find(keys)) == set(keys[1:2])
+    again.close()
+
+
+def test_a_process_that_stands_still_while_it_opens_the_file_holds_up_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, rows = tmp_path / "c.db", rows_of("a")
+    monkeypatch.setattr(embed_cache_file, "BUSY_S", 0.05)
+    with (tmp_path / "c.db.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        file = open_file(path)
+        assert "another process has held" in file.trouble
+    file.put(rows)
+    assert file.flush()
+    assert file.find([rows[0].key]) == rows
+    file.close()
+
+
+def test_a_lack_of_memory_costs_what_the_file_knew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, rows = open_file(tmp_path / "c.db"), rows_of("a")
+    file.put(rows)
+    assert file.flush()
+
+    def short(*_: Any) -> Any:
+        raise MemoryError
+
+    with monkeypatch.context() as patch, capture_logs() as logs:
+        patch.setattr(embed_cache_file, "_select", short)
+        assert file.find([rows[0].key]) == []
+    assert [log["problem"] for log in logs] == ["MemoryError"]
+    assert file.find([rows[0].key]) == rows
+    file.close()
+
+
+def test_of_two_versions_that_share_a_file_the_one_that_began_last_has_it(tmp_path: Path) -> None:
+    path, rows = tmp_path / "c.db", rows_of("a")
+    file = open_file(path)
+    later = tmp_path / "later.db"
+    open_file(later).close()
+    with sqlite3.connect(later) as db:
+        db.execute(f"PRAGMA user_version = {embed_cache_file.FORMAT + 1}")
+    db.close()
+    # As a worker does that puts a file aside.
+    later.replace(path)
+    for suffix in ("-wal", "-shm"):
+        (tmp_path / f"c.db{suffix}").unlink()
+    inode = path.stat().st_ino
+    with capture_logs() as logs:
+        for _ in range(3):
+            file.put(rows)
+            assert file.flush()
+            assert file.find([rows[0].key]) == []
+    assert [log["event"] for log in logs] == [FAILS]
+    assert path.stat().st_ino == inode
+    file.close()
+    with capture_logs() as logs:
+        open_file(path).close()
+    assert [log["event"] for log in logs] == [DAMAGED]
+
+
+def test_a_clock_that_was_set_back_leaves_no_rows_that_nobody_can_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(embed_cache_file, "EXPIRED_AT_ONCE", 3)
+    file = CacheFile(tmp_path / "c.db", entries=100, bytes_max=1 << 30, ttl_s=3600)
+    ahead = [row._replace(stored_s=row.stored_s + 1e6) for row in rows_of("a", "b", "c")]
+    old = [row._replace(stored_s=row.stored_s - 1e6) for row in rows_of("d", "e", "f")]
+    fresh = rows_of("g", "h", "i")
+    for row in [*ahead, *old, *fresh]:
+        file.put([row])
+        assert file.flush()
+    assert keys_of(file.find([row.key for row in [*ahead, *old, *fresh]])) == keys_of(fresh)
+    file.close()
+
+
+LOCK = """
+import fcntl, sys
+with open(sys.argv[1], "r+b") as file:
+    fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 510, 0x4000_0002)
+"""
+
+
+def test_a_file_that_is_opened_twice_in_a_process_keeps_its_locks(tmp_path: Path) -> None:
+    """SQLite's on the bytes that whoever reads shares (its file format, "File Locking"): to close any descriptor of a
+    file takes a process's locks on it away.
+    """
+    path = tmp_path / "c.db"
+    first = open_file(path)
+    first.find([b"a" * 32])
+    second = open_file(path)
+    taken = subprocess.run([sys.executable, "-c", LOCK, str(path)], capture_output=True, timeout=60, check=False)
+    assert b"BlockingIOError" in taken.stderr
+    second.close()
+    first.close()
+
+
+WRITER = """
+import sys, time
+from pathlib import Path
+from multigpu_worker.engines.embed_cache_file import CacheFile, Row
+file = CacheFile(Path(sys.argv[1]), entries=100_000, bytes_max=1 << 30, ttl_s=0)
+for n in range(100_000):
+    file.put([Row(b"%032d" % n, time.time(), b"\x2a" * 1536)])
+    file.flush()
+    print(n, flush=True)
+"""
+
+
+def test_a_process_that_is_killed_as_it_writes_harms_no_other(tmp_path: Path) -> None:
+    path, rows = tmp_path / "c.db", rows_of(*(f"n{n}" for n in range(60)))
+    with capture_logs() as logs:
+        file = open_file(path)
+        for part in range(3):
+            with subprocess.Popen([sys.executable, "-c", WRITER, str(path)], stdout=subprocess.PIPE) as writer:
+                assert writer.stdout is not None
+                for row in rows[part * 20 : part * 20 + 20]:
+                    assert writer.stdout.readline()
+                    file.put([row])
+                    assert file.flush()
+                writer.kill()
+        known = file.find([b"%032d" % n for n in range(20)])
+        assert keys_of(file.find([row.key for row in rows])) == keys_of(rows)
+        file.close()
+    assert len(known) == 20
+    assert logs == []
+    with sqlite3.connect(path) as db:
+        assert db.execute("PRAGMA integrity_check").fetchone() == ("ok",)
