@@ -15,7 +15,8 @@ import pytest
 from click.testing import CliRunner
 from multigpu.cli import cli
 from multigpu.cli.bench_plain import Plain, PlainError, Way
-from multigpu.cli.bench_rows import TABLE, Latency, Row, mean_cosine, percentile, spearman, table_row, to_csv
+from multigpu.cli.bench_rows import TABLE, Latency, Row, agreement, mean_cosine, percentile, spearman, table_row, to_csv
+from multigpu.cli.bench_run import Grid
 from multigpu.cli.bench_source import Arrays, Texts, read_pairs
 from multigpu.cli.failures import Failure
 from multigpu.inference import tensor_of
@@ -96,6 +97,33 @@ def test_arrays_are_repeated_to_a_batch_and_answers_become_rows() -> None:
         Arrays({"x": np.zeros((2, 3)), "y": np.zeros((3,))})
 
 
+def test_a_round_is_long_enough_for_every_caller() -> None:
+    grid = Grid(
+        kind="embed",
+        models=("m",),
+        engines=("auto",),
+        precisions=("auto",),
+        batch_sizes=(1, 32),
+        concurrencies=(1, 64),
+        items=512,
+        rounds=3,
+    )
+    assert [grid.round_items(size, callers) for size, callers in grid.shapes] == [512, 512, 512, 4096]
+    assert (grid.combinations, grid.items_in_all) == (4, 3 * (3 * 512 + 4096))
+
+
+def test_what_can_not_be_compared_is_not_compared() -> None:
+    zeros, ones = np.zeros((2, 3), np.float32), np.ones((2, 3), np.float32)
+    assert mean_cosine(zeros, ones) is None
+    assert mean_cosine(np.full((2, 3), np.nan, np.float32), ones) is None
+    assert spearman(np.ones(5), np.arange(5)) is None
+    assert agreement(np.array([[1, 2], [3, 1]]), np.array([[0, 1], [0, 1]])) == 0.5
+    # An output that doesn't count the examples makes one row of all of them.
+    outputs = [tensor_of("b", np.ones((2, 2), np.float32)), tensor_of("a", np.float32(7))]
+    rows = Arrays({"x": np.zeros((2, 3))}).rows([infer_pb2.InferResult(outputs=outputs).SerializeToString()])
+    assert rows.tolist() == [[7, 1, 1, 1, 1]]
+
+
 def test_pairs_are_read_and_wrong_ones_are_told_by_their_line(tmp_path: Path) -> None:
     file = tmp_path / "pairs.tsv"
     file.write_text("1.5\ta cat\ta dog\n3\tx\ty\n0\tp\tq\n")
@@ -103,6 +131,12 @@ def test_pairs_are_read_and_wrong_ones_are_told_by_their_line(tmp_path: Path) ->
     assert (scores.tolist(), firsts, seconds) == ([1.5, 3, 0], ["a cat", "x", "p"], ["a dog", "y", "q"])
     file.write_text("1.5\ta cat\ta dog\nhigh\tx\ty\n")
     with pytest.raises(Failure, match="line 2"):
+        read_pairs(str(file))
+    file.write_text("nan\ta cat\ta dog\n")
+    with pytest.raises(Failure, match="the score nan is no number"):
+        read_pairs(str(file))
+    file.write_text("2\ta\tb\n" * 3)
+    with pytest.raises(Failure, match="nothing to correlate"):
         read_pairs(str(file))
 
 

@@ -161,7 +161,8 @@ def test_what_is_known_when_it_is_interrupted_is_told(
     assert [path.name for path in tmp_path.iterdir()] == ["rows.csv"]
 
     def nothing_left() -> bool:
-        counts = json.loads(ok(address, "tasks", "count", "--kind", "my.stuck", "--json"))
+        flags = ["--master", address, "--kind", "my.stuck", "--json"]
+        counts = json.loads(CliRunner().invoke(cli, ["tasks", "count", *flags]).stdout)
         return bool(counts["queued"] + counts["leased"] == 0)
 
     until(nothing_left)

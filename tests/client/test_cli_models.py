@@ -1,13 +1,16 @@
 """mgpuctl models against a real fleet with small models: what it shows, and what loading and unloading by hand do."""
 
 import json
+import os
+import subprocess
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
-from multigpu.cli import cli
+from multigpu.cli import cli, tables
 
+from tests.client.fleet_up import MGPUCTL
 from tests.fleet import Fleet, until
 from tests.worker.toy_models import Shop
 
@@ -21,6 +24,9 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     shop.add("small", load_s=0.1)
     shop.add("versioned", "1")
     shop.add("versioned", "2")
+    for version in ("1", "2"):
+        toml = shop.add("both", version).parent / "model.toml"
+    toml.write_text(f'versions = "all"\n{toml.read_text()}')
     shop.add("broken")
     shop.sign("broken", "error").write_text("its weights are from another world")
     with Fleet(folder / "fleet", workers=1, worker_flags=shop.flags) as fleet:
@@ -73,6 +79,7 @@ def test_a_model_that_cannot_be_loaded_says_why(run: Run) -> None:
     failed = run("load", "broken", "--wait", "--timeout", "30")
     assert failed.exit_code == 1
     assert "another world" in failed.stderr
+    assert "tried again until `mgpuctl models unload broken` ends that" in failed.stderr
     assert run("unload", "broken").exit_code == 0
 
 
@@ -84,3 +91,55 @@ def test_mistakes_are_told_with_what_there_is(run: Run) -> None:
     nowhere = run("load", "small", "--worker", "elsewhere")
     assert nowhere.exit_code != 0
     assert "elsewhere" in nowhere.stderr
+
+
+def test_loading_a_name_waits_for_its_current_version_and_not_for_another(run: Run) -> None:
+    """The older one is ready, and that says nothing of the one that was asked for."""
+    assert run("load", "both:1", "--wait").exit_code == 0
+    loaded = run("load", "both", "--wait", "--json")
+    assert loaded.exit_code == 0, loaded.output
+    places = {e["model"]["version"]: e["places"] for e in json.loads(loaded.stdout)["models"]}
+    assert [place["residency"]["state"] for place in places["2"]] == ["READY"]
+    assert run("unload", "both", "--wait").exit_code == 0
+    entries = json.loads(run("show", "both", "--json").stdout)
+    assert [e["places"] for e in entries] == [[], []]
+
+
+@pytest.mark.parametrize("command", ["show", "load", "unload"])
+def test_a_name_that_is_near_is_named(run: Run, command: str) -> None:
+    unknown = run(command, "smal")
+    assert unknown.exit_code == 4
+    assert "no worker offers model 'smal', did you mean 'small'? there are: " in unknown.stderr
+
+
+def test_a_time_that_is_no_number_is_refused(run: Run) -> None:
+    refused = run("load", "small", "--wait", "--timeout", "nan")
+    assert refused.exit_code == 2
+    assert "'nan' is no number" in refused.stderr
+
+
+@pytest.mark.parametrize("flags", [(), ("--json",)])
+@pytest.mark.parametrize(("stdout", "words"), [(">/dev/full", "No space left on device"), (">&-", "Bad file descr")])
+def test_an_answer_that_can_not_be_written_is_an_error(
+    fleet: Fleet, flags: tuple[str, ...], stdout: str, words: str
+) -> None:
+    argv = ["sh", "-c", f'exec "$@" {stdout}', "sh", *MGPUCTL, "models", "list", *flags]
+    env = {**os.environ, "MGPU_MASTER": fleet.address}
+    done = subprocess.run(argv, stderr=subprocess.PIPE, text=True, check=False, timeout=90, env=env)
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"mgpuctl: can't write: {words}")
+    assert "Traceback" not in done.stderr
+
+
+def test_a_narrow_terminal_gets_fewer_columns_and_not_cut_ones() -> None:
+    columns, rows = ("NAME", "A", "B", "PLACE"), [("x" * 30, "1234", "-", "w0"), ("y", "5678", "", "w1")]
+    wide = tables.fit(columns, rows, ("A", "B"), 80)
+    assert wide == (["NAME", "A", "B", "PLACE"], [list(row) for row in rows])
+    # B tells nothing. The name is folded.
+    assert tables.fit(columns, rows, ("A", "B"), 28)[0] == ["NAME", "A", "PLACE"]
+    narrow = tables.fit(columns, rows, ("A", "B"), 24)
+    assert narrow == (["NAME", "PLACE"], [["x" * 30, "w0"], ["y", "w1"]])
+    # The others stay, whatever the width.
+    assert tables.fit(columns, rows, ("A", "B"), 5) == narrow
+    drawn = tables.render_table(narrow[0], narrow[1], width=24)
+    assert [line.split()[-1] for line in drawn if "w" in line] == ["w0", "w1"]

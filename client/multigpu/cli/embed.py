@@ -16,7 +16,7 @@ from multigpu.cli import show
 from multigpu.cli.commands import Command
 from multigpu.cli.failures import EXIT_CODES
 from multigpu.cli.lines import STDIN, count_lines, read_lines
-from multigpu.cli.options import client_config, json_option, master_option
+from multigpu.cli.options import Number, client_config, json_option, master_option
 from multigpu.cli.presence import wait_for_worker
 from multigpu.cli.progress import Progress
 from multigpu.cli.sdk import sdk_failures, withdrawn_at_end
@@ -51,15 +51,15 @@ WINDOW_TEXTS = 65_536
 @click.option(
     "--wait-for-worker",
     "wait_s",
-    type=click.FloatRange(min=0),
-    default=60.0,
-    show_default=True,
+    type=Number(min=0),
     metavar="SECONDS",
-    help="How long to wait for a master and a worker that embeds to appear.",
+    help="How long to wait for a master and a worker to appear.  [default: 60; 0 where workers have other models]",
 )
 @master_option
 @json_option
-def embed(files: tuple[str, ...], output: str | None, address: str, as_json: bool, wait_s: float, **task: Any) -> None:
+def embed(
+    files: tuple[str, ...], output: str | None, address: str, as_json: bool, wait_s: float | None, **task: Any
+) -> None:
     """Embed lines of text: one vector for each line, in order.
 
     Blank lines count too. Without FILEs, or for "-", reads standard input. Goes on through restarts of the master and

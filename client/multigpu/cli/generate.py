@@ -56,10 +56,8 @@ COUNT_MAX = 2**32 - 1
     "--wait-for-worker",
     "wait_s",
     type=Number(min=0),
-    default=60.0,
-    show_default=True,
     metavar="SECONDS",
-    help="How long to wait for a master and a worker that generates to appear.",
+    help="How long to wait for a master and a worker to appear.  [default: 60; 0 where workers have other models]",
 )
 @click.option("--json-lines", "as_lines", is_flag=True, help="A JSON object for each piece; the last is the whole.")
 @master_option
@@ -70,7 +68,7 @@ def generate(
     chat: bool,
     system: str,
     address: str,
-    wait_s: float,
+    wait_s: float | None,
     as_lines: bool,
     as_json: bool,
     **given: Any,

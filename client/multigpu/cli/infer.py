@@ -80,7 +80,7 @@ def task_options(command: F) -> F:
     multiple=True,
     required=True,
     metavar="NAME=@FILE|NAME=JSON",
-    help="An input: a .npy file, or JSON. @FILE alone: all arrays of a .npz. May be repeated.",
+    help="A .npy file, or JSON; NAME:float32=[1,2] says a type. @FILE: all arrays of a .npz. May be repeated.",
 )
 @click.option("--output", "outputs", multiple=True, metavar="NAME", help="Which to return; repeatable.  [default: all]")
 @click.option("--out", metavar="FILE", help='A .npz for the outputs; "-" is standard output.')

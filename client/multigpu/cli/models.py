@@ -2,6 +2,7 @@
 
 import functools
 import time
+from collections import Counter
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -12,6 +13,7 @@ from multigpu.cli.commands import Group
 from multigpu.cli.failures import Failure, NotFound
 from multigpu.cli.models_verify import verify
 from multigpu.cli.options import Number, json_option, master_option
+from multigpu.cli.presence import there_are
 from multigpu.cli.progress import Progress
 from multigpu.cli.rpc import Master
 from multigpu.v1 import admin_service_pb2 as admin
@@ -134,10 +136,14 @@ def place(
     master: Master, model: str, *, worker_ids: tuple[str, ...], wait: bool, timeout_s: float, quiet: bool, loaded: bool
 ) -> list[str]:
     """Load a model, or unload it. Returns the ids of the workers that were told to."""
-    found = [master.find_worker_id(prefix) for prefix in worker_ids]
+    where = [master.find_worker_id(prefix) for prefix in worker_ids]
     method = master.admin.LoadModel if loaded else master.admin.UnloadModel
     request = admin.LoadModelRequest if loaded else admin.UnloadModelRequest
-    told = list(master.call(method, request(model=model, worker_ids=found)).worker_ids)
+    try:
+        told = list(master.call(method, request(model=model, worker_ids=where)).worker_ids)
+    except NotFound:
+        known(master, model)  # says which there are
+        raise
     if wait:
         _await(master, model, told, timeout_s, quiet=quiet, loaded=loaded)
     return told
@@ -149,7 +155,8 @@ def _await(master: Master, model: str, worker_ids: list[str], timeout_s: float, 
     left = dict.fromkeys(worker_ids)
     with Progress("workers", len(left), quiet=quiet) as progress:
         while True:
-            entries = known(master, model)
+            # Loading a name is loading its current version; unloading it, all of them.
+            entries = [e for e in found(master, model) if not loaded or e.model.current or id_of(e.model) == model]
             for worker_id in list(left):
                 places = [p for e in entries for p in e.places if p.worker_id == worker_id]
                 ready = any(p.residency.state == model_pb2.MODEL_STATE_READY for p in places)
@@ -158,7 +165,10 @@ def _await(master: Master, model: str, worker_ids: list[str], timeout_s: float, 
                     progress.add(1)
                 error = next((e.model.error for e in entries if worker_id in e.worker_ids and e.model.error), "")
                 if loaded and error and not places:
-                    raise Failure(f"{model} can't be loaded on {worker_id}: {error}")
+                    raise Failure(
+                        f"{model} can't be loaded on {worker_id}: {error}; it is tried again until "
+                        f"`mgpuctl models unload {model}` ends that"
+                    )
             if not left:
                 return
             if time.monotonic() > until:
@@ -174,14 +184,18 @@ def all_models(master: Master, name: str = "") -> list[admin.ModelEntry]:
     return [entry for page in master.pages(master.admin.ListModels, request) for entry in page.models]
 
 
+def found(master: Master, model: str) -> list[admin.ModelEntry]:
+    """The entries of a model: all its versions, or the one named."""
+    return [e for e in all_models(master) if model in (e.model.name, id_of(e.model))]
+
+
 def known(master: Master, model: str) -> list[admin.ModelEntry]:
-    """The entries of a model: all its versions, or the one named. NotFound: there is none."""
-    entries = all_models(master)
-    found = [e for e in entries if model in (e.model.name, id_of(e.model))]
-    if not found:
-        names = ", ".join(sorted({e.model.name for e in entries})[:20]) or "none"
-        raise NotFound(f"no worker offers model {model!r}; there are: {names}")
-    return found
+    """As `found`. NotFound: there is none."""
+    entries = found(master, model)
+    if not entries:
+        names = {name for e in all_models(master) for name in (e.model.name, id_of(e.model))}
+        raise NotFound(f"no worker offers model {model!r}{there_are(model, names)}")
+    return entries
 
 
 def id_of(model: model_pb2.Model) -> str:
@@ -190,6 +204,7 @@ def id_of(model: model_pb2.Model) -> str:
 
 def show_models(entries: list[admin.ModelEntry]) -> None:
     columns = ("MODEL", "KIND", "ENGINE", "PRECISION", "MEMORY", "LOADS IN", "WORKERS", "LOADED ON", "")
+    ids = Counter(id_of(e.model) for e in entries)
     rows = [
         (
             id_of(e.model) + (" (current)" if e.model.version and e.model.current else ""),
@@ -198,7 +213,8 @@ def show_models(entries: list[admin.ModelEntry]) -> None:
             e.model.precision,
             show.size(e.model.memory_bytes) if e.model.memory_bytes else "-",
             show.duration(show.seconds_of(e.model.load_duration)) if e.model.HasField("load_duration") else "-",
-            str(len(e.worker_ids)),
+            # What workers tell of a model may differ, and then it matters which say what.
+            str(len(e.worker_ids)) if ids[id_of(e.model)] == 1 else ", ".join(e.worker_ids),
             ", ".join(place_in_words(place) for place in e.places) or "-",
             e.model.error,
         )
