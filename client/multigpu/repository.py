@@ -50,13 +50,15 @@ class BatchRules:
 class Gate:
     """What a model at a precision that rounds hard (int8, fp8) must prove before it may serve."""
 
-    # JSON lines to calibrate with, in the folder; for texts {"text": …}. Empty: no such precision is served.
+    # A file to calibrate with, in the folder. For texts JSON lines {"text": …}; for kind infer arrays of examples by the
+    # names of its inputs, as numpy.savez writes them. Empty: no such precision is served.
     calibration: str = ""
-    # Held-out data to judge by: JSON lines as above, or {"a": …, "b": …, "score": …} for "spearman".
+    # Held-out data to judge by: as above, or JSON lines {"a": …, "b": …, "score": …} for "spearman".
     held_out: str = ""
-    # "cosine": the mean cosine to the answers of fp32; "spearman": of scores, in points of 100, against fp32's.
+    # "cosine": the mean cosine to the answers of fp32; "spearman": of scores, in points of 100, against fp32's;
+    # "agreement": the share of examples whose likeliest class is that of fp32.
     metric: str = "cosine"
-    # The lowest mean cosine, or for "spearman" the most points that may be lost.
+    # The lowest mean cosine or share, or for "spearman" the most points that may be lost.
     threshold: float = 0.99
 
 

@@ -205,6 +205,6 @@ _BATCH: dict[str, Check] = {
 _GATE: dict[str, Check] = {
     "calibration": _file,
     "held_out": _file,
-    "metric": _one_of(("cosine", "spearman")),
+    "metric": _one_of(("cosine", "spearman", "agreement")),
     "threshold": _number(0, 100),
 }

@@ -58,3 +58,33 @@ def save_double(folder: Path) -> Path:
     path = folder / "double.onnx"
     onnx.save(model, path)
     return path
+
+
+def save_classifier(folder: Path, *, rows: int | str = "rows") -> Path:
+    """y = scores of 5 classes for pictures x, float32 [rows, 3, 8, 8]: two convolutions, their means, and a product."""
+    random = np.random.default_rng(0)
+    shapes = {"w1": (32, 3, 3, 3), "w2": (32, 32, 3, 3), "w3": (32, 5)}
+    tensors = [
+        numpy_helper.from_array(random.standard_normal(shape).astype(np.float32) / 4, name)
+        for name, shape in shapes.items()
+    ]
+    nodes = [
+        helper.make_node("Conv", ["x", "w1"], ["a"], name="first", pads=[1, 1, 1, 1]),
+        helper.make_node("Relu", ["a"], ["b"], name="first_relu"),
+        helper.make_node("Conv", ["b", "w2"], ["c"], name="second", strides=[2, 2]),
+        helper.make_node("Relu", ["c"], ["d"], name="second_relu"),
+        helper.make_node("GlobalAveragePool", ["d"], ["e"], name="mean"),
+        helper.make_node("Flatten", ["e"], ["f"], name="flat"),
+        helper.make_node("MatMul", ["f", "w3"], ["y"], name="product"),
+    ]
+    values = [
+        helper.make_tensor_value_info("x", TensorProto.FLOAT, [rows, 3, 8, 8]),
+        helper.make_tensor_value_info("y", TensorProto.FLOAT, [rows, 5]),
+    ]
+    graph = helper.make_graph(nodes, "classifier", values[:1], values[1:], tensors)
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
+    onnx.checker.check_model(model)
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "model.onnx"
+    onnx.save(model, path)
+    return path

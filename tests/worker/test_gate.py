@@ -89,7 +89,7 @@ def test_no_data_no_precision(tmp_path: Path) -> None:
         gate.require(spec(tmp_path, calibration="c.jsonl"), "fp8")
     with pytest.raises(ModelFolderError, match="judged by what it is calibrated with"):
         gate.require(spec(tmp_path, calibration="c", held_out="c"), "int8")
-    with pytest.raises(ModelFolderError, match="metric 'f1': known are cosine, spearman"):
+    with pytest.raises(ModelFolderError, match="metric 'f1': embed has cosine, spearman"):
         gate.require(spec(tmp_path, calibration="c", held_out="h", metric="f1"), "int8")
     gate.require(spec(tmp_path, calibration="c", held_out="h"), "int8")
 

@@ -79,8 +79,8 @@ def test_tasks_go_together_and_a_bad_one_fails_alone(tmp_path: Path) -> None:
 
 def test_what_is_not_served_says_so(tmp_path: Path) -> None:
     spec = scaled_sum(tmp_path)
-    for precision in ("fp16", "int8"):
-        with pytest.raises(PrecisionError, match=f"leave {precision} out"):
+    for precision, words in (("fp16", "leave fp16 out"), ("fp8", "not fp8: take engine tensorrt")):
+        with pytest.raises(PrecisionError, match=words):
             infer_onnx.load(spec, SETTINGS, precision)
     with pytest.raises(ModelFolderError, match=r"source huggingface: for engine onnx make a model\.onnx"):
         infer_onnx.load(ModelSpec(name="m", folder=tmp_path, source="huggingface"), SETTINGS, "fp32")

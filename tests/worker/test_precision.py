@@ -95,3 +95,25 @@ def test_a_model_is_found_by_id_and_by_name() -> None:
         assert spec_of(models, name).id == "m:2"
     with pytest.raises(UnknownModelError, match="no model 'm:1'"):
         spec_of(models, "m:1")
+
+
+@pytest.mark.parametrize(
+    ("engine", "device", "capability", "words"),
+    [
+        ("onnx", "cpu", None, "engine onnx on cpu has no fp8: .* use int8, or fp32"),
+        ("tensorrt", "cuda:0", (8, 6), r"of compute capability 8\.6 has no fp8: .* 8\.9 or more .* use bf16 or fp16"),
+        ("torch", "cuda:0", (9, 0), "engine torch on cuda:0 .* has no fp8: that needs engine tensorrt"),
+        ("tensorrt", "cuda:0", (8, 9), ""),
+        ("tensorrt", "cuda:0", (12, 0), ""),
+    ],
+)
+def test_fp8_is_tensorrts_from_ada_on(
+    monkeypatch: pytest.MonkeyPatch, engine: str, device: str, capability: tuple[int, int] | None, words: str
+) -> None:
+    monkeypatch.setattr(precision, "compute_capability", lambda _: capability)
+    wish = {"engine": engine, "precision": "fp8"}
+    if words:
+        with pytest.raises(PrecisionError, match=words):
+            choose(spec(), settings(device=device), wish)
+    else:
+        assert choose(spec(), settings(device=device), wish) == Variant(engine=engine, precision="fp8")

@@ -87,12 +87,12 @@ def test_no_data_no_int8(spec: ModelSpec, settings: EngineSettings) -> None:
 
 
 def test_recipes_have_names(spec: ModelSpec) -> None:
-    assert quantize.recipe_of(spec, "onnx") == "dynamic"
-    assert quantize.recipe_of(spec, "tensorrt") == "selective"
+    assert quantize.recipe_of(spec, "int8", "onnx") == "dynamic"
+    assert quantize.recipe_of(spec, "int8", "tensorrt") == "selective"
     with pytest.raises(ModelFolderError, match=r"int8_recipe 'best' .* dynamic, selective, default"):
-        quantize.recipe_of(replace(spec, parameters={"int8_recipe": "best"}), "onnx")
-    with pytest.raises(ModelFolderError, match="TensorRT can't run"):
-        quantize.recipe_of(replace(spec, parameters={"int8_recipe": "dynamic"}), "tensorrt")
+        quantize.recipe_of(replace(spec, parameters={"int8_recipe": "best"}), "int8", "onnx")
+    with pytest.raises(ModelFolderError, match="engine tensorrt can't run"):
+        quantize.recipe_of(replace(spec, parameters={"int8_recipe": "dynamic"}), "int8", "tensorrt")
 
 
 def test_weights_of_8_bits_take_the_place_of_those_of_32(spec: ModelSpec, settings: EngineSettings) -> None:

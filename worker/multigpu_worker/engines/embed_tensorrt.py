@@ -25,6 +25,7 @@ from multigpu_worker.engines.base import EngineSettings
 from multigpu_worker.engines.device_memory import DeviceMemory, open_memory
 from multigpu_worker.engines.embed_backend import AheadBackend, EmbedBackend, Vectors, identity_of, load_backend
 from multigpu_worker.engines.embed_text import Inputs, TextInput
+from multigpu_worker.engines.gate import GATED
 from multigpu_worker.engines.models import ModelFolderError
 from multigpu_worker.engines.onnx_artifacts import exported
 from multigpu_worker.engines.onnx_cast import cast_graph
@@ -42,9 +43,6 @@ TOKENS_MAX = 16_384
 # The least cosine between a trial sentence's vector by the plan and by what serves meanwhile, of 16 bits or more.
 COSINE_MIN = {"fp32": 0.9999, "tf32": 0.999, "bf16": 0.99, "fp16": 0.999}
 Made = tuple[EmbedBackend, dict[str, str]]
-
-# At these the gate decides (docs/precision.md).
-GATED = ("int8", "fp8")
 # What is in the cache is loaded in so long, and then the facts of loading can tell of it.
 SETTLE_S = 2.0
 

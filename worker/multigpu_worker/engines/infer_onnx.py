@@ -1,7 +1,8 @@
 """The infer engine's back end on ONNX Runtime: any model.onnx, with its own names, types and shapes.
 
 The graph is run as it is: "auto" and fp32 mean the types that it was exported with. On a GPU tf32 lets products of
-float32 round their inputs. Other precisions are another file's.
+float32 round their inputs. On a CPU int8 is a graph that was calibrated (quantize.py) and has passed its gate. Other
+precisions are another file's.
 """
 
 from dataclasses import dataclass, field
@@ -11,9 +12,12 @@ from typing import Any
 from multigpu.repository import ModelSpec
 
 from multigpu_worker.engines.base import EngineSettings
+from multigpu_worker.engines.gate import GATED
 from multigpu_worker.engines.infer_backend import Arrays, TensorSpec, examples_max
 from multigpu_worker.engines.models import ModelFolderError
-from multigpu_worker.engines.onnx_session import Session
+from multigpu_worker.engines.onnx_artifacts import quantised
+from multigpu_worker.engines.onnx_export import MODEL_FILE
+from multigpu_worker.engines.onnx_session import Session, check_precision
 from multigpu_worker.engines.precision import PrecisionError
 
 # NumPy's names of types that ONNX calls otherwise; and of those that tensors can have here.
@@ -41,22 +45,29 @@ def load(spec: ModelSpec, settings: EngineSettings, precision: str) -> tuple[Onn
         raise ModelFolderError(
             f"{spec.id} is of source {spec.source}: for engine onnx make a model.onnx of it, or take torch"
         )
-    if precision not in {"fp32", "tf32"}:
+    if precision in GATED:
+        check_precision(precision, settings.device)
+    elif precision not in {"fp32", "tf32"}:
         raise PrecisionError(
             f"{spec.id} is run at the precision that its ONNX file has: leave {precision} out, or convert the file"
         )
-    path = spec.folder / spec.file
+    kept = quantised(spec, settings, precision, "onnx") if precision in GATED else None
+    path = spec.folder / spec.file if kept is None else kept.folder / MODEL_FILE
     session = Session(path, settings.device, settings.threads, tf32=precision == "tf32")
     forward = OnnxForward(
-        inputs=tuple(_spec_of(path, each) for each in session.inputs),
-        outputs=tuple(_spec_of(path, each) for each in session.outputs),
+        inputs=tuple(tensor_spec(path, each) for each in session.inputs),
+        outputs=tuple(tensor_spec(path, each) for each in session.outputs),
         examples_max=examples_max(spec, settings.device),
         session=session,
     )
-    return forward, {"precision": "as its file" if precision == "fp32" else precision}
+    if kept is None:
+        return forward, {"precision": "as its file" if precision == "fp32" else precision}
+    # What it held is in memory now.
+    kept.close()
+    return forward, {"precision": precision} | {name: kept.facts[name] for name in ("recipe", "accuracy")}
 
 
-def _spec_of(path: Path, node: Any) -> TensorSpec:
+def tensor_spec(path: Path, node: Any) -> TensorSpec:
     """Of one input or output, as ONNX Runtime describes it: a type such as tensor(float16), sizes by number or name."""
     dtype = TYPES.get(node.type, node.type.removeprefix("tensor(").removesuffix(")"))
     if dtype not in DTYPES:

@@ -1,7 +1,8 @@
 """The infer engine's back end on TensorRT: for ONNX models, and for plans that somebody built elsewhere.
 
 An ONNX model is built into a plan while ONNX Runtime serves (where that is installed); the plan then has to give the
-same numbers for a trial input before it takes over. Its first open dimension counts the examples; what other open
+same numbers for a trial input before it takes over. At int8 and fp8 the accuracy gate has judged the graph, and judges
+the plan again, as it computes on this GPU. Its first open dimension counts the examples; what other open
 dimensions may be at most is model.toml's parameter `width_max`.
 
 A plan that comes as a file is loaded as it is: it has the precision and the shapes that it was built with. Other models
@@ -15,13 +16,16 @@ from pathlib import Path
 import numpy as np
 from multigpu.repository import ModelSpec
 
+from multigpu_worker.engines import gate
 from multigpu_worker.engines.artifacts import Artifact
 from multigpu_worker.engines.base import EngineSettings
 from multigpu_worker.engines.device_memory import DeviceMemory, open_memory
 from multigpu_worker.engines.infer_backend import Arrays, Forward, TensorSpec, examples_max, load_backend
 from multigpu_worker.engines.models import ModelFolderError
+from multigpu_worker.engines.onnx_artifacts import quantised
 from multigpu_worker.engines.onnx_cast import TYPES as CAST_TYPES
 from multigpu_worker.engines.onnx_cast import cast_graph
+from multigpu_worker.engines.onnx_export import MODEL_FILE
 from multigpu_worker.engines.precision import PrecisionError, Variant
 from multigpu_worker.engines.profiles import Limits, Profile, Watch
 from multigpu_worker.engines.switching import Switch
@@ -29,7 +33,6 @@ from multigpu_worker.engines.tensorrt_build import PLAN_FILE, PlanOrder, artifac
 from multigpu_worker.engines.tensorrt_module import Gpu, TensorRT, require
 from multigpu_worker.engines.tensorrt_run import PlanRunner
 
-GRAPH_FILE = "model.onnx"
 # What open dimensions but the first may be at most, where model.toml has no `width_max`.
 WIDTH_MAX = 512
 # Largest difference between a plan's numbers and ONNX Runtime's, as a share of the largest number.
@@ -81,11 +84,8 @@ def load(spec: ModelSpec, settings: EngineSettings, precision: str) -> tuple[For
         raise ModelFolderError(
             f"{spec.id} has no graph for TensorRT: export it to ONNX (torch.onnx.export), or use engine torch"
         )
-    if precision not in DIFFERENCE_MAX:
-        raise PrecisionError(
-            f"{spec.id} is an ONNX model, which the engine tensorrt runs at {', '.join(DIFFERENCE_MAX)}: a graph with "
-            "quantise and dequantise operations of its own is run as it is, at fp32"
-        )
+    if spec.source == "tensorrt-plan" and precision in gate.GATED:
+        raise PrecisionError(f"{spec.id} is a plan, which is as it was built: leave {precision} out")
     try:
         limits = limits_of(spec, settings.device)
     except ValueError as error:
@@ -97,6 +97,9 @@ def load(spec: ModelSpec, settings: EngineSettings, precision: str) -> tuple[For
         facts = {"plan": "as it came", "precision": "as it was built", "library": library.module}
         return PlanForward(runner, limits.rows_max), facts
     maker = PlanMaker(spec, settings, precision, library, gpu, memory, limits)
+    if precision in gate.GATED:
+        # A model that its gate refuses at this precision isn't served at another instead.
+        quantised(spec, settings, precision, "tensorrt").close()
     if importlib.util.find_spec("onnxruntime") is None:
         return maker.make(Watch.begin(limits).profiles, None)
     first, _ = load_backend(spec, settings, Variant(engine="onnx", precision="fp32"))
@@ -141,31 +144,51 @@ class PlanMaker:
         limits: Limits,
     ) -> None:
         self.name, self.limits = spec.id, limits
-        self._graph, self._precision, self._threads = spec.folder / spec.file, precision, settings.threads
+        self._spec, self._settings, self._precision = spec, settings, precision
         self._artifacts = artifacts_of(settings)
         self._library, self._gpu, self._memory = library, gpu, memory
 
     def make(self, profiles: tuple[Profile, ...], serving: Forward | None) -> tuple[Forward, dict[str, str]]:
         """The plan, after its trial against what serves. Whatever fails, raises."""
-        cast = self._cast() if self._precision in CAST_TYPES else None
+        made = self._graph()
         order = PlanOrder(
-            graph=self._graph if cast is None else cast.folder / GRAPH_FILE,
+            graph=self._spec.folder / self._spec.file if made is None else made.folder / MODEL_FILE,
             precision=self._precision,
             profiles=profiles,
             library=self._library,
             gpu=self._gpu,
+            accuracy="" if made is None else made.facts.get("accuracy", ""),
         )
         plan = get_plan(order, self._artifacts)
         runner = PlanRunner(plan.folder / PLAN_FILE, self._library.module, self._memory)
         forward = PlanForward(runner, self.limits.rows_max, plan)
-        return forward, plan.facts | ({} if serving is None else try_out(forward, serving, self._precision))
+        if serving is None:
+            return forward, plan.facts
+        if self._precision in gate.GATED:
+            return forward, plan.facts | self._judge(forward, serving)
+        return forward, plan.facts | try_out(forward, serving, self._precision)
 
-    def _cast(self) -> Artifact:
+    def _graph(self) -> Artifact | None:
+        """The graph at the precision; None: the model's own."""
+        if self._precision in gate.GATED:
+            return quantised(self._spec, self._settings, self._precision, "tensorrt")
+        if self._precision not in CAST_TYPES:
+            return None
+        own = self._spec.folder / self._spec.file
+
         def build(folder: Path) -> dict[str, str]:
-            cast_graph(self._graph, folder / GRAPH_FILE, self._precision, self._threads)
+            cast_graph(own, folder / MODEL_FILE, self._precision, self._settings.threads)
             return {}
 
-        return self._artifacts.get("onnx-cast", {"of": hash_folder(self._graph), "precision": self._precision}, build)
+        return self._artifacts.get("onnx-cast", {"of": hash_folder(own), "precision": self._precision}, build)
+
+    def _judge(self, forward: Forward, serving: Forward) -> dict[str, str]:
+        """The gate's figure for the plan itself, as it computes on this GPU. Raises GateRefusedError."""
+        rows = forward.inputs[0].shape[0] if forward.inputs[0].shape else None
+        types = {each.name: each.dtype for each in serving.inputs}
+        held_out = gate.read_arrays(self._spec.folder / self._spec.gate.held_out, types, rows)
+        figures = gate.measure_arrays(self._spec, held_out, serving, forward, rows)
+        return {"accuracy on this GPU": gate.judge(self._spec, self._precision, figures)}
 
 
 def try_out(forward: Forward, serving: Forward, precision: str) -> dict[str, str]:

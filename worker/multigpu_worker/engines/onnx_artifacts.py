@@ -1,15 +1,16 @@
-"""Exported embedding models, from the cache of artifacts or made for it: what the engines onnx and tensorrt load.
+"""Exported and quantised graphs, from the cache of artifacts or made for it: what the engines onnx and tensorrt load.
 
 An artifact's key holds everything that its graph depends on: the content of the model's folder, precision and recipe,
 the code that exports, and the versions of the libraries that do. The gate's figures are among an artifact's facts, and
 judged here whenever it is asked for.
 """
 
-import hashlib
 from importlib import metadata
 from pathlib import Path
 
 from multigpu.repository import ModelSpec
+from multigpu.repository_files import file_hash, loaded_files
+from multigpu.repository_toml import FILE_NAME
 
 from multigpu_worker.engines import gate
 from multigpu_worker.engines.artifacts import Artifact, Artifacts
@@ -18,20 +19,21 @@ from multigpu_worker.engines.embed_cache import ModelContent
 from multigpu_worker.engines.models import ModelFolderError
 from multigpu_worker.engines.onnx_export import export_embed
 from multigpu_worker.engines.precision import PrecisionError
-from multigpu_worker.engines.quantize import quantize_embed, recipe_of
+from multigpu_worker.engines.quantize import quantize_embed, quantize_infer, recipe_of
 
-PRECISIONS = ("fp32", "fp16", "int8")
+PRECISIONS = ("fp32", "fp16", *gate.GATED)
 # Of models that can be exported.
 SOURCES = ("sentence-transformers", "huggingface")
 EXPORT_PACKAGES = ("multigpu", "torch", "transformers", "onnx", "onnxruntime", "onnxscript")
 EXPORT_CODE = ("onnx_export.py", "embed_model.py", "embed_steps.py", "embed_text.py")
+QUANTISE_PACKAGES = {"dynamic": (), "static": ("onnx", "onnxruntime")}
 QUANTISE_CODE = ("quantize.py", "gate.py", "onnx_session.py")
 
 
 def exported(spec: ModelSpec, settings: EngineSettings, precision: str, engine: str = "onnx") -> Artifact:
     """The model as MODEL_FILE, and what TextInput.read needs, at one of PRECISIONS, for "onnx" or "tensorrt".
 
-    Facts: "dimension", "difference" (to torch); at int8 also "recipe" and "accuracy". Raises ModelFolderError,
+    Facts: "dimension", "difference" (to torch); at int8 and fp8 also "recipe" and "accuracy". Raises ModelFolderError,
     GateRefusedError among them; MemoryError, OSError; ImportError: a package is missing.
     """
     if precision not in PRECISIONS:
@@ -49,10 +51,10 @@ def exported(spec: ModelSpec, settings: EngineSettings, precision: str, engine: 
         content.check()
         return facts
 
-    if precision != "int8":
+    if precision not in gate.GATED:
         return artifacts.get("export", key | {"precision": precision}, export)
     gate.require(spec, precision)
-    recipe = recipe_of(spec, engine)
+    recipe = recipe_of(spec, precision, engine)
     source = artifacts.get("export", key | {"precision": "fp32"}, export)
 
     def quantise(folder: Path) -> dict[str, str]:
@@ -60,26 +62,42 @@ def exported(spec: ModelSpec, settings: EngineSettings, precision: str, engine: 
         content.check()
         return source.facts | figures | {"recipe": recipe}
 
-    key |= {"precision": precision, "recipe": recipe, **_versions(_quantise_packages(recipe), QUANTISE_CODE)}
-    key |= {name: getattr(spec.gate, name) for name in ("calibration", "held_out", "metric")}
-    key |= {f"{name} content": _hash_of(spec.folder / key[name]) for name in ("calibration", "held_out")}
-    artifact = artifacts.get("int8", key, quantise)
+    artifact = artifacts.get(precision, key | _gate_key(spec, precision, recipe), quantise)
     source.close()
     artifact.facts["accuracy"] = gate.judge(spec, precision, artifact.facts)
     return artifact
 
 
-def _quantise_packages(recipe: str) -> tuple[str, ...]:
-    return () if recipe == "dynamic" else ("nvidia-modelopt",)
+def quantised(spec: ModelSpec, settings: EngineSettings, precision: str, engine: str) -> Artifact:
+    """An ONNX model of kind infer as MODEL_FILE at int8 or fp8, for "onnx" or "tensorrt".
+
+    Facts and errors: as `exported`.
+    """
+    gate.require(spec, precision)
+    recipe = recipe_of(spec, precision, engine)
+    if not settings.artifacts:
+        raise ModelFolderError("quantised models need a folder to be kept in: set artifacts_dir")
+    # A new threshold needs no new graph.
+    others = {FILE_NAME, spec.gate.calibration, spec.gate.held_out}
+    key = {f"file {name}": file_hash(spec.folder / name) for name in loaded_files(spec) if name not in others}
+
+    def quantise(folder: Path) -> dict[str, str]:
+        return quantize_infer(spec, folder, recipe, engine, settings.threads) | {"recipe": recipe}
+
+    key |= {"file": spec.file, "engine": engine} | _gate_key(spec, precision, recipe)
+    artifact = Artifacts(Path(settings.artifacts), settings.artifacts_bytes_max).get(precision, key, quantise)
+    artifact.facts["accuracy"] = gate.judge(spec, precision, artifact.facts)
+    return artifact
+
+
+def _gate_key(spec: ModelSpec, precision: str, recipe: str) -> dict[str, str]:
+    """What a quantised graph and its figures depend on beside the graph of float32."""
+    packages = QUANTISE_PACKAGES.get(recipe, ("nvidia-modelopt",))
+    key = {"precision": precision, "recipe": recipe, **_versions(packages, QUANTISE_CODE)}
+    key |= {name: getattr(spec.gate, name) for name in ("calibration", "held_out", "metric")}
+    return key | {f"{name} content": file_hash(spec.folder / key[name]) for name in ("calibration", "held_out")}
 
 
 def _versions(packages: tuple[str, ...], code: tuple[str, ...]) -> dict[str, str]:
     here = Path(__file__).parent
-    return {name: metadata.version(name) for name in packages} | {name: _hash_of(here / name) for name in code}
-
-
-def _hash_of(path: Path) -> str:
-    try:
-        return hashlib.sha256(path.read_bytes()).hexdigest()
-    except OSError as error:
-        raise ModelFolderError(f"{path} can't be read ({error}): {gate.REMEDY}") from error
+    return {name: metadata.version(name) for name in packages} | {name: file_hash(here / name) for name in code}

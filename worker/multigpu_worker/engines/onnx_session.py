@@ -41,8 +41,13 @@ MEMORY_ERRORS = ("bad_alloc", "Failed to allocate", "out of memory", "ALLOC_FAIL
 def check_precision(precision: str, device: str) -> None:
     """Raises PrecisionError unless ONNX Runtime has kernels for it on that kind of device."""
     known = ("fp32", "fp16", "int8") if device == "cpu" else ("fp32", "tf32", "fp16")
+    if precision == "int8" and device != "cpu":
+        raise PrecisionError(
+            f"the engine onnx computes int8 on a CPU alone, not on {device}, where ONNX Runtime would send most of it "
+            f"to the CPU: take engine tensorrt, or {', '.join(known)}"
+        )
     if precision not in known:
-        other = "tensorrt" if precision in {"int8", "fp8"} else "torch"
+        other = "tensorrt" if precision == "fp8" else "torch"
         raise PrecisionError(
             f"the engine onnx computes {', '.join(known)} on {device}, not {precision}: take engine {other} on a GPU"
         )
@@ -56,14 +61,20 @@ def threads_of(settings: EngineSettings) -> int:
 class Session:
     """A graph that is loaded. Calls may come from several threads."""
 
-    def __init__(self, path: Path, device: str, threads: int, *, tf32: bool = False) -> None:
-        """Load `path` onto "cpu" or "cuda:N". Raises ModelFolderError, MemoryError; ImportError: no GPU support."""
+    def __init__(self, path: Path, device: str, threads: int, *, tf32: bool = False, fused: bool = True) -> None:
+        """Load `path` onto "cpu" or "cuda:N". Raises ModelFolderError, MemoryError; ImportError: no GPU support.
+
+        Without `fused` each quantise and dequantise operation is computed as it stands: fusions are for int8, and break
+        graphs of fp8.
+        """
         self.device = device
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = threads
         options.enable_mem_pattern = False
         # Warnings are about how graphs are optimised: nothing for people who run models. 3: errors.
         options.log_severity_level = 3
+        if not fused:
+            options.add_session_config_entry("session.disable_quant_qdq", "1")
         more: dict[str, Any] = {}
         if device == "cpu":
             options.enable_cpu_mem_arena = False
@@ -116,6 +127,8 @@ def _cuda_options(device: str, *, tf32: bool) -> dict[str, str]:
         raise ImportError(
             "this ONNX Runtime has no CUDA: exchange the package onnxruntime for onnxruntime-gpu, or use engine torch"
         )
+    # Those that came as Python packages are found by nobody else here: torch isn't imported.
+    onnxruntime.preload_dlls()
     # tf32 is this provider's own choice unless told otherwise, and it is not fp32.
     return {
         "device_id": device.partition(":")[2] or "0",

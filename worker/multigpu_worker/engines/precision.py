@@ -22,7 +22,7 @@ from multigpu_worker.engines.models import ModelFolderError, resolve_name
 ENGINE_BY_SOURCE = {"onnx": "onnx", "tensorrt-plan": "tensorrt"}
 # Compute capabilities from which tensor cores take numbers of a type (CUDA C++ Programming Guide).
 BF16_CAPABILITY, FP16_CAPABILITY = (8, 0), (7, 0)
-TF32_CAPABILITY = (8, 0)
+TF32_CAPABILITY, FP8_CAPABILITY = (8, 0), (8, 9)
 # Engines and files that are computed at the precision they were made at: "auto" is what they are, whatever the worker's
 # models are computed at by default.
 FIXED = (("torch", "torch-export"), ("onnx", "onnx"), ("tensorrt", "tensorrt-plan"))
@@ -83,7 +83,22 @@ def resolve_precision(precision: str, device: str, engine: str) -> str:
         return auto_precision(None if device == "cpu" else compute_capability(device), engine)
     if precision == "tf32" and (device == "cpu" or compute_capability(device) < TF32_CAPABILITY):
         raise PrecisionError(f"{device} has no tf32: that needs a GPU of compute capability 8.0; use fp32")
+    if precision == "fp8":
+        _require_fp8(device, engine)
     return precision
+
+
+def _require_fp8(device: str, engine: str) -> None:
+    """Raises PrecisionError: it would be computed by emulation, or not at all."""
+    capability = None if device == "cpu" else compute_capability(device)
+    if engine == "tensorrt" and capability is not None and capability >= FP8_CAPABILITY:
+        return
+    told = "" if capability is None else f" of compute capability {capability[0]}.{capability[1]}"
+    other = "use int8, or fp32" if capability is None else "use bf16 or fp16, or int8 with engine tensorrt"
+    raise PrecisionError(
+        f"engine {engine} on {device}{told} has no fp8: that needs engine tensorrt, a GPU of compute capability 8.9 or "
+        f"more (Ada, Hopper, Blackwell), and data for the accuracy gate (docs/precision.md); {other}"
+    )
 
 
 def auto_precision(capability: tuple[int, int] | None, engine: str = "torch") -> str:

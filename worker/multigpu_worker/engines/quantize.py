@@ -1,4 +1,7 @@
-"""An exported embedding model with weights and products of 8 bits, by one of a few recipes, and what it lost by that.
+"""ONNX graphs with weights and products of 8 bits, by one of a few recipes, and what they lost by that.
+
+Exported embedding models:
+
 
 - "dynamic": weights by output channel; activations by token, when they come. For ONNX Runtime on a CPU. A token's
   scale is its own, so a text's vector doesn't depend on the texts that it is computed with, and a large value in one
@@ -9,7 +12,18 @@
 - "default": whatever nvidia-modelopt does by itself. It is here because people ask for it; with MiniLM it loses four
   points of STS-B, and the accuracy gate is there to refuse it.
 
-Everything here runs in a process of its own (apart.py) but for `quantize_embed`.
+ONNX models of any sort (kind infer):
+
+- "static": weights by output channel, activations by the least and the largest number that calibration saw. For a CPU
+  it is written by ONNX Runtime, with unsigned activations that have a zero of their own, which its kernels are made
+  for. For TensorRT it is written by nvidia-modelopt, symmetric, where TensorRT's kernels take it; the rest is fp16.
+- "dynamic": as above. Layers that aren't products with constant matrices (convolutions) stay as they are.
+
+fp8 (E4M3) has one recipe, for all of them and for TensorRT alone: products, convolutions and what attention multiplies,
+by the largest number that calibration saw (nvidia-modelopt); the rest is fp16. A type with an exponent holds outliers,
+so no layer is left out. ONNX Runtime computes such a graph on a CPU, slowly and with the same roundings.
+
+Everything here runs in a process of its own (apart.py) but for `quantize_embed` and `quantize_infer`.
 """
 
 import shutil
@@ -28,22 +42,34 @@ from multigpu_worker.engines.embed_text import TextInput
 from multigpu_worker.engines.models import ModelFolderError
 from multigpu_worker.engines.onnx_export import MODEL_FILE, OUTPUT, SINGLE_FILE_BYTES_MAX
 
-RECIPES = ("dynamic", "selective", "default")
-# What a model gets that asks for none in [parameters] int8_recipe.
-RECIPE_BY_ENGINE = {"onnx": "dynamic", "tensorrt": "selective"}
-# More texts to calibrate with take longer and change little.
-CALIBRATION_TEXTS_MAX = 128
+# Recipes of int8 by kind and engine. The first is what a model gets that asks for none in [parameters] int8_recipe.
+RECIPES = {
+    ("embed", "onnx"): ("dynamic", "selective", "default"),
+    ("embed", "tensorrt"): ("selective", "default"),
+    ("infer", "onnx"): ("static", "dynamic"),
+    ("infer", "tensorrt"): ("static",),
+}
+# That of fp8.
+FP8_RECIPE = "max"
+# More to calibrate with takes longer and changes little.
+CALIBRATION_MAX = 128
+# What a quantised graph has, and no other.
+ROUNDING = ("QuantizeLinear", "DequantizeLinear")
 # Padded tokens that go through a model at once while it is judged.
 TOKENS_MAX = 512
 
 
-def recipe_of(spec: ModelSpec, engine: str) -> str:
+def recipe_of(spec: ModelSpec, precision: str, engine: str) -> str:
     """The recipe that a model asks for, or the engine's own. Raises ModelFolderError for one that it can't run."""
-    recipe = spec.parameters.get("int8_recipe", RECIPE_BY_ENGINE[engine])
-    if recipe not in RECIPES:
-        raise ModelFolderError(f"{spec.id} has int8_recipe {recipe!r} in model.toml: known are {', '.join(RECIPES)}")
-    if engine == "tensorrt" and recipe == "dynamic":
-        raise ModelFolderError(f'{spec.id} has int8_recipe "dynamic", which TensorRT can\'t run: take "selective"')
+    if precision == "fp8":
+        return FP8_RECIPE
+    known = RECIPES[spec.kind, engine]
+    recipe = spec.parameters.get("int8_recipe", known[0])
+    if recipe not in known:
+        raise ModelFolderError(
+            f"{spec.id} has int8_recipe {recipe!r} in model.toml, which engine {engine} can't run for {spec.kind}: "
+            f"known are {', '.join(known)}"
+        )
     return recipe
 
 
@@ -57,6 +83,13 @@ def quantize_embed(spec: ModelSpec, source: Path, folder: Path, recipe: str, thr
     return facts
 
 
+def quantize_infer(spec: ModelSpec, folder: Path, recipe: str, engine: str, threads: int = 0) -> dict[str, str]:
+    """Quantise an ONNX model of kind infer for an engine. As `quantize_embed` in all else."""
+    arguments = {"spec": spec.plain(), "folder": str(folder), "recipe": recipe, "engine": engine, "threads": threads}
+    facts: dict[str, str] = run_apart(f"{__name__}:quantise_infer", arguments, threads=threads)
+    return facts
+
+
 def quantise(*, spec: dict[str, Any], source: str, folder: str, recipe: str, threads: int) -> dict[str, str]:
     """`quantize_embed`, in the process that is for it."""
     model, old, new = ModelSpec.from_plain(spec), Path(source) / MODEL_FILE, Path(folder) / MODEL_FILE
@@ -65,16 +98,72 @@ def quantise(*, spec: dict[str, Any], source: str, folder: str, recipe: str, thr
     if recipe == "dynamic":
         _quantise_dynamic(old, new)
     else:
-        texts = gate.read_texts(model.folder / model.gate.calibration)[:CALIBRATION_TEXTS_MAX]
-        _quantise_static(old, new, text.pad(text.tokenise(texts), range(len(texts))), selective=recipe == "selective")
-    return gate.measure(model, _embedder(old, text, threads), _embedder(new, text, threads))
+        texts = gate.read_texts(model.folder / model.gate.calibration)[:CALIBRATION_MAX]
+        calibration = text.pad(text.tokenise(texts), range(len(texts)))
+        if recipe == FP8_RECIPE:
+            _quantise_modelopt(old, new, calibration, "fp8", "max")
+        else:
+            options = _selective(old) if recipe == "selective" else {}
+            _quantise_modelopt(old, new, calibration, "int8", "entropy", high_precision_dtype="fp32", **options)
+    fused = recipe != FP8_RECIPE
+    _require_rounded(model, new)
+    return gate.measure(model, _embedder(old, text, threads), _embedder(new, text, threads, fused=fused))
 
 
-def _embedder(path: Path, text: TextInput, threads: int) -> gate.Embed:
+def quantise_infer(*, spec: dict[str, Any], folder: str, recipe: str, engine: str, threads: int) -> dict[str, str]:
+    """`quantize_infer`, in the process that is for it."""
+    from multigpu_worker.engines.infer_onnx import tensor_spec  # noqa: PLC0415  (the extra `onnx`)
+    from multigpu_worker.engines.onnx_session import Session  # noqa: PLC0415  (as above)
+
+    model, new = ModelSpec.from_plain(spec), Path(folder) / MODEL_FILE
+    old = model.folder / model.file
+    exact = Session(old, "cpu", threads)
+    _refuse_rounded(model, old)
+    taken = [tensor_spec(old, each) for each in exact.inputs]
+    rows = taken[0].shape[0] if taken[0].shape else None
+    calibration, held_out = (
+        gate.read_arrays(model.folder / name, {each.name: each.dtype for each in taken}, rows)
+        for name in (model.gate.calibration, model.gate.held_out)
+    )
+    most = max(rows or 1, CALIBRATION_MAX // (rows or 1) * (rows or 1))
+    calibration = {name: array[:most] for name, array in calibration.items()}
+    if recipe == FP8_RECIPE:
+        _quantise_modelopt(old, new, calibration, "fp8", "max")
+    elif recipe == "dynamic":
+        _quantise_dynamic(old, new)
+    elif engine == "tensorrt":
+        _quantise_modelopt(old, new, calibration, "int8", "max")
+    else:
+        _quantise_static(old, new, calibration, rows or 1)
+    _require_rounded(model, new)
+    rounded = Session(new, "cpu", threads, fused=recipe != FP8_RECIPE)
+    return gate.measure_arrays(model, held_out, exact.run, rounded.run, rows)
+
+
+def _refuse_rounded(model: ModelSpec, path: Path) -> None:
+    """Raises ModelFolderError if there is nothing to round, or it is rounded already."""
+    import onnx  # noqa: PLC0415  (only in that process)
+
+    graph = onnx.load(path, load_external_data=False).graph
+    if any(node.op_type in ROUNDING for node in graph.node):
+        raise ModelFolderError(f"{model.id} is quantised already: leave its precision out, and it is run as it is")
+    if not any(each.data_type == onnx.TensorProto.FLOAT for each in graph.initializer):
+        raise ModelFolderError(f"{model.id} has no weights of float32: int8 and fp8 begin with a graph of float32")
+
+
+def _require_rounded(model: ModelSpec, path: Path) -> None:
+    """Raises ModelFolderError if the recipe found nothing to round: it would be another precision under this name."""
+    import onnx  # noqa: PLC0415  (only in that process)
+
+    if not any(node.op_type in ROUNDING for node in onnx.load(path, load_external_data=False).graph.node):
+        raise ModelFolderError(f"{model.id} has no layers that this recipe quantises: use a higher precision")
+
+
+def _embedder(path: Path, text: TextInput, threads: int, *, fused: bool = True) -> gate.Embed:
     """Vectors of texts by a graph, on the CPU."""
     from multigpu_worker.engines.onnx_session import Session  # noqa: PLC0415  (the extra `onnx`)
 
-    session = Session(path, "cpu", threads)
+    session = Session(path, "cpu", threads, fused=fused)
 
     def embed(texts: Sequence[str]) -> gate.Vectors:
         tokens = text.tokenise(texts)
@@ -89,32 +178,58 @@ def _embedder(path: Path, text: TextInput, threads: int) -> gate.Embed:
     return embed
 
 
-def _quantise_static(old: Path, new: Path, calibration: dict[str, Any], *, selective: bool) -> None:
+def _selective(path: Path) -> dict[str, Any]:
+    """Options of modelopt for products with weights in layers that don't narrow, and nothing else."""
     import onnx  # noqa: PLC0415  (only in that process)
-    from modelopt.onnx.quantization import quantize  # noqa: PLC0415  (as above)
 
-    options: dict[str, Any] = {}
-    if selective:
-        graph = onnx.load(old).graph
-        shapes = {each.name: tuple(each.dims) for each in graph.initializer}
-        products = [node for node in graph.node if node.op_type == "MatMul"]
-        kept = [node.name for node in products if not _widens(shapes.get(node.input[1]))]
-        options = {"op_types_to_quantize": ["MatMul"], "nodes_to_exclude": kept}
+    graph = onnx.load(path).graph
+    shapes = {each.name: tuple(each.dims) for each in graph.initializer}
+    products = [node for node in graph.node if node.op_type == "MatMul"]
+    kept = [node.name for node in products if not _widens(shapes.get(node.input[1]))]
+    return {"op_types_to_quantize": ["MatMul"], "nodes_to_exclude": kept}
+
+
+def _quantise_modelopt(old: Path, new: Path, calibration: gate.Arrays, mode: str, method: str, **options: Any) -> None:
+    """Explicit Q/DQ for TensorRT. What isn't quantised becomes fp16, unless options say otherwise."""
+    from modelopt.onnx.quantization import quantize  # noqa: PLC0415  (only in that process)
+
     with tempfile.TemporaryDirectory(dir=new.parent) as room:
         # modelopt rewrites what it reads. Weights may be a file beside the graph's.
-        for file in old.parent.glob(f"{MODEL_FILE}*"):
+        for file in old.parent.glob(f"{old.name}*"):
             shutil.copyfile(file, Path(room) / file.name)
         quantize(
-            str(Path(room) / MODEL_FILE),
-            quantize_mode="int8",
+            str(Path(room) / old.name),
+            quantize_mode=mode,
             calibration_data=calibration,
-            calibration_method="entropy",
+            calibration_method=method,
             calibration_eps=["cpu"],
-            high_precision_dtype="fp32",
             output_path=str(new),
             log_level="ERROR",
             **options,
         )
+
+
+def _quantise_static(old: Path, new: Path, calibration: gate.Arrays, rows: int) -> None:
+    """Q/DQ for ONNX Runtime on a CPU."""
+    from onnxruntime.quantization import QuantFormat, QuantType, quantize_static  # noqa: PLC0415  (as above)
+    from onnxruntime.quantization.calibrate import CalibrationDataReader  # noqa: PLC0415  (as above)
+
+    class Reader(CalibrationDataReader):  # type: ignore[misc]  # it has no types
+        def __init__(self) -> None:
+            self._batches = iter(gate.batches(calibration, rows))
+
+        def get_next(self) -> gate.Arrays | None:
+            return next(self._batches, None)
+
+    quantize_static(
+        str(old),
+        str(new),
+        Reader(),
+        quant_format=QuantFormat.QDQ,
+        per_channel=True,
+        activation_type=QuantType.QUInt8,
+        weight_type=QuantType.QInt8,
+    )
 
 
 def _widens(shape: tuple[int, ...] | None) -> bool:

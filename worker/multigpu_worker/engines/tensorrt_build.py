@@ -140,7 +140,11 @@ def build(
     if serialized is None:
         words = logger.take()
         if "out of memory" in words.lower() or "OutOfMemory" in words:
-            raise MemoryError(f"{module} has no memory to build a plan for {graph}: {words}")
+            raise MemoryError(
+                f"{module} has no memory to build a plan for {graph}: {words}. A kernel may have "
+                f"{WORKSPACE_BYTES >> 30} GiB of scratch: lower examples_max under [parameters], or for texts "
+                "tasks_max and tokens_max under [batch]"
+            )
         raise ModelFolderError(f"{module} can't build a plan for {graph}: {words}")
     Path(plan).write_bytes(serialized)
     return {
