@@ -13,6 +13,7 @@ from multigpu_worker.cuda_errors import context_is_lost, mps_refused
 from multigpu_worker.deaths import Deaths
 from multigpu_worker.device import DeviceInfo
 from multigpu_worker.engine_host import Death
+from multigpu_worker.ipc import SlotState
 from multigpu_worker.mps import FORCE_TIMEOUT_S, Fault, Mps, MpsLimits
 from multigpu_worker.mps_claims import Claim, Claims
 from multigpu_worker.mps_control import GpuFullError, MpsControl, MpsError, ServerLog
@@ -150,11 +151,28 @@ def test_of_tasks_that_ran_one_by_one_the_first_answers_for_a_lost_context() -> 
     text = "CUDA error: an illegal memory access was encountered"
     deaths = Deaths(lambda _lease_id: False, 0)
     other = (3, "ValueError", "no number", False, "")
-    assert deaths.keep_back([other], one_by_one=True) == [other]
-    assert deaths.keep_back([(1, "E", text, True, ""), (2, "E", text, True, "")], one_by_one=True) == []
-    judged = deaths.judge(Death(returncode=-9, slots=[]), batches)
+    assert deaths.keep_back([other], one_by_one=True, said_ns=5) == [other]
+    assert deaths.keep_back([(1, "E", text, True, ""), (2, "E", text, True, "")], one_by_one=True, said_ns=5) == []
+    # The next one had begun by the time that the engine was ended.
+    after = SlotState(batch_id=8, lease_id=4, started_ns=6, beats=0)
+    batches[8] = EngineBatch(8, {4: Lease(4, 4, 1, spec, b"")}, True, spec)
+    judged = deaths.judge(Death(returncode=-9, slots=[after]), batches)
     assert [report.lease.lease_id for report in judged.reports] == [1]
-    assert [lease.lease_id for lease in judged.again] == [2, 3]
+    assert [lease.lease_id for lease in judged.again] == [2, 3, 4]
+
+
+def test_of_tasks_that_ran_at_the_same_time_none_answers_for_a_lost_context_at_first() -> None:
+    spec = Spec(kind="k")
+    batches = {n: EngineBatch(n, {n: Lease(n, n, 1, spec, b"")}, True, spec) for n in (1, 2)}
+    text = "CUDA error: an illegal memory access was encountered"
+    deaths = Deaths(lambda _lease_id: False, 0)
+    deaths.keep_back([(1, "E", text, True, "")], one_by_one=True, said_ns=5)
+    beside = SlotState(batch_id=2, lease_id=2, started_ns=4, beats=0)
+    judged = deaths.judge(Death(returncode=-9, slots=[beside]), batches)
+    assert judged.reports == [] and all(lease.suspect for lease in judged.again)
+    deaths.keep_back([(2, "E", text, True, "")], one_by_one=True, said_ns=9)
+    judged = deaths.judge(Death(returncode=-9, slots=[]), {2: batches[2]})
+    assert [report.lease.lease_id for report in judged.reports] == [2]
 
 
 @pytest.mark.parametrize(("known", "spared"), [(True, 10), (False, 2)])

@@ -44,6 +44,8 @@ class Deaths:
         # Attempts that failed because the engine's context is lost, and their errors. They answer for it, under MPS if
         # the server's log says so.
         self._lost: dict[int, TaskError] = {}
+        # When the first of them were told.
+        self._lost_ns = 0
 
     @property
     def pending(self) -> bool:
@@ -59,13 +61,17 @@ class Deaths:
         error = TaskError(type="EngineReplaced", message="the engine was replaced", retryable=True)
         self.verdict = Verdict(accused=frozenset(), error=error)
 
-    def keep_back(self, failed: list[Any], *, one_by_one: bool) -> list[Any]:
+    def keep_back(self, failed: list[Any], *, one_by_one: bool, said_ns: int) -> list[Any]:
         """Keeps the failures of an engine whose context is lost, till it is dead. Returns the others.
+
+        `said_ns`: when they were told, by the slots' clock.
 
         Of tasks that ran one by one only the first answers for it, as far as none ran beside it: those after it found
         the context lost.
         """
         kept = [failure for failure in failed if context_is_lost(failure[2]) or self._suspected(failure[0])]
+        if kept and not self._lost:
+            self._lost_ns = said_ns
         for lease_id, error_type, text, _, traceback in kept:
             if not self._lost or not one_by_one or self._suspected(lease_id):
                 self._lost[lease_id] = TaskError(type=error_type, message=text, retryable=True, traceback=traceback)
@@ -82,7 +88,7 @@ class Deaths:
             died = TaskError(type="EngineDied", message=words, retryable=True)
         self.out_of_memory = False
         lost, self._lost = self._lost, {}
-        failed, again = self._blame(death, batches, verdict, died, lost)
+        failed, again = self._blame(death, batches, verdict, died, lost, self._lost_ns)
         reports = [
             Report(lease, ReportState.FAILED, error=error, broke_engine=self._broke(death, verdict, lease, error))
             for lease, error in failed
@@ -98,6 +104,7 @@ class Deaths:
         verdict: Verdict | None,
         died: TaskError,
         lost: Mapping[int, TaskError],
+        lost_ns: int,
     ) -> tuple[list[tuple[Lease, TaskError]], list[Lease]]:
         """Which leases failed with the engine, and which go on in the next one."""
         guilty = {lease_id: error for lease_id, error in lost.items() if not mps_refused(error.message)}
@@ -108,7 +115,7 @@ class Deaths:
         elif lost and not guilty:
             return spare(batches, next(iter(lost.values())))
         if guilty:
-            return condemn(death.slots, batches, guilty)
+            return condemn([state for state in death.slots if state.started_ns < lost_ns], batches, guilty)
         return blame(death.slots, batches, verdict, died, death.prepared)
 
     def _broke(self, death: Death, verdict: Verdict | None, lease: Lease, error: TaskError) -> bool:

@@ -275,7 +275,9 @@ class EngineProcess:
             return
         leases = batch.leases
         if failed:
-            failed = self.deaths.keep_back(failed, one_by_one=batch.one_by_one)
+            # When it was said, by the clock of the slots.
+            said_ns = time.monotonic_ns() - (time.time_ns() - finish_ns)
+            failed = self.deaths.keep_back(failed, one_by_one=batch.one_by_one, said_ns=said_ns)
         if self.deaths.pending:  # the engine is of no use any more, and its leases wait for the judgement
             done = False
             self.host.ready = False

@@ -225,7 +225,7 @@ def spare(
 def condemn(
     slots: Iterable[SlotState], batches: Mapping[int, EngineBatch], guilty: Mapping[int, TaskError]
 ) -> tuple[list[tuple[Lease, TaskError]], list[Lease]]:
-    """The same for leases that said themselves what ended their engine: they found out, as did all that ran beside."""
+    """The same for leases that said themselves what ended their engine; they found out beside what ran in `slots`."""
     running = {state.batch_id: running_leases(state, batches.get(state.batch_id)) for state in slots}
     together: list[list[Lease]] = []
     beside: list[Lease] = []
