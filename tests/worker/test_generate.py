@@ -204,6 +204,30 @@ def test_json_in_json_out(engine: GenerateEngine, plain: Plain) -> None:
     assert refused.outcome is not None and "I refuse" in refused.outcome[1]
 
 
+def test_templates_and_tokens_that_make_no_sense_fail_their_own_task(
+    engine: GenerateEngine, plain: Plain, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = engine._model
+    assert model is not None
+    said = [{"role": "user", "content": "hi"}]
+    for template, words in (("{{ nothing.at.all }}", "refuses"), ("{% if %}", "refuses"), ("", "no chat template")):
+        monkeypatch.setattr(model.tokenizer, "chat_template", template)
+        (refused,) = run_all(engine, [ask(messages=said)])
+        assert refused.outcome is not None and refused.outcome[0] == "BadInput" and words in refused.outcome[1]
+    monkeypatch.setattr(model.tokenizer, "chat_template", "{# nothing #}")
+    (empty,) = run_all(engine, [ask(messages=said)])
+    assert empty.outcome is not None and "no tokens" in empty.outcome[1]
+    # A tokenizer that knows more than its model does; and an answer that such a one began.
+    monkeypatch.setattr(model, "vocabulary", 258)
+    began = pb.GenerateChunk(token_ids=[model.tokenizer.convert_tokens_to_ids("<|user|>")]).SerializeToString()
+    asks = [ask("Hello <|assistant|>", tokens_max=5), ask("Hello", tokens_max=5), ask("Hello", tokens_max=5)]
+    asks[1].partials = (began,)
+    unknown, gone_on, well = run_all(engine, asks)
+    for recorder in (unknown, gone_on):
+        assert recorder.outcome is not None and "unknown to the model" in recorder.outcome[1]
+    check(well, plain, plain.greedy("Hello", 5))
+
+
 def test_a_long_prompt_does_not_hold_up_the_others(engine: GenerateEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     steps: list[list[int]] = []
     model = engine._model

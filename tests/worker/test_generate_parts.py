@@ -55,6 +55,29 @@ def test_broken_characters_come_out_as_the_decoder_writes_them() -> None:
         assert stream.text.replace("\ufffd", "") == decode_bytes(list(data)).replace("\ufffd", "")
 
 
+def test_bytes_that_never_become_a_character_are_handed_out_all_the_same() -> None:
+    decoded = []
+
+    def decode(ids: list[int]) -> str:
+        decoded.append(len(ids))
+        return decode_bytes(ids)
+
+    stream = TextStream(decode, [], [])
+    pieces = []
+    for _ in range(1000):
+        stream.add(0xFF)
+        pieces.append(stream.take(ended=False))
+    assert len("".join(pieces)) > 950
+    # Each token costs the same, however many came before.
+    assert max(decoded) < 50
+    for byte in "日本".encode():
+        stream.add(byte)
+    stream.finish()
+    pieces.append(stream.take(ended=True))
+    assert "".join(pieces) == stream.text
+    assert stream.text.endswith("本")
+
+
 @pytest.mark.parametrize("every", [1, 3, 7])
 def test_text_ends_before_the_first_stop_string_wherever_it_lies(every: int) -> None:
     for stop in (["the"], ["END", "the E"], ["日本"], ["\U0001f9ff."], ["naïve café", "naïve coffee"], [";"]):
@@ -121,6 +144,17 @@ def test_tokens_are_drawn_as_often_as_transformers_says(temperature: float, top_
             assert drawn[token] == 0
         else:
             assert abs(drawn[token] - count * share) <= 5 * (count * share * (1 - share)) ** 0.5 + 1
+
+
+def test_settings_at_their_limits_draw_a_likely_token() -> None:
+    logits = torch.tensor([1.0, 30.0, 2.0, float("-inf"), 29.5])
+    for temperature in (1e-45, 1e-30, 1e-5):
+        assert {draw(logits, Sampling(temperature=temperature, seed=1), at) for at in range(50)} == {1}
+    assert {draw(logits, Sampling(temperature=2.0, top_p=1e-38, seed=1), at) for at in range(50)} == {1}
+    assert {draw(logits, Sampling(temperature=2.0, top_k=2**32 - 1, seed=1), at) for at in range(200)} >= {1, 4}
+    assert draw(torch.full((5,), 1e38), Sampling(temperature=2.0, seed=3), 0) in range(5)
+    lowest = torch.finfo(torch.float32).min
+    assert draw(torch.tensor([lowest, 0.0]), Sampling(temperature=1e-45, seed=3), 0) == 1
 
 
 def test_repetition_is_penalised_as_transformers_does() -> None:
@@ -192,6 +226,7 @@ class Words:
         ({"prompt": " "}, "no tokens"),
         ({"prompt": "a b c", "tokens_max": 8}, "shorten the prompt or lower tokens_max"),
         ({"prompt": "a " * 10}, "context is 10 tokens"),
+        ({"prompt": "a", "tokens_max": 2**32 - 1}, "4294967295 to generate"),
         ({"prompt": "a", "temperature": -1}, "temperature is -1"),
         ({"prompt": "a", "temperature": 2.5}, "temperature is 2.5"),
         ({"prompt": "a", "temperature": float("nan")}, "temperature is nan"),

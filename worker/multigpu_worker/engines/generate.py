@@ -117,6 +117,10 @@ class GenerateEngine:
             sequence.untold = item.partials_received
         else:
             sequence.resume(read_before(item.partials, batch.content_type))
+        if (token := max(sequence.ids)) >= self._model.vocabulary:
+            raise BadInputError(
+                f"token {token} is unknown to the model, which has {self._model.vocabulary}: leave it out"
+            )
         if sequence.finish_reason is not None:
             # The attempt before said all of it, and died before it could say so.
             sequence.succeed()

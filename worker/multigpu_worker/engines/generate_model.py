@@ -64,6 +64,8 @@ class GenerateModel:
     device: torch.device
     shape: CacheShape
     eos_ids: frozenset[int]
+    # How many tokens it knows; a tokenizer's own additions may go past it.
+    vocabulary: int
     # The most tokens of a sequence.
     context: int
     cache: PagedCache
@@ -133,6 +135,7 @@ def _load(spec: ModelSpec, settings: EngineSettings, dtype: torch.dtype) -> Gene
         device=device,
         shape=shape,
         eos_ids=_eos_ids(model, tokenizer),
+        vocabulary=int(model.get_input_embeddings().num_embeddings),
         context=_context(spec, config),
         cache=PagedCache(shape, 2 * blocks_for(TRIAL_TOKENS), device),
         artifact=artifact,

@@ -60,7 +60,8 @@ def penalised(logits: Tensor, history: Sequence[int], penalty: float) -> Tensor:
 
 def draw(logits: Tensor, sampling: Sampling, position: int) -> int:
     """Draw one token by the inverse of its cumulative probability, likeliest first. logits [vocabulary]."""
-    scores, order = torch.sort(logits / sampling.temperature, descending=True, stable=True)
+    # Less the largest, or the quotient by a very small temperature would be infinite.
+    scores, order = torch.sort((logits - logits.max()) / sampling.temperature, descending=True, stable=True)
     if sampling.top_k:
         scores = scores[: sampling.top_k]
     # In float64: thousands of small numbers are added up.

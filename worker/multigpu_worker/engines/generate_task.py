@@ -83,6 +83,8 @@ def read_request(payload: bytes, content_type: str, tokenizer: Any, context: int
     message = decode(pb.GeneratePayload, payload, content_type)
     _check(message)
     prompt_ids = _prompt_ids(message, tokenizer)
+    if not prompt_ids:
+        raise BadInputError("the prompt has no tokens: write something that the model can go on from")
     room = context - len(prompt_ids)
     tokens_max = message.tokens_max or min(TOKENS_MAX, room)
     if room < 1 or tokens_max > room:
@@ -136,10 +138,7 @@ def _check(message: pb.GeneratePayload) -> None:
 
 def _prompt_ids(message: pb.GeneratePayload, tokenizer: Any) -> list[int]:
     if not message.messages:
-        ids = [int(token) for token in tokenizer(message.prompt)["input_ids"]]
-        if not ids:
-            raise BadInputError("the prompt has no tokens: write something that the model can go on from")
-        return ids
+        return [int(token) for token in tokenizer(message.prompt)["input_ids"]]
     if not tokenizer.chat_template:
         raise BadInputError("the model has no chat template: send a prompt in place of messages")
     said = [{"role": each.role, "content": each.content} for each in message.messages]

@@ -12,6 +12,8 @@ from collections.abc import Callable, Sequence
 REPLACEMENT = "\ufffd"
 # Tokens before the first new one that its text may depend on: whether a word begins with a space, say.
 CONTEXT_TOKENS = 6
+# After so many tokens that are no whole character yet they never will be: models that are lost write bytes without end.
+BROKEN_TOKENS = 16
 
 
 class TextStream:
@@ -39,7 +41,8 @@ class TextStream:
         self._ids.append(token)
         before = self._decode(self._ids[self._context : self._read])
         now = self._decode(self._ids[self._context :])
-        if len(now) > len(before) and not now.endswith(REPLACEMENT):
+        whole = not now.endswith(REPLACEMENT) or len(self._ids) - self._read > BROKEN_TOKENS
+        if len(now) > len(before) and whole:
             self._grow(now[len(before) :])
             self._context, self._read = self._read, len(self._ids)
 
