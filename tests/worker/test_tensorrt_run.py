@@ -6,6 +6,7 @@ pretended one, whose calls are compared with the real one's.
 
 import ast
 import contextlib
+import dataclasses
 import inspect
 import json
 import re
@@ -20,13 +21,14 @@ import pytest
 
 pytest.importorskip("onnxruntime", reason="the extra `onnx` is not installed")
 
-from multigpu.repository import BatchRules, ModelSpec
+from multigpu.repository import BatchRules, Gate, ModelSpec
 from multigpu_worker.engines import embed_tensorrt, infer_tensorrt, tensorrt_build, tensorrt_run
 from multigpu_worker.engines.artifacts import Artifact, Artifacts
 from multigpu_worker.engines.base import EngineSettings
 from multigpu_worker.engines.device_memory import DeviceMemory
 from multigpu_worker.engines.embed_backend import AheadBackend
 from multigpu_worker.engines.embed_backend import load_backend as load_embed
+from multigpu_worker.engines.gate import GateRefusedError
 from multigpu_worker.engines.infer_backend import load_backend as load_infer
 from multigpu_worker.engines.models import ModelFolderError, packaged_model
 from multigpu_worker.engines.precision import PrecisionError, Variant
@@ -371,6 +373,41 @@ def test_onnx_runtime_serves_until_the_plan_does(tmp_path: Path, pretended_gpu: 
     assert forward.switch.facts()["difference to onnx"] == "0.0e+00"
     assert (forward({"x": x})["y"] == 2 * x).all()
     assert (forward.inputs, forward.examples_max) == (forward.switch.current.inputs, 4)
+
+
+@pytest.mark.timeout(300)  # modelopt takes seconds, and a minute on a busy machine
+def test_at_int8_the_gate_judges_the_plan_itself(tmp_path: Path, pretended_gpu: threading.Event) -> None:
+    pytest.importorskip("modelopt.onnx.quantization", reason="the extra `int8` is not installed")
+    graph = small_graphs.save_classifier(tmp_path / "model")
+    random = np.random.default_rng(1)
+    for name in ("calibration", "held_out"):
+        pictures = random.standard_normal((20, 3, 8, 8)).astype(np.float32)
+        np.savez(tmp_path / "model" / f"{name}.npz", x=pictures)
+    gate = Gate(calibration="calibration.npz", held_out="held_out.npz", metric="agreement", threshold=0.9)
+    spec = ModelSpec(
+        name="m",
+        folder=graph.parent,
+        kind="infer",
+        source="onnx",
+        file=graph.name,
+        gate=gate,
+        parameters={"examples_max": "7"},  # more than that its plan doesn't take
+    )
+    settings = EngineSettings(device="cpu", slots=1, threads=1, artifacts=str(tmp_path / "artifacts"))
+    forward, facts = load_infer(spec, settings, Variant(engine="tensorrt", precision="int8"))
+    assert isinstance(forward, infer_tensorrt.SwitchingForward)
+    assert facts["until the plan serves"] == "onnx fp32"
+    pictures = pictures[:7]
+    exact = forward({"x": pictures})["y"]
+    pretended_gpu.set()
+    assert forward.switch.settle(300)
+    assert isinstance(forward.switch.current, infer_tensorrt.PlanForward), forward.switch.facts()
+    assert "on 20 held-out examples, 0.9 at least" in forward.switch.facts()["accuracy on this GPU"]
+    difference = np.abs(forward({"x": pictures})["y"] - exact).max()
+    assert 0 < difference < 0.1 * np.abs(exact).max()
+    strict = dataclasses.replace(spec, gate=dataclasses.replace(gate, threshold=1.1))
+    with pytest.raises(GateRefusedError, match=r"m at int8 is refused .* 1\.1 at least"):
+        load_infer(strict, settings, Variant(engine="tensorrt", precision="int8"))
 
 
 def test_a_plan_that_came_as_a_file_is_loaded_as_it_is(tmp_path: Path, pretended_gpu: threading.Event) -> None:

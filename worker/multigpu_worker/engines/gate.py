@@ -133,15 +133,15 @@ def measure(spec: ModelSpec, reference: Embed, candidate: Embed) -> dict[str, st
 
 
 def measure_arrays(
-    spec: ModelSpec, held_out: Arrays, reference: Compute, candidate: Compute, rows: int | None = None
+    spec: ModelSpec, held_out: Arrays, reference: Compute, candidate: Compute, examples: int = EXAMPLES_MAX
 ) -> dict[str, str]:
     """As `measure`, for a model of kind infer: of several outputs the one that has lost most counts.
 
-    `rows`: as for read_arrays. Raises ModelFolderError: its outputs have no rows for its examples, or no classes.
+    `examples` go through it at once. Raises ModelFolderError: its outputs have no rows for its examples, or no classes.
     """
     count = len(next(iter(held_out.values())))
     shares: dict[str, list[npt.NDArray[np.float64]]] = {}
-    for inputs in batches(held_out, rows or EXAMPLES_MAX):
+    for inputs in batches(held_out, examples):
         size = len(next(iter(inputs.values())))
         wanted, given = reference(inputs), candidate(inputs)
         for name, truth in wanted.items():

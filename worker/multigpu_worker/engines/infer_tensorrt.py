@@ -187,7 +187,8 @@ class PlanMaker:
         rows = forward.inputs[0].shape[0] if forward.inputs[0].shape else None
         types = {each.name: each.dtype for each in serving.inputs}
         held_out = gate.read_arrays(self._spec.folder / self._spec.gate.held_out, types, rows)
-        figures = gate.measure_arrays(self._spec, held_out, serving, forward, rows)
+        examples = rows or min(forward.examples_max, gate.EXAMPLES_MAX)
+        figures = gate.measure_arrays(self._spec, held_out, serving, forward, examples)
         return {"accuracy on this GPU": gate.judge(self._spec, self._precision, figures)}
 
 

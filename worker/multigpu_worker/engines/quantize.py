@@ -137,7 +137,7 @@ def quantise_infer(*, spec: dict[str, Any], folder: str, recipe: str, engine: st
         _quantise_static(old, new, calibration, rows or 1)
     _require_rounded(model, new)
     rounded = Session(new, "cpu", threads, fused=recipe != FP8_RECIPE)
-    return gate.measure_arrays(model, held_out, exact.run, rounded.run, rows)
+    return gate.measure_arrays(model, held_out, exact.run, rounded.run, rows or gate.EXAMPLES_MAX)
 
 
 def _refuse_rounded(model: ModelSpec, path: Path) -> None:
