@@ -255,9 +255,7 @@ def load_loop(kind: str, spec: ModelSpec, settings: EngineSettings, variant: Var
 
 def load_arrays(spec: ModelSpec, settings: EngineSettings, variant: Variant) -> Callable[[Any], Mapping[str, Any]]:
     if variant.engine == "onnx":
-        if variant.precision != "fp32":
-            raise ValueError(f"ONNX Runtime has no plain loop at {variant.precision}")
-        return onnx_forward(spec.folder / spec.file, settings)
+        return onnx_arrays(spec, settings, variant.precision)
     backend, _ = infer_backend.load_backend(spec, settings, variant)
     if variant.engine != "tensorrt":
         return backend
@@ -299,13 +297,24 @@ def torch_texts(spec: ModelSpec, settings: EngineSettings, precision: str) -> Te
     return model.text, model.embed
 
 
+def onnx_arrays(spec: ModelSpec, settings: EngineSettings, precision: str) -> Callable[[Any], Mapping[str, Any]]:
+    """On the file as it is, or at int8 on the graph that the engine has."""
+    if precision in ("fp32", "tf32"):
+        return onnx_forward(spec.folder / spec.file, settings, precision)
+    from multigpu_worker.engines.onnx_artifacts import quantised  # noqa: PLC0415  (not all have what it needs)
+    from multigpu_worker.engines.onnx_export import MODEL_FILE  # noqa: PLC0415  (as above)
+
+    with contextlib.closing(quantised(spec, settings, precision, "onnx")) as artifact:
+        return onnx_forward(artifact.folder / MODEL_FILE, settings, precision)
+
+
 def onnx_texts(spec: ModelSpec, settings: EngineSettings, precision: str) -> TextModel:
     """On the same graph as the engine's, made now if it never was."""
     from multigpu_worker.engines.onnx_artifacts import exported  # noqa: PLC0415  (not all have what it needs)
     from multigpu_worker.engines.onnx_export import MODEL_FILE, OUTPUT  # noqa: PLC0415  (as above)
 
-    with contextlib.closing(exported(spec, settings, precision)) as artifact:
-        forward = onnx_forward(artifact.folder / MODEL_FILE, settings)
+    with contextlib.closing(exported(spec, settings, "fp32" if precision == "tf32" else precision)) as artifact:
+        forward = onnx_forward(artifact.folder / MODEL_FILE, settings, precision)
         text = TextInput.read(artifact.folder)
     return text, lambda inputs: np.asarray(forward(inputs)[OUTPUT], np.float32)
 
@@ -338,13 +347,19 @@ def plan_of(backend: Any, kind: type) -> Any:
     return switch.current
 
 
-def onnx_forward(path: Path, settings: EngineSettings) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
+def onnx_forward(path: Path, settings: EngineSettings, precision: str) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
     import onnxruntime  # noqa: PLC0415  (not all have it)
 
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = settings.threads
-    providers = ["CPUExecutionProvider" if settings.device == "cpu" else "CUDAExecutionProvider"]
-    session = onnxruntime.InferenceSession(str(path), options, providers=providers)
+    provider, more = "CPUExecutionProvider", {}
+    if settings.device != "cpu":
+        provider = "CUDAExecutionProvider"
+        # Its own choice for products of float32 is tf32.
+        more = {"device_id": settings.device.partition(":")[2] or "0", "use_tf32": str(int(precision == "tf32"))}
+    session = onnxruntime.InferenceSession(str(path), options, providers=[(provider, more)])
+    if provider not in session.get_providers():  # left out without a word
+        raise LookupError(f"ONNX Runtime could not open {settings.device}: its CUDA provider lacks a library")
     names = [output.name for output in session.get_outputs()]
     wanted = {found.name for found in session.get_inputs()}
 
