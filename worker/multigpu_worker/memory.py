@@ -28,7 +28,7 @@ from multigpu_worker.weights import context_bytes, weights_bytes
 WEIGHTS_FACTOR = 1.1
 PROCESS_BYTES = 24 << 20
 TORCH_BYTES = 300 << 20
-ONNX_BYTES = 60 << 20
+ONNX_BYTES = 70 << 20
 GPU_PROCESS_BYTES = 500 << 20
 NUMBER_BYTES = {"bf16": 2, "fp16": 2}
 # What the cache of generate_model.py takes at most, where the model doesn't say it (cache_bytes).
