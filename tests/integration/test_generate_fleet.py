@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -140,6 +141,33 @@ def test_letting_go_of_an_answer_cancels_it(fleet: Fleet) -> None:
         assert task.outcome is not None and task.outcome.state is multigpu.OutcomeState.CANCELLED
         # What it ran on is free again.
         assert "".join(client.generate("a", "tiny", tokens_max=3))
+
+
+def test_an_answer_that_is_late_ends_and_its_slot_is_free(fleet: Fleet) -> None:
+    with fleet.client() as client:
+        assert "".join(client.generate("a", "tiny", tokens_max=3))
+        with pytest.raises(multigpu.TaskExpired, match="deadline"):
+            list(client.generate(PROMPT, "tiny", deadline=datetime.now(UTC) + timedelta(seconds=1), **SAMPLING))
+        until(lambda: all(worker.leases == 0 for worker in fleet.list_workers()), 10)
+        assert "".join(client.generate("a", "tiny", tokens_max=3))
+
+
+def test_a_thousand_prompts_of_all_priorities_are_answered_right(fleet: Fleet, tiny: Path) -> None:
+    prompts = [f"{number % 10}?" for number in range(1000)]
+
+    async def one(client: multigpu.AsyncClient, at: int, prompt: str) -> tuple[int, ...]:
+        generation = client.generate(prompt, "tiny", tokens_max=2, priority=1 + at % 5)
+        pieces = [piece async for piece in generation]
+        assert "".join(pieces) == generation.result.text
+        return generation.result.token_ids
+
+    async def run() -> list[tuple[int, ...]]:
+        async with multigpu.AsyncClient(fleet.address) as client:
+            return await asyncio.gather(*(one(client, at, prompt) for at, prompt in enumerate(prompts)))
+
+    plain = Plain.load(tiny)
+    expected = {prompt: tuple(plain.greedy(prompt, 2)) for prompt in prompts[:10]}
+    assert asyncio.run(run()) == [expected[prompt] for prompt in prompts]
 
 
 def test_many_answers_at_a_time_for_asyncio(fleet: Fleet, tiny: Path) -> None:
