@@ -9,17 +9,11 @@ import numpy as np
 import pytest
 from multigpu.config import WorkerConfig
 from multigpu.repository import ModelSpec
+from multigpu_worker import memory
 from multigpu_worker.device import DeviceInfo, host_memory_bytes
 from multigpu_worker.engines.base import EngineSettings
 from multigpu_worker.main import _model_memory_bytes
-from multigpu_worker.memory import (
-    CPU_CACHE_BYTES,
-    GPU_PROCESS_BYTES,
-    ONNX_BYTES,
-    PROCESS_BYTES,
-    TORCH_BYTES,
-    estimate_bytes,
-)
+from multigpu_worker.memory import CPU_CACHE_BYTES, GPU_PROCESS_BYTES, ONNX_BYTES, PROCESS_BYTES, TORCH_BYTES
 from multigpu_worker.weights import context_bytes, weights_bytes
 
 MIB = 1 << 20
@@ -50,6 +44,12 @@ def folder_spec(folder: Path, **more: Any) -> ModelSpec:
 
 def settings(device: str = "cpu", **more: Any) -> EngineSettings:
     return EngineSettings(device=device, slots=1, threads=1, **more)
+
+
+def estimate_bytes(
+    spec: ModelSpec, settings: EngineSettings, device: DeviceInfo, slots: int, limit_bytes: int = 0
+) -> int:
+    return memory.estimate_bytes(spec, settings, device, slots=slots, limit_bytes=limit_bytes)
 
 
 def test_weights_count_at_the_precision_that_they_are_served_at(tmp_path: Path) -> None:
@@ -98,6 +98,8 @@ def test_a_language_model_has_its_cache_too(tmp_path: Path) -> None:
     plain = TORCH_BYTES + int(4 * MIB * 1.1)
     assert estimate_bytes(spec, settings(), CPU, 8) == plain + 8 * 4 * MIB
     assert estimate_bytes(spec, settings(), CPU, 1000) == plain + CPU_CACHE_BYTES
+    assert estimate_bytes(spec, settings(), CPU, 1000, plain + MIB) == plain + MIB, "as much of a cache as has room"
+    assert estimate_bytes(spec, settings(), CPU, 1000, plain - MIB) == plain, "the weights must fit"
     half = GPU.memory_total_bytes // 2
     assert estimate_bytes(spec, settings("cuda:0"), GPU, 1000) == GPU_PROCESS_BYTES + int(2 * MIB * 1.1) + half
     short = folder_spec(tmp_path, kind="generate", parameters={"context": "256"})

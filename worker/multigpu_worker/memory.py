@@ -37,8 +37,13 @@ GPU_CACHE_SHARE = 0.5
 _SAMPLE_TIMEOUT_S = 5.0
 
 
-def estimate_bytes(spec: ModelSpec, settings: EngineSettings, device: DeviceInfo, slots: int) -> int:
-    """What a model that was never loaded here is expected to take, with so many tasks at a time on a copy of it."""
+def estimate_bytes(
+    spec: ModelSpec, settings: EngineSettings, device: DeviceInfo, *, slots: int, limit_bytes: int
+) -> int:
+    """What a model that was never loaded here is expected to take, with so many tasks at a time on a copy of it.
+
+    `limit_bytes`: of all models together, 0: none. A cache that can be smaller is no reason why one doesn't fit.
+    """
     imports = catalogs.imports_of(spec, settings.engine)
     on_gpu = settings.device != "cpu"
     if on_gpu:
@@ -59,7 +64,9 @@ def estimate_bytes(spec: ModelSpec, settings: EngineSettings, device: DeviceInfo
             cache_bytes_max = min(cache_bytes_max, CPU_CACHE_BYTES)
         with contextlib.suppress(KeyError, ValueError):  # it doesn't say, or the engine will refuse what it says
             cache_bytes_max = from_text(spec.parameters["cache_bytes"], int, "cache_bytes")
-        model_bytes += min(slots * context_bytes(spec, number_bytes), cache_bytes_max)
+        if limit_bytes:
+            cache_bytes_max = min(cache_bytes_max, limit_bytes // spec.instances - process_bytes - model_bytes)
+        model_bytes += max(0, min(slots * context_bytes(spec, number_bytes), cache_bytes_max))
     return spec.instances * (model_bytes + process_bytes)
 
 

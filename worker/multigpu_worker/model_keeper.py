@@ -274,7 +274,9 @@ class ModelKeeper:
             resident.memory_bytes, resident.load_s, resident.measured = kept.memory_bytes, kept.load_s, True
         else:
             slots = self._slots(resident)
-            resident.memory_bytes = estimate_bytes(resident.spec, self._settings, self._device, slots)
+            resident.memory_bytes = estimate_bytes(
+                resident.spec, self._settings, self._device, slots=slots, limit_bytes=self.limit_bytes
+            )
 
     def _unload(self, resident: Resident, now_s: float) -> None:
         resident.enter(ModelState.UNLOADING, now_s)
