@@ -148,6 +148,7 @@ def test_what_is_known_when_it_is_interrupted_is_told(
     pipe = subprocess.PIPE
     with subprocess.Popen(argv, stdout=pipe, stderr=pipe, text=True, cwd=folder, env=env) as process:
         assert process.stderr is not None
+        assert process.stderr.readline() == "my.stuck, auto, auto: loading\n"
         assert "1 caller: " in process.stderr.readline()
         process.send_signal(number)
         said, remarks = process.communicate(timeout=60)
@@ -166,6 +167,14 @@ def test_what_is_known_when_it_is_interrupted_is_told(
         return bool(counts["queued"] + counts["leased"] == 0)
 
     until(nothing_left)
+
+
+def test_a_fleet_that_does_not_come_up_says_why(folder: Path) -> None:
+    done = mgpuctl("127.0.0.1:1", "bench", "--up", "1", "--serve", "broken=/nowhere", cwd=folder)
+    assert done.returncode == 1
+    assert "the fleet did not come up: " in done.stderr
+    assert "/nowhere can't be read" in done.stderr
+    assert '"event"' not in done.stderr
 
 
 def test_a_fleet_of_its_own_ends_with_it(folder: Path, tmp_path: Path) -> None:
@@ -189,6 +198,7 @@ def test_a_fleet_of_its_own_ends_with_it(folder: Path, tmp_path: Path) -> None:
     ) as process:
         assert process.stderr is not None
         assert process.stderr.readline() == "starting 1 worker\n"
+        assert "loading" in process.stderr.readline()
         assert "1 caller: " in process.stderr.readline()
         os.killpg(process.pid, signal.SIGINT)
         said, remarks = process.communicate(timeout=60)

@@ -45,8 +45,7 @@ def own_fleet(workers: int, models: Sequence[str], handlers: Sequence[str], conf
             assert process.stdout is not None
             said = process.stdout.readline()
             if not said.startswith("ready: master "):
-                words = log_file.read_text("utf-8", "replace").splitlines()[-LOG_LINES_SHOWN:]
-                raise Failure("the fleet did not come up: " + "\n".join(words))
+                raise Failure(f"the fleet did not come up: {last_words(log_file.read_text('utf-8', 'replace'))}")
             yield said.split()[2].rstrip(",")
         finally:
             process.send_signal(signal.SIGTERM)
@@ -55,6 +54,12 @@ def own_fleet(workers: int, models: Sequence[str], handlers: Sequence[str], conf
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+
+
+def last_words(log: str) -> str:
+    """The end of what processes said in plain words before they gave up; where none did, the end of their log."""
+    lines = [line for line in log.splitlines() if line.strip()]
+    return "\n".join(([line for line in lines if not line.startswith("{")] or lines)[-LOG_LINES_SHOWN:])
 
 
 def connected_workers(address: str) -> list[admin.Worker]:

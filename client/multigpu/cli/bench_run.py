@@ -126,6 +126,7 @@ class Bench:
     async def _measure(self, client: AsyncClient, way: Way) -> None:
         """The rows of one engine and precision of a model."""
         shapes = self.grid.shapes
+        self.progress.say(f"{way.name}: loading")
         try:
             judged = await self._judge(client, way)
             while shapes:
