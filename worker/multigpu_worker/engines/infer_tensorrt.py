@@ -150,7 +150,7 @@ class PlanMaker:
 
     def make(self, profiles: tuple[Profile, ...], serving: Forward | None) -> tuple[Forward, dict[str, str]]:
         """The plan, after its trial against what serves. Whatever fails, raises."""
-        made = self._graph()
+        made = graph_of(self._spec, self._settings, self._precision)
         order = PlanOrder(
             graph=self._spec.folder / self._spec.file if made is None else made.folder / MODEL_FILE,
             precision=self._precision,
@@ -168,20 +168,6 @@ class PlanMaker:
             return forward, plan.facts | self._judge(forward, serving)
         return forward, plan.facts | try_out(forward, serving, self._precision)
 
-    def _graph(self) -> Artifact | None:
-        """The graph at the precision; None: the model's own."""
-        if self._precision in gate.GATED:
-            return quantised(self._spec, self._settings, self._precision, "tensorrt")
-        if self._precision not in CAST_TYPES:
-            return None
-        own = self._spec.folder / self._spec.file
-
-        def build(folder: Path) -> dict[str, str]:
-            cast_graph(own, folder / MODEL_FILE, self._precision, self._settings.threads)
-            return {}
-
-        return self._artifacts.get("onnx-cast", {"of": hash_folder(own), "precision": self._precision}, build)
-
     def _judge(self, forward: Forward, serving: Forward) -> dict[str, str]:
         """The gate's figure for the plan itself, as it computes on this GPU. Raises GateRefusedError."""
         rows = forward.inputs[0].shape[0] if forward.inputs[0].shape else None
@@ -190,6 +176,21 @@ class PlanMaker:
         examples = rows or min(forward.examples_max, gate.EXAMPLES_MAX)
         figures = gate.measure_arrays(self._spec, held_out, serving, forward, examples)
         return {"accuracy on this GPU": gate.judge(self._spec, self._precision, figures)}
+
+
+def graph_of(spec: ModelSpec, settings: EngineSettings, precision: str) -> Artifact | None:
+    """An ONNX model at a precision, as MODEL_FILE; None: as it is in its own folder."""
+    if precision in gate.GATED:
+        return quantised(spec, settings, precision, "tensorrt")
+    if precision not in CAST_TYPES:
+        return None
+    own = spec.folder / spec.file
+
+    def cast(folder: Path) -> dict[str, str]:
+        cast_graph(own, folder / MODEL_FILE, precision, settings.threads)
+        return {}
+
+    return artifacts_of(settings).get("onnx-cast", {"of": hash_folder(own), "precision": precision}, cast)
 
 
 def try_out(forward: Forward, serving: Forward, precision: str) -> dict[str, str]:
