@@ -29,6 +29,8 @@ if [ "$(cat "$venv/.multigpu-installed" 2>/dev/null)" != "$wanted" ]; then
   echo "$wanted" >"$venv/.multigpu-installed"
 fi
 
+# Our sources are compiled once, and not by every process that a test starts.
+unset PYTHONDONTWRITEBYTECODE
 # Every check runs, whatever the others said; the last line is pytest's own.
 failed=0
 echo "==> ruff"

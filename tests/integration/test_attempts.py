@@ -76,7 +76,7 @@ def test_retries_wait_longer_each_time_and_get_the_checkpoint(fleet: Fleet) -> N
     waiting = until(between)
     assert waiting.state == task_pb2.TASK_STATE_QUEUED
     assert waiting.last_error.message == "attempt 1 fails"
-    assert "more before attempt 2" in fleet.admin.Explain(admin_pb.ExplainRequest(task_id=task_id), timeout=5).summary
+    assert "more before attempt 2" in fleet.admin.Explain(admin_pb.ExplainRequest(task_id=task_id), timeout=30).summary
     outcome = fleet.outcome(task_id)
     assert (outcome.state, outcome.attempts, outcome.result) == (SUCCEEDED, 3, b"attempt 2")
     # 0.3 s, then 0.6 s, each less up to half.
@@ -92,7 +92,7 @@ def test_backoff_has_a_limit(fleet: Fleet) -> None:
 
 def test_a_deadline_ends_a_task_wherever_it_is(fleet: Fleet, tmp_path: Path) -> None:
     never = str(tmp_path / "never").encode()
-    fleet.admin.PauseQueue(admin_pb.PauseQueueRequest(queue="late"), timeout=5)
+    fleet.admin.PauseQueue(admin_pb.PauseQueueRequest(queue="late"), timeout=30)
     (queued,) = fleet.submit("echo", b"x", queue="late", deadline=from_now(0.5))
     (running,) = fleet.submit("trial.gate", never, deadline=from_now(1.5))
     until(lambda: fleet.get(running).state == task_pb2.TASK_STATE_LEASED)
@@ -108,7 +108,7 @@ def test_what_waits_in_a_worker(fleet: Fleet, tmp_path: Path) -> None:
     """Behind others, in the worker itself: what is past its deadline never begins, and the urgent go first."""
     gate, log = tmp_path / "gate", tmp_path / "log"
     logged: dict[str, Any] = {"parameters": {"log": str(log), "seconds": "0.01"}}
-    fleet.admin.CordonWorker(admin_pb.CordonWorkerRequest(worker_id="w1"), timeout=5)
+    fleet.admin.CordonWorker(admin_pb.CordonWorkerRequest(worker_id="w1"), timeout=30)
     try:
         # A worker that is fast is given more than its engine can take.
         for task_id in fleet.submit("echo", *([b"x"] * 2000)):
@@ -125,7 +125,7 @@ def test_what_waits_in_a_worker(fleet: Fleet, tmp_path: Path) -> None:
         gate.touch()
         assert all(fleet.outcome(i).state == SUCCEEDED for i in (*running, *patient, urgent))
     finally:
-        fleet.admin.UncordonWorker(admin_pb.UncordonWorkerRequest(worker_id="w1"), timeout=5)
+        fleet.admin.UncordonWorker(admin_pb.UncordonWorkerRequest(worker_id="w1"), timeout=30)
     began = [line.rsplit(" ", 1)[1] for line in log.read_text().splitlines()]
     assert sorted(began) == [*["patient"] * 5, "urgent"]
     # Two run at a time: neighbours may swap.
@@ -134,7 +134,7 @@ def test_what_waits_in_a_worker(fleet: Fleet, tmp_path: Path) -> None:
 
 def test_queue_timeout_counts_until_the_first_dispatch_only(fleet: Fleet) -> None:
     half_a_second = Duration(nanos=500_000_000)
-    fleet.admin.PauseQueue(admin_pb.PauseQueueRequest(queue="late"), timeout=5)
+    fleet.admin.PauseQueue(admin_pb.PauseQueueRequest(queue="late"), timeout=30)
     (waits,) = fleet.submit("echo", b"x", queue="late", queue_timeout=half_a_second)
     (runs,) = fleet.submit("trial.nap", b"x", parameters={"seconds": "1"}, queue_timeout=half_a_second)
     outcome = fleet.outcome(waits)
@@ -144,17 +144,17 @@ def test_queue_timeout_counts_until_the_first_dispatch_only(fleet: Fleet) -> Non
 
 def test_priorities_go_first(fleet: Fleet, tmp_path: Path) -> None:
     admin = fleet.admin
-    admin.PauseQueue(admin_pb.PauseQueueRequest(queue="ranked"), timeout=5)
+    admin.PauseQueue(admin_pb.PauseQueueRequest(queue="ranked"), timeout=30)
     log = tmp_path / "order"
     spec: dict[str, Any] = {"queue": "ranked", "parameters": {"log": str(log), "seconds": "0.01"}}
     ids = [fleet.submit("trial.logged", b"p%d" % p, priority=p, **spec)[0] for p in (5, 3, 1, 4, 2)]
-    admin.CordonWorker(admin_pb.CordonWorkerRequest(worker_id="w1"), timeout=5)
+    admin.CordonWorker(admin_pb.CordonWorkerRequest(worker_id="w1"), timeout=30)
     try:
-        admin.ResumeQueue(admin_pb.ResumeQueueRequest(queue="ranked"), timeout=5)
+        admin.ResumeQueue(admin_pb.ResumeQueueRequest(queue="ranked"), timeout=30)
         assert all(fleet.outcome(i).state == SUCCEEDED for i in ids)
         lines = [line.rsplit(" ", 1)[1] for line in log.read_text().splitlines()]
     finally:
-        admin.UncordonWorker(admin_pb.UncordonWorkerRequest(worker_id="w1"), timeout=5)
+        admin.UncordonWorker(admin_pb.UncordonWorkerRequest(worker_id="w1"), timeout=30)
     # Two run at a time (--slots 2): neighbours may swap.
     assert abs(lines.index("p1") - 0) <= 1
     assert abs(lines.index("p5") - 4) <= 1
@@ -169,7 +169,7 @@ def letters(fleet: Fleet, queue: str) -> list[int]:
     token = ""
     while True:
         request = admin_pb.ListDeadLettersRequest(queue=queue, page_size=2, page_token=token)
-        page = fleet.admin.ListDeadLetters(request, timeout=10)
+        page = fleet.admin.ListDeadLetters(request, timeout=30)
         assert all(t.outcome.state == DEAD_LETTERED and t.spec.queue == queue for t in page.tasks)
         found += [t.task_id for t in page.tasks]
         token = page.next_page_token
@@ -186,7 +186,7 @@ def test_dead_letters_are_listed_requeued_and_deleted(fleet: Fleet) -> None:
     assert letters(fleet, queue) == sorted(ids, reverse=True)
 
     request = admin_pb.RequeueDeadLettersRequest(task_ids=[ids[0], 424242])
-    answer = fleet.admin.RequeueDeadLetters(request, timeout=10)
+    answer = fleet.admin.RequeueDeadLetters(request, timeout=30)
     assert list(answer.unknown_task_ids) == [424242]
     (new,) = answer.task_ids
     assert new not in ids
@@ -194,18 +194,18 @@ def test_dead_letters_are_listed_requeued_and_deleted(fleet: Fleet) -> None:
     assert fleet.outcome(new).state == DEAD_LETTERED
     until(lambda: letters(fleet, queue) == [new, *sorted(ids[1:], reverse=True)])
 
-    deleted = fleet.admin.DeleteDeadLetters(admin_pb.DeleteDeadLettersRequest(task_ids=[ids[1], 424242]), timeout=10)
+    deleted = fleet.admin.DeleteDeadLetters(admin_pb.DeleteDeadLettersRequest(task_ids=[ids[1], 424242]), timeout=30)
     assert (deleted.deleted, list(deleted.unknown_task_ids)) == (1, [424242])
     fleet.restart_master()
     fleet.wait_for_workers()
     assert letters(fleet, queue) == [new, *sorted(ids[2:], reverse=True)]
 
-    answer = fleet.admin.RequeueDeadLetters(admin_pb.RequeueDeadLettersRequest(queue=queue), timeout=10)
+    answer = fleet.admin.RequeueDeadLetters(admin_pb.RequeueDeadLettersRequest(queue=queue), timeout=30)
     assert len(answer.task_ids) == 4
     for task_id in answer.task_ids:
         fleet.outcome(task_id)
     until(lambda: letters(fleet, queue) == sorted(answer.task_ids, reverse=True))
-    assert fleet.admin.DeleteDeadLetters(admin_pb.DeleteDeadLettersRequest(queue=queue), timeout=10).deleted == 4
+    assert fleet.admin.DeleteDeadLetters(admin_pb.DeleteDeadLettersRequest(queue=queue), timeout=30).deleted == 4
     assert letters(fleet, queue) == []
 
 
@@ -213,7 +213,7 @@ def test_a_requeued_letter_has_its_payload(fleet: Fleet) -> None:
     (task_id,) = fleet.submit("trial.raise", b"the payload", attempts_max=1, queue="payload")
     fleet.outcome(task_id)
     until(lambda: letters(fleet, "payload") == [task_id])
-    (new,) = fleet.admin.RequeueDeadLetters(admin_pb.RequeueDeadLettersRequest(task_ids=[task_id]), timeout=10).task_ids
+    (new,) = fleet.admin.RequeueDeadLetters(admin_pb.RequeueDeadLettersRequest(task_ids=[task_id]), timeout=30).task_ids
     assert fleet.outcome(new).error.message == "not there: the payload"
 
 
@@ -237,7 +237,7 @@ def test_a_task_that_kills_its_engines_does_not_take_down_the_fleet(fleet: Fleet
 
 
 def test_an_unknown_dead_letter_is_no_error_of_the_call(fleet: Fleet) -> None:
-    answer = fleet.admin.DeleteDeadLetters(admin_pb.DeleteDeadLettersRequest(task_ids=[99]), timeout=5)
+    answer = fleet.admin.DeleteDeadLetters(admin_pb.DeleteDeadLettersRequest(task_ids=[99]), timeout=30)
     assert (answer.deleted, list(answer.unknown_task_ids)) == (0, [99])
     with refused(grpc.StatusCode.INVALID_ARGUMENT, "page_token"):
-        fleet.admin.ListDeadLetters(admin_pb.ListDeadLettersRequest(page_token="junk"), timeout=5)
+        fleet.admin.ListDeadLetters(admin_pb.ListDeadLettersRequest(page_token="junk"), timeout=30)

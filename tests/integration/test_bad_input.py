@@ -44,7 +44,7 @@ def rejection(fleet: Fleet, payload: bytes = b"x", **spec: Any) -> Any:
     kind = spec.pop("kind", "echo")
     (result,) = fleet.submit_raw(kind, payload, request_ids=["bad"], **spec).results
     assert result.WhichOneof("answer") == "rejection", result
-    heard = collect(fleet.tasks.Run(iter([run_frame(kind, ("bad", payload), **spec)]), timeout=10))
+    heard = collect(fleet.tasks.Run(iter([run_frame(kind, ("bad", payload), **spec)]), timeout=30))
     assert not heard.accepted
     assert not heard.outcomes
     assert [(r.request_id, r.code) for r in heard.rejected] == [("bad", result.rejection.code)]
@@ -104,7 +104,7 @@ def test_a_task_that_no_worker_could_ever_take_is_refused_at_once(
 def test_or_waits_for_such_a_worker_if_told_to(fleet: Fleet) -> None:
     (task_id,) = fleet.submit("echo", b"to the moon", required_labels={"site": "moon"}, wait_for_worker=True)
     assert fleet.get(task_id, 0.2).state == task_pb2.TASK_STATE_QUEUED
-    told = fleet.admin.Explain(admin_pb.ExplainRequest(task_id=task_id), timeout=10)
+    told = fleet.admin.Explain(admin_pb.ExplainRequest(task_id=task_id), timeout=30)
     assert "site=moon" in told.summary
     assert [list(c.excluded_by) for c in told.candidates] == [["label site=moon required, has None"]]
     fleet.start_worker("moon", "--labels", "site=moon")
@@ -115,7 +115,7 @@ def test_or_waits_for_such_a_worker_if_told_to(fleet: Fleet) -> None:
     finally:
         fleet.workers.pop("moon").kill()
         until(lambda: fleet.worker("moon").state == admin_pb.WORKER_STATE_LOST)
-        fleet.admin.ForgetWorker(admin_pb.ForgetWorkerRequest(worker_id="moon"), timeout=10)
+        fleet.admin.ForgetWorker(admin_pb.ForgetWorkerRequest(worker_id="moon"), timeout=30)
 
 
 def test_too_many_tasks_in_one_submit(fleet: Fleet) -> None:
@@ -137,14 +137,14 @@ def test_a_good_task_beside_bad_ones_is_taken(fleet: Fleet) -> None:
         )
         for priority in (9, 1)
     ]
-    answer = fleet.tasks.Submit(task_service_pb2.SubmitRequest(batches=batches), timeout=10)
+    answer = fleet.tasks.Submit(task_service_pb2.SubmitRequest(batches=batches), timeout=30)
     assert [r.WhichOneof("answer") for r in answer.results] == ["rejection", "task_id"]
     assert fleet.outcome(answer.results[1].task_id).result == b"x"
 
 
 def test_run_needs_request_ids(fleet: Fleet) -> None:
     with refused(grpc.StatusCode.INVALID_ARGUMENT, "needs a request_id"):
-        collect(fleet.tasks.Run(iter([run_frame("echo", ("", b"x"))]), timeout=10))
+        collect(fleet.tasks.Run(iter([run_frame("echo", ("", b"x"))]), timeout=30))
 
 
 # --- bytes -----------------------------------------------------------------------------------------------------------
@@ -159,19 +159,19 @@ NOT_OURS = b"GET / HTTP/1.1\r\n\r\n"
 def test_bytes_that_are_no_message_of_ours(fleet: Fleet, method: str, data: bytes) -> None:
     with refused(grpc.StatusCode.INVALID_ARGUMENT, "not a multigpu.v1.", "UTF-8"):
         if method.endswith("Submit"):
-            fleet.channel.unary_unary(f"/multigpu.v1.{method}")(data, timeout=10)
+            fleet.channel.unary_unary(f"/multigpu.v1.{method}")(data, timeout=30)
         elif method.endswith("Session") and data is NOT_UTF8:
             # hello { worker_id: "\xff\xfe" }
-            list(fleet.channel.stream_stream(f"/multigpu.v1.{method}")(iter([b"\x0a\x04\x12\x02\xff\xfe"]), timeout=10))
+            list(fleet.channel.stream_stream(f"/multigpu.v1.{method}")(iter([b"\x0a\x04\x12\x02\xff\xfe"]), timeout=30))
         else:
-            list(fleet.channel.stream_stream(f"/multigpu.v1.{method}")(iter([data]), timeout=10))
+            list(fleet.channel.stream_stream(f"/multigpu.v1.{method}")(iter([data]), timeout=30))
 
 
 def test_a_bad_frame_ends_only_its_own_stream(fleet: Fleet) -> None:
     good = fleet.tasks.Run(feed := Feed(run_frame("echo", ("before", b"1"))), timeout=20)
     assert next(good)
     with refused(grpc.StatusCode.INVALID_ARGUMENT):
-        list(fleet.channel.stream_stream("/multigpu.v1.TaskService/Run")(iter([NOT_OURS]), timeout=10))
+        list(fleet.channel.stream_stream("/multigpu.v1.TaskService/Run")(iter([NOT_OURS]), timeout=30))
     feed.put(run_frame("echo", ("after", b"2")))
     feed.close()
     assert "after" in {o.request_id for o in collect(good).outcomes}
@@ -207,7 +207,7 @@ def test_a_worker_that_does_not_fit(
     fleet: Fleet, frame: worker_pb.SessionRequest, code: grpc.StatusCode, words: tuple[str, ...]
 ) -> None:
     with refused(code, *words):
-        list(fleet.sessions.Session(iter([frame]), timeout=10))
+        list(fleet.sessions.Session(iter([frame]), timeout=30))
     assert {w.worker_id for w in fleet.list_workers()} == {"w0"}
 
 
@@ -222,35 +222,35 @@ def test_reports_of_leases_that_never_were_are_counted_and_dropped(fleet: Fleet)
     feed.close()
     list(session)
     until(lambda: fleet.worker("stranger").state == admin_pb.WORKER_STATE_LOST)
-    fleet.admin.ForgetWorker(admin_pb.ForgetWorkerRequest(worker_id="stranger"), timeout=10)
+    fleet.admin.ForgetWorker(admin_pb.ForgetWorkerRequest(worker_id="stranger"), timeout=30)
 
 
 def test_a_silent_worker_is_lost_and_its_task_runs_elsewhere(fleet: Fleet) -> None:
     feed = Feed(hello(worker_id="silent", capabilities=[worker_pb.Capability(kind="echo")], window_tasks=5))
     session = fleet.sessions.Session(feed, timeout=20)
     assert next(session).HasField("welcome")
-    fleet.admin.CordonWorker(admin_pb.CordonWorkerRequest(worker_id="w0"), timeout=10)
+    fleet.admin.CordonWorker(admin_pb.CordonWorkerRequest(worker_id="w0"), timeout=30)
     (task_id,) = fleet.submit("echo", b"held")
     until(lambda: fleet.get(task_id).worker_id == "silent")
-    fleet.admin.UncordonWorker(admin_pb.UncordonWorkerRequest(worker_id="w0"), timeout=10)
+    fleet.admin.UncordonWorker(admin_pb.UncordonWorkerRequest(worker_id="w0"), timeout=30)
     outcome = fleet.outcome(task_id)
     assert (outcome.worker_id, outcome.result) == ("w0", b"held")
     with refused(grpc.StatusCode.UNAVAILABLE, "nothing heard"):
         list(session)
-    fleet.admin.ForgetWorker(admin_pb.ForgetWorkerRequest(worker_id="silent"), timeout=10)
+    fleet.admin.ForgetWorker(admin_pb.ForgetWorkerRequest(worker_id="silent"), timeout=30)
 
 
 def test_a_worker_that_comes_back_too_late_is_not_heard(fleet: Fleet, tmp_path: Path) -> None:
     """It was silent, its task went to another, and now it says that it is done."""
     gate = tmp_path / "gate"
     late = {"worker_id": "late", "capabilities": [worker_pb.Capability(kind="trial.gate")], "window_tasks": 5}
-    fleet.admin.CordonWorker(admin_pb.CordonWorkerRequest(worker_id="w0"), timeout=10)
+    fleet.admin.CordonWorker(admin_pb.CordonWorkerRequest(worker_id="w0"), timeout=30)
     first = fleet.sessions.Session(Feed(hello(**late)), timeout=20)
     assert next(first).HasField("welcome")
     (task_id,) = fleet.submit("trial.gate", str(gate).encode())
     lease = next(b for frame in first for b in frame.lease_batches)
     assert lease.task_ids == [task_id]
-    fleet.admin.UncordonWorker(admin_pb.UncordonWorkerRequest(worker_id="w0"), timeout=10)
+    fleet.admin.UncordonWorker(admin_pb.UncordonWorkerRequest(worker_id="w0"), timeout=30)
     with refused(grpc.StatusCode.UNAVAILABLE, "nothing heard"):
         list(first)
     until(lambda: fleet.get(task_id).worker_id == "w0")
@@ -273,7 +273,7 @@ def test_a_worker_that_comes_back_too_late_is_not_heard(fleet: Fleet, tmp_path: 
     feed.close()
     list(second)
     until(lambda: fleet.worker("late").state == admin_pb.WORKER_STATE_LOST)
-    fleet.admin.ForgetWorker(admin_pb.ForgetWorkerRequest(worker_id="late"), timeout=10)
+    fleet.admin.ForgetWorker(admin_pb.ForgetWorkerRequest(worker_id="late"), timeout=30)
 
 
 # --- clients that don't read -----------------------------------------------------------------------------------------
@@ -291,4 +291,4 @@ def test_a_client_that_never_reads_is_cut_off_and_loses_nothing(fleet: Fleet) ->
     assert memory < 400 << 20
     for name in names[:: len(names) // 10]:
         request = task_service_pb2.GetRequest(request_id=name)
-        assert fleet.tasks.Get(request, timeout=10).task.outcome.result == payload
+        assert fleet.tasks.Get(request, timeout=30).task.outcome.result == payload

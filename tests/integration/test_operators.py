@@ -28,19 +28,19 @@ def _as_it_was(fleet: Fleet) -> Iterator[None]:
     """Every test finds, and leaves, two free workers."""
     yield
     for worker in fleet.list_workers():
-        fleet.admin.UncordonWorker(admin_pb.UncordonWorkerRequest(worker_id=worker.worker_id), timeout=5)
+        fleet.admin.UncordonWorker(admin_pb.UncordonWorkerRequest(worker_id=worker.worker_id), timeout=30)
     until(lambda: all(w.leases == 0 for w in fleet.list_workers()))
 
 
 def cordon(fleet: Fleet, name: str) -> Any:
-    return fleet.admin.CordonWorker(admin_pb.CordonWorkerRequest(worker_id=name), timeout=5).worker
+    return fleet.admin.CordonWorker(admin_pb.CordonWorkerRequest(worker_id=name), timeout=30).worker
 
 
 def drain(fleet: Fleet, name: str, timeout_s: float | None = None) -> Any:
     request = admin_pb.DrainWorkerRequest(worker_id=name)
     if timeout_s is not None:
         request.timeout.CopyFrom(Duration(nanos=int(timeout_s * 1e9)))
-    return fleet.admin.DrainWorker(request, timeout=5).worker
+    return fleet.admin.DrainWorker(request, timeout=30).worker
 
 
 def gated(fleet: Fleet, gate: Path, name: str) -> int:
@@ -49,7 +49,7 @@ def gated(fleet: Fleet, gate: Path, name: str) -> int:
     cordon(fleet, other)
     (task_id,) = fleet.submit("trial.gate", str(gate).encode())
     until(lambda: fleet.get(task_id).worker_id == name)
-    fleet.admin.UncordonWorker(admin_pb.UncordonWorkerRequest(worker_id=other), timeout=5)
+    fleet.admin.UncordonWorker(admin_pb.UncordonWorkerRequest(worker_id=other), timeout=30)
     return task_id
 
 
@@ -74,7 +74,7 @@ def test_workers_are_told_with_what_they_are_and_do(fleet: Fleet, tmp_path: Path
 
 
 def test_a_page_of_workers(fleet: Fleet) -> None:
-    first = fleet.admin.ListWorkers(admin_pb.ListWorkersRequest(page_size=1), timeout=5)
+    first = fleet.admin.ListWorkers(admin_pb.ListWorkersRequest(page_size=1), timeout=30)
     second = fleet.admin.ListWorkers(
         admin_pb.ListWorkersRequest(page_size=1, page_token=first.next_page_token), timeout=5
     )
@@ -126,7 +126,7 @@ def test_a_drain_can_be_called_off(fleet: Fleet, tmp_path: Path) -> None:
     gate = tmp_path / "gate"
     task_id = gated(fleet, gate, "w0")
     drain(fleet, "w0", 0.4)
-    fleet.admin.UncordonWorker(admin_pb.UncordonWorkerRequest(worker_id="w0"), timeout=5)
+    fleet.admin.UncordonWorker(admin_pb.UncordonWorkerRequest(worker_id="w0"), timeout=30)
     assert fleet.get(task_id, 0.8).worker_id == "w0"
     assert fleet.worker("w0").state == admin_pb.WORKER_STATE_ACTIVE
     gate.touch()
@@ -135,7 +135,7 @@ def test_a_drain_can_be_called_off(fleet: Fleet, tmp_path: Path) -> None:
 
 def test_a_worker_that_is_connected_or_unknown_is_not_forgotten(fleet: Fleet) -> None:
     with refused(grpc.StatusCode.FAILED_PRECONDITION, "connected", "stop its daemon"):
-        fleet.admin.ForgetWorker(admin_pb.ForgetWorkerRequest(worker_id="w0"), timeout=5)
+        fleet.admin.ForgetWorker(admin_pb.ForgetWorkerRequest(worker_id="w0"), timeout=30)
     calls = [
         (fleet.admin.ForgetWorker, admin_pb.ForgetWorkerRequest),
         (fleet.admin.CordonWorker, admin_pb.CordonWorkerRequest),
@@ -144,7 +144,7 @@ def test_a_worker_that_is_connected_or_unknown_is_not_forgotten(fleet: Fleet) ->
     ]
     for call, request in calls:
         with refused(grpc.StatusCode.NOT_FOUND, "no worker 'w9'; known: w0, w1"):
-            call(request(worker_id="w9"), timeout=5)
+            call(request(worker_id="w9"), timeout=30)
 
 
 def test_workers_are_watched_as_they_change_come_and_go(fleet: Fleet) -> None:
@@ -169,7 +169,7 @@ def test_workers_are_watched_as_they_change_come_and_go(fleet: Fleet) -> None:
     until(lambda: ("w1", admin_pb.WORKER_STATE_ACTIVE, True) in seen)
     fleet.workers.pop("guest").kill()
     until(lambda: ("guest", admin_pb.WORKER_STATE_LOST, False) in seen)
-    fleet.admin.ForgetWorker(admin_pb.ForgetWorkerRequest(worker_id="guest"), timeout=5)
+    fleet.admin.ForgetWorker(admin_pb.ForgetWorkerRequest(worker_id="guest"), timeout=30)
     until(lambda: removed == ["guest"])
     reader.join(5)
     watch.cancel()
@@ -180,11 +180,11 @@ def test_workers_are_watched_as_they_change_come_and_go(fleet: Fleet) -> None:
 
 def test_a_strategy_is_set_by_name_or_alias_for_the_fleet_or_a_queue(fleet: Fleet) -> None:
     def get(queue: str = "") -> Any:
-        return fleet.admin.GetStrategy(admin_pb.GetStrategyRequest(queue=queue), timeout=5)
+        return fleet.admin.GetStrategy(admin_pb.GetStrategyRequest(queue=queue), timeout=30)
 
     def put(strategy: str, queue: str = "") -> Any:
         request = admin_pb.SetStrategyRequest(strategy=strategy, queue=queue)
-        return fleet.admin.SetStrategy(request, timeout=5).strategy
+        return fleet.admin.SetStrategy(request, timeout=30).strategy
 
     names = {s.name for s in get().available}
     assert names >= {
@@ -212,7 +212,7 @@ def test_a_strategy_is_set_by_name_or_alias_for_the_fleet_or_a_queue(fleet: Flee
 
 def test_a_partition_key_stays_with_one_worker(fleet: Fleet) -> None:
     request = admin_pb.SetStrategyRequest(strategy="static_partition", queue="keyed")
-    fleet.admin.SetStrategy(request, timeout=5)
+    fleet.admin.SetStrategy(request, timeout=30)
     with fleet.client() as client:
         placed: dict[str, set[str]] = {}
         for _ in range(3):
@@ -227,25 +227,25 @@ def test_a_partition_key_stays_with_one_worker(fleet: Fleet) -> None:
 
 
 def queue_of(fleet: Fleet, name: str) -> Any:
-    queues = fleet.admin.ListQueues(admin_pb.ListQueuesRequest(page_size=1000), timeout=5).queues
+    queues = fleet.admin.ListQueues(admin_pb.ListQueuesRequest(page_size=1000), timeout=30).queues
     return next(q for q in queues if q.queue == name)
 
 
 def test_a_paused_queue_takes_tasks_and_keeps_them(fleet: Fleet) -> None:
-    assert fleet.admin.PauseQueue(admin_pb.PauseQueueRequest(queue="paused"), timeout=5).queue.paused
+    assert fleet.admin.PauseQueue(admin_pb.PauseQueueRequest(queue="paused"), timeout=30).queue.paused
     ids = fleet.submit("echo", b"abc", b"de", queue="paused")
     (other,) = fleet.submit("echo", b"x", queue="not paused")
     assert fleet.outcome(other).state == task_pb2.OUTCOME_STATE_SUCCEEDED
     queue = queue_of(fleet, "paused")
     assert (queue.queued, queue.queued_bytes, queue.leased) == (2, 5, 0)
     assert queue.HasField("oldest_age")
-    told = fleet.admin.Explain(admin_pb.ExplainRequest(task_id=ids[0]), timeout=5)
+    told = fleet.admin.Explain(admin_pb.ExplainRequest(task_id=ids[0]), timeout=30)
     assert "paused" in told.summary
     assert "mgpuctl queues resume paused" in told.summary
-    assert not fleet.admin.ResumeQueue(admin_pb.ResumeQueueRequest(queue="paused"), timeout=5).queue.paused
+    assert not fleet.admin.ResumeQueue(admin_pb.ResumeQueueRequest(queue="paused"), timeout=30).queue.paused
     assert [fleet.outcome(i).result for i in ids] == [b"abc", b"de"]
     with refused(grpc.StatusCode.INVALID_ARGUMENT, "queue is missing"):
-        fleet.admin.PauseQueue(admin_pb.PauseQueueRequest(), timeout=5)
+        fleet.admin.PauseQueue(admin_pb.PauseQueueRequest(), timeout=30)
 
 
 @pytest.mark.parametrize(
@@ -256,14 +256,14 @@ def test_past_its_limits_a_queue_refuses_with_a_retry_delay(
     fleet: Fleet, limits: admin_pb.QueueLimits, payload: bytes
 ) -> None:
     name = f"limited to {limits.tasks_max or limits.bytes_max}"
-    fleet.admin.SetQueueLimits(admin_pb.SetQueueLimitsRequest(queue=name, limits=limits), timeout=5)
-    fleet.admin.PauseQueue(admin_pb.PauseQueueRequest(queue=name), timeout=5)
+    fleet.admin.SetQueueLimits(admin_pb.SetQueueLimitsRequest(queue=name, limits=limits), timeout=30)
+    fleet.admin.PauseQueue(admin_pb.PauseQueueRequest(queue=name), timeout=30)
     results = fleet.submit_raw("echo", *(payload for _ in range(5)), queue=name).results
     assert [r.WhichOneof("answer") for r in results] == ["task_id"] * 3 + ["rejection"] * 2
     rejection = results[3].rejection
     assert rejection.code == grpc.StatusCode.RESOURCE_EXHAUSTED.value[0]
     assert rejection.retry_delay.ToNanoseconds() > 0
-    fleet.admin.ResumeQueue(admin_pb.ResumeQueueRequest(queue=name), timeout=5)
+    fleet.admin.ResumeQueue(admin_pb.ResumeQueueRequest(queue=name), timeout=30)
     for result in results[:3]:
         fleet.outcome(result.task_id)
     fleet.submit("echo", payload, queue=name)
@@ -274,7 +274,7 @@ def test_past_its_limits_a_queue_refuses_with_a_retry_delay(
 
 def test_explain_says_where_a_task_is_and_why(fleet: Fleet, tmp_path: Path) -> None:
     def explain(task_id: int) -> Any:
-        return fleet.admin.Explain(admin_pb.ExplainRequest(task_id=task_id), timeout=5)
+        return fleet.admin.Explain(admin_pb.ExplainRequest(task_id=task_id), timeout=30)
 
     running = gated(fleet, tmp_path / "gate", "w0")
     told = explain(running)
@@ -289,7 +289,7 @@ def test_explain_says_where_a_task_is_and_why(fleet: Fleet, tmp_path: Path) -> N
     assert "every worker that could take it is excluded" in told.summary
     assert {c.worker_id: list(c.excluded_by) for c in told.candidates} == {"w0": ["cordoned"], "w1": ["cordoned"]}
     for name in ("w0", "w1"):
-        fleet.admin.UncordonWorker(admin_pb.UncordonWorkerRequest(worker_id=name), timeout=5)
+        fleet.admin.UncordonWorker(admin_pb.UncordonWorkerRequest(worker_id=name), timeout=30)
     fleet.outcome(first)
     assert "SUCCEEDED on w" in explain(first).summary
     (tmp_path / "gate").touch()
@@ -334,7 +334,7 @@ def test_health_has_a_name_for_the_master_and_one_for_each_worker(fleet: Fleet) 
     until(lambda: states == [SERVING])
     cordon(fleet, "w1")
     until(lambda: states == [SERVING, NOT_SERVING])
-    fleet.admin.UncordonWorker(admin_pb.UncordonWorkerRequest(worker_id="w1"), timeout=5)
+    fleet.admin.UncordonWorker(admin_pb.UncordonWorkerRequest(worker_id="w1"), timeout=30)
     until(lambda: states == [SERVING, NOT_SERVING, SERVING])
     fleet.workers["w1"].kill()
     until(lambda: states[-1] == NOT_SERVING)
@@ -352,7 +352,7 @@ def test_reflection_lists_the_services_and_describes_them(fleet: Fleet) -> None:
         reflection_pb2.ServerReflectionRequest(list_services=""),
         reflection_pb2.ServerReflectionRequest(file_containing_symbol="multigpu.v1.TaskService"),
     ]
-    listed, described = list(stub.ServerReflectionInfo(iter(requests), timeout=10))
+    listed, described = list(stub.ServerReflectionInfo(iter(requests), timeout=30))
     names = {s.name for s in listed.list_services_response.service}
     assert names >= {f"multigpu.v1.{n}Service" for n in ("Task", "Worker", "Admin")} | {"grpc.health.v1.Health"}
     data = described.file_descriptor_response.file_descriptor_proto[0]

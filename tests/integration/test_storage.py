@@ -74,7 +74,7 @@ def test_a_full_disk_refuses_new_tasks_and_nothing_else(small_disk: Path, tmp_pa
         (outcome,) = collect(stream).outcomes
         assert (outcome.task_id, outcome.result) == (running, b"opened")
         assert fleet.outcome(running).result == b"opened"
-        heard = collect(fleet.tasks.Run(iter([run_frame("echo", ("late", b"x"))]), timeout=10))
+        heard = collect(fleet.tasks.Run(iter([run_frame("echo", ("late", b"x"))]), timeout=30))
         assert [r.code for r in heard.rejected] == [grpc.StatusCode.RESOURCE_EXHAUSTED.value[0]]
 
         # Service returns when there is room, and what ended meanwhile is on the disk.
@@ -132,7 +132,7 @@ def test_one_request_twice_on_a_disk_that_has_just_filled_up_is_refused_and_not_
 def exit_code(daemon: Daemon) -> int | None:
     """What it ends with; None if it lives on."""
     try:
-        return daemon.process.wait(10)
+        return daemon.process.wait(60)
     except subprocess.TimeoutExpired:
         daemon.kill()
         return None
@@ -241,6 +241,6 @@ def test_a_second_signal_ends_nothing_by_force(tmp_path: Path) -> None:
     with Fleet(tmp_path / "fleet", workers=0) as fleet:
         fleet.master.signal(signal.SIGTERM)
         fleet.master.signal(signal.SIGTERM)
-        assert fleet.master.process.wait(10) == 0
+        assert fleet.master.process.wait(60) == 0
         fleet.start_master()
         assert fleet.stats().journal_writable

@@ -21,7 +21,7 @@ from multigpu_master.journal_segments import LARGE_BYTES
 from multigpu_master.journal_sqlite import SqliteJournal
 
 SIZES = (0, 100, LARGE_BYTES - 1, LARGE_BYTES)
-TIMEOUT_S = 20.0
+TIMEOUT_S = 60.0
 
 
 class Model:
