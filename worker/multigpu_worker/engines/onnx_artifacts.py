@@ -55,6 +55,7 @@ def exported(spec: ModelSpec, settings: EngineSettings, precision: str, engine: 
         return artifacts.get("export", key | {"precision": precision}, export)
     gate.require(spec, precision)
     recipe = recipe_of(spec, precision, engine)
+    gate_key = _gate_key(spec, precision, recipe)
     source = artifacts.get("export", key | {"precision": "fp32"}, export)
 
     def quantise(folder: Path) -> dict[str, str]:
@@ -62,7 +63,7 @@ def exported(spec: ModelSpec, settings: EngineSettings, precision: str, engine: 
         content.check()
         return source.facts | figures | {"recipe": recipe}
 
-    artifact = artifacts.get(precision, key | _gate_key(spec, precision, recipe), quantise)
+    artifact = artifacts.get(precision, key | gate_key, quantise)
     source.close()
     artifact.facts["accuracy"] = gate.judge(spec, precision, artifact.facts)
     return artifact
