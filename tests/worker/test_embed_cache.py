@@ -79,6 +79,21 @@ def test_what_was_computed_once_is_the_answer_bit_for_bit(make_engine: MakeEngin
     assert counts(engine) == (6 + 5 + 6, 2 + 1, 4 + 1)
 
 
+def test_a_batch_that_is_known_is_not_slowed_by_words_about_the_model(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its description takes milliseconds, many times what it takes to look a batch up."""
+    engine = make_engine()
+    run(engine, batch_of([payload(*TEXTS)]))
+    [model] = engine._loaded.values()
+
+    def described(_: object) -> str:
+        raise AssertionError("nobody reads it")
+
+    monkeypatch.setattr(type(model), "__repr__", described)
+    assert run(engine, batch_of([payload(*TEXTS)])).vectors(0).shape == (5, 384)
+
+
 @pytest.mark.parametrize("entries", [1000, 1], ids=["remembered", "though memory has no room"])
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)], ids=["in turn", "the later one first"])
 def test_batches_that_overlap_compute_a_text_once(

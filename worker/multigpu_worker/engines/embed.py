@@ -179,7 +179,7 @@ class EmbedEngine:
         assert isinstance(prepared, Prepared)
         for index, failure in prepared.failures.items():
             reporter.fail(batch.items[index], failure.error_type, failure.message, retryable=failure.retryable)
-        with contextlib.suppress(ValueError):
+        if prepared in self._waiting:  # with a cache it isn't, and remove's error would describe the whole model
             self._waiting.remove(prepared)
         if prepared.model is not None:
             _Run(batch, prepared, prepared.model, reporter, self._next_of).run()
