@@ -140,6 +140,7 @@ def test_large_tensors_go_by_reference_and_come_back_bit_for_bit(address: str) -
         (["doubler", "--input", "x=[1]", "--input", "x=[2]"], 2, "'x' is given twice"),
         (["doubler", "--input", "x:float33=[1]"], 2, "there are bool"),
         (["doubler", "--input", "x=@/nowhere.npy"], 1, "can't read /nowhere.npy"),
+        (["doubler", "--input", f"x=@{__file__}"], 1, "is neither a .npy nor a .npz file: write it with numpy.save"),
         (["doubler", "--input", "x=[NaN]", "--json"], 1, "no word for"),
         (["doubler", "--input", "x=[1e39]"], 2, "x doesn't fit into float32"),
         (["doubler", "--input", "x=[1]", "--out", "-", "--json"], 2, "both go to stdout"),
@@ -180,3 +181,6 @@ def test_lines_are_classified_in_order_and_one_that_fails_is_told(address: str, 
     assert "lines.txt" in refused.stderr
     assert "has a picture" in refused.stderr
     assert mgpuctl(address, "classify", "letters", "/nowhere.png").returncode == 2
+    folder = mgpuctl(address, "classify", "letters", str(file), str(tmp_path))
+    assert folder.returncode == 2
+    assert "is a directory" in folder.stderr

@@ -32,7 +32,9 @@ WINDOW = 256
     exits=EXIT_CODES,
 )
 @click.argument("model")
-@click.argument("files", nargs=-1, required=True, metavar="FILE...", type=click.Path(exists=True, allow_dash=True))
+@click.argument(
+    "files", nargs=-1, required=True, metavar="FILE...", type=click.Path(exists=True, dir_okay=False, allow_dash=True)
+)
 @click.option("--text", "as_text", is_flag=True, help="FILEs hold texts, one a line, not pictures.")
 @click.option("--top-k", type=click.IntRange(1, TOP_K_MAX), default=TOP_K, show_default=True, help="Classes for each.")
 @task_options

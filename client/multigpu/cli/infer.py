@@ -28,6 +28,7 @@ from multigpu.inference import DTYPES, KIND
 
 F = TypeVar("F", bound=Callable[..., Any])
 
+NPY_MAGIC, NPZ_MAGIC = b"\x93NUMPY", b"PK\x03\x04"
 # Numbers of an array that a person is shown.
 SHOWN_MAX = 8
 
@@ -140,9 +141,11 @@ def read_inputs(entries: tuple[str, ...]) -> dict[str, NDArray[Any]]:
 def load(path: str) -> NDArray[Any] | dict[str, NDArray[Any]]:
     """The array of a .npy file, or the arrays of a .npz file. Raises Failure."""
     with open_input(path) as file:
-        data = io.BytesIO(file.read())
+        data = file.read()
+    if not data.startswith((NPY_MAGIC, NPZ_MAGIC)):  # numpy would take it for a pickle, and advise to trust it
+        raise Failure(f"{path} is neither a .npy nor a .npz file: write it with numpy.save or numpy.savez")
     try:
-        found = np.load(data, allow_pickle=False)
+        found = np.load(io.BytesIO(data), allow_pickle=False)
         return found if isinstance(found, np.ndarray) else dict(found)
     except (OSError, ValueError, EOFError) as error:
         raise Failure(f"{path} holds no arrays ({error}): write it with numpy.save or numpy.savez") from error
