@@ -1,5 +1,6 @@
 """The accuracy gate: what it measures is what it says, and nothing below the threshold passes."""
 
+import dataclasses
 import itertools
 import json
 from collections.abc import Sequence
@@ -116,3 +117,56 @@ def test_scores_are_numbers(tmp_path: Path) -> None:
     held_out = write(tmp_path / "held.jsonl", [{"a": "x", "b": "y", "score": "much"}] * 9)
     with pytest.raises(ModelFolderError, match="line 1,"):
         gate.measure(spec(tmp_path, held_out=held_out, metric="spearman"), embed, embed)
+
+
+def test_of_examples_the_output_that_lost_most_counts(tmp_path: Path) -> None:
+    truth = np.eye(5, dtype=np.float32)[np.arange(20) % 5]
+    swapped = truth.copy()
+    swapped[:3] = np.roll(truth[:3], 1, axis=1)
+    swapped[3] = np.nan
+    answers = {"same": truth, "other": swapped}
+    held_out = {"x": np.arange(20)}
+
+    def reference(inputs: gate.Arrays) -> gate.Arrays:
+        return dict.fromkeys(answers, truth[inputs["x"]])
+
+    def candidate(inputs: gate.Arrays) -> gate.Arrays:
+        return {name: array[inputs["x"]] for name, array in answers.items()}
+
+    model = dataclasses.replace(spec(tmp_path, metric="agreement", threshold=0.81), kind="infer")
+    for examples in (1, 16, 50):
+        figures = gate.measure_arrays(model, held_out, reference, candidate, examples)
+        assert (figures["figure"], figures["held-out"]) == ("0.80000", "20")
+    with pytest.raises(gate.GateRefusedError, match=r"likeliest class 0\.8000 on 20 held-out examples, 0\.81 at least"):
+        gate.judge(model, "int8", figures)
+    by_cosine = dataclasses.replace(model, gate=Gate())
+    figures = gate.measure_arrays(by_cosine, held_out, reference, candidate)
+    with pytest.raises(gate.GateRefusedError, match="mean cosine to fp32 nan"):
+        gate.judge(by_cosine, "int8", figures)
+    swapped[3] = truth[3]
+    assert gate.measure_arrays(by_cosine, held_out, reference, candidate)["figure"] == "0.85000"
+
+
+def test_what_has_no_rows_or_no_classes_is_not_judged(tmp_path: Path) -> None:
+    model = dataclasses.replace(spec(tmp_path, metric="agreement"), kind="infer")
+    held_out = {"x": np.ones((9, 4), np.float32)}
+    for answer, words in ((np.ones(3), "a row for each"), (np.ones((9, 1)), "no classes in the last dimension of y")):
+
+        def same(inputs: gate.Arrays, answer: Any = answer) -> gate.Arrays:
+            return {"y": answer}
+
+        with pytest.raises(ModelFolderError, match=words):
+            gate.measure_arrays(model, held_out, same, same)
+
+
+def test_examples_are_cut_to_what_the_model_takes_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "held_out.npz"
+    np.savez(path, x=np.ones((20, 2)), n=np.ones(20, np.int32))
+    types = {"x": "float32", "n": "int64"}
+    assert {name: (a.dtype.name, len(a)) for name, a in gate.read_arrays(path, types).items()} == {
+        "x": ("float32", 20),
+        "n": ("int64", 20),
+    }
+    assert len(gate.read_arrays(path, types, 7)["n"]) == 14
+    with pytest.raises(ModelFolderError, match="at least 21"):
+        gate.read_arrays(path, types, 21)

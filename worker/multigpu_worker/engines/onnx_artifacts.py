@@ -26,7 +26,11 @@ PRECISIONS = ("fp32", "fp16", *gate.GATED)
 SOURCES = ("sentence-transformers", "huggingface")
 EXPORT_PACKAGES = ("multigpu", "torch", "transformers", "onnx", "onnxruntime", "onnxscript")
 EXPORT_CODE = ("onnx_export.py", "embed_model.py", "embed_steps.py", "embed_text.py")
-QUANTISE_PACKAGES = {"dynamic": (), "static": ("onnx", "onnxruntime")}
+# What recipes are written by, by recipe and engine: all others by nvidia-modelopt.
+QUANTISE_PACKAGES: dict[tuple[str, str], tuple[str, ...]] = {
+    ("dynamic", "onnx"): ("onnx",),
+    ("static", "onnx"): ("onnx", "onnxruntime"),
+}
 QUANTISE_CODE = ("quantize.py", "gate.py", "onnx_session.py")
 
 
@@ -55,7 +59,7 @@ def exported(spec: ModelSpec, settings: EngineSettings, precision: str, engine: 
         return artifacts.get("export", key | {"precision": precision}, export)
     gate.require(spec, precision)
     recipe = recipe_of(spec, precision, engine)
-    gate_key = _gate_key(spec, precision, recipe)
+    gate_key = _gate_key(spec, precision, recipe, engine)
     source = artifacts.get("export", key | {"precision": "fp32"}, export)
 
     def quantise(folder: Path) -> dict[str, str]:
@@ -85,16 +89,22 @@ def quantised(spec: ModelSpec, settings: EngineSettings, precision: str, engine:
     def quantise(folder: Path) -> dict[str, str]:
         return quantize_infer(spec, folder, recipe, engine, settings.threads) | {"recipe": recipe}
 
-    key |= {"file": spec.file, "engine": engine} | _gate_key(spec, precision, recipe)
+    key |= {"file": spec.file, "engine": engine} | _gate_key(spec, precision, recipe, engine)
     artifact = Artifacts(Path(settings.artifacts), settings.artifacts_bytes_max).get(precision, key, quantise)
     artifact.facts["accuracy"] = gate.judge(spec, precision, artifact.facts)
     return artifact
 
 
-def _gate_key(spec: ModelSpec, precision: str, recipe: str) -> dict[str, str]:
+def _gate_key(spec: ModelSpec, precision: str, recipe: str, engine: str) -> dict[str, str]:
     """What a quantised graph and its figures depend on beside the graph of float32."""
-    packages = QUANTISE_PACKAGES.get(recipe, ("nvidia-modelopt",))
-    key = {"precision": precision, "recipe": recipe, **_versions(packages, QUANTISE_CODE)}
+    packages = QUANTISE_PACKAGES.get((recipe, engine), ("nvidia-modelopt",))
+    try:
+        versions = _versions(packages, QUANTISE_CODE)
+    except metadata.PackageNotFoundError as error:
+        raise ModelFolderError(
+            f"{spec.id} at {precision} by recipe {recipe} needs {error.name}: install multigpu[int8]"
+        ) from error
+    key = {"precision": precision, "recipe": recipe, **versions}
     key |= {name: getattr(spec.gate, name) for name in ("calibration", "held_out", "metric")}
     return key | {f"{name} content": file_hash(spec.folder / key[name]) for name in ("calibration", "held_out")}
 
