@@ -158,9 +158,10 @@ class EmbedCache:
             Row(key, now_s, vectors[i].astype("<f4", copy=False).tobytes()) for i, key in enumerate(keys) if sound[i]
         ]
         self._remember(rows)
+        known = {row.key: row.vector for row in rows}
         with self._lock:
             for recall in self._waiting:
-                recall.offer(rows)
+                recall.offer(known)
         if self.file is not None and rows:
             self.file.put(rows)
 
@@ -254,9 +255,9 @@ class Recall:
         # First places that need not be computed any more.
         self.late: set[int] = set()
 
-    def offer(self, rows: Sequence[Row]) -> None:
+    def offer(self, known: dict[bytes, bytes]) -> None:
         """What another batch has computed. Under the cache's lock."""
-        self._offered.update((row.key, row.vector) for row in rows if row.key in self._places)
+        self._offered.update((key, known[key]) for key in self._places.keys() & known.keys())
 
     def begin(self) -> Served:
         """What is known now that the batch begins. Counts hits, and what is joined so far. To be called once."""
@@ -271,7 +272,8 @@ class Recall:
 
     def computed(self, places: Sequence[int], vectors: npt.NDArray[np.float32], *, keep: bool) -> None:
         """Count what was computed for the texts in these places, and for their twins, and remember it if `keep`."""
-        self._cache.count(joined=sum(len(self.twins(place)) for place in places), misses=len(places))
+        joined = sum(len(self.twins(place)) for place in places) if self._twins else 0
+        self._cache.count(joined=joined, misses=len(places))
         if keep:
             self._cache.put([self._keys[place] for place in places], vectors)
 
