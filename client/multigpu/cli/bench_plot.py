@@ -22,14 +22,20 @@ def plot(rows: Sequence[Row]) -> bytes:
     lines: dict[tuple[str, str, str, int], list[Row]] = {}
     for row in rows:
         if row.latency is not None:
-            lines.setdefault((row.model, row.engine, row.precision, row.batch_size), []).append(row)
+            lines.setdefault((row.model or row.kind, row.engine, row.precision, row.batch_size), []).append(row)
     # No pyplot: it would look for a screen.
     figure = Figure(figsize=(11, 5), layout="constrained")
     rates, times = figure.subplots(1, 2)
+    counts = sorted({row.concurrency for row in rows})
     for key, points in lines.items():
         _draw(rates, times, key, sorted(points, key=lambda row: row.concurrency))
     for axes, title in ((rates, "items / s"), (times, "latency of a task, ms: p50, and to p99")):
         axes.set(xlabel="callers", title=title, ylim=(0, None))
+        # Callers are whole, and most often powers of two.
+        axes.set_xscale("log", base=2)
+        axes.set_xlim(counts[0] / 1.2, counts[-1] * 1.2)
+        axes.set_xticks(counts, [str(count) for count in counts])
+        axes.minorticks_off()
         axes.grid(visible=True, alpha=0.3)
     if lines:
         rates.legend(fontsize="small")
@@ -45,7 +51,9 @@ def _draw(rates: Any, times: Any, key: tuple[str, str, str, int], points: list[R
     (line,) = rates.plot(callers, [row.items_per_s for row in points], marker="o", label=label)
     plain = [row.plain_items_per_s for row in points]
     if None not in plain:
-        rates.plot(callers, plain, linestyle=":", color=line.get_color(), label="plain loop")
+        # One entry in the legend stands for those of all lines.
+        label = "" if rates.get_legend_handles_labels()[1].count("plain loop") else "plain loop"
+        rates.plot(callers, plain, linestyle=":", marker="x", color=line.get_color(), label=label)
     found = [row.latency for row in points if row.latency is not None]
     p50 = [latency.p50_ms for latency in found]
     times.plot(callers, p50, marker="o", color=line.get_color())
