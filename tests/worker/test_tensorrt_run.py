@@ -7,10 +7,12 @@ pretended one, whose calls are compared with the real one's.
 import ast
 import contextlib
 import dataclasses
+import gc
 import inspect
 import json
 import re
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -116,6 +118,18 @@ def test_the_next_may_be_begun_before_the_last_is_fetched(tmp_path: Path) -> Non
     finish = [plan.begin({"x": x}) for x in inputs]
     for x, wait in zip(inputs, finish, strict=True):
         np.testing.assert_array_equal(wait()["y"], 2 * x)
+
+
+def test_a_plan_lives_until_what_it_has_begun_is_done(tmp_path: Path) -> None:
+    plan = runner(tmp_path)
+    alive, finish = weakref.ref(plan), plan.begin({"x": np.ones((1, 1))})
+    del plan
+    gc.collect()
+    assert alive() is not None
+    assert finish()["y"].tolist() == [[2.0]]
+    del finish
+    gc.collect()
+    assert alive() is None
 
 
 def test_threads_wait_for_each_other(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ The attention is torch's scaled_dot_product_attention, transformers' own choice.
 """
 
 import contextlib
+import functools
 import threading
 import time
 from collections.abc import Callable
@@ -123,13 +124,13 @@ class CudaEmbedModel:
                 fetched.copy_(vectors, non_blocking=True)
                 done.record(self.downloads)
             vectors.record_stream(self.downloads)
+        return functools.partial(self._finish, done, fetched)
 
-        def wait() -> Vectors:
-            done.synchronize()
-            array: Vectors = fetched.numpy()
-            return array
-
-        return wait
+    def _finish(self, done: torch.cuda.Event, fetched: Tensor) -> Vectors:
+        """Bound, so that graphs live until the device is through with them, though another back end serves by then."""
+        done.synchronize()
+        array: Vectors = fetched.numpy()
+        return array
 
     def _upload(self, packed: npt.NDArray[np.int64]) -> tuple[Tensor, ...]:
         """Copy packed inputs while the device computes."""

@@ -5,6 +5,7 @@ nothing has to be switched when shapes alternate. They run one after the other, 
 scratch memory and the buffers of inputs and outputs, which grow to the largest that were needed, and stay.
 """
 
+import functools
 import importlib
 import threading
 from collections.abc import Callable, Mapping
@@ -60,12 +61,12 @@ class PlanRunner:
         with self._lock, self._memory.current():
             answers = self._start(self._contexts[profile], inputs)
             wait = self._memory.mark()
+        return functools.partial(self._finish, wait, answers)
 
-        def finish() -> Arrays:
-            wait()
-            return answers
-
-        return finish
+    def _finish(self, wait: Callable[[], None], answers: Arrays) -> Arrays:
+        """Bound, so that the engine lives until the device is through with it, though another plan serves by then."""
+        wait()
+        return answers
 
     def _start(self, context: Any, inputs: Mapping[str, npt.NDArray[Any]]) -> Arrays:
         """Everything up to the copying of the outputs, which are not there yet."""
