@@ -110,7 +110,7 @@ async def test_the_class_of_weights_may_lie_beside_them(
     stream = await master.stream()
     payload = infer_pb2.InferPayload(inputs=[tensor_of("x", np.ones((1, 2), np.float32))]).SerializeToString()
     stream.lease([(1, payload)], kind="infer", model="net")
-    (word,) = await stream.reported(1, timeout_s=60)
+    (word,) = await stream.reported(1, timeout_s=180)
     assert word.state == SUCCEEDED, word
     assert arrays_of(word.result)["output"].tolist() == [[2, 3]]
 
