@@ -170,3 +170,23 @@ def test_examples_are_cut_to_what_the_model_takes_at_once(tmp_path: Path) -> Non
     assert len(gate.read_arrays(path, types, 7)["n"]) == 14
     with pytest.raises(ModelFolderError, match="at least 21"):
         gate.read_arrays(path, types, 21)
+
+
+@pytest.mark.parametrize(
+    ("arrays", "words"),
+    [
+        ({"x": np.ones((7, 2), np.float32)}, "arrays of 7 examples .* at least 8"),
+        ({"x": np.ones((9, 2), np.complex64)}, "x of complex64, and the model takes float32"),
+        ({"x": np.array([None] * 9)}, "can't be read as arrays"),  # which is pickled
+        ({"x": np.float32(1)}, "arrays of 0 examples"),
+        (None, "can't be read as arrays"),
+    ],
+)
+def test_arrays_that_are_none(tmp_path: Path, arrays: dict[str, Any] | None, words: str) -> None:
+    path = tmp_path / "held_out.npz"
+    if arrays is None:
+        path.write_bytes(b"PK\x03\x04 is no archive")
+    else:
+        np.savez(path, **arrays)
+    with pytest.raises(ModelFolderError, match=words):
+        gate.read_arrays(path, {"x": "float32"})

@@ -110,20 +110,10 @@ def test_products_alone_can_be_rounded_when_they_come(tmp_path: Path, settings: 
         infer_onnx.load(dataclasses.replace(spec, parameters={"int8_recipe": "selective"}), settings, "int8")
 
 
-def test_data_that_doesnt_fit_the_model(tmp_path: Path, settings: EngineSettings) -> None:
+def test_without_data_that_fits_the_model_there_is_no_int8(tmp_path: Path, settings: EngineSettings) -> None:
     spec = model(tmp_path / "model")
-    held_out = spec.folder / "held_out.npz"
-    for arrays, words in (
-        ({"pixels": pictures(10, 1)}, r"has \['pixels'\], and the inputs are \['x'\]"),
-        ({"x": pictures(7, 1)}, "arrays of 7 examples .* at least 8"),
-        ({"x": pictures(10, 1).astype(np.complex64)}, "x of complex64, and the model takes float32"),
-        ({"x": np.array([None] * 10)}, "can't be read as arrays"),  # which is pickled
-    ):
-        np.savez(held_out, **arrays)
-        with pytest.raises(ModelFolderError, match=words):
-            infer_onnx.load(spec, settings, "int8")
-    held_out.write_bytes(b"PK\x03\x04 is no archive")
-    with pytest.raises(ModelFolderError, match="can't be read as arrays"):
+    np.savez(spec.folder / "held_out.npz", pixels=pictures(10, 1))
+    with pytest.raises(ModelFolderError, match=r"has \['pixels'\], and the inputs are \['x'\]"):
         infer_onnx.load(spec, settings, "int8")
     with pytest.raises(ModelFolderError, match="no held_out data for int8: name files of numpy"):
         infer_onnx.load(dataclasses.replace(spec, gate=Gate(calibration="calibration.npz")), settings, "int8")
