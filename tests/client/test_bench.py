@@ -161,7 +161,7 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 def test_a_short_bench_of_a_real_fleet(address: str, tmp_path: Path) -> None:
     pairs, table, picture = tmp_path / "pairs.tsv", tmp_path / "bench.csv", tmp_path / "bench.png"
     pairs.write_text("5\ta cat sleeps\ta cat is asleep\n1\ta cat sleeps\tshares fell\n3\ta cat sleeps\ta dog runs\n")
-    flags = ["--precision", "fp32,int8", "--batch-size", "4", "--concurrency", "1,3", "--items", "16", "--rounds", "2"]
+    flags = ["--precision", "fp32,int8", "--batch-size", "4", "--concurrency", "1,3", "--items", "24", "--rounds", "2"]
     files = ["--pairs", str(pairs), "--csv", str(table), "--plot", str(picture)]
     argv = [*MGPUCTL, "--master", address, "bench", *flags, *files, "--plain-threads", "1", "--json"]
     # Two processes import torch: that takes a busy machine long.
@@ -178,7 +178,7 @@ def test_a_short_bench_of_a_real_fleet(address: str, tmp_path: Path) -> None:
     ]
     for row in rows[:2]:
         assert (row["model"], row["engine"], row["batch_size"]) == (MODEL, "auto", 4)
-        assert (row["tasks"], row["items"], row["error"]) == (8, 32, "")
+        assert (row["tasks"], row["items"], row["error"]) == (12, 48, "")
         times = [row[name] for name in LATENCIES]
         assert times == sorted(times)
         assert 0 < times[0] <= row["mean_latency_ms"] <= times[-1]
