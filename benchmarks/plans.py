@@ -91,7 +91,15 @@ def efficientnet(folder: Path, pictures: Path | None) -> ModelSpec:
     if pictures is not None:
         run_apart("benchmarks.plans:save_pictures", {"pictures": str(pictures), "folder": str(folder)}, threads=1)
         gate = Gate(calibration="calibration.npz", held_out="held_out.npz", metric="agreement", threshold=0.97)
-    return ModelSpec(name="efficientnet-lite0", folder=folder, kind="infer", source="onnx", file=MODEL_FILE, gate=gate)
+    return ModelSpec(
+        name="efficientnet-lite0",
+        folder=folder,
+        kind="infer",
+        source="onnx",
+        file=MODEL_FILE,
+        gate=gate,
+        parameters={"examples_max": "128"},
+    )
 
 
 def save_pictures(*, pictures: str, folder: str) -> None:

@@ -64,8 +64,8 @@ class Session:
     def __init__(self, path: Path, device: str, threads: int, *, tf32: bool = False, fused: bool = True) -> None:
         """Load `path` onto "cpu" or "cuda:N". Raises ModelFolderError, MemoryError; ImportError: no GPU support.
 
-        Without `fused` each quantise and dequantise operation is computed as it stands: fusions are for int8, and break
-        graphs of fp8.
+        Without `fused` each quantise and dequantise operation is computed as it stands. Fusions are for int8 among
+        float32: they break graphs of fp8, and give wrong numbers where the rest is fp16 (1.31.1).
         """
         self.device = device
         options = onnxruntime.SessionOptions()
