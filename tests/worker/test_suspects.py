@@ -156,7 +156,7 @@ async def test_one_that_holds_up_all_is_found(
 ) -> None:
     worker = await start_worker(master.address, *flags, "--progress-timeout-s", "2")
     stream = await master.stream()
-    leases = [(n, payload(fate="stick", at=4) if n == 3 else payload(company=3)) for n in range(1, 5)]
+    leases = [(n, payload(fate="stick", at=4) if n == 3 else payload()) for n in range(1, 5)]
     stream.lease(leases, kind="generate")
     words = await stream.reported(1, 2, 3, 4, timeout_s=60)
     assert {word.lease_id: word.error.type for word in words if word.state != SUCCEEDED} == {3: "NoProgress"}

@@ -141,6 +141,12 @@ def test_what_is_held_up_together_is_accused_together() -> None:
     failed, again = blame(slots, batches, verdict, DIED)
     assert failed == []
     assert [(lease.lease_id, lease.suspect) for lease in again] == [(1, True), (2, True), (3, False)]
+    # One that was seen to stop a little later than the one whose time is over is no less suspect.
+    made = watch(progress_timeout_s=1)
+    for now_s, beats in ((0.0, 0), (0.1, 1), (1.05, 1)):
+        slots = [state(1, 1), state(2, 2, beats=beats)]
+        verdict = made.check(int(now_s * SECOND), slots, {n: batches[n] for n in (1, 2)}, {})
+    assert verdict is not None and verdict.accused == {(1, 1), (2, 2)}
 
 
 def test_whoever_says_that_the_context_is_lost_is_a_suspect_with_those_that_ran_beside() -> None:

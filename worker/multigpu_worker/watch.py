@@ -77,7 +77,8 @@ class Watch:
         cancelled_ns: Mapping[int, int],
     ) -> Verdict | None:
         """Say whether the engine must be ended. `cancelled_ns`: when each cancelled lease was, by the slots' clock."""
-        stalled: dict[tuple[int, int], TaskError] = {}
+        stalled: TaskError | None = None
+        still: set[tuple[int, int]] = set()
         for slot, state in enumerate(slots):
             batch = batches.get(state.batch_id)
             running = running_leases(state, batch)
@@ -85,17 +86,14 @@ class Watch:
                 self._beats.pop(slot, None)
                 continue
             accused = (state.batch_id, _lease_id(state, batch))
-            still = self._no_progress(now_ns, slot, state)
-            error = self._run_timeout(now_ns, state, running)
-            if error is None and still is not None:
-                stalled[accused] = still
-                continue
-            error = error or self._cancelled(now_ns, running, cancelled_ns)
+            stalled = self._no_progress(now_ns, slot, state) or stalled
+            # Where one holds up all, they were not all seen to stop in the same look.
+            if slot in self._beats and now_ns - self._beats[slot].since_ns >= self.progress_timeout_s * 1e9 / 2:
+                still.add(accused)
+            error = self._run_timeout(now_ns, state, running) or self._cancelled(now_ns, running, cancelled_ns)
             if error is not None:
                 return Verdict(accused=frozenset([accused]), error=error)
-        if stalled:  # where one holds up all, it is among them
-            return Verdict(accused=frozenset(stalled), error=next(iter(stalled.values())))
-        return None
+        return None if stalled is None else Verdict(accused=frozenset(still), error=stalled)
 
     def _run_timeout(self, now_ns: int, state: SlotState, running: list[Lease]) -> TaskError | None:
         timeout_s = running[0].spec.run_timeout_s
