@@ -36,6 +36,12 @@ def test_submit_answers_each_input_in_order_and_get_tells_the_end(fleet: Fleet) 
     assert 0 < times[0] <= times[1] <= times[2] <= times[3]
 
 
+def test_a_task_that_streams_began_when_it_began_and_not_with_its_last_part(fleet: Fleet) -> None:
+    (task_id,) = fleet.submit("trial.stream", b"x", parameters={"count": "4", "seconds": "0.1"})
+    stages = fleet.outcome(task_id).stages
+    assert stages.finish_time.ToNanoseconds() - stages.start_time.ToNanoseconds() >= 3 * 0.1 * 1e9
+
+
 def test_get_waits_only_as_long_as_asked(fleet: Fleet, tmp_path: Path) -> None:
     gate = tmp_path / "gate"
     (task_id,) = fleet.submit("trial.gate", str(gate).encode())

@@ -8,7 +8,7 @@ death (deaths.py). All of it is for the event loop.
 import asyncio
 import itertools
 import time
-from collections.abc import Callable, Sequence, Sized
+from collections.abc import Callable, Sized
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Protocol
@@ -308,7 +308,10 @@ class EngineProcess:
         for report in reports:
             leases.pop(report.lease.lease_id, None)
         batch.settled += len(reports)
-        energy = None if self.owner.sampler.meter is None else self._energy(batch, start_ns, finish_ns, reports)
+        # Since something was last settled: what came in between was parts of the same tasks.
+        start_ns = batch.unsettled_ns or start_ns
+        batch.unsettled_ns = 0 if reports else start_ns
+        energy = self.owner.sampler.measure(start_ns, finish_ns, sum(report.lease.units for report in reports))
         self.owner.report(start_ns, finish_ns, reports, energy)
         if done:
             self.embedding_cache = embedding_cache
@@ -327,12 +330,6 @@ class EngineProcess:
         """Ends this engine, unless it has died meanwhile and another is in its place."""
         if self.host.pid == pid:
             self.host.kill()
-
-    def _energy(self, batch: EngineBatch, start_ns: int, finish_ns: int, reports: Sequence[Report]) -> Energy | None:
-        """What each unit of these tasks' work took, since something was last settled in their batch."""
-        start_ns = batch.unsettled_ns or start_ns
-        batch.unsettled_ns = 0 if reports else start_ns
-        return self.owner.sampler.measure(start_ns, finish_ns, sum(report.lease.units for report in reports))
 
     def _take_hold(self, succeeded: list[Any], failed: list[Any]) -> tuple[list[Any], list[Any]]:
         """Pins results that lie in files, before the engine lets go of them."""
