@@ -50,8 +50,8 @@ class BatchRules:
 class Gate:
     """What a model at a precision that rounds hard (int8, fp8) must prove before it may serve."""
 
-    # A file to calibrate with, in the folder. For texts JSON lines {"text": …}; for kind infer arrays of examples by the
-    # names of its inputs, as numpy.savez writes them. Empty: no such precision is served.
+    # A file to calibrate with, in the folder. For texts JSON lines {"text": …}; for kind infer arrays of examples by
+    # the names of its inputs, as numpy.savez writes them. Empty: no such precision is served.
     calibration: str = ""
     # Held-out data to judge by: as above, or JSON lines {"a": …, "b": …, "score": …} for "spearman".
     held_out: str = ""
