@@ -13,7 +13,7 @@ import contextlib
 import os
 import weakref
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack, cast
+from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack
 
 from multigpu import classification, errors, generation, inference
 from multigpu.connection import current_traceparent
@@ -23,6 +23,7 @@ from multigpu.loop_thread import LoopThread
 from multigpu.mapping_sync import SyncMap
 from multigpu.options import CallOptions, EmbedOptions, Input, SpecOptions, TaskOptions, split_options
 from multigpu.submitting import cut, single
+from multigpu.sync_iterator import SyncIterator
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -106,8 +107,11 @@ class Client:
         """As `run`, but returns how the task ended, however it ended. Raises RejectedError, TransportError."""
         return self._wait(self._core.run(kind, payload, dict(options), current_traceparent()))
 
-    def stream(self, kind: str, payload: Any, **options: Unpack[TaskOptions]) -> Iterator[bytes]:
-        """Runs one task and yields its partial outputs. Closing the iterator cancels the task. See AsyncClient."""
+    def stream(self, kind: str, payload: Any, **options: Unpack[TaskOptions]) -> SyncIterator[bytes]:
+        """Runs one task and yields its partial outputs. Closing the iterator, from any thread, cancels the task.
+
+        See AsyncClient.
+        """
         return self._iterate(self._core.partials(kind, payload, dict(options), current_traceparent()))
 
     def map(
@@ -296,14 +300,8 @@ class Client:
             self._confirm_cancellations()
             raise
 
-    def _iterate(self, generator: AsyncGenerator[T, None]) -> Generator[T, None, None]:
-        end = object()
-        try:
-            while (item := self._wait(_next(generator, end))) is not end:
-                yield cast("T", item)
-        finally:
-            if not self._closed:
-                self._wait(_close(generator))
+    def _iterate(self, generator: AsyncGenerator[T, None]) -> SyncIterator[T]:
+        return SyncIterator(generator, self._thread, self._wait)
 
     def _flatten(self, generator: AsyncGenerator[Iterable[T], None]) -> Generator[T, None, None]:
         with contextlib.closing(self._iterate(generator)) as frames:
@@ -321,14 +319,6 @@ class Client:
     def _confirm_cancellations(self) -> None:
         with contextlib.suppress(concurrent.futures.CancelledError):
             self._thread.submit(self._core.stream.cancellations()).result()
-
-
-async def _next(generator: AsyncGenerator[Any, None], end: object) -> Any:
-    return await anext(generator, end)
-
-
-async def _close(generator: AsyncGenerator[Any, None]) -> None:
-    await generator.aclose()
 
 
 def _finish(core: Core, thread: LoopThread, pid: int) -> None:

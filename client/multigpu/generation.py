@@ -18,9 +18,10 @@ from multigpu.options import CallOptions
 from multigpu.v1 import generate_pb2
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Generator
+    from collections.abc import AsyncGenerator
 
     from multigpu.outcome import Outcome
+    from multigpu.sync_iterator import SyncIterator
 
 KIND = "generate"
 _REASONS = {generate_pb2.FINISH_REASON_STOP: "stop", generate_pb2.FINISH_REASON_LENGTH: "length"}
@@ -122,9 +123,9 @@ class _Growing:
 
 
 class Generation(_Growing):
-    """Pieces of text as they come, for `for`. Closing it, or letting go of it, cancels the task."""
+    """Pieces of text as they come, for `for`. Closing it, from any thread, or letting go of it, cancels the task."""
 
-    def __init__(self, parts: Generator[bytes | Outcome, None, None]) -> None:
+    def __init__(self, parts: SyncIterator[bytes | Outcome]) -> None:
         super().__init__()
         self._parts = parts
 

@@ -251,6 +251,24 @@ def test_watch() -> None:
         assert [next(watch)[0].task_id for _ in range(8)] == list(range(1, 9))
 
 
+def test_a_stream_may_be_closed_by_another_thread_while_its_next_part_is_waited_for() -> None:
+    with ThreadedMaster(lambda spec, task: None) as master, multigpu.Client(master.address) as client:
+        parts = client.stream("talk", b"", request_id="stopped")
+
+        def stop() -> None:
+            until(lambda: master.inputs)
+            parts.close()
+
+        closer = threading.Thread(target=stop)
+        closer.start()
+        assert list(parts) == []
+        closer.join()
+        until(lambda: master.cancelled == ["stopped"])
+        parts.close()
+        assert list(parts) == []
+        assert client.count().queued == 0, "the client goes on"
+
+
 def test_a_watch_that_is_closed_ends_at_the_master() -> None:
     with ThreadedMaster() as master, multigpu.Client(master.address) as client:
         master.watched = scripted_outcomes(8)

@@ -56,7 +56,7 @@ def test_closing_a_stream_early_cancels_its_task(fleet: Fleet) -> None:
     with fleet.client() as client:
         parts = client.stream("trial.stream", b"p", parameters={"count": "1000", "seconds": "0.02"}, request_id="left")
         assert next(iter(parts)) == b"p-0"
-        parts.close()  # type: ignore[attr-defined]  # it is a generator
+        parts.close()
         task = client.get("left", wait_s=10)
         assert task.outcome is not None
         assert task.outcome.state == multigpu.OutcomeState.CANCELLED
