@@ -32,7 +32,7 @@ HERE = Path(__file__).resolve().parent
 HANDLERS = HERE / "integration" / "handlers"
 READY_TIMEOUT_S = 60.0
 # A worker that a busy host keeps from speaking is not lost: one that was killed is missed at once, by its stream.
-PATIENT = ("--heartbeat-interval-s", "0.2", "--session-timeout-s", "10", "--reconnect-grace-s", "10")
+PATIENT = ("--heartbeat-interval-s", "0.2", "--session-timeout-s", "5", "--reconnect-grace-s", "3")
 # For tests of silence.
 QUICK = ("--session-timeout-s", "1", "--reconnect-grace-s", "1")
 
