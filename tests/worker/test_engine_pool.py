@@ -9,48 +9,24 @@ from pathlib import Path
 import numpy as np
 import pytest
 from multigpu.inference import arrays_of, tensor_of
-from multigpu.v1 import device_pb2, infer_pb2, model_pb2
+from multigpu.v1 import device_pb2, infer_pb2
 from multigpu.v1 import worker_service_pb2 as pb
 from multigpu_worker.memory import private_bytes
 from safetensors.numpy import save_file
 
 from tests.fakes.gpus import SimulatedGpus
 
+from .asking import READY, ask, models, ready, resident
 from .conftest import StartWorker, WorkerProcess
-from .scripted_master import SUCCEEDED, ScriptedMaster, Stream
+from .scripted_master import SUCCEEDED, ScriptedMaster
 from .toy_models import Answer, Shop
 
 MIB = 1 << 20
-READY = model_pb2.MODEL_STATE_READY
 
 
 @pytest.fixture
 def shop(tmp_path: Path) -> Shop:
     return Shop(tmp_path / "models")
-
-
-async def ask(stream: Stream, lease_id: int, model: str, payload: bytes = b"x", timeout_s: float = 20.0) -> Answer:
-    stream.lease([(lease_id, payload)], kind="infer", model=model)
-    (word,) = await stream.reported(lease_id, timeout_s=timeout_s)
-    assert word.state == SUCCEEDED, word
-    return Answer.of(word.result)
-
-
-def resident(stream: Stream) -> dict[str, model_pb2.ModelResidency]:
-    return {entry.model: entry for entry in stream.heartbeats[-1].models} if stream.heartbeats else {}
-
-
-def ready(stream: Stream) -> set[str]:
-    return {model for model, entry in resident(stream).items() if entry.state == READY}
-
-
-def models(stream: Stream) -> dict[str, model_pb2.Model]:
-    """The latest word about each model."""
-    told = list(stream.hello.models)
-    for beat in stream.heartbeats:
-        if beat.HasField("catalog"):
-            told = list(beat.catalog.models)
-    return {f"{m.name}:{m.version}" if m.version else m.name: m for m in told}
 
 
 async def test_a_model_is_loaded_when_it_is_asked_for_and_told_of(

@@ -4,50 +4,24 @@ import asyncio
 import json
 import os
 import signal
-from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-from multigpu.v1 import model_pb2
 from multigpu.v1 import worker_service_pb2 as pb
 from multigpu_worker.engines.models import PACKAGED_MODEL, packaged_model
 from multigpu_worker.figures import FOLDER
 
+from .asking import READY, ask, models, ready, resident
 from .conftest import StartWorker
 from .scripted_master import SUCCEEDED, ScriptedMaster, Stream
 from .toy_models import Answer, Shop
 
 MIB = 1 << 20
-READY = model_pb2.MODEL_STATE_READY
 
 
 @pytest.fixture
 def shop(tmp_path: Path) -> Shop:
     return Shop(tmp_path / "models")
-
-
-async def ask(stream: Stream, lease_id: int, model: str, payload: bytes = b"x") -> Answer:
-    stream.lease([(lease_id, payload)], kind="infer", model=model)
-    (word,) = await stream.reported(lease_id)
-    assert word.state == SUCCEEDED, word
-    return Answer.of(word.result)
-
-
-def resident(stream: Stream) -> dict[str, model_pb2.ModelResidency]:
-    return {entry.model: entry for entry in stream.heartbeats[-1].models} if stream.heartbeats else {}
-
-
-def ready(stream: Stream) -> set[str]:
-    return {model for model, entry in resident(stream).items() if entry.state == READY}
-
-
-def models(stream: Stream) -> Mapping[str, model_pb2.Model]:
-    """The latest word about each model."""
-    told = list(stream.hello.models)
-    for beat in stream.heartbeats:
-        if beat.HasField("catalog"):
-            told = list(beat.catalog.models)
-    return {f"{m.name}:{m.version}" if m.version else m.name: m for m in told}
 
 
 def offered(stream: Stream) -> set[str]:
