@@ -14,6 +14,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from multigpu.aio import AsyncClient as AsyncClient
     from multigpu.client import Client as Client
+    from multigpu.config import ConfigError as ConfigError
+    from multigpu.errors import AccessError as AccessError
+    from multigpu.errors import AlreadyExistsError as AlreadyExistsError
+    from multigpu.errors import CallTimeoutError as CallTimeoutError
     from multigpu.errors import ClientClosedError as ClientClosedError
     from multigpu.errors import CursorExpiredError as CursorExpiredError
     from multigpu.errors import InvalidTaskError as InvalidTaskError
@@ -21,6 +25,8 @@ if TYPE_CHECKING:
     from multigpu.errors import NotFoundError as NotFoundError
     from multigpu.errors import RejectedError as RejectedError
     from multigpu.errors import ResourceExhaustedError as ResourceExhaustedError
+    from multigpu.errors import ResultExpiredError as ResultExpiredError
+    from multigpu.errors import ResultLostError as ResultLostError
     from multigpu.errors import TaskCancelled as TaskCancelled
     from multigpu.errors import TaskDeadLettered as TaskDeadLettered
     from multigpu.errors import TaskError as TaskError
@@ -43,7 +49,11 @@ if TYPE_CHECKING:
 _HOMES = {
     "multigpu.aio": ("AsyncClient",),
     "multigpu.client": ("Client",),
+    "multigpu.config": ("ConfigError",),
     "multigpu.errors": (
+        "AccessError",
+        "AlreadyExistsError",
+        "CallTimeoutError",
         "ClientClosedError",
         "CursorExpiredError",
         "InvalidTaskError",
@@ -51,6 +61,8 @@ _HOMES = {
         "NotFoundError",
         "RejectedError",
         "ResourceExhaustedError",
+        "ResultExpiredError",
+        "ResultLostError",
         "TaskCancelled",
         "TaskDeadLettered",
         "TaskError",

@@ -16,9 +16,12 @@ from multigpu import classification, generation, inference
 from multigpu.connection import current_traceparent
 from multigpu.core import Core, outcome, value, value_or_error
 from multigpu.embedding import CHUNK_TEXTS, KIND, Chunks, Stack, check_texts
+from multigpu.errors import MultigpuError
 from multigpu.mapping import AsyncMap
 from multigpu.options import CallOptions, EmbedOptions, Input, SpecOptions, TaskOptions, split_options
+from multigpu.streaming import AsyncStream
 from multigpu.submitting import cut, single
+from multigpu.timeouts import pop_timeout
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -26,6 +29,7 @@ if TYPE_CHECKING:
     from numpy.typing import ArrayLike
 
     from multigpu.classification import Label, Subject
+    from multigpu.core import TaskName
     from multigpu.embedding import Vectors
     from multigpu.errors import RejectedError
     from multigpu.generation import AsyncGeneration, GenerateOptions, Prompt
@@ -82,15 +86,18 @@ class AsyncClient:
         """Hands many tasks over, in calls of up to 10,000 tasks and 32 MiB.
 
         `payloads` may hold Inputs. Returns, for each payload in its order, the task_id or the error that says why that
-        task was not taken.
+        task was not taken. An error that ends it has what was answered before in `submitted`; those tasks go on.
         """
-        submission = self._core.submission()
+        submission = self._core.submission(pop_timeout(options))
         results: list[int | RejectedError] = []
         try:
             for request in cut(self._core.calls.inputs(kind, payloads, options, current_traceparent())):
                 results += await submission.send(request)
         except asyncio.CancelledError:
             await submission.undo()
+            raise
+        except MultigpuError as error:
+            error.submitted = results
             raise
         return results
 
@@ -107,12 +114,13 @@ class AsyncClient:
         """As `run`, but returns how the task ended, however it ended. Raises RejectedError, TransportError."""
         return await self._core.run(kind, payload, dict(options), current_traceparent())
 
-    def stream(self, kind: str, payload: Any, **options: Unpack[TaskOptions]) -> AsyncGenerator[bytes, None]:
-        """Runs one task and yields its partial outputs, as the worker sent them, each exactly once.
+    def stream(self, kind: str, payload: Any, **options: Unpack[TaskOptions]) -> AsyncStream[Any]:
+        """Runs one task and yields its partial outputs, decoded as `run` decodes a result, each exactly once.
 
-        Raises, after them, the TaskError of a task that did not succeed. Closing the iterator cancels the task.
+        Read to its end it has the `outcome`, whose `value()` is what the handler returned. Raises, after the outputs,
+        the TaskError of a task that did not succeed. Closing the iterator, or letting go of it, cancels the task.
         """
-        return self._core.partials(kind, payload, dict(options), current_traceparent())
+        return AsyncStream(self._core.parts(kind, payload, dict(options), current_traceparent()))
 
     def map(
         self,
@@ -157,10 +165,10 @@ class AsyncClient:
         *,
         answer_errors: bool,
     ) -> AsyncGenerator[T, None]:
-        core = self._core
+        core, timeout_s = self._core, pop_timeout(options)
         make_call = core.calls.many(kind, options, current_traceparent(), answer_errors=answer_errors)
         buffer = core.map_buffer(ordered=ordered, window=window)
-        return AsyncMap(core.stream, buffer, make_call).run(payloads, convert)
+        return AsyncMap(core.stream, buffer, make_call, timeout_s).run(payloads, convert)
 
     # Embeddings.
 
@@ -271,11 +279,11 @@ class AsyncClient:
 
     # Tasks that are known.
 
-    async def get(self, task: int | str, *, wait_s: float = 0.0) -> Task:
+    async def get(self, task: TaskName, *, wait_s: float = 0.0) -> Task:
         """A task by its task_id (int) or request_id (str). Waits up to `wait_s` for it to end. Raises NotFoundError."""
         return await self._core.get(task, wait_s)
 
-    async def cancel(self, *tasks: int | str, reason: str = "") -> task_service_pb2.CancelResponse:
+    async def cancel(self, *tasks: TaskName, reason: str = "") -> task_service_pb2.CancelResponse:
         """Cancels tasks by task_id (int) or request_id (str).
 
         The answer says which it ended, which had already ended, and which the master doesn't know.

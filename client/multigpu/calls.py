@@ -4,6 +4,7 @@ import asyncio
 import base64
 import itertools
 import secrets
+import zlib
 from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -11,10 +12,12 @@ from typing import Any
 from multigpu.encoding import RAW, encode
 from multigpu.errors import InvalidTaskError
 from multigpu.mapping import MakeCall, MapBuffer, MapCall
-from multigpu.options import Input, SpecCache, own_fields
+from multigpu.options import Input, SpecCache, WrongInput, own_fields
 from multigpu.outcome import Outcome
+from multigpu.payloads import LARGE_BYTES
 from multigpu.run_state import Answer, Call
 from multigpu.run_stream import check_payload
+from multigpu.streaming import Part
 from multigpu.v1 import task_pb2
 
 
@@ -54,23 +57,25 @@ class StreamCall(Call):
 
     def __init__(self, spec: task_pb2.TaskSpec, payload: bytes, request_id: str, own: dict[str, Any] | None) -> None:
         super().__init__(spec, payload, request_id, own)
-        self._parts: deque[bytes] = deque()
+        self._parts: deque[Part] = deque()
         self._taken = 0
         self._answer: Answer | None = None
         self._waiter: asyncio.Future[None] | None = None
 
-    def receive_partial(self, data: bytes) -> None:
-        self._parts.append(data)
+    def receive_partial(self, data: bytes, content_type: str) -> None:
+        self._parts.append(Part(data, content_type))
         self._wake()
 
     def settle(self, answer: Answer) -> None:
         self._answer = answer
         if isinstance(answer, Outcome):  # it has them all: those that the stream did not bring too
             received = self._taken + len(self._parts)
-            self._parts.extend(answer.message.partials[received:])
+            missing = answer.message.partials[received:]
+            types = answer.message.partial_content_types[received:]
+            self._parts.extend(map(Part, missing, types or [RAW] * len(missing)))
         self._wake()
 
-    async def next_part(self) -> bytes | None:
+    async def next_part(self) -> Part | None:
         """The next partial output; None when the task has SUCCEEDED and there are no more. Raises how it ended else."""
         while not self._parts:
             answer = self._answer
@@ -116,9 +121,12 @@ class CallFactory:
         data, content_type = encode(payload)
         check_payload(data)
         own = own_fields(options) if options else None
-        request_id = (own and own.pop("request_id", None)) or self.ids.new()
+        named = own and own.pop("request_id", None)
+        request_id = named or self.ids.new()
         if traceparent:
             own = {**(own or {}), "traceparent": traceparent}
+        if named:
+            own = _with_crc(own, data)
         return cls(self.specs.get(kind, content_type, options), data, request_id, own or None)
 
     def many(self, kind: str, options: Mapping[str, Any], traceparent: str, *, answer_errors: bool) -> MakeCall:
@@ -131,17 +139,21 @@ class CallFactory:
         def make(item: Any, buffer: MapBuffer) -> MapCall:
             own = common
             request_id = ""
-            if type(item) is Input:
-                own, request_id, item = _of_input(item, common)
             try:
+                if type(item) is Input:
+                    own, request_id, item = _of_input(item, common)
+                if type(item) is WrongInput:
+                    raise item.error
                 data, content_type = encode(item)
                 check_payload(data)
-            except InvalidTaskError as error:
+            except (InvalidTaskError, OSError, TypeError) as error:
                 if not answer_errors:
                     raise
                 call = MapCall(specs.get(kind, RAW, options), b"", "", None, buffer)
-                call.answer = error
+                call.answer = error  # type: ignore[assignment]  # an OSError or TypeError is handed on as well
                 return call
+            if request_id:
+                own = _with_crc(own, data)
             return MapCall(specs.get(kind, content_type, options), data, request_id or new_id(), own, buffer)
 
         return make
@@ -160,10 +172,12 @@ class CallFactory:
             yield self.specs.get(kind, content_type, options), task_input
 
 
+def _with_crc(own: dict[str, Any] | None, payload: bytes) -> dict[str, Any] | None:
+    """For a task whose caller named it: what tells its payload from another's, if the master may not see the bytes."""
+    return own if len(payload) < LARGE_BYTES else {**(own or {}), "payload_crc32": zlib.crc32(payload)}
+
+
 def _of_input(item: Input, common: dict[str, Any] | None) -> tuple[dict[str, Any] | None, str, Any]:
-    own = dict(common or ())
-    if item.partition_key:
-        own["partition_key"] = item.partition_key
-    if item.units:
-        own["units"] = item.units
-    return own or None, item.request_id, item.payload
+    own = own_fields({"request_id": item.request_id, "partition_key": item.partition_key, "units": item.units}) or {}
+    request_id = own.pop("request_id", "")
+    return {**own, **(common or {})} or None, request_id, item.payload

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from google.protobuf.message import DecodeError
 
 from multigpu.errors import INVALID_ARGUMENT, InvalidTaskError, TransportError
-from multigpu.options import Input
+from multigpu.options import Input, WrongInput
 from multigpu.v1 import classify_pb2
 
 KIND = "classify"
@@ -21,15 +22,16 @@ TOP_K_MAX = 10_000
 Subject = bytes | os.PathLike[str] | str
 
 
-class Label(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Label:
     """A class that a model found likely."""
 
     # The model's number for it, from 0.
-    number: int
+    index: int
     # Its name; empty if the model has none.
-    name: str
-    # 0 to 1.
-    probability: float
+    label: str
+    # Its probability, 0 to 1.
+    score: float
 
 
 def payload_of(subject: Subject, top_k: int) -> bytes:
@@ -50,11 +52,18 @@ def payload_of(subject: Subject, top_k: int) -> bytes:
     return classify_pb2.ClassifyPayload(image=bytes(subject), top_k=top_k).SerializeToString()
 
 
-def inputs_of(subjects: Iterable[Subject], top_k: int) -> Iterator[Input]:
-    """As payload_of, for a map."""
+def inputs_of(subjects: Iterable[Subject], top_k: int) -> Iterator[Input | WrongInput]:
+    """As payload_of, for a map: the error in the place of an input that is wrong."""
     if isinstance(subjects, str | bytes):
         raise TypeError("classify_map takes an iterable of pictures or texts; for one pass [one]")
-    return (Input(payload=payload_of(subject, top_k)) for subject in subjects)
+    return (_input_of(subject, top_k) for subject in subjects)
+
+
+def _input_of(subject: Subject, top_k: int) -> Input | WrongInput:
+    try:
+        return Input(payload=payload_of(subject, top_k))
+    except (InvalidTaskError, OSError, TypeError) as error:
+        return WrongInput(error)
 
 
 def labels_of(result: Any) -> list[Label]:

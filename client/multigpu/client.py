@@ -2,7 +2,8 @@
 
 It is what an AsyncClient is, on a private loop thread. Iterables that a caller passes are pulled on the caller's own
 thread, and results cross between the threads in chunks. Ctrl-C in a waiting call cancels the tasks that the call
-started, waits until the master has confirmed it, and raises KeyboardInterrupt.
+started, waits until the master has confirmed it, and raises KeyboardInterrupt. The same call with the same request_ids
+then goes on: what had ended is answered, what was cancelled so runs anew.
 """
 
 from __future__ import annotations
@@ -22,8 +23,10 @@ from multigpu.embedding import CHUNK_TEXTS, KIND, Chunks, Stack, check_texts
 from multigpu.loop_thread import LoopThread
 from multigpu.mapping_sync import SyncMap
 from multigpu.options import CallOptions, EmbedOptions, Input, SpecOptions, TaskOptions, split_options
+from multigpu.streaming import Stream
 from multigpu.submitting import cut, single
 from multigpu.sync_iterator import SyncIterator
+from multigpu.timeouts import pop_timeout
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -31,6 +34,7 @@ if TYPE_CHECKING:
     from numpy.typing import ArrayLike
 
     from multigpu.classification import Label, Subject
+    from multigpu.core import TaskName
     from multigpu.embedding import Vectors
     from multigpu.generation import GenerateOptions, Generation, Prompt
     from multigpu.inference import Arrays
@@ -87,13 +91,16 @@ class Client:
         self, kind: str, payloads: Iterable[Any], **options: Unpack[SpecOptions]
     ) -> list[int | errors.RejectedError]:
         """Hands many tasks over; the task_id of each or the error that says why it was not taken. See AsyncClient."""
-        submission = self._core.submission()
+        submission = self._core.submission(pop_timeout(options))
         results: list[int | errors.RejectedError] = []
         try:
             for request in cut(self._core.calls.inputs(kind, payloads, options, current_traceparent())):
                 results += self._wait(submission.send(request))
         except KeyboardInterrupt:
             self._thread.submit(submission.undo()).result()
+            raise
+        except errors.MultigpuError as error:
+            error.submitted = results
             raise
         return results
 
@@ -107,12 +114,12 @@ class Client:
         """As `run`, but returns how the task ended, however it ended. Raises RejectedError, TransportError."""
         return self._wait(self._core.run(kind, payload, dict(options), current_traceparent()))
 
-    def stream(self, kind: str, payload: Any, **options: Unpack[TaskOptions]) -> SyncIterator[bytes]:
-        """Runs one task and yields its partial outputs. Closing the iterator, from any thread, cancels the task.
+    def stream(self, kind: str, payload: Any, **options: Unpack[TaskOptions]) -> Stream[Any]:
+        """Runs one task and yields its partial outputs; read to its end, the iterator has the `outcome`.
 
-        See AsyncClient.
+        Closing it, from any thread, cancels the task. See AsyncClient.
         """
-        return self._iterate(self._core.partials(kind, payload, dict(options), current_traceparent()))
+        return Stream(self._iterate(self._core.parts(kind, payload, dict(options), current_traceparent())))
 
     def map(
         self,
@@ -156,9 +163,10 @@ class Client:
         answer_errors: bool,
     ) -> Iterator[T]:
         self._check()
-        core = self._core
+        core, timeout_s = self._core, pop_timeout(options)
         make_call = core.calls.many(kind, options, current_traceparent(), answer_errors=answer_errors)
-        mapping = SyncMap(self._thread, core.stream, core.map_buffer(ordered=ordered, window=window), make_call)
+        buffer = core.map_buffer(ordered=ordered, window=window)
+        mapping = SyncMap(self._thread, core.stream, buffer, make_call, timeout_s)
         return self._interruptible(mapping.run(iter(payloads), convert))
 
     # Embeddings.
@@ -252,11 +260,11 @@ class Client:
 
     # Tasks that are known.
 
-    def get(self, task: int | str, *, wait_s: float = 0.0) -> Task:
+    def get(self, task: TaskName, *, wait_s: float = 0.0) -> Task:
         """A task by its task_id (int) or request_id (str). Waits up to `wait_s` for it to end. Raises NotFoundError."""
         return self._wait(self._core.get(task, wait_s))
 
-    def cancel(self, *tasks: int | str, reason: str = "") -> task_service_pb2.CancelResponse:
+    def cancel(self, *tasks: TaskName, reason: str = "") -> task_service_pb2.CancelResponse:
         """Cancels tasks by task_id (int) or request_id (str). See AsyncClient."""
         return self._wait(self._core.cancel(tasks, reason))
 

@@ -37,16 +37,18 @@ from multigpu.config_values import (
     from_toml,
     is_size,
 )
+from multigpu.errors import MultigpuError
 from multigpu.old_names import OldNameError, OldValues, worker_values
 
 # Names with our prefix that are not settings: where the file is; a secret, which no list of settings shows; the deploy
 # script's; the tests'.
-_NOT_SETTINGS = frozenset({"MGPU_CONFIG", "MGPU_TOKEN", "MGPU_VENV", "MGPU_SHARED_DATA"})
+FILE_VARIABLE = "MGPU_CONFIG"
+_NOT_SETTINGS = frozenset({FILE_VARIABLE, "MGPU_TOKEN", "MGPU_VENV", "MGPU_SHARED_DATA"})
 # How alike two names must be for one to be taken as a slip of the other.
 _TYPO_LIKENESS = 0.8
 
 
-class ConfigError(ValueError):
+class ConfigError(MultigpuError, ValueError):
     """A setting that is unknown, of the wrong type or out of range. The message says where it stands and what to do."""
 
 
@@ -127,7 +129,7 @@ class MasterConfig(_Checked):
     tls_key: str = _setting("", "File of its key.")
     tls_client_ca: str = _setting("", "File of the authority whose certificates callers must show. Empty: none needed.")
     require_tokens: bool = _setting(False, "Whether callers need a token (`mgpuctl tokens`).")
-    token_calls_max: int = _setting(1000, "Most calls and streams open with one token.", minimum=1)
+    token_calls_max: int = _setting(500, "Most calls and streams open with one token.", minimum=1)
     insecure: bool = _setting(False, "Listen where other hosts reach it without TLS and tokens: let in everybody.")
     strategy: str = _setting("auto", "The fleet's strategy until one is set with `mgpuctl strategy set`.")
     memory_threshold_percent: float = _setting(
@@ -143,12 +145,16 @@ class MasterConfig(_Checked):
     )
     breaker_window_s: float = _setting(600.0, "Within how long they fell sick.", minimum=1, maximum=86_400)
     queue_tasks_max: int = _setting(10_000_000, "Most unsettled tasks in all; more are refused.", minimum=1)
-    queue_bytes_max: int = _setting(4 * GIB, "Most payload bytes of unsettled tasks; more are refused.", minimum=MIB)
+    queue_bytes_max: int = _setting(4 * GIB, "Most payload and partial output bytes of unsettled tasks.", minimum=MIB)
     payload_bytes_max: int = _setting(32 * MIB, "Largest payload of one task.", minimum=KIB, maximum=60 * MIB)
     submit_tasks_max: int = _setting(10_000, "Most tasks in one Submit.", minimum=1, maximum=1_000_000)
     stream_bytes_max: int = _setting(128 * MIB, "Outcomes a client may leave unread on a stream.", minimum=MIB)
     ephemeral_bytes_max: int = _setting(256 * MIB, "Results of ephemeral tasks kept in memory.", minimum=MIB)
-    journal_bytes_max: int = _setting(64 * GIB, "Most bytes on disk; then durable submits are refused.", minimum=MIB)
+    journal_bytes_max: int = _setting(
+        64 * GIB,
+        "Most bytes on disk (database, log, segments, payload files, reserve); then durable submits are refused.",
+        minimum=MIB,
+    )
     share_payloads: bool = _setting(True, "Whether clients and workers on this host may share large payloads as files.")
     stop_timeout_s: float = _setting(10.0, "How long a stop may take.", minimum=0.1, maximum=600)
     log_level: str = _log_level()
@@ -175,7 +181,9 @@ class WorkerConfig(_Checked):
     tls_cert: str = _setting("", "File of the worker's certificate, for a master that asks for one.")
     tls_key: str = _setting("", "File of its key.")
     token_file: str = _setting("", "File of the worker's token.")
-    device: str = _setting("auto", 'The device to own: "cpu", "cuda:N", a GPU\'s UUID, or "auto".', check=check_device)
+    device: str = _setting(
+        "auto", 'The device to own: "cpu", "cuda:N", the UUID of a GPU or MIG instance, or "auto".', check=check_device
+    )
     worker_id: str = _setting("", "The worker's stable name.", default_text="host and device")
     labels: dict[str, str] = dataclasses.field(
         default_factory=dict, metadata=_help("Labels that tasks may require, as KEY=VALUE.")
@@ -187,7 +195,9 @@ class WorkerConfig(_Checked):
     models: tuple[str, ...] = _setting(
         (), "Models to serve, as NAME=PATH; the first is the default.", check=check_models
     )
-    default_model: str = _setting("", "The model for tasks that name none. Empty: the first of all.")
+    default_model: str = _setting(
+        "", "The model for tasks that name none. Empty: the first that the worker finds at its start."
+    )
     model_repository: str = _setting("", "Folder of models, each in a folder of its own (docs/models.md). Empty: none.")
     repository_poll_s: float = _setting(
         5.0, "How often to look whether models came, went or changed there. 0: only when told.", minimum=0
@@ -246,7 +256,9 @@ class WorkerConfig(_Checked):
     )
     cancel_grace_s: float = _setting(5.0, "How long a cancelled task may go on before its engine is ended.", minimum=0)
     drain_timeout_s: float = _setting(30.0, "How long held leases may still run after SIGTERM.", minimum=0)
-    result_bytes_max: int = _setting(64 * MIB, "Largest result of one task.", minimum=KIB)
+    result_bytes_max: int = _setting(
+        64 * MIB - 64 * KIB, "Largest result of one task. A message holds no more than the default.", minimum=KIB
+    )
     stats_file: str = _setting("", "File to append a JSON line about the device to, at an interval. Empty: none.")
     stats_interval_s: float = _setting(60.0, "How often.", minimum=0.1)
     mps: str = _setting(
@@ -387,7 +399,7 @@ def load_client_config() -> ClientConfig:
 
 def find_file(file: str | Path | None, env: Mapping[str, str]) -> Path | None:
     """The one file to read: --config, MGPU_CONFIG, the user's, the host's. None if nobody wrote one."""
-    for asked, origin in ((file, "--config"), (env.get("MGPU_CONFIG"), "MGPU_CONFIG")):
+    for asked, origin in ((file, "--config"), (env.get(FILE_VARIABLE), FILE_VARIABLE)):
         if asked:
             path = Path(asked).expanduser()
             if not path.is_file():
@@ -395,7 +407,11 @@ def find_file(file: str | Path | None, env: Mapping[str, str]) -> Path | None:
             return path
     home = Path(env.get("XDG_CONFIG_HOME") or "~/.config").expanduser()
     candidates = (home / "multigpu" / "config.toml", Path("/etc/multigpu/config.toml"))
-    return next((path for path in candidates if path.is_file()), None)
+    try:
+        return next((path for path in candidates if path.is_file()), None)
+    except PermissionError as error:  # the host's lies in a folder of root and the services
+        remedy = "run this as root or as the user multigpu, or name a file of your own in MGPU_CONFIG"
+        raise ConfigError(f"can't look for {error.filename}: {error.strerror}; {remedy}") from error
 
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -497,6 +513,9 @@ def _convert(
 
 def _check(field: dataclasses.Field[Any], value: Any, where: str) -> None:
     limits = field.metadata
+    kind = {str: "a string", int: "a whole number"}.get(type(field.default))
+    if kind is not None and not isinstance(value, type(field.default)):
+        raise ConfigError(f"{where}: {value!r} is not {kind}")
     if isinstance(value, float) and not math.isfinite(value):
         raise ConfigError(f"{where}: {value} is not a finite number")
     if limits["minimum"] is not None and value < limits["minimum"]:
@@ -509,4 +528,4 @@ def _check(field: dataclasses.Field[Any], value: Any, where: str) -> None:
         try:
             limits["check"](value)
         except ValueError as error:
-            raise ConfigError(f"{where}: {value!r}: {error}") from error
+            raise ConfigError(f"{where}: {format_value(field.name, value)!r}: {error}") from error

@@ -141,7 +141,7 @@ def check_models(value: tuple[str, ...]) -> None:
     for entry in value:
         name, _, path = entry.partition("=")
         if not name or not path:
-            raise ValueError(f"{entry!r} is not a model: write NAME=PATH")
+            raise ValueError(f"{entry!r} is not NAME=PATH")
 
 
 def split_address(address: str) -> tuple[str, int]:

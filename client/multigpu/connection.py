@@ -151,10 +151,7 @@ class Connection:
         text = details or code.name
         match code:
             case grpc.StatusCode.UNAVAILABLE:
-                return errors.UnavailableError(
-                    f"no master answers at {self.master} ({text}); start one with `mgpuctl up`, "
-                    f"or name the right address with MGPU_MASTER{tls_hint(text, self.credentials)}"
-                )
+                return errors.UnavailableError(unavailable(self.master, text, self.credentials))
             case grpc.StatusCode.UNAUTHENTICATED | grpc.StatusCode.PERMISSION_DENIED:
                 return errors.AccessError(f"the master at {self.master} does not let us: {text}")
             case grpc.StatusCode.NOT_FOUND:
@@ -168,7 +165,7 @@ class Connection:
             case grpc.StatusCode.UNIMPLEMENTED:
                 return errors.TransportError(f"what listens at {self.master} is no multigpu master: {text}")
             case grpc.StatusCode.DEADLINE_EXCEEDED:
-                return errors.TransportError(f"the master at {self.master} did not answer in time: {text}")
+                return errors.CallTimeoutError(f"the master at {self.master} did not answer in time: {text}")
         return errors.TransportError(f"the call to {self.master} failed with {code.name}: {text}")
 
     async def close(self) -> None:
@@ -178,16 +175,27 @@ class Connection:
             self._channel = None
 
 
-def tls_hint(details: str, credentials: Credentials) -> str:
-    """What else may be wrong, to be put behind "no master answers"."""
-    if credentials.tls_ca and "WRONG_VERSION_NUMBER" in details:
-        return "; it speaks no TLS: leave tls_ca out"
+def unavailable(address: str, details: str, credentials: Credentials) -> str:
+    """What the status UNAVAILABLE means: nobody listens there, or no connection with the program that does."""
+    ca, host = credentials.tls_ca, address.rpartition(":")[0].strip("[]")
+    if "resolving" in details or "resolution" in details:
+        return f"the host name in the address {address} is not known: correct it, or its DNS entry ({details})"
+    if ca and "WRONG_VERSION_NUMBER" in details:
+        return f"what listens at {address} speaks no TLS: leave tls_ca out ({details})"
+    if "Hostname Verification" in details:
+        remedy = f"use an address that it names, or make one with `mgpuctl certs issue DIR master --host {host}`"
+        return f"the certificate of the master at {address} is for other names: {remedy} ({details})"
     if "CERTIFICATE_VERIFY_FAILED" in details:
-        return f"; its certificate is not of the authority in {credentials.tls_ca}, or not for this name"
+        return f"the certificate of the master at {address} has expired, or is not of the authority in {ca} ({details})"
+    if "security handshaker" in details:
+        return "tls_ca, tls_cert and tls_key can't be used: one is damaged, or the key is of another certificate"
     if "Socket closed" in details:
-        needed = "tls_cert and tls_key, of its own authority" if credentials.tls_ca else "TLS: set tls_ca"
-        return f"; somebody is there who hangs up: perhaps it asks for {needed}"
-    return ""
+        needed = "tls_cert and tls_key, of its own authority" if ca else "TLS: set tls_ca"
+        return f"what listens at {address} closes the connection: perhaps it asks for {needed} ({details})"
+    if "failed to connect" in details:
+        reason = "connection refused" if "refused" in details.lower() else details
+        return f"no master at {address}: {reason}; start one with `mgpuctl up`"
+    return f"the master at {address} is not available: {details}"
 
 
 def _sized_response(frame: bytes) -> tuple[task_service_pb2.RunResponse, int]:

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import dataclasses
 import time
+import uuid
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
 from multigpu import watching
 from multigpu.calls import CallFactory, FutureCall, StreamCall
-from multigpu.config import ClientConfig, load_client_config
+from multigpu.config import ConfigError, load_client_config
 from multigpu.connection import UNARY_TIMEOUT_S, Connection
 from multigpu.credentials import Credentials
 from multigpu.mapping import MapBuffer
@@ -20,6 +21,7 @@ from multigpu.options import duration
 from multigpu.outcome import Outcome, Task
 from multigpu.run_stream import RunStream
 from multigpu.submitting import Submission
+from multigpu.timeouts import pop_timeout, within
 from multigpu.v1 import task_service_pb2
 from multigpu.window import Window
 
@@ -27,7 +29,10 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
 
     from multigpu.run_state import Answer
+    from multigpu.streaming import Part
 
+# A task_id (int) or a request_id.
+TaskName = int | str | uuid.UUID
 # What one Get waits for at most; longer waits ask again, so that a dead connection is noticed.
 _GET_WAIT_S = 30.0
 # In one call: more are sent in several.
@@ -38,10 +43,11 @@ class Core:
     def __init__(
         self, master: str | None, window_tasks: int | None, window_bytes: int | None, connect_timeout_s: float
     ) -> None:
+        if not (isinstance(connect_timeout_s, int | float) and connect_timeout_s >= 0):
+            raise ConfigError(f"connect_timeout_s: {connect_timeout_s!r} is not a number of seconds")
         given = {"master": master, "window_tasks": window_tasks, "window_bytes": window_bytes}
         changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-        config = ClientConfig() if len(changes) == len(given) else load_client_config()
-        config = dataclasses.replace(config, **changes)
+        config = dataclasses.replace(load_client_config(), **changes)
         self.window = Window(config.window_tasks, config.window_bytes)
         self.connection = Connection(config.master, connect_timeout_s, Credentials.of_client(config))
         self.stream = RunStream(self.connection, self.window)
@@ -51,36 +57,33 @@ class Core:
         await self.stream.close()
         await self.connection.close()
 
-    def submission(self) -> Submission:
-        return Submission(self.connection)
+    def submission(self, timeout_s: float | None) -> Submission:
+        return Submission(self.connection, timeout_s)
 
     async def run(self, kind: str, payload: Any, options: dict[str, Any], traceparent: str) -> Outcome:
+        timeout_s = pop_timeout(options)
         call = self.calls.one(FutureCall, kind, payload, options, traceparent)
-        if not self.stream.try_start(call):
-            await self.stream.start((call,))
         try:
-            answer: Answer = await call.future
+            answer: Answer = await (self._answer(call) if timeout_s is None else within(timeout_s, self._answer(call)))
         finally:
             if not call.done:
                 self.stream.withdraw(call)
         return outcome(answer)
 
-    async def partials(
-        self, kind: str, payload: Any, options: dict[str, Any], traceparent: str
-    ) -> AsyncGenerator[bytes, None]:
-        async with aclosing(self.parts(kind, payload, options, traceparent)) as parts:
-            async for part in parts:
-                if isinstance(part, bytes):
-                    yield part
+    async def _answer(self, call: FutureCall) -> Answer:
+        if not self.stream.try_start(call):
+            await self.stream.start((call,))
+        return await call.future
 
     async def parts(
         self, kind: str, payload: Any, options: dict[str, Any], traceparent: str
-    ) -> AsyncGenerator[bytes | Outcome, None]:
+    ) -> AsyncGenerator[Part | Outcome, None]:
         """The partial outputs of a task, and at last how it SUCCEEDED."""
+        timeout_s = pop_timeout(options)
         call = self.calls.one(StreamCall, kind, payload, options, traceparent)
-        await self.stream.start((call,))
         try:
-            while (part := await call.next_part()) is not None:
+            await within(timeout_s, self.stream.start((call,)))
+            while (part := await within(timeout_s, call.next_part())) is not None:
                 yield part
             yield call.outcome
         finally:
@@ -93,9 +96,10 @@ class Core:
         tasks_max = min(window or self.window.tasks_max, self.window.tasks_max)
         return MapBuffer(ordered=ordered, tasks_max=tasks_max, bytes_max=self.window.bytes_max)
 
-    async def get(self, task: int | str, wait_s: float) -> Task:
+    async def get(self, task: TaskName, wait_s: float) -> Task:
         give_up = time.monotonic() + wait_s
         request = task_service_pb2.GetRequest()
+        task = _named(task)
         if isinstance(task, str):
             request.request_id = task
         else:
@@ -108,10 +112,10 @@ class Core:
             if found.outcome is not None or time.monotonic() >= give_up:
                 return found
 
-    async def cancel(self, tasks: tuple[int | str, ...], reason: str) -> task_service_pb2.CancelResponse:
+    async def cancel(self, tasks: tuple[TaskName, ...], reason: str) -> task_service_pb2.CancelResponse:
         response = task_service_pb2.CancelResponse()
         for at in range(0, len(tasks), _CANCEL_TASKS_MAX):
-            chunk = tasks[at : at + _CANCEL_TASKS_MAX]
+            chunk = [_named(task) for task in tasks[at : at + _CANCEL_TASKS_MAX]]
             request = task_service_pb2.CancelRequest(
                 task_ids=[task for task in chunk if isinstance(task, int)],
                 request_ids=[task for task in chunk if isinstance(task, str)],
@@ -131,7 +135,7 @@ class Core:
         request = task_service_pb2.ListRequest(filter=task_filter, page_size=page_size)
         while True:
             response = await self.connection.unary("List", request)
-            yield [Task(message) for message in response.tasks]
+            yield [Task(message, listed=True) for message in response.tasks]
             if not response.next_page_token:
                 return
             request.page_token = response.next_page_token
@@ -143,6 +147,14 @@ class Core:
         async with aclosing(watching.frames(self.connection, request)) as frames:
             async for frame in frames:
                 yield frame
+
+
+def _named(task: TaskName) -> int | str:
+    if isinstance(task, int | str):
+        return task
+    if isinstance(task, uuid.UUID):
+        return str(task)
+    raise TypeError(f"a task is named by its task_id (int) or its request_id (str or UUID), not {task!r}")
 
 
 def outcome(answer: Answer) -> Outcome:

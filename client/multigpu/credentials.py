@@ -58,6 +58,12 @@ class Credentials:
         """The same with MGPU_TOKEN, which a client may have instead of a file."""
         return cls.of(config, token=os.environ.get(TOKEN_VARIABLE, "").strip())
 
+    def check(self, address: str) -> None:
+        """Reads every file once. ConfigError: one can't be used."""
+        self.metadata(address)
+        if self.tls_ca:
+            self._texts()
+
     def metadata(self, address: str) -> tuple[tuple[str, str], ...] | None:
         """What goes with every call. ConfigError: the token can't be read, or would cross the network in the clear."""
         token = self.token or self._read_token()
@@ -117,6 +123,8 @@ class Credentials:
                 try:
                     file = Path(path).expanduser()
                     texts.append(file.read_bytes())
+                    if b"-----BEGIN " not in texts[-1]:
+                        raise ConfigError(f'{file} is no certificate or key in PEM format ("-----BEGIN …")')
                     if path == self.tls_key and file.stat().st_mode & stat.S_IRWXO:
                         raise ConfigError(f"everybody on this host may read the key {file}: chmod o-rwx {file}")
                 except OSError as error:

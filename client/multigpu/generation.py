@@ -9,19 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 from google.protobuf.message import DecodeError
 
 from multigpu.errors import INVALID_ARGUMENT, InvalidTaskError, TransportError
 from multigpu.options import CallOptions
+from multigpu.streaming import AsyncStream, Part, Reader, Stream
 from multigpu.v1 import generate_pb2
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator
-
     from multigpu.outcome import Outcome
-    from multigpu.sync_iterator import SyncIterator
 
 KIND = "generate"
 _REASONS = {generate_pb2.FINISH_REASON_STOP: "stop", generate_pb2.FINISH_REASON_LENGTH: "length"}
@@ -86,10 +84,11 @@ def task_of(prompt: Prompt, options: GenerateOptions) -> tuple[bytes, dict[str, 
 _FIELDS = generate_pb2.GeneratePayload.DESCRIPTOR.fields_by_name
 
 
-class _Growing:
+class _Growing(Reader[str]):
     """What both iterators do: chunks into text, and the end into a result."""
 
-    def __init__(self) -> None:
+    def __init__(self, parts: Any) -> None:
+        super().__init__(parts)
         self._result: Generated | None = None
         self._token_ids: list[int] = []
         self._text: list[str] = []
@@ -101,8 +100,8 @@ class _Growing:
             raise RuntimeError("the answer has not ended: read the iterator to its end first")
         return self._result
 
-    def _take(self, data: bytes) -> str:
-        chunk = _parse(generate_pb2.GenerateChunk, data)
+    def _read(self, part: Part) -> str:
+        chunk = _parse(generate_pb2.GenerateChunk, part.data)
         self._token_ids += chunk.token_ids
         self._text.append(chunk.text)
         return str(chunk.text)
@@ -120,52 +119,25 @@ class _Growing:
             prompt_tokens=result.prompt_tokens,
             worker_id=outcome.worker_id,
         )
+        super()._finish(outcome)
 
 
-class Generation(_Growing):
+class Generation(_Growing, Stream[str]):
     """Pieces of text as they come, for `for`. Closing it, from any thread, or letting go of it, cancels the task."""
 
-    def __init__(self, parts: SyncIterator[bytes | Outcome]) -> None:
-        super().__init__()
-        self._parts = parts
-
-    def __iter__(self) -> Self:
-        return self
-
     def __next__(self) -> str:
-        for part in self._parts:
-            if not isinstance(part, bytes):
-                self._finish(part)
-            elif piece := self._take(part):
-                return piece
-        raise StopIteration
-
-    def close(self) -> None:
-        """Cancel the task, unless it has ended."""
-        self._parts.close()
+        while not (piece := super().__next__()):
+            pass
+        return piece
 
 
-class AsyncGeneration(_Growing):
+class AsyncGeneration(_Growing, AsyncStream[str]):
     """Pieces of text as they come, for `async for`. `aclose`, or letting go of it, cancels the task."""
 
-    def __init__(self, parts: AsyncGenerator[bytes | Outcome, None]) -> None:
-        super().__init__()
-        self._parts = parts
-
-    def __aiter__(self) -> Self:
-        return self
-
     async def __anext__(self) -> str:
-        async for part in self._parts:
-            if not isinstance(part, bytes):
-                self._finish(part)
-            elif piece := self._take(part):
-                return piece
-        raise StopAsyncIteration
-
-    async def aclose(self) -> None:
-        """Cancel the task, unless it has ended."""
-        await self._parts.aclose()
+        while not (piece := await super().__anext__()):
+            pass
+        return piece
 
 
 def _parse(cls: Any, data: bytes) -> Any:

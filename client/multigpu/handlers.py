@@ -24,7 +24,7 @@ from typing import Any, Protocol, TypeVar
 
 KIND_BYTES_MAX = 128
 # Kinds that every worker or an engine of ours already serves.
-RESERVED_KINDS = frozenset({"echo", "embed", "fail", "sleep"})
+RESERVED_KINDS = frozenset({"classify", "echo", "embed", "fail", "generate", "infer", "sleep"})
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -87,6 +87,8 @@ def handler(kind: str) -> Callable[[F], F]:
 
     ValueError: the kind is empty, longer than 128 bytes, reserved, or already registered by another function.
     """
+    if not isinstance(kind, str):
+        raise TypeError('a handler is registered for a kind of task: @multigpu.handler("my.kind")')
     if not kind or len(kind.encode()) > KIND_BYTES_MAX:
         raise ValueError(f"a kind has 1 to {KIND_BYTES_MAX} bytes, not {len(kind.encode())}: {kind[:200]!r}")
     if kind in RESERVED_KINDS:

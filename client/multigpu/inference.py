@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from google.protobuf.message import DecodeError, EncodeError
 
 from multigpu.errors import INVALID_ARGUMENT, InvalidTaskError, TransportError
-from multigpu.options import Input
+from multigpu.options import Input, WrongInput
 from multigpu.v1 import infer_pb2
 
 if TYPE_CHECKING:
@@ -96,11 +96,15 @@ def input_of(inputs: Mapping[str, ArrayLike], outputs: Sequence[str]) -> tuple[b
     return payload, max(1, examples.pop()) if len(examples) == 1 else 1
 
 
-def inputs_of(many: Iterable[Mapping[str, ArrayLike]], outputs: Sequence[str]) -> Iterator[Input]:
-    """As input_of, for a map."""
+def inputs_of(many: Iterable[Mapping[str, ArrayLike]], outputs: Sequence[str]) -> Iterator[Input | WrongInput]:
+    """As input_of, for a map: the error in the place of an input that is wrong."""
     for inputs in many:
-        payload, examples = input_of(inputs, outputs)
-        yield Input(payload=payload, units=examples)
+        try:
+            payload, examples = input_of(inputs, outputs)
+        except (InvalidTaskError, TypeError) as error:
+            yield WrongInput(error)
+        else:
+            yield Input(payload=payload, units=examples)
 
 
 def arrays_of(result: Any) -> Arrays:

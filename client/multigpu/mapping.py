@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 from multigpu.outcome import Outcome
 from multigpu.run_state import Answer, Call
 from multigpu.run_stream import RunStream
+from multigpu.timeouts import within
 from multigpu.v1 import task_pb2
 
 CHUNK_TASKS = 256
@@ -144,7 +145,10 @@ MakeCall = Callable[[Any, MapBuffer], MapCall]
 class AsyncMap:
     """A map on one event loop: a feeder task pulls and starts, the caller's loop takes."""
 
-    def __init__(self, stream: RunStream, buffer: MapBuffer, make_call: MakeCall) -> None:
+    def __init__(
+        self, stream: RunStream, buffer: MapBuffer, make_call: MakeCall, timeout_s: float | None = None
+    ) -> None:
+        self._timeout_s = timeout_s  # for each next answer
         self._stream = stream
         self._buffer = buffer
         self._make_call = make_call
@@ -225,7 +229,7 @@ class AsyncMap:
         self._buffer.waiting = True
         if self._buffer.has_answer() or (feeder.done() and self._buffer.finished):
             self._wake_taker()
-        await self._taker
+        await within(self._timeout_s, self._taker)
 
     def _wake_taker(self) -> None:
         taker, self._taker = self._taker, None

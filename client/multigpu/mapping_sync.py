@@ -9,12 +9,16 @@ from multigpu.loop_thread import LoopThread
 from multigpu.mapping import CHUNK_TASKS, MakeCall, MapBuffer, MapCall
 from multigpu.run_state import Answer
 from multigpu.run_stream import RunStream
+from multigpu.timeouts import timed_out
 
 T = TypeVar("T")
 
 
 class SyncMap:
-    def __init__(self, thread: LoopThread, stream: RunStream, buffer: MapBuffer, make_call: MakeCall) -> None:
+    def __init__(self, thread: LoopThread, stream: RunStream, buffer: MapBuffer, make_call: MakeCall,
+        timeout_s: float | None = None,
+    ) -> None:  # fmt: skip
+        self._timeout_s = timeout_s  # for each next answer
         self._thread = thread
         self._stream = stream
         self._buffer = buffer
@@ -72,8 +76,9 @@ class SyncMap:
         buffer.waiting = True
         starting = self._starting
         can_feed = starting is not None and starting.done()
-        if not can_feed and not buffer.has_answer():
-            self._event.wait()
+        if not can_feed and not buffer.has_answer() and not self._event.wait(self._timeout_s):
+            assert self._timeout_s is not None, "else it waits for ever"
+            raise timed_out(self._timeout_s)
         buffer.waiting = False
 
     def _withdraw(self) -> None:

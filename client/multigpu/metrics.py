@@ -19,7 +19,7 @@ import structlog
 
 from multigpu.config import ConfigError, TelemetryConfig
 from multigpu.config_values import split_address
-from multigpu.metrics_tls import start_tls_server
+from multigpu.metrics_server import start_server
 from multigpu.telemetry import make_resource, missing_exporter, otlp_endpoint
 
 EXPORT_INTERVAL_S = 10.0
@@ -107,10 +107,7 @@ def serve_prometheus(listen: str, collect: Collect, tls: tuple[str, str, str] | 
     registry = prometheus_client.CollectorRegistry(auto_describe=False)
     registry.register(_Collector(collect))
     try:
-        if tls is None:
-            server, thread = prometheus_client.start_wsgi_server(port, host, registry)
-        else:
-            server, thread = start_tls_server(port, host, prometheus_client.make_wsgi_app(registry), *tls)
+        server, thread = start_server(port, host, prometheus_client.make_wsgi_app(registry), tls)
     except OSError as error:
         raise ConfigError(f"metrics_listen {listen!r} can't be had: {error}; choose another address") from error
     return PrometheusServer(server, thread)

@@ -5,7 +5,9 @@ Tasks with the same options share one TaskSpec object, built once: frames then c
 
 import dataclasses
 import difflib
+import operator
 import threading
+import uuid
 from collections.abc import Mapping
 from datetime import datetime
 from typing import Any, TypedDict, cast
@@ -44,8 +46,11 @@ class EmbedOptions(TypedDict, total=False):
     ephemeral: bool
     # How long the outcome can be fetched after the task ended.
     result_ttl_s: float
-    # Wait in the queue even if no known worker could ever take the task.
+    # Wait in the queue even if workers are connected and none that is known could ever take the task.
     wait_for_worker: bool
+    # How long the call may take, in seconds; a map or a stream, for each next result. Then it raises CallTimeoutError,
+    # and its tasks are cancelled; those of a submit may have been taken. Default: no limit; of a submit, 60 s each.
+    timeout: float
 
 
 class SpecOptions(EmbedOptions, total=False):
@@ -58,7 +63,7 @@ class TaskOptions(SpecOptions, total=False):
     """Options of a single task: those of SpecOptions, and its own."""
 
     # The idempotency key: the same request_id gives the same task for at least 24 h. Default: a new one.
-    request_id: str
+    request_id: str | uuid.UUID
     # Tasks with one key go to one worker while it lives, under the strategy static_partition.
     partition_key: str
     # How much work this is, in the unit of its kind; default 1.
@@ -68,7 +73,7 @@ class TaskOptions(SpecOptions, total=False):
 class CallOptions(EmbedOptions, total=False):
     """Options of a single task whose model is said apart."""
 
-    request_id: str
+    request_id: str | uuid.UUID
     partition_key: str
 
 
@@ -77,9 +82,16 @@ class Input:
     """A payload with options of its own, for calls that take many payloads (map, submit_many)."""
 
     payload: Any
-    request_id: str = ""
+    request_id: str | uuid.UUID = ""
     partition_key: str = ""
     units: int = 0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class WrongInput:
+    """What stands in a map for an input that cannot be made into a payload."""
+
+    error: Exception
 
 
 # Option -> the field of TaskSpec that it sets as it is.
@@ -100,6 +112,7 @@ _DURATIONS = {
     "result_ttl_s": "result_ttl",
 }
 _OWN = ("request_id", "partition_key", "units")
+_UNITS_MAX = (1 << 32) - 1
 
 
 class SpecCache:
@@ -117,7 +130,10 @@ class SpecCache:
             spec = self._specs.get(key)
         except TypeError:  # parameters and labels are dicts, which don't hash
             key = (kind, content_type, *((name, _hashable(value)) for name, value in options.items()))
-            spec = self._specs.get(key)
+            try:
+                spec = self._specs.get(key)
+            except TypeError:
+                return _build(kind, content_type, options)  # it says which option is wrong
         if spec is None:
             spec = _build(kind, content_type, options)
             with self._building:
@@ -128,9 +144,29 @@ class SpecCache:
 
 
 def own_fields(options: dict[str, Any]) -> dict[str, Any] | None:
-    """Takes the options of TaskInput out of `options`; None when there are none, as in nearly every call."""
-    own = {name: options.pop(name) for name in _OWN if name in options}
+    """Takes the options of TaskInput out of `options`; None when there are none, as in nearly every call. Raises
+    InvalidTaskError for a value that no message can carry: a stream that many calls share must not meet it.
+    """
+    own = {name: value for name in _OWN if name in options and (value := _own_value(name, options.pop(name)))}
     return own or None
+
+
+def _own_value(name: str, value: Any) -> str | int:
+    """An option of TaskInput as its field takes it; "" or 0: its default."""
+    if value is None:
+        return ""
+    try:
+        if name == "units":
+            units = operator.index(value)
+            if 0 <= units <= _UNITS_MAX:
+                return units
+        text = str(value) if isinstance(value, uuid.UUID) else value
+        if isinstance(text, str) and text.encode() is not None:  # UnicodeEncodeError: half of a surrogate pair
+            return text
+    except (TypeError, UnicodeEncodeError):
+        pass
+    wanted = f"a whole number up to {_UNITS_MAX:,}" if name == "units" else "a str of valid Unicode, or a uuid.UUID"
+    raise InvalidTaskError(INVALID_ARGUMENT, f"task option {name}={value!r}: give {wanted}")
 
 
 def split_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], SpecOptions]:
@@ -146,6 +182,7 @@ def _hashable(value: Any) -> Any:
 def _build(kind: str, content_type: str, options: Mapping[str, Any]) -> task_pb2.TaskSpec:
     if not isinstance(kind, str):
         raise TypeError(f"a task's kind is a str, not {type(kind).__name__}")
+    known = TaskOptions.__annotations__
     spec = task_pb2.TaskSpec(content_type=content_type)
     try:
         spec.kind = kind
@@ -155,21 +192,28 @@ def _build(kind: str, content_type: str, options: Mapping[str, Any]) -> task_pb2
         _check_name(name)
         try:
             _set(spec, name, value)
-        except (AttributeError, TypeError, ValueError) as error:
+        except TypeError as error:  # protobuf's own words say nothing of what it takes
+            wanted = str(known[name]).removeprefix("<class '").removeprefix("collections.abc.").removesuffix("'>")
+            raise InvalidTaskError(INVALID_ARGUMENT, f"task option {name}={value!r}: give {wanted}") from error
+        except ValueError as error:
             raise InvalidTaskError(INVALID_ARGUMENT, f"task option {name}={value!r}: {error}") from error
     return spec
 
 
 def _set(spec: task_pb2.TaskSpec, name: str, value: Any) -> None:
+    if name in ("priority", "attempts_max") and value == 0:
+        raise ValueError("it begins at 1; leave it out for the default")
     if name in _PLAIN:
         setattr(spec, _PLAIN[name], value)
     elif name in _MAPS:
+        if not isinstance(value, Mapping):
+            raise TypeError
         getattr(spec, _MAPS[name]).update(value)
     elif name in _DURATIONS:
         getattr(spec, _DURATIONS[name]).CopyFrom(duration(value))
     elif name == "deadline":
         if not isinstance(value, datetime):
-            raise TypeError("it is no datetime; use datetime.now(UTC) + timedelta(…), or for seconds run_timeout_s")
+            raise ValueError("it is no datetime; use datetime.now(UTC) + timedelta(…), or for seconds run_timeout_s")
         if value.tzinfo is None:
             raise ValueError("it has no time zone; use datetime.now(UTC) + timedelta(…)")
         spec.deadline.FromDatetime(value)

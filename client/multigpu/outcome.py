@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from multigpu import errors
 from multigpu.encoding import decode
@@ -18,7 +18,15 @@ if TYPE_CHECKING:
     from google.protobuf.timestamp_pb2 import Timestamp
 
 
-class OutcomeState(enum.IntEnum):
+class _OpenEnum(enum.IntEnum):
+    """A value that only a newer master knows becomes UNSPECIFIED, 0."""
+
+    @classmethod
+    def _missing_(cls, _value: object) -> Self:
+        return cls(0)
+
+
+class OutcomeState(_OpenEnum):
     """How a task can end."""
 
     UNSPECIFIED = 0
@@ -27,13 +35,11 @@ class OutcomeState(enum.IntEnum):
     CANCELLED = 3
     EXPIRED = 4
     DEAD_LETTERED = 5
-
-    @classmethod
-    def _missing_(cls, _value: object) -> OutcomeState:
-        return cls.UNSPECIFIED  # a newer master's, of which we know only that it is none of the others
+    # It SUCCEEDED, and its result is not there any more; `error_type` says why.
+    RESULT_MISSING = 6
 
 
-class TaskState(enum.IntEnum):
+class TaskState(_OpenEnum):
     """Where a task can be."""
 
     UNSPECIFIED = 0
@@ -41,21 +47,13 @@ class TaskState(enum.IntEnum):
     LEASED = 2
     SETTLED = 3
 
-    @classmethod
-    def _missing_(cls, _value: object) -> TaskState:
-        return cls.UNSPECIFIED  # as above
 
-
-class EnergyMethod(enum.IntEnum):
+class EnergyMethod(_OpenEnum):
     """How energy can be measured."""
 
     UNSPECIFIED = 0
     COUNTER = 1
     SAMPLED_POWER = 2
-
-    @classmethod
-    def _missing_(cls, _value: object) -> EnergyMethod:
-        return cls.UNSPECIFIED  # as above
 
 
 class Energy(NamedTuple):
@@ -69,6 +67,7 @@ class Energy(NamedTuple):
 
 
 _SUCCEEDED = task_pb2.OUTCOME_STATE_SUCCEEDED
+_RESULT_MISSING = task_pb2.OUTCOME_STATE_RESULT_MISSING
 _ERRORS = {
     OutcomeState.FAILED: errors.TaskFailed,
     OutcomeState.CANCELLED: errors.TaskCancelled,
@@ -80,12 +79,15 @@ _ERRORS = {
 class Outcome:
     """The immutable end of a task. `message` is the protobuf behind it."""
 
-    __slots__ = ("_result", "frame_bytes", "message")
+    __slots__ = ("_listed", "_result", "frame_bytes", "message")
 
-    def __init__(self, message: task_pb2.Outcome, frame_bytes: int = 0, result: bytes | None = None) -> None:
-        """`result`: the result, if the message has only the place of it."""
+    def __init__(
+        self, message: task_pb2.Outcome, frame_bytes: int = 0, result: bytes | None = None, *, listed: bool = False
+    ) -> None:
+        """`result`: the result, if the message has only the place of it. `listed`: it is of a list, without results."""
         self.message = message
         self._result = result
+        self._listed = listed
         # Its share of the frame that it came in: what it costs to hold, near enough.
         self.frame_bytes = frame_bytes
 
@@ -93,7 +95,7 @@ class Outcome:
         return f"<Outcome of task {self.task_id}: {self.state.name}>"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _unpickle, (self.message.SerializeToString(), self._result)
+        return _unpickle, (self.message.SerializeToString(), self._result, self._listed)
 
     @property
     def task_id(self) -> int:
@@ -113,8 +115,14 @@ class Outcome:
 
     @property
     def result(self) -> bytes:
-        """What the engine returned, as it came. Empty unless SUCCEEDED."""
-        return self.message.result if self._result is None else self._result
+        """What the engine returned, as it came. Empty unless SUCCEEDED.
+
+        Raises ResultExpiredError or ResultLostError if it is not there any more.
+        """
+        result = self.message.result if self._result is None else self._result
+        if not result:
+            self._check_there()
+        return result
 
     @property
     def content_type(self) -> str:
@@ -132,7 +140,17 @@ class Outcome:
     def to_error(self) -> errors.TaskError:
         """The error that says how the task ended. Only for one that did not succeed."""
         assert not self.succeeded, "a task that succeeded has no error"
+        if self.message.state == _RESULT_MISSING:
+            expired = self.error_type == "ResultExpired"
+            return errors.ResultExpiredError(self) if expired else errors.ResultLostError(self)
         return _ERRORS.get(self.state, errors.TaskError)(self)
+
+    def _check_there(self) -> None:
+        """What the message does not have may have been: then it is an error to ask for it."""
+        if self.message.state == _RESULT_MISSING:
+            raise self.to_error()
+        if self._listed and self.succeeded:
+            raise errors.MultigpuError(f"a list has no results; client.get({self.task_id}) has this one")
 
     @property
     def error_type(self) -> str:
@@ -175,7 +193,9 @@ class Outcome:
 
     @property
     def partials(self) -> list[bytes]:
-        """Everything the task yielded before it returned, in order."""
+        """Everything the task yielded before it returned, in order. Raises as `result`."""
+        if not self.message.partials:
+            self._check_there()
         return list(self.message.partials)
 
     @property
@@ -201,10 +221,12 @@ class Outcome:
 class Task:
     """A task as the master saw it when asked. `message` is the protobuf behind it, with everything."""
 
-    __slots__ = ("message",)
+    __slots__ = ("_listed", "message")
 
-    def __init__(self, message: task_pb2.Task) -> None:
+    def __init__(self, message: task_pb2.Task, *, listed: bool = False) -> None:
+        """`listed`: it is of a list, without results."""
         self.message = message
+        self._listed = listed
 
     def __repr__(self) -> str:
         return f"<Task {self.task_id}: {self.kind}, {self.state.name}>"
@@ -247,7 +269,7 @@ class Task:
     @property
     def outcome(self) -> Outcome | None:
         """How it ended; None unless SETTLED."""
-        return Outcome(self.message.outcome) if self.message.HasField("outcome") else None
+        return Outcome(self.message.outcome, listed=self._listed) if self.message.HasField("outcome") else None
 
 
 def _instant(timestamp: Timestamp) -> datetime | None:
@@ -256,5 +278,5 @@ def _instant(timestamp: Timestamp) -> datetime | None:
     return timestamp.ToDatetime(tzinfo=UTC)
 
 
-def _unpickle(data: bytes, result: bytes | None) -> Outcome:
-    return Outcome(task_pb2.Outcome.FromString(data), 0, result)
+def _unpickle(data: bytes, result: bytes | None, listed: bool) -> Outcome:
+    return Outcome(task_pb2.Outcome.FromString(data), 0, result, listed=listed)

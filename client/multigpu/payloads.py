@@ -15,6 +15,7 @@ nothing and it gets the exclusive lock. The kernel lets go of a lock when a proc
 """
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import hmac
@@ -38,6 +39,8 @@ KEY_NAME = "KEY"
 FREE_NAMES = tuple(f"free-{n}" for n in range(8))
 NAME = re.compile(r"[0-9a-f]{24}-[0-9a-f]{1,8}")
 _KEY_BYTES_MAX = 1024
+# The process or the host lacks something at the moment; nothing is wrong with the file.
+_TRANSIENT = frozenset({errno.EAGAIN, errno.EINTR, errno.EMFILE, errno.ENFILE, errno.ENOMEM})
 
 
 class Pin(Protocol):
@@ -55,6 +58,7 @@ class Reference:
     pin: Pin
     offset: int
     size_bytes: int
+    crc: int = -1  # CRC-32 of the bytes; -1: not known
 
     def __len__(self) -> int:
         return self.size_bytes
@@ -190,6 +194,11 @@ def _locked(fd: int) -> int:
         raise
     os.close(fd)
     raise FileNotFoundError("the segment was deleted")
+
+
+def is_transient(error: BaseException) -> bool:
+    """Whether the same bytes may be read a moment later. False: they are not there, or damaged."""
+    return isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno in _TRANSIENT)
 
 
 def read_file(path: str | Path, offset: int, size_bytes: int) -> bytes:

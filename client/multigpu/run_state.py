@@ -6,17 +6,28 @@ the stream breaks, everything unsettled goes back to the outbox in its old order
 request_id, so sending again is always safe. Whoever answers first wins; a second outcome finds no call and is dropped.
 
 A call that nobody waits for any longer is *withdrawn*: forgotten here if it was never sent; otherwise its request_id is
-sent to be cancelled, again on each new stream, until the master says how the task ended.
+sent to be cancelled, again on each new stream, until the master says how the task ended. The request_id is free then,
+and may be started again, also before the master has answered.
 """
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
-from multigpu.errors import RESOURCE_EXHAUSTED, UNAVAILABLE, MultigpuError, RejectedError, TransportError
+from multigpu.errors import (
+    ALREADY_EXISTS,
+    CANCELLED,
+    NOT_FOUND,
+    RESOURCE_EXHAUSTED,
+    UNAVAILABLE,
+    AlreadyExistsError,
+    MultigpuError,
+    RejectedError,
+    UnavailableError,
+)
 from multigpu.outcome import Outcome
-from multigpu.payloads import LARGE_BYTES, Directory, Reference
+from multigpu.payloads import LARGE_BYTES, Directory, Reference, is_transient
 from multigpu.sharing import Sharing
 from multigpu.v1 import task_pb2, task_service_pb2
 from multigpu.window import Window
@@ -29,6 +40,10 @@ FRAME_BYTES_MAX = 1 << 20
 _OVERHEAD_BYTES = 32
 # Withdrawn tasks whose end we still wait for. A master that never knew the task says nothing, hence the limit.
 _CANCELLING_MAX = 10_000
+# The error type of a task that its own client withdrew; and the codes by which a withdrawal is rejected.
+WITHDRAWN = "Withdrawn"
+_WITHDRAWAL_CODES = (CANCELLED, NOT_FOUND)
+_IN_USE = "this client waits for another task with this request_id: a request_id stands for one task; use another"
 
 Answer = Outcome | MultigpuError
 
@@ -61,7 +76,7 @@ class Call:
         """Called once, on the event loop."""
         raise NotImplementedError
 
-    def receive_partial(self, data: bytes) -> None:
+    def receive_partial(self, data: bytes, content_type: str) -> None:
         """The next output of a task that still runs. Ignored unless somebody listens: the outcome has them all."""
 
 
@@ -73,6 +88,9 @@ class RunState:
         self._outbox: deque[Call] = deque()
         self._cancelling: dict[str, None] = {}
         self._cancel_outbox: list[str] = []
+        # How many withdrawals of a request_id this stream took along that the master has not answered. Each is answered
+        # once, and that says nothing of a call that was started again meanwhile.
+        self._withdrawals: Counter[str] = Counter()
         # Calls for a request_id that another call waits for already: they share its answer.
         self._joined: dict[str, list[Call]] = {}
 
@@ -96,15 +114,20 @@ class RunState:
         outbox = self._outbox
         cancelling = self._cancelling
         for call in calls:
-            if cancelling and call.request_id in cancelling:  # wanted again, if that is not too late
+            if cancelling and call.request_id in cancelling:
                 del cancelling[call.request_id]
                 if call.request_id in self._cancel_outbox:
-                    self._cancel_outbox.remove(call.request_id)
-            if call.request_id in unsettled:
-                self._joined.setdefault(call.request_id, []).append(call)
-            else:
+                    self._cancel_outbox.remove(call.request_id)  # in time: its task goes on
+            first = unsettled.get(call.request_id)
+            if first is None:
                 unsettled[call.request_id] = call
                 outbox.append(call)
+            elif _same_task(first, call):
+                self._joined.setdefault(call.request_id, []).append(call)
+            else:
+                call.done = True
+                self._window.free(1, call.nbytes)
+                call.settle(AlreadyExistsError(ALREADY_EXISTS, _IN_USE))
 
     def withdraw(self, call: Call) -> None:
         """Nobody waits for the call any longer. Harmless for one that is settled."""
@@ -141,6 +164,7 @@ class RunState:
         frame = task_service_pb2.RunRequest(outcomes_only=True)
         if self._cancel_outbox:
             frame.cancel_request_ids.extend(self._cancel_outbox[:_CANCELLING_MAX])
+            self._withdrawals.update(frame.cancel_request_ids)
             del self._cancel_outbox[:_CANCELLING_MAX]
         outbox = self._outbox
         tasks = nbytes = 0
@@ -153,15 +177,17 @@ class RunState:
                 outbox.popleft()
                 continue
             call_bytes = call.nbytes
+            place = None
             if call_bytes > LARGE_BYTES:
-                if call.place is None:
-                    call.place = self._sharing.put(call.payload)
-                if call.place is not None:
+                if tasks and not self._sharing.answered:
+                    break  # at the head of the next frame it waits for the offer
+                place = self._place_of(call)
+                if place is not None:
                     call_bytes = _OVERHEAD_BYTES
             if tasks and nbytes + call_bytes > FRAME_BYTES_MAX:
                 break
             outbox.popleft()
-            plain = call.own is None and call.place is None and not call.partials_received
+            plain = call.own is None and place is None and not call.partials_received
             if call.spec is not spec or batch is None or (payloads and not plain):
                 if batch is not None:
                     batch.payloads.extend(payloads)
@@ -173,8 +199,8 @@ class RunState:
             if plain:
                 payloads.append(call.payload)
                 request_ids.append(call.request_id)
-            elif call.place is not None:
-                self._add_place(batch.inputs.add, call, call.place)
+            elif place is not None:
+                self._add_place(batch.inputs.add, call, place)
             else:
                 own = dict(call.own or (), request_id=call.request_id)
                 batch.inputs.add(payload=call.payload, partials_received=call.partials_received, **own)
@@ -189,6 +215,16 @@ class RunState:
             frame.results_taken = self._sharing.taken()
             return frame
         return frame if tasks or frame.cancel_request_ids else None
+
+    def _place_of(self, call: Call) -> Reference | None:
+        """The reference to a large payload; None: its bytes are sent. `call.place` may be of an earlier stream, and is
+        valid once this one has offered the same directory.
+        """
+        if not self._sharing.shares:
+            return None
+        if call.place is None:
+            call.place = self._sharing.put(call.payload)
+        return call.place
 
     @staticmethod
     def _add_place(add: Callable[..., Any], call: Call, place: Reference) -> None:
@@ -227,7 +263,7 @@ class RunState:
             # A repeat has a lower index. A gap can't come; if it did, the outcome has all partials to heal it from.
             if call is not None and output.index == call.partials_received:
                 call.partials_received += 1
-                call.receive_partial(output.data)
+                call.receive_partial(output.data, output.content_type)
         if response.outcomes:
             self._settle_outcomes(response, nbytes)
         return self._settle_rejections(response) if response.rejected else {}
@@ -236,10 +272,14 @@ class RunState:
         outcomes = response.outcomes
         frame_bytes = response_bytes // len(outcomes)
         take = self._unsettled.pop
+        withdrawals = self._withdrawals
         joined = self._joined
         tasks = nbytes = 0
         for message in outcomes:
             request_id = message.request_id
+            if withdrawals and request_id in withdrawals and message.error.type == WITHDRAWN:
+                self._answered(request_id)
+                continue
             call = take(request_id, None)
             if call is None:
                 self._cancelling.pop(request_id, None)
@@ -263,17 +303,25 @@ class RunState:
         """The outcome, with the result that it refers to."""
         try:
             result = self._sharing.take(message.result_place)
-        except OSError as error:
-            return TransportError(
-                f"task {message.task_id} SUCCEEDED, but its result can't be read where the master put it ({error}); "
-                "somebody deleted files in the payloads folder of the master's data_dir"
-            )
+        except (OSError, MemoryError) as error:
+            if is_transient(error):
+                return UnavailableError(
+                    f"task {message.task_id} SUCCEEDED, but its result cannot be read now ({error!r}); "
+                    "free memory or files, and run it again with the same request_id"
+                )
+            message.state = task_pb2.OUTCOME_STATE_RESULT_MISSING
+            message.error.type = "ResultLost"
+            message.error.message = f"its file in the payloads folder of the master's data_dir cannot be read: {error}"
+            return Outcome(message)
         return Outcome(message, len(result), result)
 
     def _settle_rejections(self, response: task_service_pb2.RunResponse) -> dict[float, list[Call]]:
         later: dict[float, list[Call]] = {}
         for rejection in response.rejected:
             request_id = rejection.request_id
+            if request_id in self._withdrawals and rejection.code in _WITHDRAWAL_CODES:
+                self._answered(request_id)
+                continue
             call = self._unsettled.get(request_id)
             if call is None:
                 self._cancelling.pop(request_id, None)
@@ -286,6 +334,14 @@ class RunState:
                 self._fail(call, partial(rejected_error, rejection))
         return later
 
+    def _answered(self, request_id: str) -> None:
+        """The master has answered a withdrawal."""
+        self._withdrawals[request_id] -= 1
+        if not self._withdrawals[request_id]:
+            del self._withdrawals[request_id]
+        if request_id not in self._cancel_outbox:  # else it was started, and withdrawn again
+            self._cancelling.pop(request_id, None)
+
     def retry(self, calls: Iterable[Call]) -> None:
         """The delay is over: sends again those that somebody still waits for."""
         for call in calls:
@@ -297,6 +353,7 @@ class RunState:
         self._sharing.stream_opened()
         self._outbox = deque(call for call in self._unsettled.values() if not call.deferred)
         self._cancel_outbox = list(self._cancelling)
+        self._withdrawals.clear()
 
     def fail_all(self, make_error: Callable[[], MultigpuError]) -> None:
         """Settles everything with an error: one object each, because raising an error changes it."""
@@ -313,6 +370,13 @@ class RunState:
             each.done = True
             self._window.free(1, each.nbytes)
             each.settle(make_error())
+
+
+def _same_task(first: Call, second: Call) -> bool:
+    """As the master has it: of one kind, model, content type, parameters and payload."""
+    a, b = first.spec, second.spec
+    same = a is b or (a.kind, a.model, a.content_type, a.parameters) == (b.kind, b.model, b.content_type, b.parameters)
+    return same and first.payload == second.payload
 
 
 def rejected_error(rejection: task_service_pb2.Rejection) -> RejectedError:

@@ -13,6 +13,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import grpc
@@ -133,6 +134,8 @@ class RunStream:
         if self._supervisor is task:
             self._supervisor = None
         error = None if task.cancelled() else task.exception()
+        while isinstance(error, BaseExceptionGroup):
+            error = error.exceptions[0]
         if error is not None:
             log.error("the run stream ended by an error of multigpu's own", exc_info=error)
             self._state.fail_all(lambda: errors.TransportError(f"internal error: {error!r}"))
@@ -146,32 +149,30 @@ class RunStream:
             try:
                 code, details = await self._live_through_a_stream()
             except errors.AccessError as error:  # there was none: our own token or certificate can't be read
-                text = str(error)
                 self._first_try = None
-                self._state.fail_all(lambda text=text: errors.AccessError(text))  # type: ignore[misc]
+                self._state.fail_all(partial(_access_error, str(error), error.__cause__))
             else:
                 await self._recover(code, details)
 
     async def _live_through_a_stream(self) -> tuple[grpc.StatusCode, str]:
-        """Opens a stream, serves it until it ends, and says how it ended."""
+        """Opens a stream, serves it until it ends, and says how it ended.
+
+        An error of a task that serves the stream ends the others, and then the supervisor: no call waits on.
+        """
         stream = self._connection.open_run()
         self._state.stream_opened()
-        loop = asyncio.get_running_loop()
-        offer = loop.create_task(self._learn_offer(stream), name="multigpu run stream offer")
-        writer = loop.create_task(self._write(stream, offer), name="multigpu run stream writer")
         try:
-            while True:
-                frame = await stream.read()
-                if frame is grpc.aio.EOF:
-                    break
-                self._received(*frame)
-        except grpc.aio.AioRpcError:
-            pass  # the status says it
+            async with asyncio.TaskGroup() as group:
+                offer = group.create_task(self._learn_offer(stream), name="multigpu run stream offer")
+                writer = group.create_task(self._write(stream, offer), name="multigpu run stream writer")
+                with contextlib.suppress(grpc.aio.AioRpcError):  # the status says it
+                    while (frame := await stream.read()) is not grpc.aio.EOF:
+                        self._received(*frame)
+                writer.cancel()
+                offer.cancel()
+                stream.cancel()
         finally:
-            writer.cancel()
-            offer.cancel()
             stream.cancel()
-            await asyncio.wait([writer, offer])
         return await stream.code(), await stream.details() or ""
 
     async def _learn_offer(self, stream: Any) -> None:
@@ -256,6 +257,12 @@ def check_payload(payload: bytes) -> None:
             errors.INVALID_ARGUMENT,
             f"the payload has {len(payload):,} bytes and a message holds {_PAYLOAD_BYTES_MAX:,}; split it",
         )
+
+
+def _access_error(text: str, cause: BaseException | None) -> errors.AccessError:
+    error = errors.AccessError(text)
+    error.__cause__ = cause
+    return error
 
 
 def _closed_error() -> errors.ClientClosedError:

@@ -37,14 +37,20 @@ class Sharing:
         self._writer = Writer(directory.path) if directory is not None else None
         return True
 
+    @property
+    def shares(self) -> bool:
+        """Whether this stream has offered a directory."""
+        return self._offered and self._writer is not None
+
     def close(self) -> None:
         """There is nothing more to write."""
         self._writer = None
 
     def put(self, payload: bytes) -> Reference | None:
         """Puts a payload down for the master; None: it has to be sent. No room in there is no reason to fail."""
-        if len(payload) < LARGE_BYTES or not self._offered or self._writer is None:
+        if len(payload) < LARGE_BYTES or not self.shares:
             return None
+        assert self._writer is not None
         with contextlib.suppress(OSError):
             return self._writer.put(payload)
         return None

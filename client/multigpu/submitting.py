@@ -22,8 +22,9 @@ SpecAndInput = tuple[task_pb2.TaskSpec, task_pb2.TaskInput]
 class Submission:
     """One submit or submit_many: sends requests one after the other, and can take back what it sent."""
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: Connection, timeout_s: float | None) -> None:
         self._connection = connection
+        self._timeout_s = UNARY_TIMEOUT_S if timeout_s is None else timeout_s
         self._request_ids: list[str] = []
         self._under_way: asyncio.Future[task_service_pb2.SubmitResponse] | None = None
 
@@ -31,7 +32,7 @@ class Submission:
         """A task_id or an error for each input. Cancelled, it leaves the call under way, for `undo`."""
         request_ids = [each.request_id for batch in request.batches for each in batch.inputs]
         self._request_ids += request_ids
-        self._under_way = asyncio.ensure_future(self._connection.unary("Submit", request, UNARY_TIMEOUT_S))
+        self._under_way = asyncio.ensure_future(self._connection.unary("Submit", request, self._timeout_s))
         response = await asyncio.shield(self._under_way)
         if len(response.results) != len(request_ids):
             raise TransportError(f"the master answered {len(response.results)} of {len(request_ids)} tasks")
@@ -45,7 +46,7 @@ class Submission:
                 self._under_way.exception()  # seen, whatever it is
         for start in range(0, len(self._request_ids), _CALL_TASKS_MAX):
             part = self._request_ids[start : start + _CALL_TASKS_MAX]
-            request = task_service_pb2.CancelRequest(request_ids=part, reason="the submit was cancelled")
+            request = task_service_pb2.CancelRequest(request_ids=part, reason="the submit was cancelled", withdraw=True)
             try:
                 await asyncio.wait_for(self._connection.unary("Cancel", request), _UNDO_TIMEOUT_S)
             except (MultigpuError, TimeoutError):

@@ -7,6 +7,7 @@ variable every call does nothing, so that daemons need not know who started them
 import asyncio
 import contextlib
 import os
+import resource
 import socket
 import time
 from collections.abc import Callable, Mapping, MutableMapping
@@ -18,6 +19,18 @@ log = structlog.get_logger()
 # Of the watchdog's time: so often its service speaks, as sd_watchdog_enabled(3) asks, with room for a late turn.
 _SHARE = 0.4
 _STATUS_INTERVAL_S = 5.0
+
+
+# As LimitNOFILE of the units. Containers have hard limits of a billion, for which some libraries make tables.
+DESCRIPTORS = 65_536
+
+
+def raise_descriptor_limit() -> int:
+    """Raises the soft limit of file descriptors to DESCRIPTORS, as far as the hard one allows. Returns the limit."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limit = max(soft, min(hard, DESCRIPTORS))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+    return limit
 
 
 class Notifier:

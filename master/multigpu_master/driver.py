@@ -7,20 +7,26 @@ Time is a wall clock that can't jump: read once at the start, and carried on by 
 """
 
 import asyncio
+import functools
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import structlog
+from multigpu.payloads import is_transient
 from multigpu.v1 import worker_service_pb2
 
-from multigpu_master import settings, wire, wire_large, wire_models
+from multigpu_master import ids, settings, wire, wire_large, wire_models
+from multigpu_master.clock import Clock
 from multigpu_master.core import events as ev
+from multigpu_master.core.identity import FREE
 from multigpu_master.core.model import Lease, OutcomeState, Spec, Task
 from multigpu_master.core.scheduler import Core
-from multigpu_master.journal import Journal, JournalError, LargeBody, StoredOutcome
+from multigpu_master.ids import Incarnations, LeaseProofs
+from multigpu_master.journal import Journal, JournalError, LargeBody, Recovered, SettledTask
 from multigpu_master.journaling import Journaling, tell
+from multigpu_master.latencies import Latencies
 from multigpu_master.outbox import FRAME_BYTES, Outbox
 from multigpu_master.tracing import record_spans
 
@@ -29,7 +35,26 @@ log = structlog.get_logger()
 RunOutbox = Outbox[wire.RunFrame]
 SessionOutbox = Outbox[worker_service_pb2.SessionResponse]
 # What a lease takes on the wire, beside its payload.
-LEASE_BYTES = 32
+LEASE_BYTES = 40
+
+
+# A task that ended, and its serialized outcome.
+Ended = tuple[Task, bytes | LargeBody]
+
+
+def is_cancelled(task: Task) -> bool:
+    """CANCELLED promises that the task does not run, so a Run stream gets it once it is on the disk. Other outcomes are
+    sent at once, unless the disk is full.
+    """
+    return task.outcome is not None and task.outcome.state is OutcomeState.CANCELLED
+
+
+# Events that no call waits for.
+_UNANSWERED = (ev.Tick, ev.SubmitFailed, ev.SettlesCommitted, ev.IdsRenewed, ev.StreamClosed, ev.SessionClosed)
+
+
+class BrokenError(Exception):
+    """The master handles no events any more."""
 
 
 @dataclass(slots=True)
@@ -52,6 +77,7 @@ class Driver:
         self,
         core: Core,
         journal: Journal,
+        recovered: Recovered,
         specs: wire.SpecReader,
         stream_bytes_max: int,
         on_fatal: Callable[[str], None],
@@ -59,38 +85,65 @@ class Driver:
         self._stream_bytes_max = stream_bytes_max
         self.core = core
         self.journal = journal
+        self.incarnations = Incarnations(recovered.incarnations)
+        self.proofs = LeaseProofs(recovered.lease_key)
+        self._epoch = recovered.epoch
         self.specs = specs
         self.watchers = Watchers()
+        self._on_fatal = on_fatal
+        self._broken = False
         self.journaling = Journaling(journal, self.handle, lambda: self.watchers.wake("commits"), on_fatal)
         self.on_worker_changed: Callable[[ev.WorkerChanged], None] = lambda _change: None
         self._loop = asyncio.get_running_loop()
-        self._offset_s = time.time() - time.monotonic()
+        self.now = Clock().now
         self._streams: dict[int, RunOutbox] = {}
         self._sessions: dict[int, SessionOutbox] = {}
+        # Why we ended sessions whose streams are not closed yet; leases taken back before the event under way.
+        self.end_reasons: dict[int, str] = {}
+        self.requeued_before = 0
         self._last_stream = 0
+        # Ended tasks on their way to the disk, and the streams to tell when they are there.
+        self._told_later: dict[int, list[int]] = {}
+        # Set while metrics are collected.
+        self.latencies: Latencies | None = None
         self._waiters: dict[int, list[asyncio.Future[None]]] = defaultdict(list)
         self.outcomes = wire.OutcomeWriter()
         self._timer: asyncio.Handle | None = None
         self._timer_due_s = 0.0
         self._carry_out: dict[type, Callable[..., None]] = {
             ev.Settled: self._settled, ev.Dispatch: self._dispatch, ev.Welcome: self._welcome, ev.Revoke: self._revoke,
+            ev.Recall: self._recall,
             ev.Desire: self._desire, ev.EndSession: self._end_session, ev.Forward: self._forward,
             ev.WorkerChanged: self._worker_changed, ev.BreakerChanged: self._breaker_changed,
+            ev.RenewIds: self._renew_ids,
         }  # fmt: skip
 
-    def now(self) -> float:
-        """Seconds since the epoch, never going back."""
-        return time.monotonic() + self._offset_s
-
     def handle(self, event: ev.Event) -> list[ev.Command]:
-        """Feeds one event to the core and carries out what follows. Returns the commands: some are answers."""
-        commands = self.core.handle(event, self.now())
-        for command in commands:
-            carry_out = self._carry_out.get(type(command))
-            if carry_out is not None:
-                carry_out(command)
-        self._arm_timer()
-        return commands
+        """Feeds one event to the core and carries out what follows. Returns the commands: some are answers.
+        BrokenError: this event or an earlier one failed half way, and the master ends.
+        """
+        if not self._broken:
+            try:
+                self.requeued_before = self.core.counters.requeued
+                commands = self.core.handle(event, self.now())
+                for command in commands:
+                    carry_out = self._carry_out.get(type(command))
+                    if carry_out is not None:
+                        carry_out(command)
+                if isinstance(event, ev.SettlesCommitted) and self._waiters:
+                    for task in event.tasks:
+                        self._wake(task)
+                self._arm_timer()
+            except Exception as error:
+                # Half of the event has happened. Only the journal holds a whole state: the next master reads it.
+                self._broken = True
+                log.critical("an event failed half way", event_type=type(event).__name__, exc_info=error)
+                self._on_fatal(f"an event ({type(event).__name__}) failed half way: {error!r}")
+            else:
+                return commands
+        if isinstance(event, _UNANSWERED):
+            return []
+        raise BrokenError("the master ends after a fault of its own, which its log tells; try again in a moment")
 
     def _arm_timer(self) -> None:
         due_s = self.core.next_timer_s()
@@ -123,11 +176,12 @@ class Driver:
             self.handle(ev.StreamClosed(stream))
         self.journaling.hurry()  # nobody else can bring its tasks again
 
-    def known(self, request_ids: Sequence[str]) -> dict[str, StoredOutcome]:
+    def known(self, request_ids: Sequence[str]) -> dict[str, SettledTask]:
         """Those of these requests that have settled and been forgotten by the core."""
         requests = self.core.requests
         unknown = self.journaling.perhaps_known([r for r in request_ids if r and r not in requests])
-        return self.journal.find_requests(unknown) if unknown else {}
+        found = self.journal.find_requests(unknown) if unknown else {}
+        return {request_id: stored for request_id, stored in found.items() if stored.fingerprint != FREE}
 
     def submit(
         self, spec: Spec, tasks: Sequence[Task], stream: int, done: Callable[[JournalError | None], None],
@@ -164,7 +218,7 @@ class Driver:
         self._loop.call_soon(done, None)
 
     async def settled(self, task_id: int, timeout_s: float) -> None:
-        """Returns when the task has settled, or the time is over."""
+        """Returns when the task's outcome can be told (Task.told), or the time is over."""
         future: asyncio.Future[None] = self._loop.create_future()
         waiters = self._waiters[task_id]
         waiters.append(future)
@@ -178,45 +232,103 @@ class Driver:
 
     # --- commands ----------------------------------------------------------------------------------------------------
 
+    def _renew_ids(self, _command: ev.RenewIds) -> None:
+        epoch = self._epoch = ids.next_epoch(self._epoch, self.now())
+
+        def begun(error: JournalError | None) -> None:
+            if error is None:  # else the master is stopping
+                self.handle(ev.IdsRenewed(ids.first_id(epoch)))
+
+        self.journaling.begin_epoch(epoch, begun)
+
     def _settled(self, command: ev.Settled) -> None:
-        durable: list[tuple[Task, bytes | LargeBody]] = []
-        streams, write = self._streams, self.outcomes.write
-        for task in command.tasks:
-            o = task.outcome
-            assert o is not None, "it is settled"
-            body: bytes | LargeBody = b""
-            for stream in task.streams:
+        if self.latencies is not None:
+            self.latencies.observe(command.tasks)
+        write = self.outcomes.write
+        ended = [(task, write(task)) for task in command.tasks]
+        durable = [each for each in ended if each[0].spec.durable]
+        later = durable if not self.journaling.writable else [each for each in durable if is_cancelled(each[0])]
+        for task, _ in later:
+            self._told_later[task.task_id] = list(task.streams)
+        if durable:  # before anyone is told: no trouble with a peer keeps an outcome from the journal
+            done = functools.partial(self._tell_later, later) if later else None
+            self._loop.call_soon(self.journaling.settles, durable, done)  # as in submit
+        self._tell([(t, t.streams, body) for t, body in ended if not later or t.task_id not in self._told_later])
+
+    def _tell_later(self, ended: Sequence[Ended], error: JournalError | None) -> None:
+        if error is None:
+            self._tell([(task, self._told_later.pop(task.task_id), body) for task, body in ended])
+
+    def tells_later(self, task: Task, stream: int) -> bool:
+        """Whether a stream that has joined a task is told of its end once that is on the disk."""
+        streams = self._told_later.get(task.task_id)
+        if streams is not None and stream not in streams:
+            streams.append(stream)
+            self._streams[stream].owe(1)
+        return streams is not None
+
+    async def withdrawn(self, tasks: Sequence[Task], timeout_s: float) -> bool:
+        """Waits until the cancellations of these tasks are on the disk; False: they are not by then."""
+        end_s = time.monotonic() + timeout_s
+        for task in tasks:
+            while task.task_id in self._told_later:
+                if (left_s := end_s - time.monotonic()) <= 0:
+                    return False
+                await self.settled(task.task_id, left_s)
+        return True
+
+    def _tell(self, ended: Iterable[tuple[Task, Sequence[int], bytes | LargeBody]]) -> None:
+        """Tells the streams how tasks ended."""
+        streams = self._streams
+        for task, wanted_by, body in ended:
+            for stream in wanted_by:
                 outbox = streams.get(stream)
                 if outbox is not None:
-                    body = body or write(task)
                     if type(body) is bytes:
                         outbox.room_for(len(body)).add_outcome(body)
                     else:
-                        self.add_large_outcome(outbox, body)
+                        self.add_large_outcome(outbox, body, task.request_id)
                     outbox.owe(-1)
-                    if outbox.bytes > self._stream_bytes_max:
-                        outbox.abort(
-                            "RESOURCE_EXHAUSTED", "outcomes pile up unread; read faster, or submit less at once"
-                        )
-            if task.spec.durable:
-                durable.append((task, body or write(task)))
-            if self._waiters and task.task_id in self._waiters:
-                for future in self._waiters.pop(task.task_id):
-                    if not future.done():
-                        future.set_result(None)
+                    outbox.partials_from.pop(task.task_id, None)
+                    self._bound(outbox)
+            if not task.spec.durable:
+                self._wake(task)
             if task.extra is not None and task.extra.traceparent:
                 record_spans(task)
+            o = task.outcome
+            assert o is not None, "it is settled"
             if o.state is OutcomeState.DEAD_LETTERED and o.error is not None:
                 log.warning("task dead-lettered", task_id=task.task_id, error=o.error.type, message=o.error.message)
-        if durable:
-            self._loop.call_soon(self.journaling.settles, durable)  # as in submit
 
-    def add_large_outcome(self, outbox: RunOutbox, body: bytes | LargeBody) -> None:
-        """An outcome with a large result: the place of it, where the client may look there, or all of it."""
+    def _wake(self, task: Task) -> None:
+        """Ends the waiting of calls for the task's outcome."""
+        for future in self._waiters.pop(task.task_id, ()):
+            if not future.done():
+                future.set_result(None)
+
+    def _bound(self, outbox: RunOutbox) -> None:
+        if outbox.bytes > self._stream_bytes_max:
+            outbox.abort("RESOURCE_EXHAUSTED", "outcomes pile up unread; read faster, or submit less at once")
+
+    def add_large_outcome(self, outbox: RunOutbox, body: bytes | LargeBody, request_id: str) -> None:
+        """An outcome with a large result: its place, where the client may look there, or all of it. A rejection, if it
+        cannot be read now.
+        """
         if isinstance(body, LargeBody):
             tail = body.tail
             if isinstance(tail, bytes) or not outbox.peer.lend(tail, self._stream_bytes_max):
-                outbox.room_for(len(body)).add_large_outcome(body)
+                try:
+                    outbox.room_for(len(body)).add_large_outcome(body)
+                except (OSError, MemoryError) as error:
+                    if is_transient(error):
+                        code, message, delay_s = wire_large.NOT_READABLE
+                        told = outbox.room_for(256).message.rejected.add(
+                            request_id=request_id, code=code, message=message
+                        )
+                        told.retry_delay.CopyFrom(wire.duration(delay_s))
+                        return
+                    lost = wire_large.outcome_lost(body, error)
+                    outbox.room_for(len(lost)).add_outcome(lost)
                 return
             body = wire_large.outcome_at(body, tail)
         outbox.room_for(len(body)).add_outcome(body)
@@ -247,7 +359,7 @@ class Driver:
         frame = outbox.room_for(size, len(leases))
         frame.frame = number
         if leases:
-            wire.fill_leases(frame.lease_batches.add(), self.specs, leases, read)
+            wire.fill_leases(frame.lease_batches.add(), self.specs, self.proofs, leases, read)
 
     def _welcome(self, command: ev.Welcome) -> None:
         outbox = self._sessions.get(command.session)
@@ -259,6 +371,11 @@ class Driver:
         if outbox is not None:
             for lease_id in command.lease_ids:
                 outbox.room_for(64).revocations.add(lease_id=lease_id, reason=command.reason)
+
+    def _recall(self, command: ev.Recall) -> None:
+        outbox = self._sessions.get(command.session)
+        if outbox is not None:
+            outbox.room_for(10 * len(command.lease_ids)).recalled_lease_ids.extend(command.lease_ids)
 
     def _desire(self, command: ev.Desire) -> None:
         outbox = self._sessions.get(command.session)
@@ -280,6 +397,7 @@ class Driver:
     def _end_session(self, command: ev.EndSession) -> None:
         outbox = self._sessions.get(command.session)
         if outbox is not None:
+            self.end_reasons[command.session] = command.reason
             outbox.abort("ABORTED" if command.taken_over else "UNAVAILABLE", command.reason)
 
     def _forward(self, command: ev.Forward) -> None:
@@ -287,10 +405,15 @@ class Driver:
         for stream in task.streams:
             outbox = self._streams.get(stream)
             if outbox is not None:
-                for index, data in command.partials:
+                first = outbox.partials_from.get(task.task_id, 0)
+                for index, data, content_type in command.partials:
+                    if index < first:
+                        continue
                     outbox.room_for(len(data) + 64).message.partials.add(
-                        request_id=task.request_id, task_id=task.task_id, index=index, data=data
-                    )
+                        request_id=task.request_id, task_id=task.task_id, index=index, data=data,
+                        content_type=content_type,
+                    )  # fmt: skip
+                self._bound(outbox)
 
     def _breaker_changed(self, command: ev.BreakerChanged) -> None:
         if command.tripped_s:
@@ -310,6 +433,13 @@ class Driver:
         self._sessions[session] = outbox
         return outbox
 
+    def reload_handlers(self, session: int) -> None:
+        """Has a worker read its handlers again. Should the session break on the way, nothing happens."""
+        outbox = self._sessions.get(session)
+        if outbox is not None:
+            outbox.room_for(8).reload_handlers = True
+
     def close_session(self, session: int) -> None:
         self._sessions.pop(session, None)
         self.handle(ev.SessionClosed(session))
+        self.end_reasons.pop(session, None)

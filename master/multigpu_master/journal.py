@@ -9,7 +9,7 @@ that queued up during the last commit as one transaction. A task submitted and s
 written as its outcome alone. `on_commit` is then called, on the journal thread, with the entries of that transaction
 and their first cursor; the driver acknowledges after that, and only after that.
 
-Reads (`find_request`, `get_outcome`, ...) may be made from any thread, at any time, and never wait for the writer.
+Reads (`find_requests`, `get_outcome`, ...) may be made from any thread, at any time, and never wait for the writer.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Sized
@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Protocol
 from multigpu.payloads import Reference
 
 if TYPE_CHECKING:
+    from multigpu_master.ids import Incarnation
     from multigpu_master.payloads import Payloads
 
 
@@ -26,8 +27,12 @@ class JournalError(Exception):
     """The journal can't be opened or used; the message says what to do."""
 
 
+class JournalDamagedError(JournalError):
+    """What the journal holds is not what was written. Trying again does not help."""
+
+
 class JournalFullError(JournalError):
-    """There is no room on the disk. What was to be written was not; try again later."""
+    """There is no room on the disk, or no file descriptor. What was to be written was not; try again later."""
 
 
 @dataclass(slots=True)
@@ -71,9 +76,11 @@ class SettleRecord:
     worker_id: str
     submit_time_s: float
     settle_time_s: float
-    expire_time_s: float  # when the outcome's body may be dropped
+    expire_time_s: float  # from then on the outcome's body is not given out, unless the task is a dead letter
     body: bytes | LargeBody  # a serialized multigpu.v1.Outcome
     dead: SubmitRecord | None  # the task itself, kept if it became a dead letter
+    fingerprint: int | None = None  # see core/identity.py; None: not known
+    submitted: bool = True  # whether the journal may hold the task as submitted
 
 
 @dataclass(slots=True)
@@ -84,11 +91,12 @@ class Entry:
     settles: Sequence[SettleRecord] = ()
     settings: Mapping[str, bytes | None] = field(default_factory=dict)  # key -> value; None deletes
     deleted_dead_letters: Sequence[int] = ()
+    epoch: int = 0  # a running master begins this one; 0: none
 
 
 @dataclass(slots=True)
-class StoredOutcome:
-    """An outcome as read back. `body` is None once its time to live is over."""
+class SettledTask:
+    """What the journal says of a task that ended, without the body of its outcome."""
 
     cursor: int
     task_id: int
@@ -98,7 +106,15 @@ class StoredOutcome:
     kind: str
     model: str
     submit_time_s: float
+    fingerprint: int | None  # see core/identity.py; None: not known
+
+
+@dataclass(slots=True)
+class StoredOutcome(SettledTask):
+    """An outcome as read back. `body` is None if it was lost, and once its time to live is over."""
+
     body: bytes | None
+    lost: str = ""  # why there is no body, although its time to live is not over
 
 
 @dataclass(slots=True)
@@ -107,21 +123,28 @@ class Recovered:
 
     tasks: Iterator[SubmitRecord]  # unsettled, in task_id order; to be exhausted before the first append
     settings: dict[str, bytes]
-    epoch: int  # counts the openings of this journal, from 1
+    epoch: int  # of this opening, above those of all others; see ids.py
+    incarnations: "Sequence[Incarnation]"  # the last one is this opening
     last_cursor: int  # of the newest outcome; 0 if there was none
+    lease_key: bytes  # of ids.LeaseProofs
 
 
 CommitCallback = Callable[[Sequence[Entry], int, JournalError | None], None]
 """(entries, first_cursor, error): the entries of one transaction, in order. Their settles, in order, have the cursors
 first_cursor, first_cursor + 1, ... With an error nothing of them was written, and nothing will be. After a
-JournalFullError: settles of tasks whose submit was refused are taken out of their entries; and no entries and no error
-mean that there is room again."""
+JournalFullError: settles of tasks whose submit was refused are taken out of their entries, and entries that empty the
+journal are still written. No entries and an error mean that there is no room any more, no entries and no error that
+there is room again."""
 
 
 class Journal(Protocol):
     """A durable store. All methods but the reads are called from one thread, the driver's."""
 
     payloads: "Payloads"  # what records may refer to; opened, synced and closed with the journal
+
+    @property
+    def writable(self) -> bool:
+        """False while there is no room: submits are rejected. From any thread."""
 
     def open(self, on_commit: CommitCallback) -> Recovered:
         """Takes the lock and reads what is there. JournalError: held by another master (says which), corrupt, or of a
@@ -134,8 +157,11 @@ class Journal(Protocol):
     def close(self, timeout_s: float) -> None:
         """Commits what is queued, then lets go of the lock."""
 
-    def find_requests(self, request_ids: Sequence[str]) -> dict[str, StoredOutcome]:
-        """The settled tasks with these request_ids."""
+    def find_requests(self, request_ids: Sequence[str]) -> dict[str, SettledTask]:
+        """The settled tasks with these request_ids. No body is read: there may be many, and large ones."""
+
+    def read_settled(self, tasks: Sequence[SettledTask], bytes_max: int) -> list[StoredOutcome]:
+        """The outcomes of the first of these tasks, in order: at least one, and no more after `bytes_max` of bodies."""
 
     def request_ids(self) -> Iterator[list[str]]:
         """The request_ids of all settled tasks that have one, a page at a time."""
@@ -183,6 +209,9 @@ class Journal(Protocol):
 
     def get_dead_letters(self, task_ids: Sequence[int]) -> list[SubmitRecord]:
         """Those of these dead letters that exist, with their payloads."""
+
+    def dead_letter_queues(self) -> list[str]:
+        """The queues that have dead letters."""
 
     def list_dead_letters(
         self, *, queue: str, before_task_id: int, limit: int, queues: Collection[str] | None = None

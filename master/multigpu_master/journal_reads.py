@@ -9,26 +9,37 @@ for the writer, and none leaves a transaction open behind it, which would keep t
 import itertools
 import sqlite3
 import threading
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from multigpu.payloads import Reference, read_file
+from multigpu.payloads import Reference, is_transient, read_file
+from multigpu.v1 import task_pb2
 
-from multigpu_master import journal_schema
-from multigpu_master.journal import JournalError, StoredOutcome, SubmitRecord
+from multigpu_master import journal_schema, journal_specs
+from multigpu_master.journal import JournalDamagedError, JournalError, SettledTask, StoredOutcome, SubmitRecord
 from multigpu_master.journal_segments import IN_USE, SegmentReader
 from multigpu_master.payloads import Payloads, is_shared, parse_reference
 
 # As in StoredOutcome.
-_OUTCOME_COLUMNS = "o.cursor, o.task_id, o.request_id, o.state, o.queue, o.kind, o.model, o.submit_time_s, o.body"
+_SETTLED_COLUMNS = (
+    "o.cursor, o.task_id, o.request_id, o.state, o.queue, o.kind, o.model, o.submit_time_s, o.fingerprint"
+)
+_OUTCOME_COLUMNS = f"{_SETTLED_COLUMNS}, o.expire_time_s, o.body"
 _KEYS_SIZES = (1, 16, 256)  # keys in one statement; few sizes, so that the statements stay prepared
 _READ_OUTCOMES_ROWS = 64  # fetched at a time, so that little more than `bytes_max` is ever read
 _TASKS_ROWS = 4096
+# Requeued and deleted dead letters are neither listed nor counted. Get by id still finds their outcome.
+_NO_FORMER_LETTER = (
+    f"(o.state <> {task_pb2.OUTCOME_STATE_DEAD_LETTERED} "
+    "OR EXISTS (SELECT 1 FROM dead_letter d WHERE d.task_id = o.task_id))"
+)
 # What the columns of a row must hold. SQLite checks neither types nor, between pages, bits.
-_TASK_TYPES = (int, str, bytes, (bytes, str), str, int, float)
-_OUTCOME_TYPES = (int, int, str, int, str, str, str, float, (bytes, str, type(None)))
+_TASK_TYPES = (int, str, (bytes, str), (bytes, str), str, int, float)
+_SETTLED_TYPES = (int, int, str, int, str, str, str, float, (int, type(None)))
 _STATES = range(1, 6)
 _TIME_S_MAX = 1e11
 _INTEGER_MAX = 2**63 - 1  # of SQLite; no id of ours is as large
@@ -37,7 +48,8 @@ _INTEGER_MAX = 2**63 - 1  # of SQLite; no id of ours is as large
 class JournalReads:
     """The reading half of the journal. Public methods raise JournalError when the file can't be read."""
 
-    def __init__(self, data_dir: Path) -> None:
+    def __init__(self, data_dir: Path, now: Callable[[], float] = time.time) -> None:
+        self._now = now
         self._data_dir = data_dir
         self._path = data_dir / journal_schema.DATABASE_NAME
         self._segments_read = SegmentReader(data_dir)
@@ -91,21 +103,48 @@ class JournalReads:
             yield from self._rows(sql(",".join("?" * size)), chunk)
             at += size
 
-    def _outcome(self, row: Sequence[Any]) -> StoredOutcome:
-        outcome = StoredOutcome(*row)
-        whole = _are(row, _OUTCOME_TYPES) and abs(outcome.submit_time_s) < _TIME_S_MAX
-        if not (whole and outcome.state in _STATES and outcome.cursor > 0 and outcome.task_id > 0):
+    def _settled(self, row: Sequence[Any]) -> SettledTask:
+        """The task of a row that begins with _SETTLED_COLUMNS."""
+        task = SettledTask(*row[: len(_SETTLED_TYPES)])
+        whole = _are(row, _SETTLED_TYPES) and abs(task.submit_time_s) < _TIME_S_MAX
+        if not (whole and task.state in _STATES and task.cursor > 0 and task.task_id > 0):
             raise self._damaged(f"the outcome at cursor {row[0]!r} makes no sense")
-        if isinstance(outcome.body, str):
-            outcome.body = self._read_segment(outcome.body)
+        return task
+
+    def _outcome(self, row: Sequence[Any]) -> StoredOutcome:
+        self._settled(row)
+        *settled, expire_time_s, body = row
+        if not isinstance(expire_time_s, float):
+            raise self._damaged(f"the outcome at cursor {row[0]!r} makes no sense")
+        outcome = StoredOutcome(*[*settled, None])
+        if expire_time_s <= self._now() and outcome.state != task_pb2.OUTCOME_STATE_DEAD_LETTERED:
+            return outcome  # the sweeper will delete the body
+        if body is None or isinstance(body, bytes):
+            outcome.body = body
+            return outcome
+        try:
+            if not isinstance(body, str):
+                raise ValueError("a body is bytes, or refers to them")  # noqa: TRY301, TRY004  as damage is
+            outcome.body = self._read_segment(body)
+        except (OSError, ValueError) as error:
+            if is_transient(error):
+                raise journal_schema.explain(error, self._path) from error
+            # Not if the body has been forgotten since the row was read.
+            if self._rows("SELECT 1 FROM outcome WHERE cursor = ? AND body = ?", (outcome.cursor, body)):
+                outcome.lost = f"{str(body)[:33]!r} of {self._data_dir}: {getattr(error, 'strerror', None) or error}"
         return outcome
 
-    def _task(self, row: Sequence[Any], *, refer: bool = False) -> SubmitRecord:
-        """`refer`: a payload that lies in the directory of payloads stays there."""
+    def _task(self, row: Sequence[Any], specs: dict[bytes | str, bytes], *, refer: bool = False) -> SubmitRecord:
+        """`specs`: those read before, by what rows hold of them. `refer`: a payload that lies in the directory of
+        payloads stays there.
+        """
         task = SubmitRecord(*row)
         whole = _are(row, _TASK_TYPES) and abs(task.submit_time_s) < _TIME_S_MAX
         if not (whole and 0 < task.task_id < 1 << 53 and 0 < task.units < 1 << 32):
             raise self._damaged(f"task {row[0]!r} makes no sense")
+        if task.spec not in specs:
+            specs[task.spec] = self._read_spec(task.spec)
+        task.spec = specs[task.spec]
         if isinstance(task.payload, str):
             payload: bytes | Reference | None
             if refer and is_shared(task.payload):
@@ -114,31 +153,45 @@ class JournalReads:
                 except ValueError as error:
                     raise self._damaged(f"task {task.task_id} refers to {task.payload[:100]!r}") from error
             else:
-                payload = self._read_segment(task.payload)
+                payload = self._read_payload(task.payload)
             if payload is None:
                 raise JournalError(
                     f"The payload of task {task.task_id} is missing: its segment of {self._data_dir} is gone. Restore "
-                    "the directory from a backup, or give another --data-dir."
+                    f"the whole directory from a backup, or run `mgpu-master --data-dir {self._data_dir} salvage`, "
+                    "which removes such tasks and says which."
                 )
             task.payload = payload
         return task
 
-    def _damaged(self, what: str) -> JournalError:
-        return JournalError(
-            f"The journal {self._path} is damaged: {what}. Restore its directory from a backup, or save what can be "
-            f"read with `sqlite3 {self._path} .recover`, or give another --data-dir."
+    def _read_spec(self, held: bytes | str) -> bytes:
+        if isinstance(held, bytes):
+            return held
+        rows = self._rows(journal_specs.SELECT, (held,))
+        if not rows or not isinstance(rows[0][0], bytes):
+            raise self._damaged(f"the spec {held[:100]!r} of a task is missing")
+        return rows[0][0]
+
+    def _damaged(self, what: str) -> JournalDamagedError:
+        return JournalDamagedError(
+            f"The journal {self._path} is damaged: {what}. Restore its directory from a backup, or run `mgpu-master "
+            f"--data-dir {self._data_dir} salvage`, which keeps what can be read and says what is gone."
         )
 
     def _refers_to(self, name: str) -> bool:
         """Whether any row refers to a file of the directory of payloads."""
         return bool(self._rows(IN_USE, (f"{name}:", f"{name};"))[0][0])
 
-    def _read_segment(self, reference: str) -> bytes | None:
+    def _read_segment(self, reference: str) -> bytes:
+        """OSError, ValueError: it cannot be read; see `is_transient`."""
+        if is_shared(reference):
+            name, offset, size_bytes, head, _ = parse_reference(reference)
+            return head + read_file(self.payloads.path / name, offset, size_bytes)
+        return self._segments_read.read(reference)
+
+    def _read_payload(self, reference: str) -> bytes | None:
+        """None: its segment is gone."""
         try:
-            if is_shared(reference):
-                name, offset, size_bytes, head = parse_reference(reference)
-                return head + read_file(self.payloads.path / name, offset, size_bytes)
-            return self._segments_read.read(reference)
+            return self._read_segment(reference)
         except FileNotFoundError:
             return None
         except ValueError as error:
@@ -150,9 +203,31 @@ class JournalReads:
         files = itertools.chain(self._data_dir.glob(f"{self._path.name}*"), self._segments_read.directory.glob("*"))
         return sum(_size_bytes(file) for file in files) + self.payloads.size_bytes
 
+    def lost(self) -> Iterator[tuple[str, int, str]]:
+        """Reads everything there is. Of what can't be read: the table, the row's key, and what it is."""
+        for table, name in (("task", "task"), ("dead_letter", "dead letter"), ("outcome", "the result of task")):
+            is_outcome = table == "outcome"
+            key, columns = ("cursor", _OUTCOME_COLUMNS) if is_outcome else ("task_id", journal_schema.TASK_COLUMNS)
+            sql = f"SELECT {columns} FROM {table} o WHERE {key} > ? ORDER BY {key} LIMIT {_READ_OUTCOMES_ROWS}"
+            last = 0
+            while rows := self._rows(sql, (last,)):
+                last = rows[-1][0]
+                for row in rows:
+                    why = ""
+                    try:
+                        if is_outcome:
+                            why = self._outcome(row).lost
+                        else:
+                            self._task(row, {})
+                    except JournalError as error:
+                        why = str(error).partition(". ")[0]
+                    if why:
+                        task_id, request_id = row[is_outcome : is_outcome + 2]
+                        yield table, row[0], f"{name} {task_id} (request_id {request_id!r}): {why}"
+
     def recover_tasks(self) -> Iterator[SubmitRecord]:
         """All unsettled tasks, in task_id order. Equal specs come as one object."""
-        specs: dict[bytes, bytes] = {}
+        specs = dict[bytes | str, bytes]()
         last_task_id = 0
         while True:
             rows = self._rows(
@@ -163,19 +238,33 @@ class JournalReads:
                 return
             last_task_id = rows[-1][0]
             for row in rows:
-                task = self._task(row, refer=True)
-                task.spec = specs.setdefault(task.spec, task.spec)
-                yield task
+                yield self._task(row, specs, refer=True)
 
-    def find_requests(self, request_ids: Sequence[str]) -> dict[str, StoredOutcome]:
+    def find_requests(self, request_ids: Sequence[str]) -> dict[str, SettledTask]:
         def sql(placeholders: str) -> str:
             return (
-                f"SELECT {_OUTCOME_COLUMNS} FROM outcome o "
+                f"SELECT {_SETTLED_COLUMNS} FROM outcome o "
                 f"WHERE o.request_id IN ({placeholders}) AND o.request_id <> '' ORDER BY o.cursor"
             )
 
         # In the order of cursors: should a request_id have been used again after its time, its newest task counts.
-        return {row[2]: self._outcome(row) for row in self._rows_by_keys(sql, request_ids)}
+        return {row[2]: self._settled(row) for row in self._rows_by_keys(sql, request_ids)}
+
+    def read_settled(self, tasks: Sequence[SettledTask], bytes_max: int) -> list[StoredOutcome]:
+        outcomes: list[StoredOutcome] = []
+        bytes_read = 0
+        for task in tasks:
+            if outcomes and bytes_read >= bytes_max:
+                break
+            rows = self._rows(f"SELECT {_OUTCOME_COLUMNS} FROM outcome o WHERE o.cursor = ?", (task.cursor,))
+            outcome = StoredOutcome(**asdict(task), body=None)
+            try:
+                outcome = self._outcome(rows[0]) if rows else outcome  # else it has been forgotten since
+            except JournalDamagedError as error:  # this one is; the others are not
+                outcome.lost = str(error)
+            outcomes.append(outcome)
+            bytes_read += len(outcome.body or b"")
+        return outcomes
 
     def request_ids(self) -> Iterator[list[str]]:
         cursor = 0
@@ -269,8 +358,13 @@ class JournalReads:
             return f"SELECT {journal_schema.TASK_COLUMNS} FROM dead_letter WHERE task_id IN ({placeholders})"
 
         keys = [task_id for task_id in task_ids if task_id <= _INTEGER_MAX]
-        found = {row[0]: self._task(row) for row in self._rows_by_keys(sql, keys)}
+        specs = dict[bytes | str, bytes]()
+        found = {row[0]: self._task(row, specs) for row in self._rows_by_keys(sql, keys)}
         return [found[task_id] for task_id in dict.fromkeys(task_ids) if task_id in found]
+
+    def dead_letter_queues(self) -> list[str]:
+        sql = "SELECT DISTINCT o.queue FROM dead_letter d CROSS JOIN outcome o ON o.task_id = d.task_id"
+        return [str(queue) for (queue,) in self._rows(sql, ())]
 
     def list_dead_letters(
         self, *, queue: str, before_task_id: int, limit: int, queues: Collection[str] | None = None
@@ -306,7 +400,7 @@ def _filters(
     submitted_before_s: float,
     queues: Collection[str] | None,
 ) -> tuple[str, list[Any]]:
-    terms, parameters = ["TRUE"], list[Any]()
+    terms, parameters = [_NO_FORMER_LETTER], list[Any]()
     wanted = sorted(states)
     if wanted:
         terms.append(f"o.state IN ({','.join('?' * len(wanted))})")

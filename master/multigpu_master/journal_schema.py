@@ -5,8 +5,6 @@ lives; the kernel lets go of it when the process ends, however it ends. A new fi
 place, so that a file of that name always has the whole schema, an application id and a version in its header. Both
 are read as plain bytes before SQLite sees the file, because SQLite would already write to a file that has a log
 beside it.
-
-An outcome inserted removes its task: the trigger says so once, and saves a statement in every transaction.
 """
 
 # ruff: noqa: S608  # statements are put together from this package's constants; values are always bound
@@ -16,6 +14,7 @@ import errno
 import fcntl
 import json
 import os
+import secrets
 import socket
 import sqlite3
 import time
@@ -23,22 +22,24 @@ from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 
-from multigpu_master import journal_segments
-from multigpu_master.journal import JournalError, JournalFullError
+from multigpu_master import ids, journal_log, journal_migrations, journal_segments, journal_specs
+from multigpu_master.journal import JournalDamagedError, JournalError, JournalFullError
+from multigpu_master.journal_reserve import NO_DESCRIPTOR
 
 DATABASE_NAME = "journal.sqlite3"
 LOCK_NAME = "LOCK"
 APPLICATION_ID = int.from_bytes(b"mgpu", "big")
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 PAGE_BYTES = 8192
 QUICK_CHECK_BYTES_MAX = 256 << 20  # larger files are not walked as a whole before every start
 WAL_PAGES = (8 << 20) // PAGE_BYTES  # how much log is gathered before it is copied into the database
 WAL_KEEP_BYTES = 64 << 20
 BUSY_TIMEOUT_S = 30.0  # somebody's sqlite3 shell may hold the file for a moment
 
-_SETTING_EPOCH = "journal.epoch"
+SETTING_EPOCH = "journal.epoch"  # the last that was begun
 SETTING_PROBE = "journal.probe"
-_PRIVATE_SETTINGS = (_SETTING_EPOCH, SETTING_PROBE)
+SETTING_LEASE_KEY = "journal.lease_key"  # of ids.LeaseProofs
+_PRIVATE_SETTINGS = (SETTING_EPOCH, SETTING_PROBE, SETTING_LEASE_KEY)
 
 TASK_COLUMNS = "task_id, request_id, spec, payload, partition_key, units, submit_time_s"
 _TASK_TABLE = """(
@@ -51,12 +52,14 @@ CREATE TABLE dead_letter {_TASK_TABLE};
 CREATE TABLE outcome (
   cursor INTEGER PRIMARY KEY, task_id INTEGER NOT NULL, request_id TEXT NOT NULL, state INTEGER NOT NULL,
   queue TEXT NOT NULL, kind TEXT NOT NULL, model TEXT NOT NULL, worker_id TEXT NOT NULL,
-  submit_time_s REAL NOT NULL, settle_time_s REAL NOT NULL, expire_time_s REAL NOT NULL, body BLOB);
+  submit_time_s REAL NOT NULL, settle_time_s REAL NOT NULL, expire_time_s REAL NOT NULL, body BLOB, \
+fingerprint INTEGER);
 CREATE INDEX outcome_task ON outcome (task_id);
 CREATE INDEX outcome_request ON outcome (request_id) WHERE request_id <> '';
-CREATE TRIGGER settle AFTER INSERT ON outcome BEGIN DELETE FROM task WHERE task_id = NEW.task_id; END;
+{";".join(journal_specs.SCHEMA)};
+CREATE TABLE incarnation (first_id INTEGER PRIMARY KEY, name TEXT NOT NULL, first_cursor INTEGER NOT NULL);
 {journal_segments.INDEXES}
-INSERT INTO setting VALUES ('{_SETTING_EPOCH}', 0);
+INSERT INTO setting VALUES ('{SETTING_EPOCH}', 0);
 PRAGMA application_id = {APPLICATION_ID};
 PRAGMA user_version = {SCHEMA_VERSION};
 """
@@ -73,6 +76,11 @@ def explain(error: Exception, path: Path) -> JournalError:
     code = getattr(error, "sqlite_errorcode", None)
     if code in _FULL_CODES or getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
         return full(path)
+    if getattr(error, "errno", None) in NO_DESCRIPTOR:
+        return JournalFullError(
+            f"The journal {path} can't be written now: no file descriptor is left ({error}). End connections to the "
+            "master, or raise its limit (LimitNOFILE of its unit, or ulimit -n)."
+        )
     if isinstance(error, OSError) and error.errno != errno.EIO:
         return JournalError(
             f"The journal's directory {path.parent} can't be used: {error.strerror}. Give a directory that this "
@@ -99,10 +107,18 @@ def full(path: Path) -> JournalFullError:
     )
 
 
-def _damaged(path: Path, what: str) -> JournalError:
-    return JournalError(
-        f"The journal {path} is damaged ({what}); nothing in it was changed. Restore it from a backup, or save what "
-        f"can be read with `sqlite3 {path} .recover`, or move it away to begin with an empty journal."
+def _damaged(path: Path, what: str) -> JournalDamagedError:
+    return JournalDamagedError(
+        f"The journal {path} is damaged ({what}); nothing in it was changed. Restore its directory from a backup, or "
+        f"save what can be read with `sqlite3 {path} .recover`, or move the whole directory away to begin with an "
+        "empty journal."
+    )
+
+
+def damaged_log(path: Path, what: str) -> JournalDamagedError:
+    return JournalDamagedError(
+        f"The journal {path} is damaged: {what}. Nothing in it was changed. Restore its directory from a backup, or "
+        f"run `mgpu-master --data-dir {path.parent} salvage`, which keeps what can be read and says what is gone."
     )
 
 
@@ -120,8 +136,12 @@ class DirectoryLock:
             raise JournalError(_held_by(data_dir, holder)) from None
         started = datetime.fromtimestamp(time.time(), UTC).isoformat(timespec="seconds")
         me = {"pid": os.getpid(), "host": socket.gethostname(), "started": started, "address": address}
-        os.ftruncate(self._fd, 0)
-        os.pwrite(self._fd, json.dumps(me).encode() + b"\n", 0)
+        try:
+            os.ftruncate(self._fd, 0)
+            os.pwrite(self._fd, json.dumps(me).encode() + b"\n", 0)
+        except OSError:
+            os.close(self._fd)
+            raise
 
     def release(self) -> None:
         os.close(self._fd)  # the file stays: removing it would race with the next holder
@@ -151,9 +171,10 @@ def prepare(data_dir: Path, address: str) -> DirectoryLock:
         raise explain(error, path) from error
     try:
         if path.exists():
-            _check_header(path)
+            check_header(path)
             _check_contents(path)
         else:
+            _check_remains(path)
             _create(path)
     except (OSError, sqlite3.Error) as error:
         lock.release()
@@ -179,7 +200,7 @@ def _has_log(path: Path) -> bool:
     return log.exists() and log.stat().st_size > 0
 
 
-def _check_header(path: Path) -> None:
+def check_header(path: Path) -> None:
     with path.open("rb") as file:
         header = file.read(100)
     logged = _has_log(path)
@@ -198,7 +219,7 @@ def _check_identity(path: Path, application_id: int, version: int) -> None:
             f"The journal {path} has schema version {version}; this multigpu knows versions up to {SCHEMA_VERSION}. "
             "Start the newer multigpu that wrote it, or give another --data-dir. Nothing was changed."
         )
-    if version < SCHEMA_VERSION:  # there has been no other yet
+    if version < journal_migrations.OLDEST_VERSION:
         raise _damaged(path, f"it has schema version {version}")
 
 
@@ -215,6 +236,8 @@ def _check_contents(path: Path) -> None:
             # Again: a newer multigpu that was killed may have said it in the log only.
             told = [connection.execute(f"PRAGMA {name}").fetchone()[0] for name in ("application_id", "user_version")]
             _check_identity(path, *told)
+            if beside[0].exists() and (what := journal_log.damage(beside[0], beside[1], PAGE_BYTES)):
+                raise damaged_log(path, what)
             verdicts = [connection.execute(f"PRAGMA quick_check({scope})").fetchone()[0] for scope in scopes]
             connection.execute(f"SELECT {TASK_COLUMNS} FROM task LIMIT 1").fetchall()
         finally:
@@ -224,6 +247,18 @@ def _check_contents(path: Path) -> None:
     for verdict in verdicts:
         if verdict != "ok":
             raise _damaged(path, verdict.replace("\n", " "))
+
+
+def _check_remains(path: Path) -> None:
+    """What belongs to a database that is gone would be read as the new one's, or deleted."""
+    segments = path.parent / journal_segments.DIRECTORY_NAME
+    remains = [path.name + "-wal"] if _has_log(path) else []
+    remains += [f"{segments.name}/"] if segments.is_dir() and any(segments.iterdir()) else []
+    if remains:
+        raise JournalError(
+            f"{path} is gone, but {' and '.join(remains)} of that journal are still in {path.parent}. Move the whole "
+            "directory away to begin with an empty journal, or bring the database back."
+        )
 
 
 def _create(path: Path) -> None:
@@ -277,14 +312,42 @@ def connect_writer(path: Path) -> sqlite3.Connection:
         "temp_store = MEMORY",
         "cache_size = -32768",
         f"wal_autocheckpoint = {WAL_PAGES}",
-        f"journal_size_limit = {WAL_KEEP_BYTES}",
     ):
         connection.execute(f"PRAGMA {pragma}").fetchall()
     return connection
 
 
-def limit_size(writer: sqlite3.Connection, size_max_bytes: int) -> None:
-    """Lets the database grow to that, and not further: commits fail then for want of room."""
+def migrate(writer: sqlite3.Connection) -> None:
+    """Brings the database to the current schema, in one transaction. An error of SQLite changes nothing."""
+    ((version,),) = writer.execute("PRAGMA user_version").fetchall()
+    if version == SCHEMA_VERSION:
+        return
+    writer.execute("BEGIN IMMEDIATE")
+    try:
+        for statement in journal_migrations.statements(version, SCHEMA_VERSION):
+            writer.execute(statement)
+        writer.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+        writer.execute("COMMIT")
+    except sqlite3.Error:
+        writer.execute("ROLLBACK")
+        raise
+
+
+def empty_log(writer: sqlite3.Connection) -> None:
+    """Copies the log into the database and gives its room back, as far as nobody reads it just now."""
+    writer.execute("PRAGMA busy_timeout = 100").fetchall()
+    try:
+        writer.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+    finally:
+        writer.execute(f"PRAGMA busy_timeout = {int(BUSY_TIMEOUT_S * 1000)}").fetchall()
+
+
+def limit_size(writer: sqlite3.Connection, size_max_bytes: int, log_bytes: int, log_keep_bytes: int) -> None:
+    """Lets the database grow to that, and not further: commits fail then for lack of room. A log of more than
+    `log_bytes` is copied into the database at once, and its file is cut to `log_keep_bytes` then.
+    """
+    writer.execute(f"PRAGMA journal_size_limit = {min(log_keep_bytes, WAL_KEEP_BYTES)}").fetchall()
+    writer.execute(f"PRAGMA wal_autocheckpoint = {max(min(log_bytes // PAGE_BYTES, WAL_PAGES), 1)}").fetchall()
     writer.execute(f"PRAGMA max_page_count = {max(size_max_bytes // PAGE_BYTES, 1)}").fetchall()
 
 
@@ -308,12 +371,25 @@ def connect_reader(path: Path) -> sqlite3.Connection:
     return connection
 
 
-def begin_epoch(writer: sqlite3.Connection) -> int:
-    """Counts this opening, durably."""
-    ((epoch,),) = writer.execute(
-        "UPDATE setting SET value = value + 1 WHERE key = ? RETURNING value", (_SETTING_EPOCH,)
-    ).fetchall()
-    return int(epoch)
+def begin_incarnation(
+    writer: sqlite3.Connection, now_s: float, last_cursor: int
+) -> tuple[int, list[ids.Incarnation], bytes]:
+    """Begins the life of a master, durably. Returns its epoch, the incarnations (itself is the last of them), and the
+    key of its leases' proofs.
+    """
+    ((last,),) = writer.execute("SELECT value FROM setting WHERE key = ?", (SETTING_EPOCH,)).fetchall()
+    epoch = ids.next_epoch(int(last), now_s)
+    writer.execute("BEGIN IMMEDIATE")
+    writer.execute("UPDATE setting SET value = ? WHERE key = ?", (epoch, SETTING_EPOCH))
+    writer.execute("INSERT INTO incarnation VALUES (?, ?, ?)", (ids.first_id(epoch), ids.new_name(), last_cursor + 1))
+    kept = "SELECT first_id FROM incarnation ORDER BY first_id DESC LIMIT ?"
+    writer.execute(f"DELETE FROM incarnation WHERE first_id NOT IN ({kept})", (ids.INCARNATIONS_MAX,))
+    rows = writer.execute("SELECT name, first_id, first_cursor FROM incarnation ORDER BY first_id").fetchall()
+    key = secrets.token_bytes(ids.LEASE_KEY_BYTES)
+    writer.execute("INSERT OR IGNORE INTO setting VALUES (?, ?)", (SETTING_LEASE_KEY, key))
+    ((key,),) = writer.execute("SELECT value FROM setting WHERE key = ?", (SETTING_LEASE_KEY,)).fetchall()
+    writer.execute("COMMIT")
+    return epoch, [ids.Incarnation(*row) for row in rows], key
 
 
 def read_settings(connection: sqlite3.Connection) -> dict[str, bytes]:

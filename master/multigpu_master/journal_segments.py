@@ -22,7 +22,7 @@ from multigpu_master.payloads import Payloads, reference_text
 LARGE_BYTES = 128 << 10  # what is as large goes into a segment
 SEGMENT_BYTES = 64 << 20  # a segment as large is closed, and the next one begun
 _REFERENCE = re.compile("[0-9a-f]{8}:[0-9a-f]{1,15}:[0-9a-f]{1,15}:[0-9a-f]{8}")
-_DIRECTORY_NAME = "segments"
+DIRECTORY_NAME = "segments"
 
 INDEXES = """
 CREATE INDEX task_large ON task (payload) WHERE typeof(payload) = 'text';
@@ -39,19 +39,16 @@ class SegmentReader:
     """Reads what references refer to. From any thread."""
 
     def __init__(self, data_dir: Path) -> None:
-        self.directory = data_dir / _DIRECTORY_NAME
+        self.directory = data_dir / DIRECTORY_NAME
 
-    def read(self, reference: str) -> bytes | None:
-        """The bytes; None if the segment is gone, as when the row was forgotten since it was read. ValueError: what is
-        there is not what was written.
+    def read(self, reference: str) -> bytes:
+        """The bytes. OSError: the segment is gone, as when the row was forgotten since it was read, or cannot be read.
+        ValueError: what is there is not what was written.
         """
         if not _REFERENCE.fullmatch(reference):
             raise ValueError("it refers to no segment")
         segment, offset, size, crc = (int(part, 16) for part in reference.split(":"))
-        try:
-            fd = os.open(self.directory / f"{segment:08x}", os.O_RDONLY | os.O_CLOEXEC)
-        except FileNotFoundError:
-            return None
+        fd = os.open(self.directory / f"{segment:08x}", os.O_RDONLY | os.O_CLOEXEC)
         try:
             if offset + size > os.fstat(fd).st_size:
                 raise ValueError("its segment ends before")
@@ -85,7 +82,7 @@ class Segments:
     def __init__(self, data_dir: Path, shared: Payloads) -> None:
         self._shared = shared
         self._referred: list[Reference] = []  # to be synced by the next `flush`
-        self._directory = data_dir / _DIRECTORY_NAME
+        self._directory = data_dir / DIRECTORY_NAME
         self._directory.mkdir(mode=0o700, exist_ok=True)
         sync_directory(data_dir)
         names = "[0-9a-f]" * 8  # and nothing else that somebody may have put there

@@ -15,12 +15,13 @@ import heapq
 import sqlite3
 from collections.abc import Callable, Sequence
 
+from multigpu_master import journal_specs
 from multigpu_master.journal_segments import Segments
 
 _ZONE_CURSORS = 1024
 _PERIOD_S = 30.0  # between two looks at one zone, at least
 _STEP_BYTES = 16 << 20  # of bodies dropped in one step
-_CUT_PAGES = 256  # given back to the file system in one step
+_CUT_PAGES, _CUT_PAGES_FULL = 256, 16  # given back to the file system in one step; a full disk has room for few
 _CUT_SHARE = 0.25  # of the file has to be empty before it is cut
 _CUT_PAGES_MIN = 1024
 
@@ -49,6 +50,7 @@ class Sweeper:
         self._segments = segments
         self._now = now
         self._dedupe_window_s = dedupe_window_s
+        self._spec_after = ""
         ((oldest, newest),) = writer.execute("SELECT min(cursor), max(cursor) FROM outcome").fetchall()
         self._last_cursor: int = newest or 0
         first_zone, self._newest_zone = (oldest or 0) // _ZONE_CURSORS, self._last_cursor // _ZONE_CURSORS
@@ -66,9 +68,14 @@ class Sweeper:
             ).fetchall():
                 heapq.heappush(self._zones, (0.0, cursor // _ZONE_CURSORS))
 
-    def step(self) -> bool:
-        """Does a little of what is due; False if nothing was."""
-        return self._sweep_zone() or self._segments.delete_unused(self._writer) or self._cut_file()
+    def step(self, *, full: bool = False) -> bool:
+        """Does a little of what is due; False if nothing was. On a full disk every empty page is given back."""
+        return (
+            self._sweep_zone()
+            or self._sweep_specs()
+            or self._segments.delete_unused(self._writer)
+            or self._cut_file(full)
+        )
 
     def _sweep_zone(self) -> bool:
         now = self._now()
@@ -115,12 +122,15 @@ class Sweeper:
                 self._writer.execute("ROLLBACK")
             raise
 
-    def _cut_file(self) -> bool:
+    def _sweep_specs(self) -> bool:
+        deleted, self._spec_after = journal_specs.delete_unused(self._writer, self._spec_after)
+        return deleted
+
+    def _cut_file(self, full: bool) -> bool:
         ((empty_pages,),) = self._writer.execute("PRAGMA freelist_count").fetchall()
-        if empty_pages < _CUT_PAGES_MIN:
-            return False
         ((pages,),) = self._writer.execute("PRAGMA page_count").fetchall()
-        if empty_pages < pages * _CUT_SHARE:
+        if empty_pages < (1 if full else max(_CUT_PAGES_MIN, pages * _CUT_SHARE)):
             return False
-        self._writer.execute(f"PRAGMA incremental_vacuum({_CUT_PAGES})").fetchall()
+        pages = _CUT_PAGES_FULL if full else _CUT_PAGES
+        self._writer.execute(f"PRAGMA incremental_vacuum({pages})").fetchall()
         return True

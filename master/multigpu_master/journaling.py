@@ -25,12 +25,17 @@ log = structlog.get_logger()
 JOURNAL_BACKLOG_BYTES = 64 << 20
 # Entries larger than this are written at once: the disk should not idle while there is much to write.
 LINGER_BYTES_MAX = 256 << 10
+# Outcomes of more than this go to the journal in several entries.
+ENTRY_BYTES_MAX = 256 << 10
 # How long an entry that nobody waits for may wait for others. What settles meanwhile is written once, not twice, and
 # the journal's thread is not woken, to wait for the interpreter, while a task is on its way.
 LINGER_S = 0.02
 # How long at most, and in how many bytes, tasks wait to be written that nobody is told of; at least half as long.
 PATIENCE_S = 0.5
 PATIENT_BYTES_MAX = 64 << 20
+
+# How long a call waits for what it asked for to be on the disk, which may be full.
+DURABLE_S = 10.0
 
 Done = Callable[[JournalError | None], None]
 
@@ -63,6 +68,7 @@ class _Pending:
     submitted: Sequence[Task] = ()
     settled: Sequence[Task] = ()
     done: Done | None = None
+    tells: bool = True  # `done` tells a client that it is durable
 
 
 class Journaling:
@@ -77,7 +83,7 @@ class Journaling:
         committed: Callable[[], None],
         on_fatal: Callable[[str], None],
     ) -> None:
-        self.writable = True
+        self.writable = journal.writable
         self._journal = journal
         self._handle = handle
         self._on_outcomes = committed
@@ -118,25 +124,26 @@ class Journaling:
 
     def hurry(self) -> None:
         """Has the tasks written that wait patiently."""
-        self._lingering[:0] = self._lose_patience(self._old, self._young)
+        self._lose_patience(self._old, self._young)
         self._flush()
 
     def _grow_old(self) -> None:
         """Has those written that were old already."""
-        self._lingering[:0] = self._lose_patience(self._old)
+        self._lose_patience(self._old)
         self._flush()
         self._old, self._young = self._young, self._old
         self._patience = self._loop.call_later(PATIENCE_S / 2, self._grow_old) if self._old.failed else None
 
-    def _lose_patience(self, *groups: "_Patient") -> list["_Pending"]:
-        """Takes out what waits, as an entry to be handed over; none if nobody waits."""
+    def _lose_patience(self, *groups: "_Patient") -> None:
+        """Hands over the tasks that wait, before all that lingers: it may rest on them. Who is to be told comes behind
+        all that: a submit that has joined the task of another call is answered once this is written or refused.
+        """
         tasks = [task for group in groups for task in group.tasks.values()]
         failed = [each for group in groups for each in group.failed]
         for group in groups:
             group.tasks, group.failed = {}, []
-        # Those without tasks of their own have joined tasks of others, which may be on their way and fail.
         if not failed:
-            return []
+            return
 
         def done(error: JournalError | None) -> None:
             for each in failed:
@@ -144,27 +151,36 @@ class Journaling:
 
         size = sum([len(task.payload) for task in tasks])
         self._patient_bytes -= _own_bytes(tasks)
-        pending = _Pending(Entry(), size, submitted=tasks, done=done)
-        self._pending[id(pending.entry)] = pending
+        first, last = _Pending(Entry(), size, submitted=tasks), _Pending(Entry(), 0, done=done, tells=False)
+        self._pending |= {id(pending.entry): pending for pending in (first, last)}
         self._pending_bytes += size
-        return [pending]
+        self._lingering = [first, *self._lingering, last]
 
-    def settles(self, settled: Sequence[tuple[Task, bytes | LargeBody]]) -> None:
-        """Tasks that ended, each with its serialized Outcome."""
-        records = [wire.settle_record(task, body) for task, body in settled]
+    def settles(self, settled: Sequence[tuple[Task, bytes | LargeBody]], done: Done | None = None) -> None:
+        """Tasks that ended, each with its serialized Outcome. `done` is told when they are durable."""
+        size = sum([len(body) for _, body in settled])
+        if size > ENTRY_BYTES_MAX and len(settled) > 1:  # where there is little room, some of them may fit
+            half = len(settled) // 2
+            self.settles(settled[:half])
+            self.settles(settled[half:], done)
+            return
         tasks = [task for task, _ in settled]
+        unwritten = self._forget_patience(tasks)
+        records = [wire.settle_record(task, body, submitted=task.task_id not in unwritten) for task, body in settled]
         if self._known_requests.full and (self._learning is None or self._learning.done()):
             self.learn_requests()  # before these are added: they are not in the journal yet
         self._known_requests.add([task.request_id for task in tasks if task.request_id])
-        size = sum([len(body) for _, body in settled])
         referred = size - wire_large.own_bytes([b for _, b in settled]) if size > LINGER_BYTES_MAX else 0
-        self._append(_Pending(Entry(settles=records), size, referred, settled=tasks), urgent=False)
+        pending = _Pending(Entry(settles=records), size, referred, settled=tasks, done=done)
+        self._append(pending, urgent=done is not None)
 
     async def save(self, settings: dict[str, bytes | None], deleted_dead_letters: Sequence[int] = ()) -> None:
-        """Writes settings, and returns when they are on the disk. JournalError: they could not be written."""
+        """Writes settings, and returns when they are on the disk. JournalError: they are not there by DURABLE_S."""
         future: asyncio.Future[JournalError | None] = self._loop.create_future()
         self.remember(settings, tell(future), deleted_dead_letters)
-        if (error := await future) is not None:
+        await asyncio.wait([future], timeout=DURABLE_S)
+        error = future.result() if future.done() else JournalFullError("the disk takes nothing now; free space on it")
+        if error is not None:
             raise error
 
     def remember(
@@ -175,6 +191,10 @@ class Journaling:
         self._append(
             _Pending(Entry(settings=settings, deleted_dead_letters=deleted_dead_letters), 0, done=done), urgent=True
         )
+
+    def begin_epoch(self, epoch: int, done: Done) -> None:
+        """Writes the epoch of the ids that are given out next."""
+        self._append(_Pending(Entry(epoch=epoch), 0, done=done), urgent=True)
 
     # --- known requests ----------------------------------------------------------------------------------------------
 
@@ -194,8 +214,10 @@ class Journaling:
         self._pending_bytes += pending.size
         self._lingering.append(pending)
         self._lingering_bytes += pending.size - pending.referred_bytes
-        if urgent or self._lingering_bytes > LINGER_BYTES_MAX:
+        if self._lingering_bytes > LINGER_BYTES_MAX:
             self._flush()
+        elif urgent:
+            self._loop.call_soon(self._flush)  # with what the same call hands over besides
         elif self._linger is None:
             self._linger = self._loop.call_later(LINGER_S, self._flush)
 
@@ -205,9 +227,9 @@ class Journaling:
             self._linger.cancel()
             self._linger = None
         if self._lingering:
-            if any(pending.done is not None for pending in self._lingering):
+            if any(pending.done is not None and pending.tells for pending in self._lingering):
                 # Who is told something may have heard of tasks that wait patiently: they come first.
-                self._lingering[:0] = self._lose_patience(self._old, self._young)
+                self._lose_patience(self._old, self._young)
             lingering, self._lingering = self._lingering, []
             self._lingering_bytes = 0
             settled = {task.task_id for pending in lingering for task in pending.settled}
@@ -215,19 +237,19 @@ class Journaling:
                 if pending.submitted:  # what has settled meanwhile is written as its outcome only
                     unsettled = [task for task in pending.submitted if task.task_id not in settled]
                     pending.entry.submits = [wire.submit_record(task) for task in unsettled]
-            self._forget_patience(settled)
             with contextlib.suppress(JournalError):  # it has failed, and `on_fatal` is told of that
                 self._journal.append(*[pending.entry for pending in lingering])
 
-    def _forget_patience(self, settled: Iterable[int]) -> None:
-        """What has settled need not be written as submitted any more."""
-        young, old = self._young.tasks, self._old.tasks
-        if not (young or old):
-            return
-        for task_id in settled:
-            task = old.pop(task_id, None) or young.pop(task_id, None)
-            if task is not None and type(task.payload) is bytes:
-                self._patient_bytes -= len(task.payload)
+    def _forget_patience(self, settled: Iterable[Task]) -> set[int]:
+        """What has settled need not be written as submitted any more. Returns the task_ids that waited for that."""
+        young, old, unwritten = self._young.tasks, self._old.tasks, set[int]()
+        if young or old:
+            for task in settled:
+                if old.pop(task.task_id, None) or young.pop(task.task_id, None):
+                    unwritten.add(task.task_id)
+                    if type(task.payload) is bytes:
+                        self._patient_bytes -= len(task.payload)
+        return unwritten
 
     async def all_durable(self) -> None:
         """Waits until nothing is on its way to the disk."""
@@ -240,7 +262,7 @@ class Journaling:
 
     async def room(self) -> None:
         """Waits until the journal has caught up enough to take more."""
-        while self._pending_bytes > JOURNAL_BACKLOG_BYTES:
+        while self._pending_bytes > JOURNAL_BACKLOG_BYTES and self.writable:  # else durable tasks are rejected
             self._backlog_fell.clear()
             await self._backlog_fell.wait()
 
@@ -252,7 +274,8 @@ class Journaling:
         if error is not None and not isinstance(error, JournalFullError):
             self._on_fatal(f"the journal failed and can't be trusted until it is read again: {error}")
             return
-        self._set_writable(error)
+        if error is not None or not entries:  # what empties a full journal is committed all the while
+            self._set_writable(error)
         settled: list[Task] = []
         for entry in entries:
             pending = self._pending.pop(id(entry))

@@ -3,38 +3,45 @@
 import asyncio
 import os
 import signal
+import sqlite3
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
+
+# gRPC's own log writes to stderr what its peers send, line ends included. Read when grpc is first imported.
+os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
 import click
 import structlog
 import uvloop
 from multigpu.config import ConfigError, MasterConfig, TelemetryConfig, click_options, load
-from multigpu.systemd import Notifier
+from multigpu.systemd import Notifier, raise_descriptor_limit
 from multigpu.telemetry import configure_logging, configure_tracing, shut_down_tracing
 
-from multigpu_master import VERSION
+from multigpu_master import VERSION, journal_backup
+from multigpu_master.journal import JournalError
 from multigpu_master.journal_sqlite import SqliteJournal
-from multigpu_master.metrics import MasterMetrics
 from multigpu_master.server import Master, Refusal
 
 log = structlog.get_logger()
 
-EXIT_FAILED, EXIT_REFUSED = 1, 3
+EXIT_FAILED, EXIT_CONFIG, EXIT_REFUSED = 1, 2, 3
 # The journal's thread does short work while the loop is busy: it must not wait 5 ms for each turn.
 SWITCH_INTERVAL_S = 0.0005
 # A piece of the journal's work that takes longer than this is no progress for systemd's watchdog.
 JOURNAL_PATIENCE_S = 60.0
 
 
-@click.command()
+@click.group(invoke_without_command=True)
 @click_options(MasterConfig)
 @click.version_option(VERSION, prog_name="mgpu-master")
-def main(config_file: str | None, **flags: Any) -> None:
+@click.pass_context
+def main(context: click.Context, /, config_file: str | None, **flags: Any) -> None:
     """The master daemon of multigpu: holds the durable queue and gives tasks to the workers.
 
-    Exit codes: 0 stopped by a signal, 1 failed while running, 2 usage, 3 refused to start (the message says why).
+    Exit codes: 0 stopped by a signal, 1 failed while running, 2 a wrong setting, 3 refused to start (the message says
+    why).
     """
     try:
         config = load(MasterConfig, file=config_file, flags=flags).config
@@ -43,7 +50,10 @@ def main(config_file: str | None, **flags: Any) -> None:
         configure_tracing(telemetry, {"service.name": "mgpu-master", "service.version": VERSION})
     except ConfigError as error:
         click.echo(f"mgpu-master: {error}", err=True)
-        sys.exit(EXIT_REFUSED)
+        sys.exit(EXIT_CONFIG)
+    if context.invoked_subcommand is not None:
+        context.obj = config.data_dir
+        return
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     try:
         code = uvloop.run(_serve(config, telemetry, lambda: _load_log_level(config_file, flags)))
@@ -56,6 +66,37 @@ def main(config_file: str | None, **flags: Any) -> None:
     os._exit(code)
 
 
+@main.command()
+@click.argument("target", type=click.Path(path_type=Path))
+@click.pass_obj
+def backup(data_dir: Path, target: Path) -> None:
+    """Copies the journal to TARGET, a new directory that a master can start from. A master may be running."""
+    lost = _offline(lambda: journal_backup.backup(data_dir, target))
+    for line in lost:
+        click.echo(f"not in the copy: {line}")
+    click.echo(
+        f"{target} is a copy of {data_dir}. To restore it, stop the master and put the copy in its data_dir's place."
+    )
+
+
+@main.command()
+@click.pass_obj
+def salvage(data_dir: Path) -> None:
+    """Makes a damaged journal one that a master can start from, and says what is gone. No master may be running."""
+    gone = _offline(lambda: list(journal_backup.salvage(data_dir)))
+    for line in gone:
+        click.echo(f"gone: {line}")
+    click.echo(f"a master can start on {data_dir}; {len(gone) or 'nothing'} gone")
+
+
+def _offline(work: Callable[[], list[str]]) -> list[str]:
+    try:
+        return work()
+    except (OSError, sqlite3.Error, JournalError) as error:
+        click.echo(f"mgpu-master: {error}", err=True)
+        sys.exit(EXIT_REFUSED)
+
+
 def _load_log_level(config_file: str | None, flags: dict[str, Any]) -> None:
     """ConfigError: the settings are wrong by now."""
     config = load(MasterConfig, file=config_file, flags=flags).config
@@ -63,16 +104,14 @@ def _load_log_level(config_file: str | None, flags: dict[str, Any]) -> None:
 
 
 async def _serve(config: MasterConfig, telemetry: TelemetryConfig, load_log_level: Callable[[], None]) -> int:
-    systemd = Notifier()
+    systemd, descriptors = Notifier(), raise_descriptor_limit()
     journal = SqliteJournal(config.data_dir, size_max_bytes=config.journal_bytes_max, address=config.listen)
-    master = Master(config, journal)
+    master = Master(config, journal, descriptors, telemetry)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, master.stopped.set)
     loop.add_signal_handler(signal.SIGHUP, systemd.reload, load_log_level, master.reload)
     await master.start()
-    metrics = MasterMetrics(master.driver, config, telemetry)
-    metrics.start()
     systemd.ready(_status(master))
     telling = asyncio.create_task(systemd.keep(lambda: journal.works(JOURNAL_PATIENCE_S), lambda: _status(master)))
     await master.stopped.wait()
@@ -81,7 +120,6 @@ async def _serve(config: MasterConfig, telemetry: TelemetryConfig, load_log_leve
     if master.fatal is None:
         log.info("master is stopping")
     await master.stop()
-    metrics.stop()
     return EXIT_FAILED if master.fatal is not None else 0
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import structlog
+from cryptography import x509
 from multigpu.config import MasterConfig, TelemetryConfig
 from multigpu.credentials import is_loopback
 from multigpu.metrics import Metric, OtlpMetrics, PrometheusServer, Sample, configure_metrics, serve_prometheus
@@ -16,6 +17,7 @@ from multigpu_master import VERSION, metrics_devices
 from multigpu_master.core.model import EmbeddingCache, Worker
 from multigpu_master.core.residency import ModelState, Resident
 from multigpu_master.driver import Driver
+from multigpu_master.latencies import Latencies
 from multigpu_master.memory import resident_bytes
 
 log = structlog.get_logger()
@@ -35,6 +37,9 @@ class MasterMetrics:
             cert, key, ca = (str(Path(p).expanduser()) for p in (config.tls_cert, config.tls_key, config.tls_client_ca))
             self._tls = cert, key, ca
         self._certificate_ns = Path(self._tls[0]).stat().st_mtime_ns if self._tls is not None else 0
+        self._certificate = Path(config.tls_cert).expanduser() if config.tls_cert else None
+        # When its file was last changed, and when it expires.
+        self._expiry = 0, 0.0
         self._telemetry = telemetry
         self._last: tuple[Metric, ...] = ()
         self._devices: list[metrics_devices.Words] = []
@@ -51,7 +56,9 @@ class MasterMetrics:
         )
         if self._listen:
             self._prometheus = serve_prometheus(self._listen, self._collect, self._tls)
+            log.info("metrics are served", address=f"{self._listen.rpartition(':')[0]}:{self._prometheus.port}")
         if self._otlp is not None or self._prometheus is not None:
+            self._driver.latencies = Latencies()
             self._snapshot()
 
     def stop(self) -> None:
@@ -65,7 +72,20 @@ class MasterMetrics:
 
     def _take(self) -> None:
         self._devices = metrics_devices.words(self._driver.core.fleet.workers.values())
-        self._last = tuple(_metrics(self._driver))
+        self._last = (*_metrics(self._driver), *self._of_certificate())
+
+    def _of_certificate(self) -> Iterator[Metric]:
+        if not self._certificate:
+            return
+        try:
+            changed_ns = self._certificate.stat().st_mtime_ns
+            if changed_ns != self._expiry[0]:
+                found = x509.load_pem_x509_certificate(self._certificate.read_bytes())
+                self._expiry = changed_ns, found.not_valid_after_utc.timestamp()
+        except (OSError, ValueError):
+            return  # the listener logs what is wrong with it
+        text = "When the master's certificate expires, in seconds since 1970."
+        yield Metric("mgpu_certificate_expiry_timestamp_seconds", "gauge", text, (Sample(self._expiry[1]),))
 
     def _collect(self, *, hardware: bool = False) -> Iterator[Metric]:
         """Called on the thread of who asks: a thousand devices have tens of thousands of numbers."""
@@ -115,10 +135,22 @@ def _metrics(driver: Driver) -> Iterator[Metric]:
     yield Metric("mgpu_queue_leases", "gauge", "Tasks leased to workers.", leased)
     yield one("mgpu_workers_active", "Workers with a session.", len(core.fleet.sessions))
     yield one("mgpu_workers_lost", "Workers without one.", len(core.fleet.workers) - len(core.fleet.sessions))
+    workers = list(core.fleet.workers.values())
+    held = {"cordoned": 0, "draining": 0, "quarantined": 0}
+    for worker in workers:
+        for reason in held:
+            held[reason] += getattr(worker, reason)
+    text = "Workers that get no tasks, by reason; one may have several."
+    yield Metric("mgpu_workers_held", "gauge", text, tuple(Sample(n, {"reason": r}) for r, n in held.items()))
+    breaker = core.quarantine.breaker
+    yield one("mgpu_breaker_tripped", "1 if the circuit breaker has tripped.", float(breaker.tripped_s > 0))
+    yield one("mgpu_breaker_quarantines", "Devices quarantined within its window.", breaker.count(driver.now()))
+    if driver.latencies is not None:
+        yield from driver.latencies.metrics()
     yield one("mgpu_journal_bytes", "What the journal takes on the disk.", driver.journal.size_bytes())
     yield one("mgpu_journal_writable", "1 if durable tasks can be taken.", float(driver.journaling.writable))
     yield one("mgpu_master_memory_bytes", "Resident memory of the master.", resident_bytes())
-    yield from _of_workers(list(core.fleet.workers.values()))
+    yield from _of_workers(workers)
 
 
 def _of_workers(workers: list[Worker]) -> Iterator[Metric]:

@@ -4,7 +4,7 @@ What a device doesn't tell has no sample.
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from multigpu.metrics import Metric, Sample
 from multigpu.v1 import device_pb2
@@ -15,21 +15,22 @@ from multigpu_master.core.model import Health, HealthState, Telemetry, Worker, W
 Kind = Literal["counter", "gauge", "updowncounter"]
 
 
-# What a worker has said: values that don't change, so that another thread may make metrics of them.
-Words = tuple[WorkerInfo, Telemetry, Health]
+# What a worker has said, None of its health where it is lost: values that don't change, so that another thread may
+# make metrics of them.
+Words = tuple[WorkerInfo, Telemetry, Health | None]
 
 
 class Told(NamedTuple):
-    """What a worker has said of its device, read."""
+    """What a worker has said of its device, read. `health`: None if the worker is lost."""
 
     info: WorkerInfo
-    health: Health
+    health: Health | None
     device: device_pb2.Device
     telemetry: device_pb2.DeviceTelemetry
 
 
 def words(workers: Iterable[Worker]) -> list[Words]:
-    return [(w.info, w.telemetry, w.health) for w in workers]
+    return [(w.info, w.telemetry, w.health if w.session else None) for w in workers]
 
 
 def told(said: list[Words]) -> list[Told]:
@@ -66,6 +67,10 @@ _FIELDS = (
 
 
 def metrics(devices: list[Told]) -> Iterator[Metric]:
+    """Of a lost worker's device, only that it is lost: its last figures say nothing about the present."""
+    text = "1 for the state that it is in; lost: of its worker nothing is heard."
+    yield _metric("health", text, devices, _health)
+    devices = [t for t in devices if t.health is not None]
     for field, name, text in _FIELDS:
         yield _metric(name, text, devices, lambda t, field=field: _field(t, field))  # type: ignore[misc]
     yield _metric("ecc_errors_total", "ECC errors since its driver was loaded.", devices, _ecc)
@@ -74,7 +79,6 @@ def metrics(devices: list[Told]) -> Iterator[Metric]:
     yield _metric("row_remap_failed", "1 if there was no spare row left.", devices, _remap("failed"))
     yield _metric("throttled", "1 for each reason that holds its clocks down.", devices, _throttled)
     yield _metric("processes", "Processes that compute on it.", devices, _processes)
-    yield _metric("health", "1 for the state that it is in.", devices, _health)
     yield _metric("info", "What it is.", devices, _info)
 
 
@@ -127,7 +131,10 @@ def _processes(t: Told) -> Samples:
 
 
 def _health(t: Told) -> Samples:
-    return [(float(t.health.state is state), {"state": state.name.lower()}) for state in HealthState]
+    if t.health is None:
+        return [(1.0, {"state": "lost"})]
+    states = [(float(t.health.state is state), {"state": state.name.lower()}) for state in HealthState]
+    return [*states, (0.0, {"state": "lost"})]
 
 
 def _info(t: Told) -> Samples:
@@ -158,8 +165,10 @@ _STATES = {
 
 def hardware_metrics(devices: list[Told]) -> Iterator[Metric]:
     """By https://opentelemetry.io/docs/specs/semconv/hardware/. The resource is the master, so each sample names its
-    device's host. Bytes over PCIe are not among them: NVML tells a rate, `hw.gpu.io` is a sum.
+    device's host. Bytes over PCIe are not among them: NVML tells a rate, `hw.gpu.io` is a sum. A lost worker's device
+    has no samples: the conventions have no state for it.
     """
+    devices = [t for t in devices if t.health is not None]
     gpus = [t for t in devices if t.info.device_id != "cpu"]
 
     def each(name: str, kind: Kind, unit: str, text: str, samples: Callable[[Told], Samples]) -> Metric:
@@ -213,5 +222,6 @@ def _errors(t: Told) -> Samples:
 
 
 def _status(t: Told) -> Samples:
-    now: Any = _STATES[t.health.state]
+    assert t.health is not None, "its worker is connected"
+    now = _STATES[t.health.state]
     return [(float(now == state), {"hw.state": state}) for state in ("ok", "degraded", "failed")]

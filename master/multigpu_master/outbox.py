@@ -38,6 +38,8 @@ class Outbox(Generic[F]):
         self._drained.set()
         self._end: StreamClosedError | None = None
         self.bytes = 0  # of all that waits
+        # By task_id, the first partial output to send: the peer had those before it from an earlier master.
+        self.partials_from: dict[int, int] = {}
         self._owed = 0  # outcomes that the peer still waits for
         self._settled_up = asyncio.Event()
         self.on_abort: Callable[[StreamClosedError], None] | None = None

@@ -150,7 +150,7 @@ class Payloads:
 
     # --- references --------------------------------------------------------------------------------------------------
 
-    def resolve(self, name: str, offset: int, size_bytes: int) -> Reference:
+    def resolve(self, name: str, offset: int, size_bytes: int, crc: int = -1) -> Reference:
         """Believes a peer's reference, and holds it. BadReferenceError: it leads nowhere."""
         if NAME.fullmatch(name) is None:
             raise BadReferenceError("the reference names no segment: it must be one that the sender wrote itself")
@@ -175,16 +175,16 @@ class Payloads:
                 f"segment {name} has {found.st_size} bytes, and the reference needs {offset + size_bytes}; "
                 "write the bytes before you refer to them"
             )
-        return Reference(stored, offset, size_bytes)
+        return Reference(stored, offset, size_bytes, crc)
 
     def restore(self, text: str) -> Reference | None:
         """Holds what a row refers to; None: it is gone."""
-        name, offset, size_bytes, _ = parse_reference(text)
+        name, offset, size_bytes, _, crc = parse_reference(text)
         try:
             whole = os.stat(name, dir_fd=self._dir_fd).st_size >= offset + size_bytes
         except FileNotFoundError:
             return None
-        return Reference(self._hold(name), offset, size_bytes) if whole else None
+        return Reference(self._hold(name), offset, size_bytes, crc) if whole else None
 
     def _hold(self, name: str) -> Stored:
         with self._lock:
@@ -314,11 +314,13 @@ class Payloads:
             os.close(fd)
 
 
-# As rows of the journal have a reference; a body's also has, in hexadecimal, the bytes that come before.
+# As rows of the journal have a reference; a body's also has, in hexadecimal, the bytes that come before, and a
+# payload's its CRC, if that is known.
 
 
 def reference_text(reference: Reference, head: bytes = b"") -> str:
-    return f"{reference.pin.name}:{reference.offset:x}:{reference.size_bytes:x}:{head.hex()}"
+    crc = f":{reference.crc:x}" if reference.crc >= 0 else ""
+    return f"{reference.pin.name}:{reference.offset:x}:{reference.size_bytes:x}:{head.hex()}{crc}"
 
 
 def is_shared(text: str) -> bool:
@@ -326,8 +328,9 @@ def is_shared(text: str) -> bool:
     return "-" in text
 
 
-def parse_reference(text: str) -> tuple[str, int, int, bytes]:
-    """Segment, offset, size and head."""
-    name, offset, size, head = text.split(":")
-    assert NAME.fullmatch(name) is not None, "rows have what was believed"
-    return name, int(offset, 16), int(size, 16), bytes.fromhex(head)
+def parse_reference(text: str) -> tuple[str, int, int, bytes, int]:
+    """Segment, offset, size, head, and CRC or -1. ValueError: it is none of ours."""
+    name, offset, size, head, *crc = text.split(":")
+    if NAME.fullmatch(name) is None:
+        raise ValueError(f"{name[:100]!r} is no name of a segment")
+    return name, int(offset, 16), int(size, 16), bytes.fromhex(head), int(crc[0], 16) if crc else -1

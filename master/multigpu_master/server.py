@@ -5,48 +5,36 @@ import gc
 import random
 from collections.abc import Sequence
 
-import grpc
 import structlog
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection
-from multigpu.config import MasterConfig
+from multigpu.config import ConfigError, MasterConfig, TelemetryConfig
 from multigpu.v1 import admin_service_pb2, task_service_pb2, worker_service_pb2
 
-from multigpu_master import VERSION, settings, wire
+from multigpu_master import VERSION, ids, settings, wire
 from multigpu_master.core import events as ev
 from multigpu_master.core.scheduler import Core, Limits
 from multigpu_master.driver import Driver
 from multigpu_master.journal import Entry, Journal, JournalError
+from multigpu_master.metrics import MasterMetrics
+from multigpu_master.rpc import health_service
 from multigpu_master.rpc.admin_service import AdminService
 from multigpu_master.rpc.intake import Intake
 from multigpu_master.rpc.registration import add_reflection, add_service
 from multigpu_master.rpc.task_service import TaskService
+from multigpu_master.rpc.transport import Server, read_small
 from multigpu_master.rpc.worker_service import WorkerService
 from multigpu_master.security import doors
 from multigpu_master.security import setup as security
 from multigpu_master.security.audit import Audit
 from multigpu_master.security.gate import Gate
 from multigpu_master.strategies.registry import StrategyError, canonical_name, load_strategies
+from multigpu_master.worker_log import WorkerLog
 
 log = structlog.get_logger()
 
-MESSAGE_BYTES_MAX = 64 << 20
-# Both ends ping an idle connection every 10 s and give up after 5; the server must then allow pings that often.
-SERVER_OPTIONS = [
-    ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
-    ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
-    ("grpc.keepalive_time_ms", 10_000),
-    ("grpc.keepalive_timeout_ms", 5_000),
-    ("grpc.keepalive_permit_without_calls", 1),
-    ("grpc.http2.max_pings_without_data", 0),
-    ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
-    ("grpc.http2.max_ping_strikes", 0),
-    ("grpc.so_reuseport", 0),
-    ("grpc.max_metadata_size", 16 << 10),
-]
-# Ids given out in one life of a master: the epoch in the high bits keeps them apart from those of all others, and all
-# stay below 2**53, where JavaScript's numbers end.
-ID_BITS = 33
+# Not for connections: the journal, audit.log and the metrics need some at any time.
+DESCRIPTORS_KEPT = 256
 HEALTH_MASTER, HEALTH_WORKER = "master", "worker/"
 
 
@@ -55,19 +43,26 @@ class Refusal(Exception):  # noqa: N818  it is what the master does, not an erro
 
 
 class Master:
-    """A running master."""
+    """A running master. `descriptors`: how many this process may have open."""
 
-    def __init__(self, config: MasterConfig, journal: Journal) -> None:
+    def __init__(
+        self, config: MasterConfig, journal: Journal, descriptors: int = 1024, telemetry: TelemetryConfig | None = None
+    ) -> None:
         self.config = config
+        self._telemetry = telemetry or TelemetryConfig()
         self.journal = journal
         self.address = ""
         self.fatal: str | None = None
         self.stopped = asyncio.Event()
         self.driver: Driver
-        self._telling: set[asyncio.Future[None]] = set()
-        self._server = grpc.aio.server(options=SERVER_OPTIONS)
-        self._health = health.aio.HealthServicer()
+        self._descriptors = descriptors
+        self._server = Server(max(descriptors - DESCRIPTORS_KEPT, descriptors // 2))
+        self._audit = Audit(config.data_dir)
+        self._health = health_service.Health()
+        self._serving: asyncio.Task[None] | None = None
         self._intake: Intake
+        self._metrics: MasterMetrics
+        self._worker_log: WorkerLog
         self.gate: Gate | None = None
         self.certificates: doors.Certificates | None = None
 
@@ -98,10 +93,11 @@ class Master:
             breaker_share=config.breaker_share,
             breaker_window_s=config.breaker_window_s,
         )
-        core = Core(strategies, limits, recovered.epoch << ID_BITS, random.random, strategy)
+        core = Core(strategies, limits, ids.first_id(recovered.epoch), random.random, strategy)
         specs = wire.SpecReader()
-        driver = self.driver = Driver(core, self.journal, specs, config.stream_bytes_max, self._die)
+        driver = self.driver = Driver(core, self.journal, recovered, specs, config.stream_bytes_max, self._die)
         driver.on_worker_changed = self._worker_changed
+        self._worker_log = WorkerLog(driver)
         driver.journaling.learn_requests()
         self._intake = Intake(driver, config.payload_bytes_max)
         now = driver.now()
@@ -122,9 +118,11 @@ class Master:
             raise Refusal(f"the tokens can't be read or written: {error}") from error
         await self._open_doors(driver)
         log.info(
-            "master ready", address=self.address, epoch=recovered.epoch, recovered_tasks=len(tasks),
+            "master ready", address=self.address, epoch=recovered.epoch,
+            incarnation=driver.incarnations.current, recovered_tasks=len(tasks),
             awaited_workers=expected, strategy=core.strategy, data_dir=str(config.data_dir), version=VERSION,
             tls=bool(config.tls_cert), certificates=bool(config.tls_client_ca), tokens=config.require_tokens,
+            descriptors=self._descriptors,
         )  # fmt: skip
 
     def _on_commit(self, entries: Sequence[Entry], first_cursor: int, error: JournalError | None) -> None:
@@ -141,17 +139,18 @@ class Master:
             worker_service_pb2.DESCRIPTOR.services_by_name["WorkerService"]: worker_service,
             admin_service_pb2.DESCRIPTOR.services_by_name["AdminService"]: AdminService(driver, VERSION, self.gate),
         }
-        audit = Audit(config.data_dir)
         for descriptor, servicer in services.items():
-            add_service(server, descriptor, servicer, self.gate, audit)
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+            add_service(server, descriptor, servicer, self.gate, self._audit)
+        add_service(server, health_pb2.DESCRIPTOR.services_by_name["Health"], self._health, read=read_small)
         names = [d.full_name for d in services]
-        add_reflection(server, (*names, health.SERVICE_NAME, reflection.SERVICE_NAME), self.gate)
+        add_reflection(server, (*names, health_service.NAME, reflection.SERVICE_NAME), self.gate)
         try:
             if config.tls_cert:
                 self.certificates = doors.Certificates(config)
             port = doors.open_port(server, config, self.certificates)
-        except doors.DoorError as error:
+            self._metrics = MasterMetrics(driver, config, self._telemetry)
+            self._metrics.start()
+        except (doors.DoorError, ConfigError) as error:
             raise Refusal(str(error)) from error
         except RuntimeError as error:
             raise Refusal(
@@ -160,24 +159,26 @@ class Master:
         host = config.listen.rpartition(":")[0]
         self.address = config.listen if config.listen.startswith("unix:") else f"{host}:{port}"
         await server.start()
+        self._serving = asyncio.create_task(self._end_with_server())
         for name in ("", HEALTH_MASTER, *names):
-            await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
+            self._health.set(name, health_service.RESPONSE.SERVING)
         for worker_id in driver.core.fleet.workers:  # those of the last master, until they come back
-            await self._health.set(HEALTH_WORKER + worker_id, health_pb2.HealthCheckResponse.NOT_SERVING)
+            self._health.set(HEALTH_WORKER + worker_id, health_service.RESPONSE.NOT_SERVING)
 
     def _worker_changed(self, change: ev.WorkerChanged) -> None:
         worker = change.worker
         driver = self.driver
+        if change.gone:
+            self._worker_log.forget(worker)
+        elif not self._intake.stopping:
+            self._worker_log.changed(worker)
         if change.remember and not self._intake.stopping:  # sessions that we end are to be awaited by the next master
             setting = settings.worker_setting(worker)
             driver.journaling.remember(dict.fromkeys(setting) if change.gone else setting)
-            status = health_pb2.HealthCheckResponse
-            state = status.SERVING if worker.accepting else status.NOT_SERVING
-            if change.gone:
-                state = status.SERVICE_UNKNOWN
-            told = asyncio.ensure_future(self._health.set(HEALTH_WORKER + worker.worker_id, state))
-            self._telling.add(told)
-            told.add_done_callback(self._telling.discard)
+            state = health_service.RESPONSE.SERVING if worker.accepting else health_service.RESPONSE.NOT_SERVING
+            self._health.set(
+                HEALTH_WORKER + worker.worker_id, health_service.RESPONSE.SERVICE_UNKNOWN if change.gone else state
+            )
         driver.watchers.wake("workers")
 
     def _die(self, reason: str) -> None:
@@ -186,6 +187,15 @@ class Master:
             self.fatal = reason
             log.critical("master ends", reason=reason)
             self.stopped.set()
+
+    async def _end_with_server(self) -> None:
+        """GRPC ends a server that met an error of its own, and the process would live on and serve nobody."""
+        try:
+            await self._server.wait_for_termination()
+        except Exception:
+            log.exception("the gRPC server failed")
+        if not self._intake.stopping:
+            self._die("the gRPC server ended")
 
     def reload(self) -> None:
         """Reads the certificate's files again, as every new connection does. DoorError: they are no good, and those
@@ -198,13 +208,15 @@ class Master:
         """Closes the doors, writes what was settled, and lets go of the journal, within stop_timeout_s."""
         timeout_s = self.config.stop_timeout_s
         self._intake.stopping = True
-        await self._health.enter_graceful_shutdown()
+        self._health.stop()
         if self.fatal is None:
             await asyncio.wait([asyncio.ensure_future(self.driver.journaling.all_durable())], timeout=timeout_s / 3)
         # Streams don't end by themselves: their peers reconnect to whoever is there next.
         await self._server.stop(min(0.2, timeout_s / 3))
+        await self._audit.finish(timeout_s / 3)
         try:
             await asyncio.to_thread(self.journal.close, timeout_s / 3)
         except JournalError as error:
             self._die(str(error))
+        self._metrics.stop()
         log.info("master stopped")

@@ -143,12 +143,15 @@ def worker_message(worker: Worker) -> pb.Worker:
     if worker.drain_deadline_s is not None:
         wire.set_time(message.drain_deadline, worker.drain_deadline_s)
     message.device.CopyFrom(wire_devices.device_message(info))
-    message.telemetry.CopyFrom(wire_devices.telemetry_message(worker.telemetry))
-    if worker.telemetry.sample_s:
-        wire.set_time(message.telemetry.sample_time, worker.telemetry.sample_s)
-    wire.fill_health(message.health, worker.health)
+    if worker.session:  # what a lost worker said last is not the state of its device now
+        message.telemetry.CopyFrom(wire_devices.telemetry_message(worker.telemetry))
+        if worker.telemetry.sample_s:
+            wire.set_time(message.telemetry.sample_time, worker.telemetry.sample_s)
+        wire.fill_health(message.health, worker.health)
     if worker.mps:
         message.mps.ParseFromString(worker.mps)
+    if worker.handlers:
+        message.handlers.ParseFromString(worker.handlers)
     for c in info.capabilities:
         message.capabilities.add(kind=c.kind, models=c.models)
     if worker.connect_s:

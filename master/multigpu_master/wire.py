@@ -6,6 +6,7 @@ them.
 """
 
 import math
+import zlib
 from collections.abc import Mapping, Sequence, Sized
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
@@ -17,6 +18,7 @@ from multigpu.v1 import device_pb2, task_pb2, task_service_pb2, worker_service_p
 
 from multigpu_master import wire_devices, wire_large, wire_models
 from multigpu_master.core import events as ev
+from multigpu_master.core import identity
 from multigpu_master.core.model import (
     Capability,
     EmbeddingCache,
@@ -33,6 +35,7 @@ from multigpu_master.core.model import (
     Telemetry,
     WorkerInfo,
 )
+from multigpu_master.ids import LeaseProofs
 from multigpu_master.journal import JournalError, LargeBody, SettleRecord, SubmitRecord
 from multigpu_master.payloads import BadReferenceError
 from multigpu_master.protobuf import tag, varint
@@ -45,7 +48,7 @@ NAME_BYTES_MAX, MODEL_BYTES_MAX, KEY_BYTES_MAX = 128, 256, 256
 MESSAGE_CHARS_MAX, TRACEBACK_CHARS_MAX = 8 << 10, 16 << 10
 # What a worker may say of itself in all, what it may leave for the next attempt of a task, and how much of a task's
 # partial outputs its next worker is handed.
-HELLO_BYTES_MAX, CHECKPOINT_BYTES_MAX, PARTIALS_BYTES_MAX = 1 << 20, 1 << 20, 1 << 20
+HELLO_BYTES_MAX, CHECKPOINT_BYTES_MAX, PARTIALS_BYTES_MAX = 128 << 10, 1 << 20, 1 << 20
 MODELS_MAX = 1000
 REASONS_MAX, REASON_CODE_CHARS_MAX, REASON_CHARS_MAX = 16, 64, 1 << 10
 # Times beyond these are taken for these: so every one can be said again as a Timestamp, and shown as a date.
@@ -99,6 +102,8 @@ class SpecReader:
         wire = message.SerializeToString(deterministic=True)
         spec = self._specs.get(wire)
         if spec is None:
+            _name("content_type", message.content_type, NAME_BYTES_MAX)
+            wire_models.plain_spec(message)
             spec = self._specs[wire] = _spec(message, wire)
         return spec
 
@@ -108,12 +113,14 @@ class SpecReader:
         if spec is not None:
             return spec
         try:
-            return self.read(task_pb2.TaskSpec.FromString(wire))
+            spec = _spec(task_pb2.TaskSpec.FromString(wire), wire)
         except (DecodeError, InvalidTaskError) as error:
             raise JournalError(
                 f"The journal holds a task whose spec is damaged ({error}). Restore the data directory from a backup, "
                 "or give another --data-dir."
             ) from error
+        self._specs[wire] = spec
+        return spec
 
     def message(self, spec: Spec) -> task_pb2.TaskSpec:
         """The message for a Spec, to be copied from and not changed."""
@@ -146,6 +153,7 @@ def _spec(m: task_pb2.TaskSpec, wire: bytes) -> Spec:
     assert max_s is not None, "it has a default"
     ttl_s = _timeout(m, "result_ttl", DURABLE_TTL_S if durable else EPHEMERAL_TTL_S)
     assert ttl_s is not None, "it has a default"
+    same = task_pb2.TaskSpec(kind=m.kind, model=m.model, content_type=m.content_type, parameters=m.parameters)
     return Spec(
         kind=m.kind,
         model=m.model,
@@ -162,6 +170,7 @@ def _spec(m: task_pb2.TaskSpec, wire: bytes) -> Spec:
         durable=durable,
         result_ttl_s=ttl_s,
         wait_for_worker=m.wait_for_worker,
+        identity=zlib.crc32(same.SerializeToString(deterministic=True)) >> 1,
         wire=wire,
     )
 
@@ -170,8 +179,6 @@ def _name(field: str, value: str, bytes_max: int) -> None:
     size = len(value.encode())
     if size > bytes_max:
         raise InvalidTaskError(f"{field} has {size} bytes; at most {bytes_max} are allowed")
-    if "\0" in value:
-        raise InvalidTaskError(f"{field} contains a NUL character; remove it")
 
 
 def _mapping(field: str, items: Mapping[str, str]) -> None:
@@ -236,12 +243,16 @@ def _refused(payload: bytes | Sized, request_id: str, key: str, payload_bytes_ma
         return _invalid(
             f"the payload has {len(payload)} bytes; at most {payload_bytes_max} are allowed (payload_bytes_max)"
         )
-    if len(request_id) > NAME_BYTES_MAX or len(key) > KEY_BYTES_MAX or "\0" in request_id:
+    if _longer(request_id, NAME_BYTES_MAX) or _longer(key, KEY_BYTES_MAX) or "\0" in request_id:
         return _invalid(
-            f"request_id (at most {NAME_BYTES_MAX} bytes, without NUL) or partition_key "
-            f"(at most {KEY_BYTES_MAX} bytes) is too long"
+            f"request_id or partition_key is not allowed: a request_id has at most {NAME_BYTES_MAX} bytes and no NUL, "
+            f"a partition_key at most {KEY_BYTES_MAX} bytes"
         )
     return None
+
+
+def _longer(text: str, bytes_max: int) -> bool:
+    return len(text) > bytes_max or (not text.isascii() and len(text.encode()) > bytes_max)
 
 
 def _invalid(message: str) -> ev.Rejection:
@@ -271,14 +282,15 @@ def restored_task(record: SubmitRecord, spec: Spec) -> Task:
     )
 
 
-def settle_record(task: Task, body: bytes | LargeBody) -> SettleRecord:
-    """What the journal keeps of a task's end. `body` is its serialized Outcome."""
+def settle_record(task: Task, body: bytes | LargeBody, *, submitted: bool = True) -> SettleRecord:
+    """What the journal keeps of a task's end. `body` is its serialized Outcome; `submitted`: see SettleRecord."""
     outcome, spec = task.outcome, task.spec
     assert outcome is not None, "it is settled"
     return SettleRecord(
         task.task_id, task.request_id, int(outcome.state), spec.queue, spec.kind, spec.model, outcome.worker_id,
         task.submit_s, outcome.finish_s, outcome.finish_s + spec.result_ttl_s, body,
-        submit_record(task) if outcome.state is OutcomeState.DEAD_LETTERED else None,
+        submit_record(task) if outcome.state is OutcomeState.DEAD_LETTERED else None, identity.fingerprint(task),
+        submitted,
     )  # fmt: skip
 
 
@@ -313,6 +325,8 @@ class OutcomeWriter:
             fill_error(own.error, o.error)
         if task.extra is not None and task.extra.partials:
             own.partials.extend(task.extra.partials)
+            if any(task.extra.partial_content_types):
+                own.partial_content_types.extend(task.extra.partial_content_types)
         if o.energy is not None:
             own.energy.joules, method, own.energy.uncertainty = o.energy
             own.energy.method = method  # type: ignore[assignment]  # enums are ints on the wire
@@ -400,20 +414,18 @@ def task_message(task: Task, now: float) -> task_pb2.Task:
         payload_bytes=len(task.payload),
         submit_time=timestamp(task.submit_s),
         attempts=task.attempts,
+        state=task_state(task),
     )
-    if task.outcome is not None:
-        message.state = task_pb2.TASK_STATE_SETTLED
-    elif task.lease is not None:
+    if task.lease is not None:
         lease = task.lease
-        message.state = task_pb2.TASK_STATE_LEASED
         message.worker_id = lease.worker.worker_id
         message.lease_id = lease.lease_id
         if lease.fraction or lease.steps or lease.note:
             message.progress.fraction = lease.fraction
             message.progress.steps = lease.steps
             message.progress.note = lease.note
-    else:
-        message.state = task_pb2.TASK_STATE_QUEUED
+    elif task.outcome is not None:
+        message.worker_id = task.outcome.worker_id
     extra = task.extra
     if extra is not None and extra.not_before_s > now:
         set_time(message.not_before, extra.not_before_s)
@@ -422,23 +434,32 @@ def task_message(task: Task, now: float) -> task_pb2.Task:
     return message
 
 
+def task_state(task: Task) -> task_pb2.TaskState:
+    """The state as clients see it. A durable task whose outcome is not on the disk yet may be run again."""
+    if task.told is not None:
+        return task_pb2.TASK_STATE_SETTLED
+    leased = task.lease is not None or (task.outcome is not None and task.outcome.worker_id)
+    return task_pb2.TASK_STATE_LEASED if leased else task_pb2.TASK_STATE_QUEUED
+
+
 def fill_leases(
     batch: worker_service_pb2.LeaseBatch,
     specs: SpecReader,
+    proofs: LeaseProofs,
     leases: Sequence[Lease],
     read: dict[int, bytes] | None = None,
 ) -> None:
-    """Fills a LeaseBatch from leases of one spec. `read`: some payloads are large, and these were read."""
+    """Fills a LeaseBatch from leases of one spec and worker. `read`: some payloads are large, and these were read."""
     tasks = [lease.task for lease in leases]
     batch.spec.CopyFrom(specs.message(tasks[0].spec))
     batch.lease_ids.extend([lease.lease_id for lease in leases])
     batch.task_ids.extend([task.task_id for task in tasks])
     batch.attempts.extend([lease.attempt for lease in leases])
+    batch.proofs.extend(proofs.of(leases[0].worker.worker_id, batch.lease_ids, batch.task_ids, batch.attempts))
     if read is None:
         batch.payloads.extend([task.payload for task in tasks])
     batch.units.extend([task.units for task in tasks])
-    for index, task in enumerate(tasks):
-        extra = task.extra
+    for index, extra in enumerate([task.extra for task in tasks]):
         if extra is not None:
             batch.extras.add(
                 index=index, checkpoint=extra.checkpoint,
@@ -456,6 +477,7 @@ def worker_info(m: worker_service_pb2.Hello) -> WorkerInfo:
     """What a hello says. InvalidTaskError: it makes no sense."""
     if not m.worker_id or len(m.worker_id.encode()) > NAME_BYTES_MAX:
         raise InvalidTaskError(f"worker_id must have 1 to {NAME_BYTES_MAX} bytes; has {len(m.worker_id.encode())}")
+    wire_models.plain_hello(m)
     if not m.capabilities:
         raise InvalidTaskError("capabilities are missing: a worker that can run nothing is of no use")
     size = m.ByteSize() - sum(lease.ByteSize() for lease in m.leases)
@@ -484,13 +506,19 @@ def worker_info(m: worker_service_pb2.Hello) -> WorkerInfo:
     )
 
 
-def held_lease(m: worker_service_pb2.HeldLease) -> ev.HeldLease:
+def held_leases(m: worker_service_pb2.Hello, proofs: LeaseProofs) -> list[ev.HeldLease]:
+    """The leases of an earlier session that a worker says it holds, and whether it was granted them."""
+    columns = [x.lease_id for x in m.leases], [x.task_id for x in m.leases], [x.attempt for x in m.leases]
+    return [held_lease(x, proven=x.proof == p) for x, p in zip(m.leases, proofs.of(m.worker_id, *columns), strict=True)]
+
+
+def held_lease(m: worker_service_pb2.HeldLease, *, proven: bool = False) -> ev.HeldLease:
     """A lease that a worker says it holds."""
     p = m.progress
     attempt = min(max(m.attempt, 1), ATTEMPTS_MAX)
     fraction = p.fraction if 0.0 <= p.fraction <= 1.0 else 0.0
     checkpoint = m.checkpoint if len(m.checkpoint) <= CHECKPOINT_BYTES_MAX else b""
-    return ev.HeldLease(m.lease_id, m.task_id, attempt, m.running, fraction, p.steps, p.note[:1024], checkpoint)
+    return ev.HeldLease(m.lease_id, m.task_id, attempt, m.running, fraction, p.steps, p.note[:1024], checkpoint, proven)
 
 
 def embedding_cache(m: worker_service_pb2.EmbeddingCache) -> EmbeddingCache:

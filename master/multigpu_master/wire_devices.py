@@ -8,13 +8,14 @@ import math
 from typing import Any
 
 from google.protobuf.message import DecodeError
-from multigpu.v1 import device_pb2
+from multigpu.v1 import device_pb2, worker_service_pb2
 
 from multigpu_master.core.model import Energy, Telemetry, WorkerInfo
 
 # A worker that says more of its device has only what the core reads kept.
 BYTES_MAX = 64 << 10
 MPS_MESSAGE_CHARS_MAX = 1 << 10
+HANDLERS_ERROR_CHARS_MAX = 1 << 10
 _READ = tuple(f.name for f in dataclasses.fields(Telemetry) if f.name not in ("sample_s", "wire"))
 
 
@@ -40,6 +41,13 @@ def mps(message: device_pb2.MpsStatus) -> bytes:
     """What a worker says of its GPU's MPS, serialized. Takes the message for itself."""
     message.DiscardUnknownFields()
     message.message = message.message[:MPS_MESSAGE_CHARS_MAX]
+    return message.SerializeToString()
+
+
+def handlers(message: worker_service_pb2.Handlers) -> bytes:
+    """What a worker says of its handlers, serialized. Takes the message for itself."""
+    message.DiscardUnknownFields()
+    message.version, message.error = message.version[:64], message.error[:HANDLERS_ERROR_CHARS_MAX]
     return message.SerializeToString()
 
 

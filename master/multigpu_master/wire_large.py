@@ -6,7 +6,7 @@ Whatever is large passes through here and nothing else does, so that small tasks
 from collections import deque
 from collections.abc import Iterable, Sequence, Sized
 
-from multigpu.payloads import LARGE_BYTES, Reference
+from multigpu.payloads import LARGE_BYTES, Reference, is_transient
 from multigpu.v1 import task_pb2, worker_service_pb2
 
 from multigpu_master.core import events as ev
@@ -17,6 +17,8 @@ from multigpu_master.protobuf import tag, varint
 
 _RESULT_TAG = tag(task_pb2.Outcome.RESULT_FIELD_NUMBER)
 _RESULT_PLACE_TAG = tag(task_pb2.Outcome.RESULT_PLACE_FIELD_NUMBER)
+# code, message and retry_delay_s of a Rejection
+NOT_READABLE = 14, "the task has ended, but the master cannot read its outcome now; try again", 1.0
 
 
 class Peer:
@@ -34,11 +36,11 @@ class Peer:
         self.shares = self.shares or self._payloads.shared_with(key)
         return self.shares
 
-    def resolve(self, at: task_pb2.PayloadReference) -> Reference:
+    def resolve(self, at: task_pb2.PayloadReference, crc: int = -1) -> Reference:
         """What the peer refers to. BadReferenceError: not to be believed."""
         if not self.shares:
             raise BadReferenceError("references are for those who share the master's directory: show the payload_key")
-        return self._payloads.resolve(at.segment, at.offset, at.size)
+        return self._payloads.resolve(at.segment, at.offset, at.size, crc)
 
     def lend(self, reference: Reference, bytes_max: int) -> bool:
         """Whether the peer can fetch the bytes from where they lie; if so they stay there until it has."""
@@ -66,7 +68,7 @@ def payload_of(given: task_pb2.TaskInput, peer: Peer | None) -> Reference:
     """The payload that an input refers to. BadReferenceError: none."""
     if peer is None:
         raise BadReferenceError("a payload goes by reference on a Run stream only; send its bytes")
-    return peer.resolve(given.payload_place)
+    return peer.resolve(given.payload_place, given.payload_crc32 if given.HasField("payload_crc32") else -1)
 
 
 def outcome_body(own: bytes, shared: bytes, result: bytes | Reference) -> LargeBody:
@@ -81,6 +83,17 @@ def outcome_at(body: LargeBody, reference: Reference) -> bytes:
     ).SerializeToString()
     result_head_bytes = len(_RESULT_TAG) + len(varint(len(reference)))
     return b"".join((body.head[:-result_head_bytes], _RESULT_PLACE_TAG, varint(len(place)), place))
+
+
+def outcome_lost(body: LargeBody, error: Exception) -> bytes:
+    """The same Outcome, without its result, and with the error that says why. OSError: it is not lost, see there."""
+    if is_transient(error):
+        raise error
+    result_head_bytes = len(_RESULT_TAG) + len(varint(len(body.tail)))
+    lost = task_pb2.Outcome()
+    lost.state = task_pb2.OUTCOME_STATE_RESULT_MISSING  # of a field that comes twice the last one counts
+    lost.error.type, lost.error.message = "ResultLost", f"the task ended, but its result can't be read: {error}"
+    return body.head[:-result_head_bytes] + lost.SerializeToString()
 
 
 def readable(leases: Sequence[Lease], peer: Peer) -> tuple[list[Lease], dict[int, bytes], list[ev.Failure]]:

@@ -1,9 +1,10 @@
 """What workers say of models: read for the core, freed of what makes no sense; and told to those who ask."""
 
 import itertools
+import re
 from collections.abc import Iterable
 
-from multigpu.v1 import model_pb2, worker_service_pb2
+from multigpu.v1 import model_pb2, task_pb2, worker_service_pb2
 
 from multigpu_master import wire
 from multigpu_master.core import events as ev
@@ -12,11 +13,33 @@ from multigpu_master.core.residency import Model, ModelState, Resident
 
 # What a worker may say of one model, beside its name.
 TEXTS_MAX, TEXT_CHARS_MAX = 64, 1 << 10
+_CONTROL = re.compile("[\0-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
 _STATES = {
     ModelState.LOADING: model_pb2.MODEL_STATE_LOADING,
     ModelState.READY: model_pb2.MODEL_STATE_READY,
     ModelState.UNLOADING: model_pb2.MODEL_STATE_UNLOADING,
 }
+
+
+def plain_name(field: str, value: str) -> None:
+    """InvalidTaskError: a terminal or a log would not show the name as it is. The journal may hold older ones."""
+    if _CONTROL.search(value):
+        raise wire.InvalidTaskError(f"{field} {value!r} contains control characters; remove them")
+
+
+def plain_spec(m: task_pb2.TaskSpec) -> None:
+    """InvalidTaskError, as `plain_name`: of a task's names."""
+    for field in ("content_type", "kind", "model", "queue"):
+        plain_name(field, getattr(m, field))
+
+
+def plain_hello(m: worker_service_pb2.Hello) -> None:
+    """InvalidTaskError, as `plain_name`: of a worker's names."""
+    plain_name("worker_id", m.worker_id)
+    for capability in m.capabilities:
+        plain_name("kind", capability.kind)
+        for model in capability.models:
+            plain_name("model", model)
 
 
 def models_of(messages: Iterable[model_pb2.Model]) -> tuple[Model, ...]:
@@ -34,6 +57,7 @@ def _model(m: model_pb2.Model) -> Model:
             raise wire.InvalidTaskError(
                 f"a model's {field} has at most {wire.MODEL_BYTES_MAX} bytes, and no NUL; rename the model"
             )
+        plain_name(f"a model's {field}", value)
     if not m.name:
         raise wire.InvalidTaskError("a model has no name; give it one")
     m.DiscardUnknownFields()
@@ -51,6 +75,7 @@ def _model(m: model_pb2.Model) -> Model:
         memory_bytes=m.memory_bytes,
         expected_bytes=m.expected_memory_bytes,
         load_s=max(0.0, wire.seconds_of(m.load_duration)) if m.HasField("load_duration") else 0.0,
+        error=m.error,
         wire=m.SerializeToString(),
     )
 

@@ -11,7 +11,8 @@ import contextlib
 import dataclasses
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any
 
 import structlog
 from multigpu.config import WorkerConfig
@@ -31,12 +32,14 @@ from multigpu_worker.engine_host import Death, EngineStartError
 from multigpu_worker.engine_pool import EnginePool
 from multigpu_worker.engine_process import EngineProcess, LoadedWords, ProcessSettings
 from multigpu_worker.engines.base import EngineSettings
-from multigpu_worker.link import Link, Metadata
+from multigpu_worker.link import Link, Metadata, ProtocolMismatchError, TakenOverError
 from multigpu_worker.model_keeper import ModelKeeper
 from multigpu_worker.mps import Mps, MpsStatus
+from multigpu_worker.reload import HandlersReload
 from multigpu_worker.sampler import Sampler
 from multigpu_worker.session import Lease, Report, ReportState, Session, SessionLimits, Spec, TaskError
 from multigpu_worker.sharing import Sharing
+from multigpu_worker.supervision import Supervision
 from multigpu_worker.watch import EngineBatch
 
 log = structlog.get_logger()
@@ -47,8 +50,9 @@ MEMORY_TICKS = 2
 FRAME_BYTES_MAX = 4 << 20
 # Past so many unsent bytes the engines have to wait, until the link has sent half of them.
 UNSENT_BYTES_MAX = 64 << 20
-# The master does not count leases that are given back for this.
+# The master does not count leases that are given back for these.
 MAKES_ROOM = "ModelMakesRoom"
+RECALLED = "Recalled"
 # A heartbeat waits so long for a fresh word of the device's sensors, and goes with the last one if none comes.
 SAMPLE_TIMEOUT_S = 0.5
 
@@ -86,7 +90,7 @@ class Agent:
             device=device,
             memory_bytes=memory_bytes,
             mps=mps,
-            suspects=self._suspects,
+            suspects=lambda lease_id: self.care.suspects(lease_id),  # noqa: PLW0108  it is made below
         )
         self.pool = EnginePool(self, processes)
         # What the repository holds is read now, and again now and then.
@@ -116,8 +120,9 @@ class Agent:
         # When a batch that waits to grow must go.
         self._growth: asyncio.TimerHandle | None = None
         self.care: Caretaker = Caretaker(
-            self, device, self.sampler, self.pool, canary_interval_s=config.canary_interval_s
+            self, device, self.sampler, self.pool, settings.artifacts, canary_interval_s=config.canary_interval_s
         )
+        self.handlers = HandlersReload(self.pool.base, config.drain_timeout_s, self._reloaded)
         # How often the engines were looked at: what systemd's watchdog goes by.
         self.ticks = 0
         self._heartbeat_wanted = False
@@ -131,7 +136,9 @@ class Agent:
         """Start the engine, then work until `drain` or `stop` has come to its end.
 
         EngineStartError: the engine can't start. ProtocolMismatchError: the master speaks another version.
+        TakenOverError: another worker has our id. ExceptionGroup: an error of our own, wherever it was raised.
         """
+        supervision = Supervision()
         try:
             try:
                 await self.pool.start()
@@ -142,26 +149,35 @@ class Agent:
             base = self.pool.base.host
             log.info("engine ready", pid=base.pid, kinds=sorted({kind for kind, _ in self._offers()}))
             self.sampler.start()
-            chores = [asyncio.create_task(chore) for chore in (self._beat(), self._tick(), self.care.run())]
+            chores = [supervision.watch(), self._beat(), self._tick(), self.care.run(), self.handlers.run()]
             if self.config.model_repository and self.config.repository_poll_s:
-                chores.append(asyncio.create_task(self._poll()))
+                chores.append(self._poll())
             if self.pool.mps is not None:
-                chores.append(asyncio.create_task(self.pool.mps.watch(self.pool.lost)))
-            try:
-                await self.link.run()
-            finally:
-                for chore in chores:
-                    chore.cancel()
-                await asyncio.gather(*chores, return_exceptions=True)
+                chores.append(self.pool.mps.watch(self.pool.lost))
+            await self._work(chores)
         finally:
             self.sampler.stop()
             self.pool.stop()
             await self.pool.stopped()
 
+    async def _work(self, chores: list[Coroutine[Any, Any, None]]) -> None:
+        """Keep the session, with these beside it: one that fails ends all."""
+        refused: Exception | None = None
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(chore) for chore in chores]
+            try:
+                await self.link.run()
+            except (ProtocolMismatchError, TakenOverError) as error:
+                refused = error
+            for task in tasks:
+                task.cancel()
+        if refused is not None:
+            raise refused
+
     async def drain(self, timeout_s: float) -> None:
         """Take no more work, finish what is held within the timeout, give back the rest, and end the stream."""
         self.draining = True
-        self._want_heartbeat()
+        self.want_heartbeat()
         log.info("draining", leases=len(self.session.leases), timeout_s=timeout_s)
         try:
             async with asyncio.timeout(timeout_s):
@@ -199,6 +215,7 @@ class Agent:
             self.session.held(hello=True),
             models=self.keeper.shelf.messages(),
             model_memory_bytes=self.keeper.limit_bytes,
+            incarnation=self.session.incarnation,
         )
 
     def _offers(self) -> list[tuple[str, list[str]]]:
@@ -219,9 +236,9 @@ class Agent:
         self.pool.share()
         self._last_frame = 0
         self._heartbeat_s = min(max(wire.seconds_of(words.heartbeat_interval) or 1.0, 0.01), 60.0)
-        self.cancel(self.session.welcome(words.adopted_lease_ids))
+        self.cancel(self.session.welcome(words.adopted_lease_ids, words.incarnation))
         log.info("session begins", master=self.config.master, session_id=words.session_id, master_version=words.version)
-        self._want_heartbeat()
+        self.want_heartbeat()
         self._welcomed.set()
         self.received(welcome)
 
@@ -235,18 +252,22 @@ class Agent:
                 raise wire.BadFrameError("it grants a lease that we hold")
             self.session.grant(leases)
             if self._runs(spec):
-                self.batcher.add(spec, leases)
+                self.pool.let_pass(self.batcher.add(spec, leases))
             else:
                 self._refuse(leases, spec)
         if response.revocations:
             revoked = [self.session.revoke(revocation.lease_id) for revocation in response.revocations]
             self.cancel([lease for lease in revoked if lease is not None])
             self._settled.set()
+        if response.recalled_lease_ids:
+            self.return_leases(self.pool.recall(self.session.recall(response.recalled_lease_ids)), "recalled", RECALLED)
+        if response.reload_handlers:
+            self.handlers.want()
         if response.HasField("desired"):
             self.care.asked(response.desired.check)
             self.keeper.desire(response.desired.pinned_models, response.desired.unwanted_models)
         if response.lease_batches and self.care.unusable:  # they crossed our word
-            self.give_back("the device can't be used", running=True)
+            self.give_back("the device can't be used", running=self.care.barred)
         elif response.lease_batches:
             self.pump()
 
@@ -267,19 +288,21 @@ class Agent:
                 draining=self.draining,
                 mps=self._mps_off if self.pool.mps is None else self.pool.mps.status,
                 health=wire.health_message(self.care.health, self.care.checks_passed),
+                handlers=self.handlers.message(),
             )
             if self._key_due and self.sharing.directory is not None:  # it comes before any result of the session
                 self._key_due = False
                 request.payload_key = self.sharing.directory.key
             return request
-        if not self.session.owes():
+        reports = None
+        if self.session.owes():
+            reports = wire.request_of(self.session.take_frame(FRAME_BYTES_MAX, time.monotonic()), self.sharing.lend)
+        else:
             self._settled.set()
-            return None
-        request = wire.request_of(self.session.take_frame(FRAME_BYTES_MAX, time.monotonic()), self.sharing.lend)
         if self._paused and self.session.unsent_bytes < UNSENT_BYTES_MAX // 2:
             self._paused = False
             self.pool.pause(paused=False)
-        return request
+        return reports
 
     def disconnected(self, reason: str) -> None:
         if not self._stopped:
@@ -313,6 +336,19 @@ class Agent:
     def room_made(self) -> None:
         self.pump()
 
+    def given_back(self, leases: list[Lease]) -> None:
+        self.return_leases([lease for lease in leases if lease.recalled], "recalled", RECALLED)
+        self.batcher.give_way([lease for lease in leases if not lease.recalled])
+        self.pump()
+
+    def _reloaded(self) -> None:
+        """The engine may run other kinds now."""
+        self.keeper.changed = True
+        self.want_heartbeat()
+        gone = [lease for lease in self.session.leases.values() if not self._runs(lease.spec)]
+        self.return_leases(gone, "the reloaded handlers don't have its kind")
+        self.pump()
+
     def batch_done(self, process: EngineProcess, batch: EngineBatch, work_ns: int) -> None:
         if batch.one_by_one and batch.settled:
             self.batcher.measure(batch.spec, batch.settled, work_ns / 1e9)
@@ -328,18 +364,18 @@ class Agent:
             self.sampler.end_work()
         if self.pool.sings(process):
             self.care.engine_died(others)
-        now_ns = time.time_ns()
+        began_ns = (now_ns := time.time_ns()) - max([slot.ran_ns() for slot in death.slots], default=0)
         if self.care.grace_s and any(report.broke_engine for report in judged.reports):
             # What the device has to say of it comes soon: if that is to blame, these leases are given back before.
-            asyncio.get_running_loop().call_later(self.care.grace_s, self.report, now_ns, now_ns, judged.reports)
+            asyncio.get_running_loop().call_later(self.care.grace_s, self.report, began_ns, now_ns, judged.reports)
         else:
-            self.report(now_ns, now_ns, judged.reports)
+            self.report(began_ns, now_ns, judged.reports)
         self.batcher.put_back(judged.again)
         if judged.hardware:
             self.care.memory_failed(judged.hardware)
         if death.fault is not None:
             self.pool.lost()
-            self._want_heartbeat()
+            self.want_heartbeat()
         if process.host.imports is not None and not self._stopped:
             self.keeper.process_died(process, death)
             self.pump()
@@ -348,23 +384,20 @@ class Agent:
 
     def waiting(self, model: str) -> list[Lease]:
         """The leases that wait for a model."""
-        inside = self._inside()
-        return [
-            lease
-            for lease_id, lease in self.session.leases.items()
-            if lease_id not in inside and self.keeper.model_of(lease.spec) == model
-        ]
+        return [lease for lease in self._waiting() if self.keeper.model_of(lease.spec) == model]
 
     def waiting_specs(self) -> set[Spec]:
         """What is asked for by leases that wait for models."""
-        inside = self._inside()
-        specs = {lease.spec for lease_id, lease in self.session.leases.items() if lease_id not in inside}
-        return {spec for spec in specs if self.keeper.model_of(spec) is not None}
+        return {lease.spec for lease in self._waiting() if self.keeper.model_of(lease.spec) is not None}
 
     def waiting_of(self, spec: Spec) -> list[Lease]:
         """The leases of this spec that wait."""
+        return [lease for lease in self._waiting() if lease.spec == spec]
+
+    def _waiting(self) -> list[Lease]:
+        """The leases that are in no engine."""
         inside = self._inside()
-        return [lease for lease in self.session.leases.values() if lease.spec == spec and lease.lease_id not in inside]
+        return [lease for lease_id, lease in self.session.leases.items() if lease_id not in inside]
 
     def held(self) -> Mapping[str, int]:
         """How many leases are held for each model, waiting or running."""
@@ -383,9 +416,9 @@ class Agent:
         now_ns = time.time_ns()
         self.report(now_ns, now_ns, [Report(lease, ReportState.FAILED, error=error) for lease in leases])
 
-    def return_leases(self, leases: list[Lease], why: str) -> None:
+    def return_leases(self, leases: list[Lease], why: str, error_type: str = MAKES_ROOM) -> None:
         """Give these back uncharged."""
-        self.session.give_back(leases, why, time.time_ns(), error_type=MAKES_ROOM)
+        self.session.give_back(leases, why, time.time_ns(), error_type)
         self._outgoing()
 
     def may_load(self) -> bool:
@@ -404,7 +437,8 @@ class Agent:
 
     def want_heartbeat(self) -> None:
         """Tell the master now how things are."""
-        self._want_heartbeat()
+        self._heartbeat_wanted = True
+        self.link.wake()
 
     def running(self) -> list[int]:
         """The leases that the engine runs at this instant."""
@@ -419,9 +453,6 @@ class Agent:
         self.pool.replace()
 
     # Between the two.
-
-    def _suspects(self, lease_id: int) -> bool:
-        return self.care.suspects(lease_id)
 
     def _runs(self, spec: Spec) -> bool:
         """There is something here that can run tasks of this spec, or can be loaded."""
@@ -439,15 +470,21 @@ class Agent:
     def pump(self) -> None:
         """Keep the engines supplied."""
         waiting: set[Spec] = set()
-
-        def may(spec: Spec) -> bool:
-            if self._target(spec, self.batcher.first(spec)) is not None:
-                return True
-            waiting.add(spec)
-            return False
-
+        # When engines that have enough for now should have their next batches.
+        later_s: list[float] = []
         now_s = time.monotonic()
         one_by_one = self._one_by_one | self.keeper.one_by_one
+
+        def may(spec: Spec) -> bool:
+            process = self._target(spec, self.batcher.first(spec))
+            if process is None:
+                waiting.add(spec)
+                return False
+            if spec.kind in one_by_one or process.pace.due_s() <= now_s:
+                return True
+            later_s.append(process.pace.due_s())
+            return False
+
         while leases := self.batcher.pop(one_by_one=one_by_one, may=may, now_s=now_s):
             spec = leases[0].spec
             process = self._target(spec, leases[0])
@@ -455,15 +492,12 @@ class Agent:
             self.sampler.begin_work()
             process.dispatch(leases, one_by_one=spec.kind in one_by_one)
             waiting.clear()
-        due_s = self.batcher.due_s()
+        due_s = min((due_s for due_s in (self.batcher.due_s(), *later_s) if due_s is not None), default=None)
         if due_s is not None and (self._growth is None or self._growth.when() > due_s or self._growth.when() < now_s):
             if self._growth is not None:
                 self._growth.cancel()
             self._growth = asyncio.get_running_loop().call_at(due_s, self._grown)
-        if waiting:
-            models = {model for spec in waiting if (model := self.keeper.model_of(spec)) is not None}
-            if models:
-                self.keeper.wanted(models)
+        self.keeper.wanted({model for spec in waiting if (model := self.keeper.model_of(spec)) is not None})
 
     def _grown(self) -> None:
         """A batch has waited long enough."""
@@ -478,8 +512,7 @@ class Agent:
         return {lease_id for process in self.pool for batch in process.batches.values() for lease_id in batch.leases}
 
     def report(self, start_ns: int, finish_ns: int, reports: list[Report], energy: Energy | None = None) -> None:
-        if not reports:
-            return
+        """Take reports, of which there may be none; partial outputs that came with them are in the session."""
         for report in reports:
             if report.lease.traceparent:
                 self._trace(report, start_ns, finish_ns)
@@ -504,7 +537,7 @@ class Agent:
         }
         span_from(report.lease.traceparent, "multigpu.run", start_ns, finish_ns, attributes)
 
-    def _refuse(self, leases: Iterable[Lease], spec: Spec) -> None:
+    def _refuse(self, leases: list[Lease], spec: Spec) -> None:
         """What nothing here offers: the master was told, so this is its error, but not the task's."""
         if self.keeper.serves(spec.kind):
             error = TaskError(type="UnknownModel", message=self.keeper.why_not(spec), retryable=False)
@@ -512,8 +545,7 @@ class Agent:
             kinds = ", ".join(sorted(kind for kind, _ in self._offers()))
             message = f"worker {self.identity.worker_id} doesn't run {spec.kind!r}; it runs {kinds}"
             error = TaskError(type="UnknownKind", message=message, retryable=False)
-        now_ns = time.time_ns()
-        self.report(now_ns, now_ns, [Report(lease, ReportState.FAILED, error=error) for lease in leases])
+        self.fail(leases, error)
 
     def cancel(self, leases: list[Lease]) -> None:
         """Tell the engines that nobody wants these any more; those that wait are dropped when their turn comes."""
@@ -525,17 +557,14 @@ class Agent:
         for process in self.pool:
             process.running()
 
-    def _want_heartbeat(self) -> None:
-        self._heartbeat_wanted = True
-        self.link.wake()
-
     async def _beat(self) -> None:
         """Send a heartbeat at the master's interval, with the device's state."""
         while True:
             await self.sampler.sample(min(SAMPLE_TIMEOUT_S, self._heartbeat_s))
+            self.sampler.count_sharers(self.pool.owns)
             self.pool.tell_taken()
             if self.session.connected:
-                self._want_heartbeat()
+                self.want_heartbeat()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._heartbeat_s):
                     await self._welcomed.wait()
@@ -553,7 +582,7 @@ class Agent:
             if found != self._catalog:
                 log.info("the model repository has changed", models=len(found.specs), errors=dict(found.errors))
                 self._catalog = found
-                self.keeper.put(found)
+                await self.keeper.put(found)
                 self.batcher.rules = self.keeper.rules()
 
     async def _tick(self) -> None:

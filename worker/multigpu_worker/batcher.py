@@ -51,7 +51,8 @@ class BatchLimits:
 DEFAULT_RULES = BatchRules()
 
 
-def _tokens(lease: Lease) -> int:
+def tokens_of(lease: Lease) -> int:
+    """About how much work it is, for kinds that run a batch together."""
     return max(1, len(lease.payload) // BYTES_PER_TOKEN)
 
 
@@ -89,8 +90,8 @@ class Batcher:
         self._growing: dict[Spec, Growth] = {}
         self._due_s: float | None = None
 
-    def add(self, spec: Spec, leases: Iterable[Lease]) -> None:
-        """Let leases of one spec wait, behind those that do."""
+    def add(self, spec: Spec, leases: Iterable[Lease]) -> int:
+        """Let leases of one spec wait, behind those that do. Returns the last one's rank."""
         line = self._lines.get(spec)
         if line is None:
             line = self._lines[spec] = deque()
@@ -102,12 +103,19 @@ class Batcher:
         self._arrivals = rank - behind
         if not line:
             del self._lines[spec]
+        return rank
 
     def put_back(self, leases: Iterable[Lease]) -> None:
         """Let leases that already were in an engine go first again, in this order whatever their specs."""
         for lease in reversed(list(leases)):
             self._returns -= 1
             self._lines.setdefault(lease.spec, deque()).appendleft((self._returns, lease))
+
+    def give_way(self, leases: Iterable[Lease]) -> None:
+        """Let leases that came back from an engine, which had not begun them, wait where they did."""
+        for lease in reversed(list(leases)):
+            line = self._lines.setdefault(lease.spec, deque())
+            line.appendleft((min(lease.rank, line[0][0] - 1) if line else lease.rank, lease))
 
     def pop(
         self, *, one_by_one: frozenset[str], may: Callable[[Spec], bool] | None = None, now_s: float = 0.0
@@ -172,7 +180,7 @@ class Batcher:
         that a batch may go a little early.
         """
         line, growth = self._lines[spec], self._growing.setdefault(spec, fresh)
-        growth.tokens += sum(_tokens(lease) for _, lease in islice(line, growth.tasks, None))
+        growth.tokens += sum(tokens_of(lease) for _, lease in islice(line, growth.tasks, None))
         growth.tasks = len(line)
         preferred = self.rules.get((spec.kind, spec.model), DEFAULT_RULES).preferred
         size = max((size for size in preferred if size <= min(growth.tasks, tasks_max)), default=0)
@@ -203,8 +211,9 @@ class Batcher:
             if lease.dropped:
                 line.popleft()
                 continue
+            lease.rank = line[0][0]
             if tokens_max is not None:
-                tokens += _tokens(lease)
+                tokens += tokens_of(lease)
                 if batch and tokens > tokens_max:
                     break
             if len(batch) >= lease.together_max:

@@ -11,6 +11,7 @@ import itertools
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 import structlog
@@ -19,6 +20,7 @@ from multigpu_worker.device import Device
 from multigpu_worker.device_events import DeviceEvent, DeviceEvents, EventKind
 from multigpu_worker.engine_pool import EnginePool
 from multigpu_worker.health import Gravity, Health, Reason
+from multigpu_worker.reset_watch import ResetNote, ResetWatch
 from multigpu_worker.sampler import Sample, Sampler
 from multigpu_worker.xids import REMEDIES, XidClass, xid_of
 
@@ -29,13 +31,14 @@ TICK_S = 0.1
 ANSWER_TIMEOUT_S = 5.0
 # A driver that owes an answer for so long is not well.
 HUNG_S = 10.0
-# An engine has so long to start in a check, and the canary to answer: loading torch is part of it.
-ENGINE_TIMEOUT_S = 60.0
+# The limit of the canary's answer: importing torch is part of it.
 CANARY_TIMEOUT_S = 120.0
 # A check tries again, so often in all, if the engine was ended for another reason while the canary sang.
 CANARY_TRIES = 3
 # What an engine's death has to do with an event of its device: they reach us in any order within so long.
 GRACE_S = 0.25
+# Uncorrectable errors are those of a contained one (XID 94) that is told within these times before and after them.
+CONTAINED_BEFORE_S, CONTAINED_AFTER_S = 1.0, 0.1
 
 # NVML's nvmlDeviceGpuRecoveryAction_t.
 RECOVERY_ACTIONS = {
@@ -86,7 +89,14 @@ class Caretaker:
     """See the module. All on the event loop."""
 
     def __init__(
-        self, ward: Ward, device: Device, sampler: Sampler, pool: EnginePool, *, canary_interval_s: float
+        self,
+        ward: Ward,
+        device: Device,
+        sampler: Sampler,
+        pool: EnginePool,
+        artifacts: str,
+        *,
+        canary_interval_s: float,
     ) -> None:
         self._ward = ward
         self._sampler = sampler
@@ -101,7 +111,10 @@ class Caretaker:
         if device.info.device_id != "cpu":
             self._events = DeviceEvents(device.info.device_id, self._tell)
         self._seen: Sample | None = None
-        self._ecc_uncorrected: int | None = None
+        self._note = ResetNote(Path(artifacts) / "device.resets" / f"{device.info.device_id}.json")
+        self._reset = ResetWatch(self._note.read())
+        # When an XID told last of a contained error, by the monotonic clock.
+        self._contained_s = -CONTAINED_BEFORE_S
         # Leases that ran when an XID of the application's kind came, and were not settled since.
         self._suspects: set[int] = set()
         self._canary_ids = itertools.count(1)
@@ -116,13 +129,20 @@ class Caretaker:
 
     @property
     def unusable(self) -> bool:
-        """Nothing can run on the device: leases that come go back."""
+        """Nothing can begin on the device: leases that come go back."""
         return self.health.unusable
+
+    @property
+    def barred(self) -> bool:
+        """Nothing may be on the device: what runs goes back, too."""
+        return self.health.barred
 
     async def run(self) -> None:
         """Look after the device until cancelled."""
         if self._events is not None:
             self._events.start()
+        if self._reset.needed is not None:  # since the last process of this worker
+            self._break_down(*self._reset.needed)
         try:
             while True:
                 self._changed.clear()
@@ -166,8 +186,7 @@ class Caretaker:
         if event.kind is EventKind.XID:
             self._xid(event.code)
         elif event.kind is EventKind.DOUBLE_BIT_ECC:
-            message = "a double-bit error of its memory, which can't be corrected: run nvidia-smi --gpu-reset"
-            self._happen("ecc_uncorrected", message, Gravity.UNUSABLE)
+            self._errors_seen("a double-bit error of its memory, which can't be corrected: reset the GPU")
         self._changed.set()
 
     def _xid(self, code: int) -> None:
@@ -178,17 +197,41 @@ class Caretaker:
             message += f"; {REMEDIES[xid.what]}"
         match xid.what:
             case XidClass.APPLICATION:
-                self._suspects.update(self._ward.running())
+                if not self._shared():
+                    self._suspects.update(self._ward.running())
             case XidClass.SEQUEL:
                 pass
             case XidClass.NOTICE:
                 self._happen(f"xid_{code}", message, Gravity.DEGRADED)
             case XidClass.CONTAINED:
+                self._contained_s = time.monotonic()
                 self._happen(f"xid_{code}", message, Gravity.DEGRADED)
                 self._ward.give_back(message, running=True)
                 self._ward.replace_engine()
             case XidClass.RESET | XidClass.REBOOT | XidClass.PERSON:
-                self._happen(f"xid_{code}", message, Gravity.UNUSABLE)
+                self._break_down(f"xid_{code}", message)
+
+    def _shared(self) -> bool:
+        """Whether other processes than our engines compute on the device: an XID may be theirs."""
+        sample, mps = self._sampler.latest, self._pool.mps is not None
+        processes = () if sample is None else sample.telemetry.processes
+        return any(not self._pool.owns(process.pid) for process in processes if process.mps_client or not mps)
+
+    def _errors_seen(self, message: str) -> None:
+        """Uncorrectable errors of the memory. Contained ones cost the device nothing: their XID comes with them."""
+
+        def decide() -> None:
+            if time.monotonic() - self._contained_s > CONTAINED_BEFORE_S:
+                self._break_down("ecc_uncorrected", message)
+
+        self._loop.call_later(CONTAINED_AFTER_S, decide)
+
+    def _break_down(self, code: str, message: str) -> None:
+        """Something happened that only a reset mends."""
+        if self._events is not None:
+            self._reset.need(code, message)
+            self._note.keep(self._reset.state)
+        self._happen(code, message, Gravity.UNUSABLE)
 
     def _happen(self, code: str, message: str, gravity: Gravity) -> None:
         before = self._word()
@@ -203,11 +246,16 @@ class Caretaker:
         if hung_s > HUNG_S:
             message = f"the driver has not answered for more than {HUNG_S:g} s: see the kernel's log, restart the host"
             findings.append(Reason("driver_hung", message, Gravity.SICK))
+        if error := self._pool.start_error():
+            findings.append(Reason("engine_fails", f"no engine can start: {error}", Gravity.NO_ENGINE))
+        elif doing := self._pool.base.host.starts_slowly:
+            findings.append(Reason("engine_starts", f"the engine is not ready yet: {doing}", Gravity.DEGRADED))
         if sample is not None:
             if self._events is not None and not sample.gone and sample is not self._seen:
                 self._events.device_answers()
             findings += self._findings(sample)
-            self._count_ecc(sample)
+            self._look_for_reset(sample)
+        self._note.keep(self._reset.state)
         self.health.find(findings, self._now())
         self.health.pass_time(self._now())
         self._follow(before)
@@ -233,39 +281,37 @@ class Caretaker:
             message = "a row of its memory is to be replaced by a spare one: reset the GPU when it is convenient"
             yield Reason("row_remap_pending", message, Gravity.DEGRADED)
 
-    def _count_ecc(self, sample: Sample) -> None:
-        """More uncorrectable errors than before: somebody computed with wrong numbers."""
-        count, before = sample.telemetry.ecc_uncorrected, self._ecc_uncorrected
+    def _look_for_reset(self, sample: Sample) -> None:
         if sample is self._seen:
             return
         self._seen = sample
-        if count is None:
-            return
-        self._ecc_uncorrected = count
-        if before is not None and count > before:
-            message = f"{count - before} new errors of its memory, which can't be corrected: reset the GPU"
-            self.health.happen("ecc_uncorrected", message, Gravity.UNUSABLE, self._now())
+        action = 0 if self._events is None else self._events.recovery_action
+        wanted = True if sample.gone or action else None if action is None else False
+        errors = self._reset.look(wanted=wanted, ecc_uncorrected=sample.telemetry.ecc_uncorrected)
+        if errors:  # somebody computed with wrong numbers
+            self._errors_seen(f"{errors} new errors of its memory, which can't be corrected: reset the GPU")
 
     # --- what follows ------------------------------------------------------------------------------------------------
 
-    def _word(self) -> tuple[bool, bool, dict[str, str]]:
-        return self.health.fit, self.health.unusable, {r.code: r.message for r in self.health.reasons}
+    def _word(self) -> tuple[bool, bool, bool, dict[str, str]]:
+        health = self.health
+        return health.fit, health.unusable, health.barred, {r.code: r.message for r in health.reasons}
 
-    def _follow(self, before: tuple[bool, bool, dict[str, str]]) -> None:
+    def _follow(self, before: tuple[bool, bool, bool, dict[str, str]]) -> None:
         """Do what a change of health asks for."""
-        fit, unusable, _ = before
+        fit, unusable, barred, _ = before
         health = self.health
         after = self._word()
         if after == before:
             return
-        why = "; ".join(after[2].values())
+        why = "; ".join(after[3].values())
         log_it = log.info if health.fit else log.warning
-        log_it("the device's health", state=health.state.name, reasons=list(after[2]), why=why)
+        log_it("the device's health", state=health.state.name, reasons=list(after[3]), why=why)
         self._ward.want_heartbeat()
-        if health.unusable and not unusable:
+        if health.barred and not barred:
             self._ward.give_back(f"the device can't be used: {why}", running=True)
             self._pool.park()
-        elif not health.fit and fit:
+        elif (not health.fit and fit) or (health.unusable and not unusable):
             self._ward.give_back(f"the device is sick: {why}", running=False)
 
     async def _check(self) -> None:
@@ -281,13 +327,14 @@ class Caretaker:
             pass
         elif wrong is None:
             health.pass_check(self._now())
+            self._reset.done()
             self.checks_passed = asked
             self._canary_s = time.monotonic()
         else:
             health.fail_check(*wrong, self._now())
         if health.fit and self._checks_asked > asked:  # meanwhile it was asked again
             health.happen("tasks_fail", "different tasks broke their engine on it", Gravity.SICK, self._now())
-        if health.unusable:  # what was tried for the check goes again
+        if health.barred:  # what was tried for the check goes again
             self._pool.park()
         self._follow(before)
 
@@ -303,10 +350,7 @@ class Caretaker:
             return None
         self._pool.unpark()
         for _ in range(CANARY_TRIES):
-            end_s = time.monotonic() + ENGINE_TIMEOUT_S
             while not self._pool.ready:
-                if time.monotonic() > end_s:
-                    return "engine_fails", f"no engine started on it within {ENGINE_TIMEOUT_S:g} s", Gravity.UNUSABLE
                 await asyncio.sleep(TICK_S / 2)
                 self._look()
                 if not self.health.checking:
@@ -314,6 +358,11 @@ class Caretaker:
             wrong, interrupted = await self._sing()
             if not interrupted:
                 break
+        if wrong is None and self._reset.needed is not None:
+            code, message = self._reset.needed
+            unseen = "no reset was seen since, and the self-test, which needs torch, did not run"
+            after = f"after the reset delete {self._note.path} and restart this worker"
+            return code, f"{message}; {unseen}: {after}", Gravity.UNUSABLE
         return wrong
 
     # --- the canary --------------------------------------------------------------------------------------------------
@@ -348,6 +397,8 @@ class Caretaker:
         right, words = canary.answer.result()
         if right is None:
             log.info("no canary", why=words)
+        if right:
+            self._reset.done()
         if right is not False:
             return None, canary.interrupted
         code = "cuda_sticky_error" if words.startswith("it raised") else "canary_wrong"
@@ -359,9 +410,6 @@ class Caretaker:
             self._canary.begun = True
 
     def canary_answered(self, canary_id: int, right: bool | None, words: str) -> None:
-        """TypeError: what the engine says makes no sense."""
-        if type(canary_id) is not int or right not in (True, False, None) or type(words) is not str:
-            raise TypeError(f"a canary that says {canary_id!r}, {right!r}, {words!r}")
         if self._canary is not None and self._canary.canary_id == canary_id and not self._canary.answer.done():
             self._canary.answer.set_result((right, words))
 
@@ -388,4 +436,4 @@ class Caretaker:
 
     def memory_failed(self, message: str) -> None:
         """A task's error says that the device's memory, or a link of its, has failed."""
-        self._happen("ecc_uncorrected", f"a task's error: {message}; reset the GPU", Gravity.UNUSABLE)
+        self._break_down("ecc_uncorrected", f"a task's error: {message}; reset the GPU")

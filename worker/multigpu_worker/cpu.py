@@ -23,6 +23,7 @@ class CpuDevice:
         )
         self.visible_devices = ""
         self.engine_name = "cpu"
+        self.compute_prohibited = False
         self._packages = [Package(folder) for folder in _packages(powercap)]
         # When power was last told, the energy then, and the power told, in seconds, joules and watts.
         self._power_since = (0.0, 0.0)

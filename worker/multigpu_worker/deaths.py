@@ -116,7 +116,8 @@ class Deaths:
             return spare(batches, next(iter(lost.values())))
         if guilty:
             return condemn([state for state in death.slots if state.started_ns < lost_ns], batches, guilty)
-        return blame(death.slots, batches, verdict, died, death.prepared)
+        by_itself = verdict is None and not death.killed
+        return blame(death.slots, batches, verdict, died, death.prepared, by_itself=by_itself)
 
     def _broke(self, death: Death, verdict: Verdict | None, lease: Lease, error: TaskError) -> bool:
         """Whether it was the attempt that took the engine, or its device's context, down with it.

@@ -4,6 +4,7 @@ for a CPU (cpu.py). What a device doesn't tell is left out, never zero.
 All of this may block: a sick driver may not answer at all. sampler.py calls it on a thread of its own.
 """
 
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,6 +72,7 @@ class DeviceProcess:
     pid: int
     memory_used_bytes: int | None = None
     mps_client: bool = False
+    idle: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,6 +113,8 @@ class Device(Protocol):
     visible_devices: str
     # What the engine calls it then.
     engine_name: str
+    # Its compute mode lets no process compute.
+    compute_prohibited: bool
 
     def sample(self) -> Telemetry:
         """Read the sensors. May block, even for ever. DeviceGoneError: it can't be used now."""
@@ -123,7 +127,8 @@ class Device(Protocol):
 
 
 def open_device(name: str) -> Device:
-    """Open "cpu", "cuda:N", a GPU by its NVML UUID, or with "auto" the first GPU if there is one.
+    """Open "cpu", "cuda:N", a GPU or MIG instance by its NVML UUID. With "auto", the MIG instance that comes first in
+    CUDA_VISIBLE_DEVICES, else the first GPU, else the CPU.
 
     DeviceError: there is no such device, or it can't be used.
     """
@@ -132,6 +137,9 @@ def open_device(name: str) -> Device:
     if name == "cpu":
         return cpu.CpuDevice()
     count, reason = nvml.count()
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").partition(",")[0]
+    if name == "auto" and visible.startswith("MIG-"):
+        name = visible
     if name == "auto":
         return nvml.open_at(0) if count else cpu.CpuDevice()
     if not name.startswith("cuda:"):
@@ -141,7 +149,7 @@ def open_device(name: str) -> Device:
     if index is None or index >= count:
         there = f"there are {count} NVIDIA devices, counted from cuda:0" if count else f"no NVIDIA device: {reason}"
         raise DeviceError(f"there is no {name} here ({there}); choose another --device, such as cpu")
-    return nvml.open_at(index)
+    return nvml.open_at(index, name if name.startswith("MIG-") else "")
 
 
 def host_memory_bytes() -> int:

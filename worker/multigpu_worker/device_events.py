@@ -7,6 +7,7 @@ hangs.
 """
 
 import contextlib
+import contextvars
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,6 +15,8 @@ from enum import Enum
 from typing import Any
 
 import structlog
+
+from multigpu_worker.nvml import handles
 
 try:
     import pynvml
@@ -25,6 +28,7 @@ log = structlog.get_logger()
 WAIT_MS = 500
 RETRY_S = 0.5
 RECOVERY_ACTION_FIELD = 230  # NVML_FI_DEV_GET_GPU_RECOVERY_ACTION
+WHOLE_GPU = 0xFFFFFFFF  # in the place of the ids of a MIG instance
 
 
 class EventKind(Enum):
@@ -49,9 +53,13 @@ class DeviceEvents:
         self._tell = tell
         self._stopped = threading.Event()
         self._answers = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="device-events", daemon=True)
-        # NVML's nvmlDeviceGpuRecoveryAction_t; None: the driver doesn't tell.
+        # With our context, so that its log lines have a worker_id.
+        run = contextvars.copy_context().run
+        self._thread = threading.Thread(target=run, args=(self._run,), name="device-events", daemon=True)
+        # NVML's nvmlDeviceGpuRecoveryAction_t, 0 too if the driver doesn't tell; None: not asked yet.
         self.recovery_action: int | None = None
+        # Ids of a MIG instance: of its GPU instance, and of its compute instance.
+        self._instance = (WHOLE_GPU, WHOLE_GPU)
 
     def start(self) -> None:
         self._thread.start()
@@ -76,17 +84,19 @@ class DeviceEvents:
                 if self._stopped.is_set():
                     return
                 if error.value == pynvml.NVML_ERROR_NOT_SUPPORTED:
+                    self.recovery_action = 0
                     log.warning("this device tells of no events: only what its sensors show is known", error=str(error))
                     return
                 if not complained:
                     log.warning("no events of the device for now", error=str(error))
                     complained = True
-                self.recovery_action = None
+                self.recovery_action = 0
                 self._tell(DeviceEvent(EventKind.CHANGED))
                 self._stopped.wait(RETRY_S)
                 self._answers.clear()
                 self._answers.wait()
             except Exception:
+                self.recovery_action = 0
                 log.exception("the device's events can't be read")
                 return
             else:
@@ -94,7 +104,9 @@ class DeviceEvents:
 
     def _listen(self) -> None:
         """Tell of events until the end. NVMLError: the device can't be listened to, now or at all."""
-        handle = pynvml.nvmlDeviceGetHandleByUUID(self._device_id)
+        own, handle = handles(self._device_id)
+        if own is not handle:
+            self._instance = pynvml.nvmlDeviceGetGpuInstanceId(own), pynvml.nvmlDeviceGetComputeInstanceId(own)
         wanted = (
             pynvml.nvmlEventTypeXidCriticalError
             | pynvml.nvmlEventTypeDoubleBitEccError
@@ -121,6 +133,9 @@ class DeviceEvents:
                 pynvml.nvmlEventSetFree(events)
 
     def _tell_of(self, data: Any) -> None:
+        instance = (data.gpuInstanceId, data.computeInstanceId)
+        if WHOLE_GPU not in instance and instance != self._instance:
+            return
         if data.eventType == pynvml.nvmlEventTypeXidCriticalError:
             self._tell(DeviceEvent(EventKind.XID, data.eventData))
         elif data.eventType == pynvml.nvmlEventTypeDoubleBitEccError:
@@ -130,7 +145,7 @@ class DeviceEvents:
 
     def _read_recovery_action(self, handle: Any) -> None:
         value = pynvml.nvmlDeviceGetFieldValues(handle, [RECOVERY_ACTION_FIELD])[0]
-        action = value.value.uiVal if value.nvmlReturn == pynvml.NVML_SUCCESS else None
+        action = value.value.uiVal if value.nvmlReturn == pynvml.NVML_SUCCESS else 0
         if action != self.recovery_action:
             self.recovery_action = action
             self._tell(DeviceEvent(EventKind.CHANGED))

@@ -14,8 +14,8 @@ share of the figure. It adds up:
   of the time only, so that each reading is a sample of what went on; and what is shorter than the counter can tell is
   put down at the mean power of the busy second that it was part of;
 - the share of the window that no reading covers, by how much power varied, at least a tenth of it;
-- one for each other process that computes on the device: the part of each is then taken to be the same, and is anything
-  between nothing and all.
+- one for each other process that worked on the device: all are taken to have equal parts while they work, and each may
+  have had anything between nothing and all.
 
 Where that comes to 1 or more with us alone on the device, the device can't tell: then there is no figure.
 """
@@ -61,22 +61,22 @@ class EnergyMeter:
 
     def __init__(self, method: EnergyMethod) -> None:
         self.method = method
-        # Processes that compute on the device, ours among them.
-        self.processes = 1
+        # Who works on the device now: our engines count as one, other processes as one each.
+        self.sharers = 1
         self._base_ns = int(BASE_LAGS * LAG_S[method] * 1e9)
         self._lag_ns = int(LAG_S[method] * 1e9)
         self._last_value = 0.0
-        # Instants, and the joules by then of one of those that ran at one time, since the first reading. Replaced,
-        # never changed: another thread may be at it.
-        self._readings: tuple[list[int], list[float]] = ([], [])
+        # Instants, and the joules by then of one of those that ran at one time, since the first reading: all, and our
+        # part. Replaced, never changed: another thread may be at it.
+        self._readings: tuple[list[int], list[float], list[float]] = ([], [], [])
 
     def reset(self) -> None:
         """The device has no work any more."""
-        self._readings = ([], [])
+        self._readings = ([], [], [])
 
     def read(self, now_ns: int, value: float, running: int) -> None:
         """The counter in joules, or power in watts, by the method; and how many batches run at one time."""
-        times, joules = self._readings
+        times, joules, ours = self._readings
         if times and 0 < now_ns - times[-1] < _APART_NS:
             return
         last_value, self._last_value = self._last_value, value
@@ -86,16 +86,18 @@ class EnergyMeter:
             grown = (last_value + value) / 2 * (now_ns - times[-1]) / 1e9 if times else 0.0
         # Nothing before it, the clock was set back, or the driver was loaded again.
         if not times or now_ns <= times[-1] or grown < 0:
-            self._readings = ([now_ns], [0.0])
+            self._readings = ([now_ns], [0.0], [0.0])
             return
         if len(times) >= READINGS_MAX:
             half = len(times) // 2
-            times, joules = times[:half:2] + times[half:], joules[:half:2] + joules[half:]
-        self._readings = ([*times, now_ns], [*joules, joules[-1] + grown / max(1, running)])
+            times = times[:half:2] + times[half:]
+            joules, ours = (kept[:half:2] + kept[half:] for kept in (joules, ours))
+        grown /= max(1, running)
+        self._readings = ([*times, now_ns], [*joules, joules[-1] + grown], [*ours, ours[-1] + grown / self.sharers])
 
     def measure(self, start_ns: int, finish_ns: int, units: int) -> Energy | None:
         """What a batch took between two instants for each of its units. None: the device can't tell."""
-        times, joules = self._readings
+        times, joules, ours = self._readings
         window_ns = finish_ns - start_ns
         if len(times) < 2 or window_ns <= 0 or units <= 0:
             return None
@@ -126,11 +128,9 @@ class EnergyMeter:
         )
         if uncertainty >= 1.0:
             return None
-        processes = self.processes
+        share = (ours[right] - ours[left]) / (joules[right] - joules[left])
         return Energy(
-            joules_per_unit=total / processes / units,
-            method=self.method,
-            uncertainty=uncertainty + processes - 1,
+            joules_per_unit=total * share / units, method=self.method, uncertainty=uncertainty + 1 / share - 1
         )
 
 

@@ -18,7 +18,9 @@ import socket
 import subprocess
 import sys
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -27,10 +29,14 @@ from multigpu.repository import ModelSpec
 
 from multigpu_worker import ipc
 from multigpu_worker.blobs import BlobMemory
+from multigpu_worker.engine_start import READY_S, SLOW_START_S, EngineStart
 from multigpu_worker.engines.base import EngineSettings
+from multigpu_worker.engines.handler_sources import Sources, sources_of
 from multigpu_worker.engines.registry import KindInfo
-from multigpu_worker.mps import Fault, Mps, members
+from multigpu_worker.load_watch import LoadWatch
+from multigpu_worker.mps import Fault, Mps, look_for_members
 from multigpu_worker.output import OutputLog
+from multigpu_worker.supervision import supervised
 
 log = structlog.get_logger()
 
@@ -78,7 +84,9 @@ class EngineEvents(Protocol):
     """What the host tells its owner, on the event loop."""
 
     def engine_ready(self) -> None: ...
-    def engine_said(self, message: ipc.Message, blobs: list[bytes]) -> None: ...
+    def engine_said(self, message: ipc.Message, blobs: list[bytes]) -> Callable[[], None]:
+        """Read a frame; the answer carries it out. TypeError, ValueError, LookupError: it makes no sense."""
+
     def engine_died(self, death: Death) -> None: ...
 
 
@@ -106,6 +114,14 @@ class EngineHost:
         # Started and able to take batches.
         self.ready = False
         self.kinds: dict[str, KindInfo] = {}
+        # The version of the handlers that engines import. None: the next one reads the files.
+        self.sources: Sources | None = None
+        self._sources_before: Sources | None = None
+        # The file of the handlers whose code runs before the engine is ready; what to say of a start that takes long,
+        # and why it was ended.
+        self.importing = self.starts_slowly = self._stuck = ""
+        # Why the last reload left the version as it was.
+        self.reload_error = ""
         self.pid = 0
         self.page = ipc.SlotPage.create(settings.slots if imports is None else MODEL_SLOTS_MAX)
         self._blobs = BlobMemory.create()
@@ -116,8 +132,9 @@ class EngineHost:
         self._decoder = ipc.Decoder(self._blobs.up)
         self._unsent: deque[memoryview] = deque()
         self._paused = False
-        # The engine has reported something since its start.
-        self._useful = False
+        # The engine was ready, and has reported something, since its start.
+        self._was_ready = self._useful = False
+        self._start = EngineStart()
         self._restart_delay_s = 0.0
         self._stopping = False
         self._parked = False
@@ -203,11 +220,22 @@ class EngineHost:
         elif self._ending is None and not self._dying:
             self._last_slots = self.page.sample()
             self._hear_out()
-            self._ending = asyncio.create_task(self._end(self.mps, self._process.pid))
+            self._ending = supervised(asyncio.create_task(self._end(self.mps, self._process.pid)))
+
+    def reload(self) -> None:
+        """The next engine reads the handlers' files anew. If it can't import them, this version goes on."""
+        self._sources_before, self.sources, self.reload_error = self.sources, None, ""
+
+    def start_error(self) -> str:
+        """Why no engine can start now; empty: one is ready, or may be soon, or none is wanted."""
+        if self._parked or self._stopping:
+            return ""
+        return self._start.error(self._loop.time(), ready=self.ready)
 
     def park(self) -> None:
         """End the engine, and start no other one until `unpark`: the device must be let go of."""
         self._parked = True
+        self._start.begun_anew()
         self.kill()
 
     def unpark(self) -> None:
@@ -281,7 +309,7 @@ class EngineHost:
             self.mps.started(self.pid)
         self._ending = self._last_slots = None
         self._dying = False
-        self._useful = False
+        self._was_ready = self._useful = False
         self._sock = ours
         self._pidfd = os.pidfd_open(self.pid)
         self._decoder = ipc.Decoder(self._blobs.up)
@@ -289,6 +317,9 @@ class EngineHost:
         self._paused = False
         self._loop.add_reader(self._pidfd, self._dead if self.mps is None else self._dead_under_mps)
         self._loop.add_reader(ours, self._readable)
+        self.importing = self.starts_slowly = self._stuck = ""
+        if self.imports is None:
+            self._loop.call_later(SLOW_START_S, self._look_at_start, self.pid, LoadWatch(READY_S))
         self._write(ipc.encode(self._settings_message(), [], self._blobs.down))
         if self._load is not None:
             self._write(ipc.encode(self._load, [], self._blobs.down))
@@ -301,6 +332,7 @@ class EngineHost:
             self.page.capacity,
             settings.threads,
             settings.handlers,
+            self.sources or {},
             self.imports,
             (settings.engine, settings.precision, settings.artifacts, settings.artifacts_bytes_max),
             self.memory_bytes,
@@ -334,32 +366,65 @@ class EngineHost:
         self.kill()
 
     def said(self, message: ipc.Message, blobs: list[bytes]) -> None:
-        """Takes a frame. FrameError: it makes no sense."""
+        """Takes a frame. FrameError: it makes no sense. What our own code raises is not the engine's fault."""
         try:
-            self._said(message, blobs)
+            carry_out = self._read(message, blobs)
         except (TypeError, ValueError, LookupError, AttributeError) as error:
             raise ipc.FrameError(f"a frame makes no sense: {error!r}") from error
+        carry_out()
 
-    def _said(self, message: ipc.Message, blobs: list[bytes]) -> None:
-        if message[0] == "ready" and self.imports is not None:
+    def _read(self, message: ipc.Message, blobs: list[bytes]) -> Callable[[], None]:
+        match message[0]:
+            case "ready" if self.imports is not None:
+                return self.events.engine_ready
+            case "ready":
+                kinds = {kind: KindInfo(kind=kind, one_by_one=one_by_one) for kind, one_by_one in message[1]}
+                if not all(isinstance(kind, str) for kind in kinds):
+                    raise TypeError(f"kinds that are {kinds!r}")
+                return partial(self._is_ready, kinds, sources_of(message[2]))
+            case "closed":  # under MPS: it is taken off the GPU before it ends
+                return self.kill
+            case "refused":
+                return partial(self._refused, str(message[1]))
+            case "importing":
+                return partial(setattr, self, "importing", str(message[1]))
+            case what:
+                return partial(self._carry_out, what, self.events.engine_said(message, blobs))
+
+    def _is_ready(self, kinds: dict[str, KindInfo], sources: Sources) -> None:
+        self.kinds = kinds
+        self.starts_slowly = ""
+        if self.sources is None:
+            self.sources = sources
+        self.ready = self._ending is None
+        self._was_ready = True
+        self._start.begun_anew()
+        if not self._first_ready.done():
+            self._first_ready.set_result(None)
+        if self.ready:
             self.events.engine_ready()
-        elif message[0] == "ready":
-            infos = [KindInfo(kind=kind, one_by_one=one_by_one) for kind, one_by_one in message[1]]
-            self.kinds = {info.kind: info for info in infos}
-            self.ready = self._ending is None
-            if not self._first_ready.done():
-                self._first_ready.set_result(None)
-            if self.ready:
-                self.events.engine_ready()
-        elif message[0] == "closed":  # under MPS: it is taken off the GPU before it ends
+
+    def _carry_out(self, what: str, frame: Callable[[], None]) -> None:
+        self._useful = True
+        if what == "loaded":
+            self.ready = self._ending is None and not self._stopping
+        frame()
+
+    def _look_at_start(self, pid: int, watch: LoadWatch) -> None:
+        """Say what a slow start waits for, and end one that hangs."""
+        if pid != self.pid or self._process is None or self._was_ready:
+            return
+        doing = f"it imports {self.importing or 'its libraries'}"
+        if doing != self.starts_slowly:
+            self.starts_slowly = doing
+            log.warning("the engine is not ready yet", pid=pid, why=doing)
+        if watch.stuck([pid], self._loop.time()):
+            self._stuck = (
+                f"the engine process was ended before it was ready: {doing}, and did nothing for {READY_S:g} s"
+            )
             self.kill()
-        elif message[0] == "refused":
-            self._refused(message[1])
         else:
-            self._useful = True
-            if message[0] == "loaded":
-                self.ready = self._ending is None and not self._stopping
-            self.events.engine_said(message, blobs)
+            self._loop.call_later(SLOW_START_S, self._look_at_start, pid, watch)
 
     def _refused(self, text: str) -> None:
         modules = ", ".join(self.settings.handlers)
@@ -369,8 +434,11 @@ class EngineHost:
             self._first_ready.set_exception(
                 EngineStartError(f"the handlers can't be imported: {last}; {remedy}\n{text}")
             )
+        elif self.sources is None:
+            self.reload_error = last
         else:
             log.error("handlers can't be imported any more", error=last, handlers=modules)
+            self._start.refused(f"the handlers ({modules}) can't be imported: {last}; correct them")
 
     def _write(self, buffers: list[bytes]) -> None:
         assert self._sock is not None
@@ -409,14 +477,14 @@ class EngineHost:
         self._dying = True
         self._loop.remove_reader(self._pidfd)
         self.mps.burying += 1
-        self._after = asyncio.create_task(self._bury(self.mps, self._process.pid, self._ending))
+        self._after = supervised(asyncio.create_task(self._bury(self.mps, self._process.pid, self._ending)))
 
     async def _bury(self, mps: Mps, group: int, ending: asyncio.Task[None] | None) -> None:
         """See to what a dead engine leaves on the GPU, whom to blame, and that the next one can start."""
         try:
             if ending is not None:
                 await ending
-            elif any(state not in "ZX" for _, state in members(group)):
+            elif any(state not in "ZX" for _, state in await look_for_members(group)):
                 await mps.detach(group)
             fault = None if self._stopping else await mps.after_death()
         finally:
@@ -448,7 +516,7 @@ class EngineHost:
         self.page.clear()
         self._blobs.reset()
         if not self._first_ready.done():
-            words = f"the engine process {death.words} before it was ready; its output is in the log"
+            words = self._stuck or f"the engine process {death.words} before it was ready; its output is in the log"
             self._first_ready.set_exception(EngineStartError(words))
             return
         if self.imports is not None:
@@ -458,6 +526,15 @@ class EngineHost:
             return
         if self._stopping or self._first_ready.exception() is not None:
             return
+        if not self._was_ready and not self._parked and self.sources is None:
+            self.sources = self._sources_before
+            self.reload_error = (
+                self.reload_error or self._stuck or f"the engine process {death.words} while it imported them"
+            )
+        elif not self._was_ready and not self._parked:
+            if self._stuck:
+                self._start.refused(self._stuck)
+            self._start.died(death.words, killed=death.killed)
         self.events.engine_died(death)
         # A task that ends its engine has to answer for it; its attempts are counted, so no delay is needed.
         if self._useful or any(state.batch_id for state in death.slots):
@@ -490,7 +567,7 @@ class EngineHost:
         if self.mps is None:
             self._spawn()
         else:
-            self._after = asyncio.create_task(self._respawn_under_mps(self.mps))
+            self._after = supervised(asyncio.create_task(self._respawn_under_mps(self.mps)))
 
     async def _respawn_under_mps(self, mps: Mps) -> None:
         await mps.restarted()

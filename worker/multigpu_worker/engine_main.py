@@ -6,6 +6,7 @@ memory runs out, and its standard output is the log's, not the protocol's.
 
 import ctypes
 import dataclasses
+import importlib
 import os
 import resource
 import signal
@@ -17,6 +18,7 @@ from pathlib import Path
 from multigpu_worker import ipc
 from multigpu_worker.blobs import BlobMemory
 from multigpu_worker.engines.base import EmbeddingCacheSettings, EngineSettings
+from multigpu_worker.engines.handler_sources import Sources
 from multigpu_worker.engines.registry import import_ahead, import_handlers, offered_kinds
 
 _PR_SET_PDEATHSIG = 1
@@ -32,7 +34,9 @@ def main() -> None:
     sock = socket.socket(fileno=sock_fd)
     blobs = BlobMemory(blobs_fd)
     message, _ = ipc.receive(sock, blobs.down)
-    _, device, slots, threads, handlers, imports, how, memory_bytes, result_bytes_max, embedding_cache = message
+    _, device, slots, threads, handlers, sources, imports, how, memory_bytes, result_bytes_max, embedding_cache = (
+        message
+    )
     engine, precision, artifacts, artifacts_bytes_max = how
     settings = EngineSettings(
         device=device,
@@ -49,11 +53,11 @@ def main() -> None:
         resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
 
     if imports is None:
-        kinds = _offer(settings, sock, blobs)
+        kinds, sources = _offer(settings, sources, sock, blobs)
     else:
-        kinds = []
+        kinds, sources = [], {}
         import_ahead(imports)
-    ipc.send(sock, ipc.encode(("ready", kinds), [], blobs.up))
+    ipc.send(sock, ipc.encode(("ready", kinds, sources), [], blobs.up))
 
     from multigpu_worker.engine_runtime import Runtime  # noqa: PLC0415  after "ready": the agent waits for that
 
@@ -74,14 +78,31 @@ def main() -> None:
     runtime.serve()
 
 
-def _offer(settings: EngineSettings, sock: socket.socket, blobs: BlobMemory) -> list[tuple[str, bool]]:
-    """The kinds that the base runs, the user's among them. Does not return if those can't be had."""
+def _offer(
+    settings: EngineSettings, sources: Sources, sock: socket.socket, blobs: BlobMemory
+) -> tuple[list[tuple[str, bool]], Sources]:
+    """The kinds that the base runs, the user's among them, and what those were imported from. Does not return if they
+    can't be had.
+    """
+
+    def tell(file: str) -> None:
+        ipc.send(sock, ipc.encode(("importing", file), [], blobs.up))
+
     try:
-        import_handlers(settings.handlers)
-    except BaseException:  # noqa: BLE001  the user's module may raise anything, and the agent is to say it
-        ipc.send(sock, ipc.encode(("refused", traceback.format_exc()), [], blobs.up))
+        sources = import_handlers(settings.handlers, sources, tell)
+    except BaseException as error:  # noqa: BLE001  the user's module may raise anything, and the agent is to say it
+        ipc.send(sock, ipc.encode(("refused", _of_user(error)), [], blobs.up))
         sys.exit(1)
-    return [(info.kind, info.one_by_one) for info in offered_kinds()]
+    return [(info.kind, info.one_by_one) for info in offered_kinds()], sources
+
+
+def _of_user(error: BaseException) -> str:
+    """The traceback without the frames of multigpu and importlib, which lead to the user's module."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = (str(Path(__file__).parent), str(Path(importlib.__file__).parent), "<frozen importlib")
+    kept = [frame for frame in frames if not frame.filename.startswith(own)]
+    told = traceback.format_exception_only(error)
+    return "".join([*(["Traceback:\n"] if kept else []), *traceback.format_list(kept), *told])
 
 
 def _die_with_parent(parent_pid: int) -> None:

@@ -8,6 +8,7 @@ Which models are to be in memory is model_keeper.py's to say.
 """
 
 import asyncio
+import os
 import time
 from collections.abc import Iterator
 
@@ -58,6 +59,10 @@ class EnginePool:
         """The base can take batches."""
         return self.base.host.ready
 
+    def start_error(self) -> str:
+        """Why the base can't start; empty: it is ready, or may be soon, or it is not wanted."""
+        return self.base.host.start_error()
+
     @property
     def idle(self) -> bool:
         """The base is there, and nothing has anything to do."""
@@ -70,6 +75,13 @@ class EnginePool:
             yield from processes
         yield from self._ending
 
+    def owns(self, pid: int) -> bool:
+        """Whether a process is one of the engines, or began in one."""
+        try:
+            return os.getsid(pid) in {process.host.pid for process in self}
+        except OSError:
+            return False
+
     def target(self, model: str, lease: Lease | None) -> EngineProcess | None:
         """The process of a model that should have the batch that begins with this lease; None: none can take it."""
         best = None
@@ -77,6 +89,21 @@ class EnginePool:
             if process.takes(lease) and (best is None or len(process.batches) < len(best.batches)):
                 best = process
         return best
+
+    def recall(self, leases: list[Lease]) -> list[Lease]:
+        """Ask the engines for what they have not begun of these. Returns those that are in no engine."""
+        for process in self:
+            leases = process.recall(leases)
+        return leases
+
+    def let_pass(self, rank: int) -> None:
+        """Ask the engines, once, for the batches that a lease of this rank (batcher.py) goes before."""
+        for process in self:
+            for batch in process.batches.values():
+                lease = next(iter(batch.leases.values()), None)
+                if lease is not None and lease.rank > rank and not batch.asked_back:
+                    batch.asked_back = True
+                    process.recall(list(batch.leases.values()))
 
     # Models come and go. `model` is a name of the keeper's: of one id there may be an old one and a new one.
 
@@ -223,6 +250,8 @@ class EnginePool:
         """End all for good: at once, but under MPS, where `stopped` waits for it."""
         self.parked = True
         self._stopping = list(self) + ([self._spare] if self._spare is not None else [])
+        for process in self._stopping:  # the kernel takes a while for each: none waits for another's end
+            process.host.kill()
         for process in self._stopping:
             process.host.stop()
 

@@ -10,6 +10,7 @@ import itertools
 import time
 from collections.abc import Callable, Sized
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import Any, Protocol
 
@@ -19,12 +20,14 @@ from multigpu.payloads import Elsewhere, Reference
 from multigpu.v1 import worker_service_pb2 as pb
 
 from multigpu_worker import ipc
+from multigpu_worker.batcher import tokens_of
 from multigpu_worker.deaths import Deaths, Judgement
 from multigpu_worker.device import Device
 from multigpu_worker.energy import Energy
 from multigpu_worker.engine_host import Death, EngineHost
 from multigpu_worker.engines.base import EngineSettings
 from multigpu_worker.mps import Mps
+from multigpu_worker.pace import Pace
 from multigpu_worker.sampler import Sampler
 from multigpu_worker.session import Lease, Report, ReportState, Session, TaskError
 from multigpu_worker.sharing import Sharing
@@ -51,6 +54,22 @@ class LoadedWords:
     device_bytes: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReportsFrame:
+    """What an engine says of a batch, read."""
+
+    batch: EngineBatch
+    start_ns: int
+    finish_ns: int
+    checkpoints: list[tuple[Lease, bytes]]
+    progress: list[tuple[Lease, float, str]]
+    partials: list[tuple[Lease, bytes, str]]
+    reports: list[Report]
+    done: bool
+    work_ns: int
+    embedding_cache: pb.EmbeddingCache | None
+
+
 class Owner(Protocol):
     """What the agent does for its processes, and is told by them."""
 
@@ -68,6 +87,9 @@ class Owner(Protocol):
     def report(self, start_ns: int, finish_ns: int, reports: list[Report], energy: Energy | None = None) -> None: ...
     def room_made(self) -> None:
         """A suspect is cleared: others may run beside it."""
+
+    def given_back(self, leases: list[Lease]) -> None:
+        """The engine has not begun these, and will not."""
 
     def batch_done(self, process: "EngineProcess", batch: EngineBatch, work_ns: int) -> None: ...
     def engine_died(self, process: "EngineProcess", death: Death, judged: Judgement, others: str) -> None: ...
@@ -115,6 +137,8 @@ class EngineProcess:
         self.slots = settings.engine.slots
         # In the engine, by batch id.
         self.batches: dict[int, EngineBatch] = {}
+        # Of kinds that run a batch together.
+        self.pace = Pace()
         self.watch = Watch(progress_timeout_s=config.progress_timeout_s, cancel_grace_s=config.cancel_grace_s)
         self.deaths = Deaths(settings.suspects, settings.memory_bytes)
         # What its embedding cache has said last.
@@ -170,6 +194,8 @@ class EngineProcess:
             for lease in leases
         ]
         self.batches[batch_id] = EngineBatch(batch_id, {lease.lease_id: lease for lease in leases}, one_by_one, spec)
+        if not one_by_one:
+            self.pace.begin(batch_id, sum(map(tokens_of, leases)), time.monotonic())
         model = self.model_id or spec.model
         self.host.send(
             ("batch", batch_id, spec.kind, model, spec.parameters, spec.content_type, spec.durable, rows), blobs
@@ -184,6 +210,22 @@ class EngineProcess:
             now_ns = time.monotonic_ns()
             self._cancelled_ns.update(dict.fromkeys(inside, now_ns))
             self.host.send(("cancel", inside), [])
+
+    def recall(self, leases: list[Lease]) -> list[Lease]:
+        """Ask the engine for what it has not begun of these; `Owner.given_back` gets it. Returns those not inside."""
+        inside = {lease_id for batch in self.batches.values() for lease_id in batch.leases}
+        if self.host.ready and (asked := [lease.lease_id for lease in leases if lease.lease_id in inside]):
+            self.host.send(("give_back", asked), [])
+        return [lease for lease in leases if lease.lease_id not in inside]
+
+    def _given_back(self, lease_ids: list[int]) -> None:
+        given_back: list[Lease] = []
+        for batch in list(self.batches.values()):
+            given_back += [batch.leases.pop(lease_id) for lease_id in lease_ids if lease_id in batch.leases]
+            if not batch.leases and not batch.settled:  # what the engine says of its end matters to nobody
+                del self.batches[batch.batch_id]
+                self.pace.drop(batch.batch_id)
+        self.owner.given_back(given_back)
 
     def share(self) -> None:
         """Tell the engine where large results go."""
@@ -216,6 +258,7 @@ class EngineProcess:
     def forget(self) -> None:
         """All that is in it was given back."""
         self.batches.clear()
+        self.pace.clear()
         self._cancelled_ns.clear()
         self.deaths.forget()
 
@@ -226,33 +269,48 @@ class EngineProcess:
         self.share()
         self.owner.engine_ready(self)
 
-    def engine_said(self, message: ipc.Message, blobs: list[bytes]) -> None:
+    def engine_said(self, message: ipc.Message, blobs: list[bytes]) -> Callable[[], None]:
         match message[0]:
             case "reports":
-                self._reports(message, blobs)
+                return self._read_reports(message, blobs)
+            case "given_back":
+                _, lease_ids = message
+                if any(type(lease_id) is not int for lease_id in lease_ids):
+                    raise TypeError(f"leases {lease_ids!r} are given back")
+                return partial(self._given_back, lease_ids)
             case "canary":
-                self.owner.canary_answered(*message[1:])
+                _, canary_id, right, text = message
+                if type(canary_id) is not int or right not in (True, False, None) or type(text) is not str:
+                    raise TypeError(f"a canary that says {canary_id!r}, {right!r}, {text!r}")
+                return partial(self.owner.canary_answered, canary_id, right, text)
             case "singing":
-                self.owner.canary_begun(*message[1:])
+                (_, canary_id) = message
+                return partial(self.owner.canary_begun, canary_id)
+            case "loaded" | "facts" | "load_failed" if not self.model:
+                raise ValueError("it is for no model")
             case "loaded":
                 _, facts, load_s, one_by_one, device_bytes = message
-                self.share()
                 words = LoadedWords(
-                    facts=dict(facts),
+                    facts=_facts_of(facts),
                     load_s=float(load_s),
                     one_by_one=bool(one_by_one),
                     device_bytes=int(device_bytes),
                 )
-                self.owner.model_loaded(self, words)
+                return partial(self._loaded, words)
             case "facts":
-                self.owner.facts_changed(self, dict(message[1]))
+                return partial(self.owner.facts_changed, self, _facts_of(message[1]))
             case "load_failed":
                 _, error_type, text, retryable = message
-                self.owner.load_failed(self, str(error_type), str(text), retryable=bool(retryable))
+                return partial(self.owner.load_failed, self, str(error_type), str(text), retryable=bool(retryable))
             case other:
                 raise ValueError(f"nobody knows the word {other!r}")
 
-    def _reports(self, message: ipc.Message, blobs: list[bytes]) -> None:
+    def _loaded(self, words: LoadedWords) -> None:
+        self.share()
+        self.owner.model_loaded(self, words)
+
+    def _read_reports(self, message: ipc.Message, blobs: list[bytes]) -> Callable[[], None]:
+        """All of it is read before any of it counts: words that make no sense must leave every lease with its batch."""
         (
             _,
             batch_id,
@@ -272,27 +330,14 @@ class EngineProcess:
             succeeded, failed = self._take_hold(succeeded, failed)
         batch = self.batches.get(batch_id)
         if batch is None:  # returned in a drain
-            return
+            return _nothing
+        if not all(type(number) is int and 0 <= number < 1 << 63 for number in (start_ns, finish_ns, work_ns)):
+            raise ValueError(f"times that are {start_ns!r}, {finish_ns!r}, {work_ns!r}")
         leases = batch.leases
         if failed:
             # When it was said, by the clock of the slots.
             said_ns = time.monotonic_ns() - (time.time_ns() - finish_ns)
             failed = self.deaths.keep_back(failed, one_by_one=batch.one_by_one, said_ns=said_ns)
-        if self.deaths.pending:  # the engine is of no use any more, and its leases wait for the judgement
-            done = False
-            self.host.ready = False
-            asyncio.get_running_loop().call_soon(self._end, self.host.pid)
-        for lease_id, data in checkpoints:
-            self.owner.session.save(leases[lease_id], data if type(data) is bytes else blobs[data])
-        for lease_id, fraction, note in progress:
-            leases[lease_id].fraction, leases[lease_id].note = fraction, note
-        cleared = False
-        for lease_id, data in partials:
-            lease = leases[lease_id]
-            if not self.owner.session.partial(lease, data if type(data) is bytes else blobs[data]):
-                self.owner.cancel([lease])
-            cleared = cleared or (lease.suspect and clears(lease))
-        # All of it is read before any of it counts: words that make no sense must leave every lease with its batch.
         reports = [
             Report(
                 leases[lease_id],
@@ -305,22 +350,52 @@ class EngineProcess:
         for lease_id, error_type, text, retryable, traceback in failed:
             error = TaskError(type=error_type, message=text, retryable=retryable, traceback=traceback)
             reports.append(Report(leases[lease_id], ReportState.FAILED, error=error))
+        frame = ReportsFrame(
+            batch=batch,
+            start_ns=start_ns,
+            finish_ns=finish_ns,
+            checkpoints=[(leases[lease_id], _bytes_of(data, blobs)) for lease_id, data in checkpoints],
+            progress=[(leases[lease_id], float(fraction), str(note)) for lease_id, fraction, note in progress],
+            partials=[(leases[lease_id], _bytes_of(data, blobs), str(form)) for lease_id, data, form in partials],
+            reports=reports,
+            done=bool(done),
+            work_ns=work_ns,
+            embedding_cache=embedding_cache,
+        )
+        return partial(self._reports, frame)
+
+    def _reports(self, frame: "ReportsFrame") -> None:
+        batch, reports = frame.batch, frame.reports
+        for lease, data in frame.checkpoints:
+            self.owner.session.save(lease, data)
+        for lease, fraction, note in frame.progress:
+            lease.fraction, lease.note = fraction, note
+        cleared = False
+        for lease, data, content_type in frame.partials:
+            if not self.owner.session.partial(lease, data, content_type):
+                self.owner.cancel([lease])
+            cleared = cleared or (lease.suspect and clears(lease))
         for report in reports:
-            leases.pop(report.lease.lease_id, None)
+            batch.leases.pop(report.lease.lease_id, None)
         batch.settled += len(reports)
         # Since something was last settled: what came in between was parts of the same tasks.
-        start_ns = batch.unsettled_ns or start_ns
+        start_ns = batch.unsettled_ns or frame.start_ns
         batch.unsettled_ns = 0 if reports else start_ns
-        energy = self.owner.sampler.measure(start_ns, finish_ns, sum(report.lease.units for report in reports))
-        self.owner.report(start_ns, finish_ns, reports, energy)
-        if done:
-            self.embedding_cache = embedding_cache
-            self._done(batch, work_ns)
+        energy = self.owner.sampler.measure(start_ns, frame.finish_ns, sum(report.lease.units for report in reports))
+        self.owner.report(start_ns, frame.finish_ns, reports, energy)
+        if self.deaths.pending:  # the engine is of no use any more, and its leases wait for the judgement
+            self.host.ready = False
+            asyncio.get_running_loop().call_soon(self._end, self.host.pid)
+        elif frame.done:
+            self.embedding_cache = frame.embedding_cache
+            self._done(batch, frame.work_ns)
         elif cleared:
             self.owner.room_made()
 
     def _done(self, batch: EngineBatch, work_ns: int) -> None:
         del self.batches[batch.batch_id]
+        if not batch.one_by_one:
+            self.pace.end(batch.batch_id, time.monotonic())
         if self._cancelled_ns:
             for lease_id in batch.leases:
                 self._cancelled_ns.pop(lease_id, None)
@@ -363,12 +438,25 @@ class EngineProcess:
                 again=len(judged.again),
             )
         self.batches.clear()
+        self.pace.clear()
         self._cancelled_ns.clear()
         self._untold = 0
         self.watch.reset()
         for lease in judged.again:
             lease.running = False
         self.owner.engine_died(self, death, judged, others)
+
+
+def _nothing() -> None:
+    """There is nothing to carry out."""
+
+
+def _facts_of(facts: Any) -> dict[str, str]:
+    return {str(name): str(fact) for name, fact in dict(facts).items()}
+
+
+def _bytes_of(data: bytes | int, blobs: list[bytes]) -> bytes:
+    return data if type(data) is bytes else blobs[int(data)]
 
 
 def _way_of(payload: bytes | Sized, blobs: list[bytes]) -> bytes | int | tuple[str, int, int]:
@@ -384,7 +472,7 @@ def _partials_of(lease: Lease) -> tuple[bytes, ...]:
     """All outputs that the task has made so far, if we know them and they are not too many."""
     if not (lease.partials_received or lease.partials_made):
         return ()
-    known = (*lease.partials_before, *(lease.partials or ()))
+    known = (*lease.partials_before, *(data for data, _ in lease.partials or ()))
     if len(known) < lease.partials_received + lease.partials_made or sum(map(len, known)) > PARTIALS_BYTES_MAX:
         return ()
     return known

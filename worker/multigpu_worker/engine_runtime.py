@@ -1,8 +1,9 @@
 """Inside the engine process: batches in, engines run, reports out.
 
 Threads: one reads the socket, so that a cancellation takes effect at once and the next batch is prepared while one
-runs; the main thread runs batches, and one more thread for each further slot; one flushes reports that would otherwise
-wait behind a long task. Engines whose batches run together are entered by one thread at a time.
+runs; with a model another one prepares, which may have to load something first; the main thread runs batches, and one
+more thread for each further slot; one flushes reports that would otherwise wait behind a long task. Engines whose
+batches run together are entered by one thread at a time.
 
 Reports leave when a batch ends, or as soon as 2 ms have passed since the last ones left: fast tasks share a frame, slow
 ones don't wait.
@@ -21,9 +22,10 @@ import threading
 import time
 import traceback
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from multigpu.payloads import LARGE_BYTES, Reference, Writer, read_file
 from multigpu.repository import ModelSpec
@@ -54,6 +56,10 @@ EXIT_FORKED = 70
 EXIT_BROKEN = 71
 
 
+# A batch as it came, and the set of its leases that are given back.
+Received = tuple[ipc.Message, list[bytes], set[int]]
+
+
 @dataclass(slots=True)
 class Work:
     """A batch on its way to a slot."""
@@ -67,6 +73,8 @@ class Work:
     lost: list[tuple[Item, str]]
     # Where large results go; None: to the agent, as they are.
     writer: Writer | None
+    # Leases that were given back before they were begun. They may come again in another batch.
+    given_back: set[int]
 
 
 class BatchReporter:
@@ -82,6 +90,9 @@ class BatchReporter:
         self._started_at = slot_at + ipc.SlotPage.STARTED
         self._beats_at = slot_at + ipc.SlotPage.BEATS
         self._lock = threading.Lock()
+        self._unbegun = runtime.unbegun
+        self._given_back = work.given_back
+        self._lost = [item for item, _ in work.lost]
         self._cancelled = runtime.cancelled
         self._result_bytes_max = runtime.result_bytes_max
         self._open = {item.lease_id for item in batch.items}
@@ -96,7 +107,7 @@ class BatchReporter:
         self._flush_asked = False
         self._succeeded: list[tuple[int, bytes | int | Place, str]] = []
         self._failed: list[tuple[int, str, str, bool, str]] = []
-        self._partials: list[tuple[int, bytes | int]] = []
+        self._partials: list[tuple[int, bytes | int, str]] = []
         self._progress: dict[int, tuple[float, str]] = {}
         self._checkpoints: dict[int, bytes | int] = {}
         self._blobs: list[bytes] = []
@@ -105,12 +116,21 @@ class BatchReporter:
         self._bytes = 0
 
     def begin(self, item: Item) -> None:
+        lease_id = item.lease_id
+        if lease_id in self._unbegun:
+            self._runtime.begin([lease_id], self._given_back)
+        if lease_id in self._given_back:  # it runs all the same, and may not be spoken of
+            self._open.discard(lease_id)
         view = self._view
         view[self._lease_at] = 0
         view[self._started_at] = time.monotonic_ns()
-        view[self._lease_at] = item.lease_id
+        view[self._lease_at] = lease_id
         if self._waits and not self._flush_asked:
             self._ask_flush()
+
+    def begin_all(self) -> None:
+        self._runtime.begin([item.lease_id for item in (*self._batch.items, *self._lost)], self._given_back)
+        self._open -= self._given_back
 
     def succeed(self, item: Item, result: bytes, content_type: str = "") -> None:
         if len(result) > self._result_bytes_max:
@@ -151,7 +171,7 @@ class BatchReporter:
                 self._waits = True
                 self._flush_if_due(len(message) + len(traceback))
 
-    def partial(self, item: Item, data: bytes) -> None:
+    def partial(self, item: Item, data: bytes, content_type: str = "") -> None:
         if len(data) > self._result_bytes_max:
             raise ValueError(
                 f"a partial output has {len(data)} bytes, the worker's result_bytes_max is {self._result_bytes_max}"
@@ -159,7 +179,7 @@ class BatchReporter:
         with self._entered():
             if item.lease_id in self._open:
                 self._view[self._beats_at] += 1
-                self._partials.append((item.lease_id, ipc.put(data, self._blobs)))
+                self._partials.append((item.lease_id, ipc.put(data, self._blobs), content_type))
                 self._waits = True
                 self._flush_if_due(len(data))
         if self._waits and not self._flush_asked:
@@ -186,7 +206,9 @@ class BatchReporter:
                 self._send(done=False)
 
     def cancelled(self, item: Item) -> bool:
-        return item.lease_id in self._cancelled
+        if item.lease_id in self._unbegun:  # an engine asks before it begins the item
+            self._runtime.begin([item.lease_id], self._given_back)
+        return item.lease_id in self._cancelled or item.lease_id in self._given_back
 
     def beat(self) -> None:
         self._view[self._beats_at] += 1
@@ -260,6 +282,13 @@ def _text(text: str, bytes_max: int) -> str:
     return text.encode("utf-8", "replace")[:bytes_max].decode("utf-8", "ignore")
 
 
+def _exit_broken() -> NoReturn:
+    """End the process, saying why: an exception is being handled."""
+    traceback.print_exc()
+    sys.stderr.flush()
+    os._exit(EXIT_BROKEN)
+
+
 def _told(facts: dict[str, str]) -> dict[str, str]:
     """Facts as they are sent. Copied at once: another thread may change them."""
     return {str(name): str(fact) for name, fact in facts.copy().items()}
@@ -291,6 +320,9 @@ class Runtime:
         self._pid = os.getpid()
         # Leases that nobody wants any more. Emptied whenever no batch is here.
         self.cancelled: set[int] = set()
+        # Leases that no slot has begun, each with the set to put it into when it is given back.
+        self.unbegun: dict[int, set[int]] = {}
+        self._begin_lock = threading.Lock()
         self._sock = sock
         self._blobs = blobs
         # Of results that are kept for long, and of those that aren't; None: nothing is shared.
@@ -299,6 +331,8 @@ class Runtime:
         self._told: deque[Reference] = deque()
         self._send_lock = threading.Lock()
         self._work: queue.SimpleQueue[Work] = queue.SimpleQueue()
+        # Batches that wait to be prepared. None: this process has no model, and the reader prepares.
+        self._unprepared: queue.SimpleQueue[Received] | None = None
         self._batches = 0
         self._batches_lock = threading.Lock()
         self._engines: dict[str, Engine] = {}
@@ -332,6 +366,26 @@ class Runtime:
             except OSError:
                 os._exit(0)  # the agent is gone, and nobody else is interested
 
+    def begin(self, lease_ids: Iterable[int], given_back: set[int]) -> None:
+        """From here on these leases of a batch can't be given back, unless they were before."""
+        if self.forked:
+            os._exit(EXIT_FORKED)
+        with self._begin_lock:
+            for lease_id in lease_ids:
+                if self.unbegun.get(lease_id) is given_back:
+                    del self.unbegun[lease_id]
+
+    def _give_back(self, lease_ids: list[int]) -> None:
+        """Give back those of these that no slot has begun."""
+        with self._begin_lock:
+            given_back = [lease_id for lease_id in lease_ids if lease_id in self.unbegun]
+            for lease_id in given_back:
+                # In this order: a slot that looks without the lock finds it in one of the two.
+                self.unbegun[lease_id].add(lease_id)
+                del self.unbegun[lease_id]
+            # Under the lock, which a batch takes before it ends: its end must not be told first.
+            self.send(("given_back", given_back), [], [])
+
     def flush_soon(self, reporter: BatchReporter) -> None:
         self._unflushed.put(reporter)
 
@@ -348,9 +402,20 @@ class Runtime:
             while True:
                 message, blobs = ipc.receive(self._sock, self._blobs.down)
                 if message[0] == "batch":
-                    self._work.put(self._work_of(message, blobs))
+                    with self._batches_lock:
+                        self._batches += 1
+                    given_back: set[int] = set()
+                    self.unbegun.update((row[0], given_back) for row in message[-1])
+                    if self._unprepared is None:
+                        self._work.put(self._work_of(message, blobs, given_back))
+                    else:
+                        self._unprepared.put((message, blobs, given_back))
+                elif message[0] == "give_back":
+                    self._give_back(message[1])
                 elif message[0] == "load":
-                    self._load(*message[1:])
+                    self._unprepared = queue.SimpleQueue()
+                    arguments = (self._unprepared, message)
+                    threading.Thread(target=self._prepare, args=arguments, name="preparer", daemon=True).start()
                 elif message[0] == "close":
                     self._close(*message[1:])
                 elif message[0] == "canary":
@@ -367,9 +432,16 @@ class Runtime:
         except (EOFError, ConnectionError):
             os._exit(0)
         except BaseException:  # noqa: BLE001  without a reader the process is of no use, and must not linger
-            traceback.print_exc()
-            sys.stderr.flush()
-            os._exit(EXIT_BROKEN)
+            _exit_broken()
+
+    def _prepare(self, unprepared: queue.SimpleQueue[Received], load: ipc.Message) -> None:
+        """Load the model, and prepare its batches one after the other."""
+        try:
+            self._load(*load[1:])
+            while True:
+                self._work.put(self._work_of(*unprepared.get()))
+        except BaseException:  # noqa: BLE001  as above
+            _exit_broken()
 
     def _load(self, model: str, plain: dict[str, Any], slots: int) -> None:
         """Load the model that this process is for, and say how that went."""
@@ -420,7 +492,12 @@ class Runtime:
         right: bool | None = None
         words = "this engine doesn't use torch"
         if canary.able(self.settings.device, models=models):
-            right, words = self._sing_with_torch(canary_id)
+            if canary.loaded():
+                right, words = self._sing_with_torch(canary_id)
+            else:
+                # It has not been loaded for tasks: what it takes of memory, and CUDA's context, must not stay.
+                right, words = canary.sing_apart(self.settings.device)
+                words = _text(words, MESSAGE_BYTES_MAX)
         self.send(("canary", canary_id, right, words), [], [])
 
     def _sing_with_torch(self, canary_id: int) -> tuple[bool | None, str]:
@@ -437,7 +514,7 @@ class Runtime:
         except Exception as error:  # noqa: BLE001  whatever torch raises says that the device is not well
             return False, _text(f"it raised {type(error).__name__}: {error}", MESSAGE_BYTES_MAX)
 
-    def _work_of(self, message: ipc.Message, blobs: list[bytes]) -> Work:
+    def _work_of(self, message: ipc.Message, blobs: list[bytes], given_back: set[int]) -> Work:
         _, batch_id, kind, model, parameters, content_type, durable, rows = message
         items: list[Item] = []
         lost: list[tuple[Item, str]] = []
@@ -452,8 +529,6 @@ class Runtime:
                     continue
             items.append(Item(lease_id, task_id, attempt, payload, *rest))
         batch = Batch(kind, model, dict(parameters), content_type, items)
-        with self._batches_lock:
-            self._batches += 1
         try:
             engine = self._engines.get(kind)
             if engine is None:
@@ -462,10 +537,10 @@ class Runtime:
             self.page.view[ipc.SlotPage.PREPARED] = batch_id
             prepared = engine.prepare(batch) if items else None
             self.page.view[ipc.SlotPage.PREPARED] = 0
-            return Work(batch_id, batch, engine, prepared, lost, self._writers[durable])
+            return Work(batch_id, batch, engine, prepared, lost, self._writers[durable], given_back)
         except Exception as error:  # noqa: BLE001  an engine that can't be built or can't prepare fails the batch
             self.page.view[ipc.SlotPage.PREPARED] = 0
-            return Work(batch_id, batch, None, error, lost, None)
+            return Work(batch_id, batch, None, error, lost, None, given_back)
 
     def _run(self, slot: int) -> None:
         view = self.page.view
@@ -475,12 +550,15 @@ class Runtime:
             reporter = BatchReporter(self, work, at)
             # The clock starts when the batch does, and not while it waits for its engine.
             with self._turn(work):
+                if work.engine is None or not work.engine.one_by_one:
+                    reporter.begin_all()
                 view[at + ipc.SlotPage.LEASE] = 0
                 view[at + ipc.SlotPage.STARTED] = time.monotonic_ns()
                 view[at + ipc.SlotPage.BATCH] = work.batch_id
                 self._run_batch(work, reporter)
                 view[at + ipc.SlotPage.LEASE] = 0
                 view[at + ipc.SlotPage.BATCH] = 0
+            reporter.begin_all()  # those that its engine passed over
             reporter.finish()
             if self._facts:
                 self._tell_facts()

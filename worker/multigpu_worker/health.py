@@ -48,8 +48,10 @@ class Gravity(IntEnum):
     DEGRADED = 1
     # Nothing new; what runs may finish.
     SICK = 2
-    # Nothing can run, or nothing that runs can be trusted.
-    UNUSABLE = 3
+    # No new engine can start; what runs may finish, and starts go on being tried.
+    NO_ENGINE = 3
+    # Nothing can run, or nothing that runs can be trusted: the device is let go of.
+    UNUSABLE = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +91,12 @@ class Health:
 
     @property
     def unusable(self) -> bool:
-        """Nothing can run on it. Not while it is being checked: that is what it is tried for."""
+        """Nothing can begin on it. Not while it is being checked: that is what it is tried for."""
+        return not self._checking and any(reason.gravity >= Gravity.NO_ENGINE for reason in self.reasons)
+
+    @property
+    def barred(self) -> bool:
+        """Nothing may be on it: no engine process either."""
         return not self._checking and any(reason.gravity is Gravity.UNUSABLE for reason in self.reasons)
 
     def find(self, findings: Iterable[Reason], now_s: float) -> None:

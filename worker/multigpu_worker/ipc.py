@@ -19,6 +19,7 @@ import mmap
 import os
 import socket
 import struct
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -177,6 +178,10 @@ class SlotState:
     started_ns: int
     # Grows whenever the engine says that work moves.
     beats: int
+
+    def ran_ns(self) -> int:
+        """How long ago it began; 0: it is idle."""
+        return time.monotonic_ns() - self.started_ns if self.batch_id else 0
 
 
 class SlotPage:

@@ -16,6 +16,7 @@ import grpc
 import grpc.aio
 import structlog
 from multigpu.config import ConfigError
+from multigpu.connection import unavailable
 from multigpu.credentials import Credentials
 from multigpu.v1 import worker_service_pb2 as pb
 from multigpu.v1.worker_service_pb2_grpc import WorkerServiceStub
@@ -30,6 +31,8 @@ RECONNECT_MIN_S = 0.05
 RECONNECT_MAX_S = 2.0
 # How long after our start a master that isn't there is not worth a warning.
 QUIET_S = 2.0
+# Of the same reason for having no session so many log lines are written, and then one in so many seconds.
+REPEATS_MAX, REPEAT_S = 3, 60.0
 # How long a master may take to welcome us.
 WELCOME_TIMEOUT_S = 10.0
 # How long the master may take to end the stream after we have.
@@ -85,6 +88,8 @@ class Link:
         self._wake = asyncio.Event()
         self._closing = False
         self._random = random.Random()  # noqa: S311  jitter, not secrets
+        # Why there is no session, how often that was logged, and when last.
+        self._reason, self._told, self._told_s = "", 0, 0.0
 
     def wake(self) -> None:
         """Say that there is something to send."""
@@ -118,7 +123,10 @@ class Link:
                         f"the master at {self.address} ended our session: {error.details()}. Another worker runs with "
                         "the same worker_id; stop one of them, or give each its own --worker-id"
                     ) from error
-                reason = f"{error.code().name}: {error.details()}"
+                details = error.details() or ""
+                if error.code() is grpc.StatusCode.UNAVAILABLE and not welcomed:
+                    details = unavailable(self.address, details, self._credentials)
+                reason = f"{error.code().name}: {details}"
             except ConfigError as error:
                 reason = str(error)  # a file that is being replaced, perhaps: it is read again each time
             except BadFrameError as error:
@@ -132,10 +140,20 @@ class Link:
             if not self._closing:
                 delay_s = self._random.uniform(0, bound_s)
                 # A fleet that is just being started has no master yet for a moment: that is no news.
-                tell = log.debug if not met and time.monotonic() < quiet_until else log.warning
-                tell("no session", master=self.address, reason=reason, retry_s=round(delay_s, 3))
+                self._tell(reason, delay_s, quiet=not met and time.monotonic() < quiet_until)
                 await self._sleep(delay_s)
                 bound_s = min(RECONNECT_MAX_S, 2 * bound_s)
+
+    def _tell(self, reason: str, delay_s: float, *, quiet: bool) -> None:
+        """Log why there is no session, but not the same every second."""
+        if reason != self._reason:
+            self._reason, self._told = reason, 0
+        now_s = time.monotonic()
+        if not quiet and self._told >= REPEATS_MAX and now_s - self._told_s < REPEAT_S:
+            return
+        self._told, self._told_s = self._told + (not quiet), now_s
+        tell = log.debug if quiet else log.warning
+        tell("no session", master=self.address, reason=reason, retry_s=round(delay_s, 3))
 
     async def _open(self, call: Any) -> pb.SessionResponse:
         """Say hello and wait for the welcome."""

@@ -6,16 +6,21 @@ import os
 import signal
 import socket
 import sys
+import threading
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 from typing import Any, NoReturn
 
+# gRPC's own log writes to stderr what its peers send, line ends included. Read when grpc is first imported.
+os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+
 import click
 import structlog
 import uvloop
 from multigpu.config import ConfigError, TelemetryConfig, WorkerConfig, click_options, load
-from multigpu.systemd import Notifier
+from multigpu.credentials import Credentials
+from multigpu.systemd import Notifier, raise_descriptor_limit
 from multigpu.telemetry import configure_logging, configure_tracing, shut_down_tracing
 
 from multigpu_worker import catalog as catalogs
@@ -28,7 +33,8 @@ from multigpu_worker.engines.models import ModelFolderError, find_models
 from multigpu_worker.link import ProtocolMismatchError, TakenOverError
 from multigpu_worker.mps_control import MpsError
 from multigpu_worker.mps_setup import open_mps
-from multigpu_worker.stats_file import StatsFile, record
+from multigpu_worker.stats_file import BYTES_MAX, StatsFile, append, record
+from multigpu_worker.supervision import supervised
 from multigpu_worker.wire import Identity
 
 log = structlog.get_logger()
@@ -43,6 +49,8 @@ EXIT_TAKEN_OVER = 5
 MEMORY_SHARE = 0.8
 MODELS_SHARE, MODELS_SHARE_CPU = 0.9, 0.5
 READY_POLL_S = 0.05
+# A driver that takes longer to tell what the device is hangs.
+DRIVER_SLOW_S = 10.0
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
@@ -51,7 +59,8 @@ def main(config_file: str | None, **flags: Any) -> None:
     """Run one worker: own one device, take tasks from the master, run them in an engine process of its own.
 
     SIGTERM or Ctrl-C finishes what is held and stops; a second one stops at once. Exit codes: 2 a wrong setting, 3 the
-    engine can't start, 4 the master speaks another version of the protocol, 5 another worker has the same worker_id.
+    engine can't start, or the device or a model can't be used, 4 the master speaks another version of the protocol, 5
+    another worker has the same worker_id.
     """
     try:
         loaded = load(WorkerConfig, file=config_file, flags=flags)
@@ -60,11 +69,14 @@ def main(config_file: str | None, **flags: Any) -> None:
         configure_logging(config.log_level, config.log_format)
         for remark in loaded.remarks:
             log.warning(remark)
-        device = open_device(config.device)
+        _check_files(config)
+        device = _open_device(config.device)
         catalog = _first_catalog(config)
         settings = _engine_settings(config, device, catalog)
         configure_tracing(telemetry, {"service.name": "mgpu-worker"})
-    except (ConfigError, DeviceError, ModelFolderError, ValueError) as error:
+    except (DeviceError, ModelFolderError) as error:  # what may change while the settings stay
+        _exit(EXIT_ENGINE, error)
+    except (ConfigError, ValueError) as error:
         _exit(EXIT_CONFIG, error)
     try:
         uvloop.run(_run(config, device, settings, lambda: _load_log_level(config_file, flags)))
@@ -76,6 +88,30 @@ def main(config_file: str | None, **flags: Any) -> None:
         _exit(EXIT_TAKEN_OVER, error)
     finally:
         shut_down_tracing()
+
+
+def _check_files(config: WorkerConfig) -> None:
+    """ConfigError: a file or folder of the settings can't be used."""
+    Credentials.of(config).check(config.master)
+    try:
+        if name := config.artifacts_dir:
+            artifacts_folder(config).mkdir(mode=0o700, parents=True, exist_ok=True)
+        if name := config.stats_file:
+            append(Path(name).expanduser(), b"", BYTES_MAX)
+    except OSError as error:
+        raise ConfigError(f"{name} can't be used ({error}): name another artifacts_dir or stats_file") from error
+
+
+def _open_device(name: str) -> Device:
+    """DeviceError: it can't be used. A driver that hangs is told of: nothing else is, before the worker has begun."""
+    words = f"the driver has not answered for {DRIVER_SLOW_S:g} s: see the kernel's log, restart the host"
+    timer = threading.Timer(DRIVER_SLOW_S, log.warning, [words], {"device": name})
+    timer.daemon = True
+    timer.start()
+    try:
+        return open_device(name)
+    finally:
+        timer.cancel()
 
 
 def _load_log_level(config_file: str | None, flags: dict[str, Any]) -> None:
@@ -91,11 +127,12 @@ async def _run(
     load_log_level: Callable[[], None],
 ) -> None:
     systemd = Notifier()
+    log.debug("file descriptors", limit=raise_descriptor_limit())
     identity = _identity(config, device)
     structlog.contextvars.bind_contextvars(worker_id=identity.worker_id)
     if device.info.simulated:
         log.warning("the driver is a simulation: the engine computes on the processor", device=device.info.product)
-    mps, mps_off = await open_mps(config, device.info, identity.worker_id)
+    mps, mps_off = await open_mps(config, device, identity.worker_id)
     agent = Agent(
         config,
         identity,
@@ -114,7 +151,7 @@ async def _run(
         nonlocal draining
         systemd.stopping(f"draining: {len(agent.session.leases)} tasks in hand")
         if draining is None:
-            draining = asyncio.create_task(agent.drain(config.drain_timeout_s))
+            draining = supervised(asyncio.create_task(agent.drain(config.drain_timeout_s)))
         else:
             agent.stop("the worker was told to stop at once")
 
@@ -126,7 +163,7 @@ async def _run(
     for signum in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signum, stop)
     loop.add_signal_handler(signal.SIGHUP, systemd.reload, load_log_level)
-    telling = asyncio.create_task(_tell(systemd, agent))
+    telling = supervised(asyncio.create_task(_tell(systemd, agent)))
     if stats is not None:
         stats.start()
     try:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Protocol
 
 import structlog
-from multigpu.repository import BatchRules
+from multigpu.repository import BatchRules, ModelSpec
 from multigpu.repository_files import digest
 
 from multigpu_worker import catalog as catalogs
@@ -29,6 +29,7 @@ from multigpu_worker.residency import ModelState, Resident, plan
 from multigpu_worker.sampler import Sampler
 from multigpu_worker.session import Lease, Spec, TaskError
 from multigpu_worker.shelf import Shelf
+from multigpu_worker.supervision import supervised
 
 log = structlog.get_logger()
 
@@ -40,6 +41,8 @@ LOAD_S_MAX = 1800.0
 _LOAD_LOOK_S = 0.5
 # How errors are called that say so.
 OUT_OF_MEMORY = frozenset({"MemoryError", "OutOfMemoryError"})
+# How an error is called whose cause is the model's files.
+FAULTY = frozenset({"ModelFolderError"})
 # What a loaded model takes is measured again so often, as long as it is used: its memory may have grown.
 MEASURE_S = 30.0
 # By less than this share it has not.
@@ -101,6 +104,8 @@ class ModelKeeper:
                 "threads": str(settings.threads),
             },
         )
+        # What each model of the catalog is expected to take.
+        self._expected = {model: self._read(spec) for model, spec in catalog.specs.items()}
         self.shelf = Shelf(catalog, settings.engine, self._expect)
         # Kinds whose engines, as far as any were loaded, run one task after the other.
         self.one_by_one: frozenset[str] = frozenset()
@@ -166,8 +171,12 @@ class ModelKeeper:
             self.look()
             self._owner.want_heartbeat()
 
-    def put(self, catalog: Catalog) -> None:
-        """The repository has changed."""
+    async def put(self, catalog: Catalog) -> None:
+        """The repository has changed. Files are read in a thread: the vocabulary of a large model takes long."""
+        known = self.shelf.catalog.specs
+        new = {model: spec for model, spec in catalog.specs.items() if known.get(model) != spec}
+        read = await asyncio.to_thread(lambda: {model: self._read(spec) for model, spec in new.items()})
+        self._expected = {model: (self._expected | read)[model] for model in catalog.specs}
         self._rename(lambda: self.shelf.put(catalog))
         self._tell()
         self.look()
@@ -250,7 +259,7 @@ class ModelKeeper:
         log.info("loading a model", model=resident.model, expected_bytes=resident.memory_bytes)
         resident.enter(ModelState.LOADING, now_s)
         self._loaded[resident.key] = set()
-        self._pool.load(resident.key, spec, self._slots(resident), self._imports(resident))
+        self._pool.load(resident.key, spec, self._slots(resident.spec), self._imports(resident))
         self._owner.want_heartbeat()
 
     def _imports(self, resident: Resident) -> tuple[str, ...]:
@@ -259,24 +268,26 @@ class ModelKeeper:
     def slots_max(self) -> int:
         """The most tasks that any one of the models that are served runs at a time."""
         served = (self.shelf.residents[key] for key in set(self.shelf.routes.values()))
-        return max((self._slots(resident) * resident.spec.instances for resident in served), default=1)
+        return max((self._slots(resident.spec) * resident.spec.instances for resident in served), default=1)
 
     @staticmethod
-    def _slots(resident: Resident) -> int:
-        if resident.spec.kind != "generate":
-            return 1
-        return min(resident.spec.concurrency or CONCURRENCY, MODEL_SLOTS_MAX)
+    def _slots(spec: ModelSpec) -> int:
+        return min(spec.concurrency or CONCURRENCY, MODEL_SLOTS_MAX) if spec.kind == "generate" else 1
+
+    def _read(self, spec: ModelSpec) -> tuple[int, float, bool]:
+        """What a model took the last time, also before this worker began; else an estimate. Any thread may call it.
+
+        Bytes, seconds of loading, and whether that was measured.
+        """
+        kept = self._figures.find(spec)
+        if kept is not None:
+            return kept.memory_bytes, kept.load_s, True
+        slots = self._slots(spec)
+        estimate = estimate_bytes(spec, self._settings, self._device, slots=slots, limit_bytes=self.limit_bytes)
+        return estimate, 0.0, False
 
     def _expect(self, resident: Resident) -> None:
-        """What it took the last time, also before this worker began; else an estimate."""
-        kept = self._figures.find(resident.spec)
-        if kept is not None:
-            resident.memory_bytes, resident.load_s, resident.measured = kept.memory_bytes, kept.load_s, True
-        else:
-            slots = self._slots(resident)
-            resident.memory_bytes = estimate_bytes(
-                resident.spec, self._settings, self._device, slots=slots, limit_bytes=self.limit_bytes
-            )
+        resident.memory_bytes, resident.load_s, resident.measured = self._expected[resident.model]
 
     def _unload(self, resident: Resident, now_s: float) -> None:
         resident.enter(ModelState.UNLOADING, now_s)
@@ -353,7 +364,7 @@ class ModelKeeper:
 
     def _begin_measure(self, resident: Resident, device_bytes: int = 0, *, again: bool = False) -> None:
         resident.measured_s = time.monotonic()
-        task = asyncio.create_task(self._measure(resident, device_bytes, again=again))
+        task = supervised(asyncio.create_task(self._measure(resident, device_bytes, again=again)))
         self._chores.add(task)
         task.add_done_callback(self._chores.discard)
 
@@ -388,7 +399,7 @@ class ModelKeeper:
             self.look()
             return
         error = f"the model {resident.model!r} can't be loaded: {message} ({error_type})"
-        self._failed(process.model, error, hopeless=not retryable)
+        self._failed(process.model, error, hopeless=not retryable, faulty=error_type in FAULTY)
 
     def _expect_more(self, resident: Resident) -> bool:
         """Whether others may go for a model that ran out of memory beside them: it is expected to take twice as much
@@ -401,11 +412,11 @@ class ModelKeeper:
         resident.memory_bytes, resident.measured = min(2 * resident.memory_bytes, room_bytes), False
         return True
 
-    def _failed(self, key: str, error: str, *, hopeless: bool = False) -> None:
-        """`hopeless`: it would fail on any worker."""
+    def _failed(self, key: str, error: str, *, hopeless: bool = False, faulty: bool = False) -> None:
+        """`hopeless`: it would fail on any worker; `faulty`: as long as its files are what they are."""
         resident = self.shelf.residents[key]
         log.warning("model failed to load", model=resident.model, error=error)
-        resident.failed(error, time.monotonic(), hopeless=hopeless)
+        resident.failed(error, time.monotonic(), hopeless=hopeless, faulty=faulty)
         self._pool.unload(key, grace_s=0.0)
         self._fail(resident, "ModelLoadError")
         self._rename(self.shelf.switch)
@@ -426,7 +437,7 @@ class ModelKeeper:
         elif resident.state is ModelState.LOADING:
             self._died_loading(resident, death, now_s)
         elif self._pool.models.get(resident.key):  # its other instances go on
-            self._pool.add(resident.key, resident.spec, self._slots(resident), self._imports(resident))
+            self._pool.add(resident.key, resident.spec, self._slots(resident.spec), self._imports(resident))
         else:
             resident.enter(ModelState.ABSENT, now_s)
         self._rename(self.shelf.switch)

@@ -22,8 +22,8 @@ from typing import Any
 
 import structlog
 
-from multigpu_worker.mps_claims import Claim, Claims
-from multigpu_worker.mps_control import GpuFullError, MpsControl, MpsError, ServerLog
+from multigpu_worker.mps_claims import Claim, Claims, make_private_folder
+from multigpu_worker.mps_control import GpuFullError, MpsControl, MpsError, ServerLog, UnknownAnswerError
 
 log = structlog.get_logger()
 
@@ -112,14 +112,17 @@ class Mps:
         self._forced = False
         # An engine is being ended, or has just died: what the log says is about it.
         self._blaming = False
+        self._unknown_told = False
 
     # The daemon.
 
     async def open(self) -> None:
         """Have a daemon and a server, and a place on the GPU. MpsError: it can't be had."""
         try:
+            # One after the other, so that nothing is made behind a link.
+            make_private_folder(self.control.pipe_dir.parent, ours=False)
             for folder in (self.control.pipe_dir, self.control.log_dir):
-                folder.mkdir(mode=0o750, parents=True, exist_ok=True)
+                make_private_folder(folder, ours=True)
             async with self.claims.lock():
                 if not await self.control.alive():
                     await self._start_daemon()
@@ -235,6 +238,8 @@ class Mps:
             async with self.claims.lock():
                 try:
                     servers = await self.control.servers()
+                except UnknownAnswerError:
+                    raise
                 except MpsError:
                     if not self._begun_mark.exists() and self._server_pid:
                         raise MpsError("the MPS daemon is gone; whoever started it has to start it again") from None
@@ -266,6 +271,8 @@ class Mps:
         while True:
             try:
                 return await self.before_start()
+            except UnknownAnswerError as error:
+                return self._unknown(error)  # the engine will see whether the server takes it
             except (MpsError, OSError) as error:
                 self.status = MpsStatus(state=MpsState.FAULT, message=str(error), clients_max=self.limits.clients_max)
                 log.error("no engine, as MPS doesn't work; trying again", error=str(error), delay_s=delay_s)  # noqa: TRY400
@@ -285,12 +292,16 @@ class Mps:
     async def detach(self, group: int) -> None:
         """Take every process of the group off the GPU, so that it can be killed; they are stopped when this returns.
 
-        Bounded: if the server won't let go, it is shut down, which ends the other clients' work too.
+        Bounded: if the server won't let go, it is shut down, which ends the other clients' work too. An answer in an
+        unknown format is no reason for that: the group alone is ended.
         """
         self._blaming = True
         try:
             async with asyncio.timeout(self.limits.terminate_timeout_s):
                 await self._detach(group)
+        except UnknownAnswerError as error:
+            self._unknown(error)
+            _signal(group, signal.SIGSTOP)
         except (TimeoutError, MpsError, OSError) as error:
             log.error(  # noqa: TRY400  the reason is all there is to say
                 "MPS does not let go of the engine, so the GPU's server is shut down; its other clients fail with it",
@@ -304,14 +315,19 @@ class Mps:
         while True:
             left = await self._attached(group) - done
             for server_pid, client in left:
-                if await self.control.terminate(server_pid, client, self.limits.terminate_timeout_s):
+                try:
+                    gone = await self.control.terminate(server_pid, client, self.limits.terminate_timeout_s)
+                except UnknownAnswerError as error:
+                    self._unknown(error)
+                    gone = True  # unconfirmed, and to ask again would tell no more
+                if gone:
                     done.add((server_pid, client))
             if left - done:
                 await asyncio.sleep(_RETRY_S)
                 continue
             # Might one of them just be connecting? When they can't, we look again.
             _signal(group, signal.SIGSTOP)
-            while any(state not in "TtZX" for _, state in members(group)):  # noqa: ASYNC110  nobody tells us
+            while any(state not in "TtZX" for _, state in await look_for_members(group)):  # noqa: ASYNC110  nobody tells us
                 await asyncio.sleep(0.001)
             if not await self._attached(group) - done:
                 return
@@ -319,7 +335,7 @@ class Mps:
 
     async def _attached(self, group: int) -> set[tuple[int, int]]:
         """The group's clients, each with its server."""
-        pids = {pid for pid, _ in members(group)}
+        pids = {pid for pid, _ in await look_for_members(group)}
         attached = {
             (server_pid, client)
             for server_pid in await self.control.servers()
@@ -329,6 +345,12 @@ class Mps:
         self._ours |= {client for _, client in attached}
         self._connected |= bool(attached)
         return attached
+
+    def _unknown(self, error: UnknownAnswerError) -> None:
+        """Say once that the daemon isn't understood."""
+        if not self._unknown_told:
+            self._unknown_told = True
+            log.error("MPS is not understood, so the ends of engines are unconfirmed", error=str(error))
 
     async def _force(self) -> None:
         self._forced = True
@@ -350,6 +372,9 @@ class Mps:
                 await asyncio.sleep(_FAULT_LOOK_S)
             try:
                 state = (await self.control.look(self._server_pid))[0] or "gone"
+            except UnknownAnswerError as error:
+                self._unknown(error)
+                state = "unknown"
             except MpsError:
                 continue
             told, blamed = self.log.fault()
@@ -388,6 +413,8 @@ class Mps:
             try:
                 if await self._look():
                     faulty()
+            except UnknownAnswerError as error:
+                self._unknown(error)
             except MpsError as error:
                 log.warning("MPS doesn't tell how it is", error=str(error))
 
@@ -398,7 +425,7 @@ class Mps:
         if not state and not self._connected and (servers := await self.control.servers()):
             self._server_pid = servers[0]  # it was exchanged while we did not use it
             state, clients = await self.control.look(self._server_pid)
-        states = {pid: state for group in list(self._engine_pids) for pid, state in members(group)}
+        states = {pid: state for group in list(self._engine_pids) for pid, state in await look_for_members(group)}
         self._ours |= states.keys() & set(clients)
         self._connected |= bool(states.keys() & set(clients))
         self._strangers = sum(client not in self._ours for client in clients)
@@ -409,6 +436,11 @@ class Mps:
             self.log.offset = size
         self.status = MpsStatus(state=self.status.state, clients=len(clients), clients_max=self.limits.clients_max)
         return state == "FAULT" or (not state and self._connected)
+
+
+async def look_for_members(group: int) -> list[tuple[int, str]]:
+    """`members`, off the event loop: on a host of many processes that takes long."""
+    return await asyncio.to_thread(members, group)
 
 
 def members(group: int) -> list[tuple[int, str]]:

@@ -10,6 +10,7 @@ import contextlib
 import fcntl
 import json
 import os
+import stat
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -80,6 +81,20 @@ class Claims:
             finally:
                 os.close(fd)
         return claims
+
+
+def make_private_folder(path: Path, *, ours: bool) -> None:
+    """Make a folder that no other user can change; `ours`: root's will not do. OSError: it isn't so."""
+    with contextlib.suppress(FileExistsError):
+        path.mkdir(mode=0o750, parents=True)
+    status = path.lstat()
+    if not stat.S_ISDIR(status.st_mode):
+        raise OSError(f"{path} is no folder but a link or a file")
+    if status.st_uid != os.geteuid() and (ours or status.st_uid):
+        raise OSError(f"{path} belongs to the user {status.st_uid}")
+    # Below a sticky folder, such as /tmp, nobody can exchange what is ours.
+    if status.st_mode & 0o022 and (ours or not status.st_mode & stat.S_ISVTX):
+        raise OSError(f"{path} can be written to by others; if that is right, take it from them with chmod go-w")
 
 
 def _try_lock(fd: int) -> bool:

@@ -14,6 +14,9 @@ from pathlib import Path
 PROGRAM = "nvidia-cuda-mps-control"
 # A daemon that works answers at once; a server takes longer to come up on a host of many GPUs without persistence mode.
 COMMAND_TIMEOUT_S = 10.0
+_QUOTED_MAX = 200
+# Of terminate_client: a number or a name of CUDA's results.
+_RESULT = re.compile(r"\d+|CUDA_\w+")
 _STATES = ("INITIALIZING", "ACTIVE", "FAULT")
 _BLAMED = re.compile(r"client\D{0,12}?(\d+)", re.IGNORECASE)
 _FATAL = re.compile(r"fatal|mmu fault|memory fault", re.IGNORECASE)
@@ -21,6 +24,16 @@ _FATAL = re.compile(r"fatal|mmu fault|memory fault", re.IGNORECASE)
 
 class MpsError(Exception):
     """MPS doesn't do what is needed; the message says what is wrong and what to do."""
+
+
+class UnknownAnswerError(MpsError):
+    """The daemon answers in a format that we don't know: what we asked for may be done or not."""
+
+    def __init__(self, command: str, answer: str) -> None:
+        super().__init__(
+            f"{PROGRAM} answers {command} in a format that this worker doesn't know: {answer[:_QUOTED_MAX]!r}; "
+            "set mps to off, and report the answer and the driver's version"
+        )
 
 
 class GpuFullError(MpsError):
@@ -46,7 +59,7 @@ class MpsControl:
     async def alive(self) -> bool:
         """Whether a daemon answers here."""
         try:
-            await self.servers()
+            await self.ask("get_server_list")
         except MpsError:
             return False
         return True
@@ -60,7 +73,7 @@ class MpsControl:
 
     async def servers(self) -> list[int]:
         """The process ids of its servers. MpsError."""
-        return [int(line) for line in (await self.ask("get_server_list")).split() if line.isdecimal()]
+        return _pids("get_server_list", await self.ask("get_server_list"))
 
     async def look(self, server_pid: int) -> tuple[str, list[int]]:
         """A server's state, INITIALIZING, ACTIVE or FAULT, and the process ids of its clients. MpsError.
@@ -68,13 +81,20 @@ class MpsControl:
         The state is empty if there is no such server.
         """
         answer = await self.ask(f"get_server_status {server_pid}\nget_client_list {server_pid}")
-        lines = [line.strip() for line in answer.splitlines()]
-        state = next((state for state in _STATES for line in lines if state in line.split()), "")
-        return state, [int(line) for line in lines if line.isdecimal()]
+        first, _, rest = answer.strip().partition("\n")
+        state = next((state for state in _STATES if state in first.split()), "")
+        if state:
+            return state, _pids("get_client_list", rest)
+        # How the lack of a server is worded is not documented.
+        if server_pid in await self.servers():
+            raise UnknownAnswerError("get_server_status", first)
+        return "", []
 
     async def terminate(self, server_pid: int, client_pid: int, timeout_s: float) -> bool:
         """Take a client's contexts off the GPU; True: the server says that it is done. MpsError."""
         answer = (await self.ask(f"terminate_client {server_pid} {client_pid}", timeout_s)).strip()
+        if not _RESULT.fullmatch(answer):
+            raise UnknownAnswerError("terminate_client", answer)
         return answer in ("0", "CUDA_SUCCESS")
 
     async def start_server(self) -> None:
@@ -122,6 +142,14 @@ class MpsControl:
             detail = text.strip() or f"exit code {done.returncode}"
             raise MpsError(f"{what} failed: {detail}; see {self.log_dir}/control.log")
         return text
+
+
+def _pids(command: str, answer: str) -> list[int]:
+    """Process ids, one a line. UnknownAnswerError."""
+    pids = [line.strip() for line in answer.splitlines() if line.strip()]
+    if not all(pid.isdecimal() for pid in pids):
+        raise UnknownAnswerError(command, answer.strip())
+    return [int(pid) for pid in pids]
 
 
 class ServerLog:

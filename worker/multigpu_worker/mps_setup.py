@@ -1,6 +1,5 @@
 """Whether a worker uses MPS: what its settings ask for, what its GPU allows, and where the pipes are."""
 
-import asyncio
 import os
 import shutil
 import tempfile
@@ -9,14 +8,9 @@ from pathlib import Path
 import structlog
 from multigpu.config import WorkerConfig
 
-from multigpu_worker.device import DeviceInfo
+from multigpu_worker.device import Device, DeviceInfo
 from multigpu_worker.mps import Mps, MpsLimits, MpsState, MpsStatus
 from multigpu_worker.mps_control import PROGRAM, GpuFullError, MpsControl, MpsError
-
-try:
-    import pynvml
-except ImportError:  # no GPU worker then, and no MPS
-    pynvml = None
 
 log = structlog.get_logger()
 
@@ -27,7 +21,6 @@ CLIENTS_MAX_SINCE_CUDA_13_1 = 60
 _COMPUTE_CAPABILITY_MIN = (7, 0)
 # A UNIX socket's path, less the name that the daemon appends.
 _PIPE_DIR_BYTES_MAX = 107 - len("/control_privileged")
-_DRIVER_TIMEOUT_S = 10.0
 
 
 def default_base_dir() -> Path:
@@ -55,8 +48,9 @@ def clients_max(cuda_version: str) -> int:
     return CLIENTS_MAX_SINCE_CUDA_13_1 if version >= (13, 1) else CLIENTS_MAX
 
 
-async def open_mps(config: WorkerConfig, info: DeviceInfo, worker_id: str) -> tuple[Mps | None, MpsStatus | None]:
+async def open_mps(config: WorkerConfig, device: Device, worker_id: str) -> tuple[Mps | None, MpsStatus | None]:
     """MPS, or why there is none; neither for a CPU. MpsError: it was demanded and can't be had, or the GPU is full."""
+    info = device.info
     if info.device_id == "cpu":
         if config.mps == "on":
             raise MpsError("MPS is for NVIDIA GPUs, and this worker's device is a CPU: set mps to auto or off")
@@ -71,7 +65,7 @@ async def open_mps(config: WorkerConfig, info: DeviceInfo, worker_id: str) -> tu
         memory_bytes=info.memory_total_bytes,
     )
     try:
-        await _check(info)
+        _check(info, prohibited=device.compute_prohibited)
         mps = Mps(MpsControl(info.device_id, pipe_dir(config, info.device_id)), worker_id, limits)
         await mps.open()
     except GpuFullError:
@@ -84,29 +78,16 @@ async def open_mps(config: WorkerConfig, info: DeviceInfo, worker_id: str) -> tu
     return mps, None
 
 
-async def _check(info: DeviceInfo) -> None:
+def _check(info: DeviceInfo, *, prohibited: bool) -> None:
     """MpsError: this GPU can't have MPS, or its programs are not here."""
     if shutil.which(PROGRAM) is None:
         raise MpsError(f"{PROGRAM} is not in PATH: install the driver's compute utilities, or set mps to off")
-    if info.mig_enabled or info.device_id.startswith("MIG-"):
+    if info.mig_enabled:
         raise MpsError("MIG is on, and a GPU is shared by MIG or by MPS: set mps to off, or turn MIG off")
     major, _, minor = info.compute_capability.partition(".")
     if major.isdigit() and (int(major), int(minor or 0)) < _COMPUTE_CAPABILITY_MIN:
         raise MpsError(
             f"its compute capability is {info.compute_capability}, and MPS is of use from 7.0: set mps to off"
         )
-    try:
-        async with asyncio.timeout(_DRIVER_TIMEOUT_S):
-            prohibited = await asyncio.to_thread(_computing_prohibited, info.device_id)
-    except TimeoutError:
-        raise MpsError("the driver does not answer") from None
     if prohibited:
         raise MpsError("its compute mode is PROHIBITED: set another one with nvidia-smi -c")
-
-
-def _computing_prohibited(device_id: str) -> bool:
-    try:
-        handle = pynvml.nvmlDeviceGetHandleByUUID(device_id)
-        return bool(pynvml.nvmlDeviceGetComputeMode(handle) == pynvml.NVML_COMPUTEMODE_PROHIBITED)
-    except pynvml.NVMLError:  # it doesn't tell; the start of the server will
-        return False

@@ -45,7 +45,20 @@ THROTTLE_REASONS = {
 # By NVML's values of nvmlReturn_t.
 GONE = {9: "driver_not_loaded", 15: "gpu_is_lost", 16: "reset_required"}
 NOT_FOUND = 6
+# What a MIG instance tells of itself; all else is its GPU's.
+OF_INSTANCE = frozenset(
+    (
+        "nvmlDeviceGetMemoryInfo",
+        "nvmlDeviceGetName",
+        "nvmlDeviceGetComputeRunningProcesses_v3",
+        "nvmlDeviceGetMPSComputeRunningProcesses_v3",
+    )
+)
 PROCESSES_MAX = 256
+# The driver takes 20 ms to count what crosses PCIe, in each direction.
+PCIE_INTERVAL_S = 10.0
+# A process that has not computed for this long is idle. The driver samples utilization every 1/6 to 1 s.
+IDLE_S = 2.0
 # After a reset a device may be found only by a process that opens the driver anew. Tried every so many seconds while it
 # is gone: by then the thread of device_events.py has let go of it.
 ANEW_S = 2.0
@@ -63,40 +76,60 @@ def count() -> tuple[int, str]:
 
 
 def index_of(device_id: str) -> int | None:
-    """The number of the device with that UUID; None if there is none."""
+    """The number of the GPU with that UUID, or with that MIG instance; None if there is none."""
     try:
-        return int(pynvml.nvmlDeviceGetIndex(pynvml.nvmlDeviceGetHandleByUUID(device_id)))
+        return int(pynvml.nvmlDeviceGetIndex(handles(device_id)[1]))
     except pynvml.NVMLError:
         return None
 
 
-def open_at(index: int) -> "NvmlDevice":
-    """The device of that number. DeviceError: it can't be used."""
+def handles(device_id: str) -> tuple[Any, Any]:
+    """Of a device, and of its GPU: they differ for a MIG instance. NVMLError: it isn't there."""
+    device = pynvml.nvmlDeviceGetHandleByUUID(device_id)
+    if device_id.startswith("MIG-"):
+        return device, pynvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(device)
+    return device, device
+
+
+def open_at(index: int, instance: str = "") -> "NvmlDevice":
+    """The GPU of that number, or its MIG instance with that UUID. DeviceError: it can't be used."""
     try:
-        return NvmlDevice(index)
+        device = NvmlDevice(index, instance)
     except (pynvml.NVMLError, DeviceGoneError) as error:
         raise DeviceError(
             f"cuda:{index} is there, but can't be used ({error}); look into it with nvidia-smi, reset it or restart "
             "the host, or choose another --device"
         ) from error
+    if device.info.mig_enabled and not instance:
+        found = ", ".join(device.info.mig_device_ids)
+        remedy = f"choose --device from {found}" if found else f"create one with nvidia-smi mig -i {index} -cgi"
+        raise DeviceError(
+            f"cuda:{index} is in MIG mode, where a worker owns one instance: {remedy}, or end MIG mode with "
+            f"nvidia-smi -i {index} -mig 0"
+        )
+    return device
 
 
 class NvmlDevice:
-    """One GPU. NVMLError, DeviceGoneError: the driver doesn't tell even what it is."""
+    """One GPU, or one MIG instance. NVMLError, DeviceGoneError: the driver doesn't tell even what it is."""
 
-    def __init__(self, index: int) -> None:
+    def __init__(self, index: int, instance: str = "") -> None:
         self._handle = pynvml.nvmlDeviceGetHandleByIndex(index)
-        self.device_id: str = pynvml.nvmlDeviceGetUUID(self._handle)
+        self.device_id: str = instance or pynvml.nvmlDeviceGetUUID(self._handle)
+        self._own = handles(instance)[0] if instance else self._handle
         self.info = self._identity(index)
         self.visible_devices = self.device_id
         # A simulated driver comes without CUDA: its workers' engines compute on the processor.
         self.engine_name = "cpu" if self.info.simulated else "cuda:0"
+        self.compute_prohibited = self._ask("nvmlDeviceGetComputeMode") == pynvml.NVML_COMPUTEMODE_PROHIBITED
         # The driver said so at the last sample.
         self._gone = False
         # When the driver was opened, or the device last answered, by the monotonic clock.
         self._opened_s = 0.0
         # Functions that this device has said it will never answer.
         self._unsupported: set[str] = set()
+        self._pcie_read: tuple[float | None, float | None] = (None, None)
+        self._pcie_due_s = 0.0
 
     def sample(self) -> Telemetry:
         if self._gone:
@@ -124,6 +157,7 @@ class NvmlDevice:
         memory = self._memory()
         rates = self._ask("nvmlDeviceGetUtilizationRates")
         limit_milliwatts = self._ask("nvmlDeviceGetEnforcedPowerLimit")
+        sent_bytes, received_bytes = self._pcie_rates()
         return Telemetry(
             memory_total_bytes=None if memory is None else memory.total,
             memory_used_bytes=None if memory is None else memory.used,
@@ -141,8 +175,8 @@ class NvmlDevice:
             remapped_rows=self._remapped_rows(),
             pcie_generation=self._ask("nvmlDeviceGetCurrPcieLinkGeneration"),
             pcie_width=self._ask("nvmlDeviceGetCurrPcieLinkWidth"),
-            pcie_sent_bytes=self._pcie(pynvml.NVML_PCIE_UTIL_TX_BYTES),
-            pcie_received_bytes=self._pcie(pynvml.NVML_PCIE_UTIL_RX_BYTES),
+            pcie_sent_bytes=sent_bytes,
+            pcie_received_bytes=received_bytes,
             nvlinks_active=self._nvlinks_active(),
             processes=self._processes(),
         )
@@ -181,6 +215,14 @@ class NvmlDevice:
             correctable=correctable, uncorrectable=uncorrectable, pending=bool(pending), failed=bool(failed)
         )
 
+    def _pcie_rates(self) -> tuple[float | None, float | None]:
+        """What goes to the device and comes from it, per second; at most PCIE_INTERVAL_S old."""
+        now_s = time.monotonic()
+        if now_s >= self._pcie_due_s:
+            sent, received = pynvml.NVML_PCIE_UTIL_TX_BYTES, pynvml.NVML_PCIE_UTIL_RX_BYTES
+            self._pcie_read, self._pcie_due_s = (self._pcie(sent), self._pcie(received)), now_s + PCIE_INTERVAL_S
+        return self._pcie_read
+
     def _pcie(self, counter: int) -> float | None:
         kib = self._ask("nvmlDeviceGetPcieThroughput", counter)
         return None if kib is None else kib * 1024.0
@@ -201,13 +243,22 @@ class NvmlDevice:
 
     def _processes(self) -> tuple[DeviceProcess, ...]:
         found: dict[int, DeviceProcess] = {}
+        since_us = int((time.time() - IDLE_S) * 1e6)
+        samples = self._ask_now("nvmlDeviceGetProcessUtilization", since_us) or ()
+        working = {sample.pid for sample in samples if sample.smUtil}
         for function, mps in (
             ("nvmlDeviceGetComputeRunningProcesses_v3", False),
             ("nvmlDeviceGetMPSComputeRunningProcesses_v3", True),
         ):
-            for process in (self._ask(function) or ())[:PROCESSES_MAX]:
+            listed = (self._ask(function) or ())[:PROCESSES_MAX]
+            # A driver that names none of them doesn't tell of such processes.
+            told = not working.isdisjoint(process.pid for process in listed)
+            for process in listed:
                 found[process.pid] = DeviceProcess(
-                    pid=process.pid, memory_used_bytes=process.usedGpuMemory, mps_client=mps
+                    pid=process.pid,
+                    memory_used_bytes=process.usedGpuMemory,
+                    mps_client=mps,
+                    idle=told and process.pid not in working,
                 )
         return tuple(found.values())
 
@@ -231,7 +282,8 @@ class NvmlDevice:
             cuda_version="" if cuda is None else f"{cuda // 1000}.{cuda % 1000 // 10}",
             mig_enabled=bool(mig and mig[0]),
             mig_device_ids=tuple(self._mig_device_ids()) if mig and mig[0] else (),
-            peers=tuple(self._peers(index)),
+            # Instances have no ways to other devices.
+            peers=tuple(self._peers(index)) if self._own is self._handle else (),
             simulated="simulated" in driver.lower(),
         )
 
@@ -277,7 +329,7 @@ class NvmlDevice:
                 with contextlib.suppress(pynvml.NVMLError):
                     pynvml.nvmlShutdown()
                 pynvml.nvmlInit()
-            self._handle = pynvml.nvmlDeviceGetHandleByUUID(self.device_id)
+            self._own, self._handle = handles(self.device_id)
         except pynvml.NVMLError as error:
             code = "gpu_is_lost" if error.value == NOT_FOUND else GONE.get(error.value, "gpu_is_lost")
             raise DeviceGoneError(code, f"the driver doesn't find {self.device_id}: {error}") from error
@@ -289,7 +341,7 @@ class NvmlDevice:
         if key in self._unsupported:
             return None
         try:
-            return getattr(pynvml, function)(self._handle, *arguments)
+            return self._call(function, *arguments)
         except pynvml.NVMLError as error:
             self._refuse_gone(error)
             if error.value in (pynvml.NVML_ERROR_NOT_SUPPORTED, pynvml.NVML_ERROR_FUNCTION_NOT_FOUND):
@@ -299,10 +351,13 @@ class NvmlDevice:
     def _ask_now(self, function: str, *arguments: Any) -> Any:
         """As _ask, but of what may be told later."""
         try:
-            return getattr(pynvml, function)(self._handle, *arguments)
+            return self._call(function, *arguments)
         except pynvml.NVMLError as error:
             self._refuse_gone(error)
             return None
+
+    def _call(self, function: str, *arguments: Any) -> Any:
+        return getattr(pynvml, function)(self._own if function in OF_INSTANCE else self._handle, *arguments)
 
     def _refuse_gone(self, error: Any) -> None:
         code = GONE.get(error.value)

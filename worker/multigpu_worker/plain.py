@@ -1,6 +1,6 @@
 """The process that `mgpuctl bench` compares a fleet with: models in plain loops (engines/plain_loops.py), no fleet.
 
-    python -m multigpu_worker.plain '{"device": "cpu", "threads": 2, "config_file": null, "models": [], "handlers": []}'
+    python -m multigpu_worker.plain '{"device": "cpu", "threads": 2, "models": [], "handlers": [], "pid": 0}'
 
 One JSON object a line is asked and one is answered, with `error` in it where it can't be done:
 {"do": "load", "model", "kind", "engine", "precision", "content_type", and "payloads" to get warm with} ⟶ {"batch"};
@@ -21,6 +21,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import click
 import numpy as np
 from multigpu.config import WorkerConfig, load
 
@@ -29,17 +30,18 @@ from multigpu_worker.engines.models import find_models
 from multigpu_worker.engines.plain_loops import EngineLoop, Loop, Rows, load_engine, load_handlers, load_loop
 from multigpu_worker.engines.precision import choose
 from multigpu_worker.main import artifacts_folder
+from multigpu_worker.main import main as worker_main
 
 # Of the request, in this order: what makes a loop.
 KEY = ("model", "kind", "engine", "precision", "content_type")
 
 
 class Plain:
-    def __init__(
-        self, *, device: str, threads: int, config_file: str | None, models: list[str], handlers: list[str]
-    ) -> None:
+    def __init__(self, *, device: str, threads: int, models: list[str], handlers: list[str], pid: int) -> None:
+        """`pid`: of a worker of this host; what it serves is found without being said again. 0: of none."""
         given = {"models": tuple(models), "handlers": tuple(handlers)}
-        config = load(WorkerConfig, file=config_file, flags={name: value for name, value in given.items() if value})
+        env, file, flags = of_worker(pid) or (None, None, {})
+        config = load(WorkerConfig, env=env, file=file, flags=flags | {n: value for n, value in given.items() if value})
         scan = find_models(config.config)
         self._specs = scan.models | {name: scan.models[found] for name, found in scan.current.items()}
         self._settings = EngineSettings(
@@ -93,6 +95,23 @@ class Plain:
         if meant not in self._meant:
             self._meant[meant] = load_loop(kind, spec, self._settings, variant)
         return self._meant[meant]
+
+
+def of_worker(pid: int) -> tuple[dict[str, str], str | None, dict[str, Any]] | None:
+    """Environment, config file and flags of a worker's process, whose working directory becomes ours.
+
+    None: it is no worker here, or another user's.
+    """
+    process = Path("/proc", str(pid))
+    try:
+        words, variables = ((process / name).read_bytes().decode().split("\0") for name in ("cmdline", "environ"))
+        at = next(n for n, word in enumerate(words) if word.endswith(("multigpu_worker.main", "mgpu-worker")))
+        flags = worker_main.make_context(words[at], words[at + 1 : -1]).params
+        os.chdir(process / "cwd")
+    except (OSError, ValueError, StopIteration, click.ClickException):
+        return None
+    sys.path.insert(0, str(Path.cwd()))
+    return dict(word.split("=", 1) for word in variables if "=" in word), flags.pop("config_file"), flags
 
 
 def write(answers: Rows | list[bytes], path: Path) -> str:

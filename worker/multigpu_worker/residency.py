@@ -19,9 +19,10 @@ from multigpu.repository import ModelSpec
 PATIENCE_S = 0.5
 # Models that are loaded at the same time: one that hangs does not hold up all others.
 LOADS_MAX = 2
-# A model that failed to load is not tried again before so long, doubling up to the limit.
+# A model that failed to load is not tried again before so long, doubling up to a limit: the second one where its files
+# are at fault. When they change it is another model, and tried at once.
 RETRY_S = 1.0
-RETRY_MAX_S = 60.0
+RETRY_MAX_S, RETRY_FAULTY_MAX_S = 60.0, 3600.0
 
 
 class ModelState(Enum):
@@ -79,11 +80,12 @@ class Resident:
     def enter(self, state: ModelState, now_s: float) -> None:
         self.state, self.since_s = state, now_s
 
-    def failed(self, error: str, now_s: float, *, hopeless: bool = False) -> None:
-        """It could not be loaded; and can't be on any worker, if that is hopeless."""
+    def failed(self, error: str, now_s: float, *, hopeless: bool = False, faulty: bool = False) -> None:
+        """It could not be loaded: `faulty`, because of its files; and can't be on any worker, if that is hopeless."""
         self.enter(ModelState.ABSENT, now_s)
         self.error, self.hopeless = error, hopeless
-        self.retry_s = now_s + min(RETRY_S * 2.0**self.failures, RETRY_MAX_S)
+        limit_s = RETRY_FAULTY_MAX_S if hopeless or faulty else RETRY_MAX_S
+        self.retry_s = now_s + min(RETRY_S * 2.0**self.failures, limit_s)
         self.failures += 1
 
 

@@ -5,8 +5,10 @@ While the device works, the same thread reads its energy. It is a daemon: a proc
 """
 
 import asyncio
+import contextvars
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import structlog
@@ -45,7 +47,9 @@ class Sampler:
         self._asked_s = 0.0
         self._wanted: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = []
         self._lock = threading.Lock()
-        self._thread = threading.Thread(target=self._run, name="device-sampler", daemon=True)
+        # With our context, so that its log lines have a worker_id.
+        run = contextvars.copy_context().run
+        self._thread = threading.Thread(target=run, args=(self._run,), name="device-sampler", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
@@ -89,6 +93,17 @@ class Sampler:
         if self.meter is not None:
             self.meter.reset()
 
+    def count_sharers(self, owns: Callable[[int], bool]) -> None:
+        """See who works on the device beside our own engines, by the last sample. Idle processes have no part."""
+        if self.meter is None or self.latest is None:
+            return
+        processes = self.latest.telemetry.processes
+        mps = any(process.mps_client for process in processes)
+        listed = [(owns(process.pid), process.idle) for process in processes if process.mps_client == mps]
+        others = sum(not own and not idle for own, idle in listed)
+        # Pids of a container's host are not known to be ours; one of those that work is.
+        self.meter.sharers = max(1, others + any(own for own, _ in listed))
+
     def measure(self, start_ns: int, finish_ns: int, units: int) -> Energy | None:
         """What was taken between two instants for each unit of work. None: the device can't tell."""
         return None if self.meter is None else self.meter.measure(start_ns, finish_ns, units)
@@ -96,7 +111,8 @@ class Sampler:
     # --- the thread --------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        if self.device.info.device_id != "cpu":  # all its processes take of a host's energy: whose is which?
+        # Of a host's energy all its processes take, of a GPU's energy all its MIG instances: whose is which?
+        if self.device.info.device_id != "cpu" and not self.device.info.mig_enabled:
             self.meter = self._find_meter()
         while not self._stopped:
             self._wake.wait(READING_INTERVAL_S if self.meter is not None and self.running else None)
@@ -120,10 +136,6 @@ class Sampler:
             log.exception("the device's sensors can't be read")
         finally:
             self._asked_s = 0.0
-        if self.meter is not None and self.latest is not None:
-            processes = self.latest.telemetry.processes
-            mps_clients = sum(process.mps_client for process in processes)
-            self.meter.processes = mps_clients or max(1, len(processes))
 
     def _find_meter(self) -> EnergyMeter | None:
         for method in EnergyMethod:

@@ -58,6 +58,8 @@ class Lease:
     # Bytes, or a reference to them, whose length is theirs.
     payload: bytes | Sized
     units: int = 1
+    # Shows a later master that the lease was granted to us. 0: the master is older than that.
+    proof: int = 0
     # What the attempt before left for this one.
     checkpoint: bytes = b""
     partials_received: int = 0
@@ -70,6 +72,10 @@ class Lease:
     running: bool = field(default=False, init=False)
     # Nobody wants it any more.
     dropped: bool = field(default=False, init=False)
+    # Its place among all that wait (batcher.py), once it has gone to an engine.
+    rank: int = field(default=0, init=False)
+    # The master wants it back, unless it is begun.
+    recalled: bool = field(default=False, init=False)
     # The largest batch that it may join. Less than the usual after an engine ended with it; 1: it is a suspect.
     together_max: int = field(default=TOGETHER_MAX, init=False)
     # How often it was a suspect; and whether it is one no more, as it went on past where its engine ended.
@@ -86,7 +92,7 @@ class Lease:
     saved: bytes | None = field(default=None, init=False)
     saved_unsent: bool = field(default=False, init=False)
     # Partial outputs of this attempt, kept for a master that has to be told again; how many were made, and their bytes.
-    partials: list[bytes] | None = field(default=None, init=False)
+    partials: list[tuple[bytes, str]] | None = field(default=None, init=False)
     partials_made: int = field(default=0, init=False)
     partial_bytes: int = field(default=0, init=False)
 
@@ -147,6 +153,7 @@ class Partial:
     # Position among the task's outputs, over all attempts, from 0.
     index: int
     data: bytes
+    content_type: str
 
 
 @dataclass(slots=True)
@@ -181,6 +188,8 @@ class Session:
         self.limits = limits
         # Welcomed, and the stream has not broken since.
         self.connected = False
+        # The life of the master that granted our leases, or took them back. Empty: it did not say.
+        self.incarnation = ""
         # Not reported yet, oldest first.
         self.leases: dict[int, Lease] = {}
         # Bytes of results and partials that were not sent yet.
@@ -207,10 +216,18 @@ class Session:
             lease.dropped = True
         return lease
 
-    def welcome(self, adopted_lease_ids: Iterable[int]) -> list[Lease]:
+    def recall(self, lease_ids: Iterable[int]) -> list[Lease]:
+        """Note that the master wants these back, as far as no engine has begun them. Returns those that we hold."""
+        asked = [lease for lease_id in lease_ids if (lease := self.leases.get(lease_id)) is not None]
+        for lease in asked:
+            lease.recalled = True
+        return asked
+
+    def welcome(self, adopted_lease_ids: Iterable[int], incarnation: str = "") -> list[Lease]:
         """Begin a connected life. Returns the leases that nobody wants any more, to be cancelled in the engine."""
         assert not self.connected
         self.connected = True
+        self.incarnation = incarnation
         adopted = set(adopted_lease_ids)
         unwanted = [lease for lease_id, lease in self.leases.items() if lease_id not in adopted]
         for lease in unwanted:
@@ -263,7 +280,7 @@ class Session:
         if group:
             self._push(Reports(start_ns, finish_ns, group, size_bytes, size_bytes + partial_bytes, energy))
 
-    def partial(self, lease: Lease, data: bytes) -> bool:
+    def partial(self, lease: Lease, data: bytes, content_type: str = "") -> bool:
         """Owe the master a partial output. False: the lease can't go on, cancel it in the engine."""
         if lease.dropped:
             return True
@@ -273,13 +290,13 @@ class Session:
         if lease.resumable:
             if lease.partials is None:
                 lease.partials = []
-            lease.partials.append(data)
+            lease.partials.append((data, content_type))
             if lease.partial_bytes > self.limits.partial_bytes_max:
                 lease.resumable = False
                 lease.partials = None
                 lease.partial_bytes = 0
         if self.connected:
-            self._push(Partial(lease, index, data))
+            self._push(Partial(lease, index, data, content_type))
         elif not lease.resumable:
             self.revoke(lease.lease_id)
             return False
@@ -357,8 +374,8 @@ class Session:
         self.unsent_bytes += entry.size_bytes if isinstance(entry, Reports) else len(entry.data) + REPORT_BYTES
 
     def _resend_partials(self, lease: Lease) -> None:
-        for index, data in enumerate(lease.partials or ()):
-            self._push(Partial(lease, lease.partials_received + index, data))
+        for index, part in enumerate(lease.partials or ()):
+            self._push(Partial(lease, lease.partials_received + index, *part))
 
     def _remember(self, group: Reports, now_s: float) -> None:
         """Keep a group that is being sent, and forget the oldest past the limits."""

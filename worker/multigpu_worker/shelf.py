@@ -4,6 +4,7 @@ Pure. The repository may change while the worker runs. A name whose model is in 
 version is ready, and with the old one for good where the new one is broken; any other name goes to the new one at once.
 A name that the repository lists no more ("m:1", where the latest version is served and that is 2 by now) means its
 model as long as that is in memory. It is offered as long as the model serves; after that only what is held is run.
+Tasks that name no model go on with the same one as long as the repository has it, even broken: never with another.
 """
 
 from collections.abc import Callable
@@ -51,13 +52,17 @@ class Shelf:
             self._newest[model] = key
         broken = {model.partition(":")[0] for model in catalog.errors}
         self._next = {route: self._newest[model] for route, model in catalog.routes().items()}
-        for route, key in self.routes.items():  # what is broken by now goes on as it was
+        for route, key in self.routes.items():
             resident = self.residents.get(key)
-            if route in self._next or resident is None or resident.state is ModelState.ABSENT:
+            if resident is None or key not in self.serving:
                 continue
-            if key not in self.serving:
-                continue
-            if resident.spec.name in broken:
+            kind, name = route
+            named = kind, resident.spec.name
+            in_memory, another = resident.state is not ModelState.ABSENT, route in self._next
+            if not name and named in self._next:  # whatever else the repository holds by now
+                self._next[route] = self._next[named]
+            # What is broken by now goes on as it was. The default then fails: no other model answers for it.
+            elif resident.spec.name in broken and (not name if another else in_memory):
                 self._next[route] = key
         self.switch()
 

@@ -10,8 +10,9 @@ on one after the other. A suspect runs beside nobody but those that are cleared,
 more outputs, as it is past the point then at which the engine died; so eight answers that are generated together are
 together again after eight first steps. Should an engine die all the same, the one that was not cleared goes first, and
 so alone; and who was a suspect too often is not cleared any more. A batch that was being prepared is accused
-with those that ran. An engine that dies while it does nothing (killed from outside) is nobody's fault, until it has
-happened too often to the same lease.
+with those that ran. A batch whose context is lost is accused with the next one, whose work the device may have begun.
+An engine that dies while it runs nothing is nobody's fault, until it has happened too often to the same lease; but if
+it was not killed, the only lease in it answers.
 """
 
 from collections.abc import Container, Iterable, Mapping
@@ -40,6 +41,8 @@ class EngineBatch:
     settled: int = 0
     # Since when it has worked without settling anything, in nanoseconds since 1970; 0: it has just settled something.
     unsettled_ns: int = 0
+    # The engine was asked to give it back, as far as it is not begun.
+    asked_back: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,11 +148,13 @@ def blame(
     verdict: Verdict | None,
     died: TaskError,
     prepared: int = 0,
+    *,
+    by_itself: bool = False,
 ) -> tuple[list[tuple[Lease, TaskError]], list[Lease]]:
     """Which leases failed with the engine, and which go on in the next one: suspects first, else as they came.
 
     With a verdict only the slots that it names are to blame; without one, all that ran something, with `died`, and the
-    batch that was being `prepared`.
+    batch that was being `prepared`. `by_itself`: nobody killed it.
     """
     together: list[list[Lease]] = []
     beside: list[Lease] = []
@@ -165,8 +170,12 @@ def blame(
         together.append(list(batches[prepared].leases.values()))
     failed: dict[int, tuple[Lease, TaskError]] = {}
     if verdict is None and not beside and not any(together):
-        for inside in batches.values():
-            _note_death(inside, died, failed)
+        everyone = [lease for inside in batches.values() for lease in inside.leases.values()]
+        if by_itself and len(everyone) == 1:
+            beside = everyone
+        else:
+            for inside in batches.values():
+                _note_death(inside, died, failed)
     _accuse(together, beside, died if verdict is None else verdict.error, failed)
     return list(failed.values()), _rest(batches, failed)
 
@@ -227,11 +236,12 @@ def condemn(
     running = {state.batch_id: running_leases(state, batches.get(state.batch_id)) for state in slots}
     together: list[list[Lease]] = []
     beside: list[Lease] = []
+    begun = any(not b.one_by_one and not guilty.keys().isdisjoint(b.leases) for b in batches.values())
     for batch in batches.values():
-        said = [lease for lease in batch.leases.values() if lease.lease_id in guilty]
         if batch.one_by_one:
+            said = [lease for lease in batch.leases.values() if lease.lease_id in guilty]
             beside += said or running.get(batch.batch_id, [])
-        elif said:
+        elif begun:
             together.append(list(batch.leases.values()))
     failed: dict[int, tuple[Lease, TaskError]] = {}
     _accuse(together, beside, next(iter(guilty.values())), failed)

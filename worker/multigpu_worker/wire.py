@@ -81,10 +81,13 @@ def leases_of(batch: pb.LeaseBatch, directory: str = "") -> tuple[Spec, list[Lea
         raise BadFrameError("the columns of a batch of leases are not of equal length")
     if len(set(batch.lease_ids)) < count:
         raise BadFrameError("it grants a lease twice")
-    columns = zip(batch.lease_ids, batch.task_ids, batch.attempts, batch.payloads, batch.units, strict=True)
+    proofs = list(batch.proofs) or [0] * count
+    if len(proofs) != count:
+        raise BadFrameError("it does not prove each of its leases")
+    columns = zip(batch.lease_ids, batch.task_ids, batch.attempts, batch.payloads, batch.units, proofs, strict=True)
     leases = [
-        Lease(lease_id, task_id, attempt, spec, payload, units)
-        for lease_id, task_id, attempt, payload, units in columns
+        Lease(lease_id, task_id, attempt, spec, payload, units, proof)
+        for lease_id, task_id, attempt, payload, units, proof in columns
     ]
     for extra in batch.extras:
         if extra.index >= count:
@@ -111,6 +114,7 @@ def hello(
     *,
     models: Iterable[model_pb2.Model] = (),
     model_memory_bytes: int = 0,
+    incarnation: str = "",
 ) -> pb.SessionRequest:
     """`offers`: the kinds of tasks, each with the names of its models."""
     return pb.SessionRequest(
@@ -126,9 +130,10 @@ def hello(
             slots=identity.slots,
             window_tasks=identity.window_tasks,
             window_bytes=identity.window_bytes,
-            leases=[_held(entry) for entry in held],
+            leases=[_held(entry, proof=entry.lease.proof) for entry in held],
             models=models,
             model_memory_bytes=model_memory_bytes,
+            incarnation=incarnation,
         )
     )
 
@@ -162,6 +167,7 @@ def heartbeat(
     mps: MpsStatus | None = None,
     health: device_pb2.DeviceHealth | None = None,
     embedding_cache: pb.EmbeddingCache | None = None,
+    handlers: pb.Handlers | None = None,
 ) -> pb.SessionRequest:
     beat = pb.Heartbeat(
         leases=[_held(entry) for entry in held],
@@ -171,6 +177,7 @@ def heartbeat(
         draining=draining,
         health=health,
         embedding_cache=embedding_cache,
+        handlers=handlers,
     )
     if telemetry is not None:
         beat.telemetry.CopyFrom(telemetry_message(telemetry, sample_ns))
@@ -205,8 +212,8 @@ def request_of(frame: Frame, lent: Callable[[Reference], bool] = _never) -> pb.S
     return pb.SessionRequest(
         report_batches=[batch for reports in frame.reports for batch in _report_batches(reports, lent)],
         partials=[
-            pb.PartialOutput(lease_id=partial.lease.lease_id, index=partial.index, data=partial.data)
-            for partial in frame.partials
+            pb.PartialOutput(lease_id=p.lease.lease_id, index=p.index, data=p.data, content_type=p.content_type)
+            for p in frame.partials
         ],
     )
 
@@ -260,9 +267,11 @@ def _failure(report: Report) -> pb.Report:
     )
 
 
-def _held(held: Held) -> pb.HeldLease:
+def _held(held: Held, proof: int = 0) -> pb.HeldLease:
     lease = held.lease
-    message = pb.HeldLease(lease_id=lease.lease_id, task_id=lease.task_id, attempt=lease.attempt, running=lease.running)
+    message = pb.HeldLease(
+        lease_id=lease.lease_id, task_id=lease.task_id, attempt=lease.attempt, running=lease.running, proof=proof
+    )
     if held.checkpoint is not None:
         message.checkpoint = held.checkpoint
     if lease.steps or lease.note or lease.fraction:

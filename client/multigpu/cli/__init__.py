@@ -13,29 +13,30 @@ import click
 from multigpu.cli import show
 from multigpu.cli.commands import LazyGroup
 from multigpu.cli.failures import EXIT_CODES, INTERRUPTED, TERMINATED, Failure
-from multigpu.cli.options import CONFIG_HELP, MASTER_HELP, Globals
+from multigpu.cli.options import MASTER_HELP, Globals, config_option
 
 COMMANDS = {
     "up": ("multigpu.cli.up:up", "Run a master and its workers here, until Ctrl-C."),
-    "status": ("multigpu.cli.fleet:status", "How the master is: work waiting and done, workers, journal."),
-    "workers": ("multigpu.cli.fleet:workers", "Every worker that the master knows: its state, device and load."),
+    "status": ("multigpu.cli.fleet:status", "State of the master: tasks waiting and done, workers, journal."),
+    "workers": ("multigpu.cli.fleet:workers", "Every worker that the master knows: state, device and load."),
     "gpus": (
         "multigpu.cli.gpus:gpus",
-        "Every device of the fleet: what it is, how it does, whether it is fit for work.",
+        "Every device of the fleet: model, load and health.",
     ),
-    "top": ("multigpu.cli.top:top", "The fleet, live: devices, queues, running tasks; keys to drain, cordon, cancel."),
+    "top": ("multigpu.cli.top:top", "A live view of devices, queues and running tasks; keys to drain, cordon, cancel."),
     "drain": ("multigpu.cli.fleet:drain", "Give workers no new tasks and let theirs finish."),
     "cordon": ("multigpu.cli.fleet:cordon", "Give workers no new tasks."),
     "uncordon": ("multigpu.cli.fleet:uncordon", "End a cordon or a drain: the workers take tasks again."),
     "forget": ("multigpu.cli.fleet:forget", "Remove lost workers from the master's list."),
     "breaker": ("multigpu.cli.breaker:breaker", "See and reset the circuit breaker of sick devices."),
     "models": ("multigpu.cli.models:models", "See, load, unload and verify models: what is loaded where."),
-    "submit": ("multigpu.cli.submit:submit", "Submit tasks, and wait for their results if told to."),
+    "handlers": ("multigpu.cli.handlers:handlers", "Have workers reload your handlers, one after the other."),
+    "submit": ("multigpu.cli.submit:submit", "Submit tasks, and optionally wait for their results."),
     "embed": ("multigpu.cli.embed:embed", "Embed lines of text: one vector for each line, in order."),
-    "generate": ("multigpu.cli.generate:generate", "Go on with a prompt, or answer it: text as it comes."),
+    "generate": ("multigpu.cli.generate:generate", "Continue a prompt, or answer it: text as it is generated."),
     "infer": ("multigpu.cli.infer:infer", "Run arrays through MODEL."),
     "classify": ("multigpu.cli.classify:classify", "Classify pictures, or lines of text, with MODEL."),
-    "bench": ("multigpu.cli.bench:bench", "Measure a fleet with each MODEL: how fast it is, and how right."),
+    "bench": ("multigpu.cli.bench:bench", "Measure a fleet with each MODEL: speed and accuracy."),
     "tasks": ("multigpu.cli.tasks:tasks", "See, fetch, cancel and explain tasks."),
     "strategy": ("multigpu.cli.strategy:strategy", "See or change how tasks are placed on workers."),
     "queues": ("multigpu.cli.queues:queues", "See, pause, resume and limit queues."),
@@ -44,13 +45,13 @@ COMMANDS = {
         "See, requeue and delete tasks that failed every attempt.",
     ),
     "watch": ("multigpu.cli.watch:watch", "Print outcomes as they come."),
-    "tokens": ("multigpu.cli.tokens:tokens", "Make, see and revoke the tokens that open a master's doors."),
+    "tokens": ("multigpu.cli.tokens:tokens", "Make, list and revoke the access tokens of a master."),
     "certs": ("multigpu.cli.certs:certs", "Make and renew the certificates of a fleet."),
-    "logs": ("multigpu.cli.logs:logs", "What the daemons of this host said."),
-    "doctor": ("multigpu.cli.doctor:doctor", "Is this host fit for its work? Verdicts, and remedies."),
+    "logs": ("multigpu.cli.logs:logs", "Show the logs of the daemons on this host."),
+    "doctor": ("multigpu.cli.doctor:doctor", "Check this host and its fleet: verdicts and remedies."),
     "version": ("multigpu.cli.about:version", "The version of mgpuctl."),
-    "config": ("multigpu.cli.about:config_", "See the settings in force."),
-    "completion": ("multigpu.cli.about:completion", "Print a script that completes mgpuctl's words on Tab."),
+    "config": ("multigpu.cli.about:config_", "Show the settings in force."),
+    "completion": ("multigpu.cli.about:completion", "Print a script for the shell's completion of mgpuctl."),
 }
 
 
@@ -60,21 +61,22 @@ COMMANDS = {
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
     examples=(
         ("mgpuctl up &", "A master and its workers on this machine."),
-        ("mgpuctl status", "How they are."),
+        ("mgpuctl status", "The state of both."),
         ("mgpuctl submit --kind echo --payload hi --wait", "One task, there and back."),
         ("mgpuctl embed corpus.txt -o vectors.npy", "One vector for each line."),
     ),
     exits=EXIT_CODES,
 )
 @click.option("--master", metavar="HOST:PORT", default=None, help=MASTER_HELP)
-@click.option("--config", "config_file", metavar="FILE", default=None, help=CONFIG_HELP)
+@config_option
+@click.version_option(package_name="multigpu", message="mgpuctl %(version)s")
 @click.pass_context
-def cli(context: click.Context, master: str | None, config_file: str | None) -> None:
-    """Run, ask and steer a multigpu fleet.
+def cli(context: click.Context, master: str | None) -> None:
+    """Run and operate a multigpu fleet, and give it tasks.
 
     Every command has --help with examples; most have --json for pipes.
     """
-    context.obj = Globals(master=master, config_file=config_file)
+    context.obj = Globals(master=master)
 
 
 # What a full disk, a stream that was closed, and a broken device answer.

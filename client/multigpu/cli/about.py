@@ -13,7 +13,7 @@ from click.shell_completion import get_completion_class
 from multigpu import config, config_values
 from multigpu.cli import show
 from multigpu.cli.commands import Command, Group
-from multigpu.cli.options import CONFIG_HELP, json_option, load_config
+from multigpu.cli.options import config_option, json_option, load_config
 
 HOW_TO_INSTALL = {
     "bash": 'eval "$(mgpuctl completion bash)"   # in ~/.bashrc',
@@ -36,7 +36,7 @@ def version(as_json: bool) -> None:
 
 @click.group("config", cls=Group)
 def config_() -> None:
-    """See the settings in force."""
+    """Show the settings in force."""
 
 
 @config_.command(
@@ -47,15 +47,15 @@ def config_() -> None:
     ),
 )
 @click.argument("section", type=click.Choice([cls.section for cls in config.CONFIG_CLASSES]), required=False)
-@click.option("--config", "config_file", metavar="FILE", help=CONFIG_HELP)
+@config_option
 @json_option
-def show_config(section: str | None, config_file: str | None, as_json: bool) -> None:
-    """Print each setting, its value here, and where that comes from: default, file or environment."""
+def show_config(section: str | None, as_json: bool) -> None:
+    """Print the settings in force. Each with its source: default, file or environment."""
     sections: dict[str, dict[str, dict[str, Any]]] = {}
     found: Path | None = None
     for cls in config.CONFIG_CLASSES:
         if section in (None, cls.section):
-            loaded = load_config(cls, file=config_file)
+            loaded = load_config(cls)
             found = loaded.file
             sections[cls.section] = {
                 field.name: {"value": getattr(loaded.config, field.name), "source": loaded.sources[field.name]}
@@ -78,7 +78,7 @@ def show_config(section: str | None, config_file: str | None, as_json: bool) -> 
 @click.argument("shell", type=click.Choice(list(HOW_TO_INSTALL)))
 @click.pass_context
 def completion(context: click.Context, shell: str) -> None:
-    """Print a script that completes mgpuctl's words on Tab."""
+    """Print a script for the shell's completion of mgpuctl."""
     shell_class = get_completion_class(shell)
     assert shell_class is not None
     show.line(shell_class(context.find_root().command, {}, "mgpuctl", "_MGPUCTL_COMPLETE").source())

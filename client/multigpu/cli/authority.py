@@ -115,7 +115,9 @@ def read(folder: Path, name: str) -> Certificate:
     """What a certificate of the folder says. AuthorityError: there is none, or it can't be read."""
     path, _ = _paths(folder, name)
     if not path.is_file():
-        raise AuthorityError(f"there is no {path}; there are: {', '.join(names(folder)) or 'none'}")
+        raise AuthorityError(
+            f"there is no {path}; there are: {', '.join(names(folder)) or 'none; `mgpuctl certs init` makes them'}"
+        )
     certificate = _load(path)
     with contextlib.suppress(x509.ExtensionNotFound):
         found = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value

@@ -17,7 +17,7 @@ import click
 
 from multigpu import classification, embedding, inference
 from multigpu.cli import bench_plot, show
-from multigpu.cli.bench_fleet import Crew, connected_workers, own_fleet
+from multigpu.cli.bench_fleet import Crew, own_fleet
 from multigpu.cli.bench_plain import Plain
 from multigpu.cli.bench_rows import OPTIONAL, TABLE, Row, plural, table_row, to_csv
 from multigpu.cli.bench_run import Bench, Grid
@@ -26,8 +26,9 @@ from multigpu.cli.commands import Command
 from multigpu.cli.failures import EXIT_CODES, Failure, TasksFailed, WrongUsage
 from multigpu.cli.infer import read_inputs
 from multigpu.cli.lines import read_lines
-from multigpu.cli.options import Globals, client_config, json_option, master_option
+from multigpu.cli.options import client_config, json_option, master_option
 from multigpu.cli.progress import Progress
+from multigpu.cli.rpc import Master
 from multigpu.cli.sdk import sdk_failures
 from multigpu.cli.submit import parse
 from multigpu.cli.tables import table
@@ -101,38 +102,59 @@ def output(context: click.Context, parameter: click.Parameter, value: str | None
 )
 @click.option("--batch-size", "batch_sizes", callback=numbers, metavar="N,…", help="Items in a task.  [default: 1,32]")
 @click.option(
-    "--concurrency", "concurrencies", default="1,16", callback=numbers, metavar="N,…", help="Callers.  [1,16]"
+    "--concurrency",
+    "concurrencies",
+    default="1,16",
+    callback=numbers,
+    metavar="N,…",
+    help="Callers at one time.  [default: 1,16]",
 )
 @click.option(
-    "--items", type=click.IntRange(1), default=512, show_default=True, help="In a round; at least 2 tasks a caller."
+    "--items",
+    type=click.IntRange(1),
+    default=512,
+    show_default=True,
+    help="Items in a round; at least 2 tasks for each caller.",
 )
-@click.option("--rounds", type=click.IntRange(1), default=3, show_default=True, help="Of the fleet and the plain loop.")
+@click.option(
+    "--rounds", type=click.IntRange(1), default=3, show_default=True, help="Rounds of the fleet and of the plain loop."
+)
 @click.option("--kind", help="What to measure: embed, infer, classify, a handler's kind.  [default: what MODEL is for]")
 @click.option("--texts", metavar="FILE", help="Texts, one a line.  [default: sentences of Python's library]")
 @click.option("--pairs", metavar="FILE", help="Lines of score, tab, text, tab, text: adds Spearman's correlation.")
 @click.option("--input", "inputs", multiple=True, metavar="NAME=@FILE|NAME=JSON", help="Arrays, as `infer` takes them.")
-@click.option("--pictures", multiple=True, type=click.Path(exists=True), metavar="PATH", help="Files, or folders.")
+@click.option(
+    "--pictures",
+    multiple=True,
+    type=click.Path(exists=True),
+    metavar="PATH",
+    help="Files or folders of pictures to classify.",
+)
 @click.option("--payload", metavar="TEXT", help="What a handler is sent, every time.")
 @click.option("--lines", metavar="FILE", help="What a handler is sent, one a line.")
-@click.option("--parse-json", is_flag=True, help="It is JSON: the handler gets the value, not the bytes.")
+@click.option("--parse-json", is_flag=True, help="The input is JSON: the handler gets the value, not the bytes.")
 @click.option("--up", "workers", type=click.IntRange(1), metavar="N", help="Start a fleet of N workers for this.")
 @click.option(
-    "--serve", "served", multiple=True, metavar="NAME=FOLDER", help="Where a model lies, for --up and the plain loop."
+    "--serve", "served", multiple=True, metavar="NAME=FOLDER", help="Folder of a model, for --up and the plain loop."
 )
-@click.option("--handlers", multiple=True, metavar="MODULE", help="Where handlers are, for the same.")
+@click.option("--handlers", multiple=True, metavar="MODULE", help="Module of handlers, for the same.")
 @click.option("--plain/--no-plain", "with_plain", default=True, help="Compare with a plain loop in one process.")
-@click.option("--plain-threads", type=click.IntRange(1), help="Its threads.  [default: all cores, as `mgpuctl up` has]")
-@click.option("--csv", "csv_file", callback=output, metavar="FILE", help="All figures.")
-@click.option("--plot", "plot_file", callback=output, metavar="FILE", help="A PNG.")
+@click.option(
+    "--plain-threads",
+    type=click.IntRange(1),
+    help="Threads of the plain loop.  [default: all cores, as `mgpuctl up` has]",
+)
+@click.option("--csv", "csv_file", callback=output, metavar="FILE", help="Write all figures to this file.")
+@click.option("--plot", "plot_file", callback=output, metavar="FILE", help="Draw the figures into this PNG file.")
 @master_option
 @json_option
 def bench(address: str, as_json: bool, **options: Any) -> None:
-    """Measure a fleet with each MODEL: how fast it is, and how right.
+    """Measure a fleet with each MODEL: speed and accuracy.
 
     Every engine, precision, batch size and number of callers that is given, in every combination. Rounds of the
     fleet and of a plain loop in one process take turns, so that both see the same machine. A combination that can't
-    be run is told, and the others go on. Ctrl-C ends it, and what is known by then is told. docs/bench.md explains
-    every column.
+    be run is reported, and the others continue. After Ctrl-C the table has what was measured by then. docs/bench.md
+    explains every column.
     """
     if options["plot_file"]:
         bench_plot.require()
@@ -192,13 +214,13 @@ def run(work: Coroutine[Any, Any, None]) -> None:
 @contextlib.contextmanager
 def measuring(address: str, options: dict[str, Any], *, quiet: bool) -> Iterator[Bench]:
     """All that it takes: a fleet, examples, the plain loop. Raises Failure, UsageError."""
-    config_file = (click.get_current_context().find_object(Globals) or Globals()).config_file
     with contextlib.ExitStack() as stack:
         if options["workers"]:
             show.note(f"starting {plural(options['workers'], 'worker')}")
-            fleet = own_fleet(options["workers"], options["served"], options["handlers"], config_file)
+            fleet = own_fleet(options["workers"], options["served"], options["handlers"])
             address = stack.enter_context(fleet)
-        workers = connected_workers(address)
+        with Master(address) as master:
+            workers = master.connected_workers()
         kind = kind_of(options, workers)
         check_examples(kind, options)
         crew = Crew.of(workers, kind)
@@ -206,7 +228,7 @@ def measuring(address: str, options: dict[str, Any], *, quiet: bool) -> Iterator
         source = source_of(options, grid)
         pairs = read_pairs(options["pairs"]) if options["pairs"] else None
         no_plain = why_no_plain(options, crew)
-        plain = None if no_plain else stack.enter_context(plain_of(options, crew, config_file))
+        plain = None if no_plain else stack.enter_context(plain_of(options, crew))
         progress = stack.enter_context(Progress("items", grid.items_in_all, quiet=quiet))
         progress.begin()
         yield Bench(
@@ -299,7 +321,7 @@ def why_no_plain(options: dict[str, Any], crew: Crew) -> str:
     return ""
 
 
-def plain_of(options: dict[str, Any], crew: Crew, config_file: str | None) -> Plain:
+def plain_of(options: dict[str, Any], crew: Crew) -> Plain:
     threads = options["plain_threads"]
     if not threads and crew.device == "cpu":
         workers, cores = len(crew.worker_ids), len(os.sched_getaffinity(0))
@@ -307,9 +329,9 @@ def plain_of(options: dict[str, Any], crew: Crew, config_file: str | None) -> Pl
     return Plain(
         device=crew.device,
         threads=threads or 0,
-        config_file=config_file,
         models=options["served"],
         handlers=options["handlers"],
+        pid=crew.pid,
     )
 
 

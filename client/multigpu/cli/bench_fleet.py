@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from multigpu.cli.failures import Failure
-from multigpu.cli.rpc import Master
 from multigpu.cli.supervisor import die_with
 from multigpu.v1 import admin_service_pb2 as admin
 
@@ -21,7 +20,7 @@ LOG_LINES_SHOWN = 5
 
 
 @contextlib.contextmanager
-def own_fleet(workers: int, models: Sequence[str], handlers: Sequence[str], config_file: str | None) -> Iterator[str]:
+def own_fleet(workers: int, models: Sequence[str], handlers: Sequence[str]) -> Iterator[str]:
     """The address of a fleet that is there for the time of the `with`. Raises Failure."""
     with tempfile.TemporaryDirectory(prefix="multigpu-bench-") as folder:
         log_file = Path(folder, "log")
@@ -29,7 +28,6 @@ def own_fleet(workers: int, models: Sequence[str], handlers: Sequence[str], conf
         argv += ["--data-dir", str(Path(folder, "data"))]
         argv += [word for model in models for word in ("--model", model)]
         argv += [word for module in handlers for word in ("--handlers", module)]
-        argv += ["--config", config_file] if config_file else []
         with log_file.open("wb") as log:
             # A group of its own: Ctrl-C in a terminal is for us, and a second signal would have it end at once.
             process = subprocess.Popen(
@@ -62,12 +60,6 @@ def last_words(log: str) -> str:
     return "\n".join(([line for line in lines if not line.startswith("{")] or lines)[-LOG_LINES_SHOWN:])
 
 
-def connected_workers(address: str) -> list[admin.Worker]:
-    """Those that are connected to a master. Raises Failure."""
-    with Master(address) as master:
-        return [worker for worker in master.list_workers() if worker.state == admin.WORKER_STATE_ACTIVE]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Crew:
     """The workers that serve a kind."""
@@ -78,6 +70,8 @@ class Crew:
     hosts: frozenset[str]
     # Of the first: "cpu", "cuda:0".
     device: str
+    # Of its process.
+    pid: int
     # As people call them, each once.
     products: tuple[str, ...]
 
@@ -96,5 +90,6 @@ class Crew:
             models=tuple(dict.fromkeys(name for _, found in offers for name in found.models)),
             hosts=frozenset(worker.host for worker, _ in offers),
             device=offers[0][0].device.name,
+            pid=offers[0][0].pid,
             products=tuple(dict.fromkeys(worker.device.product for worker, _ in offers)),
         )

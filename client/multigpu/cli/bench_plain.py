@@ -53,15 +53,15 @@ class Plain:
     """The process. Once it is gone, every call is a PlainError."""
 
     def __init__(
-        self, *, device: str, threads: int, config_file: str | None, models: Sequence[str], handlers: Sequence[str]
+        self, *, device: str, threads: int, models: Sequence[str], handlers: Sequence[str], pid: int = 0
     ) -> None:
-        """`models`: where they lie, as NAME=PATH, besides those that a worker here is configured to have."""
+        """`models`: where they lie, as NAME=PATH, instead of what the worker `pid` was started with."""
         self._settings = {
             "device": device,
             "threads": threads,
-            "config_file": config_file,
             "models": list(models),
             "handlers": list(handlers),
+            "pid": pid,
         }
         self._folder = tempfile.TemporaryDirectory(prefix="multigpu-bench-")
         self._process: subprocess.Popen[str] | None = None
@@ -122,5 +122,5 @@ class Plain:
             raise PlainError(f"the plain loop ended (exit code {self._process.wait()}); is multigpu[worker] installed?")
         said: dict[str, Any] = json.loads(line)
         if "error" in said:
-            raise PlainError(show.clean(said["error"]))
+            raise PlainError(show.clean_lines(said["error"]))
         return said

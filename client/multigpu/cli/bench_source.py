@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from google.protobuf.message import DecodeError
@@ -44,23 +44,9 @@ class Portion:
         return sum(self.sizes) * self.times
 
 
-class Source(Protocol):
-    kind: str
-    # Of all payloads: empty for raw bytes, "application/json" for JSON values.
-    content_type: str
-
-    def portion(self, items: int, batch_size: int) -> Portion:
-        """For another round, of about so many items."""
-
-    def judged(self) -> Portion:
-        """The same ones each time."""
-
-    def rows(self, results: Sequence[bytes]) -> Rows | None:
-        """The answers to what is judged, a row for each example. None: there is nothing to compare in them."""
-
-
 class Texts:
     kind = embedding.KIND
+    # Of all payloads: empty for raw bytes, "application/json" for JSON values.
     content_type = ""
 
     def __init__(self, texts: Sequence[str]) -> None:
@@ -73,9 +59,11 @@ class Texts:
         return cls(read_texts(file, wanted))
 
     def portion(self, items: int, batch_size: int) -> Portion:
+        """For another round, of about this many items."""
         return self._portion(list(itertools.islice(self._endless, items)), batch_size)
 
     def judged(self) -> Portion:
+        """The same ones each time."""
         return self._portion(list(self._judged), embedding.CHUNK_TEXTS)
 
     @staticmethod
@@ -151,10 +139,14 @@ class Singles:
         if self.kind != classification.KIND:
             return None
         found = [classification.labels_of(result) for result in results]
-        rows = np.zeros((len(found), 1 + max(label.number for labels in found for label in labels)), np.float32)
+        rows = np.zeros((len(found), 1 + max(label.index for labels in found for label in labels)), np.float32)
         for row, labels in zip(rows, found, strict=True):
-            row[[label.number for label in labels]] = [label.probability for label in labels]
+            row[[label.index for label in labels]] = [label.score for label in labels]
         return rows
+
+
+# `rows`: the answers to what is judged, a row for each example; None: there is nothing to compare in them.
+Source = Texts | Arrays | Singles
 
 
 def read_texts(file: str | None, wanted: int) -> list[str]:

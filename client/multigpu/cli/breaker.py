@@ -13,7 +13,7 @@ from multigpu.v1 import admin_service_pb2 as admin
     cls=Group,
     examples=(
         ("mgpuctl breaker show", "Whether it has tripped, and how near it is."),
-        ("mgpuctl breaker reset", "Someone has looked: quarantine sick devices again."),
+        ("mgpuctl breaker reset", "Quarantine sick devices again."),
     ),
 )
 def breaker() -> None:
@@ -37,7 +37,7 @@ def show_(address: str, as_json: bool) -> None:
 @master_option
 @json_option
 def reset(address: str, as_json: bool) -> None:
-    """Have sick devices quarantined again. Those that are sick now are, and may trip it again."""
+    """Quarantine sick devices again. Those that are sick now are, and may trip it again."""
     with Master(address) as master:
         _show(master.call(master.admin.ResetBreaker, admin.ResetBreakerRequest()).breaker, as_json=as_json)
 

@@ -1,5 +1,7 @@
 """`mgpuctl certs`: the certificates of a fleet, from an authority of its own in a folder."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import click
@@ -12,28 +14,40 @@ from multigpu.cli.options import json_option
 FOLDER = click.argument("folder", metavar="DIR", type=click.Path(file_okay=False, path_type=Path))
 DAYS = click.option(
     "--days", type=click.IntRange(min=1, max=36500), default=authority.DAYS, show_default=True, metavar="N",
-    help="How long the certificates are good.",
+    help="How long the certificates are valid.",
 )  # fmt: skip
 YES_OR_NO = {True: "yes", False: "NO"}
 
 
 @click.group(cls=Group)
 def certs() -> None:
-    """Make and renew the certificates of a fleet. Keep DIR where only administrators read: ca.key opens every door."""
+    """Make and renew the certificates of a fleet.
+
+    Keep DIR where only administrators can read it: ca.key signs certificates for every role.
+    """
+
+
+@contextmanager
+def failures() -> Iterator[None]:
+    """Ends the command as Failure where the folder lacks a file, or can't be read or written."""
+    try:
+        yield
+    except authority.AuthorityError as error:
+        raise Failure(str(error)) from error
+    except OSError as error:
+        raise Failure(f"can't use {error.filename}: {error.strerror}") from error
 
 
 @certs.command("init", examples=(("mgpuctl certs init /etc/multigpu/certs", "An authority: ca.crt and ca.key."),))
 @FOLDER
 @click.option(
     "--days", type=click.IntRange(min=1, max=36500), default=authority.CA_DAYS, show_default=True, metavar="N",
-    help="How long the authority is good.",
+    help="How long the authority is valid.",
 )  # fmt: skip
 def init(folder: Path, days: int) -> None:
     """Make an authority. One that is there already is left as it is."""
-    try:
+    with failures():
         made = authority.init(folder, days=days)
-    except (authority.AuthorityError, OSError) as error:
-        raise Failure(str(error)) from error
     show.line(f"{folder}: {'a new authority' if made else 'the authority is there already'}")
 
 
@@ -53,17 +67,15 @@ def init(folder: Path, days: int) -> None:
 @json_option
 def issue(folder: Path, kind: str, name: str | None, hosts: tuple[str, ...], days: int, as_json: bool) -> None:
     """Make a key and a certificate NAME.key, NAME.crt. NAME is the kind unless given. Replaces those of that name."""
-    try:
+    with failures():
         made = authority.issue(folder, kind, name or kind, hosts, days=days)
-    except (authority.AuthorityError, OSError) as error:
-        raise Failure(str(error)) from error
     _show([made], as_json=as_json)
 
 
 @certs.command(
     "renew",
     examples=(
-        ("mgpuctl certs renew DIR", "All that end within 30 days. Good for a daily timer."),
+        ("mgpuctl certs renew DIR", "All that end within 30 days. Run it daily."),
         ("mgpuctl certs renew DIR master --force", "This one, now."),
     ),
 )
@@ -75,26 +87,25 @@ def issue(folder: Path, kind: str, name: str | None, hosts: tuple[str, ...], day
     default=30,
     show_default=True,
     metavar="N",
-    help="Those that end so soon.",
+    help="Renew certificates that end within N days.",
 )
-@click.option("--force", is_flag=True, help="However long they are good yet.")
+@click.option("--force", is_flag=True, help="Renew also certificates that are valid for longer.")
 @DAYS
 @json_option
 def renew(folder: Path, names: tuple[str, ...], within_days: int, force: bool, days: int, as_json: bool) -> None:
-    """Give certificates a new end; keys stay. Masters and workers notice by themselves, without a restart."""
-    try:
+    """Extend certificates; their keys stay. Masters and workers notice by themselves, without a restart."""
+    with failures():
+        authority.read(folder, authority.CA)
         known = [authority.read(folder, name) for name in names or authority.names(folder)]
         due = [c.name for c in known if force or c.days_left <= within_days]
         renewed = [authority.renew(folder, name, days=days) for name in due]
-    except (authority.AuthorityError, OSError) as error:
-        raise Failure(str(error)) from error
     if as_json or renewed:
         _show(renewed, as_json=as_json)
     else:
         show.line(f"nothing to renew: none of {len(known)} ends within {within_days} days")
 
 
-@certs.command("show", examples=(("mgpuctl certs show DIR", "Each certificate, and how long it is good."),))
+@certs.command("show", examples=(("mgpuctl certs show DIR", "Each certificate, and how long it is valid."),))
 @FOLDER
 @json_option
 def show_(folder: Path, as_json: bool) -> None:
@@ -127,5 +138,5 @@ def _show(certificates: list[authority.Certificate], *, as_json: bool) -> None:
         for c in certificates
     ]
     tables.table(
-        ("NAME", "KIND", "HOSTS", "GOOD UNTIL", "DAYS", "OURS"), rows, right=("DAYS",), empty="no certificates"
+        ("NAME", "KIND", "HOSTS", "VALID UNTIL", "DAYS", "OURS"), rows, right=("DAYS",), empty="no certificates"
     )

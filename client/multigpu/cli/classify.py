@@ -1,5 +1,6 @@
 """`mgpuctl classify`: pictures or lines of text through a model, and the likeliest classes of each."""
 
+import dataclasses
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +16,7 @@ from multigpu.cli.failures import EXIT_CODES, TasksFailed
 from multigpu.cli.infer import task_options
 from multigpu.cli.lines import STDIN, open_input, read_lines
 from multigpu.cli.options import json_option, master_option
-from multigpu.cli.presence import wait_for_worker
+from multigpu.cli.presence import loading_told, wait_for_worker
 from multigpu.cli.sdk import sdk_failures
 
 # Pictures may be large: so many are under way at once.
@@ -52,7 +53,7 @@ def classify(
 ) -> None:
     """Classify pictures, or lines of text, with MODEL. "-" is standard input.
 
-    One that fails is told, and the others go on. Results come in the order of the FILEs, as they are known.
+    A FILE that fails is reported, and the others continue. Results come in the order of the FILEs.
     """
     failed = count = 0
     with sdk_failures(), Client(address) as client:
@@ -60,10 +61,12 @@ def classify(
         names: list[str] = []
         subjects = read_subjects(files, names, as_text=as_text)
         results = client.classify_map(model, subjects, top_k, window=WINDOW, return_exceptions=True, **task)
-        for count, labels in enumerate(results, 1):
-            failed += isinstance(labels, Exception)
-            tell(names[count - 1], labels, as_json=as_json)
-            names[count - 1] = ""
+        with loading_told(address, KIND, model, show.note) as answered:
+            for count, labels in enumerate(results, 1):
+                answered.set()
+                failed += isinstance(labels, Exception)
+                tell(names[count - 1], labels, as_json=as_json)
+                names[count - 1] = ""
     if failed:
         raise TasksFailed(f"{failed} of {count} failed")
 
@@ -89,12 +92,12 @@ def tell(name: str, labels: "list[Label] | Exception", *, as_json: bool) -> None
         else:
             show.note(f"{name}: {labels}")
     elif as_json:
-        classes = [{"index": found.number, "label": found.name, "score": found.probability} for found in labels]
+        classes = [dataclasses.asdict(found) for found in labels]
         show.value({"input": name, "classes": classes})
     elif sys.stdout.isatty():
         show.line(show.clean(name))
         for found in labels:
-            show.line(f"  {found.probability:6.1%}  {show.clean(found.name or str(found.number))}")
+            show.line(f"  {found.score:6.1%}  {show.clean(found.label or str(found.index))}")
     else:
         for found in labels:
-            show.line(f"{show.clean(name)}\t{found.probability:.6f}\t{found.number}\t{show.clean(found.name)}")
+            show.line(f"{show.clean(name)}\t{found.score:.6f}\t{found.index}\t{show.clean(found.label)}")

@@ -13,7 +13,7 @@ import click
 Rows = Sequence[tuple[str, str]]
 
 
-class Command(click.Command):
+class _WithExamples(click.Command):
     """`examples`: what to type and what it does. `exits`: exit codes that only this command has words for."""
 
     def __init__(self, *args: Any, examples: Rows = (), exits: Rows = (), **kwargs: Any) -> None:
@@ -23,22 +23,20 @@ class Command(click.Command):
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         super().format_epilog(ctx, formatter)
-        write_sections(formatter, self.examples, self.exits)
+        for title, rows, width in (("Examples", self.examples, 46), ("Exit codes", self.exits, 30)):
+            if rows:
+                with formatter.section(title):
+                    formatter.write_dl(rows, col_max=width)
 
 
-class Group(click.Group):
+class Command(_WithExamples):
+    """A command."""
+
+
+class Group(_WithExamples, click.Group):
     """A group whose commands are `Command`s."""
 
     command_class = Command
-
-    def __init__(self, *args: Any, examples: Rows = (), exits: Rows = (), **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.examples = examples
-        self.exits = exits
-
-    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        super().format_epilog(ctx, formatter)
-        write_sections(formatter, self.examples, self.exits)
 
 
 class LazyGroup(Group):
@@ -65,12 +63,3 @@ class LazyGroup(Group):
         del ctx
         with formatter.section("Commands"):
             formatter.write_dl([(name, summary) for name, (_, summary) in self.entries.items()])
-
-
-def write_sections(formatter: click.HelpFormatter, examples: Rows, exits: Rows) -> None:
-    if examples:
-        with formatter.section("Examples"):
-            formatter.write_dl(examples, col_max=46)
-    if exits:
-        with formatter.section("Exit codes"):
-            formatter.write_dl(exits)

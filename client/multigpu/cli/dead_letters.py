@@ -1,12 +1,15 @@
 """`mgpuctl dead-letters`: tasks whose every attempt failed, kept with their input until a person decides."""
 
+import sys
+
 import click
 
 from multigpu.cli import show, tables
 from multigpu.cli.commands import Group
 from multigpu.cli.failures import NotFound
-from multigpu.cli.options import json_option, master_option
-from multigpu.cli.rpc import PAGE_SIZE_MAX, Master
+from multigpu.cli.options import TASK_ID, json_option, master_option
+from multigpu.cli.queues import note_unknown_queue
+from multigpu.cli.rpc import Master
 from multigpu.v1 import admin_service_pb2 as admin
 from multigpu.v1 import task_pb2
 
@@ -25,24 +28,21 @@ def dead_letters() -> None:
 )
 @click.option("--queue", default="", metavar="QUEUE", help="Only of this queue.")
 @click.option(
-    "--limit", type=click.IntRange(min=1), default=100, show_default=True, metavar="N", help="At most so many."
+    "--limit", type=click.IntRange(min=1), default=100, show_default=True, metavar="N", help="At most N dead letters."
 )
 @master_option
 @json_option
 def list_(queue: str, limit: int, address: str, as_json: bool) -> None:
     """Dead letters, the newest first."""
-    found: list[task_pb2.Task] = []
     with Master(address) as master:
-        request = admin.ListDeadLettersRequest(queue=queue, page_size=min(limit, PAGE_SIZE_MAX))
-        for page in master.pages(master.admin.ListDeadLetters, request):
-            found += page.tasks
-            if len(found) >= limit:
-                break
+        found = master.newest_tasks(master.admin.ListDeadLetters, admin.ListDeadLettersRequest(queue=queue), limit)
+        if not found:
+            note_unknown_queue(master, queue)
     if as_json:
-        show.value([show.as_dict(task) for task in found[:limit]])
+        show.value([show.as_dict(task) for task in found])
         return
     columns = ("TASK", "KIND", "QUEUE", "AGE", "ATTEMPTS", "WORKER", "ERROR")
-    rows = [dead_letter_row(task) for task in found[:limit]]
+    rows = [dead_letter_row(task) for task in found]
     tables.table(columns, rows, right=("TASK", "ATTEMPTS"), empty="no dead letters")
 
 
@@ -61,7 +61,7 @@ def dead_letter_row(task: task_pb2.Task) -> tuple[str, ...]:
         ("mgpuctl dead-letters requeue --queue night", "Every dead letter of a queue."),
     ),
 )
-@click.argument("task_ids", metavar="[TASK_ID]...", nargs=-1, type=click.IntRange(min=1))
+@click.argument("task_ids", metavar="[TASK_ID]...", nargs=-1, type=TASK_ID)
 @click.option("--queue", default="", metavar="QUEUE", help="Instead of ids: every dead letter of this queue.")
 @master_option
 @json_option
@@ -70,12 +70,21 @@ def requeue(task_ids: tuple[int, ...], queue: str, address: str, as_json: bool) 
     require_one(task_ids, queue)
     with Master(address) as master:
         request = admin.RequeueDeadLettersRequest(task_ids=task_ids, queue=queue)
-        answer = master.call(master.admin.RequeueDeadLetters, request)
+        answer = admin.RequeueDeadLettersResponse()
+        for page in master.pages(master.admin.RequeueDeadLetters, request):
+            answer.MergeFrom(page)
+            if page.next_page_token:
+                show.note(f"requeued {len(answer.task_ids):,} so far")
+        if not answer.task_ids:
+            note_unknown_queue(master, queue)
+        answer.ClearField("next_page_token")
     if as_json:
         show.value(show.as_dict(answer))
     else:
         for task_id in answer.task_ids:
             show.line(str(task_id))
+        if queue and not answer.task_ids:
+            show.note(f"queue {queue} has no dead letters")
     refuse_unknown(list(answer.unknown_task_ids))
 
 
@@ -86,7 +95,7 @@ def requeue(task_ids: tuple[int, ...], queue: str, address: str, as_json: bool) 
         ("mgpuctl dead-letters delete --queue night --yes", "All of a queue, without being asked."),
     ),
 )
-@click.argument("task_ids", metavar="[TASK_ID]...", nargs=-1, type=click.IntRange(min=1))
+@click.argument("task_ids", metavar="[TASK_ID]...", nargs=-1, type=TASK_ID)
 @click.option("--queue", default="", metavar="QUEUE", help="Instead of ids: every dead letter of this queue.")
 @click.option("--yes", is_flag=True, help="Don't ask before deleting a whole queue's.")
 @master_option
@@ -95,10 +104,25 @@ def delete(task_ids: tuple[int, ...], queue: str, yes: bool, address: str, as_js
     """Delete dead letters with their input."""
     require_one(task_ids, queue)
     if queue and not yes:
-        click.confirm(f"Delete every dead letter of queue {queue}?", abort=True, err=True)
+        try:
+            sure = click.confirm(f"Delete every dead letter of queue {queue}?", err=True)
+        except click.Abort:  # Ctrl-C, or the end of standard input
+            if sys.stdin.isatty():
+                raise
+            raise click.UsageError("standard input gives no answer; --yes deletes without being asked") from None
+        if not sure:
+            raise click.Abort
     with Master(address) as master:
         request = admin.DeleteDeadLettersRequest(task_ids=task_ids, queue=queue)
-        answer = master.call(master.admin.DeleteDeadLetters, request)
+        answer = admin.DeleteDeadLettersResponse()
+        for page in master.pages(master.admin.DeleteDeadLetters, request):
+            page.deleted += answer.deleted
+            answer.MergeFrom(page)
+            if page.next_page_token:
+                show.note(f"deleted {answer.deleted:,} so far")
+        if not answer.deleted:
+            note_unknown_queue(master, queue)
+        answer.ClearField("next_page_token")
     if as_json:
         show.value(show.as_dict(answer))
     else:
@@ -113,4 +137,4 @@ def require_one(task_ids: tuple[int, ...], queue: str) -> None:
 
 def refuse_unknown(task_ids: list[int]) -> None:
     if task_ids:
-        raise NotFound(f"no dead letters: {', '.join(map(str, task_ids))}")
+        raise NotFound(f"no dead letters: {', '.join(map(str, task_ids))}; `mgpuctl dead-letters list` shows them")

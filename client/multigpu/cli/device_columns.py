@@ -276,4 +276,4 @@ def complaints(workers: Sequence[admin.Worker]) -> list[str]:
             lines.append(f"{name}: MPS fault: {worker.mps.message}")
         if worker.cordoned and worker.cordon_reason:
             lines.append(f"{name}: cordoned: {worker.cordon_reason}")
-    return [show.clean(line).replace("\n", " ") for line in lines]
+    return [show.clean(line) for line in lines]

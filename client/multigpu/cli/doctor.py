@@ -17,7 +17,7 @@ from multigpu.cli import doctor_fleet, doctor_gpu, doctor_host, show
 from multigpu.cli.commands import Command
 from multigpu.cli.doctor_base import Check, Finding, Place, Verdict, fail
 from multigpu.cli.failures import WARNINGS, Failure
-from multigpu.cli.options import CONFIG_HELP, client_config, json_option, load_config, master_option
+from multigpu.cli.options import client_config, config_option, json_option, load_config, master_option
 from multigpu.cli.rpc import Master
 
 CHECKS: tuple[Check, ...] = (*doctor_gpu.CHECKS, *doctor_host.CHECKS, *doctor_fleet.CHECKS)
@@ -31,14 +31,18 @@ STYLES = {Verdict.OK: "green", Verdict.WARN: "yellow", Verdict.FAIL: "bold red",
         ("mgpuctl doctor --json | jq '.checks[] | select(.verdict == \"fail\")'", "What fails, for programs."),
         ("sudo -u multigpu mgpuctl doctor", "As the user that the services run as."),
     ),
-    exits=(("0", "All is well."), ("1", "Something fails."), (str(WARNINGS), "Nothing fails, but there are warnings.")),
+    exits=(
+        ("0", "No check fails."),
+        ("1", "A check fails."),
+        (str(WARNINGS), "No check fails, and there are warnings."),
+    ),
 )
 @click.option("--data-dir", metavar="DIR", help="Where the master keeps its journal.")
-@click.option("--config", "config_file", metavar="FILE", help=CONFIG_HELP)
+@config_option
 @master_option
 @json_option
-def doctor(data_dir: str | None, config_file: str | None, address: str, as_json: bool) -> None:
-    """Is this host fit for its work? Verdicts, and remedies.
+def doctor(data_dir: str | None, address: str, as_json: bool) -> None:
+    """Check this host and its fleet: verdicts and remedies.
 
     Looks at driver, CUDA, GPUs, MPS, permissions, limits, disk, ports, services,
     certificates, the master, clocks, versions and the fleet's devices.
@@ -51,8 +55,8 @@ def doctor(data_dir: str | None, config_file: str | None, address: str, as_json:
         except Failure as failure:  # certificates or a token that can't be read
             master = failure
         place = Place(
-            master_config=load_config(config.MasterConfig, file=config_file, flags={"data_dir": data_dir}).config,
-            worker_config=load_config(config.WorkerConfig, file=config_file).config,
+            master_config=load_config(config.MasterConfig, flags={"data_dir": data_dir}).config,
+            worker_config=load_config(config.WorkerConfig).config,
             client_config=client_config(address),
             address=address,
             master=master,
@@ -103,9 +107,9 @@ def show_findings(findings: Sequence[Finding]) -> None:
         return
     width = max(len(finding.check) for finding in findings)
     for finding in findings:
-        show.line(show.clean(f"{finding.verdict.value:<4}  {finding.check:<{width}}  {finding.message}"))
+        show.line(show.clean_lines(f"{finding.verdict.value:<4}  {finding.check:<{width}}  {finding.message}"))
         if finding.remedy:
-            show.line(show.clean(f"{'':<4}  {'':<{width}}  → {finding.remedy}"))
+            show.line(show.clean_lines(f"{'':<4}  {'':<{width}}  → {finding.remedy}"))
     show.line(f"\n{summary}")
 
 
@@ -116,9 +120,9 @@ def as_grid(findings: Sequence[Finding]) -> Any:
 
     grid = Table.grid(padding=(0, 2, 0, 0))
     for finding in findings:
-        text = Text(show.clean(finding.message))
+        text = Text(show.clean_lines(finding.message))
         if finding.remedy:
-            text.append(f"\n→ {show.clean(finding.remedy)}", style="cyan")
+            text.append(f"\n→ {show.clean_lines(finding.remedy)}", style="cyan")
         grid.add_row(
             Text(finding.verdict.value, style=STYLES[finding.verdict]), Text(finding.check, no_wrap=True), text
         )

@@ -6,6 +6,7 @@ import time
 from multigpu.cli import device_columns, show
 from multigpu.cli.doctor_base import CLOCK_ROUNDS, Finding, Place, Verdict, fail, ok, skip, warn
 from multigpu.cli.failures import Failure, Unreachable
+from multigpu.handlers import RESERVED_KINDS
 from multigpu.v1 import admin_service_pb2 as admin
 
 NO_MASTER = "no master answers"
@@ -101,6 +102,27 @@ def fleet_versions(place: Place) -> list[Finding]:
     return ok("fleet versions", f"all are {own}: the master, {len(connected)} workers, mgpuctl")
 
 
+def handlers(place: Place) -> list[Finding]:
+    """Workers that offer the same kind run one version of its handlers."""
+    if isinstance(place.stats, Failure):
+        return skip("handlers", NO_MASTER)
+    versions: dict[str, dict[str, list[str]]] = {}
+    for worker in place.workers:
+        if worker.state != admin.WORKER_STATE_LOST and worker.handlers.version:
+            for kind in {c.kind for c in worker.capabilities} - RESERVED_KINDS:
+                versions.setdefault(kind, {}).setdefault(worker.handlers.version, []).append(worker.worker_id)
+    differing = {str(sorted(found.items())): kind for kind, found in sorted(versions.items()) if len(found) > 1}
+    if not differing:
+        return ok("handlers", f"{len(versions)} kinds, each of one version") if versions else skip("handlers", "none")
+    told = (
+        f"{kind}: "
+        + ", ".join(f"{version} on {' and '.join(names)}" for version, names in sorted(versions[kind].items()))
+        for kind in differing.values()
+    )
+    remedy = "`mgpuctl handlers reload --all`, once the files are the same on all hosts"
+    return warn("handlers", f"workers run different versions of {'; '.join(told)}", remedy)
+
+
 def workers(place: Place) -> list[Finding]:
     """Every device is there and fit."""
     if isinstance(place.stats, Failure):
@@ -170,4 +192,4 @@ def breaker(place: Place) -> list[Finding]:
     )
 
 
-CHECKS = (master, journal, clock, worker_clocks, fleet_versions, workers, model_memory, breaker)
+CHECKS = (master, journal, clock, worker_clocks, fleet_versions, handlers, workers, model_memory, breaker)

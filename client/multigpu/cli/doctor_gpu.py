@@ -185,7 +185,7 @@ def mig(place: Place) -> list[Finding]:
         return skip("mig", "no GPU here has MIG" if place.gpus else NO_DRIVER)
     cut = [str(gpu["index"]) for gpu in able if gpu["mig"]]
     if cut:
-        remedy = "give each worker its instance by CUDA_VISIBLE_DEVICES=MIG-…, or `nvidia-smi -mig 0` as root"
+        remedy = "give each worker its instance, --device MIG-… (`nvidia-smi -L`), or `nvidia-smi -mig 0` as root"
         return warn("mig", f"GPU {', '.join(cut)} is cut into instances", remedy)
     return ok("mig", "off: each worker has a whole GPU")
 

@@ -19,7 +19,7 @@ EXIT_CODES: tuple[tuple[str, str], ...] = (
     ("3", "No master answers."),
     ("4", "There is no such task, worker or queue."),
     ("5", "Some tasks failed, were cancelled or expired."),
-    ("6", "Nothing fails, but `doctor` has warnings."),
+    ("6", "`doctor`: no check fails, and there are warnings."),
     ("130", "Interrupted by Ctrl-C."),
 )
 
@@ -30,7 +30,9 @@ class Failure(click.ClickException):
     exit_code: ClassVar[int] = 1
 
     def show(self, file: IO[Any] | None = None) -> None:
-        click.echo(f"mgpuctl: {self.format_message()}", file=file, err=file is None)
+        from multigpu.cli.show import clean_lines  # noqa: PLC0415  it imports this module
+
+        click.echo(f"mgpuctl: {clean_lines(self.format_message())}", file=file, err=file is None)
 
 
 class WrongUsage(Failure):

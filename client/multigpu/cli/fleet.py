@@ -9,7 +9,7 @@ import click
 from multigpu.cli import show, tables
 from multigpu.cli.breaker import words_of
 from multigpu.cli.commands import Command
-from multigpu.cli.options import complete_worker_id, json_option, master_option
+from multigpu.cli.options import Number, complete_worker_id, json_option, master_option
 from multigpu.cli.rpc import Master
 from multigpu.v1 import admin_service_pb2 as admin
 
@@ -20,13 +20,13 @@ DRAIN_POLL_INTERVAL_S = 0.2
     cls=Command,
     examples=(
         ("mgpuctl status", "One screen about the master and its fleet."),
-        ("mgpuctl status --json | jq .stats.queued", "How much waits."),
+        ("mgpuctl status --json | jq .stats.queued", "How many tasks wait."),
     ),
 )
 @master_option
 @json_option
 def status(address: str, as_json: bool) -> None:
-    """How the master is: work waiting and done, workers, journal."""
+    """State of the master: tasks waiting and done, workers, journal."""
     with Master(address) as master:
         stats = master.call(master.admin.GetStats, admin.GetStatsRequest())
         workers = master.list_workers()
@@ -49,7 +49,7 @@ def status(address: str, as_json: bool) -> None:
             ),
             ("Outcomes", ", ".join(f"{count:,} {name.replace('_', '-')}" for name, count in settled.items())),
             ("Kept", f"{stats.outcomes_retained:,} outcomes"),
-            ("Faults", f"{stats.requeued:,} leases requeued, {stats.stale_reports:,} stale reports refused"),
+            ("Faults", f"{stats.requeued:,} leases requeued, {stats.stale_reports:,} stale reports rejected"),
             ("Journal", journal),
         ]
     )
@@ -67,7 +67,7 @@ def status(address: str, as_json: bool) -> None:
 @master_option
 @json_option
 def workers(address: str, as_json: bool) -> None:
-    """Every worker that the master knows: its state, device and load."""
+    """Every worker that the master knows: state, device and load."""
     with Master(address) as master:
         known = master.list_workers()
     show_workers(known, as_json=as_json)
@@ -81,9 +81,7 @@ def workers(address: str, as_json: bool) -> None:
     ),
 )
 @click.argument("worker_ids", metavar="WORKER...", nargs=-1, required=True, shell_complete=complete_worker_id)
-@click.option(
-    "--timeout", "timeout_s", type=click.FloatRange(min=0), metavar="SECONDS", help="How long leases may run."
-)
+@click.option("--timeout", "timeout_s", type=Number(min=0), metavar="SECONDS", help="How long leases may run.")
 @click.option("--wait", is_flag=True, help="Return only when the workers hold no lease any more.")
 @master_option
 @json_option
@@ -132,9 +130,8 @@ def uncordon(worker_ids: tuple[str, ...], address: str, as_json: bool) -> None:
 
     A WORKER is an id, or the beginning of one.
     """
-    show_workers(
-        on_each_worker(address, worker_ids, "UncordonWorker", admin.UncordonWorkerRequest, {}), as_json=as_json
-    )
+    uncordoned = on_each_worker(address, worker_ids, "UncordonWorker", admin.UncordonWorkerRequest, {})
+    show_workers(uncordoned, as_json=as_json)
 
 
 @click.command(cls=Command, examples=(("mgpuctl forget oldbox-cpu-0", "Take a lost worker off the list."),))
@@ -181,11 +178,13 @@ def show_workers(workers: list[admin.Worker], *, as_json: bool) -> None:
         WORKER_COLUMNS,
         [worker_row(worker) for worker in workers],
         right=("LEASES", "DONE", "FAILED"),
+        optional=WORKER_OPTIONAL,
         empty="no worker has connected yet; start some with `mgpuctl up` or `mgpu-worker`",
     )
 
 
 WORKER_COLUMNS = ("WORKER", "STATE", "HEALTH", "DEVICE", "MEMORY", "BUSY", "LEASES", "DONE", "FAILED", "HEARD")
+WORKER_OPTIONAL = ("HEARD", "FAILED", "DONE", "MEMORY", "BUSY", "DEVICE", "LEASES", "HEALTH")
 
 
 def worker_row(worker: admin.Worker) -> tuple[str, ...]:

@@ -4,7 +4,6 @@ The text goes to stdout and nothing else does, so that it can be piped on. What 
 control characters are shown as such, in a pipe they pass.
 """
 
-import json
 import sys
 import time
 from typing import Any
@@ -16,8 +15,8 @@ from multigpu.cli import show
 from multigpu.cli.commands import Command
 from multigpu.cli.failures import EXIT_CODES, Failure
 from multigpu.cli.lines import STDIN, open_input
-from multigpu.cli.options import Number, json_option, master_option
-from multigpu.cli.presence import wait_for_worker
+from multigpu.cli.options import Number, json_option, master_option, wait_option
+from multigpu.cli.presence import loading_told, wait_for_worker
 from multigpu.cli.sdk import sdk_failures, withdrawn_at_end
 from multigpu.generation import KIND, Generated, Prompt
 
@@ -28,7 +27,7 @@ COUNT_MAX = 2**32 - 1
 @click.command(
     cls=Command,
     examples=(
-        ('mgpuctl generate "The capital of France is"', "Goes on with the text."),
+        ('mgpuctl generate "The capital of France is"', "Continues the text."),
         ('mgpuctl generate --chat "What is a lease?"', "Asks, in the model's own form of a conversation."),
         ("cat report.txt | mgpuctl generate --system 'Sum it up.' -", "A prompt from standard input."),
         ('mgpuctl generate "Once upon" --temperature 0.8 --seed 7', "Drawn, and the same again with the same seed."),
@@ -39,26 +38,28 @@ COUNT_MAX = 2**32 - 1
 )
 @click.argument("prompt")
 @click.option("--model", default="", metavar="NAME", help="[default: the workers' own]")
+@click.option("--tokens-max", type=click.IntRange(1, COUNT_MAX), metavar="N", help="At most N tokens.  [default: 256]")
 @click.option(
-    "--tokens-max", type=click.IntRange(1, COUNT_MAX), metavar="N", help="The most to generate.  [default: 256]"
+    "--temperature",
+    type=Number(0, 2),
+    metavar="T",
+    help="0: always the likeliest token; higher: more random.  [default: 0]",
 )
-@click.option("--temperature", type=Number(0, 2), metavar="T", help="0: the likeliest token.  [default: 0]")
-@click.option("--top-p", type=Number(0, 1, min_open=True), metavar="P", help="Draw from this share.")
-@click.option("--top-k", type=click.IntRange(0, COUNT_MAX), metavar="K", help="Draw from so many tokens.")
+@click.option(
+    "--top-p",
+    type=Number(0, 1, min_open=True),
+    metavar="P",
+    help="Draw from the likeliest tokens with this probability together.",
+)
+@click.option(
+    "--top-k", type=click.IntRange(0, COUNT_MAX), metavar="K", help="Draw from the K likeliest tokens; 0: from all."
+)
 @click.option("--repetition-penalty", type=Number(0.01, 100), metavar="X", help="Above 1: fewer repetitions.")
 @click.option("--stop", multiple=True, metavar="TEXT", help="End before this text. May be repeated.")
-@click.option("--seed", type=click.IntRange(0, 2**64 - 1), metavar="N", help="The same gives the same text.")
-@click.option("--chat", is_flag=True, help="The prompt is a message to the model, not a text to go on with.")
-@click.option("--system", default="", metavar="TEXT", help="What the model is to be; implies --chat.")
-@click.option("--queue", default="", metavar="QUEUE", help="The queue to wait in.  [default: default]")
-@click.option("--priority", type=click.IntRange(1, 5), default=3, show_default=True, help="1 is served first.")
-@click.option(
-    "--wait-for-worker",
-    "wait_s",
-    type=Number(min=0),
-    metavar="SECONDS",
-    help="How long to wait for a master and a worker to appear.  [default: 60; 0 where workers have other models]",
-)
+@click.option("--seed", type=click.IntRange(0, 2**64 - 1), metavar="N", help="The same seed gives the same text.")
+@click.option("--chat", is_flag=True, help="The prompt is a message to the model, not a text to continue.")
+@click.option("--system", default="", metavar="TEXT", help="The system message of the conversation; implies --chat.")
+@wait_option
 @click.option("--json-lines", "as_lines", is_flag=True, help="A JSON object for each piece; the last is the whole.")
 @master_option
 @json_option
@@ -73,9 +74,9 @@ def generate(
     as_json: bool,
     **given: Any,
 ) -> None:
-    """Go on with a prompt, or answer it: text as it comes.
+    """Continue a prompt, or answer it: text as it is generated.
 
-    "-" reads the prompt from standard input. Goes on through deaths of workers. Ctrl-C cancels.
+    "-" reads the prompt from standard input. If a worker dies, another continues. Ctrl-C cancels.
     """
     asked = prompt_of(prompt, system, chat=chat)
     options = {name: value for name, value in given.items() if value not in (None, "", ())}
@@ -85,8 +86,9 @@ def generate(
         with Client(address) as client:
             # A worker was there a moment ago; if the last one dies just now, the task waits for it to come back.
             generation = client.generate(asked, model, wait_for_worker=True, **options)
-            with withdrawn_at_end(generation):
+            with withdrawn_at_end(generation), loading_told(address, KIND, model, show.note) as answered:
                 for piece in generation:
+                    answered.set()
                     if as_lines:
                         line({"text": piece})
                     elif not as_json:
@@ -121,7 +123,7 @@ def write(piece: str) -> None:
 
 def line(value: dict[str, Any]) -> None:
     """A JSON object on a line of its own, at once."""
-    show.line(json.dumps(value, ensure_ascii=False))
+    show.line(show.as_json(value))
 
 
 def summary(result: Generated, seconds: float) -> dict[str, Any]:

@@ -1,6 +1,5 @@
 """`mgpuctl gpus`: every device of the fleet, and how it does."""
 
-import json
 import sys
 import time
 from collections.abc import Sequence
@@ -11,7 +10,7 @@ import click
 from multigpu.cli import device_columns, show
 from multigpu.cli.commands import Command
 from multigpu.cli.failures import Unreachable
-from multigpu.cli.options import json_option, master_option
+from multigpu.cli.options import Number, json_option, master_option
 from multigpu.cli.rpc import Master
 from multigpu.v1 import admin_service_pb2 as admin
 
@@ -35,7 +34,7 @@ EMPTY = "no worker has connected yet; start some with `mgpuctl up` or `mgpu-work
 @click.option(
     "--interval",
     "interval_s",
-    type=click.FloatRange(min=0.1),
+    type=Number(min=0.1),
     default=1.0,
     show_default=True,
     metavar="SECONDS",
@@ -44,7 +43,7 @@ EMPTY = "no worker has connected yet; start some with `mgpuctl up` or `mgpu-work
 @master_option
 @json_option
 def gpus(watch: bool, interval_s: float, address: str, as_json: bool) -> None:
-    """Every device of the fleet: what it is, how it does, whether it is fit for work.
+    """Every device of the fleet: model, load and health.
 
     A worker on the CPU has its host's memory and load here. "-" is what a device doesn't tell.
     """
@@ -53,7 +52,7 @@ def gpus(watch: bool, interval_s: float, address: str, as_json: bool) -> None:
             show_once(master.list_workers(), as_json=as_json)
         elif as_json:
             while True:
-                show.line(json.dumps(as_list(master.list_workers()), ensure_ascii=False))
+                show.line(show.as_json(as_list(master.list_workers())))
                 time.sleep(interval_s)
         elif sys.stdout.isatty():
             _watch(master, interval_s)

@@ -21,7 +21,7 @@ from multigpu.cli.commands import Command
 from multigpu.cli.failures import EXIT_CODES, Failure
 from multigpu.cli.lines import STDIN, open_input
 from multigpu.cli.options import Number, json_option, key_values, master_option
-from multigpu.cli.presence import wait_for_worker
+from multigpu.cli.presence import loading_told, wait_for_worker
 from multigpu.cli.sdk import sdk_failures
 from multigpu.cli.vectors import File
 from multigpu.inference import DTYPES, KIND
@@ -58,7 +58,9 @@ def task_options(command: F) -> F:
         metavar="KEY=VALUE",
         help="For the engine: precision=fp32, engine=onnx … May be repeated.",
     )
-    rank = click.option("--priority", type=click.IntRange(1, 5), default=3, show_default=True, help="1 is first.")
+    rank = click.option(
+        "--priority", type=click.IntRange(1, 5), default=3, show_default=True, help="1 is served first."
+    )
     line = click.option("--queue", default="", metavar="QUEUE", help="The queue to wait in.  [default: default]")
     return line(rank(parameter(wait(with_task))))  # type: ignore[return-value]  # wraps changes the type
 
@@ -107,7 +109,7 @@ def infer(
     arrays = read_inputs(inputs)
     with sdk_failures():
         wait_for_worker(address, KIND, model, timeout_s=wait_s, say=show.note)
-        with Client(address) as client:
+        with Client(address) as client, loading_told(address, KIND, model, show.note):
             found = client.infer(model, arrays, outputs, **task)
     if out is not None:
         write(found, out)

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
-from multigpu.cli.failures import Failure
+from multigpu.cli.failures import Failure, WrongUsage
 
 STDIN = "-"
 READ_BYTES = 1 << 20
@@ -13,6 +13,8 @@ READ_BYTES = 1 << 20
 
 def count_lines(paths: Sequence[str]) -> int | None:
     """How many lines the files have together; None if one of them can be read only once. Raises Failure."""
+    if paths.count(STDIN) > 1:
+        raise _read_twice()
     total: int | None = 0
     for path in paths:
         if path == STDIN or Path(path).is_fifo() or Path(path).is_char_device():
@@ -49,8 +51,14 @@ def read_lines(paths: Sequence[str]) -> Iterator[str]:
 def open_input(path: str) -> BinaryIO:
     """A file, or standard input for "-"."""
     if path == STDIN:
+        if sys.stdin.buffer.closed:
+            raise _read_twice()
         return sys.stdin.buffer
     try:
         return Path(path).open("rb")
     except OSError as error:
         raise Failure(f"can't read {path}: {error.strerror}") from error
+
+
+def _read_twice() -> WrongUsage:
+    return WrongUsage("standard input (-) can be read once: name it once")

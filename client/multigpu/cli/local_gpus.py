@@ -8,7 +8,8 @@ QUERY_TIMEOUT_S = 10.0
 
 
 def usable_gpus() -> dict[str, str]:
-    """Name ("cuda:0", by the driver's count) -> UUID of each GPU that CUDA_VISIBLE_DEVICES leaves us.
+    """Name ("cuda:0", by the driver's count) -> UUID of each GPU that CUDA_VISIBLE_DEVICES leaves us. The MIG instances
+    that it lists come first, by their UUIDs.
 
     Raises RuntimeError as gpu_uuids.
     """
@@ -17,7 +18,7 @@ def usable_gpus() -> dict[str, str]:
     if allowed is None:
         return gpus
     entries = [entry.strip() for entry in allowed.split(",") if entry.strip()]
-    return {
+    return {entry: entry for entry in entries if entry.startswith("MIG-")} | {
         name: uuid
         for name, uuid in gpus.items()
         if any(name == f"cuda:{entry}" or (entry.startswith("GPU-") and uuid.startswith(entry)) for entry in entries)

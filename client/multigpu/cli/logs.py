@@ -19,7 +19,7 @@ from multigpu.cli import show
 from multigpu.cli.commands import Command
 from multigpu.cli.failures import Failure
 from multigpu.cli.fleet_log import LOG_NAME, older
-from multigpu.cli.options import CONFIG_HELP, json_option, load_config
+from multigpu.cli.options import config_option, json_option, load_config
 
 POLL_INTERVAL_S = 0.2
 SYSTEMD_RUNS = Path("/run/systemd/system")
@@ -56,22 +56,22 @@ class Entry:
     ),
 )
 @click.argument("who", metavar="[master|worker|mps|NAME]", default="")
-@click.option("-f", "--follow", is_flag=True, help="Go on with new lines, until Ctrl-C.")
+@click.option("-f", "--follow", is_flag=True, help="Follow new lines, until Ctrl-C.")
 @click.option(
     "-n", "--lines", "count", type=click.IntRange(min=0), default=100, show_default=True, help="How many old lines."
 )
 @click.option("--data-dir", metavar="DIR", help="Of the local fleet of this data folder, even if there are services.")
-@click.option("--config", "config_file", metavar="FILE", help=CONFIG_HELP)
+@config_option
 @json_option
-def logs(who: str, follow: bool, count: int, data_dir: str | None, config_file: str | None, as_json: bool) -> None:
-    """What the daemons of this host said.
+def logs(who: str, follow: bool, count: int, data_dir: str | None, as_json: bool) -> None:
+    """Show the logs of the daemons on this host.
 
     Of services, from journald; else of a local fleet (`mgpuctl up`), from the file in its data folder.
     """
     if data_dir is None and has_services():
         entries = from_journal(who, count=count, follow=follow)
     else:
-        settings = load_config(config.MasterConfig, file=config_file, flags={"data_dir": data_dir}).config
+        settings = load_config(config.MasterConfig, flags={"data_dir": data_dir}).config
         entries = from_file(settings.data_dir / LOG_NAME, matcher(who), count=count, follow=follow)
     say = _printer(as_json=as_json)
     for entry in entries:
@@ -231,7 +231,7 @@ def _object(line: bytes) -> dict[str, Any] | None:
 
 def _printer(*, as_json: bool) -> Callable[[Entry], None]:
     if as_json:
-        return lambda entry: show.line(json.dumps(as_dict(entry), ensure_ascii=False))
+        return lambda entry: show.line(show.as_json(as_dict(entry)))
     if not sys.stdout.isatty():
         return lambda entry: show.line(as_text(entry))
     from rich.console import Console  # noqa: PLC0415  only a terminal pays for it

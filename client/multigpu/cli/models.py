@@ -66,7 +66,7 @@ def list_(address: str, as_json: bool) -> None:
 @master_option
 @json_option
 def show_(model: str, address: str, as_json: bool) -> None:
-    """All about a model: digest, versions, precision and the figure of its accuracy gate, where it is loaded."""
+    """Show one model. Digest, versions, precision and the figure of its accuracy gate, where it is loaded."""
     with Master(address) as master:
         entries = known(master, model)
     if as_json:
@@ -86,7 +86,7 @@ def placing(command: F, *, wait_help: str) -> F:
         click.option("--timeout", "timeout_s", type=Number(min=0), default=600.0, show_default=True,
                      metavar="SECONDS", help="How long to wait."),
         click.option("--wait", is_flag=True, help=wait_help),
-        click.option("--worker", "worker_ids", multiple=True, metavar="ID", help="Where; may be repeated."),
+        click.option("--worker", "worker_ids", multiple=True, metavar="ID", help="On this worker. May be repeated."),
         click.argument("model"),
     ):  # fmt: skip
         command = option(command)
@@ -109,7 +109,9 @@ def load(model: str, wait: bool, address: str, as_json: bool, **where: Any) -> N
     if as_json:
         show.value({"worker_ids": told, "models": [show.as_dict(entry) for entry in entries]})
     else:
-        show.line(f"{model} {'is loaded' if wait else 'is being loaded'} on {', '.join(told)}, and stays there")
+        show.line(
+            show.clean(f"{model} {'is loaded' if wait else 'is being loaded'} on {', '.join(told)}, and stays there")
+        )
 
 
 @models.command(
@@ -119,7 +121,7 @@ def load(model: str, wait: bool, address: str, as_json: bool, **where: Any) -> N
         ("mgpuctl models unload bert:1 --wait", "One version; returns when its memory is free."),
     ),
 )
-@functools.partial(placing, wait_help="Return when it is gone.")
+@functools.partial(placing, wait_help="Return when it is unloaded.")
 def unload(model: str, wait: bool, address: str, as_json: bool, **where: Any) -> None:
     """Unload a model, once the tasks that are with a worker are done. The next task for it loads it again."""
     with Master(address) as master:
@@ -129,7 +131,7 @@ def unload(model: str, wait: bool, address: str, as_json: bool, **where: Any) ->
     elif not told:
         show.line(f"{model} is loaded nowhere")
     else:
-        show.line(f"{model} {'is gone from' if wait else 'goes from'} {', '.join(told)}")
+        show.line(show.clean(f"{model} {'is gone from' if wait else 'goes from'} {', '.join(told)}"))
 
 
 def place(

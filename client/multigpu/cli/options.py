@@ -5,9 +5,10 @@ the nearer one wins, then MGPU_MASTER, then the config file.
 """
 
 import functools
-import math
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 import click
@@ -16,6 +17,13 @@ from multigpu import config, config_values
 from multigpu.cli.failures import Failure, WrongUsage
 
 COMPLETION_TIMEOUT_S = 1.0
+
+# Its name is what click says of a wrong one: "'x' is not a valid task id".
+TASK_ID = click.IntRange(min=1)
+TASK_ID.name = "task id"
+
+# In seconds, 31 years.
+NUMBER_MAX = 1_000_000_000
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -43,12 +51,12 @@ def size(text: str) -> int:
 
 
 class Number(click.FloatRange):
-    """A number within limits. NaN, which every comparison lets through, is none."""
+    """A number within limits, and one that fits a span of time: neither NaN nor infinity."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         found = super().convert(value, param, ctx)
-        if math.isnan(found):
-            self.fail(f"{value!r} is no number.", param, ctx)
+        if not abs(found) <= NUMBER_MAX:  # true of NaN
+            self.fail(f"{value!r} is not a number up to {NUMBER_MAX:,}.", param, ctx)
         return found
 
 
@@ -57,16 +65,35 @@ class Globals:
     """What stood before the command's name."""
 
     master: str | None = None
-    config_file: str | None = None
 
 
-def load_config(
-    cls: type[config.C], *, file: str | None = None, flags: dict[str, Any] | None = None
-) -> "config.Loaded[config.C]":
-    """As config.load, with --config from before the command's name, and errors that end the command as WrongUsage."""
-    before = click.get_current_context().find_object(Globals) or Globals()
+def _use_config(context: click.Context, _: click.Parameter, value: str | None) -> None:
+    if value is None:
+        return
     try:
-        return config.load(cls, file=file or before.config_file, flags=flags)
+        path = config.find_file(value, {})
+    except config.ConfigError as error:
+        raise WrongUsage(str(error)) from error
+    before = os.environ.get(config.FILE_VARIABLE)
+    os.environ[config.FILE_VARIABLE] = str(Path(str(path)).resolve())
+
+    def restore() -> None:
+        os.environ.pop(config.FILE_VARIABLE)
+        if before is not None:
+            os.environ[config.FILE_VARIABLE] = before
+
+    if not context.resilient_parsing:  # a completion asks the master after it has closed the context
+        context.call_on_close(restore)
+
+
+# Sets MGPU_CONFIG for this process and those that it starts: the SDK, threads and children read the file too.
+config_option = click.option("--config", metavar="FILE", expose_value=False, callback=_use_config, help=CONFIG_HELP)
+
+
+def load_config(cls: type[config.C], *, flags: dict[str, Any] | None = None) -> "config.Loaded[config.C]":
+    """As config.load, with errors that end the command as WrongUsage."""
+    try:
+        return config.load(cls, flags=flags)
     except config.ConfigError as error:
         raise WrongUsage(str(error)) from error
 
@@ -88,6 +115,20 @@ def master_option(command: F) -> F:
     return option(with_address)  # type: ignore[return-value]  # wraps changes the type; click reads only the parameters
 
 
+def wait_option(command: F) -> F:
+    """Gives a command --queue, --priority and --wait-for-worker, the last as `wait_s`: None where it is not given."""
+    for option in (
+        click.option(
+            "--wait-for-worker", "wait_s", type=Number(min=0), metavar="SECONDS",
+            help="How long to wait for a master and a worker to appear.  [default: 60; 0 where workers serve others]",
+        ),
+        click.option("--priority", type=click.IntRange(1, 5), default=3, show_default=True, help="1 is served first."),
+        click.option("--queue", default="", metavar="QUEUE", help="The queue to wait in.  [default: default]"),
+    ):  # fmt: skip
+        command = option(command)
+    return command
+
+
 def json_option(command: F) -> F:
     """Gives a command `--json`, as `as_json`."""
     return click.option(
@@ -100,11 +141,9 @@ def complete_worker_id(context: click.Context, _: click.Parameter, incomplete: s
     from multigpu.cli.rpc import Master  # noqa: PLC0415  only Tab and the commands that call pay for grpc
     from multigpu.v1 import admin_service_pb2 as admin  # noqa: PLC0415
 
-    before = context.find_object(Globals) or Globals()
+    master_flag = context.params.get("master") or context.find_root().params.get("master")
     try:
-        address = config.load(
-            config.ClientConfig, file=before.config_file, flags={"master": before.master}
-        ).config.master
+        address = config.load(config.ClientConfig, flags={"master": master_flag}).config.master
         with Master(address) as master:
             request = admin.ListWorkersRequest(page_size=1000)
             answer = master.call(master.admin.ListWorkers, request, timeout_s=COMPLETION_TIMEOUT_S)

@@ -21,7 +21,7 @@ class Progress:
         self._said_at = self._started_at
         self._bar: Any = None
         self._task: Any = None
-        self.done = 0
+        self.done = self._begun_with = 0
 
     def __enter__(self) -> Self:
         if sys.stderr.isatty() and not self._quiet:
@@ -35,11 +35,12 @@ class Progress:
         if self._bar is not None:
             self._bar.stop()
 
-    def begin(self) -> None:
-        """The work begins now, not when the waiting for it did."""
+    def begin(self, done: int = 0) -> None:
+        """The work begins now, not when the waiting for it did. `done`: what an earlier run did."""
+        self.done = self._begun_with = done
         self._started_at = self._said_at = time.monotonic()
         if self._bar is not None:
-            self._bar.reset(self._task)
+            self._bar.reset(self._task, completed=done)
 
     def add(self, count: int) -> None:
         """So many more are done."""
@@ -51,13 +52,13 @@ class Progress:
         if not self._quiet and now - self._said_at >= LINE_INTERVAL_S:
             self._said_at = now
             of = f" of {self._total:,}" if self._total is not None else ""
-            rate = self.done / (now - self._started_at)
+            rate = (self.done - self._begun_with) / (now - self._started_at)
             show.note(f"{self.done:,}{of} {self._unit}, {rate:,.0f} a second")
 
     def say(self, text: str) -> None:
         """A remark that the bar doesn't overwrite."""
         if self._bar is not None:
-            self._bar.console.print(show.clean(text), markup=False, highlight=False)
+            self._bar.console.print(show.clean_lines(text), markup=False, highlight=False)
         else:
             show.note(text)
 

@@ -5,6 +5,7 @@ import click
 from multigpu.cli import show, tables
 from multigpu.cli.commands import Group
 from multigpu.cli.options import json_option, master_option, size
+from multigpu.cli.presence import there_are
 from multigpu.cli.rpc import Master
 from multigpu.v1 import admin_service_pb2 as admin
 
@@ -37,6 +38,7 @@ def list_(address: str, as_json: bool) -> None:
 def pause(queue: str, address: str, as_json: bool) -> None:
     """Stop dispatching from a queue. It still takes tasks; what runs goes on. Survives restarts."""
     with Master(address) as master:
+        note_unknown_queue(master, queue)
         answer = master.call(master.admin.PauseQueue, admin.PauseQueueRequest(queue=queue))
     show_queue(answer.queue, as_json=as_json)
 
@@ -48,6 +50,7 @@ def pause(queue: str, address: str, as_json: bool) -> None:
 def resume(queue: str, address: str, as_json: bool) -> None:
     """Dispatch from a paused queue again."""
     with Master(address) as master:
+        note_unknown_queue(master, queue)
         answer = master.call(master.admin.ResumeQueue, admin.ResumeQueueRequest(queue=queue))
     show_queue(answer.queue, as_json=as_json)
 
@@ -70,6 +73,7 @@ def limits(queue: str, tasks_max: int | None, bytes_max: int | None, address: st
     if tasks_max is None and bytes_max is None:
         raise click.UsageError("say what to limit: --tasks-max, --bytes-max or both; `queues list` shows what is set")
     with Master(address) as master:
+        note_unknown_queue(master, queue)
         wanted = admin.QueueLimits()
         for known in all_queues(master):
             if known.queue == queue:
@@ -80,6 +84,12 @@ def limits(queue: str, tasks_max: int | None, bytes_max: int | None, address: st
             wanted.bytes_max = bytes_max
         answer = master.call(master.admin.SetQueueLimits, admin.SetQueueLimitsRequest(queue=queue, limits=wanted))
     show_queue(answer.queue, as_json=as_json)
+
+
+def note_unknown_queue(master: Master, name: str) -> None:
+    """Notes on stderr that no queue of this name has tasks or rules: it may be mistyped."""
+    if name not in ("", "default") and name not in (names := [queue.queue for queue in all_queues(master)]):
+        show.note(f"no queue {name!r} has tasks or rules{there_are(name, names)}")
 
 
 def all_queues(master: Master) -> list[admin.Queue]:
@@ -109,7 +119,7 @@ def show_queues(known: list[admin.Queue]) -> None:
         )
         for queue in known
     ]
-    tables.table(columns, rows, right=("QUEUED", "BYTES", "LEASED"), empty="no queue has ever held a task")
+    tables.table(columns, rows, right=("QUEUED", "BYTES", "LEASED"), empty="no queue has tasks or rules")
 
 
 def limits_in_words(limits: admin.QueueLimits) -> str:

@@ -8,17 +8,18 @@ import sys
 import time
 
 from multigpu.cli.failures import Failure, Unreachable
-from multigpu.cli.rpc import Master
+from multigpu.cli.rpc import Master, wait_until_connected
 from multigpu.config import MasterConfig, load, load_client_config
 from multigpu.credentials import Credentials
-from multigpu.v1 import admin_service_pb2 as admin
 
 POLL_INTERVAL_S = 0.05
 
 
 def wait_until_ready(address: str, worker_ids: frozenset[str]) -> None:
     """Returns when all of `worker_ids` are connected. Polls: the first answer is seconds away, and then it is over."""
-    with Master(address, _credentials()) as master:
+    credentials = _credentials()
+    wait_until_connected(address, credentials)  # a master writes its first token before it listens
+    with Master(address, credentials) as master:
         while (found := connected(master)) is None or not worker_ids <= found:
             time.sleep(POLL_INTERVAL_S)
 
@@ -32,7 +33,7 @@ def _credentials() -> Credentials:
 def connected(master: Master) -> set[str] | None:
     """The ids of the connected workers; None while no master answers."""
     try:
-        return {worker.worker_id for worker in master.list_workers() if worker.state == admin.WORKER_STATE_ACTIVE}
+        return {worker.worker_id for worker in master.connected_workers()}
     except Unreachable:
         return None
 

@@ -15,12 +15,14 @@ os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 import click
 import grpc
 
+from multigpu.cli import show
 from multigpu.cli.failures import Failure, NotFound, Unreachable, WrongUsage
 from multigpu.cli.options import client_config
 from multigpu.config import ClientConfig, ConfigError, load_client_config
-from multigpu.connection import tls_hint
+from multigpu.connection import unavailable
 from multigpu.credentials import Credentials
 from multigpu.v1 import admin_service_pb2 as admin
+from multigpu.v1 import task_pb2
 from multigpu.v1.admin_service_pb2_grpc import AdminServiceStub
 from multigpu.v1.task_service_pb2_grpc import TaskServiceStub
 
@@ -39,10 +41,13 @@ CHANNEL_OPTIONS = (
 )
 
 
-def unreachable(address: str, details: str) -> Unreachable:
-    """No master answers: says how, and what to do about it."""
-    reason = "connection refused" if "refused" in details.lower() else details
-    return Unreachable(f"no master at {address}: {reason}; start one with `mgpuctl up`")
+def wait_until_connected(address: str, credentials: Credentials) -> None:
+    """Returns once a connection can be made. Reads no token."""
+    try:
+        with credentials.channel(address, CHANNEL_OPTIONS) as channel:
+            grpc.channel_ready_future(channel).result()
+    except ConfigError as error:
+        raise WrongUsage(str(error)) from error
 
 
 class Master:
@@ -84,10 +89,25 @@ class Master:
                 return
             request.page_token = page.next_page_token
 
+    def newest_tasks(self, method: Callable[..., Any], request: Any, limit: int) -> list[task_pb2.Task]:
+        """At most `limit` tasks of a List call; if there are more, a note says so."""
+        request.page_size = min(limit, PAGE_SIZE_MAX)
+        found: list[task_pb2.Task] = []
+        for page in self.pages(method, request):
+            found += page.tasks
+            if len(found) >= limit:
+                show.note_of_limit(more=len(found) > limit or bool(page.next_page_token), limit=limit)
+                break
+        return found[:limit]
+
     def list_workers(self) -> list[admin.Worker]:
         """Every worker that the master knows, by worker_id."""
         request = admin.ListWorkersRequest(page_size=PAGE_SIZE_MAX)
         return [worker for page in self.pages(self.admin.ListWorkers, request) for worker in page.workers]
+
+    def connected_workers(self) -> list[admin.Worker]:
+        """Those of `list_workers` that are connected."""
+        return [worker for worker in self.list_workers() if worker.state == admin.WORKER_STATE_ACTIVE]
 
     def find_worker_id(self, prefix: str) -> str:
         """The id of the one worker whose id is, or begins with, `prefix`."""
@@ -105,8 +125,7 @@ class Master:
     def _fail(self, error: grpc.RpcError, timeout_s: float) -> NoReturn:
         code, details = error.code(), error.details() or ""
         if code == grpc.StatusCode.UNAVAILABLE:
-            message = unreachable(self.address, details).message
-            raise Unreachable(message + tls_hint(details, self.credentials)) from error
+            raise Unreachable(unavailable(self.address, details, self.credentials)) from error
         if code == grpc.StatusCode.DEADLINE_EXCEEDED:
             message = (
                 f"the master at {self.address} did not answer within {timeout_s:g} s; is it stopped or overloaded?"

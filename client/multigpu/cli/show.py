@@ -54,29 +54,48 @@ def give_up_stdout() -> None:
 
 def note(text: str) -> None:
     """A remark to stderr, beside the answer."""
-    sys.stderr.write(clean(text) + "\n")
+    sys.stderr.write(clean_lines(text) + "\n")
     sys.stderr.flush()
+
+
+def note_of_limit(*, more: bool, limit: int) -> None:
+    """Says that a list ends at its --limit, where there is more."""
+    if more:
+        note(f"only the newest {limit:,}; --limit shows more")
 
 
 def value(data: Any) -> None:
     """One JSON value: indented on a terminal, one line in a pipe."""
-    line(json.dumps(data, ensure_ascii=False, indent=2 if sys.stdout.isatty() else None))
+    line(as_json(data, indent=2 if sys.stdout.isatty() else None))
+
+
+def as_json(data: Any, indent: int | None = None) -> str:
+    """JSON for stdout. A terminal gets ASCII: foreign text may hold characters that it obeys. A lone surrogate, which
+    JSON may name and UTF-8 can't hold, stays an escape.
+    """
+    text = json.dumps(data, ensure_ascii=sys.stdout.isatty(), indent=indent)
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def facts(pairs: Sequence[tuple[str, str]]) -> None:
     """Names and values, one pair a line; pairs without a value are left out."""
-    shown = [(name, text) for name, text in pairs if text]
+    shown = [(clean(name), text) for name, text in pairs if text]
     width = max((len(name) for name, _ in shown), default=0)
     for name, text in shown:
-        first, *more = clean(text).splitlines() or [""]
+        first, *more = clean_lines(text).splitlines() or [""]
         line(f"{name:<{width}}  {first}")
         for continued in more:
             line(f"{'':<{width}}  {continued}")
 
 
 def clean(text: str) -> str:
-    """Foreign text with everything but printable characters and line breaks replaced."""
-    return "".join(char if char.isprintable() or char == "\n" else "\ufffd" if char != "\t" else " " for char in text)
+    """Foreign text in one line: line breaks and tabs are spaces, all else that is not printable is replaced."""
+    return "".join(char if char.isprintable() else " " if char in "\n\t" else "\ufffd" for char in text)
+
+
+def clean_lines(text: str) -> str:
+    """The same, with its line breaks: for text that has a place of its own."""
+    return "\n".join(clean(part) for part in text.split("\n"))
 
 
 def size(count: int) -> str:
@@ -150,9 +169,7 @@ def as_dict(message: Any) -> dict[str, Any]:
         name = field.name
         if any(isinstance(each, bytes) for each in values):
             name += "_base64"
-            values = [
-                base64.b64encode(each if isinstance(each, bytes) else str(each).encode()).decode() for each in values
-            ]
+            values = [base64.b64encode(each).decode() for each in (content if repeated else [content])]
         out[name] = values if repeated else values[0]
     return out
 
@@ -179,5 +196,5 @@ def decoded(data: bytes, content_type: str) -> Any:
     try:
         text = data.decode()
         return json.loads(text) if content_type == "application/json" and text else text
-    except ValueError:
+    except (ValueError, RecursionError):
         return data

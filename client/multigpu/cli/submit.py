@@ -13,12 +13,13 @@ from multigpu.cli import show
 from multigpu.cli.commands import Command
 from multigpu.cli.failures import EXIT_CODES, Failure, TasksFailed
 from multigpu.cli.lines import STDIN, open_input, read_lines
-from multigpu.cli.options import json_option, key_values, master_option, size
-from multigpu.cli.sdk import sdk_failures, withdrawn_at_end
+from multigpu.cli.options import Number, json_option, key_values, master_option, size
+from multigpu.cli.presence import check_takes_model
+from multigpu.cli.sdk import sdk_failures, with_flags, withdrawn_at_end
 
 # Ids are printed after every so many tasks: a pipe of any length is submitted in bounded memory.
 BATCH_TASKS = 1_000
-SECONDS = click.FloatRange(min=0)
+SECONDS = Number(min=0)
 
 
 @click.command(
@@ -27,7 +28,10 @@ SECONDS = click.FloatRange(min=0)
         ("mgpuctl submit --kind echo --payload hi --wait", "Prints hi."),
         ("mgpuctl submit --kind my.kind --lines inputs.txt", "One task a line; prints their ids."),
         ("mgpuctl submit --kind my.kind --parse-json --payload '{\"n\": 3}' --wait", "The handler gets a dict."),
-        ("mgpuctl submit --kind sleep --payload 60 --priority 1 --request-id once", "Again is the same task."),
+        (
+            "mgpuctl submit --kind sleep --payload 60 --priority 1 --request-id once",
+            "Repeated, it names the same task.",
+        ),
         ("cat image.png | mgpuctl submit --kind thumbnail --wait > small.png", "Bytes in, bytes out."),
     ),
     exits=EXIT_CODES,
@@ -44,28 +48,53 @@ SECONDS = click.FloatRange(min=0)
 @click.option("--parameter", "parameters", multiple=True, metavar="KEY=VALUE", help="For the engine. May be repeated.")
 @click.option("--label", "labels", multiple=True, metavar="KEY=VALUE", help="Workers must have it. May be repeated.")
 @click.option(
-    "--device-memory", "device_memory_bytes", type=size, metavar="SIZE", help="Free memory a device must have."
+    "--device-memory", "device_memory_bytes", type=size, metavar="SIZE", help="Memory that the device must have free."
 )
-@click.option("--deadline", "deadline_s", type=SECONDS, metavar="SECONDS", help="From now; then it is worthless.")
-@click.option("--queue-timeout", "queue_timeout_s", type=SECONDS, metavar="SECONDS", help="How long it may wait.")
+@click.option(
+    "--deadline",
+    "deadline_s",
+    type=SECONDS,
+    metavar="SECONDS",
+    help="From now. A task that has not ended by then expires.",
+)
+@click.option(
+    "--queue-timeout",
+    "queue_timeout_s",
+    type=SECONDS,
+    metavar="SECONDS",
+    help="How long a task may wait to be dispatched.",
+)
 @click.option("--run-timeout", "run_timeout_s", type=SECONDS, metavar="SECONDS", help="How long an attempt may run.")
 @click.option("--result-ttl", "result_ttl_s", type=SECONDS, metavar="SECONDS", help="How long the outcome is kept.")
 @click.option(
-    "--attempts-max", type=click.IntRange(1, 100), metavar="N", help="Before it is a dead letter.  [default: 3]"
+    "--attempts-max",
+    type=click.IntRange(1, 100),
+    metavar="N",
+    help="Attempts before a task is a dead letter.  [default: 3]",
 )
-@click.option("--ephemeral", is_flag=True, help="Never touches the master's disk; gone with the master.")
-@click.option("--wait-for-worker", is_flag=True, help="Queue it even if no known worker could take it.")
-@click.option("--partition-key", default="", metavar="KEY", help="Same key, same worker (static_partition).")
-@click.option("--request-id", default="", metavar="ID", help="Idempotency key of a single task.")
+@click.option("--ephemeral", is_flag=True, help="Keep the task off the master's disk; it is lost if the master ends.")
+@click.option("--wait-for-worker", is_flag=True, help="Queue the task even if no known worker could ever take it.")
+@click.option(
+    "--partition-key",
+    default="",
+    metavar="KEY",
+    help="Tasks with the same key go to the same worker (strategy static_partition).",
+)
+@click.option(
+    "--request-id", default="", metavar="ID", help="Idempotency key of a single task: the same ID is the same task."
+)
 @master_option
 @json_option
 def submit(address: str, wait: bool, as_json: bool, **given: Any) -> None:
-    """Submit tasks, and wait for their results if told to.
+    """Submit tasks, and optionally wait for their results.
 
-    Prints the ids of the tasks, once they are safe on the master's disk; with --wait, what they return.
+    Prints the ids of the tasks, once they are safe on the master's disk; with --wait, what they return. With --lines
+    and --wait, line N of the output belongs to line N of the input: it is empty for a task that did not succeed.
     """
     inputs = read_inputs(given)
     options = task_options(given)
+    if given["model"]:
+        check_takes_model(address, given["kind"])
     with sdk_failures(), Client(address) as client:
         if wait:
             outcomes = client.map_outcomes(given["kind"], inputs, **options)
@@ -104,9 +133,9 @@ def read_inputs(given: dict[str, Any]) -> Iterator[Input]:
     if given["request_id"] and given["lines"] is not None:
         raise click.UsageError("a --request-id names a single task; --lines makes many")
     if given["lines"] is not None:
-        payloads: Iterable[bytes] = (line.encode() for line in read_lines([given["lines"]]))
-    elif given["payload"] is not None:
-        payloads = [given["payload"].encode()]
+        return _line_inputs(given)
+    if given["payload"] is not None:
+        payloads: Iterable[bytes] = [given["payload"].encode()]
     else:
         with open_input(given["file"] or STDIN) as file:
             payloads = [file.read()]
@@ -114,31 +143,40 @@ def read_inputs(given: dict[str, Any]) -> Iterator[Input]:
     return (Input(payload=parse(data) if given["parse_json"] else data, **own) for data in payloads)
 
 
-def parse(data: bytes) -> Any:
+def _line_inputs(given: dict[str, Any]) -> Iterator[Input]:
+    name = "standard input" if given["lines"] == STDIN else given["lines"]
+    for number, line in enumerate(read_lines([given["lines"]]), 1):
+        payload = parse(line.encode(), f"{name}, line {number}: ") if given["parse_json"] else line.encode()
+        yield Input(payload=payload, partition_key=given["partition_key"])
+
+
+def parse(data: bytes, where: str = "") -> Any:
     try:
         return json.loads(data)
     except (ValueError, RecursionError) as error:
-        raise Failure(f"not JSON: {error}: {data[:100].decode(errors='replace')}") from error
+        reason = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else error
+        raise Failure(f"{where}not JSON: {reason}: {data[:100].decode(errors='replace')!r}") from error
 
 
 def print_ids(client: Client, kind: str, inputs: Iterator[Input], options: dict[str, Any], *, as_json: bool) -> None:
-    """Hands the tasks over, and prints their ids in order. A task that was refused is said, and the rest goes on."""
+    """Hands the tasks over, and prints their ids in order. A rejected task is reported, and the rest goes on."""
     taken = refused = 0
     while batch := list(islice(inputs, BATCH_TASKS)):
         for answer in client.submit_many(kind, batch, **options):
             if isinstance(answer, RejectedError):
                 refused += 1
-                reason = {"code": answer.code, "error": answer.message, "retry_delay_s": answer.retry_delay_s}
+                message = with_flags(answer.message)
+                reason = {"code": answer.code, "error": message, "retry_delay_s": answer.retry_delay_s}
                 if as_json:
-                    show.line(json.dumps(reason, ensure_ascii=False))
+                    show.line(show.as_json(reason))
                 else:
-                    show.note(f"mgpuctl: refused: {answer}")
+                    show.note(f"mgpuctl: rejected: {with_flags(str(answer))}")
             else:
                 taken += 1
-                show.line(json.dumps({"task_id": answer}) if as_json else str(answer))
+                show.line(show.as_json({"task_id": answer}) if as_json else str(answer))
     if refused:
         failure = TasksFailed if taken else Failure
-        raise failure(f"{refused:,} of {taken + refused:,} tasks were refused")
+        raise failure(f"{refused:,} of {taken + refused:,} tasks were rejected")
 
 
 def print_results(outcomes: Iterable[Outcome], *, many: bool, as_json: bool) -> None:
@@ -148,9 +186,11 @@ def print_results(outcomes: Iterable[Outcome], *, many: bool, as_json: bool) -> 
         done += 1
         failed += not outcome.succeeded
         if as_json:
-            show.line(json.dumps(show.as_dict(outcome.message), ensure_ascii=False))
+            show.line(show.as_json(show.as_dict(outcome.message)))
         elif not outcome.succeeded:
-            show.note(f"mgpuctl: {outcome.to_error()}")
+            if many:
+                show.line()  # line N of the output stays that of input N
+            show.note(f"mgpuctl: {f'line {done:,}: ' if many else ''}{outcome.to_error()}")
         elif many:
             show.raw(outcome.result + b"\n")
         else:

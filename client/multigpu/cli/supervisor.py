@@ -13,8 +13,8 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 RESTART_DELAY_MIN_S = 0.1
 RESTART_DELAY_MAX_S = 5.0
@@ -52,7 +52,6 @@ class ChildSpec:
 
     name: str
     argv: Sequence[str]
-    env: Mapping[str, str] = field(default_factory=dict)
     # Exit codes by which it says that starting it again can't help: its last words say what would.
     refusals: frozenset[int] = frozenset()
     # Once the fleet has been ready, a refusal is taken for passing trouble, like any other death.
@@ -95,7 +94,6 @@ class Child:
                 stdin=subprocess.DEVNULL,
                 stdout=write_fd,
                 stderr=write_fd,
-                env={**os.environ, **self.spec.env},
                 start_new_session=True,
                 preexec_fn=die_with(os.getpid()),  # noqa: PLW1509  this process has one thread, and never imports gRPC
             )

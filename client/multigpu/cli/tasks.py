@@ -1,6 +1,7 @@
 """`mgpuctl tasks`: what became of tasks: list, count, get, cancel, explain."""
 
 import sys
+import time
 from pathlib import Path
 
 import click
@@ -8,8 +9,9 @@ import click
 from multigpu.cli import show, tables
 from multigpu.cli.commands import Group
 from multigpu.cli.failures import Failure, NotFound
-from multigpu.cli.options import json_option, master_option
-from multigpu.cli.rpc import CALL_TIMEOUT_S, PAGE_SIZE_MAX, Master
+from multigpu.cli.options import TASK_ID, Number, json_option, master_option
+from multigpu.cli.queues import note_unknown_queue
+from multigpu.cli.rpc import CALL_TIMEOUT_S, Master
 from multigpu.cli.task_filter import filter_options
 from multigpu.v1 import admin_service_pb2 as admin
 from multigpu.v1 import task_pb2
@@ -31,24 +33,21 @@ def tasks() -> None:
 )
 @filter_options
 @click.option(
-    "--limit", type=click.IntRange(min=1), default=100, show_default=True, metavar="N", help="At most so many."
+    "--limit", type=click.IntRange(min=1), default=100, show_default=True, metavar="N", help="At most N tasks."
 )
 @master_option
 @json_option
 def list_(task_filter: service.TaskFilter, limit: int, address: str, as_json: bool) -> None:
     """Tasks, the newest first."""
-    found: list[task_pb2.Task] = []
     with Master(address) as master:
-        request = service.ListRequest(filter=task_filter, page_size=min(limit, PAGE_SIZE_MAX))
-        for page in master.pages(master.tasks.List, request):
-            found += page.tasks
-            if len(found) >= limit:
-                break
+        found = master.newest_tasks(master.tasks.List, service.ListRequest(filter=task_filter), limit)
+        if not found:
+            note_unknown_queue(master, task_filter.queue)
     if as_json:
-        show.value([show.as_dict(task) for task in found[:limit]])
+        show.value([show.as_dict(task) for task in found])
         return
     columns = ("TASK", "STATE", "KIND", "QUEUE", "PRI", "AGE", "TRIES", "WORKER")
-    rows = [task_row(task) for task in found[:limit]]
+    rows = [task_row(task) for task in found]
     tables.table(columns, rows, right=("TASK", "PRI", "TRIES"), empty="no such tasks")
 
 
@@ -79,6 +78,8 @@ def count(task_filter: service.TaskFilter, address: str, as_json: bool) -> None:
     """How many tasks there are, by state."""
     with Master(address) as master:
         answer = master.call(master.tasks.Count, service.CountRequest(filter=task_filter))
+        if not any(number for _, number in answer.ListFields()):
+            note_unknown_queue(master, task_filter.queue)
     if as_json:
         show.value(show.as_dict(answer))
         return
@@ -92,37 +93,63 @@ def count(task_filter: service.TaskFilter, address: str, as_json: bool) -> None:
         ("mgpuctl tasks get 17", "All about one task, with its result."),
         ("mgpuctl tasks get 17 --wait 60 -o result.bin", "Wait for it; the result into a file."),
         ("mgpuctl tasks get --request-id order-4711 --json", "By the id that its client gave it."),
+        ("mgpuctl tasks get 17 18 --json | jq '.[].outcome.state'", "Several: --json makes a list of them."),
     ),
 )
-@click.argument("task_id", metavar="[TASK_ID]", required=False, type=click.IntRange(min=1))
-@click.option("--request-id", default="", metavar="ID", help="Instead of TASK_ID: the client's own id.")
+@click.argument("task_ids", metavar="[TASK_ID]...", nargs=-1, type=TASK_ID)
+@click.option("--request-id", "request_ids", multiple=True, metavar="ID", help="The client's own id. May be repeated.")
 @click.option(
-    "--wait", "wait_s", type=click.FloatRange(min=0), default=0.0, metavar="SECONDS", help="Wait for its end."
+    "--wait",
+    "wait_s",
+    type=Number(min=0),
+    default=0.0,
+    metavar="SECONDS",
+    help="Wait until it has ended, at most SECONDS.",
 )
 @click.option(
     "-o", "--output", metavar="FILE", help='Write the result\'s bytes to FILE, "-" for stdout, and print no more.'
 )
 @master_option
 @json_option
-def get(task_id: int | None, request_id: str, wait_s: float, output: str | None, address: str, as_json: bool) -> None:
-    """One task: where it is, how it ended, what it returned."""
-    if (task_id is None) == (not request_id):
-        raise click.UsageError("give either TASK_ID or --request-id")
-    request = service.GetRequest(request_id=request_id) if task_id is None else service.GetRequest(task_id=task_id)
-    request.wait.FromNanoseconds(round(wait_s * 1e9))
+def get(
+    task_ids: tuple[int, ...],
+    request_ids: tuple[str, ...],
+    wait_s: float,
+    output: str | None,
+    address: str,
+    as_json: bool,
+) -> None:
+    """Tasks: where each is, how it ended, what it returned."""
+    requests = [service.GetRequest(task_id=task_id) for task_id in task_ids]
+    requests += [service.GetRequest(request_id=request_id) for request_id in request_ids]
+    if not requests:
+        raise click.UsageError("give TASK_IDs or --request-id; `mgpuctl tasks list` shows them")
+    if output is not None and len(requests) > 1:
+        raise click.UsageError("-o writes the result of one task: give one id")
+    give_up = time.monotonic() + wait_s
+    found: list[task_pb2.Task] = []
     with Master(address) as master:
-        task = master.call(master.tasks.Get, request, timeout_s=wait_s + CALL_TIMEOUT_S).task
+        for request in requests:
+            left_s = max(0.0, give_up - time.monotonic()) if found else wait_s
+            request.wait.FromNanoseconds(round(left_s * 1e9))
+            found.append(master.call(master.tasks.Get, request, timeout_s=left_s + CALL_TIMEOUT_S).task)
+    task = found[0]
     if output is not None:
         write_result(task, output)
     elif as_json:
-        show.value(show.as_dict(task))
+        show.value(show.as_dict(task) if len(found) == 1 else [show.as_dict(each) for each in found])
     else:
-        show.facts(task_facts(task))
+        for nth, each in enumerate(found):
+            if nth:
+                show.line()
+            show.facts(task_facts(each))
 
 
 def write_result(task: task_pb2.Task, output: str) -> None:
     if task.outcome.state != task_pb2.OUTCOME_STATE_SUCCEEDED:
-        raise Failure(f"task {task.task_id} has no result: it is {state_of(task)}")
+        error = task.outcome.error
+        why = f": {error.type}: {error.message}" if error.type else ""
+        raise Failure(f"task {task.task_id} has no result: it is {state_of(task)}{why}")
     if output == "-":
         show.raw(task.outcome.result)
         return
@@ -136,6 +163,8 @@ def task_facts(task: task_pb2.Task) -> list[tuple[str, str]]:
     """What a person wants to know about a task."""
     spec, outcome = task.spec, task.outcome
     error = outcome.error if outcome.HasField("error") else task.last_error
+    settled = task.state == task_pb2.TASK_STATE_SETTLED
+    tries = f"{task.attempts} of {spec.attempts_max or 3}"
     model = f" on {spec.model}" if spec.model else ""
     facts = [
         ("Task", str(task.task_id)),
@@ -143,9 +172,9 @@ def task_facts(task: task_pb2.Task) -> list[tuple[str, str]]:
         ("State", state_of(task)),
         ("Kind", f"{spec.kind}{model}"),
         ("Queue", f"{spec.queue or 'default'}, priority {spec.priority or 3}"),
-        ("Payload", show.size(task.payload_bytes)),
+        ("Payload", show.size(task.payload_bytes) if task.payload_bytes or not settled else ""),
         ("Submitted", f"{task.submit_time.ToJsonString()} ({show.age(task, 'submit_time')} ago)"),
-        ("Attempts", f"{task.attempts} of {spec.attempts_max or 3}"),
+        ("Attempts", str(task.attempts) if settled and not spec.attempts_max else tries),
         ("Worker", task.worker_id or outcome.worker_id),
     ]
     if task.HasField("progress"):
@@ -198,13 +227,13 @@ def energy_in_words(energy: task_pb2.Energy) -> str:
     examples=(
         ("mgpuctl tasks cancel 17 18 19", "A running one is told to stop."),
         ("mgpuctl tasks cancel --request-id order-4711 --reason 'paid twice'", "By the client's own id."),
-        ("mgpuctl tasks list --queue night --json | jq '.[].task_id' | xargs mgpuctl tasks cancel", "Many."),
+        ("mgpuctl tasks list --queue night --json | jq '.[].task_id' | xargs mgpuctl tasks cancel", "All of a queue."),
     ),
     exits=(("0", "Each is cancelled, or had ended before."), ("4", "The master doesn't know some of them.")),
 )
-@click.argument("task_ids", metavar="[TASK_ID]...", nargs=-1, type=click.IntRange(min=1))
+@click.argument("task_ids", metavar="[TASK_ID]...", nargs=-1, type=TASK_ID)
 @click.option("--request-id", "request_ids", multiple=True, metavar="ID", help="The client's own id. May be repeated.")
-@click.option("--reason", default="", help="Said in the outcome.")
+@click.option("--reason", default="", help="Recorded in the outcome.")
 @master_option
 @json_option
 def cancel(task_ids: tuple[int, ...], request_ids: tuple[str, ...], reason: str, address: str, as_json: bool) -> None:
@@ -226,11 +255,11 @@ def cancel(task_ids: tuple[int, ...], request_ids: tuple[str, ...], reason: str,
     "explain",
     examples=(("mgpuctl tasks explain 17", "Why it waits, or why it runs where it runs."),),
 )
-@click.argument("task_id", type=click.IntRange(min=1))
+@click.argument("task_id", type=TASK_ID)
 @master_option
 @json_option
 def explain(task_id: int, address: str, as_json: bool) -> None:
-    """Why a task is where it is: which workers could take it, and what keeps the others from it."""
+    """Why a task is where it is. Which workers could take it, and what keeps the others from it."""
     with Master(address) as master:
         answer = master.call(master.admin.Explain, admin.ExplainRequest(task_id=task_id))
     if as_json:
@@ -240,6 +269,8 @@ def explain(task_id: int, address: str, as_json: bool) -> None:
     show.line()
     ahead = f"{answer.ahead:,} tasks of its queue go first" if answer.HasField("ahead") else ""
     show.facts([("State", state_of(answer.task)), ("Strategy", answer.strategy), ("Ahead", ahead)])
+    if answer.task.state == task_pb2.TASK_STATE_SETTLED:
+        return  # no worker is asked any more
     show.line()
     rows = [
         (

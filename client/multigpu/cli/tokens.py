@@ -11,7 +11,7 @@ import click
 from multigpu.cli import show, tables
 from multigpu.cli.commands import Group
 from multigpu.cli.failures import Failure
-from multigpu.cli.options import json_option, master_option
+from multigpu.cli.options import Number, json_option, master_option
 from multigpu.cli.rpc import Master
 from multigpu.v1 import admin_service_pb2 as admin
 
@@ -30,7 +30,7 @@ def ttl(text: str) -> float:
 @click.group(cls=Group, invoke_without_command=True)
 @click.pass_context
 def tokens(context: click.Context) -> None:
-    """Make, see and revoke the tokens that open a master's doors. Without a command, lists them.
+    """Make, list and revoke the access tokens of a master. Without a command, lists them.
 
     For a master that runs with --require-tokens. The first token is in the file admin.token of the master's data
     directory: name it with MGPU_TOKEN_FILE.
@@ -44,16 +44,18 @@ def tokens(context: click.Context) -> None:
     examples=(
         ("mgpuctl tokens create alice --role submit --queue night", "For a client: tasks of one queue."),
         ("mgpuctl tokens create gpu2 --role worker --worker-id 'gpu2-*' -o gpu2.token", "For the workers of one host."),
-        ("mgpuctl tokens create grafana --role read --ttl 90d", "Good for 90 days."),
-        ("mgpuctl tokens create batch --role submit --tasks-per-s 500", "More are refused for a while."),
+        ("mgpuctl tokens create grafana --role read --ttl 90d", "Valid for 90 days."),
+        ("mgpuctl tokens create batch --role submit --tasks-per-s 500", "More are rejected for a while."),
     ),
 )
 @click.argument("name")
 @click.option("--role", "roles", multiple=True, required=True, type=click.Choice(ROLES), help="Repeatable.")
 @click.option("--queue", "queues", multiple=True, metavar="QUEUE", help="Only tasks of this queue. Repeatable.")
-@click.option("--worker-id", "worker_ids", multiple=True, metavar="ID|PREFIX*", help="Only such workers. Repeatable.")
-@click.option("--ttl", type=ttl, metavar="DURATION", help="How long it is good: 12h, 90d.  [default: until revoked]")
-@click.option("--tasks-per-s", type=click.FloatRange(min=0), default=0, metavar="N", help="0: no limit.")
+@click.option(
+    "--worker-id", "worker_ids", multiple=True, metavar="ID|PREFIX*", help="Only workers with this id. Repeatable."
+)
+@click.option("--ttl", type=ttl, metavar="DURATION", help="How long it is valid: 12h, 90d.  [default: until revoked]")
+@click.option("--tasks-per-s", type=Number(min=0), default=0, metavar="N", help="0: no limit.")
 @click.option(
     "--calls-max", type=click.IntRange(min=0), default=0, metavar="N", help="Open calls. 0: the master's limit."
 )
@@ -94,11 +96,11 @@ def create(address: str, output: Path | None, as_json: bool, **wanted: Any) -> N
             show.note(f"token {answer.token.token_id}; it can't be shown again")
 
 
-@tokens.command("list", examples=(("mgpuctl tokens list", "All that are good, without their secrets."),))
+@tokens.command("list", examples=(("mgpuctl tokens list", "All valid tokens, without their secrets."),))
 @master_option
 @json_option
 def list_(address: str, as_json: bool) -> None:
-    """Every token that is good, the oldest first."""
+    """Every valid token, the oldest first."""
     with Master(address) as master:
         request = admin.ListTokensRequest(page_size=1000)
         known = [token for page in master.pages(master.admin.ListTokens, request) for token in page.tokens]
@@ -126,7 +128,7 @@ def list_(address: str, as_json: bool) -> None:
 @master_option
 @json_option
 def revoke(token_ids: tuple[str, ...], address: str, as_json: bool) -> None:
-    """End tokens, and every call under way with them. Tasks that were handed in go on."""
+    """End tokens, and every call under way with them. Tasks that were submitted with them continue."""
     with Master(address) as master:
         ended = [
             master.call(master.admin.RevokeToken, admin.RevokeTokenRequest(token_id=token_id)).token

@@ -48,7 +48,7 @@ Change = Callable[[View], None]
 )
 @master_option
 def top(address: str) -> None:
-    """The fleet, live: devices, queues, running tasks; keys to drain, cordon, cancel.
+    """A live view of devices, queues and running tasks; keys to drain, cordon, cancel.
 
     Goes on through restarts of the master. Without a terminal it prints one picture and ends.
     """
@@ -69,7 +69,7 @@ def print_once(master: Master) -> None:
     ask_stats(master)(view)
     ask_work(master)(view)
     width = shutil.get_terminal_size((80, 24)).columns
-    height = 14 + len(view.workers) + len(view.queues) + len(view.tasks)
+    height = 14 + sum(max(1, len(rows)) for rows in (view.workers, view.queues, view.tasks))
     for text in top_frame.frame(view, width, max(height, top_frame.HEIGHT_MIN)).plain.splitlines()[:-1]:
         show.line(text.rstrip())
 

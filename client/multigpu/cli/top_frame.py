@@ -150,7 +150,7 @@ def _list(
         empty = "no worker has connected yet"
     elif pane is Pane.QUEUES:
         heading, rows = _queue_rows(view.queues, width)
-        note, empty = "", "no queue has ever held a task"
+        note, empty = "", "no queue has tasks or rules"
     else:
         heading, rows = _task_rows(view.tasks, width)
         note, empty = "", "nothing runs"

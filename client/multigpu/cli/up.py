@@ -19,10 +19,11 @@ from multigpu.cli.commands import Command
 from multigpu.cli.failures import Failure, WrongUsage
 from multigpu.cli.fleet_log import LOG_NAME, FleetLog
 from multigpu.cli.local_gpus import usable_gpus
-from multigpu.cli.options import CONFIG_HELP, Globals, load_config
+from multigpu.cli.options import Number, config_option, load_config
 from multigpu.cli.supervisor import ChildSpec, Supervisor
 
 CPU_WORKERS_DEFAULT = 2
+STRATEGIES = ("round_robin", "memory_usage", "compute_load", "task_type", "static_partition", "least_loaded", "auto")
 # Of the time that a stop may take: the workers' share, and within it the time they let their leases run.
 WORKERS_STOP_SHARE = 0.7
 DRAIN_SHARE = 0.6
@@ -44,7 +45,6 @@ class Fleet:
     master_flags: tuple[str, ...]
     # worker_id -> flags.
     workers: dict[str, tuple[str, ...]]
-    env: dict[str, str]
     stop_timeout_s: float
     ready_file: Path | None
     log_json: bool
@@ -65,7 +65,13 @@ class Fleet:
         ("2", "The command line or the configuration is wrong."),
     ),
 )
-@click.option("--workers", type=click.IntRange(min=0), help="How many.  [default: one for each GPU, else 2 on the CPU]")
+@click.option(
+    "--workers",
+    type=click.IntRange(min=0),
+    envvar="WORKER_COUNT",  # of earlier deployments, as LOAD_BALANCING_STRATEGY
+    show_envvar=True,
+    help="How many workers.  [default: one for each GPU, else 2 on the CPU]",
+)
 @click.option("--listen", metavar="HOST:PORT", help="Where the master listens; port 0 picks a free one.")
 @click.option("--data-dir", metavar="DIR", help="Where the master keeps its journal.")
 @click.option("--strategy", metavar="NAME", help="How tasks are placed, until `mgpuctl strategy set`.")
@@ -76,10 +82,10 @@ class Fleet:
 @click.option("--label", "labels", multiple=True, metavar="KEY=VALUE", help="Label of every worker. May be repeated.")
 @click.option("--slots", metavar="N", help="Tasks a worker's handlers run at once.")
 @click.option("--threads", metavar="N", help="Threads of each engine.  [default: on the CPU, cores / workers]")
-@click.option("--stop-timeout", type=click.FloatRange(min=0.5), default=15.0, show_default=True, metavar="SECONDS")
+@click.option("--stop-timeout", type=Number(min=0.5), default=15.0, show_default=True, metavar="SECONDS")
 @click.option("--ready-file", type=click.Path(path_type=Path), help="Written once every worker is connected.")
 @click.option("--log-level", metavar="LEVEL", help="debug, info, warning or error.")
-@click.option("--config", "config_file", metavar="FILE", help=CONFIG_HELP)
+@config_option
 def up(**options: Any) -> None:
     """Run a master and its workers here, until Ctrl-C.
 
@@ -87,20 +93,25 @@ def up(**options: Any) -> None:
     "ready:" to stdout once every worker is connected; logs go to stderr. On Ctrl-C or SIGTERM the workers finish what
     they run, then the master stops; a second signal ends everything at once.
     """
+    ready_file = options["ready_file"]
+    if ready_file is not None and (ready_file.is_dir() or not os.access(ready_file.parent, os.W_OK)):
+        raise WrongUsage(f"--ready-file {ready_file} can't be written: name a file in a folder that is there")
     fleet = plan_fleet(options)
     sys.exit(asyncio.run(run_fleet(fleet)))
 
 
 def plan_fleet(options: dict[str, Any]) -> Fleet:
     """Turns the command line, the environment and the config file into who runs with which flags."""
-    file = options["config_file"]
-    before = click.get_current_context().find_object(Globals) or Globals()
     master_flags = {name: options[name] for name in ("listen", "data_dir", "strategy", "log_level")}
-    master = load_config(config.MasterConfig, file=file, flags=master_flags).config
+    loaded = load_config(config.MasterConfig, flags=master_flags)
+    master = loaded.config
+    strategy = options["strategy"]
+    if loaded.sources["strategy"] == "default":
+        strategy = old_strategy()
     names = ("device", "handlers", "models", "model_repository", "labels", "slots", "threads")
     worker_flags = {name: options[name] for name in names}
     worker_flags["log_level"] = options["log_level"]
-    worker = load_config(config.WorkerConfig, file=file, flags=worker_flags).config
+    worker = load_config(config.WorkerConfig, flags=worker_flags).config
 
     listen, address = choose_addresses(master.listen)
     log_format = master.log_format if master.log_format != "auto" else "console" if sys.stderr.isatty() else "json"
@@ -125,22 +136,28 @@ def plan_fleet(options: dict[str, Any]) -> Fleet:
         twins = sum(other == device for _, other, _ in planned)
         flags.append(("--device-workers", max(twins, worker.device_workers)))
         workers[worker_id] = (*(str(word) for flag in flags for word in flag), *common, worker.log_level)
-    config_path = file or before.config_file
     return Fleet(
         address=address,
         data_dir=master.data_dir,
         master_flags=(
             *("--listen", listen, "--data-dir", str(master.data_dir)),
-            *(("--strategy", master.strategy) if options["strategy"] else ()),
+            *(("--strategy", strategy) if strategy else ()),
             *common,
             master.log_level,
         ),
         workers=workers,
-        env={"MGPU_CONFIG": str(Path(config_path).resolve())} if config_path else {},
         stop_timeout_s=stop_timeout_s,
         ready_file=options["ready_file"],
         log_json=log_format == "json",
     )
+
+
+def old_strategy() -> str:
+    """What LOAD_BALANCING_STRATEGY of earlier deployments says; "" if it is not set."""
+    name = os.environ.get("LOAD_BALANCING_STRATEGY", "")
+    if name and name not in STRATEGIES:
+        raise WrongUsage(f"LOAD_BALANCING_STRATEGY: there is no strategy {name!r}; take one of {', '.join(STRATEGIES)}")
+    return name
 
 
 def plan_workers(count: int | None, worker: config.WorkerConfig) -> list[tuple[str, str, int]]:
@@ -152,8 +169,10 @@ def plan_workers(count: int | None, worker: config.WorkerConfig) -> list[tuple[s
             gpus = list(usable_gpus().items())
         except RuntimeError as error:
             raise Failure(f"{error}; repair the driver, or run on the CPU with --device cpu") from error
-    if worker.device.startswith("cuda:"):
-        gpus = [gpu for gpu in gpus if gpu[0] == worker.device]
+    if worker.device.startswith("MIG-"):
+        gpus = [(worker.device, worker.device)]
+    elif worker.device not in ("auto", "cpu"):
+        gpus = [gpu for gpu in gpus if worker.device in gpu]
         if not gpus:
             raise WrongUsage(f"there is no {worker.device} here; `nvidia-smi -L` lists what is")
     if not gpus:
@@ -209,13 +228,12 @@ async def run_fleet(fleet: Fleet) -> int:
         fleet.ready_file.unlink(missing_ok=True)
     python = (sys.executable, "-m")
     argv = (*python, "multigpu_master.main", *fleet.master_flags)
-    master = supervisor.add(ChildSpec(name="master", argv=argv, env=fleet.env, refusals=MASTER_REFUSALS))
+    master = supervisor.add(ChildSpec(name="master", argv=argv, refusals=MASTER_REFUSALS))
     workers = [
         supervisor.add(
             ChildSpec(
                 name=worker_id,
                 argv=(*python, "multigpu_worker.main", *flags),
-                env=fleet.env,
                 refusals=WORKER_REFUSALS,
                 may_recover=True,
             )

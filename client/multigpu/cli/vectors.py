@@ -1,14 +1,20 @@
-"""Vectors into a file, row after row, in bounded memory, whole or not at all.
+"""Vectors into a file, row after row, in bounded memory.
 
-Rows go to a file beside the wanted one, which takes its name when all are on disk. A .npy header tells how many rows
-there are before the first of them: it gets a fixed length, and is written again at the end.
+Rows go to FILE.part, which takes the name FILE when all are on disk. It stays when the command ends early, also by
+kill -9, and `--resume` goes on after its last whole row. A .npy header tells how many rows there are before the first
+of them: it gets a fixed length, and is written again at the end.
 Format: https://numpy.org/doc/stable/reference/generated/numpy.lib.format.html (version 1.0).
 """
 
+import ast
+import contextlib
+import fcntl
+import json
 import os
+from itertools import islice
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Protocol, Self
+from typing import IO, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,18 +26,6 @@ NPY_MAGIC = b"\x93NUMPY\x01\x00"
 NPY_HEADER_BYTES = 128
 
 Rows = NDArray[np.float32]
-
-
-class Sink(Protocol):
-    """Where vectors go."""
-
-    def add(self, rows: Rows) -> None: ...
-
-    def __enter__(self) -> Self: ...
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None: ...
 
 
 def npy_header(rows: int, dimension: int) -> bytes:
@@ -55,7 +49,7 @@ class File:
         if self.path.exists() and not self.path.is_file():
             raise Failure(f"can't write {self.path}: not a regular file")
         try:
-            self._file = self._part.open("wb")
+            self._file = self.open()
             self.begin()
         except OSError as error:
             raise Failure(f"can't write {self.path}: {error.strerror}") from error
@@ -66,8 +60,7 @@ class File:
     ) -> None:
         assert self._file is not None
         if kind is not None:
-            self._file.close()
-            self._part.unlink(missing_ok=True)
+            self.leave()
             return
         try:
             self.end()
@@ -76,7 +69,7 @@ class File:
             self._file.close()
             self._part.replace(self.path)
         except OSError as failure:
-            self._part.unlink(missing_ok=True)
+            self.leave()
             raise Failure(f"can't write {self.path}: {failure.strerror}") from failure
 
     def write(self, data: bytes) -> None:
@@ -86,11 +79,15 @@ class File:
         except OSError as error:
             raise Failure(f"can't write {self.path}: {error.strerror}") from error
 
-    def rewrite(self, data: bytes) -> None:
-        """Writes over the beginning of the file."""
+    def open(self) -> IO[bytes]:
+        return self._part.open("wb")
+
+    def leave(self) -> None:
+        """Called on an error."""
         assert self._file is not None
-        self._file.seek(0)
-        self._file.write(data)
+        with contextlib.suppress(OSError):
+            self._file.close()
+        self._part.unlink(missing_ok=True)
 
     def begin(self) -> None:
         """Called when the file is open."""
@@ -99,25 +96,94 @@ class File:
         """Called when all rows are in, and no error came."""
 
 
-class NpyFile(File):
+class RowFile(File):
+    """A file of rows. `resume`: goes on after the rows that an earlier run left."""
+
+    def __init__(self, path: Path, *, resume: bool = False) -> None:
+        super().__init__(path)
+        self._part = self.path.with_name(f"{self.path.name}.part")
+        self._resume = resume
+        self.rows = self.dimension = 0
+
+    def open(self) -> IO[bytes]:
+        file = os.fdopen(os.open(self._part, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666), "r+b")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            file.close()
+            raise Failure(f"another process writes {self._part}; wait until it ends, or stop it") from error
+        if not self._resume:
+            file.truncate()
+        self.rows, nbytes = self.recover(file)
+        file.truncate(nbytes)
+        file.seek(nbytes)
+        return file
+
+    def recover(self, file: IO[bytes]) -> tuple[int, int]:
+        """How many whole rows the file has, and how many bytes it has with them."""
+        raise NotImplementedError
+
+    def foreign(self) -> Failure:
+        """The file is none that this format can go on with."""
+        return Failure(f"{self._part} is not what an earlier run of this --format left; give that one, or delete it")
+
+    def left(self) -> str:
+        """The end of a sentence: what is there when the command ends early, and what to do with it."""
+        return f"; {self.rows:,} are in {self._part}, and --resume goes on after them" if self.rows else ""
+
+    def leave(self) -> None:
+        if not self.rows:
+            super().leave()
+            return
+        assert self._file is not None
+        with contextlib.suppress(OSError):  # a row that did not fit is cut off by the next run
+            self._file.close()
+
+
+class NpyFile(RowFile):
     """A float32 array [rows, dimension] as .npy. No rows: [0, 0]."""
 
-    rows = 0
-    dimension = 0
+    def recover(self, file: IO[bytes]) -> tuple[int, int]:
+        header = file.read(NPY_HEADER_BYTES)
+        if not header:
+            return 0, 0
+        if not header.startswith(NPY_MAGIC):
+            raise self.foreign()
+        try:
+            self.dimension = ast.literal_eval(header[len(NPY_MAGIC) + 2 :].decode())["shape"][1]
+        except (ValueError, SyntaxError, LookupError) as error:
+            raise self.foreign() from error
+        nbytes = 4 * self.dimension
+        rows = (os.fstat(file.fileno()).st_size - NPY_HEADER_BYTES) // nbytes if nbytes else 0
+        return rows, NPY_HEADER_BYTES + rows * nbytes
 
     def begin(self) -> None:
-        self.write(npy_header(0, 0))
+        if not self.rows:
+            self.write_header(0)
+
+    def row(self, number: int) -> NDArray[np.float32]:
+        """A row of an earlier run, from 0."""
+        nbytes = 4 * self.dimension
+        return np.fromfile(self._part, "<f4", self.dimension, offset=NPY_HEADER_BYTES + number * nbytes)
 
     def add(self, rows: Rows) -> None:
         if self.rows and rows.shape[1] != self.dimension:
             message = f"a worker answered with vectors of {rows.shape[1]} numbers, others with {self.dimension}"
             raise Failure(f"{message}; do they serve different models under one name?")
-        self.rows += rows.shape[0]
-        self.dimension = rows.shape[1]
+        if not self.rows:
+            self.dimension = rows.shape[1]
+            self.write_header(0)
         self.write(rows.astype("<f4", copy=False).tobytes())
+        self.rows += rows.shape[0]
+
+    def write_header(self, rows: int) -> None:
+        """Writes over the beginning of the file."""
+        assert self._file is not None
+        self._file.seek(0)
+        self.write(npy_header(rows, self.dimension))
 
     def end(self) -> None:
-        self.rewrite(npy_header(self.rows, self.dimension))
+        self.write_header(self.rows)
 
 
 def json_lines(rows: Rows) -> bytes:
@@ -128,15 +194,34 @@ def json_lines(rows: Rows) -> bytes:
     return "".join(template % tuple(row) for row in rows.tolist()).encode()
 
 
-class JsonLinesFile(File):
+class JsonLinesFile(RowFile):
     """One JSON array a line."""
+
+    def recover(self, file: IO[bytes]) -> tuple[int, int]:
+        rows = nbytes = 0
+        for line in file:
+            if not line.startswith(b"["):
+                raise self.foreign()
+            if line.endswith(b"\n"):
+                rows, nbytes = rows + 1, nbytes + len(line)
+        return rows, nbytes
+
+    def row(self, number: int) -> NDArray[np.float32]:
+        with self._part.open("rb") as file:
+            return np.array(json.loads(next(islice(file, number, None))), np.float32)
 
     def add(self, rows: Rows) -> None:
         self.write(json_lines(rows))
+        self.rows += rows.shape[0]
 
 
 class JsonLinesStdout:
     """One JSON array a line, to stdout."""
+
+    rows = dimension = 0
+
+    def row(self, number: int) -> NDArray[np.float32]:
+        raise AssertionError("nothing is resumed on stdout")
 
     def __enter__(self) -> Self:
         return self
@@ -148,3 +233,11 @@ class JsonLinesStdout:
 
     def add(self, rows: Rows) -> None:
         show.raw(json_lines(rows))
+        self.rows += rows.shape[0]
+
+    def left(self) -> str:
+        return f"; {self.rows:,} were printed"
+
+
+# Where vectors go. `rows`: how many are there, those of an earlier run too; `dimension`: 0 if it is not known.
+Sink = NpyFile | JsonLinesFile | JsonLinesStdout

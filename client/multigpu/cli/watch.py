@@ -1,7 +1,5 @@
 """`mgpuctl watch`: outcomes as they come, and where to go on after a break."""
 
-import json
-
 import click
 
 from multigpu import Client, Outcome
@@ -17,20 +15,20 @@ from multigpu.cli.tasks import stages_in_words
     examples=(
         ("mgpuctl watch", "Every retained outcome, then each new one; Ctrl-C ends it."),
         ("mgpuctl watch --from-now --kind embed", "Only new ones, of one kind."),
-        ('mgpuctl watch --cursor "$CURSOR" --json | jq .task_id', "Go on where the last watch ended."),
+        ('mgpuctl watch --cursor "$CURSOR" --json | jq .task_id', "Continue where the last watch ended."),
     ),
 )
-@click.option("--cursor", default="", help="Go on after this point: what an earlier watch printed when it ended.")
+@click.option("--cursor", default="", help="Continue after this point, which an earlier watch printed when it ended.")
 @click.option("--from-now", is_flag=True, help="Leave out what has ended already.")
 @click.option("--queue", default="", metavar="QUEUE", help="Only tasks of this queue.")
 @click.option("--kind", default="", metavar="KIND", help="Only tasks of this kind.")
-@click.option("--limit", type=click.IntRange(min=1), metavar="N", help="End after so many outcomes.")
+@click.option("--limit", type=click.IntRange(min=1), metavar="N", help="End after N outcomes.")
 @master_option
 @json_option
 def watch(cursor: str, from_now: bool, queue: str, kind: str, limit: int | None, address: str, as_json: bool) -> None:
     """Print outcomes as they come. Each durable task that ends, once.
 
-    Goes on through restarts of the master. Prints the cursor to go on from to stderr when it ends.
+    Continues through restarts of the master. When it ends, it prints the cursor to continue from to stderr.
     """
     if cursor and from_now:
         raise click.UsageError("give either --cursor or --from-now")
@@ -38,7 +36,7 @@ def watch(cursor: str, from_now: bool, queue: str, kind: str, limit: int | None,
     try:
         with sdk_failures(), Client(address) as client:
             for outcome, after in client.watch(cursor=cursor, from_now=from_now, queue=queue, kind=kind):
-                show.line(json.dumps(show.as_dict(outcome.message), ensure_ascii=False) if as_json else line(outcome))
+                show.line(show.as_json(show.as_dict(outcome.message)) if as_json else line(outcome))
                 cursor = after
                 printed += 1
                 if printed == limit:

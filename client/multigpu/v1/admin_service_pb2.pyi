@@ -40,7 +40,7 @@ ROLE_WORKER: Role
 ROLE_ADMIN: Role
 
 class Worker(_message.Message):
-    __slots__ = ("worker_id", "host", "version", "pid", "state", "cordoned", "drain_deadline", "device", "telemetry", "labels", "capabilities", "resident_models", "slots", "window_tasks", "window_bytes", "leases", "leased_bytes", "succeeded", "failed", "connect_time", "last_heartbeat_time", "session_id", "health", "cordon_reason", "mps", "quarantined", "models", "model_memory_bytes")
+    __slots__ = ("worker_id", "host", "version", "pid", "state", "cordoned", "drain_deadline", "device", "telemetry", "labels", "capabilities", "resident_models", "slots", "window_tasks", "window_bytes", "leases", "leased_bytes", "succeeded", "failed", "connect_time", "last_heartbeat_time", "session_id", "health", "cordon_reason", "mps", "quarantined", "models", "model_memory_bytes", "handlers")
     class LabelsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -76,6 +76,7 @@ class Worker(_message.Message):
     QUARANTINED_FIELD_NUMBER: _ClassVar[int]
     MODELS_FIELD_NUMBER: _ClassVar[int]
     MODEL_MEMORY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    HANDLERS_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     host: str
     version: str
@@ -104,7 +105,8 @@ class Worker(_message.Message):
     quarantined: bool
     models: _containers.RepeatedCompositeFieldContainer[_model_pb2.ModelResidency]
     model_memory_bytes: int
-    def __init__(self, worker_id: _Optional[str] = ..., host: _Optional[str] = ..., version: _Optional[str] = ..., pid: _Optional[int] = ..., state: _Optional[_Union[WorkerState, str]] = ..., cordoned: _Optional[bool] = ..., drain_deadline: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., device: _Optional[_Union[_device_pb2.Device, _Mapping]] = ..., telemetry: _Optional[_Union[_device_pb2.DeviceTelemetry, _Mapping]] = ..., labels: _Optional[_Mapping[str, str]] = ..., capabilities: _Optional[_Iterable[_Union[_worker_service_pb2.Capability, _Mapping]]] = ..., resident_models: _Optional[_Iterable[str]] = ..., slots: _Optional[int] = ..., window_tasks: _Optional[int] = ..., window_bytes: _Optional[int] = ..., leases: _Optional[int] = ..., leased_bytes: _Optional[int] = ..., succeeded: _Optional[int] = ..., failed: _Optional[int] = ..., connect_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., last_heartbeat_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., session_id: _Optional[str] = ..., health: _Optional[_Union[_device_pb2.DeviceHealth, _Mapping]] = ..., cordon_reason: _Optional[str] = ..., mps: _Optional[_Union[_device_pb2.MpsStatus, _Mapping]] = ..., quarantined: _Optional[bool] = ..., models: _Optional[_Iterable[_Union[_model_pb2.ModelResidency, _Mapping]]] = ..., model_memory_bytes: _Optional[int] = ...) -> None: ...
+    handlers: _worker_service_pb2.Handlers
+    def __init__(self, worker_id: _Optional[str] = ..., host: _Optional[str] = ..., version: _Optional[str] = ..., pid: _Optional[int] = ..., state: _Optional[_Union[WorkerState, str]] = ..., cordoned: _Optional[bool] = ..., drain_deadline: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., device: _Optional[_Union[_device_pb2.Device, _Mapping]] = ..., telemetry: _Optional[_Union[_device_pb2.DeviceTelemetry, _Mapping]] = ..., labels: _Optional[_Mapping[str, str]] = ..., capabilities: _Optional[_Iterable[_Union[_worker_service_pb2.Capability, _Mapping]]] = ..., resident_models: _Optional[_Iterable[str]] = ..., slots: _Optional[int] = ..., window_tasks: _Optional[int] = ..., window_bytes: _Optional[int] = ..., leases: _Optional[int] = ..., leased_bytes: _Optional[int] = ..., succeeded: _Optional[int] = ..., failed: _Optional[int] = ..., connect_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., last_heartbeat_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., session_id: _Optional[str] = ..., health: _Optional[_Union[_device_pb2.DeviceHealth, _Mapping]] = ..., cordon_reason: _Optional[str] = ..., mps: _Optional[_Union[_device_pb2.MpsStatus, _Mapping]] = ..., quarantined: _Optional[bool] = ..., models: _Optional[_Iterable[_Union[_model_pb2.ModelResidency, _Mapping]]] = ..., model_memory_bytes: _Optional[int] = ..., handlers: _Optional[_Union[_worker_service_pb2.Handlers, _Mapping]] = ...) -> None: ...
 
 class ListWorkersRequest(_message.Message):
     __slots__ = ("page_size", "page_token")
@@ -183,6 +185,18 @@ class ForgetWorkerRequest(_message.Message):
 class ForgetWorkerResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
+
+class ReloadHandlersRequest(_message.Message):
+    __slots__ = ("worker_id",)
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    def __init__(self, worker_id: _Optional[str] = ...) -> None: ...
+
+class ReloadHandlersResponse(_message.Message):
+    __slots__ = ("worker",)
+    WORKER_FIELD_NUMBER: _ClassVar[int]
+    worker: Worker
+    def __init__(self, worker: _Optional[_Union[Worker, _Mapping]] = ...) -> None: ...
 
 class GetStrategyRequest(_message.Message):
     __slots__ = ("queue",)
@@ -325,36 +339,44 @@ class ListDeadLettersResponse(_message.Message):
     def __init__(self, tasks: _Optional[_Iterable[_Union[_task_pb2.Task, _Mapping]]] = ..., next_page_token: _Optional[str] = ...) -> None: ...
 
 class RequeueDeadLettersRequest(_message.Message):
-    __slots__ = ("task_ids", "queue")
+    __slots__ = ("task_ids", "queue", "page_token")
     TASK_IDS_FIELD_NUMBER: _ClassVar[int]
     QUEUE_FIELD_NUMBER: _ClassVar[int]
+    PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
     task_ids: _containers.RepeatedScalarFieldContainer[int]
     queue: str
-    def __init__(self, task_ids: _Optional[_Iterable[int]] = ..., queue: _Optional[str] = ...) -> None: ...
+    page_token: str
+    def __init__(self, task_ids: _Optional[_Iterable[int]] = ..., queue: _Optional[str] = ..., page_token: _Optional[str] = ...) -> None: ...
 
 class RequeueDeadLettersResponse(_message.Message):
-    __slots__ = ("task_ids", "unknown_task_ids")
+    __slots__ = ("task_ids", "unknown_task_ids", "next_page_token")
     TASK_IDS_FIELD_NUMBER: _ClassVar[int]
     UNKNOWN_TASK_IDS_FIELD_NUMBER: _ClassVar[int]
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
     task_ids: _containers.RepeatedScalarFieldContainer[int]
     unknown_task_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, task_ids: _Optional[_Iterable[int]] = ..., unknown_task_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    next_page_token: str
+    def __init__(self, task_ids: _Optional[_Iterable[int]] = ..., unknown_task_ids: _Optional[_Iterable[int]] = ..., next_page_token: _Optional[str] = ...) -> None: ...
 
 class DeleteDeadLettersRequest(_message.Message):
-    __slots__ = ("task_ids", "queue")
+    __slots__ = ("task_ids", "queue", "page_token")
     TASK_IDS_FIELD_NUMBER: _ClassVar[int]
     QUEUE_FIELD_NUMBER: _ClassVar[int]
+    PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
     task_ids: _containers.RepeatedScalarFieldContainer[int]
     queue: str
-    def __init__(self, task_ids: _Optional[_Iterable[int]] = ..., queue: _Optional[str] = ...) -> None: ...
+    page_token: str
+    def __init__(self, task_ids: _Optional[_Iterable[int]] = ..., queue: _Optional[str] = ..., page_token: _Optional[str] = ...) -> None: ...
 
 class DeleteDeadLettersResponse(_message.Message):
-    __slots__ = ("deleted", "unknown_task_ids")
+    __slots__ = ("deleted", "unknown_task_ids", "next_page_token")
     DELETED_FIELD_NUMBER: _ClassVar[int]
     UNKNOWN_TASK_IDS_FIELD_NUMBER: _ClassVar[int]
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
     deleted: int
     unknown_task_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, deleted: _Optional[int] = ..., unknown_task_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    next_page_token: str
+    def __init__(self, deleted: _Optional[int] = ..., unknown_task_ids: _Optional[_Iterable[int]] = ..., next_page_token: _Optional[str] = ...) -> None: ...
 
 class Breaker(_message.Message):
     __slots__ = ("tripped", "trip_time", "quarantines", "quarantines_max")

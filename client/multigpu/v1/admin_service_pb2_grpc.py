@@ -64,6 +64,11 @@ class AdminServiceStub:
                 request_serializer=multigpu_dot_v1_dot_admin__service__pb2.ForgetWorkerRequest.SerializeToString,
                 response_deserializer=multigpu_dot_v1_dot_admin__service__pb2.ForgetWorkerResponse.FromString,
                 _registered_method=True)
+        self.ReloadHandlers = channel.unary_unary(
+                '/multigpu.v1.AdminService/ReloadHandlers',
+                request_serializer=multigpu_dot_v1_dot_admin__service__pb2.ReloadHandlersRequest.SerializeToString,
+                response_deserializer=multigpu_dot_v1_dot_admin__service__pb2.ReloadHandlersResponse.FromString,
+                _registered_method=True)
         self.GetStrategy = channel.unary_unary(
                 '/multigpu.v1.AdminService/GetStrategy',
                 request_serializer=multigpu_dot_v1_dot_admin__service__pb2.GetStrategyRequest.SerializeToString,
@@ -200,6 +205,14 @@ class AdminServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ReloadHandlers(self, request, context):
+        """Has a worker read the files of its handlers again, once the tasks in their engine are done. Returns at once;
+        Worker.handlers.reloads grows when it is done. FAILED_PRECONDITION: it is lost, or tells of no handlers.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetStrategy(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -214,7 +227,8 @@ class AdminServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ListQueues(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Queues that have tasks, dead letters or rules. Another one begins with its first task and needs no deletion.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -273,6 +287,7 @@ class AdminServiceServicer:
 
     def RevokeToken(self, request, context):
         """At once: calls and streams under way with it end as UNAUTHENTICATED. NOT_FOUND: there is no such token.
+        FAILED_PRECONDITION: no other token of an administrator is left.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -353,6 +368,11 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.ForgetWorker,
                     request_deserializer=multigpu_dot_v1_dot_admin__service__pb2.ForgetWorkerRequest.FromString,
                     response_serializer=multigpu_dot_v1_dot_admin__service__pb2.ForgetWorkerResponse.SerializeToString,
+            ),
+            'ReloadHandlers': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReloadHandlers,
+                    request_deserializer=multigpu_dot_v1_dot_admin__service__pb2.ReloadHandlersRequest.FromString,
+                    response_serializer=multigpu_dot_v1_dot_admin__service__pb2.ReloadHandlersResponse.SerializeToString,
             ),
             'GetStrategy': grpc.unary_unary_rpc_method_handler(
                     servicer.GetStrategy,
@@ -607,6 +627,33 @@ class AdminService:
             '/multigpu.v1.AdminService/ForgetWorker',
             multigpu_dot_v1_dot_admin__service__pb2.ForgetWorkerRequest.SerializeToString,
             multigpu_dot_v1_dot_admin__service__pb2.ForgetWorkerResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReloadHandlers(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/multigpu.v1.AdminService/ReloadHandlers',
+            multigpu_dot_v1_dot_admin__service__pb2.ReloadHandlersRequest.SerializeToString,
+            multigpu_dot_v1_dot_admin__service__pb2.ReloadHandlersResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -131,14 +131,16 @@ class RemappedRows(_message.Message):
     def __init__(self, correctable: _Optional[int] = ..., uncorrectable: _Optional[int] = ..., pending: _Optional[bool] = ..., failed: _Optional[bool] = ...) -> None: ...
 
 class DeviceProcess(_message.Message):
-    __slots__ = ("pid", "memory_used_bytes", "mps_client")
+    __slots__ = ("pid", "memory_used_bytes", "mps_client", "idle")
     PID_FIELD_NUMBER: _ClassVar[int]
     MEMORY_USED_BYTES_FIELD_NUMBER: _ClassVar[int]
     MPS_CLIENT_FIELD_NUMBER: _ClassVar[int]
+    IDLE_FIELD_NUMBER: _ClassVar[int]
     pid: int
     memory_used_bytes: int
     mps_client: bool
-    def __init__(self, pid: _Optional[int] = ..., memory_used_bytes: _Optional[int] = ..., mps_client: _Optional[bool] = ...) -> None: ...
+    idle: bool
+    def __init__(self, pid: _Optional[int] = ..., memory_used_bytes: _Optional[int] = ..., mps_client: _Optional[bool] = ..., idle: _Optional[bool] = ...) -> None: ...
 
 class DeviceHealth(_message.Message):
     __slots__ = ("state", "since_time", "reasons", "unusable", "checks_passed", "next_check_time")

@@ -32,6 +32,7 @@ class OutcomeState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     OUTCOME_STATE_CANCELLED: _ClassVar[OutcomeState]
     OUTCOME_STATE_EXPIRED: _ClassVar[OutcomeState]
     OUTCOME_STATE_DEAD_LETTERED: _ClassVar[OutcomeState]
+    OUTCOME_STATE_RESULT_MISSING: _ClassVar[OutcomeState]
 
 class EnergyMethod(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -51,6 +52,7 @@ OUTCOME_STATE_FAILED: OutcomeState
 OUTCOME_STATE_CANCELLED: OutcomeState
 OUTCOME_STATE_EXPIRED: OutcomeState
 OUTCOME_STATE_DEAD_LETTERED: OutcomeState
+OUTCOME_STATE_RESULT_MISSING: OutcomeState
 ENERGY_METHOD_UNSPECIFIED: EnergyMethod
 ENERGY_METHOD_COUNTER: EnergyMethod
 ENERGY_METHOD_SAMPLED_POWER: EnergyMethod
@@ -108,7 +110,7 @@ class TaskSpec(_message.Message):
     def __init__(self, kind: _Optional[str] = ..., model: _Optional[str] = ..., parameters: _Optional[_Mapping[str, str]] = ..., content_type: _Optional[str] = ..., queue: _Optional[str] = ..., priority: _Optional[int] = ..., required_labels: _Optional[_Mapping[str, str]] = ..., required_device_memory_bytes: _Optional[int] = ..., deadline: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., queue_timeout: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., run_timeout: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., attempts_max: _Optional[int] = ..., backoff_initial: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., backoff_max: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., durability: _Optional[_Union[Durability, str]] = ..., result_ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., wait_for_worker: _Optional[bool] = ...) -> None: ...
 
 class TaskInput(_message.Message):
-    __slots__ = ("payload", "request_id", "partition_key", "units", "traceparent", "partials_received", "payload_place")
+    __slots__ = ("payload", "request_id", "partition_key", "units", "traceparent", "partials_received", "payload_place", "payload_crc32")
     PAYLOAD_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PARTITION_KEY_FIELD_NUMBER: _ClassVar[int]
@@ -116,6 +118,7 @@ class TaskInput(_message.Message):
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     PARTIALS_RECEIVED_FIELD_NUMBER: _ClassVar[int]
     PAYLOAD_PLACE_FIELD_NUMBER: _ClassVar[int]
+    PAYLOAD_CRC32_FIELD_NUMBER: _ClassVar[int]
     payload: bytes
     request_id: str
     partition_key: str
@@ -123,7 +126,8 @@ class TaskInput(_message.Message):
     traceparent: str
     partials_received: int
     payload_place: PayloadReference
-    def __init__(self, payload: _Optional[bytes] = ..., request_id: _Optional[str] = ..., partition_key: _Optional[str] = ..., units: _Optional[int] = ..., traceparent: _Optional[str] = ..., partials_received: _Optional[int] = ..., payload_place: _Optional[_Union[PayloadReference, _Mapping]] = ...) -> None: ...
+    payload_crc32: int
+    def __init__(self, payload: _Optional[bytes] = ..., request_id: _Optional[str] = ..., partition_key: _Optional[str] = ..., units: _Optional[int] = ..., traceparent: _Optional[str] = ..., partials_received: _Optional[int] = ..., payload_place: _Optional[_Union[PayloadReference, _Mapping]] = ..., payload_crc32: _Optional[int] = ...) -> None: ...
 
 class PayloadReference(_message.Message):
     __slots__ = ("segment", "offset", "size")
@@ -172,7 +176,7 @@ class Stages(_message.Message):
     def __init__(self, submit_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., dispatch_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., start_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., finish_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ...) -> None: ...
 
 class Outcome(_message.Message):
-    __slots__ = ("task_id", "request_id", "state", "result", "content_type", "error", "stages", "attempts", "worker_id", "device_id", "partials", "result_place", "energy")
+    __slots__ = ("task_id", "request_id", "state", "result", "content_type", "error", "stages", "attempts", "worker_id", "device_id", "partials", "partial_content_types", "result_place", "energy")
     TASK_ID_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
@@ -184,6 +188,7 @@ class Outcome(_message.Message):
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     DEVICE_ID_FIELD_NUMBER: _ClassVar[int]
     PARTIALS_FIELD_NUMBER: _ClassVar[int]
+    PARTIAL_CONTENT_TYPES_FIELD_NUMBER: _ClassVar[int]
     RESULT_PLACE_FIELD_NUMBER: _ClassVar[int]
     ENERGY_FIELD_NUMBER: _ClassVar[int]
     task_id: int
@@ -197,9 +202,10 @@ class Outcome(_message.Message):
     worker_id: str
     device_id: str
     partials: _containers.RepeatedScalarFieldContainer[bytes]
+    partial_content_types: _containers.RepeatedScalarFieldContainer[str]
     result_place: PayloadReference
     energy: Energy
-    def __init__(self, task_id: _Optional[int] = ..., request_id: _Optional[str] = ..., state: _Optional[_Union[OutcomeState, str]] = ..., result: _Optional[bytes] = ..., content_type: _Optional[str] = ..., error: _Optional[_Union[TaskError, _Mapping]] = ..., stages: _Optional[_Union[Stages, _Mapping]] = ..., attempts: _Optional[int] = ..., worker_id: _Optional[str] = ..., device_id: _Optional[str] = ..., partials: _Optional[_Iterable[bytes]] = ..., result_place: _Optional[_Union[PayloadReference, _Mapping]] = ..., energy: _Optional[_Union[Energy, _Mapping]] = ...) -> None: ...
+    def __init__(self, task_id: _Optional[int] = ..., request_id: _Optional[str] = ..., state: _Optional[_Union[OutcomeState, str]] = ..., result: _Optional[bytes] = ..., content_type: _Optional[str] = ..., error: _Optional[_Union[TaskError, _Mapping]] = ..., stages: _Optional[_Union[Stages, _Mapping]] = ..., attempts: _Optional[int] = ..., worker_id: _Optional[str] = ..., device_id: _Optional[str] = ..., partials: _Optional[_Iterable[bytes]] = ..., partial_content_types: _Optional[_Iterable[str]] = ..., result_place: _Optional[_Union[PayloadReference, _Mapping]] = ..., energy: _Optional[_Union[Energy, _Mapping]] = ...) -> None: ...
 
 class Energy(_message.Message):
     __slots__ = ("joules", "method", "uncertainty")

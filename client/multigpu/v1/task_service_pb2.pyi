@@ -78,16 +78,18 @@ class Accepted(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., task_id: _Optional[int] = ...) -> None: ...
 
 class Partial(_message.Message):
-    __slots__ = ("request_id", "task_id", "index", "data")
+    __slots__ = ("request_id", "task_id", "index", "data", "content_type")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TASK_ID_FIELD_NUMBER: _ClassVar[int]
     INDEX_FIELD_NUMBER: _ClassVar[int]
     DATA_FIELD_NUMBER: _ClassVar[int]
+    CONTENT_TYPE_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     task_id: int
     index: int
     data: bytes
-    def __init__(self, request_id: _Optional[str] = ..., task_id: _Optional[int] = ..., index: _Optional[int] = ..., data: _Optional[bytes] = ...) -> None: ...
+    content_type: str
+    def __init__(self, request_id: _Optional[str] = ..., task_id: _Optional[int] = ..., index: _Optional[int] = ..., data: _Optional[bytes] = ..., content_type: _Optional[str] = ...) -> None: ...
 
 class WatchRequest(_message.Message):
     __slots__ = ("cursor", "from_now", "queue", "kind")
@@ -164,14 +166,16 @@ class ListResponse(_message.Message):
     def __init__(self, tasks: _Optional[_Iterable[_Union[_task_pb2.Task, _Mapping]]] = ..., next_page_token: _Optional[str] = ...) -> None: ...
 
 class CancelRequest(_message.Message):
-    __slots__ = ("task_ids", "request_ids", "reason")
+    __slots__ = ("task_ids", "request_ids", "reason", "withdraw")
     TASK_IDS_FIELD_NUMBER: _ClassVar[int]
     REQUEST_IDS_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
+    WITHDRAW_FIELD_NUMBER: _ClassVar[int]
     task_ids: _containers.RepeatedScalarFieldContainer[int]
     request_ids: _containers.RepeatedScalarFieldContainer[str]
     reason: str
-    def __init__(self, task_ids: _Optional[_Iterable[int]] = ..., request_ids: _Optional[_Iterable[str]] = ..., reason: _Optional[str] = ...) -> None: ...
+    withdraw: bool
+    def __init__(self, task_ids: _Optional[_Iterable[int]] = ..., request_ids: _Optional[_Iterable[str]] = ..., reason: _Optional[str] = ..., withdraw: _Optional[bool] = ...) -> None: ...
 
 class CancelResponse(_message.Message):
     __slots__ = ("cancelled_task_ids", "settled_task_ids", "unknown")

@@ -94,14 +94,17 @@ class TaskServiceServicer:
     def Watch(self, request, context):
         """Streams the outcomes of durable tasks in the order in which they became durable, from a cursor on, first the
         retained ones and then live. Resuming from the last cursor received leaves no gap and repeats nothing.
-        OUT_OF_RANGE: the outcomes after the cursor have already been removed (see result_ttl).
+        OUT_OF_RANGE: the outcomes after the cursor have already been removed (see result_ttl), or the master has another
+        journal, or an older copy of it, than the one that gave out the cursor.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Get(self, request, context):
-        """NOT_FOUND: never submitted, or the outcome's time to live is over.
+        """NOT_FOUND: never submitted, or forgotten: a durable task is known for its result_ttl and for the dedupe window after
+        it ended. After the result_ttl its outcome is RESULT_MISSING. UNAVAILABLE: the result cannot be read now. Get, List
+        and Count tell the outcome of a durable task once it is on the disk, and until then LEASED, or QUEUED if it never ran.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

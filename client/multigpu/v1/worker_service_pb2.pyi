@@ -47,7 +47,7 @@ class SessionRequest(_message.Message):
     def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., report_batches: _Optional[_Iterable[_Union[ReportBatch, _Mapping]]] = ..., partials: _Optional[_Iterable[_Union[PartialOutput, _Mapping]]] = ..., payload_key: _Optional[bytes] = ...) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("protocol_version", "worker_id", "host", "version", "pid", "device", "capabilities", "labels", "slots", "window_tasks", "window_bytes", "leases", "models", "model_memory_bytes")
+    __slots__ = ("protocol_version", "worker_id", "host", "version", "pid", "device", "capabilities", "labels", "slots", "window_tasks", "window_bytes", "leases", "models", "model_memory_bytes", "incarnation")
     class LabelsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -69,6 +69,7 @@ class Hello(_message.Message):
     LEASES_FIELD_NUMBER: _ClassVar[int]
     MODELS_FIELD_NUMBER: _ClassVar[int]
     MODEL_MEMORY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     worker_id: str
     host: str
@@ -83,7 +84,8 @@ class Hello(_message.Message):
     leases: _containers.RepeatedCompositeFieldContainer[HeldLease]
     models: _containers.RepeatedCompositeFieldContainer[_model_pb2.Model]
     model_memory_bytes: int
-    def __init__(self, protocol_version: _Optional[int] = ..., worker_id: _Optional[str] = ..., host: _Optional[str] = ..., version: _Optional[str] = ..., pid: _Optional[int] = ..., device: _Optional[_Union[_device_pb2.Device, _Mapping]] = ..., capabilities: _Optional[_Iterable[_Union[Capability, _Mapping]]] = ..., labels: _Optional[_Mapping[str, str]] = ..., slots: _Optional[int] = ..., window_tasks: _Optional[int] = ..., window_bytes: _Optional[int] = ..., leases: _Optional[_Iterable[_Union[HeldLease, _Mapping]]] = ..., models: _Optional[_Iterable[_Union[_model_pb2.Model, _Mapping]]] = ..., model_memory_bytes: _Optional[int] = ...) -> None: ...
+    incarnation: str
+    def __init__(self, protocol_version: _Optional[int] = ..., worker_id: _Optional[str] = ..., host: _Optional[str] = ..., version: _Optional[str] = ..., pid: _Optional[int] = ..., device: _Optional[_Union[_device_pb2.Device, _Mapping]] = ..., capabilities: _Optional[_Iterable[_Union[Capability, _Mapping]]] = ..., labels: _Optional[_Mapping[str, str]] = ..., slots: _Optional[int] = ..., window_tasks: _Optional[int] = ..., window_bytes: _Optional[int] = ..., leases: _Optional[_Iterable[_Union[HeldLease, _Mapping]]] = ..., models: _Optional[_Iterable[_Union[_model_pb2.Model, _Mapping]]] = ..., model_memory_bytes: _Optional[int] = ..., incarnation: _Optional[str] = ...) -> None: ...
 
 class Capability(_message.Message):
     __slots__ = ("kind", "models")
@@ -94,23 +96,25 @@ class Capability(_message.Message):
     def __init__(self, kind: _Optional[str] = ..., models: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class HeldLease(_message.Message):
-    __slots__ = ("lease_id", "task_id", "attempt", "running", "progress", "checkpoint")
+    __slots__ = ("lease_id", "task_id", "attempt", "running", "progress", "checkpoint", "proof")
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
     TASK_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     RUNNING_FIELD_NUMBER: _ClassVar[int]
     PROGRESS_FIELD_NUMBER: _ClassVar[int]
     CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
+    PROOF_FIELD_NUMBER: _ClassVar[int]
     lease_id: int
     task_id: int
     attempt: int
     running: bool
     progress: _task_pb2.Progress
     checkpoint: bytes
-    def __init__(self, lease_id: _Optional[int] = ..., task_id: _Optional[int] = ..., attempt: _Optional[int] = ..., running: _Optional[bool] = ..., progress: _Optional[_Union[_task_pb2.Progress, _Mapping]] = ..., checkpoint: _Optional[bytes] = ...) -> None: ...
+    proof: int
+    def __init__(self, lease_id: _Optional[int] = ..., task_id: _Optional[int] = ..., attempt: _Optional[int] = ..., running: _Optional[bool] = ..., progress: _Optional[_Union[_task_pb2.Progress, _Mapping]] = ..., checkpoint: _Optional[bytes] = ..., proof: _Optional[int] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
-    __slots__ = ("leases", "last_frame", "telemetry", "draining", "health", "mps", "embedding_cache", "models", "catalog")
+    __slots__ = ("leases", "last_frame", "telemetry", "draining", "health", "mps", "embedding_cache", "models", "catalog", "handlers")
     LEASES_FIELD_NUMBER: _ClassVar[int]
     LAST_FRAME_FIELD_NUMBER: _ClassVar[int]
     TELEMETRY_FIELD_NUMBER: _ClassVar[int]
@@ -120,6 +124,7 @@ class Heartbeat(_message.Message):
     EMBEDDING_CACHE_FIELD_NUMBER: _ClassVar[int]
     MODELS_FIELD_NUMBER: _ClassVar[int]
     CATALOG_FIELD_NUMBER: _ClassVar[int]
+    HANDLERS_FIELD_NUMBER: _ClassVar[int]
     leases: _containers.RepeatedCompositeFieldContainer[HeldLease]
     last_frame: int
     telemetry: _device_pb2.DeviceTelemetry
@@ -129,7 +134,18 @@ class Heartbeat(_message.Message):
     embedding_cache: EmbeddingCache
     models: _containers.RepeatedCompositeFieldContainer[_model_pb2.ModelResidency]
     catalog: Catalog
-    def __init__(self, leases: _Optional[_Iterable[_Union[HeldLease, _Mapping]]] = ..., last_frame: _Optional[int] = ..., telemetry: _Optional[_Union[_device_pb2.DeviceTelemetry, _Mapping]] = ..., draining: _Optional[bool] = ..., health: _Optional[_Union[_device_pb2.DeviceHealth, _Mapping]] = ..., mps: _Optional[_Union[_device_pb2.MpsStatus, _Mapping]] = ..., embedding_cache: _Optional[_Union[EmbeddingCache, _Mapping]] = ..., models: _Optional[_Iterable[_Union[_model_pb2.ModelResidency, _Mapping]]] = ..., catalog: _Optional[_Union[Catalog, _Mapping]] = ...) -> None: ...
+    handlers: Handlers
+    def __init__(self, leases: _Optional[_Iterable[_Union[HeldLease, _Mapping]]] = ..., last_frame: _Optional[int] = ..., telemetry: _Optional[_Union[_device_pb2.DeviceTelemetry, _Mapping]] = ..., draining: _Optional[bool] = ..., health: _Optional[_Union[_device_pb2.DeviceHealth, _Mapping]] = ..., mps: _Optional[_Union[_device_pb2.MpsStatus, _Mapping]] = ..., embedding_cache: _Optional[_Union[EmbeddingCache, _Mapping]] = ..., models: _Optional[_Iterable[_Union[_model_pb2.ModelResidency, _Mapping]]] = ..., catalog: _Optional[_Union[Catalog, _Mapping]] = ..., handlers: _Optional[_Union[Handlers, _Mapping]] = ...) -> None: ...
+
+class Handlers(_message.Message):
+    __slots__ = ("version", "reloads", "error")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    RELOADS_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    version: str
+    reloads: int
+    error: str
+    def __init__(self, version: _Optional[str] = ..., reloads: _Optional[int] = ..., error: _Optional[str] = ...) -> None: ...
 
 class Catalog(_message.Message):
     __slots__ = ("capabilities", "models")
@@ -198,47 +214,55 @@ class Report(_message.Message):
     def __init__(self, lease_id: _Optional[int] = ..., state: _Optional[_Union[ReportState, str]] = ..., error: _Optional[_Union[_task_pb2.TaskError, _Mapping]] = ..., broke_engine: _Optional[bool] = ...) -> None: ...
 
 class PartialOutput(_message.Message):
-    __slots__ = ("lease_id", "index", "data")
+    __slots__ = ("lease_id", "index", "data", "content_type")
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
     INDEX_FIELD_NUMBER: _ClassVar[int]
     DATA_FIELD_NUMBER: _ClassVar[int]
+    CONTENT_TYPE_FIELD_NUMBER: _ClassVar[int]
     lease_id: int
     index: int
     data: bytes
-    def __init__(self, lease_id: _Optional[int] = ..., index: _Optional[int] = ..., data: _Optional[bytes] = ...) -> None: ...
+    content_type: str
+    def __init__(self, lease_id: _Optional[int] = ..., index: _Optional[int] = ..., data: _Optional[bytes] = ..., content_type: _Optional[str] = ...) -> None: ...
 
 class SessionResponse(_message.Message):
-    __slots__ = ("welcome", "frame", "lease_batches", "revocations", "desired", "results_taken")
+    __slots__ = ("welcome", "frame", "lease_batches", "revocations", "desired", "results_taken", "recalled_lease_ids", "reload_handlers")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     FRAME_FIELD_NUMBER: _ClassVar[int]
     LEASE_BATCHES_FIELD_NUMBER: _ClassVar[int]
     REVOCATIONS_FIELD_NUMBER: _ClassVar[int]
     DESIRED_FIELD_NUMBER: _ClassVar[int]
     RESULTS_TAKEN_FIELD_NUMBER: _ClassVar[int]
+    RECALLED_LEASE_IDS_FIELD_NUMBER: _ClassVar[int]
+    RELOAD_HANDLERS_FIELD_NUMBER: _ClassVar[int]
     welcome: Welcome
     frame: int
     lease_batches: _containers.RepeatedCompositeFieldContainer[LeaseBatch]
     revocations: _containers.RepeatedCompositeFieldContainer[Revocation]
     desired: DesiredState
     results_taken: int
-    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., frame: _Optional[int] = ..., lease_batches: _Optional[_Iterable[_Union[LeaseBatch, _Mapping]]] = ..., revocations: _Optional[_Iterable[_Union[Revocation, _Mapping]]] = ..., desired: _Optional[_Union[DesiredState, _Mapping]] = ..., results_taken: _Optional[int] = ...) -> None: ...
+    recalled_lease_ids: _containers.RepeatedScalarFieldContainer[int]
+    reload_handlers: bool
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., frame: _Optional[int] = ..., lease_batches: _Optional[_Iterable[_Union[LeaseBatch, _Mapping]]] = ..., revocations: _Optional[_Iterable[_Union[Revocation, _Mapping]]] = ..., desired: _Optional[_Union[DesiredState, _Mapping]] = ..., results_taken: _Optional[int] = ..., recalled_lease_ids: _Optional[_Iterable[int]] = ..., reload_handlers: _Optional[bool] = ...) -> None: ...
 
 class Welcome(_message.Message):
-    __slots__ = ("session_id", "version", "heartbeat_interval", "session_timeout", "adopted_lease_ids")
+    __slots__ = ("session_id", "version", "heartbeat_interval", "session_timeout", "adopted_lease_ids", "incarnation")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_INTERVAL_FIELD_NUMBER: _ClassVar[int]
     SESSION_TIMEOUT_FIELD_NUMBER: _ClassVar[int]
     ADOPTED_LEASE_IDS_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
     session_id: str
     version: str
     heartbeat_interval: _duration_pb2.Duration
     session_timeout: _duration_pb2.Duration
     adopted_lease_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, session_id: _Optional[str] = ..., version: _Optional[str] = ..., heartbeat_interval: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., session_timeout: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., adopted_lease_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    incarnation: str
+    def __init__(self, session_id: _Optional[str] = ..., version: _Optional[str] = ..., heartbeat_interval: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., session_timeout: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., adopted_lease_ids: _Optional[_Iterable[int]] = ..., incarnation: _Optional[str] = ...) -> None: ...
 
 class LeaseBatch(_message.Message):
-    __slots__ = ("spec", "lease_ids", "task_ids", "attempts", "payloads", "units", "extras")
+    __slots__ = ("spec", "lease_ids", "task_ids", "attempts", "payloads", "units", "extras", "proofs")
     SPEC_FIELD_NUMBER: _ClassVar[int]
     LEASE_IDS_FIELD_NUMBER: _ClassVar[int]
     TASK_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -246,6 +270,7 @@ class LeaseBatch(_message.Message):
     PAYLOADS_FIELD_NUMBER: _ClassVar[int]
     UNITS_FIELD_NUMBER: _ClassVar[int]
     EXTRAS_FIELD_NUMBER: _ClassVar[int]
+    PROOFS_FIELD_NUMBER: _ClassVar[int]
     spec: _task_pb2.TaskSpec
     lease_ids: _containers.RepeatedScalarFieldContainer[int]
     task_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -253,7 +278,8 @@ class LeaseBatch(_message.Message):
     payloads: _containers.RepeatedScalarFieldContainer[bytes]
     units: _containers.RepeatedScalarFieldContainer[int]
     extras: _containers.RepeatedCompositeFieldContainer[LeaseExtra]
-    def __init__(self, spec: _Optional[_Union[_task_pb2.TaskSpec, _Mapping]] = ..., lease_ids: _Optional[_Iterable[int]] = ..., task_ids: _Optional[_Iterable[int]] = ..., attempts: _Optional[_Iterable[int]] = ..., payloads: _Optional[_Iterable[bytes]] = ..., units: _Optional[_Iterable[int]] = ..., extras: _Optional[_Iterable[_Union[LeaseExtra, _Mapping]]] = ...) -> None: ...
+    proofs: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, spec: _Optional[_Union[_task_pb2.TaskSpec, _Mapping]] = ..., lease_ids: _Optional[_Iterable[int]] = ..., task_ids: _Optional[_Iterable[int]] = ..., attempts: _Optional[_Iterable[int]] = ..., payloads: _Optional[_Iterable[bytes]] = ..., units: _Optional[_Iterable[int]] = ..., extras: _Optional[_Iterable[_Union[LeaseExtra, _Mapping]]] = ..., proofs: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class LeaseExtra(_message.Message):
     __slots__ = ("index", "checkpoint", "partials_received", "traceparent", "payload_place", "partials")

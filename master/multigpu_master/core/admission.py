@@ -7,10 +7,10 @@ from multigpu_master.core.lanes import shape_of
 from multigpu_master.core.ledger import Ledger
 from multigpu_master.core.model import Spec
 
-DEADLINE_EXCEEDED, RESOURCE_EXHAUSTED, FAILED_PRECONDITION = 4, 8, 9
+DEADLINE_EXCEEDED, RESOURCE_EXHAUSTED, FAILED_PRECONDITION, UNAVAILABLE = 4, 8, 9, 14
 QUEUES_MAX = 10_000
 # A refusal that lists hundreds of models is read by nobody.
-MODELS_NAMED_MAX = 20
+NAMED_MAX = 20
 # Among more models, or for a longer name, none that is near is sought: all others would wait for that.
 NEAR_MODELS_MAX, NEAR_NAME_MAX = 64, 64
 
@@ -21,7 +21,9 @@ def refusal(ledger: Ledger, spec: Spec, now: float) -> ev.Rejection | None:
         return ev.Rejection(DEADLINE_EXCEEDED, "the deadline has already passed; set a later one or none")
     if spec.queue not in ledger.queues and len(ledger.queues) >= QUEUES_MAX and not ledger.prune_queues():
         return ev.Rejection(RESOURCE_EXHAUSTED, f"there are {QUEUES_MAX} queues already; use one of them")
-    if spec.wait_for_worker or ledger.fleet.eligible(shape_of(spec)):
+    fleet = ledger.fleet
+    # Without a connected worker nobody knows what the fleet will run.
+    if spec.wait_for_worker or not fleet.sessions or fleet.eligible(shape_of(spec)):
         return None
     return ev.Rejection(FAILED_PRECONDITION, unplaceable(ledger, spec))
 
@@ -29,12 +31,16 @@ def refusal(ledger: Ledger, spec: Spec, now: float) -> ev.Rejection | None:
 def unplaceable(ledger: Ledger, spec: Spec) -> str:
     """Why no worker that the master knows could ever take a task of this spec, in words."""
     workers = list(ledger.fleet.workers.values())
-    wait = "start one, or set wait_for_worker to queue the task until one comes"
     if not workers:
-        return f"no worker has joined this master yet; {wait}"
+        return "no worker has joined this master yet; start one"
+    wait = "start one, or set wait_for_worker to queue the task until one comes"
+    failed = ledger.fleet.load_error(spec.model) if spec.model else None
+    if failed is not None:
+        worker, error = failed
+        return f"model {spec.model!r} can't be loaded on {worker.worker_id}: {error}; mend the model, or {wait}"
     kinds = sorted({c.kind for w in workers for c in w.info.capabilities})
     if spec.kind not in kinds:
-        return f"no worker runs kind {spec.kind!r} (the fleet runs {', '.join(kinds)}); {wait}"
+        return f"no worker runs kind {spec.kind!r} (the fleet runs {_some(kinds)}); {wait}"
     models = sorted({m for w in workers for c in w.info.capabilities if c.kind == spec.kind for m in c.models})
     if spec.model and models and spec.model not in models:
         return f"no worker has model {spec.model!r} for kind {spec.kind!r}{_there(spec.model, models)}; {wait}"
@@ -47,17 +53,25 @@ def _there(asked: str, models: list[str]) -> str:
     seek = len(models) <= NEAR_MODELS_MAX and len(asked) <= NEAR_NAME_MAX
     near = difflib.get_close_matches(asked, models, n=1) if seek else []
     hint = f", did you mean {near[0]!r}?" if near else ""
-    more = f" and {len(models) - MODELS_NAMED_MAX} more" if len(models) > MODELS_NAMED_MAX else ""
-    return f"{hint} (the fleet has {', '.join(models[:MODELS_NAMED_MAX])}{more})"
+    return f"{hint} (the fleet has {_some(models)})"
+
+
+def _some(names: list[str]) -> str:
+    """The names, or the first of them and how many more there are."""
+    more = f" and {len(names) - NAMED_MAX} more" if len(names) > NAMED_MAX else ""
+    return f"{', '.join(names[:NAMED_MAX])}{more}"
 
 
 def full(ledger: Ledger, spec: Spec, size: int) -> ev.Rejection | None:
     """Why there is no room for another task with a payload of so many bytes."""
     limits, queue = ledger.limits, ledger.queue(spec.queue)
+    if ledger.next_id >= ledger.ids_end:
+        what = "the master waits for its journal to begin new task ids; try again in a moment"
+        return ev.Rejection(UNAVAILABLE, what, limits.retry_delay_s)
     if ledger.unsettled >= limits.tasks_max:
         what = f"the master holds its limit of {limits.tasks_max} unsettled tasks (queue_tasks_max)"
     elif ledger.unsettled_bytes + size > limits.bytes_max:
-        what = f"payloads would exceed the master's limit of {limits.bytes_max} bytes (queue_bytes_max)"
+        what = f"payloads and partial outputs would exceed {limits.bytes_max} bytes (the master's queue_bytes_max)"
     elif queue.tasks_max and queue.queued + queue.leased >= queue.tasks_max:
         what = f"queue {queue.name!r} holds its limit of {queue.tasks_max} tasks"
     elif queue.bytes_max and queue.queued_bytes + queue.leased_bytes + size > queue.bytes_max:

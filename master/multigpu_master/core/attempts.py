@@ -16,6 +16,8 @@ from multigpu_master.core.timers import Due
 
 # Times a task may be in the window of a lost worker without having run, before it is suspected of killing workers.
 LOSSES_MAX = 16
+# Why a lease is revoked that its worker did not begin within the run_timeout.
+NOT_BEGUN = "it was not begun in time"
 
 
 class Attempts:
@@ -35,13 +37,14 @@ class Attempts:
         """
         task, worker = lease.task, lease.worker
         extra = task.more()
-        extra.last_error, extra.failed_on = error, worker.device_key
+        extra.last_error, extra.avoids = error, worker.device_key
         if error.retryable and task.attempts < task.spec.attempts_max + len(extra.forgiven) and not condemned:
             self._requeue(task, now, self._backoff_s(task, task.attempts))
             return
+        dispatch_s, start_s = lease.stages(start_s, finish_s)
         outcome = Outcome(
             OutcomeState.DEAD_LETTERED if error.retryable else OutcomeState.FAILED, finish_s, error=error,
-            dispatch_s=lease.dispatch_s, start_s=start_s, worker_id=worker.worker_id, device_id=worker.info.device_id,
+            dispatch_s=dispatch_s, start_s=start_s, worker_id=worker.worker_id, device_id=worker.info.device_id,
         )  # fmt: skip
         self._ledger.settle(task, outcome)
 
@@ -67,9 +70,14 @@ class Attempts:
         self._ledger.settle(task, outcome)
 
     def spare(self, lease: Lease, now: float, after_s: float) -> None:
-        """A released lease is not charged, however often that happens: its worker had no room for the model."""
+        """A released lease is not charged, however often that happens: its worker had no room for it, or was asked to
+        return it.
+        """
         self._uncharge(lease)
+        if lease.recalled:
+            lease.task.more().avoids = lease.worker.worker_id
         self._requeue(lease.task, now, after_s)
+        self.overdue(lease.task, now)
 
     def _uncharge(self, lease: Lease) -> None:
         """The lease was no attempt."""
@@ -83,10 +91,10 @@ class Attempts:
 
     def take_back(self, lease: Lease, error: TaskError | None, now: float) -> None:
         """Takes a lease from its worker, which is told. With an error the attempt counts."""
-        self._withdraw(lease, "taken back by the master")
+        self._withdraw(lease, "taken back by the master" if error is None else error.message)
         self._ledger.counters.requeued += 1
         if error is not None:
-            self.failed(lease, error, 0.0, now, now)
+            self.failed(lease, error, lease.run_s, now, now)
         else:
             self.lost(lease, f"worker {lease.worker.worker_id} lost or gave up the lease", now)
 
@@ -109,7 +117,7 @@ class Attempts:
         outcome = Outcome(state, now, error=error)
         lease = task.lease
         if lease is not None:
-            outcome.dispatch_s = lease.dispatch_s
+            outcome.dispatch_s, outcome.start_s = lease.stages(lease.run_s, now)
             outcome.worker_id, outcome.device_id = lease.worker.worker_id, lease.worker.info.device_id
         self.leave(task, error.message)
         self._ledger.settle(task, outcome)
@@ -119,7 +127,7 @@ class Attempts:
         if task.lease is not None:
             self._withdraw(task.lease, why)
         elif task.waiting:
-            self._ledger.lanes.leave(self._ledger.lane_for(task))
+            self._ledger.lanes.leave(self._ledger.lane_for(task), task)
 
     def due(self, task: Task, what: Due, now: float) -> None:
         """An instant of an unsettled task has come."""
@@ -131,23 +139,56 @@ class Attempts:
         elif self._ledger.held(now):
             # It may be with a worker that is still to come back.
             self._ledger.expiries.at(self._ledger.hold_until_s, task, what)
-        elif task.attempts == 0:
-            error = TaskError("QueueTimeout", "no worker took the task within its queue_timeout", retryable=False)
-            self.end(task, OutcomeState.EXPIRED, error, now)
+        else:
+            self._queue_timeout(task, now)
+
+    def overdue(self, task: Task, now: float) -> bool:
+        """Ends a task that waits past its deadline or its queue_timeout; whether it did."""
+        spec = task.spec
+        if spec.deadline_s is not None and spec.deadline_s <= now:
+            self.due(task, Due.DEADLINE, now)
+        elif spec.queue_timeout_s is not None and task.submit_s + spec.queue_timeout_s <= now:
+            self._queue_timeout(task, now)
+        return task.outcome is not None
+
+    def _queue_timeout(self, task: Task, now: float) -> None:
+        """The lease of the first attempt is recalled, and its worker has a session_timeout to return it, or to say that
+        it began in time.
+        """
+        lease, timeout_s = task.lease, task.spec.queue_timeout_s
+        if timeout_s is None or task.attempts > (lease is not None) or (lease is not None and lease.running):
+            return
+        due_s = task.submit_s + timeout_s + self._ledger.limits.session_timeout_s
+        if lease is not None and now < due_s:
+            if lease.recalled != lease.worker.session:
+                self._ledger.recall(lease.worker, [lease])
+            self._ledger.expiries.at(due_s, task, Due.QUEUE_TIMEOUT)
+            return
+        error = TaskError("QueueTimeout", "no worker began the task within its queue_timeout", retryable=False)
+        self.end(task, OutcomeState.EXPIRED, error, now)
 
     def _run_timeout(self, task: Task, now: float) -> None:
-        """Should the worker fail to end an attempt that runs too long, the master takes the lease back itself. The
-        clock starts when the lease is known to run: before, it may wait in the window behind others.
+        """Should the worker fail to end an attempt that runs too long, the master takes the lease back itself; and so,
+        uncharged, one that was not begun for as long, unless the worker loads its model.
         """
         lease, timeout_s = task.lease, task.spec.run_timeout_s
         if lease is None or timeout_s is None:
             return
-        allowed_s = timeout_s + RUN_GRACE_S
-        due_s = lease.run_s + allowed_s if lease.running else now + allowed_s
+        worker = lease.worker
+        since_s = lease.run_s if lease.running else lease.dispatch_s
+        if not lease.running and worker.residency.loading(lease.model):
+            since_s = now
+        due_s = since_s + timeout_s + RUN_GRACE_S
         if now < due_s:
             self._ledger.expiries.at(due_s, task, Due.RUN_TIMEOUT)
-            return
-        self.take_back(lease, TaskError("RunTimeout", "the attempt ran too long and its worker did not end it"), now)
+        elif lease.running:
+            error = TaskError("RunTimeout", "the attempt ran too long and its worker did not end it")
+            self.take_back(lease, error, now)
+        else:
+            self._withdraw(lease, NOT_BEGUN)
+            self._ledger.counters.requeued += 1
+            task.more().avoids = worker.device_key
+            self.spare(lease, now, 0.0)
 
     # --- back to the queue -------------------------------------------------------------------------------------------
 

@@ -7,8 +7,11 @@ from multigpu_master.core.attempts import Attempts
 from multigpu_master.core.lanes import Lane
 from multigpu_master.core.ledger import Ledger
 from multigpu_master.core.model import Lease, Task, Worker
-from multigpu_master.core.placement import worthwhile
+from multigpu_master.core.placement import is_one_of, worthwhile
+from multigpu_master.core.recall import Recalls
+from multigpu_master.core.timers import FIRE_MAX
 from multigpu_master.core.turns import Turns
+from multigpu_master.strategies.base import Strategy
 
 # How long a task that broke an engine waits for room on another device, before it is looked at again.
 ELSEWHERE_S = 0.05
@@ -17,8 +20,9 @@ ELSEWHERE_S = 0.05
 class Dispatcher:
     """See the module."""
 
-    def __init__(self, ledger: Ledger, attempts: Attempts, turns: Turns) -> None:
+    def __init__(self, ledger: Ledger, attempts: Attempts, turns: Turns, recalls: Recalls) -> None:
         self._ledger = ledger
+        self._recalls = recalls
         self._turns = turns
         self._attempts = attempts
         self._membership = -1
@@ -32,23 +36,27 @@ class Dispatcher:
         self._unpark()
         lanes, placement, turns = ledger.lanes, ledger.placement, self._turns
         dispatched = dict[Worker, list[Lease]]()
-        while (first := lanes.first()) is not None:
+        expired = 0
+        while (first := lanes.first()) is not None and expired < FIRE_MAX and ledger.next_id < ledger.ids_end:
             lane, task = first
+            limited = task.spec.deadline_s is not None or task.spec.queue_timeout_s is not None
+            if limited and self._attempts.overdue(task, now):  # more were due than fit into an event
+                lanes.granted(lane)
+                expired += 1
+                continue
             strategy = ledger.strategy_of(lane.queue)
             worker = None if lane.queue.paused else placement.choose(strategy, lane)
             if worker is None:
-                pin = placement.pin(strategy, lane.shape) if strategy.pinned else None
-                lanes.park(lane, pin)
-                if ledger.fleet.planned:
-                    turns.parked(lane, pin, now)
+                self._park(lane, strategy, now)
                 continue
             lanes.take(lane)
             extra = task.extra
-            if extra is not None and extra.failed_on and not strategy.pinned:
-                others, other = placement.elsewhere(strategy, lane.base, extra.broke or (extra.failed_on,))
+            apart = (extra.broke or (extra.avoids,)) if extra is not None and not strategy.pinned else ()
+            if extra is not None and is_one_of(worker, apart):
+                others, other = placement.elsewhere(strategy, lane.base, apart)
                 if extra.broke and others and other is None:
                     self._attempts.pause(task, now, ELSEWHERE_S)
-                    lanes.offer_next(lane.crowd, None)
+                    lanes.granted(lane)
                     continue
                 if other and (extra.broke or worthwhile(ledger.fleet, strategy, lane.base, other, lane.crowd.live)):
                     worker = other
@@ -61,11 +69,29 @@ class Dispatcher:
                 dispatched[worker].append(lease)
             else:
                 dispatched[worker] = [lease]
-            if lanes.lots:
-                lanes.offer_next(lane.crowd, worker if strategy.pinned else None)
+            if lane.waited_in is not None or not lane.live:
+                lanes.granted(lane)
         for worker, leases in dispatched.items():
             worker.frame += 1
             ledger.out.append(ev.Dispatch(worker.session, worker.frame, leases))
+            self._recalls.granted(worker, now)
+
+    def _park(self, lane: Lane, strategy: Strategy, now: float) -> None:
+        """Sets aside the lane that came first and found no worker, with those that wait for the same."""
+        ledger, lanes, fleet = self._ledger, self._ledger.lanes, self._ledger.fleet
+        if lane.queue.paused:
+            lanes.pause(lane)
+            return
+        pin = ledger.placement.pin(strategy, lane.shape) if strategy.pinned else None
+        able = fleet.eligible(lane.base)
+        if pin is not None and pin.full:
+            lanes.park(lane, lanes.pins, pin)
+        elif pin is None and fleet.open.keys().isdisjoint(able.keys()):  # the shorter one is walked
+            lanes.park(lane, lanes.windows, id(able), able)
+        else:
+            lanes.park(lane, lanes.others, (lane.crowd, pin))
+        if fleet.planned:
+            self._turns.parked(lane, pin, now)
 
     def _unpark(self) -> None:
         """Has parked lanes tried again that may have a worker now."""
@@ -74,13 +100,18 @@ class Dispatcher:
         moved = self._averages != fleet.averages  # what a worker is worth may hang on them
         if ledger.retry_all or self._membership != fleet.membership:
             lanes.offer_all()
-        elif lanes.lots and (freed or moved):
-            for crowd, lots in list(lanes.lots.items()):
-                # Those who may wait for one of the freed: those of no worker, and its own.
-                for worker in [w for w in (list(lots) if moved else (None, *freed)) if w in lots]:
-                    able = fleet.eligible(crowd.base).keys()  # of two views, as here, the shorter one is walked
-                    if moved or worker or not freed.keys().isdisjoint(able):
-                        lanes.offer_next(crowd, worker)
+        elif lanes.parked and (freed or moved):
+            roomy = [worker for worker in freed if worker in fleet.open]
+            for worker in roomy:
+                if (waiting := lanes.pins.get(worker)) is not None:
+                    lanes.offer_first(waiting)
+            for waiting in list(lanes.windows.values()):
+                if not waiting.workers.keys().isdisjoint(roomy):
+                    lanes.offer_first(waiting)
+            for (crowd, pin), waiting in list(lanes.others.items()):
+                able = {pin: None} if pin is not None else fleet.eligible(crowd.base)
+                if moved or not freed.keys().isdisjoint(able.keys()):
+                    lanes.offer_first(waiting)
         self._membership, self._averages = fleet.membership, fleet.averages
         if freed:
             ledger.freed = {}
@@ -90,10 +121,10 @@ class Dispatcher:
         """A worker has just become one that has a model: tasks that were not worth the loading may be worth it now."""
         key, self._ledger.fleet.began_loading = self._ledger.fleet.began_loading, None
         lanes, planned = self._ledger.lanes, self._ledger.fleet.planned
-        for lane in list(lanes.parked):
+        for (crowd, _), waiting in list(lanes.others.items()):
             # A model that is offered by id has several names.
-            if planned or (lane.base.kind, lane.base.model) == key:
-                lanes.offer(lane)
+            if planned or (crowd.base.kind, crowd.base.model) == key:
+                lanes.offer_first(waiting)
 
     def _grant(self, task: Task, lane: Lane, worker: Worker, now: float) -> Lease:
         ledger = self._ledger

@@ -60,6 +60,7 @@ class Cancel:
 
     tasks: Sequence[Task]
     reason: str = ""
+    withdrawn: bool = False  # by the client that submitted them: their request_ids are free
 
 
 @dataclass(slots=True)
@@ -76,6 +77,13 @@ class SettlesCommitted:
     """The journal has written the outcomes of these tasks: the core may forget them."""
 
     tasks: Sequence[Task]
+
+
+@dataclass(slots=True)
+class IdsRenewed:
+    """The answer to RenewIds: ids from this one on were never given out, and the journal will not begin here again."""
+
+    first_id: int
 
 
 @dataclass(slots=True)
@@ -103,15 +111,19 @@ class HeldLease:
     steps: int = 0
     note: str = ""
     checkpoint: bytes = b""
+    proven: bool = False  # in a hello: a master of this journal granted it to this worker
 
 
 @dataclass(slots=True)
 class Hello:
-    """A session begins. Ends any other session of the same worker. Answered by `Welcome`."""
+    """A session begins. Ends any other session of the same worker. Answered by `Welcome`. Of the leases only those
+    count whose ids are below `ids_end`: others are of a journal that is not ours.
+    """
 
     session: int
     info: WorkerInfo
     leases: Sequence[HeldLease] = ()
+    ids_end: int = 1 << 53
 
 
 @dataclass(slots=True)
@@ -134,6 +146,7 @@ class Heartbeat:
     embedding_cache: EmbeddingCache | None = None
     mps: bytes = b""
     catalog: Catalog | None = None  # None: as before
+    handlers: bytes = b""
 
 
 @dataclass(slots=True)
@@ -167,6 +180,7 @@ class PartialOutput:
     lease_id: int
     index: int
     data: bytes
+    content_type: str = ""
 
 
 @dataclass(slots=True)
@@ -268,7 +282,7 @@ class Tick:
 
 
 Event = (
-    StreamOpened | StreamClosed | Submit | Cancel | SubmitFailed | SettlesCommitted | Recover
+    StreamOpened | StreamClosed | Submit | Cancel | SubmitFailed | SettlesCommitted | IdsRenewed | Recover
     | Hello | Heartbeat | Reports | Partials | SessionClosed
     | Cordon | Uncordon | Drain | Forget | RegisterWorker | SetStrategy | ConfigureQueue
     | LoadModel | UnloadModel | RestoreBreaker | ResetBreaker | Tick
@@ -305,6 +319,11 @@ class Settled:
 
 
 @dataclass(slots=True)
+class RenewIds:
+    """Half of the ids are used: have the journal begin another range. Answered, once it has, by IdsRenewed."""
+
+
+@dataclass(slots=True)
 class Welcome:
     session: int
     adopted: list[int]
@@ -327,6 +346,14 @@ class Revoke:
 
 
 @dataclass(slots=True)
+class Recall:
+    """Ask the worker to return these, as far as it has not begun them."""
+
+    session: int
+    lease_ids: list[int]
+
+
+@dataclass(slots=True)
 class Desire:
     """Tell the worker what is wanted of it: this, the checks that it was asked for, which models are to stay or go."""
 
@@ -344,10 +371,10 @@ class EndSession:
 
 @dataclass(slots=True)
 class Forward:
-    """New partial outputs of a task: (index, data), for the streams that follow it."""
+    """New partial outputs of a task: (index, data, content_type), for the streams that follow it."""
 
     task: Task
-    partials: list[tuple[int, bytes]] = field(default_factory=list)
+    partials: list[tuple[int, bytes, str]] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -368,6 +395,6 @@ class BreakerChanged:
 
 
 Command = (
-    Submitted | Cancelled | Settled | Welcome | Dispatch | Revoke | Desire | EndSession | Forward | WorkerChanged
-    | BreakerChanged
+    Submitted | Cancelled | Settled | RenewIds | Welcome | Dispatch | Revoke | Recall | Desire | EndSession | Forward
+    | WorkerChanged | BreakerChanged
 )  # fmt: skip

@@ -3,11 +3,15 @@ worker.
 """
 
 from dataclasses import dataclass
+from itertools import islice
 
 from multigpu_master.core.lanes import partition_of, shape_of
 from multigpu_master.core.model import OutcomeState, Task, Worker
 from multigpu_master.core.placement import busy, worthwhile
 from multigpu_master.core.scheduler import Core
+
+# As many tasks of a lane are looked at to tell how many go before one.
+AHEAD_MAX = 10_000
 
 
 @dataclass(slots=True)
@@ -66,7 +70,7 @@ def explain(core: Core, task: Task, now: float) -> Explanation:
 
 
 def _ahead(core: Core, task: Task) -> int | None:
-    """Tasks of its queue that go before it; None unless it stands in a lane."""
+    """Tasks of its queue that go before it, at least; None unless it stands in a lane."""
     if not task.waiting:
         return None
     spec, ahead = task.spec, 0
@@ -76,7 +80,8 @@ def _ahead(core: Core, task: Task) -> int | None:
         if lane.priority < spec.priority:
             ahead += lane.live
         else:
-            ahead += sum(1 for other in lane.tasks if other.task_id < task.task_id and other.waiting)
+            first = islice(lane.entries(), AHEAD_MAX)
+            ahead += sum(1 for other in first if other.task_id < task.task_id and other.waiting)
     return ahead
 
 
@@ -85,11 +90,13 @@ def _summary(core: Core, task: Task, free: list[Candidate], pin: Worker | None, 
         outcome = task.outcome
         where = f" on {outcome.worker_id}" if outcome.worker_id else ""
         why = f": {outcome.error.message}" if outcome.error is not None else ""
-        return f"{OutcomeState(outcome.state).name}{where} after {task.attempts} attempt(s){why}"
+        waits = "" if task.told else "; the outcome is not on the master's disk yet"
+        return f"{OutcomeState(outcome.state).name}{where} after {task.attempts} attempt(s){why}{waits}"
     if task.lease is not None:
         lease = task.lease
         doing = "runs" if lease.running else "waits in the window"
         return f"attempt {lease.attempt} {doing} on {lease.worker.worker_id}, leased {now - lease.dispatch_s:.1f} s ago"
+    before = f"{ahead}{' or more' if ahead is not None and ahead >= AHEAD_MAX else ''} task(s) go before it"
     extra = task.extra
     if extra is not None and extra.not_before_s > now:
         why = f" after {extra.last_error.type}: {extra.last_error.message}" if extra.last_error is not None else ""
@@ -106,7 +113,7 @@ def _summary(core: Core, task: Task, free: list[Candidate], pin: Worker | None, 
         return core.unplaceable(task.spec)
     if pin is not None and pin.full:
         pinned = f"waits for {pin.worker_id}, to which its key belongs and whose window is full"
-        return f"{pinned}; {ahead} task(s) go before it"
+        return f"{pinned}; {before}"
     if not free:
-        return f"every worker that could take it is excluded for now; {ahead} task(s) go before it"
-    return f"about to be dispatched to {free[0].worker.worker_id}; {ahead} task(s) go before it"
+        return f"every worker that could take it is excluded for now; {before}"
+    return f"about to be dispatched to {free[0].worker.worker_id}; {before}"

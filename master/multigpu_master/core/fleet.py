@@ -8,6 +8,7 @@ ones wait in the queue, where any worker can still have them.
 """
 
 from collections.abc import Iterable, Sequence
+from itertools import islice
 
 from multigpu_master.core.model import Capability, Lease, Shape, Worker, WorkerInfo
 from multigpu_master.core.residency import LOAD_S, Block, Figures, ModelState, Resident
@@ -20,6 +21,8 @@ UNIT_S = 0.01
 PACE_S, FIRST_PACE_S = 0.1, 0.005
 # The weight of the newest sample in the moving averages.
 GAIN = 0.5
+# A lease is late when it has run for this many times its expected duration.
+LATE = 1.25
 # Of how many pairs of kind and model a pace is known at most: of more, the one that was met first is forgotten.
 PACES_MAX = 10_000
 CHANGES_MAX = 8192
@@ -61,6 +64,8 @@ class Fleet:
         self._unit_s = _Average()
         self._units = _Average()
         self._eligible: dict[Shape, dict[Worker, None]] = {}
+        self._groups: dict[tuple[Worker, ...], dict[Worker, None]] = {}
+        self.open: dict[Worker, None] = {}  # workers that take work and have room in their windows
         self._resident: dict[Shape, int] = {}
         self.figures = Figures()  # of models
         self.planned = False  # whether any worker offers models by id
@@ -83,6 +88,9 @@ class Fleet:
     def offered(self, worker: Worker) -> None:
         """Notes what a worker offers, as its info says."""
         info = worker.info
+        worker.kinds = {}
+        for capability in info.capabilities:
+            worker.kinds.setdefault(capability.kind, []).append(capability)
         worker.residency.offer(info.models, info.model_memory_bytes)
         self.planned = self.planned or bool(info.models)
         self.measured((m.model_id, m.memory_bytes, m.load_s) for m in info.models)
@@ -99,8 +107,10 @@ class Fleet:
                 self.averages += 1  # other workers may be worth more or less for that
 
     def _make_room(self) -> None:
-        """Forgets the worker that was lost longest ago when too many lost ones pile up."""
-        lost = [w for w in self.workers.values() if not w.session]
+        """Forgets the worker that was lost longest ago when too many lost ones pile up; none that an operator cordoned,
+        which would come back as one that takes work.
+        """
+        lost = [w for w in self.workers.values() if not (w.session or w.cordoned)]
         if len(lost) >= LOST_WORKERS_MAX:
             gone = min(lost, key=lambda w: w.heard_s)
             del self.workers[gone.worker_id]
@@ -113,6 +123,7 @@ class Fleet:
     def members_changed(self, worker: Worker) -> None:
         """Notes that a worker came, went, or changed in what it can take."""
         self.membership += 1
+        self._groups.clear()
         self._eligible.clear()
         self._resident.clear()
         self.touch(worker)
@@ -120,6 +131,10 @@ class Fleet:
     def touch(self, worker: Worker) -> None:
         """Notes that something changed that a ranking may depend on."""
         worker.version += 1
+        if worker.accepting and not worker.full:
+            self.open[worker] = None
+        else:
+            self.open.pop(worker, None)
         self.changes.append(worker)
         if len(self.changes) > CHANGES_MAX:
             del self.changes[: CHANGES_MAX // 2]
@@ -130,32 +145,43 @@ class Fleet:
     @staticmethod
     def capability(worker: Worker, shape: Shape) -> Capability | None:
         """What lets this worker run the shape's kind on its model."""
-        for c in worker.info.capabilities:
-            if c.kind == shape.kind and (not c.models or not shape.model or shape.model in c.models):
+        for c in worker.kinds.get(shape.kind, ()):
+            if not c.models or not shape.model or shape.model in c.models:
                 return c
         return None
 
     def unfit(self, worker: Worker, shape: Shape) -> str | None:
         """Why this worker could never take such a task; None if it could."""
         if self.capability(worker, shape) is None:
-            if shape.kind not in {c.kind for c in worker.info.capabilities}:
+            if shape.kind not in worker.kinds:
                 return f"does not run kind {shape.kind!r}"
             return f"does not have model {shape.model!r}"
         for key, value in shape.labels:
             if worker.info.labels.get(key) != value:
-                return f"label {key}={value} required, has {worker.info.labels.get(key)!r}"
+                has = worker.info.labels.get(key)
+                return f"needs the label {key}={value}, has {'none' if has is None else repr(has)}"
         if shape.memory_bytes > worker.info.memory_total_bytes:
-            return f"{shape.memory_bytes} bytes of device memory required, has {worker.info.memory_total_bytes}"
+            there = worker.info.memory_total_bytes
+            return f"needs {shape.memory_bytes:,} bytes of device memory, has {there:,}"
+        return None
+
+    def load_error(self, name: str) -> tuple[Worker, str] | None:
+        """A worker that offers this model, or a version of it, but can't load it, and why."""
+        for worker in self.workers.values():
+            for model in worker.info.models:
+                if model.error and name in (model.name, model.model_id):
+                    return worker, model.error
         return None
 
     def eligible(self, shape: Shape) -> dict[Worker, None]:
-        """The workers that could take such a task, lost ones too."""
+        """The workers that could take such a task, lost ones too. The same object for all shapes that the same can."""
         found = self._eligible.get(shape)
         if found is None:
             if len(self._eligible) > CHANGES_MAX:
                 self._eligible.clear()
+                self._groups.clear()
             found = {w: None for w in self.workers.values() if self.unfit(w, shape) is None}
-            self._eligible[shape] = found
+            found = self._eligible[shape] = self._groups.setdefault(tuple(found), found)
         return found
 
     def model_of(self, worker: Worker, shape: Shape) -> str:
@@ -224,6 +250,7 @@ class Fleet:
     def paced(self, worker: Worker, now: float, n: int) -> None:
         """Learns from n reports how fast the worker gets through its window, and sizes the window by that."""
         worker.reported_s = now
+        worker.together = n
         worker.finished += n
         elapsed_s = now - worker.paced_s
         if elapsed_s < (PACE_S if worker.pace_s else FIRST_PACE_S) or not worker.finished:
@@ -237,6 +264,26 @@ class Fleet:
         worker.finished = 0
         info = worker.info
         worker.allowed = max(min(info.slots + 1, info.window_tasks), min(int(rate * WINDOW_S), info.window_tasks))
+
+    def learn_from_silence(self, worker: Worker, now: float) -> None:
+        """Narrows the window of a worker that has reported nothing for longer than its leases were expected to take,
+        and expects each running lease to take as long as it has run already.
+        """
+        silent_s, slots = now - worker.reported_s, worker.info.slots
+        if silent_s < PACE_S:
+            return
+        narrow = min(slots + 1, worker.info.window_tasks)
+        share = max(1.0, worker.together / slots)  # tasks of a batch, or reported together, for each slot
+        window = max(narrow, int(min(worker.allowed, share * slots * WINDOW_S / silent_s)))
+        first = islice(worker.leases.values(), int(share * slots))
+        late = [x for x in first if min(silent_s, now - x.dispatch_s) > LATE * x.cost_s * share]
+        for lease in late:
+            cost_s = min(silent_s, now - lease.dispatch_s) / share
+            worker.backlog_s += cost_s - lease.cost_s
+            lease.cost_s = cost_s
+        if late or window < worker.allowed:
+            worker.allowed = min(worker.allowed, window)
+            self.touch(worker)
 
     def learned(self, worker: Worker, key: tuple[str, str], n: int, units: int, ran_s: float) -> None:
         """Learns from n tasks, `units` of work of one (kind, model), that took the engine ran_s together."""

@@ -2,29 +2,36 @@
 
 Tasks that are interchangeable for placement (same queue, priority and shape) stand in one lane, in order of age. The
 lanes that may have something to dispatch stand in a heap by priority, then by the age of their first task. A lane
-whose tasks no worker has room for is parked in a lot with those that wait for the same; when that may have changed only
-the first of the lot is tried. So the cost of a dispatch depends neither on the number of tasks nor on that of lanes.
+whose tasks no worker has room for is parked in a wait list with those that wait for the same; when that may have
+changed only the first of the list is tried. Mostly they wait for room in a window, whatever queue and kind they are
+of. So the cost of a dispatch depends neither on the number of tasks nor on that of lanes.
 
 A task that leaves from the middle of a lane (cancelled, expired, adopted) leaves a hollow entry behind, which is
-dropped when it comes to the front or when too many are, or is filled again if the task comes back first.
+dropped when it comes to the front or when most of its part of the lane is hollow, or is filled again if the task comes
+back first.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Iterator
 from hashlib import blake2b
 from heapq import heapify, heappop, heappush, heapreplace
-from typing import TYPE_CHECKING
+from itertools import chain
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from multigpu_master.core.model import Queue, Shape, Spec, Task, Worker
 
 if TYPE_CHECKING:
     from multigpu_master.core.placement import Ranking
 
+K = TypeVar("K")
+
 PARTITIONS = 4096
 # How far into a lane a task that comes back is sorted in; beyond that, order among retries is not worth the time.
 SORTED_IN = 64
-# Hollow entries that are not worth a rebuild of their lane.
-HOLLOW_MIN = 64
+# So many entries at the top of a wait list's heap are looked at for what is urgent.
+TOP = 7
+# Entries of a part of a lane; hollow entries of a wait list that are not worth a rebuild.
+PART, HOLLOW_MIN = 1024, 64
 
 
 def partition_of(key: str) -> int:
@@ -42,20 +49,31 @@ def shape_of(spec: Spec, partition: int = -1) -> Shape:
 class Crowd:
     """The lanes of one queue that differ only in priority and partition, and thus may wait for the same model."""
 
-    __slots__ = ("base", "lanes", "live", "ranking", "waits_to_grow")
+    __slots__ = ("base", "crowded", "lanes", "live", "ranking", "waits_to_grow")
 
     def __init__(self, base: Shape) -> None:
         self.base = base
         self.lanes = 0
         self.live = 0  # tasks that wait in them
         self.ranking: Ranking | None = None  # of the workers, by the strategy that was asked last
+        self.crowded = False  # a worker has room in its window, but none for the model
         self.waits_to_grow = False  # a worker has room, but is not worth its loading for so few tasks
+
+
+class Part:
+    """A stretch of a lane: so short that it can be rebuilt within an event."""
+
+    __slots__ = ("left", "tasks")
+
+    def __init__(self) -> None:
+        self.tasks: deque[Task] = deque()
+        self.left = 0  # tasks that left an entry since the last rebuild, some of which may be back
 
 
 class Lane:
     """Tasks of one queue, priority and shape, the oldest first."""
 
-    __slots__ = ("base", "crowd", "live", "priority", "queue", "shape", "tasks", "ticket")
+    __slots__ = ("base", "crowd", "live", "parts", "priority", "queue", "shape", "ticket", "waited_in")
 
     def __init__(self, queue: Queue, priority: int, shape: Shape, crowd: Crowd) -> None:
         self.queue = queue
@@ -63,40 +81,85 @@ class Lane:
         self.shape = shape
         self.crowd = crowd
         self.base = crowd.base  # what decides for strategies that don't partition
-        self.tasks: deque[Task] = deque()
+        self.parts: deque[Part] = deque()
         self.live = 0  # entries that are not hollow
         self.ticket = 0  # of its entry in the heap that counts; 0: none does
+        self.waited_in: WaitList | None = None  # where it is parked, or was last
 
     def key(self) -> tuple[str, int, Shape]:
         return self.queue.name, self.priority, self.shape
 
-    def keep_if(self, wanted: Callable[[Task], bool]) -> None:
-        """Drops the other entries."""
-        kept: deque[Task] = deque()
-        for task in self.tasks:
-            task.in_lane = wanted(task)
-            if task.in_lane:
-                kept.append(task)
-        self.tasks = kept
+    def entries(self) -> Iterator[Task]:
+        """Every task that has an entry, in order."""
+        return chain.from_iterable(part.tasks for part in self.parts)
 
     def head(self) -> Task | None:
         """The oldest task that waits. Drops hollow entries before it."""
-        tasks = self.tasks
-        while tasks:
-            task = tasks[0]
-            if task.waiting:
-                return task
-            task.in_lane = False
-            tasks.popleft()
+        parts = self.parts
+        while parts:
+            tasks = parts[0].tasks
+            while tasks:
+                task = tasks[0]
+                if task.waiting:
+                    return task
+                task.part = None
+                tasks.popleft()
+            parts.popleft()
         return None
 
+    def append(self, task: Task) -> None:
+        """Makes an entry at the end."""
+        parts = self.parts
+        if not parts or len(parts[-1].tasks) >= PART:
+            parts.append(Part())
+        part = task.part = parts[-1]
+        part.tasks.append(task)
 
-class Lot:
-    """Parked lanes of a crowd that wait for the same thing: room on any worker, or on the one to which they belong."""
+    def prepend(self, task: Task) -> None:
+        """Makes an entry at the front."""
+        parts = self.parts
+        if not parts or len(parts[0].tasks) >= PART:
+            parts.appendleft(Part())
+        part = task.part = parts[0]
+        part.tasks.appendleft(task)
 
-    __slots__ = ("heap",)
+    def pop(self) -> Task:
+        """Takes off the first entry, which is the head's."""
+        task = self.parts[0].tasks.popleft()
+        task.part = None
+        return task
 
-    def __init__(self) -> None:
+    def clear(self) -> None:
+        """Drops all entries."""
+        for task in self.entries():
+            task.part = None
+        self.parts.clear()
+
+    def hollow(self, task: Task) -> None:
+        """A task that waits leaves its entry."""
+        part = task.part
+        assert part is not None, "it has one"
+        part.left += 1
+        tasks = part.tasks
+        if 2 * part.left > len(tasks):
+            part.left = 0
+            for _ in range(len(tasks)):
+                each = tasks.popleft()
+                if each.waiting and each is not task:
+                    tasks.append(each)
+                else:
+                    each.part = None
+
+
+class WaitList:
+    """Parked lanes that wait for the same, so that none of them finds a worker where the first finds none."""
+
+    __slots__ = ("heap", "home", "key", "workers")
+
+    def __init__(self, home: "dict[Any, WaitList]", key: object, workers: dict[Worker, None]) -> None:
+        self.home = home
+        self.key = key
+        self.workers = workers  # of `windows`: one of these must have room
         self.heap: list[tuple[int, int, int, Lane]] = []  # as the heap of those to try
 
 
@@ -105,8 +168,12 @@ class Lanes:
 
     def __init__(self) -> None:
         self.by_key: dict[tuple[str, int, Shape], Lane] = {}
-        self.parked: dict[Lane, int] = {}  # the ticket of its entry in a lot
-        self.lots: dict[Crowd, dict[Worker | None, Lot]] = {}
+        self.parked: dict[Lane, int] = {}  # the ticket of its entry in a wait list
+        # Wait lists: for room in a window of any of some workers (by the id of these), in that of the worker to which
+        # the tasks are pinned, or for whatever else a crowd may wait (and the worker to which its tasks are pinned).
+        self.windows: dict[int, WaitList] = {}
+        self.pins: dict[Worker, WaitList] = {}
+        self.others: dict[tuple[Crowd, Worker | None], WaitList] = {}
         self._crowds: dict[tuple[str, Shape], Crowd] = {}
         self._heap: list[tuple[int, int, int, Lane]] = []  # (priority, task_id of the head, ticket, lane)
         self._tickets = 0
@@ -123,8 +190,7 @@ class Lanes:
 
     def add(self, lane: Lane, task: Task) -> None:
         """Puts a new task, the youngest of all, at the end of its lane."""
-        task.in_lane = True
-        lane.tasks.append(task)
+        lane.append(task)
         self._grow(lane)
         if lane.live == 1:
             self.offer(lane)
@@ -132,23 +198,19 @@ class Lanes:
     def put_back(self, lane: Lane, task: Task) -> None:
         """Puts a task that left back to its place of age."""
         self._grow(lane)
-        if not task.in_lane:
-            task.in_lane = True
+        if task.part is None:
             older: list[Task] = []
-            tasks = lane.tasks
-            while tasks and len(older) < SORTED_IN and tasks[0].task_id < task.task_id:
-                older.append(tasks.popleft())
-            tasks.appendleft(task)
-            tasks.extendleft(reversed(older))
+            while len(older) < SORTED_IN and (head := lane.head()) is not None and head.task_id < task.task_id:
+                older.append(lane.pop())
+            for each in (task, *reversed(older)):
+                lane.prepend(each)
         self.offer(lane)
 
     def offer(self, lane: Lane) -> None:
-        """Has a lane tried again, at the place of its present head. Forgets it if nothing waits in it."""
+        """Has a lane in which something waits tried again, at the place of its present head."""
         self.parked.pop(lane, None)
         head = lane.head()
-        if head is None:
-            self._forget(lane)
-            return
+        assert head is not None, "something waits in it"
         self._tickets += 1
         lane.ticket = self._tickets
         heappush(self._heap, (lane.priority, head.task_id, lane.ticket, lane))
@@ -156,18 +218,40 @@ class Lanes:
     def offer_all(self) -> None:
         """Has every parked lane tried again."""
         for lane in list(self.parked):
+            lane.waited_in = None
             self.offer(lane)
-        self.lots.clear()
+        for lists in (self.windows, self.pins, self.others):
+            lists.clear()
 
-    def offer_next(self, crowd: Crowd, worker: Worker | None) -> None:
-        """Has the first lane of a lot tried again. If it fails so would the rest, which thus may stay where they are;
-        if it succeeds the next one is to be offered.
+    def offer_first(self, waiting: WaitList) -> None:
+        """Has the first lane of a wait list tried again. If it fails so would the rest, which thus may stay where they
+        are; if it succeeds, `granted` sees to the next one.
         """
-        lots = self.lots.get(crowd, {})
-        lot = lots.get(worker)
-        if lot is None:
-            return
-        heap = lot.heap
+        first = self._first_of(waiting)
+        if first is not None:
+            heappop(waiting.heap)
+            self.offer(first[3])
+        if not waiting.heap and waiting.home.get(waiting.key) is waiting:
+            del waiting.home[waiting.key]
+
+    def granted(self, lane: Lane) -> None:
+        """The head of the lane that came first was taken: the next to try is the first of those that waited with it.
+        So one lane of a wait list is tried at a time, however many there are.
+        """
+        head, waiting = lane.head(), lane.waited_in
+        if head is None:
+            self._forget(lane)
+        elif waiting is not None and (first := self._first_of(waiting)) is not None:
+            entry = lane.priority, head.task_id, lane.ticket, lane
+            if entry < first:
+                return
+            lane.ticket, self.parked[lane] = 0, lane.ticket
+            heapreplace(waiting.heap, entry)
+            self.offer(first[3])
+
+    def _first_of(self, waiting: WaitList) -> tuple[int, int, int, Lane] | None:
+        """The entry of a wait list's first lane, which is at the top of its heap then."""
+        heap = waiting.heap
         while heap:
             priority, task_id, ticket, lane = heap[0]
             if self.parked.get(lane) != ticket:
@@ -176,14 +260,16 @@ class Lanes:
             head = lane.head()
             assert head is not None, "an empty lane is not parked"
             if head.task_id == task_id:
-                heappop(heap)
-                self.offer(lane)
-                break
+                return heap[0]
             heapreplace(heap, (priority, head.task_id, ticket, lane))
-        if not heap:
-            del lots[worker]
-            if not lots:
-                del self.lots[crowd]
+        return None
+
+    def waiting_first(self) -> Iterator[Lane]:
+        """Of each wait list the first lane, and some of those after it: they may be of other shapes."""
+        for waiting in (*self.windows.values(), *self.others.values()):
+            if self._first_of(waiting) is not None:
+                top = sorted(waiting.heap[:TOP])
+                yield from [lane for _, _, ticket, lane in top if self.parked.get(lane) == ticket]
 
     def first(self) -> tuple[Lane, Task] | None:
         """The lane to try next, and its head."""
@@ -194,35 +280,29 @@ class Lanes:
                 heappop(heap)
                 continue
             head = lane.head()
-            if head is None:
-                heappop(heap)
-                self._forget(lane)
-            else:
-                if head.task_id != task_id:
-                    heapreplace(heap, (priority, head.task_id, ticket, lane))
-                    if heap[0][2] != ticket:
-                        continue
-                return lane, head
+            assert head is not None, "an empty lane is not offered"
+            if head.task_id != task_id:
+                heapreplace(heap, (priority, head.task_id, ticket, lane))
+                if heap[0][2] != ticket:
+                    continue
+            return lane, head
         return None
 
     def take(self, lane: Lane) -> None:
         """Takes the head off the lane that came first."""
-        lane.tasks.popleft().in_lane = False
+        lane.pop()
         lane.live -= 1
         lane.crowd.live -= 1
 
-    def leave(self, lane: Lane) -> None:
-        """A task that waits in a lane leaves from where it stands. Its entry is hollow now; the lane is rebuilt before
-        most of it is.
-        """
+    def leave(self, lane: Lane, task: Task) -> None:
+        """A task that waits in a lane leaves from where it stands."""
+        lane.hollow(task)
         lane.live -= 1
         lane.crowd.live -= 1
         if lane.live == 0:
             self.parked.pop(lane, None)
-            lane.keep_if(lambda _task: False)
+            lane.clear()
             self._forget(lane)
-        elif len(lane.tasks) > 2 * lane.live + HOLLOW_MIN:
-            lane.keep_if(lambda other: other.waiting)
 
     def forget_queues(self, queues: Iterable[Queue]) -> None:
         """Drops the lanes of queues in which nothing waits."""
@@ -231,19 +311,31 @@ class Lanes:
             self.parked.pop(lane, None)
             self._forget(lane)
 
-    def park(self, lane: Lane, worker: Worker | None) -> None:
-        """Sets aside the lane that came first, for want of room on this worker, or on any."""
+    def park(
+        self, lane: Lane, lists: dict[K, WaitList], key: K, workers: dict[Worker, None] | None = None
+    ) -> None:  # fmt: skip
+        """Sets aside the lane that came first, in one of the wait lists."""
+        waiting = lists.get(key)
+        if waiting is None:
+            waiting = lists[key] = WaitList(lists, key, workers or {})
+        entry = self._set_aside(lane, waiting)
+        heappush(waiting.heap, entry)
+        if len(waiting.heap) > 2 * len(self.parked) + HOLLOW_MIN:
+            waiting.heap = [e for e in waiting.heap if self.parked.get(e[3]) == e[2]]
+            heapify(waiting.heap)
+
+    def pause(self, lane: Lane) -> None:
+        """Sets aside the lane that came first until all are offered."""
+        self._set_aside(lane, None)
+
+    def _set_aside(self, lane: Lane, waiting: WaitList | None) -> tuple[int, int, int, Lane]:
         entry = heappop(self._heap)
         lane.ticket = 0
         self.parked[lane] = entry[2]
-        lots = self.lots.setdefault(lane.crowd, {})
-        lot = lots.get(worker)
-        if lot is None:
-            lot = lots[worker] = Lot()
-        heappush(lot.heap, entry)
-        if len(lot.heap) > 2 * len(self.parked) + HOLLOW_MIN:
-            lot.heap = [e for e in lot.heap if self.parked.get(e[3]) == e[2]]
-            heapify(lot.heap)
+        before, lane.waited_in = lane.waited_in, waiting
+        if before is not None and before is not waiting:
+            self.offer_first(before)  # what it waits for now is not what they wait for
+        return entry
 
     def _grow(self, lane: Lane) -> None:
         """Another task waits in the lane."""
@@ -257,12 +349,16 @@ class Lanes:
             self._crowds[lane.queue.name, crowd.base] = crowd
         if crowd.waits_to_grow:
             crowd.waits_to_grow = False
-            self.offer_next(crowd, None)
+            if (waiting := self.others.get((crowd, None))) is not None:
+                self.offer_first(waiting)
 
     def _forget(self, lane: Lane) -> None:
         assert lane.live == 0, "nothing waits in a lane that is forgotten"
-        lane.ticket = 0
+        offered, lane.ticket = lane.ticket, 0
+        waiting, lane.waited_in = lane.waited_in, None
         if self.by_key.pop(lane.key(), None) is not None:
             lane.crowd.lanes -= 1
             if not lane.crowd.lanes:
                 del self._crowds[lane.queue.name, lane.base]
+        if offered and waiting is not None:
+            self.offer_first(waiting)  # it was to be tried for those that wait with it

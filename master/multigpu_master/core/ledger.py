@@ -7,16 +7,19 @@ A settled task stays until the journal has its outcome; after that the journal a
 their time to live, within a limit of bytes.
 """
 
-from collections import deque
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from heapq import heappop, heappush
 
 from multigpu_master.core import events as ev
 from multigpu_master.core.fleet import Fleet
+from multigpu_master.core.identity import payload_crc
 from multigpu_master.core.lanes import Lane, Lanes, partition_of
-from multigpu_master.core.model import Lease, Outcome, OutcomeState, Queue, Task, Worker
+from multigpu_master.core.model import EPOCH_IDS, Lease, Outcome, OutcomeState, Queue, Task, Worker
 from multigpu_master.core.placement import Placement
-from multigpu_master.core.timers import Due, Expiries, Timers
+from multigpu_master.core.task_table import TaskTable
+from multigpu_master.core.timers import FIRE_MAX, Due, Expiries, Timers
 from multigpu_master.strategies.base import Strategy
 
 # How long after an attempt's run_timeout the master waits for the worker to have ended it.
@@ -28,7 +31,7 @@ class Limits:
     """What the core holds at most. Times in seconds."""
 
     tasks_max: int = 10_000_000  # unsettled
-    bytes_max: int = 4 << 30  # payloads of unsettled tasks
+    bytes_max: int = 4 << 30  # payloads and partial outputs of unsettled tasks
     ephemeral_bytes_max: int = 256 << 20  # results of settled ephemeral tasks
     uncommitted_bytes_max: int = 1 << 30  # outcomes that the journal has not written yet; past it nothing is dispatched
     session_timeout_s: float = 5.0
@@ -59,7 +62,7 @@ class Ledger:
         self.limits = limits
         self.strategies = strategies
         self.strategy = strategy
-        self.tasks: dict[int, Task] = {}
+        self.tasks = TaskTable()
         self.requests: dict[str, Task] = {}
         self.queues: dict[str, Queue] = {}
         self.lanes = Lanes()
@@ -70,7 +73,7 @@ class Ledger:
         self.unsettled_bytes = 0
         self.leased = 0
         self.uncommitted_bytes = 0
-        self.next_id = first_id  # of tasks and of leases
+        self.begin_ids(first_id)
         self.hold_until_s = 0.0
         self.expected: dict[str, None] = {}  # workers awaited after a restart
         self.timers = Timers()
@@ -80,9 +83,16 @@ class Ledger:
         self.settled: list[Task] = []
         self.freed: dict[Worker, None] = {}  # workers that may have room now
         self.retry_all = False  # whatever is parked may have a chance now
-        self._ephemeral: deque[Task] = deque()  # settled ephemeral tasks, in order of settling
+        self._ephemeral: list[tuple[float, int, Task]] = []  # settled ephemeral tasks, a heap by when they expire
         self._ephemeral_bytes = 0
-        self._ephemeral_armed = False
+        self._ephemeral_due_s = math.inf  # when the timer that drops them fires
+
+    def begin_ids(self, first_id: int) -> None:
+        """Gives out ids from this one to the end of its range. Others are asked for when half of them are used."""
+        self.next_id = first_id  # of tasks and of leases
+        self.ids_end = first_id - first_id % EPOCH_IDS + EPOCH_IDS
+        self.renew_id = (first_id + self.ids_end) // 2
+        self.renewing = False
 
     def task_due(self, task: Task, what: Due, now: float) -> None:
         """An instant of an unsettled task has come."""
@@ -109,7 +119,7 @@ class Ledger:
 
     def prune_queues(self) -> bool:
         """Forgets the queues that are empty and have no rules of their own; whether there were any."""
-        idle = [q for q in self.queues.values() if q == Queue(q.name)]
+        idle = [q for q in self.queues.values() if q.idle]
         for queue in idle:
             del self.queues[queue.name]
         self.lanes.forget_queues(idle)
@@ -119,11 +129,18 @@ class Ledger:
         """The lane a task stands in, or would."""
         return self.lanes.lane_of(self.queue(task.spec.queue), task.spec, partition_of(task.partition_key))
 
+    def recall(self, worker: Worker, leases: Sequence[Lease]) -> None:
+        """Asks a worker to return these, as far as it has not begun them."""
+        for lease in leases:
+            lease.recalled = worker.session
+        if leases:
+            self.out.append(ev.Recall(worker.session, [lease.lease_id for lease in leases]))
+
     # --- from account to account -------------------------------------------------------------------------------------
 
     def enter(self, task: Task, lane: Lane) -> None:
         """Makes a task one of ours, queued."""
-        self.tasks[task.task_id] = task
+        self.tasks.add(task)
         if task.request_id:
             self.requests[task.request_id] = task
         queue, size = lane.queue, len(task.payload)
@@ -167,7 +184,7 @@ class Ledger:
 
     def succeed(self, worker: Worker, leases: Sequence[Lease]) -> list[Task]:
         """From leased to settled. The leases are off their worker's dict already, and the tasks have their outcomes."""
-        tasks, bytes_total, uncommitted_bytes = [], 0, 0
+        tasks, bytes_total, partials_bytes, uncommitted_bytes = [], 0, 0, 0
         queue, queue_name = None, ""
         for lease in leases:
             task = lease.task
@@ -176,6 +193,8 @@ class Ledger:
             tasks.append(task)
             spec, size = task.spec, len(task.payload)
             bytes_total += size
+            if task.extra is not None:
+                partials_bytes += task.extra.partials_bytes
             if queue is None or spec.queue != queue_name:
                 queue_name = spec.queue
                 queue = self.queues[queue_name]
@@ -187,7 +206,7 @@ class Ledger:
         count = len(tasks)
         self.leased -= count
         self.unsettled -= count
-        self.unsettled_bytes -= bytes_total
+        self.unsettled_bytes -= bytes_total + partials_bytes
         self.uncommitted_bytes += uncommitted_bytes
         self.counters.succeeded += count
         self.settled += tasks
@@ -224,7 +243,7 @@ class Ledger:
         queue.queued -= 1
         queue.queued_bytes -= size
         self.unsettled -= 1
-        self.unsettled_bytes -= size
+        self.unsettled_bytes -= size + _partials_bytes(task)
 
     def committed(self, task: Task) -> None:
         """The journal has the outcome, and answers for the task from now on."""
@@ -233,7 +252,7 @@ class Ledger:
 
     def drop(self, task: Task) -> None:
         """Forgets a task."""
-        self.tasks.pop(task.task_id, None)
+        self.tasks.discard(task.task_id)
         if self.requests.get(task.request_id) is task:
             del self.requests[task.request_id]
 
@@ -243,35 +262,43 @@ class Ledger:
         """Keeps the outcome for its time to live, as far as there is room."""
         assert task.outcome is not None, "it is settled"
         if task.outcome.state is not OutcomeState.DEAD_LETTERED:
+            if task.request_id:
+                payload_crc(task)
             task.payload = b""
-        self._ephemeral.append(task)
+        expire_s = task.outcome.finish_s + task.spec.result_ttl_s
+        heappush(self._ephemeral, (expire_s, task.task_id, task))
         self._ephemeral_bytes += _outcome_bytes(task)
         while self._ephemeral_bytes > self.limits.ephemeral_bytes_max:
             self._drop_ephemeral()
-        if self._ephemeral and not self._ephemeral_armed:
-            self._ephemeral_armed = True
-            self.timers.at(_expire_s(self._ephemeral[0]), self._expire_ephemeral)
+        if expire_s < self._ephemeral_due_s:
+            self._arm_ephemeral(expire_s)
+
+    def _arm_ephemeral(self, due_s: float) -> None:
+        self._ephemeral_due_s = due_s
+        self.timers.at(due_s, self._expire_ephemeral)
 
     def _expire_ephemeral(self, now: float) -> None:
-        while self._ephemeral and _expire_s(self._ephemeral[0]) <= now:
+        if now < self._ephemeral_due_s:
+            return  # an earlier one was armed since, and has fired
+        for _ in range(FIRE_MAX):
+            if not self._ephemeral or self._ephemeral[0][0] > now:
+                break
             self._drop_ephemeral()
-        self._ephemeral_armed = bool(self._ephemeral)
+        self._ephemeral_due_s = math.inf
         if self._ephemeral:
-            self.timers.at(_expire_s(self._ephemeral[0]), self._expire_ephemeral)
+            self._arm_ephemeral(max(self._ephemeral[0][0], math.nextafter(now, math.inf)))
 
     def _drop_ephemeral(self) -> None:
-        task = self._ephemeral.popleft()
+        _, _, task = heappop(self._ephemeral)
         self._ephemeral_bytes -= _outcome_bytes(task)
         self.drop(task)
-
-
-def _expire_s(task: Task) -> float:
-    assert task.outcome is not None, "only settled tasks are kept"
-    return task.outcome.finish_s + task.spec.result_ttl_s
 
 
 def _outcome_bytes(task: Task) -> int:
     """What a settled task takes, about."""
     assert task.outcome is not None, "it is settled"
-    partials = task.extra.partials_bytes if task.extra is not None else 0
-    return len(task.outcome.result) + len(task.payload) + partials + 512
+    return len(task.outcome.result) + len(task.payload) + _partials_bytes(task) + 512
+
+
+def _partials_bytes(task: Task) -> int:
+    return task.extra.partials_bytes if task.extra is not None else 0

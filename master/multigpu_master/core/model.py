@@ -7,10 +7,15 @@ A million tasks may wait at once, so what every queued task carries is kept smal
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from multigpu_master.core.residency import Model, ModelState, Residency
 
+if TYPE_CHECKING:
+    from multigpu_master.core.lanes import Part
+
+# Ids of tasks and leases come in ranges of this many, each of which begins at a multiple of it.
+EPOCH_IDS = 1 << 24
 # Bytes, or what stands for them: the core needs no more of it than its length.
 Payload = bytes | Any
 
@@ -55,6 +60,7 @@ class Spec:
     durable: bool = True
     result_ttl_s: float = 86_400.0
     wait_for_worker: bool = False
+    identity: int = 0  # 31 bits of what makes its tasks others: kind, model, content type, parameters
     wire: bytes = b""  # the serialized TaskSpec: what the journal keeps and workers get
 
 
@@ -110,12 +116,13 @@ class Extra:
     traceparent: str = ""
     checkpoint: bytes = b""
     partials: list[bytes] = field(default_factory=list)
-    partials_bytes: int = 0
+    partial_content_types: list[str] = field(default_factory=list)
+    partials_bytes: int = 0  # with PARTIAL_OVERHEAD_BYTES for each
     last_error: TaskError | None = None
     not_before_s: float = 0.0
     losses: int = 0  # times a worker was lost with this task waiting in its window
     failed_attempt: int = 0  # the newest attempt that a worker reported as failed
-    failed_on: str = ""  # device_key of the device on which its last attempt failed
+    avoids: str = ""  # device_key of where its last attempt failed, or worker_id of where its last lease was recalled
     broke: tuple[str, ...] = ()  # device_keys of devices, healthy as far as is known, whose engine it broke
     forgiven: tuple[str, ...] = ()  # device_keys of devices that were to blame for an attempt: each gives one back
 
@@ -126,6 +133,10 @@ class Energy(NamedTuple):
     joules: float
     method: int
     uncertainty: float
+
+
+# The error type of a task that its own client took back.
+WITHDRAWN = "Withdrawn"
 
 
 @dataclass(slots=True, eq=False)
@@ -142,6 +153,11 @@ class Outcome:
     worker_id: str = ""
     device_id: str = ""
     energy: Energy | None = None
+
+    @property
+    def withdrawn(self) -> bool:
+        """Whether the task's request_id is free."""
+        return self.state is OutcomeState.CANCELLED and self.error is not None and self.error.type == WITHDRAWN
 
 
 @dataclass(slots=True, eq=False)
@@ -160,9 +176,15 @@ class Task:
     attempts: int = 0
     lease: "Lease | None" = None
     outcome: Outcome | None = None
-    in_lane: bool = False  # its lane has an entry for it, hollow unless the task waits
+    part: "Part | None" = None  # of its lane, where it has an entry, hollow unless the task waits
     streams: tuple[int, ...] = ()  # the Run streams that follow it
     extra: Extra | None = None
+    payload_crc: int = -1  # -1: not computed; see identity.py
+
+    @property
+    def told(self) -> Outcome | None:
+        """Its outcome, as far as nothing can undo it. A durable task's is on the disk by then, and read from there."""
+        return None if self.spec.durable else self.outcome
 
     @property
     def waiting(self) -> bool:
@@ -194,7 +216,17 @@ class Lease:
     fraction: float = 0.0
     steps: int = 0
     note: str = ""
+    recalled: int = 0  # the session in which its worker was asked to return it, if it is not begun
     model: str = ""  # the id of the worker's model that it is on; "": none that is planned for
+
+    def stages(self, start_s: float, finish_s: float) -> tuple[float, float]:
+        """When it was dispatched, and when it began (0.0: unknown) by a worker's clock, which may be wrong. A master
+        that adopted the lease does not know when it was dispatched: before it began.
+        """
+        dispatch_s = self.dispatch_s
+        if start_s and not self.frame:
+            dispatch_s = min(dispatch_s, max(self.task.submit_s, start_s))
+        return dispatch_s, min(max(start_s, dispatch_s), finish_s) if start_s else 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -256,6 +288,7 @@ class Worker:
     """The registry's record of a worker. Strategies read it and change nothing."""
 
     info: WorkerInfo
+    kinds: dict[str, list[Capability]] = field(default_factory=dict)  # its capabilities, by kind
     session: int = 0  # 0: lost
     frame: int = 0  # frames with leases sent in this session
     cordoned: bool = False
@@ -270,6 +303,7 @@ class Worker:
     residency: Residency = field(default_factory=Residency)
     embedding_cache: EmbeddingCache | None = None
     mps: bytes = b""  # the serialized MpsStatus; empty: it said nothing
+    handlers: bytes = b""  # the serialized Handlers, likewise
     # (kind, model) of leases granted to it, where it offers no models by id: their models are resident or about to be,
     # whatever its last heartbeat said
     loading: dict[tuple[str, str], None] = field(default_factory=dict)
@@ -283,6 +317,7 @@ class Worker:
     paced_s: float = 0.0  # when its pace was last measured, moved on by the time it was idle since
     finished: int = 0  # attempts that ended since then
     reported_s: float = 0.0  # when it last reported
+    together: int = 1  # tasks in its last report
     dispatched: int = 0  # leases granted since the master started
     last_dispatch: int = 0  # the fleet's count of dispatches when it last got one
     succeeded: int = 0
@@ -344,3 +379,9 @@ class Queue:
     queued_bytes: int = 0
     leased: int = 0
     leased_bytes: int = 0
+
+    @property
+    def idle(self) -> bool:
+        """Whether it has neither tasks nor rules of its own."""
+        rules = self.paused or self.strategy or self.tasks_max or self.bytes_max
+        return not (rules or self.queued or self.leased)

@@ -101,10 +101,11 @@ class Operators:
         assert not event.name or event.name in ledger.strategies, "names are checked before they come here"
         if event.queue:
             ledger.queue(event.queue).strategy = event.name
+            self._retry(event.queue)
         else:
             assert event.name, "the fleet has a strategy"
             ledger.strategy = event.name
-        ledger.retry_all = True
+            ledger.retry_all = True
 
     def configure_queue(self, event: ev.ConfigureQueue, now: float) -> None:
         queue = self._ledger.queue(event.queue)
@@ -114,7 +115,14 @@ class Operators:
             queue.tasks_max = event.tasks_max
         if event.bytes_max is not None:
             queue.bytes_max = event.bytes_max
-        self._ledger.retry_all = True
+        if event.paused is False:
+            self._retry(event.queue)
+
+    def _retry(self, queue: str) -> None:
+        """Has the queue's parked tasks tried again. Those of other queues are not affected."""
+        lanes = self._ledger.lanes
+        for lane in [lane for lane in lanes.parked if lane.queue.name == queue]:
+            lanes.offer(lane)
 
 
 def is_version(model: str, name: str) -> bool:

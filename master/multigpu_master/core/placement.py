@@ -11,7 +11,7 @@ from heapq import heapify, heappop, heappush
 from typing import TYPE_CHECKING, NamedTuple
 
 from multigpu_master.core.fleet import Fleet
-from multigpu_master.core.lanes import Lane
+from multigpu_master.core.lanes import Crowd, Lane
 from multigpu_master.core.model import Shape, Worker, WorkerInfo
 from multigpu_master.core.residency import Block
 
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 RANKINGS_MAX = 1024
 PINS_MAX = 16_384
+# So many workers with room are looked at one by one.
+FEW = 4
 # When so many workers come at once every shape's worker is sought anew, once somebody asks.
 CAME_MAX = 16
 # A worker that is not worth it for so many tasks never is.
@@ -84,9 +86,23 @@ def short_of_memory(worker: Worker, shape: Shape) -> int | None:
     return free if free < shape.memory_bytes else None
 
 
+def barred(fleet: Fleet, strategy: "Strategy", shape: Shape, worker: Worker) -> bool:
+    """Whether an eligible worker that takes work can't have a task of this shape now, whatever room its window has."""
+    return (
+        short_of_memory(worker, shape) is not None
+        or strategy.excludes(shape, worker, fleet) is not None
+        or (fleet.planned and fleet.blocked(worker, shape) is not None)
+    )
+
+
 def worthwhile(fleet: Fleet, strategy: "Strategy", shape: Shape, worker: Worker, queued: int) -> bool:
     """Whether the strategy finds a worker worth it for so many tasks, or their model's turn has come there."""
     return strategy.worth(shape, worker, fleet, queued) or fleet.has_turn(worker, shape)
+
+
+def is_one_of(worker: Worker, named: tuple[str, ...]) -> bool:
+    """Whether a worker, or its device, is among these worker_ids and device_keys."""
+    return worker.device_key in named or worker.worker_id in named
 
 
 # (score, last dispatch, version, tie, worker)
@@ -245,22 +261,47 @@ class Placement:
                 return None
             return worker if self._fleet.blocked(worker, lane.shape) is None else None
         crowd = lane.crowd
+        if len(self._fleet.open) <= FEW:
+            return self._of_few(strategy, crowd)
         ranking = crowd.ranking
         if ranking is None or ranking.strategy is not strategy:
             ranking = crowd.ranking = self._ranking(strategy, crowd.base)
         worker = ranking.best(crowd.live)
+        crowd.crowded = bool(ranking.crowded)
         crowd.waits_to_grow = worker is None and ranking.has_room()
         return worker
 
+    def _of_few(self, strategy: "Strategy", crowd: Crowd) -> Worker | None:
+        """The same by a look at each worker that has room. While those are few it costs less than a ranking for each of
+        many shapes.
+        """
+        fleet, shape = self._fleet, crowd.base
+        able, best, first, crowd.crowded, aside = fleet.eligible(shape), None, (0.0, 0), False, False
+        for worker in fleet.open:
+            if worker not in able or short_of_memory(worker, shape) is not None:
+                continue
+            if strategy.excludes(shape, worker, fleet) is not None:
+                continue
+            if fleet.planned and fleet.blocked(worker, shape) is not None:
+                crowd.crowded = True
+            elif not worthwhile(fleet, strategy, shape, worker, crowd.live):
+                aside = True
+            else:
+                rank = strategy.score(shape, worker, fleet), worker.last_dispatch
+                if best is None or rank < first:
+                    best, first = worker, rank
+        crowd.waits_to_grow = best is None and aside
+        return best
+
     def elsewhere(
-        self, strategy: "Strategy", shape: Shape, devices: tuple[str, ...]
+        self, strategy: "Strategy", shape: Shape, apart: tuple[str, ...]
     ) -> tuple[list[Worker], Worker | None]:
-        """The workers that take such tasks on other devices than these; and the one of them that may have one now and
-        ranks first.
+        """The workers that take such tasks, but for these devices (device_key) and workers (worker_id); and the one of
+        them that may have one now and ranks first.
         """
         fleet = self._fleet
-        others = [w for w in fleet.eligible(shape) if w.accepting and w.device_key not in devices]
-        free = [w for w in others if not busy(fleet, strategy, shape, w)]
+        others = [w for w in fleet.eligible(shape) if w.accepting and not is_one_of(w, apart)]
+        free = [w for w in others if not w.full and not barred(fleet, strategy, shape, w)]
         first = min(free, key=lambda w: (strategy.score(shape, w, fleet), w.last_dispatch), default=None)
         return others, first
 

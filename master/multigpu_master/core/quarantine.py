@@ -54,8 +54,8 @@ class Quarantine:
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
         self.breaker = Breaker(ledger.limits.breaker_share, ledger.limits.breaker_window_s)
-        # Tasks that broke an engine on a device, by device_key and task_id, with when they did.
-        self._marks: dict[str, dict[int, tuple[float, Task]]] = {}
+        # Tasks that broke an engine on a device, by device_key and task_id: when they did, and their (kind, model).
+        self._marks: dict[str, dict[int, tuple[float, tuple[str, str]]]] = {}
         # When a task of this (kind, model) was condemned last.
         self._condemned: dict[tuple[str, str], float] = {}
 
@@ -66,7 +66,7 @@ class Quarantine:
         own_word = any(reason.code != "tasks_fail" for reason in health.reasons)
         worker.health = health
         if not health.fit and own_word:
-            self._forgive(self._marks.pop(worker.device_key, {}), worker.device_key)
+            self._forgive(worker.device_key)
         self._judge(worker, now)
 
     def _judge(self, worker: Worker, now: float) -> None:
@@ -137,7 +137,7 @@ class Quarantine:
         if now - self._condemned.get(kind, -window_s) < window_s:
             return False
         marks = {i: mark for i, mark in self._marks.get(device, {}).items() if mark[0] > now - window_s}
-        marks[task.task_id] = (now, task)
+        marks[task.task_id] = (now, kind)
         if len(marks) > SUSPECTS:  # there was nothing to compare with
             del marks[next(iter(marks))]
         self._marks[device] = marks
@@ -152,7 +152,7 @@ class Quarantine:
         if len(self._condemned) > KINDS_MAX:
             del self._condemned[next(iter(self._condemned))]
         for device, marks in list(self._marks.items()):
-            kept = {i: m for i, m in marks.items() if (m[1].spec.kind, m[1].spec.model) != kind}
+            kept = {i: m for i, m in marks.items() if m[1] != kind}
             if kept:
                 self._marks[device] = kept
             else:
@@ -160,7 +160,7 @@ class Quarantine:
 
     def _suspect(self, device: str, now: float) -> None:
         """Asks for a check of a device, and gives the tasks that failed on it their attempt back."""
-        for _, task in self._marks.pop(device).values():
+        for task in self._marked(device):
             extra = task.more()
             extra.forgiven += (device,)  # and it stays among those it broke: one more, and it is condemned
         for worker in list(self._ledger.fleet.sessions.values()):
@@ -170,10 +170,14 @@ class Quarantine:
                 self._ledger.out.extend([desire, ev.WorkerChanged(worker, remember=True)])
                 self._judge(worker, now)
 
-    @staticmethod
-    def _forgive(marks: dict[int, tuple[float, Task]], device: str) -> None:
+    def _marked(self, device: str) -> list[Task]:
+        """The tasks that broke an engine on a device and have not been forgotten. Their marks are removed."""
+        tasks = [self._ledger.tasks.get(task_id) for task_id in self._marks.pop(device, {})]
+        return [task for task in tasks if task is not None]
+
+    def _forgive(self, device: str) -> None:
         """The device was to blame."""
-        for _, task in marks.values():
+        for task in self._marked(device):
             extra = task.more()
             extra.forgiven += (device,)
             extra.broke = tuple(each for each in extra.broke if each != device)

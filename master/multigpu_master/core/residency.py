@@ -45,6 +45,7 @@ class Model:
     memory_bytes: int = 0
     expected_bytes: int = 0  # what it will take in memory, as the worker guesses
     load_s: float = 0.0
+    error: str = ""  # why it can't be loaded
     wire: bytes = b""  # the serialized multigpu.v1.Model, with all that the core doesn't read
 
     @property
@@ -160,6 +161,11 @@ class Residency:
         if said is not None and said.state is not ModelState.UNLOADING and model not in self.going:
             return True
         return model in self.granted or model in self.uses
+
+    def loading(self, model: str) -> bool:
+        """Whether the worker says that it loads it now."""
+        said = self.said.get(model)
+        return said is not None and said.state is ModelState.LOADING
 
     def pinned(self) -> dict[str, None]:
         """The ids of what an operator wants to stay loaded; of those that the worker offers."""

@@ -10,11 +10,13 @@ from multigpu_master.core import events as ev
 from multigpu_master.core.admission import RESOURCE_EXHAUSTED, full, refusal, unplaceable
 from multigpu_master.core.attempts import Attempts
 from multigpu_master.core.dispatch import Dispatcher
+from multigpu_master.core.identity import conflict, fingerprint
 from multigpu_master.core.lanes import Lane, partition_of
 from multigpu_master.core.ledger import Counters, Ledger, Limits
-from multigpu_master.core.model import OutcomeState, Spec, Task, TaskError
+from multigpu_master.core.model import WITHDRAWN, OutcomeState, Spec, Task, TaskError
 from multigpu_master.core.operators import Operators
 from multigpu_master.core.quarantine import Quarantine
+from multigpu_master.core.recall import Recalls
 from multigpu_master.core.sessions import Sessions
 from multigpu_master.core.timers import Due
 from multigpu_master.core.turns import Turns
@@ -30,7 +32,9 @@ TOO_MANY_STREAMS = (
 
 
 class Core(Ledger):
-    """See the module. `first_id` must be above every task_id and lease_id given before; `random` yields [0.0, 1.0)."""
+    """See the module. `first_id` and what follows in its range (model.EPOCH_IDS) must be above every task_id and
+    lease_id given before; `random` yields [0.0, 1.0).
+    """
 
     def __init__(
         self,
@@ -44,14 +48,16 @@ class Core(Ledger):
         self._streams: set[int] = set()  # the Run streams that live
         self._attempts = Attempts(self, random)
         turns = Turns(self)
-        self._dispatcher = Dispatcher(self, self._attempts, turns)
+        recalls = Recalls(self)
+        self._dispatcher = Dispatcher(self, self._attempts, turns, recalls)
         self.quarantine = Quarantine(self)
-        sessions = Sessions(self, self._attempts, self.quarantine, turns)
+        sessions = Sessions(self, self._attempts, self.quarantine, turns, recalls)
         operators = Operators(self, self._attempts)
         self._handlers: dict[type, Callable[..., None]] = {
             ev.StreamOpened: self._stream_opened, ev.StreamClosed: self._stream_closed,
             ev.Submit: self._submit, ev.Cancel: self._cancel, ev.SubmitFailed: self._submit_failed,
-            ev.SettlesCommitted: self._committed, ev.Recover: self._recover, ev.Tick: self._tick,
+            ev.SettlesCommitted: self._committed, ev.IdsRenewed: self._ids_renewed, ev.Recover: self._recover,
+            ev.Tick: self._tick,
             ev.Hello: sessions.hello, ev.Heartbeat: sessions.heartbeat, ev.Reports: sessions.reports,
             ev.Partials: sessions.partials, ev.SessionClosed: sessions.closed,
             ev.RegisterWorker: operators.register, ev.Cordon: operators.cordon, ev.Uncordon: operators.uncordon,
@@ -72,6 +78,9 @@ class Core(Ledger):
         if self.settled:
             self.out.append(ev.Settled(self.settled))
             self.settled = []
+        if self.next_id >= self.renew_id and not self.renewing:
+            self.renewing = True
+            self.out.append(ev.RenewIds())
         out, self.out = self.out, []
         return out
 
@@ -111,7 +120,14 @@ class Core(Ledger):
         streams = (event.stream,) if event.stream else ()
         for task in event.tasks:
             known = self.requests.get(task.request_id) if task.request_id else None
-            if known is not None:
+            if known is not None and not (known.outcome is not None and known.outcome.withdrawn):
+                first = known.spec
+                other = conflict(
+                    known.task_id, first.kind, first.model, fingerprint(known), task, durable=first.durable
+                )
+                if other is not None:
+                    results.append(other)
+                    continue
                 if event.stream and event.stream not in known.streams:
                     living = [stream for stream in known.streams if stream in self._streams]
                     if len(living) >= STREAMS_MAX:
@@ -140,12 +156,17 @@ class Core(Ledger):
 
     def _cancel(self, event: ev.Cancel, now: float) -> None:
         ended = [t for t in dict.fromkeys(event.tasks) if t.outcome is None]
-        error = TaskError("Cancelled", event.reason or "cancelled by the client", retryable=False)
+        error_type = WITHDRAWN if event.withdrawn else "Cancelled"
+        error = TaskError(error_type, event.reason or "cancelled by the client", retryable=False)
         for task in ended:
             self._attempts.end(task, OutcomeState.CANCELLED, error, now)
         self.out.append(ev.Cancelled(ended))
 
     # --- the journal -------------------------------------------------------------------------------------------------
+
+    def _ids_renewed(self, event: ev.IdsRenewed, now: float) -> None:
+        assert event.first_id >= self.ids_end, "new ids are above all others"
+        self.begin_ids(event.first_id)
 
     def _recover(self, event: ev.Recover, now: float) -> None:
         self.hold_until_s = event.hold_until_s

@@ -12,20 +12,27 @@ from multigpu_master.core.attempts import Attempts
 from multigpu_master.core.ledger import Ledger
 from multigpu_master.core.model import Lease, Outcome, OutcomeState, Task, TaskError, Worker
 from multigpu_master.core.quarantine import Quarantine
+from multigpu_master.core.recall import Recalls
 from multigpu_master.core.turns import Turns
 
 PARTIALS_BYTES_MAX = 16 << 20
+PARTIAL_OVERHEAD_BYTES = 64  # that each of them counts for, besides its data
 # A timer that fires later than this (or a quarter of the session's timeout) shows that the master itself was away.
 LATE_S = 1.0
 # What a worker says of a lease whose model had to make room for another, and how long the task waits then.
 MAKES_ROOM, MAKES_ROOM_S = "ModelMakesRoom", 0.1
+# What it says of a lease that was recalled.
+RECALLED = "Recalled"
 
 
 class Sessions:
     """See the module."""
 
-    def __init__(self, ledger: Ledger, attempts: Attempts, quarantine: Quarantine, turns: Turns) -> None:
+    def __init__(
+        self, ledger: Ledger, attempts: Attempts, quarantine: Quarantine, turns: Turns, recalls: Recalls
+    ) -> None:  # fmt: skip
         self._ledger = ledger
+        self._recalls = recalls
         self._attempts = attempts
         self._quarantine = quarantine
         self._turns = turns
@@ -38,21 +45,23 @@ class Sessions:
     def hello(self, event: ev.Hello, now: float) -> None:
         ledger, fleet = self._ledger, self._ledger.fleet
         worker = fleet.workers.get(event.info.worker_id)
+        ours = [h for h in event.leases if h.proven and max(h.lease_id, h.task_id) < event.ids_end]
         if worker is not None and worker.session:
             ledger.out.append(ev.EndSession(worker.session, "the worker began another session", taken_over=True))
-            self._lose(worker, now, kept={h.lease_id for h in event.leases})
+            self._lose(worker, now, kept={h.lease_id for h in ours})
         worker = fleet.register(event.info)
         ledger.out.extend(ev.WorkerChanged(gone, remember=True, gone=True) for gone in fleet.forgotten)
         fleet.forgotten.clear()
         fleet.new_session(worker, event.session, now)
         adopted = [lease.lease_id for lease in worker.leases.values()]
-        for held in event.leases:
+        for held in ours:
             lease = worker.leases.get(held.lease_id)
             if lease is not None:
                 lease.frame = 0
                 self._observe(lease, held, now)
             elif self._adopt(worker, held, now):
                 adopted.append(held.lease_id)
+        self._recalls.granted(worker, now)
         revoked = [h.lease_id for h in event.leases if h.lease_id not in worker.leases]
         ledger.out.append(ev.Welcome(event.session, adopted))
         if revoked:
@@ -79,7 +88,7 @@ class Sessions:
         if extra is not None and held.attempt <= extra.failed_attempt:
             return False  # its report has arrived, and the attempt is charged: it must not end once more
         if task.waiting:
-            ledger.lanes.leave(ledger.lane_for(task))
+            ledger.lanes.leave(ledger.lane_for(task), task)
         if extra is not None:
             extra.not_before_s = 0.0
             extra.losses = max(0, extra.losses - 1)  # it was not lost after all
@@ -107,7 +116,7 @@ class Sessions:
         worker.heard_s = now
         worker.telemetry = event.telemetry
         worker.embedding_cache = event.embedding_cache
-        worker.mps = event.mps
+        worker.mps, worker.handlers = event.mps, event.handlers
         if event.health != worker.health or worker.quarantined:  # it may be from before this master, and over
             self._quarantine.heard(worker, event.health, now)
         if not worker.leases and worker.loading:
@@ -189,9 +198,13 @@ class Sessions:
             lease = pop(lease_id, None)
             if lease is not None:
                 leases.append(lease)
+                ended_s, dispatch_s, began_s = finish_s, lease.dispatch_s, start_s
+                if not dispatch_s <= began_s <= ended_s:
+                    ended_s = max(finish_s, dispatch_s)
+                    dispatch_s, began_s = lease.stages(start_s, ended_s)
                 lease.task.outcome = Outcome(
-                    OutcomeState.SUCCEEDED, max(finish_s, lease.dispatch_s), result, content_type, None,
-                    lease.dispatch_s, start_s, worker_id, device_id,
+                    OutcomeState.SUCCEEDED, ended_s, result, content_type, None,
+                    dispatch_s, began_s, worker_id, device_id,
                 )  # fmt: skip
         if event.energy:
             energy = dict(zip(event.succeeded, event.energy, strict=True))
@@ -209,8 +222,11 @@ class Sessions:
                 ledger.counters.stale_reports += 1
                 continue
             ledger.release(lease)
+            ledger.counters.requeued += failure.returned
             if failure.returned and failure.error.type == MAKES_ROOM:
                 self._attempts.spare(lease, now, MAKES_ROOM_S)
+            elif failure.returned and failure.error.type == RECALLED and lease.recalled:
+                self._attempts.spare(lease, now, 0.0)
             elif failure.returned:
                 message = f"worker {worker.worker_id} returned the task"
                 self._attempts.lost(lease, message, now, sick=not worker.health.fit)
@@ -241,14 +257,24 @@ class Sessions:
                 # The attempt goes on from outputs that died with the last master: only another one can fill the gap.
                 self._attempts.take_back(lease, None, now)
                 continue
-            if extra.partials_bytes + len(partial.data) > PARTIALS_BYTES_MAX:
-                message = f"partial outputs exceed {PARTIALS_BYTES_MAX} bytes"
-                self._attempts.take_back(lease, TaskError("ResultTooLarge", message, retryable=False), now)
+            size = len(partial.data) + len(partial.content_type) + PARTIAL_OVERHEAD_BYTES
+            error = None
+            if extra.partials_bytes + size > PARTIALS_BYTES_MAX:
+                message = f"partial outputs exceed {PARTIALS_BYTES_MAX} bytes, with {PARTIAL_OVERHEAD_BYTES} for each"
+                error = TaskError("ResultTooLarge", message, retryable=False)
+            elif ledger.unsettled_bytes + size > ledger.limits.bytes_max:
+                message = f"payloads and partial outputs exceed the master's limit of {ledger.limits.bytes_max} bytes"
+                error = TaskError("ResourceExhausted", f"{message} (queue_bytes_max)")
+            if error is not None:
+                self._attempts.take_back(lease, error, now)
                 continue
-            extra.partials_bytes += len(partial.data)
+            extra.partials_bytes += size
+            ledger.unsettled_bytes += size
             extra.partials.append(partial.data)
+            extra.partial_content_types.append(partial.content_type)
             if task.streams:
-                fresh.setdefault(task, ev.Forward(task)).partials.append((partial.index, partial.data))
+                forward = fresh.setdefault(task, ev.Forward(task))
+                forward.partials.append((partial.index, partial.data, partial.content_type))
         ledger.out.extend(fresh.values())
 
     # --- it ends -----------------------------------------------------------------------------------------------------
@@ -275,7 +301,7 @@ class Sessions:
         for lease in leases:
             if lease.running:
                 message = f"worker {worker.worker_id} was lost while it ran the task"
-                self._attempts.failed(lease, TaskError("WorkerLost", message), 0.0, now, now)
+                self._attempts.failed(lease, TaskError("WorkerLost", message), lease.run_s, now, now)
             else:
                 self._attempts.lost(lease, f"worker {worker.worker_id} was lost", now)
         ledger.out.append(ev.WorkerChanged(worker, remember=True))

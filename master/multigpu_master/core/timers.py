@@ -6,11 +6,14 @@ what is no longer of interest is swept out whenever it could be half of all.
 
 from collections.abc import Callable
 from enum import IntEnum
-from heapq import heapify, heappop, heappush
+from heapq import heappop, heappush
 
 from multigpu_master.core.model import Task
+from multigpu_master.core.task_table import TaskTable
 
 SWEEP_MIN = 1024
+SWEEP_STEP = 4  # old instants that are looked at for each new one
+FIRE_MAX = 256  # instants in one event
 
 
 class Due(IntEnum):
@@ -45,31 +48,56 @@ class Timers:
 
 
 class Expiries:
-    """The instants of tasks, by task_id; `due` hears of those whose task has not ended by then."""
+    """The instants of tasks, by task_id; `due` hears of those whose task has not ended by then.
 
-    def __init__(self, tasks: dict[int, Task], due: Callable[[Task, Due, float], None]) -> None:
+    Both lists are heaps. Once half of the instants may be of tasks that have ended, they become the old ones, and each
+    new instant takes a few of them over that still matter: no event pays for all.
+    """
+
+    def __init__(self, tasks: TaskTable, due: Callable[[Task, Due, float], None]) -> None:
         self._tasks = tasks
         self._due = due
         self._heap: list[tuple[float, int, Due]] = []
+        self._old: list[tuple[float, int, Due]] = []
         self._sweep_at = SWEEP_MIN
 
     def at(self, when_s: float, task: Task, what: Due) -> None:
         """Has `due` called at when_s, unless the task has ended."""
         heappush(self._heap, (when_s, task.task_id, what))
-        if len(self._heap) > self._sweep_at:
-            tasks = self._tasks
-            self._heap = [e for e in self._heap if (t := tasks.get(e[1])) is not None and t.outcome is None]
-            heapify(self._heap)
+        old = self._old
+        if not old:
+            if len(self._heap) > self._sweep_at:
+                self._old, self._heap = self._heap, []
+            return
+        for _ in range(min(SWEEP_STEP, len(old))):
+            instant = old.pop()  # the last of a heap: the rest is still one
+            if self._task(instant) is not None:
+                heappush(self._heap, instant)
+        if not old:
             self._sweep_at = 2 * len(self._heap) + SWEEP_MIN
 
     def fire(self, now: float) -> None:
-        """Tells of what is due."""
-        while self._heap and self._heap[0][0] <= now:
-            _, task_id, what = heappop(self._heap)
-            task = self._tasks.get(task_id)
-            if task is not None and task.outcome is None:
-                self._due(task, what, now)
+        """Tells of what is due: of so much that an event stays short. The rest is due at once."""
+        for _ in range(FIRE_MAX):
+            heap = self._first()
+            if not heap or heap[0][0] > now:
+                return
+            instant = heappop(heap)
+            task = self._task(instant)
+            if task is not None:
+                self._due(task, instant[2], now)
 
     def next_s(self) -> float | None:
         """When the next instant is."""
-        return self._heap[0][0] if self._heap else None
+        heap = self._first()
+        return heap[0][0] if heap else None
+
+    def _first(self) -> list[tuple[float, int, Due]]:
+        """The heap with the earlier instant."""
+        heap, old = self._heap, self._old
+        return old if old and (not heap or old[0] < heap[0]) else heap
+
+    def _task(self, instant: tuple[float, int, Due]) -> Task | None:
+        """The task of an instant, if it has not ended."""
+        task = self._tasks.get(instant[1])
+        return task if task is not None and task.outcome is None else None

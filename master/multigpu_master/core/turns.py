@@ -48,11 +48,8 @@ class Turns:
         """A lane found no worker. It may be for want of room for its model."""
         if lane in self._waiting or lane.queue.paused:
             return
-        ranking = lane.crowd.ranking
-        if pin is not None:
-            crowded = self._ledger.fleet.blocked(pin, lane.base) is not None
-        else:
-            crowded = ranking is not None and bool(ranking.crowded)
+        blocked = self._ledger.fleet.blocked
+        crowded = blocked(pin, lane.base) is not None if pin is not None else lane.crowd.crowded
         if crowded:
             self._waiting[lane] = None
             self._look_later(lane, now)

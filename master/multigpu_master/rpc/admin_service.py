@@ -1,6 +1,7 @@
 """AdminService: the operator's door."""
 
 import asyncio
+import math
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -9,17 +10,18 @@ import grpc
 from multigpu.v1 import admin_service_pb2 as pb
 from multigpu.v1 import task_pb2
 
-from multigpu_master import wire
+from multigpu_master import wire, wire_models
 from multigpu_master.core import events as ev
 from multigpu_master.core.admission import QUEUES_MAX
 from multigpu_master.core.explain import explain
-from multigpu_master.core.model import Queue, Task, Worker
+from multigpu_master.core.model import Queue, Worker
 from multigpu_master.driver import Driver
 from multigpu_master.journal import JournalError
 from multigpu_master.memory import resident_bytes
 from multigpu_master.rpc import queries
+from multigpu_master.rpc.dead_letter_calls import DeadLetterCalls
 from multigpu_master.rpc.model_calls import ModelCalls
-from multigpu_master.rpc.status import count_of, make_token, page_size_of, read_token, refuse
+from multigpu_master.rpc.status import make_token, page_size_of, read_token, refuse
 from multigpu_master.rpc.token_calls import TokenCalls
 from multigpu_master.security.gate import Gate, caller_queues
 from multigpu_master.settings import breaker_setting, queue_setting, worker_message, worker_setting
@@ -29,10 +31,8 @@ from multigpu_master.strategies.registry import canonical_name
 WATCH_INTERVAL_S = 0.25
 WATCH_CHUNK = 64
 
-LETTERS_MAX = 10_000
 
-
-class AdminService(TokenCalls, ModelCalls):
+class AdminService(TokenCalls, ModelCalls, DeadLetterCalls):
     """See protos/multigpu/v1/admin_service.proto."""
 
     def __init__(self, driver: Driver, version: str, gate: Gate | None = None) -> None:
@@ -41,7 +41,7 @@ class AdminService(TokenCalls, ModelCalls):
         self._core = driver.core
         self._version = version
         self._start_s = driver.now()
-        self._requeueing: set[int] = set()  # dead letters on their way back to the queue
+        self._taken = set()
 
     # --- workers -----------------------------------------------------------------------------------------------------
 
@@ -105,6 +105,14 @@ class AdminService(TokenCalls, ModelCalls):
         self._driver.handle(ev.Forget(request.worker_id))
         return pb.ForgetWorkerResponse()
 
+    async def ReloadHandlers(self, request: Any, context: Any) -> pb.ReloadHandlersResponse:
+        worker = await self._known_worker(context, request.worker_id)
+        if not worker.session or not worker.handlers:
+            why = "tells of no handlers: it has none, or is of an older version" if worker.session else "is lost"
+            await refuse(context, grpc.StatusCode.FAILED_PRECONDITION, f"worker {request.worker_id!r} {why}")
+        self._driver.reload_handlers(worker.session)
+        return pb.ReloadHandlersResponse(worker=worker_message(worker))
+
     async def _known_worker(self, context: Any, worker_id: str) -> Any:
         worker = self._core.fleet.workers.get(worker_id)
         if worker is None:
@@ -119,11 +127,9 @@ class AdminService(TokenCalls, ModelCalls):
         await self._save(context, worker_setting(worker))
         return worker_message(worker)
 
-    async def _save(
-        self, context: Any, settings: dict[str, bytes | None], deleted_dead_letters: Sequence[int] = ()
-    ) -> None:
+    async def _save(self, context: Any, settings: dict[str, bytes | None]) -> None:
         try:
-            await self._driver.journaling.save(settings, deleted_dead_letters)
+            await self._driver.journaling.save(settings)
         except JournalError as error:
             await refuse(
                 context,
@@ -170,24 +176,34 @@ class AdminService(TokenCalls, ModelCalls):
         size = await page_size_of(context, request.page_size)
         start = await read_token(context, request.page_token, "page_token")
         queues = caller_queues()
-        names = sorted(self._core.queues if queues is None else queues & self._core.queues.keys())
-        heads = self._heads()
-        response = pb.ListQueuesResponse(queues=[self._queue(n, heads) for n in names[start : start + size]])
+        found = {name for name, queue in self._core.queues.items() if not queue.idle}
+        found.update(await asyncio.to_thread(self._driver.journal.dead_letter_queues))
+        names = sorted(found if queues is None else queues & found)
+        page = names[start : start + size]
+        heads = await self._heads(page)
+        response = pb.ListQueuesResponse(queues=[self._queue(n, heads) for n in page])
         if start + size < len(names):
             response.next_page_token = make_token(start + size)
         return response
 
-    def _heads(self) -> dict[str, float]:
-        """When the oldest queued task of each queue was submitted."""
-        heads: dict[str, float] = {}
-        for lane in self._core.lanes.by_key.values():
-            if (head := lane.head()) is not None:
-                name = lane.queue.name
-                heads[name] = min(heads.get(name, head.submit_s), head.submit_s)
+    async def _heads(self, names: Sequence[str]) -> dict[str, float]:
+        """When the oldest queued task of each of these queues was submitted. The event loop goes on meanwhile."""
+        heads = dict.fromkeys(names, math.inf)
+        began_s = time.monotonic()
+        for lane in list(self._core.lanes.by_key.values()):
+            name = lane.queue.name
+            if name in heads and (head := lane.head()) is not None:
+                heads[name] = min(heads[name], head.submit_s)
+            if time.monotonic() > began_s + queries.SLICE_S:
+                await asyncio.sleep(0)
+                began_s = time.monotonic()
         return heads
 
+    async def _told(self, name: str) -> pb.Queue:
+        return self._queue(name, await self._heads([name]))
+
     def _queue(self, name: str, heads: dict[str, float]) -> pb.Queue:
-        queue = self._core.queue(name)
+        queue = self._core.queues.get(name) or Queue(name)
         message = pb.Queue(
             queue=name,
             paused=queue.paused,
@@ -197,24 +213,24 @@ class AdminService(TokenCalls, ModelCalls):
             leased=queue.leased,
         )
         message.limits.tasks_max, message.limits.bytes_max = queue.tasks_max, queue.bytes_max
-        if name in heads:
+        if heads[name] < math.inf:
             message.oldest_age.CopyFrom(wire.duration(max(0.0, self._driver.now() - heads[name])))
         return message
 
     async def PauseQueue(self, request: Any, context: Any) -> pb.PauseQueueResponse:
         await self._configure(context, ev.ConfigureQueue(request.queue, paused=True))
-        return pb.PauseQueueResponse(queue=self._queue(request.queue, self._heads()))
+        return pb.PauseQueueResponse(queue=await self._told(request.queue))
 
     async def ResumeQueue(self, request: Any, context: Any) -> pb.ResumeQueueResponse:
         await self._configure(context, ev.ConfigureQueue(request.queue, paused=False))
-        return pb.ResumeQueueResponse(queue=self._queue(request.queue, self._heads()))
+        return pb.ResumeQueueResponse(queue=await self._told(request.queue))
 
     async def SetQueueLimits(self, request: Any, context: Any) -> pb.SetQueueLimitsResponse:
         limits = request.limits
         await self._configure(
             context, ev.ConfigureQueue(request.queue, tasks_max=limits.tasks_max, bytes_max=limits.bytes_max)
         )
-        return pb.SetQueueLimitsResponse(queue=self._queue(request.queue, self._heads()))
+        return pb.SetQueueLimitsResponse(queue=await self._told(request.queue))
 
     async def _configure(self, context: Any, event: ev.ConfigureQueue) -> None:
         if not event.queue:
@@ -226,11 +242,15 @@ class AdminService(TokenCalls, ModelCalls):
     async def _admit_queue(self, context: Any, name: str) -> None:
         """INVALID_ARGUMENT: no task could be in such a queue. RESOURCE_EXHAUSTED: there are too many."""
         core = self._core
-        if len(name.encode()) > wire.NAME_BYTES_MAX or "\0" in name:
+        try:
+            wire_models.plain_name("queue", name)
+        except wire.InvalidTaskError as error:
+            await refuse(context, grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        if len(name.encode()) > wire.NAME_BYTES_MAX:
             await refuse(
                 context,
                 grpc.StatusCode.INVALID_ARGUMENT,
-                f"a queue's name has at most {wire.NAME_BYTES_MAX} bytes, and no NUL",
+                f"a queue's name has at most {wire.NAME_BYTES_MAX} bytes",
             )
         if name not in core.queues and len(core.queues) >= QUEUES_MAX and not core.prune_queues():
             await refuse(
@@ -238,68 +258,6 @@ class AdminService(TokenCalls, ModelCalls):
                 grpc.StatusCode.RESOURCE_EXHAUSTED,
                 f"there are {QUEUES_MAX} queues with tasks or rules already; use one of them",
             )
-
-    # --- dead letters ------------------------------------------------------------------------------------------------
-
-    async def ListDeadLetters(self, request: Any, context: Any) -> pb.ListDeadLettersResponse:
-        size = await page_size_of(context, request.page_size)
-        before = await read_token(context, request.page_token, "page_token") or queries.NEWEST
-        rows = self._driver.journal.list_dead_letters(
-            queue=request.queue, before_task_id=before, limit=size + 1, queues=caller_queues()
-        )
-        response = pb.ListDeadLettersResponse(tasks=[queries.stored_task(r, whole=False) for r in rows[:size]])
-        if len(rows) > size:
-            response.next_page_token = make_token(rows[size - 1].task_id)
-        return response
-
-    def _letters(self, request: Any) -> list[int]:
-        """The dead letters that a request names, one by one or by queue."""
-        if request.task_ids or not request.queue:
-            return list(request.task_ids)
-        ids: list[int] = []
-        before = queries.NEWEST
-        while rows := self._driver.journal.list_dead_letters(queue=request.queue, before_task_id=before, limit=1000):
-            ids.extend(r.task_id for r in rows)
-            before = rows[-1].task_id
-        return ids
-
-    async def RequeueDeadLetters(self, request: Any, context: Any) -> pb.RequeueDeadLettersResponse:
-        await count_of(context, len(request.task_ids), LETTERS_MAX, "dead letters in one call")
-        driver = self._driver
-        ids = self._letters(request)
-        letters = {r.task_id: r for r in driver.journal.get_dead_letters(ids) if r.task_id not in self._requeueing}
-        response = pb.RequeueDeadLettersResponse(unknown_task_ids=[i for i in ids if i not in letters])
-        # A letter is on the disk until its task is: another call must not find it meanwhile, or it would run twice.
-        taken = set(letters)
-        self._requeueing |= taken
-        try:
-            for task_id in ids:
-                letter = letters.pop(task_id, None)
-                if letter is None:
-                    continue
-                spec = driver.specs.restore(letter.spec)
-                task = Task(spec, "", letter.payload, letter.partition_key, letter.units)
-                answer = await driver.submit_durably(spec, task, replaces=task_id)
-                if isinstance(answer, ev.Rejection):
-                    await refuse(
-                        context,
-                        grpc.StatusCode.FAILED_PRECONDITION,
-                        f"requeued {len(response.task_ids)} of {len(ids)}; dead letter {task_id}: {answer.message}",
-                    )
-                else:
-                    response.task_ids.append(answer.task_id)
-        finally:
-            self._requeueing -= taken
-        return response
-
-    async def DeleteDeadLetters(self, request: Any, context: Any) -> pb.DeleteDeadLettersResponse:
-        await count_of(context, len(request.task_ids), LETTERS_MAX, "dead letters in one call")
-        ids = self._letters(request)
-        found = [r.task_id for r in self._driver.journal.get_dead_letters(ids)]
-        if found:
-            await self._save(context, {}, found)
-        known = set(found)
-        return pb.DeleteDeadLettersResponse(deleted=len(found), unknown_task_ids=[i for i in ids if i not in known])
 
     # --- the circuit breaker -----------------------------------------------------------------------------------------
 
@@ -354,7 +312,9 @@ class AdminService(TokenCalls, ModelCalls):
 
     async def Explain(self, request: Any, context: Any) -> pb.ExplainResponse:
         task = self._core.tasks.get(request.task_id)
-        stored = self._driver.journal.get_outcome(request.task_id) if task is None else None
+        stored = None
+        if task is None:
+            stored = await asyncio.to_thread(self._driver.journal.get_outcome, request.task_id)
         queues = caller_queues()
         if task is None or (queues is not None and task.spec.queue not in queues):
             if stored is None or (queues is not None and stored.queue not in queues):

@@ -8,9 +8,10 @@ from multigpu.v1 import task_pb2
 
 from multigpu_master import wire
 from multigpu_master.core import events as ev
+from multigpu_master.core.identity import conflict
 from multigpu_master.core.model import Task
 from multigpu_master.driver import Driver
-from multigpu_master.journal import JournalError, StoredOutcome
+from multigpu_master.journal import JournalError, SettledTask, StoredOutcome
 from multigpu_master.security.tokens import Token
 from multigpu_master.wire_large import Peer
 
@@ -19,15 +20,15 @@ log = structlog.get_logger()
 INVALID_ARGUMENT, PERMISSION_DENIED, RESOURCE_EXHAUSTED = 3, 7, 8
 DISK_FULL = ev.Rejection(
     RESOURCE_EXHAUSTED,
-    "the master's disk is full (or journal_bytes_max is reached): durable tasks can't be taken until there is room; "
-    "free space in its data_dir, or submit with durability EPHEMERAL",
+    "the master's disk is full (or journal_bytes_max is reached, or no file descriptor is left: its log says which): "
+    "durable tasks can't be taken until there is room; free space in its data_dir, or submit with durability EPHEMERAL",
     1.0,
 )
 TAKEN = ev.Rejection(
     INVALID_ARGUMENT, "this request_id is in use already, for a task that is not yours; choose another"
 )
 
-Answer = Task | ev.Rejection | StoredOutcome
+Answer = Task | ev.Rejection | SettledTask
 
 
 class Intake:
@@ -44,9 +45,9 @@ class Intake:
         caller: Token | None = None,
     ) -> list[Answer]:  # fmt: skip
         """Submits a batch of tasks called so, whose payloads `peer` may have referred to. For each input, in order: the
-        task that stands for it, the outcome it already had, or why it was not taken. `done` is called, later, once the
-        tasks are durable; it is called in any case. `patient`: nobody is told of tasks before they settle.
-        `caller`: whose limits count; None: nobody has any.
+        task that stands for it, what the journal says of it if it has ended, or why it was not taken. `done` is called,
+        later, once the tasks are durable; it is called in any case. `patient`: nobody is told of tasks before they
+        settle. `caller`: whose limits count; None: nobody has any.
         """
         driver = self._driver
         count = len(request_ids)
@@ -66,7 +67,7 @@ class Intake:
             driver.soon(done)
             return [refusal] * count
         candidates = wire.tasks_of(spec, batch, self._payload_bytes_max, peer)
-        known = driver.known(request_ids) if spec.durable else {}
+        known = driver.known(request_ids)
         if caller is not None and caller.queues is not None:
             candidates = [self._own(c, known, caller) for c in candidates]
         tasks = [c for c in candidates if isinstance(c, Task) and c.request_id not in known]
@@ -83,14 +84,13 @@ class Intake:
             if not isinstance(candidate, Task):
                 answers.append(candidate)
             elif (stored := known.get(candidate.request_id)) is not None:
-                answers.append(stored)
+                other = conflict(stored.task_id, stored.kind, stored.model, stored.fingerprint, candidate)
+                answers.append(other or stored)
             else:
                 answers.append(next(rest))
         return answers
 
-    def _own(
-        self, candidate: Task | ev.Rejection, known: dict[str, StoredOutcome], caller: Token
-    ) -> Task | ev.Rejection:
+    def _own(self, candidate: Task | ev.Rejection, known: dict[str, SettledTask], caller: Token) -> Task | ev.Rejection:
         """The candidate, unless its request_id is that of a task which the caller may not see."""
         if isinstance(candidate, Task):
             request_id = candidate.request_id
@@ -113,19 +113,42 @@ def _refusal(caller: Token, queue: str, count: int, now: float) -> ev.Rejection 
 
 
 def fill_stored(message: task_pb2.Outcome, stored: StoredOutcome) -> None:
-    """Fills an Outcome from the journal."""
-    lost = "ResultExpired", "the task ended, but its result_ttl is over and the result is gone"
+    """Fills an Outcome from the journal. MemoryError: there is too little memory for it now."""
+    lost = stored.lost
     if stored.body is not None:
         try:
-            message.ParseFromString(stored.body)
+            parse_outcome(message, stored.body)
         except DecodeError as error:
-            what = f"the outcome at cursor {stored.cursor} is damaged: {error}"
-            log.warning("the journal is damaged", task_id=stored.task_id, what=what)
             message.Clear()
-            lost = "ResultDamaged", "the task ended, but its result is damaged in the master's journal; check its disk"
+            lost = f"the outcome at cursor {stored.cursor} is damaged: {error}"
         else:
             return
-    message.task_id = stored.task_id
-    message.request_id = stored.request_id
-    message.state = stored.state  # type: ignore[assignment]  # enums are ints on the wire
-    message.error.type, message.error.message = lost
+    if lost:
+        log.warning("an outcome was lost", task_id=stored.task_id, reason=lost)
+    message.task_id, message.request_id = stored.task_id, stored.request_id
+    ended = task_pb2.OutcomeState.Name(stored.state).removeprefix("OUTCOME_STATE_")
+    gone = stored.state == task_pb2.OUTCOME_STATE_SUCCEEDED
+    message.state = task_pb2.OUTCOME_STATE_RESULT_MISSING if gone else stored.state  # type: ignore[assignment]  # as above
+    if lost:
+        what = f"its outcome cannot be read: {lost}. Look at the master's disk, restore a backup, or run the task again"
+    else:
+        what = "its result_ttl is over and its outcome was deleted; set a longer result_ttl, or run the task again"
+    message.error.type = "ResultLost" if lost else "ResultExpired"
+    message.error.message = f"the task ended {ended}, but {what} under another request_id"
+
+
+def stored_body(stored: StoredOutcome) -> bytes:
+    """The serialized Outcome of a task that the journal knows. MemoryError: there is too little memory for it now."""
+    message = task_pb2.Outcome()
+    fill_stored(message, stored)
+    return message.SerializeToString()
+
+
+def parse_outcome(message: task_pb2.Outcome, body: bytes) -> None:
+    """DecodeError: the bytes are no Outcome. MemoryError: there is too little memory for it now."""
+    try:
+        message.ParseFromString(body)
+    except DecodeError as error:
+        if "alloc" in str(error):  # protobuf raises the same class for both
+            raise MemoryError(str(error)) from error
+        raise

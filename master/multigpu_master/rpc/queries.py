@@ -1,21 +1,26 @@
 """Looking at tasks: live ones in the core, settled ones in the journal, both in one list."""
 
 import asyncio
-from collections.abc import Callable, Iterator
-from typing import Any
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from typing import Any, TypeVar
 
 from multigpu.v1 import task_pb2, task_service_pb2
 
-from multigpu_master import wire
+from multigpu_master import wire, wire_large
 from multigpu_master.core.model import OutcomeState, Task
 from multigpu_master.driver import Driver
-from multigpu_master.journal import StoredOutcome
-from multigpu_master.rpc.intake import fill_stored
+from multigpu_master.journal import LargeBody, StoredOutcome, SubmitRecord
+from multigpu_master.rpc.intake import fill_stored, parse_outcome
 from multigpu_master.rpc.status import make_token, page_size_of, read_token
 from multigpu_master.security.gate import caller_queues
 
+T = TypeVar("T")
+
 FOREVER_S = 1e12
 NEWEST = 2**62
+# How long the event loop is held at a time while tasks or batches are gone through.
+SLICE_S = 0.005
 # The filter of the journal that matches all.
 EVERYTHING: dict[str, Any] = {
     "states": (),
@@ -28,15 +33,40 @@ EVERYTHING: dict[str, Any] = {
 }
 
 
+def batched(items: list[T], size: int) -> Iterator[list[T]]:
+    """The items in lists of at most `size`. The event loop goes on between two of them."""
+    return (items[at : at + size] for at in range(0, len(items), size))
+
+
+async def in_slices(items: Iterable[T]) -> AsyncIterator[T]:
+    """The items. The event loop goes on between two of them when SLICE_S is over."""
+    began_s = time.monotonic()
+    for item in items:
+        if time.monotonic() > began_s + SLICE_S:
+            await asyncio.sleep(0)
+            began_s = time.monotonic()
+        yield item
+
+
 def live_task(driver: Driver, task: Task, *, whole: bool) -> task_pb2.Task:
     """A task of the core as clients see it. `whole`: with result and partial outputs."""
     message = wire.task_message(task, driver.now())
-    if task.outcome is not None:
+    if task.told is not None:
         body = driver.outcomes.write(task)
-        message.outcome.ParseFromString(body if isinstance(body, bytes) else body.whole())
+        fill_live(message.outcome, body)
         if not whole:
             _strip(message.outcome)
     return message
+
+
+def fill_live(message: task_pb2.Outcome, body: bytes | LargeBody) -> None:
+    """Fills the Outcome of a settled task of the core from its serialized form. MemoryError, OSError: not now."""
+    try:
+        whole = body if isinstance(body, bytes) else body.whole()
+    except OSError as error:
+        assert isinstance(body, LargeBody), "nothing else is read"
+        whole = wire_large.outcome_lost(body, error)
+    parse_outcome(message, whole)
 
 
 def stored_task(stored: StoredOutcome, *, whole: bool) -> task_pb2.Task:
@@ -52,19 +82,30 @@ def stored_task(stored: StoredOutcome, *, whole: bool) -> task_pb2.Task:
     return message
 
 
+def fill_letter(message: task_pb2.Task, letters: Sequence[SubmitRecord]) -> None:
+    """What the journal keeps of a dead letter besides its outcome, unless it was deleted meanwhile."""
+    for letter in letters:
+        message.spec.ParseFromString(letter.spec)
+        message.payload_bytes = len(letter.payload)
+
+
 def _strip(outcome: task_pb2.Outcome) -> None:
     outcome.ClearField("result")
     outcome.ClearField("partials")
+    outcome.ClearField("partial_content_types")
+    if outcome.state == task_pb2.OUTCOME_STATE_RESULT_MISSING:  # a list has no results, so none is missing
+        outcome.state = task_pb2.OUTCOME_STATE_SUCCEEDED
+        outcome.ClearField("error")
 
 
 class Filter:
     """A TaskFilter, asked of both places."""
 
     def __init__(self, m: Any) -> None:
-        states = set(m.states)
+        states = _known(m.states, task_pb2.TaskState)
         if m.outcomes:
             states = {task_pb2.TASK_STATE_SETTLED}
-        self.outcomes = set(m.outcomes)
+        self.outcomes = _known(m.outcomes, task_pb2.OutcomeState)
         self.live_states = states - {task_pb2.TASK_STATE_SETTLED} if states else {1, 2}
         self.settled = not states or task_pb2.TASK_STATE_SETTLED in states
         self.queues = caller_queues()
@@ -75,13 +116,11 @@ class Filter:
     def matches(self, task: Task) -> bool:
         """Whether a task of the core is asked for."""
         spec, outcome = task.spec, task.outcome
-        if outcome is not None:
-            if not self.settled or (self.outcomes and int(outcome.state) not in self.outcomes):
+        if task.told is not None:
+            if not self.settled or (self.outcomes and int(task.told.state) not in self.outcomes):
                 return False
-        else:
-            state = task_pb2.TASK_STATE_LEASED if task.lease is not None else task_pb2.TASK_STATE_QUEUED
-            if state not in self.live_states:
-                return False
+        elif wire.task_state(task) not in self.live_states:
+            return False
         if self.worker_id:
             worker_id = outcome.worker_id if outcome is not None else ""
             if task.lease is not None:
@@ -116,11 +155,11 @@ async def list_tasks(driver: Driver, request: Any, context: Any) -> task_service
     before = await read_token(context, request.page_token, "page_token") or NEWEST
     wanted = Filter(request.filter)
     found: dict[int, Callable[[], task_pb2.Task]] = {}
-    for task in _newest_first(driver, before):
-        if wanted.matches(task):
+    async for tasks in _matching(driver, wanted, before):
+        for task in tasks:
             found[task.task_id] = lambda t=task: live_task(driver, t, whole=False)  # type: ignore[misc]
-            if len(found) > size:
-                break
+        if len(found) > size:
+            break
     if wanted.settled:
         rows = await asyncio.to_thread(
             driver.journal.list_outcomes, before_task_id=before, limit=size + 1, **wanted.for_journal()
@@ -134,11 +173,15 @@ async def list_tasks(driver: Driver, request: Any, context: Any) -> task_service
     return response
 
 
-def _newest_first(driver: Driver, before: int) -> Iterator[Task]:
-    """The core's tasks below an id. They are kept in order of age: ids only grow."""
-    for task_id, task in reversed(driver.core.tasks.items()):
-        if task_id < before:
-            yield task
+def _known(values: Sequence[int], enum: Any) -> set[int]:
+    """Those of the values that the enum has: a filter may list half a million others. -1 if it lists only others."""
+    return set(enum.values()).intersection(values) or ({-1} if values else set())
+
+
+async def _matching(driver: Driver, wanted: Filter, before: int = NEWEST) -> AsyncIterator[list[Task]]:
+    """The core's tasks below an id that match, newest first, block by block. The event loop goes on between blocks."""
+    async for block in in_slices(driver.core.tasks.blocks_before(before)):
+        yield [task for task in block if wanted.matches(task)]
 
 
 async def count_tasks(driver: Driver, m: Any) -> task_service_pb2.CountResponse:
@@ -147,18 +190,18 @@ async def count_tasks(driver: Driver, m: Any) -> task_service_pb2.CountResponse:
     response = task_service_pb2.CountResponse()
     counts = dict.fromkeys(OutcomeState, 0)
     core = driver.core
-    if not m.ListFields() and wanted.queues is None:
+    settled_here = len(core.tasks) > core.unsettled
+    if not m.ListFields() and wanted.queues is None and not settled_here:
         response.queued, response.leased = core.unsettled - core.leased, core.leased
-        settled = [t for t in core.tasks.values() if t.outcome is not None] if len(core.tasks) > core.unsettled else []
-    else:
-        matching = [t for t in core.tasks.values() if wanted.matches(t)]
-        response.leased = sum(1 for t in matching if t.lease is not None)
-        settled = [t for t in matching if t.outcome is not None]
-        response.queued = len(matching) - response.leased - len(settled)
-    for task in settled:
-        if not task.spec.durable:  # durable ones are about to be in the journal, or already are
-            assert task.outcome is not None, "filtered above"
-            counts[task.outcome.state] += 1
+    elif wanted.live_states or settled_here:
+        async for tasks in _matching(driver, wanted):
+            for task in tasks:
+                if task.told is not None:
+                    counts[task.told.state] += 1
+                elif wire.task_state(task) == task_pb2.TASK_STATE_LEASED:
+                    response.leased += 1
+                else:
+                    response.queued += 1
     if wanted.settled:
         for state, n in (await asyncio.to_thread(driver.journal.count_outcomes, **wanted.for_journal())).items():
             counts[OutcomeState(state)] += n

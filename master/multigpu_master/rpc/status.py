@@ -5,6 +5,8 @@ from typing import Any, NoReturn
 import grpc
 
 CURSOR_PREFIX = "v1."
+# Of a Watch cursor: the name of the incarnation that gave it out follows. Those without a name gave out v1.
+NAMED_PREFIX = "v2."
 # A status travels in a header, which is refused as a whole by the other end if it is long. The remedy is at the end.
 DETAILS_CHARS_MAX = 2000
 
@@ -31,6 +33,19 @@ async def read_token(context: Any, token: str, what: str) -> int:
 def make_token(number: int) -> str:
     """An opaque page token or cursor."""
     return f"{CURSOR_PREFIX}{number}"
+
+
+def make_cursor(incarnation: str, number: int) -> str:
+    """An opaque Watch cursor."""
+    return f"{NAMED_PREFIX}{incarnation}.{number}"
+
+
+async def read_cursor(context: Any, cursor: str) -> tuple[str, int]:
+    """The incarnation that gave out a Watch cursor, and its number. INVALID_ARGUMENT: it isn't ours."""
+    name, dot, number = cursor.removeprefix(NAMED_PREFIX).partition(".")
+    if not (cursor.startswith(NAMED_PREFIX) and dot):
+        return "", await read_token(context, cursor, "cursor")
+    return name, await read_token(context, CURSOR_PREFIX + number, "cursor")
 
 
 async def count_of(context: Any, count: int, limit: int, what: str) -> None:

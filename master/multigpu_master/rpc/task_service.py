@@ -5,30 +5,43 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import grpc
+import structlog
 from multigpu.v1 import task_pb2, task_service_pb2
 
-from multigpu_master import wire
+from multigpu_master import wire, wire_large
 from multigpu_master.core import events as ev
-from multigpu_master.core.model import Task
+from multigpu_master.core.model import OutcomeState, Task
 from multigpu_master.driver import Driver, RunOutbox
-from multigpu_master.journal import JournalError, StoredOutcome
-from multigpu_master.journaling import tell
+from multigpu_master.journal import Journal, JournalError, SettledTask, StoredOutcome
+from multigpu_master.journaling import DURABLE_S, tell
 from multigpu_master.payloads import WRONG_KEY, Offer
 from multigpu_master.rpc import queries
-from multigpu_master.rpc.intake import DISK_FULL, Answer, Intake, fill_stored
+from multigpu_master.rpc.intake import DISK_FULL, RESOURCE_EXHAUSTED, Answer, Intake, fill_stored, stored_body
 from multigpu_master.rpc.registration import parse
-from multigpu_master.rpc.status import count_of, make_token, read_token, refuse
+from multigpu_master.rpc.status import count_of, make_cursor, read_cursor, refuse
 from multigpu_master.rpc.streams import serve_stream
 from multigpu_master.security.gate import CALLER, caller_queues
 
-# What is read for a Watch at a time: it waits in memory for as long as the client does not read.
+log = structlog.get_logger()
+
+# What is read of the journal at a time: it waits in memory for as long as the client does not read.
 WATCH_OUTCOMES, WATCH_BYTES = 1024, 256 << 10
 WATCHES_MAX = 1000
 # In one frame or call, which is served at a stretch: meanwhile nobody else is.
 FRAME_TASKS_MAX, CANCEL_TASKS_MAX = 10_000, 10_000
+CANCEL_TASKS = 100  # in one event
 WAIT_MAX_S = 3600.0
+COMMIT_S = 1.0  # how long Get waits for an outcome that is on its way to the disk
 NOTHING_TO_CANCEL = ev.Rejection(5, "no unsettled task has this request_id: it has ended, or was never submitted")
+NOT_DURABLE = (
+    "cancelled, but a restart of the master may bring the tasks back: its disk is full. Free space on it, and cancel "
+    "once more"
+)
 CANCELLED_ELSEWHERE = ev.Rejection(1, "cancelled, or ended before; its outcome goes to the stream that submitted it")
+CURSOR_ELSEWHERE = (
+    "the cursor is of another journal, or of outcomes that an older copy of this one, restored since, does not have; "
+    "begin with an empty cursor, which gives the oldest outcome that is there"
+)
 # How long an acceptance may wait for others, and for the outcome that makes it needless.
 ACKNOWLEDGE_S = 0.05
 
@@ -53,10 +66,13 @@ class TaskService:
         await self._driver.journaling.room()
         loop = asyncio.get_running_loop()
         response = task_service_pb2.SubmitResponse()
-        for batch in request.batches:
+        taken: list[tuple[list[str], list[Answer], asyncio.Future[JournalError | None]]] = []
+        async for batch in queries.in_slices(request.batches):
             durable: asyncio.Future[JournalError | None] = loop.create_future()
             request_ids = wire.request_ids_of(batch)
             answers = self._intake.take(batch, request_ids, 0, tell(durable), caller=CALLER.get())
+            taken.append((request_ids, answers, durable))
+        for request_ids, answers, durable in taken:
             error = await durable
             for answer, request_id in zip(answers, request_ids, strict=True):
                 result = response.results.add()
@@ -93,26 +109,26 @@ class TaskService:
             self._watches -= 1
 
     async def _watch(self, request: Any, context: Any) -> None:
-        journal, watchers = self._driver.journal, self._driver.watchers
+        journal, watchers, incarnations = self._driver.journal, self._driver.watchers, self._driver.incarnations
         queues = caller_queues()
         if request.from_now and request.cursor:
             await refuse(context, grpc.StatusCode.INVALID_ARGUMENT, "from_now goes with an empty cursor only")
-        after = await read_token(context, request.cursor, "cursor")
+        name, after = await read_cursor(context, request.cursor)
         oldest = await asyncio.to_thread(journal.oldest_cursor)
         last = await asyncio.to_thread(journal.newest_cursor)
         if request.from_now:
             after = last
         elif not request.cursor:
             after = oldest - 1
-        elif after > last:
-            await refuse(context, grpc.StatusCode.INVALID_ARGUMENT, "the cursor is not of this master's journal")
+        elif after >= incarnations.cursors_end(name) or after > last:
+            await refuse(context, grpc.StatusCode.OUT_OF_RANGE, CURSOR_ELSEWHERE)
         elif after < oldest - 1:
             await refuse(
                 context,
                 grpc.StatusCode.OUT_OF_RANGE,
                 "outcomes after this cursor have been removed; begin with an empty cursor, which gives the oldest",
             )
-        await context.write(task_service_pb2.WatchResponse(cursor=make_token(after)))
+        await context.write(task_service_pb2.WatchResponse(cursor=make_cursor(incarnations.current, after)))
         while True:
             committed = watchers.commits
             rows = await asyncio.to_thread(journal.read_outcomes, after, WATCH_OUTCOMES, WATCH_BYTES)
@@ -120,7 +136,7 @@ class TaskService:
                 await committed.wait()
                 continue
             after = rows[-1].cursor
-            response = task_service_pb2.WatchResponse(cursor=make_token(after))
+            response = task_service_pb2.WatchResponse(cursor=make_cursor(incarnations.current, after))
             for row in rows:
                 if queues is not None and row.queue not in queues:
                     continue
@@ -129,12 +145,17 @@ class TaskService:
             await context.write(response)
 
     async def Get(self, request: Any, context: Any) -> task_service_pb2.GetResponse:
-        found = self._find(request)
+        found = await self._find(request)
         if not _may_see(found):
             found = None
-        if isinstance(found, Task) and found.outcome is None and request.HasField("wait"):
-            wait_s = min(wire.seconds_of(request.wait), WAIT_MAX_S)
+        if isinstance(found, Task) and found.told is None:
+            wait_s = min(wire.seconds_of(request.wait), WAIT_MAX_S) if request.HasField("wait") else 0.0
+            if found.outcome is not None:  # a Run stream may have told it
+                wait_s = max(wait_s, COMMIT_S)
             await self._driver.settled(found.task_id, max(0.0, wait_s))
+            if found.spec.durable:  # by its id: the request_id of a withdrawn task may be another's by now
+                again = task_service_pb2.GetRequest(task_id=found.task_id)
+                found = await self._find(again)
         if found is None:
             name = request.request_id or request.task_id
             await refuse(
@@ -144,17 +165,25 @@ class TaskService:
             )
         if isinstance(found, StoredOutcome):
             message = queries.stored_task(found, whole=True)
+            if found.state == OutcomeState.DEAD_LETTERED:
+                queries.fill_letter(message, self._driver.journal.get_dead_letters([found.task_id]))
         else:
             assert found is not None, "refused above"
             message = queries.live_task(self._driver, found, whole=True)
         return task_service_pb2.GetResponse(task=message)
 
-    def _find(self, request: Any) -> Task | StoredOutcome | None:
+    async def _find(self, request: Any) -> Task | StoredOutcome | None:
         core, journal = self._driver.core, self._driver.journal
-        if request.WhichOneof("key") == "request_id":
-            live = core.requests.get(request.request_id)
-            return live or journal.find_requests([request.request_id]).get(request.request_id)
-        return core.tasks.get(request.task_id) or journal.get_outcome(request.task_id)
+
+        def stored() -> StoredOutcome | None:
+            if request.WhichOneof("key") == "task_id":
+                return journal.get_outcome(request.task_id)
+            settled = journal.find_requests([request.request_id]).get(request.request_id)
+            return None if settled is None else journal.read_settled([settled], 0)[0]
+
+        by_request = request.WhichOneof("key") == "request_id"
+        live = core.requests.get(request.request_id) if by_request else core.tasks.get(request.task_id)
+        return live or await asyncio.to_thread(stored)
 
     async def List(self, request: Any, context: Any) -> task_service_pb2.ListResponse:
         return await queries.list_tasks(self._driver, request, context)
@@ -168,6 +197,7 @@ class TaskService:
         core = self._driver.core
         response = task_service_pb2.CancelResponse()
         live: dict[int, Task] = {}
+        settled: list[Task] = []
         elsewhere: list[tuple[str, int | str]] = []  # (as it was named, key)
         for name, task, key in [(str(i), core.tasks.get(i), i) for i in request.task_ids] + [
             (r, core.requests.get(r), r) for r in request.request_ids
@@ -180,15 +210,21 @@ class TaskService:
                 continue
             if task is not None:
                 response.settled_task_ids.append(task.task_id)
+                settled.append(task)
             else:
                 elsewhere.append((name, key))
-        if live:
-            self._driver.handle(ev.Cancel(list(live.values()), request.reason[:1024]))
-            response.cancelled_task_ids.extend(live)
+        for part in queries.batched(list(live.values()), CANCEL_TASKS):
+            ended = [task for task in part if task.outcome is None and task.task_id]
+            response.cancelled_task_ids.extend(task.task_id for task in ended)
+            response.settled_task_ids.extend(task.task_id for task in part if task.outcome is not None)
+            self._driver.handle(ev.Cancel(ended, request.reason[:1024], request.withdraw))
+            await asyncio.sleep(0)  # the scheduler goes on meanwhile
+        if not await self._driver.withdrawn([*live.values(), *settled], DURABLE_S):
+            await refuse(context, grpc.StatusCode.RESOURCE_EXHAUSTED, NOT_DURABLE)
         if elsewhere:
-            settled = await asyncio.to_thread(self._stored, [key for _, key in elsewhere])  # knows the caller, too
-            response.settled_task_ids.extend(settled[key] for _, key in elsewhere if key in settled)
-            response.unknown.extend(name for name, key in elsewhere if key not in settled)
+            stored = await asyncio.to_thread(self._stored, [key for _, key in elsewhere])  # knows the caller, too
+            response.settled_task_ids.extend(stored[key] for _, key in elsewhere if key in stored)
+            response.unknown.extend(name for name, key in elsewhere if key not in stored)
         return response
 
     def _stored(self, keys: list[int | str]) -> dict[int | str, int]:
@@ -217,6 +253,7 @@ class _RunStream:
         self._caller = CALLER.get()
         self._outcomes_only = False
         self._durable: list[Task] = []  # to be told of
+        self._ended: list[SettledTask | Task] = []  # of the frame that is being read: their outcomes are to be sent
         self._acknowledging = False
 
     async def on_message(self, data: bytes) -> None:
@@ -233,7 +270,7 @@ class _RunStream:
         )
         cancelled = len(frame.cancel_request_ids)
         await count_of(self._context, cancelled, CANCEL_TASKS_MAX, "cancellations in one frame of a Run stream")
-        for batch in frame.batches:
+        async for batch in queries.in_slices(frame.batches):
             request_ids = wire.request_ids_of(batch)
             if "" in request_ids:
                 await refuse(
@@ -243,16 +280,18 @@ class _RunStream:
                 )
             self._take(batch, request_ids)
         if frame.cancel_request_ids:
-            self._cancel(frame.cancel_request_ids)
+            await self._cancel(frame.cancel_request_ids)
+        await self._answer_ended()
         # A client that submits without reading, or faster than the disk, is not read from.
         if self._outbox.bytes > self._half_full_bytes:
             await self._outbox.below(self._half_full_bytes)
         await self._driver.journaling.room()
 
-    def _cancel(self, request_ids: Iterable[str]) -> None:
-        """Ends these tasks. Those whose outcome does not come by this stream are answered at once."""
+    async def _cancel(self, request_ids: Iterable[str]) -> None:
+        """Ends these tasks. Those whose outcome does not come by this stream are answered here."""
         requests = self._driver.core.requests
-        tasks = []
+        tasks: list[Task] = []
+        elsewhere: list[tuple[str, Task | None]] = []
         for request_id in request_ids:
             task = requests.get(request_id)
             if not _may_see(task):
@@ -260,9 +299,15 @@ class _RunStream:
             if task is not None and task.outcome is None:
                 tasks.append(task)
             if task is None or task.outcome is not None or self._stream not in task.streams:
-                _reject(self._outbox, NOTHING_TO_CANCEL if task is None else CANCELLED_ELSEWHERE, request_id)
-        if tasks:
-            self._driver.handle(ev.Cancel(tasks))
+                elsewhere.append((request_id, task))
+        for part in queries.batched(tasks, CANCEL_TASKS):
+            self._driver.handle(ev.Cancel([task for task in part if task.task_id], withdrawn=True))
+            await asyncio.sleep(0)  # as above
+        others = [task for _, task in elsewhere if task is not None]
+        durable = not others or await self._driver.withdrawn(others, DURABLE_S)
+        ended = CANCELLED_ELSEWHERE if durable else ev.Rejection(RESOURCE_EXHAUSTED, NOT_DURABLE)
+        for request_id, task in elsewhere:
+            _reject(self._outbox, NOTHING_TO_CANCEL if task is None else ended, request_id)
 
     def _take(self, batch: task_pb2.TaskBatch, request_ids: Sequence[str]) -> None:
         accepted: list[Task] = []
@@ -281,11 +326,15 @@ class _RunStream:
         for index, answer in enumerate(answers):
             if isinstance(answer, Task) and answer.outcome is None:
                 accepted.append(answer)
+                received = batch.inputs[index].partials_received if index < len(batch.inputs) else 0
+                if received:  # the worker may come back later, and tell a new master of them once more
+                    self._outbox.partials_from[answer.task_id] = received
                 if answer.extra is not None and answer.extra.partials:
-                    received = batch.inputs[index].partials_received if index < len(batch.inputs) else 0
                     self._catch_up(answer, received)
-            else:
-                self._settled(answer, request_ids[index])
+            elif isinstance(answer, ev.Rejection):
+                _reject(self._outbox, answer, request_ids[index])
+            elif isinstance(answer, SettledTask) or not self._driver.tells_later(answer, self._stream):
+                self._ended.append(answer)
 
     def _refuse(self, tasks: list[Task]) -> None:
         """Tells the client, once, of tasks that could not be made durable."""
@@ -314,24 +363,44 @@ class _RunStream:
 
     def _catch_up(self, task: Task, received: int) -> None:
         """Sends what a running task yielded before this stream joined it."""
-        assert task.extra is not None, "it has partial outputs"
-        for index, data in enumerate(task.extra.partials[received:], received):
+        extra = task.extra
+        assert extra is not None, "it has partial outputs"
+        for index in range(received, len(extra.partials)):
+            data, content_type = extra.partials[index], extra.partial_content_types[index]
             self._outbox.room_for(len(data) + 64).message.partials.add(
-                request_id=task.request_id, task_id=task.task_id, index=index, data=data
+                request_id=task.request_id, task_id=task.task_id, index=index, data=data, content_type=content_type
             )
 
-    def _settled(self, answer: Answer, request_id: str) -> None:
-        """Answers an input whose task has already ended, or that was not taken."""
-        outbox, driver = self._outbox, self._driver
-        if isinstance(answer, ev.Rejection):
-            _reject(outbox, answer, request_id)
-        elif isinstance(answer, StoredOutcome):
-            fill_stored(outbox.room_for(len(answer.body or b"") + 256).message.outcomes.add(), answer)
-        elif answer.outcome is not None:
-            driver.add_large_outcome(outbox, driver.outcomes.write(answer))
+    async def _answer_ended(self) -> None:
+        """Sends the outcomes of tasks that had ended before: some at a time, and no faster than the client reads."""
+        ended, self._ended = self._ended, []
+        outbox, journal = self._outbox, self._driver.journal
+        for task in ended:
+            if isinstance(task, Task):
+                await outbox.below(self._half_full_bytes)
+                self._driver.add_large_outcome(outbox, self._driver.outcomes.write(task), task.request_id)
+        stored = [task for task in ended if isinstance(task, SettledTask)]
+        while stored:
+            await outbox.below(self._half_full_bytes)
+            part = stored[:WATCH_OUTCOMES]
+            try:
+                bodies = await asyncio.to_thread(_read_bodies, journal, part)
+            except (JournalError, MemoryError) as error:
+                log.warning("outcomes cannot be read now", count=len(part), error=repr(error))
+                for settled in part:
+                    _reject(outbox, ev.Rejection(*wire_large.NOT_READABLE), settled.request_id)
+                bodies = [b""] * len(part)
+            for body in filter(None, bodies):
+                outbox.room_for(len(body)).add_outcome(body)
+            del stored[: len(bodies)]
 
 
-def _may_see(found: Task | StoredOutcome | None) -> bool:
+def _read_bodies(journal: Journal, tasks: Sequence[SettledTask]) -> list[bytes]:
+    """The serialized outcomes of the first of these tasks, up to WATCH_BYTES. JournalError, MemoryError: not now."""
+    return [stored_body(outcome) for outcome in journal.read_settled(tasks, WATCH_BYTES)]
+
+
+def _may_see(found: Task | SettledTask | None) -> bool:
     """Whether the running call's caller may see a task. What it may not see is to look as if it weren't there."""
     queues = caller_queues()
     if queues is None or found is None:

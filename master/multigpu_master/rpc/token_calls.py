@@ -10,7 +10,7 @@ from multigpu_master.driver import Driver
 from multigpu_master.journal import JournalError
 from multigpu_master.rpc.status import make_token, page_size_of, read_token, refuse
 from multigpu_master.security.gate import Gate
-from multigpu_master.security.tokens import Token, Tokens
+from multigpu_master.security.tokens import ADMIN, Token, Tokens
 
 _ROLES = {
     pb.ROLE_SUBMIT: "submit",
@@ -47,6 +47,7 @@ class TokenCalls:
         try:
             await self._driver.journaling.save(token.setting())
         except JournalError as error:
+            self._driver.journaling.remember(dict.fromkeys(token.setting()))  # it may be written yet
             await refuse(context, grpc.StatusCode.RESOURCE_EXHAUSTED, f"no token was made: {error}")
         tokens.add(token)
         return pb.CreateTokenResponse(token=_message(token), secret=secret)
@@ -62,7 +63,14 @@ class TokenCalls:
         return response
 
     async def RevokeToken(self, request: Any, context: Any) -> pb.RevokeTokenResponse:
-        gate, _ = await self._tokens(context)
+        gate, tokens = await self._tokens(context)
+        if [t.token_id for t in tokens.good() if ADMIN in t.roles] == [request.token_id]:
+            await refuse(
+                context,
+                grpc.StatusCode.FAILED_PRECONDITION,
+                f"{request.token_id} is the last token of an administrator, so it was not revoked: nobody could make "
+                "another. Make one first (`mgpuctl tokens create NAME --role admin`), and revoke this one with that",
+            )
         token = gate.revoke(request.token_id)
         if token is None:
             await refuse(

@@ -9,17 +9,21 @@ from multigpu.v1 import worker_service_pb2
 
 from multigpu_master import wire, wire_devices, wire_models
 from multigpu_master.core import events as ev
-from multigpu_master.core.model import HEALTHY
+from multigpu_master.core.model import HEALTHY, WorkerInfo
 from multigpu_master.driver import Driver, SessionOutbox
 from multigpu_master.payloads import WRONG_KEY, Offer
+from multigpu_master.rpc import queries
 from multigpu_master.rpc.registration import parse
-from multigpu_master.rpc.status import refuse
+from multigpu_master.rpc.status import count_of, refuse
 from multigpu_master.rpc.streams import serve_stream
 from multigpu_master.security.gate import CALLER
 
-PROTOCOL_VERSION = 2
+# A master serves workers of its own version and of the one before: it is upgraded first.
+PROTOCOL_VERSION, OLDEST_PROTOCOL_VERSION = 2, 2
 # Results taken over before the worker is told, if not by its next heartbeat.
 TELL_TAKEN = 16
+# Windows follow the pace, and no worker fills a larger one; and the reports that a hello may list again.
+WINDOW_TASKS_MAX, REPORTED_MAX = 16_384, 8192
 log = structlog.get_logger()
 
 
@@ -46,7 +50,7 @@ class WorkerService:
         hello = first.hello
         if not first.HasField("hello"):
             await refuse(context, grpc.StatusCode.FAILED_PRECONDITION, "the first frame of a session must carry hello")
-        if hello.protocol_version != PROTOCOL_VERSION:
+        if not OLDEST_PROTOCOL_VERSION <= hello.protocol_version <= PROTOCOL_VERSION:
             older = "worker" if hello.protocol_version < PROTOCOL_VERSION else "master"
             await refuse(
                 context,
@@ -67,17 +71,23 @@ class WorkerService:
                 f"the token is not for a worker called {info.worker_id!r}, but for {', '.join(caller.worker_ids)}; "
                 "give the worker another --worker-id, or another token",
             )
+        await _no_more_leases(len(hello.leases), info, context)
         session = next(self._sessions)
         outbox = self._driver.open_session(session)
         welcome = outbox.room_for(256).welcome
         welcome.session_id = str(session)
         welcome.version = self._version
+        welcome.incarnation = self._driver.incarnations.current
         welcome.heartbeat_interval.CopyFrom(wire.duration(self._heartbeat_interval_s))
         welcome.session_timeout.CopyFrom(wire.duration(self._session_timeout_s))
-        log.info("worker joined", worker_id=info.worker_id, session=session, leases=len(hello.leases))
         try:
-            self._driver.handle(ev.Hello(session, info, [wire.held_lease(x) for x in hello.leases]))
-            taker = _Taker(self._driver, session, outbox, context)
+            held = wire.held_leases(hello, self._driver.proofs)
+            ids_end = self._driver.incarnations.ids_end(hello.incarnation)
+            commands = self._driver.handle(ev.Hello(session, info, held, ids_end))
+            # A hello also lists leases that were reported of late: those that count are what it still holds.
+            leases = sum(len(c.adopted) for c in commands if isinstance(c, ev.Welcome))
+            log.info("worker joined", worker_id=info.worker_id, session=session, leases=leases)
+            taker = _Taker(self._driver, session, outbox, context, info)
             await taker.take(first)
             numbering = _Numbering()
 
@@ -87,13 +97,19 @@ class WorkerService:
             await serve_stream(context, outbox, on_message, numbering.serialize)
         finally:
             self._driver.close_session(session)
-            log.info("worker's session ended", worker_id=info.worker_id, session=session)
+
+
+async def _no_more_leases(count: int, info: WorkerInfo, context: Any) -> None:
+    """Refuses more leases than a worker can hold, or have reported of late: each takes time of the event loop."""
+    limit = 2 * min(info.window_tasks, WINDOW_TASKS_MAX) + REPORTED_MAX
+    await count_of(context, count, limit, "leases in one frame of a worker's session")
 
 
 class _Taker:
     """What a worker's frames bring."""
 
-    def __init__(self, driver: Driver, session: int, outbox: SessionOutbox, context: Any) -> None:
+    def __init__(self, driver: Driver, session: int, outbox: SessionOutbox, context: Any, info: WorkerInfo) -> None:
+        self._info = info
         self._driver = driver
         self._session = session
         self._outbox = outbox
@@ -105,9 +121,12 @@ class _Taker:
         if frame.payload_key and not self._outbox.peer.show(frame.payload_key):
             await refuse(self._context, grpc.StatusCode.INVALID_ARGUMENT, WRONG_KEY)
         if frame.partials:
-            partials = [ev.PartialOutput(p.lease_id, p.index, p.data) for p in frame.partials]
+            partials = [ev.PartialOutput(p.lease_id, p.index, p.data, p.content_type) for p in frame.partials]
             handle(ev.Partials(session, partials))
-        for batch in frame.report_batches:
+        batches = frame.report_batches
+        count = len(batches) + sum([len(b.succeeded_lease_ids) + len(b.reports) for b in batches])
+        await _no_more_leases(count, self._info, self._context)
+        async for batch in queries.in_slices(batches):
             start_s = wire.seconds_of(batch.start_time) if batch.HasField("start_time") else 0.0
             finish_s = wire.seconds_of(batch.finish_time) if batch.HasField("finish_time") else 0.0
             handle(wire.reports_of(batch, session, start_s, finish_s, self._outbox.peer))
@@ -118,6 +137,7 @@ class _Taker:
             self._results_told = self._outbox.room_for(16).results_taken = self._results_taken
         if frame.HasField("heartbeat"):
             beat = frame.heartbeat
+            await _no_more_leases(len(beat.leases), self._info, self._context)
             try:
                 catalog = wire_models.catalog(beat.catalog) if beat.HasField("catalog") else None
             except wire.InvalidTaskError as error:
@@ -134,6 +154,7 @@ class _Taker:
                     wire.embedding_cache(beat.embedding_cache) if beat.HasField("embedding_cache") else None,
                     wire_devices.mps(beat.mps) if beat.HasField("mps") else b"",
                     catalog,
+                    wire_devices.handlers(beat.handlers) if beat.HasField("handlers") else b"",
                 )
             )
 

@@ -8,6 +8,8 @@ from typing import Any
 
 import grpc
 import structlog
+from cryptography import x509
+from cryptography.x509.oid import ExtendedKeyUsageOID
 from multigpu.config import MasterConfig
 from multigpu.credentials import is_loopback
 
@@ -102,14 +104,33 @@ class Certificates:
                 raise DoorError(f"everybody on this host may read the key {key}: chmod o-rwx {key}")
             context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
             context.load_cert_chain(self._paths[0], self._paths[1], password=lambda: b"")
+            _check_kind(self._paths[0], texts[0])
             if len(self._paths) > 2:
                 context.load_verify_locations(self._paths[2])
-        except (OSError, ssl.SSLError) as error:
+        except (OSError, ValueError) as error:
             names = ", ".join(map(str, self._paths))
             raise DoorError(
                 f"the certificates ({names}) are no good: {error}; `mgpuctl certs show` may tell"
             ) from error
         return texts
+
+
+def _check_kind(path: Path, pem: bytes) -> None:
+    """DoorError: no client would believe a master with this certificate."""
+    extensions = x509.load_pem_x509_certificate(pem).extensions
+    lacks = ""
+    for extension in extensions:
+        if isinstance(extension.value, x509.ExtendedKeyUsage):
+            purposes = {ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.ANY_EXTENDED_KEY_USAGE}
+            lacks = lacks or ("" if purposes & set(extension.value) else "is not for servers")
+        elif isinstance(extension.value, x509.SubjectAlternativeName):
+            names = [name for name in extension.value if isinstance(name, x509.DNSName | x509.IPAddress)]
+            lacks = lacks or ("" if names else "names no host")
+    if lacks:
+        raise DoorError(
+            f"the certificate {path} {lacks}, so clients would refuse the master: "
+            "`mgpuctl certs issue DIR master --host NAME` makes one that is"
+        )
 
 
 def _configuration(texts: list[bytes]) -> Any:

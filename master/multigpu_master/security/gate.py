@@ -4,7 +4,6 @@ It looks once for each call or stream, never for a task. With neither tokens nor
 """
 
 import asyncio
-import contextlib
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextvars import ContextVar
@@ -14,12 +13,14 @@ import grpc
 import structlog
 
 from multigpu_master.rpc.status import refuse
-from multigpu_master.security.tokens import ADMIN, READ, SUBMIT, WORKER, Token, Tokens
+from multigpu_master.security.tokens import ADMIN, READ, SUBMIT, WORKER, Token, Tokens, token_id_of
 
 log = structlog.get_logger()
 
 # Who is served by the running call; None: the master runs without tokens, and everybody may do everything.
 CALLER: ContextVar[Token | None] = ContextVar("caller", default=None)
+# The running call itself, of a caller with a token: work that it began may be a task of its own.
+_CALL: ContextVar["asyncio.Task[Any] | None"] = ContextVar("call", default=None)
 
 _SUBMITTERS = frozenset({SUBMIT, ADMIN})
 _READERS = frozenset({READ, SUBMIT, ADMIN})
@@ -87,6 +88,7 @@ class Gate:
             CALLER.set(token)
             call = asyncio.current_task()
             assert call is not None, "handlers run in a task"
+            _CALL.set(call)
             token.calls.add(call)
             timer = None
             if token.expire_s is not None:
@@ -111,7 +113,7 @@ class Gate:
         assert self.tokens is not None, "asked by a caller with a token"
         token = self.tokens.remove(token_id)
         if token is not None:
-            own = asyncio.current_task()  # who revokes the own token still gets an answer
+            own = _CALL.get()  # who revokes the own token still gets an answer
             for call in [c for c in token.calls if c is not own]:
                 self._end(call)
         return token
@@ -138,32 +140,33 @@ class Gate:
         text = headers[0]
         token = None
         if len(headers) == 1 and isinstance(text, str) and text[: len(SCHEME)].lower() == SCHEME:
-            token = tokens.find(text[len(SCHEME) :])
+            text = text[len(SCHEME) :]
+            token = tokens.find(text)
         if token is None:
-            await self._refuse(context, method, None, grpc.StatusCode.UNAUTHENTICATED, BAD_TOKEN)
+            await self._refuse(context, method, token_id_of(text), grpc.StatusCode.UNAUTHENTICATED, BAD_TOKEN)
         assert token is not None, "refused above"
         if not token.roles & roles:
             await self._refuse(
-                context, method, token, grpc.StatusCode.PERMISSION_DENIED,
+                context, method, token.token_id, grpc.StatusCode.PERMISSION_DENIED,
                 f"{method} takes a token of the role {' or '.join(sorted(roles))}; this one has "
                 f"{', '.join(sorted(token.roles))}",
             )  # fmt: skip
         limit = token.calls_max or self._calls_max
         if len(token.calls) >= limit:
             await self._refuse(
-                context, method, token, grpc.StatusCode.RESOURCE_EXHAUSTED,
+                context, method, token.token_id, grpc.StatusCode.RESOURCE_EXHAUSTED,
                 f"{limit} calls are open with this token already; share streams, or try again when one has ended",
             )  # fmt: skip
         return token
 
     async def _refuse(
-        self, context: Any, method: str, token: Token | None, code: grpc.StatusCode, message: str
+        self, context: Any, method: str, token_id: str | None, code: grpc.StatusCode, message: str
     ) -> None:
         now = time.monotonic()
         if now - self._logged_s >= LOG_INTERVAL_S:
             log.warning(
                 "a call was refused", method=method, code=code.name, peer=context.peer(), refused_before=self._unlogged,
-                token_id=token.token_id if token is not None else None,
+                token_id=token_id,
             )  # fmt: skip
             self._logged_s, self._unlogged = now, 0
         else:
@@ -175,25 +178,3 @@ def caller_queues() -> frozenset[str] | None:
     """The queues that the running call's caller may see. None: all."""
     caller = CALLER.get()
     return None if caller is None else caller.queues
-
-
-class GuardedHandlers(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpc has no types
-    """The handlers of a service that isn't ours, behind the gate."""
-
-    def __init__(self, handlers: Any, gate: Gate) -> None:
-        self._handlers = handlers
-        self._gate = gate
-
-    def service(self, handler_call_details: Any) -> Any:
-        found = self._handlers.service(handler_call_details)
-        if found is None:
-            return None
-        method = "/".join(handler_call_details.method.rsplit(".", 1)[-1].split("/")[-2:])
-        inner = found.stream_stream
-
-        async def serve(request_iterator: Any, context: Any) -> None:
-            async with contextlib.aclosing(inner(request_iterator, context)) as responses:
-                async for response in responses:
-                    await context.write(response)
-
-        return found._replace(stream_stream=self._gate.guard(serve, method))

@@ -166,6 +166,12 @@ class Tokens:
         return self._tokens.pop(token_id, None)
 
 
+def token_id_of(text: str | bytes) -> str | None:
+    """The token_id that a token claims, for the log: its secret is not checked. None: it has not a token's form."""
+    match = _TOKEN.fullmatch(text) if isinstance(text, str) else None
+    return None if match is None else match[1]
+
+
 def _check(name: str, roles: frozenset[str], queues: frozenset[str], worker_ids: tuple[str, ...]) -> None:
     if not _NAME.fullmatch(name):
         raise ValueError(f"a token's name has 1 to 64 letters, digits, '.', '_', '-' or '@'; {name!r} is none")

@@ -63,8 +63,8 @@ class Reporter(Protocol):
     def fail(self, item: Item, error_type: str, message: str, *, retryable: bool, traceback: str = "") -> None:
         """Settle: the class of the error, and one paragraph for a person, with the remedy where there is one."""
 
-    def partial(self, item: Item, data: bytes) -> None:
-        """Hand over the next partial output."""
+    def partial(self, item: Item, data: bytes, content_type: str = "") -> None:
+        """Hand over the next partial output, and how it is to be read."""
 
     def progress(self, item: Item, fraction: float, note: str = "") -> None:
         """Say how far the item is, 0 to 1. Counts as a beat."""

@@ -11,9 +11,13 @@ import importlib.util
 import os
 import resource
 import sys
+import tempfile
 import zlib
 from pathlib import Path
 from typing import Any
+
+from multigpu_worker.engines.apart import run_apart
+from multigpu_worker.engines.models import ModelFolderError
 
 CPU_SIZE, GPU_SIZE = 256, 2048
 CHECKSUMS = {CPU_SIZE: 0xD74D3C83, GPU_SIZE: 0x30BC3C98}
@@ -24,10 +28,42 @@ _CPU_MEMORY_ERROR = "DefaultCPUAllocator"
 
 
 def able(device: str, *, models: bool) -> bool:
-    """Whether this engine has torch; on a GPU with models, whether it will. It isn't loaded for the canary alone."""
+    """Whether this process has torch, or on a GPU with models may have it in a process of its own."""
     if device == "cpu" or not models:
-        return "torch" in sys.modules
+        return loaded()
     return importlib.util.find_spec("torch") is not None
+
+
+def loaded() -> bool:
+    """Whether torch has been loaded by this process."""
+    return "torch" in sys.modules
+
+
+def sing_apart(device: str) -> tuple[bool | None, str]:
+    """As `sing`, in a process of its own, which ends with all that torch takes. Raises nothing."""
+    with tempfile.NamedTemporaryFile() as begun:
+        try:
+            right, words = run_apart(f"{__name__}:answer", {"device": device, "begun": begun.name}, gpu=True)
+        except (ModelFolderError, MemoryError, OSError) as error:
+            # Once it was at work on the device, what ended it says that the device is not well.
+            return (False if Path(begun.name).stat().st_size else None), str(error)
+    return right, words
+
+
+def answer(*, device: str, begun: str) -> tuple[bool | None, str]:
+    """`sing_apart`, in the process that is for it. `begun`: a file that is empty until the device is at work."""
+    try:
+        torch = load()
+        words = shortage(torch, device)
+    except Exception as error:  # noqa: BLE001  memory, or an installation that doesn't work: not the device
+        return None, f"torch can't be loaded: {error!r}"
+    if words:
+        return None, words
+    Path(begun).write_text("begun", encoding="ascii")
+    try:
+        return sing(torch, device)
+    except Exception as error:  # noqa: BLE001  whatever torch raises says that the device is not well
+        return False, f"it raised {type(error).__name__}: {error}"
 
 
 def load() -> Any:

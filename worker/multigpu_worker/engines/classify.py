@@ -14,6 +14,7 @@ from multigpu_worker.engines import classify_input
 from multigpu_worker.engines.base import Batch, EngineSettings, Item, Reporter
 from multigpu_worker.engines.failures import LOADING_ERRORS, BadInputError, Failure, of_loading
 from multigpu_worker.engines.precision import Variant, choose
+from multigpu_worker.engines.room import make_room
 
 if TYPE_CHECKING:
     from multigpu_worker.engines.classify_model import Classifier
@@ -41,7 +42,7 @@ class Prepared:
 
 
 class ClassifyEngine:
-    """Classifies with one model. What is loaded stays: one classifier for each precision that was asked for."""
+    """Classifies with one model. Its own precision stays loaded, and of others the one that was asked for last."""
 
     one_by_one: ClassVar[bool] = False
 
@@ -107,11 +108,12 @@ class ClassifyEngine:
             rows = model.probabilities([ready.features for ready in together])
         except MemoryError as error:
             if len(together) > 1:
-                model.budget = together[0].size * (len(together) // 2)
+                model.budget = model.limit.lower(model.budget, together[0].size * (len(together) // 2))
                 return False
             message = f"out of memory on one input: free memory on the device, or use a lower precision ({error})"
             reporter.fail(together[0].item, "OutOfMemory", message, retryable=True)
             return True
+        model.budget = model.limit.fitted(model.budget)
         for ready, row in zip(together, rows, strict=True):
             result = classify_input.result(row, model.names, ready.top_k, content_type)
             reporter.succeed(ready.item, result, content_type)
@@ -123,5 +125,6 @@ class ClassifyEngine:
                 raise ValueError(f"classify runs on torch alone, not on {variant.engine}: leave `engine` out")
             from multigpu_worker.engines import classify_model  # noqa: PLC0415  (takes seconds: torch)
 
+            make_room(self._loaded)
             self._loaded[variant] = classify_model.load(self._spec, self._settings, variant.precision)
         return self._loaded[variant]

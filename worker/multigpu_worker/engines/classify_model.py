@@ -6,7 +6,7 @@ each class a yes or no of its own (`problem_type` "multi_label_classification", 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
@@ -21,6 +21,7 @@ from multigpu_worker.engines.base import EngineSettings
 from multigpu_worker.engines.embed_text import TextInput, Tokens, load_tokenizer
 from multigpu_worker.engines.models import ModelFolderError, read_object
 from multigpu_worker.engines.offline import transformers
+from multigpu_worker.engines.room import Limit
 
 # Padded tokens, or pictures, that go through a model at once: enough to fill it, and not long between two beats.
 CPU_TOKENS_PER_THREAD, CUDA_TOKENS = 512, 16_384
@@ -83,8 +84,9 @@ class Classifier:
     sigmoid: bool
     tf32: bool
     threads: int
-    # Sum of sizes, with padding, that goes through at once. The engine lowers it when memory runs out.
+    # Sum of sizes, with padding, that goes through at once. The engine lowers it when memory runs out, by `limit`.
     budget: int
+    limit: Limit = field(default_factory=Limit)
 
     @torch.inference_mode()
     def probabilities(self, features: Sequence[Any]) -> npt.NDArray[np.float32]:

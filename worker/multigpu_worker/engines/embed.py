@@ -1,8 +1,9 @@
 """The engine for tasks of kind "embed": texts in, one vector for each out.
 
 The texts of all tasks of a batch are thrown together, sorted by length and cut into micro-batches by the number of
-padded tokens, so that a thousand callers with one sentence each are served as fast as one with a thousand. A task is
-settled as soon as its last text is done. Each task stands for itself: a bad one fails alone.
+tokens that the model computes (with padding, unless it does without), so that a thousand callers with one sentence
+each are served as fast as one with a thousand. A task is settled as soon as its last text is done. Each task stands for
+itself: a bad one fails alone.
 
 Everything that needs no arithmetic happens in `prepare`, while the batch before runs: parsing, tokenising, padding,
 and the loading of a model that is asked for the first time. A task's run timeout so never counts the loading. Where
@@ -33,6 +34,7 @@ from multigpu_worker.engines.embed_text import Inputs
 from multigpu_worker.engines.failures import LOADING_ERRORS, BadInputError, Failure, of_loading
 from multigpu_worker.engines.models import ModelFolderError
 from multigpu_worker.engines.precision import Variant, choose, spec_of
+from multigpu_worker.engines.room import Limit, make_room
 
 if TYPE_CHECKING:
     from multigpu_worker.engines.embed_cache import EmbedCache, ModelContent, Recall
@@ -46,17 +48,19 @@ class MicroBatch:
     # For each text: its place among all texts of the batch, and which item it belongs to.
     places: npt.NDArray[np.int64]
     owners: npt.NDArray[np.int64]
+    # The model computes their padding too.
+    pads: bool = True
 
     @property
     def tokens(self) -> int:
-        """With padding."""
-        return self.inputs["input_ids"].size
+        """How many the model computes."""
+        return self.inputs["input_ids"].size if self.pads else int(self.inputs["attention_mask"].sum())
 
     def select(self, rows: "slice | npt.NDArray[np.bool_]") -> "MicroBatch":
         """Some of the texts, without the padding that only the others needed."""
         used = self.inputs["attention_mask"][rows].any(axis=0)
         inputs = {name: array[rows][:, used] for name, array in self.inputs.items()}
-        return MicroBatch(inputs=inputs, places=self.places[rows], owners=self.owners[rows])
+        return MicroBatch(inputs=inputs, places=self.places[rows], owners=self.owners[rows], pads=self.pads)
 
     def halves(self) -> "tuple[MicroBatch, MicroBatch]":
         middle = len(self.places) // 2
@@ -73,6 +77,7 @@ class Prepared:
 
     # None: no item got as far as needing it.
     model: EmbedBackend | None = None
+    limit: Limit = field(default_factory=Limit)
     # Items that fail, by their index in the batch.
     failures: dict[int, Failure] = field(default_factory=dict)
     # For each item its texts: the first place and the one after the last.
@@ -96,7 +101,7 @@ class Prepared:
 
 
 class EmbedEngine:
-    """Embeds texts with a model. What is loaded stays: at most one back end for each engine and precision."""
+    """Embeds texts with a model. Its own back end stays loaded, and of others the one that was asked for last."""
 
     one_by_one: ClassVar[bool] = False
 
@@ -106,6 +111,8 @@ class EmbedEngine:
         self._settings = settings
         self._models = settings.models
         self._loaded: dict[tuple[str, Variant], EmbedBackend] = {}
+        # Of each that was ever loaded.
+        self._limits: dict[tuple[str, Variant], Limit] = {}
         self._cache: EmbedCache | None = None
         # What the cache knows a loaded model's files by.
         self._contents: dict[tuple[str, Variant], ModelContent] = {}
@@ -159,6 +166,7 @@ class EmbedEngine:
             if (spec.id, variant) not in self._loaded:
                 self._load(spec, variant)
             prepared.model = self._loaded[spec.id, variant]
+            prepared.limit = self._limits[spec.id, variant]
         except LOADING_ERRORS as error:
             failure = of_loading(error)
         else:
@@ -191,6 +199,8 @@ class EmbedEngine:
 
     def _load(self, spec: ModelSpec, variant: Variant) -> dict[str, str]:
         key = spec.id, variant
+        make_room(self._loaded)
+        self._limits[key] = Limit()
         if self._cache is None:
             self._loaded[key], facts = load_backend(spec, self._settings, variant)
             return facts
@@ -218,6 +228,7 @@ class _Run:
         self._json = batch.content_type == JSON
         self._spans = prepared.spans
         self._model = model
+        self._limit = prepared.limit
         self._begin = model.begin if isinstance(model, AheadBackend) else None
         self._reporter = reporter
         self._todo = prepared.micro_batches[::-1]
@@ -273,6 +284,7 @@ class _Run:
         shortage = ""
         try:
             self._take(micro_batch, vectors())
+            self._model.tokens_max = self._limit.fitted(self._model.tokens_max)
         except MemoryError as error:
             shortage = str(error) or "MemoryError"
         # Out here, where the exception no longer holds on to what had been computed.
@@ -340,7 +352,7 @@ class _Run:
         """Go on in halves; a single text that does not fit fails its item."""
         if len(micro_batch.places) > 1:
             # Remembered with the model, so that only the first batch of many pays for finding out.
-            self._model.tokens_max = micro_batch.tokens // 2
+            self._model.tokens_max = self._limit.lower(self._model.tokens_max, micro_batch.tokens // 2)
             self._todo.append(micro_batch)
             return
         owners = micro_batch.owners.tolist()
@@ -361,14 +373,18 @@ def cut(model: EmbedBackend, texts: list[str], owners: npt.NDArray[np.int64]) ->
     tokens = model.text.tokenise(texts)
     lengths = tokens.lengths()
     order = np.argsort(-lengths, kind="stable")
+    totals = np.cumsum(lengths[order])
     micro_batches = []
     start = 0
     while start < len(order):
-        rows_max = max(1, model.tokens_max // max(1, int(lengths[order[start]])))
-        places = order[start : start + rows_max]
-        micro_batches.append(
-            MicroBatch(inputs=model.text.pad(tokens, places.tolist()), places=places, owners=owners[places])
-        )
+        longest = int(lengths[order[start]])
+        if model.pads:
+            stop = start + model.tokens_max // max(1, longest)
+        else:
+            stop = int(np.searchsorted(totals, totals[start] - longest + model.tokens_max, side="right"))
+        places = order[start : max(stop, start + 1)]
+        inputs = model.text.pad(tokens, places.tolist())
+        micro_batches.append(MicroBatch(inputs=inputs, places=places, owners=owners[places], pads=model.pads))
         start += len(places)
     return micro_batches
 

@@ -47,7 +47,11 @@ class EmbedBackend(Protocol):
         It may change while the back end lives: what was computed in between is not remembered.
         """
 
-    # Padded tokens that go through the model at once. The engine lowers it when memory runs out.
+    @property
+    def pads(self) -> bool:
+        """The padding of a micro-batch is computed like its tokens, and counts as such."""
+
+    # Tokens that go through the model at once. The engine lowers it when memory runs out.
     tokens_max: int
 
     def embed(self, inputs: Inputs) -> Vectors:
@@ -74,6 +78,7 @@ def load_backend(spec: ModelSpec, settings: EngineSettings, variant: Variant) ->
     backend, facts = module.load(spec, settings, variant.precision)
     facts.setdefault("engine", variant.engine)
     facts.setdefault("precision", variant.precision)
+    facts.setdefault("text", f"cut after {backend.text.tokens_per_text_max} tokens")
     return backend, facts
 
 

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from multigpu_worker.engines.embed_backend import Vectors
-from multigpu_worker.engines.embed_model import TRIAL_TEXT, EmbedModel
+from multigpu_worker.engines.embed_model import TRIAL_TEXTS, EmbedModel
 from multigpu_worker.engines.embed_text import Inputs, TextInput
 from multigpu_worker.engines.torch_runtime import bind, dtype_of, memory_errors
 
@@ -92,6 +92,10 @@ class CudaEmbedModel:
     @property
     def identity(self) -> str:
         return self.model.identity
+
+    @property
+    def pads(self) -> bool:
+        return self.model.pads
 
     @property
     def tokens_max(self) -> int:
@@ -245,7 +249,7 @@ def attention_of(mask: Tensor, dtype: torch.dtype) -> Tensor:
 
 def trial_inputs(text: TextInput, rows: int, width: int) -> Inputs:
     """Inputs of that shape, made of a sentence; the last row is half as long as the others if there is another."""
-    sentence = text.pad(text.tokenise([TRIAL_TEXT]), [0])
+    sentence = text.pad(text.tokenise(TRIAL_TEXTS[:1]), [0])
     inputs = {name: np.resize(array, (rows, width)) for name, array in sentence.items()}
     if rows > 1:
         inputs["attention_mask"][-1, width // 2 :] = 0

@@ -31,6 +31,7 @@ class OnnxEmbedModel:
     dimension: int
     identity: str
     tokens_max: int
+    pads: bool = True
     session: Session = field(repr=False)
 
     def embed(self, inputs: Inputs) -> npt.NDArray[np.float32]:

@@ -50,6 +50,8 @@ SETTLE_S = 2.0
 class PlanBackend:
     """An EmbedBackend on a plan."""
 
+    pads = True
+
     def __init__(
         self, *, plan: Artifact, order: PlanOrder, text: TextInput, limits: Limits, memory: DeviceMemory
     ) -> None:
@@ -86,6 +88,8 @@ class PlanBackend:
 
 class SwitchingBackend:
     """An EmbedBackend that is torch's until the plan is ready, and has a new plan made when the texts have changed."""
+
+    pads = True
 
     def __init__(self, first: EmbedBackend, maker: "Maker", limits: Limits) -> None:
         self.text = first.text

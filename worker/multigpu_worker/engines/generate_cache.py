@@ -168,6 +168,21 @@ def _group(indices: list[int], pieces: Sequence[Piece], tables: list[Tensor], fi
     return Group(rows, queries, places, mask, distance)
 
 
+def prompt_attention(
+    queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scaling: float | None, *, copied: bool
+) -> Tensor:
+    """Attention where several query heads may share a key head. All [pieces, heads, tokens, size].
+
+    `copied`: keys and values are copied for each query head. CUDA's fast kernels take grouped heads without a mask
+    alone, and prompts have one; the plain kernel would write out all scores. A CPU's kernel takes both.
+    """
+    heads, key_heads = queries.shape[1], keys.shape[1]
+    if copied and heads != key_heads:
+        keys, values = (each.repeat_interleave(heads // key_heads, dim=1) for each in (keys, values))
+    grouped = heads != keys.shape[1]
+    return scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=scaling, enable_gqa=grouped)
+
+
 def paged_attention(
     module: Any,
     query: Tensor,
@@ -203,14 +218,9 @@ def paged_attention(
             queries = queries.view(pieces, key_heads, heads // key_heads, size)
             attended = scaled_dot_product_attention(queries, its_keys, its_values, attn_mask=mask, scale=scaling)
         else:
-            attended = scaled_dot_product_attention(
-                queries.view(pieces, group.queries, heads, size).transpose(1, 2),
-                its_keys,
-                its_values,
-                attn_mask=mask,
-                scale=scaling,
-                enable_gqa=heads != key_heads,
-            ).transpose(1, 2)
+            queries = queries.view(pieces, group.queries, heads, size).transpose(1, 2)
+            copied = query.device.type == "cuda"
+            attended = prompt_attention(queries, its_keys, its_values, mask, scaling, copied=copied).transpose(1, 2)
         answer.index_copy_(0, group.rows, attended.reshape(pieces * group.queries, heads, -1))
     return answer.unsqueeze(0), None
 

@@ -34,41 +34,44 @@ def uniform(seed: int, position: int) -> float:
 def choose(logits: Tensor, samplings: Sequence[Sampling], histories: Sequence[Sequence[int]]) -> list[int | None]:
     """The next token of each sequence. None: the model's answer for it is not a number.
 
-    logits [sequences, vocabulary]; a history is all of a sequence's tokens, the prompt's too.
+    logits [sequences, vocabulary]; a history is all of a sequence's tokens, the prompt's too. One copy from the device.
     """
     logits = logits.float()
+    penalties = [row for row, sampling in enumerate(samplings) if sampling.repetition_penalty != 1.0]
+    seen = [sorted(set(histories[row])) for row in penalties]
+    ids = torch.tensor([token for tokens in seen for token in tokens], dtype=torch.int64, device=logits.device)
+    for row, tokens in zip(penalties, torch.split(ids, [len(tokens) for tokens in seen]), strict=True):
+        logits[row] = penalised(logits[row], tokens, samplings[row].repetition_penalty)
+    values, chosen = torch.max(logits, dim=-1)
     for row, (sampling, history) in enumerate(zip(samplings, histories, strict=True)):
-        if sampling.repetition_penalty != 1.0:
-            logits[row] = penalised(logits[row], history, sampling.repetition_penalty)
-    best = torch.max(logits, dim=-1)
-    sound = best.values.isfinite().tolist()
-    tokens: list[int | None] = [
-        token if is_sound else None for token, is_sound in zip(best.indices.tolist(), sound, strict=True)
-    ]
-    for row, (sampling, history) in enumerate(zip(samplings, histories, strict=True)):
-        if sampling.temperature > 0 and tokens[row] is not None:
-            tokens[row] = draw(logits[row], sampling, len(history))
-    return tokens
+        if sampling.temperature > 0:
+            chosen[row] = draw(logits[row], sampling, len(history))
+    tokens, sound = torch.stack((chosen, values.isfinite())).tolist()
+    return [token if is_sound else None for token, is_sound in zip(tokens, sound, strict=True)]
 
 
-def penalised(logits: Tensor, history: Sequence[int], penalty: float) -> Tensor:
+def penalised(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
     """Logits of tokens that are there already, made smaller, as transformers' RepetitionPenaltyLogitsProcessor does."""
-    seen = torch.tensor(sorted(set(history)), device=logits.device)
     scores = logits[seen]
     return logits.index_copy(0, seen, torch.where(scores < 0, scores * penalty, scores / penalty))
 
 
-def draw(logits: Tensor, sampling: Sampling, position: int) -> int:
-    """Draw one token by the inverse of its cumulative probability, likeliest first. logits [vocabulary]."""
+def draw(logits: Tensor, sampling: Sampling, position: int) -> Tensor:
+    """Draw one token by the inverse of its cumulative probability, likeliest first. logits [vocabulary].
+
+    The token stays on the device: nothing here waits for it. Of logits that are no numbers comes any token.
+    """
     # Less the largest, or the quotient by a very small temperature would be infinite.
     scores, order = torch.sort((logits - logits.max()) / sampling.temperature, descending=True, stable=True)
     if sampling.top_k:
         scores = scores[: sampling.top_k]
     # In float64: thousands of small numbers are added up.
     sums = torch.softmax(scores.double(), dim=-1).cumsum(dim=-1)
+    last = torch.full((1,), len(sums) - 1, device=logits.device)
     if sampling.top_p < 1:
         # The token that crosses the bound is still in.
-        count = int(torch.searchsorted(sums, sampling.top_p)) + 1
-        sums = sums[:count]
-    at = int(torch.searchsorted(sums, uniform(sampling.seed, position) * sums[-1], right=True))
-    return int(order[min(at, len(sums) - 1)])
+        bound = torch.full((1,), sampling.top_p, dtype=sums.dtype, device=logits.device)
+        last = last.minimum(torch.searchsorted(sums, bound))
+    target = uniform(sampling.seed, position) * sums.index_select(0, last)
+    at = torch.searchsorted(sums, target, right=True).minimum(last)
+    return order.index_select(0, at)[0]

@@ -25,6 +25,7 @@ from multigpu_worker.engines.generate_cache import BlockPool, Piece, blocks_for
 from multigpu_worker.engines.generate_model import GenerateModel
 from multigpu_worker.engines.generate_sample import choose
 from multigpu_worker.engines.generate_sequence import Sequence
+from multigpu_worker.engines.room import Limit
 from multigpu_worker.engines.torch_runtime import memory_errors
 
 # Tokens in a step, at most: as many as the device computes in about the time in which it reads the weights.
@@ -33,6 +34,8 @@ GPU_STEP_TOKENS = 2048
 # On a CPU where no answer waits for its next token: in larger steps a token costs less (a quarter less from 64 to 256).
 CPU_PROMPT_TOKENS = 256
 STEP_TOKENS_MIN = 16
+# Steps that have to fit before a limit that memory has lowered is doubled. One that doesn't fit interrupts answers.
+FITTED_STEPS_MIN = 1024
 
 
 class Scheduler:
@@ -46,6 +49,8 @@ class Scheduler:
         self._step_tokens = CPU_STEP_TOKENS if on_cpu else GPU_STEP_TOKENS
         # The same for a step of nothing but prompts.
         self._prompt_tokens = CPU_PROMPT_TOKENS if on_cpu else GPU_STEP_TOKENS
+        self._step_tokens_full = self._step_tokens
+        self._tokens_limit, self._blocks_limit = Limit(FITTED_STEPS_MIN), Limit(FITTED_STEPS_MIN)
         self._changed = threading.Condition()
         # Guarded by the condition; the rest is the thread's own.
         self._arrived: list[Sequence] = []
@@ -143,6 +148,9 @@ class Scheduler:
         if failure is not None:
             self._doubt([sequence for sequence, _ in planned], failure)
             return
+        self._prompt_tokens = self._tokens_limit.fitted(self._prompt_tokens)
+        self._step_tokens = min(self._step_tokens_full, self._prompt_tokens)
+        self._pool.blocks_max = self._blocks_limit.fitted(self._pool.blocks_max)
         for sequence, piece in planned:
             sequence.computed = piece.end
             sequence.doubted = False
@@ -250,12 +258,12 @@ class Scheduler:
             torch.cuda.empty_cache()
         tokens = sum(len(piece.token_ids) for _, piece in planned)
         if tokens > max(STEP_TOKENS_MIN, len(planned)):
-            self._prompt_tokens = max(STEP_TOKENS_MIN, tokens // 2)
+            self._prompt_tokens = self._tokens_limit.lower(self._prompt_tokens, max(STEP_TOKENS_MIN, tokens // 2))
             self._step_tokens = min(self._step_tokens, self._prompt_tokens)
         elif len(planned) > 1:
             for sequence in self._running[len(self._running) // 2 :]:
                 self._interrupt(sequence)
-            self._pool.blocks_max = self._pool.used
+            self._pool.blocks_max = self._blocks_limit.lower(self._pool.blocks_max, self._pool.used)
         else:
             sequence = planned[0][0]
             message = (

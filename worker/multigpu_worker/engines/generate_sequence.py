@@ -97,7 +97,7 @@ class Sequence:
             chunk = pb.GenerateChunk(text=piece, token_ids=self.ids[self._told :])
             if self.request.seed_drawn and not self._seed_told:
                 chunk.seed = self.request.sampling.seed
-            self.reporter.partial(self.item, encode(chunk, self.content_type))
+            self.reporter.partial(self.item, encode(chunk, self.content_type), self.content_type)
         self._told = len(self.ids)
         self._seed_told = True
 

@@ -145,7 +145,7 @@ def _drive(generator: Generator[Any, Any, Any], item: Item, reporter: Reporter) 
             delivered -= 1
             reporter.beat()
         else:
-            reporter.partial(item, _encode(output)[0])
+            reporter.partial(item, *_encode(output))
         if reporter.cancelled(item):
             generator.close()
             return None
@@ -158,7 +158,7 @@ async def _drive_async(generator: AsyncGenerator[Any, Any], item: Item, reporter
             delivered -= 1
             reporter.beat()
         else:
-            reporter.partial(item, _encode(output)[0])
+            reporter.partial(item, *_encode(output))
         if reporter.cancelled(item):
             await generator.aclose()
             return

@@ -22,6 +22,7 @@ from multigpu_worker.engines.infer_backend import Arrays, Forward, load_backend
 from multigpu_worker.engines.infer_input import Request, parse, result
 from multigpu_worker.engines.models import ModelFolderError
 from multigpu_worker.engines.precision import Variant, choose, spec_of
+from multigpu_worker.engines.room import Limit, make_room
 
 
 @dataclass(slots=True, kw_only=True)
@@ -31,6 +32,7 @@ class Model:
     forward: Forward
     # Whether examples of several tasks may go through it together.
     joins: bool
+    limit: Limit = field(default_factory=Limit)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -54,7 +56,7 @@ class Piece:
 
 
 class InferEngine:
-    """Runs a model. What is loaded stays: at most one back end for each engine and precision."""
+    """Runs a model. Its own back end stays loaded, and of others the one that was asked for last."""
 
     one_by_one: ClassVar[bool] = False
 
@@ -103,6 +105,7 @@ class InferEngine:
             _Run(batch, prepared.requests, prepared.model, reporter).run()
 
     def _load(self, spec: ModelSpec, variant: Variant) -> dict[str, str]:
+        make_room(self._loaded)
         forward, facts = load_backend(spec, self._settings, variant)
         joins = all(each.shape is None or each.shape[:1] == (None,) for each in forward.inputs)
         if spec.warm_up:
@@ -172,7 +175,8 @@ class _Run:
                 problem = error.with_traceback(None)
             self._reporter.beat()
             if isinstance(problem, MemoryError) and rows > 1:
-                self._model.forward.examples_max = rows // 2
+                forward = self._model.forward
+                forward.examples_max = self._model.limit.lower(forward.examples_max, rows // 2)
                 todo.extend(reversed(pieces))
             elif problem is not None:
                 if context_is_lost(str(problem)):
@@ -185,6 +189,8 @@ class _Run:
                 self._run_apart([index for index in indices if index in rest])
                 return
             else:
+                forward = self._model.forward
+                forward.examples_max = self._model.limit.fitted(forward.examples_max)
                 self._settle(pieces, outputs)
 
     def _take(self, todo: list[Piece]) -> list[Piece]:

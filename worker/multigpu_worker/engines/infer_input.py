@@ -93,6 +93,12 @@ def _check(inputs: Arrays, outputs: tuple[str, ...], forward: Forward) -> None:
     if missing := [name for name, spec in specs.items() if spec.required and name not in inputs]:
         raise ValueError(f"the input {missing[0]!r} is missing")
     for name, array in inputs.items():
+        wanted = specs[name].dtype
+        if array.dtype.kind in "iu" and wanted.startswith("float"):
+            with np.errstate(invalid="ignore", over="ignore"):
+                floats = array.astype(wanted)
+                if np.array_equal(floats.astype(array.dtype), array):
+                    inputs[name] = array = floats  # noqa: PLW2901  the same numbers
         if not _fits(array, specs[name]):
             raise ValueError(f"the input {name!r} has type {array.dtype.name} and shape {list(array.shape)}")
     given = {spec.name for spec in forward.outputs}

@@ -5,7 +5,9 @@ An engine's module is imported when its first batch comes, so that a worker that
 
 import contextlib
 import importlib
+import sys
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import cast
 
@@ -13,6 +15,7 @@ from multigpu.handlers import registered_handlers
 from multigpu.repository import ModelFolderError, ModelSpec
 
 from multigpu_worker.engines.base import Engine, EngineSettings, ModelEngine
+from multigpu_worker.engines.handler_sources import SourceFinder, Sources
 
 # The engines of kinds that need a model, as module:class. A model may name another of the same form.
 MODEL_ENGINES = {
@@ -32,13 +35,25 @@ class KindInfo:
     one_by_one: bool
 
 
-def import_handlers(modules: tuple[str, ...]) -> None:
-    """Import the user's modules, which register their handlers. ImportError and whatever else they raise."""
-    for module in modules:
-        kinds = set(registered_handlers())
-        importlib.import_module(module)
-        if set(registered_handlers()) == kinds:
-            raise ImportError(f"the module {module!r} registers no handler: mark one with @multigpu.handler('my.kind')")
+def import_handlers(
+    modules: tuple[str, ...], sources: Sources | None = None, tell: Callable[[str], None] = lambda _: None
+) -> Sources:
+    """Import the user's modules, which register their handlers. ImportError and whatever else they raise.
+
+    `sources`, `tell`: as of SourceFinder. Returns what was imported.
+    """
+    finder = SourceFinder(modules, sources or {}, tell)
+    sys.meta_path.insert(0, finder)
+    try:
+        for module in modules:
+            kinds = set(registered_handlers())
+            importlib.import_module(module)
+            if set(registered_handlers()) == kinds:
+                remedy = "mark one with @multigpu.handler('my.kind')"
+                raise ImportError(f"the module {module!r} registers no handler: {remedy}")
+    finally:
+        sys.meta_path.remove(finder)
+    return finder.sources
 
 
 def import_ahead(modules: tuple[str, ...]) -> None:

@@ -1,0 +1,44 @@
+"""The `timeout` of a call: how long its caller waits."""
+
+import asyncio
+from collections.abc import Awaitable
+from numbers import Real
+from typing import Any, TypeVar
+
+from multigpu.errors import INVALID_ARGUMENT, CallTimeoutError, InvalidTaskError
+
+T = TypeVar("T")
+# 31 years. Clocks and event loops take no number at all.
+_SECONDS_MAX = 1e9
+
+
+def pop_timeout(options: Any) -> float | None:
+    """Takes `timeout` out of the options of a call. InvalidTaskError: it is no number of seconds."""
+    value = options.pop("timeout", None)
+    if value is None:
+        return None
+    is_number = isinstance(value, Real)  # numbers of numpy are
+    if is_number and -_SECONDS_MAX < value < _SECONDS_MAX:
+        return float(value)
+    raise InvalidTaskError(INVALID_ARGUMENT, f"timeout={value!r}: give seconds, or None to wait without a limit")
+
+
+async def within(timeout_s: float | None, awaitable: Awaitable[T]) -> T:
+    """What is awaited, or CallTimeoutError when the time is over. None: waits for ever."""
+    if timeout_s is None:
+        return await awaitable
+    try:
+        async with asyncio.timeout(timeout_s) as limit:
+            return await awaitable
+    except TimeoutError:
+        if not limit.expired():  # it is the awaitable's own
+            raise
+        raise timed_out(timeout_s) from None
+
+
+def timed_out(timeout_s: float) -> CallTimeoutError:
+    """The error that says so."""
+    return CallTimeoutError(
+        f"no answer within {timeout_s:g} s (timeout); the tasks of the call are cancelled. Give it more time, or see "
+        "with `mgpuctl tasks explain` why one waits"
+    )

@@ -1,0 +1,64 @@
+"""Whether two tasks with one request_id are the same: of one kind, model, content type, parameters and payload. All
+else (queue, priority, labels, limits, timeouts) may differ; what the first submit said counts. A durable task can't be
+one with an ephemeral task, which the next master does not know.
+
+The journal keeps a fingerprint of each task that had a request_id: the CRC-32 of its payload and 31 bits of its spec's.
+"""
+
+import zlib
+
+from multigpu_master.core import events as ev
+from multigpu_master.core.model import Task
+
+ALREADY_EXISTS = 6
+
+SPEC_BITS = 31
+# In the place of a fingerprint: the task was withdrawn, and its request_id is free.
+FREE = -1
+
+
+def payload_crc(task: Task) -> int:
+    """The CRC-32 of a task's payload; below zero if it is not known, as the payload lies in a file."""
+    if task.payload_crc < 0:
+        payload = task.payload
+        task.payload_crc = zlib.crc32(payload) if isinstance(payload, bytes) else payload.crc
+    return task.payload_crc
+
+
+def fingerprint(task: Task) -> int | None:
+    """What the journal keeps of a task's identity. None: nothing; it has no request_id, or its payload is not known."""
+    if not task.request_id:
+        return None
+    if task.outcome is not None and task.outcome.withdrawn:
+        return FREE
+    crc = payload_crc(task)
+    return None if crc < 0 else crc << SPEC_BITS | task.spec.identity
+
+
+def conflict(
+    task_id: int, kind: str, model: str, known: int | None, again: Task, *, durable: bool = True
+) -> ev.Rejection | None:
+    """Why `again` can't stand for the task with its request_id, which has these."""
+    other = _difference(kind, model, known, again)
+    if again.spec.durable and not durable:
+        other = "durability EPHEMERAL, not DURABLE"
+    if not other:
+        return None
+    return ev.Rejection(
+        ALREADY_EXISTS,
+        f"this request_id is that of task {task_id}, which has {other}: a request_id stands for one task; use another",
+    )
+
+
+def _difference(kind: str, model: str, known: int | None, again: Task) -> str:
+    spec = again.spec
+    if kind != spec.kind:
+        return f"kind {kind!r}, not {spec.kind!r}"
+    if model != spec.model:
+        return f"model {model!r}, not {spec.model!r}"
+    if known is None:
+        return ""
+    if known & (1 << SPEC_BITS) - 1 != spec.identity:
+        return "other parameters or another content_type"
+    crc = payload_crc(again)
+    return "another payload" if 0 <= crc != known >> SPEC_BITS else ""

@@ -1,0 +1,52 @@
+"""The tasks by id, in blocks of neighbouring ids: who looks through ten million of them can do so block by block, while
+tasks come and go in between.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator
+
+from multigpu_master.core.model import Task
+
+BLOCK_BITS = 10
+
+
+class TaskTable:
+    """Looks like a dictionary of tasks by id where that is all that is needed."""
+
+    def __init__(self) -> None:
+        self._blocks: defaultdict[int, dict[int, Task]] = defaultdict(dict)
+
+    def __len__(self) -> int:
+        return sum(map(len, self._blocks.values()))
+
+    def __contains__(self, task_id: int) -> bool:
+        return self.get(task_id) is not None
+
+    def get(self, task_id: int) -> Task | None:
+        """The task of that id."""
+        block = self._blocks.get(task_id >> BLOCK_BITS)
+        return None if block is None else block.get(task_id)
+
+    def add(self, task: Task) -> None:
+        """Takes a task that is not there."""
+        self._blocks[task.task_id >> BLOCK_BITS][task.task_id] = task
+
+    def discard(self, task_id: int) -> None:
+        """Drops a task, if it is there."""
+        block = self._blocks.get(task_id >> BLOCK_BITS)
+        if block is not None:
+            block.pop(task_id, None)
+            if not block:
+                del self._blocks[task_id >> BLOCK_BITS]
+
+    def values(self) -> Iterator[Task]:
+        """Every task. None may come or go meanwhile."""
+        for block in self._blocks.values():
+            yield from block.values()
+
+    def blocks_before(self, task_id: int) -> Iterator[list[Task]]:
+        """The tasks below an id, the newest first, block by block. Tasks may come and go between two blocks."""
+        last = task_id >> BLOCK_BITS
+        for number in sorted([number for number in self._blocks if number <= last], reverse=True):
+            block = self._blocks.get(number, {})
+            yield sorted([t for t in block.values() if t.task_id < task_id], key=lambda t: -t.task_id)

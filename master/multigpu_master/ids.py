@@ -1,0 +1,106 @@
+"""Which ids a master gives out, and how what it gave out is known again.
+
+An id of a task or a lease has 29 bits of epoch above 24 bits of counter, and so is below 2**53, where JavaScript's
+numbers end. An epoch is on the disk before its first id is used. It is taken from the wall clock, so that also a master
+on an empty or an older copy of the journal gives out no id again, unless it starts within the second in which the one
+before it did; and it is above the journal's last one, whatever the clock says.
+
+Each start of a master is an incarnation with a random name, which the journal keeps. What a peer remembers (leases, a
+cursor) counts only if the journal knows the incarnation that gave it out, and to have come that far: else the journal
+is another one, or an older copy. See docs/decisions/0015-ids-and-incarnations.md.
+"""
+
+import secrets
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from hashlib import blake2b
+from itertools import pairwise
+
+from cryptography.hazmat.primitives.ciphers import Cipher, CipherContext, algorithms, modes
+
+from multigpu_master.core.model import EPOCH_IDS
+from multigpu_master.journal import JournalError
+
+EPOCHS_END = (1 << 53) // EPOCH_IDS
+# Epochs are seconds since 2025-01-01T00:00:00Z, and so last until January 2042.
+FIRST_EPOCH_S = 1_735_689_600
+CURSORS_END = 1 << 63
+LEASE_KEY_BYTES = 32
+_WORD = (1 << 64) - 1
+# Starts that a journal remembers. What an older one gave out is not known any more.
+INCARNATIONS_MAX = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Incarnation:
+    """One start of a master, and what it gave out first. The name "" is of all masters before there were names."""
+
+    name: str
+    first_id: int
+    first_cursor: int
+
+
+def first_id(epoch: int) -> int:
+    return epoch * EPOCH_IDS
+
+
+def new_name() -> str:
+    return secrets.token_hex(8)
+
+
+def next_epoch(last: int, now_s: float) -> int:
+    """The epoch to begin now, where `last` is the journal's newest. JournalError: there is none below 2**53."""
+    epoch = max(last + 1, int(now_s) - FIRST_EPOCH_S)
+    if epoch >= EPOCHS_END:
+        raise JournalError(
+            f"The ids of this journal are used up: its last epoch is {last}, this host's clock stands for "
+            f"{int(now_s) - FIRST_EPOCH_S}, and {EPOCHS_END - 1} is the highest. Set the clock if it is wrong, or move "
+            "the data directory away to begin with an empty journal."
+        )
+    return epoch
+
+
+class LeaseProofs:
+    """Proves which worker a lease was granted to, also to a later master: the journal does not tell of leases. A proof
+    is half a block of AES: lease, task and attempt make one block, the journal's key and the worker_id the key.
+    """
+
+    def __init__(self, key: bytes) -> None:
+        self._key = key
+        self._encryptor = lru_cache(maxsize=1024)(self._make_encryptor)
+
+    def of(
+        self, worker_id: str, lease_ids: Sequence[int], task_ids: Sequence[int], attempts: Sequence[int]
+    ) -> Sequence[int]:
+        """The proofs of leases of one worker, each of a task's attempt."""
+        words = [0] * (2 * len(lease_ids))
+        words[::2] = task_ids
+        # Ids are below 2**53.
+        words[1::2] = [
+            (lease_id ^ attempt << 53) & _WORD for lease_id, attempt in zip(lease_ids, attempts, strict=True)
+        ]
+        layout = f"<{len(words)}Q"
+        return struct.unpack(layout, self._encryptor(worker_id).update(struct.pack(layout, *words)))[::2]
+
+    def _make_encryptor(self, worker_id: str) -> CipherContext:
+        key = blake2b(worker_id.encode(), digest_size=16, key=self._key).digest()
+        return Cipher(algorithms.AES(key), modes.ECB()).encryptor()  # noqa: S305  no block is met twice
+
+
+class Incarnations:
+    """Those that the journal knows, oldest first; the last one is this master."""
+
+    def __init__(self, known: Sequence[Incarnation]) -> None:
+        self.current = known[-1].name
+        self._ends = {one.name: (after.first_id, after.first_cursor) for one, after in pairwise(known)}
+        self._ends[self.current] = EPOCHS_END * EPOCH_IDS, CURSORS_END
+
+    def ids_end(self, name: str) -> int:
+        """The incarnation's ids are all below this one; 0 if it is unknown."""
+        return self._ends.get(name, (0, 0))[0]
+
+    def cursors_end(self, name: str) -> int:
+        """As ids_end, of its cursors."""
+        return self._ends.get(name, (0, 0))[1]

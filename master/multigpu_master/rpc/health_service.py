@@ -1,0 +1,95 @@
+"""grpc.health.v1, which takes no token: a peer that does not read delays nobody, and holds few streams.
+
+gRPC can't end a stream whose peer has no room for the response: it stays until the connection ends. So calls are
+counted until their last response was taken.
+"""
+
+import asyncio
+import contextlib
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health_pb2
+
+from multigpu_master.rpc.status import refuse
+
+NAME = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
+RESPONSE = health_pb2.HealthCheckResponse
+# Open calls of one connection, and Watch streams of all connections.
+CALLS_MAX = 16
+WATCHES_MAX = 64
+
+
+class Health:
+    """What is served, by name. The methods write their responses themselves."""
+
+    def __init__(self) -> None:
+        self._states: dict[str, int] = {}
+        self._changed = asyncio.Event()
+        self._calls: Counter[str] = Counter()
+        self._watches = 0
+        self._stopping = False
+
+    def set(self, name: str, state: int) -> None:
+        """SERVICE_UNKNOWN removes the name. After `stop` nothing changes any more."""
+        if self._stopping:
+            return
+        if state == RESPONSE.SERVICE_UNKNOWN:
+            self._states.pop(name, None)
+        else:
+            self._states[name] = state
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def stop(self) -> None:
+        """Nothing is served from now on."""
+        for name in list(self._states):
+            self.set(name, RESPONSE.NOT_SERVING)
+        self._stopping = True
+
+    async def Check(self, request: Any, context: Any) -> None:
+        if request.service not in self._states:
+            await refuse(context, grpc.StatusCode.NOT_FOUND, f"no service or worker {request.service!r} is known")
+        with await self._count(context):
+            await context.write(RESPONSE(status=self._states[request.service]))
+
+    async def List(self, _request: Any, context: Any) -> None:
+        """Not to everybody: the names are those of workers."""
+        await refuse(context, grpc.StatusCode.UNIMPLEMENTED, "List is not served: Check takes a name")
+
+    async def Watch(self, request: Any, context: Any) -> None:
+        if self._watches >= WATCHES_MAX:
+            text = f"{WATCHES_MAX} Watch streams are open already: use Check, or try again when one has ended"
+            await refuse(context, grpc.StatusCode.RESOURCE_EXHAUSTED, text)
+        told = None
+        with await self._count(context):
+            self._watches += 1
+            try:
+                while True:
+                    changed, state = self._changed, self._states.get(request.service, RESPONSE.SERVICE_UNKNOWN)
+                    if state != told:
+                        await context.write(RESPONSE(status=state))
+                        told = state
+                    await changed.wait()
+            finally:
+                self._watches -= 1
+
+    async def _count(self, context: Any) -> contextlib.AbstractContextManager[None]:
+        """Counts the call while it is open. RESOURCE_EXHAUSTED: its connection has too many."""
+        peer = context.peer()
+        if self._calls[peer] >= CALLS_MAX:
+            text = f"this connection has {CALLS_MAX} health calls open: read their responses, then try again"
+            await refuse(context, grpc.StatusCode.RESOURCE_EXHAUSTED, text)
+        return self._counted(peer)
+
+    @contextlib.contextmanager
+    def _counted(self, peer: str) -> Iterator[None]:
+        self._calls[peer] += 1
+        try:
+            yield
+        finally:
+            self._calls[peer] -= 1
+            if not self._calls[peer]:
+                del self._calls[peer]

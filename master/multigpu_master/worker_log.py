@@ -1,0 +1,49 @@
+"""What the log says of workers: each that is lost, and each device that is quarantined or comes back."""
+
+import structlog
+
+from multigpu_master.core.model import Worker
+from multigpu_master.driver import Driver
+
+log = structlog.get_logger()
+
+
+class WorkerLog:
+    """Compares what changed with what it saw last."""
+
+    def __init__(self, driver: Driver) -> None:
+        self._driver = driver
+        # Session and quarantine by worker_id.
+        self._seen: dict[str, tuple[int, bool]] = {}
+
+    def changed(self, worker: Worker) -> None:
+        """Called with every WorkerChanged while the master is not stopping."""
+        session, quarantined = self._seen.get(worker.worker_id, (0, False))
+        self._seen[worker.worker_id] = worker.session, worker.quarantined
+        if session and not worker.session:
+            self._lost(worker, session)
+        if worker.quarantined != quarantined:
+            self._quarantined(worker)
+
+    def forget(self, worker: Worker) -> None:
+        self._seen.pop(worker.worker_id, None)
+
+    def _lost(self, worker: Worker, session: int) -> None:
+        driver = self._driver
+        # Of all workers that are lost in this event: mostly it is one.
+        requeued = driver.core.counters.requeued - driver.requeued_before
+        reason = driver.end_reasons.get(session, "its stream ended")
+        if worker.stopping and not requeued:
+            log.info("worker stopped", worker_id=worker.worker_id, session=session)
+        else:
+            log.warning(
+                "worker lost", worker_id=worker.worker_id, session=session, reason=reason, leases_requeued=requeued
+            )
+
+    def _quarantined(self, worker: Worker) -> None:
+        reasons = "; ".join(f"{r.code}: {r.message}" for r in worker.health.reasons)
+        if worker.quarantined:
+            reasons = reasons or "tasks broke its engine: it is checked"
+            log.warning("device quarantined", worker_id=worker.worker_id, reason=reasons)
+        else:
+            log.info("device back from quarantine", worker_id=worker.worker_id, reason=reasons or "a check was passed")

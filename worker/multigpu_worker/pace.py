@@ -1,0 +1,49 @@
+"""When an engine that runs a batch together should be handed its next one.
+
+The next batch is prepared while one runs, and what comes later waits for the batch after that. Callers who wait for
+their answers before they ask again would so be three groups: one runs, one is prepared, one waits. Handed over only
+shortly before it is needed, the next batch takes all that has come until then: two groups, in larger batches.
+
+Pure.
+"""
+
+# Preparing a batch takes at most this long, or this share of what the batch before it takes to run.
+LEAD_S = 0.01
+LEAD_SHARE = 0.1
+
+
+class Pace:
+    """The batches in one engine process, by id, and how long a token takes there as measured so far."""
+
+    def __init__(self) -> None:
+        self._tokens: dict[int, int] = {}
+        # When the first of them began to run.
+        self._since_s = 0.0
+        self._token_s = 0.0
+
+    def begin(self, batch_id: int, tokens: int, now_s: float) -> None:
+        """A batch was handed over. `now_s`: by a monotonic clock."""
+        if not self._tokens:
+            self._since_s = now_s
+        self._tokens[batch_id] = tokens
+
+    def end(self, batch_id: int, now_s: float) -> None:
+        """A batch is done."""
+        token_s = (now_s - self._since_s) / self._tokens.pop(batch_id)
+        self._token_s = (self._token_s + token_s) / 2 if self._token_s else token_s
+        self._since_s = now_s
+
+    def drop(self, batch_id: int) -> None:
+        """A batch came back before it began to run."""
+        self._tokens.pop(batch_id, None)
+
+    def due_s(self) -> float:
+        """When to hand over the next batch. In the past: now."""
+        if not self._tokens:
+            return 0.0
+        work_s = sum(self._tokens.values()) * self._token_s
+        return self._since_s + work_s * (1 - LEAD_SHARE) - LEAD_S
+
+    def clear(self) -> None:
+        """Nothing is in the engine any more."""
+        self._tokens.clear()

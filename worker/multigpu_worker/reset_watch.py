@@ -1,0 +1,101 @@
+"""Whether a device that needs a reset (or a restart of its host) has had one.
+
+An event says once that a reset is needed; not every driver says so afterwards, or when it was done. What shows a reset:
+the driver had lost the device, or wanted a recovery action, and it is over; or the count of errors since the last reset
+has fallen. The health monitor also takes a right answer of the self-test. A new process of the worker goes on from what
+the last one wrote down, unless the host was restarted since.
+"""
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import structlog
+
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+FILE_BYTES_MAX = 65_536
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ResetState:
+    # Code and message of the first event since that needs a reset; None: nothing does.
+    needed: tuple[str, str] | None = None
+    # The device was gone, or its driver wanted a recovery action.
+    wanted: bool = False
+    # Uncorrectable errors since the last reset; None: the device never told.
+    errors: int | None = None
+
+
+class ResetWatch:
+    """Pure."""
+
+    def __init__(self, state: ResetState | None = None) -> None:
+        state = state or ResetState()
+        self.needed, self._wanted, self._errors = state.needed, state.wanted, state.errors
+
+    @property
+    def state(self) -> ResetState:
+        return ResetState(self.needed, self._wanted, self._errors)
+
+    def need(self, code: str, message: str) -> None:
+        if self.needed is None:
+            self.needed = code, message
+
+    def done(self) -> None:
+        self.needed = None
+
+    def look(self, *, wanted: bool | None, ecc_uncorrected: int | None) -> int:
+        """Takes what the sensors say. `wanted`: the device is gone, or its driver wants a recovery action; None: not
+        known. Returns how many uncorrectable errors are new.
+        """
+        before, now = self._errors, ecc_uncorrected
+        new = 0 if before is None or now is None else now - before
+        if (self._wanted and wanted is False) or new < 0:
+            self.done()
+        self._wanted = self._wanted if wanted is None else wanted
+        self._errors = before if now is None else now
+        return max(0, new)
+
+
+class ResetNote:
+    """A file, which is there while its device needs a reset. No fsync: a host that loses its power restarts."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._kept = ResetState()
+
+    def read(self) -> ResetState:
+        """What the last process wrote, on this start of the host."""
+        try:
+            with self.path.open("rb") as file:
+                values = json.loads(file.read(FILE_BYTES_MAX))
+            if values["boot_id"] == _boot_id():
+                code, message = values["needed"]
+                self._kept = ResetState((str(code), str(message)), bool(values["wanted"]), values["errors"])
+        except FileNotFoundError:
+            pass
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            log.warning("whether the device needs a reset can't be read", file=str(self.path), error=str(error))
+        return self._kept
+
+    def keep(self, state: ResetState) -> None:
+        """Write it, or delete the file if no reset is needed."""
+        if state == self._kept or state.needed is self._kept.needed is None:
+            return
+        self._kept = state
+        new = self.path.with_name(f".{self.path.name}.new")
+        try:
+            if state.needed is None:
+                self.path.unlink(missing_ok=True)
+                return
+            self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            new.write_text(json.dumps({"boot_id": _boot_id(), **asdict(state)}), encoding="utf-8")
+            new.replace(self.path)
+        except OSError as error:
+            log.warning("that the device needs a reset can't be kept", file=str(self.path), error=str(error))
+
+
+def _boot_id() -> str:
+    return BOOT_ID.read_text(encoding="ascii").strip()
