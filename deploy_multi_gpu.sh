@@ -11,6 +11,8 @@ What to do (default: deploy)
   --status       How it is.
   --upgrade      Install this checkout's code, then replace the master and worker after worker: drain, replace, resume.
                  No task is lost.
+  --rollback     Go back to the release that the last --upgrade replaced: worker after worker, then the master. Refused
+                 where that release can't read the journal any more.
   --uninstall    Stop and remove all of it. Asks before it removes data.
   --stop         With --local: stop the fleet that --keep started.
 
@@ -19,7 +21,7 @@ How
                  work: starts a master and workers, embeds examples/sentences.txt, says who did what and how fast, and
                  stops everything again.
   --keep         With --local: show nothing, leave the fleet running.
-  --workers N    Workers to start. Default: one for each GPU; without GPUs, 2.
+  --workers N    Workers to start. Default: as many as an earlier run was given; else one for each GPU; without GPUs, 2.
   --listen HOST:PORT
                  Where the master's service listens. Default: 127.0.0.1:7433. Any other than loopback gets TLS
                  certificates and tokens.
@@ -33,9 +35,9 @@ How
   -- ARGUMENT…   With --local: further arguments of `mgpuctl up`, such as --handlers my_module.
 
 Environment: MGPU_VENV   with --local: where the Python environment is or goes (default: .venv beside this script)
-             PYTHON      the Python to make it with, 3.11 or newer (default: python3)
-             PIP_...     pip's own settings are respected: without a GPU, PIP_FIND_LINKS or PIP_EXTRA_INDEX_URL may point to
-                         CPU builds of torch, which save gigabytes
+             PYTHON      the Python to make it with, 3.11 to 3.14 (default: python3)
+             PIP_...     pip's own settings are respected: PIP_FIND_LINKS may name a folder with torch's CPU build, which
+                         without a GPU comes from download.pytorch.org
              GPU_COUNT, PRIMARY_GPU_ID, SECONDARY_GPU_IDS, WORKER_COUNT, LOAD_BALANCING_STRATEGY, ENABLE_MPS, ENABLE_TF32,
              ENABLE_TENSOR_CORES, ENABLE_NVLINK, MEMORY_THRESHOLD, MULTI_GPU_...: docs/configuration.md tells
 
@@ -56,7 +58,7 @@ while [ $# -gt 0 ]; do
   case "$1" in
     --local) scope=local ;;
     --keep) keep=1 ;;
-    --status | --upgrade | --uninstall | --stop)
+    --status | --upgrade | --rollback | --uninstall | --stop)
       [ "$action" = deploy ] || fail "--$action and $1: one at a time"
       action="${1#--}"
       ;;
@@ -102,12 +104,15 @@ fi
 # shellcheck source=tools/deploy/machine.sh
 . tools/deploy/machine.sh
 if [ "$scope" = local ]; then
+  [ "$action" != rollback ] || fail "--rollback is for services: --local has one environment. Check the former code out, then --local --upgrade"
   [ -z "$listen$join$credentials$prefix" ] || fail "--listen, --join, --credentials and --root are for services, not for --local"
   # shellcheck source=tools/deploy/local.sh
   . tools/deploy/local.sh
   local_main
 else
   [ "$keep" = 0 ] && [ "$action" != stop ] && [ "${#up_arguments[@]}" = 0 ] || fail "--keep, --stop and -- are for --local"
+  # shellcheck source=tools/deploy/keys.sh
+  . tools/deploy/keys.sh
   # shellcheck source=tools/deploy/services.sh
   . tools/deploy/services.sh
   services_main

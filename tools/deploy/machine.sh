@@ -43,6 +43,9 @@ tell_machine() {
     say "NVIDIA GPU: none, the workers run on the CPU"
   else
     say "NVIDIA GPU: ${#gpu_uuids[@]} found (${gpu_names[0]}), driver $driver, NVLink: $nvlink"
+    [[ "${driver%%.*}" =~ ^[0-9]+$ ]] || fail "nvidia-smi tells no driver version, but '$driver': repair the driver"
+    [ "${driver%%.*}" -ge 525 ] ||
+      fail "driver $driver is too old for CUDA 12: install driver 525 or newer (580 for CUDA 13), or hide nvidia-smi from PATH to deploy on the CPU"
     say "MPS: ${mps_program:-not installed, the workers run without}"
   fi
 }

@@ -7,9 +7,10 @@ opt="$prefix/opt/multigpu"
 etc="$prefix/etc/multigpu"
 lib="$prefix/var/lib/multigpu"
 units="$prefix/etc/systemd/system"
-unit_files=(mgpu.target mgpu-master.service mgpu-worker@.service mgpu-mps@.service mgpu-certs.service mgpu-certs.timer)
+unit_files=(mgpu.target mgpu-master.service mgpu-worker@.service mgpu-mps@.service mgpu-devices.service mgpu-certs.service mgpu-certs.timer
+  mgpu-keys.service mgpu-worker-token.service)
 # What a host that joined another's fleet needs of them.
-joined_unit_files=(mgpu.target mgpu-worker@.service mgpu-mps@.service)
+joined_unit_files=(mgpu.target mgpu-worker@.service mgpu-mps@.service mgpu-devices.service)
 drop_in_units=(mgpu-master.service mgpu-worker@.service mgpu-mps@.service)
 links=("$prefix/usr/local/bin/mgpuctl")
 changed=0
@@ -22,6 +23,7 @@ services_main() {
   detect_machine
   case "$action" in
     deploy | upgrade) services_deploy ;;
+    rollback) services_rollback ;;
     status) services_status ;;
     uninstall) services_uninstall ;;
   esac
@@ -34,7 +36,6 @@ services_deploy() {
   fi
   if [ "$action" = upgrade ]; then
     [ -e "$opt/current" ] || fail "nothing is deployed yet: run it without --upgrade"
-    before="$(readlink "$opt/current")"
   fi
   take_former_choices
   check_choices
@@ -50,17 +51,79 @@ services_deploy() {
   start_services
 }
 
-# A fleet that is deployed already keeps where it listens, or whom it joined, unless told otherwise.
+# `current` becomes the release that it replaced. Units and settings stay. `previous` is removed at the end, so that a
+# run that was interrupted can be repeated.
+services_rollback() {
+  local target link
+  target="$(readlink "$opt/previous")" && [ -x "$opt/$target/bin/python" ] ||
+    fail "there is no former release in $opt to go back to: an --upgrade keeps the one that it replaces, and a --rollback uses it up"
+  release="$opt/$target"
+  take_former_choices
+  [ -n "$join" ] || check_journal
+  run ln -sfn "$target" "$opt/current.new"
+  run mv -fT "$opt/current.new" "$opt/current"
+  instances=()
+  for link in "$units"/mgpu.target.wants/mgpu-worker@*.service; do
+    link="${link##*/mgpu-worker@}"
+    [ "$link" = "*.service" ] || instances+=("${link%.service}")
+  done
+  if [ "$dry_run" = 1 ]; then
+    echo "would replace: the workers ${instances[*]}, then the master"
+    say "nothing was done: a dry run"
+    return
+  fi
+  if [ -z "$prefix" ]; then
+    # A master serves older workers, and not newer ones: so it is the last.
+    replace_workers "$(reached_at)"
+    if [ -z "$join" ]; then
+      say "master: replacing it"
+      systemctl restart mgpu-master.service
+    fi
+    await_services "$(reached_at)"
+  fi
+  rm -f "$opt/previous" "$opt/replacing"
+  drop_former_releases
+  say "back at $target"
+}
+
+# Refuses a release whose master would refuse the journal: an upgrade may have brought it to a newer schema.
+check_journal() {
+  local versions
+  [ -f "$lib/journal.sqlite3" ] || return 0
+  # The version may be in the write-ahead log only. Without a log, nothing must be written beside the file.
+  versions="$("$release/bin/python" -c '
+import sqlite3, sys
+from pathlib import Path
+from multigpu_master.journal_schema import SCHEMA_VERSION
+path = Path(sys.argv[1]).absolute()
+log = path.with_name(path.name + "-wal")
+mode = "mode=ro" if log.exists() and log.stat().st_size else "mode=ro&immutable=1"
+connection = sqlite3.connect(f"{path.as_uri()}?{mode}", uri=True)
+print(connection.execute("PRAGMA user_version").fetchone()[0], SCHEMA_VERSION)
+' "$lib/journal.sqlite3")" || fail "the schema version of $lib/journal.sqlite3 can't be read, see above. Nothing was changed"
+  [ "${versions% *}" -le "${versions#* }" ] || fail "the journal $lib/journal.sqlite3 has schema version ${versions% *}, and the former release knows versions up to ${versions#* }.
+    Nothing was changed. Stay with the present release; or stop mgpu.target, put a copy of $lib from before the upgrade
+    in its place, which forgets every task since, and run --rollback again"
+}
+
+# A fleet that is deployed already keeps where it listens, or whom it joined, and how many workers were asked for,
+# unless told otherwise.
 take_former_choices() {
   local file="$etc/deployed"
+  asked_workers="${workers:-${WORKER_COUNT:-}}"
   [ -f "$file" ] || return 0
+  if [ -n "$listen" ] && edited "$etc/config.toml" && ! grep -qxF "listen = \"$listen\"" "$etc/config.toml"; then
+    fail "$etc/config.toml was edited, so --listen would change nothing: set listen = \"$listen\" there, and run this again"
+  fi
   local former_listen former_join
   former_listen="$(sed -n 's/^listen=//p' "$file")"
   former_join="$(sed -n 's/^join=//p' "$file")"
   if [ -z "$listen$join" ]; then
     listen="$former_listen" join="$former_join"
   fi
-  if [ -z "$workers${WORKER_COUNT:-}" ] && [ "$action" = upgrade ]; then
+  [ -n "$asked_workers" ] || asked_workers="$(sed -n 's/^asked_workers=//p' "$file")"
+  workers="$asked_workers"
+  if [ -z "$workers" ] && [ "$action" = upgrade ]; then
     workers="$(sed -n 's/^workers=//p' "$file")"
   fi
 }
@@ -74,8 +137,8 @@ check_choices() {
   case "$address" in 127.*:* | localhost:* | \[::1\]:*) secure=0 ;; esac
   if [ -n "$join" ] && [ "$secure" = 1 ]; then
     local file
-    for file in ca.crt worker.crt worker.key worker.token; do
-      [ -f "$etc/certs/$file" ] || [ -f "$credentials/$file" ] ||
+    for file in certs/ca.crt certs/worker.crt certs/worker.key worker.token; do
+      [ -f "$etc/$file" ] || [ -f "$credentials/${file#certs/}" ] ||
         fail "--join needs --credentials DIR with ca.crt, worker.crt, worker.key and worker.token of that fleet (docs/deploy.md)"
     done
   fi
@@ -151,37 +214,43 @@ write_settings() {
     cat systemd/multigpu.env.example
     printf '%s' "$library_env"
   } | put_unless_edited "$etc/multigpu.env" 640 root:multigpu
-  printf 'listen=%s\njoin=%s\nworkers=%s\n' "$listen" "$join" "$worker_count" | put "$etc/deployed" 640 root:multigpu
+  printf 'listen=%s\njoin=%s\nworkers=%s\nasked_workers=%s\n' "$listen" "$join" "$worker_count" "$asked_workers" |
+    put "$etc/deployed" 640 root:multigpu
 }
 
 # Where programs of this host find the master.
 reached_at() {
-  local address="${join:-$listen}"
+  local address="${join:-$listen}" name
+  name="$(hostname)"
+  [ -z "$prefix" ] || name=localhost # an image gets its name when it boots
   case "$address" in
-    0.0.0.0:*) echo "$(hostname):${address##*:}" ;;
-    \[::\]:*) echo "$(hostname):${address##*:}" ;;
+    0.0.0.0:*) echo "$name:${address##*:}" ;;
+    \[::\]:*) echo "$name:${address##*:}" ;;
     *) echo "$address" ;;
   esac
+}
+
+edited() {
+  [ -f "$1" ] && ! { [ -f "$1.sha256" ] && [ "$(sha256sum <"$1")" = "$(cat "$1.sha256")" ]; }
 }
 
 # put_unless_edited FILE MODE OWNER: FILE.sha256 tells what we wrote last.
 put_unless_edited() {
   local text
   text="$(cat)"
-  if [ -f "$1" ] && ! { [ -f "$1.sha256" ] && [ "$(sha256sum <"$1")" = "$(cat "$1.sha256")" ]; }; then
-    if [ "$(cat "$1")" != "$text" ]; then
-      say "kept: $1, which was edited"
-      return 0
-    fi
+  if edited "$1" && [ "$(cat "$1")" != "$text" ]; then
+    say "kept: $1, which was edited"
+    return 0
   fi
   put "$1" "$2" "$3" <<<"$text"
   put "$1.sha256" 600 <<<"$(sha256sum <<<"$text")"
 }
 
-# An authority of our own, and certificates for what runs here. With --join they come from the fleet's host.
+# An authority of our own, and certificates for what runs here. With --join they come from the fleet's host. An image
+# holds no keys: it makes them when it boots for the first time.
 make_certificates() {
   [ "$secure" = 1 ] || return 0
-  local kind file
+  local file
   if [ -n "$join" ]; then
     for file in ca.crt worker.crt worker.key; do
       [ -z "$credentials" ] || put "$etc/certs/$file" 640 root:multigpu <"$credentials/$file"
@@ -189,24 +258,10 @@ make_certificates() {
     [ -z "$credentials" ] || put "$etc/worker.token" 640 root:multigpu <"$credentials/worker.token"
     return
   fi
-  [ -f "$etc/certs/ca.crt" ] || run "$release/bin/python" -m multigpu.cli certs init "$etc/certs"
-  local hosts=(--host "$(hostname)" --host localhost --host 127.0.0.1) name="${listen%:*}"
-  case "$name" in 0.0.0.0 | \[::\]) ;; *) hosts+=(--host "$name") ;; esac
-  for name in $(hostname -I 2>/dev/null || true); do
-    hosts+=(--host "$name")
-  done
-  for kind in master worker client; do
-    if ! [ -f "$etc/certs/$kind.crt" ]; then
-      if [ "$kind" = master ]; then
-        run "$release/bin/python" -m multigpu.cli certs issue "$etc/certs" master "${hosts[@]}"
-      else
-        run "$release/bin/python" -m multigpu.cli certs issue "$etc/certs" "$kind"
-      fi
-    fi
-  done
-  # The services read their keys; the authority's stays root's alone. Renewals keep owner and mode of keys.
-  run chmod 640 "$etc/certs/master.key" "$etc/certs/worker.key"
-  [ -n "$prefix" ] || run chgrp multigpu "$etc/certs/master.key" "$etc/certs/worker.key"
+  put "$opt/keys.sh" 755 <tools/deploy/keys.sh
+  if [ -z "$prefix" ]; then
+    make_certificates_in "$etc/certs" "$listen" "$release/bin/python" -m multigpu.cli
+  fi
 }
 
 install_units() {
@@ -227,7 +282,7 @@ install_units() {
   local enabled=(mgpu.target) instance
   if [ -z "$join" ]; then
     enabled+=(mgpu-master.service)
-    [ "$secure" = 0 ] || enabled+=(mgpu-certs.timer)
+    [ "$secure" = 0 ] || enabled+=(mgpu-certs.timer mgpu-keys.service mgpu-worker-token.service)
   fi
   for instance in "${instances[@]}"; do
     enabled+=("mgpu-worker@$instance.service")
@@ -265,8 +320,10 @@ plan_instances() {
     {
       echo "# The device of the worker of this name."
       echo "MGPU_WORKER_DEVICE=$device"
-      echo "MGPU_WORKER_WORKER_ID=$(hostname)-${instances[-1]}"
     } | put_unless_edited "$etc/worker-${instances[-1]}.env" 640 root:multigpu
+    # %H is the host's name when it boots, which an image doesn't have yet.
+    printf '[Service]\nEnvironment=MGPU_WORKER_WORKER_ID=%%H-%s\n' "${instances[-1]}" |
+      put "$units/mgpu-worker@${instances[-1]}.service.d/50-name.conf" 644
   done
 }
 
@@ -285,13 +342,20 @@ drop_former_instances() {
       fi
       unit="${unit#mgpu-worker@}"
       run rm -f "$etc/worker-${unit%.service}.env" "$etc/worker-${unit%.service}.env.sha256"
+      run rm -rf "$units/mgpu-worker@$unit.d"
     fi
   done
 }
 
+# The file `replacing` stands until no process runs the former release: an --upgrade that is run again goes on there.
 switch_release() {
-  local target="releases/${release##*/}"
-  if [ "$(readlink "$opt/current" 2>/dev/null)" != "$target" ]; then
+  local target="releases/${release##*/}" former
+  former="$(readlink "$opt/current" 2>/dev/null || true)"
+  if [ "$former" != "$target" ]; then
+    if [ -n "$former" ]; then
+      run ln -sfnT "$former" "$opt/previous"
+      run touch "$opt/replacing"
+    fi
     run ln -sfn "$target" "$opt/current.new"
     run mv -fT "$opt/current.new" "$opt/current"
   fi
@@ -307,49 +371,46 @@ start_services() {
     printf ' %s' "${services[@]}"
     printf '\n'
   fi
-  if [ -n "$prefix" ] || [ "$dry_run" = 1 ]; then
+  if [ "$dry_run" = 1 ]; then
     tell_where
-    [ "$dry_run" = 0 ] || say "nothing was done: a dry run"
+    say "nothing was done: a dry run"
+    return
+  fi
+  if [ -n "$prefix" ]; then
+    rm -f "$opt/replacing"
+    drop_former_releases
+    tell_where
     return
   fi
   local ctl=("$opt/current/bin/mgpuctl") address
   address="$(reached_at)"
   [ "$units_changed" = 0 ] || systemctl daemon-reload
   if [ -z "$join" ]; then
-    if [ "$action" = upgrade ] && [ "$before" != "$(readlink "$opt/current")" ]; then
+    if [ "$action" = upgrade ] && [ -e "$opt/replacing" ]; then
       say "master: replacing it"
       systemctl restart mgpu-master.service
     else
       systemctl start mgpu-master.service
     fi
-    make_worker_token "${ctl[@]}"
+    [ "$secure" = 0 ] || make_worker_token "$etc/worker.token" "${ctl[@]}"
   fi
   say "starting ${#instances[@]} workers"
   systemctl start "${services[@]}"
-  if [ "$action" = upgrade ] && [ "$before" != "$(readlink "$opt/current")" ]; then
+  if [ "$action" = upgrade ] && [ -e "$opt/replacing" ]; then
     replace_workers "$address"
+    rm -f "$opt/replacing"
     drop_former_releases
   fi
   await_services "$address"
   tell_where
 }
 
-# The first administrator's token is the master's own work; with it, one for the workers of this host is made.
-make_worker_token() {
-  if [ "$secure" = 1 ] && ! [ -f "$etc/worker.token" ]; then
-    "$@" tokens create "$(hostname)" --role worker --worker-id "$(hostname)-*" -o "$etc/worker.token.new"
-    chown root:multigpu "$etc/worker.token.new"
-    chmod 640 "$etc/worker.token.new"
-    mv "$etc/worker.token.new" "$etc/worker.token"
-  fi
-}
-
-# Under the eyes of the master where we may ask it; a host that joined has no such right, and its workers drain by
-# themselves when they are told to end.
+# Under the eyes of the master where it runs and we may ask it; a host that joined has no such right. Else its workers
+# drain by themselves when they are told to end.
 replace_workers() {
   local instance
   say "workers: replacing them, one after the other"
-  if [ -z "$join" ]; then
+  if [ -z "$join" ] && systemctl is-active --quiet mgpu-master.service; then
     "$opt/current/bin/python" -m multigpu.cli.roll "$1" "$lib/upgrading"
     rmdir "$lib/upgrading"
   else
@@ -359,10 +420,12 @@ replace_workers() {
   fi
 }
 
+# All but what `current` and `previous` name.
 drop_former_releases() {
-  local folder
+  local folder previous
+  previous="$(readlink "$opt/previous" 2>/dev/null || true)"
   for folder in "$opt"/releases/*; do
-    [ "$folder" = "$release" ] || rm -rf "$folder"
+    [ "$folder" = "$release" ] || [ "$folder" = "$opt/$previous" ] || rm -rf "$folder"
   done
 }
 

@@ -1,0 +1,45 @@
+# shellcheck shell=bash
+# The keys of the fleet's host: an authority, certificates, and a token for this host's workers. Files that exist stay.
+# deploy_multi_gpu.sh calls these functions; on the first boot of an image that --root made, systemd runs this file.
+set -euo pipefail
+
+# make_certificates_in CERTS LISTEN MGPUCTL…
+make_certificates_in() {
+  local certs="$1" listen="$2" name hosts=(--host "$(hostname)" --host localhost --host 127.0.0.1)
+  shift 2
+  [ -f "$certs/ca.crt" ] || run "$@" certs init "$certs"
+  case "${listen%:*}" in 0.0.0.0 | \[::\]) ;; *) hosts+=(--host "${listen%:*}") ;; esac
+  for name in $(hostname -I 2>/dev/null || true); do
+    hosts+=(--host "$name")
+  done
+  [ -f "$certs/master.crt" ] || run "$@" certs issue "$certs" master "${hosts[@]}"
+  [ -f "$certs/worker.crt" ] || run "$@" certs issue "$certs" worker
+  # The services read their keys; the authority's stays root's alone. Renewals keep owner and mode of keys.
+  run chmod 640 "$certs/master.key" "$certs/worker.key"
+  ! getent group multigpu >/dev/null || run chgrp multigpu "$certs/master.key" "$certs/worker.key"
+  # Last: mgpu-keys.service looks for it.
+  [ -f "$certs/client.crt" ] || run "$@" certs issue "$certs" client
+}
+
+# make_worker_token FILE MGPUCTL…: asks the running master, as its first administrator.
+make_worker_token() {
+  local file="$1"
+  shift
+  [ ! -f "$file" ] || return 0
+  rm -f "$file.new"
+  "$@" tokens create "$(hostname)" --role worker --worker-id "$(hostname)-*" -o "$file.new"
+  chmod 640 "$file.new"
+  ! getent group multigpu >/dev/null || chgrp multigpu "$file.new"
+  mv "$file.new" "$file"
+}
+
+if [ "${BASH_SOURCE[0]}" = "$0" ]; then
+  run() { "$@"; }
+  case "$1" in
+    certificates)
+      make_certificates_in /etc/multigpu/certs "$(sed -n 's/^listen=//p' /etc/multigpu/deployed)" \
+        /opt/multigpu/current/bin/mgpuctl
+      ;;
+    token) make_worker_token /etc/multigpu/worker.token /opt/multigpu/current/bin/mgpuctl ;;
+  esac
+fi
