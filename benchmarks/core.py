@@ -53,6 +53,8 @@ class Rig:
         for command in commands:
             if isinstance(command, ev.Dispatch):
                 self.held[command.session] += command.leases
+            elif isinstance(command, ev.RenewIds):
+                self.core.handle(ev.IdsRenewed(self.core.ids_end), self.now)
             elif isinstance(command, ev.Settled):
                 self.do("committed", ev.SettlesCommitted(command.tasks))
 

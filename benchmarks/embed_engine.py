@@ -53,7 +53,7 @@ class Collector:
     def fail(self, item: Item, error_type: str, message: str, *, retryable: bool, traceback: str = "") -> None:
         raise RuntimeError(f"{item.lease_id}: {error_type}: {message} {retryable} {traceback}")
 
-    def partial(self, item: Item, data: bytes) -> None:
+    def partial(self, item: Item, data: bytes, content_type: str = "") -> None:
         raise NotImplementedError
 
     def progress(self, item: Item, fraction: float, note: str = "") -> None:

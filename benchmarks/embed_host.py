@@ -42,6 +42,7 @@ class TimedDevice:
     text: TextInput
     text_s: float
     tokens_max: int = 16_384
+    pads: bool = True
     dimension: int = 384
     identity: str = "made up"
     busy_s: float = 0.0

@@ -55,7 +55,7 @@ class Sink:
     def cancelled(self, item: Item) -> bool:
         return False
 
-    def partial(self, item: Item, data: bytes) -> None:
+    def partial(self, item: Item, data: bytes, content_type: str = "") -> None:
         self.chunks += 1
 
     def succeed(self, item: Item, result: bytes, content_type: str = "") -> None:

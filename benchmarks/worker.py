@@ -13,6 +13,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -225,10 +226,14 @@ class HopEvents:
     def engine_ready(self) -> None:
         self.ready.set()
 
-    def engine_said(self, message: ipc.Message, blobs: list[bytes]) -> None:
+    def engine_said(self, message: ipc.Message, blobs: list[bytes]) -> Callable[[], None]:
         del blobs
-        if message[0] == "reports" and message[9]:
-            self.reply.set_result(None)
+
+        def carry_out() -> None:
+            if message[0] == "reports" and message[9]:
+                self.reply.set_result(None)
+
+        return carry_out
 
     def engine_died(self, death: Death) -> None:
         raise AssertionError(death.words)

@@ -2,6 +2,7 @@
 the processors long is begun first.
 """
 
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -9,6 +10,10 @@ from pathlib import Path
 
 import pytest
 import structlog
+
+# A shell that starts a job in the background, and nohup, have it ignore SIGINT; so would all that the tests start.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 

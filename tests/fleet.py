@@ -123,8 +123,10 @@ class Fleet:
         handlers_dir: Path = HANDLERS,
         data_dir: Path | None = None,
         env: Mapping[str, str] | None = None,
+        prefix: Sequence[str] = (),
     ) -> None:
         self.folder = folder
+        self._prefix = prefix
         folder.mkdir(parents=True, exist_ok=True)
         self.data_dir = data_dir or folder / "data"
         self.master: Daemon
@@ -175,11 +177,18 @@ class Fleet:
                     found.append(f"{path.name}: {line}")
         return found
 
+    def run_from(self, tree: Path) -> None:
+        """Daemons that are started from now on run the code of this checkout."""
+        packages = [str(tree / name) for name in ("client", "master", "worker")]
+        self._env["PYTHONPATH"] = os.pathsep.join([*packages, self._env["PYTHONPATH"]])
+
     # --- processes ---------------------------------------------------------------------------------------------------
 
     def launch(self, name: str, module: str, arguments: Sequence[str]) -> Daemon:
         """Starts a daemon's process. Chaos runs come in here, to put something between."""
-        return Daemon(module, [*arguments, "--log-format", "json"], self.folder / f"{name}.log", self._env)
+        return Daemon(
+            module, [*arguments, "--log-format", "json"], self.folder / f"{name}.log", self._env, self._prefix
+        )
 
     def start_master(self, *flags: str, wait: bool = True) -> Daemon:
         """Starts the master: on any port the first time, on the same one from then on."""

@@ -1,99 +1,28 @@
-"""The deploy script, run for real: dry runs that do nothing, refusals, services under a --root, a local fleet that is
-upgraded under load.
+"""The deploy script, run for real: dry runs that do nothing, refusals, which GPUs and settings it chooses."""
 
-One thing is a stand-in: the environment. Installing torch takes minutes, so `python -m venv` and `pip install` of these
-tests make an environment that runs the Python and the multigpu of the test run. Nothing here is run by a real systemd
-as process 1; what its tools say of the files is (`systemctl --root`, `systemd-analyze`, `systemd-sysusers`).
-"""
-
-import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-import multigpu
 import pytest
 
+from tests.deployment import NAME, ROOT, checkout, deploy, deployed, environment, everything_in, gpus, needs_systemd
 from tests.fakes.gpus import SimulatedGpus
-from tests.fleet import until
 
-ROOT = Path(__file__).resolve().parent.parent
-NAME = "deploy_multi_gpu.sh"
-PARTS = (NAME, "pyproject.toml", "examples", "tools/deploy", "systemd")
-needs_systemd = pytest.mark.skipif(shutil.which("systemctl") is None, reason="systemd's tools are not installed")
-OLD_NAMES = ("GPU_COUNT", "PRIMARY_GPU_ID", "SECONDARY_GPU_IDS", "WORKER_COUNT", "MEMORY_THRESHOLD")
-STAND_IN = """#!/bin/bash
-# A stand-in for Python's venv and pip, for the tests of the deploy script: see tests/test_deploy.py.
-case "$1 $2" in
-  "-m venv") mkdir -p "$3/bin" && cp "$0" "$3/bin/python" ;;
-  "-m pip")
-    [ "$3" = --version ] && exit 0
-    for program in mgpuctl mgpu-master mgpu-worker; do
-      echo "#!$(dirname "$0")/python" >"$(dirname "$0")/$program"
-      echo "import multigpu.cli; multigpu.cli.main()" >>"$(dirname "$0")/$program"
-      chmod 755 "$(dirname "$0")/$program"
-    done
-    echo "stand-in for pip: ${*:3}"
-    ;;
-  "- ") exit 1 ;; # whether it is a developer's: no
-  *) exec PYTHON "$@" ;;
-esac
-"""
+__all__ = ["checkout", "gpus"]  # fixtures
 
-
-@pytest.fixture
-def checkout(tmp_path: Path) -> Path:
-    """What the script reads of a checkout, somewhere where a mistake hurts nobody."""
-    home = tmp_path / "checkout"
-    home.mkdir()
-    for part in PARTS:
-        target = home / part
-        target.parent.mkdir(exist_ok=True)
-        (shutil.copytree if (ROOT / part).is_dir() else shutil.copy)(ROOT / part, target)
-    for part in ("client", "master", "worker", "docs"):
-        (home / part).mkdir()
-    stand_in = tmp_path / "python"
-    stand_in.write_text(STAND_IN.replace("PYTHON", sys.executable))
-    stand_in.chmod(0o755)
-    return home
-
-
-def environment(checkout: Path, **env: str) -> dict[str, str]:
-    clean = {k: v for k, v in os.environ.items() if not k.startswith(("MGPU_", "MULTI_GPU_")) and k not in OLD_NAMES}
-    return clean | {"PYTHON": str(checkout.parent / "python")} | env
-
-
-def deploy(checkout: Path, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [checkout / NAME, *arguments],
-        env=environment(checkout, **env),
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-        stdin=subprocess.DEVNULL,
-    )
-
-
-def deployed(checkout: Path, *arguments: str, **env: str) -> str:
-    done = deploy(checkout, *arguments, **env)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
-def everything_in(folder: Path) -> dict[str, int]:
-    return {str(path.relative_to(folder)): path.lstat().st_mtime_ns for path in folder.rglob("*")}
-
-
-@pytest.fixture
-def gpus(tmp_path: Path) -> SimulatedGpus:
-    return SimulatedGpus(tmp_path / "gpus", n=8)
-
+LOCKED = "--only-binary :all: --require-hashes"
+# What is done in turn to make an environment on a host without a GPU.
+INSTALLED = (
+    "pip uninstall -qq --yes torch onnxruntime onnxruntime-gpu",
+    "--no-deps --find-links https://download.pytorch.org/whl/cpu/torch/ -r tools/deploy/lock/cpu-torch.txt",
+    f"{LOCKED} -r tools/deploy/lock/cpu.txt",
+    "--no-deps --no-build-isolation .",
+    "pip check",
+)
 
 # Words and refusals.
 
@@ -102,8 +31,8 @@ def test_a_dry_run_prints_every_action_and_does_none(checkout: Path) -> None:
     before = everything_in(checkout)
     out = deployed(checkout, "--local", "--dry-run", "--workers", "3")
     actions = [line for line in out.splitlines() if line.startswith("would run:")]
-    words = ("-m venv", "pip install", "mgpuctl up --workers 3", "embed examples/sentences.txt", "-o")
-    assert [word in action for word, action in zip(words, actions, strict=True)] == [True] * 5
+    words = ("-m venv", *INSTALLED, "mgpuctl up --workers 3", "embed examples/sentences.txt", "-o")
+    assert [word in action for word, action in zip(words, actions, strict=True)] == [True] * len(words)
     assert everything_in(checkout) == before
 
 
@@ -116,7 +45,7 @@ def test_the_environment_can_be_elsewhere(checkout: Path) -> None:
 def test_help_is_an_answer(checkout: Path) -> None:
     helped = deploy(checkout, "--help")
     assert (helped.returncode, helped.stderr) == (0, "")
-    for word in ("--local", "--join", "--upgrade", "--uninstall", "--status", "--dry-run", "--workers", "--keep"):
+    for word in ("--local", "--join", "--upgrade", "--rollback", "--uninstall", "--status", "--dry-run", "--workers"):
         assert word in helped.stdout
 
 
@@ -132,6 +61,8 @@ def test_help_is_an_answer(checkout: Path) -> None:
         (["--root", "{root}", "--join", "gpu1:7433"], {}, "--join needs --credentials DIR"),
         (["--root", "{root}", "--join", "gpu1"], {}, "an address is HOST:PORT"),
         (["--root", "{root}", "--upgrade"], {}, "nothing is deployed yet"),
+        (["--root", "{root}", "--rollback"], {}, "there is no former release"),
+        (["--local", "--rollback"], {}, "--rollback is for services"),
         (["--local"], {"GPU_COUNT": "two"}, "GPU_COUNT is a whole number"),
         (["--local"], {"PRIMARY_GPU_ID": "7"}, "there is no GPU '7'"),
         (["--local"], {"LOAD_BALANCING_STRATEGY": "luck"}, "there is no strategy 'luck'"),
@@ -156,13 +87,19 @@ def test_a_mistake_is_named_before_anything_is_done(
     assert not root.exists()
 
 
-def test_an_old_python_is_refused(checkout: Path) -> None:
-    old = checkout / "old-python"
-    old.write_text('#!/bin/sh\n[ "$1" = --version ] && echo "Python 3.10.2" && exit 0\nexit 1\n')
-    old.chmod(0o755)
-    done = deploy(checkout, "--local", PYTHON=str(old))
+@pytest.mark.parametrize(
+    ("version", "check", "message"),
+    [("3.10.2", "< (3, 11)", "too old"), ("3.15.0", ">= (3, 15)", "newer than the lock")],
+)
+def test_a_python_that_the_lock_does_not_know_is_refused(
+    checkout: Path, version: str, check: str, message: str
+) -> None:
+    other = checkout / "other-python"
+    other.write_text(f'#!/bin/sh\ncase "$*" in --version) echo "Python {version}" ;; *"{check}"*) exit 1 ;; esac\n')
+    other.chmod(0o755)
+    done = deploy(checkout, "--local", PYTHON=str(other))
     assert done.returncode == 1
-    assert "Python 3.10.2 is too old" in done.stderr
+    assert f"Python {version} is {message}" in done.stderr
 
 
 def test_the_scripts_pass_shellcheck() -> None:
@@ -205,6 +142,29 @@ def test_which_gpus_get_a_worker(
 
 
 @needs_systemd
+@pytest.mark.parametrize("driver", ["525.60.13", "550.163.01", "575.57.08", "580.65.06", "610.1"])
+def test_torch_is_for_the_driver_that_is_there(
+    checkout: Path, tmp_path: Path, gpus: SimulatedGpus, driver: str
+) -> None:
+    profile = "cuda13" if driver >= "580" else "cuda12"
+    gpus.set_driver(driver)
+    out = deployed(checkout, "--root", str(tmp_path / "root"), "--dry-run", **gpus.env())
+    installs = [line.partition(" -m ")[2].strip() for line in out.splitlines() if "-m pip" in line]
+    # Nothing without a hash, and one of the two of ONNX Runtime: which, tests/test_deploy_lock.py tells.
+    assert ["--require-hashes" in line or "--no-deps" in line for line in installs if " install " in line] == [True] * 2
+    assert installs[0].endswith("--yes torch onnxruntime onnxruntime-gpu")
+    assert installs[1].endswith(f"{LOCKED} -r tools/deploy/lock/{profile}.txt")
+
+
+@needs_systemd
+def test_a_driver_that_no_torch_runs_on_is_refused(checkout: Path, tmp_path: Path, gpus: SimulatedGpus) -> None:
+    gpus.set_driver("470.256.02")
+    done = deploy(checkout, "--root", str(tmp_path / "root"), **gpus.env())
+    assert (done.returncode, "driver 470.256.02 is too old for CUDA 12" in done.stderr) == (1, True)
+    assert not (tmp_path / "root").exists()
+
+
+@needs_systemd
 def test_each_gpu_gets_a_worker_and_an_mps_daemon(checkout: Path, tmp_path: Path, gpus: SimulatedGpus) -> None:
     out = deployed(checkout, "--root", str(tmp_path / "root"), "--dry-run", **gpus.env())
     assert f"{len(gpus)} found (Simulated" in out
@@ -239,205 +199,3 @@ def test_old_variables_become_settings(checkout: Path, tmp_path: Path) -> None:
     assert "NCCL_P2P_DISABLE=1" in words
     wanted = sorted(path.name for path in (root / "etc/systemd/system/mgpu.target.wants").iterdir())
     assert wanted == ["mgpu-master.service", *(f"mgpu-worker@cpu-{n}.service" for n in range(3))]
-
-
-# Services, under a --root.
-
-
-@needs_systemd
-def test_services_are_deployed_once_and_leave_nothing(checkout: Path, tmp_path: Path, gpus: SimulatedGpus) -> None:
-    root = tmp_path / "root"
-    root.mkdir()
-    arguments = ("--root", str(root), "--listen", "0.0.0.0:7433")
-    dry = deployed(checkout, *arguments, "--dry-run", **gpus.env())
-    assert not everything_in(root)
-    first = deployed(checkout, *arguments, **gpus.env())
-    # What a dry run says is what is done.
-    wrote = {line.split()[1] for line in first.splitlines() if line.startswith("    wrote ")}
-    assert wrote == {line.split()[2] for line in dry.splitlines() if line.startswith("would write: ")}
-    assert wrote
-
-    before = everything_in(root)
-    again = deployed(checkout, *arguments, **gpus.env())
-    assert "wrote" not in again
-    after = everything_in(root)
-    touched = {name for name in before if before[name] != after.get(name)}
-    # systemd's tools write their databases again.
-    assert {
-        n for n in touched if not n.startswith(("etc/passwd", "etc/group", "etc/shadow", "etc/gshadow", "etc"))
-    } == set()
-    assert after.keys() == before.keys()
-
-    for name in ("ca.crt", "ca.key", "master.crt", "master.key", "worker.crt", "worker.key", "client.crt"):
-        assert (root / "etc/multigpu/certs" / name).exists()
-    assert (root / "etc/multigpu/certs/ca.key").stat().st_mode & 0o777 == 0o600
-    assert "multigpu:" in (root / "etc/passwd").read_text()
-    state = subprocess.run(
-        ["systemctl", f"--root={root}", "is-enabled", "mgpu.target", f"mgpu-worker@{gpus.uuids[7]}.service"],
-        capture_output=True, text=True, timeout=30, check=False,
-    ).stdout  # fmt: skip
-    assert state.split() == ["enabled", "enabled"]
-    config = (root / "etc/multigpu/config.toml").read_text()
-    assert "require_tokens = true" in config
-
-    # An operator's edit stays; fewer GPUs are fewer workers.
-    (root / "etc/multigpu/config.toml").write_text(config + "# mine\n")
-    edited = deployed(checkout, *arguments, **gpus.env(), GPU_COUNT="2")
-    assert "kept:" in edited
-    assert (root / "etc/multigpu/config.toml").read_text().endswith("# mine\n")
-    wants = root / "etc/systemd/system/mgpu.target.wants"
-    assert len([path for path in wants.iterdir() if path.name.startswith("mgpu-worker@")]) == 2
-
-    asked = deploy(checkout, "--root", str(root), "--uninstall")
-    assert asked.returncode == 1
-    assert "asks before it removes" in asked.stderr
-    deployed(checkout, "--root", str(root), "--uninstall", "--yes")
-    left = [name for name in everything_in(root) if "multigpu" in name or "mgpu" in name]
-    assert left == []
-    assert "multigpu:" not in (root / "etc/passwd").read_text()
-
-
-@needs_systemd
-def test_interrupted_anywhere_it_can_be_run_again(checkout: Path, tmp_path: Path) -> None:
-    """Killed after 1, 2, 3 … of its outputs: the next run completes, and the result is that of a run in peace."""
-    peace = tmp_path / "peace"
-    deployed(checkout, "--root", str(peace), "--listen", "0.0.0.0:7433")
-    wanted = {name for name in everything_in(peace) if not name.endswith(".new")}
-    root = tmp_path / "root"
-    command = [str(checkout / NAME), "--root", str(root), "--listen", "0.0.0.0:7433"]
-    for lines in range(1, 40, 13):
-        shutil.rmtree(root, ignore_errors=True)
-        with subprocess.Popen(
-            command,
-            env=environment(checkout),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        ) as process:
-            assert process.stdout is not None
-            for _ in range(lines):
-                process.stdout.readline()
-            os.killpg(process.pid, signal.SIGKILL)
-            process.stdout.read()
-        deployed(checkout, *command[1:])
-        assert {name for name in everything_in(root) if not name.endswith(".new")} == wanted
-
-
-@needs_systemd
-def test_a_host_joins_a_fleet_elsewhere(checkout: Path, tmp_path: Path, gpus: SimulatedGpus) -> None:
-    credentials = tmp_path / "credentials"
-    credentials.mkdir()
-    for name in ("ca.crt", "worker.crt", "worker.key", "worker.token"):
-        (credentials / name).write_text(f"{name}\n")
-    root = tmp_path / "root"
-    arguments = ("--root", str(root), "--join", "gpu1:7433", "--credentials", str(credentials))
-    deployed(checkout, *arguments, **gpus.env(), GPU_COUNT="2")
-    units = {path.name for path in (root / "etc/systemd/system").iterdir()}
-    assert "mgpu-master.service" not in units
-    config = (root / "etc/multigpu/config.toml").read_text()
-    assert '[worker]\nmaster = "gpu1:7433"' in config
-    assert "[master]" not in config
-    assert (root / "etc/multigpu/worker.token").read_text() == "worker.token\n"
-
-
-# The units.
-
-
-@needs_systemd
-@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze is not installed")
-def test_the_units_are_clean_and_hardened(checkout: Path, tmp_path: Path, gpus: SimulatedGpus) -> None:
-    root = tmp_path / "root"
-    (root / "usr/lib").mkdir(parents=True)
-    shutil.copytree("/usr/lib/systemd", root / "usr/lib/systemd", symlinks=True)
-    for program in ("bin/kill", "bin/mkdir", "bin/sh", "usr/bin/env"):
-        (root / program).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy("/bin/true", root / program)
-    deployed(checkout, "--root", str(root), "--listen", "0.0.0.0:7433", **gpus.env())
-    gpu = gpus.uuids[0]
-    units = ["mgpu.target", "mgpu-master.service", f"mgpu-worker@{gpu}.service", f"mgpu-mps@{gpu}.service"]
-    units += ["mgpu-certs.service", "mgpu-certs.timer"]
-    verify = subprocess.run(
-        ["systemd-analyze", f"--root={root}", "verify", *units], capture_output=True, text=True, timeout=60, check=False
-    )
-    ours = [line for line in verify.stderr.splitlines() if "mgpu" in line or "multigpu" in line]
-    assert (verify.returncode, ours) == (0, []), verify.stderr
-    for unit, threshold in (("mgpu-master.service", 25), ("mgpu-worker@.service", 25), ("mgpu-mps@.service", 20)):
-        scored = subprocess.run(
-            ["systemd-analyze", "security", "--offline=true", f"--root={root}", f"--threshold={threshold}", unit],
-            capture_output=True, text=True, timeout=60, check=False,
-        )  # fmt: skip
-        assert scored.returncode == 0, scored.stdout.splitlines()[-1]
-
-
-# A local fleet.
-
-
-def test_a_local_fleet_is_upgraded_under_load(checkout: Path) -> None:
-    """Clients keep submitting while master and workers are replaced: every task has its one outcome."""
-    venv = checkout / ".venv"
-    try:
-        deployed(checkout, "--local", "--keep", "--workers", "2", "--", "--listen", "127.0.0.1:0", "--device", "cpu")
-        again = deployed(checkout, "--local", "--keep")
-        assert "runs already" in again
-        address = (checkout / ".local/fleet/ready").read_text().split()[2].rstrip(",")
-        workers = pids_of(address)
-        assert len(workers) == 2
-        results: list[bytes] = []
-        stop = threading.Event()
-        failures: list[BaseException] = []
-
-        def load() -> None:
-            try:
-                with multigpu.Client(address) as client:
-                    number = 0
-                    while not stop.is_set():
-                        batch = [f"{number + k}".encode() for k in range(50)]
-                        results.extend(client.map("echo", batch))
-                        number += 50
-            except BaseException as error:
-                failures.append(error)
-
-        thread = threading.Thread(target=load)
-        thread.start()
-        try:
-            until(lambda: len(results) > 100)
-            (checkout / "client/changed.py").write_text("# another version\n")
-            upgraded = deployed(checkout, "--local", "--upgrade")
-            at_the_end = len(results)
-            until(lambda: len(results) > at_the_end + 100)
-        finally:
-            stop.set()
-            thread.join(60)
-        assert not failures
-        assert "stand-in for pip: install" in upgraded
-        assert "2 workers replaced" in upgraded
-        assert results == [f"{number}".encode() for number in range(len(results))]
-        replaced = pids_of(address)
-        assert replaced.keys() == workers.keys()
-        assert not set(replaced.values()) & set(workers.values())
-        assert "2 active" in deployed(checkout, "--local", "--status")
-    finally:
-        deployed(checkout, "--local", "--stop")
-    assert deploy(checkout, "--local", "--status").returncode == 3
-    deployed(checkout, "--local", "--uninstall", "--yes")
-    assert not venv.exists()
-    assert not (checkout / ".local").exists()
-
-
-def pids_of(address: str) -> dict[str, int]:
-    """Of the active workers, by name."""
-    command = [sys.executable, "-m", "multigpu.cli", "--master", address, "workers", "--json"]
-    told = json.loads(subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout)
-    return {worker["worker_id"]: worker["pid"] for worker in told if worker["state"] == "ACTIVE"}
-
-
-def test_a_local_fleet_has_a_worker_for_each_gpu(checkout: Path, gpus: SimulatedGpus) -> None:
-    """On the simulated driver: two of its eight GPUs, to be quick; tests/gpu_host has all."""
-    try:
-        deployed(
-            checkout, "--local", "--keep", "--", "--listen", "127.0.0.1:0", **gpus.env(), MULTI_GPU_DEVICE_IDS="1,6"
-        )
-        address = (checkout / ".local/fleet/ready").read_text().split()[2].rstrip(",")
-        assert sorted(name.partition("-")[2] for name in pids_of(address)) == sorted([gpus.uuids[1], gpus.uuids[6]])
-    finally:
-        deployed(checkout, "--local", "--stop")

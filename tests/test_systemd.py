@@ -3,8 +3,11 @@
 import os
 import re
 import select
+import shlex
 import signal
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -179,6 +182,78 @@ def test_a_worker_that_stands_still_does_not_feed_its_watchdog(tmp_path: Path, l
 
 def _environment_of(*pids: int) -> str:
     return "".join(Path(f"/proc/{pid}/environ").read_text() for pid in pids)
+
+
+# Devices.
+
+
+def _lines(unit: str, key: str) -> list[str]:
+    lines = (UNITS / unit).read_text().splitlines()
+    return [line.removeprefix(f"{key}=") for line in lines if line.startswith(f"{key}=")]
+
+
+@pytest.mark.parametrize("unit", ["mgpu-worker@.service", "mgpu-mps@.service"])
+def test_units_that_use_a_gpu_start_after_its_device_nodes_are_made(unit: str) -> None:
+    """systemd looks `char-nvidia-uvm` up when it starts the unit: unknown by then, the device stays closed."""
+    assert "char-nvidia-uvm rw" in _lines(unit, "DeviceAllow")
+    for key in ("After", "Wants"):
+        assert "mgpu-devices.service" in " ".join(_lines(unit, key)).split()
+    assert _lines("mgpu-devices.service", "Type") == ["oneshot"], "After= waits for its end"
+
+
+@pytest.mark.parametrize(
+    ("installed", "called"),
+    [
+        ((), []),
+        (("nvidia-smi", "nvidia-modprobe", "modprobe"), ["nvidia-smi -L", "nvidia-modprobe -u -c 0"]),
+        (("nvidia-smi", "modprobe"), ["nvidia-smi -L", "modprobe nvidia-uvm"]),
+    ],
+)
+def test_the_modules_and_device_nodes_of_a_fresh_boot(
+    tmp_path: Path, installed: tuple[str, ...], called: list[str]
+) -> None:
+    """The unit's own command; what it calls writes down that it was called."""
+    log = tmp_path / "log"
+    log.touch()
+    for name in installed:
+        (tmp_path / name).write_text(f'#!/bin/sh\necho {name} "$@" >>{log}\n')
+        (tmp_path / name).chmod(0o755)
+    (command,) = _lines("mgpu-devices.service", "ExecStart")
+    done = subprocess.run(shlex.split(command), env={"PATH": str(tmp_path)}, timeout=30, check=False)
+    assert done.returncode == 0
+    assert log.read_text().splitlines() == called
+
+
+@pytest.mark.parametrize(
+    ("unit", "module", "wrong"),
+    [
+        ("mgpu-master.service", "multigpu_master.main", {"MGPU_MASTER_LISTEN": "nonsense"}),
+        ("mgpu-worker@.service", "multigpu_worker.main", {"MGPU_WORKER_TOKEN_FILE": "/nonexistent/token"}),
+    ],
+)
+def test_a_wrong_setting_does_not_restart_a_service_for_ever(
+    tmp_path: Path, unit: str, module: str, wrong: dict[str, str]
+) -> None:
+    environment = {**os.environ, "MGPU_MASTER_DATA_DIR": str(tmp_path), "MGPU_WORKER_DEVICE": "cpu", **wrong}
+    command = [sys.executable, "-m", module]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    (codes,) = _lines(unit, "RestartPreventExitStatus")
+    assert str(done.returncode) in codes.split(), done.stderr
+
+
+def test_a_device_that_can_not_be_used_is_tried_again(tmp_path: Path) -> None:
+    """It may be back, and so may a file system with models."""
+    (codes,) = _lines("mgpu-worker@.service", "RestartPreventExitStatus")
+    for flags in (["--device", "cuda:63"], ["--device", "cpu", "--models", f"m={tmp_path / 'none'}"]):
+        command = [sys.executable, "-m", "multigpu_worker.main", *flags]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        assert done.returncode not in (0, 1), done.stderr
+        assert str(done.returncode) not in codes.split(), done.stderr
+
+
+def test_a_worker_may_use_infiniband() -> None:
+    allowed = _lines("mgpu-worker@.service", "DeviceAllow")
+    assert {"char-infiniband_verbs rw", "/dev/infiniband/rdma_cm rw"} <= set(allowed)
 
 
 # Journald.

@@ -22,12 +22,13 @@ SHARES = {"submit": 34, "run": 16, "map": 24, "stream": 6, "cancel": 6, "ephemer
 
 
 def names_of(number: int, tasks: int) -> dict[str, list[str]]:
-    """The request_ids of a round, by the way they go. One in ten of those of Submit has a large payload."""
+    """The request_ids of a round, by the way they go. One in ten of those of Submit and of map has a large payload."""
     names = {}
     for way, share in SHARES.items():
         count = max(1, tasks * share // 100)
         names[way] = [f"r{number}-{way}-{i}" for i in range(count)]
-    names["submit"] = [f"{n}-{LARGE}" if i % 10 == 7 else n for i, n in enumerate(names["submit"])]
+    for way in ("submit", "map"):
+        names[way] = [f"{n}-{LARGE}" if i % 10 == 7 else n for i, n in enumerate(names[way])]
     return names
 
 
@@ -50,12 +51,13 @@ def work(life: Life, names: dict[str, list[str]]) -> None:
         await asyncio.gather(
             traffic.map_all(life, names["map"], "map"),
             traffic.map_all(life, names["ephemeral"], "ephemeral", ephemeral=True),
-            traffic.stream_all(life, names["stream"]),
+            traffic.stream_all(life, names["stream"][::2]),
         )
 
     ways: list[tuple[Any, ...]] = [
         (traffic.submit, life, names["submit"]), (traffic.run, life, names["run"]),
-        (traffic.cancel, life, names["cancel"]), (traffic.lend, life, names["lend"]), (asyncio.run, calls()),
+        (traffic.cancel, life, names["cancel"]), (traffic.stream_raw, life, names["stream"][1::2]),
+        (traffic.lend, life, names["lend"]), (asyncio.run, calls()),
     ]  # fmt: skip
     threads = [threading.Thread(target=caught, args=way) for way in ways]
     for thread in threads:

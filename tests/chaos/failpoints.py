@@ -2,8 +2,8 @@
 
 `python -m tests.chaos.failpoints multigpu_master.main …` runs the real daemon's main with the one failpoint that the
 environment names wrapped around its function; in an engine, the handlers module does the wrapping. The product knows
-nothing of it. A failpoint goes off once: it leaves a record in the history, and whoever finds that stays unarmed, so
-that an engine which its agent starts again lives.
+nothing of it. One whose side is FAILS raises instead: it is for the daemon to end itself. A failpoint goes off once: it
+leaves a record in the history, and whoever finds that stays unarmed, so that an engine started again lives.
 """
 
 import functools
@@ -22,7 +22,9 @@ from typing import Any
 from tests.chaos.history import History
 
 MASTER, AGENT, ENGINE = "master", "agent", "engine"
-BEFORE, AFTER = "before", "after"
+BEFORE, AFTER, FAILS = "before", "after", "fails"
+# What a daemon's log says of a function that a failpoint made fail.
+ON_PURPOSE = "a fault on purpose"
 # What to arm: "<name>|<call, from 1>|<the file that says it went off>".
 VARIABLE = "CHAOS_FAILPOINT"
 
@@ -71,6 +73,11 @@ FAILPOINTS = [
     *_around(MASTER, "the core takes reports", f"{_M}.core.sessions", "Sessions.reports"),
     # Settle: the outcome into the client's frame, then to the journal.
     *_around(MASTER, "an outcome is delivered", f"{_M}.driver", "Driver._settled"),
+    *_around(MASTER, "a cancellation is told", f"{_M}.driver", "Driver._tell_later"),
+    # An event of which only half is carried out.
+    *_around(MASTER, "an outcome is told", f"{_M}.driver", "Driver._tell", FAILS),
+    *_around(MASTER, "leases are put into frames", f"{_M}.driver", "Driver._put_leases", FAILS),
+    *_around(MASTER, "leases end in the core", f"{_M}.core.ledger", "Ledger.succeed", FAILS),
     *_around(MASTER, "settles go to the journal", f"{_M}.journaling", "Journaling.settles", AFTER),
     # The recovery from all of the above.
     *_around(MASTER, "the journal is opened", f"{_M}.journal_sqlite", "SqliteJournal.open", once=True),
@@ -122,12 +129,14 @@ class _Counter:
             self._left -= 1
             if self._left == 0:
                 History(self._record).add("failpoint", name=self._name, room=self._room, pid=os.getpid())
+                if self.side == FAILS:
+                    raise OSError(ON_PURPOSE)
                 os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _wrapped(function: Callable[..., Any], counter: _Counter) -> Callable[..., Any]:
     count = counter.count
-    before, after = counter.side == BEFORE, counter.side == AFTER
+    before, after = counter.side != AFTER, counter.side == AFTER
 
     @functools.wraps(function)
     def call(*arguments: Any, **named: Any) -> Any:

@@ -20,7 +20,10 @@ from tests.chaos.network import HERE, Way
 from tests.chaos.processes import CLIENTS, ChaosFleet, ClientProcess
 
 # How often each kind is chosen.
-KINDS = {"master": 2, "worker": 4, "engine": 4, "pause": 3, "client": 2, "watcher": 1, "failpoint": 3, "network": 3}
+KINDS = {
+    "master": 2, "worker": 4, "engine": 4, "pause": 3, "client": 2, "watcher": 1, "failpoint": 3, "network": 3,
+    "handlers": 2,
+}  # fmt: skip
 STOPPED_S = (1.2, 2.2)  # the session timeout is 1 s
 NETWORK_S = (0.3, 2.5)
 
@@ -54,6 +57,7 @@ class Faults:
             "engine": lambda: self._kill_engine(worker), "pause": lambda: self._pause(worker),
             "client": lambda: self._kill_client("work"), "watcher": lambda: self._kill_client("watch"),
             "failpoint": lambda: self._arm(worker), "network": lambda: self._break_network(worker),
+            "handlers": lambda: self._break_handlers(worker),
         }  # fmt: skip
         return strikes[kind]()
 
@@ -99,6 +103,17 @@ class Faults:
         with contextlib.suppress(ProcessLookupError):
             os.kill(engines[0], signal.SIGKILL)
         return 1
+
+    def _break_handlers(self, name: str) -> int:
+        """Kills a worker's engine, and no other starts until all clients have their outcomes: its handlers can't be
+        imported. One worker at a time.
+        """
+        worker = self._fleet.workers[name]
+        if not worker.events("engine ready") or not worker.alive or any(self._fleet.broken_handlers.iterdir()):
+            return 0
+        self._fleet.broken_handlers.joinpath(str(worker.pid)).touch()
+        self._history.add("handlers", worker=name, pid=worker.pid)
+        return self._kill_engine(name)
 
     def _kill_client(self, way: str) -> int:
         living = [client for client in self.clients if client.way == way and client.alive]
@@ -198,6 +213,10 @@ class Faults:
         for client in self.clients:
             if client.killed:
                 client.start()
+
+    def mend_handlers(self) -> None:
+        for broken in self._fleet.broken_handlers.iterdir():
+            broken.unlink()
 
     def mended(self) -> bool:
         """Mends what is due; whether nothing is broken any more."""

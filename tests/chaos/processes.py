@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.chaos.client import durable_names, names_of
+from tests.chaos.failpoints import ON_PURPOSE
 from tests.chaos.history import History, records_of
 from tests.chaos.network import Network
 from tests.fleet import QUICK, Daemon, Fleet
@@ -27,12 +28,19 @@ class ChaosFleet(Fleet):
             master_flags=[*QUICK, *(["--insecure"] if network is not None else [])],
         )  # fmt: skip
         self._env["PYTHONPATH"] += f":{ROOT}"
+        # A file of this folder has the engines of the worker of that pid unable to import their handlers.
+        self.broken_handlers = folder / "broken"
+        self.broken_handlers.mkdir(parents=True, exist_ok=True)
+        self._env["CHAOS_BROKEN"] = str(self.broken_handlers)
         self.env = self._env
         self._history = history
         self.network = network
         self.armed: dict[str, dict[str, str]] = {}  # for the next process of this name: the environment
         if network is not None:
             self.address = f"{network.address('master')}:{PORT}"
+
+    def faults(self) -> list[str]:
+        return [line for line in super().faults() if ON_PURPOSE not in line]
 
     def launch(self, name: str, module: str, arguments: Sequence[str]) -> Daemon:
         arguments = [*arguments, "--log-format", "json"]

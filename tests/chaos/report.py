@@ -81,6 +81,8 @@ def report(records: list[Record], findings: Findings) -> Report:
                 kinds[f"SIGSTOP {r['whom']}"] += 1
             case "network":
                 kinds[f"network {r['how']}"] += 1
+            case "handlers":
+                kinds["handlers broken"] += 1
             case "armed":
                 kinds["failpoints armed"] += 1
     return Report(

@@ -161,7 +161,8 @@ class Chaos:
 
     def end_round(self, client: ClientProcess) -> None:
         """Nothing breaks any more: all of it must come out. What a round leaves behind is for the next one."""
-        self.until_mended(lambda: client.done, "the clients")
+        self.until_mended(lambda: client.done, "the clients")  # a worker whose handlers are broken holds up nobody
+        self.faults.mend_handlers()
         self.faults.clients.remove(client)
         number, tasks = self._round, self._tasks
         patience_s = time.monotonic() + TOLD_S
@@ -204,7 +205,8 @@ class Chaos:
 
     def whole(self) -> bool:
         """Whether everything runs and every worker has joined."""
-        active = {w.worker_id for w in self.fleet.list_workers() if w.state == WORKER_STATE_ACTIVE}
+        workers = self.fleet.list_workers()
+        active = {w.worker_id for w in workers if w.state == WORKER_STATE_ACTIVE and not w.quarantined}
         return self.faults.mended() and active == set(self.fleet.workers)
 
     def _look_again(self) -> None:

@@ -151,7 +151,7 @@ WATCH: dict[str, Any] = {"by": "watch", "task_id": SUBMITTED}
         (change("outcome", {"partials": []}, by="watch", task_id=STREAMED), "its outcome has []"),
         (remove("streamed"), "never came to its end"),
         # Cancellations.
-        (change("outcome", {"state": "SUCCEEDED", "result": result_of(4)}, by="watch", task_id=4), "no master died"),
+        (change("outcome", {"state": "SUCCEEDED", "result": result_of(4)}, by="watch", task_id=4), "was cancelled"),
         (change("cancel answer", {"answer": "unknown"}), "unknown when it was to be cancelled"),
         (remove("cancel answer"), "never answered"),
     ],

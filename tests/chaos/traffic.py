@@ -238,6 +238,35 @@ async def map_all(life: Life, names: Sequence[str], by: str, **options: Any) -> 
             life.outcome(by, outcome.message)
 
 
+def stream_raw(life: Life, names: Sequence[str]) -> None:
+    """Runs streaming tasks by the bare protocol, and writes every partial output down as it comes: the client's own
+    `stream` would hide a repetition.
+    """
+    spec = SpecCache().get(STREAM, "", life.options(seconds=PART_S))
+    with life.channel() as channel:
+        for name in names:
+            payload, received, ended = life.submits("stream", name), 0, False
+            while not ended:
+                given = task_pb2.TaskInput(request_id=name, payload=payload, partials_received=received)
+                frame = task_service_pb2.RunRequest(batches=[task_pb2.TaskBatch(spec=spec, inputs=[given])])
+                try:
+                    for answer in stub_of(channel).Run(iter([frame]), timeout=20, wait_for_ready=True):
+                        for part in answer.partials:
+                            life.history.add(
+                                "partial", life=life.number, request_id=name, index=part.index, data=part.data.decode()
+                            )
+                            received += 1
+                        for outcome in answer.outcomes:
+                            # What it yielded just before comes by the outcome alone, should a stream break then.
+                            for index in range(received, len(outcome.partials)):
+                                data = outcome.partials[index].decode()
+                                life.history.add("partial", life=life.number, request_id=name, index=index, data=data)
+                            life.history.add("streamed", life=life.number, request_id=name, parts=len(outcome.partials))
+                            ended = True
+                except grpc.RpcError as error:
+                    life.failed(error)
+
+
 async def stream_all(life: Life, names: Sequence[str]) -> None:
     """Runs streaming tasks and reads their partial outputs, some at a time."""
     options = life.options(seconds=PART_S)

@@ -144,6 +144,7 @@ class ScriptedMaster(task_service_pb2_grpc.TaskServiceServicer):
                 response = task_service_pb2.RunResponse()
                 for request_id in withdrawn:
                     outcome = response.outcomes.add(request_id=request_id, state=task_pb2.OUTCOME_STATE_CANCELLED)
+                    outcome.error.type = "Withdrawn"
                     self.outcomes[request_id] = outcome
                 withdrawn.clear()
                 if self.gate.is_set():

@@ -141,7 +141,7 @@ def test_pairs_are_read_and_wrong_ones_are_told_by_their_line(tmp_path: Path) ->
 
 
 def test_a_plain_loop_that_dies_says_so() -> None:
-    with Plain(device="cpu", threads=1, config_file=None, models=[], handlers=[]) as plain:
+    with Plain(device="cpu", threads=1, models=[], handlers=[]) as plain:
         plain.kill()
         with pytest.raises(PlainError, match="ended"):
             plain.load(WAY, [b""])

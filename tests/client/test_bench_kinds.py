@@ -61,8 +61,7 @@ def address(folder: Path) -> Iterator[str]:
 
 
 def row_of(address: str, folder: Path, *flags: str) -> dict[str, Any]:
-    where = [word for name in ("doubler", "letters") for word in ("--serve", f"{name}={folder / name}")]
-    argv = ("bench", *flags, *SHORT, *where, "--handlers", "bench_handlers", "--json")
+    argv = ("bench", *flags, *SHORT, "--json")
     (row,) = json.loads(ok(address, *argv, cwd=folder))["rows"]
     assert row["plain_error"] == ""
     assert row["ratio"] > 0
@@ -90,9 +89,9 @@ def test_a_classifier_has_the_share_of_equal_classes(address: str, folder: Path)
 
 
 def test_a_row_says_why_it_has_no_plain_loop(address: str, folder: Path) -> None:
-    done = mgpuctl(
-        address, "bench", "letters", "--texts", str(folder / "lines.txt"), *SHORT, "--csv", "rows.csv", cwd=folder
-    )
+    elsewhere = ("--serve", f"other={folder / 'letters'}")
+    files = ("--texts", str(folder / "lines.txt"), "--csv", "rows.csv")
+    done = mgpuctl(address, "bench", "letters", *files, *SHORT, *elsewhere, cwd=folder)
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("no plain loop: ValueError: no model 'letters' is configured here: say where it lies") == 1
     with (folder / "rows.csv").open() as file:

@@ -1,5 +1,6 @@
 """mgpuctl as a program: help, addresses, exit codes, speed of the cheap commands, pipes."""
 
+import base64
 import json
 import os
 import pty
@@ -166,6 +167,43 @@ def test_partials_that_are_no_text_are_all_base64() -> None:
     assert show.as_dict(task_pb2.Outcome(partials=[b"text"]))["partials"] == ["text"]
 
 
+def test_a_result_that_utf_8_or_json_cannot_hold_is_printed_all_the_same() -> None:
+    kinds = {
+        b'["\\ud800","\\u00e9"]': ("result", ["\ud800", "\u00e9"]),
+        b"[" * 100_000: ("result_base64", base64.b64encode(b"[" * 100_000).decode()),
+    }
+    for result, (name, shown) in kinds.items():
+        message = task_pb2.Outcome(result=result, content_type="application/json")
+        text = show.as_json(show.as_dict(message))
+        assert json.loads(text.encode())[name] == shown
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (["submit", "--kind", "echo", "--deadline", "nan"], "is not a number"),
+        (["submit", "--kind", "echo", "--deadline", "inf"], "is not a number"),
+        (["submit", "--kind", "echo", "--run-timeout", "1e300"], "is not a number"),
+        (["drain", "w", "--timeout", "nan"], "is not a number"),
+        (["dead-letters", "delete", "--queue", "night"], "--yes deletes"),
+        (["embed", "-", "-", "--format", "jsonl"], "name it once"),
+        (["up", "--ready-file", "/nope/x"], "--ready-file /nope/x can't be written"),
+        (["up", "--ready-file", "/"], "--ready-file / can't be written"),
+    ],
+)
+def test_a_value_that_cannot_be_used_is_wrong_usage_and_no_traceback(args: list[str], says: str) -> None:
+    done = mgpuctl(*args, input="")
+    assert done.returncode == 2, done.stderr
+    assert says in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("args", [["status"], ["submit", "--kind", "echo"], ["submit", "--kind", "echo", "--wait"]])
+def test_a_token_file_that_is_missing_is_exit_code_2(args: list[str]) -> None:
+    done = mgpuctl(*args, input="x", env={**os.environ, "MGPU_TOKEN_FILE": "/nope", "MGPU_MASTER": "127.0.0.1:1"})
+    assert (done.returncode, "/nope can't be read" in done.stderr) == (2, True), done.stderr
+
+
 def test_progress_without_a_terminal_is_a_line_now_and_then(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -216,3 +254,8 @@ def test_json_is_one_line_in_a_pipe() -> None:
     printed = mgpuctl("version", "--json").stdout
     assert printed.count("\n") == 1
     assert set(json.loads(printed)) == {"multigpu", "python"}
+
+
+def test_names_of_facts_are_printed_without_control_characters(capsys: pytest.CaptureFixture[str]) -> None:
+    show.facts([("label \x1b[2J\u202e", "value")])
+    assert capsys.readouterr().out.split() == ["label", "\ufffd[2J\ufffd", "value"]

@@ -145,6 +145,16 @@ def test_workers_fit_eighty_columns_with_ids_whole() -> None:
     assert "1,234,567" in lines[1]
 
 
+def test_workers_fit_forty_columns_with_state_and_id() -> None:
+    from multigpu.cli.fleet import WORKER_COLUMNS, WORKER_OPTIONAL, worker_row
+
+    columns, rows = tables.fit(WORKER_COLUMNS, [worker_row(worker("rack7-box12-GPU-8f3b1c1e"))], WORKER_OPTIONAL, 40)
+    assert columns[:2] == ["WORKER", "STATE"]
+    lines = tables.render_table(columns, rows, width=40)
+    assert all(len(line) <= 40 for line in lines)
+    assert "active" in lines[1]
+
+
 def test_workers_json_keeps_numbers_and_leaves_out_what_is_unknown(master: ScriptedMaster, run: Run) -> None:
     knows(master, worker("box-GPU-a", labels={"zone": "b"}))
     (only,) = json.loads(run("workers", "--json").output)
@@ -278,10 +288,13 @@ def test_queues(master: ScriptedMaster, run: Run) -> None:
     assert run("queues").output.splitlines() == rows
     assert rows[1].split() == NIGHT_ROW
     assert rows[2].split()[:2] == ["q", "paused"]
-    assert run("queues", "pause", "q").exit_code == 0
+    known = run("queues", "pause", "q")
+    assert (known.exit_code, known.stderr) == (0, "")
+    for words in (("pause", "nihgt"), ("limits", "nihgt", "--tasks-max", "1")):
+        assert "no queue 'nihgt' has tasks or rules" in run("queues", *words).stderr  # it is done all the same
     # A limit that is not named stays as it is.
     assert run("queues", "limits", "night", "--tasks-max", "500").exit_code == 0
-    (request,) = master.asked("SetQueueLimits")
+    request = master.asked("SetQueueLimits")[-1]
     assert (request.limits.tasks_max, request.limits.bytes_max) == (500, 1 << 30)
     assert run("queues", "limits", "night").exit_code == 2
     assert "not a size" in run("queues", "limits", "night", "--bytes-max", "much").stderr
@@ -299,14 +312,27 @@ def test_dead_letters(master: ScriptedMaster, run: Run) -> None:
     master.answers["ListDeadLetters"] = admin.ListDeadLettersResponse(tasks=[failed_task(17)])
     master.answers["RequeueDeadLetters"] = admin.RequeueDeadLettersResponse(task_ids=[40], unknown_task_ids=[18])
     master.answers["DeleteDeadLetters"] = admin.DeleteDeadLettersResponse(deleted=2)
-    row = run("dead-letters", "list").output.splitlines()[1]
+    listed = run("dead-letters", "list")
+    assert listed.stderr == ""
+    row = listed.output.splitlines()[1]
     assert row.split()[:8] == ["17", "my.kind", "default", "2", "h", "0", "min", "3"]
     assert "ValueError: bad \ufffd[31mcolour" in row
     assert "\x1b" not in row
 
+    master.answers["ListDeadLetters"] = admin.ListDeadLettersResponse(tasks=[failed_task(17)], next_page_token="p")
+    assert "only the newest 1; --limit shows more" in run("dead-letters", "list", "--limit", "1").stderr
+
     requeued = run("dead-letters", "requeue", "17", "18")
     assert (requeued.exit_code, requeued.stdout) == (4, "40\n")
     assert "no dead letters: 18" in requeued.stderr
+
+    pages = [{"task_ids": [40], "next_page_token": "p"}, {"task_ids": [41]}]
+    master.answers["RequeueDeadLetters"] = lambda request: admin.RequeueDeadLettersResponse(
+        **pages[request.page_token == "p"]
+    )
+    requeued = run("dead-letters", "requeue", "--queue", "night", "--json")
+    assert json.loads(requeued.stdout)["task_ids"] == [40, 41]
+    assert "requeued 1 so far" in requeued.stderr
 
     refused = run("dead-letters", "delete", "--queue", "night", input="n\n")
     assert refused.exit_code == 1
@@ -323,12 +349,13 @@ def test_tasks_list_filters_and_stops_at_its_limit(master: ScriptedMaster, run: 
         tasks=[failed_task(6), queued], next_page_token="more"
     )
     result = run("tasks", "list", "--state", "queued", "--outcome", "dead-lettered", "--kind", "echo", "--limit", "3")
-    assert [line.split()[:2] for line in result.output.splitlines()] == [
+    assert [line.split()[:2] for line in result.stdout.splitlines()] == [
         ["TASK", "STATE"],
         ["6", "dead_lettered"],
         ["5", "queued"],
         ["6", "dead_lettered"],
     ]
+    assert "only the newest 3" in result.stderr
     asked = master.asked("List")[0].filter
     assert list(asked.states) == [task_pb2.TASK_STATE_QUEUED]
     assert list(asked.outcomes) == [task_pb2.OUTCOME_STATE_DEAD_LETTERED]
@@ -397,6 +424,45 @@ def test_tasks_explain(master: ScriptedMaster, run: Run) -> None:
     assert "Ahead     1,200 tasks of its queue go first" in lines
     assert lines[-2].split(maxsplit=3) == ["w1", "1", "0.25", "expected finish in seconds"]
     assert lines[-1].split(maxsplit=3) == ["w2", "-", "-", "cordoned; window full (64 of 64)"]
+
+
+def test_tasks_explain_of_a_settled_task_asks_no_worker(master: ScriptedMaster, run: Run) -> None:
+    master.answers["Explain"] = admin.ExplainResponse(summary="It SUCCEEDED.", task=failed_task(17), strategy="auto")
+    result = run("tasks", "explain", "17")
+    assert "It SUCCEEDED." in result.stdout
+    assert "no workers" not in result.output
+
+
+def test_tasks_get_of_several_names_is_a_list(master: ScriptedMaster, run: Run) -> None:
+    def answer(request: service.GetRequest) -> service.GetResponse:
+        return service.GetResponse(task=task_pb2.Task(task_id=request.task_id or 99, request_id=request.request_id))
+
+    master.answers["Get"] = answer
+    found = json.loads(run("tasks", "get", "17", "18", "--request-id", "mine", "--json").output)
+    assert [(task["task_id"], task["request_id"]) for task in found] == [(17, ""), (18, ""), (99, "mine")]
+    assert run("tasks", "get", "17", "18", "-o", "-").exit_code == 2
+    assert run("tasks", "get").exit_code == 2
+
+
+def test_what_the_journal_does_not_keep_of_a_settled_task_is_left_out(master: ScriptedMaster, run: Run) -> None:
+    task = task_pb2.Task(task_id=17, state=task_pb2.TASK_STATE_SETTLED, attempts=1)
+    master.answers["Get"] = service.GetResponse(task=task)
+    text = run("tasks", "get", "17").output
+    assert "Payload" not in text
+    assert "of 3" not in text
+    task.spec.attempts_max, task.payload_bytes = 1, 7
+    master.answers["Get"] = service.GetResponse(task=task)
+    text = run("tasks", "get", "17").output
+    assert "1 of 1" in text
+    assert "7 B" in text
+
+
+def test_line_breaks_in_names_do_not_break_a_table(master: ScriptedMaster, run: Run) -> None:
+    spec = task_pb2.TaskSpec(kind="echo", queue="two\nlines")
+    master.answers["List"] = service.ListResponse(tasks=[task_pb2.Task(task_id=17, spec=spec)])
+    lines = run("tasks", "list").output.splitlines()
+    assert len(lines) == 2
+    assert "two lines" in lines[1]
 
 
 def test_a_server_that_is_no_master(run: Run) -> None:

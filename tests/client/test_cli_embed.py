@@ -95,12 +95,13 @@ def test_nothing_in_is_an_empty_array_out(fleet: tuple[Up, str], tmp_path: Path)
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_cancels_and_leaves_no_file(
+def test_a_signal_cancels_and_resume_goes_on(
     fleet: tuple[Up, str], tmp_path: Path, number: signal.Signals, status: int
 ) -> None:
     _, address = fleet
     file, out = tmp_path / "lines.txt", tmp_path / "out.npy"
-    file.write_text("\n".join(some_lines(20_000)))
+    texts = some_lines(20_000)
+    file.write_text("\n".join(texts))
     queue = f"left{status}"
     argv = [*MGPUCTL, "embed", str(file), "-o", str(out), "--queue", queue]
     env = {**os.environ, "MGPU_MASTER": address}
@@ -110,23 +111,57 @@ def test_a_signal_cancels_and_leaves_no_file(
         _, said = process.communicate(timeout=30)
     assert process.returncode == status
     assert "Traceback" not in said
-    assert [path.name for path in tmp_path.iterdir()] == ["lines.txt"]
+    assert "lines under way were thrown away" in said
+    kept = int(said.partition(" are in ")[0].rpartition(" ")[2].replace(",", "")) if "--resume" in said else 0
+    assert (tmp_path / "out.npy.part").exists() == bool(kept)
 
     def nothing_left() -> bool:
         counts = json.loads(ok(address, "tasks", "count", "--queue", queue, "--json"))
         return bool(counts["queued"] + counts["leased"] == 0 and counts["cancelled"] > 0)
 
     until(nothing_left)
+    file.write_text("\n".join(texts[: kept + 50]))
+    summary = json.loads(ok(address, "embed", str(file), "-o", str(out), "--queue", queue, "--resume", "--json"))
+    assert (summary["lines"], summary["resumed_lines"]) == (kept + 50, kept)
+    assert np.load(out).shape == (kept + 50, 384)
 
 
-def test_bad_input_in_the_middle_leaves_no_file(fleet: tuple[Up, str], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("change", "arguments", "words"),
+    [
+        (lambda texts: texts[:30], (), "the input has 30 lines, and an earlier run left 40 rows"),
+        (lambda texts: [text + " indeed" for text in texts], (), "line 1 has another vector than an earlier run found"),
+        (lambda texts: texts, ("--format", "jsonl"), "is not what an earlier run of this --format left"),
+    ],
+    ids=["shorter input", "another input", "another format"],
+)
+def test_resume_goes_on_with_nothing_else(
+    fleet: tuple[Up, str], tmp_path: Path, change: Any, arguments: tuple[str, ...], words: str
+) -> None:
+    _, address = fleet
+    texts = [f"{number} bridges" for number in range(60)]
+    file, out = tmp_path / "lines.txt", tmp_path / "out.npy"
+    file.write_text("\n".join(texts[:40]) + "\n")
+    assert mgpuctl(address, "embed", str(file), "-o", str(out)).returncode == 0
+    part = out.rename(tmp_path / "out.npy.part").read_bytes()  # as an earlier run leaves it
+    file.write_text("\n".join(change(texts)) + "\n")
+    ended = mgpuctl(address, "embed", str(file), "-o", str(out), "--resume", *arguments)
+    assert (ended.returncode, words in ended.stderr) == (1, True), ended.stderr
+    assert not out.exists()
+    assert (tmp_path / "out.npy.part").read_bytes() == part
+    file.write_text("\n".join(texts) + "\n")
+    assert mgpuctl(address, "embed", str(file), "-o", str(out), "--resume").returncode == 0
+    np.testing.assert_allclose(np.load(out), direct(texts), atol=1e-5)
+
+
+def test_bad_input_in_the_middle_is_told(fleet: tuple[Up, str], tmp_path: Path) -> None:
     _, address = fleet
     file = tmp_path / "lines.txt"
     file.write_bytes(b"fine\n" * 100 + b"\xff\n")
     done = mgpuctl(address, "embed", str(file), "-o", str(tmp_path / "out.npy"))
     assert done.returncode == 1
     assert "line 101: not UTF-8" in done.stderr
-    assert [path.name for path in tmp_path.iterdir()] == ["lines.txt"]
+    assert not (tmp_path / "out.npy").exists()
 
 
 def test_unknown_model_and_absent_master_are_told(fleet: tuple[Up, str], tmp_path: Path) -> None:

@@ -76,13 +76,39 @@ def test_header_of_the_largest_shape_fits() -> None:
     assert np.lib.format.read_magic(io.BytesIO(header)) == (1, 0)
 
 
-def test_failed_run_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "cls"), [("out.npy", vectors.NpyFile), ("out.jsonl", vectors.JsonLinesFile)])
+def test_a_run_that_ended_early_is_resumed_after_its_last_whole_row(tmp_path: Path, name: str, cls: Any) -> None:
+    path = tmp_path / name
+    path.write_bytes(b"yesterday's")
+    rows = np.arange(15, dtype=np.float32).reshape(5, 3)
+
+    def interrupted() -> None:
+        with cls(path) as file:
+            file.add(rows[:2])
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert path.read_bytes() == b"yesterday's"
+    part = tmp_path / f"{name}.part"
+    with part.open("ab") as file:
+        file.write(b"[torn")  # a row that kill -9 cut off
+    with cls(path, resume=True) as file:
+        assert file.rows == 2
+        with pytest.raises(Failure, match="another process writes"):
+            cls(path, resume=True).__enter__()
+        file.add(rows[2:])
+    found = np.load(path) if cls is vectors.NpyFile else [json.loads(line) for line in path.open()]
+    np.testing.assert_array_equal(found, rows)
+    assert not part.exists()
+
+
+def test_a_run_that_ended_before_its_first_row_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
     path = tmp_path / "out.npy"
     path.write_bytes(b"yesterday's")
 
     def interrupted() -> None:
-        with vectors.NpyFile(path) as file:
-            file.add(np.ones((2, 3), np.float32))
+        with vectors.NpyFile(path, resume=True):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -101,11 +127,11 @@ def test_workers_that_disagree_on_the_dimension_are_found_out(tmp_path: Path) ->
         mixed()
 
 
-def test_full_disk_is_a_clear_failure_that_leaves_nothing(tmp_path: Path) -> None:
+def test_full_disk_is_a_clear_failure_that_leaves_what_fits(tmp_path: Path) -> None:
     def fill() -> None:
         with vectors.NpyFile(tmp_path / "out.npy") as file:
             for _ in range(64):
-                file.add(np.ones((1024, 1024), np.float32))
+                file.add(np.ones((50, 1024), np.float32))
 
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, limits[1]))
@@ -114,7 +140,9 @@ def test_full_disk_is_a_clear_failure_that_leaves_nothing(tmp_path: Path) -> Non
             fill()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert list(tmp_path.iterdir()) == []
+    assert [each.name for each in tmp_path.iterdir()] == ["out.npy.part"]
+    with vectors.NpyFile(tmp_path / "out.npy", resume=True) as file:
+        assert 200 < file.rows < 256
 
 
 def test_a_device_is_not_replaced_by_a_file(tmp_path: Path) -> None:
@@ -233,6 +261,11 @@ def test_one_worker_for_each_gpu_and_twins_beyond(tmp_path: Path, monkeypatch: p
     assert list(plan_fleet(flags(device="auto")).workers) == [f"{host}-GPU-bbb"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-a")
     assert list(plan_fleet(flags(device="auto")).workers) == [f"{host}-GPU-aaa"]
+    assert list(plan_fleet(flags(device="GPU-aaa")).workers) == [f"{host}-GPU-aaa"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-c,MIG-d")
+    instances = plan_fleet(flags(device="auto")).workers
+    assert [value_of(words, "--device")[0] for words in instances.values()] == ["MIG-c", "MIG-d"]
+    assert list(plan_fleet(flags(device="MIG-d")).workers) == [f"{host}-MIG-d"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert list(plan_fleet(flags(device="auto")).workers) == [f"{host}-cpu-0", f"{host}-cpu-1"]
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")

@@ -56,6 +56,25 @@ def test_many_tasks_from_lines(fleet: tuple[Up, str], tmp_path: Path) -> None:
     assert len(listed) == 1200
 
 
+def test_results_of_lines_stay_with_their_lines_when_a_task_fails(fleet: tuple[Up, str], tmp_path: Path) -> None:
+    _, address = fleet
+    file = tmp_path / "lines"
+    file.write_text("0.001\nx\n0.003\n")
+    done = mgpuctl(address, "submit", "--kind", "sleep", "--lines", str(file), "--wait")
+    assert done.returncode == 5
+    assert done.stdout == "0.001\n\n0.003\n"
+    assert "line 2: task" in done.stderr
+
+
+def test_a_line_that_is_no_json_is_named_by_file_and_line(fleet: tuple[Up, str], tmp_path: Path) -> None:
+    _, address = fleet
+    file = tmp_path / "lines"
+    file.write_text('{"n": 1}\n2\n\n')
+    done = mgpuctl(address, "submit", "--kind", "echo", "--parse-json", "--lines", str(file), "--wait")
+    assert done.returncode == 1
+    assert f"{file}, line 3: not JSON: Expecting value at column 1: ''" in done.stderr
+
+
 def test_failures_have_their_exit_codes(fleet: tuple[Up, str]) -> None:
     _, address = fleet
     failed = mgpuctl(address, "submit", "--kind", "fail", "--payload", "", "--parameter", "retryable=0", "--wait")
@@ -215,6 +234,55 @@ def test_up_ends_when_the_workers_can_not_run(tmp_path: Path) -> None:
     assert up.process.wait(60) == 1
     assert "no_such_module" in up.log.read_text()
     assert not up.ready_file.exists()
+
+
+def test_an_import_error_is_told_by_the_lines_of_the_users_module(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("import multigpu\nimport no_such_module\n")
+    up = Up(tmp_path, "--workers", "1", "--handlers", "mine")
+    assert up.process.wait(60) == 1
+    said = [line for line in up.log.read_text().splitlines() if "-cpu-0 | " in line]
+    assert "import no_such_module" in "\n".join(said)
+    assert len(said) < 8
+    assert not any("importlib" in line or "multigpu_worker" in line for line in said)
+
+
+@pytest.mark.parametrize(
+    ("env", "args", "workers", "strategy"),
+    [
+        ({"WORKER_COUNT": "1", "LOAD_BALANCING_STRATEGY": "round_robin"}, (), 1, "round_robin"),
+        # What is set by a name of multigpu's own, or a flag, wins.
+        (
+            {"WORKER_COUNT": "1", "LOAD_BALANCING_STRATEGY": "round_robin"},
+            ("--workers", "0", "--strategy", "auto"),
+            0,
+            "auto",
+        ),
+        (
+            {"MGPU_MASTER_STRATEGY": "task_type", "LOAD_BALANCING_STRATEGY": "round_robin"},
+            ("--workers", "0"),
+            0,
+            "task_type",
+        ),
+    ],
+)
+def test_up_obeys_the_variables_of_earlier_deployments(
+    tmp_path: Path, env: dict[str, str], args: tuple[str, ...], workers: int, strategy: str
+) -> None:
+    up = Up(tmp_path, *args, env=env)
+    try:
+        address = up.ready()
+        assert len(up.children()) == 1 + workers
+        assert json.loads(ok(address, "strategy", "get", "--json"))["strategy"] == strategy
+    finally:
+        assert up.stop() == 0
+
+
+@pytest.mark.parametrize(("variable", "value"), [("WORKER_COUNT", "two"), ("LOAD_BALANCING_STRATEGY", "luck")])
+def test_up_names_a_variable_that_it_can_not_obey(tmp_path: Path, variable: str, value: str) -> None:
+    up = Up(tmp_path, env={variable: value})
+    assert up.process.wait(60) == 2
+    assert variable in up.log.read_text()
+    assert value in up.log.read_text()
 
 
 def test_up_ends_when_the_master_refuses_its_data(tmp_path: Path) -> None:

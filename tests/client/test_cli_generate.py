@@ -137,7 +137,7 @@ def test_json_lines_are_the_pieces_and_then_the_whole(address: str) -> None:
     ("flags", "status", "words"),
     [
         (["", "--model", "counter"], 1, "the prompt is empty"),
-        (["x", "--temperature", "nan"], 2, "'nan' is no number"),
+        (["x", "--temperature", "nan"], 2, "'nan' is not a number"),
         (["x", "--tokens-max", "99999999999"], 2, "1<=x<=4294967295"),
         # At once, and not after a minute: workers are there, and have other models.
         (["x", "--model", "countr"], 1, "with the model 'countr', did you mean 'counter'?"),

@@ -115,7 +115,7 @@ def test_a_name_that_is_near_is_named(run: Run, command: str) -> None:
 def test_a_time_that_is_no_number_is_refused(run: Run) -> None:
     refused = run("load", "small", "--wait", "--timeout", "nan")
     assert refused.exit_code == 2
-    assert "'nan' is no number" in refused.stderr
+    assert "'nan' is not a number" in refused.stderr
 
 
 @pytest.mark.parametrize("flags", [(), ("--json",)])

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import multigpu
 import numpy as np
@@ -370,3 +372,11 @@ def test_ctrl_c_cancels_what_the_call_started(call: str) -> None:
         asked = {task.request_id for task in master.inputs} - set(master.answered)
         assert set(master.cancelled) >= asked
         assert asked
+
+
+def test_a_handler_without_a_kind_is_told_how_to_name_one() -> None:
+    with pytest.raises(TypeError, match=re.escape('@multigpu.handler("my.kind")')):
+
+        @multigpu.handler  # type: ignore[arg-type]  # on purpose
+        def my_handler(value: Any) -> Any:
+            return value

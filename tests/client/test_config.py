@@ -1,6 +1,7 @@
 """Configuration: which place wins, and that every mistake is named with its place and its remedy."""
 
 import dataclasses
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -154,7 +155,7 @@ def test_a_mistake_in_the_file_is_named(tmp_path: Path, text: str, message: str)
         ({"MGPU_WORKER_CANCEL_GRACE_S": "inf"}, r"inf is not a finite number"),
         ({"MGPU_WORKER_LABELS": "zone"}, r"MGPU_WORKER_LABELS: 'zone' is not of the form KEY=VALUE"),
         ({"MGPU_WORKER_DEVICE": "gpu0"}, r'write "auto", "cpu", "cuda:N" or a UUID'),
-        ({"MGPU_WORKER_MODELS": "/models/a"}, r"'/models/a' is not a model: write NAME=PATH"),
+        ({"MGPU_WORKER_MODELS": "/models/a"}, r"'/models/a' is not NAME=PATH"),
         ({"MGPU_MASTER": "7433"}, r"MGPU_MASTER: '7433': not an address"),
         ({"MGPU_CONFIG": "/nowhere/at/all.toml"}, r"MGPU_CONFIG names /nowhere/at/all.toml, which is not a file"),
     ],
@@ -286,3 +287,20 @@ def test_the_values_of_profiles_are_in_range(profile: str) -> None:
     config = load(WorkerConfig, env={"MGPU_WORKER_PROFILE": profile}).config
     dataclasses.replace(config)  # checks every value once more
     assert config.profile == profile
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may become somebody else")
+def test_a_folder_that_only_the_services_may_read_is_named(tmp_path: Path) -> None:
+    """As /etc/multigpu of a deployed host is for its ordinary users."""
+    folder = tmp_path / "multigpu"
+    folder.mkdir()
+    (folder / "config.toml").touch()
+    folder.chmod(0o700)
+    code = "import os; from multigpu import config as c; os.seteuid(65534); c.find_file(None, os.environ)"
+    env = {**os.environ, "XDG_CONFIG_HOME": str(tmp_path)}
+    env.pop("MGPU_CONFIG", None)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.stderr.splitlines()[-1].startswith("multigpu.config.ConfigError: ")
+    assert "multigpu/config.toml: Permission denied; run this as root" in done.stderr

@@ -136,9 +136,9 @@ async def test_pictures_and_texts_are_told_apart(tmp_path: Path) -> None:
     picture.write_bytes(b"12345")
     async with ScriptedMaster(classify) as master, multigpu.AsyncClient(master.address) as client:
         found = await client.classify("m", b"123")
-        assert [label.number for label in found] == [0, 1, 2, 3, 4]
-        assert (found[0].name, found[0].probability) == ("picture of 3", 0.5)
-        many = [labels[0].name async for labels in client.classify_map("m", [picture, "good", b"1"], 1)]
+        assert [label.index for label in found] == [0, 1, 2, 3, 4]
+        assert (found[0].label, found[0].score) == ("picture of 3", 0.5)
+        many = [labels[0].label async for labels in client.classify_map("m", [picture, "good", b"1"], 1)]
         assert many == ["picture of 5", "good", "picture of 1"]
         with pytest.raises(FileNotFoundError):
             await client.classify("m", tmp_path / "none.png")

@@ -119,7 +119,7 @@ async def test_each_bad_end_has_its_error(state: Any, error: type[multigpu.TaskE
         )
 
     async with ScriptedMaster(answer) as master, multigpu.AsyncClient(master.address) as client:
-        with pytest.raises(error, match=r"Boom: it broke \(3 attempts on w0\)") as caught:
+        with pytest.raises(error, match=r"Boom: it broke \(3 attempts, the last on w0\)") as caught:
             await client.run("echo", b"")
         assert caught.value.outcome.attempts == 3
         outcome = await client.run_outcome("echo", b"")
@@ -246,7 +246,9 @@ async def test_partial_outputs_that_only_the_outcome_brings() -> None:
     async with ScriptedMaster() as master, multigpu.AsyncClient(master.address) as client:
         master.partials[b"go"] = [b"a", b"b"]
         master.streams_partials = False
-        assert [part async for part in client.stream("echo", b"go")] == [b"a", b"b"]
+        parts = client.stream("echo", b"go")
+        assert [part async for part in parts] == [b"a", b"b"]
+        assert parts.outcome.value() == b"go"
 
 
 async def test_partial_outputs_precede_the_error() -> None:

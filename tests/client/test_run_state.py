@@ -2,10 +2,13 @@
 
 import asyncio
 import random
+import tempfile
+from pathlib import Path
 
 import pytest
-from multigpu.errors import ClientClosedError, InvalidTaskError
+from multigpu.errors import AlreadyExistsError, ClientClosedError, InvalidTaskError
 from multigpu.outcome import Outcome
+from multigpu.payloads import LARGE_BYTES, Directory, read_file
 from multigpu.run_state import FRAME_BYTES_MAX, FRAME_TASKS_MAX, Answer, Call, RunState
 from multigpu.v1 import task_pb2, task_service_pb2
 from multigpu.window import Window
@@ -25,7 +28,7 @@ class Recorded(Call):
     def settle(self, answer: Answer) -> None:
         self.answers.append(answer)
 
-    def receive_partial(self, data: bytes) -> None:
+    def receive_partial(self, data: bytes, content_type: str) -> None:
         self.parts.append(data)
 
 
@@ -63,6 +66,7 @@ def test_a_frame_groups_neighbours_of_one_spec(state: RunState, window: Window) 
 
 
 def test_frames_are_bounded(state: RunState, window: Window) -> None:
+    state.offered(None)
     started(state, window, *(Recorded(b"", f"s{i}") for i in range(FRAME_TASKS_MAX + 1)))
     assert [len(ids(state.next_frame())) for _ in range(2)] == [FRAME_TASKS_MAX, 1]
     started(state, window, *(Recorded(bytes(300_000), f"m{i}") for i in range(4)))
@@ -115,6 +119,27 @@ def test_withdrawing_before_and_after_sending(state: RunState, window: Window) -
     assert not sent.answers
 
 
+def test_a_call_that_is_started_again_after_its_withdrawal_waits_for_its_own_task(
+    state: RunState, window: Window
+) -> None:
+    first, second = Recorded(b"", "x"), Recorded(b"", "x")
+    started(state, window, first)
+    state.next_frame()
+    state.withdraw(first)
+    state.next_frame()  # takes the withdrawal along
+    started(state, window, second)
+    assert ids(state.next_frame()) == ["x"]
+    withdrawn = succeeded("x")
+    withdrawn.outcomes[0].state = task_pb2.OUTCOME_STATE_CANCELLED
+    withdrawn.outcomes[0].error.type = "Withdrawn"
+    state.receive(withdrawn, 10)
+    assert not second.answers
+    state.receive(succeeded("x"), 10)
+    assert len(second.answers) == 1
+    assert state.idle
+    assert window.tasks == 0
+
+
 def test_a_refused_call_waits_out_its_delay_on_a_new_stream_too(state: RunState, window: Window) -> None:
     call, left = Recorded(b"", "x"), Recorded(b"", "left")
     started(state, window, call, left)
@@ -159,25 +184,94 @@ def test_failing_everything_gives_each_an_error_of_its_own(state: RunState, wind
     assert (window.tasks, window.bytes) == (0, 0)
 
 
-class Model:
-    """A master of the tests' own: knows tasks by request_id, settles each once, answers on the live stream only."""
+def test_a_large_payload_behind_a_small_one_waits_for_the_offer_of_its_stream(
+    state: RunState, window: Window, tmp_path: Path
+) -> None:
+    small, large, last = Recorded(b"", "small"), Recorded(bytes(2 * LARGE_BYTES), "large"), Recorded(b"", "last")
+    state.stream_opened()
+    state.offered(Directory(tmp_path, b"the first master"))
+    started(state, window, small, large, last)
+    frame = state.next_frame()
+    assert frame is not None
+    assert [bool(task.payload_place.segment) for batch in frame.batches for task in inputs_of(batch)] == [0, 1, 0]
+    state.stream_opened()
+    assert ids(state.next_frame()) == ["small"]  # the master may have another directory by now, or none
+    assert state.waits_for_offer
+    state.offered(None)
+    frame = state.next_frame()
+    assert frame is not None
+    assert ids(frame) == ["large", "last"]
+    assert not frame.batches[0].inputs
+    assert frame.batches[0].payloads[0] == large.payload
 
-    def __init__(self, dice: random.Random) -> None:
+
+def test_a_place_outlives_a_stream_but_not_the_master_that_it_was_written_for(
+    state: RunState, window: Window, tmp_path: Path
+) -> None:
+    started(state, window, Recorded(bytes(2 * LARGE_BYTES), "large"))
+    places = []
+    for key in (b"one", b"one", b"another"):
+        state.stream_opened()
+        state.offered(Directory(tmp_path, key))
+        frame = state.next_frame()
+        assert frame is not None
+        assert frame.payload_key == key
+        places.append(frame.batches[0].inputs[0].payload_place)
+    assert places[0] == places[1] != places[2]
+
+
+class Model:
+    """A master of the tests' own: knows tasks by request_id, settles each once, answers on the live stream only, and
+    takes references only on a stream that has shown the key of its present life.
+    """
+
+    def __init__(self, dice: random.Random, folder: Path) -> None:
         self.dice = dice
+        self.folder = folder
         self.outcomes: dict[str, task_pb2.Outcome] = {}
         self.attached: list[str] = []
+        self.withdrawn: list[str] = []
+        self.refused: list[str] = []
+        self.payloads: dict[str, set[bytes]] = {}
+        self.key = b"0"
+        self.shown = False
+        self.segments: dict[str, bytes] = {}  # the life of the master that each was first seen in
+
+    def withdraw(self, request_id: str) -> None:
+        """Ends a task that has not ended, and forgets it; answers the cancellation in any case."""
+        if request_id in self.outcomes or request_id not in self.attached:
+            self.refused.append(request_id)
+            return
+        self.attached.remove(request_id)
+        self.withdrawn.append(request_id)
 
     def take(self, frame: task_service_pb2.RunRequest) -> None:
+        if frame.payload_key:
+            assert frame.payload_key == self.key
+            self.shown = True
         self.attached += ids(frame)
+        for task in (task for batch in frame.batches for task in inputs_of(batch)):
+            payload, at = task.payload, task.payload_place
+            if task.HasField("payload_place"):
+                assert self.shown, "references are for clients that share the directory of this life of the master"
+                assert self.segments.setdefault(at.segment, self.key) == self.key
+                payload = read_file(self.folder / at.segment, at.offset, at.size)
+            assert payload in self.payloads[task.request_id]
         for request_id in frame.cancel_request_ids:
-            self.outcomes.setdefault(
-                request_id, task_pb2.Outcome(request_id=request_id, state=task_pb2.OUTCOME_STATE_CANCELLED)
-            )
-            self.attached.append(request_id)
+            self.withdraw(request_id)
 
     def answer(self) -> task_service_pb2.RunResponse:
         dice = self.dice
         response = task_service_pb2.RunResponse()
+        for request_id in self.withdrawn:
+            response.outcomes.add(
+                request_id=request_id,
+                state=task_pb2.OUTCOME_STATE_CANCELLED,
+                error=task_pb2.TaskError(type="Withdrawn"),
+            )
+        for request_id in self.refused:
+            response.rejected.add(request_id=request_id, code=5, message="it has ended")
+        self.withdrawn, self.refused = [], []
         dice.shuffle(self.attached)
         for _ in range(min(dice.randrange(6), len(self.attached))):
             request_id = self.attached.pop()
@@ -201,16 +295,26 @@ def test_whatever_happens_each_call_is_answered_once(block: int) -> None:
 
 
 def run_seed(seed: int) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        run_in(Path(folder), seed)
+
+
+def run_in(folder: Path, seed: int) -> None:
     dice = random.Random(seed)
-    window = Window(1000, 1 << 20)
+    window = Window(1000, 1 << 30)
     state = RunState(window)
-    model = Model(dice)
+    model = Model(dice, folder)
+    # Whether the stream has made its offer. One that takes its time is not waited for.
+    offered = False
     calls: list[Recorded] = []
     later: list[Call] = []
     withdrawn: set[int] = set()
 
     def step(what: float) -> None:
-        nonlocal later
+        nonlocal later, offered
+        if not offered and dice.random() < 0.3:
+            offered = True
+            state.offered(Directory(folder, model.key) if dice.random() < 0.7 else None)
         if what < 0.3:
             frame = state.next_frame()
             if frame is not None and dice.random() < 0.9:  # else it was lost with its stream
@@ -232,15 +336,22 @@ def run_seed(seed: int) -> None:
                 state.withdraw(call)
 
     def reopen() -> None:
-        model.attached.clear()
+        nonlocal offered
+        for answers in (model.attached, model.withdrawn, model.refused):
+            answers.clear()
+        model.shown = offered = False
+        if dice.random() < 0.3:
+            model.key += b"+"
         state.stream_opened()
 
     for _ in range(120):
         step(dice.random())
         if dice.random() < 0.4:
             name = f"{len(calls)}" if dice.random() < 0.8 or not calls else dice.choice(calls).request_id
-            call = Recorded(b"x" * dice.randrange(50), name, dice.choice(SPECS))
+            size = dice.randrange(50) + LARGE_BYTES * (dice.random() < 0.1)
+            call = Recorded(b"x" * size, name, dice.choice(SPECS))
             calls.append(call)
+            model.payloads.setdefault(name, set()).add(call.payload)
             started(state, window, call)
     for _ in range(2000):  # no more calls: everything must come to an end
         step(dice.choice((0.1, 0.5, 0.65)))
@@ -250,9 +361,10 @@ def run_seed(seed: int) -> None:
         expected = 0 if id(call) in withdrawn else 1
         assert len(call.answers) == expected, f"seed {seed}: {call.request_id} has {call.answers}"
         for answer in call.answers:
-            assert isinstance(answer, InvalidTaskError | Outcome)
+            assert isinstance(answer, AlreadyExistsError | InvalidTaskError | Outcome)
             if isinstance(answer, Outcome):
                 assert answer.request_id == call.request_id
+                assert answer.succeeded, f"seed {seed}: {call.request_id} has the end of a withdrawn call"
     assert (window.tasks, window.bytes) == (0, 0), f"seed {seed}"
     assert state.idle, f"seed {seed}"
 

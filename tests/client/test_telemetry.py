@@ -1,18 +1,22 @@
 """Telemetry, against what receives it: a real OTLP service over gRPC, a real HTTP scrape, a real process's stderr."""
 
+import contextlib
 import itertools
 import json
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
 
 import pytest
-from multigpu import telemetry
+from multigpu import metrics_server, telemetry
 from multigpu.config import ConfigError, TelemetryConfig
 from multigpu.metrics import HistogramSample, Metric, OtlpMetrics, Sample, configure_metrics, serve_prometheus
+
+from tests.fleet import until
 
 from .otlp_collector import Collector, attributes
 
@@ -203,6 +207,23 @@ def test_a_metrics_address_in_use_is_a_configuration_error() -> None:
         pytest.raises(ConfigError, match=r"metrics_listen.*in use.*another address"),
     ):
         serve_prometheus(f"127.0.0.1:{taken.getsockname()[1]}", list)
+
+
+def test_silent_connections_to_the_metrics_are_few_and_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics_server._Handler, "timeout", 1)
+    server = serve_prometheus("127.0.0.1:0", lambda: METRICS)
+    url = f"http://127.0.0.1:{server.port}/metrics"
+    try:
+        with contextlib.ExitStack() as stack:
+            threads = threading.active_count()
+            for _ in range(2 * metrics_server.CONNECTIONS_MAX):
+                silent = stack.enter_context(socket.create_connection(("127.0.0.1", server.port), timeout=20))
+            assert threading.active_count() <= threads + metrics_server.CONNECTIONS_MAX
+            assert silent.recv(1) == b"", "it is closed: there are too many"
+            until(lambda: threading.active_count() == threads, what="the end of the silent ones")
+            assert b"mgpu_settled_total" in urllib.request.urlopen(url, timeout=10).read()
+    finally:
+        server.close()
 
 
 def run_logging(log_format: str, body: str) -> list[str]:

@@ -74,7 +74,7 @@ class Stage:
 
 
 def held_lease(lease: Lease, *, running: bool = False) -> ev.HeldLease:
-    return ev.HeldLease(lease.lease_id, lease.task.task_id, lease.attempt, running)
+    return ev.HeldLease(lease.lease_id, lease.task.task_id, lease.attempt, running, proven=True)
 
 
 def lease_of(task: Task) -> Lease:

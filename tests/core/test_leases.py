@@ -4,10 +4,11 @@ import pytest
 from multigpu_master.core import events as ev
 from multigpu_master.core.attempts import LOSSES_MAX
 from multigpu_master.core.ledger import RUN_GRACE_S
-from multigpu_master.core.model import Capability, OutcomeState, Spec, Task, Telemetry, WorkerInfo
+from multigpu_master.core.model import Capability, OutcomeState, Spec, Task, TaskError, Telemetry, WorkerInfo
+from multigpu_master.core.residency import Model, ModelState, Resident
 from multigpu_master.core.scheduler import Limits
 
-from tests.core.stage import FAILED, OK, ReportState, Stage, held_lease, lease_of, state_of
+from tests.core.stage import FAILED, OK, RETURNED, ReportState, Stage, held_lease, lease_of, state_of
 
 
 def test_a_lease_that_comes_back_during_its_tasks_pause_is_adopted_and_can_be_lost_again() -> None:
@@ -56,7 +57,7 @@ def test_a_reconnect_costs_a_running_lease_no_attempt() -> None:
 def test_a_reconnect_leaves_the_lane_of_an_adopted_task_alone() -> None:
     stage = Stage()
     tasks = stage.submit(2)
-    held = ev.HeldLease(50, tasks[1].task_id, 1)
+    held = ev.HeldLease(50, tasks[1].task_id, 1, proven=True)
     stage.handle(ev.RegisterWorker(WorkerInfo(worker_id="w"), cordoned=True))
     stage.worker("w", [held])  # the task's entry in the lane is hollow now
     stage.worker("w", [held])
@@ -167,6 +168,97 @@ def test_a_lease_is_taken_back_only_after_it_ran_for_its_whole_time() -> None:
     assert task.outcome.error.type == "RunTimeout"
 
 
+def test_a_lease_that_is_never_begun_is_taken_back_uncharged_and_goes_elsewhere() -> None:
+    stage = Stage(Limits(session_timeout_s=1e9))
+    stage.worker("a")
+    (task,) = stage.submit(spec=Spec(kind="run", run_timeout_s=5.0, attempts_max=1))
+    inert = lease_of(task).worker
+    stage.worker("b")
+    (other,) = stage.submit()
+    assert lease_of(other).worker.worker_id == "b"
+    stage.beat("a", after_s=4.9 + RUN_GRACE_S)
+    assert lease_of(task).worker is inert
+    stage.beat("a", after_s=0.2)
+    assert lease_of(task).worker.worker_id == "b", "although the inert one has less to do"
+    assert (task.attempts, lease_of(task).attempt) == (1, 1)
+    for _ in range(100):  # however often that happens, the task is not charged for it
+        stage.handle(ev.Tick(), 5.1 + RUN_GRACE_S)
+    assert task.outcome is None
+
+
+def test_a_lease_whose_model_is_being_loaded_is_not_taken_back() -> None:
+    stage = Stage(Limits(session_timeout_s=1e9))
+    stage.sessions += 1
+    info = WorkerInfo(
+        worker_id="w", capabilities=(Capability(kind="run", models=("m",)),), models=(Model(name="m", memory_bytes=1),)
+    )
+    stage.handle(ev.Hello(stage.sessions, info, ()))
+    (task,) = stage.submit(spec=Spec(kind="run", model="m", run_timeout_s=5.0))
+    lease = lease_of(task)
+    loading = (Resident(model="m", state=ModelState.LOADING),)
+    for _ in range(100):
+        stage.handle(ev.Heartbeat(stage.sessions, [held_lease(lease)], 1 << 30, Telemetry(), loading), 1.0)
+    assert task.lease is lease
+    loaded = (Resident(model="m", state=ModelState.READY),)
+    for _ in range(16):
+        stage.handle(ev.Heartbeat(stage.sessions, [held_lease(lease)], 1 << 30, Telemetry(), loaded), 1.0)
+    assert task.lease is not lease
+
+
+def test_a_task_that_waits_in_a_window_is_recalled_at_its_queue_timeout_and_begins_nowhere() -> None:
+    stage = Stage()
+    stage.worker(slots=1)
+    spec = Spec(kind="run", queue_timeout_s=2.0)
+    runs, waits = stage.submit(2, spec)
+    later = stage.submit(1, Spec(kind="run"))[0]
+    stage.handle(
+        ev.Heartbeat(1, [held_lease(lease_of(runs), running=True), held_lease(lease_of(waits))], 1, Telemetry())
+    )
+    commands = stage.handle(ev.Tick(), 2.0)
+    assert [c.lease_ids for c in commands if isinstance(c, ev.Recall)] == [[lease_of(waits).lease_id]]
+    failure = ev.Failure(lease_of(waits).lease_id, TaskError("Recalled", ""), returned=True)
+    stage.handle(ev.Reports(1, failures=[failure]), 0.1)
+    assert waits.outcome is not None
+    assert waits.outcome.error is not None
+    assert (state_of(waits), waits.outcome.error.type) == (OutcomeState.EXPIRED, "QueueTimeout")
+    assert not waits.outcome.worker_id, "it ended in the queue"
+    assert later.lease is not None
+    assert runs.outcome is None
+
+
+def test_a_task_that_comes_back_after_its_queue_timeout_is_given_to_nobody() -> None:
+    stage = Stage()
+    stage.worker("a", slots=1)
+    (task,) = stage.submit(1, Spec(kind="run", queue_timeout_s=2.0))
+    stage.handle(ev.Tick(), 2.0)
+    stage.worker("b")
+    stage.handle(ev.SessionClosed(1), 0.5)
+    assert state_of(task) is OutcomeState.EXPIRED
+
+
+def test_a_task_that_no_worker_begins_expires_at_its_queue_timeout() -> None:
+    stage = Stage()
+    grace_s = stage.limits.session_timeout_s
+    stage.worker()
+    waits, runs = stage.submit(2, spec=Spec(kind="run", queue_timeout_s=5.0))
+
+    def beat(after_s: float) -> None:
+        worker = stage.core.fleet.workers["w"]
+        held = [held_lease(x, running=x.task is runs) for x in worker.leases.values()]
+        stage.handle(ev.Heartbeat(worker.session, held, 1 << 30, Telemetry()), after_s)
+
+    for _ in range(9):
+        beat(1.0)
+    assert waits.lease is not None, f"the worker has {grace_s:g} s to say that it has begun"
+    beat(1.1)
+    assert waits.outcome is not None
+    assert waits.outcome.error is not None
+    assert (state_of(waits), waits.outcome.error.type) == (OutcomeState.EXPIRED, "QueueTimeout")
+    for _ in range(100):
+        beat(1.0)
+    assert runs.lease is not None
+
+
 def test_a_task_that_failed_goes_elsewhere_if_somebody_has_room() -> None:
     stage = Stage()
     stage.worker("a")
@@ -229,6 +321,55 @@ def test_a_drain_that_is_overruled_or_long_over_revokes_what_it_should() -> None
     assert any(isinstance(c, ev.Revoke) and c.lease_ids == [lease.lease_id] for c in commands)
 
 
+def test_a_task_that_its_worker_did_not_end_says_how_long_it_ran() -> None:
+    stage = Stage()
+    stage.worker()
+    spec = Spec(kind="run", wait_for_worker=True, run_timeout_s=5.0, attempts_max=1)
+    (task,) = stage.submit(spec=spec)
+    stage.beat(running=True, after_s=1.0)
+    began_s = stage.now
+    for _ in range(5):
+        stage.beat(running=True, after_s=4.0)
+    assert task.outcome is not None
+    assert task.outcome.error is not None
+    assert (task.outcome.error.type, task.outcome.start_s) == ("RunTimeout", began_s)
+    (cancelled,) = stage.submit()
+    stage.beat(running=True, after_s=1.0)
+    stage.handle(ev.Cancel([cancelled]), 2.0)
+    assert cancelled.outcome is not None
+    assert cancelled.outcome.start_s == stage.now - 2.0
+
+
+@pytest.mark.parametrize("state", [OK, FAILED])
+def test_an_adopted_lease_was_dispatched_before_it_began(state: ReportState) -> None:
+    """Its master died; the next one knows when it began from the worker only."""
+    stage = Stage()
+    spec = Spec(kind="run", wait_for_worker=True, attempts_max=1)
+    task = Task(spec, "", b"payload", submit_s=900.0, task_id=50)
+    stage.handle(ev.Recover([task], hold_until_s=1003.0))
+    stage.worker("w", [ev.HeldLease(60, 50, 1, running=True, proven=True)])
+    lease = lease_of(task)
+    assert lease.lease_id == 60
+    failure = ev.Failure(60, TaskError("ValueError", "no good"))
+    done = ([60], [b""], "", []) if state is OK else ([], [], "", [failure])
+    stage.handle(ev.Reports(lease.worker.session, *done, start_s=950.0, finish_s=1001.0), 2.0)
+    outcome = task.outcome
+    assert outcome is not None
+    assert (outcome.dispatch_s, outcome.start_s, outcome.finish_s) == (950.0, 950.0, 1001.0)
+
+
+@pytest.mark.parametrize("start_s", [800.0, 2000.0])
+def test_the_stages_of_a_task_are_in_order_though_its_workers_clock_is_wrong(start_s: float) -> None:
+    stage = Stage()
+    stage.worker()
+    (task,) = stage.submit()
+    lease = lease_of(task)
+    stage.handle(ev.Reports(lease.worker.session, [lease.lease_id], [b""], "", [], start_s, start_s + 1.0), 2.0)
+    outcome = task.outcome
+    assert outcome is not None
+    assert outcome.dispatch_s <= outcome.start_s <= outcome.finish_s <= stage.now
+
+
 def test_a_partial_output_beyond_a_gap_ends_the_lease() -> None:
     stage = Stage()
     stage.worker()
@@ -256,3 +397,11 @@ def test_a_key_whose_worker_is_lost_while_its_tasks_wait_for_memory_moves_on() -
     assert task.lease is None
     stage.handle(ev.SessionClosed(pin.session))
     assert lease_of(task).worker is other
+
+
+def test_a_lease_that_was_handed_back_counts_as_requeued() -> None:
+    stage = Stage()
+    stage.worker()
+    (task,) = stage.submit()
+    stage.report(lease_of(task), RETURNED)
+    assert stage.core.counters.requeued == 1

@@ -1,8 +1,10 @@
 """The journal, silence, pace and limits: rules that the simulator meets too seldom to rely on."""
 
 from multigpu_master.core import events as ev
-from multigpu_master.core.model import OutcomeState, Spec, Task, WorkerInfo
+from multigpu_master.core.lanes import PART
+from multigpu_master.core.model import Capability, OutcomeState, Spec, Task, WorkerInfo
 from multigpu_master.core.scheduler import STREAMS_MAX, Limits
+from multigpu_master.core.sessions import PARTIAL_OVERHEAD_BYTES, PARTIALS_BYTES_MAX
 
 from tests.core.stage import FAILED, RETURNED, SPEC, Stage, lease_of, state_of
 
@@ -75,9 +77,9 @@ def test_recovered_tasks_wait_for_the_workers_that_may_hold_them() -> None:
     stage.worker("other")
     assert [t.lease for t in tasks] == [None, None]
     stage.handle(ev.Tick(), 1.0)  # the queue timeout, for all that is known, was met in the last life
-    stage.worker("w", [ev.HeldLease(55, 1, 2, running=True)])
+    stage.worker("w", [ev.HeldLease(55, 1, 2, running=True, proven=True)])
     assert (lease_of(tasks[0]).lease_id, tasks[0].attempts) == (55, 2)
-    assert state_of(tasks[1]) is None or lease_of(tasks[1])
+    assert state_of(tasks[1]) is OutcomeState.EXPIRED, "nobody has it, and its time is over"
     stage.handle(ev.Tick(), 2.0)
     assert tasks[0].outcome is None
 
@@ -153,7 +155,8 @@ def test_averages_of_the_fleet_reach_every_ranking() -> None:
     (task,) = stage.submit()
     lane = stage.core.lane_for(task)
     stage.handle(ev.Cancel([task]))
-    auto, ranking = stage.core.strategies["auto"], stage.core.placement._rankings["auto", lane.base]
+    auto = stage.core.strategies["auto"]
+    ranking = stage.core.placement._ranking(auto, lane.base)
     stage.core.fleet.learned(known, ("run", ""), 1, 1, 9.0)
     stage.core.fleet.touch(known)
     assert ranking.best(1) in (known, new)
@@ -171,12 +174,23 @@ def test_an_idle_worker_is_not_taken_for_a_slow_one() -> None:
     assert abs(stage.core.fleet.workers["w"].pace_s - 0.01) < 0.002
 
 
+def test_a_task_that_leaves_a_long_lane_rebuilds_a_short_part_of_it() -> None:
+    stage = Stage()
+    tasks = stage.submit(20 * PART)
+    lane = stage.core.lane_for(tasks[0])
+    stage.handle(ev.Cancel(tasks[PART + 1 : 19 * PART]))
+    assert [len(part.tasks) for part in lane.parts if part.tasks] == [PART, 1, PART]
+    assert [task for task in lane.entries() if task.waiting] == [*tasks[: PART + 1], *tasks[19 * PART :]]
+    assert sum(len(part.tasks) for part in lane.parts) < 2 * PART + 100, "the rest is dropped"
+    assert max(len(part.tasks) for part in lane.parts) <= PART, "and an event rebuilds no more than that"
+
+
 def test_cancelled_tasks_leave_the_memory_of_their_lane() -> None:
     stage = Stage()
     tasks = stage.submit(5000)
     stage.handle(ev.Cancel([*tasks[1:], tasks[1]]))
     lane = stage.core.lane_for(tasks[0])
-    assert len(lane.tasks) < 200
+    assert len(list(lane.entries())) < 200
     stage.handle(ev.Cancel(tasks[:1]))
     assert not stage.core.lanes.by_key
     assert not stage.core.lanes.parked
@@ -218,6 +232,67 @@ def test_outcomes_of_ephemeral_tasks_live_for_their_time_within_a_limit_of_bytes
     assert not stage.core.tasks
 
 
+def test_partial_outputs_count_and_so_do_empty_ones() -> None:
+    """In their task's limit, and with the payloads of all: past that limit their attempt fails, and may be repeated."""
+    room = 2 * len(b"payload") + 10 * PARTIAL_OVERHEAD_BYTES
+    stage = Stage(Limits(bytes_max=room))
+    stage.worker()
+    one, two = stage.submit(2)
+
+    def parts(task: Task, first: int, count: int) -> None:
+        lease = lease_of(task)
+        outputs = [ev.PartialOutput(lease.lease_id, n, b"") for n in range(first, first + count)]
+        stage.handle(ev.Partials(lease.worker.session, outputs))
+
+    parts(one, 0, 8)
+    parts(two, 0, 3)
+    assert two.lease is None
+    assert two.extra is not None
+    assert two.extra.last_error is not None
+    assert (two.extra.last_error.type, len(two.extra.partials)) == ("ResourceExhausted", 2)
+    assert two.outcome is None, "it may be tried again"
+    assert stage.core.unsettled_bytes == room
+    stage.report(lease_of(one))
+    assert stage.core.unsettled_bytes == len(b"payload") + 2 * PARTIAL_OVERHEAD_BYTES
+    stage.handle(ev.Tick(), 10.0)
+    parts(two, 2, 8)
+    stage.handle(ev.Cancel([two]))
+    assert stage.core.unsettled_bytes == 0
+
+
+def test_empty_partial_outputs_of_one_task_have_a_limit() -> None:
+    stage = Stage()
+    stage.worker()
+    (task,) = stage.submit()
+    lease = lease_of(task)
+    count = PARTIALS_BYTES_MAX // PARTIAL_OVERHEAD_BYTES
+    outputs = [ev.PartialOutput(lease.lease_id, n, b"") for n in range(count + 1)]
+    stage.handle(ev.Partials(lease.worker.session, outputs[:count]))
+    assert task.lease is lease
+    stage.handle(ev.Partials(lease.worker.session, outputs[count:]))
+    assert state_of(task) is OutcomeState.FAILED
+
+
+def test_what_an_operator_changes_of_one_queue_has_only_its_tasks_tried_again() -> None:
+    stage = Stage()
+    stage.handle(ev.ConfigureQueue("q7", paused=True))
+    for n in range(100):
+        stage.submit(spec=Spec(kind="run", queue=f"q{n}", wait_for_worker=True))
+    lanes = stage.core.lanes
+    assert len(lanes.parked) == 100
+
+    def tried(event: ev.Event) -> int:
+        before = lanes._tickets
+        stage.handle(event)
+        return lanes._tickets - before
+
+    assert tried(ev.ConfigureQueue("q8", paused=True)) == 0
+    assert tried(ev.ConfigureQueue("q8", tasks_max=3)) == 0
+    assert tried(ev.ConfigureQueue("q7", paused=False)) == 1
+    assert tried(ev.SetStrategy("round_robin", "q9")) == 1
+    assert tried(ev.SetStrategy("round_robin")) == 100
+
+
 def test_limits_refuse_with_a_delay() -> None:
     stage = Stage(Limits(tasks_max=2, bytes_max=100))
     stage.submit(2)
@@ -237,3 +312,14 @@ def test_a_worker_that_returns_its_tasks_is_not_charged_for() -> None:
     assert state_of(task) is None
     stage.report(lease_of(task))
     assert (state_of(task), task.attempts) == (OutcomeState.SUCCEEDED, 1)
+
+
+def test_a_rejection_names_few_of_many_kinds() -> None:
+    stage = Stage()
+    kinds = tuple(Capability(kind=f"kind-{n:04}") for n in range(2000))
+    stage.handle(ev.Hello(1, WorkerInfo(worker_id="w", capabilities=kinds), ()))
+    spec = Spec(kind="other")
+    (submitted,) = [c for c in stage.handle(ev.Submit(spec, [Task(spec, "r", b"")])) if isinstance(c, ev.Submitted)]
+    (rejection,) = submitted.results
+    assert isinstance(rejection, ev.Rejection)
+    assert "kind-0019 and 1980 more" in rejection.message

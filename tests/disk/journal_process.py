@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from multigpu_master import journal_schema, journal_segments, journal_sqlite
+from multigpu_master.ids import first_id
 from multigpu_master.journal import Entry, JournalError, JournalFullError, SettleRecord, SubmitRecord
 from multigpu_master.journal_segments import LARGE_BYTES
 from multigpu_master.journal_sqlite import SqliteJournal
@@ -84,7 +85,7 @@ class Driving:
             self._say({"fatal": str(error)})
             return EXIT_FATAL
         self._live = [task.task_id for task in recovered.tasks]
-        self._next_id = recovered.epoch << 32
+        self._next_id = first_id(recovered.epoch)
         letters = self._journal.list_dead_letters(queue="", before_task_id=0, limit=100_000)
         self._letters = [outcome.task_id for outcome in letters]
         self._say({
@@ -132,8 +133,6 @@ class Driving:
             for _ in range(min(dice.randint(1, 20), len(self._live))):
                 task_id = self._live.pop(dice.randrange(len(self._live)))
                 dead, brief = dice.random() < 0.1, dice.random() < 0.1
-                if dead:
-                    self._letters.append(task_id)
                 state = DEAD_LETTERED if dead else SUCCEEDED
                 settles.append([task_id, dice.getrandbits(60), state, EXPIRED_S if brief else FOREVER_S])
             self._append({"settles": settles})
@@ -157,6 +156,8 @@ class Driving:
             numbers = [self._numbers.pop(id(entry)) for entry in entries]
             for number, entry in zip(numbers, entries, strict=True):
                 del self._entries[number]
+                if error is None:  # only now may anybody delete them
+                    self._letters += [record.task_id for record in entry.settles if record.dead is not None]
                 if isinstance(error, JournalFullError):
                     self._refused.update(record.task_id for record in entry.submits)
         if error is None:

@@ -6,6 +6,7 @@ found. An outcome keeps its cursor, and payloads and bodies are compared to the 
 """
 
 import functools
+import itertools
 import json
 import sqlite3
 from contextlib import closing
@@ -60,6 +61,11 @@ class Contents:
         return sorted(self.tasks), self.last_cursor, sorted(self.letters), self.settings
 
 
+def _sort(entry: dict[str, Any]) -> str:
+    """Entries of one sort are written in order."""
+    return next((sort for sort in ("settings", "deleted") if sort in entry), "rest")
+
+
 class Truth:
     """Follows what a process says."""
 
@@ -81,9 +87,12 @@ class Truth:
         elif "committed" in said:
             assert said["first_cursor"] == self.certain.last_cursor + 1 or not said["committed"], said
             for number, settled in zip(said["committed"], said["settled"], strict=True):
-                if number != next(iter(self._waiting)):
-                    raise LostError(f"entry {number} was acknowledged before entry {next(iter(self._waiting))}")
-                entry = self._waiting.pop(number)
+                entry = self._waiting[number]
+                first = next(n for n, each in self._waiting.items() if _sort(each) == _sort(entry))
+                touches = settled or "submits" in entry or "settings" in entry
+                if number != first and touches:
+                    raise LostError(f"entry {number} was acknowledged before entry {first}")
+                del self._waiting[number]
                 left_out = {settle[0] for settle in entry.get("settles", ())} - set(settled)
                 if not left_out <= self._refused:
                     raise LostError(f"settles of {sorted(left_out - self._refused)} were left out, and not refused")
@@ -100,9 +109,15 @@ class Truth:
         """From now on what was found is certain. LostError: it is nothing that there may be."""
         # The settle of a task that was refused is left out while there is no room. One that comes when there is room
         # again is written, and does no harm: whoever submits the task again by its request_id is given its outcome.
-        for left_out in (self._refused, set[int]()):
+        # On a full disk settings, in order, and deletions, in any, go ahead of the rest; they touch nothing of it.
+        waiting = self._waiting.values()
+        ahead, rest = ([entry for entry in waiting if _sort(entry) == sort] for sort in ("settings", "rest"))
+        deleted = [entry for entry in waiting if "deleted" in entry and not set(entry["deleted"]) & set(found[2])]
+        for count, left_out in itertools.product(range(len(ahead) + 1), (self._refused, set[int]())):
             contents = self.certain.copy()
-            for entry in (*self._waiting.values(), None):
+            for early in (*ahead[:count], *deleted):
+                contents.apply(early, left_out)
+            for entry in (*rest, None):
                 if contents.key() == found:
                     self.certain, self._waiting, self._refused = contents, {}, set()
                     return

@@ -119,14 +119,19 @@ class SimulatedGpus:
         """Memory that is taken besides what the listed processes have, and what the driver reserves."""
         self.gpu(i).memory_used = used_bytes
 
-    def process(self, i: int, pid: int, used_bytes: int, *, mps: bool = False, sm_utilization: int = 0) -> None:
-        """`pid` computes on the GPU with this much memory, until it ends. Called again: that much from now on."""
+    def process(
+        self, i: int, pid: int, used_bytes: int, *, mps: bool = False, sm_utilization: int = 0, instance: int = 0
+    ) -> None:
+        """`pid` computes on the GPU with this much memory, until it ends. Called again: that much from now on.
+        `instance`: of MIG, counted from 0.
+        """
         processes = self.gpu(i).processes
         with self._locked():
             own = [p for p in processes if p.pid == pid]
             free = [p for p in processes if not p.pid or not Path(f"/proc/{p.pid}").exists()]
             entry = (own or free)[0]
             entry.bytes, entry.mps, entry.sm_util = used_bytes, mps, sm_utilization
+            entry.instance = instance
             entry.pid = pid
 
     def no_process(self, i: int, pid: int) -> None:
@@ -187,20 +192,25 @@ class SimulatedGpus:
             gpu.mig_uuids[j].value = f"MIG-{uuid.uuid5(uuid.NAMESPACE_OID, f'{self.uuid(i)}/{j}')}".encode()
         gpu.mig_mode = instances is not None
 
+    def mig_uuids(self, i: int) -> list[str]:
+        gpu = self.gpu(i)
+        return [gpu.mig_uuids[j].value.decode() for j in range(gpu.mig_count)]
+
     # --- what goes wrong ----------------------------------------------------------------------------------------------
 
-    def event(self, i: int, kind: int, data: int = 0) -> None:
+    def event(self, i: int, kind: int, data: int = 0, instance: int | None = None) -> None:
         """Tells every event set that waits for such an event of this GPU: EVENT_…"""
         with self._locked():
             number = self._state.events_begun + 1
             entry = self._state.events[(number - 1) % layout.EVENTS]
             entry.number, entry.type, entry.data, entry.gpu = number, kind, data, i
+            entry.part = 0 if instance is None else instance + 1
             self._state.events_begun = number
 
-    def xid(self, i: int, code: int) -> None:
-        """The event alone: the GPU goes on as before. For 79 with what comes of it: lose()."""
+    def xid(self, i: int, code: int, instance: int | None = None) -> None:
+        """The event alone, of the GPU or of a MIG instance. For 79 with what comes of it: lose()."""
         self.gpu(i)
-        self.event(i, EVENT_XID, code)
+        self.event(i, EVENT_XID, code, instance)
 
     def ecc(self, i: int, *, corrected: int = 0, uncorrected: int = 0) -> None:
         """So many more errors; uncorrected ones are an event too."""
@@ -234,6 +244,8 @@ class SimulatedGpus:
             process.pid = 0
         if reset:
             gpu.generation += 1
+            for counters in gpu.ecc:
+                counters[0] = 0  # the volatile ones
         gpu.lost = 0
 
     def hang(self, i: int) -> None:
@@ -271,7 +283,7 @@ class SimulatedGpus:
 
 def _furnish(gpu: layout.Gpu, i: int, n: int) -> None:
     """A healthy idle GPU."""
-    gpu.uuid = f"GPU-{uuid.uuid5(uuid.NAMESPACE_OID, f'simulated {i}')}".encode()
+    gpu.uuid = f"GPU-{uuid.uuid4()}".encode()  # workers keep notes by it
     gpu.name, gpu.serial = PRODUCT.encode(), f"SIM{i:04}".encode()
     gpu.bus = 0x10 + i
     gpu.bus_id = f"00000000:{gpu.bus:02X}:00.0".encode()

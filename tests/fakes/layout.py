@@ -24,7 +24,15 @@ def _words(length: int) -> type[ctypes.Array[ctypes.c_char]]:
 
 
 class Process(ctypes.Structure):
-    _fields_ = (("pid", u32), ("mps", u32), ("bytes", u64), ("sm_util", u32), ("memory_util", u32))
+    _fields_ = (
+        ("pid", u32),
+        ("mps", u32),
+        ("bytes", u64),
+        ("sm_util", u32),
+        ("memory_util", u32),
+        ("instance", u32),
+        ("unused", u32),
+    )
 
 
 class Link(ctypes.Structure):
@@ -84,7 +92,7 @@ class Failure(ctypes.Structure):
 
 
 class Event(ctypes.Structure):
-    _fields_ = (("number", u64), ("type", u64), ("data", u64), ("gpu", u32), ("unused", u32))
+    _fields_ = (("number", u64), ("type", u64), ("data", u64), ("gpu", u32), ("part", u32))
 
 
 class State(ctypes.Structure):

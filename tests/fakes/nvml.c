@@ -25,7 +25,7 @@ enum { GPUS = 64, LINKS = 18, INSTANCES = 7, PROCESSES = 32, FAILURES = 64, EVEN
 #define MAGIC 0x4d475055u
 #define TICK_NS 5000000
 
-typedef struct { uint32_t pid, mps; uint64_t bytes; uint32_t sm_util, memory_util; } Process;
+typedef struct { uint32_t pid, mps; uint64_t bytes; uint32_t sm_util, memory_util, instance, unused; } Process;
 typedef struct { uint32_t active; int32_t remote; } Link; /* remote: a GPU's index; -1: a switch */
 typedef struct {
     char uuid[96], name[96], bus_id[32], serial[32];
@@ -50,7 +50,8 @@ typedef struct {
     Process processes[PROCESSES];
 } Gpu;
 typedef struct { char function[64]; int32_t gpu, code; } Failure; /* gpu: -1 for all */
-typedef struct { uint64_t number, type, data; uint32_t gpu, unused; } Event;
+/* part: a MIG instance, counted from 1; 0: the event is of the whole GPU */
+typedef struct { uint64_t number, type, data; uint32_t gpu, part; } Event;
 typedef struct {
     uint32_t magic, size, count;
     int32_t cuda_version;
@@ -110,7 +111,7 @@ static int is_handle(const Handle *h) {
 #define DRIVER                                             \
     if (!users) return UNINITIALIZED;                      \
     { int code = planned(__func__, -1); if (code) return code; }
-/* MIG instances know their identity and memory only: WHOLE refuses them. */
+/* MIG instances know their identity, memory and processes only: WHOLE refuses them. */
 #define DEVICE(pointer)                                                            \
     if (!users) return UNINITIALIZED;                                              \
     if (!is_handle(pointer)) return INVALID_ARGUMENT;                              \
@@ -227,13 +228,22 @@ API nvmlDeviceGetHandleByPciBusId_v2(const char *bus_id, Handle **out) {
 
 /* --- identity ------------------------------------------------------------------------------------------------------ */
 
-API nvmlDeviceGetName(Handle *device, char *out, unsigned length) { DEVICE(device) return text(out, length, g->name); }
+API nvmlDeviceGetName(Handle *device, char *out, unsigned length) {
+    DEVICE(device)
+    char name[128];
+    snprintf(name, sizeof name, "%s%s", g->name, h->instance < 0 ? "" : " MIG 1g.18gb");
+    return text(out, length, name);
+}
 API nvmlDeviceGetSerial(Handle *device, char *out, unsigned length) { WHOLE(device) return text(out, length, g->serial); }
 API nvmlDeviceGetUUID(Handle *device, char *out, unsigned length) {
     DEVICE(device)
     return text(out, length, h->instance < 0 ? g->uuid : g->mig_uuids[h->instance]);
 }
-GET(nvmlDeviceGetIndex, unsigned, (unsigned)h->gpu)
+API nvmlDeviceGetIndex(Handle *device, unsigned *out) { /* of an instance: its number within the GPU */
+    DEVICE(device)
+    *out = (unsigned)(h->instance < 0 ? h->gpu : h->instance);
+    return OK;
+}
 GET(nvmlDeviceGetMinorNumber, unsigned, (unsigned)h->gpu)
 GET(nvmlDeviceGetPersistenceMode, unsigned, 1)
 GET(nvmlDeviceGetComputeMode, unsigned, g->compute_mode)
@@ -292,6 +302,16 @@ API nvmlDeviceGetDeviceHandleFromMigDeviceHandle(Handle *device, Handle **out) {
     *out = &wholes[h->gpu];
     return OK;
 }
+API nvmlDeviceGetGpuInstanceId(Handle *device, unsigned *out) {
+    DEVICE(device)
+    *out = (unsigned)h->instance + 1;
+    return h->instance < 0 ? NOT_SUPPORTED : OK;
+}
+API nvmlDeviceGetComputeInstanceId(Handle *device, unsigned *out) {
+    DEVICE(device)
+    *out = 0;
+    return h->instance < 0 ? NOT_SUPPORTED : OK;
+}
 
 /* --- how it is doing ----------------------------------------------------------------------------------------------- */
 
@@ -335,6 +355,7 @@ API nvmlDeviceGetMemoryInfo_v2(Handle *device, MemoryV2 *out) {
 
 API nvmlDeviceGetUtilizationRates(Handle *device, unsigned out[2]) {
     WHOLE(device)
+    if (g->mig_mode) return NOT_SUPPORTED;
     out[0] = g->utilization;
     out[1] = g->memory_utilization;
     return OK;
@@ -486,11 +507,11 @@ API nvmlDeviceGetGpuFabricInfoV(Handle *device, FabricInfo *out) {
 
 typedef struct { unsigned pid; uint64_t bytes; unsigned instance, compute_instance; } ProcessInfo;
 
-static int list_processes(const Gpu *g, int mps, unsigned *count, ProcessInfo *out) {
+static int list_processes(const Gpu *g, const Handle *h, int mps, unsigned *count, ProcessInfo *out) {
     unsigned room = *count, n = 0;
     for (int i = 0; i < PROCESSES; i++) {
         const Process *p = &g->processes[i];
-        if (!alive(p) || (int)p->mps != mps) continue;
+        if (!alive(p) || (int)p->mps != mps || (h->instance >= 0 && p->instance != (uint32_t)h->instance)) continue;
         if (out && n < room) out[n] = (ProcessInfo){p->pid, p->bytes, ~0u, ~0u};
         n++;
     }
@@ -499,12 +520,12 @@ static int list_processes(const Gpu *g, int mps, unsigned *count, ProcessInfo *o
 }
 
 API nvmlDeviceGetComputeRunningProcesses_v3(Handle *device, unsigned *count, ProcessInfo *out) {
-    WHOLE(device)
-    return list_processes(g, 0, count, out);
+    DEVICE(device)
+    return list_processes(g, h, 0, count, out);
 }
 API nvmlDeviceGetMPSComputeRunningProcesses_v3(Handle *device, unsigned *count, ProcessInfo *out) {
-    WHOLE(device)
-    return list_processes(g, 1, count, out);
+    DEVICE(device)
+    return list_processes(g, h, 1, count, out);
 }
 API nvmlDeviceGetGraphicsRunningProcesses_v3(Handle *device, unsigned *count, ProcessInfo *out) {
     WHOLE(device)
@@ -515,6 +536,7 @@ API nvmlDeviceGetGraphicsRunningProcesses_v3(Handle *device, unsigned *count, Pr
 typedef struct { unsigned pid; uint64_t time_us; unsigned sm, memory, encoder, decoder; } ProcessSample;
 API nvmlDeviceGetProcessUtilization(Handle *device, ProcessSample *out, unsigned *count, uint64_t since_us) {
     WHOLE(device)
+    if (g->mig_mode) return NOT_SUPPORTED;
     (void)since_us;
     struct timespec t;
     clock_gettime(CLOCK_REALTIME, &t);
@@ -617,7 +639,7 @@ API nvmlEventSetWait_v2(EventSet *set, EventData *out, unsigned timeout_ms) {
         while (set->seen < begun) {
             const Event *e = &state->events[set->seen++ % EVENTS];
             if (e->gpu < GPUS && set->types[e->gpu] & e->type) {
-                *out = (EventData){&wholes[e->gpu], e->type, e->data, ~0u, ~0u};
+                *out = (EventData){&wholes[e->gpu], e->type, e->data, e->part ? e->part : ~0u, e->part ? 0 : ~0u};
                 return OK;
             }
         }

@@ -39,14 +39,17 @@ class Host:
     def __enter__(self) -> Self:
         with contextlib.ExitStack() as stack:
             stack.enter_context(self.fleet)
-            for i, name in enumerate(self.names):
-                self.fleet.start_worker(name, "--device", f"cuda:{i}")
+            for i in range(len(self.names)):
+                self.start_worker(i)
             self.fleet.wait_for_workers(timeout_s=START_TIMEOUT_S)
             self._stack = stack.pop_all()
         return self
 
     def __exit__(self, *_exc: object) -> None:
         self._stack.close()
+
+    def start_worker(self, i: int) -> None:
+        self.fleet.start_worker(self.names[i], "--device", f"cuda:{i}")
 
     def make_good(self) -> None:
         """Heals every GPU, and resets the breaker."""

@@ -1,6 +1,6 @@
 """A host of eight simulated GPUs comes up by one command, and its fleet survives the loss of a GPU under load.
 
-The environment is the stand-in of tests/test_deploy.py: the Python and the multigpu of the test run.
+The environment is the stand-in of tests/deployment.py: the Python and the multigpu of the test run.
 """
 
 import os
@@ -9,10 +9,10 @@ from pathlib import Path
 
 from multigpu.v1 import task_pb2
 
+from tests.deployment import checkout, deployed
 from tests.fakes.gpus import SimulatedGpus
 from tests.fleet import Fleet, until
 from tests.gpu_host.host import HEALTHY, PYTHON_PATH
-from tests.test_deploy import checkout, deployed
 
 __all__ = ["checkout"]  # a fixture
 

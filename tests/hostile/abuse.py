@@ -30,6 +30,8 @@ from tests.fleet import Fleet, until
 from tests.integration.streams import Feed
 
 MIB = 1 << 20
+# File descriptors of the master and of the worker. Neither may end when they are used up.
+DESCRIPTORS = 1024
 # No single task of another client may take longer, on a machine that has other things to do.
 PATIENCE_S = 30.0
 OPTIONS = [
@@ -172,8 +174,11 @@ def idle_connections(fleet: Fleet, size: int) -> str:
     with contextlib.ExitStack() as stack:
         for _ in range(size):
             sock = stack.enter_context(socket.create_connection((host, int(port)), timeout=20))
-            sock.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\4\0\0\0\0\0")
+            with contextlib.suppress(ConnectionError):  # those beyond the limit are closed as they come
+                sock.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\4\0\0\0\0\0")
         (task_id,) = fleet.submit("echo", b"among many")
+        (large,) = fleet.submit("echo", bytes(MIB), durability=task_pb2.DURABILITY_DURABLE)
+        fleet.outcome(large)
         assert fleet.outcome(task_id).result == b"among many"
     return f"{size} held"
 
@@ -278,6 +283,34 @@ def empty_batches(fleet: Fleet, size: int) -> str:
     data = b"\x0a\x00" * size
     with channel_to(fleet) as channel:
         return ended(lambda: channel.unary_unary("/multigpu.v1.TaskService/Submit")(data, timeout=120))
+
+
+def small_fields(fleet: Fleet, size: int) -> str:
+    """Messages of so many MiB in fields of two bytes: a frame of a Run stream, and one of a worker's session."""
+    frame_of_run = frame(1, prefix="", payload=b"") + b"\x0a\x00" * (size * MIB // 2)
+    with channel_to(fleet) as channel:
+        call = run_stub(channel)(Feed(frame_of_run), timeout=120)
+        codes = [ended(lambda: next(call))]
+        call.cancel()
+        hello = worker_pb.Hello(protocol_version=PROTOCOL_VERSION, worker_id="small", slots=1, window_tasks=5)
+        hello.capabilities.add(kind="small")
+        first = worker_pb.SessionRequest(hello=hello).SerializeToString()
+        for reports in (b"\x1a\x00" * (size * MIB // 2), b"\x1a\x00" * (MIB // 2)):
+            session = channel.stream_stream("/multigpu.v1.WorkerService/Session")(iter([first, reports]), timeout=120)
+            codes.append(ended(lambda session=session: list(session)))  # type: ignore[misc]
+    assert codes == ["INVALID_ARGUMENT"] * 3, codes
+    return "refused"
+
+
+def own_specs(fleet: Fleet, size: int) -> str:
+    """Submits at the same time, each with thousands of batches that have a spec of their own, and no task."""
+    request = task_service_pb2.SubmitRequest()
+    for n in range(10_000):
+        request.batches.add(spec=task_pb2.TaskSpec(kind="echo", parameters={"n": str(n)}))
+    with channel_to(fleet) as channel:
+        submit = channel.unary_unary("/multigpu.v1.TaskService/Submit")
+        calls = [submit.future(request.SerializeToString(), timeout=120) for _ in range(size)]
+        return " ".join(sorted({ended(call.result) for call in calls}))
 
 
 def unknown_cancels(fleet: Fleet, size: int) -> str:
@@ -395,13 +428,15 @@ def _cancel_queue(fleet: Fleet, queue: str) -> None:
 
 
 ABUSES = [
-    Abuse(name="idle connections", spend=idle_connections, short=200, long=1_000),
+    Abuse(name="idle connections", spend=idle_connections, short=1_500, long=5_000),
     Abuse(name="streams opened and dropped", spend=dropped_streams, short=400, long=10_000),
     Abuse(name="watches that nobody reads", spend=open_watches, short=50, long=1_000, memory_max_bytes=1200 * MIB),
     Abuse(name="workers that never read", spend=silent_workers, short=3, long=50),
     Abuse(name="large metadata", spend=large_metadata, short=10, long=100),
     Abuse(name="large messages and names", spend=large_messages, short=1, long=20, memory_max_bytes=300 * MIB),
     Abuse(name="tasks in one frame", spend=many_in_one_frame, short=20_000, long=1_000_000, memory_max_bytes=600 * MIB),
+    Abuse(name="fields of two bytes, MiB", spend=small_fields, short=8, long=60, memory_max_bytes=500 * MIB),
+    Abuse(name="specs without tasks", spend=own_specs, short=2, long=20),
     Abuse(name="empty batches", spend=empty_batches, short=100_000, long=5_000_000, memory_max_bytes=1200 * MIB),
     Abuse(
         name="cancels of unknown tasks", spend=unknown_cancels, short=50_000, long=2_000_000, memory_max_bytes=600 * MIB
@@ -418,10 +453,10 @@ ABUSES = [
 
 @contextlib.contextmanager
 def abused(folder: Path) -> Iterator[Fleet]:
-    """A master with small limits, and one worker."""
+    """A master with small limits and few file descriptors, and one worker."""
     flags = ["--queue-bytes-max", "128MiB", "--stream-bytes-max", "16MiB", "--ephemeral-bytes-max", "32MiB"]
     flags += ["--queue-tasks-max", "100000"]
-    with Fleet(folder, workers=1, master_flags=flags) as fleet:
+    with Fleet(folder, workers=1, master_flags=flags, prefix=("prlimit", f"--nofile={DESCRIPTORS}")) as fleet:
         yield fleet
 
 

@@ -160,7 +160,7 @@ COLUMN = [
 ]
 TASK = [7, "r", task_pb2.TaskSpec(kind="echo").SerializeToString(), b"payload", "key", 1, 1.6e9]
 OUTCOME_BODY = task_pb2.Outcome(task_id=7, request_id="r", state=1).SerializeToString()  # type: ignore[arg-type]  # an int on the wire
-OUTCOME = [3, 7, "r", 1, "default", "echo", "", 1.6e9, OUTCOME_BODY]
+OUTCOME = [3, 7, "r", 1, "default", "echo", "", 1.6e9, None, 9e9, OUTCOME_BODY]
 
 
 class Rows:
@@ -185,7 +185,7 @@ class Rows:
 
     def task(self, data: bytes) -> None:
         with contextlib.suppress(JournalError):
-            record = self._reads._task(self._row(TASK, data))
+            record = self._reads._task(self._row(TASK, data), {})
             task = wire.restored_task(record, self._specs.restore(record.spec))
             wire.task_message(task, 0.0).SerializeToString()
             wire.submit_record(task)

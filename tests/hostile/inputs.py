@@ -36,6 +36,7 @@ WORDS = [
         "x" * 70_000,
     ),
     *("v1.", "v1.0", "v1.1", "v1.999999999999999999", "v1.9999999999999999999", "v1.-1", "v1.٣", "v2.1", "1", "v1.1 "),
+    *("v2.", "v2..", "v2..1", "v2.a.", "v2.a.1", "v2.a.-1", "v2.a.b.1", "v2." + "a" * 5000 + ".1"),
     *("00-" + "1" * 32 + "-" + "2" * 16 + "-01", "00-" + "0" * 32 + "-" + "0" * 16 + "-01", "00-x-y-z"),
 ]
 # For fields of these names, more often than not: what is likely to meet something that is there.
@@ -49,7 +50,7 @@ LIKELY = {
     "cancel_request_ids": ["r0", "r1", "r2", "r3"],
     "strategy": ["auto", "static_partition", "least_loaded", "memory_usage", "task_type", "round_robin"],
     "page_token": ["v1.0", "v1.1", "v1.999999999999999999"],
-    "cursor": ["v1.0", "v1.1", "v1.999999999999999999"],
+    "cursor": ["v1.0", "v1.1", "v1.999999999999999999", "v2.0123456789abcdef.1"],
     "traceparent": ["00-" + "1" * 32 + "-" + "2" * 16 + "-01"],
 }
 BYTES = [b"", b"x", b"\0", b"\xff" * 9, b"\x0a" * 40, b"{}", bytes(1000), bytes(40_000)]
@@ -169,9 +170,9 @@ class Maker:
                 return rng.choice(INTS)
             case FieldDescriptor.TYPE_INT64:
                 return rng.choice(LONGS)
-            case FieldDescriptor.TYPE_UINT32:
+            case FieldDescriptor.TYPE_UINT32 | FieldDescriptor.TYPE_FIXED32:
                 return rng.choice(UNSIGNED)
-            case FieldDescriptor.TYPE_UINT64:
+            case FieldDescriptor.TYPE_UINT64 | FieldDescriptor.TYPE_FIXED64:
                 return rng.choice(self.ids) if rng.random() < 0.6 else rng.choice(UNSIGNED_LONGS)
         raise AssertionError(f"the contract has a new type of field: {field.full_name}")
 
@@ -186,7 +187,7 @@ class Maker:
                 return rng.random() < 0.5
             case FieldDescriptor.TYPE_DOUBLE | FieldDescriptor.TYPE_FLOAT:
                 return 0.5
-            case FieldDescriptor.TYPE_UINT64:
+            case FieldDescriptor.TYPE_UINT64 | FieldDescriptor.TYPE_FIXED64:
                 return rng.choice(self.ids)
         if field.full_name in TAME_FIELDS:
             return TAME_FIELDS[field.full_name]

@@ -114,7 +114,7 @@ def test_a_held_lease_of_an_impossible_attempt() -> None:
 def test_a_worker_that_says_too_much_of_itself_is_refused() -> None:
     held = [worker_pb.HeldLease(checkpoint=bytes(1 << 20))] * 2  # are not of itself
     assert wire.worker_info(hello(leases=held).hello).worker_id == "a"
-    with pytest.raises(wire.InvalidTaskError, match="at most 1048576"):
+    with pytest.raises(wire.InvalidTaskError, match="at most 131072"):
         wire.worker_info(hello(labels={"l": "x" * (1 << 20)}).hello)
     found = [model_pb2.ModelResidency(model=f"m{n}" * 999) for n in range(2000)]
     beat = worker_pb.Heartbeat(models=found)
@@ -207,20 +207,20 @@ def test_an_engine_whose_canary_makes_no_sense(words: Any) -> None:
 def test_a_damaged_task_row_is_refused_in_words(tmp_path: Path, at: int, value: object) -> None:
     row = [*TASK[:at], value, *TASK[at + 1 :]]
     with pytest.raises(JournalError):
-        record = JournalReads(tmp_path)._task(row)
+        record = JournalReads(tmp_path)._task(row, {})
         wire.restored_task(record, wire.SpecReader().restore(record.spec))
 
 
-@pytest.mark.parametrize(("at", "value"), [(0, "x"), (1, -1), (3, 6), (3, "x"), (7, 1e308), (8, 7), (8, "not:one")])
+@pytest.mark.parametrize(("at", "value"), [(0, "x"), (1, -1), (3, 6), (3, "x"), (7, 1e308), (8, "x"), (9, "x")])
 def test_a_damaged_outcome_row_is_refused_in_words(tmp_path: Path, at: int, value: object) -> None:
     with pytest.raises(JournalError):
         JournalReads(tmp_path)._outcome([*OUTCOME[:at], value, *OUTCOME[at + 1 :]])
 
 
 def test_a_damaged_outcome_is_told_and_does_not_stop_those_after_it(tmp_path: Path) -> None:
-    stored = JournalReads(tmp_path)._outcome([*OUTCOME[:8], b"\xff\xff"])
+    stored = JournalReads(tmp_path)._outcome([*OUTCOME[:10], b"\xff\xff"])
     told = queries.stored_task(stored, whole=True).outcome
-    assert (told.task_id, told.error.type) == (7, "ResultDamaged")
+    assert (told.task_id, told.error.type) == (7, "ResultLost")
 
 
 @pytest.mark.parametrize(
@@ -292,6 +292,18 @@ def test_a_lost_worker_that_makes_room_is_forgotten_by_the_journal_too() -> None
     assert gone == ["w0", "w1", "w2", "w3", "w4"]
 
 
+def test_a_cordoned_worker_is_not_forgotten_to_make_room() -> None:
+    core = Core(load_strategies(), Limits(), 1, lambda: 0.5)
+    core.handle(ev.Hello(1, WorkerInfo(worker_id="cordoned"), []), 100.0)
+    core.handle(ev.Cordon("cordoned", "broken"), 100.0)
+    core.handle(ev.SessionClosed(1), 100.0)
+    for n in range(LOST_WORKERS_MAX + 5):
+        core.handle(ev.Hello(n + 2, WorkerInfo(worker_id=f"w{n}"), []), 101.0 + n)
+        core.handle(ev.SessionClosed(n + 2), 101.0 + n)
+    assert core.fleet.workers["cordoned"].cordoned
+    assert len(core.fleet.workers) == LOST_WORKERS_MAX + 1
+
+
 @pytest.mark.parametrize("name", ["x" * 129, "a\0b"])
 @pytest.mark.parametrize("method", ["PauseQueue", "SetQueueLimits", "SetStrategy"])
 def test_rules_for_a_queue_that_can_not_be_are_not_kept(house: House, method: str, name: str) -> None:
@@ -307,7 +319,29 @@ def test_rules_for_a_queue_that_can_not_be_are_not_kept(house: House, method: st
 def test_a_status_that_quotes_a_megabyte_is_cut(house: House) -> None:
     """Its trailer was too large for the client, which saw RESOURCE_EXHAUSTED in the place of NOT_FOUND."""
     request = task_service_pb2.GetRequest(request_id="x" * (1 << 20)).SerializeToString()
-    code, details = house.loop.run_until_complete(house._call("TaskService/Get", request))
+    code, details = house.loop.run_until_complete(house._call("TaskService/Get", request, to_its_end=True))
     assert code.name == "NOT_FOUND"
     assert len(details) < 4000
     assert details.endswith("its result_ttl is over")
+
+
+def test_a_request_without_payloads_is_small(house: House) -> None:
+    """Of 55 MiB of states in a filter the event loop read for seconds."""
+    request = task_service_pb2.ListRequest()
+    request.filter.outcomes.extend([task_pb2.OUTCOME_STATE_FAILED] * (3 << 20))
+    code, details = house.loop.run_until_complete(house._call("TaskService/List", request.SerializeToString()))
+    assert code.name == "INVALID_ARGUMENT"
+    assert "at most 2097152 are allowed" in details
+
+
+@pytest.mark.parametrize("message", ["hello", "heartbeat"])
+def test_a_worker_lists_no_more_leases_than_it_can_hold(house: House, message: str) -> None:
+    """A heartbeat of 8 MiB of empty leases held the event loop for 38 s."""
+    first = hello(window_tasks=2**32 - 1)
+    beat = worker_pb.SessionRequest(heartbeat=worker_pb.Heartbeat())
+    listing = first.hello if message == "hello" else beat.heartbeat
+    listing.leases.extend([worker_pb.HeldLease()] * 50_000)
+    data = pack([first.SerializeToString(), beat.SerializeToString()])
+    code, details = house.loop.run_until_complete(house._call("WorkerService/Session", data))
+    assert code.name == "INVALID_ARGUMENT"
+    assert "50000 leases in one frame" in details

@@ -9,7 +9,7 @@ import pytest
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.timestamp_pb2 import Timestamp
 from multigpu.v1 import admin_service_pb2 as admin_pb
-from multigpu.v1 import task_pb2
+from multigpu.v1 import task_pb2, task_service_pb2
 
 from tests.fleet import Fleet, refused, until
 
@@ -163,12 +163,12 @@ def test_priorities_go_first(fleet: Fleet, tmp_path: Path) -> None:
 # --- dead letters ----------------------------------------------------------------------------------------------------
 
 
-def letters(fleet: Fleet, queue: str) -> list[int]:
+def letters(fleet: Fleet, queue: str, page_size: int = 2) -> list[int]:
     """The dead letters of a queue, newest first, page by page."""
     found: list[int] = []
     token = ""
     while True:
-        request = admin_pb.ListDeadLettersRequest(queue=queue, page_size=2, page_token=token)
+        request = admin_pb.ListDeadLettersRequest(queue=queue, page_size=page_size, page_token=token)
         page = fleet.admin.ListDeadLetters(request, timeout=30)
         assert all(t.outcome.state == DEAD_LETTERED and t.spec.queue == queue for t in page.tasks)
         found += [t.task_id for t in page.tasks]
@@ -209,12 +209,72 @@ def test_dead_letters_are_listed_requeued_and_deleted(fleet: Fleet) -> None:
     assert letters(fleet, queue) == []
 
 
+def test_a_queue_is_listed_while_it_has_tasks_or_dead_letters_and_a_requeued_one_counts_once(fleet: Fleet) -> None:
+    queue = "mistyped"
+
+    def listed() -> bool:
+        queues = fleet.admin.ListQueues(admin_pb.ListQueuesRequest(page_size=1000), timeout=30).queues
+        return queue in {q.queue for q in queues}
+
+    (task_id,) = fleet.submit("fail", b"", queue=queue, attempts_max=1)
+    fleet.outcome(task_id)
+    until(lambda: letters(fleet, queue) == [task_id])
+    assert listed()
+    fleet.admin.PauseQueue(admin_pb.PauseQueueRequest(queue=queue), timeout=30)
+    fleet.admin.RequeueDeadLetters(admin_pb.RequeueDeadLettersRequest(queue=queue), timeout=30)
+    count = fleet.tasks.Count(
+        task_service_pb2.CountRequest(filter=task_service_pb2.TaskFilter(queue=queue)), timeout=30
+    )
+    assert (count.queued, count.dead_lettered) == (1, 0)
+    fleet.admin.ResumeQueue(admin_pb.ResumeQueueRequest(queue=queue), timeout=30)
+    until(lambda: len(letters(fleet, queue)) == 1)
+    fleet.admin.DeleteDeadLetters(admin_pb.DeleteDeadLettersRequest(queue=queue), timeout=30)
+    until(lambda: not listed())
+
+
+def test_an_attempt_whose_engine_was_ended_says_how_long_it_ran(fleet: Fleet) -> None:
+    (task_id,) = fleet.submit("trial.hang", b"", run_timeout=Duration(nanos=300_000_000), attempts_max=1)
+    stages = fleet.outcome(task_id).stages
+    ran_s = stages.finish_time.ToNanoseconds() / 1e9 - stages.start_time.ToNanoseconds() / 1e9
+    assert ran_s >= 0.3
+    assert stages.dispatch_time.ToNanoseconds() <= stages.start_time.ToNanoseconds()
+
+
+def test_a_dead_letter_tells_its_payload_and_its_attempts(fleet: Fleet) -> None:
+    (task_id,) = fleet.submit("fail", b"seven b", queue="told", attempts_max=1)
+    fleet.outcome(task_id)
+    until(lambda: letters(fleet, "told") == [task_id])
+    fleet.restart_master()
+    fleet.wait_for_workers()
+    task = fleet.get(task_id)
+    assert (task.payload_bytes, task.attempts, task.spec.attempts_max) == (7, 1, 1)
+
+
 def test_a_requeued_letter_has_its_payload(fleet: Fleet) -> None:
     (task_id,) = fleet.submit("trial.raise", b"the payload", attempts_max=1, queue="payload")
     fleet.outcome(task_id)
     until(lambda: letters(fleet, "payload") == [task_id])
     (new,) = fleet.admin.RequeueDeadLetters(admin_pb.RequeueDeadLettersRequest(task_ids=[task_id]), timeout=30).task_ids
     assert fleet.outcome(new).error.message == "not there: the payload"
+
+
+def test_the_dead_letters_of_a_queue_come_back_page_by_page_and_once(fleet: Fleet) -> None:
+    ids = fleet.submit("fail", *(b"" for _ in range(2500)), attempts_max=1, queue="pages")
+    until(lambda: len(letters(fleet, "pages", 1000)) == len(ids))
+    requeued: list[int] = []
+    sizes: list[int] = []
+    request = admin_pb.RequeueDeadLettersRequest(queue="pages")
+    while True:
+        answer = fleet.admin.RequeueDeadLetters(request, timeout=30)
+        requeued += answer.task_ids
+        sizes.append(len(answer.task_ids))
+        if not answer.next_page_token:
+            break
+        request.page_token = answer.next_page_token
+    assert sizes == [1000, 1000, 500]
+    assert len(set(requeued)) == 2500
+    # Each fails again and is a new letter, which the call did not take a second time.
+    until(lambda: letters(fleet, "pages", 1000) == sorted(requeued, reverse=True))
 
 
 def test_a_dead_letter_requeued_by_several_calls_at_once_comes_back_once(fleet: Fleet) -> None:

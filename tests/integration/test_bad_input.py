@@ -56,9 +56,10 @@ def rejection(fleet: Fleet, payload: bytes = b"x", **spec: Any) -> Any:
     [
         ({"kind": ""}, "kind is missing"),
         ({"kind": "k" * 129}, "at most 128"),
-        ({"kind": "a\0b"}, "NUL"),
+        ({"kind": "a\0b"}, "control characters"),
         ({"model": "m" * 257}, "at most 256"),
         ({"queue": "q" * 129}, "at most 128"),
+        ({"content_type": "c" * 129}, "content_type has 129 bytes; at most 128"),
         ({"priority": 9}, "priority 9 is out of range; use 1"),
         ({"priority": -1}, "priority -1"),
         ({"attempts_max": 101}, "use 1 to 100"),
@@ -77,6 +78,13 @@ def test_a_task_that_makes_no_sense(fleet: Fleet, spec: dict[str, Any], words: s
     assert not answer.HasField("retry_delay")
 
 
+def test_a_request_id_is_limited_in_bytes(fleet: Fleet) -> None:
+    (taken, rejected) = fleet.submit_raw("echo", b"x", b"x", request_ids=["é" * 64, "é" * 65]).results
+    assert taken.task_id
+    assert rejected.rejection.code == INVALID_ARGUMENT
+    assert "128 bytes" in rejected.rejection.message
+
+
 def test_a_deadline_in_the_past(fleet: Fleet) -> None:
     answer = rejection(fleet, deadline=Timestamp(seconds=int(time.time()) - 10))
     assert answer.code == DEADLINE_EXCEEDED
@@ -88,8 +96,8 @@ def test_a_deadline_in_the_past(fleet: Fleet) -> None:
     [
         ({"kind": "no.such.kind"}, "no worker runs kind 'no.such.kind' (the fleet runs echo"),
         ({"kind": "embed", "model": "no-such-model"}, "no worker has model 'no-such-model'"),
-        ({"required_labels": {"site": "moon"}}, "label site=moon required"),
-        ({"required_device_memory_bytes": 1 << 60}, "device memory required"),
+        ({"required_labels": {"site": "moon"}}, "needs the label site=moon"),
+        ({"required_device_memory_bytes": 1 << 60}, "bytes of device memory"),
     ],
 )
 def test_a_task_that_no_worker_could_ever_take_is_refused_at_once(
@@ -106,7 +114,7 @@ def test_or_waits_for_such_a_worker_if_told_to(fleet: Fleet) -> None:
     assert fleet.get(task_id, 0.2).state == task_pb2.TASK_STATE_QUEUED
     told = fleet.admin.Explain(admin_pb.ExplainRequest(task_id=task_id), timeout=30)
     assert "site=moon" in told.summary
-    assert [list(c.excluded_by) for c in told.candidates] == [["label site=moon required, has None"]]
+    assert [list(c.excluded_by) for c in told.candidates] == [["needs the label site=moon, has none"]]
     fleet.start_worker("moon", "--labels", "site=moon")
     fleet.wait_for_workers("moon")
     try:
@@ -140,6 +148,12 @@ def test_a_good_task_beside_bad_ones_is_taken(fleet: Fleet) -> None:
     answer = fleet.tasks.Submit(task_service_pb2.SubmitRequest(batches=batches), timeout=30)
     assert [r.WhichOneof("answer") for r in answer.results] == ["rejection", "task_id"]
     assert fleet.outcome(answer.results[1].task_id).result == b"x"
+
+
+def test_a_request_id_with_a_nul_is_told_so(fleet: Fleet) -> None:
+    (rejected,) = fleet.submit_raw("echo", b"x", request_ids=["a\0b"]).results
+    assert "no NUL" in rejected.rejection.message
+    assert "too long" not in rejected.rejection.message
 
 
 def test_run_needs_request_ids(fleet: Fleet) -> None:
@@ -246,7 +260,8 @@ def test_a_worker_that_comes_back_too_late_is_not_heard(fleet: Fleet, tmp_path: 
     late = {"worker_id": "late", "capabilities": [worker_pb.Capability(kind="trial.gate")], "window_tasks": 5}
     fleet.admin.CordonWorker(admin_pb.CordonWorkerRequest(worker_id="w0"), timeout=30)
     first = fleet.sessions.Session(Feed(hello(**late)), timeout=20)
-    assert next(first).HasField("welcome")
+    incarnation = next(first).welcome.incarnation
+    assert incarnation
     (task_id,) = fleet.submit("trial.gate", str(gate).encode())
     lease = next(b for frame in first for b in frame.lease_batches)
     assert lease.task_ids == [task_id]
@@ -259,7 +274,7 @@ def test_a_worker_that_comes_back_too_late_is_not_heard(fleet: Fleet, tmp_path: 
     (lease_id,) = lease.lease_ids
     held = worker_pb.HeldLease(lease_id=lease_id, task_id=task_id, attempt=1, running=True)
     report = worker_pb.ReportBatch(succeeded_lease_ids=[lease_id], results=[b"too late"])
-    feed = Feed(hello(**late, leases=[held]))
+    feed = Feed(hello(**late, leases=[held], incarnation=incarnation))
     feed.put(worker_pb.SessionRequest(report_batches=[report]))
     second = fleet.sessions.Session(feed, timeout=20)
     frame = next(second)

@@ -5,7 +5,8 @@ benchmarks.models`; and versions that tasks name while they change.
 from pathlib import Path
 
 import pytest
-from multigpu import Client, MultigpuError
+from multigpu import Client, MultigpuError, UnplaceableError
+from multigpu.v1 import task_pb2
 
 from benchmarks.models import MODELS, drive, judge
 from tests.fleet import QUICK, Fleet, until
@@ -51,3 +52,25 @@ def test_a_task_that_names_a_version_gets_it_until_its_successor_is_ready(tmp_pa
         until(lambda: resident() == {"m:2"}, what="its memory")
         with pytest.raises(MultigpuError, match=r"no worker has model 'm:1'.*m:2"):
             ask("m:1")
+
+
+def test_a_master_without_workers_queues_tasks_and_a_worker_that_comes_runs_them(tmp_path: Path) -> None:
+    with Fleet(tmp_path / "fleet", workers=0, master_flags=QUICK) as fleet:
+        (task_id,) = fleet.submit("echo", b"early")
+        assert fleet.get(task_id).state == task_pb2.TASK_STATE_QUEUED
+        fleet.restart_master()
+        fleet.start_worker("w0")
+        assert fleet.outcome(task_id).result == b"early"
+
+
+def test_a_task_for_a_model_that_is_broken_is_rejected_with_the_reason(tmp_path: Path) -> None:
+    shop = Shop(tmp_path / "models")
+    shop.add("m", "1")
+    (shop.add("broken") / "model.toml").write_text("engin = 'toy_engine:Toy'\n")
+    with Fleet(tmp_path / "fleet", workers=1, master_flags=QUICK, worker_flags=shop.flags) as fleet:
+        fleet.wait_for_workers()
+        with (
+            fleet.client() as client,
+            pytest.raises(UnplaceableError, match=r"'broken' can't be loaded on w0: .*engin"),
+        ):
+            client.run("infer", b"x", model="broken")

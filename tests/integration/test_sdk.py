@@ -7,9 +7,11 @@ import threading
 import time
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import multigpu
 import pytest
+from multigpu.submitting import cut
 
 from tests.fleet import Fleet, until
 
@@ -50,6 +52,72 @@ def test_what_a_killed_client_began_is_finished_for_the_next_one(fleet: Fleet, t
     # Not one of them ran twice.
     executions = Counter(line.split()[0] for line in log.read_text().splitlines())
     assert executions == Counter(task_id for _, task_id in again)
+
+
+def test_a_map_that_was_interrupted_goes_on_when_it_is_run_again(fleet: Fleet, tmp_path: Path) -> None:
+    log = tmp_path / "executions"
+    names = [f"interrupted-{n}" for n in range(60)]
+    inputs = [multigpu.Input(payload=b"%d" % n, request_id=name) for n, name in enumerate(names)]
+    options: Any = {"parameters": {"log": str(log), "seconds": "0.01"}}
+    with fleet.client() as client:
+        for _ in range(2):  # with the same client, and at once
+            interrupted: Any = client.map_outcomes("trial.logged", inputs, **options)
+            seen = [next(interrupted).task_id for _ in range(10)]
+            interrupted.close()
+        again = list(client.map_outcomes("trial.logged", inputs, **options))
+        assert all(outcome.succeeded for outcome in again)
+        assert [outcome.task_id for outcome in again[:10]] == seen
+        # What ended before was not run again.
+        executions = Counter(line.split()[0] for line in log.read_text().splitlines())
+        assert {executions[str(task_id)] for task_id in seen} == {1}
+
+
+async def test_what_was_withdrawn_may_be_submitted_again_and_what_was_cancelled_stays_so(fleet: Fleet) -> None:
+    async with multigpu.AsyncClient(fleet.address) as client:
+        names = [f"withdrawn-{n}" for n in range(20)]
+        inputs = [multigpu.Input(payload=b"", request_id=name) for name in names]
+        submission = client._core.submission(None)
+        (request,) = cut(client._core.calls.inputs("trial.hang", inputs, {"queue": "w"}, ""))
+        first = await submission.send(request)
+        await submission.undo()
+        final = await client.submit("trial.hang", b"", request_id="final", queue="w")
+        await client.cancel("final")
+        for name in ("withdrawn-0", "final"):
+            found = await client.get(name, wait_s=10)
+            assert found.outcome is not None
+            assert found.outcome.state == multigpu.OutcomeState.CANCELLED
+        await watched(client, *first, final)  # and so they are in the journal, and nowhere else
+    fleet.restart_master()
+    async with multigpu.AsyncClient(fleet.address) as client:
+        second = await client.submit_many("echo", inputs, queue="w")
+        assert not set(first) & set(second)
+        ended = [(await client.get(name, wait_s=10)).outcome for name in names]
+        assert all(outcome is not None and outcome.succeeded for outcome in ended)
+        with pytest.raises(multigpu.TaskCancelled):
+            await client.run("trial.hang", b"", request_id="final", queue="w")
+
+
+async def watched(client: multigpu.AsyncClient, *task_ids: object) -> None:
+    """Returns when a watch has told of all these tasks."""
+    left = set(task_ids)
+    async for outcome, _ in client.watch(queue="w"):
+        left.discard(outcome.task_id)
+        if not left:
+            return
+
+
+def test_a_stream_yields_what_the_handler_yielded_and_has_what_it_returned(fleet: Fleet) -> None:
+    with fleet.client() as client:
+        for _ in range(2):  # as it runs, and once it has ended
+            parts = client.stream("trial.mixed", 7, request_id="mixed")
+            with pytest.raises(RuntimeError, match="not ended"):
+                print(parts.outcome)
+            assert list(parts) == [{"given": 7}, b"raw", "text"]
+            assert parts.outcome.value() == [1.5, None]
+        outcome = client.get("mixed").outcome
+        assert outcome is not None and outcome.partials == [b'{"given":7}', b"raw", b'"text"']
+        (listed,) = (task for task in client.list_tasks() if task.request_id == "mixed")
+        assert not listed.message.outcome.partial_content_types
 
 
 def test_closing_a_stream_early_cancels_its_task(fleet: Fleet) -> None:

@@ -15,9 +15,10 @@ from typing import Any
 
 import grpc
 import pytest
+from multigpu.v1 import admin_service_pb2 as admin_pb
 from multigpu.v1 import task_pb2, task_service_pb2
 
-from tests.fleet import Daemon, Fleet, until
+from tests.fleet import Daemon, Fleet, refused, until
 from tests.integration.streams import Feed, collect, run_frame
 
 SUCCEEDED = task_pb2.OUTCOME_STATE_SUCCEEDED
@@ -32,13 +33,13 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     if os.geteuid() or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", disk], check=False).returncode:
         pytest.skip("only root may mount a small file system")
     yield disk
-    subprocess.run(["umount", disk], check=True)
+    subprocess.run(["umount", "--lazy", disk], check=True)  # a process that was just killed may still hold it
 
 
 def fill(disk: Path) -> Path:
     """Takes all the room there is; the file to remove again."""
     ballast = disk / "ballast"
-    with ballast.open("wb", buffering=0) as file:
+    with ballast.open("ab", buffering=0) as file:
         for size in (1 << 16, 1 << 12, 1):
             try:
                 while True:
@@ -66,20 +67,22 @@ def test_a_full_disk_refuses_new_tasks_and_nothing_else(small_disk: Path, tmp_pa
         assert results[0].rejection.retry_delay.ToNanoseconds() > 0
         assert not fleet.stats().journal_writable
 
-        # Running work goes on, and its outcome is delivered.
+        # Running work goes on, and its outcome is told once it is on the disk.
         (brief,) = fleet.submit("echo", b"brief", durability=task_pb2.DURABILITY_EPHEMERAL)
         assert fleet.outcome(brief).result == b"brief"
         gate.touch()
         feed.close()
-        (outcome,) = collect(stream).outcomes
-        assert (outcome.task_id, outcome.result) == (running, b"opened")
-        assert fleet.outcome(running).result == b"opened"
+        until(lambda: not fleet.stats().leased)
+        task = fleet.tasks.Get(task_service_pb2.GetRequest(task_id=running), timeout=20).task
+        assert (task.state, task.HasField("outcome")) == (task_pb2.TASK_STATE_LEASED, False)
         heard = collect(fleet.tasks.Run(iter([run_frame("echo", ("late", b"x"))]), timeout=30))
         assert [r.code for r in heard.rejected] == [grpc.StatusCode.RESOURCE_EXHAUSTED.value[0]]
 
         # Service returns when there is room, and what ended meanwhile is on the disk.
         ballast.unlink()
         until(lambda: fleet.stats().journal_writable)
+        (outcome,) = collect(stream).outcomes
+        assert (outcome.task_id, outcome.result) == (running, b"opened")
         (task_id,) = fleet.submit("echo", b"again", request_ids=["late"])
         assert fleet.outcome(task_id).result == b"again"
         watch = fleet.tasks.Watch(task_service_pb2.WatchRequest(), timeout=20)
@@ -92,6 +95,38 @@ def test_a_full_disk_refuses_new_tasks_and_nothing_else(small_disk: Path, tmp_pa
         fleet.restart_master()
         assert fleet.outcome(running).result == b"opened"
         assert not fleet.faults()
+
+
+def test_a_full_disk_is_emptied_through_the_api_also_after_a_restart(small_disk: Path, tmp_path: Path) -> None:
+    data_dir = small_disk / "data"
+    with Fleet(tmp_path / "fleet", workers=1, data_dir=data_dir, handlers=["trial_handlers"]) as fleet:
+        letters = fleet.submit("trial.raise", *(bytes(50_000) for _ in range(40)), attempts_max=1)
+        assert {fleet.outcome(i).state for i in letters} == {task_pb2.OUTCOME_STATE_DEAD_LETTERED}
+        fleet.admin.PauseQueue(admin_pb.PauseQueueRequest(queue="held"), timeout=20)
+        queued = fleet.submit("echo", *(bytes(20_000) for _ in range(20)), queue="held")
+        fill(small_disk)
+        until(lambda: fleet.submit_raw("echo", bytes(200_000), queue="held").results[0].HasField("rejection"))
+
+        def operate(part: int) -> None:
+            fleet.admin.PauseQueue(admin_pb.PauseQueueRequest(queue=f"paused {part}"), timeout=5)
+            some = queued[part::2]
+            answer = fleet.tasks.Cancel(task_service_pb2.CancelRequest(task_ids=some), timeout=5)
+            assert sorted(answer.cancelled_task_ids) == some
+            request = admin_pb.DeleteDeadLettersRequest(task_ids=letters[part::2])
+            assert fleet.admin.DeleteDeadLetters(request, timeout=5).deleted == len(request.task_ids)
+
+        operate(0)
+        fleet.master.kill()
+        fill(small_disk)
+        fleet.start_master()
+        assert fleet.outcome(queued[0], 0.1).state == task_pb2.OUTCOME_STATE_CANCELLED
+        operate(1)
+        until(lambda: fleet.stats().journal_writable)  # with that ballast on the disk all the while
+        fleet.wait_for_workers()
+        (task_id,) = fleet.submit("echo", b"again")
+        assert fleet.outcome(task_id).result == b"again"
+        queues = {q.queue for q in fleet.admin.ListQueues(admin_pb.ListQueuesRequest(), timeout=20).queues if q.paused}
+        assert queues == {"held", "paused 0", "paused 1"}
 
 
 def test_the_sdk_waits_out_a_full_disk(small_disk: Path, tmp_path: Path) -> None:
@@ -124,6 +159,39 @@ def test_one_request_twice_on_a_disk_that_has_just_filled_up_is_refused_and_not_
         assert not heard.accepted
         assert not first.accepted
         assert fleet.stats().queued == 0
+
+
+# --- backup and restore ----------------------------------------------------------------------------------------------
+
+
+def test_a_backup_of_a_running_master_is_restored(tmp_path: Path) -> None:
+    """The drill of docs/deploy.md."""
+    with Fleet(tmp_path / "fleet", workers=1) as fleet:
+        pause = admin_pb.PauseQueueRequest(queue="held")
+        fleet.admin.PauseQueue(pause, timeout=20)
+        large = os.urandom(300_000)
+        queued = fleet.submit("echo", *(b"%d" % n for n in range(5)), large, queue="held")
+        done = fleet.submit("echo", b"done", large)
+        assert [fleet.outcome(i).result for i in done] == [b"done", large]
+        until(lambda: fleet.stats().outcomes_retained == 2)
+        copy = tmp_path / "copy"
+        command = [sys.executable, "-m", "multigpu_master.main", "--data-dir", str(fleet.data_dir), "backup", str(copy)]
+        subprocess.run(command, check=True, timeout=60)
+        later = fleet.submit("echo", b"later", queue="held")
+        fleet.master.kill()
+        fleet.data_dir.rename(tmp_path / "damaged")
+        shutil.copytree(copy, fleet.data_dir)
+        fleet.start_master()
+        fleet.wait_for_workers()
+        assert [fleet.outcome(i).result for i in done] == [b"done", large]
+        resume = admin_pb.ResumeQueueRequest(queue="held")
+        fleet.admin.ResumeQueue(resume, timeout=20)
+        assert [fleet.outcome(i).result for i in queued] == [*(b"%d" % n for n in range(5)), large]
+        with refused(grpc.StatusCode.NOT_FOUND, "no task"):
+            fleet.get(later[0])
+        (new,) = fleet.submit("echo", b"new")
+        assert new not in later
+        assert fleet.outcome(new).result == b"new"
 
 
 # --- a journal that is not for us ------------------------------------------------------------------------------------

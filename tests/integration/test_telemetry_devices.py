@@ -150,10 +150,7 @@ def test_admin_service_tells_what_the_driver_says(fleet: Fleet, gpus: SimulatedG
 
 
 def test_mgpuctl_tells_the_same(fleet: Fleet, gpus: SimulatedGpus) -> None:
-    argv = [sys.executable, "-m", "multigpu.cli", "gpus", "--json", "--master", fleet.address]
-    done = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=60)
-    assert done.returncode == 0, done.stderr
-    (worker,) = [w for w in json.loads(done.stdout) if w["worker_id"] == "gpu"]
+    (worker,) = [w for w in json.loads(mgpuctl(fleet, "gpus", "--json")) if w["worker_id"] == "gpu"]
     assert worker["device"]["device_id"] == gpus.uuid(1)
     for field, value in TOLD.items():
         assert float(worker["telemetry"][field]) == pytest.approx(value), field
@@ -209,7 +206,8 @@ def test_the_stats_file_tells_the_same(fleet: Fleet, gpus: SimulatedGpus, stats_
     for field, value in TOLD.items():
         assert line["telemetry"][field] == pytest.approx(value), field
     assert tuple(line["telemetry"]["throttle_reasons"]) == THROTTLE
-    assert line["telemetry"]["processes"] == [{"pid": os.getpid(), "memory_used_bytes": 5 << 30, "mps_client": True}]
+    (process,) = line["telemetry"]["processes"]
+    assert process == {"pid": os.getpid(), "memory_used_bytes": 5 << 30, "mps_client": True, "idle": False}
     assert abs(datetime.now(UTC) - datetime.fromisoformat(line["telemetry"]["sample_time"])).total_seconds() < 60
     assert set(last_line(stats_path, "cpu")["telemetry"]) <= {
         "sample_time", "memory_total_bytes", "memory_used_bytes", "utilization", "energy_joules", "power_watts"
@@ -286,6 +284,41 @@ def test_a_device_that_is_lost_tells_nothing_until_it_is_back(fleet: Fleet, gpus
     until(lambda: telemetry().HasField("temperature_celsius"), what="telemetry of a device that is back")
 
 
+def test_a_lost_workers_device_has_no_figures_and_no_health(gpus: SimulatedGpus, tmp_path: Path) -> None:
+    """It stayed healthy in /metrics and `mgpuctl workers`, and its watts stayed in the sum of `mgpuctl gpus`."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = int(free.getsockname()[1])
+    gpus.power(0, 300.0)
+    flags = ["--metrics-listen", f"127.0.0.1:{port}"]
+    with Fleet(tmp_path, workers=0, env=gpus.env(), master_flags=flags) as fleet:
+        worker = fleet.start_worker("gpu", "--device", "cuda:0")
+        fleet.wait_for_workers()
+        until(lambda: "mgpu_device_power_watts" in samples(scrape(port), "gpu"), what="a sample")
+        states = {state: value for ((_, state),), value in samples(scrape(port), "gpu")["mgpu_device_health"].items()}
+        assert states == {"healthy": 1, "degraded": 0, "sick": 0, "recovering": 0, "lost": 0}
+        worker.kill()
+        until(lambda: not fleet.worker("gpu").session_id, what="the loss")
+        until(lambda: "mgpu_device_power_watts" not in samples(scrape(port), "gpu"), what="a snapshot")
+        found = {name: of for name, of in samples(scrape(port), "gpu").items() if name.startswith("mgpu_device_")}
+        assert found == {"mgpu_device_health": {(("state", "lost"),): 1}}
+        lost = fleet.worker("gpu")
+        assert not lost.HasField("health")
+        assert not lost.HasField("telemetry")
+        assert " W" not in mgpuctl(fleet, "gpus").splitlines()[-1]
+        heading, row = mgpuctl(fleet, "workers").splitlines()
+        cells = dict(zip(heading.split(), row.split(), strict=False))
+        assert (cells["STATE"], cells["HEALTH"]) == ("lost", "-")
+
+
+def mgpuctl(fleet: Fleet, *argv: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-m", "multigpu.cli", *argv, "--master", fleet.address],
+        capture_output=True, text=True, check=False, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
 def span(outcome: Any) -> tuple[float, float]:
     """When it ran, in seconds since 1970: on a busy host that is longer than it was asked to."""
     stages = outcome.stages
@@ -353,3 +386,35 @@ def test_power_is_sampled_where_there_is_no_counter(gpus: SimulatedGpus, tmp_pat
             assert outcome.energy.joules == pytest.approx((finish_s - start_s) * 200.0, rel=0.2)
     finally:
         gpus.mend()
+
+
+def test_processes_that_do_not_work_take_no_part_of_a_tasks_energy(gpus: SimulatedGpus, tmp_path: Path) -> None:
+    """The worker's own engine and an idle engine of another worker used to halve each task's energy."""
+    gpus.power(0, 300.0)
+    with Fleet(tmp_path, workers=0, env=gpus.env(), handlers=["trial_handlers"]) as fleet:
+        fleet.start_worker("gpu", "--device", "cuda:0")
+        fleet.wait_for_workers()
+        (engine,) = fleet.workers["gpu"].children()
+
+        def measured(*utilizations: int) -> tuple[float, float]:
+            """Of the tasks' energy by power and time, the share that was told, and the uncertainty, at the most."""
+            for pid, percent in zip((engine, os.getpid()), utilizations, strict=True):
+                gpus.process(0, pid, 1 << 30, mps=True, sm_utilization=percent)
+            heard = fleet.worker("gpu").last_heartbeat_time.ToNanoseconds()
+            until(lambda: fleet.worker("gpu").last_heartbeat_time.ToNanoseconds() > heard + 2 * 10**9, what="samples")
+            with fleet.client() as client:
+                outcomes = list(client.map_outcomes("sleep", [b"0.6"] * 6))
+            told = [(o.energy, span(o.message)) for o in outcomes if o.energy is not None]
+            assert len(told) >= 3, outcomes
+            took = sum(energy.joules for energy, _ in told)
+            return took / sum((end - begin) * 300.0 for _, (begin, end) in told), max(e.uncertainty for e, _ in told)
+
+        share, uncertainty = measured(90, 0)
+        assert share == pytest.approx(1.0, rel=0.2)
+        assert uncertainty < 1.0
+        share, uncertainty = measured(60, 30)
+        assert share == pytest.approx(0.5, rel=0.2)
+        assert uncertainty > 1.0
+        # A driver that tells of no client's utilization: any of them may have worked.
+        share, _ = measured(0, 0)
+        assert share == pytest.approx(0.5, rel=0.2)

@@ -1,6 +1,9 @@
 """One trace from the client's submit through master and worker to the result; metrics over both roads."""
 
+import os
 import socket
+import subprocess
+import sys
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,6 +12,7 @@ from typing import Any
 import pytest
 from multigpu import telemetry
 from multigpu.config import TelemetryConfig
+from multigpu.v1 import admin_service_pb2 as admin_pb
 
 from tests.client.otlp_collector import Collector, attributes
 from tests.fleet import Fleet, until
@@ -87,6 +91,14 @@ def test_the_masters_metrics_by_both_roads(collector: Collector, traced: Fleet, 
 
     counted = 'mgpu_tasks_settled_total{outcome="succeeded"} 5.0'
     until(lambda: counted in scraped(), what="five tasks in a scrape")
+    text = scraped()
+    for measure in ("queue", "run", "duration"):
+        assert f'mgpu_task_{measure}_seconds_count{{kind="echo"}} 5.0' in text
+        assert f'mgpu_task_{measure}_seconds_bucket{{kind="echo",le="+Inf"}} 5.0' in text
+    assert 'mgpu_workers_held{reason="cordoned"} 0.0' in text
+    assert "mgpu_breaker_tripped 0.0" in text
+    traced.admin.CordonWorker(admin_pb.CordonWorkerRequest(worker_id="w0"), timeout=20)
+    until(lambda: 'mgpu_workers_held{reason="cordoned"} 1.0' in scraped(), what="the cordoned worker in a scrape")
     assert traced.master.stop() == 0
 
     last = [metric for _, metric in collector.metrics_by_service() if metric.name == "mgpu_tasks_settled_total"][-1]
@@ -95,3 +107,28 @@ def test_the_masters_metrics_by_both_roads(collector: Collector, traced: Fleet, 
     }
     assert values["succeeded"] == 5
     assert {service for service, _ in collector.metrics_by_service()} == {"mgpu-master"}
+
+
+def test_a_command_that_submits_begins_a_trace(collector: Collector, traced: Fleet) -> None:
+    env = {**os.environ, "MGPU_TELEMETRY_OTLP_ENDPOINT": f"http://127.0.0.1:{collector.port}"}
+    env |= {"MGPU_TELEMETRY_TRACE_SAMPLE_RATIO": "1", "MGPU_MASTER": traced.address}
+    argv = [sys.executable, "-m", "multigpu.cli", "submit", "--kind", "echo", "--payload", "x", "--wait"]
+    done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "x"
+    assert traced.workers["w0"].stop() == 0
+    assert traced.master.stop() == 0
+
+    def services() -> bool:
+        return {service for service, _ in collector.spans_by_service()} == {"mgpuctl", "mgpu-master", "mgpu-worker"}
+
+    until(services, what="spans of all three")
+    (began,) = [span for service, span in collector.spans_by_service() if service == "mgpuctl"]
+    assert began.name == "mgpuctl submit"
+    assert {span.trace_id for _, span in collector.spans_by_service()} == {began.trace_id}
+
+
+def test_the_port_of_the_metrics_is_logged(tmp_path: Path) -> None:
+    with Fleet(tmp_path, workers=0, master_flags=["--metrics-listen", "127.0.0.1:0"]) as fleet:
+        (event,) = fleet.master.events("metrics are served")
+        with urllib.request.urlopen(f"http://{event['address']}/metrics", timeout=10) as answer:
+            assert b"mgpu_tasks_submitted_total" in answer.read()

@@ -5,16 +5,17 @@ import sqlite3
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from multigpu_master import journal_sqlite
+from multigpu_master import journal_schema, journal_sqlite
 from multigpu_master.journal import Entry, Journal, JournalError, Recovered, SettleRecord, StoredOutcome, SubmitRecord
 from multigpu_master.journal_segments import LARGE_BYTES, SEGMENT_BYTES
 from multigpu_master.journal_sqlite import SqliteJournal
+from multigpu_master.rpc import queries
 
 SUCCEEDED, FAILED, DEAD_LETTERED = 1, 2, 5
 ALL: dict[str, Any] = {
@@ -41,8 +42,8 @@ def settle(task_id: int, body: bytes = b"out", **changes: Any) -> SettleRecord:
 class Opened:
     """An open journal with what its callback was told."""
 
-    def __init__(self, data_dir: Path, **options: Any) -> None:
-        self.clock_s = 3000.0
+    def __init__(self, data_dir: Path, clock_s: float = 3000.0, **options: Any) -> None:
+        self.clock_s = clock_s
         self.commits: list[tuple[Sequence[Entry], int, JournalError | None]] = []
         self._committed = threading.Condition()
         self._count = 0
@@ -96,7 +97,7 @@ def test_round_trip(tmp_path: Path, size: int) -> None:
     payload, body = bytes([7]) * size, bytes([9]) * size
     dead = submit(3, payload)
     with opened(tmp_path / "data") as it:
-        assert (it.tasks, it.recovered.settings, it.recovered.epoch, it.recovered.last_cursor) == ([], {}, 1, 0)
+        assert (it.tasks, it.recovered.settings, it.recovered.last_cursor) == ([], {}, 0)
         assert it.journal.oldest_cursor() == 1
         it.write(Entry(submits=[submit(1, payload), submit(2, payload)], settings={"strategy": b"auto", "gone": b"x"}))
         it.write(Entry(submits=[dead]))
@@ -107,11 +108,13 @@ def test_round_trip(tmp_path: Path, size: int) -> None:
         assert it.commits[-1][1] == 1
     with opened(tmp_path / "data") as it:
         assert it.tasks == [submit(1, payload)]
-        assert (it.recovered.settings, it.recovered.epoch, it.recovered.last_cursor) == ({"strategy": b"auto"}, 2, 2)
-        found = StoredOutcome(1, 2, "request-2", SUCCEEDED, "default", "embed", "minilm", 1002.0, body)
+        assert (it.recovered.settings, it.recovered.last_cursor) == ({"strategy": b"auto"}, 2)
+        found = StoredOutcome(1, 2, "request-2", SUCCEEDED, "default", "embed", "minilm", 1002.0, None, body)
         assert it.journal.get_outcome(2) == found
         assert it.journal.get_outcome(1) is None
-        assert it.journal.find_requests(["request-2", "request-1", "", "unknown"]) == {"request-2": found}
+        known = it.journal.find_requests(["request-2", "request-1", "", "unknown"])
+        assert list(known) == ["request-2"]
+        assert it.journal.read_settled([known["request-2"]], 0) == [found]
         assert it.journal.get_dead_letters([9, 3, 2]) == [dead]
         assert [o.body for o in it.journal.list_dead_letters(queue="", before_task_id=0, limit=10)] == [body]
         assert it.journal.oldest_cursor() == 1
@@ -160,6 +163,32 @@ def test_equal_specs_are_recovered_as_one_object(tmp_path: Path) -> None:
         assert len({id(task.spec) for task in it.tasks}) == 2
 
 
+def test_a_large_spec_is_written_once_and_deleted_with_its_last_task(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journal_sqlite, "TICK_S", 0.02)
+    monkeypatch.setattr(journal_sqlite, "SWEEP_AFTER_S", 0.0)
+    spec, other = b"s" * (64 << 10), b"o" * (64 << 10)
+    tasks = [submit(i, spec=spec) for i in range(1, 1001)]
+
+    def specs() -> list[Any]:
+        with closing(sqlite3.connect(tmp_path / "data" / journal_schema.DATABASE_NAME)) as connection:
+            return connection.execute("SELECT length(body) FROM spec").fetchall()
+
+    with opened(tmp_path / "data") as it:
+        it.write(Entry(submits=tasks[:500]), Entry(submits=[submit(2000, spec=other)]), Entry(submits=tasks[500:]))
+        assert it.journal.size_bytes() < 16 * len(spec)
+    with opened(tmp_path / "data") as it:
+        assert it.tasks == [*tasks, submit(2000, spec=other)]
+        assert len({id(task.spec) for task in it.tasks}) == 2
+        dead = settle(1000, state=DEAD_LETTERED, dead=tasks[-1])
+        it.write(Entry(settles=[*[settle(i) for i in range(1, 1000)], settle(2000), dead]))
+        until(lambda: specs() == [(len(spec),)])
+        assert it.journal.get_dead_letters([1000]) == [tasks[-1]]
+        it.write(Entry(deleted_dead_letters=[1000]))
+        until(lambda: specs() == [])
+
+
 def test_entries_are_committed_in_order_and_in_groups(tmp_path: Path) -> None:
     with opened(tmp_path / "data") as it:
         entries = [Entry(settles=[settle(i), settle(i + 1)]) for i in range(1, 4001, 2)]
@@ -206,7 +235,7 @@ def test_close_commits_what_is_queued(tmp_path: Path) -> None:
             it.journal.append(Entry(submits=[submit(i)]))
     assert sum(len(entries) for entries, _, _ in it.commits) == 20_000
     assert sorted(path.name for path in (tmp_path / "data").iterdir()) == [
-        "LOCK", "journal.sqlite3", "payloads", "segments"
+        "LOCK", "journal.sqlite3", "payloads", "reserve", "segments"
     ]  # fmt: skip
     with opened(tmp_path / "data") as it:
         assert len(it.tasks) == 20_000
@@ -279,6 +308,14 @@ def test_dead_letters_are_listed_by_queue_and_deleted(tmp_path: Path) -> None:
         assert listed("a") == [6, 4, 2]
         assert it.journal.get_dead_letters([10, 9]) == [submit(9)]
         assert it.journal.get_outcome(10) is not None
+        # As dead letters they are neither counted nor listed besides.
+        everything = {**queries.EVERYTHING, "states": [DEAD_LETTERED]}
+        assert it.journal.count_outcomes(**everything) == {DEAD_LETTERED: 8}
+        found = it.journal.list_outcomes(before_task_id=0, limit=20, **everything)
+        assert [o.task_id for o in found] == [9, *range(7, 0, -1)]
+        assert sorted(it.journal.dead_letter_queues()) == ["a", "b"]
+        it.write(Entry(deleted_dead_letters=range(1, 10)))
+        assert it.journal.dead_letter_queues() == []
     with opened(tmp_path / "data") as it:
         assert [task.task_id for task in it.tasks] == [11, 12]
 
@@ -311,6 +348,34 @@ def test_reads_go_on_beside_the_writer_in_many_threads(tmp_path: Path) -> None:
         with sqlite3.connect(tmp_path / "data" / "journal.sqlite3") as other:
             assert other.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone() == (0, 0, 0)
         other.close()
+
+
+def test_an_outcome_whose_time_to_live_is_over_is_not_given_out(tmp_path: Path) -> None:
+    """Also before it is deleted."""
+    with opened(tmp_path / "data") as it:
+        letter = settle(2, state=DEAD_LETTERED, dead=submit(2))
+        it.write(Entry(settles=[settle(1), letter, settle(3, expire_time_s=5001.5), settle(4, b"x" * LARGE_BYTES)]))
+
+        def given() -> list[list[int]]:
+            journal = it.journal
+            found = [
+                journal.read_outcomes(0, 10, 10**9),
+                journal.read_settled(
+                    list(journal.find_requests([f"request-{n}" for n in range(1, 5)]).values()), 10**9
+                ),
+                [o for n in range(1, 5) if (o := journal.get_outcome(n)) is not None],
+            ]
+            assert [len(each) for each in found] == [4, 4, 4]
+            return [[o.task_id for o in each if o.body is not None] for each in found]
+
+        it.clock_s = 4999.0
+        assert given() == [[1, 2, 3, 4]] * 3
+        it.clock_s = 5001.0
+        with sqlite3.connect(tmp_path / "data" / "journal.sqlite3") as other:
+            assert other.execute("SELECT count(body) FROM outcome").fetchone() == (4,), "the sweeper has not run"
+        other.close()
+        assert given() == [[2, 3]] * 3
+        assert not any(outcome.lost for outcome in it.journal.read_outcomes(0, 10, 10**9))
 
 
 def test_outcomes_lose_their_body_and_then_their_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

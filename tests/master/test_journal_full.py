@@ -1,10 +1,15 @@
 """The journal without room: submits are refused, outcomes are kept until they can be written, and all else goes on."""
 
+import contextlib
+import itertools
 import os
+import resource
+import shutil
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -90,15 +95,45 @@ def test_over_its_limit_it_refuses_submits_and_keeps_outcomes(tmp_path: Path, mo
         until(lambda: journal.get_outcome(502) is not None)
         until(lambda: journal.writable)
         assert journal.get_outcome(600) is None
+        answered(commits, kept[1])
         done = [entry for group, _, error in commits if error is None for entry in group]
-        assert all(entry is known for entry, known in zip(done[2:], kept, strict=False)), "the same objects, in order"
-        assert [record.task_id for record in done[3].settles] == [501, 502]
+        wanted = [kept[2], *kept[:2]]  # settings don't wait behind outcomes
+        assert all(entry is known for entry, known in zip(done[2:], wanted, strict=False)), "the same objects, in order"
+        assert [record.task_id for record in done[4].settles] == [501, 502]
         assert [o.task_id for o in journal.read_outcomes(135, 10, 10**9)] == [500, 501, 502]
         later = Entry(submits=[submit(701)])
         journal.append(later)
         assert answered(commits, later) == "committed"
     with opened(tmp_path / "data") as (journal, _):
         assert [task.task_id for task in journal.recover_tasks()] == [701]
+
+
+def test_that_outcomes_alone_find_no_room_is_told(tmp_path: Path) -> None:
+    with opened(tmp_path / "data", 2 << 20) as (journal, commits):
+        journal.append(Entry(settles=[settle(i, bytes(100_000)) for i in range(1, 40)]))
+        until(lambda: any(isinstance(error, JournalFullError) for _, _, error in commits))
+        assert not journal.writable
+
+
+@pytest.mark.parametrize("body_bytes", [100, 20_000, LARGE_BYTES])
+def test_its_limit_holds_for_all_that_is_on_the_disk(tmp_path: Path, body_bytes: int) -> None:
+    """Also with the log, of transactions that are large."""
+    limit, largest, ids = 16 << 20, 0, iter(range(1, 1 << 40))
+    per_entry = 400_000 // body_bytes + 1
+    with opened(tmp_path / "data", limit) as (journal, commits):
+        while journal.writable:
+            more = [
+                Entry(submits=[replace(submit(i, os.urandom(body_bytes)), request_id=os.urandom(8).hex())])
+                for i in itertools.islice(ids, per_entry)
+            ]
+            for _ in range(30):
+                more.append(
+                    Entry(submits=[submit(i, os.urandom(body_bytes)) for i in itertools.islice(ids, per_entry)])
+                )
+            journal.append(*more)
+            answered(commits, more[-1])
+            largest = max(largest, sum(path.stat().st_size for path in (tmp_path / "data").rglob("*")))
+    assert limit // 2 < largest < 1.1 * limit
 
 
 @pytest.fixture
@@ -111,7 +146,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     ):
         pytest.skip("only root may mount a small file system")
     yield mounted
-    subprocess.run(["umount", mounted], check=True)
+    subprocess.run(["umount", "--lazy", mounted], check=True)  # a process that was just killed may still hold it
 
 
 @pytest.mark.parametrize("payload_bytes", [2000, LARGE_BYTES])
@@ -143,6 +178,21 @@ def test_a_full_disk_refuses_submits_until_there_is_room(
     with opened(small_disk / "data") as (journal, _):
         assert list(journal.recover_tasks()) == again.submits
         assert journal.get_outcome(1) is not None
+
+
+def test_outcomes_that_do_not_fit_together_are_written_one_by_one(
+    small_disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journal_sqlite, "RETRY_S", 0.05)
+    with opened(small_disk / "data") as (journal, commits):
+        journal.append(first := Entry(settles=[settle(1)]))
+        assert answered(commits, first) == "committed"
+        free = shutil.disk_usage(small_disk).free
+        (small_disk / "ballast").write_bytes(os.urandom(free - (1 << 20)))
+        entries = [Entry(settles=[settle(i, os.urandom(60_000))]) for i in range(2, 42)]
+        journal.append(*entries)
+        assert answered(commits, entries[0]) == "committed"
+        assert not any(entries[-1] in group for group, _, _ in commits), "there is no room for all of them"
 
 
 def test_on_a_full_disk_it_looks_for_room_by_itself_and_can_be_closed(
@@ -193,3 +243,120 @@ def test_segments_count_for_the_limit(tmp_path: Path) -> None:
         assert [answered(commits, entry) == "committed" for entry in entries[:2]] == [True, True]
         assert isinstance(answered(commits, entries[-1]), JournalFullError)
         assert journal.size_bytes() < 6 * LARGE_BYTES  # the log is not counted, it is bounded by itself
+
+
+def fill(disk: Path, name: str = "ballast") -> None:
+    """Takes all the room there is."""
+    ballast = disk / name
+    with ballast.open("wb", buffering=0) as file:
+        for size in (1 << 16, 1 << 12, 1):
+            with contextlib.suppress(OSError):
+                while True:
+                    file.write(bytes(size))
+
+
+def cancel(task_id: int) -> SettleRecord:
+    return replace(settle(task_id), state=3, body=b"cancelled")
+
+
+def dead(task_id: int, payload: bytes) -> SettleRecord:
+    return replace(settle(task_id), state=5, dead=submit(task_id, payload))
+
+
+def test_a_full_disk_can_be_emptied_also_by_a_new_master(small_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Deletions, cancellations and settings are written, whatever outcomes wait for room; and they make room."""
+    monkeypatch.setattr(journal_sqlite, "RETRY_S", 0.05)
+    monkeypatch.setattr(journal_sqlite, "TICK_S", 0.05)
+    monkeypatch.setattr(journal_sqlite, "SWEEP_AFTER_S", 0.0)
+    with opened(small_disk / "data") as (journal, commits):
+        journal.append(
+            Entry(submits=[submit(i, bytes(20_000)) for i in range(1, 21)]),
+            first := Entry(settles=[dead(i, bytes(20_000)) for i in range(100, 160)]),
+        )
+        assert answered(commits, first) == "committed"
+        fill(small_disk)
+        journal.append(refused := Entry(submits=[submit(i, bytes(60_000)) for i in range(200, 230)]))
+        assert isinstance(answered(commits, refused), JournalFullError)
+        journal.append(kept := Entry(settles=[settle(20, os.urandom(1 << 20))]))
+        for entry in (
+            Entry(settles=[cancel(1)]), Entry(settings={"queue/default": b"paused"}),
+            Entry(deleted_dead_letters=[100, 101]),
+        ):  # fmt: skip
+            journal.append(entry)
+            assert answered(commits, entry) == "committed"
+        assert not any(kept in group for group, _, _ in commits)
+    fill(small_disk, "more ballast")
+    with opened(small_disk / "data") as (journal, commits):
+        assert not journal.writable
+        assert journal.settings()["queue/default"] == b"paused"
+        assert journal.get_outcome(1) is not None
+        assert journal.get_outcome(20) is None
+        refused = Entry(submits=[submit(300)])
+        journal.append(refused)
+        assert isinstance(answered(commits, refused), JournalFullError)
+        for i in range(2, 20):
+            journal.append(entry := Entry(settles=[cancel(i)]))
+            assert answered(commits, entry) == "committed"
+        journal.append(entry := Entry(deleted_dead_letters=list(range(102, 160))))
+        assert answered(commits, entry) == "committed"
+        until(lambda: journal.writable)  # of all that only this was needed
+        journal.append(again := Entry(submits=[submit(301)]))
+        assert answered(commits, again) == "committed"
+
+
+def test_what_empties_the_journal_does_not_wait_behind_what_is_too_large(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journal_sqlite, "RETRY_S", 0.02)
+    with opened(tmp_path / "data", 2 << 20) as (journal, commits):
+        journal.append(Entry(submits=[submit(i, bytes(100)) for i in range(1, 2001)]))
+        journal.append(letters := Entry(settles=[dead(i, bytes(10_000)) for i in range(5000, 5080)]))
+        assert answered(commits, letters) == "committed"
+        journal.append(refused := Entry(submits=[submit(i, bytes(10_000)) for i in range(6000, 6080)]))
+        assert isinstance(answered(commits, refused), JournalFullError)
+        journal.append(large := Entry(settles=[cancel(i) for i in range(1, 2001)]))
+        for i in range(5000, 5010):
+            journal.append(entry := Entry(deleted_dead_letters=[i]))
+            assert answered(commits, entry) == "committed"
+        journal.append(entry := Entry(settings={"queue/default": b"paused"}))
+        assert answered(commits, entry) == "committed"
+        journal.append(rest := Entry(deleted_dead_letters=list(range(5010, 5080))))
+        assert answered(commits, rest) == answered(commits, large) == "committed"
+
+
+@contextmanager
+def no_descriptor() -> Iterator[None]:
+    """This process can open no file."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with Path("/dev/null").open() as lowest:
+        number = lowest.fileno()
+    resource.setrlimit(resource.RLIMIT_NOFILE, (number, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_without_a_descriptor_it_refuses_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journal_sqlite, "TICK_S", 0.02)
+    monkeypatch.setattr(journal_sqlite, "SWEEP_AFTER_S", 0.0)
+    monkeypatch.setattr(journal_sqlite, "RETRY_S", 0.05)
+    with opened(tmp_path / "data") as (journal, commits):
+        with no_descriptor():
+            large = Entry(submits=[submit(1, bytes(LARGE_BYTES))])
+            journal.append(large)
+            error = answered(commits, large)
+            assert isinstance(error, JournalFullError), error
+            assert "descriptor" in str(error)
+            kept = Entry(settles=[settle(2, bytes(LARGE_BYTES))])
+            settings = Entry(settings={"strategy": b"auto"})
+            journal.append(kept)
+            journal.append(settings)
+            assert answered(commits, settings) == "committed"
+            time.sleep(0.3)
+            assert not journal.writable
+        assert answered(commits, kept) == "committed"
+        until(lambda: journal.writable)
+        again = Entry(submits=[submit(3, bytes(LARGE_BYTES))])
+        journal.append(again)
+        assert answered(commits, again) == "committed"

@@ -17,9 +17,9 @@ SPEC = wire.SpecReader().read(task_pb2.TaskSpec(kind="echo"))
 class Stage:
     """Journaling on a real journal, without a core."""
 
-    def __init__(self, data_dir: Path) -> None:
+    def __init__(self, data_dir: Path, size_max_bytes: int = 1 << 30) -> None:
         self.data_dir = data_dir
-        self.journal = SqliteJournal(data_dir, size_max_bytes=1 << 30)
+        self.journal = SqliteJournal(data_dir, size_max_bytes=size_max_bytes)
         self.events: list[ev.Event] = []
         self.told: list[tuple[str, JournalError | None]] = []
         self.journaling = Journaling(self.journal, self.events.append, lambda: None, self._die)
@@ -79,6 +79,44 @@ async def test_what_does_not_settle_is_written_in_time(tmp_path: Path) -> None:
     await asyncio.sleep(1.5 * PATIENCE_S)
     stage.journaling.submits_patiently([two], ignore)
     assert stage.close() == [1]
+
+
+async def test_a_submit_that_has_joined_a_task_is_answered_after_that_is_refused(tmp_path: Path) -> None:
+    """It would never hear of the task's end (the simulator's seed 30083234)."""
+    stage = Stage(tmp_path, size_max_bytes=256 << 10)
+    large = Task(SPEC, "request-1", bytes(200_000), submit_s=1000.0, task_id=1)
+    told: list[int] = []
+    stage.journaling.submits([large], ignore, (), urgent=False)
+    stage.journaling.submits_patiently(tasks(2), lambda _error: told.append(len(stage.events)))
+    stage.journaling.hurry()
+    async with asyncio.timeout(20):
+        while not told:
+            await asyncio.sleep(0.01)
+    assert told == [2], "the core has heard of both refusals before"
+    stage.close()
+
+
+async def test_outcomes_that_do_not_fit_as_one_are_written_as_far_as_there_is_room(tmp_path: Path) -> None:
+    stage = Stage(tmp_path, size_max_bytes=8 << 20)
+    ended = tasks(*range(1, 17))
+    for task in ended:
+        task.outcome = Outcome(OutcomeState.SUCCEEDED, task.submit_s + 1, bytes(1 << 20))
+    stage.journaling.settles([(task, stage.outcomes.write(task)) for task in ended])
+    async with asyncio.timeout(20):
+        while stage.journal.get_outcome(1) is None:
+            await asyncio.sleep(0.01)
+    stage.close()
+
+
+async def test_a_task_waits_although_older_ones_have_settled(tmp_path: Path) -> None:
+    stage = Stage(tmp_path)
+    one, two = tasks(1, 2)
+    stage.journaling.submits_patiently([one], ignore)
+    stage.settle(one)
+    stage.journaling._grow_old()
+    stage.journaling.submits_patiently([two], ignore)
+    stage.journaling._grow_old()
+    assert stage.close() == []
 
 
 async def test_who_is_told_something_finds_all_that_came_before_on_the_disk(tmp_path: Path) -> None:

@@ -2,9 +2,13 @@
 
 import asyncio
 import threading
+import tracemalloc
 from collections.abc import Iterator, Sequence
 
-from multigpu_master.known_requests import FILL_MAX, SLOTS_MIN, KnownRequests
+import pytest
+from multigpu_master import known_requests
+from multigpu_master.journal import JournalError
+from multigpu_master.known_requests import CAPACITY_MIN, KnownRequests
 
 
 class Pages:
@@ -13,6 +17,12 @@ class Pages:
     def __init__(self, pages: Sequence[list[str]], waits: threading.Event | None = None) -> None:
         self.pages = pages
         self.waits = waits
+
+    def oldest_cursor(self) -> int:
+        return 1
+
+    def newest_cursor(self) -> int:
+        return sum(map(len, self.pages))
 
     def request_ids(self) -> Iterator[list[str]]:
         for page in self.pages:
@@ -57,13 +67,47 @@ async def test_what_is_added_before_it_begins_to_be_made_anew_is_kept() -> None:
     assert known.sift(["before", "stored-4"]) == ["before", "stored-4"]
 
 
-async def test_it_grows_when_it_is_made_anew() -> None:
+async def test_it_is_made_anew_once_more_is_new_than_was_loaded() -> None:
     known = KnownRequests()
     await known.load(Pages([]), [])
     assert not known.full
-    many = names("many", int(SLOTS_MIN * FILL_MAX) + 1)
-    known.add(many)
+    many = names("many", CAPACITY_MIN + 1)
+    for at in range(0, len(many), 1000):
+        known.add(many[at : at + 1000])
     assert known.full
+    assert known.sift(many) == many
     await known.load(Pages([many]), [])
     assert not known.full
-    assert known.sift(many[:1000]) == many[:1000]
+    assert known.sift(many) == many
+
+
+async def test_two_bytes_a_request_id() -> None:
+    known = KnownRequests()
+    pages = [names(f"page-{n}", 10_000) for n in range(200)]
+    tracemalloc.start()
+    try:
+        await known.load(Pages(pages), [])
+        taken, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert taken < 2 * sum(map(len, pages)) + (1 << 20)
+    assert known.sift(pages[77]) == pages[77]
+
+
+class FailsOnce(Pages):
+    failed = False
+
+    def request_ids(self) -> Iterator[list[str]]:
+        if not self.failed:
+            self.failed = True
+            raise JournalError("the disk does not answer")
+        return super().request_ids()
+
+
+async def test_a_load_that_failed_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(known_requests, "RETRY_S", 0.01)
+    known = KnownRequests()
+    loading = asyncio.ensure_future(known.load(FailsOnce([names("stored", 5)]), []))
+    known.add(["meanwhile"])
+    await loading
+    assert known.sift(["meanwhile", "stored-4", "new"]) == ["meanwhile", "stored-4"]

@@ -4,9 +4,20 @@ import math
 from typing import Any
 
 import pytest
+from multigpu.metrics import HistogramSample, Sample
 from multigpu.v1 import device_pb2, task_pb2, worker_service_pb2
-from multigpu_master import settings, wire, wire_devices
-from multigpu_master.core.model import Energy, Outcome, OutcomeState, Spec, Task, Worker, WorkerInfo
+from multigpu_master import metrics_devices, settings, wire, wire_devices
+from multigpu_master.core.model import (
+    Energy,
+    Health,
+    HealthState,
+    Outcome,
+    OutcomeState,
+    Spec,
+    Task,
+    Worker,
+    WorkerInfo,
+)
 from multigpu_master.journal import LargeBody
 
 
@@ -22,8 +33,33 @@ def test_what_the_core_doesnt_read_comes_out_as_it_went_in() -> None:
     message.sample_time.FromSeconds(1000)
     told = wire.telemetry(device_pb2.DeviceTelemetry.FromString(message.SerializeToString()))
     assert (told.sample_s, told.memory_total_bytes, told.memory_used_bytes, told.utilization) == (1000.0, 100, 0, None)
-    worker = Worker(WorkerInfo(worker_id="w"), telemetry=told)
+    worker = Worker(WorkerInfo(worker_id="w"), session=1, telemetry=told)
     assert settings.worker_message(worker).telemetry == message
+
+
+@pytest.mark.parametrize("device_id", ["GPU-1", "cpu"])
+@pytest.mark.parametrize("state", HealthState)
+def test_whatever_a_lost_worker_said_last_nobody_is_told_of_its_device(state: HealthState, device_id: str) -> None:
+    """A rule of every metric there is and of every field of the message, not of those of one defect."""
+    message = device_pb2.DeviceTelemetry(throttle_reasons=["hw_slowdown"], power_watts=300.0, energy_joules=1.0)
+    for field in ("memory_used_bytes", "memory_total_bytes", "temperature_celsius", "utilization", "ecc_corrected"):
+        setattr(message, field, 1)
+    message.remapped_rows.correctable = 1
+    info = WorkerInfo(worker_id="w", device_id=device_id)
+    worker = Worker(info, session=1, telemetry=wire.telemetry(message), health=Health(state=state))
+
+    def samples() -> list[Sample | HistogramSample]:
+        devices = metrics_devices.told(metrics_devices.words([worker]))
+        every = (*metrics_devices.metrics(devices), *metrics_devices.hardware_metrics(devices))
+        return [sample for metric in every for sample in metric.samples]
+
+    assert len(samples()) > 10
+    assert settings.worker_message(worker).telemetry.power_watts == 300.0
+    worker.session = 0
+    assert samples() == [Sample(1.0, {"worker_id": "w", "device_id": device_id, "state": "lost"})]
+    told = settings.worker_message(worker)
+    assert not told.HasField("telemetry")
+    assert not told.HasField("health")
 
 
 def test_a_number_that_is_none_is_absent() -> None:

@@ -22,7 +22,13 @@ Each line is one deliberate mutation of the product: a guard dropped, an order s
 of its checker were run on the mutated product until one failed; "seeds" says how many that took, "of" within how many
 it must. The checkers: `simulator` (the core, the worker's session and the master's journaling in simulated worlds),
 `session` and `batches` (the worker's halves against models), `journal` (the real journal on files, against a model),
-`known` (which requests the journal knows), `models` (models in too little room),
+`cuts` (what embeddings compute),
+`full` (the same, once it has filled up), `log` (its write-ahead log with flipped bits), `driver` (half of an event),
+`known` (which requests the journal knows), `transport` (a master, and peers without a
+token), `models` (models in too little room), `client` (a client's Run stream
+against a model of a master), `stream` (a client's calls with options that no message can carry, and errors of the tasks
+that serve its stream), `access` (every command of mgpuctl, on a fleet with TLS and tokens),
+`results` (every call for what is left of a harmed journal),
 `stories` (the stories of one rule each, for what seeds meet too seldom).
 The product as it is passes all of them.
 
@@ -35,13 +41,22 @@ longer fits the product's text.
 Trial = Callable[[], Verdict]
 # Seeds of the unbroken product for each checker.
 BASELINE_SEEDS = {
+    "driver": 1,
+    "log": 10,
+    "full": 1,
     "simulator": 300,
     "session": 300,
     "batches": 300,
+    "cuts": 300,
     "stories": 1,
     "models": 100,
     "known": 30,
     "journal": 30,
+    "results": 20,
+    "stream": 20,
+    "client": 300,
+    "access": 1,
+    "transport": 3,
 }
 
 

@@ -101,8 +101,9 @@ def check(seed: int) -> None:
     arrivals = returns = 0
     now_s = 1000.0
     taken: list[Lease] = []
+    ranks: dict[Lease, int] = {}
     for _ in range(60):
-        event = rng.randrange(10)
+        event = rng.randrange(11)
         if event < 3:
             spec = rng.choice(SPECS)
             leases = [
@@ -112,7 +113,9 @@ def check(seed: int) -> None:
             for lease in leases:
                 lease.together_max = rng.choice((1, 2, 99))
             batcher.add(spec, leases)
-            model.lines[spec] += [(x.lease_id + (spec.priority - 1) * AGE_TASKS, x) for x in leases]
+            ranked = [(x.lease_id + (spec.priority - 1) * AGE_TASKS, x) for x in leases]
+            model.lines[spec] += ranked
+            ranks |= {x: rank for rank, x in ranked}
             arrivals += len(leases)
         elif event == 3:
             waiting = [lease for line in model.lines.values() for _, lease in line]
@@ -123,7 +126,16 @@ def check(seed: int) -> None:
             for lease in reversed(taken):
                 returns -= 1
                 model.lines[lease.spec].insert(0, (returns, lease))
+                ranks[lease] = returns
             taken = []
+        elif event == 10:
+            back = taken[rng.randrange(len(taken) + 1) :]
+            batcher.give_way(back)
+            for lease in reversed(back):
+                line = model.lines[lease.spec]
+                rank = ranks[lease] = min([ranks[lease], *[line[0][0] - 1 for _ in line[:1]]])
+                line.insert(0, (rank, lease))
+            taken = taken[: len(taken) - len(back)]
         elif event == 5:
             spec, tasks, work_s = rng.choice(SPECS), rng.randint(1, 4), rng.choice((1e-4, 0.02, 1.0))
             batcher.measure(spec, tasks, work_s)

@@ -10,10 +10,19 @@ CHECKERS = {
     "simulator": ("tests.sim.sim", "Simulation", "run"),
     "session": ("tests.worker.test_session", "test_any_order_of_events_loses_nothing_and_says_nothing_twice", ""),
     "batches": ("tests.mutations.batches", "check", ""),
+    "cuts": ("tests.mutations.cuts", "check", ""),
     "stories": ("tests.mutations.stories", "check", ""),
     "models": ("tests.sim.models", "check", ""),
     "known": ("tests.mutations.known", "check", ""),
+    "driver": ("tests.mutations.driver_rules", "check", ""),
+    "transport": ("tests.mutations.transport", "check", ""),
+    "results": ("tests.hostile.lost_results", "check", ""),
+    "full": ("tests.mutations.journal_rules", "check_reserve", ""),
+    "log": ("tests.mutations.log_rules", "check", ""),
     "journal": ("tests.mutations.journal_rules", "check", ""),
+    "access": ("tests.mutations.stories", "access", ""),
+    "stream": ("tests.client.test_run_stream", "run_seed", ""),
+    "client": ("tests.client.test_run_state", "run_seed", ""),
 }
 
 

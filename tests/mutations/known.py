@@ -9,7 +9,9 @@ import random
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from unittest.mock import patch
 
+from multigpu_master import known_requests
 from multigpu_master.core.model import Outcome, OutcomeState, Spec, Task
 from multigpu_master.journal import Entry, JournalError
 from multigpu_master.journal_sqlite import SqliteJournal
@@ -20,7 +22,7 @@ SPEC = Spec(kind="k")
 
 def check(seed: int) -> None:
     """AssertionError: a settled request is taken for new, or a new master's journal is not asked."""
-    with tempfile.TemporaryDirectory() as place:
+    with tempfile.TemporaryDirectory() as place, patch.object(known_requests, "CAPACITY_MIN", 8):
         asyncio.run(_check(random.Random(seed), Path(place)))
 
 

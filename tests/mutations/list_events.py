@@ -40,6 +40,14 @@ EVENTS = (
         breaks="P5: a repeated request_id makes a second task",
     ),
     scheduler(
+        name="a withdrawn request_id stays taken",
+        old=" and not (known.outcome is not None and known.outcome.withdrawn):",
+        new=":",
+        breaks="what a client withdrew, and submits again, stays cancelled",
+        checker="stories",
+        seeds=1,
+    ),
+    scheduler(
         name="a second stream is not followed",
         old="known.streams = (*living, event.stream)",
         new="pass",
@@ -68,6 +76,8 @@ EVENTS = (
         old="for t in dict.fromkeys(event.tasks) if t.outcome is None]",
         new="for t in dict.fromkeys(event.tasks)]",
         breaks="a settled task is settled again by a late cancel",
+        checker="stories",
+        seeds=1,
     ),
     scheduler(
         name="a failed submit stays in its lane",
@@ -113,7 +123,7 @@ EVENTS = (
     ),
     admission(
         name="wait_for_worker ignored",
-        old="if spec.wait_for_worker or ledger.fleet.eligible(shape_of(spec)):",
+        old="if spec.wait_for_worker or not fleet.sessions or fleet.eligible(shape_of(spec)):",
         new="if spec.wait_for_worker or True:",
         breaks="a task waits for ever for a worker that nobody has",
     ),
@@ -246,15 +256,15 @@ EVENTS = (
     ),
     operators(
         name="a strategy change forgets what waits",
-        old="            ledger.strategy = event.name\n        ledger.retry_all = True\n",
+        old="            ledger.strategy = event.name\n            ledger.retry_all = True\n",
         new="            ledger.strategy = event.name\n",
         breaks="tasks that the old strategy had no worker for wait on under the new one",
         seeds=5000,
     ),
     operators(
         name="an unpaused queue is not tried",
-        old="            queue.bytes_max = event.bytes_max\n        self._ledger.retry_all = True\n",
-        new="            queue.bytes_max = event.bytes_max\n",
+        old="        if event.paused is False:\n            self._retry(event.queue)\n",
+        new="",
         breaks="a queue that goes on stands still",
     ),
     operators(

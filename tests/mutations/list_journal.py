@@ -8,7 +8,15 @@ from tests.mutations.mutation import Mutation
 
 journaling = partial(Mutation, module="multigpu_master.journaling")
 sqlite = partial(Mutation, module="multigpu_master.journal_sqlite", checker="journal", seeds=100)
+log = partial(Mutation, module="multigpu_master.journal_log", checker="log", seeds=20)
+driver = partial(Mutation, module="multigpu_master.driver", checker="driver", seeds=1)
+statements = partial(Mutation, module="multigpu_master.journal_statements", checker="journal", seeds=100)
 known = partial(Mutation, module="multigpu_master.known_requests")
+wire = partial(Mutation, module="multigpu_master.wire")
+identity = partial(Mutation, module="multigpu_master.core.identity")
+schema = partial(Mutation, module="multigpu_master.journal_schema", checker="stories", seeds=1)
+reads = partial(Mutation, module="multigpu_master.journal_reads", checker="results", seeds=50)
+intake = partial(Mutation, module="multigpu_master.rpc.intake", checker="results", seeds=50)
 
 JOURNAL = (
     journaling(
@@ -19,9 +27,15 @@ JOURNAL = (
     ),
     journaling(
         name="forgotten before fsync",
-        old=", settled=tasks), urgent=False)\n",
-        new=", settled=tasks), urgent=False)\n        self._handle(ev.SettlesCommitted(tasks))\n",
+        old="        self._append(pending, urgent=done is not None)\n",
+        new="        self._append(pending, urgent=False)\n        self._handle(ev.SettlesCommitted(tasks))\n",
         breaks="P5: the core forgets a task that the journal does not answer for yet",
+    ),
+    journaling(
+        name="a cancellation is told before fsync",
+        old=", settled=tasks, done=done)\n",
+        new=", settled=tasks)\n        if done is not None:\n            done(None)\n",
+        breaks="a cancellation that was answered is undone by a kill",
     ),
     journaling(
         name="commits of outcomes are not told",
@@ -48,6 +62,12 @@ JOURNAL = (
         new="            pass\n",
         breaks="outcomes wait for somebody else's entry to reach the disk",
     ),
+    schema(
+        name="no file descriptor is the end of the journal",
+        old='    if getattr(error, "errno", None) in NO_DESCRIPTOR:\n',
+        new="    if False:\n",
+        breaks="idle connections of anybody end the master",
+    ),
     journaling(
         name="what waits patiently is never written",
         old="            self._patience = self._loop.call_later(PATIENCE_S / 2, self._grow_old)\n",
@@ -58,23 +78,37 @@ JOURNAL = (
     ),
     journaling(
         name="what lost patience is out of the books",
-        old="        self._pending_bytes += size\n        return [pending]\n",
-        new="        del self._pending[id(pending.entry)]\n        return [pending]\n",
+        old="{id(pending.entry): pending for pending in (first, last)}",
+        new="{id(last.entry): last}",
         breaks="an entry comes back from the disk that nobody knows",
     ),
     journaling(
         name="what has settled still waits patiently",
-        old="            task = old.pop(task_id, None) or young.pop(task_id, None)\n",
-        new="            task = young.pop(task_id, None)\n",
+        old="                if old.pop(task.task_id, None) or young.pop(task.task_id, None):\n",
+        new="                if young.pop(task.task_id, None):\n",
         breaks="the journal keeps a task that has ended",
         seeds=1000,
     ),
     journaling(
+        name="what settles is taken for never submitted",
+        old="submitted=task.task_id not in unwritten",
+        new="submitted=False",
+        breaks="the journal keeps a task that has ended, and the next master runs it again",
+        seeds=1000,
+    ),
+    statements(
+        name="a settled task is not deleted",
+        old="    for at in range(0, len(task_ids), _ROWS[-1]):\n",
+        new="    for at in range(_ROWS[-1], len(task_ids), _ROWS[-1]):\n",
+        breaks="the journal keeps a task that has ended, and the next master runs it again",
+    ),
+    journaling(
         name="what waits patiently comes after what is told",
-        old="                self._lingering[:0] = self._lose_patience(self._old, self._young)\n            lingering",
+        old="                self._lose_patience(self._old, self._young)\n            lingering",
         new="                pass\n            lingering",
         breaks="P1: something that was acknowledged rests on a task that is lost",
-        seeds=40000,
+        checker="stories",
+        seeds=1,
     ),
     journaling(
         name="settled requests are not known",
@@ -84,25 +118,45 @@ JOURNAL = (
         checker="known",
         seeds=50,
     ),
+    driver(
+        name="the master goes on with half of an event",
+        old="                self._broken = True\n",
+        new="",
+        breaks="after an exception the master acts on a state that is half changed",
+    ),
+    driver(
+        name="outcomes are told before they go to the journal",
+        old="            self._loop.call_soon(self.journaling.settles, durable, done)  # as in submit\n",
+        new="            pass\n",
+        breaks="P1: what ended is never journaled when a peer can't be told of it",
+    ),
     known(
         name="what settles while the journal is read is not known",
-        old="        self._since = list(pending)\n        return self._load(journal, self._since)\n",
-        new="        return self._load(journal, list(pending))\n",
+        old="        return self._load(journal, len(self._filters) - 1)\n",
+        new="        return self._load(journal, len(self._filters))\n",
         breaks="P5: a repeated request_id makes a second task",
         checker="known",
         seeds=50,
     ),
     known(
         name="requests are known by half",
-        old=" if slots[hash(request_id) & mask]]\n",
-        new=" if slots[hash(request_id) & mask] and hash(request_id) & 1]\n",
+        old=" if request_id in found] if found",
+        new=" if request_id in found and hash(request_id) & 1] if found",
         breaks="P5: the journal is not asked for what it knows",
         checker="known",
         seeds=50,
     ),
     known(
+        name="a full filter is not asked any more",
+        old=" for each in self._filters for",
+        new=" for each in self._filters[-1:] for",
+        breaks="P5: a repeated request_id makes a second task",
+        checker="known",
+        seeds=50,
+    ),
+    known(
         name="requests are known before the journal was read",
-        old="        if not self._loaded:\n            return list(request_ids)\n",
+        old="        if not self._loaded_capacity:\n            return list(request_ids)\n",
         new="",
         breaks="P5: a new master does not ask its journal",
         checker="known",
@@ -110,21 +164,21 @@ JOURNAL = (
     ),
     sqlite(
         name="a commit is told before it is made",
-        old="        try:\n            if batch:\n                self._commit(batch, bytes_total)\n",
-        new="        try:\n            if batch:\n                self._on_commit(batch, first_cursor, None)\n"
+        old="            if batch:\n                self._commit(batch, bytes_total)\n",
+        new="            if batch:\n                self._on_commit(batch, first_cursor, None)\n"
         "                self._commit(batch, bytes_total)\n                return True\n",
         breaks="P1: a task is acknowledged before it is on the disk",
     ),
     sqlite(
         name="what failed for want of room is dropped",
-        old="            self._pending.extendleft(reversed(batch))\n",
+        old="            waiting.extendleft(reversed(batch))\n",
         new="",
         breaks="P1: outcomes are lost on a full disk",
     ),
     sqlite(
         name="what failed goes back in the wrong order",
-        old="            self._pending.extendleft(reversed(batch))\n",
-        new="            self._pending.extendleft(batch)\n",
+        old="            waiting.extendleft(reversed(batch))\n",
+        new="            waiting.extendleft(batch)\n",
         breaks="cursors are not in order of settling",
     ),
     sqlite(
@@ -147,7 +201,7 @@ JOURNAL = (
     ),
     sqlite(
         name="settings are not written",
-        old="            statements += [_setting(key, value) for key, value in entry.settings.items()]\n",
+        old="            statements += [setting(key, value) for key, value in entry.settings.items()]\n",
         new="",
         breaks="a cordon does not survive a restart",
     ),
@@ -159,8 +213,8 @@ JOURNAL = (
     ),
     sqlite(
         name="refused tasks are settled",
-        old="            elif any(record.task_id in self._refused for record in entry.settles):\n",
-        new="            elif False:\n",
+        old="            if any(record.task_id in self._refused for record in entry.settles):\n",
+        new="            if False:\n",
         breaks="a task that was never submitted has an outcome",
     ),
     sqlite(
@@ -177,9 +231,35 @@ JOURNAL = (
     ),
     sqlite(
         name="a disk with room again is full",
-        old="        if room_again:\n            self._full = None\n",
-        new="        if room_again:\n            pass\n",
+        old="            self._full = None\n            self._refused.clear()\n",
+        new="            self._refused.clear()\n",
         breaks="submits are refused for ever",
+    ),
+    sqlite(
+        name="what empties the journal waits for room",
+        old="            (self._freeing if frees(entry) else self._pending).append(entry)\n",
+        new="            self._pending.append(entry)\n",
+        breaks="a full disk can't be emptied",
+    ),
+    log(
+        name="a frame that says it ends a transaction is believed",
+        old="            if follows and self._is_whole(number):\n",
+        new="            if follows:\n",
+        breaks="after a loss of power a master does not start",
+    ),
+    log(
+        name="the log is believed to the end that SQLite sees",
+        old="    commits = list(whole.commits_after(frames_read))\n",
+        new="    commits = list[int]()\n",
+        breaks="P1: a flipped bit drops acknowledged tasks without a word",
+    ),
+    sqlite(
+        name="the reserve is never given up",
+        old="        self._reserve.give_up()\n        self._limit_size()\n",
+        new="        pass\n",
+        breaks="a full disk can't be emptied",
+        checker="full",
+        seeds=1,
     ),
     sqlite(
         name="what comes behind the end is lost",
@@ -187,10 +267,82 @@ JOURNAL = (
         new="            taken = taken[: taken.index(_CLOSE)][:-1]\n",
         breaks="P1: what was handed over before a stop is lost",
     ),
-    sqlite(
+    statements(
         name="a statement's last row is cut off",
         old="        chunk += [None] * (size * fields - len(chunk))\n",
         new="        chunk[-fields:] = []\n        chunk += [None] * (size * fields - len(chunk))\n",
         breaks="P1: a row of a transaction is missing",
+    ),
+    intake(
+        name="a missing result is a success without bytes",
+        old="    message.state = task_pb2.OUTCOME_STATE_RESULT_MISSING if gone else stored.state",
+        new="    message.state = stored.state",
+        breaks="a result that is not there is delivered as a value",
+    ),
+    intake(
+        name="a damaged outcome ends the call",
+        old="            message.Clear()\n            lost",
+        new="            raise\n            lost",
+        breaks="one damaged outcome hides all others",
+    ),
+    intake(
+        name="another task is answered with what ended",
+        old="                answers.append(other or stored)\n",
+        new="                answers.append(stored)\n",
+        breaks="P5: a request_id that is used again gives another task's result",
+    ),
+    wire(
+        name="no fingerprint is kept",
+        old=" else None, identity.fingerprint(task),\n",
+        new=" else None, None,\n",
+        breaks="P5: a request_id that is used again gives another task's result",
+    ),
+    identity(
+        name="payloads are all alike",
+        old='    return "another payload" if 0 <= crc != known >> SPEC_BITS else ""\n',
+        new='    return ""\n',
+        breaks="P5: a request_id that is used again gives another task's result",
+    ),
+    identity(
+        name="parameters are all alike",
+        old="    if known & (1 << SPEC_BITS) - 1 != spec.identity:\n",
+        new="    if False:\n",
+        breaks="P5: a request_id that is used again gives another task's result",
+    ),
+    identity(
+        name="a durable task is one with an ephemeral one",
+        old="    if again.spec.durable and not durable:\n",
+        new="    if False:\n",
+        breaks="P1: a task that was acknowledged as durable is lost with its master",
+        checker="stories",
+        seeds=1,
+    ),
+    Mutation(
+        module="multigpu_master.core.scheduler",
+        name="another task is given the one that waits",
+        old="                if other is not None:\n",
+        new="                if False:\n",
+        breaks="P5: a request_id that is used again gives another task's result",
+    ),
+    Mutation(
+        module="multigpu_master.core.ledger",
+        name="an ephemeral task's payload is forgotten",
+        old="                payload_crc(task)\n",
+        new="                pass\n",
+        breaks="P5: the same request_id is refused, as if it were another's",
+        checker="stories",
+        seeds=1,
+    ),
+    reads(
+        name="a lost result is called expired",
+        old="                outcome.lost = f",
+        new="                _ = f",
+        breaks="a deleted file is taken for a time to live that is over",
+    ),
+    reads(
+        name="a lost result ends the call",
+        old="            if is_transient(error):\n",
+        new="            if True:\n",
+        breaks="one truncated file ends the whole Watch",
     ),
 )

@@ -1,4 +1,4 @@
-"""Mutations of who gets what: dispatch.py, placement.py, lanes.py."""
+"""Mutations of who gets what: dispatch.py, placement.py, lanes.py, recall.py."""
 
 from functools import partial
 
@@ -7,8 +7,71 @@ from tests.mutations.mutation import Mutation
 dispatch = partial(Mutation, module="multigpu_master.core.dispatch")
 placement = partial(Mutation, module="multigpu_master.core.placement")
 lanes = partial(Mutation, module="multigpu_master.core.lanes")
+recall = partial(Mutation, module="multigpu_master.core.recall")
 
 PLACEMENT = (
+    recall(
+        name="what waits in a window stays there",
+        old="            self._recall_for_slots(now)\n",
+        new="",
+        breaks="a task waits behind a long one while a worker has nothing to do",
+    ),
+    recall(
+        name="the urgent wait for what was sent ahead",
+        old="            self._recall_for_urgent(now)\n",
+        new="",
+        breaks="an urgent task begins after less urgent ones that only wait in a window",
+    ),
+    recall(
+        name="tasks from before the clock was set back are as young as can be",
+        old="if 0 <= now - head.submit_s < LOOK_S:",
+        new="if now - head.submit_s < LOOK_S:",
+        breaks="an urgent task waits for the clock to catch up",
+        checker="stories",
+        seeds=1,
+    ),
+    recall(
+        name="what runs is recalled",
+        old="if lease.running or lease.recalled == worker.session:",
+        new="if lease.recalled == worker.session:",
+        breaks="workers are asked for what they can't return, and what waits is not",
+    ),
+    recall(
+        name="adopted leases are not looked at",
+        module="multigpu_master.core.sessions",
+        old="        self._recalls.granted(worker, now)\n",
+        new="",
+        breaks="what a worker brings back waits behind a long task of its own",
+        seeds=20000,
+    ),
+    recall(
+        name="nobody looks at windows again",
+        old="        self._arm(now)\n        ledger",
+        new="        ledger",
+        breaks="a lease that was too young to be recalled never is",
+    ),
+    recall(
+        name="what a paused queue has leased is recalled",
+        old="return not (queue.paused or ",
+        new="return not (",
+        breaks="a pause takes tasks from workers that would have run them",
+        checker="stories",
+        seeds=1,
+    ),
+    recall(
+        name="one free worker gets it all",
+        old="            share = len(waiting) // (len(free) + 1)\n",
+        new="            share = len(waiting)\n",
+        breaks="windows change hands, and one worker after the other is idle",
+        checker="stories",
+        seeds=1,
+    ),
+    placement(
+        name="a ranking keeps what has changed",
+        old="                if pushed.get(worker, worker.version) != worker.version:\n",
+        new="                if pushed.get(worker, worker.version) < worker.version - 1:\n",
+        breaks="a task goes to a worker that ranked first before",
+    ),
     dispatch(
         name="dispatch while the fleet is awaited",
         old="if ledger.held(now) or ledger.clogged():",
@@ -52,22 +115,70 @@ PLACEMENT = (
         breaks="P2: the fencing token fences nothing",
     ),
     dispatch(
-        name="the next lane of a lot is not tried",
-        old="                lanes.offer_next(lane.crowd, worker if strategy.pinned else None)\n",
-        new="                pass\n",
-        breaks="tasks wait behind a task of their kind that has been given away",
+        name="the next lane of a wait list is not tried",
+        old="                lanes.granted(lane)\n        for worker",
+        new="                pass\n        for worker",
+        breaks="tasks wait although a worker has room",
     ),
     dispatch(
-        name="all lots wait for changes of members",
-        old="        elif lanes.lots and (freed or moved):\n",
+        name="wait lists wait for changes of members",
+        old="        elif lanes.parked and (freed or moved):\n",
         new="        elif False:\n",
         breaks="tasks wait although a worker has room again",
     ),
     dispatch(
+        name="a window that has room again is not noticed",
+        old="            for waiting in list(lanes.windows.values()):\n",
+        new="            for waiting in ():\n",
+        breaks="tasks wait although a window has room again",
+    ),
+    dispatch(
         name="a worker that was freed is not tried for its own keys",
-        old="in [w for w in (list(lots) if moved else (None, *freed)) if w in lots]:",
-        new="in [w for w in (list(lots) if moved else (None,)) if w in lots]:",
+        old="                if (waiting := lanes.pins.get(worker)) is not None:\n",
+        new="                if False:\n",
         breaks="tasks of a pinned key wait although their worker has room",
+    ),
+    dispatch(
+        name="whatever a lane waits for, it is a window",
+        old="elif pin is None and fleet.open.keys().isdisjoint(able.keys()):",
+        new="elif pin is None:",
+        breaks="tasks wait for room in a window, and lack something else",
+        seeds=5000,
+    ),
+    dispatch(
+        name="paused lanes are parked like others",
+        old="            lanes.pause(lane)\n            return\n",
+        new="            pass\n",
+        breaks="every event tries the lanes of all paused queues",
+        checker="stories",
+        seeds=1,
+    ),
+    lanes(
+        name="who waits for something else leaves nobody in charge",
+        old="            self.offer_first(before)  # what",
+        new="            pass  # what",
+        breaks="tasks wait although a worker has room",
+        seeds=5000,
+    ),
+    lanes(
+        name="a lane that ends takes the turn of its wait list with it",
+        old="        if offered and waiting is not None:\n",
+        new="        if False:\n",
+        breaks="tasks wait although a worker has room",
+        checker="stories",
+        seeds=1,
+    ),
+    lanes(
+        name="a lane goes on past an older one of its wait list",
+        old="            if entry < first:\n",
+        new="            if True:\n",
+        breaks="a task goes before one with the better right",
+    ),
+    placement(
+        name="of few the last one",
+        old="                if best is None or rank < first:\n",
+        new="                if best is None or rank > first:\n",
+        breaks="tasks go to the worker that ranks last",
     ),
     dispatch(
         name="averages that move change nothing",
@@ -79,8 +190,8 @@ PLACEMENT = (
     ),
     dispatch(
         name="a task goes back to where it failed",
-        old="if extra is not None and extra.failed_on and not strategy.pinned:",
-        new="if extra is not None and extra.broke and not strategy.pinned:",
+        old="            if extra is not None and is_one_of(worker, apart):\n",
+        new="            if extra is not None and extra.broke and is_one_of(worker, apart):\n",
         breaks="a worker on which everything fails at once eats the attempts of every task",
         checker="stories",
         seeds=1,
@@ -240,26 +351,27 @@ PLACEMENT = (
     ),
     lanes(
         name="what comes back goes to the very front",
-        old="while tasks and len(older) < SORTED_IN and tasks[0].task_id < task.task_id:",
+        old="while len(older) < SORTED_IN and (head := lane.head()) is not None and head.task_id < task.task_id:",
         new="while False:",
         breaks="a task that comes back goes before older ones",
     ),
     lanes(
         name="what comes back goes to the end",
-        old="            tasks.appendleft(task)\n            tasks.extendleft(reversed(older))\n",
-        new="            tasks.extendleft(reversed(older))\n            tasks.append(task)\n",
+        old="            for each in (task, *reversed(older)):\n                lane.prepend(each)\n",
+        new="            for each in reversed(older):\n                lane.prepend(each)\n"
+        "            lane.append(task)\n",
         breaks="a task that comes back waits behind younger ones",
     ),
     lanes(
         name="what comes back is not offered",
-        old="            tasks.extendleft(reversed(older))\n        self.offer(lane)\n",
-        new="            tasks.extendleft(reversed(older))\n",
+        old="                lane.prepend(each)\n        self.offer(lane)\n",
+        new="                lane.prepend(each)\n",
         breaks="P7: a lane with tasks is not tried",
     ),
     lanes(
         name="a hollow entry is filled twice",
-        old="        if not task.in_lane:\n            task.in_lane = True\n            older",
-        new="        if True:\n            task.in_lane = True\n            older",
+        old="        if task.part is None:\n            older",
+        new="        if True:\n            older",
         breaks="a task stands in its lane twice",
         seeds=5000,
     ),
@@ -271,37 +383,34 @@ PLACEMENT = (
     ),
     lanes(
         name="a change of members leaves some parked",
-        old="        for lane in list(self.parked):\n            self.offer(lane)\n",
-        new="        for lane in list(self.parked)[:1]:\n            self.offer(lane)\n",
+        old="        for lane in list(self.parked):\n            lane.waited_in = None\n",
+        new="        for lane in list(self.parked)[:1]:\n            lane.waited_in = None\n",
         breaks="a lane is not tried when everything may have changed",
     ),
     lanes(
         name="hollow entries are dispatched",
-        old="            if task.waiting:\n                return task\n            task.in_lane = False\n",
-        new="            if True:\n                return task\n            task.in_lane = False\n",
+        old="                if task.waiting:\n                    return task\n",
+        new="                if True:\n                    return task\n",
         breaks="a task that was cancelled is given to a worker",
     ),
     lanes(
         name="a lane keeps its place when its head has gone",
-        old="                if head.task_id != task_id:\n",
-        new="                if False:\n",
+        old="            if head.task_id != task_id:\n",
+        new="            if False:\n",
         breaks="the place of an older task that left is used by a younger one",
         seeds=2000,
     ),
     lanes(
         name="a taken task is still counted",
-        old='        """Takes the head off the lane that came first."""\n'
-        "        lane.tasks.popleft().in_lane = False\n        lane.live -= 1\n",
-        new='        """Takes the head off the lane that came first."""\n'
-        "        lane.tasks.popleft().in_lane = False\n",
+        old='        """Takes the head off the lane that came first."""\n        lane.pop()\n        lane.live -= 1\n',
+        new='        """Takes the head off the lane that came first."""\n        lane.pop()\n',
         breaks="the lane counts a task that is leased",
     ),
     lanes(
         name="a crowd counts what was taken",
         old='        """Takes the head off the lane that came first."""\n'
-        "        lane.tasks.popleft().in_lane = False\n        lane.live -= 1\n        lane.crowd.live -= 1\n",
-        new='        """Takes the head off the lane that came first."""\n'
-        "        lane.tasks.popleft().in_lane = False\n        lane.live -= 1\n",
+        "        lane.pop()\n        lane.live -= 1\n        lane.crowd.live -= 1\n",
+        new='        """Takes the head off the lane that came first."""\n        lane.pop()\n        lane.live -= 1\n',
         breaks="a model is loaded for tasks that are gone",
     ),
     lanes(
@@ -312,8 +421,8 @@ PLACEMENT = (
     ),
     lanes(
         name="hollow lanes are never rebuilt",
-        old="        elif len(lane.tasks) > 2 * lane.live + HOLLOW_MIN:\n            lane.keep_if",
-        new="        elif False:\n            lane.keep_if",
+        old="        if 2 * part.left > len(tasks):\n",
+        new="        if False:\n",
         breaks="P10: cancelled tasks stay in memory",
         checker="stories",
         seeds=1,

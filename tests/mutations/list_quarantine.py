@@ -8,6 +8,9 @@ from tests.mutations.mutation import Mutation
 
 quarantine = partial(Mutation, module="multigpu_master.core.quarantine", checker="stories", seeds=1)
 health = partial(Mutation, module="multigpu_worker.health", checker="stories", seeds=1)
+reset = partial(Mutation, module="multigpu_worker.reset_watch", checker="stories", seeds=1)
+start = partial(Mutation, module="multigpu_worker.engine_start", checker="stories", seeds=1)
+told = partial(Mutation, checker="stories", seeds=1)
 
 QUARANTINE = (
     Mutation(
@@ -82,7 +85,7 @@ QUARANTINE = (
     ),
     quarantine(
         name="a poison task costs devices their good name",
-        old="            kept = {i: m for i, m in marks.items() if (m[1].spec.kind, m[1].spec.model) != kind}\n",
+        old="            kept = {i: m for i, m in marks.items() if m[1] != kind}\n",
         new="            kept = dict(marks)\n",
         breaks="a broken handler has devices suspected",
     ),
@@ -117,6 +120,72 @@ QUARANTINE = (
         breaks="a device that was lost comes back without a check",
     ),
     health(
+        name="no engine is not unusable",
+        old="any(reason.gravity >= Gravity.NO_ENGINE for reason in self.reasons)",
+        new="any(reason.gravity > Gravity.NO_ENGINE for reason in self.reasons)",
+        breaks="a worker whose engine can't start gets work once the breaker has tripped",
+    ),
+    health(
+        name="no engine bars the device",
+        old="any(reason.gravity is Gravity.UNUSABLE for reason in self.reasons)",
+        new="any(reason.gravity >= Gravity.NO_ENGINE for reason in self.reasons)",
+        breaks="a worker whose engine can't start stops to try, for ever",
+    ),
+    reset(
+        name="no reset is needed",
+        old="        if self.needed is None:\n            self.needed = code, message\n",
+        new="        pass\n",
+        breaks="a device that needs a reset returns without one",
+    ),
+    reset(
+        name="nothing wanted is a reset",
+        old="        if (self._wanted and wanted is False) or new < 0:\n",
+        new="        if wanted is False or new < 0:\n",
+        breaks="a device that needs a reset returns without one",
+    ),
+    reset(
+        name="what is not known is not wanted",
+        old="(self._wanted and wanted is False)",
+        new="(self._wanted and not wanted)",
+        breaks="a device that needs a reset is back with the next process of its worker",
+    ),
+    reset(
+        name="the next process does not know of a reset that is needed",
+        old="            new.replace(self.path)\n",
+        new="",
+        breaks="a device that needs a reset is back with the next process of its worker",
+    ),
+    reset(
+        name="a restart of the host is no reset",
+        old='            if values["boot_id"] == _boot_id():\n',
+        new='            if values["boot_id"]:\n',
+        breaks="a device stays out after its host was restarted",
+    ),
+    reset(
+        name="a reset doesn't show in the count of errors",
+        old=" or new < 0:\n",
+        new=":\n",
+        breaks="a device that was reset stays out for ever",
+    ),
+    start(
+        name="a refused start is no error",
+        old="        self._error = error\n",
+        new="        pass\n",
+        breaks="a worker whose handlers can't be imported keeps its leases",
+    ),
+    start(
+        name="one kill makes a worker sick",
+        old="        if not killed or self._kills >= KILLS_MAX:\n",
+        new="        if True:\n",
+        breaks="a worker whose engine is killed from outside while it starts gives its leases back",
+    ),
+    start(
+        name="a start may take for ever",
+        old=" > READY_S else",
+        new=" > 1e9 else",
+        breaks="a worker whose handlers hang in their import keeps its leases",
+    ),
+    health(
         name="a lost device is checked",
         old="return self.state is State.SICK and not self._blocked() and now_s >= self.next_check_s",
         new="return self.state is State.SICK and now_s >= self.next_check_s",
@@ -133,5 +202,19 @@ QUARANTINE = (
         old="        if self._checking and gravity >= Gravity.SICK:\n",
         new="        if False:\n",
         breaks="a device that fell sick while it was checked is taken for well",
+    ),
+    told(
+        name="a lost worker's device keeps its health",
+        module="multigpu_master.metrics_devices",
+        old="w.health if w.session else None",
+        new="w.health",
+        breaks="metrics call a GPU healthy, and sum its watts, whose worker is gone",
+    ),
+    told(
+        name="operators see a lost worker's last figures",
+        module="multigpu_master.settings",
+        old="    if worker.session:  # what",
+        new="    if True:  # what",
+        breaks="a lost worker is shown as healthy, and its watts in the fleet's sum",
     ),
 )

@@ -8,8 +8,22 @@ sessions = partial(Mutation, module="multigpu_master.core.sessions")
 
 SESSIONS = (
     sessions(
+        name="what was recalled counts as lost",
+        old="                self._attempts.spare(lease, now, 0.0)\n",
+        new='                self._attempts.lost(lease, "recalled", now)\n',
+        breaks="a task that waits behind long ones again and again becomes a dead letter",
+    ),
+    sessions(
+        name="what comes back unasked is no loss",
+        old="failure.error.type == RECALLED and lease.recalled:",
+        new="failure.error.type == RECALLED:",
+        breaks="P4: a worker that returns all it gets keeps its tasks for ever",
+        checker="stories",
+        seeds=1,
+    ),
+    sessions(
         name="takeover not fenced",
-        old="            self._lose(worker, now, kept={h.lease_id for h in event.leases})\n",
+        old="            self._lose(worker, now, kept={h.lease_id for h in ours})\n",
         new="",
         breaks="P2: the old session of a worker lives on beside the new one",
     ),
@@ -21,7 +35,7 @@ SESSIONS = (
     ),
     sessions(
         name="lease not in hello",
-        old="kept={h.lease_id for h in event.leases}",
+        old="kept={h.lease_id for h in ours}",
         new="kept=()",
         breaks="a reconnect costs a running task its attempt",
         seeds=5000,
@@ -52,7 +66,7 @@ SESSIONS = (
     ),
     sessions(
         name="an adopted task stays in its lane",
-        old="            ledger.lanes.leave(ledger.lane_for(task))\n",
+        old="            ledger.lanes.leave(ledger.lane_for(task), task)\n",
         new="            pass\n",
         breaks="the lane counts a task that is leased",
     ),
@@ -263,6 +277,12 @@ SESSIONS = (
         old="spec.model), now)\n        ledger.fleet.touch(worker)\n",
         new="spec.model), now)\n",
         breaks="strategies go by what the worker held before",
+    ),
+    sessions(
+        name="partial outputs take no room",
+        old="            ledger.unsettled_bytes += size\n",
+        new="",
+        breaks="P10: partial outputs without end",
     ),
     sessions(
         name="partial index repeated",

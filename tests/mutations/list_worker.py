@@ -6,6 +6,7 @@ from tests.mutations.mutation import Mutation
 
 session = partial(Mutation, module="multigpu_worker.session")
 batcher = partial(Mutation, module="multigpu_worker.batcher", checker="batches")
+embed = partial(Mutation, module="multigpu_worker.engines.embed", checker="cuts")
 
 WORKER = (
     session(
@@ -72,8 +73,8 @@ WORKER = (
     ),
     session(
         name="partial outputs sent again count from 0",
-        old="            self._push(Partial(lease, lease.partials_received + index, data))\n",
-        new="            self._push(Partial(lease, index, data))\n",
+        old="            self._push(Partial(lease, lease.partials_received + index, *part))\n",
+        new="            self._push(Partial(lease, index, *part))\n",
         breaks="P9: outputs of a second attempt are taken for repeats",
         checker="stories",
         seeds=1,
@@ -229,9 +230,21 @@ WORKER = (
     ),
     batcher(
         name="what comes back is turned round",
-        old="        for lease in reversed(list(leases)):\n",
-        new="        for lease in list(leases):\n",
+        old="        for lease in reversed(list(leases)):\n            self._returns",
+        new="        for lease in list(leases):\n            self._returns",
         breaks="the order of a batch is lost",
+    ),
+    batcher(
+        name="what made way loses its rank",
+        old="            lease.rank = line[0][0]\n",
+        new="",
+        breaks="what made way for the urgent goes before them, or never",
+    ),
+    batcher(
+        name="what made way goes behind",
+        old="            line.appendleft((min(lease.rank, line[0][0] - 1) if line else lease.rank, lease))\n",
+        new="            line.append((lease.rank, lease))\n",
+        breaks="what made way for the urgent is passed by what came later",
     ),
     batcher(
         name="arrivals are not counted",
@@ -286,5 +299,23 @@ WORKER = (
         old="        self._due_s = growth.due_s if self._due_s is None else min(self._due_s, growth.due_s)\n",
         new="",
         breaks="P7: a task is never run",
+    ),
+    embed(
+        name="texts are padded that need not be",
+        old="        if model.pads:\n",
+        new="        if True:\n",
+        breaks="texts of unlike lengths take more forward passes than their tokens",
+    ),
+    embed(
+        name="padding counts where there is none",
+        old='self.inputs["input_ids"].size if self.pads else int(',
+        new='self.inputs["input_ids"].size if True else int(',
+        breaks="a micro-batch that fits is cut again",
+    ),
+    embed(
+        name="texts are cut as they come",
+        old='np.argsort(-lengths, kind="stable")',
+        new="np.arange(len(lengths))",
+        breaks="a long text pads all that came with it",
     ),
 )

@@ -1,18 +1,22 @@
 """The list of all mutations."""
 
 from tests.mutations.list_attempts import ATTEMPTS
+from tests.mutations.list_client import CLIENT
 from tests.mutations.list_events import EVENTS
+from tests.mutations.list_ids import IDS
 from tests.mutations.list_journal import JOURNAL
 from tests.mutations.list_ledger import LEDGER
 from tests.mutations.list_placement import PLACEMENT
 from tests.mutations.list_quarantine import QUARANTINE
 from tests.mutations.list_residency import RESIDENCY
 from tests.mutations.list_sessions import SESSIONS
+from tests.mutations.list_transport import TRANSPORT
 from tests.mutations.list_worker import WORKER
 from tests.mutations.mutation import Mutation
 
 MUTATIONS: tuple[Mutation, ...] = (
-    *EVENTS, *SESSIONS, *ATTEMPTS, *PLACEMENT, *LEDGER, *WORKER, *JOURNAL, *QUARANTINE, *RESIDENCY,
+    *EVENTS, *SESSIONS, *ATTEMPTS, *PLACEMENT, *LEDGER, *WORKER, *JOURNAL, *QUARANTINE, *RESIDENCY, *CLIENT, *IDS,
+    *TRANSPORT,
 )  # fmt: skip
 
 assert len({m.name for m in MUTATIONS}) == len(MUTATIONS), "names are unique"

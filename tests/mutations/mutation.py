@@ -13,7 +13,7 @@ from pathlib import Path
 from types import CodeType, ModuleType
 
 ROOT = Path(__file__).resolve().parents[2]
-ROOMS = {"multigpu_master": ROOT / "master", "multigpu_worker": ROOT / "worker"}
+ROOMS = {"multigpu_master": ROOT / "master", "multigpu_worker": ROOT / "worker", "multigpu": ROOT / "client"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

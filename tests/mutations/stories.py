@@ -6,8 +6,10 @@ import pytest
 
 TESTS = Path(__file__).resolve().parents[1]
 STORIES = (
-    "core", "scenarios", "master/test_journaling.py", "worker/test_session.py", "worker/test_batcher.py",
-    "worker/test_health.py",
+    "core", "scenarios", "master/test_ids.py", "master/test_journaling.py", "worker/test_session.py",
+    "worker/test_batcher.py", "worker/test_health.py",
+    "master/test_wire_devices.py",
+    "master/test_journal_full.py::test_without_a_descriptor_it_refuses_and_goes_on",
 )  # fmt: skip
 
 
@@ -22,8 +24,21 @@ class _Failed:
             self.test = report.nodeid.rpartition("/")[2]
 
 
+# Runs every command of mgpuctl on a fleet: only for the mutations that need it.
+ACCESS = ("security/test_cli_access.py",)
+
+
 def check(_seed: int) -> None:
     """AssertionError: a story went otherwise; its name."""
+    run(STORIES)
+
+
+def access(_seed: int) -> None:
+    """The same, of the settings that every command of mgpuctl takes."""
+    run(ACCESS)
+
+
+def run(stories: tuple[str, ...]) -> None:
     noted = _Failed()
     arguments = [
         "-x",
@@ -35,5 +50,5 @@ def check(_seed: int) -> None:
         "-c",
         str(TESTS.parent / "pyproject.toml"),
     ]
-    code = pytest.main([*arguments, *[str(TESTS / story) for story in STORIES]], plugins=[noted])
+    code = pytest.main([*arguments, *[str(TESTS / story) for story in stories]], plugins=[noted])
     assert code == pytest.ExitCode.OK, noted.test or f"pytest ended with {code}"

@@ -73,7 +73,7 @@ def test_it_streams_partial_outputs(seen: dict[str, Any]) -> None:
 
 
 def test_it_cancels_on_the_stream_and_beside_it(seen: dict[str, Any]) -> None:
-    assert seen["runAndCancel"] == {"state": "OUTCOME_STATE_CANCELLED", "error": "Cancelled"}
+    assert seen["runAndCancel"] == {"state": "OUTCOME_STATE_CANCELLED", "error": "Withdrawn"}
     assert seen["submitAndCancel"] == {"cancelled": 1, "state": "OUTCOME_STATE_CANCELLED", "message": "enough"}
 
 

@@ -18,7 +18,7 @@ Tasks are called 1, 2, 3 ... in order of submission.
 from multigpu_master.core import events as ev
 from multigpu_master.core.explain import explain
 from multigpu_master.core.model import Capability, Spec, Task, TaskError, Telemetry, WorkerInfo
-from multigpu_master.core.residency import Resident
+from multigpu_master.core.residency import Model, Resident
 from multigpu_master.core.scheduler import Core, Limits
 from multigpu_master.strategies.registry import canonical_name, load_strategies
 
@@ -79,12 +79,14 @@ class Stage:
 
     def do_worker(
         self, name: str, kinds: str = "run", models: str = "", labels: str = "", slots: str = "1", window: str = "64",
-        memory: str = "1000",
+        memory: str = "1000", broken: str = "",
     ) -> list[str]:  # fmt: skip
         offered = tuple(models.split(",")) if models else ()
+        found = tuple(Model(name=m, error="its weights are cut off") for m in broken.split(",") if m)
         info = WorkerInfo(
             worker_id=name, capabilities=tuple(Capability(kind=k, models=offered) for k in kinds.split(",")),
             labels=dict(pairs(labels)), slots=int(slots), window_tasks=int(window), memory_total_bytes=int(memory),
+            models=found,
         )  # fmt: skip
         self._sessions += 1
         return self._handle(ev.Hello(self._sessions, info))
@@ -95,7 +97,7 @@ class Stage:
             memory_total_bytes=worker.info.memory_total_bytes if used else None,
             memory_used_bytes=int(used) if used else None, utilization=float(util) if util else None,
         )  # fmt: skip
-        held = [ev.HeldLease(x.lease_id, x.task.task_id, x.attempt) for x in worker.leases.values()]
+        held = [ev.HeldLease(x.lease_id, x.task.task_id, x.attempt, proven=True) for x in worker.leases.values()]
         models = tuple(Resident(model=name) for name in resident.split(",")) if resident else ()
         return self._handle(ev.Heartbeat(worker.session, held, worker.frame, telemetry, models))
 

@@ -1,12 +1,14 @@
 """Ways in by a door that should not be open: what a master refuses to listen on, and what clients refuse to say."""
 
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from multigpu.cli import authority
 from multigpu.config import ClientConfig, ConfigError, MasterConfig
 from multigpu.credentials import Credentials, is_loopback
 from multigpu_master.security import doors
@@ -69,11 +71,34 @@ def test_what_a_master_listens_on(settings: dict[str, Any], refusal: str) -> Non
     ],
 )
 def test_a_real_master_does_not_start_so(tmp_path: Path, flags: tuple[str, ...], words: str) -> None:
-    command = [sys.executable, "-m", "multigpu_master.main", "--data-dir", str(tmp_path / "d"), *flags]
+    assert words in refused_words(tmp_path, *flags)
+
+
+def refused_words(folder: Path, *flags: str) -> str:
+    """What a real master says, on stderr alone, before it is ready."""
+    command = [sys.executable, "-m", "multigpu_master.main", "--data-dir", str(folder / "d"), *flags]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
-    assert ended.returncode == 3
-    assert words in ended.stderr
+    assert ended.returncode == 3, ended.stderr
+    assert "master ready" not in ended.stderr
     assert "Traceback" not in ended.stderr
+    return ended.stderr
+
+
+def test_metrics_on_a_taken_port_are_refused_before_the_master_is_ready(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        words = refused_words(tmp_path, "--listen", "127.0.0.1:0", "--metrics-listen", address)
+    assert re.fullmatch(rf"mgpu-master: metrics_listen '{address}' .* in use; choose another address\n", words), words
+
+
+@pytest.mark.parametrize("kind", ["worker", "client"])
+def test_a_master_with_a_certificate_of_another_kind_is_refused(tmp_path: Path, kind: str) -> None:
+    authority.init(tmp_path / "ca")
+    authority.issue(tmp_path / "ca", kind, kind, [])
+    pair = tmp_path / "ca" / kind
+    words = refused_words(tmp_path, "--listen", "127.0.0.1:0", "--tls-cert", f"{pair}.crt", "--tls-key", f"{pair}.key")
+    assert f"{pair}.crt" in words
+    assert "mgpuctl certs issue" in words
 
 
 def test_a_client_sends_no_token_in_the_clear(tmp_path: Path) -> None:

@@ -176,6 +176,10 @@ def test_nobody_joins_another_tenants_task(
     stream.close()
     assert [r.request_id for r in rejected] == [request_id]
     assert [a.request_id for a in accepted] == ["fresh-" + request_id]
+    spec = task_pb2.TaskSpec(kind="echo", queue="m", durability=task_pb2.DURABILITY_EPHEMERAL)
+    batch = task_pb2.TaskBatch(spec=spec, inputs=[task_pb2.TaskInput(request_id=request_id, payload=b"x")])
+    ephemeral = mallory.call("TaskService/Submit", task_service_pb2.SubmitRequest(batches=[batch]))
+    assert ephemeral.results[0].rejection.code == grpc.StatusCode.INVALID_ARGUMENT.value[0]
     (same,) = alice.submit("a", b"secret", request_ids=(request_id,))
     assert same.task_id in (task_id, settled_id)
 

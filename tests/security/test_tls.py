@@ -2,6 +2,7 @@
 
 import contextlib
 import datetime as dt
+import re
 import shutil
 import socket
 import ssl
@@ -14,9 +15,10 @@ from typing import Any
 import grpc
 import multigpu
 import pytest
+from click.testing import CliRunner
 from cryptography import x509
 from multigpu import errors
-from multigpu.cli import authority
+from multigpu.cli import authority, cli
 from multigpu.config import ConfigError, MasterConfig
 from multigpu.credentials import Credentials
 from multigpu.v1 import task_service_pb2
@@ -164,6 +166,36 @@ def test_the_sdk_says_what_is_wrong_with_tls(house: TlsHouse, monkeypatch: pytes
         client.get(1)
 
 
+def test_a_master_that_cannot_be_used_is_not_said_to_be_absent(
+    house: TlsHouse, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    address = house.fleet.address
+    port = address.rpartition(":")[2]
+    (tmp_path / "text").write_text("no certificate")
+    no_pem, other = str(tmp_path / "text"), str(house.other / "client")
+    cases: list[tuple[str, dict[str, str], int, str]] = [
+        (f"[::ffff:127.0.0.1]:{port}", {}, 3, "is for other names: .* --host ::ffff:127.0.0.1"),
+        (f"nowhere.invalid:{port}", {}, 3, "host name in the address nowhere.invalid.* is not known"),
+        (address, {"MGPU_TLS_CA": no_pem}, 2, "no certificate or key in PEM"),
+        (address, {"MGPU_TLS_CERT": no_pem}, 2, "no certificate or key in PEM"),
+        (address, {"MGPU_TLS_CERT": "", "MGPU_TLS_KEY": ""}, 3, "closes the connection: .*tls_cert and tls_key"),
+        (address, {"MGPU_TLS_CERT": f"{other}.crt", "MGPU_TLS_KEY": f"{other}.key"}, 3, "closes the connection"),
+        (address, {"MGPU_TLS_CERT": f"{other}.crt"}, 3, "the key is of another certificate|closes the connection"),
+        (address, {"MGPU_TLS_CA": str(house.other / "ca.crt")}, 3, "not of the authority"),
+    ]
+    for at, changed, exit_code, says in cases:
+        _sdk(house, monkeypatch, house.admin_token)
+        for name, text in changed.items():
+            monkeypatch.setenv(name, text)
+        done = CliRunner().invoke(cli, ["--master", at, "status"])
+        with multigpu.Client(at, connect_timeout_s=0.5) as client, pytest.raises(errors.TransportError) as raised:
+            client.get(1)
+        for text in (done.stderr, str(raised.value)):
+            assert re.search(says, text), text
+            assert "mgpuctl up" not in text, text
+        assert done.exit_code == exit_code, done.stderr
+
+
 def _serial(house: TlsHouse) -> int:
     """Of the certificate that the master shows who connects now."""
     context = ssl.create_default_context(cafile=house.ca / "ca.crt")
@@ -244,6 +276,9 @@ def test_metrics_elsewhere_take_a_certificate(tmp_path: Path) -> None:
         text = urllib.request.urlopen(f"https://localhost:{port}/metrics", context=context, timeout=10).read()
         held.close()
         assert b"mgpu_tasks_submitted_total" in text
+        certificate = x509.load_pem_x509_certificate((house.ca / "master.crt").read_bytes())
+        (expiry,) = [line for line in text.splitlines() if line.startswith(b"mgpu_certificate_expiry_timestamp")]
+        assert float(expiry.split()[1]) == certificate.not_valid_after_utc.timestamp()
         assert "Traceback" not in house.fleet.master.log()
     finally:
         house.close()
@@ -297,3 +332,18 @@ def test_the_authority_is_made_once_and_says_what_is_wrong(tmp_path: Path, monke
         authority.init(ca)
     shutil.copy(other / "ca.crt", ca / "ca.crt")
     assert not authority.read(ca, "w").ours
+
+
+def test_a_worker_says_what_may_be_wrong_with_its_certificates(house: TlsHouse) -> None:
+    token = house.fleet.folder / "without.token"
+    token.write_text(house.create("without", "worker", worker_ids=["without"])[1])
+    token.chmod(0o600)
+    flags = ("--token-file", str(token), "--tls-ca")
+    # No certificate of its own; an authority that did not make the master's certificate.
+    for name, folder, words in (
+        ("bare", house.ca, "tls_cert and tls_key"),
+        ("apart", house.other, "not of the authority"),
+    ):
+        worker = house.fleet.start_worker(name, *flags, str(folder / "ca.crt"))
+        until(lambda worker=worker, words=words: words in worker.log(), what=f"the hint {words!r}")  # type: ignore[misc]
+        worker.stop()

@@ -129,6 +129,31 @@ def test_an_expired_token_ends_its_streams(house: House) -> None:
     assert token_id not in {t.token_id for t in house.admin.call("AdminService/ListTokens").tokens}
 
 
+def test_the_last_token_of_an_administrator_is_not_revoked(own_house: House) -> None:
+    """It was, without a word, and nobody could make another until the master was restarted."""
+    house = own_house
+    last = house.admin_token.split("_")[1]
+    expiring, _ = house.create("short", "admin", ttl_s=0.1)
+    until(
+        lambda: expiring not in {t.token_id for t in house.admin.call("AdminService/ListTokens").tokens}, what="its end"
+    )
+    with refused(grpc.StatusCode.FAILED_PRECONDITION, "tokens create", "--role admin"):
+        house.revoke(last)
+    assert house.admin.status("AdminService/ListTokens") is grpc.StatusCode.OK
+    _, other = house.create("another", "admin")
+    house.revoke(last)
+    assert house.caller(other).status("AdminService/ListTokens") is grpc.StatusCode.OK
+
+
+def test_a_refused_call_is_logged_with_the_token_that_was_revoked(own_house: House) -> None:
+    token_id, token = own_house.create("gone", "read")
+    own_house.revoke(token_id)
+    assert own_house.caller(token).status("AdminService/GetStats") is UNAUTHENTICATED
+    (told,) = until(lambda: own_house.fleet.master.events("a call was refused"), what="the line")
+    assert told["token_id"] == token_id
+    assert token not in own_house.fleet.master.log()
+
+
 def test_an_administrator_may_revoke_the_own_token(house: House) -> None:
     token_id, token = house.create("leaving", "admin")
     caller = house.caller(token)

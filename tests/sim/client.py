@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import zlib
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from multigpu_master.core import events as ev
+from multigpu_master.core.identity import conflict
 from multigpu_master.core.model import Outcome, OutcomeState, Spec, Task
 
 from tests.sim.world import Inbox, Link, ViolationError, World
@@ -31,6 +33,34 @@ class Ask:
     @property
     def open(self) -> bool:
         return (self.again or not self.outcomes) and not self.given_up
+
+
+def use_for_another(master: Master, ask: Ask) -> None:
+    """Uses the request_id of a task that the master knows for another task, sometimes: it must be refused."""
+    core = master.core
+    assert core is not None, "it has just been asked"
+    live, stored = core.requests.get(ask.request_id), master.journal.by_request.get(ask.request_id)
+    dice = zlib.crc32(f"{ask.request_id} {core.next_id}".encode())  # the world's own dice are left as they are
+    if dice % 8 or (live is None and (stored is None or not ask.spec.durable)):
+        return
+    spec, payload = ask.spec, ask.payload
+    match dice // 8 % 3:
+        case 0:
+            payload += b" another"
+        case 1:
+            spec = replace(spec, kind=f"not {spec.kind}")
+        case _:
+            spec = replace(spec, identity=spec.identity + 1)
+    task = Task(spec, ask.request_id, payload, ask.partition_key)
+    if live is not None:
+        submitted = [c for c in master.handle(ev.Submit(spec, [task])) if isinstance(c, ev.Submitted)]
+        answer = submitted[0].results[0]
+    else:
+        assert stored is not None, "one of the two"
+        answer = conflict(stored.task_id, stored.kind, stored.model, stored.fingerprint, task) or task
+    if not isinstance(answer, ev.Rejection):
+        raise ViolationError(f"{ask.request_id} was used for another task, and task {answer.task_id} was given")
+    master.world.coverage[f"another task with a known request_id: {'live' if live else 'stored'}"] += 1
 
 
 class Client:
@@ -66,6 +96,8 @@ class Client:
                 if self._world.tracing:
                     self._world.trace("%s submits %s", self.name, ", ".join(a.request_id for a in asks))
                 master.submit(self, stream, spec, tasks)
+                for ask in asks:
+                    use_for_another(master, ask)
 
         self._world.after(self._world.between(0.0001, 0.005), lambda: self._master.when_awake(arrive))
 
@@ -118,9 +150,13 @@ class Client:
         if self._stream == stream:
             self._down.send(lambda: self._outcome(request_id, task_id, outcome, epoch))
 
+    def promised(self, ask: Ask) -> bool:
+        """Whether it was accepted for good: its acceptance is in the journal that there is now."""
+        return bool(ask.task_id) and ask.spec.durable and ask.epoch > self._master.restored
+
     def _accepted(self, request_id: str, task_id: int, epoch: int) -> None:
         ask = self.asks[request_id]
-        if ask.task_id and ask.task_id != task_id and ask.spec.durable and not ask.outcomes:
+        if self.promised(ask) and ask.task_id != task_id and not ask.outcomes:
             raise ViolationError(f"{request_id} was accepted as {ask.task_id}, now it is {task_id}")
         ask.task_id, ask.epoch = task_id, epoch
 
@@ -128,7 +164,7 @@ class Client:
         ask = self.asks[request_id]
         self._world.coverage[f"rejection: code {rejection.code}"] += 1
         # While the disk is full even known tasks are refused, for a while.
-        if ask.task_id and ask.spec.durable and ask.open and rejection.retry_delay_s is None:
+        if self.promised(ask) and ask.open and rejection.retry_delay_s is None:
             raise ViolationError(f"{request_id} was accepted, and then rejected: {rejection.message}")
         self._world.trace("%s is rejected: %s", request_id, rejection.message)
         if rejection.retry_delay_s is None:
@@ -144,7 +180,13 @@ class Client:
             stored = journal.by_request.get(request_id)
             if stored is not None and (stored.task_id, stored.state) != (task_id, outcome.state):
                 raise ViolationError(f"{request_id} ended as {stored.task_id}; told was {outcome} of {task_id}")
+            withdrawn = OutcomeState.CANCELLED
+            if outcome.state is withdrawn and stored is None and epoch == self._master.epoch:
+                raise ViolationError(f"{request_id} was told to be cancelled before that was on the disk")
             for old_epoch, old_id, old in ask.outcomes:
+                kept = old_epoch > self._master.restored  # else that it was cancelled may be lost
+                if kept and old.state is withdrawn and outcome.state is not withdrawn:
+                    raise ViolationError(f"{request_id} was cancelled, and ended {outcome}")
                 # Twins come from a master that died before it knew, and from a disk that had no room for the first.
                 same = old_id == task_id and old.state == outcome.state and old.result == outcome.result
                 if not same and old_epoch == epoch:

@@ -8,12 +8,14 @@ fractions and multiples of the master's session_timeout, so that small worlds wi
 from __future__ import annotations
 
 from collections.abc import Callable
+from random import Random
 from typing import TYPE_CHECKING
 
 from multigpu_master.core import events as ev
 from multigpu_master.core.scheduler import Core
 
 from tests.sim.client import Ask, Client
+from tests.sim.journal import Rows
 from tests.sim.master import STRATEGIES
 from tests.sim.worker import SimWorker
 
@@ -39,6 +41,15 @@ class Faults:
         self._world.trace("fault: %s", name)
         self._world.coverage[f"fault: {name}"] += 1
         getattr(self, name.replace(" ", "_"))()
+
+    def lose_data(self, dice: Random) -> None:
+        """Has the journal lost some time, as the name `lose data` would, and by dice of its own."""
+        faults_s, backup = self._sim.size.faults_s, Rows()
+        copied_s = dice.random() * faults_s
+        lost_s = copied_s + dice.random() * (faults_s - copied_s)
+        if dice.random() < 0.7:
+            self._world.after(copied_s, lambda: backup.restore(self._master.journal))
+        self._world.after(lost_s, lambda: self._lose_data(backup))
 
     def _worker(self) -> SimWorker:
         return self._random.choice(self._sim.workers)
@@ -123,6 +134,23 @@ class Faults:
                 worker.master_died()
             self._later(0.01, 2.0, master.start)
 
+    def _lose_data(self, backup: Rows) -> None:
+        """The journal is lost; in its place comes this copy of it, or an empty one."""
+        master = self._master
+        self._world.trace("fault: the journal is %s", "an older copy" if backup.incarnations else "lost")
+        self._world.coverage["fault: older copy" if backup.incarnations else "fault: data lost"] += 1
+        master.restore(backup)
+        for worker in self._sim.workers:
+            worker.master_died()
+        self._later(0.01, 1.0, master.start)
+        # What operators have undone since the copy was made.
+        for queue in QUEUES:
+            self._told(ev.ConfigureQueue(queue, paused=False, tasks_max=0, bytes_max=0))
+        for worker in self._sim.workers:
+            self._told(ev.Uncordon(worker.info.worker_id))
+            for model in worker.info.models:
+                self._told(ev.UnloadModel(worker.info.worker_id, model.name))
+
     def master_stall(self) -> None:
         self._master.stalled_until = self._world.now + self._some(0.02, 0.3, 1.4)
 
@@ -182,6 +210,11 @@ class Faults:
             name = worker.info.worker_id
             others = [x for w in core.fleet.workers.values() if w.worker_id != name for x in w.leases]
             worker.lie(others + worker.reported)
+            foreign = [x for w in self._sim.workers if w.info.worker_id != name for x in w.held.leases.values()]
+            waiting = [task.task_id for task in core.tasks.values() if task.waiting]
+            worker.claims = [(x.lease_id, x.task_id, x.attempt, x.proof) for x in foreign[:3]]
+            worker.claims += [(task_id, task_id, 1, 0) for task_id in waiting[:3]]  # no lease has a task's id
+            worker.break_stream(0.0)
 
     # --- what clients do ---------------------------------------------------------------------------------------------
 
@@ -259,5 +292,7 @@ class Faults:
 
 
 Faults.names = tuple(
-    n.replace("_", " ") for n, f in vars(Faults).items() if not n.startswith("_") and n != "happen" and callable(f)
+    n.replace("_", " ")
+    for n, f in vars(Faults).items()
+    if not n.startswith("_") and n not in {"happen", "lose_data"} and callable(f)
 )

@@ -6,21 +6,25 @@ bring nothing about while nothing is queued, only every fourth has its tasks rec
 number or changes anything, so a run is the same with and without it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 from multigpu_master.core import events as ev
-from multigpu_master.core.lanes import Crowd, partition_of, shape_of
+from multigpu_master.core.attempts import NOT_BEGUN
+from multigpu_master.core.lanes import Crowd, Lane, partition_of, shape_of
 from multigpu_master.core.ledger import RUN_GRACE_S, _outcome_bytes
-from multigpu_master.core.model import HEALTHY, Health, Lease, Shape, Task, Worker
+from multigpu_master.core.model import HEALTHY, Health, Lease, OutcomeState, Shape, Task, Worker
 from multigpu_master.core.placement import busy
 from multigpu_master.core.scheduler import Core
+from multigpu_master.core.sessions import PARTIAL_OVERHEAD_BYTES
 from multigpu_master.strategies.base import Strategy
 
 from tests.sim.invariants_asked import Asked
 from tests.sim.invariants_attempts import Attempts
 from tests.sim.invariants_time import Time
 from tests.sim.invariants_told import Told
+from tests.sim.invariants_windows import Windows
 from tests.sim.world import ViolationError
 
 
@@ -42,6 +46,8 @@ class Invariants:
     def __init__(self, world: Clock) -> None:
         self._world = world
         self._granted: dict[int, Task] = {}  # every lease that was ever granted
+        # (lease, worker, task, attempt) of every grant, also by masters of a journal that was lost.
+        self._grants: dict[tuple[int, str, int, int], None] = {}
         self._answered: dict[str, int] = {}  # request_ids of which the journal has the outcome, and their tasks
         self._core: Core
         self.checks = 0
@@ -50,7 +56,8 @@ class Invariants:
         """A new master's life."""
         self._core = core
         self._told, self._time = Told(core), Time(core)
-        self._asked, self._attempts = Asked(core), Attempts(core)
+        self._asked, self._attempts, self._windows = Asked(core), Attempts(core), Windows(core)
+        self._choose, core.placement.choose = core.placement.choose, self._chosen  # type: ignore[method-assign]
         self._settled: dict[Task, None] = {}
         self._uncommitted: dict[Task, None] = {}  # settled and durable, but the journal has not said so
         self._refused: dict[Task, None] = {}  # that the journal could not write
@@ -61,7 +68,15 @@ class Invariants:
         self._drains: dict[Worker, float] = {}
         self._carried: dict[int, int] = {}  # the frame of each live lease
         self._ran_since: dict[int, float] = {}
+        self._bytes_before = self._bytes_told = 0  # unsettled, and of partial outputs in the event
         self._health: dict[int, Health] = {}  # what each session said of its device last
+
+    def forget(self, known: Container[str]) -> None:
+        """The journal is another one: of the requests answered so far it knows only these. And while the clock stands
+        still, ids come again that the other journal gave out.
+        """
+        self._answered = {request: task for request, task in self._answered.items() if request in known}
+        self._granted = {}
 
     # --- around each event -------------------------------------------------------------------------------------------
 
@@ -75,6 +90,9 @@ class Invariants:
                 self._drains[worker] = min(event.deadline_s, self._drains.get(worker, event.deadline_s))
         elif isinstance(event, ev.Heartbeat):
             self._health[event.session] = event.health
+        elif isinstance(event, ev.Partials):
+            self._bytes_before = self._core.unsettled_bytes
+            self._bytes_told = sum([len(p.data) + PARTIAL_OVERHEAD_BYTES for p in event.partials])
         elif isinstance(event, ev.SettlesCommitted):
             for task in event.tasks:
                 check(task in self._uncommitted, "task %s was committed and had not settled", task.task_id)
@@ -89,11 +107,13 @@ class Invariants:
     def after(self, event: ev.Event, commands: Sequence[ev.Command]) -> None:
         self.checks += 1
         now = self._world.now
+        if isinstance(event, ev.Hello) and any(_foreign(h, event) for h in event.leases):
+            event, commands = _without_foreign(event, commands)
         for command in commands:
             if isinstance(command, ev.WorkerChanged):  # most are
                 continue
             if isinstance(command, ev.Dispatch):
-                self._dispatch(command, now)
+                self._dispatch(command, commands, now)
             elif isinstance(command, ev.Settled):
                 self._settle(event, command)
             elif isinstance(command, ev.Submitted):
@@ -106,10 +126,14 @@ class Invariants:
                 self._reconnect(event, command, commands)
         if isinstance(event, ev.Reports):
             self._reports(event, commands)
+        elif isinstance(event, ev.Partials):
+            size, limit = self._core.unsettled_bytes, self._core.limits.bytes_max
+            check(size <= max(limit, self._bytes_before), "with partial outputs the master holds %s bytes", size)
         waiting: list[Task] = []
         if self.checks % 4 == 0 or not self._quiet(event, commands):
             waiting = self._accounts(now)
             self._lanes(waiting)
+        check(self._core.next_id <= self._core.ids_end, "ids were given out that the journal had not begun")
         self._workers()
         if self.checks % 4 == 0:
             self._caches()
@@ -117,7 +141,13 @@ class Invariants:
         self._asked.after(event, commands, now)
         self._attempts.after(event, commands, now)
         self._time.after(event, commands, now)
-        if waiting and not self._core.held(now) and not self._core.clogged():
+        self._windows.after(commands, now)
+        if (
+            waiting
+            and not self._core.held(now)
+            and not self._core.clogged()
+            and self._core.next_id < self._core.ids_end
+        ):
             self._nothing_idles(commands, waiting)
 
     def _quiet(self, event: ev.Event, commands: Sequence[ev.Command]) -> bool:
@@ -128,7 +158,7 @@ class Invariants:
 
     # --- commands ----------------------------------------------------------------------------------------------------
 
-    def _dispatch(self, command: ev.Dispatch, now: float) -> None:
+    def _dispatch(self, command: ev.Dispatch, commands: Sequence[ev.Command], now: float) -> None:
         core = self._core
         worker = core.fleet.sessions.get(command.session)
         check(worker is not None, "a dispatch to session %s, which is over", command.session)
@@ -139,7 +169,11 @@ class Invariants:
         check(not health.unusable, "%s got work that it can't run", worker.worker_id)
         check(health.fit or core.quarantine.breaker.tripped_s, "%s is sick and got work", worker.worker_id)
         check(not core.held(now), "a dispatch while the fleet is awaited")
-        check(not core.clogged(), "a dispatch while the journal can't follow")
+        # What expired in the course of the dispatch counts only for the next one.
+        settled = [t for c in commands if isinstance(c, ev.Settled) for t in c.tasks]
+        expired = sum([_outcome_bytes(t) for t in settled if t.outcome and t.outcome.state is OutcomeState.EXPIRED])
+        before = core.uncommitted_bytes - expired
+        check(before <= core.limits.uncommitted_bytes_max, "a dispatch while the journal can't follow")
         check(command.frame == self._frames.get(command.session, 0) + 1, "frames count up from 1")
         self._frames[command.session] = command.frame
         before = worker.leased_bytes - sum(len(x.task.payload) for x in command.leases[-1:])
@@ -153,6 +187,7 @@ class Invariants:
             check(lease.frame == command.frame, "a lease has its frame's number")
             check(lease.lease_id not in self._granted, "lease %s was granted twice", lease.lease_id)
             self._granted[lease.lease_id] = lease.task
+            self._grants[lease.lease_id, worker.worker_id, lease.task.task_id, lease.attempt] = None
             check(lease.task.lease is lease, "a dispatched lease is its task's")
             check(not core.queues[lease.task.spec.queue].paused, "a paused queue dispatched")
             unfit = core.fleet.unfit(worker, shape_of(lease.task.spec))
@@ -194,7 +229,10 @@ class Invariants:
                 check(task.outcome is not None, "task %s succeeded, and is not settled", task.task_id)
 
     def _reconnect(self, event: ev.Hello, welcome: ev.Welcome, commands: Sequence[ev.Command]) -> None:
-        """A worker that comes back keeps its leases, but for those that had to end before."""
+        """A worker that comes back keeps its leases, but for those that had to end before, and gets no others."""
+        name, grants = event.info.worker_id, self._grants
+        granted = {h.lease_id for h in event.leases if (h.lease_id, name, h.task_id, h.attempt) in grants}
+        check(granted.issuperset(welcome.adopted), "%s took leases that it was not granted", name)
         revokes = [c for c in commands if isinstance(c, ev.Revoke) and c.session != event.session]
         over = {lease_id for revoke in revokes for lease_id in revoke.lease_ids}
         for h in event.leases:
@@ -209,8 +247,8 @@ class Invariants:
             worker = self._holders.get(lease_id)
             if task is None or worker is None or worker.session != command.session:
                 continue
-            if task.outcome is not None or not task.task_id:
-                continue
+            if task.outcome is not None or not task.task_id or command.reason == NOT_BEGUN:
+                continue  # whether it was not begun is judged with the attempts
             drained = self._drains.get(worker, now + 1) <= now
             timeout_s = task.spec.run_timeout_s
             ran_since = self._ran_since.get(lease_id, now)
@@ -220,7 +258,10 @@ class Invariants:
                 and lease_id not in {h.lease_id for h in event.leases}
                 and self._carried[lease_id] <= event.last_frame
             )
-            check(drained or overdue or gone, "lease %s was revoked for no reason: %s", lease_id, command.reason)
+            limit = self._core.limits.bytes_max
+            full = isinstance(event, ev.Partials) and self._bytes_before + self._bytes_told > limit
+            excused = drained or overdue or gone or full
+            check(excused, "lease %s was revoked for no reason: %s", lease_id, command.reason)
 
     # --- state -------------------------------------------------------------------------------------------------------
 
@@ -236,6 +277,8 @@ class Invariants:
             lease, bytes_ = task.lease, len(task.payload)
             unsettled += 1
             size += bytes_
+            if task.extra is not None:
+                size += sum([len(data) + PARTIAL_OVERHEAD_BYTES for data in task.extra.partials])
             tally = found.get(task.spec.queue)
             if tally is None:
                 tally = found[task.spec.queue] = [0, 0, 0, 0]
@@ -281,9 +324,10 @@ class Invariants:
         crowds: dict[Crowd, int] = {}
         for key, lane in lanes.by_key.items():
             live = 0
-            for task in lane.tasks:
-                if not task.in_lane:
-                    raise ViolationError(f"task {task.task_id} doesn't know that it has an entry")
+            for part in lane.parts:
+                if [t for t in part.tasks if t.part is not part]:
+                    raise ViolationError(f"a task doesn't know that it has an entry in lane {key}")
+            for task in lane.entries():
                 standing[id(task)] = standing.get(id(task), 0) + 1
                 if task.waiting:
                     live += 1
@@ -291,10 +335,10 @@ class Invariants:
                         raise ViolationError(f"task {task.task_id} stands in the wrong lane")
             check(lane.live == live, "lane %s: counted %s, found %s", key, lane.live, live)
             crowds[lane.crowd] = crowds.get(lane.crowd, 0) + live
-            check(live, "lane %s is there for nothing", key)
+            # Where ids ran out, not every lane was looked at.
+            check(live or self._core.next_id >= self._core.ids_end, "lane %s is there for nothing", key)
             check(id(lane) in offered or lane in lanes.parked, "lane %s is neither offered nor parked", key)
             check(not (id(lane) in offered and lane in lanes.parked), "lane %s is offered and parked", key)
-            check(len(lane.tasks) <= 2 * live + 64, "lane %s is mostly hollow", key)
         for crowd, live in crowds.items():
             check(crowd.live == live, "a crowd counts %s tasks, %s are found", crowd.live, live)
         for task in waiting:
@@ -340,6 +384,10 @@ class Invariants:
         for shape, found in fleet._eligible.items():
             able = [w for w in fleet.workers.values() if fleet.unfit(w, shape) is None]
             check(list(found) == able, "the fleet forgot who can take %s", shape)
+        for worker in fleet.workers.values():
+            has_room = worker.accepting and not worker.full
+            known = (worker in fleet.open) == has_room or (has_room and worker in self._core.freed)
+            check(known, "%s takes work and has room: %s; that is not known", worker.worker_id, has_room)
         for shape, count in fleet._resident.items():
             able = [w for w in fleet.workers.values() if fleet.unfit(w, shape) is None]
             has = [w for w in able if w.accepting and fleet.load_s(w, shape) == 0.0]
@@ -389,6 +437,21 @@ class Invariants:
                 its = task.spec.priority, task.task_id
                 check(mine < its, "task %s went before task %s of another shape", lease.task.task_id, task.task_id)
 
+    def _chosen(self, strategy: Strategy, lane: Lane) -> Worker | None:
+        """The ranking that is kept says what a ranking made anew says, whenever it is asked."""
+        found, fleet = self._choose(strategy, lane), self._core.fleet
+        shape = lane.shape if strategy.pinned else lane.base
+        best = self._best(strategy, shape, lane.crowd.live)
+        if found is None or best is None:
+            check(
+                found is best, "the ranking says %s, the fleet %s", found and found.worker_id, best and best.worker_id
+            )
+        elif found is not best:
+            mine = strategy.score(shape, found, fleet), found.last_dispatch
+            its = strategy.score(shape, best, fleet), best.last_dispatch
+            check(mine == its, "%s ranks first, %s should", found.worker_id, best.worker_id)
+        return found
+
     def _best(self, strategy: Strategy, shape: Shape, queued: int) -> Worker | None:
         """The worker to take the shape, found the slow way; None if none may now."""
         fleet = self._core.fleet
@@ -397,13 +460,26 @@ class Invariants:
             able = [w for w in able if w.accepting and strategy.excludes(shape, w, fleet) is None]
             able.sort(key=lambda w: (strategy.score(shape, w, fleet), w.worker_id))
             return able[0] if able and not busy(fleet, strategy, shape, able[0]) else None
-        free = [w for w in able if not busy(fleet, strategy, shape, w) and strategy.worth(shape, w, fleet, queued)]
-        best = min(free, key=lambda w: (strategy.score(shape, w, fleet), w.last_dispatch), default=None)
-        ranking = self._core.placement._rankings.get((strategy.name, shape))
-        if ranking is not None and self.checks % 3 == 0:
-            found = ranking.best(queued)
-            check((found is None) == (best is None), "the ranking says %s, the fleet %s", found, best)
-            if found is not None and best is not None:
-                mine, its = strategy.score(shape, found, fleet), strategy.score(shape, best, fleet)
-                check(mine == its, "%s ranks first, %s should", found.worker_id, best.worker_id)
-        return best
+        free = [w for w in able if not busy(fleet, strategy, shape, w)]
+        free = [w for w in free if strategy.worth(shape, w, fleet, queued) or fleet.has_turn(w, shape)]
+        return min(free, key=lambda w: (strategy.score(shape, w, fleet), w.last_dispatch), default=None)
+
+
+def _foreign(held: ev.HeldLease, hello: ev.Hello) -> bool:
+    return max(held.lease_id, held.task_id) >= hello.ids_end
+
+
+def _without_foreign(hello: ev.Hello, commands: Sequence[ev.Command]) -> tuple[ev.Hello, list[ev.Command]]:
+    """A hello as it counts: leases of another journal, whose ids may be those of ours, are revoked, and that is all."""
+    ours = [h for h in hello.leases if not _foreign(h, hello)]
+    foreign = [h.lease_id for h in hello.leases if _foreign(h, hello)]
+    rest: list[ev.Command] = []
+    for command in commands:
+        if isinstance(command, ev.Welcome):
+            check(not {*command.adopted} & {*foreign}, "leases %s of another journal were taken back", foreign)
+        if isinstance(command, ev.Revoke) and command.session == hello.session:
+            known = [x for x in command.lease_ids if x not in foreign]
+            rest += [replace(command, lease_ids=known)] if known else []
+        else:
+            rest.append(command)
+    return replace(hello, leases=ours), rest

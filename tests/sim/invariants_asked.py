@@ -87,7 +87,8 @@ class Asked:
             raise ViolationError(f"queue {queue.name} holds {size} bytes")
         _so(spec.deadline_s is None or spec.deadline_s > now, "a task was taken whose deadline has passed")
         workers = core.fleet.workers.values()
-        placeable = spec.wait_for_worker or any(core.fleet.unfit(w, shape_of(spec)) is None for w in workers)
+        unknown = spec.wait_for_worker or not core.fleet.sessions
+        placeable = unknown or any(core.fleet.unfit(w, shape_of(spec)) is None for w in workers)
         _so(placeable, "a task was taken that nobody could run")
 
     def _fits(self, dispatch: ev.Dispatch) -> None:

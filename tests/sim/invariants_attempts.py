@@ -1,8 +1,9 @@
 """What a lease that ended may cost its task: the rules of attempts, losses and pauses, from events and commands alone.
 
 - A failed attempt, a run that was too long, and a run whose worker was lost are charged.
-- Anything else is not charged; it counts as a loss, and adoption takes one loss back. What a sick device gives back is
-  no loss either.
+- Anything else is not charged; it counts as a loss, and adoption takes one loss back. What a sick device gives back,
+  what was taken from a worker that did not begin it in time, and what a worker returned when it was recalled, is no
+  loss either.
 - A charged task pauses, for longer each time, or has ended; a task that was lost pauses from its second loss on.
 """
 
@@ -10,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from multigpu_master.core import events as ev
-from multigpu_master.core.attempts import LOSSES_MAX
+from multigpu_master.core.attempts import LOSSES_MAX, NOT_BEGUN
 from multigpu_master.core.ledger import RUN_GRACE_S
 from multigpu_master.core.model import Lease, OutcomeState, Task
 from multigpu_master.core.scheduler import Core
@@ -35,6 +36,7 @@ class Attempts:
         self._core = core
         self._tallies: dict[Task, Tally] = {}
         self._leases: dict[int, Entry] = {}  # those that are live
+        self._recalled: dict[int, None] = {}
 
     def after(self, event: ev.Event, commands: Sequence[ev.Command], now: float) -> None:
         workers = self._core.fleet.workers.values()
@@ -48,8 +50,15 @@ class Attempts:
             charge = self._charge(event if why is None else None, lease, running, session, now)
             if why == "taken back by the master" and charge is False and lease.task.outcome is not None:
                 self._tallies[lease.task].attempts -= self._tallies[lease.task].attempts == lease.attempt
-            sick = isinstance(event, ev.Reports) and why is None and not lease.worker.health.fit
-            self._ended(lease, charge, now, sick=sick)
+            charge = charge or (why is not None and why.startswith("payloads and partial outputs exceed"))
+            spared = isinstance(event, ev.Reports) and why is None and not lease.worker.health.fit
+            if why == NOT_BEGUN:
+                self._not_begun(lease, running, now)
+                charge, spared = False, True
+            self._ended(lease, charge, now, spared=spared or (why is None and self._returned(event, lease)))
+        for command in commands:
+            if isinstance(command, ev.Recall):
+                self._recalled.update(dict.fromkeys(command.lease_ids))
         if isinstance(event, ev.Hello):
             self._came_and_went(event, commands, live)
         for lease_id, (lease, _, _) in live.items():
@@ -60,6 +69,18 @@ class Attempts:
             if isinstance(command, ev.Settled):
                 for task in command.tasks:
                     self._settled(task, now)
+
+    @staticmethod
+    def _not_begun(lease: Lease, running: bool, now: float) -> None:
+        timeout_s = lease.task.spec.run_timeout_s
+        if running or timeout_s is None or now < lease.dispatch_s + timeout_s + RUN_GRACE_S:
+            raise ViolationError(f"lease {lease.lease_id} was taken back as not begun: {running=}, {now=}")
+
+    def _returned(self, event: ev.Event, lease: Lease) -> bool:
+        """Whether the worker returns it because it was recalled."""
+        if not isinstance(event, ev.Reports) or lease.lease_id not in self._recalled:
+            return False
+        return any(f.lease_id == lease.lease_id and f.error.type == "Recalled" for f in event.failures)
 
     def _charge(
         self, event: ev.Event | None, lease: Lease, running: bool, session: int, now: float
@@ -74,7 +95,7 @@ class Attempts:
         timeout_s = lease.task.spec.run_timeout_s
         return running and timeout_s is not None and now >= lease.run_s + timeout_s + RUN_GRACE_S
 
-    def _ended(self, lease: Lease, charge: ev.Failure | bool, now: float, *, sick: bool) -> None:
+    def _ended(self, lease: Lease, charge: ev.Failure | bool, now: float, *, spared: bool) -> None:
         task = lease.task
         tally = self._tallies[task]
         state = task.outcome.state if task.outcome is not None else None
@@ -84,10 +105,10 @@ class Attempts:
             return
         base_s = 0.0
         if charge is False:
-            tally.losses += not sick
+            tally.losses += not spared
             tally.attempts -= tally.attempts == lease.attempt
             over = OutcomeState.DEAD_LETTERED if tally.losses > LOSSES_MAX else None
-            if tally.losses > 1 and not sick:
+            if tally.losses > 1 and not spared:
                 base_s = _pause_s(task, tally.losses - 1)
         else:
             hopeless = isinstance(charge, ev.Failure) and not charge.error.retryable
@@ -111,6 +132,7 @@ class Attempts:
         task = lease.task
         tally = self._tallies.setdefault(task, Tally())
         if adopted:
+            self._recalled.pop(lease.lease_id, None)  # the master has asked an earlier session
             tally.attempts = max(tally.attempts, lease.attempt)
             tally.losses = max(0, tally.losses - 1)
         else:
@@ -140,7 +162,8 @@ class Attempts:
         assert outcome.error is not None, "an expired task says why"
         if outcome.error.type == "QueueTimeout":
             assert spec.queue_timeout_s is not None, "it has one"
-            if tally.attempts or outcome.dispatch_s or now < task.submit_s + spec.queue_timeout_s:
+            grace_s = self._core.limits.session_timeout_s if outcome.dispatch_s else 0.0
+            if tally.attempts or now < task.submit_s + spec.queue_timeout_s + grace_s:
                 raise ViolationError(f"task {task.task_id} expired in the queue: {tally}")
             if self._core.held(now):
                 raise ViolationError(f"task {task.task_id} expired while its worker is awaited")

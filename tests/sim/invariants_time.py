@@ -4,6 +4,7 @@ The core is given the time and asks to be woken; so whatever is due must have a 
 that is due may be left behind by an event.
 """
 
+import math
 from collections import deque
 from collections.abc import Sequence
 
@@ -32,6 +33,7 @@ class Time:
         self._away: deque[tuple[float, float]] = deque(maxlen=8)  # from when and to when
         self._due_s: float | None = None
         self._taken: dict[Task, None] = {}  # unsettled tasks that a worker took at some time
+        self._begun: dict[Task, None] = {}  # and those that one began, for all that the master knows
         self._all_forgotten_s = 0.0  # by when every outcome of an ephemeral task is to be forgotten
         self._ephemeral: dict[Task, float] = {}  # settled ephemeral tasks, and when each may be forgotten
 
@@ -68,8 +70,9 @@ class Time:
                 self._silent(command.session, now)
             elif isinstance(command, ev.Dispatch):
                 late = [x for x in command.leases if (x.task.spec.deadline_s or now + 1) <= now]
+                late += [x for x in command.leases if x.attempt == 1 and _queue_until_s(x.task) <= now]
                 if late:
-                    raise ViolationError(f"task {late[0].task.task_id} was dispatched past its deadline")
+                    raise ViolationError(f"task {late[0].task.task_id} was dispatched past its time")
         match event:
             case ev.Hello():
                 self._heard_s[event.session] = now
@@ -114,26 +117,38 @@ class Time:
                 self._timer("the drain of", worker.worker_id, worker.drain_deadline_s)
 
     def _tasks(self, now: float) -> None:
-        for task in self._core.tasks.values():
+        core = self._core
+        for task in core.tasks.values():
             if task.outcome is not None:
                 continue
             spec, lease = task.spec, task.lease
+            if task.attempts > (lease is not None) or (lease is not None and lease.running):
+                self._begun[task] = None
+            if lease is not None:
+                self._taken[task] = None
             if spec.deadline_s is not None:
                 if spec.deadline_s <= now:
                     raise ViolationError(f"task {task.task_id} outlives its deadline")
                 self._timer("the deadline of task", task.task_id, spec.deadline_s)
+            # Not those of an earlier session: they are recalled at the latest when the wait for workers would end.
+            kept = lease is not None and lease.frame and task not in self._begun and not lease.recalled
+            if kept and _queue_until_s(task) <= now and not core.held(now):
+                raise ViolationError(f"task {task.task_id} waits in a window past its queue timeout")
+            if spec.queue_timeout_s is not None and task not in self._begun:
+                # A worker that took it has some time to say that it began it.
+                grace_s = core.limits.session_timeout_s if task in self._taken else 0.0
+                until_s = max(task.submit_s + spec.queue_timeout_s + grace_s, self._hold_at_most_until_s)
+                if until_s <= now:
+                    raise ViolationError(f"task {task.task_id} outlives its queue timeout")
+                self._timer("the queue timeout of task", task.task_id, until_s)
             if lease is None:
-                if spec.queue_timeout_s is not None and task not in self._taken:
-                    until_s = max(task.submit_s + spec.queue_timeout_s, self._hold_at_most_until_s)
-                    if until_s <= now:
-                        raise ViolationError(f"task {task.task_id} outlives its queue timeout")
-                    self._timer("the queue timeout of task", task.task_id, until_s)
                 if not task.waiting and task.extra is not None:
                     self._timer("the pause of task", task.task_id, task.extra.not_before_s)
                 continue
-            self._taken[task] = None
-            if lease.running and spec.run_timeout_s is not None:
-                due_s = lease.run_s + spec.run_timeout_s + RUN_GRACE_S
+            if spec.run_timeout_s is not None:
+                due_s = (lease.run_s if lease.running else lease.dispatch_s) + spec.run_timeout_s + RUN_GRACE_S
+                if due_s <= now:
+                    raise ViolationError(f"lease {lease.lease_id} outlives its run timeout")
                 self._timer("the run timeout of task", task.task_id, due_s)
 
     def _forgotten(self, commands: Sequence[ev.Command], now: float) -> None:
@@ -145,6 +160,7 @@ class Time:
             if isinstance(command, ev.Settled):
                 for task in command.tasks:
                     self._taken.pop(task, None)
+                    self._begun.pop(task, None)
                     if not task.spec.durable and task.outcome is not None:
                         until_s = self._ephemeral[task] = task.outcome.finish_s + task.spec.result_ttl_s
                         self._all_forgotten_s = max(self._all_forgotten_s, until_s)
@@ -153,8 +169,12 @@ class Time:
         gone = [t for t in self._ephemeral if t.task_id not in core.tasks]
         early = [t for t in gone if self._ephemeral[t] > now]
         if early:
-            size = core._ephemeral_bytes + sum([len(t.outcome.result) + 600 for t in gone if t.outcome is not None])
+            size = core._ephemeral_bytes + sum([len(t.outcome.result) + 800 for t in gone if t.outcome is not None])
             if size <= core.limits.ephemeral_bytes_max:
                 raise ViolationError(f"the outcome of task {early[0].task_id} was forgotten before its time")
         for task in gone:
             del self._ephemeral[task]
+
+
+def _queue_until_s(task: Task) -> float:
+    return math.inf if task.spec.queue_timeout_s is None else task.submit_s + task.spec.queue_timeout_s

@@ -12,10 +12,12 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import contextmanager
+from copy import copy
 from typing import TYPE_CHECKING, Any, cast
 
-from multigpu_master import known_requests
+from multigpu_master import ids, known_requests
 from multigpu_master.journal import CommitCallback, Entry, JournalFullError, SettleRecord, SubmitRecord
+from multigpu_master.journal_sqlite import frees
 
 from tests.sim.world import Link, World
 
@@ -36,13 +38,16 @@ class Rows:
         self.dead: dict[int, SubmitRecord] = {}
         self.settings: dict[str, bytes] = {}
         self.reborn: dict[int, list[int]] = {}  # dead letter -> the tasks that came in the transaction in which it went
+        self.epoch = 0
+        self.incarnations: list[ids.Incarnation] = []
 
     def apply(self, entry: Entry) -> None:
         """One entry of a transaction that succeeded."""
         for row in entry.submits:
             self.tasks[row.task_id] = row
         for settle in entry.settles:
-            self.tasks.pop(settle.task_id, None)
+            if settle.submitted:
+                self.tasks.pop(settle.task_id, None)
             self.outcomes[settle.task_id] = settle
             if settle.request_id:
                 self.by_request[settle.request_id] = settle
@@ -57,6 +62,26 @@ class Rows:
             self.dead.pop(task_id, None)
             if entry.submits:
                 self.reborn.setdefault(task_id, []).extend([r.task_id for r in entry.submits])
+        self.epoch = entry.epoch or self.epoch
+
+    def backup(self) -> Rows:
+        """A copy of what is there now."""
+        rows = Rows()
+        rows.restore(self)
+        return rows
+
+    def restore(self, rows: Rows) -> None:
+        """Holds what these rows hold, and nothing else."""
+        for name in ("tasks", "outcomes", "by_request", "dead", "settings", "epoch", "incarnations"):
+            setattr(self, name, copy(getattr(rows, name)))
+        self.reborn = {task_id: list(born) for task_id, born in rows.reborn.items()}
+
+    def begin_incarnation(self, name: str) -> None:
+        """As journal_schema.begin_incarnation does. The clock stands still, which is the worst it can do: a master on
+        an older copy begins the very epochs that the copy lacks.
+        """
+        self.epoch = ids.next_epoch(self.epoch, 0.0)
+        self.incarnations.append(ids.Incarnation(name, ids.first_id(self.epoch), len(self.outcomes) + 1))
 
 
 class SimJournal(Rows):
@@ -71,6 +96,7 @@ class SimJournal(Rows):
         self._generation = 0  # counts the openings
         self._queue: list[Entry] = []
         self._pending: deque[Entry] = deque()
+        self._freeing: deque[Entry] = deque()  # while the disk is full: what is written ahead of the rest
         self._refused: dict[int, None] = {}
         self._writing = False
         self._full = False  # as the thread knows it
@@ -88,6 +114,7 @@ class SimJournal(Rows):
         self._generation += 1
         self._queue = []
         self._pending.clear()
+        self._freeing.clear()
         self._refused = {}
         self._writing = self._full = False
 
@@ -101,8 +128,12 @@ class SimJournal(Rows):
         return {r: self.by_request[r] for r in request_ids if r in self.by_request}
 
     @property
+    def writable(self) -> bool:
+        return not self._full
+
+    @property
     def idle(self) -> bool:
-        return not (self._queue or self._pending or self._writing or self._full)
+        return not (self._queue or self._pending or self._freeing or self._writing or self._full)
 
     def _take(self) -> None:
         """The thread has time: it takes what is queued, and writes unless the disk is known to be full."""
@@ -111,48 +142,61 @@ class SimJournal(Rows):
         taken, self._queue = self._queue, []
         if self._full:
             self._sort_out(taken)
+            if self._freeing:
+                self._begin(self._freeing)
             return
         self._pending.extend(taken)
         if self._pending:
-            self._begin()
+            self._begin(self._pending)
 
-    def _begin(self) -> None:
+    def _begin(self, waiting: deque[Entry]) -> None:
         self._writing = True
-        batch = list(self._pending)
+        batch = list(waiting)
         if len(batch) > 1 and self._world.chance(0.1):
             batch = batch[: self._world.random.randrange(1, len(batch))]
         for _ in batch:
-            self._pending.popleft()
+            waiting.popleft()
         generation = self._generation
-        self._world.after(self._world.between(0.0005, 0.03) * self.slow, lambda: self._end(batch, generation))
+        self._world.after(self._world.between(0.0005, 0.03) * self.slow, lambda: self._end(batch, waiting, generation))
 
-    def _end(self, batch: list[Entry], generation: int) -> None:
+    def _end(self, batch: list[Entry], waiting: deque[Entry], generation: int) -> None:
+        """What empties the journal finds room in the reserve, which has no end here."""
         if generation != self._generation:
             return
         self._writing = False
-        if self.disk_full:
-            self._pending.extendleft(reversed(batch))
+        ahead = waiting is self._freeing
+        if self.disk_full and not (ahead or (batch and all(map(frees, batch)))):
+            waiting.extendleft(reversed(batch))
             if not self._full:
                 self._full = True
-                pending, self._pending = list(self._pending), deque()
+                self._told.send(([], 0, FULL))
+                pending = list(waiting)
+                waiting.clear()
                 self._sort_out(pending)
             self._world.after(RETRY_S, lambda: self._retry(generation))
         else:
-            room_again, self._full = self._full, False
+            room_again = self._full and not ahead
             if room_again:
+                self._full = False
                 self._refused = {}
             for entry in batch:
                 self.apply(entry)
-            if batch or room_again:
+            if batch:
                 self._told.send((batch, 0, None))
+            if room_again:
+                self._told.send(([], 0, None))
         self._take()
 
     def _retry(self, generation: int) -> None:
-        if generation == self._generation:
-            self._begin()
+        if generation != self._generation:
+            return
+        if self._writing:
+            self._world.after(0.001, lambda: self._retry(generation))
+        else:
+            self._begin(self._pending)
 
     def _sort_out(self, entries: Iterable[Entry]) -> None:
-        """On a full disk: refuses submits, and keeps the rest but for the settles of refused tasks."""
+        """On a full disk: rejects submits, and keeps the rest but for the settles of rejected tasks."""
         refused: list[Entry] = []
         for entry in entries:
             if entry.submits:
@@ -161,7 +205,7 @@ class SimJournal(Rows):
                 continue
             if any(r.task_id in self._refused for r in entry.settles):
                 entry.settles = [r for r in entry.settles if r.task_id not in self._refused]
-            self._pending.append(entry)
+            (self._freeing if frees(entry) else self._pending).append(entry)
         if refused:
             self.refused_ever = True
             self._world.coverage["journal: submits refused"] += len(refused)
@@ -207,9 +251,9 @@ class SimLoop:
         loaded, it sends everyone to the journal anyway, and clearing megabytes would take longer than the run.
         """
         asyncio._set_running_loop(cast("asyncio.AbstractEventLoop", self))
-        slots, known_requests.SLOTS_MIN = known_requests.SLOTS_MIN, 1
+        capacity, known_requests.CAPACITY_MIN = known_requests.CAPACITY_MIN, 1
         try:
             yield
         finally:
-            known_requests.SLOTS_MIN = slots
+            known_requests.CAPACITY_MIN = capacity
             asyncio._set_running_loop(None)

@@ -12,22 +12,25 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
 from multigpu.v1 import task_pb2
-from multigpu_master import settings, wire
+from multigpu_master import ids, settings, wire
 from multigpu_master.core import events as ev
-from multigpu_master.core.model import Outcome, OutcomeState, Spec, Task, TaskError
+from multigpu_master.core import identity
+from multigpu_master.core.model import EPOCH_IDS, Outcome, OutcomeState, Spec, Task, TaskError
 from multigpu_master.core.scheduler import Core, Limits
+from multigpu_master.driver import is_cancelled
 from multigpu_master.journal import Journal, JournalError, LargeBody, SettleRecord
 from multigpu_master.journaling import Journaling
 from multigpu_master.strategies.registry import load_strategies
 
 from tests.sim.invariants import Invariants
-from tests.sim.journal import SimJournal, SimLoop
+from tests.sim.journal import Rows, SimJournal, SimLoop
 from tests.sim.world import Inbox, Link, ViolationError, World
 
 if TYPE_CHECKING:
     from tests.sim.client import Client
 
 STRATEGIES = load_strategies()
+PROOFS = ids.LeaseProofs(b"of every master of the simulation")
 DISK_FULL = ev.Rejection(8, "the journal is full", 1.0)
 
 
@@ -37,16 +40,20 @@ class Grant:
 
     session: int
     frame: int
-    leases: list[tuple[int, int, int, bytes, bytes, int, float]]
+    leases: list[tuple[int, int, int, bytes, int, bytes, int, float]]
 
     @classmethod
     def of(cls, command: ev.Dispatch) -> Grant:
         leases = []
-        for x in command.leases:
+        granted = command.leases
+        columns = [x.lease_id for x in granted], [x.task.task_id for x in granted], [x.attempt for x in granted]
+        proofs = PROOFS.of(granted[0].worker.worker_id, *columns)
+        for x, proof in zip(granted, proofs, strict=True):
             task = x.task
             checkpoint, partials = (task.extra.checkpoint, len(task.extra.partials)) if task.extra else (b"", 0)
             leases.append((
-                x.lease_id, task.task_id, x.attempt, task.payload, checkpoint, partials, task.spec.run_timeout_s or 0.0
+                x.lease_id, task.task_id, x.attempt, task.payload, proof, checkpoint, partials,
+                task.spec.run_timeout_s or 0.0,
             ))  # fmt: skip
         return cls(command.session, command.frame, leases)
 
@@ -65,6 +72,10 @@ class Master:
         self.specs: dict[bytes, Spec] = {}  # those that the clients use, by what the journal keeps of them
         self.stalled_until = 0.0
         self.wall_skew_s = 0.0  # how wrong its host's wall clock is now
+        self.ids_left = EPOCH_IDS  # at the beginning of each range of ids
+        self.incarnations: ids.Incarnations
+        self.restored = 0  # the last life before the journal was lost, or an older copy of it restored
+        self.cursors: list[tuple[str, list[int]]] = []  # each that a client may have: by whom, and what comes up to it
         self.requeued: dict[int, list[int]] = {}  # dead letter -> the tasks told of, once durable
         self.discarded: dict[int, None] = {}
         self.invariants = Invariants(self)
@@ -74,6 +85,7 @@ class Master:
         self._skew_s = 0.0
         self._loop: SimLoop
         self._requeueing: dict[int, None] = {}
+        self._withdrawn: dict[int, list[int]] = {}  # as the driver's
         self._inbox = Inbox(world, lambda: self.stalled_until)
         self._outcomes = wire.OutcomeWriter()
         self._ids = 0
@@ -95,7 +107,13 @@ class Master:
         self._tick_at = 0.0
         self._loop = SimLoop(world, self.when_awake)
         self._requeueing = {}
-        core = self.core = Core(STRATEGIES, self._limits, self.epoch << 32, world.random.random, self._strategy)
+        self._withdrawn = {}
+        self.journal.begin_incarnation(f"life {self.epoch}")
+        self.incarnations = ids.Incarnations(self.journal.incarnations)
+        self._judge_cursors()
+        core = self.core = Core(
+            STRATEGIES, self._limits, self._first_id(self.journal.epoch), world.random.random, self._strategy
+        )
         self.invariants.begin(core)
         with self._loop.running():
             journaling = Journaling(cast("Journal", self.journal), self.handle, lambda: None, self._fatal)
@@ -113,6 +131,8 @@ class Master:
             return
         self.world.trace("master %d is killed", self.epoch)
         self.tally()
+        if not self.cursors or len(self.cursors[-1][1]) != len(self.journal.outcomes):
+            self.cursors.append((self.incarnations.current, list(self.journal.outcomes)))
         self.core = None
         self._loop.dead = True
         self._inbox.clear()
@@ -124,6 +144,36 @@ class Master:
         for client in list(self.streams.values()):
             client.stream_broke()
         self.streams = {}
+
+    def restore(self, rows: Rows) -> None:
+        """The data directory is another one from now on."""
+        self.crash()
+        self.journal.restore(rows)
+        self.restored = self.epoch
+        self.requeued = {letter: ids for letter, ids in self.requeued.items() if letter in rows.reborn}
+        self.invariants.forget(rows.by_request)
+
+    def _first_id(self, epoch: int) -> int:
+        return ids.first_id(epoch) + EPOCH_IDS - self.ids_left
+
+    def _judge_cursors(self) -> None:
+        """A cursor that is accepted stands for what it stood for when it was given out."""
+        for name, before in self.cursors:
+            if len(before) < self.incarnations.cursors_end(name):
+                self.world.coverage["cursor: accepted"] += 1
+                if list(self.journal.outcomes)[: len(before)] != before:
+                    raise ViolationError(f"a cursor of {name} after {before} skips outcomes")
+            else:
+                self.world.coverage["cursor: out of range"] += 1
+
+    def _renew_ids(self) -> None:
+        epoch = ids.next_epoch(self.journal.epoch, 0.0)
+
+        def begun(error: JournalError | None) -> None:
+            if error is None:
+                self.handle(ev.IdsRenewed(self._first_id(epoch)))
+
+        self.journaling.begin_epoch(epoch, begun)
 
     def tally(self) -> None:
         """Counts what this life brought."""
@@ -189,10 +239,12 @@ class Master:
                 if command.remember:
                     setting = settings.worker_setting(command.worker)
                     self.journaling.remember(dict.fromkeys(setting) if command.gone else setting)
+            case ev.RenewIds():
+                self._renew_ids()
             case ev.BreakerChanged():
                 self.world.coverage[f"core: the breaker {'tripped' if command.tripped_s else 'was reset'}"] += 1
                 self.journaling.remember(settings.breaker_setting(command.tripped_s))
-            case ev.Welcome() | ev.Dispatch() | ev.Revoke() | ev.Desire() | ev.EndSession():
+            case ev.Welcome() | ev.Dispatch() | ev.Revoke() | ev.Recall() | ev.Desire() | ev.EndSession():
                 if isinstance(command, ev.Welcome) and command.adopted:
                     self.world.coverage["core: adopted leases"] += len(command.adopted)
                 link = self.down.get(command.session)
@@ -234,12 +286,15 @@ class Master:
             for task in tasks:
                 client.tell_rejected(stream, task.request_id, DISK_FULL)
             return
-        known: dict[str, SettleRecord] = {}
-        if spec.durable:
-            asked = [t.request_id for t in tasks if t.request_id not in core.requests]
-            known = self.journal.find_requests(self.journaling.perhaps_known(asked))
-        for request_id, stored in known.items():
-            client.tell_outcome(stream, request_id, stored.task_id, _stored_outcome(stored), epoch)
+        asked = [t.request_id for t in tasks if t.request_id not in core.requests]
+        known = self.journal.find_requests(self.journaling.perhaps_known(asked))
+        for task in [t for t in tasks if t.request_id in known]:
+            stored = known[task.request_id]
+            other = identity.conflict(stored.task_id, stored.kind, stored.model, stored.fingerprint, task)
+            if other is not None:
+                client.tell_rejected(stream, task.request_id, other)
+            else:
+                client.tell_outcome(stream, task.request_id, stored.task_id, _stored_outcome(stored), epoch)
         fresh = [t for t in tasks if t.request_id not in known]
         accepted: list[tuple[str, Task]] = []
 
@@ -255,6 +310,8 @@ class Master:
         ):
             if isinstance(answer, ev.Rejection):
                 client.tell_rejected(stream, task.request_id, answer)
+            elif (streams := self._withdrawn.get(answer.task_id)) is not None:
+                streams.append(stream)
             elif answer.outcome is not None:
                 client.tell_outcome(stream, task.request_id, answer.task_id, answer.outcome, epoch)
             else:
@@ -278,21 +335,34 @@ class Master:
 
     def _settled(self, tasks: list[Task]) -> None:
         durable: list[tuple[Task, bytes | LargeBody]] = []
+        writable = self.journaling.writable
+        cancelled = [task for task in tasks if task.spec.durable and (is_cancelled(task) or not writable)]
+        self._withdrawn.update({task.task_id: list(task.streams) for task in cancelled})
         for task in tasks:
             outcome = task.outcome
             assert outcome is not None, "it is settled"
             if not outcome.dispatch_s <= outcome.finish_s <= self.now:
                 raise ViolationError(f"task {task.task_id} ended at {outcome.finish_s}, by a clock that is not ours")
-            for stream in task.streams:
-                client = self.streams.get(stream)
-                if client is not None:
-                    client.tell_outcome(stream, task.request_id, task.task_id, outcome, self.epoch)
+            if task.task_id not in self._withdrawn:
+                self._tell(task, task.streams)
             if task.spec.durable:
                 durable.append((task, self._outcomes.write(task)))
         if durable:
             if self.core is not None and self.core.clogged():
                 self.world.coverage["core: nothing dispatched for outcomes not written"] += 1
-            self._loop.call_soon(self.journaling.settles, durable)
+
+            def done(error: JournalError | None) -> None:
+                for task in cancelled if error is None else ():
+                    self._tell(task, self._withdrawn.pop(task.task_id))
+
+            self._loop.call_soon(self.journaling.settles, durable, done if cancelled else None)
+
+    def _tell(self, task: Task, streams: Sequence[int]) -> None:
+        assert task.outcome is not None, "it is settled"
+        for stream in streams:
+            client = self.streams.get(stream)
+            if client is not None:
+                client.tell_outcome(stream, task.request_id, task.task_id, task.outcome, self.epoch)
 
     def cancel(self, request_id: str) -> None:
         assert self.core is not None, "the master is up"

@@ -34,9 +34,15 @@ PROGRESS_S = 5.0
 class Fleet:
     """A core, its simulated workers, and the CPU time of each kind of event."""
 
-    def __init__(self, workers: int, strategy: str = "auto", kinds: int = 1) -> None:
+    def __init__(
+        self, workers: int, strategy: str = "auto", kinds: int = 1, queues: int = 1, frame: int = FRAME
+    ) -> None:  # fmt: skip
         self.core = Core(STRATEGIES, Limits(tasks_max=20_000_000, bytes_max=1 << 40), 1, lambda: 0.5, strategy)
-        self.specs = [Spec(kind=f"kind{k}", wait_for_worker=True) for k in range(kinds)]
+        self.specs = [
+            Spec(kind=f"kind{i % kinds}", queue=f"queue{i % queues}", wait_for_worker=True)
+            for i in range(max(kinds, queues))
+        ]
+        self._frame = frame
         self.workers = workers
         self.now = 1000.0
         self.held: dict[int, list[Lease]] = {}
@@ -48,7 +54,7 @@ class Fleet:
 
     def join(self) -> None:
         """Every worker says hello, one after the other."""
-        capabilities = tuple(Capability(kind=s.kind) for s in self.specs)
+        capabilities = tuple(Capability(kind=kind) for kind in dict.fromkeys(s.kind for s in self.specs))
         for session in range(1, self.workers + 1):
             info = WorkerInfo(
                 worker_id=f"w{session}", capabilities=capabilities, window_tasks=WINDOW, slots=WINDOW,
@@ -60,9 +66,9 @@ class Fleet:
     def submit(self, n: int) -> None:
         """n new tasks, in frames, of each spec in turn."""
         told_s = time.monotonic()
-        for done in range(0, n, FRAME):
-            spec = self.specs[self.submitted // FRAME % len(self.specs)]
-            size = min(FRAME, n - done)
+        for done in range(0, n, self._frame):
+            spec = self.specs[self.submitted // self._frame % len(self.specs)]
+            size = min(self._frame, n - done)
             tasks = [self._task(spec, self.submitted + i) for i in range(size)]
             self.submitted += size
             self._do("submit", ev.Submit(spec, tasks, 1), size)
@@ -108,14 +114,16 @@ class Fleet:
                 if not self.held[command.session]:
                     self._busy.append(command.session)
                 self.held[command.session] += command.leases
+            elif isinstance(command, ev.RenewIds):
+                self._do("renew", ev.IdsRenewed(self.core.ids_end), 1)
             elif isinstance(command, ev.Settled):
                 self.settled += len(command.tasks)
                 self._do("commit", ev.SettlesCommitted(command.tasks), len(command.tasks))
 
 
-def row(workers: int, queued: int, strategy: str = "auto", kinds: int = 1, measured: int = MEASURED) -> None:
+def row(workers: int, queued: int, strategy: str = "auto", kinds: int = 1, queues: int = 1, frame: int = FRAME) -> None:
     """A fleet joins an idle master, then works with so many tasks in the queue."""
-    fleet = Fleet(workers, strategy, kinds)
+    fleet = Fleet(workers, strategy, kinds, queues, frame)
     fleet.join()
     fleet.submit(workers * WINDOW + queued)
     # Each worker has to show its pace before its window opens.
@@ -126,7 +134,7 @@ def row(workers: int, queued: int, strategy: str = "auto", kinds: int = 1, measu
     join_us = fleet.us("join")
     fleet.forget_times()
     done = 0
-    while done < measured:
+    while done < MEASURED:
         settled = fleet.settled
         fleet.report(FRAME)
         fleet.submit(fleet.settled - settled)
@@ -134,7 +142,8 @@ def row(workers: int, queued: int, strategy: str = "auto", kinds: int = 1, measu
     fleet.heartbeats(min(workers, 2_000))
     parts = [fleet.us(name) for name in ("submit", "report and dispatch", "commit")]
     waiting = fleet.core.unsettled - fleet.core.leased
-    cells = [f"{workers:>8,}", f"{waiting:>11,}", f"{strategy:>17}", f"{kinds:>6}", f"{join_us:>10,.0f}"]
+    cells = [f"{workers:>8,}", f"{waiting:>11,}", f"{strategy:>17}", f"{kinds:>6}", f"{queues:>7}"]
+    cells.append(f"{join_us:>10,.0f}")
     cells += [f"{us:>9.2f}" for us in (*parts, sum(parts))]
     print("".join(cells) + f"{fleet.us('heartbeat'):>11.1f}", flush=True)
 
@@ -175,7 +184,7 @@ def _resident_bytes() -> int:
 
 
 def rows(workers: Iterable[int], queued: Iterable[int]) -> None:
-    print(f"{'workers':>8}{'queued':>11}{'strategy':>17}{'kinds':>6}{'join':>10}"
+    print(f"{'workers':>8}{'queued':>11}{'strategy':>17}{'kinds':>6}{'queues':>7}{'join':>10}"
           f"{'submit':>9}{'dispatch':>9}{'commit':>9}{'a task':>9}{'heartbeat':>11}   (us of CPU)")  # fmt: skip
     biggest = max(queued)
     for n in workers:
@@ -188,7 +197,10 @@ def rows(workers: Iterable[int], queued: Iterable[int]) -> None:
     for strategy in sorted(STRATEGIES):
         row(most, min(100_000, biggest), strategy)
         gc.collect()
-    row(most, min(100_000, biggest), kinds=50)
+    for kinds in (1, 50, 1_000):  # a task a frame, so that each is of another class than the last
+        for queues in (1, 100, 10_000):
+            row(min(workers), min(100_000, biggest), kinds=kinds, queues=queues, frame=1)
+            gc.collect()
 
 
 def main() -> int:

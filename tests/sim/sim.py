@@ -25,7 +25,7 @@ from tests.sim.worker import SimWorker
 from tests.sim.world import ViolationError, World
 
 REST_S = 900.0
-EVENTS_MAX = 60_000
+EVENTS_MAX = 90_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +79,10 @@ class Simulation:
         # Whether workers tell what models take. Drawn apart, so that the worlds without are as they were.
         self.models_dice = Random(f"models {seed}")
         self.planned = self.models_dice.random() < 0.4
+        # Whether a worker stops to begin what it takes. Drawn apart, too.
+        self._inert_dice = Random(f"inert {seed}")
         self.heartbeat_s = size.heartbeat_s
+        self.ids_dice = Random(f"ids {seed}")
         limits = Limits(
             session_timeout_s=size.timeout_s, ephemeral_bytes_max=random.choice((1_000, 20_000)),
             tasks_max=random.choice((2 * size.batch[-1] + 2, 400, 400, 400)),
@@ -88,6 +91,8 @@ class Simulation:
         )  # fmt: skip
         grace_s = 0.5 * size.timeout_s
         self.master = Master(world, limits, random.choice(("auto", "auto", *STRATEGIES)), grace_s)
+        if self.ids_dice.random() < 0.1:
+            self.master.ids_left = self.ids_dice.randint(2, 60)
         # A swarm: each seed has its own mix of faults, so that rare combinations get their turn.
         self.faults = [f for f in Faults.names if random.random() < 0.3]
         self._faults = Faults(self)
@@ -101,6 +106,7 @@ class Simulation:
         self._thorough = world.chance(0.1)
         self._healed_s = 0.0
         self._rest_s = 0.0
+        self._inert_s = 0.0  # how long a worker may stay inert after the other faults
         self._asked = 0
 
     def _info(self, i: int) -> WorkerInfo:
@@ -179,6 +185,12 @@ class Simulation:
         if self.faults:
             for _ in range(random.choice(size.faults)):
                 world.after(world.between(0.0, size.faults_s), self._fault)
+        if self._inert_dice.random() < 0.15:
+            world.after(self._inert_dice.random() * size.faults_s, self._inert_dice.choice(self.workers).stall)
+            self._inert_s = self._inert_dice.choice((0.5, 10.0)) * self.timeout_s
+            world.coverage["fault: worker begins nothing"] += 1
+        if self.ids_dice.random() < 0.15:
+            self._faults.lose_data(self.ids_dice)
         world.after(size.faults_s + 0.01, self._heal)
         while not self._at_rest():
             if not world.step() or world.now > world.start + REST_S or world.events > EVENTS_MAX:
@@ -196,6 +208,8 @@ class Simulation:
         self.master.journal.disk_full = False
         for worker in self.workers:
             worker.memory_used = 0
+            if worker.inert:
+                world.after(self._inert_s, worker.resume)
             worker.resident = ()  # what was to be unloaded is
         info = WorkerInfo(
             worker_id="healer", memory_total_bytes=1000, labels={"zone": "a"},
@@ -245,7 +259,7 @@ class Simulation:
             raise ViolationError(f"the journal still has tasks {list(journal.tasks)[:5]}")
         for client in self.clients:
             for ask in client.asks.values():
-                if ask.task_id and ask.spec.durable and ask.request_id not in journal.by_request:
+                if client.promised(ask) and ask.request_id not in journal.by_request:
                     raise ViolationError(f"{ask.request_id} was acknowledged, and lost")
                 self._judge_outcomes(ask, [o for _, _, o in ask.outcomes])
         self._judge_letters()

@@ -8,11 +8,13 @@ from contextlib import contextmanager
 from multigpu_master.core import fleet, lanes, placement, timers
 
 SMALL = (
+    (lanes, "PART", 4),
     (lanes, "HOLLOW_MIN", 2),
     (timers, "SWEEP_MIN", 4),
     (fleet, "CHANGES_MAX", 32),
     (placement, "RANKINGS_MAX", 3),
     (placement, "PINS_MAX", 4),
+    (placement, "FEW", 2),
 )
 
 

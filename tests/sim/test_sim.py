@@ -56,6 +56,11 @@ def test_everything_that_can_occur_does(ahead: "subprocess.CompletedProcess[str]
         "rejection: code 4",  # a deadline that has passed
         "rejection: code 8",  # something is full
         "rejection: code 9",  # nobody could ever run it
+        "rejection: code 14",  # the journal has not begun new ids
+        "fault: data lost",
+        "fault: older copy",
+        "cursor: accepted",
+        "cursor: out of range",
         "journal: submits refused",
         "outcome: told again to a new client",
         "worker: taken over",
@@ -83,6 +88,8 @@ FOUND = {
     "a client that joined tasks which then found no room waited for ever": 628332,
     # test_a_device_that_got_well_while_the_master_was_away_is_back
     "a device that got well while the master was away stayed quarantined for ever": 19314,
+    # test_the_urgent_get_a_place_though_the_clock_was_set_back_since_they_came
+    "an urgent task waited behind others until a clock that was set back had caught up": 19362,
     # No fault of the master's: what it must not be blamed for.
     "a drain's deadline passed while the master was away, and a report of then came too late": 610549,
     "the same, and the report was of a failure": 132433,

@@ -14,7 +14,7 @@ from multigpu_master.core.residency import Resident
 from multigpu_worker import session as ws
 
 from tests.sim.invariants import check
-from tests.sim.master import Grant, Master
+from tests.sim.master import PROOFS, Grant, Master
 from tests.sim.world import Inbox, Link, World
 
 SPEC = ws.Spec(kind="sim")
@@ -36,11 +36,13 @@ class SimWorker:
         self.held = ws.Session(ws.SessionLimits())
         self.running: dict[int, ws.Lease] = {}
         self.frozen_until = 0.0
+        self.inert = False  # it says that it is well, takes leases, and begins none
         self.stopping = False
         self.resident: tuple[str, ...] = ()
         self.health = HEALTHY  # its device's
         self.memory_used = 0
         self.utilization = 0.0
+        self.claims: list[tuple[int, int, int, int]] = []  # leases of others that its hellos list, with proofs
         self.reported: list[int] = []  # leases that it has reported on this stream
         self._heartbeat_s = heartbeat_s
         self._run_timeouts_s: dict[int, float] = {}  # by lease_id
@@ -117,6 +119,16 @@ class SimWorker:
             self.health = HEALTHY
             self._heartbeat()
 
+    def stall(self) -> None:
+        """It begins nothing from now on, and does not know it."""
+        self._world.trace("%s begins nothing more", self.info.worker_id)
+        self.inert = True
+
+    def resume(self) -> None:
+        self.inert = False
+        if self._awake(self.resume):
+            self._pump()
+
     def break_stream(self, heard_after_s: float | None) -> None:
         """The stream breaks; the master hears of it after a while, or not at all."""
         if self._session and self.alive:
@@ -186,7 +198,8 @@ class SimWorker:
         self._up = Link(world, delay_s, up)
         self._down = Link(world, delay_s, lambda command: self._inbox.put(lambda: self._down_frame(command)))
         master.down[session] = self._down
-        self._up.send(ev.Hello(session, self.info, self._listed(hello=True)))
+        ids_end = master.incarnations.ids_end(self.held.incarnation)
+        self._up.send(ev.Hello(session, self.info, self._listed(hello=True), ids_end))
         stream = self._stream
         # Should the master be gone by then, nobody says so: the agent notices by itself.
         world.after(3 * self._heartbeat_s, lambda: self._give_up(stream))
@@ -214,18 +227,31 @@ class SimWorker:
             self._reconnect()
 
     def _listed(self, *, hello: bool) -> list[ev.HeldLease]:
-        held = self.held.held(hello=hello)
-        return [
+        said = [
             ev.HeldLease(h.lease.lease_id, h.lease.task_id, h.lease.attempt, h.lease.running, checkpoint=h.checkpoint
-            or b"") for h in held
+            or b"", proven=hello and self._proven(h.lease.lease_id, h.lease.task_id, h.lease.attempt, h.lease.proof))
+            for h in self.held.held(hello=hello)
         ]  # fmt: skip
+        if hello:
+            check(all(h.proven for h in said), "%s cannot prove a lease that it was granted", self.info.worker_id)
+            own = {h.lease_id for h in said}
+            claims = [claim for claim in self.claims if claim[0] not in own]
+            said += [ev.HeldLease(*claim[:3], proven=self._proven(*claim)) for claim in claims]
+            self._world.coverage["worker: claims in hello"] += len(claims)
+        return said
 
-    def _down_frame(self, command: ev.Welcome | ev.Revoke | ev.Desire | ev.EndSession | Grant) -> None:
+    def _proven(self, lease_id: int, task_id: int, attempt: int, proof: int) -> bool:
+        """As wire.held_leases finds."""
+        return PROOFS.of(self.info.worker_id, [lease_id], [task_id], [attempt]) == (proof,)
+
+    def _down_frame(
+        self, command: ev.Welcome | ev.Revoke | ev.Recall | ev.Desire | ev.EndSession | Grant
+    ) -> None:  # fmt: skip
         if not self.alive or command.session != self._session:
             return
         match command:
             case ev.Welcome():
-                self._drop(self.held.welcome(command.adopted))
+                self._drop(self.held.welcome(command.adopted, self._master.incarnations.current))
                 owed = [g for g in self.held._outbox if isinstance(g, ws.Reports)]
                 listed = [*self.held.leases, *[r.lease.lease_id for g in owed for r in g.reports]]
                 unwanted = [x for x in listed if x not in command.adopted]
@@ -237,11 +263,12 @@ class SimWorker:
                 self._last_frame = command.frame
                 self.held.grant([
                     ws.Lease(
-                        lease_id, task_id, attempt, SPEC, payload, checkpoint=checkpoint, partials_received=partials,
+                        lease_id, task_id, attempt, SPEC, payload, proof=proof, checkpoint=checkpoint,
+                        partials_received=partials,
                         # Another master would not have those outputs.
                         resumable=not partials,
                     )
-                    for lease_id, task_id, attempt, payload, checkpoint, partials, _ in command.leases
+                    for lease_id, task_id, attempt, payload, proof, checkpoint, partials, _ in command.leases
                 ])  # fmt: skip
                 for lease_id, *_, run_timeout_s in command.leases:
                     self._run_timeouts_s[lease_id] = run_timeout_s
@@ -252,6 +279,10 @@ class SimWorker:
             case ev.Revoke():
                 leases = [self.held.revoke(x) for x in command.lease_ids]
                 self._drop([x for x in leases if x is not None])
+            case ev.Recall():
+                leases = [self.held.leases.get(x) for x in command.lease_ids if x not in self.running]
+                self.held.give_back([x for x in leases if x is not None], "recalled", 0, error_type="Recalled")
+                self.flush()
             case ev.EndSession() if command.taken_over and self.held.connected:
                 self._world.coverage["worker: taken over"] += 1
                 self._world.trace("%s ends: another has its id", self.info.worker_id)
@@ -292,7 +323,7 @@ class SimWorker:
             for group in frame.reports:
                 self.reported = [*[r.lease.lease_id for r in group.reports], *self.reported[:5]]
                 self._up.send(_reports(self._session, group))
-            partials = [ev.PartialOutput(p.lease.lease_id, p.index, p.data) for p in frame.partials]
+            partials = [ev.PartialOutput(p.lease.lease_id, p.index, p.data, p.content_type) for p in frame.partials]
             if partials:
                 self._up.send(ev.Partials(self._session, partials))
 
@@ -313,7 +344,7 @@ class SimWorker:
 
     def _pump(self) -> None:
         for lease in list(self.held.leases.values()):
-            if len(self.running) >= self.info.slots:
+            if len(self.running) >= self.info.slots or self.inert:
                 return
             if lease.lease_id not in self.running and not self.stopping:
                 self._begin(lease)

@@ -40,7 +40,7 @@ class Recorder:
         assert self.outcome is None, "settled twice"
         self.outcome = (error_type, message, retryable)
 
-    def partial(self, item: Item, data: bytes) -> None:
+    def partial(self, item: Item, data: bytes, content_type: str = "") -> None:
         del item
         assert self.outcome is None, "an output after the end"
         self.chunks.append(data)

@@ -113,6 +113,7 @@ class ScriptedMaster(WorkerServiceServicer):
         self.streams: asyncio.Queue[Stream] = asyncio.Queue()
         self.adopt: Callable[[pb.Hello], list[int]] = lambda hello: [lease.lease_id for lease in hello.leases]
         self.refuse: tuple[grpc.StatusCode, str] | None = None
+        self.refusals = 0
         self.server: Any = None
         self.port = 0
 
@@ -148,6 +149,7 @@ class ScriptedMaster(WorkerServiceServicer):
         first = await context.read()
         assert first.HasField("hello")
         if self.refuse is not None:
+            self.refusals += 1
             await context.abort(*self.refuse)
         stream = Stream(first.hello)
         welcome = pb.Welcome(session_id=f"s{time.monotonic_ns()}", version="scripted")

@@ -21,6 +21,7 @@ from multigpu_worker.engines.classify import ClassifyEngine
 from multigpu_worker.engines.classify_input import PIXELS_MAX, parse, picture
 from multigpu_worker.engines.failures import BadInputError
 from multigpu_worker.engines.models import ModelFolderError
+from multigpu_worker.engines.room import Limit
 from PIL import Image
 
 from .test_embed import Recorder
@@ -176,7 +177,7 @@ def test_memory_that_runs_out_halves_and_is_remembered(text_folder: Path) -> Non
     sizes = []
 
     class Short:
-        front, names, budget = model.front, model.names, 10_000
+        front, names, budget, limit = model.front, model.names, 10_000, Limit()
 
         def probabilities(self, features: list[Any]) -> Any:
             sizes.append(len(features))

@@ -15,9 +15,9 @@ import pytest
 from multigpu.v1 import device_pb2
 from multigpu_worker import stats_file
 from multigpu_worker.cpu import CpuDevice
-from multigpu_worker.device import DeviceError, DeviceGoneError, DeviceInfo, Telemetry, open_device
-from multigpu_worker.energy import EnergyMethod
-from multigpu_worker.sampler import Sampler
+from multigpu_worker.device import DeviceError, DeviceGoneError, DeviceInfo, DeviceProcess, Telemetry, open_device
+from multigpu_worker.energy import EnergyMeter, EnergyMethod
+from multigpu_worker.sampler import Sample, Sampler
 from multigpu_worker.wire import Identity, device_message, telemetry_message
 
 from tests.fakes.gpus import SimulatedGpus
@@ -34,11 +34,12 @@ print(json.dumps([told(wire.device_message(opened.info)), told(wire.telemetry_me
 """
 
 
-def ask(gpus: SimulatedGpus, name: str) -> tuple[dict[str, Any], dict[str, Any]]:
+def ask(gpus: SimulatedGpus, name: str, **env: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """What a worker on that device would tell: of itself, and of how it is."""
     done = subprocess.run(
-        [sys.executable, "-c", ASK, name], env={**os.environ, **gpus.env()}, capture_output=True, text=True, check=False
-    )
+        [sys.executable, "-c", ASK, name], env={**os.environ, **gpus.env(), **env}, capture_output=True, text=True,
+        check=False,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
     info, telemetry = json.loads(done.stdout)
     return info, telemetry
@@ -73,12 +74,43 @@ def test_links_to_a_switch_lead_to_every_peer_that_is_on_it(gpus: SimulatedGpus)
     assert over_nvlink == set(gpus.uuids[1:])
 
 
-def test_mig_instances(gpus: SimulatedGpus) -> None:
+@pytest.mark.parametrize("by_cuda", [False, True])
+def test_a_mig_instance_is_a_device_with_its_own_memory(gpus: SimulatedGpus, by_cuda: bool) -> None:
+    """The driver's number of an instance is that within its GPU: cuda:0 used to be taken for the second of GPU 1."""
     gpus.mig(1, 3)
-    info, _ = ask(gpus, "cuda:1")
+    gpus.heat(1, 71)
+    gpus.process(1, os.getpid(), 1 << 30, instance=1)
+    gpus.process(1, os.getppid(), 1 << 30, instance=2)
+    device_id = gpus.mig_uuids(1)[1]
+    info, telemetry = ask(gpus, "auto", CUDA_VISIBLE_DEVICES=device_id) if by_cuda else ask(gpus, device_id)
+    assert info["device_id"] == device_id
     assert info["mig_enabled"] is True
-    assert len(info["mig_device_ids"]) == 3
-    assert all(device_id.startswith("MIG-") for device_id in info["mig_device_ids"])
+    assert info["mig_device_ids"] == gpus.mig_uuids(1)
+    assert info["product"] == "Simulated H200 MIG 1g.18gb"
+    assert info["name"] == "cuda:1"
+    assert int(info["memory_total_bytes"]) == gpus.gpu(1).memory_total // 3 == int(telemetry["memory_total_bytes"])
+    assert int(telemetry["memory_used_bytes"]) == (2 << 30) // 3
+    assert [process["pid"] for process in telemetry["processes"]] == [os.getpid()]
+    assert "peers" not in info
+    # Of its GPU.
+    assert telemetry["temperature_celsius"] == 71.0
+    assert info["pci_bus_id"] == bytes(gpus.gpu(1).bus_id).decode()
+    # Nobody tells of an instance's utilization.
+    assert "utilization" not in telemetry
+
+
+def test_a_gpu_that_is_cut_into_instances_is_rejected_with_their_uuids(gpus: SimulatedGpus) -> None:
+    gpus.mig(0, 2)
+    for name in ("cuda:0", gpus.uuid(0), "auto"):
+        with pytest.raises(
+            AssertionError, match=r"DeviceError: .*choose --device from MIG-.*, MIG-.*nvidia-smi -i 0 -mig 0"
+        ):
+            ask(gpus, name)
+    gpus.mig(0, 0)
+    with pytest.raises(AssertionError, match=r"DeviceError: .*create one with nvidia-smi mig -i 0 -cgi"):
+        ask(gpus, "cuda:0")
+    with pytest.raises(AssertionError, match=r"DeviceError: there is no MIG-1 here"):
+        ask(gpus, "MIG-1")
 
 
 def test_what_a_device_doesnt_tell_is_absent_and_never_zero(gpus: SimulatedGpus) -> None:
@@ -92,6 +124,28 @@ def test_what_a_device_doesnt_tell_is_absent_and_never_zero(gpus: SimulatedGpus)
         gpus.fail(function)
     _, telemetry = ask(gpus, "cuda:0")
     assert telemetry == {"sample_time": "1970-01-01T00:00:00.000000001Z"}
+
+
+PCIE = """
+from multigpu_worker import device
+
+opened = device.open_device("cuda:0")
+counted, ask = [], opened._ask
+opened._ask = lambda function, *more: (counted.append(function), ask(function, *more))[1]
+told = [opened.sample().pcie_sent_bytes for _ in range(5)]
+often = counted.count("nvmlDeviceGetPcieThroughput")
+opened._pcie_due_s = 0.0
+opened.sample()
+print(often, counted.count("nvmlDeviceGetPcieThroughput"), *set(told))
+"""
+
+
+def test_the_slow_counters_of_pcie_are_not_read_with_every_sample(gpus: SimulatedGpus) -> None:
+    gpus.pcie(0, sent_kib=3)
+    done = subprocess.run(
+        [sys.executable, "-c", PCIE], env={**os.environ, **gpus.env()}, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == ["2", "4", "3072.0"], "one reading of each direction, then another when it is due"
 
 
 def test_older_drivers_tell_by_older_names(gpus: SimulatedGpus) -> None:
@@ -146,6 +200,7 @@ class StubbornDevice:
     def __init__(self) -> None:
         self.info = DeviceInfo(device_id="GPU-1", name="cuda:0", product="", memory_total_bytes=0)
         self.visible_devices = self.engine_name = ""
+        self.compute_prohibited = False
         self.answers = threading.Event()
         self.gone = False
         self.joules = 0.0
@@ -171,7 +226,7 @@ async def test_a_driver_that_doesnt_answer_keeps_nobody() -> None:
     try:
         async with asyncio.timeout(10):
             assert await sampler.sample(0.05) is None
-            assert sampler.hung_s() >= 0.05
+            assert sampler.hung_s() > 0.01  # the thread may have begun late
             assert await sampler.sample(0.01) is None  # it doesn't even wait now
             device.answers.set()
             while (sample := await sampler.sample(5.0)) is None:
@@ -185,6 +240,27 @@ async def test_a_driver_that_doesnt_answer_keeps_nobody() -> None:
     finally:
         device.answers.set()
         sampler.stop()
+
+
+@pytest.mark.parametrize(
+    ("idle", "own", "sharers"),
+    [
+        ((), {1, 2, 3}, 1),  # the default process, a model that is loaded, and one that works
+        ((), {1, 2}, 2),
+        ((3,), {1, 2}, 1),
+        ((1, 2), {1, 2}, 2),
+        ((1, 2), set(), 1),  # in a container pids of the host are not ours to match
+        ((), set(), 3),
+    ],
+)
+def test_who_shares_the_energy(idle: tuple[int, ...], own: set[int], sharers: int) -> None:
+    sampler = Sampler(StubbornDevice())
+    sampler.meter = EnergyMeter(EnergyMethod.COUNTER)
+    processes = tuple(DeviceProcess(pid=pid, idle=pid in idle, mps_client=True) for pid in (1, 2, 3))
+    server = DeviceProcess(pid=4)
+    sampler.latest = Sample(telemetry=Telemetry(processes=(*processes, server)), time_ns=1)
+    sampler.count_sharers(own.__contains__)
+    assert sampler.meter.sharers == sharers
 
 
 async def test_energy_is_read_while_the_device_works_and_only_then() -> None:

@@ -126,12 +126,26 @@ def test_a_clock_that_is_set_back_begins_anew() -> None:
 
 def test_others_on_the_device_make_it_unsure_between_nothing_and_all() -> None:
     meter = EnergyMeter(EnergyMethod.COUNTER)
+    meter.sharers = 2
     read(meter, 5.0, lambda _: 100.0)
-    meter.processes = 2
     joules, uncertainty = measured(meter, 1.0, 4.0)
     assert joules == pytest.approx(150.0, rel=1e-3)
     assert joules * (1 - uncertainty) <= 0.0
     assert joules * (1 + uncertainty) >= 300.0
+
+
+def test_others_share_what_was_taken_while_they_worked() -> None:
+    """One that began after a batch, or was done before its end, has no part of the rest."""
+    meter = EnergyMeter(EnergyMethod.COUNTER)
+    for n in range(61):
+        meter.sharers = 2 if 20 < n <= 40 else 1
+        meter.read(T0 + n * S // 10, n * 10.0, 1)
+    assert measured(meter, 0.0, 2.0)[0] == pytest.approx(200.0, rel=1e-3)
+    assert measured(meter, 2.0, 4.0)[0] == pytest.approx(100.0, rel=1e-3)
+    joules, uncertainty = measured(meter, 0.0, 6.0)
+    assert joules == pytest.approx(500.0, rel=1e-3)
+    assert joules * (1 - uncertainty) <= 400.0
+    assert joules * (1 + uncertainty) >= 600.0
 
 
 def test_a_week_of_readings_takes_no_more_room_than_an_hours() -> None:

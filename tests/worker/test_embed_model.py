@@ -273,6 +273,8 @@ def test_families(tmp_path: Path, build: Callable[[Path], Path]) -> None:
     packed = any(isinstance(module, PackedLinear) for module in model.transformer.modules())
     # GPT-2 has layers of a kind of its own.
     assert packed is (build is not gpt2_left_padded)
+    # The others have attention of their own, or one that doesn't go from each token to all.
+    assert (not model.pads) is (build in {roberta, distilbert, token_types})
 
 
 def test_tokens_are_those_of_auto_tokenizer() -> None:

@@ -8,6 +8,7 @@ import numpy as np
 from multigpu.v1 import embed_pb2
 from multigpu_worker.engines.models import PACKAGED_MODEL, packaged_model
 
+from .asking import models
 from .conftest import StartWorker
 from .scripted_master import ScriptedMaster
 
@@ -60,3 +61,13 @@ async def test_loading_does_not_count_against_the_run_timeout(
     assert worker.engine_pids()[0] == base
     assert len(worker.engine_pids()) == 2
     assert "engine died" not in worker.log
+
+
+async def test_the_limit_of_a_text_is_told_with_the_model(master: ScriptedMaster, start_worker: StartWorker) -> None:
+    """Nobody is told that a text was cut, so the limit must be known before."""
+    await start_worker(master.address, "--threads", "1")
+    stream = await master.stream()
+    stream.lease([(1, payload("cat " * 255)), (2, payload("cat " * 255 + "dog"))], kind="embed")
+    reports = await stream.reported(1, 2, timeout_s=LOADING_S)
+    assert reports[0].result == reports[1].result
+    await stream.until(lambda: models(stream)[PACKAGED_MODEL].facts.get("text") == "cut after 256 tokens")

@@ -2,6 +2,7 @@
 
 import random
 from collections import Counter
+from typing import Any
 
 import pytest
 
@@ -10,11 +11,35 @@ pytest.importorskip("transformers", reason="the extra `worker` is not installed"
 
 import torch
 from multigpu.v1 import generate_pb2 as pb
+from multigpu_worker.engines import generate_cache
 from multigpu_worker.engines.failures import BadInputError
-from multigpu_worker.engines.generate_cache import BlockPool, CacheShape, PagedCache, Piece, make_step
+from multigpu_worker.engines.generate_cache import BlockPool, CacheShape, PagedCache, Piece, make_step, prompt_attention
 from multigpu_worker.engines.generate_sample import Sampling, choose, draw, penalised, uniform
 from multigpu_worker.engines.generate_task import JSON, decode, encode, read_request
 from multigpu_worker.engines.generate_text import TextStream
+from torch.overrides import TorchFunctionMode
+
+
+@pytest.mark.parametrize("masked", [True, False])
+def test_prompts_with_copied_heads_are_those_of_grouped_heads(monkeypatch: pytest.MonkeyPatch, masked: bool) -> None:
+    """On CUDA a mask and grouped heads together would be computed by the kernel that writes out all scores."""
+    torch.manual_seed(0)
+    queries, keys, values = torch.randn(2, 6, 5, 8), torch.randn(2, 2, 9, 8), torch.randn(2, 2, 9, 8)
+    mask = (torch.arange(5).unsqueeze(1) + 4 >= torch.arange(9)).expand(2, 1, 5, 9) if masked else None
+    grouped = prompt_attention(queries, keys, values, mask, 0.3, copied=False)
+    kernel: Any = torch.nn.functional.scaled_dot_product_attention
+    asked: list[bool] = []
+
+    def spy(*tensors: torch.Tensor, enable_gqa: bool, **others: Any) -> torch.Tensor:
+        asked.append(enable_gqa)
+        found: torch.Tensor = kernel(*tensors, enable_gqa=enable_gqa, **others)
+        return found
+
+    monkeypatch.setattr(generate_cache, "scaled_dot_product_attention", spy)
+    copied = prompt_attention(queries, keys, values, mask, 0.3, copied=True)
+    assert asked == [False]
+    torch.testing.assert_close(copied, grouped, rtol=0, atol=1e-6)
+    assert (grouped[:, 0] - grouped[:, 3]).abs().max() > 0.1, "the comparison could not fail"
 
 
 def decode_bytes(ids: list[int]) -> str:
@@ -138,7 +163,7 @@ def test_tokens_are_drawn_as_often_as_transformers_says(temperature: float, top_
     expected = scores.softmax(-1)[0].tolist()
     count = 4000
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=11)
-    drawn = Counter(draw(logits, sampling, position) for position in range(count))
+    drawn = Counter(int(draw(logits, sampling, position)) for position in range(count))
     for token, share in enumerate(expected):
         if share == 0:
             assert drawn[token] == 0
@@ -149,9 +174,9 @@ def test_tokens_are_drawn_as_often_as_transformers_says(temperature: float, top_
 def test_settings_at_their_limits_draw_a_likely_token() -> None:
     logits = torch.tensor([1.0, 30.0, 2.0, float("-inf"), 29.5])
     for temperature in (1e-45, 1e-30, 1e-5):
-        assert {draw(logits, Sampling(temperature=temperature, seed=1), at) for at in range(50)} == {1}
-    assert {draw(logits, Sampling(temperature=2.0, top_p=1e-38, seed=1), at) for at in range(50)} == {1}
-    assert {draw(logits, Sampling(temperature=2.0, top_k=2**32 - 1, seed=1), at) for at in range(200)} >= {1, 4}
+        assert {int(draw(logits, Sampling(temperature=temperature, seed=1), at)) for at in range(50)} == {1}
+    assert {int(draw(logits, Sampling(temperature=2.0, top_p=1e-38, seed=1), at)) for at in range(50)} == {1}
+    assert {int(draw(logits, Sampling(temperature=2.0, top_k=2**32 - 1, seed=1), at)) for at in range(200)} >= {1, 4}
     assert draw(torch.full((5,), 1e38), Sampling(temperature=2.0, seed=3), 0) in range(5)
     lowest = torch.finfo(torch.float32).min
     assert draw(torch.tensor([lowest, 0.0]), Sampling(temperature=1e-45, seed=3), 0) == 1
@@ -163,7 +188,7 @@ def test_repetition_is_penalised_as_transformers_does() -> None:
     logits = torch.randn(30)
     history = [3, 7, 7, 29]
     expected = RepetitionPenaltyLogitsProcessor(1.3)(torch.tensor([history]), logits[None].clone())[0]
-    assert torch.equal(penalised(logits, history, 1.3), expected)
+    assert torch.equal(penalised(logits, torch.tensor(sorted(set(history))), 1.3), expected)
 
 
 def test_rows_are_chosen_each_by_its_own_rules_and_nonsense_is_noticed() -> None:
@@ -174,6 +199,37 @@ def test_rows_are_chosen_each_by_its_own_rules_and_nonsense_is_noticed() -> None
     logits[3, 2] = float("nan")
     samplings = [Sampling(), Sampling(), Sampling(temperature=1.0), Sampling(temperature=1.0)]
     assert choose(logits, samplings, [[1], [1], [1], [1]]) == [4, None, 9, None]
+
+
+class HostReads(TorchFunctionMode):
+    """Counts what makes the host wait for the device."""
+
+    NAMES = ("tolist", "item", "cpu", "numpy", "__int__", "__float__", "__bool__", "__index__", "__getitem__")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reads: list[str] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.__name__
+        # An index that is a number on the device is read, too.
+        if name in self.NAMES and (name != "__getitem__" or (isinstance(args[1], torch.Tensor) and not args[1].ndim)):
+            self.reads.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_step_waits_for_the_device_once_however_many_rows_are_drawn() -> None:
+    torch.manual_seed(5)
+    samplings = [
+        Sampling(temperature=1.0, top_p=0.7, top_k=9, repetition_penalty=1.2, seed=seed) for seed in range(6)
+    ] + [Sampling(), Sampling(repetition_penalty=1.1)]
+    logits = torch.randn(len(samplings), 40)
+    histories = [[row, row + 1, 3] for row in range(len(samplings))]
+    alone = [choose(logits[i : i + 1].clone(), [samplings[i]], [histories[i]])[0] for i in range(len(samplings))]
+    with HostReads() as mode:
+        together = choose(logits.clone(), samplings, histories)
+    assert mode.reads == ["tolist"]
+    assert together == alone
 
 
 def test_blocks_are_given_out_once_and_come_back() -> None:

@@ -97,6 +97,16 @@ async def test_a_partial_does_not_wait_for_the_next_one(worker: Start) -> None:
     await stream.until(lambda: stream.partials, timeout_s=20)  # the next one takes 30 s
 
 
+async def test_partials_do_not_wait_for_a_heartbeat(start_worker: StartWorker) -> None:
+    async with ScriptedMaster(heartbeat_s=60.0) as master:
+        await start_worker(master.address, "--handlers", "handlers_for_tests", pythonpath=HANDLERS)
+        stream = await master.stream()
+        stream.lease([(1, b"")], kind="t.endless")
+        await stream.until(lambda: len(stream.partials) >= 100, timeout_s=30)
+        begun = stream.events.index(("partial", 1, 5))
+        assert "heartbeat" not in stream.events[begun:]
+
+
 async def test_exceptions(worker: Start) -> None:
     _, stream = await worker()
     (report,) = await run(stream, "t.raise", b"key")
@@ -151,6 +161,17 @@ async def test_death_is_blamed_on_the_one_that_ran(worker: Start, kind: str, pay
     for report in await stream.reported(1001, *range(1003, 1103)):
         assert report.state == SUCCEEDED
     await still_works(stream)
+
+
+async def test_a_handler_that_closes_all_descriptors_is_charged_and_its_neighbour_goes_on(worker: Start) -> None:
+    process, stream = await worker()
+    await run(stream, "t.upper", b"warm")
+    stream.lease([(1001, b"")], kind="t.close_all")
+    stream.lease([(1002, b"after")], kind="t.upper")
+    closed, after = await stream.reported(1001, 1002)
+    assert (closed.error.type, closed.error.retryable) == ("EngineDied", True)
+    assert after.state == SUCCEEDED
+    assert process.log.count('"event": "engine died"') <= 2
 
 
 async def test_neighbours_in_one_batch_go_on(worker: Start) -> None:

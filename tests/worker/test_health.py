@@ -1,6 +1,10 @@
 """Whether a device is fit for work: what makes it sick, when it is checked, how it comes back. All of it pure."""
 
+from pathlib import Path
+
 import pytest
+from multigpu_worker import reset_watch
+from multigpu_worker.engine_start import KILLS_MAX, READY_S, EngineStart
 from multigpu_worker.health import (
     CHECK_MAX_S,
     CHECK_MIN_S,
@@ -11,9 +15,11 @@ from multigpu_worker.health import (
     Reason,
     State,
 )
+from multigpu_worker.reset_watch import ResetNote, ResetWatch
 from multigpu_worker.xids import REMEDIES, XIDS, XidClass, xid_of
 
 LOST = Reason("gpu_is_lost", "it is gone", Gravity.UNUSABLE)
+NO_ENGINE = Reason("engine_fails", "no engine can start", Gravity.NO_ENGINE)
 HUNG = Reason("driver_hung", "no answer", Gravity.SICK)
 HOT = Reason("thermal_throttle", "it is hot", Gravity.DEGRADED)
 
@@ -166,3 +172,105 @@ def test_an_unknown_xid_is_noted_and_whoever_must_do_something_is_told_what() ->
     asks_people = {XidClass.RESET, XidClass.REBOOT, XidClass.PERSON}
     assert asks_people <= set(REMEDIES)
     assert all(xid.meaning for xid in XIDS.values())
+
+
+def test_no_engine_keeps_work_away_and_the_device_is_not_let_go_of() -> None:
+    health = Health(0.0)
+    health.find([NO_ENGINE], 1.0)
+    assert (health.state, health.unusable, health.barred) == (State.SICK, True, False)
+    assert not health.check_due(1000.0), "starts go on being tried: there is nothing to check before one succeeds"
+    health.find([], 1001.0)
+    passed(health, 1001.0)
+    assert health.fit
+    health.find([LOST], 1002.0)
+    assert (health.unusable, health.barred) == (True, True)
+
+
+def test_an_engine_that_is_refused_or_dies_by_itself_before_it_is_ready_cannot_start() -> None:
+    start = EngineStart()
+    start.died("ended with exit code 1", killed=False)
+    assert "exit code 1" in start.error(1.0, ready=False)
+    start.begun_anew()
+    start.refused("no such module")
+    start.died("ended with exit code 1", killed=False)
+    assert start.error(1.0, ready=False) == "no such module"
+    assert start.error(2.0, ready=True) == ""
+
+
+def test_an_engine_that_is_killed_while_it_starts_may_start_again() -> None:
+    start = EngineStart()
+    for _ in range(KILLS_MAX - 1):
+        start.died("was killed by SIGKILL", killed=True)
+        assert start.error(1.0, ready=False) == ""
+    start.died("was killed by SIGKILL", killed=True)
+    assert "SIGKILL" in start.error(1.0, ready=False)
+
+
+def test_an_engine_that_does_not_become_ready_in_time_cannot_start() -> None:
+    start = EngineStart()
+    assert start.error(0.0, ready=True) == ""
+    assert start.error(1.0, ready=False) == ""
+    assert start.error(1.0 + READY_S, ready=False) == ""
+    assert start.error(1.1 + READY_S, ready=False)
+    assert start.error(1.2 + READY_S, ready=True) == ""
+    assert start.error(1.3 + READY_S, ready=False) == ""
+
+
+def test_a_reset_shows_when_what_the_driver_wanted_is_over() -> None:
+    watch = ResetWatch()
+    watch.need("xid_48", "ECC")
+    watch.need("xid_95", "memory")
+    for wanted in (False, False, True, True):
+        assert watch.look(wanted=wanted, ecc_uncorrected=None) == 0
+        assert watch.needed == ("xid_48", "ECC"), "the first says why"
+    watch.look(wanted=False, ecc_uncorrected=None)
+    assert watch.needed is None
+
+
+def test_a_reset_shows_in_the_count_of_errors() -> None:
+    watch = ResetWatch()
+    assert [watch.look(wanted=False, ecc_uncorrected=n) for n in (2, 2, None, 5)] == [0, 0, 0, 3]
+    watch.need("ecc_uncorrected", "errors")
+    assert watch.look(wanted=False, ecc_uncorrected=5) == 0
+    assert watch.needed is not None
+    assert watch.look(wanted=False, ecc_uncorrected=0) == 0
+    assert watch.needed is None
+    assert watch.look(wanted=False, ecc_uncorrected=1) == 1
+
+
+def test_a_reset_that_is_needed_is_known_to_the_next_process(tmp_path: Path) -> None:
+    note = ResetNote(tmp_path / "notes" / "gpu.json")
+    watch = ResetWatch(note.read())
+    assert watch.needed is None
+    watch.look(wanted=True, ecc_uncorrected=3)
+    note.keep(watch.state)
+    assert not note.path.exists(), "nothing is needed"
+    watch.need("xid_48", "ECC")
+    note.keep(watch.state)
+
+    def after(*, wanted: bool | None, ecc_uncorrected: int | None) -> tuple[str, str] | None:
+        next_watch = ResetWatch(ResetNote(note.path).read())
+        assert next_watch.needed == ("xid_48", "ECC")
+        next_watch.look(wanted=wanted, ecc_uncorrected=ecc_uncorrected)
+        return next_watch.needed
+
+    for wanted in (None, True):
+        assert after(wanted=wanted, ecc_uncorrected=3) == after(wanted=wanted, ecc_uncorrected=None) == watch.needed
+    assert after(wanted=False, ecc_uncorrected=3) is None
+    assert after(wanted=None, ecc_uncorrected=0) is None
+    watch.done()
+    note.keep(watch.state)
+    assert ResetWatch(ResetNote(note.path).read()).needed is None
+
+
+def test_a_restart_of_the_host_is_a_reset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "gpu.json"
+    watch = ResetWatch()
+    watch.need("xid_79", "off the bus")
+    ResetNote(path).keep(watch.state)
+    assert ResetNote(path).read().needed is not None
+    (tmp_path / "boot_id").write_text("another")
+    monkeypatch.setattr(reset_watch, "BOOT_ID", tmp_path / "boot_id")
+    assert ResetNote(path).read().needed is None
+    path.write_text("{")
+    assert ResetNote(path).read().needed is None

@@ -1,6 +1,7 @@
 """Any ONNX graph as a model of kind infer: by its own names, types and shapes."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,7 +10,9 @@ pytest.importorskip("onnxruntime", reason="the extra `onnx` is not installed")
 pytest.importorskip("onnx", reason="the extra `onnx` is not installed")
 
 import onnx
+from multigpu.inference import array_of, tensor_of
 from multigpu.repository import ModelSpec
+from multigpu.v1 import infer_pb2
 from multigpu_worker.engines import infer_onnx
 from multigpu_worker.engines.base import Batch, EngineSettings, Item
 from multigpu_worker.engines.infer import InferEngine
@@ -75,6 +78,29 @@ def test_tasks_go_together_and_a_bad_one_fails_alone(tmp_path: Path) -> None:
     assert recorder.outcomes[0][1] == b'{"outputs": {"y": [[2.0, 4.0, 6.0]]}}'
     assert recorder.outcomes[1][0] == "BadInput"
     assert recorder.outcomes[2][1] == b'{"outputs": {"y": [[3.0, 3.0, 3.0], [10.0, 10.0, 10.0]]}}'
+
+
+def test_whole_numbers_are_taken_for_floats_where_they_are_the_same(tmp_path: Path) -> None:
+    spec = scaled_sum(tmp_path)
+    engine = InferEngine(EngineSettings(device="cpu", slots=1, threads=1, models={spec.id: spec}))
+    engine.load()
+    inputs: list[dict[str, Any]] = [{"x": np.array([[1, 2, 3]])}, {"x": np.array([[1, 2, 2**53 + 1]])}]
+    payloads = [
+        infer_pb2.InferPayload(
+            inputs=[tensor_of(name, array) for name, array in {**each, "counts": np.array([[2]])}.items()]
+        ).SerializeToString()
+        for each in inputs
+    ]
+    items = [
+        Item(lease_id=i, task_id=i, attempt=1, payload=each, units=1, checkpoint=b"", partials_received=0)
+        for i, each in enumerate(payloads)
+    ]
+    batch = Batch(kind="infer", model="m", parameters={}, content_type="", items=items)
+    recorder = Recorder()
+    engine.run(batch, engine.prepare(batch), recorder)
+    (output,) = infer_pb2.InferResult.FromString(recorder.outcomes[0][1]).outputs
+    assert array_of(output).tolist() == [[2.0, 4.0, 6.0]]
+    assert recorder.outcomes[1][0] == "BadInput"
 
 
 def test_what_is_not_served_says_so(tmp_path: Path) -> None:

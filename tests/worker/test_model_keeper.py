@@ -121,6 +121,30 @@ async def test_a_version_that_is_named_is_served_until_its_successor_is_ready(
     assert "the versions of 'm' that are served are m:2. It has: " in word.error.message
 
 
+async def test_a_task_is_cancelled_while_the_batch_after_it_is_prepared_or_has_to_load_something(
+    tmp_path: Path, master: ScriptedMaster, start_worker: StartWorker, shop: Shop
+) -> None:
+    shop.add("m")
+    await start_worker(master.address, *shop.flags)
+    stream = await master.stream()
+    await ask(stream, 1, "m")
+    cancelled, loaded = tmp_path / "cancelled", tmp_path / "loaded"
+
+    async def appears(path: Path) -> None:
+        async with asyncio.timeout(20):
+            while not path.exists():
+                await asyncio.sleep(0.01)
+
+    stream.lease([(2, f"wait {cancelled}".encode())], kind="infer", model="m")
+    await appears(tmp_path / "cancelled.begun")
+    stream.lease([(3, f"prepare {loaded}".encode())], kind="infer", model="m")
+    await appears(tmp_path / "loaded.begun")
+    stream.revoke(2)
+    await appears(cancelled)
+    loaded.touch()
+    assert (await stream.reported(3))[0].state == SUCCEEDED
+
+
 async def test_a_model_may_change_where_it_lies_again_and_again(
     master: ScriptedMaster, start_worker: StartWorker, shop: Shop
 ) -> None:

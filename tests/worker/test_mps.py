@@ -159,6 +159,34 @@ async def test_a_server_that_does_not_let_go_is_shut_down_before_the_engine_is_k
     assert "MPS does not let go of the engine" in worker.log
 
 
+@pytest.mark.parametrize("knob", ["reword", "reword_lists"])
+async def test_an_answer_in_an_unknown_format_ends_no_engine_but_the_one_that_is_to_end(
+    host: MpsHost, knob: str
+) -> None:
+    worker, neighbour = await asyncio.gather(*(host.worker(0, *PATIENT) for _ in range(2)))
+    for each in (worker, neighbour):
+        each.stream.lease([(1, b"")], kind="m.work")
+        await each.stream.reported(1, timeout_s=LONG_S)
+    neighbour_pid = neighbour.engine_pid()
+    host.control(0, f"fake {knob}")
+    timeout = pb.LeaseBatch().spec.run_timeout
+    timeout.FromMilliseconds(200)
+    for lease_id in (2, 4):
+        worker.stream.lease([(lease_id, b"")], kind="m.stuck", run_timeout=timeout)
+        worker.stream.lease([(lease_id + 1, b"")], kind="m.work")
+        stuck, work = await worker.stream.reported(lease_id, lease_id + 1, timeout_s=LONG_S)
+        assert (stuck.error.type, work.state) == ("RunTimeout", SUCCEEDED)
+    neighbour.stream.lease([(2, b"")], kind="m.work")
+    (word,) = await neighbour.stream.reported(2, timeout_s=LONG_S)
+    assert (word.state, neighbour.engine_pid()) == (SUCCEEDED, neighbour_pid)
+    counts = host.counts(0)
+    assert (counts["servers"], counts["forced"], counts["faults"]) == (1, 0, 0)
+    if knob == "reword":
+        assert (counts["terminated"], counts["violations"]) == (2, []), "a client was asked for again and again"
+    assert worker.log.count("in a format that this worker doesn't know") == 1
+    assert "MPS does not let go of the engine" not in worker.log
+
+
 async def test_workers_of_a_gpu_share_its_daemon_and_its_memory(host: MpsHost) -> None:
     half = host.gpus.gpu(0).memory_total // 2
     limit = ("--mps-pinned-device-mem-limit-bytes", str(half))
@@ -187,7 +215,8 @@ async def test_a_daemon_that_was_there_stays(host: MpsHost) -> None:
 
 async def test_what_mps_cannot_do_is_said(host: MpsHost) -> None:
     host.gpus.mig(0, 2)
-    refused, without = await host.launch(0), await host.worker(0, "--mps", "auto")
+    part = ("--device", host.gpus.mig_uuids(0)[1])
+    refused, without = await host.launch(0, *part), await host.worker(0, "--mps", "auto", *part)
     assert await asyncio.wait_for(refused.process.wait(), 60) == 3
     assert "MIG is on" in refused.log
     stream = without.stream
@@ -198,3 +227,8 @@ async def test_what_mps_cannot_do_is_said(host: MpsHost) -> None:
     (word,) = await stream.reported(1, timeout_s=LONG_S)
     assert b"CUDA_MPS" not in word.result
     assert not host.pipe_dir(0).exists()
+    host.gpus.mig(0, None)
+    host.gpus.gpu(0).compute_mode = 2
+    prohibited = await host.launch(0)
+    assert await asyncio.wait_for(prohibited.process.wait(), 60) == 3
+    assert "compute mode is PROHIBITED" in prohibited.log

@@ -3,15 +3,19 @@
 import asyncio
 import multiprocessing
 import os
+import subprocess
 import sys
 import tempfile
+import threading
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from multigpu.config import WorkerConfig
+from multigpu_worker.cpu import CpuDevice
 from multigpu_worker.cuda_errors import context_is_lost, mps_refused
 from multigpu_worker.deaths import Deaths
-from multigpu_worker.device import DeviceInfo
 from multigpu_worker.engine_host import Death
 from multigpu_worker.ipc import SlotState
 from multigpu_worker.mps import FORCE_TIMEOUT_S, Fault, Mps, MpsLimits
@@ -110,7 +114,7 @@ def test_what_an_error_tells(text: str, lost: bool, refused: bool) -> None:
 
 
 async def test_it_is_for_gpus_and_says_why_not() -> None:
-    cpu = DeviceInfo(device_id="cpu", name="cpu", product="", memory_total_bytes=1)
+    cpu = CpuDevice()
     assert await open_mps(WorkerConfig(), cpu, "w") == (None, None)
     with pytest.raises(MpsError, match="set mps to auto or off"):
         await open_mps(WorkerConfig(mps="on"), cpu, "w")
@@ -127,6 +131,81 @@ async def test_no_program_and_no_daemon(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setenv("PATH", f"{fake}:{Path(sys.executable).parent}:/usr/bin:/bin")
     with pytest.raises(MpsError, match="Cannot find MPS control daemon"):
         await control.servers()
+
+
+@pytest.fixture
+def simulated_control(monkeypatch: pytest.MonkeyPatch) -> Iterator[MpsControl]:
+    fake = Path(__file__).resolve().parents[1] / "fakes" / "mps_control"
+    monkeypatch.setenv("PATH", f"{fake}:{Path(sys.executable).parent}:/usr/bin:/bin")
+    with tempfile.TemporaryDirectory(prefix="mps") as folder:
+        yield MpsControl("GPU-0", Path(folder, "m", "GPU-0"))
+
+
+async def test_a_daemon_whose_answers_are_in_an_unknown_format_is_not_used(simulated_control: MpsControl) -> None:
+    first = Mps(simulated_control, "a", MpsLimits())
+    await first.open()
+    await simulated_control.ask("fake reword_lists")
+    with pytest.raises(MpsError, match="in a format that this worker doesn't know"):
+        await Mps(simulated_control, "b", MpsLimits()).open()
+    await simulated_control.ask("quit")
+    first.claims.release()
+
+
+async def test_no_scan_of_processes_is_on_the_event_loop(
+    simulated_control: MpsControl, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[threading.Thread] = []
+    scandir = os.scandir
+
+    def noted(path: str) -> Any:
+        threads.append(threading.current_thread())
+        return scandir(path)
+
+    mps = Mps(simulated_control, "a", MpsLimits())
+    await mps.open()
+    engine = subprocess.Popen(["sleep", "60"], start_new_session=True)
+    try:
+        mps.started(engine.pid)
+        monkeypatch.setattr(os, "scandir", noted)
+        watching = asyncio.create_task(mps.watch(lambda: None))
+        while not threads:
+            await asyncio.sleep(0.05)
+        watching.cancel()
+        await mps.detach(engine.pid)
+    finally:
+        monkeypatch.undo()
+        engine.kill()
+        engine.wait()
+    assert threads and threading.main_thread() not in threads
+    mps.ended(engine.pid)
+
+
+@pytest.mark.parametrize("which", ["base", "pipe_dir", "log"])
+@pytest.mark.parametrize("wrong", ["link", "open", "file"])
+async def test_a_folder_that_another_user_may_have_made_is_refused(tmp_path: Path, which: str, wrong: str) -> None:
+    control = MpsControl("GPU-0", tmp_path / "m" / "GPU-0")
+    folder = {"base": control.pipe_dir.parent, "pipe_dir": control.pipe_dir, "log": control.log_dir}[which]
+    folder.parent.mkdir(parents=True, exist_ok=True, mode=0o750)
+    if wrong == "link":
+        (tmp_path / "elsewhere").mkdir()
+        folder.symlink_to(tmp_path / "elsewhere")
+    elif wrong == "open":
+        folder.mkdir()
+        folder.chmod(0o777)
+    else:
+        folder.touch()
+    with pytest.raises(MpsError, match=f"{folder} (is no folder|can be written to by others)"):
+        await Mps(control, "a", MpsLimits()).open()
+    assert wrong != "link" or list((tmp_path / "elsewhere").iterdir()) == [], "something was made behind the link"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make another user's folder")
+async def test_another_users_folder_is_refused(tmp_path: Path) -> None:
+    control = MpsControl("GPU-0", tmp_path / "m" / "GPU-0")
+    control.pipe_dir.mkdir(parents=True)
+    os.chown(control.pipe_dir, 12345, 12345)
+    with pytest.raises(MpsError, match="belongs to the user 12345"):
+        await Mps(control, "a", MpsLimits()).open()
 
 
 async def test_a_gpu_that_has_no_context_left_takes_no_worker(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -251,3 +251,27 @@ async def test_results_pile_up_no_further_than_the_limit(master: ScriptedMaster,
     again = await master.stream()
     await again.until(lambda: len(set(stream.reports) | set(again.reports)) == 400, timeout_s=60)
     assert before < 400
+
+
+@pytest.mark.parametrize("setting", ["token-file", "artifacts-dir", "stats-file", "tls-ca"])
+async def test_a_file_that_can_not_be_used_is_refused_at_the_start(
+    master: ScriptedMaster, start_worker: StartWorker, setting: str
+) -> None:
+    worker = await start_worker(master.address, f"--{setting}", "/proc/nonexistent/file")
+    assert await worker.wait() == 2
+    assert "/proc/nonexistent" in worker.log
+    assert "Traceback" not in worker.log
+
+
+async def test_the_same_reason_is_not_logged_every_second(master: ScriptedMaster, start_worker: StartWorker) -> None:
+    master.refuse = grpc.StatusCode.UNAUTHENTICATED, "no such token"
+    worker = await start_worker(master.address)
+    while "no such token" not in worker.log:
+        await asyncio.sleep(0.1)
+    before = master.refusals
+    while master.refusals < before + 5:
+        await asyncio.sleep(0.1)
+    assert worker.log.count("no such token") == 3
+    master.refuse = grpc.StatusCode.UNAUTHENTICATED, "the token has ended"
+    while "the token has ended" not in worker.log:
+        await asyncio.sleep(0.1)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from multigpu.repository import ModelSpec
 from multigpu_worker.catalog import Catalog, unknown
-from multigpu_worker.residency import LOADS_MAX, PATIENCE_S, RETRY_S, ModelState, Resident, plan
+from multigpu_worker.residency import LOADS_MAX, PATIENCE_S, RETRY_FAULTY_MAX_S, RETRY_S, ModelState, Resident, plan
 from multigpu_worker.shelf import Shelf
 
 ABSENT, LOADING, READY, UNLOADING = ModelState
@@ -98,6 +98,9 @@ def test_a_failure_is_not_repeated_at_once() -> None:
     for _ in range(20):
         failed.failed("broken", 10.0)
     assert 10.0 < failed.retry_s <= 70.0 + RETRY_S
+    for _ in range(20):
+        failed.failed("its files are cut off", 10.0, faulty=True)
+    assert failed.retry_s == 10.0 + RETRY_FAULTY_MAX_S
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -170,6 +173,24 @@ def test_tasks_may_say_nothing_a_name_or_a_version() -> None:
     assert kind == "infer"
     assert set(said[:2]) == {"a", "a:2"}, "the default first"
     assert set(said) == {"a", "a:1", "a:2", "b"}
+
+
+def test_tasks_that_name_no_model_go_on_with_the_same_one() -> None:
+    b, b2 = _spec("b", "1", **ENGINE), _spec("b", "2", **ENGINE)
+    shelf = Shelf(catalog(b), "auto")
+    shelf.put(catalog(_spec("a", **ENGINE), b))
+    assert shelf.routes["infer", ""] == "b:1", "a folder that sorts earlier has appeared"
+    assert dict(shelf.offers())["infer"][0] in {"b", "b:1"}
+    shelf.put(catalog(_spec("a", **ENGINE), b, b2))
+    assert shelf.routes["infer", ""] == "b:2", "of the same model the newest"
+    shelf.put(catalog(_spec("a", **ENGINE), b2, errors={"b:3": "cut off"}))
+    assert shelf.routes["infer", ""] == "b:2"
+    shelf.put(catalog(_spec("a", **ENGINE), errors={"b": "cut off"}))
+    assert shelf.routes["infer", ""] == "b:2", "a broken model fails, and no other answers for it"
+    shelf.put(catalog(_spec("a", **ENGINE), b2))
+    assert shelf.routes["infer", ""] == "b:2"
+    shelf.put(catalog(_spec("a", **ENGINE)))
+    assert shelf.routes["infer", ""] == "a"
 
 
 def test_a_model_that_changes_where_it_lies_is_served_until_the_new_one_is_ready() -> None:

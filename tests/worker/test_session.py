@@ -108,6 +108,15 @@ def test_after_a_break_hello_lists_what_may_be_lost() -> None:
     assert held(session) == []
 
 
+def test_what_a_hello_lists_is_of_the_master_that_welcomed_last() -> None:
+    session = connected()
+    assert session.incarnation == ""
+    session.break_stream()
+    session.welcome([], "the second")
+    session.break_stream()
+    assert session.incarnation == "the second"
+
+
 def test_what_was_sent_is_kept_within_limits() -> None:
     limits = SessionLimits(sent_reports_max=3, sent_bytes_max=10_000, sent_age_s=5)
     session = connected(limits)

@@ -159,6 +159,26 @@ def test_whoever_says_that_the_context_is_lost_is_a_suspect_with_those_that_ran_
     assert len(again) == 3
 
 
+def test_work_of_the_next_batch_may_have_begun_when_the_context_is_lost() -> None:
+    batches = {n: batch(n, [n], one_by_one=False) for n in (1, 2)}
+    failed, again = condemn([state(1)], batches, {1: DIED})
+    assert failed == []
+    assert [lease.lease_id for lease in again if lease.suspect] == [1, 2]
+    failed, again = condemn([state(1)], {1: batches[1]}, {1: DIED})
+    assert [lease.lease_id for lease, _ in failed] == [1]
+
+
+def test_the_only_task_of_an_engine_that_ends_by_itself_is_charged() -> None:
+    one = {1: batch(1, [1], one_by_one=True)}
+    failed, _ = blame([state(1)], one, None, DIED, by_itself=True)
+    assert [lease.lease_id for lease, _ in failed] == [1]
+    assert blame([state(1)], one, None, DIED, by_itself=False)[0] == []
+    two = {n: batch(n, [n], one_by_one=True) for n in (1, 2)}
+    failed, again = blame([state(1)], two, None, DIED, by_itself=True)
+    assert failed == []
+    assert all(lease.suspect for lease in again), "each goes on alone"
+
+
 def test_a_batch_that_runs_together_is_found_again_after_the_verdict() -> None:
     together = batch(1, [1, 2, 3, 4], one_by_one=False, run_timeout_s=1)
     verdict = watch().check(2 * SECOND, [state(1, 1)], {1: together}, {})

@@ -46,13 +46,23 @@ class Toy:
         return self.facts
 
     def prepare(self, batch):
-        return None
+        for item in batch.items:
+            kind, _, argument = item.payload.decode().partition(" ")
+            if kind == "prepare":
+                open(argument + ".begun", "w").close()
+                while not os.path.exists(argument):
+                    time.sleep(0.01)
 
     def run(self, batch, prepared, reporter):
         for item in batch.items:
             kind, _, argument = item.payload.decode().partition(" ")
             if kind == "sleep":
                 time.sleep(float(argument))
+            elif kind == "wait":
+                open(argument + ".begun", "w").close()
+                while not reporter.cancelled(item):
+                    time.sleep(0.01)
+                open(argument, "w").close()
             elif kind == "die":
                 os.kill(os.getpid(), 9)
             elif kind == "fact":

@@ -38,6 +38,15 @@ def stream(value: bytes, ctx: Context) -> Any:
     return b"end of " + value
 
 
+@handler("trial.mixed")
+def mixed(value: Any) -> Any:
+    """Yields values of every form, and returns one more."""
+    yield {"given": value}
+    yield b"raw"
+    yield "text"
+    return [1.5, None]
+
+
 @handler("trial.gate")
 def gate(value: bytes, ctx: Context) -> Any:
     """Runs until the file that the payload names exists."""

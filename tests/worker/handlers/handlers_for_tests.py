@@ -22,6 +22,14 @@ def upper(value: Any) -> Any:
     return value.upper()
 
 
+@handler("t.note")
+def note(value: Any, ctx: Context) -> Any:
+    """Notes in the file `log` that it runs."""
+    with Path(ctx.parameters["log"]).open("a") as log:
+        log.write(f"{ctx.task_id}\n")
+    return value
+
+
 @handler("t.json")
 def double(value: Any) -> Any:
     return {"twice": value["n"] * 2}
@@ -84,6 +92,11 @@ def big_parts(value: Any) -> Any:
     for _ in range(int(value)):
         yield b"x" * (1 << 20)
     return b"done"
+
+
+@handler("t.close_all")
+def close_all(value: Any) -> Any:
+    os.closerange(3, 4096)
 
 
 @handler("t.raise")

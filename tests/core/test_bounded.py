@@ -1,0 +1,120 @@
+"""One event stays short, however many tasks there are."""
+
+from collections.abc import Callable
+from random import Random
+
+from multigpu_master.core import events as ev
+from multigpu_master.core.model import OutcomeState, Spec, Task
+from multigpu_master.core.task_table import BLOCK_BITS, TaskTable
+from multigpu_master.core.timers import FIRE_MAX, SWEEP_MIN, Due, Expiries
+
+from tests.core.stage import Stage, lease_of, state_of
+
+BLOCK = 1 << BLOCK_BITS
+
+
+def settled_by(commands: list[ev.Command]) -> int:
+    return sum(len(c.tasks) for c in commands if isinstance(c, ev.Settled))
+
+
+def test_deadlines_that_come_together_are_spread_over_events_and_none_is_dispatched_late() -> None:
+    stage = Stage()
+    spec = Spec(kind="run", wait_for_worker=True, deadline_s=stage.now + 5)
+    tasks = stage.submit(3000, spec)
+    (later,) = stage.submit(spec=Spec(kind="run", wait_for_worker=True))
+    stage.now += 5
+    commands = stage.worker()  # a worker comes in the same moment
+    events = 0
+    while True:
+        assert settled_by(commands) <= 2 * FIRE_MAX
+        assert not [c for c in commands if isinstance(c, ev.Dispatch) and c.leases[0].task in tasks]
+        next_s = stage.core.next_timer_s()
+        if next_s is None or next_s > stage.now:
+            break
+        commands = stage.handle(ev.Tick())
+        events += 1
+    assert events > 3000 // (2 * FIRE_MAX) - 1
+    assert {state_of(task) for task in tasks} == {OutcomeState.EXPIRED}
+    assert later.lease is not None
+
+
+def task(task_id: int, *, ended: bool = False) -> Task:
+    made = Task(Spec(kind="run"), "", b"")
+    made.task_id = task_id
+    if ended:
+        made.outcome = object()  # type: ignore[assignment]  # that there is one is all that is looked at
+    return made
+
+
+def test_instants_of_tasks_that_have_ended_are_swept_a_few_at_a_time_and_the_rest_fires_in_order() -> None:
+    rng = Random(7)
+    tasks = TaskTable()
+    fired: list[tuple[float, int]] = []
+    expiries = Expiries(tasks, lambda t, _what, now: fired.append((now, t.task_id)))
+    alive: list[tuple[float, int]] = []
+    for task_id in range(1, 20 * SWEEP_MIN):
+        each = task(task_id)
+        tasks.add(each)
+        when_s = rng.random()
+        expiries.at(when_s, each, Due.DEADLINE)
+        if rng.random() < 0.95:
+            tasks.discard(task_id)
+        else:
+            alive.append((when_s, task_id))
+    assert len(expiries._heap) + len(expiries._old) < 6 * SWEEP_MIN
+    now = 0.0
+    while (due_s := expiries.next_s()) is not None:
+        now = max(now, due_s)
+        expiries.fire(now)
+    assert [task_id for _, task_id in fired] == [task_id for _, task_id in sorted(alive)]
+
+
+def table(ids: list[int]) -> TaskTable:
+    made = TaskTable()
+    for task_id in ids:
+        made.add(task(task_id))
+    return made
+
+
+def test_the_table_of_tasks_is_read_newest_first_while_tasks_come_and_go() -> None:
+    ids = [*range(1, 3 * BLOCK, 7), 50 * BLOCK + 1]
+    tasks = table(ids)
+    seen: list[int] = []
+    for block in tasks.blocks_before(2 * BLOCK):
+        seen += [t.task_id for t in block]
+        for other in (BLOCK + 1, 1):
+            tasks.discard(other)
+        tasks.add(task(10**9 + len(seen)))
+    assert seen == sorted((i for i in ids if i < 2 * BLOCK and i != 1), reverse=True)
+
+
+def test_the_table_of_tasks_does_what_a_dictionary_does() -> None:
+    tasks = table([5, 5000])
+    assert len(tasks) == 2
+    get: Callable[[int], Task | None] = tasks.get
+    five = get(5)
+    assert five is not None
+    assert five.task_id == 5
+    assert get(6) is None
+    assert get(10**15) is None
+    assert 5 in tasks
+    tasks.discard(5)
+    tasks.discard(5)
+    assert 5 not in tasks
+    assert [t.task_id for t in tasks.values()] == [5000]
+    assert len(tasks) == 1
+
+
+def test_ephemeral_outcomes_expire_each_in_its_own_time_whatever_the_order() -> None:
+    stage = Stage()
+    stage.worker()
+    ttls = (300.0, 5.0, 20.0, 1.0)
+    made = [stage.submit(spec=Spec(kind="run", durable=False, result_ttl_s=ttl))[0] for ttl in ttls]
+    for each in made:
+        stage.report(lease_of(each), after_s=0.0)
+    kept = []
+    for _ in range(4):
+        kept.append([each.spec.result_ttl_s for each in made if each.task_id in stage.core.tasks])
+        stage.now += 7.0
+        stage.handle(ev.Tick())
+    assert kept == [[300.0, 5.0, 20.0, 1.0], [300.0, 20.0], [300.0, 20.0], [300.0]]

@@ -1,0 +1,95 @@
+"""What waits costs nothing while it waits, in however many queues and kinds: an event tries few lanes."""
+
+import pytest
+from multigpu_master.core import events as ev
+from multigpu_master.core.lanes import Lane
+from multigpu_master.core.model import Capability, Spec, Task, Worker, WorkerInfo
+from multigpu_master.core.timers import FIRE_MAX
+from multigpu_master.strategies.base import Strategy
+
+from tests.core.stage import Stage, lease_of
+
+CLASSES = 300
+
+
+class Crowded(Stage):
+    """Two workers with full windows, and so many classes of tasks that wait for them."""
+
+    def __init__(self, kinds: int, queues: int, strategy: str = "auto") -> None:
+        super().__init__()
+        self.handle(ev.SetStrategy(strategy))
+        capabilities = tuple(Capability(kind=f"kind{n}") for n in range(kinds))
+        for name in "ab":
+            self.sessions += 1
+            self.handle(ev.Hello(self.sessions, WorkerInfo(worker_id=name, capabilities=capabilities)))
+        specs = [
+            Spec(kind=f"kind{n % kinds}", queue=f"queue{n % queues}", wait_for_worker=True) for n in range(CLASSES)
+        ]
+        self.tasks: list[Task] = [task for spec in specs for task in self.submit(2, spec)]
+        self.tried = 0
+        self._choose = self.core.placement.choose
+        self.core.placement.choose = self.choose  # type: ignore[method-assign]  # it counts, and asks the real one
+
+    def choose(self, strategy: Strategy, lane: Lane) -> Worker | None:
+        self.tried += 1
+        return self._choose(strategy, lane)
+
+
+@pytest.mark.parametrize("strategy", ["auto", "static_partition"])
+@pytest.mark.parametrize(("kinds", "queues"), [(1, CLASSES), (CLASSES, 1), (CLASSES, CLASSES), (1, 1)])
+def test_an_event_tries_no_more_lanes_than_find_room(kinds: int, queues: int, strategy: str) -> None:
+    stage = Crowded(kinds, queues, strategy)
+    for name in "ab":
+        stage.beat(name, running=True)
+    assert stage.tried == 0, "a heartbeat of a full worker opens no window"
+    granted_all = 0
+    for _ in range(20):
+        task = next(t for t in stage.tasks if t.lease is not None)
+        stage.tried = 0
+        commands = stage.report(lease_of(task))
+        granted = sum(len(c.leases) for c in commands if isinstance(c, ev.Dispatch))
+        assert stage.tried <= granted + 1, "those that find room, and the first that does not any more"
+        granted_all += granted
+    assert granted_all >= 10
+
+
+def test_those_that_wait_go_by_age_whatever_their_queue_and_kind() -> None:
+    stage = Crowded(7, 11)
+    went = [task for task in stage.tasks if task.lease is not None]
+    while len(went) < len(stage.tasks):
+        running = next(t for t in went if t.lease is not None)
+        stage.report(lease_of(running), after_s=1.0)
+        went += [task for task in stage.tasks if task.lease is not None and task not in went]
+    assert went == stage.tasks
+
+
+def test_queues_that_are_paused_hold_up_nobody_and_cost_nothing() -> None:
+    stage = Crowded(1, CLASSES)
+    first = next(task for task in stage.tasks if task.lease is None)
+    for task in stage.tasks[:200]:
+        stage.handle(ev.ConfigureQueue(task.spec.queue, paused=True))
+    for _ in range(3):
+        stage.tried = 0
+        stage.report(lease_of(next(t for t in stage.tasks if t.lease is not None)), after_s=1.0)
+        assert stage.tried <= 20
+    assert not stage.core.lanes.others, "nor does an event look at them"
+    assert first.lease is None
+    stage.handle(ev.ConfigureQueue(first.spec.queue, paused=False))
+    stage.report(lease_of(next(t for t in stage.tasks if t.lease is not None)), after_s=1.0)
+    assert first.lease is not None
+
+
+@pytest.mark.parametrize("strategy", ["auto", "static_partition"])
+def test_a_lane_that_ends_before_it_is_tried_leaves_its_turn_to_the_next(strategy: str) -> None:
+    """More deadlines pass than one event handles: the first lane is still to be tried when the rest of it expires."""
+    stage = Stage()
+    stage.handle(ev.SetStrategy(strategy))
+    stage.worker(slots=1)
+    held = stage.submit(2)
+    late = Spec(kind="run", queue="late", wait_for_worker=True, deadline_s=stage.now + 1.0)
+    stage.submit(2 * FIRE_MAX + 50, late)
+    (task,) = stage.submit(1, Spec(kind="run", queue="other", wait_for_worker=True))
+    assert task.lease is None
+    stage.report(lease_of(held[0]), after_s=2.0)
+    stage.handle(ev.Tick(), after_s=0.01)
+    assert task.lease is not None

@@ -1,0 +1,224 @@
+"""Leases that wait in a window: when they are recalled, what becomes of their tasks, what those that run teach."""
+
+import pytest
+from multigpu_master.core import events as ev
+from multigpu_master.core.model import Capability, Lease, Spec, Task, TaskError, Telemetry, WorkerInfo
+
+from tests.core.stage import FAILED, SPEC, Stage, held_lease, lease_of
+
+LOW, URGENT = (Spec(kind="run", priority=priority) for priority in (5, 1))
+
+
+@pytest.fixture
+def stage() -> Stage:
+    return Stage()
+
+
+def recalls(commands: list[ev.Command]) -> list[int]:
+    return [lease_id for c in commands if isinstance(c, ev.Recall) for lease_id in c.lease_ids]
+
+
+def pass_s(stage: Stage, seconds: float) -> list[int]:
+    """Time passes, in small steps; the leases that are recalled."""
+    found = []
+    for _ in range(round(seconds / 0.01)):
+        found += recalls(stage.handle(ev.Tick(), 0.01))
+    return found
+
+
+def give_back(stage: Stage, lease: Lease) -> list[ev.Command]:
+    failure = ev.Failure(lease.lease_id, TaskError("Recalled", "the master recalled it"), returned=True)
+    return stage.handle(ev.Reports(lease.worker.session, failures=[failure]))
+
+
+def stuck(stage: Stage, name: str = "w0", n: int = 2) -> list[Task]:
+    """n tasks with one worker of one slot, which says that it runs the first."""
+    stage.worker(name, slots=1)
+    stage.core.fleet.workers[name].allowed = n
+    tasks = stage.submit(n)
+    running = lease_of(tasks[0])
+    stage.handle(ev.Heartbeat(running.worker.session, [held_lease(lease_of(t), running=t is tasks[0]) for t in tasks],
+                              1 << 30, Telemetry()))  # fmt: skip
+    return tasks
+
+
+def test_what_waits_is_recalled_for_a_worker_that_has_a_free_slot(stage: Stage) -> None:
+    long, short = stuck(stage)
+    assert pass_s(stage, 0.2) == [], "nobody else is there"
+    stage.worker("w1", slots=1)
+    lease = lease_of(short)
+    assert pass_s(stage, 0.1) == [lease.lease_id]
+    assert pass_s(stage, 2.0) == [], "once is enough"
+    assert short.lease is lease, "it is its worker's until that returns it: it may just have been begun"
+    give_back(stage, lease)
+    assert lease_of(short).worker.worker_id == "w1"
+    assert (short.attempts, short.more().losses) == (1, 0)
+    assert lease_of(long).worker.worker_id == "w0"
+
+
+@pytest.mark.parametrize("strategy", ["memory_usage", "compute_load", "round_robin", "least_loaded"])
+def test_what_was_recalled_goes_elsewhere_whatever_the_strategy_prefers(stage: Stage, strategy: str) -> None:
+    _, short = stuck(stage)
+    stage.worker("w1", slots=1)
+    stage.handle(ev.SetStrategy(strategy))
+    for name, used in ("w0", 1), ("w1", 700):  # w0 is the better one, by any measure of devices
+        worker = stage.core.fleet.workers[name]
+        telemetry = Telemetry(memory_total_bytes=1000, memory_used_bytes=used, utilization=used / 1000)
+        held = [held_lease(x, running=x.running) for x in worker.leases.values()]
+        stage.handle(ev.Heartbeat(worker.session, held, 1 << 30, telemetry))
+    (recalled,) = pass_s(stage, 0.1)
+    assert recalled == lease_of(short).lease_id
+    give_back(stage, lease_of(short))
+    assert lease_of(short).worker.worker_id == "w1"
+
+
+def test_fast_tasks_are_left_where_they_are(stage: Stage) -> None:
+    stage.worker("w0", slots=1)
+    stage.core.fleet.workers["w0"].allowed = 64
+    tasks = stage.submit(64)
+    stage.worker("w1", slots=1)
+    for task in tasks:
+        assert recalls(stage.report(lease_of(task), after_s=0.0005)) == []
+
+
+def test_what_waits_is_shared_out_among_free_workers(stage: Stage) -> None:
+    stuck(stage, n=41)
+    for n in range(1, 4):
+        stage.worker(f"w{n}", slots=1)
+        stage.core.fleet.workers[f"w{n}"].allowed = 64
+    assert len(pass_s(stage, 0.06)) == 30, "ten for each, and ten stay"
+
+
+def test_a_worker_that_returns_what_nobody_asked_for_loses_it(stage: Stage) -> None:
+    _, short = stuck(stage)
+    give_back(stage, lease_of(short))
+    assert short.more().losses == 1
+
+
+@pytest.mark.parametrize("why", ["paused", "pinned", "runs"])
+def test_what_is_not_recalled(stage: Stage, why: str) -> None:
+    _, short = stuck(stage)
+    stage.worker("w1", slots=1)
+    if why == "paused":
+        stage.handle(ev.ConfigureQueue("default", paused=True))
+    elif why == "pinned":
+        stage.handle(ev.SetStrategy("static_partition"))
+    else:
+        stage.beat("w0", running=True)
+    assert pass_s(stage, 1.0) == []
+    assert lease_of(short).worker.worker_id == "w0"
+
+
+def test_the_urgent_get_the_place_of_what_was_sent_ahead(stage: Stage) -> None:
+    stage.worker("w0", slots=1)
+    first, ahead, *_ = stage.submit(8, LOW)
+    stage.beat("w0")
+    lease = lease_of(first)
+    stage.handle(ev.Heartbeat(1, [held_lease(lease, running=True), held_lease(lease_of(ahead))], 1 << 30, Telemetry()))
+    (urgent,) = stage.submit(spec=URGENT)
+    assert urgent.lease is None
+    assert pass_s(stage, 0.1) == [lease_of(ahead).lease_id]
+    give_back(stage, lease_of(ahead))
+    assert lease_of(urgent).worker.worker_id == "w0"
+    assert ahead.lease is None
+    assert ahead.waiting
+
+
+def test_the_urgent_get_a_place_though_the_clock_was_set_back_since_they_came(stage: Stage) -> None:
+    stuck(stage, n=3)
+    (urgent,) = stage.submit(spec=URGENT)
+    urgent.submit_s += 3600
+    assert len(pass_s(stage, 0.1)) == 1
+    assert urgent.lease is None
+
+
+def test_of_what_waits_the_urgent_get_the_place_of_the_last(stage: Stage) -> None:
+    """Of leases of which none is known to run the oldest probably does: it is recalled last."""
+    stage.worker("w0", slots=1)
+    stage.core.fleet.workers["w0"].allowed = 3
+    tasks = stage.submit(3, LOW)
+    stage.submit(spec=URGENT)
+    assert pass_s(stage, 0.1) == [lease_of(tasks[2]).lease_id]
+
+
+def test_the_equally_urgent_wait_their_turn(stage: Stage) -> None:
+    stuck(stage)
+    stage.submit(3)
+    assert pass_s(stage, 1.0) == []
+
+
+def test_a_window_narrows_while_what_runs_takes_longer_than_others_did(stage: Stage) -> None:
+    stage.worker("w0", slots=1)
+    worker = stage.core.fleet.workers["w0"]
+    for task in stage.submit(40):
+        if task.lease is not None:
+            stage.report(task.lease, after_s=0.01)
+    assert worker.allowed > 20
+    stage.submit(3)
+    before_s = worker.backlog_s
+    pass_s(stage, 0.6)
+    assert worker.allowed == 2
+    assert worker.backlog_s > before_s + 0.5
+
+
+@pytest.mark.parametrize(("every_s", "batch"), [(0.005, 16), (0.4, 64)])
+def test_a_window_keeps_its_width_while_tasks_run_in_batches(stage: Stage, every_s: float, batch: int) -> None:
+    stage.worker("w0", slots=1)
+    worker = stage.core.fleet.workers["w0"]
+    worker.allowed = batch
+    stage.submit(1000)
+
+    def run_batch() -> None:
+        leases = list(worker.leases.values())[:batch]
+        pass_s(stage, every_s - 0.005)
+        stage.now += 0.005
+        ids = [lease.lease_id for lease in leases]
+        stage.handle(ev.Reports(1, ids, [b""] * len(ids), "", (), stage.now - every_s, stage.now))
+
+    widths = []
+    for _ in range(8):
+        run_batch()
+        before = worker.allowed
+        pass_s(stage, every_s * 0.9)
+        widths.append((before, worker.allowed))
+    assert all(after == before for before, after in widths[2:]), widths
+
+
+def test_a_worker_that_was_fast_does_not_get_all_while_another_is_idle(stage: Stage) -> None:
+    """The speeds are those of the tasks that each happened to have, long ones here and short ones there;
+    failures have opened the window.
+    """
+    for n in range(2):
+        stage.sessions += 1
+        info = WorkerInfo(worker_id=f"w{n}", capabilities=(Capability(kind="run"),), slots=1)
+        stage.handle(ev.Hello(stage.sessions, info))
+    for n, took_s in (0, 2.0), (1, 0.4):
+        other = f"w{1 - n}"
+        stage.handle(ev.Cordon(other))
+        (task,) = stage.submit()
+        lease = lease_of(task)
+        stage.now += took_s
+        reports = ev.Reports(lease.worker.session, [lease.lease_id], [b""], "", (), stage.now - took_s, stage.now)
+        stage.handle(reports)
+        for _ in range(300):
+            (task,) = stage.submit(spec=Spec(kind="run", attempts_max=1))
+            stage.report(lease_of(task), FAILED, after_s=0.001)
+        stage.handle(ev.Uncordon(other))
+    tasks: list[Task] = []
+    for _ in range(4):
+        tasks += stage.submit(spec=SPEC)
+        for lease_id in pass_s(stage, 0.3):
+            (waiting,) = [t for t in tasks if t.lease is not None and t.lease.lease_id == lease_id]
+            give_back(stage, lease_of(waiting))
+    assert sorted(len(w.leases) for w in stage.core.fleet.workers.values()) == [2, 2]
+
+
+def test_a_recall_that_was_lost_with_its_stream_is_made_again(stage: Stage) -> None:
+    long, short = stuck(stage)
+    stage.worker("w1", slots=1)
+    assert pass_s(stage, 0.1) == [lease_of(short).lease_id]
+    held = [held_lease(lease_of(task), running=task is long) for task in (long, short)]
+    stage.sessions += 1
+    info = WorkerInfo(worker_id="w0", capabilities=(Capability(kind="run"),), slots=1)
+    stage.handle(ev.Hello(stage.sessions, info, leases=held))
+    assert pass_s(stage, 0.2) == [lease_of(short).lease_id]

@@ -1,0 +1,213 @@
+"""A peer that speaks HTTP/2 by hand: it sends frames that no library of gRPC would, and as many as it likes.
+
+It keeps to flow control, because a server ends whoever doesn't. What comes back is read only for windows, ends of
+streams and pings; statuses are looked at by a gRPC client, where they matter.
+"""
+
+import contextlib
+import functools
+import socket
+import struct
+import time
+import zlib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import Self
+
+DATA, HEADERS, RST_STREAM, SETTINGS, PING, GOAWAY, WINDOW_UPDATE = 0, 1, 3, 4, 6, 7, 8
+END_STREAM = ACK = 1
+END_HEADERS = 4
+MIB = 1 << 20
+SUBMIT, RUN = "/multigpu.v1.TaskService/Submit", "/multigpu.v1.TaskService/Run"
+HEALTH, WATCH = "/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch"
+_OUT_BYTES_MAX = 1 << 18
+
+
+def rss_bytes(pid: int) -> int:
+    """The process's resident memory."""
+    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    return pages * 4096
+
+
+def frame(kind: int, flags: int, stream: int, body: bytes = b"") -> bytes:
+    return len(body).to_bytes(3, "big") + bytes([kind, flags]) + stream.to_bytes(4, "big") + body
+
+
+def _text(value: bytes) -> bytes:
+    """A string of HPACK, without Huffman's code."""
+    if len(value) < 127:
+        return bytes([len(value)]) + value
+    rest, out = len(value) - 127, bytearray([127])
+    while rest >= 128:
+        out.append(rest % 128 + 128)
+        rest //= 128
+    return bytes([*out, rest]) + value
+
+
+def header_block(path: bytes, more: Iterable[tuple[bytes, bytes]] = ()) -> bytes:
+    """The headers of a call of gRPC, each written out."""
+    fields = [(b":method", b"POST"), (b":scheme", b"http"), (b":path", path), (b":authority", b"x")]
+    fields += [(b"te", b"trailers"), (b"content-type", b"application/grpc"), *more]
+    return b"".join(b"\0" + _text(name) + _text(value) for name, value in fields)
+
+
+def announced(size: int) -> bytes:
+    """The prefix of a message of that size."""
+    return b"\0" + size.to_bytes(4, "big")
+
+
+@functools.cache
+def bomb(size: int) -> bytes:
+    """A message of zeros, compressed by gzip."""
+    packer = zlib.compressobj(9, zlib.DEFLATED, 31)
+    packed = b"".join(packer.compress(bytes(MIB)) for _ in range(size // MIB)) + packer.flush()
+    return b"\1" + len(packed).to_bytes(4, "big") + packed
+
+
+@dataclass(slots=True)
+class _Stream:
+    """What is yet to be sent, and its window beyond the initial one."""
+
+    begin: bytearray
+    zeros: int
+    window: int = 0
+
+    def take(self, room: int) -> bytes:
+        """At most `room` bytes of it."""
+        body = bytes(self.begin[: max(0, room)]) or bytes(min(max(0, room), self.zeros))
+        if self.begin:
+            del self.begin[: len(body)]
+        else:
+            self.zeros -= len(body)
+        self.window -= len(body)
+        return body
+
+
+class Peer:
+    """One connection. `window`: how many bytes of each response it takes; 0: it reads none."""
+
+    def __init__(self, address: str, window: int = 65_535) -> None:
+        host, _, port = address.rpartition(":")
+        self._socket = socket.create_connection((host, int(port)), timeout=20)
+        self._socket.setblocking(False)
+        self._out = bytearray(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n")
+        self._out += frame(SETTINGS, 0, 0, struct.pack(">HI", 4, window))
+        self._in = bytearray()
+        self._window = self._initial = 65_535
+        self._frame_max = 16_384
+        self.streams_max = 0  # as the server's settings say
+        self._streams: dict[int, _Stream] = {}
+        self.opened = 0
+        self.ended: set[int] = set()
+        self.sent_bytes = 0
+        self.closed = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        self._socket.close()
+
+    def send(self, raw: bytes) -> None:
+        self._out += raw
+
+    def call(
+        self, path: bytes | str, begin: bytes = b"", zeros: int = 0, more: Iterable[tuple[bytes, bytes]] = ()
+    ) -> int:
+        """Opens a stream, sends `begin`, then zeros as its window permits, and never ends it."""
+        stream = 2 * self.opened + 1
+        self.opened += 1
+        block = header_block(path.encode() if isinstance(path, str) else path, more)
+        self._out += frame(HEADERS, END_HEADERS, stream, block)
+        self._streams[stream] = _Stream(bytearray(begin), zeros)
+        return stream
+
+    def step(self) -> None:
+        """Sends and takes in what it can without waiting."""
+        for number, sending in self._streams.items():
+            while len(self._out) < _OUT_BYTES_MAX:
+                body = sending.take(min(self._frame_max, self._window, self._initial + sending.window))
+                if not body:
+                    break
+                self._window -= len(body)
+                self.sent_bytes += len(body)
+                self._out += frame(DATA, 0, number, body)
+        try:
+            with contextlib.suppress(BlockingIOError):
+                del self._out[: self._socket.send(self._out)]
+            with contextlib.suppress(BlockingIOError):
+                got = self._socket.recv(_OUT_BYTES_MAX)
+                self.closed = self.closed or not got
+                self._in += got
+        except OSError:
+            self.closed = True
+        while len(self._in) >= 9 and len(self._in) >= 9 + (size := int.from_bytes(self._in[:3], "big")):
+            kind, flags, stream = self._in[3], self._in[4], int.from_bytes(self._in[5:9], "big")
+            body = bytes(self._in[9 : 9 + size])
+            del self._in[: 9 + size]
+            self._take(kind, flags, stream, body)
+
+    def _take(self, kind: int, flags: int, stream: int, body: bytes) -> None:
+        if kind == SETTINGS and not flags & ACK:
+            for at in range(0, len(body), 6):
+                key, value = int.from_bytes(body[at : at + 2], "big"), int.from_bytes(body[at + 2 : at + 6], "big")
+                self._initial = value if key == 4 else self._initial
+                self.streams_max = value if key == 3 else self.streams_max
+                self._frame_max = min(value, _OUT_BYTES_MAX) if key == 5 else self._frame_max
+            self._out += frame(SETTINGS, ACK, 0)
+        elif kind == PING and not flags & ACK:
+            self._out += frame(PING, ACK, 0, body)
+        elif kind == WINDOW_UPDATE:
+            value = int.from_bytes(body, "big")
+            if stream == 0:
+                self._window += value
+            elif stream in self._streams:
+                self._streams[stream].window += value
+        elif kind == RST_STREAM or (kind == HEADERS and flags & END_STREAM):
+            self.ended.add(stream)
+            self._streams.pop(stream, None)
+
+
+def drive(peers: Sequence[Peer], seconds: float, grown: Callable[[], int]) -> int:
+    """Lets the peers send until all their streams have ended, or the time is over; the most that `grown` gave."""
+    peak, end_s = 0, time.monotonic() + seconds
+    while time.monotonic() < end_s:
+        for peer in peers:
+            if not peer.closed:
+                peer.step()
+        peak = max(peak, grown())
+        if all(peer.closed or len(peer.ended) == peer.opened for peer in peers):
+            break
+    return peak
+
+
+def odd_call(random: Random, peer: Peer, paths: Sequence[str]) -> None:
+    """One call of a peer without a token, drawn: its path, metadata, encoding, message, and what follows."""
+    path: bytes = random.choice([*(p.encode() for p in paths), random.randbytes(random.randrange(40)), b"/a\nb/\xff"])
+    more: list[tuple[bytes, bytes]] = []
+    for name in (b"authorization", b"user-agent", b"grpc-timeout", b"grpc-encoding", b"x-bin", b"x-text", b"host"):
+        if random.random() < 0.2:
+            more.append((name, random.choice([random.randbytes(random.randrange(300)), b"gzip", b"bearer x", b"1S"])))
+    begin = random.choice(
+        [b"", announced(63 * MIB), announced(2**32 - 1), announced(0), bomb(8 * MIB), random.randbytes(30)]
+    )
+    if begin[:1] == b"\1":
+        more.append((b"grpc-encoding", b"gzip"))
+    stream = peer.call(path, begin, random.choice([0, 1000, 63 * MIB]), more)
+    if random.random() < 0.1:
+        peer.send(frame(RST_STREAM, 0, stream, bytes(3) + b"\x08"))
+        peer.ended.add(stream)
+    if random.random() < 0.05:
+        peer.send(frame(GOAWAY, 0, 0, bytes(7) + b"\2" + b'\n{"event": "forged"}\x1b[31m' + random.randbytes(20)))
+
+
+def odd_round(random: Random, address: str, paths: Sequence[str], grown: Callable[[], int]) -> int:
+    """Some peers at the same time, some of which read nothing, with some odd calls each; the most that `grown` gave."""
+    with contextlib.ExitStack() as stack:
+        peers = [stack.enter_context(Peer(address, window)) for window in (65_535, 65_535, 65_535, 0)]
+        for peer in peers:
+            for _ in range(random.randrange(1, 40)):
+                odd_call(random, peer, paths)
+        return drive(peers, 1.0, grown)

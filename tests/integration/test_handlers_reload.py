@@ -1,0 +1,61 @@
+"""`mgpuctl handlers reload` on a real fleet: which version runs is shown, and one that fails to import runs nowhere."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from click.testing import CliRunner, Result
+from multigpu.cli import cli
+
+from tests.fleet import Fleet
+
+HANDLERS = """
+from multigpu.handlers import handler
+
+@handler("my.version")
+def version(value: bytes) -> bytes:
+    return VERSION
+"""
+
+
+def write(folder: Path, version: str, more: str = "") -> None:
+    (folder / "mine.py").write_text(f"VERSION = b{version!r}\n{HANDLERS}{more}")
+
+
+def test_a_reload_rolls_the_fleet_and_stops_where_the_new_version_cannot_be_imported(tmp_path: Path) -> None:
+    def mgpuctl(*words: str) -> Result:
+        return CliRunner().invoke(cli, ["--master", fleet.address, *words])
+
+    def rows() -> dict[str, Any]:
+        return {row["worker_id"]: row for row in json.loads(mgpuctl("workers", "--json").stdout)}
+
+    def answers() -> set[bytes]:
+        return {fleet.outcome(task_id).result for task_id in fleet.submit("my.version", *[b""] * 20)}
+
+    write(tmp_path, "one")
+    with Fleet(tmp_path / "fleet", workers=3, handlers=["mine"], handlers_dir=tmp_path) as fleet:
+        (one,) = {row["handlers"]["version"] for row in rows().values()}
+        write(tmp_path, "two")
+        assert answers() == {b"one"}
+        told = json.loads(mgpuctl("handlers", "reload", "w1", "--json").stdout)
+        assert (told[0]["worker_id"], told[0]["before"]) == ("w1", one)
+        two = rows()["w1"]["handlers"]["version"]
+        assert told[0]["version"] == two != one
+        (finding,) = [f for f in json.loads(mgpuctl("doctor", "--json").stdout)["checks"] if f["check"] == "handlers"]
+        assert finding["verdict"] == "warn"
+        assert f"{one} on w0 and w2" in finding["message"]
+        assert f"{two} on w1" in finding["message"]
+        assert "handlers reload --all" in finding["remedy"]
+        write(tmp_path, "three", "1/0\n")
+        stopped = mgpuctl("handlers", "reload", "--all")
+        assert stopped.exit_code != 0
+        assert "ZeroDivisionError" in stopped.stderr
+        assert [row["handlers"].get("reloads", 0) for row in rows().values()] in ([1, 1, 0], ["1", "1", 0]), (
+            "it stopped"
+        )
+        assert {row["handlers"]["version"] for row in rows().values()} == {one, two}
+        write(tmp_path, "two")
+        assert mgpuctl("handlers", "reload", "--all").exit_code == 0
+        assert {row["handlers"]["version"] for row in rows().values()} == {two}
+        assert answers() == {b"two"}
+        assert mgpuctl("handlers", "reload").exit_code == 2

@@ -1,0 +1,280 @@
+"""The core's commands are carried out as one: what ended is journaled whatever becomes of its peers, and after an event
+that failed half way the master does nothing more but end.
+"""
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from multigpu.payloads import LARGE_BYTES, Reference, Writer
+from multigpu.v1 import admin_service_pb2, task_pb2, task_service_pb2
+from multigpu_master import wire
+from multigpu_master.core import events as ev
+from multigpu_master.core.model import Capability, Lease, Task, TaskError, WorkerInfo
+from multigpu_master.core.scheduler import Core, Limits
+from multigpu_master.driver import BrokenError, Driver, RunOutbox
+from multigpu_master.ids import first_id
+from multigpu_master.journal import Entry, JournalError
+from multigpu_master.journal_sqlite import SqliteJournal
+from multigpu_master.rpc.dead_letter_calls import DeadLetterCalls
+from multigpu_master.rpc.intake import Intake
+from multigpu_master.rpc.task_service import CANCEL_TASKS, TaskService
+from multigpu_master.strategies.registry import load_strategies
+
+STREAM_BYTES_MAX = 64 << 20
+
+
+class Stage:
+    """A driver with its core and a real journal, one worker and one Run stream."""
+
+    def __init__(self, data_dir: Path) -> None:
+        self.fatal: list[str] = []
+        self.commits: list[Sequence[Entry]] = []
+        self.journal = SqliteJournal(data_dir, size_max_bytes=1 << 30)
+        recovered = self.journal.open(self._on_commit)
+        core = Core(load_strategies(), Limits(), first_id(recovered.epoch), lambda: 0.0)
+        specs = wire.SpecReader()
+        assert not list(recovered.tasks)
+        self.driver = Driver(core, self.journal, recovered, specs, STREAM_BYTES_MAX, self.fatal.append)
+        self.spec = specs.read(task_pb2.TaskSpec(kind="echo"))
+        self.driver.open_session(1)
+        self.driver.handle(ev.Hello(1, WorkerInfo(worker_id="w", capabilities=(Capability(kind="echo"),), slots=8)))
+        self.stream, self.outbox = self.driver.open_stream()
+
+    def _on_commit(self, entries: Sequence[Entry], first_cursor: int, error: JournalError | None) -> None:
+        self.commits.append(entries)
+        self.driver.journaling.on_commit(entries, first_cursor, error)
+
+    def submit(self, *names: str) -> list[Task]:
+        tasks = [Task(self.spec, name, b"payload", submit_s=self.driver.now()) for name in names]
+        self.driver.submit(self.spec, tasks, self.stream, lambda _error: None)
+        return tasks
+
+    async def durable(self) -> None:
+        async with asyncio.timeout(20):
+            await self.driver.journaling.all_durable()
+
+
+@pytest.fixture
+async def stage(tmp_path: Path) -> AsyncIterator[Stage]:
+    made = Stage(tmp_path / "data")
+    yield made
+    made.journal.close(20)
+
+
+def leases_of(tasks: list[Task]) -> list[Lease]:
+    return [task.lease for task in tasks if task.lease is not None]
+
+
+async def outcomes(outbox: RunOutbox) -> dict[str, task_pb2.Outcome]:
+    frame = task_service_pb2.RunResponse.FromString((await outbox.next()).serialize())
+    return {outcome.request_id: outcome for outcome in frame.outcomes}
+
+
+async def test_a_result_that_can_not_be_read_is_lost_alone(stage: Stage) -> None:
+    """Its client is told so; the outcomes that came with it are delivered and journaled."""
+    tasks = stage.submit("before", "lost", "after")
+    written = Writer(stage.journal.payloads.path).put(os.urandom(LARGE_BYTES))
+    result = stage.journal.payloads.resolve(written.pin.name, written.offset, written.size_bytes)
+    assert isinstance(result, Reference)
+    os.truncate(stage.journal.payloads.path / written.pin.name, 10)
+    reports = [x.lease_id for x in leases_of(tasks)]
+    stage.driver.handle(ev.Reports(1, reports, [b"one", result, b"two"]))
+    told = await outcomes(stage.outbox)
+    assert [told["before"].result, told["after"].result] == [b"one", b"two"]
+    assert (told["lost"].result, told["lost"].error.type) == (b"", "ResultLost")
+    assert "the segment ends before" in told["lost"].error.message
+    await stage.durable()
+    assert set(stage.journal.find_requests(["before", "after"])) == {"before", "after"}
+    assert not stage.fatal
+
+
+async def test_a_submit_of_many_specs_waits_for_one_commit(stage: Stage) -> None:
+    service = TaskService(stage.driver, Intake(stage.driver, 1 << 20), 1000, STREAM_BYTES_MAX, ())
+    batches = [
+        task_pb2.TaskBatch(spec=task_pb2.TaskSpec(kind="echo", queue=f"q{n}"), payloads=[b""], request_ids=[f"r{n}"])
+        for n in range(50)
+    ]
+    batches.append(batches[0])
+    answer = await service.Submit(task_service_pb2.SubmitRequest(batches=batches), None)
+    assert [len(entries) for entries in stage.commits] == [51]
+    ids = [result.task_id for result in answer.results]
+    assert ids[50] == ids[0] == min(ids) > 0
+    assert len(set(ids)) == 50
+
+
+async def test_partial_outputs_that_nobody_reads_end_their_stream(stage: Stage) -> None:
+    tasks = stage.submit(*[f"r{n}" for n in range(6)])
+    ends: list[str] = []
+    stage.outbox.on_abort = lambda error: ends.append(error.code)
+    for lease in leases_of(tasks):
+        stage.driver.handle(ev.Partials(1, [ev.PartialOutput(lease.lease_id, 0, bytes(15 << 20))]))
+        assert stage.outbox.bytes <= STREAM_BYTES_MAX
+    assert ends == ["RESOURCE_EXHAUSTED"]
+
+
+async def test_many_cancellations_are_many_short_events(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    service = TaskService(stage.driver, Intake(stage.driver, 1 << 20), 1000, STREAM_BYTES_MAX, ())
+    tasks = stage.submit(*[f"r{n}" for n in range(1000)])
+    counts: list[int] = []
+    handle = stage.driver.core.handle
+
+    def count(event: ev.Event, now: float) -> list[ev.Command]:
+        counts.extend([len(event.tasks)] if isinstance(event, ev.Cancel) else [])
+        return handle(event, now)
+
+    monkeypatch.setattr(stage.driver.core, "handle", count)
+    ids = [task.task_id for task in tasks]
+    answer = await service.Cancel(task_service_pb2.CancelRequest(task_ids=ids), None)
+    assert sorted(answer.cancelled_task_ids) == ids
+    assert not answer.settled_task_ids
+    assert (sum(counts), max(counts)) == (1000, CANCEL_TASKS)
+
+
+async def test_a_cancellation_is_told_when_it_is_on_the_disk(stage: Stage) -> None:
+    (task,) = stage.submit("withdrawn")
+    stage.driver.handle(ev.Cancel([task]))
+    assert stage.outbox.bytes == 0, "nothing is told before that"
+    told = await outcomes(stage.outbox)
+    assert told["withdrawn"].state == task_pb2.OUTCOME_STATE_CANCELLED
+    assert stage.journal.get_outcome(task.task_id) is not None
+
+
+async def test_an_outcome_that_finds_no_room_on_the_disk_is_not_told(stage: Stage, monkeypatch: Any) -> None:
+    """Else it could be another one after a restart, any time later."""
+    (task,) = stage.submit("ended")
+    await stage.durable()
+    monkeypatch.setattr(stage.driver.journaling, "writable", False)
+    stage.driver.handle(ev.Reports(1, [x.lease_id for x in leases_of([task])], [b"done"]))
+    assert stage.outbox.bytes == 0
+    assert (await outcomes(stage.outbox))["ended"].result == b"done"
+    assert stage.journal.get_outcome(task.task_id) is not None
+
+
+async def test_get_list_and_count_tell_an_outcome_once_it_is_on_the_disk(stage: Stage) -> None:
+    service = TaskService(stage.driver, Intake(stage.driver, 1 << 20), 1000, STREAM_BYTES_MAX, ())
+    (task,) = stage.submit("ended")
+    await stage.durable()
+    waiting = asyncio.create_task(
+        service.Get(task_service_pb2.GetRequest(task_id=task.task_id, wait=wire.duration(20)), None)
+    )
+    await asyncio.sleep(0.05)
+    stage.driver.handle(ev.Reports(1, [x.lease_id for x in leases_of([task])], [b"done"]))
+    listed = await service.List(task_service_pb2.ListRequest(), None)
+    counted = await service.Count(task_service_pb2.CountRequest(), None)
+    if stage.journal.get_outcome(task.task_id) is None:  # the disk is slower than these calls, almost always
+        assert [(t.state, t.worker_id) for t in listed.tasks] == [(task_pb2.TASK_STATE_LEASED, "w")]
+        assert (counted.leased, counted.succeeded) == (1, 0)
+    early = await service.Get(task_service_pb2.GetRequest(task_id=task.task_id), None)
+    assert (await waiting).task.outcome == early.task.outcome
+    assert early.task.outcome.result == b"done"
+    assert stage.journal.get_outcome(task.task_id) is not None, "what was told is on the disk"
+    counted = await service.Count(task_service_pb2.CountRequest(), None)
+    assert (counted.leased, counted.succeeded) == (0, 1)
+
+
+async def test_get_answers_for_the_task_that_it_found_though_its_request_id_is_anothers_by_then(
+    stage: Stage, monkeypatch: Any
+) -> None:
+    service = TaskService(stage.driver, Intake(stage.driver, 1 << 20), 1000, STREAM_BYTES_MAX, ())
+    (first,) = stage.submit("taken")
+    await stage.durable()
+
+    async def withdrawn_and_submitted_anew(_task_id: int, _timeout_s: float) -> None:
+        stage.driver.handle(ev.Cancel([first], withdrawn=True))
+        await stage.durable()
+        stage.submit("taken")
+        await stage.durable()
+
+    monkeypatch.setattr(stage.driver, "settled", withdrawn_and_submitted_anew)
+    request = task_service_pb2.GetRequest(request_id="taken", wait=wire.duration(20))
+    answer = await service.Get(request, None)
+    assert (answer.task.task_id, answer.task.outcome.state) == (first.task_id, task_pb2.OUTCOME_STATE_CANCELLED)
+
+
+async def test_dead_letters_that_can_not_be_read_are_not_said_to_be_deleted(stage: Stage, monkeypatch: Any) -> None:
+    def unreadable(_task_ids: Sequence[int]) -> None:
+        raise JournalError("it can't be read")
+
+    calls = DeadLetterCalls()
+    calls._driver, calls._taken = stage.driver, set()
+    monkeypatch.setattr(stage.journal, "get_dead_letters", unreadable)
+    with pytest.raises(JournalError, match="can't be read"):
+        await calls.DeleteDeadLetters(admin_service_pb2.DeleteDeadLettersRequest(task_ids=[1]), None)
+    assert not calls._taken
+
+
+async def test_a_dead_letter_is_requeued_or_deleted_by_one_call(stage: Stage) -> None:
+    stage.spec = stage.driver.specs.read(task_pb2.TaskSpec(kind="echo", attempts_max=1))
+    tasks = stage.submit(*[f"r{n}" for n in range(40)])
+    failures = [ev.Failure(x.lease_id, TaskError("ValueError", "no")) for x in leases_of(tasks)]
+    while failures:
+        stage.driver.handle(ev.Reports(1, failures=failures))
+        failures = [ev.Failure(x.lease_id, TaskError("ValueError", "no")) for x in leases_of(tasks)]
+    await stage.durable()
+    calls = DeadLetterCalls()
+    calls._driver, calls._taken = stage.driver, set()
+    ids = [task.task_id for task in tasks]
+    requeued, deleted, again = await asyncio.gather(
+        calls.RequeueDeadLetters(admin_service_pb2.RequeueDeadLettersRequest(task_ids=ids), None),
+        calls.DeleteDeadLetters(admin_service_pb2.DeleteDeadLettersRequest(task_ids=ids), None),
+        calls.DeleteDeadLetters(admin_service_pb2.DeleteDeadLettersRequest(task_ids=ids[::-1]), None),
+    )
+    assert len(requeued.task_ids) + deleted.deleted + again.deleted == len(ids)
+    assert not calls._taken
+
+
+async def test_a_stream_that_joins_a_task_as_it_is_withdrawn_is_told_once_it_is_on_the_disk(stage: Stage) -> None:
+    (task,) = stage.submit("withdrawn")
+    stage.driver.handle(ev.Cancel([task]))
+    stream, outbox = stage.driver.open_stream()
+    assert stage.driver.tells_later(task, stream)
+    assert (outbox.bytes, outbox.owed) == (0, 1)
+    told = await outcomes(outbox)
+    assert (told["withdrawn"].state, outbox.owed) == (task_pb2.OUTCOME_STATE_CANCELLED, 0)
+    assert stage.journal.get_outcome(task.task_id) is not None
+    assert not stage.driver.tells_later(task, stream), "the next is told at once"
+
+
+async def test_after_an_event_that_failed_half_way_the_master_handles_nothing_more(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tasks = stage.submit("one", "two")
+    await stage.durable()
+
+    def fail(_sessions: object) -> None:
+        raise OSError("a fault of ours")
+
+    monkeypatch.setattr(stage.outbox, "room_for", fail)
+    reports = ev.Reports(1, [x.lease_id for x in leases_of(tasks)], [b"1", b"2"])
+    with pytest.raises(BrokenError, match="ends after a fault"):
+        stage.driver.handle(reports)
+    (reason,) = stage.fatal
+    assert "Reports" in reason
+    assert "a fault of ours" in reason
+    counters = stage.driver.core.counters
+    assert stage.driver.handle(ev.Tick()) == []
+    with pytest.raises(BrokenError):
+        stage.submit("three")
+    assert (counters.submitted, len(stage.fatal)) == (2, 1)
+
+
+async def test_a_running_master_goes_on_with_ids_that_its_journal_has_begun(stage: Stage, tmp_path: Path) -> None:
+    core = stage.driver.core
+    core.begin_ids(core.ids_end - 4)
+    before = core.ids_end
+    tasks = stage.submit("a", "b", "c")
+    async with asyncio.timeout(20):
+        while core.ids_end == before:
+            await asyncio.sleep(0.001)
+    assert all(task.task_id for task in tasks)
+    (later,) = stage.submit("d")
+    assert before <= later.task_id < core.ids_end
+    await stage.durable()
+    stage.journal.close(20)
+    again = SqliteJournal(tmp_path / "data", size_max_bytes=1 << 30)
+    assert first_id(again.open(stage._on_commit).epoch) >= core.ids_end
+    again.close(20)

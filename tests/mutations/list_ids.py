@@ -1,0 +1,118 @@
+"""Mutations of what keeps ids from being given out twice, and from being taken for others: ids.py and its users."""
+
+from functools import partial
+
+from tests.mutations.mutation import Mutation
+
+ids = partial(Mutation, module="multigpu_master.ids", seeds=3000)
+core = partial(Mutation, module="multigpu_master.core.scheduler", seeds=1000)
+
+IDS = (
+    ids(
+        name="an epoch is not above the last",
+        old="max(last + 1, ",
+        new="max(1, ",
+        breaks="a restarted master gives out ids again",
+        seeds=1000,
+    ),
+    ids(
+        name="an epoch is not the clock's",
+        old="max(last + 1, int(now_s) - FIRST_EPOCH_S)",
+        new="last + 1",
+        breaks="a master on an empty or older journal gives out ids again",
+        checker="stories",
+        seeds=1,
+    ),
+    ids(
+        name="ids of unknown incarnations count",
+        old="self._ends.get(name, (0, 0))[0]",
+        new="self._ends.get(name, (EPOCHS_END * EPOCH_IDS, 0))[0]",
+        breaks="P2: a task gets the result of another",
+    ),
+    ids(
+        name="ids of an older incarnation have no end",
+        old="{one.name: (after.first_id, ",
+        new="{one.name: (EPOCHS_END * EPOCH_IDS, ",
+        breaks="P2: on a restored copy a task gets the result of another",
+        seeds=20000,
+    ),
+    ids(
+        name="cursors of unknown incarnations count",
+        old="self._ends.get(name, (0, 0))[1]",
+        new="self._ends.get(name, (0, CURSORS_END))[1]",
+        breaks="P9: a watch skips outcomes after the data directory was lost",
+    ),
+    ids(
+        name="cursors of an older incarnation have no end",
+        old="(after.first_id, after.first_cursor) for",
+        new="(after.first_id, CURSORS_END) for",
+        breaks="P9: a watch skips outcomes after an older copy was restored",
+    ),
+    Mutation(
+        name="leases of another journal are adopted",
+        module="multigpu_master.core.sessions",
+        old=" and max(h.lease_id, h.task_id) < event.ids_end]",
+        new="]",
+        breaks="P2: a task gets the result of another",
+        seeds=3000,
+    ),
+    Mutation(
+        name="leases that were never granted are adopted",
+        module="multigpu_master.core.sessions",
+        old="h.proven and ",
+        new="",
+        breaks="P2: a worker takes any task whose id it guesses, and its result counts",
+    ),
+    ids(
+        name="a lease's proof does not name the worker",
+        old="blake2b(worker_id.encode(), ",
+        new='blake2b(b"", ',
+        breaks="P2: a worker takes the leases of another worker",
+        seeds=6000,
+    ),
+    core(
+        name="ids are not renewed",
+        old="if self.next_id >= self.renew_id and not self.renewing:",
+        new="if False:",
+        breaks="P7: after 16 million ids nothing is taken any more",
+    ),
+    core(
+        name="ids are renewed again and again",
+        old="            self.renewing = True\n",
+        new="",
+        breaks="every event writes to the journal",
+        checker="stories",
+        seeds=1,
+    ),
+    Mutation(
+        name="leases go on past the last id",
+        module="multigpu_master.core.dispatch",
+        old=" and ledger.next_id < ledger.ids_end:",
+        new=":",
+        breaks="leases get ids that the journal has not begun, and the next master gives them out again",
+    ),
+    Mutation(
+        name="tasks go on past the last id",
+        module="multigpu_master.core.admission",
+        old="    if ledger.next_id >= ledger.ids_end:\n",
+        new="    if False:\n",
+        breaks="tasks get ids that the journal has not begun, and the next master gives them out again",
+    ),
+    Mutation(
+        name="new ids before they are on the disk",
+        module="multigpu_master.journaling",
+        old="self._append(_Pending(Entry(epoch=epoch), 0, done=done), urgent=True)",
+        new="self._append(_Pending(Entry(epoch=epoch), 0), urgent=True)\n        done(None)",
+        breaks="a master that is killed then leaves ids that the next one gives out again",
+        seeds=20000,
+    ),
+    Mutation(
+        name="a worker forgets who granted its leases",
+        module="multigpu_worker.session",
+        old="        self.incarnation = incarnation\n",
+        new="",
+        breaks="every restart of the master costs the tasks that run an attempt",
+        checker="stories",
+        seeds=1,
+    ),
+)

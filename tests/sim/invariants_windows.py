@@ -1,0 +1,102 @@
+"""No task waits in a window for long while a worker that may have it has a free slot, or while a more urgent one waits
+for a place there: its lease is recalled, once at most, or it is known to run.
+"""
+
+from collections.abc import Sequence
+
+from multigpu_master.core import events as ev
+from multigpu_master.core.lanes import shape_of
+from multigpu_master.core.model import Lease, Task, Worker
+from multigpu_master.core.placement import busy
+from multigpu_master.core.scheduler import Core
+
+from tests.sim.world import ViolationError
+
+WAIT_S = 0.1
+# Sums of times are rounded.
+EARLY_S = 1e-6
+
+
+class Windows:
+    """See the module."""
+
+    def __init__(self, core: Core) -> None:
+        self._core = core
+        self._recalled: set[tuple[int, int]] = set()  # (session, lease_id)
+        self._recall_s = 0.0  # when a lease was recalled last
+        self._since_s: dict[tuple[int, object], float] = {}  # a lease that waits, what for -> since when
+
+    def after(self, commands: Sequence[ev.Command], now: float) -> None:
+        core = self._core
+        for command in commands:
+            if isinstance(command, ev.Recall):
+                self._recalls(command, now)
+        if core.held(now) or core.clogged():
+            self._since_s = {}
+            return
+        sessions = core.fleet.sessions.values()
+        deep = [w for w in sessions if len(w.leases) > w.info.slots]
+        free = [w for w in sessions if w.accepting and len(w.leases) < w.info.slots and not w.full] if deep else []
+        leases = [x for w in deep for x in w.leases.values() if self._waits(x)]
+        waits: list[tuple[int, object]] = [(x.lease_id, w) for x in leases for w in free if self._may_have(w, x)]
+        waits += [(x.lease_id, t) for x in leases for t in self._more_urgent(x, now)]
+        self._since_s = {each: self._since_s.get(each, now) for each in waits}
+        if not waits:
+            return
+        due_s = core.next_timer_s()
+        for (lease_id, other), since_s in self._since_s.items():
+            until_s = max(since_s, self._recall_s) + WAIT_S
+            if now > until_s + EARLY_S:
+                raise ViolationError(f"lease {lease_id} waits in a window though {_name(other)} could have its place")
+            if due_s is None or due_s > until_s + EARLY_S:
+                raise ViolationError(f"nothing wakes the master for lease {lease_id}, which waits for {_name(other)}")
+
+    def _recalls(self, command: ev.Recall, now: float) -> None:
+        worker = self._core.fleet.sessions.get(command.session)  # None: it ended in the same event
+        for lease_id in command.lease_ids:
+            lease = worker.leases.get(lease_id) if worker is not None else None
+            if (command.session, lease_id) in self._recalled:
+                raise ViolationError(f"lease {lease_id} is recalled again")
+            if lease is not None and lease.running and lease.run_s < now:  # else this event told so, after the recall
+                raise ViolationError(f"lease {lease_id} is recalled, and runs")
+            self._recalled.add((command.session, lease_id))
+            self._recall_s = now
+
+    def _waits(self, lease: Lease) -> bool:
+        """Whether it may be in a window for nothing, and its task would be granted anew."""
+        task, core = lease.task, self._core
+        if (
+            lease.running
+            or (lease.worker.session, lease.lease_id) in self._recalled
+            or (task.extra is not None and task.extra.broke)
+        ):
+            return False
+        queue = core.queues[task.spec.queue]
+        return not queue.paused and not core.strategy_of(queue).pinned
+
+    def _may_have(self, worker: Worker, lease: Lease) -> bool:
+        core, task = self._core, lease.task
+        shape, strategy = shape_of(task.spec), core.strategy_of(core.queues[task.spec.queue])
+        if core.fleet.unfit(worker, shape) is not None or busy(core.fleet, strategy, shape, worker):
+            return False
+        queued = core.lane_for(task).crowd.live + 1
+        return strategy.worth(shape, worker, core.fleet, queued) or core.fleet.has_turn(worker, shape)
+
+    def _more_urgent(self, lease: Lease, now: float) -> list[Task]:
+        """The tasks that wait for nothing but a place in the lease's window, which has not moved for a while."""
+        core, worker = self._core, lease.worker
+        if not worker.accepting or now - worker.reported_s < WAIT_S / 2:
+            return []
+        found = []
+        for lane in core.lanes.by_key.values():
+            strategy, head = core.strategy_of(lane.queue), lane.head()
+            if head is None or lane.priority >= lease.task.spec.priority or lane.queue.paused or strategy.pinned:
+                continue
+            why = busy(core.fleet, strategy, lane.base, worker)
+            if core.fleet.unfit(worker, lane.base) is None and all("window full" in each for each in why):
+                found.append(head)
+        return found
+
+
+def _name(other: object) -> str:
+    return other.worker_id if isinstance(other, Worker) else f"task {getattr(other, 'task_id', 0)}"

@@ -1,0 +1,27 @@
+"""docs/handlers.md tells the truth: its handlers are served by a real worker, and its client prints what it says."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.fleet import Fleet
+
+PAGE = (Path(__file__).resolve().parent.parent / "docs" / "handlers.md").read_text("utf-8")
+HANDLER_CODE, CLIENT_CODE = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+
+
+def test_the_examples_of_the_page_print_what_it_says(tmp_path: Path) -> None:
+    (tmp_path / "my_handlers.py").write_text(HANDLER_CODE, "utf-8")
+    with Fleet(tmp_path / "fleet", workers=1, handlers=["my_handlers"], handlers_dir=tmp_path) as fleet:
+        env = {key: value for key, value in os.environ.items() if not key.startswith("MGPU_")}
+        done = subprocess.run(
+            [sys.executable, "-c", CLIENT_CODE], env=env | {"MGPU_MASTER": fleet.address},
+            capture_output=True, text=True, timeout=100, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        assert not fleet.faults()
+    said = [words for line in re.findall(r"print\(.*\)  # (.*)", CLIENT_CODE) for words in line.split(", then ")]
+    assert len(said) == 8
+    assert done.stdout.splitlines() == said

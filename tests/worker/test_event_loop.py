@@ -1,0 +1,84 @@
+"""What takes long is not done on the worker's event loop, nor one process after the other: a real worker tells when."""
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from .asking import ask, models
+from .conftest import StartWorker
+from .scripted_master import ScriptedMaster
+from .toy_models import Shop
+
+# In the agent alone: its engines have the same environment.
+PLANTED = """
+import sys
+
+if "multigpu_worker.main" in sys.orig_argv:
+    import functools
+    import threading
+
+    def told(function, name, which):
+        @functools.wraps(function)
+        def call(*args, **kwargs):
+            print(f"planted {name} {which(args)} in {threading.current_thread().name}", flush=True)
+            return function(*args, **kwargs)
+        return call
+
+    import subprocess
+    from multigpu_worker import engine_host, memory
+
+    memory.weights_bytes = told(memory.weights_bytes, "reads", lambda args: args[0].name)
+    kill = engine_host.EngineHost._sigkill
+    engine_host.EngineHost._sigkill = told(kill, "kills", lambda args: args[1])
+    subprocess.Popen.wait = told(subprocess.Popen.wait, "waits for", lambda args: args[0].pid)
+"""
+
+
+@pytest.fixture
+def plant(tmp_path: Path) -> Path:
+    folder = tmp_path / "planted"
+    folder.mkdir()
+    (folder / "sitecustomize.py").write_text(PLANTED)
+    return folder
+
+
+def planted(log: str) -> list[str]:
+    return [line.removeprefix("planted ") for line in log.splitlines() if line.startswith("planted ")]
+
+
+async def test_headers_of_a_model_that_comes_later_are_read_in_a_thread(
+    master: ScriptedMaster, start_worker: StartWorker, tmp_path: Path, plant: Path
+) -> None:
+    shop = Shop(tmp_path / "models")
+    shop.add("early")
+    worker = await start_worker(master.address, *shop.flags, pythonpath=plant)
+    stream = await master.stream()
+    shop.add("late")
+    await stream.until(lambda: "late" in models(stream))
+    reads = [line.split()[1:] for line in planted(worker.log) if line.startswith("reads")]
+    assert {thread for model, _, thread in reads if model == "late"} not in (set(), {"MainThread"})
+    assert models(stream)["late"].expected_memory_bytes > 0
+    assert len(reads) == len({model for model, *_ in reads}), "what was there before is not read again"
+
+
+async def test_all_engines_are_ended_before_any_is_waited_for(
+    master: ScriptedMaster, start_worker: StartWorker, tmp_path: Path, plant: Path
+) -> None:
+    shop = Shop(tmp_path / "models")
+    for name in "abc":
+        shop.add(name)
+    worker = await start_worker(master.address, *shop.flags, pythonpath=plant)
+    stream = await master.stream()
+    engines = {str((await ask(stream, number, name)).pid) for number, name in enumerate("abc", 1)}
+    stream.lease([(9, b"600")], kind="sleep")  # so that the first signal begins a drain, and the second ends it
+    await stream.until(lambda: any(held.running for beat in stream.heartbeats for held in beat.leases))
+    before = len(planted(worker.log))
+    worker.signal(signal.SIGTERM)
+    await stream.until(lambda: stream.heartbeats[-1].draining)
+    worker.signal(signal.SIGTERM)
+    assert await worker.wait() == 0
+    told = planted(worker.log)[before:]
+    first_wait = next(at for at, line in enumerate(told) if line.startswith("waits"))
+    killed = {line.split()[1] for line in told[:first_wait]}
+    assert killed > engines, "the base is among them, too"

@@ -1,0 +1,182 @@
+"""A worker runs one version of its handlers, whatever happens to their files, until it is told to reload them."""
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from multigpu.v1 import worker_service_pb2 as pb
+
+from .conftest import StartWorker, WorkerProcess
+from .scripted_master import SUCCEEDED, ScriptedMaster, Stream
+
+HANDLERS = """
+import os, time
+import words
+from multigpu.handlers import handler
+
+@handler("my.word")
+def word(value: bytes) -> bytes:
+    while value and not os.path.exists(value):
+        time.sleep(0.01)
+    return f"{VERSION} {words.WORD}".encode()
+"""
+
+
+class Edited:
+    """A module of handlers and one that it imports."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.write("one")
+
+    def write(self, version: str, code: str = HANDLERS) -> None:
+        (self.folder / "mine.py").write_text(f"VERSION = {version!r}\n{code}")
+        (self.folder / "words.py").write_text(f"WORD = {version!r}\n")
+
+
+@pytest.fixture
+def edited(tmp_path: Path) -> Edited:
+    (tmp_path / "code").mkdir()
+    return Edited(tmp_path / "code")
+
+
+async def begin(master: ScriptedMaster, start_worker: StartWorker, edited: Edited) -> tuple[WorkerProcess, Stream]:
+    worker = await start_worker(master.address, "--handlers", "mine", pythonpath=edited.folder)
+    stream = await master.stream()
+    await stream.until(lambda: stream.heartbeats)
+    return worker, stream
+
+
+async def answer(stream: Stream, lease_id: int) -> bytes:
+    stream.lease([(lease_id, b"")], kind="my.word")
+    (word,) = await stream.reported(lease_id)
+    assert word.state == SUCCEEDED, word
+    return word.result
+
+
+async def reload(stream: Stream) -> pb.Handlers:
+    before = stream.heartbeats[-1].handlers.reloads
+    stream.send(reload_handlers=True)
+    await stream.until(lambda: stream.heartbeats[-1].handlers.reloads > before)
+    return stream.heartbeats[-1].handlers
+
+
+async def test_an_engine_that_dies_is_followed_by_one_of_the_same_version_whatever_was_edited(
+    master: ScriptedMaster, start_worker: StartWorker, edited: Edited
+) -> None:
+    worker, stream = await begin(master, start_worker, edited)
+    version = stream.heartbeats[-1].handlers.version
+    assert len(bytes.fromhex(version)) == 6
+    assert await answer(stream, 1) == b"one one"
+    for number, edit in enumerate(("edited", "broken", "deleted"), 2):
+        edited.write("two", "1/0" if edit == "broken" else HANDLERS)
+        if edit == "deleted":
+            (edited.folder / "mine.py").unlink()
+        (pid,) = worker.engine_pids()
+        os.kill(pid, signal.SIGKILL)
+        await stream.until(lambda pid=pid: worker.engine_pids() not in ([], [pid]))  # type: ignore[misc]
+        assert await answer(stream, number) == b"one one"
+    assert {beat.handlers.version for beat in stream.heartbeats} == {version}
+
+
+async def test_a_reload_lets_what_runs_end_and_then_answers_with_the_new_version_alone(
+    master: ScriptedMaster, start_worker: StartWorker, edited: Edited
+) -> None:
+    _, stream = await begin(master, start_worker, edited)
+    before = stream.heartbeats[-1].handlers.version
+    go = edited.folder / "go"
+    stream.lease([(1, str(go).encode())], kind="my.word")
+    await stream.until(lambda: any(held.running for held in stream.heartbeats[-1].leases))
+    edited.write("two")
+    stream.send(reload_handlers=True)
+    stream.lease([(2, b"")], kind="my.word")
+    beats = len(stream.heartbeats)
+    await stream.until(lambda: len(stream.heartbeats) > beats + 3)
+    assert not stream.reports, "nothing begins beside what runs"
+    go.touch()
+    old, new = await stream.reported(1, 2)
+    assert (old.result, new.result) == (b"one one", b"two two")
+    await stream.until(lambda: stream.heartbeats[-1].handlers.reloads == 1)
+    after = stream.heartbeats[-1].handlers
+    assert (after.error, after.version != before) == ("", True)
+    edited.write("one")
+    assert (await reload(stream)).version == before, "the same sources are the same version"
+
+
+async def test_what_runs_longer_than_a_drain_may_take_begins_anew_uncharged(
+    master: ScriptedMaster, start_worker: StartWorker, edited: Edited
+) -> None:
+    worker = await start_worker(
+        master.address, "--handlers", "mine", "--drain-timeout-s", "0.2", pythonpath=edited.folder
+    )
+    stream = await master.stream()
+    go = edited.folder / "go"
+    stream.lease([(1, str(go).encode())], kind="my.word")
+    await stream.until(lambda: stream.heartbeats and any(held.running for held in stream.heartbeats[-1].leases))
+    edited.write("two")
+    assert (await reload(stream)).error == ""
+    go.touch()
+    (word,) = await stream.reported(1)
+    assert (word.state, word.result) == (SUCCEEDED, b"two two")
+    assert "begin anew" in worker.log
+
+
+@pytest.mark.parametrize(("code", "error"), [("1/0", "ZeroDivisionError"), ("import os; os._exit(7)", "exit code 7")])
+async def test_a_version_that_cannot_be_imported_leaves_the_one_before(
+    master: ScriptedMaster, start_worker: StartWorker, edited: Edited, code: str, error: str
+) -> None:
+    _, stream = await begin(master, start_worker, edited)
+    before = stream.heartbeats[-1].handlers.version
+    edited.write("two", code)
+    after = await reload(stream)
+    assert error in after.error
+    assert after.version == before
+    assert await answer(stream, 1) == b"one one"
+    assert {beat.health.state for beat in stream.heartbeats} == {stream.heartbeats[0].health.state}, "it is not sick"
+    edited.write("two")
+    after = await reload(stream)
+    assert (after.error, after.reloads) == ("", 2)
+    assert await answer(stream, 2) == b"two two"
+
+
+async def test_leases_on_a_kind_that_a_reload_takes_away_are_given_back(
+    master: ScriptedMaster, start_worker: StartWorker, edited: Edited
+) -> None:
+    _, stream = await begin(master, start_worker, edited)
+    go = edited.folder / "go"
+    stream.lease([(1, str(go).encode())], kind="my.word")
+    await stream.until(lambda: any(held.running for held in stream.heartbeats[-1].leases))
+    edited.write("two", HANDLERS.replace("my.word", "my.sentence"))
+    stream.send(reload_handlers=True)
+    stream.lease([(2, b"")], kind="my.word")
+    go.touch()
+    one, two = await stream.reported(1, 2)
+    assert one.result == b"one one"
+    assert two.state == pb.REPORT_STATE_RETURNED
+    offers = [{c.kind for c in b.catalog.capabilities} for b in stream.heartbeats if b.HasField("catalog")]
+    assert "my.sentence" in offers[-1]
+    assert "my.word" not in offers[-1]
+
+
+async def test_a_package_is_of_one_version_with_all_its_modules(
+    master: ScriptedMaster, start_worker: StartWorker, tmp_path: Path
+) -> None:
+    package = tmp_path / "code/pack"
+    (package / "deep").mkdir(parents=True)
+    (package / "__init__.py").touch()
+    (package / "deep/__init__.py").write_text("from .. import text\n")
+    (package / "text.py").write_text("WORD = b'one'\n")
+    (package / "mine.py").write_text(
+        "from multigpu.handlers import handler\nfrom .deep import text\n"
+        "@handler('my.word')\ndef word(value: bytes) -> bytes:\n    return text.WORD + __file__.encode()\n"
+    )
+    worker = await start_worker(master.address, "--handlers", "pack.mine", pythonpath=package.parent)
+    stream = await master.stream()
+    said = await answer(stream, 1)
+    assert said == b"one" + str(package / "mine.py").encode(), "data that lie beside it are found"
+    (package / "text.py").write_text("WORD = b'two'\n")
+    (pid,) = worker.engine_pids()
+    os.kill(pid, signal.SIGKILL)
+    await stream.until(lambda: worker.engine_pids() not in ([], [pid]))
+    assert await answer(stream, 2) == said

@@ -1,0 +1,72 @@
+"""What a worker is asked to return it returns if it has not begun it, wherever it waits; and the urgent go first."""
+
+import asyncio
+import random
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from multigpu.v1 import worker_service_pb2 as pb
+
+from .conftest import StartWorker
+from .scripted_master import SUCCEEDED, ScriptedMaster, Stream
+from .test_handlers import HANDLERS, running
+
+LONG, SHORT = b"60", b"0"
+RETURNED = pb.REPORT_STATE_RETURNED
+
+
+@pytest.fixture
+async def stream(master: ScriptedMaster, start_worker: StartWorker) -> AsyncIterator[Stream]:
+    await start_worker(master.address, "--handlers", "handlers_for_tests", pythonpath=HANDLERS)
+    yield await master.stream()
+
+
+@pytest.mark.parametrize("fast", [False, True], ids=["batches of one", "one batch"])
+async def test_what_is_not_begun_comes_back_and_what_runs_goes_on(stream: Stream, fast: bool) -> None:
+    if fast:  # so that all of it goes to the engine at once
+        stream.lease([(n, SHORT) for n in range(1001, 1601)], kind="sleep")
+        await stream.reported(*range(1001, 1601))
+    stream.lease([(1, LONG), *((n, SHORT) for n in range(2, 40))], kind="sleep")
+    await running(stream, 1)
+    stream.send(recalled_lease_ids=[*range(1, 40), 77])
+    words = await stream.reported(*range(2, 40))
+    assert {(word.state, word.error.type) for word in words} == {(RETURNED, "Recalled")}
+    stream.lease([(50, SHORT)], kind="sleep")
+    await asyncio.sleep(0.2)
+    assert not {1, 50} & stream.reports.keys()
+    stream.revoke(1)
+    (last,) = await stream.reported(50)
+    assert last.state == SUCCEEDED
+
+
+async def test_a_more_urgent_lease_goes_before_what_the_engine_holds(stream: Stream) -> None:
+    stream.lease([(1, LONG), (2, SHORT), (3, SHORT)], kind="sleep", priority=5)
+    await running(stream, 1)
+    stream.lease([(4, SHORT)], kind="sleep", priority=1)
+    stream.lease([(5, SHORT)], kind="sleep", priority=5)
+    await asyncio.sleep(0.2)  # the engine gives back what it has prepared
+    stream.revoke(1)
+    await stream.reported(2, 3, 4, 5)
+    assert [event for event in stream.events if event != "heartbeat"] == [("report", n) for n in (4, 2, 3, 5)]
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_what_comes_back_has_not_run_and_what_ran_does_not(stream: Stream, tmp_path: Path, seed: int) -> None:
+    """Recalls and urgent leases at any moment, while fast tasks run: none is lost, none runs and comes back."""
+    rng = random.Random(seed)
+    log = tmp_path / "log"
+    parameters, last = {"log": str(log)}, 0
+    for _ in range(300):
+        count = rng.randrange(1, 40)
+        leases = [(last + n, b"x") for n in range(1, count + 1)]
+        last += count
+        stream.lease(leases, kind="t.note", parameters=parameters, priority=rng.choice((1, 3, 5)))
+        if rng.random() < 0.5:
+            stream.send(recalled_lease_ids=rng.sample(range(max(1, last - 100), last + 1), min(20, last)))
+        await asyncio.sleep(rng.choice((0, 0, 0.001, 0.005)))
+    await stream.reported(*range(1, last + 1))
+    ran = [int(line) - 1000 for line in log.read_text().split()]
+    succeeded = {n for n, word in stream.reports.items() if word.state == SUCCEEDED}
+    assert sorted(ran) == sorted(succeeded)
+    assert len(succeeded) < last
