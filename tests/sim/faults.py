@@ -202,7 +202,10 @@ class Faults:
             self._told(dice.choice((ev.LoadModel(name, model), unload)), unload)
 
     def sick(self) -> None:
-        self._worker().fall_sick(unusable=self._world.chance(0.5), well_after_s=self._some(0.05, 0.5, 1.5))
+        first, unusable, well_after_s = self._worker(), self._world.chance(0.5), self._some(0.05, 0.5, 1.5)
+        common_cause = self._sim.breaker_dice.random() < 0.5  # such as the host's power: the breaker may trip
+        for worker in self._sim.workers if common_cause else [first]:
+            worker.fall_sick(unusable=unusable, well_after_s=well_after_s)
 
     def lie(self) -> None:
         worker, core = self._worker(), self._master.core

@@ -69,6 +69,7 @@ class Master:
         self.epoch = 0
         self.down: dict[int, Link] = {}  # session -> the way to its worker
         self.streams: dict[int, Client] = {}
+        self.on_trip: Callable[[], None] = lambda: None  # called when the breaker trips
         self.specs: dict[bytes, Spec] = {}  # those that the clients use, by what the journal keeps of them
         self.stalled_until = 0.0
         self.wall_skew_s = 0.0  # how wrong its host's wall clock is now
@@ -243,6 +244,8 @@ class Master:
                 self._renew_ids()
             case ev.BreakerChanged():
                 self.world.coverage[f"core: the breaker {'tripped' if command.tripped_s else 'was reset'}"] += 1
+                if command.tripped_s:
+                    self.on_trip()
                 self.journaling.remember(settings.breaker_setting(command.tripped_s))
             case ev.Welcome() | ev.Dispatch() | ev.Revoke() | ev.Recall() | ev.Desire() | ev.EndSession():
                 if isinstance(command, ev.Welcome) and command.adopted:

@@ -96,6 +96,8 @@ class Simulation:
         # A swarm: each seed has its own mix of faults, so that rare combinations get their turn.
         self.faults = [f for f in Faults.names if random.random() < 0.3]
         self._faults = Faults(self)
+        self.breaker_dice = Random(f"breaker {seed}")
+        self.master.on_trip = self._tripped
         self.workers = [
             SimWorker(world, self.master, self._info(i), self.heartbeat_s) for i in range(random.choice(size.workers))
         ]
@@ -165,6 +167,15 @@ class Simulation:
     def _fault(self) -> None:
         if self.faults:
             self._faults.happen(self.world.random.choice(self.faults))
+
+    def _tripped(self) -> None:
+        """Half of the time the master dies soon after its breaker trips: few worlds would see the next one restore it."""
+        if not self._healed_s and self.breaker_dice.random() < 0.5:
+            self.world.after(self.breaker_dice.random() * self.timeout_s, self._crash_master)
+
+    def _crash_master(self) -> None:
+        if not self._healed_s:
+            self._faults.happen("master crash")
 
     # --- the run -----------------------------------------------------------------------------------------------------
 
