@@ -148,6 +148,9 @@ class MasterConfig(_Checked):
     queue_bytes_max: int = _setting(4 * GIB, "Most payload and partial output bytes of unsettled tasks.", minimum=MIB)
     payload_bytes_max: int = _setting(32 * MIB, "Largest payload of one task.", minimum=KIB, maximum=60 * MIB)
     submit_tasks_max: int = _setting(10_000, "Most tasks in one Submit.", minimum=1, maximum=1_000_000)
+    result_ttl_max_s: float = _setting(
+        30 * 86_400.0, "Longest result_ttl of a task: until then its outcome takes room on the disk.", minimum=86_400
+    )
     stream_bytes_max: int = _setting(128 * MIB, "Outcomes a client may leave unread on a stream.", minimum=MIB)
     ephemeral_bytes_max: int = _setting(256 * MIB, "Results of ephemeral tasks kept in memory.", minimum=MIB)
     journal_bytes_max: int = _setting(

@@ -29,6 +29,7 @@ from multigpu_master.journaling import Journaling, tell
 from multigpu_master.latencies import Latencies
 from multigpu_master.outbox import FRAME_BYTES, Outbox
 from multigpu_master.tracing import record_spans
+from multigpu_master.wire_specs import SpecReader
 
 log = structlog.get_logger()
 
@@ -78,7 +79,7 @@ class Driver:
         core: Core,
         journal: Journal,
         recovered: Recovered,
-        specs: wire.SpecReader,
+        specs: SpecReader,
         stream_bytes_max: int,
         on_fatal: Callable[[str], None],
     ) -> None:

@@ -29,6 +29,7 @@ from multigpu_master.security import setup as security
 from multigpu_master.security.audit import Audit
 from multigpu_master.security.gate import Gate
 from multigpu_master.strategies.registry import StrategyError, canonical_name, load_strategies
+from multigpu_master.wire_specs import SpecReader
 from multigpu_master.worker_log import WorkerLog
 
 log = structlog.get_logger()
@@ -94,7 +95,7 @@ class Master:
             breaker_window_s=config.breaker_window_s,
         )
         core = Core(strategies, limits, ids.first_id(recovered.epoch), random.random, strategy)
-        specs = wire.SpecReader()
+        specs = SpecReader(config.result_ttl_max_s)
         driver = self.driver = Driver(core, self.journal, recovered, specs, config.stream_bytes_max, self._die)
         driver.on_worker_changed = self._worker_changed
         self._worker_log = WorkerLog(driver)

@@ -1,17 +1,14 @@
 """Between the wire and the core: protobuf messages in and out of the core's plain values.
 
 Everything that comes in is validated here, so that the core meets only what makes sense; InvalidTaskError says what is
-wrong in words for the person who wrote it. Specs are interned: equal ones are one object, however many frames carry
-them.
+wrong in words for the person who wrote it. Specs of tasks are read in `wire_specs`.
 """
 
 import math
-import zlib
-from collections.abc import Mapping, Sequence, Sized
-from weakref import WeakKeyDictionary, WeakValueDictionary
+from collections.abc import Sequence, Sized
+from typing import TYPE_CHECKING
 
 from google.protobuf.duration_pb2 import Duration
-from google.protobuf.message import DecodeError
 from google.protobuf.timestamp_pb2 import Timestamp
 from multigpu.payloads import Reference
 from multigpu.v1 import device_pb2, task_pb2, task_service_pb2, worker_service_pb2
@@ -36,14 +33,15 @@ from multigpu_master.core.model import (
     WorkerInfo,
 )
 from multigpu_master.ids import LeaseProofs
-from multigpu_master.journal import JournalError, LargeBody, SettleRecord, SubmitRecord
+from multigpu_master.journal import LargeBody, SettleRecord, SubmitRecord
 from multigpu_master.payloads import BadReferenceError
 from multigpu_master.protobuf import tag, varint
 from multigpu_master.wire_large import Peer
 
-PRIORITY_DEFAULT, ATTEMPTS_DEFAULT, ATTEMPTS_MAX = 3, 3, 100
-DURABLE_TTL_S, EPHEMERAL_TTL_S = 86_400.0, 300.0
-PARAMETERS_MAX, PARAMETERS_BYTES_MAX = 64, 64 << 10
+if TYPE_CHECKING:
+    from multigpu_master.wire_specs import SpecReader
+
+ATTEMPTS_MAX = 100
 NAME_BYTES_MAX, MODEL_BYTES_MAX, KEY_BYTES_MAX = 128, 256, 256
 MESSAGE_CHARS_MAX, TRACEBACK_CHARS_MAX = 8 << 10, 16 << 10
 # What a worker may say of itself in all, what it may leave for the next attempt of a task, and how much of a task's
@@ -88,116 +86,6 @@ def duration(seconds: float) -> Duration:
 
 
 # --- tasks in --------------------------------------------------------------------------------------------------------
-
-
-class SpecReader:
-    """Validates TaskSpec messages and interns them."""
-
-    def __init__(self) -> None:
-        self._specs: WeakValueDictionary[bytes, Spec] = WeakValueDictionary()
-        self._messages: WeakKeyDictionary[Spec, task_pb2.TaskSpec] = WeakKeyDictionary()
-
-    def read(self, message: task_pb2.TaskSpec) -> Spec:
-        """The Spec for a message. InvalidTaskError: it makes no sense."""
-        wire = message.SerializeToString(deterministic=True)
-        spec = self._specs.get(wire)
-        if spec is None:
-            _name("content_type", message.content_type, NAME_BYTES_MAX)
-            wire_models.plain_spec(message)
-            spec = self._specs[wire] = _spec(message, wire)
-        return spec
-
-    def restore(self, wire: bytes) -> Spec:
-        """The Spec for bytes from the journal. JournalError: they are damaged."""
-        spec = self._specs.get(wire)
-        if spec is not None:
-            return spec
-        try:
-            spec = _spec(task_pb2.TaskSpec.FromString(wire), wire)
-        except (DecodeError, InvalidTaskError) as error:
-            raise JournalError(
-                f"The journal holds a task whose spec is damaged ({error}). Restore the data directory from a backup, "
-                "or give another --data-dir."
-            ) from error
-        self._specs[wire] = spec
-        return spec
-
-    def message(self, spec: Spec) -> task_pb2.TaskSpec:
-        """The message for a Spec, to be copied from and not changed."""
-        message = self._messages.get(spec)
-        if message is None:
-            message = self._messages[spec] = task_pb2.TaskSpec.FromString(spec.wire)
-        return message
-
-
-def _spec(m: task_pb2.TaskSpec, wire: bytes) -> Spec:
-    _name("kind", m.kind, NAME_BYTES_MAX)
-    if not m.kind:
-        raise InvalidTaskError('kind is missing; name what is to run, for example "embed"')
-    _name("model", m.model, MODEL_BYTES_MAX)
-    _name("queue", m.queue, NAME_BYTES_MAX)
-    if not 0 <= m.priority <= 5:
-        raise InvalidTaskError(
-            f"priority {m.priority} is out of range; use 1 (served first) to 5, or 0 for {PRIORITY_DEFAULT}"
-        )
-    if not 0 <= m.attempts_max <= ATTEMPTS_MAX:
-        raise InvalidTaskError(f"attempts_max {m.attempts_max} is out of range; use 1 to {ATTEMPTS_MAX}")
-    _mapping("parameters", m.parameters)
-    _mapping("required_labels", m.required_labels)
-    if m.durability not in task_pb2.Durability.values():
-        raise InvalidTaskError(f"durability {m.durability} is unknown; use DURABLE or EPHEMERAL")
-    durable = m.durability != task_pb2.DURABILITY_EPHEMERAL
-    initial_s = _timeout(m, "backoff_initial", 0.1)
-    max_s = _timeout(m, "backoff_max", 30.0)
-    assert initial_s is not None, "it has a default"
-    assert max_s is not None, "it has a default"
-    ttl_s = _timeout(m, "result_ttl", DURABLE_TTL_S if durable else EPHEMERAL_TTL_S)
-    assert ttl_s is not None, "it has a default"
-    same = task_pb2.TaskSpec(kind=m.kind, model=m.model, content_type=m.content_type, parameters=m.parameters)
-    return Spec(
-        kind=m.kind,
-        model=m.model,
-        queue=m.queue or "default",
-        priority=m.priority or PRIORITY_DEFAULT,
-        labels=tuple(sorted(m.required_labels.items())),
-        memory_bytes=m.required_device_memory_bytes,
-        deadline_s=seconds_of(m.deadline) if m.HasField("deadline") else None,
-        queue_timeout_s=_timeout(m, "queue_timeout", None),
-        run_timeout_s=_timeout(m, "run_timeout", None),
-        attempts_max=m.attempts_max or ATTEMPTS_DEFAULT,
-        backoff_initial_s=initial_s,
-        backoff_max_s=max(initial_s, max_s),
-        durable=durable,
-        result_ttl_s=ttl_s,
-        wait_for_worker=m.wait_for_worker,
-        identity=zlib.crc32(same.SerializeToString(deterministic=True)) >> 1,
-        wire=wire,
-    )
-
-
-def _name(field: str, value: str, bytes_max: int) -> None:
-    size = len(value.encode())
-    if size > bytes_max:
-        raise InvalidTaskError(f"{field} has {size} bytes; at most {bytes_max} are allowed")
-
-
-def _mapping(field: str, items: Mapping[str, str]) -> None:
-    if len(items) > PARAMETERS_MAX:
-        raise InvalidTaskError(f"{field} has {len(items)} entries; at most {PARAMETERS_MAX} are allowed")
-    size = sum(len(k.encode()) + len(v.encode()) for k, v in items.items())
-    if size > PARAMETERS_BYTES_MAX:
-        raise InvalidTaskError(
-            f"{field} has {size} bytes; at most {PARAMETERS_BYTES_MAX} are allowed: put data in the payload"
-        )
-
-
-def _timeout(m: task_pb2.TaskSpec, field: str, default: float | None) -> float | None:
-    if not m.HasField(field):
-        return default
-    value = seconds_of(getattr(m, field))
-    if not value > 0 or not math.isfinite(value):
-        raise InvalidTaskError(f"{field} is {value:g} s; it must be above zero, or absent")
-    return value
 
 
 def request_ids_of(batch: task_pb2.TaskBatch) -> list[str]:
@@ -444,7 +332,7 @@ def task_state(task: Task) -> task_pb2.TaskState:
 
 def fill_leases(
     batch: worker_service_pb2.LeaseBatch,
-    specs: SpecReader,
+    specs: "SpecReader",
     proofs: LeaseProofs,
     leases: Sequence[Lease],
     read: dict[int, bytes] | None = None,

@@ -5,7 +5,7 @@ from typing import Any, cast
 
 import pytest
 from multigpu.v1 import model_pb2, worker_service_pb2
-from multigpu_master import settings, wire, wire_models
+from multigpu_master import settings, wire, wire_models, wire_specs
 from multigpu_master.core import events as ev
 from multigpu_master.core.explain import explain
 from multigpu_master.core.model import Capability, Lease, Spec, Task, TaskError, Telemetry, WorkerInfo
@@ -298,11 +298,11 @@ def test_a_new_attempt_is_handed_what_the_last_one_yielded() -> None:
     stage.join()
     lease = Lease(1, task, stage.core.fleet.workers["w"], 2, 0.0, 1, 0.0)
     batch = worker_service_pb2.LeaseBatch()
-    wire.fill_leases(batch, wire.SpecReader(), LeaseProofs(b"key"), [lease])
+    wire.fill_leases(batch, wire_specs.SpecReader(), LeaseProofs(b"key"), [lease])
     assert list(batch.extras[0].partials) == [b"one", b"two"]
     task.more().partials_bytes = wire.PARTIALS_BYTES_MAX + 1
     batch.Clear()
-    wire.fill_leases(batch, wire.SpecReader(), LeaseProofs(b"key"), [lease])
+    wire.fill_leases(batch, wire_specs.SpecReader(), LeaseProofs(b"key"), [lease])
     assert not batch.extras[0].partials
     assert batch.extras[0].partials_received == 2
 

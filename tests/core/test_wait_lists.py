@@ -2,6 +2,7 @@
 
 import pytest
 from multigpu_master.core import events as ev
+from multigpu_master.core.admission import RESOURCE_EXHAUSTED, SHAPES_MAX
 from multigpu_master.core.lanes import Lane
 from multigpu_master.core.model import Capability, Spec, Task, Worker, WorkerInfo
 from multigpu_master.core.timers import FIRE_MAX
@@ -51,6 +52,37 @@ def test_an_event_tries_no_more_lanes_than_find_room(kinds: int, queues: int, st
         assert stage.tried <= granted + 1, "those that find room, and the first that does not any more"
         granted_all += granted
     assert granted_all >= 10
+
+
+def test_tasks_of_many_queues_that_wait_for_the_same_memory_are_tried_as_one() -> None:
+    stage = Stage()
+    info = WorkerInfo(worker_id="w", capabilities=(Capability(kind="run"),), memory_total_bytes=100, slots=8)
+    stage.handle(ev.Hello(1, info))
+    stage.sessions = 1
+    running = stage.submit(3, Spec(kind="run", memory_bytes=30))
+    for n in range(CLASSES):
+        stage.submit(1, Spec(kind="run", queue=f"queue{n}", memory_bytes=80))
+    assert len(stage.core.lanes.others) == 1
+    tried = []
+    choose = stage.core.placement.choose
+    stage.core.placement.choose = lambda s, lane: tried.append(lane) or choose(s, lane)  # type: ignore[method-assign, func-returns-value]
+    stage.report(lease_of(running[0]))
+    assert len(tried) == 1
+
+
+def test_tasks_of_too_many_different_requirements_are_rejected() -> None:
+    stage = Stage()
+    for n in range(SHAPES_MAX):
+        assert stage.submit(1, Spec(kind="run", memory_bytes=n, wait_for_worker=True))
+    one_more = Spec(kind="run", memory_bytes=SHAPES_MAX, wait_for_worker=True)
+    commands = stage.handle(ev.Submit(one_more, [Task(one_more, "", b"")]))
+    (rejection,) = next(c for c in commands if isinstance(c, ev.Submitted)).results
+    assert isinstance(rejection, ev.Rejection)
+    assert rejection.code == RESOURCE_EXHAUSTED
+    known = stage.submit(1, Spec(kind="run", queue="other", memory_bytes=7, wait_for_worker=True))
+    assert known
+    stage.handle(ev.Cancel([task for task in stage.core.tasks.values() if task.spec.memory_bytes == 9]))
+    assert stage.submit(1, one_more)
 
 
 def test_those_that_wait_go_by_age_whatever_their_queue_and_kind() -> None:

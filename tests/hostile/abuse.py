@@ -392,6 +392,26 @@ def distinct_names(fleet: Fleet, size: int) -> str:
     return "done"
 
 
+def own_requirements(fleet: Fleet, size: int) -> str:
+    """Tasks each of which requires another amount of device memory, more than is free, and has large parameters."""
+    worker = next(w for w in fleet.admin.ListWorkers(admin_pb.ListWorkersRequest(), timeout=20).workers if w.session_id)
+    queue, codes = unique(), set[int]()
+    with channel_to(fleet) as channel:
+        submit = channel.unary_unary("/multigpu.v1.TaskService/Submit")
+        for at in range(0, size, 100):
+            request = task_service_pb2.SubmitRequest()
+            for n in range(at, at + 100):
+                spec = task_pb2.TaskSpec(
+                    kind="echo", queue=queue, parameters={"n": str(n), "pad": "x" * (60 << 10)}, wait_for_worker=True,
+                    required_device_memory_bytes=worker.device.memory_total_bytes - n,
+                )  # fmt: skip
+                request.batches.add(spec=spec).inputs.add(payload=b"x")
+            answer = task_service_pb2.SubmitResponse.FromString(submit(request.SerializeToString(), timeout=120))
+            codes |= {result.rejection.code for result in answer.results}
+    _cancel_queue(fleet, queue)
+    return " ".join(map(str, sorted(codes)))
+
+
 def distinct_workers(fleet: Fleet, size: int) -> str:
     """A worker that has another name each time it comes."""
     name = unique()
@@ -446,6 +466,7 @@ ABUSES = [
     # A limit for each stream, and none for all of them together.
     Abuse(name="outcomes that nobody reads, MiB", spend=slow_reader, short=64, long=400, memory_max_bytes=1200 * MIB),
     Abuse(name="distinct names", spend=distinct_names, short=2_000, long=100_000),
+    Abuse(name="own requirements", spend=own_requirements, short=2_400, long=10_000, memory_max_bytes=600 * MIB),
     Abuse(name="distinct workers", spend=distinct_workers, short=100, long=5_000),
     Abuse(name="distinct queues by an operator", spend=distinct_admin_queues, short=100, long=20_000),
 ]

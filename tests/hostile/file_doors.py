@@ -21,7 +21,7 @@ from multigpu.run_state import Answer, Call, RunState
 from multigpu.telemetry import span_from
 from multigpu.v1 import task_pb2, task_service_pb2
 from multigpu.window import Window
-from multigpu_master import settings, wire
+from multigpu_master import settings, wire, wire_specs
 from multigpu_master.core.scheduler import Core, Limits
 from multigpu_master.journal import JournalError
 from multigpu_master.journal_reads import JournalReads
@@ -169,7 +169,7 @@ class Rows:
     def __init__(self, folder: Path) -> None:
         mute()
         self._reads = JournalReads(folder)
-        self._specs = wire.SpecReader()
+        self._specs = wire_specs.SpecReader()
         self._strategies = load_strategies()
 
     def _row(self, whole: list[Any], data: bytes) -> list[Any]:

@@ -30,8 +30,8 @@ from multigpu_master.core.model import Task
 from multigpu_master.journal import Entry, LargeBody, SettleRecord
 from multigpu_master.journal_sqlite import SqliteJournal
 from multigpu_master.server import Master
-from multigpu_master.wire import SpecReader
 from multigpu_master.wire_large import outcome_body
+from multigpu_master.wire_specs import SpecReader
 
 from tests.hostile.door import mute
 

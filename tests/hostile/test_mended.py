@@ -22,7 +22,7 @@ from multigpu.sharing import Sharing
 from multigpu.v1 import admin_service_pb2 as admin_pb
 from multigpu.v1 import device_pb2, model_pb2, task_pb2, task_service_pb2
 from multigpu.v1 import worker_service_pb2 as worker_pb
-from multigpu_master import settings, wire, wire_models
+from multigpu_master import settings, wire, wire_models, wire_specs
 from multigpu_master.core import events as ev
 from multigpu_master.core.fleet import LOST_WORKERS_MAX, PACES_MAX, Fleet
 from multigpu_master.core.model import WorkerInfo
@@ -208,7 +208,7 @@ def test_a_damaged_task_row_is_refused_in_words(tmp_path: Path, at: int, value: 
     row = [*TASK[:at], value, *TASK[at + 1 :]]
     with pytest.raises(JournalError):
         record = JournalReads(tmp_path)._task(row, {})
-        wire.restored_task(record, wire.SpecReader().restore(record.spec))
+        wire.restored_task(record, wire_specs.SpecReader().restore(record.spec))
 
 
 @pytest.mark.parametrize(("at", "value"), [(0, "x"), (1, -1), (3, 6), (3, "x"), (7, 1e308), (8, "x"), (9, "x")])

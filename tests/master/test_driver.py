@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from multigpu.payloads import LARGE_BYTES, Reference, Writer
 from multigpu.v1 import admin_service_pb2, task_pb2, task_service_pb2
-from multigpu_master import wire
+from multigpu_master import wire, wire_specs
 from multigpu_master.core import events as ev
 from multigpu_master.core.model import Capability, Lease, Task, TaskError, WorkerInfo
 from multigpu_master.core.scheduler import Core, Limits
@@ -36,7 +36,7 @@ class Stage:
         self.journal = SqliteJournal(data_dir, size_max_bytes=1 << 30)
         recovered = self.journal.open(self._on_commit)
         core = Core(load_strategies(), Limits(), first_id(recovered.epoch), lambda: 0.0)
-        specs = wire.SpecReader()
+        specs = wire_specs.SpecReader()
         assert not list(recovered.tasks)
         self.driver = Driver(core, self.journal, recovered, specs, STREAM_BYTES_MAX, self.fatal.append)
         self.spec = specs.read(task_pb2.TaskSpec(kind="echo"))

@@ -4,14 +4,14 @@ import asyncio
 from pathlib import Path
 
 from multigpu.v1 import task_pb2
-from multigpu_master import wire
+from multigpu_master import wire, wire_specs
 from multigpu_master.core import events as ev
 from multigpu_master.core.model import Outcome, OutcomeState, Task
 from multigpu_master.journal import JournalError
 from multigpu_master.journal_sqlite import SqliteJournal
 from multigpu_master.journaling import PATIENCE_S, Journaling
 
-SPEC = wire.SpecReader().read(task_pb2.TaskSpec(kind="echo"))
+SPEC = wire_specs.SpecReader().read(task_pb2.TaskSpec(kind="echo"))
 
 
 class Stage:

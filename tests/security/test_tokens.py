@@ -194,6 +194,10 @@ def test_health_answers_everybody_and_reflection_those_with_a_token(house: House
         next(stub.ServerReflectionInfo(iter([ask]), timeout=30))
     answer = next(stub.ServerReflectionInfo(iter([ask]), timeout=30, metadata=metadata(house.admin_token)))
     assert "multigpu.v1.TaskService" in {s.name for s in answer.list_services_response.service}
+    raw = channel.stream_stream("/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo")
+    with refused(grpc.StatusCode.INVALID_ARGUMENT):
+        next(raw(iter([b"\xff\xff"]), timeout=30, metadata=metadata(house.admin_token)))
+    assert not house.fleet.faults()
 
 
 def test_tokens_outlive_the_master_and_their_secrets_are_nowhere(own_house: House) -> None:

@@ -169,7 +169,7 @@ class Simulation:
             self._faults.happen(self.world.random.choice(self.faults))
 
     def _tripped(self) -> None:
-        """Half of the time the master dies soon after its breaker trips: few worlds would see the next one restore it."""
+        """Half of the time the master dies soon after its breaker trips, and the next one has to restore it."""
         if not self._healed_s and self.breaker_dice.random() < 0.5:
             self.world.after(self.breaker_dice.random() * self.timeout_s, self._crash_master)
 

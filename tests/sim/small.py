@@ -5,13 +5,14 @@ Only while a simulation runs: other tests of the same process have the core's ow
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from multigpu_master.core import fleet, lanes, placement, timers
+from multigpu_master.core import admission, fleet, lanes, placement, timers
 
 SMALL = (
     (lanes, "PART", 4),
     (lanes, "HOLLOW_MIN", 2),
     (timers, "SWEEP_MIN", 4),
     (fleet, "CHANGES_MAX", 32),
+    (admission, "SHAPES_MAX", 3),
     (placement, "RANKINGS_MAX", 3),
     (placement, "PINS_MAX", 4),
     (placement, "FEW", 2),

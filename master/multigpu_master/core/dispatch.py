@@ -88,8 +88,10 @@ class Dispatcher:
             lanes.park(lane, lanes.pins, pin)
         elif pin is None and fleet.open.keys().isdisjoint(able.keys()):  # the shorter one is walked
             lanes.park(lane, lanes.windows, id(able), able)
+        elif pin is None and lane.crowd.waits_to_grow:
+            lanes.park(lane, lanes.growths, lane.crowd)
         else:
-            lanes.park(lane, lanes.others, (lane.crowd, pin))
+            lanes.park(lane, lanes.others, (strategy.name, lane.base, pin))
         if fleet.planned:
             self._turns.parked(lane, pin, now)
 
@@ -108,9 +110,12 @@ class Dispatcher:
             for waiting in list(lanes.windows.values()):
                 if not waiting.workers.keys().isdisjoint(roomy):
                     lanes.offer_first(waiting)
-            for (crowd, pin), waiting in list(lanes.others.items()):
-                able = {pin: None} if pin is not None else fleet.eligible(crowd.base)
+            for (_, base, pin), waiting in list(lanes.others.items()):
+                able = {pin: None} if pin is not None else fleet.eligible(base)
                 if moved or not freed.keys().isdisjoint(able.keys()):
+                    lanes.offer_first(waiting)
+            for crowd, waiting in list(lanes.growths.items()):
+                if moved or not freed.keys().isdisjoint(fleet.eligible(crowd.base).keys()):
                     lanes.offer_first(waiting)
         self._membership, self._averages = fleet.membership, fleet.averages
         if freed:
@@ -121,9 +126,11 @@ class Dispatcher:
         """A worker has just become one that has a model: tasks that were not worth the loading may be worth it now."""
         key, self._ledger.fleet.began_loading = self._ledger.fleet.began_loading, None
         lanes, planned = self._ledger.lanes, self._ledger.fleet.planned
-        for (crowd, _), waiting in list(lanes.others.items()):
+        of_shapes = [(base, waiting) for (_, base, _), waiting in lanes.others.items()]
+        of_crowds = [(crowd.base, waiting) for crowd, waiting in lanes.growths.items()]
+        for base, waiting in of_shapes + of_crowds:
             # A model that is offered by id has several names.
-            if planned or (crowd.base.kind, crowd.base.model) == key:
+            if planned or (base.kind, base.model) == key:
                 lanes.offer_first(waiting)
 
     def _grant(self, task: Task, lane: Lane, worker: Worker, now: float) -> Lease:

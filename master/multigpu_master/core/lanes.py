@@ -170,11 +170,14 @@ class Lanes:
         self.by_key: dict[tuple[str, int, Shape], Lane] = {}
         self.parked: dict[Lane, int] = {}  # the ticket of its entry in a wait list
         # Wait lists: for room in a window of any of some workers (by the id of these), in that of the worker to which
-        # the tasks are pinned, or for whatever else a crowd may wait (and the worker to which its tasks are pinned).
+        # the tasks are pinned, or for whatever else tasks of a shape may wait (by strategy, shape and the worker to
+        # which they are pinned), or for more tasks of their crowd.
         self.windows: dict[int, WaitList] = {}
         self.pins: dict[Worker, WaitList] = {}
-        self.others: dict[tuple[Crowd, Worker | None], WaitList] = {}
+        self.others: dict[tuple[str, Shape, Worker | None], WaitList] = {}
+        self.growths: dict[Crowd, WaitList] = {}
         self._crowds: dict[tuple[str, Shape], Crowd] = {}
+        self.shapes: dict[Shape, int] = {}  # those of tasks that wait, and how many crowds have each
         self._heap: list[tuple[int, int, int, Lane]] = []  # (priority, task_id of the head, ticket, lane)
         self._tickets = 0
 
@@ -220,7 +223,7 @@ class Lanes:
         for lane in list(self.parked):
             lane.waited_in = None
             self.offer(lane)
-        for lists in (self.windows, self.pins, self.others):
+        for lists in (self.windows, self.pins, self.others, self.growths):
             lists.clear()
 
     def offer_first(self, waiting: WaitList) -> None:
@@ -266,7 +269,7 @@ class Lanes:
 
     def waiting_first(self) -> Iterator[Lane]:
         """Of each wait list the first lane, and some of those after it: they may be of other shapes."""
-        for waiting in (*self.windows.values(), *self.others.values()):
+        for waiting in (*self.windows.values(), *self.others.values(), *self.growths.values()):
             if self._first_of(waiting) is not None:
                 top = sorted(waiting.heap[:TOP])
                 yield from [lane for _, _, ticket, lane in top if self.parked.get(lane) == ticket]
@@ -342,14 +345,15 @@ class Lanes:
         crowd = lane.crowd
         lane.live += 1
         crowd.live += 1
-        if lane.live == 1:
-            if lane.key() not in self.by_key:
-                self.by_key[lane.key()] = lane
-                crowd.lanes += 1
-            self._crowds[lane.queue.name, crowd.base] = crowd
+        if lane.live == 1 and lane.key() not in self.by_key:
+            self.by_key[lane.key()] = lane
+            crowd.lanes += 1
+            if crowd.lanes == 1:
+                self._crowds[lane.queue.name, crowd.base] = crowd
+                self.shapes[crowd.base] = self.shapes.get(crowd.base, 0) + 1
         if crowd.waits_to_grow:
             crowd.waits_to_grow = False
-            if (waiting := self.others.get((crowd, None))) is not None:
+            if (waiting := self.growths.get(crowd)) is not None:
                 self.offer_first(waiting)
 
     def _forget(self, lane: Lane) -> None:
@@ -360,5 +364,8 @@ class Lanes:
             lane.crowd.lanes -= 1
             if not lane.crowd.lanes:
                 del self._crowds[lane.queue.name, lane.base]
+                self.shapes[lane.base] -= 1
+                if not self.shapes[lane.base]:
+                    del self.shapes[lane.base]
         if offered and waiting is not None:
             self.offer_first(waiting)  # it was to be tried for those that wait with it

@@ -27,9 +27,12 @@ from multigpu_master.security.gate import Gate, caller_queues
 from multigpu_master.settings import breaker_setting, queue_setting, worker_message, worker_setting
 from multigpu_master.strategies.registry import canonical_name
 
-# How often WatchWorkers tells of changes, and how many workers it looks at in one go.
+# How often WatchWorkers tells of changes, and of how many workers in one message.
 WATCH_INTERVAL_S = 0.25
 WATCH_CHUNK = 64
+# A page of workers ends behind the one that makes it larger. A worker may say 128 KiB of itself, and as much of its
+# models.
+PAGE_BYTES = 4 << 20
 
 
 class AdminService(TokenCalls, ModelCalls, DeadLetterCalls):
@@ -49,9 +52,17 @@ class AdminService(TokenCalls, ModelCalls, DeadLetterCalls):
         size = await page_size_of(context, request.page_size)
         start = await read_token(context, request.page_token, "page_token")
         workers = sorted(self._core.fleet.workers.values(), key=lambda w: w.worker_id)
-        response = pb.ListWorkersResponse(workers=[worker_message(w) for w in workers[start : start + size]])
-        if start + size < len(workers):
-            response.next_page_token = make_token(start + size)
+        response = pb.ListWorkersResponse()
+        size_bytes = 0
+        async for worker in queries.in_slices(workers[start : start + size]):
+            if size_bytes > PAGE_BYTES:
+                break
+            message = worker_message(worker)
+            size_bytes += message.ByteSize()
+            response.workers.append(message)
+        end = start + len(response.workers)
+        if end < len(workers):
+            response.next_page_token = make_token(end)
         return response
 
     async def WatchWorkers(self, request: Any, context: Any) -> None:
@@ -67,8 +78,9 @@ class AdminService(TokenCalls, ModelCalls, DeadLetterCalls):
                 if sent.get(worker.worker_id) != now:
                     sent[worker.worker_id] = now
                     response.workers.append(worker_message(worker))
-                    if len(response.workers) % WATCH_CHUNK == 0:
-                        await asyncio.sleep(0)  # the scheduler goes on meanwhile
+                    if len(response.workers) == WATCH_CHUNK:
+                        await context.write(response)  # the scheduler goes on meanwhile
+                        response = pb.WatchWorkersResponse()
             await context.write(response)
             # Every heartbeat is a change: of a large fleet many are told of together.
             await asyncio.sleep(WATCH_INTERVAL_S)

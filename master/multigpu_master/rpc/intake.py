@@ -14,6 +14,7 @@ from multigpu_master.driver import Driver
 from multigpu_master.journal import JournalError, SettledTask, StoredOutcome
 from multigpu_master.security.tokens import Token
 from multigpu_master.wire_large import Peer
+from multigpu_master.wire_specs import SpecsFullError
 
 log = structlog.get_logger()
 
@@ -56,6 +57,8 @@ class Intake:
             spec = driver.specs.read(batch.spec)
         except wire.InvalidTaskError as error:
             refusal = ev.Rejection(INVALID_ARGUMENT, str(error))
+        except SpecsFullError as error:
+            refusal = ev.Rejection(RESOURCE_EXHAUSTED, str(error), 1.0)
         else:
             if self.stopping:
                 refusal = ev.Rejection(14, "the master is stopping; try again in a moment", 1.0)

@@ -96,9 +96,12 @@ class _Behind:
 
     def _guarded(self, handler: Any, service: str, name: str) -> Any:
         async def serve(request_iterator: Any, context: Any) -> None:
-            async with contextlib.aclosing(handler.stream_stream(request_iterator, context)) as responses:
-                async for response in responses:
-                    await context.write(response)
+            try:
+                async with contextlib.aclosing(handler.stream_stream(request_iterator, context)) as responses:
+                    async for response in responses:
+                        await context.write(response)
+            except DecodeError as error:
+                await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"not a ServerReflectionRequest: {error}")
 
         return handler._replace(stream_stream=self._gate.guard(serve, f"{service.rsplit('.', 1)[-1]}/{name}"))
 

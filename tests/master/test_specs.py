@@ -1,0 +1,50 @@
+"""Specs of tasks: equal ones are one object, and what they may take and ask for is limited."""
+
+import gc
+
+import pytest
+from multigpu.v1 import task_pb2
+from multigpu_master import wire_specs
+from multigpu_master.wire import InvalidTaskError
+from multigpu_master.wire_specs import SpecReader, SpecsFullError
+
+
+def large(n: int) -> task_pb2.TaskSpec:
+    return task_pb2.TaskSpec(kind="echo", parameters={"n": str(n), "pad": "x" * 10_000})
+
+
+def test_equal_specs_are_one() -> None:
+    reader = SpecReader()
+    assert reader.read(large(1)) is reader.read(large(1))
+    assert reader.restore(reader.read(large(1)).wire) == reader.read(large(1))
+
+
+def test_large_specs_are_limited_while_they_live(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire_specs, "LARGE_BYTES_MAX", 50_000)
+    reader = SpecReader()
+    kept = [reader.read(large(n)) for n in range(4)]
+    with pytest.raises(SpecsFullError, match="take 50000 bytes already: share parameters"):
+        reader.read(large(4))
+    assert reader.read(large(0)) is kept[0]
+    assert reader.read(task_pb2.TaskSpec(kind="small"))
+    kept.pop()
+    gc.collect()
+    assert reader.read(large(4))
+
+
+def test_what_the_journal_holds_is_taken_and_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    specs = [SpecReader().read(large(n)).wire for n in range(6)]
+    monkeypatch.setattr(wire_specs, "LARGE_BYTES_MAX", 50_000)
+    reader = SpecReader()
+    kept = [reader.restore(wire) for wire in specs]
+    with pytest.raises(SpecsFullError):
+        reader.read(large(6))
+    assert len(kept) == 6
+
+
+def test_a_result_is_kept_for_as_long_as_the_master_allows() -> None:
+    spec = task_pb2.TaskSpec(kind="echo")
+    spec.result_ttl.FromSeconds(100_000)
+    assert SpecReader(result_ttl_max_s=100_000.0).read(spec).result_ttl_s == 100_000.0
+    with pytest.raises(InvalidTaskError, match=r"at most 90000 s are allowed .*result_ttl_max_s"):
+        SpecReader(result_ttl_max_s=90_000.0).read(spec)
