@@ -4,7 +4,7 @@ import pytest
 from multigpu_master.core import events as ev
 from multigpu_master.core.admission import RESOURCE_EXHAUSTED, SHAPES_MAX
 from multigpu_master.core.lanes import Lane
-from multigpu_master.core.model import Capability, Spec, Task, Worker, WorkerInfo
+from multigpu_master.core.model import Capability, Spec, Task, Telemetry, Worker, WorkerInfo
 from multigpu_master.core.timers import FIRE_MAX
 from multigpu_master.strategies.base import Strategy
 
@@ -59,6 +59,7 @@ def test_tasks_of_many_queues_that_wait_for_the_same_memory_are_tried_as_one() -
     info = WorkerInfo(worker_id="w", capabilities=(Capability(kind="run"),), memory_total_bytes=100, slots=8)
     stage.handle(ev.Hello(1, info))
     stage.sessions = 1
+    stage.handle(ev.Heartbeat(1, [], 0, Telemetry(memory_total_bytes=100, memory_used_bytes=0)))
     running = stage.submit(3, Spec(kind="run", memory_bytes=30))
     for n in range(CLASSES):
         stage.submit(1, Spec(kind="run", queue=f"queue{n}", memory_bytes=80))
