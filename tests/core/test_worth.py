@@ -1,5 +1,6 @@
 """When a worker becomes worth the loading of a model for what others have learned."""
 
+import pytest
 from multigpu_master.core import events as ev
 from multigpu_master.core.model import Capability, Spec, Telemetry, WorkerInfo
 from multigpu_master.core.residency import Resident
@@ -41,3 +42,19 @@ def test_a_task_that_failed_is_no_reason_to_load_its_model_elsewhere() -> None:
     stage.report(lease_of(task), FAILED)
     stage.handle(ev.Tick(), 5.0)
     assert lease_of(task).worker.worker_id == "loaded"
+
+
+@pytest.mark.parametrize("empty", [1, 6])
+def test_a_model_is_loaded_elsewhere_as_soon_as_enough_tasks_wait_for_it(empty: int) -> None:
+    """With few workers that have room each is looked at, with more they are ranked."""
+    stage = Stage()
+    joined(stage, "loaded", "a", loaded=True)
+    for n in range(empty):
+        joined(stage, f"empty{n}", "a", loaded=False)
+    went: list[str] = []
+    while len(went) < 200 and set(went) <= {"loaded"}:
+        stage.submit(spec=Spec(kind="run", model="m"))
+        went = [task.lease.worker.worker_id for task in stage.core.tasks.values() if task.lease is not None]
+        assert len(stage.core.tasks) < 500, "nobody ever loads it"
+    assert went[0] == "loaded"
+    assert len(stage.core.tasks) > 2, "not for one task"

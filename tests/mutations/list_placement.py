@@ -318,6 +318,22 @@ PLACEMENT = (
         checker="stories",
         seeds=1,
     ),
+    dispatch(
+        name="crowds that may grow wait with all of their shape",
+        old="        elif pin is None and lane.crowd.waits_to_grow:\n",
+        new="        elif False:\n",
+        breaks="tasks that were too few for a loading wait when they are enough",
+        checker="stories",
+        seeds=1,
+    ),
+    lanes(
+        name="requirements that nothing has any more count",
+        old="                self.shapes[lane.base] -= 1\n",
+        new="",
+        breaks="tasks are rejected for the requirements of others that are gone",
+        checker="stories",
+        seeds=1,
+    ),
     placement(
         name="pins outlive their workers",
         old="                del self._pins[key]\n",
