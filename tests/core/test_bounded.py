@@ -3,7 +3,9 @@
 from collections.abc import Callable
 from random import Random
 
+import pytest
 from multigpu_master.core import events as ev
+from multigpu_master.core import explain as explaining
 from multigpu_master.core.model import OutcomeState, Spec, Task
 from multigpu_master.core.task_table import BLOCK_BITS, TaskTable
 from multigpu_master.core.timers import FIRE_MAX, SWEEP_MIN, Due, Expiries
@@ -118,3 +120,22 @@ def test_ephemeral_outcomes_expire_each_in_its_own_time_whatever_the_order() -> 
         stage.now += 7.0
         stage.handle(ev.Tick())
     assert kept == [[300.0, 5.0, 20.0, 1.0], [300.0, 20.0], [300.0, 20.0], [300.0]]
+
+
+@pytest.mark.parametrize(("lanes", "tasks", "rest"), [(1, 50, ""), (1, 200, " or more"), (60, 1, " or more")])
+def test_explain_looks_at_some_tasks_and_lanes_in_all(
+    monkeypatch: pytest.MonkeyPatch, lanes: int, tasks: int, rest: str
+) -> None:
+    monkeypatch.setattr(explaining, "AHEAD_MAX", 55)
+    stage = Stage()
+    stage.worker(slots=1)
+    held = stage.submit(400)  # more than the worker's window
+    waiting = [task for task in held if task.lease is None]
+    stage.handle(ev.Cancel(waiting))
+    for n in range(lanes):
+        stage.submit(tasks, key=f"key{n}")
+    (last,) = stage.submit(1, key="key0")
+    told = explaining.explain(stage.core, last, stage.now)
+    assert told.ahead is not None
+    assert told.summary.endswith(f"; {told.ahead}{rest} task(s) go before it")
+    assert told.ahead == lanes * tasks or (rest and told.ahead <= 55)

@@ -10,7 +10,7 @@ from multigpu_master.core.model import OutcomeState, Task, Worker
 from multigpu_master.core.placement import busy, worthwhile
 from multigpu_master.core.scheduler import Core
 
-# As many tasks of a lane are looked at to tell how many go before one.
+# As many tasks and lanes are looked at to tell how many go before one.
 AHEAD_MAX = 10_000
 
 
@@ -64,28 +64,33 @@ def explain(core: Core, task: Task, now: float) -> Explanation:
     for rank, candidate in enumerate(free, 1):
         candidate.rank = rank
     excluded.sort(key=lambda c: (len(c.excluded_by), c.worker.worker_id))
-    ahead = _ahead(core, task)
-    summary = _summary(core, task, free, pin, ahead, now)
+    ahead, all_counted = _ahead(core, task)
+    before = f"{ahead}{'' if all_counted else ' or more'} task(s) go before it"
+    summary = _summary(core, task, free, pin, before, now)
     return Explanation(summary, strategy.name, strategy.score_meaning, ahead, free + excluded)
 
 
-def _ahead(core: Core, task: Task) -> int | None:
-    """Tasks of its queue that go before it, at least; None unless it stands in a lane."""
+def _ahead(core: Core, task: Task) -> tuple[int | None, bool]:
+    """Tasks of its queue that go before it, None unless it stands in a lane; and whether these are all."""
     if not task.waiting:
-        return None
-    spec, ahead = task.spec, 0
+        return None, True
+    spec, ahead, left = task.spec, 0, AHEAD_MAX
     for lane in core.lanes.by_key.values():
+        if left <= 0:
+            break
+        left -= 1
         if lane.queue.name != spec.queue or lane.priority > spec.priority:
             continue
         if lane.priority < spec.priority:
             ahead += lane.live
         else:
-            first = islice(lane.entries(), AHEAD_MAX)
-            ahead += sum(1 for other in first if other.task_id < task.task_id and other.waiting)
-    return ahead
+            for other in islice(lane.entries(), left):
+                left -= 1
+                ahead += other.task_id < task.task_id and other.waiting
+    return ahead, left > 0
 
 
-def _summary(core: Core, task: Task, free: list[Candidate], pin: Worker | None, ahead: int | None, now: float) -> str:
+def _summary(core: Core, task: Task, free: list[Candidate], pin: Worker | None, before: str, now: float) -> str:
     if task.outcome is not None:
         outcome = task.outcome
         where = f" on {outcome.worker_id}" if outcome.worker_id else ""
@@ -96,7 +101,6 @@ def _summary(core: Core, task: Task, free: list[Candidate], pin: Worker | None, 
         lease = task.lease
         doing = "runs" if lease.running else "waits in the window"
         return f"attempt {lease.attempt} {doing} on {lease.worker.worker_id}, leased {now - lease.dispatch_s:.1f} s ago"
-    before = f"{ahead}{' or more' if ahead is not None and ahead >= AHEAD_MAX else ''} task(s) go before it"
     extra = task.extra
     if extra is not None and extra.not_before_s > now:
         why = f" after {extra.last_error.type}: {extra.last_error.message}" if extra.last_error is not None else ""
