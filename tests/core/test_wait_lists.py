@@ -3,6 +3,7 @@
 import pytest
 from multigpu_master.core import events as ev
 from multigpu_master.core.admission import RESOURCE_EXHAUSTED, SHAPES_MAX
+from multigpu_master.core.dispatch import PARKS_MAX
 from multigpu_master.core.lanes import Lane
 from multigpu_master.core.model import Capability, Spec, Task, Telemetry, Worker, WorkerInfo
 from multigpu_master.core.timers import FIRE_MAX
@@ -69,6 +70,26 @@ def test_tasks_of_many_queues_that_wait_for_the_same_memory_are_tried_as_one() -
     stage.core.placement.choose = lambda s, lane: tried.append(lane) or choose(s, lane)  # type: ignore[method-assign, func-returns-value]
     stage.report(lease_of(running[0]))
     assert len(tried) == 1
+
+
+def test_an_event_tries_so_many_lanes_and_the_next_one_goes_on_at_once() -> None:
+    stage = Stage()
+    stage.worker(slots=1)
+    held = stage.submit(3000)  # more than its window
+    for n in range(PARKS_MAX + 10):
+        held += stage.submit(1, Spec(kind="run", queue=f"queue{n}"))
+    (last,) = stage.submit(1, Spec(kind="run", queue="last"))
+    tried = []
+    choose = stage.core.placement.choose
+    stage.core.placement.choose = lambda s, lane: tried.append(lane) or choose(s, lane)  # type: ignore[method-assign, func-returns-value]
+    stage.handle(ev.SetStrategy("round_robin"))
+    assert len(tried) == PARKS_MAX
+    assert stage.core.next_timer_s() == stage.now
+    stage.handle(ev.Tick())
+    assert len(tried) == PARKS_MAX + 11 + 1  # the window's own queue, too
+    assert stage.core.next_timer_s() != stage.now
+    stage.handle(ev.Cancel(held))
+    assert last.lease is not None
 
 
 def test_tasks_of_too_many_different_requirements_are_rejected() -> None:

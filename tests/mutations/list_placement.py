@@ -319,6 +319,12 @@ PLACEMENT = (
         seeds=1,
     ),
     dispatch(
+        name="lanes that one event left over wait for another",
+        old="                    self.unfinished_s = now\n",
+        new="",
+        breaks="tasks wait for any other event though a worker could have them",
+    ),
+    dispatch(
         name="crowds that may grow wait with all of their shape",
         old="        elif pin is None and lane.crowd.waits_to_grow:\n",
         new="        elif False:\n",

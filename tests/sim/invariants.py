@@ -142,11 +142,15 @@ class Invariants:
         self._attempts.after(event, commands, now)
         self._time.after(event, commands, now)
         self._windows.after(commands, now)
+        if self._core.unfinished:
+            self._master.world.coverage["core: lanes left for the next event"] += 1
+            check(self._core.next_timer_s() == now, "nothing wakes the master for the lanes that it has not tried")
         if (
             waiting
             and not self._core.held(now)
             and not self._core.clogged()
             and self._core.next_id < self._core.ids_end
+            and not self._core.unfinished
         ):
             self._nothing_idles(commands, waiting)
 

@@ -5,7 +5,7 @@ Only while a simulation runs: other tests of the same process have the core's ow
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from multigpu_master.core import admission, fleet, lanes, placement, timers
+from multigpu_master.core import admission, dispatch, fleet, lanes, placement, timers
 
 SMALL = (
     (lanes, "PART", 4),
@@ -13,6 +13,7 @@ SMALL = (
     (timers, "SWEEP_MIN", 4),
     (fleet, "CHANGES_MAX", 32),
     (admission, "SHAPES_MAX", 3),
+    (dispatch, "PARKS_MAX", 3),
     (placement, "RANKINGS_MAX", 3),
     (placement, "PINS_MAX", 4),
     (placement, "FEW", 2),

@@ -246,7 +246,7 @@ def test_a_gpu_that_the_library_makes_no_plans_for_is_told_at_once(
 def test_a_module_that_is_too_old_or_broken_is_passed_over(
     pretended_module: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for text in ("__version__ = '10.13.2'\n", "raise ImportError('libnvonnxparser.so.11 is missing')\n"):
+    for text in ("__version__ = '10.0.1'\n", "raise ImportError('libnvonnxparser.so.11 is missing')\n"):
         pretended_module.write_text(text)
         sys.modules.pop("tensorrt", None)
         assert installed().module == "tensorrt_rtx"

@@ -13,6 +13,8 @@ from multigpu_master.core.timers import FIRE_MAX
 from multigpu_master.core.turns import Turns
 from multigpu_master.strategies.base import Strategy
 
+# Lanes that find no worker in one event. The next event, which is due at once, goes on with the rest.
+PARKS_MAX = 1000
 # How long a task that broke an engine waits for room on another device, before it is looked at again.
 ELSEWHERE_S = 0.05
 
@@ -25,18 +27,20 @@ class Dispatcher:
         self._recalls = recalls
         self._turns = turns
         self._attempts = attempts
+        self.unfinished_s: float | None = None  # since when there are lanes left to try
         self._membership = -1
         self._averages = -1
 
     def run(self, now: float) -> None:
         """Grants every lease that can be granted now."""
         ledger = self._ledger
+        self.unfinished_s = None
         if ledger.held(now) or ledger.clogged():
             return
         self._unpark()
         lanes, placement, turns = ledger.lanes, ledger.placement, self._turns
         dispatched = dict[Worker, list[Lease]]()
-        expired = 0
+        expired = parks = 0
         while (first := lanes.first()) is not None and expired < FIRE_MAX and ledger.next_id < ledger.ids_end:
             lane, task = first
             limited = task.spec.deadline_s is not None or task.spec.queue_timeout_s is not None
@@ -48,6 +52,10 @@ class Dispatcher:
             worker = None if lane.queue.paused else placement.choose(strategy, lane)
             if worker is None:
                 self._park(lane, strategy, now)
+                parks += 1
+                if parks == PARKS_MAX:
+                    self.unfinished_s = now
+                    break
                 continue
             lanes.take(lane)
             extra = task.extra

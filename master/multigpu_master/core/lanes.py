@@ -220,9 +220,16 @@ class Lanes:
 
     def offer_all(self) -> None:
         """Has every parked lane tried again."""
-        for lane in list(self.parked):
-            lane.waited_in = None
-            self.offer(lane)
+        heap, tickets = self._heap, self._tickets
+        for lane in self.parked:
+            head = lane.head()
+            assert head is not None, "something waits in it"
+            tickets += 1
+            lane.ticket, lane.waited_in = tickets, None
+            heap.append((lane.priority, head.task_id, tickets, lane))
+        heapify(heap)
+        self._tickets = tickets
+        self.parked.clear()
         for lists in (self.windows, self.pins, self.others, self.growths):
             lists.clear()
 

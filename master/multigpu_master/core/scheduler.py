@@ -84,8 +84,15 @@ class Core(Ledger):
         out, self.out = self.out, []
         return out
 
+    @property
+    def unfinished(self) -> bool:
+        """Whether tasks are still to be looked at for a worker: the next event is due at once."""
+        return self._dispatcher.unfinished_s is not None
+
     def next_timer_s(self) -> float | None:
         """When the next Tick is due; None: nothing is waited for."""
+        if self._dispatcher.unfinished_s is not None:
+            return self._dispatcher.unfinished_s
         due = [when for when in (self.timers.next_s(), self.expiries.next_s()) if when is not None]
         return min(due, default=None)
 

@@ -17,8 +17,9 @@ from multigpu_master.rpc.status import refuse
 
 NAME = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
 RESPONSE = health_pb2.HealthCheckResponse
-# Open calls of one connection, and Watch streams of all connections.
+# Open calls of one connection; open calls, and the Watch streams among them, of all connections.
 CALLS_MAX = 16
+ALL_CALLS_MAX = 2048
 WATCHES_MAX = 64
 
 
@@ -29,6 +30,7 @@ class Health:
         self._states: dict[str, int] = {}
         self._changed = asyncio.Event()
         self._calls: Counter[str] = Counter()
+        self._open = 0
         self._watches = 0
         self._stopping = False
 
@@ -77,8 +79,11 @@ class Health:
                 self._watches -= 1
 
     async def _count(self, context: Any) -> contextlib.AbstractContextManager[None]:
-        """Counts the call while it is open. RESOURCE_EXHAUSTED: its connection has too many."""
+        """Counts the call while it is open. RESOURCE_EXHAUSTED: its connection, or all together, have too many."""
         peer = context.peer()
+        if self._open >= ALL_CALLS_MAX:
+            text = f"{ALL_CALLS_MAX} health calls are open, whose callers read no response: try again later"
+            await refuse(context, grpc.StatusCode.RESOURCE_EXHAUSTED, text)
         if self._calls[peer] >= CALLS_MAX:
             text = f"this connection has {CALLS_MAX} health calls open: read their responses, then try again"
             await refuse(context, grpc.StatusCode.RESOURCE_EXHAUSTED, text)
@@ -86,10 +91,12 @@ class Health:
 
     @contextlib.contextmanager
     def _counted(self, peer: str) -> Iterator[None]:
+        self._open += 1
         self._calls[peer] += 1
         try:
             yield
         finally:
+            self._open -= 1
             self._calls[peer] -= 1
             if not self._calls[peer]:
                 del self._calls[peer]

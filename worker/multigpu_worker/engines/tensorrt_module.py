@@ -21,8 +21,8 @@ from multigpu_worker.engines.precision import compute_capability
 
 # In the order in which they are preferred: the first knows every GPU of a data centre.
 MODULES = ("tensorrt", "tensorrt_rtx")
-# The API without which nothing here works: strongly typed networks and execution by named tensors.
-VERSION_MIN = {"tensorrt": (11, 0), "tensorrt_rtx": (1, 4)}
+# The API without which nothing here works: strongly typed networks, and a profile's device memory given with its size.
+VERSION_MIN = {"tensorrt": (10, 1), "tensorrt_rtx": (1, 4)}
 PROBE_TIMEOUT_S = 120.0
 DEVICE_NAME_BYTES = 256
 
