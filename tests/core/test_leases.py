@@ -405,3 +405,20 @@ def test_a_lease_that_was_handed_back_counts_as_requeued() -> None:
     (task,) = stage.submit()
     stage.report(lease_of(task), RETURNED)
     assert stage.core.counters.requeued == 1
+
+
+def test_a_new_master_counts_all_attempts_of_which_workers_tell_it() -> None:
+    """A worker lists what it reported of late: of several attempts of a task the last one counts, and one that another
+    worker knows of counts too.
+    """
+    stage = Stage()
+    (task,) = stage.submit(spec=Spec(kind="run", wait_for_worker=True))
+    first, second, third = (
+        ev.HeldLease(n, task.task_id, attempt, running=False, proven=True) for n, attempt in ((1, 1), (2, 2), (3, 3))
+    )
+    stage.worker("a", held=[first, second])
+    assert (lease_of(task).attempt, task.attempts) == (2, 2)
+    stage.worker("b", held=[third])
+    assert (lease_of(task).attempt, task.attempts) == (2, 3)
+    stage.report(lease_of(task), FAILED)
+    assert state_of(task) is OutcomeState.DEAD_LETTERED

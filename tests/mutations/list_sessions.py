@@ -387,4 +387,19 @@ SESSIONS = (
         new='_ = (ev.EndSession(session, f"nothing',
         breaks="a worker that thaws believes in its session",
     ),
+    sessions(
+        name="the first attempt that a worker tells of counts",
+        old="        ours.sort(key=lambda h: -h.attempt)  # of several attempts of a task the last one counts\n",
+        new="",
+        breaks="attempts are forgotten when the master restarts, and attempts_max bounds nothing",
+        seeds=5000,
+    ),
+    sessions(
+        name="attempts that another worker knows of do not count",
+        old="            task.attempts = max(task.attempts, held.attempt)\n",
+        new="",
+        breaks="attempts are forgotten when the master restarts, and attempts_max bounds nothing",
+        checker="stories",
+        seeds=1,
+    ),
 )

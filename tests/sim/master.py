@@ -206,6 +206,8 @@ class Master:
             world.trace("  %s", event, brief=True)
         self.invariants.before(event)
         commands = core.handle(event, self.now)
+        if core.unfinished:
+            coverage["core: lanes left for the next event"] += 1
         for command in commands:
             coverage[type(command).__name__] += 1
             if world.tracing:

@@ -46,6 +46,7 @@ class Sessions:
         ledger, fleet = self._ledger, self._ledger.fleet
         worker = fleet.workers.get(event.info.worker_id)
         ours = [h for h in event.leases if h.proven and max(h.lease_id, h.task_id) < event.ids_end]
+        ours.sort(key=lambda h: -h.attempt)  # of several attempts of a task the last one counts
         if worker is not None and worker.session:
             ledger.out.append(ev.EndSession(worker.session, "the worker began another session", taken_over=True))
             self._lose(worker, now, kept={h.lease_id for h in ours})
@@ -82,7 +83,10 @@ class Sessions:
         """Takes back a lease of an earlier session, if its task still waits for one."""
         ledger = self._ledger
         task = ledger.tasks.get(held.task_id)
-        if task is None or task.outcome is not None or task.lease is not None:
+        if task is None or task.outcome is not None:
+            return False
+        if task.lease is not None:  # granted by a master that had not heard of this attempt
+            task.attempts = max(task.attempts, held.attempt)
             return False
         extra = task.extra
         if extra is not None and held.attempt <= extra.failed_attempt:
