@@ -460,12 +460,15 @@ def fill_health(message: device_pb2.DeviceHealth, health: Health) -> None:
 def reports_of(
     batch: worker_service_pb2.ReportBatch, session: int, start_s: float, finish_s: float, peer: Peer
 ) -> ev.Reports:
-    """The event for a batch. A report of an unknown state counts as a failure that says so."""
-    lease_ids = list(batch.succeeded_lease_ids)
-    results: list[bytes | Reference] = list(batch.results)
-    if len(results) != len(lease_ids):  # protobuf can't promise that: what is missing is empty
-        results = [*results, *[b""] * len(lease_ids)][: len(lease_ids)]
+    """The event for a batch. A report of an unknown state, or of a success without its result, counts as a failure that
+    says so.
+    """
+    count = min(len(batch.succeeded_lease_ids), len(batch.results))
+    lease_ids = list(batch.succeeded_lease_ids[:count])
+    results: list[bytes | Reference] = list(batch.results[:count])
     failures = [_failure(r) for r in batch.reports]
+    no_result = TaskError("BadReport", "the worker reported a success without its result")
+    failures += [ev.Failure(lease_id, no_result) for lease_id in batch.succeeded_lease_ids[count:]]
     energy: list[Energy] = []
     if len(batch.energy_joules) == len(lease_ids):
         energy = wire_devices.energies(list(batch.energy_joules), batch.energy_method, batch.energy_uncertainty)

@@ -13,7 +13,10 @@ from multigpu_master.core.residency import Model, ModelState, Resident
 
 # What a worker may say of one model, beside its name.
 TEXTS_MAX, TEXT_CHARS_MAX = 64, 1 << 10
-_CONTROL = re.compile("[\0-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
+# Control characters, and those that show nothing or change how the rest is shown.
+_CONTROL = re.compile(
+    "[\0-\x1f\x7f-\x9f\xad\u061c\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb\U000e0000-\U000e007f]"
+)
 _STATES = {
     ModelState.LOADING: model_pb2.MODEL_STATE_LOADING,
     ModelState.READY: model_pb2.MODEL_STATE_READY,
@@ -24,7 +27,7 @@ _STATES = {
 def plain_name(field: str, value: str) -> None:
     """InvalidTaskError: a terminal or a log would not show the name as it is. The journal may hold older ones."""
     if _CONTROL.search(value):
-        raise wire.InvalidTaskError(f"{field} {value!r} contains control characters; remove them")
+        raise wire.InvalidTaskError(f"{field} {value!r} contains control or invisible characters; remove them")
 
 
 def plain_spec(m: task_pb2.TaskSpec) -> None:
@@ -36,6 +39,7 @@ def plain_spec(m: task_pb2.TaskSpec) -> None:
 def plain_hello(m: worker_service_pb2.Hello) -> None:
     """InvalidTaskError, as `plain_name`: of a worker's names."""
     plain_name("worker_id", m.worker_id)
+    plain_name("host", m.host)
     for capability in m.capabilities:
         plain_name("kind", capability.kind)
         for model in capability.models:

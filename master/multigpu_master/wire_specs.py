@@ -3,6 +3,7 @@
 import math
 import weakref
 import zlib
+from collections import Counter
 from collections.abc import Mapping
 
 from google.protobuf.message import DecodeError
@@ -16,9 +17,9 @@ from multigpu_master.wire import ATTEMPTS_MAX, MODEL_BYTES_MAX, NAME_BYTES_MAX, 
 PRIORITY_DEFAULT, ATTEMPTS_DEFAULT = 3, 3
 DURABLE_TTL_S, EPHEMERAL_TTL_S = 86_400.0, 300.0
 PARAMETERS_MAX, PARAMETERS_BYTES_MAX = 64, 64 << 10
-# The limit of tasks bounds the memory of smaller specs. Larger ones have this many bytes in all.
+# The limit of tasks bounds the memory of smaller specs. Larger ones of one queue have this many bytes in all.
 SMALL_BYTES = 1 << 10
-LARGE_BYTES_MAX = 256 << 20
+LARGE_BYTES_MAX = 64 << 20
 
 
 class SpecsFullError(Exception):
@@ -32,7 +33,7 @@ class SpecReader:
         self._specs: weakref.WeakValueDictionary[bytes, Spec] = weakref.WeakValueDictionary()
         self._messages: weakref.WeakKeyDictionary[Spec, task_pb2.TaskSpec] = weakref.WeakKeyDictionary()
         self._result_ttl_max_s = result_ttl_max_s
-        self._large_bytes = 0  # of the large specs that live
+        self._large_bytes: Counter[str] = Counter()  # of the large specs that live, by queue
 
     def read(self, message: task_pb2.TaskSpec) -> Spec:
         """The Spec for a message. InvalidTaskError: it makes no sense. SpecsFullError: too many are large."""
@@ -47,10 +48,10 @@ class SpecReader:
                     f"result_ttl is {spec.result_ttl_s:g} s; at most {self._result_ttl_max_s:g} s are allowed "
                     "(the master's result_ttl_max_s)"
                 )
-            if len(wire) > SMALL_BYTES and self._large_bytes + len(wire) > LARGE_BYTES_MAX:
+            if len(wire) > SMALL_BYTES and self._large_bytes[spec.queue] + len(wire) > LARGE_BYTES_MAX:
                 raise SpecsFullError(
-                    f"the different parameters and labels of tasks take {LARGE_BYTES_MAX} bytes already: share "
-                    "parameters among tasks, put data in payloads, or try again later"
+                    f"the different parameters and labels of tasks in queue {spec.queue!r} take {LARGE_BYTES_MAX} "
+                    "bytes already: share parameters among tasks, put data in payloads, or try again later"
                 )
             self._keep(spec)
         return spec
@@ -59,11 +60,13 @@ class SpecReader:
         self._specs[spec.wire] = spec
         size = len(spec.wire)
         if size > SMALL_BYTES:
-            self._large_bytes += size
-            weakref.finalize(spec, self._dropped, size).atexit = False
+            self._large_bytes[spec.queue] += size
+            weakref.finalize(spec, self._dropped, spec.queue, size).atexit = False
 
-    def _dropped(self, size: int) -> None:
-        self._large_bytes -= size
+    def _dropped(self, queue: str, size: int) -> None:
+        self._large_bytes[queue] -= size
+        if not self._large_bytes[queue]:
+            del self._large_bytes[queue]
 
     def restore(self, wire: bytes) -> Spec:
         """The Spec for bytes from the journal. JournalError: they are damaged."""

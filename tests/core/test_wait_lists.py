@@ -101,8 +101,8 @@ def test_tasks_of_too_many_different_requirements_are_rejected() -> None:
     (rejection,) = next(c for c in commands if isinstance(c, ev.Submitted)).results
     assert isinstance(rejection, ev.Rejection)
     assert rejection.code == RESOURCE_EXHAUSTED
-    known = stage.submit(1, Spec(kind="run", queue="other", memory_bytes=7, wait_for_worker=True))
-    assert known
+    assert stage.submit(1, Spec(kind="run", memory_bytes=7, wait_for_worker=True))
+    assert stage.submit(1, Spec(kind="run", queue="other", memory_bytes=SHAPES_MAX + 1, wait_for_worker=True))
     stage.handle(ev.Cancel([task for task in stage.core.tasks.values() if task.spec.memory_bytes == 9]))
     assert stage.submit(1, one_more)
 

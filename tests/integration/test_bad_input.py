@@ -56,7 +56,7 @@ def rejection(fleet: Fleet, payload: bytes = b"x", **spec: Any) -> Any:
     [
         ({"kind": ""}, "kind is missing"),
         ({"kind": "k" * 129}, "at most 128"),
-        ({"kind": "a\0b"}, "control characters"),
+        ({"kind": "a\0b"}, "control or invisible characters"),
         ({"model": "m" * 257}, "at most 256"),
         ({"queue": "q" * 129}, "at most 128"),
         ({"content_type": "c" * 129}, "content_type has 129 bytes; at most 128"),

@@ -163,10 +163,15 @@ def test_a_client_near_and_a_worker_far(tmp_path: Path) -> None:
 
 def test_a_worker_near_and_a_worker_far_take_turns(tmp_path: Path) -> None:
     with Fleet(tmp_path / "fleet", workers=1) as fleet, closed_off(fleet), fleet.client() as client:
-        tasks = payloads(64)
-        outcomes = list(client.map_outcomes("echo", tasks))
-        assert [outcome.result for outcome in outcomes] == tasks
-        assert {outcome.worker_id for outcome in outcomes} == {"w0", "far"}
+        tasks, took = payloads(64), set[str]()
+
+        def both_took_some() -> bool:
+            outcomes = list(client.map_outcomes("echo", tasks))
+            assert [outcome.result for outcome in outcomes] == tasks
+            took.update(outcome.worker_id for outcome in outcomes)
+            return took == {"w0", "far"}
+
+        until(both_took_some)
         assert not fleet.faults()
 
 

@@ -23,9 +23,12 @@ def test_large_specs_are_limited_while_they_live(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(wire_specs, "LARGE_BYTES_MAX", 50_000)
     reader = SpecReader()
     kept = [reader.read(large(n)) for n in range(4)]
-    with pytest.raises(SpecsFullError, match="take 50000 bytes already: share parameters"):
+    with pytest.raises(SpecsFullError, match=r"in queue .default. take 50000 bytes already: share parameters"):
         reader.read(large(4))
     assert reader.read(large(0)) is kept[0]
+    other = large(4)
+    other.queue = "other"
+    assert reader.read(other), "each queue has its own"
     assert reader.read(task_pb2.TaskSpec(kind="small"))
     kept.pop()
     gc.collect()

@@ -334,7 +334,7 @@ PLACEMENT = (
     ),
     lanes(
         name="requirements that nothing has any more count",
-        old="                self.shapes[lane.base] -= 1\n",
+        old="                self._crowds_of[lane.queue.name] -= 1\n",
         new="",
         breaks="tasks are rejected for the requirements of others that are gone",
         checker="stories",

@@ -7,7 +7,7 @@ from multigpu.v1 import task_pb2, task_service_pb2
 
 from tests.security.house import House, hello
 
-ODD = ["a\nb", "a\x1b[31m", "a\x9b31m", "a\u202eb", "a\u2028b", "a\x7f"]
+ODD = ["a\nb", "a\u200b", "\ufeffa", "a\x1b[31m", "a\x9b31m", "a\u202eb", "a\u2028b", "a\x7f"]
 INVALID = grpc.StatusCode.INVALID_ARGUMENT
 
 

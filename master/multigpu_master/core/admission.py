@@ -9,9 +9,9 @@ from multigpu_master.core.model import Spec
 
 DEADLINE_EXCEEDED, RESOURCE_EXHAUSTED, FAILED_PRECONDITION, UNAVAILABLE = 4, 8, 9, 14
 QUEUES_MAX = 10_000
-# Different requirements of tasks that wait: each of those for which no worker has room costs some microseconds whenever
-# one of their workers is freed.
-SHAPES_MAX = 2_000
+# Different requirements of a queue's waiting tasks: each of those for which no worker has room costs some microseconds
+# whenever one of their workers is freed.
+SHAPES_MAX = 1_000
 # A refusal that lists hundreds of models is read by nobody.
 NAMED_MAX = 20
 # Among more models, or for a longer name, none that is near is sought: all others would wait for that.
@@ -24,11 +24,10 @@ def refusal(ledger: Ledger, spec: Spec, now: float) -> ev.Rejection | None:
         return ev.Rejection(DEADLINE_EXCEEDED, "the deadline has already passed; set a later one or none")
     if spec.queue not in ledger.queues and len(ledger.queues) >= QUEUES_MAX and not ledger.prune_queues():
         return ev.Rejection(RESOURCE_EXHAUSTED, f"there are {QUEUES_MAX} queues already; use one of them")
-    shapes = ledger.lanes.shapes
-    if len(shapes) >= SHAPES_MAX and shape_of(spec) not in shapes:
+    if ledger.lanes.too_many_shapes(spec.queue, spec, SHAPES_MAX):
         what = (
-            f"tasks of {SHAPES_MAX} different requirements (kind, model, labels and device memory) wait already; use "
-            "fewer of them, or try again later"
+            f"tasks of {SHAPES_MAX} different requirements (kind, model, labels and device memory) wait in queue "
+            f"{spec.queue!r} already; use fewer of them, or try again later"
         )
         return ev.Rejection(RESOURCE_EXHAUSTED, what, ledger.limits.retry_delay_s)
     fleet = ledger.fleet

@@ -177,7 +177,7 @@ class Lanes:
         self.others: dict[tuple[str, Shape, Worker | None], WaitList] = {}
         self.growths: dict[Crowd, WaitList] = {}
         self._crowds: dict[tuple[str, Shape], Crowd] = {}
-        self.shapes: dict[Shape, int] = {}  # those of tasks that wait, and how many crowds have each
+        self._crowds_of: dict[str, int] = {}  # how many crowds a queue has
         self._heap: list[tuple[int, int, int, Lane]] = []  # (priority, task_id of the head, ticket, lane)
         self._tickets = 0
 
@@ -190,6 +190,10 @@ class Lanes:
             base = shape._replace(partition=-1)
             lane = Lane(queue, spec.priority, shape, self._crowds.get((queue.name, base)) or Crowd(base))
         return lane
+
+    def too_many_shapes(self, queue: str, spec: Spec, most: int) -> bool:
+        """Whether a task of this spec would be of more than so many different shapes in its queue."""
+        return self._crowds_of.get(queue, 0) >= most and (queue, shape_of(spec)) not in self._crowds
 
     def add(self, lane: Lane, task: Task) -> None:
         """Puts a new task, the youngest of all, at the end of its lane."""
@@ -357,7 +361,7 @@ class Lanes:
             crowd.lanes += 1
             if crowd.lanes == 1:
                 self._crowds[lane.queue.name, crowd.base] = crowd
-                self.shapes[crowd.base] = self.shapes.get(crowd.base, 0) + 1
+                self._crowds_of[lane.queue.name] = self._crowds_of.get(lane.queue.name, 0) + 1
         if crowd.waits_to_grow:
             crowd.waits_to_grow = False
             if (waiting := self.growths.get(crowd)) is not None:
@@ -371,8 +375,8 @@ class Lanes:
             lane.crowd.lanes -= 1
             if not lane.crowd.lanes:
                 del self._crowds[lane.queue.name, lane.base]
-                self.shapes[lane.base] -= 1
-                if not self.shapes[lane.base]:
-                    del self.shapes[lane.base]
+                self._crowds_of[lane.queue.name] -= 1
+                if not self._crowds_of[lane.queue.name]:
+                    del self._crowds_of[lane.queue.name]
         if offered and waiting is not None:
             self.offer_first(waiting)  # it was to be tried for those that wait with it

@@ -153,7 +153,9 @@ class AdminService(TokenCalls, ModelCalls, DeadLetterCalls):
 
     async def GetStrategy(self, request: Any, context: Any) -> pb.GetStrategyResponse:
         core = self._core
-        queue = core.queues.get(request.queue, Queue(request.queue))
+        queues = caller_queues()
+        visible = queues is None or request.queue in queues
+        queue = (core.queues.get(request.queue) if visible else None) or Queue(request.queue)
         response = pb.GetStrategyResponse(
             strategy=core.strategy_of(queue).name, inherited=bool(request.queue) and not queue.strategy
         )
