@@ -67,7 +67,7 @@ def test_tasks_of_many_queues_that_wait_for_the_same_memory_are_tried_as_one() -
     assert len(stage.core.lanes.others) == 1
     tried = []
     choose = stage.core.placement.choose
-    stage.core.placement.choose = lambda s, lane: tried.append(lane) or choose(s, lane)  # type: ignore[method-assign, func-returns-value]
+    stage.core.placement.choose = lambda strategy, lane: tried.append(lane) or choose(strategy, lane)  # type: ignore[method-assign, func-returns-value]
     stage.report(lease_of(running[0]))
     assert len(tried) == 1
 
@@ -81,7 +81,7 @@ def test_an_event_tries_so_many_lanes_and_the_next_one_goes_on_at_once() -> None
     (last,) = stage.submit(1, Spec(kind="run", queue="last"))
     tried = []
     choose = stage.core.placement.choose
-    stage.core.placement.choose = lambda s, lane: tried.append(lane) or choose(s, lane)  # type: ignore[method-assign, func-returns-value]
+    stage.core.placement.choose = lambda strategy, lane: tried.append(lane) or choose(strategy, lane)  # type: ignore[method-assign, func-returns-value]
     stage.handle(ev.SetStrategy("round_robin"))
     assert len(tried) == PARKS_MAX
     assert stage.core.next_timer_s() == stage.now

@@ -184,6 +184,17 @@ def test_nobody_joins_another_tenants_task(
     assert same.task_id in (task_id, settled_id)
 
 
+def test_the_strategy_of_others_queues_is_that_of_queues_that_are_not_there(mallory: Caller, house: House) -> None:
+    house.admin.call("AdminService/SetStrategy", admin_pb.SetStrategyRequest(queue="a", strategy="round_robin"))
+    try:
+        theirs, nobodys = (
+            mallory.call("AdminService/GetStrategy", admin_pb.GetStrategyRequest(queue=name)) for name in ("a", "none")
+        )
+        assert theirs == nobodys
+    finally:
+        house.admin.call("AdminService/SetStrategy", admin_pb.SetStrategyRequest(queue="a"))
+
+
 def test_dead_letters_of_others_are_not_there(mallory: Caller, alice: Caller, house: House, dead_id: int) -> None:
     assert dead_id in {t.task_id for t in _letters(alice)}
     assert dead_id in {t.task_id for t in _letters(alice, "a")}
