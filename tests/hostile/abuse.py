@@ -412,6 +412,26 @@ def own_requirements(fleet: Fleet, size: int) -> str:
     return " ".join(map(str, sorted(codes)))
 
 
+def settled_again(fleet: Fleet, size: int) -> str:
+    """Clients that repeat the request_ids of tasks that have ended, whose results are large, and read nothing."""
+    name, count = unique(), 32
+    with channel_to(fleet) as channel:
+        submit = channel.unary_unary("/multigpu.v1.TaskService/Submit")
+        request = task_service_pb2.SubmitRequest()
+        batch = request.batches.add(spec=task_pb2.TaskSpec(kind="echo", queue=name))
+        for n in range(count):
+            batch.inputs.add(payload=bytes(MIB), request_id=f"{name}-{n}")
+        submit(request.SerializeToString(), timeout=120)
+        counted = task_service_pb2.CountRequest(filter=task_service_pb2.TaskFilter(queue=name))
+        until(lambda: fleet.tasks.Count(counted, timeout=20).succeeded == count, 120)
+        again = task_service_pb2.RunRequest(batches=request.batches).SerializeToString()
+        calls = [run_stub(channel)(Feed(again), timeout=120) for _ in range(size)]
+        time.sleep(2.0)
+        for call in calls:
+            call.cancel()
+    return "cancelled"
+
+
 def distinct_workers(fleet: Fleet, size: int) -> str:
     """A worker that has another name each time it comes."""
     name = unique()
@@ -467,6 +487,7 @@ ABUSES = [
     Abuse(name="outcomes that nobody reads, MiB", spend=slow_reader, short=64, long=400, memory_max_bytes=1200 * MIB),
     Abuse(name="distinct names", spend=distinct_names, short=2_000, long=100_000),
     Abuse(name="own requirements", spend=own_requirements, short=2_400, long=10_000, memory_max_bytes=600 * MIB),
+    Abuse(name="settled tasks again", spend=settled_again, short=8, long=16, memory_max_bytes=1200 * MIB),
     Abuse(name="distinct workers", spend=distinct_workers, short=100, long=5_000),
     Abuse(name="distinct queues by an operator", spend=distinct_admin_queues, short=100, long=20_000),
 ]
