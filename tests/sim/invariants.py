@@ -165,7 +165,7 @@ class Invariants:
         """A master counts the attempts that a worker has told it of."""
         for held in event.leases:
             task = self._core.tasks.get(held.task_id) if held.proven and not _foreign(held, event) else None
-            if task is not None and task.outcome is None:
+            if task is not None and task.lease is not None:  # else it was taken back in the same event, uncharged
                 check(task.attempts >= held.attempt, "task %s has forgotten attempt %s", held.task_id, held.attempt)
 
     # --- commands ----------------------------------------------------------------------------------------------------
