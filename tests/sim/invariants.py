@@ -25,7 +25,7 @@ from tests.sim.invariants_attempts import Attempts
 from tests.sim.invariants_time import Time
 from tests.sim.invariants_told import Told
 from tests.sim.invariants_windows import Windows
-from tests.sim.world import ViolationError
+from tests.sim.world import ViolationError, World
 
 
 def check(holds: object, message: str, *args: object) -> None:
@@ -35,6 +35,8 @@ def check(holds: object, message: str, *args: object) -> None:
 
 class Clock(Protocol):
     """The master's."""
+
+    world: World
 
     @property
     def now(self) -> float: ...
@@ -143,7 +145,7 @@ class Invariants:
         self._time.after(event, commands, now)
         self._windows.after(commands, now)
         if self._core.unfinished:
-            self._master.world.coverage["core: lanes left for the next event"] += 1
+            self._world.world.coverage["core: lanes left for the next event"] += 1
             check(self._core.next_timer_s() == now, "nothing wakes the master for the lanes that it has not tried")
         if (
             waiting
