@@ -72,6 +72,28 @@ def test_what_was_recalled_goes_elsewhere_whatever_the_strategy_prefers(stage: S
     assert lease_of(short).worker.worker_id == "w1"
 
 
+def occupy(stage: Stage, name: str, slots: int) -> list[ev.Command]:
+    """The worker says that cancelled calls run on in so many of its slots."""
+    worker = stage.core.fleet.workers[name]
+    held = [held_lease(x) for x in worker.leases.values()]
+    return stage.handle(ev.Heartbeat(worker.session, held, 1 << 30, Telemetry(), occupied_slots=slots))
+
+
+def test_a_slot_in_which_a_cancelled_call_runs_on_is_not_free(stage: Stage) -> None:
+    stage.worker("w0", slots=1)
+    (task,) = stage.submit()
+    occupy(stage, "w0", 1)
+    assert pass_s(stage, 0.2) == [], "nobody else is there"
+    stage.worker("w1", slots=1)
+    assert pass_s(stage, 0.1) == [lease_of(task).lease_id]
+    give_back(stage, lease_of(task))
+    assert lease_of(task).worker.worker_id == "w1"
+    occupy(stage, "w1", 1)
+    assert pass_s(stage, 0.2) == [], "w0 has no use for it either"
+    occupy(stage, "w0", 0)
+    assert pass_s(stage, 0.1) == [lease_of(task).lease_id]
+
+
 def test_fast_tasks_are_left_where_they_are(stage: Stage) -> None:
     stage.worker("w0", slots=1)
     stage.core.fleet.workers["w0"].allowed = 64

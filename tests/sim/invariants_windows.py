@@ -35,8 +35,8 @@ class Windows:
             self._since_s = {}
             return
         sessions = core.fleet.sessions.values()
-        deep = [w for w in sessions if len(w.leases) > w.info.slots]
-        free = [w for w in sessions if w.accepting and len(w.leases) < w.info.slots and not w.full] if deep else []
+        deep = [w for w in sessions if len(w.leases) > w.slots]
+        free = [w for w in sessions if w.accepting and len(w.leases) < w.slots and not w.full] if deep else []
         leases = [x for w in deep for x in w.leases.values() if self._waits(x)]
         waits: list[tuple[int, object]] = [(x.lease_id, w) for x in leases for w in free if self._may_have(w, x)]
         waits += [(x.lease_id, t) for x in leases for t in self._more_urgent(x, now)]

@@ -3,10 +3,13 @@ say.
 
 A payload is a list of words: `run 0.5` takes half a second, `fail` raises, `fatal` can't succeed, `poison` kills the
 worker, `flaky` fails on its first attempt, `stream` yields two partial outputs first, `save` leaves a checkpoint half
-way, `stuck` runs until its run_timeout, `deaf` beyond it: only the master can end that one.
+way, `stuck` runs until its run_timeout, `deaf` beyond it: only the master can end that one. Either goes on for a while
+after it is cancelled, and occupies its slot.
 """
 
 from __future__ import annotations
+
+from functools import partial
 
 from multigpu_master.core import events as ev
 from multigpu_master.core.model import HEALTHY, Health, HealthReason, HealthState, TaskError, Telemetry, WorkerInfo
@@ -18,6 +21,8 @@ from tests.sim.master import PROOFS, Grant, Master
 from tests.sim.world import Inbox, Link, World
 
 SPEC = ws.Spec(kind="sim")
+# How long a call that hears nothing goes on after it is cancelled, until its engine is ended and another is there.
+CANCEL_S = 2.0
 
 
 class SimWorker:
@@ -35,6 +40,7 @@ class SimWorker:
         self.life = 0
         self.held = ws.Session(ws.SessionLimits())
         self.running: dict[int, ws.Lease] = {}
+        self.occupied = 0  # slots in which cancelled calls run on
         self.frozen_until = 0.0
         self.inert = False  # it says that it is well, takes leases, and begins none
         self.stopping = False
@@ -63,6 +69,7 @@ class SimWorker:
         self.stopping = False
         self.held = ws.Session(ws.SessionLimits())
         self.running = {}
+        self.occupied = 0
         self.resident = ()
         self.health = HEALTHY
         self._world.trace("%s starts", self.info.worker_id)
@@ -309,6 +316,7 @@ class SimWorker:
             ev.Heartbeat(
                 self._session, leases, self._last_frame, telemetry,
                 tuple(Resident(model=m, memory_bytes=300) for m in self.resident), self.stopping, self.health,
+                occupied_slots=self.occupied,
             )
         )  # fmt: skip
 
@@ -339,12 +347,24 @@ class SimWorker:
 
     def _drop(self, leases: list[ws.Lease]) -> None:
         for lease in leases:
-            self.running.pop(lease.lease_id, None)
+            assert isinstance(lease.payload, bytes), "simulated payloads are small"
+            deaf = not {b"stuck", b"deaf"}.isdisjoint(lease.payload.split())
+            if self.running.pop(lease.lease_id, None) is not None and deaf:
+                self._world.coverage["worker: a cancelled call runs on"] += 1
+                self.occupied += 1
+                self._heartbeat()
+                self._world.after(CANCEL_S, partial(self._vacate, self.life))
         self._pump()
+
+    def _vacate(self, life: int) -> None:
+        if self.life == life and self._awake(lambda: self._vacate(life)):
+            self.occupied -= 1
+            self._heartbeat()
+            self._pump()
 
     def _pump(self) -> None:
         for lease in list(self.held.leases.values()):
-            if len(self.running) >= self.info.slots or self.inert:
+            if len(self.running) + self.occupied >= self.info.slots or self.inert:
                 return
             if lease.lease_id not in self.running and not self.stopping:
                 self._begin(lease)

@@ -1,7 +1,9 @@
 """What a worker is asked to return it returns if it has not begun it, wherever it waits; and the urgent go first."""
 
 import asyncio
+import os
 import random
+import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -38,6 +40,31 @@ async def test_what_is_not_begun_comes_back_and_what_runs_goes_on(stream: Stream
     stream.revoke(1)
     (last,) = await stream.reported(50)
     assert last.state == SUCCEEDED
+
+
+async def test_a_slot_in_which_a_cancelled_call_runs_on_is_told_and_gets_no_more(
+    master: ScriptedMaster, start_worker: StartWorker
+) -> None:
+    flags = ("--handlers", "handlers_for_tests", "--cancel-grace-s", "600")
+    worker = await start_worker(master.address, *flags, pythonpath=HANDLERS)
+    stream = await master.stream()
+    stream.lease([(1, b"")], kind="t.deaf")  # the engine listens to nobody meanwhile
+    await running(stream, 1)
+    assert stream.heartbeats[-1].occupied_slots == 0
+    stream.revoke(1)
+    await stream.until(lambda: stream.heartbeats[-1].occupied_slots == 1)
+    stream.lease([(2, b"x"), (3, b"x")], kind="t.upper", run_timeout={"seconds": 1})
+    stream.send(recalled_lease_ids=[2])
+    (word,) = await stream.reported(2)
+    assert (word.state, word.error.type) == (RETURNED, "Recalled")
+    await asyncio.sleep(1.2)  # longer than its run timeout, which does not count yet
+    assert 3 not in stream.reports
+    assert [(held.lease_id, held.running) for held in stream.heartbeats[-1].leases] == [(3, False)]
+    (engine,) = worker.engine_pids()
+    os.kill(engine, signal.SIGKILL)
+    (word,) = await stream.reported(3)
+    assert word.state == SUCCEEDED
+    await stream.until(lambda: stream.heartbeats[-1].occupied_slots == 0)
 
 
 async def test_a_more_urgent_lease_goes_before_what_the_engine_holds(stream: Stream) -> None:

@@ -289,6 +289,7 @@ class Agent:
                 mps=self._mps_off if self.pool.mps is None else self.pool.mps.status,
                 health=wire.health_message(self.care.health, self.care.checks_passed),
                 handlers=self.handlers.message(),
+                occupied_slots=self.pool.occupied,
             )
             if self._key_due and self.sharing.directory is not None:  # it comes before any result of the session
                 self._key_due = False
@@ -313,8 +314,7 @@ class Agent:
 
     def engine_ready(self, process: EngineProcess) -> None:
         if process is self.pool.base:
-            infos = process.host.kinds.values()
-            self._one_by_one = frozenset(info.kind for info in infos if info.one_by_one)
+            self._one_by_one = frozenset(info.kind for info in process.host.kinds.values() if info.one_by_one)
             self.pump()
 
     def model_loaded(self, process: EngineProcess, words: LoadedWords) -> None:
@@ -592,8 +592,8 @@ class Agent:
             self.ticks += 1
             if self._paused:
                 continue
-            for process in list(self.pool):
-                process.check(memory=self.ticks % MEMORY_TICKS == 0)
+            if self.pool.check(memory=self.ticks % MEMORY_TICKS == 0):
+                self.want_heartbeat()
             if self.sampler.meter is not None and self._busy():
                 slots = [state for process in self.pool if process.batches for state in process.host.sample()]
                 self.sampler.running = max(1, sum(state.batch_id != 0 for state in slots))

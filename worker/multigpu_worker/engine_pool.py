@@ -47,6 +47,8 @@ class EnginePool:
         self._ending: set[EngineProcess] = set()
         self._stopping: list[EngineProcess] = []
         self._singer: EngineProcess | None = None
+        # Slots in which cancelled calls run on.
+        self.occupied = 0
         # What the embedding caches of processes that are gone have done.
         self._cache_before = pb.EmbeddingCache()
 
@@ -179,6 +181,13 @@ class EnginePool:
     def tell_taken(self) -> None:
         for process in self:
             process.tell_taken()
+
+    def check(self, *, memory: bool) -> bool:
+        """Does what runs keep its limits? As EngineProcess.check. True: not as many slots are occupied as before."""
+        for process in list(self):
+            process.check(memory=memory)
+        before, self.occupied = self.occupied, sum(process.occupied for process in self)
+        return self.occupied != before
 
     def pause(self, *, paused: bool) -> None:
         """Read nothing more from engines for now, or go on."""

@@ -145,13 +145,17 @@ class EngineProcess:
         self.embedding_cache: pb.EmbeddingCache | None = None
         self._batch_ids = itertools.count(1)
         self._cancelled_ns: dict[int, int] = {}
+        # Slots in which cancelled calls run on; once their engine is ended, all until the next one is ready.
+        self.occupied = 0
         # Results that we have taken hold of, and the engine doesn't know of it.
         self._untold = 0
 
     @property
     def room(self) -> bool:
-        """It can take a batch: one for each slot, and one to prepare meanwhile; but none beside a suspect."""
-        if not self.host.ready or self.retiring or len(self.batches) > self.slots:
+        """It can take a batch: one for each slot, and one to prepare meanwhile; but none beside a suspect. Nothing is
+        prepared while a cancelled call runs on: it could not be had back from an engine that listens to nobody.
+        """
+        if not self.host.ready or self.retiring or len(self.batches) > self.slots - (self.occupied > 0):
             return False
         # A suspect's batch has no other lease.
         return not any(lease.suspect for batch in self.batches.values() for lease in islice(batch.leases.values(), 1))
@@ -240,7 +244,10 @@ class EngineProcess:
 
     def check(self, *, memory: bool) -> None:
         """Does what runs keep its limits? Ends the engine if not. `memory`: look at that too."""
-        if not self.batches or not self.host.ready:
+        if not self.host.ready:
+            return
+        self.occupied = self._count_occupied() if self._cancelled_ns else 0
+        if not self.batches:
             return
         verdict = self.watch.check(time.monotonic_ns(), self.host.sample(), self.batches, self._cancelled_ns)
         if verdict is not None:
@@ -249,6 +256,10 @@ class EngineProcess:
         elif memory and self.memory_bytes and self.host.memory_used_bytes() > self.memory_bytes:
             self.deaths.out_of_memory = True
             self.host.kill()
+
+    def _count_occupied(self) -> int:
+        running = [running_leases(state, self.batches.get(state.batch_id)) for state in self.host.sample()]
+        return sum(bool(leases) and all(lease.dropped for lease in leases) for leases in running)
 
     def replace(self) -> None:
         """End the engine by no fault of what is in it: that goes on in another."""
@@ -266,6 +277,7 @@ class EngineProcess:
 
     def engine_ready(self) -> None:
         self.warm = True
+        self.occupied = 0
         self.share()
         self.owner.engine_ready(self)
 
@@ -437,6 +449,7 @@ class EngineProcess:
                 suspect_task_ids=[lease.task_id for lease in judged.again if lease.suspect],
                 again=len(judged.again),
             )
+        self.occupied = self.slots if self.occupied else 0
         self.batches.clear()
         self.pace.clear()
         self._cancelled_ns.clear()

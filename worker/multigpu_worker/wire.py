@@ -168,6 +168,7 @@ def heartbeat(
     health: device_pb2.DeviceHealth | None = None,
     embedding_cache: pb.EmbeddingCache | None = None,
     handlers: pb.Handlers | None = None,
+    occupied_slots: int = 0,
 ) -> pb.SessionRequest:
     beat = pb.Heartbeat(
         leases=[_held(entry) for entry in held],
@@ -178,6 +179,7 @@ def heartbeat(
         health=health,
         embedding_cache=embedding_cache,
         handlers=handlers,
+        occupied_slots=occupied_slots,
     )
     if telemetry is not None:
         beat.telemetry.CopyFrom(telemetry_message(telemetry, sample_ns))

@@ -114,7 +114,7 @@ class HeldLease(_message.Message):
     def __init__(self, lease_id: _Optional[int] = ..., task_id: _Optional[int] = ..., attempt: _Optional[int] = ..., running: _Optional[bool] = ..., progress: _Optional[_Union[_task_pb2.Progress, _Mapping]] = ..., checkpoint: _Optional[bytes] = ..., proof: _Optional[int] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
-    __slots__ = ("leases", "last_frame", "telemetry", "draining", "health", "mps", "embedding_cache", "models", "catalog", "handlers")
+    __slots__ = ("leases", "last_frame", "telemetry", "draining", "health", "mps", "embedding_cache", "models", "catalog", "handlers", "occupied_slots")
     LEASES_FIELD_NUMBER: _ClassVar[int]
     LAST_FRAME_FIELD_NUMBER: _ClassVar[int]
     TELEMETRY_FIELD_NUMBER: _ClassVar[int]
@@ -125,6 +125,7 @@ class Heartbeat(_message.Message):
     MODELS_FIELD_NUMBER: _ClassVar[int]
     CATALOG_FIELD_NUMBER: _ClassVar[int]
     HANDLERS_FIELD_NUMBER: _ClassVar[int]
+    OCCUPIED_SLOTS_FIELD_NUMBER: _ClassVar[int]
     leases: _containers.RepeatedCompositeFieldContainer[HeldLease]
     last_frame: int
     telemetry: _device_pb2.DeviceTelemetry
@@ -135,7 +136,8 @@ class Heartbeat(_message.Message):
     models: _containers.RepeatedCompositeFieldContainer[_model_pb2.ModelResidency]
     catalog: Catalog
     handlers: Handlers
-    def __init__(self, leases: _Optional[_Iterable[_Union[HeldLease, _Mapping]]] = ..., last_frame: _Optional[int] = ..., telemetry: _Optional[_Union[_device_pb2.DeviceTelemetry, _Mapping]] = ..., draining: _Optional[bool] = ..., health: _Optional[_Union[_device_pb2.DeviceHealth, _Mapping]] = ..., mps: _Optional[_Union[_device_pb2.MpsStatus, _Mapping]] = ..., embedding_cache: _Optional[_Union[EmbeddingCache, _Mapping]] = ..., models: _Optional[_Iterable[_Union[_model_pb2.ModelResidency, _Mapping]]] = ..., catalog: _Optional[_Union[Catalog, _Mapping]] = ..., handlers: _Optional[_Union[Handlers, _Mapping]] = ...) -> None: ...
+    occupied_slots: int
+    def __init__(self, leases: _Optional[_Iterable[_Union[HeldLease, _Mapping]]] = ..., last_frame: _Optional[int] = ..., telemetry: _Optional[_Union[_device_pb2.DeviceTelemetry, _Mapping]] = ..., draining: _Optional[bool] = ..., health: _Optional[_Union[_device_pb2.DeviceHealth, _Mapping]] = ..., mps: _Optional[_Union[_device_pb2.MpsStatus, _Mapping]] = ..., embedding_cache: _Optional[_Union[EmbeddingCache, _Mapping]] = ..., models: _Optional[_Iterable[_Union[_model_pb2.ModelResidency, _Mapping]]] = ..., catalog: _Optional[_Union[Catalog, _Mapping]] = ..., handlers: _Optional[_Union[Handlers, _Mapping]] = ..., occupied_slots: _Optional[int] = ...) -> None: ...
 
 class Handlers(_message.Message):
     __slots__ = ("version", "reloads", "error")

@@ -147,6 +147,7 @@ class Heartbeat:
     mps: bytes = b""
     catalog: Catalog | None = None  # None: as before
     handlers: bytes = b""
+    occupied_slots: int = 0
 
 
 @dataclass(slots=True)

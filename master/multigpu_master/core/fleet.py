@@ -369,6 +369,7 @@ class Fleet:
         worker.pace_s = 0.0
         worker.finished = 0
         worker.stopping = False
+        worker.occupied = 0
         worker.connect_s = worker.heard_s = worker.reported_s = worker.paced_s = now
         self.sessions[session] = worker
         self.members_changed(worker)

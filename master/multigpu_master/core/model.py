@@ -311,6 +311,7 @@ class Worker:
     leased_bytes: int = 0
     leased_memory_bytes: int = 0  # device memory promised to its leases
     backlog_s: float = 0.0  # expected time of its leases
+    occupied: int = 0  # slots in which cancelled calls run on, as of the last heartbeat
     allowed: int = 1  # leases it may hold now; grows to window_tasks with its measured pace
     pace_s: float = 0.0  # measured seconds a task, all kinds; 0.0: not measured
     unit_s: dict[tuple[str, str], float] = field(default_factory=dict)  # (kind, model) -> seconds a unit of work
@@ -329,6 +330,11 @@ class Worker:
     @property
     def worker_id(self) -> str:
         return self.info.worker_id
+
+    @property
+    def slots(self) -> int:
+        """The slots in which leases can begin or run."""
+        return max(0, self.info.slots - self.occupied)
 
     @property
     def resident_models(self) -> tuple[str, ...]:

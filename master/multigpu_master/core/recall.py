@@ -5,8 +5,8 @@ long holds up those behind it. So leases that have waited in a window are recall
 and less urgent ones for a task that waits for room in a window. Their worker returns those that it has not begun and
 runs the others on: nothing runs twice. Each lease is recalled at most once a session.
 
-Only workers that hold more leases than they have slots are looked at. They are looked at by the clock, so that the
-fast tasks of a wide window cost nothing: they are gone by then.
+Only workers that hold more leases than they have slots are looked at; a slot in which a cancelled call runs on is none.
+They are looked at by the clock, so that the fast tasks of a wide window cost nothing: they are gone by then.
 """
 
 from itertools import islice
@@ -31,8 +31,8 @@ class Recalls:
         self._armed = False
 
     def granted(self, worker: Worker, now: float) -> None:
-        """A worker has got leases."""
-        if len(worker.leases) > worker.info.slots:
+        """A worker has got leases, or has fewer slots for them."""
+        if len(worker.leases) > worker.slots:
             self._deep[worker] = None
             if not self._armed:
                 self._arm(now)
@@ -42,7 +42,7 @@ class Recalls:
         self._ledger.timers.at(now + LOOK_S, self._look)
 
     def _look(self, now: float) -> None:
-        deep = self._deep = {w: None for w in self._deep if w.session and len(w.leases) > w.info.slots}
+        deep = self._deep = {w: None for w in self._deep if w.session and len(w.leases) > w.slots}
         self._armed = False
         if not deep:
             return
@@ -58,7 +58,7 @@ class Recalls:
 
     def _recall_for_slots(self, now: float) -> None:
         """Shares out what waits in windows among the workers that have free slots."""
-        free = [w for w in self._ledger.fleet.sessions.values() if w.accepting and len(w.leases) < w.info.slots]
+        free = [w for w in self._ledger.fleet.sessions.values() if w.accepting and len(w.leases) < w.slots]
         promised = dict.fromkeys(free, 0)
         takers: dict[tuple[str, Shape], list[Worker]] = {}
         for worker in self._deep if free else ():
@@ -70,7 +70,7 @@ class Recalls:
                 while others:
                     other = others[-1]
                     held = len(other.leases)
-                    if held + promised[other] < max(other.info.slots, min(other.allowed, held + share)):
+                    if held + promised[other] < max(other.slots, min(other.allowed, held + share)):
                         promised[other] += 1
                         recalled.append(lease)
                         break
@@ -125,7 +125,7 @@ class Recalls:
                 begun += 1
             elif lease.dispatch_s <= now - LOOK_S and self._may(lease):
                 leases.append(lease)
-        likely = max(0, worker.info.slots - begun)
+        likely = max(0, worker.slots - begun)
         order = sorted(leases[likely:], key=lambda x: (x.task.spec.priority, x.task.task_id), reverse=last_first)
         return order + leases[:likely]
 

@@ -149,6 +149,9 @@ class Sessions:
             gone = [x for x in worker.leases.values() if x.lease_id not in held and x.frame <= event.last_frame]
             for lease in reversed(gone):
                 self._attempts.take_back(lease, None, now)
+        worker.occupied = event.occupied_slots
+        if worker.occupied:
+            self._recalls.granted(worker, now)
         ledger.out.append(ev.WorkerChanged(worker))
 
     def _offers(self, worker: Worker, catalog: ev.Catalog) -> None:

@@ -155,6 +155,7 @@ class _Taker:
                     wire_devices.mps(beat.mps) if beat.HasField("mps") else b"",
                     catalog,
                     wire_devices.handlers(beat.handlers) if beat.HasField("handlers") else b"",
+                    beat.occupied_slots,
                 )
             )
 

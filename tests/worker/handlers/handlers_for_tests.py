@@ -146,6 +146,13 @@ def hang(value: Any) -> Any:
         time.sleep(60)
 
 
+@handler("t.deaf")
+def deaf(value: Any) -> Any:
+    """Holds the interpreter's lock for a minute and more."""
+    time.sleep(0.5)  # the agent learns that it runs
+    ctypes.PyDLL(None).sleep(100)
+
+
 @handler("t.spin")
 def spin(value: Any) -> Any:
     while True:
