@@ -62,6 +62,10 @@ class RunStream:
         self._failures = 0
         self._barren = 0
 
+    def check(self) -> None:
+        """ClientClosedError: the client is closed, or belongs to another process or event loop than the running one."""
+        self._connection.check()
+
     async def start(self, calls: Sequence[Call]) -> None:
         """Starts calls, in order, as soon as the window has room for them all."""
         nbytes = sum(call.nbytes for call in calls)
