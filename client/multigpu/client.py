@@ -68,11 +68,8 @@ class Client:
     def __exit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if (
-            exc_type is not None
-            and issubclass(exc_type, KeyboardInterrupt)
-            and not (self._closed or self._thread.inherited)
-        ):
+        interrupted = exc_type is not None and issubclass(exc_type, KeyboardInterrupt)
+        if interrupted and not (self._closed or self._thread.inherited):
             # Ctrl-C between two results of a map, say: what this client started ends with it.
             self._thread.loop.call_soon_threadsafe(self._core.stream.withdraw_where, lambda _: True)
         self.close()
