@@ -13,11 +13,11 @@ import concurrent.futures
 import contextlib
 import weakref
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar, Unpack
 
 from multigpu import classification, errors, generation, inference
 from multigpu.connection import current_traceparent
-from multigpu.core import Core, outcome, value, value_or_error
+from multigpu.core import Core, outcome, unpicklable, value, value_or_error
 from multigpu.embedding import CHUNK_TEXTS, KIND, Chunks, Stack, check_texts
 from multigpu.loop_thread import LoopThread
 from multigpu.mapping_sync import SyncMap
@@ -61,6 +61,9 @@ class Client:
         self._thread = LoopThread("multigpu client")
         # Also at exit, for those who never close.
         self._finalizer = weakref.finalize(self, _finish, self._core, self._thread)
+
+    def __reduce__(self) -> NoReturn:
+        raise unpicklable(self)
 
     def __enter__(self) -> Self:
         return self

@@ -179,3 +179,9 @@ def value_or_error(answer: Answer) -> Any:
     if not isinstance(answer, Outcome):
         return answer
     return answer.value() if answer.succeeded else answer.to_error()
+
+
+def unpicklable(client: object) -> TypeError:
+    """What a client says to pickle and copy."""
+    name = type(client).__name__
+    return TypeError(f"{name} can't be pickled or copied: make one in each process, from the master's address")

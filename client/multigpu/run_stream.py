@@ -259,7 +259,8 @@ def check_payload(payload: bytes) -> None:
     if len(payload) > _PAYLOAD_BYTES_MAX:
         raise errors.InvalidTaskError(
             errors.INVALID_ARGUMENT,
-            f"the payload has {len(payload):,} bytes and a message holds {_PAYLOAD_BYTES_MAX:,}; split it",
+            f"the payload has {len(payload):,} bytes; the limit is the master's payload_bytes_max, 32 MiB by default: "
+            "split it",
         )
 
 

@@ -186,6 +186,11 @@ def test_json_lines_give_the_same_float32_again(tmp_path: Path) -> None:
         (["submit", "--kind", "echo", "--payload", "x", "--priority", "9"], "--priority"),
         (["submit", "--kind", "echo", "--payload", "x", "--label", "nonsense"], "KEY=VALUE"),
         (["submit", "--kind", "echo", "--lines", "x", "--request-id", "y"], "single task"),
+        (
+            ["tasks", "get", "order-4711"],
+            "not a valid task id; a client's own id goes with --request-id",
+        ),
+        (["tasks", "cancel", "0"], "--request-id"),
         (["watch", "--cursor", "x", "--from-now"], "either --cursor or --from-now"),
     ],
 )

@@ -89,8 +89,8 @@ def submit(address: str, wait: bool, as_json: bool, **given: Any) -> None:
     """Submit tasks, and optionally wait for their results.
 
     Prints the ids of the tasks, once they are safe on the master's disk; with --wait, what they return. With --lines
-    and --wait, line N of the output belongs to line N of the input: it is empty for a task that did not succeed, and for
-    a result with a line break, which --json shows.
+    and --wait, line N of the output belongs to line N of the input: it is empty for a task that did not succeed, and
+    for a result with a line break, which --json shows.
     """
     inputs = read_inputs(given)
     options = task_options(given)
