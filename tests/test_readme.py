@@ -57,6 +57,14 @@ def test_the_python_example_runs(fleet: dict[str, str]) -> None:
     assert (echoed, fetched) == ("b'hello'", "b'later'")
 
 
+def test_a_type_checker_takes_the_python_example(tmp_path: Path) -> None:
+    (tmp_path / "example.py").write_text(CLIENT_CODE, "utf-8")
+    command = [sys.executable, "-m", "mypy", "--strict", "example.py"]
+    env = {**os.environ, "MYPYPATH": str(ROOT / "client")}
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout
+
+
 def test_the_handler_example_runs(fleet: dict[str, str]) -> None:
     (command,) = re.findall(r"^    mgpuctl (submit .*)$", README, re.MULTILINE)
     words = [sys.executable, "-m", "multigpu.cli", *shlex.split(command)]

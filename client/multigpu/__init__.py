@@ -9,7 +9,11 @@ Names are imported when they are first used, so that a daemon that needs `multig
 """
 
 import importlib
+import os
 from typing import TYPE_CHECKING, Any
+
+# gRPC reads it as it is imported. Its own handlers of a fork crash the child now and then; see multigpu.forks.
+os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
 if TYPE_CHECKING:
     from multigpu.aio import AsyncClient as AsyncClient

@@ -10,11 +10,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterable, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
-from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar, Unpack
 
 from multigpu import classification, generation, inference
 from multigpu.connection import current_traceparent
-from multigpu.core import Core, outcome, value, value_or_error
+from multigpu.core import Core, outcome, unpicklable, value, value_or_error
 from multigpu.embedding import CHUNK_TEXTS, KIND, Chunks, Stack, check_texts
 from multigpu.errors import MultigpuError
 from multigpu.mapping import AsyncMap
@@ -60,6 +60,9 @@ class AsyncClient:
     ) -> None:
         self._core = Core(master, window_tasks, window_bytes, connect_timeout_s)
         self.master: str = self._core.connection.master
+
+    def __reduce__(self) -> NoReturn:
+        raise unpicklable(self)
 
     async def __aenter__(self) -> Self:
         return self

@@ -11,14 +11,13 @@ from __future__ import annotations
 import builtins
 import concurrent.futures
 import contextlib
-import os
 import weakref
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar, Unpack
 
 from multigpu import classification, errors, generation, inference
 from multigpu.connection import current_traceparent
-from multigpu.core import Core, outcome, value, value_or_error
+from multigpu.core import Core, outcome, unpicklable, value, value_or_error
 from multigpu.embedding import CHUNK_TEXTS, KIND, Chunks, Stack, check_texts
 from multigpu.loop_thread import LoopThread
 from multigpu.mapping_sync import SyncMap
@@ -58,11 +57,13 @@ class Client:
     ) -> None:
         self._core = Core(master, window_tasks, window_bytes, connect_timeout_s)
         self.master: str = self._core.connection.master
-        self._pid = os.getpid()
         self._closed = False
         self._thread = LoopThread("multigpu client")
         # Also at exit, for those who never close.
-        self._finalizer = weakref.finalize(self, _finish, self._core, self._thread, self._pid)
+        self._finalizer = weakref.finalize(self, _finish, self._core, self._thread)
+
+    def __reduce__(self) -> NoReturn:
+        raise unpicklable(self)
 
     def __enter__(self) -> Self:
         return self
@@ -70,7 +71,8 @@ class Client:
     def __exit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if exc_type is not None and issubclass(exc_type, KeyboardInterrupt) and not self._closed:
+        interrupted = exc_type is not None and issubclass(exc_type, KeyboardInterrupt)
+        if interrupted and not (self._closed or self._thread.inherited):
             # Ctrl-C between two results of a map, say: what this client started ends with it.
             self._thread.loop.call_soon_threadsafe(self._core.stream.withdraw_where, lambda _: True)
         self.close()
@@ -289,8 +291,7 @@ class Client:
     def _check(self) -> None:
         if self._closed:
             raise errors.ClientClosedError("this client is closed; make a new one")
-        if os.getpid() != self._pid:
-            raise errors.ClientClosedError("this client was made before a fork; make a new one in the child process")
+        self._thread.check()
 
     def _wait(self, coroutine: Coroutine[Any, Any, T]) -> T:
         try:
@@ -309,6 +310,7 @@ class Client:
             raise
 
     def _iterate(self, generator: AsyncGenerator[T, None]) -> SyncIterator[T]:
+        self._thread.check()
         return SyncIterator(generator, self._thread, self._wait)
 
     def _flatten(self, generator: AsyncGenerator[Iterable[T], None]) -> Generator[T, None, None]:
@@ -329,7 +331,7 @@ class Client:
             self._thread.submit(self._core.stream.cancellations()).result()
 
 
-def _finish(core: Core, thread: LoopThread, pid: int) -> None:
+def _finish(core: Core, thread: LoopThread) -> None:
     """Ends the client and its thread, unless they are of the process that this one was forked from."""
-    if os.getpid() == pid:
+    if not thread.inherited:
         thread.finish(core.close())

@@ -14,7 +14,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from multigpu import errors
+from multigpu import errors, forks
 from multigpu.config import ConfigError
 from multigpu.credentials import Credentials
 from multigpu.v1 import task_service_pb2, task_service_pb2_grpc
@@ -74,22 +74,29 @@ class Connection:
         self._stamp = b""  # of the files that the channel was made with
         self._closing: set[asyncio.Task[None]] = set()
 
+    def check(self) -> None:
+        """ClientClosedError: it is closed, or belongs to another process or event loop than the running one."""
+        if self.closed:
+            raise errors.ClientClosedError("this client is closed; make a new one")
+        forks.check()
+        loop = asyncio.get_running_loop()
+        if self._loop is None:
+            self._loop = loop
+        if loop is not self._loop:
+            raise errors.ClientClosedError("this AsyncClient belongs to another event loop; make one for each loop")
+
     @property
     def stub(self) -> Any:
         """The TaskService stub. Opens the channel on first use, because a channel belongs to a running event loop."""
-        if self.closed:
-            raise errors.ClientClosedError("this client is closed; make a new one")
-        loop = asyncio.get_running_loop()
+        self.check()
         if self._channel is None:
-            self._loop = loop
+            forks.uses()
             self._stamp = self.credentials.stamp()
             try:
                 self._channel = self.credentials.aio_channel(self.master, _OPTIONS)
             except ConfigError as error:
                 raise errors.AccessError(str(error)) from error
             self._stub = task_service_pb2_grpc.TaskServiceStub(self._channel)  # type: ignore[no-untyped-call]  # generated
-        if loop is not self._loop:
-            raise errors.ClientClosedError("this AsyncClient belongs to another event loop; make one for each loop")
         return self._stub
 
     def metadata(self) -> tuple[tuple[str, str], ...] | None:

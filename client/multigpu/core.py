@@ -11,7 +11,7 @@ import uuid
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
-from multigpu import watching
+from multigpu import forks, watching
 from multigpu.calls import CallFactory, FutureCall, StreamCall
 from multigpu.config import ConfigError, load_client_config
 from multigpu.connection import UNARY_TIMEOUT_S, Connection
@@ -43,6 +43,7 @@ class Core:
     def __init__(
         self, master: str | None, window_tasks: int | None, window_bytes: int | None, connect_timeout_s: float
     ) -> None:
+        forks.holds(self)
         if not (isinstance(connect_timeout_s, int | float) and connect_timeout_s >= 0):
             raise ConfigError(f"connect_timeout_s: {connect_timeout_s!r} is not a number of seconds")
         given = {"master": master, "window_tasks": window_tasks, "window_bytes": window_bytes}
@@ -54,6 +55,8 @@ class Core:
         self.calls = CallFactory()
 
     async def close(self) -> None:
+        if forks.lost():
+            return  # it is the parent's
         await self.stream.close()
         await self.connection.close()
 
@@ -61,6 +64,7 @@ class Core:
         return Submission(self.connection, timeout_s)
 
     async def run(self, kind: str, payload: Any, options: dict[str, Any], traceparent: str) -> Outcome:
+        self.connection.check()
         timeout_s = pop_timeout(options)
         call = self.calls.one(FutureCall, kind, payload, options, traceparent)
         try:
@@ -79,6 +83,7 @@ class Core:
         self, kind: str, payload: Any, options: dict[str, Any], traceparent: str
     ) -> AsyncGenerator[Part | Outcome, None]:
         """The partial outputs of a task, and at last how it SUCCEEDED."""
+        self.connection.check()
         timeout_s = pop_timeout(options)
         call = self.calls.one(StreamCall, kind, payload, options, traceparent)
         try:
@@ -174,3 +179,9 @@ def value_or_error(answer: Answer) -> Any:
     if not isinstance(answer, Outcome):
         return answer
     return answer.value() if answer.succeeded else answer.to_error()
+
+
+def unpicklable(client: object) -> TypeError:
+    """What a client says to pickle and copy."""
+    name = type(client).__name__
+    return TypeError(f"{name} can't be pickled or copied: make one in each process, from the master's address")

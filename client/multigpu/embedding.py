@@ -50,11 +50,14 @@ class Chunks:
             yield self._input(part)
 
     def _input(self, part: list[str]) -> Input:
+        for text in part:
+            if not isinstance(text, str):  # protobuf takes bytes too
+                wrong = f"one of them is of type {type(text).__name__}"
+                raise InvalidTaskError(INVALID_ARGUMENT, f"embed takes strings of valid Unicode: {wrong}")
         try:
             payload = embed_pb2.EmbedPayload(texts=part).SerializeToString()
-        except (TypeError, ValueError) as error:
-            wrong = next((f"one of them is of type {type(t).__name__}" for t in part if not isinstance(t, str)), error)
-            raise InvalidTaskError(INVALID_ARGUMENT, f"embed takes strings of valid Unicode: {wrong}") from error
+        except ValueError as error:
+            raise InvalidTaskError(INVALID_ARGUMENT, f"embed takes strings of valid Unicode: {error}") from error
         self._sizes.append(len(part))
         return Input(payload=payload, units=len(part))
 

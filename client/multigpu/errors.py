@@ -17,7 +17,7 @@
     ├── NotFoundError               the master knows no such task, or not any more
     ├── ConfigError                 a setting is unknown or wrong; also a ValueError (in multigpu.config)
     ├── CursorExpiredError          the outcomes after the cursor are not there
-    └── ClientClosedError           the client was closed, or crossed a fork
+    └── ClientClosedError           the client was closed, or gRPC crossed a fork
 
 An error's message names the remedy where there is one. Wrong types in the caller's own code raise TypeError.
 """

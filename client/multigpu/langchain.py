@@ -5,8 +5,9 @@
     embeddings = MultiGpuEmbeddings()          # was: HuggingFaceEmbeddings(model_name=…), say
 
 Documents go out in tasks of `batch_size` texts, spread over all workers; a query is a task of its own, and served
-before documents that wait. Connections are made at the first call, and again where the old one doesn't fit: in a child
-after a fork, in a copy that was pickled, and, as an asyncio connection belongs to its event loop, once for each loop.
+before documents that wait. Connections are made at the first call, and again where the old one doesn't fit: in a copy
+that was pickled, and, as an asyncio connection belongs to its event loop, once for each loop. A child that was forked
+after the first call has none and gets none: gRPC does not survive it.
 
 Needs langchain-core: pip install 'multigpu[langchain]'.
 """
@@ -19,7 +20,7 @@ import threading
 import weakref
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
-from multigpu import AsyncClient, Client
+from multigpu import AsyncClient, Client, forks
 from multigpu.embedding import CHUNK_TEXTS, Chunks, check_texts
 
 try:
@@ -61,6 +62,7 @@ class MultiGpuEmbeddings(Embeddings):
         connect_timeout_s: float = 10.0,
         **options: Unpack[EmbedOptions],
     ) -> None:
+        forks.check()
         Chunks(batch_size)  # ValueError: out of range
         # What LangChain's users look for, and what a pickled copy is made of.
         self.model = model
@@ -137,6 +139,7 @@ class MultiGpuEmbeddings(Embeddings):
         await self.aclose()
 
     def _sync(self) -> Client:
+        forks.check()
         with self._lock:
             if self._client is None or self._client[0] != os.getpid():
                 client = Client(self.master, connect_timeout_s=self.connect_timeout_s)
@@ -144,6 +147,7 @@ class MultiGpuEmbeddings(Embeddings):
             return self._client[1]
 
     def _async(self) -> AsyncClient:
+        forks.check()
         loop = asyncio.get_running_loop()
         with self._lock:
             known = self._async_clients.get(loop)

@@ -3,9 +3,13 @@
 import asyncio
 import concurrent.futures
 import importlib.util
+import os
 import threading
 from collections.abc import Coroutine
 from typing import Any, TypeVar
+
+from multigpu import forks
+from multigpu.errors import ClientClosedError
 
 T = TypeVar("T")
 
@@ -14,6 +18,7 @@ class LoopThread:
     def __init__(self, name: str) -> None:
         self.loop = _new_loop()
         self.loop.set_exception_handler(_handle)
+        self._pid = os.getpid()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
@@ -21,6 +26,17 @@ class LoopThread:
         asyncio.set_event_loop(self.loop)
         self.loop.run_forever()
         self.loop.close()
+
+    @property
+    def inherited(self) -> bool:
+        """Whether this process was forked from the one that has the thread."""
+        return os.getpid() != self._pid
+
+    def check(self) -> None:
+        """ClientClosedError: this process does not have the thread."""
+        if self.inherited:
+            forks.check()
+            raise ClientClosedError("this client was made before a fork; make a new one in the child process")
 
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> "concurrent.futures.Future[T]":
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop)

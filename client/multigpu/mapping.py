@@ -160,6 +160,7 @@ class AsyncMap:
         self, source: Iterable[Any] | AsyncIterable[Any], convert: Callable[[Answer], T]
     ) -> AsyncGenerator[T, None]:
         """Yields convert(answer) for each item. Closing it, or an error, withdraws what it started."""
+        self._stream.check()
         buffer = self._buffer
         feed = self._feed_async(source) if isinstance(source, AsyncIterable) else self._feed(iter(source))
         feeder = asyncio.get_running_loop().create_task(feed, name="multigpu map feeder")

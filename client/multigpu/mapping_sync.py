@@ -36,6 +36,7 @@ class SyncMap:
         buffer = self._buffer
         try:
             while True:
+                self._thread.check()
                 fed = self._feed(source)
                 taken = 0
                 while taken < CHUNK_TASKS and (answer := buffer.take()) is not None:
@@ -82,6 +83,8 @@ class SyncMap:
         buffer.waiting = False
 
     def _withdraw(self) -> None:
+        if self._thread.inherited:
+            return
         # First: cancelling a coroutine that the loop has yet to begin comes too late for its first step.
         self._left = True
         if self._starting is not None:

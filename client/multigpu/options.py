@@ -50,6 +50,7 @@ class EmbedOptions(TypedDict, total=False):
     wait_for_worker: bool
     # How long the call may take, in seconds; a map or a stream, for each next result. Then it raises CallTimeoutError,
     # and its tasks are cancelled; those of a submit may have been taken. Default: no limit; of a submit, 60 s each.
+    # A task that others have joined by its request_id is cancelled for them too.
     timeout: float
 
 
@@ -197,6 +198,10 @@ def _build(kind: str, content_type: str, options: Mapping[str, Any]) -> task_pb2
             raise InvalidTaskError(INVALID_ARGUMENT, f"task option {name}={value!r}: give {wanted}") from error
         except ValueError as error:
             raise InvalidTaskError(INVALID_ARGUMENT, f"task option {name}={value!r}: {error}") from error
+    first_s, longest_s = options.get("backoff_initial_s"), options.get("backoff_max_s")
+    if first_s is not None and longest_s is not None and longest_s < first_s:
+        text = f"task option backoff_max_s={longest_s!r}: give no less than backoff_initial_s, which is {first_s!r}"
+        raise InvalidTaskError(INVALID_ARGUMENT, text)
     return spec
 
 

@@ -62,6 +62,10 @@ class RunStream:
         self._failures = 0
         self._barren = 0
 
+    def check(self) -> None:
+        """ClientClosedError: the client is closed, or belongs to another process or event loop than the running one."""
+        self._connection.check()
+
     async def start(self, calls: Sequence[Call]) -> None:
         """Starts calls, in order, as soon as the window has room for them all."""
         nbytes = sum(call.nbytes for call in calls)
@@ -255,7 +259,8 @@ def check_payload(payload: bytes) -> None:
     if len(payload) > _PAYLOAD_BYTES_MAX:
         raise errors.InvalidTaskError(
             errors.INVALID_ARGUMENT,
-            f"the payload has {len(payload):,} bytes and a message holds {_PAYLOAD_BYTES_MAX:,}; split it",
+            f"the payload has {len(payload):,} bytes; the limit is the master's payload_bytes_max, 32 MiB by default: "
+            "split it",
         )
 
 

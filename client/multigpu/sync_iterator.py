@@ -51,7 +51,7 @@ class SyncIterator(Iterator[T]):
                 self._wait(self._close())
 
     def __del__(self) -> None:
-        if not self._ended and not self._thread.loop.is_closed():
+        if not (self._ended or self._thread.inherited or self._thread.loop.is_closed()):
             self._thread.submit(self._close())  # nobody waits: it may be the loop's thread that lets go of it
 
     async def _next(self) -> Any:

@@ -18,9 +18,9 @@ def pop_timeout(options: Any) -> float | None:
     if value is None:
         return None
     is_number = isinstance(value, Real)  # numbers of numpy are
-    if is_number and -_SECONDS_MAX < value < _SECONDS_MAX:
+    if is_number and 0 <= value < _SECONDS_MAX:
         return float(value)
-    raise InvalidTaskError(INVALID_ARGUMENT, f"timeout={value!r}: give seconds, or None to wait without a limit")
+    raise InvalidTaskError(INVALID_ARGUMENT, f"timeout={value!r}: give seconds, 0 or more, or None for no limit")
 
 
 async def within(timeout_s: float | None, awaitable: Awaitable[T]) -> T:

@@ -43,6 +43,13 @@ class SpecReader:
             _name("content_type", message.content_type, NAME_BYTES_MAX)
             wire_models.plain_spec(message)
             spec = _spec(message, wire)
+            # Not of what a journal holds: masters of before took it.
+            both = message.HasField("backoff_initial") and message.HasField("backoff_max")
+            if both and seconds_of(message.backoff_max) < spec.backoff_initial_s:
+                raise InvalidTaskError(
+                    f"backoff_max is {seconds_of(message.backoff_max):g} s; it must be at least backoff_initial, "
+                    f"which is {spec.backoff_initial_s:g} s"
+                )
             if spec.result_ttl_s > self._result_ttl_max_s:
                 raise InvalidTaskError(
                     f"result_ttl is {spec.result_ttl_s:g} s; at most {self._result_ttl_max_s:g} s are allowed "

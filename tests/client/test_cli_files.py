@@ -19,6 +19,9 @@ from multigpu.cli import up as up_module
 from multigpu.cli.failures import Failure
 from multigpu.cli.up import choose_addresses, plan_fleet
 
+from .fleet_up import mgpuctl
+from .scripted_master import Reply, Spec, Task, ThreadedMaster, echo
+
 
 def write(path: Path, data: bytes) -> str:
     path.write_bytes(data)
@@ -183,6 +186,11 @@ def test_json_lines_give_the_same_float32_again(tmp_path: Path) -> None:
         (["submit", "--kind", "echo", "--payload", "x", "--priority", "9"], "--priority"),
         (["submit", "--kind", "echo", "--payload", "x", "--label", "nonsense"], "KEY=VALUE"),
         (["submit", "--kind", "echo", "--lines", "x", "--request-id", "y"], "single task"),
+        (
+            ["tasks", "get", "order-4711"],
+            "not a valid task id; a client's own id goes with --request-id",
+        ),
+        (["tasks", "cancel", "0"], "--request-id"),
         (["watch", "--cursor", "x", "--from-now"], "either --cursor or --from-now"),
     ],
 )
@@ -296,3 +304,22 @@ def test_addresses() -> None:
         taken.listen()
         with pytest.raises(Failure, match="another master may run there"):
             choose_addresses(f"127.0.0.1:{taken.getsockname()[1]}")
+
+
+def test_a_result_with_a_line_break_is_no_line_of_submit(tmp_path: Path) -> None:
+    def answer(spec: Spec, task: Task) -> Reply:
+        outcome = echo(spec, task)
+        outcome.result = task.payload.replace(b"LF", b"\n").replace(b"CR", b"\r")
+        return outcome
+
+    file = write(tmp_path / "lines", b"one\ntwo LF twoCRLF\nCR\nLF\nfive\n")
+    with ThreadedMaster(answer) as master:
+        done = mgpuctl(master.address, "submit", "--kind", "echo", "--lines", file, "--wait")
+        assert (done.returncode, done.stdout) == (5, "one\n\n\n\nfive\n")
+        for number in (2, 3, 4):
+            assert f"line {number}: the result holds a line break" in done.stderr
+        assert "3 of 5 tasks have a result with a line break" in done.stderr
+        assert "did not succeed" not in done.stderr
+        done = mgpuctl(master.address, "submit", "--kind", "echo", "--lines", file, "--wait", "--json")
+        assert done.returncode == 0
+        assert len(done.stdout.splitlines()) == 5

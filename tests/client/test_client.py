@@ -2,7 +2,9 @@
 
 import asyncio
 import contextlib
+import copy
 import os
+import pickle
 import re
 import signal
 import subprocess
@@ -380,3 +382,13 @@ def test_a_handler_without_a_kind_is_told_how_to_name_one() -> None:
         @multigpu.handler  # type: ignore[arg-type]  # on purpose
         def my_handler(value: Any) -> Any:
             return value
+
+
+@pytest.mark.parametrize("cls", [multigpu.Client, multigpu.AsyncClient])
+@pytest.mark.parametrize("call", [pickle.dumps, copy.copy, copy.deepcopy])
+def test_a_client_cannot_be_pickled_and_says_what_to_do(cls: Any, call: Callable[[Any], Any]) -> None:
+    client = cls("127.0.0.1:1")
+    with pytest.raises(TypeError, match=f"^{cls.__name__} can't be pickled or copied: make one in each process"):
+        call(client)
+    if cls is multigpu.Client:
+        client.close()

@@ -48,6 +48,8 @@ async def test_embed_refuses_what_is_not_texts() -> None:
             await client.embed("one text")
         with pytest.raises(multigpu.InvalidTaskError, match="one of them is of type int"):
             await client.embed(["fine", 3])  # type: ignore[list-item]
+        with pytest.raises(multigpu.InvalidTaskError, match="one of them is of type bytes"):
+            await client.embed(["fine", b"x"])  # type: ignore[list-item]
         with pytest.raises(multigpu.InvalidTaskError, match="Unicode"):
             await client.embed(["\ud800"])
         with pytest.raises(ValueError, match="chunk is 0"):

@@ -1,6 +1,7 @@
 """What breaks, restarts and absences of the master do to calls; how calls and clients end."""
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 import grpc
@@ -9,7 +10,7 @@ import multigpu
 import pytest
 from multigpu.v1 import task_service_pb2
 
-from .scripted_master import Reply, ScriptedMaster, Spec, Task, echo
+from .scripted_master import Reply, ScriptedMaster, Spec, Task, ThreadedMaster, echo
 from .test_run import until
 
 
@@ -194,3 +195,38 @@ async def test_closing_ends_calls_that_wait_for_room() -> None:
         await client.close()
         results = await asyncio.wait_for(asyncio.gather(*runs, return_exceptions=True), 30)
         assert [type(result) for result in results] == [multigpu.ClientClosedError] * 6
+
+
+@pytest.mark.parametrize("name", ["run", "stream", "map", "submit", "get", "watch"])
+def test_another_event_loop_gets_the_error_itself(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    async def first(item: Any) -> Any:
+        return await anext(item)
+
+    calls: dict[str, Callable[[], Any]] = {
+        "run": lambda: client.run("echo", 1),
+        "stream": lambda: first(client.stream("echo", 1)),
+        "map": lambda: first(client.map("echo", [1])),
+        "submit": lambda: client.submit("echo", 1),
+        "get": lambda: client.get(1),
+        "watch": lambda: first(client.watch()),
+    }
+
+    async def use() -> None:
+        assert await client.run("echo", 1) == 1
+
+    async def misuse() -> None:
+        await calls[name]()
+
+    with ThreadedMaster() as master:
+        client = multigpu.AsyncClient(master.address)
+        with asyncio.Runner() as runner:
+            runner.run(use())
+            with pytest.raises(multigpu.ClientClosedError, match="another event loop; make one for each"):
+                asyncio.run(misuse())
+            runner.run(use())  # the loop that it belongs to still has it
+            runner.run(client.close())
+        client = multigpu.AsyncClient(master.address)
+        asyncio.run(use())
+        with pytest.raises(multigpu.ClientClosedError, match="another event loop; make one for each"):
+            asyncio.run(misuse())
+    assert not [each for each in caplog.records if each.name == "multigpu"]  # gRPC may say something of its own

@@ -93,6 +93,7 @@ async def test_options_reach_the_spec_and_the_input() -> None:
         ({"run_timeout_s": -1}, multigpu.InvalidTaskError, "0 or more"),
         ({"deadline": datetime(2030, 1, 1)}, multigpu.InvalidTaskError, "time zone"),
         ({"deadline": 60}, multigpu.InvalidTaskError, "run_timeout_s"),
+        ({"backoff_initial_s": 2, "backoff_max_s": 1.5}, multigpu.InvalidTaskError, "no less than backoff_initial_s"),
         ({"parameters": {"a": 1}}, multigpu.InvalidTaskError, "parameters"),
     ],
 )
@@ -226,7 +227,7 @@ async def test_the_window_bounds_bytes_too() -> None:
 
 async def test_a_payload_larger_than_a_message_is_refused_here() -> None:
     client = multigpu.AsyncClient("127.0.0.1:1")
-    with pytest.raises(multigpu.InvalidTaskError, match="split it"):
+    with pytest.raises(multigpu.InvalidTaskError, match=r"the master's payload_bytes_max, 32 MiB by default: split it"):
         await client.run("echo", bytes(64 << 20))
     await client.close()
 

@@ -51,3 +51,16 @@ def test_a_result_is_kept_for_as_long_as_the_master_allows() -> None:
     assert SpecReader(result_ttl_max_s=100_000.0).read(spec).result_ttl_s == 100_000.0
     with pytest.raises(InvalidTaskError, match=r"at most 90000 s are allowed .*result_ttl_max_s"):
         SpecReader(result_ttl_max_s=90_000.0).read(spec)
+
+
+def test_the_longest_backoff_is_no_shorter_than_the_first_where_both_are_given() -> None:
+    spec = task_pb2.TaskSpec(kind="echo")
+    spec.backoff_initial.FromSeconds(40)
+    assert SpecReader().read(spec).backoff_max_s == 40.0
+    spec.backoff_max.FromSeconds(40)
+    assert SpecReader().read(spec).backoff_max_s == 40.0
+    spec.backoff_max.FromSeconds(39)
+    with pytest.raises(InvalidTaskError, match=r"backoff_max is 39 s; it must be at least backoff_initial, .* 40 s"):
+        SpecReader().read(spec)
+    # A journal of before may hold it.
+    assert SpecReader().restore(spec.SerializeToString(deterministic=True)).backoff_max_s == 40.0

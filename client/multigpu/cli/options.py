@@ -22,6 +22,21 @@ COMPLETION_TIMEOUT_S = 1.0
 TASK_ID = click.IntRange(min=1)
 TASK_ID.name = "task id"
 
+
+class _TaskIdOrOption(click.IntRange):
+    """A task id of a command that has --request-id as well."""
+
+    name = "task id"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        try:
+            return int(super().convert(value, param, ctx))
+        except click.BadParameter as error:
+            self.fail(f"{error.message.rstrip('.')}; a client's own id goes with --request-id", param, ctx)
+
+
+TASK_ID_OR_OPTION = _TaskIdOrOption(min=1)
+
 # In seconds, 31 years.
 NUMBER_MAX = 1_000_000_000
 

@@ -89,7 +89,8 @@ def submit(address: str, wait: bool, as_json: bool, **given: Any) -> None:
     """Submit tasks, and optionally wait for their results.
 
     Prints the ids of the tasks, once they are safe on the master's disk; with --wait, what they return. With --lines
-    and --wait, line N of the output belongs to line N of the input: it is empty for a task that did not succeed.
+    and --wait, line N of the output belongs to line N of the input: it is empty for a task that did not succeed, and
+    for a result with a line break, which --json shows.
     """
     inputs = read_inputs(given)
     options = task_options(given)
@@ -181,7 +182,7 @@ def print_ids(client: Client, kind: str, inputs: Iterator[Input], options: dict[
 
 def print_results(outcomes: Iterable[Outcome], *, many: bool, as_json: bool) -> None:
     """Prints results in the order of the inputs: as they are, or as JSON lines with the whole outcome."""
-    done = failed = 0
+    done = failed = broken = 0
     for outcome in outcomes:
         done += 1
         failed += not outcome.succeeded
@@ -191,9 +192,15 @@ def print_results(outcomes: Iterable[Outcome], *, many: bool, as_json: bool) -> 
             if many:
                 show.line()  # line N of the output stays that of input N
             show.note(f"mgpuctl: {f'line {done:,}: ' if many else ''}{outcome.to_error()}")
+        elif many and (b"\n" in outcome.result or b"\r" in outcome.result):
+            broken += 1
+            show.line()
+            show.note(f"mgpuctl: line {done:,}: the result holds a line break, so it is no line; --json shows it")
         elif many:
             show.raw(outcome.result + b"\n")
         else:
             show.result(outcome.result)
-    if failed:
-        raise TasksFailed(f"{failed:,} of {done:,} tasks did not succeed")
+    if failed or broken:
+        faults = {"did not succeed": failed, "have a result with a line break": broken}
+        texts = [f"{number:,} of {done:,} tasks {fault}" for fault, number in faults.items() if number]
+        raise TasksFailed("; ".join(texts))

@@ -9,7 +9,7 @@ import click
 from multigpu.cli import show, tables
 from multigpu.cli.commands import Group
 from multigpu.cli.failures import Failure, NotFound
-from multigpu.cli.options import TASK_ID, Number, json_option, master_option
+from multigpu.cli.options import TASK_ID, TASK_ID_OR_OPTION, Number, json_option, master_option
 from multigpu.cli.queues import note_unknown_queue
 from multigpu.cli.rpc import CALL_TIMEOUT_S, Master
 from multigpu.cli.task_filter import filter_options
@@ -96,7 +96,7 @@ def count(task_filter: service.TaskFilter, address: str, as_json: bool) -> None:
         ("mgpuctl tasks get 17 18 --json | jq '.[].outcome.state'", "Several: --json makes a list of them."),
     ),
 )
-@click.argument("task_ids", metavar="[TASK_ID]...", nargs=-1, type=TASK_ID)
+@click.argument("task_ids", metavar="[TASK_ID]...", nargs=-1, type=TASK_ID_OR_OPTION)
 @click.option("--request-id", "request_ids", multiple=True, metavar="ID", help="The client's own id. May be repeated.")
 @click.option(
     "--wait",
@@ -231,7 +231,7 @@ def energy_in_words(energy: task_pb2.Energy) -> str:
     ),
     exits=(("0", "Each is cancelled, or had ended before."), ("4", "The master doesn't know some of them.")),
 )
-@click.argument("task_ids", metavar="[TASK_ID]...", nargs=-1, type=TASK_ID)
+@click.argument("task_ids", metavar="[TASK_ID]...", nargs=-1, type=TASK_ID_OR_OPTION)
 @click.option("--request-id", "request_ids", multiple=True, metavar="ID", help="The client's own id. May be repeated.")
 @click.option("--reason", default="", help="Recorded in the outcome.")
 @master_option
