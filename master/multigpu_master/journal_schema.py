@@ -102,8 +102,9 @@ def explain(error: Exception, path: Path) -> JournalError:
 
 def full(path: Path) -> JournalFullError:
     return JournalFullError(
-        f"The journal {path} is full: the disk has no room left, or the journal's size limit is reached. Free space on "
-        "the disk, raise the limit, or let outcomes expire sooner."
+        f"The journal {path} is full: the disk has no room left, or the journal's size limit (journal_bytes_max) is "
+        "reached. Free space on the disk (never delete files in data_dir), raise the limit, or let outcomes expire "
+        "sooner."
     )
 
 

@@ -22,7 +22,7 @@ from multigpu.telemetry import configure_logging, configure_tracing, shut_down_t
 from multigpu_master import VERSION, journal_backup
 from multigpu_master.journal import JournalError
 from multigpu_master.journal_sqlite import SqliteJournal
-from multigpu_master.server import Master, Refusal
+from multigpu_master.server import Master, Refusal, WrongSetting
 
 log = structlog.get_logger()
 
@@ -59,7 +59,7 @@ def main(context: click.Context, /, config_file: str | None, **flags: Any) -> No
         code = uvloop.run(_serve(config, telemetry, lambda: _load_log_level(config_file, flags)))
     except Refusal as refusal:
         click.echo(f"mgpu-master: {refusal}", err=True)
-        code = EXIT_REFUSED
+        code = EXIT_CONFIG if isinstance(refusal, WrongSetting) else EXIT_REFUSED
     shut_down_tracing()
     sys.stderr.flush()
     # Whatever thread is left (a gRPC poller, a slow disk) must not hold up the end.

@@ -133,7 +133,7 @@ def _metrics(driver: Driver) -> Iterator[Metric]:
     yield Metric("mgpu_queue_bytes", "gauge", "Payload bytes of tasks that wait.", size)
     leased = tuple(Sample(q.leased, {"queue": n}) for n, q in queues)
     yield Metric("mgpu_queue_leases", "gauge", "Tasks leased to workers.", leased)
-    yield one("mgpu_workers_active", "Workers with a session.", len(core.fleet.sessions))
+    yield one("mgpu_workers_active", "Connected workers, also those that get no tasks.", len(core.fleet.sessions))
     yield one("mgpu_workers_lost", "Workers without one.", len(core.fleet.workers) - len(core.fleet.sessions))
     workers = list(core.fleet.workers.values())
     held = {"cordoned": 0, "draining": 0, "quarantined": 0}
@@ -144,7 +144,8 @@ def _metrics(driver: Driver) -> Iterator[Metric]:
     yield Metric("mgpu_workers_held", "gauge", text, tuple(Sample(n, {"reason": r}) for r, n in held.items()))
     breaker = core.quarantine.breaker
     yield one("mgpu_breaker_tripped", "1 if the circuit breaker has tripped.", float(breaker.tripped_s > 0))
-    yield one("mgpu_breaker_quarantines", "Devices quarantined within its window.", breaker.count(driver.now()))
+    text = "Devices quarantined within its window, and the one that tripped it, which is not."
+    yield one("mgpu_breaker_quarantines", text, breaker.count(driver.now()))
     if driver.latencies is not None:
         yield from driver.latencies.metrics()
     yield one("mgpu_journal_bytes", "What the journal takes on the disk.", driver.journal.size_bytes())

@@ -43,6 +43,10 @@ class Refusal(Exception):  # noqa: N818  it is what the master does, not an erro
     """The master will not start; the message says why and what to do."""
 
 
+class WrongSetting(Refusal):
+    """It can't start until somebody changes its settings, or puts the files there that they name."""
+
+
 class Master:
     """A running master. `descriptors`: how many this process may have open."""
 
@@ -73,14 +77,14 @@ class Master:
         try:
             doors.check(config)
         except doors.DoorError as error:
-            raise Refusal(str(error)) from error
+            raise WrongSetting(str(error)) from error
         try:
             strategies = load_strategies()
         except StrategyError as error:
             raise Refusal(str(error)) from error
         strategy = canonical_name(config.strategy, strategies)
         if strategy is None:
-            raise Refusal(f"no strategy {config.strategy!r}; there are: {', '.join(sorted(strategies))}")
+            raise WrongSetting(f"no strategy {config.strategy!r}; there are: {', '.join(sorted(strategies))}")
         try:
             recovered = self.journal.open(self._on_commit)
         except JournalError as error:
@@ -151,7 +155,9 @@ class Master:
             port = doors.open_port(server, config, self.certificates)
             self._metrics = MasterMetrics(driver, config, self._telemetry)
             self._metrics.start()
-        except (doors.DoorError, ConfigError) as error:
+        except doors.DoorError as error:
+            raise WrongSetting(str(error)) from error
+        except ConfigError as error:  # an address that is taken, say
             raise Refusal(str(error)) from error
         except RuntimeError as error:
             raise Refusal(

@@ -13,16 +13,18 @@ class WorkerLog:
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
-        # Session and quarantine by worker_id.
-        self._seen: dict[str, tuple[int, bool]] = {}
+        # By worker_id: its session, and whether the log says that it is quarantined. None: not yet, since it was before
+        # this master, and its worker has not said why.
+        self._seen: dict[str, tuple[int, bool | None]] = {}
 
     def changed(self, worker: Worker) -> None:
         """Called with every WorkerChanged while the master is not stopping."""
-        session, quarantined = self._seen.get(worker.worker_id, (0, False))
-        self._seen[worker.worker_id] = worker.session, worker.quarantined
+        session, told = self._seen.get(worker.worker_id, (0, False))
+        silent = worker.quarantined and not told and not worker.health.since_s
+        self._seen[worker.worker_id] = worker.session, None if silent else worker.quarantined
         if session and not worker.session:
             self._lost(worker, session)
-        if worker.quarantined != quarantined:
+        if worker.quarantined != told and not silent:
             self._quarantined(worker)
 
     def forget(self, worker: Worker) -> None:

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -12,7 +13,7 @@ import pytest
 from click.testing import CliRunner, Result
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.timestamp_pb2 import Timestamp
-from multigpu.cli import cli, tables
+from multigpu.cli import authority, cli, tables
 from multigpu.v1 import admin_service_pb2 as admin
 from multigpu.v1 import task_pb2
 from multigpu.v1 import task_service_pb2 as service
@@ -201,6 +202,7 @@ def test_status(master: ScriptedMaster, run: Run) -> None:
     assert "2 active, 1 lost" in text
     assert "12,000 queued, 7 leased" in text
     assert "3.0 MiB, NOT WRITABLE" in text
+    assert "the disk is full, or journal_bytes_max is reached: the master's log says which" in text
     data = json.loads(run("status", "--json").output)
     assert data["workers"] == {"active": 2, "lost": 1}
     assert data["stats"]["queued"] == 12_000
@@ -478,3 +480,25 @@ def test_tab_completes_worker_ids(master: ScriptedMaster, run: Run) -> None:
     assert done.stdout.split(",")[1].strip() == "rack-1"
     nobody = CliRunner().invoke(cli, [], env={"MGPU_MASTER": "127.0.0.1:1", **words}, prog_name="mgpuctl")
     assert nobody.output.strip() == ""
+
+
+def test_a_token_is_never_written_over_a_file(master: ScriptedMaster, run: Run, tmp_path: Path) -> None:
+    file = tmp_path / "old.token"
+    file.write_text("another token")
+    done = run("tokens", "create", "a", "--role", "read", "-o", str(file))
+    assert done.exit_code == 1
+    assert f"{file} is there already" in done.stderr
+    assert file.read_text() == "another token"
+    assert master.asked("CreateToken") == []
+
+
+@pytest.mark.parametrize("damaged", ["w", "ca"])
+def test_a_damaged_certificate_does_not_hide_the_others(run: Run, tmp_path: Path, damaged: str) -> None:
+    authority.init(tmp_path)
+    for kind in ("worker", "client"):
+        authority.issue(tmp_path, kind, kind[0], [])
+    (tmp_path / f"{damaged}.crt").write_text("damaged")
+    done = run("certs", "show", str(tmp_path), "--json")
+    assert done.exit_code == 1
+    assert f"{damaged}.crt can't be read" in done.stderr
+    assert {c["name"] for c in json.loads(done.stdout)} == {"ca", "w", "c"} - {damaged}

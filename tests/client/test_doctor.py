@@ -239,6 +239,12 @@ def test_a_disk_that_is_well(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_disk_by_a_relative_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "d").mkdir()
+    assert not [f for f in doctor_host.disk(place(data_dir=Path("d"))) if "not there yet" in f.message]
+
+
 @ROOT
 def test_a_disk_that_is_full(tmp_path: Path) -> None:
     """A real one: a tmpfs of a mebibyte, in a mount namespace of its own."""
@@ -412,6 +418,7 @@ def test_workers(script: ScriptedMaster) -> None:
     )
     assert [f.verdict.value for f in found] == ["fail", "warn", "fail", "fail"]
     assert "xid_79" in found[0].message
+    assert "by itself" not in found[0].remedy, "the reasons may ask for a person"
 
 
 def test_workers_of_one_device_take_no_more_than_it_has(script: ScriptedMaster) -> None:
@@ -435,10 +442,12 @@ def test_journal_and_breaker(script: ScriptedMaster) -> None:
     assert one(doctor_fleet.breaker(place(script.address))).verdict is Verdict.OK
     tripped = admin.Breaker(tripped=True, quarantines=3, quarantines_max=2)
     script.answers["GetStats"] = lambda _: stats(journal_writable=False, breaker=tripped)
-    assert one(doctor_fleet.journal(place(script.address))).verdict is Verdict.FAIL
+    full = one(doctor_fleet.journal(place(script.address)))
+    assert full.verdict is Verdict.FAIL
+    assert "journal_bytes_max" in full.message
     found = one(doctor_fleet.breaker(place(script.address)))
     assert found.verdict is Verdict.FAIL
-    assert "3 devices" in found.message
+    assert "3 devices fell sick together, more than 2: not all are quarantined" in found.message
 
 
 def test_without_a_master() -> None:

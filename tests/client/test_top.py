@@ -133,7 +133,7 @@ def test_alarms_are_seen() -> None:
     view.stats = admin.GetStatsResponse(journal_writable=False, breaker=admin.Breaker(tripped=True))
     text = "\n".join(text_of(view, 80, 24))
     assert "BREAKER TRIPPED" in text
-    assert "JOURNAL NOT WRITABLE" in text
+    assert "JOURNAL NOT WRITABLE: disk full, or journal_bytes_max? The master's log says" in text
     for _ in range(3):
         press(view, "down")
     assert "xid_79: the GPU has fallen off the bus" in text_of(view, 120, 40)[-2]

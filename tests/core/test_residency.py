@@ -267,6 +267,7 @@ def test_leases_given_back_for_want_of_room_are_no_losses(stage: Models) -> None
         stage.handle(ev.Tick(), 0.2)
         assert task.outcome is None
         assert lease_of(task).attempt == 1
+    assert stage.core.counters.requeued == 0
 
 
 def test_what_is_loaded_is_heard() -> None:

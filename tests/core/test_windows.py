@@ -54,6 +54,7 @@ def test_what_waits_is_recalled_for_a_worker_that_has_a_free_slot(stage: Stage) 
     assert lease_of(short).worker.worker_id == "w1"
     assert (short.attempts, short.more().losses) == (1, 0)
     assert lease_of(long).worker.worker_id == "w0"
+    assert stage.core.counters.requeued == 0, "nobody was lost or gave up"
 
 
 @pytest.mark.parametrize("strategy", ["memory_usage", "compute_load", "round_robin", "least_loaded"])

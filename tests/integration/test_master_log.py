@@ -80,3 +80,19 @@ def test_a_device_that_is_quarantined_and_comes_back_is_in_the_log(tmp_path: Pat
         told = event(fleet, "device back from quarantine")
         assert told.items() >= {"level": "info", "worker_id": "w0"}.items()
         assert told["reason"]
+
+
+def test_a_new_master_waits_for_the_workers_word_on_a_device_that_was_quarantined_before_it(tmp_path: Path) -> None:
+    gpus = SimulatedGpus(tmp_path / "gpus", 2)
+    with Fleet(tmp_path / "fleet", workers=0, env=gpus.env()) as fleet:
+        for i in range(2):
+            fleet.start_worker(f"w{i}", "--device", f"cuda:{i}")
+        fleet.wait_for_workers()
+        gpus.recovery_action(0, 3)
+        assert event(fleet, "device quarantined")["reason"].startswith("drain_p2p: ")
+        fleet.restart_master()
+        told = event(fleet, "device quarantined")
+        assert told.items() >= {"level": "warning", "worker_id": "w0"}.items()
+        assert told["reason"].startswith("drain_p2p: ")
+        gpus.recovery_action(0, 0)
+        assert event(fleet, "device back from quarantine")["worker_id"] == "w0"

@@ -64,6 +64,7 @@ def test_a_full_disk_refuses_new_tasks_and_nothing_else(small_disk: Path, tmp_pa
         assert [r.rejection.code for r in results] == [grpc.StatusCode.RESOURCE_EXHAUSTED.value[0]] * 2
         assert "disk is full" in results[0].rejection.message
         assert "EPHEMERAL" in results[0].rejection.message
+        assert "never delete files in data_dir" in results[0].rejection.message
         assert results[0].rejection.retry_delay.ToNanoseconds() > 0
         assert not fleet.stats().journal_writable
 

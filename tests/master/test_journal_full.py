@@ -75,7 +75,8 @@ def test_over_its_limit_it_refuses_submits_and_keeps_outcomes(tmp_path: Path, mo
         journal.append(refused)
         error = answered(commits, refused)
         assert isinstance(error, JournalFullError)
-        assert "Free space" in str(error)
+        assert "Free space on the disk (never delete files in data_dir)" in str(error)
+        assert "journal_bytes_max" in str(error)
         assert not journal.writable
         kept = [
             Entry(settles=[settle(500, bytes(900_000))]),

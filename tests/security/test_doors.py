@@ -68,17 +68,21 @@ def test_what_a_master_listens_on(settings: dict[str, Any], refusal: str) -> Non
     [
         (("--listen", "0.0.0.0:0"), "can be reached from other hosts"),
         (("--listen", "127.0.0.1:0", "--tls-cert", "/none.crt", "--tls-key", "/none.key"), "/none.crt"),
+        (("--listen", "127.0.0.1:0", "--metrics-listen", "0.0.0.0:0"), "--tls-client-ca"),
+        (("--listen", "127.0.0.1:0", "--strategy", "none"), "no strategy 'none'"),
     ],
 )
 def test_a_real_master_does_not_start_so(tmp_path: Path, flags: tuple[str, ...], words: str) -> None:
     assert words in refused_words(tmp_path, *flags)
 
 
-def refused_words(folder: Path, *flags: str) -> str:
-    """What a real master says, on stderr alone, before it is ready."""
+def refused_words(folder: Path, *flags: str, code: int = 2) -> str:
+    """What a real master says, on stderr alone, before it is ready. It ends with 2: its settings must be edited, so
+    systemd does not start it again; other refusals may pass, and end with 3.
+    """
     command = [sys.executable, "-m", "multigpu_master.main", "--data-dir", str(folder / "d"), *flags]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
-    assert ended.returncode == 3, ended.stderr
+    assert ended.returncode == code, ended.stderr
     assert "master ready" not in ended.stderr
     assert "Traceback" not in ended.stderr
     return ended.stderr
@@ -87,7 +91,7 @@ def refused_words(folder: Path, *flags: str) -> str:
 def test_metrics_on_a_taken_port_are_refused_before_the_master_is_ready(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
-        words = refused_words(tmp_path, "--listen", "127.0.0.1:0", "--metrics-listen", address)
+        words = refused_words(tmp_path, "--listen", "127.0.0.1:0", "--metrics-listen", address, code=3)
     assert re.fullmatch(rf"mgpu-master: metrics_listen '{address}' .* in use; choose another address\n", words), words
 
 
@@ -99,6 +103,14 @@ def test_a_master_with_a_certificate_of_another_kind_is_refused(tmp_path: Path, 
     words = refused_words(tmp_path, "--listen", "127.0.0.1:0", "--tls-cert", f"{pair}.crt", "--tls-key", f"{pair}.key")
     assert f"{pair}.crt" in words
     assert "mgpuctl certs issue" in words
+
+
+def test_a_master_whose_key_is_of_another_certificate_is_refused(tmp_path: Path) -> None:
+    authority.init(tmp_path / "ca")
+    for name in ("one", "two"):
+        authority.issue(tmp_path / "ca", "master", name, ["localhost"])
+    files = ("--tls-cert", str(tmp_path / "ca" / "one.crt"), "--tls-key", str(tmp_path / "ca" / "two.key"))
+    assert "two.key) are no good" in refused_words(tmp_path, "--listen", "127.0.0.1:0", *files)
 
 
 def test_a_client_sends_no_token_in_the_clear(tmp_path: Path) -> None:

@@ -1,9 +1,13 @@
 """Whether a device is fit for work: what makes it sick, when it is checked, how it comes back. All of it pure."""
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from multigpu_worker import reset_watch
+from multigpu_worker.caretaker import Caretaker
+from multigpu_worker.device import Telemetry
 from multigpu_worker.engine_start import KILLS_MAX, READY_S, EngineStart
 from multigpu_worker.health import (
     CHECK_MAX_S,
@@ -16,6 +20,7 @@ from multigpu_worker.health import (
     State,
 )
 from multigpu_worker.reset_watch import ResetNote, ResetWatch
+from multigpu_worker.sampler import Sample
 from multigpu_worker.xids import REMEDIES, XIDS, XidClass, xid_of
 
 LOST = Reason("gpu_is_lost", "it is gone", Gravity.UNUSABLE)
@@ -90,6 +95,33 @@ def test_checks_that_fail_come_less_and_less_often() -> None:
         assert health.state is State.SICK
     assert delays[:4] == [1.0, 2.0, 4.0, 8.0]
     assert delays[-1] == CHECK_MAX_S
+
+
+def test_a_reset_that_was_seen_ends_the_wait_for_the_next_check() -> None:
+    health = Health(0.0)
+    health.happen("xid_48", "memory", Gravity.UNUSABLE, 100.0)
+    health.reset_seen(100.1)
+    assert health.next_check_s == 100.0 + CHECK_MIN_S, "it has only fallen sick"
+    for _ in range(12):
+        health.begin_check(health.next_check_s)
+        health.fail_check("xid_48", "memory", Gravity.UNUSABLE, health.next_check_s)
+    now_s = health.next_check_s - CHECK_MAX_S + 1.0
+    assert not health.check_due(now_s)
+    health.reset_seen(now_s)
+    assert health.check_due(now_s)
+
+
+def test_the_caretaker_tells_of_a_reset_once() -> None:
+    watch = ResetWatch()
+    seen: list[float] = []
+    care: Any = SimpleNamespace(
+        _seen=None, _events=SimpleNamespace(recovery_action=0), _reset=watch, _now=lambda: 7.0,
+        health=SimpleNamespace(reset_seen=seen.append),
+    )  # fmt: skip
+    watch.need("ecc_uncorrected", "errors")
+    for errors in (3, 3, 0, 0):
+        Caretaker._look_for_reset(care, Sample(telemetry=Telemetry(ecc_uncorrected=errors), time_ns=1))
+    assert seen == [7.0]
 
 
 def test_a_device_that_soon_falls_sick_again_waits_longer_and_a_steady_one_does_not() -> None:

@@ -287,7 +287,10 @@ class Caretaker:
         self._seen = sample
         action = 0 if self._events is None else self._events.recovery_action
         wanted = True if sample.gone or action else None if action is None else False
+        needed = self._reset.needed
         errors = self._reset.look(wanted=wanted, ecc_uncorrected=sample.telemetry.ecc_uncorrected)
+        if needed is not None and self._reset.needed is None:
+            self.health.reset_seen(self._now())
         if errors:  # somebody computed with wrong numbers
             self._errors_seen(f"{errors} new errors of its memory, which can't be corrected: reset the GPU")
 

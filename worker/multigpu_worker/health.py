@@ -72,6 +72,7 @@ class Health:
         self.since_s = now_s
         # When a check is due, if the device is sick and nothing grave is found.
         self.next_check_s = 0.0
+        self._first_check_s = 0.0  # that which followed its falling sick
         self._fit_s = now_s - STEADY_S  # when it became fit
         self._findings: dict[str, Reason] = {}
         self._faults: dict[str, Reason] = {}
@@ -127,6 +128,11 @@ class Health:
         """Whether to check the device now."""
         return self.state is State.SICK and not self._blocked() and now_s >= self.next_check_s
 
+    def reset_seen(self, now_s: float) -> None:
+        """The device is another one than that of the checks that failed: the next one does not wait for them."""
+        if not self._checking:
+            self.next_check_s = min(self.next_check_s, max(now_s, self._first_check_s))
+
     def begin_check(self, now_s: float) -> None:
         assert self.state is State.SICK
         self._checking = True
@@ -176,6 +182,7 @@ class Health:
             if now_s - self._fit_s >= STEADY_S:
                 self._setbacks = 0
             self._set_back(now_s)
+            self._first_check_s = self.next_check_s
         elif state <= State.DEGRADED and not self.fit:
             self._fit_s = now_s
         if state is not self.state:

@@ -109,15 +109,21 @@ def renew(folder: Path, names: tuple[str, ...], within_days: int, force: bool, d
 @FOLDER
 @json_option
 def show_(folder: Path, as_json: bool) -> None:
-    """Every certificate in DIR. Exit code 1: one has expired, or is of another authority."""
-    try:
-        known = [authority.read(folder, name) for name in (authority.CA, *authority.names(folder))]
-    except authority.AuthorityError as error:
-        raise NotFound(str(error)) from error
+    """Every certificate in DIR. Exit code 1: one has expired, is of another authority, or can't be read."""
+    known, wrong = [], []
+    for name in (authority.CA, *authority.names(folder)):
+        try:
+            known.append(authority.read(folder, name))
+        except authority.AuthorityError as error:
+            if not (folder / f"{name}.crt").is_file():
+                raise NotFound(str(error)) from error
+            wrong.append(str(error))
     _show(known, as_json=as_json)
     bad = [c.name for c in known if c.days_left < 0 or not c.ours]
     if bad:
-        raise Failure(f"expired, or of another authority: {', '.join(bad)}; `mgpuctl certs issue` makes new ones")
+        wrong.append(f"expired, or of another authority: {', '.join(bad)}")
+    if wrong:
+        raise Failure(f"{'; '.join(wrong)}; `mgpuctl certs issue` makes new ones")
 
 
 def _show(certificates: list[authority.Certificate], *, as_json: bool) -> None:

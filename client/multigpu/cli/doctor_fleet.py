@@ -33,8 +33,8 @@ def journal(place: Place) -> list[Finding]:
     if isinstance(place.stats, Failure):
         return skip("journal", NO_MASTER)
     if not place.stats.journal_writable:
-        remedy = "make room on the master's disk; it goes on by itself"
-        return fail("journal", "the master can't write it: durable tasks are refused", remedy)
+        remedy = "make room on its disk (never delete files in data_dir), or raise the limit"
+        return fail("journal", f"durable tasks are refused: {show.NO_ROOM}", remedy)
     return ok("journal", f"writable, {show.size(place.stats.journal_bytes)}")
 
 
@@ -143,9 +143,8 @@ def workers(place: Place) -> list[Finding]:
             findings += fail("workers", f"{name} is lost, last heard {seen} ago", remedy)
         elif word == "sick" or worker.quarantined:
             told = told if word == "sick" else f"{told}, and quarantined by the master"
-            findings += fail(
-                "workers", told, "it returns by itself once a check passes; docs/health.md has the reasons"
-            )
+            remedy = "do what the reasons ask for; it returns once a check passes; docs/health.md explains them"
+            findings += fail("workers", told, remedy)
         elif word != "healthy":
             findings += warn("workers", told, "docs/health.md has the reasons")
     bad = [finding for finding in findings if finding.verdict is not Verdict.OK]
@@ -184,7 +183,8 @@ def breaker(place: Place) -> list[Finding]:
         return skip("breaker", NO_MASTER)
     state = place.stats.breaker
     if state.tripped:
-        message = f"tripped: {state.quarantines} devices were quarantined, more than {state.quarantines_max}"
+        message = f"tripped: {state.quarantines} devices fell sick together, more than {state.quarantines_max}: "
+        message += "not all are quarantined"
         remedy = "look for what they have in common (power, cooling, driver), then `mgpuctl breaker reset`"
         return fail("breaker", message, remedy)
     return ok(

@@ -71,7 +71,7 @@ def disk(place: Place) -> list[Finding]:
     """The journal's folder: may it be written, how much room is there, what does an fsync take?"""
     data_dir = place.master_config.data_dir
     folder = nearest_folder(data_dir)
-    named = str(data_dir) if folder == data_dir else f"{data_dir} (not there yet; {folder})"
+    named = str(data_dir) if folder == data_dir.absolute() else f"{data_dir} (not there yet; {folder})"
     if not os.access(folder, os.W_OK | os.X_OK, effective_ids=True):
         remedy = "run as the user that the master runs as, or choose another --data-dir"
         return fail("disk", f"user {os.geteuid()} can't write {named}", remedy)

@@ -14,6 +14,8 @@ from typing import Any
 from multigpu.cli.failures import BROKEN_PIPE
 
 KIB = 1024
+# Why a journal can't be written.
+NO_ROOM = "the disk is full, or journal_bytes_max is reached: the master's log says which"
 
 
 def line(text: str = "") -> None:

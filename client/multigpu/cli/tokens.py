@@ -77,6 +77,8 @@ def create(address: str, output: Path | None, as_json: bool, **wanted: Any) -> N
     )
     if wanted["ttl"] is not None:
         request.ttl.FromSeconds(int(wanted["ttl"]))
+    if output is not None and (output.exists() or output.is_symlink()):
+        raise Failure(f"{output} is there already, so no token was made: remove it, or name another file")
     with Master(address) as master:
         answer = master.call(master.admin.CreateToken, request)
         if output is not None:
@@ -141,7 +143,7 @@ def revoke(token_ids: tuple[str, ...], address: str, as_json: bool) -> None:
 
 
 def _write(path: Path, secret: str) -> None:
-    """Replaces the file in one step; only its owner may read it."""
+    """Makes the file in one step; only its owner may read it."""
     descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(descriptor, "w", encoding="ascii") as file:

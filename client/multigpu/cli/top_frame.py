@@ -77,7 +77,13 @@ def _header(view: View, width: int) -> list[Text]:
         tripped = "BREAKER TRIPPED: look why devices fall sick, then `mgpuctl breaker reset`"
         lines.append(_line(tripped, width, "bold white on red"))
     if stats is not None and not stats.journal_writable:
-        lines.append(_line("JOURNAL NOT WRITABLE: is the disk full?", width, "bold white on red"))
+        lines.append(
+            _line(
+                "JOURNAL NOT WRITABLE: disk full, or journal_bytes_max? The master's log says",
+                width,
+                "bold white on red",
+            )
+        )
     return lines
 
 

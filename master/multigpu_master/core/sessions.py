@@ -229,12 +229,12 @@ class Sessions:
                 ledger.counters.stale_reports += 1
                 continue
             ledger.release(lease)
-            ledger.counters.requeued += failure.returned
             if failure.returned and failure.error.type == MAKES_ROOM:
                 self._attempts.spare(lease, now, MAKES_ROOM_S)
             elif failure.returned and failure.error.type == RECALLED and lease.recalled:
                 self._attempts.spare(lease, now, 0.0)
             elif failure.returned:
+                ledger.counters.requeued += 1
                 message = f"worker {worker.worker_id} returned the task"
                 self._attempts.lost(lease, message, now, sick=not worker.health.fit)
             else:

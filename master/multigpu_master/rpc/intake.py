@@ -22,7 +22,8 @@ INVALID_ARGUMENT, PERMISSION_DENIED, RESOURCE_EXHAUSTED = 3, 7, 8
 DISK_FULL = ev.Rejection(
     RESOURCE_EXHAUSTED,
     "the master's disk is full (or journal_bytes_max is reached, or no file descriptor is left: its log says which): "
-    "durable tasks can't be taken until there is room; free space in its data_dir, or submit with durability EPHEMERAL",
+    "durable tasks can't be taken until there is room; free space on its disk (never delete files in "
+    "data_dir) or raise the limit, or submit with durability EPHEMERAL",
     1.0,
 )
 TAKEN = ev.Rejection(
