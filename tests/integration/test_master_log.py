@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from multigpu.v1 import task_service_pb2
 
 from tests.fakes.gpus import SimulatedGpus
 from tests.fleet import Fleet, until
@@ -56,8 +57,14 @@ def test_a_worker_that_stops_and_a_master_that_stops_are_no_warning(fleet: Fleet
 
 def test_who_joins_again_is_said_to_hold_what_it_holds(fleet: Fleet) -> None:
     """It was what its hello lists: also each lease that it had reported to the last master."""
+
+    def recorded() -> int:
+        return fleet.tasks.Count(task_service_pb2.CountRequest(), timeout=20).succeeded
+
+    before = recorded()
     with fleet.client() as client:
         assert len(list(client.map("echo", [b"x"] * 300))) == 300
+    until(lambda: recorded() == before + 300)  # else the new master takes leases back
     fleet.restart_master()
     assert event(fleet, "worker joined")["leases"] == 0
     hold_leases(fleet, 1)
