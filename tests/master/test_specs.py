@@ -3,6 +3,7 @@
 import gc
 
 import pytest
+from google.protobuf.timestamp_pb2 import Timestamp
 from multigpu.v1 import task_pb2
 from multigpu_master import wire_specs
 from multigpu_master.wire import InvalidTaskError
@@ -48,3 +49,18 @@ def test_a_result_is_kept_for_as_long_as_the_master_allows() -> None:
     assert SpecReader(result_ttl_max_s=100_000.0).read(spec).result_ttl_s == 100_000.0
     with pytest.raises(InvalidTaskError, match=r"at most 90000 s are allowed .*result_ttl_max_s"):
         SpecReader(result_ttl_max_s=90_000.0).read(spec)
+
+
+def test_a_deadline_is_taken_by_the_masters_clock() -> None:
+    skew_s = [-3600.0]
+    reader = SpecReader(skew=lambda: skew_s[0])
+    message = task_pb2.TaskSpec(kind="echo", deadline=Timestamp(seconds=10_000))
+    spec = reader.read(message)
+    assert spec.deadline_s == 6400.0
+    skew_s[0] = 0.0
+    assert reader.read(message) is spec, "the first reading counts, for as long as the spec lives"
+    assert reader.message(spec).deadline.seconds == 10_000, "what is told again is the client's"
+    wire = spec.wire
+    del spec
+    gc.collect()
+    assert reader.restore(wire).deadline_s == 10_000.0
