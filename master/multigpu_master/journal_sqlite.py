@@ -272,16 +272,18 @@ class SqliteJournal(JournalReads):
             self._note_full(problem, waiting)
             return False
         self._singly = singly and bool(waiting)
-        if batch:
-            self._on_commit(batch, first_cursor, None)
-        if after_full and not singly:
+        again = after_full and not singly
+        if again:
             self._over = self._is_over()
             self._retry_at_s = time.monotonic() + RETRY_S
             if not self._over:
                 self._full = None
                 self._refused.clear()
                 self._limit_size()
-                self._on_commit([], self._last_cursor + 1, None)
+        if batch:
+            self._on_commit(batch, first_cursor, None)
+        if again and self._full is None:
+            self._on_commit([], self._last_cursor + 1, None)
         return bool(batch)
 
     def _batch(self, waiting: deque[Entry], entries_max: int) -> tuple[list[Entry], int]:
