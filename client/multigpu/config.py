@@ -155,7 +155,8 @@ class MasterConfig(_Checked):
     ephemeral_bytes_max: int = _setting(256 * MIB, "Results of ephemeral tasks kept in memory.", minimum=MIB)
     journal_bytes_max: int = _setting(
         64 * GIB,
-        "Most bytes on disk (database, log, segments, payload files, reserve); then durable submits are refused.",
+        "From so many bytes on disk on (database, log, segments, payload files, reserve) durable submits are refused. "
+        "Outcomes are still written.",
         minimum=MIB,
     )
     share_payloads: bool = _setting(True, "Whether clients and workers on this host may share large payloads as files.")

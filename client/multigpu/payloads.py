@@ -32,6 +32,8 @@ from typing import Protocol
 LARGE_BYTES = 128 << 10
 # A segment as large is closed, and the next one begun.
 SEGMENT_BYTES = 16 << 20
+# Room that is left to the master: it has to write down what becomes of the bytes, or they are never needed.
+FREE_BYTES_MIN = 64 << 20
 # Initial metadata of Run and Session: the SHA-256 of the key, then the directory's path.
 METADATA = "mgpu-payloads-bin"
 KEY_NAME = "KEY"
@@ -144,8 +146,11 @@ class Writer:
         self._lock = threading.Lock()
 
     def put(self, data: bytes | memoryview) -> Reference:
-        """Writes the bytes. OSError: there is no room for them, or no directory any more."""
+        """Writes the bytes. OSError: there is little room, or no directory any more."""
         size_bytes = len(data)
+        disk = os.statvfs(self.path)
+        if disk.f_bavail * disk.f_frsize < max(FREE_BYTES_MIN, 2 * size_bytes):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
         with self._lock:
             segment = self._segment
             if segment is None or self._end + size_bytes > SEGMENT_BYTES:

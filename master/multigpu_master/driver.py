@@ -3,7 +3,7 @@
 Everything here runs on the event loop, in one thread, and never waits. What must be durable is handed to journaling.py;
 dispatch and delivery don't wait for it.
 
-Time is a wall clock that can't jump: read once at the start, and carried on by the monotonic clock.
+Time is that of the master's clock, which can't jump (clock.py).
 """
 
 import asyncio
@@ -18,7 +18,6 @@ from multigpu.payloads import is_transient
 from multigpu.v1 import worker_service_pb2
 
 from multigpu_master import ids, settings, wire, wire_large, wire_models
-from multigpu_master.clock import Clock
 from multigpu_master.core import events as ev
 from multigpu_master.core.identity import FREE
 from multigpu_master.core.model import Lease, OutcomeState, Spec, Task
@@ -80,6 +79,7 @@ class Driver:
         journal: Journal,
         recovered: Recovered,
         specs: SpecReader,
+        now: Callable[[], float],
         stream_bytes_max: int,
         on_fatal: Callable[[str], None],
     ) -> None:
@@ -96,7 +96,7 @@ class Driver:
         self.journaling = Journaling(journal, self.handle, lambda: self.watchers.wake("commits"), on_fatal)
         self.on_worker_changed: Callable[[ev.WorkerChanged], None] = lambda _change: None
         self._loop = asyncio.get_running_loop()
-        self.now = Clock().now
+        self.now = now
         self._streams: dict[int, RunOutbox] = {}
         self._sessions: dict[int, SessionOutbox] = {}
         # Why we ended sessions whose streams are not closed yet; leases taken back before the event under way.

@@ -343,13 +343,16 @@ def empty_log(writer: sqlite3.Connection) -> None:
         writer.execute(f"PRAGMA busy_timeout = {int(BUSY_TIMEOUT_S * 1000)}").fetchall()
 
 
+PAGES_MAX = 0xFFFFFFFE  # of SQLite
+
+
 def limit_size(writer: sqlite3.Connection, size_max_bytes: int, log_bytes: int, log_keep_bytes: int) -> None:
     """Lets the database grow to that, and not further: commits fail then for lack of room. A log of more than
     `log_bytes` is copied into the database at once, and its file is cut to `log_keep_bytes` then.
     """
     writer.execute(f"PRAGMA journal_size_limit = {min(log_keep_bytes, WAL_KEEP_BYTES)}").fetchall()
     writer.execute(f"PRAGMA wal_autocheckpoint = {max(min(log_bytes // PAGE_BYTES, WAL_PAGES), 1)}").fetchall()
-    writer.execute(f"PRAGMA max_page_count = {max(size_max_bytes // PAGE_BYTES, 1)}").fetchall()
+    writer.execute(f"PRAGMA max_page_count = {min(max(size_max_bytes // PAGE_BYTES, 1), PAGES_MAX)}").fetchall()
 
 
 def used_bytes(writer: sqlite3.Connection) -> int:

@@ -21,6 +21,7 @@ from multigpu_master.payloads import Payloads, reference_text
 
 LARGE_BYTES = 128 << 10  # what is as large goes into a segment
 SEGMENT_BYTES = 64 << 20  # a segment as large is closed, and the next one begun
+LIMIT_SHARE = 16  # or as large a part of the journal's limit
 _REFERENCE = re.compile("[0-9a-f]{8}:[0-9a-f]{1,15}:[0-9a-f]{1,15}:[0-9a-f]{8}")
 DIRECTORY_NAME = "segments"
 
@@ -79,8 +80,9 @@ class _Appender:
 class Segments:
     """Writes and deletes segments, on the journal's thread."""
 
-    def __init__(self, data_dir: Path, shared: Payloads) -> None:
+    def __init__(self, data_dir: Path, shared: Payloads, size_max_bytes: int) -> None:
         self._shared = shared
+        self._segment_bytes = min(SEGMENT_BYTES, size_max_bytes // LIMIT_SHARE)
         self._referred: list[Reference] = []  # to be synced by the next `flush`
         self._directory = data_dir / DIRECTORY_NAME
         self._directory.mkdir(mode=0o700, exist_ok=True)
@@ -125,7 +127,7 @@ class Segments:
         return reference_text(reference, head)
 
     def _put(self, appender: _Appender, *parts: bytes) -> str:
-        if appender.fd < 0 or appender.end + appender.waiting_bytes >= SEGMENT_BYTES:
+        if appender.fd < 0 or appender.end + appender.waiting_bytes >= self._segment_bytes:
             self._write(appender)
             self._begin(appender)
         crc = 0
@@ -146,12 +148,15 @@ class Segments:
             self._referred = []
 
     def abandon(self) -> None:
-        """Forgets what was put and not flushed, or not wholly."""
+        """Forgets what was put and not flushed, or not wholly. What was flushed is closed: it may be deleted."""
         self._referred = []
         for appender in (self._payloads, self._bodies):
             appender.waiting, appender.waiting_bytes = [], 0
             if appender.fd >= 0:
                 os.ftruncate(appender.fd, appender.end)
+                if appender.end:
+                    os.close(appender.fd)
+                    appender.fd, appender.number = -1, 0
 
     def _begin(self, appender: _Appender) -> None:
         if appender.fd >= 0:

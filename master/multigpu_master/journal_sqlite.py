@@ -6,10 +6,11 @@ into SQLite returns it has to win the interpreter back. So a transaction is as f
 the hundred, with one statement each for tasks and for outcomes, prepared for a few sizes and filled up with rows of
 NULL that the statement skips.
 
-When the disk is full, submits are rejected at once, and outcomes are kept and tried again until there is room. What
-empties the journal (deletions, cancellations) and what operators set does not wait for that: it is written first,
-with the room of the reserve. Any other failure of the disk leaves it unknown what was written: the journal says so
-once and stops, and the process has to start anew from what is on the disk.
+When the journal has reached its limit, submits are rejected at once, and all else goes on. When the disk is full,
+outcomes are kept as well, and tried again until there is room. What empties the journal (deletions, cancellations)
+and what operators set does not wait for that: it is written first, with the room of the reserve. Any other failure of
+the disk leaves it unknown what was written: the journal says so once and stops, and the process has to start anew
+from what is on the disk.
 """
 
 # statements are put together from this package's constants; values are always bound
@@ -59,13 +60,15 @@ RETRY_S = 0.5  # between two tries on a full disk
 TICK_S = 1.0  # between two looks at what may be forgotten
 SWEEP_SHARE_BUSY, SWEEP_SHARE_IDLE = 0.2, 0.5  # of the journal thread's time, for forgetting
 SWEEP_AFTER_S = 5.0  # once it is open: the tasks are being recovered
+UNLIMITED_BYTES = 1 << 60  # for what is no submit
 _PROBE_BYTES = 64 << 10
 SMALL_BODY_BYTES = 4 << 10  # a cancellation's outcome, if the task had yielded little
 _CLOSE = Entry()  # in the queue: the end is near
 
 
 class SqliteJournal(JournalReads):
-    """A `Journal` in a directory of its own. `size_max_bytes` bounds it; a second master is told the `address`.
+    """A `Journal` in a directory of its own. With more than `size_max_bytes` it takes no submits; a second master is
+    told the `address`.
 
     The callback given to `open` is called on the journal's thread; it must neither raise nor wait.
     """
@@ -96,7 +99,8 @@ class SqliteJournal(JournalReads):
         self._closing = False
         self._busy_since_s = 0.0  # on the monotonic clock; 0: it waits for something to do
         self._last_cursor = 0
-        self._full: JournalFullError | None = None
+        self._full: JournalFullError | None = None  # submits are refused
+        self._over = False  # for the limit alone: the disk took the last transaction
         self._freeing: deque[Entry] = deque()  # while there is no room: what goes ahead of the rest
         self._singly = False  # they don't fit into one transaction
         self._free_at_s = self._retry_at_s = 0.0  # on the monotonic clock, as is the next
@@ -125,6 +129,9 @@ class SqliteJournal(JournalReads):
         settings = self.settings()
         try:
             self._reserve.make()
+            self._over = self._is_over()
+            if self._over:
+                self._full = journal_schema.full(self._path)
             self._limit_size()
         except OSError as error:
             problem = journal_schema.explain(error, self._path)
@@ -147,8 +154,8 @@ class SqliteJournal(JournalReads):
             writer = self._writer = journal_schema.connect_writer(self._path)
             journal_schema.migrate(self._writer)
             self.payloads.open()
-            self._segments = Segments(self._data_dir, self.payloads)
-            self._limit_size()
+            self._segments = Segments(self._data_dir, self.payloads, self._size_max_bytes)
+            self._limit_size(UNLIMITED_BYTES)
             self._last_cursor = self.newest_cursor()
             begun = journal_schema.begin_incarnation(self._writer, self._now(), self._last_cursor)
             self._sweeper = Sweeper(self._writer, self._segments, self._now, self._dedupe_window_s)
@@ -210,7 +217,7 @@ class SqliteJournal(JournalReads):
     def _take(self) -> None:
         """Moves what is queued to what is pending. Waits for something to do if there is nothing."""
         now = time.monotonic()
-        if self._full is not None:
+        if self._full is not None and not (self._over and self._pending):
             timeout_s = (self._free_at_s if self._freeing else self._retry_at_s) - now
         else:
             timeout_s = 0.0 if self._pending else self._sweep_at_s - now
@@ -236,7 +243,7 @@ class SqliteJournal(JournalReads):
         if self._full is None:
             return self._write_some(self._pending)
         if time.monotonic() < (self._free_at_s if self._freeing else self._retry_at_s):
-            return False
+            return self._over and self._write_some(self._pending)
         return self._write_some(self._freeing) if self._freeing else self._write_some(self._pending, after_full=True)
 
     def _write_some(self, waiting: deque[Entry], *, after_full: bool = False) -> bool:
@@ -265,11 +272,17 @@ class SqliteJournal(JournalReads):
             self._note_full(problem, waiting)
             return False
         self._singly = singly and bool(waiting)
+        again = after_full and not singly
+        if again:
+            self._over = self._is_over()
+            self._retry_at_s = time.monotonic() + RETRY_S
+            if not self._over:
+                self._full = None
+                self._refused.clear()
+                self._limit_size()
         if batch:
             self._on_commit(batch, first_cursor, None)
-        if after_full and not singly:
-            self._full = None
-            self._refused.clear()
+        if again and self._full is None:
             self._on_commit([], self._last_cursor + 1, None)
         return bool(batch)
 
@@ -344,11 +357,12 @@ class SqliteJournal(JournalReads):
             return
         self._retry_at_s = time.monotonic() + RETRY_S
         pending = deque[Entry]()
-        if self._full is not None:  # outcomes one by one: some may fit
+        if self._full is not None and not self._over:  # outcomes one by one: some may fit
             self._singly = bool(self._pending)
         else:
             pending, self._pending = self._pending, pending
             self._on_commit([], 0, problem)  # outcomes alone wait, and are in no entry that is answered
+        self._over = False
         self._begin_full(problem)
         self._sort_out(pending)
 
@@ -374,7 +388,7 @@ class SqliteJournal(JournalReads):
             self._take_reserve()
 
     def _sort_out(self, entries: Iterable[Entry]) -> None:
-        """On a full disk: rejects submits, and keeps the rest but for the settles of rejected tasks."""
+        """Without room: rejects submits, and keeps the rest but for the settles of rejected tasks."""
         assert self._full is not None
         refused: list[Entry] = []
         for entry in entries:
@@ -385,7 +399,7 @@ class SqliteJournal(JournalReads):
             if any(record.task_id in self._refused for record in entry.settles):
                 # The same object: the driver knows its entries by identity.
                 entry.settles = [record for record in entry.settles if record.task_id not in self._refused]
-            (self._freeing if frees(entry) else self._pending).append(entry)
+            (self._freeing if frees(entry) and not self._over else self._pending).append(entry)
         if refused:
             self._on_commit(refused, 0, self._full)
 
@@ -400,23 +414,35 @@ class SqliteJournal(JournalReads):
         self._writer.execute(*setting(journal_schema.SETTING_PROBE, None))
 
     def _flush_segments(self) -> None:
-        taken = journal_schema.used_bytes(self._writer) + self._segments.size_bytes + self._segments.waiting_bytes
-        if taken > self._size_max_bytes - self._reserve.size_bytes:
+        if self._used_bytes() + self._segments.waiting_bytes > self._may_use_bytes():
             raise journal_schema.full(self._path)
         self._segments.flush()
         self._limit_size()
 
-    def _limit_size(self) -> None:
+    def _used_bytes(self) -> int:
+        """What the limit counts, but for the log."""
+        return journal_schema.used_bytes(self._writer) + self._segments.size_bytes + self._reserve.size_bytes
+
+    def _is_over(self) -> bool:
+        """Whether there is no room for submits, by the limit."""
+        return self._used_bytes() + _PROBE_BYTES > self._size_max_bytes - self._transaction_bytes
+
+    def _may_use_bytes(self) -> int:
+        """The limit, where there may be submits in the next transaction."""
+        return self._size_max_bytes if self._full is None else UNLIMITED_BYTES
+
+    def _limit_size(self, size_max_bytes: int = 0) -> None:
         reserve_bytes = self._reserve.size_bytes
         # Should the disk be full all at once, the reserve must hold what the log has and the database has not.
-        size_max_bytes = self._size_max_bytes - self._segments.size_bytes - reserve_bytes - self._transaction_bytes
+        size_max_bytes = size_max_bytes or self._may_use_bytes()
+        size_max_bytes -= self._segments.size_bytes + reserve_bytes + self._transaction_bytes
         journal_schema.limit_size(self._writer, size_max_bytes, reserve_bytes // 2, self._size_max_bytes // LOG_SHARE)
 
     def _sweep(self, *, busy: bool) -> None:
         started = time.monotonic()
         if started < self._sweep_at_s:
             return
-        full = self._full is not None
+        full = self._full is not None and not self._over
         if full:
             self._give_up_reserve()
         try:

@@ -20,6 +20,7 @@ from multigpu.systemd import Notifier, raise_descriptor_limit
 from multigpu.telemetry import configure_logging, configure_tracing, shut_down_tracing
 
 from multigpu_master import VERSION, journal_backup
+from multigpu_master.clock import Clock
 from multigpu_master.journal import JournalError
 from multigpu_master.journal_sqlite import SqliteJournal
 from multigpu_master.server import Master, Refusal, WrongSetting
@@ -105,8 +106,11 @@ def _load_log_level(config_file: str | None, flags: dict[str, Any]) -> None:
 
 async def _serve(config: MasterConfig, telemetry: TelemetryConfig, load_log_level: Callable[[], None]) -> int:
     systemd, descriptors = Notifier(), raise_descriptor_limit()
-    journal = SqliteJournal(config.data_dir, size_max_bytes=config.journal_bytes_max, address=config.listen)
-    master = Master(config, journal, descriptors, telemetry)
+    clock = Clock()
+    journal = SqliteJournal(
+        config.data_dir, now=clock.now, size_max_bytes=config.journal_bytes_max, address=config.listen
+    )
+    master = Master(config, journal, clock, descriptors, telemetry)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, master.stopped.set)

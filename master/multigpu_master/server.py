@@ -12,6 +12,7 @@ from multigpu.config import ConfigError, MasterConfig, TelemetryConfig
 from multigpu.v1 import admin_service_pb2, task_service_pb2, worker_service_pb2
 
 from multigpu_master import VERSION, ids, settings, wire
+from multigpu_master.clock import Clock
 from multigpu_master.core import events as ev
 from multigpu_master.core.scheduler import Core, Limits
 from multigpu_master.driver import Driver
@@ -48,14 +49,20 @@ class WrongSetting(Refusal):
 
 
 class Master:
-    """A running master. `descriptors`: how many this process may have open."""
+    """A running master. `clock`: the journal's, too. `descriptors`: how many this process may have open."""
 
     def __init__(
-        self, config: MasterConfig, journal: Journal, descriptors: int = 1024, telemetry: TelemetryConfig | None = None
+        self,
+        config: MasterConfig,
+        journal: Journal,
+        clock: Clock,
+        descriptors: int = 1024,
+        telemetry: TelemetryConfig | None = None,
     ) -> None:
         self.config = config
         self._telemetry = telemetry or TelemetryConfig()
         self.journal = journal
+        self._clock = clock
         self.address = ""
         self.fatal: str | None = None
         self.stopped = asyncio.Event()
@@ -99,8 +106,10 @@ class Master:
             breaker_window_s=config.breaker_window_s,
         )
         core = Core(strategies, limits, ids.first_id(recovered.epoch), random.random, strategy)
-        specs = SpecReader(config.result_ttl_max_s)
-        driver = self.driver = Driver(core, self.journal, recovered, specs, config.stream_bytes_max, self._die)
+        specs = SpecReader(config.result_ttl_max_s, self._clock.skew)
+        driver = self.driver = Driver(
+            core, self.journal, recovered, specs, self._clock.now, config.stream_bytes_max, self._die
+        )
         driver.on_worker_changed = self._worker_changed
         self._worker_log = WorkerLog(driver)
         driver.journaling.learn_requests()

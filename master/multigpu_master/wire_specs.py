@@ -4,7 +4,7 @@ import math
 import weakref
 import zlib
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from google.protobuf.message import DecodeError
 from multigpu.v1 import task_pb2
@@ -27,13 +27,18 @@ class SpecsFullError(Exception):
 
 
 class SpecReader:
-    """Validates TaskSpec messages and interns them."""
+    """Validates TaskSpec messages and interns them.
 
-    def __init__(self, result_ttl_max_s: float = math.inf) -> None:
+    Deadlines are by the clocks of clients and hosts: `skew` says what to add to one now, to have it by the master's. As
+    long as a spec lives, its deadline stays.
+    """
+
+    def __init__(self, result_ttl_max_s: float = math.inf, skew: Callable[[], float] = lambda: 0.0) -> None:
         self._specs: weakref.WeakValueDictionary[bytes, Spec] = weakref.WeakValueDictionary()
         self._messages: weakref.WeakKeyDictionary[Spec, task_pb2.TaskSpec] = weakref.WeakKeyDictionary()
         self._result_ttl_max_s = result_ttl_max_s
         self._large_bytes: Counter[str] = Counter()  # of the large specs that live, by queue
+        self._skew = skew
 
     def read(self, message: task_pb2.TaskSpec) -> Spec:
         """The Spec for a message. InvalidTaskError: it makes no sense. SpecsFullError: too many are large."""
@@ -42,7 +47,7 @@ class SpecReader:
         if spec is None:
             _name("content_type", message.content_type, NAME_BYTES_MAX)
             wire_models.plain_spec(message)
-            spec = _spec(message, wire)
+            spec = _spec(message, wire, self._skew())
             # Not of what a journal holds: masters of before took it.
             both = message.HasField("backoff_initial") and message.HasField("backoff_max")
             if both and seconds_of(message.backoff_max) < spec.backoff_initial_s:
@@ -81,7 +86,7 @@ class SpecReader:
         if spec is not None:
             return spec
         try:
-            spec = _spec(task_pb2.TaskSpec.FromString(wire), wire)
+            spec = _spec(task_pb2.TaskSpec.FromString(wire), wire, self._skew())
         except (DecodeError, InvalidTaskError) as error:
             raise JournalError(
                 f"The journal holds a task whose spec is damaged ({error}). Restore the data directory from a backup, "
@@ -98,7 +103,7 @@ class SpecReader:
         return message
 
 
-def _spec(m: task_pb2.TaskSpec, wire: bytes) -> Spec:
+def _spec(m: task_pb2.TaskSpec, wire: bytes, skew_s: float) -> Spec:
     _name("kind", m.kind, NAME_BYTES_MAX)
     if not m.kind:
         raise InvalidTaskError('kind is missing; name what is to run, for example "embed"')
@@ -129,7 +134,7 @@ def _spec(m: task_pb2.TaskSpec, wire: bytes) -> Spec:
         priority=m.priority or PRIORITY_DEFAULT,
         labels=tuple(sorted(m.required_labels.items())),
         memory_bytes=m.required_device_memory_bytes,
-        deadline_s=seconds_of(m.deadline) if m.HasField("deadline") else None,
+        deadline_s=seconds_of(m.deadline) + skew_s if m.HasField("deadline") else None,
         queue_timeout_s=_timeout(m, "queue_timeout", None),
         run_timeout_s=_timeout(m, "run_timeout", None),
         attempts_max=m.attempts_max or ATTEMPTS_DEFAULT,

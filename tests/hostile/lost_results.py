@@ -25,6 +25,7 @@ from multigpu import (
 from multigpu.config import MasterConfig
 from multigpu.payloads import LARGE_BYTES, Writer
 from multigpu.v1 import task_pb2
+from multigpu_master.clock import Clock
 from multigpu_master.core.identity import fingerprint
 from multigpu_master.core.model import Task
 from multigpu_master.journal import Entry, LargeBody, SettleRecord
@@ -129,7 +130,7 @@ def _harm_file(connection: sqlite3.Connection, folder: Path, rng: random.Random,
 
 async def _ask(folder: Path, expected: dict[int, Expected]) -> None:
     config = MasterConfig(listen="127.0.0.1:0", data_dir=folder)
-    master = Master(config, SqliteJournal(folder, size_max_bytes=1 << 30))
+    master = Master(config, SqliteJournal(folder, size_max_bytes=1 << 30), Clock())
     await master.start()
     try:
         async with asyncio.timeout(ANSWERS_S), AsyncClient(master.address) as client:

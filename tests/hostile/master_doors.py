@@ -19,6 +19,7 @@ from google.protobuf.message_factory import GetMessageClass
 from multigpu.config import MasterConfig
 from multigpu.v1 import admin_service_pb2, task_pb2, task_service_pb2, worker_service_pb2
 from multigpu_master import wire
+from multigpu_master.clock import Clock
 from multigpu_master.core import events as ev
 from multigpu_master.journal_sqlite import SqliteJournal
 from multigpu_master.rpc.worker_service import PROTOCOL_VERSION
@@ -128,7 +129,7 @@ class House:
     async def _start(self) -> None:
         folder = Path(self._folder.name) / "data"
         config = MasterConfig(listen="127.0.0.1:0", data_dir=folder, queue_tasks_max=5000, submit_tasks_max=1000)
-        self.master = Master(config, SqliteJournal(folder, size_max_bytes=1 << 30))
+        self.master = Master(config, SqliteJournal(folder, size_max_bytes=1 << 30), Clock())
         collector = Collector(self.master._server)
         self.master._server = collector  # type: ignore[assignment]  # as far as the master needs one
         await self.master.start()

@@ -59,7 +59,7 @@ def test_who_joins_again_is_said_to_hold_what_it_holds(fleet: Fleet) -> None:
     """It was what its hello lists: also each lease that it had reported to the last master."""
 
     def recorded() -> int:
-        return fleet.tasks.Count(task_service_pb2.CountRequest(), timeout=20).succeeded
+        return int(fleet.tasks.Count(task_service_pb2.CountRequest(), timeout=20).succeeded)
 
     before = recorded()
     with fleet.client() as client:

@@ -15,8 +15,10 @@ from typing import Any
 
 import grpc
 import pytest
+from multigpu.cli.rpc import CALL_TIMEOUT_S
 from multigpu.v1 import admin_service_pb2 as admin_pb
 from multigpu.v1 import task_pb2, task_service_pb2
+from multigpu_master.journaling import DURABLE_S
 
 from tests.fleet import Daemon, Fleet, refused, until
 from tests.integration.streams import Feed, collect, run_frame
@@ -313,3 +315,8 @@ def test_a_second_signal_ends_nothing_by_force(tmp_path: Path) -> None:
         assert fleet.master.process.wait(60) == 0
         fleet.start_master()
         assert fleet.stats().journal_writable
+
+
+def test_mgpuctl_waits_for_longer_than_the_master_does() -> None:
+    """What the disk does not take is told with its reason, and not by a call that ran out of time."""
+    assert CALL_TIMEOUT_S >= DURABLE_S + 2

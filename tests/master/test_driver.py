@@ -12,6 +12,7 @@ import pytest
 from multigpu.payloads import LARGE_BYTES, Reference, Writer
 from multigpu.v1 import admin_service_pb2, task_pb2, task_service_pb2
 from multigpu_master import wire, wire_specs
+from multigpu_master.clock import Clock
 from multigpu_master.core import events as ev
 from multigpu_master.core.model import Capability, Lease, Task, TaskError, WorkerInfo
 from multigpu_master.core.scheduler import Core, Limits
@@ -38,7 +39,7 @@ class Stage:
         core = Core(load_strategies(), Limits(), first_id(recovered.epoch), lambda: 0.0)
         specs = wire_specs.SpecReader()
         assert not list(recovered.tasks)
-        self.driver = Driver(core, self.journal, recovered, specs, STREAM_BYTES_MAX, self.fatal.append)
+        self.driver = Driver(core, self.journal, recovered, specs, Clock().now, STREAM_BYTES_MAX, self.fatal.append)
         self.spec = specs.read(task_pb2.TaskSpec(kind="echo"))
         self.driver.open_session(1)
         self.driver.handle(ev.Hello(1, WorkerInfo(worker_id="w", capabilities=(Capability(kind="echo"),), slots=8)))

@@ -59,7 +59,41 @@ def answered(commits: list[Commit], entry: Entry) -> JournalError | str:
     return next(error or "committed" for group, _, error in commits if any(known is entry for known in group))
 
 
-def test_over_its_limit_it_refuses_submits_and_keeps_outcomes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_over_its_limit_it_refuses_submits_and_writes_all_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journal_sqlite, "TICK_S", 0.02)
+    monkeypatch.setattr(journal_sqlite, "SWEEP_AFTER_S", 0.0)
+    monkeypatch.setattr(journal_sqlite, "RETRY_S", 0.05)
+    clock_s = [3000.0]
+    limits: Any = {"size_max_bytes": 2 << 20, "now": lambda: clock_s[0], "dedupe_window_s": 10.0}
+    with opened(tmp_path / "data", **limits) as (journal, commits):
+        journal.append(tasks := Entry(submits=[submit(i) for i in range(1, 101)]))
+        assert answered(commits, tasks) == "committed"
+        for i in range(1, 81):  # 8 MB, in rows; and as much in segments
+            journal.append(entry := Entry(settles=[settle(i, bytes(100_000 if i < 41 else LARGE_BYTES))]))
+            assert answered(commits, entry) == "committed"
+        assert not journal.writable
+        for entry in (
+            Entry(settles=[cancel(81)]), Entry(settings={"queue/default": b"paused"}),
+            Entry(settles=[dead(82, bytes(1000))]), Entry(deleted_dead_letters=[82]),
+        ):  # fmt: skip
+            journal.append(entry)
+            assert answered(commits, entry) == "committed"
+        journal.append(refused := Entry(submits=[submit(200)]))
+        assert isinstance(answered(commits, refused), JournalFullError)
+    with opened(tmp_path / "data", **limits) as (journal, commits):
+        assert len(list(journal.recover_tasks())) == 18
+        journal.append(refused := Entry(submits=[submit(201)]))
+        assert isinstance(answered(commits, refused), JournalFullError)
+        journal.append(entry := Entry(settles=[settle(83, bytes(LARGE_BYTES))]))
+        assert answered(commits, entry) == "committed"
+        clock_s[0] = 9000.0  # all has expired
+        until(lambda: journal.writable)
+        journal.append(again := Entry(submits=[submit(202)]))
+        assert answered(commits, again) == "committed"
+
+
+def test_outcomes_wait_on_a_full_disk_in_their_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journal_sqlite, "UNLIMITED_BYTES", 2 << 20)  # the disk's
     monkeypatch.setattr(journal_sqlite, "TICK_S", 0.02)
     monkeypatch.setattr(journal_sqlite, "SWEEP_AFTER_S", 0.0)
     monkeypatch.setattr(journal_sqlite, "RETRY_S", 0.05)
@@ -109,7 +143,8 @@ def test_over_its_limit_it_refuses_submits_and_keeps_outcomes(tmp_path: Path, mo
         assert [task.task_id for task in journal.recover_tasks()] == [701]
 
 
-def test_that_outcomes_alone_find_no_room_is_told(tmp_path: Path) -> None:
+def test_that_outcomes_alone_find_no_room_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journal_sqlite, "UNLIMITED_BYTES", 2 << 20)  # the disk's
     with opened(tmp_path / "data", 2 << 20) as (journal, commits):
         journal.append(Entry(settles=[settle(i, bytes(100_000)) for i in range(1, 40)]))
         until(lambda: any(isinstance(error, JournalFullError) for _, _, error in commits))
@@ -194,6 +229,25 @@ def test_outcomes_that_do_not_fit_together_are_written_one_by_one(
         journal.append(*entries)
         assert answered(commits, entries[0]) == "committed"
         assert not any(entries[-1] in group for group, _, _ in commits), "there is no room for all of them"
+
+
+def test_large_outcomes_are_written_as_older_ones_expire(small_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those of one segment, which is closed when the disk is full."""
+    monkeypatch.setattr(journal_sqlite, "RETRY_S", 0.05)
+    monkeypatch.setattr(journal_sqlite, "TICK_S", 0.05)
+    monkeypatch.setattr(journal_sqlite, "SWEEP_AFTER_S", 0.0)
+    clock_s = [3000.0]
+    with opened(small_disk / "data", now=lambda: clock_s[0]) as (journal, commits):
+        entries = [Entry(settles=[settle(i, os.urandom(2 * LARGE_BYTES))]) for i in range(1, 61)]  # 15 MiB for 6
+        journal.append(*entries)
+        until(lambda: not journal.writable)
+        assert not any(entries[-1] in group for group, _, _ in commits)
+        end_s = time.monotonic() + 60
+        while not (journal.writable and any(entries[-1] in group for group, _, _ in commits)):
+            assert time.monotonic() < end_s, "what has expired makes no room"
+            clock_s[0] += 6000.0
+            time.sleep(0.1)
+        assert [answered(commits, entry) for entry in entries] == ["committed"] * 60
 
 
 def test_on_a_full_disk_it_looks_for_room_by_itself_and_can_be_closed(
@@ -309,6 +363,7 @@ def test_what_empties_the_journal_does_not_wait_behind_what_is_too_large(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(journal_sqlite, "RETRY_S", 0.02)
+    monkeypatch.setattr(journal_sqlite, "UNLIMITED_BYTES", 2 << 20)  # the disk's
     with opened(tmp_path / "data", 2 << 20) as (journal, commits):
         journal.append(Entry(submits=[submit(i, bytes(100)) for i in range(1, 2001)]))
         journal.append(letters := Entry(settles=[dead(i, bytes(10_000)) for i in range(5000, 5080)]))

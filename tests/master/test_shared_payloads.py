@@ -5,12 +5,14 @@ needs goes, and what anybody needs stays.
 import contextlib
 import errno
 import os
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from multigpu import payloads
 from multigpu.payloads import FREE_NAMES, LARGE_BYTES, SEGMENT_BYTES, Directory, Reference, Writer
 from multigpu_master import payloads as product
 from multigpu_master.journal import Entry, JournalError, JournalFullError, LargeBody, SettleRecord, SubmitRecord
@@ -247,3 +249,15 @@ def test_a_writer_never_keeps_a_name_that_is_not_its_files_any_more(
     assert len(robbed) == 3
     assert (store.path / place.pin.name).read_bytes() == bytes(MIB)
     store.close()
+
+
+def test_a_writer_leaves_the_master_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is put down is of no use if the master has no room to write what became of it."""
+    disk = shutil.disk_usage(tmp_path)
+    writer = Writer(tmp_path)
+    monkeypatch.setattr(payloads, "FREE_BYTES_MIN", disk.total)
+    with pytest.raises(OSError, match="No space left"):
+        writer.put(bytes(LARGE_BYTES))
+    assert not list(tmp_path.iterdir())
+    monkeypatch.setattr(payloads, "FREE_BYTES_MIN", 0)
+    assert writer.put(bytes(LARGE_BYTES)).read() == bytes(LARGE_BYTES)

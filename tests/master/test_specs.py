@@ -3,6 +3,7 @@
 import gc
 
 import pytest
+from google.protobuf.timestamp_pb2 import Timestamp
 from multigpu.v1 import task_pb2
 from multigpu_master import wire_specs
 from multigpu_master.wire import InvalidTaskError
@@ -64,3 +65,18 @@ def test_the_longest_backoff_is_no_shorter_than_the_first_where_both_are_given()
         SpecReader().read(spec)
     # A journal of before may hold it.
     assert SpecReader().restore(spec.SerializeToString(deterministic=True)).backoff_max_s == 40.0
+
+
+def test_a_deadline_is_taken_by_the_masters_clock() -> None:
+    skew_s = [-3600.0]
+    reader = SpecReader(skew=lambda: skew_s[0])
+    message = task_pb2.TaskSpec(kind="echo", deadline=Timestamp(seconds=10_000))
+    spec = reader.read(message)
+    assert spec.deadline_s == 6400.0
+    skew_s[0] = 0.0
+    assert reader.read(message) is spec, "the first reading counts, for as long as the spec lives"
+    assert reader.message(spec).deadline.seconds == 10_000, "what is told again is the client's"
+    wire = spec.wire
+    del spec
+    gc.collect()
+    assert reader.restore(wire).deadline_s == 10_000.0

@@ -12,6 +12,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -119,7 +120,7 @@ class Life:
 
     def make_room(self) -> None:
         """The disk grows, and the journal must find out by itself."""
-        self.journal._size_max_bytes = 1 << 30
+        journal_sqlite.UNLIMITED_BYTES = self.journal._size_max_bytes = 1 << 30
         end_s = time.monotonic() + TIMEOUT_S
         while not self.journal.writable:
             assert time.monotonic() < end_s, "a disk with room again is taken for full"
@@ -193,6 +194,8 @@ def check(seed: int) -> None:
         directory = Path(place) / "data"
         for _ in range(rng.choice((1, 2, 3))):
             size_max_bytes = 1 << 30 if rng.random() < 0.6 else _size(directory) + rng.choice((0, 200_000))
+            # The disk ends where the limit does, or there is room beyond it for all but submits.
+            journal_sqlite.UNLIMITED_BYTES = size_max_bytes if rng.random() < 0.7 else 1 << 30
             life = Life(directory, model, rng, size_max_bytes)
             for _ in range(rng.randrange(40)):
                 entries = [writer.entry(model.dead) for _ in range(rng.choice((1, 1, 2, 5)))]
@@ -207,8 +210,10 @@ def check(seed: int) -> None:
 
 
 def check_reserve(_seed: int) -> None:
-    """A journal that has just filled up has room for what operators set."""
+    """A journal that has just filled up has room for what operators set; one at its limit, for all but submits."""
     journal_sqlite.RETRY_S = 0.02
+    _check_limit()
+    journal_sqlite.UNLIMITED_BYTES = 1 << 20  # the disk's
     with tempfile.TemporaryDirectory() as place:
         life = Life(Path(place) / "data", Model(), random.Random(1), 1 << 20)
         at = 0
@@ -220,6 +225,19 @@ def check_reserve(_seed: int) -> None:
         life.append(entry := Entry(settings={"large": bytes(20_000)}))
         with life.changed:
             assert life.changed.wait_for(lambda: id(entry) in life.told, 5.0), "a full journal has no reserve"
+        life.end()
+
+
+def _check_limit() -> None:
+    with tempfile.TemporaryDirectory() as place:
+        life = Life(Path(place) / "data", Model(), random.Random(1), 1 << 20)
+        writer = Writer(random.Random(1))
+        for task_id in range(1, 21):
+            settle = replace(writer._settle(task_id), body=bytes(SIZES[-1]))
+            life.append(entry := Entry(settles=[settle]))
+            with life.changed:
+                assert life.changed.wait_for(lambda entry=entry: id(entry) in life.told, 5.0), "outcomes have a limit"  # type: ignore[misc]
+        assert not life.journal.writable, "submits have no limit"
         life.end()
 
 

@@ -231,15 +231,23 @@ JOURNAL = (
     ),
     sqlite(
         name="a disk with room again is full",
-        old="            self._full = None\n            self._refused.clear()\n",
-        new="            self._refused.clear()\n",
+        old="                self._full = None\n                self._refused.clear()\n",
+        new="                self._refused.clear()\n",
         breaks="submits are refused for ever",
     ),
     sqlite(
         name="what empties the journal waits for room",
-        old="            (self._freeing if frees(entry) else self._pending).append(entry)\n",
+        old="            (self._freeing if frees(entry) and not self._over else self._pending).append(entry)\n",
         new="            self._pending.append(entry)\n",
         breaks="a full disk can't be emptied",
+    ),
+    sqlite(
+        name="the journal's limit is for outcomes, too",
+        old="self._size_max_bytes if self._full is None else UNLIMITED_BYTES",
+        new="self._size_max_bytes",
+        breaks="outcomes wait for ever, and nothing expires, though the disk has room",
+        checker="full",
+        seeds=1,
     ),
     log(
         name="a frame that says it ends a transaction is believed",

@@ -413,8 +413,8 @@ PLACEMENT = (
     ),
     lanes(
         name="a change of members leaves some parked",
-        old="        for lane in list(self.parked):\n            lane.waited_in = None\n",
-        new="        for lane in list(self.parked)[:1]:\n            lane.waited_in = None\n",
+        old="        for lane in self.parked:\n            head = lane.head()\n",
+        new="        for lane in list(self.parked)[:1]:\n            head = lane.head()\n",
         breaks="a lane is not tried when everything may have changed",
     ),
     lanes(

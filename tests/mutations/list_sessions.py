@@ -54,14 +54,14 @@ SESSIONS = (
     ),
     sessions(
         name="adopted although settled",
-        old="task.outcome is not None or task.lease is not None",
-        new="task.lease is not None",
+        old="        if task is None or task.outcome is not None:\n            return False\n        if task.lease",
+        new="        if task is None:\n            return False\n        if task.lease",
         breaks="P2: a settled task is leased again",
     ),
     sessions(
         name="adopted although leased",
-        old="task.outcome is not None or task.lease is not None",
-        new="task.outcome is not None",
+        old="        if task.lease is not None:  # granted",
+        new="        if False:  # granted",
         breaks="P2: a task has two leases",
     ),
     sessions(
@@ -86,8 +86,8 @@ SESSIONS = (
     ),
     sessions(
         name="an adopted attempt is not counted",
-        old="        task.attempts = max(task.attempts, held.attempt)\n",
-        new="",
+        old="        task.attempts = max(task.attempts, held.attempt)\n        lease = ",
+        new="        lease = ",
         breaks="P4: a task has more attempts than it may after a restart of the master",
     ),
     sessions(

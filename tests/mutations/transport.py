@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from multigpu.config import MasterConfig
+from multigpu_master.clock import Clock
 from multigpu_master.journal_sqlite import SqliteJournal
 from multigpu_master.rpc.health_service import CALLS_MAX, WATCHES_MAX
 from multigpu_master.server import Master
@@ -25,7 +26,7 @@ def check(_seed: int) -> None:
 
 async def _attacked(folder: Path) -> None:
     config = MasterConfig(listen="127.0.0.1:0", data_dir=folder, require_tokens=True)
-    master = Master(config, SqliteJournal(folder, size_max_bytes=1 << 30, address=config.listen))
+    master = Master(config, SqliteJournal(folder, size_max_bytes=1 << 30, address=config.listen), Clock())
     await master.start()
     try:
         before = rss_bytes(os.getpid())

@@ -92,7 +92,8 @@ class Gate:
             token.calls.add(call)
             timer = None
             if token.expire_s is not None:
-                timer = asyncio.get_running_loop().call_later(max(0.0, token.expire_s - time.time()), self._end, call)
+                left_s = max(0.0, token.expire_s - self.tokens.now())
+                timer = asyncio.get_running_loop().call_later(left_s, self._end, call)
             try:
                 return await serve(request, context)
             except asyncio.CancelledError:

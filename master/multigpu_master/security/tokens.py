@@ -92,7 +92,7 @@ class Tokens:
 
     def __init__(self, settings: Mapping[str, bytes], now: Callable[[], float]) -> None:
         """Reads them from the journal's settings. JournalError: one is damaged."""
-        self._now = now
+        self.now = now
         self._tokens: dict[str, Token] = {}
         for key, value in settings.items():
             if key.startswith(SETTING):
@@ -117,7 +117,7 @@ class Tokens:
         return None if self.expired(token) else token
 
     def expired(self, token: Token) -> bool:
-        return token.expire_s is not None and token.expire_s <= self._now()
+        return token.expire_s is not None and token.expire_s <= self.now()
 
     def good(self) -> list[Token]:
         """Those that open a door, the oldest first."""
@@ -143,7 +143,7 @@ class Tokens:
             raise ValueError(f"tasks_per_s is {tasks_per_s:g}; use 0 for no limit, or more")
         if len(self._tokens) >= TOKENS_MAX:
             raise ValueError(f"there are {TOKENS_MAX} tokens already; revoke some")
-        token_id, secret, now = secrets.token_hex(6), secrets.token_hex(32), self._now()
+        token_id, secret, now = secrets.token_hex(6), secrets.token_hex(32), self.now()
         token = Token(
             token_id=token_id,
             name=name,
