@@ -20,6 +20,7 @@ from multigpu_master.driver import BrokenError, Driver, RunOutbox
 from multigpu_master.ids import first_id
 from multigpu_master.journal import Entry, JournalError
 from multigpu_master.journal_sqlite import SqliteJournal
+from multigpu_master.rpc import queries
 from multigpu_master.rpc.dead_letter_calls import DeadLetterCalls
 from multigpu_master.rpc.intake import Intake
 from multigpu_master.rpc.task_service import CANCEL_TASKS, TaskService
@@ -93,7 +94,8 @@ async def test_a_result_that_can_not_be_read_is_lost_alone(stage: Stage) -> None
     assert not stage.fatal
 
 
-async def test_a_submit_of_many_specs_waits_for_one_commit(stage: Stage) -> None:
+async def test_a_submit_of_many_specs_waits_for_one_commit(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(queries, "SLICE_S", 60.0)  # however slow the machine is
     service = TaskService(stage.driver, Intake(stage.driver, 1 << 20), 1000, STREAM_BYTES_MAX, ())
     batches = [
         task_pb2.TaskBatch(spec=task_pb2.TaskSpec(kind="echo", queue=f"q{n}"), payloads=[b""], request_ids=[f"r{n}"])
