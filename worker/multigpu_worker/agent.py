@@ -118,7 +118,7 @@ class Agent:
         self._one_by_one: frozenset[str] = frozenset()
         self._paused = False
         # When a batch that waits to grow must go.
-        self._growth: asyncio.TimerHandle | None = None
+        self._growth: tuple[float, asyncio.Handle] | None = None
         self.care: Caretaker = Caretaker(
             self, device, self.sampler, self.pool, settings.artifacts, canary_interval_s=config.canary_interval_s
         )
@@ -493,10 +493,10 @@ class Agent:
             process.dispatch(leases, one_by_one=spec.kind in one_by_one)
             waiting.clear()
         due_s = min((due_s for due_s in (self.batcher.due_s(), *later_s) if due_s is not None), default=None)
-        if due_s is not None and (self._growth is None or self._growth.when() > due_s or self._growth.when() < now_s):
+        if due_s is not None and (self._growth is None or not now_s <= self._growth[0] <= due_s):
             if self._growth is not None:
-                self._growth.cancel()
-            self._growth = asyncio.get_running_loop().call_at(due_s, self._grown)
+                self._growth[1].cancel()
+            self._growth = due_s, asyncio.get_running_loop().call_at(due_s, self._grown)
         self.keeper.wanted({model for spec in waiting if (model := self.keeper.model_of(spec)) is not None})
 
     def _grown(self) -> None:
