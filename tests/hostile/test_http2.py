@@ -10,7 +10,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from multigpu.v1 import task_pb2, task_service_pb2
-from multigpu_master.rpc.health_service import ALL_CALLS_MAX, CALLS_MAX, WATCHES_MAX
+from multigpu_master.rpc.health_service import CALLS_MAX, WATCHES_MAX
 from multigpu_master.rpc.transport import STREAMS_MAX
 
 from tests.fleet import until
@@ -172,26 +172,6 @@ def test_open_calls_of_health_are_few(house: House, grown: Callable[[], int], pa
         assert drive(peers, 3, grown) < HELD_MAX
         assert health(house) == health_pb2.HealthCheckResponse.SERVING
         assert sum(len(peer.ended) for peer in peers) >= 4000 - len(peers) * CALLS_MAX
-
-
-def test_open_calls_of_health_are_limited_in_all(house: House, grown: Callable[[], int]) -> None:
-    """Each holds some 26 KiB of the master's, and nothing ends it but its connection."""
-    with contextlib.ExitStack() as stack:
-        peers = [stack.enter_context(Peer(house.fleet.address, 0)) for _ in range(ALL_CALLS_MAX // CALLS_MAX + 40)]
-        for at in range(0, len(peers), 20):
-            for _ in range(CALLS_MAX):
-                for peer in peers[at : at + 20]:
-                    peer.call(HEALTH, announced(0))
-                drive(peers[at : at + 20], 0.1, lambda: 0)
-
-        def refused() -> bool:
-            assert drive(peers, 0.5, grown) < HELD_MAX
-            return sum(len(peer.ended) for peer in peers) >= 40 * CALLS_MAX
-
-        until(refused)
-        with pytest.raises(grpc.RpcError, match="health calls are open"):
-            health(house)
-    until(lambda: watched(house) == health_pb2.HealthCheckResponse.SERVING)
 
 
 def test_streams_of_a_connection_are_limited(house: House) -> None:

@@ -208,7 +208,7 @@ def test_a_full_disk_refuses_submits_until_there_is_room(
         assert journal.get_outcome(1) is None
         ballast.unlink()
         assert answered(commits, kept) == "committed"
-        assert journal.writable
+        until(lambda: journal.writable)
         journal.append(again := Entry(submits=[submit(i, os.urandom(payload_bytes)) for i in range(2, 10)]))
         assert answered(commits, again) == "committed"
     with opened(small_disk / "data") as (journal, _):

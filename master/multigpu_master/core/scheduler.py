@@ -91,10 +91,8 @@ class Core(Ledger):
 
     def next_timer_s(self) -> float | None:
         """When the next Tick is due; None: nothing is waited for."""
-        if self._dispatcher.unfinished_s is not None:
-            return self._dispatcher.unfinished_s
-        due = [when for when in (self.timers.next_s(), self.expiries.next_s()) if when is not None]
-        return min(due, default=None)
+        waited_for = self._dispatcher.unfinished_s, self.timers.next_s(), self.expiries.next_s()
+        return min((when for when in waited_for if when is not None), default=None)
 
     def unplaceable(self, spec: Spec) -> str:
         """Why no worker that the master knows could ever take a task of this spec, in words."""

@@ -1,0 +1,52 @@
+"""Health calls whose callers read no response are counted, of each connection and of all together."""
+
+import asyncio
+from typing import NoReturn
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2
+from multigpu_master.rpc.health_service import ALL_CALLS_MAX, CALLS_MAX, Health
+
+
+class Refused(Exception):  # noqa: N818  it stands for gRPC's AbortError
+    """The call ended with a status."""
+
+
+class DeafCall:
+    """The context of a call whose peer takes no response."""
+
+    def __init__(self, peer: str) -> None:
+        self._peer = peer
+
+    def peer(self) -> str:
+        return self._peer
+
+    async def write(self, _message: object) -> None:
+        await asyncio.Event().wait()
+
+    def set_trailing_metadata(self, _metadata: object) -> None:
+        pass
+
+    async def abort(self, code: grpc.StatusCode, details: str, *_rest: object) -> NoReturn:
+        raise Refused(code, details)
+
+
+async def test_open_calls_of_all_connections_are_limited() -> None:
+    health = Health()
+    health.set("", health_pb2.HealthCheckResponse.SERVING)
+    request = health_pb2.HealthCheckRequest()
+    calls = [
+        asyncio.create_task(health.Check(request, DeafCall(f"ipv4:10.0.0.1:{n // CALLS_MAX}")))
+        for n in range(ALL_CALLS_MAX)
+    ]
+    await asyncio.sleep(0)
+    with pytest.raises(Refused, match="health calls are open"):
+        await health.Check(request, DeafCall("ipv4:10.0.0.2:1"))
+    calls.pop().cancel()
+    await asyncio.sleep(0.01)
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(health.Check(request, DeafCall("ipv4:10.0.0.2:1")), 0.05)
+    for call in calls:
+        call.cancel()
+    await asyncio.gather(*calls, return_exceptions=True)
