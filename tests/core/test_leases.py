@@ -408,17 +408,10 @@ def test_a_lease_that_was_handed_back_counts_as_requeued() -> None:
 
 
 def test_a_new_master_counts_all_attempts_of_which_workers_tell_it() -> None:
-    """A worker lists what it reported of late: of several attempts of a task the last one counts, and one that another
-    worker knows of counts too.
-    """
+    """A worker lists what it reported of late: of several attempts of a task the last one counts."""
     stage = Stage()
     (task,) = stage.submit(spec=Spec(kind="run", wait_for_worker=True))
-    first, second, third = (
-        ev.HeldLease(n, task.task_id, attempt, running=False, proven=True) for n, attempt in ((1, 1), (2, 2), (3, 3))
-    )
-    stage.worker("a", held=[first, second])
-    assert (lease_of(task).attempt, task.attempts) == (2, 2)
-    stage.worker("b", held=[third])
-    assert (lease_of(task).attempt, task.attempts) == (2, 3)
+    stage.worker("a", held=[ev.HeldLease(n, task.task_id, n, running=False, proven=True) for n in (1, 2, 3)])
+    assert (lease_of(task).attempt, task.attempts) == (3, 3)
     stage.report(lease_of(task), FAILED)
     assert state_of(task) is OutcomeState.DEAD_LETTERED

@@ -124,8 +124,6 @@ class Invariants:
                 self._revoke(event, command, now)
             elif isinstance(command, ev.Welcome) and isinstance(event, ev.Hello):
                 self._reconnect(event, command, commands)
-        if isinstance(event, ev.Hello):
-            self._attempts_told(event)
         if isinstance(event, ev.Reports):
             self._reports(event, commands)
         elif isinstance(event, ev.Partials):
@@ -163,13 +161,6 @@ class Invariants:
         if type(event) not in {ev.Heartbeat, ev.Tick} or self._core.unsettled != self._core.leased:
             return False
         return all(type(command) is ev.WorkerChanged for command in commands)
-
-    def _attempts_told(self, event: ev.Hello) -> None:
-        """A master counts the attempts that a worker has told it of."""
-        for held in event.leases:
-            task = self._core.tasks.get(held.task_id) if held.proven and not _foreign(held, event) else None
-            if task is not None and task.lease is not None:  # else it was taken back in the same event, uncharged
-                check(task.attempts >= held.attempt, "task %s has forgotten attempt %s", held.task_id, held.attempt)
 
     # --- commands ----------------------------------------------------------------------------------------------------
 

@@ -83,10 +83,7 @@ class Sessions:
         """Takes back a lease of an earlier session, if its task still waits for one."""
         ledger = self._ledger
         task = ledger.tasks.get(held.task_id)
-        if task is None or task.outcome is not None:
-            return False
-        if task.lease is not None:  # granted by a master that had not heard of this attempt
-            task.attempts = max(task.attempts, held.attempt)
+        if task is None or task.outcome is not None or task.lease is not None:
             return False
         extra = task.extra
         if extra is not None and held.attempt <= extra.failed_attempt:
