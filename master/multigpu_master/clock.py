@@ -18,21 +18,29 @@ class Clock:
     def __init__(self, wall: Callable[[], float] = time.time, monotonic: Callable[[], float] = time.monotonic) -> None:
         self._wall = wall
         self._monotonic = monotonic
-        self._read_s = monotonic()
-        self._offset_s = wall() - self._read_s
-        self._last_s = 0.0
+        # Since when (monotonic), the time then, and by how much it is faster in the first READ_EVERY_S. Replaced as a
+        # whole, and not before these are over: the time goes on where it was.
+        self._line = monotonic(), wall(), 0.0
         self._lock = threading.Lock()
 
     def now(self) -> float:
         """The time now, in seconds since the epoch."""
+        began_s, time_s, faster = self._line
+        elapsed_s = self._monotonic() - began_s
+        if elapsed_s >= READ_EVERY_S:
+            return self._read_wall()
+        return time_s + elapsed_s + elapsed_s * faster
+
+    def _read_wall(self) -> float:
         with self._lock:
+            began_s, time_s, faster = self._line
             monotonic_s = self._monotonic()
-            if monotonic_s >= self._read_s + READ_EVERY_S:
-                self._read_s = monotonic_s
-                error_s = self._wall() - monotonic_s - self._offset_s
-                self._offset_s += max(-SLEW * READ_EVERY_S, min(SLEW * READ_EVERY_S, error_s))
-            self._last_s = max(self._last_s, monotonic_s + self._offset_s)
-            return self._last_s
+            elapsed_s = monotonic_s - began_s
+            now_s = time_s + elapsed_s + min(elapsed_s, READ_EVERY_S) * faster
+            if elapsed_s >= READ_EVERY_S:  # else another thread has been here
+                error_s = self._wall() - now_s
+                self._line = monotonic_s, now_s, max(-SLEW, min(SLEW, error_s / READ_EVERY_S))
+            return now_s
 
     def skew(self) -> float:
         """What to add to a time of the host's clock, as it is now, for the same time of this one."""

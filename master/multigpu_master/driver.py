@@ -245,16 +245,25 @@ class Driver:
     def _settled(self, command: ev.Settled) -> None:
         if self.latencies is not None:
             self.latencies.observe(command.tasks)
-        write = self.outcomes.write
-        ended = [(task, write(task)) for task in command.tasks]
-        durable = [each for each in ended if each[0].spec.durable]
-        later = durable if not self.journaling.writable else [each for each in durable if is_cancelled(each[0])]
-        for task, _ in later:
-            self._told_later[task.task_id] = list(task.streams)
-        if durable:  # before anyone is told: no trouble with a peer keeps an outcome from the journal
-            done = functools.partial(self._tell_later, later) if later else None
-            self._loop.call_soon(self.journaling.settles, durable, done)  # as in submit
-        self._tell([(t, t.streams, body) for t, body in ended if not later or t.task_id not in self._told_later])
+        write, writable = self.outcomes.write, self.journaling.writable
+        now: list[tuple[Task, Sequence[int], bytes | LargeBody]] = []
+        durable: list[Ended] = []
+        later: list[Ended] = []
+        for task in command.tasks:
+            ended = task, write(task)
+            if task.spec.durable:
+                durable.append(ended)
+                if not writable or is_cancelled(task):
+                    later.append(ended)
+                    self._told_later[task.task_id] = list(task.streams)
+                    continue
+            now.append((task, task.streams, ended[1]))
+        try:
+            self._tell(now)
+        finally:  # no trouble with a peer keeps an outcome from the journal
+            if durable:
+                done = functools.partial(self._tell_later, later) if later else None
+                self._loop.call_soon(self.journaling.settles, durable, done)  # as in submit
 
     def _tell_later(self, ended: Sequence[Ended], error: JournalError | None) -> None:
         if error is None:
@@ -290,8 +299,10 @@ class Driver:
                     else:
                         self.add_large_outcome(outbox, body, task.request_id)
                     outbox.owe(-1)
-                    outbox.partials_from.pop(task.task_id, None)
-                    self._bound(outbox)
+                    if outbox.partials_from:
+                        outbox.partials_from.pop(task.task_id, None)
+                    if outbox.bytes > self._stream_bytes_max:
+                        self._too_much_unread(outbox)
             if not task.spec.durable:
                 self._wake(task)
             if task.extra is not None and task.extra.traceparent:
@@ -307,9 +318,8 @@ class Driver:
             if not future.done():
                 future.set_result(None)
 
-    def _bound(self, outbox: RunOutbox) -> None:
-        if outbox.bytes > self._stream_bytes_max:
-            outbox.abort("RESOURCE_EXHAUSTED", "outcomes pile up unread; read faster, or submit less at once")
+    def _too_much_unread(self, outbox: RunOutbox) -> None:
+        outbox.abort("RESOURCE_EXHAUSTED", "outcomes pile up unread; read faster, or submit less at once")
 
     def add_large_outcome(self, outbox: RunOutbox, body: bytes | LargeBody, request_id: str) -> None:
         """An outcome with a large result: its place, where the client may look there, or all of it. A rejection, if it
@@ -414,7 +424,8 @@ class Driver:
                         request_id=task.request_id, task_id=task.task_id, index=index, data=data,
                         content_type=content_type,
                     )  # fmt: skip
-                self._bound(outbox)
+                if outbox.bytes > self._stream_bytes_max:
+                    self._too_much_unread(outbox)
 
     def _breaker_changed(self, command: ev.BreakerChanged) -> None:
         if command.tripped_s:

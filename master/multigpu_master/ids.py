@@ -78,9 +78,7 @@ class LeaseProofs:
         words = [0] * (2 * len(lease_ids))
         words[::2] = task_ids
         # Ids are below 2**53.
-        words[1::2] = [
-            (lease_id ^ attempt << 53) & _WORD for lease_id, attempt in zip(lease_ids, attempts, strict=True)
-        ]
+        words[1::2] = [lease_id ^ attempt << 53 & _WORD for lease_id, attempt in zip(lease_ids, attempts, strict=True)]
         layout = f"<{len(words)}Q"
         return struct.unpack(layout, self._encryptor(worker_id).update(struct.pack(layout, *words)))[::2]
 

@@ -58,15 +58,16 @@ class KnownRequests:
     def __init__(self) -> None:
         self._filters = [_Filter(0)]  # the newest last; it alone is added to
         self._loaded_capacity = 0
+        self._added = 0  # since the load that is in use began
 
     @property
     def full(self) -> bool:
         """Whether it is time to load again: as much was added since the last load as fitted into what it loaded."""
-        added = sum(f.capacity - f.room for f in self._filters[1:])
-        return 0 < self._loaded_capacity < added
+        return 0 < self._loaded_capacity < self._added
 
     def add(self, request_ids: Sequence[str]) -> None:
         """Notes request_ids that the journal is about to know."""
+        self._added += len(request_ids)
         if self._filters[-1].room < len(request_ids):
             self._filters.append(_Filter(self._loaded_capacity // 2))
         self._filters[-1].add(request_ids)
@@ -75,7 +76,9 @@ class KnownRequests:
         """The request_ids that the journal may know."""
         if not self._loaded_capacity:
             return list(request_ids)
-        found = {request_id for each in self._filters for request_id in each.find(request_ids)}
+        found = set[str]()
+        for each in self._filters:
+            found.update(each.find(request_ids))
         return [request_id for request_id in request_ids if request_id in found] if found else []
 
     def load(self, journal: RequestIds, pending: Sequence[str]) -> Coroutine[None, None, None]:
@@ -96,6 +99,7 @@ class KnownRequests:
                 await asyncio.sleep(RETRY_S)
         self._filters = [loaded, *self._filters[since:]]
         self._loaded_capacity = loaded.capacity
+        self._added = sum(f.capacity - f.room for f in self._filters[1:])
 
 
 def _read(journal: RequestIds) -> _Filter:

@@ -131,16 +131,12 @@ def _refused(payload: bytes | Sized, request_id: str, key: str, payload_bytes_ma
         return _invalid(
             f"the payload has {len(payload)} bytes; at most {payload_bytes_max} are allowed (payload_bytes_max)"
         )
-    if _longer(request_id, NAME_BYTES_MAX) or _longer(key, KEY_BYTES_MAX) or "\0" in request_id:
+    if len(request_id.encode()) > NAME_BYTES_MAX or len(key.encode()) > KEY_BYTES_MAX or "\0" in request_id:
         return _invalid(
             f"request_id or partition_key is not allowed: a request_id has at most {NAME_BYTES_MAX} bytes and no NUL, "
             f"a partition_key at most {KEY_BYTES_MAX} bytes"
         )
     return None
-
-
-def _longer(text: str, bytes_max: int) -> bool:
-    return len(text) > bytes_max or (not text.isascii() and len(text.encode()) > bytes_max)
 
 
 def _invalid(message: str) -> ev.Rejection:

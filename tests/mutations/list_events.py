@@ -23,8 +23,8 @@ EVENTS = (
     ),
     scheduler(
         name="tick ignores deadlines",
-        old="self.timers.next_s(), self.expiries.next_s()\n",
-        new="self.timers.next_s()\n",
+        old="in (self.timers.next_s(), self.expiries.next_s()):\n",
+        new="in (self.timers.next_s(),):\n",
         breaks="the master sleeps through a deadline",
     ),
     scheduler(

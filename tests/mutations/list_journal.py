@@ -148,8 +148,8 @@ JOURNAL = (
     ),
     known(
         name="a full filter is not asked any more",
-        old=" for each in self._filters for",
-        new=" for each in self._filters[-1:] for",
+        old="        for each in self._filters:\n            found",
+        new="        for each in self._filters[-1:]:\n            found",
         breaks="P5: a repeated request_id makes a second task",
         checker="known",
         seeds=50,

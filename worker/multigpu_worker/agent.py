@@ -45,8 +45,7 @@ from multigpu_worker.watch import EngineBatch
 log = structlog.get_logger()
 
 TICK_S = 0.05
-# The engines' memory is looked at every so many ticks.
-MEMORY_TICKS = 2
+MEMORY_TICKS = 2  # from one look at the engines' memory to the next
 FRAME_BYTES_MAX = 4 << 20
 # Past so many unsent bytes the engines have to wait, until the link has sent half of them.
 UNSENT_BYTES_MAX = 64 << 20
@@ -492,12 +491,13 @@ class Agent:
             self.sampler.begin_work()
             process.dispatch(leases, one_by_one=spec.kind in one_by_one)
             waiting.clear()
-        due_s = min((due_s for due_s in (self.batcher.due_s(), *later_s) if due_s is not None), default=None)
+        due_s = min([due_s for due_s in (self.batcher.due_s(), *later_s) if due_s is not None], default=None)
         if due_s is not None and (self._growth is None or not now_s <= self._growth[0] <= due_s):
             if self._growth is not None:
                 self._growth[1].cancel()
             self._growth = due_s, asyncio.get_running_loop().call_at(due_s, self._grown)
-        self.keeper.wanted({model for spec in waiting if (model := self.keeper.model_of(spec)) is not None})
+        if waiting:
+            self.keeper.wanted({model for spec in waiting if (model := self.keeper.model_of(spec)) is not None})
 
     def _grown(self) -> None:
         """A batch has waited long enough."""

@@ -343,8 +343,9 @@ class EngineProcess:
         batch = self.batches.get(batch_id)
         if batch is None:  # returned in a drain
             return _nothing
-        if not all(type(number) is int and 0 <= number < 1 << 63 for number in (start_ns, finish_ns, work_ns)):
-            raise ValueError(f"times that are {start_ns!r}, {finish_ns!r}, {work_ns!r}")
+        for number in (start_ns, finish_ns, work_ns):
+            if type(number) is not int or not 0 <= number < 1 << 63:
+                raise ValueError(f"times that are {start_ns!r}, {finish_ns!r}, {work_ns!r}")
         leases = batch.leases
         if failed:
             # When it was said, by the clock of the slots.

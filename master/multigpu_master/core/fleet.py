@@ -206,8 +206,11 @@ class Fleet:
 
     def blocked(self, worker: Worker, shape: Shape) -> Block | None:
         """Why the worker gets no tasks of this shape now for want of room for its model; None if it may."""
-        model = self.model_id(worker, shape.kind, shape.model)
-        return worker.residency.blocked(model, idle=not worker.leases) if model else None
+        residency = worker.residency
+        model = residency.ids.get((shape.kind, shape.model))
+        if model is None:
+            model = self.model_id(worker, shape.kind, shape.model)
+        return residency.blocked(model, idle=not worker.leases) if model else None
 
     def has_turn(self, worker: Worker, shape: Shape) -> bool:
         """Whether the worker makes room for the shape's model, which has waited long enough."""
@@ -230,14 +233,17 @@ class Fleet:
 
     def load_s(self, worker: Worker, shape: Shape) -> float:
         """See strategies.base.FleetView."""
-        if self.planned and (model := self.model_id(worker, shape.kind, shape.model)):
-            residency = worker.residency
+        residency = worker.residency
+        model = residency.ids.get((shape.kind, shape.model)) if self.planned else ""
+        if model is None:
+            model = self.model_id(worker, shape.kind, shape.model)
+        if model:
             stays = model not in residency.unwanted and model not in residency.retiring
             return 0.0 if stays and residency.placed(model) else residency.cost_s(model)
         if (shape.kind, shape.model) in worker.loading:
             return 0.0
         model = self.model_of(worker, shape)
-        return LOAD_S if model and model not in worker.residency.said else 0.0
+        return LOAD_S if model and model not in residency.said else 0.0
 
     def resident_workers(self, shape: Shape) -> int:
         """See strategies.base.FleetView."""

@@ -8,7 +8,7 @@ The journal keeps a fingerprint of each task that had a request_id: the CRC-32 o
 import zlib
 
 from multigpu_master.core import events as ev
-from multigpu_master.core.model import Task
+from multigpu_master.core.model import OutcomeState, Task
 
 ALREADY_EXISTS = 6
 
@@ -29,9 +29,10 @@ def fingerprint(task: Task) -> int | None:
     """What the journal keeps of a task's identity. None: nothing; it has no request_id, or its payload is not known."""
     if not task.request_id:
         return None
-    if task.outcome is not None and task.outcome.withdrawn:
+    outcome = task.outcome
+    if outcome is not None and outcome.state is OutcomeState.CANCELLED and outcome.withdrawn:
         return FREE
-    crc = payload_crc(task)
+    crc = task.payload_crc if task.payload_crc >= 0 else payload_crc(task)
     return None if crc < 0 else crc << SPEC_BITS | task.spec.identity
 
 

@@ -297,7 +297,8 @@ class Ledger:
 def _outcome_bytes(task: Task) -> int:
     """What a settled task takes, about."""
     assert task.outcome is not None, "it is settled"
-    return len(task.outcome.result) + len(task.payload) + _partials_bytes(task) + 512
+    size = len(task.outcome.result) + len(task.payload) + 512
+    return size if task.extra is None else size + task.extra.partials_bytes
 
 
 def _partials_bytes(task: Task) -> int:

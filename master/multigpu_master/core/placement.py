@@ -278,13 +278,13 @@ class Placement:
         fleet, shape = self._fleet, crowd.base
         able, best, first, crowd.crowded, aside = fleet.eligible(shape), None, (0.0, 0), False, False
         for worker in fleet.open:
-            if worker not in able or short_of_memory(worker, shape) is not None:
+            if worker not in able or (shape.memory_bytes and short_of_memory(worker, shape) is not None):
                 continue
             if strategy.excludes(shape, worker, fleet) is not None:
                 continue
             if fleet.planned and fleet.blocked(worker, shape) is not None:
                 crowd.crowded = True
-            elif not worthwhile(fleet, strategy, shape, worker, crowd.live):
+            elif not (strategy.worth(shape, worker, fleet, crowd.live) or fleet.has_turn(worker, shape)):
                 aside = True
             else:
                 rank = strategy.score(shape, worker, fleet), worker.last_dispatch

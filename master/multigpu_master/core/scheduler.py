@@ -91,8 +91,11 @@ class Core(Ledger):
 
     def next_timer_s(self) -> float | None:
         """When the next Tick is due; None: nothing is waited for."""
-        waited_for = self._dispatcher.unfinished_s, self.timers.next_s(), self.expiries.next_s()
-        return min((when for when in waited_for if when is not None), default=None)
+        due_s = self._dispatcher.unfinished_s
+        for when_s in (self.timers.next_s(), self.expiries.next_s()):
+            if when_s is not None and (due_s is None or when_s < due_s):
+                due_s = when_s
+        return due_s
 
     def unplaceable(self, spec: Spec) -> str:
         """Why no worker that the master knows could ever take a task of this spec, in words."""

@@ -78,6 +78,8 @@ class Expiries:
 
     def fire(self, now: float) -> None:
         """Tells of what is due: of so much that an event stays short. The rest is due at once."""
+        if not self._heap and not self._old:
+            return
         for _ in range(FIRE_MAX):
             heap = self._first()
             if not heap or heap[0][0] > now:
@@ -89,7 +91,7 @@ class Expiries:
 
     def next_s(self) -> float | None:
         """When the next instant is."""
-        heap = self._first()
+        heap = self._first() if self._old else self._heap
         return heap[0][0] if heap else None
 
     def _first(self) -> list[tuple[float, int, Due]]:

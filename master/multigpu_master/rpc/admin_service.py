@@ -54,7 +54,10 @@ class AdminService(TokenCalls, ModelCalls, DeadLetterCalls):
         workers = sorted(self._core.fleet.workers.values(), key=lambda w: w.worker_id)
         response = pb.ListWorkersResponse()
         size_bytes = 0
-        async for worker in queries.in_slices(workers[start : start + size]):
+        end_s = time.monotonic() + queries.SLICE_S
+        for worker in workers[start : start + size]:
+            if time.monotonic() > end_s:
+                end_s = await queries.pause()
             if size_bytes > PAGE_BYTES:
                 break
             message = worker_message(worker)

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from multigpu.v1 import task_pb2, task_service_pb2
@@ -38,14 +38,10 @@ def batched(items: list[T], size: int) -> Iterator[list[T]]:
     return (items[at : at + size] for at in range(0, len(items), size))
 
 
-async def in_slices(items: Iterable[T]) -> AsyncIterator[T]:
-    """The items. The event loop goes on between two of them when SLICE_S is over."""
-    began_s = time.monotonic()
-    for item in items:
-        if time.monotonic() > began_s + SLICE_S:
-            await asyncio.sleep(0)
-            began_s = time.monotonic()
-        yield item
+async def pause() -> float:
+    """Lets others have the event loop. Returns until when, by time.monotonic, the caller may hold it."""
+    await asyncio.sleep(0)
+    return time.monotonic() + SLICE_S
 
 
 def live_task(driver: Driver, task: Task, *, whole: bool) -> task_pb2.Task:
@@ -180,7 +176,10 @@ def _known(values: Sequence[int], enum: Any) -> set[int]:
 
 async def _matching(driver: Driver, wanted: Filter, before: int = NEWEST) -> AsyncIterator[list[Task]]:
     """The core's tasks below an id that match, newest first, block by block. The event loop goes on between blocks."""
-    async for block in in_slices(driver.core.tasks.blocks_before(before)):
+    end_s = time.monotonic() + SLICE_S
+    for block in driver.core.tasks.blocks_before(before):
+        if time.monotonic() > end_s:
+            end_s = await pause()
         yield [task for task in block if wanted.matches(task)]
 
 

@@ -1,6 +1,7 @@
 """TaskService: the client's door."""
 
 import asyncio
+import time
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
@@ -67,7 +68,10 @@ class TaskService:
         loop = asyncio.get_running_loop()
         response = task_service_pb2.SubmitResponse()
         taken: list[tuple[list[str], list[Answer], asyncio.Future[JournalError | None]]] = []
-        async for batch in queries.in_slices(request.batches):
+        end_s = time.monotonic() + queries.SLICE_S
+        for batch in request.batches:
+            if time.monotonic() > end_s:
+                end_s = await queries.pause()
             durable: asyncio.Future[JournalError | None] = loop.create_future()
             request_ids = wire.request_ids_of(batch)
             answers = self._intake.take(batch, request_ids, 0, tell(durable), caller=CALLER.get())
@@ -265,12 +269,14 @@ class _RunStream:
             await refuse(self._context, grpc.StatusCode.INVALID_ARGUMENT, WRONG_KEY)
         if frame.results_taken:
             peer.taken(frame.results_taken)
-        await count_of(
-            self._context, _size(frame.batches, FRAME_TASKS_MAX), FRAME_TASKS_MAX, "tasks in one frame of a Run stream"
-        )
-        cancelled = len(frame.cancel_request_ids)
-        await count_of(self._context, cancelled, CANCEL_TASKS_MAX, "cancellations in one frame of a Run stream")
-        async for batch in queries.in_slices(frame.batches):
+        if (count := _size(frame.batches, FRAME_TASKS_MAX)) > FRAME_TASKS_MAX:
+            await count_of(self._context, count, FRAME_TASKS_MAX, "tasks in one frame of a Run stream")
+        if (count := len(frame.cancel_request_ids)) > CANCEL_TASKS_MAX:
+            await count_of(self._context, count, CANCEL_TASKS_MAX, "cancellations in one frame of a Run stream")
+        end_s = time.monotonic() + queries.SLICE_S
+        for batch in frame.batches:
+            if time.monotonic() > end_s:
+                end_s = await queries.pause()
             request_ids = wire.request_ids_of(batch)
             if "" in request_ids:
                 await refuse(
@@ -281,7 +287,8 @@ class _RunStream:
             self._take(batch, request_ids)
         if frame.cancel_request_ids:
             await self._cancel(frame.cancel_request_ids)
-        await self._answer_ended()
+        if self._ended:
+            await self._answer_ended()
         # A client that submits without reading, or faster than the disk, is not read from.
         if self._outbox.bytes > self._half_full_bytes:
             await self._outbox.below(self._half_full_bytes)

@@ -1,6 +1,7 @@
 """WorkerService: the worker's door."""
 
 import itertools
+import time
 from typing import Any
 
 import grpc
@@ -9,7 +10,7 @@ from multigpu.v1 import worker_service_pb2
 
 from multigpu_master import wire, wire_devices, wire_models
 from multigpu_master.core import events as ev
-from multigpu_master.core.model import HEALTHY, WorkerInfo
+from multigpu_master.core.model import HEALTHY
 from multigpu_master.driver import Driver, SessionOutbox
 from multigpu_master.payloads import WRONG_KEY, Offer
 from multigpu_master.rpc import queries
@@ -24,6 +25,7 @@ PROTOCOL_VERSION, OLDEST_PROTOCOL_VERSION = 2, 2
 TELL_TAKEN = 16
 # Windows follow the pace, and no worker fills a larger one; and the reports that a hello may list again.
 WINDOW_TASKS_MAX, REPORTED_MAX = 16_384, 8192
+LEASES = "leases in one frame of a worker's session"
 log = structlog.get_logger()
 
 
@@ -71,7 +73,10 @@ class WorkerService:
                 f"the token is not for a worker called {info.worker_id!r}, but for {', '.join(caller.worker_ids)}; "
                 "give the worker another --worker-id, or another token",
             )
-        await _no_more_leases(len(hello.leases), info, context)
+        # Each takes time of the event loop.
+        leases_max = 2 * min(info.window_tasks, WINDOW_TASKS_MAX) + REPORTED_MAX
+        if len(hello.leases) > leases_max:
+            await count_of(context, len(hello.leases), leases_max, LEASES)
         session = next(self._sessions)
         outbox = self._driver.open_session(session)
         welcome = outbox.room_for(256).welcome
@@ -87,7 +92,7 @@ class WorkerService:
             # A hello also lists leases that were reported of late: those that count are what it still holds.
             leases = sum(len(c.adopted) for c in commands if isinstance(c, ev.Welcome))
             log.info("worker joined", worker_id=info.worker_id, session=session, leases=leases)
-            taker = _Taker(self._driver, session, outbox, context, info)
+            taker = _Taker(self._driver, session, outbox, context, leases_max)
             await taker.take(first)
             numbering = _Numbering()
 
@@ -99,17 +104,11 @@ class WorkerService:
             self._driver.close_session(session)
 
 
-async def _no_more_leases(count: int, info: WorkerInfo, context: Any) -> None:
-    """Refuses more leases than a worker can hold, or have reported of late: each takes time of the event loop."""
-    limit = 2 * min(info.window_tasks, WINDOW_TASKS_MAX) + REPORTED_MAX
-    await count_of(context, count, limit, "leases in one frame of a worker's session")
-
-
 class _Taker:
     """What a worker's frames bring."""
 
-    def __init__(self, driver: Driver, session: int, outbox: SessionOutbox, context: Any, info: WorkerInfo) -> None:
-        self._info = info
+    def __init__(self, driver: Driver, session: int, outbox: SessionOutbox, context: Any, leases_max: int) -> None:
+        self._leases_max = leases_max  # in one frame
         self._driver = driver
         self._session = session
         self._outbox = outbox
@@ -124,9 +123,15 @@ class _Taker:
             partials = [ev.PartialOutput(p.lease_id, p.index, p.data, p.content_type) for p in frame.partials]
             handle(ev.Partials(session, partials))
         batches = frame.report_batches
-        count = len(batches) + sum([len(b.succeeded_lease_ids) + len(b.reports) for b in batches])
-        await _no_more_leases(count, self._info, self._context)
-        async for batch in queries.in_slices(batches):
+        count = len(batches)
+        for batch in batches:
+            count += len(batch.succeeded_lease_ids) + len(batch.reports)
+        if count > self._leases_max:
+            await count_of(self._context, count, self._leases_max, LEASES)
+        end_s = time.monotonic() + queries.SLICE_S
+        for batch in batches:
+            if time.monotonic() > end_s:
+                end_s = await queries.pause()
             start_s = wire.seconds_of(batch.start_time) if batch.HasField("start_time") else 0.0
             finish_s = wire.seconds_of(batch.finish_time) if batch.HasField("finish_time") else 0.0
             handle(wire.reports_of(batch, session, start_s, finish_s, self._outbox.peer))
@@ -137,7 +142,8 @@ class _Taker:
             self._results_told = self._outbox.room_for(16).results_taken = self._results_taken
         if frame.HasField("heartbeat"):
             beat = frame.heartbeat
-            await _no_more_leases(len(beat.leases), self._info, self._context)
+            if len(beat.leases) > self._leases_max:
+                await count_of(self._context, len(beat.leases), self._leases_max, LEASES)
             try:
                 catalog = wire_models.catalog(beat.catalog) if beat.HasField("catalog") else None
             except wire.InvalidTaskError as error:
