@@ -332,6 +332,16 @@ def test_only_a_person_resets_it_and_then_the_sick_are_quarantined() -> None:
     assert fleet.quarantined() == ["w0", "w1", "w2"]
 
 
+def test_a_sick_worker_that_was_away_when_it_was_reset_is_quarantined_when_it_is_back() -> None:
+    fleet = Fleet().gpus(8)
+    tripped(fleet)
+    fleet.handle(ev.SessionClosed(fleet.get("w2").session))
+    fleet.handle(ev.ResetBreaker())
+    fleet.gpu("w2", "GPU-2")
+    fleet.says("w2", HANGS)  # as it did before
+    assert fleet.quarantined() == ["w0", "w1", "w2"]
+
+
 def test_slow_wear_does_not_trip_it_nor_does_one_device_that_flaps() -> None:
     fleet = Fleet().gpus(8)
     for i in range(5):

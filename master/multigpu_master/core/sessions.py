@@ -118,7 +118,8 @@ class Sessions:
         worker.telemetry = event.telemetry
         worker.embedding_cache = event.embedding_cache
         worker.mps, worker.handlers = event.mps, event.handlers
-        if event.health != worker.health or worker.quarantined:  # it may be from before this master, and over
+        # A quarantine may be from before this master, and over; a breaker may have been reset since the last session.
+        if event.health != worker.health or worker.quarantined or not event.health.fit:
             self._quarantine.heard(worker, event.health, now)
         if not worker.leases and worker.loading:
             ledger.fleet.settled_down(worker)
