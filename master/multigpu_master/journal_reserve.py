@@ -25,11 +25,16 @@ class Reserve:
         self._size_max_bytes = size_max_bytes
         self.size_bytes = 0  # as far as it is taken
 
-    def make(self) -> None:
-        """Takes the room, or as much as there is. OSError: there isn't all of it."""
+    @property
+    def wanted_bytes(self) -> int:
+        """The size of all of it."""
         disk = os.statvfs(self._path.parent)
         share_bytes = min(self._size_max_bytes, disk.f_blocks * disk.f_frsize) // _SHARE
-        wanted_bytes = size_bytes = min(max(share_bytes, BYTES_MIN), BYTES_MAX)
+        return min(max(share_bytes, BYTES_MIN), BYTES_MAX)
+
+    def make(self) -> None:
+        """Takes the room, or as much as there is. OSError: there isn't all of it."""
+        wanted_bytes = size_bytes = self.wanted_bytes
         fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             if os.fstat(fd).st_size == wanted_bytes:

@@ -5,8 +5,12 @@ costs a fifth of the time. A row has the bytes themselves (a BLOB) or a referenc
 CRC), so that nothing but the reading and writing of this one column knows the difference. The bytes are on the disk
 before the transaction that refers to them. A segment that no row refers to any more is deleted whole; small indexes on
 just the references say so. Payloads and bodies have segments of their own, because they don't live equally long.
+
+On a full disk a segment must not keep the room of all that was ever in it: what no row refers to is punched out.
 """
 
+import ctypes
+import errno
 import os
 import re
 import sqlite3
@@ -22,6 +26,9 @@ from multigpu_master.payloads import Payloads, reference_text
 LARGE_BYTES = 128 << 10  # what is as large goes into a segment
 SEGMENT_BYTES = 64 << 20  # a segment as large is closed, and the next one begun
 LIMIT_SHARE = 16  # or as large a part of the journal's limit
+PUNCHED_MAX = 64  # segments that are looked at in one step
+_KEEP_SIZE, _PUNCH_HOLE = 1, 2  # linux/falloc.h
+_PAGE_BYTES = 4096
 _REFERENCE = re.compile("[0-9a-f]{8}:[0-9a-f]{1,15}:[0-9a-f]{1,15}:[0-9a-f]{8}")
 DIRECTORY_NAME = "segments"
 
@@ -34,6 +41,11 @@ IN_USE = """
 SELECT EXISTS (SELECT 1 FROM task WHERE typeof(payload) = 'text' AND payload >= ?1 AND payload < ?2)
   OR EXISTS (SELECT 1 FROM dead_letter WHERE typeof(payload) = 'text' AND payload >= ?1 AND payload < ?2)
   OR EXISTS (SELECT 1 FROM outcome WHERE typeof(body) = 'text' AND body >= ?1 AND body < ?2)"""
+
+REFERRED = """
+SELECT payload FROM task WHERE typeof(payload) = 'text' AND payload >= ?1 AND payload < ?2 UNION ALL
+SELECT payload FROM dead_letter WHERE typeof(payload) = 'text' AND payload >= ?1 AND payload < ?2 UNION ALL
+SELECT body FROM outcome WHERE typeof(body) = 'text' AND body >= ?1 AND body < ?2"""
 
 
 class SegmentReader:
@@ -91,7 +103,7 @@ class Segments:
         self._sizes = {int(path.name, 16): path.stat().st_size for path in self._directory.glob(names)}
         self._last_number = max(self._sizes, default=0)
         self._payloads, self._bodies = _Appender(), _Appender()
-        self._next_checked = 0
+        self._next_checked = self._next_punched = 0
 
     @property
     def size_bytes(self) -> int:
@@ -195,11 +207,51 @@ class Segments:
         del self._sizes[number]
         return True
 
+    def punch_next(self, writer: sqlite3.Connection) -> bool:
+        """Looks at some segments, and gives back to the file system what no row refers to in one of them. True if that
+        was anything. Nothing must be waiting for `flush`.
+        """
+        numbers = sorted(self._sizes)
+        first = next((i for i, number in enumerate(numbers) if number >= self._next_punched), 0)
+        for number in [*numbers[first:], *numbers[:first]][:PUNCHED_MAX]:
+            self._next_punched = number + 1
+            if self._punch(number, writer):
+                return True
+        return False
+
+    def _punch(self, number: int, writer: sqlite3.Connection) -> bool:
+        path = self._directory / f"{number:08x}"
+        rows = writer.execute(REFERRED, (f"{number:08x}:", f"{number:08x};")).fetchall()
+        places = [reference.split(":") for (reference,) in rows]
+        used = sorted((int(offset, 16), int(size, 16)) for _, offset, size, _ in places)
+        fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+        try:
+            before = os.fstat(fd).st_blocks
+            begin = 0
+            for offset, size in [*used, (os.fstat(fd).st_size, 0)]:
+                _punch(fd, begin, offset)
+                begin = offset + size
+            return os.fstat(fd).st_blocks < before
+        finally:
+            os.close(fd)
+
     def close(self) -> None:
         for appender in (self._payloads, self._bodies):
             if appender.fd >= 0:
                 os.close(appender.fd)
                 appender.fd = -1
+
+
+def _punch(fd: int, begin: int, end: int) -> None:
+    """Gives the whole pages between two offsets back to the file system, where it can take them. They read as zeros."""
+    begin, end = -(-begin // _PAGE_BYTES) * _PAGE_BYTES, end // _PAGE_BYTES * _PAGE_BYTES
+    if begin >= end:
+        return
+    fallocate = ctypes.CDLL(None, use_errno=True).fallocate64
+    if fallocate(fd, _KEEP_SIZE | _PUNCH_HOLE, ctypes.c_int64(begin), ctypes.c_int64(end - begin)):
+        code = ctypes.get_errno()
+        if code not in (errno.EOPNOTSUPP, errno.ENOSYS):
+            raise OSError(code, os.strerror(code))
 
 
 def sync_directory(directory: Path) -> None:

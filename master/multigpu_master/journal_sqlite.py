@@ -252,15 +252,17 @@ class SqliteJournal(JournalReads):
         batch, bytes_total = self._batch(waiting, 1 if singly else TRANSACTION_RECORDS)
         first_cursor = self._last_cursor + 1
         try:
-            if after_full:
+            if after_full and not singly:
                 self._take_reserve()
-                if not singly:
-                    self._need_room(self._reserve.size_bytes // 2)  # not for the next few tasks only
-            elif freeing:
+                self._need_room(self._reserve.size_bytes // 2)  # not for the next few tasks only
+            elif after_full or freeing:
                 self._give_up_reserve()
+                if after_full:  # an outcome makes room for the next: its task is gone. Half is for what only empties
+                    self._need_room(bytes_total + self._reserve.wanted_bytes // 2)
             if batch:
                 self._commit(batch, bytes_total)
-                if freeing:
+                if freeing or (after_full and singly):
+                    self._segments.punch_next(self._writer)
                     self._take_some_reserve()
             elif after_full:
                 self._probe()
@@ -359,6 +361,7 @@ class SqliteJournal(JournalReads):
         pending = deque[Entry]()
         if self._full is not None and not self._over:  # outcomes one by one: some may fit
             self._singly = bool(self._pending)
+            self._take_some_reserve()
         else:
             pending, self._pending = self._pending, pending
             self._on_commit([], 0, problem)  # outcomes alone wait, and are in no entry that is answered

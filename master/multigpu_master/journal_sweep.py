@@ -74,6 +74,7 @@ class Sweeper:
             self._sweep_zone()
             or self._sweep_specs()
             or self._segments.delete_unused(self._writer)
+            or (full and self._segments.punch_next(self._writer))
             or self._cut_file(full)
         )
 

@@ -70,22 +70,20 @@ def test_a_full_disk_refuses_new_tasks_and_nothing_else(small_disk: Path, tmp_pa
         assert results[0].rejection.retry_delay.ToNanoseconds() > 0
         assert not fleet.stats().journal_writable
 
-        # Running work goes on, and its outcome is told once it is on the disk.
+        # Running work goes on, and its outcome is written with the room of the reserve.
         (brief,) = fleet.submit("echo", b"brief", durability=task_pb2.DURABILITY_EPHEMERAL)
         assert fleet.outcome(brief).result == b"brief"
         gate.touch()
         feed.close()
-        until(lambda: not fleet.stats().leased)
-        task = fleet.tasks.Get(task_service_pb2.GetRequest(task_id=running), timeout=20).task
-        assert (task.state, task.HasField("outcome")) == (task_pb2.TASK_STATE_LEASED, False)
+        (outcome,) = collect(stream).outcomes
+        assert (outcome.task_id, outcome.result) == (running, b"opened")
+        assert fleet.outcome(running).result == b"opened"
         heard = collect(fleet.tasks.Run(iter([run_frame("echo", ("late", b"x"))]), timeout=30))
         assert [r.code for r in heard.rejected] == [grpc.StatusCode.RESOURCE_EXHAUSTED.value[0]]
 
-        # Service returns when there is room, and what ended meanwhile is on the disk.
+        # Service returns when there is room.
         ballast.unlink()
         until(lambda: fleet.stats().journal_writable)
-        (outcome,) = collect(stream).outcomes
-        assert (outcome.task_id, outcome.result) == (running, b"opened")
         (task_id,) = fleet.submit("echo", b"again", request_ids=["late"])
         assert fleet.outcome(task_id).result == b"again"
         watch = fleet.tasks.Watch(task_service_pb2.WatchRequest(), timeout=20)
@@ -130,6 +128,23 @@ def test_a_full_disk_is_emptied_through_the_api_also_after_a_restart(small_disk:
         assert fleet.outcome(task_id).result == b"again"
         queues = {q.queue for q in fleet.admin.ListQueues(admin_pb.ListQueuesRequest(), timeout=20).queues if q.paused}
         assert queues == {"held", "paused 0", "paused 1"}
+
+
+def test_a_disk_that_is_full_of_queued_tasks_empties_as_they_end(small_disk: Path, tmp_path: Path) -> None:
+    with Fleet(tmp_path / "fleet", workers=1, data_dir=small_disk / "data") as fleet:
+        fleet.admin.PauseQueue(admin_pb.PauseQueueRequest(queue="held"), timeout=20)
+        inputs: dict[int, bytes] = {}
+        while True:
+            payload = os.urandom(150_000)
+            (result,) = fleet.submit_raw("echo", payload, queue="held").results
+            if result.HasField("rejection"):
+                break
+            inputs[result.task_id] = payload
+        fill(small_disk)
+        fleet.admin.ResumeQueue(admin_pb.ResumeQueueRequest(queue="held"), timeout=20)
+        assert len(inputs) > 20
+        assert all(fleet.outcome(task_id).result == payload for task_id, payload in inputs.items())
+        assert not fleet.faults()
 
 
 def test_the_sdk_waits_out_a_full_disk(small_disk: Path, tmp_path: Path) -> None:

@@ -200,7 +200,7 @@ def test_a_full_disk_refuses_submits_until_there_is_room(
         refused = Entry(submits=[submit(i, os.urandom(payload_bytes)) for i in range(2, 40)])
         journal.append(refused)
         assert isinstance(answered(commits, refused), JournalFullError)
-        kept = Entry(settles=[settle(1, os.urandom(payload_bytes))])
+        kept = Entry(settles=[settle(1, os.urandom(600_000))])  # more than half of the reserve
         journal.append(kept)
         time.sleep(0.3)
         assert not journal.writable
@@ -229,6 +229,31 @@ def test_outcomes_that_do_not_fit_together_are_written_one_by_one(
         journal.append(*entries)
         assert answered(commits, entries[0]) == "committed"
         assert not any(entries[-1] in group for group, _, _ in commits), "there is no room for all of them"
+
+
+def test_outcomes_take_the_room_of_their_tasks(small_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk full of queued tasks with large payloads empties by itself as they end, also under a new master."""
+    monkeypatch.setattr(journal_sqlite, "RETRY_S", 0.05)
+    monkeypatch.setattr(journal_sqlite, "SWEEP_AFTER_S", 0.0)
+    size = LARGE_BYTES + 100
+    taken = 0
+    with opened(small_disk / "data") as (journal, commits):
+        while journal.writable:
+            journal.append(entry := Entry(submits=[submit(taken + 1, os.urandom(size))]))
+            taken += answered(commits, entry) == "committed"
+        assert taken > 10
+        fill(small_disk)
+        half = [Entry(settles=[settle(i, os.urandom(size), 1e10)]) for i in range(1, taken // 2)]
+        journal.append(*half)
+        assert [answered(commits, entry) for entry in half] == ["committed"] * len(half)
+    with opened(small_disk / "data") as (journal, commits):
+        assert len(list(journal.recover_tasks())) == taken - len(half)
+        bodies = {i: os.urandom(size) for i in range(taken // 2, taken + 1)}
+        rest = [Entry(settles=[settle(i, body, 1e10)]) for i, body in bodies.items()]
+        journal.append(*rest)
+        assert [answered(commits, entry) for entry in rest] == ["committed"] * len(rest)
+        found = {i: journal.get_outcome(i) for i in bodies}
+        assert {i: stored.body for i, stored in found.items() if stored is not None} == bodies
 
 
 def test_large_outcomes_are_written_as_older_ones_expire(small_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -323,7 +348,7 @@ def test_a_full_disk_can_be_emptied_also_by_a_new_master(small_disk: Path, monke
     monkeypatch.setattr(journal_sqlite, "RETRY_S", 0.05)
     monkeypatch.setattr(journal_sqlite, "TICK_S", 0.05)
     monkeypatch.setattr(journal_sqlite, "SWEEP_AFTER_S", 0.0)
-    with opened(small_disk / "data") as (journal, commits):
+    with opened(small_disk / "data", now=lambda: 3000.0) as (journal, commits):
         journal.append(
             Entry(submits=[submit(i, bytes(20_000)) for i in range(1, 21)]),
             first := Entry(settles=[dead(i, bytes(20_000)) for i in range(100, 160)]),
@@ -341,7 +366,7 @@ def test_a_full_disk_can_be_emptied_also_by_a_new_master(small_disk: Path, monke
             assert answered(commits, entry) == "committed"
         assert not any(kept in group for group, _, _ in commits)
     fill(small_disk, "more ballast")
-    with opened(small_disk / "data") as (journal, commits):
+    with opened(small_disk / "data", now=lambda: 3000.0) as (journal, commits):
         assert not journal.writable
         assert journal.settings()["queue/default"] == b"paused"
         assert journal.get_outcome(1) is not None
