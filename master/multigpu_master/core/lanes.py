@@ -222,6 +222,15 @@ class Lanes:
         lane.ticket = self._tickets
         heappush(self._heap, (lane.priority, head.task_id, lane.ticket, lane))
 
+    def offer_anew(self, lane: Lane) -> None:
+        """Has a lane tried again that may wait for something else than it did."""
+        offered = lane.ticket
+        waiting, lane.waited_in = lane.waited_in, None
+        if not offered:
+            self.offer(lane)
+        elif waiting is not None:
+            self.offer_first(waiting)  # it was to be tried for those that wait with it
+
     def offer_all(self) -> None:
         """Has every parked lane tried again."""
         heap, tickets = self._heap, self._tickets

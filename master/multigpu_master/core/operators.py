@@ -119,10 +119,10 @@ class Operators:
             self._retry(event.queue)
 
     def _retry(self, queue: str) -> None:
-        """Has the queue's parked tasks tried again. Those of other queues are not affected."""
+        """Has the queue's tasks tried again. Those of other queues are not affected."""
         lanes = self._ledger.lanes
-        for lane in [lane for lane in lanes.parked if lane.queue.name == queue]:
-            lanes.offer(lane)
+        for lane in [lane for lane in lanes.by_key.values() if lane.queue.name == queue]:
+            lanes.offer_anew(lane)
 
 
 def is_version(model: str, name: str) -> bool:
