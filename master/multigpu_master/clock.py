@@ -2,14 +2,42 @@
 
 Sessions, leases, deadlines and the journal's outcomes share it, so a jump would end them. When the host's clock is
 set, this one follows by at most SLEW seconds a second.
+
+The journal keeps the skew, which is by how much this clock is ahead of the host's, and the next master begins at the
+host's time plus the skew, however long none ran; but never before the time at which the skew was saved. A clock that
+was ahead begins at most AHEAD_S after that time, or at the host's time if that is later: the host's clock may have been
+put right while no master ran, and the skew would end everything early. A skew that leads to a time before 2025 is not
+applied: the last master had started on a host that did not know the time.
 """
 
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
+
+from multigpu_master.ids import FIRST_EPOCH_S
 
 SLEW = 0.1
 READ_EVERY_S = 1.0
+AHEAD_S = 600.0
+SAVED_SKEW_MIN_S = 1.0  # of the skew, and of what it moves before it is saved again
+
+
+@dataclass(frozen=True, slots=True)
+class SavedSkew:
+    """What the next master begins with. `time_s`: of the master's clock, when it was `skew_s` ahead of the host's."""
+
+    skew_s: float
+    time_s: float
+
+    def begin_s(self, wall_s: float) -> float:
+        """Where a clock begins when it is wall_s by the host's. See the module."""
+        begin_s = wall_s + self.skew_s
+        if begin_s < FIRST_EPOCH_S:
+            return wall_s
+        if self.skew_s > 0:
+            begin_s = min(begin_s, max(wall_s, self.time_s + AHEAD_S))
+        return max(begin_s, self.time_s)
 
 
 class Clock:
@@ -22,6 +50,13 @@ class Clock:
         # whole, and not before these are over: the time goes on where it was.
         self._line = monotonic(), wall(), 0.0
         self._lock = threading.Lock()
+        self._saved_skew_s = 0.0
+
+    def resume(self, saved: SavedSkew) -> None:
+        """Goes on where the last master's clock was. To be called before anything is stamped or can expire."""
+        with self._lock:
+            self._line = self._monotonic(), saved.begin_s(self._wall()), 0.0
+        self._saved_skew_s = saved.skew_s
 
     def now(self) -> float:
         """The time now, in seconds since the epoch."""
@@ -45,3 +80,14 @@ class Clock:
     def skew(self) -> float:
         """What to add to a time of the host's clock, as it is now, for the same time of this one."""
         return self.now() - self._wall()
+
+    def unsaved(self) -> SavedSkew | None:
+        """What to save now, if the skew has moved since this was last called; a skew of 0 is none to keep."""
+        now_s, skew_s = self.now(), self.skew()
+        if abs(skew_s) < SAVED_SKEW_MIN_S:
+            skew_s = 0.0
+        moved_s = abs(skew_s - self._saved_skew_s)
+        if moved_s < SAVED_SKEW_MIN_S and bool(skew_s) == bool(self._saved_skew_s):
+            return None
+        self._saved_skew_s = skew_s
+        return SavedSkew(skew_s, now_s)

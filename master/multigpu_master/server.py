@@ -12,7 +12,7 @@ from multigpu.config import ConfigError, MasterConfig, TelemetryConfig
 from multigpu.v1 import admin_service_pb2, task_service_pb2, worker_service_pb2
 
 from multigpu_master import VERSION, ids, settings, wire
-from multigpu_master.clock import Clock
+from multigpu_master.clock import Clock, SavedSkew
 from multigpu_master.core import events as ev
 from multigpu_master.core.scheduler import Core, Limits
 from multigpu_master.driver import Driver
@@ -37,6 +37,8 @@ log = structlog.get_logger()
 
 # Not for connections: the journal, audit.log and the metrics need some at any time.
 DESCRIPTORS_KEPT = 256
+# Between two looks at whether the host's clock was set.
+CLOCK_LOOK_S = 1.0
 HEALTH_MASTER, HEALTH_WORKER = "master", "worker/"
 
 
@@ -72,6 +74,7 @@ class Master:
         self._audit = Audit(config.data_dir)
         self._health = health_service.Health()
         self._serving: asyncio.Task[None] | None = None
+        self._saving_skew: asyncio.Task[None] | None = None
         self._intake: Intake
         self._metrics: MasterMetrics
         self._worker_log: WorkerLog
@@ -94,6 +97,7 @@ class Master:
             raise WrongSetting(f"no strategy {config.strategy!r}; there are: {', '.join(sorted(strategies))}")
         try:
             recovered = self.journal.open(self._on_commit)
+            self._resume_clock(settings.saved_skew(recovered.settings))
         except JournalError as error:
             raise Refusal(str(error)) from error
         limits = Limits(
@@ -130,6 +134,7 @@ class Master:
             self.gate = await security.open_gate(config, recovered.settings, driver.now, driver.journaling.save)
         except (JournalError, OSError) as error:
             raise Refusal(f"the tokens can't be read or written: {error}") from error
+        self._saving_skew = asyncio.create_task(self._save_skew())
         await self._open_doors(driver)
         log.info(
             "master ready", address=self.address, epoch=recovered.epoch,
@@ -138,6 +143,19 @@ class Master:
             tls=bool(config.tls_cert), certificates=bool(config.tls_client_ca), tokens=config.require_tokens,
             descriptors=self._descriptors,
         )  # fmt: skip
+
+    def _resume_clock(self, saved: SavedSkew | None) -> None:
+        """At once when the journal is open: its sweeper waits for SWEEP_AFTER_S, and nothing has been recovered yet."""
+        if saved is not None:
+            self._clock.resume(saved)
+            log.warning("the host's clock was set: the master's follows slowly", ahead_s=round(self._clock.skew(), 3))
+
+    async def _save_skew(self) -> None:
+        """For the next master, to whom all that we stamped would else be older or younger than it is."""
+        while True:
+            if (saved := self._clock.unsaved()) is not None:
+                self.driver.journaling.remember(settings.clock_setting(saved))
+            await asyncio.sleep(CLOCK_LOOK_S)
 
     def _on_commit(self, entries: Sequence[Entry], first_cursor: int, error: JournalError | None) -> None:
         """On the journal's thread. Nothing is appended before there is a driver."""
@@ -224,6 +242,8 @@ class Master:
         """Closes the doors, writes what was settled, and lets go of the journal, within stop_timeout_s."""
         timeout_s = self.config.stop_timeout_s
         self._intake.stopping = True
+        if self._saving_skew is not None:
+            self._saving_skew.cancel()
         self._health.stop()
         if self.fatal is None:
             await asyncio.wait([asyncio.ensure_future(self.driver.journaling.all_durable())], timeout=timeout_s / 3)

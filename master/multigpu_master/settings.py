@@ -1,6 +1,8 @@
-"""What survives a restart besides tasks: the strategy, the queues' rules, and the workers with their cordons.
+"""What survives a restart besides tasks: the strategy, the queues' rules, the workers with their cordons, and by how
+much the clock differs from the host's.
 
-Each is a setting in the journal: "strategy" holds a name; "queue/<name>", "worker/<id>" and "breaker" hold JSON.
+Each is a setting in the journal: "strategy" holds a name; "queue/<name>", "worker/<id>", "breaker" and "clock" hold
+JSON.
 """
 
 import base64
@@ -12,14 +14,17 @@ from multigpu.v1 import admin_service_pb2 as pb
 from multigpu.v1 import device_pb2
 
 from multigpu_master import wire, wire_devices, wire_models
+from multigpu_master.clock import SavedSkew
 from multigpu_master.core import events as ev
 from multigpu_master.core.model import Capability, Queue, Worker, WorkerInfo
 from multigpu_master.core.scheduler import Core
 from multigpu_master.journal import JournalError
 
-STRATEGY, QUEUE, WORKER, BREAKER = "strategy", "queue/", "worker/", "breaker"
+STRATEGY, QUEUE, WORKER, BREAKER, CLOCK = "strategy", "queue/", "worker/", "breaker", "clock"
 # What a worker offers, model by model, it says again when it comes back.
 _INFO = tuple(f.name for f in dataclasses.fields(WorkerInfo) if f.name != "models")
+# What a damaged setting makes its reader raise.
+_DAMAGE = (ValueError, LookupError, TypeError, AttributeError, OverflowError)
 
 
 def queue_setting(queue: Queue) -> dict[str, bytes | None]:
@@ -55,18 +60,41 @@ def breaker_setting(tripped_s: float) -> dict[str, bytes | None]:
     return {BREAKER: json.dumps({"tripped_s": tripped_s}).encode() if tripped_s else None}
 
 
+def clock_setting(saved: SavedSkew) -> dict[str, bytes | None]:
+    """What to remember of the clock; nothing while it goes with the host's."""
+    return {CLOCK: json.dumps(dataclasses.asdict(saved)).encode() if saved.skew_s else None}
+
+
+def saved_skew(settings: dict[str, bytes]) -> SavedSkew | None:
+    """What was remembered of the clock. Needed before all else: nothing may expire by a clock without it."""
+    if CLOCK not in settings:
+        return None
+    try:
+        known = json.loads(settings[CLOCK])
+        # A message knows the range.
+        time_s = wire.seconds_of(wire.timestamp(known["time_s"]))
+        wall_s = wire.seconds_of(wire.timestamp(known["time_s"] - known["skew_s"]))
+        return SavedSkew(time_s - wall_s, time_s)
+    except _DAMAGE as error:
+        raise _damaged(CLOCK, error) from error
+
+
 def restore(core: Core, settings: dict[str, bytes], now: float) -> int:
     """Tells a new core what was remembered. Returns how many workers were connected when the last master ended."""
     expected = 0
     for key, value in settings.items():
         try:
             expected += _restore_one(core, key, value, now)
-        except (ValueError, LookupError, TypeError, AttributeError) as error:
-            raise JournalError(
-                f"The journal's setting {key!r} is damaged ({error!r}). Restore the data directory from a backup, or "
-                "remove its row from the table `setting` of journal.sqlite3 (with sqlite3)."
-            ) from error
+        except _DAMAGE as error:
+            raise _damaged(key, error) from error
     return expected
+
+
+def _damaged(key: str, error: Exception) -> JournalError:
+    return JournalError(
+        f"The journal's setting {key!r} is damaged ({error!r}). Restore the data directory from a backup, or remove "
+        "its row from the table `setting` of journal.sqlite3 (with sqlite3)."
+    )
 
 
 def _restore_one(core: Core, key: str, value: bytes, now: float) -> int:

@@ -21,11 +21,11 @@ def missing() -> str:
 
 
 @functools.cache
-def build() -> Path:
-    """The layer, built once a process."""
-    library = Path(tempfile.mkdtemp(prefix="disk-layer-")) / "layer.so"
+def build(source: Path = SOURCE) -> Path:
+    """The layer, or another library to be preloaded, built once a process."""
+    library = Path(tempfile.mkdtemp(prefix=f"{source.stem}-")) / f"{source.stem}.so"
     flags = ["-shared", "-fPIC", "-O2", "-Wall", "-Wextra", "-Werror"]
-    subprocess.run(["gcc", *flags, "-o", library, SOURCE, "-ldl", "-pthread"], check=True)
+    subprocess.run(["gcc", *flags, "-o", library, source, "-ldl", "-pthread"], check=True)
     return library
 
 

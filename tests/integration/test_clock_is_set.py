@@ -1,41 +1,48 @@
-"""The clock of the master's host is set while the master runs: its clients and workers are right, and it is behind."""
+"""The clock of the master's host is set while the master runs: its clients and workers are right, and it is behind or
+ahead, also after a restart.
+"""
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import grpc
 import pytest
+from google.protobuf.duration_pb2 import Duration
 from google.protobuf.timestamp_pb2 import Timestamp
 from multigpu.v1 import admin_service_pb2 as admin_pb
 from multigpu.v1 import task_pb2
+from multigpu_master.journal_sqlite import SWEEP_AFTER_S
 
+from tests.disk import layer
 from tests.fleet import Daemon, Fleet
 
-# A master whose wall clock is wrong by what a file says.
-STEPPED_MASTER = """
-import os, pathlib, time
-wall, step = time.time, pathlib.Path(os.environ["CLOCK_STEP"])
-time.time = lambda: wall() + float(step.read_text())
-from multigpu_master.main import main
-main()
-"""
+pytestmark = pytest.mark.skipif(bool(layer.missing()), reason=layer.missing())
+
+SHIM = Path(__file__).with_name("wall_clock.c")
+# Until the running master has seen and saved that its host's clock was set.
+NOTICED_S = 2.0
 
 
 class SteppedFleet(Fleet):
     """`step` sets the wall clock of the master, and of its clients as `stamp` knows it."""
 
-    def __init__(self, folder: Path, **options: Any) -> None:
+    def __init__(self, folder: Path, *, step_s: int = 0) -> None:
         folder.mkdir(parents=True)
-        (folder / "stepped_master.py").write_text(STEPPED_MASTER)
         self._step = folder / "step"
-        self.step(0)
-        super().__init__(folder, handlers_dir=folder, env={"CLOCK_STEP": str(self._step)}, **options)
+        self.step(step_s)
+        super().__init__(folder, workers=1)
 
-    def launch(self, name: str, module: str, *arguments: Any) -> Daemon:
-        return super().launch(name, "stepped_master" if name == "master" else module, *arguments)
+    def launch(self, name: str, module: str, arguments: Sequence[str]) -> Daemon:
+        plain = self._env
+        if name == "master":
+            self._env = {**plain, "LD_PRELOAD": str(layer.build(SHIM)), "CLOCK_STEP": str(self._step)}
+        try:
+            return super().launch(name, module, arguments)
+        finally:
+            self._env = plain
 
-    def step(self, seconds: float) -> None:
+    def step(self, seconds: int) -> None:
         self.step_s = seconds
         aside = self._step.with_suffix(".new")
         aside.write_text(str(seconds))
@@ -47,9 +54,9 @@ class SteppedFleet(Fleet):
         return stamp
 
 
-@pytest.mark.parametrize("step_s", [25 * 3600.0, -25 * 3600.0])
-def test_results_and_deadlines_are_kept_though_the_hosts_clock_is_set(tmp_path: Path, step_s: float) -> None:
-    with SteppedFleet(tmp_path / "fleet", workers=1) as fleet:
+@pytest.mark.parametrize("step_s", [25 * 3600, -25 * 3600])
+def test_results_and_deadlines_are_kept_though_the_hosts_clock_is_set(tmp_path: Path, step_s: int) -> None:
+    with SteppedFleet(tmp_path / "fleet") as fleet:
         (before,) = fleet.submit("echo", b"before")
         assert fleet.outcome(before).result == b"before"
         fleet.step(step_s)
@@ -63,3 +70,27 @@ def test_results_and_deadlines_are_kept_though_the_hosts_clock_is_set(tmp_path: 
         assert fleet.outcome(late).state == task_pb2.OUTCOME_STATE_EXPIRED
         (result,) = fleet.submit_raw("echo", b"too late", deadline=fleet.stamp(-1)).results
         assert result.rejection.code == grpc.StatusCode.DEADLINE_EXCEEDED.value[0]
+
+
+@pytest.mark.parametrize(("boot_s", "then_s"), [(0, 2 * 86400), (-2 * 86400, 0), (2 * 86400, 0)])
+def test_a_new_master_keeps_what_one_took_whose_clock_was_set(tmp_path: Path, boot_s: int, then_s: int) -> None:
+    with SteppedFleet(tmp_path / "fleet", step_s=boot_s) as fleet:
+        fleet.step(then_s)
+        fleet.admin.PauseQueue(admin_pb.PauseQueueRequest(queue="held"), timeout=20)
+        time.sleep(NOTICED_S)
+        (done,) = fleet.submit("echo", b"once", request_ids=["once"])
+        assert fleet.outcome(done).result == b"once"
+        (other,) = fleet.submit("echo", b"the newest outcome is kept anyway")
+        fleet.outcome(other)
+        (timed,) = fleet.submit("echo", b"timed", queue="held", queue_timeout=Duration(seconds=3600))
+        (dated,) = fleet.submit("echo", b"dated", queue="held", deadline=fleet.stamp(3600))
+        for _ in range(2):  # the second one has what the first one resumed
+            fleet.restart_master()
+            fleet.wait_for_workers()
+            time.sleep(SWEEP_AFTER_S + 1.5)
+            assert fleet.outcome(done).result == b"once"
+            assert fleet.submit("echo", b"once", request_ids=["once"]) == [done]
+            assert [fleet.get(i).state for i in (timed, dated)] == [task_pb2.TASK_STATE_QUEUED] * 2
+        fleet.admin.ResumeQueue(admin_pb.ResumeQueueRequest(queue="held"), timeout=20)
+        assert [fleet.outcome(i).result for i in (timed, dated)] == [b"timed", b"dated"]
+        assert not fleet.faults()

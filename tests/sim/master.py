@@ -1,8 +1,8 @@
 """The simulated master: the real core, the real journaling and the real settings, behind a driver that is as thin as
 the real one, and can be killed at any moment.
 
-Its clock is a wall clock that was read when it started, as the real one's: it may be wrong by hours, and differently
-so in its next life. It never goes back while the master lives.
+Its clock is a wall clock that was read when it started: it may be wrong by hours, and differently so in its next life,
+as the real one's if the host's clock is set while no master runs. It never goes back while the master lives.
 """
 
 from __future__ import annotations
