@@ -92,6 +92,24 @@ def test_an_event_tries_so_many_lanes_and_the_next_one_goes_on_at_once() -> None
     assert last.lease is not None
 
 
+def test_a_queue_with_another_strategy_waits_with_those_of_the_old_one_no_more() -> None:
+    stage = Stage()
+    stage.handle(ev.SetStrategy("static_partition"))
+    stage.worker("a", slots=1)
+    stage.worker("b", slots=1)
+    pins = stage.core.strategies["static_partition"]
+
+    def pin_of(key: str) -> Worker | None:
+        return stage.core.placement.pin(pins, stage.core.lane_for(Task(Spec(kind="run"), "", b"", key)).shape)
+
+    pinned = next(key for key in map(str, range(100)) if pin_of(key) is stage.core.fleet.workers["a"])
+    stage.submit(5, key=pinned)  # more than a's window
+    moved = stage.submit(3, Spec(kind="run", queue="moved"), key=pinned)
+    assert not any(task.lease for task in moved)
+    stage.handle(ev.SetStrategy("least_loaded", queue="moved"))
+    assert [task.lease is not None for task in moved] == [True, True, False], "as many as b has room for"
+
+
 def test_tasks_of_too_many_different_requirements_are_rejected() -> None:
     stage = Stage()
     for n in range(SHAPES_MAX):

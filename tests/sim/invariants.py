@@ -109,6 +109,7 @@ class Invariants:
         now = self._world.now
         if isinstance(event, ev.Hello) and any(_foreign(h, event) for h in event.leases):
             event, commands = _without_foreign(event, commands)
+        not_begun = set[int]()
         for command in commands:
             if isinstance(command, ev.WorkerChanged):  # most are
                 continue
@@ -121,7 +122,8 @@ class Invariants:
                     old = self._answered.get(task.request_id)
                     check(old is None, "request %s was task %s, and is taken again", task.request_id, old)
             elif isinstance(command, ev.Revoke):
-                self._revoke(event, command, now)
+                not_begun |= {*command.lease_ids} if command.reason == NOT_BEGUN else set()
+                self._revoke(event, command, not_begun, now)
             elif isinstance(command, ev.Welcome) and isinstance(event, ev.Hello):
                 self._reconnect(event, command, commands)
         if isinstance(event, ev.Reports):
@@ -246,14 +248,16 @@ class Invariants:
             kept = holder is None or holder.worker_id != event.info.worker_id or h.lease_id in over
             check(kept or h.lease_id in welcome.adopted, "lease %s was lost in a reconnect", h.lease_id)
 
-    def _revoke(self, event: ev.Event, command: ev.Revoke, now: float) -> None:
-        """Nobody loses a lease without a reason."""
+    def _revoke(self, event: ev.Event, command: ev.Revoke, not_begun: set[int], now: float) -> None:
+        """Nobody loses a lease without a reason. A heartbeat may list what was taken back, as not begun, by the timers
+        that came due with it; it is then revoked twice.
+        """
         for lease_id in command.lease_ids:
             task = self._live.get(lease_id)
             worker = self._holders.get(lease_id)
             if task is None or worker is None or worker.session != command.session:
                 continue
-            if task.outcome is not None or not task.task_id or command.reason == NOT_BEGUN:
+            if task.outcome is not None or not task.task_id or lease_id in not_begun:
                 continue  # whether it was not begun is judged with the attempts
             drained = self._drains.get(worker, now + 1) <= now
             timeout_s = task.spec.run_timeout_s

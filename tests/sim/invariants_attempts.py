@@ -147,7 +147,9 @@ class Attempts:
         (adopted,) = [c.adopted for c in commands if isinstance(c, ev.Welcome)]
         for held in event.leases:
             task = self._core.tasks.get(held.task_id)
-            if held.lease_id in adopted and held.lease_id not in live and task is not None and task.outcome is None:
+            if task is None or (task.outcome is not None and task.outcome.state is not OutcomeState.EXPIRED):
+                continue
+            if held.lease_id in adopted and held.lease_id not in live:
                 tally = self._tallies.setdefault(task, Tally())
                 tally.attempts = max(tally.attempts, held.attempt) - (tally.attempts <= held.attempt)
                 tally.losses = max(0, tally.losses - 1) + 1

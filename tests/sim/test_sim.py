@@ -91,6 +91,10 @@ FOUND = {
     "a device that got well while the master was away stayed quarantined for ever": 19314,
     # test_the_urgent_get_a_place_though_the_clock_was_set_back_since_they_came
     "an urgent task waited behind others until a clock that was set back had caught up": 19362,
+    # test_a_sick_worker_that_was_away_when_it_was_reset_is_quarantined_when_it_is_back
+    "a sick worker that was away when the breaker was reset got work": 5001692,
+    # test_a_queue_with_another_strategy_waits_with_those_of_the_old_one_no_more
+    "a queue with another strategy went on waiting with those of the old one": 5062136,
     # No fault of the master's: what it must not be blamed for.
     "a drain's deadline passed while the master was away, and a report of then came too late": 610549,
     "the same, and the report was of a failure": 132433,
@@ -99,6 +103,8 @@ FOUND = {
     "a drain and a wait in the queue were over while the master was away": 294031,
     "a worker's silence and a wait in the queue were over while the master was away": 223696,
     "a master that was away once was taken for one that was away often": 589926,
+    "a drain and a wait in the queue were over when a worker came back": 5080508,
+    "a heartbeat listed what was taken back at that instant": 5192550,
 }
 
 
