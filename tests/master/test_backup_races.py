@@ -82,7 +82,7 @@ def payloads_of(data_dir: Path) -> dict[int, bytes]:
     try:
         tasks = list(journal.open(lambda *_: None).tasks)
         read = [t.payload.read() if isinstance(t.payload, Reference) else t.payload for t in tasks]
-        return {task.task_id: bytes(data) for task, data in zip(tasks, read, strict=True)}  # type: ignore[arg-type]
+        return {task.task_id: bytes(data) for task, data in zip(tasks, read, strict=True)}  # type: ignore[call-overload]
     finally:
         journal.close(20)
 
@@ -129,7 +129,7 @@ def test_a_shared_segment_that_is_written_anew_is_copied_as_it_was(
         assert it.write(submit_shared(1, it.take(writer, b"1" * (SEGMENT_BYTES - MIB)))) is None
         (name,) = it.names()
         del writer
-        renamed = []
+        renamed = list[bool]()
 
         def end() -> None:
             if not renamed:
@@ -175,12 +175,13 @@ class Busy:
         list(self.journal.open(self._on_commit).tasks)
         self.journal.payloads.sweep()
         self._writer = Writer(self.journal.payloads.path)
+        self._last: Reference | None = None  # so that what is written to has a holder all the time
         self._room = threading.Semaphore(20)  # entries that are not committed yet
         self.commits = 0
         self.durable: set[int] = set()
         self.settled: set[int] = set()  # or will be
         self._end = threading.Event()
-        self._thread = threading.Thread(target=self._run)
+        self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
     def _on_commit(self, entries: Sequence[Entry], _cursor: int, error: JournalError | None) -> None:
@@ -203,7 +204,8 @@ class Busy:
         if self._dice.randrange(8) == 0:
             self._writer = Writer(self._writer.path)
         written = self._writer.put(data)
-        return self.journal.payloads.resolve(written.pin.name, written.offset, written.size_bytes)
+        self._last = self.journal.payloads.resolve(written.pin.name, written.offset, written.size_bytes)
+        return self._last
 
     def _run(self) -> None:
         alive: list[int] = []
@@ -235,7 +237,7 @@ class Busy:
 
     def stop(self) -> None:
         self._end.set()
-        self._thread.join()
+        self._thread.join(20)
         self.journal.close(20)
 
 
