@@ -20,7 +20,14 @@ from multigpu.payloads import Reference, is_transient, read_file
 from multigpu.v1 import task_pb2
 
 from multigpu_master import journal_schema, journal_specs
-from multigpu_master.journal import JournalDamagedError, JournalError, SettledTask, StoredOutcome, SubmitRecord
+from multigpu_master.journal import (
+    JournalDamagedError,
+    JournalError,
+    JournalFullError,
+    SettledTask,
+    StoredOutcome,
+    SubmitRecord,
+)
 from multigpu_master.journal_segments import IN_USE, SegmentReader
 from multigpu_master.payloads import Payloads, is_shared, parse_reference
 
@@ -48,10 +55,12 @@ _INTEGER_MAX = 2**63 - 1  # of SQLite; no id of ours is as large
 class JournalReads:
     """The reading half of the journal. Public methods raise JournalError when the file can't be read."""
 
-    def __init__(self, data_dir: Path, now: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self, data_dir: Path, now: Callable[[], float] = time.time, database: str = journal_schema.DATABASE_NAME
+    ) -> None:
         self._now = now
         self._data_dir = data_dir
-        self._path = data_dir / journal_schema.DATABASE_NAME
+        self._path = data_dir / database
         self._segments_read = SegmentReader(data_dir)
         self.payloads = Payloads(data_dir, self._refers_to)
         self._idle: list[sqlite3.Connection] = []
@@ -219,6 +228,8 @@ class JournalReads:
                             why = self._outcome(row).lost
                         else:
                             self._task(row, {})
+                    except JournalFullError:  # it can't be read just now
+                        raise
                     except JournalError as error:
                         why = str(error).partition(". ")[0]
                     if why:

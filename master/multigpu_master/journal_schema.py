@@ -27,6 +27,7 @@ from multigpu_master.journal import JournalDamagedError, JournalError, JournalFu
 from multigpu_master.journal_reserve import NO_DESCRIPTOR
 
 DATABASE_NAME = "journal.sqlite3"
+PART_NAME = f"{DATABASE_NAME}.part"  # of a backup that is being made, or was broken off
 LOCK_NAME = "LOCK"
 APPLICATION_ID = int.from_bytes(b"mgpu", "big")
 SCHEMA_VERSION = 2
@@ -166,7 +167,7 @@ def prepare(data_dir: Path, address: str) -> DirectoryLock:
     """Makes the directory if need be, takes the lock and makes sure that there is a whole file of our schema."""
     path = data_dir / DATABASE_NAME
     try:
-        _make_directory(data_dir)
+        make_directory(data_dir)
         lock = DirectoryLock(data_dir, address)
     except OSError as error:
         raise explain(error, path) from error
@@ -186,7 +187,7 @@ def prepare(data_dir: Path, address: str) -> DirectoryLock:
     return lock
 
 
-def _make_directory(data_dir: Path) -> None:
+def make_directory(data_dir: Path) -> None:
     """Makes it if need be, so that it is there after a loss of power, too: a new name is its parent's to remember."""
     parents = [data_dir.parent, *(p.parent for p in data_dir.parents if not p.exists())]
     data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -252,6 +253,10 @@ def _check_contents(path: Path) -> None:
 
 def _check_remains(path: Path) -> None:
     """What belongs to a database that is gone would be read as the new one's, or deleted."""
+    if path.with_name(PART_NAME).exists():
+        raise JournalError(
+            f"{path.parent} is no journal, but a backup that was broken off ({PART_NAME}). Restore another one."
+        )
     segments = path.parent / journal_segments.DIRECTORY_NAME
     remains = [path.name + "-wal"] if _has_log(path) else []
     remains += [f"{segments.name}/"] if segments.is_dir() and any(segments.iterdir()) else []

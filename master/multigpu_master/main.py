@@ -27,7 +27,7 @@ from multigpu_master.server import Master, Refusal, WrongSetting
 
 log = structlog.get_logger()
 
-EXIT_FAILED, EXIT_CONFIG, EXIT_REFUSED = 1, 2, 3
+EXIT_FAILED, EXIT_CONFIG, EXIT_REFUSED, EXIT_LACKING = 1, 2, 3, 4
 # The journal's thread does short work while the loop is busy: it must not wait 5 ms for each turn.
 SWITCH_INTERVAL_S = 0.0005
 # A piece of the journal's work that takes longer than this is no progress for systemd's watchdog.
@@ -42,7 +42,7 @@ def main(context: click.Context, /, config_file: str | None, **flags: Any) -> No
     """The master daemon of multigpu: holds the durable queue and gives tasks to the workers.
 
     Exit codes: 0 stopped by a signal, 1 failed while running, 2 a wrong setting, 3 refused to start (the message says
-    why).
+    why), 4 a backup lacks what was lost before it.
     """
     try:
         config = load(MasterConfig, file=config_file, flags=flags).config
@@ -71,10 +71,21 @@ def main(context: click.Context, /, config_file: str | None, **flags: Any) -> No
 @click.argument("target", type=click.Path(path_type=Path))
 @click.pass_obj
 def backup(data_dir: Path, target: Path) -> None:
-    """Copies the journal to TARGET, a new directory that a master can start from. A master may be running."""
+    """Copies the journal to TARGET, a new directory that a master can start from. A master may be running.
+
+    Exit codes: 0 the copy is whole, 3 there is no copy (the message says why), 4 there is a copy, which lacks what was
+    lost before the backup: it is listed.
+    """
+    raise_descriptor_limit()  # each segment is held open
     lost = _offline(lambda: journal_backup.backup(data_dir, target))
     for line in lost:
         click.echo(f"not in the copy: {line}")
+    if lost:
+        click.echo(
+            f"{target} is a copy of {data_dir} without what was lost there before. Before a master starts from it, run "
+            f"`mgpu-master --data-dir {target} salvage`, which removes the tasks whose payload is lost."
+        )
+        sys.exit(EXIT_LACKING)
     click.echo(
         f"{target} is a copy of {data_dir}. To restore it, stop the master and put the copy in its data_dir's place."
     )

@@ -1,6 +1,8 @@
 """Copies of a journal, also while it is written to, and what can be saved of a damaged one."""
 
+import errno
 import os
+import resource
 import shutil
 import threading
 import time
@@ -10,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from multigpu_master import journal_segments
+from multigpu_master import journal_backup, journal_segments
 from multigpu_master.journal import Entry, JournalError
 from multigpu_master.journal_backup import backup, salvage
 from multigpu_master.journal_schema import DATABASE_NAME
@@ -95,6 +97,81 @@ def test_a_backup_goes_into_a_directory_of_its_own(tmp_path: Path) -> None:
             backup(tmp_path / source, tmp_path / target)
 
 
+@pytest.mark.parametrize(
+    ("target", "words"),
+    [
+        ("file", "can't be made or used: File exists.* Give a new directory"),
+        ("file/copy", "can't be made or used: Not a directory.* Give a new directory"),
+        ("loop/copy", "can't be made or used: .*Give a new directory"),
+        ("data", "is in the data directory"),
+        ("data/copy", "is in the data directory"),
+        ("link/copy", "is in the data directory"),
+    ],
+)
+def test_a_target_that_is_no_good_is_refused_in_words(target: str, words: str, tmp_path: Path) -> None:
+    write(tmp_path / "data", 1)
+    (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to(tmp_path / "data")
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    with pytest.raises(JournalError, match=words):
+        backup(tmp_path / "data", tmp_path / target)
+    assert not (tmp_path / "data" / "copy").exists()
+
+
+def lay_large(data_dir: Path) -> None:
+    """Leaves a journal with a large payload."""
+    journal = SqliteJournal(data_dir, size_max_bytes=1 << 30)
+    list(journal.open(lambda *_: None).tasks)
+    journal.append(Entry(submits=[submit(1, os.urandom(LARGE_BYTES)), submit(2)]))
+    journal.close(20)
+
+
+def test_a_copy_that_cannot_be_ended_is_taken_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_source: int, target: Path) -> None:
+        target.touch()
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(target))
+
+    lay_large(tmp_path / "data")
+    with monkeypatch.context() as patch:
+        patch.setattr(journal_backup, "_copy", full)
+        run = CliRunner().invoke
+        done = run(main, ["--data-dir", str(tmp_path / "data"), "backup", str(tmp_path / "copy")])
+    assert (done.exit_code, "No space left" in done.output, "To restore" in done.output) == (3, True, False)
+    assert not list((tmp_path / "copy").iterdir())
+    assert backup(tmp_path / "data", tmp_path / "copy") == []
+
+
+def test_no_master_starts_from_a_backup_that_was_broken_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lay_large(tmp_path / "data")
+    with monkeypatch.context() as patch:
+        patch.setattr(journal_backup, "_clear", lambda _: None)  # as if it was killed
+        patch.setattr(journal_backup, "_copy", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            backup(tmp_path / "data", tmp_path / "copy")
+    with pytest.raises(JournalError, match="a backup that was broken off"):
+        tasks_of(tmp_path / "copy")
+
+
+def test_a_backup_says_which_limit_of_files_it_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lay_large(tmp_path / "data")
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (50, 50))
+    with pytest.raises(JournalError, match=r"1 segments to be held open.* limit of open files is 50.* to 65 or more"):
+        backup(tmp_path / "data", tmp_path / "copy")
+
+
+def test_what_was_lost_before_a_backup_is_listed_and_the_copy_is_kept(tmp_path: Path) -> None:
+    lay_large(tmp_path / "data")
+    shutil.rmtree(tmp_path / "data" / "segments")
+    run = CliRunner().invoke
+    done = run(main, ["--data-dir", str(tmp_path / "data"), "backup", str(tmp_path / "copy")])
+    assert done.exit_code == 4
+    assert "not in the copy: task 1 (request_id 'request-1')" in done.output
+    assert f"--data-dir {tmp_path / 'copy'} salvage" in done.output
+    assert "To restore it" not in done.output
+    assert len(list(salvage(tmp_path / "copy"))) == 1
+    assert tasks_of(tmp_path / "copy") == [2]
+
+
 def test_a_journal_without_its_segments_is_salvaged_and_what_is_gone_is_said(tmp_path: Path) -> None:
     large = os.urandom(LARGE_BYTES)
     data_dir = tmp_path / "data"
@@ -137,6 +214,7 @@ def test_a_damaged_log_is_salvaged_up_to_the_damage(tmp_path: Path) -> None:
     (gone,) = salvage(data_dir)
     assert "or more acknowledged transactions" in gone
     assert (data_dir / f"{DATABASE_NAME}-wal.damaged").read_bytes() == data
+    assert (data_dir / f"{DATABASE_NAME}-wal.damaged").stat().st_mode & 0o777 == 0o600
     kept = tasks_of(data_dir)
     assert kept == list(range(1, kept[-1] + 1))
     assert 0 < kept[-1] < 10
