@@ -11,6 +11,7 @@ from typing import Any
 import multigpu
 import numpy as np
 import pytest
+from multigpu.cli.infer import read_inputs
 
 from .fleet_up import MGPUCTL, Up, mgpuctl, ok
 
@@ -101,7 +102,12 @@ def test_arrays_from_json_and_files_give_arrays(address: str, tmp_path: Path) ->
     assert json.loads(ok(address, "infer", "doubler", "--input", "x:float64=[0.1]", "--json"))["twice"]["values"] == [
         0.2
     ]
-    assert ok(address, "infer", "doubler", "--input", "x=[1]", "--output", "rows").split() == ["rows", "int64", "[1]"]
+    assert ok(address, "infer", "doubler", "--input", "x=[1]", "--output", "rows").split() == [
+        "rows",
+        "int64",
+        "[1]",
+        "0",
+    ]
 
 
 def test_a_pipe_at_both_ends(address: str) -> None:
@@ -130,6 +136,20 @@ def test_large_tensors_go_by_reference_and_come_back_bit_for_bit(address: str) -
         np.testing.assert_array_equal(many[3]["twice"], 2 * (x + 3))
 
 
+def test_the_first_numbers_are_told_in_a_pipe_too(address: str) -> None:
+    told = ok(address, "infer", "doubler", "--input", "x=[[1.5,2,3,4,5,6,7,8,9]]", "--output", "twice")
+    assert told == "twice  float32 [1, 9]  3, 4, 6, 8, 10, 12, 14, 16, …\n"
+
+
+def test_whole_numbers_at_the_ends_of_their_type_are_taken() -> None:
+    for dtype in ("int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64"):
+        limits = np.iinfo(dtype)
+        (array,) = read_inputs((f"x:{dtype}=[{limits.min},{limits.max}]",)).values()
+        assert (array.dtype.name, array.tolist()) == (dtype, [limits.min, limits.max])
+    assert read_inputs(("x:int64=[9007199254740993,1.0]",))["x"].tolist() == [2**53 + 1, 1]
+    assert read_inputs(("x:int16=[1e3,-2.0]",))["x"].tolist() == [1000, -2]
+
+
 @pytest.mark.parametrize(
     ("flags", "status", "words"),
     [
@@ -143,6 +163,19 @@ def test_large_tensors_go_by_reference_and_come_back_bit_for_bit(address: str) -
         (["doubler", "--input", f"x=@{__file__}"], 1, "is neither a .npy nor a .npz file: write it with numpy.save"),
         (["doubler", "--input", "x=[NaN]", "--json"], 1, "no word for"),
         (["doubler", "--input", "x=[1e39]"], 2, "x doesn't fit into float32"),
+        (
+            ["doubler", "--input", "x:int8=[[300],[1.7],[-129]]"],
+            2,
+            "x doesn't fit into int8: 300 is no whole number from -128 to 127",
+        ),
+        (["doubler", "--input", "x:int8=[128]"], 2, "x doesn't fit into int8: 128 is no whole number from -128 to 127"),
+        (["doubler", "--input", "x:int8=[-129]"], 2, "x doesn't fit into int8: -129 is no"),
+        (["doubler", "--input", "x:int64=[1.7]"], 2, "x doesn't fit into int64: 1.7 is no"),
+        (["doubler", "--input", "x:int64=[9223372036854775808]"], 2, "int64: 9223372036854775808 is no"),
+        (["doubler", "--input", "x:uint64=[18446744073709551616]"], 2, "uint64: 18446744073709551616 is no"),
+        (["doubler", "--input", "x:uint8=[-1]"], 2, "x doesn't fit into uint8: -1 is no whole number from 0 to 255"),
+        (["doubler", "--input", "x:int32=[NaN]"], 2, "x doesn't fit into int32: nan is no"),
+        (["doubler", "--input", 'x:int8=["a"]'], 2, "x doesn't fit into int8: it is no array of numbers"),
         (["doubler", "--input", "x=[1]", "--out", "-", "--json"], 2, "both go to stdout"),
         (["doubler", "--input", 'x=["a"]'], 1, "elements of type str"),
     ],

@@ -56,6 +56,7 @@ def test_what_passes_is_served_and_tells_its_figure(tmp_path: Path, settings: En
     assert "on 100 held-out examples, 0.98 at least" in facts["accuracy"]
     exact, _ = infer_onnx.load(spec, settings, "fp32")
     rounded, _ = infer_onnx.load(spec, settings, "int8")
+    assert rounded.per_example is exact.per_example is True
     x = pictures(5, 3)
     difference = np.abs(rounded({"x": x})["y"] - exact({"x": x})["y"]).max()
     assert 0 < difference < 0.1 * np.abs(exact({"x": x})["y"]).max()

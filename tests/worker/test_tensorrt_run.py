@@ -387,6 +387,8 @@ def test_onnx_runtime_serves_until_the_plan_does(tmp_path: Path, pretended_gpu: 
     assert forward.switch.facts()["difference to onnx"] == "0.0e+00"
     assert (forward({"x": x})["y"] == 2 * x).all()
     assert (forward.inputs, forward.examples_max) == (forward.switch.current.inputs, 4)
+    # The graph's names of open dimensions say that it is; a plan has none.
+    assert (forward.per_example, forward.switch.current.per_example) == (True, None)
 
 
 @pytest.mark.timeout(300)  # modelopt takes seconds, and a minute on a busy machine
@@ -437,7 +439,7 @@ def test_numbers_that_are_not_onnx_runtimes_never_serve(tmp_path: Path, pretende
     forward, _ = load_infer(spec, settings, Variant(engine="onnx", precision="fp32"))
 
     class Wrong:
-        inputs, outputs, examples_max = forward.inputs, forward.outputs, 1
+        inputs, outputs, examples_max, per_example = forward.inputs, forward.outputs, 1, forward.per_example
 
         def __init__(self, answer: float) -> None:
             self.answer = answer

@@ -6,7 +6,6 @@ Arrays are .npy and .npz files, which numpy writes and every tool reads; nothing
 import functools
 import io
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -130,7 +129,7 @@ def read_inputs(entries: tuple[str, ...]) -> dict[str, NDArray[Any]]:
         else:
             (name, value), *_ = key_values("--input", [entry]).items()
             name, _, dtype = name.partition(":")
-            array = of_file(value[1:]) if value.startswith("@") else of_json(name, value)
+            array = of_file(value[1:]) if value.startswith("@") else of_json(name, value, dtype)
             from_json = not value.startswith("@") and array.dtype == np.float64
             # Models want float32 far more often than what JSON's numbers become.
             found = {name: cast(name, array, dtype or ("float32" if from_json else array.dtype.name))}
@@ -160,9 +159,12 @@ def of_file(path: str) -> NDArray[Any]:
     return found
 
 
-def of_json(name: str, text: str) -> NDArray[Any]:
+def of_json(name: str, text: str, dtype: str = "") -> NDArray[Any]:
+    """An array, of Python's own numbers if whole ones of `dtype` come as floats: numpy has rounded those by then."""
     try:
-        return np.asarray(json.loads(text))
+        value = json.loads(text)
+        array = np.asarray(value)
+        return np.asarray(value, object) if array.dtype.kind == "f" and is_whole(dtype) else array
     except ValueError as error:
         raise click.BadParameter(f"{name} is no array: {error}", param_hint="--input") from error
 
@@ -175,10 +177,32 @@ def cast(name: str, array: NDArray[Any], dtype: str) -> NDArray[Any]:
         known = ", ".join(known for known in DTYPES if known != "bfloat16")
         raise click.BadParameter(f"{name} can't be {dtype!r}: there are {known}", param_hint="--input")
     try:
+        if is_whole(dtype):
+            check_whole(array, np.iinfo(dtype))
         with np.errstate(over="raise", invalid="raise"):
             return array.astype(dtype)
-    except (FloatingPointError, ValueError) as error:
+    except (FloatingPointError, OverflowError, TypeError, ValueError) as error:
         raise click.BadParameter(f"{name} doesn't fit into {dtype}: {error}", param_hint="--input") from error
+
+
+def is_whole(dtype: str) -> bool:
+    return dtype in DTYPES and dtype.startswith(("int", "uint"))
+
+
+def check_whole(array: NDArray[Any], limits: "np.iinfo[Any]") -> None:
+    """Raises ValueError for the first number that an integer type would hold as another one: `astype` just cuts it."""
+    if array.dtype.kind == "O" and all(isinstance(value, (int, float)) for value in array.flat):
+        right = [limits.min <= value <= limits.max and value == int(value) for value in array.flat]
+        fits = np.array(right, bool).reshape(array.shape)
+    elif array.dtype.kind in "biuf":
+        # Both bounds of a range are powers of two, or 0, which floating-point numbers hold exactly.
+        fits = (array >= int(limits.min)) & (array < int(limits.max) + 1)
+        if array.dtype.kind == "f":
+            fits &= np.trunc(array) == array
+    else:
+        raise ValueError("it is no array of numbers")
+    if not fits.all():
+        raise ValueError(f"{array[~fits].flat[0]} is no whole number from {limits.min} to {limits.max}")
 
 
 def write(arrays: dict[str, NDArray[Any]], out: str) -> None:
@@ -203,4 +227,4 @@ def describe(array: NDArray[Any]) -> str:
     shown = ", ".join(f"{value:g}" if array.dtype.kind == "f" else str(value) for value in array.flat[:SHOWN_MAX])
     more = ", …" if array.size > SHOWN_MAX else ""
     shape = ", ".join(map(str, array.shape))
-    return f"{array.dtype.name} [{shape}]  {shown}{more}" if sys.stdout.isatty() else f"{array.dtype.name} [{shape}]"
+    return f"{array.dtype.name} [{shape}]  {shown}{more}"

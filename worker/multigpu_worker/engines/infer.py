@@ -2,8 +2,10 @@
 
 The first dimension of an input counts the examples. Examples of all tasks of a batch whose inputs agree in names, types
 and the other dimensions go through the model together, as many at a time as its `examples_max` says, and the answers
-are cut apart again. A model whose answers don't have as many rows as its inputs is no such model: it gets each task by
-itself from then on. So does a batch that the model fails on: then only those tasks fail that can't be run.
+are cut apart again. That is done only if every output has a row for each example: the model declares it, or else it is
+found out with one row and with two before anything is joined or cut. As many rows in one answer prove nothing: a table
+may have them by chance. Every other model gets each task by itself, whole, and so does one with `tasks_max = 1` under
+[batch]. When the model fails on a batch, its tasks are tried each by itself: only those fail that can't be run.
 
 Payload, result and checks: infer_input.py. What computes: infer_backend.py. Parameters: `engine` and `precision`.
 """
@@ -24,14 +26,19 @@ from multigpu_worker.engines.models import ModelFolderError
 from multigpu_worker.engines.precision import Variant, choose, spec_of
 from multigpu_worker.engines.room import Limit, make_room
 
+# Facts of models whose tasks are neither joined nor cut.
+AS_TOLD = "one by one, as [batch] tasks_max = 1 says"
+AS_DECLARED = "one by one: not all inputs and outputs are declared with the same open first dimension"
+
 
 @dataclass(slots=True, kw_only=True)
 class Model:
     """A model that is loaded, and what was found out about it."""
 
     forward: Forward
-    # Whether examples of several tasks may go through it together.
-    joins: bool
+    # Whether tasks may be joined and cut; None: found out for each form of requests, and noted in `forms`.
+    joins: bool | None
+    forms: dict[Any, bool] = field(default_factory=dict)
     limit: Limit = field(default_factory=Limit)
 
 
@@ -107,7 +114,9 @@ class InferEngine:
     def _load(self, spec: ModelSpec, variant: Variant) -> dict[str, str]:
         make_room(self._loaded)
         forward, facts = load_backend(spec, self._settings, variant)
-        joins = all(each.shape is None or each.shape[:1] == (None,) for each in forward.inputs)
+        joins = False if spec.batch.tasks_max == 1 else forward.per_example
+        if joins is False:
+            facts["tasks"] = AS_TOLD if spec.batch.tasks_max == 1 else AS_DECLARED
         if spec.warm_up:
             facts["warm-up"] = warm_up(forward)
         self._loaded[spec.id, variant] = Model(forward=forward, joins=joins)
@@ -151,16 +160,49 @@ class _Run:
     def run(self) -> None:
         together: dict[Any, list[int]] = {}
         for index, request in self._requests.items():
-            joins = self._model.joins and request.examples > 0
-            together.setdefault(request.signature if joins else index, []).append(index)
-        for indices in together.values():
-            if self._model.joins and self._requests[indices[0]].examples > 0:
-                self._run_joined(indices)
+            if self._joins(index, request):
+                together.setdefault(request.signature, []).append(index)
             else:
-                self._run_apart(indices)
+                self._run_apart([index])
+        for indices in together.values():
+            self._run_joined(indices)
+
+    def _joins(self, index: int, request: Request) -> bool:
+        """Whether an item may be joined with others and cut. What has to be run to know that is run."""
+        model = self._model
+        if model.joins is False or request.examples == 0:
+            return False
+        known = model.forms.get(request.form, model.joins)
+        if known is None and not self._is_gone(index):
+            known = self._find_out(index, request)
+            self._reporter.beat()
+            if known is not None:
+                model.forms[request.form] = known
+        return known is True
+
+    def _find_out(self, index: int, request: Request) -> bool | None:
+        """Whether every output has as many rows as the inputs, be that one or two. None: this item can't tell."""
+        try:
+            for rows in (1, 2):
+                inputs = {name: np.repeat(array[:1], rows, axis=0) for name, array in request.inputs.items()}
+                if not _has_rows(self._model.forward(inputs), rows):
+                    return False
+        except MemoryError:
+            return None
+        except Exception as error:
+            if context_is_lost(str(error)):
+                raise
+        else:
+            return True
+        # Either the item can't be run at all, or the model needs its rows together.
+        return False if self._run_whole(index, request) else None
 
     def _run_joined(self, indices: list[int]) -> None:
         """Run items whose examples may go through the model together."""
+        form = self._requests[indices[0]].form
+        if not self._model.forms.get(form, True):
+            self._run_apart(indices)
+            return
         todo = [Piece(index=i, start=0, stop=self._requests[i].examples) for i in indices][::-1]
         while todo:
             pieces = self._take(todo)
@@ -182,9 +224,9 @@ class _Run:
                 if context_is_lost(str(problem)):
                     raise problem
                 self._blame(pieces, problem, todo)
-            elif any(array.ndim == 0 or len(array) != rows for array in outputs.values()):
-                # The first dimension is something else here.
-                self._model.joins = False
+            elif not _has_rows(outputs, rows):
+                # The first dimension is something else here, whatever was declared or found.
+                self._model.forms[form] = False
                 rest = {piece.index for piece in [*pieces, *todo]}
                 self._run_apart([index for index in indices if index in rest])
                 return
@@ -244,7 +286,9 @@ class _Run:
             if not self._is_gone(index):
                 self._run_whole(index, self._requests[index])
 
-    def _run_whole(self, index: int, request: Request) -> None:
+    def _run_whole(self, index: int, request: Request) -> bool:
+        """Returns whether the model could run it."""
+        done = False
         try:
             outputs = self._model.forward({name: np.array(array) for name, array in request.inputs.items()})
         except Exception as error:
@@ -252,8 +296,10 @@ class _Run:
                 raise
             self._fail(index, error)
         else:
+            done = True
             self._succeed(index, outputs)
         self._reporter.beat()
+        return done
 
     def _is_gone(self, index: int) -> bool:
         if index not in self._gone and self._reporter.cancelled(self._items[index]):
@@ -276,6 +322,10 @@ class _Run:
             error_type = "OutOfMemory"
             message = f"out of memory: free memory on the device, or send fewer or smaller examples ({error})"
         self._reporter.fail(self._items[index], error_type, message, retryable=True)
+
+
+def _has_rows(outputs: Arrays, rows: int) -> bool:
+    return all(array.ndim > 0 and len(array) == rows for array in outputs.values())
 
 
 def _stack(arrays: list[npt.NDArray[Any]]) -> npt.NDArray[Any]:

@@ -5,6 +5,7 @@ imported when it is first asked for.
 """
 
 import importlib
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
@@ -53,11 +54,27 @@ class Forward(Protocol):
     def outputs(self) -> tuple[TensorSpec, ...]:
         """Empty: known once it has run."""
 
+    @property
+    def per_example(self) -> bool | None:
+        """Whether the model declares that every output has a row for each example; None: it doesn't say."""
+
     # Examples that go through it at once. The engine lowers it when memory runs out.
     examples_max: int
 
     def __call__(self, inputs: Arrays) -> Arrays:
         """All outputs for these inputs. Raises MemoryError, on any device, if memory runs out."""
+
+
+def is_per_example(first_dimensions: Iterable[int | str | None]) -> bool | None:
+    """`per_example`, by the first dimensions of all inputs and outputs.
+
+    Each is a size, the name of an open dimension, or None: open without a name. What has no dimension counts as of size
+    0. An open dimension of another name isn't the examples', though it may have their size for some inputs.
+    """
+    found = set(first_dimensions)
+    if any(isinstance(each, int) for each in found) or len(found - {None}) > 1:
+        return False
+    return None if None in found else True
 
 
 class _Module(Protocol):

@@ -30,6 +30,11 @@ class Request:
     examples: int
 
     @property
+    def form(self) -> tuple[tuple[str, str, int], ...]:
+        """Of requests that agree in this, outputs have the same names and dimensions."""
+        return tuple((name, array.dtype.name, array.ndim) for name, array in sorted(self.inputs.items()))
+
+    @property
     def signature(self) -> tuple[tuple[str, str, tuple[int, ...]], ...]:
         """Examples of requests that agree in this can go through a model together."""
         return tuple((name, array.dtype.name, array.shape[1:]) for name, array in sorted(self.inputs.items()))

@@ -13,7 +13,7 @@ from multigpu.repository import ModelSpec
 
 from multigpu_worker.engines.base import EngineSettings
 from multigpu_worker.engines.gate import GATED
-from multigpu_worker.engines.infer_backend import Arrays, TensorSpec, examples_max
+from multigpu_worker.engines.infer_backend import Arrays, TensorSpec, examples_max, is_per_example
 from multigpu_worker.engines.models import ModelFolderError
 from multigpu_worker.engines.onnx_artifacts import quantised
 from multigpu_worker.engines.onnx_export import MODEL_FILE
@@ -32,6 +32,7 @@ class OnnxForward:
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
     examples_max: int
+    per_example: bool | None
     session: Session = field(repr=False)
 
     def __call__(self, inputs: Arrays) -> Arrays:
@@ -58,6 +59,9 @@ def load(spec: ModelSpec, settings: EngineSettings, precision: str) -> tuple[Onn
         inputs=tuple(tensor_spec(path, each) for each in session.inputs),
         outputs=tuple(tensor_spec(path, each) for each in session.outputs),
         examples_max=examples_max(spec, settings.device),
+        per_example=is_per_example(
+            [*(next(iter(each.shape), 0) for each in session.inputs), *map(_first_of_output, session.outputs)]
+        ),
         session=session,
     )
     if kept is None:
@@ -74,3 +78,8 @@ def tensor_spec(path: Path, node: Any) -> TensorSpec:
         raise ModelFolderError(f"{path} has {node.name} of type {node.type}: export it with tensors of numbers alone")
     sizes = tuple(size if isinstance(size, int) else None for size in node.shape)
     return TensorSpec(name=node.name, dtype=dtype, shape=sizes)
+
+
+def _first_of_output(node: Any) -> int | str | None:
+    # No sizes: a scalar, or a shape that ONNX Runtime could not infer. Running it tells.
+    return next(iter(node.shape), None)

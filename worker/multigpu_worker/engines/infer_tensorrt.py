@@ -20,7 +20,14 @@ from multigpu_worker.engines import gate
 from multigpu_worker.engines.artifacts import Artifact
 from multigpu_worker.engines.base import EngineSettings
 from multigpu_worker.engines.device_memory import DeviceMemory, open_memory
-from multigpu_worker.engines.infer_backend import Arrays, Forward, TensorSpec, examples_max, load_backend
+from multigpu_worker.engines.infer_backend import (
+    Arrays,
+    Forward,
+    TensorSpec,
+    examples_max,
+    is_per_example,
+    load_backend,
+)
 from multigpu_worker.engines.models import ModelFolderError
 from multigpu_worker.engines.onnx_artifacts import quantised
 from multigpu_worker.engines.onnx_cast import TYPES as CAST_TYPES
@@ -49,6 +56,8 @@ class PlanForward:
     def __init__(self, runner: PlanRunner, examples: int, kept: Artifact | None = None) -> None:
         self.inputs, self.outputs = runner.inputs, runner.outputs
         self.examples_max = examples
+        # A plan has no names for its open dimensions.
+        self.per_example = is_per_example(next(iter(each.shape or ()), 0) for each in (*self.inputs, *self.outputs))
         self._runner = runner
         # Its lock keeps the plan's files from being evicted.
         self._kept = kept
@@ -63,6 +72,7 @@ class SwitchingForward:
     def __init__(self, first: Forward, maker: "PlanMaker") -> None:
         self.inputs, self.outputs = first.inputs, first.outputs
         self.examples_max = first.examples_max
+        self.per_example = first.per_example
         self._maker = maker
         self._watch = Watch.begin(maker.limits)
         self.switch: Switch[Forward] = Switch(first, maker.name)

@@ -24,9 +24,10 @@ import torch
 from multigpu.repository import ModelSpec
 from multigpu.repository_files import weight_files
 from torch import Tensor, nn
+from torch.utils._pytree import tree_unflatten
 
 from multigpu_worker.engines.base import EngineSettings
-from multigpu_worker.engines.infer_backend import Arrays, TensorSpec, examples_max
+from multigpu_worker.engines.infer_backend import Arrays, TensorSpec, examples_max, is_per_example
 from multigpu_worker.engines.models import ModelFolderError, read_layout, read_object
 from multigpu_worker.engines.precision import PrecisionError
 from multigpu_worker.engines.torch_runtime import bind, dtype_of, memory_errors
@@ -59,6 +60,8 @@ class TorchForward:
     examples_max: int
     # Of the inputs that go by their place, in order; the others go by name.
     positional: tuple[str, ...] = ()
+    # Only exported programs declare it.
+    per_example: bool | None = None
 
     def __call__(self, inputs: Arrays) -> Arrays:
         """All outputs for these inputs. Raises MemoryError, on any device, if memory runs out."""
@@ -134,6 +137,8 @@ def _load_export(spec: ModelSpec, device: torch.device, precision: str) -> Torch
         if value.ndim and isinstance(value.shape[0], torch.SymInt):
             bound = program.range_constraints.get(value.shape[0].node.expr)
             limits += [int(bound.upper)] if bound is not None and bound.upper.is_Integer else []
+    found = [_first_of(nodes[name].meta["val"]) for name in user_inputs]
+    found += [_first_of(value) for value in _outputs_of(program, nodes).values()]
     from torch.export.passes import move_to_device_pass  # noqa: PLC0415  (of no use to other sources)
 
     program = move_to_device_pass(program, device)
@@ -147,12 +152,24 @@ def _load_export(spec: ModelSpec, device: torch.device, precision: str) -> Torch
         threads=0,
         examples_max=min(limits, default=0),
         positional=tuple(names[:by_place]),
+        per_example=is_per_example(found),
     )
 
 
 def _spec_of(name: str, value: Tensor) -> TensorSpec:
     dtype = "float32" if value.dtype == torch.bfloat16 else str(value.dtype).removeprefix("torch.")
     return TensorSpec(name=name, dtype=dtype, shape=tuple(s if isinstance(s, int) else None for s in value.shape))
+
+
+def _first_of(value: Tensor) -> int | str:
+    size = value.shape[0] if value.ndim else 0
+    return size if isinstance(size, int) else str(size.node.expr)
+
+
+def _outputs_of(program: torch.export.ExportedProgram, nodes: dict[str, torch.fx.Node]) -> dict[str, Tensor]:
+    """What the program was traced to return, by the names that tasks get it by."""
+    values = [nodes[name].meta["val"] if name in nodes else None for name in program.graph_signature.user_outputs]
+    return name_outputs(tree_unflatten(values, program.call_spec.out_spec))
 
 
 def refuse_pickle(path: Path) -> None:
