@@ -164,6 +164,16 @@ def test_bad_input_in_the_middle_is_told(fleet: tuple[Up, str], tmp_path: Path) 
     assert not (tmp_path / "out.npy").exists()
 
 
+def test_the_input_is_not_replaced(tmp_path: Path) -> None:
+    notes = tmp_path / "notes.txt"
+    notes.write_text("one line\n")
+    (tmp_path / "link.txt").symlink_to(notes)
+    got = mgpuctl("127.0.0.1:1", "embed", str(notes), "-o", str(tmp_path / "link.txt"), "--format", "npy")
+    assert got.returncode == 2
+    assert "would replace the input" in got.stderr
+    assert notes.read_text() == "one line\n"
+
+
 def test_unknown_model_and_absent_master_are_told(fleet: tuple[Up, str], tmp_path: Path) -> None:
     _, address = fleet
     out = str(tmp_path / "out.npy")

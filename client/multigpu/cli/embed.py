@@ -4,6 +4,7 @@ The SDK's map does the work: it pulls lines no further ahead than its window, re
 returns chunks in order. What is here reads, writes, waits for a fleet to appear, and tells who did what.
 """
 
+import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -73,6 +74,8 @@ def embed(
     the speed and how many lines each worker did; --json prints it as one value.
     """
     paths = files or (STDIN,)
+    if output is not None and (same := next((path for path in paths if _is_same_file(path, output)), None)):
+        raise click.UsageError(f"-o {output} would replace the input {same}: give another file")
     sink = choose_sink(output, task["file_format"], as_json=as_json, resume=resume)
     total = count_lines(paths)
     lines_by_worker: Counter[str] = Counter()
@@ -99,6 +102,10 @@ def embed(
         show.value(summary)
     else:
         tell(summary)
+
+
+def _is_same_file(path: str, output: str) -> bool:
+    return STDIN not in (path, output) and os.path.realpath(path) == os.path.realpath(output)
 
 
 def choose_sink(output: str | None, file_format: str | None, *, as_json: bool, resume: bool) -> Sink:
