@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from multigpu.payloads import SEGMENT_BYTES, Reference, Writer
-from multigpu_master import journal_backup, journal_segments, journal_sqlite
+from multigpu_master import journal_backup, journal_segments, journal_sqlite, journal_sweep
 from multigpu_master.journal import Entry, JournalError, LargeBody
 from multigpu_master.journal_backup import backup
 from multigpu_master.journal_segments import LARGE_BYTES
@@ -29,6 +29,7 @@ def quick_to_forget(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(journal_segments, "SEGMENT_BYTES", 2 * LARGE_BYTES)
     monkeypatch.setattr(journal_sqlite, "SWEEP_AFTER_S", 0.0)
     monkeypatch.setattr(journal_sqlite, "TICK_S", 0.005)
+    monkeypatch.setattr(journal_sweep, "_PERIOD_S", 0.05)
 
 
 def data_of(task_id: int, size_bytes: int) -> bytes:
@@ -159,7 +160,13 @@ def test_what_is_written_into_a_used_shared_segment_while_it_is_copied_is_in_the
             assert it.write(submit_shared(task_id, it.take(writer, data_of(task_id, MIB)))) is None
 
         more()
-        before_each(monkeypatch, "_copy", more)
+        copy = journal_backup._copy
+
+        def copy_late(*arguments: Any) -> None:
+            copy(*arguments)
+            more()
+
+        monkeypatch.setattr(journal_backup, "_copy", copy_late)
         assert backup(tmp_path / "data", tmp_path / "copy") == []
         found = payloads_of(tmp_path / "copy")
     assert 1 in found
@@ -176,7 +183,7 @@ class Busy:
         self.journal.payloads.sweep()
         self._writer = Writer(self.journal.payloads.path)
         self._last: Reference | None = None  # so that what is written to has a holder all the time
-        self._room = threading.Semaphore(20)  # entries that are not committed yet
+        self._room = threading.Semaphore(4)  # entries that are not committed yet
         self.commits = 0
         self.durable: set[int] = set()
         self.settled: set[int] = set()  # or will be
@@ -213,17 +220,17 @@ class Busy:
         task_id = 0
         while not self._end.is_set():
             action = self._dice.randrange(10)
-            if action < 5 or len(alive) < 10:
+            if len(alive) < 20:
                 task_id += 1
                 alive.append(task_id)
                 self._append(Entry(submits=[submit(task_id, self._data(task_id))]))
-            elif action < 9:
+            elif action < 8 or len(letters) < 4:
                 ended = alive.pop(self._dice.randrange(len(alive) // 2))
                 if ended % 50 == 0:
                     continue  # it stays
                 self.settled.add(ended)
                 self._append(Entry(settles=[self._settle(ended, letters)]))
-            elif letters:
+            else:
                 self._append(Entry(deleted_dead_letters=[letters.pop(0)]))
 
     def _settle(self, task_id: int, letters: list[int]) -> Any:
@@ -233,7 +240,7 @@ class Busy:
         body = self._data(task_id)
         if isinstance(body, Reference):
             body = LargeBody(b"", body)
-        return replace(settle(task_id, body), expire_time_s=self._dice.choice([5000.0, 5000.0, 1e10]))
+        return replace(settle(task_id, body), expire_time_s=self._dice.choice([5000.0] * 7 + [1e10]))
 
     def stop(self) -> None:
         self._end.set()
@@ -246,7 +253,7 @@ def test_each_backup_of_a_busy_journal_is_whole(seed: int, tmp_path: Path, monke
     busy = Busy(tmp_path / "data", seed)
 
     def some_commits() -> None:
-        enough = busy.commits + 3
+        enough = busy.commits + 1
         until(lambda: busy.commits >= enough)
 
     before_each(monkeypatch, "_copy", some_commits)
@@ -260,17 +267,19 @@ def test_each_backup_of_a_busy_journal_is_whole(seed: int, tmp_path: Path, monke
             copies.append((tmp_path / f"copy {number}", durable - busy.settled))
     finally:
         busy.stop()
+    kinds = set[str]()
     for copy, unsettled in copies:
         journal = SqliteJournal(copy, size_max_bytes=1 << 30)
         outcomes = [each for each in journal.read_outcomes(0, 1 << 30, 1 << 40) if each.body is not None]
         letters = journal.get_dead_letters(sorted(busy.settled))
+        kinds |= {"letter"} if letters else set()
+        kinds |= {"outcome"} if outcomes else set()
         found = payloads_of(copy)
         assert unsettled <= found.keys()
         assert found == {i: data_of(i, len(data)) for i, data in found.items()}
-        assert letters
         for letter in letters:
             assert letter.payload == data_of(letter.task_id, len(letter.payload))
-        assert outcomes
         for outcome in outcomes:
             assert not outcome.lost
             assert outcome.body in (b"out", data_of(outcome.task_id, len(outcome.body or b"")))
+    assert kinds == {"letter", "outcome"}
