@@ -209,9 +209,10 @@ class Payloads:
 
     def released(self, stored: Stored) -> None:
         """Nothing in the master refers to it any more. From any thread, between any two instructions: no lock here."""
-        if stored.fd >= 0:
-            self._open.discard(stored.fd)
-            os.close(stored.fd)
+        fd, stored.fd = stored.fd, -1  # another thread may have found it just before: it opens the file again
+        if fd >= 0:
+            self._open.discard(fd)
+            os.close(fd)
         self._released.append(stored.name)
 
     # --- the disk ----------------------------------------------------------------------------------------------------
