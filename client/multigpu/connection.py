@@ -46,6 +46,9 @@ BREAKS = frozenset(
         grpc.StatusCode.UNKNOWN,
     }
 )
+# Nobody served the call. A server of gRPC that has too many calls waiting ends some as CANCELLED before it looks at
+# them; who cancels a call of ours sees asyncio.CancelledError instead.
+_REPEATED = frozenset({grpc.StatusCode.CANCELLED, grpc.StatusCode.UNAVAILABLE})
 _BACKOFF_FIRST_S = 0.05
 _BACKOFF_MAX_S = 2.0
 # Unary calls are answered at once, or after one fsync.
@@ -148,7 +151,7 @@ class Connection:
             except grpc.aio.AioRpcError as error:
                 failures += 1
                 delay_s = backoff_s(failures)
-                if error.code() is not grpc.StatusCode.UNAVAILABLE or time.monotonic() + delay_s > give_up:
+                if error.code() not in _REPEATED or time.monotonic() + delay_s > give_up:
                     raise self.explain(error.code(), error.details()) from None  # it says all of it
                 self._refresh()
             await asyncio.sleep(delay_s)

@@ -19,7 +19,7 @@ from multigpu.config import ConfigError, MasterConfig, TelemetryConfig, click_op
 from multigpu.systemd import Notifier, raise_descriptor_limit
 from multigpu.telemetry import configure_logging, configure_tracing, shut_down_tracing
 
-from multigpu_master import VERSION, journal_backup
+from multigpu_master import VERSION, journal_backup, memory
 from multigpu_master.clock import Clock
 from multigpu_master.journal import JournalError
 from multigpu_master.journal_sqlite import SqliteJournal
@@ -56,6 +56,7 @@ def main(context: click.Context, /, config_file: str | None, **flags: Any) -> No
         context.obj = config.data_dir
         return
     sys.setswitchinterval(SWITCH_INTERVAL_S)
+    memory.use_one_arena()
     try:
         code = uvloop.run(_serve(config, telemetry, lambda: _load_log_level(config_file, flags)))
     except Refusal as refusal:

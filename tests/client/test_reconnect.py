@@ -111,6 +111,22 @@ async def test_nobody_at_the_address() -> None:
     await client.close()
 
 
+async def test_a_call_that_the_server_drops_is_made_again() -> None:
+    dropped = 0
+
+    class Dropping(ScriptedMaster):
+        async def Count(self, request: Any, context: Any) -> Any:  # noqa: N802  the method's name
+            nonlocal dropped
+            dropped += 1
+            if dropped < 3:
+                await context.abort(grpc.StatusCode.CANCELLED, "CANCELLED")
+            return task_service_pb2.CountResponse()
+
+    async with Dropping() as master, multigpu.AsyncClient(master.address) as client:
+        await client.count()
+        assert dropped == 3
+
+
 async def test_what_listens_is_no_master() -> None:
     server = grpc.aio.server()
     port = server.add_insecure_port("127.0.0.1:0")

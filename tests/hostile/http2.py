@@ -16,7 +16,7 @@ from pathlib import Path
 from random import Random
 from typing import Self
 
-DATA, HEADERS, RST_STREAM, SETTINGS, PING, GOAWAY, WINDOW_UPDATE = 0, 1, 3, 4, 6, 7, 8
+DATA, HEADERS, RST_STREAM, SETTINGS, PING, GOAWAY, WINDOW_UPDATE, CONTINUATION = 0, 1, 3, 4, 6, 7, 8, 9
 END_STREAM = ACK = 1
 END_HEADERS = 4
 MIB = 1 << 20
@@ -53,6 +53,11 @@ def header_block(path: bytes, more: Iterable[tuple[bytes, bytes]] = ()) -> bytes
     return b"".join(b"\0" + _text(name) + _text(value) for name, value in fields)
 
 
+def referring_block(path: bytes, times: int) -> bytes:
+    """The headers of a call that names an entry of the dynamic table so often, a byte each: see `Peer.remember`."""
+    return header_block(path) + b"\xbe" * times
+
+
 def announced(size: int) -> bytes:
     """The prefix of a message of that size."""
     return b"\0" + size.to_bytes(4, "big")
@@ -86,9 +91,12 @@ class _Stream:
 
 
 class Peer:
-    """One connection. `window`: how many bytes of each response it takes; 0: it reads none."""
+    """One connection. `window`: how many bytes of each response it takes; 0: it reads none. `acknowledges`: the
+    server's settings, which count from then on.
+    """
 
-    def __init__(self, address: str, window: int = 65_535) -> None:
+    def __init__(self, address: str, window: int = 65_535, *, acknowledges: bool = True) -> None:
+        self._acknowledges = acknowledges
         host, _, port = address.rpartition(":")
         self._socket = socket.create_connection((host, int(port)), timeout=20)
         self._socket.setblocking(False)
@@ -117,12 +125,23 @@ class Peer:
         self, path: bytes | str, begin: bytes = b"", zeros: int = 0, more: Iterable[tuple[bytes, bytes]] = ()
     ) -> int:
         """Opens a stream, sends `begin`, then zeros as its window permits, and never ends it."""
-        stream = 2 * self.opened + 1
-        self.opened += 1
-        block = header_block(path.encode() if isinstance(path, str) else path, more)
-        self._out += frame(HEADERS, END_HEADERS, stream, block)
+        stream = self.open(header_block(path.encode() if isinstance(path, str) else path, more))
         self._streams[stream] = _Stream(bytearray(begin), zeros)
         return stream
+
+    def open(self, block: bytes, flags: int = 0) -> int:
+        """Opens a stream by a block of headers, in as many frames as it takes."""
+        stream = 2 * self.opened + 1
+        self.opened += 1
+        parts = [block[at : at + 16_384] for at in range(0, len(block), 16_384)]
+        for number, part in enumerate(parts):
+            end = END_HEADERS if number == len(parts) - 1 else 0
+            self._out += frame(CONTINUATION if number else HEADERS, end | (0 if number else flags), stream, part)
+        return stream
+
+    def remember(self, path: bytes, size: int) -> None:
+        """A call whose last header stays in the dynamic table, as its newest entry."""
+        self.open(header_block(path) + b"\x40" + _text(b"x-a") + _text(b"b" * size), END_STREAM)
 
     def step(self) -> None:
         """Sends and takes in what it can without waiting."""
@@ -156,7 +175,8 @@ class Peer:
                 self._initial = value if key == 4 else self._initial
                 self.streams_max = value if key == 3 else self.streams_max
                 self._frame_max = min(value, _OUT_BYTES_MAX) if key == 5 else self._frame_max
-            self._out += frame(SETTINGS, ACK, 0)
+            if self._acknowledges:
+                self._out += frame(SETTINGS, ACK, 0)
         elif kind == PING and not flags & ACK:
             self._out += frame(PING, ACK, 0, body)
         elif kind == WINDOW_UPDATE:

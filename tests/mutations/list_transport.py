@@ -29,8 +29,8 @@ TRANSPORT = (
     ),
     transport(
         name="gRPC decodes the path of any call",
-        old="return asyncio.get_running_loop().create_task(self._refuse_unknown_methods())",
-        new="return super()._make_request_call_future(None)",
+        old="return self._running_loop.create_task(self._answer(method))",
+        new="return super()._make_request_call_future(method)",
         breaks="one frame of anybody ends the service",
     ),
     transport(

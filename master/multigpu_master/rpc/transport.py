@@ -8,6 +8,7 @@ was checked (see `registration`).
 import asyncio
 import logging
 import time
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import grpc
@@ -18,8 +19,13 @@ from multigpu_master.rpc.status import refuse
 
 MESSAGE_BYTES_MAX = 64 << 20
 STREAM_BYTES_MAX = 128 << 10
-# Of one connection. A client that opens more waits until one of its streams has ended.
-STREAMS_MAX = 1024
+# Of one connection. A client that opens more waits until one of its streams has ended. No fewer than a token's calls
+# (token_calls_max): a Get may wait for an hour, and a Cancel must not wait for it.
+STREAMS_MAX = 512
+# Calls of one method that we have not taken yet, on all connections. gRPC ends some of the calls beyond the first
+# number and all beyond the second as CANCELLED: each may hold megabytes of metadata, see docs/security.md.
+WAITING_SOFT_MAX, WAITING_MAX = 128, 256
+METADATA_BYTES_MAX = 16 << 10
 # Both ends ping an idle connection every 10 s and give up after 5; the server must then allow pings that often.
 OPTIONS = [
     ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
@@ -33,8 +39,14 @@ OPTIONS = [
     ("grpc.so_reuseport", 0),
     # A connection that says nothing ends then.
     ("grpc.server_handshake_timeout_ms", 10_000),
-    ("grpc.max_metadata_size", 16 << 10),
+    # gRPC keeps to the second with peers that have acknowledged our settings. Until then it takes 16 MiB a call, and
+    # STREAMS_MAX calls in all; whoever does not acknowledge is closed.
+    ("grpc.max_metadata_size", METADATA_BYTES_MAX),
+    ("grpc.absolute_max_metadata_size", METADATA_BYTES_MAX),
+    ("grpc.http2.settings_timeout", 10_000),
     ("grpc.max_concurrent_streams", STREAMS_MAX),
+    ("grpc.server.max_pending_requests", WAITING_SOFT_MAX),
+    ("grpc.server.max_pending_requests_hard_limit", WAITING_MAX),
     # Bit 0 stands for "identity": compressed calls end as UNIMPLEMENTED before a message of theirs is read.
     ("grpc.compression_enabled_algorithms_bitset", 1),
     # The window of a stream that is not being read. Without the probe it would grow to 128 MiB.
@@ -105,27 +117,64 @@ class Server(aio_server.Server):  # type: ignore[misc]  # grpc has no types
 
 
 class _Core(cygrpc.AioServer):  # type: ignore[misc]  # grpc has no types
-    """gRPC's own decodes the path of an unregistered method as UTF-8, and shuts down when that fails: one frame of
-    anybody would end every stream. This one never looks at such a path: the method is unknown anyhow.
+    """Takes calls and finds their handlers itself, for three reasons.
+
+    gRPC's own decodes the path of an unregistered method as UTF-8, and shuts down when that fails: one frame of anybody
+    would end every stream. It makes Python objects of all metadata of every call, before anybody asks for them, and
+    leaves them in a cycle. And it keeps what a refused call held: see `_forgetting`.
     """
 
+    def __init__(self, loop: asyncio.AbstractEventLoop, *more: Any) -> None:
+        super().__init__(loop, *more)
+        self._running_loop = loop
+        self._handlers: dict[str, Any] = {}
+        self._calls: set[asyncio.Task[None]] = set()  # the loop holds no references
+
+    def add_registered_method_handlers(self, method_handlers: dict[str, Any]) -> None:
+        """Those of methods whose requests are streams, by path."""
+        for path, handler in method_handlers.items():
+            assert handler.request_streaming, path
+            kind = "stream_stream" if handler.response_streaming else "stream_unary"
+            self._handlers[path] = handler._replace(**{kind: _forgetting(getattr(handler, kind))})
+        super().add_registered_method_handlers(method_handlers)
+
     def _make_request_call_future(self, method: bytes | None) -> Any:
-        """The next call of a registered method; for None, a task that answers all calls of other methods."""
-        if method is not None:
-            return super()._make_request_call_future(method)
-        return asyncio.get_running_loop().create_task(self._refuse_unknown_methods())
+        """A task that answers all calls of a registered method; for None, those of all other methods."""
+        return self._running_loop.create_task(self._answer(method))
 
-    async def _refuse_unknown_methods(self) -> None:
-        loop = asyncio.get_running_loop()
-        calls: set[asyncio.Task[None]] = set()
-        while True:
-            state = await self._request_call()  # raises when the server stops
-            answer = cygrpc._handle_rpc("unknown", _NoMethods(), (), state, loop, False)  # noqa: SLF001
-            call = loop.create_task(cygrpc._schedule_rpc_coro(answer, state, loop, "unknown"))  # noqa: SLF001
-            calls.add(call)
-            call.add_done_callback(calls.discard)
+    async def _answer(self, method: bytes | None) -> None:
+        name = "unknown" if method is None else method.decode()
+        handler = _NO_METHOD if method is None else self._handlers[name]
+        handle = cygrpc._handle_stream_stream_rpc if handler.response_streaming else cygrpc._handle_stream_unary_rpc  # noqa: SLF001
+        loop = self._running_loop
+        while True:  # both raise when the server stops
+            state = await (self._request_call() if method is None else self._request_registered_call(method))
+            answer = handle(handler, state, loop)
+            call = loop.create_task(cygrpc._schedule_rpc_coro(answer, state, loop, name))  # noqa: SLF001
+            self._calls.add(call)
+            call.add_done_callback(self._calls.discard)
+            del state, answer, call  # not until the next call comes
 
 
-class _NoMethods:
-    def resolve_handler(self, _details: object) -> None:
-        """No handler: gRPC answers UNIMPLEMENTED."""
+def _forgetting(serve: Callable[[Any, Any], Awaitable[Any]]) -> Callable[[Any, Any], Awaitable[Any]]:
+    """`serve`, so that nothing of a call is left once it was refused. gRPC keeps the AbortError with the call; its
+    traceback keeps frames, and they the request and the call: a cycle of up to 64 MiB for the cyclic collector, which
+    counts objects and not bytes.
+    """
+
+    async def forgetting(request: Any, context: Any) -> Any:
+        try:
+            return await serve(request, context)
+        except (grpc.aio.AbortError, asyncio.CancelledError) as error:
+            error.__traceback__ = error.__context__ = error.__cause__ = None
+            del request, context  # this frame is in the traceback that begins now
+            raise
+
+    return forgetting
+
+
+async def _refuse_unknown(_requests: object, context: Any) -> None:
+    await refuse(context, grpc.StatusCode.UNIMPLEMENTED, "Method not found!")
+
+
+_NO_METHOD = grpc.stream_stream_rpc_method_handler(_forgetting(_refuse_unknown))

@@ -1,0 +1,127 @@
+"""Calls that hold more than they seem to: of fat headers, and refused ones of large requests."""
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+from multigpu.v1 import task_pb2, task_service_pb2, worker_service_pb2
+from multigpu_master.rpc.transport import METADATA_BYTES_MAX
+
+from tests.hostile.http2 import (
+    END_STREAM,
+    HEALTH,
+    MIB,
+    SUBMIT,
+    Peer,
+    announced,
+    drive,
+    header_block,
+    referring_block,
+    rss_bytes,
+)
+from tests.security.house import METHODS, Caller, House, hello
+
+TINY = [(b"a", b"")] * 3000
+ENTRY_BYTES, REFERENCES = 100, 15_000
+# Of bursts before the settings are acknowledged: what the calls that wait and one burst more hold; and no more with
+# each burst. Without the limits each takes gigabytes.
+UNACKNOWLEDGED_MAX = 1024 * MIB
+LARGE = 20 * MIB
+CALLS = 20
+
+
+@pytest.fixture
+def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
+    it = House(tmp_path_factory.mktemp("fat"))
+    it.admin.status("AdminService/GetStats")
+    yield it
+    assert it.fleet.master.alive, it.fleet.master.log()[-3000:]
+    it.close()
+
+
+@pytest.fixture
+def grown(house: House) -> Callable[[], int]:
+    before = rss_bytes(house.fleet.master.pid)
+    return lambda: rss_bytes(house.fleet.master.pid) - before
+
+
+def _burst(peer: Peer, path: str, calls: int, *, tiny: bool) -> None:
+    peer.remember(path.encode(), ENTRY_BYTES)
+    block = header_block(path.encode(), TINY) if tiny else referring_block(path.encode(), REFERENCES)
+    for _ in range(calls):
+        peer.open(block, END_STREAM)
+
+
+@pytest.mark.parametrize("tiny", [False, True])
+@pytest.mark.parametrize("path", [SUBMIT, HEALTH, "/no.such.Service/Method"])
+def test_fat_headers_are_refused(house: House, grown: Callable[[], int], path: str, tiny: bool) -> None:
+    with Peer(house.fleet.address) as peer:
+        peer.call(path, announced(0))
+        drive([peer], 0.5, grown)  # the settings are acknowledged
+        _burst(peer, path, 400, tiny=tiny)
+        assert drive([peer], 20, grown) < 64 * MIB
+        assert len(peer.ended) >= 400
+
+
+def test_fat_headers_before_the_settings_are_acknowledged_take_a_bounded_part(
+    house: House, grown: Callable[[], int]
+) -> None:
+    peaks = []
+    for _ in range(3):
+        with contextlib.ExitStack() as stack:
+            peers = [stack.enter_context(Peer(house.fleet.address, acknowledges=False)) for _ in range(2)]
+            for peer in peers:
+                _burst(peer, SUBMIT, 1000, tiny=False)
+            peaks.append(drive(peers, 4, grown))
+    assert max(peaks) < UNACKNOWLEDGED_MAX, [peak // MIB for peak in peaks]
+
+
+def test_health_calls_that_stay_open_hold_no_fat_headers(house: House, grown: Callable[[], int]) -> None:
+    with contextlib.ExitStack() as stack:
+        for _ in range(8):
+            peer = stack.enter_context(Peer(house.fleet.address, window=0))
+            peer.call(HEALTH, announced(0))
+            drive([peer], 0.2, grown)
+            for _ in range(15):
+                peer.call(HEALTH, announced(0), more=[(b"x", b"b" * 100)] * (METADATA_BYTES_MAX // 140))
+            drive([peer], 0.5, grown)
+        assert grown() < 64 * MIB
+
+
+def _request(name: str) -> object:
+    large = "x" * LARGE
+    spec = task_pb2.TaskSpec(kind="echo", queue="day")
+    match name:
+        case "Get":
+            return task_service_pb2.GetRequest(request_id=large)
+        case "List":
+            return task_service_pb2.ListRequest(page_token=large)
+        case "Cancel":
+            return task_service_pb2.CancelRequest(reason=large)
+        case "Submit":
+            inputs = [task_pb2.TaskInput(payload=large.encode())]
+            return task_service_pb2.SubmitRequest(batches=[task_pb2.TaskBatch(spec=spec, inputs=inputs)])
+        case "Run":
+            return [task_service_pb2.RunRequest(payload_key=large.encode())]
+        case "Run ids":
+            return [task_service_pb2.RunRequest(cancel_request_ids=["x" * 100] * 200_000)]
+    greeting = hello("w1")
+    greeting.hello.labels["x"] = large
+    assert isinstance(greeting, worker_service_pb2.SessionRequest)
+    return [greeting]
+
+
+@pytest.mark.parametrize("name", ["Get", "List", "Cancel", "Submit", "Run", "Run ids", "Session"])
+def test_a_refused_call_keeps_no_request(house: House, name: str) -> None:
+    caller: Caller = house.as_role("worker" if name == "Session" else "submit", queues=["night"] * (name != "Session"))
+    request, method = _request(name), name.removesuffix(" ids")
+    service = "WorkerService" if name == "Session" else "TaskService"
+    assert f"{service}/{method}" in METHODS
+    grown = 0
+    for number in range(CALLS + 2):
+        caller.status(f"{service}/{method}", request)
+        if number == 1:
+            grown = rss_bytes(house.fleet.master.pid)
+    time.sleep(0.5)
+    assert rss_bytes(house.fleet.master.pid) - grown < 4 * LARGE
