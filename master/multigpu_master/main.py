@@ -56,7 +56,7 @@ def main(context: click.Context, /, config_file: str | None, **flags: Any) -> No
         context.obj = config.data_dir
         return
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    memory.use_one_arena()
+    memory.use_few_arenas()
     try:
         code = uvloop.run(_serve(config, telemetry, lambda: _load_log_level(config_file, flags)))
     except Refusal as refusal:

@@ -10,11 +10,11 @@ def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def use_one_arena() -> None:
-    """Has glibc's malloc serve all threads from one heap. With one a thread, what each burst of calls has left free in
-    its heap is of no use to the next, on another thread: memory grows with every burst.
+def use_few_arenas() -> None:
+    """Has glibc's malloc serve all threads but the first from one heap. With one a thread, what each burst of calls has
+    left free in its heap is of no use to the next, on another thread: memory grows with every burst.
     """
     m_arena_max = -8  # malloc.h
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
-        mallopt(m_arena_max, 1)
+        mallopt(m_arena_max, 2)
