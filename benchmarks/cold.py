@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 from multigpu import Client
-from multigpu_worker.engines.models import packaged_model
+from multigpu_worker.models.folders import packaged_model
 
 from benchmarks.measure import median
 from tests.fleet import Fleet
@@ -28,10 +28,10 @@ import sys, time
 from pathlib import Path
 import torch, transformers, transformers.modeling_utils, transformers.models.auto
 imported_s = time.monotonic()
-from multigpu.repository import ModelSpec
+from multigpu.repository.model import ModelSpec
 from multigpu.v1 import embed_pb2
 from multigpu_worker.engines.base import EngineSettings
-from multigpu_worker.engines.embed_model import load
+from multigpu_worker.engines.embed.model import load
 spec = ModelSpec(name="m", folder=Path(sys.argv[1]))
 model, _ = load(spec, EngineSettings(device="cpu", slots=1, threads=1, models={"m": spec}), "fp32")
 tokens = model.text.tokenise([sys.argv[2]])

@@ -15,10 +15,10 @@ import sys
 import time
 
 from multigpu.v1 import worker_service_pb2 as pb
-from multigpu_worker import wire
-from multigpu_worker.device import DeviceInfo, Telemetry
-from multigpu_worker.link import Link, Metadata
-from multigpu_worker.session import Report, ReportState, Session, SessionLimits
+from multigpu_worker.device.interface import DeviceInfo, Telemetry
+from multigpu_worker.session import wire
+from multigpu_worker.session.link import Link, Metadata
+from multigpu_worker.session.session import Report, ReportState, Session, SessionLimits
 
 from benchmarks.relay import loop_runner
 

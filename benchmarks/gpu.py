@@ -30,9 +30,9 @@ from typing import Any
 
 import numpy as np
 from multigpu import AsyncClient
-from multigpu.cli.doctor_nvml import survey
+from multigpu._kinds.embedding import KIND, Chunks
+from multigpu.cli.doctor.nvml import survey
 from multigpu.cli.rpc import Master
-from multigpu.embedding import KIND, Chunks
 from multigpu.v1 import admin_service_pb2 as admin
 
 from benchmarks.embed_engine import sentences

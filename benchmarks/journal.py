@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Self
 from unittest import mock
 
-from multigpu_master import journal_schema
-from multigpu_master.journal import Entry, JournalError, SettleRecord, SubmitRecord
-from multigpu_master.journal_sqlite import SqliteJournal
+from multigpu_master.journal.protocol import Entry, JournalError, SettleRecord, SubmitRecord
+from multigpu_master.journal.sqlite import schema as journal_schema
+from multigpu_master.journal.sqlite.journal import SqliteJournal
 
 
 def make(tasks: int, payload_bytes: int, request_ids: str) -> tuple[list[SubmitRecord], list[SettleRecord]]:

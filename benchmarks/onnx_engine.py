@@ -28,9 +28,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from multigpu.repository import Gate, ModelSpec
+from multigpu.repository.model import Gate, ModelSpec
 from multigpu_worker.engines.base import EngineSettings
-from multigpu_worker.engines.models import packaged_model
+from multigpu_worker.models.folders import packaged_model
 
 from benchmarks.embed_engine import engine_encode, sentences
 from benchmarks.measure import table
@@ -49,8 +49,8 @@ CONTENDERS = {
 
 def plain_onnxruntime(root: Path, threads: int) -> Callable[[list[str]], object]:
     import onnxruntime
-    from multigpu_worker.engines.embed_text import TextInput
-    from multigpu_worker.engines.onnx_artifacts import exported
+    from multigpu_worker.engines.embed.text import TextInput
+    from multigpu_worker.engines.onnx.artifacts import exported
 
     folder = exported(spec_in(root), settings_in(root, threads), "fp32").folder
     options = onnxruntime.SessionOptions()
@@ -77,7 +77,7 @@ def plain_torch(root: Path, threads: int) -> Callable[[list[str]], object]:
 
 
 def engine(root: Path, threads: int, variant: str) -> Callable[[list[str]], object]:
-    from multigpu_worker.engines.embed import EmbedEngine
+    from multigpu_worker.engines.embed.engine import EmbedEngine
 
     name, precision = variant.split()
     spec = spec_in(root)

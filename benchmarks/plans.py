@@ -18,19 +18,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from multigpu.repository import Gate, ModelSpec
-from multigpu_worker.engines.apart import run_apart
+from multigpu.repository.model import Gate, ModelSpec
 from multigpu_worker.engines.base import EngineSettings
-from multigpu_worker.engines.embed_tensorrt import graph_of, limits_of
-from multigpu_worker.engines.embed_text import TextInput
-from multigpu_worker.engines.gate import GATED
-from multigpu_worker.engines.infer_tensorrt import graph_of as infer_graph_of
-from multigpu_worker.engines.infer_tensorrt import limits_of as infer_limits_of
-from multigpu_worker.engines.models import ModelFolderError, packaged_model
-from multigpu_worker.engines.onnx_export import MODEL_FILE
-from multigpu_worker.engines.profiles import Limits, first_profiles
-from multigpu_worker.engines.tensorrt_build import PLAN_FILE, PlanOrder, artifacts_of, get_plan
-from multigpu_worker.engines.tensorrt_module import Gpu, installed
+from multigpu_worker.engines.common.accuracy_gate import GATED
+from multigpu_worker.engines.common.subprocess_call import run_apart
+from multigpu_worker.engines.embed.tensorrt_backend import graph_of, limits_of
+from multigpu_worker.engines.embed.text import TextInput
+from multigpu_worker.engines.infer.tensorrt_backend import graph_of as infer_graph_of
+from multigpu_worker.engines.infer.tensorrt_backend import limits_of as infer_limits_of
+from multigpu_worker.engines.onnx.export import MODEL_FILE
+from multigpu_worker.engines.tensorrt.build import PLAN_FILE, PlanOrder, artifacts_of, get_plan
+from multigpu_worker.engines.tensorrt.module import Gpu, installed
+from multigpu_worker.engines.tensorrt.profiles import Limits, first_profiles
+from multigpu_worker.models.folders import ModelFolderError, packaged_model
 
 from benchmarks.measure import table
 

@@ -27,9 +27,9 @@ from multigpu.v1.worker_service_pb2_grpc import (
     WorkerServiceStub,
     add_WorkerServiceServicer_to_server,
 )
-from multigpu_worker import ipc
-from multigpu_worker.engine_host import Death, EngineHost
 from multigpu_worker.engines.base import EngineSettings
+from multigpu_worker.processes import ipc
+from multigpu_worker.processes.host import Death, EngineHost
 
 FRAME_TASKS = 256
 IN_FLIGHT = 1024

@@ -8,7 +8,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from multigpu_master.journal_schema import SCHEMA_VERSION
+from multigpu_master.journal.sqlite.schema import SCHEMA_VERSION
 
 from tests.deployment import checkout, deploy, deployed, environment, needs_systemd
 
@@ -95,7 +95,7 @@ def test_a_rollback_replaces_the_workers_before_the_master(checkout: Path, tmp_p
     done = subprocess.run(command, cwd=checkout, env=variables, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
     by_hand = [f"systemctl restart mgpu-worker@cpu-{n}.service" for n in range(2)]
-    under_the_master = [f"python -m multigpu.cli.roll 127.0.0.1:7433 {root}/var/lib/multigpu/upgrading"]
+    under_the_master = [f"python -m multigpu.cli.local.roll 127.0.0.1:7433 {root}/var/lib/multigpu/upgrading"]
     assert log.read_text().splitlines() == [
         "systemctl is-active --quiet mgpu-master.service",
         *(under_the_master if active else by_hand),
@@ -148,7 +148,7 @@ def test_an_upgrade_that_was_interrupted_after_the_switch_replaces_what_still_ru
     assert [line for line in log.read_text().splitlines() if "is-active" not in line] == [
         "systemctl restart mgpu-master.service",
         "systemctl start mgpu.target",
-        f"python -m multigpu.cli.roll 127.0.0.1:7433 {root}/var/lib/multigpu/upgrading",
+        f"python -m multigpu.cli.local.roll 127.0.0.1:7433 {root}/var/lib/multigpu/upgrading",
         "systemctl start mgpu-master.service",
         "systemctl start mgpu.target",
     ]

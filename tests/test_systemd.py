@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from multigpu.journald import fields
-from multigpu.systemd import Notifier
-from multigpu.telemetry import configure_logging
+from multigpu.daemon.journald import fields
+from multigpu.daemon.systemd import Notifier
+from multigpu.daemon.telemetry import configure_logging
 
 from tests.fleet import Daemon, until
 
@@ -275,7 +275,7 @@ def test_both_kinds_of_loggers_write_entries(tmp_path: Path, monkeypatch: pytest
     import structlog
 
     ear = Listener(tmp_path / "journal")
-    monkeypatch.setattr("multigpu.journald.SOCKET", str(ear.path))
+    monkeypatch.setattr("multigpu.daemon.journald.SOCKET", str(ear.path))
     try:
         configure_logging("info", "journald")
         structlog.get_logger().info("ours", lease_id=3)

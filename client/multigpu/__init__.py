@@ -12,13 +12,14 @@ import importlib
 import os
 from typing import TYPE_CHECKING, Any
 
-# gRPC reads it as it is imported. Its own handlers of a fork crash the child now and then; see multigpu.forks.
+# gRPC reads it as it is imported. Its own handlers of a fork crash the child now and then; see
+# multigpu._transport.forks.
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
 if TYPE_CHECKING:
     from multigpu.aio import AsyncClient as AsyncClient
     from multigpu.client import Client as Client
-    from multigpu.config import ConfigError as ConfigError
+    from multigpu.config.config import ConfigError as ConfigError
     from multigpu.errors import AccessError as AccessError
     from multigpu.errors import AlreadyExistsError as AlreadyExistsError
     from multigpu.errors import CallTimeoutError as CallTimeoutError
@@ -53,7 +54,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "multigpu.aio": ("AsyncClient",),
     "multigpu.client": ("Client",),
-    "multigpu.config": ("ConfigError",),
+    "multigpu.config.config": ("ConfigError",),
     "multigpu.errors": (
         "AccessError",
         "AlreadyExistsError",

@@ -15,30 +15,31 @@ import weakref
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar, Unpack
 
-from multigpu import classification, errors, generation, inference
-from multigpu.connection import current_traceparent
-from multigpu.core import Core, outcome, unpicklable, value, value_or_error
-from multigpu.embedding import CHUNK_TEXTS, KIND, Chunks, Stack, check_texts
-from multigpu.loop_thread import LoopThread
-from multigpu.mapping_sync import SyncMap
+from multigpu import errors
+from multigpu._calls.mapping_sync import SyncMap
+from multigpu._calls.streaming import Stream
+from multigpu._calls.submitting import cut, single
+from multigpu._calls.sync_iterator import SyncIterator
+from multigpu._calls.timeouts import pop_timeout
+from multigpu._kinds import classification, generation, inference
+from multigpu._kinds.embedding import CHUNK_TEXTS, KIND, Chunks, Stack, check_texts
+from multigpu._transport.connection import current_traceparent
+from multigpu._transport.core import Core, outcome, unpicklable, value, value_or_error
+from multigpu._transport.loop_thread import LoopThread
 from multigpu.options import CallOptions, EmbedOptions, Input, SpecOptions, TaskOptions, split_options
-from multigpu.streaming import Stream
-from multigpu.submitting import cut, single
-from multigpu.sync_iterator import SyncIterator
-from multigpu.timeouts import pop_timeout
 
 if TYPE_CHECKING:
     from types import TracebackType
 
     from numpy.typing import ArrayLike
 
-    from multigpu.classification import Label, Subject
-    from multigpu.core import TaskName
-    from multigpu.embedding import Vectors
-    from multigpu.generation import GenerateOptions, Generation, Prompt
-    from multigpu.inference import Arrays
+    from multigpu._kinds.classification import Label, Subject
+    from multigpu._kinds.embedding import Vectors
+    from multigpu._kinds.generation import GenerateOptions, Generation, Prompt
+    from multigpu._kinds.inference import Arrays
+    from multigpu._transport.core import TaskName
+    from multigpu._transport.run_state import Answer
     from multigpu.outcome import Outcome, Task
-    from multigpu.run_state import Answer
     from multigpu.v1 import task_service_pb2
 
 T = TypeVar("T")

@@ -20,8 +20,9 @@ import threading
 import weakref
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
-from multigpu import AsyncClient, Client, forks
-from multigpu.embedding import CHUNK_TEXTS, Chunks, check_texts
+from multigpu import AsyncClient, Client
+from multigpu._kinds.embedding import CHUNK_TEXTS, Chunks, check_texts
+from multigpu._transport import forks
 
 try:
     from langchain_core.embeddings import Embeddings
@@ -170,7 +171,7 @@ class MultiGpuEmbeddings(Embeddings):
 
 
 def _default_master() -> str:
-    from multigpu.config import load_client_config  # noqa: PLC0415  only where no master is named
+    from multigpu.config.config import load_client_config  # noqa: PLC0415  only where no master is named
 
     return load_client_config().master
 

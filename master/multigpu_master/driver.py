@@ -1,7 +1,7 @@
 """The one owner of the core: it feeds events in, and carries out the commands that come back.
 
-Everything here runs on the event loop, in one thread, and never waits. What must be durable is handed to journaling.py;
-dispatch and delivery don't wait for it.
+Everything here runs on the event loop, in one thread, and never waits. What must be durable is handed to
+journal/write_buffer.py; dispatch and delivery don't wait for it.
 
 Time is that of the master's clock, which can't jump (clock.py).
 """
@@ -14,21 +14,24 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import structlog
-from multigpu.payloads import is_transient
+from multigpu._transport.payloads import is_transient
 from multigpu.v1 import worker_service_pb2
 
-from multigpu_master import ids, settings, wire, wire_large, wire_models
+from multigpu_master import ids, settings
 from multigpu_master.core import events as ev
 from multigpu_master.core.identity import FREE
 from multigpu_master.core.model import Lease, OutcomeState, Spec, Task
 from multigpu_master.core.scheduler import Core
 from multigpu_master.ids import Incarnations, LeaseProofs
-from multigpu_master.journal import Journal, JournalError, LargeBody, Recovered, SettledTask
-from multigpu_master.journaling import Journaling, tell
-from multigpu_master.latencies import Latencies
-from multigpu_master.outbox import FRAME_BYTES, Outbox
-from multigpu_master.tracing import record_spans
-from multigpu_master.wire_specs import SpecReader
+from multigpu_master.journal.protocol import Journal, JournalError, LargeBody, Recovered, SettledTask
+from multigpu_master.journal.write_buffer import Journaling, tell
+from multigpu_master.payloads import messages as wire_large
+from multigpu_master.rpc.outbox import FRAME_BYTES, Outbox
+from multigpu_master.telemetry.latencies import Latencies
+from multigpu_master.telemetry.tracing import record_spans
+from multigpu_master.wire import messages as wire
+from multigpu_master.wire import models as wire_models
+from multigpu_master.wire.specs import SpecReader
 
 log = structlog.get_logger()
 

@@ -15,15 +15,17 @@ os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 import click
 import structlog
 import uvloop
-from multigpu.config import ConfigError, MasterConfig, TelemetryConfig, click_options, load
-from multigpu.systemd import Notifier, raise_descriptor_limit
-from multigpu.telemetry import configure_logging, configure_tracing, shut_down_tracing
+from multigpu.config.config import ConfigError, MasterConfig, TelemetryConfig, click_options, load
+from multigpu.daemon.systemd import Notifier, raise_descriptor_limit
+from multigpu.daemon.telemetry import configure_logging, configure_tracing, shut_down_tracing
 
-from multigpu_master import VERSION, journal_backup, memory
+from multigpu_master import VERSION
 from multigpu_master.clock import Clock
-from multigpu_master.journal import JournalError
-from multigpu_master.journal_sqlite import SqliteJournal
+from multigpu_master.journal.protocol import JournalError
+from multigpu_master.journal.sqlite import backup as journal_backup
+from multigpu_master.journal.sqlite.journal import SqliteJournal
 from multigpu_master.server import Master, Refusal, WrongSetting
+from multigpu_master.telemetry import process_memory as memory
 
 log = structlog.get_logger()
 

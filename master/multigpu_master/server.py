@@ -8,30 +8,31 @@ from collections.abc import Sequence
 import structlog
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection
-from multigpu.config import ConfigError, MasterConfig, TelemetryConfig
+from multigpu.config.config import ConfigError, MasterConfig, TelemetryConfig
 from multigpu.v1 import admin_service_pb2, task_service_pb2, worker_service_pb2
 
-from multigpu_master import VERSION, ids, settings, wire
+from multigpu_master import VERSION, ids, settings
 from multigpu_master.clock import Clock, SavedSkew
 from multigpu_master.core import events as ev
 from multigpu_master.core.scheduler import Core, Limits
 from multigpu_master.driver import Driver
-from multigpu_master.journal import Entry, Journal, JournalError
-from multigpu_master.metrics import MasterMetrics
+from multigpu_master.journal.protocol import Entry, Journal, JournalError
 from multigpu_master.rpc import health_service
-from multigpu_master.rpc.admin_service import AdminService
+from multigpu_master.rpc.admin.service import AdminService
 from multigpu_master.rpc.intake import Intake
 from multigpu_master.rpc.registration import add_reflection, add_service
 from multigpu_master.rpc.task_service import TaskService
 from multigpu_master.rpc.transport import Server, read_small
 from multigpu_master.rpc.worker_service import WorkerService
-from multigpu_master.security import doors
+from multigpu_master.security import listeners as doors
 from multigpu_master.security import setup as security
 from multigpu_master.security.audit import Audit
-from multigpu_master.security.gate import Gate
+from multigpu_master.security.auth import Gate
 from multigpu_master.strategies.registry import StrategyError, canonical_name, load_strategies
-from multigpu_master.wire_specs import SpecReader
-from multigpu_master.worker_log import WorkerLog
+from multigpu_master.telemetry.metrics import MasterMetrics
+from multigpu_master.telemetry.worker_log import WorkerLog
+from multigpu_master.wire import messages as wire
+from multigpu_master.wire.specs import SpecReader
 
 log = structlog.get_logger()
 

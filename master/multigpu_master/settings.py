@@ -13,12 +13,14 @@ from typing import Any
 from multigpu.v1 import admin_service_pb2 as pb
 from multigpu.v1 import device_pb2
 
-from multigpu_master import wire, wire_devices, wire_models
 from multigpu_master.clock import SavedSkew
 from multigpu_master.core import events as ev
 from multigpu_master.core.model import Capability, Queue, Worker, WorkerInfo
 from multigpu_master.core.scheduler import Core
-from multigpu_master.journal import JournalError
+from multigpu_master.journal.protocol import JournalError
+from multigpu_master.wire import devices as wire_devices
+from multigpu_master.wire import messages as wire
+from multigpu_master.wire import models as wire_models
 
 STRATEGY, QUEUE, WORKER, BREAKER, CLOCK = "strategy", "queue/", "worker/", "breaker", "clock"
 # What a worker offers, model by model, it says again when it comes back.

@@ -9,8 +9,9 @@ import sys
 from pathlib import Path
 
 from google.protobuf.duration_pb2 import Duration
-from multigpu.cli import gpus, top_frame
-from multigpu.cli.top_state import Pane, View, press
+from multigpu.cli.fleet import gpus
+from multigpu.cli.top import frame as top_frame
+from multigpu.cli.top.state import Pane, View, press
 from multigpu.v1 import admin_service_pb2 as admin
 from multigpu.v1 import task_pb2
 from rich.console import Console

@@ -13,14 +13,14 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from multigpu._kinds.inference import tensor_of
 from multigpu.cli import cli
-from multigpu.cli.bench_plain import Plain, PlainError, Way
-from multigpu.cli.bench_rows import TABLE, Latency, Row, agreement, mean_cosine, percentile, spearman, table_row, to_csv
-from multigpu.cli.bench_run import Grid
-from multigpu.cli.bench_source import Arrays, Texts, read_pairs
+from multigpu.cli.bench.baseline import Plain, PlainError, Way
+from multigpu.cli.bench.rows import TABLE, Latency, Row, agreement, mean_cosine, percentile, spearman, table_row, to_csv
+from multigpu.cli.bench.run import Grid
+from multigpu.cli.bench.sentences import sentences
+from multigpu.cli.bench.source import Arrays, Texts, read_pairs
 from multigpu.cli.failures import Failure
-from multigpu.inference import tensor_of
-from multigpu.sentences import sentences
 from multigpu.v1 import embed_pb2, infer_pb2
 
 from .fleet_up import MGPUCTL, Up, ok

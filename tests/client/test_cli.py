@@ -74,7 +74,7 @@ def test_help_and_version_import_nothing_heavy() -> None:
 
 
 def test_up_never_loads_grpc_because_it_forks() -> None:
-    code = "import sys, multigpu.cli.up; print('grpc' in sys.modules)"
+    code = "import sys, multigpu.cli.local.up; print('grpc' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=True)
     assert done.stdout == "False\n"
 

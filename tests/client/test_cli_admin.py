@@ -13,7 +13,8 @@ import pytest
 from click.testing import CliRunner, Result
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.timestamp_pb2 import Timestamp
-from multigpu.cli import authority, cli, tables
+from multigpu.cli import cli, tables
+from multigpu.cli.security import authority
 from multigpu.v1 import admin_service_pb2 as admin
 from multigpu.v1 import task_pb2
 from multigpu.v1 import task_service_pb2 as service
@@ -135,7 +136,7 @@ def test_workers_table(master: ScriptedMaster, run: Run) -> None:
 
 
 def test_workers_fit_eighty_columns_with_ids_whole() -> None:
-    from multigpu.cli.fleet import WORKER_COLUMNS, worker_row
+    from multigpu.cli.fleet.workers import WORKER_COLUMNS, worker_row
 
     worker_id = "rack7-box12-GPU-8f3b1c1e-7a0f-4a39-9d6f-0d6b1c2a3e4f"
     lines = tables.render_table(
@@ -147,7 +148,7 @@ def test_workers_fit_eighty_columns_with_ids_whole() -> None:
 
 
 def test_workers_fit_forty_columns_with_state_and_id() -> None:
-    from multigpu.cli.fleet import WORKER_COLUMNS, WORKER_OPTIONAL, worker_row
+    from multigpu.cli.fleet.workers import WORKER_COLUMNS, WORKER_OPTIONAL, worker_row
 
     columns, rows = tables.fit(WORKER_COLUMNS, [worker_row(worker("rack7-box12-GPU-8f3b1c1e"))], WORKER_OPTIONAL, 40)
     assert columns[:2] == ["WORKER", "STATE"]

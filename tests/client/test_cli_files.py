@@ -14,10 +14,12 @@ import click
 import numpy as np
 import pytest
 from click.testing import CliRunner
-from multigpu.cli import cli, lines, options, vectors
-from multigpu.cli import up as up_module
+from multigpu.cli import cli, options
 from multigpu.cli.failures import Failure
-from multigpu.cli.up import choose_addresses, plan_fleet
+from multigpu.cli.kinds import vectors
+from multigpu.cli.local import up as up_module
+from multigpu.cli.local.up import choose_addresses, plan_fleet
+from multigpu.cli.tasks import lines
 
 from .fleet_up import mgpuctl
 from .scripted_master import Reply, Spec, Task, ThreadedMaster, echo

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from multigpu.cli import cli, device_columns, gpus
+from multigpu.cli import cli
+from multigpu.cli.fleet import device_columns, gpus
 from multigpu.v1 import admin_service_pb2 as admin
 from multigpu.v1 import device_pb2
 

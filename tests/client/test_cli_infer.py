@@ -11,16 +11,16 @@ from typing import Any
 import multigpu
 import numpy as np
 import pytest
-from multigpu.cli.infer import read_inputs
+from multigpu.cli.kinds.infer import read_inputs
 
 from .fleet_up import MGPUCTL, Up, mgpuctl, ok
 
 ENGINE = """
 import numpy as np
-from multigpu.inference import array_of, tensor_of
+from multigpu._kinds.inference import array_of, tensor_of
 from multigpu.v1 import infer_pb2
-from multigpu_worker.engines.classify_input import parse, result, text
-from multigpu_worker.engines.failures import BadInputError
+from multigpu_worker.engines.classify.payload import parse, result, text
+from multigpu_worker.engines.common.failures import BadInputError
 
 class Base:
     one_by_one = False
@@ -127,7 +127,7 @@ def test_large_tensors_go_by_reference_and_come_back_bit_for_bit(address: str) -
     with multigpu.Client(address) as client:
         found = client.infer("doubler", {"x": x}, ["twice"])
         np.testing.assert_array_equal(found["twice"], 2 * x)
-        payload, _ = multigpu.inference.input_of({"x": x}, ["twice"])
+        payload, _ = multigpu._kinds.inference.input_of({"x": x}, ["twice"])
         outcome = client.run_outcome("infer", payload, model="doubler")
         # The master told the place of the result, and not its 8 MiB.
         assert len(outcome.result) > x.nbytes

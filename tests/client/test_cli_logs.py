@@ -14,8 +14,9 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from multigpu.cli import cli, logs
-from multigpu.cli.fleet_log import LOG_BYTES_MAX, LOG_NAME, FleetLog, older
+from multigpu.cli import cli
+from multigpu.cli.fleet import logs
+from multigpu.cli.local.fleet_log import LOG_BYTES_MAX, LOG_NAME, FleetLog, older
 
 from tests.client.fleet_up import Up
 
@@ -80,7 +81,7 @@ def test_no_log_anywhere(tmp_path: Path) -> None:
 
 
 def test_a_long_log_is_cut_and_read_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("multigpu.cli.fleet_log.LOG_BYTES_MAX", 2000)
+    monkeypatch.setattr("multigpu.cli.local.fleet_log.LOG_BYTES_MAX", 2000)
     path = tmp_path / "data" / LOG_NAME
     log = FleetLog(as_json=True, names=["master"], file=path)
     reader = logs._Reader(path)

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from multigpu.cli import supervisor as keeper
-from multigpu.cli.supervisor import Child, ChildSpec, Supervisor, describe_exit, restart_delay_s
+from multigpu.cli.local import supervisor as keeper
+from multigpu.cli.local.supervisor import Child, ChildSpec, Supervisor, describe_exit, restart_delay_s
 
 SLEEPER = "import time; print('up', flush=True); time.sleep(600)"
 
@@ -206,7 +206,7 @@ async def test_missing_program_is_tried_again_not_fatal(record: Record, monkeypa
 def test_children_die_with_a_keeper_that_is_killed() -> None:
     program = f"""
         import asyncio, sys
-        from multigpu.cli.supervisor import ChildSpec, Supervisor
+        from multigpu.cli.local.supervisor import ChildSpec, Supervisor
         async def main():
             supervisor = Supervisor(on_line=lambda *_: None, on_event=lambda *_: None)
             argv = (sys.executable, "-c", {SLEEPER!r})

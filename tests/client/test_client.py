@@ -311,7 +311,7 @@ def test_a_program_that_never_closes_ends_quietly() -> None:
 
 
 def test_without_uvloop(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("multigpu.loop_thread._new_loop", asyncio.new_event_loop)
+    monkeypatch.setattr("multigpu._transport.loop_thread._new_loop", asyncio.new_event_loop)
     with ThreadedMaster() as master, multigpu.Client(master.address) as client:
         assert list(client.map("echo", range(1000))) == list(range(1000))
 
@@ -339,7 +339,7 @@ def test_ctrl_c_cancels_what_the_call_started(call: str) -> None:
     # A wait in vain for confirmations is made so long that it shows on a busy machine too.
     program = textwrap.dedent(f"""
         import os, sys, threading, multigpu
-        from multigpu.run_stream import RunStream
+        from multigpu._transport.run_stream import RunStream
 
         RunStream.cancellations.__defaults__ = (60.0,)
         with multigpu.Client(sys.argv[1]) as client:

@@ -10,7 +10,7 @@ from typing import Any
 import click
 import pytest
 from click.testing import CliRunner
-from multigpu.config import (
+from multigpu.config.config import (
     CONFIG_CLASSES,
     ClientConfig,
     ConfigError,
@@ -23,7 +23,7 @@ from multigpu.config import (
     flag_name,
     load,
 )
-from multigpu.config_values import format_value, from_text, split_address
+from multigpu.config.values import format_value, from_text, split_address
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -255,7 +255,7 @@ def test_telemetry_has_a_section_of_its_own(tmp_path: Path) -> None:
 
 def test_importing_is_cheap() -> None:
     code = (
-        "import sys, multigpu.config\n"
+        "import sys, multigpu.config.config\n"
         "heavy = {'grpc', 'click', 'structlog', 'numpy', 'asyncio', 'rich', 'google.protobuf'} & set(sys.modules)\n"
         "assert not heavy, heavy"
     )
@@ -302,5 +302,5 @@ def test_a_folder_that_only_the_services_may_read_is_named(tmp_path: Path) -> No
     done = subprocess.run(
         [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60, check=False
     )
-    assert done.stderr.splitlines()[-1].startswith("multigpu.config.ConfigError: ")
+    assert done.stderr.splitlines()[-1].startswith("multigpu.config.config.ConfigError: ")
     assert "multigpu/config.toml: Permission denied; run this as root" in done.stderr

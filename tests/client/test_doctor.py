@@ -22,10 +22,14 @@ import grpc
 import pytest
 from click.testing import CliRunner
 from google.protobuf.timestamp_pb2 import Timestamp
-from multigpu import config
-from multigpu.cli import cli, doctor, doctor_fleet, doctor_gpu, doctor_host
-from multigpu.cli.doctor_base import Finding, Place, Verdict, fail, ok, warn
+from multigpu.cli import cli
+from multigpu.cli.doctor import doctor
+from multigpu.cli.doctor import fleet as doctor_fleet
+from multigpu.cli.doctor import gpu as doctor_gpu
+from multigpu.cli.doctor import host as doctor_host
+from multigpu.cli.doctor.base import Finding, Place, Verdict, fail, ok, warn
 from multigpu.cli.rpc import Master
+from multigpu.config import config
 from multigpu.v1 import admin_service_pb2 as admin
 from multigpu.v1.device_pb2 import DeviceTelemetry
 
@@ -123,7 +127,7 @@ def test_gpus_that_are_not(gpus: SimulatedGpus, on_host: Callable[..., Place]) -
 def test_a_driver_that_does_not_answer(
     gpus: SimulatedGpus, on_host: Callable[..., Place], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("multigpu.cli.doctor_base.NVML_TIMEOUT_S", 2.0)
+    monkeypatch.setattr("multigpu.cli.doctor.base.NVML_TIMEOUT_S", 2.0)
     gpus.hang(1)
     hung = one(doctor_gpu.driver(on_host()))
     assert hung.verdict is Verdict.FAIL

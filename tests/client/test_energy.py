@@ -3,7 +3,7 @@
 import pickle
 
 import multigpu
-from multigpu.cli.tasks import task_facts
+from multigpu.cli.tasks.tasks import task_facts
 from multigpu.v1 import task_pb2
 
 

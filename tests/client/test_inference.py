@@ -6,7 +6,7 @@ from typing import Any
 import multigpu
 import numpy as np
 import pytest
-from multigpu.inference import DTYPES, array_of, tensor_of
+from multigpu._kinds.inference import DTYPES, array_of, tensor_of
 from multigpu.v1 import infer_pb2, task_pb2
 
 from .scripted_master import Reply, ScriptedMaster, Spec, Task

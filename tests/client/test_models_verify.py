@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
-from multigpu.cli.models_verify import verify
-from multigpu.repository import ModelFolderError
-from multigpu.repository_hashes import with_hashes
-from multigpu.repository_scan import scan
+from multigpu.cli.models.verify import verify
+from multigpu.repository.hashes import with_hashes
+from multigpu.repository.model import ModelFolderError
+from multigpu.repository.scan import scan
 
 TOML = """# What serves the search page.
 precision = "fp16"   # half is enough

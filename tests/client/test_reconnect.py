@@ -143,7 +143,7 @@ async def test_what_listens_is_no_master() -> None:
 async def test_a_stream_that_always_fails_is_an_error_in_the_end(
     status: grpc.StatusCode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("multigpu.connection._BACKOFF_MAX_S", 0.02)
+    monkeypatch.setattr("multigpu._transport.connection._BACKOFF_MAX_S", 0.02)
     async with ScriptedMaster() as master, multigpu.AsyncClient(master.address) as client:
         master.stream_status = status
         # A write that meets the end of its stream makes gRPC report an INTERNAL error of its own in the master's place.

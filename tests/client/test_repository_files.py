@@ -7,8 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from multigpu.repository import ModelFolderError, ModelSpec, Scan
-from multigpu.repository_files import (
+from multigpu.repository.files import (
     Problem,
     check_safetensors,
     digest,
@@ -17,8 +16,9 @@ from multigpu.repository_files import (
     require_hashes,
     verify,
 )
-from multigpu.repository_hashes import write_hashes
-from multigpu.repository_scan import read_model, scan
+from multigpu.repository.hashes import write_hashes
+from multigpu.repository.model import ModelFolderError, ModelSpec, Scan
+from multigpu.repository.scan import read_model, scan
 
 # A safetensors file without tensors: the length of its header, and the header.
 EMPTY = b"\x08" + bytes(7) + b"{}      "

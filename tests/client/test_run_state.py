@@ -6,12 +6,12 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from multigpu._transport.payloads import LARGE_BYTES, Directory, read_file
+from multigpu._transport.run_state import FRAME_BYTES_MAX, FRAME_TASKS_MAX, Answer, Call, RunState
+from multigpu._transport.window import Window
 from multigpu.errors import AlreadyExistsError, ClientClosedError, InvalidTaskError
 from multigpu.outcome import Outcome
-from multigpu.payloads import LARGE_BYTES, Directory, read_file
-from multigpu.run_state import FRAME_BYTES_MAX, FRAME_TASKS_MAX, Answer, Call, RunState
 from multigpu.v1 import task_pb2, task_service_pb2
-from multigpu.window import Window
 
 from .scripted_master import inputs_of
 

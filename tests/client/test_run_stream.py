@@ -9,8 +9,8 @@ from typing import Any
 import multigpu
 import pytest
 from multigpu import Input
+from multigpu._transport.run_state import Answer, Call
 from multigpu.outcome import Outcome
-from multigpu.run_state import Answer, Call
 from multigpu.v1 import task_pb2
 
 from .scripted_master import ScriptedMaster

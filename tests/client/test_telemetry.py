@@ -12,9 +12,9 @@ import urllib.request
 from collections.abc import Callable, Iterator
 
 import pytest
-from multigpu import metrics_server, telemetry
-from multigpu.config import ConfigError, TelemetryConfig
-from multigpu.metrics import HistogramSample, Metric, OtlpMetrics, Sample, configure_metrics, serve_prometheus
+from multigpu.config.config import ConfigError, TelemetryConfig
+from multigpu.daemon import metrics_server, telemetry
+from multigpu.daemon.metrics import HistogramSample, Metric, OtlpMetrics, Sample, configure_metrics, serve_prometheus
 
 from tests.fleet import until
 
@@ -112,7 +112,7 @@ def test_without_an_endpoint_nothing_of_opentelemetry_is_imported() -> None:
     code = (
         "import sys\n"
         "from multigpu import telemetry, metrics\n"
-        "from multigpu.config import TelemetryConfig\n"
+        "from multigpu.config.config import TelemetryConfig\n"
         "assert telemetry.configure_tracing(TelemetryConfig(), {}) is False\n"
         "assert metrics.configure_metrics(TelemetryConfig(), {}, list) is None\n"
         "with telemetry.span('x') as traceparent: assert traceparent == ''\n"

@@ -110,7 +110,8 @@ async def test_an_input_that_is_wrong_takes_the_place_of_its_own_result_only(tmp
 
 
 def test_every_error_is_exported_and_one_of_ours() -> None:
-    from multigpu import config, errors
+    from multigpu import errors
+    from multigpu.config import config
 
     raised = {n: e for n, e in vars(errors).items() if isinstance(e, type) and issubclass(e, Exception)}
     for name, error in raised.items():

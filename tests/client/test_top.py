@@ -15,8 +15,11 @@ from pathlib import Path
 
 import pyte
 import pytest
-from multigpu.cli import device_columns, top_frame, top_state, top_terminal
-from multigpu.cli.top_state import Order, Pane, Verb, View, press
+from multigpu.cli.fleet import device_columns
+from multigpu.cli.top import frame as top_frame
+from multigpu.cli.top import state as top_state
+from multigpu.cli.top import terminal as top_terminal
+from multigpu.cli.top.state import Order, Pane, Verb, View, press
 from multigpu.v1 import admin_service_pb2 as admin
 
 from tests.client.fleet_samples import gpu_worker, large_fleet

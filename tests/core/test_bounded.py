@@ -5,8 +5,8 @@ from random import Random
 
 import pytest
 from multigpu_master.core import events as ev
-from multigpu_master.core import explain as explaining
 from multigpu_master.core.model import OutcomeState, Spec, Task
+from multigpu_master.core.placement import explain as explaining
 from multigpu_master.core.task_table import BLOCK_BITS, TaskTable
 from multigpu_master.core.timers import FIRE_MAX, SWEEP_MIN, Due, Expiries
 

@@ -5,8 +5,8 @@ from multigpu_master.core import events as ev
 from multigpu_master.core.attempts import LOSSES_MAX
 from multigpu_master.core.ledger import RUN_GRACE_S
 from multigpu_master.core.model import Capability, OutcomeState, Spec, Task, TaskError, Telemetry, WorkerInfo
-from multigpu_master.core.residency import Model, ModelState, Resident
 from multigpu_master.core.scheduler import Limits
+from multigpu_master.core.workers.residency import Model, ModelState, Resident
 
 from tests.core.stage import FAILED, OK, RETURNED, ReportState, Stage, held_lease, lease_of, state_of
 

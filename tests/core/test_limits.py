@@ -1,10 +1,10 @@
 """The journal, silence, pace and limits: rules that the simulator meets too seldom to rely on."""
 
 from multigpu_master.core import events as ev
-from multigpu_master.core.lanes import PART
 from multigpu_master.core.model import Capability, OutcomeState, Spec, Task, WorkerInfo
+from multigpu_master.core.placement.lanes import PART
 from multigpu_master.core.scheduler import STREAMS_MAX, Limits
-from multigpu_master.core.sessions import PARTIAL_OVERHEAD_BYTES, PARTIALS_BYTES_MAX
+from multigpu_master.core.workers.sessions import PARTIAL_OVERHEAD_BYTES, PARTIALS_BYTES_MAX
 
 from tests.core.stage import FAILED, RETURNED, SPEC, Stage, lease_of, state_of
 

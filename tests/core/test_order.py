@@ -1,8 +1,8 @@
 """The order in which tasks go, where it shows in large numbers only."""
 
 from multigpu_master.core import events as ev
-from multigpu_master.core.lanes import SORTED_IN
 from multigpu_master.core.model import Task
+from multigpu_master.core.placement.lanes import SORTED_IN
 
 from tests.core.stage import Stage, lease_of
 

@@ -2,7 +2,6 @@
 
 import pytest
 from multigpu_master.core import events as ev
-from multigpu_master.core.explain import explain
 from multigpu_master.core.ledger import Limits
 from multigpu_master.core.model import (
     HEALTHY,
@@ -18,6 +17,7 @@ from multigpu_master.core.model import (
     Worker,
     WorkerInfo,
 )
+from multigpu_master.core.placement.explain import explain
 
 from tests.core.stage import Stage, lease_of, state_of
 

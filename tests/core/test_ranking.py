@@ -3,10 +3,10 @@
 import random
 
 import pytest
-from multigpu_master.core.fleet import Fleet
 from multigpu_master.core.model import Capability, Lease, Shape, Spec, Task, Worker, WorkerInfo
-from multigpu_master.core.placement import Placement, Ranking
-from multigpu_master.core.residency import Resident
+from multigpu_master.core.placement.ranking import Placement, Ranking
+from multigpu_master.core.workers.fleet import Fleet
+from multigpu_master.core.workers.residency import Resident
 from multigpu_master.strategies.auto import Auto
 from multigpu_master.strategies.base import FleetView
 from multigpu_master.strategies.static_partition import StaticPartition

@@ -5,15 +5,18 @@ from typing import Any, cast
 
 import pytest
 from multigpu.v1 import model_pb2, worker_service_pb2
-from multigpu_master import settings, wire, wire_models, wire_specs
+from multigpu_master import settings
 from multigpu_master.core import events as ev
-from multigpu_master.core.explain import explain
 from multigpu_master.core.model import Capability, Lease, Spec, Task, TaskError, Telemetry, WorkerInfo
-from multigpu_master.core.residency import Model, ModelState, Resident
+from multigpu_master.core.placement.explain import explain
 from multigpu_master.core.scheduler import Core, Limits
+from multigpu_master.core.workers.residency import Model, ModelState, Resident
 from multigpu_master.ids import LeaseProofs
-from multigpu_master.journal import JournalError
+from multigpu_master.journal.protocol import JournalError
 from multigpu_master.strategies.registry import load_strategies
+from multigpu_master.wire import messages as wire
+from multigpu_master.wire import models as wire_models
+from multigpu_master.wire import specs as wire_specs
 
 from tests.core.stage import Stage, lease_of
 from tests.sim.models import check

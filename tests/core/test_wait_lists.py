@@ -3,9 +3,9 @@
 import pytest
 from multigpu_master.core import events as ev
 from multigpu_master.core.admission import RESOURCE_EXHAUSTED, SHAPES_MAX
-from multigpu_master.core.dispatch import PARKS_MAX
-from multigpu_master.core.lanes import Lane
 from multigpu_master.core.model import Capability, Spec, Task, Telemetry, Worker, WorkerInfo
+from multigpu_master.core.placement.dispatch import PARKS_MAX
+from multigpu_master.core.placement.lanes import Lane
 from multigpu_master.core.timers import FIRE_MAX
 from multigpu_master.strategies.base import Strategy
 

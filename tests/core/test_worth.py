@@ -3,7 +3,7 @@
 import pytest
 from multigpu_master.core import events as ev
 from multigpu_master.core.model import Capability, Spec, Telemetry, WorkerInfo
-from multigpu_master.core.residency import Resident
+from multigpu_master.core.workers.residency import Resident
 
 from tests.core.stage import FAILED, Stage, lease_of
 

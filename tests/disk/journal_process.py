@@ -19,11 +19,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from multigpu_master import journal_schema, journal_segments, journal_sqlite
 from multigpu_master.ids import first_id
-from multigpu_master.journal import Entry, JournalError, JournalFullError, SettleRecord, SubmitRecord
-from multigpu_master.journal_segments import LARGE_BYTES
-from multigpu_master.journal_sqlite import SqliteJournal
+from multigpu_master.journal.protocol import Entry, JournalError, JournalFullError, SettleRecord, SubmitRecord
+from multigpu_master.journal.sqlite import journal as journal_sqlite
+from multigpu_master.journal.sqlite import schema as journal_schema
+from multigpu_master.journal.sqlite import segments as journal_segments
+from multigpu_master.journal.sqlite.journal import SqliteJournal
+from multigpu_master.journal.sqlite.segments import LARGE_BYTES
 
 EXIT_FATAL = 7
 SIZE_MAX_BYTES = 1 << 30

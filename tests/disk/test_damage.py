@@ -6,10 +6,10 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
-from multigpu_master import journal_schema
-from multigpu_master.journal import Entry, JournalError, SettleRecord, SubmitRecord
-from multigpu_master.journal_segments import LARGE_BYTES
-from multigpu_master.journal_sqlite import SqliteJournal
+from multigpu_master.journal.protocol import Entry, JournalError, SettleRecord, SubmitRecord
+from multigpu_master.journal.sqlite import schema as journal_schema
+from multigpu_master.journal.sqlite.journal import SqliteJournal
+from multigpu_master.journal.sqlite.segments import LARGE_BYTES
 
 TASK, ENDED = 1, 2
 

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from multigpu_master import journal_schema
-from multigpu_master.journal_sqlite import SqliteJournal
+from multigpu_master.journal.sqlite import schema as journal_schema
+from multigpu_master.journal.sqlite.journal import SqliteJournal
 
 from tests.disk import layer as disk_layer
 from tests.disk.image import RENAME, SYNC_BEGIN, SYNC_FAILED, Disk, Record, read_log
@@ -128,8 +128,8 @@ def test_a_journal_is_not_begun_without_a_write_ahead_log(root: Path, folder: Pa
 def test_a_header_torn_while_the_log_has_it_whole_does_no_harm(tmp_path: Path) -> None:
     data = tmp_path / "data"
     code = (
-        "import os, sys; from pathlib import Path; from multigpu_master.journal import Entry, SubmitRecord; "
-        "from multigpu_master.journal_sqlite import SqliteJournal; "
+        "import os, sys; from pathlib import Path; from multigpu_master.journal.protocol import Entry, SubmitRecord; "
+        "from multigpu_master.journal.sqlite.journal import SqliteJournal; "
         "j = SqliteJournal(Path(sys.argv[1]), size_max_bytes=1 << 30); j.open(lambda *_: os._exit(0)); "
         "j._writer.execute('CREATE TABLE unused (x)'); "  # so that the first page is in the log
         "j.append(Entry(submits=[SubmitRecord(1, '', b'', b'', '', 1, 0.0)])); j.close(10)"

@@ -9,17 +9,17 @@ import sys
 from pathlib import Path
 
 import pytest
-from multigpu_master.journal import JournalDamagedError
-from multigpu_master.journal_schema import DATABASE_NAME, PAGE_BYTES
-from multigpu_master.journal_sqlite import SqliteJournal
+from multigpu_master.journal.protocol import JournalDamagedError
+from multigpu_master.journal.sqlite.journal import SqliteJournal
+from multigpu_master.journal.sqlite.schema import DATABASE_NAME, PAGE_BYTES
 
 FRAME_BYTES, HEADER_BYTES = PAGE_BYTES + 24, 32
 # Commits one task after the other, and ends as kill -9 does: the log is all there is of them.
 WRITER = """
 import os, sys, threading
 from pathlib import Path
-from multigpu_master.journal import Entry, SubmitRecord
-from multigpu_master.journal_sqlite import SqliteJournal
+from multigpu_master.journal.protocol import Entry, SubmitRecord
+from multigpu_master.journal.sqlite.journal import SqliteJournal
 told = threading.Semaphore(0)
 journal = SqliteJournal(Path(sys.argv[1]), size_max_bytes=1 << 30)
 begun = journal.open(lambda *_: told.release())

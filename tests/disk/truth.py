@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from multigpu_master import journal_schema
-from multigpu_master.journal_sqlite import SqliteJournal
+from multigpu_master.journal.sqlite import schema as journal_schema
+from multigpu_master.journal.sqlite.journal import SqliteJournal
 
 from tests.disk.journal_process import DEAD_LETTERED, FOREVER_S, SIZE_MAX_BYTES, data_of
 

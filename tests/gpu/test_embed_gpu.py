@@ -9,13 +9,13 @@ import pytest
 pytest.importorskip("torch", reason="the extra `worker` is not installed")
 
 import torch
-from multigpu.repository import ModelSpec
+from multigpu.repository.model import ModelSpec
 from multigpu_worker.engines.base import EngineSettings
-from multigpu_worker.engines.embed import EmbedEngine
-from multigpu_worker.engines.embed_cuda import CudaEmbedModel, trial_inputs
-from multigpu_worker.engines.embed_model import EmbedModel, load, load_model
-from multigpu_worker.engines.embed_text import Inputs
-from multigpu_worker.engines.models import PACKAGED_MODEL, packaged_model
+from multigpu_worker.engines.embed.cuda import CudaEmbedModel, trial_inputs
+from multigpu_worker.engines.embed.engine import EmbedEngine
+from multigpu_worker.engines.embed.model import EmbedModel, load, load_model
+from multigpu_worker.engines.embed.text import Inputs
+from multigpu_worker.models.folders import PACKAGED_MODEL, packaged_model
 
 from tests.worker.test_embed import FOLDER, VARIED, batch_of, payload, run
 

@@ -4,13 +4,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from multigpu.repository import ModelSpec
+from multigpu.repository.model import ModelSpec
 from multigpu.v1 import embed_pb2
+from multigpu_worker.baselines.loops import Loop, TextLoop, load_loop
 from multigpu_worker.engines.base import EngineSettings
-from multigpu_worker.engines.models import packaged_model
-from multigpu_worker.engines.plain_loops import Loop, TextLoop, load_loop
-from multigpu_worker.engines.precision import Variant
-from multigpu_worker.engines.tensorrt_module import EngineUnavailableError, require
+from multigpu_worker.engines.common.precision import Variant
+from multigpu_worker.engines.tensorrt.module import EngineUnavailableError, require
+from multigpu_worker.models.folders import packaged_model
 
 pytestmark = [
     pytest.mark.gpu,

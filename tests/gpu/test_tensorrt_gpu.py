@@ -9,19 +9,20 @@ import pytest
 
 pytest.importorskip("onnx", reason="the extra `onnx` is not installed")
 
-from multigpu.repository import ModelSpec
-from multigpu_worker.engines import embed_tensorrt, infer_tensorrt
-from multigpu_worker.engines.artifacts import Artifacts
+from multigpu.repository.model import ModelSpec
 from multigpu_worker.engines.base import EngineSettings
-from multigpu_worker.engines.device_memory import DeviceMemory, PycudaMemory, TorchMemory
-from multigpu_worker.engines.embed_backend import load_backend as load_embed
-from multigpu_worker.engines.infer_backend import load_backend as load_infer
-from multigpu_worker.engines.models import packaged_model
-from multigpu_worker.engines.precision import Variant
-from multigpu_worker.engines.profiles import Limits, first_profiles
-from multigpu_worker.engines.tensorrt_build import PLAN_FILE, PlanOrder, get_plan
-from multigpu_worker.engines.tensorrt_module import EngineUnavailableError, Gpu, TensorRT, require
-from multigpu_worker.engines.tensorrt_run import PlanRunner
+from multigpu_worker.engines.common.artifacts import Artifacts
+from multigpu_worker.engines.common.device_memory import DeviceMemory, PycudaMemory, TorchMemory
+from multigpu_worker.engines.common.precision import Variant
+from multigpu_worker.engines.embed import tensorrt_backend as embed_tensorrt
+from multigpu_worker.engines.embed.backend import load_backend as load_embed
+from multigpu_worker.engines.infer import tensorrt_backend as infer_tensorrt
+from multigpu_worker.engines.infer.backend import load_backend as load_infer
+from multigpu_worker.engines.tensorrt.build import PLAN_FILE, PlanOrder, get_plan
+from multigpu_worker.engines.tensorrt.module import EngineUnavailableError, Gpu, TensorRT, require
+from multigpu_worker.engines.tensorrt.profiles import Limits, first_profiles
+from multigpu_worker.engines.tensorrt.run import PlanRunner
+from multigpu_worker.models.folders import packaged_model
 
 from tests.worker import small_graphs
 

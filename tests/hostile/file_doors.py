@@ -11,23 +11,25 @@ from typing import Any
 import click
 import grpc
 from google.protobuf.message import DecodeError
+from multigpu._transport.run_state import Answer, Call, RunState
+from multigpu._transport.window import Window
 from multigpu.cli.failures import Failure
-from multigpu.cli.lines import count_lines, read_lines
-from multigpu.cli.submit import parse
-from multigpu.config import CONFIG_CLASSES, ConfigError, load
+from multigpu.cli.tasks.lines import count_lines, read_lines
+from multigpu.cli.tasks.submit import parse
+from multigpu.config.config import CONFIG_CLASSES, ConfigError, load
+from multigpu.daemon.telemetry import span_from
 from multigpu.errors import MultigpuError
 from multigpu.outcome import Outcome
-from multigpu.run_state import Answer, Call, RunState
-from multigpu.telemetry import span_from
 from multigpu.v1 import task_pb2, task_service_pb2
-from multigpu.window import Window
-from multigpu_master import settings, wire, wire_specs
+from multigpu_master import settings
 from multigpu_master.core.scheduler import Core, Limits
-from multigpu_master.journal import JournalError
-from multigpu_master.journal_reads import JournalReads
+from multigpu_master.journal.protocol import JournalError
+from multigpu_master.journal.sqlite.reads import JournalReads
 from multigpu_master.rpc import queries
 from multigpu_master.rpc.status import page_size_of, read_token
 from multigpu_master.strategies.registry import canonical_name, load_strategies
+from multigpu_master.wire import messages as wire
+from multigpu_master.wire import specs as wire_specs
 
 from tests.hostile.door import Crash, Door, mute
 from tests.hostile.inputs import WORDS, Maker

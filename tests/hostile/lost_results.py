@@ -22,17 +22,17 @@ from multigpu import (
     ResultExpiredError,
     ResultLostError,
 )
-from multigpu.config import MasterConfig
-from multigpu.payloads import LARGE_BYTES, Writer
+from multigpu._transport.payloads import LARGE_BYTES, Writer
+from multigpu.config.config import MasterConfig
 from multigpu.v1 import task_pb2
 from multigpu_master.clock import Clock
 from multigpu_master.core.identity import fingerprint
 from multigpu_master.core.model import Task
-from multigpu_master.journal import Entry, LargeBody, SettleRecord
-from multigpu_master.journal_sqlite import SqliteJournal
+from multigpu_master.journal.protocol import Entry, LargeBody, SettleRecord
+from multigpu_master.journal.sqlite.journal import SqliteJournal
+from multigpu_master.payloads.messages import outcome_body
 from multigpu_master.server import Master
-from multigpu_master.wire_large import outcome_body
-from multigpu_master.wire_specs import SpecReader
+from multigpu_master.wire.specs import SpecReader
 
 from tests.hostile.door import mute
 

@@ -16,14 +16,14 @@ import grpc
 from google.protobuf.descriptor import MethodDescriptor
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
-from multigpu.config import MasterConfig
+from multigpu.config.config import MasterConfig
 from multigpu.v1 import admin_service_pb2, task_pb2, task_service_pb2, worker_service_pb2
-from multigpu_master import wire
 from multigpu_master.clock import Clock
 from multigpu_master.core import events as ev
-from multigpu_master.journal_sqlite import SqliteJournal
+from multigpu_master.journal.sqlite.journal import SqliteJournal
 from multigpu_master.rpc.worker_service import PROTOCOL_VERSION
 from multigpu_master.server import Master
+from multigpu_master.wire import messages as wire
 
 from tests.hostile.door import Crash, Door, mute
 from tests.hostile.inputs import Maker, pack, unpack

@@ -13,27 +13,30 @@ from typing import Any
 import pytest
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.timestamp_pb2 import Timestamp
+from multigpu._transport.payload_sharing import Sharing
+from multigpu._transport.payloads import read_file
 from multigpu.cli.failures import Failure
-from multigpu.cli.submit import parse
-from multigpu.config import ConfigError, MasterConfig, load
+from multigpu.cli.tasks.submit import parse
+from multigpu.config.config import ConfigError, MasterConfig, load
 from multigpu.outcome import Outcome, OutcomeState
-from multigpu.payloads import read_file
-from multigpu.sharing import Sharing
 from multigpu.v1 import admin_service_pb2 as admin_pb
 from multigpu.v1 import device_pb2, model_pb2, task_pb2, task_service_pb2
 from multigpu.v1 import worker_service_pb2 as worker_pb
-from multigpu_master import settings, wire, wire_models, wire_specs
+from multigpu_master import settings
 from multigpu_master.core import events as ev
-from multigpu_master.core.fleet import LOST_WORKERS_MAX, PACES_MAX, Fleet
 from multigpu_master.core.model import WorkerInfo
 from multigpu_master.core.scheduler import Core, Limits
-from multigpu_master.journal import JournalError
-from multigpu_master.journal_reads import JournalReads
+from multigpu_master.core.workers.fleet import LOST_WORKERS_MAX, PACES_MAX, Fleet
+from multigpu_master.journal.protocol import JournalError
+from multigpu_master.journal.sqlite.reads import JournalReads
 from multigpu_master.rpc import queries
 from multigpu_master.rpc.worker_service import PROTOCOL_VERSION
 from multigpu_master.strategies.registry import load_strategies
-from multigpu_worker import ipc
-from multigpu_worker.blobs import BlobMemory
+from multigpu_master.wire import messages as wire
+from multigpu_master.wire import models as wire_models
+from multigpu_master.wire import specs as wire_specs
+from multigpu_worker.processes import ipc
+from multigpu_worker.processes.blobs import BlobMemory
 
 from tests.hostile.file_doors import OUTCOME, TASK
 from tests.hostile.inputs import pack

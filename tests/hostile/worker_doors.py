@@ -15,17 +15,18 @@ from random import Random
 from typing import Any, cast
 
 from google.protobuf.message import DecodeError
-from multigpu.config import WorkerConfig
+from multigpu.config.config import WorkerConfig
 from multigpu.v1 import worker_service_pb2 as pb
-from multigpu_worker import ipc, wire
 from multigpu_worker.agent import Agent
-from multigpu_worker.batcher import Batcher, BatchLimits
-from multigpu_worker.blobs import BlobMemory
-from multigpu_worker.cpu import CpuDevice
+from multigpu_worker.device.cpu import CpuDevice
 from multigpu_worker.engines.base import EngineSettings
 from multigpu_worker.engines.registry import KindInfo
-from multigpu_worker.session import Lease, Session, SessionLimits, Spec
-from multigpu_worker.watch import EngineBatch
+from multigpu_worker.processes import ipc
+from multigpu_worker.processes.blobs import BlobMemory
+from multigpu_worker.processes.watch import EngineBatch
+from multigpu_worker.session import wire
+from multigpu_worker.session.batcher import Batcher, BatchLimits
+from multigpu_worker.session.session import Lease, Session, SessionLimits, Spec
 
 from tests.hostile.door import Crash, Door, mute
 from tests.hostile.inputs import Maker, pack, unpack

@@ -12,7 +12,7 @@ from google.protobuf.duration_pb2 import Duration
 from google.protobuf.timestamp_pb2 import Timestamp
 from multigpu.v1 import admin_service_pb2 as admin_pb
 from multigpu.v1 import task_pb2
-from multigpu_master.journal_sqlite import SWEEP_AFTER_S
+from multigpu_master.journal.sqlite.journal import SWEEP_AFTER_S
 
 from tests.disk import layer
 from tests.fleet import Daemon, Fleet

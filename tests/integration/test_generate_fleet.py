@@ -15,7 +15,7 @@ from typing import Any
 
 import multigpu
 import pytest
-from multigpu.generation import Generated
+from multigpu._kinds.generation import Generated
 
 from tests.fleet import Fleet, until
 

@@ -178,7 +178,7 @@ def test_a_file_that_cannot_be_opened_now_is_unavailable_and_not_lost(fleet: Fle
 NO_MEMORY = """
 import os, resource
 from multigpu.v1 import task_pb2
-from multigpu_master.journal import StoredOutcome
+from multigpu_master.journal.protocol import StoredOutcome
 from multigpu_master.rpc.intake import stored_body
 result = bytes(64 << 20)
 body = task_pb2.Outcome(task_id=1, state=1, result=result).SerializeToString()

@@ -17,7 +17,7 @@ from typing import Any
 
 import grpc
 import pytest
-from multigpu.payloads import LARGE_BYTES, NAME, SEGMENT_BYTES, Directory, Writer
+from multigpu._transport.payloads import LARGE_BYTES, NAME, SEGMENT_BYTES, Directory, Writer
 from multigpu.v1 import admin_service_pb2 as admin_pb
 from multigpu.v1 import task_pb2, task_service_pb2
 

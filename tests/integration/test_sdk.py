@@ -11,7 +11,7 @@ from typing import Any
 
 import multigpu
 import pytest
-from multigpu.submitting import cut
+from multigpu._calls.submitting import cut
 
 from tests.fleet import Fleet, until
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from multigpu import telemetry
-from multigpu.config import TelemetryConfig
+from multigpu.config.config import TelemetryConfig
+from multigpu.daemon import telemetry
 from multigpu.v1 import admin_service_pb2 as admin_pb
 
 from tests.client.otlp_collector import Collector, attributes

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from multigpu.v1 import admin_service_pb2 as admin_pb
 from multigpu.v1 import task_pb2
-from multigpu_master.journal_schema import DATABASE_NAME, SCHEMA_VERSION
+from multigpu_master.journal.sqlite.schema import DATABASE_NAME, SCHEMA_VERSION
 
 from tests.fleet import Fleet, until
 

@@ -12,12 +12,13 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from multigpu_master import journal_backup, journal_segments
-from multigpu_master.journal import Entry, JournalError
-from multigpu_master.journal_backup import backup, salvage
-from multigpu_master.journal_schema import DATABASE_NAME
-from multigpu_master.journal_segments import LARGE_BYTES
-from multigpu_master.journal_sqlite import SqliteJournal
+from multigpu_master.journal.protocol import Entry, JournalError
+from multigpu_master.journal.sqlite import backup as journal_backup
+from multigpu_master.journal.sqlite import segments as journal_segments
+from multigpu_master.journal.sqlite.backup import backup, salvage
+from multigpu_master.journal.sqlite.journal import SqliteJournal
+from multigpu_master.journal.sqlite.schema import DATABASE_NAME
+from multigpu_master.journal.sqlite.segments import LARGE_BYTES
 from multigpu_master.main import main
 
 from tests.disk.test_log_damage import commits_of, tasks_of, write

@@ -9,12 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from multigpu.payloads import SEGMENT_BYTES, Reference, Writer
-from multigpu_master import journal_backup, journal_segments, journal_sqlite, journal_sweep
-from multigpu_master.journal import Entry, JournalError, LargeBody
-from multigpu_master.journal_backup import backup
-from multigpu_master.journal_segments import LARGE_BYTES
-from multigpu_master.journal_sqlite import SqliteJournal
+from multigpu._transport.payloads import SEGMENT_BYTES, Reference, Writer
+from multigpu_master.journal.protocol import Entry, JournalError, LargeBody
+from multigpu_master.journal.sqlite import backup as journal_backup
+from multigpu_master.journal.sqlite import journal as journal_sqlite
+from multigpu_master.journal.sqlite import segments as journal_segments
+from multigpu_master.journal.sqlite import sweep as journal_sweep
+from multigpu_master.journal.sqlite.backup import backup
+from multigpu_master.journal.sqlite.journal import SqliteJournal
+from multigpu_master.journal.sqlite.segments import LARGE_BYTES
 
 from tests.master.test_journal_full import answered, dead, opened, settle, submit, until
 from tests.master.test_shared_payloads import MIB

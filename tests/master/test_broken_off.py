@@ -6,9 +6,9 @@ from pathlib import Path
 
 import grpc
 from multigpu.v1 import task_pb2, task_service_pb2
-from multigpu_master.journal import JournalError
-from multigpu_master.journal_sqlite import SqliteJournal
-from multigpu_master.journaling import Journaling, tell
+from multigpu_master.journal.protocol import JournalError
+from multigpu_master.journal.sqlite.journal import SqliteJournal
+from multigpu_master.journal.write_buffer import Journaling, tell
 
 from tests.fleet import Fleet
 

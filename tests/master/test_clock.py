@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from multigpu_master import settings
 from multigpu_master.clock import AHEAD_S, SLEW, Clock, SavedSkew
-from multigpu_master.journal import Entry, JournalError, SettleRecord
-from multigpu_master.journal_sqlite import SqliteJournal
+from multigpu_master.journal.protocol import Entry, JournalError, SettleRecord
+from multigpu_master.journal.sqlite.journal import SqliteJournal
 
 NOW_S = 1.8e9
 DAY_S = 86400.0

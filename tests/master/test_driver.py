@@ -9,22 +9,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from multigpu.payloads import LARGE_BYTES, Reference, Writer
+from multigpu._transport.payloads import LARGE_BYTES, Reference, Writer
 from multigpu.v1 import admin_service_pb2, task_pb2, task_service_pb2
-from multigpu_master import wire, wire_specs
 from multigpu_master.clock import Clock
 from multigpu_master.core import events as ev
 from multigpu_master.core.model import Capability, Lease, Task, TaskError, WorkerInfo
 from multigpu_master.core.scheduler import Core, Limits
 from multigpu_master.driver import BrokenError, Driver, RunOutbox
 from multigpu_master.ids import first_id
-from multigpu_master.journal import Entry, JournalError
-from multigpu_master.journal_sqlite import SqliteJournal
+from multigpu_master.journal.protocol import Entry, JournalError
+from multigpu_master.journal.sqlite.journal import SqliteJournal
 from multigpu_master.rpc import queries
-from multigpu_master.rpc.dead_letter_calls import DeadLetterCalls
+from multigpu_master.rpc.admin.dead_letters import DeadLetterCalls
 from multigpu_master.rpc.intake import Intake
 from multigpu_master.rpc.task_service import CANCEL_TASKS, TaskService
 from multigpu_master.strategies.registry import load_strategies
+from multigpu_master.wire import messages as wire
+from multigpu_master.wire import specs as wire_specs
 
 STREAM_BYTES_MAX = 64 << 20
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from multigpu_master import ids
 from multigpu_master.core.model import EPOCH_IDS
-from multigpu_master.journal import Entry
+from multigpu_master.journal.protocol import Entry
 
 from tests.master.test_ids import NOW_S
 from tests.master.test_journal import Opened, opened, settle, submit

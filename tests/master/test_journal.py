@@ -11,10 +11,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from multigpu_master import journal_schema, journal_sqlite
-from multigpu_master.journal import Entry, Journal, JournalError, Recovered, SettleRecord, StoredOutcome, SubmitRecord
-from multigpu_master.journal_segments import LARGE_BYTES, SEGMENT_BYTES
-from multigpu_master.journal_sqlite import SqliteJournal
+from multigpu_master.journal.protocol import (
+    Entry,
+    Journal,
+    JournalError,
+    Recovered,
+    SettleRecord,
+    StoredOutcome,
+    SubmitRecord,
+)
+from multigpu_master.journal.sqlite import journal as journal_sqlite
+from multigpu_master.journal.sqlite import schema as journal_schema
+from multigpu_master.journal.sqlite.journal import SqliteJournal
+from multigpu_master.journal.sqlite.segments import LARGE_BYTES, SEGMENT_BYTES
 from multigpu_master.rpc import queries
 
 SUCCEEDED, FAILED, DEAD_LETTERED = 1, 2, 5

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from multigpu_master import journal_schema
-from multigpu_master.journal import Entry, JournalError, SettleRecord, SubmitRecord
-from multigpu_master.journal_segments import LARGE_BYTES
-from multigpu_master.journal_sqlite import SqliteJournal
+from multigpu_master.journal.protocol import Entry, JournalError, SettleRecord, SubmitRecord
+from multigpu_master.journal.sqlite import schema as journal_schema
+from multigpu_master.journal.sqlite.journal import SqliteJournal
+from multigpu_master.journal.sqlite.segments import LARGE_BYTES
 
 
 def submit(task_id: int, payload: bytes = b"in") -> SubmitRecord:
@@ -73,8 +73,8 @@ def snapshot(data_dir: Path) -> dict[str, str]:
 CHILD = """
 import os, random, sys, time
 from pathlib import Path
-from multigpu_master.journal import Entry, SettleRecord, SubmitRecord
-from multigpu_master.journal_sqlite import SqliteJournal
+from multigpu_master.journal.protocol import Entry, SettleRecord, SubmitRecord
+from multigpu_master.journal.sqlite.journal import SqliteJournal
 rng = random.Random(int(sys.argv[2]))
 def said(entries, first_cursor, error):
     assert error is None, error
@@ -299,8 +299,8 @@ def test_a_directory_that_can_not_be_used_is_named(tmp_path: Path) -> None:
 BROKEN_DISK = """
 import resource, sys, time
 from pathlib import Path
-from multigpu_master.journal import Entry, JournalError, JournalFullError, SubmitRecord
-from multigpu_master.journal_sqlite import SqliteJournal
+from multigpu_master.journal.protocol import Entry, JournalError, JournalFullError, SubmitRecord
+from multigpu_master.journal.sqlite.journal import SqliteJournal
 said = []
 journal = SqliteJournal(Path(sys.argv[1]), size_max_bytes=1 << 30)
 list(journal.open(lambda *commit: said.append(commit)).tasks)
@@ -348,7 +348,7 @@ def test_commits_wait_for_the_disk(tmp_path: Path) -> None:
 def test_a_lock_is_gone_with_its_process(tmp_path: Path) -> None:
     code = "import sys, time; exec(sys.argv[2]); time.sleep(60)"
     hold = (
-        "from pathlib import Path; from multigpu_master.journal_sqlite import SqliteJournal; "
+        "from pathlib import Path; from multigpu_master.journal.sqlite.journal import SqliteJournal; "
         "j = SqliteJournal(Path(sys.argv[1]), size_max_bytes=1<<30); j.open(print); print('held', flush=True)"
     )
     with subprocess.Popen([sys.executable, "-c", code, tmp_path / "data", hold], stdout=subprocess.PIPE) as child:

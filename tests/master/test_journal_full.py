@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from multigpu_master import journal_sqlite
-from multigpu_master.journal import Entry, JournalError, JournalFullError, SettleRecord, SubmitRecord
-from multigpu_master.journal_segments import LARGE_BYTES
-from multigpu_master.journal_sqlite import SqliteJournal
+from multigpu_master.journal.protocol import Entry, JournalError, JournalFullError, SettleRecord, SubmitRecord
+from multigpu_master.journal.sqlite import journal as journal_sqlite
+from multigpu_master.journal.sqlite.journal import SqliteJournal
+from multigpu_master.journal.sqlite.segments import LARGE_BYTES
 
 
 def submit(task_id: int, payload: bytes = b"in") -> SubmitRecord:

@@ -9,7 +9,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from multigpu_master.journal_schema import APPLICATION_ID, DATABASE_NAME, SCHEMA_VERSION
+from multigpu_master.journal.sqlite.schema import APPLICATION_ID, DATABASE_NAME, SCHEMA_VERSION
 
 from tests.master.test_journal import opened
 

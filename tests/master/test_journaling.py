@@ -4,12 +4,13 @@ import asyncio
 from pathlib import Path
 
 from multigpu.v1 import task_pb2
-from multigpu_master import wire, wire_specs
 from multigpu_master.core import events as ev
 from multigpu_master.core.model import Outcome, OutcomeState, Task
-from multigpu_master.journal import JournalError
-from multigpu_master.journal_sqlite import SqliteJournal
-from multigpu_master.journaling import PATIENCE_S, Journaling
+from multigpu_master.journal.protocol import JournalError
+from multigpu_master.journal.sqlite.journal import SqliteJournal
+from multigpu_master.journal.write_buffer import PATIENCE_S, Journaling
+from multigpu_master.wire import messages as wire
+from multigpu_master.wire import specs as wire_specs
 
 SPEC = wire_specs.SpecReader().read(task_pb2.TaskSpec(kind="echo"))
 

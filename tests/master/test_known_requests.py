@@ -6,9 +6,9 @@ import tracemalloc
 from collections.abc import Iterator, Sequence
 
 import pytest
-from multigpu_master import known_requests
-from multigpu_master.journal import JournalError
-from multigpu_master.known_requests import CAPACITY_MIN, KnownRequests
+from multigpu_master.journal import request_filter as known_requests
+from multigpu_master.journal.protocol import JournalError
+from multigpu_master.journal.request_filter import CAPACITY_MIN, KnownRequests
 
 
 class Pages:

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 from grpc._cython import cygrpc
-from multigpu.config import MasterConfig
+from multigpu.config.config import MasterConfig
 from multigpu_master.clock import Clock
-from multigpu_master.journal_sqlite import SqliteJournal
+from multigpu_master.journal.sqlite.journal import SqliteJournal
 from multigpu_master.rpc import transport
 from multigpu_master.server import Master
 

@@ -12,12 +12,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from multigpu import payloads
-from multigpu.payloads import FREE_NAMES, LARGE_BYTES, SEGMENT_BYTES, Directory, Reference, Writer
-from multigpu_master import payloads as product
-from multigpu_master.journal import Entry, JournalError, JournalFullError, LargeBody, SettleRecord, SubmitRecord
-from multigpu_master.journal_sqlite import SqliteJournal
-from multigpu_master.payloads import Payloads
+from multigpu._transport import payloads
+from multigpu._transport.payloads import FREE_NAMES, LARGE_BYTES, SEGMENT_BYTES, Directory, Reference, Writer
+from multigpu_master.journal.protocol import (
+    Entry,
+    JournalError,
+    JournalFullError,
+    LargeBody,
+    SettleRecord,
+    SubmitRecord,
+)
+from multigpu_master.journal.sqlite.journal import SqliteJournal
+from multigpu_master.payloads import shared_files as product
+from multigpu_master.payloads.shared_files import Payloads
 
 MIB = 1 << 20
 

@@ -5,9 +5,9 @@ import gc
 import pytest
 from google.protobuf.timestamp_pb2 import Timestamp
 from multigpu.v1 import task_pb2
-from multigpu_master import wire_specs
-from multigpu_master.wire import InvalidTaskError
-from multigpu_master.wire_specs import SpecReader, SpecsFullError
+from multigpu_master.wire import specs as wire_specs
+from multigpu_master.wire.messages import InvalidTaskError
+from multigpu_master.wire.specs import SpecReader, SpecsFullError
 
 
 def large(n: int) -> task_pb2.TaskSpec:

@@ -6,7 +6,7 @@ from typing import Any
 import grpc
 import pytest
 from multigpu.v1 import worker_service_pb2
-from multigpu_master.outbox import Outbox
+from multigpu_master.rpc.outbox import Outbox
 from multigpu_master.rpc.status import refuse
 from multigpu_master.rpc.streams import serve_stream
 

@@ -4,9 +4,9 @@ import math
 from typing import Any
 
 import pytest
-from multigpu.metrics import HistogramSample, Sample
+from multigpu.daemon.metrics import HistogramSample, Sample
 from multigpu.v1 import device_pb2, task_pb2, worker_service_pb2
-from multigpu_master import metrics_devices, settings, wire, wire_devices
+from multigpu_master import settings
 from multigpu_master.core.model import (
     Energy,
     Health,
@@ -18,7 +18,10 @@ from multigpu_master.core.model import (
     Worker,
     WorkerInfo,
 )
-from multigpu_master.journal import LargeBody
+from multigpu_master.journal.protocol import LargeBody
+from multigpu_master.telemetry import device_metrics as metrics_devices
+from multigpu_master.wire import devices as wire_devices
+from multigpu_master.wire import messages as wire
 
 
 def test_what_the_core_doesnt_read_comes_out_as_it_went_in() -> None:

@@ -8,9 +8,9 @@ only go when their time has come, a limit or a preferred size is reached, or the
 import random
 from collections.abc import Container
 
-from multigpu.repository import BatchRules
-from multigpu_worker.batcher import AGE_TASKS, BYTES_PER_TOKEN, GROWTH, Batcher, BatchLimits
-from multigpu_worker.session import Lease, Spec
+from multigpu.repository.model import BatchRules
+from multigpu_worker.session.batcher import AGE_TASKS, BYTES_PER_TOKEN, GROWTH, Batcher, BatchLimits
+from multigpu_worker.session.session import Lease, Spec
 
 SPECS = (
     Spec(kind="embed"),

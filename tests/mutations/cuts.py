@@ -11,9 +11,9 @@ from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
-from multigpu_worker.engines.embed import MicroBatch, cut
-from multigpu_worker.engines.embed_backend import Vectors
-from multigpu_worker.engines.embed_text import Inputs, TextInput, Tokens
+from multigpu_worker.engines.embed.backend import Vectors
+from multigpu_worker.engines.embed.engine import MicroBatch, cut
+from multigpu_worker.engines.embed.text import Inputs, TextInput, Tokens
 
 
 class Words(TextInput):

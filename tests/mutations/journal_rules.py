@@ -16,10 +16,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from multigpu_master import journal_schema, journal_sqlite
-from multigpu_master.journal import Entry, JournalError, SettleRecord, SubmitRecord
-from multigpu_master.journal_segments import LARGE_BYTES
-from multigpu_master.journal_sqlite import SqliteJournal, frees
+from multigpu_master.journal.protocol import Entry, JournalError, SettleRecord, SubmitRecord
+from multigpu_master.journal.sqlite import journal as journal_sqlite
+from multigpu_master.journal.sqlite import schema as journal_schema
+from multigpu_master.journal.sqlite.journal import SqliteJournal, frees
+from multigpu_master.journal.sqlite.segments import LARGE_BYTES
 
 SIZES = (0, 100, LARGE_BYTES - 1, LARGE_BYTES)
 TIMEOUT_S = 20.0

@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from unittest.mock import patch
 
-from multigpu_master import known_requests
 from multigpu_master.core.model import Outcome, OutcomeState, Spec, Task
-from multigpu_master.journal import Entry, JournalError
-from multigpu_master.journal_sqlite import SqliteJournal
-from multigpu_master.journaling import Journaling
+from multigpu_master.journal import request_filter as known_requests
+from multigpu_master.journal.protocol import Entry, JournalError
+from multigpu_master.journal.sqlite.journal import SqliteJournal
+from multigpu_master.journal.write_buffer import Journaling
 
 SPEC = Spec(kind="k")
 

@@ -4,7 +4,7 @@ from functools import partial
 
 from tests.mutations.mutation import Mutation
 
-run_state = partial(Mutation, module="multigpu.run_state", checker="client", seeds=300)
+run_state = partial(Mutation, module="multigpu._transport.run_state", checker="client", seeds=300)
 stream = partial(Mutation, checker="stream", seeds=30)
 settings = partial(Mutation, checker="access", seeds=1)
 
@@ -41,7 +41,7 @@ CLIENT = (
     ),
     stream(
         name="nobody watches the stream's writer",
-        module="multigpu.run_stream",
+        module="multigpu._transport.run_stream",
         old="writer = group.create_task(",
         new="writer = asyncio.get_running_loop().create_task(",
         breaks="after an error of the writer every call of the client waits for ever",
@@ -55,7 +55,7 @@ CLIENT = (
     ),
     settings(
         name="arguments of a client replace the config file",
-        module="multigpu.core",
+        module="multigpu._transport.core",
         old="dataclasses.replace(load_client_config(), **changes)",
         new="dataclasses.replace(load_client_config().__class__(), **changes)",
         breaks="a client drops TLS and its token",

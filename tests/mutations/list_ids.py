@@ -50,7 +50,7 @@ IDS = (
     ),
     Mutation(
         name="leases of another journal are adopted",
-        module="multigpu_master.core.sessions",
+        module="multigpu_master.core.workers.sessions",
         old=" and max(h.lease_id, h.task_id) < event.ids_end]",
         new="]",
         breaks="P2: a task gets the result of another",
@@ -58,7 +58,7 @@ IDS = (
     ),
     Mutation(
         name="leases that were never granted are adopted",
-        module="multigpu_master.core.sessions",
+        module="multigpu_master.core.workers.sessions",
         old="h.proven and ",
         new="",
         breaks="P2: a worker takes any task whose id it guesses, and its result counts",
@@ -86,7 +86,7 @@ IDS = (
     ),
     Mutation(
         name="leases go on past the last id",
-        module="multigpu_master.core.dispatch",
+        module="multigpu_master.core.placement.dispatch",
         old=" and ledger.next_id < ledger.ids_end:",
         new=":",
         breaks="leases get ids that the journal has not begun, and the next master gives them out again",
@@ -100,7 +100,7 @@ IDS = (
     ),
     Mutation(
         name="new ids before they are on the disk",
-        module="multigpu_master.journaling",
+        module="multigpu_master.journal.write_buffer",
         old="self._append(_Pending(Entry(epoch=epoch), 0, done=done), urgent=True)",
         new="self._append(_Pending(Entry(epoch=epoch), 0), urgent=True)\n        done(None)",
         breaks="a master that is killed then leaves ids that the next one gives out again",
@@ -108,7 +108,7 @@ IDS = (
     ),
     Mutation(
         name="a worker forgets who granted its leases",
-        module="multigpu_worker.session",
+        module="multigpu_worker.session.session",
         old="        self.incarnation = incarnation\n",
         new="",
         breaks="every restart of the master costs the tasks that run an attempt",

@@ -1,21 +1,21 @@
-"""Mutations of the journal's rules: journaling.py (what is on its way, who is told), journal_sqlite.py (what is
-written), known_requests.py.
+"""Mutations of the journal's rules: journal/write_buffer.py (what is on its way, who is told),
+journal/sqlite/journal.py (what is written), journal/request_filter.py.
 """
 
 from functools import partial
 
 from tests.mutations.mutation import Mutation
 
-journaling = partial(Mutation, module="multigpu_master.journaling")
-sqlite = partial(Mutation, module="multigpu_master.journal_sqlite", checker="journal", seeds=100)
-log = partial(Mutation, module="multigpu_master.journal_log", checker="log", seeds=20)
+journaling = partial(Mutation, module="multigpu_master.journal.write_buffer")
+sqlite = partial(Mutation, module="multigpu_master.journal.sqlite.journal", checker="journal", seeds=100)
+log = partial(Mutation, module="multigpu_master.journal.sqlite.wal", checker="log", seeds=20)
 driver = partial(Mutation, module="multigpu_master.driver", checker="driver", seeds=1)
-statements = partial(Mutation, module="multigpu_master.journal_statements", checker="journal", seeds=100)
-known = partial(Mutation, module="multigpu_master.known_requests")
-wire = partial(Mutation, module="multigpu_master.wire")
+statements = partial(Mutation, module="multigpu_master.journal.sqlite.statements", checker="journal", seeds=100)
+known = partial(Mutation, module="multigpu_master.journal.request_filter")
+wire = partial(Mutation, module="multigpu_master.wire.messages")
 identity = partial(Mutation, module="multigpu_master.core.identity")
-schema = partial(Mutation, module="multigpu_master.journal_schema", checker="stories", seeds=1)
-reads = partial(Mutation, module="multigpu_master.journal_reads", checker="results", seeds=50)
+schema = partial(Mutation, module="multigpu_master.journal.sqlite.schema", checker="stories", seeds=1)
+reads = partial(Mutation, module="multigpu_master.journal.sqlite.reads", checker="results", seeds=50)
 intake = partial(Mutation, module="multigpu_master.rpc.intake", checker="results", seeds=50)
 
 JOURNAL = (

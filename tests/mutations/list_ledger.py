@@ -4,7 +4,7 @@ from functools import partial
 
 from tests.mutations.mutation import Mutation
 
-fleet = partial(Mutation, module="multigpu_master.core.fleet")
+fleet = partial(Mutation, module="multigpu_master.core.workers.fleet")
 ledger = partial(Mutation, module="multigpu_master.core.ledger")
 model = partial(Mutation, module="multigpu_master.core.model")
 timers = partial(Mutation, module="multigpu_master.core.timers")

@@ -1,13 +1,13 @@
-"""Mutations of who gets what: dispatch.py, placement.py, lanes.py, recall.py."""
+"""Mutations of who gets what: dispatch.py, core/placement/ranking.py, lanes.py, recall.py."""
 
 from functools import partial
 
 from tests.mutations.mutation import Mutation
 
-dispatch = partial(Mutation, module="multigpu_master.core.dispatch")
-placement = partial(Mutation, module="multigpu_master.core.placement")
-lanes = partial(Mutation, module="multigpu_master.core.lanes")
-recall = partial(Mutation, module="multigpu_master.core.recall")
+dispatch = partial(Mutation, module="multigpu_master.core.placement.dispatch")
+placement = partial(Mutation, module="multigpu_master.core.placement.ranking")
+lanes = partial(Mutation, module="multigpu_master.core.placement.lanes")
+recall = partial(Mutation, module="multigpu_master.core.placement.recall")
 
 PLACEMENT = (
     recall(
@@ -46,7 +46,7 @@ PLACEMENT = (
     ),
     recall(
         name="adopted leases are not looked at",
-        module="multigpu_master.core.sessions",
+        module="multigpu_master.core.workers.sessions",
         old="        self._recalls.granted(worker, now)\n        revoked",
         new="        revoked",
         breaks="what a worker brings back waits behind a long task of its own",

@@ -6,10 +6,10 @@ from functools import partial
 
 from tests.mutations.mutation import Mutation
 
-quarantine = partial(Mutation, module="multigpu_master.core.quarantine", checker="stories", seeds=1)
-health = partial(Mutation, module="multigpu_worker.health", checker="stories", seeds=1)
-reset = partial(Mutation, module="multigpu_worker.reset_watch", checker="stories", seeds=1)
-start = partial(Mutation, module="multigpu_worker.engine_start", checker="stories", seeds=1)
+quarantine = partial(Mutation, module="multigpu_master.core.workers.quarantine", checker="stories", seeds=1)
+health = partial(Mutation, module="multigpu_worker.device.health", checker="stories", seeds=1)
+reset = partial(Mutation, module="multigpu_worker.device.reset_watch", checker="stories", seeds=1)
+start = partial(Mutation, module="multigpu_worker.processes.start", checker="stories", seeds=1)
 told = partial(Mutation, checker="stories", seeds=1)
 
 QUARANTINE = (
@@ -205,7 +205,7 @@ QUARANTINE = (
     ),
     told(
         name="a lost worker's device keeps its health",
-        module="multigpu_master.metrics_devices",
+        module="multigpu_master.telemetry.device_metrics",
         old="w.health if w.session else None",
         new="w.health",
         breaks="metrics call a GPU healthy, and sum its watts, whose worker is gone",

@@ -1,12 +1,12 @@
-"""Mutations of which models are loaded where: residency.py, turns.py and what they are told."""
+"""Mutations of which models are loaded where: residency.py, core/workers/load_reservations.py and what they are told."""
 
 from functools import partial
 
 from tests.mutations.mutation import Mutation
 
-residency = partial(Mutation, module="multigpu_master.core.residency", checker="models", seeds=300)
-turns = partial(Mutation, module="multigpu_master.core.turns", checker="models", seeds=300)
-stories = partial(Mutation, module="multigpu_master.core.residency", checker="stories", seeds=1)
+residency = partial(Mutation, module="multigpu_master.core.workers.residency", checker="models", seeds=300)
+turns = partial(Mutation, module="multigpu_master.core.workers.load_reservations", checker="models", seeds=300)
+stories = partial(Mutation, module="multigpu_master.core.workers.residency", checker="stories", seeds=1)
 
 RESIDENCY = (
     residency(

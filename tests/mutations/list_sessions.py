@@ -4,7 +4,7 @@ from functools import partial
 
 from tests.mutations.mutation import Mutation
 
-sessions = partial(Mutation, module="multigpu_master.core.sessions")
+sessions = partial(Mutation, module="multigpu_master.core.workers.sessions")
 
 SESSIONS = (
     sessions(

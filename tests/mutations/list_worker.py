@@ -4,9 +4,9 @@ from functools import partial
 
 from tests.mutations.mutation import Mutation
 
-session = partial(Mutation, module="multigpu_worker.session")
-batcher = partial(Mutation, module="multigpu_worker.batcher", checker="batches")
-embed = partial(Mutation, module="multigpu_worker.engines.embed", checker="cuts")
+session = partial(Mutation, module="multigpu_worker.session.session")
+batcher = partial(Mutation, module="multigpu_worker.session.batcher", checker="batches")
+embed = partial(Mutation, module="multigpu_worker.engines.embed.engine", checker="cuts")
 
 WORKER = (
     session(

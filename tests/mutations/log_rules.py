@@ -5,8 +5,8 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from multigpu_master.journal import JournalDamagedError
-from multigpu_master.journal_schema import DATABASE_NAME
+from multigpu_master.journal.protocol import JournalDamagedError
+from multigpu_master.journal.sqlite.schema import DATABASE_NAME
 
 from tests.disk.test_log_damage import FRAME_BYTES, TASKS, commits_of, tasks_of, write
 

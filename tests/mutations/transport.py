@@ -7,9 +7,9 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from multigpu.config import MasterConfig
+from multigpu.config.config import MasterConfig
 from multigpu_master.clock import Clock
-from multigpu_master.journal_sqlite import SqliteJournal
+from multigpu_master.journal.sqlite.journal import SqliteJournal
 from multigpu_master.rpc.health_service import CALLS_MAX, WATCHES_MAX
 from multigpu_master.server import Master
 

@@ -9,7 +9,7 @@ from typing import Any
 import grpc
 from multigpu.v1 import admin_service_pb2 as admin_pb
 from multigpu_master.security import audit
-from multigpu_master.security.gate import roles_of
+from multigpu_master.security.auth import roles_of
 from multigpu_master.security.tokens import ADMIN
 
 from tests.fleet import until

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from multigpu.cli import authority
-from multigpu.config import ClientConfig, ConfigError, MasterConfig
-from multigpu.credentials import Credentials, is_loopback
-from multigpu_master.security import doors
+from multigpu._transport.credentials import Credentials, is_loopback
+from multigpu.cli.security import authority
+from multigpu.config.config import ClientConfig, ConfigError, MasterConfig
+from multigpu_master.security import listeners as doors
 
 TLS = {"tls_cert": "c", "tls_key": "k"}
 

@@ -237,7 +237,7 @@ def test_a_reader_of_one_queue_submits_nothing(house: House) -> None:
 
 def test_the_journal_finds_nothing_for_no_queues(house: House, tmp_path: Path) -> None:
     """An empty set of queues is none, and not all."""
-    from multigpu_master.journal_sqlite import SqliteJournal
+    from multigpu_master.journal.sqlite.journal import SqliteJournal
     from multigpu_master.rpc.queries import EVERYTHING
 
     journal = SqliteJournal(tmp_path / "data", size_max_bytes=1 << 30, address="")

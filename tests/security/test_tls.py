@@ -18,11 +18,12 @@ import pytest
 from click.testing import CliRunner
 from cryptography import x509
 from multigpu import errors
-from multigpu.cli import authority, cli
-from multigpu.config import ConfigError, MasterConfig
-from multigpu.credentials import Credentials
+from multigpu._transport.credentials import Credentials
+from multigpu.cli import cli
+from multigpu.cli.security import authority
+from multigpu.config.config import ConfigError, MasterConfig
 from multigpu.v1 import task_service_pb2
-from multigpu_master.security import doors
+from multigpu_master.security import listeners as doors
 
 from tests.fleet import until
 from tests.security.house import Caller, House, hello

@@ -12,12 +12,12 @@ from typing import Protocol
 
 from multigpu_master.core import events as ev
 from multigpu_master.core.attempts import NOT_BEGUN
-from multigpu_master.core.lanes import Crowd, Lane, partition_of, shape_of
 from multigpu_master.core.ledger import RUN_GRACE_S, _outcome_bytes
 from multigpu_master.core.model import HEALTHY, Health, Lease, OutcomeState, Shape, Task, Worker
-from multigpu_master.core.placement import busy
+from multigpu_master.core.placement.lanes import Crowd, Lane, partition_of, shape_of
+from multigpu_master.core.placement.ranking import busy
 from multigpu_master.core.scheduler import Core
-from multigpu_master.core.sessions import PARTIAL_OVERHEAD_BYTES
+from multigpu_master.core.workers.sessions import PARTIAL_OVERHEAD_BYTES
 from multigpu_master.strategies.base import Strategy
 
 from tests.sim.invariants_asked import Asked

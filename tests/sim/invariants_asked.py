@@ -5,8 +5,8 @@ say of themselves). And what is let in keeps to the limits.
 from collections.abc import Sequence
 
 from multigpu_master.core import events as ev
-from multigpu_master.core.lanes import shape_of
 from multigpu_master.core.model import Lease, Worker
+from multigpu_master.core.placement.lanes import shape_of
 from multigpu_master.core.scheduler import Core
 
 from tests.sim.world import ViolationError

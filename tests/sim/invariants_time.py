@@ -12,7 +12,7 @@ from multigpu_master.core import events as ev
 from multigpu_master.core.ledger import RUN_GRACE_S
 from multigpu_master.core.model import Task
 from multigpu_master.core.scheduler import Core
-from multigpu_master.core.sessions import LATE_S
+from multigpu_master.core.workers.sessions import LATE_S
 
 from tests.sim.world import ViolationError
 

@@ -5,9 +5,9 @@ for a place there: its lease is recalled, once at most, or it is known to run.
 from collections.abc import Sequence
 
 from multigpu_master.core import events as ev
-from multigpu_master.core.lanes import shape_of
 from multigpu_master.core.model import Lease, Task, Worker
-from multigpu_master.core.placement import busy
+from multigpu_master.core.placement.lanes import shape_of
+from multigpu_master.core.placement.ranking import busy
 from multigpu_master.core.scheduler import Core
 
 from tests.sim.world import ViolationError

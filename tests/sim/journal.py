@@ -2,8 +2,8 @@
 and after a delay, several in a transaction, and a crash loses the rest. The rules above it are the master's own: its
 `Journaling` runs here on a simulated event loop, and its records are what is kept.
 
-The rules of journal_sqlite.py (what a full disk refuses and what it keeps, what is written once, when there is room
-again) are written down here a second time; test_journal_model.py feeds both the same entries and compares.
+The rules of journal/sqlite/journal.py (what a full disk refuses and what it keeps, what is written once, when there is
+room again) are written down here a second time; test_journal_model.py feeds both the same entries and compares.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from contextlib import contextmanager
 from copy import copy
 from typing import TYPE_CHECKING, Any, cast
 
-from multigpu_master import ids, known_requests
-from multigpu_master.journal import CommitCallback, Entry, JournalFullError, SettleRecord, SubmitRecord
-from multigpu_master.journal_sqlite import frees
+from multigpu_master import ids
+from multigpu_master.journal import request_filter as known_requests
+from multigpu_master.journal.protocol import CommitCallback, Entry, JournalFullError, SettleRecord, SubmitRecord
+from multigpu_master.journal.sqlite.journal import frees
 
 from tests.sim.world import Link, World
 

@@ -12,15 +12,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
 from multigpu.v1 import task_pb2
-from multigpu_master import ids, settings, wire
+from multigpu_master import ids, settings
 from multigpu_master.core import events as ev
 from multigpu_master.core import identity
 from multigpu_master.core.model import EPOCH_IDS, Outcome, OutcomeState, Spec, Task, TaskError
 from multigpu_master.core.scheduler import Core, Limits
 from multigpu_master.driver import is_cancelled
-from multigpu_master.journal import Journal, JournalError, LargeBody, SettleRecord
-from multigpu_master.journaling import Journaling
+from multigpu_master.journal.protocol import Journal, JournalError, LargeBody, SettleRecord
+from multigpu_master.journal.write_buffer import Journaling
 from multigpu_master.strategies.registry import load_strategies
+from multigpu_master.wire import messages as wire
 
 from tests.sim.invariants import Invariants
 from tests.sim.journal import Rows, SimJournal, SimLoop

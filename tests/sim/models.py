@@ -20,8 +20,8 @@ from random import Random
 
 from multigpu_master.core import events as ev
 from multigpu_master.core.model import Capability, Lease, Spec, Task, TaskError, Telemetry, WorkerInfo
-from multigpu_master.core.residency import Model, ModelState, Resident
 from multigpu_master.core.scheduler import Core, Limits
+from multigpu_master.core.workers.residency import Model, ModelState, Resident
 from multigpu_master.strategies.registry import load_strategies
 
 from tests.sim.world import ViolationError

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from random import Random
 
 from multigpu_master.core.model import Capability, Outcome, Spec, WorkerInfo
-from multigpu_master.core.residency import Model
 from multigpu_master.core.scheduler import Limits
+from multigpu_master.core.workers.residency import Model
 
 from tests.sim.client import Ask, Client
 from tests.sim.faults import Faults

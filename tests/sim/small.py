@@ -5,7 +5,10 @@ Only while a simulation runs: other tests of the same process have the core's ow
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from multigpu_master.core import admission, dispatch, fleet, lanes, placement, timers
+from multigpu_master.core import admission, timers
+from multigpu_master.core.placement import dispatch, lanes
+from multigpu_master.core.placement import ranking as placement
+from multigpu_master.core.workers import fleet
 
 SMALL = (
     (lanes, "PART", 4),

@@ -12,10 +12,11 @@ from pathlib import Path
 from random import Random
 
 import pytest
-from multigpu_master import journal_schema, journal_sqlite
 from multigpu_master.core.model import OutcomeState
-from multigpu_master.journal import Entry, JournalError, JournalFullError, SettleRecord, SubmitRecord
-from multigpu_master.journal_sqlite import SqliteJournal, frees
+from multigpu_master.journal.protocol import Entry, JournalError, JournalFullError, SettleRecord, SubmitRecord
+from multigpu_master.journal.sqlite import journal as journal_sqlite
+from multigpu_master.journal.sqlite import schema as journal_schema
+from multigpu_master.journal.sqlite.journal import SqliteJournal, frees
 
 from tests.sim.journal import SimJournal
 from tests.sim.world import World

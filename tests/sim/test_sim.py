@@ -8,8 +8,8 @@ from typing import cast, get_args
 import pytest
 from multigpu_master.core import events as ev
 from multigpu_master.core.model import OutcomeState, Spec, Task
-from multigpu_master.journal import Journal
-from multigpu_master.journaling import Journaling
+from multigpu_master.journal.protocol import Journal
+from multigpu_master.journal.write_buffer import Journaling
 
 from tests.sim.faults import Faults
 from tests.sim.journal import SimJournal, SimLoop

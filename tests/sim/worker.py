@@ -13,8 +13,8 @@ from functools import partial
 
 from multigpu_master.core import events as ev
 from multigpu_master.core.model import HEALTHY, Health, HealthReason, HealthState, TaskError, Telemetry, WorkerInfo
-from multigpu_master.core.residency import Resident
-from multigpu_worker import session as ws
+from multigpu_master.core.workers.residency import Resident
+from multigpu_worker.session import session as ws
 
 from tests.sim.invariants import check
 from tests.sim.master import PROOFS, Grant, Master

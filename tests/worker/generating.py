@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from multigpu.repository import ModelSpec
+from multigpu.repository.model import ModelSpec
 from multigpu.v1 import generate_pb2 as pb
 from multigpu_worker.engines.base import Batch, EngineSettings, Item
-from multigpu_worker.engines.generate import GenerateEngine
+from multigpu_worker.engines.generate.engine import GenerateEngine
 
 # No answer takes so long, on however busy a machine.
 PATIENCE_S = 300.0

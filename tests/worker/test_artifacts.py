@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
-from multigpu_worker.engines.artifacts import MANIFEST, Artifact, ArtifactError, Artifacts
+from multigpu_worker.engines.common.artifacts import MANIFEST, Artifact, ArtifactError, Artifacts
 
 MIB = 1 << 20
 KEY = {"model": "weights-1", "precision": "fp16"}
@@ -173,7 +173,7 @@ def test_a_build_that_fails_leaves_nothing(artifacts: Artifacts, root: Path) -> 
 PROCESS = """
 import sys, time
 from pathlib import Path
-from multigpu_worker.engines.artifacts import Artifacts
+from multigpu_worker.engines.common.artifacts import Artifacts
 
 root, log = Path(sys.argv[1]), Path(sys.argv[2])
 
@@ -330,7 +330,7 @@ def test_no_room_anywhere_is_a_clear_error_and_never_half_an_artifact(artifacts:
 FULL_DISK = """
 import sys, tempfile
 from pathlib import Path
-from multigpu_worker.engines.artifacts import Artifacts
+from multigpu_worker.engines.common.artifacts import Artifacts
 
 def of(size_bytes):
     return lambda folder: {"size": str((folder / "p").write_bytes(bytes(size_bytes)))}

@@ -2,11 +2,11 @@
 
 from collections.abc import Iterable
 
-from multigpu.repository import BatchRules
+from multigpu.repository.model import BatchRules
 from multigpu.v1 import task_pb2
-from multigpu_worker.batcher import AGE_TASKS, Batcher, BatchLimits
-from multigpu_worker.session import Lease, Spec
-from multigpu_worker.wire import spec_of
+from multigpu_worker.session.batcher import AGE_TASKS, Batcher, BatchLimits
+from multigpu_worker.session.session import Lease, Spec
+from multigpu_worker.session.wire import spec_of
 
 ECHO = Spec(kind="echo")
 OTHER = Spec(kind="echo", parameters=(("a", "b"),))

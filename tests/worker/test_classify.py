@@ -14,14 +14,14 @@ pytest.importorskip("torch", reason="the extra `worker` is not installed")
 pytest.importorskip("PIL", reason="the extra `vision` is not installed")
 
 import torch
-from multigpu.repository import ModelSpec
+from multigpu.repository.model import ModelSpec
 from multigpu.v1 import classify_pb2
 from multigpu_worker.engines.base import Batch, EngineSettings, Item
-from multigpu_worker.engines.classify import ClassifyEngine
-from multigpu_worker.engines.classify_input import PIXELS_MAX, parse, picture
-from multigpu_worker.engines.failures import BadInputError
-from multigpu_worker.engines.models import ModelFolderError
-from multigpu_worker.engines.room import Limit
+from multigpu_worker.engines.classify.engine import ClassifyEngine
+from multigpu_worker.engines.classify.payload import PIXELS_MAX, parse, picture
+from multigpu_worker.engines.common.failures import BadInputError
+from multigpu_worker.engines.common.memory import Limit
+from multigpu_worker.models.folders import ModelFolderError
 from PIL import Image
 
 from .test_embed import Recorder

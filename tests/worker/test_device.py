@@ -13,19 +13,27 @@ from typing import Any
 
 import pytest
 from multigpu.v1 import device_pb2
-from multigpu_worker import stats_file
-from multigpu_worker.cpu import CpuDevice
-from multigpu_worker.device import DeviceError, DeviceGoneError, DeviceInfo, DeviceProcess, Telemetry, open_device
-from multigpu_worker.energy import EnergyMeter, EnergyMethod
-from multigpu_worker.sampler import Sample, Sampler
-from multigpu_worker.wire import Identity, device_message, telemetry_message
+from multigpu_worker.device import stats_file
+from multigpu_worker.device.cpu import CpuDevice
+from multigpu_worker.device.energy import EnergyMeter, EnergyMethod
+from multigpu_worker.device.interface import (
+    DeviceError,
+    DeviceGoneError,
+    DeviceInfo,
+    DeviceProcess,
+    Telemetry,
+    open_device,
+)
+from multigpu_worker.device.sampler import Sample, Sampler
+from multigpu_worker.session.wire import Identity, device_message, telemetry_message
 
 from tests.fakes.gpus import SimulatedGpus
 
 ASK = """
 import json, sys
 from google.protobuf.json_format import MessageToDict
-from multigpu_worker import device, wire
+from multigpu_worker.device import interface as device
+from multigpu_worker.session import wire
 
 opened = device.open_device(sys.argv[1])
 def told(message):
@@ -127,7 +135,7 @@ def test_what_a_device_doesnt_tell_is_absent_and_never_zero(gpus: SimulatedGpus)
 
 
 PCIE = """
-from multigpu_worker import device
+from multigpu_worker.device import interface as device
 
 opened = device.open_device("cuda:0")
 counted, ask = [], opened._ask

@@ -4,7 +4,7 @@ import random
 from collections.abc import Callable
 
 import pytest
-from multigpu_worker.energy import SENSOR_ERROR, EnergyMeter, EnergyMethod
+from multigpu_worker.device.energy import SENSOR_ERROR, EnergyMeter, EnergyMethod
 
 S = 1_000_000_000
 T0 = 1_700_000_000 * S

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from multigpu.v1 import device_pb2 as device
 from multigpu.v1 import worker_service_pb2 as pb
-from multigpu_worker.engines import canary
+from multigpu_worker.engines.common import self_test as canary
 
 from tests.fakes.gpus import SimulatedGpus
 
@@ -438,8 +438,8 @@ async def test_an_engine_with_too_little_memory_for_the_canary_is_no_evidence_ag
 SELF_TEST = """
 import sys
 from types import SimpleNamespace
-from multigpu_worker.engines import canary
-from multigpu_worker.engine_runtime import Runtime
+from multigpu_worker.engines.common import self_test as canary
+from multigpu_worker.engine.runtime import Runtime
 runtime = Runtime.__new__(Runtime)
 runtime.settings = SimpleNamespace(device="cuda:0")
 runtime.send = lambda message, blobs, written: print(message)

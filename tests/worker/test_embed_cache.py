@@ -16,9 +16,9 @@ import pytest
 pytest.importorskip("torch", reason="the extra `worker` is not installed")
 
 from multigpu_worker.engines.base import EmbeddingCacheSettings
-from multigpu_worker.engines.embed import EmbedEngine
-from multigpu_worker.engines.embed_cache import ENTRY_BYTES, EmbedCache, ModelContent
-from multigpu_worker.engines.models import PACKAGED_MODEL, ModelFolderError, packaged_model
+from multigpu_worker.engines.embed.cache import ENTRY_BYTES, EmbedCache, ModelContent
+from multigpu_worker.engines.embed.engine import EmbedEngine
+from multigpu_worker.models.folders import PACKAGED_MODEL, ModelFolderError, packaged_model
 
 from .test_embed import FOLDER, Recorder, batch_of, engine_of, payload, run
 
@@ -183,7 +183,7 @@ def test_a_text_that_is_twice_in_what_was_cancelled_is_not_computed(make_engine:
 def test_a_text_that_does_not_fit_fails_all_who_want_it(
     make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from multigpu_worker.engines.embed_model import EmbedModel
+    from multigpu_worker.engines.embed.model import EmbedModel
 
     embed = EmbedModel.embed
 

@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from multigpu_worker.engines import embed_cache_file
 from multigpu_worker.engines.base import EmbeddingCacheSettings
-from multigpu_worker.engines.embed_cache import EmbedCache
-from multigpu_worker.engines.embed_cache_file import CacheFile, CacheFileError, Row, check_cache_file
+from multigpu_worker.engines.embed import cache_file as embed_cache_file
+from multigpu_worker.engines.embed.cache import EmbedCache
+from multigpu_worker.engines.embed.cache_file import CacheFile, CacheFileError, Row, check_cache_file
 from structlog.testing import capture_logs
 
 FAILS = "the embedding cache's file fails: vectors are not kept"
@@ -339,7 +339,7 @@ def test_a_file_that_is_opened_twice_in_a_process_keeps_its_locks(tmp_path: Path
 WRITER = """
 import sys, time
 from pathlib import Path
-from multigpu_worker.engines.embed_cache_file import CacheFile, Row
+from multigpu_worker.engines.embed.cache_file import CacheFile, Row
 file = CacheFile(Path(sys.argv[1]), entries=100_000, bytes_max=1 << 30, ttl_s=0)
 for n in range(100_000):
     file.put([Row(b"%032d" % n, time.time(), b"\x2a" * 1536)])

@@ -14,11 +14,11 @@ import pytest
 pytest.importorskip("torch", reason="the extra `worker` is not installed")
 
 import torch
-from multigpu.repository import ModelSpec
+from multigpu.repository.model import ModelSpec
 from multigpu_worker.engines.base import EngineSettings
-from multigpu_worker.engines.embed import EmbedEngine
-from multigpu_worker.engines.embed_backend import Vectors
-from multigpu_worker.engines.embed_cuda import (
+from multigpu_worker.engines.common.torch_runtime import memory_errors
+from multigpu_worker.engines.embed.backend import Vectors
+from multigpu_worker.engines.embed.cuda import (
     GRAPH_TOKENS_MAX,
     TOLERANCE,
     CudaEmbedModel,
@@ -28,10 +28,10 @@ from multigpu_worker.engines.embed_cuda import (
     pack,
     trial_inputs,
 )
-from multigpu_worker.engines.embed_model import EmbedModel, load_model
-from multigpu_worker.engines.embed_text import Inputs, TextInput
-from multigpu_worker.engines.models import PACKAGED_MODEL, packaged_model
-from multigpu_worker.engines.torch_runtime import memory_errors
+from multigpu_worker.engines.embed.engine import EmbedEngine
+from multigpu_worker.engines.embed.model import EmbedModel, load_model
+from multigpu_worker.engines.embed.text import Inputs, TextInput
+from multigpu_worker.models.folders import PACKAGED_MODEL, packaged_model
 
 from .test_embed import FOLDER, VARIED, Recorder, batch_of, payload, run
 
@@ -173,7 +173,7 @@ def ahead(model: EmbedModel) -> Iterator[Ahead]:
 
 
 def engine_on(backend: Any, monkeypatch: pytest.MonkeyPatch) -> EmbedEngine:
-    from multigpu_worker.engines import embed
+    from multigpu_worker.engines.embed import engine as embed
 
     monkeypatch.setattr(embed, "load_backend", lambda *_: (backend, {}))
     spec = ModelSpec(name=PACKAGED_MODEL, folder=FOLDER)
@@ -236,7 +236,8 @@ def test_what_is_loaded_for_a_gpu_goes_the_fast_way(
     model: EmbedModel, ahead: Ahead, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The choice alone: the device is said to be a GPU, and what would be tried on it is not run."""
-    from multigpu_worker.engines import embed_cuda, embed_model
+    from multigpu_worker.engines.embed import cuda as embed_cuda
+    from multigpu_worker.engines.embed import model as embed_model
 
     asked = []
 

@@ -16,9 +16,9 @@ pytest.importorskip("sentence_transformers", reason="the dependency group `dev` 
 
 import torch
 import transformers
-from multigpu_worker.engines.embed_model import EmbedModel, PackedLinear, load_model
-from multigpu_worker.engines.embed_steps import POOLING_MODES
-from multigpu_worker.engines.models import ModelFolderError, packaged_model
+from multigpu_worker.engines.embed.model import EmbedModel, PackedLinear, load_model
+from multigpu_worker.engines.embed.steps import POOLING_MODES
+from multigpu_worker.models.folders import ModelFolderError, packaged_model
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer import modules as st_modules
 from structlog.testing import capture_logs
@@ -291,7 +291,7 @@ def test_tokens_are_those_of_auto_tokenizer() -> None:
 WITHOUT_TORCH = """
 import json, sys
 from pathlib import Path
-from multigpu_worker.engines.embed_text import TextInput
+from multigpu_worker.engines.embed.text import TextInput
 text = TextInput.read(Path(sys.argv[1]))
 texts = json.loads(sys.argv[2])
 inputs = text.pad(text.tokenise(texts), range(len(texts)))

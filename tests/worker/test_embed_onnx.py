@@ -12,14 +12,16 @@ pytest.importorskip("onnxscript", reason="the extra `onnx` is not installed")
 pytest.importorskip("torch", reason="the extra `worker` is not installed")
 
 import onnxruntime
-from multigpu.repository import ModelSpec
-from multigpu_worker.engines import embed_onnx, onnx_artifacts, onnx_session
+from multigpu.repository.model import ModelSpec
 from multigpu_worker.engines.base import EngineSettings
-from multigpu_worker.engines.embed import EmbedEngine
-from multigpu_worker.engines.embed_model import load_model
-from multigpu_worker.engines.models import ModelFolderError, packaged_model
-from multigpu_worker.engines.onnx_export import MODEL_FILE
-from multigpu_worker.engines.precision import PrecisionError
+from multigpu_worker.engines.common.precision import PrecisionError
+from multigpu_worker.engines.embed import onnx_backend as embed_onnx
+from multigpu_worker.engines.embed.engine import EmbedEngine
+from multigpu_worker.engines.embed.model import load_model
+from multigpu_worker.engines.onnx import artifacts as onnx_artifacts
+from multigpu_worker.engines.onnx import session as onnx_session
+from multigpu_worker.engines.onnx.export import MODEL_FILE
+from multigpu_worker.models.folders import ModelFolderError, packaged_model
 
 from tests.worker.test_embed import VARIED, batch_of, payload, run
 
@@ -60,8 +62,8 @@ def in_process(code: str, settings: EngineSettings) -> None:
     program = f"""
 import sys
 from pathlib import Path
-from multigpu.repository import ModelSpec
-from multigpu_worker.engines import embed_onnx
+from multigpu.repository.model import ModelSpec
+from multigpu_worker.engines.embed import onnx_backend as embed_onnx
 from multigpu_worker.engines.base import EngineSettings
 settings = EngineSettings(device="cpu", slots=1, threads=1, artifacts={settings.artifacts!r})
 model, _ = embed_onnx.load(ModelSpec(name="minilm", folder=Path({str(FOLDER)!r})), settings, "fp32")

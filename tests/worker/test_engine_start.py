@@ -98,7 +98,7 @@ IMPATIENT = """
 import sys
 
 if "multigpu_worker.main" in sys.orig_argv:
-    from multigpu_worker import engine_start
+    from multigpu_worker.processes import start as engine_start
 
     engine_start.SLOW_START_S, engine_start.READY_S = 0.1, {ready_s}
 """

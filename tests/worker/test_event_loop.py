@@ -26,7 +26,8 @@ if "multigpu_worker.main" in sys.orig_argv:
         return call
 
     import subprocess
-    from multigpu_worker import engine_host, memory
+    from multigpu_worker.processes import host as engine_host
+    from multigpu_worker.models import memory_estimates as memory
 
     memory.weights_bytes = told(memory.weights_bytes, "reads", lambda args: args[0].name)
     kill = engine_host.EngineHost._sigkill

@@ -5,9 +5,9 @@ import os
 from pathlib import Path
 
 import pytest
-from multigpu.repository import ModelSpec
-from multigpu_worker import figures as figures_module
-from multigpu_worker.figures import FOLDER, Figure, Figures
+from multigpu.repository.model import ModelSpec
+from multigpu_worker.models import measured_sizes as figures_module
+from multigpu_worker.models.measured_sizes import FOLDER, Figure, Figures
 from structlog.testing import capture_logs
 
 FIGURE = Figure(memory_bytes=123 << 20, load_s=1.5)

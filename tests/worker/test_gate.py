@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from multigpu.repository import Gate, ModelSpec
-from multigpu_worker.engines import gate
-from multigpu_worker.engines.models import ModelFolderError
+from multigpu.repository.model import Gate, ModelSpec
+from multigpu_worker.engines.common import accuracy_gate as gate
+from multigpu_worker.models.folders import ModelFolderError
 
 TEXTS = [f"text {number}" for number in range(20)]
 

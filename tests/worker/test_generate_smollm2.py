@@ -10,7 +10,7 @@ pytest.importorskip("torch", reason="the extra `worker` is not installed")
 pytest.importorskip("gguf", reason="the extra `gguf` is not installed")
 
 from multigpu.v1 import generate_pb2 as pb
-from multigpu_worker.engines.generate import GenerateEngine
+from multigpu_worker.engines.generate.engine import GenerateEngine
 
 from tests.worker.generating import Plain, ask, run_all, settings_of
 
@@ -76,7 +76,7 @@ def test_the_file_is_dequantised_once(engine: GenerateEngine, artifacts: Path, m
     kept = {path: path.stat().st_mtime_ns for path in artifacts.rglob("*.safetensors")}
     assert len(kept) == 1
     monkeypatch.setattr(
-        "multigpu_worker.engines.generate_model._from_gguf", lambda *_: pytest.fail("it was dequantised again")
+        "multigpu_worker.engines.generate.model._from_gguf", lambda *_: pytest.fail("it was dequantised again")
     )
     settings = settings_of(FOLDER, artifacts=str(artifacts), name="other", source="gguf", file=FILE)
     again = GenerateEngine(settings)

@@ -9,15 +9,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from multigpu.repository import ModelSpec
-from multigpu_worker import model_keeper
-from multigpu_worker.catalog import Catalog
-from multigpu_worker.device import open_device
+from multigpu.repository.model import ModelSpec
+from multigpu_worker.device.interface import open_device
+from multigpu_worker.device.sampler import Sampler
 from multigpu_worker.engines.base import EngineSettings
-from multigpu_worker.figures import FOLDER
-from multigpu_worker.model_keeper import ModelKeeper
-from multigpu_worker.residency import ModelState
-from multigpu_worker.sampler import Sampler
+from multigpu_worker.models import loader as model_keeper
+from multigpu_worker.models.catalog import Catalog
+from multigpu_worker.models.loader import ModelKeeper
+from multigpu_worker.models.measured_sizes import FOLDER
+from multigpu_worker.models.residency import ModelState
 
 MIB = 1 << 20
 GROWING = """

@@ -5,11 +5,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from multigpu_worker import reset_watch
-from multigpu_worker.caretaker import Caretaker
-from multigpu_worker.device import Telemetry
-from multigpu_worker.engine_start import KILLS_MAX, READY_S, EngineStart
-from multigpu_worker.health import (
+from multigpu_worker.device import reset_watch
+from multigpu_worker.device.health import (
     CHECK_MAX_S,
     CHECK_MIN_S,
     NOTICE_S,
@@ -19,9 +16,12 @@ from multigpu_worker.health import (
     Reason,
     State,
 )
-from multigpu_worker.reset_watch import ResetNote, ResetWatch
-from multigpu_worker.sampler import Sample
-from multigpu_worker.xids import REMEDIES, XIDS, XidClass, xid_of
+from multigpu_worker.device.health_monitor import Caretaker
+from multigpu_worker.device.interface import Telemetry
+from multigpu_worker.device.reset_watch import ResetNote, ResetWatch
+from multigpu_worker.device.sampler import Sample
+from multigpu_worker.device.xids import REMEDIES, XIDS, XidClass, xid_of
+from multigpu_worker.processes.start import KILLS_MAX, READY_S, EngineStart
 
 LOST = Reason("gpu_is_lost", "it is gone", Gravity.UNUSABLE)
 NO_ENGINE = Reason("engine_fails", "no engine can start", Gravity.NO_ENGINE)

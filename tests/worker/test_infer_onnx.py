@@ -10,14 +10,14 @@ pytest.importorskip("onnxruntime", reason="the extra `onnx` is not installed")
 pytest.importorskip("onnx", reason="the extra `onnx` is not installed")
 
 import onnx
-from multigpu.inference import array_of, tensor_of
-from multigpu.repository import ModelSpec
+from multigpu._kinds.inference import array_of, tensor_of
+from multigpu.repository.model import ModelSpec
 from multigpu.v1 import infer_pb2
-from multigpu_worker.engines import infer_onnx
 from multigpu_worker.engines.base import Batch, EngineSettings, Item
-from multigpu_worker.engines.infer import InferEngine
-from multigpu_worker.engines.models import ModelFolderError
-from multigpu_worker.engines.precision import PrecisionError
+from multigpu_worker.engines.common.precision import PrecisionError
+from multigpu_worker.engines.infer import onnx_backend as infer_onnx
+from multigpu_worker.engines.infer.engine import InferEngine
+from multigpu_worker.models.folders import ModelFolderError
 from onnx import TensorProto, helper
 
 from tests.worker.test_embed import Recorder

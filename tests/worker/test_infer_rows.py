@@ -14,10 +14,10 @@ pytest.importorskip("onnx", reason="the extra `onnx` is not installed")
 
 import onnx
 import torch
-from multigpu.repository import BatchRules, ModelSpec
+from multigpu.repository.model import BatchRules, ModelSpec
 from multigpu_worker.engines.base import EngineSettings
-from multigpu_worker.engines.infer import AS_DECLARED, AS_TOLD, InferEngine
-from multigpu_worker.engines.infer_backend import Arrays, is_per_example
+from multigpu_worker.engines.infer.backend import Arrays, is_per_example
+from multigpu_worker.engines.infer.engine import AS_DECLARED, AS_TOLD, InferEngine
 from onnx import TensorProto, helper, numpy_helper
 
 from .test_embed import Recorder

@@ -15,12 +15,12 @@ pytest.importorskip("torch", reason="the extra `worker` is not installed")
 
 import torch
 import transformers
-from multigpu.repository import ModelSpec
+from multigpu.repository.model import ModelSpec
 from multigpu_worker.engines.base import EngineSettings
-from multigpu_worker.engines.infer import InferEngine
-from multigpu_worker.engines.infer_backend import TensorSpec
-from multigpu_worker.engines.infer_torch import TorchForward, load
-from multigpu_worker.engines.models import ModelFolderError
+from multigpu_worker.engines.infer.backend import TensorSpec
+from multigpu_worker.engines.infer.engine import InferEngine
+from multigpu_worker.engines.infer.torch_backend import TorchForward, load
+from multigpu_worker.models.folders import ModelFolderError
 
 from .test_infer import answer, batch_of, payload, rows, run
 

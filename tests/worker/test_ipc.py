@@ -5,9 +5,9 @@ import socket
 import threading
 
 import pytest
-from multigpu_worker import blobs as blobs_module
-from multigpu_worker import ipc
-from multigpu_worker.blobs import BlobMemory
+from multigpu_worker.processes import blobs as blobs_module
+from multigpu_worker.processes import ipc
+from multigpu_worker.processes.blobs import BlobMemory
 
 
 @pytest.fixture

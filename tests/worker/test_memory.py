@@ -7,14 +7,20 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
-from multigpu.config import WorkerConfig
-from multigpu.repository import ModelSpec
-from multigpu_worker import memory
-from multigpu_worker.device import DeviceInfo, host_memory_bytes
+from multigpu.config.config import WorkerConfig
+from multigpu.repository.model import ModelSpec
+from multigpu_worker.device.interface import DeviceInfo, host_memory_bytes
 from multigpu_worker.engines.base import EngineSettings
 from multigpu_worker.main import _model_memory_bytes
-from multigpu_worker.memory import CPU_CACHE_BYTES, GPU_PROCESS_BYTES, ONNX_BYTES, PROCESS_BYTES, TORCH_BYTES
-from multigpu_worker.weights import context_bytes, weights_bytes
+from multigpu_worker.models import memory_estimates as memory
+from multigpu_worker.models.memory_estimates import (
+    CPU_CACHE_BYTES,
+    GPU_PROCESS_BYTES,
+    ONNX_BYTES,
+    PROCESS_BYTES,
+    TORCH_BYTES,
+)
+from multigpu_worker.models.weight_files import context_bytes, weights_bytes
 
 MIB = 1 << 20
 CPU = DeviceInfo(device_id="cpu", name="cpu", product="a cpu", memory_total_bytes=64 << 30)

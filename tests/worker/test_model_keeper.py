@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 from multigpu.v1 import worker_service_pb2 as pb
-from multigpu_worker.engines.models import PACKAGED_MODEL, packaged_model
-from multigpu_worker.figures import FOLDER
+from multigpu_worker.models.folders import PACKAGED_MODEL, packaged_model
+from multigpu_worker.models.measured_sizes import FOLDER
 
 from .asking import READY, ask, models, ready, resident
 from .conftest import StartWorker

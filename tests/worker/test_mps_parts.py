@@ -12,18 +12,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from multigpu.config import WorkerConfig
-from multigpu_worker.cpu import CpuDevice
-from multigpu_worker.cuda_errors import context_is_lost, mps_refused
-from multigpu_worker.deaths import Deaths
-from multigpu_worker.engine_host import Death
-from multigpu_worker.ipc import SlotState
-from multigpu_worker.mps import FORCE_TIMEOUT_S, Fault, Mps, MpsLimits
-from multigpu_worker.mps_claims import Claim, Claims
-from multigpu_worker.mps_control import GpuFullError, MpsControl, MpsError, ServerLog
-from multigpu_worker.mps_setup import clients_max, open_mps, pipe_dir
-from multigpu_worker.session import Lease, Spec
-from multigpu_worker.watch import EngineBatch
+from multigpu.config.config import WorkerConfig
+from multigpu_worker.device.cpu import CpuDevice
+from multigpu_worker.mps.claims import Claim, Claims
+from multigpu_worker.mps.control import GpuFullError, MpsControl, MpsError, ServerLog
+from multigpu_worker.mps.daemon import FORCE_TIMEOUT_S, Fault, Mps, MpsLimits
+from multigpu_worker.mps.setup import clients_max, open_mps, pipe_dir
+from multigpu_worker.processes.cuda_errors import context_is_lost, mps_refused
+from multigpu_worker.processes.deaths import Deaths
+from multigpu_worker.processes.host import Death
+from multigpu_worker.processes.ipc import SlotState
+from multigpu_worker.processes.watch import EngineBatch
+from multigpu_worker.session.session import Lease, Spec
 
 HEAD = "[2026-04-28 18:20:41.986 Server  4428] "
 

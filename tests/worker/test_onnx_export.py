@@ -15,12 +15,12 @@ pytest.importorskip("sentence_transformers", reason="the dependency group `dev` 
 
 import onnxruntime
 import torch
-from multigpu_worker.engines import onnx_export
-from multigpu_worker.engines.apart import run_apart
-from multigpu_worker.engines.embed_model import load_model
-from multigpu_worker.engines.embed_steps import POOLING_MODES
-from multigpu_worker.engines.embed_text import TextInput
-from multigpu_worker.engines.models import ModelFolderError, packaged_model
+from multigpu_worker.engines.common.subprocess_call import run_apart
+from multigpu_worker.engines.embed.model import load_model
+from multigpu_worker.engines.embed.steps import POOLING_MODES
+from multigpu_worker.engines.embed.text import TextInput
+from multigpu_worker.engines.onnx import export as onnx_export
+from multigpu_worker.models.folders import ModelFolderError, packaged_model
 from sentence_transformers.sentence_transformer import modules as st_modules
 
 from tests.worker import test_embed_model as tiny
@@ -76,7 +76,7 @@ def test_a_slow_tokenizer_is_refused(tmp_path: Path) -> None:
 
 
 def test_who_reads_an_export_needs_no_torch() -> None:
-    code = "import multigpu_worker.engines.onnx_export, sys; sys.exit('torch' in sys.modules)"
+    code = "import multigpu_worker.engines.onnx.export, sys; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
@@ -93,7 +93,7 @@ def test_what_happens_apart_is_said_here() -> None:
 
 
 def test_the_process_apart_dies_with_who_started_it() -> None:
-    code = "from multigpu_worker.engines.apart import run_apart; run_apart('signal:pause', {})"
+    code = "from multigpu_worker.engines.common.subprocess_call import run_apart; run_apart('signal:pause', {})"
     with subprocess.Popen([sys.executable, "-c", code]) as parent:
         children = Path(f"/proc/{parent.pid}/task/{parent.pid}/children")
         while not (found := children.read_text().split()):

@@ -4,7 +4,7 @@ import heapq
 import random
 
 import pytest
-from multigpu_worker.pace import LEAD_S, LEAD_SHARE, Pace
+from multigpu_worker.session.pace import LEAD_S, LEAD_SHARE, Pace
 
 
 def test_the_next_batch_is_due_shortly_before_it_is_needed() -> None:

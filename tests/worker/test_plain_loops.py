@@ -14,13 +14,13 @@ pytest.importorskip("PIL", reason="the extra `vision` is not installed")
 pytest.importorskip("onnxruntime", reason="the extra `onnx` is not installed")
 
 import torch
-from multigpu.classification import payload_of
-from multigpu.inference import arrays_of, input_of
-from multigpu.repository import ModelSpec
-from multigpu_worker.engines import infer_tensorrt
+from multigpu._kinds.classification import payload_of
+from multigpu._kinds.inference import arrays_of, input_of
+from multigpu.repository.model import ModelSpec
+from multigpu_worker.baselines.loops import BATCHES, ArrayLoop, EngineLoop, load_handlers, load_loop
 from multigpu_worker.engines.base import Batch, EngineSettings, Reporter
-from multigpu_worker.engines.plain_loops import BATCHES, ArrayLoop, EngineLoop, load_handlers, load_loop
-from multigpu_worker.engines.precision import Variant
+from multigpu_worker.engines.common.precision import Variant
+from multigpu_worker.engines.infer import tensorrt_backend as infer_tensorrt
 from PIL import Image
 
 from . import small_graphs

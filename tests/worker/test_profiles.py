@@ -4,7 +4,7 @@ import itertools
 import random
 
 import pytest
-from multigpu_worker.engines.profiles import (
+from multigpu_worker.engines.tensorrt.profiles import (
     BATCHES_MIN,
     PROFILES_MAX,
     Limits,

@@ -13,15 +13,16 @@ pytest.importorskip("onnxruntime", reason="the extra `onnx` is not installed")
 pytest.importorskip("onnx", reason="the extra `onnx` is not installed")
 
 import onnx
-from multigpu.repository import Gate, ModelSpec
-from multigpu_worker.engines import infer_onnx, onnx_artifacts
+from multigpu.repository.model import Gate, ModelSpec
 from multigpu_worker.engines.base import Batch, EngineSettings, Item
-from multigpu_worker.engines.gate import GateRefusedError
-from multigpu_worker.engines.infer import InferEngine
-from multigpu_worker.engines.models import ModelFolderError
-from multigpu_worker.engines.onnx_export import MODEL_FILE
-from multigpu_worker.engines.onnx_session import Session
-from multigpu_worker.engines.precision import PrecisionError
+from multigpu_worker.engines.common.accuracy_gate import GateRefusedError
+from multigpu_worker.engines.common.precision import PrecisionError
+from multigpu_worker.engines.infer import onnx_backend as infer_onnx
+from multigpu_worker.engines.infer.engine import InferEngine
+from multigpu_worker.engines.onnx import artifacts as onnx_artifacts
+from multigpu_worker.engines.onnx.export import MODEL_FILE
+from multigpu_worker.engines.onnx.session import Session
+from multigpu_worker.models.folders import ModelFolderError
 from onnx import TensorProto, helper
 
 from tests.worker import small_graphs
@@ -175,9 +176,9 @@ def test_fp8_is_measured_and_its_plan_is_built(tmp_path: Path, settings: EngineS
     with pytest.raises(GateRefusedError, match=r"m at fp8 is refused .* 1\.1 at least\. Take more calibration data"):
         onnx_artifacts.quantised(strict, settings, "fp8", "tensorrt")
     pytest.importorskip("tensorrt_rtx", reason="the extra `rtx` is not installed")
-    from multigpu_worker.engines.profiles import Limits, first_profiles
-    from multigpu_worker.engines.tensorrt_build import PlanOrder, artifacts_of, get_plan
-    from multigpu_worker.engines.tensorrt_module import Gpu, installed
+    from multigpu_worker.engines.tensorrt.build import PlanOrder, artifacts_of, get_plan
+    from multigpu_worker.engines.tensorrt.module import Gpu, installed
+    from multigpu_worker.engines.tensorrt.profiles import Limits, first_profiles
 
     def plan(capability: tuple[int, int]) -> dict[str, str]:
         order = PlanOrder(

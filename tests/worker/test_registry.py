@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from multigpu.repository import ModelFolderError, ModelSpec
+from multigpu.repository.model import ModelFolderError, ModelSpec
 from multigpu_worker.engines.base import EngineSettings
 from multigpu_worker.engines.registry import build_model_engine
 

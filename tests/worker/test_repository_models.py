@@ -3,9 +3,9 @@
 from pathlib import Path
 
 import pytest
-from multigpu.config import WorkerConfig
-from multigpu.repository import ModelFolderError
-from multigpu_worker.engines.models import PACKAGED_MODEL, find_models, packaged_model
+from multigpu.config.config import WorkerConfig
+from multigpu.repository.model import ModelFolderError
+from multigpu_worker.models.folders import PACKAGED_MODEL, find_models, packaged_model
 
 
 def put_gguf(folder: Path, toml: str = "") -> Path:

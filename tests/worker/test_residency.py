@@ -4,10 +4,18 @@ import random
 from pathlib import Path
 
 import pytest
-from multigpu.repository import ModelSpec
-from multigpu_worker.catalog import Catalog, unknown
-from multigpu_worker.residency import LOADS_MAX, PATIENCE_S, RETRY_FAULTY_MAX_S, RETRY_S, ModelState, Resident, plan
-from multigpu_worker.shelf import Shelf
+from multigpu.repository.model import ModelSpec
+from multigpu_worker.models.catalog import Catalog, unknown
+from multigpu_worker.models.residency import (
+    LOADS_MAX,
+    PATIENCE_S,
+    RETRY_FAULTY_MAX_S,
+    RETRY_S,
+    ModelState,
+    Resident,
+    plan,
+)
+from multigpu_worker.models.routes import Shelf
 
 ABSENT, LOADING, READY, UNLOADING = ModelState
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from multigpu_worker.engines.room import FITTED_MIN, Limit, make_room
+from multigpu_worker.engines.common.memory import FITTED_MIN, Limit, make_room
 
 
 def after(limit: Limit, now: int, fitted: int) -> int:

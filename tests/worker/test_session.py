@@ -4,7 +4,7 @@ import random
 from dataclasses import dataclass, field
 
 import pytest
-from multigpu_worker.session import (
+from multigpu_worker.session.session import (
     GROUP_BYTES_MAX,
     REPORT_BYTES,
     Frame,

@@ -13,17 +13,15 @@ import pytest
 pytest.importorskip("tensorrt_rtx", reason="the extra `rtx` is not installed")
 pytest.importorskip("onnx", reason="the extra `onnx` is not installed")
 
-import multigpu_worker.engines.tensorrt_build as under_test
+import multigpu_worker.engines.tensorrt.build as under_test
 import tensorrt_rtx
-from multigpu.repository import ModelSpec
-from multigpu_worker.engines.artifacts import Artifacts
+from multigpu.repository.model import ModelSpec
 from multigpu_worker.engines.base import EngineSettings
-from multigpu_worker.engines.embed_tensorrt import graph_of
-from multigpu_worker.engines.models import ModelFolderError, packaged_model
-from multigpu_worker.engines.onnx_export import MODEL_FILE
-from multigpu_worker.engines.profiles import Limits, first_profiles
-from multigpu_worker.engines.tensorrt_build import PLAN_FILE, PlanOrder, artifacts_of, build, get_plan, plan_key
-from multigpu_worker.engines.tensorrt_module import (
+from multigpu_worker.engines.common.artifacts import Artifacts
+from multigpu_worker.engines.embed.tensorrt_backend import graph_of
+from multigpu_worker.engines.onnx.export import MODEL_FILE
+from multigpu_worker.engines.tensorrt.build import PLAN_FILE, PlanOrder, artifacts_of, build, get_plan, plan_key
+from multigpu_worker.engines.tensorrt.module import (
     EngineUnavailableError,
     Gpu,
     TensorRT,
@@ -32,6 +30,8 @@ from multigpu_worker.engines.tensorrt_module import (
     make_logger,
     require,
 )
+from multigpu_worker.engines.tensorrt.profiles import Limits, first_profiles
+from multigpu_worker.models.folders import ModelFolderError, packaged_model
 
 from tests.worker import small_graphs
 
@@ -250,6 +250,6 @@ def test_a_module_that_is_too_old_or_broken_is_passed_over(
         pretended_module.write_text(text)
         sys.modules.pop("tensorrt", None)
         assert installed().module == "tensorrt_rtx"
-    monkeypatch.setattr("multigpu_worker.engines.tensorrt_module.MODULES", ("tensorrt",))
+    monkeypatch.setattr("multigpu_worker.engines.tensorrt.module.MODULES", ("tensorrt",))
     with pytest.raises(EngineUnavailableError, match=r"install multigpu\[gpu\].*libnvonnxparser"):
         installed()

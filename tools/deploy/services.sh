@@ -94,7 +94,7 @@ check_journal() {
   versions="$("$release/bin/python" -c '
 import sqlite3, sys
 from pathlib import Path
-from multigpu_master.journal_schema import SCHEMA_VERSION
+from multigpu_master.journal.sqlite.schema import SCHEMA_VERSION
 path = Path(sys.argv[1]).absolute()
 log = path.with_name(path.name + "-wal")
 mode = "mode=ro" if log.exists() and log.stat().st_size else "mode=ro&immutable=1"
@@ -411,7 +411,7 @@ replace_workers() {
   local instance
   say "workers: replacing them, one after the other"
   if [ -z "$join" ] && systemctl is-active --quiet mgpu-master.service; then
-    "$opt/current/bin/python" -m multigpu.cli.roll "$1" "$lib/upgrading"
+    "$opt/current/bin/python" -m multigpu.cli.local.roll "$1" "$lib/upgrading"
     rmdir "$lib/upgrading"
   else
     for instance in "${instances[@]}"; do

@@ -3,7 +3,7 @@
 All of it runs on one event loop and none of it waits: the session (what we hold and owe) and the batcher (what goes
 next) are plain values; the link and the engine processes do the I/O and call in here. Each engine holds one batch more
 than it has slots, so that the next one is prepared while one runs. Tasks of a model go to a process of that model
-(engine_pool.py), which the keeper has loaded when they wait for it (model_keeper.py); all others go to the base.
+(processes/pool.py), which the keeper has loaded when they wait for it (models/loader.py); all others go to the base.
 """
 
 import asyncio
@@ -15,32 +15,32 @@ from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
 import structlog
-from multigpu.config import WorkerConfig
-from multigpu.credentials import Credentials
-from multigpu.repository import ModelFolderError
-from multigpu.telemetry import span_from
+from multigpu._transport.credentials import Credentials
+from multigpu.config.config import WorkerConfig
+from multigpu.daemon.telemetry import span_from
+from multigpu.repository.model import ModelFolderError
 from multigpu.v1 import worker_service_pb2 as pb
 
-from multigpu_worker import wire
-from multigpu_worker.batcher import Batcher, BatchLimits
-from multigpu_worker.caretaker import Caretaker
-from multigpu_worker.catalog import Catalog
-from multigpu_worker.deaths import Judgement
-from multigpu_worker.device import Device
-from multigpu_worker.energy import Energy
-from multigpu_worker.engine_host import Death, EngineStartError
-from multigpu_worker.engine_pool import EnginePool
-from multigpu_worker.engine_process import EngineProcess, LoadedWords, ProcessSettings
+from multigpu_worker.device.energy import Energy
+from multigpu_worker.device.health_monitor import Caretaker
+from multigpu_worker.device.interface import Device
+from multigpu_worker.device.sampler import Sampler
 from multigpu_worker.engines.base import EngineSettings
-from multigpu_worker.link import Link, Metadata, ProtocolMismatchError, TakenOverError
-from multigpu_worker.model_keeper import ModelKeeper
-from multigpu_worker.mps import Mps, MpsStatus
-from multigpu_worker.reload import HandlersReload
-from multigpu_worker.sampler import Sampler
-from multigpu_worker.session import Lease, Report, ReportState, Session, SessionLimits, Spec, TaskError
-from multigpu_worker.sharing import Sharing
+from multigpu_worker.models.catalog import Catalog
+from multigpu_worker.models.loader import ModelKeeper
+from multigpu_worker.mps.daemon import Mps, MpsStatus
+from multigpu_worker.processes.deaths import Judgement
+from multigpu_worker.processes.host import Death, EngineStartError
+from multigpu_worker.processes.pool import EnginePool
+from multigpu_worker.processes.process import EngineProcess, LoadedWords, ProcessSettings
+from multigpu_worker.processes.reload import HandlersReload
+from multigpu_worker.processes.watch import EngineBatch
+from multigpu_worker.session import wire
+from multigpu_worker.session.batcher import Batcher, BatchLimits
+from multigpu_worker.session.link import Link, Metadata, ProtocolMismatchError, TakenOverError
+from multigpu_worker.session.payload_sharing import Sharing
+from multigpu_worker.session.session import Lease, Report, ReportState, Session, SessionLimits, Spec, TaskError
 from multigpu_worker.supervision import Supervision
-from multigpu_worker.watch import EngineBatch
 
 log = structlog.get_logger()
 

@@ -18,24 +18,24 @@ os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 import click
 import structlog
 import uvloop
-from multigpu.config import ConfigError, TelemetryConfig, WorkerConfig, click_options, load
-from multigpu.credentials import Credentials
-from multigpu.systemd import Notifier, raise_descriptor_limit
-from multigpu.telemetry import configure_logging, configure_tracing, shut_down_tracing
+from multigpu._transport.credentials import Credentials
+from multigpu.config.config import ConfigError, TelemetryConfig, WorkerConfig, click_options, load
+from multigpu.daemon.systemd import Notifier, raise_descriptor_limit
+from multigpu.daemon.telemetry import configure_logging, configure_tracing, shut_down_tracing
 
-from multigpu_worker import catalog as catalogs
 from multigpu_worker.agent import Agent
-from multigpu_worker.catalog import Catalog
-from multigpu_worker.device import Device, DeviceError, host_memory_bytes, open_device
-from multigpu_worker.engine_host import EngineStartError
+from multigpu_worker.device.interface import Device, DeviceError, host_memory_bytes, open_device
+from multigpu_worker.device.stats_file import BYTES_MAX, StatsFile, append, record
 from multigpu_worker.engines.base import EmbeddingCacheSettings, EngineSettings
-from multigpu_worker.engines.models import ModelFolderError, find_models
-from multigpu_worker.link import ProtocolMismatchError, TakenOverError
-from multigpu_worker.mps_control import MpsError
-from multigpu_worker.mps_setup import open_mps
-from multigpu_worker.stats_file import BYTES_MAX, StatsFile, append, record
+from multigpu_worker.models import catalog as catalogs
+from multigpu_worker.models.catalog import Catalog
+from multigpu_worker.models.folders import ModelFolderError, find_models
+from multigpu_worker.mps.control import MpsError
+from multigpu_worker.mps.setup import open_mps
+from multigpu_worker.processes.host import EngineStartError
+from multigpu_worker.session.link import ProtocolMismatchError, TakenOverError
+from multigpu_worker.session.wire import Identity
 from multigpu_worker.supervision import supervised
-from multigpu_worker.wire import Identity
 
 log = structlog.get_logger()
 
@@ -243,7 +243,7 @@ def artifacts_folder(config: WorkerConfig) -> Path:
 def _embedding_cache(config: WorkerConfig) -> EmbeddingCacheSettings:
     file = config.embedding_cache_file and str(Path(config.embedding_cache_file).expanduser().absolute())
     if file and config.embedding_cache_entries:
-        from multigpu_worker.engines.embed_cache_file import check_cache_file  # noqa: PLC0415  most workers have none
+        from multigpu_worker.engines.embed.cache_file import check_cache_file  # noqa: PLC0415  most workers have none
 
         check_cache_file(Path(file))
     return EmbeddingCacheSettings(

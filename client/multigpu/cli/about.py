@@ -10,10 +10,11 @@ from typing import Any
 import click
 from click.shell_completion import get_completion_class
 
-from multigpu import config, config_values
 from multigpu.cli import show
 from multigpu.cli.commands import Command, Group
 from multigpu.cli.options import config_option, json_option, load_config
+from multigpu.config import config
+from multigpu.config import values as config_values
 
 HOW_TO_INSTALL = {
     "bash": 'eval "$(mgpuctl completion bash)"   # in ~/.bashrc',

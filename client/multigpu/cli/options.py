@@ -13,8 +13,9 @@ from typing import Any, TypeVar
 
 import click
 
-from multigpu import config, config_values
 from multigpu.cli.failures import Failure, WrongUsage
+from multigpu.config import config
+from multigpu.config import values as config_values
 
 COMPLETION_TIMEOUT_S = 1.0
 

@@ -7,10 +7,10 @@ forks, and gRPC's threads and forks don't mix.
 import sys
 import time
 
+from multigpu._transport.credentials import Credentials
 from multigpu.cli.failures import Failure, Unreachable
 from multigpu.cli.rpc import Master, wait_until_connected
-from multigpu.config import MasterConfig, load, load_client_config
-from multigpu.credentials import Credentials
+from multigpu.config.config import MasterConfig, load, load_client_config
 
 POLL_INTERVAL_S = 0.05
 

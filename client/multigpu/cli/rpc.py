@@ -15,12 +15,12 @@ os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 import click
 import grpc
 
+from multigpu._transport.connection import unavailable
+from multigpu._transport.credentials import Credentials
 from multigpu.cli import show
 from multigpu.cli.failures import Failure, NotFound, Unreachable, WrongUsage
 from multigpu.cli.options import client_config
-from multigpu.config import ClientConfig, ConfigError, load_client_config
-from multigpu.connection import unavailable
-from multigpu.credentials import Credentials
+from multigpu.config.config import ClientConfig, ConfigError, load_client_config
 from multigpu.v1 import admin_service_pb2 as admin
 from multigpu.v1 import task_pb2
 from multigpu.v1.admin_service_pb2_grpc import AdminServiceStub

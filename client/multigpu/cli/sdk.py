@@ -8,11 +8,12 @@ from typing import TypeVar
 
 import click
 
-from multigpu import errors, telemetry
+from multigpu import errors
 from multigpu.cli import show
 from multigpu.cli.failures import Failure, NotFound, TasksFailed, Unreachable, WrongUsage
 from multigpu.cli.options import load_config
-from multigpu.config import ConfigError, TelemetryConfig
+from multigpu.config.config import ConfigError, TelemetryConfig
+from multigpu.daemon import telemetry
 
 T = TypeVar("T")
 

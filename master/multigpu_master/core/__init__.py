@@ -8,7 +8,7 @@ exception means a bug of ours.
     events.py     what happens to the core, and what it wants done
     lanes.py      which task is next: lanes of interchangeable tasks in order of priority and age
     fleet.py      the workers: windows, pace, who is eligible
-    placement.py  which worker gets a task: rankings, pins
+    core/placement/ranking.py  which worker gets a task: rankings, pins
     timers.py     when something is due
     ledger.py     what there is, and the accounts of it
     admission.py  who is let in

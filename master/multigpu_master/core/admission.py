@@ -3,9 +3,9 @@
 import difflib
 
 from multigpu_master.core import events as ev
-from multigpu_master.core.lanes import shape_of
 from multigpu_master.core.ledger import Ledger
 from multigpu_master.core.model import Spec
+from multigpu_master.core.placement.lanes import shape_of
 
 DEADLINE_EXCEEDED, RESOURCE_EXHAUSTED, FAILED_PRECONDITION, UNAVAILABLE = 4, 8, 9, 14
 QUEUES_MAX = 10_000

@@ -18,7 +18,7 @@ from multigpu_master.core.model import (
     Worker,
     WorkerInfo,
 )
-from multigpu_master.core.residency import Model, Resident
+from multigpu_master.core.workers.residency import Model, Resident
 
 
 @dataclass(slots=True)

@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 
 from multigpu_master.core import events as ev
-from multigpu_master.core.fleet import Fleet
 from multigpu_master.core.identity import payload_crc
-from multigpu_master.core.lanes import Lane, Lanes, partition_of
 from multigpu_master.core.model import EPOCH_IDS, Lease, Outcome, OutcomeState, Queue, Task, Worker
-from multigpu_master.core.placement import Placement
+from multigpu_master.core.placement.lanes import Lane, Lanes, partition_of
+from multigpu_master.core.placement.ranking import Placement
 from multigpu_master.core.task_table import TaskTable
 from multigpu_master.core.timers import FIRE_MAX, Due, Expiries, Timers
+from multigpu_master.core.workers.fleet import Fleet
 from multigpu_master.strategies.base import Strategy
 
 # How long after an attempt's run_timeout the master waits for the worker to have ended it.

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from multigpu_master.core.residency import Model, ModelState, Residency
+from multigpu_master.core.workers.residency import Model, ModelState, Residency
 
 if TYPE_CHECKING:
-    from multigpu_master.core.lanes import Part
+    from multigpu_master.core.placement.lanes import Part
 
 # Ids of tasks and leases come in ranges of this many, each of which begins at a multiple of it.
 EPOCH_IDS = 1 << 24

@@ -4,7 +4,7 @@ from multigpu_master.core import events as ev
 from multigpu_master.core.attempts import Attempts
 from multigpu_master.core.ledger import Ledger
 from multigpu_master.core.model import Worker
-from multigpu_master.core.sessions import desire
+from multigpu_master.core.workers.sessions import desire
 
 
 class Operators:

@@ -9,17 +9,17 @@ from collections.abc import Callable
 from multigpu_master.core import events as ev
 from multigpu_master.core.admission import RESOURCE_EXHAUSTED, full, refusal, unplaceable
 from multigpu_master.core.attempts import Attempts
-from multigpu_master.core.dispatch import Dispatcher
 from multigpu_master.core.identity import conflict, fingerprint
-from multigpu_master.core.lanes import Lane, partition_of
 from multigpu_master.core.ledger import Counters, Ledger, Limits
 from multigpu_master.core.model import WITHDRAWN, OutcomeState, Spec, Task, TaskError
 from multigpu_master.core.operators import Operators
-from multigpu_master.core.quarantine import Quarantine
-from multigpu_master.core.recall import Recalls
-from multigpu_master.core.sessions import Sessions
+from multigpu_master.core.placement.dispatch import Dispatcher
+from multigpu_master.core.placement.lanes import Lane, partition_of
+from multigpu_master.core.placement.recall import Recalls
 from multigpu_master.core.timers import Due
-from multigpu_master.core.turns import Turns
+from multigpu_master.core.workers.load_reservations import Turns
+from multigpu_master.core.workers.quarantine import Quarantine
+from multigpu_master.core.workers.sessions import Sessions
 from multigpu_master.strategies.base import Strategy
 
 __all__ = ["Core", "Counters", "Limits"]

@@ -6,15 +6,15 @@ import structlog
 from google.protobuf.message import DecodeError
 from multigpu.v1 import task_pb2
 
-from multigpu_master import wire
 from multigpu_master.core import events as ev
 from multigpu_master.core.identity import conflict
 from multigpu_master.core.model import Task
 from multigpu_master.driver import Driver
-from multigpu_master.journal import JournalError, SettledTask, StoredOutcome
+from multigpu_master.journal.protocol import JournalError, SettledTask, StoredOutcome
+from multigpu_master.payloads.messages import Peer
 from multigpu_master.security.tokens import Token
-from multigpu_master.wire_large import Peer
-from multigpu_master.wire_specs import SpecsFullError
+from multigpu_master.wire import messages as wire
+from multigpu_master.wire.specs import SpecsFullError
 
 log = structlog.get_logger()
 

@@ -7,13 +7,14 @@ from typing import Any, TypeVar
 
 from multigpu.v1 import task_pb2, task_service_pb2
 
-from multigpu_master import wire, wire_large
 from multigpu_master.core.model import OutcomeState, Task
 from multigpu_master.driver import Driver
-from multigpu_master.journal import LargeBody, StoredOutcome, SubmitRecord
+from multigpu_master.journal.protocol import LargeBody, StoredOutcome, SubmitRecord
+from multigpu_master.payloads import messages as wire_large
 from multigpu_master.rpc.intake import fill_stored, parse_outcome
 from multigpu_master.rpc.status import make_token, page_size_of, read_token
-from multigpu_master.security.gate import caller_queues
+from multigpu_master.security.auth import caller_queues
+from multigpu_master.wire import messages as wire
 
 T = TypeVar("T")
 

@@ -14,14 +14,14 @@ from google.protobuf.descriptor import ServiceDescriptor
 from google.protobuf.message import DecodeError, Message
 from google.protobuf.message_factory import GetMessageClass
 from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
-from multigpu.payloads import is_transient
+from multigpu._transport.payloads import is_transient
 
 from multigpu_master.driver import BrokenError
-from multigpu_master.journal import JournalDamagedError, JournalError
+from multigpu_master.journal.protocol import JournalDamagedError, JournalError
 from multigpu_master.rpc.fields import more_fields_than
 from multigpu_master.rpc.status import refuse
 from multigpu_master.security.audit import Audit
-from multigpu_master.security.gate import Gate
+from multigpu_master.security.auth import Gate
 
 log = structlog.get_logger()
 

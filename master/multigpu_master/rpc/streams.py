@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import grpc
 
-from multigpu_master.outbox import Outbox, StreamClosedError
+from multigpu_master.rpc.outbox import Outbox, StreamClosedError
 
 F = TypeVar("F")
 

@@ -9,19 +9,20 @@ import grpc
 import structlog
 from multigpu.v1 import task_pb2, task_service_pb2
 
-from multigpu_master import wire, wire_large
 from multigpu_master.core import events as ev
 from multigpu_master.core.model import OutcomeState, Task
 from multigpu_master.driver import Driver, RunOutbox
-from multigpu_master.journal import Journal, JournalError, SettledTask, StoredOutcome
-from multigpu_master.journaling import DURABLE_S, tell
-from multigpu_master.payloads import WRONG_KEY, Offer
+from multigpu_master.journal.protocol import Journal, JournalError, SettledTask, StoredOutcome
+from multigpu_master.journal.write_buffer import DURABLE_S, tell
+from multigpu_master.payloads import messages as wire_large
+from multigpu_master.payloads.shared_files import WRONG_KEY, Offer
 from multigpu_master.rpc import queries
 from multigpu_master.rpc.intake import DISK_FULL, RESOURCE_EXHAUSTED, Answer, Intake, fill_stored, stored_body
 from multigpu_master.rpc.registration import parse
 from multigpu_master.rpc.status import count_of, make_cursor, read_cursor, refuse
 from multigpu_master.rpc.streams import serve_stream
-from multigpu_master.security.gate import CALLER, caller_queues
+from multigpu_master.security.auth import CALLER, caller_queues
+from multigpu_master.wire import messages as wire
 
 log = structlog.get_logger()
 

@@ -8,16 +8,18 @@ import grpc
 import structlog
 from multigpu.v1 import worker_service_pb2
 
-from multigpu_master import wire, wire_devices, wire_models
 from multigpu_master.core import events as ev
 from multigpu_master.core.model import HEALTHY
 from multigpu_master.driver import Driver, SessionOutbox
-from multigpu_master.payloads import WRONG_KEY, Offer
+from multigpu_master.payloads.shared_files import WRONG_KEY, Offer
 from multigpu_master.rpc import queries
 from multigpu_master.rpc.registration import parse
 from multigpu_master.rpc.status import count_of, refuse
 from multigpu_master.rpc.streams import serve_stream
-from multigpu_master.security.gate import CALLER
+from multigpu_master.security.auth import CALLER
+from multigpu_master.wire import devices as wire_devices
+from multigpu_master.wire import messages as wire
+from multigpu_master.wire import models as wire_models
 
 # A master serves workers of its own version and of the one before: it is upgraded first.
 PROTOCOL_VERSION, OLDEST_PROTOCOL_VERSION = 2, 2

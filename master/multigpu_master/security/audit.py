@@ -17,9 +17,9 @@ from google.protobuf import json_format
 from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import DecodeError
 
-from multigpu_master.journal_segments import sync_directory
+from multigpu_master.journal.sqlite.segments import sync_directory
 from multigpu_master.rpc.status import refuse
-from multigpu_master.security.gate import CALLER, ROLES_OF, Serve
+from multigpu_master.security.auth import CALLER, ROLES_OF, Serve
 
 log = structlog.get_logger()
 

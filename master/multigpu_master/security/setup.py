@@ -6,9 +6,9 @@ from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 
 import structlog
-from multigpu.config import MasterConfig
+from multigpu.config.config import MasterConfig
 
-from multigpu_master.security.gate import Gate
+from multigpu_master.security.auth import Gate
 from multigpu_master.security.tokens import ADMIN, Tokens
 
 log = structlog.get_logger()

@@ -14,7 +14,7 @@ import secrets
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from multigpu_master.journal import JournalError
+from multigpu_master.journal.protocol import JournalError
 
 SUBMIT, READ, WORKER, ADMIN = "submit", "read", "worker", "admin"
 ROLES = (SUBMIT, READ, WORKER, ADMIN)

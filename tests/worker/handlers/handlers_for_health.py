@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from multigpu.handlers import Context, handler
-from multigpu_worker.engines import canary
+from multigpu_worker.engines.common import self_test as canary
 
 # While this file exists the processor computes wrong: a simulated fault, beneath the real canary.
 WRONG = os.environ.get("TEST_WRONG_FILE", "")

@@ -1,7 +1,7 @@
 """What an engine is: code that runs batches of tasks of one kind, inside the engine process.
 
 An engine sees nothing of gRPC, leases' lives or the agent. It gets a batch, says through a reporter what became of
-each item, and returns. The runtime around it (engine_runtime.py) moves the words to the agent, charges exceptions to
+each item, and returns. The runtime around it (engine/runtime.py) moves the words to the agent, charges exceptions to
 the right item and keeps the clock.
 
 Threads: `prepare` is called by a thread of its own, one batch at a time, while `run` may be working on the batch
@@ -12,7 +12,7 @@ whose class says `one_by_one`, one batch at a time for the others. The reporter 
 from dataclasses import dataclass, field
 from typing import ClassVar, Protocol
 
-from multigpu.repository import ModelSpec
+from multigpu.repository.model import ModelSpec
 
 
 @dataclass(slots=True)

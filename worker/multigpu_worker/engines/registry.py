@@ -12,17 +12,17 @@ from dataclasses import dataclass
 from typing import cast
 
 from multigpu.handlers import registered_handlers
-from multigpu.repository import ModelFolderError, ModelSpec
+from multigpu.repository.model import ModelFolderError, ModelSpec
 
 from multigpu_worker.engines.base import Engine, EngineSettings, ModelEngine
-from multigpu_worker.engines.handler_sources import SourceFinder, Sources
+from multigpu_worker.engines.handlers.sources import SourceFinder, Sources
 
 # The engines of kinds that need a model, as module:class. A model may name another of the same form.
 MODEL_ENGINES = {
-    "embed": "multigpu_worker.engines.embed:EmbedEngine",
-    "infer": "multigpu_worker.engines.infer:InferEngine",
-    "generate": "multigpu_worker.engines.generate:GenerateEngine",
-    "classify": "multigpu_worker.engines.classify:ClassifyEngine",
+    "embed": "multigpu_worker.engines.embed.engine:EmbedEngine",
+    "infer": "multigpu_worker.engines.infer.engine:InferEngine",
+    "generate": "multigpu_worker.engines.generate.engine:GenerateEngine",
+    "classify": "multigpu_worker.engines.classify.engine:ClassifyEngine",
 }
 
 
@@ -79,7 +79,7 @@ def build(kind: str) -> Engine:
     if kind in {"echo", "sleep", "fail"}:
         module = importlib.import_module("multigpu_worker.engines.diagnostic")
         return cast(Engine, module.ENGINES[kind]())
-    module = importlib.import_module("multigpu_worker.engines.handler")
+    module = importlib.import_module("multigpu_worker.engines.handlers.engine")
     return cast(Engine, module.HandlerEngine())
 
 

@@ -1,0 +1,242 @@
+"""What a map holds between its input and its caller, and the two loops around it.
+
+A MapBuffer bounds what has been pulled from the input and not yet been handed over, by count and by bytes, so that a
+million-item map holds its window and no more. Pulling happens in chunks of what the source yields within two
+milliseconds: a fast source costs little for each item, a slow one is not waited for while results lie ready.
+
+The loop thread settles calls; the other side, which pulls and takes, may be on another thread (the synchronous client).
+Therefore each counter has one writer, and the sides meet only in a deque and in fields that are written once.
+"""
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import AsyncGenerator, AsyncIterable, Callable, Iterable, Iterator
+from typing import Any, TypeVar
+
+from multigpu._calls.timeouts import within
+from multigpu._transport.run_state import Answer, Call
+from multigpu._transport.run_stream import RunStream
+from multigpu.outcome import Outcome
+from multigpu.v1 import task_pb2
+
+CHUNK_TASKS = 256
+# A chunk ends past so many bytes, or a share of the window: large payloads, too, go to the master some at a time.
+_CHUNK_BYTES_MIN, _CHUNK_SHARE = 1 << 20, 8
+_CHUNK_S = 0.002
+T = TypeVar("T")
+
+
+class MapCall(Call):
+    """One item of a map."""
+
+    __slots__ = ("answer", "buffer")
+
+    def __init__(
+        self,
+        spec: task_pb2.TaskSpec,
+        payload: bytes,
+        request_id: str,
+        own: dict[str, Any] | None,
+        buffer: "MapBuffer",
+    ) -> None:
+        super().__init__(spec, payload, request_id, own)
+        self.buffer = buffer
+        self.answer: Answer | None = None
+
+    def settle(self, answer: Answer) -> None:
+        self.payload = b""  # an answer takes its place
+        self.place = None
+        self.answer = answer
+        self.buffer.settled(self, answer)
+
+
+class MapBuffer:
+    def __init__(self, *, ordered: bool, tasks_max: int, bytes_max: int) -> None:
+        assert tasks_max > 0
+        self._ordered = ordered
+        self._tasks_max = tasks_max
+        self._bytes_max = bytes_max
+        self._chunk_bytes = max(_CHUNK_BYTES_MIN, bytes_max // _CHUNK_SHARE)
+        self._chunk_tasks = min(CHUNK_TASKS, max(1, tasks_max // 4))
+        # Ordered: every call not taken, in the order of the input. As completed: the answered ones.
+        self._line: deque[MapCall] = deque()
+        # Called on the loop thread when something was settled while the taker waits.
+        self.wake: Callable[[], object] = _nobody_waits
+        self.waiting = False
+        self.exhausted = False
+        # Written by the side that pulls and takes.
+        self._pulled = self._taken = 0
+        self._pulled_bytes = self._taken_bytes = 0
+        # Written by the loop thread.
+        self._answered_bytes = self._answer_bytes = 0
+
+    @property
+    def finished(self) -> bool:
+        return self.exhausted and self._pulled == self._taken
+
+    def has_room(self) -> bool:
+        """Whether there is room for a chunk."""
+        if self._tasks_max - self._pulled + self._taken < self._chunk_tasks:
+            return False
+        held_bytes = self._pulled_bytes - self._answered_bytes + self._answer_bytes - self._taken_bytes
+        return held_bytes < self._bytes_max
+
+    def pull(self, source: Iterator[Any], make_call: Callable[[Any, "MapBuffer"], MapCall]) -> list[MapCall]:
+        """The next chunk of the source, as calls to be started."""
+        chunk: list[MapCall] = []
+        nbytes = 0
+        stop = time.monotonic() + _CHUNK_S
+        for item in source:
+            call = make_call(item, self)
+            self.add(call)
+            if call.answer is None:
+                chunk.append(call)
+                nbytes += call.nbytes
+            if len(chunk) >= self._chunk_tasks or nbytes >= self._chunk_bytes or time.monotonic() > stop:
+                return chunk
+        self.exhausted = True
+        return chunk
+
+    def add(self, call: MapCall) -> None:
+        """Takes in a call that was pulled. One that has its answer already (it could not be encoded) needs no start."""
+        self._pulled += 1
+        if call.answer is None:
+            self._pulled_bytes += call.nbytes
+        if self._ordered or call.answer is not None:
+            self._line.append(call)
+
+    def settled(self, call: MapCall, answer: Answer) -> None:
+        self._answered_bytes += call.nbytes
+        self._answer_bytes += answer.frame_bytes if isinstance(answer, Outcome) else 0
+        if not self._ordered:
+            self._line.append(call)
+        if self.waiting:
+            self.waiting = False
+            self.wake()
+
+    def owns(self, call: Call) -> bool:
+        """Whether the call is an item of this map."""
+        return isinstance(call, MapCall) and call.buffer is self
+
+    def has_answer(self) -> bool:
+        """Whether `take` has something."""
+        line = self._line
+        return bool(line) and line[0].answer is not None
+
+    def take(self) -> Answer | None:
+        """The next answer for the caller; None: there is none yet."""
+        line = self._line
+        if not line:
+            return None
+        answer = line[0].answer
+        if answer is None:
+            return None
+        line.popleft()
+        self._taken += 1
+        if isinstance(answer, Outcome):
+            self._taken_bytes += answer.frame_bytes
+        return answer
+
+
+MakeCall = Callable[[Any, MapBuffer], MapCall]
+
+
+class AsyncMap:
+    """A map on one event loop: a feeder task pulls and starts, the caller's loop takes."""
+
+    def __init__(
+        self, stream: RunStream, buffer: MapBuffer, make_call: MakeCall, timeout_s: float | None = None
+    ) -> None:
+        self._timeout_s = timeout_s  # for each next answer
+        self._stream = stream
+        self._buffer = buffer
+        self._make_call = make_call
+        self._taker: asyncio.Future[None] | None = None
+        self._feeder_waits: asyncio.Future[None] | None = None
+        buffer.wake = self._wake_taker
+
+    async def run(
+        self, source: Iterable[Any] | AsyncIterable[Any], convert: Callable[[Answer], T]
+    ) -> AsyncGenerator[T, None]:
+        """Yields convert(answer) for each item. Closing it, or an error, withdraws what it started."""
+        self._stream.check()
+        buffer = self._buffer
+        feed = self._feed_async(source) if isinstance(source, AsyncIterable) else self._feed(iter(source))
+        feeder = asyncio.get_running_loop().create_task(feed, name="multigpu map feeder")
+        feeder.add_done_callback(self._feeder_ended)
+        taken = 0
+        try:
+            while True:
+                while (answer := buffer.take()) is not None:
+                    yield convert(answer)
+                    taken += 1
+                    if taken % CHUNK_TASKS == 0:
+                        self._wake_feeder()
+                        await asyncio.sleep(0)  # a caller that never waits must not keep the stream from its work
+                if feeder.done():
+                    feeder.result()
+                    if buffer.finished:
+                        return
+                self._wake_feeder()
+                await self._answered(feeder)
+        finally:
+            feeder.cancel()
+            if not buffer.finished:
+                self._stream.withdraw_where(buffer.owns)
+
+    async def _feed(self, source: Iterator[Any]) -> None:
+        buffer = self._buffer
+        while not buffer.exhausted:
+            await self._room()
+            chunk = buffer.pull(source, self._make_call)
+            if chunk:
+                await self._stream.start(chunk)
+            await asyncio.sleep(0)
+
+    async def _feed_async(self, source: AsyncIterable[Any]) -> None:
+        """Starts each item as it comes: nobody knows how long the next one will take."""
+        buffer = self._buffer
+        pulled = 0
+        async for item in source:
+            call = self._make_call(item, buffer)
+            buffer.add(call)
+            if call.answer is None and not self._stream.try_start(call):
+                await self._stream.start((call,))
+            await self._room()
+            pulled += 1
+            if pulled % CHUNK_TASKS == 0:
+                await asyncio.sleep(0)
+        buffer.exhausted = True
+
+    def _feeder_ended(self, feeder: asyncio.Task[None]) -> None:
+        if not feeder.cancelled():
+            feeder.exception()  # seen, also when the caller left before it could be raised there
+        self._wake_taker()
+
+    async def _room(self) -> None:
+        while not self._buffer.has_room():
+            self._feeder_waits = asyncio.get_running_loop().create_future()
+            await self._feeder_waits
+
+    def _wake_feeder(self) -> None:
+        waits = self._feeder_waits
+        if waits is not None and not waits.done() and self._buffer.has_room():
+            waits.set_result(None)
+
+    async def _answered(self, feeder: asyncio.Task[None]) -> None:
+        """Returns when there is something to take, or the feeder has ended."""
+        self._taker = asyncio.get_running_loop().create_future()
+        self._buffer.waiting = True
+        if self._buffer.has_answer() or (feeder.done() and self._buffer.finished):
+            self._wake_taker()
+        await within(self._timeout_s, self._taker)
+
+    def _wake_taker(self) -> None:
+        taker, self._taker = self._taker, None
+        if taker is not None and not taker.done():
+            taker.set_result(None)
+
+
+def _nobody_waits() -> None:
+    pass

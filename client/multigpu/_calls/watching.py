@@ -1,0 +1,80 @@
+"""Following outcomes from a cursor on, across broken streams, to the exact outcome.
+
+The master gives a cursor with each frame of outcomes: it says where to resume after the last of them. Ours go with each
+outcome: inside a frame, a cursor is that of the frame before and how many outcomes to skip, up to the one named. The
+order of outcomes after a cursor never changes, so this loses nothing and repeats nothing.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator
+
+import grpc
+import grpc.aio
+
+from multigpu._transport.connection import BREAKS, Connection, backoff_s
+from multigpu.errors import TransportError
+from multigpu.outcome import Outcome
+from multigpu.v1 import task_service_pb2
+
+# Between the master's cursor and ours: "<cursor>#<outcomes to skip>.<task_id of the last of them>".
+_MARK = "#"
+_FAILURES_MAX = 8
+
+
+async def frames(
+    connection: Connection, request: task_service_pb2.WatchRequest
+) -> AsyncGenerator[list[tuple[Outcome, str]], None]:
+    """Yields lists of (outcome, cursor), for ever. Raises CursorExpiredError, TransportError."""
+    request.cursor, skip, last_task_id = _parse(request.cursor)
+    give_up = asyncio.get_running_loop().time() + connection.connect_timeout_s
+    reached = False
+    failures = 0
+    while True:
+        stream = connection.stub.Watch(request, metadata=connection.metadata())
+        try:
+            async for response in stream:
+                reached = True
+                failures = 0
+                frame, skip = _frame(request, response, skip, last_task_id)
+                if response.cursor:
+                    request.cursor, request.from_now = response.cursor, False
+                if frame:
+                    yield frame
+        except grpc.aio.AioRpcError:
+            pass  # the status says it
+        finally:
+            stream.cancel()
+        code = await stream.code()
+        failures += 1
+        if code not in BREAKS or (code is not grpc.StatusCode.UNAVAILABLE and failures > _FAILURES_MAX):
+            raise connection.explain(code, await stream.details())
+        if not reached and asyncio.get_running_loop().time() > give_up:
+            raise connection.explain(grpc.StatusCode.UNAVAILABLE, await stream.details())
+        await asyncio.sleep(backoff_s(failures))
+
+
+def _frame(
+    request: task_service_pb2.WatchRequest, response: task_service_pb2.WatchResponse, skip: int, last_task_id: int
+) -> tuple[list[tuple[Outcome, str]], int]:
+    """The outcomes of a frame with a cursor each, less those to skip; and how many are still to be skipped."""
+    frame: list[tuple[Outcome, str]] = []
+    outcomes = response.outcomes
+    if outcomes and request.from_now:
+        raise TransportError("the master sent outcomes before a cursor; it speaks no v1")
+    for index, message in enumerate(outcomes, start=1):
+        if skip:
+            skip = 0 if message.task_id == last_task_id else skip - 1
+            continue
+        is_last = index == len(outcomes)
+        cursor = response.cursor if is_last else f"{request.cursor}{_MARK}{index}.{message.task_id}"
+        frame.append((Outcome(message), cursor))
+    return frame, skip
+
+
+def _parse(cursor: str) -> tuple[str, int, int]:
+    """The master's part of a cursor, how many outcomes to skip, and the task_id of the last of them."""
+    base, mark, rest = cursor.rpartition(_MARK)
+    count, dot, task_id = rest.partition(".")
+    if not (mark and dot and count.isdigit() and task_id.isdigit()):
+        return cursor, 0, 0
+    return base, int(count), int(task_id)

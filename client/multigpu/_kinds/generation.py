@@ -1,0 +1,149 @@
+"""Prompts into tasks of kind "generate", and what comes back into text as it grows.
+
+Both clients hand out an iterator of pieces of text. It is the answer's only handle: reading it to the end gives
+`result`, and letting go of it cancels the task. That the pieces have no gap and no repetition, whatever workers die
+meanwhile, is the engine's and the master's doing; the last word is compared with them here all the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from google.protobuf.message import DecodeError
+
+from multigpu._calls.streaming import AsyncStream, Part, Reader, Stream
+from multigpu.errors import INVALID_ARGUMENT, InvalidTaskError, TransportError
+from multigpu.options import CallOptions
+from multigpu.v1 import generate_pb2
+
+if TYPE_CHECKING:
+    from multigpu.outcome import Outcome
+
+KIND = "generate"
+_REASONS = {generate_pb2.FINISH_REASON_STOP: "stop", generate_pb2.FINISH_REASON_LENGTH: "length"}
+
+# A text to go on with, or a conversation: {"role": "user", "content": "…"}, the oldest first.
+Prompt = str | Sequence[Mapping[str, str]]
+
+
+class GenerateOptions(CallOptions, total=False):
+    """How text is generated, beside the options of the task. Every one is optional."""
+
+    # The most tokens to generate. Default: 256, or what the model's context leaves if that is less.
+    tokens_max: int
+    # 0 (the default): greedy, the likeliest token each time. At most 2.
+    temperature: float
+    # Draw from the likeliest tokens that have this probability together. Default 1: from all.
+    top_p: float
+    # Draw from so many of the likeliest tokens. Default 0: from all.
+    top_k: int
+    # Makes tokens that are there already less likely. Default 1: it doesn't.
+    repetition_penalty: float
+    # Strings before which the answer ends.
+    stop: Sequence[str]
+    # The same seed, prompt and settings give the same text. Default: one is drawn.
+    seed: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Generated:
+    """An answer that has ended."""
+
+    # Without the prompt and without the stop string.
+    text: str
+    token_ids: tuple[int, ...]
+    # "stop": the model ended, or a stop string came. "length": tokens_max, or the end of the context, was reached.
+    finish_reason: str
+    prompt_tokens: int
+    # The worker of the last attempt.
+    worker_id: str
+
+
+def task_of(prompt: Prompt, options: GenerateOptions) -> tuple[bytes, dict[str, Any]]:
+    """The payload of a task, and the options that are the task's own. Raises InvalidTaskError, TypeError."""
+    rest: dict[str, Any] = dict(options)
+    fields = {name: rest.pop(name) for name in GenerateOptions.__annotations__ if name in rest and name in _FIELDS}
+    if isinstance(fields.get("stop"), str):
+        raise TypeError("stop takes a list of strings; for one pass [stop]")
+    if isinstance(prompt, str):
+        fields["prompt"] = prompt
+    else:
+        if not all(isinstance(message, Mapping) for message in prompt):
+            raise TypeError('a message is a dict such as {"role": "user", "content": "…"}')
+        fields["messages"] = [dict(message) for message in prompt]
+    if not prompt:
+        raise InvalidTaskError(INVALID_ARGUMENT, "the prompt is empty: generate needs something to go on from")
+    try:
+        return generate_pb2.GeneratePayload(**fields).SerializeToString(), rest
+    except (TypeError, ValueError) as error:
+        raise InvalidTaskError(INVALID_ARGUMENT, f"generate can't take this: {error}") from error
+
+
+_FIELDS = generate_pb2.GeneratePayload.DESCRIPTOR.fields_by_name
+
+
+class _Growing(Reader[str]):
+    """What both iterators do: chunks into text, and the end into a result."""
+
+    def __init__(self, parts: Any) -> None:
+        super().__init__(parts)
+        self._result: Generated | None = None
+        self._token_ids: list[int] = []
+        self._text: list[str] = []
+
+    @property
+    def result(self) -> Generated:
+        """The whole answer. RuntimeError: it has not been read to its end yet."""
+        if self._result is None:
+            raise RuntimeError("the answer has not ended: read the iterator to its end first")
+        return self._result
+
+    def _read(self, part: Part) -> str:
+        chunk = _parse(generate_pb2.GenerateChunk, part.data)
+        self._token_ids += chunk.token_ids
+        self._text.append(chunk.text)
+        return str(chunk.text)
+
+    def _finish(self, outcome: Outcome) -> None:
+        result = _parse(generate_pb2.GenerateResult, outcome.result)
+        if result.text != "".join(self._text) or list(result.token_ids) != self._token_ids:
+            raise TransportError(
+                f"the pieces of task {outcome.task_id} don't make up its result: its worker speaks another protocol"
+            )
+        self._result = Generated(
+            text=result.text,
+            token_ids=tuple(result.token_ids),
+            finish_reason=_REASONS.get(result.finish_reason, ""),
+            prompt_tokens=result.prompt_tokens,
+            worker_id=outcome.worker_id,
+        )
+        super()._finish(outcome)
+
+
+class Generation(_Growing, Stream[str]):
+    """Pieces of text as they come, for `for`. Closing it, from any thread, or letting go of it, cancels the task."""
+
+    def __next__(self) -> str:
+        while not (piece := super().__next__()):
+            pass
+        return piece
+
+
+class AsyncGeneration(_Growing, AsyncStream[str]):
+    """Pieces of text as they come, for `async for`. `aclose`, or letting go of it, cancels the task."""
+
+    async def __anext__(self) -> str:
+        while not (piece := await super().__anext__()):
+            pass
+        return piece
+
+
+def _parse(cls: Any, data: bytes) -> Any:
+    try:
+        return cls.FromString(data)
+    except DecodeError as error:
+        raise TransportError(
+            f"what generate returned can't be read ({error}): its worker speaks another protocol"
+        ) from error

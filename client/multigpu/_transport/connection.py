@@ -1,0 +1,223 @@
+"""One channel to one master, and what it means when a call on it fails.
+
+Unary calls are safe to repeat (submits carry request_ids), so while nobody answers they are tried again, with backoff
+and full jitter, until `connect_timeout_s` is over: a restart of the master is invisible. The Run and Watch streams have
+reconnection of their own and take only the stub and the vocabulary from here.
+"""
+
+import asyncio
+import random
+import sys
+import time
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from multigpu import errors
+from multigpu._transport import forks
+from multigpu._transport.credentials import Credentials
+from multigpu.config.config import ConfigError
+from multigpu.v1 import task_service_pb2, task_service_pb2_grpc
+
+MESSAGE_BYTES_MAX = 64 << 20
+_OPTIONS = (
+    ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
+    ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
+    # A vanished master is noticed within 15 s; the master permits these pings.
+    ("grpc.enable_http_proxy", 0),  # masters are near; a proxy for the web must not come between
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    # How soon a broken connection is tried again. One attempt may take longer than that.
+    ("grpc.initial_reconnect_backoff_ms", 50),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+    ("grpc.min_reconnect_backoff_ms", 5_000),
+)
+# Statuses that are no verdict on the call: the connection or the master went away, or is going.
+BREAKS = frozenset(
+    {
+        grpc.StatusCode.OK,
+        grpc.StatusCode.ABORTED,
+        grpc.StatusCode.CANCELLED,
+        grpc.StatusCode.INTERNAL,
+        grpc.StatusCode.RESOURCE_EXHAUSTED,
+        grpc.StatusCode.UNAVAILABLE,
+        grpc.StatusCode.UNKNOWN,
+    }
+)
+# Nobody served the call. A server of gRPC that has too many calls waiting ends some as CANCELLED before it looks at
+# them; who cancels a call of ours sees asyncio.CancelledError instead.
+_REPEATED = frozenset({grpc.StatusCode.CANCELLED, grpc.StatusCode.UNAVAILABLE})
+_BACKOFF_FIRST_S = 0.05
+_BACKOFF_MAX_S = 2.0
+# Unary calls are answered at once, or after one fsync.
+UNARY_TIMEOUT_S = 60.0
+
+
+def backoff_s(failures: int) -> float:
+    """How long to wait after so many failures in a row (from 1): full jitter under a doubling limit."""
+    return random.uniform(0, min(_BACKOFF_MAX_S, _BACKOFF_FIRST_S * 2 ** min(failures - 1, 10)))  # noqa: S311  no secret
+
+
+def jittered_s(delay_s: float) -> float:
+    """A delay that somebody asked for, longer by up to half, so that many clients don't come back as one."""
+    return delay_s * random.uniform(1, 1.5)  # noqa: S311  no secret
+
+
+class Connection:
+    def __init__(self, master: str, connect_timeout_s: float, credentials: Credentials | None = None) -> None:
+        self.master = master
+        self.credentials = credentials or Credentials()
+        self.connect_timeout_s = connect_timeout_s
+        self.closed = False
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._channel: grpc.aio.Channel | None = None
+        self._stub: Any = None
+        self._stamp = b""  # of the files that the channel was made with
+        self._closing: set[asyncio.Task[None]] = set()
+
+    def check(self) -> None:
+        """ClientClosedError: it is closed, or belongs to another process or event loop than the running one."""
+        if self.closed:
+            raise errors.ClientClosedError("this client is closed; make a new one")
+        forks.check()
+        loop = asyncio.get_running_loop()
+        if self._loop is None:
+            self._loop = loop
+        if loop is not self._loop:
+            raise errors.ClientClosedError("this AsyncClient belongs to another event loop; make one for each loop")
+
+    @property
+    def stub(self) -> Any:
+        """The TaskService stub. Opens the channel on first use, because a channel belongs to a running event loop."""
+        self.check()
+        if self._channel is None:
+            forks.uses()
+            self._stamp = self.credentials.stamp()
+            try:
+                self._channel = self.credentials.aio_channel(self.master, _OPTIONS)
+            except ConfigError as error:
+                raise errors.AccessError(str(error)) from error
+            self._stub = task_service_pb2_grpc.TaskServiceStub(self._channel)  # type: ignore[no-untyped-call]  # generated
+        return self._stub
+
+    def metadata(self) -> tuple[tuple[str, str], ...] | None:
+        """What goes with every call: the token, if there is one. AccessError: it can't be read."""
+        try:
+            return self.credentials.metadata(self.master)
+        except ConfigError as error:
+            raise errors.AccessError(str(error)) from error
+
+    def _refresh(self) -> None:
+        """After a failure: the next call has a channel of its own if certificates were renewed meanwhile."""
+        old = self._channel
+        if old is not None and self._stamp and self.credentials.stamp() not in (b"", self._stamp):
+            self._channel = None
+            # What is under way on the old one may end there.
+            closing = asyncio.get_running_loop().create_task(old.close(UNARY_TIMEOUT_S))
+            self._closing.add(closing)
+            closing.add_done_callback(self._closing.discard)
+
+    def open_run(self) -> Any:
+        """A new Run stream. What is read from it comes as (RunResponse, bytes of its frame)."""
+        self._refresh()
+        assert self.stub is not None
+        assert self._channel is not None
+        multicallable = self._channel.stream_stream(
+            "/multigpu.v1.TaskService/Run",
+            request_serializer=task_service_pb2.RunRequest.SerializeToString,
+            response_deserializer=_sized_response,
+        )
+        return multicallable(metadata=self.metadata())
+
+    async def ready(self, timeout_s: float | None) -> bool:
+        """Waits until the channel is connected. False: not in time."""
+        channel = self._channel
+        assert channel is not None, "ready() follows a first use of the stub"
+        try:
+            await asyncio.wait_for(channel.channel_ready(), timeout_s)
+        except TimeoutError:
+            return False
+        return True
+
+    async def unary(self, method: str, request: Any, timeout_s: float = UNARY_TIMEOUT_S) -> Any:
+        """Calls a method of TaskService by name. Raises MultigpuErrors."""
+        give_up = time.monotonic() + self.connect_timeout_s
+        failures = 0
+        while True:
+            try:
+                return await getattr(self.stub, method)(request, timeout=timeout_s, metadata=self.metadata())
+            except grpc.aio.AioRpcError as error:
+                failures += 1
+                delay_s = backoff_s(failures)
+                if error.code() not in _REPEATED or time.monotonic() + delay_s > give_up:
+                    raise self.explain(error.code(), error.details()) from None  # it says all of it
+                self._refresh()
+            await asyncio.sleep(delay_s)
+
+    def explain(self, code: grpc.StatusCode, details: str | None) -> errors.MultigpuError:
+        """The error that a status means to a caller of ours."""
+        text = details or code.name
+        match code:
+            case grpc.StatusCode.UNAVAILABLE:
+                return errors.UnavailableError(unavailable(self.master, text, self.credentials))
+            case grpc.StatusCode.UNAUTHENTICATED | grpc.StatusCode.PERMISSION_DENIED:
+                return errors.AccessError(f"the master at {self.master} does not let us: {text}")
+            case grpc.StatusCode.NOT_FOUND:
+                return errors.NotFoundError(text)
+            case grpc.StatusCode.OUT_OF_RANGE:
+                return errors.CursorExpiredError(text)
+            case grpc.StatusCode.INVALID_ARGUMENT:
+                return errors.InvalidTaskError(errors.INVALID_ARGUMENT, text)
+            case grpc.StatusCode.RESOURCE_EXHAUSTED:
+                return errors.ResourceExhaustedError(errors.RESOURCE_EXHAUSTED, text)
+            case grpc.StatusCode.UNIMPLEMENTED:
+                return errors.TransportError(f"what listens at {self.master} is no multigpu master: {text}")
+            case grpc.StatusCode.DEADLINE_EXCEEDED:
+                return errors.CallTimeoutError(f"the master at {self.master} did not answer in time: {text}")
+        return errors.TransportError(f"the call to {self.master} failed with {code.name}: {text}")
+
+    async def close(self) -> None:
+        self.closed = True
+        if self._channel is not None:
+            await self._channel.close()
+            self._channel = None
+
+
+def unavailable(address: str, details: str, credentials: Credentials) -> str:
+    """What the status UNAVAILABLE means: nobody listens there, or no connection with the program that does."""
+    ca, host = credentials.tls_ca, address.rpartition(":")[0].strip("[]")
+    if "resolving" in details or "resolution" in details:
+        return f"the host name in the address {address} is not known: correct it, or its DNS entry ({details})"
+    if ca and "WRONG_VERSION_NUMBER" in details:
+        return f"what listens at {address} speaks no TLS: leave tls_ca out ({details})"
+    if "Hostname Verification" in details:
+        remedy = f"use an address that it names, or make one with `mgpuctl certs issue DIR master --host {host}`"
+        return f"the certificate of the master at {address} is for other names: {remedy} ({details})"
+    if "CERTIFICATE_VERIFY_FAILED" in details:
+        return f"the certificate of the master at {address} has expired, or is not of the authority in {ca} ({details})"
+    if "security handshaker" in details:
+        return "tls_ca, tls_cert and tls_key can't be used: one is damaged, or the key is of another certificate"
+    if "Socket closed" in details:
+        needed = "tls_cert and tls_key, of its own authority" if ca else "TLS: set tls_ca"
+        return f"what listens at {address} closes the connection: perhaps it asks for {needed} ({details})"
+    if "failed to connect" in details:
+        reason = "connection refused" if "refused" in details.lower() else details
+        return f"no master at {address}: {reason}; start one with `mgpuctl up`"
+    return f"the master at {address} is not available: {details}"
+
+
+def _sized_response(frame: bytes) -> tuple[task_service_pb2.RunResponse, int]:
+    # A message can tell its size only by serialising itself again.
+    return task_service_pb2.RunResponse.FromString(frame), len(frame)
+
+
+def current_traceparent() -> str:
+    """The W3C trace context of the caller's span; empty unless one is recorded."""
+    if "opentelemetry.trace" not in sys.modules:
+        return ""
+    from multigpu.daemon import telemetry  # noqa: PLC0415  nobody without OpenTelemetry pays for its import
+
+    return telemetry.current_traceparent()

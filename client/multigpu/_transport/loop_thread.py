@@ -1,0 +1,84 @@
+"""An event loop on a thread of its own, for callers that have none. Daemonic: it never keeps a program alive."""
+
+import asyncio
+import concurrent.futures
+import importlib.util
+import os
+import threading
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+from multigpu._transport import forks
+from multigpu.errors import ClientClosedError
+
+T = TypeVar("T")
+
+
+class LoopThread:
+    def __init__(self, name: str) -> None:
+        self.loop = _new_loop()
+        self.loop.set_exception_handler(_handle)
+        self._pid = os.getpid()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self.loop)
+        self.loop.run_forever()
+        self.loop.close()
+
+    @property
+    def inherited(self) -> bool:
+        """Whether this process was forked from the one that has the thread."""
+        return os.getpid() != self._pid
+
+    def check(self) -> None:
+        """ClientClosedError: this process does not have the thread."""
+        if self.inherited:
+            forks.check()
+            raise ClientClosedError("this client was made before a fork; make a new one in the child process")
+
+    def submit(self, coroutine: Coroutine[Any, Any, T]) -> "concurrent.futures.Future[T]":
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
+
+    def finish(self, last: Coroutine[Any, Any, None]) -> None:
+        """Runs a last coroutine, cancels what still runs, and ends the loop and its thread."""
+        ended = self.submit(_finish(last))
+        if threading.current_thread() is self._thread:
+            return  # the garbage collector can call from here; nobody can wait for himself
+        ended.result()
+        self._thread.join()
+
+
+async def _finish(last: Coroutine[Any, Any, None]) -> None:
+    try:
+        await last
+        await _cancel_others()
+    finally:
+        loop = asyncio.get_running_loop()
+        loop.call_soon(loop.stop)  # not at once: the end of this coroutine has yet to be told
+
+
+async def _cancel_others() -> None:
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)
+
+
+def _new_loop() -> asyncio.AbstractEventLoop:
+    if importlib.util.find_spec("uvloop") is None:
+        return asyncio.new_event_loop()
+    import uvloop  # noqa: PLC0415  not on every platform
+
+    loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
+    return loop
+
+
+def _handle(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    # gRPC wakes every loop of a process through one descriptor: who comes second finds it empty, and who comes first
+    # may find something for a loop that was closed meanwhile. Both say so, and both are harmless.
+    harmless = isinstance(context.get("exception"), BlockingIOError | RuntimeError)
+    if harmless and "PollerCompletionQueue" in str(context.get("handle", "")):
+        return
+    loop.default_exception_handler(context)

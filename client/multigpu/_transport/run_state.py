@@ -1,0 +1,386 @@
+"""What a client waits for on its Run stream: pure bookkeeping, frames in, frames out, no I/O and no clock.
+
+A call is one task that somebody in this process waits for. From `start` until its answer it is *unsettled*, and an
+answer is an outcome, or the error that stands for one. A call waits in the *outbox* until a frame takes it along. When
+the stream breaks, everything unsettled goes back to the outbox in its old order: the master joins what it knows by
+request_id, so sending again is always safe. Whoever answers first wins; a second outcome finds no call and is dropped.
+
+A call that nobody waits for any longer is *withdrawn*: forgotten here if it was never sent; otherwise its request_id is
+sent to be cancelled, again on each new stream, until the master says how the task ended. The request_id is free then,
+and may be started again, also before the master has answered.
+"""
+
+from collections import Counter, deque
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+from multigpu._transport.payload_sharing import Sharing
+from multigpu._transport.payloads import LARGE_BYTES, Directory, Reference, is_transient
+from multigpu._transport.window import Window
+from multigpu.errors import (
+    ALREADY_EXISTS,
+    CANCELLED,
+    NOT_FOUND,
+    RESOURCE_EXHAUSTED,
+    UNAVAILABLE,
+    AlreadyExistsError,
+    MultigpuError,
+    RejectedError,
+    UnavailableError,
+)
+from multigpu.outcome import Outcome
+from multigpu.v1 import task_pb2, task_service_pb2
+
+# A frame takes what waits, up to these bounds; one larger payload goes alone. Large enough that the cost of a message
+# vanishes in it, small enough that the master can work on one while the next is being written.
+FRAME_TASKS_MAX = 1024
+FRAME_BYTES_MAX = 1 << 20
+# What a task costs in a frame beside its payload, roughly.
+_OVERHEAD_BYTES = 32
+# Withdrawn tasks whose end we still wait for. A master that never knew the task says nothing, hence the limit.
+_CANCELLING_MAX = 10_000
+# The error type of a task that its own client withdrew; and the codes by which a withdrawal is rejected.
+WITHDRAWN = "Withdrawn"
+_WITHDRAWAL_CODES = (CANCELLED, NOT_FOUND)
+_IN_USE = "this client waits for another task with this request_id: a request_id stands for one task; use another"
+
+Answer = Outcome | MultigpuError
+
+
+class Call:
+    """One task that somebody waits for. A subclass says what happens with its answer."""
+
+    __slots__ = (
+        "deferred", "done", "nbytes", "own", "partials_received", "payload", "place", "request_id", "sent", "spec"
+    )  # fmt: skip
+
+    def __init__(self, spec: task_pb2.TaskSpec, payload: bytes, request_id: str, own: dict[str, Any] | None) -> None:
+        self.spec = spec
+        self.payload = payload
+        # Where a large payload lies for the master to see; None: nowhere yet.
+        self.place: Reference | None = None
+        self.request_id = request_id
+        # Further fields of TaskInput.
+        self.own = own
+        self.nbytes = len(payload) + _OVERHEAD_BYTES
+        self.partials_received = 0
+        # True once a frame of any stream took it along: the master may know it.
+        self.sent = False
+        # True while it waits for the delay that a rejection asked for.
+        self.deferred = False
+        # True once settled or withdrawn: there is nothing left to send.
+        self.done = False
+
+    def settle(self, answer: Answer) -> None:
+        """Called once, on the event loop."""
+        raise NotImplementedError
+
+    def receive_partial(self, data: bytes, content_type: str) -> None:
+        """The next output of a task that still runs. Ignored unless somebody listens: the outcome has them all."""
+
+
+class RunState:
+    def __init__(self, window: Window) -> None:
+        self._window = window
+        self._sharing = Sharing()
+        self._unsettled: dict[str, Call] = {}
+        self._outbox: deque[Call] = deque()
+        self._cancelling: dict[str, None] = {}
+        self._cancel_outbox: list[str] = []
+        # How many withdrawals of a request_id this stream took along that the master has not answered. Each is answered
+        # once, and that says nothing of a call that was started again meanwhile.
+        self._withdrawals: Counter[str] = Counter()
+        # Calls for a request_id that another call waits for already: they share its answer.
+        self._joined: dict[str, list[Call]] = {}
+
+    @property
+    def idle(self) -> bool:
+        """True: no stream is needed."""
+        return not self._unsettled and not self._cancelling
+
+    @property
+    def cancelling(self) -> int:
+        """Withdrawn tasks that the master has not yet confirmed."""
+        return len(self._cancelling)
+
+    def unsettled(self) -> list[Call]:
+        """Everything that somebody waits for, in the order of its start."""
+        return [*self._unsettled.values(), *(twin for twins in self._joined.values() for twin in twins)]
+
+    def start(self, calls: Iterable[Call]) -> None:
+        """Takes calls that the window has admitted."""
+        unsettled = self._unsettled
+        outbox = self._outbox
+        cancelling = self._cancelling
+        for call in calls:
+            if cancelling and call.request_id in cancelling:
+                del cancelling[call.request_id]
+                if call.request_id in self._cancel_outbox:
+                    self._cancel_outbox.remove(call.request_id)  # in time: its task goes on
+            first = unsettled.get(call.request_id)
+            if first is None:
+                unsettled[call.request_id] = call
+                outbox.append(call)
+            elif _same_task(first, call):
+                self._joined.setdefault(call.request_id, []).append(call)
+            else:
+                call.done = True
+                self._window.free(1, call.nbytes)
+                call.settle(AlreadyExistsError(ALREADY_EXISTS, _IN_USE))
+
+    def withdraw(self, call: Call) -> None:
+        """Nobody waits for the call any longer. Harmless for one that is settled."""
+        request_id = call.request_id
+        if self._unsettled.get(request_id) is not call:
+            joined = self._joined.get(request_id, [])
+            if call in joined:
+                joined.remove(call)
+                self._window.free(1, call.nbytes)
+            return
+        call.done = True
+        del self._unsettled[request_id]
+        self._window.free(1, call.nbytes)
+        heirs = self._joined.pop(request_id, None)
+        if heirs:
+            self._inherit(call, heirs)
+        elif call.sent:
+            self._cancelling[request_id] = None
+            self._cancel_outbox.append(request_id)
+            if len(self._cancelling) > _CANCELLING_MAX:
+                del self._cancelling[next(iter(self._cancelling))]
+
+    def _inherit(self, call: Call, heirs: list[Call]) -> None:
+        """Others wait for the withdrawn call's task: the first of them takes its place."""
+        heir = heirs.pop(0)
+        self._unsettled[heir.request_id] = heir
+        self._outbox.append(heir)
+        heir.sent = call.sent
+        if heirs:
+            self._joined[heir.request_id] = heirs
+
+    def next_frame(self, *, tell_all: bool = False) -> task_service_pb2.RunRequest | None:
+        """What waits to be sent, up to a frame of it; None: nothing. `tell_all`: what could wait for more, too."""
+        frame = task_service_pb2.RunRequest(outcomes_only=True)
+        if self._cancel_outbox:
+            frame.cancel_request_ids.extend(self._cancel_outbox[:_CANCELLING_MAX])
+            self._withdrawals.update(frame.cancel_request_ids)
+            del self._cancel_outbox[:_CANCELLING_MAX]
+        outbox = self._outbox
+        tasks = nbytes = 0
+        spec = batch = None
+        payloads: list[bytes] = []  # of the batch, with their request_ids: they come after its inputs
+        request_ids: list[str] = []
+        while outbox and tasks < FRAME_TASKS_MAX:
+            call = outbox[0]
+            if call.done:
+                outbox.popleft()
+                continue
+            call_bytes = call.nbytes
+            place = None
+            if call_bytes > LARGE_BYTES:
+                if tasks and not self._sharing.answered:
+                    break  # at the head of the next frame it waits for the offer
+                place = self._place_of(call)
+                if place is not None:
+                    call_bytes = _OVERHEAD_BYTES
+            if tasks and nbytes + call_bytes > FRAME_BYTES_MAX:
+                break
+            outbox.popleft()
+            plain = call.own is None and place is None and not call.partials_received
+            if call.spec is not spec or batch is None or (payloads and not plain):
+                if batch is not None:
+                    batch.payloads.extend(payloads)
+                    batch.request_ids.extend(request_ids)
+                    payloads, request_ids = [], []
+                spec = call.spec
+                batch = frame.batches.add()
+                batch.spec.CopyFrom(spec)
+            if plain:
+                payloads.append(call.payload)
+                request_ids.append(call.request_id)
+            elif place is not None:
+                self._add_place(batch.inputs.add, call, place)
+            else:
+                own = dict(call.own or (), request_id=call.request_id)
+                batch.inputs.add(payload=call.payload, partials_received=call.partials_received, **own)
+            call.sent = True
+            tasks += 1
+            nbytes += call_bytes
+        if batch is not None:
+            batch.payloads.extend(payloads)
+            batch.request_ids.extend(request_ids)
+        if self._sharing.owes or (self._sharing.owes_later and (tasks or tell_all)):
+            frame.payload_key = self._sharing.key()
+            frame.results_taken = self._sharing.taken()
+            return frame
+        return frame if tasks or frame.cancel_request_ids else None
+
+    def _place_of(self, call: Call) -> Reference | None:
+        """The reference to a large payload; None: its bytes are sent. `call.place` may be of an earlier stream, and is
+        valid once this one has offered the same directory.
+        """
+        if not self._sharing.shares:
+            return None
+        if call.place is None:
+            call.place = self._sharing.put(call.payload)
+        return call.place
+
+    @staticmethod
+    def _add_place(add: Callable[..., Any], call: Call, place: Reference) -> None:
+        at = task_pb2.PayloadReference(segment=place.pin.name, offset=place.offset, size=place.size_bytes)
+        own = dict(call.own or (), request_id=call.request_id)
+        add(payload_place=at, partials_received=call.partials_received, **own)
+
+    @property
+    def waits_for_offer(self) -> bool:
+        """Whether what goes next is large, and it isn't known yet whether the master can look at it where it lies."""
+        return bool(self._outbox) and self._outbox[0].nbytes > LARGE_BYTES and not self._sharing.answered
+
+    @property
+    def owes(self) -> bool:
+        """Whether the master is to be told something besides tasks, now."""
+        return self._sharing.owes
+
+    @property
+    def owes_later(self) -> bool:
+        """Whether the master is to be told something that can wait for more."""
+        return self._sharing.owes_later
+
+    def offered(self, directory: Directory | None) -> None:
+        """What the stream's master shares with us."""
+        if self._sharing.offered(directory):
+            for call in self._unsettled.values():
+                call.place = None
+
+    def receive(self, response: task_service_pb2.RunResponse, nbytes: int) -> dict[float, list[Call]]:
+        """Settles what a frame of `nbytes` answers. Returns the calls to `retry`, by the delay in seconds asked for.
+
+        Acceptances need no note: calls go by request_id all their life, and outcomes carry the task_id.
+        """
+        for output in response.partials:
+            call = self._unsettled.get(output.request_id)
+            # A repeat has a lower index. A gap can't come; if it did, the outcome has all partials to heal it from.
+            if call is not None and output.index == call.partials_received:
+                call.partials_received += 1
+                call.receive_partial(output.data, output.content_type)
+        if response.outcomes:
+            self._settle_outcomes(response, nbytes)
+        return self._settle_rejections(response) if response.rejected else {}
+
+    def _settle_outcomes(self, response: task_service_pb2.RunResponse, response_bytes: int) -> None:
+        outcomes = response.outcomes
+        frame_bytes = response_bytes // len(outcomes)
+        take = self._unsettled.pop
+        withdrawals = self._withdrawals
+        joined = self._joined
+        tasks = nbytes = 0
+        for message in outcomes:
+            request_id = message.request_id
+            if withdrawals and request_id in withdrawals and message.error.type == WITHDRAWN:
+                self._answered(request_id)
+                continue
+            call = take(request_id, None)
+            if call is None:
+                self._cancelling.pop(request_id, None)
+                if message.HasField("result_place"):
+                    self._sharing.skip()
+                continue
+            tasks += 1
+            nbytes += call.nbytes
+            outcome = self._taken(message) if message.HasField("result_place") else Outcome(message, frame_bytes)
+            call.done = True  # it may still wait in the outbox, to be sent again
+            call.place = None
+            call.settle(outcome)
+            if joined:
+                for twin in joined.pop(request_id, ()):
+                    tasks += 1
+                    nbytes += twin.nbytes
+                    twin.settle(outcome)
+        self._window.free(tasks, nbytes)
+
+    def _taken(self, message: task_pb2.Outcome) -> Answer:
+        """The outcome, with the result that it refers to."""
+        try:
+            result = self._sharing.take(message.result_place)
+        except (OSError, MemoryError) as error:
+            if is_transient(error):
+                return UnavailableError(
+                    f"task {message.task_id} SUCCEEDED, but its result cannot be read now ({error!r}); "
+                    "free memory or files, and run it again with the same request_id"
+                )
+            message.state = task_pb2.OUTCOME_STATE_RESULT_MISSING
+            message.error.type = "ResultLost"
+            message.error.message = f"its file in the payloads folder of the master's data_dir cannot be read: {error}"
+            return Outcome(message)
+        return Outcome(message, len(result), result)
+
+    def _settle_rejections(self, response: task_service_pb2.RunResponse) -> dict[float, list[Call]]:
+        later: dict[float, list[Call]] = {}
+        for rejection in response.rejected:
+            request_id = rejection.request_id
+            if request_id in self._withdrawals and rejection.code in _WITHDRAWAL_CODES:
+                self._answered(request_id)
+                continue
+            call = self._unsettled.get(request_id)
+            if call is None:
+                self._cancelling.pop(request_id, None)
+                continue
+            error = rejected_error(rejection)
+            if error.retry_delay_s is not None and error.code in (RESOURCE_EXHAUSTED, UNAVAILABLE):
+                call.deferred = True
+                later.setdefault(error.retry_delay_s, []).append(call)
+            else:
+                self._fail(call, partial(rejected_error, rejection))
+        return later
+
+    def _answered(self, request_id: str) -> None:
+        """The master has answered a withdrawal."""
+        self._withdrawals[request_id] -= 1
+        if not self._withdrawals[request_id]:
+            del self._withdrawals[request_id]
+        if request_id not in self._cancel_outbox:  # else it was started, and withdrawn again
+            self._cancelling.pop(request_id, None)
+
+    def retry(self, calls: Iterable[Call]) -> None:
+        """The delay is over: sends again those that somebody still waits for."""
+        for call in calls:
+            call.deferred = False
+            self._outbox.append(call)
+
+    def stream_opened(self) -> None:
+        """A new stream knows nothing yet: everything unsettled goes to the outbox, in its first order."""
+        self._sharing.stream_opened()
+        self._outbox = deque(call for call in self._unsettled.values() if not call.deferred)
+        self._cancel_outbox = list(self._cancelling)
+        self._withdrawals.clear()
+
+    def fail_all(self, make_error: Callable[[], MultigpuError]) -> None:
+        """Settles everything with an error: one object each, because raising an error changes it."""
+        self._sharing.close()
+        self._outbox.clear()
+        self._cancel_outbox.clear()
+        self._cancelling.clear()
+        for call in list(self._unsettled.values()):
+            self._fail(call, make_error)
+
+    def _fail(self, call: Call, make_error: Callable[[], MultigpuError]) -> None:
+        del self._unsettled[call.request_id]
+        for each in (call, *self._joined.pop(call.request_id, ())):
+            each.done = True
+            self._window.free(1, each.nbytes)
+            each.settle(make_error())
+
+
+def _same_task(first: Call, second: Call) -> bool:
+    """As the master has it: of one kind, model, content type, parameters and payload."""
+    a, b = first.spec, second.spec
+    same = a is b or (a.kind, a.model, a.content_type, a.parameters) == (b.kind, b.model, b.content_type, b.parameters)
+    return same and first.payload == second.payload
+
+
+def rejected_error(rejection: task_service_pb2.Rejection) -> RejectedError:
+    """The error that a rejection stands for."""
+    delay = rejection.retry_delay
+    retry_delay_s = delay.seconds + delay.nanos / 1e9 if rejection.HasField("retry_delay") else None
+    return RejectedError.of(rejection.code, rejection.message, retry_delay_s)

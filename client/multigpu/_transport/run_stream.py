@@ -1,0 +1,274 @@
+"""The one Run stream of a client: sends what waits, settles what is answered, and comes back when it breaks.
+
+Two coroutines live on a stream. The writer sends whatever piled up while its last write was in flight; nothing is
+delayed to make a batch. The reader hands each frame to the RunState. When the stream ends for whatever reason, the
+supervisor opens another and the RunState sends every unsettled task again: a task never waits on a stream that is gone.
+
+A client that has never reached its master gives up after `connect_timeout_s`. One that has, trusts that the master will
+be back, and tries for ever.
+"""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from multigpu import errors
+from multigpu._transport.connection import BREAKS, MESSAGE_BYTES_MAX, Connection, backoff_s, jittered_s
+from multigpu._transport.payloads import Directory
+from multigpu._transport.run_state import Call, RunState
+from multigpu._transport.window import Window
+from multigpu.v1 import task_service_pb2
+
+log = logging.getLogger("multigpu")
+
+# Streams that break, one after the other, before a first frame, on a master that can be reached: something is wrong
+# with what we send, and sending it once more won't mend it.
+_BARREN_STREAMS_MAX = 8
+# On closing: how long to wait for the master to confirm what was withdrawn.
+_CANCEL_TIMEOUT_S = 2.0
+# How long the master may keep results for us that we have taken.
+_TELL_S = 0.1
+# A master that has nothing to offer may say so with its first frame only.
+_OFFER_TIMEOUT_S = 0.1
+# A message holds a spec beside the payload, of less than a mebibyte.
+_PAYLOAD_BYTES_MAX = MESSAGE_BYTES_MAX - (1 << 20)
+
+
+class RunStream:
+    def __init__(self, connection: Connection, window: Window) -> None:
+        self._connection = connection
+        self._window = window
+        self._state = RunState(window)
+        self._supervisor: asyncio.Task[None] | None = None
+        # Where the supervisor, or the writer, waits for something to do.
+        self._sleeper: asyncio.Future[None] | None = None
+        # Resolved when the master has confirmed every withdrawal.
+        self._confirmed: asyncio.Future[None] | None = None
+        self._closed = False
+        # Monotonic instant of the first attempt to reach the master; None once it was reached.
+        self._first_try: float | None = None
+        self._reached = False
+        # The master will be told how many results we took; and is to be told now.
+        self._telling: asyncio.TimerHandle | None = None
+        self._tell_all = False
+        # Streams that ended in a row, without a frame: all of them, and those that no absence of the master explains.
+        self._failures = 0
+        self._barren = 0
+
+    def check(self) -> None:
+        """ClientClosedError: the client is closed, or belongs to another process or event loop than the running one."""
+        self._connection.check()
+
+    async def start(self, calls: Sequence[Call]) -> None:
+        """Starts calls, in order, as soon as the window has room for them all."""
+        nbytes = sum(call.nbytes for call in calls)
+        if not self._window.try_admit(len(calls), nbytes):
+            await self._window.admit(len(calls), nbytes)
+        self.start_admitted(calls)
+
+    def try_start(self, call: Call) -> bool:
+        """Starts a call if the window has room for it now."""
+        if not self._window.try_admit(1, call.nbytes):
+            return False
+        self.start_admitted((call,))
+        return True
+
+    def start_admitted(self, calls: Sequence[Call]) -> None:
+        if self._closed:
+            self._window.free(len(calls), sum(call.nbytes for call in calls))
+            raise errors.ClientClosedError("this client is closed; make a new one")
+        self._state.start(calls)
+        self._wake()
+
+    def withdraw(self, call: Call) -> None:
+        """Nobody waits for the call any longer: the master is told to cancel its task."""
+        self._state.withdraw(call)
+        self._wake()
+
+    def withdraw_where(self, condition: Callable[[Call], bool]) -> None:
+        """Withdraws every unsettled call that the condition holds for."""
+        for call in self._state.unsettled():
+            if condition(call):
+                self._state.withdraw(call)
+        self._wake()
+
+    async def cancellations(self, timeout_s: float = _CANCEL_TIMEOUT_S) -> None:
+        """Waits until the master has confirmed every withdrawal, or the time is over."""
+        if self._state.cancelling and self._supervisor is not None:
+            self._confirmed = asyncio.get_running_loop().create_future()
+            await asyncio.wait([self._confirmed], timeout=timeout_s)
+
+    async def close(self) -> None:
+        """Ends the stream. What is unsettled fails with ClientClosedError here, and goes on in the master."""
+        if self._closed:
+            return
+        await self.cancellations()
+        self._closed = True
+        if self._telling is not None:
+            self._telling.cancel()
+        supervisor, self._supervisor = self._supervisor, None
+        if supervisor is not None:
+            supervisor.cancel()
+            await asyncio.wait([supervisor])
+        self._state.fail_all(_closed_error)
+
+    def _wake(self) -> None:
+        sleeper = self._sleeper
+        if sleeper is not None:
+            self._sleeper = None
+            if not sleeper.done():
+                sleeper.set_result(None)
+        if self._supervisor is None and not self._closed:
+            self._supervisor = asyncio.get_running_loop().create_task(self._supervise(), name="multigpu run stream")
+            self._supervisor.add_done_callback(self._supervisor_ended)
+
+    async def _sleep_until_woken(self) -> None:
+        self._sleeper = asyncio.get_running_loop().create_future()
+        await self._sleeper
+
+    def _supervisor_ended(self, task: asyncio.Task[None]) -> None:
+        """It ends by close(), or by a bug of ours: then nobody may go on waiting for it."""
+        if self._supervisor is task:
+            self._supervisor = None
+        error = None if task.cancelled() else task.exception()
+        while isinstance(error, BaseExceptionGroup):
+            error = error.exceptions[0]
+        if error is not None:
+            log.error("the run stream ended by an error of multigpu's own", exc_info=error)
+            self._state.fail_all(lambda: errors.TransportError(f"internal error: {error!r}"))
+
+    async def _supervise(self) -> None:
+        while True:
+            while self._state.idle:
+                await self._sleep_until_woken()
+            if self._first_try is None:
+                self._first_try = time.monotonic()
+            try:
+                code, details = await self._live_through_a_stream()
+            except errors.AccessError as error:  # there was none: our own token or certificate can't be read
+                self._first_try = None
+                self._state.fail_all(partial(_access_error, str(error), error.__cause__))
+            else:
+                await self._recover(code, details)
+
+    async def _live_through_a_stream(self) -> tuple[grpc.StatusCode, str]:
+        """Opens a stream, serves it until it ends, and says how it ended.
+
+        An error of a task that serves the stream ends the others, and then the supervisor: no call waits on.
+        """
+        stream = self._connection.open_run()
+        self._state.stream_opened()
+        try:
+            async with asyncio.TaskGroup() as group:
+                offer = group.create_task(self._learn_offer(stream), name="multigpu run stream offer")
+                writer = group.create_task(self._write(stream, offer), name="multigpu run stream writer")
+                with contextlib.suppress(grpc.aio.AioRpcError):  # the status says it
+                    while (frame := await stream.read()) is not grpc.aio.EOF:
+                        self._received(*frame)
+                writer.cancel()
+                offer.cancel()
+                stream.cancel()
+        finally:
+            stream.cancel()
+        return await stream.code(), await stream.details() or ""
+
+    async def _learn_offer(self, stream: Any) -> None:
+        """Learns from the initial metadata whether the master shares files with us."""
+        with contextlib.suppress(grpc.aio.AioRpcError):  # the reader says it
+            self._state.offered(Directory.of(await stream.initial_metadata()))
+            self._wake()
+
+    async def _write(self, stream: Any, offer: asyncio.Task[None]) -> None:
+        while True:
+            if self._state.waits_for_offer:
+                await asyncio.wait([offer], timeout=_OFFER_TIMEOUT_S)
+            frame = self._state.next_frame(tell_all=self._tell_all)
+            self._tell_all = False
+            if frame is None:
+                await self._sleep_until_woken()
+                continue
+            try:
+                await stream.write(frame)
+            except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+                return  # the stream is over: the reader sees why
+
+    def _received(self, response: task_service_pb2.RunResponse, nbytes: int) -> None:
+        if self._failures:
+            log.info("the stream to the master at %s is back", self._connection.master)
+        self._reached = True
+        self._failures = self._barren = 0
+        later = self._state.receive(response, nbytes)
+        if self._state.owes:
+            self._wake()
+        elif self._state.owes_later and self._telling is None:
+            self._telling = asyncio.get_running_loop().call_later(_TELL_S, self._tell)
+        if self._confirmed is not None and not self._state.cancelling:
+            if not self._confirmed.done():
+                self._confirmed.set_result(None)
+            self._confirmed = None
+        for delay_s, calls in later.items():
+            asyncio.get_running_loop().call_later(jittered_s(delay_s), self._retry, calls)
+
+    def _tell(self) -> None:
+        self._telling = None
+        self._tell_all = True
+        self._wake()
+
+    def _retry(self, calls: list[Call]) -> None:
+        self._state.retry(calls)
+        self._wake()
+
+    async def _recover(self, code: grpc.StatusCode, details: str) -> None:
+        """Waits until it makes sense to open another stream; fails what waits if it never will."""
+        self._failures += 1
+        # A master that comes and goes is UNAVAILABLE in between, or INTERNAL once: gRPC says so when a write was cut.
+        self._barren = 0 if code is grpc.StatusCode.UNAVAILABLE else self._barren + 1
+        if code not in BREAKS or self._barren >= _BARREN_STREAMS_MAX:
+            self._give_up(code, details)
+            return
+        if self._failures == 1:
+            master = self._connection.master
+            log.warning("the stream to the master at %s broke (%s: %s); reconnecting", master, code.name, details)
+        await asyncio.sleep(backoff_s(self._failures))
+        if self._reached:
+            await self._connection.ready(None)
+            return
+        assert self._first_try is not None
+        left_s = self._first_try + self._connection.connect_timeout_s - time.monotonic()
+        if left_s > 0 and await self._connection.ready(left_s):
+            self._reached = True
+        else:
+            self._give_up(grpc.StatusCode.UNAVAILABLE, details)
+
+    def _give_up(self, code: grpc.StatusCode, details: str) -> None:
+        self._failures = self._barren = 0
+        self._first_try = None
+        explain = self._connection.explain
+        self._state.fail_all(lambda: explain(code, details))
+
+
+def check_payload(payload: bytes) -> None:
+    """InvalidTaskError: too large for any message."""
+    if len(payload) > _PAYLOAD_BYTES_MAX:
+        raise errors.InvalidTaskError(
+            errors.INVALID_ARGUMENT,
+            f"the payload has {len(payload):,} bytes; the limit is the master's payload_bytes_max, 32 MiB by default: "
+            "split it",
+        )
+
+
+def _access_error(text: str, cause: BaseException | None) -> errors.AccessError:
+    error = errors.AccessError(text)
+    error.__cause__ = cause
+    return error
+
+
+def _closed_error() -> errors.ClientClosedError:
+    return errors.ClientClosedError("the client was closed before the task ended; durable tasks go on without it")

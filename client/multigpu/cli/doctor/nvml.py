@@ -1,0 +1,62 @@
+"""What NVIDIA's driver says of itself and its GPUs, as one JSON value on stdout.
+
+A process of its own (`python -m multigpu.cli.doctor.nvml`): a sick driver may never answer, or take its caller along.
+"""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+
+def survey() -> dict[str, Any]:
+    """{"error": why NVML doesn't work} or driver, cuda, devices. What a device doesn't tell is left out."""
+    try:
+        import pynvml as nvml  # noqa: PLC0415  may not be installed
+    except ImportError:
+        return {"error": "the package nvidia-ml-py is not installed", "missing": "nvidia-ml-py"}
+    try:
+        nvml.nvmlInit()
+    except nvml.NVMLError as error:
+        return {"error": str(error), "code": error.value}
+    cuda = nvml.nvmlSystemGetCudaDriverVersion_v2()
+    found = [_device(nvml, index) for index in range(nvml.nvmlDeviceGetCount())]
+    return {
+        "driver": nvml.nvmlSystemGetDriverVersion(),
+        "cuda": f"{cuda // 1000}.{cuda % 1000 // 10}",
+        "devices": found,
+    }
+
+
+def _device(nvml: Any, index: int) -> dict[str, Any]:
+    told: dict[str, Any] = {"index": index}
+    try:
+        handle = nvml.nvmlDeviceGetHandleByIndex(index)
+        told |= {"uuid": nvml.nvmlDeviceGetUUID(handle), "name": nvml.nvmlDeviceGetName(handle)}
+        nvml.nvmlDeviceGetMemoryInfo(handle)
+    except nvml.NVMLError as error:
+        return {**told, "error": str(error)}
+
+    def tell(name: str, ask: Callable[[], Any]) -> None:
+        try:
+            told[name] = ask()
+        except nvml.NVMLError:
+            return
+
+    tell("minor", lambda: nvml.nvmlDeviceGetMinorNumber(handle))
+    tell("mig", lambda: nvml.nvmlDeviceGetMigMode(handle)[0] == nvml.NVML_DEVICE_MIG_ENABLE)
+    tell("compute_mode", lambda: nvml.nvmlDeviceGetComputeMode(handle))
+    return {**told, "nvlinks_up": _nvlinks_up(nvml, handle)}
+
+
+def _nvlinks_up(nvml: Any, handle: Any) -> int:
+    up = 0
+    for link in range(nvml.NVML_NVLINK_MAX_LINKS):
+        try:
+            up += bool(nvml.nvmlDeviceGetNvLinkState(handle, link))
+        except nvml.NVMLError:  # no such link, or no NVLink at all
+            break
+    return up
+
+
+if __name__ == "__main__":
+    print(json.dumps(survey()))  # noqa: T201  its one word to its parent

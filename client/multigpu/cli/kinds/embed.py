@@ -1,0 +1,198 @@
+"""`mgpuctl embed`: files of text in, vectors out, through kills of workers and masters, in bounded memory.
+
+The SDK's map does the work: it pulls lines no further ahead than its window, resends what a broken stream lost, and
+returns chunks in order. What is here reads, writes, waits for a fleet to appear, and tells who did what.
+"""
+
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+
+from multigpu import Client, Input
+from multigpu._kinds.embedding import CHUNK_TEXTS, KIND, Chunks
+from multigpu.cli import show
+from multigpu.cli.commands import Command
+from multigpu.cli.failures import EXIT_CODES, Failure
+from multigpu.cli.kinds.vectors import JsonLinesFile, JsonLinesStdout, NpyFile, Rows, Sink
+from multigpu.cli.options import client_config, json_option, master_option, wait_option
+from multigpu.cli.presence import loading_told, wait_for_worker
+from multigpu.cli.progress import Progress
+from multigpu.cli.sdk import sdk_failures, withdrawn_at_end
+from multigpu.cli.tasks.lines import STDIN, count_lines, read_lines
+
+# Texts under way: enough for several batches on every worker of a large fleet, and little memory.
+WINDOW_TEXTS = 65_536
+# Vectors of one text by one model differ by less in every number, also between engines and precisions.
+SAME_VECTOR = 0.02
+RESUME_REMEDY = "; --resume needs the same input and model: give them, or run without --resume"
+
+
+@click.command(
+    cls=Command,
+    examples=(
+        ("mgpuctl embed corpus.txt -o vectors.npy", "numpy.load('vectors.npy') is float32 [lines, dimension]."),
+        ("zcat *.gz | mgpuctl embed -o vectors.npy", "From standard input, of any length."),
+        ("mgpuctl embed a.txt b.txt --format jsonl", "One JSON array a line, to stdout."),
+        ("mgpuctl embed a.txt -o a.npy --resume", "Continues where an interrupted run ended."),
+        ("mgpuctl embed a.txt -o a.npy --json | jq .workers", "How many lines each worker did."),
+    ),
+    exits=EXIT_CODES,
+)
+@click.argument("files", metavar="[FILE]...", nargs=-1)
+@click.option("-o", "--output", metavar="FILE", help="Where the vectors go. The file appears when it is complete.")
+@click.option("--resume", is_flag=True, help="Continue after the lines in FILE.part. Give the same input and model.")
+@click.option(
+    "--format", "file_format", type=click.Choice(["npy", "jsonl"]), help="[default: by FILE's name, else npy]"
+)
+@click.option("--model", default="", metavar="NAME", help="[default: the workers' own]")
+@click.option(
+    "--chunk", type=click.IntRange(1, 10_000), default=CHUNK_TEXTS, show_default=True, help="Lines in a task."
+)
+@wait_option
+@master_option
+@json_option
+def embed(
+    files: tuple[str, ...],
+    output: str | None,
+    resume: bool,
+    address: str,
+    as_json: bool,
+    wait_s: float | None,
+    **task: Any,
+) -> None:
+    """Embed lines of text: one vector for each line, in order.
+
+    Blank lines count too. Without FILEs, or for "-", reads standard input. Continues through restarts of the master and
+    of workers. If it ends early, the vectors so far stay in FILE.part, and --resume continues there. A summary tells
+    the speed and how many lines each worker did; --json prints it as one value.
+    """
+    paths = files or (STDIN,)
+    if output is not None and (same := next((path for path in paths if _is_same_file(path, output)), None)):
+        raise click.UsageError(f"-o {output} would replace the input {same}: give another file")
+    sink = choose_sink(output, task["file_format"], as_json=as_json, resume=resume)
+    total = count_lines(paths)
+    lines_by_worker: Counter[str] = Counter()
+    with Progress("lines", total, quiet=as_json) as progress, sdk_failures(), sink:
+        resumed = sink.rows
+        if resumed:
+            progress.say(f"going on after {resumed:,} lines")
+        wait_for_worker(address, KIND, task["model"], timeout_s=wait_s, say=progress.say)
+        progress.begin(resumed)
+        started_at = time.monotonic()
+        with loading_told(address, KIND, task["model"], progress.say) as answered:
+            dimension = embed_into(sink, paths, address, task, progress, lines_by_worker, answered.set)
+    seconds = time.monotonic() - started_at
+    summary = {
+        "lines": progress.done,
+        "resumed_lines": resumed,
+        "dimension": dimension,
+        "seconds": round(seconds, 3),
+        "lines_per_s": round((progress.done - resumed) / seconds, 1) if seconds else 0.0,
+        "output": output,
+        "workers": dict(lines_by_worker.most_common()),
+    }
+    if as_json:
+        show.value(summary)
+    else:
+        tell(summary)
+
+
+def _is_same_file(path: str, output: str) -> bool:
+    return STDIN not in (path, output) and os.path.realpath(path) == os.path.realpath(output)
+
+
+def choose_sink(output: str | None, file_format: str | None, *, as_json: bool, resume: bool) -> Sink:
+    """Where the vectors go: a file by its format, or stdout as JSON lines."""
+    if file_format is None:
+        file_format = "jsonl" if output is not None and output.endswith((".jsonl", ".ndjson")) else "npy"
+    if output not in (None, STDIN):
+        path = Path(str(output))
+        return (NpyFile if file_format == "npy" else JsonLinesFile)(path, resume=resume)
+    if resume:
+        raise click.UsageError("--resume goes on with a file: say which with -o")
+    if file_format == "npy":
+        raise click.UsageError("say where the vectors go: -o vectors.npy, or --format jsonl for stdout")
+    if as_json:
+        raise click.UsageError("vectors and --json can't both go to stdout: write the vectors to a file with -o")
+    return JsonLinesStdout()
+
+
+def embed_into(
+    sink: Sink,
+    paths: tuple[str, ...],
+    address: str,
+    task: dict[str, Any],
+    progress: Progress,
+    lines_by_worker: Counter[str],
+    answered: Callable[[], None],
+) -> int:
+    """Embeds the lines that the sink lacks; returns the dimension of the vectors, 0 if there was none."""
+    dimension, begun = sink.dimension, sink.rows
+    chunks = Chunks(task["chunk"])
+    config = client_config(address)
+    window = max(1, min(WINDOW_TEXTS // task["chunk"], config.window_tasks))
+
+    def counted(inputs: Iterable[Input]) -> Iterator[Input]:
+        nonlocal begun
+        for each in inputs:
+            begun += each.units
+            yield each
+
+    options: dict[str, Any] = {name: task[name] for name in ("model", "queue", "priority") if task[name]}
+    with Client(address) as client:
+        # A worker was there a moment ago; if the last one dies just now, the tasks wait for it to come back.
+        lines = read_lines(paths)
+        if sink.rows:
+            check_resumed(sink, lines, lambda texts: client.embed(texts, task["model"] or ""))
+        texts = counted(chunks.cut(lines))
+        outcomes = client.map_outcomes(KIND, texts, window=window, wait_for_worker=True, **options)
+        try:
+            with withdrawn_at_end(outcomes):
+                for outcome in outcomes:
+                    answered()
+                    rows = chunks.rows(outcome)
+                    sink.add(rows)
+                    dimension = rows.shape[1]
+                    lines_by_worker[outcome.worker_id] += len(rows)
+                    progress.add(len(rows))
+        except BaseException:
+            if thrown_away := begun - progress.done:
+                progress.say(f"ended early: {thrown_away:,} lines under way were thrown away{sink.left()}")
+            raise
+    return dimension
+
+
+def check_resumed(sink: Sink, lines: Iterator[str], embed: Callable[[list[str]], Rows]) -> None:
+    """Takes the lines off that the sink has rows for. Failure: they are too few, or the first, the middle or the last
+    of them has another vector now, so that the input or the model is another one.
+    """
+    rows = sink.rows
+    sample = dict.fromkeys((0, rows // 2, rows - 1))
+    texts, found = [], 0
+    for line in islice(lines, rows):
+        if found in sample:
+            texts.append(line)
+        found += 1
+    if found < rows:
+        raise Failure(f"the input has {found:,} lines, and an earlier run left {rows:,} rows{RESUME_REMEDY}")
+    for number, vector in zip(sample, embed(texts), strict=True):
+        row = sink.row(number)
+        if row.shape != vector.shape or float(np.abs(row - vector).max()) > SAME_VECTOR:
+            raise Failure(f"line {number + 1:,} has another vector than an earlier run found{RESUME_REMEDY}")
+
+
+def tell(summary: dict[str, Any]) -> None:
+    """The summary for a person, on stderr: stdout may be full of vectors."""
+    where = f" -> {summary['output']} [{summary['lines']}, {summary['dimension']}]" if summary["output"] else ""
+    rate = f"{summary['lines_per_s']:,.0f} lines/s"
+    show.note(f"{summary['lines']:,} lines in {show.duration(summary['seconds'])}, {rate}{where}")
+    width = max((len(worker_id) for worker_id in summary["workers"]), default=0)
+    for worker_id, count in summary["workers"].items():
+        show.note(f"  {worker_id:<{width}}  {count:>10,} lines")

@@ -1,0 +1,139 @@
+"""`mgpuctl generate`: a prompt in, text out as it comes.
+
+The text goes to stdout and nothing else does, so that it can be piped on. What a model writes is foreign: on a terminal
+control characters are shown as such, in a pipe they pass.
+"""
+
+import sys
+import time
+from typing import Any
+
+import click
+
+from multigpu import Client
+from multigpu._kinds.generation import KIND, Generated, Prompt
+from multigpu.cli import show
+from multigpu.cli.commands import Command
+from multigpu.cli.failures import EXIT_CODES, Failure
+from multigpu.cli.options import Number, json_option, master_option, wait_option
+from multigpu.cli.presence import loading_told, wait_for_worker
+from multigpu.cli.sdk import sdk_failures, withdrawn_at_end
+from multigpu.cli.tasks.lines import STDIN, open_input
+
+# What the payload's whole numbers hold.
+COUNT_MAX = 2**32 - 1
+
+
+@click.command(
+    cls=Command,
+    examples=(
+        ('mgpuctl generate "The capital of France is"', "Continues the text."),
+        ('mgpuctl generate --chat "What is a lease?"', "Asks, in the model's own form of a conversation."),
+        ("cat report.txt | mgpuctl generate --system 'Sum it up.' -", "A prompt from standard input."),
+        ('mgpuctl generate "Once upon" --temperature 0.8 --seed 7', "Drawn, and the same again with the same seed."),
+        ('mgpuctl generate "1, 2," --tokens-max 20 --stop 9 --json', "The whole answer as one value."),
+        ('mgpuctl generate "1, 2," --json-lines', "Each piece as it comes, then the whole."),
+    ),
+    exits=EXIT_CODES,
+)
+@click.argument("prompt")
+@click.option("--model", default="", metavar="NAME", help="[default: the workers' own]")
+@click.option("--tokens-max", type=click.IntRange(1, COUNT_MAX), metavar="N", help="At most N tokens.  [default: 256]")
+@click.option(
+    "--temperature",
+    type=Number(0, 2),
+    metavar="T",
+    help="0: always the likeliest token; higher: more random.  [default: 0]",
+)
+@click.option(
+    "--top-p",
+    type=Number(0, 1, min_open=True),
+    metavar="P",
+    help="Draw from the likeliest tokens with this probability together.",
+)
+@click.option(
+    "--top-k", type=click.IntRange(0, COUNT_MAX), metavar="K", help="Draw from the K likeliest tokens; 0: from all."
+)
+@click.option("--repetition-penalty", type=Number(0.01, 100), metavar="X", help="Above 1: fewer repetitions.")
+@click.option("--stop", multiple=True, metavar="TEXT", help="End before this text. May be repeated.")
+@click.option("--seed", type=click.IntRange(0, 2**64 - 1), metavar="N", help="The same seed gives the same text.")
+@click.option("--chat", is_flag=True, help="The prompt is a message to the model, not a text to continue.")
+@click.option("--system", default="", metavar="TEXT", help="The system message of the conversation; implies --chat.")
+@wait_option
+@click.option("--json-lines", "as_lines", is_flag=True, help="A JSON object for each piece; the last is the whole.")
+@master_option
+@json_option
+def generate(
+    prompt: str,
+    model: str,
+    chat: bool,
+    system: str,
+    address: str,
+    wait_s: float | None,
+    as_lines: bool,
+    as_json: bool,
+    **given: Any,
+) -> None:
+    """Continue a prompt, or answer it: text as it is generated.
+
+    "-" reads the prompt from standard input. If a worker dies, another continues. Ctrl-C cancels.
+    """
+    asked = prompt_of(prompt, system, chat=chat)
+    options = {name: value for name, value in given.items() if value not in (None, "", ())}
+    with sdk_failures():
+        wait_for_worker(address, KIND, model, timeout_s=wait_s, say=show.note)
+        started_at = time.monotonic()
+        with Client(address) as client:
+            # A worker was there a moment ago; if the last one dies just now, the task waits for it to come back.
+            generation = client.generate(asked, model, wait_for_worker=True, **options)
+            with withdrawn_at_end(generation), loading_told(address, KIND, model, show.note) as answered:
+                for piece in generation:
+                    answered.set()
+                    if as_lines:
+                        line({"text": piece})
+                    elif not as_json:
+                        write(piece)
+    if as_lines:
+        line(summary(generation.result, time.monotonic() - started_at))
+    elif as_json:
+        show.value(summary(generation.result, time.monotonic() - started_at))
+    elif sys.stdout.isatty():
+        show.line()
+
+
+def prompt_of(text: str, system: str, *, chat: bool) -> Prompt:
+    """What the command line means. Raises Failure: standard input is no text."""
+    if text == STDIN:
+        try:
+            text = open_input(STDIN).read().decode()
+        except UnicodeDecodeError as error:
+            raise Failure(f"standard input is not UTF-8 ({error}); convert it first: iconv -t utf-8") from error
+    if not chat and not system:
+        return text
+    said = [{"role": "system", "content": system}] if system else []
+    return [*said, {"role": "user", "content": text}]
+
+
+def write(piece: str) -> None:
+    """A piece of the answer to stdout, at once."""
+    if sys.stdout.isatty():
+        piece = "\t".join(map(show.clean, piece.split("\t")))
+    show.raw(piece.encode())
+
+
+def line(value: dict[str, Any]) -> None:
+    """A JSON object on a line of its own, at once."""
+    show.line(show.as_json(value))
+
+
+def summary(result: Generated, seconds: float) -> dict[str, Any]:
+    """The answer for a program."""
+    return {
+        "text": result.text,
+        "finish_reason": result.finish_reason,
+        "prompt_tokens": result.prompt_tokens,
+        "tokens": len(result.token_ids),
+        "token_ids": list(result.token_ids),
+        "seconds": round(seconds, 3),
+        "worker": result.worker_id,
+    }

@@ -1,0 +1,230 @@
+"""`mgpuctl infer`: arrays from files or the command line through a model, and what it gives into a file or for the eye.
+
+Arrays are .npy and .npz files, which numpy writes and every tool reads; nothing in them is ever unpickled.
+"""
+
+import functools
+import io
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+import numpy as np
+from numpy.typing import NDArray
+
+from multigpu import Client
+from multigpu._kinds.inference import DTYPES, KIND
+from multigpu.cli import show
+from multigpu.cli.commands import Command
+from multigpu.cli.failures import EXIT_CODES, Failure
+from multigpu.cli.kinds.vectors import File
+from multigpu.cli.options import Number, json_option, key_values, master_option
+from multigpu.cli.presence import loading_told, wait_for_worker
+from multigpu.cli.sdk import sdk_failures
+from multigpu.cli.tasks.lines import STDIN, open_input
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+NPY_MAGIC, NPZ_MAGIC = b"\x93NUMPY", b"PK\x03\x04"
+# Numbers of an array that a person is shown.
+SHOWN_MAX = 8
+
+
+def task_options(command: F) -> F:
+    """Gives a command what its tasks share: --queue, --priority, --parameter, --wait-for-worker; and their `task`."""
+
+    @functools.wraps(command)
+    def with_task(*args: Any, queue: str, priority: int, parameters: tuple[str, ...], **kwargs: Any) -> Any:
+        task: dict[str, Any] = {"queue": queue, "priority": priority}
+        if parameters:
+            task["parameters"] = key_values("--parameter", parameters)
+        return command(*args, task=task, **kwargs)
+
+    wait = click.option(
+        "--wait-for-worker",
+        "wait_s",
+        type=Number(min=0),
+        default=0.0,
+        metavar="SECONDS",
+        help="How long to wait for a worker with the model to appear.  [default: 0]",
+    )
+    parameter = click.option(
+        "--parameter",
+        "parameters",
+        multiple=True,
+        metavar="KEY=VALUE",
+        help="For the engine: precision=fp32, engine=onnx … May be repeated.",
+    )
+    rank = click.option(
+        "--priority", type=click.IntRange(1, 5), default=3, show_default=True, help="1 is served first."
+    )
+    line = click.option("--queue", default="", metavar="QUEUE", help="The queue to wait in.  [default: default]")
+    return line(rank(parameter(wait(with_task))))  # type: ignore[return-value]  # wraps changes the type
+
+
+@click.command(
+    cls=Command,
+    examples=(
+        ("mgpuctl infer doubler --input x=[[1,2],[3,4]]", "JSON: whole numbers are int64, others float32."),
+        ("mgpuctl infer vit --input pixels=@batch.npy --out y.npz", "numpy.load('y.npz') has the outputs by name."),
+        ("mgpuctl infer m --input mask:bool=[[1,0]]", "Another type, by numpy's name."),
+        ("mgpuctl infer m --input @all.npz --output logits", "All inputs of one file; one output."),
+        ("make-batch | mgpuctl infer m --input x=@- --json", "A .npy from standard input."),
+    ),
+    exits=EXIT_CODES,
+)
+@click.argument("model")
+@click.option(
+    "--input",
+    "inputs",
+    multiple=True,
+    required=True,
+    metavar="NAME=@FILE|NAME=JSON",
+    help="A .npy file, or JSON; NAME:float32=[1,2] says a type. @FILE: all arrays of a .npz. May be repeated.",
+)
+@click.option("--output", "outputs", multiple=True, metavar="NAME", help="Which to return; repeatable.  [default: all]")
+@click.option("--out", metavar="FILE", help='A .npz for the outputs; "-" is standard output.')
+@task_options
+@master_option
+@json_option
+def infer(
+    model: str,
+    inputs: tuple[str, ...],
+    outputs: tuple[str, ...],
+    out: str | None,
+    task: dict[str, Any],
+    address: str,
+    wait_s: float,
+    as_json: bool,
+) -> None:
+    """Run arrays through MODEL.
+
+    The first dimension of an input counts the examples. Without --out the outputs are shown; --json prints them whole.
+    """
+    if out == STDIN and as_json:
+        raise click.UsageError("the arrays and --json can't both go to stdout: write the arrays to a file with --out")
+    arrays = read_inputs(inputs)
+    with sdk_failures():
+        wait_for_worker(address, KIND, model, timeout_s=wait_s, say=show.note)
+        with Client(address) as client, loading_told(address, KIND, model, show.note):
+            found = client.infer(model, arrays, outputs, **task)
+    if out is not None:
+        write(found, out)
+    if as_json:
+        show.value({name: to_json(name, array) for name, array in found.items()})
+    elif out != STDIN:
+        show.facts([(name, describe(array)) for name, array in found.items()])
+
+
+def read_inputs(entries: tuple[str, ...]) -> dict[str, NDArray[Any]]:
+    """The arrays that --input flags name. Raises Failure, BadParameter."""
+    arrays: dict[str, NDArray[Any]] = {}
+    for entry in entries:
+        if entry.startswith("@"):
+            found = load(entry[1:])
+            if not isinstance(found, dict):
+                raise click.BadParameter(f"{entry[1:]} is one array: say NAME={entry}", param_hint="--input")
+        else:
+            (name, value), *_ = key_values("--input", [entry]).items()
+            name, _, dtype = name.partition(":")
+            array = of_file(value[1:]) if value.startswith("@") else of_json(name, value, dtype)
+            from_json = not value.startswith("@") and array.dtype == np.float64
+            # Models want float32 far more often than what JSON's numbers become.
+            found = {name: cast(name, array, dtype or ("float32" if from_json else array.dtype.name))}
+        if twice := sorted(set(found) & set(arrays)):
+            raise click.BadParameter(f"the input {twice[0]!r} is given twice", param_hint="--input")
+        arrays |= found
+    return arrays
+
+
+def load(path: str) -> NDArray[Any] | dict[str, NDArray[Any]]:
+    """The array of a .npy file, or the arrays of a .npz file. Raises Failure."""
+    with open_input(path) as file:
+        data = file.read()
+    if not data.startswith((NPY_MAGIC, NPZ_MAGIC)):  # numpy would take it for a pickle, and advise to trust it
+        raise Failure(f"{path} is neither a .npy nor a .npz file: write it with numpy.save or numpy.savez")
+    try:
+        found = np.load(io.BytesIO(data), allow_pickle=False)
+        return found if isinstance(found, np.ndarray) else dict(found)
+    except (OSError, ValueError, EOFError) as error:
+        raise Failure(f"{path} holds no arrays ({error}): write it with numpy.save or numpy.savez") from error
+
+
+def of_file(path: str) -> NDArray[Any]:
+    found = load(path)
+    if isinstance(found, dict):
+        raise Failure(f"{path} holds several arrays, {', '.join(found)}: say --input @{path} for all of them")
+    return found
+
+
+def of_json(name: str, text: str, dtype: str = "") -> NDArray[Any]:
+    """An array, of Python's own numbers if whole ones of `dtype` come as floats: numpy has rounded those by then."""
+    try:
+        value = json.loads(text)
+        array = np.asarray(value)
+        return np.asarray(value, object) if array.dtype.kind == "f" and is_whole(dtype) else array
+    except ValueError as error:
+        raise click.BadParameter(f"{name} is no array: {error}", param_hint="--input") from error
+
+
+def cast(name: str, array: NDArray[Any], dtype: str) -> NDArray[Any]:
+    """The array as `dtype`. BadParameter: there is no such type, or a number doesn't fit into it."""
+    if dtype == array.dtype.name:
+        return array
+    if dtype not in DTYPES or dtype == "bfloat16":
+        known = ", ".join(known for known in DTYPES if known != "bfloat16")
+        raise click.BadParameter(f"{name} can't be {dtype!r}: there are {known}", param_hint="--input")
+    try:
+        if is_whole(dtype):
+            check_whole(array, np.iinfo(dtype))
+        with np.errstate(over="raise", invalid="raise"):
+            return array.astype(dtype)
+    except (FloatingPointError, OverflowError, TypeError, ValueError) as error:
+        raise click.BadParameter(f"{name} doesn't fit into {dtype}: {error}", param_hint="--input") from error
+
+
+def is_whole(dtype: str) -> bool:
+    return dtype in DTYPES and dtype.startswith(("int", "uint"))
+
+
+def check_whole(array: NDArray[Any], limits: "np.iinfo[Any]") -> None:
+    """Raises ValueError for the first number that an integer type would hold as another one: `astype` just cuts it."""
+    if array.dtype.kind == "O" and all(isinstance(value, (int, float)) for value in array.flat):
+        right = [limits.min <= value <= limits.max and value == int(value) for value in array.flat]
+        fits = np.array(right, bool).reshape(array.shape)
+    elif array.dtype.kind in "biuf":
+        # Both bounds of a range are powers of two, or 0, which floating-point numbers hold exactly.
+        fits = (array >= int(limits.min)) & (array < int(limits.max) + 1)
+        if array.dtype.kind == "f":
+            fits &= np.trunc(array) == array
+    else:
+        raise ValueError("it is no array of numbers")
+    if not fits.all():
+        raise ValueError(f"{array[~fits].flat[0]} is no whole number from {limits.min} to {limits.max}")
+
+
+def write(arrays: dict[str, NDArray[Any]], out: str) -> None:
+    """A .npz of the arrays, whole or not at all."""
+    data = io.BytesIO()
+    np.savez(data, allow_pickle=False, **arrays)
+    if out == STDIN:
+        show.raw(data.getvalue())
+        return
+    with File(Path(out)) as file:
+        file.write(data.getvalue())
+
+
+def to_json(name: str, array: NDArray[Any]) -> dict[str, Any]:
+    if array.dtype.kind == "f" and not np.isfinite(array).all():
+        raise Failure(f"{name} holds a number that JSON has no word for (NaN or infinity): use --out FILE.npz")
+    return {"dtype": array.dtype.name, "shape": list(array.shape), "values": array.tolist()}
+
+
+def describe(array: NDArray[Any]) -> str:
+    """Type, shape and the first numbers, for a person."""
+    shown = ", ".join(f"{value:g}" if array.dtype.kind == "f" else str(value) for value in array.flat[:SHOWN_MAX])
+    more = ", …" if array.size > SHOWN_MAX else ""
+    shape = ", ".join(map(str, array.shape))
+    return f"{array.dtype.name} [{shape}]  {shown}{more}"

@@ -1,0 +1,113 @@
+"""Replaces the workers of this host one after the other, without losing or delaying more than must be: drain, end,
+wait for the successor, resume. For the deploy script's --upgrade: `python -m multigpu.cli.local.roll HOST:PORT
+NOTES_DIR`.
+
+Whoever keeps the workers alive (systemd, `mgpuctl up`) starts the successor, with the code that is installed by then.
+NOTES_DIR holds a file for each worker that we drained and have not resumed yet, so that a run that was interrupted can
+be repeated. A cordon or drain that was there before is an operator's, and stays.
+"""
+
+import contextlib
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from multigpu.cli.failures import Failure, Unreachable
+from multigpu.cli.rpc import Master
+from multigpu.v1 import admin_service_pb2 as admin
+
+DRAIN_TIMEOUT_S = 60.0
+# Engines load their libraries; several of a host take their time.
+RETURN_TIMEOUT_S = 300.0
+RECONNECT_TIMEOUT_S = 30.0
+POLL_INTERVAL_S = 0.1
+
+
+def roll(address: str, notes: Path) -> int:
+    """Replaces them, and returns how many. Failure: one did not come back; what it did is undone where possible."""
+    notes.mkdir(parents=True, exist_ok=True)
+    with Master(address) as master:
+        host = socket.gethostname()
+        for name in sorted(path.name for path in notes.iterdir()):  # of a run that was interrupted
+            _resume(master, name, notes)
+        workers = _workers_of(master, host)
+        end_s = time.monotonic() + RECONNECT_TIMEOUT_S  # the master may be new, and they on their way to it
+        while any(w.state == admin.WORKER_STATE_LOST for w in workers) and time.monotonic() < end_s:
+            time.sleep(POLL_INTERVAL_S)
+            workers = _workers_of(master, host)
+        for number, worker in enumerate(workers, 1):
+            print(f"    worker {number} of {len(workers)}: {worker.worker_id}", flush=True)  # noqa: T201  a script reads along
+            _replace(master, worker, notes)
+    return len(workers)
+
+
+def _workers_of(master: Master, host: str) -> list[admin.Worker]:
+    return [worker for worker in master.list_workers() if worker.host == host and _runs(worker)]
+
+
+def _replace(master: Master, worker: admin.Worker, notes: Path) -> None:
+    ours = not worker.cordoned and worker.state == admin.WORKER_STATE_ACTIVE
+    if ours:
+        (notes / worker.worker_id).touch()
+        request = admin.DrainWorkerRequest(worker_id=worker.worker_id)
+        request.timeout.FromNanoseconds(int(DRAIN_TIMEOUT_S * 1e9))
+        master.call(master.admin.DrainWorker, request)
+        _wait(master, worker.worker_id, lambda found: not found.leases, DRAIN_TIMEOUT_S + 5, "hand back its tasks")
+    with contextlib.suppress(ProcessLookupError):  # it ended by itself meanwhile
+        os.kill(worker.pid, signal.SIGTERM)
+    _wait(
+        master,
+        worker.worker_id,
+        lambda found: found.pid != worker.pid and found.state != admin.WORKER_STATE_LOST,
+        RETURN_TIMEOUT_S,
+        "come back",
+    )
+    if ours:
+        _resume(master, worker.worker_id, notes)
+
+
+def _resume(master: Master, worker_id: str, notes: Path) -> None:
+    if any(worker.worker_id == worker_id for worker in master.list_workers()):
+        master.call(master.admin.UncordonWorker, admin.UncordonWorkerRequest(worker_id=worker_id))
+    (notes / worker_id).unlink(missing_ok=True)
+
+
+def _wait(master: Master, worker_id: str, there: Callable[[admin.Worker], bool], timeout_s: float, what: str) -> None:
+    end_s = time.monotonic() + timeout_s
+    while True:
+        try:
+            if any(there(worker) for worker in master.list_workers() if worker.worker_id == worker_id):
+                return
+        except Unreachable:  # it may be on its way up
+            if time.monotonic() > end_s:
+                raise
+        if time.monotonic() > end_s:
+            raise Failure(
+                f"worker {worker_id} did not {what} within {timeout_s:g} s: see its log, then run --upgrade again"
+            )
+        time.sleep(POLL_INTERVAL_S)
+
+
+def _runs(worker: admin.Worker) -> bool:
+    """Whether this is a process of this host that we may end. A container's pid is another one's here."""
+    try:
+        words = Path(f"/proc/{worker.pid}/cmdline").read_bytes().split(b"\0")
+    except OSError:
+        return False
+    return any(b"multigpu_worker" in word or word.endswith(b"mgpu-worker") for word in words)
+
+
+def main() -> None:
+    try:
+        print(f"    {roll(sys.argv[1], Path(sys.argv[2]))} workers replaced")  # noqa: T201  as above
+    except Failure as failure:
+        failure.show()
+        sys.exit(failure.exit_code)
+
+
+if __name__ == "__main__":
+    main()

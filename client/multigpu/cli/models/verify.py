@@ -1,0 +1,169 @@
+"""`mgpuctl models verify`: are the files of models those that were recorded? Works on files alone, without a master."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import click
+
+from multigpu.cli import show
+from multigpu.cli.commands import Command
+from multigpu.cli.failures import Failure
+from multigpu.cli.options import json_option
+from multigpu.cli.progress import Progress
+from multigpu.repository.files import Problem, digest, file_hash, loaded_files
+from multigpu.repository.files import verify as compare
+from multigpu.repository.hashes import write_hashes
+from multigpu.repository.model import ModelFolderError, ModelSpec
+from multigpu.repository.model_toml import read_toml
+from multigpu.repository.scan import is_model, model_folders, read_model
+
+OK, DIFFERS, UNRECORDED, BROKEN, WRITTEN = "ok", "differs", "not recorded", "broken", "written"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """What was found of one version of a model."""
+
+    model: str
+    status: str
+    folder: str
+    files: int = 0
+    files_bytes: int = 0
+    digest: str = ""
+    problems: list[Problem] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Model:
+    """A model's folder with all of its versions, and why some of them can't be read, by id."""
+
+    folder: Path
+    specs: list[ModelSpec]
+    errors: dict[str, str]
+
+
+@click.command(
+    "verify",
+    cls=Command,
+    examples=(
+        ("mgpuctl models verify /srv/models", "Every model of a repository."),
+        ("mgpuctl models verify /srv/models/acme/reranker --write", "Record the files as they are now."),
+    ),
+    exits=(("1", "A file differs, can't be read, or no hashes are recorded."),),
+)
+@click.argument("paths", metavar="PATH...", nargs=-1, required=True, type=click.Path(exists=True, file_okay=False))
+@click.option("--write", is_flag=True, help="Record the hashes of the files as they are now, in model.toml.")
+@json_option
+def verify(paths: tuple[str, ...], write: bool, as_json: bool) -> None:
+    """Compare the files of models with the hashes in their model.toml.
+
+    PATH is a model repository, a folder in it, or the folder of one model. Every version is read, served or not.
+    """
+    models = [model for path in paths for model in _models(Path(path))]
+    if not models:
+        raise Failure(f"there is no model in {', '.join(paths)}")
+    total = sum(spec.files_bytes for model in models for spec in model.specs)
+    with Progress("bytes", total, quiet=as_json) as progress:
+        verdicts = [verdict for model in models for verdict in _judge(model, write, progress.add)]
+    if as_json:
+        show.value([_plain(verdict) for verdict in verdicts])
+    else:
+        _print(verdicts)
+    bad = sum(verdict.status not in (OK, WRITTEN) for verdict in verdicts)
+    if bad:
+        raise Failure(f"{bad} of {len(verdicts)} are not as recorded")
+
+
+def _models(path: Path) -> list[Model]:
+    errors: dict[str, str] = {}
+    try:
+        whole = is_model(path)
+    except ModelFolderError as error:
+        raise Failure(str(error)) from error
+    folders = [(path.absolute().name, path)] if whole else list(model_folders(path, "", errors))
+    models = []
+    for name, folder in folders:
+        try:
+            # A model that is named by itself may lie anywhere, and its links lead where its owner wants.
+            specs, broken = read_model(folder, name, None if whole else path, every_version=True)
+        except ModelFolderError as error:
+            specs, broken = [], {name: str(error)}
+        models.append(Model(folder=folder, specs=specs, errors=broken))
+    models += [Model(folder=path, specs=[], errors={name: text}) for name, text in errors.items()]
+    return models
+
+
+def _judge(model: Model, write: bool, on_bytes: Callable[[int], None]) -> list[Verdict]:
+    verdicts = [
+        Verdict(model=name, status=BROKEN, folder=str(model.folder), problems=[Problem(file="", message=text)])
+        for name, text in model.errors.items()
+    ]
+    # What was recorded of versions that can't be read now stays.
+    unread = tuple(f"{name.partition(':')[2]}/" for name in model.errors)
+    hashes = {
+        name: value for name, value in _recorded(model).items() if write and model.specs and name.startswith(unread)
+    }
+    for spec in model.specs:
+        problems: list[Problem] = []
+        try:
+            files = loaded_files(spec)
+            if write:
+                under = f"{spec.version}/" if spec.version else ""
+                hashes |= {under + name: file_hash(spec.folder / name, on_bytes) for name in files}
+            else:
+                problems = compare(spec, on_bytes)
+            status = WRITTEN if write else DIFFERS if problems else OK if spec.hashes else UNRECORDED
+            known = digest(spec) if spec.hashes or write else ""
+        except ModelFolderError as error:
+            problems, status, known, files = [Problem(file="", message=str(error))], BROKEN, "", []
+        verdicts.append(
+            Verdict(
+                model=spec.id,
+                status=status,
+                folder=str(spec.folder),
+                files=len(files),
+                files_bytes=spec.files_bytes,
+                digest=known,
+                problems=problems,
+            )
+        )
+    if write and hashes:
+        try:
+            write_hashes(model.folder, hashes)
+        except ModelFolderError as error:
+            raise Failure(str(error)) from error
+    return verdicts
+
+
+def _recorded(model: Model) -> dict[str, str]:
+    try:
+        recorded: dict[str, str] = read_toml(model.folder).get("hashes", {})
+    except ModelFolderError:
+        return {}
+    return recorded
+
+
+def _plain(verdict: Verdict) -> dict[str, Any]:
+    return {
+        "model": verdict.model,
+        "status": verdict.status,
+        "folder": verdict.folder,
+        "files": verdict.files,
+        "files_bytes": verdict.files_bytes,
+        "digest": verdict.digest,
+        "problems": [{"file": problem.file, "message": problem.message} for problem in verdict.problems],
+    }
+
+
+def _print(verdicts: list[Verdict]) -> None:
+    from multigpu.cli import tables  # noqa: PLC0415  the JSON has no use for it
+
+    rows = [(v.model, v.status, str(v.files), show.size(v.files_bytes), v.digest[:16]) for v in verdicts]
+    tables.table(("MODEL", "STATUS", "FILES", "SIZE", "DIGEST"), rows, right=("FILES", "SIZE"))
+    for verdict in verdicts:
+        for problem in verdict.problems:
+            show.note(f"{verdict.model}: {problem.file} {problem.message}".replace(":  ", ": "))
+        if verdict.status == UNRECORDED:
+            show.note(f"{verdict.model}: no hashes are recorded in its model.toml; record them with --write")

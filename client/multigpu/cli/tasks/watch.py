@@ -1,0 +1,54 @@
+"""`mgpuctl watch`: outcomes as they come, and where to go on after a break."""
+
+import click
+
+from multigpu import Client, Outcome
+from multigpu.cli import show
+from multigpu.cli.commands import Command
+from multigpu.cli.options import json_option, master_option
+from multigpu.cli.sdk import sdk_failures
+from multigpu.cli.tasks.tasks import stages_in_words
+
+
+@click.command(
+    cls=Command,
+    examples=(
+        ("mgpuctl watch", "Every retained outcome, then each new one; Ctrl-C ends it."),
+        ("mgpuctl watch --from-now --kind embed", "Only new ones, of one kind."),
+        ('mgpuctl watch --cursor "$CURSOR" --json | jq .task_id', "Continue where the last watch ended."),
+    ),
+)
+@click.option("--cursor", default="", help="Continue after this point, which an earlier watch printed when it ended.")
+@click.option("--from-now", is_flag=True, help="Leave out what has ended already.")
+@click.option("--queue", default="", metavar="QUEUE", help="Only tasks of this queue.")
+@click.option("--kind", default="", metavar="KIND", help="Only tasks of this kind.")
+@click.option("--limit", type=click.IntRange(min=1), metavar="N", help="End after N outcomes.")
+@master_option
+@json_option
+def watch(cursor: str, from_now: bool, queue: str, kind: str, limit: int | None, address: str, as_json: bool) -> None:
+    """Print outcomes as they come. Each durable task that ends, once.
+
+    Continues through restarts of the master. When it ends, it prints the cursor to continue from to stderr.
+    """
+    if cursor and from_now:
+        raise click.UsageError("give either --cursor or --from-now")
+    printed = 0
+    try:
+        with sdk_failures(), Client(address) as client:
+            for outcome, after in client.watch(cursor=cursor, from_now=from_now, queue=queue, kind=kind):
+                show.line(show.as_json(show.as_dict(outcome.message)) if as_json else line(outcome))
+                cursor = after
+                printed += 1
+                if printed == limit:
+                    break
+    finally:
+        if cursor:
+            show.note(f"cursor: {cursor}")
+
+
+def line(outcome: Outcome) -> str:
+    """An outcome in one line."""
+    error = f"  {outcome.error_type}: {outcome.error_message}".partition("\n")[0] if outcome.error_type else ""
+    times = stages_in_words(outcome.message.stages)
+    text = f"{outcome.task_id:>10}  {outcome.state.name.lower():<13} {outcome.worker_id or '-'}  {times}{error}"
+    return show.clean(text)

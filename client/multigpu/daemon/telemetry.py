@@ -1,0 +1,231 @@
+"""Logs and traces: one way to set them up, for every program of ours.
+
+Logs go to stderr, one line an event: JSON when a machine reads it, words when a person does. Lines of other libraries
+take the same road. `bound_log_context(task_id=…, lease_id=…, worker_id=…)` adds ids to every line below it.
+
+Traces are for sampled tasks only: such a task carries a W3C `traceparent`, all others an empty string. The daemons keep
+plain instants while a task runs and make its spans afterwards (`span_from`), so that a task nobody samples costs one
+comparison. A trace is sampled where it begins, in the client; the daemons follow.
+
+Nothing of OpenTelemetry is imported before it is needed: workers restart in a fraction of a second. Metrics are next
+door, in `metrics`.
+"""
+
+import contextlib
+import dataclasses
+import logging
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any, TextIO
+
+import structlog
+from structlog.contextvars import bound_contextvars as bound_log_context
+
+from multigpu.config.config import ConfigError, TelemetryConfig
+from multigpu.daemon import journald
+
+__all__ = [
+    "bound_log_context",
+    "configure_logging",
+    "configure_tracing",
+    "current_traceparent",
+    "otlp_endpoint",
+    "shut_down_tracing",
+    "span",
+    "span_from",
+]
+
+# https://www.w3.org/TR/trace-context/#traceparent-header: version, trace id, parent id, flags. No id is all zeros.
+_TRACEPARENT = re.compile(r"(?!ff)[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})([0-9a-f]{16})-([0-9a-f]{2})(?:-.*)?")
+_SAMPLED = 0x01
+# A collector that doesn't answer may hold up the end of a program for so long.
+_EXPORT_TIMEOUT_S = 3
+
+
+def configure_logging(level: str = "info", log_format: str = "auto", *, stream: TextIO | None = None) -> None:
+    """Sends the log lines of structlog and of the standard library to stderr. May be called again.
+
+    `level`: debug, info, warning or error. `log_format`: json, console, journald, or auto: console on a terminal,
+    journald where systemd reads stderr, else json.
+    """
+    stream = sys.stderr if stream is None else stream
+    if log_format == "auto":
+        log_format = "console" if stream.isatty() else "journald" if journald.is_journal(stream) else "json"
+    threshold = logging.getLevelNamesMapping()[level.upper()]
+    shared: list[Any] = [
+        structlog.contextvars.merge_contextvars,
+        structlog.stdlib.add_log_level,
+        structlog.processors.TimeStamper(fmt="iso", utc=True, key="timestamp"),
+        structlog.processors.StackInfoRenderer(),
+    ]
+    logger_factory: Any = structlog.WriteLoggerFactory(stream)
+    handler: logging.Handler = logging.StreamHandler(stream)
+    if log_format == "json":
+        final: list[Any] = [structlog.processors.format_exc_info, structlog.processors.JSONRenderer(default=str)]
+    elif log_format == "journald":
+        final = [structlog.processors.format_exc_info, journald.Journal()]
+        logger_factory, handler = structlog.ReturnLoggerFactory(), journald.SentHandler()
+    else:
+        plain = structlog.dev.plain_traceback
+        final = [
+            structlog.dev.ConsoleRenderer(colors=stream.isatty(), timestamp_key="timestamp", exception_formatter=plain)
+        ]
+    structlog.configure(
+        processors=[*shared, *final],
+        wrapper_class=structlog.make_filtering_bound_logger(threshold),
+        logger_factory=logger_factory,
+        cache_logger_on_first_use=False,
+    )
+    handler.setFormatter(
+        structlog.stdlib.ProcessorFormatter(
+            foreign_pre_chain=[*shared, structlog.stdlib.add_logger_name],
+            processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *final],
+        )
+    )
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(threshold)
+    logging.captureWarnings(capture=True)
+
+
+def otlp_endpoint(config: TelemetryConfig) -> str:
+    """The collector's address as a URL; empty if telemetry is off. A bare HOST:PORT means http, without TLS."""
+    endpoint = config.otlp_endpoint
+    return endpoint if not endpoint or "://" in endpoint else f"http://{endpoint}"
+
+
+def missing_exporter(error: ImportError) -> ConfigError:
+    """What to say when an endpoint is set and the exporter's package is not there."""
+    return ConfigError(
+        f"telemetry.otlp_endpoint is set, but OTLP is not installed ({error}): run `pip install 'multigpu[otlp]'`, "
+        "or leave the endpoint empty"
+    )
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Tracing:
+    """The parts of OpenTelemetry that making a span takes. They are here, not imported, until tracing is configured."""
+
+    api: Any
+    provider: Any
+    tracer: Any
+
+
+_tracing: _Tracing | None = None
+
+
+def configure_tracing(config: TelemetryConfig, resource: Mapping[str, str]) -> bool:
+    """Starts exporting spans if an endpoint is set; says whether it is. `resource`: what this process is, such as
+    `{"service.name": "mgpu-master"}`; the config's service_name wins over it.
+
+    Raises ConfigError: the exporter is not installed. A collector that is down or slow never slows a task: spans beyond
+    the exporter's queue are dropped.
+    """
+    global _tracing  # noqa: PLW0603 - one process, one tracer, as in OpenTelemetry itself
+    endpoint = otlp_endpoint(config)
+    if not endpoint:
+        return False
+    shut_down_tracing()
+    # Late, as the module's text says: only who traces pays for the import.
+    try:
+        from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter  # noqa: PLC0415
+    except ImportError as error:
+        raise missing_exporter(error) from error
+    from opentelemetry import trace  # noqa: PLC0415
+    from opentelemetry.sdk.trace import TracerProvider  # noqa: PLC0415
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor  # noqa: PLC0415
+    from opentelemetry.sdk.trace.sampling import ParentBasedTraceIdRatio  # noqa: PLC0415
+
+    provider = TracerProvider(
+        sampler=ParentBasedTraceIdRatio(config.trace_sample_ratio),
+        resource=make_resource(config, resource),
+        shutdown_on_exit=True,
+    )
+    exporter = OTLPSpanExporter(endpoint=endpoint, timeout=_EXPORT_TIMEOUT_S)
+    provider.add_span_processor(BatchSpanProcessor(exporter))
+    _tracing = _Tracing(api=trace, provider=provider, tracer=provider.get_tracer("multigpu"))
+    return True
+
+
+def make_resource(config: TelemetryConfig, resource: Mapping[str, str]) -> Any:
+    """The OpenTelemetry resource of this process."""
+    from opentelemetry.sdk.resources import Resource  # noqa: PLC0415 - late, as above
+
+    name = {"service.name": config.service_name} if config.service_name else {}
+    return Resource.create({**resource, **name})
+
+
+def shut_down_tracing() -> None:
+    """Sends what is left and stops, in bounded time. For the end of a program."""
+    global _tracing
+    tracing, _tracing = _tracing, None
+    if tracing is not None:
+        tracing.provider.shutdown()
+
+
+def current_traceparent() -> str:
+    """The W3C trace context of the caller's span; empty unless it is recorded and sampled.
+
+    Who never imported OpenTelemetry has no span: then this costs one dictionary look-up.
+    """
+    api = sys.modules.get("opentelemetry.trace")
+    if api is None:
+        return ""
+    current = api.get_current_span()
+    if not current.is_recording():
+        return ""
+    return _traceparent_of(current)
+
+
+@contextlib.contextmanager
+def span(name: str, attributes: Mapping[str, Any] | None = None) -> Iterator[str]:
+    """A span around a block, sampled at trace_sample_ratio if no other is around it. Yields its traceparent, empty if
+    it is not sampled.
+    """
+    if _tracing is None:
+        yield current_traceparent()
+        return
+    with _tracing.tracer.start_as_current_span(name, attributes=attributes):
+        yield current_traceparent()
+
+
+def span_from(
+    traceparent: str,
+    name: str,
+    start_ns: int,
+    end_ns: int,
+    attributes: Mapping[str, Any] | None = None,
+    *,
+    error: str = "",
+) -> str:
+    """Makes a span of a sampled task after the fact, under the span that `traceparent` names.
+
+    Instants are nanoseconds since the Unix epoch. `error`: the span failed, and why. Returns the new span's
+    traceparent, for spans below it; the one that came in if tracing is off or the text is not a sampled trace context.
+    """
+    if not traceparent or _tracing is None:
+        return traceparent
+    match = _TRACEPARENT.fullmatch(traceparent)
+    if match is None or not int(match[3], 16) & _SAMPLED:
+        return traceparent
+    api = _tracing.api
+    parent = api.SpanContext(
+        trace_id=int(match[1], 16),
+        span_id=int(match[2], 16),
+        is_remote=True,
+        trace_flags=api.TraceFlags(api.TraceFlags.SAMPLED),
+    )
+    context = api.set_span_in_context(api.NonRecordingSpan(parent))
+    made = _tracing.tracer.start_span(name, context=context, attributes=attributes, start_time=start_ns)
+    if error:
+        made.set_status(api.StatusCode.ERROR, error)
+    made.end(end_time=max(start_ns, end_ns))
+    return _traceparent_of(made)
+
+
+def _traceparent_of(recorded: Any) -> str:
+    context = recorded.get_span_context()
+    if not context.trace_flags & _SAMPLED:
+        return ""
+    return f"00-{context.trace_id:032x}-{context.span_id:016x}-01"

@@ -1,0 +1,264 @@
+"""The files of a model: which of them are loaded, what they hash to, and whether they are what was recorded.
+
+Pickle can run any code when it is read, so weights in that format count as no weights, unless model.toml allows the
+file by name. Files outside the repository, by a link or by a path with "..", are refused.
+"""
+
+import hashlib
+import json
+import os
+import stat
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from multigpu.repository.model import ModelFolderError, ModelSpec
+from multigpu.repository.model_toml import FILE_NAME, WrongValueError, check_inside
+
+PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
+PICKLED_WEIGHTS = "pytorch_model"
+# What the libraries read beside the weights: settings, tokenizers, templates.
+SIDE_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".jsonl")
+# Sources whose folder is in the layout of Hugging Face; of the others every file counts, for who knows what they read.
+LAYOUT_SOURCES = ("sentence-transformers", "huggingface")
+READ_BYTES = 4 << 20
+HASHES_MAX = 65_536
+# A safetensors header holds names and shapes; even the largest models stay far below this.
+SAFETENSORS_HEADER_BYTES_MAX = 100 << 20
+# A file changed so lately may change again within the same tick of the file system's clock, and look the same.
+SETTLED_NS = 2_000_000_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """What is wrong with a file, by its path in the model's folder."""
+
+    file: str
+    message: str
+
+
+def loaded_files(spec: ModelSpec) -> list[str]:
+    """The files that loading the model reads, by their path in its folder, sorted. Raises ModelFolderError."""
+    if spec.source == "gguf":
+        return [spec.file]
+    if spec.source not in LAYOUT_SOURCES:
+        return sorted(_everything(spec.folder))
+    files: set[str] = set()
+    for part in module_folders(spec.folder):
+        weights = weight_files(spec.folder, part, spec.allow_pickle)
+        side = (entry.name for entry in _entries(spec.folder / part) if entry.name.endswith(SIDE_SUFFIXES))
+        files |= {f"{part}/{name}" if part else name for name in [*weights, *side]}
+    return sorted(files - {FILE_NAME})
+
+
+def module_folders(folder: Path) -> list[str]:
+    """Where the parts of a sentence-transformers model lie, by their path in its folder; [""] for all others."""
+    if not (folder / "modules.json").is_file():
+        return [""]
+    modules = read_json(folder / "modules.json")
+    try:
+        paths = [str(module["path"]) for module in modules]
+        inside = {check_inside(path.rstrip("/")) for path in paths if path}
+    except (TypeError, KeyError) as error:
+        raise ModelFolderError(f"{folder / 'modules.json'} is no list of modules with a type and a path") from error
+    except WrongValueError as error:
+        raise ModelFolderError(f"{folder / 'modules.json'}: {error}") from error
+    return ["", *sorted(path for path in inside if (folder / path).is_dir())]
+
+
+def weight_files(folder: Path, part: str, allow_pickle: Iterable[str]) -> list[str]:
+    """The weights in one folder of a Hugging Face layout: safetensors, whole or in shards, else a pickle if it may be
+    loaded. Empty: there are none. Raises ModelFolderError.
+    """
+    at = folder / part
+    if (at / "model.safetensors").is_file():
+        return ["model.safetensors"]
+    index = at / "model.safetensors.index.json"
+    if index.is_file():
+        return _shards(index)
+    pickles = sorted(e.name for e in _entries(at) if e.name.startswith(PICKLED_WEIGHTS) and e.name.endswith(".bin"))
+    refused = [name for name in pickles if (f"{part}/{name}" if part else name) not in set(allow_pickle)]
+    if refused:
+        raise ModelFolderError(pickle_refusal(at / refused[0], f"{part}/{refused[0]}" if part else refused[0]))
+    return pickles
+
+
+def pickle_refusal(path: Path, name: str) -> str:
+    """Why weights in pickle's format are not loaded, and what to do."""
+    return (
+        f"{path} is a pickle, which can run any code, and is not loaded. Where you trust it, convert it to safetensors "
+        f'(AutoModel.from_pretrained(f).save_pretrained(f)), or name it in {FILE_NAME}: allow_pickle = ["{name}"]'
+    )
+
+
+def check_files(spec: ModelSpec, root: Path | None) -> tuple[int, int]:
+    """Check that what is loaded is there, inside the repository, and no pickle that wasn't allowed.
+
+    Returns its bytes, and when the newest file was changed. `root` None: links may lead anywhere, for whoever
+    configured the folder chose them. Raises ModelFolderError.
+    """
+    size_bytes = changed_ns = 0
+    inside = os.path.realpath(root) if root is not None else None
+    for name in loaded_files(spec):
+        path = spec.folder / name
+        # In the layouts of Hugging Face `weight_files` has judged them.
+        pickled = spec.source not in LAYOUT_SOURCES and name.endswith(PICKLE_SUFFIXES)
+        if pickled and spec.source != "onnx" and name not in spec.allow_pickle:
+            raise ModelFolderError(pickle_refusal(path, name))
+        if inside is not None:
+            refuse_outside(path, inside)
+        try:
+            status = path.stat()
+        except OSError as error:
+            raise ModelFolderError(f"{path} can't be read ({error.strerror}): copy the complete folder") from error
+        if not stat.S_ISREG(status.st_mode):
+            raise ModelFolderError(f"{path} is no file: copy the complete model folder")
+        size_bytes += status.st_size
+        changed_ns = max(changed_ns, status.st_mtime_ns)
+        if name.endswith(".safetensors"):
+            check_safetensors(path)
+    return size_bytes, changed_ns
+
+
+def check_safetensors(path: Path) -> None:
+    """The header must be there, and the file as long as it says: finds cut copies and Git LFS pointers.
+
+    The format: https://github.com/huggingface/safetensors#format
+    """
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            header_bytes = int.from_bytes(file.read(8), "little")
+            if not 0 < header_bytes <= min(size, SAFETENSORS_HEADER_BYTES_MAX):
+                raise ModelFolderError(f"{path} is no safetensors file ({size} bytes): copy it again")
+            header = json.loads(file.read(header_bytes))
+        end = max((int(t["data_offsets"][1]) for name, t in header.items() if name != "__metadata__"), default=0)
+    except FileNotFoundError:
+        raise ModelFolderError(f"{path} is missing: copy the complete model folder") from None
+    except OSError as error:
+        raise ModelFolderError(f"{path} can't be read ({error.strerror})") from error
+    except (ValueError, TypeError, KeyError, AttributeError, IndexError, RecursionError) as error:
+        raise ModelFolderError(f"{path} has no readable header ({error}): copy it again") from error
+    if size != 8 + header_bytes + end:
+        raise ModelFolderError(f"{path} has {size} bytes and should have {8 + header_bytes + end}: copy it again")
+
+
+def refuse_outside(path: Path, inside: str) -> None:
+    """ModelFolderError: the path leads out of the repository, whose real path is `inside`."""
+    real = os.path.realpath(path)
+    if real != inside and not real.startswith(inside.rstrip("/") + "/"):
+        raise ModelFolderError(
+            f"{path} is a link out of the repository, to {real}: copy what it links to there, or serve that folder by "
+            "name with `models`"
+        )
+
+
+def digest(spec: ModelSpec) -> str:
+    """SHA-256, in hex, over the names and hashes of the files that are loaded. Raises ModelFolderError."""
+    lines = [f"{file_hash(spec.folder / name)}  {name}\n" for name in loaded_files(spec)]
+    return hashlib.sha256("".join(lines).encode("utf-8", "surrogateescape")).hexdigest()
+
+
+def verify(spec: ModelSpec, on_bytes: Callable[[int], None] = lambda _: None) -> list[Problem]:
+    """What of the loaded files differs from the recorded hashes; [] if nothing does, or nothing is recorded."""
+    if not spec.hashes:
+        return []
+    problems = []
+    for name in sorted({*loaded_files(spec), *spec.hashes}):
+        wanted = spec.hashes.get(name)
+        if wanted is None:
+            problems.append(Problem(file=name, message="is loaded, and no hash of it is recorded"))
+            continue
+        try:
+            found = file_hash(spec.folder / name, on_bytes)
+        except ModelFolderError as error:
+            problems.append(Problem(file=name, message=str(error)))
+            continue
+        if found != wanted:
+            problems.append(Problem(file=name, message=f"has the hash {found}, and {wanted} is recorded"))
+    return problems
+
+
+def require_hashes(spec: ModelSpec) -> None:
+    """Refuse a model whose files are not those that were recorded: raises ModelFolderError. For just before loading."""
+    problems = verify(spec)
+    if problems:
+        raise ModelFolderError(
+            f"{spec.folder / problems[0].file} {problems[0].message}: copy the model again, or, if the change was "
+            f"meant, record it with `mgpuctl models verify --write`"
+        )
+
+
+# By path, size, time of change and inode: what was hashed once isn't read again while it stays the same.
+_hashes: OrderedDict[tuple[str, int, int, int], str] = OrderedDict()
+
+
+def file_hash(path: Path, on_bytes: Callable[[int], None] = lambda _: None) -> str:
+    """A file's SHA-256 in hex. `on_bytes` is told of each piece that was read. Raises ModelFolderError."""
+    hasher = hashlib.sha256()
+    try:
+        with path.open("rb", buffering=0) as file:
+            status = os.fstat(file.fileno())
+            key = (str(path), status.st_size, status.st_mtime_ns, status.st_ino)
+            if key in _hashes:
+                on_bytes(status.st_size)
+                return _hashes[key]
+            while piece := file.read(READ_BYTES):
+                hasher.update(piece)
+                on_bytes(len(piece))
+    except OSError as error:
+        raise ModelFolderError(f"{path} can't be read: {error.strerror}") from error
+    if time.time_ns() - status.st_mtime_ns > SETTLED_NS:
+        _hashes[key] = hasher.hexdigest()
+    while len(_hashes) > HASHES_MAX:
+        _hashes.popitem(last=False)
+    return hasher.hexdigest()
+
+
+def read_json(path: Path) -> Any:
+    """Content of a JSON file of a model. Raises ModelFolderError if it can't be read or parsed."""
+    try:
+        return json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise ModelFolderError(f"{path} is missing: copy the complete model folder") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelFolderError(f"{path} can't be read as JSON ({error}): copy the model folder again") from error
+
+
+def _shards(index: Path) -> list[str]:
+    listing = read_json(index)
+    weight_map = listing.get("weight_map") if isinstance(listing, dict) else None
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ModelFolderError(f"{index} has no weight_map: copy the model folder again")
+    try:
+        return sorted({check_inside(str(name)) for name in weight_map.values()})
+    except WrongValueError as error:
+        raise ModelFolderError(f"{index}: {error}") from error
+
+
+def _everything(folder: Path, under: str = "") -> Iterator[str]:
+    for entry in _entries(folder / under):
+        if entry.name != FILE_NAME:
+            yield under + entry.name
+    with os.scandir(folder / under) as entries:
+        folders = [entry for entry in entries if entry.is_dir() and _counts(entry.name)]
+    for entry in folders:
+        if entry.is_symlink():
+            raise ModelFolderError(f"{entry.path} is a link to a folder: copy the files there instead")
+        yield from _everything(folder, f"{under}{entry.name}/")
+
+
+def _entries(folder: Path) -> list["os.DirEntry[str]"]:
+    """The files in a folder, without hidden ones. Links to files are among them."""
+    try:
+        with os.scandir(folder) as entries:
+            return [entry for entry in entries if _counts(entry.name) and not entry.is_dir()]
+    except OSError as error:
+        raise ModelFolderError(f"{folder} can't be read: {error.strerror}") from error
+
+
+def _counts(name: str) -> bool:
+    return not name.startswith(".") and name != "__pycache__"

@@ -1,0 +1,289 @@
+"""Looking through a model repository: which folders are models, which versions are served, and what their files say.
+
+A folder is a model if it has a model.toml, files that are recognised, or folders named 1, 2, … for its versions. Any
+other folder is a namespace: what lies in it is called by both names ("acme/reranker"). Hidden folders are passed over,
+so a model can be copied to ".new" and renamed, to appear all at once.
+"""
+
+import dataclasses
+import os
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from multigpu.repository.files import (
+    LAYOUT_SOURCES,
+    check_files,
+    module_folders,
+    read_json,
+    refuse_outside,
+    weight_files,
+)
+from multigpu.repository.model import ModelFolderError, ModelSpec, Scan
+from multigpu.repository.model_toml import FILE_NAME, read_toml
+
+VERSION = re.compile(r"[1-9][0-9]{0,17}")
+# Deeper is no place for a model.
+DEPTH_MAX = 4
+NAME_BYTES_MAX = 200
+# Of the sources that are one file: how it is recognised, and the engines that can run it.
+SINGLE_FILES = {
+    "gguf": ((".gguf",), ("auto", "torch")),
+    "onnx": ((".onnx",), ("auto", "onnx", "tensorrt")),
+    "torch-export": ((".pt2",), ("auto", "torch")),
+    "tensorrt-plan": ((".plan", ".engine"), ("auto", "tensorrt")),
+    "safetensors": ((".safetensors",), ("auto", "torch")),
+}
+KIND_OF_SINGLE = {"gguf": "generate"}
+KIND_OF_ARCHITECTURE = {
+    "ForCausalLM": "generate",
+    "ForSequenceClassification": "classify",
+    "ForImageClassification": "classify",
+}
+# Any one of these and a tokenizer can be built.
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "vocab.txt",
+    "vocab.json",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "tokenizer.model",
+)
+
+
+# Raises ModelFolderError for a version that can't be served for a reason of the caller's.
+SpecCheck = Callable[[ModelSpec], None]
+
+
+def accept(_spec: ModelSpec) -> None:
+    """Every model that can be read is fine."""
+
+
+def scan(root: Path, check: SpecCheck = accept) -> Scan:
+    """What is in a repository. ModelFolderError: there is no such folder, or it is no repository."""
+    if not root.is_dir():
+        raise ModelFolderError(f"model_repository: {root} is no folder: create it, or correct the path")
+    if is_model(root):
+        raise ModelFolderError(f"model_repository: {root} is a model itself: name the folder that it is in")
+    models: dict[str, ModelSpec] = {}
+    errors: dict[str, str] = {}
+    current: dict[str, str] = {}
+    for name, folder in model_folders(root, "", errors):
+        try:
+            refuse_outside(folder, os.path.realpath(root))
+            specs, broken = read_model(folder, name, root, check=check)
+        except ModelFolderError as error:
+            errors[name] = str(error)
+            continue
+        errors |= broken
+        for spec in specs:
+            models[spec.id] = spec
+            # They come oldest first.
+            current[name] = spec.id
+    return Scan(models=models, errors=errors, current=current)
+
+
+def is_model(folder: Path) -> bool:
+    """Whether a folder is a model, whole or broken, and no namespace. Raises ModelFolderError."""
+    names = _names(folder)
+    return FILE_NAME in names or _recognised(names) is not None or bool(_versions_in(folder))
+
+
+def read_model(
+    folder: Path, name: str, root: Path | None, *, every_version: bool = False, check: SpecCheck = accept
+) -> tuple[list[ModelSpec], dict[str, str]]:
+    """A model's versions that are to be served, oldest first, and the errors of those that can't be, by id.
+
+    "latest" means the latest one that can be read: a broken new version leaves the one before it serving. `root` None:
+    links may lead anywhere. Raises ModelFolderError where the model as a whole is at fault.
+    """
+    folder = folder.absolute()
+    _check_name(name)
+    values = read_toml(folder)
+    wanted = "all" if every_version else values.pop("versions", "latest")
+    values.pop("versions", None)
+    there = _versions_in(folder)
+    if not there:
+        spec = _read_version(folder, name, "", values, root)
+        check(spec)
+        return [spec], {}
+    if isinstance(wanted, tuple) and (missing := sorted(set(wanted) - set(there))):
+        raise ModelFolderError(f"{folder / FILE_NAME} asks for version {missing[0]}; there are {there}")
+    specs: list[ModelSpec] = []
+    errors: dict[str, str] = {}
+    for version in sorted(wanted if isinstance(wanted, tuple) else there, reverse=True):
+        hashes = {
+            file.removeprefix(f"{version}/"): value
+            for file, value in values.get("hashes", {}).items()
+            if file.startswith(f"{version}/")
+        }
+        try:
+            spec = _read_version(folder / str(version), name, str(version), values | {"hashes": hashes}, root)
+            check(spec)
+            specs.insert(0, spec)
+        except ModelFolderError as error:
+            errors[f"{name}:{version}"] = str(error)
+        if specs and wanted == "latest":
+            break
+    return specs, errors
+
+
+def model_folders(parent: Path, prefix: str, errors: dict[str, str], depth: int = 1) -> Iterator[tuple[str, Path]]:
+    """The folders of models under a folder, by name. What can't be read is an error of that name."""
+    try:
+        entries = sorted((e for e in os.scandir(parent) if not e.name.startswith(".")), key=lambda e: e.name)
+    except OSError as error:
+        errors[_sayable(prefix.rstrip("/"))] = f"{parent} can't be read: {error.strerror}"
+        return
+    for entry in entries:
+        name, path = prefix + entry.name, Path(entry.path)
+        try:
+            if not entry.is_dir() or entry.name == "lost+found":
+                continue
+            _check_name(name)
+            if is_model(path):
+                yield name, path
+            elif not entry.is_symlink() and depth < DEPTH_MAX and any(e.is_dir() for e in os.scandir(path)):
+                yield from model_folders(path, name + "/", errors, depth + 1)
+            else:
+                errors[name] = f"{path} holds no model that is recognised: complete it, or write a {FILE_NAME} there"
+        except ModelFolderError as error:
+            errors[_sayable(name)] = str(error)
+
+
+def _read_version(folder: Path, name: str, version: str, values: dict[str, Any], root: Path | None) -> ModelSpec:
+    if version and (folder / FILE_NAME).exists():
+        raise ModelFolderError(f"{folder / FILE_NAME} does not belong there: the one above is for all versions")
+    source, file = _source(folder, values)
+    engines = SINGLE_FILES[source][1] if source in SINGLE_FILES else None
+    engine = values.get("engine", "auto")
+    if engines is not None and engine not in engines and ":" not in engine:
+        raise ModelFolderError(f"{folder}: the engine {engine} can't run {source}; {', '.join(engines)} can")
+    if source == "python" and ":" not in engine:
+        raise ModelFolderError(f'{folder} has code of its own: name its class in {FILE_NAME}: engine = "module:Class"')
+    if source == "safetensors" and ":" not in engine and "class" not in values.get("parameters", {}):
+        raise ModelFolderError(
+            f"{folder / file} does not say what it is: add its config.json, or name the class of the module in "
+            f'{FILE_NAME}: [parameters] class = "module:Class"'
+        )
+    kind = values.get("kind") or _kind(folder, source)
+    if source in SINGLE_FILES and ":" not in engine and kind != (only := KIND_OF_SINGLE.get(source, "infer")):
+        raise ModelFolderError(
+            f'{folder}: {source} serves the kind {only}, not {kind}: say kind = "{only}" in {FILE_NAME} or leave it '
+            'out, or name an engine of your own: engine = "module:Class"'
+        )
+    read = {"source": source, "file": file, "kind": kind}
+    spec = ModelSpec(name=name, folder=folder, version=version, **(values | read))
+    size_bytes, changed_ns = check_files(spec, root)
+    for key in ("calibration", "held_out"):
+        data = getattr(spec.gate, key)
+        if data and not (folder / data).is_file():
+            raise ModelFolderError(f"{folder / data} is missing: {FILE_NAME} names it in [gate] {key}")
+        if data and root is not None:
+            refuse_outside(folder / data, os.path.realpath(root))
+    return dataclasses.replace(spec, files_bytes=size_bytes, changed_ns=changed_ns)
+
+
+def _source(folder: Path, values: dict[str, Any]) -> tuple[str, str]:
+    """What the folder holds, and for a single file its name."""
+    source, file = values.get("source", ""), values.get("file", "")
+    names = _names(folder)
+    if not source:
+        source = _source_of_file(file) if file else _recognised(names)
+        if source == "huggingface" and not weight_files(folder, "", values.get("allow_pickle", ())):
+            # Exports lie beside the config.json that they were made with.
+            source = _recognised([name for name in names if name != "config.json"]) or source
+        if source is None and (":" in values.get("engine", "") or any(name.endswith(".py") for name in names)):
+            source = "python"
+        if source is None:
+            raise ModelFolderError(
+                f"{folder} holds no model that is recognised: complete it, or say `source` and `file`"
+            )
+    if source in LAYOUT_SOURCES:
+        _require_weights(folder, values.get("allow_pickle", ()))
+    if source in SINGLE_FILES:
+        file = file or _only(folder, names, source)
+        if not (folder / file).is_file():
+            raise ModelFolderError(f"{folder / file} is missing: copy it there, or correct `file` in {FILE_NAME}")
+    return source, file
+
+
+def _recognised(names: list[str]) -> str | None:
+    if "modules.json" in names:
+        return "sentence-transformers"
+    if "config.json" in names:
+        return "huggingface"
+    return next(
+        (source for source, (suffixes, _) in SINGLE_FILES.items() if any(n.endswith(suffixes) for n in names)), None
+    )
+
+
+def _source_of_file(file: str) -> str | None:
+    return next((source for source, (suffixes, _) in SINGLE_FILES.items() if file.endswith(suffixes)), None)
+
+
+def _only(folder: Path, names: list[str], source: str) -> str:
+    """The one file of a source in a folder; of several, model.* if it is there."""
+    suffixes = SINGLE_FILES[source][0]
+    found = [name for name in names if name.endswith(suffixes)]
+    named = [name for name in found if name in {f"model{suffix}" for suffix in suffixes}]
+    if len(named) == 1:
+        return named[0]
+    if len(found) == 1:
+        return found[0]
+    if not found:
+        raise ModelFolderError(f"{folder} has no file in {' or '.join(suffixes)}: copy it there")
+    raise ModelFolderError(f'{folder} has {len(found)} such files: say in {FILE_NAME} which: file = "{found[0]}"')
+
+
+def _require_weights(folder: Path, allow_pickle: tuple[str, ...]) -> None:
+    if not any(weight_files(folder, part, allow_pickle) for part in module_folders(folder)):
+        raise ModelFolderError(f"{folder} has no weights: model.safetensors is missing")
+
+
+def _kind(folder: Path, source: str) -> str:
+    if source == "sentence-transformers":
+        return "embed"
+    if source != "huggingface":
+        return KIND_OF_SINGLE.get(source, "infer")
+    config = read_json(folder / "config.json")
+    architectures = config.get("architectures") if isinstance(config, dict) else None
+    for architecture in architectures if isinstance(architectures, list) else ():
+        for ending, kind in KIND_OF_ARCHITECTURE.items():
+            if str(architecture).endswith(ending):
+                return kind
+    return "embed" if any((folder / name).is_file() for name in TOKENIZER_FILES) else "infer"
+
+
+def _versions_in(folder: Path) -> list[int]:
+    return sorted(int(name) for name in _names(folder, folders=True) if VERSION.fullmatch(name))
+
+
+def _names(folder: Path, *, folders: bool = False) -> list[str]:
+    try:
+        with os.scandir(folder) as entries:
+            return sorted(e.name for e in entries if _is(e, folders) and not e.name.startswith("."))
+    except OSError as error:
+        raise ModelFolderError(f"{folder} can't be read: {error.strerror}") from error
+
+
+def _is(entry: "os.DirEntry[str]", folder: bool) -> bool:
+    return entry.is_dir() if folder else entry.is_file()
+
+
+def _check_name(name: str) -> None:
+    """What tasks can ask for, and nothing that could be taken for a version, a list or an option."""
+    if not name.isprintable() or re.search(r"[:=,\s\\]", name) or name.startswith("-"):
+        raise ModelFolderError(
+            f"{_sayable(name)!r} can't be a model's name: only printable characters, no spaces, colons, commas, "
+            "backslashes or = in it, and no - in front"
+        )
+    if len(name.encode()) > NAME_BYTES_MAX:
+        raise ModelFolderError(f"{name!r} is too long for a model's name: {NAME_BYTES_MAX} bytes at most")
+
+
+def _sayable(name: str) -> str:
+    """As it can go over the wire, though it be no text."""
+    return name.encode("utf-8", "backslashreplace").decode() or "."

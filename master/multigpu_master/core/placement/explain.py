@@ -1,0 +1,123 @@
+"""Why a task is where it is: what `mgpuctl tasks explain` shows. Asks the same questions as the dispatch, of every
+worker.
+"""
+
+from dataclasses import dataclass
+from itertools import islice
+
+from multigpu_master.core.model import OutcomeState, Task, Worker
+from multigpu_master.core.placement.lanes import partition_of, shape_of
+from multigpu_master.core.placement.ranking import busy, worthwhile
+from multigpu_master.core.scheduler import Core
+
+# As many tasks and lanes are looked at to tell how many go before one.
+AHEAD_MAX = 10_000
+
+
+@dataclass(slots=True)
+class Candidate:
+    """One worker's chances. `rank` is 0 and `score` 0.0 for one that is excluded for good."""
+
+    worker: Worker
+    excluded_by: list[str]
+    rank: int = 0
+    score: float = 0.0
+
+
+@dataclass(slots=True)
+class Explanation:
+    summary: str
+    strategy: str
+    score_meaning: str
+    ahead: int | None
+    candidates: list[Candidate]
+
+
+def explain(core: Core, task: Task, now: float) -> Explanation:
+    """The candidates, what excludes each, and the rank of the rest."""
+    queue = core.queue(task.spec.queue)
+    strategy = core.strategy_of(queue)
+    shape = shape_of(task.spec, partition_of(task.partition_key))
+    fleet = core.fleet
+    free: list[Candidate] = []
+    excluded: list[Candidate] = []
+    for worker in fleet.workers.values():
+        unfit = fleet.unfit(worker, shape)
+        candidate = Candidate(worker, [unfit] if unfit is not None else busy(fleet, strategy, shape, worker))
+        if task.extra is not None and worker.device_key in task.extra.broke:
+            candidate.excluded_by.append("the task broke an engine on this device; other devices go first")
+        if unfit is None:
+            candidate.score = strategy.score(shape, worker, fleet)
+        (excluded if candidate.excluded_by else free).append(candidate)
+    free.sort(key=lambda c: (c.score, c.worker.last_dispatch))
+    lane = core.lane_for(task)
+    for candidate in [c for c in free if not worthwhile(fleet, strategy, shape, c.worker, lane.crowd.live)]:
+        candidate.excluded_by.append("too few such tasks wait to be worth it here")
+        free.remove(candidate)
+        excluded.append(candidate)
+    pin = core.placement.pin(strategy, shape) if strategy.pinned else None
+    if pin is not None:
+        for candidate in [c for c in free if c.worker is not pin]:
+            free.remove(candidate)
+            candidate.excluded_by.append(f"the task's key belongs to {pin.worker_id}")
+            excluded.append(candidate)
+    for rank, candidate in enumerate(free, 1):
+        candidate.rank = rank
+    excluded.sort(key=lambda c: (len(c.excluded_by), c.worker.worker_id))
+    ahead, all_counted = _ahead(core, task)
+    before = f"{ahead}{'' if all_counted else ' or more'} task(s) go before it"
+    summary = _summary(core, task, free, pin, before, now)
+    return Explanation(summary, strategy.name, strategy.score_meaning, ahead, free + excluded)
+
+
+def _ahead(core: Core, task: Task) -> tuple[int | None, bool]:
+    """Tasks of its queue that go before it, None unless it stands in a lane; and whether these are all."""
+    if not task.waiting:
+        return None, True
+    spec, ahead, left = task.spec, 0, AHEAD_MAX
+    for lane in core.lanes.by_key.values():
+        if left <= 0:
+            break
+        left -= 1
+        if lane.queue.name != spec.queue or lane.priority > spec.priority:
+            continue
+        if lane.priority < spec.priority:
+            ahead += lane.live
+        else:
+            for other in islice(lane.entries(), left):
+                left -= 1
+                ahead += other.task_id < task.task_id and other.waiting
+    return ahead, left > 0
+
+
+def _summary(core: Core, task: Task, free: list[Candidate], pin: Worker | None, before: str, now: float) -> str:
+    if task.outcome is not None:
+        outcome = task.outcome
+        where = f" on {outcome.worker_id}" if outcome.worker_id else ""
+        why = f": {outcome.error.message}" if outcome.error is not None else ""
+        waits = "" if task.told else "; the outcome is not on the master's disk yet"
+        return f"{OutcomeState(outcome.state).name}{where} after {task.attempts} attempt(s){why}{waits}"
+    if task.lease is not None:
+        lease = task.lease
+        doing = "runs" if lease.running else "waits in the window"
+        return f"attempt {lease.attempt} {doing} on {lease.worker.worker_id}, leased {now - lease.dispatch_s:.1f} s ago"
+    extra = task.extra
+    if extra is not None and extra.not_before_s > now:
+        why = f" after {extra.last_error.type}: {extra.last_error.message}" if extra.last_error is not None else ""
+        return f"waits {extra.not_before_s - now:.1f} s more before attempt {task.attempts + 1}{why}"
+    if core.queue(task.spec.queue).paused:
+        return f"its queue {task.spec.queue!r} is paused; resume it with: mgpuctl queues resume {task.spec.queue}"
+    if core.held(now):
+        return "the master has just started and waits for the workers it knew to come back"
+    if core.clogged():
+        return (
+            f"outcomes of {core.uncommitted_bytes} bytes wait for the journal, which can't be written; free disk space"
+        )
+    if not core.fleet.eligible(shape_of(task.spec)):
+        return core.unplaceable(task.spec)
+    if pin is not None and pin.full:
+        pinned = f"waits for {pin.worker_id}, to which its key belongs and whose window is full"
+        return f"{pinned}; {before}"
+    if not free:
+        return f"every worker that could take it is excluded for now; {before}"
+    return f"about to be dispatched to {free[0].worker.worker_id}; {before}"

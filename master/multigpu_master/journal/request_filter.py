@@ -1,0 +1,109 @@
+"""Which request_ids the journal may know, in memory: most new tasks need no look at the disk.
+
+Bloom filters (Bloom, 1970) that set two bits of one byte: they may say "perhaps" of a request_id that was never seen,
+and then the journal is asked; they never say "no" of one that was. A full filter is followed by another, as in
+scalable Bloom filters (Almeida et al., 2007). Nothing can be taken out, so once more is new than was loaded, all are
+made anew from what the journal still holds. Until the first load is done, every request_id is "perhaps" known.
+"""
+
+import asyncio
+from collections.abc import Coroutine, Iterable, Iterator, Sequence
+from itertools import combinations
+from typing import Protocol
+
+import structlog
+
+from multigpu_master.journal.protocol import JournalError
+
+# 1.5 bytes for each request_id. A full filter takes 4.0 % of new request_ids for known.
+FILTER_BITS = 12
+_PAIRS = bytes(1 << a | 1 << b for a, b in combinations(range(8), 2))
+CAPACITY_MIN = 1 << 19  # request_ids
+RETRY_S = 10.0
+
+log = structlog.get_logger()
+
+
+class RequestIds(Protocol):
+    """What is read of the journal."""
+
+    def oldest_cursor(self) -> int: ...
+    def newest_cursor(self) -> int: ...
+    def request_ids(self) -> Iterator[list[str]]: ...
+
+
+class _Filter:
+    def __init__(self, capacity: int) -> None:
+        self.room = self.capacity = max(capacity, CAPACITY_MIN)
+        self._bytes = bytearray(self.capacity * FILTER_BITS // 8)
+
+    def add(self, request_ids: Sequence[str]) -> None:
+        self.room -= len(request_ids)
+        array, size = self._bytes, len(self._bytes)
+        for digest in map(hash, request_ids):
+            array[digest % size] |= _PAIRS[(digest >> 40) % len(_PAIRS)]
+
+    def find(self, request_ids: Iterable[str]) -> list[str]:
+        array, size = self._bytes, len(self._bytes)
+        return [
+            request_id
+            for request_id in request_ids
+            if not _PAIRS[((digest := hash(request_id)) >> 40) % len(_PAIRS)] & ~array[digest % size]
+        ]
+
+
+class KnownRequests:
+    """See the module. `load` must run once, and again whenever `full`."""
+
+    def __init__(self) -> None:
+        self._filters = [_Filter(0)]  # the newest last; it alone is added to
+        self._loaded_capacity = 0
+        self._added = 0  # since the load that is in use began
+
+    @property
+    def full(self) -> bool:
+        """Whether it is time to load again: as much was added since the last load as fitted into what it loaded."""
+        return 0 < self._loaded_capacity < self._added
+
+    def add(self, request_ids: Sequence[str]) -> None:
+        """Notes request_ids that the journal is about to know."""
+        self._added += len(request_ids)
+        if self._filters[-1].room < len(request_ids):
+            self._filters.append(_Filter(self._loaded_capacity // 2))
+        self._filters[-1].add(request_ids)
+
+    def sift(self, request_ids: Sequence[str]) -> list[str]:
+        """The request_ids that the journal may know."""
+        if not self._loaded_capacity:
+            return list(request_ids)
+        found = set[str]()
+        for each in self._filters:
+            found.update(each.find(request_ids))
+        return [request_id for request_id in request_ids if request_id in found] if found else []
+
+    def load(self, journal: RequestIds, pending: Sequence[str]) -> Coroutine[None, None, None]:
+        """Makes the filters anew from what the journal holds, and the request_ids that are on their way to it. What is
+        added from this call on, before the coroutine has even begun, is kept.
+        """
+        self._filters.append(_Filter(0))
+        self.add(pending)
+        return self._load(journal, len(self._filters) - 1)
+
+    async def _load(self, journal: RequestIds, since: int) -> None:
+        while True:
+            try:
+                loaded = await asyncio.to_thread(_read, journal)
+                break
+            except JournalError as error:
+                log.warning("known request_ids could not be read, and will be again", error=str(error), wait_s=RETRY_S)
+                await asyncio.sleep(RETRY_S)
+        self._filters = [loaded, *self._filters[since:]]
+        self._loaded_capacity = loaded.capacity
+        self._added = sum(f.capacity - f.room for f in self._filters[1:])
+
+
+def _read(journal: RequestIds) -> _Filter:
+    loaded = _Filter(journal.newest_cursor() + 1 - journal.oldest_cursor())
+    for page in journal.request_ids():
+        loaded.add(page)
+    return loaded

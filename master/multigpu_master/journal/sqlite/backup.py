@@ -1,0 +1,213 @@
+"""Copies of a journal, also while a master runs on it, and what can be saved of a damaged one.
+
+A backup is a directory that a master can start from: the database as of one instant, by SQLite's online backup, and the
+segments that its rows refer to. While it is copied, which may take long, tasks end and the master deletes segments. So
+all that the instant's rows refer to is held open before anything is copied: a segment of the journal's own can be read
+through its descriptor after its name is gone, and one of the shared payloads, which may be written anew by somebody
+else, stays what it is while it is locked.
+"""
+
+import contextlib
+import os
+import re
+import resource
+import shutil
+import sqlite3
+from collections.abc import Iterator
+from pathlib import Path
+
+from multigpu._transport.payloads import NAME, Directory, Segment
+
+from multigpu_master.journal.protocol import JournalDamagedError, JournalError
+from multigpu_master.journal.sqlite import schema as journal_schema
+from multigpu_master.journal.sqlite import segments as journal_segments
+from multigpu_master.journal.sqlite import wal as journal_log
+from multigpu_master.journal.sqlite.reads import JournalReads
+from multigpu_master.journal.sqlite.schema import DATABASE_NAME, PART_NAME
+from multigpu_master.payloads import shared_files as payloads
+
+# The first part of each reference is the segment's name. SQLite finds references by small indexes.
+_SEGMENTS = " UNION ".join(
+    f"SELECT substr({column}, 1, instr({column}, ':') - 1) FROM {table} WHERE typeof({column}) = 'text'"  # noqa: S608
+    for table, column in (("task", "payload"), ("dead_letter", "payload"), ("outcome", "body"))
+)
+_OWN_NAME = re.compile("[0-9a-f]{8}")
+_TRIES = 20  # to hold all segments of one instant; a try takes some milliseconds
+_DESCRIPTORS = 64  # for all but segments
+_READ_BYTES = 1 << 20
+
+
+def backup(data_dir: Path, target: Path) -> list[str]:
+    """Copies the journal of `data_dir` to `target`, which must be empty or new, down to the disk. Returns what the copy
+    lacks because it was lost before. JournalError: no copy, and `target` is as empty as before.
+    """
+    if not (data_dir / DATABASE_NAME).exists():
+        raise JournalError(f"There is no journal in {data_dir}. Give the master's --data-dir.")
+    _begin(data_dir, target)
+    try:
+        return _fill(data_dir, target)
+    except BaseException as error:
+        _clear(target)
+        if isinstance(error, OSError | sqlite3.Error | JournalDamagedError):
+            what = str(error).partition(". ")[0]
+            raise JournalError(f"No backup was made in {target}, and nothing is left there: {what}.") from error
+        raise
+
+
+def _begin(data_dir: Path, target: Path) -> None:
+    try:
+        if target.resolve().is_relative_to(data_dir.resolve()):
+            raise JournalError(
+                f"{target} is in the data directory {data_dir} itself. Give one elsewhere, best on another disk."
+            )
+        journal_schema.make_directory(target)
+        empty = not any(target.iterdir())
+    except (OSError, RuntimeError) as error:  # RuntimeError: links that lead to each other
+        raise JournalError(
+            f"{target} can't be made or used: {getattr(error, 'strerror', None) or error}. Give a new directory for "
+            "the backup, in one that exists and that this user may write to."
+        ) from error
+    if not empty:
+        raise JournalError(f"{target} is not empty. Give a new directory for each backup.")
+
+
+def _fill(data_dir: Path, target: Path) -> list[str]:
+    part = target / PART_NAME
+    os.close(os.open(part, os.O_CREAT | os.O_EXCL, 0o600))
+    source = journal_schema.connect_reader(data_dir / DATABASE_NAME)
+    with contextlib.closing(source), contextlib.closing(sqlite3.connect(part)) as copy:
+        held = _hold(source, data_dir)
+        source.backup(copy)  # of the transaction that `held` belongs to
+    for name in sorted(held):
+        segment = held.pop(name)  # closed once it is copied: its room may be used again
+        (target / name).parent.mkdir(mode=0o700, exist_ok=True)
+        _copy(segment.fd, target / name)
+        del segment
+    lost = [what for _, _, what in _lost(target, PART_NAME)]
+    for suffix in ("-shm", "-wal"):  # made by looking
+        (target / f"{PART_NAME}{suffix}").unlink(missing_ok=True)
+    _sync(part)
+    for directory in (journal_segments.DIRECTORY_NAME, payloads.DIRECTORY_NAME):
+        if (target / directory).exists():
+            journal_segments.sync_directory(target / directory)
+    journal_segments.sync_directory(target)
+    part.rename(target / DATABASE_NAME)
+    journal_segments.sync_directory(target)
+    return lost
+
+
+def _hold(source: sqlite3.Connection, data_dir: Path) -> dict[str, Segment]:
+    """Begins a transaction, and opens the segments that its rows refer to, but for those that were lost before it."""
+    gone: set[str] = set()
+    for _ in range(_TRIES):
+        source.execute("BEGIN")
+        wanted = {_segment_of(name) for (name,) in source.execute(_SEGMENTS)} - {""}
+        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if limit < len(wanted) + _DESCRIPTORS:
+            raise JournalError(
+                f"{data_dir} has {len(wanted)} segments to be held open, and the limit of open files is {limit}. Raise "
+                f"it (ulimit -n) to {len(wanted) + _DESCRIPTORS} or more, or stop the master and copy the directory."
+            )
+        held: dict[str, Segment] = {}
+        for name in wanted:
+            with contextlib.suppress(FileNotFoundError):
+                held[name] = _pin(data_dir / name)
+        missing = wanted - held.keys()
+        # The master deletes what no row refers to. What was gone before, and has a row still, it did not delete.
+        if missing <= gone:
+            return held
+        gone |= missing
+        source.execute("ROLLBACK")
+    raise JournalError(
+        f"Segments of {data_dir} were deleted faster than they could be opened, {_TRIES} times. Try again when the "
+        "master has less to do."
+    )
+
+
+def _pin(path: Path) -> Segment:
+    """FileNotFoundError: it is gone."""
+    if path.parent.name != payloads.DIRECTORY_NAME:
+        return Segment(path.name, os.open(path, os.O_RDONLY | os.O_CLOEXEC))
+    segment = Directory(path.parent, b"").pin(path.name)
+    if path.stat().st_ino != os.fstat(segment.fd).st_ino:
+        raise FileNotFoundError("the segment was given another name before it was locked")
+    return segment
+
+
+def _clear(target: Path) -> None:
+    """Takes away what there is of a copy."""
+    for path in (*target.glob(f"{PART_NAME}*"), target / DATABASE_NAME):
+        path.unlink(missing_ok=True)
+    for directory in (journal_segments.DIRECTORY_NAME, payloads.DIRECTORY_NAME):
+        shutil.rmtree(target / directory, ignore_errors=True)
+
+
+def salvage(data_dir: Path) -> Iterator[str]:
+    """Makes a damaged journal one that a master can start from, and says what is gone: transactions behind damage of
+    the log, tasks and dead letters without their payload, and results. Those results stay lost; nothing else is kept.
+    """
+    path, log = data_dir / DATABASE_NAME, data_dir / f"{DATABASE_NAME}-wal"
+    if not path.exists():
+        raise JournalError(f"There is no journal in {data_dir}. Give the master's --data-dir.")
+    lock = journal_schema.DirectoryLock(data_dir, "")
+    try:
+        journal_schema.check_header(path)
+        if what := _log_damage(path, log):
+            kept = log.with_name(f"{log.name}.damaged")
+            with log.open("rb") as file:
+                _copy(file.fileno(), kept)
+            journal_segments.sync_directory(data_dir)
+            yield f"{what}; the log is kept as {kept}"
+        with contextlib.closing(journal_schema.connect_writer(path)) as writer:
+            journal_schema.migrate(writer)
+            journal_schema.empty_log(writer)
+            for table, key, what in list(_lost(data_dir)):
+                if table != "outcome":
+                    writer.execute(f"DELETE FROM {table} WHERE task_id = ?", (key,))  # noqa: S608  # one of ours
+                yield what
+    finally:
+        lock.release()
+
+
+def _lost(data_dir: Path, database: str = DATABASE_NAME) -> list[tuple[str, int, str]]:
+    reads = JournalReads(data_dir, database=database)
+    try:
+        return list(reads.lost())
+    finally:
+        reads.close_readers()
+
+
+def _log_damage(path: Path, log: Path) -> str:
+    if not log.exists():
+        return ""
+    with contextlib.closing(journal_schema.connect_reader(path)) as reader:
+        reader.execute("SELECT count(*) FROM sqlite_master").fetchall()
+        return journal_log.damage(log, path.with_name(f"{DATABASE_NAME}-shm"), journal_schema.PAGE_BYTES)
+
+
+def _segment_of(name: str) -> str:
+    """The file, as it is called below the directory; "" if a damaged row names none."""
+    if _OWN_NAME.fullmatch(name):
+        return f"{journal_segments.DIRECTORY_NAME}/{name}"
+    return f"{payloads.DIRECTORY_NAME}/{name}" if NAME.fullmatch(name) else ""
+
+
+def _copy(source: int, target: Path) -> None:
+    """Copies an open file, down to the disk. Nobody else may read the copy, as nobody may read the file."""
+    fd = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    try:
+        os.fchmod(fd, 0o600)
+        at = 0
+        while data := os.pread(source, _READ_BYTES, at):
+            at += os.pwrite(fd, data, at)
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _sync(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -1,0 +1,433 @@
+"""Reading the SQLite journal, from any thread.
+
+Every read is one statement on a connection that is idle or, if none is, new: so reads wait neither for each other nor
+for the writer, and none leaves a transaction open behind it, which would keep the log from being emptied.
+"""
+
+# ruff: noqa: S608  # statements are put together from this package's constants; values are always bound
+
+import itertools
+import sqlite3
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from multigpu._transport.payloads import Reference, is_transient, read_file
+from multigpu.v1 import task_pb2
+
+from multigpu_master.journal.protocol import (
+    JournalDamagedError,
+    JournalError,
+    JournalFullError,
+    SettledTask,
+    StoredOutcome,
+    SubmitRecord,
+)
+from multigpu_master.journal.sqlite import schema as journal_schema
+from multigpu_master.journal.sqlite import specs as journal_specs
+from multigpu_master.journal.sqlite.segments import IN_USE, SegmentReader
+from multigpu_master.payloads.shared_files import Payloads, is_shared, parse_reference
+
+# As in StoredOutcome.
+_SETTLED_COLUMNS = (
+    "o.cursor, o.task_id, o.request_id, o.state, o.queue, o.kind, o.model, o.submit_time_s, o.fingerprint"
+)
+_OUTCOME_COLUMNS = f"{_SETTLED_COLUMNS}, o.expire_time_s, o.body"
+_KEYS_SIZES = (1, 16, 256)  # keys in one statement; few sizes, so that the statements stay prepared
+_READ_OUTCOMES_ROWS = 64  # fetched at a time, so that little more than `bytes_max` is ever read
+_TASKS_ROWS = 4096
+# Requeued and deleted dead letters are neither listed nor counted. Get by id still finds their outcome.
+_NO_FORMER_LETTER = (
+    f"(o.state <> {task_pb2.OUTCOME_STATE_DEAD_LETTERED} "
+    "OR EXISTS (SELECT 1 FROM dead_letter d WHERE d.task_id = o.task_id))"
+)
+# What the columns of a row must hold. SQLite checks neither types nor, between pages, bits.
+_TASK_TYPES = (int, str, (bytes, str), (bytes, str), str, int, float)
+_SETTLED_TYPES = (int, int, str, int, str, str, str, float, (int, type(None)))
+_STATES = range(1, 6)
+_TIME_S_MAX = 1e11
+_INTEGER_MAX = 2**63 - 1  # of SQLite; no id of ours is as large
+
+
+class JournalReads:
+    """The reading half of the journal. Public methods raise JournalError when the file can't be read."""
+
+    def __init__(
+        self, data_dir: Path, now: Callable[[], float] = time.time, database: str = journal_schema.DATABASE_NAME
+    ) -> None:
+        self._now = now
+        self._data_dir = data_dir
+        self._path = data_dir / database
+        self._segments_read = SegmentReader(data_dir)
+        self.payloads = Payloads(data_dir, self._refers_to)
+        self._idle: list[sqlite3.Connection] = []
+        self._lock = threading.Lock()  # of _idle and _closed
+        self._closed = False
+
+    def close_readers(self) -> None:
+        with self._lock:
+            self._closed = True
+            idle, self._idle = self._idle, []
+        for connection in idle:
+            connection.close()
+
+    @contextmanager
+    def _connection(self) -> Iterator[sqlite3.Connection]:
+        with self._lock:
+            if self._closed:
+                raise JournalError("The journal is closed.")
+            connection = self._idle.pop() if self._idle else None
+        try:
+            if connection is None:
+                connection = journal_schema.connect_reader(self._path)
+            yield connection
+        except sqlite3.Error as error:
+            if connection is not None:
+                connection.close()
+            raise journal_schema.explain(error, self._path) from error
+        except BaseException:
+            if connection is not None:
+                connection.close()  # a statement may be half read
+            raise
+        with self._lock:
+            if not self._closed:
+                self._idle.append(connection)
+                return
+        connection.close()
+
+    def _rows(self, sql: str, parameters: Sequence[Any]) -> list[Any]:
+        with self._connection() as connection:
+            return connection.execute(sql, parameters).fetchall()
+
+    def _rows_by_keys(self, sql: Callable[[str], str], keys: Sequence[Any]) -> Iterator[Any]:
+        """Runs `sql(placeholders)` for all keys, in chunks that are filled up with their last key."""
+        at = 0
+        while at < len(keys):
+            size = next((size for size in _KEYS_SIZES if size >= len(keys) - at), _KEYS_SIZES[-1])
+            chunk = list(keys[at : at + size])
+            chunk += chunk[-1:] * (size - len(chunk))
+            yield from self._rows(sql(",".join("?" * size)), chunk)
+            at += size
+
+    def _settled(self, row: Sequence[Any]) -> SettledTask:
+        """The task of a row that begins with _SETTLED_COLUMNS."""
+        task = SettledTask(*row[: len(_SETTLED_TYPES)])
+        whole = _are(row, _SETTLED_TYPES) and abs(task.submit_time_s) < _TIME_S_MAX
+        if not (whole and task.state in _STATES and task.cursor > 0 and task.task_id > 0):
+            raise self._damaged(f"the outcome at cursor {row[0]!r} makes no sense")
+        return task
+
+    def _outcome(self, row: Sequence[Any]) -> StoredOutcome:
+        self._settled(row)
+        *settled, expire_time_s, body = row
+        if not isinstance(expire_time_s, float):
+            raise self._damaged(f"the outcome at cursor {row[0]!r} makes no sense")
+        outcome = StoredOutcome(*[*settled, None])
+        if expire_time_s <= self._now() and outcome.state != task_pb2.OUTCOME_STATE_DEAD_LETTERED:
+            return outcome  # the sweeper will delete the body
+        if body is None or isinstance(body, bytes):
+            outcome.body = body
+            return outcome
+        try:
+            if not isinstance(body, str):
+                raise ValueError("a body is bytes, or refers to them")  # noqa: TRY301, TRY004  as damage is
+            outcome.body = self._read_segment(body)
+        except (OSError, ValueError) as error:
+            if is_transient(error):
+                raise journal_schema.explain(error, self._path) from error
+            # Not if the body has been forgotten since the row was read.
+            if self._rows("SELECT 1 FROM outcome WHERE cursor = ? AND body = ?", (outcome.cursor, body)):
+                outcome.lost = f"{str(body)[:33]!r} of {self._data_dir}: {getattr(error, 'strerror', None) or error}"
+        return outcome
+
+    def _task(self, row: Sequence[Any], specs: dict[bytes | str, bytes], *, refer: bool = False) -> SubmitRecord:
+        """`specs`: those read before, by what rows hold of them. `refer`: a payload that lies in the directory of
+        payloads stays there.
+        """
+        task = SubmitRecord(*row)
+        whole = _are(row, _TASK_TYPES) and abs(task.submit_time_s) < _TIME_S_MAX
+        if not (whole and 0 < task.task_id < 1 << 53 and 0 < task.units < 1 << 32):
+            raise self._damaged(f"task {row[0]!r} makes no sense")
+        if task.spec not in specs:
+            specs[task.spec] = self._read_spec(task.spec)
+        task.spec = specs[task.spec]
+        if isinstance(task.payload, str):
+            payload: bytes | Reference | None
+            if refer and is_shared(task.payload):
+                try:
+                    payload = self.payloads.restore(task.payload)
+                except ValueError as error:
+                    raise self._damaged(f"task {task.task_id} refers to {task.payload[:100]!r}") from error
+            else:
+                payload = self._read_payload(task.payload)
+            if payload is None:
+                raise JournalError(
+                    f"The payload of task {task.task_id} is missing: its segment of {self._data_dir} is gone. Restore "
+                    f"the whole directory from a backup, or run `mgpu-master --data-dir {self._data_dir} salvage`, "
+                    "which removes such tasks and says which."
+                )
+            task.payload = payload
+        return task
+
+    def _read_spec(self, held: bytes | str) -> bytes:
+        if isinstance(held, bytes):
+            return held
+        rows = self._rows(journal_specs.SELECT, (held,))
+        if not rows or not isinstance(rows[0][0], bytes):
+            raise self._damaged(f"the spec {held[:100]!r} of a task is missing")
+        return rows[0][0]
+
+    def _damaged(self, what: str) -> JournalDamagedError:
+        return JournalDamagedError(
+            f"The journal {self._path} is damaged: {what}. Restore its directory from a backup, or run `mgpu-master "
+            f"--data-dir {self._data_dir} salvage`, which keeps what can be read and says what is gone."
+        )
+
+    def _refers_to(self, name: str) -> bool:
+        """Whether any row refers to a file of the directory of payloads."""
+        return bool(self._rows(IN_USE, (f"{name}:", f"{name};"))[0][0])
+
+    def _read_segment(self, reference: str) -> bytes:
+        """OSError, ValueError: it cannot be read; see `is_transient`."""
+        if is_shared(reference):
+            name, offset, size_bytes, head, _ = parse_reference(reference)
+            return head + read_file(self.payloads.path / name, offset, size_bytes)
+        return self._segments_read.read(reference)
+
+    def _read_payload(self, reference: str) -> bytes | None:
+        """None: its segment is gone."""
+        try:
+            return self._read_segment(reference)
+        except FileNotFoundError:
+            return None
+        except ValueError as error:
+            raise self._damaged(f"{reference[:100]!r}: {error}") from error
+        except OSError as error:
+            raise journal_schema.explain(error, self._path) from error
+
+    def size_bytes(self) -> int:
+        files = itertools.chain(self._data_dir.glob(f"{self._path.name}*"), self._segments_read.directory.glob("*"))
+        return sum(_size_bytes(file) for file in files) + self.payloads.size_bytes
+
+    def lost(self) -> Iterator[tuple[str, int, str]]:
+        """Reads everything there is. Of what can't be read: the table, the row's key, and what it is."""
+        for table, name in (("task", "task"), ("dead_letter", "dead letter"), ("outcome", "the result of task")):
+            is_outcome = table == "outcome"
+            key, columns = ("cursor", _OUTCOME_COLUMNS) if is_outcome else ("task_id", journal_schema.TASK_COLUMNS)
+            sql = f"SELECT {columns} FROM {table} o WHERE {key} > ? ORDER BY {key} LIMIT {_READ_OUTCOMES_ROWS}"
+            last = 0
+            while rows := self._rows(sql, (last,)):
+                last = rows[-1][0]
+                for row in rows:
+                    why = ""
+                    try:
+                        if is_outcome:
+                            why = self._outcome(row).lost
+                        else:
+                            self._task(row, {})
+                    except JournalFullError:  # it can't be read just now
+                        raise
+                    except JournalError as error:
+                        why = str(error).partition(". ")[0]
+                    if why:
+                        task_id, request_id = row[is_outcome : is_outcome + 2]
+                        yield table, row[0], f"{name} {task_id} (request_id {request_id!r}): {why}"
+
+    def recover_tasks(self) -> Iterator[SubmitRecord]:
+        """All unsettled tasks, in task_id order. Equal specs come as one object."""
+        specs = dict[bytes | str, bytes]()
+        last_task_id = 0
+        while True:
+            rows = self._rows(
+                f"SELECT {journal_schema.TASK_COLUMNS} FROM task WHERE task_id > ? ORDER BY task_id LIMIT ?",
+                (last_task_id, _TASKS_ROWS),
+            )
+            if not rows:
+                return
+            last_task_id = rows[-1][0]
+            for row in rows:
+                yield self._task(row, specs, refer=True)
+
+    def find_requests(self, request_ids: Sequence[str]) -> dict[str, SettledTask]:
+        def sql(placeholders: str) -> str:
+            return (
+                f"SELECT {_SETTLED_COLUMNS} FROM outcome o "
+                f"WHERE o.request_id IN ({placeholders}) AND o.request_id <> '' ORDER BY o.cursor"
+            )
+
+        # In the order of cursors: should a request_id have been used again after its time, its newest task counts.
+        return {row[2]: self._settled(row) for row in self._rows_by_keys(sql, request_ids)}
+
+    def read_settled(self, tasks: Sequence[SettledTask], bytes_max: int) -> list[StoredOutcome]:
+        outcomes: list[StoredOutcome] = []
+        bytes_read = 0
+        for task in tasks:
+            if outcomes and bytes_read >= bytes_max:
+                break
+            rows = self._rows(f"SELECT {_OUTCOME_COLUMNS} FROM outcome o WHERE o.cursor = ?", (task.cursor,))
+            outcome = StoredOutcome(**asdict(task), body=None)
+            try:
+                outcome = self._outcome(rows[0]) if rows else outcome  # else it has been forgotten since
+            except JournalDamagedError as error:  # this one is; the others are not
+                outcome.lost = str(error)
+            outcomes.append(outcome)
+            bytes_read += len(outcome.body or b"")
+        return outcomes
+
+    def request_ids(self) -> Iterator[list[str]]:
+        cursor = 0
+        while True:
+            rows = self._rows(
+                "SELECT cursor, request_id FROM outcome WHERE cursor > ? ORDER BY cursor LIMIT ?", (cursor, _TASKS_ROWS)
+            )
+            if not rows:
+                return
+            cursor = rows[-1][0]
+            yield [request_id for _, request_id in rows if request_id]
+
+    def get_outcome(self, task_id: int) -> StoredOutcome | None:
+        if task_id > _INTEGER_MAX:
+            return None
+        rows = self._rows(
+            f"SELECT {_OUTCOME_COLUMNS} FROM outcome o WHERE o.task_id = ? ORDER BY o.cursor DESC LIMIT 1", (task_id,)
+        )
+        return self._outcome(rows[0]) if rows else None
+
+    def read_outcomes(self, after_cursor: int, limit: int, bytes_max: int) -> list[StoredOutcome]:
+        outcomes: list[StoredOutcome] = []
+        bytes_read = 0
+        with self._connection() as connection:
+            rows = connection.execute(
+                f"SELECT {_OUTCOME_COLUMNS} FROM outcome o WHERE o.cursor > ? ORDER BY o.cursor LIMIT ?",
+                (after_cursor, limit),
+            )
+            for row in rows:
+                outcome = self._outcome(row)
+                outcomes.append(outcome)
+                bytes_read += len(outcome.body or b"")
+                if bytes_read >= bytes_max:
+                    break
+            rows.close()
+        return outcomes
+
+    def newest_cursor(self) -> int:
+        ((cursor,),) = self._rows("SELECT max(cursor) FROM outcome", ())
+        return int(cursor or 0)
+
+    def settings(self) -> dict[str, bytes]:
+        with self._connection() as connection:
+            return journal_schema.read_settings(connection)
+
+    def list_outcomes(
+        self,
+        *,
+        before_task_id: int,
+        limit: int,
+        states: Iterable[int],
+        queue: str,
+        kind: str,
+        model: str,
+        worker_id: str,
+        submitted_after_s: float,
+        submitted_before_s: float,
+        queues: Collection[str] | None = None,
+    ) -> list[StoredOutcome]:
+        where, parameters = _filters(
+            states, queue, kind, model, worker_id, submitted_after_s, submitted_before_s, queues
+        )
+        if before_task_id:
+            where += " AND o.task_id < ?"
+            parameters.append(before_task_id)
+        sql = f"SELECT {_OUTCOME_COLUMNS} FROM outcome o WHERE {where} ORDER BY o.task_id DESC LIMIT ?"
+        return [self._outcome(row) for row in self._rows(sql, (*parameters, limit))]
+
+    def count_outcomes(
+        self,
+        *,
+        states: Iterable[int],
+        queue: str,
+        kind: str,
+        model: str,
+        worker_id: str,
+        submitted_after_s: float,
+        submitted_before_s: float,
+        queues: Collection[str] | None = None,
+    ) -> dict[int, int]:
+        where, parameters = _filters(
+            states, queue, kind, model, worker_id, submitted_after_s, submitted_before_s, queues
+        )
+        counts = dict(self._rows(f"SELECT o.state, count(*) FROM outcome o WHERE {where} GROUP BY o.state", parameters))
+        if strange := [state for state in counts if state not in _STATES]:
+            raise self._damaged(f"there are outcomes of state {strange[0]!r}")
+        return counts
+
+    def get_dead_letters(self, task_ids: Sequence[int]) -> list[SubmitRecord]:
+        def sql(placeholders: str) -> str:
+            return f"SELECT {journal_schema.TASK_COLUMNS} FROM dead_letter WHERE task_id IN ({placeholders})"
+
+        keys = [task_id for task_id in task_ids if task_id <= _INTEGER_MAX]
+        specs = dict[bytes | str, bytes]()
+        found = {row[0]: self._task(row, specs) for row in self._rows_by_keys(sql, keys)}
+        return [found[task_id] for task_id in dict.fromkeys(task_ids) if task_id in found]
+
+    def dead_letter_queues(self) -> list[str]:
+        sql = "SELECT DISTINCT o.queue FROM dead_letter d CROSS JOIN outcome o ON o.task_id = d.task_id"
+        return [str(queue) for (queue,) in self._rows(sql, ())]
+
+    def list_dead_letters(
+        self, *, queue: str, before_task_id: int, limit: int, queues: Collection[str] | None = None
+    ) -> list[StoredOutcome]:
+        own = "" if queues is None else f" AND o.queue IN ({','.join(f'?{4 + n}' for n in range(len(queues)))})"
+        sql = (
+            f"SELECT {_OUTCOME_COLUMNS} FROM dead_letter d CROSS JOIN outcome o ON o.task_id = d.task_id "
+            f"WHERE (?1 = '' OR o.queue = ?1) AND (?2 = 0 OR d.task_id < ?2){own} ORDER BY d.task_id DESC LIMIT ?3"
+        )
+        parameters = (queue, before_task_id, limit, *sorted(queues or ()))
+        return [self._outcome(row) for row in self._rows(sql, parameters)]
+
+
+def _are(row: Sequence[Any], types: Sequence[Any]) -> bool:
+    """Whether a row's values are of these types."""
+    return all(map(isinstance, row, types))
+
+
+def _size_bytes(file: Path) -> int:
+    try:
+        return file.stat().st_size
+    except FileNotFoundError:  # deleted just now
+        return 0
+
+
+def _filters(
+    states: Iterable[int],
+    queue: str,
+    kind: str,
+    model: str,
+    worker_id: str,
+    submitted_after_s: float,
+    submitted_before_s: float,
+    queues: Collection[str] | None,
+) -> tuple[str, list[Any]]:
+    terms, parameters = [_NO_FORMER_LETTER], list[Any]()
+    wanted = sorted(states)
+    if wanted:
+        terms.append(f"o.state IN ({','.join('?' * len(wanted))})")
+        parameters += wanted
+    for column, value in (("queue", queue), ("kind", kind), ("model", model), ("worker_id", worker_id)):
+        if value:
+            terms.append(f"o.{column} = ?")
+            parameters.append(value)
+    if queues is not None:
+        terms.append(f"o.queue IN ({','.join('?' * len(queues))})")
+        parameters += sorted(queues)
+    if submitted_after_s:
+        terms.append("o.submit_time_s >= ?")
+        parameters.append(submitted_after_s)
+    if submitted_before_s:
+        terms.append("o.submit_time_s < ?")
+        parameters.append(submitted_before_s)
+    return " AND ".join(terms), parameters

@@ -1,0 +1,263 @@
+"""Large payloads and bodies, beside the database: appended to files of some 64 MiB, and referred to from its rows.
+
+SQLite would write each of their bytes twice, and copy it once more to get it there: for 1 MiB in and out, an append
+costs a fifth of the time. A row has the bytes themselves (a BLOB) or a reference (a TEXT: segment, offset, size and
+CRC), so that nothing but the reading and writing of this one column knows the difference. The bytes are on the disk
+before the transaction that refers to them. A segment that no row refers to any more is deleted whole; small indexes on
+just the references say so. Payloads and bodies have segments of their own, because they don't live equally long.
+
+On a full disk a segment must not keep the room of all that was ever in it: what no row refers to is punched out.
+"""
+
+import ctypes
+import errno
+import os
+import re
+import sqlite3
+import zlib
+from collections.abc import Sized
+from pathlib import Path
+
+from multigpu._transport.payloads import Reference
+
+from multigpu_master.journal.protocol import LargeBody
+from multigpu_master.payloads.shared_files import Payloads, reference_text
+
+LARGE_BYTES = 128 << 10  # what is as large goes into a segment
+SEGMENT_BYTES = 64 << 20  # a segment as large is closed, and the next one begun
+LIMIT_SHARE = 16  # or as large a part of the journal's limit
+PUNCHED_MAX = 64  # segments that are looked at in one step
+_KEEP_SIZE, _PUNCH_HOLE = 1, 2  # linux/falloc.h
+_PAGE_BYTES = 4096
+_REFERENCE = re.compile("[0-9a-f]{8}:[0-9a-f]{1,15}:[0-9a-f]{1,15}:[0-9a-f]{8}")
+DIRECTORY_NAME = "segments"
+
+INDEXES = """
+CREATE INDEX task_large ON task (payload) WHERE typeof(payload) = 'text';
+CREATE INDEX dead_letter_large ON dead_letter (payload) WHERE typeof(payload) = 'text';
+CREATE INDEX outcome_large ON outcome (body) WHERE typeof(body) = 'text';
+"""
+IN_USE = """
+SELECT EXISTS (SELECT 1 FROM task WHERE typeof(payload) = 'text' AND payload >= ?1 AND payload < ?2)
+  OR EXISTS (SELECT 1 FROM dead_letter WHERE typeof(payload) = 'text' AND payload >= ?1 AND payload < ?2)
+  OR EXISTS (SELECT 1 FROM outcome WHERE typeof(body) = 'text' AND body >= ?1 AND body < ?2)"""
+
+REFERRED = """
+SELECT payload FROM task WHERE typeof(payload) = 'text' AND payload >= ?1 AND payload < ?2 UNION ALL
+SELECT payload FROM dead_letter WHERE typeof(payload) = 'text' AND payload >= ?1 AND payload < ?2 UNION ALL
+SELECT body FROM outcome WHERE typeof(body) = 'text' AND body >= ?1 AND body < ?2"""
+
+
+class SegmentReader:
+    """Reads what references refer to. From any thread."""
+
+    def __init__(self, data_dir: Path) -> None:
+        self.directory = data_dir / DIRECTORY_NAME
+
+    def read(self, reference: str) -> bytes:
+        """The bytes. OSError: the segment is gone, as when the row was forgotten since it was read, or cannot be read.
+        ValueError: what is there is not what was written.
+        """
+        if not _REFERENCE.fullmatch(reference):
+            raise ValueError("it refers to no segment")
+        segment, offset, size, crc = (int(part, 16) for part in reference.split(":"))
+        fd = os.open(self.directory / f"{segment:08x}", os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            if offset + size > os.fstat(fd).st_size:
+                raise ValueError("its segment ends before")
+            data = os.pread(fd, size, offset)
+            while len(data) < size:
+                part = os.pread(fd, size - len(data), offset + len(data))
+                if not part:
+                    raise ValueError("its segment ends before")
+                data += part
+        finally:
+            os.close(fd)
+        if zlib.crc32(data) != crc:  # a disk that forgets a bit must not give a wrong result
+            raise ValueError("its bytes are not those that were written")
+        return data
+
+
+class _Appender:
+    """The open segment of one sort of data."""
+
+    def __init__(self) -> None:
+        self.fd = -1
+        self.number = 0
+        self.end = 0  # of what is written
+        self.waiting: list[bytes] = []
+        self.waiting_bytes = 0
+
+
+class Segments:
+    """Writes and deletes segments, on the journal's thread."""
+
+    def __init__(self, data_dir: Path, shared: Payloads, size_max_bytes: int) -> None:
+        self._shared = shared
+        self._segment_bytes = min(SEGMENT_BYTES, size_max_bytes // LIMIT_SHARE)
+        self._referred: list[Reference] = []  # to be synced by the next `flush`
+        self._directory = data_dir / DIRECTORY_NAME
+        self._directory.mkdir(mode=0o700, exist_ok=True)
+        sync_directory(data_dir)
+        names = "[0-9a-f]" * 8  # and nothing else that somebody may have put there
+        self._sizes = {int(path.name, 16): path.stat().st_size for path in self._directory.glob(names)}
+        self._last_number = max(self._sizes, default=0)
+        self._payloads, self._bodies = _Appender(), _Appender()
+        self._next_checked = self._next_punched = 0
+
+    @property
+    def size_bytes(self) -> int:
+        """With what lies in the directory of payloads."""
+        return sum(self._sizes.values()) + self._shared.size_bytes
+
+    @property
+    def waiting(self) -> bool:
+        """Whether `flush` has anything to do."""
+        return bool(self.waiting_bytes or self._referred)
+
+    @property
+    def waiting_bytes(self) -> int:
+        """To be written by the next `flush`."""
+        return self._payloads.waiting_bytes + self._bodies.waiting_bytes
+
+    def put_payload(self, payload: bytes | Sized) -> str:
+        """Takes a payload for the next `flush`; returns its reference."""
+        if isinstance(payload, bytes):
+            return self._put(self._payloads, payload)
+        assert isinstance(payload, Reference), "there is nothing else"
+        return self._refer(payload)
+
+    def put_body(self, body: bytes | LargeBody) -> str:
+        if isinstance(body, bytes):
+            return self._put(self._bodies, body)
+        if isinstance(body.tail, bytes):
+            return self._put(self._bodies, body.head, body.tail)
+        return self._refer(body.tail, body.head)
+
+    def _refer(self, reference: Reference, head: bytes = b"") -> str:
+        self._referred.append(reference)
+        return reference_text(reference, head)
+
+    def _put(self, appender: _Appender, *parts: bytes) -> str:
+        if appender.fd < 0 or appender.end + appender.waiting_bytes >= self._segment_bytes:
+            self._write(appender)
+            self._begin(appender)
+        crc = 0
+        for part in parts:
+            crc = zlib.crc32(part, crc)
+        offset = appender.end + appender.waiting_bytes
+        reference = f"{appender.number:08x}:{offset:x}:{sum(map(len, parts)):x}:{crc:08x}"
+        appender.waiting += parts
+        appender.waiting_bytes += sum(map(len, parts))
+        return reference
+
+    def flush(self) -> None:
+        """All that was put is on the disk when this returns. OSError: forget the references, and call `abandon`."""
+        for appender in (self._payloads, self._bodies):
+            self._write(appender)
+        if self._referred:
+            self._shared.sync(self._referred)
+            self._referred = []
+
+    def abandon(self) -> None:
+        """Forgets what was put and not flushed, or not wholly. What was flushed is closed: it may be deleted."""
+        self._referred = []
+        for appender in (self._payloads, self._bodies):
+            appender.waiting, appender.waiting_bytes = [], 0
+            if appender.fd >= 0:
+                os.ftruncate(appender.fd, appender.end)
+                if appender.end:
+                    os.close(appender.fd)
+                    appender.fd, appender.number = -1, 0
+
+    def _begin(self, appender: _Appender) -> None:
+        if appender.fd >= 0:
+            os.close(appender.fd)
+            appender.fd = -1
+        self._last_number += 1
+        path = self._directory / f"{self._last_number:08x}"
+        appender.fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        appender.number, appender.end = self._last_number, 0
+        self._sizes[appender.number] = 0
+        sync_directory(self._directory)
+
+    def _write(self, appender: _Appender) -> None:
+        if not appender.waiting:
+            return
+        for data in appender.waiting:
+            view = memoryview(data)
+            while view:
+                view = view[os.write(appender.fd, view) :]
+        os.fdatasync(appender.fd)
+        appender.end += appender.waiting_bytes
+        appender.waiting, appender.waiting_bytes = [], 0
+        self._sizes[appender.number] = appender.end
+
+    def delete_unused(self, writer: sqlite3.Connection) -> bool:
+        """Looks at one closed segment, and deletes it if no row refers to it. True if it did."""
+        closed = [n for n in self._sizes if n not in (self._payloads.number, self._bodies.number)]
+        if not closed:
+            return False
+        number = next((n for n in sorted(closed) if n >= self._next_checked), min(closed))
+        self._next_checked = number + 1
+        ((used,),) = writer.execute(IN_USE, (f"{number:08x}:", f"{number:08x};")).fetchall()
+        if used:
+            return False
+        (self._directory / f"{number:08x}").unlink()
+        del self._sizes[number]
+        return True
+
+    def punch_next(self, writer: sqlite3.Connection) -> bool:
+        """Looks at some segments, and gives back to the file system what no row refers to in one of them. True if that
+        was anything. Nothing must be waiting for `flush`.
+        """
+        numbers = sorted(self._sizes)
+        first = next((i for i, number in enumerate(numbers) if number >= self._next_punched), 0)
+        for number in [*numbers[first:], *numbers[:first]][:PUNCHED_MAX]:
+            self._next_punched = number + 1
+            if self._punch(number, writer):
+                return True
+        return False
+
+    def _punch(self, number: int, writer: sqlite3.Connection) -> bool:
+        path = self._directory / f"{number:08x}"
+        rows = writer.execute(REFERRED, (f"{number:08x}:", f"{number:08x};")).fetchall()
+        places = [reference.split(":") for (reference,) in rows]
+        used = sorted((int(offset, 16), int(size, 16)) for _, offset, size, _ in places)
+        fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+        try:
+            before = os.fstat(fd).st_blocks
+            begin = 0
+            for offset, size in [*used, (os.fstat(fd).st_size, 0)]:
+                _punch(fd, begin, offset)
+                begin = offset + size
+            return os.fstat(fd).st_blocks < before
+        finally:
+            os.close(fd)
+
+    def close(self) -> None:
+        for appender in (self._payloads, self._bodies):
+            if appender.fd >= 0:
+                os.close(appender.fd)
+                appender.fd = -1
+
+
+def _punch(fd: int, begin: int, end: int) -> None:
+    """Gives the whole pages between two offsets back to the file system, where it can take them. They read as zeros."""
+    begin, end = -(-begin // _PAGE_BYTES) * _PAGE_BYTES, end // _PAGE_BYTES * _PAGE_BYTES
+    if begin >= end:
+        return
+    fallocate = ctypes.CDLL(None, use_errno=True).fallocate64
+    if fallocate(fd, _KEEP_SIZE | _PUNCH_HOLE, ctypes.c_int64(begin), ctypes.c_int64(end - begin)):
+        code = ctypes.get_errno()
+        if code not in (errno.EOPNOTSUPP, errno.ENOSYS):
+            raise OSError(code, os.strerror(code))
+
+
+def sync_directory(directory: Path) -> None:
+    """Puts the names in it on the disk."""
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

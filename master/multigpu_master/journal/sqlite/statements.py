@@ -1,0 +1,82 @@
+"""The statements that write rows: as few as possible, each prepared once for a few sizes."""
+
+# ruff: noqa: S608  # statements are put together from this package's constants; values are always bound
+
+import bisect
+from collections.abc import Iterable, Iterator, Sequence, Sized
+from functools import cache
+from typing import Any
+
+from multigpu_master.journal.protocol import LargeBody, SettleRecord, SubmitRecord
+from multigpu_master.journal.sqlite import specs as journal_specs
+from multigpu_master.journal.sqlite.segments import LARGE_BYTES, Segments
+
+TASK_FIELDS, OUTCOME_FIELDS = 7, 13
+_ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)  # rows a statement may have
+_STATEMENT_BYTES = 1 << 20  # SQLite keeps what was last bound to a prepared statement: let it not be too much
+
+Statement = tuple[str, Sequence[Any]]
+
+
+@cache
+def _insert_sql(table: str, fields: int, rows: int) -> str:
+    row = f"({','.join('?' * fields)})"
+    # A statement that fails ends the whole transaction, so SQLite need not keep the way back to before it.
+    return f"INSERT OR ROLLBACK INTO {table} SELECT * FROM (VALUES {','.join([row] * rows)}) WHERE column1 IS NOT NULL"
+
+
+def inserts(table: str, fields: int, values: list[Any], bytes_total: int) -> Iterator[Statement]:
+    """Statements that insert these rows, given as one flat list."""
+    rows = len(values) // fields
+    rows_max = _ROWS[-1]
+    if bytes_total > _STATEMENT_BYTES:
+        rows_max = min(max(rows * _STATEMENT_BYTES // bytes_total, 1), rows_max)
+    for at in range(0, rows, rows_max):
+        chunk = values[at * fields : (at + rows_max) * fields]
+        size = _ROWS[bisect.bisect_left(_ROWS, len(chunk) // fields)]
+        chunk += [None] * (size * fields - len(chunk))
+        yield _insert_sql(table, fields, size), chunk
+
+
+@cache
+def _delete_sql(rows: int) -> str:
+    return f"DELETE FROM task WHERE task_id IN ({','.join('?' * rows)})"
+
+
+def deletes(task_ids: Sequence[int]) -> Iterator[Statement]:
+    """Statements that delete these tasks, of which some may not be there."""
+    for at in range(0, len(task_ids), _ROWS[-1]):
+        chunk = task_ids[at : at + _ROWS[-1]]
+        size = _ROWS[bisect.bisect_left(_ROWS, len(chunk))]
+        yield _delete_sql(size), [*chunk, *[None] * (size - len(chunk))]
+
+
+def task_values(records: Iterable[SubmitRecord], large: Segments | None, specs: dict[str, bytes]) -> list[Any]:
+    """The columns of `task` or `dead_letter`, flat. Large specs go to `specs`, large payloads to `large` if given."""
+    values: list[Any] = []
+    for r in records:
+        payload: bytes | Sized | str = r.payload
+        if large is not None and len(payload) >= LARGE_BYTES:
+            payload = large.put_payload(r.payload)
+        spec = journal_specs.column(r.spec, specs)
+        values += (r.task_id, r.request_id, r.partition_key, r.units, r.submit_time_s, spec, payload)
+    return values
+
+
+def outcome_values(records: Sequence[SettleRecord], first_cursor: int, large: Segments | None) -> list[Any]:
+    values: list[Any] = []
+    for cursor, r in enumerate(records, first_cursor):
+        body: bytes | LargeBody | str = r.body
+        if large is not None and len(body) >= LARGE_BYTES:
+            body = large.put_body(r.body)
+        values += (
+            cursor, r.task_id, r.request_id, r.state, r.queue, r.kind, r.model, r.worker_id,
+            r.submit_time_s, r.settle_time_s, r.expire_time_s, body, r.fingerprint,
+        )  # fmt: skip
+    return values
+
+
+def setting(key: str, value: bytes | None) -> Statement:
+    if value is None:
+        return "DELETE FROM setting WHERE key = ?", (key,)
+    return "INSERT OR REPLACE INTO setting VALUES (?, ?)", (key, value)

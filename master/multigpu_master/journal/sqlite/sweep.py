@@ -1,0 +1,137 @@
+"""Forgetting: outcomes lose their body when it expires, and their row when nobody may ask for it any more.
+
+Outcomes are looked after in zones of neighbouring cursors, each with the time at which it is worth a look again; so
+the work is in proportion to what there is to forget, with no index on expiry to keep. A step is bounded in rows and
+bytes and is taken between two commits. Emptied pages are used again by SQLite; once they are a good part of the file,
+it is cut.
+
+The newest outcome's row stays, whatever its age: it is what keeps cursors from being given twice. So does the outcome
+of a dead letter for as long as the letter is kept.
+"""
+
+# ruff: noqa: S608  # statements are put together from this package's constants; values are always bound
+
+import heapq
+import sqlite3
+from collections.abc import Callable, Sequence
+
+from multigpu_master.journal.sqlite import specs as journal_specs
+from multigpu_master.journal.sqlite.segments import Segments
+
+_ZONE_CURSORS = 1024
+_PERIOD_S = 30.0  # between two looks at one zone, at least
+_STEP_BYTES = 16 << 20  # of bodies dropped in one step
+_CUT_PAGES, _CUT_PAGES_FULL = 256, 16  # given back to the file system in one step; a full disk has room for few
+_CUT_SHARE = 0.25  # of the file has to be empty before it is cut
+_CUT_PAGES_MIN = 1024
+
+_KEPT = "EXISTS (SELECT 1 FROM dead_letter d WHERE d.task_id = outcome.task_id)"
+_DUE_S = f"""
+SELECT min(CASE WHEN body IS NULL THEN max(expire_time_s, settle_time_s + ?1) ELSE expire_time_s END)
+FROM outcome WHERE cursor BETWEEN ?2 AND ?3 AND cursor < ?4 + (body IS NOT NULL) AND NOT {_KEPT}"""
+_EXPIRED_BODIES = f"""
+SELECT cursor, length(body) FROM outcome
+WHERE cursor BETWEEN ?1 AND ?2 AND expire_time_s <= ?3 AND body IS NOT NULL AND NOT {_KEPT} ORDER BY cursor"""
+_DROP_BODIES = f"""
+UPDATE outcome SET body = NULL
+WHERE cursor BETWEEN ?1 AND ?2 AND expire_time_s <= ?3 AND body IS NOT NULL AND NOT {_KEPT}"""
+_DROP_ROWS = f"""
+DELETE FROM outcome
+WHERE cursor BETWEEN ?1 AND ?2 AND cursor < ?5 AND expire_time_s <= ?3 AND settle_time_s <= ?3 - ?4 AND NOT {_KEPT}"""
+
+
+class Sweeper:
+    """Decides what to forget and forgets it, through the writer's connection and on its thread."""
+
+    def __init__(
+        self, writer: sqlite3.Connection, segments: Segments, now: Callable[[], float], dedupe_window_s: float
+    ) -> None:
+        self._writer = writer
+        self._segments = segments
+        self._now = now
+        self._dedupe_window_s = dedupe_window_s
+        self._spec_after = ""
+        ((oldest, newest),) = writer.execute("SELECT min(cursor), max(cursor) FROM outcome").fetchall()
+        self._last_cursor: int = newest or 0
+        first_zone, self._newest_zone = (oldest or 0) // _ZONE_CURSORS, self._last_cursor // _ZONE_CURSORS
+        self._zones = [(0.0, zone) for zone in range(first_zone, self._newest_zone + 1)]  # a heap of (due_s, zone)
+
+    def note_commit(self, last_cursor: int, deleted_letters: Sequence[int]) -> None:
+        """The newest outcome is this one now, and the outcomes of these dead letters may age from now on."""
+        self._last_cursor = last_cursor
+        while self._newest_zone < last_cursor // _ZONE_CURSORS:
+            self._newest_zone += 1
+            heapq.heappush(self._zones, (self._now() + _PERIOD_S, self._newest_zone))
+        for task_id in deleted_letters:
+            for (cursor,) in self._writer.execute(
+                "SELECT cursor FROM outcome WHERE task_id = ?", (task_id,)
+            ).fetchall():
+                heapq.heappush(self._zones, (0.0, cursor // _ZONE_CURSORS))
+
+    def step(self, *, full: bool = False) -> bool:
+        """Does a little of what is due; False if nothing was. On a full disk every empty page is given back."""
+        return (
+            self._sweep_zone()
+            or self._sweep_specs()
+            or self._segments.delete_unused(self._writer)
+            or (full and self._segments.punch_next(self._writer))
+            or self._cut_file(full)
+        )
+
+    def _sweep_zone(self) -> bool:
+        now = self._now()
+        if not self._zones or self._zones[0][0] > now:
+            return False
+        _, zone = heapq.heappop(self._zones)
+        low, high = zone * _ZONE_CURSORS, (zone + 1) * _ZONE_CURSORS - 1
+        try:
+            due_s = self._due_s(low, high)
+            if due_s is not None and due_s <= now:
+                self._forget(low, high, now)
+                due_s = self._due_s(low, high)
+        except sqlite3.Error:
+            heapq.heappush(self._zones, (now + _PERIOD_S, zone))
+            raise
+        if due_s is not None and due_s <= now:  # the step was too small for it
+            heapq.heappush(self._zones, (now, zone))
+        elif due_s is not None:
+            heapq.heappush(self._zones, (max(due_s, now + _PERIOD_S), zone))
+        elif high >= self._last_cursor:  # nothing yet; the newest row is not counted
+            heapq.heappush(self._zones, (now + _PERIOD_S, zone))
+        return True
+
+    def _due_s(self, low: int, high: int) -> float | None:
+        """When there will be something to forget among these cursors; None if there are none left."""
+        parameters = (self._dedupe_window_s, low, high, self._last_cursor)
+        ((due_s,),) = self._writer.execute(_DUE_S, parameters).fetchall()
+        return None if due_s is None else float(due_s)
+
+    def _forget(self, low: int, high: int, now: float) -> None:
+        bytes_dropped = 0
+        for cursor, body_bytes in self._writer.execute(_EXPIRED_BODIES, (low, high, now)).fetchall():
+            bytes_dropped += body_bytes
+            if bytes_dropped >= _STEP_BYTES:
+                high = cursor
+                break
+        self._writer.execute("BEGIN IMMEDIATE")
+        try:
+            self._writer.execute(_DROP_ROWS, (low, high, now, self._dedupe_window_s, self._last_cursor))
+            self._writer.execute(_DROP_BODIES, (low, high, now))
+            self._writer.execute("COMMIT")
+        except sqlite3.Error:
+            if self._writer.in_transaction:
+                self._writer.execute("ROLLBACK")
+            raise
+
+    def _sweep_specs(self) -> bool:
+        deleted, self._spec_after = journal_specs.delete_unused(self._writer, self._spec_after)
+        return deleted
+
+    def _cut_file(self, full: bool) -> bool:
+        ((empty_pages,),) = self._writer.execute("PRAGMA freelist_count").fetchall()
+        ((pages,),) = self._writer.execute("PRAGMA page_count").fetchall()
+        if empty_pages < (1 if full else max(_CUT_PAGES_MIN, pages * _CUT_SHARE)):
+            return False
+        pages = _CUT_PAGES_FULL if full else _CUT_PAGES
+        self._writer.execute(f"PRAGMA incremental_vacuum({pages})").fetchall()
+        return True

@@ -1,0 +1,162 @@
+"""Large payloads and results on the wire: as references to those who share them, as bytes to all others.
+
+Whatever is large passes through here and nothing else does, so that small tasks pay nothing for it.
+"""
+
+from collections import deque
+from collections.abc import Iterable, Sequence, Sized
+
+from multigpu._transport.payloads import LARGE_BYTES, Reference, is_transient
+from multigpu.v1 import task_pb2, worker_service_pb2
+
+from multigpu_master.core import events as ev
+from multigpu_master.core.model import Lease, TaskError
+from multigpu_master.journal.protocol import LargeBody
+from multigpu_master.payloads.shared_files import BadReferenceError, Payloads
+from multigpu_master.wire.protobuf import tag, varint
+
+_RESULT_TAG = tag(task_pb2.Outcome.RESULT_FIELD_NUMBER)
+_RESULT_PLACE_TAG = tag(task_pb2.Outcome.RESULT_PLACE_FIELD_NUMBER)
+# code, message and retry_delay_s of a Rejection
+NOT_READABLE = 14, "the task has ended, but the master cannot read its outcome now; try again", 1.0
+
+
+class Peer:
+    """What a stream's peer shares with us. It may be handed references once it has shown the key."""
+
+    def __init__(self, payloads: Payloads) -> None:
+        self.shares = False
+        self._payloads = payloads
+        self._lent: deque[Reference] = deque()
+        self._lent_bytes = 0
+        self._taken = 0
+
+    def show(self, key: bytes) -> bool:
+        """The peer says what stands in KEY. False: it doesn't."""
+        self.shares = self.shares or self._payloads.shared_with(key)
+        return self.shares
+
+    def resolve(self, at: task_pb2.PayloadReference, crc: int = -1) -> Reference:
+        """What the peer refers to. BadReferenceError: not to be believed."""
+        if not self.shares:
+            raise BadReferenceError("references are for those who share the master's directory: show the payload_key")
+        return self._payloads.resolve(at.segment, at.offset, at.size, crc)
+
+    def lend(self, reference: Reference, bytes_max: int) -> bool:
+        """Whether the peer can fetch the bytes from where they lie; if so they stay there until it has."""
+        if not self.shares or self._lent_bytes + len(reference) > bytes_max:
+            return False
+        self._lent.append(reference)
+        self._lent_bytes += len(reference)
+        return True
+
+    def taken(self, count: int) -> None:
+        """The peer has so many of them, since the stream began."""
+        while self._taken < count and self._lent:
+            self._lent_bytes -= len(self._lent.popleft())
+            self._taken += 1
+
+    def gone(self) -> None:
+        """The stream has ended: what was lent is not kept for it any more. Not left to the end of this object, which
+        may be part of a cycle.
+        """
+        self.shares = False
+        self._lent.clear()
+
+
+def payload_of(given: task_pb2.TaskInput, peer: Peer | None) -> Reference:
+    """The payload that an input refers to. BadReferenceError: none."""
+    if peer is None:
+        raise BadReferenceError("a payload goes by reference on a Run stream only; send its bytes")
+    return peer.resolve(given.payload_place, given.payload_crc32 if given.HasField("payload_crc32") else -1)
+
+
+def outcome_body(own: bytes, shared: bytes, result: bytes | Reference) -> LargeBody:
+    """A serialized Outcome with a large result, which comes last."""
+    return LargeBody(b"".join((own, shared, _RESULT_TAG, varint(len(result)))), result)
+
+
+def outcome_at(body: LargeBody, reference: Reference) -> bytes:
+    """The same Outcome, with the place of its result."""
+    place = task_pb2.PayloadReference(
+        segment=reference.pin.name, offset=reference.offset, size=reference.size_bytes
+    ).SerializeToString()
+    result_head_bytes = len(_RESULT_TAG) + len(varint(len(reference)))
+    return b"".join((body.head[:-result_head_bytes], _RESULT_PLACE_TAG, varint(len(place)), place))
+
+
+def outcome_lost(body: LargeBody, error: Exception) -> bytes:
+    """The same Outcome, without its result, and with the error that says why. OSError: it is not lost, see there."""
+    if is_transient(error):
+        raise error
+    result_head_bytes = len(_RESULT_TAG) + len(varint(len(body.tail)))
+    lost = task_pb2.Outcome()
+    lost.state = task_pb2.OUTCOME_STATE_RESULT_MISSING  # of a field that comes twice the last one counts
+    lost.error.type, lost.error.message = "ResultLost", f"the task ended, but its result can't be read: {error}"
+    return body.head[:-result_head_bytes] + lost.SerializeToString()
+
+
+def readable(leases: Sequence[Lease], peer: Peer) -> tuple[list[Lease], dict[int, bytes], list[ev.Failure]]:
+    """For a peer that shares nothing: the leases whose payloads could be read, those bytes by lease_id, and what became
+    of the other leases.
+    """
+    kept: list[Lease] = []
+    read: dict[int, bytes] = {}
+    failures = []
+    for lease in leases:
+        payload = lease.task.payload
+        if isinstance(payload, Reference) and not peer.shares:
+            try:
+                read[lease.lease_id] = payload.read()
+            except OSError as error:
+                failures.append(ev.Failure(lease.lease_id, TaskError("PayloadLost", f"the payload is gone: {error}")))
+                continue
+        kept.append(lease)
+    return kept, read, failures
+
+
+def fill_payloads(batch: worker_service_pb2.LeaseBatch, leases: Sequence[Lease], read: dict[int, bytes]) -> None:
+    """Fills the payloads of a LeaseBatch, large ones among them. Its extras are filled already."""
+    extras = {extra.index: extra for extra in batch.extras}
+    for index, lease in enumerate(leases):
+        payload = lease.task.payload
+        if isinstance(payload, bytes):
+            batch.payloads.append(payload)
+            continue
+        assert isinstance(payload, Reference)
+        batch.payloads.append(read.get(lease.lease_id, b""))
+        if lease.lease_id not in read:
+            at = (extras.get(index) or batch.extras.add(index=index)).payload_place
+            at.segment, at.offset, at.size = payload.pin.name, payload.offset, payload.size_bytes
+
+
+def take_results(
+    batch: worker_service_pb2.ReportBatch, results: list[bytes | Reference], peer: Peer
+) -> dict[int, ev.Failure]:
+    """Puts the results that the batch refers to in their places. What can't be is a failure, by its place."""
+    failures: dict[int, ev.Failure] = {}
+    for result in batch.result_places:
+        index = result.index
+        if index >= len(results):
+            continue  # of no lease
+        try:
+            results[index] = peer.resolve(result.at)
+        except BadReferenceError as error:
+            failures[index] = ev.Failure(batch.succeeded_lease_ids[index], TaskError("ResultLost", str(error)))
+    return failures
+
+
+def bytes_of(value: bytes | Sized) -> bytes | Reference:
+    """What the core only knows the length of."""
+    assert isinstance(value, (bytes, Reference)), "there is nothing else"
+    return value
+
+
+def own_bytes(values: Iterable[bytes | Sized]) -> int:
+    """The bytes that lie with us, without those that are referred to."""
+    return sum([0 if isinstance(getattr(v, "tail", v), Reference) else len(v) for v in values])
+
+
+def is_large(size_bytes: int) -> bool:
+    """Whether anything of that many bytes may be among what this module is for."""
+    return size_bytes >= LARGE_BYTES

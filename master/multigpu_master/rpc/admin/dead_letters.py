@@ -1,0 +1,106 @@
+"""AdminService's calls on dead letters. Of a queue's, each takes a page."""
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import grpc
+from multigpu.v1 import admin_service_pb2 as pb
+
+from multigpu_master.core import events as ev
+from multigpu_master.core.model import Task
+from multigpu_master.driver import Driver
+from multigpu_master.journal.protocol import JournalError, SubmitRecord
+from multigpu_master.rpc import queries
+from multigpu_master.rpc.status import count_of, make_token, page_size_of, read_token, refuse
+from multigpu_master.security.auth import caller_queues
+
+LETTERS_MAX = 10_000  # that one request may name
+QUEUE_LETTERS_MAX = 1000  # of a queue, in one call
+BATCH = 16  # whose payloads are in memory together, and that are written in one transaction
+
+
+class DeadLetterCalls:
+    """See protos/multigpu/v1/admin_service.proto."""
+
+    _driver: Driver
+    _taken: set[int]  # dead letters that a call requeues or deletes now
+
+    async def ListDeadLetters(self, request: Any, context: Any) -> pb.ListDeadLettersResponse:
+        size = await page_size_of(context, request.page_size)
+        before = await read_token(context, request.page_token, "page_token") or queries.NEWEST
+        rows = await asyncio.to_thread(
+            self._driver.journal.list_dead_letters,
+            queue=request.queue, before_task_id=before, limit=size + 1, queues=caller_queues(),
+        )  # fmt: skip
+        response = pb.ListDeadLettersResponse(tasks=[queries.stored_task(r, whole=False) for r in rows[:size]])
+        if len(rows) > size:
+            response.next_page_token = make_token(rows[size - 1].task_id)
+        return response
+
+    async def RequeueDeadLetters(self, request: Any, context: Any) -> pb.RequeueDeadLettersResponse:
+        ids, token = await self._named(request, context)
+        response = pb.RequeueDeadLettersResponse(next_page_token=token)
+        for batch in queries.batched(ids, BATCH):
+            # A letter is on the disk until its task is: another call must not find it meanwhile, or it would run twice.
+            taken = {task_id for task_id in batch if task_id not in self._taken}
+            self._taken |= taken
+            try:
+                letters = await self._letters([task_id for task_id in batch if task_id in taken])
+                answers = await asyncio.gather(*[self._requeue(letter) for letter in letters])
+            finally:
+                self._taken -= taken
+            known = {letter.task_id for letter in letters}
+            response.unknown_task_ids.extend(task_id for task_id in batch if task_id not in known)
+            response.task_ids.extend(answer.task_id for answer in answers if isinstance(answer, Task))
+            for letter, answer in zip(letters, answers, strict=True):
+                if isinstance(answer, ev.Rejection):
+                    done, which = f"requeued {len(response.task_ids)} of {len(ids)}", f"dead letter {letter.task_id}"
+                    await refuse(context, grpc.StatusCode.FAILED_PRECONDITION, f"{done}; {which}: {answer.message}")
+        return response
+
+    async def DeleteDeadLetters(self, request: Any, context: Any) -> pb.DeleteDeadLettersResponse:
+        ids, token = await self._named(request, context)
+        known = set[int]()
+        taken = {task_id for task_id in ids if task_id not in self._taken}
+        self._taken |= taken
+        try:
+            for batch in queries.batched([task_id for task_id in ids if task_id in taken], BATCH):
+                known.update([letter.task_id for letter in await self._letters(batch)])
+            if known:
+                await self._delete(sorted(known), context)
+        finally:
+            self._taken -= taken
+        unknown = [task_id for task_id in ids if task_id not in known]
+        return pb.DeleteDeadLettersResponse(deleted=len(known), unknown_task_ids=unknown, next_page_token=token)
+
+    async def _delete(self, task_ids: list[int], context: Any) -> None:
+        try:
+            await self._driver.journaling.save({}, task_ids)
+        except JournalError as error:
+            await refuse(
+                context,
+                grpc.StatusCode.RESOURCE_EXHAUSTED,
+                f"done, but it may not survive a restart of the master: {error}",
+            )
+
+    async def _named(self, request: Any, context: Any) -> tuple[list[int], str]:
+        """The dead letters that a request names, one by one or by queue, and the token of the queue's next page."""
+        await count_of(context, len(request.task_ids), LETTERS_MAX, "dead letters in one call")
+        if request.task_ids or not request.queue:
+            return list(dict.fromkeys(request.task_ids)), ""
+        before = await read_token(context, request.page_token, "page_token") or queries.NEWEST
+        rows = await asyncio.to_thread(
+            self._driver.journal.list_dead_letters,
+            queue=request.queue, before_task_id=before, limit=QUEUE_LETTERS_MAX + 1,
+        )  # fmt: skip
+        ids = [row.task_id for row in rows[:QUEUE_LETTERS_MAX]]
+        return ids, make_token(ids[-1]) if len(rows) > len(ids) else ""
+
+    async def _letters(self, task_ids: Sequence[int]) -> list[SubmitRecord]:
+        return await asyncio.to_thread(self._driver.journal.get_dead_letters, task_ids)
+
+    async def _requeue(self, letter: SubmitRecord) -> Task | ev.Rejection:
+        spec = self._driver.specs.restore(letter.spec)
+        task = Task(spec, "", letter.payload, letter.partition_key, letter.units)
+        return await self._driver.submit_durably(spec, task, replaces=letter.task_id)

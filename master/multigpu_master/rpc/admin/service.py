@@ -1,0 +1,364 @@
+"""AdminService: the operator's door."""
+
+import asyncio
+import math
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import grpc
+from multigpu.v1 import admin_service_pb2 as pb
+from multigpu.v1 import task_pb2
+
+from multigpu_master.core import events as ev
+from multigpu_master.core.admission import QUEUES_MAX
+from multigpu_master.core.model import Queue, Worker
+from multigpu_master.core.placement.explain import explain
+from multigpu_master.driver import Driver
+from multigpu_master.journal.protocol import JournalError
+from multigpu_master.rpc import queries
+from multigpu_master.rpc.admin.dead_letters import DeadLetterCalls
+from multigpu_master.rpc.admin.models import ModelCalls
+from multigpu_master.rpc.admin.tokens import TokenCalls
+from multigpu_master.rpc.status import make_token, page_size_of, read_token, refuse
+from multigpu_master.security.auth import Gate, caller_queues
+from multigpu_master.settings import breaker_setting, queue_setting, worker_message, worker_setting
+from multigpu_master.strategies.registry import canonical_name
+from multigpu_master.telemetry.process_memory import resident_bytes
+from multigpu_master.wire import messages as wire
+from multigpu_master.wire import models as wire_models
+
+# How often WatchWorkers tells of changes, and of how many workers in one message.
+WATCH_INTERVAL_S = 0.25
+WATCH_CHUNK = 64
+# A page of workers ends behind the one that makes it larger. A worker may say 128 KiB of itself, and as much of its
+# models.
+PAGE_BYTES = 4 << 20
+
+
+class AdminService(TokenCalls, ModelCalls, DeadLetterCalls):
+    """See protos/multigpu/v1/admin_service.proto."""
+
+    def __init__(self, driver: Driver, version: str, gate: Gate | None = None) -> None:
+        self._driver = driver
+        self._gate = gate
+        self._core = driver.core
+        self._version = version
+        self._start_s = driver.now()
+        self._taken = set()
+
+    # --- workers -----------------------------------------------------------------------------------------------------
+
+    async def ListWorkers(self, request: Any, context: Any) -> pb.ListWorkersResponse:
+        size = await page_size_of(context, request.page_size)
+        start = await read_token(context, request.page_token, "page_token")
+        workers = sorted(self._core.fleet.workers.values(), key=lambda w: w.worker_id)
+        response = pb.ListWorkersResponse()
+        size_bytes = 0
+        end_s = time.monotonic() + queries.SLICE_S
+        for worker in workers[start : start + size]:
+            if time.monotonic() > end_s:
+                end_s = await queries.pause()
+            if size_bytes > PAGE_BYTES:
+                break
+            message = worker_message(worker)
+            size_bytes += message.ByteSize()
+            response.workers.append(message)
+        end = start + len(response.workers)
+        if end < len(workers):
+            response.next_page_token = make_token(end)
+        return response
+
+    async def WatchWorkers(self, request: Any, context: Any) -> None:
+        workers = self._core.fleet.workers
+        sent: dict[str, tuple[Worker, int]] = {}
+        while True:
+            changed = self._driver.watchers.workers
+            response = pb.WatchWorkersResponse(removed_worker_ids=[i for i in sent if i not in workers])
+            for worker_id in response.removed_worker_ids:
+                del sent[worker_id]
+            for worker in sorted(workers.values(), key=lambda w: w.worker_id):
+                now = worker, worker.version
+                if sent.get(worker.worker_id) != now:
+                    sent[worker.worker_id] = now
+                    response.workers.append(worker_message(worker))
+                    if len(response.workers) == WATCH_CHUNK:
+                        await context.write(response)  # the scheduler goes on meanwhile
+                        response = pb.WatchWorkersResponse()
+            await context.write(response)
+            # Every heartbeat is a change: of a large fleet many are told of together.
+            await asyncio.sleep(WATCH_INTERVAL_S)
+            await changed.wait()
+
+    async def CordonWorker(self, request: Any, context: Any) -> pb.CordonWorkerResponse:
+        event = ev.Cordon(request.worker_id, request.reason[:1024])
+        return pb.CordonWorkerResponse(worker=await self._change_worker(context, request.worker_id, event))
+
+    async def UncordonWorker(self, request: Any, context: Any) -> pb.UncordonWorkerResponse:
+        event = ev.Uncordon(request.worker_id)
+        return pb.UncordonWorkerResponse(worker=await self._change_worker(context, request.worker_id, event))
+
+    async def DrainWorker(self, request: Any, context: Any) -> pb.DrainWorkerResponse:
+        deadline_s = None
+        if request.HasField("timeout"):
+            timeout_s = wire.seconds_of(request.timeout)
+            if timeout_s < 0:
+                await refuse(
+                    context, grpc.StatusCode.INVALID_ARGUMENT, f"timeout is {timeout_s:g} s; it can't be negative"
+                )
+            deadline_s = self._driver.now() + timeout_s
+        event = ev.Drain(request.worker_id, deadline_s)
+        return pb.DrainWorkerResponse(worker=await self._change_worker(context, request.worker_id, event))
+
+    async def ForgetWorker(self, request: Any, context: Any) -> pb.ForgetWorkerResponse:
+        worker = await self._known_worker(context, request.worker_id)
+        if worker.session:
+            await refuse(
+                context,
+                grpc.StatusCode.FAILED_PRECONDITION,
+                f"worker {request.worker_id!r} is connected; stop its daemon first",
+            )
+        self._driver.handle(ev.Forget(request.worker_id))
+        return pb.ForgetWorkerResponse()
+
+    async def ReloadHandlers(self, request: Any, context: Any) -> pb.ReloadHandlersResponse:
+        worker = await self._known_worker(context, request.worker_id)
+        if not worker.session or not worker.handlers:
+            why = "tells of no handlers: it has none, or is of an older version" if worker.session else "is lost"
+            await refuse(context, grpc.StatusCode.FAILED_PRECONDITION, f"worker {request.worker_id!r} {why}")
+        self._driver.reload_handlers(worker.session)
+        return pb.ReloadHandlersResponse(worker=worker_message(worker))
+
+    async def _known_worker(self, context: Any, worker_id: str) -> Any:
+        worker = self._core.fleet.workers.get(worker_id)
+        if worker is None:
+            known = ", ".join(sorted(self._core.fleet.workers)[:10]) or "none"
+            await refuse(context, grpc.StatusCode.NOT_FOUND, f"no worker {worker_id!r}; known: {known}")
+        return worker
+
+    async def _change_worker(self, context: Any, worker_id: str, event: ev.Event) -> pb.Worker:
+        """Tells the core, and answers once the worker's cordon is on the disk, by when it may have been forgotten."""
+        worker = await self._known_worker(context, worker_id)
+        self._driver.handle(event)
+        await self._save(context, worker_setting(worker))
+        return worker_message(worker)
+
+    async def _save(self, context: Any, settings: dict[str, bytes | None]) -> None:
+        try:
+            await self._driver.journaling.save(settings)
+        except JournalError as error:
+            await refuse(
+                context,
+                grpc.StatusCode.RESOURCE_EXHAUSTED,
+                f"done, but it may not survive a restart of the master: {error}",
+            )
+
+    # --- strategy and queues -----------------------------------------------------------------------------------------
+
+    async def GetStrategy(self, request: Any, context: Any) -> pb.GetStrategyResponse:
+        core = self._core
+        queues = caller_queues()
+        visible = queues is None or request.queue in queues
+        queue = (core.queues.get(request.queue) if visible else None) or Queue(request.queue)
+        response = pb.GetStrategyResponse(
+            strategy=core.strategy_of(queue).name, inherited=bool(request.queue) and not queue.strategy
+        )
+        for s in core.strategies.values():
+            response.available.add(name=s.name, summary=s.summary, aliases=s.aliases)
+        return response
+
+    async def SetStrategy(self, request: Any, context: Any) -> pb.SetStrategyResponse:
+        core = self._core
+        name = canonical_name(request.strategy, core.strategies)
+        if request.queue and not request.strategy:
+            name = ""
+        if name is None or (not name and not request.queue):
+            await refuse(
+                context,
+                grpc.StatusCode.INVALID_ARGUMENT,
+                f"no strategy {request.strategy!r}; there are: {', '.join(sorted(core.strategies))}",
+            )
+        assert name is not None, "refused above"
+        if request.queue:
+            await self._admit_queue(context, request.queue)
+        self._driver.handle(ev.SetStrategy(name, request.queue))
+        if request.queue:
+            await self._save(context, queue_setting(core.queue(request.queue)))
+        else:
+            await self._save(context, {"strategy": name.encode()})
+        return pb.SetStrategyResponse(
+            strategy=core.strategy_of(core.queue(request.queue or "default")).name if request.queue else name
+        )
+
+    async def ListQueues(self, request: Any, context: Any) -> pb.ListQueuesResponse:
+        size = await page_size_of(context, request.page_size)
+        start = await read_token(context, request.page_token, "page_token")
+        queues = caller_queues()
+        found = {name for name, queue in self._core.queues.items() if not queue.idle}
+        found.update(await asyncio.to_thread(self._driver.journal.dead_letter_queues))
+        names = sorted(found if queues is None else queues & found)
+        page = names[start : start + size]
+        heads = await self._heads(page)
+        response = pb.ListQueuesResponse(queues=[self._queue(n, heads) for n in page])
+        if start + size < len(names):
+            response.next_page_token = make_token(start + size)
+        return response
+
+    async def _heads(self, names: Sequence[str]) -> dict[str, float]:
+        """When the oldest queued task of each of these queues was submitted. The event loop goes on meanwhile."""
+        heads = dict.fromkeys(names, math.inf)
+        began_s = time.monotonic()
+        for lane in list(self._core.lanes.by_key.values()):
+            name = lane.queue.name
+            if name in heads and (head := lane.head()) is not None:
+                heads[name] = min(heads[name], head.submit_s)
+            if time.monotonic() > began_s + queries.SLICE_S:
+                await asyncio.sleep(0)
+                began_s = time.monotonic()
+        return heads
+
+    async def _told(self, name: str) -> pb.Queue:
+        return self._queue(name, await self._heads([name]))
+
+    def _queue(self, name: str, heads: dict[str, float]) -> pb.Queue:
+        queue = self._core.queues.get(name) or Queue(name)
+        message = pb.Queue(
+            queue=name,
+            paused=queue.paused,
+            strategy=queue.strategy,
+            queued=queue.queued,
+            queued_bytes=queue.queued_bytes,
+            leased=queue.leased,
+        )
+        message.limits.tasks_max, message.limits.bytes_max = queue.tasks_max, queue.bytes_max
+        if heads[name] < math.inf:
+            message.oldest_age.CopyFrom(wire.duration(max(0.0, self._driver.now() - heads[name])))
+        return message
+
+    async def PauseQueue(self, request: Any, context: Any) -> pb.PauseQueueResponse:
+        await self._configure(context, ev.ConfigureQueue(request.queue, paused=True))
+        return pb.PauseQueueResponse(queue=await self._told(request.queue))
+
+    async def ResumeQueue(self, request: Any, context: Any) -> pb.ResumeQueueResponse:
+        await self._configure(context, ev.ConfigureQueue(request.queue, paused=False))
+        return pb.ResumeQueueResponse(queue=await self._told(request.queue))
+
+    async def SetQueueLimits(self, request: Any, context: Any) -> pb.SetQueueLimitsResponse:
+        limits = request.limits
+        await self._configure(
+            context, ev.ConfigureQueue(request.queue, tasks_max=limits.tasks_max, bytes_max=limits.bytes_max)
+        )
+        return pb.SetQueueLimitsResponse(queue=await self._told(request.queue))
+
+    async def _configure(self, context: Any, event: ev.ConfigureQueue) -> None:
+        if not event.queue:
+            await refuse(context, grpc.StatusCode.INVALID_ARGUMENT, 'queue is missing; the usual one is "default"')
+        await self._admit_queue(context, event.queue)
+        self._driver.handle(event)
+        await self._save(context, queue_setting(self._core.queue(event.queue)))
+
+    async def _admit_queue(self, context: Any, name: str) -> None:
+        """INVALID_ARGUMENT: no task could be in such a queue. RESOURCE_EXHAUSTED: there are too many."""
+        core = self._core
+        try:
+            wire_models.plain_name("queue", name)
+        except wire.InvalidTaskError as error:
+            await refuse(context, grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        if len(name.encode()) > wire.NAME_BYTES_MAX:
+            await refuse(
+                context,
+                grpc.StatusCode.INVALID_ARGUMENT,
+                f"a queue's name has at most {wire.NAME_BYTES_MAX} bytes",
+            )
+        if name not in core.queues and len(core.queues) >= QUEUES_MAX and not core.prune_queues():
+            await refuse(
+                context,
+                grpc.StatusCode.RESOURCE_EXHAUSTED,
+                f"there are {QUEUES_MAX} queues with tasks or rules already; use one of them",
+            )
+
+    # --- the circuit breaker -----------------------------------------------------------------------------------------
+
+    async def ResetBreaker(self, request: Any, context: Any) -> pb.ResetBreakerResponse:
+        self._driver.handle(ev.ResetBreaker())
+        await self._save(context, breaker_setting(self._core.quarantine.breaker.tripped_s))
+        return pb.ResetBreakerResponse(breaker=self._breaker())
+
+    def _breaker(self) -> pb.Breaker:
+        quarantine = self._core.quarantine
+        breaker = quarantine.breaker
+        message = pb.Breaker(
+            tripped=bool(breaker.tripped_s),
+            quarantines=breaker.count(self._driver.now()),
+            quarantines_max=breaker.most(quarantine.devices()),
+        )
+        if breaker.tripped_s:
+            wire.set_time(message.trip_time, breaker.tripped_s)
+        return message
+
+    # --- looking -----------------------------------------------------------------------------------------------------
+
+    async def GetStats(self, request: Any, context: Any) -> pb.GetStatsResponse:
+        core, c = self._core, self._core.counters
+        active = len(core.fleet.sessions)
+        return pb.GetStatsResponse(
+            version=self._version,
+            start_time=wire.timestamp(self._start_s),
+            queued=core.unsettled - core.leased,
+            leased=core.leased,
+            submitted=c.submitted,
+            succeeded=c.succeeded,
+            failed=c.failed,
+            cancelled=c.cancelled,
+            expired=c.expired,
+            dead_lettered=c.dead_lettered,
+            requeued=c.requeued,
+            stale_reports=c.stale_reports,
+            workers_active=active,
+            workers_lost=len(core.fleet.workers) - active,
+            journal_bytes=self._driver.journal.size_bytes(),
+            journal_writable=self._driver.journaling.writable,
+            memory_bytes=resident_bytes(),
+            strategy=core.strategy,
+            outcomes_retained=sum(
+                (await asyncio.to_thread(self._driver.journal.count_outcomes, **queries.EVERYTHING)).values()
+            ),
+            breaker=self._breaker(),
+            # Last: what comes before it takes time.
+            server_time=wire.timestamp(time.time()),
+        )
+
+    async def Explain(self, request: Any, context: Any) -> pb.ExplainResponse:
+        task = self._core.tasks.get(request.task_id)
+        stored = None
+        if task is None:
+            stored = await asyncio.to_thread(self._driver.journal.get_outcome, request.task_id)
+        queues = caller_queues()
+        if task is None or (queues is not None and task.spec.queue not in queues):
+            if stored is None or (queues is not None and stored.queue not in queues):
+                await refuse(
+                    context,
+                    grpc.StatusCode.NOT_FOUND,
+                    f"no task {request.task_id}: it was never submitted, or its result_ttl is over",
+                )
+            assert stored is not None, "refused above"
+            message = queries.stored_task(stored, whole=False)
+            state = task_pb2.OutcomeState.Name(message.outcome.state).removeprefix("OUTCOME_STATE_")
+            why = f": {message.outcome.error.message}" if message.outcome.error.message else ""
+            where = f" on {message.outcome.worker_id}" if message.outcome.worker_id else ""
+            return pb.ExplainResponse(summary=f"{state}{where} after {message.attempts} attempt(s){why}", task=message)
+        told = explain(self._core, task, self._driver.now())
+        response = pb.ExplainResponse(
+            summary=told.summary, strategy=told.strategy, task=queries.live_task(self._driver, task, whole=False)
+        )
+        if told.ahead is not None:
+            response.ahead = told.ahead
+        for c in told.candidates:
+            response.candidates.add(
+                worker_id=c.worker.worker_id,
+                excluded_by=c.excluded_by,
+                rank=c.rank,
+                score=c.score,
+                score_meaning=told.score_meaning,
+            )
+        return response

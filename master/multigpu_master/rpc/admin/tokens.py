@@ -1,0 +1,115 @@
+"""AdminService's calls about tokens."""
+
+from typing import Any
+
+import grpc
+from multigpu.v1 import admin_service_pb2 as pb
+
+from multigpu_master.driver import Driver
+from multigpu_master.journal.protocol import JournalError
+from multigpu_master.rpc.status import make_token, page_size_of, read_token, refuse
+from multigpu_master.security.auth import Gate
+from multigpu_master.security.tokens import ADMIN, Token, Tokens
+from multigpu_master.wire import messages as wire
+
+_ROLES = {
+    pb.ROLE_SUBMIT: "submit",
+    pb.ROLE_READ: "read",
+    pb.ROLE_WORKER: "worker",
+    pb.ROLE_ADMIN: "admin",
+}
+_NUMBERS = {name: number for number, name in _ROLES.items()}
+NO_TOKENS = (
+    "this master runs without tokens, and everybody who reaches it may do everything: start it with --require-tokens"
+)
+
+
+class TokenCalls:
+    """See protos/multigpu/v1/admin_service.proto."""
+
+    _driver: Driver
+    _gate: Gate | None
+
+    async def CreateToken(self, request: Any, context: Any) -> pb.CreateTokenResponse:
+        _, tokens = await self._tokens(context)
+        try:
+            token, secret = tokens.make(
+                request.name,
+                [_ROLES.get(r, str(r)) for r in request.roles],
+                request.queues,
+                request.worker_ids,
+                ttl_s=wire.seconds_of(request.ttl) if request.HasField("ttl") else None,
+                tasks_per_s=request.task_rate,
+                calls_max=request.calls_max,
+            )
+        except ValueError as error:
+            await refuse(context, grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        try:
+            await self._driver.journaling.save(token.setting())
+        except JournalError as error:
+            self._driver.journaling.remember(dict.fromkeys(token.setting()))  # it may be written yet
+            await refuse(context, grpc.StatusCode.RESOURCE_EXHAUSTED, f"no token was made: {error}")
+        tokens.add(token)
+        return pb.CreateTokenResponse(token=_message(token), secret=secret)
+
+    async def ListTokens(self, request: Any, context: Any) -> pb.ListTokensResponse:
+        _, tokens = await self._tokens(context)
+        size = await page_size_of(context, request.page_size)
+        start = await read_token(context, request.page_token, "page_token")
+        good = tokens.good()
+        response = pb.ListTokensResponse(tokens=[_message(t) for t in good[start : start + size]])
+        if start + size < len(good):
+            response.next_page_token = make_token(start + size)
+        return response
+
+    async def RevokeToken(self, request: Any, context: Any) -> pb.RevokeTokenResponse:
+        gate, tokens = await self._tokens(context)
+        if [t.token_id for t in tokens.good() if ADMIN in t.roles] == [request.token_id]:
+            await refuse(
+                context,
+                grpc.StatusCode.FAILED_PRECONDITION,
+                f"{request.token_id} is the last token of an administrator, so it was not revoked: nobody could make "
+                "another. Make one first (`mgpuctl tokens create NAME --role admin`), and revoke this one with that",
+            )
+        token = gate.revoke(request.token_id)
+        if token is None:
+            await refuse(
+                context,
+                grpc.StatusCode.NOT_FOUND,
+                f"no token {request.token_id!r}; `mgpuctl tokens list` shows them",
+            )
+        assert token is not None, "refused above"
+        try:
+            await self._driver.journaling.save(dict.fromkeys(token.setting()))
+        except JournalError as error:
+            await refuse(
+                context,
+                grpc.StatusCode.RESOURCE_EXHAUSTED,
+                f"revoked, but it may be good again after a restart of the master: {error}; revoke it again then",
+            )
+        return pb.RevokeTokenResponse(token=_message(token))
+
+    async def _tokens(self, context: Any) -> tuple[Gate, Tokens]:
+        gate = self._gate
+        if gate is None or gate.tokens is None:
+            await refuse(context, grpc.StatusCode.FAILED_PRECONDITION, NO_TOKENS)
+        assert gate is not None, "refused above"
+        assert gate.tokens is not None, "refused above"
+        return gate, gate.tokens
+
+
+def _message(token: Token) -> pb.Token:
+    message = pb.Token(
+        token_id=token.token_id,
+        name=token.name,
+        roles=[_NUMBERS[r] for r in sorted(token.roles)],
+        queues=sorted(token.queues or ()),
+        worker_ids=token.worker_ids,
+        task_rate=token.tasks_per_s,
+        calls_max=token.calls_max,
+        calls=len(token.calls),
+    )
+    wire.set_time(message.create_time, token.create_s)
+    if token.expire_s is not None:
+        wire.set_time(message.expire_time, token.expire_s)
+    return message

@@ -1,0 +1,117 @@
+"""What waits to be sent on one stream. The frame under construction is the queue: whatever piles up while the last
+write was in flight goes out together. No timer, no added latency when idle.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+from multigpu_master.payloads.messages import Peer
+
+FRAME_BYTES = 4 << 20
+FRAME_ITEMS = 2048
+
+F = TypeVar("F")
+
+
+class StreamClosedError(Exception):
+    """The stream ends from our side; `code` is a grpc.StatusCode's name."""
+
+    def __init__(self, code: str, reason: str) -> None:
+        super().__init__(reason)
+        self.code = code
+
+
+class Outbox(Generic[F]):
+    """Frames of one type for one stream: fill `room_for(...)`, and the stream's writer takes them by `next`."""
+
+    def __init__(self, frame_type: Callable[[], F], peer: Peer) -> None:
+        self.peer = peer
+        self._type = frame_type
+        self._full: deque[tuple[F, int]] = deque()
+        self._open = frame_type()
+        self._open_items = 0
+        self._open_bytes = 0
+        self._wake: asyncio.Future[None] | None = None
+        self._drained = asyncio.Event()
+        self._drained.set()
+        self._end: StreamClosedError | None = None
+        self.bytes = 0  # of all that waits
+        # By task_id, the first partial output to send: the peer had those before it from an earlier master.
+        self.partials_from: dict[int, int] = {}
+        self._owed = 0  # outcomes that the peer still waits for
+        self._settled_up = asyncio.Event()
+        self.on_abort: Callable[[StreamClosedError], None] | None = None
+
+    def room_for(self, size: int, items: int = 1) -> F:
+        """The frame to add items to, of this many bytes together."""
+        if self._open_items and (self._open_items >= FRAME_ITEMS or self._open_bytes + size > FRAME_BYTES):
+            self._full.append((self._open, self._open_bytes))
+            self._open = self._type()
+            self._open_items = self._open_bytes = 0
+        self._open_items += items
+        self._open_bytes += size
+        self.bytes += size
+        wake = self._wake
+        if wake is not None and not wake.done():
+            wake.set_result(None)
+        return self._open
+
+    async def next(self) -> F:
+        """The next frame to write. StreamClosedError: the stream is to end."""
+        while True:
+            if self._full:
+                frame, size = self._full.popleft()
+                break
+            if self._open_items:
+                frame, size = self._open, self._open_bytes
+                self._open = self._type()
+                self._open_items = self._open_bytes = 0
+                break
+            if self._end is not None:
+                raise self._end
+            self._wake = asyncio.get_running_loop().create_future()
+            await self._wake
+            self._wake = None
+        self.bytes -= size
+        if not self._drained.is_set():
+            self._drained.set()
+        return frame
+
+    def finish(self) -> None:
+        """Ends the stream, well, once what waits is sent."""
+        self._end = StreamClosedError("OK", "")
+        if self._wake is not None and not self._wake.done():
+            self._wake.set_result(None)
+
+    def abort(self, code: str, reason: str) -> None:
+        """Ends the stream at once; what waits is dropped."""
+        self._full.clear()
+        self._open = self._type()
+        self._open_items = self._open_bytes = self.bytes = 0
+        self._drained.set()
+        if self.on_abort is not None:
+            self.on_abort(StreamClosedError(code, reason))
+
+    @property
+    def owed(self) -> int:
+        """Outcomes that the peer still waits for."""
+        return self._owed
+
+    def owe(self, count: int) -> None:
+        """Notes that the peer waits for this many outcomes more, or, below zero, fewer."""
+        self._owed += count
+        if self._owed <= 0:
+            self._settled_up.set()
+
+    async def settled_up(self) -> None:
+        """Waits until the peer waits for nothing any more."""
+        self._settled_up.clear()
+        await self._settled_up.wait()
+
+    async def below(self, limit_bytes: int) -> None:
+        """Waits until no more than this waits."""
+        while self.bytes > limit_bytes:
+            self._drained.clear()
+            await self._drained.wait()

@@ -1,0 +1,25 @@
+"""The master's part of a sampled task's trace, made once the task has settled: it waited, then it was in a worker's
+hands.
+"""
+
+from multigpu.daemon.telemetry import span_from
+
+from multigpu_master.core.model import Task
+
+
+def record_spans(task: Task) -> None:
+    """Makes the spans of a settled task that carries a trace context."""
+    outcome, extra = task.outcome, task.extra
+    assert outcome is not None, "it is settled"
+    assert extra is not None, "it carries a trace context"
+    dispatch_s = outcome.dispatch_s or outcome.finish_s
+    attributes = {"multigpu.task_id": task.task_id, "multigpu.kind": task.spec.kind, "multigpu.queue": task.spec.queue}
+    span_from(extra.traceparent, "multigpu.queue", _ns(task.submit_s), _ns(dispatch_s), attributes)
+    if outcome.dispatch_s:
+        more = {**attributes, "multigpu.worker_id": outcome.worker_id, "multigpu.attempt": task.attempts}
+        error = outcome.error.message if outcome.error is not None else ""
+        span_from(extra.traceparent, "multigpu.attempt", _ns(dispatch_s), _ns(outcome.finish_s), more, error=error)
+
+
+def _ns(seconds: float) -> int:
+    return int(seconds * 1e9)

@@ -1,0 +1,173 @@
+"""Specs of tasks: validated, and interned, so that equal ones are one object, however many frames carry them."""
+
+import math
+import weakref
+import zlib
+from collections import Counter
+from collections.abc import Callable, Mapping
+
+from google.protobuf.message import DecodeError
+from multigpu.v1 import task_pb2
+
+from multigpu_master.core.model import Spec
+from multigpu_master.journal.protocol import JournalError
+from multigpu_master.wire import models as wire_models
+from multigpu_master.wire.messages import ATTEMPTS_MAX, MODEL_BYTES_MAX, NAME_BYTES_MAX, InvalidTaskError, seconds_of
+
+PRIORITY_DEFAULT, ATTEMPTS_DEFAULT = 3, 3
+DURABLE_TTL_S, EPHEMERAL_TTL_S = 86_400.0, 300.0
+PARAMETERS_MAX, PARAMETERS_BYTES_MAX = 64, 64 << 10
+# The limit of tasks bounds the memory of smaller specs. Larger ones of one queue have this many bytes in all.
+SMALL_BYTES = 1 << 10
+LARGE_BYTES_MAX = 64 << 20
+
+
+class SpecsFullError(Exception):
+    """There are too many different large specs; the message says what to do."""
+
+
+class SpecReader:
+    """Validates TaskSpec messages and interns them.
+
+    Deadlines are by the clocks of clients and hosts: `skew` says what to add to one now, to have it by the master's. As
+    long as a spec lives, its deadline stays.
+    """
+
+    def __init__(self, result_ttl_max_s: float = math.inf, skew: Callable[[], float] = lambda: 0.0) -> None:
+        self._specs: weakref.WeakValueDictionary[bytes, Spec] = weakref.WeakValueDictionary()
+        self._messages: weakref.WeakKeyDictionary[Spec, task_pb2.TaskSpec] = weakref.WeakKeyDictionary()
+        self._result_ttl_max_s = result_ttl_max_s
+        self._large_bytes: Counter[str] = Counter()  # of the large specs that live, by queue
+        self._skew = skew
+
+    def read(self, message: task_pb2.TaskSpec) -> Spec:
+        """The Spec for a message. InvalidTaskError: it makes no sense. SpecsFullError: too many are large."""
+        wire = message.SerializeToString(deterministic=True)
+        spec = self._specs.get(wire)
+        if spec is None:
+            _name("content_type", message.content_type, NAME_BYTES_MAX)
+            wire_models.plain_spec(message)
+            spec = _spec(message, wire, self._skew())
+            # Not of what a journal holds: masters of before took it.
+            both = message.HasField("backoff_initial") and message.HasField("backoff_max")
+            if both and seconds_of(message.backoff_max) < spec.backoff_initial_s:
+                raise InvalidTaskError(
+                    f"backoff_max is {seconds_of(message.backoff_max):g} s; it must be at least backoff_initial, "
+                    f"which is {spec.backoff_initial_s:g} s"
+                )
+            if spec.result_ttl_s > self._result_ttl_max_s:
+                raise InvalidTaskError(
+                    f"result_ttl is {spec.result_ttl_s:g} s; at most {self._result_ttl_max_s:g} s are allowed "
+                    "(the master's result_ttl_max_s)"
+                )
+            if len(wire) > SMALL_BYTES and self._large_bytes[spec.queue] + len(wire) > LARGE_BYTES_MAX:
+                raise SpecsFullError(
+                    f"the different parameters and labels of tasks in queue {spec.queue!r} take {LARGE_BYTES_MAX} "
+                    "bytes already: share parameters among tasks, put data in payloads, or try again later"
+                )
+            self._keep(spec)
+        return spec
+
+    def _keep(self, spec: Spec) -> None:
+        self._specs[spec.wire] = spec
+        size = len(spec.wire)
+        if size > SMALL_BYTES:
+            self._large_bytes[spec.queue] += size
+            weakref.finalize(spec, self._dropped, spec.queue, size).atexit = False
+
+    def _dropped(self, queue: str, size: int) -> None:
+        self._large_bytes[queue] -= size
+        if not self._large_bytes[queue]:
+            del self._large_bytes[queue]
+
+    def restore(self, wire: bytes) -> Spec:
+        """The Spec for bytes from the journal. JournalError: they are damaged."""
+        spec = self._specs.get(wire)
+        if spec is not None:
+            return spec
+        try:
+            spec = _spec(task_pb2.TaskSpec.FromString(wire), wire, self._skew())
+        except (DecodeError, InvalidTaskError) as error:
+            raise JournalError(
+                f"The journal holds a task whose spec is damaged ({error}). Restore the data directory from a backup, "
+                "or give another --data-dir."
+            ) from error
+        self._keep(spec)
+        return spec
+
+    def message(self, spec: Spec) -> task_pb2.TaskSpec:
+        """The message for a Spec, to be copied from and not changed."""
+        message = self._messages.get(spec)
+        if message is None:
+            message = self._messages[spec] = task_pb2.TaskSpec.FromString(spec.wire)
+        return message
+
+
+def _spec(m: task_pb2.TaskSpec, wire: bytes, skew_s: float) -> Spec:
+    _name("kind", m.kind, NAME_BYTES_MAX)
+    if not m.kind:
+        raise InvalidTaskError('kind is missing; name what is to run, for example "embed"')
+    _name("model", m.model, MODEL_BYTES_MAX)
+    _name("queue", m.queue, NAME_BYTES_MAX)
+    if not 0 <= m.priority <= 5:
+        raise InvalidTaskError(
+            f"priority {m.priority} is out of range; use 1 (served first) to 5, or 0 for {PRIORITY_DEFAULT}"
+        )
+    if not 0 <= m.attempts_max <= ATTEMPTS_MAX:
+        raise InvalidTaskError(f"attempts_max {m.attempts_max} is out of range; use 1 to {ATTEMPTS_MAX}")
+    _mapping("parameters", m.parameters)
+    _mapping("required_labels", m.required_labels)
+    if m.durability not in task_pb2.Durability.values():
+        raise InvalidTaskError(f"durability {m.durability} is unknown; use DURABLE or EPHEMERAL")
+    durable = m.durability != task_pb2.DURABILITY_EPHEMERAL
+    initial_s = _timeout(m, "backoff_initial", 0.1)
+    max_s = _timeout(m, "backoff_max", 30.0)
+    assert initial_s is not None, "it has a default"
+    assert max_s is not None, "it has a default"
+    ttl_s = _timeout(m, "result_ttl", DURABLE_TTL_S if durable else EPHEMERAL_TTL_S)
+    assert ttl_s is not None, "it has a default"
+    same = task_pb2.TaskSpec(kind=m.kind, model=m.model, content_type=m.content_type, parameters=m.parameters)
+    return Spec(
+        kind=m.kind,
+        model=m.model,
+        queue=m.queue or "default",
+        priority=m.priority or PRIORITY_DEFAULT,
+        labels=tuple(sorted(m.required_labels.items())),
+        memory_bytes=m.required_device_memory_bytes,
+        deadline_s=seconds_of(m.deadline) + skew_s if m.HasField("deadline") else None,
+        queue_timeout_s=_timeout(m, "queue_timeout", None),
+        run_timeout_s=_timeout(m, "run_timeout", None),
+        attempts_max=m.attempts_max or ATTEMPTS_DEFAULT,
+        backoff_initial_s=initial_s,
+        backoff_max_s=max(initial_s, max_s),
+        durable=durable,
+        result_ttl_s=ttl_s,
+        wait_for_worker=m.wait_for_worker,
+        identity=zlib.crc32(same.SerializeToString(deterministic=True)) >> 1,
+        wire=wire,
+    )
+
+
+def _timeout(m: task_pb2.TaskSpec, field: str, default: float | None) -> float | None:
+    if not m.HasField(field):
+        return default
+    value = seconds_of(getattr(m, field))
+    if not value > 0 or not math.isfinite(value):
+        raise InvalidTaskError(f"{field} is {value:g} s; it must be above zero, or absent")
+    return value
+
+
+def _name(field: str, value: str, bytes_max: int) -> None:
+    size = len(value.encode())
+    if size > bytes_max:
+        raise InvalidTaskError(f"{field} has {size} bytes; at most {bytes_max} are allowed")
+
+
+def _mapping(field: str, items: Mapping[str, str]) -> None:
+    if len(items) > PARAMETERS_MAX:
+        raise InvalidTaskError(f"{field} has {len(items)} entries; at most {PARAMETERS_MAX} are allowed")
+    size = sum(len(k.encode()) + len(v.encode()) for k, v in items.items())
+    if size > PARAMETERS_BYTES_MAX:
+        raise InvalidTaskError(
+            f"{field} has {size} bytes; at most {PARAMETERS_BYTES_MAX} are allowed: put data in the payload"
+        )

@@ -1,0 +1,177 @@
+"""The thread that asks a device how it is doing, so that a driver which doesn't answer stops nothing else.
+
+The agent asks for a sample and waits a little for it; if none comes, it goes on with the last one, which tells its age.
+While the device works, the same thread reads its energy. It is a daemon: a process may end although a call hangs.
+"""
+
+import asyncio
+import contextvars
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import structlog
+
+from multigpu_worker.device.energy import READING_INTERVAL_S, Energy, EnergyMeter, EnergyMethod
+from multigpu_worker.device.interface import Device, DeviceGoneError, Telemetry
+
+log = structlog.get_logger()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """What the device said last."""
+
+    telemetry: Telemetry
+    # In nanoseconds since 1970.
+    time_ns: int
+    # Why the device can't be used, and a code for programs; empty: it can. See DeviceGoneError.
+    gone: str = ""
+    gone_code: str = ""
+
+
+class Sampler:
+    """Owns a device's sensors. All but the thread's own methods are for the event loop."""
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self.latest: Sample | None = None
+        # None: what tasks take of the device's energy isn't measured.
+        self.meter: EnergyMeter | None = None
+        # Batches that run at one time; 0: the device has no work.
+        self.running = 0
+        self._wake = threading.Event()
+        self._stopped = False
+        # When the call that the thread is in began, by the monotonic clock; 0.0: it is in none.
+        self._asked_s = 0.0
+        self._wanted: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = []
+        self._lock = threading.Lock()
+        # With our context, so that its log lines have a worker_id.
+        run = contextvars.copy_context().run
+        self._thread = threading.Thread(target=run, args=(self._run,), name="device-sampler", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Ends the thread, once the call that it is in has returned; doesn't wait for that."""
+        self._stopped = True
+        self._wake.set()
+
+    async def sample(self, timeout_s: float) -> Sample | None:
+        """A fresh sample; if the driver doesn't answer in time, the last one. None: there was none yet."""
+        if self.hung_s() > timeout_s:  # another sample would have to wait behind that
+            return self.latest
+        loop = asyncio.get_running_loop()
+        future = loop.create_future()
+        with self._lock:
+            self._wanted.append((loop, future))
+        self._wake.set()
+        try:
+            async with asyncio.timeout(timeout_s):
+                await future
+        except TimeoutError:
+            with self._lock:
+                self._wanted = [entry for entry in self._wanted if entry[1] is not future]
+        return self.latest
+
+    def hung_s(self) -> float:
+        """How long the driver has owed an answer, in seconds; 0.0: it owes none."""
+        asked_s = self._asked_s
+        return time.monotonic() - asked_s if asked_s else 0.0
+
+    def begin_work(self) -> None:
+        """The device has work: from now on its energy is read."""
+        if self.meter is not None and not self.running:
+            self.running = 1
+            self._wake.set()
+
+    def end_work(self) -> None:
+        """The device has no work. What it takes when idle is nobody's."""
+        self.running = 0
+        if self.meter is not None:
+            self.meter.reset()
+
+    def count_sharers(self, owns: Callable[[int], bool]) -> None:
+        """See who works on the device beside our own engines, by the last sample. Idle processes have no part."""
+        if self.meter is None or self.latest is None:
+            return
+        processes = self.latest.telemetry.processes
+        mps = any(process.mps_client for process in processes)
+        listed = [(owns(process.pid), process.idle) for process in processes if process.mps_client == mps]
+        others = sum(not own and not idle for own, idle in listed)
+        # Pids of a container's host are not known to be ours; one of those that work is.
+        self.meter.sharers = max(1, others + any(own for own, _ in listed))
+
+    def measure(self, start_ns: int, finish_ns: int, units: int) -> Energy | None:
+        """What was taken between two instants for each unit of work. None: the device can't tell."""
+        return None if self.meter is None else self.meter.measure(start_ns, finish_ns, units)
+
+    # --- the thread --------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        # Of a host's energy all its processes take, of a GPU's energy all its MIG instances: whose is which?
+        if self.device.info.device_id != "cpu" and not self.device.info.mig_enabled:
+            self.meter = self._find_meter()
+        while not self._stopped:
+            self._wake.wait(READING_INTERVAL_S if self.meter is not None and self.running else None)
+            self._wake.clear()
+            self._read_energy()
+            with self._lock:
+                wanted, self._wanted = self._wanted, []
+            if wanted and not self._stopped:
+                self._sample()
+                for loop, future in wanted:
+                    _tell(loop, future)
+
+    def _sample(self) -> None:
+        self._asked_s = time.monotonic()
+        now_ns = time.time_ns()
+        try:
+            self.latest = Sample(telemetry=self.device.sample(), time_ns=now_ns)
+        except DeviceGoneError as error:
+            self.latest = Sample(telemetry=Telemetry(), time_ns=now_ns, gone=str(error), gone_code=error.code)
+        except Exception:
+            log.exception("the device's sensors can't be read")
+        finally:
+            self._asked_s = 0.0
+
+    def _find_meter(self) -> EnergyMeter | None:
+        for method in EnergyMethod:
+            if self._reading(method) is not None:
+                return EnergyMeter(method)
+        return None
+
+    def _reading(self, method: EnergyMethod) -> float | None:
+        """None: the device doesn't tell."""
+        self._asked_s = time.monotonic()
+        try:
+            if method is EnergyMethod.COUNTER:
+                return self.device.energy_joules()
+            return self.device.power_watts()
+        except DeviceGoneError:
+            return None
+        finally:
+            self._asked_s = 0.0
+
+    def _read_energy(self) -> None:
+        meter, running = self.meter, self.running
+        if meter is None:
+            return
+        value = self._reading(meter.method) if running else None
+        if value is None:
+            meter.reset()
+        else:
+            meter.read(time.time_ns(), value, running)
+
+
+def _tell(loop: asyncio.AbstractEventLoop, future: asyncio.Future[None]) -> None:
+    def done() -> None:
+        if not future.done():
+            future.set_result(None)
+
+    try:
+        loop.call_soon_threadsafe(done)
+    except RuntimeError:  # the loop has ended
+        return

@@ -1,0 +1,111 @@
+"""Texts go through a transformer joined end to end, as one row without padding.
+
+In an encoder only attention looks from one token to another; all other layers compute each token by itself. So the
+texts of a micro-batch become one row of tokens, each text with positions of its own, and attention is computed text by
+text (texts of one length in one call). A batch of texts of unlike lengths then costs its tokens, and no padding.
+
+This holds for models whose attention is transformers' common function with a mask that hides nothing but padding. All
+others are refused, by what they ask of attention or by a trial at load, and go through padded.
+"""
+
+import inspect
+from collections.abc import Iterator, Mapping
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+
+from multigpu_worker.engines.common.offline import transformers
+
+ATTENTION = "multigpu_joined"
+# What transformers may hand to attention without any effect on what we compute.
+HARMLESS = frozenset({"dropout", "is_causal", "output_attentions", "position_ids", "token_type_ids", "use_cache"})
+
+# Texts of one length, one after the other: their first token, how many they are, their length.
+Spans = list[tuple[int, int, int]]
+
+
+def attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    joined_spans: Spans,
+    scaling: float | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """Attention [1, tokens, heads, width] of query, key and value [1, heads, tokens, width], text by text."""
+    asked = [name for name, asked in others.items() if asked is not None and name not in HARMLESS]
+    if asked or attention_mask is not None or getattr(module, "is_causal", False) or others.get("is_causal"):
+        raise NotImplementedError(f"this model's attention has {', '.join(asked) or 'a mask'}")
+    found = query.new_empty(query.shape[2], query.shape[1], value.shape[3])
+    for first, texts, length in joined_spans:
+        span = slice(first, first + texts * length)
+        # [1, heads, tokens, width] to [texts, heads, length, width].
+        q, k, v = (x[0, :, span].reshape(-1, texts, length, x.shape[3]).transpose(0, 1) for x in (query, key, value))
+        vectors = scaled_dot_product_attention(q, k, v, scale=scaling)
+        found[span] = vectors.transpose(1, 2).flatten(0, 1)
+    return found.unsqueeze(0), None
+
+
+def no_mask(*, mask_function: Any, **others: Any) -> None:
+    """The mask of one row of texts: none. A sliding window, or causality, is refused."""
+    del others
+    if mask_function is not transformers.masking_utils.bidirectional_mask_function:
+        raise NotImplementedError("this model's attention is not from each token to all others")
+
+
+def forward(transformer: nn.Module, first_position: int, inputs: Mapping[str, Tensor | None]) -> Tensor:
+    """Token vectors [rows, width, hidden] of inputs [rows, width] that are padded on the right; 0 in the padding.
+
+    `first_position`: what a text's positions count from, as `join` found it.
+    """
+    mask = inputs["attention_mask"]
+    assert mask is not None
+    real = mask.bool()
+    every = {**inputs, "position_ids": mask.cumsum(dim=1) - 1 + first_position, "attention_mask": None}
+    row = {name: values[real].unsqueeze(0) for name, values in every.items() if values is not None}
+    tokens = transformer(**row, joined_spans=list(_spans(mask.sum(dim=1).tolist())))[0]
+    padded: Tensor = tokens.new_zeros(*real.shape, tokens.shape[-1])
+    padded[real] = tokens[0]
+    return padded
+
+
+def _spans(lengths: list[int]) -> Iterator[tuple[int, int, int]]:
+    first = 0
+    for length, group in groupby(lengths):
+        texts = len(list(group))
+        if length:
+            yield first, texts, length
+        first += texts * length
+
+
+@torch.inference_mode()
+def join(transformer: Any, trial: Mapping[str, Tensor], tolerance: float) -> int | None:
+    """Set a transformer up for joined texts: what positions count from. None: it can't, and stays as it was.
+
+    `trial`: padded inputs of texts of unlike lengths, which have to give the same token vectors both ways.
+    """
+    if "position_ids" not in inspect.signature(transformer.forward).parameters:
+        return None
+    transformers.AttentionInterface.register(ATTENTION, attention)
+    transformers.AttentionMaskInterface.register(ATTENTION, no_mask)
+    real = trial["attention_mask"].bool()
+    before = transformer(**trial)[0][real]
+    usual = transformer.config._attn_implementation  # noqa: SLF001 (no public name)
+    # Not set_attn_implementation: it warns people of models that have no such choice.
+    transformer.config._attn_implementation = ATTENTION  # noqa: SLF001 (as above)
+    try:
+        # RoBERTa and its kin count positions from the one after the padding's.
+        for first_position in (0, (transformer.config.pad_token_id or 0) + 1):
+            joined = forward(transformer, first_position, trial)[real]
+            if ((joined - before).abs().max() / before.abs().max()).item() < tolerance:
+                return first_position
+    except (AttributeError, IndexError, NotImplementedError, RuntimeError, TypeError, ValueError):
+        pass  # whatever such a model says to a row that it was not made for
+    transformer.config._attn_implementation = usual  # noqa: SLF001 (as above)
+    return None

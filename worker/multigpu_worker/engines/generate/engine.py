@@ -1,0 +1,128 @@
+"""The engine for tasks of kind "generate": text in, its continuation out, token by token.
+
+Tasks run one by one as far as the agent can see, each in a slot of its own; inside, all slots hand their sequence to
+one scheduler (scheduler.py), which puts them through the model together. `prepare` parses and tokenises,
+`run` waits until its sequence is over.
+
+What has been generated leaves in chunks while it grows. An attempt that dies is no loss: the next one is given the
+chunks that the master has, puts prompt and chunks through the model at once, and goes on with the next token. Greedy
+tokens are the same by nature, drawn ones because they depend on the seed and the position alone.
+
+Payload, chunks and result are those of protos/multigpu/v1/generate.proto. Task parameters: `engine` and `precision`, of
+which a loaded model has one each.
+"""
+
+from typing import TYPE_CHECKING, ClassVar
+
+from multigpu_worker.engines.base import Batch, EngineSettings, Item, Reporter
+from multigpu_worker.engines.common.failures import BadInputError
+from multigpu_worker.engines.common.precision import PrecisionError, choose
+from multigpu_worker.engines.generate.payload import Request, read_before, read_request
+from multigpu_worker.models.folders import ModelFolderError
+
+if TYPE_CHECKING:
+    from multigpu_worker.engines.generate.model import GenerateModel
+    from multigpu_worker.engines.generate.scheduler import Scheduler
+
+
+class GenerateEngine:
+    """Generates text with one model."""
+
+    one_by_one: ClassVar[bool] = True
+
+    def __init__(self, settings: EngineSettings) -> None:
+        assert len(settings.models) == 1, "an engine process serves one model"
+        self._settings = settings
+        self._id, self._spec = next(iter(settings.models.items()))
+        self._model: GenerateModel | None = None
+        self._scheduler: Scheduler | None = None
+
+    def load(self) -> dict[str, str]:
+        """Load the model and try it out."""
+        from multigpu_worker.engines.common.torch_runtime import bind  # noqa: PLC0415 (as above)
+        from multigpu_worker.engines.generate.model import load_model  # noqa: PLC0415 (takes seconds: torch)
+        from multigpu_worker.engines.generate.scheduler import Scheduler  # noqa: PLC0415 (as above)
+
+        try:
+            self._variant = choose(self._spec, self._settings, {})
+        except PrecisionError:
+            raise
+        except ValueError as error:
+            raise ModelFolderError(f"{self._spec.folder}: {error}") from error
+        if self._variant.engine != "torch":
+            raise ModelFolderError(f'generate runs on engine torch, not {self._variant.engine}: set engine = "torch"')
+
+        def set_up() -> None:
+            bind(self._settings.threads, tf32=self._variant.precision == "tf32")
+
+        set_up()
+        self._model = load_model(self._spec, self._settings, self._variant.precision)
+        self._scheduler = Scheduler(self._model, set_up)
+        return {"engine": "torch", "precision": self._variant.precision, **self._model.facts}
+
+    def close(self) -> None:
+        """End the scheduler's thread."""
+        if self._scheduler is not None:
+            self._scheduler.close()
+
+    def prepare(self, batch: Batch) -> "list[Request | BadInputError]":
+        """What each item asks for, tokenised; or why it can't be run."""
+        return [self._read(batch, item) for item in batch.items]
+
+    def run(self, batch: Batch, prepared: object, reporter: Reporter) -> None:
+        """Generate for one item after the other, each together with those of the other slots."""
+        assert isinstance(prepared, list)
+        for item, request in zip(batch.items, prepared, strict=True):
+            if reporter.cancelled(item):
+                continue
+            try:
+                if isinstance(request, BadInputError):
+                    raise request
+                self._run(batch, item, request, reporter)
+            except BadInputError as error:
+                reporter.fail(item, "BadInput", str(error), retryable=False)
+
+    def _read(self, batch: Batch, item: Item) -> "Request | BadInputError":
+        assert self._model is not None, "load comes first"
+        try:
+            if choose(self._spec, self._settings, batch.parameters) != self._variant:
+                return BadInputError(
+                    f"{self._id} is loaded with engine {self._variant.engine} and precision "
+                    f"{self._variant.precision}: leave those parameters out, or set them in its model.toml"
+                )
+            model = self._model
+            return read_request(item.payload, batch.content_type, model.tokenizer, model.context, item.task_id)
+        except BadInputError as error:
+            return error
+        except (ValueError, PrecisionError) as error:
+            return BadInputError(str(error))
+
+    def _run(self, batch: Batch, item: Item, request: Request, reporter: Reporter) -> None:
+        from multigpu_worker.engines.generate.sequence import Sequence  # noqa: PLC0415 (with the rest)
+        from multigpu_worker.engines.generate.text import TextStream  # noqa: PLC0415 (with the rest)
+
+        assert self._model is not None, "load comes first"
+        assert self._scheduler is not None, "load comes first"
+        sequence = Sequence(
+            item=item,
+            reporter=reporter,
+            request=request,
+            content_type=batch.content_type,
+            text=TextStream(self._model.decode, request.prompt_ids, request.stop),
+            eos_ids=self._model.eos_ids,
+            ids=list(request.prompt_ids),
+        )
+        if len(item.partials) < item.partials_received:
+            # They were too much to be handed on. They come again, for they depend on the task alone.
+            sequence.untold = item.partials_received
+        else:
+            sequence.resume(read_before(item.partials, batch.content_type))
+        if (token := max(sequence.ids)) >= self._model.vocabulary:
+            raise BadInputError(
+                f"token {token} is unknown to the model, which has {self._model.vocabulary}: leave it out"
+            )
+        if sequence.finish_reason is not None:
+            # The attempt before said all of it, and died before it could say so.
+            sequence.succeed()
+            return
+        self._scheduler.run(sequence)

@@ -1,0 +1,151 @@
+"""Tasks of kind "generate" as bytes: payloads read and checked, chunks and results written.
+
+All messages are those of protos/multigpu/v1/generate.proto, or with content type "application/json" the same fields in
+protobuf's JSON form; partial outputs and the result are of the form that the payload has.
+"""
+
+import hashlib
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from google.protobuf import json_format
+from google.protobuf.message import DecodeError, Message
+from multigpu.v1 import generate_pb2 as pb
+
+from multigpu_worker.engines.common.failures import BadInputError
+from multigpu_worker.engines.generate.sample import Sampling
+
+JSON = "application/json"
+TOKENS_MAX = 256
+TEMPERATURE_MAX = 2.0
+STOP_MAX = 16
+STOP_BYTES_MAX = 256
+ROLES = ("system", "user", "assistant")
+
+M = TypeVar("M", bound=Message)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What a task asks for."""
+
+    prompt_ids: list[int]
+    tokens_max: int
+    sampling: Sampling
+    stop: tuple[str, ...]
+    # The payload has none: the caller is told which it was.
+    seed_drawn: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Before:
+    """What earlier attempts have handed out."""
+
+    token_ids: list[int]
+    text: str
+    seed_told: bool
+
+
+def encode(message: Message, content_type: str) -> bytes:
+    """A message as the caller reads it."""
+    if content_type == JSON:
+        return json_format.MessageToJson(message, preserving_proto_field_name=True, indent=None).encode()
+    return message.SerializeToString(deterministic=True)
+
+
+def decode(cls: type[M], data: bytes, content_type: str) -> M:
+    """BadInputError: it is no such message."""
+    try:
+        if content_type == JSON:
+            return json_format.Parse(data, cls())
+        if content_type == "":
+            return cls.FromString(data)
+    except (DecodeError, json_format.ParseError, UnicodeDecodeError, RecursionError) as error:
+        raise BadInputError(
+            f"the payload is no multigpu.v1.{cls.__name__} ({error}): send one, or its fields as JSON with content "
+            f"type {JSON}"
+        ) from error
+    raise BadInputError(f'content type {content_type!r} is not supported: leave it empty or use "{JSON}"')
+
+
+def read_before(partials: tuple[bytes, ...], content_type: str) -> Before:
+    """What the chunks of earlier attempts say."""
+    chunks = [decode(pb.GenerateChunk, data, content_type) for data in partials]
+    return Before(
+        token_ids=[token for chunk in chunks for token in chunk.token_ids],
+        text="".join(chunk.text for chunk in chunks),
+        seed_told=any(chunk.HasField("seed") for chunk in chunks),
+    )
+
+
+def read_request(payload: bytes, content_type: str, tokenizer: Any, context: int, task_id: int) -> Request:
+    """What a payload asks for, checked. `context`: the most tokens of a sequence. Raises BadInputError."""
+    message = decode(pb.GeneratePayload, payload, content_type)
+    _check(message)
+    prompt_ids = _prompt_ids(message, tokenizer)
+    if not prompt_ids:
+        raise BadInputError("the prompt has no tokens: write something that the model can go on from")
+    room = context - len(prompt_ids)
+    tokens_max = message.tokens_max or min(TOKENS_MAX, room)
+    if room < 1 or tokens_max > room:
+        asked = f" and {tokens_max} to generate" if message.tokens_max else ""
+        raise BadInputError(
+            f"the prompt has {len(prompt_ids)} tokens{asked}, and the model's context is {context} tokens: "
+            "shorten the prompt or lower tokens_max"
+        )
+    drawn = message.temperature > 0 and not message.HasField("seed")
+    seed = message.seed if message.HasField("seed") else seed_of(task_id, payload) if drawn else 0
+    sampling = Sampling(
+        temperature=message.temperature,
+        top_p=message.top_p or 1.0,
+        top_k=message.top_k,
+        repetition_penalty=message.repetition_penalty or 1.0,
+        seed=seed,
+    )
+    return Request(
+        prompt_ids=prompt_ids,
+        tokens_max=tokens_max,
+        sampling=sampling,
+        stop=tuple(message.stop),
+        seed_drawn=drawn,
+    )
+
+
+def seed_of(task_id: int, payload: bytes) -> int:
+    """The seed of a task that says none: another for each task, and the same for each of its attempts."""
+    digest = hashlib.blake2b(task_id.to_bytes(8, "little", signed=True) + payload, digest_size=8).digest()
+    return int.from_bytes(digest, "little")
+
+
+def _check(message: pb.GeneratePayload) -> None:
+    if not 0 <= message.temperature <= TEMPERATURE_MAX:
+        raise BadInputError(f"temperature is {message.temperature:g}: it must be 0 (greedy) to {TEMPERATURE_MAX:g}")
+    if not 0 <= message.top_p <= 1:
+        raise BadInputError(f"top_p is {message.top_p:g}: it must be more than 0 and at most 1")
+    if message.repetition_penalty and not 0.01 <= message.repetition_penalty <= 100:
+        raise BadInputError(f"repetition_penalty is {message.repetition_penalty:g}: it must be 0.01 to 100")
+    if len(message.stop) > STOP_MAX:
+        raise BadInputError(f"there are {len(message.stop)} stop strings: give at most {STOP_MAX}")
+    for word in message.stop:
+        if not 0 < len(word.encode()) <= STOP_BYTES_MAX:
+            raise BadInputError(f"a stop string has {len(word.encode())} bytes: it must have 1 to {STOP_BYTES_MAX}")
+    if bool(message.prompt) == bool(message.messages):
+        raise BadInputError("give either a prompt or messages")
+    for said in message.messages:
+        if said.role not in ROLES:
+            raise BadInputError(f"role {said.role!r} is none of {', '.join(ROLES)}")
+
+
+def _prompt_ids(message: pb.GeneratePayload, tokenizer: Any) -> list[int]:
+    if not message.messages:
+        return [int(token) for token in tokenizer(message.prompt)["input_ids"]]
+    if not tokenizer.chat_template:
+        raise BadInputError("the model has no chat template: send a prompt in place of messages")
+    said = [{"role": each.role, "content": each.content} for each in message.messages]
+    try:
+        text = tokenizer.apply_chat_template(said, add_generation_prompt=True, tokenize=False)
+    except Exception as error:
+        # The template is a program that came with the model: it may refuse what it likes, as it likes.
+        raise BadInputError(f"the model's chat template refuses these messages: {error}") from error
+    # The template writes the special tokens itself.
+    return [int(token) for token in tokenizer(text, add_special_tokens=False)["input_ids"]]

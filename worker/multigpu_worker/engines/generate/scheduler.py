@@ -1,0 +1,274 @@
+"""Continuous batching: which sequences go through the model in the next step, and what becomes of them.
+
+One thread makes one step after the other. In a step every running sequence brings its next token, and sequences whose
+prompt is not through yet bring a part of it, so that a long prompt does not hold up what others are writing. Sequences
+join when there are blocks for their tokens, in the order in which they came, and leave as soon as they end.
+
+If blocks run out, the sequence that came last gives its own back and waits; when it is its turn again, its tokens are
+computed anew, all at once. The one that came first is never interrupted, so there is always progress. If memory runs
+out, fewer tokens go through the model at once from then on, or fewer blocks are used.
+
+A step that breaks fails nobody who was not alone in it: its sequences go through the model one by one once, and the one
+that breaks it again is the one that fails. Where the device's context is lost with the step there is no other try in
+this process: one sequence says so, and the agent, which ends the process, sees by the slots who else was in it.
+"""
+
+import threading
+from collections import deque
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from multigpu_worker.engines.common.memory import Limit
+from multigpu_worker.engines.common.torch_runtime import memory_errors
+from multigpu_worker.engines.generate.cache import BlockPool, Piece, blocks_for
+from multigpu_worker.engines.generate.model import GenerateModel
+from multigpu_worker.engines.generate.sample import choose
+from multigpu_worker.engines.generate.sequence import Sequence
+from multigpu_worker.processes.cuda_errors import context_is_lost
+
+# Tokens in a step, at most: as many as the device computes in about the time in which it reads the weights.
+CPU_STEP_TOKENS = 64
+GPU_STEP_TOKENS = 2048
+# On a CPU where no answer waits for its next token: in larger steps a token costs less (a quarter less from 64 to 256).
+CPU_PROMPT_TOKENS = 256
+STEP_TOKENS_MIN = 16
+# Steps that have to fit before a limit that memory has lowered is doubled. One that doesn't fit interrupts answers.
+FITTED_STEPS_MIN = 1024
+
+
+class Scheduler:
+    """Runs sequences. `bind` is called by its thread before its first step."""
+
+    def __init__(self, model: GenerateModel, bind: Callable[[], None]) -> None:
+        self._model = model
+        self._bind = bind
+        self._pool = BlockPool(model.cache.blocks)
+        on_cpu = model.device.type == "cpu"
+        self._step_tokens = CPU_STEP_TOKENS if on_cpu else GPU_STEP_TOKENS
+        # The same for a step of nothing but prompts.
+        self._prompt_tokens = CPU_PROMPT_TOKENS if on_cpu else GPU_STEP_TOKENS
+        self._step_tokens_full = self._step_tokens
+        self._tokens_limit, self._blocks_limit = Limit(FITTED_STEPS_MIN), Limit(FITTED_STEPS_MIN)
+        self._changed = threading.Condition()
+        # Guarded by the condition; the rest is the thread's own.
+        self._arrived: list[Sequence] = []
+        self._arrivals = 0
+        self._closed = False
+        # The device's context: no step can be made any more.
+        self._lost = False
+        # In the order in which they came.
+        self._waiting: deque[Sequence] = deque()
+        self._running: list[Sequence] = []
+        self._thread = threading.Thread(target=self._loop, name="generate", daemon=True)
+        self._thread.start()
+
+    def run(self, sequence: Sequence) -> None:
+        """Run a sequence to its end. Raises what broke the engine meanwhile."""
+        with self._changed:
+            if self._closed:
+                raise RuntimeError("the engine was closed")
+            self._arrivals += 1
+            sequence.arrival = self._arrivals
+            self._arrived.append(sequence)
+            self._changed.notify()
+        sequence.over.wait()
+        if sequence.error is not None:
+            raise sequence.error
+
+    def close(self) -> None:
+        """End the thread; what still runs raises in whoever waits for it."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+        self._thread.join()
+
+    def _loop(self) -> None:
+        self._bind()
+        while self._take_arrivals():
+            try:
+                self._step()
+            except BaseException as error:  # noqa: BLE001  what breaks the scheduler itself is told to all
+                self._end_all(error)
+        self._end_all(RuntimeError("the engine was closed"))
+
+    def _take_arrivals(self) -> bool:
+        """Wait for work. False: closed."""
+        with self._changed:
+            while not self._closed and (self._lost or not (self._arrived or self._waiting or self._running)):
+                self._changed.wait()
+            self._waiting.extend(self._arrived)
+            self._arrived.clear()
+            return not self._closed
+
+    def _end_all(self, error: BaseException) -> None:
+        for sequence in (*self._running, *self._waiting):
+            sequence.error = error
+            self._leave(sequence)
+
+    def _leave(self, sequence: Sequence) -> None:
+        """It is over, however it ended."""
+        self._free(sequence)
+        if sequence in self._waiting:
+            self._waiting.remove(sequence)
+        sequence.over.set()
+
+    def _free(self, sequence: Sequence) -> None:
+        if sequence in self._running:
+            self._running.remove(sequence)
+            self._pool.give_back(sequence.blocks)
+            sequence.blocks = []
+            sequence.computed = 0
+
+    def _step(self) -> None:
+        for sequence in (*self._running, *self._waiting):
+            if sequence.reporter.cancelled(sequence.item):
+                self._leave(sequence)
+            else:
+                sequence.reporter.beat()
+        self._admit()
+        planned = self._plan()
+        if not planned:
+            return
+        tokens: list[int | None] = []
+        shortage, failure = "", None
+        wanted = [index for index, (sequence, piece) in enumerate(planned) if piece.end == len(sequence.ids)]
+        try:
+            with memory_errors():
+                tokens = self._compute([piece for _, piece in planned], [planned[i][0] for i in wanted], wanted)
+        except MemoryError as error:
+            shortage = str(error) or "MemoryError"
+        except Exception as error:  # noqa: BLE001  whatever the model, or the choice of a token, stumbles over
+            failure = error
+        # Out here, where the exception no longer holds on to what had been computed.
+        if shortage:
+            self._shrink(planned, shortage)
+            return
+        if failure is not None:
+            self._doubt([sequence for sequence, _ in planned], failure)
+            return
+        self._prompt_tokens = self._tokens_limit.fitted(self._prompt_tokens)
+        self._step_tokens = min(self._step_tokens_full, self._prompt_tokens)
+        self._pool.blocks_max = self._blocks_limit.fitted(self._pool.blocks_max)
+        for sequence, piece in planned:
+            sequence.computed = piece.end
+            sequence.doubted = False
+        for index, token in zip(wanted, tokens, strict=True):
+            self._take(planned[index][0], token)
+
+    @torch.inference_mode()
+    def _compute(self, pieces: list[Piece], sequences: list[Sequence], wanted: list[int]) -> list[int | None]:
+        # A step of nothing but parts of prompts wants no logits, and models can't give none.
+        logits: Tensor = self._model.forward(pieces, wanted or [0])
+        if not wanted:
+            return []
+        return choose(logits, [each.request.sampling for each in sequences], [each.ids for each in sequences])
+
+    # Who is in the step.
+
+    def _admit(self) -> None:
+        while self._waiting:
+            sequence = self._waiting[0]
+            # One token more than there are, so that it can make a step before it is interrupted.
+            count = blocks_for(min(len(sequence.ids) + 1, self._model.context))
+            if not self._running:
+                self._pool.blocks_max = max(self._pool.blocks_max, count)
+            elif not self._pool.can_take(count):
+                return
+            self._waiting.popleft()
+            sequence.blocks = self._pool.take(count)
+            self._running.append(sequence)
+            if not sequence.begun:
+                sequence.begun = True
+                sequence.reporter.begin(sequence.item)
+
+    def _plan(self) -> list[tuple[Sequence, Piece]]:
+        """What each running sequence brings. Those that came first are first to get blocks."""
+        self._running.sort(key=lambda sequence: sequence.arrival)
+        for sequence in list(self._running):
+            if sequence in self._running:
+                self._make_room(sequence)
+        running = next(([each] for each in self._running if each.doubted), self._running)
+        prefilling = sum(len(each.ids) - each.computed > 1 for each in running)
+        others = len(running) - prefilling
+        budget = max(prefilling, self._step_tokens - others if others else self._prompt_tokens)
+        planned = []
+        for sequence in running:
+            count = len(sequence.ids) - sequence.computed
+            if count > 1:
+                # An equal share each; what one leaves over goes to those after it.
+                count = min(count, max(1, budget // prefilling))
+                prefilling -= 1
+                budget -= count
+            start = sequence.computed
+            token_ids = sequence.ids[start : start + count]
+            planned.append((sequence, Piece(token_ids=token_ids, start=start, blocks=sequence.blocks)))
+        return planned
+
+    def _make_room(self, sequence: Sequence) -> None:
+        """Blocks for all of its tokens, at the cost of those that came after it, or it waits itself."""
+        missing = blocks_for(len(sequence.ids)) - len(sequence.blocks)
+        while missing > 0 and not self._pool.can_take(missing):
+            last = self._running[-1]
+            if last is sequence and len(self._running) == 1:
+                # Alone it may have all that there is: a limit from a shortage in company is not for it.
+                self._pool.blocks_max = self._pool.used + missing
+                break
+            self._interrupt(last)
+            if last is sequence:
+                return
+        if missing > 0:
+            sequence.blocks += self._pool.take(missing)
+
+    def _interrupt(self, sequence: Sequence) -> None:
+        self._free(sequence)
+        later = [at for at, other in enumerate(self._waiting) if other.arrival > sequence.arrival]
+        self._waiting.insert(later[0] if later else len(self._waiting), sequence)
+
+    # What becomes of it.
+
+    def _take(self, sequence: Sequence, token: int | None) -> None:
+        try:
+            if token is None:
+                message = "the model's answer is not a number: try a wider precision, or check the model's files"
+                sequence.reporter.fail(sequence.item, "NotANumber", message, retryable=False)
+            else:
+                sequence.take(token)
+                if sequence.finish_reason is None:
+                    return
+                sequence.succeed()
+        except Exception as error:  # noqa: BLE001  a tokenizer that stumbles over one answer fails that one
+            sequence.error = error
+        self._leave(sequence)
+
+    def _doubt(self, sequences: list[Sequence], failure: Exception) -> None:
+        """A step with these broke."""
+        self._lost = context_is_lost(str(failure))
+        if len(sequences) > 1 and not self._lost:
+            for sequence in sequences:
+                sequence.doubted = True
+            return
+        sequences[0].error = failure
+        self._leave(sequences[0])
+
+    def _shrink(self, planned: list[tuple[Sequence, Piece]], shortage: str) -> None:
+        """Memory has run out: less of it from here on."""
+        if self._model.device.type == "cuda":
+            torch.cuda.empty_cache()
+        tokens = sum(len(piece.token_ids) for _, piece in planned)
+        if tokens > max(STEP_TOKENS_MIN, len(planned)):
+            self._prompt_tokens = self._tokens_limit.lower(self._prompt_tokens, max(STEP_TOKENS_MIN, tokens // 2))
+            self._step_tokens = min(self._step_tokens, self._prompt_tokens)
+        elif len(planned) > 1:
+            for sequence in self._running[len(self._running) // 2 :]:
+                self._interrupt(sequence)
+            self._pool.blocks_max = self._blocks_limit.lower(self._pool.blocks_max, self._pool.used)
+        else:
+            sequence = planned[0][0]
+            message = (
+                f"out of memory on one answer of {len(sequence.ids)} tokens: free memory on the device, "
+                f"shorten the prompt, or use precision bf16 ({shortage})"
+            )
+            sequence.reporter.fail(sequence.item, "OutOfMemory", message, retryable=True)
+            self._leave(sequence)

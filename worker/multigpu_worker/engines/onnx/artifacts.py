@@ -1,0 +1,114 @@
+"""Exported and quantised graphs, from the cache of artifacts or made for it: what the engines onnx and tensorrt load.
+
+An artifact's key holds everything that its graph depends on: the content of the model's folder, precision and recipe,
+the code that exports, and the versions of the libraries that do. The gate's figures are among an artifact's facts, and
+judged here whenever it is asked for.
+"""
+
+from importlib import metadata
+from pathlib import Path
+
+from multigpu.repository.files import file_hash, loaded_files
+from multigpu.repository.model import ModelSpec
+from multigpu.repository.model_toml import FILE_NAME
+
+from multigpu_worker.engines.base import EngineSettings
+from multigpu_worker.engines.common import accuracy_gate as gate
+from multigpu_worker.engines.common.artifacts import Artifact, Artifacts
+from multigpu_worker.engines.common.precision import PrecisionError
+from multigpu_worker.engines.embed.cache import ModelContent
+from multigpu_worker.engines.onnx.export import export_embed
+from multigpu_worker.engines.onnx.quantize import quantize_embed, quantize_infer, recipe_of
+from multigpu_worker.models.folders import ModelFolderError
+
+PRECISIONS = ("fp32", "fp16", *gate.GATED)
+# Of models that can be exported.
+SOURCES = ("sentence-transformers", "huggingface")
+EXPORT_PACKAGES = ("multigpu", "torch", "transformers", "onnx", "onnxruntime", "onnxscript")
+EXPORT_CODE = ("export.py", "engines/embed/model.py", "engines/embed/steps.py", "engines/embed/text.py")
+# What recipes are written by, by recipe and engine: all others by nvidia-modelopt.
+QUANTISE_PACKAGES: dict[tuple[str, str], tuple[str, ...]] = {
+    ("dynamic", "onnx"): ("onnx",),
+    ("static", "onnx"): ("onnx", "onnxruntime"),
+}
+QUANTISE_CODE = ("quantize.py", "engines/common/accuracy_gate.py", "session.py")
+
+
+def exported(spec: ModelSpec, settings: EngineSettings, precision: str, engine: str = "onnx") -> Artifact:
+    """The model as MODEL_FILE, and what TextInput.read needs, at one of PRECISIONS, for "onnx" or "tensorrt".
+
+    Facts: "dimension", "difference" (to torch); at int8 and fp8 also "recipe" and "accuracy". Raises ModelFolderError,
+    GateRefusedError among them; MemoryError, OSError; ImportError: a package is missing.
+    """
+    if precision not in PRECISIONS:
+        raise PrecisionError(f"models are exported at {', '.join(PRECISIONS)}, not at {precision}")
+    if spec.source not in SOURCES:
+        raise ModelFolderError(f"{spec.id} is of source {spec.source}, which has no export: run it with engine torch")
+    if not settings.artifacts:
+        raise ModelFolderError("exported models need a folder to be kept in: set artifacts_dir")
+    artifacts = Artifacts(Path(settings.artifacts), settings.artifacts_bytes_max)
+    content = ModelContent.read(spec.folder)
+    key = {"model": content.digest.hex(), **_versions(EXPORT_PACKAGES, EXPORT_CODE)}
+
+    def export(folder: Path) -> dict[str, str]:
+        facts = export_embed(spec, folder, "fp16" if precision == "fp16" else "fp32", settings.threads)
+        content.check()
+        return facts
+
+    if precision not in gate.GATED:
+        return artifacts.get("export", key | {"precision": precision}, export)
+    gate.require(spec, precision)
+    recipe = recipe_of(spec, precision, engine)
+    gate_key = _gate_key(spec, precision, recipe, engine)
+    source = artifacts.get("export", key | {"precision": "fp32"}, export)
+
+    def quantise(folder: Path) -> dict[str, str]:
+        figures = quantize_embed(spec, source.folder, folder, recipe, settings.threads)
+        content.check()
+        return source.facts | figures | {"recipe": recipe}
+
+    artifact = artifacts.get(precision, key | gate_key, quantise)
+    source.close()
+    artifact.facts["accuracy"] = gate.judge(spec, precision, artifact.facts)
+    return artifact
+
+
+def quantised(spec: ModelSpec, settings: EngineSettings, precision: str, engine: str) -> Artifact:
+    """An ONNX model of kind infer as MODEL_FILE at int8 or fp8, for "onnx" or "tensorrt".
+
+    Facts and errors: as `exported`.
+    """
+    gate.require(spec, precision)
+    recipe = recipe_of(spec, precision, engine)
+    if not settings.artifacts:
+        raise ModelFolderError("quantised models need a folder to be kept in: set artifacts_dir")
+    # A new threshold needs no new graph.
+    others = {FILE_NAME, spec.gate.calibration, spec.gate.held_out}
+    key = {f"file {name}": file_hash(spec.folder / name) for name in loaded_files(spec) if name not in others}
+
+    def quantise(folder: Path) -> dict[str, str]:
+        return quantize_infer(spec, folder, recipe, engine, settings.threads) | {"recipe": recipe}
+
+    key |= {"file": spec.file, "engine": engine} | _gate_key(spec, precision, recipe, engine)
+    artifact = Artifacts(Path(settings.artifacts), settings.artifacts_bytes_max).get(precision, key, quantise)
+    artifact.facts["accuracy"] = gate.judge(spec, precision, artifact.facts)
+    return artifact
+
+
+def _gate_key(spec: ModelSpec, precision: str, recipe: str, engine: str) -> dict[str, str]:
+    """What a quantised graph and its figures depend on beside the graph of float32."""
+    packages = QUANTISE_PACKAGES.get((recipe, engine), ("nvidia-modelopt",))
+    try:
+        versions = _versions(packages, QUANTISE_CODE)
+    except metadata.PackageNotFoundError as error:
+        raise ModelFolderError(
+            f"{spec.id} at {precision} by recipe {recipe} needs {error.name}: install multigpu[int8]"
+        ) from error
+    key = {"precision": precision, "recipe": recipe, **versions}
+    key |= {name: getattr(spec.gate, name) for name in ("calibration", "held_out", "metric")}
+    return key | {f"{name} content": file_hash(spec.folder / key[name]) for name in ("calibration", "held_out")}
+
+
+def _versions(packages: tuple[str, ...], code: tuple[str, ...]) -> dict[str, str]:
+    here = Path(__file__).parent
+    return {name: metadata.version(name) for name in packages} | {name: file_hash(here / name) for name in code}

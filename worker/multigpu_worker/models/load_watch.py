@@ -1,0 +1,46 @@
+"""Sees whether the loading of a model still moves."""
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from multigpu_worker.mps.daemon import members
+
+
+class LoadWatch:
+    """Sees whether a loading still moves: by the processor time of its process group."""
+
+    def __init__(self, still_s: float) -> None:
+        self._still_s = still_s
+        # By pid: its ticks; those of its group, -1: not asked yet; and since when nothing has changed.
+        self._seen: dict[int, tuple[int, int, float]] = {}
+
+    def stuck(self, pids: Iterable[int], now_s: float) -> bool:
+        """Looks at the processes. True: one of them has not moved for too long."""
+        still = [self._still(pid, now_s) for pid in pids if pid]
+        return any(still)
+
+    def _still(self, pid: int, now_s: float) -> bool:
+        ticks, group, since_s = self._seen.get(pid, (-1, -1, now_s))
+        now_ticks = _cpu_ticks(pid)
+        if now_ticks == ticks and now_s - since_s > self._still_s / 2:
+            # It may wait for children of its own, which are found by a look at all processes.
+            now_group = sum(_cpu_ticks(member) for member, _ in members(pid))
+            if now_group == group:
+                return now_s - since_s > self._still_s
+            since_s, group = (now_s, now_group) if group >= 0 else (since_s, now_group)
+        elif now_ticks != ticks:
+            group, since_s = -1, now_s
+        self._seen[pid] = (now_ticks, group, since_s)
+        return False
+
+    def forget(self, pid: int) -> None:
+        self._seen.pop(pid, None)
+
+
+def _cpu_ticks(pid: int) -> int:
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return 0
+    fields = stat.rpartition(") ")[2].split()
+    return int(fields[11]) + int(fields[12])

@@ -1,0 +1,146 @@
+"""What the files of a model say of its size, read from their headers without any library of models.
+
+The formats: https://github.com/huggingface/safetensors#format,
+https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+"""
+
+import functools
+import json
+import math
+import mmap
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from multigpu.repository.files import LAYOUT_SOURCES, SAFETENSORS_HEADER_BYTES_MAX, module_folders, weight_files
+from multigpu.repository.model import ModelFolderError, ModelSpec
+
+# Of safetensors: types that are converted to the precision which the model is served at. Others stay as they are.
+_FLOATING = frozenset({"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"})
+# Of GGUF: the types of values that have a fixed size, as struct knows them; and the two that don't.
+_GGUF_FIXED = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_GGUF_STRING, _GGUF_ARRAY = 8, 9
+_GGUF_VERSIONS = (2, 3)
+_GGUF_DIMENSIONS_MAX = 8
+# What a header that lies, or is cut, may do to the code below.
+_UNREADABLE = (OSError, ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError, struct.error)
+
+
+def weights_bytes(spec: ModelSpec, number_bytes: int) -> int:
+    """What the weights take in memory, where each number takes so many bytes. What can't be read counts as it lies on
+    the disk.
+    """
+    try:
+        if spec.source == "gguf":
+            numbers, _ = _read_gguf(spec.folder / spec.file, spec.changed_ns)
+            return numbers * number_bytes
+        if spec.source in LAYOUT_SOURCES:
+            return sum(
+                _safetensors_bytes(spec.folder / part / name, number_bytes)
+                for part in module_folders(spec.folder)
+                for name in weight_files(spec.folder, part, spec.allow_pickle)
+            )
+    except (ModelFolderError, *_UNREADABLE):
+        pass
+    return spec.files_bytes
+
+
+def context_bytes(spec: ModelSpec, number_bytes: int) -> int:
+    """What a language model's keys and values take for a sequence as long as it may be. 0: the files don't say."""
+    try:
+        if spec.source == "gguf":
+            _, facts = _read_gguf(spec.folder / spec.file, spec.changed_ns)
+            of = f"{facts['general.architecture']}."
+            layers, context = int(facts[of + "block_count"]), int(facts[of + "context_length"])
+            all_heads = int(facts[of + "attention.head_count"])
+            heads = int(facts.get(of + "attention.head_count_kv", all_heads))
+            head_size = int(facts.get(of + "attention.key_length", facts[of + "embedding_length"] // all_heads))
+        else:
+            config = json.loads((spec.folder / "config.json").read_bytes())
+            config = config.get("text_config") or config
+            layers, context = int(config["num_hidden_layers"]), int(config["max_position_embeddings"])
+            all_heads = int(config["num_attention_heads"])
+            heads = int(config.get("num_key_value_heads") or all_heads)
+            head_size = int(config.get("head_dim") or config["hidden_size"] // all_heads)
+    except (ZeroDivisionError, *_UNREADABLE):
+        return 0
+    if "context" in spec.parameters and spec.parameters["context"].isdecimal():
+        context = min(context, int(spec.parameters["context"]))
+    return max(0, 2 * layers * heads * head_size * context * number_bytes)
+
+
+def _safetensors_bytes(path: Path, number_bytes: int) -> int:
+    if path.suffix != ".safetensors":
+        return path.stat().st_size
+    with path.open("rb") as file:
+        header_bytes = int.from_bytes(file.read(8), "little")
+        if header_bytes > SAFETENSORS_HEADER_BYTES_MAX:
+            raise ValueError(f"{path} has no sane header")
+        header: dict[str, Any] = json.loads(file.read(header_bytes))
+    size_bytes = 0
+    for name, tensor in header.items():
+        if name == "__metadata__":
+            continue
+        begin, end = tensor["data_offsets"]
+        floating = tensor["dtype"] in _FLOATING
+        size_bytes += math.prod(tensor["shape"]) * number_bytes if floating else end - begin
+    return size_bytes
+
+
+@functools.lru_cache(maxsize=8)  # its vocabulary takes long to pass over
+def _read_gguf(path: Path, _changed_ns: int) -> tuple[int, Mapping[str, Any]]:
+    """How many numbers a file's tensors have, and what it says of the model; of lists, how long they are."""
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        reader = _Reader(data)
+        magic, version, tensors, facts_count = reader.take("4sIQQ")
+        if magic != b"GGUF" or version not in _GGUF_VERSIONS:
+            raise ValueError(f"{path} is no GGUF file of version {_GGUF_VERSIONS}")
+        facts = {reader.string(): reader.value(*reader.take("I")) for _ in range(facts_count)}
+        numbers = 0
+        for _ in range(tensors):
+            reader.string()
+            (dimensions,) = reader.take("I")
+            if dimensions > _GGUF_DIMENSIONS_MAX:
+                raise ValueError(f"{path} has a tensor of {dimensions} dimensions")
+            numbers += math.prod(reader.take(f"{dimensions}Q"))
+            reader.take("IQ")  # its type, and where it lies
+        return numbers, facts
+
+
+class _Reader:
+    """Reads little-endian values one after the other. struct.error: the data end before they do."""
+
+    def __init__(self, data: mmap.mmap) -> None:
+        self._data = data
+        self._at = 0
+
+    def take(self, form: str) -> tuple[Any, ...]:
+        values = struct.unpack_from("<" + form, self._data, self._at)
+        self._at += struct.calcsize("<" + form)
+        return values
+
+    def string(self) -> str:
+        (length,) = self.take("Q")
+        (text,) = self.take(f"{self._within(length)}s")
+        return bytes(text).decode("utf-8", "replace")
+
+    def value(self, kind: int) -> Any:
+        if kind == _GGUF_STRING:
+            return self.string()
+        if kind != _GGUF_ARRAY:
+            return self.take(_GGUF_FIXED[kind])[0]
+        element, count = self.take("IQ")
+        if element == _GGUF_STRING:
+            for _ in range(self._within(count)):
+                (length,) = self.take("Q")
+                self._at += self._within(length)
+        else:
+            self._at += struct.calcsize(_GGUF_FIXED[element]) * self._within(count)
+        return count
+
+    def _within(self, count: int) -> int:
+        """No count of things can be larger than the file. ValueError."""
+        if count > len(self._data):
+            raise ValueError(f"{count} values in a file of {len(self._data)} bytes")
+        return count

@@ -1,0 +1,93 @@
+"""Whether a worker uses MPS: what its settings ask for, what its GPU allows, and where the pipes are."""
+
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+import structlog
+from multigpu.config.config import WorkerConfig
+
+from multigpu_worker.device.interface import Device, DeviceInfo
+from multigpu_worker.mps.control import PROGRAM, GpuFullError, MpsControl, MpsError
+from multigpu_worker.mps.daemon import Mps, MpsLimits, MpsState, MpsStatus
+
+log = structlog.get_logger()
+
+# NVIDIA's limits of client contexts on one GPU.
+CLIENTS_MAX = 48
+CLIENTS_MAX_SINCE_CUDA_13_1 = 60
+# Volta: before it, MPS knows neither limits of its clients nor containment.
+_COMPUTE_CAPABILITY_MIN = (7, 0)
+# A UNIX socket's path, less the name that the daemon appends.
+_PIPE_DIR_BYTES_MAX = 107 - len("/control_privileged")
+
+
+def default_base_dir() -> Path:
+    """Where the GPUs' pipe directories are if nothing else is said: one place for all workers of this user."""
+    if os.geteuid() == 0:
+        return Path("/run/multigpu/mps")
+    runtime = os.environ.get("XDG_RUNTIME_DIR")
+    return Path(runtime, "multigpu/mps") if runtime else Path(tempfile.gettempdir(), f"multigpu-mps-{os.getuid()}")
+
+
+def pipe_dir(config: WorkerConfig, device_id: str) -> Path:
+    """A GPU's own pipe directory. MpsError: its path is too long for a socket."""
+    path = (Path(config.mps_pipe_dir) if config.mps_pipe_dir else default_base_dir()) / device_id
+    if len(os.fsencode(path)) > _PIPE_DIR_BYTES_MAX:
+        raise MpsError(f"the pipe directory {path} has too long a path for a socket: set mps_pipe_dir to a shorter one")
+    return path
+
+
+def clients_max(cuda_version: str) -> int:
+    """How many client contexts a GPU may have: `cuda_version` as the driver tells it, such as "13.1"."""
+    try:
+        version = tuple(int(part) for part in cuda_version.split(".")[:2])
+    except ValueError:
+        version = ()
+    return CLIENTS_MAX_SINCE_CUDA_13_1 if version >= (13, 1) else CLIENTS_MAX
+
+
+async def open_mps(config: WorkerConfig, device: Device, worker_id: str) -> tuple[Mps | None, MpsStatus | None]:
+    """MPS, or why there is none; neither for a CPU. MpsError: it was demanded and can't be had, or the GPU is full."""
+    info = device.info
+    if info.device_id == "cpu":
+        if config.mps == "on":
+            raise MpsError("MPS is for NVIDIA GPUs, and this worker's device is a CPU: set mps to auto or off")
+        return None, None
+    if config.mps == "off":
+        return None, MpsStatus(state=MpsState.OFF, message="mps is off")
+    limits = MpsLimits(
+        active_thread_percentage=config.mps_active_thread_percentage,
+        pinned_bytes=config.mps_pinned_device_mem_limit_bytes,
+        terminate_timeout_s=config.mps_terminate_timeout_s,
+        clients_max=clients_max(info.cuda_version),
+        memory_bytes=info.memory_total_bytes,
+    )
+    try:
+        _check(info, prohibited=device.compute_prohibited)
+        mps = Mps(MpsControl(info.device_id, pipe_dir(config, info.device_id)), worker_id, limits)
+        await mps.open()
+    except GpuFullError:
+        raise
+    except MpsError as error:
+        if config.mps == "on":
+            raise
+        log.warning("running without MPS", reason=str(error))
+        return None, MpsStatus(state=MpsState.OFF, message=str(error))
+    return mps, None
+
+
+def _check(info: DeviceInfo, *, prohibited: bool) -> None:
+    """MpsError: this GPU can't have MPS, or its programs are not here."""
+    if shutil.which(PROGRAM) is None:
+        raise MpsError(f"{PROGRAM} is not in PATH: install the driver's compute utilities, or set mps to off")
+    if info.mig_enabled:
+        raise MpsError("MIG is on, and a GPU is shared by MIG or by MPS: set mps to off, or turn MIG off")
+    major, _, minor = info.compute_capability.partition(".")
+    if major.isdigit() and (int(major), int(minor or 0)) < _COMPUTE_CAPABILITY_MIN:
+        raise MpsError(
+            f"its compute capability is {info.compute_capability}, and MPS is of use from 7.0: set mps to off"
+        )
+    if prohibited:
+        raise MpsError("its compute mode is PROHIBITED: set another one with nvidia-smi -c")

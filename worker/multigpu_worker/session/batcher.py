@@ -1,0 +1,224 @@
+"""Which waiting leases go to the engine together.
+
+Pure. Leases wait in one line for each spec, oldest first; a batch is cut from the line whose head comes first, so no
+kind starves another. Lines that nothing can run now (their model is being loaded) are passed over and keep their place.
+
+Priority is part of a spec, and so a line has one. A lease's rank is its arrival, as a number, plus AGE_TASKS for each
+level below the first: a lease of a higher level goes before all that wait, as far as a worker's window reaches, and yet
+at most AGE_TASKS later arrivals for each level between them pass a lease. What has waited longer than that goes first.
+
+Usually there is no waiting for a fuller batch: whatever is there when the engine can take a batch, goes. Only a model
+with a delay waits, from when an engine could have taken the batch, until the delay is over, a limit is reached, or
+there are as many as one of the sizes that the model prefers. What comes back from an engine doesn't wait again.
+
+A deadline that passes is the master's to see, by its own clock: it revokes the lease, which is then dropped here.
+
+How large a batch may be depends on how its kind runs. Kinds that run a batch together (embeddings) are bounded by a
+budget of tokens. Kinds that run one by one (handlers) gain nothing from large batches but fewer hops between the
+processes, and lose prompt reports and revocations, so a batch of theirs holds about 50 ms of work, as measured so far:
+one task at first, then more, up to the limit for the fastest.
+"""
+
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from itertools import islice
+
+from multigpu.repository.model import BatchRules
+
+from multigpu_worker.session.session import Lease, Spec
+
+# A rough rule for English text, and near enough to bound what a batch costs.
+BYTES_PER_TOKEN = 4
+# How many kinds and models are remembered by their speed.
+SPEEDS_MAX = 1024
+# A batch is at most this many times as large as the largest one measured.
+GROWTH = 8
+# How many later arrivals of the next higher level may pass a lease: as many as a worker's window usually holds.
+AGE_TASKS = 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchLimits:
+    tasks_max: int = 256
+    tokens_max: int = 16384
+    # Work in a batch of a kind that runs one by one.
+    batch_s: float = 0.05
+    # How long a batch may wait to grow while an engine could take it. 0: it goes at once.
+    delay_s: float = 0.0
+
+
+DEFAULT_RULES = BatchRules()
+
+
+def tokens_of(lease: Lease) -> int:
+    """About how much work it is, for kinds that run a batch together."""
+    return max(1, len(lease.payload) // BYTES_PER_TOKEN)
+
+
+@dataclass(slots=True)
+class Speed:
+    task_s: float
+    largest: int
+
+
+@dataclass(slots=True)
+class Growth:
+    """A line that waits to be a larger batch: until when, and what was counted of it so far."""
+
+    due_s: float
+    tasks: int = 0
+    tokens: int = 0
+
+
+class Batcher:
+    """What waits for engines. `rules` holds what models ask for, by kind of task and the name that it says."""
+
+    def __init__(self, limits: BatchLimits, slots: int) -> None:
+        assert limits.tasks_max >= 1
+        assert limits.tokens_max >= 1
+        assert slots >= 1
+        self.limits = limits
+        self.slots = slots
+        self.rules: dict[tuple[str, str], BatchRules] = {}
+        # Of (rank, lease).
+        self._lines: dict[Spec, deque[tuple[int, Lease]]] = {}
+        self._speeds: OrderedDict[tuple[str, str], Speed] = OrderedDict()
+        self._arrivals = 0
+        # What is put back is older than any arrival, and than what was put back before.
+        self._returns = 0
+        self._growing: dict[Spec, Growth] = {}
+        self._due_s: float | None = None
+
+    def add(self, spec: Spec, leases: Iterable[Lease]) -> int:
+        """Let leases of one spec wait, behind those that do. Returns the last one's rank."""
+        line = self._lines.get(spec)
+        if line is None:
+            line = self._lines[spec] = deque()
+        behind = (spec.priority - 1) * AGE_TASKS
+        rank = self._arrivals + behind
+        for lease in leases:
+            rank += 1
+            line.append((rank, lease))
+        self._arrivals = rank - behind
+        if not line:
+            del self._lines[spec]
+        return rank
+
+    def put_back(self, leases: Iterable[Lease]) -> None:
+        """Let leases that already were in an engine go first again, in this order whatever their specs."""
+        for lease in reversed(list(leases)):
+            self._returns -= 1
+            self._lines.setdefault(lease.spec, deque()).appendleft((self._returns, lease))
+
+    def give_way(self, leases: Iterable[Lease]) -> None:
+        """Let leases that came back from an engine, which had not begun them, wait where they did."""
+        for lease in reversed(list(leases)):
+            line = self._lines.setdefault(lease.spec, deque())
+            line.appendleft((min(lease.rank, line[0][0] - 1) if line else lease.rank, lease))
+
+    def pop(
+        self, *, one_by_one: frozenset[str], may: Callable[[Spec], bool] | None = None, now_s: float = 0.0
+    ) -> list[Lease]:
+        """Cut the next batch: leases of one spec, without those dropped meanwhile. Empty: nothing may go now.
+
+        `may` says of a spec whether something could run it now. `now_s` is read on a monotonic clock.
+        """
+        self._due_s = None
+        # Nearly always there is one line.
+        lines = sorted(self._lines, key=self._head) if len(self._lines) > 1 else list(self._lines)
+        for spec in lines:
+            if may is not None and not may(spec):
+                continue
+            line = self._lines[spec]
+            if spec.kind in one_by_one:
+                batch = self._cut(line, self._tasks_max(spec, len(line)), None)
+            else:
+                rules = self.rules.get((spec.kind, spec.model), DEFAULT_RULES)
+                tasks_max = rules.tasks_max or self.limits.tasks_max
+                tokens_max = rules.tokens_max or self.limits.tokens_max
+                delay_s = self.limits.delay_s if rules.delay_s < 0 else rules.delay_s
+                if delay_s and line[0][0] > 0:
+                    tasks_max = self._grown(spec, Growth(now_s + delay_s), tasks_max, tokens_max, now_s)
+                batch = self._cut(line, tasks_max, tokens_max) if tasks_max else []
+            if not line:
+                del self._lines[spec]
+                self._growing.pop(spec, None)
+            if batch:
+                self._growing.pop(spec, None)
+                return batch
+        return []
+
+    def first(self, spec: Spec) -> Lease | None:
+        """The lease that the next batch of a line begins with; None: all of it were dropped."""
+        return next((lease for _, lease in self._lines[spec] if not lease.dropped), None)
+
+    def due_s(self) -> float | None:
+        """After a pop that found nothing: when to pop again, though nothing else happens. None: no line is growing."""
+        return self._due_s
+
+    def measure(self, spec: Spec, tasks: int, work_s: float) -> None:
+        """Learn how long tasks that ran one by one took."""
+        assert tasks >= 1
+        key = (spec.kind, spec.model)
+        speed = self._speeds.pop(key, None)
+        task_s = work_s / tasks
+        if speed is None:
+            speed = Speed(task_s, tasks)
+        else:
+            speed.task_s = (speed.task_s + task_s) / 2
+            speed.largest = max(speed.largest, tasks)
+        self._speeds[key] = speed
+        if len(self._speeds) > SPEEDS_MAX:
+            self._speeds.popitem(last=False)
+
+    def _head(self, spec: Spec) -> int:
+        return self._lines[spec][0][0]
+
+    def _grown(self, spec: Spec, fresh: Growth, tasks_max: int, tokens_max: int, now_s: float) -> int:
+        """How many tasks of a line that may wait to grow should go now; 0: it waits on. Dropped ones count here, so
+        that a batch may go a little early.
+        """
+        line, growth = self._lines[spec], self._growing.setdefault(spec, fresh)
+        growth.tokens += sum(tokens_of(lease) for _, lease in islice(line, growth.tasks, None))
+        growth.tasks = len(line)
+        preferred = self.rules.get((spec.kind, spec.model), DEFAULT_RULES).preferred
+        size = max((size for size in preferred if size <= min(growth.tasks, tasks_max)), default=0)
+        if size:
+            return size
+        if growth.tasks >= tasks_max or growth.tokens >= tokens_max or now_s >= growth.due_s:
+            return tasks_max
+        self._due_s = growth.due_s if self._due_s is None else min(self._due_s, growth.due_s)
+        return 0
+
+    def _tasks_max(self, spec: Spec, waiting: int) -> int:
+        limit = self.rules.get((spec.kind, spec.model), DEFAULT_RULES).tasks_max or self.limits.tasks_max
+        speed = self._speeds.get((spec.kind, spec.model))
+        if speed is None:
+            return 1
+        tasks = min(limit, speed.largest * GROWTH)
+        if speed.task_s * tasks > self.limits.batch_s:
+            tasks = int(self.limits.batch_s / speed.task_s)
+        # Every slot gets a share of what waits.
+        return max(1, min(tasks, -(-waiting // self.slots)))
+
+    @staticmethod
+    def _cut(line: deque[tuple[int, Lease]], tasks_max: int, tokens_max: int | None) -> list[Lease]:
+        batch: list[Lease] = []
+        tokens = 0
+        while line and len(batch) < tasks_max:
+            lease = line[0][1]
+            if lease.dropped:
+                line.popleft()
+                continue
+            lease.rank = line[0][0]
+            if tokens_max is not None:
+                tokens += tokens_of(lease)
+                if batch and tokens > tokens_max:
+                    break
+            if len(batch) >= lease.together_max:
+                break
+            tasks_max = min(tasks_max, lease.together_max)
+            batch.append(lease)
+            line.popleft()
+        return batch

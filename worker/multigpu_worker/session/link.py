@@ -1,0 +1,225 @@
+"""The worker's stream to the master: connects, and connects again for ever, with growing, jittered delays.
+
+Knows the stream and nothing of leases; the agent says what goes up and gets what comes down. The writer asks for the
+next frame whenever the last one is written, so whatever piled up meanwhile shares one frame, and nothing waits when the
+stream is idle.
+"""
+
+import asyncio
+import contextlib
+import random
+import time
+from collections.abc import Iterable
+from typing import Any, Protocol
+
+import grpc
+import grpc.aio
+import structlog
+from multigpu._transport.connection import unavailable
+from multigpu._transport.credentials import Credentials
+from multigpu.config.config import ConfigError
+from multigpu.v1 import worker_service_pb2 as pb
+from multigpu.v1.worker_service_pb2_grpc import WorkerServiceStub
+
+from multigpu_worker.session.wire import BadFrameError
+
+log = structlog.get_logger()
+
+MESSAGE_BYTES_MAX = 64 << 20
+# A delay before the next connection is drawn from 0 up to a bound that doubles from the first of these to the second.
+RECONNECT_MIN_S = 0.05
+RECONNECT_MAX_S = 2.0
+# How long after our start a master that isn't there is not worth a warning.
+QUIET_S = 2.0
+# Of the same reason for having no session so many log lines are written, and then one in so many seconds.
+REPEATS_MAX, REPEAT_S = 3, 60.0
+# How long a master may take to welcome us.
+WELCOME_TIMEOUT_S = 10.0
+# How long the master may take to end the stream after we have.
+CLOSE_TIMEOUT_S = 2.0
+
+OPTIONS = [
+    ("grpc.enable_http_proxy", 0),  # masters are near; a proxy for the web must not come between
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
+    ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
+    # Backoff is ours; one kept by the library between two channels would add to it.
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.initial_reconnect_backoff_ms", 50),
+    ("grpc.min_reconnect_backoff_ms", 1000),
+    ("grpc.max_reconnect_backoff_ms", 2000),
+]
+
+
+# The generated service stubs have no types.
+_stub: Any = WorkerServiceStub
+
+
+class ProtocolMismatchError(Exception):
+    """The master speaks another version of the protocol; the message says which side to upgrade."""
+
+
+class TakenOverError(Exception):
+    """Another worker with our id has the session now; the message says what to do."""
+
+
+# Initial metadata, as gRPC gives them.
+Metadata = Iterable[tuple[str, str | bytes]]
+
+
+class LinkEvents(Protocol):
+    """What the link asks and tells its owner, on the event loop."""
+
+    def hello(self) -> pb.SessionRequest: ...
+    def connected(self, welcome: pb.SessionResponse, metadata: Metadata) -> None: ...
+    def received(self, response: pb.SessionResponse) -> None: ...
+    def next_frame(self) -> pb.SessionRequest | None: ...
+    def disconnected(self, reason: str) -> None: ...
+
+
+class Link:
+    def __init__(self, address: str, events: LinkEvents, credentials: Credentials | None = None) -> None:
+        self.address = address
+        self._credentials = credentials or Credentials()
+        self.events = events
+        self._wake = asyncio.Event()
+        self._closing = False
+        self._random = random.Random()  # noqa: S311  jitter, not secrets
+        # Why there is no session, how often that was logged, and when last.
+        self._reason, self._told, self._told_s = "", 0, 0.0
+
+    def wake(self) -> None:
+        """Say that there is something to send."""
+        self._wake.set()
+
+    def close(self) -> None:
+        """Send what there is, end the stream, and let `run` return."""
+        self._closing = True
+        self._wake.set()
+
+    async def run(self) -> None:
+        """Keep a session until `close`. ProtocolMismatchError: there can't be one. TakenOverError: another has it."""
+        bound_s = RECONNECT_MIN_S
+        met, quiet_until = False, time.monotonic() + QUIET_S
+        while not self._closing:
+            welcomed = False
+            reason = "the master ended the stream"
+            try:
+                metadata = self._credentials.metadata(self.address)
+                async with self._credentials.aio_channel(self.address, OPTIONS) as channel:
+                    call = _stub(channel).Session(metadata=metadata)
+                    welcome = await self._open(call)
+                    welcomed = met = True
+                    self.events.connected(welcome, await call.initial_metadata())
+                    await self._exchange(call)
+            except grpc.aio.AioRpcError as error:
+                if error.code() is grpc.StatusCode.FAILED_PRECONDITION:
+                    raise ProtocolMismatchError(error.details()) from error
+                if error.code() is grpc.StatusCode.ABORTED and welcomed:
+                    raise TakenOverError(
+                        f"the master at {self.address} ended our session: {error.details()}. Another worker runs with "
+                        "the same worker_id; stop one of them, or give each its own --worker-id"
+                    ) from error
+                details = error.details() or ""
+                if error.code() is grpc.StatusCode.UNAVAILABLE and not welcomed:
+                    details = unavailable(self.address, details, self._credentials)
+                reason = f"{error.code().name}: {details}"
+            except ConfigError as error:
+                reason = str(error)  # a file that is being replaced, perhaps: it is read again each time
+            except BadFrameError as error:
+                # A fault of the master, or another program altogether: the next session begins from what it knows.
+                reason = f"the master sent a frame that makes no sense ({error}); upgrade it?"
+            except (TimeoutError, asyncio.InvalidStateError, grpc.aio.InternalError) as error:
+                reason = str(error) or "the master didn't answer"
+            if welcomed:
+                bound_s = RECONNECT_MIN_S
+                self.events.disconnected(reason)
+            if not self._closing:
+                delay_s = self._random.uniform(0, bound_s)
+                # A fleet that is just being started has no master yet for a moment: that is no news.
+                self._tell(reason, delay_s, quiet=not met and time.monotonic() < quiet_until)
+                await self._sleep(delay_s)
+                bound_s = min(RECONNECT_MAX_S, 2 * bound_s)
+
+    def _tell(self, reason: str, delay_s: float, *, quiet: bool) -> None:
+        """Log why there is no session, but not the same every second."""
+        if reason != self._reason:
+            self._reason, self._told = reason, 0
+        now_s = time.monotonic()
+        if not quiet and self._told >= REPEATS_MAX and now_s - self._told_s < REPEAT_S:
+            return
+        self._told, self._told_s = self._told + (not quiet), now_s
+        tell = log.debug if quiet else log.warning
+        tell("no session", master=self.address, reason=reason, retry_s=round(delay_s, 3))
+
+    async def _open(self, call: Any) -> pb.SessionResponse:
+        """Say hello and wait for the welcome."""
+        async with asyncio.timeout(WELCOME_TIMEOUT_S):
+            await call.write(self.events.hello())
+            response = await call.read()
+        if response is grpc.aio.EOF:
+            await _raise_status(call)
+            raise asyncio.InvalidStateError("the master ended the stream without a welcome")
+        if response is None or not response.HasField("welcome"):
+            raise asyncio.InvalidStateError("the master's first frame is no welcome; is that a multigpu master?")
+        frame: pb.SessionResponse = response
+        return frame
+
+    async def _exchange(self, call: Any) -> None:
+        """Write and read until either ends."""
+        self._wake.set()
+        writer = asyncio.create_task(self._write(call))
+        reader = asyncio.create_task(self._read(call))
+        try:
+            await asyncio.wait({writer, reader}, return_when=asyncio.FIRST_COMPLETED)
+            if writer.done() and not reader.done():
+                # We closed, or the stream broke: either way the reader learns its status.
+                await asyncio.wait({reader}, timeout=CLOSE_TIMEOUT_S)
+            for task in (reader, writer):
+                if task.done():
+                    task.result()
+        finally:
+            for task in (reader, writer):
+                task.cancel()
+            await asyncio.gather(reader, writer, return_exceptions=True)
+            call.cancel()
+
+    async def _write(self, call: Any) -> None:
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            while (request := self.events.next_frame()) is not None:
+                await call.write(request)
+            if self._closing:
+                await call.done_writing()
+                return
+
+    async def _read(self, call: Any) -> None:
+        received = self.events.received
+        while (response := await call.read()) is not grpc.aio.EOF:
+            if response is None:  # gRPC's word for what it could not parse
+                raise BadFrameError("it is no SessionResponse")
+            received(response)
+        await _raise_status(call)
+
+    async def _sleep(self, delay_s: float) -> None:
+        """Sleep, but not through a `close`."""
+        self._wake.clear()
+        if not self._closing:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(delay_s):
+                    while not self._closing:
+                        await self._wake.wait()
+                        self._wake.clear()
+
+
+async def _raise_status(call: Any) -> None:
+    """Raise how the call ended, unless it ended well."""
+    code = await call.code()
+    if code is not grpc.StatusCode.OK:
+        raise grpc.aio.AioRpcError(
+            code, await call.initial_metadata(), await call.trailing_metadata(), await call.details()
+        )

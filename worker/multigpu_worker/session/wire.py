@@ -1,0 +1,288 @@
+"""Between the contract's messages and our own values. The only module of the worker that builds or reads messages."""
+
+import dataclasses
+from collections.abc import Callable, Iterable, Sized
+from dataclasses import dataclass
+
+from google.protobuf.duration_pb2 import Duration
+from google.protobuf.timestamp_pb2 import Timestamp
+from multigpu._transport.payloads import Elsewhere, Reference
+from multigpu.v1 import device_pb2, model_pb2, task_pb2
+from multigpu.v1 import worker_service_pb2 as pb
+
+from multigpu_worker.device.energy import Energy
+from multigpu_worker.device.health import Health, State
+from multigpu_worker.device.interface import DeviceInfo, Telemetry
+from multigpu_worker.mps.daemon import MpsState, MpsStatus
+from multigpu_worker.session.session import Frame, Held, Lease, Report, Reports, ReportState, Spec
+
+PROTOCOL_VERSION = 2
+
+
+class BadFrameError(Exception):
+    """A frame of the master's makes no sense; the message says what."""
+
+
+_STATES = {
+    ReportState.FAILED: pb.REPORT_STATE_FAILED,
+    ReportState.RETURNED: pb.REPORT_STATE_RETURNED,
+}
+_MPS_STATES = {
+    MpsState.OFF: device_pb2.MPS_STATE_OFF,
+    MpsState.RUNNING: device_pb2.MPS_STATE_RUNNING,
+    MpsState.FAULT: device_pb2.MPS_STATE_FAULT,
+}
+
+
+_HEALTH_STATES = {
+    State.HEALTHY: device_pb2.HEALTH_STATE_HEALTHY,
+    State.DEGRADED: device_pb2.HEALTH_STATE_DEGRADED,
+    State.SICK: device_pb2.HEALTH_STATE_SICK,
+    State.RECOVERING: device_pb2.HEALTH_STATE_RECOVERING,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Identity:
+    """What a hello says of the worker, and what doesn't change while it lives."""
+
+    worker_id: str
+    host: str
+    version: str
+    pid: int
+    device: DeviceInfo
+    labels: dict[str, str]
+    slots: int
+    window_tasks: int
+    window_bytes: int
+
+
+def seconds_of(duration: Duration) -> float:
+    return duration.seconds + duration.nanos / 1e9
+
+
+def spec_of(spec: task_pb2.TaskSpec) -> Spec:
+    return Spec(
+        kind=spec.kind,
+        model=spec.model,
+        parameters=tuple(sorted(spec.parameters.items())),
+        content_type=spec.content_type,
+        run_timeout_s=seconds_of(spec.run_timeout),
+        durable=spec.durability != task_pb2.DURABILITY_EPHEMERAL,
+        priority=spec.priority or 3,
+    )
+
+
+def leases_of(batch: pb.LeaseBatch, directory: str = "") -> tuple[Spec, list[Lease]]:
+    """BadFrameError: it makes no sense."""
+    spec = spec_of(batch.spec)
+    count = len(batch.lease_ids)
+    if any(len(column) != count for column in (batch.task_ids, batch.attempts, batch.payloads, batch.units)):
+        raise BadFrameError("the columns of a batch of leases are not of equal length")
+    if len(set(batch.lease_ids)) < count:
+        raise BadFrameError("it grants a lease twice")
+    proofs = list(batch.proofs) or [0] * count
+    if len(proofs) != count:
+        raise BadFrameError("it does not prove each of its leases")
+    columns = zip(batch.lease_ids, batch.task_ids, batch.attempts, batch.payloads, batch.units, proofs, strict=True)
+    leases = [
+        Lease(lease_id, task_id, attempt, spec, payload, units, proof)
+        for lease_id, task_id, attempt, payload, units, proof in columns
+    ]
+    for extra in batch.extras:
+        if extra.index >= count:
+            raise BadFrameError("it tells more of a lease that it does not grant")
+        lease = leases[extra.index]
+        lease.checkpoint = extra.checkpoint
+        lease.partials_received = extra.partials_received
+        lease.partials_before = tuple(extra.partials)
+        lease.traceparent = extra.traceparent
+        if extra.HasField("payload_place"):
+            at = extra.payload_place
+            if not directory or "/" in str(at.segment):
+                raise BadFrameError("it refers to a payload that we do not share")
+            lease.payload = Reference(Elsewhere(f"{directory}/{at.segment}", at.segment), at.offset, at.size)
+        # Its first outputs are with this master alone: another one can't take the lease over.
+        lease.resumable = not extra.partials_received
+    return spec, leases
+
+
+def hello(
+    identity: Identity,
+    offers: Iterable[tuple[str, Iterable[str]]],
+    held: Iterable[Held],
+    *,
+    models: Iterable[model_pb2.Model] = (),
+    model_memory_bytes: int = 0,
+    incarnation: str = "",
+) -> pb.SessionRequest:
+    """`offers`: the kinds of tasks, each with the names of its models."""
+    return pb.SessionRequest(
+        hello=pb.Hello(
+            protocol_version=PROTOCOL_VERSION,
+            worker_id=identity.worker_id,
+            host=identity.host,
+            version=identity.version,
+            pid=identity.pid,
+            device=device_message(identity.device),
+            capabilities=[pb.Capability(kind=kind, models=names) for kind, names in offers],
+            labels=identity.labels,
+            slots=identity.slots,
+            window_tasks=identity.window_tasks,
+            window_bytes=identity.window_bytes,
+            leases=[_held(entry, proof=entry.lease.proof) for entry in held],
+            models=models,
+            model_memory_bytes=model_memory_bytes,
+            incarnation=incarnation,
+        )
+    )
+
+
+def catalog_message(offers: Iterable[tuple[str, Iterable[str]]], models: Iterable[model_pb2.Model]) -> pb.Catalog:
+    return pb.Catalog(
+        capabilities=[pb.Capability(kind=kind, models=names) for kind, names in offers],
+        models=models,
+    )
+
+
+def device_message(info: DeviceInfo) -> device_pb2.Device:
+    # The fields have the contract's names and units, here and in what they hold.
+    return device_pb2.Device(**dataclasses.asdict(info))
+
+
+def telemetry_message(telemetry: Telemetry, sample_ns: int) -> device_pb2.DeviceTelemetry:
+    """`sample_ns`: when it was so, in nanoseconds since 1970."""
+    return device_pb2.DeviceTelemetry(sample_time=_timestamp(sample_ns), **dataclasses.asdict(telemetry))
+
+
+def heartbeat(
+    held: Iterable[Held],
+    *,
+    last_frame: int,
+    telemetry: Telemetry | None,
+    sample_ns: int,
+    models: Iterable[model_pb2.ModelResidency] = (),
+    catalog: pb.Catalog | None = None,
+    draining: bool,
+    mps: MpsStatus | None = None,
+    health: device_pb2.DeviceHealth | None = None,
+    embedding_cache: pb.EmbeddingCache | None = None,
+    handlers: pb.Handlers | None = None,
+    occupied_slots: int = 0,
+) -> pb.SessionRequest:
+    beat = pb.Heartbeat(
+        leases=[_held(entry) for entry in held],
+        last_frame=last_frame,
+        models=models,
+        catalog=catalog,
+        draining=draining,
+        health=health,
+        embedding_cache=embedding_cache,
+        handlers=handlers,
+        occupied_slots=occupied_slots,
+    )
+    if telemetry is not None:
+        beat.telemetry.CopyFrom(telemetry_message(telemetry, sample_ns))
+    if mps is not None:
+        beat.mps.state = _MPS_STATES[mps.state]
+        beat.mps.message, beat.mps.clients, beat.mps.clients_max = mps.message, mps.clients, mps.clients_max
+    return pb.SessionRequest(heartbeat=beat)
+
+
+def health_message(health: Health, checks_passed: int) -> device_pb2.DeviceHealth:
+    """A device's health as heartbeats tell it."""
+    message = device_pb2.DeviceHealth(
+        state=_HEALTH_STATES[health.state],
+        since_time=_timestamp(int(health.since_s * 1e9)),
+        unusable=health.unusable,
+        checks_passed=checks_passed,
+    )
+    for reason in health.reasons:
+        since_time = _timestamp(int(reason.since_s * 1e9))
+        message.reasons.add(code=reason.code, message=reason.message, since_time=since_time)
+    if not health.fit:
+        message.next_check_time.CopyFrom(_timestamp(int(health.next_check_s * 1e9)))
+    return message
+
+
+def _never(_reference: Reference) -> bool:
+    return False
+
+
+def request_of(frame: Frame, lent: Callable[[Reference], bool] = _never) -> pb.SessionRequest:
+    """`lent` says whether a result may go as a reference, and notes that it does."""
+    return pb.SessionRequest(
+        report_batches=[batch for reports in frame.reports for batch in _report_batches(reports, lent)],
+        partials=[
+            pb.PartialOutput(lease_id=p.lease.lease_id, index=p.index, data=p.data, content_type=p.content_type)
+            for p in frame.partials
+        ],
+    )
+
+
+def _report_batches(reports: Reports, lent: Callable[[Reference], bool]) -> list[pb.ReportBatch]:
+    """One, or one for each sort of results."""
+    start_time, finish_time = _timestamp(reports.start_ns), _timestamp(reports.finish_ns)
+    batches = []
+    for content_type in {report.content_type for report in reports.reports if report.error is None}:
+        succeeded = [r for r in reports.reports if r.error is None and r.content_type == content_type]
+        batch = pb.ReportBatch(start_time=start_time, finish_time=finish_time, content_type=content_type)
+        batch.succeeded_lease_ids.extend([report.lease.lease_id for report in succeeded])
+        batch.results.extend([_result(batch, n, report.result, lent) for n, report in enumerate(succeeded)])
+        if reports.energy is not None:
+            _fill_energy(batch, succeeded, reports.energy)
+        batches.append(batch)
+    failures = [_failure(report) for report in reports.reports if report.error is not None]
+    if failures:
+        batches.append(pb.ReportBatch(start_time=start_time, finish_time=finish_time, reports=failures))
+    return batches
+
+
+def _fill_energy(batch: pb.ReportBatch, succeeded: list[Report], energy: Energy) -> None:
+    batch.energy_joules.extend([report.lease.units * energy.joules_per_unit for report in succeeded])
+    batch.energy_method = int(energy.method)  # type: ignore[assignment]  # enums are ints on the wire
+    batch.energy_uncertainty = energy.uncertainty
+
+
+def _result(batch: pb.ReportBatch, index: int, result: bytes | Sized, lent: Callable[[Reference], bool]) -> bytes:
+    """What goes among the results for this one: its bytes, unless a reference stands for them."""
+    if isinstance(result, bytes):
+        return result
+    assert isinstance(result, Reference)
+    if not lent(result):
+        return result.read()
+    at = batch.result_places.add(index=index).at
+    at.segment, at.offset, at.size = result.pin.name, result.offset, result.size_bytes
+    return b""
+
+
+def _failure(report: Report) -> pb.Report:
+    assert report.error is not None
+    error = report.error
+    return pb.Report(
+        lease_id=report.lease.lease_id,
+        state=_STATES[report.state],
+        error=task_pb2.TaskError(
+            type=error.type, message=error.message, retryable=error.retryable, traceback=error.traceback
+        ),
+        broke_engine=report.broke_engine,
+    )
+
+
+def _held(held: Held, proof: int = 0) -> pb.HeldLease:
+    lease = held.lease
+    message = pb.HeldLease(
+        lease_id=lease.lease_id, task_id=lease.task_id, attempt=lease.attempt, running=lease.running, proof=proof
+    )
+    if held.checkpoint is not None:
+        message.checkpoint = held.checkpoint
+    if lease.steps or lease.note or lease.fraction:
+        message.progress.fraction = lease.fraction
+        message.progress.steps = lease.steps
+        message.progress.note = lease.note
+    return message
+
+
+def _timestamp(instant_ns: int) -> Timestamp:
+    seconds, nanos = divmod(instant_ns, 1_000_000_000)
+    return Timestamp(seconds=seconds, nanos=nanos)
