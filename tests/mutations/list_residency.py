@@ -1,4 +1,4 @@
-"""Mutations of which models are loaded where: residency.py, core/workers/load_reservations.py and what they are told."""
+"""Mutations of which models are loaded where: residency.py, load_reservations.py, and what they are told."""
 
 from functools import partial
 

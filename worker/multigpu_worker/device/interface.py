@@ -132,10 +132,7 @@ def open_device(name: str) -> Device:
 
     DeviceError: there is no such device, or it can't be used.
     """
-    from multigpu_worker.device import (
-        cpu,
-        nvml,
-    )
+    from multigpu_worker.device import cpu, nvml  # noqa: PLC0415  they are made of what is here
 
     if name == "cpu":
         return cpu.CpuDevice()

@@ -99,7 +99,7 @@ def _offer(
 def _of_user(error: BaseException) -> str:
     """The traceback without the frames of multigpu and importlib, which lead to the user's module."""
     frames = traceback.extract_tb(error.__traceback__)
-    own = (str(Path(__file__).parent), str(Path(importlib.__file__).parent), "<frozen importlib")
+    own = (str(Path(__file__).parents[1]), str(Path(importlib.__file__).parent), "<frozen importlib")
     kept = [frame for frame in frames if not frame.filename.startswith(own)]
     told = traceback.format_exception_only(error)
     return "".join([*(["Traceback:\n"] if kept else []), *traceback.format_list(kept), *told])

@@ -83,9 +83,9 @@ def load_backend(spec: ModelSpec, settings: EngineSettings, variant: Variant) ->
 
 
 def identity_of(*parts: str, packages: tuple[str, ...], sources: tuple[str, ...]) -> str:
-    """A back end's identity: any words, the versions of packages, the content of source files of this folder."""
-    here = Path(__file__).parent
+    """A back end's identity: any words, the versions of packages, the content of source files in engines/."""
+    here = Path(__file__).parents[1]
     lines = [*parts, *(f"{name} {metadata.version(name)}" for name in ("multigpu", "tokenizers", *packages))]
-    files = ("engine.py", "backend.py", "text.py", *sources)
+    files = ("embed/engine.py", "embed/backend.py", "embed/text.py", *sources)
     lines += [hashlib.sha256((here / name).read_bytes()).hexdigest() for name in files]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()

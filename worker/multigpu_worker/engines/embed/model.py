@@ -194,7 +194,7 @@ def _load(
             precision,
             device.type,
             packages=("torch", "transformers", "safetensors"),
-            sources=("model.py", "joined.py", "cuda.py", "steps.py", "torch_runtime.py"),
+            sources=("embed/model.py", "embed/joined.py", "embed/cuda.py", "embed/steps.py", "common/torch_runtime.py"),
         ),
     )
     model.dimension = model.embed(_trial(model, 1)).shape[1]

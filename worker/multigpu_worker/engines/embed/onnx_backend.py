@@ -57,7 +57,7 @@ def load(spec: ModelSpec, settings: EngineSettings, precision: str) -> tuple[Onn
             settings.device.partition(":")[0],
             artifact.folder.name,
             packages=("onnxruntime",),
-            sources=("onnx_backend.py", "engines/onnx/session.py"),
+            sources=("embed/onnx_backend.py", "onnx/session.py"),
         ),
         tokens_max=CPU_TOKENS_PER_THREAD * threads_of(settings) if on_cpu else CUDA_TOKENS,
         session=session,

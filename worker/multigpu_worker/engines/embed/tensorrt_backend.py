@@ -68,12 +68,7 @@ class PlanBackend:
         self.identity = identity_of(
             json.dumps(plan_key(order), sort_keys=True),
             packages=(),
-            sources=(
-                "tensorrt_backend.py",
-                "engines/tensorrt/build.py",
-                "engines/tensorrt/run.py",
-                "engines/onnx/export.py",
-            ),
+            sources=("embed/tensorrt_backend.py", "tensorrt/build.py", "tensorrt/run.py", "onnx/export.py"),
         )
 
     def embed(self, inputs: Inputs) -> Vectors:

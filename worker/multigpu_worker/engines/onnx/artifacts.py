@@ -25,13 +25,13 @@ PRECISIONS = ("fp32", "fp16", *gate.GATED)
 # Of models that can be exported.
 SOURCES = ("sentence-transformers", "huggingface")
 EXPORT_PACKAGES = ("multigpu", "torch", "transformers", "onnx", "onnxruntime", "onnxscript")
-EXPORT_CODE = ("export.py", "engines/embed/model.py", "engines/embed/steps.py", "engines/embed/text.py")
+EXPORT_CODE = ("onnx/export.py", "embed/model.py", "embed/steps.py", "embed/text.py")
 # What recipes are written by, by recipe and engine: all others by nvidia-modelopt.
 QUANTISE_PACKAGES: dict[tuple[str, str], tuple[str, ...]] = {
     ("dynamic", "onnx"): ("onnx",),
     ("static", "onnx"): ("onnx", "onnxruntime"),
 }
-QUANTISE_CODE = ("quantize.py", "engines/common/accuracy_gate.py", "session.py")
+QUANTISE_CODE = ("onnx/quantize.py", "common/accuracy_gate.py", "onnx/session.py")
 
 
 def exported(spec: ModelSpec, settings: EngineSettings, precision: str, engine: str = "onnx") -> Artifact:
@@ -110,5 +110,5 @@ def _gate_key(spec: ModelSpec, precision: str, recipe: str, engine: str) -> dict
 
 
 def _versions(packages: tuple[str, ...], code: tuple[str, ...]) -> dict[str, str]:
-    here = Path(__file__).parent
+    here = Path(__file__).parents[1]
     return {name: metadata.version(name) for name in packages} | {name: file_hash(here / name) for name in code}
