@@ -296,7 +296,7 @@ def test_a_folder_that_only_the_services_may_read_is_named(tmp_path: Path) -> No
     folder.mkdir()
     (folder / "config.toml").touch()
     folder.chmod(0o700)
-    code = "import os; from multigpu import config as c; os.seteuid(65534); c.find_file(None, os.environ)"
+    code = "import os; from multigpu.config import config as c; os.seteuid(65534); c.find_file(None, os.environ)"
     env = {**os.environ, "XDG_CONFIG_HOME": str(tmp_path)}
     env.pop("MGPU_CONFIG", None)
     done = subprocess.run(

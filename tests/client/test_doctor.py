@@ -211,7 +211,7 @@ def test_device_files_that_are_somebody_elses() -> None:
             (Path(folder) / name).touch()
             (Path(folder) / name).chmod(0o600 if name == "nvidia0" else 0o666)
         code = (
-            "import os, sys; from pathlib import Path; from multigpu.cli import doctor_gpu\n"
+            "import os, sys; from pathlib import Path; from multigpu.cli.doctor import gpu as doctor_gpu\n"
             f"os.setresgid({NOBODY}, {NOBODY}, {NOBODY}); os.setresuid({NOBODY}, {NOBODY}, {NOBODY})\n"
             "found = doctor_gpu.judge_device_files(Path(sys.argv[1]), ['nvidia0'])[0]\n"
             "print(found.verdict.value, found.message)"
@@ -225,7 +225,7 @@ def test_device_files_that_are_somebody_elses() -> None:
 
 @pytest.mark.parametrize(("files", "verdict"), [("4096:4096", "ok"), ("512:4096", "warn"), ("128:4096", "fail")])
 def test_limits(files: str, verdict: str) -> None:
-    code = "from multigpu.cli import doctor_host; print(doctor_host.limits(None)[0].verdict.value)"
+    code = "from multigpu.cli.doctor import host as doctor_host; print(doctor_host.limits(None)[0].verdict.value)"
     done = subprocess.run(
         ["prlimit", f"--nofile={files}", sys.executable, "-c", code], capture_output=True, text=True, check=True
     )
@@ -273,7 +273,7 @@ def test_a_disk_that_is_somebody_elses(tmp_path: Path) -> None:
     tmp_path.chmod(0o755)
     code = (
         "import os; from pathlib import Path; from types import SimpleNamespace as N\n"
-        "from multigpu.cli import doctor_host\n"
+        "from multigpu.cli.doctor import host as doctor_host\n"
         f"os.setresuid({NOBODY}, {NOBODY}, {NOBODY})\n"
         f"print(doctor_host.disk(N(master_config=N(data_dir=Path('/var/lib/multigpu-nobody'))))[0].message)"
     )

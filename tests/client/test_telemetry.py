@@ -111,7 +111,7 @@ def test_the_trace_id_stays_and_the_daemons_follow_the_clients_decision(collecto
 def test_without_an_endpoint_nothing_of_opentelemetry_is_imported() -> None:
     code = (
         "import sys\n"
-        "from multigpu import telemetry, metrics\n"
+        "from multigpu.daemon import metrics, telemetry\n"
         "from multigpu.config.config import TelemetryConfig\n"
         "assert telemetry.configure_tracing(TelemetryConfig(), {}) is False\n"
         "assert metrics.configure_metrics(TelemetryConfig(), {}, list) is None\n"
@@ -229,7 +229,7 @@ def test_silent_connections_to_the_metrics_are_few_and_end(monkeypatch: pytest.M
 def run_logging(log_format: str, body: str) -> list[str]:
     code = (
         "import logging, structlog\n"
-        "from multigpu import telemetry\n"
+        "from multigpu.daemon import telemetry\n"
         f"telemetry.configure_logging('info', {log_format!r})\n{body}"
     )
     done = subprocess.run([sys.executable, "-c", code], check=True, timeout=30, capture_output=True, text=True)

@@ -39,7 +39,7 @@ class MpsWorker:
         path = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
         for pid in path.read_text().split():
             with contextlib.suppress(OSError):
-                if b"engine_main" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                if b"multigpu_worker.engine.main" in Path(f"/proc/{pid}/cmdline").read_bytes():
                     return int(pid)
         return 0
 

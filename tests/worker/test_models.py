@@ -42,7 +42,7 @@ def copy(packaged: Path, tmp_path: Path) -> Path:
 def test_agent_finds_and_checks_models_without_torch(packaged: Path) -> None:
     code = (
         "import sys\n"
-        "from multigpu_worker.engines import models\n"
+        "from multigpu_worker.models import folders as models\n"
         "from multigpu.config.config import WorkerConfig\n"
         "found = models.find_models(WorkerConfig())\n"
         "assert list(found.models) == [models.PACKAGED_MODEL], found\n"

@@ -33,7 +33,7 @@ def plant(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize(
     ("module", "name"),
-    [("agent", "Agent.batch_done"), ("session", "Session.report"), ("engine_pool", "EnginePool.died")],
+    [("agent", "Agent.batch_done"), ("session.session", "Session.report"), ("processes.pool", "EnginePool.died")],
 )
 async def test_an_error_of_our_own_in_a_callback_ends_the_worker_and_charges_nobody(
     master: ScriptedMaster, start_worker: StartWorker, plant: Path, module: str, name: str
@@ -53,7 +53,9 @@ async def test_an_error_of_our_own_in_a_callback_ends_the_worker_and_charges_nob
     assert pb.REPORT_STATE_FAILED not in {word.state for word in stream.reports.values()}
 
 
-@pytest.mark.parametrize(("module", "name"), [("model_keeper", "ModelKeeper.tick"), ("caretaker", "Caretaker._look")])
+@pytest.mark.parametrize(
+    ("module", "name"), [("models.loader", "ModelKeeper.tick"), ("device.health_monitor", "Caretaker._look")]
+)
 async def test_an_error_in_a_background_task_ends_the_worker(
     master: ScriptedMaster, start_worker: StartWorker, plant: Path, module: str, name: str
 ) -> None:

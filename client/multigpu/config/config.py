@@ -7,8 +7,8 @@ an error too, wherever it stands: a typo that silently means "the default" is th
 
 The environment's names are `MGPU_<FIELD>` for the client and `MGPU_<SECTION>_<FIELD>` for the rest. `MGPU_MASTER` is
 the client's `master`; `MGPU_MASTER_LISTEN` is the master's `listen`: no client field may begin with a section's name.
-How values are written and read is next door, in `config_values`; what a worker takes from variables of other names, in
-`old_names`; what its profile means, in `config_profiles`.
+How values are written and read is in `values`; what a worker takes from variables of other names, in
+`old_names`; what its profile means, in `profiles`.
 
 Importing this module is cheap on purpose: the daemons start in a fraction of a second.
 """

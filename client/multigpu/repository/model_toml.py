@@ -1,6 +1,6 @@
 """`model.toml`: its keys, their types and ranges, and errors that name the remedy.
 
-Reading gives only what was written; the defaults come from the model's files (repository_scan) and from ModelSpec.
+Reading gives only what was written; the defaults come from the model's files (scan.py) and from ModelSpec.
 """
 
 import difflib

@@ -1,6 +1,6 @@
 """How the journal's database gets from each released schema to the next.
 
-`journal_schema` holds the current schema. Version 1 is that of commit 2c701ac; its databases open in every later
+`schema` holds the current schema. Version 1 is that of commit 2c701ac; its databases open in every later
 multigpu. After a migration `sqlite_master` equals that of a new database: what SQLite cannot alter in place is made
 anew and copied.
 """
