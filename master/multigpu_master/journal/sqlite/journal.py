@@ -263,7 +263,6 @@ class SqliteJournal(JournalReads):
             if batch:
                 self._commit(batch, bytes_total)
                 if freeing or (after_full and singly):
-                    self._segments.punch_next(self._writer)
                     self._take_some_reserve()
             elif after_full:
                 self._probe()
@@ -274,6 +273,8 @@ class SqliteJournal(JournalReads):
                 raise
             self._note_full(problem, waiting)
             return False
+        if batch and (freeing or after_full) and self._segments.punch_next(self._writer):
+            self._take_some_reserve()
         self._singly = singly and bool(waiting)
         again = after_full and not singly
         if again:

@@ -10,7 +10,6 @@ On a full disk a segment must not keep the room of all that was ever in it: what
 """
 
 import ctypes
-import errno
 import os
 import re
 import sqlite3
@@ -247,11 +246,8 @@ def _punch(fd: int, begin: int, end: int) -> None:
     begin, end = -(-begin // _PAGE_BYTES) * _PAGE_BYTES, end // _PAGE_BYTES * _PAGE_BYTES
     if begin >= end:
         return
-    fallocate = ctypes.CDLL(None, use_errno=True).fallocate64
-    if fallocate(fd, _KEEP_SIZE | _PUNCH_HOLE, ctypes.c_int64(begin), ctypes.c_int64(end - begin)):
-        code = ctypes.get_errno()
-        if code not in (errno.EOPNOTSUPP, errno.ENOSYS):
-            raise OSError(code, os.strerror(code))
+    fallocate = ctypes.CDLL(None).fallocate64
+    fallocate(fd, _KEEP_SIZE | _PUNCH_HOLE, ctypes.c_int64(begin), ctypes.c_int64(end - begin))
 
 
 def sync_directory(directory: Path) -> None:
