@@ -24,7 +24,7 @@ STREAM_BYTES_MAX = 128 << 10
 STREAMS_MAX = 512
 # Calls of one method that we have not taken yet, on all connections. gRPC ends some of the calls beyond the first
 # number and all beyond the second as CANCELLED: each may hold megabytes of metadata, see docs/security.md.
-WAITING_SOFT_MAX, WAITING_MAX = 256, 512
+WAITING_SOFT_MAX, WAITING_MAX = 128, 256
 METADATA_BYTES_MAX = 16 << 10
 # Both ends ping an idle connection every 10 s and give up after 5; the server must then allow pings that often.
 OPTIONS = [
