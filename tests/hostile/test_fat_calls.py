@@ -26,7 +26,7 @@ TINY = [(b"a", b"")] * 3000
 ENTRY_BYTES, REFERENCES = 100, 15_000
 # Of bursts before the settings are acknowledged: what the calls that wait and one burst more hold; and no more with
 # each burst. Without the limits each takes gigabytes.
-UNACKNOWLEDGED_MAX = 1280 * MIB
+UNACKNOWLEDGED_MAX = 2048 * MIB
 LARGE = 20 * MIB
 CALLS = 20
 

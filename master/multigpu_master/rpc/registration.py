@@ -76,14 +76,14 @@ def add_service(
 
 def add_reflection(server: Any, names: Sequence[str], gate: Gate | None) -> None:
     """Lets generic tools ask for our messages; those whom the gate lets in."""
-    guarded = server if gate is None else _Behind(server, gate)
-    reflection_pb2_grpc.add_ServerReflectionServicer_to_server(reflection.aio.ReflectionServicer(names), guarded)
+    servicer = reflection.aio.ReflectionServicer(names)
+    reflection_pb2_grpc.add_ServerReflectionServicer_to_server(servicer, _Behind(server, gate))
 
 
 class _Behind:
     """What generated code sees of a server, with a gate before what it adds."""
 
-    def __init__(self, server: Any, gate: Gate) -> None:
+    def __init__(self, server: Any, gate: Gate | None) -> None:
         self._server = server
         self._gate = gate
 
@@ -103,6 +103,8 @@ class _Behind:
             except DecodeError as error:
                 await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"not a ServerReflectionRequest: {error}")
 
+        if self._gate is None:
+            return handler._replace(stream_stream=serve)
         return handler._replace(stream_stream=self._gate.guard(serve, f"{service.rsplit('.', 1)[-1]}/{name}"))
 
 
