@@ -15,7 +15,7 @@
     │   ├── ResultExpiredError      it SUCCEEDED, and its result was deleted after the result_ttl
     │   └── ResultLostError         it SUCCEEDED, and its result cannot be read any more
     ├── NotFoundError               the master knows no such task, or not any more
-    ├── ConfigError                 a setting is unknown or wrong; also a ValueError (in multigpu.config.config)
+    ├── ConfigError                 a setting is unknown or wrong; also a ValueError
     ├── CursorExpiredError          the outcomes after the cursor are not there
     └── ClientClosedError           the client was closed, or gRPC crossed a fork
 

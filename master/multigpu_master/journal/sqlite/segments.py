@@ -221,6 +221,8 @@ class Segments:
     def _punch(self, number: int, writer: sqlite3.Connection) -> bool:
         path = self._directory / f"{number:08x}"
         rows = writer.execute(REFERRED, (f"{number:08x}:", f"{number:08x};")).fetchall()
+        if not all(_REFERENCE.fullmatch(reference) for (reference,) in rows):
+            return False  # a damaged row: nobody knows what it refers to
         places = [reference.split(":") for (reference,) in rows]
         used = sorted((int(offset, 16), int(size, 16)) for _, offset, size, _ in places)
         fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
