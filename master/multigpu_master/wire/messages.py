@@ -1,7 +1,7 @@
 """Between the wire and the core: protobuf messages in and out of the core's plain values.
 
-Everything that comes in is validated here, so that the core meets only what makes sense; InvalidTaskError says what is
-wrong in words for the person who wrote it. Specs of tasks are read in `specs`.
+Every message is validated here, so that the core gets only valid values; the text of InvalidTaskError tells the sender
+what is wrong and what is allowed. Specs of tasks are read in `specs`.
 """
 
 import math
