@@ -54,7 +54,7 @@ def header_block(path: bytes, more: Iterable[tuple[bytes, bytes]] = ()) -> bytes
 
 
 def referring_block(path: bytes, times: int) -> bytes:
-    """The headers of a call that references one entry of the dynamic table this many times, one byte each: see `Peer.remember`."""
+    """The headers of a call that references one entry of the dynamic table (see `Peer.remember`) many times."""
     return header_block(path) + b"\xbe" * times
 
 
