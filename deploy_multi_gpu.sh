@@ -11,7 +11,7 @@ What to do (default: deploy)
   --status       How it is.
   --upgrade      Install this checkout's code, then replace the master and worker after worker: drain, replace, resume.
                  No task is lost.
-  --rollback     Go back to the release that the last --upgrade replaced: worker after worker, then the master. Refused
+  --rollback     Go back to the release that the last --upgrade replaced: worker after worker, then the master. Rejected
                  where that release can't read the journal any more.
   --uninstall    Stop and remove all of it. Asks before it removes data.
   --stop         With --local: stop the fleet that --keep started.

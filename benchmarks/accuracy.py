@@ -7,7 +7,7 @@ Two workers on the CPU; every row embeds the same sentences by `client.embed` wi
 tasks. MTEB's own results for all-MiniLM-L6-v2 are 82.03 (STS-B test) and 77.58 (SICK-R). The data is not ours to copy:
 MGPU_SHARED_DATA names the folder with `stsb/sts-test.csv` and `sick/SICK_*.txt`.
 
-Rows that the workers refuse say why: int8 and fp8 need a model with data for calibration, and pass its gate or don't.
+Rows that the workers reject say why: int8 and fp8 need a model with data for calibration, and pass its gate or don't.
 """
 
 import argparse

@@ -318,7 +318,7 @@ class Fleet:
 
 
 @contextlib.contextmanager
-def refused(code: grpc.StatusCode, *words: str) -> Iterator[None]:
+def rejected(code: grpc.StatusCode, *words: str) -> Iterator[None]:
     """Asserts that the call inside ends with this status, and a message that has these words."""
     try:
         yield

@@ -1,4 +1,4 @@
-"""The deploy script, run for real: dry runs that do nothing, refusals, which GPUs and settings it chooses."""
+"""The deploy script, run for real: dry runs that do nothing, rejections, which GPUs and settings it chooses."""
 
 import os
 import shutil
@@ -24,7 +24,7 @@ INSTALLED = (
     "pip check",
 )
 
-# Words and refusals.
+# Words and rejections.
 
 
 def test_a_dry_run_prints_every_action_and_does_none(checkout: Path) -> None:
@@ -91,7 +91,7 @@ def test_a_mistake_is_named_before_anything_is_done(
     ("version", "check", "message"),
     [("3.10.2", "< (3, 11)", "too old"), ("3.15.0", ">= (3, 15)", "newer than the lock")],
 )
-def test_a_python_that_the_lock_does_not_know_is_refused(
+def test_a_python_that_the_lock_does_not_know_is_rejected(
     checkout: Path, version: str, check: str, message: str
 ) -> None:
     other = checkout / "other-python"
@@ -157,7 +157,7 @@ def test_torch_is_for_the_driver_that_is_there(
 
 
 @needs_systemd
-def test_a_driver_that_no_torch_runs_on_is_refused(checkout: Path, tmp_path: Path, gpus: SimulatedGpus) -> None:
+def test_a_driver_that_no_torch_runs_on_is_rejected(checkout: Path, tmp_path: Path, gpus: SimulatedGpus) -> None:
     gpus.set_driver("470.256.02")
     done = deploy(checkout, "--root", str(tmp_path / "root"), **gpus.env())
     assert (done.returncode, "driver 470.256.02 is too old for CUDA 12" in done.stderr) == (1, True)

@@ -129,7 +129,7 @@ def test_pip_takes_the_lock(ahead: subprocess.CompletedProcess[str]) -> None:
     assert ahead.returncode == 0, ahead.stdout
 
 
-def test_pip_refuses_what_has_another_hash(tmp_path: Path) -> None:
+def test_pip_rejects_what_has_another_hash(tmp_path: Path) -> None:
     wheel = tmp_path / "multigpu_proof-1-py3-none-any.whl"
     wheel.write_bytes(b"")
     lock = tmp_path / "lock.txt"

@@ -48,7 +48,7 @@ def test_a_rollback_goes_back_to_the_release_that_was_replaced(checkout: Path, t
 
 @needs_systemd
 @pytest.mark.parametrize("logged", [False, True])
-def test_a_rollback_is_refused_before_it_begins_if_the_journal_is_too_new(
+def test_a_rollback_is_rejected_before_it_begins_if_the_journal_is_too_new(
     checkout: Path, tmp_path: Path, logged: bool
 ) -> None:
     """Also where the newer version is in the write-ahead log of a master that runs."""
@@ -118,8 +118,8 @@ def test_a_host_that_joined_with_tls_is_upgraded(checkout: Path, tmp_path: Path)
     deployed(checkout, "--root", str(root), "--upgrade")
     assert released(root)[1] == before
     (root / "etc/multigpu/worker.token").unlink()
-    refused = deploy(checkout, "--root", str(root), "--upgrade")
-    assert "--join needs --credentials DIR" in refused.stderr
+    rejected = deploy(checkout, "--root", str(root), "--upgrade")
+    assert "--join needs --credentials DIR" in rejected.stderr
 
 
 @needs_systemd

@@ -95,16 +95,16 @@ def test_run_again_it_keeps_the_workers_that_were_asked_for(checkout: Path, tmp_
 
 
 @needs_systemd
-def test_another_address_is_refused_while_an_edited_file_has_the_former_one(checkout: Path, tmp_path: Path) -> None:
+def test_another_address_is_rejected_while_an_edited_file_has_the_former_one(checkout: Path, tmp_path: Path) -> None:
     root = tmp_path / "root"
     root.mkdir()
     deployed(checkout, "--root", str(root), "--listen", "127.0.0.1:7001")
     config, kept = root / "etc/multigpu/config.toml", root / "etc/multigpu/deployed"
     config.write_text(config.read_text() + "# mine\n")
     before = everything_in(root)
-    refused = deploy(checkout, "--root", str(root), "--listen", "127.0.0.1:7002")
-    assert refused.returncode == 1
-    assert 'set listen = "127.0.0.1:7002" there' in refused.stderr
+    rejected = deploy(checkout, "--root", str(root), "--listen", "127.0.0.1:7002")
+    assert rejected.returncode == 1
+    assert 'set listen = "127.0.0.1:7002" there' in rejected.stderr
     assert everything_in(root) == before
     config.write_text(config.read_text().replace(":7001", ":7002"))
     deployed(checkout, "--root", str(root), "--listen", "127.0.0.1:7002")

@@ -180,6 +180,6 @@ def test_what_can_not_be_followed_is_said(env: dict[str, str], remark: str) -> N
         ),
     ],
 )
-def test_what_makes_no_sense_is_refused(env: dict[str, str], message: str) -> None:
+def test_what_makes_no_sense_is_rejected(env: dict[str, str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         taken(env)

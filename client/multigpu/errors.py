@@ -5,7 +5,7 @@
     │   ├── CallTimeoutError        the call's `timeout` is over; also a TimeoutError
     │   ├── UnavailableError        nobody answers at the address
     │   └── AccessError             the token or the certificate is missing, wrong, or not for this call
-    ├── RejectedError               the master refused the task; nothing of it is kept
+    ├── RejectedError               the master rejected the task; nothing of it is kept
     │   ├── InvalidTaskError        the task can never be taken as it is
     │   ├── AlreadyExistsError      its request_id is that of another task
     │   ├── ResourceExhaustedError  a limit is hit; retry_delay_s says when to try again
@@ -135,7 +135,7 @@ class TaskError(MultigpuError):
 
 
 class TaskFailed(TaskError):  # noqa: N818  an outcome's name, not a category of errors
-    """The engine refused the task for good."""
+    """The engine rejected the task for good."""
 
 
 class TaskCancelled(TaskError):  # noqa: N818  as TaskFailed

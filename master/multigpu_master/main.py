@@ -24,12 +24,12 @@ from multigpu_master.clock import Clock
 from multigpu_master.journal.protocol import JournalError
 from multigpu_master.journal.sqlite import backup as journal_backup
 from multigpu_master.journal.sqlite.journal import SqliteJournal
-from multigpu_master.server import Master, Refusal, WrongSetting
+from multigpu_master.server import Master, Rejection, WrongSetting
 from multigpu_master.telemetry import process_memory as memory
 
 log = structlog.get_logger()
 
-EXIT_FAILED, EXIT_CONFIG, EXIT_REFUSED, EXIT_LACKING = 1, 2, 3, 4
+EXIT_FAILED, EXIT_CONFIG, EXIT_REJECTED, EXIT_LACKING = 1, 2, 3, 4
 # The journal's thread does short work while the loop is busy: it must not wait 5 ms for each turn.
 SWITCH_INTERVAL_S = 0.0005
 # A piece of the journal's work that takes longer than this is no progress for systemd's watchdog.
@@ -43,7 +43,7 @@ JOURNAL_PATIENCE_S = 60.0
 def main(context: click.Context, /, config_file: str | None, **flags: Any) -> None:
     """The master daemon of multigpu: holds the durable queue and gives tasks to the workers.
 
-    Exit codes: 0 stopped by a signal, 1 failed while running, 2 a wrong setting, 3 refused to start (the message says
+    Exit codes: 0 stopped by a signal, 1 failed while running, 2 a wrong setting, 3 rejected to start (the message says
     why), 4 a backup lacks what was lost before it.
     """
     try:
@@ -61,9 +61,9 @@ def main(context: click.Context, /, config_file: str | None, **flags: Any) -> No
     memory.use_few_arenas()
     try:
         code = uvloop.run(_serve(config, telemetry, lambda: _load_log_level(config_file, flags)))
-    except Refusal as refusal:
-        click.echo(f"mgpu-master: {refusal}", err=True)
-        code = EXIT_CONFIG if isinstance(refusal, WrongSetting) else EXIT_REFUSED
+    except Rejection as rejection:
+        click.echo(f"mgpu-master: {rejection}", err=True)
+        code = EXIT_CONFIG if isinstance(rejection, WrongSetting) else EXIT_REJECTED
     shut_down_tracing()
     sys.stderr.flush()
     # Whatever thread is left (a gRPC poller, a slow disk) must not hold up the end.
@@ -109,7 +109,7 @@ def _offline(work: Callable[[], list[str]]) -> list[str]:
         return work()
     except (OSError, sqlite3.Error, JournalError) as error:
         click.echo(f"mgpu-master: {error}", err=True)
-        sys.exit(EXIT_REFUSED)
+        sys.exit(EXIT_REJECTED)
 
 
 def _load_log_level(config_file: str | None, flags: dict[str, Any]) -> None:

@@ -43,11 +43,11 @@ CLOCK_LOOK_S = 1.0
 HEALTH_MASTER, HEALTH_WORKER = "master", "worker/"
 
 
-class Refusal(Exception):  # noqa: N818  it is what the master does, not an error of its own
+class Rejection(Exception):  # noqa: N818  it is what the master does, not an error of its own
     """The master will not start; the message says why and what to do."""
 
 
-class WrongSetting(Refusal):
+class WrongSetting(Rejection):
     """It can't start until somebody changes its settings, or puts the files there that they name."""
 
 
@@ -83,7 +83,7 @@ class Master:
         self.certificates: doors.Certificates | None = None
 
     async def start(self) -> None:
-        """Recovers what the journal holds, then opens the doors. Refusal: it can't."""
+        """Recovers what the journal holds, then opens the doors. Rejection: it can't."""
         config = self.config
         try:
             doors.check(config)
@@ -92,7 +92,7 @@ class Master:
         try:
             strategies = load_strategies()
         except StrategyError as error:
-            raise Refusal(str(error)) from error
+            raise Rejection(str(error)) from error
         strategy = canonical_name(config.strategy, strategies)
         if strategy is None:
             raise WrongSetting(f"no strategy {config.strategy!r}; there are: {', '.join(sorted(strategies))}")
@@ -100,7 +100,7 @@ class Master:
             recovered = self.journal.open(self._on_commit)
             self._resume_clock(settings.saved_skew(recovered.settings))
         except JournalError as error:
-            raise Refusal(str(error)) from error
+            raise Rejection(str(error)) from error
         limits = Limits(
             tasks_max=config.queue_tasks_max,
             bytes_max=config.queue_bytes_max,
@@ -124,7 +124,7 @@ class Master:
             expected = settings.restore(core, recovered.settings, now)
             tasks = [wire.restored_task(r, specs.restore(r.spec)) for r in recovered.tasks]
         except JournalError as error:
-            raise Refusal(str(error)) from error
+            raise Rejection(str(error)) from error
         driver.handle(ev.Recover(tasks, now + config.reconnect_grace_s if expected else now))
         self.journal.payloads.sweep()
         # A million queued tasks are not worth looking at again in every full collection.
@@ -134,7 +134,7 @@ class Master:
         try:
             self.gate = await security.open_gate(config, recovered.settings, driver.now, driver.journaling.save)
         except (JournalError, OSError) as error:
-            raise Refusal(f"the tokens can't be read or written: {error}") from error
+            raise Rejection(f"the tokens can't be read or written: {error}") from error
         self._saving_skew = asyncio.create_task(self._save_skew())
         await self._open_doors(driver)
         log.info(
@@ -186,9 +186,9 @@ class Master:
         except doors.DoorError as error:
             raise WrongSetting(str(error)) from error
         except ConfigError as error:  # an address that is taken, say
-            raise Refusal(str(error)) from error
+            raise Rejection(str(error)) from error
         except RuntimeError as error:
-            raise Refusal(
+            raise Rejection(
                 f"can't listen on {config.listen}: {error}; is another master there? choose another --listen"
             ) from error
         host = config.listen.rpartition(":")[0]

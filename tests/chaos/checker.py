@@ -14,8 +14,8 @@ The records it reads (streams.py has those of watches, partial outputs and cance
 - worker     name, pid                       a worker was started
 - kill       target ("master", "worker", "engine", "client", "watcher"), pid
 - failpoint  name, room, pid                 a process ended itself with SIGKILL at that place
-- stale      reports, requeued               what a master had refused as too late, and taken from lost workers, so far
-- refusal    code, message                   a call ended with an error that no kill explains
+- stale      reports, requeued               what a master had rejected as too late, and taken from lost workers, so far
+- rejection    code, message                   a call ended with an error that no kill explains
 - fault      line                            a daemon logged what only a bug explains
 - zero       queued, leased                  what the master counted when all was over
 
@@ -52,7 +52,7 @@ def check(records: Iterable[Record]) -> Findings:
         seen = book.watched.get(r["task_id"])
         if seen is not None and seen["result"] != r["result"]:
             broken.append(f"task {r['task_id']}: its outcome was {seen['result']} and is now {r['result']}")
-    broken += [f"refused: {r['code']} {r['message']}" for r in book["refusal"]]
+    broken += [f"rejected: {r['code']} {r['message']}" for r in book["rejection"]]
     broken += [f"a daemon's fault: {r['line']}" for r in book["fault"]]
     if not book["zero"]:
         broken.append("nobody looked whether the queue reached zero")
@@ -69,7 +69,7 @@ def _figures(book: Book) -> dict[str, int]:
         "cancelled": sum(r["state"] == "CANCELLED" for r in book.watched.values()),
         "partial outputs": len(book["partial"]),
         "ephemeral tasks gone with their master": len(book["gone"]),
-        "stale reports refused": sum(r["reports"] for r in book["stale"]),
+        "stale reports rejected": sum(r["reports"] for r in book["stale"]),
         "leases requeued": sum(r["requeued"] for r in book["stale"]),
         "executions": executions,
         "executed again": executions - len({r["task_id"] for r in book["execution"]}),

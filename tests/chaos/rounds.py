@@ -234,7 +234,7 @@ class Chaos:
         self._note_counters()
 
     def _note_counters(self) -> None:
-        """What this master has refused as too late; it forgets when it dies."""
+        """What this master has rejected as too late; it forgets when it dies."""
         with contextlib.suppress(grpc.RpcError):
             stats = self.fleet.admin.GetStats(GetStatsRequest(), timeout=1)
             self.history.add("stale", reports=stats.stale_reports, requeued=stats.requeued)

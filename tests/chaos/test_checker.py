@@ -129,7 +129,7 @@ WATCH: dict[str, Any] = {"by": "watch", "task_id": SUBMITTED}
         (change("zero", {"queued": 1}), "did not reach zero"),
         (remove("zero"), "nobody looked"),
         (add(what="fault", line="master.log: Traceback"), "a daemon's fault"),
-        (add(what="refusal", code="INTERNAL", message="fault"), "refused: INTERNAL fault"),
+        (add(what="rejection", code="INTERNAL", message="fault"), "rejected: INTERNAL fault"),
         # What is in memory only.
         (change("outcome", {"by": "watch"}, by="ephemeral"), "was on the disk"),
         (remove("outcome", by="ephemeral"), "r6 was never answered"),

@@ -79,7 +79,7 @@ class Life:
     def failed(self, error: Any) -> None:
         """A call ended with an error: a pause, and a finding if no kill explains it."""
         if error.code() not in KILLED:
-            self.history.add("refusal", code=str(error.code()), message=error.details())
+            self.history.add("rejection", code=str(error.code()), message=error.details())
         time.sleep(RETRY_S)
 
 
@@ -131,7 +131,7 @@ def _until_acknowledged(
                 life.history.add("ack", by=by, request_id=name, task_id=result.task_id)
                 ids[name] = result.task_id
             elif result.rejection.code != grpc.StatusCode.UNAVAILABLE.value[0]:
-                life.history.add("refusal", code=result.rejection.code, message=result.rejection.message)
+                life.history.add("rejection", code=result.rejection.code, message=result.rejection.message)
         left = [name for name in left if name not in ids]
     return ids
 
@@ -219,7 +219,7 @@ def _run_answered(life: Life, answer: task_service_pb2.RunResponse, left: dict[s
         left.pop(outcome.request_id, None)
     for rejection in answer.rejected:
         if rejection.code != grpc.StatusCode.UNAVAILABLE.value[0]:
-            life.history.add("refusal", code=rejection.code, message=rejection.message)
+            life.history.add("rejection", code=rejection.code, message=rejection.message)
 
 
 # --- by the client's own calls, which are to see nothing of what goes on ---------------------------------------------

@@ -207,7 +207,7 @@ def test_a_table_for_people_without_a_plain_loop(address: str) -> None:
     assert "n/a" in row
 
 
-def test_what_can_not_be_measured_is_refused_before_anything_runs(address: str) -> None:
+def test_what_can_not_be_measured_is_rejected_before_anything_runs(address: str) -> None:
     for flags, status, words in (
         (["nope"], 2, "no worker serves the model 'nope'"),
         (["--engine", "fast"], 2, "'fast' is none of auto, torch"),
@@ -219,7 +219,7 @@ def test_what_can_not_be_measured_is_refused_before_anything_runs(address: str) 
         assert (done.exit_code, words in done.output) == (status, True), done.output
 
 
-def test_the_plot_is_refused_where_it_can_not_be_drawn(tmp_path: Path) -> None:
+def test_the_plot_is_rejected_where_it_can_not_be_drawn(tmp_path: Path) -> None:
     code = (
         "import sys, importlib.util as u; find = u.find_spec\n"
         "u.find_spec = lambda name, *a: None if name == 'matplotlib' else find(name, *a)\n"

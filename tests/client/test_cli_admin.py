@@ -25,7 +25,7 @@ from multigpu.v1.task_service_pb2_grpc import TaskServiceServicer, add_TaskServi
 Run = Callable[..., Result]
 
 
-class RefusalError(Exception):
+class RejectionError(Exception):
     """An answer that is an error."""
 
     def __init__(self, code: grpc.StatusCode, details: str) -> None:
@@ -36,7 +36,7 @@ class RefusalError(Exception):
 class ScriptedMaster:
     """A peer that answers AdminService and TaskService calls as it was told to, and records what it was asked.
 
-    It is no master: nothing is scheduled, nothing kept. `answers["ListWorkers"]` is a message, a RefusalError, or a
+    It is no master: nothing is scheduled, nothing kept. `answers["ListWorkers"]` is a message, a RejectionError, or a
     function of the request that gives one of them.
     """
 
@@ -54,8 +54,8 @@ class ScriptedMaster:
         if callable(answer):
             answer = answer(request)
         if answer is None:
-            answer = RefusalError(grpc.StatusCode.UNIMPLEMENTED, f"the script has no answer to {method}")
-        if isinstance(answer, RefusalError):
+            answer = RejectionError(grpc.StatusCode.UNIMPLEMENTED, f"the script has no answer to {method}")
+        if isinstance(answer, RejectionError):
             context.abort(answer.code, answer.details)
         return answer
 
@@ -266,7 +266,7 @@ def test_strategy(master: ScriptedMaster, run: Run) -> None:
 
 def test_unknown_strategy_gets_the_masters_words(master: ScriptedMaster, run: Run) -> None:
     message = "no strategy 'fast'; there are auto, round_robin"
-    master.answers["SetStrategy"] = RefusalError(grpc.StatusCode.INVALID_ARGUMENT, message)
+    master.answers["SetStrategy"] = RejectionError(grpc.StatusCode.INVALID_ARGUMENT, message)
     result = run("strategy", "set", "fast")
     assert (result.exit_code, result.stderr) == (1, f"mgpuctl: {message}\n")
 
@@ -337,8 +337,8 @@ def test_dead_letters(master: ScriptedMaster, run: Run) -> None:
     assert json.loads(requeued.stdout)["task_ids"] == [40, 41]
     assert "requeued 1 so far" in requeued.stderr
 
-    refused = run("dead-letters", "delete", "--queue", "night", input="n\n")
-    assert refused.exit_code == 1
+    rejected = run("dead-letters", "delete", "--queue", "night", input="n\n")
+    assert rejected.exit_code == 1
     assert master.asked("DeleteDeadLetters") == []
     assert run("dead-letters", "delete", "--queue", "night", "--yes").output == "deleted 2\n"
     for command in ("requeue", "delete"):
@@ -393,13 +393,13 @@ def test_tasks_get_of_a_failed_task_tells_the_error(master: ScriptedMaster, run:
     text = run("tasks", "get", "17").output
     assert "State      DEAD_LETTERED" in text
     assert "ValueError: bad" in text
-    refused = run("tasks", "get", "17", "-o", "-")
-    assert refused.exit_code == 1
-    assert "DEAD_LETTERED" in refused.stderr
+    rejected = run("tasks", "get", "17", "-o", "-")
+    assert rejected.exit_code == 1
+    assert "DEAD_LETTERED" in rejected.stderr
 
 
 def test_not_found_is_exit_code_4(master: ScriptedMaster, run: Run) -> None:
-    master.answers["Get"] = RefusalError(grpc.StatusCode.NOT_FOUND, "no task 99")
+    master.answers["Get"] = RejectionError(grpc.StatusCode.NOT_FOUND, "no task 99")
     result = run("tasks", "get", "99")
     assert (result.exit_code, result.stderr) == (4, "mgpuctl: no task 99\n")
 

@@ -196,13 +196,13 @@ def test_json_lines_give_the_same_float32_again(tmp_path: Path) -> None:
         (["watch", "--cursor", "x", "--from-now"], "either --cursor or --from-now"),
     ],
 )
-def test_wrong_flags_are_refused_before_anything_is_asked(args: list[str], said: str) -> None:
+def test_wrong_flags_are_rejected_before_anything_is_asked(args: list[str], said: str) -> None:
     result = CliRunner().invoke(cli, args)
     assert result.exit_code == 2
     assert said in result.stderr
 
 
-def test_missing_input_is_refused_before_anything_is_asked(tmp_path: Path) -> None:
+def test_missing_input_is_rejected_before_anything_is_asked(tmp_path: Path) -> None:
     result = CliRunner().invoke(cli, ["embed", "/nonexistent", "-o", str(tmp_path / "a.npy")])
     assert result.exit_code == 1
     assert "can't read /nonexistent" in result.stderr

@@ -81,9 +81,9 @@ def test_failures_have_their_exit_codes(fleet: tuple[Up, str]) -> None:
     assert failed.returncode == 5, failed.stderr
     assert "did not succeed" in failed.stderr
     assert mgpuctl(address, "tasks", "get", "999999999").returncode == 4
-    refused = mgpuctl(address, "submit", "--kind", "no.such.kind", "--payload", "x")
-    assert refused.returncode == 1
-    assert "no.such.kind" in refused.stderr
+    rejected = mgpuctl(address, "submit", "--kind", "no.such.kind", "--payload", "x")
+    assert rejected.returncode == 1
+    assert "no.such.kind" in rejected.stderr
     assert mgpuctl(address, "cordon", "nobody").returncode == 4
     unknown = mgpuctl(address, "strategy", "set", "luck")
     assert unknown.returncode == 1
@@ -285,7 +285,7 @@ def test_up_names_a_variable_that_it_can_not_obey(tmp_path: Path, variable: str,
     assert value in up.log.read_text()
 
 
-def test_up_ends_when_the_master_refuses_its_data(tmp_path: Path) -> None:
+def test_up_ends_when_the_master_rejects_its_data(tmp_path: Path) -> None:
     up = Up(tmp_path, "--workers", "0")
     second = None
     try:

@@ -188,7 +188,7 @@ def test_what_is_wrong_is_told(address: str, flags: list[str], status: int, word
     assert (done.exit_code, words in done.output) == (status, True), done.output
 
 
-def test_pickled_arrays_are_refused(address: str, tmp_path: Path) -> None:
+def test_pickled_arrays_are_rejected(address: str, tmp_path: Path) -> None:
     pickled: Any = np.array([{"a": 1}], dtype=object)
     np.save(tmp_path / "x.npy", pickled, allow_pickle=True)
     done = mgpuctl(address, "infer", "doubler", "--input", f"x=@{tmp_path / 'x.npy'}")
@@ -209,10 +209,10 @@ def test_lines_are_classified_in_order_and_one_that_fails_is_told(address: str, 
     assert "no a, b or c" in found[2]["error"]
     lines = ok(address, "classify", "letters", "--text", "-", "--top-k", "1", input="ab\ncb\n").splitlines()
     assert lines == ["ab\t0.500000\t0\tan a", "cb\t0.500000\t1\ta b"]
-    refused = mgpuctl(address, "classify", "letters", str(file))
-    assert refused.returncode == 5
-    assert "lines.txt" in refused.stderr
-    assert "has a picture" in refused.stderr
+    rejected = mgpuctl(address, "classify", "letters", str(file))
+    assert rejected.returncode == 5
+    assert "lines.txt" in rejected.stderr
+    assert "has a picture" in rejected.stderr
     assert mgpuctl(address, "classify", "letters", "/nowhere.png").returncode == 2
     folder = mgpuctl(address, "classify", "letters", str(file), str(tmp_path))
     assert folder.returncode == 2

@@ -112,10 +112,10 @@ def test_a_name_that_is_near_is_named(run: Run, command: str) -> None:
     assert "no worker offers model 'smal', did you mean 'small'? there are: " in unknown.stderr
 
 
-def test_a_time_that_is_no_number_is_refused(run: Run) -> None:
-    refused = run("load", "small", "--wait", "--timeout", "nan")
-    assert refused.exit_code == 2
-    assert "'nan' is not a number" in refused.stderr
+def test_a_time_that_is_no_number_is_rejected(run: Run) -> None:
+    rejected = run("load", "small", "--wait", "--timeout", "nan")
+    assert rejected.exit_code == 2
+    assert "'nan' is not a number" in rejected.stderr
 
 
 @pytest.mark.parametrize("flags", [(), ("--json",)])

@@ -29,9 +29,9 @@ class Record:
             on_event=lambda name, text: self.events.append((name, text)),
         )
 
-    def add(self, name: str, code: str, *, refusals: Iterable[int] = (), **kwargs: Any) -> Child:
+    def add(self, name: str, code: str, *, rejections: Iterable[int] = (), **kwargs: Any) -> Child:
         argv = (sys.executable, "-c", textwrap.dedent(code))
-        return self.supervisor.add(ChildSpec(name=name, argv=argv, refusals=frozenset(refusals), **kwargs))
+        return self.supervisor.add(ChildSpec(name=name, argv=argv, rejections=frozenset(rejections), **kwargs))
 
 
 @pytest.fixture
@@ -103,14 +103,14 @@ async def test_a_fleet_that_was_never_ready_ends_with_a_child_that_dies_each_tim
     child = record.add("master", "raise SystemExit('no module named multigpu_master')")
     async with asyncio.timeout(30):
         await record.supervisor.stop_asked.wait()
-    assert record.supervisor.refused is child
+    assert record.supervisor.rejected is child
     assert child.pid is None
     assert record.events[-1] == ("master", "died 8 times in a row; its last words above say why")
     # Once it was ready, whatever it is may pass.
     record.supervisor.proven = True
     worker = record.add("worker", "raise SystemExit(1)")
     await until(lambda: worker.deaths_in_a_row > keeper.HOPELESS_DEATHS)
-    assert record.supervisor.refused is child
+    assert record.supervisor.rejected is child
     await record.supervisor.stop(([worker], 1.0))
 
 
@@ -123,22 +123,22 @@ async def test_long_life_resets_the_backoff(record: Record, monkeypatch: pytest.
     await record.supervisor.stop(([child], 1.0))
 
 
-async def test_refusal_is_not_retried_and_ends_the_fleet(record: Record) -> None:
-    child = record.add("master", "print('the journal is newer than I am'); raise SystemExit(3)", refusals={2, 3})
+async def test_rejection_is_not_retried_and_ends_the_fleet(record: Record) -> None:
+    child = record.add("master", "print('the journal is newer than I am'); raise SystemExit(3)", rejections={2, 3})
     async with asyncio.timeout(10):
         await record.supervisor.stop_asked.wait()
-    assert record.supervisor.refused is child
+    assert record.supervisor.rejected is child
     assert child.pid is None
     await until(lambda: ("master", "the journal is newer than I am") in record.lines)
 
 
-async def test_refusal_of_a_worker_is_passing_trouble_once_the_fleet_was_ready(record: Record) -> None:
+async def test_rejection_of_a_worker_is_passing_trouble_once_the_fleet_was_ready(record: Record) -> None:
     record.supervisor.proven = True
-    worker = record.add("worker", "raise SystemExit(3)", refusals={3}, may_recover=True)
+    worker = record.add("worker", "raise SystemExit(3)", rejections={3}, may_recover=True)
     await until(lambda: worker.deaths_in_a_row >= 2)
-    assert record.supervisor.refused is None
-    master = record.add("master", "raise SystemExit(3)", refusals={3})
-    await until(lambda: record.supervisor.refused is master)
+    assert record.supervisor.rejected is None
+    master = record.add("master", "raise SystemExit(3)", rejections={3})
+    await until(lambda: record.supervisor.rejected is master)
     await record.supervisor.stop(([worker], 1.0))
 
 

@@ -34,7 +34,7 @@ from multigpu.v1 import admin_service_pb2 as admin
 from multigpu.v1.device_pb2 import DeviceTelemetry
 
 from tests.client.fleet_samples import DEGRADED, SICK, ago, cpu_worker, gpu_worker
-from tests.client.test_cli_admin import RefusalError, ScriptedMaster, scripted_master
+from tests.client.test_cli_admin import RejectionError, ScriptedMaster, scripted_master
 from tests.fakes.gpus import SimulatedGpus
 from tests.fleet import Fleet
 
@@ -462,7 +462,7 @@ def test_without_a_master() -> None:
 
 
 def test_a_master_that_lets_us_not_in(script: ScriptedMaster, tmp_path: Path) -> None:
-    script.answers["GetStats"] = RefusalError(grpc.StatusCode.UNAUTHENTICATED, "a token is needed")
+    script.answers["GetStats"] = RejectionError(grpc.StatusCode.UNAUTHENTICATED, "a token is needed")
     found = one(doctor_fleet.master(place(script.address)))
     assert found.verdict is Verdict.FAIL
     assert "a token is needed" in found.message

@@ -42,7 +42,7 @@ async def test_embed_gives_one_row_a_text() -> None:
         assert sizes == [400, 400, 201]
 
 
-async def test_embed_refuses_what_is_not_texts() -> None:
+async def test_embed_rejects_what_is_not_texts() -> None:
     async with ScriptedMaster(embed) as master, multigpu.AsyncClient(master.address) as client:
         with pytest.raises(TypeError, match=r"\[text\]"):
             await client.embed("one text")

@@ -1,4 +1,4 @@
-"""Clients and fork: a child of a process that has used gRPC refuses to work, and ends cleanly."""
+"""Clients and fork: a child of a process that has used gRPC rejects to work, and ends cleanly."""
 
 import subprocess
 import sys
@@ -11,7 +11,7 @@ from .scripted_master import ThreadedMaster
 BEGIN = """
 import asyncio, gc, itertools, multiprocessing, os, sys, multigpu
 
-def refusal(call):
+def rejection(call):
     try:
         call()
     except multigpu.MultigpuError as error:
@@ -33,7 +33,7 @@ AFTER_A_USE = {
             client.run("echo", 1)
         def child():
             made = [lambda: multigpu.Client(address), lambda: multigpu.AsyncClient(address)]
-            return 7 if all([refusal(make) for make in made]) else 8
+            return 7 if all([rejection(make) for make in made]) else 8
         print({exit_code(child) for _ in range(5)}, multigpu.Client(address).run("echo", 5))
     """,
     "an inherited client": """
@@ -46,11 +46,11 @@ AFTER_A_USE = {
             calls = [lambda: client.run("echo", 1), lambda: client.submit("echo", 1), lambda: client.get(1)]
             calls += [lambda: client.map("echo", [1]), lambda: client.stream("echo", 1), lambda: client.embed(["a"])]
             calls += [lambda: next(client.watch()), lambda: next(stream), lambda: list(mapped)]
-            refused = all([refusal(call) for call in calls])
+            rejected = all([rejection(call) for call in calls])
             client.close()
             client = stream = mapped = calls = None
             gc.collect()
-            return 7 if refused else 8
+            return 7 if rejected else 8
         print({exit_code(child) for _ in range(5)}, client.run("echo", 5))
     """,
     "an inherited AsyncClient": """
@@ -105,9 +105,9 @@ AFTER_A_USE = {
         def child():
             calls = [lambda: embeddings.embed_query("text"), lambda: embeddings.embed_documents(["text"])]
             calls += [lambda: asyncio.run(embeddings.aembed_query("text")), lambda: MultiGpuEmbeddings(master=address)]
-            refused = all([refusal(call) for call in calls])
+            rejected = all([rejection(call) for call in calls])
             embeddings.close()
-            return 7 if refused else 8
+            return 7 if rejected else 8
         print({exit_code(child) for _ in range(5)}, multigpu.Client(address).run("echo", 5))
     """,
 }
@@ -122,7 +122,7 @@ def run(program: str, address: str) -> "subprocess.CompletedProcess[str]":
 
 
 @pytest.mark.parametrize("name", AFTER_A_USE)
-def test_a_child_of_a_process_that_used_grpc_is_refused_and_ends_cleanly(name: str) -> None:
+def test_a_child_of_a_process_that_used_grpc_is_rejected_and_ends_cleanly(name: str) -> None:
     if name == "embeddings":
         pytest.importorskip("langchain_core", reason="the extra `langchain` is not installed")
     with ThreadedMaster() as master:
@@ -147,11 +147,11 @@ def test_a_fork_before_the_first_use_costs_nothing() -> None:
         assert (done.returncode, done.stdout) == (0, "7 7 7 5\n"), done.stderr
 
 
-def test_a_child_of_a_child_is_refused_too() -> None:
+def test_a_child_of_a_child_is_rejected_too() -> None:
     program = """
         multigpu.Client(address).run("echo", 1)
         def grandchild():
-            return 7 if refusal(lambda: multigpu.Client(address)) else 8
+            return 7 if rejection(lambda: multigpu.Client(address)) else 8
         print(exit_code(lambda: exit_code(grandchild)))
     """
     with ThreadedMaster() as master:

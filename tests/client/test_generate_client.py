@@ -103,7 +103,7 @@ async def test_pieces_that_do_not_make_up_the_result_are_noticed() -> None:
                     pass
 
 
-async def test_what_is_no_prompt_is_refused_here() -> None:
+async def test_what_is_no_prompt_is_rejected_here() -> None:
     client = multigpu.AsyncClient("127.0.0.1:1")
     wrong: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
         ("", {}, multigpu.InvalidTaskError, "empty"),

@@ -1,4 +1,4 @@
-"""client.infer: arrays there and back, bit for bit, and what is refused before anything is sent."""
+"""client.infer: arrays there and back, bit for bit, and what is rejected before anything is sent."""
 
 from pathlib import Path
 from typing import Any
@@ -50,7 +50,7 @@ def test_bfloat16_comes_out_as_the_float32_of_the_same_value() -> None:
 
 
 @pytest.mark.parametrize("array", [np.array(["a"]), np.array([1j]), np.array([object()]), np.array(["2020"], "M8[Y]")])
-def test_types_without_a_place_are_refused_before_sending(array: Any) -> None:
+def test_types_without_a_place_are_rejected_before_sending(array: Any) -> None:
     with pytest.raises(ValueError, match=r"tensor 'x' has elements of type .*make them one of bool"):
         tensor_of("x", array)
 

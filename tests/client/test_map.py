@@ -103,13 +103,13 @@ async def test_two_maps_share_the_window() -> None:
 
 
 @pytest.mark.parametrize("seed", range(8))
-async def test_breaks_twins_and_refusals_leave_no_gap_and_no_repeat(seed: int) -> None:
+async def test_breaks_twins_and_rejections_leave_no_gap_and_no_repeat(seed: int) -> None:
     dice = random.Random(seed)
-    refused: set[str] = set()
+    rejected: set[str] = set()
 
     def answer(spec: Spec, task: Task) -> Reply:
-        if task.request_id not in refused and dice.random() < 0.05:
-            refused.add(task.request_id)
+        if task.request_id not in rejected and dice.random() < 0.05:
+            rejected.add(task.request_id)
             rejection = task_service_pb2.Rejection(code=14, message="not now")
             rejection.retry_delay.FromMilliseconds(dice.randrange(1, 30))
             return rejection

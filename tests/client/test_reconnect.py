@@ -15,11 +15,11 @@ from .test_run import until
 
 
 async def test_a_delayed_retry_survives_a_broken_stream() -> None:
-    refused: list[Task] = []
+    rejected: list[Task] = []
 
     def answer(spec: Spec, task: Task) -> Reply:
-        if task.payload == b"late" and not refused:
-            refused.append(task)
+        if task.payload == b"late" and not rejected:
+            rejected.append(task)
             rejection = task_service_pb2.Rejection(code=8, message="full")
             rejection.retry_delay.FromMilliseconds(300)
             return rejection
@@ -27,7 +27,7 @@ async def test_a_delayed_retry_survives_a_broken_stream() -> None:
 
     async with ScriptedMaster(answer) as master, multigpu.AsyncClient(master.address) as client:
         late = asyncio.create_task(client.run("echo", b"late"))
-        await until(lambda: refused)
+        await until(lambda: rejected)
         await master.stop()
         await master.start()
         assert await client.run("echo", b"early") == b"early"
@@ -149,7 +149,7 @@ async def test_a_stream_that_always_fails_is_an_error_in_the_end(
         # A write that meets the end of its stream makes gRPC report an INTERNAL error of its own in the master's place.
         with pytest.raises(multigpu.MultigpuError, match=r"scripted status|Internal error from Core"):
             await asyncio.wait_for(client.run("echo", b""), 10)
-        if status is grpc.StatusCode.INVALID_ARGUMENT:  # a verdict: what is sent again will be refused again
+        if status is grpc.StatusCode.INVALID_ARGUMENT:  # a verdict: what is sent again will be rejected again
             assert master.streams < 8
         else:
             assert 8 <= master.streams <= 10
@@ -197,7 +197,7 @@ async def test_a_client_belongs_to_one_loop() -> None:
 
 
 @pytest.mark.parametrize("settings", [{"master": "nowhere"}, {"window_tasks": 0}, {"window_bytes": -1}])
-def test_settings_out_of_range_are_refused(settings: dict[str, Any]) -> None:
+def test_settings_out_of_range_are_rejected(settings: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=str(next(iter(settings)))):
         multigpu.AsyncClient(**settings)
 

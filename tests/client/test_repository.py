@@ -1,4 +1,4 @@
-"""The model repository as files: what is a model, what its files say, what is refused, and what its hashes are for."""
+"""The model repository as files: what is a model, what its files say, what is rejected, and what its hashes are for."""
 
 import json
 import os

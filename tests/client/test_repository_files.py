@@ -50,7 +50,7 @@ def only(found: Scan) -> ModelSpec:
     return spec
 
 
-def test_links_out_of_the_repository_are_refused(tmp_path: Path) -> None:
+def test_links_out_of_the_repository_are_rejected(tmp_path: Path) -> None:
     put(tmp_path, under("outside/m", PLAIN))
     root = tmp_path / "repository"
     put(root, under("inside", PLAIN))

@@ -29,7 +29,7 @@ async def test_bytes_travel_as_they_are_and_other_values_as_json() -> None:
 
 
 @pytest.mark.parametrize("payload", [object(), math.nan, {1, 2}, "\ud800"])
-async def test_a_payload_that_cannot_be_encoded_is_refused_here(payload: Any) -> None:
+async def test_a_payload_that_cannot_be_encoded_is_rejected_here(payload: Any) -> None:
     client = multigpu.AsyncClient("127.0.0.1:1")
     with pytest.raises(multigpu.InvalidTaskError, match="bytes or a JSON value"):
         await client.run("echo", payload)
@@ -97,7 +97,7 @@ async def test_options_reach_the_spec_and_the_input() -> None:
         ({"parameters": {"a": 1}}, multigpu.InvalidTaskError, "parameters"),
     ],
 )
-async def test_a_wrong_option_is_refused_here(options: Any, error: type[Exception], says: str) -> None:
+async def test_a_wrong_option_is_rejected_here(options: Any, error: type[Exception], says: str) -> None:
     client = multigpu.AsyncClient("127.0.0.1:1")
     with pytest.raises(error, match=says):
         await client.run("echo", b"", **options)
@@ -150,11 +150,11 @@ async def test_a_rejection_is_an_error(code: int, error: type[multigpu.RejectedE
 
 
 async def test_a_full_queue_is_tried_again_after_its_delay() -> None:
-    refusals: Counter[str] = Counter()
+    rejections: Counter[str] = Counter()
 
     def answer(spec: Spec, task: Task) -> Reply:
-        refusals[task.request_id] += 1
-        if refusals[task.request_id] <= 2:
+        rejections[task.request_id] += 1
+        if rejections[task.request_id] <= 2:
             rejection = task_service_pb2.Rejection(code=8, message="the queue is full")
             rejection.retry_delay.FromMilliseconds(50)
             return rejection
@@ -164,7 +164,7 @@ async def test_a_full_queue_is_tried_again_after_its_delay() -> None:
         begin = asyncio.get_running_loop().time()
         assert await asyncio.gather(*(client.run("echo", i) for i in range(50))) == list(range(50))
         assert asyncio.get_running_loop().time() - begin >= 0.1
-        assert set(refusals.values()) == {3}
+        assert set(rejections.values()) == {3}
 
 
 async def test_twin_outcomes_are_dropped() -> None:
@@ -225,7 +225,7 @@ async def test_the_window_bounds_bytes_too() -> None:
         assert len(await client.run("echo", bytes(3 << 20))) == 3 << 20  # larger than the window: alone
 
 
-async def test_a_payload_larger_than_a_message_is_refused_here() -> None:
+async def test_a_payload_larger_than_a_message_is_rejected_here() -> None:
     client = multigpu.AsyncClient("127.0.0.1:1")
     with pytest.raises(multigpu.InvalidTaskError, match=r"the master's payload_bytes_max, 32 MiB by default: split it"):
         await client.run("echo", bytes(64 << 20))

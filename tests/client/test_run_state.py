@@ -1,4 +1,4 @@
-"""The bookkeeping of a Run stream, against a model master that loses, repeats, refuses and reorders. No I/O."""
+"""The bookkeeping of a Run stream, against a model master that loses, repeats, rejects and reorders. No I/O."""
 
 import asyncio
 import random
@@ -140,7 +140,7 @@ def test_a_call_that_is_started_again_after_its_withdrawal_waits_for_its_own_tas
     assert window.tasks == 0
 
 
-def test_a_refused_call_waits_out_its_delay_on_a_new_stream_too(state: RunState, window: Window) -> None:
+def test_a_rejected_call_waits_out_its_delay_on_a_new_stream_too(state: RunState, window: Window) -> None:
     call, left = Recorded(b"", "x"), Recorded(b"", "left")
     started(state, window, call, left)
     state.next_frame()
@@ -231,7 +231,7 @@ class Model:
         self.outcomes: dict[str, task_pb2.Outcome] = {}
         self.attached: list[str] = []
         self.withdrawn: list[str] = []
-        self.refused: list[str] = []
+        self.rejected: list[str] = []
         self.payloads: dict[str, set[bytes]] = {}
         self.key = b"0"
         self.shown = False
@@ -240,7 +240,7 @@ class Model:
     def withdraw(self, request_id: str) -> None:
         """Ends a task that has not ended, and forgets it; answers the cancellation in any case."""
         if request_id in self.outcomes or request_id not in self.attached:
-            self.refused.append(request_id)
+            self.rejected.append(request_id)
             return
         self.attached.remove(request_id)
         self.withdrawn.append(request_id)
@@ -269,9 +269,9 @@ class Model:
                 state=task_pb2.OUTCOME_STATE_CANCELLED,
                 error=task_pb2.TaskError(type="Withdrawn"),
             )
-        for request_id in self.refused:
+        for request_id in self.rejected:
             response.rejected.add(request_id=request_id, code=5, message="it has ended")
-        self.withdrawn, self.refused = [], []
+        self.withdrawn, self.rejected = [], []
         dice.shuffle(self.attached)
         for _ in range(min(dice.randrange(6), len(self.attached))):
             request_id = self.attached.pop()
@@ -337,7 +337,7 @@ def run_in(folder: Path, seed: int) -> None:
 
     def reopen() -> None:
         nonlocal offered
-        for answers in (model.attached, model.withdrawn, model.refused):
+        for answers in (model.attached, model.withdrawn, model.rejected):
             answers.clear()
         model.shown = offered = False
         if dice.random() < 0.3:

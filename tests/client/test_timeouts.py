@@ -131,7 +131,7 @@ def test_no_handler_takes_a_kind_of_ours(kind: str) -> None:
 
 @pytest.mark.parametrize("wrong", [math.nan, math.inf, 1e300, "3", -1, -0.001])
 @pytest.mark.parametrize("name", ["run", "map", "stream", "submit"])
-def test_a_timeout_that_is_no_number_of_seconds_is_refused(name: str, wrong: Any) -> None:
+def test_a_timeout_that_is_no_number_of_seconds_is_rejected(name: str, wrong: Any) -> None:
     with multigpu.Client("127.0.0.1:1") as client:
         call = getattr(client, name)
         with pytest.raises(multigpu.InvalidTaskError, match=r"timeout=.*give seconds"):

@@ -293,7 +293,7 @@ def test_what_an_operator_changes_of_one_queue_has_only_its_tasks_tried_again() 
     assert tried(ev.SetStrategy("round_robin")) == 100
 
 
-def test_limits_refuse_with_a_delay() -> None:
+def test_limits_reject_with_a_delay() -> None:
     stage = Stage(Limits(tasks_max=2, bytes_max=100))
     stage.submit(2)
     commands = stage.handle(ev.Submit(SPEC, [Task(SPEC, "", b"x")]))

@@ -1,4 +1,4 @@
-"""Tasks that the journal refused, and what comes after them."""
+"""Tasks that the journal rejected, and what comes after them."""
 
 from dataclasses import replace
 from typing import Any
@@ -11,14 +11,14 @@ from multigpu_master.core.model import OutcomeState, Spec, Task
 from tests.core.stage import FAILED, Stage, lease_of, state_of
 
 
-def test_what_is_left_of_a_refused_task_does_not_touch_the_next_with_its_request_id() -> None:
+def test_what_is_left_of_a_rejected_task_does_not_touch_the_next_with_its_request_id() -> None:
     stage = Stage()
-    (refused,) = stage.submit(request="r")
-    stage.handle(ev.Cancel([refused]))
-    stage.handle(ev.SubmitFailed([refused]))
+    (rejected,) = stage.submit(request="r")
+    stage.handle(ev.Cancel([rejected]))
+    stage.handle(ev.SubmitFailed([rejected]))
     (taken,) = stage.submit(request="r")
-    assert taken is not refused
-    stage.handle(ev.SettlesCommitted([refused]))
+    assert taken is not rejected
+    stage.handle(ev.SettlesCommitted([rejected]))
     assert stage.submit(request="r") == []
     assert stage.core.requests["r"] is taken
 
@@ -84,7 +84,7 @@ def test_a_request_id_that_was_cancelled_gives_the_cancelled_task() -> None:
     assert stage.core.requests["r"] is task
 
 
-def test_a_task_that_is_refused_in_its_pause_stays_away() -> None:
+def test_a_task_that_is_rejected_in_its_pause_stays_away() -> None:
     stage = Stage()
     stage.worker()
     (task,) = stage.submit()

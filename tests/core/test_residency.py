@@ -104,7 +104,7 @@ def test_a_worker_knows_better_than_the_master_what_it_will_take(stage: Models) 
     assert stage.ask("b").lease is None, "700 and 400 bytes don't fit into 1000"
 
 
-def test_a_model_larger_than_all_room_is_the_workers_to_refuse(stage: Models) -> None:
+def test_a_model_larger_than_all_room_is_the_workers_to_reject(stage: Models) -> None:
     stage.join(models=(model("a"), model("huge", memory_bytes=5000)))
     assert stage.ask("huge").lease is not None
     assert stage.ask("a").lease is None
@@ -242,7 +242,7 @@ def test_what_is_loaded_by_hand_is_wanted_again_by_every_session_and_every_maste
     assert not worker.residency.pins
 
 
-def test_a_setting_with_damaged_pins_is_refused(stage: Models) -> None:
+def test_a_setting_with_damaged_pins_is_rejected(stage: Models) -> None:
     stage.join()
     ((key, value),) = settings.worker_setting(stage.core.fleet.workers["w"]).items()
     assert value is not None
@@ -279,7 +279,7 @@ def test_what_is_loaded_is_heard() -> None:
     assert wire_models.residents(beat) == (Resident(model="x", state=ModelState.LOADING, memory_bytes=5),)
 
 
-def test_what_makes_no_sense_is_refused_or_cut() -> None:
+def test_what_makes_no_sense_is_rejected_or_cut() -> None:
     with pytest.raises(wire.InvalidTaskError, match="no name"):
         wire_models.models_of([model_pb2.Model()])
     with pytest.raises(wire.InvalidTaskError, match="rename"):

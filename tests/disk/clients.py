@@ -84,7 +84,7 @@ class Submitter(Client):
     def __init__(self, address: str, prefix: str, seed: int) -> None:
         super().__init__(address, "submitter")
         self.acknowledged: dict[str, int] = {}
-        self.refused = 0  # for want of room, with a delay
+        self.rejected = 0  # for want of room, with a delay
         self.enough = False  # only what is not acknowledged yet is still submitted
         self._prefix = prefix
         self._dice = random.Random(seed)
@@ -117,11 +117,11 @@ class Submitter(Client):
                 if self.acknowledged.setdefault(name, result.task_id) != result.task_id:
                     self.findings.append(f"{name} was task {self.acknowledged[name]} and is {result.task_id}")
             elif result.rejection.code == grpc.StatusCode.RESOURCE_EXHAUSTED.value[0]:
-                self.refused += 1
+                self.rejected += 1
                 if not result.rejection.HasField("retry_delay"):
-                    self.findings.append(f"{name} was refused without a delay: {result.rejection.message}")
+                    self.findings.append(f"{name} was rejected without a delay: {result.rejection.message}")
             elif result.rejection.code != grpc.StatusCode.UNAVAILABLE.value[0]:
-                self.findings.append(f"{name} was refused: {result.rejection}")
+                self.findings.append(f"{name} was rejected: {result.rejection}")
         if any(result.HasField("rejection") for result in answer.results):
             time.sleep(self._dice.random() * RETRY_DELAY_MAX_S)
         self._owed = [name for name in self._owed if name not in self.acknowledged]

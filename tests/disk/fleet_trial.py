@@ -194,17 +194,17 @@ class _Chain:
         if fault == "kill":
             self._kill()
         elif fault == "full":
-            refused = self._submitter.refused
+            rejected = self._submitter.rejected
             layer.schedule(match="/data/", room_bytes=self._dice.randrange(200_000))
             with contextlib.suppress(AssertionError):
-                until(lambda: self._submitter.refused > refused, 10)
+                until(lambda: self._submitter.rejected > rejected, 10)
             layer.heal()
             if not fleet.master.alive:
                 self._figures.lost.append(f"the master ended on a full disk: {fleet.master.log()[-2000:]}")
                 return True
             acknowledged = len(self._submitter.acknowledged)
             until(lambda: len(self._submitter.acknowledged) > acknowledged, 20, "tasks to be taken when there is room")
-            return self._submitter.refused > refused
+            return self._submitter.rejected > rejected
         else:
             kind = self._dice.choice(["eio_sync_in", "eio_write_in"])
             layer.schedule(match=self._dice.choice(_FILES[:2]), **{kind: self._dice.randint(1, 30)})

@@ -74,7 +74,7 @@ class Driving:
         self._said = os.open(root / "said", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         self._lock = threading.Lock()  # of the next two
         self._numbers: dict[int, int] = {}  # id of an entry on its way -> its number
-        self._refused: set[int] = set()
+        self._rejected: set[int] = set()
         self._entries: dict[int, Entry] = {}
         self._next = 0
         self._fatal = threading.Event()
@@ -115,8 +115,8 @@ class Driving:
     def _step(self) -> None:
         dice = self._dice
         with self._lock:
-            refused, self._refused = self._refused, set()
-        self._live = [task_id for task_id in self._live if task_id not in refused]
+            rejected, self._rejected = self._rejected, set()
+        self._live = [task_id for task_id in self._live if task_id not in rejected]
         kind = dice.random()
         if kind < 0.05:
             self._append(
@@ -161,13 +161,13 @@ class Driving:
                 if error is None:  # only now may anybody delete them
                     self._letters += [record.task_id for record in entry.settles if record.dead is not None]
                 if isinstance(error, JournalFullError):
-                    self._refused.update(record.task_id for record in entry.submits)
+                    self._rejected.update(record.task_id for record in entry.submits)
         if error is None:
-            # On a full disk the journal takes the settles of refused tasks out of their entries: these are left.
+            # On a full disk the journal takes the settles of rejected tasks out of their entries: these are left.
             settled = [[record.task_id for record in entry.settles] for entry in entries]
             self._say({"committed": numbers, "settled": settled, "first_cursor": first_cursor})
         elif isinstance(error, JournalFullError):
-            self._say({"refused": numbers})
+            self._say({"rejected": numbers})
         else:
             self._say({"fatal": str(error)})
             self._fatal.set()

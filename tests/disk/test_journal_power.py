@@ -109,7 +109,7 @@ def test_a_journal_is_not_begun_without_a_write_ahead_log(root: Path, folder: Pa
     log = list(read_log(folder / "log"))
     (root / "data").rename(folder / "first")
     syncs = sum(record.op == SYNC_BEGIN for record in log[: [record.op for record in log].index(RENAME)])
-    began = {"wal": 0, "refused": 0}
+    began = {"wal": 0, "rejected": 0}
     for nth in range(1, syncs + 1):
         shutil.rmtree(root / "data", ignore_errors=True)
         (folder / "log").unlink()
@@ -121,8 +121,8 @@ def test_a_journal_is_not_begun_without_a_write_ahead_log(root: Path, folder: Pa
         assert code in (0, EXIT_FATAL)
         if code == 0:
             assert path.read_bytes()[18:20] == b"\2\2", f"sync {nth} failed, and the journal has no write-ahead log"
-        began["wal" if code == 0 else "refused"] += 1
-    assert began["refused"] > 0
+        began["wal" if code == 0 else "rejected"] += 1
+    assert began["rejected"] > 0
 
 
 def test_a_header_torn_while_the_log_has_it_whole_does_no_harm(tmp_path: Path) -> None:

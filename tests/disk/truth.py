@@ -40,10 +40,10 @@ class Contents:
     def copy(self) -> "Contents":
         return Contents(set(self.tasks), dict(self.outcomes), set(self.letters), dict(self.settings), self.last_cursor)
 
-    def apply(self, entry: dict[str, Any], refused: set[int]) -> None:
+    def apply(self, entry: dict[str, Any], rejected: set[int]) -> None:
         self.tasks.update(entry.get("submits", ()))
         for task_id, body, state, expire_time_s in entry.get("settles", ()):
-            if task_id in refused:
+            if task_id in rejected:
                 continue
             self.tasks.discard(task_id)
             self.last_cursor += 1
@@ -72,12 +72,12 @@ class Truth:
     def __init__(self, certain: Contents) -> None:
         self.certain = certain
         self._waiting: dict[int, dict[str, Any]] = {}  # handed over, and not acknowledged
-        self._refused: set[int] = set()  # tasks
+        self._rejected: set[int] = set()  # tasks
         self.acknowledged = 0  # entries
 
     def copy(self) -> "Truth":
         other = Truth(self.certain.copy())
-        other._waiting, other._refused = dict(self._waiting), set(self._refused)
+        other._waiting, other._rejected = dict(self._waiting), set(self._rejected)
         return other
 
     def hear(self, line: bytes) -> None:
@@ -94,32 +94,32 @@ class Truth:
                     raise LostError(f"entry {number} was acknowledged before entry {first}")
                 del self._waiting[number]
                 left_out = {settle[0] for settle in entry.get("settles", ())} - set(settled)
-                if not left_out <= self._refused:
-                    raise LostError(f"settles of {sorted(left_out - self._refused)} were left out, and not refused")
+                if not left_out <= self._rejected:
+                    raise LostError(f"settles of {sorted(left_out - self._rejected)} were left out, and not rejected")
                 self.certain.apply(entry, left_out)
                 self.acknowledged += 1
-        elif "refused" in said:
-            for number in said["refused"]:
-                self._refused.update(self._waiting.pop(number).get("submits", ()))
+        elif "rejected" in said:
+            for number in said["rejected"]:
+                self._rejected.update(self._waiting.pop(number).get("submits", ()))
         elif "opened" in said:
             # A process that was killed, or met an error, has a successor: what that one finds it may tell to clients.
             self.settle_on((said["tasks"], said["last_cursor"], said["letters"], said["settings"]))
 
     def settle_on(self, found: tuple[list[int], int, list[int], dict[str, str]]) -> None:
         """From now on what was found is certain. LostError: it is nothing that there may be."""
-        # The settle of a task that was refused is left out while there is no room. One that comes when there is room
+        # The settle of a task that was rejected is left out while there is no room. One that comes when there is room
         # again is written, and does no harm: whoever submits the task again by its request_id is given its outcome.
         # On a full disk settings, in order, and deletions, in any, go ahead of the rest; they touch nothing of it.
         waiting = self._waiting.values()
         ahead, rest = ([entry for entry in waiting if _sort(entry) == sort] for sort in ("settings", "rest"))
         deleted = [entry for entry in waiting if "deleted" in entry and not set(entry["deleted"]) & set(found[2])]
-        for count, left_out in itertools.product(range(len(ahead) + 1), (self._refused, set[int]())):
+        for count, left_out in itertools.product(range(len(ahead) + 1), (self._rejected, set[int]())):
             contents = self.certain.copy()
             for early in (*ahead[:count], *deleted):
                 contents.apply(early, left_out)
             for entry in (*rest, None):
                 if contents.key() == found:
-                    self.certain, self._waiting, self._refused = contents, {}, set()
+                    self.certain, self._waiting, self._rejected = contents, {}, set()
                     return
                 if entry is not None:
                     contents.apply(entry, left_out)

@@ -111,7 +111,7 @@ static int is_handle(const Handle *h) {
 #define DRIVER                                             \
     if (!users) return UNINITIALIZED;                      \
     { int code = planned(__func__, -1); if (code) return code; }
-/* MIG instances know their identity, memory and processes only: WHOLE refuses them. */
+/* MIG instances know their identity, memory and processes only: WHOLE rejects them. */
 #define DEVICE(pointer)                                                            \
     if (!users) return UNINITIALIZED;                                              \
     if (!is_handle(pointer)) return INVALID_ARGUMENT;                              \

@@ -264,7 +264,7 @@ def large_messages(fleet: Fleet, size: int) -> str:
     assert codes == {
         "larger: RESOURCE_EXHAUSTED", "1 MiB of request_id: NOT_FOUND", "1 MiB of worker_id: NOT_FOUND",
     }, codes  # fmt: skip
-    return "refused"
+    return "rejected"
 
 
 def many_in_one_frame(fleet: Fleet, size: int) -> str:
@@ -299,7 +299,7 @@ def small_fields(fleet: Fleet, size: int) -> str:
             session = channel.stream_stream("/multigpu.v1.WorkerService/Session")(iter([first, reports]), timeout=120)
             codes.append(ended(lambda session=session: list(session)))  # type: ignore[misc]
     assert codes == ["INVALID_ARGUMENT"] * 3, codes
-    return "refused"
+    return "rejected"
 
 
 def own_specs(fleet: Fleet, size: int) -> str:
@@ -342,9 +342,9 @@ def huge_pages(fleet: Fleet, size: int) -> str:
 
 
 def endless_submits(fleet: Fleet, size: int) -> str:
-    """A client that submits to a paused queue and never stops: it is refused, sooner or later. `size` in MiB."""
+    """A client that submits to a paused queue and never stops: it is rejected, sooner or later. `size` in MiB."""
     fleet.admin.PauseQueue(admin_pb.PauseQueueRequest(queue="endless"), timeout=20)
-    refused = taken = 0
+    rejected = taken = 0
     payload = bytes(MIB)
     spec = task_pb2.TaskSpec(kind="echo", queue="endless", priority=5, durability=task_pb2.DURABILITY_EPHEMERAL)
     batch = task_pb2.TaskBatch(spec=spec, inputs=[task_pb2.TaskInput(payload=payload)] * 16)
@@ -354,11 +354,11 @@ def endless_submits(fleet: Fleet, size: int) -> str:
         data = request.SerializeToString()
         for _ in range(0, size, 16):
             answer = task_service_pb2.SubmitResponse.FromString(submit(data, timeout=60))
-            refused += sum(r.rejection.code == RESOURCE_EXHAUSTED.value[0] for r in answer.results)
+            rejected += sum(r.rejection.code == RESOURCE_EXHAUSTED.value[0] for r in answer.results)
             taken += sum(r.HasField("task_id") for r in answer.results)
-    assert refused, "nothing was refused"
+    assert rejected, "nothing was rejected"
     _cancel_queue(fleet, "endless")
-    return f"{taken} taken, {refused} RESOURCE_EXHAUSTED"
+    return f"{taken} taken, {rejected} RESOURCE_EXHAUSTED"
 
 
 def slow_reader(fleet: Fleet, size: int) -> str:
@@ -376,7 +376,7 @@ def slow_reader(fleet: Fleet, size: int) -> str:
 
 
 def distinct_names(fleet: Fleet, size: int) -> str:
-    """As many kinds, models, queues and labels as there are tasks: some are refused, none is remembered."""
+    """As many kinds, models, queues and labels as there are tasks: some are rejected, none is remembered."""
     with channel_to(fleet) as channel:
         submit = channel.unary_unary("/multigpu.v1.TaskService/Submit")
         for at in range(0, size, 500):

@@ -11,7 +11,7 @@ from tests.hostile.inputs import Maker
 
 
 def mute() -> None:
-    """Logs of what was refused, a million times over, help nobody."""
+    """Logs of what was rejected, a million times over, help nobody."""
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(50))
 
 

@@ -73,8 +73,8 @@ VALUES = [
 ]
 
 
-class Refusing:
-    """Stands in for a call: to refuse is what it may do."""
+class Rejecting:
+    """Stands in for a call: to reject is what it may do."""
 
     async def abort(self, code: grpc.StatusCode, details: str) -> None:
         if code is not grpc.StatusCode.INVALID_ARGUMENT:
@@ -245,8 +245,8 @@ def _client(data: bytes) -> None:
 
 def _token(data: bytes) -> None:
     async def read() -> None:
-        number = await read_token(Refusing(), data.decode("utf-8", "replace"), "cursor")
-        await page_size_of(Refusing(), number % (1 << 31))
+        number = await read_token(Rejecting(), data.decode("utf-8", "replace"), "cursor")
+        await page_size_of(Rejecting(), number % (1 << 31))
         if not 0 <= number < 1 << 62:
             raise Crash(f"a cursor of {number}")
 

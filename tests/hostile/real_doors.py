@@ -1,6 +1,6 @@
 """The same inputs at real daemons: over real gRPC, over bare TCP, and a real worker that is led by a mad master.
 
-After every batch the daemons must be there, their logs must tell of no fault, nothing may be left of what was refused,
+After every batch the daemons must be there, their logs must tell of no fault, nothing may be left of what was rejected,
 and a normal task must be run.
 """
 

@@ -100,7 +100,7 @@ def damage(payload: bytes, dice: random.Random) -> bytes:
 
 
 def attack(case: Case, tries: int) -> tuple[int, int]:
-    """How many were read, and how many refused. Raises whatever else comes of one."""
+    """How many were read, and how many rejected. Raises whatever else comes of one."""
     read, payload, content_type = case
     dice = random.Random(1)
     assert read(payload, content_type)
@@ -116,7 +116,7 @@ def attack(case: Case, tries: int) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_damaged_payload_is_read_or_refused(name: str) -> None:
+def test_a_damaged_payload_is_read_or_rejected(name: str) -> None:
     fine, bad = attack(CASES[name], TRIES)
     assert fine
     assert bad

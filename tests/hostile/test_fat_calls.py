@@ -1,4 +1,4 @@
-"""Calls that hold more than they seem to: of fat headers, and refused ones of large requests."""
+"""Calls that hold more than they seem to: of fat headers, and rejected ones of large requests."""
 
 import contextlib
 import time
@@ -55,7 +55,7 @@ def _burst(peer: Peer, path: str, calls: int, *, tiny: bool) -> None:
 
 @pytest.mark.parametrize("tiny", [False, True])
 @pytest.mark.parametrize("path", [SUBMIT, HEALTH, "/no.such.Service/Method"])
-def test_fat_headers_are_refused(house: House, grown: Callable[[], int], path: str, tiny: bool) -> None:
+def test_fat_headers_are_rejected(house: House, grown: Callable[[], int], path: str, tiny: bool) -> None:
     with Peer(house.fleet.address) as peer:
         peer.call(path, announced(0))
         drive([peer], 0.5, grown)  # the settings are acknowledged
@@ -113,7 +113,7 @@ def _request(name: str) -> object:
 
 
 @pytest.mark.parametrize("name", ["Get", "List", "Cancel", "Submit", "Run", "Run ids", "Session"])
-def test_a_refused_call_keeps_no_request(house: House, name: str) -> None:
+def test_a_rejected_call_keeps_no_request(house: House, name: str) -> None:
     caller: Caller = house.as_role("worker" if name == "Session" else "submit", queues=["night"] * (name != "Session"))
     request, method = _request(name), name.removesuffix(" ids")
     service = "WorkerService" if name == "Session" else "TaskService"

@@ -150,7 +150,7 @@ def test_health_answers_while_others_keep_it_waiting(house: House) -> None:
         assert len(peer.ended) == 200
 
 
-def test_a_health_request_that_names_too_much_is_refused(house: House) -> None:
+def test_a_health_request_that_names_too_much_is_rejected(house: House) -> None:
     with pytest.raises(grpc.RpcError) as caught:
         health(house, "x" * 5000)
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT

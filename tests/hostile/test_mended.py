@@ -114,7 +114,7 @@ def test_a_held_lease_of_an_impossible_attempt() -> None:
     assert (told.attempt, told.fraction, told.checkpoint) == (wire.ATTEMPTS_MAX, 0.0, b"")
 
 
-def test_a_worker_that_says_too_much_of_itself_is_refused() -> None:
+def test_a_worker_that_says_too_much_of_itself_is_rejected() -> None:
     held = [worker_pb.HeldLease(checkpoint=bytes(1 << 20))] * 2  # are not of itself
     assert wire.worker_info(hello(leases=held).hello).worker_id == "a"
     with pytest.raises(wire.InvalidTaskError, match="at most 131072"):
@@ -207,7 +207,7 @@ def test_an_engine_whose_canary_makes_no_sense(words: Any) -> None:
         (6, "x"),
     ],
 )
-def test_a_damaged_task_row_is_refused_in_words(tmp_path: Path, at: int, value: object) -> None:
+def test_a_damaged_task_row_is_rejected_in_words(tmp_path: Path, at: int, value: object) -> None:
     row = [*TASK[:at], value, *TASK[at + 1 :]]
     with pytest.raises(JournalError):
         record = JournalReads(tmp_path)._task(row, {})
@@ -215,7 +215,7 @@ def test_a_damaged_task_row_is_refused_in_words(tmp_path: Path, at: int, value: 
 
 
 @pytest.mark.parametrize(("at", "value"), [(0, "x"), (1, -1), (3, 6), (3, "x"), (7, 1e308), (8, "x"), (9, "x")])
-def test_a_damaged_outcome_row_is_refused_in_words(tmp_path: Path, at: int, value: object) -> None:
+def test_a_damaged_outcome_row_is_rejected_in_words(tmp_path: Path, at: int, value: object) -> None:
     with pytest.raises(JournalError):
         JournalReads(tmp_path)._outcome([*OUTCOME[:at], value, *OUTCOME[at + 1 :]])
 
@@ -235,7 +235,7 @@ def test_a_damaged_outcome_is_told_and_does_not_stop_those_after_it(tmp_path: Pa
         ("worker/a", b'{"info": {"worker_id": "a"}, "cordoned": false, "cordon_reason": "", "connected": 9}'),
     ],
 )  # fmt: skip
-def test_a_damaged_setting_is_refused_with_the_remedy(key: str, value: Any) -> None:
+def test_a_damaged_setting_is_rejected_with_the_remedy(key: str, value: Any) -> None:
     core = Core(load_strategies(), Limits(), 1, lambda: 0.5)
     with pytest.raises(JournalError, match="remove its row"):
         settings.restore(core, {key: value}, 1.6e9)
@@ -254,14 +254,14 @@ def test_a_master_that_refers_to_what_it_does_not_share() -> None:
         Sharing().take(at)
 
 
-def test_a_number_of_four_hundred_digits_is_refused_in_words(tmp_path: Path) -> None:
+def test_a_number_of_four_hundred_digits_is_rejected_in_words(tmp_path: Path) -> None:
     path = tmp_path / "config.toml"
     path.write_text(f"[master]\nsession_timeout_s = {'9' * 400}\n")
     with pytest.raises(ConfigError, match="session_timeout_s"):
         load(MasterConfig, file=path, env={})
 
 
-def test_json_of_great_depth_is_refused_in_words() -> None:
+def test_json_of_great_depth_is_rejected_in_words() -> None:
     with pytest.raises(Failure, match="not JSON"):
         parse(b"[" * 100_000)
 

@@ -3,7 +3,7 @@
 The agent is the real one, without its processes: nothing runs behind it. A user's handler lives in the engine's
 process, with the same rights as the agent, so a *malicious* engine is outside of what we defend against: it could kill
 the agent as well. One whose memory was damaged, or that writes to the wrong descriptor, is not. Its frames may be
-refused in one way alone, which ends the engine: `FrameError`.
+rejected in one way alone, which ends the engine: `FrameError`.
 """
 
 import asyncio

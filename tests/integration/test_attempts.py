@@ -11,7 +11,7 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from multigpu.v1 import admin_service_pb2 as admin_pb
 from multigpu.v1 import task_pb2, task_service_pb2
 
-from tests.fleet import Fleet, refused, until
+from tests.fleet import Fleet, rejected, until
 
 FLEET = {
     "handlers": ["trial_handlers"],
@@ -299,5 +299,5 @@ def test_a_task_that_kills_its_engines_does_not_take_down_the_fleet(fleet: Fleet
 def test_an_unknown_dead_letter_is_no_error_of_the_call(fleet: Fleet) -> None:
     answer = fleet.admin.DeleteDeadLetters(admin_pb.DeleteDeadLettersRequest(task_ids=[99]), timeout=30)
     assert (answer.deleted, list(answer.unknown_task_ids)) == (0, [99])
-    with refused(grpc.StatusCode.INVALID_ARGUMENT, "page_token"):
+    with rejected(grpc.StatusCode.INVALID_ARGUMENT, "page_token"):
         fleet.admin.ListDeadLetters(admin_pb.ListDeadLettersRequest(page_token="junk"), timeout=30)

@@ -1,4 +1,4 @@
-"""What is wrong is refused with the right status and a remedy, at once, and costs nobody else anything."""
+"""What is wrong is rejected with the right status and a remedy, at once, and costs nobody else anything."""
 
 import time
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ from multigpu.v1 import admin_service_pb2 as admin_pb
 from multigpu.v1 import task_pb2, task_service_pb2
 from multigpu.v1 import worker_service_pb2 as worker_pb
 
-from tests.fleet import Fleet, refused, until
+from tests.fleet import Fleet, rejected, until
 from tests.integration.streams import Feed, collect, run_frame
 
 FLEET = {
@@ -100,7 +100,7 @@ def test_a_deadline_in_the_past(fleet: Fleet) -> None:
         ({"required_device_memory_bytes": 1 << 60}, "bytes of device memory"),
     ],
 )
-def test_a_task_that_no_worker_could_ever_take_is_refused_at_once(
+def test_a_task_that_no_worker_could_ever_take_is_rejected_at_once(
     fleet: Fleet, spec: dict[str, Any], words: str
 ) -> None:
     answer = rejection(fleet, **spec)
@@ -127,14 +127,14 @@ def test_or_waits_for_such_a_worker_if_told_to(fleet: Fleet) -> None:
 
 
 def test_too_many_tasks_in_one_submit(fleet: Fleet) -> None:
-    with refused(grpc.StatusCode.INVALID_ARGUMENT, "101 tasks in one Submit; at most 100", "send several"):
+    with rejected(grpc.StatusCode.INVALID_ARGUMENT, "101 tasks in one Submit; at most 100", "send several"):
         fleet.submit_raw("echo", *(b"" for _ in range(101)))
 
 
 def test_a_message_over_the_limit_of_all_messages(fleet: Fleet) -> None:
     with grpc.insecure_channel(fleet.address, options=[("grpc.max_send_message_length", -1)]) as channel:
         submit = channel.unary_unary("/multigpu.v1.TaskService/Submit")
-        with refused(grpc.StatusCode.RESOURCE_EXHAUSTED):
+        with rejected(grpc.StatusCode.RESOURCE_EXHAUSTED):
             submit(bytes(65 << 20), timeout=20)
 
 
@@ -157,7 +157,7 @@ def test_a_request_id_with_a_nul_is_told_so(fleet: Fleet) -> None:
 
 
 def test_run_needs_request_ids(fleet: Fleet) -> None:
-    with refused(grpc.StatusCode.INVALID_ARGUMENT, "needs a request_id"):
+    with rejected(grpc.StatusCode.INVALID_ARGUMENT, "needs a request_id"):
         collect(fleet.tasks.Run(iter([run_frame("echo", ("", b"x"))]), timeout=30))
 
 
@@ -171,7 +171,7 @@ NOT_OURS = b"GET / HTTP/1.1\r\n\r\n"
 @pytest.mark.parametrize("data", [NOT_UTF8, NOT_OURS])
 @pytest.mark.parametrize("method", ["TaskService/Submit", "TaskService/Run", "WorkerService/Session"])
 def test_bytes_that_are_no_message_of_ours(fleet: Fleet, method: str, data: bytes) -> None:
-    with refused(grpc.StatusCode.INVALID_ARGUMENT, "not a multigpu.v1.", "UTF-8"):
+    with rejected(grpc.StatusCode.INVALID_ARGUMENT, "not a multigpu.v1.", "UTF-8"):
         if method.endswith("Submit"):
             fleet.channel.unary_unary(f"/multigpu.v1.{method}")(data, timeout=30)
         elif method.endswith("Session") and data is NOT_UTF8:
@@ -184,7 +184,7 @@ def test_bytes_that_are_no_message_of_ours(fleet: Fleet, method: str, data: byte
 def test_a_bad_frame_ends_only_its_own_stream(fleet: Fleet) -> None:
     good = fleet.tasks.Run(feed := Feed(run_frame("echo", ("before", b"1"))), timeout=20)
     assert next(good)
-    with refused(grpc.StatusCode.INVALID_ARGUMENT):
+    with rejected(grpc.StatusCode.INVALID_ARGUMENT):
         list(fleet.channel.stream_stream("/multigpu.v1.TaskService/Run")(iter([NOT_OURS]), timeout=30))
     feed.put(run_frame("echo", ("after", b"2")))
     feed.close()
@@ -220,7 +220,7 @@ def hello(**fields: Any) -> worker_pb.SessionRequest:
 def test_a_worker_that_does_not_fit(
     fleet: Fleet, frame: worker_pb.SessionRequest, code: grpc.StatusCode, words: tuple[str, ...]
 ) -> None:
-    with refused(code, *words):
+    with rejected(code, *words):
         list(fleet.sessions.Session(iter([frame]), timeout=30))
     assert {w.worker_id for w in fleet.list_workers()} == {"w0"}
 
@@ -249,7 +249,7 @@ def test_a_silent_worker_is_lost_and_its_task_runs_elsewhere(fleet: Fleet) -> No
     fleet.admin.UncordonWorker(admin_pb.UncordonWorkerRequest(worker_id="w0"), timeout=30)
     outcome = fleet.outcome(task_id)
     assert (outcome.worker_id, outcome.result) == ("w0", b"held")
-    with refused(grpc.StatusCode.UNAVAILABLE, "nothing heard"):
+    with rejected(grpc.StatusCode.UNAVAILABLE, "nothing heard"):
         list(session)
     fleet.admin.ForgetWorker(admin_pb.ForgetWorkerRequest(worker_id="silent"), timeout=30)
 
@@ -266,7 +266,7 @@ def test_a_worker_that_comes_back_too_late_is_not_heard(fleet: Fleet, tmp_path: 
     lease = next(b for frame in first for b in frame.lease_batches)
     assert lease.task_ids == [task_id]
     fleet.admin.UncordonWorker(admin_pb.UncordonWorkerRequest(worker_id="w0"), timeout=30)
-    with refused(grpc.StatusCode.UNAVAILABLE, "nothing heard"):
+    with rejected(grpc.StatusCode.UNAVAILABLE, "nothing heard"):
         list(first)
     until(lambda: fleet.get(task_id).worker_id == "w0")
 
@@ -301,7 +301,7 @@ def test_a_client_that_never_reads_is_cut_off_and_loses_nothing(fleet: Fleet) ->
     stream = fleet.tasks.Run(iter([run_frame("echo", *((n, payload) for n in names))]), timeout=60)
     until(lambda: fleet.stats().succeeded == succeeded + len(names))
     memory = fleet.stats().memory_bytes
-    with refused(grpc.StatusCode.RESOURCE_EXHAUSTED, "unread"):
+    with rejected(grpc.StatusCode.RESOURCE_EXHAUSTED, "unread"):
         list(stream)
     assert memory < 400 << 20
     for name in names[:: len(names) // 10]:

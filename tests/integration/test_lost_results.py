@@ -18,7 +18,7 @@ import multigpu
 import pytest
 from multigpu.v1 import task_service_pb2
 
-from tests.fleet import Fleet, refused, until
+from tests.fleet import Fleet, rejected, until
 from tests.integration.streams import run_frame
 
 SMALL, LARGE = b"small", bytes(200 << 10)
@@ -169,7 +169,7 @@ def test_a_file_that_cannot_be_opened_now_is_unavailable_and_not_lost(fleet: Fle
     open_now = [int(path.name) for path in Path(f"/proc/{fleet.master.pid}/fd").iterdir()]
     lowest_free = next(n for n in range(len(open_now) + 1) if n not in open_now)
     resource.prlimit(fleet.master.pid, resource.RLIMIT_NOFILE, (lowest_free, most))
-    with refused(grpc.StatusCode.UNAVAILABLE, "try again"):
+    with rejected(grpc.StatusCode.UNAVAILABLE, "try again"):
         stub.Get(request)
     resource.prlimit(fleet.master.pid, resource.RLIMIT_NOFILE, (most, most))
     assert stub.Get(request).task.outcome.result == LARGE

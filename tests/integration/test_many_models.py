@@ -35,7 +35,7 @@ def test_a_task_that_names_a_version_gets_it_until_its_successor_is_ready(tmp_pa
         def resident() -> set[str]:
             return {each.model for worker in fleet.list_workers() for each in worker.models}
 
-        def refused() -> str:
+        def rejected() -> str:
             try:
                 ask("m:1")
             except MultigpuError as error:
@@ -48,7 +48,7 @@ def test_a_task_that_names_a_version_gets_it_until_its_successor_is_ready(tmp_pa
         assert (ask("m:1"), ask("m")) == ("old", "old")
         hang.unlink()
         until(lambda: ask("m") == "new", what="the successor")
-        assert "m:2" in until(refused, what="the end of the old version")
+        assert "m:2" in until(rejected, what="the end of the old version")
         until(lambda: resident() == {"m:2"}, what="its memory")
         with pytest.raises(MultigpuError, match=r"no worker has model 'm:1'.*m:2"):
             ask("m:1")

@@ -16,7 +16,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from multigpu.v1 import admin_service_pb2 as admin_pb
 from multigpu.v1 import task_pb2
 
-from tests.fleet import Fleet, refused, until
+from tests.fleet import Fleet, rejected, until
 
 FLEET = {"handlers": ["trial_handlers"], "worker_flags": ["--slots", "4"]}
 
@@ -134,7 +134,7 @@ def test_a_drain_can_be_called_off(fleet: Fleet, tmp_path: Path) -> None:
 
 
 def test_a_worker_that_is_connected_or_unknown_is_not_forgotten(fleet: Fleet) -> None:
-    with refused(grpc.StatusCode.FAILED_PRECONDITION, "connected", "stop its daemon"):
+    with rejected(grpc.StatusCode.FAILED_PRECONDITION, "connected", "stop its daemon"):
         fleet.admin.ForgetWorker(admin_pb.ForgetWorkerRequest(worker_id="w0"), timeout=30)
     calls = [
         (fleet.admin.ForgetWorker, admin_pb.ForgetWorkerRequest),
@@ -143,7 +143,7 @@ def test_a_worker_that_is_connected_or_unknown_is_not_forgotten(fleet: Fleet) ->
         (fleet.admin.DrainWorker, admin_pb.DrainWorkerRequest),
     ]
     for call, request in calls:
-        with refused(grpc.StatusCode.NOT_FOUND, "no worker 'w9'; known: w0, w1"):
+        with rejected(grpc.StatusCode.NOT_FOUND, "no worker 'w9'; known: w0, w1"):
             call(request(worker_id="w9"), timeout=30)
 
 
@@ -202,9 +202,9 @@ def test_a_strategy_is_set_by_name_or_alias_for_the_fleet_or_a_queue(fleet: Flee
         assert (get("special").strategy, get("special").inherited) == ("compute_load", False)
         assert put("", "special") == "memory_usage"
         assert get("special").inherited
-        with refused(grpc.StatusCode.INVALID_ARGUMENT, "no strategy 'best'", "round_robin"):
+        with rejected(grpc.StatusCode.INVALID_ARGUMENT, "no strategy 'best'", "round_robin"):
             put("best")
-        with refused(grpc.StatusCode.INVALID_ARGUMENT):
+        with rejected(grpc.StatusCode.INVALID_ARGUMENT):
             put("")
     finally:
         put("auto")
@@ -244,7 +244,7 @@ def test_a_paused_queue_takes_tasks_and_keeps_them(fleet: Fleet) -> None:
     assert "mgpuctl queues resume paused" in told.summary
     assert not fleet.admin.ResumeQueue(admin_pb.ResumeQueueRequest(queue="paused"), timeout=30).queue.paused
     assert [fleet.outcome(i).result for i in ids] == [b"abc", b"de"]
-    with refused(grpc.StatusCode.INVALID_ARGUMENT, "queue is missing"):
+    with rejected(grpc.StatusCode.INVALID_ARGUMENT, "queue is missing"):
         fleet.admin.PauseQueue(admin_pb.PauseQueueRequest(), timeout=30)
 
 
@@ -252,7 +252,7 @@ def test_a_paused_queue_takes_tasks_and_keeps_them(fleet: Fleet) -> None:
     ("limits", "payload"),
     [(admin_pb.QueueLimits(tasks_max=3), b"x"), (admin_pb.QueueLimits(bytes_max=3000), bytes(1000))],
 )
-def test_past_its_limits_a_queue_refuses_with_a_retry_delay(
+def test_past_its_limits_a_queue_rejects_with_a_retry_delay(
     fleet: Fleet, limits: admin_pb.QueueLimits, payload: bytes
 ) -> None:
     name = f"limited to {limits.tasks_max or limits.bytes_max}"
@@ -294,7 +294,7 @@ def test_explain_says_where_a_task_is_and_why(fleet: Fleet, tmp_path: Path) -> N
     assert "SUCCEEDED on w" in explain(first).summary
     (tmp_path / "gate").touch()
     fleet.outcome(running)
-    with refused(grpc.StatusCode.NOT_FOUND, "never submitted"):
+    with rejected(grpc.StatusCode.NOT_FOUND, "never submitted"):
         explain(3)
 
 
@@ -319,7 +319,7 @@ def test_stats_add_up(fleet: Fleet) -> None:
 def test_health_has_a_name_for_the_master_and_one_for_each_worker(fleet: Fleet) -> None:
     for name in ("", "master", "multigpu.v1.TaskService", "worker/w0", "worker/w1"):
         assert fleet.check_health(name) == SERVING, name
-    with refused(grpc.StatusCode.NOT_FOUND):
+    with rejected(grpc.StatusCode.NOT_FOUND):
         fleet.check_health("worker/w9")
     states: list[int] = []
     watch = fleet.health.Watch(health_pb2.HealthCheckRequest(service="worker/w1"), timeout=20)

@@ -34,7 +34,7 @@ def fleet(tmp_path: Path) -> Iterator[Fleet]:
         assert not running.faults()
 
 
-def is_refused(fleet: Fleet, request_id: str, changes: dict[str, Any], word: str) -> None:
+def is_rejected(fleet: Fleet, request_id: str, changes: dict[str, Any], word: str) -> None:
     """Neither `run`, `map` nor `submit` gives the other task, and each error says what differs."""
     task = FIRST | changes
     kind, payload = task.pop("kind"), task.pop("payload")
@@ -50,7 +50,7 @@ def is_refused(fleet: Fleet, request_id: str, changes: dict[str, Any], word: str
 
 
 @pytest.mark.parametrize("durable", [True, False])
-def test_a_request_id_that_is_used_for_another_task_is_refused(fleet: Fleet, durable: bool) -> None:
+def test_a_request_id_that_is_used_for_another_task_is_rejected(fleet: Fleet, durable: bool) -> None:
     first = {k: v for k, v in FIRST.items() if k not in ("kind", "payload")} | {"ephemeral": not durable}
     with fleet.client() as client:
         fleet_waits = first | {"labels": {"nobody": "has"}, "wait_for_worker": True}
@@ -60,7 +60,7 @@ def test_a_request_id_that_is_used_for_another_task_is_refused(fleet: Fleet, dur
             until(lambda: fleet.stats().outcomes_retained == 1)
         for name in ("waiting", "ended"):
             for word, changes in OTHERS.items():
-                is_refused(fleet, name, changes | {"ephemeral": not durable}, word)
+                is_rejected(fleet, name, changes | {"ephemeral": not durable}, word)
         # How it runs may differ.
         same = first | {"priority": 1, "queue": "other", "attempts_max": 1, "run_timeout_s": 9}
         assert client.run("trial.nap", b"abc", request_id="ended", **same) == b"cba"
@@ -78,7 +78,7 @@ def test_a_restart_changes_nothing(fleet: Fleet) -> None:
     fleet.wait_for_workers()
     for name in ("waiting", "ended"):
         for word, changes in OTHERS.items():
-            is_refused(fleet, name, changes, word)
+            is_rejected(fleet, name, changes, word)
 
 
 def test_a_large_payload_that_lies_in_a_file_is_told_from_another_of_its_size(fleet: Fleet) -> None:

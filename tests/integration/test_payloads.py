@@ -21,7 +21,7 @@ from multigpu._transport.payloads import LARGE_BYTES, NAME, SEGMENT_BYTES, Direc
 from multigpu.v1 import admin_service_pb2 as admin_pb
 from multigpu.v1 import task_pb2, task_service_pb2
 
-from tests.fleet import Daemon, Fleet, refused, until
+from tests.fleet import Daemon, Fleet, rejected, until
 from tests.integration.streams import Feed, Heard, collect, run_frame
 
 FLEET = {"handlers": ["trial_handlers"]}
@@ -191,7 +191,7 @@ def place(fleet: Fleet) -> Any:
     return Writer(fleet.data_dir / "payloads").put(bytes(MIB))
 
 
-def test_references_that_lead_nowhere_are_refused(fleet: Fleet, place: Any, tmp_path: Path) -> None:
+def test_references_that_lead_nowhere_are_rejected(fleet: Fleet, place: Any, tmp_path: Path) -> None:
     folder = fleet.data_dir / "payloads"
     secret = tmp_path / "secret"
     secret.write_bytes(bytes(MIB))
@@ -247,7 +247,7 @@ def test_references_that_lead_nowhere_are_refused(fleet: Fleet, place: Any, tmp_
 def test_references_are_for_those_who_have_shown_the_key(fleet: Fleet, place: Any) -> None:
     heard = run_by_hand(fleet, refer("no-key", place.pin.name, place.offset, place.size_bytes))
     assert ["payload_key" in r.message for r in heard.rejected] == [True]
-    with refused(grpc.StatusCode.INVALID_ARGUMENT, "payload_key"):
+    with rejected(grpc.StatusCode.INVALID_ARGUMENT, "payload_key"):
         run_by_hand(fleet, task_service_pb2.RunRequest(payload_key=b"guessed"))
     batch = refer("in-submit", place.pin.name, place.offset, place.size_bytes).batches[0]
     (result,) = fleet.tasks.Submit(task_service_pb2.SubmitRequest(batches=[batch]), timeout=20).results

@@ -16,7 +16,7 @@ from grpc_health.v1 import health_pb2
 from multigpu.v1 import admin_service_pb2 as admin_pb
 from multigpu.v1 import task_pb2, task_service_pb2
 
-from tests.fleet import QUICK, Fleet, refused, until
+from tests.fleet import QUICK, Fleet, rejected, until
 from tests.integration.streams import Feed, collect, run_frame
 
 FLEET = {"handlers": ["trial_handlers"]}
@@ -118,19 +118,19 @@ def test_the_sdk_watches_through_a_death_of_the_master(fleet: Fleet) -> None:
 
 
 @pytest.mark.parametrize("cursor", ["junk", "v1.", "v1.-3", "v1.x", "v2.1", "v2.abc.", "v2.abc.x"])
-def test_a_cursor_that_is_not_ours_is_refused(fleet: Fleet, cursor: str) -> None:
-    with refused(grpc.StatusCode.INVALID_ARGUMENT, "cursor"):
+def test_a_cursor_that_is_not_ours_is_rejected(fleet: Fleet, cursor: str) -> None:
+    with rejected(grpc.StatusCode.INVALID_ARGUMENT, "cursor"):
         next(fleet.tasks.Watch(task_service_pb2.WatchRequest(cursor=cursor), timeout=30))
 
 
 @pytest.mark.parametrize("cursor", ["v1.1", "v1.999999999999", "v2.abc.0"])
 def test_a_cursor_of_another_journal_is_out_of_range(fleet: Fleet, cursor: str) -> None:
-    with refused(grpc.StatusCode.OUT_OF_RANGE, "another journal"):
+    with rejected(grpc.StatusCode.OUT_OF_RANGE, "another journal"):
         next(fleet.tasks.Watch(task_service_pb2.WatchRequest(cursor=cursor), timeout=30))
 
 
 def test_from_now_does_not_go_with_a_cursor(fleet: Fleet) -> None:
-    with refused(grpc.StatusCode.INVALID_ARGUMENT, "from_now"):
+    with rejected(grpc.StatusCode.INVALID_ARGUMENT, "from_now"):
         next(fleet.tasks.Watch(task_service_pb2.WatchRequest(cursor="v1.1", from_now=True), timeout=30))
 
 
@@ -147,7 +147,7 @@ def test_a_cursor_whose_outcomes_are_gone_is_out_of_range(tmp_path: Path) -> Non
         with sqlite3.connect(fleet.data_dir / "journal.sqlite3") as journal:
             journal.execute("DELETE FROM outcome WHERE cursor < (SELECT max(cursor) FROM outcome)")
         fleet.start_master()
-        with refused(grpc.StatusCode.OUT_OF_RANGE, "empty cursor"):
+        with rejected(grpc.StatusCode.OUT_OF_RANGE, "empty cursor"):
             next(fleet.tasks.Watch(task_service_pb2.WatchRequest(cursor=first_frame), timeout=30, wait_for_ready=True))
         # The last cursor is as good as ever, and an empty one gives the oldest that is left.
         assert [o.task_id for o in watch(fleet, "", 1)[0]] == [seen[-1].task_id]

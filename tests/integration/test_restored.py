@@ -16,7 +16,7 @@ from multigpu.v1 import admin_service_pb2 as admin_pb
 from multigpu.v1 import task_pb2, task_service_pb2
 from multigpu.v1 import worker_service_pb2 as worker_pb
 
-from tests.fleet import Fleet, refused, until
+from tests.fleet import Fleet, rejected, until
 from tests.integration.streams import Feed
 from tests.integration.test_bad_input import hello
 from tests.integration.test_restart import watch
@@ -58,7 +58,7 @@ def test_no_task_gets_the_result_of_another_after_the_data_directory_was_moved_a
     fleet.workers["w0"].signal(signal.SIGCONT)
     assert [fleet.outcome(task_id).result for task_id in later] == [SECOND[::-1], SECOND[::-1]]
     assert first not in later
-    with refused(grpc.StatusCode.NOT_FOUND):
+    with rejected(grpc.StatusCode.NOT_FOUND):
         fleet.get(first)
 
 
@@ -97,7 +97,7 @@ def test_a_cursor_of_outcomes_that_the_restored_copy_lacks_is_out_of_range(fleet
     for task_id in later:
         fleet.outcome(task_id)
     for cursor in cursors:
-        with refused(grpc.StatusCode.OUT_OF_RANGE, "restored"):
+        with rejected(grpc.StatusCode.OUT_OF_RANGE, "restored"):
             next(fleet.tasks.Watch(task_service_pb2.WatchRequest(cursor=cursor), timeout=30, wait_for_ready=True))
     with fleet.client() as client, pytest.raises(CursorExpiredError):
         next(client.watch(cursor=cursors[0]))
@@ -176,5 +176,5 @@ def test_an_upgrade_from_schema_1_keeps_cursors_and_runs_leases_without_a_proof_
         watched = fleet.tasks.Watch(task_service_pb2.WatchRequest(cursor="v1.2"), timeout=20)
         assert [o.task_id for o in next(f for f in watched if f.outcomes).outcomes] == [queued + 3, queued + 4]
         watched.cancel()
-        with refused(grpc.StatusCode.OUT_OF_RANGE, "another journal"):
+        with rejected(grpc.StatusCode.OUT_OF_RANGE, "another journal"):
             next(fleet.tasks.Watch(task_service_pb2.WatchRequest(cursor="v1.5"), timeout=30))

@@ -186,7 +186,7 @@ def test_clients_that_come_and_go_leave_nothing_on_stderr(fleet: Fleet) -> None:
     assert not done.stderr
 
 
-def test_large_payloads_come_back_whole_and_larger_ones_are_refused(fleet: Fleet) -> None:
+def test_large_payloads_come_back_whole_and_larger_ones_are_rejected(fleet: Fleet) -> None:
     payloads = [bytes([n]) * (size << 20) for n, size in enumerate((1, 8, 31, 3, 31))]
     with fleet.client() as client:
         assert list(client.map("echo", payloads)) == payloads

@@ -20,11 +20,11 @@ from multigpu.v1 import admin_service_pb2 as admin_pb
 from multigpu.v1 import task_pb2, task_service_pb2
 from multigpu_master.journal.write_buffer import DURABLE_S
 
-from tests.fleet import Daemon, Fleet, refused, until
+from tests.fleet import Daemon, Fleet, rejected, until
 from tests.integration.streams import Feed, collect, run_frame
 
 SUCCEEDED = task_pb2.OUTCOME_STATE_SUCCEEDED
-EXIT_REFUSED = 3
+EXIT_REJECTED = 3
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ def fill(disk: Path) -> Path:
     return ballast
 
 
-def test_a_full_disk_refuses_new_tasks_and_nothing_else(small_disk: Path, tmp_path: Path) -> None:
+def test_a_full_disk_rejects_new_tasks_and_nothing_else(small_disk: Path, tmp_path: Path) -> None:
     gate = tmp_path / "gate"
     options: Any = {"workers": 1, "handlers": ["trial_handlers"], "worker_flags": ["--slots", "2"]}
     with Fleet(tmp_path / "fleet", data_dir=small_disk / "data", **options) as fleet:
@@ -157,7 +157,7 @@ def test_the_sdk_waits_out_a_full_disk(small_disk: Path, tmp_path: Path) -> None
             assert list(results) == [b"%d" % n for n in range(20)]
 
 
-def test_one_request_twice_on_a_disk_that_has_just_filled_up_is_refused_and_not_half_taken(
+def test_one_request_twice_on_a_disk_that_has_just_filled_up_is_rejected_and_not_half_taken(
     small_disk: Path, tmp_path: Path
 ) -> None:
     with Fleet(tmp_path / "fleet", workers=0, data_dir=small_disk / "data") as fleet:
@@ -205,7 +205,7 @@ def test_a_backup_of_a_running_master_is_restored(tmp_path: Path) -> None:
         resume = admin_pb.ResumeQueueRequest(queue="held")
         fleet.admin.ResumeQueue(resume, timeout=20)
         assert [fleet.outcome(i).result for i in queued] == [*(b"%d" % n for n in range(5)), large]
-        with refused(grpc.StatusCode.NOT_FOUND, "no task"):
+        with rejected(grpc.StatusCode.NOT_FOUND, "no task"):
             fleet.get(later[0])
         (new,) = fleet.submit("echo", b"new")
         assert new not in later
@@ -279,22 +279,22 @@ def truncated(path: Path) -> None:
         (truncated, "not an SQLite database"),
     ],
 )
-def test_a_journal_that_is_not_for_us_is_refused_and_left_alone(tmp_path: Path, damage: Any, words: str) -> None:
+def test_a_journal_that_is_not_for_us_is_rejected_and_left_alone(tmp_path: Path, damage: Any, words: str) -> None:
     fleet = stopped_with_a_journal(tmp_path)
     damage(fleet.data_dir / "journal.sqlite3")
     before = contents(fleet.data_dir)
     master = fleet.start_master(wait=False)
-    assert exit_code(master) == EXIT_REFUSED
+    assert exit_code(master) == EXIT_REJECTED
     assert words in master.log()
     assert "Traceback" not in master.log()
     assert contents(fleet.data_dir) == before
 
 
-def test_a_second_master_is_refused_and_told_who_is_there(tmp_path: Path) -> None:
+def test_a_second_master_is_rejected_and_told_who_is_there(tmp_path: Path) -> None:
     with Fleet(tmp_path / "fleet", workers=0) as fleet:
         other = Fleet(tmp_path / "other", workers=0, data_dir=fleet.data_dir)
         second = other.start_master(wait=False)
-        assert exit_code(second) == EXIT_REFUSED
+        assert exit_code(second) == EXIT_REJECTED
         assert f"held by another master (pid {fleet.master.pid} on {socket.gethostname()}" in second.log()
         assert "--data-dir" in second.log()
         assert fleet.stats().workers_active == 0
@@ -304,21 +304,21 @@ def test_a_second_master_is_refused_and_told_who_is_there(tmp_path: Path) -> Non
         other.close()
 
 
-def test_a_port_in_use_is_refused_with_the_remedy(tmp_path: Path) -> None:
+def test_a_port_in_use_is_rejected_with_the_remedy(tmp_path: Path) -> None:
     with Fleet(tmp_path / "fleet", workers=0) as fleet:
         other = Fleet(tmp_path / "other", workers=0)
         other.address = fleet.address
         second = other.start_master(wait=False)
-        assert exit_code(second) == EXIT_REFUSED
+        assert exit_code(second) == EXIT_REJECTED
         assert "--listen" in second.log()
         assert "Traceback" not in second.log()
 
 
-def test_a_data_dir_that_can_not_be_used_is_refused(tmp_path: Path) -> None:
+def test_a_data_dir_that_can_not_be_used_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("no directory")
     fleet = Fleet(tmp_path / "fleet", workers=0, data_dir=tmp_path / "file" / "data")
     master = fleet.start_master(wait=False)
-    assert exit_code(master) == EXIT_REFUSED
+    assert exit_code(master) == EXIT_REJECTED
     assert "directory" in master.log()
     assert "Traceback" not in master.log()
 

@@ -10,7 +10,7 @@ import multigpu
 import pytest
 from multigpu.v1 import task_pb2, task_service_pb2
 
-from tests.fleet import Fleet, refused, until
+from tests.fleet import Fleet, rejected, until
 from tests.integration.streams import Feed, collect, run_frame
 
 FLEET = {"handlers": ["trial_handlers"]}
@@ -53,9 +53,9 @@ def test_get_waits_only_as_long_as_asked(fleet: Fleet, tmp_path: Path) -> None:
 
 
 def test_a_task_nobody_submitted_is_not_found(fleet: Fleet) -> None:
-    with refused(grpc.StatusCode.NOT_FOUND, "never submitted"):
+    with rejected(grpc.StatusCode.NOT_FOUND, "never submitted"):
         fleet.get(1)
-    with refused(grpc.StatusCode.NOT_FOUND):
+    with rejected(grpc.StatusCode.NOT_FOUND):
         fleet.tasks.Get(task_service_pb2.GetRequest(request_id="nobody's"), timeout=30)
 
 
@@ -144,9 +144,9 @@ def test_list_pages_newest_first_and_count_agrees(fleet: Fleet) -> None:
     until(counted)
     none = task_service_pb2.TaskFilter(queue="listed", outcomes=[task_pb2.OUTCOME_STATE_FAILED])
     assert not fleet.tasks.List(task_service_pb2.ListRequest(filter=none), timeout=30).tasks
-    with refused(grpc.StatusCode.INVALID_ARGUMENT, "page_size"):
+    with rejected(grpc.StatusCode.INVALID_ARGUMENT, "page_size"):
         fleet.tasks.List(task_service_pb2.ListRequest(page_size=1001), timeout=30)
-    with refused(grpc.StatusCode.INVALID_ARGUMENT, "page_token"):
+    with rejected(grpc.StatusCode.INVALID_ARGUMENT, "page_token"):
         fleet.tasks.List(task_service_pb2.ListRequest(page_token="junk"), timeout=30)
 
 

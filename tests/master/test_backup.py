@@ -109,7 +109,7 @@ def test_a_backup_goes_into_a_directory_of_its_own(tmp_path: Path) -> None:
         ("link/copy", "is in the data directory"),
     ],
 )
-def test_a_target_that_is_no_good_is_refused_in_words(target: str, words: str, tmp_path: Path) -> None:
+def test_a_target_that_is_no_good_is_rejected_in_words(target: str, words: str, tmp_path: Path) -> None:
     write(tmp_path / "data", 1)
     (tmp_path / "file").touch()
     (tmp_path / "link").symlink_to(tmp_path / "data")

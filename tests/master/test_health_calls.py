@@ -9,7 +9,7 @@ from grpc_health.v1 import health_pb2
 from multigpu_master.rpc.health_service import ALL_CALLS_MAX, CALLS_MAX, Health
 
 
-class Refused(Exception):  # noqa: N818  it stands for gRPC's AbortError
+class Rejected(Exception):  # noqa: N818  it stands for gRPC's AbortError
     """The call ended with a status."""
 
 
@@ -29,7 +29,7 @@ class DeafCall:
         pass
 
     async def abort(self, code: grpc.StatusCode, details: str, *_rest: object) -> NoReturn:
-        raise Refused(code, details)
+        raise Rejected(code, details)
 
 
 async def test_open_calls_of_all_connections_are_limited() -> None:
@@ -41,7 +41,7 @@ async def test_open_calls_of_all_connections_are_limited() -> None:
         for n in range(ALL_CALLS_MAX)
     ]
     await asyncio.sleep(0)
-    with pytest.raises(Refused, match="health calls are open"):
+    with pytest.raises(Rejected, match="health calls are open"):
         await health.Check(request, DeafCall("ipv4:10.0.0.2:1"))
     calls.pop().cancel()
     await asyncio.sleep(0.01)

@@ -36,6 +36,6 @@ def test_an_epoch_is_the_clocks_and_above_the_last(last: int, now_s: float, epoc
 
 
 @pytest.mark.parametrize(("last", "now_s"), [(ids.EPOCHS_END - 1, NOW_S), (0, NOW_S + 1e9)])
-def test_an_epoch_whose_ids_would_be_too_large_is_refused(last: int, now_s: float) -> None:
+def test_an_epoch_whose_ids_would_be_too_large_is_rejected(last: int, now_s: float) -> None:
     with pytest.raises(JournalError, match=r"used up.*Set the clock"):
         ids.next_epoch(last, now_s)

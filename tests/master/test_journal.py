@@ -67,7 +67,7 @@ class Opened:
             self._committed.notify_all()
 
     def write(self, *entries: Entry) -> None:
-        """Appends and waits until each was committed or refused."""
+        """Appends and waits until each was committed or rejected."""
         target = self._count + len(entries)
         for entry in entries:
             self.journal.append(entry)

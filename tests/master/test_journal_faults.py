@@ -162,7 +162,7 @@ def test_killed_at_any_moment_it_has_what_it_acknowledged(tmp_path: Path) -> Non
     assert settled
 
 
-def test_a_second_master_is_refused_and_told_who_holds_it(tmp_path: Path) -> None:
+def test_a_second_master_is_rejected_and_told_who_holds_it(tmp_path: Path) -> None:
     with opened(tmp_path / "data", address="127.0.0.1:7777") as (journal, _):
         before = snapshot(tmp_path / "data")
         with pytest.raises(
@@ -241,7 +241,7 @@ def another_database(path: Path) -> None:
         (another_database, "not a journal of multigpu.*another --data-dir"),
     ],
 )
-def test_what_is_not_ours_or_damaged_is_refused_and_left_alone(
+def test_what_is_not_ours_or_damaged_is_rejected_and_left_alone(
     tmp_path: Path, damage: Callable[[Path], None], message: str, *, logged: bool
 ) -> None:
     data_dir = tmp_path / "data"

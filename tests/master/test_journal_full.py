@@ -1,4 +1,4 @@
-"""The journal without room: submits are refused, outcomes are kept until they can be written, and all else goes on."""
+"""The journal without room: submits are rejected, outcomes are kept until they can be written, and all else goes on."""
 
 import contextlib
 import itertools
@@ -59,7 +59,7 @@ def answered(commits: list[Commit], entry: Entry) -> JournalError | str:
     return next(error or "committed" for group, _, error in commits if any(known is entry for known in group))
 
 
-def test_over_its_limit_it_refuses_submits_and_writes_all_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_over_its_limit_it_rejects_submits_and_writes_all_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(journal_sqlite, "TICK_S", 0.02)
     monkeypatch.setattr(journal_sqlite, "SWEEP_AFTER_S", 0.0)
     monkeypatch.setattr(journal_sqlite, "RETRY_S", 0.05)
@@ -78,12 +78,12 @@ def test_over_its_limit_it_refuses_submits_and_writes_all_else(tmp_path: Path, m
         ):  # fmt: skip
             journal.append(entry)
             assert answered(commits, entry) == "committed"
-        journal.append(refused := Entry(submits=[submit(200)]))
-        assert isinstance(answered(commits, refused), JournalFullError)
+        journal.append(rejected := Entry(submits=[submit(200)]))
+        assert isinstance(answered(commits, rejected), JournalFullError)
     with opened(tmp_path / "data", **limits) as (journal, commits):
         assert len(list(journal.recover_tasks())) == 18
-        journal.append(refused := Entry(submits=[submit(201)]))
-        assert isinstance(answered(commits, refused), JournalFullError)
+        journal.append(rejected := Entry(submits=[submit(201)]))
+        assert isinstance(answered(commits, rejected), JournalFullError)
         journal.append(entry := Entry(settles=[settle(83, bytes(LARGE_BYTES))]))
         assert answered(commits, entry) == "committed"
         clock_s[0] = 9000.0  # all has expired
@@ -105,23 +105,23 @@ def test_outcomes_wait_on_a_full_disk_in_their_order(tmp_path: Path, monkeypatch
         journal.append(first)
         journal.append(tasks)
         assert answered(commits, first) == answered(commits, tasks) == "committed"
-        refused = Entry(submits=[submit(i, bytes(10_000)) for i in range(600, 680)])
-        journal.append(refused)
-        error = answered(commits, refused)
+        rejected = Entry(submits=[submit(i, bytes(10_000)) for i in range(600, 680)])
+        journal.append(rejected)
+        error = answered(commits, rejected)
         assert isinstance(error, JournalFullError)
         assert "Free space on the disk (never delete files in data_dir)" in str(error)
         assert "journal_bytes_max" in str(error)
         assert not journal.writable
         kept = [
             Entry(settles=[settle(500, bytes(900_000))]),
-            Entry(settles=[settle(501), settle(600), settle(502)]),  # 600 was refused: nobody may hear of it
+            Entry(settles=[settle(501), settle(600), settle(502)]),  # 600 was rejected: nobody may hear of it
             Entry(settings={"strategy": b"x" * 500_000}),
         ]
         for entry in kept:
             journal.append(entry)
-        also_refused = Entry(submits=[submit(700, bytes(100_000))])
-        journal.append(also_refused)
-        answered(commits, also_refused)
+        also_rejected = Entry(submits=[submit(700, bytes(100_000))])
+        journal.append(also_rejected)
+        answered(commits, also_rejected)
         time.sleep(0.3)
         assert journal.get_outcome(500) is None
         assert journal.get_outcome(501) is None, "there is room for this one, but not before the first"
@@ -186,7 +186,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("payload_bytes", [2000, LARGE_BYTES])
-def test_a_full_disk_refuses_submits_until_there_is_room(
+def test_a_full_disk_rejects_submits_until_there_is_room(
     small_disk: Path, monkeypatch: pytest.MonkeyPatch, payload_bytes: int
 ) -> None:
     monkeypatch.setattr(journal_sqlite, "RETRY_S", 0.05)
@@ -197,9 +197,9 @@ def test_a_full_disk_refuses_submits_until_there_is_room(
         assert answered(commits, first) == "committed"
         with pytest.raises(OSError, match="No space"):
             ballast.write_bytes(os.urandom(8 << 20))
-        refused = Entry(submits=[submit(i, os.urandom(payload_bytes)) for i in range(2, 40)])
-        journal.append(refused)
-        assert isinstance(answered(commits, refused), JournalFullError)
+        rejected = Entry(submits=[submit(i, os.urandom(payload_bytes)) for i in range(2, 40)])
+        journal.append(rejected)
+        assert isinstance(answered(commits, rejected), JournalFullError)
         kept = Entry(settles=[settle(1, os.urandom(600_000))])  # more than half of the reserve
         journal.append(kept)
         time.sleep(0.3)
@@ -284,9 +284,9 @@ def test_on_a_full_disk_it_looks_for_room_by_itself_and_can_be_closed(
         for after in ("room", "close"):
             with pytest.raises(OSError, match="No space"):
                 ballast.write_bytes(os.urandom(8 << 20))
-            refused = Entry(submits=[submit(i, os.urandom(3000)) for i in range(40)])
-            journal.append(refused)
-            assert isinstance(answered(commits, refused), JournalFullError)
+            rejected = Entry(submits=[submit(i, os.urandom(3000)) for i in range(40)])
+            journal.append(rejected)
+            assert isinstance(answered(commits, rejected), JournalFullError)
             time.sleep(0.2)
             assert not journal.writable, "the next look was for room that is not there"
             if after == "room":
@@ -304,8 +304,8 @@ def test_half_a_payload_is_not_left_behind(small_disk: Path, monkeypatch: pytest
         with pytest.raises(OSError, match="No space"):
             ballast.write_bytes(bytes(8 << 20))
         os.truncate(ballast, ballast.stat().st_size - LARGE_BYTES)  # room for one, and not for two
-        journal.append(refused := Entry(submits=[submit(i, os.urandom(LARGE_BYTES)) for i in (1, 2)]))
-        assert isinstance(answered(commits, refused), JournalFullError)
+        journal.append(rejected := Entry(submits=[submit(i, os.urandom(LARGE_BYTES)) for i in (1, 2)]))
+        assert isinstance(answered(commits, rejected), JournalFullError)
         ballast.unlink()
         until(lambda: journal.writable)
         journal.append(again := Entry(submits=[submit(i, os.urandom(LARGE_BYTES)) for i in (3, 4)]))
@@ -355,8 +355,8 @@ def test_a_full_disk_can_be_emptied_also_by_a_new_master(small_disk: Path, monke
         )
         assert answered(commits, first) == "committed"
         fill(small_disk)
-        journal.append(refused := Entry(submits=[submit(i, bytes(60_000)) for i in range(200, 230)]))
-        assert isinstance(answered(commits, refused), JournalFullError)
+        journal.append(rejected := Entry(submits=[submit(i, bytes(60_000)) for i in range(200, 230)]))
+        assert isinstance(answered(commits, rejected), JournalFullError)
         journal.append(kept := Entry(settles=[settle(20, os.urandom(1 << 20))]))
         for entry in (
             Entry(settles=[cancel(1)]), Entry(settings={"queue/default": b"paused"}),
@@ -371,9 +371,9 @@ def test_a_full_disk_can_be_emptied_also_by_a_new_master(small_disk: Path, monke
         assert journal.settings()["queue/default"] == b"paused"
         assert journal.get_outcome(1) is not None
         assert journal.get_outcome(20) is None
-        refused = Entry(submits=[submit(300)])
-        journal.append(refused)
-        assert isinstance(answered(commits, refused), JournalFullError)
+        rejected = Entry(submits=[submit(300)])
+        journal.append(rejected)
+        assert isinstance(answered(commits, rejected), JournalFullError)
         for i in range(2, 20):
             journal.append(entry := Entry(settles=[cancel(i)]))
             assert answered(commits, entry) == "committed"
@@ -393,8 +393,8 @@ def test_what_empties_the_journal_does_not_wait_behind_what_is_too_large(
         journal.append(Entry(submits=[submit(i, bytes(100)) for i in range(1, 2001)]))
         journal.append(letters := Entry(settles=[dead(i, bytes(10_000)) for i in range(5000, 5080)]))
         assert answered(commits, letters) == "committed"
-        journal.append(refused := Entry(submits=[submit(i, bytes(10_000)) for i in range(6000, 6080)]))
-        assert isinstance(answered(commits, refused), JournalFullError)
+        journal.append(rejected := Entry(submits=[submit(i, bytes(10_000)) for i in range(6000, 6080)]))
+        assert isinstance(answered(commits, rejected), JournalFullError)
         journal.append(large := Entry(settles=[cancel(i) for i in range(1, 2001)]))
         for i in range(5000, 5010):
             journal.append(entry := Entry(deleted_dead_letters=[i]))
@@ -418,7 +418,7 @@ def no_descriptor() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_without_a_descriptor_it_refuses_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_descriptor_it_rejects_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(journal_sqlite, "TICK_S", 0.02)
     monkeypatch.setattr(journal_sqlite, "SWEEP_AFTER_S", 0.0)
     monkeypatch.setattr(journal_sqlite, "RETRY_S", 0.05)

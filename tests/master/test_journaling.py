@@ -82,7 +82,7 @@ async def test_what_does_not_settle_is_written_in_time(tmp_path: Path) -> None:
     assert stage.close() == [1]
 
 
-async def test_a_submit_that_has_joined_a_task_is_answered_after_that_is_refused(tmp_path: Path) -> None:
+async def test_a_submit_that_has_joined_a_task_is_answered_after_that_is_rejected(tmp_path: Path) -> None:
     """It would never hear of the task's end (the simulator's seed 30083234)."""
     stage = Stage(tmp_path, size_max_bytes=256 << 10)
     large = Task(SPEC, "request-1", bytes(200_000), submit_s=1000.0, task_id=1)
@@ -93,7 +93,7 @@ async def test_a_submit_that_has_joined_a_task_is_answered_after_that_is_refused
     async with asyncio.timeout(20):
         while not told:
             await asyncio.sleep(0.01)
-    assert told == [2], "the core has heard of both refusals before"
+    assert told == [2], "the core has heard of both rejections before"
     stage.close()
 
 

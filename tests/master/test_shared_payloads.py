@@ -159,7 +159,7 @@ def test_queued_payloads_are_recovered_where_they_lie(tmp_path: Path) -> None:
         until(lambda: it.names() == [])
 
 
-def test_a_payload_that_is_gone_refuses_the_start(tmp_path: Path) -> None:
+def test_a_payload_that_is_gone_rejects_the_start(tmp_path: Path) -> None:
     with opened(tmp_path / "data") as it:
         it.write(submit(7, it.take(Writer(it.payloads.path), bytes(MIB))))
         name = it.names()[0]

@@ -7,12 +7,12 @@ import grpc
 import pytest
 from multigpu.v1 import worker_service_pb2
 from multigpu_master.rpc.outbox import Outbox
-from multigpu_master.rpc.status import refuse
+from multigpu_master.rpc.status import reject
 from multigpu_master.rpc.streams import serve_stream
 
 
-async def test_a_call_that_is_refused_while_its_stream_is_ended_is_refused_once() -> None:
-    """A worker whose session is taken over while the master refuses what it said."""
+async def test_a_call_that_is_rejected_while_its_stream_is_ended_is_rejected_once() -> None:
+    """A worker whose session is taken over while the master rejects what it said."""
     ends: list[BaseException] = []
 
     async def handler(_requests: Any, context: Any) -> None:
@@ -20,7 +20,7 @@ async def test_a_call_that_is_refused_while_its_stream_is_ended_is_refused_once(
 
         async def on_message(_data: bytes) -> None:
             outbox.abort("ABORTED", "taken over")
-            await refuse(context, grpc.StatusCode.INVALID_ARGUMENT, "no such thing")
+            await reject(context, grpc.StatusCode.INVALID_ARGUMENT, "no such thing")
 
         try:
             await serve_stream(context, outbox, on_message, lambda frame: frame.SerializeToString())

@@ -33,9 +33,11 @@ class Model:
         # Since when a line could have gone and waits.
         self.since_s: dict[Spec, float] = {}
 
-    def expected(self, refused: Container[Spec], now_s: float) -> list[Lease]:
+    def expected(self, rejected: Container[Spec], now_s: float) -> list[Lease]:
         """The next batch. What can't be in any is taken out."""
-        for spec in sorted((s for s in SPECS if self.lines[s] and s not in refused), key=lambda s: self.lines[s][0][0]):
+        for spec in sorted(
+            (s for s in SPECS if self.lines[s] and s not in rejected), key=lambda s: self.lines[s][0][0]
+        ):
             tasks_max = self._tasks_max(spec, len(self.lines[spec]))
             tokens_max = self.limits.tokens_max
             if spec.model == "slack":
@@ -142,10 +144,12 @@ def check(seed: int) -> None:
             model.measure(spec, tasks, work_s)
         else:
             now_s += rng.choice((0.0, 0.3, 1.0))
-            refused = set(rng.sample(SPECS, rng.choice((0, 0, 2))))
-            expected = model.expected(refused, now_s)
-            batch = batcher.pop(one_by_one=ONE_BY_ONE, may=set(SPECS).difference(refused).__contains__, now_s=now_s)
-            due_s = min((since_s + 1.0 for spec, since_s in model.since_s.items() if spec not in refused), default=None)
+            rejected = set(rng.sample(SPECS, rng.choice((0, 0, 2))))
+            expected = model.expected(rejected, now_s)
+            batch = batcher.pop(one_by_one=ONE_BY_ONE, may=set(SPECS).difference(rejected).__contains__, now_s=now_s)
+            due_s = min(
+                (since_s + 1.0 for spec, since_s in model.since_s.items() if spec not in rejected), default=None
+            )
             if not batch:
                 assert batcher.due_s() == due_s, f"the next batch is due at {batcher.due_s()}, it should be {due_s}"
             taken += batch  # of several specs, as an engine holds more than one batch

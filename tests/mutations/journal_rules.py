@@ -58,7 +58,7 @@ class Life:
         self.directory, self.model, self.rng = directory, model, rng
         self.wrong: list[str] = []
         self.closing = False
-        self.refused: set[int] = set()  # tasks, since the disk was full
+        self.rejected: set[int] = set()  # tasks, since the disk was full
         self.told: set[int] = set()  # entries, by identity
         self.wanted: list[Entry] = []
         self.changed = threading.Condition()
@@ -85,13 +85,13 @@ class Life:
         assert told == wanted, "entries are told out of order"
         assert not [e for e in entries if id(e) in self.told], "an entry is told twice"
         if error is not None:
-            assert self.closing or all(entry.submits for entry in entries), "what is not a submit was refused"
-            self.refused.update(record.task_id for entry in entries for record in entry.submits)
+            assert self.closing or all(entry.submits for entry in entries), "what is not a submit was rejected"
+            self.rejected.update(record.task_id for entry in entries for record in entry.submits)
             return
         settles = [s for entry in entries for s in entry.settles]
-        # Later on an outcome may come of a task that the master did not know to be refused; that does no harm.
-        assert not [s for s in settles if s.task_id in self.refused], "a refused task was settled"
-        self.refused.clear()
+        # Later on an outcome may come of a task that the master did not know to be rejected; that does no harm.
+        assert not [s for s in settles if s.task_id in self.rejected], "a rejected task was settled"
+        self.rejected.clear()
         assert not settles or first_cursor == len(self.model.outcomes) + 1, "the cursors have a gap"
         for entry in entries:
             self.model.apply(entry)

@@ -224,10 +224,10 @@ ATTEMPTS = (
         breaks="a task that was cancelled in its pause is queued",
     ),
     attempts(
-        name="a refused task wakes",
+        name="a rejected task wakes",
         old="if task.task_id and task.outcome is None and",
         new="if task.outcome is None and",
-        breaks="a task that the journal refused is queued after its pause",
+        breaks="a task that the journal rejected is queued after its pause",
         seeds=5000,
     ),
     attempts(

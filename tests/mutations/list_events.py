@@ -60,7 +60,7 @@ EVENTS = (
         breaks="P10: queues grow without end",
     ),
     scheduler(
-        name="refusals ignored",
+        name="rejections ignored",
         old="why_not = reason or full(self, spec, len(task.payload))",
         new="why_not = full(self, spec, len(task.payload))",
         breaks="tasks are taken whose deadline has passed, or that nobody can run",
@@ -83,13 +83,13 @@ EVENTS = (
         name="a failed submit stays in its lane",
         old='                self._attempts.leave(task, "the master could not write the task to its journal")\n',
         new="",
-        breaks="a task that the journal refused is run",
+        breaks="a task that the journal rejected is run",
     ),
     scheduler(
         name="a failed submit keeps its place in the accounts",
         old="                self.close(task)\n",
         new="",
-        breaks="the room of a refused task is never given back",
+        breaks="the room of a rejected task is never given back",
     ),
     scheduler(
         name="a failed submit is acknowledged",

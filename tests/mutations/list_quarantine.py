@@ -168,7 +168,7 @@ QUARANTINE = (
         breaks="a device that was reset stays out for ever",
     ),
     start(
-        name="a refused start is no error",
+        name="a rejected start is no error",
         old="        self._error = error\n",
         new="        pass\n",
         breaks="a worker whose handlers can't be imported keeps its leases",

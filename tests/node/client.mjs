@@ -108,12 +108,12 @@ async function submitAndCancel() {
   return { cancelled: cancelled.cancelledTaskIds.length, state: got.outcome.state, message: got.outcome.error.message };
 }
 
-async function refused() {
+async function rejected() {
   const error = await unary("Get", { taskId: 1 }).catch((thrown) => thrown);
   return { code: error.code, details: error.details };
 }
 
-const trials = { runMany, runPartials, runAndCancel, runRejected, submitGetWatch, submitAndCancel, refused };
+const trials = { runMany, runPartials, runAndCancel, runRejected, submitGetWatch, submitAndCancel, rejected };
 const report = {};
 for (const [name, trial] of Object.entries(trials)) report[name] = await trial();
 console.log(JSON.stringify(report));

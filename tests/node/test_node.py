@@ -89,8 +89,8 @@ def test_it_submits_gets_and_watches_from_a_cursor(seen: dict[str, Any]) -> None
 def test_it_is_told_what_is_wrong(seen: dict[str, Any]) -> None:
     assert seen["runRejected"]["code"] == grpc.StatusCode.FAILED_PRECONDITION.value[0]
     assert "wait_for_worker" in seen["runRejected"]["message"]
-    assert seen["refused"]["code"] == grpc.StatusCode.NOT_FOUND.value[0]
-    assert "never submitted" in seen["refused"]["details"]
+    assert seen["rejected"]["code"] == grpc.StatusCode.NOT_FOUND.value[0]
+    assert "never submitted" in seen["rejected"]["details"]
 
 
 def test_the_lock_file_names_no_registry() -> None:

@@ -64,8 +64,8 @@ class Stage:
                     ]  # fmt: skip
                     lines += self._handle(ev.SettlesCommitted(command.tasks))
                 case ev.Submitted():
-                    refused = [r.message for r in command.results if isinstance(r, ev.Rejection)]
-                    lines += [f"refused: {refused[0]}"] if refused else []
+                    rejected = [r.message for r in command.results if isinstance(r, ev.Rejection)]
+                    lines += [f"rejected: {rejected[0]}"] if rejected else []
                 case ev.Revoke():
                     lines.append(f"revoked: {command.reason}")
                 case _:

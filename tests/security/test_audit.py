@@ -55,7 +55,7 @@ def test_who_is_not_let_in_can_not_fill_the_book(house: House) -> None:
         house.caller().status("AdminService/PauseQueue")
         reader.status("AdminService/PauseQueue")
     assert len(_lines(house)) == before + 1  # the reader's token
-    log = house.fleet.master.events("a call was refused")
+    log = house.fleet.master.events("a call was rejected")
     assert 1 <= len(log) < 20
 
 

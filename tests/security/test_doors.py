@@ -1,4 +1,4 @@
-"""Ways in by a door that should not be open: what a master refuses to listen on, and what clients refuse to say."""
+"""Ways in by a door that should not be open: what a master rejects to listen on, and what clients reject to say."""
 
 import re
 import socket
@@ -29,7 +29,7 @@ def test_what_stays_on_this_host(address: str, expected: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "refusal"),
+    ("settings", "rejection"),
     [
         ({}, ""),
         ({"require_tokens": True}, ""),
@@ -54,12 +54,12 @@ def test_what_stays_on_this_host(address: str, expected: bool) -> None:
         ({"metrics_listen": "0.0.0.0:1", "insecure": True}, ""),
     ],
 )
-def test_what_a_master_listens_on(settings: dict[str, Any], refusal: str) -> None:
+def test_what_a_master_listens_on(settings: dict[str, Any], rejection: str) -> None:
     config = MasterConfig(**settings)
-    if not refusal:
+    if not rejection:
         doors.check(config)
     else:
-        with pytest.raises(doors.DoorError, match=re.escape(refusal)):
+        with pytest.raises(doors.DoorError, match=re.escape(rejection)):
             doors.check(config)
 
 
@@ -73,12 +73,12 @@ def test_what_a_master_listens_on(settings: dict[str, Any], refusal: str) -> Non
     ],
 )
 def test_a_real_master_does_not_start_so(tmp_path: Path, flags: tuple[str, ...], words: str) -> None:
-    assert words in refused_words(tmp_path, *flags)
+    assert words in rejected_words(tmp_path, *flags)
 
 
-def refused_words(folder: Path, *flags: str, code: int = 2) -> str:
+def rejected_words(folder: Path, *flags: str, code: int = 2) -> str:
     """What a real master says, on stderr alone, before it is ready. It ends with 2: its settings must be edited, so
-    systemd does not start it again; other refusals may pass, and end with 3.
+    systemd does not start it again; other rejections may pass, and end with 3.
     """
     command = [sys.executable, "-m", "multigpu_master.main", "--data-dir", str(folder / "d"), *flags]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
@@ -88,29 +88,29 @@ def refused_words(folder: Path, *flags: str, code: int = 2) -> str:
     return ended.stderr
 
 
-def test_metrics_on_a_taken_port_are_refused_before_the_master_is_ready(tmp_path: Path) -> None:
+def test_metrics_on_a_taken_port_are_rejected_before_the_master_is_ready(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
-        words = refused_words(tmp_path, "--listen", "127.0.0.1:0", "--metrics-listen", address, code=3)
+        words = rejected_words(tmp_path, "--listen", "127.0.0.1:0", "--metrics-listen", address, code=3)
     assert re.fullmatch(rf"mgpu-master: metrics_listen '{address}' .* in use; choose another address\n", words), words
 
 
 @pytest.mark.parametrize("kind", ["worker", "client"])
-def test_a_master_with_a_certificate_of_another_kind_is_refused(tmp_path: Path, kind: str) -> None:
+def test_a_master_with_a_certificate_of_another_kind_is_rejected(tmp_path: Path, kind: str) -> None:
     authority.init(tmp_path / "ca")
     authority.issue(tmp_path / "ca", kind, kind, [])
     pair = tmp_path / "ca" / kind
-    words = refused_words(tmp_path, "--listen", "127.0.0.1:0", "--tls-cert", f"{pair}.crt", "--tls-key", f"{pair}.key")
+    words = rejected_words(tmp_path, "--listen", "127.0.0.1:0", "--tls-cert", f"{pair}.crt", "--tls-key", f"{pair}.key")
     assert f"{pair}.crt" in words
     assert "mgpuctl certs issue" in words
 
 
-def test_a_master_whose_key_is_of_another_certificate_is_refused(tmp_path: Path) -> None:
+def test_a_master_whose_key_is_of_another_certificate_is_rejected(tmp_path: Path) -> None:
     authority.init(tmp_path / "ca")
     for name in ("one", "two"):
         authority.issue(tmp_path / "ca", "master", name, ["localhost"])
     files = ("--tls-cert", str(tmp_path / "ca" / "one.crt"), "--tls-key", str(tmp_path / "ca" / "two.key"))
-    assert "two.key) are no good" in refused_words(tmp_path, "--listen", "127.0.0.1:0", *files)
+    assert "two.key) are no good" in rejected_words(tmp_path, "--listen", "127.0.0.1:0", *files)
 
 
 def test_a_client_sends_no_token_in_the_clear(tmp_path: Path) -> None:
@@ -134,7 +134,7 @@ def test_a_client_sends_no_token_in_the_clear(tmp_path: Path) -> None:
         Credentials(token_file=str(path)).metadata("127.0.0.1:1")
 
 
-def test_a_certificate_without_its_key_or_its_authority_is_refused() -> None:
+def test_a_certificate_without_its_key_or_its_authority_is_rejected() -> None:
     for settings in ({"tls_cert": "c"}, {"tls_key": "k"}, {"tls_cert": "c", "tls_key": "k"}):
         with pytest.raises(ConfigError):
             Credentials.of(ClientConfig(**settings))  # type: ignore[arg-type]

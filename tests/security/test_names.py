@@ -1,4 +1,4 @@
-"""Names that a terminal or a log would not show as they are: refused where they come in."""
+"""Names that a terminal or a log would not show as they are: rejected where they come in."""
 
 import grpc
 import pytest
@@ -12,7 +12,7 @@ INVALID = grpc.StatusCode.INVALID_ARGUMENT
 
 
 @pytest.mark.parametrize("name", ODD)
-def test_names_with_control_characters_are_refused(house: House, name: str) -> None:
+def test_names_with_control_characters_are_rejected(house: House, name: str) -> None:
     for field in ("kind", "model", "queue"):
         spec = task_pb2.TaskSpec(kind="echo", wait_for_worker=True)
         setattr(spec, field, name)

@@ -8,7 +8,7 @@ import pytest
 from multigpu.v1 import admin_service_pb2 as admin_pb
 from multigpu.v1 import task_pb2, task_service_pb2, worker_service_pb2
 
-from tests.fleet import refused, until
+from tests.fleet import rejected, until
 from tests.security.house import Caller, House, hello, run_request
 
 NOT_FOUND = grpc.StatusCode.NOT_FOUND
@@ -231,7 +231,7 @@ def test_the_tenants_of_a_queue_see_each_others_tasks(mallory: Caller, alice: Ca
 
 def test_a_reader_of_one_queue_submits_nothing(house: House) -> None:
     reader = house.as_role("read", queues=["a"])
-    with refused(grpc.StatusCode.PERMISSION_DENIED, "submit"):
+    with rejected(grpc.StatusCode.PERMISSION_DENIED, "submit"):
         reader.submit("a", b"x")
 
 

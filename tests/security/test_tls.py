@@ -272,7 +272,7 @@ def test_metrics_elsewhere_take_a_certificate(tmp_path: Path) -> None:
         for url, shown in (f"https://localhost:{port}/metrics", context), (f"http://localhost:{port}/metrics", None):
             with pytest.raises((urllib.error.URLError, ssl.SSLError, ConnectionError)) as caught:
                 urllib.request.urlopen(url, context=shown, timeout=10).read()
-            assert "refused" not in str(caught.value)
+            assert "rejected" not in str(caught.value)
         context.load_cert_chain(house.ca / "client.crt", house.ca / "client.key")
         text = urllib.request.urlopen(f"https://localhost:{port}/metrics", context=context, timeout=10).read()
         held.close()
@@ -285,7 +285,7 @@ def test_metrics_elsewhere_take_a_certificate(tmp_path: Path) -> None:
         house.close()
 
 
-def test_a_key_that_everybody_may_read_is_refused(tmp_path: Path) -> None:
+def test_a_key_that_everybody_may_read_is_rejected(tmp_path: Path) -> None:
     ca = tmp_path / "ca"
     authority.init(ca)
     authority.issue(ca, "master", "master", ["localhost"])

@@ -19,14 +19,14 @@ EXHAUSTED = grpc.StatusCode.RESOURCE_EXHAUSTED
 def test_a_rate_lets_through_what_it_says_in_the_long_run() -> None:
     now = 1000.0
     token, _ = Tokens({}, lambda: now).make("x", ["submit"], tasks_per_s=100)
-    taken, refused = 0, 0
+    taken, rejected = 0, 0
     for step in range(2000):
         delay = token.take(3, now + step * 0.01)  # three times the rate
         taken += 3 if delay is None else 0
-        refused += delay is not None
+        rejected += delay is not None
         assert delay is None or 0 < delay < 1
     assert 2000 <= taken <= 2000 + 100 + 6  # 20 s; what it may do at once; a batch more
-    assert refused
+    assert rejected
     # A batch of any size gets through, and is paid for afterwards.
     assert token.take(10_000, now + 100) is None
     assert token.take(1, now + 150) == pytest.approx(49.01, abs=0.02)
@@ -35,14 +35,14 @@ def test_a_rate_lets_through_what_it_says_in_the_long_run() -> None:
     assert all(free.take(10_000, now) is None for _ in range(100))
 
 
-def test_more_tasks_than_the_rate_are_refused_with_a_delay(house: House) -> None:
+def test_more_tasks_than_the_rate_are_rejected_with_a_delay(house: House) -> None:
     caller = house.as_role("submit", task_rate=5)
     other = house.as_role("submit")
     answers = [result for _ in range(5) for result in caller.submit("default", b"1", b"2", b"3")]
-    refused = [r.rejection for r in answers if r.HasField("rejection")]
-    assert 3 <= len(refused) <= 9
-    assert {r.code for r in refused} == {EXHAUSTED.value[0]}
-    assert all(0 < r.retry_delay.ToNanoseconds() < 5e9 for r in refused)
+    rejected = [r.rejection for r in answers if r.HasField("rejection")]
+    assert 3 <= len(rejected) <= 9
+    assert {r.code for r in rejected} == {EXHAUSTED.value[0]}
+    assert all(0 < r.retry_delay.ToNanoseconds() < 5e9 for r in rejected)
     assert all(r.HasField("task_id") for r in other.submit("default", b"1", b"2", b"3"))
     stream = caller.open("TaskService/Run", run_request("default", "r1"))
     (rejection,) = stream.next().rejected
@@ -71,9 +71,9 @@ def test_submit_of_the_sdk_raises_with_the_delay(house: House, monkeypatch: pyte
     monkeypatch.setenv("MGPU_TOKEN", token)
     with multigpu.Client(house.fleet.address) as client:
         client.submit_many("none", [b"x"] * 30, wait_for_worker=True)
-        with pytest.raises(errors.ResourceExhaustedError) as refused:
+        with pytest.raises(errors.ResourceExhaustedError) as rejected:
             client.submit("none", b"x", wait_for_worker=True)
-        assert refused.value.retry_delay_s is not None
+        assert rejected.value.retry_delay_s is not None
         answers = client.submit_many("none", [b"x"] * 2, wait_for_worker=True)
         assert [type(answer) for answer in answers] == [errors.ResourceExhaustedError] * 2
 

@@ -13,7 +13,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from multigpu.v1 import admin_service_pb2 as admin_pb
 from multigpu.v1 import task_service_pb2
 
-from tests.fleet import refused, until
+from tests.fleet import rejected, until
 from tests.security.house import METHODS, Caller, House, hello, metadata
 
 UNAUTHENTICATED, PERMISSION_DENIED = grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED
@@ -69,7 +69,7 @@ def test_two_tokens_or_another_scheme_are_as_good_as_none(house: House) -> None:
         assert caller.status("AdminService/GetStats") is UNAUTHENTICATED
 
 
-def test_an_oversize_header_is_refused_and_the_master_goes_on(house: House) -> None:
+def test_an_oversize_header_is_rejected_and_the_master_goes_on(house: House) -> None:
     code = house.caller("x" * (1 << 20)).status("AdminService/GetStats")
     assert code is not grpc.StatusCode.OK
     assert house.admin.status("AdminService/GetStats") is grpc.StatusCode.OK
@@ -101,7 +101,7 @@ def test_a_revoked_token_ends_its_streams_at_once(house: House) -> None:
     assert house.caller(submit).status("AdminService/GetStats") is UNAUTHENTICATED
     assert spared.call.is_active()
     spared.close()
-    with refused(grpc.StatusCode.NOT_FOUND, "tokens list"):
+    with rejected(grpc.StatusCode.NOT_FOUND, "tokens list"):
         house.revoke(submit_id)
 
 
@@ -137,7 +137,7 @@ def test_the_last_token_of_an_administrator_is_not_revoked(own_house: House) -> 
     until(
         lambda: expiring not in {t.token_id for t in house.admin.call("AdminService/ListTokens").tokens}, what="its end"
     )
-    with refused(grpc.StatusCode.FAILED_PRECONDITION, "tokens create", "--role admin"):
+    with rejected(grpc.StatusCode.FAILED_PRECONDITION, "tokens create", "--role admin"):
         house.revoke(last)
     assert house.admin.status("AdminService/ListTokens") is grpc.StatusCode.OK
     _, other = house.create("another", "admin")
@@ -145,11 +145,11 @@ def test_the_last_token_of_an_administrator_is_not_revoked(own_house: House) -> 
     assert house.caller(other).status("AdminService/ListTokens") is grpc.StatusCode.OK
 
 
-def test_a_refused_call_is_logged_with_the_token_that_was_revoked(own_house: House) -> None:
+def test_a_rejected_call_is_logged_with_the_token_that_was_revoked(own_house: House) -> None:
     token_id, token = own_house.create("gone", "read")
     own_house.revoke(token_id)
     assert own_house.caller(token).status("AdminService/GetStats") is UNAUTHENTICATED
-    (told,) = until(lambda: own_house.fleet.master.events("a call was refused"), what="the line")
+    (told,) = until(lambda: own_house.fleet.master.events("a call was rejected"), what="the line")
     assert told["token_id"] == token_id
     assert token not in own_house.fleet.master.log()
 
@@ -181,7 +181,7 @@ def test_an_administrator_may_revoke_the_own_token(house: House) -> None:
     ],
 )
 def test_a_token_that_makes_no_sense_is_not_made(house: House, wanted: dict[str, Any]) -> None:
-    with refused(grpc.StatusCode.INVALID_ARGUMENT):
+    with rejected(grpc.StatusCode.INVALID_ARGUMENT):
         house.admin.call("AdminService/CreateToken", admin_pb.CreateTokenRequest(**({"name": "x"} | wanted)))
 
 
@@ -190,12 +190,12 @@ def test_health_answers_everybody_and_reflection_those_with_a_token(house: House
     assert health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=30).status == 1
     ask = reflection_pb2.ServerReflectionRequest(list_services="")
     stub = reflection_pb2_grpc.ServerReflectionStub(channel)
-    with refused(UNAUTHENTICATED):
+    with rejected(UNAUTHENTICATED):
         next(stub.ServerReflectionInfo(iter([ask]), timeout=30))
     answer = next(stub.ServerReflectionInfo(iter([ask]), timeout=30, metadata=metadata(house.admin_token)))
     assert "multigpu.v1.TaskService" in {s.name for s in answer.list_services_response.service}
     raw = channel.stream_stream("/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo")
-    with refused(grpc.StatusCode.INVALID_ARGUMENT):
+    with rejected(grpc.StatusCode.INVALID_ARGUMENT):
         next(raw(iter([b"\xff\xff"]), timeout=30, metadata=metadata(house.admin_token)))
     assert not house.fleet.faults()
 
@@ -262,7 +262,7 @@ def test_a_master_without_tokens_makes_none(tmp_path: Path) -> None:
     with Fleet(tmp_path, workers=0) as fleet:
         caller = Caller(fleet.channel)
         request = admin_pb.CreateTokenRequest(name="x", roles=[admin_pb.ROLE_ADMIN])
-        with refused(grpc.StatusCode.FAILED_PRECONDITION, "--require-tokens"):
+        with rejected(grpc.StatusCode.FAILED_PRECONDITION, "--require-tokens"):
             caller.call("AdminService/CreateToken", request)
         assert not (fleet.data_dir / "admin.token").exists()
         # The book of the administrators is kept here, too.

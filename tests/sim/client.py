@@ -36,7 +36,7 @@ class Ask:
 
 
 def use_for_another(master: Master, ask: Ask) -> None:
-    """Uses the request_id of a task that the master knows for another task, sometimes: it must be refused."""
+    """Uses the request_id of a task that the master knows for another task, sometimes: it must be rejected."""
     core = master.core
     assert core is not None, "it has just been asked"
     live, stored = core.requests.get(ask.request_id), master.journal.by_request.get(ask.request_id)
@@ -163,7 +163,7 @@ class Client:
     def _rejected(self, request_id: str, rejection: ev.Rejection) -> None:
         ask = self.asks[request_id]
         self._world.coverage[f"rejection: code {rejection.code}"] += 1
-        # While the disk is full even known tasks are refused, for a while.
+        # While the disk is full even known tasks are rejected, for a while.
         if self.promised(ask) and ask.open and rejection.retry_delay_s is None:
             raise ViolationError(f"{request_id} was accepted, and then rejected: {rejection.message}")
         self._world.trace("%s is rejected: %s", request_id, rejection.message)
@@ -176,7 +176,7 @@ class Client:
         ask, journal = self.asks[request_id], self._master.journal
         self._world.coverage[f"outcome: {OutcomeState(outcome.state).name}"] += 1
         self._world.trace("%s has its outcome", request_id)
-        if ask.spec.durable and not journal.refused_ever:
+        if ask.spec.durable and not journal.rejected_ever:
             stored = journal.by_request.get(request_id)
             if stored is not None and (stored.task_id, stored.state) != (task_id, outcome.state):
                 raise ViolationError(f"{request_id} ended as {stored.task_id}; told was {outcome} of {task_id}")

@@ -60,7 +60,7 @@ class Invariants:
         self._choose, core.placement.choose = core.placement.choose, self._chosen  # type: ignore[method-assign]
         self._settled: dict[Task, None] = {}
         self._uncommitted: dict[Task, None] = {}  # settled and durable, but the journal has not said so
-        self._refused: dict[Task, None] = {}  # that the journal could not write
+        self._rejected: dict[Task, None] = {}  # that the journal could not write
         self._recovered = 0
         self._live: dict[int, Task] = {}
         self._frames: dict[int, int] = {}
@@ -97,10 +97,10 @@ class Invariants:
             for task in event.tasks:
                 check(task in self._uncommitted, "task %s was committed and had not settled", task.task_id)
                 del self._uncommitted[task]
-                if task.request_id and task not in self._refused:
+                if task.request_id and task not in self._rejected:
                     self._answered[task.request_id] = task.task_id
         elif isinstance(event, ev.SubmitFailed):
-            self._refused.update(dict.fromkeys(event.tasks))
+            self._rejected.update(dict.fromkeys(event.tasks))
         elif isinstance(event, ev.Recover):
             self._recovered += len(event.tasks)
 

@@ -2,7 +2,7 @@
 and after a delay, several in a transaction, and a crash loses the rest. The rules above it are the master's own: its
 `Journaling` runs here on a simulated event loop, and its records are what is kept.
 
-The rules of journal/sqlite/journal.py (what a full disk refuses and what it keeps, what is written once, when there is
+The rules of journal/sqlite/journal.py (what a full disk rejects and what it keeps, what is written once, when there is
 room again) are written down here a second time; test_journal_model.py feeds both the same entries and compares.
 """
 
@@ -93,12 +93,12 @@ class SimJournal(Rows):
         self._world = world
         self.disk_full = False
         self.slow = 1.0
-        self.refused_ever = False
+        self.rejected_ever = False
         self._generation = 0  # counts the openings
         self._queue: list[Entry] = []
         self._pending: deque[Entry] = deque()
         self._freeing: deque[Entry] = deque()  # while the disk is full: what is written ahead of the rest
-        self._refused: dict[int, None] = {}
+        self._rejected: dict[int, None] = {}
         self._writing = False
         self._full = False  # as the thread knows it
         self._told: Link
@@ -116,12 +116,12 @@ class SimJournal(Rows):
         self._queue = []
         self._pending.clear()
         self._freeing.clear()
-        self._refused = {}
+        self._rejected = {}
         self._writing = self._full = False
 
     def append(self, *entries: Entry) -> None:
         for entry in entries:
-            assert not (entry.submits and entry.settles), "submits may be refused, settles may not: keep them apart"
+            assert not (entry.submits and entry.settles), "submits may be rejected, settles may not: keep them apart"
         self._queue.extend(entries)
         self._take()
 
@@ -179,7 +179,7 @@ class SimJournal(Rows):
             room_again = self._full and not ahead
             if room_again:
                 self._full = False
-                self._refused = {}
+                self._rejected = {}
             for entry in batch:
                 self.apply(entry)
             if batch:
@@ -198,19 +198,19 @@ class SimJournal(Rows):
 
     def _sort_out(self, entries: Iterable[Entry]) -> None:
         """On a full disk: rejects submits, and keeps the rest but for the settles of rejected tasks."""
-        refused: list[Entry] = []
+        rejected: list[Entry] = []
         for entry in entries:
             if entry.submits:
-                refused.append(entry)
-                self._refused.update(dict.fromkeys([r.task_id for r in entry.submits]))
+                rejected.append(entry)
+                self._rejected.update(dict.fromkeys([r.task_id for r in entry.submits]))
                 continue
-            if any(r.task_id in self._refused for r in entry.settles):
-                entry.settles = [r for r in entry.settles if r.task_id not in self._refused]
+            if any(r.task_id in self._rejected for r in entry.settles):
+                entry.settles = [r for r in entry.settles if r.task_id not in self._rejected]
             (self._freeing if frees(entry) else self._pending).append(entry)
-        if refused:
-            self.refused_ever = True
-            self._world.coverage["journal: submits refused"] += len(refused)
-            self._told.send((refused, 0, FULL))
+        if rejected:
+            self.rejected_ever = True
+            self._world.coverage["journal: submits rejected"] += len(rejected)
+            self._told.send((rejected, 0, FULL))
 
 
 class _Handle:

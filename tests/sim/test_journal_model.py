@@ -199,7 +199,7 @@ def test_the_simulated_journal_is_a_model_of_the_real_one(
             if random.random() < 0.1:
                 both.reopen()
         assert len(both.told[0]) == len(both.entries)
-        assert not all(both.told[0].values()), "some submits were refused"
+        assert not all(both.told[0].values()), "some submits were rejected"
         assert both.sim.dead
         assert both.sim.reborn
     finally:

@@ -61,7 +61,7 @@ def test_everything_that_can_occur_does(ahead: "subprocess.CompletedProcess[str]
         "fault: older copy",
         "cursor: accepted",
         "cursor: out of range",
-        "journal: submits refused",
+        "journal: submits rejected",
         "outcome: told again to a new client",
         "worker: taken over",
         "worker: went on from a checkpoint",

@@ -112,8 +112,8 @@ class ScriptedMaster(WorkerServiceServicer):
         self.heartbeat_s = heartbeat_s
         self.streams: asyncio.Queue[Stream] = asyncio.Queue()
         self.adopt: Callable[[pb.Hello], list[int]] = lambda hello: [lease.lease_id for lease in hello.leases]
-        self.refuse: tuple[grpc.StatusCode, str] | None = None
-        self.refusals = 0
+        self.reject: tuple[grpc.StatusCode, str] | None = None
+        self.rejections = 0
         self.server: Any = None
         self.port = 0
 
@@ -148,9 +148,9 @@ class ScriptedMaster(WorkerServiceServicer):
     async def Session(self, request_iterator: Any, context: Any) -> None:  # noqa: N802  the contract's name
         first = await context.read()
         assert first.HasField("hello")
-        if self.refuse is not None:
-            self.refusals += 1
-            await context.abort(*self.refuse)
+        if self.reject is not None:
+            self.rejections += 1
+            await context.abort(*self.reject)
         stream = Stream(first.hello)
         welcome = pb.Welcome(session_id=f"s{time.monotonic_ns()}", version="scripted")
         welcome.heartbeat_interval.FromNanoseconds(int(self.heartbeat_s * 1e9))

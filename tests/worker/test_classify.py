@@ -218,7 +218,7 @@ def test_wrong_parameters_are_said(text_folder: Path) -> None:
         assert words in message
 
 
-def test_a_folder_that_is_no_classifier_or_has_no_head_is_refused(text_folder: Path, tmp_path: Path) -> None:
+def test_a_folder_that_is_no_classifier_or_has_no_head_is_rejected(text_folder: Path, tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
 
     (tmp_path / "config.json").write_text('{"architectures": ["BertModel"]}')

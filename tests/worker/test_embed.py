@@ -329,7 +329,7 @@ def test_micro_batch_is_halved_when_memory_runs_out() -> None:
 
 
 def test_one_text_that_does_not_fit_fails_alone(engine: EmbedEngine) -> None:
-    """The shortage is simulated: the transformer of a copy refuses more than 100 tokens, as a device would."""
+    """The shortage is simulated: the transformer of a copy rejects more than 100 tokens, as a device would."""
     import torch
 
     class SmallDevice(torch.nn.Module):

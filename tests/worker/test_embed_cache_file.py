@@ -142,7 +142,7 @@ def test_a_file_that_is_damaged_while_two_use_it_is_replaced_once(tmp_path: Path
     assert len(logs) == 2
 
 
-def test_files_that_can_not_be_had_are_refused(tmp_path: Path) -> None:
+def test_files_that_can_not_be_had_are_rejected(tmp_path: Path) -> None:
     with pytest.raises(CacheFileError, match="no folder"):
         check_cache_file(tmp_path / "gone" / "c.db")
     with pytest.raises(CacheFileError, match="can't be opened"):

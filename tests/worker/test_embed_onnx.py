@@ -97,7 +97,7 @@ else:
     in_process(code, settings)
 
 
-def test_what_onnx_runtime_has_no_kernels_for_is_refused(settings: EngineSettings) -> None:
+def test_what_onnx_runtime_has_no_kernels_for_is_rejected(settings: EngineSettings) -> None:
     for precision, words in (("bf16", "torch"), ("fp8", "tensorrt"), ("tf32", "torch")):
         with pytest.raises(PrecisionError, match=rf"computes fp32, fp16, int8 on cpu, not {precision}.* {words}"):
             embed_onnx.load(SPEC, settings, precision)

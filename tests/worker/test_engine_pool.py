@@ -34,7 +34,7 @@ async def test_a_model_is_loaded_when_it_is_asked_for_and_told_of(
 ) -> None:
     shop.add("one", size_bytes=40 * MIB)
     shop.add("two", memory_error=1)
-    shop.add("wont", refused=1)
+    shop.add("wont", rejected=1)
     worker = await start_worker(master.address, *shop.flags, "--model-memory-bytes", "300MiB")
     stream = await master.stream()
     assert stream.hello.model_memory_bytes == 300 * MIB

@@ -45,7 +45,7 @@ def test_cosine_is_the_mean_to_fp32(tmp_path: Path) -> None:
     assert wanted < 0.95
     assert "mean cosine to fp32 1.0000 on 20 held-out texts" in gate.judge(model, "int8", same)
     with pytest.raises(
-        gate.GateRefusedError, match=rf"m at int8 is refused .* fp32 0\.{wanted * 1000:.0f}\d on 20 .* 0\.95 at least"
+        gate.AccuracyGateError, match=rf"m at int8 is rejected .* fp32 0\.{wanted * 1000:.0f}\d on 20 .* 0\.95 at least"
     ):
         gate.judge(model, "int8", other)
 
@@ -79,7 +79,7 @@ def test_the_threshold_of_points(tmp_path: Path, figure: str, passes: bool) -> N
     if passes:
         assert f"Spearman {figure} where fp32 has 82.00" in gate.judge(model, "int8", figures)
     else:
-        with pytest.raises(gate.GateRefusedError, match=r"82\.00 on 99 held-out pairs: .* 0\.5 at most"):
+        with pytest.raises(gate.AccuracyGateError, match=r"82\.00 on 99 held-out pairs: .* 0\.5 at most"):
             gate.judge(model, "int8", figures)
 
 
@@ -137,11 +137,13 @@ def test_of_examples_the_output_that_lost_most_counts(tmp_path: Path) -> None:
     for examples in (1, 16, 50):
         figures = gate.measure_arrays(model, held_out, reference, candidate, examples)
         assert (figures["figure"], figures["held-out"]) == ("0.80000", "20")
-    with pytest.raises(gate.GateRefusedError, match=r"likeliest class 0\.8000 on 20 held-out examples, 0\.81 at least"):
+    with pytest.raises(
+        gate.AccuracyGateError, match=r"likeliest class 0\.8000 on 20 held-out examples, 0\.81 at least"
+    ):
         gate.judge(model, "int8", figures)
     by_cosine = dataclasses.replace(model, gate=Gate())
     figures = gate.measure_arrays(by_cosine, held_out, reference, candidate)
-    with pytest.raises(gate.GateRefusedError, match="mean cosine to fp32 nan"):
+    with pytest.raises(gate.AccuracyGateError, match="mean cosine to fp32 nan"):
         gate.judge(by_cosine, "int8", figures)
     swapped[3] = truth[3]
     assert gate.measure_arrays(by_cosine, held_out, reference, candidate)["figure"] == "0.85000"

@@ -200,8 +200,8 @@ def test_json_in_json_out(engine: GenerateEngine, plain: Plain) -> None:
     assert result["prompt_tokens"] == len(plain.tokenizer(expected)["input_ids"])
     (again,) = run_all(engine, [Ask(payload, tuple(recorder.chunks[:1]), JSON, task_id=1)])
     assert again.outcome is not None and json.loads(again.outcome[1]) == result
-    (refused,) = run_all(engine, [ask(messages=[{"role": "user", "content": "refuse"}])])
-    assert refused.outcome is not None and "I refuse" in refused.outcome[1]
+    (rejected,) = run_all(engine, [ask(messages=[{"role": "user", "content": "reject"}])])
+    assert rejected.outcome is not None and "I reject" in rejected.outcome[1]
 
 
 def test_templates_and_tokens_that_make_no_sense_fail_their_own_task(
@@ -210,10 +210,10 @@ def test_templates_and_tokens_that_make_no_sense_fail_their_own_task(
     model = engine._model
     assert model is not None
     said = [{"role": "user", "content": "hi"}]
-    for template, words in (("{{ nothing.at.all }}", "refuses"), ("{% if %}", "refuses"), ("", "no chat template")):
+    for template, words in (("{{ nothing.at.all }}", "rejects"), ("{% if %}", "rejects"), ("", "no chat template")):
         monkeypatch.setattr(model.tokenizer, "chat_template", template)
-        (refused,) = run_all(engine, [ask(messages=said)])
-        assert refused.outcome is not None and refused.outcome[0] == "BadInput" and words in refused.outcome[1]
+        (rejected,) = run_all(engine, [ask(messages=said)])
+        assert rejected.outcome is not None and rejected.outcome[0] == "BadInput" and words in rejected.outcome[1]
     monkeypatch.setattr(model.tokenizer, "chat_template", "{# nothing #}")
     (empty,) = run_all(engine, [ask(messages=said)])
     assert empty.outcome is not None and "no tokens" in empty.outcome[1]
@@ -283,11 +283,11 @@ def test_out_of_memory_shrinks_the_steps_for_good_and_the_answers_stay(
     assert model is not None and scheduler is not None
     forward = type(model).forward
     room = {"tokens": 20, "sequences": 2}
-    refused = []
+    rejected = []
 
     def short(self: Any, pieces: Any, wanted: Any) -> Any:
         if sum(len(piece.token_ids) for piece in pieces) > room["tokens"] or len(pieces) > room["sequences"]:
-            refused.append(len(pieces))
+            rejected.append(len(pieces))
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
         return forward(self, pieces, wanted)
 
@@ -296,9 +296,9 @@ def test_out_of_memory_shrinks_the_steps_for_good_and_the_answers_stay(
     for prompt, recorder in zip(PROMPTS, run_all(engine, asks), strict=True):
         check(recorder, plain, plain.greedy(prompt, 60))
     assert scheduler._step_tokens == 16 and scheduler._pool.blocks_max < model.cache.blocks
-    found_out = len(refused)
+    found_out = len(rejected)
     run_all(engine, [ask("b" * 50, tokens_max=5)])
-    assert len(refused) == found_out, "the shortage was forgotten"
+    assert len(rejected) == found_out, "the shortage was forgotten"
     room["tokens"] = 0
     (hopeless,) = run_all(engine, [ask("Hello", tokens_max=5)])
     assert hopeless.outcome is not None
@@ -403,7 +403,7 @@ def test_a_sliding_window_is_kept_to(tmp_path: Path) -> None:
     engine.close()
 
 
-def test_models_that_it_can_not_run_are_refused_at_load(folder: Path, tmp_path: Path) -> None:
+def test_models_that_it_can_not_run_are_rejected_at_load(folder: Path, tmp_path: Path) -> None:
     # Its memory of the past is no list of keys and values.
     state = tmp_path / "mamba"
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)

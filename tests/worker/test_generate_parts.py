@@ -295,7 +295,7 @@ class Words:
         ({"messages": [{"role": "user", "content": "b"}]}, "no chat template"),
     ],
 )
-def test_a_payload_that_makes_no_sense_is_refused(fields: dict[str, object], words: str) -> None:
+def test_a_payload_that_makes_no_sense_is_rejected(fields: dict[str, object], words: str) -> None:
     payload = pb.GeneratePayload(**fields).SerializeToString()  # type: ignore[arg-type]
     with pytest.raises(BadInputError, match=words):
         read_request(payload, "", Words(), 10, 1)

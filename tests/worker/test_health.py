@@ -218,12 +218,12 @@ def test_no_engine_keeps_work_away_and_the_device_is_not_let_go_of() -> None:
     assert (health.unusable, health.barred) == (True, True)
 
 
-def test_an_engine_that_is_refused_or_dies_by_itself_before_it_is_ready_cannot_start() -> None:
+def test_an_engine_that_is_rejected_or_dies_by_itself_before_it_is_ready_cannot_start() -> None:
     start = EngineStart()
     start.died("ended with exit code 1", killed=False)
     assert "exit code 1" in start.error(1.0, ready=False)
     start.begun_anew()
-    start.refused("no such module")
+    start.rejected("no such module")
     start.died("ended with exit code 1", killed=False)
     assert start.error(1.0, ready=False) == "no such module"
     assert start.error(2.0, ready=True) == ""

@@ -153,7 +153,7 @@ def no_archive(path: Path, told: Path) -> None:
         (no_archive, "can't be trusted .*BadZipFile"),
     ],
 )
-def test_exported_program_with_a_pickle_is_refused(
+def test_exported_program_with_a_pickle_is_rejected(
     tmp_path: Path, harm: Callable[[Path, Path], None], message: str
 ) -> None:
     spec = export(tmp_path, None)
@@ -165,7 +165,7 @@ def test_exported_program_with_a_pickle_is_refused(
 
 @pytest.mark.filterwarnings("ignore")
 def test_a_pickle_that_is_allowed_is_read(tmp_path: Path) -> None:
-    """Also that what is refused above would have run."""
+    """Also that what is rejected above would have run."""
     spec = export(tmp_path, None)
     evil_sample(tmp_path / spec.file, tmp_path / "told")
     with contextlib.suppress(ModelFolderError):

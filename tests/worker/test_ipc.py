@@ -97,7 +97,7 @@ def test_ring_against_a_model(small_ring: None) -> None:
     rng = random.Random(2)
     ring = BlobMemory.create().down
     waiting: list[tuple[int, bytes]] = []
-    refused = 0
+    rejected = 0
     for _ in range(3000):
         if waiting and rng.random() < 0.5:
             place, data = waiting.pop(0)
@@ -106,11 +106,11 @@ def test_ring_against_a_model(small_ring: None) -> None:
             data = random_bytes(rng, rng.randrange(1, 300_000))
             written = ring.write(data)
             if written is None:
-                refused += 1
+                rejected += 1
                 assert waiting, "an empty ring has room"
             else:
                 waiting.append((written, data))
-    assert refused > 0
+    assert rejected > 0
 
 
 def test_slot_page_is_seen_through_another_mapping() -> None:

@@ -73,14 +73,14 @@ def test_configured_folder_replaces_the_packaged_one_of_that_name(copy: Path) ->
 
 
 @pytest.mark.parametrize("entry", ["/srv/model", "=path", "name=", ""])
-def test_entry_of_another_form_is_refused(entry: str) -> None:
+def test_entry_of_another_form_is_rejected(entry: str) -> None:
     with pytest.raises(ConfigError, match="NAME=PATH"):
         WorkerConfig(models=(entry,))
     with pytest.raises(ValueError, match="name=path"):
         find_models(WorkerConfig(models=(" = x",)))
 
 
-def test_name_given_twice_is_refused() -> None:
+def test_name_given_twice_is_rejected() -> None:
     with pytest.raises(ValueError, match="'a' is given twice"):
         find_models(WorkerConfig(models=("a=/x", "a=/y")))
 

@@ -147,7 +147,7 @@ async def test_a_server_that_stays_in_fault_is_started_again_even_if_its_log_nam
 
 async def test_a_server_that_does_not_let_go_is_shut_down_before_the_engine_is_killed(host: MpsHost) -> None:
     worker = await host.worker(0, "--mps-terminate-timeout-s", "1")
-    host.control(0, "fake refuse")
+    host.control(0, "fake reject")
     timeout = pb.LeaseBatch().spec.run_timeout
     timeout.FromMilliseconds(200)
     worker.stream.lease([(1, b"")], kind="m.stuck", run_timeout=timeout)
@@ -216,9 +216,9 @@ async def test_a_daemon_that_was_there_stays(host: MpsHost) -> None:
 async def test_what_mps_cannot_do_is_said(host: MpsHost) -> None:
     host.gpus.mig(0, 2)
     part = ("--device", host.gpus.mig_uuids(0)[1])
-    refused, without = await host.launch(0, *part), await host.worker(0, "--mps", "auto", *part)
-    assert await asyncio.wait_for(refused.process.wait(), 60) == 3
-    assert "MIG is on" in refused.log
+    rejected, without = await host.launch(0, *part), await host.worker(0, "--mps", "auto", *part)
+    assert await asyncio.wait_for(rejected.process.wait(), 60) == 3
+    assert "MIG is on" in rejected.log
     stream = without.stream
     await stream.until(lambda: stream.heartbeats, LONG_S)
     assert stream.heartbeats[-1].mps.state == device_pb2.MPS_STATE_OFF

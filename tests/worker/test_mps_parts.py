@@ -18,7 +18,7 @@ from multigpu_worker.mps.claims import Claim, Claims
 from multigpu_worker.mps.control import GpuFullError, MpsControl, MpsError, ServerLog
 from multigpu_worker.mps.daemon import FORCE_TIMEOUT_S, Fault, Mps, MpsLimits
 from multigpu_worker.mps.setup import clients_max, open_mps, pipe_dir
-from multigpu_worker.processes.cuda_errors import context_is_lost, mps_refused
+from multigpu_worker.processes.cuda_errors import context_is_lost, mps_rejected
 from multigpu_worker.processes.deaths import Deaths
 from multigpu_worker.processes.host import Death
 from multigpu_worker.processes.ipc import SlotState
@@ -100,7 +100,7 @@ def test_contexts_of_a_gpu(cuda: str, contexts: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "lost", "refused"),
+    ("text", "lost", "rejected"),
     [
         ("CUDA error: an illegal memory access was encountered", True, False),
         ("CUDA error: the MPS server is not ready to accept new MPS client requests", True, True),
@@ -109,8 +109,8 @@ def test_contexts_of_a_gpu(cuda: str, contexts: int) -> None:
         ("the file is misaligned, address space and all", False, False),
     ],
 )
-def test_what_an_error_tells(text: str, lost: bool, refused: bool) -> None:
-    assert (context_is_lost(text), mps_refused(text)) == (lost, refused)
+def test_what_an_error_tells(text: str, lost: bool, rejected: bool) -> None:
+    assert (context_is_lost(text), mps_rejected(text)) == (lost, rejected)
 
 
 async def test_it_is_for_gpus_and_says_why_not() -> None:
@@ -182,7 +182,7 @@ async def test_no_scan_of_processes_is_on_the_event_loop(
 
 @pytest.mark.parametrize("which", ["base", "pipe_dir", "log"])
 @pytest.mark.parametrize("wrong", ["link", "open", "file"])
-async def test_a_folder_that_another_user_may_have_made_is_refused(tmp_path: Path, which: str, wrong: str) -> None:
+async def test_a_folder_that_another_user_may_have_made_is_rejected(tmp_path: Path, which: str, wrong: str) -> None:
     control = MpsControl("GPU-0", tmp_path / "m" / "GPU-0")
     folder = {"base": control.pipe_dir.parent, "pipe_dir": control.pipe_dir, "log": control.log_dir}[which]
     folder.parent.mkdir(parents=True, exist_ok=True, mode=0o750)
@@ -200,7 +200,7 @@ async def test_a_folder_that_another_user_may_have_made_is_refused(tmp_path: Pat
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can make another user's folder")
-async def test_another_users_folder_is_refused(tmp_path: Path) -> None:
+async def test_another_users_folder_is_rejected(tmp_path: Path) -> None:
     control = MpsControl("GPU-0", tmp_path / "m" / "GPU-0")
     control.pipe_dir.mkdir(parents=True)
     os.chown(control.pipe_dir, 12345, 12345)

@@ -61,7 +61,7 @@ def test_any_number_of_texts_of_any_length(tmp_path: Path, build: Callable[[Path
     assert 0 < float(facts["difference"]) < 1e-4
 
 
-def test_a_graph_that_differs_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_graph_that_differs_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model_folder, folder = bert(tmp_path), tmp_path / "export"
     folder.mkdir()
     compute = onnx_export._compute
@@ -70,7 +70,7 @@ def test_a_graph_that_differs_is_refused(tmp_path: Path, monkeypatch: pytest.Mon
         onnx_export.export(model=str(model_folder), folder=str(folder), precision="fp32")
 
 
-def test_a_slow_tokenizer_is_refused(tmp_path: Path) -> None:
+def test_a_slow_tokenizer_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(ModelFolderError, match="engine torch"):
         onnx_export.export(model=str(tiny.byt5_slow_tokenizer(tmp_path)), folder=str(tmp_path), precision="fp32")
 

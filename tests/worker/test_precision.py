@@ -46,7 +46,7 @@ def test_the_nearest_wish_counts(
         ({"temperature": "1"}, "embed has no parameter 'temperature': it has engine and precision"),
     ],
 )
-def test_a_wish_that_nobody_knows_is_refused(task: dict[str, str], message: str) -> None:
+def test_a_wish_that_nobody_knows_is_rejected(task: dict[str, str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         choose(spec(), settings(), task)
 

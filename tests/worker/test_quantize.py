@@ -1,4 +1,4 @@
-"""int8 by the recipes, on the real model: what passes the gate, and that the gate refuses what doesn't."""
+"""int8 by the recipes, on the real model: what passes the gate, and that the gate rejects what doesn't."""
 
 import json
 from dataclasses import replace
@@ -13,7 +13,7 @@ pytest.importorskip("torch", reason="the extra `worker` is not installed")
 import onnx
 from multigpu.repository.model import Gate, ModelSpec
 from multigpu_worker.engines.base import EngineSettings
-from multigpu_worker.engines.common.accuracy_gate import GateRefusedError
+from multigpu_worker.engines.common.accuracy_gate import AccuracyGateError
 from multigpu_worker.engines.embed import onnx_backend as embed_onnx
 from multigpu_worker.engines.onnx import artifacts as onnx_artifacts
 from multigpu_worker.engines.onnx import quantize
@@ -70,17 +70,17 @@ def test_figures_are_kept_and_thresholds_are_judged_anew(
     onnx_artifacts.exported(spec, settings, "int8").close()
     monkeypatch.setattr(onnx_artifacts, "quantize_embed", None)
     stricter = replace(spec, gate=replace(spec.gate, threshold=0.9999))
-    with pytest.raises(GateRefusedError, match=r"mean cosine to fp32 0\.99.* 0\.9999 at least"):
+    with pytest.raises(AccuracyGateError, match=r"mean cosine to fp32 0\.99.* 0\.9999 at least"):
         onnx_artifacts.exported(stricter, settings, "int8")
     assert onnx_artifacts.exported(spec, settings, "int8").facts["accuracy"]
 
 
-def test_modelopts_default_is_refused_by_the_gate(spec: ModelSpec, settings: EngineSettings) -> None:
+def test_modelopts_default_is_rejected_by_the_gate(spec: ModelSpec, settings: EngineSettings) -> None:
     pytest.importorskip("modelopt.onnx.quantization", reason="the extra `int8` is not installed")
     default = replace(spec, parameters={"int8_recipe": "default"})
-    with pytest.raises(GateRefusedError, match=r"minilm at int8 is refused .* mean cosine") as refused:
+    with pytest.raises(AccuracyGateError, match=r"minilm at int8 is rejected .* mean cosine") as rejected:
         embed_onnx.load(default, settings, "int8")
-    assert float(str(refused.value).partition("fp32 ")[2][:6]) < 0.95
+    assert float(str(rejected.value).partition("fp32 ")[2][:6]) < 0.95
 
 
 def test_no_data_no_int8(spec: ModelSpec, settings: EngineSettings) -> None:

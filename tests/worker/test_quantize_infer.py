@@ -1,4 +1,4 @@
-"""int8 and fp8 of ONNX models of kind infer: really quantised, judged by examples, and refused where they lose much."""
+"""int8 and fp8 ONNX models of kind infer: really quantised, judged by examples, rejected where they lose much."""
 
 import dataclasses
 import re
@@ -15,7 +15,7 @@ pytest.importorskip("onnx", reason="the extra `onnx` is not installed")
 import onnx
 from multigpu.repository.model import Gate, ModelSpec
 from multigpu_worker.engines.base import Batch, EngineSettings, Item
-from multigpu_worker.engines.common.accuracy_gate import GateRefusedError
+from multigpu_worker.engines.common.accuracy_gate import AccuracyGateError
 from multigpu_worker.engines.common.precision import PrecisionError
 from multigpu_worker.engines.infer import onnx_backend as infer_onnx
 from multigpu_worker.engines.infer.engine import InferEngine
@@ -69,7 +69,7 @@ def test_what_passes_is_served_and_tells_its_figure(tmp_path: Path, settings: En
     assert recorder.outcomes[1][1].startswith(b'{"outputs": {"y": [[')
 
 
-def test_a_stricter_threshold_refuses_at_once(
+def test_a_stricter_threshold_rejects_at_once(
     tmp_path: Path, settings: EngineSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spec = model(tmp_path / "model", metric="agreement", threshold=0.9)
@@ -78,16 +78,16 @@ def test_a_stricter_threshold_refuses_at_once(
     monkeypatch.setattr(onnx_artifacts, "quantize_infer", None)
     (spec.folder / "model.toml").write_text("[gate]\nthreshold = 1.1")  # which is no reason to quantise again
     stricter = dataclasses.replace(spec, gate=dataclasses.replace(spec.gate, threshold=1.1))
-    with pytest.raises(GateRefusedError, match=r"likeliest class (1\.0|0\.9)\d+ on 100 held-out .* 1\.1 at least"):
+    with pytest.raises(AccuracyGateError, match=r"likeliest class (1\.0|0\.9)\d+ on 100 held-out .* 1\.1 at least"):
         infer_onnx.load(stricter, settings, "int8")
     np.savez(spec.folder / "held_out.npz", x=pictures(50, 4))
     with pytest.raises(TypeError):  # other data is one
         infer_onnx.load(spec, settings, "int8")
 
 
-def test_what_was_calibrated_with_other_things_is_refused(tmp_path: Path, settings: EngineSettings) -> None:
+def test_what_was_calibrated_with_other_things_is_rejected(tmp_path: Path, settings: EngineSettings) -> None:
     spec = model(tmp_path / "model", calibration_scale=0.01)
-    with pytest.raises(GateRefusedError, match=r"m at int8 is refused .* mean cosine to fp32 0\.[0-9]{4} on 100"):
+    with pytest.raises(AccuracyGateError, match=r"m at int8 is rejected .* mean cosine to fp32 0\.[0-9]{4} on 100"):
         infer_onnx.load(spec, settings, "int8")
 
 
@@ -173,7 +173,7 @@ def test_fp8_is_measured_and_its_plan_is_built(tmp_path: Path, settings: EngineS
     inputs = {each.name: each.type.tensor_type.elem_type for each in [*graph.input, *graph.output]}
     assert inputs == {"x": TensorProto.FLOAT, "y": TensorProto.FLOAT}
     strict = dataclasses.replace(spec, gate=dataclasses.replace(spec.gate, threshold=1.1))
-    with pytest.raises(GateRefusedError, match=r"m at fp8 is refused .* 1\.1 at least\. Take more calibration data"):
+    with pytest.raises(AccuracyGateError, match=r"m at fp8 is rejected .* 1\.1 at least\. Take more calibration data"):
         onnx_artifacts.quantised(strict, settings, "fp8", "tensorrt")
     pytest.importorskip("tensorrt_rtx", reason="the extra `rtx` is not installed")
     from multigpu_worker.engines.tensorrt.build import PlanOrder, artifacts_of, get_plan
@@ -192,6 +192,6 @@ def test_fp8_is_measured_and_its_plan_is_built(tmp_path: Path, settings: EngineS
         return get_plan(order, artifacts_of(settings)).facts
 
     assert plan((8, 9))["accuracy"] == made.facts["accuracy"]
-    # Before that is asked, the precision is refused (precision.py); the library wouldn't make another of it either.
+    # Before that is asked, the precision is rejected (precision.py); the library wouldn't make another of it either.
     with pytest.raises(ModelFolderError, match="fp8"):
         plan((8, 6))

@@ -126,17 +126,17 @@ async def test_however_a_stream_ends_another_begins(master: ScriptedMaster, star
         stream.break_off(code)
     for code in (grpc.StatusCode.CANCELLED, grpc.StatusCode.INTERNAL, grpc.StatusCode.INVALID_ARGUMENT):
         stream = await master.stream()
-        master.refuse = (code, "not now")
+        master.reject = (code, "not now")
         stream.break_off()
         await asyncio.sleep(0.3)
-        master.refuse = None
+        master.reject = None
     stream = await master.stream()
     stream.lease([(1, b"x")], kind="echo")
     await stream.reported(1)
 
 
 async def test_another_protocol_version_ends_the_worker(master: ScriptedMaster, start_worker: StartWorker) -> None:
-    master.refuse = (
+    master.reject = (
         grpc.StatusCode.FAILED_PRECONDITION,
         "the worker speaks version 1, the master 2: upgrade the worker",
     )
@@ -254,7 +254,7 @@ async def test_results_pile_up_no_further_than_the_limit(master: ScriptedMaster,
 
 
 @pytest.mark.parametrize("setting", ["token-file", "artifacts-dir", "stats-file", "tls-ca"])
-async def test_a_file_that_can_not_be_used_is_refused_at_the_start(
+async def test_a_file_that_can_not_be_used_is_rejected_at_the_start(
     master: ScriptedMaster, start_worker: StartWorker, setting: str
 ) -> None:
     worker = await start_worker(master.address, f"--{setting}", "/proc/nonexistent/file")
@@ -264,14 +264,14 @@ async def test_a_file_that_can_not_be_used_is_refused_at_the_start(
 
 
 async def test_the_same_reason_is_not_logged_every_second(master: ScriptedMaster, start_worker: StartWorker) -> None:
-    master.refuse = grpc.StatusCode.UNAUTHENTICATED, "no such token"
+    master.reject = grpc.StatusCode.UNAUTHENTICATED, "no such token"
     worker = await start_worker(master.address)
     while "no such token" not in worker.log:
         await asyncio.sleep(0.1)
-    before = master.refusals
-    while master.refusals < before + 5:
+    before = master.rejections
+    while master.rejections < before + 5:
         await asyncio.sleep(0.1)
     assert worker.log.count("no such token") == 3
-    master.refuse = grpc.StatusCode.UNAUTHENTICATED, "the token has ended"
+    master.reject = grpc.StatusCode.UNAUTHENTICATED, "the token has ended"
     while "the token has ended" not in worker.log:
         await asyncio.sleep(0.1)

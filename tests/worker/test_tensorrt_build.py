@@ -94,7 +94,7 @@ def test_profiles_that_no_input_tells_apart_are_one(
 
 
 @pytest.mark.parametrize("precision", ["fp16", "bf16", "int8", "fp8"])
-def test_a_graph_of_another_precision_is_refused(tmp_path: Path, artifacts: Artifacts, precision: str) -> None:
+def test_a_graph_of_another_precision_is_rejected(tmp_path: Path, artifacts: Artifacts, precision: str) -> None:
     graph = small_graphs.save(tmp_path / "graph")
     with pytest.raises(ModelFolderError, match=f"computes nothing in {precision}"):
         get_plan(order(graph, precision), artifacts)

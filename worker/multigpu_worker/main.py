@@ -208,7 +208,7 @@ def _catalog(config: WorkerConfig) -> Catalog:
 
 
 def _first_catalog(config: WorkerConfig) -> Catalog:
-    """The same, when the worker starts: a broken model that the configuration names is refused. ModelFolderError."""
+    """The same, when the worker starts: a broken model that the configuration names is rejected. ModelFolderError."""
     catalog = _catalog(config)
     named = {entry.partition("=")[0].strip() for entry in config.models}
     for model, error in catalog.errors.items():

@@ -54,6 +54,6 @@ class NotFound(Failure):
 
 
 class TasksFailed(Failure):
-    """Some tasks failed, were cancelled, expired or were refused."""
+    """Some tasks failed, were cancelled, expired or were rejected."""
 
     exit_code: ClassVar[int] = 5

@@ -26,7 +26,7 @@ from multigpu.v1 import task_pb2
 from multigpu.v1.admin_service_pb2_grpc import AdminServiceStub
 from multigpu.v1.task_service_pb2_grpc import TaskServiceStub
 
-CALL_TIMEOUT_S = 15.0  # the master refuses after 10 s what its disk does not take
+CALL_TIMEOUT_S = 15.0  # the master rejects after 10 s what its disk does not take
 PAGE_SIZE_MAX = 1000
 MESSAGE_BYTES_MAX = 64 * 1024 * 1024
 

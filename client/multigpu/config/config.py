@@ -2,7 +2,7 @@
 
 Each program has one frozen dataclass; a field is a setting, and its metadata carries the help text and the range. A
 value is looked for in four places, the later ones winning: the default here, one TOML file, the environment, the flags.
-All four pass through the same checks, so that a wrong value is refused with the place it came from. An unknown key is
+All four pass through the same checks, so that a wrong value is rejected with the place it came from. An unknown key is
 an error too, wherever it stands: a typo that silently means "the default" is the dearest kind.
 
 The environment's names are `MGPU_<FIELD>` for the client and `MGPU_<SECTION>_<FIELD>` for the rest. `MGPU_MASTER` is
@@ -85,7 +85,7 @@ def default_data_dir() -> Path:
 
 
 class _Checked:
-    """Refuses values out of range however a config is built: by `load` or directly, as tests do."""
+    """Rejects values out of range however a config is built: by `load` or directly, as tests do."""
 
     __slots__ = ()
     section: ClassVar[str]
@@ -144,7 +144,7 @@ class MasterConfig(_Checked):
         0.3, "Past this share of the devices no more sick ones are quarantined without a person.", minimum=0, maximum=1
     )
     breaker_window_s: float = _setting(600.0, "Within how long they fell sick.", minimum=1, maximum=86_400)
-    queue_tasks_max: int = _setting(10_000_000, "Most unsettled tasks in all; more are refused.", minimum=1)
+    queue_tasks_max: int = _setting(10_000_000, "Most unsettled tasks in all; more are rejected.", minimum=1)
     queue_bytes_max: int = _setting(4 * GIB, "Most payload and partial output bytes of unsettled tasks.", minimum=MIB)
     payload_bytes_max: int = _setting(32 * MIB, "Largest payload of one task.", minimum=KIB, maximum=60 * MIB)
     submit_tasks_max: int = _setting(10_000, "Most tasks in one Submit.", minimum=1, maximum=1_000_000)
@@ -155,7 +155,7 @@ class MasterConfig(_Checked):
     ephemeral_bytes_max: int = _setting(256 * MIB, "Results of ephemeral tasks kept in memory.", minimum=MIB)
     journal_bytes_max: int = _setting(
         64 * GIB,
-        "From so many bytes on disk on (database, log, segments, payload files, reserve) durable submits are refused. "
+        "From so many bytes on disk on (database, log, segments, payload files, reserve) durable submits are rejected. "
         "Outcomes are still written.",
         minimum=MIB,
     )
@@ -267,7 +267,7 @@ class WorkerConfig(_Checked):
     stats_interval_s: float = _setting(60.0, "How often.", minimum=0.1)
     mps: str = _setting(
         "auto",
-        'Whether engines share a GPU by NVIDIA\'s MPS. "auto": where it is possible; "on": or refuse to start.',
+        'Whether engines share a GPU by NVIDIA\'s MPS. "auto": where it is possible; "on": or reject to start.',
         choices=("auto", "on", "off"),
     )
     mps_active_thread_percentage: float = _setting(
@@ -353,10 +353,10 @@ def load(
     env = os.environ if env is None else env
     path = find_file(file, env)
     tables = _read_file(path) if path is not None else {}
-    _refuse_unknown_env(env)
+    _reject_unknown_env(env)
     flags = {name: value for name, value in (flags or {}).items() if value is not None and value != ()}
     fields = _fields(cls)
-    _refuse_unknown(flags, fields, "flag", render=flag_name)
+    _reject_unknown(flags, fields, "flag", render=flag_name)
 
     values: dict[str, Any] = {}
     sources = dict.fromkeys(fields, "default")
@@ -472,15 +472,15 @@ def _read_file(path: Path) -> dict[str, dict[str, Any]]:
         raise ConfigError(f"{path} can't be read: {error}") from error
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path} is not TOML: {error}") from error
-    _refuse_unknown(tables, _SECTIONS, f"section in {path}")
+    _reject_unknown(tables, _SECTIONS, f"section in {path}")
     for section, table in tables.items():
         if not isinstance(table, dict):
             raise ConfigError(f"{path}: {section} must be a section: write [{section}] on a line of its own")
-        _refuse_unknown(table, _fields(_SECTIONS[section]), f"key in {path}, section [{section}]")
+        _reject_unknown(table, _fields(_SECTIONS[section]), f"key in {path}, section [{section}]")
     return tables
 
 
-def _refuse_unknown(given: Iterable[str], known: Iterable[str], what: str, render: Callable[[str], str] = str) -> None:
+def _reject_unknown(given: Iterable[str], known: Iterable[str], what: str, render: Callable[[str], str] = str) -> None:
     known = list(known)
     for name in given:
         if name not in known:
@@ -489,8 +489,8 @@ def _refuse_unknown(given: Iterable[str], known: Iterable[str], what: str, rende
             raise ConfigError(f"unknown {what}: {render(name)}; {remedy}")
 
 
-def _refuse_unknown_env(env: Mapping[str, str]) -> None:
-    """Under a section's prefix every name must be known. Elsewhere under MGPU_ only what looks like a slip is refused:
+def _reject_unknown_env(env: Mapping[str, str]) -> None:
+    """Under a section's prefix every name must be known. Elsewhere under MGPU_ only what looks like a slip is rejected:
     other programs may use the prefix too.
     """
     known = {variable for cls in CONFIG_CLASSES for name in _fields(cls) for variable in env_names(cls, name)}

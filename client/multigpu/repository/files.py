@@ -1,7 +1,7 @@
 """The files of a model: which of them are loaded, what they hash to, and whether they are what was recorded.
 
 Pickle can run any code when it is read, so weights in that format count as no weights, unless model.toml allows the
-file by name. Files outside the repository, by a link or by a path with "..", are refused.
+file by name. Files outside the repository, by a link or by a path with "..", are rejected.
 """
 
 import hashlib
@@ -80,13 +80,13 @@ def weight_files(folder: Path, part: str, allow_pickle: Iterable[str]) -> list[s
     if index.is_file():
         return _shards(index)
     pickles = sorted(e.name for e in _entries(at) if e.name.startswith(PICKLED_WEIGHTS) and e.name.endswith(".bin"))
-    refused = [name for name in pickles if (f"{part}/{name}" if part else name) not in set(allow_pickle)]
-    if refused:
-        raise ModelFolderError(pickle_refusal(at / refused[0], f"{part}/{refused[0]}" if part else refused[0]))
+    rejected = [name for name in pickles if (f"{part}/{name}" if part else name) not in set(allow_pickle)]
+    if rejected:
+        raise ModelFolderError(pickle_rejection(at / rejected[0], f"{part}/{rejected[0]}" if part else rejected[0]))
     return pickles
 
 
-def pickle_refusal(path: Path, name: str) -> str:
+def pickle_rejection(path: Path, name: str) -> str:
     """Why weights in pickle's format are not loaded, and what to do."""
     return (
         f"{path} is a pickle, which can run any code, and is not loaded. Where you trust it, convert it to safetensors "
@@ -107,9 +107,9 @@ def check_files(spec: ModelSpec, root: Path | None) -> tuple[int, int]:
         # In the layouts of Hugging Face `weight_files` has judged them.
         pickled = spec.source not in LAYOUT_SOURCES and name.endswith(PICKLE_SUFFIXES)
         if pickled and spec.source != "onnx" and name not in spec.allow_pickle:
-            raise ModelFolderError(pickle_refusal(path, name))
+            raise ModelFolderError(pickle_rejection(path, name))
         if inside is not None:
-            refuse_outside(path, inside)
+            reject_outside(path, inside)
         try:
             status = path.stat()
         except OSError as error:
@@ -146,7 +146,7 @@ def check_safetensors(path: Path) -> None:
         raise ModelFolderError(f"{path} has {size} bytes and should have {8 + header_bytes + end}: copy it again")
 
 
-def refuse_outside(path: Path, inside: str) -> None:
+def reject_outside(path: Path, inside: str) -> None:
     """ModelFolderError: the path leads out of the repository, whose real path is `inside`."""
     real = os.path.realpath(path)
     if real != inside and not real.startswith(inside.rstrip("/") + "/"):
@@ -183,7 +183,7 @@ def verify(spec: ModelSpec, on_bytes: Callable[[int], None] = lambda _: None) ->
 
 
 def require_hashes(spec: ModelSpec) -> None:
-    """Refuse a model whose files are not those that were recorded: raises ModelFolderError. For just before loading."""
+    """Reject a model whose files are not those that were recorded: raises ModelFolderError. For just before loading."""
     problems = verify(spec)
     if problems:
         raise ModelFolderError(

@@ -17,7 +17,7 @@ from multigpu.repository.files import (
     check_files,
     module_folders,
     read_json,
-    refuse_outside,
+    reject_outside,
     weight_files,
 )
 from multigpu.repository.model import ModelFolderError, ModelSpec, Scan
@@ -72,7 +72,7 @@ def scan(root: Path, check: SpecCheck = accept) -> Scan:
     current: dict[str, str] = {}
     for name, folder in model_folders(root, "", errors):
         try:
-            refuse_outside(folder, os.path.realpath(root))
+            reject_outside(folder, os.path.realpath(root))
             specs, broken = read_model(folder, name, root, check=check)
         except ModelFolderError as error:
             errors[name] = str(error)
@@ -182,7 +182,7 @@ def _read_version(folder: Path, name: str, version: str, values: dict[str, Any],
         if data and not (folder / data).is_file():
             raise ModelFolderError(f"{folder / data} is missing: {FILE_NAME} names it in [gate] {key}")
         if data and root is not None:
-            refuse_outside(folder / data, os.path.realpath(root))
+            reject_outside(folder / data, os.path.realpath(root))
     return dataclasses.replace(spec, files_bytes=size_bytes, changed_ns=changed_ns)
 
 

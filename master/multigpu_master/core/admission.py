@@ -1,4 +1,4 @@
-"""Who is let in: why a task is refused, in words that say the remedy."""
+"""Who is let in: why a task is rejected, in words that say the remedy."""
 
 import difflib
 
@@ -12,13 +12,13 @@ QUEUES_MAX = 10_000
 # Different requirements of a queue's waiting tasks: each of those for which no worker has room costs some microseconds
 # whenever one of their workers is freed.
 SHAPES_MAX = 1_000
-# A refusal that lists hundreds of models is read by nobody.
+# A rejection that lists hundreds of models is read by nobody.
 NAMED_MAX = 20
 # Among more models, or for a longer name, none that is near is sought: all others would wait for that.
 NEAR_MODELS_MAX, NEAR_NAME_MAX = 64, 64
 
 
-def refusal(ledger: Ledger, spec: Spec, now: float) -> ev.Rejection | None:
+def rejection(ledger: Ledger, spec: Spec, now: float) -> ev.Rejection | None:
     """Why no task of this spec can be taken."""
     if spec.deadline_s is not None and spec.deadline_s <= now:
         return ev.Rejection(DEADLINE_EXCEEDED, "the deadline has already passed; set a later one or none")

@@ -7,7 +7,7 @@ ledger.py; the events of workers in sessions.py, of operators in operators.py, o
 from collections.abc import Callable
 
 from multigpu_master.core import events as ev
-from multigpu_master.core.admission import RESOURCE_EXHAUSTED, full, refusal, unplaceable
+from multigpu_master.core.admission import RESOURCE_EXHAUSTED, full, rejection, unplaceable
 from multigpu_master.core.attempts import Attempts
 from multigpu_master.core.identity import conflict, fingerprint
 from multigpu_master.core.ledger import Counters, Ledger, Limits
@@ -119,7 +119,7 @@ class Core(Ledger):
 
     def _submit(self, event: ev.Submit, now: float) -> None:
         spec = event.spec
-        reason = refusal(self, spec, now)
+        reason = rejection(self, spec, now)
         results: list[Task | ev.Rejection] = []
         fresh: list[Task] = []
         lane: Lane | None = None

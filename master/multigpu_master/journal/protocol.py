@@ -132,7 +132,7 @@ class Recovered:
 CommitCallback = Callable[[Sequence[Entry], int, JournalError | None], None]
 """(entries, first_cursor, error): the entries of one transaction, in order. Their settles, in order, have the cursors
 first_cursor, first_cursor + 1, ... With an error nothing of them was written, and nothing will be. After a
-JournalFullError: settles of tasks whose submit was refused are taken out of their entries, and entries that empty the
+JournalFullError: settles of tasks whose submit was rejected are taken out of their entries, and entries that empty the
 journal are still written. No entries and an error mean that there is no room any more, no entries and no error that
 there is room again."""
 

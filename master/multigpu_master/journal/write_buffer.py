@@ -137,7 +137,7 @@ class Journaling:
 
     def _lose_patience(self, *groups: "_Patient") -> None:
         """Hands over the tasks that wait, before all that lingers: it may rest on them. Who is to be told comes behind
-        all that: a submit that has joined the task of another call is answered once this is written or refused.
+        all that: a submit that has joined the task of another call is answered once this is written or rejected.
         """
         tasks = [task for group in groups for task in group.tasks.values()]
         failed = [each for group in groups for each in group.failed]
@@ -298,7 +298,9 @@ class Journaling:
             if writable:
                 log.info("journal can be written again: durable tasks are taken")
             else:
-                log.error("journal can't be written: durable tasks are refused, running work goes on", error=str(error))
+                log.error(
+                    "journal can't be written: durable tasks are rejected, running work goes on", error=str(error)
+                )
 
 
 def _own_bytes(tasks: Iterable[Task]) -> int:

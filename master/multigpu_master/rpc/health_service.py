@@ -13,7 +13,7 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health_pb2
 
-from multigpu_master.rpc.status import refuse
+from multigpu_master.rpc.status import reject
 
 NAME = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
 RESPONSE = health_pb2.HealthCheckResponse
@@ -53,18 +53,18 @@ class Health:
 
     async def Check(self, request: Any, context: Any) -> None:
         if request.service not in self._states:
-            await refuse(context, grpc.StatusCode.NOT_FOUND, f"no service or worker {request.service!r} is known")
+            await reject(context, grpc.StatusCode.NOT_FOUND, f"no service or worker {request.service!r} is known")
         with await self._count(context):
             await context.write(RESPONSE(status=self._states[request.service]))
 
     async def List(self, _request: Any, context: Any) -> None:
         """Not to everybody: the names are those of workers."""
-        await refuse(context, grpc.StatusCode.UNIMPLEMENTED, "List is not served: Check takes a name")
+        await reject(context, grpc.StatusCode.UNIMPLEMENTED, "List is not served: Check takes a name")
 
     async def Watch(self, request: Any, context: Any) -> None:
         if self._watches >= WATCHES_MAX:
             text = f"{WATCHES_MAX} Watch streams are open already: use Check, or try again when one has ended"
-            await refuse(context, grpc.StatusCode.RESOURCE_EXHAUSTED, text)
+            await reject(context, grpc.StatusCode.RESOURCE_EXHAUSTED, text)
         told = None
         with await self._count(context):
             self._watches += 1
@@ -83,10 +83,10 @@ class Health:
         peer = context.peer()
         if self._open >= ALL_CALLS_MAX:
             text = f"{ALL_CALLS_MAX} health calls are open, whose callers read no response: try again later"
-            await refuse(context, grpc.StatusCode.RESOURCE_EXHAUSTED, text)
+            await reject(context, grpc.StatusCode.RESOURCE_EXHAUSTED, text)
         if self._calls[peer] >= CALLS_MAX:
             text = f"this connection has {CALLS_MAX} health calls open: read their responses, then try again"
-            await refuse(context, grpc.StatusCode.RESOURCE_EXHAUSTED, text)
+            await reject(context, grpc.StatusCode.RESOURCE_EXHAUSTED, text)
         return self._counted(peer)
 
     @contextlib.contextmanager

@@ -53,23 +53,23 @@ class Intake:
         """
         driver = self._driver
         count = len(request_ids)
-        refusal = None
+        rejection = None
         try:
             spec = driver.specs.read(batch.spec)
         except wire.InvalidTaskError as error:
-            refusal = ev.Rejection(INVALID_ARGUMENT, str(error))
+            rejection = ev.Rejection(INVALID_ARGUMENT, str(error))
         except SpecsFullError as error:
-            refusal = ev.Rejection(RESOURCE_EXHAUSTED, str(error), 1.0)
+            rejection = ev.Rejection(RESOURCE_EXHAUSTED, str(error), 1.0)
         else:
             if self.stopping:
-                refusal = ev.Rejection(14, "the master is stopping; try again in a moment", 1.0)
+                rejection = ev.Rejection(14, "the master is stopping; try again in a moment", 1.0)
             elif spec.durable and not driver.journaling.writable:
-                refusal = DISK_FULL
+                rejection = DISK_FULL
             elif caller is not None:
-                refusal = _refusal(caller, spec.queue, count, driver.now())
-        if refusal is not None:
+                rejection = _rejection(caller, spec.queue, count, driver.now())
+        if rejection is not None:
             driver.soon(done)
-            return [refusal] * count
+            return [rejection] * count
         candidates = wire.tasks_of(spec, batch, self._payload_bytes_max, peer)
         known = driver.known(request_ids)
         if caller is not None and caller.queues is not None:
@@ -105,7 +105,7 @@ class Intake:
         return candidate
 
 
-def _refusal(caller: Token, queue: str, count: int, now: float) -> ev.Rejection | None:
+def _rejection(caller: Token, queue: str, count: int, now: float) -> ev.Rejection | None:
     """Why the caller may not submit these tasks, if so."""
     if not caller.may_see(queue):
         return ev.Rejection(PERMISSION_DENIED, f"the token is not for the queue {queue!r}; ask for one that is")

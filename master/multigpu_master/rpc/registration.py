@@ -19,7 +19,7 @@ from multigpu._transport.payloads import is_transient
 from multigpu_master.driver import BrokenError
 from multigpu_master.journal.protocol import JournalDamagedError, JournalError
 from multigpu_master.rpc.fields import more_fields_than
-from multigpu_master.rpc.status import refuse
+from multigpu_master.rpc.status import reject
 from multigpu_master.security.audit import Audit
 from multigpu_master.security.auth import Gate
 
@@ -119,7 +119,7 @@ def _reading(serve: Callable[..., Awaitable[Any]], name: str, read: Read) -> Cal
         data = await read(context)
         if data is grpc.aio.EOF:
             try:
-                await refuse(
+                await reject(
                     context, grpc.StatusCode.INVALID_ARGUMENT, f"{name} takes a request, and none came: send one"
                 )
             except grpc.aio.InternalError as error:  # the peer is gone
@@ -138,10 +138,10 @@ async def parse(message_type: Any, data: bytes, context: Any) -> Any:
             text = (
                 f"the request has {len(data)} bytes, and at most {REQUEST_BYTES_MAX} are allowed: ask for less at once"
             )
-            await refuse(context, grpc.StatusCode.INVALID_ARGUMENT, text)
+            await reject(context, grpc.StatusCode.INVALID_ARGUMENT, text)
         if more_fields_than(FIELDS_MAX, message_type.DESCRIPTOR, data):
             text = f"the message has more than {FIELDS_MAX} fields: send fewer tasks at once"
-            await refuse(context, grpc.StatusCode.INVALID_ARGUMENT, text)
+            await reject(context, grpc.StatusCode.INVALID_ARGUMENT, text)
     try:
         return message_type.FromString(data)
     except DecodeError as error:

@@ -7,11 +7,11 @@ import grpc
 CURSOR_PREFIX = "v1."
 # Of a Watch cursor: the name of the incarnation that gave it out follows. Those without a name gave out v1.
 NAMED_PREFIX = "v2."
-# A status travels in a header, which is refused as a whole by the other end if it is long. The remedy is at the end.
+# A status travels in a header, which is rejected as a whole by the other end if it is long. The remedy is at the end.
 DETAILS_CHARS_MAX = 2000
 
 
-async def refuse(context: Any, code: grpc.StatusCode, message: str) -> NoReturn:
+async def reject(context: Any, code: grpc.StatusCode, message: str) -> NoReturn:
     """Ends the call with a status. Of a message that quotes too much the middle is left out."""
     if len(message) > DETAILS_CHARS_MAX:
         half = DETAILS_CHARS_MAX // 2
@@ -26,7 +26,7 @@ async def read_token(context: Any, token: str, what: str) -> int:
         return 0
     number = token.removeprefix(CURSOR_PREFIX)
     if number == token or not number.isascii() or not number.isdigit() or len(number) > 18:
-        await refuse(context, grpc.StatusCode.INVALID_ARGUMENT, f"{what} is not one that this service gave out")
+        await reject(context, grpc.StatusCode.INVALID_ARGUMENT, f"{what} is not one that this service gave out")
     return int(number)
 
 
@@ -51,7 +51,7 @@ async def read_cursor(context: Any, cursor: str) -> tuple[str, int]:
 async def count_of(context: Any, count: int, limit: int, what: str) -> None:
     """INVALID_ARGUMENT: there are more in one call than are good for those who call at the same time."""
     if count > limit:
-        await refuse(
+        await reject(
             context, grpc.StatusCode.INVALID_ARGUMENT, f"{count} {what}; at most {limit} are allowed: send several"
         )
 
@@ -59,5 +59,5 @@ async def count_of(context: Any, count: int, limit: int, what: str) -> None:
 async def page_size_of(context: Any, size: int) -> int:
     """The page size asked for. INVALID_ARGUMENT: out of range."""
     if not 0 <= size <= 1000:
-        await refuse(context, grpc.StatusCode.INVALID_ARGUMENT, f"page_size is {size}; use 1 to 1000, or 0 for 100")
+        await reject(context, grpc.StatusCode.INVALID_ARGUMENT, f"page_size is {size}; use 1 to 1000, or 0 for 100")
     return size or 100

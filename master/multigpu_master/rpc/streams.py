@@ -56,5 +56,5 @@ async def serve_stream(
     if aborted is not None:
         try:
             await context.abort(grpc.StatusCode[aborted.code], str(aborted))
-        except grpc.aio.UsageError as error:  # `on_message` was about to refuse the call, and has told the peer
-            raise grpc.aio.AbortError("it was refused already") from error
+        except grpc.aio.UsageError as error:  # `on_message` was about to reject the call, and has told the peer
+            raise grpc.aio.AbortError("it was rejected already") from error

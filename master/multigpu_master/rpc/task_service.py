@@ -19,7 +19,7 @@ from multigpu_master.payloads.shared_files import WRONG_KEY, Offer
 from multigpu_master.rpc import queries
 from multigpu_master.rpc.intake import DISK_FULL, RESOURCE_EXHAUSTED, Answer, Intake, fill_stored, stored_body
 from multigpu_master.rpc.registration import parse
-from multigpu_master.rpc.status import count_of, make_cursor, read_cursor, refuse
+from multigpu_master.rpc.status import count_of, make_cursor, read_cursor, reject
 from multigpu_master.rpc.streams import serve_stream
 from multigpu_master.security.auth import CALLER, caller_queues
 from multigpu_master.wire import messages as wire
@@ -102,7 +102,7 @@ class TaskService:
 
     async def Watch(self, request: Any, context: Any) -> None:
         if self._watches >= WATCHES_MAX:
-            await refuse(
+            await reject(
                 context,
                 grpc.StatusCode.RESOURCE_EXHAUSTED,
                 f"{WATCHES_MAX} clients watch already; share one of their streams, or try again later",
@@ -117,7 +117,7 @@ class TaskService:
         journal, watchers, incarnations = self._driver.journal, self._driver.watchers, self._driver.incarnations
         queues = caller_queues()
         if request.from_now and request.cursor:
-            await refuse(context, grpc.StatusCode.INVALID_ARGUMENT, "from_now goes with an empty cursor only")
+            await reject(context, grpc.StatusCode.INVALID_ARGUMENT, "from_now goes with an empty cursor only")
         name, after = await read_cursor(context, request.cursor)
         oldest = await asyncio.to_thread(journal.oldest_cursor)
         last = await asyncio.to_thread(journal.newest_cursor)
@@ -126,9 +126,9 @@ class TaskService:
         elif not request.cursor:
             after = oldest - 1
         elif after >= incarnations.cursors_end(name) or after > last:
-            await refuse(context, grpc.StatusCode.OUT_OF_RANGE, CURSOR_ELSEWHERE)
+            await reject(context, grpc.StatusCode.OUT_OF_RANGE, CURSOR_ELSEWHERE)
         elif after < oldest - 1:
-            await refuse(
+            await reject(
                 context,
                 grpc.StatusCode.OUT_OF_RANGE,
                 "outcomes after this cursor have been removed; begin with an empty cursor, which gives the oldest",
@@ -163,7 +163,7 @@ class TaskService:
                 found = await self._find(again)
         if found is None:
             name = request.request_id or request.task_id
-            await refuse(
+            await reject(
                 context,
                 grpc.StatusCode.NOT_FOUND,
                 f"no task {name!r}: it was never submitted, or its result_ttl is over",
@@ -173,7 +173,7 @@ class TaskService:
             if found.state == OutcomeState.DEAD_LETTERED:
                 queries.fill_letter(message, self._driver.journal.get_dead_letters([found.task_id]))
         else:
-            assert found is not None, "refused above"
+            assert found is not None, "rejected above"
             message = queries.live_task(self._driver, found, whole=True)
         return task_service_pb2.GetResponse(task=message)
 
@@ -225,7 +225,7 @@ class TaskService:
             self._driver.handle(ev.Cancel(ended, request.reason[:1024], request.withdraw))
             await asyncio.sleep(0)  # the scheduler goes on meanwhile
         if not await self._driver.withdrawn([*live.values(), *settled], DURABLE_S):
-            await refuse(context, grpc.StatusCode.RESOURCE_EXHAUSTED, NOT_DURABLE)
+            await reject(context, grpc.StatusCode.RESOURCE_EXHAUSTED, NOT_DURABLE)
         if elsewhere:
             stored = await asyncio.to_thread(self._stored, [key for _, key in elsewhere])  # knows the caller, too
             response.settled_task_ids.extend(stored[key] for _, key in elsewhere if key in stored)
@@ -267,7 +267,7 @@ class _RunStream:
         peer = self._outbox.peer
         shut_out = self._caller is not None and self._caller.queues is not None
         if frame.payload_key and (shut_out or not peer.show(frame.payload_key)):
-            await refuse(self._context, grpc.StatusCode.INVALID_ARGUMENT, WRONG_KEY)
+            await reject(self._context, grpc.StatusCode.INVALID_ARGUMENT, WRONG_KEY)
         if frame.results_taken:
             peer.taken(frame.results_taken)
         if (count := _size(frame.batches, FRAME_TASKS_MAX)) > FRAME_TASKS_MAX:
@@ -280,7 +280,7 @@ class _RunStream:
                 end_s = await queries.pause()
             request_ids = wire.request_ids_of(batch)
             if "" in request_ids:
-                await refuse(
+                await reject(
                     self._context,
                     grpc.StatusCode.INVALID_ARGUMENT,
                     "a task on a Run stream needs a request_id: outcomes are matched by it",
@@ -325,7 +325,7 @@ class _RunStream:
             if error is None and all(task.task_id for task in accepted):
                 self._acknowledge(accepted)
             else:
-                self._refuse([task for task in accepted if not task.task_id])
+                self._reject([task for task in accepted if not task.task_id])
                 self._acknowledge([task for task in accepted if task.task_id])
 
         patient = self._outcomes_only
@@ -344,7 +344,7 @@ class _RunStream:
             elif isinstance(answer, SettledTask) or not self._driver.tells_later(answer, self._stream):
                 self._ended.append(answer)
 
-    def _refuse(self, tasks: list[Task]) -> None:
+    def _reject(self, tasks: list[Task]) -> None:
         """Tells the client, once, of tasks that could not be made durable."""
         for task in tasks:
             if task.outcome is None and self._stream in task.streams:

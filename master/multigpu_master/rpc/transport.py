@@ -15,7 +15,7 @@ import grpc
 from grpc._cython import cygrpc
 from grpc.aio import _server as aio_server
 
-from multigpu_master.rpc.status import refuse
+from multigpu_master.rpc.status import reject
 
 MESSAGE_BYTES_MAX = 64 << 20
 STREAM_BYTES_MAX = 128 << 10
@@ -84,7 +84,7 @@ logging.getLogger("grpc._cython.cygrpc").addFilter(OncePerSecond())
 
 
 async def read_small(context: Any) -> Any:
-    """The one request of a caller who needs no token, or EOF. Refuses one that is large, or does not come with its
+    """The one request of a caller who needs no token, or EOF. Rejects one that is large, or does not come with its
     call. All calls together hold at most what gRPC can take in within SMALL_CPU_S.
     """
     reading = asyncio.ensure_future(context.read())
@@ -94,14 +94,14 @@ async def read_small(context: Any) -> Any:
         while not reading.done():
             if time.process_time() > cpu_s or time.monotonic() > end_s:
                 text = "the request is large, or did not come with the call: send both at once, or try again"
-                await refuse(context, grpc.StatusCode.RESOURCE_EXHAUSTED, text)
+                await reject(context, grpc.StatusCode.RESOURCE_EXHAUSTED, text)
             await asyncio.wait([reading], timeout=SMALL_POLL_S)
     finally:
         reading.cancel()
     data = reading.result()
     if data is not grpc.aio.EOF and len(data) > SMALL_BYTES_MAX:
         text = f"the request has {len(data)} bytes, and {SMALL_BYTES_MAX} are allowed: name a service of this master"
-        await refuse(context, grpc.StatusCode.INVALID_ARGUMENT, text)
+        await reject(context, grpc.StatusCode.INVALID_ARGUMENT, text)
     return data
 
 
@@ -121,7 +121,7 @@ class _Core(cygrpc.AioServer):  # type: ignore[misc]  # grpc has no types
 
     gRPC's own decodes the path of an unregistered method as UTF-8, and shuts down when that fails: one frame of anybody
     would end every stream. It makes Python objects of all metadata of every call, before anybody asks for them, and
-    leaves them in a cycle. And it keeps what a refused call held: see `_forgetting`.
+    leaves them in a cycle. And it keeps what a rejected call held: see `_forgetting`.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, *more: Any) -> None:
@@ -157,7 +157,7 @@ class _Core(cygrpc.AioServer):  # type: ignore[misc]  # grpc has no types
 
 
 def _forgetting(serve: Callable[[Any, Any], Awaitable[Any]]) -> Callable[[Any, Any], Awaitable[Any]]:
-    """`serve`, so that nothing of a call is left once it was refused. gRPC keeps the AbortError with the call; its
+    """`serve`, so that nothing of a call is left once it was rejected. gRPC keeps the AbortError with the call; its
     traceback keeps frames, and they the request and the call: a cycle of up to 64 MiB for the cyclic collector, which
     counts objects and not bytes.
     """
@@ -173,8 +173,8 @@ def _forgetting(serve: Callable[[Any, Any], Awaitable[Any]]) -> Callable[[Any, A
     return forgetting
 
 
-async def _refuse_unknown(_requests: object, context: Any) -> None:
-    await refuse(context, grpc.StatusCode.UNIMPLEMENTED, "Method not found!")
+async def _reject_unknown(_requests: object, context: Any) -> None:
+    await reject(context, grpc.StatusCode.UNIMPLEMENTED, "Method not found!")
 
 
-_NO_METHOD = grpc.stream_stream_rpc_method_handler(_forgetting(_refuse_unknown))
+_NO_METHOD = grpc.stream_stream_rpc_method_handler(_forgetting(_reject_unknown))

@@ -14,7 +14,7 @@ from multigpu_master.driver import Driver, SessionOutbox
 from multigpu_master.payloads.shared_files import WRONG_KEY, Offer
 from multigpu_master.rpc import queries
 from multigpu_master.rpc.registration import parse
-from multigpu_master.rpc.status import count_of, refuse
+from multigpu_master.rpc.status import count_of, reject
 from multigpu_master.rpc.streams import serve_stream
 from multigpu_master.security.auth import CALLER
 from multigpu_master.wire import devices as wire_devices
@@ -53,10 +53,10 @@ class WorkerService:
         first = await parse(worker_service_pb2.SessionRequest, data, context)
         hello = first.hello
         if not first.HasField("hello"):
-            await refuse(context, grpc.StatusCode.FAILED_PRECONDITION, "the first frame of a session must carry hello")
+            await reject(context, grpc.StatusCode.FAILED_PRECONDITION, "the first frame of a session must carry hello")
         if not OLDEST_PROTOCOL_VERSION <= hello.protocol_version <= PROTOCOL_VERSION:
             older = "worker" if hello.protocol_version < PROTOCOL_VERSION else "master"
-            await refuse(
+            await reject(
                 context,
                 grpc.StatusCode.FAILED_PRECONDITION,
                 f"the worker speaks protocol {hello.protocol_version}, this master {PROTOCOL_VERSION}; "
@@ -66,10 +66,10 @@ class WorkerService:
         try:
             info = wire.worker_info(hello)
         except wire.InvalidTaskError as error:
-            await refuse(context, grpc.StatusCode.INVALID_ARGUMENT, str(error))
+            await reject(context, grpc.StatusCode.INVALID_ARGUMENT, str(error))
         caller = CALLER.get()
         if caller is not None and not caller.may_be(info.worker_id):
-            await refuse(
+            await reject(
                 context,
                 grpc.StatusCode.PERMISSION_DENIED,
                 f"the token is not for a worker called {info.worker_id!r}, but for {', '.join(caller.worker_ids)}; "
@@ -120,7 +120,7 @@ class _Taker:
     async def take(self, frame: Any) -> None:
         handle, session = self._driver.handle, self._session
         if frame.payload_key and not self._outbox.peer.show(frame.payload_key):
-            await refuse(self._context, grpc.StatusCode.INVALID_ARGUMENT, WRONG_KEY)
+            await reject(self._context, grpc.StatusCode.INVALID_ARGUMENT, WRONG_KEY)
         if frame.partials:
             partials = [ev.PartialOutput(p.lease_id, p.index, p.data, p.content_type) for p in frame.partials]
             handle(ev.Partials(session, partials))
@@ -149,7 +149,7 @@ class _Taker:
             try:
                 catalog = wire_models.catalog(beat.catalog) if beat.HasField("catalog") else None
             except wire.InvalidTaskError as error:
-                await refuse(self._context, grpc.StatusCode.INVALID_ARGUMENT, str(error))
+                await reject(self._context, grpc.StatusCode.INVALID_ARGUMENT, str(error))
             handle(
                 ev.Heartbeat(
                     session,

@@ -18,7 +18,7 @@ from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import DecodeError
 
 from multigpu_master.journal.sqlite.segments import sync_directory
-from multigpu_master.rpc.status import refuse
+from multigpu_master.rpc.status import reject
 from multigpu_master.security.auth import CALLER, ROLES_OF, Serve
 
 log = structlog.get_logger()
@@ -62,7 +62,7 @@ class Audit:
                     await asyncio.to_thread(self._open)
             except OSError as error:
                 text = f"nothing was done: {self.path} can't be written ({error.strerror}); see to it, then try again"
-                await refuse(context, grpc.StatusCode.FAILED_PRECONDITION, text)
+                await reject(context, grpc.StatusCode.FAILED_PRECONDITION, text)
             work = asyncio.create_task(self._work(serve, line, request, answer))
             self._works.add(work)
             work.add_done_callback(self._works.discard)

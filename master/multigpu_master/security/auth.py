@@ -12,7 +12,7 @@ from typing import Any
 import grpc
 import structlog
 
-from multigpu_master.rpc.status import refuse
+from multigpu_master.rpc.status import reject
 from multigpu_master.security.tokens import ADMIN, READ, SUBMIT, WORKER, Token, Tokens, token_id_of
 
 log = structlog.get_logger()
@@ -53,7 +53,7 @@ URN = "urn:multigpu:"
 NO_TOKEN = "this master asks for a token: name its file with token_file (MGPU_TOKEN_FILE), or set MGPU_TOKEN"  # noqa: S105
 BAD_TOKEN = "the token opens nothing here: it is unknown, was revoked or has expired; ask for a new one"  # noqa: S105
 ENDED = "the token was revoked or has expired; ask for a new one"
-# Refusals are worth a line of the log, but not a million.
+# Rejections are worth a line of the log, but not a million.
 LOG_INTERVAL_S = 1.0
 
 Serve = Callable[[Any, Any], Awaitable[Any]]
@@ -100,7 +100,7 @@ class Gate:
                 if call not in self._ended:
                     raise
                 call.uncancel()
-                await refuse(context, grpc.StatusCode.UNAUTHENTICATED, ENDED)
+                await reject(context, grpc.StatusCode.UNAUTHENTICATED, ENDED)
             finally:
                 token.calls.discard(call)
                 self._ended.discard(call)
@@ -128,7 +128,7 @@ class Gate:
         kinds = [uri.decode("utf-8", "replace").removeprefix(URN) for uri in context.auth_context().get("peer_uri", ())]
         wanted = "worker" if roles == _WORKERS else "client"
         if wanted not in kinds and roles != _ANY:
-            await self._refuse(
+            await self._reject(
                 context, method, None, grpc.StatusCode.PERMISSION_DENIED,
                 f"{method} takes a certificate of the kind {wanted}, and this one is of the kind "
                 f"{', '.join(kinds) or 'none'}: issue one with `mgpuctl certs issue DIR {wanted}`",
@@ -137,42 +137,46 @@ class Gate:
     async def _check_token(self, context: Any, method: str, roles: frozenset[str], tokens: Tokens) -> Token:
         headers: Sequence[Any] = [v for k, v in context.invocation_metadata() or () if k == HEADER]
         if not headers:
-            await self._refuse(context, method, None, grpc.StatusCode.UNAUTHENTICATED, NO_TOKEN)
+            await self._reject(context, method, None, grpc.StatusCode.UNAUTHENTICATED, NO_TOKEN)
         text = headers[0]
         token = None
         if len(headers) == 1 and isinstance(text, str) and text[: len(SCHEME)].lower() == SCHEME:
             text = text[len(SCHEME) :]
             token = tokens.find(text)
         if token is None:
-            await self._refuse(context, method, token_id_of(text), grpc.StatusCode.UNAUTHENTICATED, BAD_TOKEN)
-        assert token is not None, "refused above"
+            await self._reject(context, method, token_id_of(text), grpc.StatusCode.UNAUTHENTICATED, BAD_TOKEN)
+        assert token is not None, "rejected above"
         if not token.roles & roles:
-            await self._refuse(
+            await self._reject(
                 context, method, token.token_id, grpc.StatusCode.PERMISSION_DENIED,
                 f"{method} takes a token of the role {' or '.join(sorted(roles))}; this one has "
                 f"{', '.join(sorted(token.roles))}",
             )  # fmt: skip
         limit = token.calls_max or self._calls_max
         if len(token.calls) >= limit:
-            await self._refuse(
+            await self._reject(
                 context, method, token.token_id, grpc.StatusCode.RESOURCE_EXHAUSTED,
                 f"{limit} calls are open with this token already; share streams, or try again when one has ended",
             )  # fmt: skip
         return token
 
-    async def _refuse(
+    async def _reject(
         self, context: Any, method: str, token_id: str | None, code: grpc.StatusCode, message: str
     ) -> None:
         now = time.monotonic()
         if now - self._logged_s >= LOG_INTERVAL_S:
             log.warning(
-                "a call was refused", method=method, code=code.name, peer=context.peer(), refused_before=self._unlogged,
+                "a call was rejected",
+                method=method,
+                code=code.name,
+                peer=context.peer(),
+                rejected_before=self._unlogged,
                 token_id=token_id,
-            )  # fmt: skip
+            )
             self._logged_s, self._unlogged = now, 0
         else:
             self._unlogged += 1
-        await refuse(context, code, message)
+        await reject(context, code, message)
 
 
 def caller_queues() -> frozenset[str] | None:

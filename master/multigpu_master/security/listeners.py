@@ -128,7 +128,7 @@ def _check_kind(path: Path, pem: bytes) -> None:
             lacks = lacks or ("" if names else "names no host")
     if lacks:
         raise DoorError(
-            f"the certificate {path} {lacks}, so clients would refuse the master: "
+            f"the certificate {path} {lacks}, so clients would reject the master: "
             "`mgpuctl certs issue DIR master --host NAME` makes one that is"
         )
 

@@ -109,9 +109,9 @@ def tasks_of(
             except BadReferenceError as error:
                 tasks.append(_invalid(str(error)))
                 continue
-        refused = _refused(payload, request_id, key, payload_bytes_max)
-        if refused is not None:
-            tasks.append(refused)
+        rejected = _rejected(payload, request_id, key, payload_bytes_max)
+        if rejected is not None:
+            tasks.append(rejected)
             continue
         task = Task(spec, request_id, payload, key, i.units or 1)
         if i.traceparent:
@@ -122,12 +122,12 @@ def tasks_of(
         message = f"a batch has {len(batch.request_ids)} request_ids and {len(payloads)} payloads; each needs the other"
         return [*tasks, *[_invalid(message) for _ in batch.request_ids]]
     for request_id, payload in zip(batch.request_ids, payloads, strict=True):
-        refused = _refused(payload, request_id, "", payload_bytes_max)
-        tasks.append(Task(spec, request_id, payload) if refused is None else refused)
+        rejected = _rejected(payload, request_id, "", payload_bytes_max)
+        tasks.append(Task(spec, request_id, payload) if rejected is None else rejected)
     return tasks
 
 
-def _refused(payload: bytes | Sized, request_id: str, key: str, payload_bytes_max: int) -> ev.Rejection | None:
+def _rejected(payload: bytes | Sized, request_id: str, key: str, payload_bytes_max: int) -> ev.Rejection | None:
     """Why an input can't be a task."""
     if len(payload) > payload_bytes_max:
         return _invalid(

@@ -343,7 +343,7 @@ class NvmlDevice:
         try:
             return self._call(function, *arguments)
         except pynvml.NVMLError as error:
-            self._refuse_gone(error)
+            self._reject_gone(error)
             if error.value in (pynvml.NVML_ERROR_NOT_SUPPORTED, pynvml.NVML_ERROR_FUNCTION_NOT_FOUND):
                 self._unsupported.add(key)
             return None
@@ -353,13 +353,13 @@ class NvmlDevice:
         try:
             return self._call(function, *arguments)
         except pynvml.NVMLError as error:
-            self._refuse_gone(error)
+            self._reject_gone(error)
             return None
 
     def _call(self, function: str, *arguments: Any) -> Any:
         return getattr(pynvml, function)(self._own if function in OF_INSTANCE else self._handle, *arguments)
 
-    def _refuse_gone(self, error: Any) -> None:
+    def _reject_gone(self, error: Any) -> None:
         code = GONE.get(error.value)
         if code is not None:
             raise DeviceGoneError(code, f"the driver says of {self.device_id}: {error}") from error

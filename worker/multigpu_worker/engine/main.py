@@ -91,7 +91,7 @@ def _offer(
     try:
         sources = import_handlers(settings.handlers, sources, tell)
     except BaseException as error:  # noqa: BLE001  the user's module may raise anything, and the agent is to say it
-        ipc.send(sock, ipc.encode(("refused", _of_user(error)), [], blobs.up))
+        ipc.send(sock, ipc.encode(("rejected", _of_user(error)), [], blobs.up))
         sys.exit(1)
     return [(info.kind, info.one_by_one) for info in offered_kinds()], sources
 

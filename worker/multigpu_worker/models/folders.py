@@ -3,7 +3,7 @@
 They come from three places, the earlier ones winning: `models` in the configuration, the model repository, and the
 package with MiniLM. The first of them all is the default, unless the configuration names another.
 
-The agent reads this module to say what it offers and to refuse a broken folder at start-up, so nothing here imports
+The agent reads this module to say what it offers and to reject a broken folder at start-up, so nothing here imports
 torch, and nothing reads more of the weights than their header. What the check lets through can still fail when the
 engine loads it, but then for a reason that only loading can show.
 """

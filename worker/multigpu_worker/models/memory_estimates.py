@@ -62,7 +62,7 @@ def estimate_bytes(
         cache_bytes_max = int(device.memory_total_bytes * (GPU_CACHE_SHARE if on_gpu else CPU_CACHE_SHARE))
         if not on_gpu:
             cache_bytes_max = min(cache_bytes_max, CPU_CACHE_BYTES)
-        with contextlib.suppress(KeyError, ValueError):  # it doesn't say, or the engine will refuse what it says
+        with contextlib.suppress(KeyError, ValueError):  # it doesn't say, or the engine will reject what it says
             cache_bytes_max = from_text(spec.parameters["cache_bytes"], int, "cache_bytes")
         if limit_bytes:
             cache_bytes_max = min(cache_bytes_max, limit_bytes // spec.instances - process_bytes - model_bytes)

@@ -31,6 +31,6 @@ def hardware_failed(text: str) -> bool:
     return _HARDWARE.search(text) is not None
 
 
-def mps_refused(text: str) -> bool:
+def mps_rejected(text: str) -> bool:
     """Whether it comes from the state of the GPU's MPS server, and so is not the doing of whoever ran."""
     return _MPS.search(text) is not None

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from multigpu_worker.processes.cuda_errors import context_is_lost, hardware_failed, mps_refused
+from multigpu_worker.processes.cuda_errors import context_is_lost, hardware_failed, mps_rejected
 from multigpu_worker.processes.host import Death
 from multigpu_worker.processes.watch import DEATHS_MAX, EngineBatch, Verdict, blame, condemn, spare
 from multigpu_worker.session.session import Lease, Report, ReportState, TaskError
@@ -107,7 +107,7 @@ class Deaths:
         lost_ns: int,
     ) -> tuple[list[tuple[Lease, TaskError]], list[Lease]]:
         """Which leases failed with the engine, and which go on in the next one."""
-        guilty = {lease_id: error for lease_id, error in lost.items() if not mps_refused(error.message)}
+        guilty = {lease_id: error for lease_id, error in lost.items() if not mps_rejected(error.message)}
         if death.fault is not None:
             died = TaskError(type="MpsFault", message=death.fault.message, retryable=True)
             if not death.fault.ours:

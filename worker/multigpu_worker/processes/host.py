@@ -153,7 +153,7 @@ class EngineHost:
         self._output = OutputLog(self._loop)
 
     async def start(self) -> None:
-        """Start the engine and learn what it can run. EngineStartError: it refused, or ended at once."""
+        """Start the engine and learn what it can run. EngineStartError: it rejected, or ended at once."""
         self._spawn()
         await self._first_ready
 
@@ -384,8 +384,8 @@ class EngineHost:
                 return partial(self._is_ready, kinds, sources_of(message[2]))
             case "closed":  # under MPS: it is taken off the GPU before it ends
                 return self.kill
-            case "refused":
-                return partial(self._refused, str(message[1]))
+            case "rejected":
+                return partial(self._rejected, str(message[1]))
             case "importing":
                 return partial(setattr, self, "importing", str(message[1]))
             case what:
@@ -426,7 +426,7 @@ class EngineHost:
         else:
             self._loop.call_later(SLOW_START_S, self._look_at_start, pid, watch)
 
-    def _refused(self, text: str) -> None:
+    def _rejected(self, text: str) -> None:
         modules = ", ".join(self.settings.handlers)
         last = text.strip().rpartition("\n")[2]
         if not self._first_ready.done():
@@ -438,7 +438,7 @@ class EngineHost:
             self.reload_error = last
         else:
             log.error("handlers can't be imported any more", error=last, handlers=modules)
-            self._start.refused(f"the handlers ({modules}) can't be imported: {last}; correct them")
+            self._start.rejected(f"the handlers ({modules}) can't be imported: {last}; correct them")
 
     def _write(self, buffers: list[bytes]) -> None:
         assert self._sock is not None
@@ -533,7 +533,7 @@ class EngineHost:
             )
         elif not self._was_ready and not self._parked:
             if self._stuck:
-                self._start.refused(self._stuck)
+                self._start.rejected(self._stuck)
             self._start.died(death.words, killed=death.killed)
         self.events.engine_died(death)
         # A task that ends its engine has to answer for it; its attempts are counted, so no delay is needed.

@@ -20,7 +20,7 @@ class EngineStart:
         """An engine is ready, or none is wanted for now."""
         self._error, self._kills, self._unready_s = "", 0, None
 
-    def refused(self, error: str) -> None:
+    def rejected(self, error: str) -> None:
         """The engine process said why it ends."""
         self._error = error
 

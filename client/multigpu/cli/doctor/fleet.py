@@ -35,7 +35,7 @@ def journal(place: Place) -> list[Finding]:
         return skip("journal", NO_MASTER)
     if not place.stats.journal_writable:
         remedy = "make room on its disk (never delete files in data_dir), or raise the limit"
-        return fail("journal", f"durable tasks are refused: {show.NO_ROOM}", remedy)
+        return fail("journal", f"durable tasks are rejected: {show.NO_ROOM}", remedy)
     return ok("journal", f"writable, {show.size(place.stats.journal_bytes)}")
 
 

@@ -100,7 +100,7 @@ def _space(folder: Path, named: str) -> list[Finding]:
     if inodes.f_files and not inodes.f_favail:
         return fail("disk", f"no inode is left in {named}", "delete files, or use another --data-dir")
     if usage.free < SPACE_FAIL_BYTES:
-        return fail("disk", told, "make room, or use another --data-dir: a full disk refuses durable tasks")
+        return fail("disk", told, "make room, or use another --data-dir: a full disk rejects durable tasks")
     if usage.free < SPACE_WARN_BYTES or usage.free < SPACE_WARN_SHARE * usage.total:
         return warn("disk", told, "make room, or set master.journal_bytes_max below what is free")
     return ok("disk", told)

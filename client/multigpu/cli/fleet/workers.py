@@ -36,7 +36,7 @@ def status(address: str, as_json: bool) -> None:
         return
     settled = {name: getattr(stats, name) for name in ("succeeded", "failed", "cancelled", "expired", "dead_lettered")}
     journal = f"{show.size(stats.journal_bytes)}, "
-    journal += "writable" if stats.journal_writable else f"NOT WRITABLE: durable submits are refused; {show.NO_ROOM}"
+    journal += "writable" if stats.journal_writable else f"NOT WRITABLE: durable submits are rejected; {show.NO_ROOM}"
     uptime = show.age(stats, "start_time")
     show.facts(
         [

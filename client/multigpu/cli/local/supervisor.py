@@ -53,8 +53,8 @@ class ChildSpec:
     name: str
     argv: Sequence[str]
     # Exit codes by which it says that starting it again can't help: its last words say what would.
-    refusals: frozenset[int] = frozenset()
-    # Once the fleet has been ready, a refusal is taken for passing trouble, like any other death.
+    rejections: frozenset[int] = frozenset()
+    # Once the fleet has been ready, a rejection is taken for passing trouble, like any other death.
     may_recover: bool = False
     # Once: it is not started again when it ends.
     once: bool = False
@@ -158,7 +158,7 @@ class Supervisor:
         self.stop_asked = asyncio.Event()
         # Set by the owner when the fleet has been ready: it can run.
         self.proven = False
-        self.refused: Child | None = None
+        self.rejected: Child | None = None
         self.finished_once: dict[str, int] = {}
 
     def add(self, spec: ChildSpec) -> Child:
@@ -191,8 +191,8 @@ class Supervisor:
         if self._stopping:
             self._on_event(name, f"stopped: {describe_exit(returncode)}")
             return
-        if returncode in child.spec.refusals and not (self.proven and child.spec.may_recover):
-            self._on_event(name, f"refused to run ({describe_exit(returncode)}); its last words above say why")
+        if returncode in child.spec.rejections and not (self.proven and child.spec.may_recover):
+            self._on_event(name, f"rejected to run ({describe_exit(returncode)}); its last words above say why")
             self._give_up(child)
             return
         if child.deaths_in_a_row >= HOPELESS_DEATHS and not self.proven:
@@ -208,7 +208,7 @@ class Supervisor:
             child.restart_timer = asyncio.get_running_loop().call_later(delay_s, self._start, child)
 
     def _give_up(self, child: Child) -> None:
-        self.refused = child
+        self.rejected = child
         self.stop_asked.set()
 
     async def stop(self, *rounds: tuple[Sequence[Child], float]) -> None:

@@ -30,10 +30,10 @@ DRAIN_SHARE = 0.6
 READY_PROBE = "ready"
 # Two signals closer together than this are one wish: `timeout`, for one, sends each to the process and to its group.
 IMPATIENCE_S = 0.3
-# Exit codes of mgpu-master: wrong settings; a journal that it refuses.
-MASTER_REFUSALS = frozenset({2, 3})
+# Exit codes of mgpu-master: wrong settings; a journal that it rejects.
+MASTER_REJECTIONS = frozenset({2, 3})
 # Exit codes of mgpu-worker: wrong settings; an engine that can't start; a master of another protocol version.
-WORKER_REFUSALS = frozenset({2, 3, 4})
+WORKER_REJECTIONS = frozenset({2, 3, 4})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +61,7 @@ class Fleet:
     ),
     exits=(
         ("0", "Stopped as asked."),
-        ("1", "The fleet can't run: the master or a worker refused to start, or died each time."),
+        ("1", "The fleet can't run: the master or a worker rejected to start, or died each time."),
         ("2", "The command line or the configuration is wrong."),
     ),
 )
@@ -190,7 +190,7 @@ def plan_workers(count: int | None, worker: config.WorkerConfig) -> list[tuple[s
 
 
 def choose_addresses(listen: str) -> tuple[str, str]:
-    """Where the master listens, and where others find it. Port 0 becomes a free port; a taken one is refused here."""
+    """Where the master listens, and where others find it. Port 0 becomes a free port; a taken one is rejected here."""
     if listen.startswith("unix:"):
         return listen, listen
     host, _, port_text = listen.rpartition(":")
@@ -209,7 +209,7 @@ def choose_addresses(listen: str) -> tuple[str, str]:
 
 
 async def run_fleet(fleet: Fleet) -> int:
-    """Runs the fleet until a signal or a refusal. Returns the exit code."""
+    """Runs the fleet until a signal or a rejection. Returns the exit code."""
     names = ["master", "up", *fleet.workers]
     log = FleetLog(as_json=fleet.log_json, names=names, file=fleet.data_dir / LOG_NAME)
 
@@ -228,13 +228,13 @@ async def run_fleet(fleet: Fleet) -> int:
         fleet.ready_file.unlink(missing_ok=True)
     python = (sys.executable, "-m")
     argv = (*python, "multigpu_master.main", *fleet.master_flags)
-    master = supervisor.add(ChildSpec(name="master", argv=argv, refusals=MASTER_REFUSALS))
+    master = supervisor.add(ChildSpec(name="master", argv=argv, rejections=MASTER_REJECTIONS))
     workers = [
         supervisor.add(
             ChildSpec(
                 name=worker_id,
                 argv=(*python, "multigpu_worker.main", *flags),
-                refusals=WORKER_REFUSALS,
+                rejections=WORKER_REJECTIONS,
                 may_recover=True,
             )
         )
@@ -249,9 +249,9 @@ async def run_fleet(fleet: Fleet) -> int:
     await supervisor.stop((workers, workers_s), ([master], fleet.stop_timeout_s - workers_s))
     if fleet.ready_file is not None:
         fleet.ready_file.unlink(missing_ok=True)
-    if supervisor.refused is None:
+    if supervisor.rejected is None:
         return 0
-    log.event("up", f"{supervisor.refused.spec.name} can't run: nothing to keep alive")
+    log.event("up", f"{supervisor.rejected.spec.name} can't run: nothing to keep alive")
     return Failure.exit_code
 
 

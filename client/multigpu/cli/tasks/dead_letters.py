@@ -85,7 +85,7 @@ def requeue(task_ids: tuple[int, ...], queue: str, address: str, as_json: bool) 
             show.line(str(task_id))
         if queue and not answer.task_ids:
             show.note(f"queue {queue} has no dead letters")
-    refuse_unknown(list(answer.unknown_task_ids))
+    reject_unknown(list(answer.unknown_task_ids))
 
 
 @dead_letters.command(
@@ -127,7 +127,7 @@ def delete(task_ids: tuple[int, ...], queue: str, yes: bool, address: str, as_js
         show.value(show.as_dict(answer))
     else:
         show.line(f"deleted {answer.deleted:,}")
-    refuse_unknown(list(answer.unknown_task_ids))
+    reject_unknown(list(answer.unknown_task_ids))
 
 
 def require_one(task_ids: tuple[int, ...], queue: str) -> None:
@@ -135,6 +135,6 @@ def require_one(task_ids: tuple[int, ...], queue: str) -> None:
         raise click.UsageError("give either TASK_IDs or --queue; `mgpuctl dead-letters list` shows both")
 
 
-def refuse_unknown(task_ids: list[int]) -> None:
+def reject_unknown(task_ids: list[int]) -> None:
     if task_ids:
         raise NotFound(f"no dead letters: {', '.join(map(str, task_ids))}; `mgpuctl dead-letters list` shows them")

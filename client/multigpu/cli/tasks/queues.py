@@ -58,7 +58,7 @@ def resume(queue: str, address: str, as_json: bool) -> None:
 @queues.command(
     "limits",
     examples=(
-        ("mgpuctl queues limits night --tasks-max 100000", "More are refused with RESOURCE_EXHAUSTED."),
+        ("mgpuctl queues limits night --tasks-max 100000", "More are rejected with RESOURCE_EXHAUSTED."),
         ("mgpuctl queues limits night --bytes-max 2GiB", "The same by payload bytes."),
         ("mgpuctl queues limits night --tasks-max 0", "The master's own limit again."),
     ),

@@ -161,11 +161,11 @@ def parse(data: bytes, where: str = "") -> Any:
 
 def print_ids(client: Client, kind: str, inputs: Iterator[Input], options: dict[str, Any], *, as_json: bool) -> None:
     """Hands the tasks over, and prints their ids in order. A rejected task is reported, and the rest goes on."""
-    taken = refused = 0
+    taken = rejected = 0
     while batch := list(islice(inputs, BATCH_TASKS)):
         for answer in client.submit_many(kind, batch, **options):
             if isinstance(answer, RejectedError):
-                refused += 1
+                rejected += 1
                 message = with_flags(answer.message)
                 reason = {"code": answer.code, "error": message, "retry_delay_s": answer.retry_delay_s}
                 if as_json:
@@ -175,9 +175,9 @@ def print_ids(client: Client, kind: str, inputs: Iterator[Input], options: dict[
             else:
                 taken += 1
                 show.line(show.as_json({"task_id": answer}) if as_json else str(answer))
-    if refused:
+    if rejected:
         failure = TasksFailed if taken else Failure
-        raise failure(f"{refused:,} of {taken + refused:,} tasks were rejected")
+        raise failure(f"{rejected:,} of {taken + rejected:,} tasks were rejected")
 
 
 def print_results(outcomes: Iterable[Outcome], *, many: bool, as_json: bool) -> None:

@@ -147,7 +147,7 @@ class Turns:
                 break
             size -= residency.memory_of(other)
             going.append(other)
-        alone = len(going) == len(used)  # a model larger than all room is the worker's to refuse
+        alone = len(going) == len(used)  # a model larger than all room is the worker's to reject
         return going if size <= residency.limit_bytes or alone else None
 
     def _begin(self, worker: Worker) -> None:

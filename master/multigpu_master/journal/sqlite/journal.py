@@ -100,17 +100,17 @@ class SqliteJournal(JournalReads):
         self._closing = False
         self._busy_since_s = 0.0  # on the monotonic clock; 0: it waits for something to do
         self._last_cursor = 0
-        self._full: JournalFullError | None = None  # submits are refused
+        self._full: JournalFullError | None = None  # submits are rejected
         self._over = False  # for the limit alone: the disk took the last transaction
         self._freeing: deque[Entry] = deque()  # while there is no room: what goes ahead of the rest
         self._singly = False  # they don't fit into one transaction
         self._free_at_s = self._retry_at_s = 0.0  # on the monotonic clock, as is the next
         self._sweep_at_s = 0.0
-        self._refused: set[int] = set()  # tasks whose submit found no room, while there is none
+        self._rejected: set[int] = set()  # tasks whose submit found no room, while there is none
 
     @property
     def writable(self) -> bool:
-        """False while there is no room: submits would be refused. From any thread."""
+        """False while there is no room: submits would be rejected. From any thread."""
         return self._full is None
 
     def works(self, within_s: float) -> bool:
@@ -169,7 +169,7 @@ class SqliteJournal(JournalReads):
 
     def append(self, *entries: Entry) -> None:
         for entry in entries:
-            assert not (entry.submits and entry.settles), "submits may be refused, settles may not: keep them apart"
+            assert not (entry.submits and entry.settles), "submits may be rejected, settles may not: keep them apart"
         if self._fatal is not None:
             raise self._fatal
         self._queue.put(entries)
@@ -282,7 +282,7 @@ class SqliteJournal(JournalReads):
             self._retry_at_s = time.monotonic() + RETRY_S
             if not self._over:
                 self._full = None
-                self._refused.clear()
+                self._rejected.clear()
                 self._limit_size()
         if batch:
             self._on_commit(batch, first_cursor, None)
@@ -395,18 +395,18 @@ class SqliteJournal(JournalReads):
     def _sort_out(self, entries: Iterable[Entry]) -> None:
         """Without room: rejects submits, and keeps the rest but for the settles of rejected tasks."""
         assert self._full is not None
-        refused: list[Entry] = []
+        rejected: list[Entry] = []
         for entry in entries:
             if entry.submits:
-                refused.append(entry)
-                self._refused.update([record.task_id for record in entry.submits])
+                rejected.append(entry)
+                self._rejected.update([record.task_id for record in entry.submits])
                 continue
-            if any(record.task_id in self._refused for record in entry.settles):
+            if any(record.task_id in self._rejected for record in entry.settles):
                 # The same object: the driver knows its entries by identity.
-                entry.settles = [record for record in entry.settles if record.task_id not in self._refused]
+                entry.settles = [record for record in entry.settles if record.task_id not in self._rejected]
             (self._freeing if frees(entry) and not self._over else self._pending).append(entry)
-        if refused:
-            self._on_commit(refused, 0, self._full)
+        if rejected:
+            self._on_commit(rejected, 0, self._full)
 
     def _need_room(self, size_bytes: int) -> None:
         """JournalFullError: the disk has less."""

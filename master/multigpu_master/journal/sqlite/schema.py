@@ -230,7 +230,7 @@ def _check_identity(path: Path, application_id: int, version: int) -> None:
 
 
 def _check_contents(path: Path) -> None:
-    """Looks for damage through a connection that can't write, and leaves no trace: a file is as it was if refused."""
+    """Looks for damage through a connection that can't write, and leaves no trace: a file is as it was if rejected."""
     beside = [path.with_name(DATABASE_NAME + suffix) for suffix in ("-wal", "-shm")]
     absent = [file for file in beside if not file.exists()]
     # Without a log the file can be read as it lies; with one, SQLite needs the log's index, which it may have to build.

@@ -12,7 +12,7 @@ from multigpu_master.core.model import Task
 from multigpu_master.driver import Driver
 from multigpu_master.journal.protocol import JournalError, SubmitRecord
 from multigpu_master.rpc import queries
-from multigpu_master.rpc.status import count_of, make_token, page_size_of, read_token, refuse
+from multigpu_master.rpc.status import count_of, make_token, page_size_of, read_token, reject
 from multigpu_master.security.auth import caller_queues
 
 LETTERS_MAX = 10_000  # that one request may name
@@ -56,7 +56,7 @@ class DeadLetterCalls:
             for letter, answer in zip(letters, answers, strict=True):
                 if isinstance(answer, ev.Rejection):
                     done, which = f"requeued {len(response.task_ids)} of {len(ids)}", f"dead letter {letter.task_id}"
-                    await refuse(context, grpc.StatusCode.FAILED_PRECONDITION, f"{done}; {which}: {answer.message}")
+                    await reject(context, grpc.StatusCode.FAILED_PRECONDITION, f"{done}; {which}: {answer.message}")
         return response
 
     async def DeleteDeadLetters(self, request: Any, context: Any) -> pb.DeleteDeadLettersResponse:
@@ -78,7 +78,7 @@ class DeadLetterCalls:
         try:
             await self._driver.journaling.save({}, task_ids)
         except JournalError as error:
-            await refuse(
+            await reject(
                 context,
                 grpc.StatusCode.RESOURCE_EXHAUSTED,
                 f"done, but it may not survive a restart of the master: {error}",

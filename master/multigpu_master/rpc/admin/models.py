@@ -12,7 +12,7 @@ from multigpu_master.core.model import Worker
 from multigpu_master.core.operators import is_version
 from multigpu_master.driver import Driver
 from multigpu_master.journal.protocol import JournalError
-from multigpu_master.rpc.status import count_of, make_token, page_size_of, read_token, refuse
+from multigpu_master.rpc.status import count_of, make_token, page_size_of, read_token, reject
 from multigpu_master.settings import worker_setting
 from multigpu_master.wire import models as wire_models
 
@@ -39,7 +39,7 @@ class ModelCalls:
         lacking = [w.worker_id for w in workers if w not in offering]
         if not offering or (request.worker_ids and lacking):
             where = f"worker {', '.join(lacking)}" if request.worker_ids else "any worker that is connected"
-            await refuse(
+            await reject(
                 context,
                 grpc.StatusCode.NOT_FOUND,
                 f"model {request.model!r} is not offered by {where}; `mgpuctl models list` shows what is",
@@ -47,7 +47,7 @@ class ModelCalls:
         fitting = [w for w in offering if not _lacks(w, request.model)]
         if not fitting or (request.worker_ids and len(fitting) < len(offering)):
             worker = next(w for w in offering if _lacks(w, request.model))
-            await refuse(
+            await reject(
                 context,
                 grpc.StatusCode.RESOURCE_EXHAUSTED,
                 f"model {request.model!r} does not fit beside what is pinned on {worker.worker_id}: "
@@ -62,7 +62,7 @@ class ModelCalls:
         workers = await self._workers(context, request.worker_ids)
         known = [m for w in workers for m in (*w.residency.offered, *w.residency.said, *w.residency.pins)]
         if not any(is_version(m, request.model) for m in known):
-            await refuse(
+            await reject(
                 context,
                 grpc.StatusCode.NOT_FOUND,
                 f"no model {request.model!r} is offered or loaded there; `mgpuctl models list` shows what is",
@@ -78,7 +78,7 @@ class ModelCalls:
         for worker_id in ids:
             if worker_id not in workers:
                 known = ", ".join(sorted(workers)[:10]) or "none"
-                await refuse(context, grpc.StatusCode.NOT_FOUND, f"no worker {worker_id!r}; known: {known}")
+                await reject(context, grpc.StatusCode.NOT_FOUND, f"no worker {worker_id!r}; known: {known}")
         return [workers[worker_id] for worker_id in ids or sorted(workers)]
 
     async def _tell(self, context: Any, events: list[ev.LoadModel] | list[ev.UnloadModel]) -> None:
@@ -90,7 +90,7 @@ class ModelCalls:
         try:
             await self._driver.journaling.save(settings)
         except JournalError as error:
-            await refuse(
+            await reject(
                 context,
                 grpc.StatusCode.RESOURCE_EXHAUSTED,
                 f"done, but it may not survive a restart of the master: {error}",

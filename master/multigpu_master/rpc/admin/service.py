@@ -20,7 +20,7 @@ from multigpu_master.rpc import queries
 from multigpu_master.rpc.admin.dead_letters import DeadLetterCalls
 from multigpu_master.rpc.admin.models import ModelCalls
 from multigpu_master.rpc.admin.tokens import TokenCalls
-from multigpu_master.rpc.status import make_token, page_size_of, read_token, refuse
+from multigpu_master.rpc.status import make_token, page_size_of, read_token, reject
 from multigpu_master.security.auth import Gate, caller_queues
 from multigpu_master.settings import breaker_setting, queue_setting, worker_message, worker_setting
 from multigpu_master.strategies.registry import canonical_name
@@ -103,7 +103,7 @@ class AdminService(TokenCalls, ModelCalls, DeadLetterCalls):
         if request.HasField("timeout"):
             timeout_s = wire.seconds_of(request.timeout)
             if timeout_s < 0:
-                await refuse(
+                await reject(
                     context, grpc.StatusCode.INVALID_ARGUMENT, f"timeout is {timeout_s:g} s; it can't be negative"
                 )
             deadline_s = self._driver.now() + timeout_s
@@ -113,7 +113,7 @@ class AdminService(TokenCalls, ModelCalls, DeadLetterCalls):
     async def ForgetWorker(self, request: Any, context: Any) -> pb.ForgetWorkerResponse:
         worker = await self._known_worker(context, request.worker_id)
         if worker.session:
-            await refuse(
+            await reject(
                 context,
                 grpc.StatusCode.FAILED_PRECONDITION,
                 f"worker {request.worker_id!r} is connected; stop its daemon first",
@@ -125,7 +125,7 @@ class AdminService(TokenCalls, ModelCalls, DeadLetterCalls):
         worker = await self._known_worker(context, request.worker_id)
         if not worker.session or not worker.handlers:
             why = "tells of no handlers: it has none, or is of an older version" if worker.session else "is lost"
-            await refuse(context, grpc.StatusCode.FAILED_PRECONDITION, f"worker {request.worker_id!r} {why}")
+            await reject(context, grpc.StatusCode.FAILED_PRECONDITION, f"worker {request.worker_id!r} {why}")
         self._driver.reload_handlers(worker.session)
         return pb.ReloadHandlersResponse(worker=worker_message(worker))
 
@@ -133,7 +133,7 @@ class AdminService(TokenCalls, ModelCalls, DeadLetterCalls):
         worker = self._core.fleet.workers.get(worker_id)
         if worker is None:
             known = ", ".join(sorted(self._core.fleet.workers)[:10]) or "none"
-            await refuse(context, grpc.StatusCode.NOT_FOUND, f"no worker {worker_id!r}; known: {known}")
+            await reject(context, grpc.StatusCode.NOT_FOUND, f"no worker {worker_id!r}; known: {known}")
         return worker
 
     async def _change_worker(self, context: Any, worker_id: str, event: ev.Event) -> pb.Worker:
@@ -147,7 +147,7 @@ class AdminService(TokenCalls, ModelCalls, DeadLetterCalls):
         try:
             await self._driver.journaling.save(settings)
         except JournalError as error:
-            await refuse(
+            await reject(
                 context,
                 grpc.StatusCode.RESOURCE_EXHAUSTED,
                 f"done, but it may not survive a restart of the master: {error}",
@@ -173,12 +173,12 @@ class AdminService(TokenCalls, ModelCalls, DeadLetterCalls):
         if request.queue and not request.strategy:
             name = ""
         if name is None or (not name and not request.queue):
-            await refuse(
+            await reject(
                 context,
                 grpc.StatusCode.INVALID_ARGUMENT,
                 f"no strategy {request.strategy!r}; there are: {', '.join(sorted(core.strategies))}",
             )
-        assert name is not None, "refused above"
+        assert name is not None, "rejected above"
         if request.queue:
             await self._admit_queue(context, request.queue)
         self._driver.handle(ev.SetStrategy(name, request.queue))
@@ -252,7 +252,7 @@ class AdminService(TokenCalls, ModelCalls, DeadLetterCalls):
 
     async def _configure(self, context: Any, event: ev.ConfigureQueue) -> None:
         if not event.queue:
-            await refuse(context, grpc.StatusCode.INVALID_ARGUMENT, 'queue is missing; the usual one is "default"')
+            await reject(context, grpc.StatusCode.INVALID_ARGUMENT, 'queue is missing; the usual one is "default"')
         await self._admit_queue(context, event.queue)
         self._driver.handle(event)
         await self._save(context, queue_setting(self._core.queue(event.queue)))
@@ -263,15 +263,15 @@ class AdminService(TokenCalls, ModelCalls, DeadLetterCalls):
         try:
             wire_models.plain_name("queue", name)
         except wire.InvalidTaskError as error:
-            await refuse(context, grpc.StatusCode.INVALID_ARGUMENT, str(error))
+            await reject(context, grpc.StatusCode.INVALID_ARGUMENT, str(error))
         if len(name.encode()) > wire.NAME_BYTES_MAX:
-            await refuse(
+            await reject(
                 context,
                 grpc.StatusCode.INVALID_ARGUMENT,
                 f"a queue's name has at most {wire.NAME_BYTES_MAX} bytes",
             )
         if name not in core.queues and len(core.queues) >= QUEUES_MAX and not core.prune_queues():
-            await refuse(
+            await reject(
                 context,
                 grpc.StatusCode.RESOURCE_EXHAUSTED,
                 f"there are {QUEUES_MAX} queues with tasks or rules already; use one of them",
@@ -336,12 +336,12 @@ class AdminService(TokenCalls, ModelCalls, DeadLetterCalls):
         queues = caller_queues()
         if task is None or (queues is not None and task.spec.queue not in queues):
             if stored is None or (queues is not None and stored.queue not in queues):
-                await refuse(
+                await reject(
                     context,
                     grpc.StatusCode.NOT_FOUND,
                     f"no task {request.task_id}: it was never submitted, or its result_ttl is over",
                 )
-            assert stored is not None, "refused above"
+            assert stored is not None, "rejected above"
             message = queries.stored_task(stored, whole=False)
             state = task_pb2.OutcomeState.Name(message.outcome.state).removeprefix("OUTCOME_STATE_")
             why = f": {message.outcome.error.message}" if message.outcome.error.message else ""

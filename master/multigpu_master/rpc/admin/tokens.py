@@ -7,7 +7,7 @@ from multigpu.v1 import admin_service_pb2 as pb
 
 from multigpu_master.driver import Driver
 from multigpu_master.journal.protocol import JournalError
-from multigpu_master.rpc.status import make_token, page_size_of, read_token, refuse
+from multigpu_master.rpc.status import make_token, page_size_of, read_token, reject
 from multigpu_master.security.auth import Gate
 from multigpu_master.security.tokens import ADMIN, Token, Tokens
 from multigpu_master.wire import messages as wire
@@ -43,12 +43,12 @@ class TokenCalls:
                 calls_max=request.calls_max,
             )
         except ValueError as error:
-            await refuse(context, grpc.StatusCode.INVALID_ARGUMENT, str(error))
+            await reject(context, grpc.StatusCode.INVALID_ARGUMENT, str(error))
         try:
             await self._driver.journaling.save(token.setting())
         except JournalError as error:
             self._driver.journaling.remember(dict.fromkeys(token.setting()))  # it may be written yet
-            await refuse(context, grpc.StatusCode.RESOURCE_EXHAUSTED, f"no token was made: {error}")
+            await reject(context, grpc.StatusCode.RESOURCE_EXHAUSTED, f"no token was made: {error}")
         tokens.add(token)
         return pb.CreateTokenResponse(token=_message(token), secret=secret)
 
@@ -65,7 +65,7 @@ class TokenCalls:
     async def RevokeToken(self, request: Any, context: Any) -> pb.RevokeTokenResponse:
         gate, tokens = await self._tokens(context)
         if [t.token_id for t in tokens.good() if ADMIN in t.roles] == [request.token_id]:
-            await refuse(
+            await reject(
                 context,
                 grpc.StatusCode.FAILED_PRECONDITION,
                 f"{request.token_id} is the last token of an administrator, so it was not revoked: nobody could make "
@@ -73,16 +73,16 @@ class TokenCalls:
             )
         token = gate.revoke(request.token_id)
         if token is None:
-            await refuse(
+            await reject(
                 context,
                 grpc.StatusCode.NOT_FOUND,
                 f"no token {request.token_id!r}; `mgpuctl tokens list` shows them",
             )
-        assert token is not None, "refused above"
+        assert token is not None, "rejected above"
         try:
             await self._driver.journaling.save(dict.fromkeys(token.setting()))
         except JournalError as error:
-            await refuse(
+            await reject(
                 context,
                 grpc.StatusCode.RESOURCE_EXHAUSTED,
                 f"revoked, but it may be good again after a restart of the master: {error}; revoke it again then",
@@ -92,9 +92,9 @@ class TokenCalls:
     async def _tokens(self, context: Any) -> tuple[Gate, Tokens]:
         gate = self._gate
         if gate is None or gate.tokens is None:
-            await refuse(context, grpc.StatusCode.FAILED_PRECONDITION, NO_TOKENS)
-        assert gate is not None, "refused above"
-        assert gate.tokens is not None, "refused above"
+            await reject(context, grpc.StatusCode.FAILED_PRECONDITION, NO_TOKENS)
+        assert gate is not None, "rejected above"
+        assert gate.tokens is not None, "rejected above"
         return gate, gate.tokens
 
 

@@ -131,7 +131,7 @@ def _load(spec: ModelSpec, settings: EngineSettings, precision: str, family: str
     dtype = torch_runtime.dtype_of(precision)
     options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
     config = transformers.AutoConfig.from_pretrained(spec.folder, **options)
-    # Pickles are refused, unless they are allowed by name, before this: by who looked at the folder.
+    # Pickles are rejected, unless they are allowed by name, before this: by who looked at the folder.
     safe = not spec.allow_pickle
     model, report = getattr(transformers, f"AutoModel{family}").from_pretrained(
         spec.folder, config=config, dtype=dtype, use_safetensors=safe, output_loading_info=True, **options

@@ -48,7 +48,7 @@ HELD_OUT_MIN = 8
 EXAMPLES_MAX = 16
 
 
-class GateRefusedError(ModelFolderError):
+class AccuracyGateError(ModelFolderError):
     """The model loses more at this precision than its threshold allows. The message has both figures."""
 
     # It would lose as much anywhere.
@@ -168,7 +168,7 @@ def _likeness(spec: ModelSpec, name: str, truth: npt.NDArray[Any], given: npt.ND
 
 
 def judge(spec: ModelSpec, precision: str, figures: dict[str, str]) -> str:
-    """What `measure` found, for people. Raises GateRefusedError if it is worse than the model's threshold."""
+    """What `measure` found, for people. Raises AccuracyGateError if it is worse than the model's threshold."""
     figure, threshold = float(figures["figure"]), spec.gate.threshold
     things = "texts" if spec.kind == "embed" else "examples"
     if figures["metric"] != "spearman":
@@ -184,8 +184,8 @@ def judge(spec: ModelSpec, precision: str, figures: dict[str, str]) -> str:
         )
     if not passed:  # a NaN doesn't either
         recipe = "another int8_recipe, " if precision == "int8" else ""
-        raise GateRefusedError(
-            f"{spec.id} at {precision} is refused by its accuracy gate: {said}. Take {recipe}more "
+        raise AccuracyGateError(
+            f"{spec.id} at {precision} is rejected by its accuracy gate: {said}. Take {recipe}more "
             "calibration data, a higher precision, or another threshold in model.toml (docs/precision.md)"
         )
     return said

@@ -34,7 +34,7 @@ def run_apart(
     """What "module:function" answers to `arguments`, called in a process of its own. It sees no GPU unless `gpu`.
 
     Raises ModelFolderError with the function's words where it raised, MemoryError where memory ran out, OSError where
-    the system refused something, such as room on the disk.
+    the system rejected something, such as room on the disk.
     """
     environment = os.environ | {"TOKENIZERS_PARALLELISM": "false"}
     if not gpu:

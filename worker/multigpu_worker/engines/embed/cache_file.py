@@ -3,7 +3,7 @@
 Writing is nobody's wait: a thread takes whatever piled up while it wrote last. What an engine that is killed had not
 written yet is computed again. The file may lie, and is never believed blindly: each row has a checksum. A file that is
 damaged is moved aside, with a warning, and a new one begun, and so is one that was moved or deleted; a database that
-another program made is refused. A disk that is full or fails costs a warning and what could have been remembered, and
+another program made is rejected. A disk that is full or fails costs a warning and what could have been remembered, and
 no task: whatever can't be opened or written now is tried again with what is written next.
 
 Rows leave in the order in which they came. WAL mode needs a local disk.

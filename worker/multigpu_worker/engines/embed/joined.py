@@ -5,7 +5,7 @@ texts of a micro-batch become one row of tokens, each text with positions of its
 text (texts of one length in one call). A batch of texts of unlike lengths then costs its tokens, and no padding.
 
 This holds for models whose attention is transformers' common function with a mask that hides nothing but padding. All
-others are refused, by what they ask of attention or by a trial at load, and go through padded.
+others are rejected, by what they ask of attention or by a trial at load, and go through padded.
 """
 
 import inspect
@@ -53,7 +53,7 @@ def attention(
 
 
 def no_mask(*, mask_function: Any, **others: Any) -> None:
-    """The mask of one row of texts: none. A sliding window, or causality, is refused."""
+    """The mask of one row of texts: none. A sliding window, or causality, is rejected."""
     del others
     if mask_function is not transformers.masking_utils.bidirectional_mask_function:
         raise NotImplementedError("this model's attention is not from each token to all others")

@@ -148,7 +148,7 @@ def load(spec: ModelSpec, settings: EngineSettings, precision: str) -> tuple[Emb
         text = TextInput.read(graph_of(spec, settings, precision).folder)
         return maker.make(Watch.begin(limits_of(spec, text)).profiles, None)
     if precision in GATED:
-        # A model that the gate refuses at this precision isn't served at another instead.
+        # A model that the gate rejects at this precision isn't served at another instead.
         graph_of(spec, settings, precision).close()
     meanwhile = auto_precision(gpu.capability) if precision in GATED else precision
     first, _ = load_backend(spec, settings, Variant(engine="torch", precision=meanwhile))
@@ -210,7 +210,7 @@ class PlanMaker:
         self._memory.trim()
 
     def _judge(self, backend: EmbedBackend) -> dict[str, str]:
-        """The gate's figure for the plan itself, as it computes on this GPU. Raises GateRefusedError."""
+        """The gate's figure for the plan itself, as it computes on this GPU. Raises AccuracyGateError."""
         exact, _ = load_backend(self._spec, self._settings, Variant(engine="torch", precision="fp32"))
         reference, candidate = (functools.partial(embed_texts, each) for each in (exact, backend))
         figures = gate.measure(self._spec, reference, candidate)

@@ -145,7 +145,7 @@ def _prompt_ids(message: pb.GeneratePayload, tokenizer: Any) -> list[int]:
     try:
         text = tokenizer.apply_chat_template(said, add_generation_prompt=True, tokenize=False)
     except Exception as error:
-        # The template is a program that came with the model: it may refuse what it likes, as it likes.
-        raise BadInputError(f"the model's chat template refuses these messages: {error}") from error
+        # The template is a program that came with the model: it may reject what it likes, as it likes.
+        raise BadInputError(f"the model's chat template rejects these messages: {error}") from error
     # The template writes the special tokens itself.
     return [int(token) for token in tokenizer(text, add_special_tokens=False)["input_ids"]]

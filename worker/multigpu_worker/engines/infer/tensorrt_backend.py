@@ -108,7 +108,7 @@ def load(spec: ModelSpec, settings: EngineSettings, precision: str) -> tuple[For
         return PlanForward(runner, limits.rows_max), facts
     maker = PlanMaker(spec, settings, precision, library, gpu, memory, limits)
     if precision in gate.GATED:
-        # A model that its gate refuses at this precision isn't served at another instead.
+        # A model that its gate rejects at this precision isn't served at another instead.
         quantised(spec, settings, precision, "tensorrt").close()
     if importlib.util.find_spec("onnxruntime") is None:
         return maker.make(Watch.begin(limits).profiles, None)
@@ -179,7 +179,7 @@ class PlanMaker:
         return forward, plan.facts | try_out(forward, serving, self._precision)
 
     def _judge(self, forward: Forward, serving: Forward) -> dict[str, str]:
-        """The gate's figure for the plan itself, as it computes on this GPU. Raises GateRefusedError."""
+        """The gate's figure for the plan itself, as it computes on this GPU. Raises AccuracyGateError."""
         rows = forward.inputs[0].shape[0] if forward.inputs[0].shape else None
         types = {each.name: each.dtype for each in serving.inputs}
         held_out = gate.read_arrays(self._spec.folder / self._spec.gate.held_out, types, rows)

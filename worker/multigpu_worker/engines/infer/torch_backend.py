@@ -121,7 +121,7 @@ def _load_export(spec: ModelSpec, device: torch.device, precision: str) -> Torch
         raise PrecisionError(f"{spec.id} was exported at its precision: leave {precision} out, or export it so again")
     path = spec.folder / spec.file
     if spec.file not in spec.allow_pickle:
-        refuse_pickle(path)
+        reject_pickle(path)
     program = torch.export.load(path)
     nodes = {node.name: node for node in program.graph.nodes}
     user_inputs = [name for name in program.graph_signature.user_inputs if isinstance(name, str)]
@@ -172,7 +172,7 @@ def _outputs_of(program: torch.export.ExportedProgram, nodes: dict[str, torch.fx
     return name_outputs(tree_unflatten(values, program.call_spec.out_spec))
 
 
-def refuse_pickle(path: Path) -> None:
+def reject_pickle(path: Path) -> None:
     """Raises ModelFolderError if loading a `.pt2` would unpickle something that can run code."""
     remedy = "export it again with plain tensors alone, or name it under allow_pickle in model.toml where you trust it"
     try:

@@ -38,7 +38,7 @@ def exported(spec: ModelSpec, settings: EngineSettings, precision: str, engine: 
     """The model as MODEL_FILE, and what TextInput.read needs, at one of PRECISIONS, for "onnx" or "tensorrt".
 
     Facts: "dimension", "difference" (to torch); at int8 and fp8 also "recipe" and "accuracy". Raises ModelFolderError,
-    GateRefusedError among them; MemoryError, OSError; ImportError: a package is missing.
+    AccuracyGateError among them; MemoryError, OSError; ImportError: a package is missing.
     """
     if precision not in PRECISIONS:
         raise PrecisionError(f"models are exported at {', '.join(PRECISIONS)}, not at {precision}")

@@ -1,7 +1,7 @@
 """An embedding model as one ONNX graph: transformer, pooling and what follows, for any number of texts of any length.
 
 What the graph computes is compared with torch, on texts of other shapes than it was exported with, before anybody may
-use it: an export that specialised on a shape, or lost a mask, is refused. The tokenizer is written beside it, so that
+use it: an export that specialised on a shape, or lost a mask, is rejected. The tokenizer is written beside it, so that
 who runs the graph needs neither torch nor transformers.
 
 torch is imported by the process that exports (engines/common/subprocess_call.py), and by nobody who only reads.

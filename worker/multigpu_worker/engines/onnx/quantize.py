@@ -10,7 +10,7 @@ Exported embedding models:
   the products inside attention and the layers that narrow (the second of each feed-forward block), whose inputs have
   outliers that one scale can't hold. Explicit Q/DQ, which TensorRT takes.
 - "default": whatever nvidia-modelopt does by itself. It is here because people ask for it; with MiniLM it loses four
-  points of STS-B, and the accuracy gate is there to refuse it.
+  points of STS-B, and the accuracy gate is there to reject it.
 
 ONNX models of any sort (kind infer):
 
@@ -119,7 +119,7 @@ def quantise_infer(*, spec: dict[str, Any], folder: str, recipe: str, engine: st
     model, new = ModelSpec.from_plain(spec), Path(folder) / MODEL_FILE
     old = model.folder / model.file
     exact = Session(old, "cpu", threads)
-    _refuse_rounded(model, old)
+    _reject_rounded(model, old)
     taken = [tensor_spec(old, each) for each in exact.inputs]
     rows = taken[0].shape[0] if taken[0].shape else None
     calibration, held_out = (
@@ -142,7 +142,7 @@ def quantise_infer(*, spec: dict[str, Any], folder: str, recipe: str, engine: st
     return gate.measure_arrays(model, held_out, exact.run, rounded.run, rows or gate.EXAMPLES_MAX)
 
 
-def _refuse_rounded(model: ModelSpec, path: Path) -> None:
+def _reject_rounded(model: ModelSpec, path: Path) -> None:
     """Raises ModelFolderError if there is nothing to round, or it is rounded already."""
     import onnx  # noqa: PLC0415  (only in that process)
 

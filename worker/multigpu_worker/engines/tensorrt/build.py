@@ -2,7 +2,7 @@
 
 Networks are strongly typed: each operation computes in the types that the graph says. So a precision is a matter of the
 graph (cast to 16 bits, or with explicit quantise and dequantise operations), and a graph that doesn't have it is
-refused, instead of being built at another. TF32 alone is the builder's choice.
+rejected, instead of being built at another. TF32 alone is the builder's choice.
 
 A plan is tuned for shapes (profiles.py), for a GPU, and made by one version of one library: all that is in its key. The
 builder runs at low priority, and may take minutes, memory without end, or itself down: its process is not the engine.
@@ -176,7 +176,7 @@ def _aim(trt: Any, config: Any, capability: list[int] | None) -> None:
         return
     config.num_compute_capabilities = 1
     if not config.set_compute_capability(family_of(trt, (capability[0], capability[1])), 0):
-        raise ModelFolderError(f"{trt.__name__} refused to build for compute capability {capability}")
+        raise ModelFolderError(f"{trt.__name__} rejected to build for compute capability {capability}")
 
 
 def _add_profiles(builder: Any, config: Any, network: Any, profiles: list[dict[str, list[int]]]) -> int:
@@ -196,7 +196,7 @@ def _add_profiles(builder: Any, config: Any, network: Any, profiles: list[dict[s
         for name, (least, best, most) in shapes.items():
             profile.set_shape(name, least, best, most)
         if config.add_optimization_profile(profile) < 0:
-            raise ModelFolderError(f"the library refused the profile {ranges}")
+            raise ModelFolderError(f"the library rejected the profile {ranges}")
         added.append(shapes)
     return len(added)
 

@@ -73,7 +73,7 @@ class PlanRunner:
         for spec in self.inputs:
             array = np.ascontiguousarray(inputs[spec.name], dtype=spec.dtype)
             if not context.set_input_shape(spec.name, array.shape):
-                raise self._error(f"the plan refused {spec.name} of shape {array.shape}")
+                raise self._error(f"the plan rejected {spec.name} of shape {array.shape}")
             self._memory.upload(array, self._bind(context, spec.name, array.nbytes))
         if unknown := context.infer_shapes():
             raise self._error(f"the shapes of {', '.join(unknown)} are not known")
@@ -98,7 +98,7 @@ class PlanRunner:
             capacity, buffer = size_bytes, self._memory.empty(max(size_bytes, 1))
             self._buffers[name] = capacity, buffer
         if not context.set_tensor_address(name, self._memory.address(buffer)):
-            raise self._error(f"the plan refused a buffer for {name}")
+            raise self._error(f"the plan rejected a buffer for {name}")
         return buffer
 
     def _describe(self, plan: Path) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]:
@@ -137,7 +137,7 @@ class PlanRunner:
         if context is None:
             raise self._error("the plan gave no execution context")
         if not context.set_optimization_profile_async(profile, self._memory.stream):
-            raise self._error(f"the plan refused its profile {profile}")
+            raise self._error(f"the plan rejected its profile {profile}")
         self._memory.mark()()
         size_bytes = max(
             self._engine.get_device_memory_size_for_profile_v2(index)

@@ -1,4 +1,4 @@
-"""A call that was refused leaves nothing behind for the cyclic collector."""
+"""A call that was rejected leaves nothing behind for the cyclic collector."""
 
 import gc
 import weakref
@@ -9,7 +9,7 @@ import grpc
 import pytest
 from multigpu.v1 import task_service_pb2
 from multigpu_master.rpc.registration import add_service
-from multigpu_master.rpc.status import refuse
+from multigpu_master.rpc.status import reject
 from multigpu_master.rpc.transport import Server
 
 SERVICE = task_service_pb2.DESCRIPTOR.services_by_name["TaskService"]
@@ -20,7 +20,7 @@ class _Canary:
     """Lives as long as the frame that has it."""
 
 
-class Refusing:
+class Rejecting:
     def __init__(self) -> None:
         self.seen: list[weakref.ref[_Canary]] = []
 
@@ -31,7 +31,7 @@ class Refusing:
             try:
                 int("no number: the context of what follows")
             except ValueError:
-                await refuse(args[-1], grpc.StatusCode.NOT_FOUND, "no")
+                await reject(args[-1], grpc.StatusCode.NOT_FOUND, "no")
 
         return method
 
@@ -45,8 +45,8 @@ def uncollected() -> Iterator[None]:
 
 
 @pytest.fixture
-async def served() -> AsyncIterator[tuple[Refusing, grpc.aio.Channel]]:
-    server, servicer = Server(100), Refusing()
+async def served() -> AsyncIterator[tuple[Rejecting, grpc.aio.Channel]]:
+    server, servicer = Server(100), Rejecting()
     add_service(server, SERVICE, servicer)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
@@ -55,7 +55,7 @@ async def served() -> AsyncIterator[tuple[Refusing, grpc.aio.Channel]]:
     await server.stop(0)
 
 
-async def _refused(channel: grpc.aio.Channel, path: str) -> grpc.StatusCode:
+async def _rejected(channel: grpc.aio.Channel, path: str) -> grpc.StatusCode:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await channel.stream_unary(path)(iter([b""]), metadata=METADATA)
     code: grpc.StatusCode = caught.value.code()
@@ -65,21 +65,21 @@ async def _refused(channel: grpc.aio.Channel, path: str) -> grpc.StatusCode:
 
 @pytest.mark.usefixtures("uncollected")
 @pytest.mark.parametrize("method", ["Get", "List", "Cancel", "Submit", "Run", "Watch"])
-async def test_a_refused_call_keeps_no_frames(served: tuple[Refusing, grpc.aio.Channel], method: str) -> None:
+async def test_a_rejected_call_keeps_no_frames(served: tuple[Rejecting, grpc.aio.Channel], method: str) -> None:
     servicer, channel = served
     for _ in range(3):
-        assert await _refused(channel, f"/{SERVICE.full_name}/{method}") is grpc.StatusCode.NOT_FOUND
+        assert await _rejected(channel, f"/{SERVICE.full_name}/{method}") is grpc.StatusCode.NOT_FOUND
     # The last may have its end before it.
-    await _refused(channel, "/no.such.Service/Method")
+    await _rejected(channel, "/no.such.Service/Method")
     assert len(servicer.seen) == 3
     assert not any(ref() for ref in servicer.seen)
 
 
 @pytest.mark.usefixtures("uncollected")
 @pytest.mark.parametrize("path", [f"/{SERVICE.full_name}/Get", "/no.such.Service/Method"])
-async def test_no_call_leaves_its_metadata(served: tuple[Refusing, grpc.aio.Channel], path: str) -> None:
+async def test_no_call_leaves_its_metadata(served: tuple[Rejecting, grpc.aio.Channel], path: str) -> None:
     _, channel = served
     for _ in range(20):
-        await _refused(channel, path)
+        await _rejected(channel, path)
     left = [o for o in gc.get_objects() if type(o).__name__ == "_HandlerCallDetails"]
     assert len(left) < 5, "gRPC's own search for handlers makes a cycle with the metadata of each call"
