@@ -237,11 +237,12 @@ class Driver:
     # --- commands ----------------------------------------------------------------------------------------------------
 
     def _renew_ids(self, _command: ev.RenewIds) -> None:
-        epoch = self._epoch = ids.next_epoch(self._epoch, self.now())
+        now_s = self.now()
+        epoch = self._epoch = ids.next_epoch(self._epoch, now_s)
 
         def begun(error: JournalError | None) -> None:
             if error is None:  # else the master is stopping
-                self.handle(ev.IdsRenewed(ids.first_id(epoch)))
+                self.handle(ev.IdsRenewed(ids.first_id(epoch, now_s)))
 
         self.journaling.begin_epoch(epoch, begun)
 

@@ -75,9 +75,10 @@ def _fill(data_dir: Path, target: Path) -> list[str]:
     part = target / PART_NAME
     os.close(os.open(part, os.O_CREAT | os.O_EXCL, 0o600))
     source = journal_schema.connect_reader(data_dir / DATABASE_NAME)
-    with contextlib.closing(source), contextlib.closing(sqlite3.connect(part)) as copy:
+    with contextlib.closing(source), contextlib.closing(sqlite3.connect(part, isolation_level=None)) as copy:
         held = _hold(source, data_dir)
         source.backup(copy)  # of the transaction that `held` belongs to
+        journal_schema.clear_open_flag(copy)
     for name in sorted(held):
         segment = held.pop(name)  # closed once it is copied: its room may be used again
         (target / name).parent.mkdir(mode=0o700, exist_ok=True)
@@ -152,6 +153,8 @@ def salvage(data_dir: Path) -> Iterator[str]:
     lock = journal_schema.DirectoryLock(data_dir, "")
     try:
         journal_schema.check_header(path)
+        if _log_missing(path):
+            yield f"the newest transactions, unless another program copied them into the database: {log} is missing"
         if what := _log_damage(path, log):
             kept = log.with_name(f"{log.name}.damaged")
             with log.open("rb") as file:
@@ -160,6 +163,7 @@ def salvage(data_dir: Path) -> Iterator[str]:
             yield f"{what}; the log is kept as {kept}"
         with contextlib.closing(journal_schema.connect_writer(path)) as writer:
             journal_schema.migrate(writer)
+            journal_schema.clear_open_flag(writer)
             journal_schema.empty_log(writer)
             for table, key, what in list(_lost(data_dir)):
                 if table != "outcome":
@@ -175,6 +179,11 @@ def _lost(data_dir: Path, database: str = DATABASE_NAME) -> list[tuple[str, int,
         return list(reads.lost())
     finally:
         reads.close_readers()
+
+
+def _log_missing(path: Path) -> bool:
+    with contextlib.closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro&immutable=1", uri=True)) as reader:
+        return journal_schema.log_missing(path, reader)
 
 
 def _log_damage(path: Path, log: Path) -> str:

@@ -129,14 +129,16 @@ class SqliteJournal(JournalReads):
             epoch, incarnations, lease_key = self._open()
         settings = self.settings()
         try:
+            journal_schema.empty_log(self._writer)  # so that the database says that the journal is open
             self._reserve.make()
             self._over = self._is_over()
             if self._over:
                 self._full = journal_schema.full(self._path)
             self._limit_size()
-        except OSError as error:
+        except (OSError, sqlite3.Error) as error:
             problem = journal_schema.explain(error, self._path)
             if not isinstance(problem, JournalFullError):
+                journal_schema.close_keeping_log(self._path, self._writer)
                 self._lock_file.release()
                 raise problem from error
             self._begin_full(problem)
@@ -162,7 +164,7 @@ class SqliteJournal(JournalReads):
             self._sweeper = Sweeper(self._writer, self._segments, self._now, self._dedupe_window_s)
         except (sqlite3.Error, OSError, JournalError) as error:
             if writer is not None:
-                writer.close()
+                journal_schema.close_keeping_log(self._path, writer)
             self._lock_file.release()
             raise journal_schema.explain(error, self._path) from error
         return begun
@@ -210,7 +212,7 @@ class SqliteJournal(JournalReads):
                 assert self._full is not None
                 self._on_commit((*self._freeing, *self._pending), 0, self._full)
             self.close_readers()
-            self._writer.close()  # which moves the log into the database
+            journal_schema.close_writer(self._path, self._writer)
             self._segments.close()
         except Exception as error:  # noqa: BLE001  # whatever it is, nobody waits for this thread but through the callback
             self._fail(error)
@@ -467,8 +469,9 @@ class SqliteJournal(JournalReads):
             self._sweep_at_s = ended + TICK_S
 
     def _fail(self, error: Exception) -> None:
-        """The end: nothing is written any more. The connection stays open, so that closing it does no more harm."""
+        """The end: nothing is written any more, and the log stays for the next master to read."""
         self._fatal = journal_schema.explain(error, self._path)
+        journal_schema.close_keeping_log(self._path, self._writer)
         entries = [*self._freeing, *self._pending, *self._rest()]
         self._on_commit([entry for entry in entries if entry is not _CLOSE], 0, self._fatal)
 

@@ -35,6 +35,7 @@ PART_NAME = f"{DATABASE_NAME}.part"  # of a backup that is being made, or was br
 LOCK_NAME = "LOCK"
 APPLICATION_ID = int.from_bytes(b"mgpu", "big")
 SCHEMA_VERSION = 2
+FLAGGED_SINCE_VERSION = 2  # with SETTING_OPEN, if a master of this release or a later one has opened the journal
 PAGE_BYTES = 8192
 QUICK_CHECK_BYTES_MAX = 256 << 20  # larger files are not walked as a whole before every start
 WAL_PAGES = (8 << 20) // PAGE_BYTES  # how much log is gathered before it is copied into the database
@@ -44,7 +45,13 @@ BUSY_TIMEOUT_S = 30.0  # somebody's sqlite3 shell may hold the file for a moment
 SETTING_EPOCH = "journal.epoch"  # the last that was begun
 SETTING_PROBE = "journal.probe"
 SETTING_LEASE_KEY = "journal.lease_key"  # of ids.LeaseProofs
-_PRIVATE_SETTINGS = (SETTING_EPOCH, SETTING_PROBE, SETTING_LEASE_KEY)
+# The incarnation that has the journal open, or ended without closing it: its log must be there. Older releases leave
+# it as it is, so it counts only if that incarnation is the newest one.
+SETTING_OPEN = "journal.open"
+_PRIVATE_SETTINGS = (SETTING_EPOCH, SETTING_PROBE, SETTING_LEASE_KEY, SETTING_OPEN)
+_LEFT_OPEN = f"""
+SELECT EXISTS (SELECT 1 FROM setting WHERE key = '{SETTING_OPEN}'
+  AND value = (SELECT name FROM incarnation ORDER BY first_id DESC LIMIT 1))"""
 
 TASK_COLUMNS = "task_id, request_id, spec, payload, partition_key, units, submit_time_s"
 _TASK_TABLE = """(
@@ -108,8 +115,8 @@ def explain(error: Exception, path: Path) -> JournalError:
 def full(path: Path) -> JournalFullError:
     return JournalFullError(
         f"The journal {path} is full: the disk has no room left, or the journal's size limit (journal_bytes_max) is "
-        "reached. Free space on the disk (never delete files in data_dir), raise the limit, or let outcomes expire "
-        "sooner."
+        "reached. Free space on the disk (never delete files in data_dir), raise the limit, or remove tasks: `mgpuctl "
+        "dead-letters delete`, `mgpuctl tasks cancel`."
     )
 
 
@@ -125,6 +132,28 @@ def damaged_log(path: Path, what: str) -> JournalDamagedError:
     return JournalDamagedError(
         f"The journal {path} is damaged: {what}. Nothing in it was changed. Restore its directory from a backup, or "
         f"run `mgpu-master --data-dir {path.parent} salvage`, which keeps what can be read and says what is gone."
+    )
+
+
+def log_missing(path: Path, connection: sqlite3.Connection) -> bool:
+    """Whether the log was deleted although the last master did not close the journal. The connection must be one that
+    makes no log.
+    """
+    if path.with_name(path.name + "-wal").exists():
+        return False
+    ((version,),) = connection.execute("PRAGMA user_version").fetchall()
+    if version < FLAGGED_SINCE_VERSION:
+        return False
+    ((left_open,),) = connection.execute(_LEFT_OPEN).fetchall()
+    return bool(left_open)
+
+
+def _missing_log(path: Path) -> JournalDamagedError:
+    return JournalDamagedError(
+        f"The log {path.name}-wal is missing in {path.parent}, and the last master did not close the journal: "
+        "acknowledged transactions are lost, unless another program (such as sqlite3) has copied them into the "
+        "database. Nothing was changed. Bring the file back, or restore the directory from a backup, or run "
+        f"`mgpu-master --data-dir {path.parent} salvage` to go on with what the database holds."
     )
 
 
@@ -242,6 +271,8 @@ def _check_contents(path: Path) -> None:
             # Again: a newer multigpu that was killed may have said it in the log only.
             told = [connection.execute(f"PRAGMA {name}").fetchone()[0] for name in ("application_id", "user_version")]
             _check_identity(path, *told)
+            if log_missing(path, connection):
+                raise _missing_log(path)
             if beside[0].exists() and (what := journal_log.damage(beside[0], beside[1], PAGE_BYTES)):
                 raise damaged_log(path, what)
             verdicts = [connection.execute(f"PRAGMA quick_check({scope})").fetchone()[0] for scope in scopes]
@@ -327,6 +358,30 @@ def connect_writer(path: Path) -> sqlite3.Connection:
     return connection
 
 
+def close_writer(path: Path, writer: sqlite3.Connection) -> None:
+    """Closes the journal: the log is copied into the database and deleted. On a full disk both stay as they are."""
+    try:
+        clear_open_flag(writer)
+    except sqlite3.OperationalError:
+        close_keeping_log(path, writer)
+    else:
+        writer.close()
+
+
+def clear_open_flag(writer: sqlite3.Connection) -> None:
+    """From now on the log may be missing once its content is in the database."""
+    writer.execute("DELETE FROM setting WHERE key = ?", (SETTING_OPEN,))
+
+
+def close_keeping_log(path: Path, writer: sqlite3.Connection) -> None:
+    """Closes the writer but not the journal: a last connection that may write would copy the log into the database and
+    delete it. If no other connection can be opened, the writer stays open until the process ends.
+    """
+    with contextlib.suppress(sqlite3.Error), contextlib.closing(connect_reader(path)) as reader:
+        reader.execute("SELECT count(*) FROM sqlite_master").fetchall()  # holds the file from now on
+        writer.close()
+
+
 def migrate(writer: sqlite3.Connection) -> None:
     """Brings the database to the current schema, in one transaction. An error of SQLite changes nothing."""
     ((version,),) = writer.execute("PRAGMA user_version").fetchall()
@@ -394,12 +449,14 @@ def begin_incarnation(
     epoch = ids.next_epoch(int(last), now_s)
     writer.execute("BEGIN IMMEDIATE")
     writer.execute("UPDATE setting SET value = ? WHERE key = ?", (epoch, SETTING_EPOCH))
-    writer.execute("INSERT INTO incarnation VALUES (?, ?, ?)", (ids.first_id(epoch), ids.new_name(), last_cursor + 1))
+    begun = ids.Incarnation(ids.new_name(), ids.first_id(epoch, now_s), last_cursor + 1)
+    writer.execute("INSERT INTO incarnation VALUES (?, ?, ?)", (begun.first_id, begun.name, begun.first_cursor))
     kept = "SELECT first_id FROM incarnation ORDER BY first_id DESC LIMIT ?"
     writer.execute(f"DELETE FROM incarnation WHERE first_id NOT IN ({kept})", (ids.INCARNATIONS_MAX,))
     rows = writer.execute("SELECT name, first_id, first_cursor FROM incarnation ORDER BY first_id").fetchall()
     key = secrets.token_bytes(ids.LEASE_KEY_BYTES)
     writer.execute("INSERT OR IGNORE INTO setting VALUES (?, ?)", (SETTING_LEASE_KEY, key))
+    writer.execute("INSERT OR REPLACE INTO setting VALUES (?, ?)", (SETTING_OPEN, begun.name))
     ((key,),) = writer.execute("SELECT value FROM setting WHERE key = ?", (SETTING_LEASE_KEY,)).fetchall()
     writer.execute("COMMIT")
     return epoch, [ids.Incarnation(*row) for row in rows], key
