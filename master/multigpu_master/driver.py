@@ -96,7 +96,9 @@ class Driver:
         self.watchers = Watchers()
         self._on_fatal = on_fatal
         self._broken = False
-        self.journaling = Journaling(journal, self.handle, lambda: self.watchers.wake("commits"), on_fatal)
+        self.journaling = Journaling(
+            journal, self.handle, lambda: self.watchers.wake("commits"), on_fatal, recovered.last_cursor
+        )
         self.on_worker_changed: Callable[[ev.WorkerChanged], None] = lambda _change: None
         self._loop = asyncio.get_running_loop()
         self.now = now

@@ -12,7 +12,7 @@ and their first cursor; the driver acknowledges after that, and only after that.
 Reads (`find_requests`, `get_outcome`, ...) may be made from any thread, at any time, and never wait for the writer.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
@@ -117,6 +117,21 @@ class StoredOutcome(SettledTask):
     lost: str = ""  # why there is no body, although its time to live is not over
 
 
+@dataclass(frozen=True, slots=True)
+class OutcomeFilter:
+    """Which settled tasks to list or count. The default values match all."""
+
+    states: Collection[int] = ()
+    queue: str = ""
+    queues: Collection[str] | None = None  # None: all; an empty collection matches nothing
+    kind: str = ""
+    model: str = ""
+    worker_id: str = ""
+    submitted_after_s: float = 0.0  # inclusive
+    submitted_before_s: float = 0.0  # exclusive; 0: no limit
+    cursor_max: int = 0  # inclusive; 0: no limit
+
+
 @dataclass(slots=True)
 class Recovered:
     """What a new master starts from."""
@@ -177,35 +192,11 @@ class Journal(Protocol):
     def newest_cursor(self) -> int:
         """The cursor of the newest outcome there ever was; 0 if there was none."""
 
-    def list_outcomes(
-        self,
-        *,
-        before_task_id: int,
-        limit: int,
-        states: Iterable[int],
-        queue: str,
-        kind: str,
-        model: str,
-        worker_id: str,
-        submitted_after_s: float,
-        submitted_before_s: float,
-        queues: Collection[str] | None = None,
-    ) -> list[StoredOutcome]:
-        """Settled tasks, newest task_id first. Empty filters match all; `queues` is no filter if it is None."""
+    def list_outcomes(self, wanted: OutcomeFilter, before_task_id: int, limit: int) -> list[StoredOutcome]:
+        """Settled tasks below this task_id (0: all), newest task_id first."""
 
-    def count_outcomes(
-        self,
-        *,
-        states: Iterable[int],
-        queue: str,
-        kind: str,
-        model: str,
-        worker_id: str,
-        submitted_after_s: float,
-        submitted_before_s: float,
-        queues: Collection[str] | None = None,
-    ) -> dict[int, int]:
-        """How many settled tasks match, by state."""
+    def count_outcomes(self, wanted: OutcomeFilter) -> dict[int, int]:
+        """The number of matching settled tasks, by state."""
 
     def get_dead_letters(self, task_ids: Sequence[int]) -> list[SubmitRecord]:
         """Those of these dead letters that exist, with their payloads."""

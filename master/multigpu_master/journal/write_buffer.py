@@ -83,8 +83,10 @@ class Journaling:
         handle: Callable[[ev.Event], object],
         committed: Callable[[], None],
         on_fatal: Callable[[str], None],
+        last_cursor: int = 0,
     ) -> None:
         self.writable = journal.writable
+        self.last_cursor = last_cursor  # of the newest outcome whose task the core has forgotten
         self._journal = journal
         self._handle = handle
         self._on_outcomes = committed
@@ -269,9 +271,9 @@ class Journaling:
 
     def on_commit(self, entries: Sequence[Entry], first_cursor: int, error: JournalError | None) -> None:
         """Called by the journal, on its thread."""
-        self._loop.call_soon_threadsafe(self._committed, entries, error)
+        self._loop.call_soon_threadsafe(self._committed, entries, first_cursor, error)
 
-    def _committed(self, entries: Sequence[Entry], error: JournalError | None) -> None:
+    def _committed(self, entries: Sequence[Entry], first_cursor: int, error: JournalError | None) -> None:
         if error is not None and not isinstance(error, JournalFullError):
             self._on_fatal(f"the journal failed and can't be trusted until it is read again: {error}")
             return
@@ -287,6 +289,8 @@ class Journaling:
                 pending.done(error)
             settled.extend(pending.settled)
         if settled:
+            if error is None:
+                self.last_cursor = first_cursor + sum([len(entry.settles) for entry in entries]) - 1
             self._handle(ev.SettlesCommitted(settled))
             self._on_outcomes()
         self._backlog_fell.set()

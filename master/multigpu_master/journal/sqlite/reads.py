@@ -10,7 +10,7 @@ import itertools
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -23,6 +23,7 @@ from multigpu_master.journal.protocol import (
     JournalDamagedError,
     JournalError,
     JournalFullError,
+    OutcomeFilter,
     SettledTask,
     StoredOutcome,
     SubmitRecord,
@@ -322,44 +323,16 @@ class JournalReads:
         with self._connection() as connection:
             return journal_schema.read_settings(connection)
 
-    def list_outcomes(
-        self,
-        *,
-        before_task_id: int,
-        limit: int,
-        states: Iterable[int],
-        queue: str,
-        kind: str,
-        model: str,
-        worker_id: str,
-        submitted_after_s: float,
-        submitted_before_s: float,
-        queues: Collection[str] | None = None,
-    ) -> list[StoredOutcome]:
-        where, parameters = _filters(
-            states, queue, kind, model, worker_id, submitted_after_s, submitted_before_s, queues
-        )
+    def list_outcomes(self, wanted: OutcomeFilter, before_task_id: int, limit: int) -> list[StoredOutcome]:
+        where, parameters = _conditions(wanted)
         if before_task_id:
             where += " AND o.task_id < ?"
             parameters.append(before_task_id)
         sql = f"SELECT {_OUTCOME_COLUMNS} FROM outcome o WHERE {where} ORDER BY o.task_id DESC LIMIT ?"
         return [self._outcome(row) for row in self._rows(sql, (*parameters, limit))]
 
-    def count_outcomes(
-        self,
-        *,
-        states: Iterable[int],
-        queue: str,
-        kind: str,
-        model: str,
-        worker_id: str,
-        submitted_after_s: float,
-        submitted_before_s: float,
-        queues: Collection[str] | None = None,
-    ) -> dict[int, int]:
-        where, parameters = _filters(
-            states, queue, kind, model, worker_id, submitted_after_s, submitted_before_s, queues
-        )
+    def count_outcomes(self, wanted: OutcomeFilter) -> dict[int, int]:
+        where, parameters = _conditions(wanted)
         counts = dict(self._rows(f"SELECT o.state, count(*) FROM outcome o WHERE {where} GROUP BY o.state", parameters))
         if strange := [state for state in counts if state not in _STATES]:
             raise self._damaged(f"there are outcomes of state {strange[0]!r}")
@@ -402,32 +375,23 @@ def _size_bytes(file: Path) -> int:
         return 0
 
 
-def _filters(
-    states: Iterable[int],
-    queue: str,
-    kind: str,
-    model: str,
-    worker_id: str,
-    submitted_after_s: float,
-    submitted_before_s: float,
-    queues: Collection[str] | None,
-) -> tuple[str, list[Any]]:
+def _conditions(wanted: OutcomeFilter) -> tuple[str, list[Any]]:
+    """The WHERE clause of a filter, and its parameters."""
     terms, parameters = [_NO_FORMER_LETTER], list[Any]()
-    wanted = sorted(states)
-    if wanted:
-        terms.append(f"o.state IN ({','.join('?' * len(wanted))})")
-        parameters += wanted
-    for column, value in (("queue", queue), ("kind", kind), ("model", model), ("worker_id", worker_id)):
+    for column, values in (("state", wanted.states or None), ("queue", wanted.queues)):
+        if values is not None:
+            terms.append(f"o.{column} IN ({','.join('?' * len(values))})")
+            parameters += sorted(values)
+    for condition, value in (
+        ("o.queue = ?", wanted.queue),
+        ("o.kind = ?", wanted.kind),
+        ("o.model = ?", wanted.model),
+        ("o.worker_id = ?", wanted.worker_id),
+        ("o.submit_time_s >= ?", wanted.submitted_after_s),
+        ("o.submit_time_s < ?", wanted.submitted_before_s),
+        ("o.cursor <= ?", wanted.cursor_max),
+    ):
         if value:
-            terms.append(f"o.{column} = ?")
+            terms.append(condition)
             parameters.append(value)
-    if queues is not None:
-        terms.append(f"o.queue IN ({','.join('?' * len(queues))})")
-        parameters += sorted(queues)
-    if submitted_after_s:
-        terms.append("o.submit_time_s >= ?")
-        parameters.append(submitted_after_s)
-    if submitted_before_s:
-        terms.append("o.submit_time_s < ?")
-        parameters.append(submitted_before_s)
     return " AND ".join(terms), parameters
