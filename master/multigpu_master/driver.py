@@ -9,7 +9,7 @@ Time is that of the master's clock, which can't jump (clock.py).
 import asyncio
 import functools
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -23,8 +23,8 @@ from multigpu_master.core.identity import FREE
 from multigpu_master.core.model import Lease, OutcomeState, Spec, Task
 from multigpu_master.core.scheduler import Core
 from multigpu_master.ids import Incarnations, LeaseProofs
-from multigpu_master.journal.protocol import Journal, JournalError, LargeBody, Recovered, SettledTask
-from multigpu_master.journal.write_buffer import Journaling, tell
+from multigpu_master.journal.protocol import Journal, JournalError, JournalFullError, LargeBody, Recovered, SettledTask
+from multigpu_master.journal.write_buffer import DURABLE_S, Journaling, tell
 from multigpu_master.payloads import messages as wire_large
 from multigpu_master.rpc.outbox import FRAME_BYTES, Outbox
 from multigpu_master.telemetry.latencies import Latencies
@@ -39,7 +39,7 @@ RunOutbox = Outbox[wire.RunFrame]
 SessionOutbox = Outbox[worker_service_pb2.SessionResponse]
 # What a lease takes on the wire, beside its payload.
 LEASE_BYTES = 40
-
+CANCEL_TASKS = 100  # in one event
 
 # A task that ended, and its serialized outcome.
 Ended = tuple[Task, bytes | LargeBody]
@@ -282,6 +282,26 @@ class Driver:
             streams.append(stream)
             self._streams[stream].owe(1)
         return streams is not None
+
+    async def cancel(self, tasks: Iterable[Task], reason: str = "", *, withdrawn: bool = False) -> list[Task]:
+        """Cancels the unsettled ones of these tasks, and returns them. On a full disk it cancels no more tasks than the
+        journal has room for. JournalFullError: the other tasks go on.
+        """
+        waiting, cancelled = deque(tasks), list[Task]()
+        while waiting:
+            count = min(self.journaling.cancellations_max(), CANCEL_TASKS, len(waiting))
+            if not count:
+                raise JournalFullError(
+                    f"{len(cancelled)} tasks were cancelled, {len(waiting)} were not and go on: the disk is full. "
+                    "Free space on it, and cancel once more"
+                )
+            part = [task for _ in range(count) if (task := waiting.popleft()).outcome is None and task.task_id]
+            self.handle(ev.Cancel(part, reason, withdrawn))
+            cancelled += part
+            await asyncio.sleep(0)  # the scheduler goes on meanwhile
+            if not self.journaling.writable:  # the room of this part is known only when it is written
+                await self.withdrawn(part, DURABLE_S)
+        return cancelled
 
     async def withdrawn(self, tasks: Sequence[Task], timeout_s: float) -> bool:
         """Waits until the cancellations of these tasks are on the disk; False: they are not by then."""

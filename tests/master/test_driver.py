@@ -16,14 +16,14 @@ from multigpu_master.clock import Clock
 from multigpu_master.core import events as ev
 from multigpu_master.core.model import Capability, Lease, Task, TaskError, WorkerInfo
 from multigpu_master.core.scheduler import Core, Limits
-from multigpu_master.driver import BrokenError, Driver, RunOutbox
+from multigpu_master.driver import CANCEL_TASKS, BrokenError, Driver, RunOutbox
 from multigpu_master.ids import first_id
 from multigpu_master.journal.protocol import Entry, JournalError, OutcomeFilter
 from multigpu_master.journal.sqlite.journal import SqliteJournal
 from multigpu_master.rpc import queries
 from multigpu_master.rpc.admin.dead_letters import DeadLetterCalls
 from multigpu_master.rpc.intake import Intake
-from multigpu_master.rpc.task_service import CANCEL_TASKS, TaskService
+from multigpu_master.rpc.task_service import TaskService
 from multigpu_master.strategies.registry import load_strategies
 from multigpu_master.wire import messages as wire
 from multigpu_master.wire import specs as wire_specs

@@ -161,6 +161,9 @@ class Journal(Protocol):
     def writable(self) -> bool:
         """False while there is no room: submits are rejected. From any thread."""
 
+    def room_bytes(self) -> int:
+        """What deletions, cancellations and settings may still write, at least, while submits are rejected."""
+
     def open(self, on_commit: CommitCallback) -> Recovered:
         """Takes the lock and reads what is there. JournalError: held by another master (says which), corrupt, or of a
         newer schema; nothing was touched then.

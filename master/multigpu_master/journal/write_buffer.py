@@ -8,6 +8,7 @@ transaction is on the disk, and only then are durable tasks acknowledged and set
 
 import asyncio
 import contextlib
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -37,6 +38,9 @@ PATIENT_BYTES_MAX = 64 << 20
 
 # How long a call waits for what it asked for to be on the disk, which may be full.
 DURABLE_S = 10.0
+
+# What the journal writes for any transaction, and for each cancellation in it: a page of tasks and one of an index.
+TRANSACTION_ROOM_BYTES, CANCELLATION_ROOM_BYTES = 64 << 10, 16 << 10
 
 Done = Callable[[JournalError | None], None]
 
@@ -194,6 +198,12 @@ class Journaling:
         self._append(
             _Pending(Entry(settings=settings, deleted_dead_letters=deleted_dead_letters), 0, done=done), urgent=True
         )
+
+    def cancellations_max(self) -> int:
+        """How many cancellations surely find room on the disk now."""
+        if self.writable:
+            return sys.maxsize
+        return max(0, self._journal.room_bytes() - TRANSACTION_ROOM_BYTES) // CANCELLATION_ROOM_BYTES
 
     def begin_epoch(self, epoch: int, done: Done) -> None:
         """Writes the epoch of the ids that are given out next."""

@@ -113,6 +113,9 @@ class SqliteJournal(JournalReads):
         """False while there is no room: submits would be rejected. From any thread."""
         return self._full is None
 
+    def room_bytes(self) -> int:
+        return self._reserve.room_bytes()
+
     def works(self, within_s: float) -> bool:
         """Whether its thread lives, and no piece of its work has taken longer than this. From any thread."""
         busy_since_s = self._busy_since_s
