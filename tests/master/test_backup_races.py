@@ -163,13 +163,13 @@ def test_what_is_written_into_a_used_shared_segment_while_it_is_copied_is_in_the
             assert it.write(submit_shared(task_id, it.take(writer, data_of(task_id, MIB)))) is None
 
         more()
-        copy = journal_backup._copy
+        copy = journal_backup.copy_file
 
         def copy_late(*arguments: Any) -> None:
             copy(*arguments)
             more()
 
-        monkeypatch.setattr(journal_backup, "_copy", copy_late)
+        monkeypatch.setattr(journal_backup, "copy_file", copy_late)
         assert backup(tmp_path / "data", tmp_path / "copy") == []
         found = payloads_of(tmp_path / "copy")
     assert 1 in found

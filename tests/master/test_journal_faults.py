@@ -20,8 +20,10 @@ from unittest import mock
 
 import pytest
 from multigpu_master.journal.protocol import Entry, JournalDamagedError, JournalError, SettleRecord, SubmitRecord
+from multigpu_master.journal.sqlite import connections
 from multigpu_master.journal.sqlite import schema as journal_schema
 from multigpu_master.journal.sqlite.backup import backup, salvage
+from multigpu_master.journal.sqlite.directory import LOCK_NAME
 from multigpu_master.journal.sqlite.journal import SqliteJournal
 from multigpu_master.journal.sqlite.segments import LARGE_BYTES
 
@@ -69,7 +71,7 @@ def snapshot(data_dir: Path) -> dict[str, str]:
     return {
         str(path.relative_to(data_dir)): hashlib.sha256(path.read_bytes()).hexdigest()
         for path in sorted(data_dir.rglob("*"))
-        if path.is_file() and path.name != journal_schema.LOCK_NAME
+        if path.is_file() and path.name != LOCK_NAME
     }
 
 
@@ -343,7 +345,7 @@ def test_any_other_failure_of_the_disk_is_said_once_and_ends_it(tmp_path: Path) 
 def test_commits_wait_for_the_disk(tmp_path: Path) -> None:
     # A process that is killed leaves its writes with the kernel; only these settings outlive a loss of power.
     with opened(tmp_path / "data"):
-        writer = journal_schema.connect_writer(tmp_path / "data" / journal_schema.DATABASE_NAME)
+        writer = connections.connect_writer(tmp_path / "data" / journal_schema.DATABASE_NAME)
         assert writer.execute("PRAGMA journal_mode").fetchall() == [("wal",)]
         assert writer.execute("PRAGMA synchronous").fetchall() == [(2,)]
         writer.close()

@@ -14,25 +14,29 @@ Reads (`find_requests`, `get_outcome`, ...) may be made from any thread, at any 
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from multigpu._transport.payloads import Reference
 
-if TYPE_CHECKING:
-    from multigpu_master.ids import Incarnation
-    from multigpu_master.payloads.shared_files import Payloads
+from multigpu_master.ids import Incarnation
+from multigpu_master.journal.errors import JournalDamagedError, JournalError, JournalFullError
+from multigpu_master.payloads.shared_files import Payloads
 
-
-class JournalError(Exception):
-    """The journal can't be opened or used; the message says what to do."""
-
-
-class JournalDamagedError(JournalError):
-    """What the journal holds is not what was written. Trying again does not help."""
-
-
-class JournalFullError(JournalError):
-    """There is no room on the disk, or no file descriptor. What was to be written was not; try again later."""
+__all__ = [
+    "CommitCallback",
+    "Entry",
+    "Journal",
+    "JournalDamagedError",
+    "JournalError",
+    "JournalFullError",
+    "LargeBody",
+    "OutcomeFilter",
+    "Recovered",
+    "SettleRecord",
+    "SettledTask",
+    "StoredOutcome",
+    "SubmitRecord",
+]
 
 
 @dataclass(slots=True)
@@ -139,7 +143,7 @@ class Recovered:
     tasks: Iterator[SubmitRecord]  # unsettled, in task_id order; to be exhausted before the first append
     settings: dict[str, bytes]
     epoch: int  # of this opening, above those of all others; see ids.py
-    incarnations: "Sequence[Incarnation]"  # the last one is this opening
+    incarnations: Sequence[Incarnation]  # the last one is this opening
     last_cursor: int  # of the newest outcome; 0 if there was none
     lease_key: bytes  # of ids.LeaseProofs
 
@@ -155,7 +159,7 @@ there is room again."""
 class Journal(Protocol):
     """A durable store. All methods but the reads are called from one thread, the driver's."""
 
-    payloads: "Payloads"  # what records may refer to; opened, synced and closed with the journal
+    payloads: Payloads  # what records may refer to; opened, synced and closed with the journal
 
     @property
     def writable(self) -> bool:

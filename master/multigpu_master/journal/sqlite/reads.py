@@ -28,7 +28,7 @@ from multigpu_master.journal.protocol import (
     StoredOutcome,
     SubmitRecord,
 )
-from multigpu_master.journal.sqlite import schema as journal_schema
+from multigpu_master.journal.sqlite import connections, failures, schema
 from multigpu_master.journal.sqlite import specs as journal_specs
 from multigpu_master.journal.sqlite.segments import IN_USE, SegmentReader
 from multigpu_master.payloads.shared_files import Payloads, is_shared, parse_reference
@@ -58,7 +58,7 @@ class JournalReads:
     """The reading half of the journal. Public methods raise JournalError when the file can't be read."""
 
     def __init__(
-        self, data_dir: Path, now: Callable[[], float] = time.time, database: str = journal_schema.DATABASE_NAME
+        self, data_dir: Path, now: Callable[[], float] = time.time, database: str = schema.DATABASE_NAME
     ) -> None:
         self._now = now
         self._data_dir = data_dir
@@ -84,12 +84,12 @@ class JournalReads:
             connection = self._idle.pop() if self._idle else None
         try:
             if connection is None:
-                connection = journal_schema.connect_reader(self._path)
+                connection = connections.connect_reader(self._path)
             yield connection
         except sqlite3.Error as error:
             if connection is not None:
                 connection.close()
-            raise journal_schema.explain(error, self._path) from error
+            raise failures.explain(error, self._path) from error
         except BaseException:
             if connection is not None:
                 connection.close()  # a statement may be half read
@@ -139,7 +139,7 @@ class JournalReads:
             outcome.body = self._read_segment(body)
         except (OSError, ValueError) as error:
             if is_transient(error):
-                raise journal_schema.explain(error, self._path) from error
+                raise failures.explain(error, self._path) from error
             # Not if the body has been forgotten since the row was read.
             if self._rows("SELECT 1 FROM outcome WHERE cursor = ? AND body = ?", (outcome.cursor, body)):
                 outcome.lost = f"{str(body)[:33]!r} of {self._data_dir}: {getattr(error, 'strerror', None) or error}"
@@ -208,7 +208,7 @@ class JournalReads:
         except ValueError as error:
             raise self._damaged(f"{reference[:100]!r}: {error}") from error
         except OSError as error:
-            raise journal_schema.explain(error, self._path) from error
+            raise failures.explain(error, self._path) from error
 
     def size_bytes(self) -> int:
         files = itertools.chain(self._data_dir.glob(f"{self._path.name}*"), self._segments_read.directory.glob("*"))
@@ -218,7 +218,7 @@ class JournalReads:
         """Reads everything there is. Of what can't be read: the table, the row's key, and what it is."""
         for table, name in (("task", "task"), ("dead_letter", "dead letter"), ("outcome", "the result of task")):
             is_outcome = table == "outcome"
-            key, columns = ("cursor", _OUTCOME_COLUMNS) if is_outcome else ("task_id", journal_schema.TASK_COLUMNS)
+            key, columns = ("cursor", _OUTCOME_COLUMNS) if is_outcome else ("task_id", schema.TASK_COLUMNS)
             sql = f"SELECT {columns} FROM {table} o WHERE {key} > ? ORDER BY {key} LIMIT {_READ_OUTCOMES_ROWS}"
             last = 0
             while rows := self._rows(sql, (last,)):
@@ -244,7 +244,7 @@ class JournalReads:
         last_task_id = 0
         while True:
             rows = self._rows(
-                f"SELECT {journal_schema.TASK_COLUMNS} FROM task WHERE task_id > ? ORDER BY task_id LIMIT ?",
+                f"SELECT {schema.TASK_COLUMNS} FROM task WHERE task_id > ? ORDER BY task_id LIMIT ?",
                 (last_task_id, _TASKS_ROWS),
             )
             if not rows:
@@ -321,7 +321,7 @@ class JournalReads:
 
     def settings(self) -> dict[str, bytes]:
         with self._connection() as connection:
-            return journal_schema.read_settings(connection)
+            return schema.read_settings(connection)
 
     def list_outcomes(self, wanted: OutcomeFilter, before_task_id: int, limit: int) -> list[StoredOutcome]:
         where, parameters = _conditions(wanted)
@@ -340,7 +340,7 @@ class JournalReads:
 
     def get_dead_letters(self, task_ids: Sequence[int]) -> list[SubmitRecord]:
         def sql(placeholders: str) -> str:
-            return f"SELECT {journal_schema.TASK_COLUMNS} FROM dead_letter WHERE task_id IN ({placeholders})"
+            return f"SELECT {schema.TASK_COLUMNS} FROM dead_letter WHERE task_id IN ({placeholders})"
 
         keys = [task_id for task_id in task_ids if task_id <= _INTEGER_MAX]
         specs = dict[bytes | str, bytes]()
