@@ -180,7 +180,7 @@ class Driver:
         if (outbox := self._streams.pop(stream, None)) is not None:
             outbox.peer.gone()
             self.handle(ev.StreamClosed(stream))
-        self.journaling.hurry()  # nobody else can bring its tasks again
+        self.journaling.flush()  # nobody else can bring its tasks again
 
     def known(self, request_ids: Sequence[str]) -> dict[str, SettledTask]:
         """Those of these requests that have settled and been forgotten by the core."""
@@ -191,10 +191,10 @@ class Driver:
 
     def submit(
         self, spec: Spec, tasks: Sequence[Task], stream: int, done: Callable[[JournalError | None], None],
-        deleted_dead_letters: Sequence[int] = (), *, patient: bool = False,
+        deleted_dead_letters: Sequence[int] = (), *, deferred: bool = False,
     ) -> list[Task | ev.Rejection]:  # fmt: skip
         """Hands tasks to the core. `done` is called when those taken are durable, with an error if they could not be
-        made so (then they are gone). What is returned must not be told before that. `patient`: it is not told at all.
+        made so (then they are gone). What is returned must not be told before that. `deferred`: it is not told at all.
         """
         commands = self.handle(ev.Submit(spec, tasks, stream))
         submitted = next(c for c in commands if isinstance(c, ev.Submitted))
@@ -204,8 +204,8 @@ class Driver:
             # Soon, and not now: the leases that went out of this are on their way by then, and don't wait for it.
             fresh = submitted.fresh
             letters = deleted_dead_letters if fresh else ()
-            if patient:
-                self._loop.call_soon(self.journaling.submits_patiently, fresh, done)
+            if deferred:
+                self._loop.call_soon(self.journaling.submits_deferred, fresh, done)
             else:
                 self._loop.call_soon(self.journaling.submits, fresh, done, letters, not stream)
         else:
