@@ -114,7 +114,7 @@ class Journaling:
     # --- in ----------------------------------------------------------------------------------------------------------
 
     def submits(self, fresh: Sequence[Task], done: Done, deleted_dead_letters: Sequence[int], urgent: bool) -> None:
-        """Tasks the core has taken, in the place of dead letters. `done` is called when they are durable or rejected."""
+        """Tasks the core has taken, in place of dead letters. `done` is called when they are durable or rejected."""
         size = sum([len(t.payload) for t in fresh])
         entry = Entry(deleted_dead_letters=deleted_dead_letters)
         referred = size - _own_bytes(fresh) if size > LINGER_BYTES_MAX else 0
