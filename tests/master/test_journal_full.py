@@ -358,7 +358,7 @@ def test_a_full_disk_can_be_emptied_also_by_a_new_master(small_disk: Path, monke
         fill(small_disk)
         journal.append(rejected := Entry(submits=[submit(i, bytes(60_000)) for i in range(200, 230)]))
         assert isinstance(answered(commits, rejected), JournalFullError)
-        journal.append(kept := Entry(settles=[settle(20, os.urandom(1 << 20))]))
+        journal.append(kept := Entry(settles=[settle(20, os.urandom(3 << 20))]))  # more than there is without ballast
         for entry in (
             Entry(settles=[cancel(1)]), Entry(settings={"queue/default": b"paused"}),
             Entry(deleted_dead_letters=[100, 101]),
