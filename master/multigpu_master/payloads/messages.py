@@ -40,7 +40,7 @@ class Peer:
         """Checks the peer's reference."""
         if not self.shares:
             raise BadReferenceError(
-                "a reference is valid from peers that share the directory only: send the payload_key"
+                "references are for peers that share the directory: send the payload_key"
             )
         return self._payloads.resolve(at.segment, at.offset, at.size, crc)
 
