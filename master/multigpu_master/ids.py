@@ -64,8 +64,8 @@ def next_epoch(last: int, now_s: float) -> int:
 
 
 class LeaseProofs:
-    """Proves to a later master which worker a lease was granted to: leases are not journaled. A proof is half a block of
-    AES: lease, task and attempt make one block, the journal's key and the worker_id the key.
+    """Proves to a later master which worker a lease was granted to: leases are not journaled. A proof is half a block
+    of AES: lease, task and attempt make one block, the journal's key and the worker_id the key.
     """
 
     def __init__(self, key: bytes) -> None:

@@ -39,9 +39,7 @@ class Peer:
     def resolve(self, at: task_pb2.PayloadReference, crc: int = -1) -> Reference:
         """Checks the peer's reference."""
         if not self.shares:
-            raise BadReferenceError(
-                "references are for peers that share the directory: send the payload_key"
-            )
+            raise BadReferenceError("references are for peers that share the directory: send the payload_key")
         return self._payloads.resolve(at.segment, at.offset, at.size, crc)
 
     def lend(self, reference: Reference, bytes_max: int) -> bool:
