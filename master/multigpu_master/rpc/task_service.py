@@ -11,7 +11,7 @@ from multigpu.v1 import task_pb2, task_service_pb2
 
 from multigpu_master.core import events as ev
 from multigpu_master.core.model import OutcomeState, Task
-from multigpu_master.driver import Driver, RunOutbox
+from multigpu_master.driver import NOT_DURABLE, Driver, RunOutbox
 from multigpu_master.journal.protocol import Journal, JournalError, JournalFullError, SettledTask, StoredOutcome
 from multigpu_master.journal.write_buffer import DURABLE_S, tell
 from multigpu_master.payloads import messages as wire_large
@@ -34,10 +34,6 @@ FRAME_TASKS_MAX, CANCEL_TASKS_MAX = 10_000, 10_000
 WAIT_MAX_S = 3600.0
 COMMIT_S = 1.0  # how long Get waits for an outcome that is on its way to the disk
 NOTHING_TO_CANCEL = ev.Rejection(5, "no unsettled task has this request_id: it has ended, or was never submitted")
-NOT_DURABLE = (
-    "cancelled, but a restart of the master may bring the tasks back: its disk is full. Free space on it, and cancel "
-    "once more"
-)
 CANCELLED_ELSEWHERE = ev.Rejection(1, "cancelled, or ended before; its outcome goes to the stream that submitted it")
 CURSOR_ELSEWHERE = (
     "the cursor is of another journal, or of outcomes that an older copy of this one, restored since, does not have; "
