@@ -267,7 +267,7 @@ class WorkerConfig(_Checked):
     stats_interval_s: float = _setting(60.0, "How often.", minimum=0.1)
     mps: str = _setting(
         "auto",
-        'Whether engines share a GPU by NVIDIA\'s MPS. "auto": where it is possible; "on": or reject to start.',
+        'Whether engines share a GPU by NVIDIA\'s MPS. "auto": where it is possible; "on": the worker does not start without it.',
         choices=("auto", "on", "off"),
     )
     mps_active_thread_percentage: float = _setting(
