@@ -1,4 +1,4 @@
-"""Style as a test: sizes, docstrings, import directions and cycles, pure modules, words that no product file contains."""
+"""Style as a test: sizes, docstrings, import directions and cycles, pure modules, words no product file contains."""
 
 import ast
 import re
