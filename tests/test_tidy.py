@@ -293,3 +293,10 @@ def test_links_between_pages_have_a_target() -> None:
         if not (page.parent / target).exists()
     ]
     assert broken == []
+
+
+def test_pictures_are_drawn_from_their_text(tmp_path: Path) -> None:
+    drawn = tmp_path / "drawn.svg"
+    command = [sys.executable, "tools/draw_picture.py", "docs/architecture.toml", str(drawn)]
+    subprocess.run(command, cwd=ROOT, timeout=60, check=True)
+    assert drawn.read_text("utf-8") == (ROOT / "docs/architecture.svg").read_text("utf-8")
