@@ -302,5 +302,5 @@ def test_a_folder_that_only_the_services_may_read_is_named(tmp_path: Path) -> No
     done = subprocess.run(
         [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60, check=False
     )
-    assert done.stderr.splitlines()[-1].startswith("multigpu.config.config.ConfigError: ")
+    assert done.stderr.splitlines()[-1].startswith("multigpu.errors.ConfigError: ")
     assert "multigpu/config.toml: Permission denied; run this as root" in done.stderr

@@ -38,7 +38,7 @@ from multigpu.config.values import (
     from_toml,
     is_size,
 )
-from multigpu.errors import MultigpuError
+from multigpu.errors import ConfigError as ConfigError  # noqa: PLC0414  imported from here too
 
 # Names with our prefix that are not settings: where the file is; a secret, which no list of settings shows; the deploy
 # script's; the tests'.
@@ -46,10 +46,6 @@ FILE_VARIABLE = "MGPU_CONFIG"
 _NOT_SETTINGS = frozenset({FILE_VARIABLE, "MGPU_TOKEN", "MGPU_VENV", "MGPU_SHARED_DATA"})
 # How alike two names must be for one to be taken as a slip of the other.
 _TYPO_LIKENESS = 0.8
-
-
-class ConfigError(MultigpuError, ValueError):
-    """A setting that is unknown, of the wrong type or out of range. The message says where it stands and what to do."""
 
 
 def _help(text: str, *, minimum: float | None = None, maximum: float | None = None, **more: Any) -> dict[str, Any]:
