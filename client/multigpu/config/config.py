@@ -134,7 +134,7 @@ def load(
         for name, (text, variable) in old.items():
             if sources[name] == "default":
                 put(name, text, variable)
-        profile = values.get("profile", fields["profile"].default)
+        profile = str(values.get("profile", fields["profile"].default))
         for name, value in PROFILES[profile].items():
             if sources[name] == "default":
                 values[name], sources[name] = value, f"profile {profile}"

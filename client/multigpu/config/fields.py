@@ -23,7 +23,7 @@ def setting(
     minimum: float | None = None,
     maximum: float | None = None,
     choices: Collection[str] = (),
-    check: Callable[[Any], None] | None = None,
+    check: Callable[[Any], object] | None = None,
     default_text: str = "",
     also: tuple[str, ...] = (),
 ) -> Any:
@@ -67,8 +67,13 @@ def check(field: Field, value: Any) -> None:
 
 def convert(cls: Any, name: str, value: Any, converter: Callable[[Any, Any, str], Any]) -> Any:
     """The value of a field, converted from text or TOML and checked. ValueError: it is wrong."""
+    hint: Any = typing.get_type_hints(cls)[name]
+    if isinstance(hint, type) and dataclasses.is_dataclass(hint):
+        if not isinstance(value, dict):
+            raise ValueError(f"{value!r} is not a table: write a section")
+        return hint(**read_table(hint, value))
     try:
-        converted = converter(value, typing.get_type_hints(cls)[name], name)
+        converted = converter(value, hint, name)
     except OverflowError as error:
         raise ValueError(str(error)) from error
     check(fields_of(cls)[name], converted)

@@ -57,7 +57,7 @@ class MasterConfig(Checked):
     section: ClassVar[str] = "master"
 
     listen: str = setting("127.0.0.1:7433", "Where clients and workers connect. Port 0: any.", check=check_address)
-    data_dir: Path = setting(  # noqa: RUF009  it makes a field
+    data_dir: Path = setting(
         default_data_dir,
         "Folder of the journal. One master at a time.",
         default_text="/var/lib/multigpu for root, else $XDG_STATE_HOME/multigpu",
@@ -127,7 +127,7 @@ class WorkerConfig(Checked):
         "auto", 'The device to own: "cpu", "cuda:N", the UUID of a GPU or MIG instance, or "auto".', check=check_device
     )
     worker_id: str = setting("", "The worker's stable name.", default_text="host and device")
-    labels: dict[str, str] = setting(dict, "Labels that tasks may require, as KEY=VALUE.")  # noqa: RUF009  as above
+    labels: dict[str, str] = setting(dict, "Labels that tasks may require, as KEY=VALUE.")
     slots: int = setting(1, "Tasks a handler engine runs at once.", minimum=1, maximum=1024)
     window_tasks: int = setting(1024, "Most leases held at once.", minimum=1, maximum=1_000_000)
     window_bytes: int = setting(64 * MIB, "Most payload bytes of leases held at once.", minimum=MIB)
