@@ -62,15 +62,6 @@ class Ward(Protocol):
 
     def want_heartbeat(self) -> None: ...
 
-    def running(self) -> list[int]:
-        """Leases that the engine runs at this instant."""
-
-    def replace_engine(self) -> None:
-        """End the engine and start another; what is in it goes on there, and nobody is charged for that."""
-
-    def idle(self) -> bool:
-        """Whether the engine is there and has nothing to do."""
-
 
 @dataclass(slots=True)
 class Canary:
@@ -154,7 +145,7 @@ class Caretaker:
                 except TimeoutError:
                     pass
                 self._look()
-                self._suspects.intersection_update(self._ward.running())
+                self._suspects.intersection_update(self._pool.running())
                 if self.health.check_due(self._now()):
                     await self._check()
                 elif self.health.fit:
@@ -198,7 +189,7 @@ class Caretaker:
         match xid.what:
             case XidClass.APPLICATION:
                 if not self._shared():
-                    self._suspects.update(self._ward.running())
+                    self._suspects.update(self._pool.running())
             case XidClass.SEQUEL:
                 pass
             case XidClass.NOTICE:
@@ -207,7 +198,7 @@ class Caretaker:
                 self._contained_s = time.monotonic()
                 self._happen(f"xid_{code}", message, Gravity.DEGRADED)
                 self._ward.give_back(message, running=True)
-                self._ward.replace_engine()
+                self._pool.replace()
             case XidClass.RESET | XidClass.REBOOT | XidClass.PERSON:
                 self._break_down(f"xid_{code}", message)
 
@@ -246,9 +237,9 @@ class Caretaker:
         if hung_s > HUNG_S:
             message = f"the driver has not answered for more than {HUNG_S:g} s: see the kernel's log, restart the host"
             findings.append(Reason("driver_hung", message, Gravity.SICK))
-        if error := self._pool.start_error():
+        if error := self._pool.default.host.start_error():
             findings.append(Reason("engine_fails", f"no engine can start: {error}", Gravity.NO_ENGINE))
-        elif doing := self._pool.base.host.starts_slowly:
+        elif doing := self._pool.default.host.slow_start:
             findings.append(Reason("engine_starts", f"the engine is not ready yet: {doing}", Gravity.DEGRADED))
         if sample is not None:
             if self._events is not None and not sample.gone and sample is not self._seen:
@@ -373,7 +364,7 @@ class Caretaker:
     async def _sing_when_idle(self) -> None:
         if not self._canary_interval_s or time.monotonic() - self._canary_s < self._canary_interval_s:
             return
-        if not self._ward.idle():
+        if not self._pool.idle:
             return
         self._canary_s = time.monotonic()
         wrong, _ = await self._sing()

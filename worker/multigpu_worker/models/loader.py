@@ -25,9 +25,11 @@ from multigpu_worker.models.measured_sizes import Figure, Figures
 from multigpu_worker.models.memory_estimates import estimate_bytes, measure_bytes
 from multigpu_worker.models.residency import ModelState, Resident, plan
 from multigpu_worker.models.routes import Shelf
-from multigpu_worker.processes.host import MODEL_SLOTS_MAX, Death
+from multigpu_worker.processes.death import Death
+from multigpu_worker.processes.model_host import MODEL_SLOTS_MAX
 from multigpu_worker.processes.pool import EnginePool
-from multigpu_worker.processes.process import EngineProcess, LoadedWords
+from multigpu_worker.processes.process import EngineProcess
+from multigpu_worker.processes.reports import ModelLoaded
 from multigpu_worker.session.session import Lease, Spec, TaskError
 from multigpu_worker.supervision import supervised
 
@@ -72,8 +74,8 @@ class Owner(Protocol):
         """The device is well, and the worker is not about to stop."""
 
     def want_heartbeat(self) -> None: ...
-    def pump(self) -> None:
-        """Something may be able to take a batch now."""
+    def routes_changed(self) -> None:
+        """Another model serves a name, or one is ready."""
 
 
 class ModelKeeper:
@@ -180,7 +182,7 @@ class ModelKeeper:
         self._rename(lambda: self.shelf.put(catalog))
         self._tell()
         self.look()
-        self._owner.pump()
+        self._owner.routes_changed()
 
     def _rename(self, change: Callable[[], None]) -> None:
         """Have the shelf change what names mean. What waits for one that means nothing any more fails."""
@@ -329,33 +331,33 @@ class ModelKeeper:
 
     # What the pool tells.
 
-    def model_loaded(self, process: EngineProcess, words: LoadedWords) -> None:
+    def model_loaded(self, process: EngineProcess, loaded: ModelLoaded) -> None:
         """One of its instances is there."""
         if process.retiring:
             return
         resident = self.shelf.residents[process.model]
-        loaded = self._loaded.setdefault(resident.key, set())
-        loaded.add(process)
+        instances = self._loaded.setdefault(resident.key, set())
+        instances.add(process)
         self._load_watch.forget(process.host.pid)
-        if words.one_by_one:
+        if loaded.one_by_one:
             self.one_by_one |= {resident.spec.kind}
-        if resident.state is not ModelState.LOADING or len(loaded) < resident.spec.instances:
+        if resident.state is not ModelState.LOADING or len(instances) < resident.spec.instances:
             return
         now_s = time.monotonic()
-        resident.load_s, resident.facts = words.load_s, words.facts
+        resident.load_s, resident.facts = loaded.load_s, loaded.facts
         resident.loads += 1
         resident.failures, resident.error, resident.retry_s = 0, "", 0.0
         self._kills.pop(resident.key, None)
         resident.wanted_s = None
         resident.used_s = now_s
         resident.enter(ModelState.READY, now_s)
-        log.info("model ready", model=resident.model, load_s=round(words.load_s, 3), facts=words.facts)
-        self._begin_measure(resident, words.device_bytes)
+        log.info("model ready", model=resident.model, load_s=round(loaded.load_s, 3), facts=loaded.facts)
+        self._begin_measure(resident, loaded.device_bytes)
         if resident.upcoming:
             self._rename(self.shelf.switch)
             self.look()
         self._tell()
-        self._owner.pump()
+        self._owner.routes_changed()
 
     def facts_changed(self, process: EngineProcess, facts: dict[str, str]) -> None:
         """What serves its tasks has changed."""

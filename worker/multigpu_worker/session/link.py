@@ -70,7 +70,7 @@ class TakenOverError(Exception):
 Metadata = Iterable[tuple[str, str | bytes]]
 
 
-class LinkEvents(Protocol):
+class StreamHandler(Protocol):
     """What the link asks and tells its owner, on the event loop."""
 
     def hello(self) -> pb.SessionRequest: ...
@@ -81,10 +81,10 @@ class LinkEvents(Protocol):
 
 
 class Link:
-    def __init__(self, address: str, events: LinkEvents, credentials: Credentials | None = None) -> None:
+    def __init__(self, address: str, handler: StreamHandler, credentials: Credentials | None = None) -> None:
         self.address = address
         self._credentials = credentials or Credentials()
-        self.events = events
+        self._handler = handler
         self._wake = asyncio.Event()
         self._closing = False
         self._random = random.Random()  # noqa: S311  jitter, not secrets
@@ -113,7 +113,7 @@ class Link:
                     call = _stub(channel).Session(metadata=metadata)
                     welcome = await self._open(call)
                     welcomed = met = True
-                    self.events.connected(welcome, await call.initial_metadata())
+                    self._handler.connected(welcome, await call.initial_metadata())
                     await self._exchange(call)
             except grpc.aio.AioRpcError as error:
                 if error.code() is grpc.StatusCode.FAILED_PRECONDITION:
@@ -136,7 +136,7 @@ class Link:
                 reason = str(error) or "the master didn't answer"
             if welcomed:
                 bound_s = RECONNECT_MIN_S
-                self.events.disconnected(reason)
+                self._handler.disconnected(reason)
             if not self._closing:
                 delay_s = self._random.uniform(0, bound_s)
                 # A fleet that is just being started has no master yet for a moment: that is no news.
@@ -158,7 +158,7 @@ class Link:
     async def _open(self, call: Any) -> pb.SessionResponse:
         """Say hello and wait for the welcome."""
         async with asyncio.timeout(WELCOME_TIMEOUT_S):
-            await call.write(self.events.hello())
+            await call.write(self._handler.hello())
             response = await call.read()
         if response is grpc.aio.EOF:
             await _raise_status(call)
@@ -191,14 +191,14 @@ class Link:
         while True:
             await self._wake.wait()
             self._wake.clear()
-            while (request := self.events.next_frame()) is not None:
+            while (request := self._handler.next_frame()) is not None:
                 await call.write(request)
             if self._closing:
                 await call.done_writing()
                 return
 
     async def _read(self, call: Any) -> None:
-        received = self.events.received
+        received = self._handler.received
         while (response := await call.read()) is not grpc.aio.EOF:
             if response is None:  # gRPC's word for what it could not parse
                 raise BadFrameError("it is no SessionResponse")

@@ -342,7 +342,7 @@ class Session:
         self.heartbeat_due = False
         return listed
 
-    def owes(self) -> bool:
+    def has_unsent(self) -> bool:
         """True while something waits to be sent."""
         return bool(self._outbox)
 
