@@ -182,10 +182,10 @@ def test_an_engine_whose_error_is_no_text(text: Any) -> None:
 
 
 @pytest.mark.parametrize("words", [(), (1,), (1, True), (1, "yes", ""), (1, True, []), ([], True, "")])
-def test_an_engine_whose_canary_makes_no_sense(words: Any) -> None:
+def test_an_engine_whose_self_test_makes_no_sense(words: Any) -> None:
     post = Post()
     with pytest.raises(frames.FrameError):
-        post.agent.pool.default.host.take(("canary", *words), [])
+        post.agent.pool.default.host.take(("self_test", *words), [])
     post.close()
 
 

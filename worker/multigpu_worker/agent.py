@@ -11,12 +11,12 @@ import structlog
 from multigpu.config.config import WorkerConfig
 from multigpu.repository.model import ModelFolderError
 
-from multigpu_worker.device.health_monitor import Caretaker
+from multigpu_worker.device.health_monitor import HealthMonitor
 from multigpu_worker.device.sampler import Sampler
 from multigpu_worker.dispatcher import Dispatcher
 from multigpu_worker.master_stream import MasterStream
 from multigpu_worker.models.catalog import Catalog
-from multigpu_worker.models.loader import ModelKeeper
+from multigpu_worker.models.loader import ModelLoader
 from multigpu_worker.processes.default_host import EngineStartError
 from multigpu_worker.processes.pool import EnginePool
 from multigpu_worker.processes.reload import HandlersReload
@@ -39,8 +39,8 @@ class Agent:
     config: WorkerConfig
     dispatcher: Dispatcher
     pool: EnginePool
-    models: ModelKeeper
-    health_monitor: Caretaker
+    loader: ModelLoader
+    health_monitor: HealthMonitor
     sampler: Sampler
     handlers: HandlersReload
     stream: MasterStream
@@ -144,9 +144,9 @@ class Agent:
             except (ModelFolderError, OSError, ValueError) as error:
                 log.warning("the model repository can't be read; the models found before stay", error=str(error))
                 continue
-            if found != self.models.shelf.catalog:
+            if found != self.loader.routes.catalog:
                 log.info("the model repository has changed", models=len(found.specs), errors=dict(found.errors))
-                await self.models.put(found)
+                await self.loader.put(found)
 
     async def _tick(self) -> None:
         """Check the limits of what runs, and what models have to be loaded and unloaded."""
@@ -160,4 +160,4 @@ class Agent:
             if self.sampler.meter is not None and self.pool.busy:
                 slots = [state for process in self.pool if process.batches for state in process.host.page.sample()]
                 self.sampler.running = max(1, sum(state.batch_id != 0 for state in slots))
-            self.models.tick()
+            self.loader.tick()

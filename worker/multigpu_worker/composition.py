@@ -10,8 +10,9 @@ from multigpu._transport.credentials import Credentials
 from multigpu.config.config import WorkerConfig
 
 from multigpu_worker.agent import Agent
-from multigpu_worker.device.health_monitor import Caretaker
-from multigpu_worker.device.interface import Device, host_memory_bytes
+from multigpu_worker.device.cpu import host_memory_bytes
+from multigpu_worker.device.health_monitor import HealthMonitor
+from multigpu_worker.device.interface import Device
 from multigpu_worker.device.sampler import Sampler
 from multigpu_worker.device.stats_file import StatsFile, record
 from multigpu_worker.dispatcher import Dispatcher
@@ -20,8 +21,9 @@ from multigpu_worker.master_stream import MasterStream
 from multigpu_worker.models import catalog as catalogs
 from multigpu_worker.models.catalog import Catalog
 from multigpu_worker.models.folders import find_models
-from multigpu_worker.models.loader import ModelKeeper
-from multigpu_worker.mps.daemon import Mps, MpsStatus
+from multigpu_worker.models.loader import ModelLoader
+from multigpu_worker.mps.engines import Mps
+from multigpu_worker.mps.status import MpsStatus
 from multigpu_worker.processes.host import HostSettings
 from multigpu_worker.processes.pool import EnginePool
 from multigpu_worker.processes.process import ProcessSettings
@@ -66,7 +68,7 @@ def compose(
     )
     batcher = Batcher(limits, config.slots)
     dispatcher = Dispatcher(identity.worker_id, Session(SessionLimits()), batcher, pool, sampler)
-    models = ModelKeeper(
+    loader = ModelLoader(
         dispatcher,
         pool,
         sampler,
@@ -77,11 +79,12 @@ def compose(
         # With only the bundled model configured, keep no spare process.
         eager=bool(config.models or config.model_repository or config.default_model),
     )
-    health_monitor = Caretaker(
+    health_monitor = HealthMonitor(
         dispatcher, device, sampler, pool, settings.artifacts, canary_interval_s=config.canary_interval_s
     )
     pool.callbacks.dispatcher = dispatcher
-    pool.callbacks.model_loader = models
+    pool.callbacks.model_loader = loader
+    pool.callbacks.self_test = health_monitor.self_test
     pool.callbacks.health_monitor = health_monitor
     handlers = HandlersReload(pool.default, config.drain_timeout_s, dispatcher.handlers_reloaded)
     stream = MasterStream(
@@ -89,7 +92,7 @@ def compose(
         identity=identity,
         dispatcher=dispatcher,
         pool=pool,
-        models=models,
+        loader=loader,
         health_monitor=health_monitor,
         sampler=sampler,
         sharing=sharing,
@@ -97,12 +100,12 @@ def compose(
         mps_off=mps_off,
     )
     link = Link(config.master, stream, Credentials.of(config))
-    dispatcher.connect(models, health_monitor, link.wake)
+    dispatcher.connect(loader, health_monitor, link.wake)
     return Agent(
         config=config,
         dispatcher=dispatcher,
         pool=pool,
-        models=models,
+        loader=loader,
         health_monitor=health_monitor,
         sampler=sampler,
         handlers=handlers,

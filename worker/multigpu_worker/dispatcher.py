@@ -8,15 +8,14 @@ runs. All on the event loop, and nothing here waits.
 
 import asyncio
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 
 from multigpu.daemon.telemetry import span_from
 
 from multigpu_worker.device.energy import Energy
-from multigpu_worker.device.health_monitor import Caretaker
+from multigpu_worker.device.health_monitor import HealthMonitor
 from multigpu_worker.device.sampler import Sampler
-from multigpu_worker.models.loader import ModelKeeper
+from multigpu_worker.models.loader import ModelLoader
 from multigpu_worker.processes.batch import EngineBatch
 from multigpu_worker.processes.blame.evidence import Judgement
 from multigpu_worker.processes.death import Death
@@ -51,12 +50,12 @@ class Dispatcher:
         # When a batch that waits to grow must go.
         self._growth: tuple[float, asyncio.Handle] | None = None
 
-    def connect(self, models: ModelKeeper, health_monitor: Caretaker, wake: Callable[[], None]) -> None:
+    def connect(self, loader: ModelLoader, health_monitor: HealthMonitor, wake: Callable[[], None]) -> None:
         """`wake`: something can be sent to the master."""
-        self._models = models
+        self._loader = loader
         self._health_monitor = health_monitor
         self._wake = wake
-        self.batcher.rules = models.rules()
+        self.batcher.rules = loader.routes.rules()
 
     # What the master sends.
 
@@ -79,19 +78,19 @@ class Dispatcher:
     def offers(self) -> list[tuple[str, list[str]]]:
         """The kinds that run here, each with the names of its models."""
         kinds = self._pool.default.host.kinds
-        without_model = [(kind, list[str]()) for kind in kinds if not self._models.serves(kind)]
-        return without_model + self._models.shelf.offers()
+        without_model = [(kind, list[str]()) for kind in kinds if not self._loader.routes.serves(kind)]
+        return without_model + self._loader.routes.offers()
 
     def _runs(self, spec: Spec) -> bool:
         """Tasks of this spec can run here, perhaps after a model was loaded."""
-        if self._models.serves(spec.kind):
-            return self._models.model_of(spec) is not None
+        if self._loader.routes.serves(spec.kind):
+            return self._loader.routes.key_of(spec) is not None
         return spec.kind in self._pool.default.host.kinds
 
     def _reject(self, leases: list[Lease], spec: Spec) -> None:
         """Fail tasks of a kind or model that this worker does not offer."""
-        if self._models.serves(spec.kind):
-            error = TaskError(type="UnknownModel", message=self._models.why_not(spec), retryable=False)
+        if self._loader.routes.serves(spec.kind):
+            error = TaskError(type="UnknownModel", message=self._loader.routes.why_not(spec), retryable=False)
         else:
             kinds = ", ".join(sorted(kind for kind, _ in self.offers()))
             message = f"worker {self._worker_id} doesn't run {spec.kind!r}; it runs {kinds}"
@@ -106,7 +105,7 @@ class Dispatcher:
         # When engines that have enough for now should have their next batches.
         later_s: list[float] = []
         now_s = time.monotonic()
-        one_by_one = self._one_by_one | self._models.one_by_one
+        one_by_one = self._one_by_one | self._loader.one_by_one
 
         def may(spec: Spec) -> bool:
             process = self._target(spec, self.batcher.first(spec))
@@ -129,12 +128,12 @@ class Dispatcher:
         if due_s is not None:
             self._pump_at(due_s, now_s)
         if waiting:
-            self._models.wanted({model for spec in waiting if (model := self._models.model_of(spec)) is not None})
+            self._loader.wanted({model for spec in waiting if (model := self._loader.routes.key_of(spec)) is not None})
 
     def _target(self, spec: Spec, first: Lease | None) -> EngineProcess | None:
         """The process that can take a batch of these now, which begins with `first`."""
-        if self._models.serves(spec.kind):
-            model = self._models.model_of(spec)
+        if self._loader.routes.serves(spec.kind):
+            model = self._loader.routes.key_of(spec)
             return None if model is None else self._pool.target(model, first)
         return self._pool.default if self._pool.default.takes(first) else None
 
@@ -181,7 +180,7 @@ class Dispatcher:
         if batch.one_by_one and batch.settled:
             self.batcher.measure(batch.spec, batch.settled, work_ns / 1e9)
         if process.model:
-            self._models.used(process.model)
+            self._loader.used(process.model)
         self.pump()
         self._note_idle()
 
@@ -189,8 +188,8 @@ class Dispatcher:
         monitor = self._health_monitor
         self._pool.died(process)
         self._note_idle()
-        if self._pool.sings(process):
-            monitor.engine_died(others)
+        if self._pool.runs_self_test(process):
+            monitor.self_test.engine_died(others)
         began_ns = (now_ns := time.time_ns()) - max([slot.ran_ns() for slot in death.slots], default=0)
         if monitor.grace_s and any(report.broke_engine for report in judged.reports):
             # The device may report an error meanwhile. If that is the cause, these leases are given back before.
@@ -204,12 +203,12 @@ class Dispatcher:
             self._pool.lost()
             self.want_heartbeat()
         if isinstance(process, ModelProcess) and not self.stopped:
-            self._models.process_died(process, death)
+            self._loader.process_died(process, death)
             self.pump()
 
     def handlers_reloaded(self) -> None:
         """The default process may run other kinds now."""
-        self._models.changed = True
+        self._loader.changed = True
         self.want_heartbeat()
         gone = [lease for lease in self.session.leases.values() if not self._runs(lease.spec)]
         self.return_leases(gone, "the reloaded handlers don't have its kind")
@@ -221,30 +220,10 @@ class Dispatcher:
 
     # Callbacks of the model loader and the health monitor.
 
-    def waiting(self, model: str) -> list[Lease]:
-        """The leases that wait for a model."""
-        return [lease for lease in self._waiting() if self._models.model_of(lease.spec) == model]
-
-    def waiting_specs(self) -> set[Spec]:
-        """The specs of the leases that wait for models."""
-        return {lease.spec for lease in self._waiting() if self._models.model_of(lease.spec) is not None}
-
-    def waiting_of(self, spec: Spec) -> list[Lease]:
-        return [lease for lease in self._waiting() if lease.spec == spec]
-
-    def _waiting(self) -> list[Lease]:
+    def waiting(self) -> list[Lease]:
         """The leases that are in no engine."""
         inside = self._pool.inside()
         return [lease for lease_id, lease in self.session.leases.items() if lease_id not in inside]
-
-    def held(self) -> Mapping[str, int]:
-        """How many leases are held for each model, waiting or running."""
-        held: Counter[str] = Counter()
-        for spec, count in Counter(lease.spec for lease in self.session.leases.values()).items():
-            model = self._models.model_of(spec)
-            if model is not None:
-                held[model] += count
-        return held
 
     def may_load(self) -> bool:
         """The device is well, and the worker is not about to stop."""
@@ -253,7 +232,7 @@ class Dispatcher:
 
     def routes_changed(self) -> None:
         """Another model serves a name, or one is ready."""
-        self.batcher.rules = self._models.rules()
+        self.batcher.rules = self._loader.routes.rules()
         self.pump()
 
     def want_heartbeat(self) -> None:

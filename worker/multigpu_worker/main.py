@@ -30,7 +30,8 @@ from multigpu_worker.composition import (
     identity_of,
     stats_file_of,
 )
-from multigpu_worker.device.interface import Device, DeviceError, open_device
+from multigpu_worker.device.interface import Device, DeviceError
+from multigpu_worker.device.open import open_device
 from multigpu_worker.device.stats_file import BYTES_MAX, append
 from multigpu_worker.engines.base import EngineSettings
 from multigpu_worker.models.catalog import Catalog

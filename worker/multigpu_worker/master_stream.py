@@ -7,11 +7,12 @@ import time
 import structlog
 from multigpu.v1 import worker_service_pb2 as pb
 
-from multigpu_worker.device.health_monitor import Caretaker
+from multigpu_worker.device.health_monitor import HealthMonitor
 from multigpu_worker.device.sampler import Sampler
 from multigpu_worker.dispatcher import Dispatcher
-from multigpu_worker.models.loader import ModelKeeper
-from multigpu_worker.mps.daemon import MpsStatus
+from multigpu_worker.models.loader import ModelLoader
+from multigpu_worker.models.messages import model_messages, residency_messages
+from multigpu_worker.mps.status import MpsStatus
 from multigpu_worker.processes.pool import EnginePool
 from multigpu_worker.processes.reload import HandlersReload
 from multigpu_worker.session import wire
@@ -32,8 +33,8 @@ class MasterStream:
     identity: wire.Identity
     dispatcher: Dispatcher
     pool: EnginePool
-    models: ModelKeeper
-    health_monitor: Caretaker
+    loader: ModelLoader
+    health_monitor: HealthMonitor
     sampler: Sampler
     sharing: Sharing
     handlers: HandlersReload
@@ -49,16 +50,16 @@ class MasterStream:
 
     def hello(self) -> pb.SessionRequest:
         self.pool.running()
-        self.models.changed = False
+        self.loader.changed = False
         # More than the default process's, if a model runs more tasks at a time: they may join a running batch.
-        slots = max(self.identity.slots, self.models.slots_max())
+        slots = max(self.identity.slots, self.loader.slots_max())
         session = self.dispatcher.session
         return wire.hello(
             dataclasses.replace(self.identity, slots=slots),
             self.dispatcher.offers(),
             session.held(hello=True),
-            models=self.models.shelf.messages(),
-            model_memory_bytes=self.models.limit_bytes,
+            models=model_messages(self.loader.routes),
+            model_memory_bytes=self.loader.limit_bytes,
             incarnation=session.incarnation,
         )
 
@@ -91,9 +92,9 @@ class MasterStream:
             self.handlers.want()
         if response.HasField("desired"):
             self.health_monitor.asked(response.desired.check)
-            self.models.desire(response.desired.pinned_models, response.desired.unwanted_models)
-        if response.lease_batches and self.health_monitor.unusable:  # sent before the master knew
-            self.dispatcher.give_back("the device can't be used", running=self.health_monitor.barred)
+            self.loader.desire(response.desired.pinned_models, response.desired.unwanted_models)
+        if response.lease_batches and self.health_monitor.health.unusable:  # sent before the master knew
+            self.dispatcher.give_back("the device can't be used", running=self.health_monitor.health.barred)
         elif response.lease_batches:
             self.dispatcher.pump()
 
@@ -118,7 +119,7 @@ class MasterStream:
             last_frame=self._last_frame,
             telemetry=None if sample is None else sample.telemetry,
             sample_ns=0 if sample is None else sample.time_ns,
-            models=self.models.shelf.residencies(),
+            models=residency_messages(self.loader.routes),
             catalog=self._catalog_change(),
             embedding_cache=self.pool.embedding_cache(),
             draining=self.draining,
@@ -134,10 +135,10 @@ class MasterStream:
 
     def _catalog_change(self) -> pb.Catalog | None:
         """The worker's offers, if they have changed since this session's master got them."""
-        if not self.models.changed:
+        if not self.loader.changed:
             return None
-        self.models.changed = False
-        return wire.catalog_message(self.dispatcher.offers(), self.models.shelf.messages())
+        self.loader.changed = False
+        return wire.catalog_message(self.dispatcher.offers(), model_messages(self.loader.routes))
 
     def disconnected(self, reason: str) -> None:
         session = self.dispatcher.session

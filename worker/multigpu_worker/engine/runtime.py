@@ -26,7 +26,7 @@ from multigpu_worker.engine.leases import Leases
 from multigpu_worker.engine.reporter import MESSAGE_BYTES_MAX, BatchReporter, Reporting, flush_forever, text_of
 from multigpu_worker.engine.work import Work, items_of
 from multigpu_worker.engines.base import Batch, Engine, EngineSettings
-from multigpu_worker.engines.common import self_test as canary
+from multigpu_worker.engines.common import self_test
 from multigpu_worker.engines.registry import build
 from multigpu_worker.processes.ipc import frames
 from multigpu_worker.processes.ipc.slots import SlotPage
@@ -108,8 +108,8 @@ class Runtime:
                 spec = ModelSpec.from_plain(plain)
                 self.settings = dataclasses.replace(self.settings, slots=slots, models={model_id: spec})
                 _thread(self._load_and_prepare, "preparer", spec, self._unprepared)
-            case ("canary", canary_id, has_models):
-                _thread(self._sing, "canary", canary_id, has_models)
+            case ("self_test", test_id, has_models):
+                _thread(self._self_test, "self-test", test_id, has_models)
             case ("close", end):
                 self._close(end=end)
             case _:
@@ -207,32 +207,18 @@ class Runtime:
 
     # The self-test.
 
-    def _sing(self, canary_id: int, models: bool) -> None:
-        """Work on the task whose answer is known. `models`: the worker has models, so that torch is worth loading."""
-        right: bool | None = None
-        words = "this engine doesn't use torch"
-        if canary.able(self.settings.device, models=models):
-            if canary.loaded():
-                right, words = self._sing_with_torch(canary_id)
+    def _self_test(self, test_id: int, has_models: bool) -> None:
+        """Run the task with a known answer. Torch is worth importing for it only where the worker has models."""
+        passed: bool | None = None
+        detail = "this engine doesn't use torch"
+        device = self.settings.device
+        if self_test.able(device, models=has_models):
+            if self_test.loaded():
+                passed, detail = self_test.attempt(device, lambda: self._channel.send(("self_test_begun", test_id)))
             else:
-                # It has not been loaded for tasks: what it takes of memory, and CUDA's context, must not stay.
-                right, words = canary.sing_apart(self.settings.device)
-                words = text_of(words, MESSAGE_BYTES_MAX)
-        self._channel.send(("canary", canary_id, right, words))
-
-    def _sing_with_torch(self, canary_id: int) -> tuple[bool | None, str]:
-        try:
-            torch = canary.load()
-            shortage = canary.shortage(torch, self.settings.device)
-        except Exception as error:  # noqa: BLE001  memory, or an installation that doesn't work: not the device
-            return None, text_of(f"torch can't be loaded: {error!r}", MESSAGE_BYTES_MAX)
-        if shortage:
-            return None, shortage
-        self._channel.send(("singing", canary_id))
-        try:
-            return canary.sing(torch, self.settings.device)
-        except Exception as error:  # noqa: BLE001  whatever torch raises says that the device is not well
-            return False, text_of(f"it raised {type(error).__name__}: {error}", MESSAGE_BYTES_MAX)
+                # Tasks have no use for torch here: its memory, and that of a CUDA context, must not stay taken.
+                passed, detail = self_test.run_in_subprocess(device)
+        self._channel.send(("self_test", test_id, passed, text_of(detail, MESSAGE_BYTES_MAX)))
 
 
 def _run_batch(work: Work, reporter: BatchReporter) -> None:

@@ -3,7 +3,7 @@
 import signal
 from dataclasses import dataclass
 
-from multigpu_worker.mps.daemon import Fault
+from multigpu_worker.mps.engines import Fault
 from multigpu_worker.processes.ipc.slots import SlotState
 
 

@@ -2,7 +2,7 @@
 
 The end of the process counts, reported by its pidfd, and not the end of the socket: a child that user code forked may
 hold the socket open. Frames that the engine sent before it died are read to the end and count. The whole process group
-is killed with it. Under MPS (mps/daemon.py) it is taken off the GPU first, which takes a while.
+is killed with it. Under MPS (mps/engines.py) it is taken off the GPU first, which takes a while.
 """
 
 import asyncio
@@ -22,7 +22,8 @@ import structlog
 
 from multigpu_worker.engines.base import EngineSettings
 from multigpu_worker.engines.handlers.sources import Sources
-from multigpu_worker.mps.daemon import Fault, Mps, look_for_members
+from multigpu_worker.mps.engines import Fault, Mps
+from multigpu_worker.process_group import look_for_members
 from multigpu_worker.processes.death import Death
 from multigpu_worker.processes.ipc import frames
 from multigpu_worker.processes.ipc.blobs import BlobMemory

@@ -41,7 +41,7 @@ class EnginePool:
         # Asked to end, and not dead yet.
         self._ending: set[EngineProcess] = set()
         self._stopping: list[EngineProcess] = []
-        self._singer: EngineProcess | None = None
+        self._self_tester: EngineProcess | None = None
         # What the embedding caches of dead processes have done.
         self._cache_before = pb.EmbeddingCache()
 
@@ -140,13 +140,10 @@ class EnginePool:
         for process in self.models.pop(model, ()):
             self._retire(process, grace_s)
 
-    def end(self, process: EngineProcess) -> None:
+    def end(self, process: ModelProcess) -> None:
         """End one of the processes of a model, which has nothing to do."""
-        for one in self.models[process.model]:
-            if one is process:
-                self.models[process.model].remove(one)
-                self._retire(one, 0.0)
-                return
+        self.models[process.model].remove(process)
+        self._retire(process, 0.0)
 
     def _retire(self, process: ModelProcess, grace_s: float) -> None:
         process.retiring = True
@@ -264,15 +261,15 @@ class EnginePool:
 
     # The self-test.
 
-    def sing(self, canary_id: int) -> None:
+    def run_self_test(self, test_id: int) -> None:
         """Have a process run the self-test: one with a model, which has loaded torch, or else the default process."""
         idle = [p for ps in self.models.values() for p in ps if p.host.ready and not p.batches and not p.retiring]
-        self._singer = idle[0] if idle else self.default
-        self._singer.host.send(("canary", canary_id, bool(self._settings.host.engine.models)), [])
+        self._self_tester = idle[0] if idle else self.default
+        self._self_tester.host.send(("self_test", test_id, bool(self._settings.host.engine.models)), [])
 
-    def sings(self, process: EngineProcess) -> bool:
+    def runs_self_test(self, process: EngineProcess) -> bool:
         """Whether this is the process that was last asked to run the self-test."""
-        return process is self._singer
+        return process is self._self_tester
 
 
 def _add(total: pb.EmbeddingCache, cache: pb.EmbeddingCache) -> None:

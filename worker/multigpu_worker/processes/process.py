@@ -64,15 +64,19 @@ class DispatcherCallbacks(Protocol):
 
 
 class ModelLoaderCallbacks(Protocol):
-    def model_loaded(self, process: "EngineProcess", loaded: ModelLoaded) -> None: ...
-    def load_failed(self, process: "EngineProcess", error_type: str, message: str, *, retryable: bool) -> None: ...
-    def facts_changed(self, process: "EngineProcess", facts: dict[str, str]) -> None: ...
+    def model_loaded(self, process: "ModelProcess", report: ModelLoaded) -> None: ...
+    def load_failed(self, process: "ModelProcess", error_type: str, message: str, *, retryable: bool) -> None: ...
+    def facts_changed(self, process: "ModelProcess", facts: dict[str, str]) -> None: ...
+
+
+class SelfTestCallbacks(Protocol):
+    def begun(self, test_id: int) -> None: ...
+    def done(self, test_id: int, passed: bool | None, detail: str) -> None: ...
 
 
 class HealthMonitorCallbacks(Protocol):
-    def canary_begun(self, canary_id: int) -> None: ...
-    def canary_answered(self, canary_id: int, right: bool | None, words: str) -> None: ...
-    def suspects(self, lease_id: int) -> bool: ...
+    def suspects(self, lease_id: int) -> bool:
+        """Whether a lease ran at an XID of class APPLICATION."""
 
 
 class Callbacks:
@@ -80,6 +84,7 @@ class Callbacks:
 
     dispatcher: DispatcherCallbacks
     model_loader: ModelLoaderCallbacks
+    self_test: SelfTestCallbacks
     health_monitor: HealthMonitorCallbacks
 
 
@@ -255,14 +260,14 @@ class EngineProcess:
                 if any(type(lease_id) is not int for lease_id in lease_ids):
                     raise TypeError(f"leases {lease_ids!r} are given back")
                 return partial(self._given_back, lease_ids)
-            case "canary":
-                _, canary_id, right, text = message
-                if type(canary_id) is not int or right not in (True, False, None) or type(text) is not str:
-                    raise TypeError(f"a canary that says {canary_id!r}, {right!r}, {text!r}")
-                return partial(self._callbacks.health_monitor.canary_answered, canary_id, right, text)
-            case "singing":
-                (_, canary_id) = message
-                return partial(self._callbacks.health_monitor.canary_begun, canary_id)
+            case "self_test":
+                _, test_id, passed, detail = message
+                if type(test_id) is not int or passed not in (True, False, None) or type(detail) is not str:
+                    raise TypeError(f"a self-test with {test_id!r}, {passed!r}, {detail!r}")
+                return partial(self._callbacks.self_test.done, test_id, passed, detail)
+            case "self_test_begun":
+                (_, test_id) = message
+                return partial(self._callbacks.self_test.begun, test_id)
             case other:
                 raise ValueError(f"unknown message {other!r}")
 
