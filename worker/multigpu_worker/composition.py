@@ -55,30 +55,13 @@ def compose(
     """Make a worker, on the event loop. `mps_off`: why it runs without MPS."""
     sharing = Sharing()
     sampler = Sampler(device)
-    host = HostSettings(
-        engine=settings,
-        memory_bytes=_engine_memory_bytes(config, device),
-        result_bytes_max=min(config.result_bytes_max, RESULT_BYTES_MAX),
-        visible_devices=device.visible_devices,
-        mps=mps,
+    pool = EnginePool(_process_settings(config, device, settings, sharing, mps))
+    batcher = Batcher(
+        BatchLimits(tasks_max=config.batch_tasks_max, tokens_max=config.batch_tokens_max, delay_s=config.batch_delay_s),
+        config.slots,
     )
-    pool = EnginePool(ProcessSettings(config=config, host=host, sharing=sharing))
-    limits = BatchLimits(
-        tasks_max=config.batch_tasks_max, tokens_max=config.batch_tokens_max, delay_s=config.batch_delay_s
-    )
-    batcher = Batcher(limits, config.slots)
     dispatcher = Dispatcher(identity.worker_id, Session(SessionLimits()), batcher, pool, sampler)
-    loader = ModelLoader(
-        dispatcher,
-        pool,
-        sampler,
-        find_catalog(),
-        settings,
-        limit_bytes=model_memory_bytes(config, device),
-        progress_timeout_s=config.progress_timeout_s,
-        # With only the bundled model configured, keep no spare process.
-        eager=bool(config.models or config.model_repository or config.default_model),
-    )
+    loader = _loader(config, device, settings, find_catalog(), dispatcher, pool, sampler)
     health_monitor = HealthMonitor(
         dispatcher, device, sampler, pool, settings.artifacts, canary_interval_s=config.canary_interval_s
     )
@@ -112,6 +95,41 @@ def compose(
         stream=stream,
         link=link,
         find_catalog=find_catalog,
+    )
+
+
+def _process_settings(
+    config: WorkerConfig, device: Device, engine: EngineSettings, sharing: Sharing, mps: Mps | None
+) -> ProcessSettings:
+    host = HostSettings(
+        engine=engine,
+        memory_bytes=_engine_memory_bytes(config, device),
+        result_bytes_max=min(config.result_bytes_max, RESULT_BYTES_MAX),
+        visible_devices=device.visible_devices,
+        mps=mps,
+    )
+    return ProcessSettings(config=config, host=host, sharing=sharing)
+
+
+def _loader(
+    config: WorkerConfig,
+    device: Device,
+    settings: EngineSettings,
+    catalog: Catalog,
+    dispatcher: Dispatcher,
+    pool: EnginePool,
+    sampler: Sampler,
+) -> ModelLoader:
+    return ModelLoader(
+        dispatcher,
+        pool,
+        sampler,
+        catalog,
+        settings,
+        limit_bytes=model_memory_bytes(config, device),
+        progress_timeout_s=config.progress_timeout_s,
+        # With only the bundled model configured, keep no spare process.
+        eager=bool(config.models or config.model_repository or config.default_model),
     )
 
 
