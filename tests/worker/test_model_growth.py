@@ -69,7 +69,7 @@ class IdleAgent:
     def want_heartbeat(self) -> None:
         self.heartbeats += 1
 
-    def pump(self) -> None: ...
+    def routes_changed(self) -> None: ...
 
 
 async def test_what_a_model_takes_is_measured_again_while_it_is_used(
