@@ -185,7 +185,7 @@ def test_an_engine_whose_error_is_no_text(text: Any) -> None:
 def test_an_engine_whose_canary_makes_no_sense(words: Any) -> None:
     post = Post()
     with pytest.raises(ipc.FrameError):
-        post.agent.pool.base.host.said(("canary", *words), [])
+        post.agent.pool.base.host.said(("self_test", *words), [])
     post.close()
 
 

@@ -105,7 +105,18 @@ def _value(rng: Random, depth: int = 0) -> object:
     if depth < 4 and rng.random() < 0.4:
         many = [_value(rng, depth + 1) for _ in range(rng.randrange(5))]
         return rng.choice((tuple, list))(many)
-    words: list[object] = ["", "reports", "ready", "loaded", "load_failed", "canary", "singing", "echo", b"", b"x"]
+    words: list[object] = [
+        "",
+        "reports",
+        "ready",
+        "loaded",
+        "load_failed",
+        "self_test",
+        "self_test_begun",
+        "echo",
+        b"",
+        b"x",
+    ]
     return rng.choice([0, 1, 2, -1, 2**63, 2**70, None, True, 0.5, float("nan"), {}, {1: 2}, *words])
 
 

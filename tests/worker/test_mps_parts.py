@@ -16,7 +16,8 @@ from multigpu.config.config import WorkerConfig
 from multigpu_worker.device.cpu import CpuDevice
 from multigpu_worker.mps.claims import Claim, Claims
 from multigpu_worker.mps.control import GpuFullError, MpsControl, MpsError, ServerLog
-from multigpu_worker.mps.daemon import FORCE_TIMEOUT_S, Fault, Mps, MpsLimits
+from multigpu_worker.mps.daemon import MpsLimits
+from multigpu_worker.mps.engines import FORCE_TIMEOUT_S, Fault, Mps
 from multigpu_worker.mps.setup import clients_max, open_mps, pipe_dir
 from multigpu_worker.processes.cuda_errors import context_is_lost, mps_rejected
 from multigpu_worker.processes.deaths import Deaths
@@ -148,7 +149,7 @@ async def test_a_daemon_whose_answers_are_in_an_unknown_format_is_not_used(simul
     with pytest.raises(MpsError, match="in a format that this worker doesn't know"):
         await Mps(simulated_control, "b", MpsLimits()).open()
     await simulated_control.ask("quit")
-    first.claims.release()
+    first.daemon.claims.release()
 
 
 async def test_no_scan_of_processes_is_on_the_event_loop(

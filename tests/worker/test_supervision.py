@@ -54,7 +54,7 @@ async def test_an_error_of_our_own_in_a_callback_ends_the_worker_and_charges_nob
 
 
 @pytest.mark.parametrize(
-    ("module", "name"), [("models.loader", "ModelKeeper.tick"), ("device.health_monitor", "Caretaker._look")]
+    ("module", "name"), [("models.loader", "ModelLoader.tick"), ("device.health_monitor", "HealthMonitor._look")]
 )
 async def test_an_error_in_a_background_task_ends_the_worker(
     master: ScriptedMaster, start_worker: StartWorker, plant: Path, module: str, name: str

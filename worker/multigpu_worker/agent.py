@@ -3,15 +3,14 @@
 All of it runs on one event loop and none of it waits: the session (what we hold and owe) and the batcher (what goes
 next) are plain values; the link and the engine processes do the I/O and call in here. Each engine holds one batch more
 than it has slots, so that the next one is prepared while one runs. Tasks of a model go to a process of that model
-(processes/pool.py), which the keeper has loaded when they wait for it (models/loader.py); all others go to the base.
+(processes/pool.py), which models/loader.py has loaded when they wait for it; all others go to the base.
 """
 
 import asyncio
 import contextlib
 import dataclasses
 import time
-from collections import Counter
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 import structlog
@@ -22,13 +21,15 @@ from multigpu.repository.model import ModelFolderError
 from multigpu.v1 import worker_service_pb2 as pb
 
 from multigpu_worker.device.energy import Energy
-from multigpu_worker.device.health_monitor import Caretaker
+from multigpu_worker.device.health_monitor import HealthMonitor
 from multigpu_worker.device.interface import Device
 from multigpu_worker.device.sampler import Sampler
 from multigpu_worker.engines.base import EngineSettings
 from multigpu_worker.models.catalog import Catalog
-from multigpu_worker.models.loader import ModelKeeper
-from multigpu_worker.mps.daemon import Mps, MpsStatus
+from multigpu_worker.models.loader import ModelLoader
+from multigpu_worker.models.messages import model_messages, residency_messages
+from multigpu_worker.mps.engines import Mps
+from multigpu_worker.mps.status import MpsStatus
 from multigpu_worker.processes.deaths import Judgement
 from multigpu_worker.processes.host import Death, EngineStartError
 from multigpu_worker.processes.pool import EnginePool
@@ -89,13 +90,12 @@ class Agent:
             device=device,
             memory_bytes=memory_bytes,
             mps=mps,
-            suspects=lambda lease_id: self.care.suspects(lease_id),  # noqa: PLW0108  it is made below
+            suspects=lambda lease_id: self.health_monitor.suspects(lease_id),  # noqa: PLW0108  it is made below
         )
         self.pool = EnginePool(self, processes)
-        # What the repository holds is read now, and again now and then.
         self._find_catalog = find_catalog
         self._catalog = find_catalog()
-        self.keeper = ModelKeeper(
+        self.loader = ModelLoader(
             self,
             self.pool,
             self.sampler,
@@ -103,10 +103,10 @@ class Agent:
             settings,
             limit_bytes=model_memory_bytes,
             progress_timeout_s=config.progress_timeout_s,
-            # The packaged model alone is nobody's wish.
+            # With only the packaged model, keep no spare process.
             eager=bool(config.models or config.model_repository or config.default_model),
         )
-        self.batcher.rules = self.keeper.rules()
+        self.batcher.rules = self.loader.routes.rules()
         # Why it runs without MPS.
         self._mps_off = mps_off
         self.link = Link(config.master, self, Credentials.of(config))
@@ -118,7 +118,7 @@ class Agent:
         self._paused = False
         # When a batch that waits to grow must go.
         self._growth: tuple[float, asyncio.Handle] | None = None
-        self.care: Caretaker = Caretaker(
+        self.health_monitor: HealthMonitor = HealthMonitor(
             self, device, self.sampler, self.pool, settings.artifacts, canary_interval_s=config.canary_interval_s
         )
         self.handlers = HandlersReload(self.pool.base, config.drain_timeout_s, self._reloaded)
@@ -148,7 +148,7 @@ class Agent:
             base = self.pool.base.host
             log.info("engine ready", pid=base.pid, kinds=sorted({kind for kind, _ in self._offers()}))
             self.sampler.start()
-            chores = [supervision.watch(), self._beat(), self._tick(), self.care.run(), self.handlers.run()]
+            chores = [supervision.watch(), self._beat(), self._tick(), self.health_monitor.run(), self.handlers.run()]
             if self.config.model_repository and self.config.repository_poll_s:
                 chores.append(self._poll())
             if self.pool.mps is not None:
@@ -205,29 +205,29 @@ class Agent:
 
     def hello(self) -> pb.SessionRequest:
         self._note_running()
-        self.keeper.changed = False
+        self.loader.changed = False
         # A worker that runs more of one kind at a time says so, or the master would hold back what could join.
-        slots = max(self.identity.slots, self.keeper.slots_max())
+        slots = max(self.identity.slots, self.loader.slots_max())
         return wire.hello(
             dataclasses.replace(self.identity, slots=slots),
             self._offers(),
             self.session.held(hello=True),
-            models=self.keeper.shelf.messages(),
-            model_memory_bytes=self.keeper.limit_bytes,
+            models=model_messages(self.loader.routes),
+            model_memory_bytes=self.loader.limit_bytes,
             incarnation=self.session.incarnation,
         )
 
     def _offers(self) -> list[tuple[str, list[str]]]:
         """The kinds that run here, each with the names of its models."""
-        plain = [(kind, list[str]()) for kind in self.pool.base.host.kinds if not self.keeper.serves(kind)]
-        return plain + self.keeper.shelf.offers()
+        plain = [(kind, list[str]()) for kind in self.pool.base.host.kinds if not self.loader.routes.serves(kind)]
+        return plain + self.loader.routes.offers()
 
     def _catalog_change(self) -> pb.Catalog | None:
         """What is offered, if it is not what this session's master was told."""
-        if not self.keeper.changed:
+        if not self.loader.changed:
             return None
-        self.keeper.changed = False
-        return wire.catalog_message(self._offers(), self.keeper.shelf.messages())
+        self.loader.changed = False
+        return wire.catalog_message(self._offers(), model_messages(self.loader.routes))
 
     def connected(self, welcome: pb.SessionResponse, metadata: Metadata) -> None:
         words = welcome.welcome
@@ -263,10 +263,10 @@ class Agent:
         if response.reload_handlers:
             self.handlers.want()
         if response.HasField("desired"):
-            self.care.asked(response.desired.check)
-            self.keeper.desire(response.desired.pinned_models, response.desired.unwanted_models)
-        if response.lease_batches and self.care.unusable:  # they crossed our word
-            self.give_back("the device can't be used", running=self.care.barred)
+            self.health_monitor.asked(response.desired.check)
+            self.loader.desire(response.desired.pinned_models, response.desired.unwanted_models)
+        if response.lease_batches and self.health_monitor.health.unusable:  # they crossed our word
+            self.give_back("the device can't be used", running=self.health_monitor.health.barred)
         elif response.lease_batches:
             self.pump()
 
@@ -281,12 +281,12 @@ class Agent:
                 last_frame=self._last_frame,
                 telemetry=None if sample is None else sample.telemetry,
                 sample_ns=0 if sample is None else sample.time_ns,
-                models=self.keeper.shelf.residencies(),
+                models=residency_messages(self.loader.routes),
                 catalog=self._catalog_change(),
                 embedding_cache=self.pool.embedding_cache(),
                 draining=self.draining,
                 mps=self._mps_off if self.pool.mps is None else self.pool.mps.status,
-                health=wire.health_message(self.care.health, self.care.checks_passed),
+                health=wire.health_message(self.health_monitor.health, self.health_monitor.checks_passed),
                 handlers=self.handlers.message(),
                 occupied_slots=self.pool.occupied,
             )
@@ -317,20 +317,20 @@ class Agent:
             self.pump()
 
     def model_loaded(self, process: EngineProcess, words: LoadedWords) -> None:
-        self.keeper.model_loaded(process, words)
-        self.batcher.rules = self.keeper.rules()  # a new version may have come to serve
+        self.loader.model_loaded(process, words)
+        self.batcher.rules = self.loader.routes.rules()  # a new version may have come to serve
 
     def load_failed(self, process: EngineProcess, error_type: str, message: str, *, retryable: bool) -> None:
-        self.keeper.load_failed(process, error_type, message, retryable=retryable)
+        self.loader.load_failed(process, error_type, message, retryable=retryable)
 
     def facts_changed(self, process: EngineProcess, facts: dict[str, str]) -> None:
-        self.keeper.facts_changed(process, facts)
+        self.loader.facts_changed(process, facts)
 
-    def canary_begun(self, canary_id: int) -> None:
-        self.care.canary_begun(canary_id)
+    def self_test_begun(self, test_id: int) -> None:
+        self.health_monitor.self_test.begun(test_id)
 
-    def canary_answered(self, canary_id: int, right: bool | None, words: str) -> None:
-        self.care.canary_answered(canary_id, right, words)
+    def self_test_done(self, test_id: int, right: bool | None, words: str) -> None:
+        self.health_monitor.self_test.done(test_id, right, words)
 
     def room_made(self) -> None:
         self.pump()
@@ -342,7 +342,7 @@ class Agent:
 
     def _reloaded(self) -> None:
         """The engine may run other kinds now."""
-        self.keeper.changed = True
+        self.loader.changed = True
         self.want_heartbeat()
         gone = [lease for lease in self.session.leases.values() if not self._runs(lease.spec)]
         self.return_leases(gone, "the reloaded handlers don't have its kind")
@@ -352,7 +352,7 @@ class Agent:
         if batch.one_by_one and batch.settled:
             self.batcher.measure(batch.spec, batch.settled, work_ns / 1e9)
         if process.model:
-            self.keeper.used(process.model)
+            self.loader.used(process.model)
         self.pump()
         if not self._busy():
             self.sampler.end_work()
@@ -361,52 +361,32 @@ class Agent:
         self.pool.died(process)
         if not self._busy():
             self.sampler.end_work()
-        if self.pool.sings(process):
-            self.care.engine_died(others)
+        if self.pool.runs_self_test(process):
+            self.health_monitor.self_test.engine_died(others)
         began_ns = (now_ns := time.time_ns()) - max([slot.ran_ns() for slot in death.slots], default=0)
-        if self.care.grace_s and any(report.broke_engine for report in judged.reports):
+        if self.health_monitor.grace_s and any(report.broke_engine for report in judged.reports):
             # What the device has to say of it comes soon: if that is to blame, these leases are given back before.
-            asyncio.get_running_loop().call_later(self.care.grace_s, self.report, began_ns, now_ns, judged.reports)
+            asyncio.get_running_loop().call_later(
+                self.health_monitor.grace_s, self.report, began_ns, now_ns, judged.reports
+            )
         else:
             self.report(began_ns, now_ns, judged.reports)
         self.batcher.put_back(judged.again)
         if judged.hardware:
-            self.care.memory_failed(judged.hardware)
+            self.health_monitor.memory_failed(judged.hardware)
         if death.fault is not None:
             self.pool.lost()
             self.want_heartbeat()
         if process.host.imports is not None and not self._stopped:
-            self.keeper.process_died(process, death)
+            self.loader.process_died(process, death)
             self.pump()
 
-    # What the keeper of models asks for.
+    # Callbacks of the model loader.
 
-    def waiting(self, model: str) -> list[Lease]:
-        """The leases that wait for a model."""
-        return [lease for lease in self._waiting() if self.keeper.model_of(lease.spec) == model]
-
-    def waiting_specs(self) -> set[Spec]:
-        """What is asked for by leases that wait for models."""
-        return {lease.spec for lease in self._waiting() if self.keeper.model_of(lease.spec) is not None}
-
-    def waiting_of(self, spec: Spec) -> list[Lease]:
-        """The leases of this spec that wait."""
-        return [lease for lease in self._waiting() if lease.spec == spec]
-
-    def _waiting(self) -> list[Lease]:
+    def waiting(self) -> list[Lease]:
         """The leases that are in no engine."""
         inside = self._inside()
         return [lease for lease_id, lease in self.session.leases.items() if lease_id not in inside]
-
-    def held(self) -> Mapping[str, int]:
-        """How many leases are held for each model, waiting or running."""
-        counts = Counter(lease.spec for lease in self.session.leases.values())
-        held: Counter[str] = Counter()
-        for spec, count in counts.items():
-            model = self.keeper.model_of(spec)
-            if model is not None:
-                held[model] += count
-        return held
 
     def fail(self, leases: list[Lease], error: TaskError) -> None:
         """These leases can't be run here."""
@@ -422,9 +402,9 @@ class Agent:
 
     def may_load(self) -> bool:
         """The device is well, and the worker is not about to stop."""
-        return self.pool.ready and not self.pool.parked and self.care.health.fit and not self._stopped
+        return self.pool.ready and not self.pool.parked and self.health_monitor.health.fit and not self._stopped
 
-    # What the caretaker of the device asks for.
+    # Callbacks of the health monitor.
 
     def give_back(self, why: str, *, running: bool) -> None:
         """Return leases uncharged: those that wait for the engine, or all."""
@@ -455,14 +435,14 @@ class Agent:
 
     def _runs(self, spec: Spec) -> bool:
         """There is something here that can run tasks of this spec, or can be loaded."""
-        if self.keeper.serves(spec.kind):
-            return self.keeper.model_of(spec) is not None
+        if self.loader.routes.serves(spec.kind):
+            return self.loader.routes.key_of(spec) is not None
         return spec.kind in self.pool.base.host.kinds
 
     def _target(self, spec: Spec, first: Lease | None) -> EngineProcess | None:
         """The process that should have a batch of these, which begins with `first`, now; None: none can take it."""
-        if self.keeper.serves(spec.kind):
-            model = self.keeper.model_of(spec)
+        if self.loader.routes.serves(spec.kind):
+            model = self.loader.routes.key_of(spec)
             return None if model is None else self.pool.target(model, first)
         return self.pool.base if self.pool.base.takes(first) else None
 
@@ -472,7 +452,7 @@ class Agent:
         # When engines that have enough for now should have their next batches.
         later_s: list[float] = []
         now_s = time.monotonic()
-        one_by_one = self._one_by_one | self.keeper.one_by_one
+        one_by_one = self._one_by_one | self.loader.one_by_one
 
         def may(spec: Spec) -> bool:
             process = self._target(spec, self.batcher.first(spec))
@@ -497,7 +477,7 @@ class Agent:
                 self._growth[1].cancel()
             self._growth = due_s, asyncio.get_running_loop().call_at(due_s, self._grown)
         if waiting:
-            self.keeper.wanted({model for spec in waiting if (model := self.keeper.model_of(spec)) is not None})
+            self.loader.wanted({model for spec in waiting if (model := self.loader.routes.key_of(spec)) is not None})
 
     def _grown(self) -> None:
         """A batch has waited long enough."""
@@ -539,8 +519,8 @@ class Agent:
 
     def _reject(self, leases: list[Lease], spec: Spec) -> None:
         """What nothing here offers: the master was told, so this is its error, but not the task's."""
-        if self.keeper.serves(spec.kind):
-            error = TaskError(type="UnknownModel", message=self.keeper.why_not(spec), retryable=False)
+        if self.loader.routes.serves(spec.kind):
+            error = TaskError(type="UnknownModel", message=self.loader.routes.why_not(spec), retryable=False)
         else:
             kinds = ", ".join(sorted(kind for kind, _ in self._offers()))
             message = f"worker {self.identity.worker_id} doesn't run {spec.kind!r}; it runs {kinds}"
@@ -582,8 +562,8 @@ class Agent:
             if found != self._catalog:
                 log.info("the model repository has changed", models=len(found.specs), errors=dict(found.errors))
                 self._catalog = found
-                await self.keeper.put(found)
-                self.batcher.rules = self.keeper.rules()
+                await self.loader.put(found)
+                self.batcher.rules = self.loader.routes.rules()
 
     async def _tick(self) -> None:
         """Look at the engines: does what runs keep its limits, do models come and go as they should?"""
@@ -597,4 +577,4 @@ class Agent:
             if self.sampler.meter is not None and self._busy():
                 slots = [state for process in self.pool if process.batches for state in process.host.sample()]
                 self.sampler.running = max(1, sum(state.batch_id != 0 for state in slots))
-            self.keeper.tick()
+            self.loader.tick()

@@ -24,7 +24,9 @@ from multigpu.daemon.systemd import Notifier, raise_descriptor_limit
 from multigpu.daemon.telemetry import configure_logging, configure_tracing, shut_down_tracing
 
 from multigpu_worker.agent import Agent
-from multigpu_worker.device.interface import Device, DeviceError, host_memory_bytes, open_device
+from multigpu_worker.device.cpu import host_memory_bytes
+from multigpu_worker.device.interface import Device, DeviceError
+from multigpu_worker.device.open import open_device
 from multigpu_worker.device.stats_file import BYTES_MAX, StatsFile, append, record
 from multigpu_worker.engines.base import EmbeddingCacheSettings, EngineSettings
 from multigpu_worker.models import catalog as catalogs

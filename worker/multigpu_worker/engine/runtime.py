@@ -32,7 +32,7 @@ from multigpu.repository.files import require_hashes
 from multigpu.repository.model import ModelSpec
 
 from multigpu_worker.engines.base import Batch, Engine, EngineSettings, Item
-from multigpu_worker.engines.common import self_test as canary
+from multigpu_worker.engines.common import self_test
 from multigpu_worker.engines.registry import build, build_model_engine
 from multigpu_worker.processes import ipc
 from multigpu_worker.processes.blobs import BlobMemory
@@ -418,8 +418,8 @@ class Runtime:
                     threading.Thread(target=self._prepare, args=arguments, name="preparer", daemon=True).start()
                 elif message[0] == "close":
                     self._close(*message[1:])
-                elif message[0] == "canary":
-                    threading.Thread(target=self._sing, args=message[1:], name="canary", daemon=True).start()
+                elif message[0] == "self_test":
+                    threading.Thread(target=self._self_test, args=message[1:], name="self-test", daemon=True).start()
                 elif message[0] == "taken":
                     for _ in range(message[1]):
                         self._told.popleft()
@@ -487,30 +487,30 @@ class Runtime:
             os._exit(0)
         self.send(("closed",), [], [])
 
-    def _sing(self, canary_id: int, models: bool) -> None:
+    def _self_test(self, test_id: int, models: bool) -> None:
         """Work on the task whose answer is known. `models`: the worker has models, so that torch is worth loading."""
         right: bool | None = None
         words = "this engine doesn't use torch"
-        if canary.able(self.settings.device, models=models):
-            if canary.loaded():
-                right, words = self._sing_with_torch(canary_id)
+        if self_test.able(self.settings.device, models=models):
+            if self_test.loaded():
+                right, words = self._self_test_with_torch(test_id)
             else:
                 # It has not been loaded for tasks: what it takes of memory, and CUDA's context, must not stay.
-                right, words = canary.sing_apart(self.settings.device)
+                right, words = self_test.run_in_subprocess(self.settings.device)
                 words = _text(words, MESSAGE_BYTES_MAX)
-        self.send(("canary", canary_id, right, words), [], [])
+        self.send(("self_test", test_id, right, words), [], [])
 
-    def _sing_with_torch(self, canary_id: int) -> tuple[bool | None, str]:
+    def _self_test_with_torch(self, test_id: int) -> tuple[bool | None, str]:
         try:
-            torch = canary.load()
-            shortage = canary.shortage(torch, self.settings.device)
+            torch = self_test.load()
+            shortage = self_test.shortage(torch, self.settings.device)
         except Exception as error:  # noqa: BLE001  memory, or an installation that doesn't work: not the device
             return None, _text(f"torch can't be loaded: {error!r}", MESSAGE_BYTES_MAX)
         if shortage:
             return None, shortage
-        self.send(("singing", canary_id), [], [])
+        self.send(("self_test_begun", test_id), [], [])
         try:
-            return canary.sing(torch, self.settings.device)
+            return self_test.run(torch, self.settings.device)
         except Exception as error:  # noqa: BLE001  whatever torch raises says that the device is not well
             return False, _text(f"it raised {type(error).__name__}: {error}", MESSAGE_BYTES_MAX)
 

@@ -2,7 +2,7 @@
 
 Death is the end of the process, learned from its pidfd, and not the end of the socket: a child that user code forked
 may hold the socket open for ever. What the engine said before it died is read to the end and counts. The whole process
-group is killed with it. Under MPS (mps/daemon.py) it is taken off the GPU first, which takes a while.
+group is killed with it. Under MPS (mps/engines.py) it is taken off the GPU first, which takes a while.
 
 There are two sorts of processes. The base runs what needs no model; when it dies, another takes its place. The others
 are for one model each: they import what they are told to, load a model once they are asked, and are not replaced when
@@ -31,7 +31,8 @@ from multigpu_worker.engines.base import EngineSettings
 from multigpu_worker.engines.handlers.sources import Sources, sources_of
 from multigpu_worker.engines.registry import KindInfo
 from multigpu_worker.models.load_watch import LoadWatch
-from multigpu_worker.mps.daemon import Fault, Mps, look_for_members
+from multigpu_worker.mps.engines import Fault, Mps
+from multigpu_worker.process_group import look_for_members
 from multigpu_worker.processes import ipc
 from multigpu_worker.processes.blobs import BlobMemory
 from multigpu_worker.processes.output import OutputLog

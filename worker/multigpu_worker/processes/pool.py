@@ -46,7 +46,7 @@ class EnginePool:
         # On their way out.
         self._ending: set[EngineProcess] = set()
         self._stopping: list[EngineProcess] = []
-        self._singer: EngineProcess | None = None
+        self._self_tester: EngineProcess | None = None
         # Slots in which cancelled calls run on.
         self.occupied = 0
         # What the embedding caches of processes that are gone have done.
@@ -107,7 +107,7 @@ class EnginePool:
                     batch.asked_back = True
                     process.recall(list(batch.leases.values()))
 
-    # Models come and go. `model` is a name of the keeper's: of one id there may be an old one and a new one.
+    # Models come and go. `model` is the model loader's key: an id may have an old and a new one.
 
     def load(self, model: str, spec: ModelSpec, slots: int, imports: tuple[str, ...]) -> None:
         """Begin to load a model, in as many processes as it wants instances."""
@@ -269,17 +269,17 @@ class EnginePool:
         for process in self._stopping:
             await process.host.stopped()
 
-    # The canary.
+    # The self-test.
 
-    def sing(self, canary_id: int) -> None:
-        """Have a process work on the canary: one with a model, which has loaded torch, or else the base."""
+    def run_self_test(self, test_id: int) -> None:
+        """Have a process run the self-test: one with a model, which has loaded torch, or else the base."""
         idle = [p for ps in self.models.values() for p in ps if p.host.ready and not p.batches and not p.retiring]
-        self._singer = idle[0] if idle else self.base
-        self._singer.host.send(("canary", canary_id, self._has_models()), [])
+        self._self_tester = idle[0] if idle else self.base
+        self._self_tester.host.send(("self_test", test_id, self._has_models()), [])
 
     def _has_models(self) -> bool:
         return bool(self._settings.engine.models)
 
-    def sings(self, process: EngineProcess) -> bool:
-        """Whether this is the process that was asked to sing last."""
-        return process is self._singer
+    def runs_self_test(self, process: EngineProcess) -> bool:
+        """Whether this is the process that was last asked to run the self-test."""
+        return process is self._self_tester

@@ -23,7 +23,7 @@ from multigpu_worker.device.energy import Energy
 from multigpu_worker.device.interface import Device
 from multigpu_worker.device.sampler import Sampler
 from multigpu_worker.engines.base import EngineSettings
-from multigpu_worker.mps.daemon import Mps
+from multigpu_worker.mps.engines import Mps
 from multigpu_worker.processes import ipc
 from multigpu_worker.processes.deaths import Deaths, Judgement
 from multigpu_worker.processes.host import Death, EngineHost
@@ -93,8 +93,8 @@ class Owner(Protocol):
 
     def batch_done(self, process: "EngineProcess", batch: EngineBatch, work_ns: int) -> None: ...
     def engine_died(self, process: "EngineProcess", death: Death, judged: Judgement, others: str) -> None: ...
-    def canary_begun(self, canary_id: int) -> None: ...
-    def canary_answered(self, canary_id: int, right: bool | None, words: str) -> None: ...
+    def self_test_begun(self, test_id: int) -> None: ...
+    def self_test_done(self, test_id: int, right: bool | None, words: str) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -290,14 +290,14 @@ class EngineProcess:
                 if any(type(lease_id) is not int for lease_id in lease_ids):
                     raise TypeError(f"leases {lease_ids!r} are given back")
                 return partial(self._given_back, lease_ids)
-            case "canary":
-                _, canary_id, right, text = message
-                if type(canary_id) is not int or right not in (True, False, None) or type(text) is not str:
-                    raise TypeError(f"a canary that says {canary_id!r}, {right!r}, {text!r}")
-                return partial(self.owner.canary_answered, canary_id, right, text)
-            case "singing":
-                (_, canary_id) = message
-                return partial(self.owner.canary_begun, canary_id)
+            case "self_test":
+                _, test_id, right, text = message
+                if type(test_id) is not int or right not in (True, False, None) or type(text) is not str:
+                    raise TypeError(f"a self-test that says {test_id!r}, {right!r}, {text!r}")
+                return partial(self.owner.self_test_done, test_id, right, text)
+            case "self_test_begun":
+                (_, test_id) = message
+                return partial(self.owner.self_test_begun, test_id)
             case "loaded" | "facts" | "load_failed" if not self.model:
                 raise ValueError("it is for no model")
             case "loaded":

@@ -1,4 +1,4 @@
-"""Why no engine is ready although one should be. Pure: host.py tells what happens, the caretaker asks."""
+"""Why no engine is ready although one should be. Pure: host.py reports what happens, the health monitor asks."""
 
 # How often an engine may be killed from outside before it is ready, and how long it may take to become ready, before
 # the worker says that no engine can start. It goes on trying all the same.

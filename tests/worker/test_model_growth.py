@@ -1,4 +1,4 @@
-"""A loaded model is measured again while it is used: a real process that grows, and the keeper of models."""
+"""A loaded model is measured again while it is used: a real process that grows, and the model loader."""
 
 import asyncio
 import subprocess
@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 from multigpu.repository.model import ModelSpec
-from multigpu_worker.device.interface import open_device
+from multigpu_worker.device.open import open_device
 from multigpu_worker.device.sampler import Sampler
 from multigpu_worker.engines.base import EngineSettings
-from multigpu_worker.models import loader as model_keeper
+from multigpu_worker.models import loader
 from multigpu_worker.models.catalog import Catalog
-from multigpu_worker.models.loader import ModelKeeper
+from multigpu_worker.models.loader import ModelLoader
 from multigpu_worker.models.measured_sizes import FOLDER
 from multigpu_worker.models.residency import ModelState
 
@@ -58,12 +58,10 @@ class IdleAgent:
 
     def __init__(self) -> None:
         self.heartbeats = 0
+        self.session = SimpleNamespace(leases={})
 
-    def held(self) -> dict[str, int]:
-        return {}
-
-    def waiting_specs(self) -> set[Any]:
-        return set()
+    def waiting(self) -> list[Any]:
+        return []
 
     def may_load(self) -> bool:
         return True
@@ -77,13 +75,13 @@ class IdleAgent:
 async def test_what_a_model_takes_is_measured_again_while_it_is_used(
     tmp_path: Path, grower: Grower, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(model_keeper, "_LOAD_LOOK_S", 0.0)
-    monkeypatch.setattr(model_keeper, "MEASURE_S", 0.0)
+    monkeypatch.setattr(loader, "_LOAD_LOOK_S", 0.0)
+    monkeypatch.setattr(loader, "MEASURE_S", 0.0)
     (tmp_path / "m").mkdir()
     spec = ModelSpec(name="m", folder=tmp_path / "m", kind="infer", engine="a:B", source="python")
     process: Any = SimpleNamespace(model="m", host=SimpleNamespace(pid=grower.process.pid), batches={}, retiring=False)
     pool: Any = SimpleNamespace(models={"m": [process]}, keep_spare=lambda _: None)
-    keeper = ModelKeeper(
+    model_loader = ModelLoader(
         IdleAgent(),  # type: ignore[arg-type]  # what it lacks is for leases
         pool,
         Sampler(open_device("cpu")),
@@ -93,14 +91,14 @@ async def test_what_a_model_takes_is_measured_again_while_it_is_used(
         progress_timeout_s=0.0,
         eager=False,
     )
-    resident = keeper.shelf.residents["m"]
+    resident = model_loader.routes.residents["m"]
     estimate_bytes = resident.memory_bytes
     resident.enter(ModelState.READY, 0.0)
 
     async def use() -> int:
-        keeper.used("m")
-        keeper.tick()
-        await asyncio.gather(*keeper._chores)
+        model_loader.used("m")
+        model_loader.tick()
+        await asyncio.gather(*model_loader._sizes._tasks)
         return resident.memory_bytes
 
     grower.grow(40 * MIB)
@@ -108,8 +106,8 @@ async def test_what_a_model_takes_is_measured_again_while_it_is_used(
     assert first_bytes > max(40 * MIB, estimate_bytes)
     assert await use() == first_bytes, "what changes by nothing is no news"
     grower.grow(30 * MIB)
-    keeper.tick()
-    assert not keeper._chores, "nobody has used it"
+    model_loader.tick()
+    assert not model_loader._sizes._tasks, "nobody has used it"
     grown_bytes = await use()
     assert first_bytes + 25 * MIB < grown_bytes < first_bytes + 40 * MIB
     assert str(grown_bytes) in next((tmp_path / FOLDER).iterdir()).read_text(), "it is kept for the next life"

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from multigpu.config.config import WorkerConfig
 from multigpu.repository.model import ModelSpec
-from multigpu_worker.device.interface import DeviceInfo, host_memory_bytes
+from multigpu_worker.device.cpu import host_memory_bytes
+from multigpu_worker.device.interface import DeviceInfo
 from multigpu_worker.engines.base import EngineSettings
 from multigpu_worker.main import _model_memory_bytes
 from multigpu_worker.models import memory_estimates as memory
