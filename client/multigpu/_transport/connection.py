@@ -7,7 +7,6 @@ streams reconnect by themselves.
 
 import asyncio
 import random
-import sys
 import time
 from typing import Any
 
@@ -215,12 +214,3 @@ def unavailable(address: str, details: str, credentials: Credentials) -> str:
 def _sized_response(frame: bytes) -> tuple[task_service_pb2.RunResponse, int]:
     # A message can tell its size only by serialising itself again.
     return task_service_pb2.RunResponse.FromString(frame), len(frame)
-
-
-def current_traceparent() -> str:
-    """The W3C trace context of the caller's span; empty unless one is recorded."""
-    if "opentelemetry.trace" not in sys.modules:
-        return ""
-    from multigpu.daemon import telemetry  # noqa: PLC0415  nobody without OpenTelemetry pays for its import
-
-    return telemetry.current_traceparent()
