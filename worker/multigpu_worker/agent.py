@@ -17,7 +17,7 @@ import structlog
 from multigpu._transport.credentials import Credentials
 from multigpu.config.config import WorkerConfig
 from multigpu.daemon.telemetry import span_from
-from multigpu.repository.model import ModelFolderError
+from multigpu.repository.model import ModelFolderError, Scan
 from multigpu.v1 import worker_service_pb2 as pb
 
 from multigpu_worker.device.energy import Energy
@@ -25,7 +25,6 @@ from multigpu_worker.device.health_monitor import HealthMonitor
 from multigpu_worker.device.interface import Device
 from multigpu_worker.device.sampler import Sampler
 from multigpu_worker.engines.base import EngineSettings
-from multigpu_worker.models.catalog import Catalog
 from multigpu_worker.models.loader import ModelLoader
 from multigpu_worker.models.messages import model_messages, residency_messages
 from multigpu_worker.mps.engines import Mps
@@ -68,7 +67,7 @@ class Agent:
         settings: EngineSettings,
         *,
         memory_bytes: int,
-        find_catalog: Callable[[], Catalog] = Catalog,
+        find_catalog: Callable[[], Scan] = Scan,
         model_memory_bytes: int = 0,
         mps: Mps | None = None,
         mps_off: MpsStatus | None = None,
@@ -119,7 +118,7 @@ class Agent:
         # When a batch that waits to grow must go.
         self._growth: tuple[float, asyncio.Handle] | None = None
         self.health_monitor: HealthMonitor = HealthMonitor(
-            self, device, self.sampler, self.pool, settings.artifacts, canary_interval_s=config.canary_interval_s
+            self, device, self.sampler, self.pool, settings.artifacts, self_test_interval_s=config.canary_interval_s
         )
         self.handlers = HandlersReload(self.pool.base, config.drain_timeout_s, self._reloaded)
         # How often the engines were looked at: what systemd's watchdog goes by.
@@ -560,7 +559,7 @@ class Agent:
                 log.warning("the model repository can't be read; what was there goes on", error=str(error))
                 continue
             if found != self._catalog:
-                log.info("the model repository has changed", models=len(found.specs), errors=dict(found.errors))
+                log.info("the model repository has changed", models=len(found.models), errors=dict(found.errors))
                 self._catalog = found
                 await self.loader.put(found)
                 self.batcher.rules = self.loader.routes.rules()

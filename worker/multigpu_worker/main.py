@@ -22,6 +22,7 @@ from multigpu._transport.credentials import Credentials
 from multigpu.config.config import ConfigError, TelemetryConfig, WorkerConfig, click_options, load
 from multigpu.daemon.systemd import Notifier, raise_descriptor_limit
 from multigpu.daemon.telemetry import configure_logging, configure_tracing, shut_down_tracing
+from multigpu.repository.model import Scan
 
 from multigpu_worker.agent import Agent
 from multigpu_worker.device.cpu import host_memory_bytes
@@ -29,8 +30,7 @@ from multigpu_worker.device.interface import Device, DeviceError
 from multigpu_worker.device.open import open_device
 from multigpu_worker.device.stats_file import BYTES_MAX, StatsFile, append, record
 from multigpu_worker.engines.base import EmbeddingCacheSettings, EngineSettings
-from multigpu_worker.models import catalog as catalogs
-from multigpu_worker.models.catalog import Catalog
+from multigpu_worker.models.catalog import installed
 from multigpu_worker.models.folders import ModelFolderError, find_models
 from multigpu_worker.mps.control import MpsError
 from multigpu_worker.mps.setup import open_mps
@@ -202,14 +202,12 @@ async def _tell(systemd: Notifier, agent: Agent) -> None:
     await systemd.keep(progress, status)
 
 
-def _catalog(config: WorkerConfig) -> Catalog:
-    """The models that are there now. ValueError, ModelFolderError."""
-    found = find_models(config)
-    specs, errors = catalogs.split(found.models, config.engine)
-    return Catalog(specs=specs, errors={**found.errors, **errors}, current=found.current)
+def _catalog(config: WorkerConfig) -> Scan:
+    """The models that there are now. Raises ValueError or ModelFolderError."""
+    return installed(find_models(config), config.engine)
 
 
-def _first_catalog(config: WorkerConfig) -> Catalog:
+def _first_catalog(config: WorkerConfig) -> Scan:
     """The same, when the worker starts: a broken model that the configuration names is rejected. ModelFolderError."""
     catalog = _catalog(config)
     named = {entry.partition("=")[0].strip() for entry in config.models}
@@ -220,13 +218,13 @@ def _first_catalog(config: WorkerConfig) -> Catalog:
     return catalog
 
 
-def _engine_settings(config: WorkerConfig, device: Device, catalog: Catalog) -> EngineSettings:
+def _engine_settings(config: WorkerConfig, device: Device, catalog: Scan) -> EngineSettings:
     return EngineSettings(
         device=device.engine_name,
         slots=config.slots,
         threads=config.threads,
         handlers=config.handlers,
-        models=dict(catalog.specs),
+        models=dict(catalog.models),
         engine=config.engine,
         precision=config.precision,
         artifacts=str(artifacts_folder(config)),
