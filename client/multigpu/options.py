@@ -22,7 +22,7 @@ _SPECS_MAX = 256
 
 
 class EmbedOptions(TypedDict, total=False):
-    """Options of tasks whose model is said apart. Every one is optional; task.proto has the defaults and the limits."""
+    """Options of calls with a parameter `model`. Every one is optional; task.proto has the defaults and the limits."""
 
     queue: str
     # 1 (served first) to 5; default 3.
@@ -55,7 +55,7 @@ class EmbedOptions(TypedDict, total=False):
 
 
 class SpecOptions(EmbedOptions, total=False):
-    """Options that the tasks of one call share."""
+    """Options that all tasks of a call share."""
 
     model: str
 
@@ -71,8 +71,16 @@ class TaskOptions(SpecOptions, total=False):
     units: int
 
 
+class MapOptions(EmbedOptions, total=False):
+    """Options of maps with a parameter `model`; AsyncClient.map explains those that EmbedOptions lacks."""
+
+    ordered: bool
+    window: int | None
+    return_exceptions: bool
+
+
 class CallOptions(EmbedOptions, total=False):
-    """Options of a single task whose model is said apart."""
+    """Options of a single task in calls with a parameter `model`."""
 
     request_id: str | uuid.UUID
     partition_key: str
@@ -144,12 +152,11 @@ class SpecCache:
         return spec
 
 
-def own_fields(options: dict[str, Any]) -> dict[str, Any] | None:
-    """Takes the options of TaskInput out of `options`; None when there are none, as in nearly every call. Raises
-    InvalidTaskError for a value that no message can carry: a stream that many calls share must not meet it.
+def own_fields(options: dict[str, Any]) -> dict[str, Any]:
+    """Takes the options of TaskInput out of `options`. Raises InvalidTaskError for a value that no message can carry:
+    it would break the stream that many calls share.
     """
-    own = {name: value for name in _OWN if name in options and (value := _own_value(name, options.pop(name)))}
-    return own or None
+    return {name: value for name in _OWN if name in options and (value := _own_value(name, options.pop(name)))}
 
 
 def _own_value(name: str, value: Any) -> str | int:
@@ -173,7 +180,7 @@ def _own_value(name: str, value: Any) -> str | int:
 def split_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], SpecOptions]:
     """The options of the single task, and those that tasks share."""
     shared = dict(options)
-    return own_fields(shared) or {}, cast("SpecOptions", shared)
+    return own_fields(shared), cast("SpecOptions", shared)
 
 
 def _hashable(value: Any) -> Any:

@@ -9,7 +9,7 @@ Time is that of the master's clock, which can't jump (clock.py).
 import asyncio
 import functools
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -23,8 +23,8 @@ from multigpu_master.core.identity import FREE
 from multigpu_master.core.model import Lease, OutcomeState, Spec, Task
 from multigpu_master.core.scheduler import Core
 from multigpu_master.ids import Incarnations, LeaseProofs
-from multigpu_master.journal.protocol import Journal, JournalError, LargeBody, Recovered, SettledTask
-from multigpu_master.journal.write_buffer import Journaling, tell
+from multigpu_master.journal.protocol import Journal, JournalError, JournalFullError, LargeBody, Recovered, SettledTask
+from multigpu_master.journal.write_buffer import DURABLE_S, Journaling, tell
 from multigpu_master.payloads import messages as wire_large
 from multigpu_master.rpc.outbox import FRAME_BYTES, Outbox
 from multigpu_master.telemetry.latencies import Latencies
@@ -39,7 +39,7 @@ RunOutbox = Outbox[wire.RunFrame]
 SessionOutbox = Outbox[worker_service_pb2.SessionResponse]
 # What a lease takes on the wire, beside its payload.
 LEASE_BYTES = 40
-
+CANCEL_TASKS = 100  # in one event
 
 # A task that ended, and its serialized outcome.
 Ended = tuple[Task, bytes | LargeBody]
@@ -96,7 +96,9 @@ class Driver:
         self.watchers = Watchers()
         self._on_fatal = on_fatal
         self._broken = False
-        self.journaling = Journaling(journal, self.handle, lambda: self.watchers.wake("commits"), on_fatal)
+        self.journaling = Journaling(
+            journal, self.handle, lambda: self.watchers.wake("commits"), on_fatal, recovered.last_cursor
+        )
         self.on_worker_changed: Callable[[ev.WorkerChanged], None] = lambda _change: None
         self._loop = asyncio.get_running_loop()
         self.now = now
@@ -237,11 +239,12 @@ class Driver:
     # --- commands ----------------------------------------------------------------------------------------------------
 
     def _renew_ids(self, _command: ev.RenewIds) -> None:
-        epoch = self._epoch = ids.next_epoch(self._epoch, self.now())
+        now_s = self.now()
+        epoch = self._epoch = ids.next_epoch(self._epoch, now_s)
 
         def begun(error: JournalError | None) -> None:
             if error is None:  # else the master is stopping
-                self.handle(ev.IdsRenewed(ids.first_id(epoch)))
+                self.handle(ev.IdsRenewed(ids.first_id(epoch, now_s)))
 
         self.journaling.begin_epoch(epoch, begun)
 
@@ -279,6 +282,26 @@ class Driver:
             streams.append(stream)
             self._streams[stream].owe(1)
         return streams is not None
+
+    async def cancel(self, tasks: Iterable[Task], reason: str = "", *, withdrawn: bool = False) -> list[Task]:
+        """Cancels the unsettled ones of these tasks, and returns them. On a full disk it cancels no more tasks than the
+        journal has room for. JournalFullError: the other tasks go on.
+        """
+        waiting, cancelled = deque(tasks), list[Task]()
+        while waiting:
+            count = min(self.journaling.cancellations_max(), CANCEL_TASKS, len(waiting))
+            if not count:
+                raise JournalFullError(
+                    f"{len(cancelled)} tasks were cancelled, {len(waiting)} were not and go on: the disk is full. "
+                    "Free space on it, and cancel once more"
+                )
+            part = [task for _ in range(count) if (task := waiting.popleft()).outcome is None and task.task_id]
+            self.handle(ev.Cancel(part, reason, withdrawn))
+            cancelled += part
+            await asyncio.sleep(0)  # the scheduler goes on meanwhile
+            if not self.journaling.writable:  # the room of this part is known only when it is written
+                await self.withdrawn(part, DURABLE_S)
+        return cancelled
 
     async def withdrawn(self, tasks: Sequence[Task], timeout_s: float) -> bool:
         """Waits until the cancellations of these tasks are on the disk; False: they are not by then."""

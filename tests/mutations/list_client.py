@@ -55,7 +55,7 @@ CLIENT = (
     ),
     settings(
         name="arguments of a client replace the config file",
-        module="multigpu._transport.core",
+        module="multigpu._calls.core",
         old="dataclasses.replace(load_client_config(), **changes)",
         new="dataclasses.replace(load_client_config().__class__(), **changes)",
         breaks="a client drops TLS and its token",

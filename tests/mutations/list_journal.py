@@ -14,7 +14,7 @@ statements = partial(Mutation, module="multigpu_master.journal.sqlite.statements
 known = partial(Mutation, module="multigpu_master.journal.request_filter")
 wire = partial(Mutation, module="multigpu_master.wire.messages")
 identity = partial(Mutation, module="multigpu_master.core.identity")
-schema = partial(Mutation, module="multigpu_master.journal.sqlite.schema", checker="stories", seeds=1)
+failures = partial(Mutation, module="multigpu_master.journal.sqlite.failures", checker="stories", seeds=1)
 reads = partial(Mutation, module="multigpu_master.journal.sqlite.reads", checker="results", seeds=50)
 intake = partial(Mutation, module="multigpu_master.rpc.intake", checker="results", seeds=50)
 
@@ -62,7 +62,7 @@ JOURNAL = (
         new="            pass\n",
         breaks="outcomes wait for somebody else's entry to reach the disk",
     ),
-    schema(
+    failures(
         name="no file descriptor is the end of the journal",
         old='    if getattr(error, "errno", None) in NO_DESCRIPTOR:\n',
         new="    if False:\n",

@@ -78,7 +78,7 @@ class Rows:
         self.reborn = {task_id: list(born) for task_id, born in rows.reborn.items()}
 
     def begin_incarnation(self, name: str) -> None:
-        """As journal_schema.begin_incarnation does. The clock stands still, which is the worst it can do: a master on
+        """As schema.begin_incarnation does. The clock stands still, which is the worst it can do: a master on
         an older copy begins the very epochs that the copy lacks.
         """
         self.epoch = ids.next_epoch(self.epoch, 0.0)

@@ -1,7 +1,7 @@
 """gRPC and fork: gRPC's core does not survive it.
 
 In a child of a process that has used gRPC, the core's threads are gone and its locks may be held by them: whatever
-touches it there hangs or crashes, freeing its objects too. So in such a child every client rejects to work, and what
+touches it there hangs or crashes, freeing its objects too. So in such a child every client refuses to work, and what
 was inherited of gRPC is never freed. A process that forks before its first use has nothing to lose.
 """
 

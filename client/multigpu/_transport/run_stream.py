@@ -20,7 +20,7 @@ import grpc
 import grpc.aio
 
 from multigpu import errors
-from multigpu._transport.connection import BREAKS, MESSAGE_BYTES_MAX, Connection, backoff_s, jittered_s
+from multigpu._transport.connection import BREAKS, Connection, backoff_s, jittered_s
 from multigpu._transport.payloads import Directory
 from multigpu._transport.run_state import Call, RunState
 from multigpu._transport.window import Window
@@ -37,8 +37,6 @@ _CANCEL_TIMEOUT_S = 2.0
 _TELL_S = 0.1
 # A master that has nothing to offer may say so with its first frame only.
 _OFFER_TIMEOUT_S = 0.1
-# A message holds a spec beside the payload, of less than a mebibyte.
-_PAYLOAD_BYTES_MAX = MESSAGE_BYTES_MAX - (1 << 20)
 
 
 class RunStream:
@@ -252,16 +250,6 @@ class RunStream:
         self._first_try = None
         explain = self._connection.explain
         self._state.fail_all(lambda: explain(code, details))
-
-
-def check_payload(payload: bytes) -> None:
-    """InvalidTaskError: too large for any message."""
-    if len(payload) > _PAYLOAD_BYTES_MAX:
-        raise errors.InvalidTaskError(
-            errors.INVALID_ARGUMENT,
-            f"the payload has {len(payload):,} bytes; the limit is the master's payload_bytes_max, 32 MiB by default: "
-            "split it",
-        )
 
 
 def _access_error(text: str, cause: BaseException | None) -> errors.AccessError:

@@ -8,6 +8,7 @@ transaction is on the disk, and only then are durable tasks acknowledged and set
 
 import asyncio
 import contextlib
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -37,6 +38,9 @@ PATIENT_BYTES_MAX = 64 << 20
 
 # How long a call waits for what it asked for to be on the disk, which may be full.
 DURABLE_S = 10.0
+
+# What the journal writes for any transaction, and for each cancellation in it: a page of tasks and one of an index.
+TRANSACTION_ROOM_BYTES, CANCELLATION_ROOM_BYTES = 64 << 10, 16 << 10
 
 Done = Callable[[JournalError | None], None]
 
@@ -83,8 +87,10 @@ class Journaling:
         handle: Callable[[ev.Event], object],
         committed: Callable[[], None],
         on_fatal: Callable[[str], None],
+        last_cursor: int = 0,
     ) -> None:
         self.writable = journal.writable
+        self.last_cursor = last_cursor  # of the newest outcome whose task the core has forgotten
         self._journal = journal
         self._handle = handle
         self._on_outcomes = committed
@@ -193,6 +199,12 @@ class Journaling:
             _Pending(Entry(settings=settings, deleted_dead_letters=deleted_dead_letters), 0, done=done), urgent=True
         )
 
+    def cancellations_max(self) -> int:
+        """How many cancellations surely find room on the disk now."""
+        if self.writable:
+            return sys.maxsize
+        return max(0, self._journal.room_bytes() - TRANSACTION_ROOM_BYTES) // CANCELLATION_ROOM_BYTES
+
     def begin_epoch(self, epoch: int, done: Done) -> None:
         """Writes the epoch of the ids that are given out next."""
         self._append(_Pending(Entry(epoch=epoch), 0, done=done), urgent=True)
@@ -269,9 +281,9 @@ class Journaling:
 
     def on_commit(self, entries: Sequence[Entry], first_cursor: int, error: JournalError | None) -> None:
         """Called by the journal, on its thread."""
-        self._loop.call_soon_threadsafe(self._committed, entries, error)
+        self._loop.call_soon_threadsafe(self._committed, entries, first_cursor, error)
 
-    def _committed(self, entries: Sequence[Entry], error: JournalError | None) -> None:
+    def _committed(self, entries: Sequence[Entry], first_cursor: int, error: JournalError | None) -> None:
         if error is not None and not isinstance(error, JournalFullError):
             self._on_fatal(f"the journal failed and can't be trusted until it is read again: {error}")
             return
@@ -287,6 +299,8 @@ class Journaling:
                 pending.done(error)
             settled.extend(pending.settled)
         if settled:
+            if error is None:
+                self.last_cursor = first_cursor + sum([len(entry.settles) for entry in entries]) - 1
             self._handle(ev.SettlesCommitted(settled))
             self._on_outcomes()
         self._backlog_fell.set()

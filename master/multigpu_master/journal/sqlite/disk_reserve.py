@@ -32,6 +32,15 @@ class Reserve:
         share_bytes = min(self._size_max_bytes, disk.f_blocks * disk.f_frsize) // _SHARE
         return min(max(share_bytes, BYTES_MIN), BYTES_MAX)
 
+    def room_bytes(self) -> int:
+        """What the reserve holds, and what is free beside it. From any thread."""
+        disk = os.statvfs(self._path.parent)
+        try:
+            taken_bytes = self._path.stat().st_blocks * 512
+        except FileNotFoundError:
+            taken_bytes = 0
+        return taken_bytes + disk.f_bavail * disk.f_frsize
+
     def make(self) -> None:
         """Takes the room, or as much as there is. OSError: there isn't all of it."""
         wanted_bytes = size_bytes = self.wanted_bytes

@@ -37,7 +37,7 @@ from multigpu_master.journal.protocol import (
     Recovered,
     SubmitRecord,
 )
-from multigpu_master.journal.sqlite import schema as journal_schema
+from multigpu_master.journal.sqlite import connections, directory, failures, schema
 from multigpu_master.journal.sqlite import specs as journal_specs
 from multigpu_master.journal.sqlite.disk_reserve import BYTES_MIN, Reserve
 from multigpu_master.journal.sqlite.reads import JournalReads
@@ -90,7 +90,7 @@ class SqliteJournal(JournalReads):
         self._reserve = Reserve(path, size_max_bytes)
         self._transaction_bytes = min(size_max_bytes // LOG_SHARE, TRANSACTION_BYTES)
         # Each record may change a page of its own in an index.
-        pages = size_max_bytes // LOG_SHARE // journal_schema.PAGE_BYTES
+        pages = size_max_bytes // LOG_SHARE // schema.PAGE_BYTES
         self._transaction_records = min(max(pages, 16), TRANSACTION_RECORDS)
         self._queue: queue.SimpleQueue[Sequence[Entry]] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -113,6 +113,9 @@ class SqliteJournal(JournalReads):
         """False while there is no room: submits would be rejected. From any thread."""
         return self._full is None
 
+    def room_bytes(self) -> int:
+        return self._reserve.room_bytes()
+
     def works(self, within_s: float) -> bool:
         """Whether its thread lives, and no piece of its work has taken longer than this. From any thread."""
         busy_since_s = self._busy_since_s
@@ -129,14 +132,16 @@ class SqliteJournal(JournalReads):
             epoch, incarnations, lease_key = self._open()
         settings = self.settings()
         try:
+            connections.empty_log(self._writer)  # so that the database says that the journal is open
             self._reserve.make()
             self._over = self._is_over()
             if self._over:
-                self._full = journal_schema.full(self._path)
+                self._full = failures.full(self._path)
             self._limit_size()
-        except OSError as error:
-            problem = journal_schema.explain(error, self._path)
+        except (OSError, sqlite3.Error) as error:
+            problem = failures.explain(error, self._path)
             if not isinstance(problem, JournalFullError):
+                connections.close_keeping_log(self._path, self._writer)
                 self._lock_file.release()
                 raise problem from error
             self._begin_full(problem)
@@ -148,23 +153,23 @@ class SqliteJournal(JournalReads):
 
     def _open(self) -> tuple[int, list[Incarnation], bytes]:
         """Locks, checks and opens the files, and begins an incarnation."""
-        self._lock_file = journal_schema.prepare(self._data_dir, self._address)
+        self._lock_file = directory.prepare(self._data_dir, self._address)
         writer: sqlite3.Connection | None = None
         try:
-            journal_schema.secure_log(self._path)
-            writer = self._writer = journal_schema.connect_writer(self._path)
-            journal_schema.migrate(self._writer)
+            connections.secure_log(self._path)
+            writer = self._writer = connections.connect_writer(self._path)
+            schema.migrate(self._writer)
             self.payloads.open()
             self._segments = Segments(self._data_dir, self.payloads, self._size_max_bytes)
             self._limit_size(UNLIMITED_BYTES)
             self._last_cursor = self.newest_cursor()
-            begun = journal_schema.begin_incarnation(self._writer, self._now(), self._last_cursor)
+            begun = schema.begin_incarnation(self._writer, self._now(), self._last_cursor)
             self._sweeper = Sweeper(self._writer, self._segments, self._now, self._dedupe_window_s)
         except (sqlite3.Error, OSError, JournalError) as error:
             if writer is not None:
-                writer.close()
+                connections.close_keeping_log(self._path, writer)
             self._lock_file.release()
-            raise journal_schema.explain(error, self._path) from error
+            raise failures.explain(error, self._path) from error
         return begun
 
     def append(self, *entries: Entry) -> None:
@@ -210,7 +215,7 @@ class SqliteJournal(JournalReads):
                 assert self._full is not None
                 self._on_commit((*self._freeing, *self._pending), 0, self._full)
             self.close_readers()
-            self._writer.close()  # which moves the log into the database
+            connections.close_writer(self._path, self._writer)
             self._segments.close()
         except Exception as error:  # noqa: BLE001  # whatever it is, nobody waits for this thread but through the callback
             self._fail(error)
@@ -268,7 +273,7 @@ class SqliteJournal(JournalReads):
                 self._probe()
         except Exception as error:
             waiting.extendleft(reversed(batch))
-            problem = journal_schema.explain(error, self._path)
+            problem = failures.explain(error, self._path)
             if not isinstance(problem, JournalFullError):
                 raise
             self._note_full(problem, waiting)
@@ -307,7 +312,7 @@ class SqliteJournal(JournalReads):
         """Writes the entries as one transaction, down to the disk."""
         if bytes_total > BYTES_MIN:  # for the log, and for the database, or the log could not be emptied any more
             ((empty_pages,),) = self._writer.execute("PRAGMA freelist_count").fetchall()
-            self._need_room(bytes_total + max(0, bytes_total - empty_pages * journal_schema.PAGE_BYTES))
+            self._need_room(bytes_total + max(0, bytes_total - empty_pages * schema.PAGE_BYTES))
         statements, outcomes = self._statements(batch, bytes_total)
         if self._segments.waiting:
             self._flush_segments()
@@ -344,7 +349,7 @@ class SqliteJournal(JournalReads):
             statements += [setting(key, value) for key, value in entry.settings.items()]
             statements += [("DELETE FROM dead_letter WHERE task_id = ?", (i,)) for i in entry.deleted_dead_letters]
             if entry.epoch:
-                statements.append(setting(journal_schema.SETTING_EPOCH, b"%d" % entry.epoch))
+                statements.append(setting(schema.SETTING_EPOCH, b"%d" % entry.epoch))
         return statements, len(settles)
 
     def _note_full(self, problem: JournalFullError, waiting: deque[Entry]) -> None:
@@ -383,7 +388,7 @@ class SqliteJournal(JournalReads):
 
     def _take_reserve(self) -> None:
         """OSError or sqlite3.Error: there is no room for all of it."""
-        journal_schema.empty_log(self._writer)
+        connections.empty_log(self._writer)
         self._reserve.make()
         self._limit_size()
 
@@ -411,22 +416,22 @@ class SqliteJournal(JournalReads):
     def _need_room(self, size_bytes: int) -> None:
         """JournalFullError: the disk has less."""
         if shutil.disk_usage(self._data_dir).free < size_bytes:
-            raise journal_schema.full(self._path)
+            raise failures.full(self._path)
 
     def _probe(self) -> None:
         """Finds out whether there is room again, by taking some and giving it back."""
-        self._writer.execute(*setting(journal_schema.SETTING_PROBE, bytes(_PROBE_BYTES)))
-        self._writer.execute(*setting(journal_schema.SETTING_PROBE, None))
+        self._writer.execute(*setting(schema.SETTING_PROBE, bytes(_PROBE_BYTES)))
+        self._writer.execute(*setting(schema.SETTING_PROBE, None))
 
     def _flush_segments(self) -> None:
         if self._used_bytes() + self._segments.waiting_bytes > self._may_use_bytes():
-            raise journal_schema.full(self._path)
+            raise failures.full(self._path)
         self._segments.flush()
         self._limit_size()
 
     def _used_bytes(self) -> int:
         """What the limit counts, but for the log."""
-        return journal_schema.used_bytes(self._writer) + self._segments.size_bytes + self._reserve.size_bytes
+        return connections.used_bytes(self._writer) + self._segments.size_bytes + self._reserve.size_bytes
 
     def _is_over(self) -> bool:
         """Whether there is no room for submits, by the limit."""
@@ -441,7 +446,7 @@ class SqliteJournal(JournalReads):
         # Should the disk be full all at once, the reserve must hold what the log has and the database has not.
         size_max_bytes = size_max_bytes or self._may_use_bytes()
         size_max_bytes -= self._segments.size_bytes + reserve_bytes + self._transaction_bytes
-        journal_schema.limit_size(self._writer, size_max_bytes, reserve_bytes // 2, self._size_max_bytes // LOG_SHARE)
+        connections.limit_size(self._writer, size_max_bytes, reserve_bytes // 2, self._size_max_bytes // LOG_SHARE)
 
     def _sweep(self, *, busy: bool) -> None:
         started = time.monotonic()
@@ -453,7 +458,7 @@ class SqliteJournal(JournalReads):
         try:
             more = self._sweeper.step(full=full)
         except (sqlite3.Error, OSError) as error:
-            if not isinstance(journal_schema.explain(error, self._path), JournalFullError):
+            if not isinstance(failures.explain(error, self._path), JournalFullError):
                 raise
             more = False  # no room even to forget
         if full:
@@ -467,8 +472,9 @@ class SqliteJournal(JournalReads):
             self._sweep_at_s = ended + TICK_S
 
     def _fail(self, error: Exception) -> None:
-        """The end: nothing is written any more. The connection stays open, so that closing it does no more harm."""
-        self._fatal = journal_schema.explain(error, self._path)
+        """The end: nothing is written any more, and the log stays for the next master to read."""
+        self._fatal = failures.explain(error, self._path)
+        connections.close_keeping_log(self._path, self._writer)
         entries = [*self._freeing, *self._pending, *self._rest()]
         self._on_commit([entry for entry in entries if entry is not _CLOSE], 0, self._fatal)
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from multigpu._transport.payloads import Reference
 
 from multigpu_master.journal.protocol import LargeBody
+from multigpu_master.journal.sqlite.files import sync_directory
 from multigpu_master.payloads.shared_files import Payloads, reference_text
 
 LARGE_BYTES = 128 << 10  # what is as large goes into a segment
@@ -250,12 +251,3 @@ def _punch(fd: int, begin: int, end: int) -> None:
         return
     fallocate = ctypes.CDLL(None).fallocate64
     fallocate(fd, _KEEP_SIZE | _PUNCH_HOLE, ctypes.c_int64(begin), ctypes.c_int64(end - begin))
-
-
-def sync_directory(directory: Path) -> None:
-    """Puts the names in it on the disk."""
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

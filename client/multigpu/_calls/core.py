@@ -1,4 +1,4 @@
-"""What the two clients share: one connection, one window, one Run stream, and the calls that go over them.
+"""What both clients are made of: one connection, one window, one Run stream, and the calls that go over them.
 
 Everything here runs on one event loop, except that `calls` and `map_buffer` may be used on another thread.
 """
@@ -8,8 +8,7 @@ from __future__ import annotations
 import dataclasses
 import time
 import uuid
-from contextlib import aclosing
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from multigpu._calls import watching
 from multigpu._calls.calls import CallFactory, FutureCall, StreamCall
@@ -17,7 +16,7 @@ from multigpu._calls.mapping import MapBuffer
 from multigpu._calls.submitting import Submission
 from multigpu._calls.timeouts import pop_timeout, within
 from multigpu._transport import forks
-from multigpu._transport.connection import UNARY_TIMEOUT_S, Connection
+from multigpu._transport.connection import UNARY_TIMEOUT_S, Connection, current_traceparent
 from multigpu._transport.credentials import Credentials
 from multigpu._transport.run_stream import RunStream
 from multigpu._transport.window import Window
@@ -34,9 +33,9 @@ if TYPE_CHECKING:
 
 # A task_id (int) or a request_id.
 TaskName = int | str | uuid.UUID
-# What one Get waits for at most; longer waits ask again, so that a dead connection is noticed.
+# The longest wait of one Get. A longer one is repeated, so that a dead connection is noticed.
 _GET_WAIT_S = 30.0
-# In one call: more are sent in several.
+# Tasks in one Cancel call.
 _CANCEL_TASKS_MAX = 10_000
 
 
@@ -57,7 +56,7 @@ class Core:
 
     async def close(self) -> None:
         if forks.lost():
-            return  # it is the parent's
+            return  # the connection is the parent's
         await self.stream.close()
         await self.connection.close()
 
@@ -83,7 +82,7 @@ class Core:
     async def parts(
         self, kind: str, payload: Any, options: dict[str, Any], traceparent: str
     ) -> AsyncGenerator[Part | Outcome, None]:
-        """The partial outputs of a task, and at last how it SUCCEEDED."""
+        """The partial outputs of a task, and at last the outcome of one that SUCCEEDED."""
         self.connection.check()
         timeout_s = pop_timeout(options)
         call = self.calls.one(StreamCall, kind, payload, options, traceparent)
@@ -96,11 +95,17 @@ class Core:
             if not call.done:
                 self.stream.withdraw(call)
 
-    def map_buffer(self, *, ordered: bool, window: int | None) -> MapBuffer:
+    def map_buffer(
+        self, kind: str, options: Any, *, ordered: bool, window: int | None, answer_errors: bool
+    ) -> MapBuffer:
+        """The buffer of a map. `options`: SpecOptions; `answer_errors`: as in CallFactory.many."""
+        timeout_s = pop_timeout(options)
+        make_call = self.calls.many(kind, options, current_traceparent(), answer_errors=answer_errors)
         if window is not None and window < 1:
             raise ValueError(f"window is {window}; it must be at least 1")
         tasks_max = min(window or self.window.tasks_max, self.window.tasks_max)
-        return MapBuffer(ordered=ordered, tasks_max=tasks_max, bytes_max=self.window.bytes_max)
+        bytes_max = self.window.bytes_max
+        return MapBuffer(make_call, ordered=ordered, tasks_max=tasks_max, bytes_max=bytes_max, timeout_s=timeout_s)
 
     async def get(self, task: TaskName, wait_s: float) -> Task:
         give_up = time.monotonic() + wait_s
@@ -146,13 +151,11 @@ class Core:
                 return
             request.page_token = response.next_page_token
 
-    async def watch(
+    def watch(
         self, cursor: str, from_now: bool, queue: str, kind: str
     ) -> AsyncGenerator[list[tuple[Outcome, str]], None]:
         request = task_service_pb2.WatchRequest(cursor=cursor, from_now=from_now, queue=queue, kind=kind)
-        async with aclosing(watching.frames(self.connection, request)) as frames:
-            async for frame in frames:
-                yield frame
+        return watching.frames(self.connection, request)
 
 
 def _named(task: TaskName) -> int | str:
@@ -164,14 +167,14 @@ def _named(task: TaskName) -> int | str:
 
 
 def outcome(answer: Answer) -> Outcome:
-    """The outcome that an answer is. Raises the error that it is else."""
+    """An answer that is an outcome. Raises one that is an error."""
     if isinstance(answer, Outcome):
         return answer
     raise answer
 
 
 def value(answer: Answer) -> Any:
-    """The decoded result of a task that succeeded. Raises how it ended else."""
+    """The decoded result of a task that succeeded. Otherwise raises its error."""
     return outcome(answer).value()
 
 
@@ -182,7 +185,20 @@ def value_or_error(answer: Answer) -> Any:
     return answer.value() if answer.succeeded else answer.to_error()
 
 
-def unpicklable(client: object) -> TypeError:
-    """What a client says to pickle and copy."""
-    name = type(client).__name__
-    return TypeError(f"{name} can't be pickled or copied: make one in each process, from the master's address")
+class BaseClient:
+    """What the constructors of both clients do."""
+
+    def __init__(
+        self,
+        master: str | None = None,
+        *,
+        window_tasks: int | None = None,
+        window_bytes: int | None = None,
+        connect_timeout_s: float = 10.0,
+    ) -> None:
+        self._core = Core(master, window_tasks, window_bytes, connect_timeout_s)
+        self.master: str = self._core.connection.master
+
+    def __reduce__(self) -> NoReturn:
+        name = type(self).__name__
+        raise TypeError(f"{name} can't be pickled or copied: make one in each process, from the master's address")
