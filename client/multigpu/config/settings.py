@@ -151,7 +151,7 @@ class WorkerConfig(Checked):
     )
     model_memory_bytes: int = setting(
         0,
-        "Maximum of device memory of loaded models. 0: this worker's share of 90 % of a GPU's, or half of a CPU host's.",
+        "Most device memory of loaded models. 0: this worker's share of 90 % of a GPU's, or half of a CPU host's.",
         minimum=0,
     )
     device_workers: int = setting(

@@ -60,12 +60,12 @@ class HealthMonitor:
         pool: EnginePool,
         artifacts: str,
         *,
-        canary_interval_s: float,
+        self_test_interval_s: float,
     ) -> None:
         self._agent = agent
         self._sampler = sampler
         self._pool = pool
-        self._self_test_interval_s = canary_interval_s
+        self._self_test_interval_s = self_test_interval_s
         self._loop = asyncio.get_running_loop()
         self._offset_s = time.time() - time.monotonic()
         self.health = Health(self._now())

@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterable
 from typing import Protocol
 
 import structlog
+from multigpu.repository.model import Scan
 
 from multigpu_worker.device.sampler import Sampler
 from multigpu_worker.engines.base import EngineSettings
-from multigpu_worker.models.catalog import Catalog
 from multigpu_worker.models.load_watch import LoadWatch
 from multigpu_worker.models.model_sizes import ModelSizes, slots_of
 from multigpu_worker.models.residency import ModelState, Resident, plan
@@ -67,7 +67,7 @@ class ModelLoader:
         agent: Agent,
         pool: EnginePool,
         sampler: Sampler,
-        catalog: Catalog,
+        catalog: Scan,
         settings: EngineSettings,
         *,
         limit_bytes: int,
@@ -77,7 +77,7 @@ class ModelLoader:
         """`eager`: keep a spare process before the first model is loaded."""
         self.limit_bytes = limit_bytes
         self._sizes = ModelSizes(settings, sampler, limit_bytes, self._resized)
-        self._sizes.prepare(catalog.specs)
+        self._sizes.prepare(catalog.models)
         self.routes = ModelRoutes(catalog, settings.engine, self._sizes.of)
         # Kinds whose engines run one task after the other, as far as one was loaded.
         self.one_by_one: frozenset[str] = frozenset()
@@ -125,9 +125,9 @@ class ModelLoader:
             self.look()
             self._agent.want_heartbeat()
 
-    async def put(self, catalog: Catalog) -> None:
+    async def put(self, catalog: Scan) -> None:
         """The repository has changed. Reading a large model's files takes long, so it is done in a thread."""
-        await asyncio.to_thread(self._sizes.prepare, catalog.specs)
+        await asyncio.to_thread(self._sizes.prepare, catalog.models)
         self._reroute(lambda: self.routes.put(catalog))
         self._report_change()
         self.look()
