@@ -29,13 +29,15 @@ from multigpu_master.payloads import messages as wire_large
 from multigpu_master.rpc.outbox import FRAME_BYTES, Outbox
 from multigpu_master.telemetry.latencies import Latencies
 from multigpu_master.telemetry.tracing import record_spans
-from multigpu_master.wire import messages as wire
-from multigpu_master.wire import models as wire_models
+from multigpu_master.wire.leases import fill_leases
+from multigpu_master.wire.models import fill_desired
+from multigpu_master.wire.outcomes import OutcomeWriter, RunFrame
 from multigpu_master.wire.specs import SpecReader
+from multigpu_master.wire.times import duration, set_time
 
 log = structlog.get_logger()
 
-RunOutbox = Outbox[wire.RunFrame]
+RunOutbox = Outbox[RunFrame]
 SessionOutbox = Outbox[worker_service_pb2.SessionResponse]
 # What a lease takes on the wire, beside its payload.
 LEASE_BYTES = 40
@@ -111,7 +113,7 @@ class Driver:
         # Set while metrics are collected.
         self.latencies: Latencies | None = None
         self._waiters: dict[int, list[asyncio.Future[None]]] = defaultdict(list)
-        self.outcomes = wire.OutcomeWriter()
+        self.outcomes = OutcomeWriter()
         self._timer: asyncio.Handle | None = None
         self._timer_due_s = 0.0
         self._carry_out: dict[type, Callable[..., None]] = {
@@ -169,7 +171,7 @@ class Driver:
     def open_stream(self) -> tuple[int, RunOutbox]:
         """A new Run stream."""
         self._last_stream += 1
-        outbox = RunOutbox(wire.RunFrame, wire_large.Peer(self.journal.payloads))
+        outbox = RunOutbox(RunFrame, wire_large.Peer(self.journal.payloads))
         self._streams[self._last_stream] = outbox
         self.handle(ev.StreamOpened(self._last_stream))
         return self._last_stream, outbox
@@ -197,7 +199,7 @@ class Driver:
         commands = self.handle(ev.Submit(spec, tasks, stream))
         submitted = next(c for c in commands if isinstance(c, ev.Submitted))
         if (outbox := self._streams.get(stream)) is not None:
-            outbox.owe(submitted.owed)
+            outbox.add_pending(submitted.owed)
         if spec.durable:
             # Soon, and not now: the leases that went out of this are on their way by then, and don't wait for it.
             fresh = submitted.fresh
@@ -277,7 +279,7 @@ class Driver:
         streams = self._told_later.get(task.task_id)
         if streams is not None and stream not in streams:
             streams.append(stream)
-            self._streams[stream].owe(1)
+            self._streams[stream].add_pending(1)
         return streams is not None
 
     async def withdrawn(self, tasks: Sequence[Task], timeout_s: float) -> bool:
@@ -301,7 +303,7 @@ class Driver:
                         outbox.room_for(len(body)).add_outcome(body)
                     else:
                         self.add_large_outcome(outbox, body, task.request_id)
-                    outbox.owe(-1)
+                    outbox.add_pending(-1)
                     if outbox.partials_from:
                         outbox.partials_from.pop(task.task_id, None)
                     if outbox.bytes > self._stream_bytes_max:
@@ -339,7 +341,7 @@ class Driver:
                         told = outbox.room_for(256).message.rejected.add(
                             request_id=request_id, code=code, message=message
                         )
-                        told.retry_delay.CopyFrom(wire.duration(delay_s))
+                        told.retry_delay.CopyFrom(duration(delay_s))
                         return
                     lost = wire_large.outcome_lost(body, error)
                     outbox.room_for(len(lost)).add_outcome(lost)
@@ -373,7 +375,7 @@ class Driver:
         frame = outbox.room_for(size, len(leases))
         frame.frame = number
         if leases:
-            wire.fill_leases(frame.lease_batches.add(), self.specs, self.proofs, leases, read)
+            fill_leases(frame.lease_batches.add(), self.specs, self.proofs, leases, read)
 
     def _welcome(self, command: ev.Welcome) -> None:
         outbox = self._sessions.get(command.session)
@@ -400,13 +402,13 @@ class Driver:
         if command.draining:
             desired.mode = worker_service_pb2.WORKER_MODE_DRAINING
             if command.drain_deadline_s is not None:
-                wire.set_time(desired.drain_deadline, command.drain_deadline_s)
+                set_time(desired.drain_deadline, command.drain_deadline_s)
         else:
             desired.mode = worker_service_pb2.WORKER_MODE_ACTIVE
         worker = self.core.fleet.sessions.get(command.session)
         desired.check = worker.checks_asked if worker is not None else 0
         if worker is not None:
-            wire_models.fill_desired(desired, worker)
+            fill_desired(desired, worker)
 
     def _end_session(self, command: ev.EndSession) -> None:
         outbox = self._sessions.get(command.session)

@@ -14,7 +14,15 @@ from collections.abc import Callable, Iterator
 import pytest
 from multigpu.config.config import ConfigError, TelemetryConfig
 from multigpu.daemon import metrics_server, telemetry
-from multigpu.daemon.metrics import HistogramSample, Metric, OtlpMetrics, Sample, configure_metrics, serve_prometheus
+from multigpu.daemon.metrics import (
+    Histogram,
+    Metric,
+    OtlpMetrics,
+    configure_metrics,
+    metric,
+    sample,
+    serve_prometheus,
+)
 
 from tests.fleet import until
 
@@ -24,10 +32,10 @@ SAMPLED = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 NOT_SAMPLED = SAMPLED[:-1] + "0"
 
 METRICS = [
-    Metric("mgpu_settled_total", "counter", "Settled.", (Sample(3, {"state": "FAILED"}), Sample(4, {"state": "OK"}))),
-    Metric("mgpu_queued_tasks", "gauge", "Queued.", (Sample(2.5),)),
-    Metric("mgpu_wait_s", "histogram", "Waits.", (HistogramSample((0.1, 1.0), (5, 0, 2), 9.5),)),
-    Metric("mgpu_nothing_bytes", "gauge", "No sample yet.", ()),
+    metric("mgpu_settled_total", "Settled.", sample(3, state="FAILED"), sample(4, state="OK")),
+    metric("mgpu_queued_tasks", "Queued.", sample(2.5)),
+    Metric("mgpu_wait_s", "Waits.", [sample(Histogram((0.1, 1.0), (5, 0, 2), 9.5))], "histogram"),
+    metric("mgpu_nothing_bytes", "No sample yet."),
 ]
 
 
@@ -181,7 +189,7 @@ def test_prometheus_scrapes_the_snapshot_of_that_moment() -> None:
     queued = [1.0]
     server = serve_prometheus(
         "127.0.0.1:0",
-        lambda: [*METRICS[:1], Metric("mgpu_queued_tasks", "gauge", "Queued.", (Sample(queued[0]),)), *METRICS[2:]],
+        lambda: [*METRICS[:1], metric("mgpu_queued_tasks", "Queued.", sample(queued[0])), *METRICS[2:]],
     )
     try:
         url = f"http://127.0.0.1:{server.port}/metrics"

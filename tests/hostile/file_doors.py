@@ -26,10 +26,10 @@ from multigpu_master.core.scheduler import Core, Limits
 from multigpu_master.journal.protocol import JournalError
 from multigpu_master.journal.sqlite.reads import JournalReads
 from multigpu_master.rpc import queries
-from multigpu_master.rpc.status import page_size_of, read_token
+from multigpu_master.rpc.status import read_page_size, read_token
 from multigpu_master.strategies.registry import canonical_name, load_strategies
-from multigpu_master.wire import messages as wire
 from multigpu_master.wire import specs as wire_specs
+from multigpu_master.wire import tasks as wire_tasks
 
 from tests.hostile.door import Crash, Door, mute
 from tests.hostile.inputs import WORDS, Maker
@@ -188,9 +188,9 @@ class Rows:
     def task(self, data: bytes) -> None:
         with contextlib.suppress(JournalError):
             record = self._reads._task(self._row(TASK, data), {})
-            task = wire.restored_task(record, self._specs.restore(record.spec))
-            wire.task_message(task, 0.0).SerializeToString()
-            wire.submit_record(task)
+            task = wire_tasks.restored_task(record, self._specs.restore(record.spec))
+            wire_tasks.task_message(task, 0.0).SerializeToString()
+            wire_tasks.submit_record(task)
 
     def outcome(self, data: bytes) -> None:
         with contextlib.suppress(JournalError):
@@ -246,7 +246,7 @@ def _client(data: bytes) -> None:
 def _token(data: bytes) -> None:
     async def read() -> None:
         number = await read_token(Rejecting(), data.decode("utf-8", "replace"), "cursor")
-        await page_size_of(Rejecting(), number % (1 << 31))
+        await read_page_size(Rejecting(), number % (1 << 31))
         if not 0 <= number < 1 << 62:
             raise Crash(f"a cursor of {number}")
 

@@ -23,7 +23,7 @@ from multigpu_master.core import events as ev
 from multigpu_master.journal.sqlite.journal import SqliteJournal
 from multigpu_master.rpc.worker_service import PROTOCOL_VERSION
 from multigpu_master.server import Master
-from multigpu_master.wire import messages as wire
+from multigpu_master.wire import workers as wire_workers
 
 from tests.hostile.door import Crash, Door, mute
 from tests.hostile.inputs import Maker, pack, unpack
@@ -220,7 +220,7 @@ class House:
         hello.capabilities.add(kind="good.kind")
         session = 1 << 40
         outbox = driver.open_session(session)
-        driver.handle(ev.Hello(session, wire.worker_info(hello), []))
+        driver.handle(ev.Hello(session, wire_workers.worker_info(hello), []))
         submit = task_service_pb2.SubmitRequest()
         submit.batches.add(spec=task_pb2.TaskSpec(kind="good.kind", queue="served")).inputs.add(payload=b"in")
         code, details = await self._call("TaskService/Submit", submit.SerializeToString())

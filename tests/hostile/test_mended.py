@@ -32,9 +32,14 @@ from multigpu_master.journal.sqlite.reads import JournalReads
 from multigpu_master.rpc import queries
 from multigpu_master.rpc.worker_service import PROTOCOL_VERSION
 from multigpu_master.strategies.registry import load_strategies
-from multigpu_master.wire import messages as wire
+from multigpu_master.wire import devices as wire_devices
+from multigpu_master.wire import leases as wire_leases
 from multigpu_master.wire import models as wire_models
 from multigpu_master.wire import specs as wire_specs
+from multigpu_master.wire import tasks as wire_tasks
+from multigpu_master.wire import times as wire_times
+from multigpu_master.wire import validation as wire_validation
+from multigpu_master.wire import workers as wire_workers
 from multigpu_worker.processes import ipc
 from multigpu_worker.processes.blobs import BlobMemory
 
@@ -64,6 +69,7 @@ def hello(**fields: Any) -> worker_pb.SessionRequest:
     known: dict[str, Any] = {
         "protocol_version": PROTOCOL_VERSION,
         "worker_id": "a",
+        "slots": 1,
         "capabilities": [worker_pb.Capability(kind="echo")],
     }
     return worker_pb.SessionRequest(hello=worker_pb.Hello(**known | fields))
@@ -95,33 +101,35 @@ def test_a_drain_for_ever_can_be_shown(house: House) -> None:
 @pytest.mark.parametrize("nanos", [0, 999_999_999, 2**31 - 1, -(2**31)])
 def test_every_time_that_comes_in_can_go_out_and_be_shown(seconds: int, nanos: int) -> None:
     """A worker's finish_time of the year 292,277,026,596 once kept an outcome from ever reaching the journal."""
-    told = wire.seconds_of(Timestamp(seconds=seconds, nanos=nanos))
-    shown = wire.timestamp(told)
+    told = wire_times.seconds_of(Timestamp(seconds=seconds, nanos=nanos))
+    shown = wire_times.timestamp(told)
     assert shown.ToDatetime().year <= 9999
     assert math.isclose(shown.seconds + shown.nanos / 1e9, told, abs_tol=1e-3)
 
 
 def test_what_a_sensor_can_not_have_measured_is_absent() -> None:
-    told = wire.telemetry(device_pb2.DeviceTelemetry(utilization=math.nan, power_watts=math.inf, temperature_celsius=9))
+    told = wire_devices.telemetry(
+        device_pb2.DeviceTelemetry(utilization=math.nan, power_watts=math.inf, temperature_celsius=9)
+    )
     assert (told.utilization, told.power_watts, told.temperature_celsius) == (None, None, 9)
 
 
 def test_a_held_lease_of_an_impossible_attempt() -> None:
     """The next attempt would have been one too many for the message's int32."""
-    held = worker_pb.HeldLease(attempt=2**31 - 1, checkpoint=bytes(wire.CHECKPOINT_BYTES_MAX + 1))
+    held = worker_pb.HeldLease(attempt=2**31 - 1, checkpoint=bytes(wire_leases.CHECKPOINT_BYTES_MAX + 1))
     held.progress.fraction = math.nan
-    told = wire.held_lease(held)
-    assert (told.attempt, told.fraction, told.checkpoint) == (wire.ATTEMPTS_MAX, 0.0, b"")
+    told = wire_leases.held_lease(held)
+    assert (told.attempt, told.fraction, told.checkpoint) == (wire_validation.ATTEMPTS_MAX, 0.0, b"")
 
 
 def test_a_worker_that_says_too_much_of_itself_is_rejected() -> None:
     held = [worker_pb.HeldLease(checkpoint=bytes(1 << 20))] * 2  # are not of itself
-    assert wire.worker_info(hello(leases=held).hello).worker_id == "a"
-    with pytest.raises(wire.InvalidTaskError, match="at most 131072"):
-        wire.worker_info(hello(labels={"l": "x" * (1 << 20)}).hello)
+    assert wire_workers.worker_info(hello(leases=held).hello).worker_id == "a"
+    with pytest.raises(wire_validation.InvalidMessageError, match="at most 131072"):
+        wire_workers.worker_info(hello(labels={"l": "x" * (1 << 20)}).hello)
     found = [model_pb2.ModelResidency(model=f"m{n}" * 999) for n in range(2000)]
     beat = worker_pb.Heartbeat(models=found)
-    assert len(wire_models.residents(beat)) == wire.MODELS_MAX
+    assert len(wire_models.residents(beat)) == wire_models.MODELS_MAX
 
 
 def test_a_worker_that_is_forgotten_while_its_cordon_is_written(house: House) -> None:
@@ -211,7 +219,7 @@ def test_a_damaged_task_row_is_rejected_in_words(tmp_path: Path, at: int, value:
     row = [*TASK[:at], value, *TASK[at + 1 :]]
     with pytest.raises(JournalError):
         record = JournalReads(tmp_path)._task(row, {})
-        wire.restored_task(record, wire_specs.SpecReader().restore(record.spec))
+        wire_tasks.restored_task(record, wire_specs.SpecReader().restore(record.spec))
 
 
 @pytest.mark.parametrize(("at", "value"), [(0, "x"), (1, -1), (3, 6), (3, "x"), (7, 1e308), (8, "x"), (9, "x")])

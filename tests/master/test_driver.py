@@ -22,10 +22,11 @@ from multigpu_master.journal.sqlite.journal import SqliteJournal
 from multigpu_master.rpc import queries
 from multigpu_master.rpc.admin.dead_letters import DeadLetterCalls
 from multigpu_master.rpc.intake import Intake
-from multigpu_master.rpc.task_service import CANCEL_TASKS, TaskService
+from multigpu_master.rpc.run_stream import CANCEL_TASKS
+from multigpu_master.rpc.task_service import TaskService
 from multigpu_master.strategies.registry import load_strategies
-from multigpu_master.wire import messages as wire
 from multigpu_master.wire import specs as wire_specs
+from multigpu_master.wire import times as wire_times
 
 STREAM_BYTES_MAX = 64 << 20
 
@@ -163,7 +164,7 @@ async def test_get_list_and_count_tell_an_outcome_once_it_is_on_the_disk(stage: 
     (task,) = stage.submit("ended")
     await stage.durable()
     waiting = asyncio.create_task(
-        service.Get(task_service_pb2.GetRequest(task_id=task.task_id, wait=wire.duration(20)), None)
+        service.Get(task_service_pb2.GetRequest(task_id=task.task_id, wait=wire_times.duration(20)), None)
     )
     await asyncio.sleep(0.05)
     stage.driver.handle(ev.Reports(1, [x.lease_id for x in leases_of([task])], [b"done"]))
@@ -194,7 +195,7 @@ async def test_get_answers_for_the_task_that_it_found_though_its_request_id_is_a
         await stage.durable()
 
     monkeypatch.setattr(stage.driver, "settled", withdrawn_and_submitted_anew)
-    request = task_service_pb2.GetRequest(request_id="taken", wait=wire.duration(20))
+    request = task_service_pb2.GetRequest(request_id="taken", wait=wire_times.duration(20))
     answer = await service.Get(request, None)
     assert (answer.task.task_id, answer.task.outcome.state) == (first.task_id, task_pb2.OUTCOME_STATE_CANCELLED)
 
@@ -236,9 +237,9 @@ async def test_a_stream_that_joins_a_task_as_it_is_withdrawn_is_told_once_it_is_
     stage.driver.handle(ev.Cancel([task]))
     stream, outbox = stage.driver.open_stream()
     assert stage.driver.tells_later(task, stream)
-    assert (outbox.bytes, outbox.owed) == (0, 1)
+    assert (outbox.bytes, outbox.pending_outcomes) == (0, 1)
     told = await outcomes(outbox)
-    assert (told["withdrawn"].state, outbox.owed) == (task_pb2.OUTCOME_STATE_CANCELLED, 0)
+    assert (told["withdrawn"].state, outbox.pending_outcomes) == (task_pb2.OUTCOME_STATE_CANCELLED, 0)
     assert stage.journal.get_outcome(task.task_id) is not None
     assert not stage.driver.tells_later(task, stream), "the next is told at once"
 

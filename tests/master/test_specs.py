@@ -6,8 +6,8 @@ import pytest
 from google.protobuf.timestamp_pb2 import Timestamp
 from multigpu.v1 import task_pb2
 from multigpu_master.wire import specs as wire_specs
-from multigpu_master.wire.messages import InvalidTaskError
 from multigpu_master.wire.specs import SpecReader, SpecsFullError
+from multigpu_master.wire.validation import InvalidMessageError
 
 
 def large(n: int) -> task_pb2.TaskSpec:
@@ -50,7 +50,7 @@ def test_a_result_is_kept_for_as_long_as_the_master_allows() -> None:
     spec = task_pb2.TaskSpec(kind="echo")
     spec.result_ttl.FromSeconds(100_000)
     assert SpecReader(result_ttl_max_s=100_000.0).read(spec).result_ttl_s == 100_000.0
-    with pytest.raises(InvalidTaskError, match=r"at most 90000 s are allowed .*result_ttl_max_s"):
+    with pytest.raises(InvalidMessageError, match=r"at most 90000 s are allowed .*result_ttl_max_s"):
         SpecReader(result_ttl_max_s=90_000.0).read(spec)
 
 
@@ -61,7 +61,7 @@ def test_the_longest_backoff_is_no_shorter_than_the_first_where_both_are_given()
     spec.backoff_max.FromSeconds(40)
     assert SpecReader().read(spec).backoff_max_s == 40.0
     spec.backoff_max.FromSeconds(39)
-    with pytest.raises(InvalidTaskError, match=r"backoff_max is 39 s; it must be at least backoff_initial, .* 40 s"):
+    with pytest.raises(InvalidMessageError, match=r"backoff_max is 39 s; it must be at least backoff_initial, .* 40 s"):
         SpecReader().read(spec)
     # A journal of before may hold it.
     assert SpecReader().restore(spec.SerializeToString(deterministic=True)).backoff_max_s == 40.0

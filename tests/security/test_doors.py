@@ -11,7 +11,7 @@ import pytest
 from multigpu._transport.credentials import Credentials, is_loopback
 from multigpu.cli.security import authority
 from multigpu.config.config import ClientConfig, ConfigError, MasterConfig
-from multigpu_master.security import listeners as doors
+from multigpu_master.security import listeners
 
 TLS = {"tls_cert": "c", "tls_key": "k"}
 
@@ -57,10 +57,10 @@ def test_what_stays_on_this_host(address: str, expected: bool) -> None:
 def test_what_a_master_listens_on(settings: dict[str, Any], rejection: str) -> None:
     config = MasterConfig(**settings)
     if not rejection:
-        doors.check(config)
+        listeners.check(config)
     else:
-        with pytest.raises(doors.DoorError, match=re.escape(rejection)):
-            doors.check(config)
+        with pytest.raises(listeners.ListenError, match=re.escape(rejection)):
+            listeners.check(config)
 
 
 @pytest.mark.parametrize(

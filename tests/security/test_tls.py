@@ -23,7 +23,7 @@ from multigpu.cli import cli
 from multigpu.cli.security import authority
 from multigpu.config.config import ConfigError, MasterConfig
 from multigpu.v1 import task_service_pb2
-from multigpu_master.security import listeners as doors
+from multigpu_master.security import listeners
 
 from tests.fleet import until
 from tests.security.house import Caller, House, hello
@@ -290,12 +290,12 @@ def test_a_key_that_everybody_may_read_is_rejected(tmp_path: Path) -> None:
     authority.init(ca)
     authority.issue(ca, "master", "master", ["localhost"])
     settings: dict[str, Any] = {"tls_cert": str(ca / "master.crt"), "tls_key": str(ca / "master.key")}
-    doors.Certificates(MasterConfig(**settings)).reload()
+    listeners.Certificates(MasterConfig(**settings)).reload()
     shown = Credentials(tls_ca=str(ca / "ca.crt"), **settings)
     shown.channel("localhost:1", ()).close()
     (ca / "master.key").chmod(0o604)
-    with pytest.raises(doors.DoorError, match="chmod o-rwx"):
-        doors.Certificates(MasterConfig(**settings)).reload()
+    with pytest.raises(listeners.ListenError, match="chmod o-rwx"):
+        listeners.Certificates(MasterConfig(**settings)).reload()
     with pytest.raises(ConfigError, match="chmod o-rwx"):
         shown.channel("localhost:1", ())
 

@@ -1,4 +1,4 @@
-"""Both ways of a bidirectional stream: frames in to a function, frames out from an outbox."""
+"""A bidirectional stream: reads messages into a function and writes frames from an outbox."""
 
 import asyncio
 import contextlib
@@ -18,8 +18,8 @@ async def serve_stream(
     on_message: Callable[[bytes], Awaitable[None]],
     serialize: Callable[[F], bytes],
 ) -> None:
-    """Feeds every message of the stream to `on_message` and writes the outbox's frames, until the peer half-closes and
-    owes and is owed nothing, or the outbox is aborted (then the call ends with that status).
+    """Serves the stream until the peer has half-closed and has every pending outcome, or the outbox is aborted: the
+    call ends with the status of the abort.
     """
     handler = asyncio.current_task()
     assert handler is not None, "handlers run in a task"
@@ -30,18 +30,18 @@ async def serve_stream(
         aborted = reason
         handler.cancel()
 
-    async def pump() -> None:
+    async def write_frames() -> None:
         with contextlib.suppress(StreamClosedError):
             while True:
                 await context.write(serialize(await outbox.next()))
 
     outbox.on_abort = on_abort
-    writer = asyncio.ensure_future(pump())
+    writer = asyncio.ensure_future(write_frames())
     try:
         while (message := await context.read()) is not grpc.aio.EOF:
             await on_message(message)
-        if outbox.owed > 0:
-            await outbox.settled_up()
+        if outbox.pending_outcomes > 0:
+            await outbox.no_pending_outcomes()
         outbox.finish()
         await writer
     except asyncio.CancelledError:
@@ -51,10 +51,10 @@ async def serve_stream(
     finally:
         outbox.on_abort = None
         writer.cancel()
-        # The peer may be gone: whatever the writer met then is of no interest.
+        # Its exception only says that the peer is gone.
         await asyncio.gather(writer, return_exceptions=True)
     if aborted is not None:
         try:
             await context.abort(grpc.StatusCode[aborted.code], str(aborted))
-        except grpc.aio.UsageError as error:  # `on_message` was about to reject the call, and has told the peer
+        except grpc.aio.UsageError as error:  # `on_message` had rejected the call at the same time
             raise grpc.aio.AbortError("it was rejected already") from error

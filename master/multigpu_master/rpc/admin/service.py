@@ -1,4 +1,4 @@
-"""AdminService: the operator's door."""
+"""AdminService: workers, strategies, queues, the circuit breaker and statistics."""
 
 import asyncio
 import math
@@ -15,33 +15,33 @@ from multigpu_master.core.admission import QUEUES_MAX
 from multigpu_master.core.model import Queue, Worker
 from multigpu_master.core.placement.explain import explain
 from multigpu_master.driver import Driver
-from multigpu_master.journal.protocol import JournalError
 from multigpu_master.rpc import queries
 from multigpu_master.rpc.admin.dead_letters import DeadLetterCalls
 from multigpu_master.rpc.admin.models import ModelCalls
+from multigpu_master.rpc.admin.saving import save
 from multigpu_master.rpc.admin.tokens import TokenCalls
-from multigpu_master.rpc.status import make_token, page_size_of, read_token, reject
-from multigpu_master.security.auth import Gate, caller_queues
-from multigpu_master.settings import breaker_setting, queue_setting, worker_message, worker_setting
+from multigpu_master.rpc.status import make_token, read_page_size, read_token, reject
+from multigpu_master.security.auth import Auth, caller_queues
+from multigpu_master.settings import STRATEGY, breaker_setting, queue_setting, worker_setting
 from multigpu_master.strategies.registry import canonical_name
 from multigpu_master.telemetry.process_memory import resident_bytes
-from multigpu_master.wire import messages as wire
-from multigpu_master.wire import models as wire_models
+from multigpu_master.wire.times import duration, seconds_of, set_time, timestamp
+from multigpu_master.wire.validation import NAME_BYTES_MAX, InvalidMessageError, check_printable, check_size
+from multigpu_master.wire.workers import worker_message
 
-# How often WatchWorkers tells of changes, and of how many workers in one message.
+# WatchWorkers sends changes at most this often, and at most this many workers in one message.
 WATCH_INTERVAL_S = 0.25
 WATCH_CHUNK = 64
-# A page of workers ends behind the one that makes it larger. A worker may say 128 KiB of itself, and as much of its
-# models.
+# A page ends after the worker that exceeds this. A worker's description takes up to 256 KiB.
 PAGE_BYTES = 4 << 20
 
 
 class AdminService(TokenCalls, ModelCalls, DeadLetterCalls):
     """See protos/multigpu/v1/admin_service.proto."""
 
-    def __init__(self, driver: Driver, version: str, gate: Gate | None = None) -> None:
+    def __init__(self, driver: Driver, version: str, auth: Auth | None = None) -> None:
         self._driver = driver
-        self._gate = gate
+        self._auth = auth
         self._core = driver.core
         self._version = version
         self._start_s = driver.now()
@@ -50,7 +50,7 @@ class AdminService(TokenCalls, ModelCalls, DeadLetterCalls):
     # --- workers -----------------------------------------------------------------------------------------------------
 
     async def ListWorkers(self, request: Any, context: Any) -> pb.ListWorkersResponse:
-        size = await page_size_of(context, request.page_size)
+        size = await read_page_size(context, request.page_size)
         start = await read_token(context, request.page_token, "page_token")
         workers = sorted(self._core.fleet.workers.values(), key=lambda w: w.worker_id)
         response = pb.ListWorkersResponse()
@@ -83,10 +83,10 @@ class AdminService(TokenCalls, ModelCalls, DeadLetterCalls):
                     sent[worker.worker_id] = now
                     response.workers.append(worker_message(worker))
                     if len(response.workers) == WATCH_CHUNK:
-                        await context.write(response)  # the scheduler goes on meanwhile
+                        await context.write(response)  # other calls run meanwhile
                         response = pb.WatchWorkersResponse()
             await context.write(response)
-            # Every heartbeat is a change: of a large fleet many are told of together.
+            # Every heartbeat is a change: those of a large fleet are sent together.
             await asyncio.sleep(WATCH_INTERVAL_S)
             await changed.wait()
 
@@ -101,7 +101,7 @@ class AdminService(TokenCalls, ModelCalls, DeadLetterCalls):
     async def DrainWorker(self, request: Any, context: Any) -> pb.DrainWorkerResponse:
         deadline_s = None
         if request.HasField("timeout"):
-            timeout_s = wire.seconds_of(request.timeout)
+            timeout_s = seconds_of(request.timeout)
             if timeout_s < 0:
                 await reject(
                     context, grpc.StatusCode.INVALID_ARGUMENT, f"timeout is {timeout_s:g} s; it can't be negative"
@@ -124,12 +124,12 @@ class AdminService(TokenCalls, ModelCalls, DeadLetterCalls):
     async def ReloadHandlers(self, request: Any, context: Any) -> pb.ReloadHandlersResponse:
         worker = await self._known_worker(context, request.worker_id)
         if not worker.session or not worker.handlers:
-            why = "tells of no handlers: it has none, or is of an older version" if worker.session else "is lost"
+            why = "reports no handlers: it has none, or an older version" if worker.session else "is lost"
             await reject(context, grpc.StatusCode.FAILED_PRECONDITION, f"worker {request.worker_id!r} {why}")
         self._driver.reload_handlers(worker.session)
         return pb.ReloadHandlersResponse(worker=worker_message(worker))
 
-    async def _known_worker(self, context: Any, worker_id: str) -> Any:
+    async def _known_worker(self, context: Any, worker_id: str) -> Worker:
         worker = self._core.fleet.workers.get(worker_id)
         if worker is None:
             known = ", ".join(sorted(self._core.fleet.workers)[:10]) or "none"
@@ -137,21 +137,11 @@ class AdminService(TokenCalls, ModelCalls, DeadLetterCalls):
         return worker
 
     async def _change_worker(self, context: Any, worker_id: str, event: ev.Event) -> pb.Worker:
-        """Tells the core, and answers once the worker's cordon is on the disk, by when it may have been forgotten."""
+        """Handles the event and saves the worker, which may be forgotten meanwhile. Returns the worker."""
         worker = await self._known_worker(context, worker_id)
         self._driver.handle(event)
-        await self._save(context, worker_setting(worker))
+        await save(self._driver, context, worker_setting(worker))
         return worker_message(worker)
-
-    async def _save(self, context: Any, settings: dict[str, bytes | None]) -> None:
-        try:
-            await self._driver.journaling.save(settings)
-        except JournalError as error:
-            await reject(
-                context,
-                grpc.StatusCode.RESOURCE_EXHAUSTED,
-                f"done, but it may not survive a restart of the master: {error}",
-            )
 
     # --- strategy and queues -----------------------------------------------------------------------------------------
 
@@ -178,20 +168,19 @@ class AdminService(TokenCalls, ModelCalls, DeadLetterCalls):
                 grpc.StatusCode.INVALID_ARGUMENT,
                 f"no strategy {request.strategy!r}; there are: {', '.join(sorted(core.strategies))}",
             )
-        assert name is not None, "rejected above"
         if request.queue:
             await self._admit_queue(context, request.queue)
         self._driver.handle(ev.SetStrategy(name, request.queue))
         if request.queue:
-            await self._save(context, queue_setting(core.queue(request.queue)))
+            await save(self._driver, context, queue_setting(core.queue(request.queue)))
         else:
-            await self._save(context, {"strategy": name.encode()})
+            await save(self._driver, context, {STRATEGY: name.encode()})
         return pb.SetStrategyResponse(
             strategy=core.strategy_of(core.queue(request.queue or "default")).name if request.queue else name
         )
 
     async def ListQueues(self, request: Any, context: Any) -> pb.ListQueuesResponse:
-        size = await page_size_of(context, request.page_size)
+        size = await read_page_size(context, request.page_size)
         start = await read_token(context, request.page_token, "page_token")
         queues = caller_queues()
         found = {name for name, queue in self._core.queues.items() if not queue.idle}
@@ -205,19 +194,18 @@ class AdminService(TokenCalls, ModelCalls, DeadLetterCalls):
         return response
 
     async def _heads(self, names: Sequence[str]) -> dict[str, float]:
-        """When the oldest queued task of each of these queues was submitted. The event loop goes on meanwhile."""
+        """When the oldest queued task of each of these queues was submitted. Other calls run meanwhile."""
         heads = dict.fromkeys(names, math.inf)
-        began_s = time.monotonic()
+        end_s = time.monotonic() + queries.SLICE_S
         for lane in list(self._core.lanes.by_key.values()):
             name = lane.queue.name
             if name in heads and (head := lane.head()) is not None:
                 heads[name] = min(heads[name], head.submit_s)
-            if time.monotonic() > began_s + queries.SLICE_S:
-                await asyncio.sleep(0)
-                began_s = time.monotonic()
+            if time.monotonic() > end_s:
+                end_s = await queries.pause()
         return heads
 
-    async def _told(self, name: str) -> pb.Queue:
+    async def _queue_message(self, name: str) -> pb.Queue:
         return self._queue(name, await self._heads([name]))
 
     def _queue(self, name: str, heads: dict[str, float]) -> pb.Queue:
@@ -232,44 +220,39 @@ class AdminService(TokenCalls, ModelCalls, DeadLetterCalls):
         )
         message.limits.tasks_max, message.limits.bytes_max = queue.tasks_max, queue.bytes_max
         if heads[name] < math.inf:
-            message.oldest_age.CopyFrom(wire.duration(max(0.0, self._driver.now() - heads[name])))
+            message.oldest_age.CopyFrom(duration(max(0.0, self._driver.now() - heads[name])))
         return message
 
     async def PauseQueue(self, request: Any, context: Any) -> pb.PauseQueueResponse:
         await self._configure(context, ev.ConfigureQueue(request.queue, paused=True))
-        return pb.PauseQueueResponse(queue=await self._told(request.queue))
+        return pb.PauseQueueResponse(queue=await self._queue_message(request.queue))
 
     async def ResumeQueue(self, request: Any, context: Any) -> pb.ResumeQueueResponse:
         await self._configure(context, ev.ConfigureQueue(request.queue, paused=False))
-        return pb.ResumeQueueResponse(queue=await self._told(request.queue))
+        return pb.ResumeQueueResponse(queue=await self._queue_message(request.queue))
 
     async def SetQueueLimits(self, request: Any, context: Any) -> pb.SetQueueLimitsResponse:
         limits = request.limits
         await self._configure(
             context, ev.ConfigureQueue(request.queue, tasks_max=limits.tasks_max, bytes_max=limits.bytes_max)
         )
-        return pb.SetQueueLimitsResponse(queue=await self._told(request.queue))
+        return pb.SetQueueLimitsResponse(queue=await self._queue_message(request.queue))
 
     async def _configure(self, context: Any, event: ev.ConfigureQueue) -> None:
         if not event.queue:
             await reject(context, grpc.StatusCode.INVALID_ARGUMENT, 'queue is missing; the usual one is "default"')
         await self._admit_queue(context, event.queue)
         self._driver.handle(event)
-        await self._save(context, queue_setting(self._core.queue(event.queue)))
+        await save(self._driver, context, queue_setting(self._core.queue(event.queue)))
 
     async def _admit_queue(self, context: Any, name: str) -> None:
-        """INVALID_ARGUMENT: no task could be in such a queue. RESOURCE_EXHAUSTED: there are too many."""
+        """INVALID_ARGUMENT: the name is not allowed. RESOURCE_EXHAUSTED: there are too many queues."""
         core = self._core
         try:
-            wire_models.plain_name("queue", name)
-        except wire.InvalidTaskError as error:
+            check_printable("queue", name)
+            check_size("queue", name, NAME_BYTES_MAX)
+        except InvalidMessageError as error:
             await reject(context, grpc.StatusCode.INVALID_ARGUMENT, str(error))
-        if len(name.encode()) > wire.NAME_BYTES_MAX:
-            await reject(
-                context,
-                grpc.StatusCode.INVALID_ARGUMENT,
-                f"a queue's name has at most {wire.NAME_BYTES_MAX} bytes",
-            )
         if name not in core.queues and len(core.queues) >= QUEUES_MAX and not core.prune_queues():
             await reject(
                 context,
@@ -281,7 +264,7 @@ class AdminService(TokenCalls, ModelCalls, DeadLetterCalls):
 
     async def ResetBreaker(self, request: Any, context: Any) -> pb.ResetBreakerResponse:
         self._driver.handle(ev.ResetBreaker())
-        await self._save(context, breaker_setting(self._core.quarantine.breaker.tripped_s))
+        await save(self._driver, context, breaker_setting(self._core.quarantine.breaker.tripped_s))
         return pb.ResetBreakerResponse(breaker=self._breaker())
 
     def _breaker(self) -> pb.Breaker:
@@ -293,7 +276,7 @@ class AdminService(TokenCalls, ModelCalls, DeadLetterCalls):
             quarantines_max=breaker.most(quarantine.devices()),
         )
         if breaker.tripped_s:
-            wire.set_time(message.trip_time, breaker.tripped_s)
+            set_time(message.trip_time, breaker.tripped_s)
         return message
 
     # --- looking -----------------------------------------------------------------------------------------------------
@@ -303,7 +286,7 @@ class AdminService(TokenCalls, ModelCalls, DeadLetterCalls):
         active = len(core.fleet.sessions)
         return pb.GetStatsResponse(
             version=self._version,
-            start_time=wire.timestamp(self._start_s),
+            start_time=timestamp(self._start_s),
             queued=core.unsettled - core.leased,
             leased=core.leased,
             submitted=c.submitted,
@@ -324,8 +307,8 @@ class AdminService(TokenCalls, ModelCalls, DeadLetterCalls):
                 (await asyncio.to_thread(self._driver.journal.count_outcomes, **queries.EVERYTHING)).values()
             ),
             breaker=self._breaker(),
-            # Last: what comes before it takes time.
-            server_time=wire.timestamp(time.time()),
+            # Last: the count above takes time.
+            server_time=timestamp(time.time()),
         )
 
     async def Explain(self, request: Any, context: Any) -> pb.ExplainResponse:
@@ -341,24 +324,25 @@ class AdminService(TokenCalls, ModelCalls, DeadLetterCalls):
                     grpc.StatusCode.NOT_FOUND,
                     f"no task {request.task_id}: it was never submitted, or its result_ttl is over",
                 )
-            assert stored is not None, "rejected above"
             message = queries.stored_task(stored, whole=False)
             state = task_pb2.OutcomeState.Name(message.outcome.state).removeprefix("OUTCOME_STATE_")
             why = f": {message.outcome.error.message}" if message.outcome.error.message else ""
             where = f" on {message.outcome.worker_id}" if message.outcome.worker_id else ""
             return pb.ExplainResponse(summary=f"{state}{where} after {message.attempts} attempt(s){why}", task=message)
-        told = explain(self._core, task, self._driver.now())
+        explanation = explain(self._core, task, self._driver.now())
         response = pb.ExplainResponse(
-            summary=told.summary, strategy=told.strategy, task=queries.live_task(self._driver, task, whole=False)
+            summary=explanation.summary,
+            strategy=explanation.strategy,
+            task=queries.live_task(self._driver, task, whole=False),
         )
-        if told.ahead is not None:
-            response.ahead = told.ahead
-        for c in told.candidates:
+        if explanation.ahead is not None:
+            response.ahead = explanation.ahead
+        for c in explanation.candidates:
             response.candidates.add(
                 worker_id=c.worker.worker_id,
                 excluded_by=c.excluded_by,
                 rank=c.rank,
                 score=c.score,
-                score_meaning=told.score_meaning,
+                score_meaning=explanation.score_meaning,
             )
         return response
