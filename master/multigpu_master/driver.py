@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
+import grpc
 import structlog
 from multigpu._transport.payloads import is_transient
 from multigpu.v1 import worker_service_pb2
@@ -26,6 +27,7 @@ from multigpu_master.ids import Incarnations, LeaseProofs
 from multigpu_master.journal.protocol import Journal, JournalError, LargeBody, Recovered, SettledTask
 from multigpu_master.journal.write_buffer import Journaling, tell
 from multigpu_master.payloads import messages as wire_large
+from multigpu_master.rpc.errors import CallError, ExhaustedError
 from multigpu_master.rpc.outbox import FRAME_BYTES, Outbox
 from multigpu_master.telemetry.latencies import Latencies
 from multigpu_master.telemetry.tracing import record_spans
@@ -58,8 +60,10 @@ def is_cancelled(task: Task) -> bool:
 _UNANSWERED = (ev.Tick, ev.SubmitFailed, ev.SettlesCommitted, ev.IdsRenewed, ev.StreamClosed, ev.SessionClosed)
 
 
-class BrokenError(Exception):
-    """The master handles no events any more."""
+class BrokenError(CallError):
+    """The master handles no more events."""
+
+    code = grpc.StatusCode.UNAVAILABLE
 
 
 @dataclass(slots=True)
@@ -324,7 +328,7 @@ class Driver:
                 future.set_result(None)
 
     def _too_much_unread(self, outbox: RunOutbox) -> None:
-        outbox.abort("RESOURCE_EXHAUSTED", "outcomes pile up unread; read faster, or submit less at once")
+        outbox.abort(ExhaustedError("outcomes pile up unread; read faster, or submit less at once"))
 
     def add_large_outcome(self, outbox: RunOutbox, body: bytes | LargeBody, request_id: str) -> None:
         """An outcome with a large result: its place, where the client may look there, or all of it. A rejection, if it
@@ -414,7 +418,8 @@ class Driver:
         outbox = self._sessions.get(command.session)
         if outbox is not None:
             self.end_reasons[command.session] = command.reason
-            outbox.abort("ABORTED" if command.taken_over else "UNAVAILABLE", command.reason)
+            code = grpc.StatusCode.ABORTED if command.taken_over else grpc.StatusCode.UNAVAILABLE
+            outbox.abort(CallError(command.reason, code))
 
     def _forward(self, command: ev.Forward) -> None:
         task = command.task

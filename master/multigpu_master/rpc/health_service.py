@@ -10,10 +10,9 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-import grpc
 from grpc_health.v1 import health_pb2
 
-from multigpu_master.rpc.status import reject
+from multigpu_master.rpc.errors import ExhaustedError, NotFoundError, UnimplementedError
 
 NAME = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
 RESPONSE = health_pb2.HealthCheckResponse
@@ -53,20 +52,20 @@ class Health:
 
     async def Check(self, request: Any, context: Any) -> None:
         if request.service not in self._states:
-            await reject(context, grpc.StatusCode.NOT_FOUND, f"no service or worker {request.service!r} is known")
-        with await self._count(context):
+            raise NotFoundError(f"no service or worker {request.service!r} is known")
+        with self._count(context.peer()):
             await context.write(RESPONSE(status=self._states[request.service]))
 
     async def List(self, _request: Any, context: Any) -> None:
         """Not served: callers without a token must not see the names of workers."""
-        await reject(context, grpc.StatusCode.UNIMPLEMENTED, "List is not served: Check takes a name")
+        raise UnimplementedError("List is not served: Check takes a name")
 
     async def Watch(self, request: Any, context: Any) -> None:
         if self._watches >= WATCHES_MAX:
             text = f"{WATCHES_MAX} Watch streams are open already: use Check, or try again when one has ended"
-            await reject(context, grpc.StatusCode.RESOURCE_EXHAUSTED, text)
+            raise ExhaustedError(text)
         sent = None
-        with await self._count(context):
+        with self._count(context.peer()):
             self._watches += 1
             try:
                 while True:
@@ -78,19 +77,15 @@ class Health:
             finally:
                 self._watches -= 1
 
-    async def _count(self, context: Any) -> contextlib.AbstractContextManager[None]:
-        """Counts the call while it is open. RESOURCE_EXHAUSTED: there are too many."""
-        peer = context.peer()
+    @contextlib.contextmanager
+    def _count(self, peer: str) -> Iterator[None]:
+        """Counts the call while it is open. ExhaustedError: there are too many."""
         if self._open >= ALL_CALLS_MAX:
             text = f"{ALL_CALLS_MAX} health calls are open: read their responses, or try again later"
-            await reject(context, grpc.StatusCode.RESOURCE_EXHAUSTED, text)
+            raise ExhaustedError(text)
         if self._calls[peer] >= CALLS_MAX:
             text = f"this connection has {CALLS_MAX} health calls open: read their responses, then try again"
-            await reject(context, grpc.StatusCode.RESOURCE_EXHAUSTED, text)
-        return self._counted(peer)
-
-    @contextlib.contextmanager
-    def _counted(self, peer: str) -> Iterator[None]:
+            raise ExhaustedError(text)
         self._open += 1
         self._calls[peer] += 1
         try:

@@ -10,19 +10,12 @@ from collections.abc import Callable
 from typing import Generic, TypeVar
 
 from multigpu_master.payloads.messages import Peer
+from multigpu_master.rpc.errors import CallError
 
 FRAME_BYTES = 4 << 20
 FRAME_ITEMS = 2048
 
 F = TypeVar("F")
-
-
-class StreamClosedError(Exception):
-    """The master ends the stream; `code` is the name of a grpc.StatusCode."""
-
-    def __init__(self, code: str, reason: str) -> None:
-        super().__init__(reason)
-        self.code = code
 
 
 class Outbox(Generic[F]):
@@ -38,13 +31,13 @@ class Outbox(Generic[F]):
         self._wake: asyncio.Future[None] | None = None
         self._drained = asyncio.Event()
         self._drained.set()
-        self._end: StreamClosedError | None = None
+        self._finished = False
+        self.aborted: asyncio.Future[CallError] = asyncio.get_running_loop().create_future()
         self.bytes = 0  # of all waiting items
         # By task_id, the first partial output to send: the peer has the ones before from an earlier master.
         self.partials_from: dict[int, int] = {}
         self.pending_outcomes = 0  # that the peer waits for
         self._none_pending = asyncio.Event()
-        self.on_abort: Callable[[StreamClosedError], None] | None = None
 
     def room_for(self, size: int, items: int = 1) -> F:
         """The frame to which the caller adds items of this total size."""
@@ -60,8 +53,8 @@ class Outbox(Generic[F]):
             wake.set_result(None)
         return self._open
 
-    async def next(self) -> F:
-        """The next frame to write. StreamClosedError: the stream has finished."""
+    async def next(self) -> F | None:
+        """The next frame to write. None: the stream has finished."""
         while True:
             if self._full:
                 frame, size = self._full.popleft()
@@ -71,8 +64,8 @@ class Outbox(Generic[F]):
                 self._open = self._type()
                 self._open_items = self._open_bytes = 0
                 break
-            if self._end is not None:
-                raise self._end
+            if self._finished:
+                return None
             self._wake = asyncio.get_running_loop().create_future()
             await self._wake
             self._wake = None
@@ -83,18 +76,18 @@ class Outbox(Generic[F]):
 
     def finish(self) -> None:
         """Ends the stream with OK once the waiting frames are sent."""
-        self._end = StreamClosedError("OK", "")
+        self._finished = True
         if self._wake is not None and not self._wake.done():
             self._wake.set_result(None)
 
-    def abort(self, code: str, reason: str) -> None:
-        """Ends the stream at once and drops the waiting frames."""
+    def abort(self, error: CallError) -> None:
+        """Ends the stream at once with this status, and drops the waiting frames."""
         self._full.clear()
         self._open = self._type()
         self._open_items = self._open_bytes = self.bytes = 0
         self._drained.set()
-        if self.on_abort is not None:
-            self.on_abort(StreamClosedError(code, reason))
+        if not self.aborted.done():
+            self.aborted.set_result(error)
 
     def add_pending(self, count: int) -> None:
         """Changes the number of outcomes that the peer waits for."""

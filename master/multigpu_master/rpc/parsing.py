@@ -7,10 +7,9 @@ object. So a request's size is checked first, and the fields of a large request 
 from functools import cache
 from typing import Any
 
-import grpc
 from google.protobuf.message import DecodeError
 
-from multigpu_master.rpc.status import reject
+from multigpu_master.rpc.errors import InvalidArgumentError
 
 # Requests without payloads. Those with payloads are limited by transport.MESSAGE_BYTES_MAX.
 REQUEST_BYTES_MAX = 2 << 20
@@ -21,25 +20,23 @@ FIELDS_MAX = 500_000
 VARINT, FIXED64, BYTES, GROUP, GROUP_END, FIXED32 = range(6)
 
 
-async def parse(message_type: Any, data: bytes, context: Any) -> Any:
-    """The message in these bytes. Ends the call with INVALID_ARGUMENT if they are not one, or too large."""
+def parse(message_type: Any, data: bytes) -> Any:
+    """The message in these bytes. InvalidArgumentError: they are not one, or too large."""
     if len(data) > REQUEST_BYTES_MAX:
         if message_type.DESCRIPTOR.name not in WITH_PAYLOADS:
             text = (
                 f"the request has {len(data)} bytes, and at most {REQUEST_BYTES_MAX} are allowed: ask for less at once"
             )
-            await reject(context, grpc.StatusCode.INVALID_ARGUMENT, text)
+            raise InvalidArgumentError(text)
         if more_fields_than(FIELDS_MAX, message_type.DESCRIPTOR, data):
             text = f"the message has more than {FIELDS_MAX} fields: send fewer tasks at once"
-            await reject(context, grpc.StatusCode.INVALID_ARGUMENT, text)
+            raise InvalidArgumentError(text)
     try:
         return message_type.FromString(data)
     except DecodeError as error:
         name = message_type.DESCRIPTOR.full_name
-        await context.abort(
-            grpc.StatusCode.INVALID_ARGUMENT,
-            f"not a {name}: {error}; check that both sides use the same .proto files and that strings are UTF-8",
-        )
+        text = f"not a {name}: {error}; check that both sides use the same .proto files and that strings are UTF-8"
+        raise InvalidArgumentError(text) from None
 
 
 def more_fields_than(count_max: int, descriptor: Any, data: bytes) -> bool:

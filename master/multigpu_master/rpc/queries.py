@@ -12,7 +12,7 @@ from multigpu_master.driver import Driver
 from multigpu_master.journal.protocol import LargeBody, SettledTask, StoredOutcome, SubmitRecord
 from multigpu_master.payloads.messages import outcome_lost
 from multigpu_master.rpc.intake import fill_stored, parse_outcome
-from multigpu_master.rpc.status import make_token, read_page_size, read_token
+from multigpu_master.rpc.paging import make_token, read_page_size, read_token
 from multigpu_master.security.auth import caller_queues
 from multigpu_master.wire.tasks import task_message, task_state
 from multigpu_master.wire.times import seconds_of, set_time
@@ -155,10 +155,10 @@ class Filter:
         }
 
 
-async def list_tasks(driver: Driver, request: Any, context: Any) -> task_service_pb2.ListResponse:
+async def list_tasks(driver: Driver, request: Any) -> task_service_pb2.ListResponse:
     """A page of tasks, newest first."""
-    size = await read_page_size(context, request.page_size)
-    before = await read_token(context, request.page_token, "page_token") or NEWEST
+    size = read_page_size(request.page_size)
+    before = read_token(request.page_token, "page_token") or NEWEST
     wanted = Filter(request.filter)
     found: dict[int, Callable[[], task_pb2.Task]] = {}
     async for tasks in _matching(driver, wanted, before):

@@ -9,20 +9,14 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
 
 import grpc
-import structlog
 from google.protobuf.descriptor import ServiceDescriptor
 from google.protobuf.message_factory import GetMessageClass
 from grpc_reflection.v1alpha import reflection, reflection_pb2
-from multigpu._transport.payloads import is_transient
 
-from multigpu_master.driver import BrokenError
-from multigpu_master.journal.protocol import JournalDamagedError, JournalError
+from multigpu_master.rpc.errors import InvalidArgumentError, call_error
 from multigpu_master.rpc.parsing import parse
-from multigpu_master.rpc.status import reject
 from multigpu_master.security.audit import Audit
 from multigpu_master.security.auth import Auth, Serve
-
-log = structlog.get_logger()
 
 Read = Callable[[Any], Awaitable[Any]]  # reads one message, or EOF, from a call's context
 
@@ -45,14 +39,12 @@ def add_service(
     for method in descriptor.methods:
         name, request_type = f"{descriptor.name}/{method.name}", GetMessageClass(method.input_type)
         implementation = getattr(servicer, method.name)
-        if method.client_streaming:
-            serve = _reporting(_streaming(implementation), method.name)
-        else:
-            serve = _parsing(_reporting(implementation, method.name), request_type)
+        serve = _streaming(implementation) if method.client_streaming else _parsing(implementation, request_type)
         # Inside authentication: rejected calls must not fill the audit log.
         serve = serve if audit is None else audit.wrap(serve, name, request_type)
         serve = serve if method.client_streaming else _reading(serve, name, read or _read)
         serve = serve if auth is None else auth.guard(serve, name)
+        serve = _aborting(serve, method.name)
         serialize = None if method.client_streaming else GetMessageClass(method.output_type).SerializeToString
         if method.server_streaming or read is not None:
             handlers[method.name] = grpc.stream_stream_rpc_method_handler(serve, response_serializer=serialize)
@@ -76,7 +68,7 @@ class Reflection:
 
     async def _requests(self, context: Any) -> AsyncIterator[Any]:
         while (data := await context.read()) is not grpc.aio.EOF:
-            yield await parse(reflection_pb2.ServerReflectionRequest, data, context)
+            yield parse(reflection_pb2.ServerReflectionRequest, data)
 
 
 async def _read(context: Any) -> Any:
@@ -89,12 +81,7 @@ def _reading(serve: Serve, name: str, read: Read) -> Serve:
     async def reading(_requests: object, context: Any) -> Any:
         data = await read(context)
         if data is grpc.aio.EOF:
-            try:
-                await reject(
-                    context, grpc.StatusCode.INVALID_ARGUMENT, f"{name} takes a request, and none came: send one"
-                )
-            except grpc.aio.InternalError as error:  # the peer is gone
-                raise asyncio.CancelledError from error
+            raise InvalidArgumentError(f"{name} takes a request, and none came: send one")
         return await serve(data, context)
 
     return reading
@@ -102,7 +89,7 @@ def _reading(serve: Serve, name: str, read: Read) -> Serve:
 
 def _parsing(serve: Serve, request_type: Any) -> Serve:
     async def parsing(data: bytes, context: Any) -> Any:
-        return await serve(await parse(request_type, data, context), context)
+        return await serve(parse(request_type, data), context)
 
     return parsing
 
@@ -114,35 +101,23 @@ def _streaming(implementation: Callable[[Any], Awaitable[None]]) -> Serve:
     return streaming
 
 
-def _reporting(serve: Serve, name: str) -> Serve:
-    """Logs exceptions of the method, and ends the call with a status for each."""
+def _aborting(serve: Serve, name: str) -> Serve:
+    """Ends the call with a status if it raises an exception."""
 
-    async def reporting(request: Any, context: Any) -> Any:
+    async def aborting(request: Any, context: Any) -> Any:
         try:
             return await serve(request, context)
-        except asyncio.CancelledError:
+        except (asyncio.CancelledError, grpc.aio.AbortError):
             raise
-        except Exception as error:
-            await _report(error, name, context)
-            raise
+        except grpc.aio.InternalError as error:  # gRPC could not send: the peer is gone
+            raise asyncio.CancelledError from error
+        except Exception as error:  # noqa: BLE001  every exception becomes a status
+            failure = call_error(error, name)
+            # The frames of the traceback keep the request.
+            error.__traceback__ = error.__context__ = error.__cause__ = None
+        try:
+            await context.abort(failure.code, str(failure))
+        except grpc.aio.InternalError as error:
+            raise asyncio.CancelledError from error
 
-    return reporting
-
-
-async def _report(error: Exception, name: str, context: Any) -> None:
-    if isinstance(error, grpc.aio.AbortError):
-        raise error
-    if isinstance(error, grpc.aio.InternalError):  # gRPC could not send: the peer is gone
-        raise asyncio.CancelledError from error
-    if isinstance(error, BrokenError):
-        await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
-    if isinstance(error, JournalDamagedError):
-        log.error("a call failed: the journal is damaged", method=name, error=str(error))
-        await context.abort(grpc.StatusCode.DATA_LOSS, str(error))
-    if isinstance(error, JournalError) or is_transient(error):
-        log.error("a call failed: the journal cannot be read now", method=name, error=repr(error))
-        await context.abort(grpc.StatusCode.UNAVAILABLE, f"the master cannot read it now ({error!r}); try again")
-    log.error("a call failed by a fault of the master", method=name, exc_info=error)
-    await context.abort(
-        grpc.StatusCode.INTERNAL, f"the master failed to serve {name}: {error!r}; its log has the details"
-    )
+    return aborting

@@ -3,9 +3,7 @@
 import asyncio
 import time
 from collections.abc import Iterable, Sequence
-from typing import Any
 
-import grpc
 import structlog
 from multigpu.v1 import task_pb2, task_service_pb2
 
@@ -17,9 +15,10 @@ from multigpu_master.journal.write_buffer import DURABLE_S
 from multigpu_master.payloads.messages import NOT_READABLE
 from multigpu_master.payloads.shared_files import WRONG_KEY
 from multigpu_master.rpc import queries
+from multigpu_master.rpc.errors import InvalidArgumentError
 from multigpu_master.rpc.intake import DISK_FULL, RESOURCE_EXHAUSTED, Intake, count_tasks, fill_rejection, stored_body
+from multigpu_master.rpc.paging import check_count
 from multigpu_master.rpc.parsing import parse
-from multigpu_master.rpc.status import check_count, reject
 from multigpu_master.security.auth import caller_queues
 from multigpu_master.wire.tasks import request_ids_of
 
@@ -42,23 +41,20 @@ NOT_DURABLE = (
 class RunStream:
     """The messages of one Run stream."""
 
-    def __init__(
-        self, driver: Driver, intake: Intake, stream: int, outbox: RunOutbox, context: Any, stream_bytes_max: int
-    ) -> None:
+    def __init__(self, driver: Driver, intake: Intake, stream: int, outbox: RunOutbox, stream_bytes_max: int) -> None:
         self._driver = driver
         self._intake = intake
         self._half_full_bytes = stream_bytes_max // 2
         self._stream = stream
         self._outbox = outbox
-        self._context = context
         self._outcomes_only = False
         self._durable: list[Task] = []  # to acknowledge
         self._ended: list[SettledTask | Task] = []  # known tasks in the current frame whose outcomes are to be sent
         self._acknowledging = False
 
     async def on_message(self, data: bytes) -> None:
-        frame = await parse(task_service_pb2.RunRequest, data, self._context)
-        await self._check(frame)
+        frame = parse(task_service_pb2.RunRequest, data)
+        self._check(frame)
         self._outcomes_only = self._outcomes_only or frame.outcomes_only
         if frame.results_taken:
             self._outbox.peer.taken(frame.results_taken)
@@ -68,11 +64,7 @@ class RunStream:
                 end_s = await queries.pause()
             request_ids = request_ids_of(batch)
             if "" in request_ids:
-                await reject(
-                    self._context,
-                    grpc.StatusCode.INVALID_ARGUMENT,
-                    "a task on a Run stream needs a request_id: outcomes are matched by it",
-                )
+                raise InvalidArgumentError("a task on a Run stream needs a request_id: outcomes are matched by it")
             self._submit(batch, request_ids)
         if frame.cancel_request_ids:
             await self._cancel(frame.cancel_request_ids)
@@ -83,15 +75,12 @@ class RunStream:
             await self._outbox.below(self._half_full_bytes)
         await self._driver.journaling.room()
 
-    async def _check(self, frame: task_service_pb2.RunRequest) -> None:
-        """Ends the call with INVALID_ARGUMENT if the frame is too large or has a wrong key."""
-        context = self._context
+    def _check(self, frame: task_service_pb2.RunRequest) -> None:
+        """InvalidArgumentError: the frame is too large or has a wrong key."""
         if frame.payload_key and (caller_queues() is not None or not self._outbox.peer.show(frame.payload_key)):
-            await reject(context, grpc.StatusCode.INVALID_ARGUMENT, WRONG_KEY)
-        if (count := count_tasks(frame.batches, FRAME_TASKS_MAX)) > FRAME_TASKS_MAX:
-            await check_count(context, count, FRAME_TASKS_MAX, "tasks in one frame of a Run stream")
-        if (count := len(frame.cancel_request_ids)) > CANCEL_TASKS_MAX:
-            await check_count(context, count, CANCEL_TASKS_MAX, "cancellations in one frame of a Run stream")
+            raise InvalidArgumentError(WRONG_KEY)
+        check_count(count_tasks(frame.batches, FRAME_TASKS_MAX), FRAME_TASKS_MAX, "tasks in one frame of a Run stream")
+        check_count(len(frame.cancel_request_ids), CANCEL_TASKS_MAX, "cancellations in one frame of a Run stream")
 
     # --- submit ------------------------------------------------------------------------------------------------------
 

@@ -4,7 +4,6 @@ import asyncio
 import time
 from typing import Any
 
-import grpc
 from multigpu.v1 import task_service_pb2
 
 from multigpu_master.core import events as ev
@@ -14,7 +13,9 @@ from multigpu_master.journal.protocol import JournalError, StoredOutcome
 from multigpu_master.journal.write_buffer import DURABLE_S, tell
 from multigpu_master.payloads.shared_files import Offer
 from multigpu_master.rpc import queries
+from multigpu_master.rpc.errors import ExhaustedError, InvalidArgumentError, NotFoundError, OutOfRangeError
 from multigpu_master.rpc.intake import DISK_FULL, Answer, Intake, count_tasks, fill_rejection, fill_stored
+from multigpu_master.rpc.paging import check_count, make_cursor, read_cursor
 from multigpu_master.rpc.run_stream import (
     CANCEL_TASKS,
     CANCEL_TASKS_MAX,
@@ -23,7 +24,6 @@ from multigpu_master.rpc.run_stream import (
     READ_OUTCOMES,
     RunStream,
 )
-from multigpu_master.rpc.status import check_count, make_cursor, read_cursor, reject
 from multigpu_master.rpc.streams import serve_stream
 from multigpu_master.security.auth import caller_queues
 from multigpu_master.wire.outcomes import RunFrame
@@ -38,6 +38,7 @@ CURSOR_ELSEWHERE = (
     "the cursor is of another journal, or of outcomes that an older copy of this one, restored since, does not have; "
     "begin with an empty cursor, which gives the oldest outcome that is there"
 )
+CURSOR_REMOVED = "outcomes after this cursor have been removed; begin with an empty cursor, which gives the oldest"
 
 
 class TaskService:
@@ -54,9 +55,7 @@ class TaskService:
         self._watches = 0
 
     async def Submit(self, request: Any, context: Any) -> task_service_pb2.SubmitResponse:
-        await check_count(
-            context, count_tasks(request.batches, self._submit_tasks_max), self._submit_tasks_max, "tasks in one Submit"
-        )
+        check_count(count_tasks(request.batches, self._submit_tasks_max), self._submit_tasks_max, "tasks in one Submit")
         await self._driver.journaling.room()
         loop = asyncio.get_running_loop()
         response = task_service_pb2.SubmitResponse()
@@ -87,18 +86,14 @@ class TaskService:
             # The shared directory holds the payloads of all queues.
             if self._offer and caller_queues() is None:
                 await context.send_initial_metadata(self._offer)
-            run = RunStream(self._driver, self._intake, stream, outbox, context, self._stream_bytes_max)
+            run = RunStream(self._driver, self._intake, stream, outbox, self._stream_bytes_max)
             await serve_stream(context, outbox, run.on_message, RunFrame.serialize)
         finally:
             self._driver.close_stream(stream)
 
     async def Watch(self, request: Any, context: Any) -> None:
         if self._watches >= WATCHES_MAX:
-            await reject(
-                context,
-                grpc.StatusCode.RESOURCE_EXHAUSTED,
-                f"{WATCHES_MAX} clients watch already; share one of their streams, or try again later",
-            )
+            raise ExhaustedError(f"{WATCHES_MAX} clients watch already; share one of their streams, or try again later")
         self._watches += 1
         try:
             await self._watch(request, context)
@@ -109,8 +104,8 @@ class TaskService:
         journal, watchers, incarnations = self._driver.journal, self._driver.watchers, self._driver.incarnations
         queues = caller_queues()
         if request.from_now and request.cursor:
-            await reject(context, grpc.StatusCode.INVALID_ARGUMENT, "from_now goes with an empty cursor only")
-        name, after = await read_cursor(context, request.cursor)
+            raise InvalidArgumentError("from_now goes with an empty cursor only")
+        name, after = read_cursor(request.cursor)
         oldest = await asyncio.to_thread(journal.oldest_cursor)
         last = await asyncio.to_thread(journal.newest_cursor)
         if request.from_now:
@@ -118,13 +113,9 @@ class TaskService:
         elif not request.cursor:
             after = oldest - 1
         elif after >= incarnations.cursors_end(name) or after > last:
-            await reject(context, grpc.StatusCode.OUT_OF_RANGE, CURSOR_ELSEWHERE)
+            raise OutOfRangeError(CURSOR_ELSEWHERE)
         elif after < oldest - 1:
-            await reject(
-                context,
-                grpc.StatusCode.OUT_OF_RANGE,
-                "outcomes after this cursor have been removed; begin with an empty cursor, which gives the oldest",
-            )
+            raise OutOfRangeError(CURSOR_REMOVED)
         await context.write(task_service_pb2.WatchResponse(cursor=make_cursor(incarnations.current, after)))
         while True:
             committed = watchers.commits
@@ -155,11 +146,7 @@ class TaskService:
                 found = await self._find(again)
         if found is None:
             name = request.request_id or request.task_id
-            await reject(
-                context,
-                grpc.StatusCode.NOT_FOUND,
-                f"no task {name!r}: it was never submitted, or its result_ttl is over",
-            )
+            raise NotFoundError(f"no task {name!r}: it was never submitted, or its result_ttl is over")
         if isinstance(found, StoredOutcome):
             message = queries.stored_task(found, whole=True)
             if found.state == OutcomeState.DEAD_LETTERED:
@@ -182,14 +169,14 @@ class TaskService:
         return live or await asyncio.to_thread(stored)
 
     async def List(self, request: Any, context: Any) -> task_service_pb2.ListResponse:
-        return await queries.list_tasks(self._driver, request, context)
+        return await queries.list_tasks(self._driver, request)
 
     async def Count(self, request: Any, context: Any) -> task_service_pb2.CountResponse:
         return await queries.count_tasks(self._driver, request.filter)
 
     async def Cancel(self, request: Any, context: Any) -> task_service_pb2.CancelResponse:
         count = len(request.task_ids) + len(request.request_ids)
-        await check_count(context, count, CANCEL_TASKS_MAX, "tasks in one Cancel")
+        check_count(count, CANCEL_TASKS_MAX, "tasks in one Cancel")
         core = self._driver.core
         response = task_service_pb2.CancelResponse()
         live: dict[int, Task] = {}
@@ -216,7 +203,7 @@ class TaskService:
             self._driver.handle(ev.Cancel(ended, request.reason[:REASON_CHARS_MAX], request.withdraw))
             await asyncio.sleep(0)  # other calls run meanwhile
         if not await self._driver.withdrawn([*live.values(), *settled], DURABLE_S):
-            await reject(context, grpc.StatusCode.RESOURCE_EXHAUSTED, NOT_DURABLE)
+            raise ExhaustedError(NOT_DURABLE)
         if elsewhere:
             stored = await asyncio.to_thread(self._stored, [key for _, key in elsewhere])  # with the call's context
             response.settled_task_ids.extend(stored[key] for _, key in elsewhere if key in stored)

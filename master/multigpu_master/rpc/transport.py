@@ -15,7 +15,7 @@ import grpc
 from grpc._cython import cygrpc
 from grpc.aio import _server as aio_server
 
-from multigpu_master.rpc.status import reject
+from multigpu_master.rpc.errors import ExhaustedError, InvalidArgumentError
 
 MESSAGE_BYTES_MAX = 64 << 20
 STREAM_BYTES_MAX = 128 << 10
@@ -94,14 +94,14 @@ async def read_small(context: Any) -> Any:
         while not reading.done():
             if time.process_time() > cpu_s or time.monotonic() > end_s:
                 text = "the request is large, or did not come with the call: send both at once, or try again"
-                await reject(context, grpc.StatusCode.RESOURCE_EXHAUSTED, text)
+                raise ExhaustedError(text)
             await asyncio.wait([reading], timeout=SMALL_POLL_S)
     finally:
         reading.cancel()
     data = reading.result()
     if data is not grpc.aio.EOF and len(data) > SMALL_BYTES_MAX:
         text = f"the request has {len(data)} bytes, and {SMALL_BYTES_MAX} are allowed: name a service of this master"
-        await reject(context, grpc.StatusCode.INVALID_ARGUMENT, text)
+        raise InvalidArgumentError(text)
     return data
 
 
@@ -176,7 +176,7 @@ def _forgetting(serve: Callable[[Any, Any], Awaitable[Any]]) -> Callable[[Any, A
 
 
 async def _reject_unknown(_requests: object, context: Any) -> None:
-    await reject(context, grpc.StatusCode.UNIMPLEMENTED, "Method not found!")
+    await context.abort(grpc.StatusCode.UNIMPLEMENTED, "Method not found!")
 
 
 _NO_METHOD = grpc.stream_stream_rpc_method_handler(_forgetting(_reject_unknown))

@@ -14,13 +14,13 @@ from multigpu_master.core.model import WorkerInfo
 from multigpu_master.driver import Driver, SessionOutbox
 from multigpu_master.payloads.shared_files import WRONG_KEY, Offer
 from multigpu_master.rpc import queries
+from multigpu_master.rpc.errors import DeniedError, InvalidArgumentError, PreconditionError
+from multigpu_master.rpc.paging import check_count
 from multigpu_master.rpc.parsing import parse
-from multigpu_master.rpc.status import check_count, reject
 from multigpu_master.rpc.streams import serve_stream
 from multigpu_master.security.auth import current_caller
 from multigpu_master.wire.leases import held_leases, reports_of
 from multigpu_master.wire.times import duration, seconds_of
-from multigpu_master.wire.validation import InvalidMessageError
 from multigpu_master.wire.workers import heartbeat, worker_info
 
 # A master serves workers of its own version and the one before: it is upgraded first.
@@ -52,11 +52,11 @@ class WorkerService:
         data = await context.read()
         if data is grpc.aio.EOF:
             return
-        first = await parse(worker_service_pb2.SessionRequest, data, context)
-        info = await self._check_hello(first, context)
+        first = parse(worker_service_pb2.SessionRequest, data)
+        info = self._check_hello(first)
         hello = first.hello
         leases_max = 2 * min(info.window_tasks, WINDOW_TASKS_MAX) + REPORTED_MAX
-        await check_count(context, len(hello.leases), leases_max, LEASES)
+        check_count(len(hello.leases), leases_max, LEASES)
         session = next(self._sessions)
         outbox = self._driver.open_session(session)
         self._fill_welcome(outbox.room_for(256).welcome, session)
@@ -67,41 +67,34 @@ class WorkerService:
             # A hello also lists leases that were reported lately. The adopted ones are those that it still holds.
             leases = sum(len(c.adopted) for c in commands if isinstance(c, ev.Welcome))
             log.info("worker joined", worker_id=info.worker_id, session=session, leases=leases)
-            reader = SessionReader(self._driver, session, outbox, context, leases_max)
+            reader = SessionReader(self._driver, session, outbox, leases_max)
             await reader.read(first)
 
             async def on_message(data: bytes) -> None:
-                await reader.read(await parse(worker_service_pb2.SessionRequest, data, context))
+                await reader.read(parse(worker_service_pb2.SessionRequest, data))
 
             await serve_stream(context, outbox, on_message, _Numbering().serialize)
         finally:
             self._driver.close_session(session)
 
-    async def _check_hello(self, first: Any, context: Any) -> WorkerInfo:
-        """The worker's description. Ends the call if the first frame is invalid or the worker may not join."""
+    def _check_hello(self, first: Any) -> WorkerInfo:
+        """The worker's description. CallError, InvalidMessageError: it may not join."""
         hello = first.hello
         if not first.HasField("hello"):
-            await reject(context, grpc.StatusCode.FAILED_PRECONDITION, "the first frame of a session must carry hello")
+            raise PreconditionError("the first frame of a session must carry hello")
         if not OLDEST_PROTOCOL_VERSION <= hello.protocol_version <= PROTOCOL_VERSION:
             older = "worker" if hello.protocol_version < PROTOCOL_VERSION else "master"
-            await reject(
-                context,
-                grpc.StatusCode.FAILED_PRECONDITION,
-                f"the worker speaks protocol {hello.protocol_version}, this master {PROTOCOL_VERSION}; "
-                f"upgrade the {older} "
-                f"(worker version {hello.version or 'unknown'}, master version {self._version})",
+            raise PreconditionError(
+                f"the worker speaks protocol {hello.protocol_version}, this master {PROTOCOL_VERSION}; upgrade the "
+                f"{older} (worker version {hello.version or 'unknown'}, master version {self._version})"
             )
-        try:
-            info = worker_info(hello)
-        except InvalidMessageError as error:
-            await reject(context, grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        info = worker_info(hello)
         caller = current_caller()
         if caller is not None and not caller.may_be(info.worker_id):
-            await reject(
-                context,
-                grpc.StatusCode.PERMISSION_DENIED,
-                f"the token is not for a worker called {info.worker_id!r}, but for {', '.join(caller.worker_ids)}; "
-                "give the worker another --worker-id, or another token",
+            names = ", ".join(caller.worker_ids)
+            raise DeniedError(
+                f"the token is not for a worker called {info.worker_id!r}, but for {names}; "
+                "give the worker another --worker-id, or another token"
             )
         return info
 
@@ -116,18 +109,17 @@ class WorkerService:
 class SessionReader:
     """Turns a worker's frames into events."""
 
-    def __init__(self, driver: Driver, session: int, outbox: SessionOutbox, context: Any, leases_max: int) -> None:
+    def __init__(self, driver: Driver, session: int, outbox: SessionOutbox, leases_max: int) -> None:
         self._leases_max = leases_max  # in one frame
         self._driver = driver
         self._session = session
         self._outbox = outbox
-        self._context = context
         self._results_taken = self._results_acknowledged = 0
 
     async def read(self, frame: Any) -> None:
         handle, session = self._driver.handle, self._session
         if frame.payload_key and not self._outbox.peer.show(frame.payload_key):
-            await reject(self._context, grpc.StatusCode.INVALID_ARGUMENT, WRONG_KEY)
+            raise InvalidArgumentError(WRONG_KEY)
         if frame.partials:
             partials = [ev.PartialOutput(p.lease_id, p.index, p.data, p.content_type) for p in frame.partials]
             handle(ev.Partials(session, partials))
@@ -137,18 +129,14 @@ class SessionReader:
         if unacknowledged >= ACKNOWLEDGE_RESULTS or (unacknowledged and frame.HasField("heartbeat")):
             self._results_acknowledged = self._outbox.room_for(16).results_taken = self._results_taken
         if frame.HasField("heartbeat"):
-            await self._check_leases(len(frame.heartbeat.leases))
-            try:
-                event = heartbeat(frame.heartbeat, session)
-            except InvalidMessageError as error:
-                await reject(self._context, grpc.StatusCode.INVALID_ARGUMENT, str(error))
-            handle(event)
+            check_count(len(frame.heartbeat.leases), self._leases_max, LEASES)
+            handle(heartbeat(frame.heartbeat, session))
 
     async def _read_reports(self, batches: Sequence[worker_service_pb2.ReportBatch]) -> None:
         count = len(batches)
         for batch in batches:
             count += len(batch.succeeded_lease_ids) + len(batch.reports)
-        await self._check_leases(count)
+        check_count(count, self._leases_max, LEASES)
         end_s = time.monotonic() + queries.SLICE_S
         for batch in batches:
             if time.monotonic() > end_s:
@@ -157,10 +145,6 @@ class SessionReader:
             finish_s = seconds_of(batch.finish_time) if batch.HasField("finish_time") else 0.0
             self._driver.handle(reports_of(batch, self._session, start_s, finish_s, self._outbox.peer))
             self._results_taken += len(batch.result_places)
-
-    async def _check_leases(self, count: int) -> None:
-        if count > self._leases_max:
-            await check_count(self._context, count, self._leases_max, LEASES)
 
 
 class _Numbering:

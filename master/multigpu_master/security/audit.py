@@ -10,16 +10,15 @@ import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-import grpc
 import structlog
 from google.protobuf import json_format
 from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import DecodeError
 
 from multigpu_master.journal.sqlite.segments import sync_directory
-from multigpu_master.rpc.status import reject
+from multigpu_master.rpc.errors import PreconditionError, call_error
 from multigpu_master.security.auth import ROLES_OF, Serve, current_caller
 
 log = structlog.get_logger()
@@ -29,17 +28,6 @@ FLAGS = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
 FILE_BYTES_MAX, FILES_MAX = 10 << 20, 5
 # Longer requests are cut: a call may name ten thousand tasks.
 REQUEST_CHARS_MAX = 4000
-
-
-class _DetachedContext:
-    """The context for work that may outlive its call: the context of a call that has ended must not be used."""
-
-    def __init__(self) -> None:
-        self.status: tuple[grpc.StatusCode, str] | None = None
-
-    async def abort(self, code: grpc.StatusCode, details: str) -> NoReturn:
-        self.status = code, details
-        raise grpc.aio.AbortError
 
 
 class Audit:
@@ -60,20 +48,17 @@ class Audit:
             return serve
 
         async def audited(request: Any, context: Any) -> Any:
-            line, detached = self._line(method, message_type, request, context), _DetachedContext()
+            line = self._line(method, message_type, request, context)
             try:
                 async with self._lock:
                     await asyncio.to_thread(self._open)
             except OSError as error:
                 text = f"nothing was done: {self.path} can't be written ({error.strerror}); see to it, then try again"
-                await reject(context, grpc.StatusCode.FAILED_PRECONDITION, text)
-            work = asyncio.create_task(self._work(serve, line, request, detached))
+                raise PreconditionError(text) from None
+            work = asyncio.create_task(self._work(serve, line, request))
             self._works.add(work)
             work.add_done_callback(self._works.discard)
-            response = await asyncio.shield(work)
-            if detached.status is not None:
-                await context.abort(*detached.status)
-            return response
+            return await asyncio.shield(work)
 
         return audited
 
@@ -82,12 +67,13 @@ class Audit:
         if self._works:
             await asyncio.wait(self._works, timeout=timeout_s)
 
-    async def _work(self, serve: Serve, line: dict[str, Any], request: bytes, detached: _DetachedContext) -> Any:
+    async def _work(self, serve: Serve, line: dict[str, Any], request: bytes) -> Any:
         try:
-            response = await serve(request, detached)
-        except grpc.aio.AbortError:
-            line["result"] = detached.status[0].name if detached.status is not None else "UNKNOWN"
-            return None
+            response = await serve(request, None)  # the call may have ended, and its context with it
+        except Exception as error:  # noqa: BLE001  every exception becomes a status
+            failure = call_error(error, line["method"].rpartition("/")[2])
+            line["result"] = failure.code.name
+            raise failure from None
         else:
             line["result"] = "OK"
             return response

@@ -7,12 +7,11 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextvars import ContextVar
-from typing import Any, NoReturn
+from typing import Any
 
-import grpc
 import structlog
 
-from multigpu_master.rpc.status import reject
+from multigpu_master.rpc.errors import CallError, DeniedError, ExhaustedError, UnauthenticatedError
 from multigpu_master.security.tokens import ADMIN, READ, SUBMIT, WORKER, Token, Tokens, token_id_of
 
 log = structlog.get_logger()
@@ -92,10 +91,10 @@ class Auth:
 
         async def guarded(request: Any, context: Any) -> Any:
             if self._certificates:
-                await self._check_certificate(context, method, roles)
+                self._check_certificate(context, method, roles)
             if self.tokens is None:
                 return await serve(request, context)
-            token = await self._check_token(context, method, roles, self.tokens)
+            token = self._check_token(context, method, roles, self.tokens)
             _CALLER.set(token)
             call = asyncio.current_task()
             assert call is not None, "handlers run in a task"
@@ -111,7 +110,7 @@ class Auth:
                 if call not in self._ended:
                     raise
                 call.uncancel()
-                await reject(context, grpc.StatusCode.UNAUTHENTICATED, ENDED)
+                raise UnauthenticatedError(ENDED) from None
             finally:
                 token.calls.discard(call)
                 self._ended.discard(call)
@@ -135,50 +134,45 @@ class Auth:
             self._ended.add(call)
             call.cancel()
 
-    async def _check_certificate(self, context: Any, method: str, roles: frozenset[str]) -> None:
+    def _check_certificate(self, context: Any, method: str, roles: frozenset[str]) -> None:
         kinds = [uri.decode("utf-8", "replace").removeprefix(URN) for uri in context.auth_context().get("peer_uri", ())]
         wanted = "worker" if roles == _WORKERS else "client"
         if wanted not in kinds and roles != _ANY:
-            await self._reject(
-                context, method, None, grpc.StatusCode.PERMISSION_DENIED,
+            text = (
                 f"{method} takes a certificate of the kind {wanted}, and this one is of the kind "
-                f"{', '.join(kinds) or 'none'}: issue one with `mgpuctl certs issue DIR {wanted}`",
-            )  # fmt: skip
+                f"{', '.join(kinds) or 'none'}: issue one with `mgpuctl certs issue DIR {wanted}`"
+            )
+            raise self._logged(DeniedError(text), context, method, None)
 
-    async def _check_token(self, context: Any, method: str, roles: frozenset[str], tokens: Tokens) -> Token:
+    def _check_token(self, context: Any, method: str, roles: frozenset[str], tokens: Tokens) -> Token:
         headers: Sequence[Any] = [v for k, v in context.invocation_metadata() or () if k == HEADER]
         if not headers:
-            await self._reject(context, method, None, grpc.StatusCode.UNAUTHENTICATED, NO_TOKEN)
+            raise self._logged(UnauthenticatedError(NO_TOKEN), context, method, None)
         text = headers[0]
         token = None
         if len(headers) == 1 and isinstance(text, str) and text[: len(SCHEME)].lower() == SCHEME:
             text = text[len(SCHEME) :]
             token = tokens.find(text)
         if token is None:
-            await self._reject(context, method, token_id_of(text), grpc.StatusCode.UNAUTHENTICATED, BAD_TOKEN)
+            raise self._logged(UnauthenticatedError(BAD_TOKEN), context, method, token_id_of(text))
         if not token.roles & roles:
-            await self._reject(
-                context, method, token.token_id, grpc.StatusCode.PERMISSION_DENIED,
-                f"{method} takes a token of the role {' or '.join(sorted(roles))}; this one has "
-                f"{', '.join(sorted(token.roles))}",
-            )  # fmt: skip
+            wanted, given = " or ".join(sorted(roles)), ", ".join(sorted(token.roles))
+            error = DeniedError(f"{method} takes a token of the role {wanted}; this one has {given}")
+            raise self._logged(error, context, method, token.token_id)
         limit = token.calls_max or self._calls_max
         if len(token.calls) >= limit:
-            await self._reject(
-                context, method, token.token_id, grpc.StatusCode.RESOURCE_EXHAUSTED,
-                f"{limit} calls are open with this token already; share streams, or try again when one has ended",
-            )  # fmt: skip
+            details = f"{limit} calls are open with this token already; share streams, or try again when one has ended"
+            raise self._logged(ExhaustedError(details), context, method, token.token_id)
         return token
 
-    async def _reject(
-        self, context: Any, method: str, token_id: str | None, code: grpc.StatusCode, message: str
-    ) -> NoReturn:
+    def _logged(self, error: CallError, context: Any, method: str, token_id: str | None) -> CallError:
+        """The error, logged at most once in LOG_INTERVAL_S."""
         now = time.monotonic()
         if now - self._logged_s >= LOG_INTERVAL_S:
             log.warning(
                 "a call was rejected",
                 method=method,
-                code=code.name,
+                code=error.code.name,
                 peer=context.peer(),
                 rejected_before=self._unlogged,
                 token_id=token_id,
@@ -186,4 +180,4 @@ class Auth:
             self._logged_s, self._unlogged = now, 0
         else:
             self._unlogged += 1
-        await reject(context, code, message)
+        return error

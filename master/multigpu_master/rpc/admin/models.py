@@ -3,7 +3,6 @@
 from collections.abc import Iterable
 from typing import Any
 
-import grpc
 from multigpu.v1 import admin_service_pb2 as pb
 from multigpu.v1 import model_pb2
 
@@ -12,7 +11,8 @@ from multigpu_master.core.model import Worker
 from multigpu_master.core.operators import is_version
 from multigpu_master.driver import Driver
 from multigpu_master.rpc.admin.saving import save
-from multigpu_master.rpc.status import check_count, make_token, read_page_size, read_token, reject
+from multigpu_master.rpc.errors import ExhaustedError, NotFoundError
+from multigpu_master.rpc.paging import check_count, make_token, read_page_size, read_token
 from multigpu_master.settings import worker_setting
 from multigpu_master.wire.models import resident_message
 
@@ -24,70 +24,64 @@ class ModelCalls:
 
     _driver: Driver
 
-    async def ListModels(self, request: Any, context: Any) -> pb.ListModelsResponse:
-        size = await read_page_size(context, request.page_size)
-        start = await read_token(context, request.page_token, "page_token")
+    async def ListModels(self, request: Any, _context: Any) -> pb.ListModelsResponse:
+        size = read_page_size(request.page_size)
+        start = read_token(request.page_token, "page_token")
         entries = _entries(self._driver.core.fleet.workers.values(), request.name)
         response = pb.ListModelsResponse(models=entries[start : start + size])
         if start + size < len(entries):
             response.next_page_token = make_token(start + size)
         return response
 
-    async def LoadModel(self, request: Any, context: Any) -> pb.LoadModelResponse:
-        workers = await self._workers(context, request.worker_ids)
+    async def LoadModel(self, request: Any, _context: Any) -> pb.LoadModelResponse:
+        workers = self._workers(request.worker_ids)
         offering = [w for w in workers if w.session and request.model in w.residency.names]
         lacking = [w.worker_id for w in workers if w not in offering]
         if not offering or (request.worker_ids and lacking):
             where = f"worker {', '.join(lacking)}" if request.worker_ids else "any worker that is connected"
-            await reject(
-                context,
-                grpc.StatusCode.NOT_FOUND,
-                f"model {request.model!r} is not offered by {where}; `mgpuctl models list` shows what is",
+            raise NotFoundError(
+                f"model {request.model!r} is not offered by {where}; `mgpuctl models list` shows what is"
             )
         fitting = [w for w in offering if not _lacks(w, request.model)]
         if not fitting or (request.worker_ids and len(fitting) < len(offering)):
             worker = next(w for w in offering if _lacks(w, request.model))
-            await reject(
-                context,
-                grpc.StatusCode.RESOURCE_EXHAUSTED,
+            raise ExhaustedError(
                 f"model {request.model!r} does not fit beside what is pinned on {worker.worker_id}: "
-                f"{_lacks(worker, request.model)}; unload one of them first with `mgpuctl models unload`",
+                f"{_lacks(worker, request.model)}; unload one of them first with `mgpuctl models unload`"
             )
         if not request.worker_ids:
             fitting = [max(fitting, key=lambda w: _suits(w, request.model))]
-        await self._handle(context, [ev.LoadModel(w.worker_id, request.model) for w in fitting])
+        await self._handle([ev.LoadModel(w.worker_id, request.model) for w in fitting])
         return pb.LoadModelResponse(worker_ids=[w.worker_id for w in fitting])
 
-    async def UnloadModel(self, request: Any, context: Any) -> pb.UnloadModelResponse:
-        workers = await self._workers(context, request.worker_ids)
+    async def UnloadModel(self, request: Any, _context: Any) -> pb.UnloadModelResponse:
+        workers = self._workers(request.worker_ids)
         known = [m for w in workers for m in (*w.residency.offered, *w.residency.said, *w.residency.pins)]
         if not any(is_version(m, request.model) for m in known):
-            await reject(
-                context,
-                grpc.StatusCode.NOT_FOUND,
-                f"no model {request.model!r} is offered or loaded there; `mgpuctl models list` shows what is",
+            raise NotFoundError(
+                f"no model {request.model!r} is offered or loaded there; `mgpuctl models list` shows what is"
             )
         holders = [w for w in workers if _holds(w, request.model)]
-        await self._handle(context, [ev.UnloadModel(w.worker_id, request.model) for w in holders])
+        await self._handle([ev.UnloadModel(w.worker_id, request.model) for w in holders])
         return pb.UnloadModelResponse(worker_ids=[w.worker_id for w in holders])
 
-    async def _workers(self, context: Any, worker_ids: Iterable[str]) -> list[Worker]:
+    def _workers(self, worker_ids: Iterable[str]) -> list[Worker]:
         """The workers of these ids, or all, by worker_id. NOT_FOUND: there is no such worker."""
         workers, ids = self._driver.core.fleet.workers, sorted(set(worker_ids))
-        await check_count(context, len(ids), WORKERS_MAX, "workers in one call")
+        check_count(len(ids), WORKERS_MAX, "workers in one call")
         for worker_id in ids:
             if worker_id not in workers:
                 known = ", ".join(sorted(workers)[:10]) or "none"
-                await reject(context, grpc.StatusCode.NOT_FOUND, f"no worker {worker_id!r}; known: {known}")
+                raise NotFoundError(f"no worker {worker_id!r}; known: {known}")
         return [workers[worker_id] for worker_id in ids or sorted(workers)]
 
-    async def _handle(self, context: Any, events: list[ev.LoadModel] | list[ev.UnloadModel]) -> None:
+    async def _handle(self, events: list[ev.LoadModel] | list[ev.UnloadModel]) -> None:
         """Handles the events, and returns once the pins are synced."""
         settings: dict[str, bytes | None] = {}
         for event in events:
             self._driver.handle(event)
             settings |= worker_setting(self._driver.core.fleet.workers[event.worker_id])
-        await save(self._driver, context, settings)
+        await save(self._driver, settings)
 
 
 def _lacks(worker: Worker, name: str) -> str:

@@ -6,7 +6,6 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-import grpc
 from multigpu.v1 import admin_service_pb2 as pb
 from multigpu.v1 import task_pb2
 
@@ -20,13 +19,14 @@ from multigpu_master.rpc.admin.dead_letters import DeadLetterCalls
 from multigpu_master.rpc.admin.models import ModelCalls
 from multigpu_master.rpc.admin.saving import save
 from multigpu_master.rpc.admin.tokens import TokenCalls
-from multigpu_master.rpc.status import make_token, read_page_size, read_token, reject
+from multigpu_master.rpc.errors import ExhaustedError, InvalidArgumentError, NotFoundError, PreconditionError
+from multigpu_master.rpc.paging import make_token, read_page_size, read_token
 from multigpu_master.security.auth import Auth, caller_queues
 from multigpu_master.settings import STRATEGY, breaker_setting, queue_setting, worker_setting
 from multigpu_master.strategies.registry import canonical_name
 from multigpu_master.telemetry.process_memory import resident_bytes
 from multigpu_master.wire.times import duration, seconds_of, set_time, timestamp
-from multigpu_master.wire.validation import NAME_BYTES_MAX, InvalidMessageError, check_printable, check_size
+from multigpu_master.wire.validation import NAME_BYTES_MAX, check_printable, check_size
 from multigpu_master.wire.workers import worker_message
 
 # WatchWorkers sends changes at most this often, and at most this many workers in one message.
@@ -49,9 +49,9 @@ class AdminService(TokenCalls, ModelCalls, DeadLetterCalls):
 
     # --- workers -----------------------------------------------------------------------------------------------------
 
-    async def ListWorkers(self, request: Any, context: Any) -> pb.ListWorkersResponse:
-        size = await read_page_size(context, request.page_size)
-        start = await read_token(context, request.page_token, "page_token")
+    async def ListWorkers(self, request: Any, _context: Any) -> pb.ListWorkersResponse:
+        size = read_page_size(request.page_size)
+        start = read_token(request.page_token, "page_token")
         workers = sorted(self._core.fleet.workers.values(), key=lambda w: w.worker_id)
         response = pb.ListWorkersResponse()
         size_bytes = 0
@@ -69,7 +69,7 @@ class AdminService(TokenCalls, ModelCalls, DeadLetterCalls):
             response.next_page_token = make_token(end)
         return response
 
-    async def WatchWorkers(self, request: Any, context: Any) -> None:
+    async def WatchWorkers(self, _request: Any, context: Any) -> None:
         workers = self._core.fleet.workers
         sent: dict[str, tuple[Worker, int]] = {}
         while True:
@@ -90,62 +90,56 @@ class AdminService(TokenCalls, ModelCalls, DeadLetterCalls):
             await asyncio.sleep(WATCH_INTERVAL_S)
             await changed.wait()
 
-    async def CordonWorker(self, request: Any, context: Any) -> pb.CordonWorkerResponse:
+    async def CordonWorker(self, request: Any, _context: Any) -> pb.CordonWorkerResponse:
         event = ev.Cordon(request.worker_id, request.reason[:1024])
-        return pb.CordonWorkerResponse(worker=await self._change_worker(context, request.worker_id, event))
+        return pb.CordonWorkerResponse(worker=await self._change_worker(request.worker_id, event))
 
-    async def UncordonWorker(self, request: Any, context: Any) -> pb.UncordonWorkerResponse:
+    async def UncordonWorker(self, request: Any, _context: Any) -> pb.UncordonWorkerResponse:
         event = ev.Uncordon(request.worker_id)
-        return pb.UncordonWorkerResponse(worker=await self._change_worker(context, request.worker_id, event))
+        return pb.UncordonWorkerResponse(worker=await self._change_worker(request.worker_id, event))
 
-    async def DrainWorker(self, request: Any, context: Any) -> pb.DrainWorkerResponse:
+    async def DrainWorker(self, request: Any, _context: Any) -> pb.DrainWorkerResponse:
         deadline_s = None
         if request.HasField("timeout"):
             timeout_s = seconds_of(request.timeout)
             if timeout_s < 0:
-                await reject(
-                    context, grpc.StatusCode.INVALID_ARGUMENT, f"timeout is {timeout_s:g} s; it can't be negative"
-                )
+                raise InvalidArgumentError(f"timeout is {timeout_s:g} s; it can't be negative")
             deadline_s = self._driver.now() + timeout_s
         event = ev.Drain(request.worker_id, deadline_s)
-        return pb.DrainWorkerResponse(worker=await self._change_worker(context, request.worker_id, event))
+        return pb.DrainWorkerResponse(worker=await self._change_worker(request.worker_id, event))
 
-    async def ForgetWorker(self, request: Any, context: Any) -> pb.ForgetWorkerResponse:
-        worker = await self._known_worker(context, request.worker_id)
+    async def ForgetWorker(self, request: Any, _context: Any) -> pb.ForgetWorkerResponse:
+        worker = self._known_worker(request.worker_id)
         if worker.session:
-            await reject(
-                context,
-                grpc.StatusCode.FAILED_PRECONDITION,
-                f"worker {request.worker_id!r} is connected; stop its daemon first",
-            )
+            raise PreconditionError(f"worker {request.worker_id!r} is connected; stop its daemon first")
         self._driver.handle(ev.Forget(request.worker_id))
         return pb.ForgetWorkerResponse()
 
-    async def ReloadHandlers(self, request: Any, context: Any) -> pb.ReloadHandlersResponse:
-        worker = await self._known_worker(context, request.worker_id)
+    async def ReloadHandlers(self, request: Any, _context: Any) -> pb.ReloadHandlersResponse:
+        worker = self._known_worker(request.worker_id)
         if not worker.session or not worker.handlers:
             why = "reports no handlers: it has none, or an older version" if worker.session else "is lost"
-            await reject(context, grpc.StatusCode.FAILED_PRECONDITION, f"worker {request.worker_id!r} {why}")
+            raise PreconditionError(f"worker {request.worker_id!r} {why}")
         self._driver.reload_handlers(worker.session)
         return pb.ReloadHandlersResponse(worker=worker_message(worker))
 
-    async def _known_worker(self, context: Any, worker_id: str) -> Worker:
+    def _known_worker(self, worker_id: str) -> Worker:
         worker = self._core.fleet.workers.get(worker_id)
         if worker is None:
             known = ", ".join(sorted(self._core.fleet.workers)[:10]) or "none"
-            await reject(context, grpc.StatusCode.NOT_FOUND, f"no worker {worker_id!r}; known: {known}")
+            raise NotFoundError(f"no worker {worker_id!r}; known: {known}")
         return worker
 
-    async def _change_worker(self, context: Any, worker_id: str, event: ev.Event) -> pb.Worker:
+    async def _change_worker(self, worker_id: str, event: ev.Event) -> pb.Worker:
         """Handles the event and saves the worker, which may be forgotten meanwhile. Returns the worker."""
-        worker = await self._known_worker(context, worker_id)
+        worker = self._known_worker(worker_id)
         self._driver.handle(event)
-        await save(self._driver, context, worker_setting(worker))
+        await save(self._driver, worker_setting(worker))
         return worker_message(worker)
 
     # --- strategy and queues -----------------------------------------------------------------------------------------
 
-    async def GetStrategy(self, request: Any, context: Any) -> pb.GetStrategyResponse:
+    async def GetStrategy(self, request: Any, _context: Any) -> pb.GetStrategyResponse:
         core = self._core
         queues = caller_queues()
         visible = queues is None or request.queue in queues
@@ -157,31 +151,28 @@ class AdminService(TokenCalls, ModelCalls, DeadLetterCalls):
             response.available.add(name=s.name, summary=s.summary, aliases=s.aliases)
         return response
 
-    async def SetStrategy(self, request: Any, context: Any) -> pb.SetStrategyResponse:
+    async def SetStrategy(self, request: Any, _context: Any) -> pb.SetStrategyResponse:
         core = self._core
         name = canonical_name(request.strategy, core.strategies)
         if request.queue and not request.strategy:
             name = ""
         if name is None or (not name and not request.queue):
-            await reject(
-                context,
-                grpc.StatusCode.INVALID_ARGUMENT,
-                f"no strategy {request.strategy!r}; there are: {', '.join(sorted(core.strategies))}",
-            )
+            names = ", ".join(sorted(core.strategies))
+            raise InvalidArgumentError(f"no strategy {request.strategy!r}; there are: {names}")
         if request.queue:
-            await self._admit_queue(context, request.queue)
+            self._admit_queue(request.queue)
         self._driver.handle(ev.SetStrategy(name, request.queue))
         if request.queue:
-            await save(self._driver, context, queue_setting(core.queue(request.queue)))
+            await save(self._driver, queue_setting(core.queue(request.queue)))
         else:
-            await save(self._driver, context, {STRATEGY: name.encode()})
+            await save(self._driver, {STRATEGY: name.encode()})
         return pb.SetStrategyResponse(
             strategy=core.strategy_of(core.queue(request.queue or "default")).name if request.queue else name
         )
 
-    async def ListQueues(self, request: Any, context: Any) -> pb.ListQueuesResponse:
-        size = await read_page_size(context, request.page_size)
-        start = await read_token(context, request.page_token, "page_token")
+    async def ListQueues(self, request: Any, _context: Any) -> pb.ListQueuesResponse:
+        size = read_page_size(request.page_size)
+        start = read_token(request.page_token, "page_token")
         queues = caller_queues()
         found = {name for name, queue in self._core.queues.items() if not queue.idle}
         found.update(await asyncio.to_thread(self._driver.journal.dead_letter_queues))
@@ -223,48 +214,39 @@ class AdminService(TokenCalls, ModelCalls, DeadLetterCalls):
             message.oldest_age.CopyFrom(duration(max(0.0, self._driver.now() - heads[name])))
         return message
 
-    async def PauseQueue(self, request: Any, context: Any) -> pb.PauseQueueResponse:
-        await self._configure(context, ev.ConfigureQueue(request.queue, paused=True))
+    async def PauseQueue(self, request: Any, _context: Any) -> pb.PauseQueueResponse:
+        await self._configure(ev.ConfigureQueue(request.queue, paused=True))
         return pb.PauseQueueResponse(queue=await self._queue_message(request.queue))
 
-    async def ResumeQueue(self, request: Any, context: Any) -> pb.ResumeQueueResponse:
-        await self._configure(context, ev.ConfigureQueue(request.queue, paused=False))
+    async def ResumeQueue(self, request: Any, _context: Any) -> pb.ResumeQueueResponse:
+        await self._configure(ev.ConfigureQueue(request.queue, paused=False))
         return pb.ResumeQueueResponse(queue=await self._queue_message(request.queue))
 
-    async def SetQueueLimits(self, request: Any, context: Any) -> pb.SetQueueLimitsResponse:
+    async def SetQueueLimits(self, request: Any, _context: Any) -> pb.SetQueueLimitsResponse:
         limits = request.limits
-        await self._configure(
-            context, ev.ConfigureQueue(request.queue, tasks_max=limits.tasks_max, bytes_max=limits.bytes_max)
-        )
+        await self._configure(ev.ConfigureQueue(request.queue, tasks_max=limits.tasks_max, bytes_max=limits.bytes_max))
         return pb.SetQueueLimitsResponse(queue=await self._queue_message(request.queue))
 
-    async def _configure(self, context: Any, event: ev.ConfigureQueue) -> None:
+    async def _configure(self, event: ev.ConfigureQueue) -> None:
         if not event.queue:
-            await reject(context, grpc.StatusCode.INVALID_ARGUMENT, 'queue is missing; the usual one is "default"')
-        await self._admit_queue(context, event.queue)
+            raise InvalidArgumentError('queue is missing; the usual one is "default"')
+        self._admit_queue(event.queue)
         self._driver.handle(event)
-        await save(self._driver, context, queue_setting(self._core.queue(event.queue)))
+        await save(self._driver, queue_setting(self._core.queue(event.queue)))
 
-    async def _admit_queue(self, context: Any, name: str) -> None:
+    def _admit_queue(self, name: str) -> None:
         """INVALID_ARGUMENT: the name is not allowed. RESOURCE_EXHAUSTED: there are too many queues."""
         core = self._core
-        try:
-            check_printable("queue", name)
-            check_size("queue", name, NAME_BYTES_MAX)
-        except InvalidMessageError as error:
-            await reject(context, grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        check_printable("queue", name)
+        check_size("queue", name, NAME_BYTES_MAX)
         if name not in core.queues and len(core.queues) >= QUEUES_MAX and not core.prune_queues():
-            await reject(
-                context,
-                grpc.StatusCode.RESOURCE_EXHAUSTED,
-                f"there are {QUEUES_MAX} queues with tasks or rules already; use one of them",
-            )
+            raise ExhaustedError(f"there are {QUEUES_MAX} queues with tasks or rules already; use one of them")
 
     # --- the circuit breaker -----------------------------------------------------------------------------------------
 
-    async def ResetBreaker(self, request: Any, context: Any) -> pb.ResetBreakerResponse:
+    async def ResetBreaker(self, request: Any, _context: Any) -> pb.ResetBreakerResponse:
         self._driver.handle(ev.ResetBreaker())
-        await save(self._driver, context, breaker_setting(self._core.quarantine.breaker.tripped_s))
+        await save(self._driver, breaker_setting(self._core.quarantine.breaker.tripped_s))
         return pb.ResetBreakerResponse(breaker=self._breaker())
 
     def _breaker(self) -> pb.Breaker:
@@ -281,7 +263,7 @@ class AdminService(TokenCalls, ModelCalls, DeadLetterCalls):
 
     # --- looking -----------------------------------------------------------------------------------------------------
 
-    async def GetStats(self, request: Any, context: Any) -> pb.GetStatsResponse:
+    async def GetStats(self, request: Any, _context: Any) -> pb.GetStatsResponse:
         core, c = self._core, self._core.counters
         active = len(core.fleet.sessions)
         return pb.GetStatsResponse(
@@ -311,7 +293,7 @@ class AdminService(TokenCalls, ModelCalls, DeadLetterCalls):
             server_time=timestamp(time.time()),
         )
 
-    async def Explain(self, request: Any, context: Any) -> pb.ExplainResponse:
+    async def Explain(self, request: Any, _context: Any) -> pb.ExplainResponse:
         task = self._core.tasks.get(request.task_id)
         stored = None
         if task is None:
@@ -319,11 +301,7 @@ class AdminService(TokenCalls, ModelCalls, DeadLetterCalls):
         queues = caller_queues()
         if task is None or (queues is not None and task.spec.queue not in queues):
             if stored is None or (queues is not None and stored.queue not in queues):
-                await reject(
-                    context,
-                    grpc.StatusCode.NOT_FOUND,
-                    f"no task {request.task_id}: it was never submitted, or its result_ttl is over",
-                )
+                raise NotFoundError(f"no task {request.task_id}: it was never submitted, or its result_ttl is over")
             message = queries.stored_task(stored, whole=False)
             state = task_pb2.OutcomeState.Name(message.outcome.state).removeprefix("OUTCOME_STATE_")
             why = f": {message.outcome.error.message}" if message.outcome.error.message else ""

@@ -2,12 +2,12 @@
 
 from typing import Any
 
-import grpc
 from multigpu.v1 import admin_service_pb2 as pb
 
 from multigpu_master.driver import Driver
 from multigpu_master.journal.protocol import JournalError
-from multigpu_master.rpc.status import make_token, read_page_size, read_token, reject
+from multigpu_master.rpc.errors import ExhaustedError, InvalidArgumentError, NotFoundError, PreconditionError
+from multigpu_master.rpc.paging import make_token, read_page_size, read_token
 from multigpu_master.security.auth import Auth
 from multigpu_master.security.tokens import ADMIN, READ, SUBMIT, WORKER, Token, Tokens
 from multigpu_master.wire.times import seconds_of, set_time
@@ -23,8 +23,8 @@ class TokenCalls:
     _driver: Driver
     _auth: Auth | None
 
-    async def CreateToken(self, request: Any, context: Any) -> pb.CreateTokenResponse:
-        _, tokens = await self._tokens(context)
+    async def CreateToken(self, request: Any, _context: Any) -> pb.CreateTokenResponse:
+        _, tokens = self._tokens()
         try:
             token, secret = tokens.make(
                 request.name,
@@ -36,56 +36,47 @@ class TokenCalls:
                 calls_max=request.calls_max,
             )
         except ValueError as error:
-            await reject(context, grpc.StatusCode.INVALID_ARGUMENT, str(error))
+            raise InvalidArgumentError(str(error)) from None
         try:
             await self._driver.journaling.save(token.setting())
         except JournalError as error:
             self._driver.journaling.remember(dict.fromkeys(token.setting()))  # it may be written yet
-            await reject(context, grpc.StatusCode.RESOURCE_EXHAUSTED, f"no token was made: {error}")
+            raise ExhaustedError(f"no token was made: {error}") from None
         tokens.add(token)
         return pb.CreateTokenResponse(token=_message(token), secret=secret)
 
-    async def ListTokens(self, request: Any, context: Any) -> pb.ListTokensResponse:
-        _, tokens = await self._tokens(context)
-        size = await read_page_size(context, request.page_size)
-        start = await read_token(context, request.page_token, "page_token")
+    async def ListTokens(self, request: Any, _context: Any) -> pb.ListTokensResponse:
+        _, tokens = self._tokens()
+        size = read_page_size(request.page_size)
+        start = read_token(request.page_token, "page_token")
         valid = tokens.valid()
         response = pb.ListTokensResponse(tokens=[_message(t) for t in valid[start : start + size]])
         if start + size < len(valid):
             response.next_page_token = make_token(start + size)
         return response
 
-    async def RevokeToken(self, request: Any, context: Any) -> pb.RevokeTokenResponse:
-        auth, tokens = await self._tokens(context)
+    async def RevokeToken(self, request: Any, _context: Any) -> pb.RevokeTokenResponse:
+        auth, tokens = self._tokens()
         if [t.token_id for t in tokens.valid() if ADMIN in t.roles] == [request.token_id]:
-            await reject(
-                context,
-                grpc.StatusCode.FAILED_PRECONDITION,
+            raise PreconditionError(
                 f"{request.token_id} is the last token of an administrator, so it was not revoked: no caller could "
-                "create another. Create one first (`mgpuctl tokens create NAME --role admin`), and use it to "
-                "revoke this one",
+                "create another. Create one first (`mgpuctl tokens create NAME --role admin`), and use it to revoke "
+                "this one"
             )
         token = auth.revoke(request.token_id)
         if token is None:
-            await reject(
-                context,
-                grpc.StatusCode.NOT_FOUND,
-                f"no token {request.token_id!r}; `mgpuctl tokens list` shows them",
-            )
+            raise NotFoundError(f"no token {request.token_id!r}; `mgpuctl tokens list` shows them")
         try:
             await self._driver.journaling.save(dict.fromkeys(token.setting()))
         except JournalError as error:
-            await reject(
-                context,
-                grpc.StatusCode.RESOURCE_EXHAUSTED,
-                f"revoked, but it may be good again after a restart of the master: {error}; revoke it again then",
-            )
+            text = f"revoked, but it may be valid again after a restart of the master: {error}; revoke it again then"
+            raise ExhaustedError(text) from None
         return pb.RevokeTokenResponse(token=_message(token))
 
-    async def _tokens(self, context: Any) -> tuple[Auth, Tokens]:
+    def _tokens(self) -> tuple[Auth, Tokens]:
         auth = self._auth
         if auth is None or auth.tokens is None:
-            await reject(context, grpc.StatusCode.FAILED_PRECONDITION, NO_TOKENS)
+            raise PreconditionError(NO_TOKENS)
         return auth, auth.tokens
 
 
