@@ -4,7 +4,7 @@ import math
 from typing import Any
 
 import pytest
-from multigpu.daemon.metrics import Sample
+from multigpu.daemon.metrics import Histogram, Sample
 from multigpu.v1 import device_pb2, task_pb2, worker_service_pb2
 from multigpu_master import settings
 from multigpu_master.core.model import (
@@ -20,10 +20,12 @@ from multigpu_master.core.model import (
 )
 from multigpu_master.journal.protocol import LargeBody
 from multigpu_master.telemetry.device_metrics import device_metrics, snapshots
+from multigpu_master.telemetry.latencies import Latencies
 from multigpu_master.wire import devices as wire_devices
 from multigpu_master.wire import leases as wire_leases
 from multigpu_master.wire import outcomes as wire_outcomes
 from multigpu_master.wire import workers as wire_workers
+from multigpu_master.wire.validation import InvalidMessageError
 
 
 def test_what_the_core_doesnt_read_comes_out_as_it_went_in() -> None:
@@ -134,3 +136,25 @@ def test_energy_is_in_the_outcome_of_its_task_and_no_other() -> None:
     assert [b.HasField("energy") for b in bodies] == [True, False, True]
     assert (bodies[0].energy.joules, bodies[0].energy.method, bodies[0].energy.uncertainty) == (1.5, 1, 0.25)
     assert bodies[2].energy.joules == 2.5
+
+
+def test_a_worker_without_slots_is_rejected() -> None:
+    hello = worker_service_pb2.Hello(worker_id="w")
+    hello.capabilities.add(kind="k")
+    with pytest.raises(InvalidMessageError, match="slots is 0"):
+        wire_workers.worker_info(hello)
+
+
+def test_run_times_across_a_restart_of_the_master_are_not_counted() -> None:
+    """Their task may have ended without a master; its finish_s is then the return of its worker."""
+    latencies = Latencies(begin_s=100.0)
+    for start_s in (0.0, 50.0, 100.0, 101.0):
+        task = Task(Spec(kind="k"), "", b"", submit_s=40.0)
+        task.outcome = Outcome(OutcomeState.SUCCEEDED, 103.0, dispatch_s=start_s, start_s=start_s)
+        latencies.observe([task])
+    counted = {each.name: each.samples[0].value for each in latencies.metrics()}
+    run, duration = counted["mgpu_task_run_seconds"], counted["mgpu_task_duration_seconds"]
+    assert isinstance(run, Histogram)
+    assert isinstance(duration, Histogram)
+    assert (sum(run.counts), run.total) == (2, 5.0)
+    assert sum(duration.counts) == 4
