@@ -1,4 +1,4 @@
-"""Calls that hold more than they seem to: of fat headers, and rejected ones of large requests."""
+"""Memory held by calls with large headers, and by rejected calls with large requests."""
 
 import contextlib
 import time
@@ -24,8 +24,8 @@ from tests.security.secured import METHODS, Caller, SecuredFleet, hello
 
 TINY = [(b"a", b"")] * 3000
 ENTRY_BYTES, REFERENCES = 100, 15_000
-# Of bursts before the settings are acknowledged: what the calls that wait and one burst more hold; and no more with
-# each burst. Without the limits each takes gigabytes.
+# Bursts before the settings are acknowledged: the waiting calls and one burst hold this, and further bursts no more.
+# Without limits each takes gigabytes.
 UNACKNOWLEDGED_MAX = 2048 * MIB
 LARGE = 20 * MIB
 CALLS = 20
@@ -55,7 +55,7 @@ def _burst(peer: Peer, path: str, calls: int, *, tiny: bool) -> None:
 
 @pytest.mark.parametrize("tiny", [False, True])
 @pytest.mark.parametrize("path", [SUBMIT, HEALTH, "/no.such.Service/Method"])
-def test_fat_headers_are_rejected(secured: SecuredFleet, grown: Callable[[], int], path: str, tiny: bool) -> None:
+def test_large_headers_are_rejected(secured: SecuredFleet, grown: Callable[[], int], path: str, tiny: bool) -> None:
     with Peer(secured.fleet.address) as peer:
         peer.call(path, announced(0))
         drive([peer], 0.5, grown)  # the settings are acknowledged
@@ -64,7 +64,7 @@ def test_fat_headers_are_rejected(secured: SecuredFleet, grown: Callable[[], int
         assert len(peer.ended) >= 400
 
 
-def test_fat_headers_before_the_settings_are_acknowledged_take_a_bounded_part(
+def test_large_headers_before_the_settings_are_acknowledged_are_bounded(
     secured: SecuredFleet, grown: Callable[[], int]
 ) -> None:
     peaks = []
@@ -77,7 +77,7 @@ def test_fat_headers_before_the_settings_are_acknowledged_take_a_bounded_part(
     assert max(peaks) < UNACKNOWLEDGED_MAX, [peak // MIB for peak in peaks]
 
 
-def test_health_calls_that_stay_open_hold_no_fat_headers(secured: SecuredFleet, grown: Callable[[], int]) -> None:
+def test_open_health_calls_hold_no_large_headers(secured: SecuredFleet, grown: Callable[[], int]) -> None:
     with contextlib.ExitStack() as stack:
         for _ in range(8):
             peer = stack.enter_context(Peer(secured.fleet.address, window=0))

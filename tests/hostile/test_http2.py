@@ -1,4 +1,4 @@
-"""What a peer without a token can do to a real master with frames of HTTP/2: nothing that others notice."""
+"""HTTP/2 frames from peers without a token have no effect on other callers of a real master."""
 
 import contextlib
 import json
@@ -33,7 +33,7 @@ from tests.security.secured import METHODS, SecuredFleet
 
 REFLECTION = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
 PATHS = [f"/{m.containing_service.full_name}/{m.name}" for m in METHODS.values()]
-# What peers without a token may hold together, and how far resident memory moves without them.
+# Memory that all peers without a token may hold, and changes of resident memory without them.
 HELD_MAX = 64 * MIB
 NOISE = 32 * MIB
 
@@ -43,20 +43,20 @@ def secured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SecuredFleet]:
     it = SecuredFleet(tmp_path_factory.mktemp("http2"))
     yield it
     with deaf(it, WATCH, HEALTH):
-        assert it.fleet.master.stop() == 0, "the master's end waits for a peer that reads nothing"
+        assert it.fleet.master.stop() == 0, "the master must not wait for a peer that reads nothing"
     it.close()
 
 
 @pytest.fixture
 def grown(secured: SecuredFleet) -> Callable[[], int]:
-    """How much memory the master has taken since."""
+    """How much the master's memory has grown."""
     before = rss_bytes(secured.fleet.master.pid)
     return lambda: rss_bytes(secured.fleet.master.pid) - before
 
 
 @pytest.fixture(autouse=True)
-def _well(secured: SecuredFleet) -> Iterator[None]:
-    """Whatever was done: the master serves, and its log has lines of ours only."""
+def _check(secured: SecuredFleet) -> Iterator[None]:
+    """After each test the master serves, and its log has only lines of the product."""
     yield
     assert secured.fleet.master.alive, secured.fleet.master.log()[-3000:]
     assert secured.admin.status("AdminService/GetStats") is grpc.StatusCode.OK
@@ -79,7 +79,7 @@ def health(secured: SecuredFleet, service: str = "") -> int:
 
 
 def watched(secured: SecuredFleet, service: str = "") -> int | None:
-    """The first state that another's Watch is told; None: too many are open."""
+    """The first state of a Watch by another caller; None: too many are open."""
     with grpc.insecure_channel(secured.fleet.address, options=(("grpc.use_local_subchannel_pool", 1),)) as channel:
         call = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(service=service), timeout=20)
         try:
@@ -91,7 +91,7 @@ def watched(secured: SecuredFleet, service: str = "") -> int | None:
 
 @contextlib.contextmanager
 def deaf(secured: SecuredFleet, *paths: str) -> Iterator[Peer]:
-    """A peer that makes calls with an empty message, and has no room for a byte of a response."""
+    """A peer that makes calls with an empty message and reads no byte of a response."""
     with Peer(secured.fleet.address, window=0) as peer:
         for path in paths:
             peer.call(path, announced(0))
@@ -100,7 +100,7 @@ def deaf(secured: SecuredFleet, *paths: str) -> Iterator[Peer]:
 
 
 @pytest.mark.parametrize("path", [SUBMIT, RUN, HEALTH])
-def test_compressed_messages_are_not_unpacked(secured: SecuredFleet, grown: Callable[[], int], path: str) -> None:
+def test_compressed_messages_are_not_decompressed(secured: SecuredFleet, grown: Callable[[], int], path: str) -> None:
     packed = bomb(60 * MIB)
     with Peer(secured.fleet.address) as peer:
         for _ in range(100):
@@ -109,7 +109,7 @@ def test_compressed_messages_are_not_unpacked(secured: SecuredFleet, grown: Call
         assert len(peer.ended) == 100
 
 
-def test_a_compressed_call_is_told_why(secured: SecuredFleet) -> None:
+def test_a_compressed_call_is_unimplemented(secured: SecuredFleet) -> None:
     with grpc.insecure_channel(secured.fleet.address, compression=grpc.Compression.Gzip) as channel:
         caller = secured.caller(secured.admin_token)
         caller.channel = channel
@@ -139,7 +139,7 @@ def test_health_requests_hold_little_together(secured: SecuredFleet, grown: Call
         assert sum(len(peer.ended) for peer in peers) == 200
 
 
-def test_health_answers_while_others_keep_it_waiting(secured: SecuredFleet) -> None:
+def test_health_answers_while_other_calls_wait(secured: SecuredFleet) -> None:
     with Peer(secured.fleet.address) as peer:
         for _ in range(200):
             peer.call(HEALTH)
@@ -150,20 +150,20 @@ def test_health_answers_while_others_keep_it_waiting(secured: SecuredFleet) -> N
         assert len(peer.ended) == 200
 
 
-def test_a_health_request_that_names_too_much_is_rejected(secured: SecuredFleet) -> None:
+def test_a_large_health_request_is_rejected(secured: SecuredFleet) -> None:
     with pytest.raises(grpc.RpcError) as caught:
         health(secured, "x" * 5000)
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
-def test_a_watch_that_nobody_reads_delays_nobody(secured: SecuredFleet) -> None:
+def test_an_unread_watch_delays_no_other_call(secured: SecuredFleet) -> None:
     with deaf(secured, WATCH, WATCH, HEALTH):
         assert watched(secured) == health_pb2.HealthCheckResponse.SERVING
         assert watched(secured, "nothing") == health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
 
 
 @pytest.mark.parametrize(("path", "window"), [(WATCH, 65_535), (WATCH, 0), (HEALTH, 0)])
-def test_open_calls_of_health_are_few(secured: SecuredFleet, grown: Callable[[], int], path: str, window: int) -> None:
+def test_open_health_calls_are_limited(secured: SecuredFleet, grown: Callable[[], int], path: str, window: int) -> None:
     with contextlib.ExitStack() as stack:
         peers = [stack.enter_context(Peer(secured.fleet.address, window)) for _ in range(2)]
         for peer in peers:
@@ -188,7 +188,7 @@ def test_watches_of_all_connections_are_limited(secured: SecuredFleet) -> None:
 
 
 @pytest.mark.parametrize("path", [b"/x\xff/y", b"\xff", SUBMIT.encode() + b"\xc3"])
-def test_a_path_that_is_no_text_ends_one_stream_only(secured: SecuredFleet, path: bytes) -> None:
+def test_an_undecodable_path_ends_one_stream_only(secured: SecuredFleet, path: bytes) -> None:
     stream = secured.admin.open("AdminService/WatchWorkers", None)
     stream.next()
     with Peer(secured.fleet.address) as peer:
@@ -208,7 +208,7 @@ def test_the_text_of_a_goaway_is_not_written_to_the_log(secured: SecuredFleet) -
     assert "forged by a peer" not in secured.fleet.master.log()
 
 
-def test_metadata_that_is_no_text_fills_no_log(secured: SecuredFleet) -> None:
+def test_undecodable_metadata_does_not_fill_the_log(secured: SecuredFleet) -> None:
     before = len(secured.fleet.master.log())
     began_s = time.monotonic()
     with Peer(secured.fleet.address) as peer:
@@ -234,7 +234,7 @@ def test_a_large_message_with_a_token_is_served(secured: SecuredFleet) -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_odd_calls_of_peers_without_a_token_change_nothing(
+def test_malformed_calls_without_a_token_have_no_effect(
     secured: SecuredFleet, grown: Callable[[], int], seed: int
 ) -> None:
     random = Random(f"http2/{seed}")

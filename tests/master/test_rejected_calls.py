@@ -77,7 +77,7 @@ async def test_a_rejected_call_keeps_no_frames(served: tuple[Rejecting, grpc.aio
 
 @pytest.mark.usefixtures("uncollected")
 @pytest.mark.parametrize("path", [f"/{SERVICE.full_name}/Get", "/no.such.Service/Method"])
-async def test_no_call_leaves_its_metadata(served: tuple[Rejecting, grpc.aio.Channel], path: str) -> None:
+async def test_no_call_keeps_its_metadata(served: tuple[Rejecting, grpc.aio.Channel], path: str) -> None:
     _, channel = served
     for _ in range(20):
         await _rejected(channel, path)

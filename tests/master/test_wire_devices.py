@@ -28,7 +28,7 @@ from multigpu_master.wire import workers as wire_workers
 from multigpu_master.wire.validation import InvalidMessageError
 
 
-def test_what_the_core_doesnt_read_comes_out_as_it_went_in() -> None:
+def test_fields_that_the_core_does_not_read_are_kept() -> None:
     message = device_pb2.DeviceTelemetry(
         memory_total_bytes=100,
         memory_used_bytes=0,
@@ -46,7 +46,7 @@ def test_what_the_core_doesnt_read_comes_out_as_it_went_in() -> None:
 
 @pytest.mark.parametrize("device_id", ["GPU-1", "cpu"])
 @pytest.mark.parametrize("state", HealthState)
-def test_whatever_a_lost_worker_said_last_nobody_is_told_of_its_device(state: HealthState, device_id: str) -> None:
+def test_a_lost_workers_device_has_no_metrics(state: HealthState, device_id: str) -> None:
     """A rule of every metric there is and of every field of the message, not of those of one defect."""
     message = device_pb2.DeviceTelemetry(throttle_reasons=["hw_slowdown"], power_watts=300.0, energy_joules=1.0)
     for field in ("memory_used_bytes", "memory_total_bytes", "temperature_celsius", "utilization", "ecc_corrected"):
@@ -68,14 +68,14 @@ def test_whatever_a_lost_worker_said_last_nobody_is_told_of_its_device(state: He
     assert not told.HasField("health")
 
 
-def test_a_number_that_is_none_is_absent() -> None:
+def test_a_non_finite_number_is_absent() -> None:
     message = device_pb2.DeviceTelemetry(power_watts=math.nan, energy_joules=math.inf, sm_clock_hertz=1e9)
     told = wire_devices.telemetry(message)
     assert told.power_watts is None
     assert wire_devices.telemetry_message(told) == device_pb2.DeviceTelemetry(sm_clock_hertz=1e9)
 
 
-def test_who_says_too_much_has_what_strategies_read_kept() -> None:
+def test_of_a_large_message_the_cores_fields_are_kept() -> None:
     processes = [device_pb2.DeviceProcess(pid=1 << 31, memory_used_bytes=1 << 40)] * 10_000
     told = wire_devices.telemetry(device_pb2.DeviceTelemetry(utilization=0.5, energy_joules=1.0, processes=processes))
     assert wire_devices.telemetry_message(told) == device_pb2.DeviceTelemetry(utilization=0.5)
@@ -86,7 +86,7 @@ def test_who_says_too_much_has_what_strategies_read_kept() -> None:
     assert wire_devices.device_message(info) == device_pb2.Device(device_id="GPU-1", name="cuda:0")
 
 
-def test_what_a_device_is_outlives_the_master() -> None:
+def test_the_device_survives_a_restart() -> None:
     device = device_pb2.Device(device_id="GPU-1", name="cuda:0", driver_version="580", mig_device_ids=["MIG-1"])
     device.peers.add(device_id="GPU-2", nvlinks=4)
     hello = worker_service_pb2.Hello(worker_id="w", slots=1, device=device)
@@ -105,7 +105,7 @@ def report(**fields: Any) -> Any:
     return wire_leases.reports_of(batch, 1, 0.0, 0.0, None)  # type: ignore[arg-type]  # no result lies elsewhere
 
 
-def test_energy_comes_in_a_column() -> None:
+def test_energy_is_read_from_its_column() -> None:
     told = report(energy_joules=[1.5, 3.0], energy_method=1, energy_uncertainty=0.25)
     assert told.energy == [Energy(1.5, 1, 0.25), Energy(3.0, 1, 0.25)]
 
@@ -120,11 +120,11 @@ def test_energy_comes_in_a_column() -> None:
         {"energy_joules": [1.0, 2.0], "energy_uncertainty": math.inf},
     ],
 )
-def test_energy_that_makes_no_sense_was_not_measured(fields: dict[str, Any]) -> None:
+def test_invalid_energy_is_ignored(fields: dict[str, Any]) -> None:
     assert report(**fields).energy == []
 
 
-def test_energy_is_in_the_outcome_of_its_task_and_no_other() -> None:
+def test_energy_is_in_the_outcome_of_its_task_only() -> None:
     writer = wire_outcomes.OutcomeWriter()
     bodies = []
     for energy in (Energy(1.5, 1, 0.25), None, Energy(2.5, 2, 0.5)):

@@ -1,6 +1,11 @@
 """Page sizes, page tokens and cursors, and limits of items in one call."""
 
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
 from multigpu_master.rpc.errors import InvalidArgumentError
+
+T = TypeVar("T")
 
 PAGE_PREFIX = "v1."
 # Of a Watch cursor; the name of the incarnation that issued it follows. Cursors without a name are page tokens.
@@ -47,3 +52,10 @@ def read_page_size(size: int) -> int:
     if not 0 <= size <= PAGE_SIZE_MAX:
         raise InvalidArgumentError(f"page_size is {size}; use 1 to {PAGE_SIZE_MAX}, or 0 for {PAGE_SIZE_DEFAULT}")
     return size or PAGE_SIZE_DEFAULT
+
+
+def page_of(items: Sequence[T], request: Any) -> tuple[Sequence[T], str]:
+    """The page that a List request asks for, and the token of the next page."""
+    size, start = read_page_size(request.page_size), read_token(request.page_token, "page_token")
+    end = start + size
+    return items[start:end], make_token(end) if end < len(items) else ""

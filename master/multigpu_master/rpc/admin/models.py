@@ -12,7 +12,7 @@ from multigpu_master.core.operators import is_version
 from multigpu_master.driver import Driver
 from multigpu_master.rpc.admin.saving import save
 from multigpu_master.rpc.errors import ExhaustedError, NotFoundError
-from multigpu_master.rpc.paging import check_count, make_token, read_page_size, read_token
+from multigpu_master.rpc.paging import check_count, page_of
 from multigpu_master.settings import worker_setting
 from multigpu_master.wire.models import resident_message
 
@@ -25,13 +25,8 @@ class ModelCalls:
     _driver: Driver
 
     async def ListModels(self, request: Any, _context: Any) -> pb.ListModelsResponse:
-        size = read_page_size(request.page_size)
-        start = read_token(request.page_token, "page_token")
-        entries = _entries(self._driver.core.fleet.workers.values(), request.name)
-        response = pb.ListModelsResponse(models=entries[start : start + size])
-        if start + size < len(entries):
-            response.next_page_token = make_token(start + size)
-        return response
+        entries, token = page_of(_entries(self._driver.core.fleet.workers.values(), request.name), request)
+        return pb.ListModelsResponse(models=entries, next_page_token=token)
 
     async def LoadModel(self, request: Any, _context: Any) -> pb.LoadModelResponse:
         workers = self._workers(request.worker_ids)

@@ -20,7 +20,7 @@ from multigpu_master.rpc.admin.models import ModelCalls
 from multigpu_master.rpc.admin.saving import save
 from multigpu_master.rpc.admin.tokens import TokenCalls
 from multigpu_master.rpc.errors import ExhaustedError, InvalidArgumentError, NotFoundError, PreconditionError
-from multigpu_master.rpc.paging import make_token, read_page_size, read_token
+from multigpu_master.rpc.paging import make_token, page_of, read_page_size, read_token
 from multigpu_master.security.auth import Auth, caller_queues
 from multigpu_master.settings import STRATEGY, breaker_setting, queue_setting, worker_setting
 from multigpu_master.strategies.registry import canonical_name
@@ -171,18 +171,12 @@ class AdminService(TokenCalls, ModelCalls, DeadLetterCalls):
         )
 
     async def ListQueues(self, request: Any, _context: Any) -> pb.ListQueuesResponse:
-        size = read_page_size(request.page_size)
-        start = read_token(request.page_token, "page_token")
         queues = caller_queues()
         found = {name for name, queue in self._core.queues.items() if not queue.idle}
         found.update(await asyncio.to_thread(self._driver.journal.dead_letter_queues))
-        names = sorted(found if queues is None else queues & found)
-        page = names[start : start + size]
+        page, token = page_of(sorted(found if queues is None else queues & found), request)
         heads = await self._heads(page)
-        response = pb.ListQueuesResponse(queues=[self._queue(n, heads) for n in page])
-        if start + size < len(names):
-            response.next_page_token = make_token(start + size)
-        return response
+        return pb.ListQueuesResponse(queues=[self._queue(n, heads) for n in page], next_page_token=token)
 
     async def _heads(self, names: Sequence[str]) -> dict[str, float]:
         """When the oldest queued task of each of these queues was submitted. Other calls run meanwhile."""

@@ -7,7 +7,7 @@ from multigpu.v1 import admin_service_pb2 as pb
 from multigpu_master.driver import Driver
 from multigpu_master.journal.protocol import JournalError
 from multigpu_master.rpc.errors import ExhaustedError, InvalidArgumentError, NotFoundError, PreconditionError
-from multigpu_master.rpc.paging import make_token, read_page_size, read_token
+from multigpu_master.rpc.paging import page_of
 from multigpu_master.security.auth import Auth
 from multigpu_master.security.tokens import ADMIN, READ, SUBMIT, WORKER, Token, Tokens
 from multigpu_master.wire.times import seconds_of, set_time
@@ -47,13 +47,8 @@ class TokenCalls:
 
     async def ListTokens(self, request: Any, _context: Any) -> pb.ListTokensResponse:
         _, tokens = self._tokens()
-        size = read_page_size(request.page_size)
-        start = read_token(request.page_token, "page_token")
-        valid = tokens.valid()
-        response = pb.ListTokensResponse(tokens=[_message(t) for t in valid[start : start + size]])
-        if start + size < len(valid):
-            response.next_page_token = make_token(start + size)
-        return response
+        valid, page_token = page_of(tokens.valid(), request)
+        return pb.ListTokensResponse(tokens=[_message(t) for t in valid], next_page_token=page_token)
 
     async def RevokeToken(self, request: Any, _context: Any) -> pb.RevokeTokenResponse:
         auth, tokens = self._tokens()
