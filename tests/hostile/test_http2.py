@@ -59,7 +59,7 @@ def _check(secured: SecuredFleet) -> Iterator[None]:
     """After each test the master serves, and its log has only lines of the product."""
     yield
     assert secured.fleet.master.alive, secured.fleet.master.log()[-3000:]
-    assert secured.admin.status("AdminService/GetStats") is grpc.StatusCode.OK
+    assert secured.admin.probe() is grpc.StatusCode.OK
     assert until(lambda: watched(secured)) == health_pb2.HealthCheckResponse.SERVING
     foreign = [line for line in secured.fleet.master.log().splitlines() if not _is_ours(line)]
     assert not foreign, foreign[:5]

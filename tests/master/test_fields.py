@@ -1,4 +1,4 @@
-"""The fields of a message, counted before it is parsed."""
+"""Counting the fields of a message before parsing."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -28,7 +28,7 @@ def test_fixed_width_numbers_and_times() -> None:
 
 
 def test_an_endless_varint_is_left_to_the_parser() -> None:
-    """Read to its end it would hold the master for hours."""
+    """Reading it to its end would take hours."""
     assert not more_fields_than(5, RUN, b"\x80" * (60 << 20))
 
 

@@ -1,4 +1,4 @@
-"""Health calls whose callers read no response are counted, of each connection and of all together."""
+"""Limits of health calls whose peers read no response."""
 
 import asyncio
 
@@ -9,7 +9,7 @@ from multigpu_master.rpc.health_service import ALL_CALLS_MAX, CALLS_MAX, Health
 
 
 class DeafCall:
-    """The context of a call whose peer takes no response."""
+    """The context of a call whose peer reads no response."""
 
     def __init__(self, peer: str) -> None:
         self._peer = peer

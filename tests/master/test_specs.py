@@ -1,4 +1,4 @@
-"""Specs of tasks: equal ones are one object, and what they may take and ask for is limited."""
+"""Task specs: interning and limits."""
 
 import gc
 
@@ -63,7 +63,7 @@ def test_backoff_max_is_at_least_backoff_initial() -> None:
     spec.backoff_max.FromSeconds(39)
     with pytest.raises(InvalidMessageError, match=r"backoff_max is 39 s; it must be at least backoff_initial, .* 40 s"):
         SpecReader().read(spec)
-    # A journal of before may hold it.
+    # The journal of an earlier version may hold it.
     assert SpecReader().restore(spec.SerializeToString(deterministic=True)).backoff_max_s == 40.0
 
 

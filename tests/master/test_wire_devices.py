@@ -1,4 +1,4 @@
-"""What a worker says of its device, sense or nonsense, on its way through the master."""
+"""Devices on the wire: valid and invalid descriptions, samples and energy."""
 
 import math
 from typing import Any
@@ -47,7 +47,7 @@ def test_fields_that_the_core_does_not_read_are_kept() -> None:
 @pytest.mark.parametrize("device_id", ["GPU-1", "cpu"])
 @pytest.mark.parametrize("state", HealthState)
 def test_a_lost_workers_device_has_no_metrics(state: HealthState, device_id: str) -> None:
-    """A rule of every metric there is and of every field of the message, not of those of one defect."""
+    """Holds for every metric and every field of the message."""
     message = device_pb2.DeviceTelemetry(throttle_reasons=["hw_slowdown"], power_watts=300.0, energy_joules=1.0)
     for field in ("memory_used_bytes", "memory_total_bytes", "temperature_celsius", "utilization", "ecc_corrected"):
         setattr(message, field, 1)

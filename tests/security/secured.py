@@ -69,6 +69,10 @@ class Caller:
             return code
         return grpc.StatusCode.OK
 
+    def probe(self) -> grpc.StatusCode:
+        """How a call ends that readers and administrators may make."""
+        return self.status("AdminService/GetStats")
+
     def submit(self, queue: str, *payloads: bytes, request_ids: tuple[str, ...] = (), kind: str = "none") -> Any:
         """The results of Submit, for a kind that no worker serves: the tasks wait."""
         names = request_ids or ("",) * len(payloads)
@@ -147,6 +151,9 @@ class SecuredFleet:
 
     def revoke(self, token_id: str) -> None:
         self.admin.call("AdminService/RevokeToken", admin_pb.RevokeTokenRequest(token_id=token_id))
+
+    def tokens(self) -> Any:
+        return self.admin.call("AdminService/ListTokens").tokens
 
     def start_worker(self, name: str, *flags: str, token: str = "") -> Daemon:
         """A connected real worker with a token in a file; by default one for this worker only."""

@@ -116,7 +116,7 @@ def test_a_cancelled_call_is_audited_or_has_no_effect(own_secured: SecuredFleet)
     assert {name for name, _ in gone(done())} == {"CreateToken", "SetQueueLimits"}, "some took effect"
     before = gone(done())
     secured.fleet.restart_master()
-    until(lambda: secured.admin.status("AdminService/GetStats") is grpc.StatusCode.OK, what="the next master")
+    until(lambda: secured.admin.probe() is grpc.StatusCode.OK, what="the next master")
     assert gone(done()) == before, "what the journal knows"
 
 

@@ -73,50 +73,45 @@ def secured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TlsFleet]:
 
 
 def test_a_certificate_and_a_token_are_accepted(secured: TlsFleet) -> None:
-    assert secured.admin.status("AdminService/GetStats") is grpc.StatusCode.OK
-    assert secured.caller().status("AdminService/GetStats") is grpc.StatusCode.UNAUTHENTICATED
+    assert secured.admin.probe() is grpc.StatusCode.OK
+    assert secured.caller().probe() is grpc.StatusCode.UNAUTHENTICATED
 
 
 def test_no_answer_without_tls(secured: TlsFleet) -> None:
-    assert (
-        Caller(grpc.insecure_channel(secured.fleet.address), secured.admin_token).status("AdminService/GetStats")
-        is UNAVAILABLE
-    )
+    assert Caller(grpc.insecure_channel(secured.fleet.address), secured.admin_token).probe() is UNAVAILABLE
 
 
-def test_no_answer_without_a_certificate(secured: TlsFleet) -> None:
-    assert secured.show(None, secured.admin_token).status("AdminService/GetStats") is UNAVAILABLE
-
-
-def test_a_certificate_of_another_authority_is_rejected(secured: TlsFleet) -> None:
-    assert secured.show(secured.other / "client", secured.admin_token).status("AdminService/GetStats") is UNAVAILABLE
-
-
-def test_a_self_signed_certificate_is_rejected(secured: TlsFleet, tmp_path: Path) -> None:
-    authority.init(tmp_path / "self")
-    assert secured.show(tmp_path / "self" / "ca", secured.admin_token).status("AdminService/GetStats") is UNAVAILABLE
-
-
-def test_an_expired_certificate_is_rejected(secured: TlsFleet, monkeypatch: pytest.MonkeyPatch) -> None:
-    past = dt.datetime.now(dt.UTC) - dt.timedelta(days=5)
-    with monkeypatch.context() as patch:
-        patch.setattr(authority, "_now", lambda: past)
-        authority.issue(secured.ca, "client", "old", [], days=2)
-    assert authority.read(secured.ca, "old").days_left < 0
-    assert secured.show(secured.ca / "old", secured.admin_token).status("AdminService/GetStats") is UNAVAILABLE
+@pytest.mark.parametrize("certificate", ["none", "of another authority", "self-signed", "expired"])
+def test_no_answer_without_a_valid_certificate(
+    secured: TlsFleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, certificate: str
+) -> None:
+    pair: Path | None = None
+    if certificate == "of another authority":
+        pair = secured.other / "client"
+    elif certificate == "self-signed":
+        authority.init(tmp_path / "self")
+        pair = tmp_path / "self" / "ca"
+    elif certificate == "expired":
+        past = dt.datetime.now(dt.UTC) - dt.timedelta(days=5)
+        with monkeypatch.context() as patch:
+            patch.setattr(authority, "_now", lambda: past)
+            authority.issue(secured.ca, "client", "old", [], days=2)
+        assert authority.read(secured.ca, "old").days_left < 0
+        pair = secured.ca / "old"
+    assert secured.show(pair, secured.admin_token).probe() is UNAVAILABLE
 
 
 def test_a_client_rejects_a_false_master(secured: TlsFleet) -> None:
     pair = secured.ca / "client"
-    assert secured.show(pair, secured.admin_token, ca=secured.other).status("AdminService/GetStats") is UNAVAILABLE
-    assert secured.show(pair, secured.admin_token, name="elsewhere").status("AdminService/GetStats") is UNAVAILABLE
+    assert secured.show(pair, secured.admin_token, ca=secured.other).probe() is UNAVAILABLE
+    assert secured.show(pair, secured.admin_token, name="elsewhere").probe() is UNAVAILABLE
 
 
 def test_certificates_of_workers_and_clients_are_not_interchangeable(secured: TlsFleet) -> None:
     """The certificate decides, even with a token of the other role."""
     _, work = secured.create("work", "worker")
     worker, client = secured.ca / "worker", secured.ca / "client"
-    assert secured.show(worker, secured.admin_token).status("AdminService/GetStats") is PERMISSION_DENIED
+    assert secured.show(worker, secured.admin_token).probe() is PERMISSION_DENIED
     assert secured.show(worker, secured.admin_token).status("TaskService/List") is PERMISSION_DENIED
     assert secured.show(client, work).open("WorkerService/Session", hello("w")).end() is PERMISSION_DENIED
     assert (
@@ -126,7 +121,7 @@ def test_certificates_of_workers_and_clients_are_not_interchangeable(secured: Tl
     assert stream.next().HasField("welcome")
     stream.close()
     # The master's certificate is for servers only.
-    assert secured.show(secured.ca / "master", secured.admin_token).status("AdminService/GetStats") is UNAVAILABLE
+    assert secured.show(secured.ca / "master", secured.admin_token).probe() is UNAVAILABLE
 
 
 def _sdk(secured: TlsFleet, monkeypatch: pytest.MonkeyPatch, token: str, ca: Path | None = None) -> None:
@@ -223,7 +218,7 @@ def test_certificates_are_renewed_without_a_restart(secured: TlsFleet, monkeypat
     assert renewed.hosts == ("localhost", "127.0.0.1")
     assert _serial(secured) == int(renewed.serial, 16) != before
     assert (secured.ca / "master.key").read_bytes() == key
-    assert secured.caller(secured.admin_token).status("AdminService/GetStats") is grpc.StatusCode.OK
+    assert secured.caller(secured.admin_token).probe() is grpc.StatusCode.OK
     assert stream.call.is_active()  # streams go on
     stream.close()
     # With a new key, certificate and key do not match for a moment.

@@ -51,9 +51,9 @@ def test_an_invalid_token_is_rejected(secured: SecuredFleet) -> None:
         "", "x", "mgpu_", token[:-1], token + "0", token.upper(), f"mgpu_{token_id}_{'0' * 64}",
         f"mgpu_{'0' * 12}_{token[-64:]}", "x" * 8000,
     ]  # fmt: skip
-    codes = {secured.caller(text).status("AdminService/GetStats") for text in wrong}
+    codes = {secured.caller(text).probe() for text in wrong}
     assert codes == {UNAUTHENTICATED}
-    assert secured.caller(token).status("AdminService/GetStats") is grpc.StatusCode.OK
+    assert secured.caller(token).probe() is grpc.StatusCode.OK
 
 
 def test_two_tokens_or_another_scheme_are_rejected(secured: SecuredFleet) -> None:
@@ -66,13 +66,13 @@ def test_two_tokens_or_another_scheme_are_rejected(secured: SecuredFleet) -> Non
         (("token", secured.admin_token),),
     ):
         caller.metadata = shown
-        assert caller.status("AdminService/GetStats") is UNAUTHENTICATED
+        assert caller.probe() is UNAUTHENTICATED
 
 
 def test_an_oversize_header_is_rejected(secured: SecuredFleet) -> None:
-    code = secured.caller("x" * (1 << 20)).status("AdminService/GetStats")
+    code = secured.caller("x" * (1 << 20)).probe()
     assert code is not grpc.StatusCode.OK
-    assert secured.admin.status("AdminService/GetStats") is grpc.StatusCode.OK
+    assert secured.admin.probe() is grpc.StatusCode.OK
 
 
 def _open_calls(secured: SecuredFleet, token_id: str) -> int:
@@ -98,7 +98,7 @@ def test_revoking_a_token_ends_its_streams(secured: SecuredFleet) -> None:
     secured.revoke(worker_id)
     assert [stream.end() for stream in streams] == [UNAUTHENTICATED] * 4
     assert time.monotonic() - begin < 10  # the host may be busy
-    assert secured.caller(submit).status("AdminService/GetStats") is UNAUTHENTICATED
+    assert secured.caller(submit).probe() is UNAUTHENTICATED
     assert spared.call.is_active()
     spared.close()
     with rejected(grpc.StatusCode.NOT_FOUND, "tokens list"):
@@ -126,7 +126,7 @@ def test_an_expired_token_ends_its_streams(secured: SecuredFleet) -> None:
     assert stream.end() is UNAUTHENTICATED
     assert secured.caller(token).status("TaskService/Count") is UNAUTHENTICATED
     assert _open_calls(secured, token_id) == 0
-    assert token_id not in {t.token_id for t in secured.admin.call("AdminService/ListTokens").tokens}
+    assert token_id not in {t.token_id for t in secured.tokens()}
 
 
 def test_the_last_administrators_token_is_not_revoked(own_secured: SecuredFleet) -> None:
@@ -134,7 +134,7 @@ def test_the_last_administrators_token_is_not_revoked(own_secured: SecuredFleet)
     last = secured.admin_token.split("_")[1]
     expiring, _ = secured.create("short", "admin", ttl_s=0.1)
     until(
-        lambda: expiring not in {t.token_id for t in secured.admin.call("AdminService/ListTokens").tokens},
+        lambda: expiring not in {t.token_id for t in secured.tokens()},
         what="its end",
     )
     with rejected(grpc.StatusCode.FAILED_PRECONDITION, "tokens create", "--role admin"):
@@ -148,7 +148,7 @@ def test_the_last_administrators_token_is_not_revoked(own_secured: SecuredFleet)
 def test_a_rejected_call_is_logged_with_its_token_id(own_secured: SecuredFleet) -> None:
     token_id, token = own_secured.create("gone", "read")
     own_secured.revoke(token_id)
-    assert own_secured.caller(token).status("AdminService/GetStats") is UNAUTHENTICATED
+    assert own_secured.caller(token).probe() is UNAUTHENTICATED
     (told,) = until(lambda: own_secured.fleet.master.events("a call was rejected"), what="the line")
     assert told["token_id"] == token_id
     assert token not in own_secured.fleet.master.log()
@@ -160,7 +160,7 @@ def test_an_administrator_can_revoke_its_own_token(secured: SecuredFleet) -> Non
     assert (
         caller.call("AdminService/RevokeToken", admin_pb.RevokeTokenRequest(token_id=token_id)).token.name == "leaving"
     )
-    assert caller.status("AdminService/GetStats") is UNAUTHENTICATED
+    assert caller.probe() is UNAUTHENTICATED
 
 
 @pytest.mark.parametrize(
@@ -206,15 +206,15 @@ def test_tokens_survive_a_restart_and_secrets_are_not_stored(own_secured: Secure
     gone_id, gone = secured.create("gone", "submit")
     _, short = secured.create("short", "read", ttl_s=0.5)
     secured.caller(kept).submit("q", b"x")
-    secured.caller(kept + "0").status("AdminService/GetStats")
+    secured.caller(kept + "0").probe()
     secured.revoke(gone_id)
     time.sleep(0.6)
     secured.fleet.restart_master()
-    assert secured.caller(kept).status("AdminService/GetStats") is grpc.StatusCode.OK
-    assert secured.caller(gone).status("AdminService/GetStats") is UNAUTHENTICATED
-    assert secured.caller(short).status("AdminService/GetStats") is UNAUTHENTICATED
-    assert secured.admin.status("AdminService/GetStats") is grpc.StatusCode.OK
-    (token,) = [t for t in secured.admin.call("AdminService/ListTokens").tokens if t.name == "kept"]
+    assert secured.caller(kept).probe() is grpc.StatusCode.OK
+    assert secured.caller(gone).probe() is UNAUTHENTICATED
+    assert secured.caller(short).probe() is UNAUTHENTICATED
+    assert secured.admin.probe() is grpc.StatusCode.OK
+    (token,) = [t for t in secured.tokens() if t.name == "kept"]
     assert (token.token_id, list(token.queues), token.task_rate, token.calls_max) == (kept_id, ["q"], 5, 7)
     secured.fleet.master.stop()
     secrets = [t.rpartition("_")[2].encode() for t in (kept, gone, short, secured.admin_token)]
@@ -237,9 +237,9 @@ def test_the_first_token_is_private_and_created_again_if_lost(own_secured: Secur
         secured.fleet.restart_master()
         secured.admin_token = path.read_text().strip()
         secured.admin = secured.caller(secured.admin_token)
-        assert secured.admin.status("AdminService/GetStats") is grpc.StatusCode.OK
-        assert secured.caller(before).status("AdminService/GetStats") is UNAUTHENTICATED
-    assert len([t for t in secured.admin.call("AdminService/ListTokens").tokens if t.name == "bootstrap"]) == 1
+        assert secured.admin.probe() is grpc.StatusCode.OK
+        assert secured.caller(before).probe() is UNAUTHENTICATED
+    assert len([t for t in secured.tokens() if t.name == "bootstrap"]) == 1
 
 
 def test_a_damaged_token_prevents_the_start(own_secured: SecuredFleet) -> None:
