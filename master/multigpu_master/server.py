@@ -11,7 +11,7 @@ from grpc_health.v1 import health_pb2
 from multigpu.config.config import ConfigError, MasterConfig, TelemetryConfig
 from multigpu.v1 import admin_service_pb2, task_service_pb2, worker_service_pb2
 
-from multigpu_master import VERSION, ids, settings
+from multigpu_master import VERSION, settings
 from multigpu_master.clock import Clock, SavedSkew
 from multigpu_master.core import events as ev
 from multigpu_master.core.scheduler import Core, Limits
@@ -94,7 +94,7 @@ class Master:
         try:
             recovered = self.journal.open(self._on_commit)
             self._resume_clock(settings.saved_skew(recovered.settings))
-            core = Core(strategies, self._limits(), ids.first_id(recovered.epoch), random.random, strategy)
+            core = Core(strategies, self._limits(), recovered.incarnations[-1].first_id, random.random, strategy)
             driver = self._make_driver(core, recovered)
             tasks_recovered, workers_expected = self._recover(driver, recovered)
         except JournalError as error:

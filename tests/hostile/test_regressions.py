@@ -40,8 +40,8 @@ from multigpu_master.wire import tasks as wire_tasks
 from multigpu_master.wire import times as wire_times
 from multigpu_master.wire import validation as wire_validation
 from multigpu_master.wire import workers as wire_workers
-from multigpu_worker.processes import ipc
-from multigpu_worker.processes.blobs import BlobMemory
+from multigpu_worker.processes.ipc import frames
+from multigpu_worker.processes.ipc.blobs import BlobMemory
 
 from tests.hostile.file_targets import OUTCOME, TASK
 from tests.hostile.inputs import pack
@@ -54,7 +54,7 @@ TOO_LARGE = 2**64 - 1  # for SQLite's INTEGER
 def said(*message: Any) -> None:
     """Feeds an engine's message to its agent."""
     body = marshal.dumps(message) + b"mgpu"
-    Wire().feed(struct.pack("<III", ipc._check(len(body), 0), len(body), 0) + body)
+    Wire().feed(struct.pack("<III", frames._check(len(body), 0), len(body), 0) + body)
 
 
 @pytest.fixture(scope="module")
@@ -166,7 +166,7 @@ def test_the_heartbeat_interval_is_limited(seconds: int) -> None:
     local_agent.close()
 
 
-FRAME = b"".join(ipc.encode(("done", 1), [], BlobMemory.create().up))
+FRAME = b"".join(frames.encode(("done", 1), [], BlobMemory.create().up))
 
 
 @pytest.mark.parametrize("at", range(len(FRAME)))
@@ -176,24 +176,24 @@ def test_a_stray_write_to_the_engines_socket_is_detected(at: int) -> None:
     with ours, theirs:
         ours.setblocking(False)
         theirs.sendall(FRAME[:at] + b"a line printed to the wrong descriptor\n" + FRAME[at:] + FRAME)
-        with pytest.raises(ipc.FrameError):
-            ipc.Decoder(BlobMemory.create().up).feed(ours)
+        with pytest.raises(frames.FrameError):
+            frames.Decoder(BlobMemory.create().up).feed(ours)
 
 
 def test_an_invalid_report_keeps_every_lease_with_its_batch() -> None:
-    said("done", 1, 0, 0, [(1, b"r", ""), (99, b"r", "")], [], [], [], [], False, 0, (), None)
+    said("reports", 1, 0, 0, [(1, b"r", ""), (99, b"r", "")], [], [], [], [], False, 0, {})
 
 
 @pytest.mark.parametrize("text", [[], 7, None, b"CUDA error"])
 def test_an_engine_error_that_is_no_text(text: Any) -> None:
-    said("done", 1, 0, 0, [], [(1, "RuntimeError", text, True, "")], [], [], [], False, 0, (), None)
+    said("reports", 1, 0, 0, [], [(1, "RuntimeError", text, True, "")], [], [], [], False, 0, {})
 
 
 @pytest.mark.parametrize("words", [(), (1,), (1, True), (1, "yes", ""), (1, True, []), ([], True, "")])
 def test_an_invalid_self_test_result(words: Any) -> None:
     local_agent = LocalAgent()
-    with pytest.raises(ipc.FrameError):
-        local_agent.agent.pool.base.host.said(("canary", *words), [])
+    with pytest.raises(frames.FrameError):
+        local_agent.agent.pool.default.host.take(("self_test", *words), [])
     local_agent.close()
 
 

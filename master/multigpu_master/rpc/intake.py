@@ -44,12 +44,12 @@ class Intake:
 
     def take(
         self, batch: task_pb2.TaskBatch, request_ids: Sequence[str], stream: int,
-        done: Callable[[JournalError | None], None], peer: Peer | None = None, *, patient: bool = False,
+        done: Callable[[JournalError | None], None], peer: Peer | None = None, *, deferred: bool = False,
     ) -> list[Answer]:  # fmt: skip
         """Submits a batch of tasks with these request_ids, within the limits of the running call's caller.
 
         Returns for each input, in order: its task, the journal's record if it has settled, or a rejection. `done` is
-        always called, later, once the tasks are durable. `peer`: may have sent references to payloads. `patient`: no
+        always called, later, once the tasks are durable. `peer`: may have sent references to payloads. `deferred`: no
         task is acknowledged before it settles.
         """
         driver, caller = self._driver, current_caller()
@@ -80,7 +80,7 @@ class Intake:
             driver.soon(done)
             results: Sequence[Answer] = ()
         else:
-            results = driver.submit(spec, tasks, stream, done, patient=patient)
+            results = driver.submit(spec, tasks, stream, done, deferred=deferred)
         if len(tasks) == count:
             return list(results)
         rest = iter(results)

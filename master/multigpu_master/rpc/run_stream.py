@@ -10,7 +10,7 @@ from multigpu.v1 import task_pb2, task_service_pb2
 from multigpu_master.core import events as ev
 from multigpu_master.core.model import Task
 from multigpu_master.driver import Driver, RunOutbox
-from multigpu_master.journal.protocol import Journal, JournalError, SettledTask
+from multigpu_master.journal.protocol import Journal, JournalError, JournalFullError, SettledTask
 from multigpu_master.journal.write_buffer import DURABLE_S
 from multigpu_master.payloads.messages import NOT_READABLE
 from multigpu_master.payloads.shared_files import WRONG_KEY
@@ -25,7 +25,6 @@ from multigpu_master.wire.tasks import request_ids_of
 log = structlog.get_logger()
 
 FRAME_TASKS_MAX, CANCEL_TASKS_MAX = 10_000, 10_000
-CANCEL_TASKS = 100  # in one event
 # Outcomes read from the journal at a time: they stay in memory until the client has read them.
 READ_OUTCOMES, READ_BYTES = 1024, 256 << 10
 # Acceptances are sent after this time, in one frame. Tasks that end sooner need none.
@@ -96,7 +95,7 @@ class RunStream:
                 self._acknowledge([task for task in accepted if task.task_id])
 
         answers = self._intake.take(
-            batch, request_ids, self._stream, done, self._outbox.peer, patient=self._outcomes_only
+            batch, request_ids, self._stream, done, self._outbox.peer, deferred=self._outcomes_only
         )
         for index, answer in enumerate(answers):
             if isinstance(answer, Task) and answer.outcome is None:
@@ -163,12 +162,14 @@ class RunStream:
                 tasks.append(task)
             if task is None or task.outcome is not None or self._stream not in task.streams:
                 elsewhere.append((request_id, task))
-        for part in queries.batched(tasks, CANCEL_TASKS):
-            self._driver.handle(ev.Cancel([task for task in part if task.task_id], withdrawn=True))
-            await asyncio.sleep(0)  # other calls run meanwhile
+        ended = CANCELLED_ELSEWHERE
         others = [task for _, task in elsewhere if task is not None]
-        durable = not others or await self._driver.withdrawn(others, DURABLE_S)
-        ended = CANCELLED_ELSEWHERE if durable else ev.Rejection(RESOURCE_EXHAUSTED, NOT_DURABLE)
+        try:
+            await self._driver.cancel(tasks, withdrawn=True)
+            if others and not await self._driver.withdrawn(others, DURABLE_S):
+                ended = ev.Rejection(RESOURCE_EXHAUSTED, NOT_DURABLE)
+        except JournalFullError as error:  # this stream gets the outcomes of its tasks when they end
+            ended = ev.Rejection(RESOURCE_EXHAUSTED, str(error))
         for request_id, task in elsewhere:
             self._reject(NOTHING_TO_CANCEL if task is None else ended, request_id)
 

@@ -9,21 +9,14 @@ from multigpu.v1 import task_service_pb2
 from multigpu_master.core import events as ev
 from multigpu_master.core.model import OutcomeState, Task
 from multigpu_master.driver import Driver
-from multigpu_master.journal.protocol import JournalError, StoredOutcome
+from multigpu_master.journal.protocol import JournalError, JournalFullError, StoredOutcome
 from multigpu_master.journal.write_buffer import DURABLE_S, tell
 from multigpu_master.payloads.shared_files import Offer
 from multigpu_master.rpc import queries
 from multigpu_master.rpc.errors import ExhaustedError, InvalidArgumentError, NotFoundError, OutOfRangeError
 from multigpu_master.rpc.intake import DISK_FULL, Answer, Intake, count_tasks, fill_rejection, fill_stored
 from multigpu_master.rpc.paging import check_count, make_cursor, read_cursor
-from multigpu_master.rpc.run_stream import (
-    CANCEL_TASKS,
-    CANCEL_TASKS_MAX,
-    NOT_DURABLE,
-    READ_BYTES,
-    READ_OUTCOMES,
-    RunStream,
-)
+from multigpu_master.rpc.run_stream import CANCEL_TASKS_MAX, NOT_DURABLE, READ_BYTES, READ_OUTCOMES, RunStream
 from multigpu_master.rpc.streams import serve_stream
 from multigpu_master.security.auth import caller_queues
 from multigpu_master.wire.outcomes import RunFrame
@@ -196,12 +189,17 @@ class TaskService:
                 settled.append(task)
             else:
                 elsewhere.append((name, key))
-        for part in queries.batched(list(live.values()), CANCEL_TASKS):
-            ended = [task for task in part if task.outcome is None and task.task_id]
-            response.cancelled_task_ids.extend(task.task_id for task in ended)
-            response.settled_task_ids.extend(task.task_id for task in part if task.outcome is not None)
-            self._driver.handle(ev.Cancel(ended, request.reason[:REASON_CHARS_MAX], request.withdraw))
-            await asyncio.sleep(0)  # other calls run meanwhile
+        try:
+            cancelled = await self._driver.cancel(
+                live.values(), request.reason[:REASON_CHARS_MAX], withdrawn=request.withdraw
+            )
+        except JournalFullError as error:
+            raise ExhaustedError(str(error)) from None
+        response.cancelled_task_ids.extend(task.task_id for task in cancelled)
+        for task in cancelled:
+            del live[task.task_id]
+        response.settled_task_ids.extend(task.task_id for task in live.values() if task.outcome is not None)
+        settled += cancelled
         if not await self._driver.withdrawn([*live.values(), *settled], DURABLE_S):
             raise ExhaustedError(NOT_DURABLE)
         if elsewhere:

@@ -11,7 +11,7 @@ from multigpu.v1 import worker_service_pb2
 
 from multigpu_master.core import events as ev
 from multigpu_master.core.model import WorkerInfo
-from multigpu_master.driver import Driver, SessionOutbox
+from multigpu_master.driver import Driver
 from multigpu_master.payloads.shared_files import WRONG_KEY, Offer
 from multigpu_master.rpc import queries
 from multigpu_master.rpc.errors import DeniedError, InvalidArgumentError, PreconditionError
@@ -22,6 +22,7 @@ from multigpu_master.security.auth import current_caller
 from multigpu_master.wire.leases import held_leases, reports_of
 from multigpu_master.wire.times import duration, seconds_of
 from multigpu_master.wire.workers import heartbeat, worker_info
+from multigpu_master.worker_streams import SessionOutbox
 
 # A master serves workers of its own version and the one before: it is upgraded first.
 PROTOCOL_VERSION, OLDEST_PROTOCOL_VERSION = 2, 2
@@ -58,7 +59,7 @@ class WorkerService:
         leases_max = 2 * min(info.window_tasks, WINDOW_TASKS_MAX) + REPORTED_MAX
         check_count(len(hello.leases), leases_max, LEASES)
         session = next(self._sessions)
-        outbox = self._driver.open_session(session)
+        outbox = self._driver.workers.open(session)
         self._fill_welcome(outbox.room_for(256).welcome, session)
         try:
             held = held_leases(hello, self._driver.proofs)
@@ -75,7 +76,7 @@ class WorkerService:
 
             await serve_stream(context, outbox, on_message, _Numbering().serialize)
         finally:
-            self._driver.close_session(session)
+            self._driver.workers.close(session)
 
     def _check_hello(self, first: Any) -> WorkerInfo:
         """The worker's description. CallError, InvalidMessageError: it may not join."""
