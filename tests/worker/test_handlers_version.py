@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from multigpu.v1 import worker_service_pb2 as pb
 
-from .conftest import StartWorker, WorkerProcess
+from .conftest import Start, StartWorker, WorkerProcess
 from .scripted_master import SUCCEEDED, ScriptedMaster, Stream
 
 HANDLERS = """
@@ -104,13 +104,8 @@ async def test_a_reload_lets_what_runs_end_and_then_answers_with_the_new_version
     assert (await reload(stream)).version == before, "the same sources are the same version"
 
 
-async def test_what_runs_longer_than_a_drain_may_take_begins_anew_uncharged(
-    master: ScriptedMaster, start_worker: StartWorker, edited: Edited
-) -> None:
-    worker = await start_worker(
-        master.address, "--handlers", "mine", "--drain-timeout-s", "0.2", pythonpath=edited.folder
-    )
-    stream = await master.stream()
+async def test_what_runs_longer_than_a_drain_may_take_begins_anew_uncharged(start: Start, edited: Edited) -> None:
+    worker, stream = await start("--handlers", "mine", "--drain-timeout-s", "0.2", pythonpath=edited.folder)
     go = edited.folder / "go"
     stream.lease([(1, str(go).encode())], kind="my.word")
     await stream.until(lambda: stream.heartbeats and any(held.running for held in stream.heartbeats[-1].leases))
@@ -159,9 +154,7 @@ async def test_leases_on_a_kind_that_a_reload_takes_away_are_given_back(
     assert "my.word" not in offers[-1]
 
 
-async def test_a_package_is_of_one_version_with_all_its_modules(
-    master: ScriptedMaster, start_worker: StartWorker, tmp_path: Path
-) -> None:
+async def test_a_package_is_of_one_version_with_all_its_modules(start: Start, tmp_path: Path) -> None:
     package = tmp_path / "code/pack"
     (package / "deep").mkdir(parents=True)
     (package / "__init__.py").touch()
@@ -171,8 +164,7 @@ async def test_a_package_is_of_one_version_with_all_its_modules(
         "from multigpu.handlers import handler\nfrom .deep import text\n"
         "@handler('my.word')\ndef word(value: bytes) -> bytes:\n    return text.WORD + __file__.encode()\n"
     )
-    worker = await start_worker(master.address, "--handlers", "pack.mine", pythonpath=package.parent)
-    stream = await master.stream()
+    worker, stream = await start("--handlers", "pack.mine", pythonpath=package.parent)
     said = await answer(stream, 1)
     assert said == b"one" + str(package / "mine.py").encode(), "data that lie beside it are found"
     (package / "text.py").write_text("WORD = b'two'\n")

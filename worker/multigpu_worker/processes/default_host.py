@@ -10,7 +10,7 @@ from multigpu_worker.engines.handlers.sources import Sources, sources_of
 from multigpu_worker.engines.registry import KindInfo
 from multigpu_worker.models.load_watch import LoadWatch
 from multigpu_worker.processes.death import Death
-from multigpu_worker.processes.host import EngineHost, EngineProcessCallbacks, HostSettings
+from multigpu_worker.processes.host import EngineHost, EngineProcessCallbacks, ProcessSettings
 from multigpu_worker.processes.ipc import frames
 from multigpu_worker.processes.start import READY_S, SLOW_START_S, EngineStart
 
@@ -26,7 +26,7 @@ class EngineStartError(Exception):
 
 
 class DefaultHost(EngineHost):
-    def __init__(self, settings: HostSettings, callbacks: EngineProcessCallbacks) -> None:
+    def __init__(self, settings: ProcessSettings, callbacks: EngineProcessCallbacks) -> None:
         super().__init__(settings, callbacks, settings.engine.slots)
         self.kinds: dict[str, KindInfo] = {}
         # Why the last reload left the version of the handlers as it was.
