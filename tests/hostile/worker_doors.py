@@ -17,12 +17,12 @@ from typing import Any, cast
 
 from google.protobuf.message import DecodeError
 from multigpu.config.config import WorkerConfig
+from multigpu.repository.model import Scan
 from multigpu.v1 import worker_service_pb2 as pb
 from multigpu_worker.composition import compose
 from multigpu_worker.device.cpu import CpuDevice
 from multigpu_worker.engines.base import EngineSettings
 from multigpu_worker.engines.registry import KindInfo
-from multigpu_worker.models.catalog import Catalog
 from multigpu_worker.processes.batch import EngineBatch
 from multigpu_worker.processes.ipc import frames
 from multigpu_worker.processes.ipc.blobs import BlobMemory
@@ -49,7 +49,7 @@ class Post:
             window_bytes=1 << 20,
         )  # fmt: skip
         settings = EngineSettings(device="cpu", slots=1, threads=1, handlers=(), models={})
-        self.agent = compose(WorkerConfig(), identity, device, settings, Catalog)
+        self.agent = compose(WorkerConfig(), identity, device, settings, Scan)
         self.agent.pool.default.host.kinds = {"echo": KindInfo(kind="echo", one_by_one=True)}
 
     def close(self) -> None:
