@@ -239,7 +239,7 @@ class HopEvents:
         return carry_out
 
     def engine_died(self, death: Death) -> None:
-        raise AssertionError(death.words)
+        raise AssertionError(death.summary)
 
 
 async def measure_hop() -> None:

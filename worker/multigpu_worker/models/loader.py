@@ -361,7 +361,8 @@ class ModelLoader:
             resident.enter(ModelState.ABSENT, time.monotonic())
             self._pool.unload(resident.key, grace_s=0.0)
         else:
-            self._load_ended(resident, f"the engine process {death.words} while it loaded the model {resident.model!r}")
+            error = f"the engine process {death.summary} while it loaded the model {resident.model!r}"
+            self._load_ended(resident, error)
 
     def tick(self) -> None:
         """Check the loads in progress, measure models in use, and keep a spare process."""

@@ -1,6 +1,6 @@
 """The engine processes of a worker: the default process, one or more for each model in memory, and a spare.
 
-A model has processes of its own, so that unloading it gives every byte back, and so that one that dies takes only its
+Each model has separate processes, so that unloading it gives every byte back, and so that one that dies takes only its
 own batches along. Importing torch and the like takes longest in a new process, so a spare one may have done it: the
 next model is loaded there. models/loader.py decides which models are in memory.
 """
@@ -202,7 +202,7 @@ class EnginePool:
                 process.host.pause(paused=paused)
 
     def replace(self) -> None:
-        """End all and charge nobody: the default process is started again, models when tasks wait for them."""
+        """End all and charge no lease: the default process is started again, models when tasks wait for them."""
         for process in list(self):
             process.replace()
 

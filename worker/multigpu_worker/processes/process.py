@@ -202,7 +202,7 @@ class EngineProcess:
             self.host.kill()
 
     def replace(self) -> None:
-        """End the engine and charge nobody: its leases go on in another."""
+        """End the engine and charge no lease: its leases go on in another."""
         self._evidence.replace()
         self.host.kill()
 
@@ -304,7 +304,7 @@ class EngineProcess:
             log.warning(
                 "engine died",
                 model=self.model,
-                how=death.words,
+                how=death.summary,
                 reason=judged.reason,
                 failed_task_ids=[report.lease.task_id for report in judged.reports],
                 suspect_task_ids=[lease.task_id for lease in judged.again if lease.suspect],
