@@ -27,7 +27,7 @@ from multigpu_worker.processes.model_host import ModelHost
 from multigpu_worker.processes.reports import (
     BatchReports,
     ModelLoaded,
-    RawReports,
+    pin_results,
     read_facts,
     read_loaded,
     read_reports,
@@ -226,7 +226,7 @@ class EngineProcess:
     def read(self, message: frames.Message, blobs: list[bytes]) -> Callable[[], None]:
         match message[0]:
             case "reports":
-                return self._read_reports(RawReports(*message[1:]), blobs)
+                return self._read_reports(message, blobs)
             case "given_back":
                 _, lease_ids = message
                 if any(type(lease_id) is not int for lease_id in lease_ids):
@@ -243,17 +243,20 @@ class EngineProcess:
             case other:
                 raise ValueError(f"unknown message {other!r}")
 
-    def _read_reports(self, raw: RawReports, blobs: list[bytes]) -> Callable[[], None]:
-        self._pinned += raw.pin(self._sharing)
+    def _read_reports(self, message: frames.Message, blobs: list[bytes]) -> Callable[[], None]:
+        _, batch_id, start_ns, finish_ns, succeeded, failed, *rest = message
+        succeeded, lost, places = pin_results(self._sharing, succeeded)
+        self._pinned += places
         if self._pinned >= PINNED_MAX:
             self.acknowledge_pinned()
-        batch = self.batches.get(raw.batch_id)
+        batch = self.batches.get(batch_id)
         if batch is None:  # its leases were given back in a drain
             return lambda: None
-        if raw.failed:
-            reported_ns = time.monotonic_ns() - (time.time_ns() - raw.finish_ns)
-            raw.failed = self._evidence.keep_back(raw.failed, one_by_one=batch.one_by_one, reported_ns=reported_ns)
-        return partial(self._reports, batch, read_reports(raw, batch.leases, blobs))
+        if failed := [*failed, *lost]:
+            reported_ns = time.monotonic_ns() - (time.time_ns() - finish_ns)
+            failed = self._evidence.keep_back(failed, one_by_one=batch.one_by_one, reported_ns=reported_ns)
+        read = read_reports(batch.leases, blobs, start_ns, finish_ns, succeeded, failed, *rest)
+        return partial(self._reports, batch, read)
 
     def _reports(self, batch: EngineBatch, read: BatchReports) -> None:
         for report in read.reports:
