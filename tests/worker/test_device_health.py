@@ -443,7 +443,7 @@ from multigpu_worker.engines.common import self_test
 from multigpu_worker.engine.runtime import Runtime
 runtime = Runtime.__new__(Runtime)
 runtime.settings = SimpleNamespace(device="cuda:0")
-runtime.send = lambda message, blobs, written: print(message)
+runtime._channel = SimpleNamespace(send=print)
 runtime._self_test(1, True)
 print(self_test.run_in_subprocess("cpu"))
 assert "torch" not in sys.modules

@@ -68,7 +68,7 @@ class IdleAgent:
     def want_heartbeat(self) -> None:
         self.heartbeats += 1
 
-    def pump(self) -> None: ...
+    def routes_changed(self) -> None: ...
 
 
 async def test_a_model_in_use_is_measured_again(

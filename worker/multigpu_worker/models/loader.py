@@ -20,9 +20,10 @@ from multigpu_worker.models.load_watch import LoadWatch
 from multigpu_worker.models.model_sizes import ModelSizes, slots_of
 from multigpu_worker.models.residency import ModelState, Resident, plan
 from multigpu_worker.models.routes import ModelRoutes
-from multigpu_worker.processes.host import Death
+from multigpu_worker.processes.death import Death
 from multigpu_worker.processes.pool import EnginePool
-from multigpu_worker.processes.process import EngineProcess, LoadedWords
+from multigpu_worker.processes.process import EngineProcess, ModelProcess
+from multigpu_worker.processes.reports import ModelLoaded
 from multigpu_worker.session.session import Lease, Session, Spec, TaskError
 
 log = structlog.get_logger()
@@ -54,8 +55,8 @@ class Agent(Protocol):
         """The device is fit, and the worker is not stopping."""
 
     def want_heartbeat(self) -> None: ...
-    def pump(self) -> None:
-        """A process may be able to take a batch now."""
+    def routes_changed(self) -> None:
+        """Another model serves a name, or one is ready."""
 
 
 class ModelLoader:
@@ -90,7 +91,7 @@ class ModelLoader:
         self._load_watch = LoadWatch(progress_timeout_s or LOAD_STILL_S)
         self._looked_s = 0.0
         # The instances that have loaded their model, by its key.
-        self._loaded: dict[str, set[EngineProcess]] = {}
+        self._loaded: dict[str, set[ModelProcess]] = {}
         self._kills: Counter[str] = Counter()
 
     # --- requests ----------------------------------------------------------------------------------------------------
@@ -130,7 +131,7 @@ class ModelLoader:
         self._reroute(lambda: self.routes.put(catalog))
         self._report_change()
         self.look()
-        self._agent.pump()
+        self._agent.routes_changed()
 
     def _reroute(self, change: Callable[[], None]) -> None:
         """Change the routes. Waiting leases whose model has no route any more fail."""
@@ -223,11 +224,6 @@ class ModelLoader:
         self._pool.load(resident.key, resident.spec, slots_of(resident.spec), self.routes.imports_of(resident))
         self._agent.want_heartbeat()
 
-    def slots_max(self) -> int:
-        """The most tasks that any served model runs at the same time."""
-        served = (self.routes.residents[key].spec for key in set(self.routes.table.values()))
-        return max((slots_of(spec) * spec.instances for spec in served), default=1)
-
     def _unload(self, resident: Resident, now_s: float) -> None:
         resident.enter(ModelState.UNLOADING, now_s)
         self._pool.unload(resident.key)
@@ -267,32 +263,32 @@ class ModelLoader:
 
     # --- events of the pool ------------------------------------------------------------------------------------------
 
-    def model_loaded(self, process: EngineProcess, words: LoadedWords) -> None:
+    def model_loaded(self, process: ModelProcess, report: ModelLoaded) -> None:
         if process.retiring:
             return
         resident = self.routes.residents[process.model]
         loaded = self._loaded.setdefault(resident.key, set())
         loaded.add(process)
         self._load_watch.forget(process.host.pid)
-        if words.one_by_one:
+        if report.one_by_one:
             self.one_by_one |= {resident.spec.kind}
         if resident.state is not ModelState.LOADING or len(loaded) < resident.spec.instances:
             return
-        resident.loaded(words.load_s, words.facts, time.monotonic())
+        resident.loaded(report.load_s, report.facts, time.monotonic())
         self._kills.pop(resident.key, None)
-        log.info("model ready", model=resident.model, load_s=round(words.load_s, 3), facts=words.facts)
-        self._sizes.measure(resident, self._pids(resident), words.device_bytes)
+        log.info("model ready", model=resident.model, load_s=round(report.load_s, 3), facts=report.facts)
+        self._sizes.measure(resident, self._pids(resident), report.device_bytes)
         if resident.upcoming:
             self._reroute(self.routes.switch)
             self.look()
         self._report_change()
-        self._agent.pump()
+        self._agent.routes_changed()
 
-    def facts_changed(self, process: EngineProcess, facts: dict[str, str]) -> None:
+    def facts_changed(self, process: ModelProcess, facts: dict[str, str]) -> None:
         self.routes.residents[process.model].facts = facts
         self._report_change()
 
-    def load_failed(self, process: EngineProcess, error_type: str, message: str, *, retryable: bool) -> None:
+    def load_failed(self, process: ModelProcess, error_type: str, message: str, *, retryable: bool) -> None:
         if process.retiring:
             return
         resident = self.routes.residents[process.model]
