@@ -63,19 +63,19 @@ def test_the_table_has_what_workers_read_and_the_script_hands_it_on() -> None:
     assert len(READ_BY_WORKERS) == 13
 
 
-def hand_on(env: dict[str, str]) -> "subprocess.CompletedProcess[str]":
+def pass_on(env: dict[str, str]) -> "subprocess.CompletedProcess[str]":
     code = (
-        'fail() { echo "$*" >&2; exit 1; }; . tools/deploy/machine.sh; library_env=; hand_on; printf %s "$library_env"'
+        'fail() { echo "$*" >&2; exit 1; }; . tools/deploy/machine.sh; library_env=; pass_on; printf %s "$library_env"'
     )
     command = ["bash", "-euc", code]
     return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=60, check=False)
 
 
 def test_the_script_hands_on_what_is_set() -> None:
-    done = hand_on({"EMBEDDING_MODEL": "a model", "USE_TENSORRT": "true", "TENSORRT_CACHE_DIR": "", "OTHER": "x"})
+    done = pass_on({"EMBEDDING_MODEL": "a model", "USE_TENSORRT": "true", "TENSORRT_CACHE_DIR": "", "OTHER": "x"})
     assert (done.returncode, done.stdout) == (0, "EMBEDDING_MODEL=a model\nUSE_TENSORRT=true\n"), done.stderr
     for value in ('a"b', "a'b", "a\\b", "a\nMGPU_TOKEN=b"):
-        done = hand_on({"EMBEDDING_MODEL": value})
+        done = pass_on({"EMBEDDING_MODEL": value})
         assert done.returncode == 1
         assert "EMBEDDING_MODEL has a quote" in done.stderr
 
