@@ -111,7 +111,7 @@ def test_a_signal_cancels_and_resume_goes_on(
         _, said = process.communicate(timeout=30)
     assert process.returncode == status
     assert "Traceback" not in said
-    assert "lines under way were thrown away" in said
+    assert "lines under way were discarded" in said
     kept = int(said.partition(" are in ")[0].rpartition(" ")[2].replace(",", "")) if "--resume" in said else 0
     assert (tmp_path / "out.npy.part").exists() == bool(kept)
 
@@ -131,7 +131,7 @@ def test_a_signal_cancels_and_resume_goes_on(
     [
         (lambda texts: texts[:30], (), "the input has 30 lines, and an earlier run left 40 rows"),
         (lambda texts: [text + " indeed" for text in texts], (), "line 1 has another vector than an earlier run found"),
-        (lambda texts: texts, ("--format", "jsonl"), "is not what an earlier run of this --format left"),
+        (lambda texts: texts, ("--format", "jsonl"), "is not from an earlier run with this --format"),
     ],
     ids=["shorter input", "another input", "another format"],
 )

@@ -69,10 +69,11 @@ def test_results_of_lines_stay_with_their_lines_when_a_task_fails(fleet: tuple[U
 def test_a_line_that_is_no_json_is_named_by_file_and_line(fleet: tuple[Up, str], tmp_path: Path) -> None:
     _, address = fleet
     file = tmp_path / "lines"
-    file.write_text('{"n": 1}\n2\n\n')
-    done = mgpuctl(address, "submit", "--kind", "echo", "--parse-json", "--lines", str(file), "--wait")
-    assert done.returncode == 1
-    assert f"{file}, line 3: not JSON: Expecting value at column 1: ''" in done.stderr
+    for line, reason in (("", "Expecting value at column 1: ''"), ("[NaN]", "JSON has no NaN: '[NaN]'")):
+        file.write_text(f'{{"n": 1}}\n2\n{line}\n')
+        done = mgpuctl(address, "submit", "--kind", "echo", "--parse-json", "--lines", str(file), "--wait")
+        assert done.returncode == 1
+        assert f"{file}, line 3: not JSON: {reason}" in done.stderr
 
 
 def test_failures_have_their_exit_codes(fleet: tuple[Up, str]) -> None:

@@ -213,7 +213,22 @@ def test_lines_are_classified_in_order_and_one_that_fails_is_told(address: str, 
     assert rejected.returncode == 5
     assert "lines.txt" in rejected.stderr
     assert "has a picture" in rejected.stderr
-    assert mgpuctl(address, "classify", "letters", "/nowhere.png").returncode == 2
-    folder = mgpuctl(address, "classify", "letters", str(file), str(tmp_path))
-    assert folder.returncode == 2
-    assert "is a directory" in folder.stderr
+
+
+def test_classify_reports_files_that_cannot_be_read_and_goes_on(address: str, tmp_path: Path) -> None:
+    first, broken, last = (tmp_path / name for name in ("first", "broken", "last"))
+    first.write_text("aab\n")
+    broken.write_bytes(b"b\n\xff\n")
+    last.write_text("c\n")
+    files = [str(first), "/nowhere", str(broken), str(tmp_path), str(last)]
+    done = mgpuctl(address, "classify", "letters", "--text", *files, "--json")
+    assert (done.returncode, "3 of 6 failed" in done.stderr) == (5, True), done.stderr
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [one["input"] for one in found] == ["aab", "nowhere", "b", "broken", tmp_path.name, "c"]
+    errors = {one["input"]: one["error"] for one in found if "error" in one}
+    assert errors["nowhere"] == "can't read /nowhere: No such file or directory"
+    assert "line 2: not UTF-8" in errors["broken"]
+    assert "Is a directory" in errors[tmp_path.name]
+    pictures = mgpuctl(address, "classify", "letters", "/nowhere.png")
+    assert (pictures.returncode, pictures.stdout) == (5, "")
+    assert "nowhere.png: can't read /nowhere.png: No such file" in pictures.stderr
