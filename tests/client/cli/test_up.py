@@ -10,16 +10,13 @@ from typing import Any
 
 import pytest
 
-from .fleet_up import MGPUCTL, Up, children_of, mgpuctl, ok, until
+from tests.client.cli.fleet_up import MGPUCTL, Up, children_of, mgpuctl, ok, running, until
 
 
 @pytest.fixture(scope="module")
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Up, str]]:
-    up = Up(tmp_path_factory.mktemp("fleet"), "--workers", "2")
-    try:
-        yield up, up.ready()
-    finally:
-        assert up.stop() == 0
+    with running(tmp_path_factory.mktemp("fleet"), "--workers", "2") as up:
+        yield up, up.address
         assert not up.ready_file.exists()
 
 

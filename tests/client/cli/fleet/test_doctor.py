@@ -33,12 +33,12 @@ from multigpu.config import config
 from multigpu.v1 import admin_service_pb2 as admin
 from multigpu.v1.device_pb2 import DeviceTelemetry
 
-from tests.client.fleet_samples import DEGRADED, SICK, ago, cpu_worker, gpu_worker
-from tests.client.unary_master import RejectionError, UnaryMaster, unary_master
+from tests.client.cli.fleet.fleet_samples import DEGRADED, SICK, ago, cpu_worker, gpu_worker
+from tests.client.cli.fleet_up import MGPUCTL
+from tests.client.cli.unary_master import RejectionError, UnaryMaster, unary_master
 from tests.fakes.gpus import SimulatedGpus
 from tests.fleet import Fleet
 
-MGPUCTL = (sys.executable, "-m", "multigpu.cli")
 NOBODY = "65534"
 ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="only root may become somebody else or mount")
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from multigpu.cli.kinds.infer import read_inputs
 
-from .fleet_up import MGPUCTL, Up, mgpuctl, ok
+from tests.client.cli.fleet_up import MGPUCTL, mgpuctl, ok, running
 
 ENGINE = """
 import numpy as np
@@ -76,11 +76,8 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         lines = [f'kind = "{kind}"', f'engine = "{name}_engine:{cls}"', 'source = "python"']
         (folder / name / "model.toml").write_text("\n".join(lines))
         models += ["--model", f"{name}={folder / name}"]
-    up = Up(folder, "--workers", "1", *models)
-    try:
-        yield up.ready()
-    finally:
-        assert up.stop() == 0
+    with running(folder, "--workers", "1", *models) as up:
+        yield up.address
 
 
 def test_arrays_from_json_and_files_give_arrays(address: str, tmp_path: Path) -> None:
