@@ -253,12 +253,15 @@ def test_telemetry_has_a_section_of_its_own(tmp_path: Path) -> None:
     assert config == TelemetryConfig(otlp_endpoint="http://c:4317", trace_sample_ratio=1.0, service_name="x")
 
 
-def test_importing_is_cheap() -> None:
-    code = (
-        "import sys, multigpu.config.config\n"
-        "heavy = {'grpc', 'click', 'structlog', 'numpy', 'asyncio', 'rich', 'google.protobuf'} & set(sys.modules)\n"
-        "assert not heavy, heavy"
-    )
+@pytest.mark.parametrize(
+    ("module", "heavy"),
+    [
+        ("multigpu.config.config", "grpc click structlog numpy asyncio rich google.protobuf"),
+        ("multigpu.client, multigpu.aio", "click rich structlog cryptography numpy opentelemetry prometheus_client"),
+    ],
+)
+def test_importing_is_cheap(module: str, heavy: str) -> None:
+    code = f"import sys, {module}\nheavy = set({heavy.split()}) & set(sys.modules)\nassert not heavy, heavy"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=30)
 
 

@@ -281,7 +281,8 @@ async def test_energy_is_read_while_the_device_works_and_only_then() -> None:
         assert sampler.meter is not None
         assert sampler.meter.method is EnergyMethod.COUNTER
         before = device.joules
-        await asyncio.sleep(0.3)
+        for _ in range(3):
+            await sampler.sample(5.0)
         assert device.joules == before
         sampler.begin_work()
         async with asyncio.timeout(10):

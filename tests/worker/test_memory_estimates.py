@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from multigpu.config.config import WorkerConfig
 from multigpu.repository.model import ModelSpec
+from multigpu_worker.composition import model_memory_bytes
 from multigpu_worker.device.cpu import host_memory_bytes
 from multigpu_worker.device.interface import DeviceInfo
 from multigpu_worker.engines.base import EngineSettings
-from multigpu_worker.main import _model_memory_bytes
 from multigpu_worker.models import memory_estimates as memory
 from multigpu_worker.models.memory_estimates import (
     CPU_CACHE_BYTES,
@@ -126,11 +126,11 @@ class OnlyInfo:
 
 def test_workers_of_one_device_share_its_memory() -> None:
     gpu: Any = OnlyInfo(GPU)
-    assert _model_memory_bytes(WorkerConfig(), gpu) == int(0.9 * GPU.memory_total_bytes)
-    assert _model_memory_bytes(WorkerConfig(device_workers=3), gpu) == int(0.9 * GPU.memory_total_bytes) // 3
-    assert _model_memory_bytes(WorkerConfig(device_workers=3, model_memory_bytes=5), gpu) == 5, "as it was said"
+    assert model_memory_bytes(WorkerConfig(), gpu) == int(0.9 * GPU.memory_total_bytes)
+    assert model_memory_bytes(WorkerConfig(device_workers=3), gpu) == int(0.9 * GPU.memory_total_bytes) // 3
+    assert model_memory_bytes(WorkerConfig(device_workers=3, model_memory_bytes=5), gpu) == 5, "as it was said"
     cpu: Any = OnlyInfo(CPU)
-    assert _model_memory_bytes(WorkerConfig(device_workers=2), cpu) == host_memory_bytes() // 2 // 2
+    assert model_memory_bytes(WorkerConfig(device_workers=2), cpu) == host_memory_bytes() // 2 // 2
 
 
 def put_gguf(path: Path) -> None:

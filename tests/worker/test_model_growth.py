@@ -9,12 +9,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from multigpu.repository.model import ModelSpec
+from multigpu.repository.model import ModelSpec, Scan
 from multigpu_worker.device.open import open_device
 from multigpu_worker.device.sampler import Sampler
 from multigpu_worker.engines.base import EngineSettings
 from multigpu_worker.models import loader
-from multigpu_worker.models.catalog import Catalog
 from multigpu_worker.models.loader import ModelLoader
 from multigpu_worker.models.measured_sizes import FOLDER
 from multigpu_worker.models.residency import ModelState
@@ -69,7 +68,7 @@ class IdleAgent:
     def want_heartbeat(self) -> None:
         self.heartbeats += 1
 
-    def pump(self) -> None: ...
+    def routes_changed(self) -> None: ...
 
 
 async def test_what_a_model_takes_is_measured_again_while_it_is_used(
@@ -85,7 +84,7 @@ async def test_what_a_model_takes_is_measured_again_while_it_is_used(
         IdleAgent(),  # type: ignore[arg-type]  # what it lacks is for leases
         pool,
         Sampler(open_device("cpu")),
-        Catalog(specs={"m": spec}, current={"m": "m"}),
+        Scan(models={"m": spec}, current={"m": "m"}),
         EngineSettings(device="cpu", slots=1, threads=1, artifacts=str(tmp_path)),
         limit_bytes=1 << 30,
         progress_timeout_s=0.0,

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
 from multigpu.v1 import device_pb2
@@ -69,9 +70,7 @@ async def test_every_way_to_end_an_engine_asks_first(host: MpsHost) -> None:
         (word,) = await stream.reported(number, timeout_s=LONG_S)
         assert word.error.type == "RunTimeout"
     stream.lease([(3, b"")], kind="m.stuck")
-    await stream.until(
-        lambda: any(held.lease_id == 3 and held.running for held in stream.heartbeats[-1].leases), LONG_S
-    )
+    await runs(stream, 3)
     heartbeats = len(stream.heartbeats)
     stream.revoke(3)
     stream.lease([(4, b"")], kind="m.work")
@@ -85,17 +84,17 @@ async def test_every_way_to_end_an_engine_asks_first(host: MpsHost) -> None:
     (word,) = await stream.reported(6, timeout_s=LONG_S)
     assert word.error.type == "EngineDied"
     stream.lease([(7, b"")], kind="m.stuck")
-    await stream.until(
-        lambda: any(held.lease_id == 7 and held.running for held in stream.heartbeats[-1].leases), LONG_S
-    )
+    await runs(stream, 7)
     counts = host.counts(0)
     assert (counts["violations"], counts["faults"], counts["forced"]) == ([], 0, 0)
     assert counts["terminated"] == 5  # the stuck one, the one with a child, its child, the cancelled one, the hoarder
     (host.pipe_dir(0) / "begun-by-worker").unlink()  # so that the daemon is still there to tell
+    engine_pid = worker.engine_pid()
+    assert engine_pid
     assert await worker.stop() == 0
     counts = host.counts(0)
     assert (counts["violations"], counts["terminated"]) == ([], 6)
-    assert worker.engine_pid() == 0 if worker.process.returncode is None else True
+    assert not Path(f"/proc/{engine_pid}").exists()
 
 
 async def test_a_fault_stays_on_its_gpu_and_is_its_clients(host: MpsHost) -> None:
@@ -107,7 +106,8 @@ async def test_a_fault_stays_on_its_gpu_and_is_its_clients(host: MpsHost) -> Non
         engines[worker] = worker.engine_pid()
     neighbour.stream.lease([(2, b"2")], kind="m.work")
     elsewhere.stream.lease([(2, b"2")], kind="m.work")
-    await asyncio.sleep(0.3)
+    await runs(neighbour.stream, 2)
+    await runs(elsewhere.stream, 2)
     guilty.stream.lease([(2, b""), (3, b"")], kind="m.fault")
     for word in await guilty.stream.reported(2, 3, timeout_s=LONG_S):
         assert (word.state, word.error.retryable) == (FAILED, True)

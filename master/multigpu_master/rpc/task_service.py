@@ -332,9 +332,9 @@ class _RunStream:
                 self._reject([task for task in accepted if not task.task_id])
                 self._acknowledge([task for task in accepted if task.task_id])
 
-        patient = self._outcomes_only
+        deferred = self._outcomes_only
         peer, caller = self._outbox.peer, self._caller
-        answers = self._intake.take(batch, request_ids, self._stream, done, peer, patient=patient, caller=caller)
+        answers = self._intake.take(batch, request_ids, self._stream, done, peer, deferred=deferred, caller=caller)
         for index, answer in enumerate(answers):
             if isinstance(answer, Task) and answer.outcome is None:
                 accepted.append(answer)

@@ -48,15 +48,6 @@ class Agent(Protocol):
 
     def want_heartbeat(self) -> None: ...
 
-    def running(self) -> list[int]:
-        """Leases that run in an engine at this moment."""
-
-    def replace_engine(self) -> None:
-        """End the engines and start new ones. Their tasks run again there, uncharged."""
-
-    def idle(self) -> bool:
-        """Whether the engines are ready and have no tasks."""
-
 
 class HealthMonitor:
     """Runs on the event loop."""
@@ -69,12 +60,12 @@ class HealthMonitor:
         pool: EnginePool,
         artifacts: str,
         *,
-        canary_interval_s: float,
+        self_test_interval_s: float,
     ) -> None:
         self._agent = agent
         self._sampler = sampler
         self._pool = pool
-        self._self_test_interval_s = canary_interval_s
+        self._self_test_interval_s = self_test_interval_s
         self._loop = asyncio.get_running_loop()
         self._offset_s = time.time() - time.monotonic()
         self.health = Health(self._now())
@@ -119,7 +110,7 @@ class HealthMonitor:
                 except TimeoutError:
                     pass
                 self._look()
-                self._suspects.intersection_update(self._agent.running())
+                self._suspects.intersection_update(self._pool.running())
                 if self.health.check_due(self._now()):
                     await self._check()
                 elif self.health.fit:
@@ -171,7 +162,7 @@ class HealthMonitor:
         match xid.what:
             case XidClass.APPLICATION:
                 if not self._shared():
-                    self._suspects.update(self._agent.running())
+                    self._suspects.update(self._pool.running())
             case XidClass.SEQUEL:
                 pass
             case XidClass.NOTICE:
@@ -180,7 +171,7 @@ class HealthMonitor:
                 self._contained_s = time.monotonic()
                 self._happen(f"xid_{code}", message, Gravity.DEGRADED)
                 self._agent.give_back(message, running=True)
-                self._agent.replace_engine()
+                self._pool.replace()
             case XidClass.RESET | XidClass.REBOOT | XidClass.PERSON:
                 self._break_down(f"xid_{code}", message)
 
@@ -216,9 +207,9 @@ class HealthMonitor:
         if self._sampler.hung_s() > HUNG_S:
             message = f"the driver has not answered for more than {HUNG_S:g} s: see the kernel's log, restart the host"
             found.append(Reason("driver_hung", message, Gravity.SICK))
-        if error := self._pool.start_error():
+        if error := self._pool.default.host.start_error():
             found.append(Reason("engine_fails", f"no engine can start: {error}", Gravity.NO_ENGINE))
-        elif doing := self._pool.base.host.starts_slowly:
+        elif doing := self._pool.default.host.slow_start:
             found.append(Reason("engine_starts", f"the engine is not ready yet: {doing}", Gravity.DEGRADED))
         sample = self._sampler.latest
         if sample is not None:
@@ -318,7 +309,7 @@ class HealthMonitor:
 
     async def _test_when_idle(self) -> None:
         interval_s = self._self_test_interval_s
-        if not interval_s or time.monotonic() - self._self_test_s < interval_s or not self._agent.idle():
+        if not interval_s or time.monotonic() - self._self_test_s < interval_s or not self._pool.idle:
             return
         self._self_test_s = time.monotonic()
         failure = (await self._run_self_test()).failure

@@ -12,17 +12,18 @@ from collections.abc import Callable, Iterable
 from typing import Protocol
 
 import structlog
+from multigpu.repository.model import Scan
 
 from multigpu_worker.device.sampler import Sampler
 from multigpu_worker.engines.base import EngineSettings
-from multigpu_worker.models.catalog import Catalog
 from multigpu_worker.models.load_watch import LoadWatch
 from multigpu_worker.models.model_sizes import ModelSizes, slots_of
 from multigpu_worker.models.residency import ModelState, Resident, plan
 from multigpu_worker.models.routes import ModelRoutes
-from multigpu_worker.processes.host import Death
+from multigpu_worker.processes.death import Death
 from multigpu_worker.processes.pool import EnginePool
-from multigpu_worker.processes.process import EngineProcess, LoadedWords
+from multigpu_worker.processes.process import EngineProcess, ModelProcess
+from multigpu_worker.processes.reports import ModelLoaded
 from multigpu_worker.session.session import Lease, Session, Spec, TaskError
 
 log = structlog.get_logger()
@@ -54,8 +55,8 @@ class Agent(Protocol):
         """The device is fit, and the worker is not stopping."""
 
     def want_heartbeat(self) -> None: ...
-    def pump(self) -> None:
-        """A process may be able to take a batch now."""
+    def routes_changed(self) -> None:
+        """Another model serves a name, or one is ready."""
 
 
 class ModelLoader:
@@ -66,7 +67,7 @@ class ModelLoader:
         agent: Agent,
         pool: EnginePool,
         sampler: Sampler,
-        catalog: Catalog,
+        catalog: Scan,
         settings: EngineSettings,
         *,
         limit_bytes: int,
@@ -76,7 +77,7 @@ class ModelLoader:
         """`eager`: keep a spare process before the first model is loaded."""
         self.limit_bytes = limit_bytes
         self._sizes = ModelSizes(settings, sampler, limit_bytes, self._resized)
-        self._sizes.prepare(catalog.specs)
+        self._sizes.prepare(catalog.models)
         self.routes = ModelRoutes(catalog, settings.engine, self._sizes.of)
         # Kinds whose engines run one task after the other, as far as one was loaded.
         self.one_by_one: frozenset[str] = frozenset()
@@ -90,7 +91,7 @@ class ModelLoader:
         self._load_watch = LoadWatch(progress_timeout_s or LOAD_STILL_S)
         self._looked_s = 0.0
         # The instances that have loaded their model, by its key.
-        self._loaded: dict[str, set[EngineProcess]] = {}
+        self._loaded: dict[str, set[ModelProcess]] = {}
         self._kills: Counter[str] = Counter()
 
     # --- requests ----------------------------------------------------------------------------------------------------
@@ -124,13 +125,13 @@ class ModelLoader:
             self.look()
             self._agent.want_heartbeat()
 
-    async def put(self, catalog: Catalog) -> None:
+    async def put(self, catalog: Scan) -> None:
         """The repository has changed. Reading a large model's files takes long, so it is done in a thread."""
-        await asyncio.to_thread(self._sizes.prepare, catalog.specs)
+        await asyncio.to_thread(self._sizes.prepare, catalog.models)
         self._reroute(lambda: self.routes.put(catalog))
         self._report_change()
         self.look()
-        self._agent.pump()
+        self._agent.routes_changed()
 
     def _reroute(self, change: Callable[[], None]) -> None:
         """Change the routes. Waiting leases whose model has no route any more fail."""
@@ -267,32 +268,32 @@ class ModelLoader:
 
     # --- events of the pool ------------------------------------------------------------------------------------------
 
-    def model_loaded(self, process: EngineProcess, words: LoadedWords) -> None:
+    def model_loaded(self, process: ModelProcess, report: ModelLoaded) -> None:
         if process.retiring:
             return
         resident = self.routes.residents[process.model]
         loaded = self._loaded.setdefault(resident.key, set())
         loaded.add(process)
         self._load_watch.forget(process.host.pid)
-        if words.one_by_one:
+        if report.one_by_one:
             self.one_by_one |= {resident.spec.kind}
         if resident.state is not ModelState.LOADING or len(loaded) < resident.spec.instances:
             return
-        resident.loaded(words.load_s, words.facts, time.monotonic())
+        resident.loaded(report.load_s, report.facts, time.monotonic())
         self._kills.pop(resident.key, None)
-        log.info("model ready", model=resident.model, load_s=round(words.load_s, 3), facts=words.facts)
-        self._sizes.measure(resident, self._pids(resident), words.device_bytes)
+        log.info("model ready", model=resident.model, load_s=round(report.load_s, 3), facts=report.facts)
+        self._sizes.measure(resident, self._pids(resident), report.device_bytes)
         if resident.upcoming:
             self._reroute(self.routes.switch)
             self.look()
         self._report_change()
-        self._agent.pump()
+        self._agent.routes_changed()
 
-    def facts_changed(self, process: EngineProcess, facts: dict[str, str]) -> None:
+    def facts_changed(self, process: ModelProcess, facts: dict[str, str]) -> None:
         self.routes.residents[process.model].facts = facts
         self._report_change()
 
-    def load_failed(self, process: EngineProcess, error_type: str, message: str, *, retryable: bool) -> None:
+    def load_failed(self, process: ModelProcess, error_type: str, message: str, *, retryable: bool) -> None:
         if process.retiring:
             return
         resident = self.routes.residents[process.model]

@@ -18,7 +18,7 @@ from multigpu_worker.engines.base import EngineSettings
 from multigpu_worker.models.measured_sizes import MeasuredSizes, ModelSize
 from multigpu_worker.models.memory_estimates import estimate_bytes
 from multigpu_worker.models.residency import Resident
-from multigpu_worker.processes.host import MODEL_SLOTS_MAX
+from multigpu_worker.processes.model_host import MODEL_SLOTS_MAX
 from multigpu_worker.supervision import supervised
 
 # Concurrent tasks of a generation model that does not set `concurrency`.

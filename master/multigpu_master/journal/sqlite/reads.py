@@ -16,7 +16,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from multigpu._transport.payloads import Reference, is_transient, read_file
+from multigpu._transport.payloads import Reference, is_transient
 from multigpu.v1 import task_pb2
 
 from multigpu_master.journal.protocol import (
@@ -30,8 +30,8 @@ from multigpu_master.journal.protocol import (
 )
 from multigpu_master.journal.sqlite import connections, failures, schema
 from multigpu_master.journal.sqlite import specs as journal_specs
-from multigpu_master.journal.sqlite.segments import IN_USE, SegmentReader
-from multigpu_master.payloads.shared_files import Payloads, is_shared, parse_reference
+from multigpu_master.journal.sqlite.segments import IN_USE, LargeObjects, bounds
+from multigpu_master.payloads.shared_files import Payloads
 
 # As in StoredOutcome.
 _SETTLED_COLUMNS = (
@@ -63,8 +63,8 @@ class JournalReads:
         self._now = now
         self._data_dir = data_dir
         self._path = data_dir / database
-        self._segments_read = SegmentReader(data_dir)
         self.payloads = Payloads(data_dir, self._refers_to)
+        self._large = LargeObjects(data_dir, self.payloads)
         self._idle: list[sqlite3.Connection] = []
         self._lock = threading.Lock()  # of _idle and _closed
         self._closed = False
@@ -136,7 +136,7 @@ class JournalReads:
         try:
             if not isinstance(body, str):
                 raise ValueError("a body is bytes, or refers to them")  # noqa: TRY301, TRY004  as damage is
-            outcome.body = self._read_segment(body)
+            outcome.body = self._large.read(body)
         except (OSError, ValueError) as error:
             if is_transient(error):
                 raise failures.explain(error, self._path) from error
@@ -157,14 +157,7 @@ class JournalReads:
             specs[task.spec] = self._read_spec(task.spec)
         task.spec = specs[task.spec]
         if isinstance(task.payload, str):
-            payload: bytes | Reference | None
-            if refer and is_shared(task.payload):
-                try:
-                    payload = self.payloads.restore(task.payload)
-                except ValueError as error:
-                    raise self._damaged(f"task {task.task_id} refers to {task.payload[:100]!r}") from error
-            else:
-                payload = self._read_payload(task.payload)
+            payload = self._payload(task.payload, refer=refer)
             if payload is None:
                 raise JournalError(
                     f"The payload of task {task.task_id} is missing: its segment of {self._data_dir} is gone. Restore "
@@ -190,19 +183,12 @@ class JournalReads:
 
     def _refers_to(self, name: str) -> bool:
         """Whether any row refers to a file of the directory of payloads."""
-        return bool(self._rows(IN_USE, (f"{name}:", f"{name};"))[0][0])
+        return bool(self._rows(IN_USE, bounds(name))[0][0])
 
-    def _read_segment(self, reference: str) -> bytes:
-        """OSError, ValueError: it cannot be read; see `is_transient`."""
-        if is_shared(reference):
-            name, offset, size_bytes, head, _ = parse_reference(reference)
-            return head + read_file(self.payloads.path / name, offset, size_bytes)
-        return self._segments_read.read(reference)
-
-    def _read_payload(self, reference: str) -> bytes | None:
-        """None: its segment is gone."""
+    def _payload(self, reference: str, *, refer: bool) -> bytes | Reference | None:
+        """None: its file is gone."""
         try:
-            return self._read_segment(reference)
+            return self._large.restore(reference) if refer else self._large.read(reference)
         except FileNotFoundError:
             return None
         except ValueError as error:
@@ -211,7 +197,7 @@ class JournalReads:
             raise failures.explain(error, self._path) from error
 
     def size_bytes(self) -> int:
-        files = itertools.chain(self._data_dir.glob(f"{self._path.name}*"), self._segments_read.directory.glob("*"))
+        files = itertools.chain(self._data_dir.glob(f"{self._path.name}*"), self._large.directory.glob("*"))
         return sum(_size_bytes(file) for file in files) + self.payloads.size_bytes
 
     def lost(self) -> Iterator[tuple[str, int, str]]:

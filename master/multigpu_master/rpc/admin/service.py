@@ -126,7 +126,7 @@ class AdminService(TokenCalls, ModelCalls, DeadLetterCalls):
         if not worker.session or not worker.handlers:
             why = "tells of no handlers: it has none, or is of an older version" if worker.session else "is lost"
             await reject(context, grpc.StatusCode.FAILED_PRECONDITION, f"worker {request.worker_id!r} {why}")
-        self._driver.reload_handlers(worker.session)
+        self._driver.workers.reload_handlers(worker.session)
         return pb.ReloadHandlersResponse(worker=worker_message(worker))
 
     async def _known_worker(self, context: Any, worker_id: str) -> Any:

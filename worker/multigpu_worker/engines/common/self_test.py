@@ -13,6 +13,7 @@ import resource
 import sys
 import tempfile
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -51,15 +52,20 @@ def run_in_subprocess(device: str) -> tuple[bool | None, str]:
 
 
 def answer(*, device: str, begun: str) -> tuple[bool | None, str]:
-    """`run_in_subprocess`, in the process that is for it. `begun`: a file that is empty until the device is at work."""
+    """`run_in_subprocess`, in its process. `begun`: a file that is empty until the device is at work."""
+    return attempt(device, lambda: Path(begun).write_text("begun", encoding="ascii"))
+
+
+def attempt(device: str, begun: Callable[[], object]) -> tuple[bool | None, str]:
+    """As `run`, and raises nothing. `begun` is called before the device has to work."""
     try:
         torch = load()
-        words = shortage(torch, device)
+        reason = shortage(torch, device)
     except Exception as error:  # noqa: BLE001  memory, or an installation that doesn't work: not the device
         return None, f"torch can't be loaded: {error!r}"
-    if words:
-        return None, words
-    Path(begun).write_text("begun", encoding="ascii")
+    if reason:
+        return None, reason
+    begun()
     try:
         return run(torch, device)
     except Exception as error:  # noqa: BLE001  whatever torch raises says that the device is not well

@@ -1,9 +1,9 @@
 """Large payloads and results cross between agent and engine through shared memory, one copy in and one copy out.
 
 A socket would take a megabyte in a dozen pieces, with a wake-up of both processes for each. Here one side writes into a
-ring, names the place in its next frame, and the other side reads it when the frame comes. Frames come in order, so the
-reader frees the ring by one number in shared memory: how far it has read. A blob for which the ring has no room just
-now goes through the socket, which waits.
+ring and names the place in its next frame; the other side reads it when the frame comes. Frames come in order, so the
+reader frees the ring by one number in shared memory: how far it has read. A blob that does not fit into the ring now
+goes through the socket.
 """
 
 import mmap
@@ -23,7 +23,7 @@ class BlobRing:
         self._written_to = 0
 
     def write(self, data: bytes) -> int | None:
-        """Put a blob down. Returns its place, or None if there is no room now."""
+        """Write a blob. Returns its place, or None if there is no room now."""
         size_bytes = len(data)
         if size_bytes > RING_BYTES:
             return None
@@ -32,7 +32,7 @@ class BlobRing:
         offset = place % RING_BYTES
         empty = read_to == place
         if empty or offset + size_bytes > RING_BYTES:
-            # Begin at the front: to reuse memory that is warm, or because a blob must lie in one piece.
+            # From the front: to reuse warm memory, or because a blob must lie in one piece.
             place += -place % RING_BYTES
             offset = 0
         if empty:
@@ -44,8 +44,9 @@ class BlobRing:
         return place
 
     def read(self, place: int, size_bytes: int) -> bytes:
-        """Take a blob out and free its room. Blobs must be read in the order in which they were written. ValueError: no
-        blob can lie there.
+        """Read a blob and free its room. Blobs must be read in the order in which they were written.
+
+        ValueError: no blob can lie there.
         """
         offset = place % RING_BYTES
         if offset + size_bytes > RING_BYTES or place + size_bytes >= 1 << 64:
@@ -55,7 +56,7 @@ class BlobRing:
         return data
 
     def reset(self) -> None:
-        """Forget everything: another process will be at the other end."""
+        """Another process will be at the other end."""
         self._read_to[0] = 0
         self._written_to = 0
 
@@ -65,13 +66,13 @@ class BlobRing:
 
 
 class BlobMemory:
-    """The memory of both rings: a file without a name, of which only what is used takes memory."""
+    """The memory of both rings: an unnamed file. Only the pages that are used take memory."""
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
         self._map = mmap.mmap(fd, _HEAD_BYTES + 2 * RING_BYTES)
         self.view = memoryview(self._map)
-        # From the agent to the engine, and back.
+        # To the engine, and back.
         self.down = BlobRing(self, 0)
         self.up = BlobRing(self, 1)
 

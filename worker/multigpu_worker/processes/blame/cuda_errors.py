@@ -1,7 +1,7 @@
-"""What an error's text tells of the CUDA context it came from.
+"""What an error's text says about the CUDA context.
 
-After some errors the context is lost: every later CUDA call of that process fails, whatever it does, so the engine has
-to be replaced. The words are those of cudaGetErrorString, as torch and others pass them on.
+After some errors the context is lost: every later CUDA call of the process fails, so the engine process has to be
+replaced. The patterns are the texts of cudaGetErrorString, as torch and others pass them on.
 """
 
 import re
@@ -12,7 +12,7 @@ _LOST = re.compile(
     r"|CUDA_ERROR_(ILLEGAL_|MISALIGNED_|LAUNCH_FAILED|LAUNCH_TIMEOUT|INVALID_PC|HARDWARE_STACK|ECC_UNCORRECTABLE|ASSERT)",
     re.IGNORECASE,
 )
-# Nothing that whoever ran could help.
+# Not caused by the task that ran.
 _HARDWARE = re.compile(
     r"uncorrectable (ECC|NVLink) error|CUDA_ERROR_(ECC_UNCORRECTABLE|NVLINK_UNCORRECTABLE|CONTAINED)"
     r"|cudaError(ECCUncorrectable|NvlinkUncorrectable|Contained)",
@@ -22,7 +22,7 @@ _MPS = re.compile(r"\bMPS (server|client)|CUDA_ERROR_MPS_|cudaErrorMps", re.IGNO
 
 
 def context_is_lost(text: str) -> bool:
-    """Whether the error that says so leaves its process without CUDA."""
+    """Whether the error leaves its process without CUDA."""
     return "cuda" in text.lower() and any(words.search(text) is not None for words in (_LOST, _MPS, _HARDWARE))
 
 
@@ -32,5 +32,5 @@ def hardware_failed(text: str) -> bool:
 
 
 def mps_rejected(text: str) -> bool:
-    """Whether it comes from the state of the GPU's MPS server, and so is not the doing of whoever ran."""
+    """Whether it comes from the state of the GPU's MPS server, and not from the task that ran."""
     return _MPS.search(text) is not None
