@@ -59,7 +59,7 @@ def start_metrics(endpoint: str, collect: Callable[[], list[Metric]], interval_s
     return exporter
 
 
-def test_spans_made_after_the_fact_join_the_trace_that_began_in_the_client(collector: Collector) -> None:
+def test_spans_made_afterwards_join_the_clients_trace(collector: Collector) -> None:
     start_tracing(collector)
     with telemetry.span("client") as client:
         assert client == telemetry.current_traceparent() != ""
@@ -79,7 +79,7 @@ def test_spans_made_after_the_fact_join_the_trace_that_began_in_the_client(colle
     assert (resource["service.name"], resource["service.instance.id"]) == ("mgpu-test", "w1")
 
 
-def test_the_configured_service_name_wins(collector: Collector) -> None:
+def test_the_configured_service_name_takes_precedence(collector: Collector) -> None:
     start_tracing(collector, service_name="mine")
     telemetry.span_from(SAMPLED, "one", 1, 2)
     telemetry.shut_down_tracing()
@@ -89,7 +89,7 @@ def test_the_configured_service_name_wins(collector: Collector) -> None:
 @pytest.mark.parametrize(
     "traceparent", ["", NOT_SAMPLED, "nonsense", "ff" + SAMPLED[2:], "00-" + "0" * 32 + SAMPLED[35:], SAMPLED + "x"]
 )
-def test_what_is_no_sampled_trace_makes_no_span_and_is_handed_on(collector: Collector, traceparent: str) -> None:
+def test_other_text_than_a_sampled_trace_makes_no_span(collector: Collector, traceparent: str) -> None:
     start_tracing(collector)
     assert telemetry.span_from(traceparent, "one", 1, 2) == traceparent
     telemetry.shut_down_tracing()
@@ -123,7 +123,7 @@ def test_without_an_endpoint_nothing_of_opentelemetry_is_imported() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=30)
 
 
-def test_an_exporter_that_is_not_installed_is_named_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_for_a_missing_exporter_names_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.grpc.trace_exporter", None)
     monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.grpc.metric_exporter", None)
     config = TelemetryConfig(otlp_endpoint="127.0.0.1:1")
@@ -256,7 +256,7 @@ def test_logs_are_json_lines_off_a_terminal_and_carry_the_ids_around_them() -> N
     assert failed["path"] == "/x"
 
 
-def test_logs_are_words_on_the_console() -> None:
+def test_logs_are_text_on_the_console() -> None:
     (line,) = run_logging("console", "structlog.get_logger().info('ready', workers=2)")
     assert "ready" in line
     assert "workers=2" in line
