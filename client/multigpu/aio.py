@@ -19,7 +19,7 @@ from multigpu._calls.submitting import cut, single
 from multigpu._calls.timeouts import pop_timeout
 from multigpu._kinds import classification, generation, inference
 from multigpu._kinds.embedding import CHUNK_TEXTS, KIND, Chunks, Stack, check_texts
-from multigpu._transport.connection import current_traceparent
+from multigpu._transport.traceparent import current_traceparent
 from multigpu.errors import MultigpuError
 from multigpu.options import CallOptions, EmbedOptions, Input, MapOptions, SpecOptions, TaskOptions, split_options
 

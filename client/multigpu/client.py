@@ -24,8 +24,8 @@ from multigpu._calls.sync_iterator import SyncIterator
 from multigpu._calls.timeouts import pop_timeout
 from multigpu._kinds import classification, generation, inference
 from multigpu._kinds.embedding import CHUNK_TEXTS, KIND, Chunks, Stack, check_texts
-from multigpu._transport.connection import current_traceparent
 from multigpu._transport.loop_thread import LoopThread
+from multigpu._transport.traceparent import current_traceparent
 from multigpu.options import CallOptions, EmbedOptions, Input, MapOptions, SpecOptions, TaskOptions, split_options
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ settings = partial(Mutation, checker="access", seeds=1)
 CLIENT = (
     run_state(
         name="a reference is sent before the stream's offer",
-        old="        if not self._sharing.shares:\n            return None\n",
+        old="        if not self.sharing.shares:\n            return None\n",
         new="",
         breaks="a master that was restarted rejects the references of a client's earlier stream",
     ),

@@ -16,7 +16,8 @@ from multigpu_master.core.model import OutcomeState
 from multigpu_master.journal.protocol import Entry, JournalError, JournalFullError, SettleRecord, SubmitRecord
 from multigpu_master.journal.sqlite import failures
 from multigpu_master.journal.sqlite import journal as journal_sqlite
-from multigpu_master.journal.sqlite.journal import SqliteJournal, frees
+from multigpu_master.journal.sqlite.journal import SqliteJournal
+from multigpu_master.journal.sqlite.room import frees
 
 from tests.sim.journal import SimJournal
 from tests.sim.world import World

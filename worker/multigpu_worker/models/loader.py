@@ -222,11 +222,6 @@ class ModelLoader:
         self._pool.load(resident.key, resident.spec, slots_of(resident.spec), self.routes.imports_of(resident))
         self._dispatcher.want_heartbeat()
 
-    def slots_max(self) -> int:
-        """The most tasks that any served model runs at the same time."""
-        served = (self.routes.residents[key].spec for key in set(self.routes.table.values()))
-        return max((slots_of(spec) * spec.instances for spec in served), default=1)
-
     def _unload(self, resident: Resident, now_s: float) -> None:
         resident.enter(ModelState.UNLOADING, now_s)
         self._pool.unload(resident.key)

@@ -30,7 +30,7 @@ from multigpu_master.payloads import shared_files as payloads
 # The first part of each reference is the segment's name. SQLite finds references by small indexes.
 _SEGMENTS = " UNION ".join(
     f"SELECT substr({column}, 1, instr({column}, ':') - 1) FROM {table} WHERE typeof({column}) = 'text'"  # noqa: S608
-    for table, column in (("task", "payload"), ("dead_letter", "payload"), ("outcome", "body"))
+    for table, column in journal_segments.LARGE_COLUMNS
 )
 _OWN_NAME = re.compile("[0-9a-f]{8}")
 _TRIES = 20  # to hold all segments of one instant; a try takes some milliseconds

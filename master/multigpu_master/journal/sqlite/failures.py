@@ -5,9 +5,9 @@ import sqlite3
 from pathlib import Path
 
 from multigpu_master.journal.errors import JournalDamagedError, JournalError, JournalFullError
-from multigpu_master.journal.sqlite.disk_reserve import NO_DESCRIPTOR
 from multigpu_master.journal.sqlite.schema import BUSY_TIMEOUT_S
 
+NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE)
 NO_DATABASE = "it is not an SQLite database"
 # SQLITE_IOERR_SHMSIZE is what SQLite answers if there is no room for the log's index.
 _FULL_CODES = frozenset({sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_SHMSIZE})

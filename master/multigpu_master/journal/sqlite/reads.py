@@ -1,7 +1,7 @@
 """Reading the SQLite journal, from any thread.
 
-Every read is one statement on a connection that is idle or, if none is, new: so reads wait neither for each other nor
-for the writer, and none leaves a transaction open behind it, which would keep the log from being emptied.
+Every read is one statement on an idle connection or on a new one: so reads wait neither for each other nor for the
+writer, and leave no transaction open, which would keep the log from being emptied.
 """
 
 # ruff: noqa: S608  # statements are put together from this package's constants; values are always bound
@@ -16,7 +16,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from multigpu._transport.payloads import Reference, is_transient, read_file
+from multigpu._transport.payloads import Reference, is_transient
 from multigpu.v1 import task_pb2
 
 from multigpu_master.journal.protocol import (
@@ -30,8 +30,8 @@ from multigpu_master.journal.protocol import (
 )
 from multigpu_master.journal.sqlite import connections, failures, schema
 from multigpu_master.journal.sqlite import specs as journal_specs
-from multigpu_master.journal.sqlite.segments import IN_USE, SegmentReader
-from multigpu_master.payloads.shared_files import Payloads, is_shared, parse_reference
+from multigpu_master.journal.sqlite.segments import IN_USE, LargeObjects, bounds
+from multigpu_master.payloads.shared_files import Payloads
 
 # As in StoredOutcome.
 _SETTLED_COLUMNS = (
@@ -41,12 +41,12 @@ _OUTCOME_COLUMNS = f"{_SETTLED_COLUMNS}, o.expire_time_s, o.body"
 _KEYS_SIZES = (1, 16, 256)  # keys in one statement; few sizes, so that the statements stay prepared
 _READ_OUTCOMES_ROWS = 64  # fetched at a time, so that little more than `bytes_max` is ever read
 _TASKS_ROWS = 4096
-# Requeued and deleted dead letters are neither listed nor counted. Get by id still finds their outcome.
+# Requeued and deleted dead letters are neither listed nor counted; get_outcome still finds them.
 _NO_FORMER_LETTER = (
     f"(o.state <> {task_pb2.OUTCOME_STATE_DEAD_LETTERED} "
     "OR EXISTS (SELECT 1 FROM dead_letter d WHERE d.task_id = o.task_id))"
 )
-# What the columns of a row must hold. SQLite checks neither types nor, between pages, bits.
+# The types of a row's columns. SQLite does not check them, and keeps no checksums.
 _TASK_TYPES = (int, str, (bytes, str), (bytes, str), str, int, float)
 _SETTLED_TYPES = (int, int, str, int, str, str, str, float, (int, type(None)))
 _STATES = range(1, 6)
@@ -63,8 +63,8 @@ class JournalReads:
         self._now = now
         self._data_dir = data_dir
         self._path = data_dir / database
-        self._segments_read = SegmentReader(data_dir)
         self.payloads = Payloads(data_dir, self._refers_to)
+        self._large = LargeObjects(data_dir, self.payloads)
         self._idle: list[sqlite3.Connection] = []
         self._lock = threading.Lock()  # of _idle and _closed
         self._closed = False
@@ -136,19 +136,17 @@ class JournalReads:
         try:
             if not isinstance(body, str):
                 raise ValueError("a body is bytes, or refers to them")  # noqa: TRY301, TRY004  as damage is
-            outcome.body = self._read_segment(body)
+            outcome.body = self._large.read(body)
         except (OSError, ValueError) as error:
             if is_transient(error):
                 raise failures.explain(error, self._path) from error
-            # Not if the body has been forgotten since the row was read.
+            # Not lost if the sweeper has deleted the body since the row was read.
             if self._rows("SELECT 1 FROM outcome WHERE cursor = ? AND body = ?", (outcome.cursor, body)):
                 outcome.lost = f"{str(body)[:33]!r} of {self._data_dir}: {getattr(error, 'strerror', None) or error}"
         return outcome
 
     def _task(self, row: Sequence[Any], specs: dict[bytes | str, bytes], *, refer: bool = False) -> SubmitRecord:
-        """`specs`: those read before, by what rows hold of them. `refer`: a payload that lies in the directory of
-        payloads stays there.
-        """
+        """`specs`: those read before, by their column. `refer`: a payload in a shared file stays there."""
         task = SubmitRecord(*row)
         whole = _are(row, _TASK_TYPES) and abs(task.submit_time_s) < _TIME_S_MAX
         if not (whole and 0 < task.task_id < 1 << 53 and 0 < task.units < 1 << 32):
@@ -157,14 +155,7 @@ class JournalReads:
             specs[task.spec] = self._read_spec(task.spec)
         task.spec = specs[task.spec]
         if isinstance(task.payload, str):
-            payload: bytes | Reference | None
-            if refer and is_shared(task.payload):
-                try:
-                    payload = self.payloads.restore(task.payload)
-                except ValueError as error:
-                    raise self._damaged(f"task {task.task_id} refers to {task.payload[:100]!r}") from error
-            else:
-                payload = self._read_payload(task.payload)
+            payload = self._payload(task.payload, refer=refer)
             if payload is None:
                 raise JournalError(
                     f"The payload of task {task.task_id} is missing: its segment of {self._data_dir} is gone. Restore "
@@ -189,20 +180,13 @@ class JournalReads:
         )
 
     def _refers_to(self, name: str) -> bool:
-        """Whether any row refers to a file of the directory of payloads."""
-        return bool(self._rows(IN_USE, (f"{name}:", f"{name};"))[0][0])
+        """Whether any row refers to a shared file."""
+        return bool(self._rows(IN_USE, bounds(name))[0][0])
 
-    def _read_segment(self, reference: str) -> bytes:
-        """OSError, ValueError: it cannot be read; see `is_transient`."""
-        if is_shared(reference):
-            name, offset, size_bytes, head, _ = parse_reference(reference)
-            return head + read_file(self.payloads.path / name, offset, size_bytes)
-        return self._segments_read.read(reference)
-
-    def _read_payload(self, reference: str) -> bytes | None:
-        """None: its segment is gone."""
+    def _payload(self, reference: str, *, refer: bool) -> bytes | Reference | None:
+        """None: its file is gone."""
         try:
-            return self._read_segment(reference)
+            return self._large.restore(reference) if refer else self._large.read(reference)
         except FileNotFoundError:
             return None
         except ValueError as error:
@@ -211,11 +195,11 @@ class JournalReads:
             raise failures.explain(error, self._path) from error
 
     def size_bytes(self) -> int:
-        files = itertools.chain(self._data_dir.glob(f"{self._path.name}*"), self._segments_read.directory.glob("*"))
+        files = itertools.chain(self._data_dir.glob(f"{self._path.name}*"), self._large.directory.glob("*"))
         return sum(_size_bytes(file) for file in files) + self.payloads.size_bytes
 
     def lost(self) -> Iterator[tuple[str, int, str]]:
-        """Reads everything there is. Of what can't be read: the table, the row's key, and what it is."""
+        """Reads everything. Yields the table, the key and the description of each row that can't be read."""
         for table, name in (("task", "task"), ("dead_letter", "dead letter"), ("outcome", "the result of task")):
             is_outcome = table == "outcome"
             key, columns = ("cursor", _OUTCOME_COLUMNS) if is_outcome else ("task_id", schema.TASK_COLUMNS)
