@@ -1,9 +1,8 @@
-"""The worker's doors: frames from a master that makes no sense, and frames from an engine that is out of its mind.
+"""The worker's targets: random frames from a master, and damaged frames from an engine.
 
-The agent is the real one, without its processes: nothing runs behind it. A user's handler lives in the engine's
-process, with the same rights as the agent, so a *malicious* engine is outside of what we defend against: it could kill
-the agent as well. One whose memory was damaged, or that writes to the wrong descriptor, is not. Its frames may be
-rejected in one way alone, which ends the engine: `FrameError`.
+The agent is real, without its processes. A *malicious* engine is outside of the threat model: a user's handler runs in
+it with the rights of the agent, and could kill the agent. An engine with damaged memory, or that writes to the wrong
+descriptor, is inside. Its frames are rejected with `FrameError`, which ends the engine.
 """
 
 import asyncio
@@ -30,12 +29,12 @@ from multigpu_worker.session import wire
 from multigpu_worker.session.batcher import Batcher, BatchLimits
 from multigpu_worker.session.session import Lease, Session, SessionLimits, Spec
 
-from tests.hostile.door import Crash, Door, mute
 from tests.hostile.inputs import Maker, pack, unpack
+from tests.hostile.target import Crash, Target, mute
 
 
-class Post:
-    """An agent that has a link and an engine to talk to, both in our hands."""
+class LocalAgent:
+    """An agent whose link and engine are controlled by the test."""
 
     def __init__(self) -> None:
         mute()
@@ -56,7 +55,7 @@ class Post:
         self.loop.close()
 
     def session(self, data: bytes) -> None:
-        """One session: the master's frames in their order, and our answers in between."""
+        """One session: the master's frames in order, with the agent's frames in between."""
         self.loop.run_until_complete(self._session(unpack(data)))
 
     async def _session(self, frames: list[bytes]) -> None:
@@ -85,7 +84,7 @@ class Post:
                     break
                 answer.SerializeToString()
             else:
-                raise Crash("the worker has no end of things to say")
+                raise Crash("the worker sends frames without end")
         if not 0.01 <= stream.heartbeat_s <= 60.0:
             raise Crash(f"the worker would send a heartbeat each {stream.heartbeat_s} s")
         stream.disconnected("the test ends the stream")
@@ -103,7 +102,7 @@ def session_frames(maker: Maker) -> bytes:
 
 
 def _value(rng: Random, depth: int = 0) -> object:
-    """What an engine could say, if it said anything at all."""
+    """A random value of an engine's message."""
     if depth < 4 and rng.random() < 0.4:
         many = [_value(rng, depth + 1) for _ in range(rng.randrange(5))]
         return rng.choice((tuple, list))(many)
@@ -112,7 +111,7 @@ def _value(rng: Random, depth: int = 0) -> object:
 
 
 def _engine_frame(maker: Maker) -> bytes:
-    """A frame, or two, of the right form or of any, with blobs or without; and what somebody else wrote between."""
+    """One or two frames, valid or not, with or without blobs, and with stray bytes in between."""
     rng = maker.rng
     if rng.random() < 0.1:
         return rng.randbytes(rng.randrange(200))
@@ -127,23 +126,23 @@ def _engine_frame(maker: Maker) -> bytes:
     table = b"".join(struct.pack("<QQ", rng.choice((0, 5, 2**63)), rng.choice((0, 2**64 - 1))) for _ in range(blobs))
     head = struct.pack("<III", frames._check(len(body), blobs), len(body), blobs)
     data = (head + table + body) * rng.choice((1, 2))
-    if rng.random() < 0.5:  # a handler that prints to the wrong descriptor, in the middle of it
+    if rng.random() < 0.5:  # a handler printed to the wrong descriptor
         at = rng.randrange(len(data))
         data = data[:at] + rng.choice((b"hello\n", rng.randbytes(rng.randrange(1, 40)))) + data[at:]
-    if rng.random() < 0.2:  # it died while it wrote
+    if rng.random() < 0.2:  # it died while writing
         data = data[: rng.randrange(len(data))]
     return data
 
 
 class Wire:
-    """The socket between an agent and an engine, and the agent's end of it."""
+    """The socket between an agent and an engine."""
 
     def __init__(self) -> None:
-        self._post = Post()  # of its own: a word of the wrong type may stay in it
+        self._local = LocalAgent()  # not shared: a value of a wrong type may stay in it
         self._memory = BlobMemory.create()
 
     def feed(self, data: bytes) -> None:
-        agent = self._post.agent
+        agent = self._local.agent
         process = agent.pool.default
         session = agent.dispatcher.session = Session(SessionLimits())
         lease = Lease(1, 1, 1, Spec(kind="echo"), b"")
@@ -162,11 +161,11 @@ class Wire:
                         process.host.take(message, blobs)
         process.host.channel, process.host.ready = None, False
         if 1 in process.batches and 1 in session.leases and 1 not in process.batches[1].leases:
-            raise Crash("a lease is in nobody's hands: its task would wait for ever")
+            raise Crash("a lease was lost: its task would wait for ever")
 
 
-def doors(post: Post) -> list[Door]:
+def targets(local_agent: LocalAgent) -> list[Target]:
     return [
-        Door(name="worker Session, from the master", make=session_frames, feed=post.session),
-        Door(name="worker ipc, from the engine", make=_engine_frame, feed=Wire().feed),
+        Target(name="worker Session, from the master", make=session_frames, feed=local_agent.session),
+        Target(name="worker ipc, from the engine", make=_engine_frame, feed=Wire().feed),
     ]

@@ -1,5 +1,5 @@
-"""A door: something that reads what others wrote. Inputs are bytes, so that chance, hypothesis and atheris can all
-knock at the same doors, and an input that crashed one can be kept in a file.
+"""A target: code that reads untrusted input. Inputs are bytes, so that random inputs, hypothesis and atheris can use
+the same targets, and a crashing input can be kept in a file.
 """
 
 from collections.abc import Callable
@@ -11,17 +11,17 @@ from tests.hostile.inputs import Maker
 
 
 def mute() -> None:
-    """Logs of what was rejected, a million times over, help nobody."""
+    """Turns off the log of rejected inputs."""
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(50))
 
 
 class Crash(Exception):  # noqa: N818  the word for it here
-    """A door did not stand an input."""
+    """A target failed on an input."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Door:
-    """`feed` returns whatever the input, or raises what is a crash. `check` after many: is all well behind the door?"""
+class Target:
+    """`feed` returns for every input; an exception is a crash. `check`, after many inputs: the target still works."""
 
     name: str
     make: Callable[[Maker], bytes]

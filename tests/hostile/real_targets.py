@@ -1,7 +1,7 @@
-"""The same inputs at real daemons: over real gRPC, over bare TCP, and a real worker that is led by a mad master.
+"""The same inputs for real daemons: over gRPC, over TCP, and a real worker whose master sends random frames.
 
-After every batch the daemons must be there, their logs must tell of no fault, nothing may be left of what was rejected,
-and a normal task must be run.
+After every batch the daemons must run without faults in their logs, no state may be left of rejected inputs, and a
+normal task must succeed.
 """
 
 import asyncio
@@ -22,17 +22,17 @@ from multigpu.v1 import task_pb2, task_service_pb2
 from multigpu.v1 import worker_service_pb2 as worker_pb
 
 from tests.fleet import Fleet, until
-from tests.hostile.door import Crash
 from tests.hostile.inputs import Maker, unpack
-from tests.hostile.master_doors import BLAMES_THE_MASTER, METHODS, frames_for
-from tests.hostile.worker_doors import session_frames
+from tests.hostile.master_targets import BLAMES_THE_MASTER, METHODS, frames_for
+from tests.hostile.target import Crash
+from tests.hostile.worker_targets import session_frames
 
 HANDLERS = Path(__file__).resolve().parent / "handlers"
 AT_ONCE = 64
 CALL_TIMEOUT_S, STREAM_TIMEOUT_S = 20.0, 0.2
 MAY_WAIT = {"TaskService/Get"}
 OPTIONS = [("grpc.max_send_message_length", 64 << 20), ("grpc.max_receive_message_length", 64 << 20)]
-# gRPC's own services, which stand at the same door.
+# gRPC's services on the same port.
 FOREIGN = {
     "/grpc.health.v1.Health/Check": health_pb2.HealthCheckRequest.DESCRIPTOR,
     "/multigpu.v1.TaskService/Nothing": health_pb2.HealthCheckRequest.DESCRIPTOR,
@@ -43,8 +43,8 @@ FOREIGN_STREAMS = {
 }
 
 
-class Siege:
-    """A fleet, and hostile callers at its master's door."""
+class HostileCallers:
+    """Hostile callers of a fleet's master."""
 
     def __init__(self, fleet: Fleet, seed: int) -> None:
         self.fleet = fleet
@@ -52,17 +52,17 @@ class Siege:
         self._maker = Maker(Random(f"{seed}/real"))
 
     def batch(self, count: int) -> None:
-        """So many calls, then a look at the fleet. Crash: it did not stand them."""
+        """Makes this many calls and checks the fleet. Crash: it failed."""
         codes = asyncio.run(self._batch(count))
         for name, code, details in codes:
             # gRPC's own health service answers a message that it can't parse with INTERNAL.
-            # And "Internal error from Core" is our own end's word for a write on a stream that was over.
+            # "Internal error from Core" is the client's error for a write on an ended stream.
             own = name.startswith("/grpc.") or details == "Internal error from Core"
             if code in BLAMES_THE_MASTER and not own:
                 raise Crash(f"{name}: {code.name}: {details}")
         for _ in range(count // 50):
             self._tcp()
-        self.well()
+        self.check()
 
     async def _batch(self, count: int) -> list[tuple[str, grpc.StatusCode, str]]:
         found = []
@@ -101,7 +101,7 @@ class Siege:
         return path, *await _unary(channel.unary_unary(path), maker.wire(descriptor), None)
 
     def _tcp(self) -> None:
-        """Bytes that are no HTTP/2, or that were until they broke off."""
+        """Bytes that are not HTTP/2, or end within it."""
         rng = self._maker.rng
         self.tried["real TCP"] += 1
         host, _, port = self.fleet.address.rpartition(":")
@@ -111,8 +111,8 @@ class Siege:
         with socket.create_connection((host, int(port)), timeout=10) as sock, contextlib.suppress(OSError):
             sock.sendall(head + rng.randbytes(rng.choice((0, 1, 9, 100, 5000))))
 
-    def well(self) -> None:
-        """Is everybody there, is nothing left, is a task served?"""
+    def check(self) -> None:
+        """Crash: a daemon has died, a task is left, or a normal task fails."""
         fleet = self.fleet
         for daemon in (fleet.master, *fleet.workers.values()):
             if not daemon.alive:
@@ -125,10 +125,10 @@ class Siege:
         (task_id,) = fleet.submit("echo", b"still there", priority=1, required_labels={"real": "yes"})
         outcome = fleet.outcome(task_id)
         if outcome.result != b"still there":
-            raise Crash(f"a task is not served any more: {outcome}")
-        # gRPC logs with a traceback what it could not parse.
+            raise Crash(f"a task is no longer served: {outcome}")
+        # gRPC logs a traceback for messages that it cannot parse.
         if faults := [line for line in fleet.faults() if '"logger": "grpc.' not in line]:
-            raise Crash(f"the log tells of a fault: {faults[0]}")
+            raise Crash(f"the log has a fault: {faults[0]}")
 
     def _cancel_all(self) -> None:
         tasks = self.fleet.tasks
@@ -160,7 +160,7 @@ async def _stream(call: Any, frames: Sequence[bytes]) -> tuple[grpc.StatusCode, 
 
 
 async def _read(call: Any) -> tuple[grpc.StatusCode, str]:
-    """The first messages of a stream, and how it ended, or that we went away."""
+    """Reads the first messages of a stream. Returns how it ended."""
     try:
         for _ in range(4):
             if await call.read() is grpc.aio.EOF:
@@ -174,12 +174,12 @@ async def _read(call: Any) -> tuple[grpc.StatusCode, str]:
         return grpc.StatusCode.CANCELLED, ""
 
 
-class MadMaster:
-    """Takes a worker's sessions and says what comes to its mind. It never becomes a master."""
+class RandomMaster:
+    """A fake master that sends random frames to a worker."""
 
     def __init__(self, address: str, seed: int) -> None:
         self.tried = 0
-        self._maker = Maker(Random(f"{seed}/mad"))
+        self._maker = Maker(Random(f"{seed}/master"))
         self._server: Any = None
         self.address = address
 
@@ -204,32 +204,32 @@ class MadMaster:
         await asyncio.sleep(0.01)
 
 
-def mad_master(fleet: Fleet, count: int, seed: int) -> int:
-    """Leads the fleet's worker with nonsense, then puts the real master back. Returns the number of frames."""
+def random_master(fleet: Fleet, count: int, seed: int) -> int:
+    """Replaces the fleet's master by a random one, then restores it. Returns the number of frames."""
     (name,) = fleet.workers
     fleet.master.kill()
 
-    async def lead() -> int:
-        async with MadMaster(fleet.address, seed) as mad:
+    async def serve() -> int:
+        async with RandomMaster(fleet.address, seed) as master:
             async with asyncio.timeout(60 + count / 5):
-                while mad.tried < count:
+                while master.tried < count:
                     await asyncio.sleep(0.05)
                     if not fleet.workers[name].alive:
                         raise Crash(f"the worker ended: {fleet.workers[name].log()[-3000:]}")
-            return mad.tried
+            return master.tried
 
-    tried = asyncio.run(lead())
+    tried = asyncio.run(serve())
     fleet.start_master()
     fleet.wait_for_workers(name)
     return tried
 
 
 @contextlib.contextmanager
-def besieged(folder: Path, seed: int) -> Iterator[Siege]:
-    """A master and a worker of ours, under siege."""
+def hostile_fleet(folder: Path, seed: int) -> Iterator[HostileCallers]:
+    """Hostile callers of a new fleet with one worker."""
     with Fleet(
         folder, workers=1, worker_flags=["--labels", "real=yes"], handlers=["babbling"], handlers_dir=HANDLERS
     ) as fleet:
-        siege = Siege(fleet, seed)
-        siege.well()
-        yield siege
+        callers = HostileCallers(fleet, seed)
+        callers.check()
+        yield callers

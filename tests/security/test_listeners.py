@@ -1,4 +1,4 @@
-"""Ways in by a door that should not be open: what a master rejects to listen on, and what clients reject to say."""
+"""Settings with which a master rejects to listen, and a client to send its token."""
 
 import re
 import socket
@@ -11,7 +11,7 @@ import pytest
 from multigpu._transport.credentials import Credentials, is_loopback
 from multigpu.cli.security import authority
 from multigpu.config.config import ClientConfig, ConfigError, MasterConfig
-from multigpu_master.security import listeners as doors
+from multigpu_master.security import listeners
 
 TLS = {"tls_cert": "c", "tls_key": "k"}
 
@@ -24,7 +24,7 @@ TLS = {"tls_cert": "c", "tls_key": "k"}
         ("10.0.0.1:1", False), ("gpu1:1", False), ("localhost.evil.org:1", False), ("128.0.0.1:1", False),
     ],
 )  # fmt: skip
-def test_what_stays_on_this_host(address: str, expected: bool) -> None:
+def test_loopback_addresses(address: str, expected: bool) -> None:
     assert is_loopback(address) is expected
 
 
@@ -54,13 +54,13 @@ def test_what_stays_on_this_host(address: str, expected: bool) -> None:
         ({"metrics_listen": "0.0.0.0:1", "insecure": True}, ""),
     ],
 )
-def test_what_a_master_listens_on(settings: dict[str, Any], rejection: str) -> None:
+def test_allowed_listen_settings(settings: dict[str, Any], rejection: str) -> None:
     config = MasterConfig(**settings)
     if not rejection:
-        doors.check(config)
+        listeners.check(config)
     else:
-        with pytest.raises(doors.DoorError, match=re.escape(rejection)):
-            doors.check(config)
+        with pytest.raises(listeners.ListenError, match=re.escape(rejection)):
+            listeners.check(config)
 
 
 @pytest.mark.parametrize(
@@ -72,13 +72,13 @@ def test_what_a_master_listens_on(settings: dict[str, Any], rejection: str) -> N
         (("--listen", "127.0.0.1:0", "--strategy", "none"), "no strategy 'none'"),
     ],
 )
-def test_a_real_master_does_not_start_so(tmp_path: Path, flags: tuple[str, ...], words: str) -> None:
+def test_a_real_master_does_not_start(tmp_path: Path, flags: tuple[str, ...], words: str) -> None:
     assert words in rejected_words(tmp_path, *flags)
 
 
 def rejected_words(folder: Path, *flags: str, code: int = 2) -> str:
-    """What a real master says, on stderr alone, before it is ready. It ends with 2: its settings must be edited, so
-    systemd does not start it again; other rejections may pass, and end with 3.
+    """The error of a real master on stderr, before it is ready. Exit status 2: its settings must be changed, so systemd
+    does not start it again. Other errors, with 3, may pass.
     """
     command = [sys.executable, "-m", "multigpu_master.main", "--data-dir", str(folder / "d"), *flags]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
@@ -88,7 +88,7 @@ def rejected_words(folder: Path, *flags: str, code: int = 2) -> str:
     return ended.stderr
 
 
-def test_metrics_on_a_taken_port_are_rejected_before_the_master_is_ready(tmp_path: Path) -> None:
+def test_a_metrics_port_in_use_is_rejected_before_the_master_is_ready(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         words = rejected_words(tmp_path, "--listen", "127.0.0.1:0", "--metrics-listen", address, code=3)
@@ -110,10 +110,10 @@ def test_a_master_whose_key_is_of_another_certificate_is_rejected(tmp_path: Path
     for name in ("one", "two"):
         authority.issue(tmp_path / "ca", "master", name, ["localhost"])
     files = ("--tls-cert", str(tmp_path / "ca" / "one.crt"), "--tls-key", str(tmp_path / "ca" / "two.key"))
-    assert "two.key) are no good" in rejected_words(tmp_path, "--listen", "127.0.0.1:0", *files)
+    assert "two.key) are invalid" in rejected_words(tmp_path, "--listen", "127.0.0.1:0", *files)
 
 
-def test_a_client_sends_no_token_in_the_clear(tmp_path: Path) -> None:
+def test_a_client_sends_no_token_without_tls(tmp_path: Path) -> None:
     shown = Credentials(token="mgpu_x").metadata("127.0.0.1:1")
     assert shown == (("authorization", "Bearer mgpu_x"),)
     assert Credentials(token="mgpu_x", tls_ca="ca").metadata("gpu1:1") == shown
@@ -140,7 +140,7 @@ def test_a_certificate_without_its_key_or_its_authority_is_rejected() -> None:
             Credentials.of(ClientConfig(**settings))  # type: ignore[arg-type]
 
 
-def test_a_token_in_the_environment_is_shown_by_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_token_in_the_environment_is_not_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MGPU_TOKEN", "mgpu_verysecret")
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     for words in (("config", "show"), ("--master", "127.0.0.1:1", "status"), ("version",)):

@@ -1,4 +1,4 @@
-"""What is read from files, the environment and the journal: written by hand, by programs, or by a failing disk."""
+"""Targets that read files, the environment and the journal."""
 
 import contextlib
 import os
@@ -9,7 +9,6 @@ from random import Random
 from typing import Any
 
 import click
-import grpc
 from google.protobuf.message import DecodeError
 from multigpu._transport.run_state import Answer, Call, RunState
 from multigpu._transport.window import Window
@@ -26,13 +25,14 @@ from multigpu_master.core.scheduler import Core, Limits
 from multigpu_master.journal.protocol import JournalError
 from multigpu_master.journal.sqlite.reads import JournalReads
 from multigpu_master.rpc import queries
-from multigpu_master.rpc.status import page_size_of, read_token
+from multigpu_master.rpc.errors import InvalidArgumentError
+from multigpu_master.rpc.paging import read_page_size, read_token
 from multigpu_master.strategies.registry import canonical_name, load_strategies
-from multigpu_master.wire import messages as wire
 from multigpu_master.wire import specs as wire_specs
+from multigpu_master.wire import tasks as wire_tasks
 
-from tests.hostile.door import Crash, Door, mute
 from tests.hostile.inputs import WORDS, Maker
+from tests.hostile.target import Crash, Target, mute
 
 FIELDS = [(cls, name) for cls in CONFIG_CLASSES for name in cls.__dataclass_fields__]  # type: ignore[attr-defined]  # all are
 VALUES = [
@@ -73,15 +73,6 @@ VALUES = [
 ]
 
 
-class Rejecting:
-    """Stands in for a call: to reject is what it may do."""
-
-    async def abort(self, code: grpc.StatusCode, details: str) -> None:
-        if code is not grpc.StatusCode.INVALID_ARGUMENT:
-            raise Crash(f"{code.name}: {details}")
-        raise grpc.aio.AbortError
-
-
 # --- configuration ---------------------------------------------------------------------------------------------------
 
 
@@ -101,7 +92,7 @@ def _toml(maker: Maker) -> bytes:
 
 
 class Folder:
-    """A folder of our own, for what is read by name."""
+    """A folder for inputs that are read from files."""
 
     def __init__(self) -> None:
         memory = Path("/dev/shm")
@@ -127,7 +118,7 @@ class Folder:
 
 
 def _pairs(maker: Maker) -> bytes:
-    """Settings as text: NAME, NUL, VALUE, NUL, ... with names that are true, nearly true, or not at all."""
+    """Settings as text: NAME, NUL, VALUE, NUL, ... with valid, similar and invalid names."""
     rng, parts = maker.rng, []
     for _ in range(rng.choice((1, 2, 5))):
         cls, name = rng.choice(FIELDS)
@@ -155,7 +146,7 @@ def _flags(data: bytes) -> None:
 
 # --- the journal's rows ----------------------------------------------------------------------------------------------
 
-# What may stand in a column of an SQLite table that is not STRICT, whatever was meant to.
+# Values that a column of an SQLite table can have if the table is not STRICT.
 COLUMN = [
     *(0, 1, -1, 2**63 - 1, -(2**63), 0.5, 1e308, float("inf"), "", "x", "a:b:c", "00000001:0:10", "1:-1:5", "1:0:-5"),
     *("ffffffff:0:ffffffffffffffff", "::", b"", b"\xff\xfe", b"\x0a\x04echo", "x" * 300, None),
@@ -166,7 +157,7 @@ OUTCOME = [3, 7, "r", 1, "default", "echo", "", 1.6e9, None, 9e9, OUTCOME_BODY]
 
 
 class Rows:
-    """The reading half of a journal, and rows for it as the seed in the input says."""
+    """The journal's readers, with rows made from the seed in the input."""
 
     def __init__(self, folder: Path) -> None:
         mute()
@@ -188,9 +179,9 @@ class Rows:
     def task(self, data: bytes) -> None:
         with contextlib.suppress(JournalError):
             record = self._reads._task(self._row(TASK, data), {})
-            task = wire.restored_task(record, self._specs.restore(record.spec))
-            wire.task_message(task, 0.0).SerializeToString()
-            wire.submit_record(task)
+            task = wire_tasks.restored_task(record, self._specs.restore(record.spec))
+            wire_tasks.task_message(task, 0.0).SerializeToString()
+            wire_tasks.submit_record(task)
 
     def outcome(self, data: bytes) -> None:
         with contextlib.suppress(JournalError):
@@ -215,7 +206,7 @@ class Rows:
 
 
 class Waiting(Call):
-    """A call that somebody waits for."""
+    """A call with a waiting caller."""
 
     __slots__ = ("answers",)
 
@@ -224,12 +215,12 @@ class Waiting(Call):
             repr(answer)
             with contextlib.suppress(MultigpuError):
                 answer.value()
-            with contextlib.suppress(ValueError):  # a time that is none is said to be none
+            with contextlib.suppress(ValueError):  # of an invalid time
                 answer.finish_time  # noqa: B018  reading it is what is tried
 
 
 def _client(data: bytes) -> None:
-    """A frame for a client's Run stream, from a master that makes no sense."""
+    """A random frame for a client's Run stream."""
     window = Window(10, 1 << 20)
     state = RunState(window)
     calls = [Waiting(task_pb2.TaskSpec(kind="echo"), b"x", f"r{n}", None) for n in range(4)]
@@ -244,22 +235,14 @@ def _client(data: bytes) -> None:
 
 
 def _token(data: bytes) -> None:
-    async def read() -> None:
-        number = await read_token(Rejecting(), data.decode("utf-8", "replace"), "cursor")
-        await page_size_of(Rejecting(), number % (1 << 31))
+    with contextlib.suppress(InvalidArgumentError):
+        number = read_token(data.decode("utf-8", "replace"), "cursor")
+        read_page_size(number % (1 << 31))
         if not 0 <= number < 1 << 62:
             raise Crash(f"a cursor of {number}")
 
-    with contextlib.suppress(grpc.aio.AbortError):
-        coroutine = read()
-        try:
-            coroutine.send(None)
-        except StopIteration:
-            return
-        raise AssertionError("it never waits")
 
-
-def doors(folder: Folder) -> list[Door]:
+def targets(folder: Folder) -> list[Target]:
     strategies = load_strategies()
     rows = Rows(folder.path)
 
@@ -281,19 +264,19 @@ def doors(folder: Folder) -> list[Door]:
         return lambda data: void(call(data.decode("utf-8", "replace")))
 
     return [
-        Door(name="config file", make=_toml, feed=folder.config),
-        Door(name="config environment", make=_pairs, feed=_environment),
-        Door(name="config flags", make=_pairs, feed=_flags),
-        Door(name="journal row of a task", make=bits, feed=rows.task),
-        Door(name="journal row of an outcome", make=bits, feed=rows.outcome),
-        Door(name="journal setting", make=bits, feed=rows.setting),
-        Door(name="client RunResponse", make=frame, feed=_client),
-        Door(name="cursor, page token", make=word, feed=_token),
-        Door(name="strategy name", make=word, feed=text(lambda name: canonical_name(name, strategies))),
-        Door(name="traceparent", make=word, feed=text(lambda value: span_from(value, "x", 0, 1))),
-        Door(name="mgpuctl lines", make=json_lines, feed=folder.lines),
+        Target(name="config file", make=_toml, feed=folder.config),
+        Target(name="config environment", make=_pairs, feed=_environment),
+        Target(name="config flags", make=_pairs, feed=_flags),
+        Target(name="journal row of a task", make=bits, feed=rows.task),
+        Target(name="journal row of an outcome", make=bits, feed=rows.outcome),
+        Target(name="journal setting", make=bits, feed=rows.setting),
+        Target(name="client RunResponse", make=frame, feed=_client),
+        Target(name="cursor, page token", make=word, feed=_token),
+        Target(name="strategy name", make=word, feed=text(lambda name: canonical_name(name, strategies))),
+        Target(name="traceparent", make=word, feed=text(lambda value: span_from(value, "x", 0, 1))),
+        Target(name="mgpuctl lines", make=json_lines, feed=folder.lines),
     ]
 
 
 def void(_value: object) -> None:
-    """What was said is of no interest; that it was said is."""
+    """Ignores the value."""

@@ -1,7 +1,7 @@
-"""The master's doors, in this process: the real services on a real core, driver and SQLite journal.
+"""The master's methods in this process: the real services on a real core, driver and SQLite journal.
 
-Only gRPC is left out, for speed: a stand-in takes the place of a call's context, hands the frames in and counts what
-comes out. What is said through it is serialized, as gRPC would. The real thing over real gRPC is in real_doors.py.
+Only gRPC is left out, for speed: a fake context passes frames in and collects the responses, which are serialized as in
+gRPC. real_targets.py uses real gRPC.
 """
 
 import asyncio
@@ -23,15 +23,15 @@ from multigpu_master.core import events as ev
 from multigpu_master.journal.sqlite.journal import SqliteJournal
 from multigpu_master.rpc.worker_service import PROTOCOL_VERSION
 from multigpu_master.server import Master
-from multigpu_master.wire import messages as wire
+from multigpu_master.wire import workers as wire_workers
 
-from tests.hostile.door import Crash, Door, mute
 from tests.hostile.inputs import Maker, pack, unpack
+from tests.hostile.target import Crash, Target, mute
 
 BLAMES_THE_MASTER = {grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL}
-# A call that takes longer hangs. On a busy host a look into the journal takes seconds.
+# A longer call hangs. On a busy host reading the journal takes seconds.
 CALL_TIMEOUT_S = 60.0
-# Calls that wait for something to happen, and how long ours wait with them.
+# Methods that wait for an event, and how long a call may wait here.
 MAY_WAIT, PATIENCE_S = {"TaskService/Get", "TaskService/Watch", "AdminService/WatchWorkers"}, 0.02
 SERVICES = [
     task_service_pb2.DESCRIPTOR.services_by_name["TaskService"],
@@ -39,11 +39,11 @@ SERVICES = [
     admin_service_pb2.DESCRIPTOR.services_by_name["AdminService"],
 ]
 METHODS: dict[str, MethodDescriptor] = {f"{s.name}/{m.name}": m for s in SERVICES for m in s.methods}
-TASKS_MAX = 2_000  # what the house may hold before everything is cancelled
+TASKS_MAX = 2_000  # in the master, before all are cancelled
 
 
 class Collector:
-    """The master's server, and the handlers that were put on it, by "Service/Method"."""
+    """The master's server and its handlers, by "Service/Method"."""
 
     def __init__(self, server: Any) -> None:
         self._server = server
@@ -58,7 +58,7 @@ class Collector:
 
 
 class Context:
-    """Stands in for a call: frames in, frames out, a status. After its last frame the peer goes away."""
+    """A fake context: frames in, frames out, a status. After its last frame the peer disconnects."""
 
     def __init__(self, frames: list[bytes], response_type: Any, ids: deque[int]) -> None:
         self._frames = deque(frames)
@@ -84,7 +84,7 @@ class Context:
             raise asyncio.CancelledError
 
     async def send_initial_metadata(self, _metadata: object) -> None:
-        """Nobody of ours reads it."""
+        """Not read here."""
 
     def code(self) -> grpc.StatusCode:
         return self.status
@@ -104,7 +104,7 @@ class Context:
 
 
 def ids_in(message: Message) -> Iterator[int]:
-    """The task and lease ids that an answer or a frame tells of, however deep in it."""
+    """All task and lease ids in a message."""
     for field, value in message.ListFields():
         if field.name.startswith(("task_id", "lease_id")):
             yield from value if field.is_repeated else (value,)
@@ -113,12 +113,12 @@ def ids_in(message: Message) -> Iterator[int]:
                 yield from ids_in(child)
 
 
-class House:
-    """A master in this process, its event loop, and whatever went wrong in it."""
+class LocalMaster:
+    """A master in this process, its event loop and its faults."""
 
     def __init__(self) -> None:
         mute()
-        memory = Path("/dev/shm")  # the disk is not what is tried here
+        memory = Path("/dev/shm")  # the disk is not tested here
         self._folder = tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None)
         self.loop = asyncio.new_event_loop()
         self.faults: list[str] = []
@@ -140,8 +140,8 @@ class House:
         self.loop.close()
         self._folder.cleanup()
 
-    def knock(self, name: str, data: bytes) -> None:
-        """One call. Crash: what is not the caller's fault."""
+    def send(self, name: str, data: bytes) -> None:
+        """One call. Crash: it fails by a fault of the master."""
         code, details = self.loop.run_until_complete(self._call(name, data))
         core = self.master.driver.core
         if code in BLAMES_THE_MASTER:
@@ -154,7 +154,7 @@ class House:
             self.tidy()
 
     async def _call(self, name: str, data: bytes, *, to_its_end: bool = False) -> tuple[grpc.StatusCode, str]:
-        """The status and its details. A call that may wait is left after PATIENCE_S, with OK, unless `to_its_end`."""
+        """The status and its details. A call that may wait is cancelled after PATIENCE_S, unless `to_its_end`."""
         handler, method = self._handlers[name], METHODS[name]
         frames = unpack(data) if method.client_streaming else [data]
         context = Context(frames, GetMessageClass(method.output_type), self.ids)
@@ -170,7 +170,7 @@ class House:
         return context.status, context.details
 
     def tidy(self) -> None:
-        """Ends every task, by the operator's means, and sees that nothing of them is left in the accounts."""
+        """Cancels every task and checks that no state is left of them."""
         self.loop.run_until_complete(self._tidy())
 
     async def _tidy(self) -> None:
@@ -193,7 +193,7 @@ class House:
             "durable tasks": sum(t.spec.durable for t in core.tasks.values()),
         }
         if any(left.values()):
-            raise Crash(f"something is kept of what has ended: {left}")
+            raise Crash(f"state is left of settled tasks: {left}")
         if self.faults:
             raise Crash(f"an exception outside of any call: {self.faults.pop()}")
 
@@ -215,18 +215,18 @@ class House:
         ):
             code, details = await self._call(name, request.SerializeToString())
             if code not in (grpc.StatusCode.OK, grpc.StatusCode.NOT_FOUND):
-                raise Crash(f"{name} is not served any more: {code} {details}")
+                raise Crash(f"{name} is no longer served: {code} {details}")
         hello = worker_service_pb2.Hello(worker_id="good", slots=1, window_tasks=4, window_bytes=1 << 20)
         hello.capabilities.add(kind="good.kind")
         session = 1 << 40
         outbox = driver.workers.open(session)
-        driver.handle(ev.Hello(session, wire.worker_info(hello), []))
+        driver.handle(ev.Hello(session, wire_workers.worker_info(hello), []))
         submit = task_service_pb2.SubmitRequest()
         submit.batches.add(spec=task_pb2.TaskSpec(kind="good.kind", queue="served")).inputs.add(payload=b"in")
         code, details = await self._call("TaskService/Submit", submit.SerializeToString())
         leased = [lease.task for w in driver.core.fleet.workers.values() for lease in w.leases.values()]
         if code is not grpc.StatusCode.OK or [t.payload for t in leased] != [b"in"]:
-            raise Crash(f"a task is not dispatched any more: {code} {details} {leased}")
+            raise Crash(f"a task is no longer dispatched: {code} {details} {leased}")
         while not any(ids_in(worker_service_pb2.SessionResponse.FromString(_bytes_of(await outbox.next())))):
             await asyncio.sleep(0)
         driver.workers.close(session)
@@ -234,21 +234,21 @@ class House:
         await driver.journaling.all_durable()
         stored = driver.journal.get_outcome(leased[0].task_id)
         if stored is None or stored.state != task_pb2.OUTCOME_STATE_CANCELLED:
-            raise Crash(f"an outcome is not kept any more: {stored}")
+            raise Crash(f"an outcome is no longer kept: {stored}")
 
 
 def _bytes_of(frame: Any) -> bytes:
-    """A frame of an outbox, as it would be written."""
+    """The serialized frame of an outbox."""
     return bytes(frame.SerializeToString() if isinstance(frame, Message) else frame.serialize())
 
 
-def _make(method: MethodDescriptor, house: House, maker: Maker) -> bytes:
-    maker.ids.extend(house.ids)
+def _make(method: MethodDescriptor, local: LocalMaster, maker: Maker) -> bytes:
+    maker.ids.extend(local.ids)
     return frames_for(method, maker)
 
 
 def frames_for(method: MethodDescriptor, maker: Maker) -> bytes:
-    """An input for a method: a message, or several frames for one that takes a stream of them."""
+    """An input for a method: a message, or several frames for a stream."""
     rng = maker.rng
     if not method.client_streaming:
         return maker.wire(method.input_type)
@@ -268,15 +268,15 @@ def frames_for(method: MethodDescriptor, maker: Maker) -> bytes:
     return pack(frames)
 
 
-def doors(house: House) -> list[Door]:
-    """One for each method of the contract."""
+def targets(local: LocalMaster) -> list[Target]:
+    """A target for each method."""
 
-    def door(name: str, method: MethodDescriptor) -> Door:
-        return Door(
+    def target(name: str, method: MethodDescriptor) -> Target:
+        return Target(
             name=f"master {name}",
-            make=lambda maker: _make(method, house, maker),
-            feed=lambda data: house.knock(name, data),
-            check=house.serves,
+            make=lambda maker: _make(method, local, maker),
+            feed=lambda data: local.send(name, data),
+            check=local.serves,
         )
 
-    return [door(name, method) for name, method in METHODS.items()]
+    return [target(name, method) for name, method in METHODS.items()]

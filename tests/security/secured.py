@@ -1,4 +1,4 @@
-"""A real master that asks for tokens, and callers who show what they like."""
+"""A real master that requires tokens, and callers with any token."""
 
 import contextlib
 import queue
@@ -29,14 +29,14 @@ def metadata(token: str | None) -> Any:
 
 
 class Caller:
-    """Whoever has this channel, and this token if any."""
+    """A caller with this channel and token."""
 
     def __init__(self, channel: grpc.Channel, token: str | None = None) -> None:
         self.channel = channel
         self.metadata = metadata(token)
 
     def call(self, name: str, request: Any = None, **more: Any) -> Any:
-        """The answer to a call of one request, "Service/Method"; of a stream, the iterator. Raises RpcError."""
+        """The response of "Service/Method"; the iterator of a stream. Raises RpcError."""
         method = METHODS[name]
         own = GetMessageClass(method.input_type)
         kind = "stream" if method.client_streaming else "unary", "stream" if method.server_streaming else "unary"
@@ -57,7 +57,7 @@ class Caller:
         return Stream(self, name, requests)
 
     def status(self, name: str, request: Any = None) -> grpc.StatusCode:
-        """How a call ends; OK for a stream that says something first."""
+        """How a call ends; OK for a stream with a first message."""
         try:
             answer = self.call(name, request)
             if METHODS[name].server_streaming:
@@ -69,8 +69,12 @@ class Caller:
             return code
         return grpc.StatusCode.OK
 
+    def probe(self) -> grpc.StatusCode:
+        """How a call ends that readers and administrators may make."""
+        return self.status("AdminService/GetStats")
+
     def submit(self, queue: str, *payloads: bytes, request_ids: tuple[str, ...] = (), kind: str = "none") -> Any:
-        """The results of Submit, for a kind that nobody serves: the tasks wait."""
+        """The results of Submit, for a kind that no worker serves: the tasks wait."""
         names = request_ids or ("",) * len(payloads)
         inputs = [task_pb2.TaskInput(payload=p, request_id=r) for p, r in zip(payloads, names, strict=True)]
         spec = task_pb2.TaskSpec(kind=kind, queue=queue, wait_for_worker=True)
@@ -79,7 +83,7 @@ class Caller:
 
 
 class Stream:
-    """A call that stays open: `requests` go up, and whatever is sent later."""
+    """A call that stays open: sends `requests`, and more with `send`."""
 
     def __init__(self, caller: Caller, name: str, requests: tuple[Any, ...]) -> None:
         self._up: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -104,7 +108,7 @@ class Stream:
         return next(self.call)
 
     def end(self) -> grpc.StatusCode:
-        """How the master ends it, sooner or later."""
+        """How the master ends it."""
         try:
             for _ in self.call:
                 pass
@@ -120,7 +124,7 @@ class Stream:
         self.call.cancel()
 
 
-class House:
+class SecuredFleet:
     """A master with --require-tokens on loopback, without TLS."""
 
     def __init__(self, folder: Path, *flags: str, **more: Any) -> None:
@@ -135,7 +139,7 @@ class House:
         )
 
     def create(self, name: str, *roles: str, ttl_s: float = 0, **more: Any) -> tuple[str, str]:
-        """A new token: its id, and itself."""
+        """A new token: its id and its text."""
         request = admin_pb.CreateTokenRequest(name=name, roles=[f"ROLE_{r.upper()}" for r in roles], **more)
         if ttl_s:
             request.ttl.FromNanoseconds(int(ttl_s * 1e9))
@@ -148,8 +152,11 @@ class House:
     def revoke(self, token_id: str) -> None:
         self.admin.call("AdminService/RevokeToken", admin_pb.RevokeTokenRequest(token_id=token_id))
 
+    def tokens(self) -> Any:
+        return self.admin.call("AdminService/ListTokens").tokens
+
     def start_worker(self, name: str, *flags: str, token: str = "") -> Daemon:
-        """A real worker, once it is connected, with a token in a file; by default one for this worker alone."""
+        """A connected real worker with a token in a file; by default one for this worker only."""
         path = self.fleet.folder / f"{name}.token"
         path.touch(0o600)
         path.write_text(token or self.create(name, "worker", worker_ids=[name])[1])
