@@ -87,7 +87,7 @@ def test_spans_recorded_afterwards_join_the_clients_trace(collector: Collector) 
     assert (resource["service.name"], resource["service.instance.id"]) == ("mgpu-test", "w1")
 
 
-def test_the_configured_service_name_wins(collector: Collector) -> None:
+def test_the_configured_service_name_takes_precedence(collector: Collector) -> None:
     start_tracing(collector, service_name="mine")
     telemetry.span_from(SAMPLED, "one", 1, 2)
     telemetry.shut_down_tracing()

@@ -15,9 +15,9 @@ import pytest
 from click.testing import CliRunner, Result
 from multigpu.cli import cli
 
-from tests.client.fleet_up import Up
-from tests.client.test_cli_generate import ENGINE as COUNTER
-from tests.client.test_cli_infer import ENGINE as DOUBLER
+from tests.client.cli.fleet_up import Up
+from tests.client.cli.models.test_generate import ENGINE as COUNTER
+from tests.client.cli.models.test_infer import ENGINE as DOUBLER
 from tests.security.test_tls import TlsFleet
 
 HASHES = """

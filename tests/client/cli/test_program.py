@@ -17,7 +17,7 @@ from multigpu.cli import COMMANDS, cli, messages, progress, show, text
 from multigpu.cli.commands import Command, Group
 from multigpu.v1 import task_pb2
 
-MGPUCTL = (sys.executable, "-m", "multigpu.cli")
+from tests.client.cli.fleet_up import MGPUCTL
 
 
 def mgpuctl(*args: str, **kwargs: Any) -> "subprocess.CompletedProcess[str]":
@@ -244,7 +244,7 @@ def test_progress_on_a_terminal_is_a_bar_that_goes_away() -> None:
 
 
 def test_every_command_is_on_the_page() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "mgpuctl.md").read_text()
+    page = (Path(__file__).parents[3] / "docs" / "mgpuctl.md").read_text()
     missing = [name for name, _ in all_commands() if f"mgpuctl {name.split()[0]}" not in page]
     assert set(missing) <= {"version", "uncordon"}
     assert "uncordon" in page

@@ -10,16 +10,13 @@ from typing import Any
 
 import pytest
 
-from .fleet_up import MGPUCTL, Up, children_of, mgpuctl, ok, until
+from tests.client.cli.fleet_up import MGPUCTL, Up, children_of, mgpuctl, ok, running, until
 
 
 @pytest.fixture(scope="module")
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Up, str]]:
-    up = Up(tmp_path_factory.mktemp("fleet"), "--workers", "2")
-    try:
-        yield up, up.ready()
-    finally:
-        assert up.stop() == 0
+    with running(tmp_path_factory.mktemp("fleet"), "--workers", "2") as up:
+        yield up, up.address
         assert not up.ready_file.exists()
 
 
@@ -69,10 +66,11 @@ def test_results_of_lines_stay_with_their_lines_when_a_task_fails(fleet: tuple[U
 def test_a_line_that_is_no_json_is_named_by_file_and_line(fleet: tuple[Up, str], tmp_path: Path) -> None:
     _, address = fleet
     file = tmp_path / "lines"
-    file.write_text('{"n": 1}\n2\n\n')
-    done = mgpuctl(address, "submit", "--kind", "echo", "--parse-json", "--lines", str(file), "--wait")
-    assert done.returncode == 1
-    assert f"{file}, line 3: not JSON: Expecting value at column 1: ''" in done.stderr
+    for line, reason in (("", "Expecting value at column 1: ''"), ("[NaN]", "JSON has no NaN: '[NaN]'")):
+        file.write_text(f'{{"n": 1}}\n2\n{line}\n')
+        done = mgpuctl(address, "submit", "--kind", "echo", "--parse-json", "--lines", str(file), "--wait")
+        assert done.returncode == 1
+        assert f"{file}, line 3: not JSON: {reason}" in done.stderr
 
 
 def test_failures_have_their_exit_codes(fleet: tuple[Up, str]) -> None:

@@ -12,7 +12,7 @@ import pytest
 from click.testing import CliRunner
 from multigpu.cli import cli
 
-from .fleet_up import MGPUCTL, Up, mgpuctl, ok, until
+from tests.client.cli.fleet_up import MGPUCTL, mgpuctl, ok, running, until
 
 ENGINE = '''
 import time
@@ -59,11 +59,8 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     (folder / "counter" / "counter_engine.py").write_text(ENGINE)
     lines = ('kind = "generate"', 'engine = "counter_engine:Counter"', 'source = "python"')
     (folder / "counter" / "model.toml").write_text("\n".join(lines))
-    up = Up(folder, "--workers", "1", "--model", f"counter={folder / 'counter'}")
-    try:
-        yield up.ready()
-    finally:
-        assert up.stop() == 0
+    with running(folder, "--workers", "1", "--model", f"counter={folder / 'counter'}") as up:
+        yield up.address
 
 
 def counts(address: str) -> dict[str, int]:

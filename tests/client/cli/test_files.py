@@ -4,7 +4,9 @@ import io
 import json
 import os
 import resource
+import signal
 import socket
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,8 +23,8 @@ from multigpu.cli.local import up as up_module
 from multigpu.cli.local.up import choose_addresses, plan_fleet
 from multigpu.cli.tasks import lines
 
-from .fleet_up import mgpuctl
-from .scripted_master import Reply, Spec, Task, ThreadedMaster, echo
+from tests.client.cli.fleet_up import MGPUCTL, mgpuctl, until
+from tests.client.scripted_master import Reply, Spec, Task, ThreadedMaster, echo
 
 
 def write(path: Path, data: bytes) -> str:
@@ -325,3 +327,13 @@ def test_a_result_with_a_line_break_is_no_line_of_submit(tmp_path: Path) -> None
         done = mgpuctl(master.address, "submit", "--kind", "echo", "--lines", file, "--wait", "--json")
         assert done.returncode == 0
         assert len(done.stdout.splitlines()) == 5
+
+
+def test_watch_from_now_prints_a_cursor_even_if_no_task_ends() -> None:
+    with ThreadedMaster() as master:
+        argv = [*MGPUCTL, "watch", "--from-now", "--master", master.address]
+        with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+            until(lambda: master.watchers == 1 and master.watches == 2)
+            process.send_signal(signal.SIGINT)
+            printed, said = process.communicate(timeout=60)
+    assert (process.returncode, printed, said.strip()) == (130, "", "cursor: 0")

@@ -5,7 +5,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ class Up:
         self.folder = folder
         self.ready_file = folder / "ready"
         self.log = folder / "log"
+        self.address = ""
         argv = [*MGPUCTL, "up", "--listen", "127.0.0.1:0", "--data-dir", str(folder / "data"), "--device", "cpu"]
         argv += ["--ready-file", str(self.ready_file), *args]
         with self.log.open("ab") as log:
@@ -52,6 +54,18 @@ class Up:
             return self.process.wait(60)
         finally:
             self.process.kill()
+
+
+@contextmanager
+def running(folder: Path, *args: str, env: dict[str, str] | None = None) -> Iterator[Up]:
+    """A fleet that is ready, and that stops without an error at the end of the block."""
+    up = Up(folder, *args, env=env)
+    try:
+        up.address = up.ready()
+        yield up
+    finally:
+        status = up.stop()
+    assert status == 0
 
 
 def children_of(pid: int) -> list[int]:

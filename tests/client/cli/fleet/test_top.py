@@ -1,19 +1,11 @@
 """mgpuctl top: what its keys do, what it draws at any size, and a real one in a real terminal against a real master."""
 
-import contextlib
-import fcntl
-import os
-import select
 import signal
-import struct
 import subprocess
-import sys
 import termios
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
-import pyte
 import pytest
 from multigpu.cli.fleet import device_columns
 from multigpu.cli.top import frame as top_frame
@@ -22,11 +14,11 @@ from multigpu.cli.top import terminal as top_terminal
 from multigpu.cli.top.state import Order, Pane, Verb, View, press
 from multigpu.v1 import admin_service_pb2 as admin
 
-from tests.client.fleet_samples import gpu_worker, large_fleet
-from tests.client.pictures import drawn, view_of
+from tests.client.cli.fleet.fleet_samples import gpu_worker, large_fleet
+from tests.client.cli.fleet.pictures import drawn, view_of
+from tests.client.cli.fleet.terminal import terminal
+from tests.client.cli.fleet_up import MGPUCTL
 from tests.fleet import Fleet, until
-
-MGPUCTL = (sys.executable, "-m", "multigpu.cli")
 
 
 def text_of(view: View, width: int, height: int) -> list[str]:
@@ -173,75 +165,6 @@ def test_short_names_stay_the_beginning_of_one_id() -> None:
 )
 def test_keys_of_a_terminal(sent: str, keys: list[str]) -> None:
     assert top_terminal.keys_in(sent) == keys
-
-
-class Terminal:
-    """A real terminal's two ends, with a program at one and a screen that understands it at the other."""
-
-    def __init__(self, *argv: str, columns: int = 80, lines: int = 24) -> None:
-        self._master, self.slave = os.openpty()
-        self.screen = pyte.Screen(columns, lines)
-        self._stream = pyte.ByteStream(self.screen)
-        self.raw = b""
-        self.before = termios.tcgetattr(self.slave)
-        self.resize(columns, lines)
-        self.process = subprocess.Popen(
-            argv,
-            stdin=self.slave,
-            stdout=self.slave,
-            stderr=subprocess.PIPE,
-            start_new_session=True,
-            env={**os.environ, "TERM": "xterm-256color"},
-        )
-
-    def resize(self, columns: int, lines: int) -> None:
-        fcntl.ioctl(self.slave, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
-        self.screen.resize(lines, columns)
-
-    def type(self, keys: str) -> None:
-        os.write(self._master, keys.encode())
-
-    def read(self) -> str:
-        while select.select([self._master], [], [], 0.05)[0]:
-            try:
-                data = os.read(self._master, 65536)
-            except OSError:
-                break
-            self.raw += data
-            self._stream.feed(data)
-        return "\n".join(self.screen.display)
-
-    def wait_for(self, condition: Callable[[str], bool], what: str) -> str:
-        end = time.monotonic() + 60
-        while not condition(text := self.read()):
-            assert time.monotonic() < end, f"waited in vain for {what}:\n{text}"
-            assert self.process.poll() is None, (self.process.returncode, text, self.process.communicate()[1])
-        return text
-
-    def ended(self) -> int:
-        end = time.monotonic() + 60
-        while self.process.poll() is None:
-            self.read()
-            assert time.monotonic() < end
-        self.read()
-        return self.process.returncode
-
-    def close(self) -> None:
-        self.process.kill()
-        self.process.wait()
-        assert self.process.stderr is not None
-        self.process.stderr.close()
-        os.close(self._master)
-        os.close(self.slave)
-
-
-@contextlib.contextmanager
-def terminal(*argv: str) -> Iterator[Terminal]:
-    shown = Terminal(*argv)
-    try:
-        yield shown
-    finally:
-        shown.close()
 
 
 @pytest.fixture(scope="module")

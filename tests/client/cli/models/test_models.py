@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner, Result
 from multigpu.cli import cli, tables
 
-from tests.client.fleet_up import MGPUCTL
+from tests.client.cli.fleet_up import MGPUCTL
 from tests.fleet import Fleet, until
 from tests.worker.toy_models import Shop
 

@@ -27,18 +27,18 @@ from multigpu.cli.doctor import doctor
 from multigpu.cli.doctor import fleet as doctor_fleet
 from multigpu.cli.doctor import gpu as doctor_gpu
 from multigpu.cli.doctor import host as doctor_host
-from multigpu.cli.doctor.base import Finding, Place, Verdict, fail, ok, warn
+from multigpu.cli.doctor.base import Check, Finding, Host, Verdict, fail, ok, warn
 from multigpu.cli.rpc import Master
 from multigpu.config import config
 from multigpu.v1 import admin_service_pb2 as admin
 from multigpu.v1.device_pb2 import DeviceTelemetry
 
-from tests.client.fleet_samples import DEGRADED, SICK, ago, cpu_worker, gpu_worker
-from tests.client.unary_master import RejectionError, UnaryMaster, unary_master
+from tests.client.cli.fleet.fleet_samples import DEGRADED, SICK, ago, cpu_worker, gpu_worker
+from tests.client.cli.fleet_up import MGPUCTL
+from tests.client.cli.unary_master import RejectionError, UnaryMaster, unary_master
 from tests.fakes.gpus import SimulatedGpus
 from tests.fleet import Fleet
 
-MGPUCTL = (sys.executable, "-m", "multigpu.cli")
 NOBODY = "65534"
 ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="only root may become somebody else or mount")
 
@@ -59,12 +59,11 @@ def stats(**fields: Any) -> admin.GetStatsResponse:
     return admin.GetStatsResponse(**defaults | fields)
 
 
-def place(address: str = "127.0.0.1:1", root: Path = Path("/"), worker: Any = None, **master: Any) -> Place:
-    return Place(
+def host_of(address: str = "127.0.0.1:1", root: Path = Path("/"), worker: Any = None, **master: Any) -> Host:
+    return Host(
         master_config=config.MasterConfig(**master),
         worker_config=config.WorkerConfig(**worker or {}),
-        client_config=config.ClientConfig(),
-        address=address,
+        client_config=config.ClientConfig(master=address),
         master=Master(address),
         root=root,
     )
@@ -73,6 +72,10 @@ def place(address: str = "127.0.0.1:1", root: Path = Path("/"), worker: Any = No
 def verdicts(findings: list[Finding]) -> dict[str, str]:
     assert all(bool(f.remedy) == (f.verdict in (Verdict.WARN, Verdict.FAIL)) for f in findings), findings
     return {finding.check: finding.verdict.value for finding in findings}
+
+
+def checked(check: Check, host: Host) -> Finding:
+    return one(doctor.run_check(check, host))
 
 
 def one(findings: list[Finding]) -> Finding:
@@ -90,63 +93,63 @@ def gpus(tmp_path: Path) -> SimulatedGpus:
 
 
 @pytest.fixture
-def on_host(gpus: SimulatedGpus, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Place]:
+def on_host(gpus: SimulatedGpus, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Host]:
     """A place whose driver is the simulated one: it is asked in a process of its own."""
     for name, value in gpus.env().items():
         monkeypatch.setenv(name, value)
-    return place
+    return host_of
 
 
-def test_gpus_that_are_well(on_host: Callable[..., Place]) -> None:
+def test_gpus_that_are_well(on_host: Callable[..., Host]) -> None:
     here = on_host()
-    driver = one(doctor_gpu.driver(here))
+    driver = checked(doctor_gpu.driver, here)
     assert driver.verdict is Verdict.OK
     assert "simulated" in driver.message
     assert "4 GPUs" in driver.message
-    found = verdicts(doctor_gpu.devices(here) + doctor_gpu.nvlink(here) + doctor_gpu.mig(here))
+    found = verdicts(doctor_gpu.gpus(here) + doctor_gpu.nvlink(here) + doctor_gpu.mig(here))
     assert found == {"gpus": "ok", "nvlink": "ok", "mig": "ok"}
-    assert verdicts(doctor_gpu.permissions(here)) == {"permissions": "skip"}
+    assert verdicts(doctor.run_check(doctor_gpu.permissions, here)) == {"permissions": "skip"}
 
 
-def test_gpus_that_are_not(gpus: SimulatedGpus, on_host: Callable[..., Place]) -> None:
+def test_gpus_that_are_not(gpus: SimulatedGpus, on_host: Callable[..., Host]) -> None:
     gpus.lose(3)
     gpus.mig(2, 2)
     gpus.nvlink(0, 1, up=False)
     here = on_host()
-    lost = one(doctor_gpu.devices(here))
+    lost = checked(doctor_gpu.gpus, here)
     assert lost.verdict is Verdict.FAIL
     assert "GPU 3" in lost.message
-    link = one(doctor_gpu.nvlink(here))
+    link = checked(doctor_gpu.nvlink, here)
     assert link.verdict is Verdict.WARN
     assert "GPU 0: 5 of 6" in link.message
-    cut = one(doctor_gpu.mig(here))
+    cut = checked(doctor_gpu.mig, here)
     assert cut.verdict is Verdict.WARN
     assert "GPU 2" in cut.message
 
 
 def test_a_driver_that_does_not_answer(
-    gpus: SimulatedGpus, on_host: Callable[..., Place], monkeypatch: pytest.MonkeyPatch
+    gpus: SimulatedGpus, on_host: Callable[..., Host], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("multigpu.cli.doctor.base.NVML_TIMEOUT_S", 2.0)
     gpus.hang(1)
-    hung = one(doctor_gpu.driver(on_host()))
+    hung = checked(doctor_gpu.driver, on_host())
     assert hung.verdict is Verdict.FAIL
     assert "did not answer" in hung.message
 
 
 def test_no_gpu_and_a_gpu_without_a_driver(tmp_path: Path) -> None:
     (tmp_path / "sys/bus/pci/devices").mkdir(parents=True)
-    assert one(doctor_gpu.driver(place(root=tmp_path))).verdict is Verdict.SKIP
+    assert checked(doctor_gpu.driver, host_of(root=tmp_path)).verdict is Verdict.SKIP
     device = tmp_path / "sys/bus/pci/devices/0000:1b:00.0"
     device.mkdir()
     (device / "vendor").write_text("0x10de\n")
     (device / "class").write_text("0x030200\n")
-    found = one(doctor_gpu.driver(place(root=tmp_path)))
+    found = checked(doctor_gpu.driver, host_of(root=tmp_path))
     assert found.verdict is Verdict.FAIL
     assert "install NVIDIA's driver" in found.remedy
     (tmp_path / "proc/driver/nvidia").mkdir(parents=True)
     (tmp_path / "proc/driver/nvidia/version").write_text("NVRM version: NVIDIA UNIX x86_64 Kernel  580.159.03  Mon\n")
-    assert "580.159.03" in one(doctor_gpu.driver(place(root=tmp_path))).remedy
+    assert "580.159.03" in checked(doctor_gpu.driver, host_of(root=tmp_path)).remedy
 
 
 @pytest.mark.parametrize(
@@ -175,20 +178,20 @@ def test_the_cuda_of_the_installed_torch_is_what_torch_says() -> None:
     assert doctor_gpu.installed_torch_cuda() == (said["cuda"] or "")
 
 
-def test_mps(gpus: SimulatedGpus, on_host: Callable[..., Place], tmp_path: Path, monkeypatch: Any) -> None:
-    found = one(doctor_gpu.mps(on_host()))
+def test_mps(gpus: SimulatedGpus, on_host: Callable[..., Host], tmp_path: Path, monkeypatch: Any) -> None:
+    found = checked(doctor_gpu.mps, on_host())
     assert found.verdict is Verdict.WARN
     assert "nvidia-cuda-mps-control" in found.message
-    assert one(doctor_gpu.mps(on_host(worker={"mps": "on"}))).verdict is Verdict.FAIL
-    assert one(doctor_gpu.mps(on_host(worker={"mps": "off"}))).verdict is Verdict.SKIP
+    assert checked(doctor_gpu.mps, on_host(worker={"mps": "on"})).verdict is Verdict.FAIL
+    assert checked(doctor_gpu.mps, on_host(worker={"mps": "off"})).verdict is Verdict.SKIP
     # Only that they are on PATH counts: these do nothing.
     for name in ("nvidia-cuda-mps-control", "nvidia-cuda-mps-server"):
         (tmp_path / name).write_text("#!/bin/sh\nexit 1\n")
         (tmp_path / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    assert one(doctor_gpu.mps(on_host())).verdict is Verdict.OK
+    assert checked(doctor_gpu.mps, on_host()).verdict is Verdict.OK
     gpus.mig(1, 2)
-    assert "MIG is on for GPU 1" in one(doctor_gpu.mps(on_host())).message
+    assert "MIG is on for GPU 1" in checked(doctor_gpu.mps, on_host()).message
 
 
 def test_device_files(tmp_path: Path) -> None:
@@ -233,11 +236,11 @@ def test_limits(files: str, verdict: str) -> None:
 
 
 def test_versions() -> None:
-    assert "grpcio" in one(doctor_host.versions(place())).message
+    assert "grpcio" in checked(doctor_host.versions, host_of()).message
 
 
 def test_a_disk_that_is_well(tmp_path: Path) -> None:
-    found = doctor_host.disk(place(data_dir=tmp_path / "not/yet"))
+    found = doctor_host.disk(host_of(data_dir=tmp_path / "not/yet"))
     assert {f.check for f in found} == {"file system", "disk", "fsync"}
     assert not [f for f in found if f.verdict is Verdict.FAIL and f.check != "disk"]
     assert list(tmp_path.iterdir()) == []
@@ -246,7 +249,7 @@ def test_a_disk_that_is_well(tmp_path: Path) -> None:
 def test_a_disk_by_a_relative_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "d").mkdir()
-    assert not [f for f in doctor_host.disk(place(data_dir=Path("d"))) if "not there yet" in f.message]
+    assert not [f for f in doctor_host.disk(host_of(data_dir=Path("d"))) if "not there yet" in f.message]
 
 
 @ROOT
@@ -295,11 +298,11 @@ def test_file_systems() -> None:
 def test_ports() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        taken = one(doctor_host.ports(place(listen=f"127.0.0.1:{port}")))
+        taken = checked(doctor_host.ports, host_of(listen=f"127.0.0.1:{port}"))
         assert taken.verdict is Verdict.FAIL
         assert f"pid {os.getpid()}" in taken.message
-    assert one(doctor_host.ports(place(listen=f"127.0.0.1:{port}"))).verdict is Verdict.OK
-    foreign = one(doctor_host.ports(place(listen="192.0.2.1:7433", tls_cert="a", tls_key="b")))
+    assert checked(doctor_host.ports, host_of(listen=f"127.0.0.1:{port}")).verdict is Verdict.OK
+    foreign = checked(doctor_host.ports, host_of(listen="192.0.2.1:7433", tls_cert="a", tls_key="b"))
     assert foreign.verdict is Verdict.FAIL
 
 
@@ -349,7 +352,7 @@ def certificate(path: Path, days: float) -> str:
 @pytest.mark.parametrize(("days", "verdict"), [(60, "ok"), (5, "warn"), (-1, "fail"), (200, "fail")])
 def test_certificates(tmp_path: Path, days: float, verdict: str) -> None:
     cert = certificate(tmp_path / "master.crt", days)
-    found = doctor_host.certificates(place(tls_cert=cert, tls_key=cert.replace(".crt", ".key")))
+    found = doctor_host.certificates(host_of(tls_cert=cert, tls_key=cert.replace(".crt", ".key")))
     assert verdicts(found) == {"certificate master.tls_cert": verdict, "key master.tls_key": "ok"}
 
 
@@ -357,13 +360,13 @@ def test_certificates_that_can_not_be_used(tmp_path: Path) -> None:
     cert = certificate(tmp_path / "master.crt", 60)
     key = tmp_path / "master.key"
     key.chmod(0o644)
-    found = doctor_host.certificates(place(tls_cert=str(tmp_path / "none"), tls_key=str(key)))
+    found = doctor_host.certificates(host_of(tls_cert=str(tmp_path / "none"), tls_key=str(key)))
     assert verdicts(found) == {"certificate master.tls_cert": "fail", "key master.tls_key": "fail"}
     assert (
-        verdicts(doctor_host.certificates(place(tls_cert=str(key), tls_key=cert)))["certificate master.tls_cert"]
+        verdicts(doctor_host.certificates(host_of(tls_cert=str(key), tls_key=cert)))["certificate master.tls_cert"]
         == "fail"
     )
-    assert one(doctor_host.certificates(place())).verdict is Verdict.SKIP
+    assert checked(doctor_host.certificates, host_of()).verdict is Verdict.SKIP
 
 
 # --- the fleet -------------------------------------------------------------------------------------------------------
@@ -378,38 +381,38 @@ def test_clock(skew: float, trip: float, verdict: str) -> None:
 
 
 def test_a_masters_clock_that_is_off(script: UnaryMaster) -> None:
-    assert one(doctor_fleet.clock(place(script.address))).verdict is Verdict.OK
+    assert checked(doctor_fleet.clock, host_of(script.address)).verdict is Verdict.OK
     script.answers["GetStats"] = lambda _: stats(server_time=ago(120))
-    found = one(doctor_fleet.clock(place(script.address)))
+    found = checked(doctor_fleet.clock, host_of(script.address))
     assert found.verdict is Verdict.FAIL
     assert "2 min 0 s ahead of the master's" in found.message
     script.answers["GetStats"] = lambda _: stats(server_time=None)
-    assert one(doctor_fleet.clock(place(script.address))).verdict is Verdict.SKIP
+    assert checked(doctor_fleet.clock, host_of(script.address)).verdict is Verdict.SKIP
 
 
-def knows(script: UnaryMaster, *workers: admin.Worker) -> Place:
+def knows(script: UnaryMaster, *workers: admin.Worker) -> Host:
     script.answers["ListWorkers"] = admin.ListWorkersResponse(workers=workers)
-    return place(script.address)
+    return host_of(script.address)
 
 
 def test_worker_clocks(script: UnaryMaster) -> None:
-    assert one(doctor_fleet.worker_clocks(knows(script, cpu_worker()))).verdict is Verdict.OK
+    assert checked(doctor_fleet.worker_clocks, knows(script, cpu_worker())).verdict is Verdict.OK
     ahead = cpu_worker(telemetry=DeviceTelemetry(sample_time=ago(-30)))
-    assert "ahead" in one(doctor_fleet.worker_clocks(knows(script, ahead))).message
+    assert "ahead" in checked(doctor_fleet.worker_clocks, knows(script, ahead)).message
     behind = cpu_worker(telemetry=DeviceTelemetry(sample_time=ago(60)))
-    assert one(doctor_fleet.worker_clocks(knows(script, behind))).verdict is Verdict.WARN
+    assert checked(doctor_fleet.worker_clocks, knows(script, behind)).verdict is Verdict.WARN
 
 
 def test_fleet_versions(script: UnaryMaster) -> None:
-    assert one(doctor_fleet.fleet_versions(knows(script, cpu_worker()))).verdict is Verdict.OK
-    found = one(doctor_fleet.fleet_versions(knows(script, cpu_worker(version="0.0.9"))))
+    assert checked(doctor_fleet.fleet_versions, knows(script, cpu_worker())).verdict is Verdict.OK
+    found = checked(doctor_fleet.fleet_versions, knows(script, cpu_worker(version="0.0.9")))
     assert found.verdict is Verdict.WARN
     assert "box-cpu-0 0.0.9" in found.message
 
 
 def test_workers(script: UnaryMaster) -> None:
-    assert one(doctor_fleet.workers(knows(script, cpu_worker(), gpu_worker(1)))).verdict is Verdict.OK
-    assert one(doctor_fleet.workers(knows(script))).verdict is Verdict.WARN
+    assert checked(doctor_fleet.workers, knows(script, cpu_worker(), gpu_worker(1))).verdict is Verdict.OK
+    assert checked(doctor_fleet.workers, knows(script)).verdict is Verdict.WARN
     found = doctor_fleet.workers(
         knows(
             script,
@@ -428,42 +431,42 @@ def test_workers(script: UnaryMaster) -> None:
 def test_workers_of_one_device_take_no_more_than_it_has(script: UnaryMaster) -> None:
     share = 141 << 30
     alone = gpu_worker(0, model_memory_bytes=share * 9 // 10)
-    assert one(doctor_fleet.model_memory(knows(script, alone, gpu_worker(1)))).verdict is Verdict.OK
-    assert one(doctor_fleet.model_memory(knows(script, gpu_worker(1)))).verdict is Verdict.SKIP
+    assert checked(doctor_fleet.model_memory, knows(script, alone, gpu_worker(1))).verdict is Verdict.OK
+    assert checked(doctor_fleet.model_memory, knows(script, gpu_worker(1))).verdict is Verdict.SKIP
     twin = gpu_worker(0, worker_id="twin", model_memory_bytes=share * 9 // 10)
-    found = one(doctor_fleet.model_memory(knows(script, alone, twin, gpu_worker(1, model_memory_bytes=share))))
+    found = checked(doctor_fleet.model_memory, knows(script, alone, twin, gpu_worker(1, model_memory_bytes=share)))
     assert found.verdict is Verdict.WARN
     assert "254 GiB of the 141 GiB that cuda:0 has" in found.message
     assert "device_workers = 2" in found.remedy
     elsewhere = gpu_worker(0, worker_id="twin", host="other", model_memory_bytes=share)
-    assert one(doctor_fleet.model_memory(knows(script, alone, elsewhere))).verdict is Verdict.OK
+    assert checked(doctor_fleet.model_memory, knows(script, alone, elsewhere)).verdict is Verdict.OK
     gone = gpu_worker(0, worker_id="twin", model_memory_bytes=share, state=admin.WORKER_STATE_LOST)
-    assert one(doctor_fleet.model_memory(knows(script, alone, gone))).verdict is Verdict.OK
+    assert checked(doctor_fleet.model_memory, knows(script, alone, gone)).verdict is Verdict.OK
 
 
 def test_journal_and_breaker(script: UnaryMaster) -> None:
-    assert one(doctor_fleet.journal(place(script.address))).verdict is Verdict.OK
-    assert one(doctor_fleet.breaker(place(script.address))).verdict is Verdict.OK
+    assert checked(doctor_fleet.journal, host_of(script.address)).verdict is Verdict.OK
+    assert checked(doctor_fleet.breaker, host_of(script.address)).verdict is Verdict.OK
     tripped = admin.Breaker(tripped=True, quarantines=3, quarantines_max=2)
     script.answers["GetStats"] = lambda _: stats(journal_writable=False, breaker=tripped)
-    full = one(doctor_fleet.journal(place(script.address)))
+    full = checked(doctor_fleet.journal, host_of(script.address))
     assert full.verdict is Verdict.FAIL
     assert "journal_bytes_max" in full.message
-    found = one(doctor_fleet.breaker(place(script.address)))
+    found = checked(doctor_fleet.breaker, host_of(script.address))
     assert found.verdict is Verdict.FAIL
     assert "3 devices fell sick together, more than 2: not all are quarantined" in found.message
 
 
 def test_without_a_master() -> None:
-    here = place()
-    found = [finding for check in doctor_fleet.CHECKS for finding in doctor.carry_out(check, here)]
+    here = host_of()
+    found = [finding for check in doctor_fleet.CHECKS for finding in doctor.run_check(check, here)]
     assert verdicts(found)["master"] == "warn"
     assert {f.verdict.value for f in found if f.check != "master"} == {"skip"}
 
 
 def test_a_master_that_lets_us_not_in(script: UnaryMaster, tmp_path: Path) -> None:
     script.answers["GetStats"] = RejectionError(grpc.StatusCode.UNAUTHENTICATED, "a token is needed")
-    found = one(doctor_fleet.master(place(script.address)))
+    found = checked(doctor_fleet.master, host_of(script.address))
     assert found.verdict is Verdict.FAIL
     assert "a token is needed" in found.message
     # What keeps us from even trying is a finding as well, not the end.
@@ -487,10 +490,10 @@ def test_exit_codes() -> None:
 
 
 def test_a_check_that_breaks_does_not_hide_the_others() -> None:
-    def broken(_: Place) -> list[Finding]:
+    def broken(_: Host) -> list[Finding]:
         raise PermissionError(13, "Permission denied", "/proc/x")
 
-    found = one(doctor.carry_out(broken, place()))
+    found = one(doctor.run_check(broken, host_of()))
     assert found.verdict is Verdict.FAIL
     assert "/proc/x" in found.message
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from .fleet_up import MGPUCTL, Up, mgpuctl
+from tests.client.cli.fleet_up import MGPUCTL, mgpuctl, running
 
 ENGINE = """
 import time
@@ -50,11 +50,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def address(folder: Path) -> Iterator[str]:
-    up = Up(folder, "--workers", "1", "--model", f"slow={folder / 'slow'}")
-    try:
-        yield up.ready()
-    finally:
-        assert up.stop() == 0
+    with running(folder, "--workers", "1", "--model", f"slow={folder / 'slow'}") as up:
+        yield up.address
 
 
 def test_a_command_says_which_worker_loads_its_model(address: str, folder: Path) -> None:

@@ -7,7 +7,6 @@ import os
 import signal
 import stat
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,9 +17,7 @@ from multigpu.cli import cli
 from multigpu.cli.fleet import logs
 from multigpu.cli.local.fleet_log import LOG_BYTES_MAX, LOG_NAME, FleetLog, older
 
-from tests.client.fleet_up import Up
-
-MGPUCTL = (sys.executable, "-m", "multigpu.cli")
+from tests.client.cli.fleet_up import MGPUCTL, Up
 
 
 @pytest.fixture(scope="module")

@@ -13,8 +13,8 @@ import pytest
 from click.testing import CliRunner
 from multigpu.cli import cli
 
-from .fleet_up import MGPUCTL, Up, mgpuctl, ok, until
-from .test_cli_infer import ENGINE
+from tests.client.cli.fleet_up import MGPUCTL, mgpuctl, ok, running, until
+from tests.client.cli.models.test_infer import ENGINE
 
 HANDLERS = """
 import collections
@@ -53,11 +53,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def address(folder: Path) -> Iterator[str]:
     models = [word for name in ("doubler", "letters") for word in ("--model", f"{name}={folder / name}")]
-    up = Up(folder, "--workers", "1", "--handlers", "bench_handlers", *models)
-    try:
-        yield up.ready()
-    finally:
-        assert up.stop() == 0
+    with running(folder, "--workers", "1", "--handlers", "bench_handlers", *models) as up:
+        yield up.address
 
 
 def row_of(address: str, folder: Path, *flags: str) -> dict[str, Any]:

@@ -17,8 +17,8 @@ from multigpu.v1 import task_pb2
 from multigpu.v1 import task_service_pb2 as service
 from multigpu.v1.device_pb2 import Device, DeviceTelemetry
 
-from tests.client.fleet_samples import ago
-from tests.client.unary_master import RejectionError, UnaryMaster, unary_master
+from tests.client.cli.fleet.fleet_samples import ago
+from tests.client.cli.unary_master import RejectionError, UnaryMaster, unary_master
 
 Run = Callable[..., Result]
 

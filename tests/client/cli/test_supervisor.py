@@ -1,4 +1,4 @@
-"""The keeper of a local fleet, with real processes: restarts, backoff, the order of a stop, no orphans."""
+"""The supervisor of a local fleet with real processes: restarts, backoff, the order of a stop, no orphans."""
 
 import asyncio
 import os
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from multigpu.cli.local import supervisor as keeper
+from multigpu.cli.local import supervisor as module
 from multigpu.cli.local.supervisor import Child, ChildSpec, Supervisor, describe_exit, restart_delay_s
 
 SLEEPER = "import time; print('up', flush=True); time.sleep(600)"
@@ -59,7 +59,7 @@ def alive(pid: int) -> bool:
 
 def test_restart_delays_grow_from_nothing_to_the_limit() -> None:
     assert [restart_delay_s(n) for n in range(1, 9)] == [0, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 5.0]
-    assert restart_delay_s(100_000) == keeper.RESTART_DELAY_MAX_S
+    assert restart_delay_s(100_000) == module.RESTART_DELAY_MAX_S
 
 
 def test_exits_in_words() -> None:
@@ -99,23 +99,23 @@ async def test_child_that_keeps_dying_is_started_ever_more_slowly(record: Record
 async def test_a_fleet_that_was_never_ready_ends_with_a_child_that_dies_each_time(
     record: Record, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(keeper, "RESTART_DELAY_MAX_S", 0.05)
+    monkeypatch.setattr(module, "RESTART_DELAY_MAX_S", 0.05)
     child = record.add("master", "raise SystemExit('no module named multigpu_master')")
     async with asyncio.timeout(30):
         await record.supervisor.stop_asked.wait()
     assert record.supervisor.rejected is child
     assert child.pid is None
-    assert record.events[-1] == ("master", "died 8 times in a row; its last words above say why")
+    assert record.events[-1] == ("master", "died 8 times in a row; its last lines above say why")
     # Once it was ready, whatever it is may pass.
     record.supervisor.proven = True
     worker = record.add("worker", "raise SystemExit(1)")
-    await until(lambda: worker.deaths_in_a_row > keeper.HOPELESS_DEATHS)
+    await until(lambda: worker.deaths_in_a_row > module.HOPELESS_DEATHS)
     assert record.supervisor.rejected is child
     await record.supervisor.stop(([worker], 1.0))
 
 
 async def test_long_life_resets_the_backoff(record: Record, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(keeper, "HEALTHY_AFTER_S", 0.0)
+    monkeypatch.setattr(module, "HEALTHY_AFTER_S", 0.0)
     child = record.add("worker", "raise SystemExit(1)")
     await until(lambda: len(record.events) > 8)
     assert child.deaths_in_a_row == 1
@@ -186,24 +186,24 @@ async def test_probe_runs_once(record: Record) -> None:
 async def test_lines_are_cut_whole_even_when_long_or_unfinished(record: Record) -> None:
     code = f"""
         import sys
-        sys.stdout.buffer.write(b"caf\\xc3\\xa9\\n" + b"x" * {3 * keeper.LINE_BYTES_MAX} + b"\\nlast \\xff words")
+        sys.stdout.buffer.write(b"caf\\xc3\\xa9\\n" + b"x" * {3 * module.LINE_BYTES_MAX} + b"\\nlast \\xff words")
     """
     record.add("probe", code, once=True)
     await until(lambda: record.lines and record.lines[-1][1].endswith("words"))
     assert record.lines[0] == ("probe", "café")
-    assert sum(text.count("x") for _, text in record.lines) == 3 * keeper.LINE_BYTES_MAX
+    assert sum(text.count("x") for _, text in record.lines) == 3 * module.LINE_BYTES_MAX
     assert record.lines[-1] == ("probe", "last \ufffd words")
 
 
 async def test_missing_program_is_tried_again_not_fatal(record: Record, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(keeper, "RESTART_DELAY_MAX_S", 0.05)
+    monkeypatch.setattr(module, "RESTART_DELAY_MAX_S", 0.05)
     child = record.supervisor.add(ChildSpec(name="worker", argv=("/nonexistent/program",)))
     await until(lambda: len(record.events) >= 2)
     assert all("can't be started" in text for _, text in record.events)
     await record.supervisor.stop(([child], 1.0))
 
 
-def test_children_die_with_a_keeper_that_is_killed() -> None:
+def test_children_die_with_a_supervisor_that_is_killed() -> None:
     program = f"""
         import asyncio, sys
         from multigpu.cli.local.supervisor import ChildSpec, Supervisor

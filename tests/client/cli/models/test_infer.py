@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from multigpu.cli.kinds.infer import read_inputs
 
-from .fleet_up import MGPUCTL, Up, mgpuctl, ok
+from tests.client.cli.fleet_up import MGPUCTL, mgpuctl, ok, running
 
 ENGINE = """
 import numpy as np
@@ -76,11 +76,8 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         lines = [f'kind = "{kind}"', f'engine = "{name}_engine:{cls}"', 'source = "python"']
         (folder / name / "model.toml").write_text("\n".join(lines))
         models += ["--model", f"{name}={folder / name}"]
-    up = Up(folder, "--workers", "1", *models)
-    try:
-        yield up.ready()
-    finally:
-        assert up.stop() == 0
+    with running(folder, "--workers", "1", *models) as up:
+        yield up.address
 
 
 def test_arrays_from_json_and_files_give_arrays(address: str, tmp_path: Path) -> None:
@@ -213,7 +210,22 @@ def test_lines_are_classified_in_order_and_one_that_fails_is_told(address: str, 
     assert rejected.returncode == 5
     assert "lines.txt" in rejected.stderr
     assert "has a picture" in rejected.stderr
-    assert mgpuctl(address, "classify", "letters", "/nowhere.png").returncode == 2
-    folder = mgpuctl(address, "classify", "letters", str(file), str(tmp_path))
-    assert folder.returncode == 2
-    assert "is a directory" in folder.stderr
+
+
+def test_classify_reports_files_that_cannot_be_read_and_goes_on(address: str, tmp_path: Path) -> None:
+    first, broken, last = (tmp_path / name for name in ("first", "broken", "last"))
+    first.write_text("aab\n")
+    broken.write_bytes(b"b\n\xff\n")
+    last.write_text("c\n")
+    files = [str(first), "/nowhere", str(broken), str(tmp_path), str(last)]
+    done = mgpuctl(address, "classify", "letters", "--text", *files, "--json")
+    assert (done.returncode, "3 of 6 failed" in done.stderr) == (5, True), done.stderr
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [one["input"] for one in found] == ["aab", "nowhere", "b", "broken", tmp_path.name, "c"]
+    errors = {one["input"]: one["error"] for one in found if "error" in one}
+    assert errors["nowhere"] == "can't read /nowhere: No such file or directory"
+    assert "line 2: not UTF-8" in errors["broken"]
+    assert "Is a directory" in errors[tmp_path.name]
+    pictures = mgpuctl(address, "classify", "letters", "/nowhere.png")
+    assert (pictures.returncode, pictures.stdout) == (5, "")
+    assert "nowhere.png: can't read /nowhere.png: No such file" in pictures.stderr
