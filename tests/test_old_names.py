@@ -1,6 +1,4 @@
-"""Old variables: the tables of docs/configuration.md list exactly those that the deploy script and the workers read; the
-settings that a worker takes from them.
-"""
+"""Old variables: the tables of docs/configuration.md list exactly those that the deploy script and the workers read."""
 
 import re
 import subprocess
