@@ -1,4 +1,4 @@
-"""Tasks that are handed over, and what can be asked about them later."""
+"""Submitting tasks, and calls about submitted tasks."""
 
 import multigpu
 import pytest
@@ -33,7 +33,7 @@ async def test_submit_calls_are_bounded_by_bytes() -> None:
         assert master.submits == 3
 
 
-async def test_get_waits_cancel_says_and_list_pages() -> None:
+async def test_get_cancel_count_and_list() -> None:
     def answer(spec: Spec, task: Task) -> Reply:
         return as_json([1])
 
@@ -45,9 +45,9 @@ async def test_get_waits_cancel_says_and_list_pages() -> None:
         assert task.outcome.value() == [1]
         with pytest.raises(multigpu.NotFoundError):
             await client.get(999)
-        said = await client.cancel(ids[1], "nobody", reason="no need")
-        assert list(said.cancelled_task_ids) == [ids[1]]
-        assert list(said.unknown) == ["nobody"]
+        response = await client.cancel(ids[1], "unknown", reason="no need")
+        assert list(response.cancelled_task_ids) == [ids[1]]
+        assert list(response.unknown) == ["unknown"]
         assert (await client.count()).queued == 25
         assert [task.task_id async for task in client.list_tasks(page_size=10)] == ids
 

@@ -1,0 +1,299 @@
+"""Notifications of the daemons to systemd, received by the test; the units; the log."""
+
+import os
+import re
+import select
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from multigpu.daemon.journald import fields
+from multigpu.daemon.systemd import Notifier
+from multigpu.daemon.telemetry import configure_logging
+
+from tests.fleet import Daemon, until
+
+ROOT = Path(__file__).resolve().parents[2]
+UNITS = ROOT / "systemd"
+WATCHDOG_S = 1.0
+
+
+class Listener:
+    """A datagram socket and the messages it has received."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self.socket.bind(str(path))
+        self.told: list[str] = []
+
+    def listen(self, timeout_s: float = 0.0) -> list[str]:
+        """All datagrams so far; waits for one more at most this long."""
+        while select.select([self.socket], [], [], timeout_s)[0]:
+            data, files, _, _ = socket.recv_fds(self.socket, 1 << 20, 1)
+            for fd in files:  # what is too large for a datagram
+                data += os.pread(fd, 1 << 26, 0)
+                os.close(fd)
+            self.told.append(data.decode("utf-8", "replace"))
+            timeout_s = 0.0
+        return self.told
+
+    def until(self, *lines: str, since: int = 0, timeout_s: float = 90.0) -> str:
+        """The first datagram, from the `since`-th on, with all of these lines."""
+
+        def heard() -> str | None:
+            fit = (each for each in self.listen(0.05)[since:] if set(lines) <= set(each.splitlines()))
+            return next(fit, None)
+
+        return until(heard, timeout_s, f"{lines} in {self.told}")
+
+
+@pytest.fixture
+def listener(tmp_path: Path) -> Iterator[Listener]:
+    listener = Listener(tmp_path / "notify")
+    with listener.socket:
+        yield listener
+
+
+def test_without_systemd_nothing_is_sent() -> None:
+    silent = Notifier({})
+    silent.ready("up")
+    silent.alive()
+    assert not silent.active
+    assert silent.watchdog_s == 0
+
+
+def test_the_messages_of_the_protocol(listener: Listener) -> None:
+    env = {"NOTIFY_SOCKET": str(listener.path), "WATCHDOG_USEC": "3000000", "WATCHDOG_PID": str(os.getpid()), "A": "b"}
+    notifier = Notifier(env)
+    assert env == {"A": "b"}, "children must not speak in its name"
+    assert notifier.watchdog_s == 3
+    notifier.ready("two\nlines")
+    notifier.status("two\nlines")
+    notifier.reload(lambda: None)
+    notifier.alive()
+    notifier.stopping("draining")
+    told = listener.listen()
+    assert told[0] == "READY=1\nSTATUS=two lines"
+    assert re.fullmatch(r"RELOADING=1\nMONOTONIC_USEC=[0-9]+", told[1])
+    assert told[2:] == ["READY=1", "WATCHDOG=1", "STOPPING=1\nSTATUS=draining"]
+
+
+def test_a_watchdog_of_another_process_is_ignored(listener: Listener) -> None:
+    env = {"NOTIFY_SOCKET": str(listener.path), "WATCHDOG_USEC": "3000000", "WATCHDOG_PID": "1"}
+    assert Notifier(env).watchdog_s == 0
+
+
+async def test_the_watchdog_is_fed_only_with_progress(listener: Listener) -> None:
+    import asyncio
+
+    notifier = Notifier({"NOTIFY_SOCKET": str(listener.path), "WATCHDOG_USEC": "50000"})
+    moving = True
+    keeping = asyncio.create_task(notifier.keep(lambda: moving, lambda: "well"))
+    async with asyncio.timeout(30):
+        while listener.listen().count("WATCHDOG=1") <= 2:
+            await asyncio.sleep(0.01)
+    moving = False
+    await asyncio.sleep(0.1)
+    before = listener.listen().count("WATCHDOG=1")
+    await asyncio.sleep(0.3)
+    assert listener.listen().count("WATCHDOG=1") == before
+    keeping.cancel()
+
+
+def test_a_failed_reload_does_not_end_the_daemon(listener: Listener) -> None:
+    notifier = Notifier({"NOTIFY_SOCKET": str(listener.path)})
+
+    def fail() -> None:
+        raise ValueError("no such level")
+
+    notifier.reload(fail)
+    assert listener.listen()[-1] == "READY=1"
+
+
+def test_master_and_worker_under_systemd(tmp_path: Path) -> None:
+    """READY, STATUS, watchdog, reload by SIGHUP, and STOPPING of the real daemons."""
+    config = tmp_path / "config.toml"
+    config.write_text('[master]\nlog_level = "info"\n[worker]\nlog_level = "info"\n')
+    (tmp_path / "m").mkdir()
+    (tmp_path / "w").mkdir()
+    ears = {name: Listener(tmp_path / name / "notify") for name in "mw"}
+
+    def env_of(name: str) -> dict[str, str]:
+        usec = str(int(WATCHDOG_S * 1e6))
+        return {"NOTIFY_SOCKET": str(ears[name].path), "WATCHDOG_USEC": usec, "MGPU_CONFIG": str(config)}
+
+    flags = ["--listen", "127.0.0.1:0", "--data-dir", str(tmp_path / "data")]
+    master = Daemon("multigpu_master.main", flags, tmp_path / "master.log", env_of("m"))
+    worker = None
+    try:
+        ready = ears["m"].until("READY=1")
+        address = re.search(r"STATUS=(127\.0\.0\.1:[0-9]+): 0 workers connected, 0 unsettled tasks", ready)
+        assert address, ready
+        flags = ["--master", address[1], "--device", "cpu", "--worker-id", "w0"]
+        worker = Daemon("multigpu_worker.main", flags, tmp_path / "worker.log", env_of("w"))
+        ears["w"].until("READY=1")
+        ears["w"].until(f"STATUS=cpu: connected to {address[1]}, 0 tasks in hand")
+        ears["m"].until(f"STATUS={address[1]}: 1 workers connected, 0 unsettled tasks")
+        for name, daemon in (("m", master), ("w", worker)):
+            ears[name].until("WATCHDOG=1", since=len(ears[name].listen()))
+            assert "NOTIFY_SOCKET" not in _environment_of(*daemon.children())
+            config.write_text('[master]\nlog_level = "debug"\n[worker]\nlog_level = "loud"\n')
+            since = len(ears[name].listen())
+            daemon.signal(signal.SIGHUP)
+            until(lambda: any("RELOADING=1" in t for t in ears[name].listen(0.05)[since:]))  # noqa: B023
+            ears[name].until("READY=1", since=since)
+        assert master.events("reloaded")
+        assert "loud" in str(worker.events("reload failed: what was before stays in force"))
+        for name, daemon in (("w", worker), ("m", master)):
+            assert daemon.stop() == 0
+            ears[name].until("STOPPING=1") if name == "m" else None
+            assert any("STOPPING=1" in told for told in ears[name].listen())
+    finally:
+        for daemon in filter(None, (master, worker)):
+            daemon.kill()
+        for ear in ears.values():
+            ear.socket.close()
+
+
+def test_a_stopped_worker_does_not_feed_its_watchdog(tmp_path: Path, listener: Listener) -> None:
+    """SIGSTOP stands for a hang: systemd would restart the worker."""
+    env = {"NOTIFY_SOCKET": str(listener.path), "WATCHDOG_USEC": "300000"}
+    flags = ["--master", "127.0.0.1:1", "--device", "cpu", "--worker-id", "w0"]
+    worker = Daemon("multigpu_worker.main", flags, tmp_path / "worker.log", env)
+    try:
+        listener.until("WATCHDOG=1")  # without a master, too: the watchdog is about the worker itself
+        worker.signal(signal.SIGSTOP)
+        time.sleep(0.3)
+        heard = len(listener.listen())
+        time.sleep(1.0)
+        assert len(listener.listen()) == heard
+    finally:
+        worker.signal(signal.SIGCONT)
+        worker.kill()
+
+
+def _environment_of(*pids: int) -> str:
+    return "".join(Path(f"/proc/{pid}/environ").read_text() for pid in pids)
+
+
+# Devices.
+
+
+def _lines(unit: str, key: str) -> list[str]:
+    lines = (UNITS / unit).read_text().splitlines()
+    return [line.removeprefix(f"{key}=") for line in lines if line.startswith(f"{key}=")]
+
+
+@pytest.mark.parametrize("unit", ["mgpu-worker@.service", "mgpu-mps@.service"])
+def test_units_that_use_a_gpu_start_after_its_device_nodes_exist(unit: str) -> None:
+    """systemd resolves `char-nvidia-uvm` when it starts the unit; an unknown device stays closed."""
+    assert "char-nvidia-uvm rw" in _lines(unit, "DeviceAllow")
+    for key in ("After", "Wants"):
+        assert "mgpu-devices.service" in " ".join(_lines(unit, key)).split()
+    assert _lines("mgpu-devices.service", "Type") == ["oneshot"], "After= waits for its end"
+
+
+@pytest.mark.parametrize(
+    ("installed", "called"),
+    [
+        ((), []),
+        (("nvidia-smi", "nvidia-modprobe", "modprobe"), ["nvidia-smi -L", "nvidia-modprobe -u -c 0"]),
+        (("nvidia-smi", "modprobe"), ["nvidia-smi -L", "modprobe nvidia-uvm"]),
+    ],
+)
+def test_the_modules_and_device_nodes_of_a_fresh_boot(
+    tmp_path: Path, installed: tuple[str, ...], called: list[str]
+) -> None:
+    """Runs the unit's command with programs that log their arguments."""
+    log = tmp_path / "log"
+    log.touch()
+    for name in installed:
+        (tmp_path / name).write_text(f'#!/bin/sh\necho {name} "$@" >>{log}\n')
+        (tmp_path / name).chmod(0o755)
+    (command,) = _lines("mgpu-devices.service", "ExecStart")
+    done = subprocess.run(shlex.split(command), env={"PATH": str(tmp_path)}, timeout=30, check=False)
+    assert done.returncode == 0
+    assert log.read_text().splitlines() == called
+
+
+@pytest.mark.parametrize(
+    ("unit", "module", "wrong"),
+    [
+        ("mgpu-master.service", "multigpu_master.main", {"MGPU_MASTER_LISTEN": "nonsense"}),
+        ("mgpu-worker@.service", "multigpu_worker.main", {"MGPU_WORKER_TOKEN_FILE": "/nonexistent/token"}),
+    ],
+)
+def test_a_wrong_setting_does_not_restart_a_service_forever(
+    tmp_path: Path, unit: str, module: str, wrong: dict[str, str]
+) -> None:
+    environment = {**os.environ, "MGPU_MASTER_DATA_DIR": str(tmp_path), "MGPU_WORKER_DEVICE": "cpu", **wrong}
+    command = [sys.executable, "-m", module]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    (codes,) = _lines(unit, "RestartPreventExitStatus")
+    assert str(done.returncode) in codes.split(), done.stderr
+
+
+def test_a_service_restarts_if_its_device_is_not_usable(tmp_path: Path) -> None:
+    """The device, or a file system with models, may come back."""
+    (codes,) = _lines("mgpu-worker@.service", "RestartPreventExitStatus")
+    for flags in (["--device", "cuda:63"], ["--device", "cpu", "--models", f"m={tmp_path / 'none'}"]):
+        command = [sys.executable, "-m", "multigpu_worker.main", *flags]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        assert done.returncode not in (0, 1), done.stderr
+        assert str(done.returncode) not in codes.split(), done.stderr
+
+
+def test_a_worker_may_use_infiniband() -> None:
+    allowed = _lines("mgpu-worker@.service", "DeviceAllow")
+    assert {"char-infiniband_verbs rw", "/dev/infiniband/rdma_cm rw"} <= set(allowed)
+
+
+# Journald.
+
+
+def test_a_journal_entry_has_its_fields() -> None:
+    event: dict[str, Any] = {"event": "task dead-lettered", "level": "warning", "task_id": 17, "message": "a\nb"}
+    data = fields(event, "mgpu-master")
+    assert b"MESSAGE\n" in data
+    assert b"PRIORITY=4\n" in data
+    assert b"SYSLOG_IDENTIFIER=mgpu-master\n" in data
+    assert b"MGPU_TASK_ID=17\n" in data
+    assert b"MGPU_MESSAGE\n" + (3).to_bytes(8, "little") + b"a\nb\n" in data
+
+
+def test_both_kinds_of_loggers_write_journal_entries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import logging
+
+    import structlog
+
+    ear = Listener(tmp_path / "journal")
+    monkeypatch.setattr("multigpu.daemon.journald.SOCKET", str(ear.path))
+    try:
+        configure_logging("info", "journald")
+        structlog.get_logger().info("ours", lease_id=3)
+        structlog.get_logger().debug("not this")
+        logging.getLogger("grpc").error("theirs")
+        try:
+            int("why")
+        except ValueError:
+            structlog.get_logger().exception("failed")
+        structlog.get_logger().info("large", payload="x" * 10_000_000)
+        ours, theirs, failed, large = ear.listen(1.0)
+        assert "MESSAGE=ours lease_id=3" in ours
+        assert "MGPU_LEASE_ID=3" in ours
+        assert "PRIORITY=3" in theirs
+        assert "MGPU_LOGGER=grpc" in theirs
+        assert "ValueError: invalid literal" in failed
+        assert large.count("x") >= 20_000_000, "in the message, and in its field"
+    finally:
+        structlog.reset_defaults()
+        logging.getLogger().handlers[:] = []
+        ear.socket.close()

@@ -1,0 +1,229 @@
+"""MPS with real workers on simulated GPUs and the simulated control daemon: see tests/fakes/mps_control/README.md."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from google.protobuf.duration_pb2 import Duration
+from multigpu.v1 import device_pb2
+from multigpu.v1 import worker_service_pb2 as pb
+
+from tests.fakes.mps_host import MpsHost
+from tests.worker.scripted_master import SUCCEEDED, Stream
+
+# On a busy machine, servers and hosts are slow.
+LONG_S = 60.0
+PATIENT = ("--mps-terminate-timeout-s", "60")
+SOON = ("--cancel-grace-s", "0.2", "--drain-timeout-s", "0.2")
+FAILED = pb.REPORT_STATE_FAILED
+RETURNED = pb.REPORT_STATE_RETURNED
+
+
+@pytest.fixture
+async def host() -> AsyncIterator[MpsHost]:
+    async with MpsHost(gpus=2) as host:
+        yield host
+        for worker in host.workers:
+            print(f"--- log of the worker of GPU {worker.gpu}\n{worker.log}")
+
+
+async def runs(stream: Stream, lease_id: int) -> None:
+    await stream.until(
+        lambda: any(held.lease_id == lease_id and held.running for held in stream.heartbeats[-1].leases), LONG_S
+    )
+
+
+async def test_an_engine_is_a_client_with_its_limits(host: MpsHost) -> None:
+    limits = ("--mps-active-thread-percentage", "25", "--mps-pinned-device-mem-limit-bytes", "2GiB")
+    worker = await host.worker(0, *limits)
+    worker.stream.lease([(1, b"0")], kind="m.work")
+    worker.stream.lease([(2, b"")], kind="m.environment")
+    work, environment = await worker.stream.reported(1, 2, timeout_s=LONG_S)
+    assert work.result == b'"%d"' % worker.engine_pid()
+    assert {
+        "CUDA_MPS_PIPE_DIRECTORY": str(host.pipe_dir(0)),
+        "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "25",
+        "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT": "0=2048M",
+        "CUDA_VISIBLE_DEVICES": host.device_id(0),
+    }.items() <= json.loads(environment.result).items()
+    await worker.stream.until(
+        lambda: worker.stream.heartbeats and worker.stream.heartbeats[-1].mps.clients == 1, LONG_S
+    )
+    mps = worker.stream.heartbeats[-1].mps
+    assert (mps.state, mps.clients_max) == (device_pb2.MPS_STATE_RUNNING, 48)
+    # The only worker, which started the daemon, ends it.
+    assert host.counts(0)["violations"] == []
+    assert await worker.stop() == 0
+    assert not (host.pipe_dir(0) / "control").exists()
+
+
+async def test_every_engine_is_detached_before_it_is_ended(host: MpsHost) -> None:
+    worker = await host.worker(0, *SOON, *PATIENT, "--engine-memory-bytes", "320MiB")
+    host.control(0, "fake terminate_s 0.3")
+    stream = worker.stream
+    timeout = Duration(nanos=300_000_000)
+    for number, kind in enumerate(("m.stuck", "m.children"), 1):
+        stream.lease([(number, b"")], kind=kind, run_timeout=timeout)
+        (word,) = await stream.reported(number, timeout_s=LONG_S)
+        assert word.error.type == "RunTimeout"
+    stream.lease([(3, b"")], kind="m.stuck")
+    await runs(stream, 3)
+    heartbeats = len(stream.heartbeats)
+    stream.revoke(3)
+    stream.lease([(4, b"")], kind="m.work")
+    (word,) = await stream.reported(4, timeout_s=LONG_S)
+    assert word.state == SUCCEEDED
+    assert len(stream.heartbeats) > heartbeats, "no heartbeat while the engine was ended"
+    stream.lease([(5, b"")], kind="m.hoard")
+    (word,) = await stream.reported(5, timeout_s=LONG_S)
+    assert word.error.type == "OutOfMemory"
+    stream.lease([(6, b"")], kind="m.crash")
+    (word,) = await stream.reported(6, timeout_s=LONG_S)
+    assert word.error.type == "EngineDied"
+    stream.lease([(7, b"")], kind="m.stuck")
+    await runs(stream, 7)
+    counts = host.counts(0)
+    assert (counts["violations"], counts["faults"], counts["forced"]) == ([], 0, 0)
+    assert counts["terminated"] == 5  # stuck, one with its child, cancelled, hoarder
+    (host.pipe_dir(0) / "begun-by-worker").unlink()  # so that the worker leaves the daemon running
+    engine_pid = worker.engine_pid()
+    assert engine_pid
+    assert await worker.stop() == 0
+    counts = host.counts(0)
+    assert (counts["violations"], counts["terminated"]) == ([], 6)
+    assert not Path(f"/proc/{engine_pid}").exists()
+
+
+async def test_a_fault_ends_the_engines_of_its_gpu_and_is_charged_to_its_client(host: MpsHost) -> None:
+    guilty, neighbour, elsewhere = await asyncio.gather(*(host.worker(gpu, *PATIENT) for gpu in (0, 0, 1)))
+    engines = {}
+    for worker in (guilty, neighbour, elsewhere):
+        worker.stream.lease([(1, b"")], kind="m.work")
+        await worker.stream.reported(1, timeout_s=LONG_S)
+        engines[worker] = worker.engine_pid()
+    neighbour.stream.lease([(2, b"2")], kind="m.work")
+    elsewhere.stream.lease([(2, b"2")], kind="m.work")
+    await runs(neighbour.stream, 2)
+    await runs(elsewhere.stream, 2)
+    guilty.stream.lease([(2, b""), (3, b"")], kind="m.fault")
+    for word in await guilty.stream.reported(2, 3, timeout_s=LONG_S):
+        assert (word.state, word.error.retryable) == (FAILED, True)
+        assert "illegal memory access" in word.error.message
+    broke = [report for batch in guilty.stream.batches for report in batch.reports]
+    assert all(report.broke_engine for report in broke)
+    # The other worker of the GPU lost its engine too; its task runs again, as the same attempt.
+    (word,) = await neighbour.stream.reported(2, timeout_s=LONG_S)
+    assert word.state == SUCCEEDED
+    (word,) = await elsewhere.stream.reported(2, timeout_s=LONG_S)
+    assert word.state == SUCCEEDED
+    assert elsewhere.engine_pid() == engines[elsewhere]
+    assert guilty.engine_pid() != engines[guilty]
+    assert neighbour.engine_pid() != engines[neighbour]
+    assert any(beat.mps.state == device_pb2.MPS_STATE_FAULT for beat in neighbour.stream.heartbeats)
+    assert any(str(engines[guilty]) in beat.mps.message for beat in neighbour.stream.heartbeats)
+    faulty, other = host.counts(0), host.counts(1)
+    assert (faulty["violations"], other["violations"]) == ([], [])
+    assert (faulty["faults"], faulty["forced"]) == (2, 0)
+    assert (other["faults"], other["servers"]) == (0, 1)
+
+
+async def test_a_server_that_stays_in_fault_is_restarted(host: MpsHost) -> None:
+    worker = await host.worker(0, *PATIENT)
+    worker.stream.lease([(1, b"")], kind="m.work")
+    await worker.stream.reported(1, timeout_s=LONG_S)
+    host.control(0, "fake stick")
+    host.control(0, "fake mute")
+    worker.stream.lease([(2, b"")], kind="m.fault")
+    worker.stream.lease([(3, b"")], kind="m.work")
+    # The log names no client: the only one on the GPU is to blame.
+    fault, work = await worker.stream.reported(2, 3, timeout_s=LONG_S)
+    assert (fault.state, work.state) == (FAILED, SUCCEEDED)
+    counts = host.counts(0)
+    assert (counts["violations"], counts["servers"], counts["forced"]) == ([], 2, 0)
+
+
+async def test_a_server_that_does_not_detach_an_engine_is_shut_down_before_the_kill(host: MpsHost) -> None:
+    worker = await host.worker(0, "--mps-terminate-timeout-s", "1")
+    host.control(0, "fake reject")
+    timeout = Duration(nanos=200_000_000)
+    worker.stream.lease([(1, b"")], kind="m.stuck", run_timeout=timeout)
+    worker.stream.lease([(2, b"")], kind="m.work")
+    stuck, work = await worker.stream.reported(1, 2, timeout_s=LONG_S)
+    assert (stuck.error.type, work.state) == ("RunTimeout", SUCCEEDED)
+    counts = host.counts(0)
+    assert (counts["violations"], counts["forced"]) == ([], 1)
+    assert "MPS does not let go of the engine" in worker.log
+
+
+@pytest.mark.parametrize("knob", ["reword", "reword_lists"])
+async def test_an_answer_in_an_unknown_format_ends_no_other_engine(host: MpsHost, knob: str) -> None:
+    worker, neighbour = await asyncio.gather(*(host.worker(0, *PATIENT) for _ in range(2)))
+    for each in (worker, neighbour):
+        each.stream.lease([(1, b"")], kind="m.work")
+        await each.stream.reported(1, timeout_s=LONG_S)
+    neighbour_pid = neighbour.engine_pid()
+    host.control(0, f"fake {knob}")
+    timeout = Duration(nanos=200_000_000)
+    for lease_id in (2, 4):
+        worker.stream.lease([(lease_id, b"")], kind="m.stuck", run_timeout=timeout)
+        worker.stream.lease([(lease_id + 1, b"")], kind="m.work")
+        stuck, work = await worker.stream.reported(lease_id, lease_id + 1, timeout_s=LONG_S)
+        assert (stuck.error.type, work.state) == ("RunTimeout", SUCCEEDED)
+    neighbour.stream.lease([(2, b"")], kind="m.work")
+    (word,) = await neighbour.stream.reported(2, timeout_s=LONG_S)
+    assert (word.state, neighbour.engine_pid()) == (SUCCEEDED, neighbour_pid)
+    counts = host.counts(0)
+    assert (counts["servers"], counts["forced"], counts["faults"]) == (1, 0, 0)
+    if knob == "reword":
+        assert (counts["terminated"], counts["violations"]) == (2, []), "a client was terminated repeatedly"
+    assert worker.log.count("in a format that this worker doesn't know") == 1
+    assert "MPS does not let go of the engine" not in worker.log
+
+
+async def test_workers_of_a_gpu_share_its_daemon_and_memory(host: MpsHost) -> None:
+    half = host.gpus.gpu(0).memory_total // 2
+    limit = ("--mps-pinned-device-mem-limit-bytes", str(half))
+    first, second = await asyncio.gather(host.launch(0, *limit), host.launch(0, *limit))
+    for worker in (first, second):
+        await host.stream(worker)
+    third = await host.launch(0, *limit)
+    assert await asyncio.wait_for(third.process.wait(), 60) == 3
+    assert "lower mps_pinned_device_mem_limit_bytes" in third.log
+    assert host.counts(0)["violations"] == []
+    assert await first.stop() == 0
+    assert (host.pipe_dir(0) / "control").exists()
+    assert await second.stop() == 0
+    assert not (host.pipe_dir(0) / "control").exists()
+
+
+async def test_a_daemon_that_no_worker_started_stays(host: MpsHost) -> None:
+    first = await host.worker(0)
+    (host.pipe_dir(0) / "begun-by-worker").unlink()  # as if a service had started it
+    assert await first.stop() == 0
+    second = await host.worker(0)
+    assert await second.stop() == 0
+    counts = host.counts(0)
+    assert (counts["violations"], counts["servers"]) == ([], 1)
+
+
+async def test_mps_is_off_or_an_error_where_it_is_not_possible(host: MpsHost) -> None:
+    host.gpus.mig(0, 2)
+    part = ("--device", host.gpus.mig_uuids(0)[1])
+    rejected, without = await host.launch(0, *part), await host.worker(0, "--mps", "auto", *part)
+    assert await asyncio.wait_for(rejected.process.wait(), 60) == 3
+    assert "MIG is on" in rejected.log
+    stream = without.stream
+    await stream.until(lambda: stream.heartbeats, LONG_S)
+    assert stream.heartbeats[-1].mps.state == device_pb2.MPS_STATE_OFF
+    assert "MIG is on" in stream.heartbeats[-1].mps.message
+    stream.lease([(1, b"")], kind="m.environment")
+    (word,) = await stream.reported(1, timeout_s=LONG_S)
+    assert b"CUDA_MPS" not in word.result
+    assert not host.pipe_dir(0).exists()
+    host.gpus.mig(0, None)
+    host.gpus.gpu(0).compute_mode = 2
+    prohibited = await host.launch(0)
+    assert await asyncio.wait_for(prohibited.process.wait(), 60) == 3
+    assert "compute mode is PROHIBITED" in prohibited.log
