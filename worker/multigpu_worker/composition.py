@@ -24,9 +24,8 @@ from multigpu_worker.models.folders import find_models
 from multigpu_worker.models.loader import ModelLoader
 from multigpu_worker.mps.engines import Mps
 from multigpu_worker.mps.status import MpsStatus
-from multigpu_worker.processes.host import HostSettings
+from multigpu_worker.processes.host import ProcessSettings
 from multigpu_worker.processes.pool import EnginePool
-from multigpu_worker.processes.process import ProcessSettings
 from multigpu_worker.processes.reload import HandlersReload
 from multigpu_worker.session.batcher import Batcher, BatchLimits
 from multigpu_worker.session.link import Link
@@ -101,14 +100,16 @@ def compose(
 def _process_settings(
     config: WorkerConfig, device: Device, engine: EngineSettings, sharing: Sharing, mps: Mps | None
 ) -> ProcessSettings:
-    host = HostSettings(
+    return ProcessSettings(
         engine=engine,
         memory_bytes=_engine_memory_bytes(config, device),
         result_bytes_max=min(config.result_bytes_max, RESULT_BYTES_MAX),
         visible_devices=device.visible_devices,
         mps=mps,
+        sharing=sharing,
+        progress_timeout_s=config.progress_timeout_s,
+        cancel_grace_s=config.cancel_grace_s,
     )
-    return ProcessSettings(config=config, host=host, sharing=sharing)
 
 
 def _loader(

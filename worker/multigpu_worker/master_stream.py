@@ -65,13 +65,13 @@ class MasterStream:
         )
 
     def connected(self, welcome: pb.SessionResponse, metadata: Metadata) -> None:
-        words = welcome.welcome
+        content = welcome.welcome
         self._key_due = self.sharing.begin(metadata)
         self.pool.share()
-        self.heartbeat_s = wire.seconds_of(words.heartbeat_interval) or 1.0
+        self.heartbeat_s = wire.seconds_of(content.heartbeat_interval) or 1.0
         self.heartbeat_s = min(max(self.heartbeat_s, HEARTBEAT_MIN_S), HEARTBEAT_MAX_S)
-        self.pool.cancel(self.dispatcher.session.welcome(words.adopted_lease_ids, words.incarnation))
-        log.info("session begins", master=self.master, session_id=words.session_id, master_version=words.version)
+        self.pool.cancel(self.dispatcher.session.welcome(content.adopted_lease_ids, content.incarnation))
+        log.info("session begins", master=self.master, session_id=content.session_id, master_version=content.version)
         self.dispatcher.want_heartbeat()
         self.welcomed.set()
         self.received(welcome)
