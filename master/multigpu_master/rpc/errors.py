@@ -43,20 +43,12 @@ class ExhaustedError(CallError):
     code = grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
-class OutOfRangeError(CallError):
-    code = grpc.StatusCode.OUT_OF_RANGE
-
-
 class DeniedError(CallError):
     code = grpc.StatusCode.PERMISSION_DENIED
 
 
 class UnauthenticatedError(CallError):
     code = grpc.StatusCode.UNAUTHENTICATED
-
-
-class UnimplementedError(CallError):
-    code = grpc.StatusCode.UNIMPLEMENTED
 
 
 def call_error(error: Exception, method: str) -> CallError:

@@ -10,9 +10,10 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
+import grpc
 from grpc_health.v1 import health_pb2
 
-from multigpu_master.rpc.errors import ExhaustedError, NotFoundError, UnimplementedError
+from multigpu_master.rpc.errors import CallError, ExhaustedError, NotFoundError
 
 NAME = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
 RESPONSE = health_pb2.HealthCheckResponse
@@ -58,7 +59,7 @@ class Health:
 
     async def List(self, _request: Any, context: Any) -> None:
         """Not served: callers without a token must not see the names of workers."""
-        raise UnimplementedError("List is not served: Check takes a name")
+        raise CallError("List is not served: Check takes a name", grpc.StatusCode.UNIMPLEMENTED)
 
     async def Watch(self, request: Any, context: Any) -> None:
         if self._watches >= WATCHES_MAX:

@@ -4,6 +4,7 @@ import asyncio
 import time
 from typing import Any
 
+import grpc
 from multigpu.v1 import task_service_pb2
 
 from multigpu_master.core import events as ev
@@ -13,7 +14,7 @@ from multigpu_master.journal.protocol import JournalError, JournalFullError, Sto
 from multigpu_master.journal.write_buffer import DURABLE_S, tell
 from multigpu_master.payloads.shared_files import Offer
 from multigpu_master.rpc import queries
-from multigpu_master.rpc.errors import ExhaustedError, InvalidArgumentError, NotFoundError, OutOfRangeError
+from multigpu_master.rpc.errors import CallError, ExhaustedError, InvalidArgumentError, NotFoundError
 from multigpu_master.rpc.intake import DISK_FULL, Answer, Intake, count_tasks, fill_rejection, fill_stored
 from multigpu_master.rpc.paging import check_count, make_cursor, read_cursor
 from multigpu_master.rpc.run_stream import CANCEL_TASKS_MAX, READ_BYTES, READ_OUTCOMES, RunStream
@@ -106,9 +107,9 @@ class TaskService:
         elif not request.cursor:
             after = oldest - 1
         elif after >= incarnations.cursors_end(name) or after > last:
-            raise OutOfRangeError(CURSOR_ELSEWHERE)
+            raise CallError(CURSOR_ELSEWHERE, grpc.StatusCode.OUT_OF_RANGE)
         elif after < oldest - 1:
-            raise OutOfRangeError(CURSOR_REMOVED)
+            raise CallError(CURSOR_REMOVED, grpc.StatusCode.OUT_OF_RANGE)
         await context.write(task_service_pb2.WatchResponse(cursor=make_cursor(incarnations.current, after)))
         while True:
             committed = watchers.commits

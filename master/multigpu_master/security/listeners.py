@@ -65,12 +65,11 @@ class Certificates:
     def __init__(self, config: MasterConfig) -> None:
         self._paths = [Path(p).expanduser() for p in (config.tls_cert, config.tls_key, config.tls_client_ca) if p]
         self._lock = threading.Lock()
-        self._used: list[bytes] = []
-        self._tried: list[bytes] = []
+        self._seen: list[bytes] = []  # contents of the files when they were last read
 
     def first(self) -> Any:
         """The first configuration for gRPC. ListenError: the files are invalid."""
-        self._used = self._tried = texts = self._read()
+        self._seen = texts = self._read()
         return _configuration(texts)
 
     def changed(self) -> Any:
@@ -85,10 +84,10 @@ class Certificates:
     def _take(self) -> Any:
         try:
             texts = [path.read_bytes() for path in self._paths]
-            if texts in (self._used, self._tried):
+            if texts == self._seen:
                 return None
-            self._tried = texts
-            self._used = texts = self._read()
+            self._seen = texts  # invalid files are logged once
+            self._seen = texts = self._read()
         except (OSError, ListenError) as error:
             log.warning("new certificates are not used", error=str(error))
             return None
