@@ -31,7 +31,7 @@ imported_s = time.monotonic()
 from multigpu.repository.model import ModelSpec
 from multigpu.v1 import embed_pb2
 from multigpu_worker.engines.base import EngineSettings
-from multigpu_worker.engines.embed.model import load
+from multigpu_worker.engines.embed.torch_backend import load
 spec = ModelSpec(name="m", folder=Path(sys.argv[1]))
 model, _ = load(spec, EngineSettings(device="cpu", slots=1, threads=1, models={"m": spec}), "fp32")
 tokens = model.text.tokenise([sys.argv[2]])

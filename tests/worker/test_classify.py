@@ -20,7 +20,7 @@ from multigpu_worker.engines.base import Batch, EngineSettings, Item
 from multigpu_worker.engines.classify.engine import ClassifyEngine
 from multigpu_worker.engines.classify.payload import PIXELS_MAX, parse, picture
 from multigpu_worker.engines.common.failures import BadInputError
-from multigpu_worker.engines.common.memory import Limit
+from multigpu_worker.engines.common.limits import Limit
 from multigpu_worker.models.folders import ModelFolderError
 from PIL import Image
 
@@ -172,7 +172,7 @@ def test_pictures_get_the_classes_of_plain_transformers_and_a_bad_one_fails_alon
 def test_memory_that_runs_out_halves_and_is_remembered(text_folder: Path) -> None:
     engine = ClassifyEngine(settings_of(text_folder))
     engine.load()
-    model = next(iter(engine._loaded.values()))
+    model = next(iter(engine._models.loaded.values()))
     whole: Callable[..., Any] = model.probabilities
     sizes = []
 
@@ -186,7 +186,7 @@ def test_memory_that_runs_out_halves_and_is_remembered(text_folder: Path) -> Non
             return whole(features)
 
     short: Any = Short()
-    engine._loaded = dict.fromkeys(engine._loaded, short)
+    engine._models.loaded = dict.fromkeys(engine._models.loaded, short)
     recorder = run(engine, batch_of([text("the film")] * 9))
     assert all(kind == "ok" for kind, _, _ in recorder.outcomes.values())
     assert sizes[:3] == [9, 4, 2]

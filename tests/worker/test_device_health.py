@@ -444,7 +444,7 @@ runtime = Runtime.__new__(Runtime)
 runtime.settings = SimpleNamespace(device="cuda:0")
 runtime.send = lambda message, blobs, written: print(message)
 runtime._sing(1, True)
-print(canary.sing_apart("cpu"))
+print(canary.run_in_subprocess("cpu"))
 assert "torch" not in sys.modules
 """
 

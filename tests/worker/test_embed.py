@@ -22,7 +22,7 @@ from multigpu.cli.bench.sentences import sentences
 from multigpu.repository.model import ModelSpec
 from multigpu.v1 import embed_pb2
 from multigpu_worker.engines.base import Batch, EmbeddingCacheSettings, EngineSettings, Item
-from multigpu_worker.engines.common.memory import FITTED_MIN
+from multigpu_worker.engines.common.limits import FITTED_MIN
 from multigpu_worker.engines.embed.engine import EmbedEngine
 from multigpu_worker.engines.embed.payload import TEXTS_MAX
 from multigpu_worker.models.folders import PACKAGED_MODEL, packaged_model
@@ -247,7 +247,7 @@ def test_of_the_precisions_that_tasks_ask_for_one_stays_beside_the_models_own() 
     prepared = engine.prepare(batch_of([payload(*texts)], parameters={"precision": "bf16"}))
     for precision in ("fp16", "bf16", "fp16"):
         run(engine, batch_of([payload(*texts)], parameters={"precision": precision}))
-        assert [variant.precision for _, variant in engine._loaded] == ["fp32", precision]
+        assert [variant.precision for _, variant in engine._models.loaded] == ["fp32", precision]
     np.testing.assert_array_equal(run(engine, batch_of([payload(*texts)])).vectors(0), exact)
     recorder = Recorder()
     engine.run(batch_of([payload(*texts)]), prepared, recorder)
@@ -275,7 +275,7 @@ def test_no_padding_is_computed_of_texts_that_nobody_sorted() -> None:
     engine = engine_of({PACKAGED_MODEL: FOLDER})
     engine.load()
     model: Any
-    [model] = engine._loaded.values()
+    model = next(iter(engine._models.loaded.values())).backend
     passes: list[int] = []
     query = model.transformer.encoder.layer[0].attention.self.query
     query.register_forward_pre_hook(lambda _, arguments: passes.append(arguments[0].shape[:-1].numel()))
@@ -306,7 +306,7 @@ import numpy as np
 texts = ["word " * 300] * 128 + ["short"]
 engine = engine_of({{PACKAGED_MODEL: FOLDER}})
 expected = run(engine, batch_of([payload("word " * 300), payload("short")]))
-[model] = engine._loaded.values()
+model = next(iter(engine._models.loaded.values())).backend
 model.tokens_max = 1_000_000  # a micro-batch that can't fit in what follows
 used = int(open("/proc/self/statm").read().split()[5]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_DATA, (used + (400 << 20), resource.RLIM_INFINITY))
@@ -347,7 +347,7 @@ def test_one_text_that_does_not_fit_fails_alone(engine: EmbedEngine) -> None:
     small = engine_of({PACKAGED_MODEL: FOLDER})
     run(small, batch_of([payload("load")]))
     model: Any
-    [model] = small._loaded.values()
+    model = next(iter(small._models.loaded.values())).backend
     model.transformer = SmallDevice(model.transformer)
     payloads = [payload("word " * 200), payload(*["a short sentence of ten tokens or so"] * 50), payload("last")]
     recorder = run(small, batch_of(payloads))

@@ -136,6 +136,7 @@ def test_a_file_that_is_damaged_while_two_use_it_is_replaced_once(tmp_path: Path
         first.put(rows[:3])
         assert first.flush()
         assert second.find(keys) == []
+        assert second.flush()
         assert len(second.find(keys)) == 3  # of the new file
         first.close()
         second.close()
@@ -303,7 +304,7 @@ def test_of_two_versions_that_share_a_file_the_one_that_began_last_has_it(tmp_pa
 def test_a_clock_that_was_set_back_leaves_no_rows_that_nobody_can_use(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(embed_cache_file, "EXPIRED_AT_ONCE", 3)
+    monkeypatch.setattr(embed_cache_file, "EXPIRED_PER_WRITE", 3)
     file = CacheFile(tmp_path / "c.db", entries=100, bytes_max=1 << 30, ttl_s=3600)
     ahead = [row._replace(stored_s=row.stored_s + 1e6) for row in rows_of("a", "b", "c")]
     old = [row._replace(stored_s=row.stored_s - 1e6) for row in rows_of("d", "e", "f")]

@@ -237,7 +237,7 @@ def test_what_is_loaded_for_a_gpu_goes_the_fast_way(
 ) -> None:
     """The choice alone: the device is said to be a GPU, and what would be tried on it is not run."""
     from multigpu_worker.engines.embed import cuda as embed_cuda
-    from multigpu_worker.engines.embed import model as embed_model
+    from multigpu_worker.engines.embed import torch_backend
 
     asked = []
 
@@ -246,10 +246,10 @@ def test_what_is_loaded_for_a_gpu_goes_the_fast_way(
         return ahead, {"way": "fast"}
 
     said = dataclasses.replace(model, device=torch.device("cuda:0"))
-    monkeypatch.setattr(embed_model, "load_model", lambda *words, **more: said)
+    monkeypatch.setattr(torch_backend, "load_model", lambda *words, **more: said)
     monkeypatch.setattr(embed_cuda, "speed_up", speed_up)
     settings = EngineSettings(device="cuda:0", slots=1, threads=0)
     for parameters in ({}, {"compile": "try"}):
         spec = ModelSpec(name=PACKAGED_MODEL, folder=FOLDER, parameters=parameters)
-        assert embed_model.load(spec, settings, "fp32") == (ahead, {"way": "fast"})
+        assert torch_backend.load(spec, settings, "fp32") == (ahead, {"way": "fast"})
     assert asked == [False, True]

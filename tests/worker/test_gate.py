@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from multigpu.repository.model import Gate, ModelSpec
 from multigpu_worker.engines.common import accuracy_gate as gate
+from multigpu_worker.engines.common.tensors import Arrays
 from multigpu_worker.models.folders import ModelFolderError
 
 TEXTS = [f"text {number}" for number in range(20)]
@@ -127,10 +128,10 @@ def test_of_examples_the_output_that_lost_most_counts(tmp_path: Path) -> None:
     answers = {"same": truth, "other": swapped}
     held_out = {"x": np.arange(20)}
 
-    def reference(inputs: gate.Arrays) -> gate.Arrays:
+    def reference(inputs: Arrays) -> Arrays:
         return dict.fromkeys(answers, truth[inputs["x"]])
 
-    def candidate(inputs: gate.Arrays) -> gate.Arrays:
+    def candidate(inputs: Arrays) -> Arrays:
         return {name: array[inputs["x"]] for name, array in answers.items()}
 
     model = dataclasses.replace(spec(tmp_path, metric="agreement", threshold=0.81), kind="infer")
@@ -154,7 +155,7 @@ def test_what_has_no_rows_or_no_classes_is_not_judged(tmp_path: Path) -> None:
     held_out = {"x": np.ones((9, 4), np.float32)}
     for answer, words in ((np.ones(3), "a row for each"), (np.ones((9, 1)), "no classes in the last dimension of y")):
 
-        def same(inputs: gate.Arrays, answer: Any = answer) -> gate.Arrays:
+        def same(inputs: Arrays, answer: Any = answer) -> Arrays:
             return {"y": answer}
 
         with pytest.raises(ModelFolderError, match=words):

@@ -15,8 +15,8 @@ import torch
 import transformers
 from multigpu.v1 import generate_pb2 as pb
 from multigpu_worker.engines.base import Batch, Item
+from multigpu_worker.engines.common.payloads import JSON
 from multigpu_worker.engines.generate.engine import GenerateEngine
-from multigpu_worker.engines.generate.payload import JSON
 from multigpu_worker.models.folders import ModelFolderError
 
 from tests.worker.generating import PATIENCE_S, Ask, Plain, Recorder, ask, run_all, settings_of

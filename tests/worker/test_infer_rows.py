@@ -16,8 +16,9 @@ import onnx
 import torch
 from multigpu.repository.model import BatchRules, ModelSpec
 from multigpu_worker.engines.base import EngineSettings
-from multigpu_worker.engines.infer.backend import Arrays, is_per_example
-from multigpu_worker.engines.infer.engine import AS_DECLARED, AS_TOLD, InferEngine
+from multigpu_worker.engines.common.tensors import Arrays
+from multigpu_worker.engines.infer.backend import is_per_example
+from multigpu_worker.engines.infer.engine import AS_CONFIGURED, AS_DECLARED, InferEngine
 from onnx import TensorProto, helper, numpy_helper
 
 from .test_embed import Recorder
@@ -61,7 +62,7 @@ def engine_of(spec: ModelSpec) -> tuple[InferEngine, list[int]]:
     """An engine, loaded and warm, and what will have gone through its model: rows of the first input."""
     engine = InferEngine(EngineSettings(device="cpu", slots=1, threads=1, models={spec.id: spec}))
     engine.load()
-    (model,) = engine._loaded.values()
+    (model,) = engine._models.loaded.values()
     seen: list[int] = []
     forward: Any = model.forward
     model.forward = Watched(forward, seen)
@@ -180,7 +181,7 @@ def test_a_mean_over_examples_is_right_where_tasks_max_is_one(tmp_path: Path) ->
     assert_each(engine, [64], lambda x: {"y": x - x.mean(0)})
     assert_each(engine, [3, 5, 100], lambda x: {"y": x - x.mean(0)})
     assert seen == [64, 3, 5, 100]
-    assert engine.load()["tasks"] == AS_TOLD
+    assert engine.load()["tasks"] == AS_CONFIGURED
 
 
 def test_facts_say_why_tasks_run_one_by_one(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ import torch
 import transformers
 from multigpu.repository.model import ModelSpec
 from multigpu_worker.engines.base import EngineSettings
-from multigpu_worker.engines.infer.backend import TensorSpec
+from multigpu_worker.engines.common.tensors import TensorSpec
 from multigpu_worker.engines.infer.engine import InferEngine
 from multigpu_worker.engines.infer.torch_backend import TorchForward, load
 from multigpu_worker.models.folders import ModelFolderError

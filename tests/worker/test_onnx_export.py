@@ -15,7 +15,7 @@ pytest.importorskip("sentence_transformers", reason="the dependency group `dev` 
 
 import onnxruntime
 import torch
-from multigpu_worker.engines.common.subprocess_call import run_apart
+from multigpu_worker.engines.common.subprocess_call import subprocess_call
 from multigpu_worker.engines.embed.model import load_model
 from multigpu_worker.engines.embed.steps import POOLING_MODES
 from multigpu_worker.engines.embed.text import TextInput
@@ -81,19 +81,19 @@ def test_who_reads_an_export_needs_no_torch() -> None:
 
 
 def test_what_happens_apart_is_said_here() -> None:
-    assert run_apart("json:dumps", {"obj": 1}) == "1"
+    assert subprocess_call("json:dumps", {"obj": 1}) == "1"
     with pytest.raises(ModelFolderError, match=r"json:loads: TypeError: .*missing"):
-        run_apart("json:loads", {})
+        subprocess_call("json:loads", {})
     with pytest.raises(ModelFolderError, match="docs/dependencies"):
-        run_apart("no_such_module:any", {})
+        subprocess_call("no_such_module:any", {})
     with pytest.raises(FileNotFoundError, match="no-such-folder"):
-        run_apart("os:listdir", {"path": "/no-such-folder"})
+        subprocess_call("os:listdir", {"path": "/no-such-folder"})
     with pytest.raises(ModelFolderError, match="exit status -6"):
-        run_apart("os:abort", {})
+        subprocess_call("os:abort", {})
 
 
-def test_the_process_apart_dies_with_who_started_it() -> None:
-    code = "from multigpu_worker.engines.common.subprocess_call import run_apart; run_apart('signal:pause', {})"
+def test_subprocess_dies_with_its_parent() -> None:
+    code = "from multigpu_worker.engines.common import subprocess_call as s; s.subprocess_call('signal:pause', {})"
     with subprocess.Popen([sys.executable, "-c", code]) as parent:
         children = Path(f"/proc/{parent.pid}/task/{parent.pid}/children")
         while not (found := children.read_text().split()):

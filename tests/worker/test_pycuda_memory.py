@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("onnxruntime", reason="the extra `onnx` is not installed")
 
-from multigpu_worker.engines.common.device_memory import PycudaMemory
+from multigpu_worker.engines.tensorrt.device_memory import PycudaMemory
 
 from tests.worker import pretended_pycuda
 from tests.worker.test_tensorrt_run import runner

@@ -178,13 +178,13 @@ def test_fp8_is_measured_and_its_plan_is_built(tmp_path: Path, settings: EngineS
     pytest.importorskip("tensorrt_rtx", reason="the extra `rtx` is not installed")
     from multigpu_worker.engines.tensorrt.build import PlanOrder, artifacts_of, get_plan
     from multigpu_worker.engines.tensorrt.module import Gpu, installed
-    from multigpu_worker.engines.tensorrt.profiles import Limits, first_profiles
+    from multigpu_worker.engines.tensorrt.profiles import Limits, profiles_for
 
     def plan(capability: tuple[int, int]) -> dict[str, str]:
         order = PlanOrder(
             graph=made.folder / MODEL_FILE,
             precision="fp8",
-            profiles=first_profiles(Limits(rows_max=16, width_max=1, tokens_max=16)),
+            profiles=profiles_for(Limits(rows_max=16, width_max=1, tokens_max=16)),
             library=installed(),
             gpu=Gpu(name="any", capability=capability),
             accuracy=made.facts["accuracy"],

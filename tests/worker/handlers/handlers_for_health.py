@@ -49,7 +49,7 @@ def slow(torch: Any, device: str) -> tuple[bool | None, str]:
 if SLOW or UNLOADABLE:
     canary.loaded = able_at_once
 if SLOW:
-    canary.able, canary.load, canary.shortage, canary.sing = able, lambda: None, lambda *_: "", slow
+    canary.able, canary.load, canary.shortage, canary.run = able, lambda: None, lambda *_: "", slow
 elif UNLOADABLE:
     canary.able, canary.load = able, lambda: os._exit(1)
 elif ANYWAY:

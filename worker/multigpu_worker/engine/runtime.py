@@ -496,7 +496,7 @@ class Runtime:
                 right, words = self._sing_with_torch(canary_id)
             else:
                 # It has not been loaded for tasks: what it takes of memory, and CUDA's context, must not stay.
-                right, words = canary.sing_apart(self.settings.device)
+                right, words = canary.run_in_subprocess(self.settings.device)
                 words = _text(words, MESSAGE_BYTES_MAX)
         self.send(("canary", canary_id, right, words), [], [])
 
@@ -510,7 +510,7 @@ class Runtime:
             return None, shortage
         self.send(("singing", canary_id), [], [])
         try:
-            return canary.sing(torch, self.settings.device)
+            return canary.run(torch, self.settings.device)
         except Exception as error:  # noqa: BLE001  whatever torch raises says that the device is not well
             return False, _text(f"it raised {type(error).__name__}: {error}", MESSAGE_BYTES_MAX)
 

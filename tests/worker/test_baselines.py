@@ -17,7 +17,8 @@ import torch
 from multigpu._kinds.classification import payload_of
 from multigpu._kinds.inference import arrays_of, input_of
 from multigpu.repository.model import ModelSpec
-from multigpu_worker.baselines.loops import BATCHES, ArrayLoop, EngineLoop, load_handlers, load_loop
+from multigpu_worker.baselines.loading import load_handlers, load_loop
+from multigpu_worker.baselines.loops import BATCHES, ArrayLoop, EngineLoop
 from multigpu_worker.engines.base import Batch, EngineSettings, Reporter
 from multigpu_worker.engines.common.precision import Variant
 from multigpu_worker.engines.infer import tensorrt_backend as infer_tensorrt
@@ -104,7 +105,7 @@ def test_arrays_go_through_the_plan_and_never_through_what_serves_until_it_is_bu
 def test_a_model_for_another_kind_and_a_kind_without_a_loop_are_told(text_folder: Path) -> None:
     with pytest.raises(ValueError, match="is a model for classify, not for embed"):
         load_loop("embed", spec_of(text_folder, "classify"), settings(), TORCH)
-    with pytest.raises(ValueError, match="no plain loop for generate"):
+    with pytest.raises(ValueError, match="no baseline for generate"):
         load_loop("generate", spec_of(text_folder, "generate"), settings(), TORCH)
     with pytest.raises(ValueError, match="classify runs on torch alone"):
         variant = Variant(engine="onnx", precision="fp32")
