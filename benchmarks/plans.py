@@ -1,11 +1,11 @@
-"""TensorRT plans of real models, built by the product's own code through its cache: sizes and seconds.
+"""TensorRT plans of real models, built by the product's code through its cache: sizes and seconds.
 
     python -m benchmarks.plans [--folder KEEP_THEM_HERE] [--capability 8.9] [--pictures FOLDER]
 
-MiniLM at every precision that has a graph, with the calibration and the accuracy gate that model.toml would ask for
-(data: STS-B, from the folder in MGPU_SHARED_DATA), and EfficientNet-lite0, a vision model from ONNX; that at int8 and
-fp8 where --pictures names a folder of photographs (JPEG), an eighth of which calibrate and the others judge. "from the
-cache" is the same asked for again, with every file compared with its hash. TensorRT for RTX needs no GPU for all that.
+MiniLM at every precision with a graph, calibrated and judged as with model.toml (data: STS-B, in MGPU_SHARED_DATA), and
+EfficientNet-lite0, a vision model from ONNX; its int8 and fp8 need --pictures, a folder of photographs (JPEG), of which
+an eighth calibrate and the others judge. "from the cache" is a second request, which compares the hash of every file.
+TensorRT for RTX needs no GPU for this.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Plain loops on a GPU, for `mgpuctl bench`: on TensorRT, ONNX Runtime and torch they give the same vectors."""
+"""Baseline loops on a GPU, for `mgpuctl bench`: on TensorRT, ONNX Runtime and torch they give the same vectors."""
 
 from pathlib import Path
 

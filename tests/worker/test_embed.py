@@ -143,7 +143,7 @@ def reference() -> Reference:
     return lambda texts: model.encode(texts, batch_size=1, normalize_embeddings=False)
 
 
-def test_vectors_are_those_of_sentence_transformers(engine: EmbedEngine, reference: Reference) -> None:
+def test_vectors_equal_those_of_sentence_transformers(engine: EmbedEngine, reference: Reference) -> None:
     expected = reference(VARIED)
     together = run(engine, batch_of([payload(*VARIED)])).vectors(0)
     assert together.dtype == np.float32
@@ -215,14 +215,14 @@ def test_bad_batch_fails_every_item(
     ("precision", "message"),
     [("int8", "the torch engine has no int8: use engine onnx or tensorrt"), ("tf32", "cpu has no tf32")],
 )
-def test_precision_that_is_not_here_may_be_elsewhere(engine: EmbedEngine, precision: str, message: str) -> None:
+def test_missing_precision_is_retryable(engine: EmbedEngine, precision: str, message: str) -> None:
     recorder = run(engine, batch_of([payload("a")], parameters={"precision": precision}))
     error_type, said, retryable = recorder.outcomes[0]
     assert (error_type, retryable) == ("NoSuchPrecision", True)
     assert message in said
 
 
-def test_model_that_does_not_load_says_why_and_may_be_tried_elsewhere(tmp_path: Path) -> None:
+def test_model_that_does_not_load_is_retryable_with_a_reason(tmp_path: Path) -> None:
     engine = engine_of({"gone": tmp_path / "gone"})
     recorder = run(engine, batch_of([b"", payload("a")], model="gone"))
     assert recorder.outcomes[0][0] == "BadInput"
@@ -232,7 +232,7 @@ def test_model_that_does_not_load_says_why_and_may_be_tried_elsewhere(tmp_path: 
 
 
 @pytest.mark.parametrize(("precision", "tolerance"), [("bf16", 2e-2), ("fp16", 2e-3)])
-def test_lower_precision_is_near_and_not_the_same(engine: EmbedEngine, precision: str, tolerance: float) -> None:
+def test_lower_precision_is_close_but_not_equal(engine: EmbedEngine, precision: str, tolerance: float) -> None:
     texts = VARIED[:5]
     exact = run(engine, batch_of([payload(*texts)])).vectors(0)
     rough = run(engine, batch_of([payload(*texts)], parameters={"precision": precision})).vectors(0)
@@ -240,7 +240,7 @@ def test_lower_precision_is_near_and_not_the_same(engine: EmbedEngine, precision
     assert 1e-5 < difference < tolerance
 
 
-def test_of_the_precisions_that_tasks_ask_for_one_stays_beside_the_models_own() -> None:
+def test_one_requested_precision_stays_beside_the_configured_one() -> None:
     engine = engine_of({PACKAGED_MODEL: FOLDER})
     texts = VARIED[:3]
     exact = run(engine, batch_of([payload(*texts)])).vectors(0)
@@ -270,7 +270,7 @@ def test_short_tasks_do_not_wait_for_a_long_one(engine: EmbedEngine) -> None:
     assert recorder.beats > 3
 
 
-def test_no_padding_is_computed_of_texts_that_nobody_sorted() -> None:
+def test_unsorted_texts_cost_no_padding() -> None:
     """The general rule: whatever comes together, a model of this form computes its tokens, in as few passes."""
     engine = engine_of({PACKAGED_MODEL: FOLDER})
     engine.load()
@@ -289,7 +289,7 @@ def test_no_padding_is_computed_of_texts_that_nobody_sorted() -> None:
         assert len(passes) <= 1 + lengths.sum() // (model.tokens_max - lengths.max())
 
 
-def test_cancelled_item_is_left_out_and_the_others_are_not(engine: EmbedEngine) -> None:
+def test_cancelled_item_is_skipped_and_others_are_not(engine: EmbedEngine) -> None:
     recorder = Recorder(at_beat=lambda r: r.cancelled_ids.add(0))
     texts = ["a sentence of the usual length"] * 1000
     run(engine, batch_of([payload(*texts), payload("another one, shorter")]), recorder)
@@ -328,7 +328,7 @@ def test_micro_batch_is_halved_when_memory_runs_out() -> None:
     assert done.returncode == 0, done.stderr[-3000:]
 
 
-def test_one_text_that_does_not_fit_fails_alone(engine: EmbedEngine) -> None:
+def test_text_that_does_not_fit_fails_alone(engine: EmbedEngine) -> None:
     """The shortage is simulated: the transformer of a copy rejects more than 100 tokens, as a device would."""
     import torch
 
@@ -364,7 +364,7 @@ def test_one_text_that_does_not_fit_fails_alone(engine: EmbedEngine) -> None:
     assert model.tokens_max == CPU_TOKENS_PER_THREAD
 
 
-def test_stsb_correlation_is_the_published_one(engine: EmbedEngine) -> None:
+def test_stsb_correlation_equals_the_published_one(engine: EmbedEngine) -> None:
     """Spearman on the STS-B test pairs. MTEB's stored result for this model is 0.82032."""
     from scipy.stats import spearmanr
 
@@ -383,7 +383,7 @@ def test_stsb_correlation_is_the_published_one(engine: EmbedEngine) -> None:
     assert correlation == pytest.approx(82.03, abs=0.02)
 
 
-def test_preparing_while_running_gives_the_same(engine: EmbedEngine) -> None:
+def test_preparing_while_running_gives_the_same_vectors(engine: EmbedEngine) -> None:
     """As in the engine process: one thread prepares the next batches while another runs."""
     texts = [f"Sentence number {i}, {'padded ' * (i % 11)}with care." for i in range(200)]
     batches = [batch_of([payload(text) for text in texts[i::5]]) for i in range(5)]
@@ -418,7 +418,7 @@ print("fine")
 """
 
 
-def test_nothing_is_fetched_and_torch_waits_for_the_first_batch() -> None:
+def test_nothing_is_downloaded_and_torch_is_imported_for_the_first_batch() -> None:
     code = OFFLINE.format(tests=str(Path(__file__).parent))
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "TRANSFORMERS_"))}
     done = subprocess.run(

@@ -62,7 +62,7 @@ async def reload(stream: Stream) -> pb.Handlers:
     return stream.heartbeats[-1].handlers
 
 
-async def test_an_engine_that_dies_is_followed_by_one_of_the_same_version_whatever_was_edited(
+async def test_restarted_engine_keeps_the_handlers_version(
     master: ScriptedMaster, start_worker: StartWorker, edited: Edited
 ) -> None:
     worker, stream = await begin(master, start_worker, edited)
@@ -80,7 +80,7 @@ async def test_an_engine_that_dies_is_followed_by_one_of_the_same_version_whatev
     assert {beat.handlers.version for beat in stream.heartbeats} == {version}
 
 
-async def test_a_reload_lets_what_runs_end_and_then_answers_with_the_new_version_alone(
+async def test_reload_finishes_running_tasks_and_switches_versions(
     master: ScriptedMaster, start_worker: StartWorker, edited: Edited
 ) -> None:
     _, stream = await begin(master, start_worker, edited)
@@ -104,7 +104,7 @@ async def test_a_reload_lets_what_runs_end_and_then_answers_with_the_new_version
     assert (await reload(stream)).version == before, "the same sources are the same version"
 
 
-async def test_what_runs_longer_than_a_drain_may_take_begins_anew_uncharged(
+async def test_task_past_the_drain_deadline_is_restarted_uncharged(
     master: ScriptedMaster, start_worker: StartWorker, edited: Edited
 ) -> None:
     worker = await start_worker(
@@ -123,7 +123,7 @@ async def test_what_runs_longer_than_a_drain_may_take_begins_anew_uncharged(
 
 
 @pytest.mark.parametrize(("code", "error"), [("1/0", "ZeroDivisionError"), ("import os; os._exit(7)", "exit code 7")])
-async def test_a_version_that_cannot_be_imported_leaves_the_one_before(
+async def test_version_that_cannot_be_imported_is_not_used(
     master: ScriptedMaster, start_worker: StartWorker, edited: Edited, code: str, error: str
 ) -> None:
     _, stream = await begin(master, start_worker, edited)
@@ -140,7 +140,7 @@ async def test_a_version_that_cannot_be_imported_leaves_the_one_before(
     assert await answer(stream, 2) == b"two two"
 
 
-async def test_leases_on_a_kind_that_a_reload_takes_away_are_given_back(
+async def test_leases_of_a_removed_kind_are_returned(
     master: ScriptedMaster, start_worker: StartWorker, edited: Edited
 ) -> None:
     _, stream = await begin(master, start_worker, edited)
@@ -159,7 +159,7 @@ async def test_leases_on_a_kind_that_a_reload_takes_away_are_given_back(
     assert "my.word" not in offers[-1]
 
 
-async def test_a_package_is_of_one_version_with_all_its_modules(
+async def test_version_covers_all_modules_of_a_package(
     master: ScriptedMaster, start_worker: StartWorker, tmp_path: Path
 ) -> None:
     package = tmp_path / "code/pack"

@@ -48,7 +48,7 @@ def every_step(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("build", [every_step, tiny.qwen_left_padded])
-def test_any_number_of_texts_of_any_length(tmp_path: Path, build: Callable[[Path], Path]) -> None:
+def test_export_takes_batches_of_any_shape(tmp_path: Path, build: Callable[[Path], Path]) -> None:
     model_folder, folder = build(tmp_path), tmp_path / "export"
     folder.mkdir()
     # In a process of its own it is exported by test_embed_onnx.py.
@@ -61,7 +61,7 @@ def test_any_number_of_texts_of_any_length(tmp_path: Path, build: Callable[[Path
     assert 0 < float(facts["difference"]) < 1e-4
 
 
-def test_a_graph_that_differs_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_graph_that_differs_from_torch_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model_folder, folder = bert(tmp_path), tmp_path / "export"
     folder.mkdir()
     compute = onnx_export._compute
@@ -70,17 +70,17 @@ def test_a_graph_that_differs_is_rejected(tmp_path: Path, monkeypatch: pytest.Mo
         onnx_export.export(model=str(model_folder), folder=str(folder), precision="fp32")
 
 
-def test_a_slow_tokenizer_is_rejected(tmp_path: Path) -> None:
+def test_python_tokenizer_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(ModelFolderError, match="engine torch"):
         onnx_export.export(model=str(tiny.byt5_slow_tokenizer(tmp_path)), folder=str(tmp_path), precision="fp32")
 
 
-def test_who_reads_an_export_needs_no_torch() -> None:
+def test_reading_an_export_needs_no_torch() -> None:
     code = "import multigpu_worker.engines.onnx.export, sys; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_what_happens_apart_is_said_here() -> None:
+def test_errors_of_the_subprocess_are_raised() -> None:
     assert subprocess_call("json:dumps", {"obj": 1}) == "1"
     with pytest.raises(ModelFolderError, match=r"json:loads: TypeError: .*missing"):
         subprocess_call("json:loads", {})

