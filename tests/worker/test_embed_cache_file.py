@@ -117,7 +117,7 @@ def test_damaged_file_is_replaced_with_a_warning(tmp_path: Path, damage: Callabl
         file.put(rows[:5])
         assert file.flush()
     assert found == []
-    assert [log["event"] for log in logs] == ["the embedding cache's file was damaged: a new one is begun"]
+    assert [log["event"] for log in logs] == [DAMAGED]
     assert (tmp_path / "c.db.damaged").exists()
     assert {row.key for row in file.find([row.key for row in rows])} == {row.key for row in rows[:5]}
     file.close()
@@ -157,6 +157,10 @@ def test_unusable_files_are_rejected(tmp_path: Path) -> None:
     assert foreign.read_bytes() == before
     check_cache_file(tmp_path / "new.db")
     check_cache_file(tmp_path / "new.db")
+    with sqlite3.connect(tmp_path / "new.db") as db:
+        db.execute(f"PRAGMA user_version = {embed_cache_file.FORMAT + 1}")
+    with pytest.raises(CacheFileError, match=r"another version made it, in format 2, .* delete it"):
+        check_cache_file(tmp_path / "new.db")
 
 
 def test_full_disk_costs_only_vectors_and_a_warning(tmp_path: Path) -> None:
@@ -173,10 +177,7 @@ def test_full_disk_costs_only_vectors_and_a_warning(tmp_path: Path) -> None:
         cache.file._writer.execute("PRAGMA max_page_count = 100000")
         cache.put(keys[:1], vectors(1))
         assert cache.file.flush()
-    assert [log["event"] for log in logs] == [
-        "the embedding cache's file fails: vectors are not kept",
-        "the embedding cache's file works again",
-    ]
+    assert [log["event"] for log in logs] == [FAILS, WORKS]
     assert "full" in logs[0]["problem"]
     cache.close()
 
@@ -271,32 +272,6 @@ def test_out_of_memory_in_a_lookup_costs_only_its_rows(tmp_path: Path, monkeypat
     assert [log["problem"] for log in logs] == ["MemoryError"]
     assert file.find([rows[0].key]) == rows
     file.close()
-
-
-def test_version_that_starts_last_owns_the_file(tmp_path: Path) -> None:
-    path, rows = tmp_path / "c.db", rows_of("a")
-    file = open_file(path)
-    later = tmp_path / "later.db"
-    open_file(later).close()
-    with sqlite3.connect(later) as db:
-        db.execute(f"PRAGMA user_version = {embed_cache_file.FORMAT + 1}")
-    db.close()
-    # As a worker does that puts a file aside.
-    later.replace(path)
-    for suffix in ("-wal", "-shm"):
-        (tmp_path / f"c.db{suffix}").unlink()
-    inode = path.stat().st_ino
-    with capture_logs() as logs:
-        for _ in range(3):
-            file.put(rows)
-            assert file.flush()
-            assert file.find([rows[0].key]) == []
-    assert [log["event"] for log in logs] == [FAILS]
-    assert path.stat().st_ino == inode
-    file.close()
-    with capture_logs() as logs:
-        open_file(path).close()
-    assert [log["event"] for log in logs] == [DAMAGED]
 
 
 def test_rows_from_the_future_expire_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

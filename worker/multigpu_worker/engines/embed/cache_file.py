@@ -2,8 +2,8 @@
 
 A thread writes what was queued during its last write; vectors that were not written when the engine is killed are
 computed again. Each row has a checksum. A damaged file is moved aside with a warning and a new one begun, also if the
-file was moved or deleted; another program's database is rejected. A full disk, or a file that cannot be opened, costs
-a warning and no task, and is tried again at the next write.
+file was moved or deleted; a database of another program or format is rejected. A full disk, or a file that cannot be
+opened, costs a warning and no task, and is tried again at the next write.
 
 Rows are evicted in the order in which they were written. WAL mode needs a local disk.
 """
@@ -56,12 +56,8 @@ class _DamagedError(Exception):
     """The file does not hold what was written."""
 
 
-class _FormatError(Exception):
-    """Another version of this program made the file."""
-
-
 # Errors of the file that do not fail a task. sqlite3 raises MemoryError too.
-TROUBLE = (sqlite3.Error, OSError, MemoryError, CacheFileError, _DamagedError, _FormatError)
+TROUBLE = (sqlite3.Error, OSError, MemoryError, CacheFileError, _DamagedError)
 
 
 class CacheFile:
@@ -86,9 +82,6 @@ class CacheFile:
         self._queued = 0
         try:
             self._open()
-        except _FormatError as error:
-            # Only at the start: two versions that share a file would otherwise replace it in turn.
-            self._fail(_DamagedError(str(error)))
         except TROUBLE as error:
             self._fail(error)
         self._thread = threading.Thread(target=self._run, name="embedding cache", daemon=True)
@@ -304,7 +297,7 @@ def _initialise(db: sqlite3.Connection) -> None:
     if tables and owner != APPLICATION_ID:
         raise CacheFileError("it is another program's database")
     if tables and version != FORMAT:
-        raise _FormatError(f"its format is {version}, this version's is {FORMAT}")
+        raise CacheFileError(f"another version made it, in format {version}, and this one's is {FORMAT}: delete it")
     db.execute("PRAGMA journal_mode = WAL")
     db.execute("PRAGMA journal_size_limit = 4194304")
     if not tables:

@@ -77,29 +77,15 @@ class CudaEmbedModel:
     # Held while work is started: a graph has one buffer for its inputs.
     lock: threading.Lock = field(default_factory=threading.Lock)
 
-    @property
-    def text(self) -> TextInput:
-        return self.model.text
+    text: TextInput = field(init=False)
+    dimension: int = field(init=False)
+    identity: str = field(init=False)
+    pads: bool = field(init=False)
+    tokens_max: int = field(init=False)
 
-    @property
-    def dimension(self) -> int:
-        return self.model.dimension
-
-    @property
-    def identity(self) -> str:
-        return self.model.identity
-
-    @property
-    def pads(self) -> bool:
-        return self.model.pads
-
-    @property
-    def tokens_max(self) -> int:
-        return self.model.tokens_max
-
-    @tokens_max.setter
-    def tokens_max(self, tokens_max: int) -> None:
-        self.model.tokens_max = tokens_max
+    def __post_init__(self) -> None:
+        for name in ("text", "dimension", "identity", "pads", "tokens_max"):
+            setattr(self, name, getattr(self.model, name))
 
     def embed(self, inputs: Inputs) -> Vectors:
         """Vectors [rows, dimension] of padded inputs."""

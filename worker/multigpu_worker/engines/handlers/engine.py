@@ -29,28 +29,16 @@ class WrongResultTypeError(TypeError):
 class HandlerContext:
     """The `multigpu.handlers.Context` of one attempt."""
 
-    __slots__ = ("_item", "_reporter", "parameters")
+    __slots__ = ("_item", "_reporter", "attempt", "checkpoint", "parameters", "partials_received", "task_id")
 
     def __init__(self, item: Item, parameters: Mapping[str, str], reporter: Reporter) -> None:
         self._item = item
         self._reporter = reporter
         self.parameters = parameters
-
-    @property
-    def task_id(self) -> int:
-        return self._item.task_id
-
-    @property
-    def attempt(self) -> int:
-        return self._item.attempt
-
-    @property
-    def checkpoint(self) -> bytes:
-        return self._item.checkpoint
-
-    @property
-    def partials_received(self) -> int:
-        return self._item.partials_received
+        self.task_id = item.task_id
+        self.attempt = item.attempt
+        self.checkpoint = item.checkpoint
+        self.partials_received = item.partials_received
 
     @property
     def cancelled(self) -> bool:
