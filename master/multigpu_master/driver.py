@@ -9,37 +9,36 @@ Time is that of the master's clock, which can't jump (clock.py).
 import asyncio
 import functools
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
+import grpc
 import structlog
 from multigpu._transport.payloads import is_transient
-from multigpu.v1 import worker_service_pb2
 
 from multigpu_master import ids, settings
 from multigpu_master.core import events as ev
 from multigpu_master.core.identity import FREE
-from multigpu_master.core.model import Lease, OutcomeState, Spec, Task
+from multigpu_master.core.model import OutcomeState, Spec, Task
 from multigpu_master.core.scheduler import Core
 from multigpu_master.ids import Incarnations, LeaseProofs
-from multigpu_master.journal.protocol import Journal, JournalError, LargeBody, Recovered, SettledTask
-from multigpu_master.journal.write_buffer import Journaling, tell
+from multigpu_master.journal.protocol import Journal, JournalError, JournalFullError, LargeBody, Recovered, SettledTask
+from multigpu_master.journal.write_buffer import DURABLE_S, Journaling, tell
 from multigpu_master.payloads import messages as wire_large
-from multigpu_master.rpc.outbox import FRAME_BYTES, Outbox
+from multigpu_master.rpc.errors import CallError, ExhaustedError
+from multigpu_master.rpc.outbox import Outbox
 from multigpu_master.telemetry.latencies import Latencies
 from multigpu_master.telemetry.tracing import record_spans
-from multigpu_master.wire import messages as wire
-from multigpu_master.wire import models as wire_models
+from multigpu_master.wire.outcomes import OutcomeWriter, RunFrame
 from multigpu_master.wire.specs import SpecReader
+from multigpu_master.wire.times import duration
+from multigpu_master.worker_streams import WorkerStreams
 
 log = structlog.get_logger()
 
-RunOutbox = Outbox[wire.RunFrame]
-SessionOutbox = Outbox[worker_service_pb2.SessionResponse]
-# What a lease takes on the wire, beside its payload.
-LEASE_BYTES = 40
-
+RunOutbox = Outbox[RunFrame]
+CANCEL_TASKS = 100  # in one event
 
 # A task that ended, and its serialized outcome.
 Ended = tuple[Task, bytes | LargeBody]
@@ -56,8 +55,10 @@ def is_cancelled(task: Task) -> bool:
 _UNANSWERED = (ev.Tick, ev.SubmitFailed, ev.SettlesCommitted, ev.IdsRenewed, ev.StreamClosed, ev.SessionClosed)
 
 
-class BrokenError(Exception):
-    """The master handles no events any more."""
+class BrokenError(CallError):
+    """The master handles no more events."""
+
+    code = grpc.StatusCode.UNAVAILABLE
 
 
 @dataclass(slots=True)
@@ -96,30 +97,30 @@ class Driver:
         self.watchers = Watchers()
         self._on_fatal = on_fatal
         self._broken = False
-        self.journaling = Journaling(journal, self.handle, lambda: self.watchers.wake("commits"), on_fatal)
+        self.journaling = Journaling(
+            journal, self.handle, lambda: self.watchers.wake("commits"), on_fatal, recovered.last_cursor
+        )
         self.on_worker_changed: Callable[[ev.WorkerChanged], None] = lambda _change: None
         self._loop = asyncio.get_running_loop()
         self.now = now
         self._streams: dict[int, RunOutbox] = {}
-        self._sessions: dict[int, SessionOutbox] = {}
-        # Why we ended sessions whose streams are not closed yet; leases taken back before the event under way.
-        self.end_reasons: dict[int, str] = {}
-        self.requeued_before = 0
+        self.workers = WorkerStreams(self.handle, core.fleet, specs, self.proofs, journal.payloads)
+        self.requeued_before = 0  # leases taken back before the event under way
         self._last_stream = 0
         # Ended tasks on their way to the disk, and the streams to tell when they are there.
         self._told_later: dict[int, list[int]] = {}
         # Set while metrics are collected.
         self.latencies: Latencies | None = None
         self._waiters: dict[int, list[asyncio.Future[None]]] = defaultdict(list)
-        self.outcomes = wire.OutcomeWriter()
+        self.outcomes = OutcomeWriter()
         self._timer: asyncio.Handle | None = None
         self._timer_due_s = 0.0
+        workers = self.workers
         self._carry_out: dict[type, Callable[..., None]] = {
-            ev.Settled: self._settled, ev.Dispatch: self._dispatch, ev.Welcome: self._welcome, ev.Revoke: self._revoke,
-            ev.Recall: self._recall,
-            ev.Desire: self._desire, ev.EndSession: self._end_session, ev.Forward: self._forward,
-            ev.WorkerChanged: self._worker_changed, ev.BreakerChanged: self._breaker_changed,
-            ev.RenewIds: self._renew_ids,
+            ev.Settled: self._settled, ev.Forward: self._forward, ev.WorkerChanged: self._worker_changed,
+            ev.BreakerChanged: self._breaker_changed, ev.RenewIds: self._renew_ids, ev.Dispatch: workers.dispatch,
+            ev.Welcome: workers.welcome, ev.Revoke: workers.revoke, ev.Recall: workers.recall,
+            ev.Desire: workers.desire, ev.EndSession: workers.end,
         }  # fmt: skip
 
     def handle(self, event: ev.Event) -> list[ev.Command]:
@@ -169,7 +170,7 @@ class Driver:
     def open_stream(self) -> tuple[int, RunOutbox]:
         """A new Run stream."""
         self._last_stream += 1
-        outbox = RunOutbox(wire.RunFrame, wire_large.Peer(self.journal.payloads))
+        outbox = RunOutbox(RunFrame, wire_large.Peer(self.journal.payloads))
         self._streams[self._last_stream] = outbox
         self.handle(ev.StreamOpened(self._last_stream))
         return self._last_stream, outbox
@@ -178,7 +179,7 @@ class Driver:
         if (outbox := self._streams.pop(stream, None)) is not None:
             outbox.peer.gone()
             self.handle(ev.StreamClosed(stream))
-        self.journaling.hurry()  # nobody else can bring its tasks again
+        self.journaling.flush()  # nobody else can bring its tasks again
 
     def known(self, request_ids: Sequence[str]) -> dict[str, SettledTask]:
         """Those of these requests that have settled and been forgotten by the core."""
@@ -189,21 +190,21 @@ class Driver:
 
     def submit(
         self, spec: Spec, tasks: Sequence[Task], stream: int, done: Callable[[JournalError | None], None],
-        deleted_dead_letters: Sequence[int] = (), *, patient: bool = False,
+        deleted_dead_letters: Sequence[int] = (), *, deferred: bool = False,
     ) -> list[Task | ev.Rejection]:  # fmt: skip
         """Hands tasks to the core. `done` is called when those taken are durable, with an error if they could not be
-        made so (then they are gone). What is returned must not be told before that. `patient`: it is not told at all.
+        made so (then they are gone). What is returned must not be told before that. `deferred`: it is not told at all.
         """
         commands = self.handle(ev.Submit(spec, tasks, stream))
         submitted = next(c for c in commands if isinstance(c, ev.Submitted))
         if (outbox := self._streams.get(stream)) is not None:
-            outbox.owe(submitted.owed)
+            outbox.add_pending(submitted.owed)
         if spec.durable:
             # Soon, and not now: the leases that went out of this are on their way by then, and don't wait for it.
             fresh = submitted.fresh
             letters = deleted_dead_letters if fresh else ()
-            if patient:
-                self._loop.call_soon(self.journaling.submits_patiently, fresh, done)
+            if deferred:
+                self._loop.call_soon(self.journaling.submits_deferred, fresh, done)
             else:
                 self._loop.call_soon(self.journaling.submits, fresh, done, letters, not stream)
         else:
@@ -237,11 +238,12 @@ class Driver:
     # --- commands ----------------------------------------------------------------------------------------------------
 
     def _renew_ids(self, _command: ev.RenewIds) -> None:
-        epoch = self._epoch = ids.next_epoch(self._epoch, self.now())
+        now_s = self.now()
+        epoch = self._epoch = ids.next_epoch(self._epoch, now_s)
 
         def begun(error: JournalError | None) -> None:
             if error is None:  # else the master is stopping
-                self.handle(ev.IdsRenewed(ids.first_id(epoch)))
+                self.handle(ev.IdsRenewed(ids.first_id(epoch, now_s)))
 
         self.journaling.begin_epoch(epoch, begun)
 
@@ -277,8 +279,28 @@ class Driver:
         streams = self._told_later.get(task.task_id)
         if streams is not None and stream not in streams:
             streams.append(stream)
-            self._streams[stream].owe(1)
+            self._streams[stream].add_pending(1)
         return streams is not None
+
+    async def cancel(self, tasks: Iterable[Task], reason: str = "", *, withdrawn: bool = False) -> list[Task]:
+        """Cancels the unsettled ones of these tasks, and returns them. On a full disk it cancels no more tasks than the
+        journal has room for. JournalFullError: the other tasks go on.
+        """
+        waiting, cancelled = deque(tasks), list[Task]()
+        while waiting:
+            count = min(self.journaling.cancellations_max(), CANCEL_TASKS, len(waiting))
+            if not count:
+                raise JournalFullError(
+                    f"{len(cancelled)} tasks were cancelled, {len(waiting)} were not and go on: the disk is full. "
+                    "Free space on it, and cancel once more"
+                )
+            part = [task for _ in range(count) if (task := waiting.popleft()).outcome is None and task.task_id]
+            self.handle(ev.Cancel(part, reason, withdrawn))
+            cancelled += part
+            await asyncio.sleep(0)  # the scheduler goes on meanwhile
+            if not self.journaling.writable:  # the room of this part is known only when it is written
+                await self.withdrawn(part, DURABLE_S)
+        return cancelled
 
     async def withdrawn(self, tasks: Sequence[Task], timeout_s: float) -> bool:
         """Waits until the cancellations of these tasks are on the disk; False: they are not by then."""
@@ -301,7 +323,7 @@ class Driver:
                         outbox.room_for(len(body)).add_outcome(body)
                     else:
                         self.add_large_outcome(outbox, body, task.request_id)
-                    outbox.owe(-1)
+                    outbox.add_pending(-1)
                     if outbox.partials_from:
                         outbox.partials_from.pop(task.task_id, None)
                     if outbox.bytes > self._stream_bytes_max:
@@ -322,7 +344,7 @@ class Driver:
                 future.set_result(None)
 
     def _too_much_unread(self, outbox: RunOutbox) -> None:
-        outbox.abort("RESOURCE_EXHAUSTED", "outcomes pile up unread; read faster, or submit less at once")
+        outbox.abort(ExhaustedError("outcomes pile up unread; read faster, or submit less at once"))
 
     def add_large_outcome(self, outbox: RunOutbox, body: bytes | LargeBody, request_id: str) -> None:
         """An outcome with a large result: its place, where the client may look there, or all of it. A rejection, if it
@@ -339,80 +361,13 @@ class Driver:
                         told = outbox.room_for(256).message.rejected.add(
                             request_id=request_id, code=code, message=message
                         )
-                        told.retry_delay.CopyFrom(wire.duration(delay_s))
+                        told.retry_delay.CopyFrom(duration(delay_s))
                         return
                     lost = wire_large.outcome_lost(body, error)
                     outbox.room_for(len(lost)).add_outcome(lost)
                 return
             body = wire_large.outcome_at(body, tail)
         outbox.room_for(len(body)).add_outcome(body)
-
-    def _dispatch(self, command: ev.Dispatch) -> None:
-        outbox = self._sessions.get(command.session)
-        if outbox is None:
-            return
-        part: list[Lease] = []
-        part_bytes = 0
-        spec = command.leases[0].task.spec
-        for lease in command.leases:
-            task = lease.task
-            if task.spec is not spec or part_bytes > FRAME_BYTES:
-                # What goes before is not all of this frame's leases: only the last part may carry its number.
-                self._put_leases(command.session, outbox, part, part_bytes, command.frame - 1)
-                part, part_bytes, spec = [], 0, task.spec
-            part.append(lease)
-            part_bytes += len(task.payload) + LEASE_BYTES
-        self._put_leases(command.session, outbox, part, part_bytes, command.frame)
-
-    def _put_leases(self, session: int, outbox: SessionOutbox, leases: list[Lease], size: int, number: int) -> None:
-        read: dict[int, bytes] | None = None
-        if wire_large.is_large(size):
-            leases, read, lost = wire_large.readable(leases, outbox.peer)
-            if lost:
-                self._loop.call_soon(self.handle, ev.Reports(session, failures=lost))
-        frame = outbox.room_for(size, len(leases))
-        frame.frame = number
-        if leases:
-            wire.fill_leases(frame.lease_batches.add(), self.specs, self.proofs, leases, read)
-
-    def _welcome(self, command: ev.Welcome) -> None:
-        outbox = self._sessions.get(command.session)
-        if outbox is not None:
-            outbox.room_for(64).welcome.adopted_lease_ids.extend(command.adopted)
-
-    def _revoke(self, command: ev.Revoke) -> None:
-        outbox = self._sessions.get(command.session)
-        if outbox is not None:
-            for lease_id in command.lease_ids:
-                outbox.room_for(64).revocations.add(lease_id=lease_id, reason=command.reason)
-
-    def _recall(self, command: ev.Recall) -> None:
-        outbox = self._sessions.get(command.session)
-        if outbox is not None:
-            outbox.room_for(10 * len(command.lease_ids)).recalled_lease_ids.extend(command.lease_ids)
-
-    def _desire(self, command: ev.Desire) -> None:
-        outbox = self._sessions.get(command.session)
-        if outbox is None:
-            return
-        desired = outbox.room_for(64).desired
-        desired.Clear()
-        if command.draining:
-            desired.mode = worker_service_pb2.WORKER_MODE_DRAINING
-            if command.drain_deadline_s is not None:
-                wire.set_time(desired.drain_deadline, command.drain_deadline_s)
-        else:
-            desired.mode = worker_service_pb2.WORKER_MODE_ACTIVE
-        worker = self.core.fleet.sessions.get(command.session)
-        desired.check = worker.checks_asked if worker is not None else 0
-        if worker is not None:
-            wire_models.fill_desired(desired, worker)
-
-    def _end_session(self, command: ev.EndSession) -> None:
-        outbox = self._sessions.get(command.session)
-        if outbox is not None:
-            self.end_reasons[command.session] = command.reason
-            outbox.abort("ABORTED" if command.taken_over else "UNAVAILABLE", command.reason)
 
     def _forward(self, command: ev.Forward) -> None:
         task = command.task
@@ -440,21 +395,3 @@ class Driver:
 
     def _worker_changed(self, command: ev.WorkerChanged) -> None:
         self.on_worker_changed(command)
-
-    # --- workers -----------------------------------------------------------------------------------------------------
-
-    def open_session(self, session: int) -> SessionOutbox:
-        outbox = SessionOutbox(worker_service_pb2.SessionResponse, wire_large.Peer(self.journal.payloads))
-        self._sessions[session] = outbox
-        return outbox
-
-    def reload_handlers(self, session: int) -> None:
-        """Has a worker read its handlers again. Should the session break on the way, nothing happens."""
-        outbox = self._sessions.get(session)
-        if outbox is not None:
-            outbox.room_for(8).reload_handlers = True
-
-    def close_session(self, session: int) -> None:
-        self._sessions.pop(session, None)
-        self.handle(ev.SessionClosed(session))
-        self.end_reasons.pop(session, None)

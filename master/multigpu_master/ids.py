@@ -1,13 +1,13 @@
-"""Which ids a master gives out, and how what it gave out is known again.
+"""The ids that a master gives out, and how later masters recognise them.
 
 An id of a task or a lease has 29 bits of epoch above 24 bits of counter, and so is below 2**53, where JavaScript's
-numbers end. An epoch is on the disk before its first id is used. It is taken from the wall clock, so that also a master
-on an empty or an older copy of the journal gives out no id again, unless it starts within the second in which the one
-before it did; and it is above the journal's last one, whatever the clock says.
+numbers end. An epoch is on the disk before its first id is used. It is the second of the wall clock, and the counter
+begins at the fraction of that second, so that a master on an empty journal or on an older copy repeats no id, even if
+it starts in the same second as its predecessor. An epoch is above the journal's last one, whatever the clock says.
 
-Each start of a master is an incarnation with a random name, which the journal keeps. What a peer remembers (leases, a
-cursor) counts only if the journal knows the incarnation that gave it out, and to have come that far: else the journal
-is another one, or an older copy. See docs/decisions/0015-ids-and-incarnations.md.
+Each start of a master is an incarnation with a random name, which the journal keeps. A lease or a cursor that a peer
+holds is valid only if the journal knows the incarnation that gave it out, and that it had come that far: else the
+journal is another one, or an older copy. See docs/decisions/0015-ids-and-incarnations.md.
 """
 
 import secrets
@@ -21,7 +21,7 @@ from itertools import pairwise
 from cryptography.hazmat.primitives.ciphers import Cipher, CipherContext, algorithms, modes
 
 from multigpu_master.core.model import EPOCH_IDS
-from multigpu_master.journal.protocol import JournalError
+from multigpu_master.journal.errors import JournalError
 
 EPOCHS_END = (1 << 53) // EPOCH_IDS
 # Epochs are seconds since 2025-01-01T00:00:00Z, and so last until January 2042.
@@ -29,21 +29,22 @@ FIRST_EPOCH_S = 1_735_689_600
 CURSORS_END = 1 << 63
 LEASE_KEY_BYTES = 32
 _WORD = (1 << 64) - 1
-# Starts that a journal remembers. What an older one gave out is not known any more.
+# Starts that a journal keeps. Leases and cursors of older ones are not valid.
 INCARNATIONS_MAX = 1000
 
 
 @dataclass(frozen=True, slots=True)
 class Incarnation:
-    """One start of a master, and what it gave out first. The name "" is of all masters before there were names."""
+    """One start of a master, with its first id and cursor. The name "" stands for all masters of schema 1."""
 
     name: str
     first_id: int
     first_cursor: int
 
 
-def first_id(epoch: int) -> int:
-    return epoch * EPOCH_IDS
+def first_id(epoch: int, now_s: float = 0.0) -> int:
+    """The first id that a master gives out in an epoch that it begins at `now_s`. At least half of the ids are left."""
+    return epoch * EPOCH_IDS + int(now_s % 1.0 * (EPOCH_IDS // 2))
 
 
 def new_name() -> str:
@@ -63,8 +64,8 @@ def next_epoch(last: int, now_s: float) -> int:
 
 
 class LeaseProofs:
-    """Proves which worker a lease was granted to, also to a later master: the journal does not tell of leases. A proof
-    is half a block of AES: lease, task and attempt make one block, the journal's key and the worker_id the key.
+    """Proves to a later master which worker a lease was granted to: leases are not journaled. A proof is half a block
+    of AES: lease, task and attempt make one block, the journal's key and the worker_id the key.
     """
 
     def __init__(self, key: bytes) -> None:
@@ -88,7 +89,7 @@ class LeaseProofs:
 
 
 class Incarnations:
-    """Those that the journal knows, oldest first; the last one is this master."""
+    """The incarnations that the journal knows, oldest first; the last one is this master."""
 
     def __init__(self, known: Sequence[Incarnation]) -> None:
         self.current = known[-1].name

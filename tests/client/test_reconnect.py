@@ -71,6 +71,42 @@ async def test_a_call_made_while_the_master_is_away_waits_for_it() -> None:
         assert await asyncio.wait_for(submit, 30) > 0
 
 
+async def test_a_connected_master_that_has_not_answered_yet_is_waited_for() -> None:
+    """Its first answer takes longer than `connect_timeout_s`, and the stream breaks before."""
+    async with ScriptedMaster() as master, multigpu.AsyncClient(master.address, connect_timeout_s=0.3) as client:
+        master.gate.clear()
+        run = asyncio.create_task(client.run("echo", b"x"))
+        await until(lambda: master.inputs)
+        since = asyncio.get_running_loop().time()
+        await until(lambda: asyncio.get_running_loop().time() > since + 0.4)
+        await master.stop()
+        master.gate.set()
+        await master.start()
+        assert await asyncio.wait_for(run, 30) == b"x"
+
+
+async def test_one_attempt_to_connect_may_take_the_whole_connect_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind a proxy that accepts at once and takes its time to reach the master."""
+    monkeypatch.setattr("multigpu._transport.connection._ATTEMPT_S", 0.1)
+
+    async def forward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, delay_s: float) -> None:
+        await asyncio.sleep(delay_s)
+        while data := await reader.read(1 << 16):
+            writer.write(data)
+        writer.close()
+
+    async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        from_master, to_master = await asyncio.open_connection("127.0.0.1", master.port)
+        await asyncio.gather(forward(reader, to_master, 0), forward(from_master, writer, 1.6))
+
+    async with ScriptedMaster() as master:
+        proxy = await asyncio.start_server(accept, "127.0.0.1", 0)
+        address = f"127.0.0.1:{proxy.sockets[0].getsockname()[1]}"
+        async with multigpu.AsyncClient(address, connect_timeout_s=20) as client:
+            assert await client.run("echo", b"x") == b"x"
+        proxy.close()
+
+
 async def test_closing_flushes_cancellations_first() -> None:
     async with ScriptedMaster() as master:
         async with multigpu.AsyncClient(master.address) as client:
@@ -96,7 +132,7 @@ async def test_a_cancellation_is_repeated_on_the_next_stream() -> None:
         assert len(master.inputs) == 1
 
 
-async def test_nobody_at_the_address() -> None:
+async def test_an_address_without_a_master_is_unavailable() -> None:
     client = multigpu.AsyncClient("127.0.0.1:1", connect_timeout_s=0.4)
     begin = asyncio.get_running_loop().time()
     with pytest.raises(multigpu.UnavailableError, match="mgpuctl up"):
@@ -111,7 +147,7 @@ async def test_nobody_at_the_address() -> None:
     await client.close()
 
 
-async def test_a_call_that_the_server_drops_is_made_again() -> None:
+async def test_a_call_that_the_server_drops_is_repeated() -> None:
     dropped = 0
 
     class Dropping(ScriptedMaster):
@@ -127,7 +163,7 @@ async def test_a_call_that_the_server_drops_is_made_again() -> None:
         assert dropped == 3
 
 
-async def test_what_listens_is_no_master() -> None:
+async def test_another_server_at_the_address_is_an_error() -> None:
     server = grpc.aio.server()
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
@@ -140,7 +176,7 @@ async def test_what_listens_is_no_master() -> None:
 
 
 @pytest.mark.parametrize("status", [grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.INTERNAL])
-async def test_a_stream_that_always_fails_is_an_error_in_the_end(
+async def test_a_stream_that_always_fails_ends_in_an_error(
     status: grpc.StatusCode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("multigpu._transport.connection._BACKOFF_MAX_S", 0.02)
@@ -157,7 +193,7 @@ async def test_a_stream_that_always_fails_is_an_error_in_the_end(
         assert await client.run("echo", 1) == 1
 
 
-async def test_closing_ends_the_calls_under_way() -> None:
+async def test_closing_ends_pending_calls() -> None:
     async with ScriptedMaster() as master:
         client = multigpu.AsyncClient(master.address)
         master.gate.clear()
@@ -185,24 +221,13 @@ async def test_closing_while_the_master_is_away() -> None:
             await run
 
 
-async def test_a_client_belongs_to_one_loop() -> None:
-    async with ScriptedMaster() as master, multigpu.AsyncClient(master.address) as client:
-        await client.count()
-
-        def elsewhere() -> None:
-            asyncio.run(client.count())
-
-        with pytest.raises(multigpu.ClientClosedError, match="another event loop"):
-            await asyncio.to_thread(elsewhere)
-
-
 @pytest.mark.parametrize("settings", [{"master": "nowhere"}, {"window_tasks": 0}, {"window_bytes": -1}])
 def test_settings_out_of_range_are_rejected(settings: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=str(next(iter(settings)))):
         multigpu.AsyncClient(**settings)
 
 
-async def test_closing_ends_calls_that_wait_for_room() -> None:
+async def test_closing_ends_calls_that_wait_for_the_window() -> None:
     async with ScriptedMaster() as master:
         client = multigpu.AsyncClient(master.address, window_tasks=2)
         master.gate.clear()
@@ -214,7 +239,7 @@ async def test_closing_ends_calls_that_wait_for_room() -> None:
 
 
 @pytest.mark.parametrize("name", ["run", "stream", "map", "submit", "get", "watch"])
-def test_another_event_loop_gets_the_error_itself(name: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_call_from_another_event_loop_raises_there(name: str, caplog: pytest.LogCaptureFixture) -> None:
     async def first(item: Any) -> Any:
         return await anext(item)
 

@@ -6,7 +6,7 @@ import resource
 import shutil
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from multigpu_master.journal.sqlite.segments import LARGE_BYTES
 from multigpu_master.main import main
 
 from tests.disk.test_log_damage import commits_of, tasks_of, write
-from tests.master.test_journal_full import dead, settle, submit
+from tests.master.journals import dead, settle, submit, until
 
 
 class Running:
@@ -54,13 +54,6 @@ class Running:
         self._end.set()
         self._thread.join()
         self.journal.close(20)
-
-
-def until(true: Callable[[], bool]) -> None:
-    end_s = time.monotonic() + 20
-    while not true():
-        assert time.monotonic() < end_s, "it did not become true"
-        time.sleep(0.01)
 
 
 def test_a_backup_of_a_running_master_holds_what_was_durable_when_it_began(
@@ -134,7 +127,7 @@ def test_a_copy_that_cannot_be_ended_is_taken_away(tmp_path: Path, monkeypatch: 
 
     lay_large(tmp_path / "data")
     with monkeypatch.context() as patch:
-        patch.setattr(journal_backup, "_copy", full)
+        patch.setattr(journal_backup, "copy_file", full)
         run = CliRunner().invoke
         done = run(main, ["--data-dir", str(tmp_path / "data"), "backup", str(tmp_path / "copy")])
     assert (done.exit_code, "No space left" in done.output, "To restore" in done.output) == (3, True, False)
@@ -146,7 +139,7 @@ def test_no_master_starts_from_a_backup_that_was_broken_off(tmp_path: Path, monk
     lay_large(tmp_path / "data")
     with monkeypatch.context() as patch:
         patch.setattr(journal_backup, "_clear", lambda _: None)  # as if it was killed
-        patch.setattr(journal_backup, "_copy", lambda *_: 1 / 0)
+        patch.setattr(journal_backup, "copy_file", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             backup(tmp_path / "data", tmp_path / "copy")
     with pytest.raises(JournalError, match="a backup that was broken off"):

@@ -3,11 +3,13 @@ that failed half way the master does nothing more but end.
 """
 
 import asyncio
+import itertools
 import os
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 from multigpu._transport.payloads import LARGE_BYTES, Reference, Writer
 from multigpu.v1 import admin_service_pb2, task_pb2, task_service_pb2
@@ -15,17 +17,17 @@ from multigpu_master.clock import Clock
 from multigpu_master.core import events as ev
 from multigpu_master.core.model import Capability, Lease, Task, TaskError, WorkerInfo
 from multigpu_master.core.scheduler import Core, Limits
-from multigpu_master.driver import BrokenError, Driver, RunOutbox
+from multigpu_master.driver import CANCEL_TASKS, BrokenError, Driver, RunOutbox
 from multigpu_master.ids import first_id
-from multigpu_master.journal.protocol import Entry, JournalError
+from multigpu_master.journal.protocol import Entry, JournalError, OutcomeFilter
 from multigpu_master.journal.sqlite.journal import SqliteJournal
 from multigpu_master.rpc import queries
 from multigpu_master.rpc.admin.dead_letters import DeadLetterCalls
 from multigpu_master.rpc.intake import Intake
-from multigpu_master.rpc.task_service import CANCEL_TASKS, TaskService
+from multigpu_master.rpc.task_service import TaskService
 from multigpu_master.strategies.registry import load_strategies
-from multigpu_master.wire import messages as wire
 from multigpu_master.wire import specs as wire_specs
+from multigpu_master.wire import times as wire_times
 
 STREAM_BYTES_MAX = 64 << 20
 
@@ -43,7 +45,7 @@ class Stage:
         assert not list(recovered.tasks)
         self.driver = Driver(core, self.journal, recovered, specs, Clock().now, STREAM_BYTES_MAX, self.fatal.append)
         self.spec = specs.read(task_pb2.TaskSpec(kind="echo"))
-        self.driver.open_session(1)
+        self.driver.workers.open(1)
         self.driver.handle(ev.Hello(1, WorkerInfo(worker_id="w", capabilities=(Capability(kind="echo"),), slots=8)))
         self.stream, self.outbox = self.driver.open_stream()
 
@@ -73,7 +75,9 @@ def leases_of(tasks: list[Task]) -> list[Lease]:
 
 
 async def outcomes(outbox: RunOutbox) -> dict[str, task_pb2.Outcome]:
-    frame = task_service_pb2.RunResponse.FromString((await outbox.next()).serialize())
+    message = await outbox.next()
+    assert message is not None
+    frame = task_service_pb2.RunResponse.FromString(message.serialize())
     return {outcome.request_id: outcome for outcome in frame.outcomes}
 
 
@@ -112,12 +116,10 @@ async def test_a_submit_of_many_specs_waits_for_one_commit(stage: Stage, monkeyp
 
 async def test_partial_outputs_that_nobody_reads_end_their_stream(stage: Stage) -> None:
     tasks = stage.submit(*[f"r{n}" for n in range(6)])
-    ends: list[str] = []
-    stage.outbox.on_abort = lambda error: ends.append(error.code)
     for lease in leases_of(tasks):
         stage.driver.handle(ev.Partials(1, [ev.PartialOutput(lease.lease_id, 0, bytes(15 << 20))]))
         assert stage.outbox.bytes <= STREAM_BYTES_MAX
-    assert ends == ["RESOURCE_EXHAUSTED"]
+    assert stage.outbox.aborted.result().code is grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
 async def test_many_cancellations_are_many_short_events(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,7 +165,7 @@ async def test_get_list_and_count_tell_an_outcome_once_it_is_on_the_disk(stage: 
     (task,) = stage.submit("ended")
     await stage.durable()
     waiting = asyncio.create_task(
-        service.Get(task_service_pb2.GetRequest(task_id=task.task_id, wait=wire.duration(20)), None)
+        service.Get(task_service_pb2.GetRequest(task_id=task.task_id, wait=wire_times.duration(20)), None)
     )
     await asyncio.sleep(0.05)
     stage.driver.handle(ev.Reports(1, [x.lease_id for x in leases_of([task])], [b"done"]))
@@ -194,7 +196,7 @@ async def test_get_answers_for_the_task_that_it_found_though_its_request_id_is_a
         await stage.durable()
 
     monkeypatch.setattr(stage.driver, "settled", withdrawn_and_submitted_anew)
-    request = task_service_pb2.GetRequest(request_id="taken", wait=wire.duration(20))
+    request = task_service_pb2.GetRequest(request_id="taken", wait=wire_times.duration(20))
     answer = await service.Get(request, None)
     assert (answer.task.task_id, answer.task.outcome.state) == (first.task_id, task_pb2.OUTCOME_STATE_CANCELLED)
 
@@ -236,9 +238,9 @@ async def test_a_stream_that_joins_a_task_as_it_is_withdrawn_is_told_once_it_is_
     stage.driver.handle(ev.Cancel([task]))
     stream, outbox = stage.driver.open_stream()
     assert stage.driver.tells_later(task, stream)
-    assert (outbox.bytes, outbox.owed) == (0, 1)
+    assert (outbox.bytes, outbox.pending_outcomes) == (0, 1)
     told = await outcomes(outbox)
-    assert (told["withdrawn"].state, outbox.owed) == (task_pb2.OUTCOME_STATE_CANCELLED, 0)
+    assert (told["withdrawn"].state, outbox.pending_outcomes) == (task_pb2.OUTCOME_STATE_CANCELLED, 0)
     assert stage.journal.get_outcome(task.task_id) is not None
     assert not stage.driver.tells_later(task, stream), "the next is told at once"
 
@@ -282,3 +284,35 @@ async def test_a_running_master_goes_on_with_ids_that_its_journal_has_begun(stag
     again = SqliteJournal(tmp_path / "data", size_max_bytes=1 << 30)
     assert first_id(again.open(stage._on_commit).epoch) >= core.ids_end
     again.close(20)
+
+
+async def test_count_counts_each_task_once_while_tasks_settle(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one whose outcome is committed between the look at the core and the look at the journal."""
+    monkeypatch.setattr(queries, "SLICE_S", 0.0)  # the event loop goes on between any two blocks
+    service = TaskService(stage.driver, Intake(stage.driver, 1 << 20), 1000, STREAM_BYTES_MAX, ())
+    count = stage.journal.count_outcomes
+
+    def count_later(wanted: OutcomeFilter) -> dict[int, int]:
+        asyncio.run_coroutine_threadsafe(stage.durable(), loop).result(20)
+        return count(wanted)
+
+    loop = asyncio.get_running_loop()
+    monkeypatch.setattr(stage.journal, "count_outcomes", count_later)
+    total = 3 * 1024
+    tasks = stage.submit(*(f"task-{n}" for n in range(total)))
+    await stage.durable()
+    filters = itertools.cycle([task_service_pb2.TaskFilter(), task_service_pb2.TaskFilter(kind="echo")])
+    settled = 0
+    while leases := leases_of(tasks):
+        waiting = [asyncio.create_task(service.Count(task_service_pb2.CountRequest(filter=next(filters)), None))]
+        for wait_s in (0, 0.001):
+            stage.driver.handle(ev.Reports(1, [x.lease_id for x in leases], [b"done"] * len(leases)))
+            settled += len(leases)
+            await asyncio.sleep(wait_s)
+            leases = leases_of(tasks)
+            waiting.append(
+                asyncio.create_task(service.Count(task_service_pb2.CountRequest(filter=next(filters)), None))
+            )
+        for c in await asyncio.gather(*waiting):
+            assert c.queued + c.leased + c.succeeded == total
+    assert settled == total

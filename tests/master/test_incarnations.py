@@ -8,8 +8,9 @@ from multigpu_master import ids
 from multigpu_master.core.model import EPOCH_IDS
 from multigpu_master.journal.protocol import Entry
 
+from tests.master.journals import settle, submit
 from tests.master.test_ids import NOW_S
-from tests.master.test_journal import Opened, opened, settle, submit
+from tests.master.test_journal import Opened, opened
 from tests.master.test_journal_migrations import restore
 
 
@@ -49,6 +50,14 @@ def test_the_ids_of_schema_1_are_below_all_others(tmp_path: Path) -> None:
         # They were given out from 1 << 33 on, and perhaps, as nothing stopped it, past 2 << 33.
         assert it.recovered.epoch == (3 << 33) // EPOCH_IDS
         assert all(1 << 33 <= task.task_id < 2 << 33 for task in it.tasks)
+
+
+def test_a_journal_that_is_lost_and_replaced_within_a_second_repeats_no_id(tmp_path: Path) -> None:
+    first, second = (
+        begin(tmp_path / name, NOW_S + after_s)[1][-1].first_id for name, after_s in (("a", 0.3), ("b", 0.9))
+    )
+    assert first + 1_000_000 < second
+    assert second % EPOCH_IDS <= EPOCH_IDS // 2, "half of the ids are left"
 
 
 # --- incarnations ----------------------------------------------------------------------------------------------------

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from multigpu_master.core.model import (
     HEALTHY,
     Capability,
-    EmbeddingCache,
     Energy,
     Health,
     Lease,
@@ -143,7 +142,7 @@ class Heartbeat:
     models: tuple[Resident, ...] = ()
     stopping: bool = False
     health: Health = HEALTHY
-    embedding_cache: EmbeddingCache | None = None
+    embedding_cache: bytes | None = None
     mps: bytes = b""
     catalog: Catalog | None = None  # None: as before
     handlers: bytes = b""

