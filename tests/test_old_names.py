@@ -1,6 +1,4 @@
-"""The tables of old variables in docs/configuration.md say what the deploy script and the workers read: no name more,
-none less; and what a worker makes of them.
-"""
+"""Old variables: the tables of docs/configuration.md list exactly those that the deploy script and the workers read."""
 
 import re
 import subprocess

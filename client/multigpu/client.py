@@ -48,17 +48,7 @@ T = TypeVar("T")
 class Client(BaseClient):
     """A client of one master. Takes the arguments of AsyncClient, and raises the same errors."""
 
-    def __init__(
-        self,
-        master: str | None = None,
-        *,
-        window_tasks: int | None = None,
-        window_bytes: int | None = None,
-        connect_timeout_s: float = 10.0,
-    ) -> None:
-        super().__init__(
-            master, window_tasks=window_tasks, window_bytes=window_bytes, connect_timeout_s=connect_timeout_s
-        )
+    def _start(self) -> None:
         self._closed = False
         self._thread = LoopThread("multigpu client")
         # Runs at exit if the client is never closed.

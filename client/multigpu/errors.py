@@ -54,7 +54,7 @@ UNAVAILABLE = 14
 class MultigpuError(Exception):
     """The root: catch this to catch everything that multigpu raises on purpose.
 
-    `submitted`: where the error ended a `submit_many`, the answers for its first tasks, in order. They are taken.
+    `submitted`: the answers for the first tasks of a `submit_many` that the error ended. Those tasks are taken.
     """
 
     submitted: Sequence[int | RejectedError] = ()
@@ -79,7 +79,7 @@ class AccessError(TransportError):
 class RejectedError(MultigpuError):
     """The master did not take the task; nothing of it is kept.
 
-    `code` is a google.rpc.Code; `retry_delay_s` says when to try again, None that trying again is no use.
+    `code` is a google.rpc.Code; `retry_delay_s` says when to try again, None: never.
     """
 
     def __init__(self, code: int, message: str, retry_delay_s: float | None = None) -> None:
@@ -129,12 +129,12 @@ class NotFoundError(MultigpuError):
 
 
 class ConfigError(MultigpuError, ValueError):
-    """A setting is unknown, of the wrong type or out of range. The message says where it stands and what to do."""
+    """A setting is unknown, of the wrong type or out of range. The message says where it is and what to do."""
 
 
 class CursorExpiredError(MultigpuError):
     """The outcomes after the cursor have been removed, or the master's journal is another one or an older copy. Watch
-    from the start or from now, and `get` what was missed.
+    from the start or from now, and `get` the tasks that were missed.
     """
 
 
@@ -223,7 +223,7 @@ class Outcome:
 
     @property
     def result(self) -> bytes:
-        """What the engine returned, as it came. Empty unless SUCCEEDED.
+        """The bytes that the engine returned. Empty unless SUCCEEDED.
 
         Raises ResultExpiredError or ResultLostError if it is not there any more.
         """

@@ -1,4 +1,4 @@
-"""What a client returns about tasks: `Task`, as the master saw it when asked, and `Outcome`, how it ended."""
+"""`Task`: a task as the master saw it when asked, and `Outcome`: how it ended (defined in errors.py)."""
 
 from __future__ import annotations
 

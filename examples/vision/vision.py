@@ -1,8 +1,8 @@
 """A custom engine: image classification with EfficientNet-lite0, for tasks of kind "classify".
 
-An engine is a class with six members. multigpu makes one in an engine process of its own, calls `load` once, and then
-for each batch `prepare`, in a thread of its own, while `run` computes the batch before. Batches, cancelling, timeouts,
-retries after a crash, metrics and residency are multigpu's business.
+An engine is a class with six members. multigpu makes one in an engine process, calls `load` once, and then for each
+batch `prepare`, in a second thread, while `run` computes the batch before. multigpu does the batching, cancelling,
+timeouts, retries after a crash, metrics and residency.
 """
 
 from pathlib import Path
@@ -17,12 +17,12 @@ from multigpu_worker.engines.common.failures import BadInputError
 from PIL import Image
 
 SIDE = 224
-# Of the square that is cut from the middle of a picture: the model was trained to see that much of it.
+# Share of the picture's central square: as in the model's training.
 CROP = 224 / 256
 
 
 def pixels(image: Image.Image) -> torch.Tensor:
-    """A picture as the model wants it: float32 [3, 224, 224], -1 to 1."""
+    """The model's input: float32 [3, 224, 224], -1 to 1."""
     side = round(min(image.size) * CROP)
     left, top = (image.width - side) // 2, (image.height - side) // 2
     box = (left, top, left + side, top + side)
@@ -31,7 +31,7 @@ def pixels(image: Image.Image) -> torch.Tensor:
 
 
 class VisionEngine:
-    one_by_one = False  # a batch goes through the model together
+    one_by_one = False  # the model runs on whole batches
 
     def __init__(self, settings: EngineSettings) -> None:
         self.settings = settings
@@ -54,7 +54,7 @@ class VisionEngine:
                 payload = parse(item.payload, batch.content_type)
                 inputs.append((pixels(picture(payload)), payload.top_k))
             except BadInputError as error:
-                inputs.append((error, 0))  # for `run` to say: the others must not suffer for one bad picture
+                inputs.append((error, 0))  # `run` reports it, and computes the others
         return inputs
 
     def run(self, batch: Batch, prepared: list, reporter: Reporter) -> None:

@@ -1,7 +1,7 @@
-"""The one owner of the core: it feeds events in, and carries out the commands that come back.
+"""The driver owns the core: it feeds events in, and carries out the commands that come back.
 
-Everything here runs on the event loop, in one thread, and never waits. What must be durable is handed to
-journal/write_buffer.py; dispatch and delivery don't wait for it.
+Everything here runs on the event loop, in one thread, and never waits. Entries for the journal go to
+journal/write_buffer.py; dispatch and delivery don't wait for them.
 
 Time is that of the master's clock, which can't jump (clock.py).
 """
@@ -45,12 +45,20 @@ Ended = tuple[Task, bytes | LargeBody]
 
 
 def is_cancelled(task: Task) -> bool:
-    """CANCELLED promises that the task does not run, so a Run stream gets it once it is on the disk. Other outcomes are
-    sent at once, unless the disk is full.
+    """CANCELLED promises that the task does not run, so Run streams get it once it is on the disk. They get other
+    outcomes at once, unless the disk is full.
     """
     return task.outcome is not None and task.outcome.state is OutcomeState.CANCELLED
 
 
+_NOT_CANCELLED = (
+    "{cancelled} tasks were cancelled, {rest} were not and go on: the master's disk is full. Free space on it, and "
+    "cancel once more"
+)
+NOT_DURABLE = (
+    "cancelled, but a restart of the master may bring the tasks back: its disk is full. Free space on it, and cancel "
+    "once more"
+)
 # Events that no call waits for.
 _UNANSWERED = (ev.Tick, ev.SubmitFailed, ev.SettlesCommitted, ev.IdsRenewed, ev.StreamClosed, ev.SessionClosed)
 
@@ -63,13 +71,13 @@ class BrokenError(CallError):
 
 @dataclass(slots=True)
 class Watchers:
-    """Those who wait for something to become durable, or for a worker to change."""
+    """The calls that wait for outcomes to become durable, or for a worker to change."""
 
     commits: asyncio.Event = field(default_factory=asyncio.Event)
     workers: asyncio.Event = field(default_factory=asyncio.Event)
 
     def wake(self, name: str) -> None:
-        """Wakes everyone who waits now."""
+        """Wakes the calls that wait now."""
         getattr(self, name).set()
         setattr(self, name, asyncio.Event())
 
@@ -179,10 +187,10 @@ class Driver:
         if (outbox := self._streams.pop(stream, None)) is not None:
             outbox.peer.gone()
             self.handle(ev.StreamClosed(stream))
-        self.journaling.flush()  # nobody else can bring its tasks again
+        self.journaling.flush()  # no client will submit its tasks again
 
     def known(self, request_ids: Sequence[str]) -> dict[str, SettledTask]:
-        """Those of these requests that have settled and been forgotten by the core."""
+        """The requests among these that have settled and that the core has forgotten."""
         requests = self.core.requests
         unknown = self.journaling.perhaps_known([r for r in request_ids if r and r not in requests])
         found = self.journal.find_requests(unknown) if unknown else {}
@@ -192,15 +200,15 @@ class Driver:
         self, spec: Spec, tasks: Sequence[Task], stream: int, done: Callable[[JournalError | None], None],
         deleted_dead_letters: Sequence[int] = (), *, deferred: bool = False,
     ) -> list[Task | ev.Rejection]:  # fmt: skip
-        """Hands tasks to the core. `done` is called when those taken are durable, with an error if they could not be
-        made so (then they are gone). What is returned must not be told before that. `deferred`: it is not told at all.
+        """Hands tasks to the core. `done` is called when the accepted ones are durable, or with an error, and then they
+        are gone. The caller must not acknowledge them before that, and with `deferred` not at all.
         """
         commands = self.handle(ev.Submit(spec, tasks, stream))
         submitted = next(c for c in commands if isinstance(c, ev.Submitted))
         if (outbox := self._streams.get(stream)) is not None:
             outbox.add_pending(submitted.owed)
         if spec.durable:
-            # Soon, and not now: the leases that went out of this are on their way by then, and don't wait for it.
+            # Not before the leases of these tasks are on their way.
             fresh = submitted.fresh
             letters = deleted_dead_letters if fresh else ()
             if deferred:
@@ -212,18 +220,18 @@ class Driver:
         return submitted.results
 
     async def submit_durably(self, spec: Spec, task: Task, replaces: int) -> Task | ev.Rejection:
-        """Submits one task in the place of a dead letter, and returns when both are on the disk."""
+        """Submits one task in place of a dead letter, and returns when both are on the disk."""
         future: asyncio.Future[JournalError | None] = self._loop.create_future()
         answer = self.submit(spec, [task], 0, tell(future), (replaces,))[0]
         error = await future
         return answer if error is None else ev.Rejection(8, str(error), 1.0)
 
     def soon(self, done: Callable[[JournalError | None], None]) -> None:
-        """Calls back without anything having to become durable."""
+        """Calls back without a write to the journal."""
         self._loop.call_soon(done, None)
 
     async def settled(self, task_id: int, timeout_s: float) -> None:
-        """Returns when the task's outcome can be told (Task.told), or the time is over."""
+        """Waits for the task's outcome to be final (Task.told)."""
         future: asyncio.Future[None] = self._loop.create_future()
         waiters = self._waiters[task_id]
         waiters.append(future)
@@ -265,7 +273,7 @@ class Driver:
             now.append((task, task.streams, ended[1]))
         try:
             self._tell(now)
-        finally:  # no trouble with a peer keeps an outcome from the journal
+        finally:  # outcomes go to the journal even if a peer can't be told
             if durable:
                 done = functools.partial(self._tell_later, later) if later else None
                 self._loop.call_soon(self.journaling.settles, durable, done)  # as in submit
@@ -290,16 +298,13 @@ class Driver:
         while waiting:
             count = min(self.journaling.cancellations_max(), CANCEL_TASKS, len(waiting))
             if not count:
-                raise JournalFullError(
-                    f"{len(cancelled)} tasks were cancelled, {len(waiting)} were not and go on: the disk is full. "
-                    "Free space on it, and cancel once more"
-                )
+                raise JournalFullError(_NOT_CANCELLED.format(cancelled=len(cancelled), rest=len(waiting)))
             part = [task for _ in range(count) if (task := waiting.popleft()).outcome is None and task.task_id]
             self.handle(ev.Cancel(part, reason, withdrawn))
             cancelled += part
             await asyncio.sleep(0)  # the scheduler goes on meanwhile
-            if not self.journaling.writable:  # the room of this part is known only when it is written
-                await self.withdrawn(part, DURABLE_S)
+            if not self.journaling.writable and not await self.withdrawn(part, DURABLE_S):
+                raise JournalFullError(NOT_DURABLE)  # another program has taken the room
         return cancelled
 
     async def withdrawn(self, tasks: Sequence[Task], timeout_s: float) -> bool:
@@ -313,7 +318,7 @@ class Driver:
         return True
 
     def _tell(self, ended: Iterable[tuple[Task, Sequence[int], bytes | LargeBody]]) -> None:
-        """Tells the streams how tasks ended."""
+        """Sends the outcomes to the streams."""
         streams = self._streams
         for task, wanted_by, body in ended:
             for stream in wanted_by:
@@ -338,7 +343,7 @@ class Driver:
                 log.warning("task dead-lettered", task_id=task.task_id, error=o.error.type, message=o.error.message)
 
     def _wake(self, task: Task) -> None:
-        """Ends the waiting of calls for the task's outcome."""
+        """Wakes the calls that wait for the task's outcome."""
         for future in self._waiters.pop(task.task_id, ()):
             if not future.done():
                 future.set_result(None)
@@ -347,8 +352,8 @@ class Driver:
         outbox.abort(ExhaustedError("outcomes pile up unread; read faster, or submit less at once"))
 
     def add_large_outcome(self, outbox: RunOutbox, body: bytes | LargeBody, request_id: str) -> None:
-        """An outcome with a large result: its place, where the client may look there, or all of it. A rejection, if it
-        cannot be read now.
+        """Sends an outcome with a large result: a reference if the client shares the directory, else the bytes, or a
+        rejection if they cannot be read now.
         """
         if isinstance(body, LargeBody):
             tail = body.tail

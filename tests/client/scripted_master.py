@@ -1,6 +1,6 @@
-"""ScriptedMaster: a TaskService that does what a test tells it, over real gRPC. It schedules nothing and runs nothing.
+"""ScriptedMaster: a TaskService that a test scripts, over real gRPC. It schedules nothing and runs nothing.
 
-It answers each task by a function of the test's, and keeps what it was asked: every input, in order. Its outcomes
+It answers each task by a function of the test, and keeps every input, in order. Its outcomes
 outlive its streams and its restarts, as a master's do, so that a client that comes back is answered and not run again.
 """
 # ruff: noqa: N802  gRPC names the methods
@@ -43,19 +43,19 @@ def inputs_of(batch: task_pb2.TaskBatch) -> list[task_pb2.TaskInput]:
 
 class ScriptedMaster(task_service_pb2_grpc.TaskServiceServicer):
     def __init__(self, answer: Answer = echo) -> None:
-        # What the test sets.
+        # Set by the test.
         self.answer = answer
         self.gate = asyncio.Event()  # outcomes flow while it is set
         self.gate.set()
         self.outcomes_per_frame = 1024
         self.copies = 1  # of each outcome
-        self.breaks_after: deque[int] = deque()  # end each stream after so many outcomes
+        self.breaks_after: deque[int] = deque()  # outcomes after which each stream ends
         self.reversed = False
-        self.partials: dict[bytes, list[bytes]] = {}  # payload -> what it yields
+        self.partials: dict[bytes, list[bytes]] = {}  # partial outputs by payload
         self.streams_partials = True
         self.stream_status = grpc.StatusCode.OK  # else: ends every stream at once
         self.keep_inputs = True
-        # What the test reads.
+        # Read by the test.
         self.inputs: list[task_pb2.TaskInput] = []
         self.specs: list[task_pb2.TaskSpec] = []
         self.cancelled: list[str] = []
@@ -67,7 +67,7 @@ class ScriptedMaster(task_service_pb2_grpc.TaskServiceServicer):
         self.watch_break_after = 0
         self.watches = 0
         self.watchers = 0
-        # What survives a restart.
+        # Survives a restart.
         self.tasks: dict[str, int] = {}
         self.outcomes: dict[str, task_pb2.Outcome] = {}
         self.port = 0
@@ -254,7 +254,7 @@ class ScriptedMaster(task_service_pb2_grpc.TaskServiceServicer):
 
 
 class ThreadedMaster:
-    """A ScriptedMaster on a loop and thread of its own, for tests of the synchronous client."""
+    """A ScriptedMaster on its own loop and thread, for tests of the synchronous client."""
 
     def __init__(self, answer: Answer = echo) -> None:
         self._loop = asyncio.new_event_loop()

@@ -292,7 +292,7 @@ def test_the_values_of_profiles_are_in_range(profile: str) -> None:
     assert config.profile == profile
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root may become somebody else")
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may become another user")
 def test_the_error_for_an_unreadable_folder_names_it(tmp_path: Path) -> None:
     """As /etc/multigpu of a deployed host is for its ordinary users."""
     folder = tmp_path / "multigpu"

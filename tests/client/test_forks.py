@@ -1,4 +1,4 @@
-"""Clients and fork: a child of a process that has used gRPC refuses to work, and ends cleanly."""
+"""Clients and fork: in a child of a process that has used gRPC, clients raise, and the child ends without errors."""
 
 import subprocess
 import sys
@@ -22,7 +22,7 @@ def exit_code(child, *arguments):
     sys.stdout.flush()
     pid = os.fork()
     if pid == 0:
-        sys.exit(child(*arguments))  # the long way out: with finalizers, and what the interpreter does at its end
+        sys.exit(child(*arguments))  # runs finalizers and the interpreter's exit handlers
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 address = sys.argv[1]

@@ -127,8 +127,8 @@ async def test_classify_takes_pictures_paths_and_texts(tmp_path: Path) -> None:
 
     def classify(spec: Spec, task: Task) -> Reply:
         payload = classify_pb2.ClassifyPayload.FromString(task.payload)
-        said = payload.text if payload.WhichOneof("input") == "text" else f"picture of {len(payload.image)}"
-        classes = [classify_pb2.ClassScore(index=i, label=said, score=1 / (i + 2)) for i in range(payload.top_k)]
+        label = payload.text if payload.WhichOneof("input") == "text" else f"picture of {len(payload.image)}"
+        classes = [classify_pb2.ClassScore(index=i, label=label, score=1 / (i + 2)) for i in range(payload.top_k)]
         result = classify_pb2.ClassifyResult(classes=classes).SerializeToString()
         return task_pb2.Outcome(state=task_pb2.OUTCOME_STATE_SUCCEEDED, result=result)
 

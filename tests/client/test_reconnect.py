@@ -1,4 +1,4 @@
-"""What breaks, restarts and absences of the master do to calls; how calls and clients end."""
+"""Calls while the stream breaks, or the master restarts or is away; closing clients."""
 
 import asyncio
 from collections.abc import Callable
@@ -52,7 +52,7 @@ async def test_a_restarted_master_is_invisible() -> None:
         waiting = [asyncio.create_task(client.run("echo", i)) for i in range(100)]
         await until(lambda: len(master.inputs) == 101)
         await master.stop()
-        await asyncio.sleep(0.3)
+        await until(lambda: client._core.stream._failures)
         master.gate.set()
         await master.start()
         assert await asyncio.wait_for(asyncio.gather(*waiting), 30) == list(range(100))
@@ -65,7 +65,7 @@ async def test_a_call_made_while_the_master_is_away_waits_for_it() -> None:
         await master.stop()
         run = asyncio.create_task(client.run("echo", 1))
         submit = asyncio.create_task(client.submit("echo", 2))
-        await asyncio.sleep(0.3)
+        await until(lambda: client._core.stream._failures)
         await master.start()
         assert await asyncio.wait_for(run, 30) == 1
         assert await asyncio.wait_for(submit, 30) > 0
@@ -182,10 +182,10 @@ async def test_a_stream_that_always_fails_ends_in_an_error(
     monkeypatch.setattr("multigpu._transport.connection._BACKOFF_MAX_S", 0.02)
     async with ScriptedMaster() as master, multigpu.AsyncClient(master.address) as client:
         master.stream_status = status
-        # A write that meets the end of its stream makes gRPC report an INTERNAL error of its own in the master's place.
+        # A write at the end of the stream makes gRPC report an INTERNAL error in place of the master's status.
         with pytest.raises(multigpu.MultigpuError, match=r"scripted status|Internal error from Core"):
             await asyncio.wait_for(client.run("echo", b""), 10)
-        if status is grpc.StatusCode.INVALID_ARGUMENT:  # a verdict: what is sent again will be rejected again
+        if status is grpc.StatusCode.INVALID_ARGUMENT:  # about the call: it is not repeated
             assert master.streams < 8
         else:
             assert 8 <= master.streams <= 10
@@ -215,7 +215,7 @@ async def test_closing_while_the_master_is_away() -> None:
         assert await client.run("echo", 1) == 1
         await master.stop()
         run = asyncio.create_task(client.run("echo", b""))
-        await asyncio.sleep(0.5)
+        await until(lambda: client._core.stream._failures)
         await asyncio.wait_for(client.close(), 30)
         with pytest.raises(multigpu.ClientClosedError):
             await run
@@ -270,4 +270,4 @@ def test_a_call_from_another_event_loop_raises_there(name: str, caplog: pytest.L
         asyncio.run(use())
         with pytest.raises(multigpu.ClientClosedError, match="another event loop; make one for each"):
             asyncio.run(misuse())
-    assert not [each for each in caplog.records if each.name == "multigpu"]  # gRPC may say something of its own
+    assert not [each for each in caplog.records if each.name == "multigpu"]  # gRPC may log something

@@ -108,7 +108,7 @@ def test_withdrawing_before_and_after_sending(state: RunState, window: Window) -
     frame = state.next_frame()
     assert frame is not None
     assert list(frame.cancel_request_ids) == ["sent"]
-    state.stream_opened()  # was the word lost with the stream? It is said again.
+    state.stream_opened()  # the withdrawal may be lost with the stream, and is sent again
     frame = state.next_frame()
     assert frame is not None
     assert list(frame.cancel_request_ids) == ["sent"]
@@ -217,7 +217,7 @@ def test_a_reference_outlives_a_stream_but_not_its_master(state: RunState, windo
 
 
 class Model:
-    """A master of the tests' own: knows tasks by request_id, settles each once, answers on the live stream only, and
+    """A model of a master: it knows tasks by request_id, settles each once, answers on the live stream only, and
     takes references only on a stream that has shown the key of its present life.
     """
 
@@ -393,8 +393,8 @@ async def test_a_cancelled_waiter_of_the_window_frees_its_share() -> None:
     assert window.tasks == 10
     late = asyncio.create_task(window.admit(3, 0))
     await asyncio.sleep(0)
-    window.free(10, 0)  # handed over …
-    late.cancel()  # … to somebody who has just left
+    window.free(10, 0)  # `late` is admitted …
+    late.cancel()  # … and cancelled at the same time
     await asyncio.wait([late])
     assert window.tasks == 0
 

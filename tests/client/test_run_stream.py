@@ -124,7 +124,7 @@ class Probe(Call):
 
 async def test_an_error_of_the_streams_writer_fails_its_calls() -> None:
     async with ScriptedMaster() as master, multigpu.AsyncClient(master.address) as client:
-        master.gate.clear()  # what was sent before stays unanswered
+        master.gate.clear()  # the task stays unanswered
         before = asyncio.create_task(client.run("echo", b"before"))
         while not master.inputs:
             await asyncio.sleep(0.005)

@@ -1,4 +1,4 @@
-"""Tasks that are handed over, and what can be asked about them later."""
+"""Submitting tasks, and calls about submitted tasks."""
 
 import multigpu
 import pytest
@@ -45,9 +45,9 @@ async def test_get_cancel_count_and_list() -> None:
         assert task.outcome.value() == [1]
         with pytest.raises(multigpu.NotFoundError):
             await client.get(999)
-        said = await client.cancel(ids[1], "nobody", reason="no need")
-        assert list(said.cancelled_task_ids) == [ids[1]]
-        assert list(said.unknown) == ["nobody"]
+        response = await client.cancel(ids[1], "unknown", reason="no need")
+        assert list(response.cancelled_task_ids) == [ids[1]]
+        assert list(response.unknown) == ["unknown"]
         assert (await client.count()).queued == 25
         assert [task.task_id async for task in client.list_tasks(page_size=10)] == ids
 

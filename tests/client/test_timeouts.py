@@ -1,4 +1,4 @@
-"""Calls that are given a time, and calls that end half way: what was answered before is kept."""
+"""The option `timeout`, errors in the middle of calls, and wrong arguments."""
 
 import math
 import re

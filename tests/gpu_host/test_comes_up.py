@@ -1,6 +1,6 @@
 """One command starts a fleet on eight simulated GPUs, which survives the loss of a GPU under load.
 
-The environment is that of tests/deployment.py: the Python and the multigpu of the test run.
+The environment is that of tests/deploy/deployment.py: the Python and the multigpu of the test run.
 """
 
 import os
@@ -8,7 +8,7 @@ from pathlib import Path
 
 from multigpu.v1 import task_pb2
 
-from tests.deployment import checkout, deployed
+from tests.deploy.deployment import checkout, deployed
 from tests.fakes.gpus import SimulatedGpus
 from tests.fleet import Fleet, until
 from tests.gpu_host.host import HEALTHY, PYTHON_PATH

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import click
 
-from tests.hostile import abuse, coverage, run
-from tests.hostile.real_targets import hostile_fleet, random_master
-from tests.hostile.target import Crash
+from tests.hostile import coverage, run
+from tests.hostile.abuses.command import command as abuse_command
+from tests.hostile.targets.base import Crash
+from tests.hostile.targets.real import hostile_fleet, random_master
 
 KEPT = Path(tempfile.gettempdir()) / "multigpu-hostile"
 REAL_BATCH = 1_000
@@ -95,7 +96,7 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-main.add_command(abuse.command)
+main.add_command(abuse_command)
 main.add_command(coverage.command)
 
 if __name__ == "__main__":

@@ -53,7 +53,7 @@ def fuzz(name: str, options: list[str]) -> None:
 
     with atheris.instrument_imports(include=["multigpu", "multigpu_master", "multigpu_worker"]):
         from tests.hostile import run
-        from tests.hostile.inputs import Maker
+        from tests.hostile.targets.inputs import Maker
     with run.all_targets() as targets:
         target = next(target for target in targets if target.name == name)
         folder = next((Path(option) for option in options if Path(option).is_dir()), None)

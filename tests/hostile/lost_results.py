@@ -34,7 +34,7 @@ from multigpu_master.payloads.messages import outcome_body
 from multigpu_master.server import Master
 from multigpu_master.wire.specs import SpecReader
 
-from tests.hostile.target import mute
+from tests.hostile.targets.base import mute
 
 KIND, PAYLOAD = "rule", b"payload"
 SIZES = (0, 1, 100, 9000, LARGE_BYTES - 1, LARGE_BYTES, LARGE_BYTES + 5)

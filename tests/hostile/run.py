@@ -8,9 +8,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from random import Random
 
-from tests.hostile import file_targets, master_targets, worker_targets
-from tests.hostile.inputs import Maker
-from tests.hostile.target import Crash, Target
+from tests.hostile.targets import files, master, worker
+from tests.hostile.targets.base import Crash, Target
+from tests.hostile.targets.inputs import Maker
 
 ROUND_INPUTS = 5_000
 # Slow targets get fewer inputs.
@@ -42,9 +42,9 @@ class Tally:
 @contextmanager
 def all_targets() -> Iterator[list[Target]]:
     """All targets in this process."""
-    local, local_agent, folder = master_targets.LocalMaster(), worker_targets.LocalAgent(), file_targets.Folder()
+    local, local_agent, folder = master.LocalMaster(), worker.LocalAgent(), files.Folder()
     try:
-        yield [*master_targets.targets(local), *worker_targets.targets(local_agent), *file_targets.targets(folder)]
+        yield [*master.targets(local), *worker.targets(local_agent), *files.targets(folder)]
     finally:
         local.close()
         local_agent.close()

@@ -5,7 +5,8 @@ from collections.abc import Iterator
 import pytest
 
 from tests.fleet import Fleet
-from tests.hostile.abuse import ABUSES, Abuse, abused, suffer
+from tests.hostile.abuses.base import Abuse, abused, suffer
+from tests.hostile.abuses.command import ABUSES
 
 
 @pytest.fixture(scope="module")

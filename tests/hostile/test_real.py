@@ -4,7 +4,7 @@ from pathlib import Path
 
 from multigpu.v1 import task_pb2
 
-from tests.hostile.real_targets import hostile_fleet, random_master
+from tests.hostile.targets.real import hostile_fleet, random_master
 
 
 def test_real_daemons_with_hostile_callers(tmp_path: Path) -> None:

@@ -43,10 +43,10 @@ from multigpu_master.wire import workers as wire_workers
 from multigpu_worker.processes.ipc import frames
 from multigpu_worker.processes.ipc.blobs import BlobMemory
 
-from tests.hostile.file_targets import OUTCOME, TASK
-from tests.hostile.inputs import pack
-from tests.hostile.master_targets import LocalMaster
-from tests.hostile.worker_targets import LocalAgent, Wire
+from tests.hostile.targets.files import OUTCOME, TASK
+from tests.hostile.targets.inputs import pack
+from tests.hostile.targets.master import LocalMaster
+from tests.hostile.targets.worker import LocalAgent, Wire
 
 TOO_LARGE = 2**64 - 1  # for SQLite's INTEGER
 

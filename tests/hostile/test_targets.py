@@ -11,8 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.hostile import run
-from tests.hostile.inputs import Maker
-from tests.hostile.target import Target
+from tests.hostile.targets.base import Target
+from tests.hostile.targets.inputs import Maker
 
 INPUTS = 6_000
 

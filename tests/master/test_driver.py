@@ -8,6 +8,7 @@ import os
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import grpc
 import pytest
@@ -316,3 +317,21 @@ async def test_count_counts_each_task_once_while_tasks_settle(stage: Stage, monk
         for c in await asyncio.gather(*waiting):
             assert c.queued + c.leased + c.succeeded == total
     assert settled == total
+
+
+async def test_a_cancellation_without_room_changes_nothing(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    service = TaskService(stage.driver, Intake(stage.driver, 1 << 20), 1000, STREAM_BYTES_MAX, ())
+    tasks = stage.submit("one", "two")
+    await stage.durable()
+    monkeypatch.setattr(stage.driver.journaling, "writable", False)
+    monkeypatch.setattr(stage.journal, "room_bytes", lambda: 0)
+    context = mock.AsyncMock()
+    context.abort.side_effect = RuntimeError("the call ends here")
+    request = task_service_pb2.CancelRequest(task_ids=[task.task_id for task in tasks])
+    with pytest.raises(RuntimeError):
+        await service.Cancel(request, context)
+    code, message = context.abort.await_args.args
+    assert code == grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert "0 tasks were cancelled, 2 were not" in message
+    assert [task.outcome for task in tasks] == [None, None]
+    assert len(leases_of(tasks)) == 2

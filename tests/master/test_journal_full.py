@@ -66,6 +66,7 @@ def test_over_its_limit_it_rejects_submits_and_writes_all_else(tmp_path: Path) -
 @pytest.mark.usefixtures("sweeping")
 def test_outcomes_wait_on_a_full_disk_in_their_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(journal_room, "UNLIMITED_BYTES", 2 << 20)  # the disk's
+    monkeypatch.setattr(journal_sqlite, "RETRY_S", 1.0)  # no room again before all is appended
     monkeypatch.setattr(journal_room, "TRANSACTION_RECORDS", 1)  # so that the order of what is kept could be lost
     clock_s = [3000.0]
     with opened(tmp_path / "data", 2 << 20, now=lambda: clock_s[0], dedupe_window_s=10.0) as (journal, commits):

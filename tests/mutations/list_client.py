@@ -1,4 +1,4 @@
-"""Mutations of the client: run_state.py (what is unsettled, how it is sent again), and the origin of its settings."""
+"""Mutations of the client: run_state.py (unsettled calls, and sending them again), and the origin of its settings."""
 
 from functools import partial
 
@@ -19,13 +19,13 @@ CLIENT = (
         name="a reference outlives its master",
         old="            for call in self._unsettled.values():\n                call.place = None\n",
         new="            pass\n",
-        breaks="a client refers to what it wrote for an earlier life of the master",
+        breaks="a client sends references to files written before a restart of the master",
     ),
     run_state(
         name="unsettled calls are not sent on a new stream",
         old="self._outbox = deque(call for call in self._unsettled.values() if not call.deferred)",
         new="self._outbox = deque(call for call in self._outbox if not call.deferred)",
-        breaks="P9: a call waits for ever for what was lost with its stream",
+        breaks="P9: a call waits for ever for a task that was lost with its stream",
     ),
     run_state(
         name="withdrawals are not sent on a new stream",
@@ -40,7 +40,7 @@ CLIENT = (
         breaks="a call that is started again after its withdrawal fails with TaskCancelled",
     ),
     stream(
-        name="nobody watches the stream's writer",
+        name="the stream's writer is not supervised",
         module="multigpu._transport.run_stream",
         old="writer = group.create_task(",
         new="writer = asyncio.get_running_loop().create_task(",

@@ -115,4 +115,12 @@ IDS = (
         checker="stories",
         seeds=1,
     ),
+    ids(
+        name="ids begin where the epoch does",
+        old=" + int(now_s % 1.0 * (EPOCH_IDS // 2))",
+        new="",
+        breaks="a journal that is lost and replaced within one second repeats ids",
+        checker="stories",
+        seeds=1,
+    ),
 )

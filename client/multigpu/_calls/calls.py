@@ -109,8 +109,8 @@ class CallFactory:
     """Makes the calls of one client. Safe to use from several threads."""
 
     def __init__(self) -> None:
-        self.ids = RequestIds()
-        self.specs = SpecCache()
+        self._new_id = RequestIds().new
+        self._spec = SpecCache().get
 
     def one(self, cls: Callable[..., C], kind: str, payload: Any, options: dict[str, Any], traceparent: str) -> C:
         """A call of class `cls` for a single task. `options`: TaskOptions."""
@@ -123,7 +123,7 @@ class CallFactory:
     def many(self, kind: str, options: Mapping[str, Any], traceparent: str, *, answer_errors: bool) -> MakeCall:
         """A function that makes a map's calls. `answer_errors`: an item that can't be a payload becomes an answer."""
         prepare = self._prepare
-        no_payload = self.specs.get(kind, RAW, options)  # a wrong option shows now, and not with the first item
+        no_payload = self._spec(kind, RAW, options)  # a wrong option shows now, and not with the first item
         common = {"traceparent": traceparent} if traceparent else None
 
         def make(item: Any, buffer: MapBuffer) -> MapCall:
@@ -134,7 +134,8 @@ class CallFactory:
                     own, request_id, item = _of_input(item, common)
                 elif type(item) is WrongInput:
                     raise item.error
-                return MapCall(*prepare(kind, item, options, own, request_id), buffer)
+                spec, data, request_id, own = prepare(kind, item, options, own, request_id)
+                return MapCall(spec, data, request_id, own, buffer)
             except (InvalidTaskError, OSError, TypeError) as error:
                 if not answer_errors:
                     raise
@@ -159,7 +160,7 @@ class CallFactory:
     ) -> tuple[task_pb2.TaskSpec, bytes, str, dict[str, Any] | None]:
         """The arguments of a Call. `request_id`: empty if the caller gave none. Raises InvalidTaskError, TypeError."""
         try:
-            data, content_type = encode(payload)
+            data, content_type = (payload, RAW) if type(payload) is bytes else encode(payload)
         except ValueError as error:
             raise InvalidTaskError(INVALID_ARGUMENT, str(error)) from error
         if len(data) > _PAYLOAD_BYTES_MAX:
@@ -168,7 +169,7 @@ class CallFactory:
         if request_id and len(data) >= LARGE_BYTES:
             # The master compares payloads of one request_id, also those whose bytes it never reads.
             own = {**(own or {}), "payload_crc32": zlib.crc32(data)}
-        return self.specs.get(kind, content_type, options), data, request_id or self.ids.new(), own
+        return self._spec(kind, content_type, options), data, request_id or self._new_id(), own
 
 
 def _of_input(item: Input, common: dict[str, Any] | None) -> tuple[dict[str, Any] | None, str, Any]:

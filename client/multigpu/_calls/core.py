@@ -187,7 +187,7 @@ def value_or_error(answer: Answer) -> Any:
 
 
 class BaseClient:
-    """What the constructors of both clients do."""
+    """The constructor of both clients."""
 
     def __init__(
         self,
@@ -199,6 +199,10 @@ class BaseClient:
     ) -> None:
         self._core = Core(master, window_tasks, window_bytes, connect_timeout_s)
         self.master: str = self._core.connection.master
+        self._start()
+
+    def _start(self) -> None:
+        """The rest of the constructor, for a subclass."""
 
     def __reduce__(self) -> NoReturn:
         name = type(self).__name__

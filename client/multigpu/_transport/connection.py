@@ -123,7 +123,7 @@ class Connection:
             closing.add_done_callback(self._closing.discard)
 
     def open_run(self) -> Any:
-        """A new Run stream. What is read from it comes as (RunResponse, bytes of its frame)."""
+        """A new Run stream. It is read as pairs of RunResponse and the size of its frame."""
         self._refresh()
         assert self.stub is not None
         assert self._channel is not None

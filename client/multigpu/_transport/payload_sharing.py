@@ -1,5 +1,5 @@
 """The client's side of payloads by reference (multigpu._transport.payloads), for one Run stream after the other: what
-the master shares, what was written for it, and what it must be told.
+the master shares, the payloads written for it, and the reports to it.
 """
 
 import contextlib
@@ -48,7 +48,7 @@ class Sharing:
         return self._directory is not None and self._writer is not None
 
     def close(self) -> None:
-        """Releases what was written."""
+        """Releases the segments written."""
         self._writer = None
 
     def put(self, payload: bytes) -> Reference | None:
@@ -73,12 +73,12 @@ class Sharing:
 
     @property
     def report_due(self) -> bool:
-        """Whether the master must be told something now."""
+        """Whether a frame must be sent now: the key, or many results taken."""
         return self._key_due or self._taken - self._reported >= REPORT_TASKS
 
     @property
     def report_pending(self) -> bool:
-        """Whether the master must be told something with the next frame, or after a while."""
+        """Whether results taken must be reported with the next frame, or after a while."""
         return self._taken != self._reported
 
     def pop_key(self) -> bytes:

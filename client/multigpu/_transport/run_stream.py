@@ -28,8 +28,8 @@ from multigpu.v1 import task_service_pb2
 
 log = logging.getLogger("multigpu")
 
-# Consecutive streams that a reachable master ends before a first frame. Past it the cause is what we send, and sending
-# it again would not help.
+# Consecutive streams that a reachable master ends before a first frame. Past it the cause is in our frames, and
+# sending them again would not help.
 _EMPTY_STREAMS_MAX = 8
 # How long closing waits for the master to confirm withdrawals.
 _CANCEL_TIMEOUT_S = 2.0
@@ -45,7 +45,7 @@ class RunStream:
         self._window = window
         self._state = RunState(window)
         self._supervisor: asyncio.Task[None] | None = None
-        # What the idle supervisor, or writer, waits for.
+        # The idle supervisor, or writer, waits for it.
         self._sleeper: asyncio.Future[None] | None = None
         # Resolved when the master has confirmed every withdrawal.
         self._confirmed: asyncio.Future[None] | None = None
@@ -87,7 +87,7 @@ class RunStream:
         self._wake()
 
     def withdraw(self, call: Call) -> None:
-        """The caller has left: the master is told to cancel the task."""
+        """The caller has left: the master must cancel the task."""
         self._state.withdraw(call)
         self._wake()
 
@@ -168,7 +168,7 @@ class RunStream:
             async with asyncio.TaskGroup() as group:
                 offer = group.create_task(self._learn_offer(stream), name="multigpu run stream offer")
                 writer = group.create_task(self._write(stream, offer), name="multigpu run stream writer")
-                with contextlib.suppress(grpc.aio.AioRpcError):  # the status says it
+                with contextlib.suppress(grpc.aio.AioRpcError):  # stream.code() has the status
                     while (frame := await stream.read()) is not grpc.aio.EOF:
                         self._received(*frame)
                 writer.cancel()

@@ -20,7 +20,7 @@ from multigpu.repository.model_toml import FILE_NAME
 
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 PICKLED_WEIGHTS = "pytorch_model"
-# What the libraries read beside the weights: settings, tokenizers, templates.
+# Further files that the libraries read: settings, tokenizers, templates.
 SIDE_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".jsonl")
 # Sources in the layout of Hugging Face; of the others every file counts, since any may be read.
 LAYOUT_SOURCES = ("sentence-transformers", "huggingface")
@@ -34,7 +34,7 @@ SETTLED_NS = 2_000_000_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """What is wrong with a file, by its path in the model's folder."""
+    """An error of a file, by its path in the model's folder."""
 
     file: str
     message: str
@@ -55,7 +55,7 @@ def loaded_files(spec: ModelSpec) -> list[str]:
 
 
 def module_folders(folder: Path) -> list[str]:
-    """Where the parts of a sentence-transformers model lie, by their path in its folder; [""] for all others."""
+    """The folders of a sentence-transformers model's parts, by path in its folder; [""] for all others."""
     if not (folder / "modules.json").is_file():
         return [""]
     modules = read_json(folder / "modules.json")
@@ -95,7 +95,7 @@ def pickle_rejection(path: Path, name: str) -> str:
 
 
 def check_files(spec: ModelSpec, root: Path | None) -> tuple[int, int]:
-    """Check that what is loaded is there, inside the repository, and no pickle that wasn't allowed.
+    """Checks that the loaded files exist, inside the repository, and are no pickles that weren't allowed.
 
     Returns its bytes, and when the newest file was changed. `root` None: links may lead anywhere, because the folder
     was configured by name. Raises ModelFolderError.

@@ -1,4 +1,4 @@
-"""What a model is, as its folder and its `model.toml` say.
+"""The specification of a model, from its folder and its `model.toml`.
 
 A model is a folder of files, and a name that tasks ask for. This package reads such folders without any library of
 models, for the worker's agent and mgpuctl; the worker's engines load them.
@@ -17,7 +17,7 @@ from multigpu.config.fields import setting
 KINDS = ("embed", "infer", "generate", "classify")
 ENGINES = ("auto", "torch", "onnx", "tensorrt")
 PRECISIONS = ("auto", "fp32", "tf32", "bf16", "fp16", "int8", "fp8")
-# What a folder can hold.
+# Forms of models.
 SOURCES = (
     "sentence-transformers",
     "huggingface",

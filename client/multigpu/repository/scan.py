@@ -1,7 +1,7 @@
 """Scanning a model repository: which folders are models, which versions are served, and their specs.
 
 A folder is a model if it has a model.toml, files that are recognised, or folders named 1, 2, … for its versions. Any
-other folder is a namespace: what lies in it is called by both names ("acme/reranker"). Hidden folders are skipped:
+other folder is a namespace: a model in it has both names ("acme/reranker"). Hidden folders are skipped:
 copy a model to ".new" and rename it, and it appears all at once.
 """
 
@@ -162,7 +162,7 @@ def _read_version(folder: Path, name: str, version: str, values: dict[str, Any],
     if engines is not None and engine not in engines and ":" not in engine:
         raise ModelFolderError(f"{folder}: the engine {engine} can't run {source}; {', '.join(engines)} can")
     if source == "python" and ":" not in engine:
-        raise ModelFolderError(f'{folder} has code of its own: name its class in {FILE_NAME}: engine = "module:Class"')
+        raise ModelFolderError(f'{folder} has custom code: name its class in {FILE_NAME}: engine = "module:Class"')
     if source == "safetensors" and ":" not in engine and "class" not in values.get("parameters", {}):
         raise ModelFolderError(
             f"{folder / file} does not say what it is: add its config.json, or name the class of the module in "

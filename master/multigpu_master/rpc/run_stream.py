@@ -9,7 +9,7 @@ from multigpu.v1 import task_pb2, task_service_pb2
 
 from multigpu_master.core import events as ev
 from multigpu_master.core.model import Task
-from multigpu_master.driver import Driver, RunOutbox
+from multigpu_master.driver import NOT_DURABLE, Driver, RunOutbox
 from multigpu_master.journal.protocol import Journal, JournalError, JournalFullError, SettledTask
 from multigpu_master.journal.write_buffer import DURABLE_S
 from multigpu_master.payloads.messages import NOT_READABLE
@@ -31,10 +31,6 @@ READ_OUTCOMES, READ_BYTES = 1024, 256 << 10
 ACKNOWLEDGE_S = 0.05
 NOTHING_TO_CANCEL = ev.Rejection(5, "no unsettled task has this request_id: it has ended, or was never submitted")
 CANCELLED_ELSEWHERE = ev.Rejection(1, "cancelled, or ended before; its outcome goes to the stream that submitted it")
-NOT_DURABLE = (
-    "cancelled, but a restart of the master may bring the tasks back: its disk is full. Free space on it, and cancel "
-    "once more"
-)
 
 
 class RunStream:

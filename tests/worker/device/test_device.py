@@ -53,11 +53,6 @@ def ask(gpus: SimulatedGpus, name: str, **env: str) -> tuple[dict[str, Any], dic
     return info, telemetry
 
 
-@pytest.fixture
-def gpus(tmp_path: Path) -> SimulatedGpus:
-    return SimulatedGpus(tmp_path / "gpus", n=8)
-
-
 def test_the_topology_of_a_host(gpus: SimulatedGpus) -> None:
     gpus.nvlink(2, 0, up=False)
     info, telemetry = ask(gpus, gpus.uuid(2))

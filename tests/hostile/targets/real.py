@@ -22,12 +22,12 @@ from multigpu.v1 import task_pb2, task_service_pb2
 from multigpu.v1 import worker_service_pb2 as worker_pb
 
 from tests.fleet import Fleet, until
-from tests.hostile.inputs import Maker, unpack
-from tests.hostile.master_targets import BLAMES_THE_MASTER, METHODS, frames_for
-from tests.hostile.target import Crash
-from tests.hostile.worker_targets import session_frames
+from tests.hostile.targets.base import Crash
+from tests.hostile.targets.inputs import Maker, unpack
+from tests.hostile.targets.master import BLAMES_THE_MASTER, METHODS, frames_for
+from tests.hostile.targets.worker import session_frames
 
-HANDLERS = Path(__file__).resolve().parent / "handlers"
+HANDLERS = Path(__file__).resolve().parents[1] / "handlers"
 AT_ONCE = 64
 CALL_TIMEOUT_S, STREAM_TIMEOUT_S = 20.0, 0.2
 MAY_WAIT = {"TaskService/Get"}

@@ -1,7 +1,7 @@
 """The master's methods in this process: the real services on a real core, driver and SQLite journal.
 
 Only gRPC is left out, for speed: a fake context passes frames in and collects the responses, which are serialized as in
-gRPC. real_targets.py uses real gRPC.
+gRPC. real.py uses real gRPC.
 """
 
 import asyncio
@@ -25,8 +25,8 @@ from multigpu_master.rpc.worker_service import PROTOCOL_VERSION
 from multigpu_master.server import Master
 from multigpu_master.wire import workers as wire_workers
 
-from tests.hostile.inputs import Maker, pack, unpack
-from tests.hostile.target import Crash, Target, mute
+from tests.hostile.targets.base import Crash, Target, mute
+from tests.hostile.targets.inputs import Maker, pack, unpack
 
 BLAMES_THE_MASTER = {grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL}
 # A longer call hangs. On a busy host reading the journal takes seconds.

@@ -1,4 +1,4 @@
-"""The deploy script's local fleet: it is upgraded under load, and has a worker for each GPU."""
+"""The deploy script's local fleet."""
 
 import json
 import subprocess
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import multigpu
 
-from tests.deployment import checkout, deploy, deployed, gpus
+from tests.deploy.deployment import checkout, deploy, deployed, gpus
 from tests.fakes.gpus import SimulatedGpus
 from tests.fleet import until
 
@@ -16,7 +16,7 @@ __all__ = ["checkout", "gpus"]  # fixtures
 
 
 def test_a_local_fleet_is_upgraded_under_load(checkout: Path) -> None:
-    """Clients keep submitting while master and workers are replaced: every task has its one outcome."""
+    """Clients submit while master and workers are replaced: every task has exactly one outcome."""
     venv = checkout / ".venv"
     try:
         deployed(checkout, "--local", "--keep", "--workers", "2", "--", "--listen", "127.0.0.1:0", "--device", "cpu")
@@ -68,14 +68,14 @@ def test_a_local_fleet_is_upgraded_under_load(checkout: Path) -> None:
 
 
 def pids_of(address: str) -> dict[str, int]:
-    """Of the active workers, by name."""
+    """Active workers by name."""
     command = [sys.executable, "-m", "multigpu.cli", "--master", address, "workers", "--json"]
     told = json.loads(subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout)
     return {worker["worker_id"]: worker["pid"] for worker in told if worker["state"] == "ACTIVE"}
 
 
 def test_a_local_fleet_has_a_worker_for_each_gpu(checkout: Path, gpus: SimulatedGpus) -> None:
-    """On the simulated driver: two of its eight GPUs, to be quick; tests/gpu_host has all."""
+    """On two of the simulated GPUs; tests/gpu_host uses all eight."""
     try:
         deployed(
             checkout, "--local", "--keep", "--", "--listen", "127.0.0.1:0", **gpus.env(), MULTI_GPU_DEVICE_IDS="1,6"

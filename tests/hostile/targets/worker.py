@@ -29,8 +29,8 @@ from multigpu_worker.session import wire
 from multigpu_worker.session.batcher import Batcher, BatchLimits
 from multigpu_worker.session.session import Lease, Session, SessionLimits, Spec
 
-from tests.hostile.inputs import Maker, pack, unpack
-from tests.hostile.target import Crash, Target, mute
+from tests.hostile.targets.base import Crash, Target, mute
+from tests.hostile.targets.inputs import Maker, pack, unpack
 
 
 class LocalAgent:

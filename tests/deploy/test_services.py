@@ -1,4 +1,4 @@
-"""The deploy script's services, under a --root: what is written and enabled, keys, a host that joins, the units."""
+"""The deploy script's services, under a --root: files, units, keys, and a host that joins."""
 
 import contextlib
 import json
@@ -12,7 +12,17 @@ from pathlib import Path
 
 import pytest
 
-from tests.deployment import NAME, ROOT, checkout, deploy, deployed, environment, everything_in, gpus, needs_systemd
+from tests.deploy.deployment import (
+    NAME,
+    ROOT,
+    checkout,
+    deploy,
+    deployed,
+    environment,
+    everything_in,
+    gpus,
+    needs_systemd,
+)
 from tests.fakes.gpus import SimulatedGpus
 from tests.fleet import Fleet
 
@@ -20,7 +30,7 @@ __all__ = ["checkout", "gpus"]  # fixtures
 
 
 @needs_systemd
-def test_services_are_deployed_once_and_leave_nothing(checkout: Path, tmp_path: Path, gpus: SimulatedGpus) -> None:
+def test_services_are_deployed_once_and_removed_completely(checkout: Path, tmp_path: Path, gpus: SimulatedGpus) -> None:
     root = tmp_path / "root"
     root.mkdir()
     arguments = ("--root", str(root), "--listen", "0.0.0.0:7433")
@@ -79,7 +89,7 @@ def workers_of(root: Path) -> int:
 
 
 @needs_systemd
-def test_run_again_it_keeps_the_workers_that_were_asked_for(checkout: Path, tmp_path: Path) -> None:
+def test_a_second_run_keeps_the_number_of_workers(checkout: Path, tmp_path: Path) -> None:
     root = tmp_path / "root"
     root.mkdir()
     deployed(checkout, "--root", str(root), "--workers", "5")
@@ -95,7 +105,7 @@ def test_run_again_it_keeps_the_workers_that_were_asked_for(checkout: Path, tmp_
 
 
 @needs_systemd
-def test_another_address_is_rejected_while_an_edited_file_has_the_former_one(checkout: Path, tmp_path: Path) -> None:
+def test_another_address_is_rejected_if_the_configuration_was_edited(checkout: Path, tmp_path: Path) -> None:
     root = tmp_path / "root"
     root.mkdir()
     deployed(checkout, "--root", str(root), "--listen", "127.0.0.1:7001")
@@ -112,7 +122,7 @@ def test_another_address_is_rejected_while_an_edited_file_has_the_former_one(che
 
 
 def keys(*arguments: object) -> subprocess.CompletedProcess[str]:
-    """A function of keys.sh, with this checkout's mgpuctl."""
+    """Run a function of keys.sh with this checkout's mgpuctl."""
     called = " ".join(map(str, arguments))
     text = f'run() {{ "$@"; }}; . {ROOT}/tools/deploy/keys.sh; {called} {sys.executable} -m multigpu.cli'
     return subprocess.run(["bash", "-c", text], capture_output=True, text=True, timeout=100, check=True)
@@ -144,8 +154,8 @@ def test_the_keys_of_an_image_are_made_on_its_first_boot(tmp_path: Path, monkeyp
 
 
 @needs_systemd
-def test_interrupted_anywhere_it_can_be_run_again(checkout: Path, tmp_path: Path) -> None:
-    """Killed after 1, 2, 3 … of its outputs: the next run completes, and the result is that of a run in peace."""
+def test_a_run_that_is_interrupted_anywhere_can_be_repeated(checkout: Path, tmp_path: Path) -> None:
+    """Killed after 1, 2, 3 … lines of output: the next run completes, with the result of an undisturbed run."""
     peace = tmp_path / "peace"
     deployed(checkout, "--root", str(peace), "--listen", "0.0.0.0:7433")
     wanted = {name for name in everything_in(peace) if not name.endswith(".new")}
@@ -170,7 +180,7 @@ def test_interrupted_anywhere_it_can_be_run_again(checkout: Path, tmp_path: Path
 
 
 @needs_systemd
-def test_a_host_joins_a_fleet_elsewhere(checkout: Path, tmp_path: Path, gpus: SimulatedGpus) -> None:
+def test_a_host_joins_the_fleet_of_another_host(checkout: Path, tmp_path: Path, gpus: SimulatedGpus) -> None:
     credentials = tmp_path / "credentials"
     credentials.mkdir()
     for name in ("ca.crt", "worker.crt", "worker.key", "worker.token"):
@@ -192,7 +202,7 @@ def test_a_host_joins_a_fleet_elsewhere(checkout: Path, tmp_path: Path, gpus: Si
 
 @needs_systemd
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze is not installed")
-def test_the_units_are_clean_and_hardened(checkout: Path, tmp_path: Path, gpus: SimulatedGpus) -> None:
+def test_the_units_are_valid_and_hardened(checkout: Path, tmp_path: Path, gpus: SimulatedGpus) -> None:
     root = tmp_path / "root"
     (root / "usr/lib").mkdir(parents=True)
     shutil.copytree("/usr/lib/systemd", root / "usr/lib/systemd", symlinks=True)
@@ -217,7 +227,7 @@ def test_the_units_are_clean_and_hardened(checkout: Path, tmp_path: Path, gpus: 
 
 
 @needs_systemd
-def test_doctor_looks_at_the_folders_that_the_services_use(checkout: Path, tmp_path: Path) -> None:
+def test_doctor_checks_the_folders_of_the_services(checkout: Path, tmp_path: Path) -> None:
     root = tmp_path / "root"
     deployed(checkout, "--root", str(root))
     assert "StateDirectory=multigpu\n" in (root / "etc/systemd/system/mgpu-master.service").read_text()

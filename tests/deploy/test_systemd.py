@@ -1,4 +1,4 @@
-"""What the daemons tell systemd, with this test in systemd's place at the other end of the socket; and the units."""
+"""Notifications of the daemons to systemd, received by the test; the units; the log."""
 
 import os
 import re
@@ -20,13 +20,13 @@ from multigpu.daemon.telemetry import configure_logging
 
 from tests.fleet import Daemon, until
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 UNITS = ROOT / "systemd"
 WATCHDOG_S = 1.0
 
 
 class Listener:
-    """A datagram socket, and what came in by it."""
+    """A datagram socket and the messages it has received."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -62,7 +62,7 @@ def listener(tmp_path: Path) -> Iterator[Listener]:
         yield listener
 
 
-def test_without_systemd_nothing_is_told() -> None:
+def test_without_systemd_nothing_is_sent() -> None:
     silent = Notifier({})
     silent.ready("up")
     silent.alive()
@@ -70,7 +70,7 @@ def test_without_systemd_nothing_is_told() -> None:
     assert silent.watchdog_s == 0
 
 
-def test_the_words_of_the_protocol(listener: Listener) -> None:
+def test_the_messages_of_the_protocol(listener: Listener) -> None:
     env = {"NOTIFY_SOCKET": str(listener.path), "WATCHDOG_USEC": "3000000", "WATCHDOG_PID": str(os.getpid()), "A": "b"}
     notifier = Notifier(env)
     assert env == {"A": "b"}, "children must not speak in its name"
@@ -86,12 +86,12 @@ def test_the_words_of_the_protocol(listener: Listener) -> None:
     assert told[2:] == ["READY=1", "WATCHDOG=1", "STOPPING=1\nSTATUS=draining"]
 
 
-def test_a_watchdog_of_another_process_is_not_ours(listener: Listener) -> None:
+def test_a_watchdog_of_another_process_is_ignored(listener: Listener) -> None:
     env = {"NOTIFY_SOCKET": str(listener.path), "WATCHDOG_USEC": "3000000", "WATCHDOG_PID": "1"}
     assert Notifier(env).watchdog_s == 0
 
 
-async def test_the_watchdog_is_fed_by_progress_alone(listener: Listener) -> None:
+async def test_the_watchdog_is_fed_only_with_progress(listener: Listener) -> None:
     import asyncio
 
     notifier = Notifier({"NOTIFY_SOCKET": str(listener.path), "WATCHDOG_USEC": "50000"})
@@ -108,7 +108,7 @@ async def test_the_watchdog_is_fed_by_progress_alone(listener: Listener) -> None
     keeping.cancel()
 
 
-def test_a_reload_that_fails_ends_nothing(listener: Listener) -> None:
+def test_a_failed_reload_does_not_end_the_daemon(listener: Listener) -> None:
     notifier = Notifier({"NOTIFY_SOCKET": str(listener.path)})
 
     def fail() -> None:
@@ -119,7 +119,7 @@ def test_a_reload_that_fails_ends_nothing(listener: Listener) -> None:
 
 
 def test_master_and_worker_under_systemd(tmp_path: Path) -> None:
-    """READY, STATUS, watchdog, a reload by SIGHUP and STOPPING, from the real daemons."""
+    """READY, STATUS, watchdog, reload by SIGHUP, and STOPPING of the real daemons."""
     config = tmp_path / "config.toml"
     config.write_text('[master]\nlog_level = "info"\n[worker]\nlog_level = "info"\n')
     (tmp_path / "m").mkdir()
@@ -163,8 +163,8 @@ def test_master_and_worker_under_systemd(tmp_path: Path) -> None:
             ear.socket.close()
 
 
-def test_a_worker_that_stands_still_does_not_feed_its_watchdog(tmp_path: Path, listener: Listener) -> None:
-    """Its event loop is stopped, as a hang would: nothing is heard, so that systemd would replace it."""
+def test_a_stopped_worker_does_not_feed_its_watchdog(tmp_path: Path, listener: Listener) -> None:
+    """SIGSTOP stands for a hang: systemd would restart the worker."""
     env = {"NOTIFY_SOCKET": str(listener.path), "WATCHDOG_USEC": "300000"}
     flags = ["--master", "127.0.0.1:1", "--device", "cpu", "--worker-id", "w0"]
     worker = Daemon("multigpu_worker.main", flags, tmp_path / "worker.log", env)
@@ -193,8 +193,8 @@ def _lines(unit: str, key: str) -> list[str]:
 
 
 @pytest.mark.parametrize("unit", ["mgpu-worker@.service", "mgpu-mps@.service"])
-def test_units_that_use_a_gpu_start_after_its_device_nodes_are_made(unit: str) -> None:
-    """systemd looks `char-nvidia-uvm` up when it starts the unit: unknown by then, the device stays closed."""
+def test_units_that_use_a_gpu_start_after_its_device_nodes_exist(unit: str) -> None:
+    """systemd resolves `char-nvidia-uvm` when it starts the unit; an unknown device stays closed."""
     assert "char-nvidia-uvm rw" in _lines(unit, "DeviceAllow")
     for key in ("After", "Wants"):
         assert "mgpu-devices.service" in " ".join(_lines(unit, key)).split()
@@ -212,7 +212,7 @@ def test_units_that_use_a_gpu_start_after_its_device_nodes_are_made(unit: str) -
 def test_the_modules_and_device_nodes_of_a_fresh_boot(
     tmp_path: Path, installed: tuple[str, ...], called: list[str]
 ) -> None:
-    """The unit's own command; what it calls writes down that it was called."""
+    """Runs the unit's command with programs that log their arguments."""
     log = tmp_path / "log"
     log.touch()
     for name in installed:
@@ -231,7 +231,7 @@ def test_the_modules_and_device_nodes_of_a_fresh_boot(
         ("mgpu-worker@.service", "multigpu_worker.main", {"MGPU_WORKER_TOKEN_FILE": "/nonexistent/token"}),
     ],
 )
-def test_a_wrong_setting_does_not_restart_a_service_for_ever(
+def test_a_wrong_setting_does_not_restart_a_service_forever(
     tmp_path: Path, unit: str, module: str, wrong: dict[str, str]
 ) -> None:
     environment = {**os.environ, "MGPU_MASTER_DATA_DIR": str(tmp_path), "MGPU_WORKER_DEVICE": "cpu", **wrong}
@@ -241,8 +241,8 @@ def test_a_wrong_setting_does_not_restart_a_service_for_ever(
     assert str(done.returncode) in codes.split(), done.stderr
 
 
-def test_a_device_that_can_not_be_used_is_tried_again(tmp_path: Path) -> None:
-    """It may be back, and so may a file system with models."""
+def test_a_service_restarts_if_its_device_is_not_usable(tmp_path: Path) -> None:
+    """The device, or a file system with models, may come back."""
     (codes,) = _lines("mgpu-worker@.service", "RestartPreventExitStatus")
     for flags in (["--device", "cuda:63"], ["--device", "cpu", "--models", f"m={tmp_path / 'none'}"]):
         command = [sys.executable, "-m", "multigpu_worker.main", *flags]
@@ -259,7 +259,7 @@ def test_a_worker_may_use_infiniband() -> None:
 # Journald.
 
 
-def test_an_entry_has_its_fields() -> None:
+def test_a_journal_entry_has_its_fields() -> None:
     event: dict[str, Any] = {"event": "task dead-lettered", "level": "warning", "task_id": 17, "message": "a\nb"}
     data = fields(event, "mgpu-master")
     assert b"MESSAGE\n" in data
@@ -269,7 +269,7 @@ def test_an_entry_has_its_fields() -> None:
     assert b"MGPU_MESSAGE\n" + (3).to_bytes(8, "little") + b"a\nb\n" in data
 
 
-def test_both_kinds_of_loggers_write_entries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_both_kinds_of_loggers_write_journal_entries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import logging
 
     import structlog

@@ -1,8 +1,8 @@
-"""What the tests of the deploy script share: a checkout of its own, and the script run in it.
+"""Runs the deploy script in a copy of the checkout.
 
-One thing is a stand-in: the environment. Installing torch takes minutes, so `python -m venv` and `pip install` of these
-tests make an environment that runs the Python and the multigpu of the test run. Nothing here is run by a real systemd
-as process 1; what its tools say of the files is (`systemctl --root`, `systemd-analyze`, `systemd-sysusers`).
+The Python environment is a stand-in: installing torch takes minutes, so `python -m venv` and `pip install` of these
+tests make an environment that runs the Python and the multigpu of the test run. No service is started by systemd; its
+tools check the files (`systemctl --root`, `systemd-analyze`, `systemd-sysusers`).
 """
 
 import os
@@ -15,13 +15,13 @@ import pytest
 
 from tests.fakes.gpus import SimulatedGpus
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 NAME = "deploy_multi_gpu.sh"
 PARTS = (NAME, "pyproject.toml", "examples", "tools/deploy", "systemd")
 needs_systemd = pytest.mark.skipif(shutil.which("systemctl") is None, reason="systemd's tools are not installed")
 OLD_NAMES = ("GPU_COUNT", "PRIMARY_GPU_ID", "SECONDARY_GPU_IDS", "WORKER_COUNT", "MEMORY_THRESHOLD")
 STAND_IN = """#!/bin/bash
-# A stand-in for Python's venv and pip, for the tests of the deploy script: see tests/deployment.py.
+# A stand-in for Python's venv and pip, for the tests of the deploy script: see tests/deploy/deployment.py.
 case "$1 $2" in
   "-m venv") mkdir -p "$3/bin" && cp "$0" "$3/bin/python" ;;
   "-m pip")
@@ -41,7 +41,7 @@ esac
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """What the script reads of a checkout, somewhere where a mistake hurts nobody."""
+    """A copy of the files that the script reads."""
     home = tmp_path / "checkout"
     home.mkdir()
     for part in PARTS:

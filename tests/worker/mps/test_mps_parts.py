@@ -26,7 +26,7 @@ from multigpu_worker.processes.death import Death
 from multigpu_worker.processes.ipc.slots import SlotState
 from multigpu_worker.session.session import Lease, Spec
 
-FAKE = Path(__file__).resolve().parents[1] / "fakes" / "mps_control"
+FAKE = Path(__file__).resolve().parents[2] / "fakes" / "mps_control"
 HEAD = "[2026-04-28 18:20:41.986 Server  4428] "
 
 
@@ -265,7 +265,7 @@ def test_a_fault_that_names_no_client_is_charged_after_three_times(known: bool, 
 
 
 def test_systemd_waits_for_the_slowest_end_of_an_engine() -> None:
-    unit = (Path(__file__).parents[2] / "systemd/mgpu-worker@.service").read_text()
+    unit = (Path(__file__).parents[3] / "systemd/mgpu-worker@.service").read_text()
     (stop_s,) = [int(line.partition("=")[2]) for line in unit.splitlines() if line.startswith("TimeoutStopSec=")]
     config = WorkerConfig()
     # The rest is for the session and for the end of the daemon.

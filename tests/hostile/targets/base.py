@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import structlog
 
-from tests.hostile.inputs import Maker
+from tests.hostile.targets.inputs import Maker
 
 
 def mute() -> None:

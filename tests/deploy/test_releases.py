@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 from multigpu_master.journal.sqlite.schema import SCHEMA_VERSION
 
-from tests.deployment import checkout, deploy, deployed, environment, needs_systemd
+from tests.deploy.deployment import checkout, deploy, deployed, environment, needs_systemd
 
 __all__ = ["checkout"]  # fixtures
 
 
 def released(root: Path) -> tuple[str, str | None, set[str]]:
-    """What `current` and `previous` name, and the releases there are."""
+    """The releases that `current` and `previous` name, and all releases."""
     opt = root / "opt/multigpu"
     previous = (opt / "previous").readlink().name if (opt / "previous").is_symlink() else None
     return (opt / "current").readlink().name, previous, {path.name for path in (opt / "releases").iterdir()}
@@ -33,7 +33,7 @@ def upgraded_twice(checkout: Path, root: Path) -> tuple[str, str]:
 
 
 @needs_systemd
-def test_a_rollback_goes_back_to_the_release_that_was_replaced(checkout: Path, tmp_path: Path) -> None:
+def test_a_rollback_restores_the_previous_release(checkout: Path, tmp_path: Path) -> None:
     root = tmp_path / "root"
     second, third = upgraded_twice(checkout, root)
     assert released(root) == (third, second, {second, third})
@@ -48,10 +48,8 @@ def test_a_rollback_goes_back_to_the_release_that_was_replaced(checkout: Path, t
 
 @needs_systemd
 @pytest.mark.parametrize("logged", [False, True])
-def test_a_rollback_is_rejected_before_it_begins_if_the_journal_is_too_new(
-    checkout: Path, tmp_path: Path, logged: bool
-) -> None:
-    """Also where the newer version is in the write-ahead log of a master that runs."""
+def test_a_rollback_is_rejected_if_the_journal_is_too_new(checkout: Path, tmp_path: Path, logged: bool) -> None:
+    """Also if the newer version is only in the write-ahead log of a running master."""
     root = tmp_path / "root"
     second, third = upgraded_twice(checkout, root)
     journal = root / "var/lib/multigpu/journal.sqlite3"
@@ -76,7 +74,7 @@ def test_a_rollback_is_rejected_before_it_begins_if_the_journal_is_too_new(
 @needs_systemd
 @pytest.mark.parametrize("active", [True, False])
 def test_a_rollback_replaces_the_workers_before_the_master(checkout: Path, tmp_path: Path, active: bool) -> None:
-    """The order alone: systemctl and the former release's Python write down what they are called with."""
+    """Checks only the order: systemctl and the previous release's Python log their arguments."""
     root = tmp_path / "root"
     second, _ = upgraded_twice(checkout, root)
     log = tmp_path / "log"
@@ -106,7 +104,7 @@ def test_a_rollback_replaces_the_workers_before_the_master(checkout: Path, tmp_p
 
 @needs_systemd
 def test_a_host_that_joined_with_tls_is_upgraded(checkout: Path, tmp_path: Path) -> None:
-    """Its keys lie in /etc/multigpu since it joined: an upgrade asks for no --credentials."""
+    """Its keys are in /etc/multigpu since it joined: an upgrade needs no --credentials."""
     credentials = tmp_path / "credentials"
     credentials.mkdir()
     for name in ("ca.crt", "worker.crt", "worker.key", "worker.token"):
@@ -123,10 +121,8 @@ def test_a_host_that_joined_with_tls_is_upgraded(checkout: Path, tmp_path: Path)
 
 
 @needs_systemd
-def test_an_upgrade_that_was_interrupted_after_the_switch_replaces_what_still_runs_the_former_release(
-    checkout: Path, tmp_path: Path
-) -> None:
-    """The order alone, as above. The second run finds `current` switched already; a third has nothing to replace."""
+def test_an_interrupted_upgrade_goes_on_after_the_switch(checkout: Path, tmp_path: Path) -> None:
+    """Checks only the order. The second run finds `current` switched; a third has nothing to replace."""
     root = tmp_path / "root"
     second, _ = upgraded_twice(checkout, root)
     log = tmp_path / "log"

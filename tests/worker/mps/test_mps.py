@@ -11,8 +11,7 @@ from multigpu.v1 import device_pb2
 from multigpu.v1 import worker_service_pb2 as pb
 
 from tests.fakes.mps_host import MpsHost
-
-from .scripted_master import SUCCEEDED, Stream
+from tests.worker.scripted_master import SUCCEEDED, Stream
 
 # On a busy machine, servers and hosts are slow.
 LONG_S = 60.0

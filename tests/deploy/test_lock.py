@@ -1,4 +1,4 @@
-"""The lock that the deploy script installs from: it agrees with pyproject.toml, is complete, and pip takes it."""
+"""The deploy script's lock: consistent with pyproject.toml, complete, and accepted by pip."""
 
 import importlib.util
 import re
@@ -12,7 +12,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from tests.commands import run_module
-from tests.deployment import ROOT
+from tests.deploy.deployment import ROOT
 
 LOCK = ROOT / "tools/deploy/lock"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
@@ -21,7 +21,7 @@ HOSTS = [(python, machine) for python in ("3.11", "3.12", "3.13", "3.14") for ma
 
 
 def entries(file: str) -> Iterator[tuple[Requirement, list[str]]]:
-    """Requirement and hashes of each package, of the files that a file names too."""
+    """Requirement and hashes of each package, including those of referenced files."""
     for entry in (LOCK / file).read_text("utf-8").replace("\\\n", " ").splitlines():
         if entry.startswith("-r "):
             yield from entries(entry[3:])
@@ -31,7 +31,7 @@ def entries(file: str) -> Iterator[tuple[Requirement, list[str]]]:
 
 
 def installed(profile: str, python: str, machine: str) -> dict[str, str]:
-    """Name and version of what a host of this profile gets."""
+    """The packages of a profile, by name, with their versions."""
     host = {"python_version": python, "python_full_version": f"{python}.1", "platform_machine": machine}
     files = [f"{profile}.txt", *(["cpu-torch.txt"] if profile == "cpu" else [])]
     found: dict[str, str] = {}
@@ -77,7 +77,7 @@ def test_the_lock_is_within_the_bounds_of_pyproject(profile: str, python: str, m
 
 
 @pytest.mark.parametrize(("profile", "torch"), [("cpu", "2.13.0+cpu"), ("cuda12", "2.10.0"), ("cuda13", "2.13.0")])
-def test_what_the_tests_run_with_is_what_is_deployed(profile: str, torch: str) -> None:
+def test_the_tests_run_with_the_deployed_versions(profile: str, torch: str) -> None:
     locked = installed(profile, "3.11", "x86_64")
     assert locked["torch"] == torch
     pinned = {
@@ -88,8 +88,8 @@ def test_what_the_tests_run_with_is_what_is_deployed(profile: str, torch: str) -
     assert {name: locked[name] for name in others} == others
 
 
-def test_cuda_of_torch_and_of_onnxruntime_is_one() -> None:
-    """torch's libraries are what ONNX Runtime is run with: its builds are for CUDA 13 from 1.27 on."""
+def test_torch_and_onnxruntime_use_the_same_cuda() -> None:
+    """ONNX Runtime uses torch's libraries: its builds are for CUDA 13 from 1.27 on."""
     for profile, suffix, runtime in (("cuda12", "-cu12", "1.26.0"), ("cuda13", "-cu13", "1.31.1")):
         locked = installed(profile, "3.11", "x86_64")
         assert f"nvidia-cudnn{suffix}" in locked
@@ -97,7 +97,7 @@ def test_cuda_of_torch_and_of_onnxruntime_is_one() -> None:
     assert not any(name.startswith("nvidia-cu") for name in installed("cpu", "3.11", "x86_64"))
 
 
-def test_the_generator_and_the_script_name_the_same_place() -> None:
+def test_the_generator_and_the_script_name_the_same_page() -> None:
     spec = importlib.util.spec_from_file_location("generate_lock", ROOT / "tools/generate_lock.py")
     assert spec is not None
     assert spec.loader is not None
@@ -121,8 +121,8 @@ PIP = (
 
 
 @pytest.mark.timeout(900)
-def test_pip_takes_the_lock() -> None:
-    """Nothing is missing that a package needs, and each has a wheel with one of its hashes for this Python."""
+def test_pip_accepts_the_lock() -> None:
+    """All dependencies are locked, and each package has a wheel with one of its hashes for this Python."""
     done = run_module(*PIP, "-r", "tools/deploy/lock/cpu-torch.txt", "-r", "tools/deploy/lock/cpu.txt")
     away = ("Could not find a version that satisfies the requirement torch==", "Failed to establish", "Read timed out")
     if done.returncode and any(word in done.stdout for word in away):
@@ -130,7 +130,7 @@ def test_pip_takes_the_lock() -> None:
     assert done.returncode == 0, done.stdout
 
 
-def test_pip_rejects_what_has_another_hash(tmp_path: Path) -> None:
+def test_pip_rejects_a_package_with_another_hash(tmp_path: Path) -> None:
     wheel = tmp_path / "multigpu_proof-1-py3-none-any.whl"
     wheel.write_bytes(b"")
     lock = tmp_path / "lock.txt"

@@ -31,8 +31,8 @@ from multigpu_master.strategies.registry import canonical_name, load_strategies
 from multigpu_master.wire import specs as wire_specs
 from multigpu_master.wire import tasks as wire_tasks
 
-from tests.hostile.inputs import WORDS, Maker
-from tests.hostile.target import Crash, Target, mute
+from tests.hostile.targets.base import Crash, Target, mute
+from tests.hostile.targets.inputs import WORDS, Maker
 
 FIELDS = [(cls, name) for cls in CONFIG_CLASSES for name in cls.__dataclass_fields__]  # type: ignore[attr-defined]  # all are
 VALUES = [

@@ -1,4 +1,4 @@
-"""The deploy script, run for real: dry runs that do nothing, rejections, which GPUs and settings it chooses."""
+"""The deploy script: dry runs, errors, and the GPUs and settings that it chooses."""
 
 import os
 import shutil
@@ -9,7 +9,17 @@ from pathlib import Path
 
 import pytest
 
-from tests.deployment import NAME, ROOT, checkout, deploy, deployed, environment, everything_in, gpus, needs_systemd
+from tests.deploy.deployment import (
+    NAME,
+    ROOT,
+    checkout,
+    deploy,
+    deployed,
+    environment,
+    everything_in,
+    gpus,
+    needs_systemd,
+)
 from tests.fakes.gpus import SimulatedGpus
 
 __all__ = ["checkout", "gpus"]  # fixtures
@@ -36,13 +46,13 @@ def test_a_dry_run_prints_every_action_and_does_none(checkout: Path) -> None:
     assert everything_in(checkout) == before
 
 
-def test_the_environment_can_be_elsewhere(checkout: Path) -> None:
+def test_the_environment_can_have_another_path(checkout: Path) -> None:
     out = deployed(checkout, "--local", "--dry-run", MGPU_VENV=str(checkout / "else where"))
     assert r"else\ where/bin/mgpuctl up" in out
     assert ".venv" not in out
 
 
-def test_help_is_an_answer(checkout: Path) -> None:
+def test_help_succeeds(checkout: Path) -> None:
     helped = deploy(checkout, "--help")
     assert (helped.returncode, helped.stderr) == (0, "")
     for word in ("--local", "--join", "--upgrade", "--rollback", "--uninstall", "--status", "--dry-run", "--workers"):
@@ -75,7 +85,7 @@ def test_help_is_an_answer(checkout: Path) -> None:
         ),
     ],
 )
-def test_a_mistake_is_named_before_anything_is_done(
+def test_errors_are_reported_before_anything_is_done(
     checkout: Path, tmp_path: Path, arguments: list[str], env: dict[str, str], message: str
 ) -> None:
     before = everything_in(checkout)
@@ -91,7 +101,7 @@ def test_a_mistake_is_named_before_anything_is_done(
     ("version", "check", "message"),
     [("3.10.2", "< (3, 11)", "too old"), ("3.15.0", ">= (3, 15)", "newer than the lock")],
 )
-def test_a_python_that_the_lock_does_not_know_is_rejected(
+def test_a_python_that_the_lock_does_not_support_is_rejected(
     checkout: Path, version: str, check: str, message: str
 ) -> None:
     other = checkout / "other-python"
@@ -130,10 +140,10 @@ def test_the_scripts_pass_shellcheck() -> None:
         ({"MULTI_GPU_ENABLED": "true"}, range(8)),
     ],
 )
-def test_which_gpus_get_a_worker(
+def test_the_gpus_that_get_a_worker(
     checkout: Path, gpus: SimulatedGpus, env: dict[str, str], indices: Iterator[int]
 ) -> None:
-    """The part of the script that chooses, alone: it asks the simulated nvidia-smi."""
+    """Only the part of the script that chooses, with the simulated nvidia-smi."""
     words = "set -euo pipefail; . tools/deploy/common.sh; . tools/deploy/machine.sh; gpu_uuids=() gpu_names=() workers="
     command = ["bash", "-c", f'{words}; detect_gpus; choose_devices; echo "${{chosen[*]}}"']
     variables = environment(checkout, **gpus.env(), **env)
@@ -143,21 +153,19 @@ def test_which_gpus_get_a_worker(
 
 @needs_systemd
 @pytest.mark.parametrize("driver", ["525.60.13", "550.163.01", "575.57.08", "580.65.06", "610.1"])
-def test_torch_is_for_the_driver_that_is_there(
-    checkout: Path, tmp_path: Path, gpus: SimulatedGpus, driver: str
-) -> None:
+def test_the_build_of_torch_fits_the_driver(checkout: Path, tmp_path: Path, gpus: SimulatedGpus, driver: str) -> None:
     profile = "cuda13" if driver >= "580" else "cuda12"
     gpus.set_driver(driver)
     out = deployed(checkout, "--root", str(tmp_path / "root"), "--dry-run", **gpus.env())
     installs = [line.partition(" -m ")[2].strip() for line in out.splitlines() if "-m pip" in line]
-    # Nothing without a hash, and one of the two of ONNX Runtime: which, tests/test_deploy_lock.py tells.
+    # Nothing without a hash, and one of the two of ONNX Runtime: which, tests/deploy/test_lock.py tells.
     assert ["--require-hashes" in line or "--no-deps" in line for line in installs if " install " in line] == [True] * 2
     assert installs[0].endswith("--yes torch onnxruntime onnxruntime-gpu")
     assert installs[1].endswith(f"{LOCKED} -r tools/deploy/lock/{profile}.txt")
 
 
 @needs_systemd
-def test_a_driver_that_no_torch_runs_on_is_rejected(checkout: Path, tmp_path: Path, gpus: SimulatedGpus) -> None:
+def test_a_driver_that_is_too_old_for_torch_is_rejected(checkout: Path, tmp_path: Path, gpus: SimulatedGpus) -> None:
     gpus.set_driver("470.256.02")
     done = deploy(checkout, "--root", str(tmp_path / "root"), **gpus.env())
     assert (done.returncode, "driver 470.256.02 is too old for CUDA 12" in done.stderr) == (1, True)

@@ -11,10 +11,10 @@ from multigpu.v1 import worker_service_pb2 as pb
 from multigpu_worker.models.folders import PACKAGED_MODEL, packaged_model
 from multigpu_worker.models.measured_sizes import FOLDER
 
-from .asking import READY, ask, models, ready, resident
-from .conftest import StartWorker
-from .scripted_master import SUCCEEDED, ScriptedMaster, Stream
-from .toy_models import Answer, Shop
+from tests.worker.asking import READY, ask, models, ready, resident
+from tests.worker.conftest import StartWorker
+from tests.worker.scripted_master import SUCCEEDED, ScriptedMaster, Stream
+from tests.worker.toy_models import Answer, Shop
 
 MIB = 1 << 20
 

@@ -1,0 +1,176 @@
+"""Checks of the fleet, and the whole command."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+from click.testing import CliRunner
+from multigpu.cli import cli
+from multigpu.cli.doctor import doctor
+from multigpu.cli.doctor import fleet as doctor_fleet
+from multigpu.cli.doctor.base import Finding, Host, Verdict, fail, ok, warn
+from multigpu.v1 import admin_service_pb2 as admin
+from multigpu.v1.device_pb2 import DeviceTelemetry
+
+from tests.client.cli.doctor.checks import checked, host_of, one, stats, verdicts
+from tests.client.cli.fleet.fleet_samples import DEGRADED, SICK, ago, cpu_worker, gpu_worker
+from tests.client.cli.unary_master import RejectionError, UnaryMaster, unary_master
+from tests.fleet import Fleet
+
+
+@pytest.fixture
+def script() -> Iterator[UnaryMaster]:
+    with unary_master() as scripted:
+        scripted.answers["GetStats"] = lambda _: stats()
+        scripted.answers["ListWorkers"] = admin.ListWorkersResponse()
+        yield scripted
+
+
+@pytest.mark.parametrize(
+    ("skew", "trip", "verdict"),
+    [(0.001, 0.002, "ok"), (-0.2, 0.01, "ok"), (0.9, 1.9, "ok"), (1.0, 0.01, "warn"), (-60, 0.01, "fail")],
+)
+def test_clock(skew: float, trip: float, verdict: str) -> None:
+    assert one(doctor_fleet.judge_clock(skew, trip)).verdict.value == verdict
+
+
+def test_a_masters_clock_that_is_off(script: UnaryMaster) -> None:
+    assert checked(doctor_fleet.clock, host_of(script.address)).verdict is Verdict.OK
+    script.answers["GetStats"] = lambda _: stats(server_time=ago(120))
+    found = checked(doctor_fleet.clock, host_of(script.address))
+    assert found.verdict is Verdict.FAIL
+    assert "2 min 0 s ahead of the master's" in found.message
+    script.answers["GetStats"] = lambda _: stats(server_time=None)
+    assert checked(doctor_fleet.clock, host_of(script.address)).verdict is Verdict.SKIP
+
+
+def knows(script: UnaryMaster, *workers: admin.Worker) -> Host:
+    script.answers["ListWorkers"] = admin.ListWorkersResponse(workers=workers)
+    return host_of(script.address)
+
+
+def test_worker_clocks(script: UnaryMaster) -> None:
+    assert checked(doctor_fleet.worker_clocks, knows(script, cpu_worker())).verdict is Verdict.OK
+    ahead = cpu_worker(telemetry=DeviceTelemetry(sample_time=ago(-30)))
+    assert "ahead" in checked(doctor_fleet.worker_clocks, knows(script, ahead)).message
+    behind = cpu_worker(telemetry=DeviceTelemetry(sample_time=ago(60)))
+    assert checked(doctor_fleet.worker_clocks, knows(script, behind)).verdict is Verdict.WARN
+
+
+def test_fleet_versions(script: UnaryMaster) -> None:
+    assert checked(doctor_fleet.fleet_versions, knows(script, cpu_worker())).verdict is Verdict.OK
+    found = checked(doctor_fleet.fleet_versions, knows(script, cpu_worker(version="0.0.9")))
+    assert found.verdict is Verdict.WARN
+    assert "box-cpu-0 0.0.9" in found.message
+
+
+def test_workers(script: UnaryMaster) -> None:
+    assert checked(doctor_fleet.workers, knows(script, cpu_worker(), gpu_worker(1))).verdict is Verdict.OK
+    assert checked(doctor_fleet.workers, knows(script)).verdict is Verdict.WARN
+    found = doctor_fleet.workers(
+        knows(
+            script,
+            gpu_worker(0),
+            gpu_worker(1, health=SICK, quarantined=True),
+            gpu_worker(2, health=DEGRADED),
+            gpu_worker(3, state=admin.WORKER_STATE_LOST),
+            gpu_worker(4, quarantined=True),
+        )
+    )
+    assert [f.verdict.value for f in found] == ["fail", "warn", "fail", "fail"]
+    assert "xid_79" in found[0].message
+    assert "by itself" not in found[0].remedy, "the reasons may ask for a person"
+
+
+def test_workers_of_one_device_take_no_more_than_it_has(script: UnaryMaster) -> None:
+    share = 141 << 30
+    alone = gpu_worker(0, model_memory_bytes=share * 9 // 10)
+    assert checked(doctor_fleet.model_memory, knows(script, alone, gpu_worker(1))).verdict is Verdict.OK
+    assert checked(doctor_fleet.model_memory, knows(script, gpu_worker(1))).verdict is Verdict.SKIP
+    twin = gpu_worker(0, worker_id="twin", model_memory_bytes=share * 9 // 10)
+    found = checked(doctor_fleet.model_memory, knows(script, alone, twin, gpu_worker(1, model_memory_bytes=share)))
+    assert found.verdict is Verdict.WARN
+    assert "254 GiB of the 141 GiB that cuda:0 has" in found.message
+    assert "device_workers = 2" in found.remedy
+    elsewhere = gpu_worker(0, worker_id="twin", host="other", model_memory_bytes=share)
+    assert checked(doctor_fleet.model_memory, knows(script, alone, elsewhere)).verdict is Verdict.OK
+    gone = gpu_worker(0, worker_id="twin", model_memory_bytes=share, state=admin.WORKER_STATE_LOST)
+    assert checked(doctor_fleet.model_memory, knows(script, alone, gone)).verdict is Verdict.OK
+
+
+def test_journal_and_breaker(script: UnaryMaster) -> None:
+    assert checked(doctor_fleet.journal, host_of(script.address)).verdict is Verdict.OK
+    assert checked(doctor_fleet.breaker, host_of(script.address)).verdict is Verdict.OK
+    tripped = admin.Breaker(tripped=True, quarantines=3, quarantines_max=2)
+    script.answers["GetStats"] = lambda _: stats(journal_writable=False, breaker=tripped)
+    full = checked(doctor_fleet.journal, host_of(script.address))
+    assert full.verdict is Verdict.FAIL
+    assert "journal_bytes_max" in full.message
+    found = checked(doctor_fleet.breaker, host_of(script.address))
+    assert found.verdict is Verdict.FAIL
+    assert "3 devices fell sick together, more than 2: not all are quarantined" in found.message
+
+
+def test_without_a_master() -> None:
+    here = host_of()
+    found = [finding for check in doctor_fleet.CHECKS for finding in doctor.run_check(check, here)]
+    assert verdicts(found)["master"] == "warn"
+    assert {f.verdict.value for f in found if f.check != "master"} == {"skip"}
+
+
+def test_a_master_that_lets_us_not_in(script: UnaryMaster, tmp_path: Path) -> None:
+    script.answers["GetStats"] = RejectionError(grpc.StatusCode.UNAUTHENTICATED, "a token is needed")
+    found = checked(doctor_fleet.master, host_of(script.address))
+    assert found.verdict is Verdict.FAIL
+    assert "a token is needed" in found.message
+    # What keeps us from even trying is a finding as well, not the end.
+    env = {"MGPU_TLS_CA": str(tmp_path / "none"), "MGPU_MASTER": script.address}
+    result = CliRunner().invoke(cli, ["doctor", "--json", "--data-dir", str(tmp_path)], env=env)
+    checks = {check["check"]: check for check in json.loads(result.output)["checks"]}
+    assert checks["master"]["verdict"] == "fail"
+    assert checks["certificate worker.tls_ca"]["verdict"] == "fail"
+    assert checks["disk"]["verdict"] in ("ok", "warn")
+    assert result.exit_code == 1
+
+
+def test_exit_codes() -> None:
+    well, careful, ill = ok("a", "m"), warn("b", "m", "r"), fail("c", "m", "r")
+    assert doctor.exit_code(well) == 0
+    assert doctor.exit_code(well + careful) == 6
+    assert doctor.exit_code(well + careful + ill) == 1
+
+
+def test_a_check_that_breaks_does_not_hide_the_others() -> None:
+    def broken(_: Host) -> list[Finding]:
+        raise PermissionError(13, "Permission denied", "/proc/x")
+
+    found = one(doctor.run_check(broken, host_of()))
+    assert found.verdict is Verdict.FAIL
+    assert "/proc/x" in found.message
+
+
+def test_the_whole_command_on_a_real_fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Fleet(tmp_path, workers=1) as fleet:
+        listen = {"MGPU_MASTER_LISTEN": fleet.address, "MGPU_MASTER": fleet.address}
+        argv = ["doctor", "--json", "--data-dir", str(fleet.data_dir)]
+        result = CliRunner().invoke(cli, argv, env=listen)
+        told = json.loads(result.output)
+        checks = {check["check"]: check for check in told["checks"]}
+        for name in (
+            "master",
+            "journal",
+            "clock",
+            "worker clocks",
+            "fleet versions",
+            "workers",
+            "breaker",
+            "port listen",
+        ):
+            assert checks[name]["verdict"] == "ok", checks[name]
+        assert f"pid {fleet.master.pid}" in checks["port listen"]["message"]
+        assert result.exit_code == {"ok": 0, "warn": 6, "fail": 1}[told["verdict"]]
+        text = CliRunner().invoke(cli, [argv[0], *argv[2:]], env=listen)
+        assert text.exit_code == result.exit_code
+        assert text.output.splitlines()[0].startswith(("ok    driver", "skip  driver"))

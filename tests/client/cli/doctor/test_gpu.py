@@ -1,0 +1,159 @@
+"""Checks of GPUs. The real pynvml reads a simulated driver (tests/fakes)."""
+
+import importlib.metadata
+import importlib.util
+import os
+import runpy
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from multigpu.cli.doctor import doctor
+from multigpu.cli.doctor import gpu as doctor_gpu
+from multigpu.cli.doctor.base import Host, Verdict
+
+from tests.client.cli.doctor.checks import checked, host_of, one, verdicts
+from tests.fakes.gpus import SimulatedGpus
+
+NOBODY = "65534"
+ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="only root may change users or mount")
+
+
+@pytest.fixture
+def gpus(tmp_path: Path) -> SimulatedGpus:
+    return SimulatedGpus(tmp_path / "gpus", n=4)
+
+
+@pytest.fixture
+def on_host(gpus: SimulatedGpus, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Host]:
+    """A place whose driver is the simulated one: it is asked in a process of its own."""
+    for name, value in gpus.env().items():
+        monkeypatch.setenv(name, value)
+    return host_of
+
+
+def test_gpus_that_are_well(on_host: Callable[..., Host]) -> None:
+    here = on_host()
+    driver = checked(doctor_gpu.driver, here)
+    assert driver.verdict is Verdict.OK
+    assert "simulated" in driver.message
+    assert "4 GPUs" in driver.message
+    found = verdicts(doctor_gpu.gpus(here) + doctor_gpu.nvlink(here) + doctor_gpu.mig(here))
+    assert found == {"gpus": "ok", "nvlink": "ok", "mig": "ok"}
+    assert verdicts(doctor.run_check(doctor_gpu.permissions, here)) == {"permissions": "skip"}
+
+
+def test_gpus_that_are_not(gpus: SimulatedGpus, on_host: Callable[..., Host]) -> None:
+    gpus.lose(3)
+    gpus.mig(2, 2)
+    gpus.nvlink(0, 1, up=False)
+    here = on_host()
+    lost = checked(doctor_gpu.gpus, here)
+    assert lost.verdict is Verdict.FAIL
+    assert "GPU 3" in lost.message
+    link = checked(doctor_gpu.nvlink, here)
+    assert link.verdict is Verdict.WARN
+    assert "GPU 0: 5 of 6" in link.message
+    cut = checked(doctor_gpu.mig, here)
+    assert cut.verdict is Verdict.WARN
+    assert "GPU 2" in cut.message
+
+
+def test_a_driver_that_does_not_answer(
+    gpus: SimulatedGpus, on_host: Callable[..., Host], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("multigpu.cli.doctor.base.NVML_TIMEOUT_S", 2.0)
+    gpus.hang(1)
+    hung = checked(doctor_gpu.driver, on_host())
+    assert hung.verdict is Verdict.FAIL
+    assert "did not answer" in hung.message
+
+
+def test_no_gpu_and_a_gpu_without_a_driver(tmp_path: Path) -> None:
+    (tmp_path / "sys/bus/pci/devices").mkdir(parents=True)
+    assert checked(doctor_gpu.driver, host_of(root=tmp_path)).verdict is Verdict.SKIP
+    device = tmp_path / "sys/bus/pci/devices/0000:1b:00.0"
+    device.mkdir()
+    (device / "vendor").write_text("0x10de\n")
+    (device / "class").write_text("0x030200\n")
+    found = checked(doctor_gpu.driver, host_of(root=tmp_path))
+    assert found.verdict is Verdict.FAIL
+    assert "install NVIDIA's driver" in found.remedy
+    (tmp_path / "proc/driver/nvidia").mkdir(parents=True)
+    (tmp_path / "proc/driver/nvidia/version").write_text("NVRM version: NVIDIA UNIX x86_64 Kernel  580.159.03  Mon\n")
+    assert "580.159.03" in checked(doctor_gpu.driver, host_of(root=tmp_path)).remedy
+
+
+@pytest.mark.parametrize(
+    ("torch", "driver", "verdict"),
+    [
+        ("12.6", "12.8", "ok"),
+        ("12.8", "12.8", "ok"),
+        ("12.6", "13.0", "ok"),
+        ("12.8", "12.4", "warn"),
+        ("13.0", "12.8", "fail"),
+        ("", "12.8", "fail"),
+        ("12.8", "", "skip"),
+        ("", "", "skip"),
+    ],
+)
+def test_cuda(torch: str, driver: str, verdict: str) -> None:
+    assert one(doctor_gpu.judge_cuda("2.13.0", torch, driver)).verdict.value == verdict
+
+
+def test_the_cuda_of_the_installed_torch_is_what_torch_says() -> None:
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        pytest.skip("no torch here")
+    # Its own words, without the seconds that importing it takes.
+    said = runpy.run_path(str(Path(spec.origin).with_name("version.py")))
+    assert doctor_gpu.installed_torch_cuda() == (said["cuda"] or "")
+
+
+def test_mps(gpus: SimulatedGpus, on_host: Callable[..., Host], tmp_path: Path, monkeypatch: Any) -> None:
+    found = checked(doctor_gpu.mps, on_host())
+    assert found.verdict is Verdict.WARN
+    assert "nvidia-cuda-mps-control" in found.message
+    assert checked(doctor_gpu.mps, on_host(worker={"mps": "on"})).verdict is Verdict.FAIL
+    assert checked(doctor_gpu.mps, on_host(worker={"mps": "off"})).verdict is Verdict.SKIP
+    # Only that they are on PATH counts: these do nothing.
+    for name in ("nvidia-cuda-mps-control", "nvidia-cuda-mps-server"):
+        (tmp_path / name).write_text("#!/bin/sh\nexit 1\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    assert checked(doctor_gpu.mps, on_host()).verdict is Verdict.OK
+    gpus.mig(1, 2)
+    assert "MIG is on for GPU 1" in checked(doctor_gpu.mps, on_host()).message
+
+
+def test_device_files(tmp_path: Path) -> None:
+    found = one(doctor_gpu.judge_device_files(tmp_path, ["nvidia0"]))
+    assert found.verdict is Verdict.FAIL
+    assert "no /dev/nvidiactl, /dev/nvidia-uvm, /dev/nvidia0" in found.message
+    for name in ("nvidiactl", "nvidia-uvm", "nvidia0"):
+        (tmp_path / name).touch(mode=0o666)
+    assert one(doctor_gpu.judge_device_files(tmp_path, ["nvidia0"])).verdict is Verdict.OK
+
+
+@ROOT
+@pytest.mark.skipif(shutil.which("setpriv") is None, reason="no setpriv to become somebody else with")
+def test_device_files_that_are_somebody_elses() -> None:
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder).chmod(0o755)
+        for name in ("nvidiactl", "nvidia-uvm", "nvidia0"):
+            (Path(folder) / name).touch()
+            (Path(folder) / name).chmod(0o600 if name == "nvidia0" else 0o666)
+        code = (
+            "import os, sys; from pathlib import Path; from multigpu.cli.doctor import gpu as doctor_gpu\n"
+            f"os.setresgid({NOBODY}, {NOBODY}, {NOBODY}); os.setresuid({NOBODY}, {NOBODY}, {NOBODY})\n"
+            "found = doctor_gpu.judge_device_files(Path(sys.argv[1]), ['nvidia0'])[0]\n"
+            "print(found.verdict.value, found.message)"
+        )
+        done = subprocess.run([sys.executable, "-c", code, folder], capture_output=True, text=True, check=True)
+    assert done.stdout == f"fail user {NOBODY} can't open /dev/nvidia0\n"

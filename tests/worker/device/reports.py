@@ -1,0 +1,42 @@
+"""What a scripted master has received from a worker about its device."""
+
+import asyncio
+import time
+from collections.abc import Callable
+
+from multigpu.v1 import device_pb2 as device
+from multigpu.v1 import worker_service_pb2 as pb
+
+from tests.worker.scripted_master import Stream
+
+HEALTHY, DEGRADED = device.HEALTH_STATE_HEALTHY, device.HEALTH_STATE_DEGRADED
+SICK, RECOVERING = device.HEALTH_STATE_SICK, device.HEALTH_STATE_RECOVERING
+FAILED, RETURNED = pb.REPORT_STATE_FAILED, pb.REPORT_STATE_RETURNED
+
+
+def health(stream: Stream) -> device.DeviceHealth:
+    return stream.heartbeats[-1].health
+
+
+def is_(stream: Stream, state: int) -> bool:
+    return bool(stream.heartbeats) and health(stream).state == state
+
+
+def codes(stream: Stream) -> list[str]:
+    return [reason.code for reason in health(stream).reasons]
+
+
+def broke(stream: Stream, lease_id: int) -> bool:
+    return any(r.broke_engine for batch in stream.batches for r in batch.reports if r.lease_id == lease_id)
+
+
+async def runs(stream: Stream, lease_id: int) -> None:
+    """Wait until a task runs."""
+    await stream.until(lambda: any(held.lease_id == lease_id and held.running for held in stream.heartbeats[-1].leases))
+
+
+async def until(condition: Callable[[], object], what: str) -> None:
+    end_s = time.monotonic() + 60.0
+    while not condition():
+        assert time.monotonic() < end_s, f"waited in vain for {what}"
+        await asyncio.sleep(0.02)

@@ -1,0 +1,124 @@
+"""The self-test in real workers."""
+
+import importlib
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+import zlib
+from pathlib import Path
+
+import pytest
+from multigpu.v1 import device_pb2 as device
+from multigpu.v1 import worker_service_pb2 as pb
+from multigpu_worker.engines.common import self_test
+
+from tests.worker.device.conftest import Begin
+from tests.worker.device.reports import HEALTHY, SICK, codes, health, is_, until
+from tests.worker.scripted_master import ScriptedMaster
+
+HAS_TORCH = importlib.util.find_spec("torch") is not None
+
+
+@pytest.mark.skipif(not HAS_TORCH, reason="needs torch: pip install 'multigpu[worker]'")
+async def test_a_device_with_wrong_results_is_sick_until_they_are_right(
+    tmp_path: Path, master: ScriptedMaster, begin: Begin
+) -> None:
+    wrong = tmp_path / "wrong"
+    _worker, stream = await begin(master, "--canary-interval-s", "0.3", TEST_WRONG_FILE=str(wrong))
+    await stream.until(lambda: len(stream.heartbeats) > 15)
+    assert {beat.health.state for beat in stream.heartbeats} == {HEALTHY}
+    wrong.touch()
+    await stream.until(lambda: is_(stream, SICK), 30)
+    assert codes(stream) == ["canary_wrong"]
+    assert health(stream).unusable
+    assert "must be 0xd74d3c83" in health(stream).reasons[0].message
+    await stream.until(lambda: any(b.health.state == device.HEALTH_STATE_RECOVERING for b in stream.heartbeats), 30)
+    await stream.until(lambda: is_(stream, SICK), 30)
+    wrong.unlink()
+    await stream.until(lambda: is_(stream, HEALTHY), 60)
+
+
+async def test_the_device_is_not_blamed_if_a_task_ends_the_engine_during_the_self_test(
+    tmp_path: Path, master: ScriptedMaster, begin: Begin
+) -> None:
+    begun = tmp_path / "begun"
+    worker, stream = await begin(master, "--canary-interval-s", "0.3", TEST_SELF_TEST_SLOW_FILE=str(begun))
+    await until(begun.exists, "the self-test to run")
+    begun.unlink()  # now: the next self-test may run before the report arrives
+    timeout = pb.LeaseBatch().spec.run_timeout
+    timeout.FromMilliseconds(200)
+    stream.lease([(1, b"30")], kind="health.work", run_timeout=timeout)
+    assert (await stream.reported(1))[0].error.type == "RunTimeout"
+    await until(begun.exists, "the self-test to run in the next engine")
+    begun.unlink()
+    stream.lease([(2, b"")], kind="health.crash")
+    assert (await stream.reported(2))[0].error.type == "EngineDied"
+    await until(begun.exists, "the self-test to run in the third engine")
+    assert all(beat.health.state == HEALTHY for beat in stream.heartbeats)
+    # Only the self-test runs: the device is to blame.
+    os.kill(worker.engine_pids()[0], signal.SIGSEGV)
+    await stream.until(lambda: is_(stream, SICK))
+    assert codes(stream) == ["canary_wrong"]
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        "UNLOADABLE",
+        pytest.param("ANYWAY", marks=pytest.mark.skipif(not HAS_TORCH, reason="needs torch")),
+    ],
+)
+async def test_the_device_is_not_blamed_for_too_little_memory_for_the_self_test(
+    how: str, master: ScriptedMaster, begin: Begin
+) -> None:
+    small = ("--canary-interval-s", "0.3", "--engine-memory-bytes", "160MiB")
+    # A library may hang if it gets no memory for its threads.
+    alone = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
+    worker, stream = await begin(master, *small, **{f"TEST_SELF_TEST_{how}": "yes"}, **alone)
+    await until(lambda: worker.log.count("no self-test") >= 2, "the self-test to be tried")
+    assert all(beat.health.state == HEALTHY for beat in stream.heartbeats)
+
+
+SELF_TEST = """
+import sys
+from types import SimpleNamespace
+from multigpu_worker.engines.common import self_test
+from multigpu_worker.engine.runtime import Runtime
+runtime = Runtime.__new__(Runtime)
+runtime.settings = SimpleNamespace(device="cuda:0")
+runtime._channel = SimpleNamespace(send=print)
+runtime._self_test(1, True)
+print(self_test.run_in_subprocess("cpu"))
+assert "torch" not in sys.modules
+"""
+
+
+@pytest.mark.skipif(not HAS_TORCH, reason="needs torch: pip install 'multigpu[worker]'")
+def test_a_process_without_torch_runs_the_self_test_in_a_subprocess() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", SELF_TEST], capture_output=True, text=True, timeout=100, check=False,
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "('self_test', 1, False, 'it raised " in done.stdout, "there is no such device"
+    assert "(True, '')" in done.stdout
+
+
+@pytest.mark.skipif(not HAS_TORCH, reason="needs torch: pip install 'multigpu[worker]'")
+@pytest.mark.parametrize("size", [self_test.CPU_SIZE, self_test.GPU_SIZE])
+def test_the_answer_of_the_self_test_is_exact(size: int) -> None:
+    np = pytest.importorskip("numpy")
+    i = np.arange(size)
+    a, b = (i[:, None] * 31 + i * 17) % 13 - 6, (i[:, None] * 7 + i * 29) % 11 - 5
+    # float64 is exact below 2**53.
+    answer = (a.astype(np.float64) @ b.astype(np.float64)).astype(np.int32)
+    assert zlib.crc32(answer.tobytes()) == self_test.CHECKSUMS[size]
+    # Every partial sum, in any order, is exact in float32.
+    assert (abs(a).astype(np.float64) @ abs(b).astype(np.float64)).max() < 2**24
+    torch = importlib.import_module("torch")
+    found = self_test.product(torch, "cpu", size)
+    assert self_test.checksum(found) == self_test.CHECKSUMS[size]
+    found[size // 2, 1] ^= 1
+    assert self_test.checksum(found) != self_test.CHECKSUMS[size]

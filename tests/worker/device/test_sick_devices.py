@@ -1,0 +1,237 @@
+"""A real worker whose simulated GPU falls sick: its reports, its leases, its recovery."""
+
+import asyncio
+import itertools
+import json
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from multigpu.v1 import worker_service_pb2 as pb
+
+from tests.fakes.gpus import SimulatedGpus
+from tests.worker.conftest import StartWorker
+from tests.worker.device.conftest import HANDLERS, Begin
+from tests.worker.device.reports import (
+    DEGRADED,
+    FAILED,
+    HEALTHY,
+    RECOVERING,
+    RETURNED,
+    SICK,
+    codes,
+    health,
+    is_,
+    runs,
+    until,
+)
+from tests.worker.scripted_master import SUCCEEDED, ScriptedMaster
+
+Strike = Callable[[SimulatedGpus], None]
+
+
+async def test_a_sick_device_is_reported_at_once_gives_all_leases_back_and_recovers(
+    tmp_path: Path, gpus: SimulatedGpus, begin: Begin
+) -> None:
+    async with ScriptedMaster(heartbeat_s=30.0) as slow:
+        worker, stream = await begin(slow)
+        running = tmp_path / "running"
+        stream.lease([(n, str(running).encode()) for n in range(1, 4)], kind="health.mark")
+        await until(running.exists, "a task to run")
+        begun_s = time.monotonic()
+        gpus.recovery_action(0, 1)
+        gpus.xid(0, 95)
+        words = await stream.reported(1, 2, 3)
+        assert time.monotonic() - begun_s < 20.0, "before the next heartbeat is due"
+        assert {word.state for word in words} == {RETURNED}
+        told = next(i for i, event in enumerate(stream.events) if event == ("report", 1))
+        sick = [i for i, event in enumerate(stream.events) if event == "heartbeat"]
+        assert any(0 < i < told for i in sick), "a heartbeat with the reason precedes the reports"
+        assert health(stream).unusable
+        assert "xid_95" in codes(stream)
+        assert health(stream).HasField("next_check_time")
+        assert "nvidia-smi --gpu-reset" in health(stream).reasons[0].message
+        await until(lambda: not worker.engine_pids(), "the engine to let go of the device")
+        stream.lease([(9, b"0")], kind="health.work")
+        assert (await stream.reported(9))[0].state == RETURNED
+        gpus.recovery_action(0, 0)
+        await stream.until(lambda: is_(stream, HEALTHY))
+        stream.lease([(10, b"0")], kind="health.work")
+        (word,) = await stream.reported(10)
+        assert (word.state, word.result) == (SUCCEEDED, b"%d" % worker.engine_pids()[0])
+        assert codes(stream) == []
+
+
+async def test_log_lines_about_the_device_name_the_worker(
+    gpus: SimulatedGpus, master: ScriptedMaster, begin: Begin
+) -> None:
+    worker, stream = await begin(master)
+    gpus.lose(0)
+    await stream.until(lambda: is_(stream, SICK))
+    events = ("XID", "the device's health", "no events of the device for now")
+    await until(lambda: all(f'"{event}"' in worker.log for event in events), f"log lines {events}")
+    lines = [json.loads(line) for line in worker.log.splitlines()]
+    assert {line.get("worker_id") for line in lines if line["event"] in events} == {"w0"}
+
+
+async def test_a_lost_device_has_no_engine_and_its_worker_goes_on(
+    gpus: SimulatedGpus, master: ScriptedMaster, begin: Begin
+) -> None:
+    worker, stream = await begin(master)
+    stream.lease([(1, b"30")], kind="health.work")
+    await runs(stream, 1)
+    gpus.lose(0)
+    assert (await stream.reported(1))[0].state == RETURNED
+    await stream.until(lambda: "gpu_is_lost" in codes(stream))
+    await until(lambda: not worker.engine_pids(), "the end of the engine")
+    seen = len(stream.heartbeats)
+    await stream.until(lambda: len(stream.heartbeats) > seen + 10)
+    assert is_(stream, SICK)
+    gpus.return_(0, reset=True)
+    await stream.until(lambda: is_(stream, HEALTHY), 30)
+    assert len(worker.engine_pids()) == 1
+    # Events of the returned device are received again.
+    gpus.xid(0, 119)
+    await stream.until(lambda: "xid_119" in codes(stream))
+
+
+def count_no_errors(gpus: SimulatedGpus) -> None:
+    """Reset the volatile counters."""
+    for kind in gpus.gpu(0).ecc:
+        kind[0] = 0
+
+
+@pytest.mark.parametrize(
+    ("strike", "reset"),
+    [
+        (lambda gpus: gpus.xid(0, 48), lambda gpus: gpus.return_(0, reset=True)),
+        (lambda gpus: gpus.ecc(0, uncorrected=1), count_no_errors),
+    ],
+    ids=["xid", "ecc"],
+)
+async def test_a_device_that_needs_a_reset_stays_sick_until_one(
+    gpus: SimulatedGpus, master: ScriptedMaster, begin: Begin, strike: Strike, reset: Strike
+) -> None:
+    _worker, stream = await begin(master)
+    strike(gpus)
+    await stream.until(lambda: is_(stream, SICK))
+    fell_sick = len(stream.heartbeats)
+
+    def checks() -> int:
+        states = [beat.health.state for beat in stream.heartbeats[fell_sick:]]
+        return sum(a == RECOVERING and b == SICK for a, b in itertools.pairwise(states))
+
+    await stream.until(lambda: checks() >= 2 or is_(stream, HEALTHY))
+    assert is_(stream, SICK)
+    assert "no reset was seen" in health(stream).reasons[0].message
+    reset(gpus)
+    await stream.until(lambda: is_(stream, HEALTHY))
+
+
+@pytest.mark.parametrize(
+    ("code", "strike", "reset"),
+    [
+        ("ecc_uncorrected", lambda gpus: gpus.ecc(0, uncorrected=1), count_no_errors),
+        ("gpu_is_lost", lambda gpus: gpus.lose(0), lambda gpus: gpus.return_(0)),
+        ("reset_required", lambda gpus: gpus.recovery_action(0, 1), lambda gpus: gpus.recovery_action(0, 0)),
+    ],
+)
+async def test_a_new_process_of_the_worker_knows_that_the_device_needs_a_reset(
+    gpus: SimulatedGpus, begin: Begin, start_worker: StartWorker, code: str, strike: Strike, reset: Strike
+) -> None:
+    async with ScriptedMaster() as first:
+        worker, stream = await begin(first)
+        gpus.xid(0, 48)
+        await stream.until(lambda: is_(stream, SICK))
+        worker.signal(signal.SIGKILL)
+        await worker.wait()
+    handlers = ("--device", "cuda:0", "--handlers", "handlers_for_health")
+    async with ScriptedMaster() as second:
+        worker = await start_worker(second.address, *handlers, pythonpath=HANDLERS, env=gpus.env())
+        stream = await second.stream()
+        await stream.until(lambda: len(stream.heartbeats) > 3)
+        stream.lease([(1, b"0")], kind="health.work")
+        assert (await stream.reported(1))[0].state == RETURNED
+        assert {beat.health.state for beat in stream.heartbeats} <= {SICK, RECOVERING}
+        assert "xid_48" in codes(stream)
+        strike(gpus)
+        await stream.until(lambda: code in codes(stream))
+        worker.signal(signal.SIGKILL)
+        await worker.wait()
+    reset(gpus)
+    async with ScriptedMaster() as third:
+        worker = await start_worker(third.address, *handlers, pythonpath=HANDLERS, env=gpus.env())
+        stream = await third.stream()
+        await stream.until(lambda: is_(stream, HEALTHY))
+        worker.signal(signal.SIGKILL)
+        await worker.wait()
+    async with ScriptedMaster() as fourth:
+        await start_worker(fourth.address, *handlers, pythonpath=HANDLERS, env=gpus.env())
+        stream = await fourth.stream()
+        await stream.until(lambda: bool(stream.heartbeats))
+        assert is_(stream, HEALTHY)
+
+
+async def test_a_check_that_the_master_requests(master: ScriptedMaster, begin: Begin) -> None:
+    _worker, stream = await begin(master)
+    stream.lease([(1, b"1.5"), (2, b"1.5"), (3, b"1.5"), (4, b"1.5"), (5, b"1.5")], kind="health.work")
+    await runs(stream, 1)
+    stream.send(desired=pb.DesiredState(mode=pb.WORKER_MODE_ACTIVE, check=3))
+    await stream.until(lambda: is_(stream, SICK))
+    assert codes(stream) == ["tasks_fail"]
+    assert not health(stream).unusable
+    assert health(stream).checks_passed == 0
+    await stream.until(lambda: is_(stream, HEALTHY))
+    assert health(stream).checks_passed == 3
+    words = await stream.reported(1, 2, 3, 4, 5)
+    assert words[0].state == SUCCEEDED, "running tasks may finish"
+    assert RETURNED in {word.state for word in words}, "waiting tasks go back"
+    assert FAILED not in {word.state for word in words}
+
+
+async def test_heat_and_spare_rows_degrade_a_device_that_stays_in_use(
+    gpus: SimulatedGpus, master: ScriptedMaster, begin: Begin
+) -> None:
+    _worker, stream = await begin(master)
+    gpus.throttle(0, 0x40)  # hw_thermal_slowdown
+    gpus.remap(0, uncorrectable=1, pending=True, failed=False)
+    await stream.until(lambda: set(codes(stream)) == {"thermal_throttle", "row_remap_pending"})
+    assert is_(stream, DEGRADED)
+    stream.lease([(1, b"0")], kind="health.work")
+    assert (await stream.reported(1))[0].state == SUCCEEDED
+    gpus.throttle(0, 0x04)  # sw_power_cap: normal under load
+    gpus.remap(0, uncorrectable=1, pending=False, failed=False)
+    await stream.until(lambda: is_(stream, HEALTHY))
+    gpus.ecc(0, uncorrected=1)
+    await stream.until(lambda: any("ecc_uncorrected" in [r.code for r in b.health.reasons] for b in stream.heartbeats))
+
+
+async def test_a_driver_that_hangs_stops_no_tasks_no_heartbeats_and_no_shutdown(
+    gpus: SimulatedGpus, master: ScriptedMaster, begin: Begin
+) -> None:
+    worker, stream = await begin(master)
+    gpus.hang(0)
+    try:
+        stream.lease([(1, b"0")], kind="health.work")
+        assert (await stream.reported(1))[0].state == SUCCEEDED
+        await stream.until(lambda: "driver_hung" in codes(stream))
+        seen = len(stream.heartbeats)
+        await stream.until(lambda: len(stream.heartbeats) > seen + 10)
+        worker.process.send_signal(signal.SIGTERM)
+        assert await worker.wait() == 0
+    finally:
+        gpus.answer_(0)
+
+
+async def test_a_driver_that_hangs_before_the_worker_starts_is_logged(
+    gpus: SimulatedGpus, master: ScriptedMaster, begin: Begin, tmp_path: Path
+) -> None:
+    gpus.hang(0)
+    beginning = asyncio.ensure_future(begin(master))
+    log = tmp_path / "worker-0.log"
+    await until(lambda: log.exists() and "the driver has not answered" in log.read_text(), "a line in the log")
+    gpus.answer_(0)
+    _, stream = await beginning
+    assert is_(stream, HEALTHY)
