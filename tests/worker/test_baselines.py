@@ -26,7 +26,7 @@ from PIL import Image
 
 from . import small_graphs
 from .test_classify import TEXTS, expected_texts, image, image_folder, text_folder
-from .test_tensorrt_run import doubling, fake_gpu
+from .test_tensorrt_backends import doubling, fake_gpu
 
 __all__ = ["fake_gpu", "image_folder", "text_folder"]
 TORCH = Variant(engine="torch", precision="fp32")

@@ -1,8 +1,6 @@
 """Folders of every form, made on the spot with random weights: sentence-transformers' vectors, or a clear no."""
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -277,17 +275,6 @@ def test_families(tmp_path: Path, build: Callable[[Path], Path]) -> None:
     assert (not model.pads) is (build in {roberta, distilbert, token_types})
 
 
-def test_tokens_equal_those_of_auto_tokenizer() -> None:
-    model = load_model(PACKAGED, "cpu", "fp32")
-    tokenizer = hf.AutoTokenizer.from_pretrained(PACKAGED)
-    texts = [*TEXTS, "[CLS] [MASK] <pad> [PAD]", "\u200b\ufeff zero width", "a\x00b", "ﬁ ligature ½ Ⅷ", "x" * 500]
-    expected = tokenizer(texts, truncation=True, max_length=256, padding=True, return_tensors="np")
-    inputs = model.text.pad(model.text.tokenise(texts), range(len(texts)))
-    assert set(inputs) == set(expected)
-    for name, array in inputs.items():
-        np.testing.assert_array_equal(array, expected[name], err_msg=name)
-
-
 WITHOUT_TORCH = """
 import json, sys
 from pathlib import Path
@@ -298,31 +285,6 @@ inputs = text.pad(text.tokenise(texts), range(len(texts)))
 assert not {"torch", "transformers"} & set(sys.modules)
 print(json.dumps({name: array.tolist() for name, array in inputs.items()}))
 """
-
-
-def test_saved_tokenizer_needs_no_torch(plain: Path) -> None:
-    folder = compose(plain, st_modules.Pooling(32))
-    edit(folder / "sentence_bert_config.json", lambda settings: settings.update(max_seq_length=9, do_lower_case=True))
-    edit(
-        folder / "config_sentence_transformers.json",
-        lambda c: c.update(prompts={"passage": "passage: "}, default_prompt_name="passage"),
-    )
-    text = load_model(folder, "cpu", "fp32").text
-    text.save(plain)
-    command = [sys.executable, "-c", WITHOUT_TORCH, str(plain), json.dumps(TEXTS)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
-    assert done.returncode == 0, done.stderr
-    expected = text.pad(text.tokenise(TEXTS), range(len(TEXTS)))
-    assert expected["input_ids"].shape[1] == 9
-    found = json.loads(done.stdout)
-    assert set(found) == set(expected)
-    for name, array in expected.items():
-        np.testing.assert_array_equal(found[name], array)
-
-
-def test_python_tokenizer_cannot_be_saved(tmp_path: Path) -> None:
-    with pytest.raises(ModelFolderError, match="run it with engine torch"):
-        load_model(byt5_slow_tokenizer(tmp_path / "plain"), "cpu", "fp32").text.save(tmp_path)
 
 
 def test_layers_that_cannot_be_packed_are_kept(plain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
