@@ -117,18 +117,16 @@ class Driver:
         self._last_stream = 0
         # Ended tasks on their way to the disk, and the streams to tell when they are there.
         self._told_later: dict[int, list[int]] = {}
-        # Set while metrics are collected.
-        self.latencies: Latencies | None = None
+        self.latencies: Latencies | None = None  # set while metrics are collected
         self._waiters: dict[int, list[asyncio.Future[None]]] = defaultdict(list)
         self.outcomes = OutcomeWriter()
         self._timer: asyncio.Handle | None = None
         self._timer_due_s = 0.0
-        workers = self.workers
         self._carry_out: dict[type, Callable[..., None]] = {
             ev.Settled: self._settled, ev.Forward: self._forward, ev.WorkerChanged: self._worker_changed,
-            ev.BreakerChanged: self._breaker_changed, ev.RenewIds: self._renew_ids, ev.Dispatch: workers.dispatch,
-            ev.Welcome: workers.welcome, ev.Revoke: workers.revoke, ev.Recall: workers.recall,
-            ev.Desire: workers.desire, ev.EndSession: workers.end,
+            ev.BreakerChanged: self._breaker_changed, ev.RenewIds: self._renew_ids, ev.Dispatch: self.workers.dispatch,
+            ev.Welcome: self.workers.welcome, ev.Revoke: self.workers.revoke, ev.Recall: self.workers.recall,
+            ev.Desire: self.workers.desire, ev.EndSession: self.workers.end,
         }  # fmt: skip
 
     def handle(self, event: ev.Event) -> list[ev.Command]:

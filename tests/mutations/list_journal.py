@@ -71,7 +71,7 @@ JOURNAL = (
     ),
     journaling(
         name="deferred tasks are never written",
-        old="            self._deferral_timer = self._loop.call_later(DEFER_S / 2, self._write_due)\n",
+        old="            self._deferral_timer = self._loop.call_later(DEFER_S, self._write_due)\n",
         new="            pass\n",
         breaks="P1: tasks that run for long are never written",
         checker="stories",

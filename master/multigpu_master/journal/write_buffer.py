@@ -131,7 +131,7 @@ class Journaling:
         if self._deferred_bytes > DEFERRED_BYTES_MAX:
             self.flush()
         elif self._deferral_timer is None:
-            self._deferral_timer = self._loop.call_later(DEFER_S / 2, self._write_due)
+            self._deferral_timer = self._loop.call_later(DEFER_S, self._write_due)
 
     def flush(self) -> None:
         """Hands everything to the journal, deferred tasks too."""
