@@ -1,1 +1,1 @@
-"""What we claim about speed, reproducible: python -m benchmarks --help. The figures are in docs/performance.md."""
+"""Benchmarks of the claims in docs/performance.md: python -m benchmarks --help."""

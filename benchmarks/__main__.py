@@ -5,7 +5,7 @@ window    the same, one task a call, 64 in flight                      against a
 latency   2,000 tasks, one at a time                                   against the bare four-hop relay
 large     200 tasks of 1 MiB in and out: bytes in messages, as across  against the bare relay
           hosts; files that processes of one host share; ephemeral
-embed     2,000 real sentences on the CPU                              against the best plain loop
+embed     2,000 real sentences on the CPU                              against the best baseline
 kill      1,000 tasks of 10 ms, a worker killed at half                against the ideal
 requeue   kill -9 of a worker to the dispatch of its task elsewhere
 backlog   a million queued tasks: memory, cost, recovery

@@ -1,13 +1,13 @@
-"""How right the vectors are, through a whole fleet: Spearman on STS-B and SICK-R for each engine and precision.
+"""Accuracy of vectors through a whole fleet: Spearman on STS-B and SICK-R for each engine and precision.
 
     python -m benchmarks.accuracy [--rows torch:fp32,torch:bf16,torch:fp16] [--repository DIR] [--model NAME]
 
 Two workers on the CPU; every row embeds the same sentences by `client.embed` with the task parameters `engine` and
-`precision`. The score is Spearman's correlation of cosines with what people said, times 100: MTEB's main score of both
-tasks. MTEB's own results for all-MiniLM-L6-v2 are 82.03 (STS-B test) and 77.58 (SICK-R). The data is not ours to copy:
-MGPU_SHARED_DATA names the folder with `stsb/sts-test.csv` and `sick/SICK_*.txt`.
+`precision`. The score is Spearman's correlation of cosines with people's scores, times 100: MTEB's main score of both
+tasks. MTEB's results for all-MiniLM-L6-v2 are 82.03 (STS-B test) and 77.58 (SICK-R). MGPU_SHARED_DATA names the folder
+with `stsb/sts-test.csv` and `sick/SICK_*.txt`, which are not part of this repository.
 
-Rows that the workers reject say why: int8 and fp8 need a model with data for calibration, and pass its gate or don't.
+int8 and fp8 need a model with calibration data that passes its accuracy gate; rejected rows show the reason.
 """
 
 import argparse

@@ -1,7 +1,7 @@
-"""backlog: a million queued tasks of 100 bytes: the master's memory for each, and what each costs to take.
+"""backlog: a million queued tasks of 100 bytes: the master's memory and CPU for each.
 
-The tasks wait in a paused queue. Memory is the growth of the master's resident memory; recovery is how long a new
-master needs, from its start to ready, with all of them in the journal.
+The tasks wait in a paused queue. Memory is the growth of the master's resident memory. Recovery is the time from the
+start of a new master, with all tasks in the journal, until it is ready.
 """
 
 import asyncio

@@ -1,7 +1,7 @@
-"""What the Python client costs: CPU µs for each task in its own process, against an echo that does nothing else.
+"""CPU µs of the Python client for each task, against an echo that does nothing else.
 
-The echo master is another process that answers every frame of tasks with one frame of outcomes: no journal, no workers.
-So the CPU figures are the client's alone; the rates are of client and echo together on whatever cores there are.
+The echo master is another process that answers every frame of tasks with a frame of outcomes, without journal and
+workers. CPU figures are the client's; rates are those of client and echo together.
 
     python benchmarks/client.py            # all of it, about ten seconds
     python benchmarks/client.py --profile  # the bulk map under cProfile

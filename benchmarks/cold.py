@@ -1,9 +1,8 @@
-"""A model that is not loaded: how long until a task for it is answered, against loading it plainly.
-`python -m benchmarks.cold`.
+"""Time to the result from a model that is not loaded, against loading it in a process: `python -m benchmarks.cold`.
 
-Two copies of MiniLM on a CPU worker that has room for one, asked in turns: each answer needs a loading, and the end of
-the other model. Plain is the same model in a process of its own: from its start, imports and all, and from when the
-imports are done, to the first vector. Fleet and plain take turns; what stands there is the median.
+Two copies of MiniLM on a CPU worker with room for one, in turns: each task needs a load, and the unloading of the other
+model. The baseline is the same model in a new process, to its first vector: from the start of the process, and from the
+end of its imports. Fleet and baseline take turns; the figure is the median.
 """
 
 import argparse
@@ -31,7 +30,7 @@ imported_s = time.monotonic()
 from multigpu.repository.model import ModelSpec
 from multigpu.v1 import embed_pb2
 from multigpu_worker.engines.base import EngineSettings
-from multigpu_worker.engines.embed.model import load
+from multigpu_worker.engines.embed.torch_backend import load
 spec = ModelSpec(name="m", folder=Path(sys.argv[1]))
 model, _ = load(spec, EngineSettings(device="cpu", slots=1, threads=1, models={"m": spec}), "fp32")
 tokens = model.text.tokenise([sys.argv[2]])
@@ -40,7 +39,7 @@ print(time.monotonic() - imported_s)
 """
 
 
-def plain(folder: Path) -> tuple[float, float]:
+def baseline(folder: Path) -> tuple[float, float]:
     """Seconds from the start of the process, and from when its imports were done."""
     began_s = time.monotonic()
     done = subprocess.run(
@@ -70,14 +69,12 @@ def main() -> int:
                 client.embed([TEXT], model=wanted)
                 fleet_s.append(time.monotonic() - began_s)
                 time.sleep(args.rest_s)  # the spare of the next turn must not be in the way
-                times = plain(folder)
+                times = baseline(folder)
                 whole_s.append(times[0])
                 loaded_s.append(times[1])
     print(f"fleet, from the call to the vector, with another model's end: {median(fleet_s):.2f} s")
-    print(
-        f"plain, from the start of the process: {median(whole_s):.2f} s ({median(fleet_s) / median(whole_s):.2f} times)"
-    )
-    print(f"plain, imports done: {median(loaded_s):.2f} s ({median(fleet_s) / median(loaded_s):.2f} times)")
+    print(f"baseline, from its start: {median(whole_s):.2f} s ({median(fleet_s) / median(whole_s):.2f} times)")
+    print(f"baseline, imports done: {median(loaded_s):.2f} s ({median(fleet_s) / median(loaded_s):.2f} times)")
     return 0
 
 

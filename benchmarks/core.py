@@ -1,8 +1,8 @@
-"""The core alone: microseconds for each task through submit, dispatch, report and commit; whether that stays flat as
-the queue and the fleet grow; and what a queued task takes in memory. `python -m benchmarks.core`.
+"""The core alone: µs for each task through submit, dispatch, report and commit, by length of the queue and size of the
+fleet, and the memory of a queued task. `python -m benchmarks.core`.
 
-CPU time of this process, so that a busy machine disturbs it less. No wire, no journal, no event loop: those have
-benchmarks of their own.
+CPU time of this process, which other load disturbs less than the clock. Without wire, journal and event loop, which
+have their own benchmarks.
 """
 
 import argparse

@@ -1,6 +1,7 @@
-"""embed: real sentences by a real model on two CPU workers of one thread, against the best plain loop that transformers
-allows: all sentences sorted by length at once, cut into batches, mean pooling and normalisation by torch; at its best
-batch size, in two processes of one thread each or in one of two, whichever is faster. All embed the same sentences.
+"""embed: real sentences by a real model on two CPU workers of one thread, against the best baseline of transformers.
+
+The baseline sorts all sentences by length, cuts them into batches, and pools and normalises with torch: at its best
+batch size, in two processes of one thread or in one of two, whichever is faster. All embed the same sentences.
 """
 
 import asyncio
@@ -21,7 +22,7 @@ from benchmarks.measure import median
 from benchmarks.relay import loop_runner
 
 N = 2000
-PLAIN_BATCHES = (8, 16, 32, 64)
+BASELINE_BATCHES = (8, 16, 32, 64)
 # Processes, and threads of each.
 PLAIN_SHAPES = ((2, 1), (1, 2))
 Row = dict[str, Any]
@@ -70,8 +71,8 @@ np.save(path, vectors)
 """
 
 
-def plain(processes: int, threads: int) -> tuple[dict[int, Seconds], Any]:
-    """Seconds of the plain loop for each batch size, from the word to begin to the last end; and the vectors."""
+def baseline(processes: int, threads: int) -> tuple[dict[int, Seconds], Any]:
+    """Seconds of the baseline for each batch size, from the word to begin to the last end; and the vectors."""
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": str(threads),
@@ -84,12 +85,12 @@ def plain(processes: int, threads: int) -> tuple[dict[int, Seconds], Any]:
         paths = [Path(folder) / f"{i}.npy" for i in range(processes)]
         running = [
             subprocess.Popen(
-                [sys.executable, "-c", _PLAIN, *map(str, (threads, i, processes, N, path, *PLAIN_BATCHES))],
+                [sys.executable, "-c", _PLAIN, *map(str, (threads, i, processes, N, path, *BASELINE_BATCHES))],
                 env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
             )
             for i, path in enumerate(paths)
         ]  # fmt: skip
-        for batch in PLAIN_BATCHES:
+        for batch in BASELINE_BATCHES:
             for process in running:
                 assert process.stdout is not None
                 assert process.stdout.readline() == "ready\n"
@@ -137,7 +138,7 @@ def bench_embed(rounds: int) -> list[Row]:
     off = 0.0
     for _ in range(rounds):
         for shape in PLAIN_SHAPES:
-            found, expected = plain(*shape)
+            found, expected = baseline(*shape)
             for batch, seconds in found.items():
                 limit.setdefault((*shape, batch), []).append(seconds)
         with Fleet() as fleet:
@@ -150,7 +151,7 @@ def bench_embed(rounds: int) -> list[Row]:
     rows: list[Row] = [
         {
             "benchmark": "embed",
-            "subject": f"plain, {processes} x {threads} threads, batch {batch}",
+            "subject": f"baseline, {processes} x {threads} threads, batch {batch}",
             "sentences/s": f"{N / best_s:.0f}",
             "ms CPU a sentence": f"{1e3 * cpu_s / N:.2f} at the best batch for that",
         }
@@ -162,7 +163,7 @@ def bench_embed(rounds: int) -> list[Row]:
                 "benchmark": "embed",
                 "subject": f"multigpu, {how}",
                 "sentences/s": f"{N / s:.0f}",
-                "of the plain loop": f"{best_s / s:.2f}",
+                "of the baseline": f"{best_s / s:.2f}",
                 # On a busy machine this tells more.
                 "ms CPU a sentence": f"{1e3 * cpu / N:.2f}, client and master counted",
                 "by CPU time": f"{cpu_s / cpu:.2f}",

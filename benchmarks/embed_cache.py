@@ -1,12 +1,11 @@
-"""What the embedding cache costs where nothing repeats, and saves where everything does: the engine in this process,
-without and with a cache, in turns, on the same sentences.
+"""What the embedding cache costs if no text repeats, and saves if all do: without and with a cache, in turns.
 
     python -m benchmarks.embed_cache [--threads 1] [--rounds 5] [--sentences 1000]
 
-Every round has sentences of its own. CPU time is compared, all threads together, as a busy machine disturbs it less
-than the clock. "new" texts are computed, remembered and written to the file; "known to memory" are the same again, and
-"known to the file" the same again by an engine that has just begun. A ratio is of CPU time, to the engine without a
-cache in the same round; the median is the figure.
+Every round has other sentences. The CPU time of all threads is compared, which other load disturbs less than the clock.
+"new" texts are computed, cached and written to the file; "known to memory" are the same again, and "known to the file"
+the same again by an engine that has just started. A ratio is the CPU time of the engine without a cache in the same
+round, divided by that with; the figure is the median.
 """
 
 import argparse

@@ -1,12 +1,11 @@
-"""The embed engine against the best plain loop: sentence-transformers' `encode`, in the same process, in turns.
+"""The embed engine against the best baseline: sentence-transformers' `encode`, in the same process, in turns.
 
     python benchmarks/embed_engine.py [--threads 1] [--rounds 5] [--sentences 1000]
 
-Every round has sentences of its own, as a worker has: what a library prepares for each new shape counts.
-What is compared is CPU time, which a busy machine disturbs less than the clock; sentences per second of the clock are
-shown beside it. A ratio is the plain loop's best batch size over the engine, round by round; the median is the figure.
-The engine gets its tasks as a worker gives them to it: 256 to a batch, so that each batch is sorted by itself, while
-`encode` sees all sentences at once.
+Every round has other sentences, so preparation for new shapes counts. CPU time is compared, which other load disturbs
+less than the clock; sentences per second of the clock are shown too. A ratio is the baseline's CPU time at its best
+batch size divided by the engine's, round by round; the figure is the median. The engine gets 256 tasks to a batch, as
+from a worker, and sorts each batch; `encode` sorts all sentences at once.
 """
 
 import argparse
@@ -27,7 +26,7 @@ from multigpu_worker.engines.embed.engine import EmbedEngine
 from multigpu_worker.models.folders import PACKAGED_MODEL, packaged_model
 
 BATCH_TASKS = 256
-PLAIN_BATCHES = (16, 32, 64)
+BASELINE_BATCHES = (16, 32, 64)
 
 
 def engine_settings(folder: Path, threads: int, cache: EmbeddingCacheSettings | None = None) -> EngineSettings:
@@ -113,26 +112,27 @@ def main() -> None:
     from sentence_transformers import SentenceTransformer
 
     torch.set_num_threads(options.threads)
-    plain = SentenceTransformer(str(folder), device="cpu")
+    baseline = SentenceTransformer(str(folder), device="cpu")
     subjects: dict[str, Callable[[list[str]], object]] = {
-        f"encode, batches of {n}": partial(plain.encode, batch_size=n, show_progress_bar=False) for n in PLAIN_BATCHES
+        f"encode, batches of {n}": partial(baseline.encode, batch_size=n, show_progress_bar=False)
+        for n in BASELINE_BATCHES
     }
     subjects["engine, 1 text a task"] = partial(engine_encode, engine, per_task=1)
     subjects["engine, 32 texts a task"] = partial(engine_encode, engine, per_task=32)
-    difference = np.abs(np.asarray(plain.encode(texts[:100])) - engine_encode(engine, texts[:100], 1)).max()
+    difference = np.abs(np.asarray(baseline.encode(texts[:100])) - engine_encode(engine, texts[:100], 1)).max()
     print(f"{options.threads} thread(s); the largest difference of a component is {difference:.1e}")
 
     rounds = []
     for i in range(options.rounds):
         part = texts[i * options.sentences : (i + 1) * options.sentences]
         rounds.append({name: timed(partial(run, part)) for name, run in subjects.items()})
-    best = [min(r[f"encode, batches of {n}"][0] for n in PLAIN_BATCHES) for r in rounds]
+    best = [min(r[f"encode, batches of {n}"][0] for n in BASELINE_BATCHES) for r in rounds]
     for name in subjects:
         cpu, clock = (statistics.median(r[name][i] for r in rounds) for i in (0, 1))
         ratio = statistics.median(b / r[name][0] for b, r in zip(best, rounds, strict=True))
         print(
             f"{name:24} {1e3 * cpu / options.sentences:6.3f} ms CPU a sentence, "
-            f"{options.sentences / clock:6.0f} sentences/s, {ratio:5.2f} times the best plain loop"
+            f"{options.sentences / clock:6.0f} sentences/s, {ratio:5.2f} times the best baseline"
         )
 
 

@@ -1,11 +1,10 @@
-"""What the host does for each text that a GPU embeds, without a GPU: can it keep a fast one busy?
+"""The host's CPU time for each text that a GPU embeds, measured without a GPU.
 
     python -m benchmarks.embed_host [--texts 16384] [--per-task 32] [--us 2]
 
-The engine is the real one, with its tokenizer and its two threads: one prepares the next batch while the other runs
-this one. Only the device is made up: it computes nothing, and takes a set time for each text (--us), one micro-batch
-after the other, as a GPU's stream does. At 0 what is left is the host's own limit. A fleet has the client, the master
-and the agent beside this, in processes of their own.
+The engine is real, with its tokenizer and its two threads: one prepares the next batch while the other runs this one.
+The device is simulated: it computes nothing and takes a fixed time for each text (--us), one micro-batch after the
+other, like a GPU's stream. At 0 the host is the limit. A fleet adds client, master and agent, in other processes.
 """
 
 import argparse

@@ -1,9 +1,8 @@
-"""What models are expected to take before they were ever loaded, against what is measured then, on a CPU worker.
+"""The memory estimate of models that were never loaded, against the measurement after loading, on a CPU worker.
 `python -m benchmarks.estimates`.
 
-MiniLM by torch and by ONNX Runtime, and SmolLM2 from its GGUF file, where these packages are installed. The cache of
-keys and values counts in full beforehand, and is measured before anything is in it: it takes memory of the host by and
-by.
+MiniLM by torch and by ONNX Runtime, and SmolLM2 from its GGUF file, if these packages are installed. The estimate
+includes the whole cache of keys and values, the measurement is before it is used: its pages take memory when written.
 """
 
 import importlib.util

@@ -2,10 +2,9 @@
 
     python -m benchmarks.fake_workers ADDRESS FIRST COUNT
 
-Each has a connection and a session of its own, and speaks the real protocol through the worker's own link, session and
-wire modules: hello, heartbeats at the interval the master asks for, leases, reports. What is fake is the rest: there is
-no agent, no engine and no device behind it. Tasks of kind "echo" are answered at once with their payload, and the
-device's sensors show what they always show.
+Each has its own connection and session, and uses the worker's link, session and wire modules: hello, heartbeats at the
+master's interval, leases, reports. There is no agent, engine or device behind them. Tasks of kind "echo" are answered
+at once, and the sensors are constant.
 """
 
 import asyncio

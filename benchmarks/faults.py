@@ -1,9 +1,8 @@
-"""What a kill -9 costs.
+"""Recovery after kill -9.
 
-kill      1,000 tasks of 10 ms on two workers of `mgpuctl up`; one is killed at half and started again by `up`. The
-ideal,
-          with a replacement at once, is half of what was left times 10 ms.
-requeue   a task runs on one worker, which is killed; how long until it is dispatched to the other, idle one.
+kill      1,000 tasks of 10 ms on two workers of `mgpuctl up`; at half, one is killed and started again by `up`. Ideal,
+          with a replacement at once: half of the remaining tasks times 10 ms.
+requeue   a task's worker is killed: the time until the task is dispatched to the other, idle worker.
 """
 
 import asyncio

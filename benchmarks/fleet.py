@@ -1,4 +1,4 @@
-"""A master and workers as processes, for the time of a benchmark."""
+"""A master and workers as processes, for the duration of a benchmark."""
 
 import json
 import os

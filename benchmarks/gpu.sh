@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# On a machine with an NVIDIA GPU: what a fleet does with it, beside the plain loop in one process. Figures go to
+# On a machine with an NVIDIA GPU: what a fleet does with it, beside the baseline in one process. Figures go to
 # docs/gpu-testing.md, with date and hardware. The device's settings are read, never changed.
 set -euo pipefail
 
@@ -9,7 +9,7 @@ Usage: benchmarks/gpu.sh [--device cuda:0] [--precision fp32] [--sentences 10000
                          [--state DIR] [--output FILE]
 
   --device D     cuda:N, or cpu to try the path where there is no GPU. Default: cuda:0.
-  --precision P  fp32, tf32, bf16 or fp16, for the plain loops and the fleets alike. Default: fp32.
+  --precision P  fp32, tf32, bf16 or fp16, for the baselines and the fleets alike. Default: fp32.
   --sentences N  How many sentences to embed. Default: 100,000.
   --rounds N     How often each is measured; the median counts. Default: 3.
   --minutes M    Begin nothing new after so many minutes, and report what is there. Default: 9.

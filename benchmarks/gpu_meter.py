@@ -1,7 +1,7 @@
-"""What a device does meanwhile: busy share and energy between two instants, sampled ten times a second.
+"""Utilisation and energy of a device between two instants, sampled ten times a second.
 
-Of a GPU by NVML: utilisation, and the device's energy counter, or where it has none its power. Of a CPU the share of
-time that the host's cores were busy; its energy is not told.
+For a GPU by NVML: utilisation, and the energy counter, or without one the power. For a CPU the share of time that the
+host's cores were busy, without energy.
 """
 
 import bisect

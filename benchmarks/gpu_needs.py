@@ -1,13 +1,13 @@
-"""What `benchmarks/gpu.sh` needs and this Python doesn't have: one line for each, and nothing where all is there.
+"""Lists what `benchmarks/gpu.sh` needs and this Python does not have, one line each.
 
-Nothing but the standard library is imported: on a host that can download nothing, this says what has to be brought.
+Imports only the standard library: on a host without downloads, it says what has to be brought.
 """
 
 import argparse
 import importlib.metadata
 import re
 
-# Of the project's own extras; and the plain loop that a fleet is compared with.
+# Of the project's own extras; and the baseline that a fleet is compared with.
 EXTRAS = ("worker", "minilm")
 PLAIN_LOOP = "sentence-transformers"
 _NAME = re.compile(r"[A-Za-z0-9._-]+")

@@ -1,12 +1,12 @@
-"""What the SQLite journal costs a task: submit and settle, by batch size, alone and beside a busy Python thread.
+"""The SQLite journal's cost for a task: submit and settle, by batch size, alone and beside a busy Python thread.
 
     .venv/bin/python benchmarks/journal.py [--dir DIR] [--payload-bytes 100] [--tasks 60000] [--large]
 
-For each batch size the journal's own code writes transactions of so many submits and as many settles of the tasks
-before, to a real file with fsync. `cpu` is the CPU time of the thread that writes, for each task; `held` is the part of
-it in which that thread held the interpreter: all but the calls into SQLite, and of those the binding of parameters,
-which is measured by itself. The last column is the rate beside a thread that computes and never lets go of the
-interpreter by itself, which is worse than any event loop. The best of three runs counts; use a quiet machine.
+For each batch size the journal's code writes transactions of as many submits, and as many settles of earlier tasks, to
+a file with fsync. `cpu` is the CPU time of the writing thread for each task; `held` is the part in which it holds the
+interpreter: everything except calls into SQLite, plus the binding of parameters, which is measured separately. The last
+column is the rate beside a thread that computes and never releases the interpreter voluntarily, which is worse than any
+event loop. The best of three runs counts; use a quiet machine.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Clocks and summaries that every benchmark uses."""
+"""Clocks and summaries for all benchmarks."""
 
 import statistics
 from collections.abc import Sequence

@@ -1,18 +1,15 @@
-"""Twenty models on two workers with room for five each: an hour's shape of load, compressed. `python -m
-benchmarks.models`.
+"""Twenty models on two workers with room for five each, under a compressed hour of load. `python -m benchmarks.models`.
 
 The models are small engines that take different memory and time to load. The load has phases: a few popular models
-(Zipf), all alike (uniform), a burst of each model in turn, quiet with single tasks, and Zipf again with other
-favourites. While it runs, what every worker has loaded is sampled. In the end:
-- every answer came from the model that was asked, and none is missing;
-- in no sample did a worker hold more than its room, except within a second of the first loading of a model, which
-  showed what that takes (such samples are counted);
-- there were no more loadings than a cache of the same room, that unloads the least recently used model and serves the
-  same tasks one by one, would have made: the bound on thrash that is stated here. (In a run of a few seconds first
-  loadings count for more: one cache holds a model once, workers that share the work may each have to load it.)
+(Zipf), uniform, a burst for each model in turn, single tasks, and Zipf again with other favourites. The loaded models
+of each worker are sampled. The benchmark checks that:
+- every result came from the requested model, and none is missing;
+- no sample shows a worker above its limit, except within a second of the first load of a model, when its size becomes
+  known (such samples are counted);
+- there were at most as many loads as an LRU cache of the same size would make that serves the same tasks one by one.
+  (In a run of a few seconds first loads weigh more: one cache holds a model once, workers may each have to load it.)
 
-`--again` restarts the fleet and sends the same load once more: by then it is known what each model takes, although the
-processes are others, and there are no first loadings.
+`--again` restarts the fleet and repeats the load: the sizes of all models are known then.
 """
 
 import argparse

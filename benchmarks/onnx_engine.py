@@ -1,16 +1,15 @@
-"""The engine onnx on a CPU: against ONNX Runtime by itself, and against torch, two cores each, in turns.
+"""The engine onnx on a CPU, against ONNX Runtime alone and against torch, two cores each, in turns.
 
     python -m benchmarks.onnx_engine [--sentences 2000] [--rounds 5]
-    python -m benchmarks.onnx_engine --repository DIR      (and then benchmarks.accuracy, see there)
+    python -m benchmarks.onnx_engine --repository DIR      (then benchmarks.accuracy)
 
-Engines run as a fleet runs them: two processes of one thread, tasks of one sentence, 256 to a batch. "plain" loops get
-all sentences at once, sorted by length, in batches of 32: ONNX Runtime as it comes in one process of two threads, on
-the graph that our export writes; transformers in two processes of one thread. What is compared is CPU time, which a
-busy machine disturbs less than the clock: sentences for each second of a core, the best round. All contenders are
-loaded before the first round, and each round gives every one its turn.
+Engines run as in a fleet: two processes of one thread, tasks of one sentence, 256 to a batch. The baselines get all
+sentences at once, sorted by length, in batches of 32: ONNX Runtime with default options in one process of two threads,
+on our export; transformers in two processes of one thread. CPU time is compared, which other load disturbs less than
+the clock: sentences for each second of a core, the best round. All are loaded before the first round.
 
---repository makes a folder of models with the packaged model once for each recipe of int8, calibrated on STS-B's dev
-set, and with a gate that judges by its test set (MGPU_SHARED_DATA): what `benchmarks.accuracy --repository` takes.
+--repository writes a model repository with the packaged model once for each int8 recipe, calibrated on STS-B's dev set
+and judged by its test set (MGPU_SHARED_DATA), for `benchmarks.accuracy --repository`.
 """
 
 import argparse
@@ -39,15 +38,15 @@ DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 PLAIN_BATCH = 32
 # Name: processes and threads of each.
 CONTENDERS = {
-    "plain ONNX Runtime": (1, 2),
-    "plain torch": (2, 1),
+    "baseline ONNX Runtime": (1, 2),
+    "baseline torch": (2, 1),
     "torch fp32": (2, 1),
     "onnx fp32": (2, 1),
     "onnx int8": (2, 1),
 }
 
 
-def plain_onnxruntime(root: Path, threads: int) -> Callable[[list[str]], object]:
+def baseline_onnxruntime(root: Path, threads: int) -> Callable[[list[str]], object]:
     import onnxruntime
     from multigpu_worker.engines.embed.text import TextInput
     from multigpu_worker.engines.onnx.artifacts import exported
@@ -67,7 +66,7 @@ def plain_onnxruntime(root: Path, threads: int) -> Callable[[list[str]], object]
     return embed
 
 
-def plain_torch(root: Path, threads: int) -> Callable[[list[str]], object]:
+def baseline_torch(root: Path, threads: int) -> Callable[[list[str]], object]:
     import torch
     from sentence_transformers import SentenceTransformer
 
@@ -104,7 +103,7 @@ def serve(root: Path, contender: str, threads: int) -> None:
     """One process of a contender: a list of sentences a line, and for each the seconds of the clock and of the CPU."""
     # What libraries print must not come between the answers.
     answers, sys.stdout = sys.stdout, sys.stderr
-    makers = {"plain ONNX Runtime": plain_onnxruntime, "plain torch": plain_torch}
+    makers = {"baseline ONNX Runtime": baseline_onnxruntime, "baseline torch": baseline_torch}
     embed = makers[contender](root, threads) if contender in makers else engine(root, threads, contender)
     embed(["Once, before the clock runs."] * PLAIN_BATCH)
     print("ready", file=answers, flush=True)
@@ -128,14 +127,14 @@ def compare(root: Path, count: int, rounds: int) -> list[dict[str, Any]]:
                 wall, cpu = turn(processes, part)
                 before = best.get(name, (wall, cpu))
                 best[name] = min(wall, before[0]), min(cpu, before[1])
-    plain, torch = best["plain ONNX Runtime"], best["plain torch"]
+    baseline, torch = best["baseline ONNX Runtime"], best["baseline torch"]
     return [
         {
             "contender": name,
             "sentences/s of the clock": f"{count / wall:.0f}",
             "sentences/s of a core": f"{count / cpu:.0f}",
-            "over plain ONNX Runtime": f"{plain[1] / cpu:.2f}",
-            "over plain torch": f"{torch[1] / cpu:.2f}",
+            "over baseline ONNX Runtime": f"{baseline[1] / cpu:.2f}",
+            "over baseline torch": f"{torch[1] / cpu:.2f}",
         }
         for name, (wall, cpu) in best.items()
     ]

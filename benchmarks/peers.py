@@ -1,12 +1,12 @@
-"""peers: the same workloads through multigpu and through other systems, in turns, in one run on one machine.
+"""peers: the same workloads through multigpu and through other systems, in turns, on one machine.
 
     python -m benchmarks.peers --peers-dir DIR --venvs DIR [--rounds 3] [--quick] [--only NAME,...] [--json FILE]
 
-DIR of the peers has `common.py` (the workloads), `tasks.py` (the task bodies) and `peers/*_peer.py`, one for each
-system, with `requirements/*.txt`; DIR of the venvs has one virtual environment for each: nats, postgres, ray. The
-servers of NATS and PostgreSQL are the system's (apt-get install nats-server postgresql).
+The peers' DIR has `common.py` (the workloads), `tasks.py` (the task bodies) and `peers/*_peer.py`, one for each system,
+with `requirements/*.txt`; the venvs' DIR has a virtual environment for each: nats, postgres, ray. The servers of NATS
+and PostgreSQL are the host's (apt-get install nats-server postgresql).
 
-Every system has two workers and its client on this machine, and its own best way of doing each workload:
+Every system has two workers and its client on this machine, and implements each workload in its best way:
 
 W1-bulk      20,000 no-op tasks of 100 bytes at once          tasks/s
 W1-window64  the same, one task a call, 64 in flight          tasks/s
@@ -14,12 +14,11 @@ W2           2,000 tasks, one at a time                       ms, p50
 W3           200 tasks of 1 MiB in and out                    MB/s
 W4           1,000 tasks of 10 ms, a worker killed -9 at half s from the kill to the last result
 
-They differ in what they keep, and the table says so: PostgreSQL has synced each task and result to
-the disk before it tells of it; multigpu has each task before it acknowledges it, while a result that it delivers is on
-its way to the disk (were it lost there, the task would run again, and the client gets one result all the same); NATS
-JetStream has tasks in files that are synced every two minutes, and no results; Ray has all of it in memory. Nor are
-workers started again by every system: by multigpu and Ray they are; NATS's and PostgreSQL's survivor does the rest
-alone.
+They differ in durability, which the table shows: PostgreSQL syncs each task and result before it reports it; multigpu
+syncs each task before it acknowledges it, and delivers a result while it is being written (if it is lost, the task runs
+again, and the client still gets one result); NATS JetStream syncs tasks every two minutes and keeps no results; Ray
+keeps everything in memory. multigpu and Ray replace a killed worker; with NATS and PostgreSQL the other one does the
+rest alone.
 """
 
 import argparse

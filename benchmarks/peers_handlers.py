@@ -1,5 +1,6 @@
-"""The peers' own task bodies as our handlers: every system runs the very same functions. Served by our workers'
-engines; `tasks` is found in the peers' folder, by PYTHONPATH.
+"""The peers' task bodies as our handlers, so that every system runs the same functions.
+
+`tasks` is found in the peers' folder, by PYTHONPATH.
 """
 
 import importlib

@@ -1,7 +1,7 @@
-"""multigpu as one of the peers: the interface is that of the peers' `common.Peer`.
+"""multigpu with the interface of the peers' `common.Peer`.
 
-`Peer` runs the peers' own Python functions, as handlers. `Echo` runs the built-in kind "echo" instead, which takes
-whole batches as our engines do. Both are what `mgpuctl up --workers 2` starts, with every default: durable, fsync on.
+`Peer` runs the peers' Python functions as handlers. `Echo` runs the built-in kind "echo", which takes whole batches as
+our engines do. Both use `mgpuctl up --workers 2` with every default: durable, fsync on.
 """
 
 import asyncio

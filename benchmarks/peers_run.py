@@ -1,8 +1,8 @@
-"""One peer, once through some workloads, in the peer's own interpreter. Nothing of multigpu is imported for the others.
+"""Runs one peer through some workloads, in the peer's interpreter, without importing multigpu for the others.
 
     python peers_run.py PEERS_DIR MODULE[:CLASS] DIVISOR WORKLOAD...
 
-Prints a line of JSON for each workload, and first one that says what the peer is.
+Prints a line of JSON about the peer, and then one for each workload.
 """
 
 import importlib

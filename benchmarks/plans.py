@@ -1,11 +1,11 @@
-"""TensorRT plans of real models, built by the product's own code through its cache: sizes and seconds.
+"""TensorRT plans of real models, built by the product's code through its cache: sizes and seconds.
 
     python -m benchmarks.plans [--folder KEEP_THEM_HERE] [--capability 8.9] [--pictures FOLDER]
 
-MiniLM at every precision that has a graph, with the calibration and the accuracy gate that model.toml would ask for
-(data: STS-B, from the folder in MGPU_SHARED_DATA), and EfficientNet-lite0, a vision model from ONNX; that at int8 and
-fp8 where --pictures names a folder of photographs (JPEG), an eighth of which calibrate and the others judge. "from the
-cache" is the same asked for again, with every file compared with its hash. TensorRT for RTX needs no GPU for all that.
+MiniLM at every precision with a graph, calibrated and judged as with model.toml (data: STS-B, in MGPU_SHARED_DATA), and
+EfficientNet-lite0, a vision model from ONNX; its int8 and fp8 need --pictures, a folder of photographs (JPEG), of which
+an eighth calibrate and the others judge. "from the cache" is a second request, which compares the hash of every file.
+TensorRT for RTX needs no GPU for this.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from typing import Any
 from multigpu.repository.model import Gate, ModelSpec
 from multigpu_worker.engines.base import EngineSettings
 from multigpu_worker.engines.common.accuracy_gate import GATED
-from multigpu_worker.engines.common.subprocess_call import run_apart
+from multigpu_worker.engines.common.subprocess_call import subprocess_call
 from multigpu_worker.engines.embed.tensorrt_backend import graph_of, limits_of
 from multigpu_worker.engines.embed.text import TextInput
 from multigpu_worker.engines.infer.tensorrt_backend import graph_of as infer_graph_of
@@ -29,7 +29,7 @@ from multigpu_worker.engines.infer.tensorrt_backend import limits_of as infer_li
 from multigpu_worker.engines.onnx.export import MODEL_FILE
 from multigpu_worker.engines.tensorrt.build import PLAN_FILE, PlanOrder, artifacts_of, get_plan
 from multigpu_worker.engines.tensorrt.module import Gpu, installed
-from multigpu_worker.engines.tensorrt.profiles import Limits, first_profiles
+from multigpu_worker.engines.tensorrt.profiles import Limits, profiles_for
 from multigpu_worker.models.folders import ModelFolderError, packaged_model
 
 from benchmarks.measure import table
@@ -86,10 +86,10 @@ def export_efficientnet(*, path: str) -> None:
 def efficientnet(folder: Path, pictures: Path | None) -> ModelSpec:
     """The packaged model as ONNX, with data to calibrate and to judge by if there are pictures."""
     folder.mkdir()
-    run_apart("benchmarks.plans:export_efficientnet", {"path": str(folder / MODEL_FILE)}, threads=1)
+    subprocess_call("benchmarks.plans:export_efficientnet", {"path": str(folder / MODEL_FILE)}, threads=1)
     gate = Gate()
     if pictures is not None:
-        run_apart("benchmarks.plans:save_pictures", {"pictures": str(pictures), "folder": str(folder)}, threads=1)
+        subprocess_call("benchmarks.plans:save_pictures", {"pictures": str(pictures), "folder": str(folder)}, threads=1)
         gate = Gate(calibration="calibration.npz", held_out="held_out.npz", metric="agreement", threshold=0.97)
     return ModelSpec(
         name="efficientnet-lite0",
@@ -132,7 +132,7 @@ def row(model: str, precision: str, graph: Graph, limits: Limits, settings: Engi
     order = PlanOrder(
         graph=path,
         precision=precision,
-        profiles=first_profiles(limits),
+        profiles=profiles_for(limits),
         library=installed(),
         gpu=gpu,
         accuracy=accuracy,

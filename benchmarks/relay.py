@@ -1,11 +1,11 @@
 """The limit: client -> relay -> worker -> relay -> client over bare grpc.aio, with frames of repeated messages, and
-nothing else a system needs: no queue, no leases, no windows, no engine process.
+without queue, leases, windows or engine processes.
 
     python -m benchmarks.relay relay|worker|... is run by the other modules; `Relay` starts it.
 
-Modes: "message", the relay passes on what it gets, unread. "frames", it parses each frame of tasks, keeps a record for
-each task, and builds the frame for the worker, and again on the way back. "log", as frames, and each frame is appended
-to a file and fdatasynced, in a thread, before it is passed on.
+Modes: "message": the relay forwards messages unread. "frames": it parses each frame of tasks, keeps a record for each
+task, and builds the frame for the worker, and the same on the way back. "log": as "frames", and each frame is appended
+to a file and synced (fdatasync), in a thread, before it is forwarded.
 """
 
 import asyncio

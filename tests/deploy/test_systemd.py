@@ -86,6 +86,16 @@ def test_the_messages_of_the_protocol(listener: Listener) -> None:
     assert told[2:] == ["READY=1", "WATCHDOG=1", "STOPPING=1\nSTATUS=draining"]
 
 
+def test_a_status_that_was_not_received_is_sent_again(tmp_path: Path) -> None:
+    notifier = Notifier({"NOTIFY_SOCKET": str(tmp_path / "notify")})
+    notifier.status("well")
+    listener = Listener(tmp_path / "notify")
+    with listener.socket:
+        for _ in range(2):
+            notifier.status("well")
+        assert listener.listen() == ["STATUS=well"]
+
+
 def test_a_watchdog_of_another_process_is_ignored(listener: Listener) -> None:
     env = {"NOTIFY_SOCKET": str(listener.path), "WATCHDOG_USEC": "3000000", "WATCHDOG_PID": "1"}
     assert Notifier(env).watchdog_s == 0

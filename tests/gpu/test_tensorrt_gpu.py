@@ -11,16 +11,17 @@ pytest.importorskip("onnx", reason="the extra `onnx` is not installed")
 
 from multigpu.repository.model import ModelSpec
 from multigpu_worker.engines.base import EngineSettings
+from multigpu_worker.engines.common import accuracy_gate as gate
 from multigpu_worker.engines.common.artifacts import Artifacts
-from multigpu_worker.engines.common.device_memory import DeviceMemory, PycudaMemory, TorchMemory
 from multigpu_worker.engines.common.precision import Variant
 from multigpu_worker.engines.embed import tensorrt_backend as embed_tensorrt
 from multigpu_worker.engines.embed.backend import load_backend as load_embed
 from multigpu_worker.engines.infer import tensorrt_backend as infer_tensorrt
 from multigpu_worker.engines.infer.backend import load_backend as load_infer
 from multigpu_worker.engines.tensorrt.build import PLAN_FILE, PlanOrder, get_plan
+from multigpu_worker.engines.tensorrt.device_memory import DeviceMemory, PycudaMemory, TorchMemory
 from multigpu_worker.engines.tensorrt.module import EngineUnavailableError, Gpu, TensorRT, require
-from multigpu_worker.engines.tensorrt.profiles import Limits, first_profiles
+from multigpu_worker.engines.tensorrt.profiles import Limits, profiles_for
 from multigpu_worker.engines.tensorrt.run import PlanRunner
 from multigpu_worker.models.folders import packaged_model
 
@@ -63,7 +64,7 @@ def test_a_plan_computes_what_numpy_does_at_every_shape(
     order = PlanOrder(
         graph=small_graphs.save(tmp_path / "graph", precision=precision),
         precision=precision,
-        profiles=first_profiles(LIMITS),
+        profiles=profiles_for(LIMITS),
         library=library,
         gpu=gpu,
     )
@@ -92,7 +93,7 @@ def test_minilm_is_served_by_torch_and_then_by_its_plan(
     assert backend.switch.settle(600)
     assert isinstance(backend.switch.current, embed_tensorrt.PlanBackend), backend.switch.facts()
     after = embed_tensorrt.embed_texts(backend, TEXTS)
-    assert embed_tensorrt.cosines(before, after).min() > (0.9999 if precision == "fp32" else 0.99)
+    assert gate.cosines(before, after).min() > (0.9999 if precision == "fp32" else 0.99)
     # The second start finds the plan in the cache.
     began_s = time.monotonic()
     again, facts = load_embed(spec, settings(shared), variant)

@@ -17,10 +17,10 @@ from multigpu._kinds.inference import input_of
 from multigpu.v1 import classify_pb2, embed_pb2, generate_pb2
 from multigpu_worker.engines.classify import payload as classify_input
 from multigpu_worker.engines.common.failures import BadInputError
+from multigpu_worker.engines.common.tensors import TensorSpec
 from multigpu_worker.engines.embed import payload as embed_payload
 from multigpu_worker.engines.generate import payload as generate_task
 from multigpu_worker.engines.infer import payload as infer_input
-from multigpu_worker.engines.infer.backend import TensorSpec
 
 Image = pytest.importorskip("PIL.Image")
 

@@ -20,7 +20,6 @@ from multigpu_master.journal.protocol import (
     StoredOutcome,
     SubmitRecord,
 )
-from multigpu_master.journal.sqlite import journal as journal_sqlite
 from multigpu_master.journal.sqlite import schema as journal_schema
 from multigpu_master.journal.sqlite.journal import SqliteJournal
 from multigpu_master.journal.sqlite.segments import LARGE_BYTES, SEGMENT_BYTES
@@ -145,11 +144,8 @@ def test_equal_specs_are_recovered_as_one_object(tmp_path: Path) -> None:
         assert len({id(task.spec) for task in it.tasks}) == 2
 
 
-def test_a_large_spec_is_written_once_and_deleted_with_its_last_task(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(journal_sqlite, "TICK_S", 0.02)
-    monkeypatch.setattr(journal_sqlite, "SWEEP_AFTER_S", 0.0)
+@pytest.mark.usefixtures("sweeping")
+def test_a_large_spec_is_written_once_and_deleted_with_its_last_task(tmp_path: Path) -> None:
     spec, other = b"s" * (64 << 10), b"o" * (64 << 10)
     tasks = [submit(i, spec=spec) for i in range(1, 1001)]
 
@@ -360,9 +356,8 @@ def test_an_outcome_whose_time_to_live_is_over_is_not_given_out(tmp_path: Path) 
         assert not any(outcome.lost for outcome in it.journal.read_outcomes(0, 10, 10**9))
 
 
-def test_outcomes_lose_their_body_and_then_their_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(journal_sqlite, "TICK_S", 0.02)
-    monkeypatch.setattr(journal_sqlite, "SWEEP_AFTER_S", 0.0)
+@pytest.mark.usefixtures("sweeping")
+def test_outcomes_lose_their_body_and_then_their_row(tmp_path: Path) -> None:
     large = b"x" * LARGE_BYTES
     with opened(tmp_path / "data", dedupe_window_s=10_000) as it:
         it.write(
@@ -403,9 +398,8 @@ def test_outcomes_lose_their_body_and_then_their_row(tmp_path: Path, monkeypatch
         until(lambda: not list((tmp_path / "data" / "segments").iterdir()))
 
 
-def test_the_directory_stays_bounded_under_churn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(journal_sqlite, "TICK_S", 0.02)
-    monkeypatch.setattr(journal_sqlite, "SWEEP_AFTER_S", 0.0)
+@pytest.mark.usefixtures("sweeping")
+def test_the_directory_stays_bounded_under_churn(tmp_path: Path) -> None:
     rows, rounds, body = 2000, 25, b"x" * 900
     with opened(tmp_path / "data", dedupe_window_s=100) as it:
         sizes = []
@@ -425,9 +419,8 @@ def test_the_directory_stays_bounded_under_churn(tmp_path: Path, monkeypatch: py
     assert (tmp_path / "data" / "journal.sqlite3").stat().st_size < 1024 * 8192 + rows * len(body)
 
 
-def test_segments_without_references_are_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(journal_sqlite, "TICK_S", 0.02)
-    monkeypatch.setattr(journal_sqlite, "SWEEP_AFTER_S", 0.0)
+@pytest.mark.usefixtures("sweeping")
+def test_segments_without_references_are_deleted(tmp_path: Path) -> None:
     payload = bytes(8 << 20)
     with opened(tmp_path / "data") as it:
         count = 2 * SEGMENT_BYTES // len(payload) + 1

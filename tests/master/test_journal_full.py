@@ -26,12 +26,6 @@ def retries_soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(journal_sqlite, "RETRY_S", 0.05)
 
 
-@pytest.fixture
-def sweeping(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(journal_sqlite, "TICK_S", 0.02)
-    monkeypatch.setattr(journal_sqlite, "SWEEP_AFTER_S", 0.0)
-
-
 @pytest.mark.usefixtures("sweeping")
 def test_over_its_limit_it_rejects_submits_and_writes_all_else(tmp_path: Path) -> None:
     clock_s = [3000.0]

@@ -93,6 +93,15 @@ class Model:
         self.speeds[spec.kind] = (task_s + work_s / tasks) / 2, max(largest, tasks)
 
 
+def draw_leases(rng: random.Random, spec: Spec, arrivals: int) -> list[Lease]:
+    leases = [
+        Lease(arrivals + i, 0, 1, spec, b"x" * rng.choice((0, 8, 20, 200))) for i in range(1, 1 + rng.randrange(6))
+    ]
+    for lease in leases:
+        lease.together_max = rng.choice((1, 2, 99))
+    return leases
+
+
 def check(seed: int) -> None:
     """AssertionError: the batcher and the model disagree."""
     rng = random.Random(seed)
@@ -108,12 +117,7 @@ def check(seed: int) -> None:
         event = rng.randrange(11)
         if event < 3:
             spec = rng.choice(SPECS)
-            leases = [
-                Lease(arrivals + i, 0, 1, spec, b"x" * rng.choice((0, 8, 20, 200)))
-                for i in range(1, 1 + rng.randrange(6))
-            ]
-            for lease in leases:
-                lease.together_max = rng.choice((1, 2, 99))
+            leases = draw_leases(rng, spec, arrivals)
             batcher.add(spec, leases)
             ranked = [(x.lease_id + (spec.priority - 1) * AGE_TASKS, x) for x in leases]
             model.lines[spec] += ranked

@@ -8,7 +8,11 @@ from importlib import import_module
 # name -> (module, what to call with a seed, what to call of what that gives)
 CHECKERS = {
     "simulator": ("tests.sim.sim", "Simulation", "run"),
-    "session": ("tests.worker.test_session", "test_any_order_of_events_loses_nothing_and_says_nothing_twice", ""),
+    "session": (
+        "tests.worker.session.test_session",
+        "test_any_order_of_events_loses_and_repeats_nothing",
+        "",
+    ),
     "batches": ("tests.mutations.batches", "check", ""),
     "cuts": ("tests.mutations.cuts", "check", ""),
     "stories": ("tests.mutations.stories", "check", ""),

@@ -6,8 +6,8 @@ import pytest
 
 TESTS = Path(__file__).resolve().parents[1]
 STORIES = (
-    "core", "scenarios", "master/test_ids.py", "master/test_journaling.py", "worker/test_session.py",
-    "worker/test_batcher.py", "worker/device/test_health.py",
+    "core", "scenarios", "master/test_ids.py", "master/test_journaling.py", "worker/session/test_session.py",
+    "worker/session/test_batcher.py", "worker/device/test_health.py",
     "master/test_wire_devices.py",
     "master/test_journal_full.py::test_without_a_descriptor_it_rejects_and_goes_on",
     "master/test_journal_faults.py::test_a_deleted_log_is_reported_and_salvage_goes_on_without_it",

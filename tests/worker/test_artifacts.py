@@ -53,7 +53,7 @@ def artifacts(root: Path) -> Artifacts:
     return Artifacts(root, MIB)
 
 
-def test_what_was_made_is_found_again_by_others_too(artifacts: Artifacts, root: Path) -> None:
+def test_artifact_is_found_again_by_other_readers(artifacts: Artifacts, root: Path) -> None:
     build = Builder()
     first = artifacts.get("plan", KEY, build)
     again = artifacts.get("plan", dict(reversed(KEY.items())), build)
@@ -65,7 +65,7 @@ def test_what_was_made_is_found_again_by_others_too(artifacts: Artifacts, root: 
 
 
 @pytest.mark.parametrize("changed", ["model", "precision", "engine"])
-def test_any_difference_in_the_key_is_another_artifact(artifacts: Artifacts, changed: str) -> None:
+def test_any_difference_in_the_key_makes_another_artifact(artifacts: Artifacts, changed: str) -> None:
     one, other = Builder(b"one"), Builder(b"other")
     name = {"name": "the same name"}
     assert plan(artifacts.get("plan", KEY | name, one)) == b"one"
@@ -74,7 +74,7 @@ def test_any_difference_in_the_key_is_another_artifact(artifacts: Artifacts, cha
     assert plan(artifacts.get("plan", KEY | name, other)) == b"one"
 
 
-def test_an_artifact_under_another_keys_name_is_not_believed(artifacts: Artifacts) -> None:
+def test_artifact_of_another_key_is_not_used(artifacts: Artifacts) -> None:
     """As if two keys had one hash: the key itself is compared."""
     theirs = artifacts.get("plan", KEY, Builder(b"theirs"))
     ours = artifacts.get("plan", {"model": "weights-2"}, Builder(b"ours"))
@@ -147,7 +147,7 @@ DAMAGES += [old_format, no_object, open_to_others, no_folder]
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_artifact_is_made_again(artifacts: Artifacts, root: Path, damage: Callable[[Path], None]) -> None:
+def test_damaged_artifact_is_made_again(artifacts: Artifacts, root: Path, damage: Callable[[Path], None]) -> None:
     build = Builder()
     folder = artifacts.get("plan", KEY, build).folder
     damage(folder)
@@ -159,7 +159,7 @@ def test_a_damaged_artifact_is_made_again(artifacts: Artifacts, root: Path, dama
     assert [path.name for path in entries(root)] == [folder.name]
 
 
-def test_a_build_that_fails_leaves_nothing(artifacts: Artifacts, root: Path) -> None:
+def test_failed_build_leaves_nothing(artifacts: Artifacts, root: Path) -> None:
     def fails(folder: Path) -> Mapping[str, str]:
         (folder / "model.plan").write_bytes(b"half")
         raise ValueError("no such layer")
@@ -212,7 +212,7 @@ def wait_for(condition: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-def test_four_builders_at_once_build_once(root: Path, tmp_path: Path) -> None:
+def test_concurrent_builders_build_once(root: Path, tmp_path: Path) -> None:
     log = tmp_path / "log"
     with processes(4, root, log, 0.5) as started:
         answers = [process.communicate("\n")[0] for process in started]
@@ -220,9 +220,7 @@ def test_four_builders_at_once_build_once(root: Path, tmp_path: Path) -> None:
     assert log.read_text() == "built\n"
 
 
-def test_a_builder_that_is_killed_leaves_nothing_and_blocks_nobody(
-    artifacts: Artifacts, root: Path, tmp_path: Path
-) -> None:
+def test_killed_builder_leaves_nothing_and_blocks_no_other(artifacts: Artifacts, root: Path, tmp_path: Path) -> None:
     log = tmp_path / "log"
     with processes(1, root, log, 60) as (process,):
         wait_for(lambda: any((path / "model.plan").exists() for path in root.glob("*.making.*")))
@@ -237,7 +235,7 @@ def test_a_builder_that_is_killed_leaves_nothing_and_blocks_nobody(
         assert process.communicate("\n")[0] == "a whole plan\n"
 
 
-def test_the_half_made_one_of_a_living_builder_is_left_alone(artifacts: Artifacts, root: Path, tmp_path: Path) -> None:
+def test_unfinished_artifact_of_a_live_builder_is_kept(artifacts: Artifacts, root: Path, tmp_path: Path) -> None:
     with processes(1, root, tmp_path / "log", 1.5) as (process,):
         wait_for(lambda: any((path / "model.plan").exists() for path in root.glob("*.making.*")))
         artifacts.get("plan", KEY, Builder())
@@ -249,7 +247,7 @@ def keyed(number: int) -> dict[str, str]:
     return {"model": str(number)}
 
 
-def test_the_least_recently_used_go(root: Path) -> None:
+def test_least_recently_used_artifacts_are_evicted(root: Path) -> None:
     artifacts = Artifacts(root, 3 * MIB)
     build = Builder(bytes(900_000))
     for number in (1, 2, 3):
@@ -265,7 +263,7 @@ def test_the_least_recently_used_go(root: Path) -> None:
     assert build.built == 5
 
 
-def test_a_clock_that_was_set_back_does_not_turn_the_order_round(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_clock_set_back_does_not_change_the_eviction_order(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     artifacts = Artifacts(root, 2 * MIB)
     build = Builder(bytes(900_000))
     artifacts.get("plan", keyed(1), build).close()
@@ -279,7 +277,7 @@ def test_a_clock_that_was_set_back_does_not_turn_the_order_round(root: Path, mon
     assert len(entries(root)) == 2
 
 
-def test_what_is_in_use_stays(root: Path) -> None:
+def test_artifact_in_use_is_not_evicted(root: Path) -> None:
     """By this process or by another: the lock is the kernel's."""
     artifacts = Artifacts(root, MIB)
     build = Builder(bytes(900_000))
@@ -298,7 +296,7 @@ def test_what_is_in_use_stays(root: Path) -> None:
     assert len(entries(root)) == 1
 
 
-def test_an_artifact_that_nobody_refers_to_is_let_go(root: Path) -> None:
+def test_unreferenced_artifact_is_released(root: Path) -> None:
     artifacts = Artifacts(root, MIB)
     build = Builder(bytes(900_000))
     artifacts.get("plan", keyed(1), build)
@@ -319,7 +317,7 @@ def files_of_at_most(size_bytes: int) -> Iterator[None]:
         signal.signal(signal.SIGXFSZ, ignored)
 
 
-def test_no_room_anywhere_is_a_clear_error_and_never_half_an_artifact(artifacts: Artifacts, root: Path) -> None:
+def test_no_room_anywhere_is_an_error_without_a_partial_artifact(artifacts: Artifacts, root: Path) -> None:
     with files_of_at_most(100_000), pytest.raises(ArtifactError, match=r"no room in .* set artifacts_dir"):
         artifacts.get("plan", KEY, Builder(bytes(200_000)))
     assert entries(root) == []
@@ -348,7 +346,7 @@ assert not folder.exists()
 """
 
 
-def test_on_a_full_disk_it_is_made_elsewhere_and_not_kept(tmp_path: Path) -> None:
+def test_on_a_full_disk_the_artifact_is_private(tmp_path: Path) -> None:
     """A real one: a tmpfs of a mebibyte, in a mount namespace of its own."""
     small, elsewhere = tmp_path / "small", tmp_path / "elsewhere"
     small.mkdir()
@@ -367,7 +365,7 @@ def test_on_a_full_disk_it_is_made_elsewhere_and_not_kept(tmp_path: Path) -> Non
     assert list(elsewhere.iterdir()) == []
 
 
-def test_full_in_the_words_of_a_library_is_full_too(artifacts: Artifacts) -> None:
+def test_wrapped_disk_full_error_is_recognised(artifacts: Artifacts) -> None:
     """Whoever wraps the error keeps it as the cause."""
     tries: list[Path] = []
 
@@ -380,9 +378,7 @@ def test_full_in_the_words_of_a_library_is_full_too(artifacts: Artifacts) -> Non
     assert artifacts.get("plan", KEY, build).folder == tries[1]
 
 
-def test_a_folder_that_cant_be_written_costs_a_warning_alone(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_unwritable_folder_costs_only_a_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "a file").write_text("")
     artifacts = Artifacts(tmp_path / "a file" / "artifacts", MIB)
     build = Builder()

@@ -20,7 +20,7 @@ from multigpu_worker.engines.base import Batch, EngineSettings, Item
 from multigpu_worker.engines.classify.engine import ClassifyEngine
 from multigpu_worker.engines.classify.payload import PIXELS_MAX, parse, picture
 from multigpu_worker.engines.common.failures import BadInputError
-from multigpu_worker.engines.common.memory import Limit
+from multigpu_worker.engines.common.limits import Limit
 from multigpu_worker.models.folders import ModelFolderError
 from PIL import Image
 
@@ -112,7 +112,7 @@ def picture_payload(data: bytes, top_k: int = 0) -> bytes:
     return classify_pb2.ClassifyPayload(image=data, top_k=top_k).SerializeToString()
 
 
-def plain_texts(folder: Path) -> list[Any]:
+def expected_texts(folder: Path) -> list[Any]:
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
     model, tokenizer = AutoModelForSequenceClassification.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
@@ -123,17 +123,17 @@ def plain_texts(folder: Path) -> list[Any]:
         ]
 
 
-def test_texts_get_the_classes_of_plain_transformers(text_folder: Path) -> None:
+def test_texts_get_the_classes_of_transformers(text_folder: Path) -> None:
     engine = ClassifyEngine(settings_of(text_folder))
     assert engine.load() == {"engine": "torch", "precision": "fp32", "classes": "3"}
     recorder = run(engine, batch_of([text(words) for words in TEXTS]))
-    for i, expected in enumerate(plain_texts(text_folder)):
+    for i, expected in enumerate(expected_texts(text_folder)):
         found = classes(recorder, i)
         assert [label for _, label, _ in found] == [["no", "perhaps", "yes"][j] for j in expected.argsort().flip(0)]
         assert [score for _, _, score in found] == pytest.approx(sorted(expected.tolist(), reverse=True), abs=1e-5)
 
 
-def test_as_many_classes_as_were_asked_for_in_the_form_they_were_asked_in(text_folder: Path) -> None:
+def test_top_k_and_content_type_are_honoured(text_folder: Path) -> None:
     engine = ClassifyEngine(settings_of(text_folder))
     assert len(classes(run(engine, batch_of([text("good", 2)])), 0)) == 2
     asked = [b'"good"', b'{"text": "good", "top_k": 1}']
@@ -143,7 +143,7 @@ def test_as_many_classes_as_were_asked_for_in_the_form_they_were_asked_in(text_f
     assert recorder.outcomes[0][2] == "application/json"
 
 
-def test_pictures_get_the_classes_of_plain_transformers_and_a_bad_one_fails_alone(image_folder: Path) -> None:
+def test_pictures_get_the_classes_of_transformers_and_a_bad_one_fails_alone(image_folder: Path) -> None:
     from transformers import AutoImageProcessor, AutoModelForImageClassification
 
     sizes = [(40, 60), (32, 32), (100, 7)]
@@ -169,10 +169,10 @@ def test_pictures_get_the_classes_of_plain_transformers_and_a_bad_one_fails_alon
     assert as_json[0]["index"] == classes(recorder, 0)[0][0]
 
 
-def test_memory_that_runs_out_halves_and_is_remembered(text_folder: Path) -> None:
+def test_out_of_memory_halves_the_limit(text_folder: Path) -> None:
     engine = ClassifyEngine(settings_of(text_folder))
     engine.load()
-    model = next(iter(engine._loaded.values()))
+    model = next(iter(engine._models.loaded.values()))
     whole: Callable[..., Any] = model.probabilities
     sizes = []
 
@@ -186,7 +186,7 @@ def test_memory_that_runs_out_halves_and_is_remembered(text_folder: Path) -> Non
             return whole(features)
 
     short: Any = Short()
-    engine._loaded = dict.fromkeys(engine._loaded, short)
+    engine._models.loaded = dict.fromkeys(engine._models.loaded, short)
     recorder = run(engine, batch_of([text("the film")] * 9))
     assert all(kind == "ok" for kind, _, _ in recorder.outcomes.values())
     assert sizes[:3] == [9, 4, 2]
@@ -200,13 +200,13 @@ def test_memory_that_runs_out_halves_and_is_remembered(text_folder: Path) -> Non
     assert "none at all" in message
 
 
-def test_a_cancelled_item_is_left_out(text_folder: Path) -> None:
+def test_cancelled_item_is_skipped(text_folder: Path) -> None:
     engine = ClassifyEngine(settings_of(text_folder))
     recorder = run(engine, batch_of([text("good"), text("bad")]), Recorder(cancelled_ids={0}))
     assert list(recorder.outcomes) == [1]
 
 
-def test_wrong_parameters_are_said(text_folder: Path) -> None:
+def test_wrong_parameters_are_rejected(text_folder: Path) -> None:
     engine = ClassifyEngine(settings_of(text_folder))
     for parameters, expected, words in (
         ({"precision": "int8"}, "NoSuchPrecision", "int8"),
@@ -218,7 +218,7 @@ def test_wrong_parameters_are_said(text_folder: Path) -> None:
         assert words in message
 
 
-def test_a_folder_that_is_no_classifier_or_has_no_head_is_rejected(text_folder: Path, tmp_path: Path) -> None:
+def test_folder_without_a_classifier_is_rejected(text_folder: Path, tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
 
     (tmp_path / "config.json").write_text('{"architectures": ["BertModel"]}')
@@ -233,7 +233,7 @@ def test_a_folder_that_is_no_classifier_or_has_no_head_is_rejected(text_folder: 
         ClassifyEngine(settings_of(tmp_path)).load()
 
 
-def test_a_small_file_of_a_huge_picture_is_not_unpacked() -> None:
+def test_huge_picture_in_a_small_file_is_not_decoded() -> None:
     out = io.BytesIO()
     side = int(PIXELS_MAX**0.5) + 1
     Image.new("1", (side, side)).save(out, "PNG")
@@ -254,6 +254,6 @@ def test_a_small_file_of_a_huge_picture_is_not_unpacked() -> None:
         (b"x", "text/plain", "not supported"),
     ],
 )
-def test_payloads_that_can_not_be_read(payload: bytes, content_type: str, words: str) -> None:
+def test_unreadable_payloads_are_rejected(payload: bytes, content_type: str, words: str) -> None:
     with pytest.raises(BadInputError, match=words):
         parse(payload, content_type)

@@ -40,7 +40,7 @@ def open_file(path: Path, entries: int = 1000, bytes_max: int = 1 << 30) -> Cach
     return CacheFile(path, entries=entries, bytes_max=bytes_max, ttl_s=0)
 
 
-def test_workers_share_a_file_while_they_run(tmp_path: Path) -> None:
+def test_workers_share_a_file(tmp_path: Path) -> None:
     first, second = open_file(tmp_path / "c.db"), open_file(tmp_path / "c.db")
     names = [f"{writer}-{n}" for writer in "ab" for n in range(500)]
 
@@ -64,7 +64,7 @@ def test_workers_share_a_file_while_they_run(tmp_path: Path) -> None:
     assert (tmp_path / "c.db").stat().st_mode & 0o777 == 0o600
 
 
-def test_the_file_keeps_to_its_limits_and_the_oldest_go_first(tmp_path: Path) -> None:
+def test_file_evicts_the_oldest_rows(tmp_path: Path) -> None:
     file = open_file(tmp_path / "c.db", entries=50)
     names = [f"n{n}" for n in range(200)]
     for name in names:
@@ -102,7 +102,7 @@ DAMAGES: dict[str, Callable[[Path], Any]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=list(DAMAGES))
-def test_a_damaged_file_is_begun_anew_with_a_warning(tmp_path: Path, damage: Callable[[Path], Any]) -> None:
+def test_damaged_file_is_replaced_with_a_warning(tmp_path: Path, damage: Callable[[Path], Any]) -> None:
     path = tmp_path / "c.db"
     rows = rows_of(*(f"n{n}" for n in range(100)), vector=b"\x2a" * 1536)
     file = open_file(path)
@@ -117,13 +117,13 @@ def test_a_damaged_file_is_begun_anew_with_a_warning(tmp_path: Path, damage: Cal
         file.put(rows[:5])
         assert file.flush()
     assert found == []
-    assert [log["event"] for log in logs] == ["the embedding cache's file was damaged: a new one is begun"]
+    assert [log["event"] for log in logs] == [DAMAGED]
     assert (tmp_path / "c.db.damaged").exists()
     assert {row.key for row in file.find([row.key for row in rows])} == {row.key for row in rows[:5]}
     file.close()
 
 
-def test_a_file_that_is_damaged_while_two_use_it_is_replaced_once(tmp_path: Path) -> None:
+def test_shared_damaged_file_is_replaced_once(tmp_path: Path) -> None:
     path, rows = tmp_path / "c.db", rows_of(*(f"n{n}" for n in range(100)), vector=b"\x2a" * 1536)
     file = open_file(path)
     file.put(rows)
@@ -136,13 +136,14 @@ def test_a_file_that_is_damaged_while_two_use_it_is_replaced_once(tmp_path: Path
         first.put(rows[:3])
         assert first.flush()
         assert second.find(keys) == []
+        assert second.flush()
         assert len(second.find(keys)) == 3  # of the new file
         first.close()
         second.close()
     assert len(logs) == 2
 
 
-def test_files_that_can_not_be_had_are_rejected(tmp_path: Path) -> None:
+def test_unusable_files_are_rejected(tmp_path: Path) -> None:
     with pytest.raises(CacheFileError, match="no folder"):
         check_cache_file(tmp_path / "gone" / "c.db")
     with pytest.raises(CacheFileError, match="can't be opened"):
@@ -156,9 +157,13 @@ def test_files_that_can_not_be_had_are_rejected(tmp_path: Path) -> None:
     assert foreign.read_bytes() == before
     check_cache_file(tmp_path / "new.db")
     check_cache_file(tmp_path / "new.db")
+    with sqlite3.connect(tmp_path / "new.db") as db:
+        db.execute(f"PRAGMA user_version = {embed_cache_file.FORMAT + 1}")
+    with pytest.raises(CacheFileError, match=r"another version made it, in format 2, .* delete it"):
+        check_cache_file(tmp_path / "new.db")
 
 
-def test_a_full_disk_costs_what_could_have_been_remembered_and_a_warning(tmp_path: Path) -> None:
+def test_full_disk_costs_only_vectors_and_a_warning(tmp_path: Path) -> None:
     cache = EmbedCache(EmbeddingCacheSettings(entries=1000, file=str(tmp_path / "c.db")))
     assert cache.file is not None
     assert cache.file._writer is not None
@@ -172,16 +177,13 @@ def test_a_full_disk_costs_what_could_have_been_remembered_and_a_warning(tmp_pat
         cache.file._writer.execute("PRAGMA max_page_count = 100000")
         cache.put(keys[:1], vectors(1))
         assert cache.file.flush()
-    assert [log["event"] for log in logs] == [
-        "the embedding cache's file fails: vectors are not kept",
-        "the embedding cache's file works again",
-    ]
+    assert [log["event"] for log in logs] == [FAILS, WORKS]
     assert "full" in logs[0]["problem"]
     cache.close()
 
 
 @pytest.mark.parametrize("by", ["nobody", "another worker"])
-def test_a_file_that_is_deleted_while_it_is_used_is_begun_anew(tmp_path: Path, by: str) -> None:
+def test_deleted_file_is_created_again(tmp_path: Path, by: str) -> None:
     path, rows = tmp_path / "c.db", rows_of("a", "b", "c")
     file = open_file(path)
     file.put(rows[:1])
@@ -202,7 +204,7 @@ def test_a_file_that_is_deleted_while_it_is_used_is_begun_anew(tmp_path: Path, b
         assert db.execute("PRAGMA integrity_check").fetchone() == ("ok",)
 
 
-def test_a_damaged_file_that_can_not_be_put_aside_is_tried_again(tmp_path: Path) -> None:
+def test_moving_a_damaged_file_aside_is_retried(tmp_path: Path) -> None:
     path, rows = tmp_path / "c.db", rows_of("a", "b", "c")
     path.write_bytes(b"no database" * 1000)
     aside = tmp_path / "c.db.damaged"
@@ -224,7 +226,7 @@ def test_a_damaged_file_that_can_not_be_put_aside_is_tried_again(tmp_path: Path)
     file.close()
 
 
-def test_a_file_that_can_not_be_had_as_an_engine_begins_costs_no_task_and_is_tried_again(tmp_path: Path) -> None:
+def test_file_that_cannot_be_opened_at_the_start_is_retried(tmp_path: Path) -> None:
     path = tmp_path / "there later" / "c.db"
     keys = [b"%032d" % i for i in range(3)]
     with capture_logs() as logs:
@@ -243,9 +245,7 @@ def test_a_file_that_can_not_be_had_as_an_engine_begins_costs_no_task_and_is_tri
     again.close()
 
 
-def test_a_process_that_stands_still_while_it_opens_the_file_holds_up_nobody(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stopped_process_with_the_lock_blocks_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, rows = tmp_path / "c.db", rows_of("a")
     monkeypatch.setattr(embed_cache_file, "BUSY_S", 0.05)
     with (tmp_path / "c.db.lock").open("w") as lock:
@@ -258,7 +258,7 @@ def test_a_process_that_stands_still_while_it_opens_the_file_holds_up_nobody(
     file.close()
 
 
-def test_a_lack_of_memory_costs_what_the_file_knew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_out_of_memory_in_a_lookup_costs_only_its_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file, rows = open_file(tmp_path / "c.db"), rows_of("a")
     file.put(rows)
     assert file.flush()
@@ -274,36 +274,8 @@ def test_a_lack_of_memory_costs_what_the_file_knew(tmp_path: Path, monkeypatch: 
     file.close()
 
 
-def test_of_two_versions_that_share_a_file_the_one_that_began_last_has_it(tmp_path: Path) -> None:
-    path, rows = tmp_path / "c.db", rows_of("a")
-    file = open_file(path)
-    later = tmp_path / "later.db"
-    open_file(later).close()
-    with sqlite3.connect(later) as db:
-        db.execute(f"PRAGMA user_version = {embed_cache_file.FORMAT + 1}")
-    db.close()
-    # As a worker does that puts a file aside.
-    later.replace(path)
-    for suffix in ("-wal", "-shm"):
-        (tmp_path / f"c.db{suffix}").unlink()
-    inode = path.stat().st_ino
-    with capture_logs() as logs:
-        for _ in range(3):
-            file.put(rows)
-            assert file.flush()
-            assert file.find([rows[0].key]) == []
-    assert [log["event"] for log in logs] == [FAILS]
-    assert path.stat().st_ino == inode
-    file.close()
-    with capture_logs() as logs:
-        open_file(path).close()
-    assert [log["event"] for log in logs] == [DAMAGED]
-
-
-def test_a_clock_that_was_set_back_leaves_no_rows_that_nobody_can_use(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(embed_cache_file, "EXPIRED_AT_ONCE", 3)
+def test_rows_from_the_future_expire_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(embed_cache_file, "EXPIRED_PER_WRITE", 3)
     file = CacheFile(tmp_path / "c.db", entries=100, bytes_max=1 << 30, ttl_s=3600)
     ahead = [row._replace(stored_s=row.stored_s + 1e6) for row in rows_of("a", "b", "c")]
     old = [row._replace(stored_s=row.stored_s - 1e6) for row in rows_of("d", "e", "f")]
@@ -322,7 +294,7 @@ with open(sys.argv[1], "r+b") as file:
 """
 
 
-def test_a_file_that_is_opened_twice_in_a_process_keeps_its_locks(tmp_path: Path) -> None:
+def test_file_opened_twice_in_a_process_keeps_its_locks(tmp_path: Path) -> None:
     """SQLite's on the bytes that whoever reads shares (its file format, "File Locking"): to close any descriptor of a
     file takes a process's locks on it away.
     """
@@ -348,7 +320,7 @@ for n in range(100_000):
 """
 
 
-def test_a_process_that_is_killed_as_it_writes_harms_no_other(tmp_path: Path) -> None:
+def test_killed_writer_does_not_harm_others(tmp_path: Path) -> None:
     path, rows = tmp_path / "c.db", rows_of(*(f"n{n}" for n in range(60)))
     with capture_logs() as logs:
         file = open_file(path)

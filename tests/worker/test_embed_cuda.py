@@ -49,7 +49,7 @@ def inputs_of(model: EmbedModel, texts: list[str]) -> Inputs:
     return model.text.pad(model.text.tokenise(texts), range(len(texts)))
 
 
-def test_masks_as_they_are_give_the_same_vectors(model: EmbedModel) -> None:
+def test_prepared_masks_give_the_same_vectors(model: EmbedModel) -> None:
     inputs = {name: torch.from_numpy(array) for name, array in inputs_of(model, VARIED[:5]).items()}
     mask = inputs["attention_mask"]
     assert not mask.all()
@@ -62,7 +62,7 @@ def test_masks_as_they_are_give_the_same_vectors(model: EmbedModel) -> None:
     assert (unmasked - expected).abs().max() > 1e-2
 
 
-def test_a_bucket_gives_the_same_vectors(model: EmbedModel) -> None:
+def test_padding_to_a_bucket_gives_the_same_vectors(model: EmbedModel) -> None:
     inputs = inputs_of(model, VARIED[:3])
     rows, width = inputs["attention_mask"].shape
     bucket = graph_bucket(rows, width)
@@ -78,12 +78,12 @@ def test_a_bucket_gives_the_same_vectors(model: EmbedModel) -> None:
     ("rows", "width", "expected"),
     [(1, 1, (1, 16)), (3, 17, (4, 32)), (32, 64, (32, 64)), (33, 16, None), (1, 257, None), (32, 65, None)],
 )
-def test_buckets(rows: int, width: int, expected: tuple[int, int] | None) -> None:
+def test_smallest_bucket_is_chosen(rows: int, width: int, expected: tuple[int, int] | None) -> None:
     assert graph_bucket(rows, width) == expected
     assert expected is None or expected[0] * expected[1] <= GRAPH_TOKENS_MAX
 
 
-def test_trial_inputs_tell_whether_the_mask_is_heeded(model: EmbedModel) -> None:
+def test_trial_inputs_detect_an_ignored_mask(model: EmbedModel) -> None:
     inputs = {name: torch.from_numpy(array) for name, array in trial_inputs(model.text, 2, 16).items()}
     mask = inputs["attention_mask"]
     assert mask.sum(dim=1).tolist() == [16, 8]
@@ -93,7 +93,7 @@ def test_trial_inputs_tell_whether_the_mask_is_heeded(model: EmbedModel) -> None
     assert (unmasked - expected).abs().max() / expected.abs().max() > 2 * max(TOLERANCE.values())
 
 
-def test_where_no_graph_can_be_had_small_inputs_go_without(model: EmbedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_capture_disables_graphs(model: EmbedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """The decision alone: what records a graph is replaced by what it says when there is no memory."""
 
     def capture(self: CudaEmbedModel, bucket: tuple[int, int]) -> Any:
@@ -110,12 +110,12 @@ def test_where_no_graph_can_be_had_small_inputs_go_without(model: EmbedModel, mo
     assert not fast.uses_graphs
 
 
-def test_cudnn_makes_no_plans_for_shapes() -> None:
+def test_cudnn_attention_is_off() -> None:
     assert not torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
 
 
 @pytest.mark.parametrize("words", ["CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED when calling"])
-def test_however_torch_says_it_that_memory_ran_out_is_a_memory_error(words: str) -> None:
+def test_torchs_out_of_memory_errors_become_memory_error(words: str) -> None:
     with pytest.raises(MemoryError, match=words[:10]), memory_errors():
         raise RuntimeError(words)
     with pytest.raises(RuntimeError, match="else"), memory_errors():
@@ -184,7 +184,7 @@ TEXTS = [f"Sentence {i} of the middle lengths, with {'some ' * (i % 23)}filling.
 
 
 @pytest.mark.parametrize("room", [1, 2])
-def test_the_next_micro_batch_is_begun_before_the_last_is_fetched(
+def test_next_micro_batch_starts_before_the_last_is_fetched(
     model: EmbedModel, ahead: Ahead, room: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ahead.room = room
@@ -203,7 +203,7 @@ def test_the_next_micro_batch_is_begun_before_the_last_is_fetched(
 
 
 @pytest.mark.parametrize("room", [1, 2])
-def test_the_device_has_the_next_batch_before_this_one_ends(
+def test_next_batch_starts_before_this_one_ends(
     model: EmbedModel, ahead: Ahead, room: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ahead.room = room
@@ -225,19 +225,17 @@ def test_the_device_has_the_next_batch_before_this_one_ends(
     assert ahead.tokens_max == 512
 
 
-def test_what_never_fits_is_cut(model: EmbedModel, ahead: Ahead, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_micro_batch_that_never_fits_is_split(model: EmbedModel, ahead: Ahead, monkeypatch: pytest.MonkeyPatch) -> None:
     ahead.tokens_max = 4096
     recorder = run(engine_on(ahead, monkeypatch), batch_of([payload(*TEXTS)]))
     np.testing.assert_allclose(recorder.vectors(0), model.embed(inputs_of(model, TEXTS)), rtol=0, atol=1e-5)
     assert ahead.tokens_max <= 512
 
 
-def test_what_is_loaded_for_a_gpu_goes_the_fast_way(
-    model: EmbedModel, ahead: Ahead, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_model_on_a_gpu_is_sped_up(model: EmbedModel, ahead: Ahead, monkeypatch: pytest.MonkeyPatch) -> None:
     """The choice alone: the device is said to be a GPU, and what would be tried on it is not run."""
     from multigpu_worker.engines.embed import cuda as embed_cuda
-    from multigpu_worker.engines.embed import model as embed_model
+    from multigpu_worker.engines.embed import torch_backend
 
     asked = []
 
@@ -246,10 +244,10 @@ def test_what_is_loaded_for_a_gpu_goes_the_fast_way(
         return ahead, {"way": "fast"}
 
     said = dataclasses.replace(model, device=torch.device("cuda:0"))
-    monkeypatch.setattr(embed_model, "load_model", lambda *words, **more: said)
+    monkeypatch.setattr(torch_backend, "load_model", lambda *words, **more: said)
     monkeypatch.setattr(embed_cuda, "speed_up", speed_up)
     settings = EngineSettings(device="cuda:0", slots=1, threads=0)
     for parameters in ({}, {"compile": "try"}):
         spec = ModelSpec(name=PACKAGED_MODEL, folder=FOLDER, parameters=parameters)
-        assert embed_model.load(spec, settings, "fp32") == (ahead, {"way": "fast"})
+        assert torch_backend.load(spec, settings, "fp32") == (ahead, {"way": "fast"})
     assert asked == [False, True]

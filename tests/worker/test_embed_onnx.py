@@ -36,7 +36,7 @@ def settings(shared_artifacts: Path) -> EngineSettings:
     return EngineSettings(device="cpu", slots=1, threads=1, artifacts=str(shared_artifacts), models={SPEC.id: SPEC})
 
 
-def test_vectors_are_torchs(settings: EngineSettings) -> None:
+def test_vectors_equal_those_of_torch(settings: EngineSettings) -> None:
     model, facts = embed_onnx.load(SPEC, settings, "fp32")
     torch_model = load_model(FOLDER, "cpu", "fp32")
     inputs = model.text.pad(model.text.tokenise(TEXTS), range(len(TEXTS)))
@@ -46,7 +46,7 @@ def test_vectors_are_torchs(settings: EngineSettings) -> None:
     assert facts == {}
 
 
-def test_through_the_engine(settings: EngineSettings) -> None:
+def test_vectors_through_the_engine(settings: EngineSettings) -> None:
     engine = EmbedEngine(replace(settings, engine="onnx"))
     facts = engine.load()
     assert (facts["engine"], facts["precision"]) == ("onnx", "fp32")
@@ -74,12 +74,12 @@ def inputs_of(*texts):
     subprocess.run([sys.executable, "-c", program], check=True)
 
 
-def test_the_engines_process_never_imports_torch(settings: EngineSettings) -> None:
+def test_engine_process_never_imports_torch(settings: EngineSettings) -> None:
     code = "assert model.embed(inputs_of('One.', 'Two.')).shape == (2, 384)\nassert 'torch' not in sys.modules"
     in_process(code, settings)
 
 
-def test_memory_that_runs_out_is_a_memory_error(settings: EngineSettings) -> None:
+def test_out_of_memory_is_a_memory_error(settings: EngineSettings) -> None:
     code = """
 import resource
 small, large = inputs_of("One."), inputs_of(*["many words " * 200] * 512)
@@ -97,7 +97,7 @@ else:
     in_process(code, settings)
 
 
-def test_what_onnx_runtime_has_no_kernels_for_is_rejected(settings: EngineSettings) -> None:
+def test_unsupported_precision_is_rejected(settings: EngineSettings) -> None:
     for precision, words in (("bf16", "torch"), ("fp8", "tensorrt"), ("tf32", "torch")):
         with pytest.raises(PrecisionError, match=rf"computes fp32, fp16, int8 on cpu, not {precision}.* {words}"):
             embed_onnx.load(SPEC, settings, precision)
@@ -105,7 +105,7 @@ def test_what_onnx_runtime_has_no_kernels_for_is_rejected(settings: EngineSettin
         embed_onnx.load(SPEC, replace(settings, device="cuda:0"), "int8")
 
 
-def test_a_gpu_is_never_replaced_by_a_cpu(settings: EngineSettings) -> None:
+def test_gpu_is_never_replaced_by_a_cpu(settings: EngineSettings) -> None:
     artifact = onnx_artifacts.exported(SPEC, settings, "fp32")
     if "CUDAExecutionProvider" in onnxruntime.get_available_providers():
         pytest.skip("this ONNX Runtime has CUDA")
@@ -113,7 +113,7 @@ def test_a_gpu_is_never_replaced_by_a_cpu(settings: EngineSettings) -> None:
         onnx_session.Session(artifact.folder / MODEL_FILE, "cuda:0", 1)
 
 
-def test_a_graph_that_is_none(tmp_path: Path) -> None:
+def test_invalid_graph_is_rejected(tmp_path: Path) -> None:
     path = tmp_path / "model.onnx"
     for content in (b"", b"\xff" * 999):
         path.write_bytes(content)
@@ -123,7 +123,7 @@ def test_a_graph_that_is_none(tmp_path: Path) -> None:
         onnx_session.Session(tmp_path / "none.onnx", "cpu", 1)
 
 
-def test_what_can_not_be_exported_says_so(settings: EngineSettings) -> None:
+def test_model_that_cannot_be_exported_is_rejected(settings: EngineSettings) -> None:
     with pytest.raises(ModelFolderError, match=r"of source gguf, .* engine torch"):
         embed_onnx.load(replace(SPEC, source="gguf"), settings, "fp32")
     with pytest.raises(ModelFolderError, match="artifacts_dir"):

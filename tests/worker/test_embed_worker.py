@@ -22,7 +22,7 @@ def payload(*texts: str) -> bytes:
     return embed_pb2.EmbedPayload(texts=texts).SerializeToString()
 
 
-async def test_many_small_tasks_and_one_bad(master: ScriptedMaster, start_worker: StartWorker) -> None:
+async def test_one_bad_task_among_many(master: ScriptedMaster, start_worker: StartWorker) -> None:
     await start_worker(master.address, "--threads", "1")
     stream = await master.stream()
     [capability] = [c for c in stream.hello.capabilities if c.kind == "embed"]
@@ -63,7 +63,7 @@ async def test_loading_does_not_count_against_the_run_timeout(
     assert "engine died" not in worker.log
 
 
-async def test_the_limit_of_a_text_is_told_with_the_model(master: ScriptedMaster, start_worker: StartWorker) -> None:
+async def test_facts_include_the_text_limit(master: ScriptedMaster, start_worker: StartWorker) -> None:
     """Nobody is told that a text was cut, so the limit must be known before."""
     await start_worker(master.address, "--threads", "1")
     stream = await master.stream()

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from multigpu.repository.model import Gate, ModelSpec
 from multigpu_worker.engines.common import accuracy_gate as gate
+from multigpu_worker.engines.common.tensors import Arrays
 from multigpu_worker.models.folders import ModelFolderError
 
 TEXTS = [f"text {number}" for number in range(20)]
@@ -34,7 +35,7 @@ def embed(texts: Sequence[str], noise: float = 0.0) -> gate.Vectors:
     return np.array(rows, dtype=np.float32)
 
 
-def test_cosine_is_the_mean_to_fp32(tmp_path: Path) -> None:
+def test_cosine_metric_is_the_mean_to_fp32(tmp_path: Path) -> None:
     model = spec(tmp_path, held_out=write(tmp_path / "held.jsonl", [{"text": text} for text in TEXTS]), threshold=0.95)
     same = gate.measure(model, embed, lambda texts: 3 * embed(texts))
     assert (same["metric"], float(same["figure"]), same["held-out"]) == ("cosine", 1.0, "20")
@@ -50,7 +51,7 @@ def test_cosine_is_the_mean_to_fp32(tmp_path: Path) -> None:
         gate.judge(model, "int8", other)
 
 
-def test_spearman_is_points_lost_against_fp32(tmp_path: Path) -> None:
+def test_spearman_metric_is_the_loss_against_fp32(tmp_path: Path) -> None:
     stats = pytest.importorskip("scipy.stats", reason="the dependency group `dev` is not installed")
     pairs = [{"a": a, "b": b, "score": number % 7} for number, (a, b) in enumerate(itertools.pairwise(TEXTS))]
     held_out = write(tmp_path / "held.jsonl", pairs)
@@ -64,7 +65,7 @@ def test_spearman_is_points_lost_against_fp32(tmp_path: Path) -> None:
     assert figures["held-out"] == "19"
 
 
-def test_ranks_of_equal_values_are_shared() -> None:
+def test_equal_values_share_ranks() -> None:
     stats = pytest.importorskip("scipy.stats", reason="the dependency group `dev` is not installed")
     random = np.random.default_rng(5)
     for _ in range(20):
@@ -73,7 +74,7 @@ def test_ranks_of_equal_values_are_shared() -> None:
 
 
 @pytest.mark.parametrize(("figure", "passes"), [("81.60", True), ("82.90", True), ("81.40", False), ("nan", False)])
-def test_the_threshold_of_points(tmp_path: Path, figure: str, passes: bool) -> None:
+def test_spearman_threshold_is_in_points(tmp_path: Path, figure: str, passes: bool) -> None:
     model = spec(tmp_path, metric="spearman", threshold=0.5)
     figures = {"metric": "spearman", "reference": "82.00", "figure": figure, "held-out": "99"}
     if passes:
@@ -83,7 +84,7 @@ def test_the_threshold_of_points(tmp_path: Path, figure: str, passes: bool) -> N
             gate.judge(model, "int8", figures)
 
 
-def test_no_data_no_precision(tmp_path: Path) -> None:
+def test_precision_without_data_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(ModelFolderError, match=r"no calibration and no held_out data for int8: name files"):
         gate.require(spec(tmp_path), "int8")
     with pytest.raises(ModelFolderError, match="no held_out data for fp8"):
@@ -105,7 +106,7 @@ def test_no_data_no_precision(tmp_path: Path) -> None:
         (None, "can't be read"),
     ],
 )
-def test_data_that_is_none(tmp_path: Path, content: str | None, words: str) -> None:
+def test_unreadable_data_is_rejected(tmp_path: Path, content: str | None, words: str) -> None:
     path = tmp_path / "texts.jsonl"
     if content is not None:
         path.write_text(content)
@@ -113,13 +114,13 @@ def test_data_that_is_none(tmp_path: Path, content: str | None, words: str) -> N
         gate.read_texts(path)
 
 
-def test_scores_are_numbers(tmp_path: Path) -> None:
+def test_scores_must_be_numbers(tmp_path: Path) -> None:
     held_out = write(tmp_path / "held.jsonl", [{"a": "x", "b": "y", "score": "much"}] * 9)
     with pytest.raises(ModelFolderError, match="line 1,"):
         gate.measure(spec(tmp_path, held_out=held_out, metric="spearman"), embed, embed)
 
 
-def test_of_examples_the_output_that_lost_most_counts(tmp_path: Path) -> None:
+def test_output_with_the_largest_loss_counts(tmp_path: Path) -> None:
     truth = np.eye(5, dtype=np.float32)[np.arange(20) % 5]
     swapped = truth.copy()
     swapped[:3] = np.roll(truth[:3], 1, axis=1)
@@ -127,10 +128,10 @@ def test_of_examples_the_output_that_lost_most_counts(tmp_path: Path) -> None:
     answers = {"same": truth, "other": swapped}
     held_out = {"x": np.arange(20)}
 
-    def reference(inputs: gate.Arrays) -> gate.Arrays:
+    def reference(inputs: Arrays) -> Arrays:
         return dict.fromkeys(answers, truth[inputs["x"]])
 
-    def candidate(inputs: gate.Arrays) -> gate.Arrays:
+    def candidate(inputs: Arrays) -> Arrays:
         return {name: array[inputs["x"]] for name, array in answers.items()}
 
     model = dataclasses.replace(spec(tmp_path, metric="agreement", threshold=0.81), kind="infer")
@@ -149,19 +150,19 @@ def test_of_examples_the_output_that_lost_most_counts(tmp_path: Path) -> None:
     assert gate.measure_arrays(by_cosine, held_out, reference, candidate)["figure"] == "0.85000"
 
 
-def test_what_has_no_rows_or_no_classes_is_not_judged(tmp_path: Path) -> None:
+def test_outputs_without_rows_or_classes_are_rejected(tmp_path: Path) -> None:
     model = dataclasses.replace(spec(tmp_path, metric="agreement"), kind="infer")
     held_out = {"x": np.ones((9, 4), np.float32)}
     for answer, words in ((np.ones(3), "a row for each"), (np.ones((9, 1)), "no classes in the last dimension of y")):
 
-        def same(inputs: gate.Arrays, answer: Any = answer) -> gate.Arrays:
+        def same(inputs: Arrays, answer: Any = answer) -> Arrays:
             return {"y": answer}
 
         with pytest.raises(ModelFolderError, match=words):
             gate.measure_arrays(model, held_out, same, same)
 
 
-def test_examples_are_cut_to_what_the_model_takes_at_once(tmp_path: Path) -> None:
+def test_examples_are_truncated_to_whole_batches(tmp_path: Path) -> None:
     path = tmp_path / "held_out.npz"
     np.savez(path, x=np.ones((20, 2)), n=np.ones(20, np.int32))
     types = {"x": "float32", "n": "int64"}
@@ -184,7 +185,7 @@ def test_examples_are_cut_to_what_the_model_takes_at_once(tmp_path: Path) -> Non
         (None, "can't be read as arrays"),
     ],
 )
-def test_arrays_that_are_none(tmp_path: Path, arrays: dict[str, Any] | None, words: str) -> None:
+def test_unreadable_arrays_are_rejected(tmp_path: Path, arrays: dict[str, Any] | None, words: str) -> None:
     path = tmp_path / "held_out.npz"
     if arrays is None:
         path.write_bytes(b"PK\x03\x04 is no archive")

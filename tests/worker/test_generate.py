@@ -12,12 +12,10 @@ pytest.importorskip("torch", reason="the extra `worker` is not installed")
 pytest.importorskip("transformers", reason="the extra `worker` is not installed")
 
 import torch
-import transformers
 from multigpu.v1 import generate_pb2 as pb
 from multigpu_worker.engines.base import Batch, Item
+from multigpu_worker.engines.common.payloads import JSON
 from multigpu_worker.engines.generate.engine import GenerateEngine
-from multigpu_worker.engines.generate.payload import JSON
-from multigpu_worker.models.folders import ModelFolderError
 
 from tests.worker.generating import PATIENCE_S, Ask, Plain, Recorder, ask, run_all, settings_of
 from tests.worker.tiny_llama import save_tiny_llama
@@ -33,7 +31,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def plain(folder: Path) -> Plain:
+def baseline(folder: Path) -> Plain:
     return Plain.load(folder)
 
 
@@ -67,7 +65,7 @@ def check(recorder: Recorder, plain: Plain, tokens: list[int]) -> None:
     assert result.text == plain.tokenizer.decode(tokens, skip_special_tokens=True)
 
 
-def test_greedy_answers_equal_plain_transformers_alone_and_together(engine: GenerateEngine, plain: Plain) -> None:
+def test_greedy_answers_equal_transformers_alone_and_together(engine: GenerateEngine, plain: Plain) -> None:
     lengths = [60, 7, 40, 1]
     expected = [plain.greedy(prompt, count) for prompt, count in zip(PROMPTS, lengths, strict=True)]
     for prompt, count, tokens in zip(PROMPTS, lengths, expected, strict=True):
@@ -79,7 +77,7 @@ def test_greedy_answers_equal_plain_transformers_alone_and_together(engine: Gene
         check(recorder, plain, tokens)
 
 
-def test_an_answer_ends_with_the_models_own_end(folder: Path, engine: GenerateEngine, plain: Plain) -> None:
+def test_answer_ends_at_the_models_end_token(folder: Path, engine: GenerateEngine, plain: Plain) -> None:
     # A token that greedy decoding comes to is made the end.
     tokens = plain.greedy("Hello", 30)
     assert engine._model is not None
@@ -97,14 +95,14 @@ def test_an_answer_ends_with_the_models_own_end(folder: Path, engine: GenerateEn
         engine._model.eos_ids, config.eos_token_id = before, was
 
 
-def test_repetition_is_penalised_as_plain_transformers_does(engine: GenerateEngine, plain: Plain) -> None:
+def test_repetition_penalty_equals_transformers(engine: GenerateEngine, plain: Plain) -> None:
     (recorder,) = run_all(engine, [ask("one two one two", tokens_max=30, repetition_penalty=1.4)])
     tokens = plain.greedy("one two one two", 30, repetition_penalty=1.4)
     assert tokens != plain.greedy("one two one two", 30)
     check(recorder, plain, tokens)
 
 
-def test_drawn_answers_depend_on_the_seed_alone(engine: GenerateEngine) -> None:
+def test_sampled_answers_depend_on_the_seed_only(engine: GenerateEngine) -> None:
     def seeded(seed: int) -> Ask:
         return ask("Hello", tokens_max=30, temperature=0.9, top_p=0.95, top_k=50, seed=seed)
 
@@ -121,7 +119,7 @@ def test_drawn_answers_depend_on_the_seed_alone(engine: GenerateEngine) -> None:
     assert again.result == unseeded[0].result
 
 
-def test_an_answer_ends_before_its_stop_string(engine: GenerateEngine, plain: Plain) -> None:
+def test_answer_ends_before_its_stop_string(engine: GenerateEngine, plain: Plain) -> None:
     tokens = plain.greedy("Hello", 60)
     text = plain.tokenizer.decode(tokens)
     word = next(text[at : at + 3] for at in range(20, 50) if "\ufffd" not in text[at : at + 3])
@@ -133,7 +131,7 @@ def test_an_answer_ends_before_its_stop_string(engine: GenerateEngine, plain: Pl
 
 
 @pytest.mark.parametrize("fields", [{}, {"temperature": 1.0}, {"stop": ["qqqq", "\n\t"], "temperature": 0.8}])
-def test_another_attempt_goes_on_exactly_where_the_client_is(engine: GenerateEngine, fields: dict[str, Any]) -> None:
+def test_next_attempt_continues_after_the_last_chunk(engine: GenerateEngine, fields: dict[str, Any]) -> None:
     first = ask("Schöne", tokens_max=24, **fields)
     (whole,) = run_all(engine, [first])
     # 0: all that was told is lost, and is told again.
@@ -147,7 +145,7 @@ def test_another_attempt_goes_on_exactly_where_the_client_is(engine: GenerateEng
     assert asks[-1].recorder.chunks == []
 
 
-def test_what_another_model_said_is_not_gone_on_with(engine: GenerateEngine, plain: Plain) -> None:
+def test_chunks_of_another_model_are_rejected(engine: GenerateEngine, plain: Plain) -> None:
     other = pb.GenerateChunk(text="something else", token_ids=plain.greedy("Hello", 3)).SerializeToString()
     first = ask("Hello", tokens_max=10)
     (recorder,) = run_all(engine, [Ask(first.payload, (other,))])
@@ -155,7 +153,7 @@ def test_what_another_model_said_is_not_gone_on_with(engine: GenerateEngine, pla
     assert recorder.outcome[0] == "BadInput" and "is not the one that began it" in recorder.outcome[1]
 
 
-def test_where_the_chunks_so_far_are_too_many_to_be_handed_on_they_are_made_again(engine: GenerateEngine) -> None:
+def test_chunks_too_large_to_pass_on_are_generated_again(engine: GenerateEngine) -> None:
     first = ask("Hello", tokens_max=20, temperature=0.7)
     (whole,) = run_all(engine, [first])
     for count in (1, 5, len(whole.chunks)):
@@ -179,7 +177,7 @@ def test_one_bad_task_fails_alone(engine: GenerateEngine, plain: Plain) -> None:
     assert other.outcome is not None and "loaded with engine torch and precision fp32" in other.outcome[1]
 
 
-def test_a_cancelled_answer_stops_and_the_others_go_on(engine: GenerateEngine, plain: Plain) -> None:
+def test_cancelled_answer_stops_and_others_continue(engine: GenerateEngine, plain: Plain) -> None:
     gone = ask("Schöne", tokens_max=400)
     gone.recorder.cancel_after = 1
     recorders = run_all(engine, [ask("Hello", tokens_max=60), gone, ask("a", tokens_max=60)])
@@ -204,7 +202,7 @@ def test_json_in_json_out(engine: GenerateEngine, plain: Plain) -> None:
     assert rejected.outcome is not None and "I reject" in rejected.outcome[1]
 
 
-def test_templates_and_tokens_that_make_no_sense_fail_their_own_task(
+def test_invalid_template_or_token_fails_its_task(
     engine: GenerateEngine, plain: Plain, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = engine._model
@@ -228,7 +226,7 @@ def test_templates_and_tokens_that_make_no_sense_fail_their_own_task(
     check(well, plain, plain.greedy("Hello", 5))
 
 
-def test_a_long_prompt_does_not_hold_up_the_others(engine: GenerateEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_prompt_does_not_delay_others(engine: GenerateEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     steps: list[list[int]] = []
     model = engine._model
     assert model is not None
@@ -246,9 +244,7 @@ def test_a_long_prompt_does_not_hold_up_the_others(engine: GenerateEngine, monke
     assert all(min(step) == 1 or len(step) == 3 for step in mixed[2:])
 
 
-def test_where_blocks_run_out_the_last_to_come_waits_and_nothing_is_lost(
-    folder: Path, plain: Plain, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_last_sequence_waits_if_blocks_run_out(folder: Path, plain: Plain, monkeypatch: pytest.MonkeyPatch) -> None:
     # Of 2 KiB for 16 tokens there are 20 blocks: room for about three of these six.
     settings = settings_of(folder, slots=6, parameters={"cache_bytes": str(20 * 16 * 256)})
     engine = GenerateEngine(settings)
@@ -274,7 +270,7 @@ def test_where_blocks_run_out_the_last_to_come_waits_and_nothing_is_lost(
     engine.close()
 
 
-def test_out_of_memory_shrinks_the_steps_for_good_and_the_answers_stay(
+def test_out_of_memory_shrinks_steps_without_changing_answers(
     folder: Path, plain: Plain, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = GenerateEngine(settings_of(folder))
@@ -309,7 +305,7 @@ def test_out_of_memory_shrinks_the_steps_for_good_and_the_answers_stay(
     engine.close()
 
 
-def test_a_step_that_breaks_fails_the_one_that_breaks_it_and_no_other(
+def test_failed_step_fails_only_the_sequence_that_causes_it(
     engine: GenerateEngine, plain: Plain, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     forward = type(engine._model).forward  # type: ignore[union-attr]
@@ -337,9 +333,7 @@ def test_a_step_that_breaks_fails_the_one_that_breaks_it_and_no_other(
     check(well, plain, plain.greedy("Hello", 5))
 
 
-def test_where_the_context_is_lost_one_says_so_and_the_others_stay_for_the_agent_to_see(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_lost_context_is_reported_by_one_sequence(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def lost(*_: Any) -> Any:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
@@ -373,9 +367,7 @@ def test_where_the_context_is_lost_one_says_so_and_the_others_stay_for_the_agent
     assert all(each.recorder.outcome is None for each in asks)
 
 
-def test_an_answer_that_is_no_number_fails_alone(
-    engine: GenerateEngine, plain: Plain, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nan_logits_fail_one_sequence(engine: GenerateEngine, plain: Plain, monkeypatch: pytest.MonkeyPatch) -> None:
     forward = type(engine._model).forward  # type: ignore[union-attr]
 
     def poisoned(self: Any, pieces: Any, wanted: Any) -> Any:
@@ -389,45 +381,3 @@ def test_an_answer_that_is_no_number_fails_alone(
     well, sick = run_all(engine, [ask("Hello", tokens_max=5), ask("!", tokens_max=5)])
     assert sick.outcome is not None and sick.outcome[0] == "NotANumber"
     check(well, plain, plain.greedy("Hello", 5))
-
-
-def test_a_sliding_window_is_kept_to(tmp_path: Path) -> None:
-    save_tiny_llama(tmp_path, sliding_window=20)
-    engine = GenerateEngine(settings_of(tmp_path))
-    engine.load()
-    plain = Plain.load(tmp_path)
-    prompts = ["abc " * 25, "Hello"]
-    recorders = run_all(engine, [ask(prompt, tokens_max=50) for prompt in prompts])
-    for prompt, recorder in zip(prompts, recorders, strict=True):
-        check(recorder, plain, plain.greedy(prompt, 50))
-    engine.close()
-
-
-def test_models_that_it_can_not_run_are_rejected_at_load(folder: Path, tmp_path: Path) -> None:
-    # Its memory of the past is no list of keys and values.
-    state = tmp_path / "mamba"
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    tokenizer.save_pretrained(state)
-    config = transformers.MambaConfig(vocab_size=len(tokenizer), hidden_size=16, num_hidden_layers=1, state_size=4)
-    transformers.MambaForCausalLM(config).save_pretrained(state)
-    with pytest.raises(ModelFolderError, match="mamba"):
-        GenerateEngine(settings_of(state)).load()
-    with pytest.raises(ModelFolderError, match=r"is missing|is no folder"):
-        GenerateEngine(settings_of(tmp_path / "nothing")).load()
-    with pytest.raises(ModelFolderError, match=r"parameters\.colour"):
-        GenerateEngine(settings_of(folder, parameters={"colour": "red"})).load()
-    with pytest.raises(ModelFolderError, match="context is 0"):
-        GenerateEngine(settings_of(folder, parameters={"context": "0"})).load()
-    with pytest.raises(ModelFolderError, match="int8"):
-        GenerateEngine(settings_of(folder, precision="int8")).load()
-    with pytest.raises(MemoryError, match="cache_bytes"):
-        GenerateEngine(settings_of(folder, parameters={"cache_bytes": "100"})).load()
-
-
-def test_half_precision_runs_and_a_shorter_context_is_kept_to(folder: Path) -> None:
-    engine = GenerateEngine(settings_of(folder, precision="bf16", parameters={"context": "64"}))
-    assert engine.load()["precision"] == "bf16"
-    short, long = run_all(engine, [ask("Hello", tokens_max=20), ask("Hello", tokens_max=60)])
-    assert len(short.result.token_ids) == 20
-    assert long.outcome is not None and "context is 64 tokens" in long.outcome[1]
-    engine.close()

@@ -12,16 +12,17 @@ pytest.importorskip("transformers", reason="the extra `worker` is not installed"
 import torch
 from multigpu.v1 import generate_pb2 as pb
 from multigpu_worker.engines.common.failures import BadInputError
+from multigpu_worker.engines.common.payloads import JSON
 from multigpu_worker.engines.generate import cache as generate_cache
 from multigpu_worker.engines.generate.cache import BlockPool, CacheShape, PagedCache, Piece, make_step, prompt_attention
-from multigpu_worker.engines.generate.payload import JSON, decode, encode, read_request
+from multigpu_worker.engines.generate.payload import decode, encode, read_request
 from multigpu_worker.engines.generate.sample import Sampling, choose, draw, penalised, uniform
 from multigpu_worker.engines.generate.text import TextStream
 from torch.overrides import TorchFunctionMode
 
 
 @pytest.mark.parametrize("masked", [True, False])
-def test_prompts_with_copied_heads_are_those_of_grouped_heads(monkeypatch: pytest.MonkeyPatch, masked: bool) -> None:
+def test_copied_heads_equal_grouped_heads(monkeypatch: pytest.MonkeyPatch, masked: bool) -> None:
     """On CUDA a mask and grouped heads together would be computed by the kernel that writes out all scores."""
     torch.manual_seed(0)
     queries, keys, values = torch.randn(2, 6, 5, 8), torch.randn(2, 2, 9, 8), torch.randn(2, 2, 9, 8)
@@ -65,7 +66,7 @@ def pieces_of(data: bytes, stop: list[str] | None = None, every: int = 1) -> tup
 TEXT = "Straße, naïve café, Ελληνικά, 日本語, 👩‍👩‍👧‍👦 and \U0001f9ff. The end; the END."
 
 
-def test_characters_are_handed_out_whole() -> None:
+def test_characters_are_sent_whole() -> None:
     pieces, stream = pieces_of(TEXT.encode())
     assert "".join(pieces) == stream.text == TEXT
     assert all("\ufffd" not in piece for piece in pieces)
@@ -73,14 +74,14 @@ def test_characters_are_handed_out_whole() -> None:
     assert sum(map(bool, pieces)) == len(TEXT)
 
 
-def test_broken_characters_come_out_as_the_decoder_writes_them() -> None:
+def test_broken_characters_are_sent_as_the_decoder_writes_them() -> None:
     for data in (b"a\xffb", b"\xc3", b"ok \xe6\x97", b"\x80\x80\x80x", "é".encode() + b"\xc3(" + "é".encode()):
         pieces, stream = pieces_of(data)
         assert "".join(pieces) == stream.text
         assert stream.text.replace("\ufffd", "") == decode_bytes(list(data)).replace("\ufffd", "")
 
 
-def test_bytes_that_never_become_a_character_are_handed_out_all_the_same() -> None:
+def test_bytes_that_never_complete_a_character_are_sent() -> None:
     decoded = []
 
     def decode(ids: list[int]) -> str:
@@ -104,7 +105,7 @@ def test_bytes_that_never_become_a_character_are_handed_out_all_the_same() -> No
 
 
 @pytest.mark.parametrize("every", [1, 3, 7])
-def test_text_ends_before_the_first_stop_string_wherever_it_lies(every: int) -> None:
+def test_text_ends_before_the_first_stop_string(every: int) -> None:
     for stop in (["the"], ["END", "the E"], ["日本"], ["\U0001f9ff."], ["naïve café", "naïve coffee"], [";"]):
         pieces, stream = pieces_of(TEXT.encode(), stop, every)
         expected = TEXT[: min(at for word in stop if (at := TEXT.find(word)) >= 0)]
@@ -112,7 +113,7 @@ def test_text_ends_before_the_first_stop_string_wherever_it_lies(every: int) -> 
         assert stream.stopped
 
 
-def test_what_may_become_a_stop_string_is_held_back_and_no_more() -> None:
+def test_only_a_possible_stop_string_is_held_back() -> None:
     stream = TextStream(decode_bytes, [], ["abcd", "cx"])
     given = []
     for byte in b"zabcabxab":
@@ -124,7 +125,7 @@ def test_what_may_become_a_stop_string_is_held_back_and_no_more() -> None:
     assert not stream.stopped
 
 
-def test_stop_strings_by_chance_against_the_plain_search() -> None:
+def test_random_stop_strings_match_a_reference_search() -> None:
     rng = random.Random(5)
     for _ in range(500):
         data = bytes(rng.choice(b"ab\xc3\xa9") for _ in range(rng.randint(1, 30)))
@@ -137,7 +138,7 @@ def test_stop_strings_by_chance_against_the_plain_search() -> None:
         assert stream.stopped == any(word in whole for word in words)
 
 
-def test_uniform_is_even_and_the_same_everywhere() -> None:
+def test_uniform_is_even_and_deterministic() -> None:
     # Fixed for good: answers of yesterday must come again tomorrow.
     assert uniform(1, 2) == 0.6434025071674214
     numbers = [uniform(seed, position) for seed in (0, 7, 2**64 - 1) for position in range(4000)]
@@ -150,7 +151,7 @@ def test_uniform_is_even_and_the_same_everywhere() -> None:
 @pytest.mark.parametrize(
     ("temperature", "top_k", "top_p"), [(1.0, 0, 1.0), (0.7, 0, 1.0), (1.0, 5, 1.0), (1.5, 0, 0.6), (0.9, 8, 0.8)]
 )
-def test_tokens_are_drawn_as_often_as_transformers_says(temperature: float, top_k: int, top_p: float) -> None:
+def test_sampling_frequencies_equal_transformers(temperature: float, top_k: int, top_p: float) -> None:
     from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
     torch.manual_seed(3)
@@ -171,7 +172,7 @@ def test_tokens_are_drawn_as_often_as_transformers_says(temperature: float, top_
             assert abs(drawn[token] - count * share) <= 5 * (count * share * (1 - share)) ** 0.5 + 1
 
 
-def test_settings_at_their_limits_draw_a_likely_token() -> None:
+def test_extreme_settings_draw_a_likely_token() -> None:
     logits = torch.tensor([1.0, 30.0, 2.0, float("-inf"), 29.5])
     for temperature in (1e-45, 1e-30, 1e-5):
         assert {int(draw(logits, Sampling(temperature=temperature, seed=1), at)) for at in range(50)} == {1}
@@ -182,7 +183,7 @@ def test_settings_at_their_limits_draw_a_likely_token() -> None:
     assert draw(torch.tensor([lowest, 0.0]), Sampling(temperature=1e-45, seed=3), 0) == 1
 
 
-def test_repetition_is_penalised_as_transformers_does() -> None:
+def test_penalty_equals_transformers() -> None:
     from transformers import RepetitionPenaltyLogitsProcessor
 
     logits = torch.randn(30)
@@ -191,7 +192,7 @@ def test_repetition_is_penalised_as_transformers_does() -> None:
     assert torch.equal(penalised(logits, torch.tensor(sorted(set(history))), 1.3), expected)
 
 
-def test_rows_are_chosen_each_by_its_own_rules_and_nonsense_is_noticed() -> None:
+def test_rows_use_their_own_settings_and_nan_is_detected() -> None:
     logits = torch.zeros(4, 10)
     logits[0, 4] = 1
     logits[1, :] = float("nan")
@@ -218,7 +219,7 @@ class HostReads(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_a_step_waits_for_the_device_once_however_many_rows_are_drawn() -> None:
+def test_sampling_waits_for_the_device_once() -> None:
     torch.manual_seed(5)
     samplings = [
         Sampling(temperature=1.0, top_p=0.7, top_k=9, repetition_penalty=1.2, seed=seed) for seed in range(6)
@@ -232,7 +233,7 @@ def test_a_step_waits_for_the_device_once_however_many_rows_are_drawn() -> None:
     assert together == alone
 
 
-def test_blocks_are_given_out_once_and_come_back() -> None:
+def test_blocks_are_taken_once_and_returned() -> None:
     pool = BlockPool(8)
     first, second = pool.take(3), pool.take(5)
     assert sorted(first + second) == list(range(8))
@@ -243,7 +244,7 @@ def test_blocks_are_given_out_once_and_come_back() -> None:
     assert set(pool.take(2)) <= set(first)
 
 
-def test_a_step_lays_out_places_masks_and_positions() -> None:
+def test_step_has_places_masks_and_positions() -> None:
     shape = CacheShape(layers=1, heads=1, head_size=2, dtype=torch.float32)
     cache = PagedCache(shape, 8, torch.device("cpu"))
     pieces = [
@@ -295,13 +296,13 @@ class Words:
         ({"messages": [{"role": "user", "content": "b"}]}, "no chat template"),
     ],
 )
-def test_a_payload_that_makes_no_sense_is_rejected(fields: dict[str, object], words: str) -> None:
+def test_invalid_payload_is_rejected(fields: dict[str, object], words: str) -> None:
     payload = pb.GeneratePayload(**fields).SerializeToString()  # type: ignore[arg-type]
     with pytest.raises(BadInputError, match=words):
         read_request(payload, "", Words(), 10, 1)
 
 
-def test_a_payload_says_what_is_left_out() -> None:
+def test_omitted_fields_get_defaults() -> None:
     request = read_request(pb.GeneratePayload(prompt="a bb").SerializeToString(), "", Words(), 10, 1)
     assert request.prompt_ids == [1, 2] and request.tokens_max == 8 and not request.seed_drawn
     drawn = read_request(b'{"prompt": "a", "temperature": 1}', JSON, Words(), 10, 1)
@@ -314,7 +315,7 @@ def test_a_payload_says_what_is_left_out() -> None:
     assert own.sampling.seed == 0 and not own.seed_drawn
 
 
-def test_messages_travel_in_two_forms() -> None:
+def test_messages_round_trip_in_both_forms() -> None:
     chunk = pb.GenerateChunk(text="é\n", token_ids=[1, 2], seed=2**64 - 1)
     for content_type in ("", JSON):
         assert decode(pb.GenerateChunk, encode(chunk, content_type), content_type) == chunk

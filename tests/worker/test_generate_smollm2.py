@@ -48,12 +48,12 @@ def engine(artifacts: Path) -> Iterator[GenerateEngine]:
 
 
 @pytest.fixture(scope="module")
-def plain(engine: GenerateEngine) -> Plain:
+def baseline(engine: GenerateEngine) -> Plain:
     assert engine._model is not None and engine._model.artifact is not None
     return Plain.load(engine._model.artifact.folder)
 
 
-def test_greedy_answers_equal_plain_transformers_alone_and_together(engine: GenerateEngine, plain: Plain) -> None:
+def test_greedy_answers_equal_transformers_alone_and_together(engine: GenerateEngine, plain: Plain) -> None:
     expected = [plain.greedy(prompt, count) for prompt, count in zip(PROMPTS, LENGTHS, strict=True)]
     (alone,) = run_all(engine, [ask(PROMPTS[0], tokens_max=LENGTHS[0])])
     assert list(alone.result.token_ids) == expected[0] == EXPECTED
@@ -64,7 +64,7 @@ def test_greedy_answers_equal_plain_transformers_alone_and_together(engine: Gene
     assert "Paris" in alone.result.text
 
 
-def test_it_answers_a_question_in_its_own_template(engine: GenerateEngine) -> None:
+def test_question_is_answered_with_the_chat_template(engine: GenerateEngine) -> None:
     said = [pb.ChatMessage(role="user", content="What is the capital of France? Answer in one sentence.")]
     (recorder,) = run_all(engine, [ask(messages=said, tokens_max=30)])
     assert "Paris" in recorder.result.text
@@ -72,7 +72,9 @@ def test_it_answers_a_question_in_its_own_template(engine: GenerateEngine) -> No
     assert "<|im_end|>" not in recorder.result.text
 
 
-def test_the_file_is_dequantised_once(engine: GenerateEngine, artifacts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gguf_file_is_dequantised_once(
+    engine: GenerateEngine, artifacts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     kept = {path: path.stat().st_mtime_ns for path in artifacts.rglob("*.safetensors")}
     assert len(kept) == 1
     monkeypatch.setattr(

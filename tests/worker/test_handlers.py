@@ -49,7 +49,7 @@ async def test_values_and_results(start_handlers: Start) -> None:
     }
 
 
-async def test_async_handlers_share_a_loop(start_handlers: Start) -> None:
+async def test_async_handlers_share_an_event_loop(start_handlers: Start) -> None:
     _, stream = await start_handlers("--slots", "4")
     reports = [json.loads(report.result) for report in await run(stream, "t.async", *[b""] * 16)]
     assert 2 <= max(report["together"] for report in reports) <= 4
@@ -71,7 +71,7 @@ async def test_generators(start_handlers: Start) -> None:
     assert [(p.index, p.data) for p in stream.partials] == [(3, b"part3"), (4, b"part4")]
 
 
-async def test_a_partial_does_not_wait_for_the_next_one(start_handlers: Start) -> None:
+async def test_partial_does_not_wait_for_the_next_one(start_handlers: Start) -> None:
     _, stream = await start_handlers()
     stream.lease([(1, b"")], kind="t.slow_stream")
     await stream.until(lambda: stream.partials, timeout_s=20)  # the next one takes 30 s
@@ -106,7 +106,7 @@ async def test_exceptions(start_handlers: Start) -> None:
     await still_works(stream)
 
 
-async def test_exceptions_that_are_hard_to_say(start_handlers: Start) -> None:
+async def test_exceptions_that_cannot_be_formatted(start_handlers: Start) -> None:
     _, stream = await start_handlers()
     (report,) = await run(stream, "t.speechless", b"")
     assert report.error.type == "SpeechlessError"
@@ -128,7 +128,7 @@ async def test_result_too_large(start_handlers: Start) -> None:
     ("kind", "payload", "words"),
     [("t.exit", b"0", "exit code 0"), ("t.exit", b"7", "exit code 7"), ("t.segfault", b"", "SIGSEGV")],
 )
-async def test_death_is_blamed_on_the_one_that_ran(
+async def test_death_is_blamed_on_the_running_task(
     start_handlers: Start, kind: str, payload: bytes, words: str
 ) -> None:
     _, stream = await start_handlers()
@@ -145,7 +145,7 @@ async def test_death_is_blamed_on_the_one_that_ran(
     await still_works(stream)
 
 
-async def test_a_handler_that_closes_all_descriptors_is_charged_and_its_neighbour_goes_on(
+async def test_handler_that_closes_all_descriptors_is_charged_alone(
     start_handlers: Start,
 ) -> None:
     process, stream = await start_handlers()
@@ -158,7 +158,7 @@ async def test_a_handler_that_closes_all_descriptors_is_charged_and_its_neighbou
     assert process.log.count('"event": "engine died"') <= 2
 
 
-async def test_neighbours_in_one_batch_go_on(start_handlers: Start) -> None:
+async def test_other_tasks_of_the_batch_continue(start_handlers: Start) -> None:
     _, stream = await start_handlers()
     await run(stream, "t.nap", *[b"0.0001"] * 200)  # learns that naps are short
     stream.lease([(n, b"0.0001" if n != 1050 else b"not a number") for n in range(1001, 1100)], kind="t.nap")
@@ -186,7 +186,7 @@ async def test_run_timeout(start_handlers: Start, kind: str) -> None:
     assert "0.3 s" in report.error.message
 
 
-async def test_heartbeats_go_on_while_user_code_spins(start_handlers: Start) -> None:
+async def test_heartbeats_continue_while_user_code_spins(start_handlers: Start) -> None:
     _, stream = await start_handlers()
     await still_works(stream)
     stream.lease([(1001, b"")], kind="t.spin")
@@ -213,7 +213,7 @@ async def test_out_of_memory_is_a_clean_failure(start_handlers: Start) -> None:
     assert process.engine_pids() == engine
 
 
-async def test_memory_that_no_limit_sees_is_seen_by_the_agent(start_handlers: Start) -> None:
+async def test_agent_limits_memory_that_rlimits_miss(start_handlers: Start) -> None:
     _, stream = await start_handlers("--engine-memory-bytes", "600MiB")
     (report,) = await run(stream, "t.shared_hoard", b"")
     assert (report.error.type, report.error.retryable) == ("OutOfMemory", True)
@@ -221,7 +221,7 @@ async def test_memory_that_no_limit_sees_is_seen_by_the_agent(start_handlers: St
     await still_works(stream)
 
 
-async def test_slots_run_at_the_same_time(start_handlers: Start) -> None:
+async def test_slots_run_concurrently(start_handlers: Start) -> None:
     _, stream = await start_handlers("--slots", "4")
     await still_works(stream)
     stream.lease([(2000 + n, b"30") for n in range(4)], kind="t.nap")
@@ -231,7 +231,7 @@ async def test_slots_run_at_the_same_time(start_handlers: Start) -> None:
     assert 3000 not in stream.reports
 
 
-async def test_a_timeout_in_one_slot_spares_the_others(start_handlers: Start) -> None:
+async def test_timeout_in_one_slot_spares_others(start_handlers: Start) -> None:
     _, stream = await start_handlers("--slots", "2")
     stream.lease([(1, b"")], kind="t.hang", run_timeout={"nanos": 400_000_000})
     stream.lease([(2, b"1.0")], kind="t.nap")
@@ -240,7 +240,7 @@ async def test_a_timeout_in_one_slot_spares_the_others(start_handlers: Start) ->
     assert napped.result == b"1.0"  # from the next engine, and not charged
 
 
-async def test_a_flood_of_output_is_cut(start_handlers: Start) -> None:
+async def test_excessive_output_is_truncated(start_handlers: Start) -> None:
     process, stream = await start_handlers()
     (report,) = await run(stream, "t.flood", b"")
     assert report.result == b"done"
@@ -262,7 +262,7 @@ async def test_output_goes_to_the_log(start_handlers: Start) -> None:
     assert "trouble" in process.log
 
 
-async def test_a_forked_child_that_returns_says_nothing(start_handlers: Start) -> None:
+async def test_forked_child_that_returns_reports_nothing(start_handlers: Start) -> None:
     _, stream = await start_handlers()
     for _ in range(5):
         (report,) = await run(stream, "t.fork", b"")
@@ -273,7 +273,7 @@ async def test_a_forked_child_that_returns_says_nothing(start_handlers: Start) -
     assert json.loads(report.result) == [1, 2, 3]
 
 
-async def test_a_left_child_does_not_hide_the_death(start_handlers: Start, tmp_path: Path) -> None:
+async def test_orphaned_child_does_not_hide_the_death(start_handlers: Start, tmp_path: Path) -> None:
     _, stream = await start_handlers()
     path = tmp_path / "pid"
     (report,) = await run(stream, "t.fork_and_die", str(path).encode())
@@ -314,7 +314,7 @@ async def test_checkpoint_arrives_before_the_failure(start_handlers: Start) -> N
         assert "heartbeat" in stream.events[:report_at]
 
 
-async def test_progress_is_told(start_handlers: Start) -> None:
+async def test_progress_is_reported(start_handlers: Start) -> None:
     _, stream = await start_handlers()
     await run(stream, "t.progress", b"10")
     held = [h.leases[0] for h in stream.heartbeats if h.leases]

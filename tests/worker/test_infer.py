@@ -120,7 +120,7 @@ def rows(n: int, start: float = 0.0, width: int = 4) -> Any:
     return np.arange(start, start + n * width, dtype=np.float32).reshape(n, width)
 
 
-def test_tasks_go_together_and_come_apart(make_engine: MakeEngine, models: Any) -> None:
+def test_tasks_are_joined_and_split(make_engine: MakeEngine, models: Any) -> None:
     engine = make_engine()
     acquaint(engine, models)
     sizes = (1, 3, 2)
@@ -132,7 +132,7 @@ def test_tasks_go_together_and_come_apart(make_engine: MakeEngine, models: Any) 
         np.testing.assert_array_equal(found["total"], found["y"].sum(axis=1))
 
 
-def test_only_what_agrees_goes_together(make_engine: MakeEngine, models: Any) -> None:
+def test_only_equal_signatures_are_joined(make_engine: MakeEngine, models: Any) -> None:
     payloads = [
         payload(x=rows(1)),
         payload(x=rows(1), bias=rows(1)),
@@ -149,7 +149,7 @@ def test_only_what_agrees_goes_together(make_engine: MakeEngine, models: Any) ->
     assert answer(recorder, 4)["y"].shape == (2, 4)
 
 
-def test_a_task_is_cut_where_it_is_too_large(make_engine: MakeEngine, models: Any) -> None:
+def test_large_task_is_split(make_engine: MakeEngine, models: Any) -> None:
     engine = make_engine(examples_max="4")
     acquaint(engine, models)
     recorder = run(engine, batch_of([payload(x=rows(3)), payload(x=rows(7)), payload(x=rows(1))]))
@@ -158,7 +158,7 @@ def test_a_task_is_cut_where_it_is_too_large(make_engine: MakeEngine, models: An
         np.testing.assert_array_equal(answer(recorder, i)["y"], rows(n) * [1, 2, 3, 4])
 
 
-def test_bad_items_fail_alone_and_are_told_what_the_model_takes(make_engine: MakeEngine) -> None:
+def test_bad_items_fail_alone_with_a_description_of_the_inputs(make_engine: MakeEngine) -> None:
     bad = [
         (b"\xff", "no multigpu.v1.InferPayload"),
         (payload(y=rows(1)), "no input 'y'"),
@@ -175,7 +175,7 @@ def test_bad_items_fail_alone_and_are_told_what_the_model_takes(make_engine: Mak
     assert "The model takes x: any type; bias: any type, optional" in recorder.outcomes[2][1]
 
 
-def test_what_the_model_can_not_run_fails_alone(make_engine: MakeEngine) -> None:
+def test_item_that_the_model_cannot_run_fails_alone(make_engine: MakeEngine) -> None:
     spoilt = rows(5)
     spoilt[4, 2] = 666
     payloads = [payload(x=rows(3)), payload(x=spoilt), payload(x=rows(6, 40.0))]
@@ -185,7 +185,7 @@ def test_what_the_model_can_not_run_fails_alone(make_engine: MakeEngine) -> None
         np.testing.assert_array_equal(answer(recorder, i)["y"], expected * [1, 2, 3, 4])
 
 
-def test_out_of_memory_halves_and_is_remembered(make_engine: MakeEngine, models: Any) -> None:
+def test_out_of_memory_halves_the_limit(make_engine: MakeEngine, models: Any) -> None:
     models.ROOM[0] = 5
     engine = make_engine()
     acquaint(engine, models)
@@ -199,16 +199,14 @@ def test_out_of_memory_halves_and_is_remembered(make_engine: MakeEngine, models:
     assert [shape[0] for shape in models.SEEN] == [4, 4, 4, 4]
 
 
-def test_one_example_that_does_not_fit_fails_its_task(make_engine: MakeEngine, models: Any) -> None:
+def test_example_that_does_not_fit_fails_its_task(make_engine: MakeEngine, models: Any) -> None:
     models.ROOM[0] = 0
     error_type, message, retryable = run(make_engine(), batch_of([payload(x=rows(2))])).outcomes[0]
     assert (error_type, retryable) == ("OutOfMemory", True)
     assert "send fewer or smaller examples" in message
 
 
-def test_a_model_whose_first_dimension_is_something_else_gets_tasks_one_by_one(
-    make_engine: MakeEngine, models: Any
-) -> None:
+def test_model_without_rows_per_example_gets_single_tasks(make_engine: MakeEngine, models: Any) -> None:
     engine = make_engine("Summed")
     for _ in range(2):
         recorder = run(engine, batch_of([payload(x=rows(2)), payload(x=rows(3, 5.0))]))
@@ -220,7 +218,7 @@ def test_a_model_whose_first_dimension_is_something_else_gets_tasks_one_by_one(
     assert [shape[0] for shape in models.SEEN] == [1, 2, 2, 3, 2, 3]
 
 
-def test_cancelled_tasks_are_left_out(make_engine: MakeEngine, models: Any) -> None:
+def test_cancelled_tasks_are_skipped(make_engine: MakeEngine, models: Any) -> None:
     engine = make_engine()
     acquaint(engine, models)
     recorder = run(engine, batch_of([payload(x=rows(1)), payload(x=rows(2))]), Recorder(cancelled_ids={0}))
@@ -269,7 +267,7 @@ def test_bad_batch_fails_every_item(
         assert message in said
 
 
-def test_loading_says_what_the_model_takes(make_engine: MakeEngine) -> None:
+def test_facts_describe_the_inputs(make_engine: MakeEngine) -> None:
     facts = make_engine().load()
     assert facts == {
         "engine": "torch",

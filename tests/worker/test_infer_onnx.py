@@ -46,7 +46,7 @@ def scaled_sum(folder: Path) -> ModelSpec:
     return write(folder, nodes, {"x": (TensorProto.FLOAT, shape), "counts": (TensorProto.INT64, ["batch", 1])}, "y")
 
 
-def test_names_types_and_shapes_are_the_files_own(tmp_path: Path) -> None:
+def test_names_types_and_shapes_come_from_the_file(tmp_path: Path) -> None:
     forward, facts = infer_onnx.load(scaled_sum(tmp_path), SETTINGS, "fp32")
     assert [(each.name, each.dtype, each.shape) for each in forward.inputs] == [
         ("x", "float32", (None, 3)),
@@ -59,7 +59,7 @@ def test_names_types_and_shapes_are_the_files_own(tmp_path: Path) -> None:
     assert facts == {"precision": "as its file"}
 
 
-def test_tasks_go_together_and_a_bad_one_fails_alone(tmp_path: Path) -> None:
+def test_tasks_are_joined_and_a_bad_one_fails_alone(tmp_path: Path) -> None:
     spec = scaled_sum(tmp_path)
     engine = InferEngine(EngineSettings(device="cpu", slots=1, threads=1, models={spec.id: spec}))
     assert engine.load()["engine"] == "onnx"
@@ -80,7 +80,7 @@ def test_tasks_go_together_and_a_bad_one_fails_alone(tmp_path: Path) -> None:
     assert recorder.outcomes[2][1] == b'{"outputs": {"y": [[3.0, 3.0, 3.0], [10.0, 10.0, 10.0]]}}'
 
 
-def test_whole_numbers_are_taken_for_floats_where_they_are_the_same(tmp_path: Path) -> None:
+def test_exact_integers_are_converted_to_floats(tmp_path: Path) -> None:
     spec = scaled_sum(tmp_path)
     engine = InferEngine(EngineSettings(device="cpu", slots=1, threads=1, models={spec.id: spec}))
     engine.load()
@@ -103,7 +103,7 @@ def test_whole_numbers_are_taken_for_floats_where_they_are_the_same(tmp_path: Pa
     assert recorder.outcomes[1][0] == "BadInput"
 
 
-def test_what_is_not_served_says_so(tmp_path: Path) -> None:
+def test_unsupported_models_are_rejected(tmp_path: Path) -> None:
     spec = scaled_sum(tmp_path)
     for precision, words in (("fp16", "leave fp16 out"), ("fp8", "not fp8: take engine tensorrt")):
         with pytest.raises(PrecisionError, match=words):

@@ -16,8 +16,9 @@ import onnx
 import torch
 from multigpu.repository.model import BatchRules, ModelSpec
 from multigpu_worker.engines.base import EngineSettings
-from multigpu_worker.engines.infer.backend import Arrays, is_per_example
-from multigpu_worker.engines.infer.engine import AS_DECLARED, AS_TOLD, InferEngine
+from multigpu_worker.engines.common.tensors import Arrays
+from multigpu_worker.engines.infer.backend import is_per_example
+from multigpu_worker.engines.infer.engine import AS_CONFIGURED, AS_DECLARED, InferEngine
 from onnx import TensorProto, helper, numpy_helper
 
 from .test_embed import Recorder
@@ -61,7 +62,7 @@ def engine_of(spec: ModelSpec) -> tuple[InferEngine, list[int]]:
     """An engine, loaded and warm, and what will have gone through its model: rows of the first input."""
     engine = InferEngine(EngineSettings(device="cpu", slots=1, threads=1, models={spec.id: spec}))
     engine.load()
-    (model,) = engine._loaded.values()
+    (model,) = engine._models.loaded.values()
     seen: list[int] = []
     forward: Any = model.forward
     model.forward = Watched(forward, seen)
@@ -97,14 +98,14 @@ def assert_each(engine: InferEngine, sizes: list[int], expected: Callable[[Array
 
 
 @pytest.mark.parametrize("sizes", [[64], [10, 22], [32], [1] * 32, [33, 31]])
-def test_a_constant_with_as_many_rows_as_a_batch_is_nobodys_share(tmp_path: Path, sizes: list[int]) -> None:
+def test_constant_output_is_not_split(tmp_path: Path, sizes: list[int]) -> None:
     engine, seen = engine_of(write(tmp_path, [SQUARE, CODE], {"y": "n", "code": 32}))
     assert_each(engine, sizes, lambda x: {"y": x * x, "code": TABLE})
     assert seen == sizes
 
 
 @pytest.mark.parametrize("first", [4, "m"])
-def test_tasks_of_one_row_get_the_whole_of_four_rows(tmp_path: Path, first: int | str) -> None:
+def test_output_with_fixed_rows_is_returned_whole(tmp_path: Path, first: int | str) -> None:
     nodes = [
         helper.make_node("ReduceSum", ["x"], ["sum"], keepdims=0),
         helper.make_node("Add", ["table", "sum"], ["y"]),
@@ -115,7 +116,7 @@ def test_tasks_of_one_row_get_the_whole_of_four_rows(tmp_path: Path, first: int 
     assert seen == [1, 1, 1, 1, 2, 2]
 
 
-def test_a_dimension_of_another_name_is_not_the_examples(tmp_path: Path) -> None:
+def test_dimension_of_another_name_is_not_the_examples(tmp_path: Path) -> None:
     """Rows of x that are above 0 in their first column: as many as there are rows, in some batches."""
     nodes = [
         helper.make_node("Constant", [], ["first"], value=numpy_helper.from_array(np.array(0))),
@@ -135,7 +136,7 @@ def test_a_dimension_of_another_name_is_not_the_examples(tmp_path: Path) -> None
     assert seen == [1, 1, 2]
 
 
-def test_inputs_with_first_dimensions_of_their_own_are_not_joined(tmp_path: Path) -> None:
+def test_inputs_with_different_first_dimensions_are_not_joined(tmp_path: Path) -> None:
     product = helper.make_node("Mul", ["x", "w"], ["y"])
     engine, seen = engine_of(write(tmp_path, [product], {"y": "n"}, {"x": "n", "w": "k"}))
     tasks = [(some(3, seed), some(k, seed + 9)) for seed, k in enumerate((3, 1, 3))]
@@ -145,20 +146,20 @@ def test_inputs_with_first_dimensions_of_their_own_are_not_joined(tmp_path: Path
     assert seen == [3, 3, 3]
 
 
-def test_a_declared_model_is_joined_and_cut_at_once(tmp_path: Path) -> None:
+def test_declared_model_is_joined_without_a_test(tmp_path: Path) -> None:
     engine, seen = engine_of(write(tmp_path, [SQUARE], {"y": "n"}))
     assert_each(engine, [1, 2, 3, 40], lambda x: {"y": x * x})
     assert seen == [32, 14]
 
 
-def test_open_dimensions_without_names_are_tried_with_one_row_and_two(tmp_path: Path) -> None:
+def test_unnamed_dimensions_are_tested_with_one_row_and_two(tmp_path: Path) -> None:
     engine, seen = engine_of(write(tmp_path, [SQUARE], {"y": None}, {"x": None}))
     assert_each(engine, [3, 2], lambda x: {"y": x * x})
     assert_each(engine, [3, 2], lambda x: {"y": x * x})
     assert seen == [1, 2, 5, 5]
 
 
-def test_what_has_as_many_rows_by_its_shape_alone_is_found_out(tmp_path: Path) -> None:
+def test_coincidental_number_of_rows_is_detected(tmp_path: Path) -> None:
     """Two columns become two rows: as many as examples in a batch of two."""
     flipped = helper.make_node("Transpose", ["x"], ["y"], perm=[1, 0])
     spec = write(tmp_path, [flipped], {"y": None}, {"x": None})
@@ -172,7 +173,7 @@ def test_what_has_as_many_rows_by_its_shape_alone_is_found_out(tmp_path: Path) -
     assert seen == [1, 1, 1, 2, 40]
 
 
-def test_a_mean_over_examples_is_right_where_tasks_max_is_one(tmp_path: Path) -> None:
+def test_tasks_max_of_one_keeps_means_over_examples_right(tmp_path: Path) -> None:
     """Neither joined with others' rows nor cut at examples_max, which is 32 here."""
     spec = write(tmp_path, CENTER, {"y": "n"})
     alone = dataclasses.replace(spec, batch=BatchRules(tasks_max=1), parameters={"examples_max": "32"})
@@ -180,7 +181,7 @@ def test_a_mean_over_examples_is_right_where_tasks_max_is_one(tmp_path: Path) ->
     assert_each(engine, [64], lambda x: {"y": x - x.mean(0)})
     assert_each(engine, [3, 5, 100], lambda x: {"y": x - x.mean(0)})
     assert seen == [64, 3, 5, 100]
-    assert engine.load()["tasks"] == AS_TOLD
+    assert engine.load()["tasks"] == AS_CONFIGURED
 
 
 def test_facts_say_why_tasks_run_one_by_one(tmp_path: Path) -> None:
@@ -220,7 +221,7 @@ def export(folder: Path, module: torch.nn.Module) -> ModelSpec:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_exported_programs_declare_it_by_their_symbols(tmp_path: Path) -> None:
+def test_exported_programs_declare_rows_by_symbols(tmp_path: Path) -> None:
     engine, seen = engine_of(export(tmp_path, WithTable()))
     assert_each(engine, [64, 10, 32], lambda x: {"y": x * x, "code": TABLE})
     assert seen == [64, 10, 32]
@@ -251,7 +252,7 @@ def undeclared(folder: Path, kind: type[torch.nn.Module]) -> tuple[InferEngine, 
     return engine_of(ModelSpec(name="m", folder=folder, kind="infer", **values))
 
 
-def test_a_module_that_declares_nothing_is_tried_before_anything_is_joined_or_cut(tmp_path: Path) -> None:
+def test_undeclared_module_is_tested_before_joining(tmp_path: Path) -> None:
     engine, seen = undeclared(tmp_path, WithTable)
     assert_each(engine, [64, 10, 22], lambda x: {"y": x * x, "code": TABLE})
     # One row shows it already, and no task pays for it again.
@@ -261,7 +262,7 @@ def test_a_module_that_declares_nothing_is_tried_before_anything_is_joined_or_cu
     assert seen == [1, 2, 32, 11]
 
 
-def test_a_module_that_needs_its_rows_together_gets_them(tmp_path: Path) -> None:
+def test_module_that_needs_all_rows_gets_them(tmp_path: Path) -> None:
     engine, seen = undeclared(tmp_path, Moody)
     bad, good = payload(x=some(2)), payload(x=some(40))
     for _ in range(2):
@@ -286,5 +287,5 @@ def test_a_module_that_needs_its_rows_together_gets_them(tmp_path: Path) -> None
         ([None, 0], False),
     ],
 )
-def test_per_example_as_first_dimensions_say(first_dimensions: list[int | str | None], expected: bool | None) -> None:
+def test_per_example_follows_first_dimensions(first_dimensions: list[int | str | None], expected: bool | None) -> None:
     assert is_per_example(first_dimensions) is expected

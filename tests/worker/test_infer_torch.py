@@ -17,7 +17,7 @@ import torch
 import transformers
 from multigpu.repository.model import ModelSpec
 from multigpu_worker.engines.base import EngineSettings
-from multigpu_worker.engines.infer.backend import TensorSpec
+from multigpu_worker.engines.common.tensors import TensorSpec
 from multigpu_worker.engines.infer.engine import InferEngine
 from multigpu_worker.engines.infer.torch_backend import TorchForward, load
 from multigpu_worker.models.folders import ModelFolderError
@@ -67,7 +67,7 @@ def assert_right(found: dict[str, Any], n: int) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_exported_program_joins_up_to_its_bound(tmp_path: Path) -> None:
+def test_exported_program_is_joined_up_to_its_bound(tmp_path: Path) -> None:
     engine = InferEngine(settings_of(export(tmp_path, torch.export.Dim("batch", max=6))))
     facts = engine.load()
     assert facts["inputs"] == "x: float32 [any, 4]; scale: float32 [any, 1]"
@@ -164,7 +164,7 @@ def test_exported_program_with_a_pickle_is_rejected(
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_pickle_that_is_allowed_is_read(tmp_path: Path) -> None:
+def test_allowed_pickle_is_loaded(tmp_path: Path) -> None:
     """Also that what is rejected above would have run."""
     spec = export(tmp_path, None)
     evil_sample(tmp_path / spec.file, tmp_path / "told")
@@ -214,7 +214,7 @@ def test_hugging_face_folder_by_signature(bert: tuple[ModelSpec, Any]) -> None:
 
 
 @pytest.mark.parametrize(("precision", "tolerance"), [("bf16", 1e-1), ("fp16", 1e-2)])
-def test_lower_precision_is_near_and_answers_in_float32(
+def test_lower_precision_is_close_and_returns_float32(
     bert: tuple[ModelSpec, Any], precision: str, tolerance: float
 ) -> None:
     spec, _ = bert
@@ -224,7 +224,7 @@ def test_lower_precision_is_near_and_answers_in_float32(
     assert 1e-6 < np.abs(exact - rough).max() < tolerance
 
 
-def test_pickled_weights_of_a_folder_need_to_be_named(bert: tuple[ModelSpec, Any], tmp_path: Path) -> None:
+def test_pickled_weights_of_a_folder_must_be_allowed(bert: tuple[ModelSpec, Any], tmp_path: Path) -> None:
     spec, model = bert
     (tmp_path / "config.json").write_bytes((spec.folder / "config.json").read_bytes())
     torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
@@ -237,7 +237,7 @@ def test_pickled_weights_of_a_folder_need_to_be_named(bert: tuple[ModelSpec, Any
     np.testing.assert_array_equal(allowed(inputs)["logits"], expected)
 
 
-def test_weights_that_are_missing_are_not_made_up(bert: tuple[ModelSpec, Any], tmp_path: Path) -> None:
+def test_missing_weights_are_rejected(bert: tuple[ModelSpec, Any], tmp_path: Path) -> None:
     spec, model = bert
     model.bert.save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
@@ -246,7 +246,7 @@ def test_weights_that_are_missing_are_not_made_up(bert: tuple[ModelSpec, Any], t
         load_here(ModelSpec(name="m", folder=tmp_path, kind="infer", source=spec.source))
 
 
-def test_pickled_weights_need_to_be_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pickled_weights_must_be_allowed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "infer_torch_class.py").write_text("import torch\nclass Line(torch.nn.Linear): pass\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     torch.save({"weight": torch.ones(2, 4), "bias": torch.zeros(2)}, tmp_path / "weights.pth")

@@ -15,7 +15,7 @@ pytest.importorskip("sentence_transformers", reason="the dependency group `dev` 
 
 import onnxruntime
 import torch
-from multigpu_worker.engines.common.subprocess_call import run_apart
+from multigpu_worker.engines.common.subprocess_call import subprocess_call
 from multigpu_worker.engines.embed.model import load_model
 from multigpu_worker.engines.embed.steps import POOLING_MODES
 from multigpu_worker.engines.embed.text import TextInput
@@ -48,7 +48,7 @@ def every_step(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("build", [every_step, tiny.qwen_left_padded])
-def test_any_number_of_texts_of_any_length(tmp_path: Path, build: Callable[[Path], Path]) -> None:
+def test_export_takes_batches_of_any_shape(tmp_path: Path, build: Callable[[Path], Path]) -> None:
     model_folder, folder = build(tmp_path), tmp_path / "export"
     folder.mkdir()
     # In a process of its own it is exported by test_embed_onnx.py.
@@ -61,7 +61,7 @@ def test_any_number_of_texts_of_any_length(tmp_path: Path, build: Callable[[Path
     assert 0 < float(facts["difference"]) < 1e-4
 
 
-def test_a_graph_that_differs_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_graph_that_differs_from_torch_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model_folder, folder = bert(tmp_path), tmp_path / "export"
     folder.mkdir()
     compute = onnx_export._compute
@@ -70,30 +70,30 @@ def test_a_graph_that_differs_is_rejected(tmp_path: Path, monkeypatch: pytest.Mo
         onnx_export.export(model=str(model_folder), folder=str(folder), precision="fp32")
 
 
-def test_a_slow_tokenizer_is_rejected(tmp_path: Path) -> None:
+def test_python_tokenizer_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(ModelFolderError, match="engine torch"):
         onnx_export.export(model=str(tiny.byt5_slow_tokenizer(tmp_path)), folder=str(tmp_path), precision="fp32")
 
 
-def test_who_reads_an_export_needs_no_torch() -> None:
+def test_reading_an_export_needs_no_torch() -> None:
     code = "import multigpu_worker.engines.onnx.export, sys; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_what_happens_apart_is_said_here() -> None:
-    assert run_apart("json:dumps", {"obj": 1}) == "1"
+def test_errors_of_the_subprocess_are_raised() -> None:
+    assert subprocess_call("json:dumps", {"obj": 1}) == "1"
     with pytest.raises(ModelFolderError, match=r"json:loads: TypeError: .*missing"):
-        run_apart("json:loads", {})
+        subprocess_call("json:loads", {})
     with pytest.raises(ModelFolderError, match="docs/dependencies"):
-        run_apart("no_such_module:any", {})
+        subprocess_call("no_such_module:any", {})
     with pytest.raises(FileNotFoundError, match="no-such-folder"):
-        run_apart("os:listdir", {"path": "/no-such-folder"})
+        subprocess_call("os:listdir", {"path": "/no-such-folder"})
     with pytest.raises(ModelFolderError, match="exit status -6"):
-        run_apart("os:abort", {})
+        subprocess_call("os:abort", {})
 
 
-def test_the_process_apart_dies_with_who_started_it() -> None:
-    code = "from multigpu_worker.engines.common.subprocess_call import run_apart; run_apart('signal:pause', {})"
+def test_subprocess_dies_with_its_parent() -> None:
+    code = "from multigpu_worker.engines.common import subprocess_call as s; s.subprocess_call('signal:pause', {})"
     with subprocess.Popen([sys.executable, "-c", code]) as parent:
         children = Path(f"/proc/{parent.pid}/task/{parent.pid}/children")
         while not (found := children.read_text().split()):

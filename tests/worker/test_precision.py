@@ -31,7 +31,7 @@ def settings(**values: str) -> EngineSettings:
         ({}, {"source": "tensorrt-plan"}, {}, ("tensorrt", "fp32")),
     ],
 )
-def test_the_nearest_wish_counts(
+def test_task_overrides_model_overrides_worker(
     task: dict[str, str], model: dict[str, str], worker: dict[str, str], expected: tuple[str, str]
 ) -> None:
     engine, chosen = expected
@@ -46,7 +46,7 @@ def test_the_nearest_wish_counts(
         ({"temperature": "1"}, "embed has no parameter 'temperature': it has engine and precision"),
     ],
 )
-def test_a_wish_that_nobody_knows_is_rejected(task: dict[str, str], message: str) -> None:
+def test_unknown_engine_or_precision_is_rejected(task: dict[str, str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         choose(spec(), settings(), task)
 
@@ -55,15 +55,15 @@ def test_a_wish_that_nobody_knows_is_rejected(task: dict[str, str], message: str
     ("capability", "expected"),
     [(None, "fp32"), ((6, 1), "fp32"), ((7, 0), "fp16"), ((7, 5), "fp16"), ((8, 0), "bf16"), ((9, 0), "bf16")],
 )
-def test_auto_is_what_the_tensor_cores_are_for(capability: tuple[int, int] | None, expected: str) -> None:
+def test_auto_precision_follows_the_tensor_cores(capability: tuple[int, int] | None, expected: str) -> None:
     assert auto_precision(capability) == expected
 
 
-def test_auto_is_what_onnx_runtime_has_kernels_for() -> None:
+def test_auto_precision_of_onnx_runtime() -> None:
     assert auto_precision((9, 0), "onnx") == "fp16"
 
 
-def test_a_gpu_is_asked_for_its_capability(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_capability_comes_from_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
     def told(device: str) -> tuple[int, int]:
@@ -82,14 +82,14 @@ def test_a_gpu_is_asked_for_its_capability(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.gpu
-def test_the_driver_tells_the_capability_that_torch_tells() -> None:
+def test_driver_and_torch_agree_on_the_capability() -> None:
     torch = pytest.importorskip("torch", reason="the extra `worker` is not installed")
     if not torch.cuda.is_available():
         pytest.skip("no GPU here")
     assert precision.compute_capability("cuda:0") == torch.cuda.get_device_capability(0)
 
 
-def test_a_model_is_found_by_id_and_by_name() -> None:
+def test_model_is_found_by_id_and_by_name() -> None:
     models = {"m:2": ModelSpec(name="m", version="2", folder=Path("/m/2"))}
     for name in ("", "m", "m:2"):
         assert spec_of(models, name).id == "m:2"
@@ -107,7 +107,7 @@ def test_a_model_is_found_by_id_and_by_name() -> None:
         ("tensorrt", "cuda:0", (12, 0), ""),
     ],
 )
-def test_fp8_is_tensorrts_from_ada_on(
+def test_fp8_needs_tensorrt_and_ada(
     monkeypatch: pytest.MonkeyPatch, engine: str, device: str, capability: tuple[int, int] | None, words: str
 ) -> None:
     monkeypatch.setattr(precision, "compute_capability", lambda _: capability)

@@ -11,17 +11,17 @@ import pytest
 
 pytest.importorskip("onnxruntime", reason="the extra `onnx` is not installed")
 
-from multigpu_worker.engines.common.device_memory import PycudaMemory
+from multigpu_worker.engines.tensorrt.device_memory import PycudaMemory
 
-from tests.worker import pretended_pycuda
+from tests.worker import fake_pycuda
 from tests.worker.test_tensorrt_run import runner
 
 
-def test_pycuda_loses_nothing_whichever_thread_lets_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a pretended pycuda, which is as strict as the real one where that says nothing."""
+def test_pycuda_memory_is_freed_by_any_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a fake pycuda, which is as strict as the real one where that says nothing."""
     monkeypatch.setitem(sys.modules, "pycuda", ModuleType("pycuda"))
-    monkeypatch.setitem(sys.modules, "pycuda.driver", pretended_pycuda)
-    monkeypatch.setattr(sys.modules["pycuda"], "driver", pretended_pycuda, raising=False)
+    monkeypatch.setitem(sys.modules, "pycuda.driver", fake_pycuda)
+    monkeypatch.setattr(sys.modules["pycuda"], "driver", fake_pycuda, raising=False)
     plans = [runner(tmp_path, PycudaMemory())]
 
     def work(seed: int) -> None:
@@ -33,12 +33,12 @@ def test_pycuda_loses_nothing_whichever_thread_lets_go(tmp_path: Path, monkeypat
                 np.testing.assert_array_equal(wait()["y"], 2 * x)
 
     work(0)
-    taken = dict(pretended_pycuda.held)
+    taken = dict(fake_pycuda.held)
     work(0)
-    assert pretended_pycuda.held == taken
+    assert fake_pycuda.held == taken
     with ThreadPoolExecutor(3) as pool:
         list(pool.map(work, range(3)))
         pool.submit(plans.clear).result()
     gc.collect()
-    assert pretended_pycuda.held["device"] == 0
-    assert "device" not in pretended_pycuda.lost
+    assert fake_pycuda.held["device"] == 0
+    assert "device" not in fake_pycuda.lost

@@ -47,7 +47,7 @@ def spec(tmp_path_factory: pytest.TempPathFactory) -> ModelSpec:
     return ModelSpec(name="minilm", folder=FOLDER, gate=gate)
 
 
-def test_dynamic_passes_and_texts_do_not_depend_on_their_neighbours(spec: ModelSpec, settings: EngineSettings) -> None:
+def test_dynamic_recipe_passes_and_texts_are_independent(spec: ModelSpec, settings: EngineSettings) -> None:
     model, facts = embed_onnx.load(spec, settings, "int8")
     exact, _ = embed_onnx.load(spec, settings, "fp32")
     assert facts["recipe"] == "dynamic"
@@ -64,7 +64,7 @@ def test_dynamic_passes_and_texts_do_not_depend_on_their_neighbours(spec: ModelS
         np.testing.assert_allclose(alone[0], together[row], rtol=0, atol=2e-2)
 
 
-def test_figures_are_kept_and_thresholds_are_judged_anew(
+def test_figures_are_kept_and_thresholds_judged_at_each_load(
     spec: ModelSpec, settings: EngineSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     onnx_artifacts.exported(spec, settings, "int8").close()
@@ -83,7 +83,7 @@ def test_modelopts_default_is_rejected_by_the_gate(spec: ModelSpec, settings: En
     assert float(str(rejected.value).partition("fp32 ")[2][:6]) < 0.95
 
 
-def test_no_data_no_int8(spec: ModelSpec, settings: EngineSettings) -> None:
+def test_int8_without_data_is_rejected(spec: ModelSpec, settings: EngineSettings) -> None:
     with pytest.raises(ModelFolderError, match="no calibration and no held_out data for int8"):
         embed_onnx.load(replace(spec, gate=Gate()), settings, "int8")
     gone = replace(spec, gate=replace(spec.gate, held_out="gone.jsonl"))
@@ -91,7 +91,7 @@ def test_no_data_no_int8(spec: ModelSpec, settings: EngineSettings) -> None:
         embed_onnx.load(gone, settings, "int8")
 
 
-def test_recipes_have_names(spec: ModelSpec) -> None:
+def test_recipes_by_engine(spec: ModelSpec) -> None:
     assert quantize.recipe_of(spec, "int8", "onnx") == "dynamic"
     assert quantize.recipe_of(spec, "int8", "tensorrt") == "selective"
     with pytest.raises(ModelFolderError, match=r"int8_recipe 'best' .* dynamic, selective, default"):
@@ -100,7 +100,7 @@ def test_recipes_have_names(spec: ModelSpec) -> None:
         quantize.recipe_of(replace(spec, parameters={"int8_recipe": "dynamic"}), "int8", "tensorrt")
 
 
-def test_weights_of_8_bits_take_the_place_of_those_of_32(spec: ModelSpec, settings: EngineSettings) -> None:
+def test_float32_weights_are_replaced_by_int8(spec: ModelSpec, settings: EngineSettings) -> None:
     artifacts = {name: onnx_artifacts.exported(spec, settings, name) for name in ("fp32", "int8")}
     sizes = {name: (each.folder / MODEL_FILE).stat().st_size for name, each in artifacts.items()}
     # 10.6 million weights of products; those of embeddings stay.

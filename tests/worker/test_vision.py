@@ -46,7 +46,7 @@ def photographs() -> list[bytes]:
     return [place.read_bytes() for place in places]
 
 
-def test_photographs_are_recognised_together_and_alone_and_a_bad_one_fails_alone(engine: Any) -> None:
+def test_photographs_are_recognised_and_a_bad_one_fails_alone(engine: Any) -> None:
     photos = photographs()
     payloads = [picture_payload(data) for data in [*photos, b"no picture"]]
     recorder = run(engine, batch_of(payloads))
@@ -61,7 +61,7 @@ def test_photographs_are_recognised_together_and_alone_and_a_bad_one_fails_alone
         assert [c[2] for c in alone] == pytest.approx([c[2] for c in classes(recorder, i)], abs=1e-5)
 
 
-def test_what_is_cancelled_is_left_out_and_a_batch_of_nothing_good_is_settled(engine: Any) -> None:
+def test_cancelled_items_are_skipped_and_a_bad_batch_is_settled(engine: Any) -> None:
     payloads = [picture_payload(photographs()[0], 1), picture_payload(b"none")]
     recorder = run(engine, batch_of(payloads), Recorder(cancelled_ids={0}))
     assert list(recorder.outcomes) == [1]

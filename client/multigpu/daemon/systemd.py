@@ -5,7 +5,6 @@ variable every call does nothing: daemons run the same way without systemd.
 """
 
 import asyncio
-import contextlib
 import os
 import resource
 import socket
@@ -112,9 +111,10 @@ class Notifier:
     def _send(self, *lines: str) -> None:
         if self._socket is None:
             return
-        # systemd may be restarting, or its socket be full: the next report comes soon.
-        with contextlib.suppress(OSError):
+        try:
             self._socket.sendto("\n".join(lines).encode(), self._address)
+        except OSError:  # systemd may be restarting, or its socket be full: the next report repeats the status
+            self._status = ""
 
 
 def _watchdog_s(env: Mapping[str, str]) -> float:

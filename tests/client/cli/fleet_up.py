@@ -66,6 +66,7 @@ def running(folder: Path, *args: str, env: dict[str, str] | None = None) -> Iter
     finally:
         status = up.stop()
     assert status == 0
+    assert not up.ready_file.exists()
 
 
 def children_of(pid: int) -> list[int]:

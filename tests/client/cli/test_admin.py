@@ -66,7 +66,7 @@ def test_workers_table(master: UnaryMaster, run: Run) -> None:
     assert third[:6] == ["box-cpu-1", "lost", "-", "cpu", "-", "-"]
 
 
-def test_workers_fit_eighty_columns_with_ids_whole() -> None:
+def test_workers_fit_eighty_columns_with_whole_ids() -> None:
     worker_id = "rack7-box12-GPU-8f3b1c1e-7a0f-4a39-9d6f-0d6b1c2a3e4f"
     lines = tables.rendered(tables.grid(tables.fit([worker(worker_id)], COLUMNS, None)), 80)
     assert all(len(line) <= 80 for line in lines)
@@ -187,7 +187,7 @@ def test_strategy(master: UnaryMaster, run: Run) -> None:
         assert run("strategy", "set", *wrong).exit_code == 2
 
 
-def test_unknown_strategy_gets_the_masters_words(master: UnaryMaster, run: Run) -> None:
+def test_an_unknown_strategy_shows_the_masters_message(master: UnaryMaster, run: Run) -> None:
     message = "no strategy 'fast'; there are auto, round_robin"
     master.answers["SetStrategy"] = RejectionError(grpc.StatusCode.INVALID_ARGUMENT, message)
     result = run("strategy", "set", "fast")
@@ -370,7 +370,7 @@ def test_tasks_get_of_several_names_is_a_list(master: UnaryMaster, run: Run) -> 
     assert run("tasks", "get").exit_code == 2
 
 
-def test_what_the_journal_does_not_keep_of_a_settled_task_is_left_out(master: UnaryMaster, run: Run) -> None:
+def test_fields_that_the_journal_does_not_keep_are_omitted(master: UnaryMaster, run: Run) -> None:
     task = task_pb2.Task(task_id=17, state=task_pb2.TASK_STATE_SETTLED, attempts=1)
     master.answers["Get"] = service.GetResponse(task=task)
     text = run("tasks", "get", "17").output
@@ -391,7 +391,7 @@ def test_line_breaks_in_names_do_not_break_a_table(master: UnaryMaster, run: Run
     assert "two lines" in lines[1]
 
 
-def test_a_server_that_is_no_master(run: Run) -> None:
+def test_a_server_that_is_not_a_master(run: Run) -> None:
     result = run("status")  # the script has no answer to GetStats
     assert result.exit_code == 1
     assert "no multigpu master" in result.stderr
@@ -417,7 +417,7 @@ def test_a_token_is_never_written_over_a_file(master: UnaryMaster, run: Run, tmp
 
 
 @pytest.mark.parametrize("damaged", ["w", "ca"])
-def test_a_damaged_certificate_does_not_hide_the_others(run: Run, tmp_path: Path, damaged: str) -> None:
+def test_a_damaged_certificate_does_not_hide_others(run: Run, tmp_path: Path, damaged: str) -> None:
     authority.init(tmp_path)
     for kind in ("worker", "client"):
         authority.issue(tmp_path, kind, kind[0], [])

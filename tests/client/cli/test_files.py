@@ -41,7 +41,7 @@ def test_lines_keep_blanks_and_order_and_lose_only_their_ends(tmp_path: Path) ->
     assert lines.count_lines(paths) == 4
 
 
-def test_count_knows_nothing_about_pipes(tmp_path: Path) -> None:
+def test_the_count_of_a_pipe_is_unknown(tmp_path: Path) -> None:
     assert lines.count_lines([write(tmp_path / "a", b"x\n"), "-"]) is None
     os.mkfifo(tmp_path / "fifo")
     assert lines.count_lines([str(tmp_path / "fifo")]) is None
@@ -286,7 +286,7 @@ def test_one_worker_for_each_gpu_and_twins_beyond(tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.usefixtures("context")
-def test_a_driver_that_fails_is_not_taken_for_no_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_driver_that_fails_does_not_count_as_no_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tool = tmp_path / "nvidia-smi"
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     tool.write_text("#!/bin/sh\necho 'Driver/library version mismatch'; exit 18\n")

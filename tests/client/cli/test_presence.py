@@ -82,7 +82,7 @@ def test_a_command_says_which_worker_loads_its_model(address: str, folder: Path)
         (["--version"], 0, ""),
     ],
 )
-def test_what_is_wrong_is_told_at_once(address: str, argv: list[str], status: int, words: str) -> None:
+def test_what_is_wrong_is_reported_at_once(address: str, argv: list[str], status: int, words: str) -> None:
     mgpuctl(address, "submit", "--kind", "echo", "--payload", "x", "--queue", "night", "--request-id", "one")
     done = mgpuctl(address, *argv)
     assert (done.returncode, words in done.stderr + done.stdout) == (status, True), done

@@ -39,7 +39,7 @@ def all_commands() -> list[tuple[str, click.Command]]:
 
 
 @pytest.mark.parametrize(("name", "command"), all_commands(), ids=lambda value: value if isinstance(value, str) else "")
-def test_every_command_teaches_by_example(name: str, command: click.Command) -> None:
+def test_every_command_has_examples(name: str, command: click.Command) -> None:
     assert isinstance(command, Command)
     assert command.examples, f"{name} shows no example"
     assert command.help
@@ -138,7 +138,7 @@ def test_completion_scripts_and_what_they_call(shell: str) -> None:
     assert "dead-letters" in mgpuctl(env=env).stdout
 
 
-def test_a_reader_that_leaves_ends_it_quietly() -> None:
+def test_a_reader_that_closes_the_pipe_ends_it_without_a_message() -> None:
     command = f"{' '.join(MGPUCTL)} config show | head -1; echo ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=30, check=True)
     head, status = done.stdout.splitlines()
@@ -147,7 +147,7 @@ def test_a_reader_that_leaves_ends_it_quietly() -> None:
     assert done.stderr == ""
 
 
-def test_units_for_people() -> None:
+def test_units() -> None:
     assert [text.size(n) for n in (0, 1023, 1024, 150 * 1024, 5 << 30, 3 << 42)] == [
         "0 B",
         "1023 B",

@@ -62,7 +62,7 @@ def test_restart_delays_grow_from_nothing_to_the_limit() -> None:
     assert restart_delay_s(100_000) == module.RESTART_DELAY_MAX_S
 
 
-def test_exits_in_words() -> None:
+def test_exit_descriptions() -> None:
     assert describe_exit(3) == "exit code 3"
     assert describe_exit(-9) == "killed by SIGKILL"
 
@@ -142,7 +142,7 @@ async def test_rejection_of_a_worker_is_passing_trouble_once_the_fleet_was_ready
     await record.supervisor.stop(([worker], 1.0))
 
 
-async def test_stop_ends_round_after_round_and_kills_who_does_not_comply(record: Record) -> None:
+async def test_stop_ends_round_after_round_and_kills_children_that_do_not_comply(record: Record) -> None:
     polite = """
         import signal, sys, time
         def end(*_):

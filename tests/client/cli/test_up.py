@@ -17,7 +17,6 @@ from tests.client.cli.fleet_up import MGPUCTL, Up, children_of, mgpuctl, ok, run
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Up, str]]:
     with running(tmp_path_factory.mktemp("fleet"), "--workers", "2") as up:
         yield up, up.address
-        assert not up.ready_file.exists()
 
 
 def active(address: str) -> list[str]:
@@ -27,7 +26,7 @@ def active(address: str) -> list[str]:
     return [each["worker_id"] for each in json.loads(done.stdout) if each["state"] == "ACTIVE"]
 
 
-def test_one_task_there_and_back(fleet: tuple[Up, str]) -> None:
+def test_one_task(fleet: tuple[Up, str]) -> None:
     _, address = fleet
     assert ok(address, "submit", "--kind", "echo", "--payload", "héllo", "--wait") == "héllo"
     assert ok(address, "submit", "--kind", "echo", "--wait", input="from a pipe") == "from a pipe"
@@ -88,7 +87,7 @@ def test_failures_have_their_exit_codes(fleet: tuple[Up, str]) -> None:
     assert "round_robin" in unknown.stderr
 
 
-def test_the_operators_tour(fleet: tuple[Up, str]) -> None:
+def test_operations_on_workers(fleet: tuple[Up, str]) -> None:
     up, address = fleet
     workers = until(lambda: len(active(address)) == 2 and active(address))
     assert f"{address}, version" in ok(address, "status")
@@ -200,7 +199,7 @@ def test_submit_survives_the_death_of_the_master(fleet: tuple[Up, str], tmp_path
     assert out.read_text() == file.read_text()
 
 
-def test_up_killed_leaves_nobody_behind(tmp_path: Path) -> None:
+def test_up_killed_leaves_no_process_behind(tmp_path: Path) -> None:
     up = Up(tmp_path, "--workers", "1")
     try:
         up.ready()
@@ -215,16 +214,12 @@ def test_up_killed_leaves_nobody_behind(tmp_path: Path) -> None:
         up.process.kill()
 
 
-def test_up_with_handlers_of_my_own(tmp_path: Path) -> None:
+def test_up_with_handlers(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(
         "import multigpu\n\n@multigpu.handler('double')\ndef double(value):\n    return value * 2\n"
     )
-    up = Up(tmp_path, "--workers", "1", "--handlers", "mine")
-    try:
-        address = up.ready()
-        assert ok(address, "submit", "--kind", "double", "--parse-json", "--payload", "21", "--wait") == "42"
-    finally:
-        assert up.stop() == 0
+    with running(tmp_path, "--workers", "1", "--handlers", "mine") as up:
+        assert ok(up.address, "submit", "--kind", "double", "--parse-json", "--payload", "21", "--wait") == "42"
 
 
 def test_up_ends_when_the_workers_can_not_run(tmp_path: Path) -> None:
@@ -234,7 +229,7 @@ def test_up_ends_when_the_workers_can_not_run(tmp_path: Path) -> None:
     assert not up.ready_file.exists()
 
 
-def test_an_import_error_is_told_by_the_lines_of_the_users_module(tmp_path: Path) -> None:
+def test_an_import_error_is_reported_by_the_lines_of_the_users_module(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("import multigpu\nimport no_such_module\n")
     up = Up(tmp_path, "--workers", "1", "--handlers", "mine")
     assert up.process.wait(60) == 1
@@ -266,13 +261,9 @@ def test_an_import_error_is_told_by_the_lines_of_the_users_module(tmp_path: Path
 def test_up_obeys_the_variables_of_earlier_deployments(
     tmp_path: Path, env: dict[str, str], args: tuple[str, ...], workers: int, strategy: str
 ) -> None:
-    up = Up(tmp_path, *args, env=env)
-    try:
-        address = up.ready()
+    with running(tmp_path, *args, env=env) as up:
         assert len(up.children()) == 1 + workers
-        assert json.loads(ok(address, "strategy", "get", "--json"))["strategy"] == strategy
-    finally:
-        assert up.stop() == 0
+        assert json.loads(ok(up.address, "strategy", "get", "--json"))["strategy"] == strategy
 
 
 @pytest.mark.parametrize(("variable", "value"), [("WORKER_COUNT", "two"), ("LOAD_BALANCING_STRATEGY", "luck")])
@@ -284,19 +275,14 @@ def test_up_names_a_variable_that_it_can_not_obey(tmp_path: Path, variable: str,
 
 
 def test_up_ends_when_the_master_rejects_its_data(tmp_path: Path) -> None:
-    up = Up(tmp_path, "--workers", "0")
-    second = None
-    try:
-        up.ready()
-        other = tmp_path / "other"
-        other.mkdir()
-        (other / "data").symlink_to(tmp_path / "data")
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "data").symlink_to(tmp_path / "data")
+    with running(tmp_path, "--workers", "0") as up:
         second = Up(other, "--workers", "0")
-        assert second.process.wait(60) == 1
-        pid = up.children()["multigpu_master.main"]
-        # The master's own words: who holds the data.
-        assert str(pid) in second.log.read_text()
-    finally:
-        if second is not None:
+        try:
+            assert second.process.wait(60) == 1
+            # The master's error names the process that holds the data.
+            assert str(up.children()["multigpu_master.main"]) in second.log.read_text()
+        finally:
             second.process.kill()
-        assert up.stop() == 0

@@ -1,14 +1,13 @@
-"""The process that `mgpuctl bench` compares a fleet with: models in plain loops (loops.py), no fleet.
+"""The process that `mgpuctl bench` compares a fleet with: baseline loops (loops.py) without a fleet.
 
     python -m multigpu_worker.baselines.main '{"device": "cpu", "threads": 2, "models": [], "handlers": [], "pid": 0}'
 
-One JSON object a line is asked and one is answered, with `error` in it where it can't be done:
-{"do": "load", "model", "kind", "engine", "precision", "content_type", and "payloads" to get warm with} ⟶ {"batch"};
-{"do": "run", the same, "times" that they go through, and "out", a file for the answers, or none} ⟶ {"seconds", "tokens"
-of all of them, or null, and "form" of the answers: "rows", a .npy, or "results"}.
+Each line on standard input is a JSON request and gets a JSON response, with `error` if it failed:
+{"do": "load", "model", "kind", "engine", "precision", "content_type", "payloads" to warm up with} ⟶ {"batch"};
+{"do": "run", the same, "times" to repeat the payloads, "out", a file for the answers, or none} ⟶ {"seconds", "tokens"
+of all payloads, or null, "form" of the answers: "rows", a .npy, or "results"}.
 
-`payloads` is a file with those of the fleet's tasks, as "results" is one with theirs: a list of bytes in `marshal`,
-which both ends have of the same Python.
+"payloads" and "results" are files with a list of bytes in `marshal`: both processes run the same Python.
 """
 
 import dataclasses
@@ -25,20 +24,21 @@ import click
 import numpy as np
 from multigpu.config.config import WorkerConfig, load
 
-from multigpu_worker.baselines.loops import EngineLoop, Loop, Rows, load_engine, load_handlers, load_loop
+from multigpu_worker.baselines.loading import load_engine, load_handlers, load_loop
+from multigpu_worker.baselines.loops import EngineLoop, Loop, Rows
 from multigpu_worker.composition import artifacts_folder
 from multigpu_worker.engines.base import Batch, Engine, EngineSettings
 from multigpu_worker.engines.common.precision import choose
 from multigpu_worker.main import main as worker_main
 from multigpu_worker.models.folders import find_models
 
-# Of the request, in this order: what makes a loop.
+# The fields of a request that identify its loop.
 KEY = ("model", "kind", "engine", "precision", "content_type")
 
 
-class Plain:
+class Baselines:
     def __init__(self, *, device: str, threads: int, models: list[str], handlers: list[str], pid: int) -> None:
-        """`pid`: of a worker of this host; what it serves is found without being said again. 0: of none."""
+        """`pid`: a worker of this host, whose configuration is used. 0: none."""
         given = {"models": tuple(models), "handlers": tuple(handlers)}
         env, file, flags = of_worker(pid) or (None, None, {})
         config = load(WorkerConfig, env=env, file=file, flags=flags | {n: value for n, value in given.items() if value})
@@ -52,12 +52,12 @@ class Plain:
             artifacts=str(artifacts_folder(config.config)),
             artifacts_bytes_max=config.config.artifacts_bytes_max,
         )
-        # By what was asked for, and by what that means: several may mean the same.
+        # By request, and by resolved model and variant: several requests may mean the same.
         self._loops: dict[tuple[str, ...], Loop] = {}
-        self._meant: dict[tuple[str, ...], Loop] = {}
-        # Users' own engines, by the id of their model.
+        self._resolved: dict[tuple[str, ...], Loop] = {}
+        # Users' engines, by id of their model.
         self._engines: dict[str, Engine] = {}
-        # Batch sizes of those that are warm.
+        # Batch sizes of loops that are warm.
         self._batches: dict[Loop, int] = {}
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
@@ -71,15 +71,15 @@ class Plain:
         loop = self._loops[key]
         examples = loop.read(payloads * request["times"])
         began = time.perf_counter()
-        given, tokens = loop.run(examples)
+        results, tokens = loop.run(examples)
         answer: dict[str, Any] = {"seconds": time.perf_counter() - began, "tokens": tokens}
         if out := request.get("out"):
-            answer["form"] = write(loop.answers(given), Path(out))
+            answer["form"] = write(loop.answers(results), Path(out))
         return answer
 
     def _load(self, model: str, kind: str, engine: str, precision: str, content_type: str) -> Loop:
-        wishes = {name: wish for name, wish in (("engine", engine), ("precision", precision)) if wish != "auto"}
-        batch_of = functools.partial(Batch, kind, model, wishes, content_type)
+        parameters = {name: each for name, each in (("engine", engine), ("precision", precision)) if each != "auto"}
+        batch_of = functools.partial(Batch, kind, model, parameters, content_type)
         if not model:
             return EngineLoop(load_handlers(kind, self._settings), batch_of)
         if model not in self._specs:
@@ -90,17 +90,17 @@ class Plain:
                 settings = dataclasses.replace(self._settings, models={spec.id: spec})
                 self._engines[spec.id] = load_engine(spec, settings)
             return EngineLoop(self._engines[spec.id], batch_of)
-        variant = choose(spec, self._settings, wishes)
-        meant = (kind, spec.id, variant.engine, variant.precision)
-        if meant not in self._meant:
-            self._meant[meant] = load_loop(kind, spec, self._settings, variant)
-        return self._meant[meant]
+        variant = choose(spec, self._settings, parameters)
+        resolved = (kind, spec.id, variant.engine, variant.precision)
+        if resolved not in self._resolved:
+            self._resolved[resolved] = load_loop(kind, spec, self._settings, variant)
+        return self._resolved[resolved]
 
 
 def of_worker(pid: int) -> tuple[dict[str, str], str | None, dict[str, Any]] | None:
-    """Environment, config file and flags of a worker's process, whose working directory becomes ours.
+    """Environment, config file and flags of a worker process. Changes to its working directory.
 
-    None: it is no worker here, or another user's.
+    None: not a worker of this host, or another user's.
     """
     process = Path("/proc", str(pid))
     try:
@@ -115,7 +115,7 @@ def of_worker(pid: int) -> tuple[dict[str, str], str | None, dict[str, Any]] | N
 
 
 def write(answers: Rows | list[bytes], path: Path) -> str:
-    """Write a loop's answers. Returns their form."""
+    """Write a loop's answers, and return their form."""
     with path.open("wb") as file:
         if isinstance(answers, np.ndarray):
             np.save(file, answers)
@@ -126,18 +126,18 @@ def write(answers: Rows | list[bytes], path: Path) -> str:
 
 def main() -> None:
     settings = json.loads(sys.argv[1])
-    # Libraries may print: what they say is for people.
+    # Libraries may print to standard output, which becomes standard error.
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1, encoding="utf-8")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     if settings["threads"]:
-        # Read when the libraries are first used.
+        # The libraries read these at their first use.
         os.environ["OMP_NUM_THREADS"] = os.environ["RAYON_NUM_THREADS"] = str(settings["threads"])
-    plain: Plain | None = None
+    baselines: Baselines | None = None
     for line in sys.stdin:
         try:
-            plain = plain or Plain(**settings)
-            answer = plain.answer(json.loads(line))
-        except Exception as error:  # noqa: BLE001  whatever a library raises is to be said, and the next may work
+            baselines = baselines or Baselines(**settings)
+            answer = baselines.answer(json.loads(line))
+        except Exception as error:  # noqa: BLE001  any library's; the next request may succeed
             answer = {"error": f"{type(error).__name__}: {error}"}
         answers.write(json.dumps(answer) + "\n")
 

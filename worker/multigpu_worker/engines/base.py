@@ -1,12 +1,11 @@
-"""What an engine is: code that runs batches of tasks of one kind, inside the engine process.
+"""The interface of engines: code that runs batches of tasks of one kind, inside the engine process.
 
-An engine sees nothing of gRPC, leases' lives or the agent. It gets a batch, says through a reporter what became of
-each item, and returns. The runtime around it (engine/runtime.py) moves the words to the agent, charges exceptions to
-the right item and keeps the clock.
+An engine sees nothing of gRPC, leases or the agent. It gets a batch, reports the result of each item, and returns. The
+runtime around it (engine/runtime.py) sends the reports to the agent, attributes exceptions to items and applies limits.
 
-Threads: `prepare` is called by a thread of its own, one batch at a time, while `run` may be working on the batch
-before it. `run` is called by one thread for each slot, the main thread being the first: at the same time for an engine
-whose class says `one_by_one`, one batch at a time for the others. The reporter may be used from any thread.
+Threads: a separate thread calls `prepare`, one batch at a time, while `run` may be working on the previous batch. One
+thread per slot calls `run`, concurrently for engines with `one_by_one`, else one batch at a time. Any thread may use
+the reporter.
 """
 
 from dataclasses import dataclass, field
@@ -24,117 +23,116 @@ class Item:
     # From 1.
     attempt: int
     payload: bytes
-    # How much work this is, in the kind's own unit. At least 1.
+    # The amount of work, in the kind's unit. At least 1.
     units: int
-    # What the attempt before left for this one; empty if nothing.
+    # From the previous attempt. Empty: none.
     checkpoint: bytes
-    # How many partial outputs of earlier attempts the master has: this attempt's go on from there.
+    # How many partial outputs of earlier attempts the master has. This attempt continues after them.
     partials_received: int
-    # These outputs, where they take at most 1 MiB together; else none.
+    # Those outputs, if they are at most 1 MiB together.
     partials: tuple[bytes, ...] = ()
 
 
 @dataclass(slots=True)
 class Batch:
-    """Items that share everything but their input. Never empty."""
+    """At least one item. All items share everything except their input."""
 
     kind: str
     # Empty: the worker's default for the kind.
     model: str
     parameters: dict[str, str]
-    # How payloads are to be read: empty for raw bytes, "application/json" for a JSON value.
+    # The form of the payloads: empty for bytes, "application/json" for a JSON value.
     content_type: str
     items: list[Item]
 
 
 class Reporter(Protocol):
-    """The engine's voice. Any thread may use it; words about an item that was settled or cancelled are dropped."""
+    """Reports progress and results. Any thread may call it. Reports about settled or cancelled items are dropped."""
 
     def begin(self, item: Item) -> None:
-        """Begin one item: from here on its run timeout counts, and it is to blame if the process dies.
+        """Start the item's run timeout, and blame it if the process dies.
 
-        Engines that run one by one call it for each item, before any user code. In engines that run a batch together
-        every item has begun when `run` is called, and there is no need to say so.
+        Engines with `one_by_one` call it for each item, before any user code. In other engines all items have begun
+        when `run` is called.
         """
 
     def succeed(self, item: Item, result: bytes, content_type: str = "") -> None:
-        """Settle: the result, and how it is to be read."""
+        """Settle the item with a result and its form."""
 
     def fail(self, item: Item, error_type: str, message: str, *, retryable: bool, traceback: str = "") -> None:
-        """Settle: the class of the error, and one paragraph for a person, with the remedy where there is one."""
+        """Settle the item with the class of the error, and one paragraph for people, with a remedy if there is one."""
 
     def partial(self, item: Item, data: bytes, content_type: str = "") -> None:
-        """Hand over the next partial output, and how it is to be read."""
+        """Send the next partial output and its form."""
 
     def progress(self, item: Item, fraction: float, note: str = "") -> None:
-        """Say how far the item is, 0 to 1. Counts as a beat."""
+        """Report the completed fraction, 0 to 1. Counts as a beat."""
 
     def checkpoint(self, item: Item, data: bytes) -> None:
-        """Keep this for the next attempt, should this one die. At most 1 MiB, ValueError past it. Counts as a beat."""
+        """Save data for the next attempt, at most 1 MiB, else ValueError. Counts as a beat."""
 
     def cancelled(self, item: Item) -> bool:
-        """True once nobody wants the item any more: it may be skipped, and need not be settled."""
+        """Whether the item was cancelled. It may be skipped then, and need not be settled."""
 
     def beat(self) -> None:
-        """Say that work moves, so that the progress timeout starts anew. Cheap; call it between steps."""
+        """Restart the progress timeout. Cheap: call it between steps."""
 
 
 class Engine(Protocol):
     """Runs batches of one kind."""
 
-    # True: items run one after the other, each with a beginning of its own, and batches are kept small in time.
-    # False: the batch runs together, and batches are as large as the budget of tokens allows.
+    # True: items run one after the other, each with its own `begin`, and batches are small.
+    # False: the batch runs together, and batches are as large as the token budget allows.
     one_by_one: ClassVar[bool]
 
     def prepare(self, batch: Batch) -> object:
-        """Do the CPU side of a batch ahead (parse, tokenise). The answer is handed to `run`.
+        """Do the CPU work of a batch ahead (parse, tokenise). The result is passed to `run`.
 
-        An exception here fails every item of the batch, so errors of one item are better kept for `run`.
+        An exception fails every item of the batch, so errors of single items belong into `run`.
         """
 
     def run(self, batch: Batch, prepared: object, reporter: Reporter) -> None:
-        """Run the batch and settle every item that is not cancelled. An exception fails all items that are left."""
+        """Run the batch and settle every item that is not cancelled. An exception fails all unsettled items."""
 
 
 class ModelEngine(Engine, Protocol):
-    """An engine of a kind that needs a model. It is made with EngineSettings whose `models` has one entry.
+    """An engine of a kind that needs a model: EngineSettings.models has one entry.
 
-    A user's own engine is such a class, named in model.toml as "module:Class".
+    A user's engine is such a class, named in model.toml as "module:Class".
     """
 
     def __init__(self, settings: "EngineSettings") -> None:
-        """Cheap: nothing is loaded yet."""
+        """Must be cheap: nothing is loaded yet."""
 
     def load(self) -> dict[str, str]:
-        """Load the model and run it once if its spec says warm_up. Called once, by the thread that will call `prepare`.
+        """Load the model, and run it once if its spec says warm_up. Called once, by the thread that calls `prepare`.
 
-        The answer is for people: what was chosen ("engine", "precision", "accuracy" …), shown by `mgpuctl models show`.
-        The dict is kept, and looked at again after each batch: where something else has come to serve, it may say so.
-        Raises ModelFolderError where the model is at fault, MemoryError where there is no room.
+        Returns facts for people ("engine", "precision", "accuracy" …), shown by `mgpuctl models show`. The dict is read
+        again after each batch, so it may change. Raises ModelFolderError if the model is at fault, MemoryError.
         """
 
     def close(self) -> None:
-        """Write what has yet to be written: the process ends."""
+        """Write what is not written yet: the process ends."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmbeddingCacheSettings:
-    """How many vectors are remembered, and where. In memory and in the file each limit holds by itself."""
+    """Limits of the embedding cache, which hold for memory and for the file separately."""
 
-    # 0: off.
+    # 0: no cache.
     entries: int = 0
     bytes_max: int = 256 << 20
-    # Seconds after which a vector is computed anew; 0: never.
+    # 0: vectors do not expire.
     ttl_s: float = 0.0
-    # What outlives the process, shared by the workers of a host. Empty: nothing does.
+    # Survives the process, shared by the workers of a host. Empty: memory only.
     file: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmbeddingCacheCounts:
-    """What the cache has done since its engine began, in texts, and what it holds in memory."""
+    """Texts since the engine started, and the contents of memory."""
 
-    # Known; answered by the computing of the same text, which was under way for this batch or another; computed.
+    # Known; computed for another text or batch; computed.
     hits: int
     joined: int
     misses: int
@@ -144,22 +142,22 @@ class EmbeddingCacheCounts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSettings:
-    """What the agent tells the engine process about itself. Must survive `marshal` as a tuple of plain values."""
+    """The agent's settings for the engine process. Must survive `marshal` as a tuple of plain values."""
 
     # "cpu" or "cuda:N".
     device: str
-    # Batches of one-by-one kinds that run at the same time.
+    # Batches of one-by-one kinds that run concurrently.
     slots: int
-    # Threads of numeric libraries; 0: their own choice.
+    # Threads of numeric libraries. 0: their default.
     threads: int
-    # Modules with the user's handlers, imported here and nowhere else.
+    # Modules with the user's handlers.
     handlers: tuple[str, ...] = ()
-    # By id. An engine process that serves a model has that one alone.
+    # By id. An engine process for a model has only that one.
     models: dict[str, ModelSpec] = field(default_factory=dict)
-    # What a model's "auto" means on this worker; "auto" again: the engine chooses.
+    # The worker's default where the model says "auto". "auto": the engine decides.
     engine: str = "auto"
     precision: str = "auto"
-    # Where plans, exports and figures that were expensive to make are kept, and how many bytes of them.
+    # Folder and limit of the artifact cache.
     artifacts: str = ""
     artifacts_bytes_max: int = 10 << 30
     embedding_cache: EmbeddingCacheSettings = EmbeddingCacheSettings()

@@ -1,9 +1,9 @@
-"""Kinds that need no model and no user code: for trying a fleet out, measuring it, and breaking it on purpose.
+"""Kinds that need no model and no user code, to try a fleet, measure it, and inject faults.
 
 - "echo": the result is the payload.
-- "sleep": sleeps as many seconds as the payload says (decimal text), or the parameter `seconds`; the result is the
-  payload, with the engine's process id behind a colon if the parameter `append_pid` is "1".
-- "fail": fails as its parameters say: `mode` is "raise" (the default, with `type`, `message` and `retryable`), "exit",
+- "sleep": sleeps for the seconds in the payload (decimal text) or in the parameter `seconds`. The result is the
+  payload, followed by a colon and the engine's process id if the parameter `append_pid` is "1".
+- "fail": fails as the parameter `mode` says: "raise" (the default, with `type`, `message` and `retryable`), "exit",
   "hang", "segfault" or "oom".
 """
 
@@ -15,8 +15,8 @@ from typing import ClassVar
 
 from multigpu_worker.engines.base import Batch, Engine, Item, Reporter
 
-# A sleep looks this often whether it is still wanted.
-_LOOK_S = 0.01
+# How often a sleep checks whether it was cancelled.
+_POLL_S = 0.01
 _OOM_STEP_BYTES = 16 << 20
 
 
@@ -33,7 +33,7 @@ class EchoEngine:
             reporter.succeed(item, item.payload, content_type)
 
 
-class SleepEngine:
+class _OneByOne:
     one_by_one: ClassVar[bool] = True
 
     def prepare(self, batch: Batch) -> object:
@@ -42,50 +42,47 @@ class SleepEngine:
     def run(self, batch: Batch, prepared: object, reporter: Reporter) -> None:
         del prepared
         for item in batch.items:
-            if reporter.cancelled(item):
-                continue
-            reporter.begin(item)
-            text = batch.parameters.get("seconds", "") or item.payload.decode("ascii", "replace")
-            seconds = _seconds(text)
-            if seconds is None:
-                message = f"not a number of seconds: {text[:100]!r}; send decimal text such as 0.5, at least 0"
-                reporter.fail(item, "BadInput", message, retryable=False)
-            elif _sleep(item, seconds, reporter):
-                tail = b":%d" % os.getpid() if batch.parameters.get("append_pid") == "1" else b""
-                reporter.succeed(item, item.payload + tail)
+            if not reporter.cancelled(item):
+                reporter.begin(item)
+                self._run(item, batch.parameters, reporter)
+
+    def _run(self, item: Item, parameters: dict[str, str], reporter: Reporter) -> None:
+        raise NotImplementedError
 
 
-class FailEngine:
-    one_by_one: ClassVar[bool] = True
+class SleepEngine(_OneByOne):
+    def _run(self, item: Item, parameters: dict[str, str], reporter: Reporter) -> None:
+        text = parameters.get("seconds", "") or item.payload.decode("ascii", "replace")
+        seconds = _seconds(text)
+        if seconds is None:
+            message = f"not a number of seconds: {text[:100]!r}; send decimal text such as 0.5, at least 0"
+            reporter.fail(item, "BadInput", message, retryable=False)
+        elif _sleep(item, seconds, reporter):
+            tail = b":%d" % os.getpid() if parameters.get("append_pid") == "1" else b""
+            reporter.succeed(item, item.payload + tail)
 
-    def prepare(self, batch: Batch) -> object:
-        return batch.items
 
-    def run(self, batch: Batch, prepared: object, reporter: Reporter) -> None:
-        del prepared
-        for item in batch.items:
-            if reporter.cancelled(item):
-                continue
-            reporter.begin(item)
-            mode = batch.parameters.get("mode", "raise")
-            if mode == "exit":
-                os._exit(1)
-            elif mode == "hang":
-                while True:
-                    time.sleep(3600)
-            elif mode == "segfault":
-                ctypes.string_at(0)
-            elif mode == "oom":
-                hoard = []
-                while True:
-                    hoard.append(b"x" * _OOM_STEP_BYTES)
-            elif mode == "raise":
-                message = batch.parameters.get("message", "asked to fail")
-                retryable = batch.parameters.get("retryable", "true") == "true"
-                reporter.fail(item, batch.parameters.get("type", "RuntimeError"), message, retryable=retryable)
-            else:
-                message = f"no such mode: {mode!r}; use raise, exit, hang, segfault or oom"
-                reporter.fail(item, "BadInput", message, retryable=False)
+class FailEngine(_OneByOne):
+    def _run(self, item: Item, parameters: dict[str, str], reporter: Reporter) -> None:
+        mode = parameters.get("mode", "raise")
+        if mode == "exit":
+            os._exit(1)
+        elif mode == "hang":
+            while True:
+                time.sleep(3600)
+        elif mode == "segfault":
+            ctypes.string_at(0)
+        elif mode == "oom":
+            hoard = []
+            while True:
+                hoard.append(b"x" * _OOM_STEP_BYTES)
+        elif mode == "raise":
+            message = parameters.get("message", "asked to fail")
+            retryable = parameters.get("retryable", "true") == "true"
+            reporter.fail(item, parameters.get("type", "RuntimeError"), message, retryable=retryable)
+        else:
+            message = f"no such mode: {mode!r}; use raise, exit, hang, segfault or oom"
+            reporter.fail(item, "BadInput", message, retryable=False)
 
 
 def _seconds(text: str) -> float | None:
@@ -100,7 +97,7 @@ def _sleep(item: Item, seconds: float, reporter: Reporter) -> bool:
     """Sleep. False: the item was cancelled meanwhile."""
     end_s = time.monotonic() + seconds
     while (left_s := end_s - time.monotonic()) > 0:
-        time.sleep(min(left_s, _LOOK_S))
+        time.sleep(min(left_s, _POLL_S))
         reporter.beat()
         if reporter.cancelled(item):
             return False

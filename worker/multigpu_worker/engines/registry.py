@@ -1,6 +1,6 @@
 """Which engine runs which kind.
 
-An engine's module is imported when its first batch comes, so that a worker that only echoes never imports torch.
+An engine's module is imported for its first batch, so a worker that only echoes never imports torch.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ from multigpu.repository.model import ModelFolderError, ModelSpec
 from multigpu_worker.engines.base import Engine, EngineSettings, ModelEngine
 from multigpu_worker.engines.handlers.sources import SourceFinder, Sources
 
-# The engines of kinds that need a model, as module:class. A model may name another of the same form.
+# Engines of kinds that need a model, as module:class. model.toml may name another one.
 MODEL_ENGINES = {
     "embed": "multigpu_worker.engines.embed.engine:EmbedEngine",
     "infer": "multigpu_worker.engines.infer.engine:InferEngine",
@@ -28,19 +28,19 @@ MODEL_ENGINES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KindInfo:
-    """What the agent has to know about a kind."""
+    """What the agent needs to know about a kind."""
 
     kind: str
-    # True: as many tasks at a time as there are slots, each with a beginning of its own.
+    # See Engine.one_by_one.
     one_by_one: bool
 
 
 def import_handlers(
     modules: tuple[str, ...], sources: Sources | None = None, tell: Callable[[str], None] = lambda _: None
 ) -> Sources:
-    """Import the user's modules, which register their handlers. ImportError and whatever else they raise.
+    """Import the user's modules, which register their handlers. Raises ImportError, and whatever they raise.
 
-    `sources`, `tell`: as of SourceFinder. Returns what was imported.
+    `sources`, `tell`: see SourceFinder. Returns the imported sources.
     """
     finder = SourceFinder(modules, sources or {}, tell)
     sys.meta_path.insert(0, finder)
@@ -57,14 +57,14 @@ def import_handlers(
 
 
 def import_ahead(modules: tuple[str, ...]) -> None:
-    """Import what the models of a process are likely to need. What can't be had is missed when one is loaded."""
+    """Import modules that models are likely to need. Missing ones are an error when a model is loaded."""
     for module in modules:
         with contextlib.suppress(ImportError):
             importlib.import_module(module)
 
 
 def offered_kinds() -> list[KindInfo]:
-    """What runs without a model. The handlers' modules must have been imported."""
+    """Kinds that need no model. The handlers' modules must have been imported."""
     kinds = [
         KindInfo(kind="echo", one_by_one=False),
         KindInfo(kind="sleep", one_by_one=True),
@@ -75,7 +75,7 @@ def offered_kinds() -> list[KindInfo]:
 
 
 def build(kind: str) -> Engine:
-    """Make the engine of a kind that needs no model."""
+    """Create the engine of a kind that needs no model."""
     if kind in {"echo", "sleep", "fail"}:
         module = importlib.import_module("multigpu_worker.engines.diagnostic")
         return cast(Engine, module.ENGINES[kind]())
@@ -84,7 +84,7 @@ def build(kind: str) -> Engine:
 
 
 def build_model_engine(spec: ModelSpec, settings: EngineSettings) -> ModelEngine:
-    """Make the engine of a model; nothing is loaded yet. ModelFolderError: a class of the user's own can't be had."""
+    """Create the engine of a model, without loading it. ModelFolderError: a user's engine cannot be imported."""
     if ":" not in spec.engine:
         module, _, name = MODEL_ENGINES[spec.kind].partition(":")
         return cast(ModelEngine, getattr(importlib.import_module(module), name)(settings))
@@ -99,6 +99,6 @@ def build_model_engine(spec: ModelSpec, settings: EngineSettings) -> ModelEngine
 
 
 def _place(error: Exception) -> str:
-    """Where in the user's code an error was raised, as far as that is known."""
+    """Where in the user's code an error was raised, if known."""
     frames = [f for f in traceback.extract_tb(error.__traceback__)[1:] if not f.filename.startswith("<frozen ")]
     return f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""

@@ -1,6 +1,5 @@
 """`mgpuctl logs`: the logs of this host's daemons: services from journald, a local fleet from its file."""
 
-import json
 import shutil
 import subprocess
 import sys
@@ -19,7 +18,7 @@ from rich.text import Text
 from multigpu.cli import show
 from multigpu.cli.commands import Command
 from multigpu.cli.failures import Failure
-from multigpu.cli.local.fleet_log import LOG_NAME, older
+from multigpu.cli.local.fleet_log import LOG_NAME, json_object, older
 from multigpu.cli.options import config_option, json_option, load_config
 from multigpu.cli.text import clean
 from multigpu.config import config
@@ -55,7 +54,7 @@ class Entry:
         ("mgpuctl logs worker --json | jq 'select(.level == \"error\")'", "For programs: one JSON value a line."),
     ),
 )
-@click.argument("who", metavar="[master|worker|mps|NAME]", default="")
+@click.argument("name", metavar="[master|worker|mps|NAME]", default="")
 @click.option("-f", "--follow", is_flag=True, help="Follow new lines, until Ctrl-C.")
 @click.option(
     "-n", "--lines", "count", type=click.IntRange(min=0), default=100, show_default=True, help="How many old lines."
@@ -65,16 +64,16 @@ class Entry:
 )
 @config_option
 @json_option
-def logs(who: str, follow: bool, count: int, data_dir: str | None, as_json: bool) -> None:
+def logs(name: str, follow: bool, count: int, data_dir: str | None, as_json: bool) -> None:
     """Show the logs of the daemons on this host.
 
     From journald if systemd has mgpu units; else from the file that `mgpuctl up` keeps in its data directory.
     """
     if data_dir is None and has_services():
-        entries = from_journal(who, count=count, follow=follow)
+        entries = from_journal(name, count=count, follow=follow)
     else:
         settings = load_config(config.MasterConfig, flags={"data_dir": data_dir}).config
-        entries = from_file(settings.data_dir / LOG_NAME, matcher(who), count=count, follow=follow)
+        entries = from_file(settings.data_dir / LOG_NAME, matcher(name), count=count, follow=follow)
     say = _printer(as_json=as_json)
     for entry in entries:
         say(entry)
@@ -94,49 +93,49 @@ def has_services() -> bool:
     return done.returncode == 0 and bool(done.stdout.strip())
 
 
-def from_journal(who: str, *, count: int, follow: bool) -> Iterator[Entry]:
+def from_journal(name: str, *, count: int, follow: bool) -> Iterator[Entry]:
     """Entries of the units' journal, the oldest first. Raises Failure if journalctl fails."""
     units = {"": "mgpu-*", "master": "mgpu-master.service", "worker": "mgpu-worker@*", "mps": "mgpu-mps@*"}
-    unit = units.get(who) or (who if who.startswith("mgpu-") else f"mgpu-worker@{who}*")
+    unit = units.get(name) or (name if name.startswith("mgpu-") else f"mgpu-worker@{name}*")
     argv = ["journalctl", "--no-pager", "--output=json", f"--lines={count}", f"--unit={unit}"]
     # journalctl's own errors go to stderr.
     with subprocess.Popen([*argv, "--follow"] if follow else argv, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         try:
             for line in process.stdout:
-                if (told := _object(line)) is not None:
-                    yield from_journal_entry(told)
+                if (record := json_object(line)) is not None:
+                    yield from_journal_entry(record)
         finally:
             process.terminate()
     if process.returncode > 0:
         raise Failure(f"journalctl ended with exit code {process.returncode}; its message is above")
 
 
-def from_journal_entry(told: dict[str, Any]) -> Entry:
+def from_journal_entry(record: dict[str, Any]) -> Entry:
     """One value of `journalctl --output=json`. Text that is not UTF-8 is a list of bytes."""
-    message = told.get("MESSAGE") or ""
+    message = record.get("MESSAGE") or ""
     if isinstance(message, list):
         message = bytes(message).decode("utf-8", "replace")
-    at = told.get("__REALTIME_TIMESTAMP")
-    unit = str(told.get("_SYSTEMD_UNIT") or told.get("UNIT") or told.get("SYSLOG_IDENTIFIER") or "")
-    fields = {key.removeprefix("MGPU_").lower(): value for key, value in told.items() if key.startswith("MGPU_")}
+    at = record.get("__REALTIME_TIMESTAMP")
+    unit = str(record.get("_SYSTEMD_UNIT") or record.get("UNIT") or record.get("SYSLOG_IDENTIFIER") or "")
+    fields = {key.removeprefix("MGPU_").lower(): value for key, value in record.items() if key.startswith("MGPU_")}
     return Entry(
         timestamp=datetime.fromtimestamp(int(at) / MICROSECONDS, UTC).isoformat().replace("+00:00", "Z") if at else "",
         # systemd's own entries about a unit have its name in UNIT.
-        process=str(told.get("UNIT") or unit).removesuffix(".service"),
-        level=LEVELS.get(str(told.get("PRIORITY")), "info"),
+        process=str(record.get("UNIT") or unit).removesuffix(".service"),
+        level=LEVELS.get(str(record.get("PRIORITY")), "info"),
         message=message,
         fields=fields,
     )
 
 
-def matcher(who: str) -> Callable[[str], bool]:
+def matcher(name: str) -> Callable[[str], bool]:
     """Selects processes of a local fleet by name. The supervisor, "up", is no worker."""
-    if who == "mps":
+    if name == "mps":
         raise Failure("a local fleet has no MPS processes; its workers log about MPS: `mgpuctl logs worker`")
-    if who == "worker":
+    if name == "worker":
         return lambda process: process not in ("master", "up")
-    return lambda process: process.startswith(who)
+    return lambda process: process.startswith(name)
 
 
 def from_file(path: Path, wanted: Callable[[str], bool], *, count: int, follow: bool) -> Iterator[Entry]:
@@ -199,27 +198,19 @@ def _lines_of(path: Path) -> list[bytes]:
 
 
 def _from_line(line: bytes) -> Entry | None:
-    told = _object(line)
-    if told is None:
+    record = json_object(line)
+    if record is None:
         return None
-    message = str(told.get("event", ""))
-    if told.get("exception"):
-        message += f"\n{told['exception']}"
+    message = str(record.get("event", ""))
+    if record.get("exception"):
+        message += f"\n{record['exception']}"
     return Entry(
-        timestamp=str(told.get("timestamp", "")),
-        process=str(told.get("process", "")),
-        level=str(told.get("level", "info")),
+        timestamp=str(record.get("timestamp", "")),
+        process=str(record.get("process", "")),
+        level=str(record.get("level", "info")),
         message=message,
-        fields={key: value for key, value in told.items() if key not in TAKEN},
+        fields={key: value for key, value in record.items() if key not in TAKEN},
     )
-
-
-def _object(line: bytes) -> dict[str, Any] | None:
-    try:
-        told = json.loads(line)
-    except ValueError:
-        return None
-    return told if isinstance(told, dict) else None
 
 
 def _printer(*, as_json: bool) -> Callable[[Entry], None]:
@@ -244,7 +235,7 @@ def as_text(entry: Entry) -> str:
         at = entry.timestamp
     first, *more = entry.message.splitlines() or [""]
     # A service's message contains its fields already.
-    told = "".join(
+    fields = "".join(
         f" {key}={value}" for key, value in entry.fields.items() if f"{key}=" not in first and key != "logger"
     )
-    return "\n".join(clean(text) for text in (f"{at}  {entry.process}  {entry.level:<7}  {first}{told}", *more))
+    return "\n".join(clean(text) for text in (f"{at}  {entry.process}  {entry.level:<7}  {first}{fields}", *more))

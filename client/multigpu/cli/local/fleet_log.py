@@ -28,7 +28,7 @@ class FleetLog:
     def line(self, name: str, text: str) -> None:
         """A child's line."""
         _write_stderr(text if text.startswith("{") and text.endswith("}") else self._labelled(name, text))
-        self._keep(name, _told(text) or {"timestamp": _now(), "event": text})
+        self._keep(name, json_object(text) or {"timestamp": _now(), "event": text})
 
     def event(self, name: str, text: str) -> None:
         """An event of the supervisor about a child."""
@@ -67,13 +67,11 @@ def _now() -> str:
     return dt.datetime.now(dt.UTC).isoformat().replace("+00:00", "Z")
 
 
-def _told(text: str) -> dict[str, Any] | None:
+def json_object(line: str | bytes) -> dict[str, Any] | None:
     """The JSON object on a line, if it is one."""
-    if not text.startswith("{"):
-        return None
     try:
-        entry = json.loads(text)
-    except ValueError:
+        entry = json.loads(line)
+    except (ValueError, RecursionError):
         return None
     return entry if isinstance(entry, dict) else None
 

@@ -120,7 +120,7 @@ def test_without_a_master() -> None:
     assert {f.verdict.value for f in found if f.check != "master"} == {"skip"}
 
 
-def test_a_master_that_lets_us_not_in(script: UnaryMaster, tmp_path: Path) -> None:
+def test_a_master_that_rejects_the_token(script: UnaryMaster, tmp_path: Path) -> None:
     script.answers["GetStats"] = RejectionError(grpc.StatusCode.UNAUTHENTICATED, "a token is needed")
     found = checked(doctor_fleet.master, host_of(script.address))
     assert found.verdict is Verdict.FAIL

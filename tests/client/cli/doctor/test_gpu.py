@@ -36,7 +36,7 @@ def on_host(gpus: SimulatedGpus, monkeypatch: pytest.MonkeyPatch) -> Callable[..
     return host_of
 
 
-def test_gpus_that_are_well(on_host: Callable[..., Host]) -> None:
+def test_healthy_gpus(on_host: Callable[..., Host]) -> None:
     here = on_host()
     driver = checked(doctor_gpu.driver, here)
     assert driver.verdict is Verdict.OK
@@ -47,7 +47,7 @@ def test_gpus_that_are_well(on_host: Callable[..., Host]) -> None:
     assert verdicts(doctor.run_check(doctor_gpu.permissions, here)) == {"permissions": "skip"}
 
 
-def test_gpus_that_are_not(gpus: SimulatedGpus, on_host: Callable[..., Host]) -> None:
+def test_unhealthy_gpus(gpus: SimulatedGpus, on_host: Callable[..., Host]) -> None:
     gpus.lose(3)
     gpus.mig(2, 2)
     gpus.nvlink(0, 1, up=False)
@@ -141,7 +141,7 @@ def test_device_files(tmp_path: Path) -> None:
 
 @ROOT
 @pytest.mark.skipif(shutil.which("setpriv") is None, reason="no setpriv to become somebody else with")
-def test_device_files_that_are_somebody_elses() -> None:
+def test_device_files_of_another_user() -> None:
     import tempfile
 
     with tempfile.TemporaryDirectory() as folder:

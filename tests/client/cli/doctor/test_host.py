@@ -32,7 +32,7 @@ def test_versions() -> None:
     assert "grpcio" in checked(doctor_host.versions, host_of()).message
 
 
-def test_a_disk_that_is_well(tmp_path: Path) -> None:
+def test_a_healthy_disk(tmp_path: Path) -> None:
     found = doctor_host.disk(host_of(data_dir=tmp_path / "not/yet"))
     assert {f.check for f in found} == {"file system", "disk", "fsync"}
     assert not [f for f in found if f.verdict is Verdict.FAIL and f.check != "disk"]
@@ -65,7 +65,7 @@ def test_a_disk_that_is_full(tmp_path: Path) -> None:
 
 
 @ROOT
-def test_a_disk_that_is_somebody_elses(tmp_path: Path) -> None:
+def test_a_disk_of_another_user(tmp_path: Path) -> None:
     tmp_path.chmod(0o755)
     code = (
         "import os; from pathlib import Path; from types import SimpleNamespace as N\n"

@@ -1,11 +1,17 @@
 """Workers as a master tells of them, made up: GPU hosts of any size, with something wrong here and there."""
 
+import io
 import time
 from typing import Any
 
+from google.protobuf.duration_pb2 import Duration
 from google.protobuf.timestamp_pb2 import Timestamp
+from multigpu.cli.top import frame as top_frame
+from multigpu.cli.top.state import View
 from multigpu.v1 import admin_service_pb2 as admin
 from multigpu.v1 import device_pb2 as pb
+from multigpu.v1 import task_pb2
+from rich.console import Console
 
 
 def ago(seconds: float) -> Timestamp:
@@ -89,3 +95,43 @@ def large_fleet(count: int = 64) -> list[admin.Worker]:
     if count > 5:
         workers[5].telemetry.throttle_reasons.extend(["hw_thermal_slowdown", "sw_power_cap"])
     return workers
+
+
+def view_of(count: int, tasks: int = 30) -> View:
+    workers = large_fleet(count) if count else [cpu_worker(), cpu_worker("box-cpu-1")]
+    queues = [
+        admin.Queue(queue="default", queued=12_345, queued_bytes=3 << 20, leased=64, oldest_age=Duration(seconds=75)),
+        admin.Queue(queue="night", paused=True, queued=1_000_000, queued_bytes=9 << 30, strategy="least_loaded"),
+        admin.Queue(queue="interactive", leased=3),
+    ]
+    running = [
+        task_pb2.Task(
+            task_id=9_000_000 + i,
+            spec=task_pb2.TaskSpec(kind="embed", queue="default"),
+            submit_time=ago(i * 3),
+            attempts=1 + i % 3 // 2,
+            worker_id=workers[i % len(workers)].worker_id,
+        )
+        for i in range(tasks)
+    ]
+    stats = admin.GetStatsResponse(
+        version="0.1.0", start_time=ago(7810), queued=12_345, leased=67, succeeded=4_567_890, failed=12,
+        dead_lettered=3, strategy="auto", journal_writable=True,
+    )  # fmt: skip
+    return View(
+        address="10.0.0.7:7433",
+        workers={w.worker_id: w for w in workers},
+        queues=queues,
+        tasks=running,
+        stats=stats,
+        rate=1234.0,
+    )
+
+
+def drawn(view: View, width: int, height: int) -> Console:
+    """A console that has the frame recorded."""
+    console = Console(
+        file=io.StringIO(), record=True, width=width, height=height, force_terminal=True, color_system="truecolor"
+    )
+    console.print(top_frame.frame(view, width, height), end="")
+    return console

@@ -51,7 +51,7 @@ def test_wider_is_more() -> None:
     assert columns[-1] == len(device_columns.columns([]))
 
 
-def test_what_a_device_does_not_tell_is_not_zero() -> None:
+def test_unknown_values_are_not_zero() -> None:
     bare = gpu_worker(1, telemetry=device_pb2.DeviceTelemetry(), mps=None)
     heading, row = table([bare], None)
     cells = dict(
@@ -78,11 +78,11 @@ def test_what_a_device_does_not_tell_is_not_zero() -> None:
         ({"health": SICK, "state": admin.WORKER_STATE_LOST}, "lost"),
     ],
 )
-def test_health_in_words(fields: dict[str, Any], words: str) -> None:
+def test_health_texts(fields: dict[str, Any], words: str) -> None:
     assert device_columns.health(gpu_worker(1, **fields)) == words
 
 
-def test_reasons_are_told_below() -> None:
+def test_reasons_are_reported_below() -> None:
     lines = gpus.lines(large_fleet(16), 80)
     text = " ".join(lines)
     assert "xid_79: the GPU has fallen off the bus; reboot the host" in text
@@ -151,7 +151,7 @@ def test_watch_in_a_terminal_and_in_a_pipe(script: UnaryMaster) -> None:
         process.communicate()
 
 
-def test_what_a_simulated_driver_says_is_what_is_shown(tmp_path: Path) -> None:
+def test_values_of_a_simulated_driver_are_shown(tmp_path: Path) -> None:
     """A real worker on a simulated GPU, whose driver the real pynvml reads."""
     simulated = SimulatedGpus(tmp_path / "gpus", n=2)
     simulated.heat(1, 71)

@@ -14,8 +14,7 @@ from multigpu.cli.top import terminal as top_terminal
 from multigpu.cli.top.state import Order, Pane, Verb, View, press
 from multigpu.v1 import admin_service_pb2 as admin
 
-from tests.client.cli.fleet.fleet_samples import gpu_worker, large_fleet
-from tests.client.cli.fleet.pictures import drawn, view_of
+from tests.client.cli.fleet.fleet_samples import drawn, gpu_worker, large_fleet, view_of
 from tests.client.cli.fleet.terminal import terminal
 from tests.client.cli.fleet_up import MGPUCTL
 from tests.fleet import Fleet, until
@@ -58,7 +57,7 @@ def test_a_long_fleet_is_shown_whole_as_bars_and_scrolls() -> None:
     assert any(line.startswith("> rack7-box07-GPU-0000003f") for line in text_of(view, 80, 24))
 
 
-def test_too_small_a_terminal_says_so() -> None:
+def test_too_small_a_terminal_is_reported() -> None:
     assert "too small" in drawn(view_of(8), 30, 10).export_text()
 
 
@@ -78,7 +77,7 @@ def test_the_mark_stays_with_its_device() -> None:
     assert top_state.marked_row(view, Pane.DEVICES) == 7
 
 
-def test_sorting_puts_what_is_not_told_last() -> None:
+def test_sorting_puts_unknown_values_last() -> None:
     view = view_of(16)
     while top_state.SORTS[view.sort][0] != "temperature":
         press(view, "s")
@@ -123,7 +122,7 @@ def test_nothing_to_do_on_an_empty_screen() -> None:
     assert "no master at a:1" in "\n".join(text_of(view, 80, 24))
 
 
-def test_alarms_are_seen() -> None:
+def test_alarms_are_shown() -> None:
     view = view_of(8)
     view.stats = admin.GetStatsResponse(journal_writable=False, breaker=admin.Breaker(tripped=True))
     text = "\n".join(text_of(view, 80, 24))
@@ -237,7 +236,7 @@ def test_without_a_terminal_it_prints_one_picture(fleet: Fleet) -> None:
     assert "\x1b" not in done.stdout
 
 
-def test_without_a_master_it_says_so() -> None:
+def test_without_a_master_it_fails() -> None:
     with terminal(*MGPUCTL, "--master", "127.0.0.1:1", "top") as shown:
         assert shown.ended() == 3
 

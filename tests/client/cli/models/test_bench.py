@@ -72,7 +72,7 @@ def test_a_row_has_its_place_in_every_form() -> None:
     assert [row["error"] for row in read] == ["", "it is too large"]
 
 
-def test_each_round_has_texts_of_its_own_and_batches_as_large_as_asked() -> None:
+def test_each_round_has_new_texts_and_batches_as_large_as_asked() -> None:
     assert len(set(sentences(300))) == 300
     source = Texts(read_texts(None, 200))
     first, second = source.portion(100, 32), source.portion(100, 1)
@@ -114,7 +114,7 @@ def test_a_round_is_long_enough_for_every_caller() -> None:
     assert (grid.combinations, grid.items_in_all) == (4, 3 * (3 * 512 + 4096))
 
 
-def test_what_can_not_be_compared_is_not_compared() -> None:
+def test_incomparable_answers_are_not_compared() -> None:
     zeros, ones = np.zeros((2, 3), np.float32), np.ones((2, 3), np.float32)
     assert mean_cosine(zeros, ones) is None
     assert mean_cosine(np.full((2, 3), np.nan, np.float32), ones) is None
@@ -126,7 +126,7 @@ def test_what_can_not_be_compared_is_not_compared() -> None:
     assert rows.tolist() == [[7, 1, 1, 1, 1]]
 
 
-def test_pairs_are_read_and_wrong_ones_are_told_by_their_line(tmp_path: Path) -> None:
+def test_pairs_are_read_and_wrong_ones_are_reported_by_their_line(tmp_path: Path) -> None:
     file = tmp_path / "pairs.tsv"
     file.write_text("1.5\ta cat\ta dog\n3\tx\ty\n0\tp\tq\n")
     scores, firsts, seconds = read_pairs(str(file))
@@ -206,7 +206,7 @@ def test_a_table_for_people_without_a_baseline(address: str) -> None:
     assert "n/a" in row
 
 
-def test_what_can_not_be_measured_is_rejected_before_anything_runs(address: str) -> None:
+def test_wrong_options_are_rejected_before_anything_runs(address: str) -> None:
     for flags, status, words in (
         (["nope"], 2, "no worker serves the model 'nope'"),
         (["--engine", "fast"], 2, "'fast' is none of auto, torch"),

@@ -66,13 +66,13 @@ def row_of(address: str, folder: Path, *flags: str) -> dict[str, Any]:
     return row
 
 
-def test_a_handler_beside_itself_in_a_loop(address: str, folder: Path) -> None:
+def test_a_handler_and_its_baseline(address: str, folder: Path) -> None:
     row = row_of(address, folder, "--kind", "my.double", "--lines", "numbers.txt", "--parse-json")
     assert (row["kind"], row["model"], row["tasks"], row["items"]) == ("my.double", "", 32, 32)
     assert (row["cosine"], row["top1"], row["tokens_per_s"]) == (None, None, None)
 
 
-def test_an_engine_of_ones_own_beside_itself_in_a_loop(address: str, folder: Path) -> None:
+def test_a_custom_engine_and_its_baseline(address: str, folder: Path) -> None:
     flags = ("doubler", "--input", "x=[[1,2],[3,4]]", "--batch-size", "4")
     row = row_of(address, folder, *flags)
     assert (row["kind"], row["tasks"], row["items"]) == ("infer", 8, 32)
@@ -120,12 +120,12 @@ def test_a_row_says_why_it_has_no_baseline(address: str, folder: Path) -> None:
         (["--kind", "my.double", "--payload", "{", "--parse-json"], 1, "not JSON"),
     ],
 )
-def test_what_makes_no_sense_is_told_at_once(address: str, flags: list[str], status: int, words: str) -> None:
+def test_nonsense_is_reported_at_once(address: str, flags: list[str], status: int, words: str) -> None:
     done = CliRunner().invoke(cli, ["bench", "--master", address, *flags])
     assert (done.exit_code, words in done.output) == (status, True), done.output
 
 
-def test_no_master_is_told(folder: Path) -> None:
+def test_no_master_is_reported(folder: Path) -> None:
     done = mgpuctl("127.0.0.1:1", "bench", "--csv", "none.csv", cwd=folder)
     assert done.returncode == 3
     assert "start one with `mgpuctl up`" in done.stderr
@@ -133,7 +133,7 @@ def test_no_master_is_told(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_what_is_known_when_it_is_interrupted_is_told(
+def test_results_before_an_interrupt_is_reported(
     address: str, folder: Path, tmp_path: Path, number: signal.Signals, status: int
 ) -> None:
     """The handler never returns from the first task of the second row."""
@@ -173,7 +173,7 @@ def test_a_fleet_that_does_not_come_up_says_why(folder: Path) -> None:
     assert '"event"' not in done.stderr
 
 
-def test_a_fleet_of_its_own_ends_with_it(folder: Path, tmp_path: Path) -> None:
+def test_a_fleet_that_it_started_ends_with_it(folder: Path, tmp_path: Path) -> None:
     """The handler is stuck in the second row, as above, and the whole of a terminal's job gets the signal."""
     flags = ["--kind", "my.stuck", "--payload", "own", "--items", "4", "--rounds", "1", "--concurrency", "1,2"]
     argv = [

@@ -132,7 +132,7 @@ def test_a_signal_cancels_and_resume_goes_on(
     ],
     ids=["shorter input", "another input", "another format"],
 )
-def test_resume_goes_on_with_nothing_else(
+def test_resume_rejects_another_input_and_another_format(
     fleet: tuple[Up, str], tmp_path: Path, change: Any, arguments: tuple[str, ...], words: str
 ) -> None:
     _, address = fleet
@@ -151,7 +151,7 @@ def test_resume_goes_on_with_nothing_else(
     np.testing.assert_allclose(np.load(out), direct(texts), atol=1e-5)
 
 
-def test_bad_input_in_the_middle_is_told(fleet: tuple[Up, str], tmp_path: Path) -> None:
+def test_invalid_utf_8_in_the_middle_is_reported(fleet: tuple[Up, str], tmp_path: Path) -> None:
     _, address = fleet
     file = tmp_path / "lines.txt"
     file.write_bytes(b"fine\n" * 100 + b"\xff\n")
@@ -171,7 +171,7 @@ def test_the_input_is_not_replaced(tmp_path: Path) -> None:
     assert notes.read_text() == "one line\n"
 
 
-def test_unknown_model_and_absent_master_are_told(fleet: tuple[Up, str], tmp_path: Path) -> None:
+def test_unknown_model_and_absent_master_are_reported(fleet: tuple[Up, str], tmp_path: Path) -> None:
     _, address = fleet
     out = str(tmp_path / "out.npy")
     wrong = mgpuctl(address, "embed", "--model", "no-such", "--wait-for-worker", "0.5", "-o", out, input="x")

@@ -91,7 +91,9 @@ def terminate(process: "subprocess.Popen[bytes]", out: IO[bytes]) -> None:
     ("stop", "status", "flags"),
     [(close, 141, ()), (close, 141, ("--json-lines",)), (interrupt, 130, ()), (terminate, 143, ("--json-lines",))],
 )
-def test_who_stops_listening_cancels_the_task(address: str, stop: Stop, status: int, flags: tuple[str, ...]) -> None:
+def test_a_reader_that_closes_the_pipe_cancels_the_task(
+    address: str, stop: Stop, status: int, flags: tuple[str, ...]
+) -> None:
     before = counts(address)["cancelled"]
     argv = [*MGPUCTL, "generate", "Count", "--model", "counter", *flags]
     env = {**os.environ, "MGPU_MASTER": address}
@@ -111,7 +113,7 @@ def test_who_stops_listening_cancels_the_task(address: str, stop: Stop, status: 
 
 
 @pytest.mark.parametrize("flags", [(), ("--json", "--tokens-max", "3")])
-def test_a_full_disk_is_told_and_nothing_goes_on(address: str, flags: tuple[str, ...]) -> None:
+def test_a_full_disk_is_reported_and_nothing_goes_on(address: str, flags: tuple[str, ...]) -> None:
     argv = [*MGPUCTL, "generate", "Count", "--model", "counter", *flags]
     env = {**os.environ, "MGPU_MASTER": address}
     with Path("/dev/full").open("wb") as full:
@@ -140,20 +142,20 @@ def test_json_lines_are_the_pieces_and_then_the_whole(address: str) -> None:
         (["x", "--model", "countr"], 1, "with the model 'countr', did you mean 'counter'?"),
     ],
 )
-def test_what_makes_no_sense_is_told_at_once(address: str, flags: list[str], status: int, words: str) -> None:
+def test_nonsense_is_reported_at_once(address: str, flags: list[str], status: int, words: str) -> None:
     done = CliRunner().invoke(cli, ["generate", "--master", address, *flags])
     assert (done.exit_code, words in done.output) == (status, True), done.output
     assert "waiting" not in done.output
 
 
-def test_a_prompt_that_is_no_text_is_told(address: str) -> None:
+def test_a_prompt_that_is_not_utf_8_is_reported(address: str) -> None:
     argv = [*MGPUCTL, "generate", "-", "--master", address]
     done = subprocess.run(argv, input=b"\xff", capture_output=True, check=False, timeout=90)
     assert done.returncode == 1
     assert b"not UTF-8" in done.stderr
 
 
-def test_no_master_is_told() -> None:
+def test_no_master_is_reported() -> None:
     done = mgpuctl("127.0.0.1:1", "generate", "x", "--wait-for-worker", "0.1")
     assert done.returncode == 3
     assert "start one with `mgpuctl up`" in done.stderr

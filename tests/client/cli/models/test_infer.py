@@ -133,7 +133,7 @@ def test_large_tensors_go_by_reference_and_come_back_bit_for_bit(address: str) -
         np.testing.assert_array_equal(many[3]["twice"], 2 * (x + 3))
 
 
-def test_the_first_numbers_are_told_in_a_pipe_too(address: str) -> None:
+def test_the_first_numbers_are_reported_in_a_pipe_too(address: str) -> None:
     told = ok(address, "infer", "doubler", "--input", "x=[[1.5,2,3,4,5,6,7,8,9]]", "--output", "twice")
     assert told == "twice  float32 [1, 9]  3, 4, 6, 8, 10, 12, 14, 16, …\n"
 
@@ -177,7 +177,7 @@ def test_whole_numbers_at_the_ends_of_their_type_are_taken() -> None:
         (["doubler", "--input", 'x=["a"]'], 1, "elements of type str"),
     ],
 )
-def test_what_is_wrong_is_told(address: str, flags: list[str], status: int, words: str) -> None:
+def test_what_is_wrong_is_reported(address: str, flags: list[str], status: int, words: str) -> None:
     from click.testing import CliRunner
     from multigpu.cli import cli
 
@@ -193,7 +193,7 @@ def test_pickled_arrays_are_rejected(address: str, tmp_path: Path) -> None:
     assert "holds no arrays" in done.stderr
 
 
-def test_lines_are_classified_in_order_and_one_that_fails_is_told(address: str, tmp_path: Path) -> None:
+def test_lines_are_classified_in_order_and_one_that_fails_is_reported(address: str, tmp_path: Path) -> None:
     file = tmp_path / "lines.txt"
     file.write_text("aab\nccc\nxyz\nb\n")
     done = mgpuctl(address, "classify", "letters", "--text", str(file), "--top-k", "2", "--json")

@@ -84,7 +84,7 @@ def test_a_model_that_cannot_be_loaded_says_why(run: Run) -> None:
     assert run("unload", "broken").exit_code == 0
 
 
-def test_mistakes_are_told_with_what_there_is(run: Run) -> None:
+def test_unknown_names_are_reported(run: Run) -> None:
     for command in ("show", "load", "unload"):
         unknown = run(command, "nothing")
         assert unknown.exit_code != 0
@@ -107,7 +107,7 @@ def test_loading_a_name_waits_for_its_current_version_and_not_for_another(run: R
 
 
 @pytest.mark.parametrize("command", ["show", "load", "unload"])
-def test_a_name_that_is_near_is_named(run: Run, command: str) -> None:
+def test_the_nearest_name_is_suggested(run: Run, command: str) -> None:
     unknown = run(command, "smal")
     assert unknown.exit_code == 4
     assert "no worker offers model 'smal', did you mean 'small'? there are: " in unknown.stderr

@@ -72,7 +72,7 @@ def test_a_broken_version_keeps_what_was_recorded_of_it(tmp_path: Path) -> None:
     assert (tmp_path / "acme/b/model.toml").read_text() == before
 
 
-def test_what_is_wrong_is_told(tmp_path: Path) -> None:
+def test_what_is_wrong_is_reported(tmp_path: Path) -> None:
     assert "there is no model" in run(tmp_path).stderr
     put(tmp_path)
     (tmp_path / "a/model.toml").write_text("precison = 'fp16'")
@@ -92,7 +92,7 @@ def test_what_is_wrong_is_told(tmp_path: Path) -> None:
         '[hashes]\n"a" = """\n[x]\n"""',
     ],
 )
-def test_a_file_that_is_too_clever_is_left_alone(text: str) -> None:
+def test_an_unusual_toml_is_not_changed(text: str) -> None:
     with pytest.raises(ModelFolderError, match=r"as a section .hashes. of its own"):
         with_hashes(text, {"a": "00"}, "model.toml")
 

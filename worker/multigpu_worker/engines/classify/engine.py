@@ -1,20 +1,22 @@
 """The engine for tasks of kind "classify": a picture or a text in, its likeliest classes out.
 
-All tasks of a batch go through the model together, in micro-batches of about the same size. Each stands for itself: a
-picture that can't be read fails alone. Unpacking and tokenising happen in `prepare`, while the batch before runs.
+All tasks of a batch go through the model together, in micro-batches of similar size. A picture that cannot be read
+fails alone. `prepare` decodes and tokenises while the previous batch runs.
 
 Payload and result are `ClassifyPayload` and `ClassifyResult` (protos/multigpu/v1/classify.proto), or JSON
-(payload.py). Parameters: `engine` (torch) and `precision`.
+(payload.py). Task parameters: `engine` (torch) and `precision`.
 """
 
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from multigpu.repository.model import ModelSpec
+
 from multigpu_worker.engines.base import Batch, EngineSettings, Item, Reporter
 from multigpu_worker.engines.classify import payload as classify_input
-from multigpu_worker.engines.common.failures import LOADING_ERRORS, BadInputError, Failure, of_loading
-from multigpu_worker.engines.common.memory import make_room
-from multigpu_worker.engines.common.precision import Variant, choose
+from multigpu_worker.engines.common.failures import BadInputError, Failure, bad_input
+from multigpu_worker.engines.common.models import LoadedModels
+from multigpu_worker.engines.common.precision import Variant
 
 if TYPE_CHECKING:
     from multigpu_worker.engines.classify.model import Classifier
@@ -34,50 +36,41 @@ class Ready:
 class Prepared:
     """A batch that is ready to run."""
 
-    # None: no item got as far as needing it.
+    # None: loading it failed.
     model: "Classifier | None" = None
     failures: list[tuple[Item, Failure]] = field(default_factory=list)
-    # The largest first: if memory is short, that shows at once.
+    # The largest first, so that a shortage of memory shows at once.
     ready: list[Ready] = field(default_factory=list)
 
 
 class ClassifyEngine:
-    """Classifies with one model. Its own precision stays loaded, and of others the one that was asked for last."""
+    """Classifies with one model."""
 
     one_by_one: ClassVar[bool] = False
 
     def __init__(self, settings: EngineSettings) -> None:
         self._settings = settings
-        self._spec = next(iter(settings.models.values()))
-        self._loaded: dict[Variant, Classifier] = {}
+        self._models = LoadedModels(settings, self._load)
 
     def load(self) -> dict[str, str]:
-        """Load the model as tasks get it that ask for nothing special."""
-        variant = choose(self._spec, self._settings, {})
-        model = self._model(variant)
-        return {"engine": "torch", "precision": variant.precision, "classes": str(len(model.names))}
+        """Load the model as configured."""
+        return self._models.load_default()
 
     def close(self) -> None:
-        """Nothing is left to write."""
+        """Nothing to write."""
 
     def prepare(self, batch: Batch) -> Prepared:
-        """Unpack or tokenise the items. What fails is noted for `run` to say."""
-        try:
-            model = self._model(choose(self._spec, self._settings, batch.parameters))
-        except LOADING_ERRORS as error:
-            failure = of_loading(error)
-        else:
-            return self._prepare(batch, model)
-        return Prepared(failures=[(item, failure) for item in batch.items])
-
-    def _prepare(self, batch: Batch, model: "Classifier") -> Prepared:
+        """Decode or tokenise the items. `run` reports the failures."""
+        model = self._models.get(batch.model, batch.parameters)
+        if isinstance(model, Failure):
+            return Prepared(failures=[(item, model) for item in batch.items])
         prepared = Prepared(model=model)
         for item in batch.items:
             try:
                 payload = classify_input.parse(item.payload, batch.content_type)
                 features = model.front.features(payload)
             except BadInputError as error:
-                failure = Failure(error_type="BadInput", message=str(error), retryable=False)
+                failure = bad_input(error)
             except MemoryError as error:
                 failure = Failure(error_type="OutOfMemory", message=f"unpacking it: {error}", retryable=True)
             else:
@@ -92,7 +85,7 @@ class ClassifyEngine:
         """Classify a prepared batch and settle every item that is not cancelled."""
         assert isinstance(prepared, Prepared)
         for item, failure in prepared.failures:
-            reporter.fail(item, failure.error_type, failure.message, retryable=failure.retryable)
+            failure.report(item, reporter)
         todo = prepared.ready
         while todo:
             assert prepared.model is not None
@@ -103,7 +96,7 @@ class ClassifyEngine:
             reporter.beat()
 
     def _run(self, together: list[Ready], model: "Classifier", content_type: str, reporter: Reporter) -> bool:
-        """Run a micro-batch. False: memory ran out, and the model takes less from now on."""
+        """Run a micro-batch. False: memory ran out, and the budget was lowered."""
         try:
             rows = model.probabilities([ready.features for ready in together])
         except MemoryError as error:
@@ -119,12 +112,10 @@ class ClassifyEngine:
             reporter.succeed(ready.item, result, content_type)
         return True
 
-    def _model(self, variant: Variant) -> "Classifier":
-        if variant not in self._loaded:
-            if variant.engine != "torch":
-                raise ValueError(f"classify runs on torch alone, not on {variant.engine}: leave `engine` out")
-            from multigpu_worker.engines.classify import model as classify_model  # noqa: PLC0415  (takes seconds: torch)
+    def _load(self, spec: ModelSpec, variant: Variant) -> "tuple[Classifier, dict[str, str]]":
+        if variant.engine != "torch":
+            raise ValueError(f"classify runs on torch alone, not on {variant.engine}: leave `engine` out")
+        from multigpu_worker.engines.classify import model as classify_model  # noqa: PLC0415  (takes seconds: torch)
 
-            make_room(self._loaded)
-            self._loaded[variant] = classify_model.load(self._spec, self._settings, variant.precision)
-        return self._loaded[variant]
+        model = classify_model.load(spec, self._settings, variant.precision)
+        return model, {"engine": "torch", "precision": variant.precision, "classes": str(len(model.names))}

@@ -1,8 +1,8 @@
-"""One classifier in memory: a Hugging Face folder of a model for sequence or image classification, run by torch.
+"""A classifier on torch: a Hugging Face folder of a model for sequence or image classification.
 
-Texts and pictures differ in what is made of them before the model sees them, and in how much of it goes through at
-once; after that both are logits. Probabilities are a softmax over the classes, or where a model was trained to give
-each class a yes or no of its own (`problem_type` "multi_label_classification", or a single class) a sigmoid of each.
+Texts and pictures differ in preprocessing and in the number that goes through at once. Probabilities are a softmax over
+the classes, or a sigmoid of each logit for independent classes (`problem_type` "multi_label_classification", or a
+single class).
 """
 
 from collections.abc import Sequence
@@ -19,28 +19,28 @@ from torch import Tensor, nn
 from multigpu_worker.engines.base import EngineSettings
 from multigpu_worker.engines.classify import payload as classify_input
 from multigpu_worker.engines.common import torch_runtime
-from multigpu_worker.engines.common.memory import Limit
-from multigpu_worker.engines.common.offline import transformers
-from multigpu_worker.engines.embed.text import TextInput, Tokens, load_tokenizer
+from multigpu_worker.engines.common.limits import Limit
+from multigpu_worker.engines.common.pretrained import LOCAL, load_weights, loading, transformers
+from multigpu_worker.engines.embed.text import TextInput, Tokens, load_text_input
 from multigpu_worker.models.folders import ModelFolderError, read_object
 
-# Padded tokens, or pictures, that go through a model at once: enough to fill it, and not long between two beats.
+# Padded tokens or pictures in one forward pass: enough for full speed, and short between two beats.
 CPU_TOKENS_PER_THREAD, CUDA_TOKENS = 512, 16_384
 CPU_PICTURES_PER_THREAD, CUDA_PICTURES = 8, 64
 TEXT_SUFFIX, IMAGE_SUFFIX = "ForSequenceClassification", "ForImageClassification"
 
 
 class Front(Protocol):
-    """From payloads to a model's inputs. `features` may be used in one thread while `collate` is in another."""
+    """Makes a model's inputs from payloads. One thread may call `features` while another calls `collate`."""
 
     def features(self, payload: classify_pb2.ClassifyPayload) -> Any:
-        """What the model is to see of one payload. Raises BadInputError."""
+        """Preprocess one payload. Raises BadInputError."""
 
     def size(self, features: Any) -> int:
-        """How much of the model's budget it takes."""
+        """Its share of the model's budget."""
 
     def collate(self, features: Sequence[Any]) -> dict[str, Tensor]:
-        """The model's inputs for several."""
+        """The model's inputs for several payloads."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,13 +85,13 @@ class Classifier:
     sigmoid: bool
     tf32: bool
     threads: int
-    # Sum of sizes, with padding, that goes through at once. The engine lowers it when memory runs out, by `limit`.
+    # Sum of sizes, with padding, in one forward pass. The engine adapts it by `limit`.
     budget: int
     limit: Limit = field(default_factory=Limit)
 
     @torch.inference_mode()
     def probabilities(self, features: Sequence[Any]) -> npt.NDArray[np.float32]:
-        """Of each class for each, [n, classes]. Raises MemoryError, on any device, if memory runs out."""
+        """The probabilities of all classes, [n, classes]. Raises MemoryError, on any device."""
         torch_runtime.bind(self.threads, tf32=self.tf32)
         with torch_runtime.memory_errors():
             inputs = {name: tensor.to(self.device) for name, tensor in self.front.collate(features).items()}
@@ -102,18 +102,10 @@ class Classifier:
 
 
 def load(spec: ModelSpec, settings: EngineSettings, precision: str) -> Classifier:
-    """Load a model. Raises ModelFolderError, with the cause and the remedy; MemoryError."""
+    """Load a model. Raises ModelFolderError, MemoryError; ImportError if a package is missing."""
     family = _family(spec)
-    try:
-        with torch_runtime.memory_errors():
-            return _load(spec, settings, precision, family)
-    except (ModelFolderError, MemoryError, ImportError):
-        raise
-    except Exception as error:
-        raise ModelFolderError(
-            f"{spec.folder} can't be loaded: {type(error).__name__}: {error}. Try it with "
-            f"transformers.AutoModel{family}.from_pretrained, and copy the model folder again if that fails too"
-        ) from error
+    with loading(spec.folder, f"AutoModel{family}"):
+        return _load(spec, settings, precision, family)
 
 
 def _family(spec: ModelSpec) -> str:
@@ -129,20 +121,9 @@ def _family(spec: ModelSpec) -> str:
 
 def _load(spec: ModelSpec, settings: EngineSettings, precision: str, family: str) -> Classifier:
     dtype = torch_runtime.dtype_of(precision)
-    options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
-    config = transformers.AutoConfig.from_pretrained(spec.folder, **options)
-    # Pickles are rejected, unless they are allowed by name, before this: by who looked at the folder.
-    safe = not spec.allow_pickle
-    model, report = getattr(transformers, f"AutoModel{family}").from_pretrained(
-        spec.folder, config=config, dtype=dtype, use_safetensors=safe, output_loading_info=True, **options
-    )
-    # transformers would fill them with random numbers and go on.
-    wrong = [str(key) for key in [*sorted(report["missing_keys"]), *report["mismatched_keys"]]]
-    if wrong:
-        names = ", ".join(wrong[:3])
-        raise ModelFolderError(
-            f"{spec.folder} has weights that don't fit its config.json ({names} …): copy the model folder again"
-        )
+    config = transformers.AutoConfig.from_pretrained(spec.folder, **LOCAL)
+    kind = getattr(transformers, f"AutoModel{family}")
+    model = load_weights(kind, spec.folder, pickled=bool(spec.allow_pickle), config=config, dtype=dtype)
     device = torch.device(settings.device)
     on_cpu = device.type == "cpu"
     threads = settings.threads or torch.get_num_threads()
@@ -150,7 +131,7 @@ def _load(spec: ModelSpec, settings: EngineSettings, precision: str, family: str
         front: Front = _texts(spec, config, model)
         budget = CPU_TOKENS_PER_THREAD * threads if on_cpu else CUDA_TOKENS
     else:
-        processor = transformers.AutoImageProcessor.from_pretrained(spec.folder, **options)  # type: ignore[no-untyped-call]
+        processor = transformers.AutoImageProcessor.from_pretrained(spec.folder, **LOCAL)  # type: ignore[no-untyped-call]
         front = Pictures(processor=processor, dtype=dtype)
         budget = CPU_PICTURES_PER_THREAD * threads if on_cpu else CUDA_PICTURES
     return Classifier(
@@ -166,18 +147,9 @@ def _load(spec: ModelSpec, settings: EngineSettings, precision: str, family: str
 
 
 def _texts(spec: ModelSpec, config: Any, model: Any) -> Texts:
-    tokenizer, limit = load_tokenizer(spec.folder, spec.folder, config)
-    fillers = {"input_ids": tokenizer.pad_token_id or 0}
-    if "token_type_ids" in tokenizer.model_input_names and getattr(config, "type_vocab_size", 0) > 0:
-        fillers["token_type_ids"] = tokenizer.pad_token_type_id
+    takes_types = getattr(config, "type_vocab_size", 0) > 0
+    text_input, pad_token_id = load_text_input(spec.folder, spec.folder, config, prompt="", takes_types=takes_types)
     if config.pad_token_id is None:
-        # Models that read their answer off the last token look for the padding to find it.
-        model.config.pad_token_id = tokenizer.pad_token_id
-    text_input = TextInput(
-        tokenizer=tokenizer.backend_tokenizer if tokenizer.is_fast else tokenizer,
-        is_fast=tokenizer.is_fast,
-        tokens_per_text_max=limit,
-        prompt="",
-        inputs=fillers,
-    )
+        # Models that classify by the last token find it by the padding.
+        model.config.pad_token_id = pad_token_id
     return Texts(input=text_input)

@@ -1,7 +1,7 @@
-"""Payloads and results of tasks of kind "classify", for the engine here and for a user's own.
+"""Payloads and results of tasks of kind "classify", for this engine and for users' own.
 
-Nothing here imports torch. A picture is foreign data: its size is looked at before it is unpacked, so that a small file
-can't fill the memory.
+Nothing here imports torch. The size of a picture is checked before it is decoded, so that a small file cannot fill the
+memory.
 """
 
 import base64
@@ -16,23 +16,22 @@ from google.protobuf.message import DecodeError
 from multigpu.v1 import classify_pb2
 
 from multigpu_worker.engines.common.failures import BadInputError
+from multigpu_worker.engines.common.payloads import JSON, check_content_type, not_a_message
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-JSON = "application/json"
 TOP_K = 5
-# 240 MB once unpacked; Pillow warns of more.
+# 240 MB when decoded. Pillow warns about larger ones.
 PIXELS_MAX = 80_000_000
 
 
 def parse(payload: bytes, content_type: str) -> classify_pb2.ClassifyPayload:
-    """A payload with a picture or a text in it, and with its top_k. Raises BadInputError.
+    """Parse a payload with a picture or a text, and set its top_k. Raises BadInputError.
 
     As JSON it is a text, or an object with `text` or `image` (in base64) and perhaps `top_k`.
     """
-    if content_type not in {"", JSON}:
-        raise BadInputError(f'content type {content_type!r} is not supported: leave it empty or use "{JSON}"')
+    check_content_type(content_type)
     try:
         if content_type == JSON:
             parsed = _from_json(json.loads(payload))
@@ -41,9 +40,7 @@ def parse(payload: bytes, content_type: str) -> classify_pb2.ClassifyPayload:
     except BadInputError:
         raise
     except (DecodeError, RecursionError, TypeError, ValueError) as error:
-        raise BadInputError(
-            f"the payload is no multigpu.v1.ClassifyPayload ({error}): send one, or JSON with content type {JSON}"
-        ) from error
+        raise not_a_message(classify_pb2.ClassifyPayload, error) from error
     if parsed.WhichOneof("input") is None:
         raise BadInputError("the payload has neither a picture nor a text: send one of them")
     parsed.top_k = parsed.top_k or TOP_K
@@ -61,7 +58,7 @@ def _from_json(value: Any) -> classify_pb2.ClassifyPayload:
 
 
 def picture(payload: classify_pb2.ClassifyPayload) -> "Image":
-    """The picture of a payload: RGB, the right way up. Raises BadInputError."""
+    """Decode the picture of a payload: RGB, rotated as its EXIF data says. Raises BadInputError."""
     from PIL import Image, ImageOps, UnidentifiedImageError  # noqa: PLC0415  (only pictures need Pillow)
 
     if payload.WhichOneof("input") != "image":
@@ -89,13 +86,13 @@ def text(payload: classify_pb2.ClassifyPayload) -> str:
 
 
 def result(probabilities: npt.NDArray[np.float32], names: Sequence[str], top_k: int, content_type: str) -> bytes:
-    """What a task answers: the likeliest of `probabilities`, one for each class, in the form that it was asked in."""
+    """Write a task's result: the `top_k` likeliest classes of `probabilities`, one per class."""
     likeliest = np.argsort(-probabilities, kind="stable")[:top_k].tolist()
     classes = [
         classify_pb2.ClassScore(index=i, label=names[i] if i < len(names) else "", score=float(probabilities[i]))
         for i in likeliest
     ]
     if content_type == JSON:
-        plain = [{"index": found.index, "label": found.label, "score": found.score} for found in classes]
-        return json.dumps(plain, ensure_ascii=False).encode()
+        objects = [{"index": found.index, "label": found.label, "score": found.score} for found in classes]
+        return json.dumps(objects, ensure_ascii=False).encode()
     return classify_pb2.ClassifyResult(classes=classes).SerializeToString()

@@ -1,10 +1,9 @@
-"""The accuracy gate: a model whose numbers were rounded hard serves only if it still says the same.
+"""The accuracy gate: a model quantised to int8 or fp8 is served only if its answers stay close to those of fp32.
 
-How much was lost is measured once, when the rounded model is made: against the answers of fp32 on held-out data
-("cosine"); for texts also by the ranks that it gives to pairs whose likeness people have scored ("spearman", Spearman's
-rank correlation in points of 100); for classes also by how often the same one is the likeliest ("agreement"). The
-figure stays beside the model, and is judged whenever the model is loaded: a stricter threshold in model.toml needs no
-new measurement. Who gave no data gets no such precision.
+The loss is measured once, when the quantised model is made, on held-out data: as the cosine to fp32's answers
+("cosine"), for texts also as Spearman's rank correlation with scores by people, in points of 100 ("spearman"), for
+classes also as the share of equal likeliest classes ("agreement"). The figure is kept with the model and judged at each
+load, so a stricter threshold in model.toml needs no new measurement. Without data there is no int8 or fp8.
 """
 
 import json
@@ -17,20 +16,18 @@ import numpy as np
 import numpy.typing as npt
 from multigpu.repository.model import ModelSpec
 
+from multigpu_worker.engines.common.tensors import Arrays
 from multigpu_worker.models.folders import ModelFolderError
 
 Vectors = npt.NDArray[np.float32]
 # From texts to their vectors.
 Embed = Callable[[Sequence[str]], Vectors]
-
-# Arrays by the names of a model's inputs or outputs. The first dimension of each counts the examples.
-Arrays = dict[str, npt.NDArray[Any]]
-# From inputs to outputs.
+# From inputs to outputs. The first dimension of each array counts the examples.
 Compute = Callable[[Arrays], Arrays]
 
 # Precisions that have to pass.
 GATED = ("int8", "fp8")
-# By the kind of model.
+# By kind of model.
 METRICS = {"embed": ("cosine", "spearman"), "infer": ("cosine", "agreement")}
 REMEDIES = {
     "embed": (
@@ -42,21 +39,21 @@ REMEDIES = {
         "the model's inputs, by its name; held_out = others to judge by"
     ),
 }
-# Fewer say nothing.
+# Fewer examples prove nothing.
 HELD_OUT_MIN = 8
-# Examples that go through a model at once while it is judged.
+# Examples in one forward pass of the measurement.
 EXAMPLES_MAX = 16
 
 
 class AccuracyGateError(ModelFolderError):
     """The model loses more at this precision than its threshold allows. The message has both figures."""
 
-    # It would lose as much anywhere.
+    # The loss is the same on every worker.
     retryable = False
 
 
 def require(spec: ModelSpec, precision: str) -> None:
-    """Raises ModelFolderError unless the model has what a precision that rounds hard is judged by."""
+    """Raises ModelFolderError unless the model has the data and the metric that its gate needs."""
     if spec.kind not in METRICS:
         raise ModelFolderError(f"{spec.id} is of kind {spec.kind}, which has no {precision}: use a higher precision")
     remedy = REMEDIES[spec.kind]
@@ -73,14 +70,14 @@ def require(spec: ModelSpec, precision: str) -> None:
 
 
 def read_texts(path: Path) -> list[str]:
-    """Texts of a file of JSON lines. Raises ModelFolderError."""
+    """Read texts from JSON lines. Raises ModelFolderError."""
     return [str(value["text"]) for value in _read(path, ("text",))]
 
 
 def read_arrays(path: Path, types: Mapping[str, str], rows: int | None = None) -> Arrays:
-    """Examples of a file of numpy.savez, for inputs of these names and NumPy types. Raises ModelFolderError.
+    """Read examples from a file of numpy.savez, for inputs of these names and NumPy types. Raises ModelFolderError.
 
-    `rows`: the model takes that many at once, and no others; what is left over is left out.
+    `rows`: the only number of examples that the model takes at once; a remainder is dropped.
     """
     try:
         with np.load(path, allow_pickle=False) as file:
@@ -105,17 +102,17 @@ def read_arrays(path: Path, types: Mapping[str, str], rows: int | None = None) -
 
 
 def batches(arrays: Arrays, size: int) -> list[Arrays]:
-    """Examples, so many at a time; the last ones may be fewer."""
+    """Cut examples into batches of `size`; the last one may be smaller."""
     count = len(next(iter(arrays.values())))
     return [{n: a[start : start + size] for n, a in arrays.items()} for start in range(0, count, size)]
 
 
 def measure(spec: ModelSpec, reference: Embed, candidate: Embed) -> dict[str, str]:
-    """How near `candidate` is to `reference`, which is fp32, on the model's held-out data: figures for `judge`."""
+    """Compare `candidate` with `reference`, which is fp32, on held-out texts. Returns figures for `judge`."""
     path = spec.folder / spec.gate.held_out
     if spec.gate.metric == "cosine":
         texts = read_texts(path)
-        cosine = float(_cosines(reference(texts), candidate(texts)).mean())
+        cosine = float(cosines(reference(texts), candidate(texts)).mean())
         return {"metric": "cosine", "figure": f"{cosine:.5f}", "held-out": str(len(texts))}
     pairs = _read(path, ("a", "b", "score"))
     texts = [str(value[side]) for side in ("a", "b") for value in pairs]
@@ -123,7 +120,7 @@ def measure(spec: ModelSpec, reference: Embed, candidate: Embed) -> dict[str, st
     points = []
     for embed in (reference, candidate):
         vectors = embed(texts)
-        points.append(100 * spearman(_cosines(vectors[: len(pairs)], vectors[len(pairs) :]), scores))
+        points.append(100 * spearman(cosines(vectors[: len(pairs)], vectors[len(pairs) :]), scores))
     return {
         "metric": "spearman",
         "figure": f"{points[1]:.4f}",
@@ -135,9 +132,9 @@ def measure(spec: ModelSpec, reference: Embed, candidate: Embed) -> dict[str, st
 def measure_arrays(
     spec: ModelSpec, held_out: Arrays, reference: Compute, candidate: Compute, examples: int = EXAMPLES_MAX
 ) -> dict[str, str]:
-    """As `measure`, for a model of kind infer: of several outputs the one that has lost most counts.
+    """As `measure`, for kind infer, `examples` at a time. Of several outputs, the one with the largest loss counts.
 
-    `examples` go through it at once. Raises ModelFolderError: its outputs have no rows for its examples, or no classes.
+    Raises ModelFolderError if an output has no row for each example, or no classes.
     """
     count = len(next(iter(held_out.values())))
     shares: dict[str, list[npt.NDArray[np.float64]]] = {}
@@ -150,16 +147,18 @@ def measure_arrays(
                     f"{spec.id} gives {name} {list(truth.shape)} for {size} examples: int8 and fp8 are for models that "
                     "give a row for each"
                 )
-            shares.setdefault(name, []).append(_likeness(spec, name, truth, given[name]))
-    # Python's own min would pass over what is no number.
+            shares.setdefault(name, []).append(_similarity(spec, name, truth, given[name]))
+    # Python's min would skip NaN.
     figure = float(np.min([np.concatenate(each).mean() for each in shares.values()]))
     return {"metric": spec.gate.metric, "figure": f"{figure:.5f}", "held-out": str(count)}
 
 
-def _likeness(spec: ModelSpec, name: str, truth: npt.NDArray[Any], given: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
-    """Of each example, 1 being the same. What is no number is like nothing."""
+def _similarity(
+    spec: ModelSpec, name: str, truth: npt.NDArray[Any], given: npt.NDArray[Any]
+) -> npt.NDArray[np.float64]:
+    """The similarity of each example, 1 being equal. NaN equals nothing."""
     if spec.gate.metric == "cosine":
-        return _cosines(truth.reshape(len(truth), -1), given.reshape(len(given), -1))
+        return cosines(truth.reshape(len(truth), -1), given.reshape(len(given), -1))
     if truth.ndim < 2 or truth.shape[-1] < 2:
         raise ModelFolderError(f'{spec.id} has no classes in the last dimension of {name}: take metric = "cosine"')
     same = (truth.argmax(-1) == given.argmax(-1)) & ~np.isnan(given).any(-1)
@@ -168,27 +167,27 @@ def _likeness(spec: ModelSpec, name: str, truth: npt.NDArray[Any], given: npt.ND
 
 
 def judge(spec: ModelSpec, precision: str, figures: dict[str, str]) -> str:
-    """What `measure` found, for people. Raises AccuracyGateError if it is worse than the model's threshold."""
+    """Describe the figures. Raises AccuracyGateError if they are worse than the model's threshold."""
     figure, threshold = float(figures["figure"]), spec.gate.threshold
     things = "texts" if spec.kind == "embed" else "examples"
     if figures["metric"] != "spearman":
         passed = figure >= threshold
-        told = "mean cosine to fp32" if figures["metric"] == "cosine" else "share of fp32's likeliest class"
-        said = f"{told} {figure:.4f} on {figures['held-out']} held-out {things}, {threshold:g} at least"
+        metric = "mean cosine to fp32" if figures["metric"] == "cosine" else "share of fp32's likeliest class"
+        description = f"{metric} {figure:.4f} on {figures['held-out']} held-out {things}, {threshold:g} at least"
     else:
         lost = float(figures["reference"]) - figure
         passed = lost <= threshold
-        said = (
+        description = (
             f"Spearman {figure:.2f} where fp32 has {float(figures['reference']):.2f} on {figures['held-out']} held-out "
             f"pairs: {lost:.2f} points lost, {threshold:g} at most"
         )
-    if not passed:  # a NaN doesn't either
+    if not passed:  # NaN does not pass
         recipe = "another int8_recipe, " if precision == "int8" else ""
         raise AccuracyGateError(
-            f"{spec.id} at {precision} is rejected by its accuracy gate: {said}. Take {recipe}more "
+            f"{spec.id} at {precision} is rejected by its accuracy gate: {description}. Take {recipe}more "
             "calibration data, a higher precision, or another threshold in model.toml (docs/precision.md)"
         )
-    return said
+    return description
 
 
 def spearman(a: npt.NDArray[Any], b: npt.NDArray[Any]) -> float:
@@ -201,15 +200,16 @@ def _ranks(values: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
     return (np.cumsum(counts) - (counts - 1) / 2)[places]
 
 
-def _cosines(a: Vectors, b: Vectors) -> npt.NDArray[np.float64]:
+def cosines(a: npt.NDArray[Any], b: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
+    """The cosine between each row of `a` and the same row of `b`."""
     a64, b64 = a.astype(np.float64), b.astype(np.float64)
     sizes = np.linalg.norm(a64, axis=1) * np.linalg.norm(b64, axis=1)
-    cosines: npt.NDArray[np.float64] = (a64 * b64).sum(axis=1) / np.maximum(sizes, 1e-12)
-    return cosines
+    found: npt.NDArray[np.float64] = (a64 * b64).sum(axis=1) / np.maximum(sizes, 1e-12)
+    return found
 
 
 def _read(path: Path, names: tuple[str, ...]) -> list[dict[str, Any]]:
-    """Objects of a file of JSON lines, all with these names."""
+    """Read objects with these names from JSON lines."""
     try:
         lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
     except (OSError, UnicodeDecodeError) as error:

@@ -1,12 +1,10 @@
-"""Which engine runs a model, and at which precision: what the task asks for, else the model, else the worker.
+"""Which engine and precision a task's model runs with: as the task says, else the model, else the worker.
 
-"auto" is decided here and nowhere else. The engine is the one that the model's files are for. The precision is the
-lowest that costs next to nothing in accuracy and that the device computes faster than float32: bf16 or fp16 where it
-has tensor cores for them, else fp32. int8 and fp8 are never chosen by themselves: they have to prove themselves first
-(docs/precision.md).
+"auto" is resolved here only. The engine follows from the model's files. The precision is the lowest that costs almost
+no accuracy and that the device computes faster than float32: bf16 or fp16 if it has tensor cores for them, else fp32.
+int8 and fp8 have to be asked for, and pass the accuracy gate (docs/precision.md).
 
-The GPU is asked through the driver's own library, which is there wherever a GPU is, so that an engine without torch
-can ask too.
+The compute capability comes from the driver's library, which engines without torch can call too.
 """
 
 import ctypes
@@ -18,33 +16,32 @@ from multigpu.repository.model import ENGINES, PRECISIONS, ModelSpec
 from multigpu_worker.engines.base import EngineSettings
 from multigpu_worker.models.folders import ModelFolderError, resolve_name
 
-# The engine of files that are made for one; all others are torch's.
+# Engines by source. All other sources are run by torch.
 ENGINE_BY_SOURCE = {"onnx": "onnx", "tensorrt-plan": "tensorrt"}
-# Compute capabilities from which tensor cores take numbers of a type (CUDA C++ Programming Guide).
+# Lowest compute capabilities whose tensor cores take a type (CUDA C++ Programming Guide).
 BF16_CAPABILITY, FP16_CAPABILITY = (8, 0), (7, 0)
 TF32_CAPABILITY, FP8_CAPABILITY = (8, 0), (8, 9)
-# Engines and files that are computed at the precision they were made at: "auto" is what they are, whatever the worker's
-# models are computed at by default.
+# Engines and sources that run at the precision of the file, whatever the worker's default.
 FIXED = (("torch", "torch-export"), ("onnx", "onnx"), ("tensorrt", "tensorrt-plan"))
-# Attributes of a device in cuda.h: the two parts of its compute capability.
+# Attribute numbers of the compute capability in cuda.h.
 _CAPABILITY_MAJOR, _CAPABILITY_MINOR = 75, 76
 PARAMETERS = ("engine", "precision")
 
 
 class PrecisionError(ModelFolderError):
-    """The engine or the device can't compute at that precision. The message says what can."""
+    """The engine or device does not support that precision. The message says which it supports."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Variant:
-    """One way to run a model. Nothing in it is "auto"."""
+    """An engine and a precision, neither of them "auto"."""
 
     engine: str
     precision: str
 
 
 def spec_of(models: Mapping[str, ModelSpec], name: str) -> ModelSpec:
-    """The model that a task means, by id or by name; empty: the first. Raises UnknownModelError."""
+    """The model of that id or name; empty: the first one. Raises UnknownModelError."""
     for spec in models.values():
         if name in {"", spec.name, spec.id}:
             return spec
@@ -52,7 +49,7 @@ def spec_of(models: Mapping[str, ModelSpec], name: str) -> ModelSpec:
 
 
 def choose(spec: ModelSpec, settings: EngineSettings, parameters: Mapping[str, str]) -> Variant:
-    """What a task's parameters mean for a model on this worker. Raises ValueError; PrecisionError for the device's."""
+    """The variant of a model for a task's parameters. Raises ValueError; PrecisionError if the device lacks it."""
     for name in parameters:
         if name not in PARAMETERS:
             raise ValueError(f"{spec.kind} has no parameter {name!r}: it has {' and '.join(PARAMETERS)}")
@@ -68,7 +65,7 @@ def choose(spec: ModelSpec, settings: EngineSettings, parameters: Mapping[str, s
 
 
 def _first(*wishes: str, known: tuple[str, ...], what: str) -> str:
-    """The first wish that is one. A class of the user's own stands for itself, and wishes nothing here."""
+    """The first wish other than empty, "auto" and the class of a user's engine; else "auto"."""
     for wish in wishes:
         if wish not in known and wish and ":" not in wish:
             raise ValueError(f"{what} {wish!r} is none of {', '.join(known)}")
@@ -78,7 +75,7 @@ def _first(*wishes: str, known: tuple[str, ...], what: str) -> str:
 
 
 def resolve_precision(precision: str, device: str, engine: str) -> str:
-    """The precision that is meant on a device. Raises PrecisionError if the device has none such."""
+    """Resolve "auto" for a device. Raises PrecisionError if the device does not support the precision."""
     if precision == "auto":
         return auto_precision(None if device == "cpu" else compute_capability(device), engine)
     if precision == "tf32" and (device == "cpu" or compute_capability(device) < TF32_CAPABILITY):
@@ -89,7 +86,7 @@ def resolve_precision(precision: str, device: str, engine: str) -> str:
 
 
 def _require_fp8(device: str, engine: str) -> None:
-    """Raises PrecisionError: it would be computed by emulation, or not at all."""
+    """Raises PrecisionError where fp8 would be emulated or is not available."""
     capability = None if device == "cpu" else compute_capability(device)
     if engine == "tensorrt" and capability is not None and capability >= FP8_CAPABILITY:
         return
@@ -102,15 +99,15 @@ def _require_fp8(device: str, engine: str) -> None:
 
 
 def auto_precision(capability: tuple[int, int] | None, engine: str = "torch") -> str:
-    """The precision for a GPU of that compute capability; None: a CPU."""
+    """The precision that "auto" means for a GPU's compute capability; None: a CPU."""
     if capability is None or capability < FP16_CAPABILITY:
         return "fp32"
-    # ONNX Runtime has bf16 for few operations.
+    # ONNX Runtime implements few operations in bf16.
     return "bf16" if capability >= BF16_CAPABILITY and engine != "onnx" else "fp16"
 
 
 def compute_capability(device: str) -> tuple[int, int]:
-    """Of "cuda:N", as the driver counts devices for this process. Raises ModelFolderError: there is no such GPU."""
+    """The compute capability of "cuda:N", as the driver numbers devices for this process. Raises ModelFolderError."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError as error:

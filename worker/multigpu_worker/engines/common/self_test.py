@@ -1,9 +1,8 @@
-"""A task whose answer is known, to find a device that computes wrong without saying so.
+"""A computation whose result is known, to find a device that computes wrong without reporting an error.
 
-Two matrices of small whole numbers are made on the device and multiplied there. All products and sums are whole numbers
-below 2**24, which float32 (and TF32, whose inputs have 11 bits) holds exactly in whatever order they are added, so the
-answer is known bit for bit: its checksum is written here. On a GPU the product is large enough to keep every
-multiprocessor of today's busy.
+It multiplies two matrices of small whole numbers, made on the device. All products and sums stay below 2**24, which
+float32 (and TF32, whose inputs have 11 bits) holds exactly in any order of addition. So the checksum of the result is
+known. On a GPU the matrices are large enough to use every multiprocessor.
 """
 
 import importlib
@@ -17,80 +16,80 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from multigpu_worker.engines.common.subprocess_call import run_apart
+from multigpu_worker.engines.common.subprocess_call import subprocess_call
 from multigpu_worker.models.folders import ModelFolderError
 
 CPU_SIZE, GPU_SIZE = 256, 2048
 CHECKSUMS = {CPU_SIZE: 0xD74D3C83, GPU_SIZE: 0x30BC3C98}
-# What it takes of the host's memory at most: on a GPU most of that is CUDA's own, when it is first used.
-ROOM_BYTES, CUDA_ROOM_BYTES = 64 << 20, 1 << 30
-# How torch says that the host's memory ran out: it has no exception for that.
+# Host memory it may take. On a GPU most of it is for the creation of the CUDA context.
+MEMORY_BYTES, CUDA_MEMORY_BYTES = 64 << 20, 1 << 30
+# torch has no exception for the host's memory running out.
 _CPU_MEMORY_ERROR = "DefaultCPUAllocator"
 
 
 def able(device: str, *, models: bool) -> bool:
-    """Whether this process has torch, or on a GPU with models may have it in a process of its own."""
+    """Whether this process has loaded torch, or a worker with models can load it in a subprocess for its GPU."""
     if device == "cpu" or not models:
         return loaded()
     return importlib.util.find_spec("torch") is not None
 
 
 def loaded() -> bool:
-    """Whether torch has been loaded by this process."""
+    """Whether this process has loaded torch."""
     return "torch" in sys.modules
 
 
 def run_in_subprocess(device: str) -> tuple[bool | None, str]:
-    """As `run`, in a process of its own, which ends with all that torch takes. Raises nothing."""
+    """As `run`, in a subprocess, which frees everything that torch takes. Raises nothing."""
     with tempfile.NamedTemporaryFile() as begun:
         try:
-            right, words = run_apart(f"{__name__}:answer", {"device": device, "begun": begun.name}, gpu=True)
+            right, message = subprocess_call(f"{__name__}:answer", {"device": device, "begun": begun.name}, gpu=True)
         except (ModelFolderError, MemoryError, OSError) as error:
-            # Once it was at work on the device, what ended it says that the device is not well.
+            # A subprocess that died after it began to use the device says that the device is at fault.
             return (False if Path(begun.name).stat().st_size else None), str(error)
-    return right, words
+    return right, message
 
 
 def answer(*, device: str, begun: str) -> tuple[bool | None, str]:
-    """`run_in_subprocess`, in its process. `begun`: a file that is empty until the device is at work."""
+    """Run in the subprocess. `begun`: a file that is empty until the device is used."""
     return attempt(device, lambda: Path(begun).write_text("begun", encoding="ascii"))
 
 
 def attempt(device: str, begun: Callable[[], object]) -> tuple[bool | None, str]:
-    """As `run`, and raises nothing. `begun` is called before the device has to work."""
+    """As `run`, but raises nothing. Calls `begun` before it uses the device."""
     try:
         torch = load()
-        reason = shortage(torch, device)
-    except Exception as error:  # noqa: BLE001  memory, or an installation that doesn't work: not the device
+        message = shortage(torch, device)
+    except Exception as error:  # noqa: BLE001  memory, or a broken installation: not the device
         return None, f"torch can't be loaded: {error!r}"
-    if reason:
-        return None, reason
+    if message:
+        return None, message
     begun()
     try:
         return run(torch, device)
-    except Exception as error:  # noqa: BLE001  whatever torch raises says that the device is not well
+    except Exception as error:  # noqa: BLE001  whatever torch raises, the device is not well
         return False, f"it raised {type(error).__name__}: {error}"
 
 
 def load() -> Any:
-    """Torch. Whatever its import raises, or does to the engine, has nothing to do with the device."""
+    """Import torch. A failure of the import says nothing about the device."""
     return importlib.import_module("torch")
 
 
 def shortage(torch: Any, device: str) -> str:
-    """Why the engine's memory limit is too small to try it: it would end the engine. Empty: it isn't."""
+    """Why the engine's memory limit is too small for the self-test, which would end the engine. Empty: large enough."""
     limit_bytes, _ = resource.getrlimit(resource.RLIMIT_DATA)
     if limit_bytes == resource.RLIM_INFINITY:
         return ""
     used_bytes = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[5]) * os.sysconf("SC_PAGE_SIZE")
-    room_bytes = ROOM_BYTES if device == "cpu" or torch.cuda.is_initialized() else CUDA_ROOM_BYTES
-    if limit_bytes - used_bytes >= room_bytes:
+    needed_bytes = MEMORY_BYTES if device == "cpu" or torch.cuda.is_initialized() else CUDA_MEMORY_BYTES
+    if limit_bytes - used_bytes >= needed_bytes:
         return ""
-    return f"the engine has {used_bytes >> 20} of its {limit_bytes >> 20} MiB, and it may take {room_bytes >> 20} MiB"
+    return f"the engine has {used_bytes >> 20} of its {limit_bytes >> 20} MiB, and it may take {needed_bytes >> 20} MiB"
 
 
 def product(torch: Any, device: str, size: int) -> Any:
-    """The self-test's product, on the device, as whole numbers."""
+    """The product, computed on the device, as whole numbers."""
     i = torch.arange(size, device=device, dtype=torch.int64)
     a = ((i[:, None] * 31 + i[None, :] * 17) % 13 - 6).to(torch.float32)
     b = ((i[:, None] * 7 + i[None, :] * 29) % 11 - 5).to(torch.float32)
@@ -102,7 +101,7 @@ def checksum(answer: Any) -> int:
 
 
 def run(torch: Any, device: str) -> tuple[bool | None, str]:
-    """Whether the device computes right, and what went wrong. None: it could not be tried. Raises what torch raises."""
+    """Whether the device computes right, and what is wrong. None: not tested. Raises what torch raises."""
     size = CPU_SIZE if device == "cpu" else GPU_SIZE
     try:
         found = checksum(product(torch, device, size))

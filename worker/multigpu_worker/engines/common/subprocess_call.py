@@ -1,8 +1,7 @@
-"""Work that is done in a process of its own: exporting, quantising, building.
+"""Calls a function in a subprocess: exporting, quantising, building.
 
-It needs libraries that the engine must not hold (torch in a process that serves without it), it can crash where the
-engine must live, and what it took of memory is given back for certain when it ends. The function is named, its
-arguments and its answer are JSON. The process dies with the engine that started it.
+These need libraries that the engine process must not load (torch in a process that serves without it), may crash, and
+free all their memory when the subprocess ends. Arguments and result are JSON. The subprocess dies with its parent.
 """
 
 import contextlib
@@ -22,26 +21,26 @@ import structlog
 from multigpu_worker.models.folders import ModelFolderError
 
 _PR_SET_PDEATHSIG = 1
-# Of what a process that died wrote on its standard error, the end is kept for the message.
+# How much of the end of a dead subprocess's standard error goes into the message.
 STDERR_CHARACTERS_MAX = 1_000
 
 log = structlog.get_logger(__name__)
 
 
-def run_apart(
+def subprocess_call(
     function: str, arguments: Mapping[str, Any], *, threads: int = 0, niceness: int = 0, gpu: bool = False
 ) -> Any:
-    """What "module:function" answers to `arguments`, called in a process of its own. It sees no GPU unless `gpu`.
+    """Return the result of "module:function", called with keyword arguments in a subprocess without GPUs, unless `gpu`.
 
-    Raises ModelFolderError with the function's words where it raised, MemoryError where memory ran out, OSError where
-    the system rejected something, such as room on the disk.
+    Raises ModelFolderError with the function's message if it raised, MemoryError if memory ran out, OSError if the
+    system rejected something, such as writing to a full disk.
     """
     environment = os.environ | {"TOKENIZERS_PARALLELISM": "false"}
     if not gpu:
         environment |= {"CUDA_VISIBLE_DEVICES": ""}
     if threads:
         environment |= {"OMP_NUM_THREADS": str(threads), "RAYON_NUM_THREADS": str(threads)}
-    log.info("working in a process of its own", function=function)
+    log.info("calling a function in a subprocess", function=function)
     with tempfile.TemporaryFile("w+") as errors, tempfile.TemporaryFile("w+") as answer:
         command = [sys.executable, "-m", __name__, str(os.getpid()), str(answer.fileno()), str(niceness)]
         done = subprocess.run(
@@ -73,24 +72,22 @@ def run_apart(
 
 
 def main() -> None:
-    """The other end of `run_apart`."""
+    """Run in the subprocess: call the function and write its outcome to the parent's file."""
     parent_pid, answer_fd, niceness, function, arguments = sys.argv[1:]
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != int(parent_pid):  # it died before we asked
+    if os.getppid() != int(parent_pid):  # it died before the prctl
         os._exit(0)
     os.nice(int(niceness))
     module, _, name = function.partition(":")
     try:
         outcome = {"value": getattr(importlib.import_module(module), name)(**json.loads(arguments))}
-    except MemoryError as error:
-        outcome = {"error": "MemoryError", "message": str(error)}
-    except ModelFolderError as error:
-        outcome = {"error": "ModelFolderError", "message": str(error)}
+    except (MemoryError, ModelFolderError) as error:
+        outcome = {"error": "MemoryError" if isinstance(error, MemoryError) else "", "message": str(error)}
     except ImportError as error:
         outcome = {"error": "ImportError", "message": f"{error}: install what is missing (docs/dependencies.md)"}
     except OSError as error:
         outcome = {"error": "OSError", "message": f"{function}: {error}", "errno": error.errno}
-    except Exception as error:  # noqa: BLE001  (of any library)
+    except Exception as error:  # noqa: BLE001  (any library's)
         outcome = {"error": type(error).__name__, "message": f"{function}: {type(error).__name__}: {error}"}
     with contextlib.suppress(BrokenPipeError), os.fdopen(int(answer_fd), "w") as file:
         json.dump(outcome, file)

@@ -1,6 +1,6 @@
-"""What every engine on torch needs: types by name, threads, TF32, and how torch says that memory ran out.
+"""Shared by all engines on torch: types by precision, threads, TF32, and out-of-memory errors.
 
-Importing this module takes seconds (torch), so only engine processes do, and only when there is something to run.
+Importing this module takes seconds (torch), so only engine processes do, and only for a model.
 """
 
 import contextlib
@@ -10,10 +10,10 @@ import torch
 
 from multigpu_worker.engines.common.precision import PrecisionError
 
-# What a precision's weights and activations are. TF32 is float32 whose products are rounded by the tensor cores.
+# Type of weights and activations. TF32 is float32 whose products the tensor cores round.
 DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
-# How PyTorch, oneDNN and CUDA's libraries say that memory ran out, beside torch's exception for its allocator on a GPU.
+# Out-of-memory messages of PyTorch, oneDNN and the CUDA libraries that are not torch.OutOfMemoryError.
 MEMORY_ERRORS = (
     "CUDA error: out of memory",
     "CUBLAS_STATUS_ALLOC_FAILED",
@@ -24,13 +24,13 @@ MEMORY_ERRORS = (
     "could not create a memory",
 )
 
-# From torch 2.11 on, GPUs of compute capability 9 and 10 take cuDNN's attention first, which makes a plan for each new
-# shape of its inputs: 20 to 400 ms of the host. With us nearly every batch has a shape of its own. Others make none.
+# Since torch 2.11, GPUs of compute capability 9 and 10 prefer cuDNN's attention, which plans each new input shape for
+# 20 to 400 ms on the host. Nearly every batch here has a new shape. The other implementations plan nothing.
 torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 def dtype_of(precision: str) -> torch.dtype:
-    """The type for a precision that `choose` has decided on. Raises PrecisionError."""
+    """The type for a resolved precision. Raises PrecisionError."""
     if precision not in DTYPES:
         raise PrecisionError(
             f"the torch engine has no {precision}: use engine onnx or tensorrt, which calibrate and check it, "
@@ -40,10 +40,10 @@ def dtype_of(precision: str) -> torch.dtype:
 
 
 def bind(threads: int, *, tf32: bool) -> None:
-    """Set the calling thread up for a forward pass.
+    """Prepare the calling thread for a forward pass.
 
-    The threads: OpenMP keeps their number for each thread that starts parallel work. TF32: torch keeps it for the
-    process, in which models of several precisions may be loaded.
+    OpenMP keeps the number of threads for each thread that starts parallel work. torch keeps TF32 for the whole
+    process, which may hold models of several precisions.
     """
     if threads and torch.get_num_threads() != threads:
         torch.set_num_threads(threads)
@@ -54,7 +54,7 @@ def bind(threads: int, *, tf32: bool) -> None:
 
 @contextlib.contextmanager
 def memory_errors() -> Iterator[None]:
-    """Say MemoryError where torch says it in its own ways."""
+    """Raise MemoryError for all of torch's out-of-memory errors."""
     try:
         yield
     except RuntimeError as error:

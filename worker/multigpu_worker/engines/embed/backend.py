@@ -1,37 +1,32 @@
-"""What computes vectors for the embed engine: one back end for each engine, behind one small protocol.
-
-A back end's module has a function `load(spec, settings, precision)`. It raises ModelFolderError where the model is at
-fault, PrecisionError where it has no such precision, ImportError where a package is missing, MemoryError where there is
-no room. It is imported when it is first asked for: no engine's libraries are loaded for the sake of another.
-"""
+"""The protocol of back ends that compute vectors for the embed engine, and how they are loaded."""
 
 import hashlib
-import importlib
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
-from typing import Protocol, cast, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
+from multigpu.repository.files import file_hash
 from multigpu.repository.model import ModelSpec
 
 from multigpu_worker.engines.base import EngineSettings
+from multigpu_worker.engines.common.backends import load_variant
 from multigpu_worker.engines.common.precision import Variant
 from multigpu_worker.engines.embed.text import Inputs, TextInput
 
 BACKENDS = {
-    "torch": "multigpu_worker.engines.embed.model",
+    "torch": "multigpu_worker.engines.embed.torch_backend",
     "onnx": "multigpu_worker.engines.embed.onnx_backend",
     "tensorrt": "multigpu_worker.engines.embed.tensorrt_backend",
 }
-
 
 Vectors = npt.NDArray[np.float32]
 
 
 class EmbedBackend(Protocol):
-    """A model that is loaded. `text` may be used in one thread while `embed` runs in another."""
+    """A loaded model. One thread may use `text` while another runs `embed`."""
 
     @property
     def text(self) -> TextInput: ...
@@ -42,16 +37,16 @@ class EmbedBackend(Protocol):
 
     @property
     def identity(self) -> str:
-        """Everything but the model's files and the text that can change a vector: engine, precision, versions, code.
+        """Everything that can change a vector except the model's files and the text.
 
-        It may change while the back end lives: what was computed in between is not remembered.
+        It may change; vectors of a batch that was prepared before the change are not cached.
         """
 
     @property
     def pads(self) -> bool:
-        """The padding of a micro-batch is computed like its tokens, and counts as such."""
+        """Whether the padding of a micro-batch is computed, and counts, like its tokens."""
 
-    # Tokens that go through the model at once. The engine lowers it when memory runs out.
+    # Tokens in one forward pass. The engine lowers it when memory runs out.
     tokens_max: int
 
     def embed(self, inputs: Inputs) -> Vectors:
@@ -60,32 +55,23 @@ class EmbedBackend(Protocol):
 
 @runtime_checkable
 class AheadBackend(EmbedBackend, Protocol):
-    """A back end whose device works by itself: it is handed the next micro-batch before the last one is done."""
+    """A back end of an asynchronous device: it takes the next micro-batch before the last one is done."""
 
     def begin(self, inputs: Inputs) -> Callable[[], Vectors]:
-        """Start on padded inputs; the answer waits for their vectors. Both may raise MemoryError."""
-
-
-class _Module(Protocol):
-    def load(
-        self, spec: ModelSpec, settings: EngineSettings, precision: str
-    ) -> tuple[EmbedBackend, dict[str, str]]: ...
+        """Start on padded inputs, and return a function that waits for the vectors. Both may raise MemoryError."""
 
 
 def load_backend(spec: ModelSpec, settings: EngineSettings, variant: Variant) -> tuple[EmbedBackend, dict[str, str]]:
-    """Load a model, and facts for people, which may change later. What it may raise stands above."""
-    module = cast(_Module, importlib.import_module(BACKENDS[variant.engine]))
-    backend, facts = module.load(spec, settings, variant.precision)
-    facts.setdefault("engine", variant.engine)
-    facts.setdefault("precision", variant.precision)
+    """Load a model. Facts and errors: see common/backends.py."""
+    backend: EmbedBackend
+    backend, facts = load_variant(BACKENDS, spec, settings, variant)
     facts.setdefault("text", f"cut after {backend.text.tokens_per_text_max} tokens")
     return backend, facts
 
 
 def identity_of(*parts: str, packages: tuple[str, ...], sources: tuple[str, ...]) -> str:
-    """A back end's identity: any words, the versions of packages, the content of source files in engines/."""
+    """A back end's identity: any words, versions of packages, and the content of source files of engines/."""
     here = Path(__file__).parents[1]
     lines = [*parts, *(f"{name} {metadata.version(name)}" for name in ("multigpu", "tokenizers", *packages))]
-    files = ("embed/engine.py", "embed/backend.py", "embed/text.py", *sources)
-    lines += [hashlib.sha256((here / name).read_bytes()).hexdigest() for name in files]
+    lines += [file_hash(here / name) for name in ("embed/engine.py", "embed/backend.py", "embed/text.py", *sources)]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()

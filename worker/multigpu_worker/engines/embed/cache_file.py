@@ -1,12 +1,11 @@
-"""The embedding cache's file: vectors that outlive the engine, one SQLite table that the workers of a host share.
+"""The embedding cache's file: one SQLite table of vectors that the workers of a host share and that survives restarts.
 
-Writing is nobody's wait: a thread takes whatever piled up while it wrote last. What an engine that is killed had not
-written yet is computed again. The file may lie, and is never believed blindly: each row has a checksum. A file that is
-damaged is moved aside, with a warning, and a new one begun, and so is one that was moved or deleted; a database that
-another program made is rejected. A disk that is full or fails costs a warning and what could have been remembered, and
-no task: whatever can't be opened or written now is tried again with what is written next.
+A thread writes what was queued during its last write; vectors that were not written when the engine is killed are
+computed again. Each row has a checksum. A damaged file is moved aside with a warning and a new one begun, also if the
+file was moved or deleted; a database of another program or format is rejected. A full disk, or a file that cannot be
+opened, costs a warning and no task, and is tried again at the next write.
 
-Rows leave in the order in which they came. WAL mode needs a local disk.
+Rows are evicted in the order in which they were written. WAL mode needs a local disk.
 """
 
 import contextlib
@@ -27,137 +26,134 @@ import structlog
 
 APPLICATION_ID = 0x6D677665  # "mgve"
 FORMAT = 1
-# Ten vectors of 384 fill such a page; of SQLite's usual ones each would leave a quarter empty.
+# Holds ten vectors of 384. Default pages would be a quarter empty.
 PAGE_BYTES = 16_384
-# Another worker writes for milliseconds.
+# Other workers write for milliseconds.
 BUSY_S = 5.0
 LOCK_POLL_S = 0.01
-KEYS_IN_A_QUERY = 500
-# Rows that wait to be written; what comes past them is not.
+KEYS_PER_QUERY = 500
+# Queued rows; further rows are dropped.
 BACKLOG_MAX = 65_536
-# Of rows whose time is over, so many go with each write.
-EXPIRED_AT_ONCE = 2_000
+# Expired rows that are deleted with each write.
+EXPIRED_PER_WRITE = 2_000
 DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 
 log = structlog.get_logger(__name__)
 
 
 class CacheFileError(ValueError):
-    """The file can't be used. The message says why, and what to change."""
+    """The file cannot be used. The message says why, and what to change."""
 
 
 class Row(NamedTuple):
     key: bytes
-    # When it was computed, in seconds since 1970.
+    # Time of computation, in seconds since 1970.
     stored_s: float
     vector: bytes
 
 
 class _DamagedError(Exception):
-    """What the file says is not what was written."""
+    """The file does not hold what was written."""
 
 
-class _FormatError(Exception):
-    """Another version of this program made the file."""
-
-
-# What may go wrong with a file, and is no reason to fail. sqlite3 raises MemoryError too.
-TROUBLE = (sqlite3.Error, OSError, MemoryError, CacheFileError, _DamagedError, _FormatError)
+# Errors of the file that do not fail a task. sqlite3 raises MemoryError too.
+TROUBLE = (sqlite3.Error, OSError, MemoryError, CacheFileError, _DamagedError)
 
 
 class CacheFile:
+    """Any thread may call it. One thread, started here, opens, writes and replaces the file."""
+
     def __init__(self, path: Path, *, entries: int, bytes_max: int, ttl_s: float) -> None:
-        """Open the file, or begin one. Where it can't be had, that is told and tried again."""
+        """Open or create the file. If that fails, `trouble` says why, and the next write tries again."""
         self._path = path
         self._entries = entries
         self._bytes_max = bytes_max
         self._ttl_s = ttl_s
-        # Which file of this name it is: one more each time that it is opened anew.
-        self._life = 0
         self._inode = 0
-        # What is wrong with the file and not yet put aside.
+        # Why the file has to be moved aside before it is opened again.
         self._damage: Exception | None = None
+        # Guards the reading connection, the damage and the number of queued rows.
+        self._lock = threading.Lock()
         self._reader: sqlite3.Connection | None = None
         self._writer: sqlite3.Connection | None = None
-        self._read_lock = threading.Lock()
-        self._write_lock = threading.Lock()
-        # Why vectors are not kept; empty: they are.
+        # Why vectors are not kept. Empty: they are.
         self.trouble = ""
-        self._queue: queue.SimpleQueue[list[Row] | None] = queue.SimpleQueue()
-        self._waiting = 0
-        self._written = threading.Condition()
+        self._queue: queue.SimpleQueue[list[Row] | threading.Event | None] = queue.SimpleQueue()
+        self._queued = 0
         try:
-            self._connect()
-        except _FormatError as error:
-            # Put aside now and never later: two versions that share a file would do it in turn.
-            self._failed(_DamagedError(str(error)), 0)
+            self._open()
         except TROUBLE as error:
-            self._failed(error, 0)
-        self._thread = threading.Thread(target=self._write_on, name="embedding cache", daemon=True)
+            self._fail(error)
+        self._thread = threading.Thread(target=self._run, name="embedding cache", daemon=True)
         self._thread.start()
 
     def find(self, keys: Sequence[bytes]) -> list[Row]:
-        """The rows of those keys that are there. In no order, and perhaps too old."""
-        found: list[Row] = []
-        life = self._life
-        try:
-            with self._read_lock:
-                if self._reader is not None:
-                    for at in range(0, len(keys), KEYS_IN_A_QUERY):
-                        found += _select(self._reader, keys[at : at + KEYS_IN_A_QUERY])
-        except TROUBLE as error:
-            self._failed(error, life)
-            return []
-        return found
+        """The rows of these keys, in no order, perhaps expired."""
+        with self._lock:
+            if self._reader is None:
+                return []
+            try:
+                starts = range(0, len(keys), KEYS_PER_QUERY)
+                return [row for at in starts for row in _select(self._reader, keys[at : at + KEYS_PER_QUERY])]
+            except TROUBLE as error:
+                if not _is_damage(error):
+                    self._warn(error)
+                    return []
+                self._damage = error
+                self._reader.close()
+                self._reader = None
+        # Wakes the thread that replaces the file.
+        self._queue.put([])
+        return []
 
     def put(self, rows: list[Row]) -> None:
-        """Have rows written soon."""
-        with self._written:
-            if self._waiting + len(rows) > BACKLOG_MAX:
+        """Queue rows to be written."""
+        with self._lock:
+            if self._queued + len(rows) > BACKLOG_MAX:
                 return
-            self._waiting += len(rows)
+            self._queued += len(rows)
         self._queue.put(rows)
 
     def flush(self, timeout_s: float = 30.0) -> bool:
-        """Wait until what was put is written, or has failed to be. False: it took too long."""
-        with self._written:
-            return self._written.wait_for(lambda: self._waiting == 0, timeout_s)
+        """Wait until all queued rows are written or have failed to be. False: timed out."""
+        reached = threading.Event()
+        self._queue.put(reached)
+        return reached.wait(timeout_s)
 
     def close(self) -> None:
-        """Write what waits, and let go of the file."""
+        """Write the queued rows and close the file."""
         self._queue.put(None)
         self._thread.join()
-        with self._read_lock, self._write_lock:
-            self._disconnect()
+        self._disconnect()
 
-    def _write_on(self) -> None:
-        while (first := self._queue.get()) is not None:
-            rows = [*first]
+    def _run(self) -> None:
+        while (item := self._queue.get()) is not None:
+            if isinstance(item, threading.Event):
+                item.set()
+                continue
+            rows = [*item]
             with contextlib.suppress(queue.Empty):
-                while (more := self._queue.get_nowait()) is not None:
+                while isinstance(more := self._queue.get_nowait(), list):
                     rows += more
-                self._queue.put(None)  # to be seen after this write
-            self._keep(rows)
-            with self._written:
-                self._waiting -= len(rows)
-                self._written.notify_all()
+                self._queue.put(more)  # an event, or the end: after this write
+            self._write(rows)
+            with self._lock:
+                self._queued -= len(rows)
 
-    def _keep(self, rows: list[Row]) -> None:
-        life = self._life
+    def _write(self, rows: list[Row]) -> None:
         try:
-            if self._writer is None or self._is_gone():
-                self._renew(life, self._damage)
-                life = self._life
-            with self._write_lock:
-                if self._writer is None:
-                    return  # the thread that reads could not open it anew, and has said so
-                self._write(self._writer, rows)
+            if self._writer is None or self._damage is not None or self._is_gone():
+                self._reopen()
+            if rows and self._writer is not None:
+                self._insert(self._writer, rows)
         except TROUBLE as error:
-            self._failed(error, life)
+            self._fail(error)
         else:
-            self._recovered()
+            if self.trouble:
+                self.trouble = ""
+                log.info("the embedding cache's file works again", file=str(self._path))
 
-    def _write(self, db: sqlite3.Connection, rows: list[Row]) -> None:
+    def _insert(self, db: sqlite3.Connection, rows: list[Row]) -> None:
         db.execute("BEGIN IMMEDIATE")
         try:
             db.executemany(
@@ -172,70 +168,72 @@ class CacheFile:
             raise
 
     def _prune(self, db: sqlite3.Connection) -> None:
-        """Keep to the limits. Rows are numbered as they come, so the first are the oldest. They are not counted, which
-        would take as long as there are many: a number that is missing, since its key came again, counts as a row.
+        """Delete the oldest rows past the limits.
+
+        Row ids increase, so the lowest are the oldest. Counting rows would take time in proportion to their number, so
+        the range of ids counts, including those of rows that were replaced.
         """
         if self._ttl_s:
-            # Either way: the clock may have been set back.
+            # In either direction: the clock may have been set back.
             now_s = time.time()
             oldest = "SELECT rowid FROM vectors ORDER BY rowid LIMIT ?"
             query = f"DELETE FROM vectors WHERE rowid IN ({oldest}) AND stored_s NOT BETWEEN ? AND ?"  # noqa: S608  no input
-            db.execute(query, (EXPIRED_AT_ONCE, now_s - self._ttl_s, now_s + self._ttl_s))
+            db.execute(query, (EXPIRED_PER_WRITE, now_s - self._ttl_s, now_s + self._ttl_s))
         first, last = (_number(db, f"SELECT ifnull({which}(rowid), 0) FROM vectors") for which in ("min", "max"))  # noqa: S608
         rows = keep = last - first + 1
         used_bytes = PAGE_BYTES * (_number(db, "PRAGMA page_count") - _number(db, "PRAGMA freelist_count"))
         if used_bytes > self._bytes_max:
-            # Rows of one model are alike: as large a share of them goes as has to.
+            # Rows of one model have one size, so the share of rows is the share of bytes.
             keep = rows * self._bytes_max // used_bytes
         if rows > min(keep, self._entries):
             db.execute("DELETE FROM vectors WHERE rowid <= ?", (last - min(keep, self._entries),))
 
-    def _connect(self) -> None:
+    def _open(self) -> None:
         with _locked(self._path):
-            _begin_file(self._path)
+            _create(self._path)
             self._inode = self._path.stat().st_ino
             with contextlib.ExitStack() as opened:
-                writer = opened.enter_context(contextlib.closing(_open(self._path)))
-                _begin(writer)
-                reader = opened.enter_context(contextlib.closing(_open(self._path)))
+                writer = opened.enter_context(contextlib.closing(_connect(self._path)))
+                _initialise(writer)
+                reader = opened.enter_context(contextlib.closing(_connect(self._path)))
                 opened.pop_all()
-        self._writer, self._reader = writer, reader
+        self._writer = writer
+        with self._lock:
+            self._reader = reader
 
     def _disconnect(self) -> None:
-        for db in (self._reader, self._writer):
-            if db is not None:
-                db.close()
-        self._reader = self._writer = None
+        with self._lock:
+            for db in (self._reader, self._writer):
+                if db is not None:
+                    db.close()
+            self._reader = self._writer = None
 
     def _is_gone(self) -> bool:
-        """Another file has its name, or none has."""
+        """Whether the file was deleted or replaced by another one."""
         try:
             return self._path.stat().st_ino != self._inode
         except FileNotFoundError:
             return True
 
-    def _failed(self, error: Exception, life: int) -> None:
-        if not _is_damage(error):
-            self._complain(error)
-            return
-        try:
-            self._renew(life, error)
-        except TROUBLE as another:
-            self._complain(another)
-
-    def _renew(self, life: int, damage: Exception | None) -> None:
-        """Open the file of this name, or begin one, after a damaged one was put aside; unless somebody has done so."""
-        aside = self._path.with_name(self._path.name + ".damaged")
-        with self._read_lock, self._write_lock:
-            if life != self._life:
+    def _fail(self, error: Exception) -> None:
+        if _is_damage(error):
+            self._damage = error
+            try:
+                self._reopen()
+            except TROUBLE as another:
+                error = another
+            else:
                 return
-            self._disconnect()
-            self._damage = damage
-            if damage is not None:
-                self._put_aside(aside)
-                self._damage = None
-            self._connect()
-            self._life += 1
+        self._warn(error)
+
+    def _reopen(self) -> None:
+        """Open the file of this name or create one, after moving a damaged one aside."""
+        self._disconnect()
+        damage, aside = self._damage, self._path.with_name(self._path.name + ".damaged")
+        if damage is not None:
+            self._move_aside(aside)
+            self._damage = None
+        self._open()
         if damage is not None:
             log.warning(
                 "the embedding cache's file was damaged: a new one is begun",
@@ -244,28 +242,23 @@ class CacheFile:
                 problem=str(damage),
             )
 
-    def _put_aside(self, aside: Path) -> None:
-        """Unless another process has, and this is another file."""
+    def _move_aside(self, aside: Path) -> None:
+        """Unless another process has done so and this is a new file."""
         with _locked(self._path), contextlib.suppress(FileNotFoundError):
             if self._path.stat().st_ino == self._inode:
                 self._path.replace(aside)
                 for suffix in ("-wal", "-shm"):
                     self._path.with_name(self._path.name + suffix).unlink(missing_ok=True)
 
-    def _complain(self, error: Exception) -> None:
+    def _warn(self, error: Exception) -> None:
         problem = str(error) or type(error).__name__
         if problem != self.trouble:
             self.trouble = problem
             log.warning("the embedding cache's file fails: vectors are not kept", file=str(self._path), problem=problem)
 
-    def _recovered(self) -> None:
-        if self.trouble:
-            self.trouble = ""
-            log.info("the embedding cache's file works again", file=str(self._path))
-
 
 def check_cache_file(path: Path) -> None:
-    """Raises CacheFileError where a cache's file can't be had: before there is anything to write."""
+    """Raises CacheFileError if the file cannot be used, before there is anything to write."""
     if not path.parent.is_dir():
         raise CacheFileError(f"embedding_cache_file is {path}, and {path.parent} is no folder: make it, or correct it")
     file = CacheFile(path, entries=1 << 62, bytes_max=1 << 62, ttl_s=0)
@@ -276,21 +269,20 @@ def check_cache_file(path: Path) -> None:
         )
 
 
-def _begin_file(path: Path) -> None:
-    # Others on the host need not know which texts were embedded here. A file that is there is left closed: to close it
-    # would take away the locks that this process has on it.
+def _create(path: Path) -> None:
+    # Readable by its user only: keys tell which texts were embedded. An existing file must not be opened here: closing
+    # it would release this process's SQLite locks on it.
     with contextlib.suppress(FileExistsError):
         os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
     if not os.access(path, os.R_OK | os.W_OK):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
 
 
-def _open(path: Path) -> sqlite3.Connection:
-    # Each connection is used under a lock of its own.
+def _connect(path: Path) -> sqlite3.Connection:
     db = sqlite3.connect(path, timeout=BUSY_S, isolation_level=None, check_same_thread=False)
     try:
         db.execute(f"PRAGMA page_size = {PAGE_BYTES}")
-        # After a loss of power the newest rows may be gone.
+        # A power loss may cost the newest rows.
         db.execute("PRAGMA synchronous = NORMAL")
     except BaseException:
         db.close()
@@ -298,14 +290,14 @@ def _open(path: Path) -> sqlite3.Connection:
     return db
 
 
-def _begin(db: sqlite3.Connection) -> None:
-    """Look whose database this is, and make the table if it is nobody's."""
+def _initialise(db: sqlite3.Connection) -> None:
+    """Check whose database it is, and create the table in a new one."""
     tables = _number(db, "SELECT count(*) FROM sqlite_master")
     owner, version = _number(db, "PRAGMA application_id"), _number(db, "PRAGMA user_version")
     if tables and owner != APPLICATION_ID:
         raise CacheFileError("it is another program's database")
     if tables and version != FORMAT:
-        raise _FormatError(f"its format is {version}, this version's is {FORMAT}")
+        raise CacheFileError(f"another version made it, in format {version}, and this one's is {FORMAT}: delete it")
     db.execute("PRAGMA journal_mode = WAL")
     db.execute("PRAGMA journal_size_limit = 4194304")
     if not tables:
@@ -320,7 +312,7 @@ def _begin(db: sqlite3.Connection) -> None:
 
 def _select(db: sqlite3.Connection, keys: Sequence[bytes]) -> Iterator[Row]:
     marks = ",".join("?" * len(keys))
-    query = f"SELECT key, stored_s, checksum, vector FROM vectors WHERE key IN ({marks})"  # noqa: S608  marks alone
+    query = f"SELECT key, stored_s, checksum, vector FROM vectors WHERE key IN ({marks})"  # noqa: S608  marks only
     for key, stored_s, checksum, vector in db.execute(query, keys):
         row = Row(key, stored_s, vector)
         if not (type(stored_s) is float and type(vector) is bytes) or _checksum(row) != checksum:
@@ -337,13 +329,13 @@ def _number(db: sqlite3.Connection, query: str) -> int:
 
 
 def _is_damage(error: Exception) -> bool:
-    # The last eight bits are the class of the code.
+    # The low eight bits are the primary result code.
     return isinstance(error, _DamagedError) or (getattr(error, "sqlite_errorcode", 0) & 0xFF) in DAMAGED
 
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Only one process at a time begins the file or puts it aside."""
+    """Let one process at a time create the file or move it aside."""
     fd = os.open(path.with_name(path.name + ".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         end_s = time.monotonic() + BUSY_S
@@ -352,7 +344,7 @@ def _locked(path: Path) -> Iterator[None]:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except BlockingIOError:
-                # It takes milliseconds, unless that process was stopped.
+                # Milliseconds, unless that process is stopped.
                 if time.monotonic() >= end_s:
                     raise TimeoutError(f"another process has held {path}.lock for {BUSY_S:g} s") from None
                 time.sleep(LOCK_POLL_S)

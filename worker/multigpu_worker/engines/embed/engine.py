@@ -1,19 +1,17 @@
 """The engine for tasks of kind "embed": texts in, one vector for each out.
 
-The texts of all tasks of a batch are thrown together, sorted by length and cut into micro-batches by the number of
-tokens that the model computes (with padding, unless it does without), so that a thousand callers with one sentence
-each are served as fast as one with a thousand. A task is settled as soon as its last text is done. Each task stands for
-itself: a bad one fails alone.
+The texts of all tasks of a batch are sorted by length and cut into micro-batches by the number of tokens that the model
+computes, so a thousand callers with one sentence each are served as fast as one with a thousand. A task is settled as
+soon as its last text is done, and a bad task fails alone.
 
-Everything that needs no arithmetic happens in `prepare`, while the batch before runs: parsing, tokenising, padding,
-and the loading of a model that is asked for the first time. A task's run timeout so never counts the loading. Where
-there is a cache (cache.py), texts that it knows are left out of all that.
+`prepare` does everything before the arithmetic while the previous batch runs: parsing, tokenising, padding, loading a
+model at its first use (so no run timeout includes it), and looking texts up in the cache (cache.py).
 
-Payloads: payload.py. Parameters: `engine` and `precision` (precision.py); each pair of them that is asked for is
-a back end (backend.py) of its own.
+Payloads: payload.py. Task parameters: `engine` and `precision`; each pair has its own back end (backend.py).
 """
 
 import contextlib
+import hashlib
 import json
 import os
 from collections import deque
@@ -28,36 +26,37 @@ from multigpu.repository.model import ModelSpec
 from multigpu.v1 import embed_pb2
 
 from multigpu_worker.engines.base import Batch, EmbeddingCacheCounts, EngineSettings, Reporter
-from multigpu_worker.engines.common.failures import LOADING_ERRORS, BadInputError, Failure, of_loading
-from multigpu_worker.engines.common.memory import Limit, make_room
-from multigpu_worker.engines.common.precision import Variant, choose, spec_of
+from multigpu_worker.engines.common.failures import BadInputError, Failure, bad_input
+from multigpu_worker.engines.common.limits import Limit
+from multigpu_worker.engines.common.models import LoadedModels
+from multigpu_worker.engines.common.payloads import JSON
+from multigpu_worker.engines.common.precision import Variant
 from multigpu_worker.engines.embed.backend import AheadBackend, EmbedBackend, Vectors, load_backend
-from multigpu_worker.engines.embed.payload import JSON, parse_texts
+from multigpu_worker.engines.embed.payload import parse_texts
 from multigpu_worker.engines.embed.text import Inputs
-from multigpu_worker.models.folders import ModelFolderError
 
 if TYPE_CHECKING:
-    from multigpu_worker.engines.embed.cache import EmbedCache, ModelContent, Recall
+    from multigpu_worker.engines.embed.cache import EmbedCache, Lookup
 
 
 @dataclass(slots=True, kw_only=True)
 class MicroBatch:
-    """Texts of about the same length that go through the model together."""
+    """Texts of similar length that go through the model together."""
 
     inputs: Inputs
-    # For each text: its place among all texts of the batch, and which item it belongs to.
+    # For each text, its place among all texts of the batch, and the index of its item.
     places: npt.NDArray[np.int64]
     owners: npt.NDArray[np.int64]
-    # The model computes their padding too.
+    # The model computes the padding too.
     pads: bool = True
 
     @property
     def tokens(self) -> int:
-        """How many the model computes."""
+        """The number of tokens that the model computes."""
         return self.inputs["input_ids"].size if self.pads else int(self.inputs["attention_mask"].sum())
 
     def select(self, rows: "slice | npt.NDArray[np.bool_]") -> "MicroBatch":
-        """Some of the texts, without the padding that only the others needed."""
+        """Some of the texts, without padding that only the others needed."""
         used = self.inputs["attention_mask"][rows].any(axis=0)
         inputs = {name: array[rows][:, used] for name, array in self.inputs.items()}
         return MicroBatch(inputs=inputs, places=self.places[rows], owners=self.owners[rows], pads=self.pads)
@@ -67,85 +66,82 @@ class MicroBatch:
         return self.select(slice(middle)), self.select(slice(middle, None))
 
 
-# A micro-batch on its way through a device that works by itself, and what waits for its vectors.
+# A micro-batch that was started, and a function that waits for its vectors.
 UnderWay = tuple[MicroBatch, Callable[[], Vectors]]
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class LoadedModel:
+    backend: EmbedBackend
+    # Adapts the back end's tokens_max.
+    limit: Limit = field(default_factory=Limit)
+    # The hash of the model's folder, if there is a cache.
+    content: bytes = b""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Prepared:
     """A batch that is ready to run."""
 
-    # None: no item got as far as needing it.
-    model: EmbedBackend | None = None
-    limit: Limit = field(default_factory=Limit)
-    # Items that fail, by their index in the batch.
+    # None: no item needs it.
+    model: LoadedModel | None = None
+    # By index in the batch.
     failures: dict[int, Failure] = field(default_factory=dict)
-    # For each item its texts: the first place and the one after the last.
+    # For each item, the place of its first text and the one after its last.
     spans: list[tuple[int, int]] = field(default_factory=list)
     micro_batches: list[MicroBatch] = field(default_factory=list)
-    # What the cache knew. None: there is none.
-    recall: "Recall | None" = None
-    # The model's identity when it was asked.
+    # None: there is no cache.
+    lookup: "Lookup | None" = None
+    # The back end's identity at the lookup.
     identity: str = ""
-    # The first of it, if the device was handed that before the batch before was done.
+    # The first micro-batch, if it was started before the previous batch was done.
     begun: UnderWay | None = None
 
     def begin(self) -> None:
-        """Hand the first micro-batch to the device. Where there is no room for it now there may be later."""
-        if self.begun is None and self.micro_batches and isinstance(self.model, AheadBackend):
-            micro_batch = self.micro_batches[0]
-            if micro_batch.tokens <= self.model.tokens_max:
+        """Start the first micro-batch, unless memory is short: there may be more later."""
+        if self.begun is None and self.micro_batches and self.model and isinstance(self.model.backend, AheadBackend):
+            micro_batch, backend = self.micro_batches[0], self.model.backend
+            if micro_batch.tokens <= backend.tokens_max:
                 with contextlib.suppress(MemoryError):
-                    self.begun = micro_batch, self.model.begin(micro_batch.inputs)
+                    self.begun = micro_batch, backend.begin(micro_batch.inputs)
                     del self.micro_batches[0]
 
 
 class EmbedEngine:
-    """Embeds texts with a model. Its own back end stays loaded, and of others the one that was asked for last."""
+    """Embeds texts."""
 
     one_by_one: ClassVar[bool] = False
 
     def __init__(self, settings: EngineSettings) -> None:
-        """Build an engine; the first of the models is the default."""
         assert settings.threads >= 0
         self._settings = settings
-        self._models = settings.models
-        self._loaded: dict[tuple[str, Variant], EmbedBackend] = {}
-        # Of each that was ever loaded.
-        self._limits: dict[tuple[str, Variant], Limit] = {}
+        self._models = LoadedModels(settings, self._load)
         self._cache: EmbedCache | None = None
-        # What the cache knows a loaded model's files by.
-        self._contents: dict[tuple[str, Variant], ModelContent] = {}
-        # Batches that wait to be run, in order.
+        # Prepared batches, in order. Not used with a cache, whose lookups at the start would come too early.
         self._waiting: deque[Prepared] = deque()
         if settings.embedding_cache.entries:
-            from multigpu_worker.engines.embed import cache as embed_cache  # noqa: PLC0415 (most workers have none)
+            from multigpu_worker.engines.embed import cache  # noqa: PLC0415 (most workers have none)
 
-            self._cache = embed_cache.EmbedCache(settings.embedding_cache)
+            self._cache = cache.EmbedCache(settings.embedding_cache)
         if settings.threads:
             # The tokenizer's threads; read at its first use.
             os.environ["RAYON_NUM_THREADS"] = str(settings.threads)
 
     def load(self) -> dict[str, str]:
-        """Load the model as tasks get it that ask for nothing special. Each back end tries itself out as it loads."""
-        spec = next(iter(self._models.values()))
-        try:
-            variant = choose(spec, self._settings, {})
-        except ValueError as error:
-            raise ModelFolderError(f"{spec.id}: {error}: correct model.toml") from error
-        return self._load(spec, variant)
+        """Load the model as configured. The back end runs its trials as it loads, so there is no other warm-up."""
+        return self._models.load_default()
 
     def cache_counts(self) -> EmbeddingCacheCounts | None:
-        """What the embedding cache has done; None: there is none."""
+        """None: there is no cache."""
         return None if self._cache is None else self._cache.counts()
 
     def close(self) -> None:
-        """Write what the cache has yet to write."""
+        """Write the cache's queued vectors."""
         if self._cache is not None:
             self._cache.close()
 
     def prepare(self, batch: Batch) -> Prepared:
-        """Parse and tokenise a batch, loading its model if need be. What fails is noted for `run` to say."""
+        """Parse and tokenise a batch, and load its model if necessary. `run` reports the failures."""
         prepared = Prepared()
         texts: list[str] = []
         owners: list[int] = []
@@ -156,61 +152,53 @@ class EmbedEngine:
                 texts += found
                 owners += [index] * len(found)
             except BadInputError as error:
-                prepared.failures[index] = Failure(error_type="BadInput", message=str(error), retryable=False)
+                prepared.failures[index] = bad_input(error)
             prepared.spans.append((start, len(texts)))
         if not texts:
             return prepared
-        try:
-            spec = spec_of(self._models, batch.model)
-            variant = choose(spec, self._settings, batch.parameters)
-            if (spec.id, variant) not in self._loaded:
-                self._load(spec, variant)
-            prepared.model = self._loaded[spec.id, variant]
-            prepared.limit = self._limits[spec.id, variant]
-        except LOADING_ERRORS as error:
-            failure = of_loading(error)
-        else:
-            if self._cache is None:
-                prepared.micro_batches = cut(prepared.model, texts, np.array(owners))
-                self._waiting.append(prepared)
-            else:
-                prepared.identity = prepared.model.identity
-                identity = self._contents[spec.id, variant].identity(prepared.identity)
-                prepared.recall = self._cache.recall(identity, texts, np.array(owners), prepared.model.dimension)
-                prepared.micro_batches = cut_missing(prepared.model, texts, prepared.recall)
+        model = self._models.get(batch.model, batch.parameters)
+        if isinstance(model, Failure):
+            prepared.failures |= {i: model for i in range(len(batch.items)) if i not in prepared.failures}
             return prepared
-        prepared.failures |= {i: failure for i in range(len(batch.items)) if i not in prepared.failures}
+        prepared.model = model
+        backend = model.backend
+        if self._cache is None:
+            prepared.micro_batches = cut(backend, texts, np.array(owners))
+            self._waiting.append(prepared)
+            return prepared
+        from multigpu_worker.engines.embed.cache import Lookup  # noqa: PLC0415 (most workers have none)
+
+        prepared.identity = backend.identity
+        identity = hashlib.sha256(model.content + prepared.identity.encode()).digest()
+        prepared.lookup = Lookup(self._cache, identity, texts, np.array(owners), backend.dimension)
+        prepared.micro_batches = cut_missing(backend, texts, prepared.lookup)
         return prepared
 
     def run(self, batch: Batch, prepared: object, reporter: Reporter) -> None:
         """Embed a prepared batch and settle every item that is not cancelled."""
         assert isinstance(prepared, Prepared)
         for index, failure in prepared.failures.items():
-            reporter.fail(batch.items[index], failure.error_type, failure.message, retryable=failure.retryable)
-        if prepared in self._waiting:  # with a cache it isn't, and remove's error would describe the whole model
+            failure.report(batch.items[index], reporter)
+        if prepared in self._waiting:  # the ValueError of `remove` would describe the whole model
             self._waiting.remove(prepared)
         if prepared.model is not None:
             _Run(batch, prepared, prepared.model, reporter, self._next_of).run()
 
-    def _next_of(self, model: EmbedBackend) -> Prepared | None:
-        """The batch that will run next, if it is the same model's."""
+    def _next_of(self, model: LoadedModel) -> Prepared | None:
+        """The batch that will run next, if it is for the same model."""
         following = next(iter(self._waiting.copy()), None)
         return following if following is not None and following.model is model else None
 
-    def _load(self, spec: ModelSpec, variant: Variant) -> dict[str, str]:
-        key = spec.id, variant
-        make_room(self._loaded)
-        self._limits[key] = Limit()
+    def _load(self, spec: ModelSpec, variant: Variant) -> tuple[LoadedModel, dict[str, str]]:
         if self._cache is None:
-            self._loaded[key], facts = load_backend(spec, self._settings, variant)
-            return facts
-        from multigpu_worker.engines.embed.cache import ModelContent  # noqa: PLC0415 (most workers have none)
+            backend, facts = load_backend(spec, self._settings, variant)
+            return LoadedModel(backend=backend), facts
+        from multigpu_worker.engines.embed.model_content import ModelContent  # noqa: PLC0415 (most workers have none)
 
         content = ModelContent.read(spec.folder)
         backend, facts = load_backend(spec, self._settings, variant)
         content.check()
-        self._loaded[key], self._contents[key] = backend, content
-        return facts
+        return LoadedModel(backend=backend, content=content.digest), facts
 
 
 class _Run:
@@ -220,35 +208,35 @@ class _Run:
         self,
         batch: Batch,
         prepared: Prepared,
-        model: EmbedBackend,
+        model: LoadedModel,
         reporter: Reporter,
-        next_of: Callable[[EmbedBackend], Prepared | None],
+        next_of: Callable[[LoadedModel], Prepared | None],
     ) -> None:
         self._items = batch.items
         self._json = batch.content_type == JSON
         self._spans = prepared.spans
-        self._model = model
-        self._limit = prepared.limit
-        self._begin = model.begin if isinstance(model, AheadBackend) else None
+        self._loaded = model
+        self._model = model.backend
+        self._limit = model.limit
+        self._begin = self._model.begin if isinstance(self._model, AheadBackend) else None
         self._reporter = reporter
         self._todo = prepared.micro_batches[::-1]
         self._begun = prepared.begun
         self._next_of = next_of
-        self._recall = prepared.recall
+        self._lookup = prepared.lookup
         self._identity = prepared.identity
-        self._vectors = np.empty((prepared.spans[-1][1], model.dimension), dtype="<f4")
+        self._vectors = np.empty((prepared.spans[-1][1], self._model.dimension), dtype="<f4")
         self._texts_left = [stop - start for start, stop in prepared.spans]
-        # Items that were cancelled or failed: their texts are left out from here on.
+        # Items that were cancelled or failed: their texts are skipped.
         self._gone: set[int] = set()
 
     def run(self) -> None:
-        if self._recall is not None:
-            self._serve(self._recall)
-        # On its way through a device that works by itself.
+        if self._lookup is not None:
+            self._take_known(self._lookup)
         under_way = self._begun
         while self._todo or under_way is not None:
             started = self._start(alone=under_way is None)
-            if started is None and not self._todo and (following := self._next_of(self._model)) is not None:
+            if started is None and not self._todo and (following := self._next_of(self._loaded)) is not None:
                 # The device has work while this batch ends.
                 following.begin()
             if under_way is not None:
@@ -259,7 +247,7 @@ class _Run:
                 under_way = None
 
     def _start(self, *, alone: bool) -> UnderWay | None:
-        """Start on the next micro-batch. None: there is none, or it has to be cut, or to wait for memory."""
+        """Start the next micro-batch. None: there is none, or it waits for memory that another one uses."""
         while self._todo:
             micro_batch = self._wanted(self._todo.pop())
             if len(micro_batch.places) == 0:
@@ -274,7 +262,6 @@ class _Run:
             except MemoryError as error:
                 shortage = str(error) or "MemoryError"
             if not alone:
-                # There may be room when the one before is done.
                 self._todo.append(micro_batch)
                 return None
             self._shrink(micro_batch, shortage)
@@ -287,13 +274,13 @@ class _Run:
             self._model.tokens_max = self._limit.fitted(self._model.tokens_max)
         except MemoryError as error:
             shortage = str(error) or "MemoryError"
-        # Out here, where the exception no longer holds on to what had been computed.
+        # After the except clause, because the exception references the tensors of the forward pass.
         if shortage:
             self._shrink(micro_batch, shortage)
         self._reporter.beat()
 
     def _wanted(self, micro_batch: MicroBatch) -> MicroBatch:
-        """The micro-batch less the texts that nobody wants any more."""
+        """The micro-batch without texts that no item needs any more."""
         askers = list(map(self._askers, micro_batch.places.tolist(), micro_batch.owners.tolist()))
         for index in {index for indices in askers for index in indices} - self._gone:
             if self._reporter.cancelled(self._items[index]):
@@ -302,42 +289,41 @@ class _Run:
         return micro_batch if keep.all() else micro_batch.select(keep)
 
     def _askers(self, place: int, owner: int) -> list[int]:
-        """The items that wait for the text in this place, which is `owner`'s: with a cache perhaps none, or more."""
-        if self._recall is None:
+        """The items that wait for `owner`'s text at this place. With a cache there may be none, or several."""
+        if self._lookup is None:
             return [owner]
-        if place in self._recall.late:
+        if place in self._lookup.late:
             return []
-        others = self._recall.twins(place)
-        return [owner, *self._recall.owners[others].tolist()] if others else [owner]
+        others = self._lookup.duplicates(place)
+        return [owner, *self._lookup.owners[others].tolist()] if others else [owner]
 
     def _take(self, micro_batch: MicroBatch, vectors: Vectors) -> None:
         self._vectors[micro_batch.places] = vectors
         self._settle(micro_batch.owners.tolist())
-        if self._recall is not None:
-            self._share(micro_batch.places.tolist(), vectors, self._recall)
+        if self._lookup is not None:
+            self._share(micro_batch.places.tolist(), vectors, self._lookup)
 
     def _settle(self, owners: list[int]) -> None:
-        """One text more is done for each of these items."""
+        """Count one more text as done for each of these items."""
         for index in owners:
             self._texts_left[index] -= 1
             if self._texts_left[index] == 0 and index not in self._gone:
                 self._succeed(index)
 
-    def _serve(self, recall: "Recall") -> None:
-        """Take what the cache knows."""
-        known = recall.begin()
+    def _take_known(self, lookup: "Lookup") -> None:
+        known = lookup.begin()
         if known.places:
             vectors = np.frombuffer(b"".join(known.vectors), dtype="<f4")
             self._vectors[known.places] = vectors.reshape(len(known.places), -1)
-            self._settle(recall.owners[known.places].tolist())
+            self._settle(lookup.owners[known.places].tolist())
 
-    def _share(self, places: list[int], vectors: Vectors, recall: "Recall") -> None:
-        """Hand vectors to the same texts elsewhere in the batch, and to the cache."""
-        recall.computed(places, vectors, keep=self._model.identity == self._identity)
+    def _share(self, places: list[int], vectors: Vectors, lookup: "Lookup") -> None:
+        """Copy vectors to equal texts of the batch, and store them in the cache."""
+        lookup.computed(places, vectors, keep=self._model.identity == self._identity)
         for place in places:
-            if others := recall.twins(place):
+            if others := lookup.duplicates(place):
                 self._vectors[others] = self._vectors[place]
-                self._settle(recall.owners[others].tolist())
+                self._settle(lookup.owners[others].tolist())
 
     def _succeed(self, index: int) -> None:
         start, stop = self._spans[index]
@@ -349,15 +335,14 @@ class _Run:
         self._reporter.succeed(self._items[index], result.SerializeToString())
 
     def _shrink(self, micro_batch: MicroBatch, shortage: str) -> None:
-        """Go on in halves; a single text that does not fit fails its item."""
+        """Lower the limit and try again in halves, or fail the items of a single text."""
         if len(micro_batch.places) > 1:
-            # Remembered with the model, so that only the first batch of many pays for finding out.
             self._model.tokens_max = self._limit.lower(self._model.tokens_max, micro_batch.tokens // 2)
             self._todo.append(micro_batch)
             return
         owners = micro_batch.owners.tolist()
-        if self._recall is not None:
-            owners += self._recall.owners[self._recall.twins(int(micro_batch.places[0]))].tolist()
+        if self._lookup is not None:
+            owners += self._lookup.owners[self._lookup.duplicates(int(micro_batch.places[0]))].tolist()
         message = (
             f"out of memory on one text of {micro_batch.tokens} tokens: "
             f"free memory on the device, shorten the text, or use precision=bf16 ({shortage})"
@@ -369,7 +354,7 @@ class _Run:
 
 
 def cut(model: EmbedBackend, texts: list[str], owners: npt.NDArray[np.int64]) -> list[MicroBatch]:
-    """Micro-batches of texts, longest first: if memory is short, that shows at once."""
+    """Micro-batches of texts, longest first, so that a shortage of memory shows at once."""
     tokens = model.text.tokenise(texts)
     lengths = tokens.lengths()
     order = np.argsort(-lengths, kind="stable")
@@ -389,12 +374,12 @@ def cut(model: EmbedBackend, texts: list[str], owners: npt.NDArray[np.int64]) ->
     return micro_batches
 
 
-def cut_missing(model: EmbedBackend, texts: list[str], recall: "Recall") -> list[MicroBatch]:
-    """Micro-batches of the texts that the cache doesn't know."""
-    if not recall.missing:
+def cut_missing(model: EmbedBackend, texts: list[str], lookup: "Lookup") -> list[MicroBatch]:
+    """Micro-batches of the texts that are not in the cache."""
+    if not lookup.missing:
         return []
-    missing = np.array(recall.missing)
-    micro_batches = cut(model, [texts[place] for place in recall.missing], recall.owners[missing])
+    missing = np.array(lookup.missing)
+    micro_batches = cut(model, [texts[place] for place in lookup.missing], lookup.owners[missing])
     for micro_batch in micro_batches:
         micro_batch.places = missing[micro_batch.places]
     return micro_batches

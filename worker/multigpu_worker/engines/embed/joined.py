@@ -1,11 +1,11 @@
-"""Texts go through a transformer joined end to end, as one row without padding.
+"""Runs texts through a transformer joined end to end, as one row without padding.
 
-In an encoder only attention looks from one token to another; all other layers compute each token by itself. So the
-texts of a micro-batch become one row of tokens, each text with positions of its own, and attention is computed text by
-text (texts of one length in one call). A batch of texts of unlike lengths then costs its tokens, and no padding.
+In an encoder, only attention relates tokens to each other; all other layers compute each token separately. So a
+micro-batch becomes one row of tokens with the positions of each text, and attention is computed text by text (texts of
+equal length in one call). The cost is that of the tokens, without padding.
 
-This holds for models whose attention is transformers' common function with a mask that hides nothing but padding. All
-others are rejected, by what they ask of attention or by a trial at load, and go through padded.
+That needs transformers' common attention function, with a mask that only hides padding. Other models fail on an
+argument of attention or in a trial at load, and get padded texts.
 """
 
 import inspect
@@ -17,13 +17,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from multigpu_worker.engines.common.offline import transformers
+from multigpu_worker.engines.common.pretrained import transformers
 
 ATTENTION = "multigpu_joined"
-# What transformers may hand to attention without any effect on what we compute.
+# Arguments of attention that do not change its result here.
 HARMLESS = frozenset({"dropout", "is_causal", "output_attentions", "position_ids", "token_type_ids", "use_cache"})
 
-# Texts of one length, one after the other: their first token, how many they are, their length.
+# Consecutive texts of equal length: first token, number of texts, length.
 Spans = list[tuple[int, int, int]]
 
 
@@ -39,9 +39,9 @@ def attention(
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Attention [1, tokens, heads, width] of query, key and value [1, heads, tokens, width], text by text."""
-    asked = [name for name, asked in others.items() if asked is not None and name not in HARMLESS]
-    if asked or attention_mask is not None or getattr(module, "is_causal", False) or others.get("is_causal"):
-        raise NotImplementedError(f"this model's attention has {', '.join(asked) or 'a mask'}")
+    unknown = [name for name, value in others.items() if value is not None and name not in HARMLESS]
+    if unknown or attention_mask is not None or getattr(module, "is_causal", False) or others.get("is_causal"):
+        raise NotImplementedError(f"this model's attention has {', '.join(unknown) or 'a mask'}")
     found = query.new_empty(query.shape[2], query.shape[1], value.shape[3])
     for first, texts, length in joined_spans:
         span = slice(first, first + texts * length)
@@ -53,16 +53,16 @@ def attention(
 
 
 def no_mask(*, mask_function: Any, **others: Any) -> None:
-    """The mask of one row of texts: none. A sliding window, or causality, is rejected."""
+    """No mask. Raises NotImplementedError for a sliding window or a causal mask."""
     del others
     if mask_function is not transformers.masking_utils.bidirectional_mask_function:
         raise NotImplementedError("this model's attention is not from each token to all others")
 
 
 def forward(transformer: nn.Module, first_position: int, inputs: Mapping[str, Tensor | None]) -> Tensor:
-    """Token vectors [rows, width, hidden] of inputs [rows, width] that are padded on the right; 0 in the padding.
+    """Token vectors [rows, width, hidden] of inputs [rows, width] padded on the right; 0 in the padding.
 
-    `first_position`: what a text's positions count from, as `join` found it.
+    `first_position`: of each text, as `join` found it.
     """
     mask = inputs["attention_mask"]
     assert mask is not None
@@ -86,9 +86,9 @@ def _spans(lengths: list[int]) -> Iterator[tuple[int, int, int]]:
 
 @torch.inference_mode()
 def join(transformer: Any, trial: Mapping[str, Tensor], tolerance: float) -> int | None:
-    """Set a transformer up for joined texts: what positions count from. None: it can't, and stays as it was.
+    """Set a transformer up for joined texts, and return the first position of a text. None: not possible.
 
-    `trial`: padded inputs of texts of unlike lengths, which have to give the same token vectors both ways.
+    `trial`: padded inputs of texts of different lengths, which have to give the same token vectors both ways.
     """
     if "position_ids" not in inspect.signature(transformer.forward).parameters:
         return None
@@ -97,15 +97,15 @@ def join(transformer: Any, trial: Mapping[str, Tensor], tolerance: float) -> int
     real = trial["attention_mask"].bool()
     before = transformer(**trial)[0][real]
     usual = transformer.config._attn_implementation  # noqa: SLF001 (no public name)
-    # Not set_attn_implementation: it warns people of models that have no such choice.
+    # Not set_attn_implementation, which logs a warning for models without that choice.
     transformer.config._attn_implementation = ATTENTION  # noqa: SLF001 (as above)
     try:
-        # RoBERTa and its kin count positions from the one after the padding's.
+        # RoBERTa and related models start at the position after the padding token's.
         for first_position in (0, (transformer.config.pad_token_id or 0) + 1):
             joined = forward(transformer, first_position, trial)[real]
             if ((joined - before).abs().max() / before.abs().max()).item() < tolerance:
                 return first_position
     except (AttributeError, IndexError, NotImplementedError, RuntimeError, TypeError, ValueError):
-        pass  # whatever such a model says to a row that it was not made for
+        pass  # the model does not support joined texts
     transformer.config._attn_implementation = usual  # noqa: SLF001 (as above)
     return None

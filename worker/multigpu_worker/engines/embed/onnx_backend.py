@@ -1,8 +1,7 @@
-"""The embed engine's back end on ONNX Runtime: the exported model, in a process that never imports torch.
+"""The embed engine's back end on ONNX Runtime, in a process that never imports torch.
 
-The first load of a model exports it (engines/onnx/export.py), in a process of its own; later ones find the graph in the
-cache of artifacts. On a CPU it computes fp32, fp16 (for the sake of its numbers: no faster than fp32) and int8; on a
-GPU fp32, tf32 and fp16.
+The first load exports the model (engines/onnx/export.py); later ones find the graph in the artifact cache. On a CPU it
+computes fp32, fp16 (no faster) and int8; on a GPU fp32, tf32 and fp16.
 """
 
 from dataclasses import dataclass, field
@@ -18,14 +17,14 @@ from multigpu_worker.engines.onnx.artifacts import exported
 from multigpu_worker.engines.onnx.export import MODEL_FILE, OUTPUT
 from multigpu_worker.engines.onnx.session import Session, check_precision, threads_of
 
-# Padded tokens that go through the model at once: more are no faster on a core, and a GPU wants enough to fill it.
+# Padded tokens in one forward pass: more are no faster on a core; a GPU needs enough to fill it.
 CPU_TOKENS_PER_THREAD = 512
 CUDA_TOKENS = 16_384
 
 
 @dataclass(slots=True, kw_only=True)
 class OnnxEmbedModel:
-    """A model that is loaded."""
+    """An EmbedBackend on ONNX Runtime."""
 
     text: TextInput
     dimension: int
@@ -35,22 +34,21 @@ class OnnxEmbedModel:
     session: Session = field(repr=False)
 
     def embed(self, inputs: Inputs) -> npt.NDArray[np.float32]:
-        """Vectors [rows, dimension] of padded inputs. Raises MemoryError, on any device, if memory runs out."""
+        """Vectors [rows, dimension] of padded inputs. Raises MemoryError, on any device."""
         vectors: npt.NDArray[np.float32] = self.session.run(inputs)[OUTPUT]
         return vectors
 
 
 def load(spec: ModelSpec, settings: EngineSettings, precision: str) -> tuple[OnnxEmbedModel, dict[str, str]]:
-    """Load a model as backend.py says."""
+    """Load a model. See common/backends.py."""
     check_precision(precision, settings.device)
     artifact = exported(spec, settings, "fp32" if precision == "tf32" else precision)
     session = Session(artifact.folder / MODEL_FILE, settings.device, settings.threads, tf32=precision == "tf32")
-    on_cpu = settings.device == "cpu"
     facts: dict[str, str] = {name: artifact.facts[name] for name in ("recipe", "accuracy") if name in artifact.facts}
     model = OnnxEmbedModel(
         text=TextInput.read(artifact.folder),
         dimension=int(artifact.facts["dimension"]),
-        # Not the versions alone: another recipe or export has other vectors.
+        # With the artifact's name: another recipe or export has other vectors.
         identity=identity_of(
             "onnx",
             precision,
@@ -59,9 +57,9 @@ def load(spec: ModelSpec, settings: EngineSettings, precision: str) -> tuple[Onn
             packages=("onnxruntime",),
             sources=("embed/onnx_backend.py", "onnx/session.py"),
         ),
-        tokens_max=CPU_TOKENS_PER_THREAD * threads_of(settings) if on_cpu else CUDA_TOKENS,
+        tokens_max=CPU_TOKENS_PER_THREAD * threads_of(settings) if settings.device == "cpu" else CUDA_TOKENS,
         session=session,
     )
-    # What it held is in memory now.
+    # All of it is in memory now.
     artifact.close()
     return model, facts

@@ -1,8 +1,7 @@
-"""What comes after the transformer: pooling, dense layers, normalisation, as a model's folder asks for them.
+"""The steps after the transformer, as the model's folder configures them: pooling, dense layers, normalisation.
 
-The numbers are those of sentence-transformers, whose configuration files these are. Everything here is computed in
-float32, whatever the transformer's precision. A configuration that asks for more than is known here is an error: a
-vector that is only nearly right is worse than none.
+They compute what sentence-transformers computes, in float32 at any precision of the transformer. An option that is not
+supported is an error: a vector that is only nearly right is worse than none.
 """
 
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from torch.nn import functional
 from multigpu_worker.models.folders import ModelFolderError, ModelLayout, read_object
 
 POOLING_MODES = ("cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "lasttoken")
-# The same in the older form of the configuration, one flag each. The order is that of the concatenated vectors.
+# The flags of the older configuration format, in the order of the concatenated vectors.
 POOLING_FLAGS = {
     "pooling_mode_cls_token": "cls",
     "pooling_mode_max_tokens": "max",
@@ -29,7 +28,7 @@ POOLING_FLAGS = {
 
 @dataclass(frozen=True, slots=True)
 class Pooling:
-    """One vector from the vectors of a text's tokens; with several modes, their vectors one after the other."""
+    """Makes one vector of a text's token vectors: the concatenation of one vector per mode."""
 
     modes: tuple[str, ...]
 
@@ -47,7 +46,7 @@ class Pooling:
             return tokens[rows, mask.shape[1] - 1 - mask.flip(1).argmax(dim=1)]
         if mode == "max":
             return tokens.masked_fill(mask.unsqueeze(-1) == 0, float("-inf")).amax(dim=1)
-        # The others are weighted sums. A text's tokens count from 1.
+        # The other modes are weighted sums. The weights of "weightedmean" are positions, counted from 1.
         weights = (mask.cumsum(dim=1) * mask if mode == "weightedmean" else mask).to(tokens.dtype)
         total = (tokens * weights.unsqueeze(-1)).sum(dim=1)
         size = weights.sum(dim=1, keepdim=True).clamp(min=1e-9)
@@ -55,14 +54,14 @@ class Pooling:
 
 
 class Normalize(nn.Module):
-    """To unit length."""
+    """Scales vectors to unit length."""
 
     def forward(self, x: Tensor) -> Tensor:
         return functional.normalize(x, p=2, dim=-1)
 
 
 class Dense(nn.Module):
-    """A linear layer, an activation, and perhaps the input added to the output."""
+    """A linear layer and an activation, perhaps with a residual connection."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__()
@@ -87,7 +86,7 @@ class Dense(nn.Module):
 
 
 def _activation(folder: Path, name: str) -> nn.Module:
-    """An activation by the name in a Dense step's configuration. Never imports: only names in torch.nn are known."""
+    """The activation that a Dense step's configuration names. Only names of torch.nn: nothing is imported."""
     package, _, last = name.rpartition(".")
     kind = getattr(nn, last, None)
     if not package.startswith("torch.nn") or not (isinstance(kind, type) and issubclass(kind, nn.Module)):
@@ -97,7 +96,7 @@ def _activation(folder: Path, name: str) -> nn.Module:
 
 
 def build_steps(layout: ModelLayout, prompt: str) -> tuple[Pooling, nn.Sequential]:
-    """The pooling and what follows it, in float32. `prompt` is what the model puts before every text."""
+    """The pooling and the steps after it, in float32. `prompt`: the text that the model puts before every text."""
     if layout.steps is None:
         return Pooling(("mean",)), nn.Sequential()
     if [kind for kind, _ in layout.steps].count("Pooling") != 1 or layout.steps[0][0] != "Pooling":

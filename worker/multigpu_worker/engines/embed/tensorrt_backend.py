@@ -1,11 +1,10 @@
 """The embed engine's back end on TensorRT: torch serves while the plan is built, then the plan does.
 
-The model is exported to ONNX at the precision that is asked for (engines/onnx/artifacts.py), built into a plan (both
-are kept in the cache of artifacts, so that only the first start on a host waits), and tried on sentences against what
-serves: vectors that point elsewhere never reach anybody. At int8 and fp8 the accuracy gate has judged the graph, and
-judges the plan again, as it computes on this GPU.
+The model is exported to ONNX at the precision (engines/onnx/artifacts.py) and built into a plan; both are kept in the
+artifact cache. The plan is tried on sentences against torch before it serves. At int8 and fp8 the accuracy gate judges
+first the graph, and then the plan as this GPU computes it.
 
-Where torch is not installed nothing can serve meanwhile, and loading takes as long as building does.
+Without torch nothing can serve meanwhile, so loading includes the build.
 """
 
 import functools
@@ -13,17 +12,14 @@ import importlib.util
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
 
 import numpy as np
-import numpy.typing as npt
 from multigpu.repository.model import ModelSpec
 
 from multigpu_worker.engines.base import EngineSettings
 from multigpu_worker.engines.common import accuracy_gate as gate
 from multigpu_worker.engines.common.accuracy_gate import GATED
 from multigpu_worker.engines.common.artifacts import Artifact
-from multigpu_worker.engines.common.device_memory import DeviceMemory, open_memory
 from multigpu_worker.engines.common.precision import Variant, auto_precision
 from multigpu_worker.engines.common.switching import Switch
 from multigpu_worker.engines.embed.backend import AheadBackend, EmbedBackend, Vectors, identity_of, load_backend
@@ -31,20 +27,17 @@ from multigpu_worker.engines.embed.text import Inputs, TextInput
 from multigpu_worker.engines.onnx.artifacts import exported
 from multigpu_worker.engines.onnx.cast import cast_graph
 from multigpu_worker.engines.onnx.export import MODEL_FILE, OUTPUT, TRIAL_TEXTS
-from multigpu_worker.engines.tensorrt.build import PLAN_FILE, PlanOrder, artifacts_of, get_plan, plan_key
-from multigpu_worker.engines.tensorrt.module import Gpu, TensorRT, require
-from multigpu_worker.engines.tensorrt.profiles import Limits, Profile, Watch
+from multigpu_worker.engines.tensorrt.build import PlanOrder, artifacts_of, plan_key
+from multigpu_worker.engines.tensorrt.plans import SETTLE_S, PlanSite
+from multigpu_worker.engines.tensorrt.profiles import Limits
 from multigpu_worker.engines.tensorrt.run import PlanRunner
 from multigpu_worker.models.folders import ModelFolderError
 
-# Texts in one pass, and their padded tokens.
+# Texts in one forward pass, and their padded tokens.
 ROWS_MAX = 256
 TOKENS_MAX = 16_384
-# The least cosine between a trial sentence's vector by the plan and by what serves meanwhile, of 16 bits or more.
+# The lowest cosine between a trial sentence's vectors by the plan and by torch. int8 and fp8 have the gate.
 COSINE_MIN = {"fp32": 0.9999, "tf32": 0.999, "bf16": 0.99, "fp16": 0.999}
-Made = tuple[EmbedBackend, dict[str, str]]
-# What is in the cache is loaded in so long, and then the facts of loading can tell of it.
-SETTLE_S = 2.0
 
 
 class PlanBackend:
@@ -52,16 +45,12 @@ class PlanBackend:
 
     pads = True
 
-    def __init__(
-        self, *, plan: Artifact, order: PlanOrder, text: TextInput, limits: Limits, memory: DeviceMemory
-    ) -> None:
+    def __init__(self, runner: PlanRunner, order: PlanOrder, text: TextInput, limits: Limits) -> None:
         self.text = text
         self.tokens_max = limits.tokens_max
         self._limits = limits
-        # Its lock keeps the files from being evicted.
-        self._plan = plan
-        self._runner = PlanRunner(plan.folder / PLAN_FILE, order.library.module, memory)
-        (vectors,) = (spec for spec in self._runner.outputs if spec.name == OUTPUT)
+        self._runner = runner
+        (vectors,) = (spec for spec in runner.outputs if spec.name == OUTPUT)
         if vectors.shape is None or vectors.shape[-1] is None:
             raise ModelFolderError("the plan doesn't say how many components its vectors have: use engine torch")
         self.dimension = int(vectors.shape[-1])
@@ -72,11 +61,11 @@ class PlanBackend:
         )
 
     def embed(self, inputs: Inputs) -> Vectors:
-        """Vectors [rows, dimension]."""
+        """Vectors [rows, dimension] of padded inputs."""
         return self.begin(inputs)()
 
     def begin(self, inputs: Inputs) -> Callable[[], Vectors]:
-        """Start on padded inputs. What is more than the plan takes goes through in parts."""
+        """Start on padded inputs, in parts if they are more than the plan takes."""
         rows, width = inputs["input_ids"].shape
         step = self._limits.rows_at(width)
         parts = [
@@ -87,80 +76,65 @@ class PlanBackend:
 
 
 class SwitchingBackend:
-    """An EmbedBackend that is torch's until the plan is ready, and has a new plan made when the texts have changed."""
+    """An EmbedBackend on torch until the plan is ready."""
 
     pads = True
 
-    def __init__(self, first: EmbedBackend, maker: "Maker", limits: Limits) -> None:
+    def __init__(
+        self,
+        first: EmbedBackend,
+        model: str,
+        make: Callable[[EmbedBackend], tuple[EmbedBackend, dict[str, str]]],
+        trim: Callable[[], None],
+    ) -> None:
+        """`trim`: free the memory that torch keeps, after the switch."""
         self.text = first.text
         self.dimension = first.dimension
         self.tokens_max = first.tokens_max
-        self._maker = maker
-        self._watch = Watch.begin(limits)
+        self._trim = trim
         self._served = first.identity
-        self.switch: Switch[EmbedBackend] = Switch(first, maker.name)
-        self._begin(self._watch.profiles)
+        self.switch: Switch[EmbedBackend] = Switch(first, model, functools.partial(make, first), "a tensorrt plan")
 
     @property
     def identity(self) -> str:
         return self.switch.current.identity
 
     def embed(self, inputs: Inputs) -> Vectors:
-        """Vectors [rows, dimension]."""
+        """Vectors [rows, dimension] of padded inputs."""
         return self.begin(inputs)()
 
     def begin(self, inputs: Inputs) -> Callable[[], Vectors]:
-        """Start on padded inputs, as far as what serves now can."""
+        """Start on padded inputs, or compute them if the current back end cannot start ahead."""
         serving = self.switch.current
         if serving.identity != self._served:
             self._served = serving.identity
-            self._maker.trim()
-        rows, width = inputs["input_ids"].shape
-        if (profiles := self._watch.add(rows, width)) is not None:
-            self._begin(profiles)
+            self._trim()
         if isinstance(serving, AheadBackend):
             return serving.begin(inputs)
         vectors = serving.embed(inputs)
         return lambda: vectors
 
-    def _begin(self, profiles: tuple[Profile, ...]) -> None:
-        self.switch.begin(functools.partial(self._maker.make, profiles, self.switch.current), "a tensorrt plan")
-
-
-class Maker(Protocol):
-    """What a SwitchingBackend asks for plans."""
-
-    # Of the model, for the log.
-    name: str
-
-    def make(self, profiles: tuple[Profile, ...], serving: EmbedBackend | None) -> Made:
-        """A plan for these profiles, after its trial against what serves. Whatever fails, raises."""
-
-    def trim(self) -> None:
-        """Give back what a back end that no longer serves has left."""
-
 
 def load(spec: ModelSpec, settings: EngineSettings, precision: str) -> tuple[EmbedBackend, dict[str, str]]:
-    """Load a model as backend.py says. EngineUnavailableError: this worker can't have plans."""
-    library, gpu = require(settings.device)
-    maker = PlanMaker(spec, settings, precision, library, gpu, open_memory())
+    """Load a model. See common/backends.py. EngineUnavailableError: this worker cannot run plans."""
+    site = PlanSite(settings)
     if importlib.util.find_spec("torch") is None:
-        text = TextInput.read(graph_of(spec, settings, precision).folder)
-        return maker.make(Watch.begin(limits_of(spec, text)).profiles, None)
+        return make_plan(spec, settings, precision, site, None)
     if precision in GATED:
-        # A model that the gate rejects at this precision isn't served at another instead.
+        # A model that its gate rejects is not served at another precision.
         graph_of(spec, settings, precision).close()
-    meanwhile = auto_precision(gpu.capability) if precision in GATED else precision
-    first, _ = load_backend(spec, settings, Variant(engine="torch", precision=meanwhile))
-    backend = SwitchingBackend(first, maker, limits_of(spec, first.text))
+    first_precision = auto_precision(site.gpu.capability) if precision in GATED else precision
+    first, _ = load_backend(spec, settings, Variant(engine="torch", precision=first_precision))
+    make = functools.partial(make_plan, spec, settings, precision, site)
+    backend = SwitchingBackend(first, spec.id, make, site.memory.trim)
     backend.switch.settle(SETTLE_S)
     facts = backend.switch.facts()
-    facts["until the plan serves"] = f"torch {meanwhile}"
+    facts["until the plan serves"] = f"torch {first_precision}"
     return backend, facts
 
 
 def limits_of(spec: ModelSpec, text: TextInput) -> Limits:
-    """The shapes that may come."""
+    """The largest shapes of a model's batches."""
     return Limits(
         rows_max=spec.batch.tasks_max or ROWS_MAX,
         width_max=text.tokens_per_text_max,
@@ -168,57 +142,27 @@ def limits_of(spec: ModelSpec, text: TextInput) -> Limits:
     )
 
 
-class PlanMaker:
-    """Makes plans of one model for one GPU."""
-
-    def __init__(
-        self,
-        spec: ModelSpec,
-        settings: EngineSettings,
-        precision: str,
-        library: TensorRT,
-        gpu: Gpu,
-        memory: DeviceMemory,
-    ) -> None:
-        self.name = spec.id
-        self._spec, self._settings, self._precision = spec, settings, precision
-        self._library, self._gpu, self._memory = library, gpu, memory
-
-    def make(self, profiles: tuple[Profile, ...], serving: EmbedBackend | None) -> Made:
-        """The plan, after its trial."""
-        graph = graph_of(self._spec, self._settings, self._precision)
-        text = TextInput.read(graph.folder)
-        order = PlanOrder(
-            graph=graph.folder / MODEL_FILE,
-            precision=self._precision,
-            profiles=profiles,
-            library=self._library,
-            gpu=self._gpu,
-            accuracy=graph.facts.get("accuracy", ""),
-        )
-        plan = get_plan(order, artifacts_of(self._settings))
-        backend = PlanBackend(
-            plan=plan, order=order, text=text, limits=limits_of(self._spec, text), memory=self._memory
-        )
-        facts = plan.facts | try_out(backend, serving, self._precision)
-        if self._precision in GATED and serving is not None:
-            facts |= self._judge(backend)
-        return backend, facts
-
-    def trim(self) -> None:
-        """Give back what torch keeps of the memory of a model that is gone."""
-        self._memory.trim()
-
-    def _judge(self, backend: EmbedBackend) -> dict[str, str]:
-        """The gate's figure for the plan itself, as it computes on this GPU. Raises AccuracyGateError."""
-        exact, _ = load_backend(self._spec, self._settings, Variant(engine="torch", precision="fp32"))
+def make_plan(
+    spec: ModelSpec, settings: EngineSettings, precision: str, site: PlanSite, serving: EmbedBackend | None
+) -> tuple[EmbedBackend, dict[str, str]]:
+    """Build a plan and try it against the back end that serves. Raises whatever fails."""
+    graph = graph_of(spec, settings, precision)
+    text = TextInput.read(graph.folder)
+    limits = limits_of(spec, text)
+    order = site.order(graph.folder / MODEL_FILE, precision, limits, graph.facts.get("accuracy", ""))
+    runner, facts = site.load(order)
+    backend = PlanBackend(runner, order, text, limits)
+    facts |= try_out(backend, serving, precision)
+    if precision in GATED and serving is not None:
+        exact, _ = load_backend(spec, settings, Variant(engine="torch", precision="fp32"))
         reference, candidate = (functools.partial(embed_texts, each) for each in (exact, backend))
-        figures = gate.measure(self._spec, reference, candidate)
-        return {"accuracy on this GPU": gate.judge(self._spec, self._precision, figures)}
+        figures = gate.measure(spec, reference, candidate)
+        facts["accuracy on this GPU"] = gate.judge(spec, precision, figures)
+    return backend, facts
 
 
 def graph_of(spec: ModelSpec, settings: EngineSettings, precision: str) -> Artifact:
-    """The ONNX graph at a precision, and the tokenizer beside it. TF32 and BF16 begin with the one of float32."""
+    """The ONNX graph at a precision, with the tokenizer. tf32 uses the fp32 graph, bf16 casts it."""
     if precision != "bf16":
         return exported(spec, settings, "fp32" if precision == "tf32" else precision, engine="tensorrt")
     base = exported(spec, settings, "fp32", engine="tensorrt")
@@ -232,13 +176,13 @@ def graph_of(spec: ModelSpec, settings: EngineSettings, precision: str) -> Artif
 
 
 def try_out(backend: EmbedBackend, first: EmbedBackend | None, precision: str) -> dict[str, str]:
-    """Compare a plan's vectors with those of what serves. Raises ModelFolderError: they point elsewhere."""
+    """Compare the plan's vectors with those of the first back end. Raises ModelFolderError if they differ too much."""
     vectors = embed_texts(backend, TRIAL_TEXTS)
     if not np.isfinite(vectors).all():
         raise ModelFolderError(f"the plan gives vectors that are no numbers at {precision}: use a wider precision")
     if first is None or precision in GATED:
         return {}
-    least = float(cosines(vectors, embed_texts(first, TRIAL_TEXTS)).min())
+    least = float(gate.cosines(vectors, embed_texts(first, TRIAL_TEXTS)).min())
     if least < COSINE_MIN[precision]:
         raise ModelFolderError(
             f"the plan's vectors have a cosine of only {least:.5f} to torch's at {precision}, "
@@ -252,10 +196,3 @@ def embed_texts(backend: EmbedBackend, texts: Sequence[str]) -> Vectors:
     tokens = backend.text.tokenise(texts)
     places = [range(start, min(start + 16, len(texts))) for start in range(0, len(texts), 16)]
     return np.concatenate([backend.embed(backend.text.pad(tokens, rows)) for rows in places])
-
-
-def cosines(one: npt.NDArray[Any], other: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
-    """Of each row with the same row of the other."""
-    a, b = one.astype(np.float64), other.astype(np.float64)
-    found: npt.NDArray[np.float64] = (a * b).sum(axis=1) / np.sqrt((a * a).sum(axis=1) * (b * b).sum(axis=1))
-    return found

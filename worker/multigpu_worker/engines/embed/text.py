@@ -1,8 +1,7 @@
-"""From texts to the inputs of an embedding model, the same for every back end: prompt, tokens, limit, padding.
+"""From texts to the inputs of a text model, the same for every back end: prompt, tokens, limit, padding.
 
-A folder's tokenizer is loaded by transformers, whose import brings torch with it. A back end that does without torch
-keeps what came of that once: `save` writes the tokenizer, with its limit and all that was set on it, in the form of the
-tokenizers library, and `read` needs no more than that. So importing this module is cheap, and `read` stays so.
+transformers loads a folder's tokenizer and imports torch. For back ends without torch, `save` writes the tokenizer and
+its limit in the form of the tokenizers library, and `read` needs only that. Importing this module is cheap.
 """
 
 import json
@@ -17,7 +16,7 @@ import numpy.typing as npt
 
 from multigpu_worker.models.folders import ModelFolderError, read_object
 
-# Longest text in tokens where neither the tokenizer nor the model names a limit.
+# Tokens of the longest text, if neither the tokenizer nor the model names a limit.
 TOKENS_PER_TEXT_MAX = 32_768
 TOKENIZER_FILE = "tokenizer.json"
 RULES_FILE = "text.json"
@@ -27,7 +26,7 @@ Inputs = dict[str, npt.NDArray[np.int64]]
 
 @dataclass(slots=True, kw_only=True)
 class Tokens:
-    """Tokenised texts: for each input of the model (input_ids and perhaps token_type_ids), the numbers of each text."""
+    """Tokenised texts: by input of the model (input_ids and perhaps token_type_ids), the numbers of each text."""
 
     columns: dict[str, list[list[int]]]
 
@@ -37,25 +36,25 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextInput:
-    """What makes a model's inputs of texts. May be used in one thread while the model runs in another."""
+    """Makes a model's inputs from texts. One thread may use it while another runs the model."""
 
-    # tokenizers.Tokenizer, set to cut at the limit; or a tokenizer of transformers that is written in Python.
+    # tokenizers.Tokenizer, set to truncate at the limit; or a tokenizer of transformers written in Python.
     tokenizer: Any
     is_fast: bool
     tokens_per_text_max: int
-    # Put before every text, as the folder's own configuration asks.
+    # Put before every text, as the model's configuration asks.
     prompt: str
-    # Inputs of the model besides the attention mask, and what they are padded with.
+    # Inputs of the model besides the attention mask, with their padding values.
     inputs: dict[str, int]
 
     def tokenise(self, texts: Sequence[str]) -> Tokens:
-        """Tokens of each text, with special tokens, cut at tokens_per_text_max: exactly AutoTokenizer's."""
+        """The tokens that AutoTokenizer gives, with special tokens, truncated at tokens_per_text_max."""
         if self.prompt:
             texts = [self.prompt + text for text in texts]
         if not self.is_fast:
             encoded = self.tokenizer(list(texts), truncation=True, max_length=self.tokens_per_text_max, padding=False)
             return Tokens(columns={name: encoded[name] for name in self.inputs})
-        # What AutoTokenizer calls, less what it does for offsets and for callers that want them. Not under the GIL.
+        # Releases the GIL, and skips what AutoTokenizer does for offsets.
         encodings = self.tokenizer.encode_batch_fast(texts)
         columns = {"input_ids": [encoding.ids for encoding in encodings]}
         if "token_type_ids" in self.inputs:
@@ -65,8 +64,8 @@ class TextInput:
     def pad(self, tokens: Tokens, rows: Sequence[int]) -> Inputs:
         """The model's inputs for the texts `rows`: int64 [rows, longest], with the attention mask.
 
-        The padding is always on the right, even where the tokenizer would put it on the left (for the sake of
-        generating on from the end): so a text's positions, and its vector, don't depend on what it is padded against.
+        Padding is always on the right, also if the tokenizer pads on the left (for generation): so a text's positions,
+        and its vector, do not depend on the other texts.
         """
         ids = tokens.columns["input_ids"]
         lengths = np.fromiter((len(ids[row]) for row in rows), dtype=np.int64, count=len(rows))
@@ -79,7 +78,7 @@ class TextInput:
         return arrays | {"attention_mask": within.astype(np.int64)}
 
     def save(self, folder: Path) -> None:
-        """Write what `read` needs. Raises ModelFolderError for a tokenizer that is written in Python."""
+        """Write the files for `read`. Raises ModelFolderError for a tokenizer that is written in Python."""
         if not self.is_fast:
             raise ModelFolderError(
                 "this model's tokenizer is written in Python and has no tokenizer.json: run it with engine torch"
@@ -90,26 +89,26 @@ class TextInput:
 
     @classmethod
     def read(cls, folder: Path) -> "TextInput":
-        """What `save` wrote. Without torch and transformers."""
-        from tokenizers import Tokenizer  # noqa: PLC0415  (the agent imports engines' neighbours, and has no use for it)
+        """Read the files of `save`, without torch and transformers."""
+        from tokenizers import Tokenizer  # noqa: PLC0415  (the agent imports this module and does not need it)
 
         rules = read_object(folder / RULES_FILE)
         return cls(tokenizer=Tokenizer.from_file(str(folder / TOKENIZER_FILE)), is_fast=True, **rules)
 
 
-def load_tokenizer(folder: Path, root: Path, config: Any) -> tuple[Any, int]:
-    """The tokenizer of transformers in `folder`, set to cut at the limit, and the limit in tokens.
+def load_text_input(
+    folder: Path, root: Path, config: Any, *, prompt: str, takes_types: bool
+) -> tuple[TextInput, int | None]:
+    """Load the tokenizer in `folder` with transformers, set to truncate at the limit, and its padding token.
 
-    `root` is the model's folder, `config` the transformer's configuration. Imports transformers, and torch with it.
+    `root`: the model's folder. `config`: the transformer's configuration. `takes_types`: it takes token_type_ids.
     """
-    from multigpu_worker.engines.common.offline import transformers  # noqa: PLC0415  (takes seconds)
+    from multigpu_worker.engines.common.pretrained import LOCAL, transformers  # noqa: PLC0415  (takes seconds)
 
     settings = transformer_settings(folder)
     limit = settings.get("max_seq_length")
-    options = {} if limit is None else {"model_max_length": limit}
-    tokenizer = transformers.AutoTokenizer.from_pretrained(
-        folder, local_files_only=True, trust_remote_code=False, **options
-    )
+    options = LOCAL if limit is None else LOCAL | {"model_max_length": limit}
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder, **options)
     positions = getattr(config, "max_position_embeddings", None)
     limits = [tokenizer.model_max_length, TOKENS_PER_TEXT_MAX]
     if limit is None and positions is not None and positions > 0:
@@ -123,11 +122,21 @@ def load_tokenizer(folder: Path, root: Path, config: Any) -> tuple[Any, int]:
             _lower_case(backend)
     elif settings.get("do_lower_case"):
         raise ModelFolderError(f"{root} asks for do_lower_case, and its tokenizer has no tokenizer.json for that")
-    return tokenizer, tokens_per_text_max
+    fillers = {"input_ids": tokenizer.pad_token_id or 0}
+    if takes_types and "token_type_ids" in tokenizer.model_input_names:
+        fillers["token_type_ids"] = tokenizer.pad_token_type_id
+    text = TextInput(
+        tokenizer=tokenizer.backend_tokenizer if tokenizer.is_fast else tokenizer,
+        is_fast=tokenizer.is_fast,
+        tokens_per_text_max=tokens_per_text_max,
+        prompt=prompt,
+        inputs=fillers,
+    )
+    return text, tokenizer.pad_token_id
 
 
 def _lower_case(backend: Any) -> None:
-    """Lower case before all else, as sentence-transformers does; twice does no harm."""
+    """Convert to lower case first, as sentence-transformers does."""
     from tokenizers import normalizers  # noqa: PLC0415 (rarely needed)
 
     before = [] if backend.normalizer is None else [backend.normalizer]
@@ -135,7 +144,7 @@ def _lower_case(backend: Any) -> None:
 
 
 def transformer_settings(folder: Path) -> dict[str, Any]:
-    """What sentence-transformers adds: the length to cut at, lower case. The file was once named after the model."""
+    """sentence-transformers' settings of the transformer. The file was once named after the architecture."""
     for path in sorted(folder.glob("sentence_*_config.json")):
         settings = read_object(path)
         task = settings.get("transformer_task", "feature-extraction")
@@ -146,7 +155,7 @@ def transformer_settings(folder: Path) -> dict[str, Any]:
 
 
 def default_prompt(folder: Path) -> str:
-    """What the model in `folder` puts before every text; empty for most."""
+    """The text that the model puts before every text; usually empty."""
     path = folder / "config_sentence_transformers.json"
     if not path.exists():
         return ""

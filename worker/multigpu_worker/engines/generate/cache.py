@@ -1,14 +1,13 @@
-"""Keys and values of running sequences, in blocks; and the attention that reads them there.
+"""The paged cache of keys and values, and the attention that reads it.
 
-The cache is one flat row of places for each layer, a place a token, cut into blocks of BLOCK_TOKENS. A sequence has a
-list of blocks, in the order of its tokens, which lie wherever there was room: nothing is reserved for tokens that may
-never come, and nothing is moved. `BlockPool` is the bookkeeping, `PagedCache` the memory.
+Each layer has one flat row of places, one per token, divided into blocks of BLOCK_TOKENS. A sequence has a list of
+blocks in the order of its tokens, anywhere in the row: nothing is reserved for future tokens, and nothing is moved.
+`BlockPool` keeps track of free blocks, `PagedCache` holds the memory.
 
-The tokens of a step come packed: pieces of several sequences one behind the other in a single row, so that the
-model's linear layers see one large matrix. Only attention has to know where one ends. transformers calls a registered
-attention function by name and hands it the keywords of `forward`; ours finds the `Step` there, puts the new keys and
-values into their places, and lets each piece see the tokens of its own sequence. The pieces of one token, which is
-what running sequences bring, go together, padded to the longest; longer pieces go one by one.
+The tokens of a step are packed: pieces of several sequences in one row, so the model's linear layers see one large
+matrix. transformers calls a registered attention function with the keywords of `forward`, among them our `Step`. It
+stores the new keys and values, and lets each piece see the tokens of its sequence. Pieces of one token, which running
+sequences have, are computed together, padded to the longest; longer pieces one by one.
 """
 
 from collections.abc import Sequence
@@ -25,7 +24,7 @@ ATTENTION = "multigpu_paged"
 
 
 class BlockPool:
-    """Which blocks are free. `blocks_max` may be lowered while it is used: no more than so many are then given out."""
+    """Keeps track of free blocks. At most `blocks_max` are in use; it may be lowered at any time."""
 
     def __init__(self, blocks: int) -> None:
         self.blocks_max = blocks
@@ -46,13 +45,13 @@ class BlockPool:
 
 
 def blocks_for(tokens: int) -> int:
-    """How many blocks so many tokens need."""
+    """The number of blocks for these tokens."""
     return -(-tokens // BLOCK_TOKENS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheShape:
-    """What a model keeps for each token."""
+    """What the model stores for each token."""
 
     layers: int
     heads: int
@@ -65,12 +64,12 @@ class CacheShape:
 
 
 class PagedCache:
-    """The memory of all blocks. Raises RuntimeError, in torch's words, if there is not so much."""
+    """The memory of all blocks. Raises torch's RuntimeError if there is not enough."""
 
     def __init__(self, shape: CacheShape, blocks: int, device: torch.device) -> None:
         self.blocks = blocks
         size = (blocks * BLOCK_TOKENS, shape.heads, shape.head_size)
-        # Not cleared: pages of the host that no token was put into take no memory.
+        # Not cleared: the host's pages without tokens take no memory.
         self.keys = [torch.empty(size, dtype=shape.dtype, device=device) for _ in range(shape.layers)]
         self.values = [torch.empty(size, dtype=shape.dtype, device=device) for _ in range(shape.layers)]
 
@@ -80,9 +79,9 @@ class Piece:
     """Tokens of one sequence that go through the model in one step."""
 
     token_ids: list[int]
-    # Position of the first one in its sequence.
+    # Position of the first token in its sequence.
     start: int
-    # The blocks of the sequence, enough for these tokens too.
+    # The blocks of the sequence, including these tokens.
     blocks: list[int]
 
     @property
@@ -94,26 +93,26 @@ class Piece:
 class Group:
     """Pieces whose attention is computed together: all of one token, or a single longer one."""
 
-    # Which tokens of the row: [pieces * queries].
+    # Indices of the tokens in the row: [pieces * queries].
     rows: Tensor
     queries: int
-    # The places of their sequences' keys, padded with each one's first: [pieces, keys].
+    # Places of the sequences' keys, padded with each sequence's first: [pieces, keys].
     places: Tensor
-    # Which of them each query sees: [pieces, 1, queries, keys]. None: all.
+    # Which keys each query sees: [pieces, 1, queries, keys]. None: all.
     mask: Tensor | None
-    # Position of each query, and of each key: [pieces, queries, 1] and [pieces, 1, keys]. For sliding windows.
+    # Position of each query minus position of each key, for sliding windows: [pieces, queries, keys].
     distance: Tensor
 
 
 @dataclass(slots=True)
 class Step:
-    """Everything that attention has to know about the tokens of one step."""
+    """What attention needs to know about the tokens of a step."""
 
     cache: PagedCache
-    # Where the new keys and values go: [tokens].
+    # Places of the new keys and values: [tokens].
     places: Tensor
     groups: list[Group]
-    # Masks for layers with a sliding window, by its size, for each group.
+    # Masks of each group for layers with a sliding window, by its size.
     _windows: dict[int, list[Tensor]] = field(default_factory=dict)
 
     def masks(self, window: int | None) -> Sequence[Tensor | None]:
@@ -127,7 +126,7 @@ class Step:
 
 
 def make_step(cache: PagedCache, pieces: Sequence[Piece], device: torch.device) -> tuple[Tensor, Tensor, Step]:
-    """The token ids and positions of a step, both [1, tokens], and what attention needs."""
+    """The token ids and positions of a step, both [1, tokens], and its Step."""
     firsts = [0]
     for piece in pieces:
         firsts.append(firsts[-1] + len(piece.token_ids))
@@ -147,7 +146,7 @@ def make_step(cache: PagedCache, pieces: Sequence[Piece], device: torch.device) 
 
 
 def _places_of(piece: Piece) -> Tensor:
-    """The places of a sequence's tokens up to the last one of this piece."""
+    """The places of a sequence's tokens up to the end of the piece."""
     blocks = torch.tensor(piece.blocks[: blocks_for(piece.end)])
     return (blocks.unsqueeze(1) * BLOCK_TOKENS + torch.arange(BLOCK_TOKENS)).flatten()[: piece.end]
 
@@ -155,12 +154,12 @@ def _places_of(piece: Piece) -> Tensor:
 def _group(indices: list[int], pieces: Sequence[Piece], tables: list[Tensor], firsts: list[int]) -> Group:
     queries = len(pieces[indices[0]].token_ids)
     keys = max(len(tables[index]) for index in indices)
-    # Padded with a place that was written to: memory may hold NaN by chance, and nothing times that is NaN too.
+    # Padded with a place that was written: unwritten memory may hold NaN, which stays NaN when it is masked.
     places = torch.stack([tables[index][:1].expand(keys) for index in indices]).clone()
     for row, index in enumerate(indices):
         places[row, : len(tables[index])] = tables[index]
     starts = torch.tensor([[pieces[index].start] for index in indices])
-    # How far each key lies behind each query; negative: it comes after it, or is padding.
+    # Negative: the key comes after the query, or is padding.
     distance = (starts + torch.arange(queries)).unsqueeze(2) - torch.arange(keys)
     seen = distance >= 0
     rows = torch.cat([torch.arange(firsts[index], firsts[index + 1]) for index in indices])
@@ -173,8 +172,8 @@ def prompt_attention(
 ) -> Tensor:
     """Attention where several query heads may share a key head. All [pieces, heads, tokens, size].
 
-    `copied`: keys and values are copied for each query head. CUDA's fast kernels take grouped heads without a mask
-    alone, and prompts have one; the plain kernel would write out all scores. A CPU's kernel takes both.
+    `copied`: copy keys and values for each query head. CUDA's fast kernels support grouped heads only without a mask,
+    and prompts have one; the fallback kernel would write all scores to memory. The CPU kernel supports both.
     """
     heads, key_heads = queries.shape[1], keys.shape[1]
     if copied and heads != key_heads:
@@ -208,13 +207,13 @@ def paged_attention(
     by_token = query[0].transpose(0, 1)
     for group, mask in zip(paged.groups, paged.masks(sliding_window), strict=True):
         pieces, key_count = group.places.shape
-        # index_select: several times as fast on a CPU as keys[places].
+        # index_select is several times as fast on a CPU as keys[places].
         places = group.places.flatten()
         its_keys = keys.index_select(0, places).view(pieces, key_count, key_heads, -1).transpose(1, 2)
         its_values = values.index_select(0, places).view(pieces, key_count, key_heads, -1).transpose(1, 2)
         queries = by_token.index_select(0, group.rows)
         if group.queries == 1:
-            # Query heads that share a key head are as queries of that head: so its keys need not be copied for each.
+            # Query heads that share a key head become queries of that head, so its keys need not be copied.
             queries = queries.view(pieces, key_heads, heads // key_heads, size)
             attended = scaled_dot_product_attention(queries, its_keys, its_values, attn_mask=mask, scale=scaling)
         else:

@@ -1,21 +1,19 @@
 """The engine for tasks of kind "generate": text in, its continuation out, token by token.
 
-Tasks run one by one as far as the agent can see, each in a slot of its own; inside, all slots hand their sequence to
-one scheduler (scheduler.py), which puts them through the model together. `prepare` parses and tokenises,
-`run` waits until its sequence is over.
+For the agent, tasks run one by one, each in its slot. All slots pass their sequences to one scheduler (scheduler.py),
+which runs them through the model together. `prepare` parses and tokenises; `run` waits for the end of its sequence.
 
-What has been generated leaves in chunks while it grows. An attempt that dies is no loss: the next one is given the
-chunks that the master has, puts prompt and chunks through the model at once, and goes on with the next token. Greedy
-tokens are the same by nature, drawn ones because they depend on the seed and the position alone.
+The text is sent in chunks. If an attempt dies, the next one gets the chunks that the master has, computes prompt and
+chunks at once, and continues with the next token: tokens depend on the input, the seed and the position only.
 
-Payload, chunks and result are those of protos/multigpu/v1/generate.proto. Task parameters: `engine` and `precision`, of
-which a loaded model has one each.
+Messages: protos/multigpu/v1/generate.proto. Task parameters: `engine` and `precision`, of which a loaded model has one
+each.
 """
 
 from typing import TYPE_CHECKING, ClassVar
 
 from multigpu_worker.engines.base import Batch, EngineSettings, Item, Reporter
-from multigpu_worker.engines.common.failures import BadInputError
+from multigpu_worker.engines.common.failures import BadInputError, bad_input
 from multigpu_worker.engines.common.precision import PrecisionError, choose
 from multigpu_worker.engines.generate.payload import Request, read_before, read_request
 from multigpu_worker.models.folders import ModelFolderError
@@ -38,9 +36,9 @@ class GenerateEngine:
         self._scheduler: Scheduler | None = None
 
     def load(self) -> dict[str, str]:
-        """Load the model and try it out."""
-        from multigpu_worker.engines.common.torch_runtime import bind  # noqa: PLC0415 (as above)
-        from multigpu_worker.engines.generate.model import load_model  # noqa: PLC0415 (takes seconds: torch)
+        """Load the model and run its trial."""
+        from multigpu_worker.engines.common.torch_runtime import bind  # noqa: PLC0415 (takes seconds: torch)
+        from multigpu_worker.engines.generate.model import load_model  # noqa: PLC0415 (as above)
         from multigpu_worker.engines.generate.scheduler import Scheduler  # noqa: PLC0415 (as above)
 
         try:
@@ -66,11 +64,11 @@ class GenerateEngine:
             self._scheduler.close()
 
     def prepare(self, batch: Batch) -> "list[Request | BadInputError]":
-        """What each item asks for, tokenised; or why it can't be run."""
+        """Parse and tokenise each item. Errors are kept for `run`."""
         return [self._read(batch, item) for item in batch.items]
 
     def run(self, batch: Batch, prepared: object, reporter: Reporter) -> None:
-        """Generate for one item after the other, each together with those of the other slots."""
+        """Generate for one item after the other, together with the items of other slots."""
         assert isinstance(prepared, list)
         for item, request in zip(batch.items, prepared, strict=True):
             if reporter.cancelled(item):
@@ -80,7 +78,7 @@ class GenerateEngine:
                     raise request
                 self._run(batch, item, request, reporter)
             except BadInputError as error:
-                reporter.fail(item, "BadInput", str(error), retryable=False)
+                bad_input(error).report(item, reporter)
 
     def _read(self, batch: Batch, item: Item) -> "Request | BadInputError":
         assert self._model is not None, "load comes first"
@@ -113,8 +111,8 @@ class GenerateEngine:
             ids=list(request.prompt_ids),
         )
         if len(item.partials) < item.partials_received:
-            # They were too much to be handed on. They come again, for they depend on the task alone.
-            sequence.untold = item.partials_received
+            # They were too large to be passed on. They are generated again: they depend on the task only.
+            sequence.unsent = item.partials_received
         else:
             sequence.resume(read_before(item.partials, batch.content_type))
         if (token := max(sequence.ids)) >= self._model.vocabulary:
@@ -122,7 +120,7 @@ class GenerateEngine:
                 f"token {token} is unknown to the model, which has {self._model.vocabulary}: leave it out"
             )
         if sequence.finish_reason is not None:
-            # The attempt before said all of it, and died before it could say so.
+            # The previous attempt died after the last chunk, before its result.
             sequence.succeed()
             return
         self._scheduler.run(sequence)

@@ -1,14 +1,12 @@
-"""One language model in memory: from a folder to the logits of the next tokens.
+"""A language model on torch: from a folder to the logits of the next tokens.
 
-Any decoder of transformers that uses its attention interface will do: the model keeps its own code but for attention,
-which reads the paged cache (cache.py). Whether that comes to the same is not left to hope: at load a trial
-text goes through the model as it came, and through the cache in pieces, and the logits must agree.
+Any decoder that uses transformers' attention interface works: the model keeps its own code except for attention, which
+reads the paged cache (cache.py). At load, a trial text goes through the unchanged model and in pieces through the
+cache, and the logits must agree.
 
-A GGUF file is dequantised by transformers, which takes long; the outcome is kept among the artifacts, so that it is
-done once for a file and precision.
+transformers dequantises GGUF files, which takes long, so the result is kept in the artifact cache.
 """
 
-import hashlib
 import importlib.metadata
 import os
 from collections.abc import Sequence
@@ -19,13 +17,14 @@ from typing import Any
 import structlog
 import torch
 from multigpu.config.values import from_text
+from multigpu.repository.files import file_hash
 from multigpu.repository.model import ModelSpec
 from torch import Tensor
 
 from multigpu_worker.engines.base import EngineSettings
 from multigpu_worker.engines.common.artifacts import Artifact, Artifacts
-from multigpu_worker.engines.common.offline import transformers
-from multigpu_worker.engines.common.torch_runtime import dtype_of, memory_errors
+from multigpu_worker.engines.common.pretrained import LOCAL, load_weights, loading, transformers
+from multigpu_worker.engines.common.torch_runtime import dtype_of
 from multigpu_worker.engines.generate.cache import (
     ATTENTION,
     BLOCK_TOKENS,
@@ -37,21 +36,21 @@ from multigpu_worker.engines.generate.cache import (
 )
 from multigpu_worker.models.folders import ModelFolderError, check_model_folder
 
-# Where a model names no limit.
+# Context of models that name no limit.
 CONTEXT_TOKENS = 2048
-# What the cache takes if nothing else is said, at most: half of what the GPU has left, or so much of the host's memory.
+# Default limits of the cache: of the host's memory, and of the GPU's free memory.
 CPU_CACHE_BYTES = 512 << 20
 GPU_CACHE_SHARE = 0.5
-# What model.toml may say in `parameters`.
+# Known parameters of model.toml.
 PARAMETERS = ("cache_bytes", "context")
-# Kinds of layers whose memory of the past is what the cache holds.
+# Layer types whose state the cache holds.
 LAYER_TYPES = {"full_attention", "sliding_attention"}
-# Kinds of position encoding that change for all tokens of a step once one of them is past the original context.
+# Position encodings that change for all tokens of a step if one of them is past the original context.
 CHANGING_ROPES = {"dynamic", "longrope"}
 
 TRIAL_TEXT = "A trial: one, two, three, four, five, six, seven, eight, nine, ten, eleven, twelve, thirteen, fourteen."
 TRIAL_TOKENS = 24
-# Largest difference between logits by two ways of rounding, against their size.
+# Largest difference of logits that rounding explains, relative to the largest.
 TRIAL_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 1e-1, torch.float16: 3e-2}
 
 log = structlog.get_logger(__name__)
@@ -64,18 +63,17 @@ class GenerateModel:
     device: torch.device
     shape: CacheShape
     eos_ids: frozenset[int]
-    # How many tokens it knows; a tokenizer's own additions may go past it.
+    # Number of known tokens. A tokenizer may have more.
     vocabulary: int
-    # The most tokens of a sequence.
+    # Most tokens of a sequence.
     context: int
     cache: PagedCache
-    # The files it was loaded from, where they are an artifact.
+    # Held while the model is loaded from it, so that the cache does not evict it.
     artifact: Artifact | None = None
-    # How it was made, for people.
     facts: dict[str, str] = field(default_factory=dict)
 
     def decode(self, token_ids: list[int]) -> str:
-        """Text of tokens, without the special ones."""
+        """The text of tokens, without special tokens."""
         text: str = self.tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         return text
 
@@ -95,27 +93,20 @@ class GenerateModel:
 
 
 def load_model(spec: ModelSpec, settings: EngineSettings, precision: str) -> GenerateModel:
-    """Load a model and try it out. Raises ModelFolderError with the cause and the remedy, MemoryError."""
+    """Load a model and run the trial. Raises ModelFolderError, MemoryError; ArtifactError for a dequantised one."""
     disable_progress_bar: Any = transformers.utils.logging.disable_progress_bar
     disable_progress_bar()
     if unknown := sorted(set(spec.parameters) - set(PARAMETERS)):
         raise ModelFolderError(f"model.toml has parameters.{unknown[0]}: generate knows {' and '.join(PARAMETERS)}")
-    try:
-        with memory_errors():
-            return _load(spec, settings, dtype_of(precision))
-    except (ModelFolderError, MemoryError, OSError):
-        raise
-    except Exception as error:
-        raise ModelFolderError(
-            f"{spec.folder} can't be loaded: {type(error).__name__}: {error}. Try it with "
-            "transformers.AutoModelForCausalLM.from_pretrained, and copy the model folder again if that fails too"
-        ) from error
-
-
-def _load(spec: ModelSpec, settings: EngineSettings, dtype: torch.dtype) -> GenerateModel:
-    artifact = None
+    dtype, artifact = dtype_of(precision), None
     if spec.source == "gguf" and settings.artifacts:
         artifact = _dequantised(spec, settings, dtype)
+    with loading(spec.folder, "AutoModelForCausalLM"):
+        return _load(spec, settings, dtype, artifact)
+
+
+def _load(spec: ModelSpec, settings: EngineSettings, dtype: torch.dtype, artifact: Artifact | None) -> GenerateModel:
+    if artifact is not None:
         model, tokenizer = _from_folder(artifact.folder, dtype)
     elif spec.source == "gguf":
         model, tokenizer = _from_gguf(spec, dtype)
@@ -153,21 +144,12 @@ def _load(spec: ModelSpec, settings: EngineSettings, dtype: torch.dtype) -> Gene
 
 
 def _from_folder(folder: Path, dtype: torch.dtype) -> tuple[Any, Any]:
-    options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
-    kind: Any = transformers.AutoModelForCausalLM
-    model, report = kind.from_pretrained(
-        folder, dtype=dtype, use_safetensors=True, output_loading_info=True, attn_implementation="sdpa", **options
-    )
-    # transformers would fill them with random numbers and go on.
-    if missing := sorted(map(str, [*report["missing_keys"], *report["mismatched_keys"]])):
-        raise ModelFolderError(
-            f"{folder} has weights that don't fit its config.json ({', '.join(missing[:3])} …): copy the folder again"
-        )
-    return model, transformers.AutoTokenizer.from_pretrained(folder, **options)
+    model = load_weights(transformers.AutoModelForCausalLM, folder, dtype=dtype, attn_implementation="sdpa")
+    return model, transformers.AutoTokenizer.from_pretrained(folder, **LOCAL)
 
 
 def _from_gguf(spec: ModelSpec, dtype: torch.dtype) -> tuple[Any, Any]:
-    options = {"gguf_file": spec.file, "local_files_only": True, "trust_remote_code": False}
+    options = {"gguf_file": spec.file, **LOCAL}
     model = transformers.AutoModelForCausalLM.from_pretrained(
         spec.folder, dtype=dtype, attn_implementation="sdpa", **options
     )
@@ -175,20 +157,16 @@ def _from_gguf(spec: ModelSpec, dtype: torch.dtype) -> tuple[Any, Any]:
 
 
 def _dequantised(spec: ModelSpec, settings: EngineSettings, dtype: torch.dtype) -> Artifact:
-    """The folder of what a GGUF file holds, as transformers would save it."""
+    """The content of a GGUF file as a folder of transformers."""
     path = spec.folder / spec.file
-    try:
-        with path.open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError as error:
-        raise ModelFolderError(f"{path} can't be read ({error}): copy the model there again") from error
     versions = {name: importlib.metadata.version(name) for name in ("transformers", "gguf")}
-    key = {"sha256": digest, "dtype": str(dtype), **versions}
+    key = {"sha256": file_hash(path), "dtype": str(dtype), **versions}
 
     def build(folder: Path) -> dict[str, str]:
         log.info("dequantising a GGUF file, which is done once", file=str(path))
-        model, tokenizer = _from_gguf(spec, dtype)
-        # What is saved is not quantised any more; transformers would not save a model that says it is.
+        with loading(spec.folder, "AutoModelForCausalLM"):
+            model, tokenizer = _from_gguf(spec, dtype)
+        # transformers rejects to save a model that is marked as quantised.
         model.is_quantized = False
         model.hf_quantizer = None
         if hasattr(model.config, "quantization_config"):
@@ -220,13 +198,13 @@ def _context(spec: ModelSpec, config: Any) -> int:
     limit = getattr(config, "max_position_embeddings", None) or CONTEXT_TOKENS
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type") in CHANGING_ROPES:
-        # Up to here it is the same for all, whoever else is in the step.
+        # Up to this context, a token's encoding does not depend on the rest of the step.
         limit = min(limit, rope.get("original_max_position_embeddings") or limit)
     return min(int(limit), _number(spec, "context", int(limit)))
 
 
 def _number(spec: ModelSpec, name: str, default: int) -> int:
-    """A number from model.toml's parameters; bytes may have a unit."""
+    """A number from model.toml's parameters. Bytes may have a unit."""
     text = spec.parameters.get(name)
     if text is None:
         return default
@@ -240,7 +218,7 @@ def _number(spec: ModelSpec, name: str, default: int) -> int:
 
 
 def _blocks(spec: ModelSpec, settings: EngineSettings, loaded: GenerateModel) -> int:
-    """How many blocks the cache gets: enough for all slots at full context, if there is so much memory."""
+    """The number of blocks: enough for all slots at full context, or as many as fit into memory."""
     if loaded.device.type == "cuda":
         free_bytes, _ = torch.cuda.mem_get_info(loaded.device)
         bytes_max = int(free_bytes * GPU_CACHE_SHARE)
@@ -260,11 +238,11 @@ def _blocks(spec: ModelSpec, settings: EngineSettings, loaded: GenerateModel) ->
 
 @torch.inference_mode()
 def _try_out(loaded: GenerateModel, spec: ModelSpec) -> None:
-    """Two sequences, packed and in pieces, must come to what the model's own attention says of each alone."""
+    """Compare the logits of two sequences in pieces through the cache with those of the unchanged model."""
     ids = [int(token) for token in loaded.tokenizer(TRIAL_TEXT)["input_ids"]][:TRIAL_TOKENS]
     ids += [ids[-1]] * (TRIAL_TOKENS - len(ids))
     long, short = ids, ids[5:16]
-    plain = [
+    expected = [
         loaded.model(input_ids=torch.tensor([each], device=loaded.device), use_cache=False).logits[0, -1].float()
         for each in (long, short)
     ]
@@ -274,7 +252,7 @@ def _try_out(loaded: GenerateModel, spec: ModelSpec) -> None:
             f"{spec.folder} is a {type(loaded.model).__name__}, which has its own attention: generate needs a model "
             "that uses transformers' attention interface"
         )
-    # Blocks out of order; a long piece beside a long one, one token beside a long piece, one token beside one token.
+    # Blocks out of order; pieces of several tokens together, with a single token, and two single tokens.
     middle = blocks_for(TRIAL_TOKENS)
     blocks = list(range(2 * middle - 1, -1, -1))
     long_blocks, short_blocks = blocks[:middle], blocks[middle:]
@@ -285,7 +263,7 @@ def _try_out(loaded: GenerateModel, spec: ModelSpec) -> None:
             Piece(token_ids=short[c:d], start=c, blocks=short_blocks),
         ]
         paged = loaded.forward(pieces, [0, 1])
-    for ours, theirs in zip(paged.float(), plain, strict=True):
+    for ours, theirs in zip(paged.float(), expected, strict=True):
         difference = float((ours - theirs).abs().max() / theirs.abs().max())
         if not difference < TRIAL_TOLERANCE[loaded.shape.dtype]:
             raise ModelFolderError(

@@ -1,7 +1,7 @@
-"""Tasks of kind "generate" as bytes: payloads read and checked, chunks and results written.
+"""Payloads, chunks and results of tasks of kind "generate".
 
-All messages are those of protos/multigpu/v1/generate.proto, or with content type "application/json" the same fields in
-protobuf's JSON form; partial outputs and the result are of the form that the payload has.
+All messages are those of protos/multigpu/v1/generate.proto, or in protobuf's JSON form. Chunks and result have the form
+of the payload.
 """
 
 import hashlib
@@ -13,9 +13,9 @@ from google.protobuf.message import DecodeError, Message
 from multigpu.v1 import generate_pb2 as pb
 
 from multigpu_worker.engines.common.failures import BadInputError
+from multigpu_worker.engines.common.payloads import JSON, check_content_type
 from multigpu_worker.engines.generate.sample import Sampling
 
-JSON = "application/json"
 TOKENS_MAX = 256
 TEMPERATURE_MAX = 2.0
 STOP_MAX = 16
@@ -27,59 +27,56 @@ M = TypeVar("M", bound=Message)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """What a task asks for."""
+    """The checked input of one task."""
 
     prompt_ids: list[int]
     tokens_max: int
     sampling: Sampling
     stop: tuple[str, ...]
-    # The payload has none: the caller is told which it was.
+    # The payload has no seed, so the first chunk tells it.
     seed_drawn: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Before:
-    """What earlier attempts have handed out."""
+    """What the chunks of earlier attempts contain."""
 
     token_ids: list[int]
     text: str
-    seed_told: bool
+    seed_sent: bool
 
 
 def encode(message: Message, content_type: str) -> bytes:
-    """A message as the caller reads it."""
+    """Write a message in the caller's form."""
     if content_type == JSON:
         return json_format.MessageToJson(message, preserving_proto_field_name=True, indent=None).encode()
     return message.SerializeToString(deterministic=True)
 
 
 def decode(cls: type[M], data: bytes, content_type: str) -> M:
-    """BadInputError: it is no such message."""
+    """Parse a message. Raises BadInputError."""
+    check_content_type(content_type)
     try:
-        if content_type == JSON:
-            return json_format.Parse(data, cls())
-        if content_type == "":
-            return cls.FromString(data)
+        return json_format.Parse(data, cls()) if content_type == JSON else cls.FromString(data)
     except (DecodeError, json_format.ParseError, UnicodeDecodeError, RecursionError) as error:
         raise BadInputError(
             f"the payload is no multigpu.v1.{cls.__name__} ({error}): send one, or its fields as JSON with content "
             f"type {JSON}"
         ) from error
-    raise BadInputError(f'content type {content_type!r} is not supported: leave it empty or use "{JSON}"')
 
 
 def read_before(partials: tuple[bytes, ...], content_type: str) -> Before:
-    """What the chunks of earlier attempts say."""
+    """Parse the chunks of earlier attempts."""
     chunks = [decode(pb.GenerateChunk, data, content_type) for data in partials]
     return Before(
         token_ids=[token for chunk in chunks for token in chunk.token_ids],
         text="".join(chunk.text for chunk in chunks),
-        seed_told=any(chunk.HasField("seed") for chunk in chunks),
+        seed_sent=any(chunk.HasField("seed") for chunk in chunks),
     )
 
 
 def read_request(payload: bytes, content_type: str, tokenizer: Any, context: int, task_id: int) -> Request:
-    """What a payload asks for, checked. `context`: the most tokens of a sequence. Raises BadInputError."""
+    """Parse and check a payload. `context`: the most tokens of a sequence. Raises BadInputError."""
     message = decode(pb.GeneratePayload, payload, content_type)
     _check(message)
     prompt_ids = _prompt_ids(message, tokenizer)
@@ -112,7 +109,7 @@ def read_request(payload: bytes, content_type: str, tokenizer: Any, context: int
 
 
 def seed_of(task_id: int, payload: bytes) -> int:
-    """The seed of a task that says none: another for each task, and the same for each of its attempts."""
+    """The seed of a task without one: different for each task, the same for all attempts of a task."""
     digest = hashlib.blake2b(task_id.to_bytes(8, "little", signed=True) + payload, digest_size=8).digest()
     return int.from_bytes(digest, "little")
 
@@ -145,7 +142,7 @@ def _prompt_ids(message: pb.GeneratePayload, tokenizer: Any) -> list[int]:
     try:
         text = tokenizer.apply_chat_template(said, add_generation_prompt=True, tokenize=False)
     except Exception as error:
-        # The template is a program that came with the model: it may reject what it likes, as it likes.
+        # The template is a program that comes with the model and may raise anything.
         raise BadInputError(f"the model's chat template rejects these messages: {error}") from error
-    # The template writes the special tokens itself.
+    # The template adds the special tokens.
     return [int(token) for token in tokenizer(text, add_special_tokens=False)["input_ids"]]

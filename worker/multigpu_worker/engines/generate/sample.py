@@ -1,8 +1,8 @@
-"""Which token comes next: greedy, or drawn.
+"""Sampling of the next token: greedy or random.
 
-The order is that of transformers: repetition penalty, temperature, top k, top p. What is drawn depends on the seed and
-the position alone, by a hash of both in place of a generator with a state: an attempt that goes on where another one
-ended draws what that one would have drawn, and a neighbour in the batch changes nothing.
+In the order of transformers: repetition penalty, temperature, top k, top p. Random numbers are a hash of seed and
+position instead of a stateful generator: so an attempt that continues another one draws the same tokens, whatever else
+is in the batch.
 """
 
 import hashlib
@@ -15,7 +15,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """How tokens are chosen. `seed` counts where `temperature` is not 0."""
+    """Sampling parameters. `seed` is used if `temperature` is not 0."""
 
     temperature: float = 0.0
     top_p: float = 1.0
@@ -26,15 +26,15 @@ class Sampling:
 
 
 def uniform(seed: int, position: int) -> float:
-    """A number in [0, 1) that seems random, the same for the same arguments everywhere."""
+    """A pseudorandom number in [0, 1), the same on every host."""
     data = seed.to_bytes(8, "little") + position.to_bytes(8, "little")
     return (int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little") >> 11) / (1 << 53)
 
 
 def choose(logits: Tensor, samplings: Sequence[Sampling], histories: Sequence[Sequence[int]]) -> list[int | None]:
-    """The next token of each sequence. None: the model's answer for it is not a number.
+    """The next token of each sequence. None: its logits are not finite.
 
-    logits [sequences, vocabulary]; a history is all of a sequence's tokens, the prompt's too. One copy from the device.
+    logits [sequences, vocabulary]; a history is all of a sequence's tokens, with the prompt. One copy from the device.
     """
     logits = logits.float()
     penalties = [row for row, sampling in enumerate(samplings) if sampling.repetition_penalty != 1.0]
@@ -51,25 +51,25 @@ def choose(logits: Tensor, samplings: Sequence[Sampling], histories: Sequence[Se
 
 
 def penalised(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
-    """Logits of tokens that are there already, made smaller, as transformers' RepetitionPenaltyLogitsProcessor does."""
+    """Apply the repetition penalty to the tokens `seen`, as transformers' RepetitionPenaltyLogitsProcessor does."""
     scores = logits[seen]
     return logits.index_copy(0, seen, torch.where(scores < 0, scores * penalty, scores / penalty))
 
 
 def draw(logits: Tensor, sampling: Sampling, position: int) -> Tensor:
-    """Draw one token by the inverse of its cumulative probability, likeliest first. logits [vocabulary].
+    """Draw one token by inverting the cumulative distribution, likeliest first. logits [vocabulary].
 
-    The token stays on the device: nothing here waits for it. Of logits that are no numbers comes any token.
+    The token stays on the device, so nothing waits for it. For logits that are not finite it is arbitrary.
     """
-    # Less the largest, or the quotient by a very small temperature would be infinite.
+    # Minus the largest, because division by a very small temperature would overflow.
     scores, order = torch.sort((logits - logits.max()) / sampling.temperature, descending=True, stable=True)
     if sampling.top_k:
         scores = scores[: sampling.top_k]
-    # In float64: thousands of small numbers are added up.
+    # In float64: thousands of small numbers are added.
     sums = torch.softmax(scores.double(), dim=-1).cumsum(dim=-1)
     last = torch.full((1,), len(sums) - 1, device=logits.device)
     if sampling.top_p < 1:
-        # The token that crosses the bound is still in.
+        # The token that crosses the bound is included.
         bound = torch.full((1,), sampling.top_p, dtype=sums.dtype, device=logits.device)
         last = last.minimum(torch.searchsorted(sums, bound))
     target = uniform(sampling.seed, position) * sums.index_select(0, last)

@@ -1,16 +1,16 @@
-"""Continuous batching: which sequences go through the model in the next step, and what becomes of them.
+"""Continuous batching: which sequences go through the model in the next step.
 
-One thread makes one step after the other. In a step every running sequence brings its next token, and sequences whose
-prompt is not through yet bring a part of it, so that a long prompt does not hold up what others are writing. Sequences
-join when there are blocks for their tokens, in the order in which they came, and leave as soon as they end.
+One thread runs one step after the other. Every running sequence contributes its next token, or a part of its prompt, so
+a long prompt does not delay the others. Sequences join in order of arrival when there are blocks for their tokens, and
+leave when they end.
 
-If blocks run out, the sequence that came last gives its own back and waits; when it is its turn again, its tokens are
-computed anew, all at once. The one that came first is never interrupted, so there is always progress. If memory runs
-out, fewer tokens go through the model at once from then on, or fewer blocks are used.
+If blocks run out, the sequence that arrived last returns its blocks and waits; later its tokens are computed again, all
+at once. The first one is never interrupted, so there is always progress. If memory runs out, fewer tokens go through
+the model at once from then on, or fewer blocks are used.
 
-A step that breaks fails nobody who was not alone in it: its sequences go through the model one by one once, and the one
-that breaks it again is the one that fails. Where the device's context is lost with the step there is no other try in
-this process: one sequence says so, and the agent, which ends the process, sees by the slots who else was in it.
+If a step with several sequences fails, each of them runs alone once, and only the one that fails again fails its task.
+If the device's context is lost, nothing can run any more: one sequence reports it, and the agent, which ends the
+process, sees from the slots which other tasks were in the step.
 """
 
 import threading
@@ -20,7 +20,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from multigpu_worker.engines.common.memory import Limit
+from multigpu_worker.engines.common.limits import Limit
 from multigpu_worker.engines.common.torch_runtime import memory_errors
 from multigpu_worker.engines.generate.cache import BlockPool, Piece, blocks_for
 from multigpu_worker.engines.generate.model import GenerateModel
@@ -28,18 +28,18 @@ from multigpu_worker.engines.generate.sample import choose
 from multigpu_worker.engines.generate.sequence import Sequence
 from multigpu_worker.processes.blame.cuda_errors import context_is_lost
 
-# Tokens in a step, at most: as many as the device computes in about the time in which it reads the weights.
+# Most tokens of a step: as many as the device computes in about the time it takes to read the weights.
 CPU_STEP_TOKENS = 64
 GPU_STEP_TOKENS = 2048
-# On a CPU where no answer waits for its next token: in larger steps a token costs less (a quarter less from 64 to 256).
+# On a CPU, in a step of prompts only: a token costs a quarter less with 256 than with 64.
 CPU_PROMPT_TOKENS = 256
 STEP_TOKENS_MIN = 16
-# Steps that have to fit before a limit that memory has lowered is doubled. One that doesn't fit interrupts answers.
+# Steps that have to fit before a lowered limit is doubled. A step that does not fit interrupts sequences.
 FITTED_STEPS_MIN = 1024
 
 
 class Scheduler:
-    """Runs sequences. `bind` is called by its thread before its first step."""
+    """Runs sequences. Its thread calls `bind` before the first step."""
 
     def __init__(self, model: GenerateModel, bind: Callable[[], None]) -> None:
         self._model = model
@@ -47,25 +47,25 @@ class Scheduler:
         self._pool = BlockPool(model.cache.blocks)
         on_cpu = model.device.type == "cpu"
         self._step_tokens = CPU_STEP_TOKENS if on_cpu else GPU_STEP_TOKENS
-        # The same for a step of nothing but prompts.
+        # For a step of prompts only.
         self._prompt_tokens = CPU_PROMPT_TOKENS if on_cpu else GPU_STEP_TOKENS
         self._step_tokens_full = self._step_tokens
         self._tokens_limit, self._blocks_limit = Limit(FITTED_STEPS_MIN), Limit(FITTED_STEPS_MIN)
         self._changed = threading.Condition()
-        # Guarded by the condition; the rest is the thread's own.
+        # Guarded by the condition. Everything else belongs to the thread.
         self._arrived: list[Sequence] = []
         self._arrivals = 0
         self._closed = False
-        # The device's context: no step can be made any more.
+        # The device's context was lost: no step can run any more.
         self._lost = False
-        # In the order in which they came.
+        # In order of arrival.
         self._waiting: deque[Sequence] = deque()
         self._running: list[Sequence] = []
         self._thread = threading.Thread(target=self._loop, name="generate", daemon=True)
         self._thread.start()
 
     def run(self, sequence: Sequence) -> None:
-        """Run a sequence to its end. Raises what broke the engine meanwhile."""
+        """Run a sequence to its end. Raises the error that ended it, if the engine is at fault."""
         with self._changed:
             if self._closed:
                 raise RuntimeError("the engine was closed")
@@ -78,7 +78,7 @@ class Scheduler:
             raise sequence.error
 
     def close(self) -> None:
-        """End the thread; what still runs raises in whoever waits for it."""
+        """End the thread. Unfinished sequences raise in the threads that wait for them."""
         with self._changed:
             self._closed = True
             self._changed.notify()
@@ -89,7 +89,7 @@ class Scheduler:
         while self._take_arrivals():
             try:
                 self._step()
-            except BaseException as error:  # noqa: BLE001  what breaks the scheduler itself is told to all
+            except BaseException as error:  # noqa: BLE001  an error of the scheduler ends all sequences
                 self._end_all(error)
         self._end_all(RuntimeError("the engine was closed"))
 
@@ -108,7 +108,7 @@ class Scheduler:
             self._leave(sequence)
 
     def _leave(self, sequence: Sequence) -> None:
-        """It is over, however it ended."""
+        """Remove a sequence that has ended."""
         self._free(sequence)
         if sequence in self._waiting:
             self._waiting.remove(sequence)
@@ -139,38 +139,36 @@ class Scheduler:
                 tokens = self._compute([piece for _, piece in planned], [planned[i][0] for i in wanted], wanted)
         except MemoryError as error:
             shortage = str(error) or "MemoryError"
-        except Exception as error:  # noqa: BLE001  whatever the model, or the choice of a token, stumbles over
+        except Exception as error:  # noqa: BLE001  any error of the model or of sampling
             failure = error
-        # Out here, where the exception no longer holds on to what had been computed.
+        # After the except clause, because the exception references the tensors of the step.
         if shortage:
             self._shrink(planned, shortage)
             return
         if failure is not None:
-            self._doubt([sequence for sequence, _ in planned], failure)
+            self._isolate([sequence for sequence, _ in planned], failure)
             return
         self._prompt_tokens = self._tokens_limit.fitted(self._prompt_tokens)
         self._step_tokens = min(self._step_tokens_full, self._prompt_tokens)
         self._pool.blocks_max = self._blocks_limit.fitted(self._pool.blocks_max)
         for sequence, piece in planned:
             sequence.computed = piece.end
-            sequence.doubted = False
+            sequence.isolated = False
         for index, token in zip(wanted, tokens, strict=True):
             self._take(planned[index][0], token)
 
     @torch.inference_mode()
     def _compute(self, pieces: list[Piece], sequences: list[Sequence], wanted: list[int]) -> list[int | None]:
-        # A step of nothing but parts of prompts wants no logits, and models can't give none.
+        # A step of partial prompts needs no logits, but a model returns at least one.
         logits: Tensor = self._model.forward(pieces, wanted or [0])
         if not wanted:
             return []
         return choose(logits, [each.request.sampling for each in sequences], [each.ids for each in sequences])
 
-    # Who is in the step.
-
     def _admit(self) -> None:
         while self._waiting:
             sequence = self._waiting[0]
-            # One token more than there are, so that it can make a step before it is interrupted.
+            # With one more token, so that it can make a step before it is interrupted.
             count = blocks_for(min(len(sequence.ids) + 1, self._model.context))
             if not self._running:
                 self._pool.blocks_max = max(self._pool.blocks_max, count)
@@ -184,12 +182,12 @@ class Scheduler:
                 sequence.reporter.begin(sequence.item)
 
     def _plan(self) -> list[tuple[Sequence, Piece]]:
-        """What each running sequence brings. Those that came first are first to get blocks."""
+        """The piece of each running sequence. Those that arrived first get blocks first."""
         self._running.sort(key=lambda sequence: sequence.arrival)
         for sequence in list(self._running):
             if sequence in self._running:
                 self._make_room(sequence)
-        running = next(([each] for each in self._running if each.doubted), self._running)
+        running = next(([each] for each in self._running if each.isolated), self._running)
         prefilling = sum(len(each.ids) - each.computed > 1 for each in running)
         others = len(running) - prefilling
         budget = max(prefilling, self._step_tokens - others if others else self._prompt_tokens)
@@ -197,7 +195,7 @@ class Scheduler:
         for sequence in running:
             count = len(sequence.ids) - sequence.computed
             if count > 1:
-                # An equal share each; what one leaves over goes to those after it.
+                # An equal share each. What one does not need is left for the next.
                 count = min(count, max(1, budget // prefilling))
                 prefilling -= 1
                 budget -= count
@@ -207,12 +205,12 @@ class Scheduler:
         return planned
 
     def _make_room(self, sequence: Sequence) -> None:
-        """Blocks for all of its tokens, at the cost of those that came after it, or it waits itself."""
+        """Get blocks for all its tokens by interrupting later sequences, or interrupt it."""
         missing = blocks_for(len(sequence.ids)) - len(sequence.blocks)
         while missing > 0 and not self._pool.can_take(missing):
             last = self._running[-1]
             if last is sequence and len(self._running) == 1:
-                # Alone it may have all that there is: a limit from a shortage in company is not for it.
+                # Alone it may use all blocks: the limit was lowered for several sequences.
                 self._pool.blocks_max = self._pool.used + missing
                 break
             self._interrupt(last)
@@ -226,8 +224,6 @@ class Scheduler:
         later = [at for at, other in enumerate(self._waiting) if other.arrival > sequence.arrival]
         self._waiting.insert(later[0] if later else len(self._waiting), sequence)
 
-    # What becomes of it.
-
     def _take(self, sequence: Sequence, token: int | None) -> None:
         try:
             if token is None:
@@ -238,22 +234,22 @@ class Scheduler:
                 if sequence.finish_reason is None:
                     return
                 sequence.succeed()
-        except Exception as error:  # noqa: BLE001  a tokenizer that stumbles over one answer fails that one
+        except Exception as error:  # noqa: BLE001  an error of the tokenizer fails only this sequence
             sequence.error = error
         self._leave(sequence)
 
-    def _doubt(self, sequences: list[Sequence], failure: Exception) -> None:
-        """A step with these broke."""
+    def _isolate(self, sequences: list[Sequence], failure: Exception) -> None:
+        """Fail the only sequence of a failed step, or run each of several alone."""
         self._lost = context_is_lost(str(failure))
         if len(sequences) > 1 and not self._lost:
             for sequence in sequences:
-                sequence.doubted = True
+                sequence.isolated = True
             return
         sequences[0].error = failure
         self._leave(sequences[0])
 
     def _shrink(self, planned: list[tuple[Sequence, Piece]], shortage: str) -> None:
-        """Memory has run out: less of it from here on."""
+        """Use less memory after it ran out."""
         if self._model.device.type == "cuda":
             torch.cuda.empty_cache()
         tokens = sum(len(piece.token_ids) for _, piece in planned)

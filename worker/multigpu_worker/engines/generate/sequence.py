@@ -1,8 +1,7 @@
-"""One answer that grows: its tokens, what was handed out of it, and how it ends.
+"""One sequence: its tokens, the chunks that were sent, and how it ends.
 
-A chunk leaves with each token that makes text; those that make none yet ride with the next. So where one chunk ends and
-the next begins depends on the tokens alone, as the texts do: should all that was told be lost with a master, an attempt
-that begins anew tells the same chunks again, and whoever has the first n of them goes on with the next.
+Each token that completes text sends a chunk; other tokens are part of the next chunk. So chunks depend on the tokens
+only: if a master loses them, a new attempt sends the same ones, and a receiver of the first n continues with the next.
 """
 
 import threading
@@ -18,7 +17,7 @@ from multigpu_worker.engines.generate.text import TextStream
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Sequence:
-    """A task on its way. One thread at a time has it: the one that made it, then the scheduler's."""
+    """A running task. It belongs to the thread that created it, and then to the scheduler's."""
 
     item: Item
     reporter: Reporter
@@ -26,36 +25,36 @@ class Sequence:
     content_type: str
     text: TextStream
     eos_ids: frozenset[int]
-    # The prompt's tokens and all that came since.
+    # Tokens of the prompt and of the answer.
     ids: list[int]
-    # The first so many are in the cache.
+    # Number of tokens whose keys and values are in the cache.
     computed: int = 0
     blocks: list[int] = field(default_factory=list)
     finish_reason: "pb.FinishReason | None" = None
-    # Chunks that earlier attempts told, where nothing else is known of them: the same ones are not told again.
-    untold: int = 0
-    # Its place among all that ever came.
+    # Number of chunks to generate but not send: earlier attempts have sent them, and their content is unknown here.
+    unsent: int = 0
+    # Increases with each sequence.
     arrival: int = 0
     begun: bool = False
-    # A step with it and others broke: it has the next one by itself.
-    doubted: bool = False
-    # Settled, cancelled or failed: the thread that waits may go.
+    # A step with several sequences failed: it has to run alone once.
+    isolated: bool = False
+    # Settled, cancelled or failed.
     over: threading.Event = field(default_factory=threading.Event)
-    # What ended it where its engine is at fault.
+    # The error that ended it, if the engine is at fault.
     error: BaseException | None = None
-    # Up to which of `ids` chunks have told; and whether they told the seed.
-    _told: int = 0
-    _seed_told: bool = False
+    # Number of `ids` that were sent, with the prompt; and whether the seed was.
+    _sent: int = 0
+    _seed_sent: bool = False
 
     def __post_init__(self) -> None:
-        self._told = len(self.ids)
+        self._sent = len(self.ids)
 
     @property
     def generated(self) -> list[int]:
         return self.ids[len(self.request.prompt_ids) :]
 
     def resume(self, before: Before) -> None:
-        """Go on where earlier attempts ended. Raises BadInputError: what they said can't have come from here."""
+        """Continue after the chunks of earlier attempts. Raises BadInputError if this model cannot have made them."""
         for token in before.token_ids:
             if self.finish_reason is not None:
                 raise BadInputError("the answer so far goes on after its end: the model is not the one that began it")
@@ -63,16 +62,16 @@ class Sequence:
         said = self.text.text if self.finish_reason is not None else self.text.take(ended=False)
         if said != before.text:
             raise BadInputError("the answer so far is not this model's: the model is not the one that began it")
-        self._told = len(self.ids)
-        self._seed_told = before.seed_told
+        self._sent = len(self.ids)
+        self._seed_sent = before.seed_sent
 
     def take(self, token: int) -> None:
-        """One token more; tells the caller what text it makes."""
+        """Add a token, and send the text that it completes."""
         self._add(token)
         ended = self.finish_reason is not None
         piece = self.text.take(ended=ended)
         if piece or ended:
-            self._tell(piece)
+            self._send(piece)
 
     def _add(self, token: int) -> None:
         self.ids.append(token)
@@ -90,19 +89,19 @@ class Sequence:
             if self.text.stopped:
                 self.finish_reason = pb.FINISH_REASON_STOP
 
-    def _tell(self, piece: str) -> None:
-        if self.untold:
-            self.untold -= 1
+    def _send(self, piece: str) -> None:
+        if self.unsent:
+            self.unsent -= 1
         else:
-            chunk = pb.GenerateChunk(text=piece, token_ids=self.ids[self._told :])
-            if self.request.seed_drawn and not self._seed_told:
+            chunk = pb.GenerateChunk(text=piece, token_ids=self.ids[self._sent :])
+            if self.request.seed_drawn and not self._seed_sent:
                 chunk.seed = self.request.sampling.seed
             self.reporter.partial(self.item, encode(chunk, self.content_type), self.content_type)
-        self._told = len(self.ids)
-        self._seed_told = True
+        self._sent = len(self.ids)
+        self._seed_sent = True
 
     def succeed(self) -> None:
-        """Settle: it has ended by itself."""
+        """Settle a sequence that has ended."""
         assert self.finish_reason is not None
         result = pb.GenerateResult(
             text=self.text.text,

@@ -1,32 +1,31 @@
-"""From tokens to text, piece by piece: what may be handed out already, and whether a stop string has come.
+"""Incremental decoding: which text may be sent after each token, and whether a stop string has occurred.
 
-A token may end in the middle of a character, and a stop string may begin in one token and end in another. So text is
-held back while it could still become something else: the bytes of a character that is not whole, and an end that is
-the beginning of a stop string. What is handed out after n tokens depends on these tokens alone, so that an attempt
-that goes on where another one ended comes to the same.
+A token may end within a character, and a stop string may span tokens. So incomplete characters, and an end that may be
+the beginning of a stop string, are held back. The text after n tokens depends on these tokens only, so an attempt that
+continues another one sends the same.
 """
 
 from collections.abc import Callable, Sequence
 
-# What a decoder writes where bytes are not (yet) a character.
+# Decoders write it for bytes that are not (yet) a character.
 REPLACEMENT = "\ufffd"
-# Tokens before the first new one that its text may depend on: whether a word begins with a space, say.
+# Tokens before the first new one that its text may depend on, such as whether a word begins with a space.
 CONTEXT_TOKENS = 6
-# After so many tokens that are no whole character yet they never will be: models that are lost write bytes without end.
+# More tokens without a complete character never become one: the model writes random bytes.
 BROKEN_TOKENS = 16
 
 
 class TextStream:
-    """The text of one answer as it grows. `decode`: token ids to text, without special tokens."""
+    """The text of one sequence. `decode`: token ids to text, without special tokens."""
 
     def __init__(self, decode: Callable[[list[int]], str], prompt_ids: Sequence[int], stop: Sequence[str]) -> None:
         self._decode = decode
         self._ids = list(prompt_ids[-CONTEXT_TOKENS:])
-        # Text is read from `_context` on; that of the tokens before `_read` is known already.
+        # Tokens from `_context` are decoded; the text of those before `_read` is in `_text` already.
         self._context = 0
         self._read = len(self._ids)
         self._stop = [word for word in stop if word]
-        # All whole characters so far; up to the stop string once one has come.
+        # All complete characters, up to the stop string if there is one.
         self._text = ""
         self.stopped = False
         self._handed_out = 0
@@ -36,7 +35,7 @@ class TextStream:
         return self._text
 
     def add(self, token: int) -> None:
-        """One token more."""
+        """Add a token."""
         assert not self.stopped
         self._ids.append(token)
         before = self._decode(self._ids[self._context : self._read])
@@ -47,7 +46,7 @@ class TextStream:
             self._context, self._read = self._read, len(self._ids)
 
     def finish(self) -> None:
-        """No more tokens will come: what was held back is text now."""
+        """Take the text that was held back: there are no more tokens."""
         if self.stopped:
             return
         before = self._decode(self._ids[self._context : self._read])
@@ -55,7 +54,7 @@ class TextStream:
         self._read = len(self._ids)
 
     def _grow(self, more: str) -> None:
-        # A stop string that ends in the new text began this far back at most.
+        # A stop string that ends in the new text begins here at the earliest.
         start = max(0, len(self._text) - max(map(len, self._stop), default=1) + 1)
         self._text += more
         found = [at for word in self._stop if (at := self._text.find(word, start)) >= 0]
@@ -64,14 +63,14 @@ class TextStream:
             self.stopped = True
 
     def take(self, *, ended: bool) -> str:
-        """What may be handed out and wasn't yet. `ended`: nothing more will come, so nothing is held back."""
+        """Return the text to send next. `ended`: hold nothing back."""
         end = len(self._text) if ended or self.stopped else len(self._text) - self._held()
         piece = self._text[self._handed_out : end]
         self._handed_out = max(self._handed_out, end)
         return piece
 
     def _held(self) -> int:
-        """How many characters at the end are the beginning of a stop string."""
+        """The number of characters at the end that may be the beginning of a stop string."""
         longest = 0
         for word in self._stop:
             for length in range(min(len(word) - 1, len(self._text)), longest, -1):

@@ -1,7 +1,7 @@
-"""Runs the user's functions (multigpu.handlers).
+"""Runs the user's handlers (multigpu.handlers).
 
-Each task is run to its end in the thread that has the batch. Async handlers all run on one event loop in a thread of
-its own, so that they may share connections; as many at a time as there are slots.
+A task runs in the thread that runs its batch. All async handlers share one event loop in a separate thread, so they can
+share connections; at most one per slot runs at a time.
 """
 
 import asyncio
@@ -15,41 +15,30 @@ from typing import Any, ClassVar
 from multigpu.handlers import Handler, PermanentError, registered_handlers
 
 from multigpu_worker.engines.base import Batch, Item, Reporter
+from multigpu_worker.engines.common.failures import BadInputError, bad_input
+from multigpu_worker.engines.common.payloads import JSON
 
-JSON_TYPE = "application/json"
-# An async handler that waits is looked at this often: is it still wanted?
-_LOOK_S = 0.05
+# How often a waiting async handler is checked for cancellation.
+_POLL_S = 0.05
 
 
 class WrongResultTypeError(TypeError):
-    """A handler returned or yielded what is neither bytes nor JSON."""
+    """A handler returned or yielded something that is neither bytes nor JSON."""
 
 
 class HandlerContext:
     """The `multigpu.handlers.Context` of one attempt."""
 
-    __slots__ = ("_item", "_reporter", "parameters")
+    __slots__ = ("_item", "_reporter", "attempt", "checkpoint", "parameters", "partials_received", "task_id")
 
     def __init__(self, item: Item, parameters: Mapping[str, str], reporter: Reporter) -> None:
         self._item = item
         self._reporter = reporter
         self.parameters = parameters
-
-    @property
-    def task_id(self) -> int:
-        return self._item.task_id
-
-    @property
-    def attempt(self) -> int:
-        return self._item.attempt
-
-    @property
-    def checkpoint(self) -> bytes:
-        return self._item.checkpoint
-
-    @property
-    def partials_received(self) -> int:
-        return self._item.partials_received
+        self.task_id = item.task_id
+        self.attempt = item.attempt
+        self.checkpoint = item.checkpoint
+        self.partials_received = item.partials_received
 
     @property
     def cancelled(self) -> bool:
@@ -71,7 +60,7 @@ class HandlerEngine:
         self._loop_lock = threading.Lock()
 
     def prepare(self, batch: Batch) -> object:
-        # Nothing ahead of time: what is wrong with one payload must fail one task.
+        # Nothing ahead of time: a bad payload must fail only its task.
         return batch.items
 
     def run(self, batch: Batch, prepared: object, reporter: Reporter) -> None:
@@ -83,14 +72,14 @@ class HandlerEngine:
             reporter.begin(item)
             try:
                 result, content_type = self._call(handler, batch, item, reporter)
-            except BaseException as error:  # noqa: BLE001  whatever user code raises fails its task, never the engine
+            except BaseException as error:  # noqa: BLE001  user code may raise anything: it fails its task only
                 _fail(item, error, reporter)
             else:
                 reporter.succeed(item, result, content_type)
 
     def _call(self, handler: Handler, batch: Batch, item: Item, reporter: Reporter) -> tuple[bytes, str]:
         value: Any = item.payload
-        if batch.content_type == JSON_TYPE:
+        if batch.content_type == JSON:
             try:
                 value = json.loads(item.payload)
             except ValueError as error:
@@ -100,7 +89,7 @@ class HandlerEngine:
             returned = handler.function(value, HandlerContext(item, batch.parameters, reporter))
         else:
             returned = handler.function(value)
-        if type(returned) is bytes:  # by far the most frequent
+        if type(returned) is bytes:  # the most frequent case
             return returned, ""
         if inspect.isgenerator(returned):
             returned = _drive(returned, item, reporter)
@@ -114,9 +103,9 @@ class HandlerEngine:
         future = asyncio.run_coroutine_threadsafe(coroutine, self._event_loop())
         while True:
             try:
-                return future.result(_LOOK_S)
+                return future.result(_POLL_S)
             except TimeoutError:
-                if future.done():  # the handler's own
+                if future.done():  # the handler raised it
                     return future.result()
                 if reporter.cancelled(item):
                     future.cancel()
@@ -129,12 +118,8 @@ class HandlerEngine:
             return self._loop
 
 
-class BadInputError(ValueError):
-    """The payload can't be read."""
-
-
 def _drive(generator: Generator[Any, Any, Any], item: Item, reporter: Reporter) -> Any:
-    """Run a generator, and return what it returns."""
+    """Run a generator, send its outputs, and return its result."""
     delivered = item.partials_received
     while True:
         try:
@@ -165,13 +150,13 @@ async def _drive_async(generator: AsyncGenerator[Any, Any], item: Item, reporter
 
 
 def _encode(value: Any) -> tuple[bytes, str]:
-    """Result bytes, and how to read them."""
+    """Encode a result, and return its content type."""
     if value is None:
         return b"", ""
     if isinstance(value, (bytes, bytearray, memoryview)):
         return bytes(value), ""
     try:
-        return json.dumps(value, allow_nan=False, separators=(",", ":")).encode(), JSON_TYPE
+        return json.dumps(value, allow_nan=False, separators=(",", ":")).encode(), JSON
     except (TypeError, ValueError, RecursionError) as error:
         raise WrongResultTypeError(
             f"the handler gave a {type(value).__name__}, which is neither bytes nor JSON ({error}); "
@@ -186,15 +171,15 @@ def _fail(item: Item, error: BaseException, reporter: Reporter) -> None:
     elif isinstance(error, WrongResultTypeError):
         reporter.fail(item, "WrongResultType", str(error), retryable=False)
     elif isinstance(error, BadInputError):
-        reporter.fail(item, "BadInput", str(error), retryable=False)
+        bad_input(error).report(item, reporter)
     else:
         text = "".join(traceback.format_exception(error))
         retryable = not isinstance(error, PermanentError)
-        reporter.fail(item, type(error).__name__, _words(error), retryable=retryable, traceback=text)
+        reporter.fail(item, type(error).__name__, _message(error), retryable=retryable, traceback=text)
 
 
-def _words(error: BaseException) -> str:
+def _message(error: BaseException) -> str:
     try:
         return str(error)
-    except Exception:  # noqa: BLE001  user code once more
+    except Exception:  # noqa: BLE001  user code too
         return "the exception can't say what it is: its __str__ raises"

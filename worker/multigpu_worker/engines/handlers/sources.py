@@ -1,7 +1,8 @@
-"""One version of the user's handlers: a worker's first engine process imports them from their files, later ones import
-what that one has read. So an edit counts when `mgpuctl handlers reload` says so, and not when an engine dies.
+"""One version of the user's handlers for all engine processes of a worker.
 
-A version holds the modules of --handlers, and what they import from the same directories while they are imported.
+The first process imports the files; later ones import the sources that it has read. So an edit takes effect with
+`mgpuctl handlers reload`, and not when an engine dies. A version holds the modules of --handlers and the modules that
+they import from the same directories.
 """
 
 import functools
@@ -14,12 +15,12 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 
-# By module: its file, and what that held.
+# By module: its file, and the file's content.
 Sources = dict[str, tuple[str, bytes]]
 
 
 def version_of(sources: Sources) -> str:
-    """12 hex digits; the same for the same modules wherever they lie. Empty: there are none."""
+    """12 hex digits, equal for equal modules in any directory. Empty: there are no modules."""
     if not sources:
         return ""
     parts = [[name, hashlib.sha256(source).hexdigest()] for name, (_, source) in sorted(sources.items())]
@@ -27,7 +28,7 @@ def version_of(sources: Sources) -> str:
 
 
 def sources_of(said: Any) -> Sources:
-    """What an engine says. TypeError: it makes no sense."""
+    """Check the sources that an engine process reports. Raises TypeError."""
     for module, (file, source) in said.items():
         if not (isinstance(module, str) and isinstance(file, str) and isinstance(source, bytes)):
             raise TypeError(f"the source of {module!r} in {file!r} is a {type(source)}")
@@ -35,15 +36,15 @@ def sources_of(said: Any) -> Sources:
 
 
 class SourceFinder:
-    """For sys.meta_path, while handlers are imported. `sources`: the version to import; {}: whatever the files hold.
+    """For sys.meta_path, while handlers are imported. `sources`: the version to import; {}: from the files.
 
-    `tell` gets the file whose code runs from now on; empty: none does.
+    `tell` is called with the file whose code runs from then on. Empty: none.
     """
 
     def __init__(self, modules: Iterable[str], sources: Sources, tell: Callable[[str], None]) -> None:
         self.sources = dict(sources)
         self.tell = tell
-        # Files whose code runs, the innermost last.
+        # Files whose code is running, the innermost last.
         self.running: list[str] = []
         self._packages = {module.partition(".")[0] for module in modules}
         self._elsewhere = {name.partition(".")[0] for name in sys.modules} | sys.stdlib_module_names
@@ -72,7 +73,7 @@ class SourceFinder:
 
 
 class _Loader(SourceFileLoader):
-    """Keeps what it compiles. Compiled files of Python's cache may be of another version: it uses none."""
+    """Keeps the sources that it compiles. Python's cache is not used: it may hold another version."""
 
     def __init__(self, name: str, path: str, finder: SourceFinder) -> None:
         super().__init__(name, path)
@@ -98,5 +99,5 @@ class _Loader(SourceFileLoader):
 
 @functools.cache
 def _is_of_pip(folder: Path) -> bool:
-    """Packages are installed there."""
+    """Whether pip installs packages into the folder."""
     return next(folder.glob("*.dist-info"), None) is not None

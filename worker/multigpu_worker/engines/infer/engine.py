@@ -1,13 +1,13 @@
 """The engine for tasks of kind "infer": tensors in, tensors out, through any model.
 
-The first dimension of an input counts the examples. Examples of all tasks of a batch whose inputs agree in names, types
-and the other dimensions go through the model together, as many at a time as its `examples_max` says, and the answers
-are cut apart again. That is done only if every output has a row for each example: the model declares it, or else it is
-found out with one row and with two before anything is joined or cut. As many rows in one answer prove nothing: a table
-may have them by chance. Every other model gets each task by itself, whole, and so does one with `tasks_max = 1` under
-[batch]. When the model fails on a batch, its tasks are tried each by itself: only those fail that can't be run.
+The first dimension of an input counts the examples. Examples of all tasks of a batch with equal signature (names, types
+and other dimensions) go through the model together, at most `examples_max` at a time, and the outputs are split again.
+That needs a row for each example in every output: the model declares it, or a test with one row and with two shows it.
+(One result with as many rows proves nothing: it may be a table that has them by chance.) All other models get each task
+alone and whole, as do those with `tasks_max = 1` under [batch]. If the model fails on a batch, each of its tasks is
+tried alone, so only those fail that cannot run.
 
-Payload, result and checks: payload.py. What computes: backend.py. Parameters: `engine` and `precision`.
+Payload, result and checks: payload.py. Back ends: backend.py. Task parameters: `engine` and `precision`.
 """
 
 from dataclasses import dataclass, field
@@ -18,25 +18,26 @@ import numpy.typing as npt
 from multigpu.repository.model import ModelSpec
 
 from multigpu_worker.engines.base import Batch, EngineSettings, Item, Reporter
-from multigpu_worker.engines.common.failures import LOADING_ERRORS, BadInputError, Failure, of_loading
-from multigpu_worker.engines.common.memory import Limit, make_room
-from multigpu_worker.engines.common.precision import Variant, choose, spec_of
-from multigpu_worker.engines.infer.backend import Arrays, Forward, load_backend
+from multigpu_worker.engines.common.failures import BadInputError, Failure, bad_input
+from multigpu_worker.engines.common.limits import Limit
+from multigpu_worker.engines.common.models import LoadedModels
+from multigpu_worker.engines.common.precision import Variant
+from multigpu_worker.engines.common.tensors import Arrays
+from multigpu_worker.engines.infer.backend import Forward, load_backend
 from multigpu_worker.engines.infer.payload import Request, parse, result
-from multigpu_worker.models.folders import ModelFolderError
 from multigpu_worker.processes.blame.cuda_errors import context_is_lost
 
-# Facts of models whose tasks are neither joined nor cut.
-AS_TOLD = "one by one, as [batch] tasks_max = 1 says"
+# The fact "tasks" of models whose tasks are neither joined nor split.
+AS_CONFIGURED = "one by one, as [batch] tasks_max = 1 says"
 AS_DECLARED = "one by one: not all inputs and outputs are declared with the same open first dimension"
 
 
 @dataclass(slots=True, kw_only=True)
 class Model:
-    """A model that is loaded, and what was found out about it."""
+    """A loaded model, and what tests have shown about it."""
 
     forward: Forward
-    # Whether tasks may be joined and cut; None: found out for each form of requests, and noted in `forms`.
+    # Whether tasks may be joined and split. None: tested for each form of requests, with the result in `forms`.
     joins: bool | None
     forms: dict[Any, bool] = field(default_factory=dict)
     limit: Limit = field(default_factory=Limit)
@@ -46,16 +47,16 @@ class Model:
 class Prepared:
     """A batch that is ready to run."""
 
-    # None: there is none to run it.
+    # None: loading it failed.
     model: Model | None = None
-    # Items that fail, and those that don't, by their index in the batch.
+    # By index in the batch.
     failures: dict[int, Failure] = field(default_factory=dict)
     requests: dict[int, Request] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """Some of an item's examples: from `start` to before `stop`."""
+    """The examples of an item from `start` to before `stop`."""
 
     index: int
     start: int
@@ -63,73 +64,61 @@ class Piece:
 
 
 class InferEngine:
-    """Runs a model. Its own back end stays loaded, and of others the one that was asked for last."""
+    """Runs a model."""
 
     one_by_one: ClassVar[bool] = False
 
     def __init__(self, settings: EngineSettings) -> None:
         self._settings = settings
-        self._loaded: dict[tuple[str, Variant], Model] = {}
+        self._models = LoadedModels(settings, self._load)
 
     def load(self) -> dict[str, str]:
-        """Load the model as tasks get it that ask for nothing special, and run it once if its spec says warm_up."""
-        spec = next(iter(self._settings.models.values()))
-        try:
-            return self._load(spec, choose(spec, self._settings, {}))
-        except ValueError as error:
-            raise ModelFolderError(f"{spec.id}: {error}: correct model.toml") from error
+        """Load the model as configured, and run it once if its spec says warm_up."""
+        return self._models.load_default()
 
     def close(self) -> None:
-        """Nothing is left to write."""
+        """Nothing to write."""
 
     def prepare(self, batch: Batch) -> Prepared:
-        """Read a batch, loading its model if need be. What fails is noted for `run` to say."""
+        """Parse a batch, and load its model if necessary. `run` reports the failures."""
         prepared = Prepared()
-        try:
-            spec = spec_of(self._settings.models, batch.model)
-            variant = choose(spec, self._settings, batch.parameters)
-            if (spec.id, variant) not in self._loaded:
-                self._load(spec, variant)
-            prepared.model = model = self._loaded[spec.id, variant]
-        except LOADING_ERRORS as error:
-            failure = of_loading(error)
-        else:
-            for index, item in enumerate(batch.items):
-                try:
-                    prepared.requests[index] = parse(item.payload, batch.content_type, model.forward)
-                except BadInputError as error:
-                    prepared.failures[index] = Failure(error_type="BadInput", message=str(error), retryable=False)
+        model = self._models.get(batch.model, batch.parameters)
+        if isinstance(model, Failure):
+            prepared.failures = dict.fromkeys(range(len(batch.items)), model)
             return prepared
-        prepared.failures = dict.fromkeys(range(len(batch.items)), failure)
+        prepared.model = model
+        for index, item in enumerate(batch.items):
+            try:
+                prepared.requests[index] = parse(item.payload, batch.content_type, model.forward)
+            except BadInputError as error:
+                prepared.failures[index] = bad_input(error)
         return prepared
 
     def run(self, batch: Batch, prepared: object, reporter: Reporter) -> None:
         """Run a prepared batch and settle every item that is not cancelled."""
         assert isinstance(prepared, Prepared)
         for index, failure in prepared.failures.items():
-            reporter.fail(batch.items[index], failure.error_type, failure.message, retryable=failure.retryable)
+            failure.report(batch.items[index], reporter)
         if prepared.model is not None:
             _Run(batch, prepared.requests, prepared.model, reporter).run()
 
-    def _load(self, spec: ModelSpec, variant: Variant) -> dict[str, str]:
-        make_room(self._loaded)
+    def _load(self, spec: ModelSpec, variant: Variant) -> tuple[Model, dict[str, str]]:
         forward, facts = load_backend(spec, self._settings, variant)
         joins = False if spec.batch.tasks_max == 1 else forward.per_example
         if joins is False:
-            facts["tasks"] = AS_TOLD if spec.batch.tasks_max == 1 else AS_DECLARED
+            facts["tasks"] = AS_CONFIGURED if spec.batch.tasks_max == 1 else AS_DECLARED
         if spec.warm_up:
             facts["warm-up"] = warm_up(forward)
-        self._loaded[spec.id, variant] = Model(forward=forward, joins=joins)
-        return facts
+        return Model(forward=forward, joins=joins), facts
 
 
 def warm_up(forward: Forward) -> str:
-    """Run zeros through a model, one of whatever is of any size. Returns what they were, or why it could not be."""
+    """Run zeros through a model, with open dimensions of size 1. Returns the shapes, or why it could not run."""
     specs = [spec for spec in forward.inputs if spec.required]
     if any(spec.shape is None for spec in specs):
         return "none: the model doesn't say which shapes it takes"
     shapes = {spec.name: [size or 1 for size in spec.shape or ()] for spec in specs}
-    told = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
+    described = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
     guessed = any(None in (spec.shape or ())[1:] for spec in specs)
     try:
         forward({spec.name: np.zeros(shapes[spec.name], dtype=spec.dtype or "float32") for spec in specs})
@@ -138,8 +127,8 @@ def warm_up(forward: Forward) -> str:
     except Exception as error:
         if not guessed or context_is_lost(str(error)):
             raise
-        return f"none: the model doesn't take {told}"
-    return told
+        return f"none: the model doesn't take {described}"
+    return described
 
 
 class _Run:
@@ -151,8 +140,8 @@ class _Run:
         self._requests = requests
         self._model = model
         self._reporter = reporter
-        # Of items that are under way: outputs of their pieces, in order, and examples that are left.
-        self._answers: dict[int, list[Arrays]] = {}
+        # By index of unfinished items: outputs of their pieces, in order, and the number of examples left.
+        self._results: dict[int, list[Arrays]] = {}
         self._left = {index: request.examples for index, request in requests.items()}
         # Items that were cancelled or settled.
         self._gone: set[int] = set()
@@ -163,25 +152,25 @@ class _Run:
             if self._joins(index, request):
                 together.setdefault(request.signature, []).append(index)
             else:
-                self._run_apart([index])
+                self._run_each([index])
         for indices in together.values():
             self._run_joined(indices)
 
     def _joins(self, index: int, request: Request) -> bool:
-        """Whether an item may be joined with others and cut. What has to be run to know that is run."""
+        """Whether an item may be joined with others and split. Tests the model if that is not known."""
         model = self._model
         if model.joins is False or request.examples == 0:
             return False
         known = model.forms.get(request.form, model.joins)
         if known is None and not self._is_gone(index):
-            known = self._find_out(index, request)
+            known = self._test_rows(index, request)
             self._reporter.beat()
             if known is not None:
                 model.forms[request.form] = known
         return known is True
 
-    def _find_out(self, index: int, request: Request) -> bool | None:
-        """Whether every output has as many rows as the inputs, be that one or two. None: this item can't tell."""
+    def _test_rows(self, index: int, request: Request) -> bool | None:
+        """Whether every output has as many rows as the inputs, for one and for two. None: this item cannot tell."""
         try:
             for rows in (1, 2):
                 inputs = {name: np.repeat(array[:1], rows, axis=0) for name, array in request.inputs.items()}
@@ -194,14 +183,14 @@ class _Run:
                 raise
         else:
             return True
-        # Either the item can't be run at all, or the model needs its rows together.
+        # The item cannot run at all, or the model needs its rows together.
         return False if self._run_whole(index, request) else None
 
     def _run_joined(self, indices: list[int]) -> None:
         """Run items whose examples may go through the model together."""
         form = self._requests[indices[0]].form
         if not self._model.forms.get(form, True):
-            self._run_apart(indices)
+            self._run_each(indices)
             return
         todo = [Piece(index=i, start=0, stop=self._requests[i].examples) for i in indices][::-1]
         while todo:
@@ -213,30 +202,29 @@ class _Run:
             problem: Exception | None = None
             try:
                 outputs = self._model.forward(inputs)
-            except Exception as error:  # noqa: BLE001  whatever the model raises is charged to those who are to blame
+            except Exception as error:  # noqa: BLE001  any error of the model fails the items that cause it
                 problem = error.with_traceback(None)
             self._reporter.beat()
+            forward, limit = self._model.forward, self._model.limit
             if isinstance(problem, MemoryError) and rows > 1:
-                forward = self._model.forward
-                forward.examples_max = self._model.limit.lower(forward.examples_max, rows // 2)
+                forward.examples_max = limit.lower(forward.examples_max, rows // 2)
                 todo.extend(reversed(pieces))
             elif problem is not None:
                 if context_is_lost(str(problem)):
                     raise problem
-                self._blame(pieces, problem, todo)
+                self._isolate(pieces, problem, todo)
             elif not _has_rows(outputs, rows):
-                # The first dimension is something else here, whatever was declared or found.
+                # The first dimension is not the examples', whatever was declared or tested.
                 self._model.forms[form] = False
                 rest = {piece.index for piece in [*pieces, *todo]}
-                self._run_apart([index for index in indices if index in rest])
+                self._run_each([index for index in indices if index in rest])
                 return
             else:
-                forward = self._model.forward
-                forward.examples_max = self._model.limit.fitted(forward.examples_max)
+                forward.examples_max = limit.fitted(forward.examples_max)
                 self._settle(pieces, outputs)
 
     def _take(self, todo: list[Piece]) -> list[Piece]:
-        """The next pieces, with as many examples as may go through the model at once."""
+        """Take pieces of at most `examples_max` examples."""
         room = self._model.forward.examples_max
         pieces = []
         while todo and room:
@@ -261,33 +249,33 @@ class _Run:
         start = 0
         for piece in pieces:
             stop = start + piece.stop - piece.start
-            self._answers.setdefault(piece.index, []).append({n: array[start:stop] for n, array in outputs.items()})
+            self._results.setdefault(piece.index, []).append({n: array[start:stop] for n, array in outputs.items()})
             self._left[piece.index] -= stop - start
             start = stop
             if self._left[piece.index] == 0:
-                answers = self._answers.pop(piece.index)
-                self._succeed(piece.index, {name: _stack([each[name] for each in answers]) for name in outputs})
+                parts = self._results.pop(piece.index)
+                self._succeed(piece.index, {name: _stack([part[name] for part in parts]) for name in outputs})
 
-    def _blame(self, pieces: list[Piece], problem: Exception, todo: list[Piece]) -> None:
-        """Fail the only item there is, or try each by itself: one may have spoilt it for the others."""
+    def _isolate(self, pieces: list[Piece], problem: Exception, todo: list[Piece]) -> None:
+        """Fail a single item, or run each of several alone: one may have failed the others."""
         indices = list(dict.fromkeys(piece.index for piece in pieces))
         if len(indices) == 1:
             self._fail(indices[0], problem)
             return
         todo[:] = [piece for piece in todo if piece.index not in indices]
         for index in indices:
-            self._answers.pop(index, None)
+            self._results.pop(index, None)
             self._left[index] = self._requests[index].examples
             self._run_joined([index])
 
-    def _run_apart(self, indices: list[int]) -> None:
+    def _run_each(self, indices: list[int]) -> None:
         """Run items one after the other, each with all its examples."""
         for index in indices:
             if not self._is_gone(index):
                 self._run_whole(index, self._requests[index])
 
     def _run_whole(self, index: int, request: Request) -> bool:
-        """Returns whether the model could run it."""
+        """Run an item alone and settle it. Returns whether the model could run it."""
         done = False
         try:
             outputs = self._model.forward({name: np.array(array) for name, array in request.inputs.items()})
@@ -311,7 +299,7 @@ class _Run:
         try:
             answer = result(outputs, self._requests[index].outputs, self._content_type)
         except BadInputError as error:
-            self._reporter.fail(self._items[index], "BadInput", str(error), retryable=False)
+            bad_input(error).report(self._items[index], self._reporter)
         else:
             self._reporter.succeed(self._items[index], answer, self._content_type)
 

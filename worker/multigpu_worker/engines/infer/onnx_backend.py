@@ -1,12 +1,10 @@
 """The infer engine's back end on ONNX Runtime: any model.onnx, with its own names, types and shapes.
 
-The graph is run as it is: "auto" and fp32 mean the types that it was exported with. On a GPU tf32 lets products of
-float32 round their inputs. On a CPU int8 is a graph that was calibrated (quantize.py) and has passed its gate. Other
-precisions are another file's.
+"auto" and fp32 run the graph as it is. tf32 on a GPU lets float32 products round their inputs. int8 on a CPU is a
+calibrated graph (onnx/quantize.py) that has passed its accuracy gate. Other precisions need another file.
 """
 
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from multigpu.repository.model import ModelSpec
@@ -14,20 +12,17 @@ from multigpu.repository.model import ModelSpec
 from multigpu_worker.engines.base import EngineSettings
 from multigpu_worker.engines.common.accuracy_gate import GATED
 from multigpu_worker.engines.common.precision import PrecisionError
-from multigpu_worker.engines.infer.backend import Arrays, TensorSpec, examples_max, is_per_example
+from multigpu_worker.engines.common.tensors import Arrays, TensorSpec
+from multigpu_worker.engines.infer.backend import examples_max, is_per_example
 from multigpu_worker.engines.onnx.artifacts import quantised
 from multigpu_worker.engines.onnx.export import MODEL_FILE
-from multigpu_worker.engines.onnx.session import Session, check_precision
+from multigpu_worker.engines.onnx.session import Session, check_precision, tensor_spec
 from multigpu_worker.models.folders import ModelFolderError
-
-# NumPy's names of types that ONNX calls otherwise; and of those that tensors can have here.
-TYPES = {"tensor(float)": "float32", "tensor(double)": "float64"}
-DTYPES = {"float16", "float32", "float64", "bool", *(f"{u}int{bits}" for u in ("", "u") for bits in (8, 16, 32, 64))}
 
 
 @dataclass(slots=True, kw_only=True)
 class OnnxForward:
-    """A model that is loaded."""
+    """A Forward on ONNX Runtime."""
 
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
@@ -36,12 +31,12 @@ class OnnxForward:
     session: Session = field(repr=False)
 
     def __call__(self, inputs: Arrays) -> Arrays:
-        """All outputs for these inputs. Raises MemoryError, on any device, if memory runs out."""
+        """Return all outputs. Raises MemoryError, on any device."""
         return self.session.run(inputs)
 
 
 def load(spec: ModelSpec, settings: EngineSettings, precision: str) -> tuple[OnnxForward, dict[str, str]]:
-    """Load a model as backend.py says."""
+    """Load a model. See common/backends.py."""
     if spec.source != "onnx":
         raise ModelFolderError(
             f"{spec.id} is of source {spec.source}: for engine onnx make a model.onnx of it, or take torch"
@@ -66,20 +61,11 @@ def load(spec: ModelSpec, settings: EngineSettings, precision: str) -> tuple[Onn
     )
     if kept is None:
         return forward, {"precision": "as its file" if precision == "fp32" else precision}
-    # What it held is in memory now.
+    # All of it is in memory now.
     kept.close()
     return forward, {"precision": precision} | {name: kept.facts[name] for name in ("recipe", "accuracy")}
 
 
-def tensor_spec(path: Path, node: Any) -> TensorSpec:
-    """Of one input or output, as ONNX Runtime describes it: a type such as tensor(float16), sizes by number or name."""
-    dtype = TYPES.get(node.type, node.type.removeprefix("tensor(").removesuffix(")"))
-    if dtype not in DTYPES:
-        raise ModelFolderError(f"{path} has {node.name} of type {node.type}: export it with tensors of numbers alone")
-    sizes = tuple(size if isinstance(size, int) else None for size in node.shape)
-    return TensorSpec(name=node.name, dtype=dtype, shape=sizes)
-
-
 def _first_of_output(node: Any) -> int | str | None:
-    # No sizes: a scalar, or a shape that ONNX Runtime could not infer. Running it tells.
+    # An empty shape is a scalar, or one that ONNX Runtime could not infer: running the model tells.
     return next(iter(node.shape), None)

@@ -1,7 +1,7 @@
-"""Payloads and results of tasks of kind "infer": read, held against what the model takes, and written.
+"""Payloads and results of tasks of kind "infer".
 
-A payload is an `InferPayload` (protos/multigpu/v1/infer.proto), or with content type "application/json" an object with
-`inputs` (names to nested lists) and perhaps `outputs` (names). Its answer has the same form.
+A payload is an `InferPayload` (protos/multigpu/v1/infer.proto), or as JSON an object with `inputs` (names to nested
+lists) and perhaps `outputs` (names). The result has the same form.
 """
 
 import json
@@ -9,41 +9,39 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from google.protobuf.message import DecodeError
 from multigpu._kinds.inference import array_of, tensor_of
 from multigpu.v1 import infer_pb2
 
 from multigpu_worker.engines.common.failures import BadInputError
-from multigpu_worker.engines.infer.backend import Arrays, Forward, TensorSpec
-
-JSON = "application/json"
+from multigpu_worker.engines.common.payloads import JSON, check_content_type, parse_message
+from multigpu_worker.engines.common.tensors import Arrays, TensorSpec
+from multigpu_worker.engines.infer.backend import Forward
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """The input of one task, checked."""
+    """The checked input of one task."""
 
     inputs: Arrays
     # Empty: all.
     outputs: tuple[str, ...]
-    # The size of the first dimension of every input; 0: they have none, or differ.
+    # The size of the first dimension of all inputs. 0: they have none, or differ.
     examples: int
 
     @property
     def form(self) -> tuple[tuple[str, str, int], ...]:
-        """Of requests that agree in this, outputs have the same names and dimensions."""
+        """Requests of equal form have outputs of equal names and numbers of dimensions."""
         return tuple((name, array.dtype.name, array.ndim) for name, array in sorted(self.inputs.items()))
 
     @property
     def signature(self) -> tuple[tuple[str, str, tuple[int, ...]], ...]:
-        """Examples of requests that agree in this can go through a model together."""
+        """Examples of requests of equal signature can go through a model together."""
         return tuple((name, array.dtype.name, array.shape[1:]) for name, array in sorted(self.inputs.items()))
 
 
 def parse(payload: bytes, content_type: str, forward: Forward) -> Request:
-    """A task's input. Raises BadInputError, which lists what the model takes."""
-    if content_type not in {"", JSON}:
-        raise BadInputError(f'content type {content_type!r} is not supported: leave it empty or use "{JSON}"')
+    """Parse a task's input. Raises BadInputError, which lists what the model takes."""
+    check_content_type(content_type)
     try:
         inputs, outputs = (_from_json if content_type == JSON else _from_proto)(payload, forward)
         _check(inputs, outputs, forward)
@@ -56,12 +54,7 @@ def parse(payload: bytes, content_type: str, forward: Forward) -> Request:
 
 def _from_proto(payload: bytes, forward: Forward) -> tuple[Arrays, tuple[str, ...]]:
     del forward
-    try:
-        message = infer_pb2.InferPayload.FromString(payload)
-    except DecodeError as error:
-        raise ValueError(
-            f"the payload is no multigpu.v1.InferPayload ({error}): send one, or JSON with content type {JSON}"
-        ) from error
+    message = parse_message(infer_pb2.InferPayload, payload)
     inputs = {tensor.name: array_of(tensor) for tensor in message.inputs}
     if len(inputs) != len(message.inputs):
         raise ValueError("the payload has an input twice")
@@ -84,7 +77,7 @@ def _from_json(payload: bytes, forward: Forward) -> tuple[Arrays, tuple[str, ...
             raise ValueError(f"the input {name!r} is no list of numbers, or of lists of the same length")
         if array.dtype.kind == "f" and np.dtype(wanted).kind != "f":
             raise ValueError(f"the input {name!r} has fractions, and must be {wanted}")
-        # A number that the type can't hold would come out as another.
+        # astype wraps numbers that the type cannot hold.
         inputs[name] = array.astype(wanted)
         if array.dtype.kind != "f" and not np.array_equal(inputs[name], array):
             raise ValueError(f"the input {name!r} has numbers that {wanted} can't hold")
@@ -122,7 +115,7 @@ def _fits(array: Any, spec: TensorSpec) -> bool:
 
 
 def result(outputs: Arrays, wanted: tuple[str, ...], content_type: str) -> bytes:
-    """A task's answer. Raises BadInputError for an output that the model turned out not to have."""
+    """Write a task's result. Raises BadInputError for an output that the model does not have."""
     if unknown := [name for name in wanted if name not in outputs]:
         raise BadInputError(f"the model has no output {unknown[0]!r}: it has {', '.join(outputs)}")
     chosen = {name: outputs[name] for name in wanted or outputs}

@@ -1,11 +1,11 @@
-"""Models by torch that take tensors and give tensors: exported programs, Hugging Face folders, weights and a class.
+"""The infer engine's back end on torch: exported programs, Hugging Face folders, and weights with a class.
 
-- torch-export: a `.pt2` of torch.export. It brings its inputs' names, types and shapes, and its precision.
-- huggingface, sentence-transformers: the class that config.json names, its `forward` by the names of its parameters.
-- safetensors: `class` in model.toml's parameters is "module:Class", a torch.nn.Module made without arguments (or with
-  the JSON object `arguments`), whose state the file holds. Inputs are the parameters of its `forward`.
+- torch-export: a `.pt2` of torch.export, with its own precision and the names, types and shapes of its inputs.
+- huggingface, sentence-transformers: the class that config.json names. Inputs are the parameters of its `forward`.
+- safetensors: `class` under [parameters] is "module:Class", a torch.nn.Module created without arguments (or with the
+  JSON object `arguments`), whose state the file holds. Inputs are the parameters of its `forward`.
 
-Outputs are called as the model calls them; what has no name is `output`, or `output_0`, `output_1` ….
+Outputs keep the model's names; unnamed ones are `output`, or `output_0`, `output_1` ….
 Importing this module takes seconds (torch), so only the engine process does.
 """
 
@@ -28,11 +28,12 @@ from torch.utils._pytree import tree_unflatten
 
 from multigpu_worker.engines.base import EngineSettings
 from multigpu_worker.engines.common.precision import PrecisionError
+from multigpu_worker.engines.common.tensors import Arrays, TensorSpec
 from multigpu_worker.engines.common.torch_runtime import bind, dtype_of, memory_errors
-from multigpu_worker.engines.infer.backend import Arrays, TensorSpec, examples_max, is_per_example
+from multigpu_worker.engines.infer.backend import examples_max, is_per_example
 from multigpu_worker.models.folders import ModelFolderError, read_layout, read_object
 
-# What transformers' models take, by the names of forward's parameters: type, and number of dimensions.
+# Inputs of transformers' models, by parameter of `forward`: type and number of dimensions.
 HUGGINGFACE_INPUTS = {
     "input_ids": ("int64", 2),
     "attention_mask": ("int64", 2),
@@ -51,20 +52,21 @@ class TorchForward:
 
     module: Callable[..., Any]
     inputs: tuple[TensorSpec, ...]
-    outputs: tuple[TensorSpec, ...]
     device: torch.device
-    # What floating-point inputs are turned into; None: they are taken as they come.
+    # Floating-point inputs are converted to it. None: they are not converted.
     dtype: torch.dtype | None
     precision: str
-    threads: int
-    examples_max: int
-    # Of the inputs that go by their place, in order; the others go by name.
+    outputs: tuple[TensorSpec, ...] = ()
+    threads: int = 0
+    # 0: not limited by the model.
+    examples_max: int = 0
+    # Inputs that are passed by position, in order.
     positional: tuple[str, ...] = ()
     # Only exported programs declare it.
     per_example: bool | None = None
 
     def __call__(self, inputs: Arrays) -> Arrays:
-        """All outputs for these inputs. Raises MemoryError, on any device, if memory runs out."""
+        """Return all outputs. Raises MemoryError, on any device."""
         bind(self.threads, tf32=self.precision == "tf32")
         with memory_errors(), torch.inference_mode():
             tensors = {name: self._tensor(array) for name, array in inputs.items()}
@@ -78,12 +80,12 @@ class TorchForward:
 
 
 def _array(tensor: Tensor) -> Any:
-    # NumPy has no bfloat16, and float32 holds every one of them.
+    # NumPy has no bfloat16; float32 holds every value.
     return (tensor.float() if tensor.dtype in {torch.bfloat16, torch.float16} else tensor).cpu().numpy()
 
 
 def name_outputs(found: Any) -> dict[str, Tensor]:
-    """The tensors of what a forward pass returned, by name. Others are left out; TypeError: there are none."""
+    """The tensors among the results of a forward pass, by name. Raises TypeError: there are none."""
     if isinstance(found, Tensor):
         return {"output": found}
     if isinstance(found, dict):
@@ -99,7 +101,7 @@ def name_outputs(found: Any) -> dict[str, Tensor]:
 
 
 def load(spec: ModelSpec, settings: EngineSettings, precision: str) -> tuple[TorchForward, dict[str, str]]:
-    """Load a model as backend.py says."""
+    """Load a model. See common/backends.py."""
     dtype_of(precision)
     bind(settings.threads, tf32=precision == "tf32")
     loaders = {"torch-export": _load_export, "safetensors": _load_class}
@@ -139,17 +141,15 @@ def _load_export(spec: ModelSpec, device: torch.device, precision: str) -> Torch
             limits += [int(bound.upper)] if bound is not None and bound.upper.is_Integer else []
     found = [_first_of(nodes[name].meta["val"]) for name in user_inputs]
     found += [_first_of(value) for value in _outputs_of(program, nodes).values()]
-    from torch.export.passes import move_to_device_pass  # noqa: PLC0415  (of no use to other sources)
+    from torch.export.passes import move_to_device_pass  # noqa: PLC0415  (only for this source)
 
     program = move_to_device_pass(program, device)
     return TorchForward(
         module=program.module(),
         inputs=tuple(inputs),
-        outputs=(),
         device=device,
         dtype=None,
         precision=precision,
-        threads=0,
         examples_max=min(limits, default=0),
         positional=tuple(names[:by_place]),
         per_example=is_per_example(found),
@@ -167,7 +167,7 @@ def _first_of(value: Tensor) -> int | str:
 
 
 def _outputs_of(program: torch.export.ExportedProgram, nodes: dict[str, torch.fx.Node]) -> dict[str, Tensor]:
-    """What the program was traced to return, by the names that tasks get it by."""
+    """The traced outputs of the program, by the names that tasks know."""
     values = [nodes[name].meta["val"] if name in nodes else None for name in program.graph_signature.user_outputs]
     return name_outputs(tree_unflatten(values, program.call_spec.out_spec))
 
@@ -184,10 +184,10 @@ def reject_pickle(path: Path) -> None:
 
 
 def _pickled_part(path: Path) -> str:
-    """The first part of a `.pt2` that torch.export.load would unpickle freely; empty: none. Raises what reading raises.
+    """The first part of a `.pt2` that torch.export.load would unpickle without restrictions. Empty: none.
 
-    Weights and constants say in a list of theirs how they are stored. Samples of inputs are pickled tensors, which
-    torch unpickles freely if it can't do so in its careful way: so that way has to work.
+    Weights and constants have a list that says how each is stored. Sample inputs are pickled tensors, which torch
+    unpickles without restrictions if its restricted way fails, so that has to work.
     """
     with zipfile.ZipFile(path) as archive:
         names = archive.namelist()
@@ -207,25 +207,15 @@ def _pickled_part(path: Path) -> str:
 
 
 def _load_huggingface(spec: ModelSpec, device: torch.device, precision: str) -> TorchForward:
-    from multigpu_worker.engines.common.offline import transformers  # noqa: PLC0415  (takes seconds, and others need none)
+    from multigpu_worker.engines.common.pretrained import load_weights, transformers  # noqa: PLC0415  (takes seconds)
 
     folder = read_layout(spec.folder).transformer
     part = folder.relative_to(spec.folder).as_posix()
     if not weight_files(spec.folder, "" if part == "." else part, spec.allow_pickle):
         raise ModelFolderError(f"{folder} has no weights: model.safetensors is missing")
     architecture = next(iter(read_object(folder / "config.json").get("architectures") or ()), "")
-    kind: Any = getattr(transformers, architecture, transformers.AutoModel)
-    model, report = kind.from_pretrained(
-        folder,
-        dtype=dtype_of(precision),
-        # None: safetensors if there are any. Of a pickle, transformers takes plain tensors alone.
-        use_safetensors=None if spec.allow_pickle else True,
-        output_loading_info=True,
-        local_files_only=True,
-        trust_remote_code=False,
-    )
-    if missing := sorted(report["missing_keys"]) + sorted(map(str, report["mismatched_keys"])):
-        raise ModelFolderError(f"{folder} has weights that don't fit its config.json ({missing[0]} …): copy it again")
+    kind = getattr(transformers, architecture, transformers.AutoModel)
+    model = load_weights(kind, folder, pickled=bool(spec.allow_pickle), dtype=dtype_of(precision))
     if hasattr(model.config, "use_cache"):
         model.config.use_cache = False
     known = inspect.signature(model.forward).parameters
@@ -248,11 +238,11 @@ def _load_class(spec: ModelSpec, device: torch.device, precision: str) -> TorchF
         **json.loads(spec.parameters.get("arguments", "{}"))
     )
     if path.suffix == ".safetensors":
-        from safetensors.torch import load_file  # noqa: PLC0415  (of no use to other sources)
+        from safetensors.torch import load_file  # noqa: PLC0415  (only for this source)
 
         state = load_file(path)
     elif spec.file in spec.allow_pickle:
-        # Allowed by name: the owner trusts it.
+        # The owner of the repository trusts it.
         state = torch.load(path, map_location="cpu", weights_only=False)
     else:
         raise ModelFolderError(
@@ -270,12 +260,5 @@ def _load_class(spec: ModelSpec, device: torch.device, precision: str) -> TorchF
 
 def _of_module(module: nn.Module, inputs: tuple[TensorSpec, ...], device: torch.device, precision: str) -> TorchForward:
     return TorchForward(
-        module=module.eval().to(device),
-        inputs=inputs,
-        outputs=(),
-        device=device,
-        dtype=dtype_of(precision),
-        precision=precision,
-        threads=0,
-        examples_max=0,
+        module=module.eval().to(device), inputs=inputs, device=device, dtype=dtype_of(precision), precision=precision
     )

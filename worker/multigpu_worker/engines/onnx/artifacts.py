@@ -1,8 +1,7 @@
-"""Exported and quantised graphs, from the cache of artifacts or made for it: what the engines onnx and tensorrt load.
+"""Exported and quantised graphs, from the artifact cache or made for it, for the engines onnx and tensorrt.
 
-An artifact's key holds everything that its graph depends on: the content of the model's folder, precision and recipe,
-the code that exports, and the versions of the libraries that do. The gate's figures are among an artifact's facts, and
-judged here whenever it is asked for.
+A key holds everything that the graph depends on: the content of the model's folder, precision and recipe, and the code
+and the libraries that make it. The accuracy gate's figures are facts of the artifact, judged here at each load.
 """
 
 from importlib import metadata
@@ -16,37 +15,35 @@ from multigpu_worker.engines.base import EngineSettings
 from multigpu_worker.engines.common import accuracy_gate as gate
 from multigpu_worker.engines.common.artifacts import Artifact, Artifacts
 from multigpu_worker.engines.common.precision import PrecisionError
-from multigpu_worker.engines.embed.cache import ModelContent
+from multigpu_worker.engines.embed.model_content import ModelContent
 from multigpu_worker.engines.onnx.export import export_embed
-from multigpu_worker.engines.onnx.quantize import quantize_embed, quantize_infer, recipe_of
+from multigpu_worker.engines.onnx.quantize import quantise_embed, quantise_infer, recipe_of
 from multigpu_worker.models.folders import ModelFolderError
 
 PRECISIONS = ("fp32", "fp16", *gate.GATED)
-# Of models that can be exported.
+# Sources of models that can be exported.
 SOURCES = ("sentence-transformers", "huggingface")
 EXPORT_PACKAGES = ("multigpu", "torch", "transformers", "onnx", "onnxruntime", "onnxscript")
 EXPORT_CODE = ("onnx/export.py", "embed/model.py", "embed/steps.py", "embed/text.py")
-# What recipes are written by, by recipe and engine: all others by nvidia-modelopt.
+# Packages that write the graph, by recipe and engine. All other recipes: nvidia-modelopt.
 QUANTISE_PACKAGES: dict[tuple[str, str], tuple[str, ...]] = {
     ("dynamic", "onnx"): ("onnx",),
     ("static", "onnx"): ("onnx", "onnxruntime"),
 }
-QUANTISE_CODE = ("onnx/quantize.py", "common/accuracy_gate.py", "onnx/session.py")
+QUANTISE_CODE = ("onnx/quantize.py", "onnx/dynamic.py", "common/accuracy_gate.py", "onnx/session.py")
 
 
 def exported(spec: ModelSpec, settings: EngineSettings, precision: str, engine: str = "onnx") -> Artifact:
-    """The model as MODEL_FILE, and what TextInput.read needs, at one of PRECISIONS, for "onnx" or "tensorrt".
+    """An embedding model as MODEL_FILE and the files for TextInput.read, for "onnx" or "tensorrt".
 
     Facts: "dimension", "difference" (to torch); at int8 and fp8 also "recipe" and "accuracy". Raises ModelFolderError,
-    AccuracyGateError among them; MemoryError, OSError; ImportError: a package is missing.
+    AccuracyGateError among them; MemoryError, OSError; ImportError if a package is missing.
     """
     if precision not in PRECISIONS:
         raise PrecisionError(f"models are exported at {', '.join(PRECISIONS)}, not at {precision}")
     if spec.source not in SOURCES:
         raise ModelFolderError(f"{spec.id} is of source {spec.source}, which has no export: run it with engine torch")
-    if not settings.artifacts:
-        raise ModelFolderError("exported models need a folder to be kept in: set artifacts_dir")
-    artifacts = Artifacts(Path(settings.artifacts), settings.artifacts_bytes_max)
+    artifacts = _cache(settings, "exported")
     content = ModelContent.read(spec.folder)
     key = {"model": content.digest.hex(), **_versions(EXPORT_PACKAGES, EXPORT_CODE)}
 
@@ -63,7 +60,7 @@ def exported(spec: ModelSpec, settings: EngineSettings, precision: str, engine: 
     source = artifacts.get("export", key | {"precision": "fp32"}, export)
 
     def quantise(folder: Path) -> dict[str, str]:
-        figures = quantize_embed(spec, source.folder, folder, recipe, settings.threads)
+        figures = quantise_embed(spec, source.folder, folder, recipe, settings.threads)
         content.check()
         return source.facts | figures | {"recipe": recipe}
 
@@ -74,29 +71,31 @@ def exported(spec: ModelSpec, settings: EngineSettings, precision: str, engine: 
 
 
 def quantised(spec: ModelSpec, settings: EngineSettings, precision: str, engine: str) -> Artifact:
-    """An ONNX model of kind infer as MODEL_FILE at int8 or fp8, for "onnx" or "tensorrt".
-
-    Facts and errors: as `exported`.
-    """
+    """An ONNX model of kind infer as MODEL_FILE at int8 or fp8. Facts and errors: as `exported`."""
     gate.require(spec, precision)
     recipe = recipe_of(spec, precision, engine)
-    if not settings.artifacts:
-        raise ModelFolderError("quantised models need a folder to be kept in: set artifacts_dir")
-    # A new threshold needs no new graph.
+    artifacts = _cache(settings, "quantised")
+    # model.toml is left out: a new threshold needs no new graph. The data is in the gate's part of the key.
     others = {FILE_NAME, spec.gate.calibration, spec.gate.held_out}
     key = {f"file {name}": file_hash(spec.folder / name) for name in loaded_files(spec) if name not in others}
 
     def quantise(folder: Path) -> dict[str, str]:
-        return quantize_infer(spec, folder, recipe, engine, settings.threads) | {"recipe": recipe}
+        return quantise_infer(spec, folder, recipe, engine, settings.threads) | {"recipe": recipe}
 
     key |= {"file": spec.file, "engine": engine} | _gate_key(spec, precision, recipe, engine)
-    artifact = Artifacts(Path(settings.artifacts), settings.artifacts_bytes_max).get(precision, key, quantise)
+    artifact = artifacts.get(precision, key, quantise)
     artifact.facts["accuracy"] = gate.judge(spec, precision, artifact.facts)
     return artifact
 
 
+def _cache(settings: EngineSettings, what: str) -> Artifacts:
+    if not settings.artifacts:
+        raise ModelFolderError(f"{what} models need a folder to be kept in: set artifacts_dir")
+    return Artifacts(Path(settings.artifacts), settings.artifacts_bytes_max)
+
+
 def _gate_key(spec: ModelSpec, precision: str, recipe: str, engine: str) -> dict[str, str]:
-    """What a quantised graph and its figures depend on beside the graph of float32."""
+    """What a quantised graph and its figures depend on in addition to the fp32 graph."""
     packages = QUANTISE_PACKAGES.get((recipe, engine), ("nvidia-modelopt",))
     try:
         versions = _versions(packages, QUANTISE_CODE)

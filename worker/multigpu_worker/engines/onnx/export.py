@@ -1,10 +1,8 @@
-"""An embedding model as one ONNX graph: transformer, pooling and what follows, for any number of texts of any length.
+"""Exports an embedding model as one ONNX graph: transformer, pooling and later steps, for batches of any shape.
 
-What the graph computes is compared with torch, on texts of other shapes than it was exported with, before anybody may
-use it: an export that specialised on a shape, or lost a mask, is rejected. The tokenizer is written beside it, so that
-who runs the graph needs neither torch nor transformers.
-
-torch is imported by the process that exports (engines/common/subprocess_call.py), and by nobody who only reads.
+The graph's vectors are compared with torch's, for other shapes than it was exported with: an export that specialised on
+a shape or lost a mask is rejected. The tokenizer is saved with the graph, so running it needs neither torch nor
+transformers. The export runs in a subprocess, the only one that imports torch.
 """
 
 from pathlib import Path
@@ -12,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from multigpu.repository.model import ModelSpec
 
-from multigpu_worker.engines.common.subprocess_call import run_apart
+from multigpu_worker.engines.common.subprocess_call import subprocess_call
 from multigpu_worker.models.folders import ModelFolderError
 
 if TYPE_CHECKING:
@@ -22,14 +20,13 @@ if TYPE_CHECKING:
 
 MODEL_FILE = "model.onnx"
 OUTPUT = "vectors"
-# Of the standard operators; ONNX Runtime 1.24 and TensorRT 10 know it.
+# Supported by ONNX Runtime 1.24 and TensorRT 10.
 OPSET = 20
-# Largest difference to torch's vectors, as a share of the largest component: rounding of float32, and of what is
-# computed in 16 bits by libraries that don't add in the same order.
+# Largest difference to torch's vectors, relative to the largest component: rounding in another order of addition.
 DIFFERENCE_MAX = {"fp32": 1e-4, "fp16": 2e-2}
-# A graph can't be one file from 2 GiB on; then its weights are another, beside it.
+# Larger graphs keep their weights in a second file: one file holds less than 2 GiB.
 SINGLE_FILE_BYTES_MAX = 1 << 30
-# Texts for the trial: of unlike lengths, so that some are padded.
+# Texts for the comparison, of different lengths, so that some are padded.
 TRIAL_TEXTS = (
     "One sentence of nine words tries the export out.",
     "Short.",
@@ -40,23 +37,23 @@ TRIAL_TEXTS = (
 
 
 def export_embed(spec: ModelSpec, folder: Path, precision: str = "fp32", threads: int = 0) -> dict[str, str]:
-    """Export a model into an empty folder: MODEL_FILE, and what TextInput.read needs. In a process of its own.
+    """Export a model into an empty folder: MODEL_FILE and the files for TextInput.read.
 
-    The graph takes input_ids, attention_mask and perhaps token_type_ids, int64 [batch, sequence], and gives OUTPUT,
-    float32 [batch, dimension]. With precision "fp16" the transformer's weights and arithmetic are of 16 bits. Raises
-    ModelFolderError, also where the graph doesn't compute what torch does; MemoryError.
+    The graph takes input_ids, attention_mask and perhaps token_type_ids, int64 [batch, sequence], and returns OUTPUT,
+    float32 [batch, dimension]. At fp16 the transformer computes in 16 bits. Raises ModelFolderError, also if the graph
+    does not compute what torch does; MemoryError.
     """
     if precision not in DIFFERENCE_MAX:
         raise ModelFolderError(f"models are exported at {' and '.join(DIFFERENCE_MAX)}, not at {precision}")
     arguments = {"model": str(spec.folder), "folder": str(folder), "precision": precision}
-    facts: dict[str, str] = run_apart(f"{__name__}:export", arguments, threads=threads)
+    facts: dict[str, str] = subprocess_call(f"{__name__}:export", arguments, threads=threads)
     return facts
 
 
 def export(*, model: str, folder: str, precision: str) -> dict[str, str]:
-    """`export_embed`, in the process that is for it."""
-    import numpy as np  # noqa: PLC0415  (as below)
-    import torch  # noqa: PLC0415  (takes seconds, and stays out of processes that only read)
+    """Run in the subprocess."""
+    import numpy as np  # noqa: PLC0415  (only in the subprocess)
+    import torch  # noqa: PLC0415  (as above)
 
     from multigpu_worker.engines.embed.model import load_model  # noqa: PLC0415  (as above)
 
@@ -73,7 +70,7 @@ def export(*, model: str, folder: str, precision: str) -> dict[str, str]:
     difference = max(
         float(np.abs(_compute(path, inputs) - vectors).max() / np.abs(vectors).max()) for inputs, vectors in wanted
     )
-    if not difference <= DIFFERENCE_MAX[precision]:  # which a NaN isn't either
+    if not difference <= DIFFERENCE_MAX[precision]:  # also true for NaN
         raise ModelFolderError(
             f"the ONNX graph of {model} differs from torch by {difference:.1e} of the largest component, and at "
             f"{precision} {DIFFERENCE_MAX[precision]:.0e} is the most: run this model with engine torch"
@@ -82,8 +79,8 @@ def export(*, model: str, folder: str, precision: str) -> dict[str, str]:
 
 
 def _whole(source: Any) -> "nn.Module":
-    """The model as one module of its inputs, by position."""
-    import torch  # noqa: PLC0415  (takes seconds, and stays out of processes that only read)
+    """The model as one module that takes its inputs by position."""
+    import torch  # noqa: PLC0415  (only in the subprocess)
 
     names = [*source.text.inputs, "attention_mask"]
 
@@ -98,13 +95,13 @@ def _whole(source: Any) -> "nn.Module":
             vectors: torch.Tensor = self.steps(source.pooling(tokens, inputs["attention_mask"]))
             return vectors
 
-    # Written out as plain operators, attention is what graph optimisers know best.
+    # Graph optimisers recognise attention that is written as plain operators.
     source.transformer.set_attn_implementation("eager")
     return Whole().eval()
 
 
 def _write(module: "nn.Module", trial: "Inputs", path: Path) -> None:
-    import torch  # noqa: PLC0415  (takes seconds, and stays out of processes that only read)
+    import torch  # noqa: PLC0415  (only in the subprocess)
 
     tensors = tuple(torch.from_numpy(array) for array in trial.values())
     axes = {0: torch.export.Dim("batch"), 1: torch.export.Dim("sequence")}
@@ -117,7 +114,7 @@ def _write(module: "nn.Module", trial: "Inputs", path: Path) -> None:
             opset_version=OPSET,
             input_names=list(trial),
             output_names=[OUTPUT],
-            # The inputs are one argument to `forward`, which takes any number of them.
+            # `forward` takes all inputs as one variadic argument.
             dynamic_shapes=(tuple(axes for _ in tensors),),
             external_data=sum(parameter.nbytes for parameter in module.parameters()) > SINGLE_FILE_BYTES_MAX,
             verbose=False,

@@ -1,38 +1,39 @@
-"""From an ONNX graph to a TensorRT plan, in a process of its own, kept in the cache of artifacts.
+"""Builds a TensorRT plan from an ONNX graph, in a subprocess, and keeps it in the artifact cache.
 
-Networks are strongly typed: each operation computes in the types that the graph says. So a precision is a matter of the
-graph (cast to 16 bits, or with explicit quantise and dequantise operations), and a graph that doesn't have it is
-rejected, instead of being built at another. TF32 alone is the builder's choice.
+Networks are strongly typed: each operation computes in the types of the graph. So the precision is the graph's (cast to
+16 bits, or with quantise and dequantise operations), and a graph without it is rejected. Only TF32 is a builder flag.
 
-A plan is tuned for shapes (profiles.py), for a GPU, and made by one version of one library: all that is in its key. The
-builder runs at low priority, and may take minutes, memory without end, or itself down: its process is not the engine.
+A plan depends on its profiles, the GPU, and the library's version: all are in its key. The builder may take minutes and
+much memory, or crash, so it runs at low priority in a subprocess.
 """
 
 import hashlib
 import importlib
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from multigpu.repository.files import file_hash
+
 from multigpu_worker.engines.base import EngineSettings
 from multigpu_worker.engines.common.artifacts import Artifact, Artifacts
-from multigpu_worker.engines.common.subprocess_call import run_apart
-from multigpu_worker.engines.tensorrt.module import Gpu, TensorRT, family_of, make_logger
+from multigpu_worker.engines.common.subprocess_call import subprocess_call
+from multigpu_worker.engines.tensorrt.module import Gpu, TensorRT, family_of, is_out_of_memory, make_logger
 from multigpu_worker.engines.tensorrt.profiles import Profile
 from multigpu_worker.models.folders import ModelFolderError
 
 KIND = "tensorrt-plan"
 PLAN_FILE = "model.plan"
-# Raised when this file builds otherwise than before: plans made by another recipe are not taken for ours.
+# Raise it when this module builds other plans than before.
 RECIPE = 2
 NICENESS = 10
-# What a kernel may use as scratch. Without a limit the builder tries some that need all of the GPU's memory, which
-# belongs to the engine that serves meanwhile.
+# Scratch memory of a kernel. Without a limit the builder tries kernels that need all of the GPU's memory, which the
+# engine that serves meanwhile uses.
 WORKSPACE_BYTES = 2 << 30
-# The types of which at least one tensor must be, by precision: else the graph is not of that precision.
+# By precision, a type that at least one tensor of the graph must have.
 TYPES_OF_PRECISION = {"fp16": "HALF", "bf16": "BF16", "int8": "INT8", "fp8": "FP8"}
 
 
@@ -40,84 +41,73 @@ TYPES_OF_PRECISION = {"fp16": "HALF", "bf16": "BF16", "int8": "INT8", "fp8": "FP
 class PlanOrder:
     """What a plan is made from, and for."""
 
-    # The ONNX file. What else lies in its folder may belong to it (weights in files of their own), and is hashed too.
+    # The ONNX file. Other files of its folder may belong to it (external weights), and are in the key too.
     graph: Path
     precision: str
-    profiles: tuple[Profile, ...]
+    profiles: list[Profile]
     library: TensorRT
-    # None: any GPU of the families that the library knows, which only TensorRT for RTX can build for.
+    # None: any GPU that the library knows; only TensorRT for RTX can build that.
     gpu: Gpu | None
-    # What the accuracy gate measured on this graph. Empty: there is no gate.
+    # The accuracy gate's description of the graph. Empty: no gate.
     accuracy: str = ""
 
 
 def plan_key(order: PlanOrder) -> dict[str, str]:
-    """The key of a plan in the cache: nothing that can make a difference is missing."""
+    """The key of a plan in the cache: everything that it depends on."""
     gpu = "any" if order.gpu is None else f"{order.gpu.name} {order.gpu.capability[0]}.{order.gpu.capability[1]}"
     return {
         "graph": hash_folder(order.graph),
         "library": f"{order.library.module} {order.library.version}",
         "gpu": gpu,
         "precision": order.precision,
-        "profiles": json.dumps([profile.plain() for profile in order.profiles], sort_keys=True),
+        "profiles": json.dumps(order.profiles, sort_keys=True),
         "accuracy": order.accuracy,
         "recipe": str(RECIPE),
     }
 
 
 def get_plan(order: PlanOrder, artifacts: Artifacts) -> Artifact:
-    """The plan, from the cache or newly built. Raises ModelFolderError, MemoryError, OSError."""
+    """Return the plan from the cache, or build it. Raises ModelFolderError, MemoryError, OSError."""
     if order.gpu is None and order.library.needs_gpu_to_build:
         raise ModelFolderError(
             f"{order.library.module} builds plans on a GPU only: build where there is one, or install multigpu[rtx]"
         )
-    key = plan_key(order)
-    return artifacts.get(KIND, key, lambda folder: _build_apart(order, folder))
+    return artifacts.get(KIND, plan_key(order), lambda folder: _build(order, folder))
 
 
 def artifacts_of(settings: EngineSettings) -> Artifacts:
-    """The cache that this worker is set to use. Raises ModelFolderError: none."""
+    """The cache that the worker is configured to use. Raises ModelFolderError if there is none."""
     if not settings.artifacts:
         raise ModelFolderError("plans need a folder to be kept in: set artifacts_dir")
     return Artifacts(Path(settings.artifacts), settings.artifacts_bytes_max)
 
 
 def hash_folder(graph: Path) -> str:
-    """SHA-256 of a graph's name and of all files in its folder, by their names."""
-    lines = [graph.name]
-    for path in sorted(path for path in graph.parent.rglob("*") if path.is_file()):
-        with path.open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
-        lines.append(f"{path.relative_to(graph.parent).as_posix()} {digest}")
+    """SHA-256 of a graph's name and of the names and contents of all files in its folder."""
+    files = sorted(path for path in graph.parent.rglob("*") if path.is_file())
+    lines = [graph.name, *(f"{path.relative_to(graph.parent).as_posix()} {file_hash(path)}" for path in files)]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
-def _build_apart(order: PlanOrder, folder: Path) -> Mapping[str, str]:
+def _build(order: PlanOrder, folder: Path) -> Mapping[str, str]:
     arguments = {
         "graph": str(order.graph),
         "plan": str(folder / PLAN_FILE),
         "precision": order.precision,
-        "profiles": [profile.plain() for profile in order.profiles],
+        "profiles": order.profiles,
         "module": order.library.module,
         "capability": None if order.gpu is None else list(order.gpu.capability),
     }
-    facts: dict[str, str] = run_apart(f"{__name__}:build", arguments, niceness=NICENESS, gpu=order.gpu is not None)
+    facts: dict[str, str] = subprocess_call(
+        f"{__name__}:build", arguments, niceness=NICENESS, gpu=order.gpu is not None
+    )
     return facts | ({"accuracy": order.accuracy} if order.accuracy else {})
 
 
-# In the process of its own.
-
-
 def build(
-    *,
-    graph: str,
-    plan: str,
-    precision: str,
-    profiles: list[dict[str, list[int]]],
-    module: str,
-    capability: list[int] | None,
+    *, graph: str, plan: str, precision: str, profiles: list[Profile], module: str, capability: list[int] | None
 ) -> dict[str, str]:
-    """Build a plan and write it. Facts for people. Raises ModelFolderError."""
+    """Build a plan, in the subprocess, and write it. Returns facts. Raises ModelFolderError, MemoryError."""
     began_s = time.monotonic()
     trt = importlib.import_module(module)
     logger = make_logger(trt)
@@ -130,22 +120,24 @@ def build(
     _check_types(trt, network, precision, graph)
     config = builder.create_builder_config()
     config.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, WORKSPACE_BYTES)
-    if precision == "tf32":
-        config.set_flag(trt.BuilderFlag.TF32)
-    else:
-        config.clear_flag(trt.BuilderFlag.TF32)
-    _aim(trt, config, capability)
+    set_tf32: Callable[[Any], None] = config.set_flag if precision == "tf32" else config.clear_flag
+    set_tf32(trt.BuilderFlag.TF32)
+    # TensorRT builds for the GPU that it runs on, TensorRT for RTX for families of GPUs.
+    if trt.__name__ == "tensorrt_rtx" and capability is not None:
+        config.num_compute_capabilities = 1
+        if not config.set_compute_capability(family_of(trt, (capability[0], capability[1])), 0):
+            raise ModelFolderError(f"{trt.__name__} cannot build for compute capability {capability}")
     profiles_added = _add_profiles(builder, config, network, profiles)
     serialized = builder.build_serialized_network(network, config)
     if serialized is None:
-        words = logger.take()
-        if "out of memory" in words.lower() or "OutOfMemory" in words:
+        message = logger.take()
+        if is_out_of_memory(message):
             raise MemoryError(
-                f"{module} has no memory to build a plan for {graph}: {words}. A kernel may have "
+                f"{module} has no memory to build a plan for {graph}: {message}. A kernel may have "
                 f"{WORKSPACE_BYTES >> 30} GiB of scratch: lower examples_max under [parameters], or for texts "
                 "tasks_max and tokens_max under [batch]"
             )
-        raise ModelFolderError(f"{module} can't build a plan for {graph}: {words}")
+        raise ModelFolderError(f"{module} can't build a plan for {graph}: {message}")
     Path(plan).write_bytes(serialized)
     return {
         "library": f"{module} {trt.__version__}",
@@ -170,19 +162,10 @@ def _check_types(trt: Any, network: Any, precision: str, graph: str) -> None:
     )
 
 
-def _aim(trt: Any, config: Any, capability: list[int] | None) -> None:
-    """Say which GPUs the plan is for. TensorRT builds for the one that it runs on, TensorRT for RTX for families."""
-    if trt.__name__ != "tensorrt_rtx" or capability is None:
-        return
-    config.num_compute_capabilities = 1
-    if not config.set_compute_capability(family_of(trt, (capability[0], capability[1])), 0):
-        raise ModelFolderError(f"{trt.__name__} cannot build for compute capability {capability}")
+def _add_profiles(builder: Any, config: Any, network: Any, profiles: list[Profile]) -> int:
+    """Give each input with open dimensions its ranges: the first dimension is the rows, all others the width.
 
-
-def _add_profiles(builder: Any, config: Any, network: Any, profiles: list[dict[str, list[int]]]) -> int:
-    """Give each input with open dimensions its ranges: the first is the rows, all others the width.
-
-    The answer is how many profiles there are: profiles that differ in what no input has are one.
+    Returns the number of profiles. Profiles that are equal for all inputs are added once.
     """
     inputs = [network.get_input(i) for i in range(network.num_inputs)]
     if not any(-1 in tuple(tensor.shape) for tensor in inputs):
@@ -201,8 +184,8 @@ def _add_profiles(builder: Any, config: Any, network: Any, profiles: list[dict[s
     return len(added)
 
 
-def _shapes(shape: tuple[int, ...], ranges: dict[str, list[int]]) -> list[tuple[int, ...]]:
-    """The least, the best and the largest shape of an input."""
+def _shapes(shape: tuple[int, ...], ranges: Profile) -> list[tuple[int, ...]]:
+    """The least, the tuned and the largest shape of an input."""
     return [
         tuple(
             size if size != -1 else ranges["rows" if axis == 0 else "width"][which] for axis, size in enumerate(shape)

@@ -1,8 +1,8 @@
-"""Which TensorRT is there, and whether it can work on this device.
+"""Finds TensorRT, and checks that it works on the device.
 
-TensorRT and TensorRT for RTX are two Python modules of one API. Both build plans; the second does so without a GPU too,
-for a family of GPUs. Neither runs a plan without NVIDIA's driver, and without one the lean runtime doesn't even say so:
-it crashes. So the driver is asked first, and the runtime then tried, in a process that may die.
+TensorRT and TensorRT for RTX are two Python modules with one API. Both build plans; the second also does so without a
+GPU, for a family of GPUs. Neither runs a plan without NVIDIA's driver, and without it the runtime may crash. So the
+driver is asked first, and the runtime is then tried in a subprocess.
 """
 
 import ctypes
@@ -19,9 +19,9 @@ import structlog
 from multigpu_worker.engines.common.precision import compute_capability
 from multigpu_worker.models.folders import ModelFolderError
 
-# In the order in which they are preferred: the first knows every GPU of a data centre.
+# In order of preference: the first supports every data centre GPU.
 MODULES = ("tensorrt", "tensorrt_rtx")
-# The API without which nothing here works: strongly typed networks, and a profile's device memory given with its size.
+# The first versions with strongly typed networks, and device memory that is passed with its size.
 VERSION_MIN = {"tensorrt": (10, 1), "tensorrt_rtx": (1, 4)}
 PROBE_TIMEOUT_S = 120.0
 DEVICE_NAME_BYTES = 256
@@ -30,25 +30,24 @@ log = structlog.get_logger(__name__)
 
 
 class EngineUnavailableError(ModelFolderError):
-    """The engine can't work on this worker. The message says why, and the remedy."""
+    """The engine cannot work on this worker. The message says why, and the remedy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorRT:
-    """A module that is installed."""
+    """An installed module."""
 
     module: str
     version: str
 
     @property
     def needs_gpu_to_build(self) -> bool:
-        """Whether plans are tried out on the GPU as they are built."""
         return self.module == "tensorrt"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpu:
-    """The device as far as plans depend on it."""
+    """The properties of a GPU that plans depend on."""
 
     name: str
     capability: tuple[int, int]
@@ -65,7 +64,7 @@ def installed() -> TensorRT:
         except (ImportError, OSError, AttributeError) as error:
             problems.append(f"{name} is installed, and can't be imported: {error}")
             continue
-        if _numbers(version) >= VERSION_MIN[name]:
+        if tuple(int(part) for part in version.split(".")[:2] if part.isdigit()) >= VERSION_MIN[name]:
             return TensorRT(module=name, version=version)
         problems.append(f"{name} {version} is too old: at least {'.'.join(map(str, VERSION_MIN[name]))}")
     raise EngineUnavailableError(
@@ -75,7 +74,7 @@ def installed() -> TensorRT:
 
 
 def require(device: str) -> tuple[TensorRT, Gpu]:
-    """The module and the GPU, after a runtime was made in a process of its own. Raises EngineUnavailableError."""
+    """The module and the GPU, after a subprocess has created a runtime. Raises EngineUnavailableError."""
     if device == "cpu":
         raise EngineUnavailableError(
             "the engine tensorrt runs on a GPU, and this worker's device is the CPU: use engine torch or onnx here"
@@ -84,33 +83,24 @@ def require(device: str) -> tuple[TensorRT, Gpu]:
     command = [sys.executable, "-m", __name__, module.module, device]
     try:
         done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=PROBE_TIMEOUT_S)
-    except subprocess.TimeoutExpired as error:
-        raise _unavailable(module, device, f"it said nothing for {PROBE_TIMEOUT_S:.0f} s") from error
-    try:
         answer = json.loads(done.stdout.splitlines()[-1])
-    except (ValueError, IndexError) as error:
-        words = f"the process that tried it died with exit status {done.returncode}: {done.stderr.strip()[-500:]}"
-        raise _unavailable(module, device, words) from error
+    except subprocess.TimeoutExpired:
+        answer = {"error": f"it said nothing for {PROBE_TIMEOUT_S:.0f} s"}
+    except (ValueError, IndexError):
+        end = done.stderr.strip()[-500:]
+        answer = {"error": f"the process that tried it died with exit status {done.returncode}: {end}"}
     if "error" in answer:
-        raise _unavailable(module, device, answer["error"])
+        raise EngineUnavailableError(
+            f"{module.module} {module.version} can't work on {device}: {answer['error']}. Install a driver that it "
+            "supports (CUDA 13 needs 580 or later; see mgpuctl doctor), or use engine torch or onnx"
+        )
     gpu = Gpu(name=answer["name"], capability=tuple(answer["capability"]))
     log.info("tensorrt can be used", module=module.module, version=module.version, gpu=gpu.name)
     return module, gpu
 
 
-def _unavailable(module: TensorRT, device: str, problem: str) -> EngineUnavailableError:
-    return EngineUnavailableError(
-        f"{module.module} {module.version} can't work on {device}: {problem}. Install a driver that it supports "
-        "(CUDA 13 needs 580 or later; see mgpuctl doctor), or use engine torch or onnx"
-    )
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
-
-
 def family_of(module: Any, capability: tuple[int, int]) -> Any:
-    """What TensorRT for RTX calls GPUs of that compute capability. Raises EngineUnavailableError: it has no word."""
+    """TensorRT for RTX's constant for a compute capability. Raises EngineUnavailableError if it has none."""
     family = getattr(module.ComputeCapability, f"SM{capability[0]}{capability[1]}", None)
     if family is None:
         known = ", ".join(name for name in dir(module.ComputeCapability) if name.startswith("SM"))
@@ -121,8 +111,13 @@ def family_of(module: Any, capability: tuple[int, int]) -> Any:
     return family
 
 
+def is_out_of_memory(message: str) -> bool:
+    """Whether a message of the library says that memory ran out."""
+    return "out of memory" in message.lower() or "OutOfMemory" in message
+
+
 def make_logger(module: Any) -> Any:
-    """A logger for the library, whose `problems` keeps what it called errors: its calls answer no more than False."""
+    """A logger for the library that also keeps its errors: a failed call only returns False or None."""
 
     class Logger(module.ILogger):  # type: ignore[misc]  # a class of whichever module is there
         def __init__(self) -> None:
@@ -137,7 +132,7 @@ def make_logger(module: Any) -> Any:
                 log.warning("tensorrt", message=msg)
 
         def take(self) -> str:
-            """What went wrong since the last time, as one text."""
+            """The errors since the last call, as one text."""
             text, self.problems = "; ".join(self.problems[-5:]), []
             return text or "the library didn't say why"
 
@@ -145,8 +140,8 @@ def make_logger(module: Any) -> Any:
 
 
 def probe(name: str, device: str) -> dict[str, Any]:
-    """What the process that may die finds out."""
-    capability = compute_capability(device)  # raises where there is no driver, before the library can crash
+    """Create a runtime, in the subprocess, and return the GPU's properties."""
+    capability = compute_capability(device)  # raises without a driver, before the library can crash
     driver = ctypes.CDLL("libcuda.so.1")
     handle, text = ctypes.c_int(), ctypes.create_string_buffer(DEVICE_NAME_BYTES)
     driver.cuDeviceGet(ctypes.byref(handle), int(device.partition(":")[2] or 0))
@@ -161,12 +156,12 @@ def probe(name: str, device: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    """The other end of `require`: one line of JSON."""
+    """Print the result of `probe` as one line of JSON."""
     try:
         answer = probe(*sys.argv[1:])
-    except Exception as error:  # noqa: BLE001  (of any library)
+    except Exception as error:  # noqa: BLE001  (any library's)
         answer = {"error": str(error)}
-    print(json.dumps(answer), flush=True)  # noqa: T201  (that is its output)
+    print(json.dumps(answer), flush=True)  # noqa: T201  (its output)
 
 
 if __name__ == "__main__":

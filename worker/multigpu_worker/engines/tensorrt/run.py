@@ -1,8 +1,8 @@
-"""A plan that runs: from arrays to arrays.
+"""Runs a plan: from arrays to arrays.
 
-A plan has profiles, each for a range of shapes (profiles.py), and each profile has an execution context here, so that
-nothing has to be switched when shapes alternate. They run one after the other, on one stream, and so share their
-scratch memory and the buffers of inputs and outputs, which grow to the largest that were needed, and stay.
+Each profile of a plan (profiles.py) has its own execution context, so alternating shapes switch nothing. All contexts
+run on one stream, one after the other, and share scratch memory and the buffers of inputs and outputs. The buffers
+grow to the largest size needed.
 """
 
 import functools
@@ -15,21 +15,26 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from multigpu_worker.engines.common.device_memory import DeviceMemory
-from multigpu_worker.engines.infer.backend import Arrays, TensorSpec
-from multigpu_worker.engines.tensorrt.module import make_logger
+from multigpu_worker.engines.common.artifacts import Artifact
+from multigpu_worker.engines.common.tensors import Arrays, TensorSpec
+from multigpu_worker.engines.tensorrt.device_memory import DeviceMemory
+from multigpu_worker.engines.tensorrt.module import is_out_of_memory, make_logger
 from multigpu_worker.engines.tensorrt.profiles import ShapeRange, choose
 from multigpu_worker.models.folders import ModelFolderError
 
-# What a context's scratch memory is aligned to.
+# Alignment of a context's scratch memory.
 ALIGNMENT_BYTES = 256
 
 
 class PlanRunner:
     """A plan on the GPU. Any thread may call it; calls wait for each other."""
 
-    def __init__(self, plan: Path, module: str, memory: DeviceMemory) -> None:
-        """Load a plan. Raises ModelFolderError: it isn't one for this library and GPU. MemoryError."""
+    def __init__(self, plan: Path, module: str, memory: DeviceMemory, kept: Artifact | None = None) -> None:
+        """Load a plan. Raises ModelFolderError if it isn't one for this library and GPU; MemoryError.
+
+        `kept`: held as long as the plan is in use, so that the cache does not evict it.
+        """
+        self._kept = kept
         self._trt = importlib.import_module(module)
         self._memory = memory
         self._lock = threading.Lock()
@@ -49,10 +54,10 @@ class PlanRunner:
         return self.begin(inputs)()
 
     def begin(self, inputs: Mapping[str, npt.NDArray[Any]]) -> Callable[[], Arrays]:
-        """Start on inputs; the answer waits for the outputs.
+        """Start on inputs, and return a function that waits for the outputs.
 
-        The next inputs may be begun before: all of it is one stream, in which each copy and each run waits for what
-        was begun before it, so that the buffers are free when they are written again.
+        More inputs may be started before that: on the one stream, each copy and run waits for those before it, so the
+        buffers are free when they are written again.
         """
         shapes = {spec.name: inputs[spec.name].shape for spec in self.inputs}
         profile = choose(self.profiles, shapes)
@@ -64,12 +69,12 @@ class PlanRunner:
         return functools.partial(self._finish, wait, answers)
 
     def _finish(self, wait: Callable[[], None], answers: Arrays) -> Arrays:
-        """Bound, so that the engine lives until the device is through with it, though another plan serves by then."""
+        """Wait for the outputs. A bound method: it keeps the engine alive until the device is done with it."""
         wait()
         return answers
 
     def _start(self, context: Any, inputs: Mapping[str, npt.NDArray[Any]]) -> Arrays:
-        """Everything up to the copying of the outputs, which are not there yet."""
+        """Start the run and the copies of the outputs."""
         for spec in self.inputs:
             array = np.ascontiguousarray(inputs[spec.name], dtype=spec.dtype)
             if not context.set_input_shape(spec.name, array.shape):
@@ -91,7 +96,7 @@ class PlanRunner:
         }
 
     def _bind(self, context: Any, name: str, size_bytes: int) -> Any:
-        """The tensor's buffer, large enough, and told to the context."""
+        """Give the context a buffer for the tensor that is large enough, and return it."""
         capacity, buffer = self._buffers.get(name, (-1, None))
         if capacity < size_bytes:
             self._buffers.pop(name, None)
@@ -122,7 +127,7 @@ class PlanRunner:
         return tuple(inputs), tuple(outputs)
 
     def _read_profiles(self) -> list[dict[str, ShapeRange]]:
-        """A plan without open dimensions has one profile as well."""
+        """The shapes of each profile. A plan without open dimensions has one profile too."""
         profiles = []
         for index in range(self._engine.num_optimization_profiles):
             ranges: dict[str, ShapeRange] = {}
@@ -143,15 +148,13 @@ class PlanRunner:
             self._engine.get_device_memory_size_for_profile_v2(index)
             for index in range(self._engine.num_optimization_profiles)
         )
-        if "" not in self._buffers:  # no tensor is called that
+        if "" not in self._buffers:  # not the name of a tensor
             self._buffers[""] = size_bytes, self._memory.empty(size_bytes + ALIGNMENT_BYTES)
         address = self._memory.address(self._buffers[""][1])
         context.set_device_memory(-(-address // ALIGNMENT_BYTES) * ALIGNMENT_BYTES, size_bytes)
         return context
 
     def _error(self, what: str, kind: type[Exception] = RuntimeError) -> Exception:
-        """What the library said, as an exception: its calls answer no more than that they failed."""
-        words = self._logger.take()
-        if "out of memory" in words.lower() or "OutOfMemory" in words:
-            kind = MemoryError
-        return kind(f"{what}: {words}")
+        """An exception with the library's error messages, which its failed calls do not return."""
+        message = self._logger.take()
+        return (MemoryError if is_out_of_memory(message) else kind)(f"{what}: {message}")

@@ -10,8 +10,8 @@ import grpc
 import pytest
 from multigpu.v1 import worker_service_pb2 as pb
 
-from .conftest import Start, StartWorker
-from .scripted_master import ScriptedMaster
+from tests.worker.conftest import Start, StartWorker
+from tests.worker.scripted_master import ScriptedMaster
 
 
 async def test_work_goes_on_while_the_stream_is_down(master: ScriptedMaster, start: Start) -> None:

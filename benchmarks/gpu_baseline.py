@@ -1,12 +1,12 @@
-"""The plain loops of benchmarks/gpu.py, in a process that has nothing of multigpu.
+"""The baselines of benchmarks/gpu.py, in a process without multigpu.
 
-    python -m benchmarks.gpu_plain DEVICE PRECISION TEXTS_FILE VECTORS_FILE
+    python -m benchmarks.gpu_baseline DEVICE PRECISION TEXTS_FILE VECTORS_FILE
 
-Two loops, and the bare forward pass of one sentence. `encode` is sentence-transformers' own. The other is the best that
-we can write for this model by hand: a thread tokenises on all cores ahead of the device, texts are sorted by length,
-batches have a set number of padded tokens, inputs and vectors go through page-locked memory, and vectors are fetched
-when the next batch is on its way. It prints lines: what, begin and end by time.perf_counter, or for the forward pass
-p50 and p99 in milliseconds.
+Two loops, and the bare forward pass of one sentence. `encode` is sentence-transformers' own. The other is written by
+hand for this model: a thread tokenises on all cores ahead of the device, texts are sorted by length, batches have a
+fixed number of padded tokens, inputs and vectors are copied through pinned memory, and vectors are fetched after the
+next batch has started. It prints lines: subject, begin and end by time.perf_counter, or for the forward pass p50 and
+p99 in milliseconds.
 """
 
 import queue
@@ -136,7 +136,7 @@ def main() -> None:
         ours = loop.embed(texts, tokens_max)
         print(f"by hand, batches of {tokens_max:,} tokens", begin, time.perf_counter(), sep="\t", flush=True)
         off = float(np.abs(ours - vectors).max())
-        assert off < 5e-2, f"the two plain loops differ by {off}"
+        assert off < 5e-2, f"the two baselines differ by {off}"
     taken = forward_ms(loop, texts[0])
     print("bare forward", np.percentile(taken, 50), np.percentile(taken, 99), sep="\t", flush=True)
     np.save(vectors_file, vectors)

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from multigpu.v1 import worker_service_pb2 as pb
 
-from .conftest import Start, WorkerProcess
-from .scripted_master import SUCCEEDED, Stream
+from tests.worker.conftest import Start, WorkerProcess
+from tests.worker.scripted_master import SUCCEEDED, Stream
 
 FAILED = pb.REPORT_STATE_FAILED
 ENGINE = """

@@ -1,4 +1,4 @@
-"""Plain loops give what the libraries do by themselves, whatever the order and the size of their batches."""
+"""Baseline loops give what the libraries do by themselves, whatever the order and the size of their batches."""
 
 import functools
 import io
@@ -17,17 +17,18 @@ import torch
 from multigpu._kinds.classification import payload_of
 from multigpu._kinds.inference import arrays_of, input_of
 from multigpu.repository.model import ModelSpec
-from multigpu_worker.baselines.loops import BATCHES, ArrayLoop, EngineLoop, load_handlers, load_loop
+from multigpu_worker.baselines.loading import load_handlers, load_loop
+from multigpu_worker.baselines.loops import BATCHES, ArrayLoop, EngineLoop
 from multigpu_worker.engines.base import Batch, EngineSettings, Reporter
 from multigpu_worker.engines.common.precision import Variant
 from multigpu_worker.engines.infer import tensorrt_backend as infer_tensorrt
 from PIL import Image
 
 from . import small_graphs
-from .test_classify import TEXTS, image, image_folder, plain_texts, text_folder
-from .test_tensorrt_run import doubling, pretended_gpu
+from .test_classify import TEXTS, expected_texts, image, image_folder, text_folder
+from .test_tensorrt_backends import doubling, fake_gpu
 
-__all__ = ["image_folder", "pretended_gpu", "text_folder"]
+__all__ = ["fake_gpu", "image_folder", "text_folder"]
 TORCH = Variant(engine="torch", precision="fp32")
 
 
@@ -39,12 +40,12 @@ def spec_of(folder: Path, kind: str, **of: Any) -> ModelSpec:
     return ModelSpec(name="m", folder=folder, kind=kind, **({"source": "huggingface"} | of))
 
 
-def test_texts_get_the_classes_of_plain_transformers(text_folder: Path) -> None:
+def test_texts_get_the_classes_of_transformers(text_folder: Path) -> None:
     loop = load_loop("classify", spec_of(text_folder, "classify"), settings(), TORCH)
     examples = loop.read([payload_of(text, 5) for text in TEXTS])
     loop.warm_up(examples)
     rows, tokens = loop.run(examples)
-    np.testing.assert_allclose(rows, np.stack(plain_texts(text_folder)), atol=1e-5)
+    np.testing.assert_allclose(rows, np.stack(expected_texts(text_folder)), atol=1e-5)
     assert tokens is not None
     assert tokens > len(TEXTS)
     with pytest.raises(ValueError, match="send a text"):
@@ -67,7 +68,7 @@ def test_pictures_get_the_classes_of_plain_transformers(image_folder: Path) -> N
     np.testing.assert_allclose(rows, np.stack(wanted), atol=1e-5)
 
 
-def test_arrays_go_through_onnx_runtime_as_often_as_there_are_tasks(tmp_path: Path) -> None:
+def test_each_task_of_arrays_runs_onnx_runtime_once(tmp_path: Path) -> None:
     small_graphs.save_double(tmp_path)
     spec = spec_of(tmp_path, "infer", source="onnx", file="double.onnx")
     loop = load_loop("infer", spec, settings(), Variant(engine="onnx", precision="fp32"))
@@ -80,14 +81,14 @@ def test_arrays_go_through_onnx_runtime_as_often_as_there_are_tasks(tmp_path: Pa
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_arrays_go_through_the_plan_and_never_through_what_serves_until_it_is_built(
-    tmp_path: Path, pretended_gpu: threading.Event, monkeypatch: pytest.MonkeyPatch, fails: bool
+def test_arrays_run_on_the_plan_only(
+    tmp_path: Path, fake_gpu: threading.Event, monkeypatch: pytest.MonkeyPatch, fails: bool
 ) -> None:
-    """On a pretended GPU; tests/gpu has the real one."""
+    """On a fake GPU; tests/gpu has the real one."""
     spec, where = doubling(tmp_path)
     if fails:
         monkeypatch.setattr(infer_tensorrt, "DIFFERENCE_MAX", {"fp32": -1.0})  # no plan is as near as that
-    pretended_gpu.set()
+    fake_gpu.set()
     variant = Variant(engine="tensorrt", precision="fp32")
     if fails:
         with pytest.raises(LookupError, match=r"a tensorrt plan can't be had: .* use a wider precision"):
@@ -101,10 +102,10 @@ def test_arrays_go_through_the_plan_and_never_through_what_serves_until_it_is_bu
     np.testing.assert_array_equal(outputs["y"], 2 * x)
 
 
-def test_a_model_for_another_kind_and_a_kind_without_a_loop_are_told(text_folder: Path) -> None:
+def test_wrong_kinds_are_rejected(text_folder: Path) -> None:
     with pytest.raises(ValueError, match="is a model for classify, not for embed"):
         load_loop("embed", spec_of(text_folder, "classify"), settings(), TORCH)
-    with pytest.raises(ValueError, match="no plain loop for generate"):
+    with pytest.raises(ValueError, match="no baseline for generate"):
         load_loop("generate", spec_of(text_folder, "generate"), settings(), TORCH)
     with pytest.raises(ValueError, match="classify runs on torch alone"):
         variant = Variant(engine="onnx", precision="fp32")
@@ -131,7 +132,7 @@ class Upper:
                 reporter.fail(item, "BadInput", "it is empty", retryable=False)
 
 
-def test_an_engine_gets_batches_of_the_size_that_suits_it_and_its_errors_are_told() -> None:
+def test_engine_loop_uses_the_fastest_batch_size_and_raises_errors() -> None:
     engine = Upper()
     loop = EngineLoop(engine, functools.partial(Batch, "my.kind", "", {}, ""))
     examples = loop.read([b"a", b"b", b"c"] * 20)
@@ -145,7 +146,7 @@ def test_an_engine_gets_batches_of_the_size_that_suits_it_and_its_errors_are_tol
         loop.run(loop.read([b"a", b""]))
 
 
-def test_a_kind_without_a_handler_is_told() -> None:
+def test_kind_without_a_handler_is_rejected() -> None:
     assert load_handlers("echo", settings()).prepare is not None
     with pytest.raises(ValueError, match=r"no handler for my\.kind here, only for echo, .*: say --handlers MODULE"):
         load_handlers("my.kind", settings())

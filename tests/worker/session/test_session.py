@@ -293,7 +293,7 @@ class Peer:
 
 
 @pytest.mark.parametrize("seed", range(300))
-def test_any_order_of_events_loses_nothing_and_says_nothing_twice(seed: int) -> None:
+def test_any_order_of_events_loses_and_repeats_nothing(seed: int) -> None:
     rng = random.Random(seed)
     session = Session(SessionLimits(partial_bytes_max=60, sent_bytes_max=1 << 20))
     peer = Peer(session, rng)

@@ -8,8 +8,8 @@ import pytest
 from multigpu.v1 import device_pb2 as device
 from multigpu.v1 import worker_service_pb2 as pb
 
-from .conftest import Start, StartWorker, WorkerProcess
-from .scripted_master import SUCCEEDED, ScriptedMaster, Stream
+from tests.worker.conftest import Start, StartWorker, WorkerProcess
+from tests.worker.scripted_master import SUCCEEDED, ScriptedMaster, Stream
 
 RETURNED, FAILED = pb.REPORT_STATE_RETURNED, pb.REPORT_STATE_FAILED
 HANDLERS = """

@@ -15,11 +15,10 @@ from multigpu_worker.models.model_sizes import private_bytes
 from safetensors.numpy import save_file
 
 from tests.fakes.gpus import SimulatedGpus
-
-from .asking import READY, ask, models, ready, resident
-from .conftest import Start, WorkerProcess
-from .scripted_master import SUCCEEDED
-from .toy_models import Answer, Shop
+from tests.worker.asking import READY, ask, models, ready, resident
+from tests.worker.conftest import Start, WorkerProcess
+from tests.worker.scripted_master import SUCCEEDED
+from tests.worker.toy_models import Answer, Shop
 
 MIB = 1 << 20
 

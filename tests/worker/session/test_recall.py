@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from multigpu.v1 import worker_service_pb2 as pb
 
-from .conftest import Start
-from .scripted_master import SUCCEEDED, Stream
+from tests.worker.conftest import Start
+from tests.worker.scripted_master import SUCCEEDED, Stream
 
 LONG, SHORT = b"60", b"0"
 RETURNED = pb.REPORT_STATE_RETURNED

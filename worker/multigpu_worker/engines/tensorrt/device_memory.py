@@ -1,7 +1,7 @@
-"""Memory, copies and a stream of one GPU, for engines that bring no arrays of their own.
+"""Memory, copies and a stream of one GPU, for TensorRT, which has none of these.
 
-By torch where it is installed, so that both take from one pool of the device's memory; else by pycuda. Copies go
-through page-locked memory, which is what makes them run beside the computing of others.
+By torch if it is installed, so that both share one memory pool; else by pycuda. Copies go through page-locked memory,
+so they overlap with computation.
 """
 
 import contextlib
@@ -18,31 +18,31 @@ Array = npt.NDArray[Any]
 
 
 class DeviceMemory(Protocol):
-    """One stream of work. Used by one thread at a time, within `current`."""
+    """One CUDA stream. Used by one thread at a time, within `current`."""
 
     @property
     def stream(self) -> int:
-        """The CUDA stream, as a number. Not the default one."""
+        """The handle of the CUDA stream, which is not the default one."""
 
     def current(self) -> contextlib.AbstractContextManager[None]:
-        """Work of the calling thread within it is this GPU's. Out of memory is a MemoryError there."""
+        """Make this GPU and stream current for the calling thread, and raise MemoryError if memory runs out."""
 
     def empty(self, size_bytes: int) -> Any:
-        """A buffer on the device, that lives as long as the object."""
+        """Allocate a buffer on the device, freed with the object."""
 
     def address(self, buffer: Any) -> int: ...
 
     def upload(self, array: Array, buffer: Any) -> None:
-        """Begin to copy an array into a buffer of at least its size."""
+        """Start to copy an array into a buffer of at least its size."""
 
     def download(self, buffer: Any, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Array:
-        """Begin to copy an array out of a buffer. It is whole once a later mark has been waited for."""
+        """Start to copy an array out of a buffer. It is complete after waiting for a later mark."""
 
     def mark(self) -> Callable[[], None]:
-        """What waits until all that was begun so far is done. Any thread may call it, once."""
+        """Return a function that waits for everything started so far. Any thread may call it, once."""
 
     def trim(self) -> None:
-        """Give back to the device what is kept for later and not in use."""
+        """Free unused memory that is kept for reuse."""
 
 
 class TorchMemory:
@@ -50,7 +50,7 @@ class TorchMemory:
         import torch  # noqa: PLC0415  (takes seconds)
 
         self._torch = torch
-        # The only GPU that an engine process sees.
+        # An engine process sees one GPU.
         self._device = torch.device("cuda:0")
         self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         from multigpu_worker.engines.common.torch_runtime import memory_errors  # noqa: PLC0415  (imports torch)
@@ -73,7 +73,7 @@ class TorchMemory:
         return int(buffer.data_ptr())
 
     def upload(self, array: Array, buffer: Any) -> None:
-        # torch keeps page-locked memory until the copy from it is done.
+        # torch keeps the page-locked memory until the copy is done.
         staged = self._torch.from_numpy(_bytes_of(array)).pin_memory()
         buffer[: array.nbytes].copy_(staged, non_blocking=True)
 
@@ -98,7 +98,7 @@ class TorchMemory:
 
 
 class PycudaBuffer:
-    """Memory of the device that is given back by whichever thread lets go of it last."""
+    """Device memory that any thread may free."""
 
     def __init__(self, memory: "PycudaMemory", allocation: Any) -> None:
         self._memory = memory
@@ -110,8 +110,9 @@ class PycudaBuffer:
 
 
 class PycudaMemory:
-    """By pycuda. What a thread lets go of that didn't make the context is lost, and pycuda says nothing, unless the
-    context is current there: so page-locked memory and events are kept and used again, and never leave this class.
+    """By pycuda, which silently leaks what a thread frees while the context is not current there.
+
+    So page-locked memory and events are reused and never leave this class.
     """
 
     def __init__(self) -> None:
@@ -119,14 +120,14 @@ class PycudaMemory:
 
         self._cuda = cuda
         cuda.init()
-        # The one that TensorRT uses too.
+        # TensorRT uses the primary context too.
         self._context = cuda.Device(0).retain_primary_context()
         with self.current():
             self._stream = cuda.Stream()
-        # Page-locked arrays that are free, by their size, and events.
+        # Free page-locked arrays by size, and free events.
         self._free: dict[int, list[Array]] = {}
         self._events: list[Any] = []
-        # Page-locked arrays that are on their way since the last mark, and what they are to be copied to.
+        # Page-locked arrays in use since the last mark, and the arrays to copy them to.
         self._staged: list[tuple[Array, Array | None]] = []
 
     @property
@@ -163,7 +164,7 @@ class PycudaMemory:
         return array
 
     def _stage(self, size_bytes: int, target: Array | None) -> Array:
-        """Page-locked memory of that size, taken until the next mark has been waited for."""
+        """Reserve page-locked memory until the next mark has been waited for."""
         whole_bytes = 1 << max(12, (size_bytes - 1).bit_length())
         free = self._free.setdefault(whole_bytes, [])
         whole: Array = free.pop() if free else self._cuda.pagelocked_empty(whole_bytes, np.uint8)
@@ -187,11 +188,11 @@ class PycudaMemory:
         return wait
 
     def trim(self) -> None:
-        """Nothing is kept."""
+        """Nothing to do: pycuda keeps no unused memory."""
 
 
 def open_memory() -> DeviceMemory:
-    """The GPU's memory, by whichever library is there. Raises EngineUnavailableError."""
+    """Open the GPU's memory with torch or pycuda. Raises EngineUnavailableError if neither is installed."""
     if importlib.util.find_spec("torch") is not None:
         import torch  # noqa: PLC0415  (takes seconds)
 

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from .asking import ask, models
-from .conftest import Start
-from .toy_models import Shop
+from tests.worker.asking import ask, models
+from tests.worker.conftest import Start
+from tests.worker.toy_models import Shop
 
 # In the agent alone: its engines have the same environment.
 PLANTED = """

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from multigpu.v1 import worker_service_pb2 as pb
 
-from .conftest import Start, WorkerProcess
-from .scripted_master import SUCCEEDED, Stream
+from tests.worker.conftest import Start, WorkerProcess
+from tests.worker.scripted_master import SUCCEEDED, Stream
 
 HANDLERS = """
 import os, time
@@ -134,7 +134,7 @@ async def test_after_a_failed_import_the_version_before_goes_on(
     assert await answer(stream, 2) == b"two two"
 
 
-async def test_leases_on_a_kind_that_a_reload_takes_away_are_given_back(begun: Begun, edited: Edited) -> None:
+async def test_leases_of_a_removed_kind_are_returned(begun: Begun, edited: Edited) -> None:
     _, stream = begun
     go = edited.folder / "go"
     stream.lease([(1, str(go).encode())], kind="my.word")
@@ -151,7 +151,7 @@ async def test_leases_on_a_kind_that_a_reload_takes_away_are_given_back(begun: B
     assert "my.word" not in offers[-1]
 
 
-async def test_a_package_is_of_one_version_with_all_its_modules(start: Start, tmp_path: Path) -> None:
+async def test_version_covers_all_modules_of_a_package(start: Start, tmp_path: Path) -> None:
     package = tmp_path / "code/pack"
     (package / "deep").mkdir(parents=True)
     (package / "__init__.py").touch()

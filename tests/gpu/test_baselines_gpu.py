@@ -1,4 +1,4 @@
-"""Plain loops on a GPU, for `mgpuctl bench`: on TensorRT, ONNX Runtime and torch they give the same vectors."""
+"""Baseline loops on a GPU, for `mgpuctl bench`: on TensorRT, ONNX Runtime and torch they give the same vectors."""
 
 from pathlib import Path
 
@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from multigpu.repository.model import ModelSpec
 from multigpu.v1 import embed_pb2
-from multigpu_worker.baselines.loops import Loop, TextLoop, load_loop
+from multigpu_worker.baselines.loading import load_loop
+from multigpu_worker.baselines.loops import Loop, TextLoop
 from multigpu_worker.engines.base import EngineSettings
 from multigpu_worker.engines.common.precision import Variant
 from multigpu_worker.engines.tensorrt.module import EngineUnavailableError, require
@@ -33,6 +34,7 @@ def vectors_of(folder: Path, engine: str, precision: str) -> np.ndarray:
     examples = loop.read([embed_pb2.EmbedPayload(texts=TEXTS).SerializeToString()])
     assert loop.warm_up(examples) in (64, 128, 256)
     rows, tokens = loop.run(examples)
+    assert tokens is not None
     assert tokens > len(TEXTS)
     unit: np.ndarray = rows / np.linalg.norm(rows, axis=1, keepdims=True)
     return unit

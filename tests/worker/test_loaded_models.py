@@ -1,0 +1,53 @@
+"""Limits that were lowered when memory ran out rise again, and an engine keeps at most two variants of its model."""
+
+from pathlib import Path
+
+from multigpu.repository.model import ModelSpec
+from multigpu_worker.engines.base import EngineSettings
+from multigpu_worker.engines.common.limits import FITTED_MIN, Limit
+from multigpu_worker.engines.common.models import LoadedModels
+from multigpu_worker.engines.common.precision import Variant
+
+
+def after(limit: Limit, now: int, fitted: int) -> int:
+    for _ in range(fitted):
+        now = limit.fitted(now)
+    return now
+
+
+def test_lowered_limit_rises_to_its_old_value() -> None:
+    limit = Limit()
+    assert after(limit, 1000, 10 * FITTED_MIN) == 1000, "nothing ran out"
+    now = limit.lower(1000, 300)
+    now = limit.lower(now, 90)
+    assert after(limit, now, FITTED_MIN - 1) == 90
+    assert limit.fitted(now) == 180
+    assert after(limit, 180, FITTED_MIN) == 360
+    assert after(limit, 360, 2 * FITTED_MIN) == 1000
+    assert after(limit, 1000, 5 * FITTED_MIN) == 1000
+
+
+def test_shortage_while_the_limit_rises_restarts_the_count() -> None:
+    limit = Limit()
+    now = limit.lower(1000, 400)
+    now = after(limit, now, FITTED_MIN + FITTED_MIN // 2)
+    assert now == 800
+    now = limit.lower(now, 400)
+    assert after(limit, now, FITTED_MIN - 1) == 400
+    assert after(limit, now, 1) == 800
+
+
+def test_configured_variant_stays_loaded() -> None:
+    spec = ModelSpec(name="m", folder=Path("m"))
+    sizes: list[int] = []
+
+    def load(spec: ModelSpec, variant: Variant) -> tuple[str, dict[str, str]]:
+        sizes.append(len(models.loaded))
+        return variant.precision, {}
+
+    models = LoadedModels(EngineSettings(device="cpu", slots=1, threads=1, models={spec.id: spec}), load)
+    models.load_default()
+    for precision in ("bf16", "fp16", "fp32", "bf16"):
+        assert models.get("", {"precision": precision}) == precision
+        assert "fp32" in models.loaded.values()
+    assert sizes == [0, 1, 1, 1], "others are dropped before the next is loaded"
