@@ -15,8 +15,9 @@ from multigpu.v1 import device_pb2
 
 from multigpu_master.clock import SavedSkew
 from multigpu_master.core import events as ev
-from multigpu_master.core.model import Capability, Queue, Worker, WorkerInfo
+from multigpu_master.core.model import Cordon, Queue, Worker
 from multigpu_master.core.scheduler import Core
+from multigpu_master.core.workers.info import Capability, WorkerInfo
 from multigpu_master.journal.protocol import JournalError
 from multigpu_master.wire import devices as wire_devices
 from multigpu_master.wire import messages as wire
@@ -47,8 +48,8 @@ def worker_setting(worker: Worker) -> dict[str, bytes | None]:
     info["capabilities"] = [{"kind": c.kind, "models": c.models} for c in worker.info.capabilities]
     known = {
         "info": info,
-        "cordoned": worker.cordoned,
-        "cordon_reason": worker.cordon_reason,
+        "cordoned": worker.cordon is not None,
+        "cordon_reason": worker.cordon.reason if worker.cordon is not None else "",
         "connected": bool(worker.session),
         "quarantined": worker.quarantined,
         "checks_asked": worker.checks_asked,
@@ -118,7 +119,7 @@ def _restore_one(core: Core, key: str, value: bytes, now: float) -> int:
         info = _info(known["info"])
         told = pb.Worker(cordoned=known["cordoned"], quarantined=known.get("quarantined", False))
         health = device_pb2.DeviceHealth(checks_passed=known.get("checks_asked", 0))
-        worker_message(Worker(info, cordoned=told.cordoned, cordon_reason=known["cordon_reason"])).SerializeToString()
+        worker_message(Worker(info, cordon=Cordon(known["cordon_reason"]))).SerializeToString()
         if not (isinstance(known["connected"], bool) and isinstance(known["cordon_reason"], str)):
             raise TypeError(f"connected is {known['connected']!r}, cordon_reason {known['cordon_reason']!r}")
         reason, connected, asked = known["cordon_reason"], known["connected"], health.checks_passed
@@ -148,12 +149,12 @@ def worker_message(worker: Worker) -> pb.Worker:
         host=info.host,
         version=info.version,
         pid=info.pid,
-        cordoned=worker.cordoned,
-        cordon_reason=worker.cordon_reason,
+        cordoned=worker.cordon is not None,
+        cordon_reason=worker.cordon.reason if worker.cordon is not None else "",
         quarantined=worker.quarantined,
         labels=dict(info.labels),
         resident_models=worker.resident_models,
-        models=[wire_models.resident_message(r) for r in worker.residency.said.values()],
+        models=[wire_models.resident_message(r) for r in worker.residency.reported.values()],
         model_memory_bytes=info.model_memory_bytes,
         slots=info.slots,
         window_tasks=info.window_tasks,
@@ -178,10 +179,10 @@ def worker_message(worker: Worker) -> pb.Worker:
         if worker.telemetry.sample_s:
             wire.set_time(message.telemetry.sample_time, worker.telemetry.sample_s)
         wire.fill_health(message.health, worker.health)
-    if worker.mps:
-        message.mps.ParseFromString(worker.mps)
-    if worker.handlers:
-        message.handlers.ParseFromString(worker.handlers)
+    if worker.engine.mps:
+        message.mps.ParseFromString(worker.engine.mps)
+    if worker.engine.handlers:
+        message.handlers.ParseFromString(worker.engine.handlers)
     for c in info.capabilities:
         message.capabilities.add(kind=c.kind, models=c.models)
     if worker.connect_s:

@@ -1,14 +1,15 @@
 """Ranges of ids: another one is asked for in time, and if it doesn't come nothing gets an id that was given out."""
 
 from multigpu_master.core import events as ev
-from multigpu_master.core.model import EPOCH_IDS, Capability, Task, WorkerInfo
+from multigpu_master.core.model import EPOCH_IDS, Task
+from multigpu_master.core.workers.info import Capability, WorkerInfo
 
 from tests.core.stage import SPEC, Stage, held_lease, lease_of
 
 
 def stage_with(ids_left: int) -> Stage:
     stage = Stage()
-    stage.core.begin_ids(3 * EPOCH_IDS - ids_left)
+    stage.core.state.ids.begin(3 * EPOCH_IDS - ids_left)
     return stage
 
 

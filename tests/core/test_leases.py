@@ -4,9 +4,9 @@ import pytest
 from multigpu_master.core import events as ev
 from multigpu_master.core.attempts import LOSSES_MAX
 from multigpu_master.core.ledger import RUN_GRACE_S
-from multigpu_master.core.model import Capability, OutcomeState, Spec, Task, TaskError, Telemetry, WorkerInfo
+from multigpu_master.core.model import OutcomeState, Spec, Task, TaskError
 from multigpu_master.core.scheduler import Limits
-from multigpu_master.core.workers.residency import Model, ModelState, Resident
+from multigpu_master.core.workers.info import Capability, Model, ModelState, Resident, Telemetry, WorkerInfo
 
 from tests.core.stage import FAILED, OK, RETURNED, ReportState, Stage, held_lease, lease_of, state_of
 
@@ -54,15 +54,15 @@ def test_a_reconnect_costs_a_running_lease_no_attempt() -> None:
     assert state_of(task) is OutcomeState.SUCCEEDED
 
 
-def test_a_reconnect_leaves_the_lane_of_an_adopted_task_alone() -> None:
+def test_a_reconnect_leaves_the_class_of_an_adopted_task_alone() -> None:
     stage = Stage()
     tasks = stage.submit(2)
     held = ev.HeldLease(50, tasks[1].task_id, 1, proven=True)
     stage.handle(ev.RegisterWorker(WorkerInfo(worker_id="w"), cordoned=True))
-    stage.worker("w", [held])  # the task's entry in the lane is hollow now
+    stage.worker("w", [held])  # the task's entry in the class is hollow now
     stage.worker("w", [held])
-    lane = stage.core.lane_for(tasks[0])
-    assert lane.live == sum(t.waiting for t in tasks) == 1
+    resource_class = stage.core.state.ledger.class_of(tasks[0])
+    assert resource_class.size == sum(t.waiting for t in tasks) == 1
     assert lease_of(tasks[1]).lease_id == 50
 
 
@@ -270,7 +270,7 @@ def test_a_task_that_failed_goes_elsewhere_if_somebody_has_room() -> None:
     stage.report(lease_of(task), FAILED)
     stage.handle(ev.Tick(), 5.0)
     assert lease_of(task).worker is other, "although the one on which it failed has less to do"
-    other.allowed = 0
+    other.pace.allowed = 0
     stage.report(lease_of(task), FAILED)
     stage.handle(ev.Tick(), 5.0)
     assert lease_of(task).worker is failed_on, "nobody else has room, and it doesn't wait for that"
@@ -389,7 +389,9 @@ def test_a_key_whose_worker_is_lost_while_its_tasks_wait_for_memory_moves_on() -
         stage.handle(ev.Hello(session, info))
         stage.handle(ev.Heartbeat(session, [], 0, Telemetry(memory_total_bytes=100, memory_used_bytes=100)))
     (task,) = stage.submit(spec=Spec(kind="run", memory_bytes=50), key="k")
-    pin = stage.core.placement.pin(stage.core.strategies["static_partition"], stage.core.lane_for(task).shape)
+    pin = stage.core.state.placement.pin(
+        stage.core.strategies["static_partition"], stage.core.state.ledger.class_of(task).shape
+    )
     assert pin is not None
     other = next(w for w in stage.core.fleet.workers.values() if w is not pin)
     telemetry = Telemetry(memory_total_bytes=100, memory_used_bytes=0)

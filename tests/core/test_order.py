@@ -2,7 +2,7 @@
 
 from multigpu_master.core import events as ev
 from multigpu_master.core.model import Task
-from multigpu_master.core.placement.lanes import SORTED_IN
+from multigpu_master.core.placement.resource_classes import SORTED_IN
 
 from tests.core.stage import Stage, lease_of
 

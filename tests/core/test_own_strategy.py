@@ -10,7 +10,8 @@ from multigpu_master.strategies.registry import canonical_name, load_strategies
 DOC = Path(__file__).parents[2] / "docs" / "strategies.md"
 RUN = """
 from multigpu_master.core import events as ev
-from multigpu_master.core.model import Capability, Spec, Task, Telemetry, WorkerInfo
+from multigpu_master.core.workers.info import Capability, Telemetry, WorkerInfo
+from multigpu_master.core.model import Spec, Task
 from multigpu_master.core.scheduler import Core, Limits
 from multigpu_master.strategies.registry import canonical_name, load_strategies
 strategies = load_strategies()

@@ -3,21 +3,17 @@
 import pytest
 from multigpu_master.core import events as ev
 from multigpu_master.core.ledger import Limits
-from multigpu_master.core.model import (
+from multigpu_master.core.model import OutcomeState, Spec, Task, TaskError, Worker
+from multigpu_master.core.placement.explain import explain
+from multigpu_master.core.workers.info import (
     HEALTHY,
     Capability,
     Health,
     HealthReason,
     HealthState,
-    OutcomeState,
-    Spec,
-    Task,
-    TaskError,
     Telemetry,
-    Worker,
     WorkerInfo,
 )
-from multigpu_master.core.placement.explain import explain
 
 from tests.core.stage import Stage, lease_of, state_of
 
@@ -124,7 +120,7 @@ def test_a_cordon_is_the_operators_whatever_health_says() -> None:
     fleet.says("w0", SICK)
     fleet.says("w0", HEALTHY)
     (task,) = fleet.submit()
-    assert fleet.get("w0").cordoned
+    assert fleet.get("w0").cordon
     assert task.lease is None
     fleet.handle(ev.Uncordon("w0"))
     assert task.lease is not None
@@ -168,7 +164,7 @@ def test_a_task_that_breaks_two_devices_is_a_dead_letter_and_they_keep_their_goo
 def test_a_task_that_broke_an_engine_waits_for_another_device_and_others_do_not_wait_for_it() -> None:
     fleet = Fleet().gpus(2, slots=1)
     for name in ("w0", "w1"):
-        fleet.get(name).allowed = 1
+        fleet.get(name).pace.allowed = 1
     (poison,) = fleet.submit()
     (long,) = fleet.submit()
     bad = fleet.breaks(poison)
@@ -178,7 +174,7 @@ def test_a_task_that_broke_an_engine_waits_for_another_device_and_others_do_not_
     assert lease_of(good).worker is bad
     other = lease_of(long).worker
     fleet.report(lease_of(long))
-    other.allowed = 1
+    other.pace.allowed = 1
     fleet.wait(0.2)
     assert lease_of(poison).worker is other
 

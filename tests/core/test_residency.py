@@ -7,10 +7,10 @@ import pytest
 from multigpu.v1 import model_pb2, worker_service_pb2
 from multigpu_master import settings
 from multigpu_master.core import events as ev
-from multigpu_master.core.model import Capability, Lease, Spec, Task, TaskError, Telemetry, WorkerInfo
+from multigpu_master.core.model import Lease, Spec, Task, TaskError
 from multigpu_master.core.placement.explain import explain
 from multigpu_master.core.scheduler import Core, Limits
-from multigpu_master.core.workers.residency import Model, ModelState, Resident
+from multigpu_master.core.workers.info import Capability, Model, ModelState, Resident, Telemetry, WorkerInfo
 from multigpu_master.ids import LeaseProofs
 from multigpu_master.journal.protocol import JournalError
 from multigpu_master.strategies.registry import load_strategies

@@ -2,7 +2,8 @@
 
 import pytest
 from multigpu_master.core import events as ev
-from multigpu_master.core.model import Capability, Lease, Spec, Task, TaskError, Telemetry, WorkerInfo
+from multigpu_master.core.model import Lease, Spec, Task, TaskError
+from multigpu_master.core.workers.info import Capability, Telemetry, WorkerInfo
 
 from tests.core.stage import FAILED, SPEC, Stage, held_lease, lease_of
 
@@ -34,7 +35,7 @@ def give_back(stage: Stage, lease: Lease) -> list[ev.Command]:
 def stuck(stage: Stage, name: str = "w0", n: int = 2) -> list[Task]:
     """n tasks with one worker of one slot, which says that it runs the first."""
     stage.worker(name, slots=1)
-    stage.core.fleet.workers[name].allowed = n
+    stage.core.fleet.workers[name].pace.allowed = n
     tasks = stage.submit(n)
     running = lease_of(tasks[0])
     stage.handle(ev.Heartbeat(running.worker.session, [held_lease(lease_of(t), running=t is tasks[0]) for t in tasks],
@@ -97,7 +98,7 @@ def test_a_slot_in_which_a_cancelled_call_runs_on_is_not_free(stage: Stage) -> N
 
 def test_fast_tasks_are_left_where_they_are(stage: Stage) -> None:
     stage.worker("w0", slots=1)
-    stage.core.fleet.workers["w0"].allowed = 64
+    stage.core.fleet.workers["w0"].pace.allowed = 64
     tasks = stage.submit(64)
     stage.worker("w1", slots=1)
     for task in tasks:
@@ -108,7 +109,7 @@ def test_what_waits_is_shared_out_among_free_workers(stage: Stage) -> None:
     stuck(stage, n=41)
     for n in range(1, 4):
         stage.worker(f"w{n}", slots=1)
-        stage.core.fleet.workers[f"w{n}"].allowed = 64
+        stage.core.fleet.workers[f"w{n}"].pace.allowed = 64
     assert len(pass_s(stage, 0.06)) == 30, "ten for each, and ten stay"
 
 
@@ -158,7 +159,7 @@ def test_the_urgent_get_a_place_though_the_clock_was_set_back_since_they_came(st
 def test_of_what_waits_the_urgent_get_the_place_of_the_last(stage: Stage) -> None:
     """Of leases of which none is known to run the oldest probably does: it is recalled last."""
     stage.worker("w0", slots=1)
-    stage.core.fleet.workers["w0"].allowed = 3
+    stage.core.fleet.workers["w0"].pace.allowed = 3
     tasks = stage.submit(3, LOW)
     stage.submit(spec=URGENT)
     assert pass_s(stage, 0.1) == [lease_of(tasks[2]).lease_id]
@@ -176,11 +177,11 @@ def test_a_window_narrows_while_what_runs_takes_longer_than_others_did(stage: St
     for task in stage.submit(40):
         if task.lease is not None:
             stage.report(task.lease, after_s=0.01)
-    assert worker.allowed > 20
+    assert worker.pace.allowed > 20
     stage.submit(3)
     before_s = worker.backlog_s
     pass_s(stage, 0.6)
-    assert worker.allowed == 2
+    assert worker.pace.allowed == 2
     assert worker.backlog_s > before_s + 0.5
 
 
@@ -188,7 +189,7 @@ def test_a_window_narrows_while_what_runs_takes_longer_than_others_did(stage: St
 def test_a_window_keeps_its_width_while_tasks_run_in_batches(stage: Stage, every_s: float, batch: int) -> None:
     stage.worker("w0", slots=1)
     worker = stage.core.fleet.workers["w0"]
-    worker.allowed = batch
+    worker.pace.allowed = batch
     stage.submit(1000)
 
     def run_batch() -> None:
@@ -201,9 +202,9 @@ def test_a_window_keeps_its_width_while_tasks_run_in_batches(stage: Stage, every
     widths = []
     for _ in range(8):
         run_batch()
-        before = worker.allowed
+        before = worker.pace.allowed
         pass_s(stage, every_s * 0.9)
-        widths.append((before, worker.allowed))
+        widths.append((before, worker.pace.allowed))
     assert all(after == before for before, after in widths[2:]), widths
 
 

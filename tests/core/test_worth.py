@@ -2,8 +2,8 @@
 
 import pytest
 from multigpu_master.core import events as ev
-from multigpu_master.core.model import Capability, Spec, Telemetry, WorkerInfo
-from multigpu_master.core.workers.residency import Resident
+from multigpu_master.core.model import Spec
+from multigpu_master.core.workers.info import Capability, Resident, Telemetry, WorkerInfo
 
 from tests.core.stage import FAILED, Stage, lease_of
 

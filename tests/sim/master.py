@@ -208,7 +208,7 @@ class Master:
         self.invariants.before(event)
         commands = core.handle(event, self.now)
         if core.unfinished:
-            coverage["core: lanes left for the next event"] += 1
+            coverage["core: classes left for the next event"] += 1
         for command in commands:
             coverage[type(command).__name__] += 1
             if world.tracing:
@@ -354,7 +354,7 @@ class Master:
             if task.spec.durable:
                 durable.append((task, self._outcomes.write(task)))
         if durable:
-            if self.core is not None and self.core.clogged():
+            if self.core is not None and self.core.state.ledger.clogged():
                 self.world.coverage["core: nothing dispatched for outcomes not written"] += 1
 
             def done(error: JournalError | None) -> None:

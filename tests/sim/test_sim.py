@@ -67,7 +67,7 @@ def test_everything_that_can_occur_does(ahead: "subprocess.CompletedProcess[str]
         "worker: went on from a checkpoint",
         "worker: yielded on after a resume",
         "core: adopted leases",
-        "core: lanes left for the next event",
+        "core: classes left for the next event",
         "core: requeued",
         "core: stale reports",
         "core: nothing dispatched for outcomes not written",

@@ -12,8 +12,16 @@ from __future__ import annotations
 from functools import partial
 
 from multigpu_master.core import events as ev
-from multigpu_master.core.model import HEALTHY, Health, HealthReason, HealthState, TaskError, Telemetry, WorkerInfo
-from multigpu_master.core.workers.residency import Resident
+from multigpu_master.core.model import TaskError
+from multigpu_master.core.workers.info import (
+    HEALTHY,
+    Health,
+    HealthReason,
+    HealthState,
+    Resident,
+    Telemetry,
+    WorkerInfo,
+)
 from multigpu_worker.session import session as ws
 
 from tests.sim.invariants import check

@@ -9,7 +9,7 @@ import structlog
 from multigpu.v1 import worker_service_pb2
 
 from multigpu_master.core import events as ev
-from multigpu_master.core.model import HEALTHY
+from multigpu_master.core.workers.info import HEALTHY, EngineReport
 from multigpu_master.driver import Driver, SessionOutbox
 from multigpu_master.payloads.shared_files import WRONG_KEY, Offer
 from multigpu_master.rpc import queries
@@ -159,10 +159,14 @@ class _Taker:
                     wire_models.residents(beat),
                     beat.draining,
                     wire.health(beat.health) if beat.HasField("health") else HEALTHY,
-                    wire.embedding_cache(beat.embedding_cache) if beat.HasField("embedding_cache") else None,
-                    wire_devices.mps(beat.mps) if beat.HasField("mps") else b"",
+                    EngineReport(
+                        embedding_cache=(
+                            wire.embedding_cache(beat.embedding_cache) if beat.HasField("embedding_cache") else None
+                        ),
+                        mps=wire_devices.mps(beat.mps) if beat.HasField("mps") else b"",
+                        handlers=wire_devices.handlers(beat.handlers) if beat.HasField("handlers") else b"",
+                    ),
                     catalog,
-                    wire_devices.handlers(beat.handlers) if beat.HasField("handlers") else b"",
                     beat.occupied_slots,
                 )
             )

@@ -9,7 +9,8 @@ from typing import Literal, NamedTuple
 from multigpu.daemon.metrics import Metric, Sample
 from multigpu.v1 import device_pb2
 
-from multigpu_master.core.model import Health, HealthState, Telemetry, Worker, WorkerInfo
+from multigpu_master.core.model import Worker
+from multigpu_master.core.workers.info import Health, HealthState, Telemetry, WorkerInfo
 from multigpu_master.wire import devices as wire_devices
 
 Kind = Literal["counter", "gauge", "updowncounter"]

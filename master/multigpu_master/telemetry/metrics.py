@@ -14,8 +14,8 @@ from multigpu.config.config import MasterConfig, TelemetryConfig
 from multigpu.daemon.metrics import Metric, OtlpMetrics, PrometheusServer, Sample, configure_metrics, serve_prometheus
 
 from multigpu_master import VERSION
-from multigpu_master.core.model import EmbeddingCache, Worker
-from multigpu_master.core.workers.residency import ModelState, Resident
+from multigpu_master.core.model import Worker
+from multigpu_master.core.workers.info import EmbeddingCache, ModelState, Resident
 from multigpu_master.driver import Driver
 from multigpu_master.telemetry import device_metrics as metrics_devices
 from multigpu_master.telemetry.latencies import Latencies
@@ -165,8 +165,8 @@ def _of_workers(workers: list[Worker]) -> Iterator[Metric]:
     yield each("mgpu_worker_leases", "Unsettled leases.", [(w, float(len(w.leases))) for w in workers])
     yield each("mgpu_worker_succeeded_total", "Tasks that succeeded there.", [(w, float(w.succeeded)) for w in workers])
     yield each("mgpu_worker_failed_total", "Attempts that failed there.", [(w, float(w.failed)) for w in workers])
-    yield from _of_models([w for w in workers if w.residency.said])
-    yield from _of_caches([(w, w.embedding_cache) for w in workers if w.embedding_cache is not None])
+    yield from _of_models([w for w in workers if w.residency.reported])
+    yield from _of_caches([(w, w.engine.embedding_cache) for w in workers if w.engine.embedding_cache is not None])
 
 
 def _of_models(workers: list[Worker]) -> Iterator[Metric]:
@@ -174,12 +174,12 @@ def _of_models(workers: list[Worker]) -> Iterator[Metric]:
         samples = tuple(
             Sample(value(r), {"worker_id": w.worker_id, "model": r.model})
             for w in workers
-            for r in w.residency.said.values()
+            for r in w.residency.reported.values()
         )
         return Metric(name, "counter" if name.endswith("_total") else "gauge", text, samples)
 
     resident = tuple(
-        Sample(sum(r.state is ModelState.READY for r in w.residency.said.values()), {"worker_id": w.worker_id})
+        Sample(sum(r.state is ModelState.READY for r in w.residency.reported.values()), {"worker_id": w.worker_id})
         for w in workers
     )
     yield Metric("mgpu_models_resident", "gauge", "Models that are loaded and ready.", resident)

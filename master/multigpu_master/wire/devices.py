@@ -10,7 +10,8 @@ from typing import Any
 from google.protobuf.message import DecodeError
 from multigpu.v1 import device_pb2, worker_service_pb2
 
-from multigpu_master.core.model import Energy, Telemetry, WorkerInfo
+from multigpu_master.core.model import Energy
+from multigpu_master.core.workers.info import Telemetry, WorkerInfo
 
 # A worker that says more of its device has only what the core reads kept.
 BYTES_MAX = 64 << 10

@@ -15,19 +15,13 @@ from multigpu.v1 import device_pb2, task_pb2, task_service_pb2, worker_service_p
 
 from multigpu_master.core import events as ev
 from multigpu_master.core import identity
-from multigpu_master.core.model import (
+from multigpu_master.core.model import Energy, Lease, Outcome, OutcomeState, Spec, Task, TaskError
+from multigpu_master.core.workers.info import (
     Capability,
     EmbeddingCache,
-    Energy,
     Health,
     HealthReason,
     HealthState,
-    Lease,
-    Outcome,
-    OutcomeState,
-    Spec,
-    Task,
-    TaskError,
     Telemetry,
     WorkerInfo,
 )

@@ -9,7 +9,7 @@ from multigpu.v1 import model_pb2
 
 from multigpu_master.core import events as ev
 from multigpu_master.core.model import Worker
-from multigpu_master.core.operators import is_version
+from multigpu_master.core.workers.residency import is_version
 from multigpu_master.driver import Driver
 from multigpu_master.journal.protocol import JournalError
 from multigpu_master.rpc.status import count_of, make_token, page_size_of, read_token, reject
@@ -60,7 +60,7 @@ class ModelCalls:
 
     async def UnloadModel(self, request: Any, context: Any) -> pb.UnloadModelResponse:
         workers = await self._workers(context, request.worker_ids)
-        known = [m for w in workers for m in (*w.residency.offered, *w.residency.said, *w.residency.pins)]
+        known = [m for w in workers for m in (*w.residency.offered, *w.residency.reported, *w.residency.pins)]
         if not any(is_version(m, request.model) for m in known):
             await reject(
                 context,
@@ -122,7 +122,7 @@ def _suits(worker: Worker, name: str) -> tuple[bool, bool, bool, int]:
 def _holds(worker: Worker, name: str) -> bool:
     """Whether a worker has a model of that name loaded, pinned, or about to be loaded."""
     residency = worker.residency
-    held = (*residency.said, *residency.granted, *residency.uses, *residency.pins, *residency.pinned())
+    held = (*residency.reported, *residency.granted, *residency.uses, *residency.pins, *residency.pinned())
     return any(is_version(m, name) for m in held)
 
 
@@ -145,7 +145,7 @@ def _entries(workers: Iterable[Worker], name: str) -> list[pb.ModelEntry]:
             elif message.memory_bytes > entry.model.memory_bytes or not (entry.model.digest or not message.digest):
                 entry.model.CopyFrom(message)
             entry.worker_ids.append(worker.worker_id)
-            if (said := residency.said.get(model_id)) is not None:
+            if (said := residency.reported.get(model_id)) is not None:
                 residency_message = wire_models.resident_message(said)
                 entry.places.add(worker_id=worker.worker_id, residency=residency_message)
     return [entry for model_id in sorted(groups) for entry in groups[model_id]]

@@ -123,7 +123,7 @@ class AdminService(TokenCalls, ModelCalls, DeadLetterCalls):
 
     async def ReloadHandlers(self, request: Any, context: Any) -> pb.ReloadHandlersResponse:
         worker = await self._known_worker(context, request.worker_id)
-        if not worker.session or not worker.handlers:
+        if not worker.session or not worker.engine.handlers:
             why = "tells of no handlers: it has none, or is of an older version" if worker.session else "is lost"
             await reject(context, grpc.StatusCode.FAILED_PRECONDITION, f"worker {request.worker_id!r} {why}")
         self._driver.reload_handlers(worker.session)
@@ -208,9 +208,9 @@ class AdminService(TokenCalls, ModelCalls, DeadLetterCalls):
         """When the oldest queued task of each of these queues was submitted. The event loop goes on meanwhile."""
         heads = dict.fromkeys(names, math.inf)
         began_s = time.monotonic()
-        for lane in list(self._core.lanes.by_key.values()):
-            name = lane.queue.name
-            if name in heads and (head := lane.head()) is not None:
+        for resource_class in list(self._core.classes.by_key.values()):
+            name = resource_class.queue.name
+            if name in heads and (head := resource_class.head()) is not None:
                 heads[name] = min(heads[name], head.submit_s)
             if time.monotonic() > began_s + queries.SLICE_S:
                 await asyncio.sleep(0)
