@@ -30,7 +30,7 @@ JOINS_A_SECOND = 100
 
 
 class FakeWorker:
-    """See the module. It is the LinkEvents of its link."""
+    """See the module. It is the StreamHandler of its link."""
 
     def __init__(self, address: str, number: int) -> None:
         device = DeviceInfo(device_id=f"fake-{number}", name="fake", product="fake", memory_total_bytes=1 << 34)
@@ -85,7 +85,7 @@ class FakeWorker:
                 self.session.held(hello=False), last_frame=self._last_frame, telemetry=TELEMETRY,
                 sample_ns=time.time_ns(), draining=False,
             )  # fmt: skip
-        if not self.session.owes():
+        if not self.session.has_unsent():
             return None
         return wire.request_of(self.session.take_frame(FRAME_BYTES_MAX, time.monotonic()))
 

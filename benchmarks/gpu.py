@@ -40,7 +40,7 @@ from benchmarks.fleet import Fleet
 from benchmarks.gpu_meter import Meter
 from benchmarks.measure import median, percentile, table
 
-RESULTS = Path(__file__).resolve().parent.parent / "docs" / "gpu-results.md"
+RESULTS = Path(__file__).resolve().parent.parent / "docs" / "gpu-testing.md"
 # The group of a plain loop is what its subject begins with.
 PLAIN_GROUPS = ("encode", "by hand")
 # One sentence at a time: so many, or for so long.

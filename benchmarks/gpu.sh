@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # On a machine with an NVIDIA GPU: what a fleet does with it, beside the plain loop in one process. Figures go to
-# docs/gpu-results.md, with date and hardware. The device's settings are read, never changed.
+# docs/gpu-testing.md, with date and hardware. The device's settings are read, never changed.
 set -euo pipefail
 
 usage() {
@@ -14,7 +14,7 @@ Usage: benchmarks/gpu.sh [--device cuda:0] [--precision fp32] [--sentences 10000
   --rounds N     How often each is measured; the median counts. Default: 3.
   --minutes M    Begin nothing new after so many minutes, and report what is there. Default: 9.
   --state DIR    Keep what was measured there, and go on from it the next time. Default: nothing is kept.
-  --output FILE  Where to append the results. Default: docs/gpu-results.md for a GPU, else only the screen.
+  --output FILE  Where to append the results. Default: docs/gpu-testing.md for a GPU, else only the screen.
 
 Needs the environment that ./deploy_multi_gpu.sh --local makes, or another Python (MGPU_PYTHON=/path/to/python). Nothing is
 downloaded: what is missing is listed. Writes only below the current checkout and to DIR.

@@ -23,7 +23,7 @@ from typing import Self
 from unittest import mock
 
 from multigpu_master.journal.protocol import Entry, JournalError, SettleRecord, SubmitRecord
-from multigpu_master.journal.sqlite import schema as journal_schema
+from multigpu_master.journal.sqlite import connections
 from multigpu_master.journal.sqlite.journal import SqliteJournal
 
 
@@ -85,8 +85,8 @@ class Bench:
         self.transactions = 0
         self.cpu_s = 0.0  # of the journal's thread since it began, at the last commit
         self.journal = SqliteJournal(self.directory / "data", size_max_bytes=1 << 40)
-        connect = journal_schema.connect_writer
-        with mock.patch.object(journal_schema, "connect_writer", lambda path: self.wrap(connect(path), count=count)):
+        connect = connections.connect_writer
+        with mock.patch.object(connections, "connect_writer", lambda path: self.wrap(connect(path), count=count)):
             list(self.journal.open(self.committed).tasks)
 
     def wrap(self, connection: sqlite3.Connection, *, count: bool) -> sqlite3.Connection | CountingConnection:

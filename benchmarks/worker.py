@@ -28,8 +28,10 @@ from multigpu.v1.worker_service_pb2_grpc import (
     add_WorkerServiceServicer_to_server,
 )
 from multigpu_worker.engines.base import EngineSettings
-from multigpu_worker.processes import ipc
-from multigpu_worker.processes.host import Death, EngineHost
+from multigpu_worker.processes.death import Death
+from multigpu_worker.processes.default_host import DefaultHost
+from multigpu_worker.processes.host import HostSettings
+from multigpu_worker.processes.ipc import frames
 
 FRAME_TASKS = 256
 IN_FLIGHT = 1024
@@ -226,7 +228,7 @@ class HopEvents:
     def engine_ready(self) -> None:
         self.ready.set()
 
-    def engine_said(self, message: ipc.Message, blobs: list[bytes]) -> Callable[[], None]:
+    def read(self, message: frames.Message, blobs: list[bytes]) -> Callable[[], None]:
         del blobs
 
         def carry_out() -> None:
@@ -243,7 +245,8 @@ async def measure_hop() -> None:
     """To the engine and back with one task: no gRPC, no session."""
     events = HopEvents()
     settings = EngineSettings(device="cpu", slots=1, threads=0)
-    host = EngineHost(settings, events, memory_bytes=0, result_bytes_max=1 << 26, visible_devices="")
+    limits = HostSettings(engine=settings, memory_bytes=0, result_bytes_max=1 << 26, visible_devices="")
+    host = DefaultHost(limits, events)
     await host.start()
     for size, rounds in ((100, SINGLES), (1 << 20, 100)):
         latencies_us = []
@@ -252,12 +255,13 @@ async def measure_hop() -> None:
             events.reply = asyncio.get_running_loop().create_future()
             began_s = time.perf_counter()
             blobs: list[bytes] = []
-            row = (n, n, 1, ipc.put(payload, blobs), 1, b"", 0, ())
-            host.send(("batch", n + 1, "echo", "", (), "", [row]), blobs)
+            row = (n, n, 1, frames.put(payload, blobs), 1, b"", 0, ())
+            host.send(("batch", n + 1, "echo", "", (), "", True, [row]), blobs)
             await events.reply
             latencies_us.append((time.perf_counter() - began_s) * 1e6)
         print(f"{f'to the engine and back, {size} bytes: p50':42} {statistics.median(latencies_us):8.0f} us")
     host.stop()
+    await host.stopped()
 
 
 if __name__ == "__main__":

@@ -1,9 +1,6 @@
-"""Tests import what they share as `tests.…`, however pytest was started. What one does to the log is undone. What takes
-the processors long is begun first.
-"""
+"""Tests import what they share as `tests.…`, however pytest was started. Each test leaves the log as it found it."""
 
 import signal
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,37 +8,26 @@ from pathlib import Path
 import pytest
 import structlog
 
-# A shell that starts a job in the background, and nohup, have it ignore SIGINT; so would all that the tests start.
+# Shells that start a background job, and nohup, make it ignore SIGINT, and so all processes that the tests start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from tests.ahead import Ahead
 
-BEGUN = pytest.StashKey[dict[tuple[str, ...], Ahead]]()
-
-
-def pytest_collection_finish(session: pytest.Session) -> None:
-    if not session.config.option.collectonly:
-        wanted = {mark.args for item in session.items for mark in item.iter_markers("ahead")}
-        session.config.stash[BEGUN] = {arguments: Ahead(*arguments) for arguments in sorted(wanted)}
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--all", action="store_true", help="run the tests marked slow too")
 
 
-def pytest_unconfigure(config: pytest.Config) -> None:
-    for begun in config.stash.get(BEGUN, {}).values():
-        begun.close()
-
-
-@pytest.fixture
-def ahead(request: pytest.FixtureRequest) -> "subprocess.CompletedProcess[str]":
-    """How the command of the test's mark `ahead` ended."""
-    (mark,) = request.node.iter_markers("ahead")
-    return request.config.stash[BEGUN][mark.args].ended()
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("--all"):
+        slow = [item for item in items if item.get_closest_marker("slow")]
+        items[:] = [item for item in items if not item.get_closest_marker("slow")]
+        config.hook.pytest_deselected(items=slow)
 
 
 @pytest.fixture(autouse=True)
 def _log_by_default() -> Iterator[None]:
-    """The simulator and the doors for hostile input hush the log of the whole process."""
+    """The simulator and the hostile suite silence the log of the whole process."""
     yield
     structlog.reset_defaults()

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Sets up an environment of its own in .venv-ci and runs every check: ruff, mypy, pytest. Arguments go to pytest.
-# PYTHON names the Python to make the environment with: 3.11 or newer, default python3.
+# Creates the environment .venv-ci and runs all checks in it: ruff, mypy, pytest. Arguments go to pytest; --all runs the
+# slow tests too. PYTHON names the Python for the environment: 3.11 or newer, default python3.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 exec </dev/null
@@ -29,9 +29,8 @@ if [ "$(cat "$venv/.multigpu-installed" 2>/dev/null)" != "$wanted" ]; then
   echo "$wanted" >"$venv/.multigpu-installed"
 fi
 
-# Our sources are compiled once, and not by every process that a test starts.
+# Sources are compiled once, not by every process that a test starts.
 unset PYTHONDONTWRITEBYTECODE
-# Every check runs, whatever the others said; the last line is pytest's own.
 failed=0
 echo "==> ruff"
 "$venv/bin/ruff" check . || failed=1
@@ -40,8 +39,12 @@ if command -v shellcheck >/dev/null; then
   echo "==> shellcheck"
   shellcheck -x deploy_multi_gpu.sh tools/*.sh tools/deploy/*.sh .ci/run || failed=1
 fi
-echo "==> mypy"
-"$venv/bin/mypy" || failed=1
+"$venv/bin/mypy" >"$venv/mypy.log" 2>&1 &
+mypy=$!
+# Tests of fleets mostly wait: two processes per core keep the cores busy.
 echo "==> pytest"
-"$venv/bin/python" -m pytest "$@" || failed=1
+"$venv/bin/python" -m pytest -n "$((2 * $(nproc)))" --dist worksteal "$@" || failed=1
+echo "==> mypy"
+wait "$mypy" || failed=1
+cat "$venv/mypy.log"
 exit "$failed"

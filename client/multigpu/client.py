@@ -1,9 +1,9 @@
 """Client: the synchronous client, for programs without an event loop. Safe to share between threads.
 
-It is what an AsyncClient is, on a private loop thread. Iterables that a caller passes are pulled on the caller's own
+It does the work of an AsyncClient on a private loop thread. Iterables that a caller passes are pulled on the caller's
 thread, and results cross between the threads in chunks. Ctrl-C in a waiting call cancels the tasks that the call
 started, waits until the master has confirmed it, and raises KeyboardInterrupt. The same call with the same request_ids
-then goes on: what had ended is answered, what was cancelled so runs anew.
+then continues: tasks that had ended are answered, and those that were cancelled run again.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ import concurrent.futures
 import contextlib
 import weakref
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack
 
 from multigpu import errors
+from multigpu._calls.core import BaseClient, Core, outcome, value, value_or_error
 from multigpu._calls.mapping_sync import SyncMap
 from multigpu._calls.streaming import Stream
 from multigpu._calls.submitting import cut, single
@@ -23,21 +24,20 @@ from multigpu._calls.sync_iterator import SyncIterator
 from multigpu._calls.timeouts import pop_timeout
 from multigpu._kinds import classification, generation, inference
 from multigpu._kinds.embedding import CHUNK_TEXTS, KIND, Chunks, Stack, check_texts
-from multigpu._transport.connection import current_traceparent
-from multigpu._transport.core import Core, outcome, unpicklable, value, value_or_error
 from multigpu._transport.loop_thread import LoopThread
-from multigpu.options import CallOptions, EmbedOptions, Input, SpecOptions, TaskOptions, split_options
+from multigpu._transport.traceparent import current_traceparent
+from multigpu.options import CallOptions, EmbedOptions, Input, MapOptions, SpecOptions, TaskOptions, split_options
 
 if TYPE_CHECKING:
     from types import TracebackType
 
     from numpy.typing import ArrayLike
 
+    from multigpu._calls.core import TaskName
     from multigpu._kinds.classification import Label, Subject
     from multigpu._kinds.embedding import Vectors
     from multigpu._kinds.generation import GenerateOptions, Generation, Prompt
     from multigpu._kinds.inference import Arrays
-    from multigpu._transport.core import TaskName
     from multigpu._transport.run_state import Answer
     from multigpu.outcome import Outcome, Task
     from multigpu.v1 import task_service_pb2
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class Client:
+class Client(BaseClient):
     """A client of one master. Takes the arguments of AsyncClient, and raises the same errors."""
 
     def __init__(
@@ -56,15 +56,13 @@ class Client:
         window_bytes: int | None = None,
         connect_timeout_s: float = 10.0,
     ) -> None:
-        self._core = Core(master, window_tasks, window_bytes, connect_timeout_s)
-        self.master: str = self._core.connection.master
+        super().__init__(
+            master, window_tasks=window_tasks, window_bytes=window_bytes, connect_timeout_s=connect_timeout_s
+        )
         self._closed = False
         self._thread = LoopThread("multigpu client")
-        # Also at exit, for those who never close.
+        # Runs at exit if the client is never closed.
         self._finalizer = weakref.finalize(self, _finish, self._core, self._thread)
-
-    def __reduce__(self) -> NoReturn:
-        raise unpicklable(self)
 
     def __enter__(self) -> Self:
         return self
@@ -74,26 +72,26 @@ class Client:
     ) -> None:
         interrupted = exc_type is not None and issubclass(exc_type, KeyboardInterrupt)
         if interrupted and not (self._closed or self._thread.inherited):
-            # Ctrl-C between two results of a map, say: what this client started ends with it.
+            # Ctrl-C between two results of a map, for example: cancel everything that this client started.
             self._thread.loop.call_soon_threadsafe(self._core.stream.withdraw_where, lambda _: True)
         self.close()
 
     def close(self) -> None:
-        """Ends the connection. Calls under way raise ClientClosedError; their durable tasks go on in the master."""
+        """Ends the connection. Pending calls raise ClientClosedError; their durable tasks go on in the master."""
         self._closed = True
         self._finalizer()
 
-    # Tasks that are handed over.
+    # Submitting.
 
     def submit(self, kind: str, payload: Any, **options: Unpack[TaskOptions]) -> int:
-        """Hands one task over and returns its task_id, once it is on the master's disk. Raises RejectedError."""
+        """Submits one task and returns its task_id, once it is on the master's disk. Raises RejectedError."""
         own, shared = split_options(options)
         return single(self.submit_many(kind, (Input(payload=payload, **own),), **shared))
 
     def submit_many(
         self, kind: str, payloads: Iterable[Any], **options: Unpack[SpecOptions]
     ) -> list[int | errors.RejectedError]:
-        """Hands many tasks over; the task_id of each or the error that says why it was not taken. See AsyncClient."""
+        """Submits many tasks; returns the task_id of each, or the error by which it was rejected. See AsyncClient."""
         submission = self._core.submission(pop_timeout(options))
         results: list[int | errors.RejectedError] = []
         try:
@@ -107,14 +105,14 @@ class Client:
             raise
         return results
 
-    # Tasks that are waited for.
+    # Running: these calls wait for the outcomes.
 
     def run(self, kind: str, payload: Any, **options: Unpack[TaskOptions]) -> Any:
         """Runs one task and returns its result. Raises TaskError, RejectedError, TransportError."""
         return self.run_outcome(kind, payload, **options).value()
 
     def run_outcome(self, kind: str, payload: Any, **options: Unpack[TaskOptions]) -> Outcome:
-        """As `run`, but returns how the task ended, however it ended. Raises RejectedError, TransportError."""
+        """As `run`, but returns the outcome, whatever it is. Raises RejectedError, TransportError."""
         return self._wait(self._core.run(kind, payload, dict(options), current_traceparent()))
 
     def stream(self, kind: str, payload: Any, **options: Unpack[TaskOptions]) -> Stream[Any]:
@@ -136,8 +134,8 @@ class Client:
     ) -> Iterator[Any]:
         """Runs a task for each payload and yields the results, in the order of the payloads or as they complete.
 
-        At most `window` payloads (default: the client's) are pulled ahead of the results handed over, on the caller's
-        thread, while it waits for a result. See AsyncClient.map for the rest.
+        At most `window` payloads (default: the client's) are pulled ahead of the results taken, on the caller's thread,
+        while it waits for a result. See AsyncClient.map for the rest.
         """
         convert = value_or_error if return_exceptions else value
         return self._map(kind, payloads, ordered, window, options, convert, answer_errors=return_exceptions)
@@ -151,7 +149,7 @@ class Client:
         window: int | None = None,
         **options: Unpack[SpecOptions],
     ) -> Iterator[Outcome]:
-        """As `map`, but yields how each task ended, however it ended. A rejected task still ends the map."""
+        """As `map`, but yields the outcome of each task, whatever it is. A rejected task still ends the map."""
         return self._map(kind, payloads, ordered, window, options, outcome, answer_errors=False)
 
     def _map(
@@ -166,11 +164,8 @@ class Client:
         answer_errors: bool,
     ) -> Iterator[T]:
         self._check()
-        core, timeout_s = self._core, pop_timeout(options)
-        make_call = core.calls.many(kind, options, current_traceparent(), answer_errors=answer_errors)
-        buffer = core.map_buffer(ordered=ordered, window=window)
-        mapping = SyncMap(self._thread, core.stream, buffer, make_call, timeout_s)
-        return self._interruptible(mapping.run(iter(payloads), convert))
+        buffer = self._core.map_buffer(kind, options, ordered=ordered, window=window, answer_errors=answer_errors)
+        return self._interruptible(SyncMap(self._thread, self._core.stream, buffer).run(iter(payloads), convert))
 
     # Embeddings.
 
@@ -189,7 +184,7 @@ class Client:
     def embed_iter(
         self, texts: Iterable[str], model: str = "", *, chunk: int = CHUNK_TEXTS, **options: Unpack[EmbedOptions]
     ) -> Iterator[Vectors]:
-        """As `embed`, for input without end: yields the vectors of `chunk` texts at a time, float32 [≤ chunk, dim]."""
+        """As `embed`, for endless input: yields the vectors of `chunk` texts at a time, float32 [≤ chunk, dim]."""
         check_texts(texts)
         chunks = Chunks(chunk)
         return builtins.map(chunks.rows, self.map_outcomes(KIND, chunks.cut(texts), model=model, **options))
@@ -197,11 +192,10 @@ class Client:
     # Text.
 
     def generate(self, prompt: Prompt, model: str = "", **options: Unpack[GenerateOptions]) -> Generation:
-        """Goes on with a text, or answers in a conversation: an iterator of pieces of text, as they come.
+        """Continues a text, or answers in a conversation: an iterator of pieces of text, as they come.
 
-        Read to its end it has the whole as `result`. Closing it, or letting go of it, cancels the task. `prompt`: a
-        str, or messages such as {"role": "user", "content": "…"}. `model`: default, the workers' own. Raises as
-        `stream`.
+        Read to its end it has the whole as `result`. Closing or dropping it cancels the task. `prompt`: a str, or
+        messages such as {"role": "user", "content": "…"}. `model`: default, the workers' own. Raises as `stream`.
         """
         payload, task = generation.task_of(prompt, options)
         parts = self._core.parts(generation.KIND, payload, {"model": model, **task}, current_traceparent())
@@ -212,7 +206,7 @@ class Client:
     def infer(
         self, model: str, inputs: Mapping[str, ArrayLike], outputs: Sequence[str] = (), **options: Unpack[CallOptions]
     ) -> Arrays:
-        """What a model gives for arrays by the names of its inputs: read-only arrays by the names of its outputs.
+        """Runs a model: arrays by the names of its inputs in, read-only arrays by the names of its outputs out.
 
         `outputs`: which to return; default, all. Raises as `run`; a wrong name, type or shape is a TaskFailed.
         """
@@ -224,21 +218,16 @@ class Client:
         model: str,
         inputs: Iterable[Mapping[str, ArrayLike]],
         outputs: Sequence[str] = (),
-        *,
-        ordered: bool = True,
-        window: int | None = None,
-        return_exceptions: bool = False,
-        **options: Unpack[EmbedOptions],
+        **options: Unpack[MapOptions],
     ) -> Iterator[Arrays]:
         """As `infer`, for many inputs: a task for each. See `map` for the options."""
-        how: Any = {"ordered": ordered, "window": window, "return_exceptions": return_exceptions, **options}
         payloads = inference.inputs_of(inputs, outputs)
-        return builtins.map(inference.arrays_of, self.map(inference.KIND, payloads, model=model, **how))
+        return builtins.map(inference.arrays_of, self.map(inference.KIND, payloads, model=model, **options))
 
     def classify(
         self, model: str, subject: Subject, top_k: int = classification.TOP_K, **options: Unpack[CallOptions]
     ) -> list[Label]:
-        """The likeliest classes of a picture (its bytes, or a Path to it) or a text (str), the likeliest first.
+        """The most likely classes of a picture (its bytes, or a Path to it) or a text (str), the most likely first.
 
         Raises as `run`, and OSError for a file that can't be read.
         """
@@ -250,18 +239,13 @@ class Client:
         model: str,
         subjects: Iterable[Subject],
         top_k: int = classification.TOP_K,
-        *,
-        ordered: bool = True,
-        window: int | None = None,
-        return_exceptions: bool = False,
-        **options: Unpack[EmbedOptions],
+        **options: Unpack[MapOptions],
     ) -> Iterator[list[Label]]:
         """As `classify`, for many pictures or texts: a task for each. See `map` for the options."""
-        how: Any = {"ordered": ordered, "window": window, "return_exceptions": return_exceptions, **options}
         payloads = classification.inputs_of(subjects, top_k)
-        return builtins.map(classification.labels_of, self.map(classification.KIND, payloads, model=model, **how))
+        return builtins.map(classification.labels_of, self.map(classification.KIND, payloads, model=model, **options))
 
-    # Tasks that are known.
+    # Submitted tasks.
 
     def get(self, task: TaskName, *, wait_s: float = 0.0) -> Task:
         """A task by its task_id (int) or request_id (str). Waits up to `wait_s` for it to end. Raises NotFoundError."""
@@ -320,7 +304,7 @@ class Client:
                 yield from frame
 
     def _interruptible(self, items: Iterator[T]) -> Iterator[T]:
-        """Passes items on; after Ctrl-C, waits until the master has confirmed the cancellation of what was started."""
+        """Yields the items; after Ctrl-C, waits until the master has confirmed the cancellations."""
         try:
             yield from items
         except KeyboardInterrupt:
@@ -333,6 +317,6 @@ class Client:
 
 
 def _finish(core: Core, thread: LoopThread) -> None:
-    """Ends the client and its thread, unless they are of the process that this one was forked from."""
+    """Ends the client and its thread, unless they belong to the parent of a fork."""
     if not thread.inherited:
         thread.finish(core.close())

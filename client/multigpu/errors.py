@@ -1,9 +1,9 @@
-"""Everything the client raises, in one small tree.
+"""How calls and tasks end: the outcome of a task, and everything that the client raises, in one tree.
 
     MultigpuError
     ├── TransportError              the master could not be reached, or did not speak our protocol
     │   ├── CallTimeoutError        the call's `timeout` is over; also a TimeoutError
-    │   ├── UnavailableError        nobody answers at the address
+    │   ├── UnavailableError        no master answers at the address
     │   └── AccessError             the token or the certificate is missing, wrong, or not for this call
     ├── RejectedError               the master rejected the task; nothing of it is kept
     │   ├── InvalidTaskError        the task can never be taken as it is
@@ -20,16 +20,25 @@
     └── ClientClosedError           the client was closed, or gRPC crossed a fork
 
 An error's message names the remedy where there is one. Wrong types in the caller's own code raise TypeError.
+
+Outcomes arrive many to a frame, and a message keeps its whole frame in memory for as long as it lives: keep values, not
+outcomes, of many tasks.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import enum
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
+
+from multigpu._transport.encoding import decode
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from multigpu.outcome import Outcome
+    from google.protobuf.timestamp_pb2 import Timestamp
+
+    from multigpu.v1 import task_pb2
 
 # google.rpc.Code, as far as Rejection uses it.
 CANCELLED = 1
@@ -45,7 +54,7 @@ UNAVAILABLE = 14
 class MultigpuError(Exception):
     """The root: catch this to catch everything that multigpu raises on purpose.
 
-    `submitted`: what `submit_many` had been told of the first tasks, in order, when the error ended it: they are taken.
+    `submitted`: where the error ended a `submit_many`, the answers for its first tasks, in order. They are taken.
     """
 
     submitted: Sequence[int | RejectedError] = ()
@@ -60,7 +69,7 @@ class CallTimeoutError(TransportError, TimeoutError):
 
 
 class UnavailableError(TransportError):
-    """Nobody answers at the master's address."""
+    """No master answers at the address."""
 
 
 class AccessError(TransportError):
@@ -103,9 +112,7 @@ class ResourceExhaustedError(RejectedError):
 
 
 class UnplaceableError(RejectedError):
-    """Workers are connected, and none that the master knows could ever take the task; `wait_for_worker=True` queues it
-    all the same.
-    """
+    """No worker that the master knows could ever take the task. `wait_for_worker=True` queues it all the same."""
 
 
 _BY_CODE: dict[int, type[RejectedError]] = {
@@ -117,8 +124,220 @@ _BY_CODE: dict[int, type[RejectedError]] = {
 }
 
 
+class NotFoundError(MultigpuError):
+    """The master knows no such task: never submitted, or forgotten since it ended."""
+
+
+class ConfigError(MultigpuError, ValueError):
+    """A setting is unknown, of the wrong type or out of range. The message says where it stands and what to do."""
+
+
+class CursorExpiredError(MultigpuError):
+    """The outcomes after the cursor have been removed, or the master's journal is another one or an older copy. Watch
+    from the start or from now, and `get` what was missed.
+    """
+
+
+class ClientClosedError(MultigpuError):
+    """The client was closed before the call ended, or is used in a process or event loop that it does not belong to."""
+
+
+class OpenEnum(enum.IntEnum):
+    """A value that only a newer master knows becomes UNSPECIFIED, 0."""
+
+    @classmethod
+    def _missing_(cls, _value: object) -> Self:
+        return cls(0)
+
+
+class OutcomeState(OpenEnum):
+    """How a task can end."""
+
+    UNSPECIFIED = 0
+    SUCCEEDED = 1
+    FAILED = 2
+    CANCELLED = 3
+    EXPIRED = 4
+    DEAD_LETTERED = 5
+    # It SUCCEEDED, and its result is not there any more; `error_type` says why.
+    RESULT_MISSING = 6
+
+
+class EnergyMethod(OpenEnum):
+    """How energy can be measured."""
+
+    UNSPECIFIED = 0
+    COUNTER = 1
+    SAMPLED_POWER = 2
+
+
+# Plain integers: compared for every outcome.
+_SUCCEEDED = int(OutcomeState.SUCCEEDED)
+_RESULT_MISSING = int(OutcomeState.RESULT_MISSING)
+
+
+class Energy(NamedTuple):
+    """A task's share of its device's energy, in joules. `uncertainty` 0.2 means plus or minus 20 %."""
+
+    joules: float
+    method: EnergyMethod
+    uncertainty: float
+
+
+class Outcome:
+    """The immutable end of a task. `message` is the protobuf behind it, which the properties read when asked."""
+
+    __slots__ = ("_listed", "_result", "frame_bytes", "message")
+
+    def __init__(
+        self, message: task_pb2.Outcome, frame_bytes: int = 0, result: bytes | None = None, *, listed: bool = False
+    ) -> None:
+        """`result`: the result, if the message has only its place. `listed`: it is of a list, without results."""
+        self.message = message
+        self._result = result
+        self._listed = listed
+        # Its share of the frame that it came in: roughly the memory that holding it costs.
+        self.frame_bytes = frame_bytes
+
+    def __repr__(self) -> str:
+        return f"<Outcome of task {self.task_id}: {self.state.name}>"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _unpickle, (self.message.SerializeToString(), self._result, self._listed)
+
+    @property
+    def task_id(self) -> int:
+        return self.message.task_id
+
+    @property
+    def request_id(self) -> str:
+        return self.message.request_id
+
+    @property
+    def state(self) -> OutcomeState:
+        return OutcomeState(self.message.state)
+
+    @property
+    def succeeded(self) -> bool:
+        return self.message.state == _SUCCEEDED
+
+    @property
+    def result(self) -> bytes:
+        """What the engine returned, as it came. Empty unless SUCCEEDED.
+
+        Raises ResultExpiredError or ResultLostError if it is not there any more.
+        """
+        result = self.message.result if self._result is None else self._result
+        if not result:
+            self._check_there()
+        return result
+
+    @property
+    def content_type(self) -> str:
+        """How the result is to be read: empty for raw bytes, "application/json" for a JSON value."""
+        return self.message.content_type
+
+    def value(self) -> Any:
+        """The decoded result of a task that SUCCEEDED; otherwise raises its TaskError."""
+        if self.message.state != _SUCCEEDED:
+            raise self.to_error()
+        content_type = self.message.content_type
+        return decode(self.result, content_type) if content_type else self.result
+
+    def to_error(self) -> TaskError:
+        """The error that says how the task ended. Only for one that did not succeed."""
+        assert not self.succeeded, "a task that succeeded has no error"
+        if self.message.state == _RESULT_MISSING:
+            expired = self.error_type == "ResultExpired"
+            return ResultExpiredError(self) if expired else ResultLostError(self)
+        return _BY_STATE.get(self.state, TaskError)(self)
+
+    def _check_there(self) -> None:
+        """Raises if the message lacks results that the task may have had."""
+        if self.message.state == _RESULT_MISSING:
+            raise self.to_error()
+        if self._listed and self.succeeded:
+            raise MultigpuError(f"a list has no results; client.get({self.task_id}) has this one")
+
+    @property
+    def error_type(self) -> str:
+        """The class of the error ("ValueError", "RunTimeout", …); empty when SUCCEEDED."""
+        return self.message.error.type
+
+    @property
+    def error_message(self) -> str:
+        return self.message.error.message
+
+    @property
+    def traceback(self) -> str:
+        """The engine's traceback, if it has one."""
+        return self.message.error.traceback
+
+    @property
+    def attempts(self) -> int:
+        """How many attempts were granted. 0: never dispatched."""
+        return self.message.attempts
+
+    @property
+    def worker_id(self) -> str:
+        """The worker of the last attempt; empty if there was none."""
+        return self.message.worker_id
+
+    @property
+    def device_id(self) -> str:
+        """The device of the last attempt: an NVML UUID, or "cpu"."""
+        return self.message.device_id
+
+    @property
+    def energy(self) -> Energy | None:
+        """None: not measured (a CPU, a device without a sensor, too short a time, or a task that did not succeed)."""
+        if not self.message.HasField("energy"):
+            return None
+        energy = self.message.energy
+        return Energy(energy.joules, EnergyMethod(energy.method), energy.uncertainty)
+
+    @property
+    def partials(self) -> list[bytes]:
+        """Everything the task yielded before it returned, in order. Raises as `result`."""
+        if not self.message.partials:
+            self._check_there()
+        return list(self.message.partials)
+
+    @property
+    def submit_time(self) -> datetime | None:
+        return instant(self.message.stages.submit_time)
+
+    @property
+    def dispatch_time(self) -> datetime | None:
+        """Of the last attempt; None if there was none."""
+        return instant(self.message.stages.dispatch_time)
+
+    @property
+    def start_time(self) -> datetime | None:
+        """When the engine began the task's batch, by the worker's clock."""
+        return instant(self.message.stages.start_time)
+
+    @property
+    def finish_time(self) -> datetime | None:
+        """When the engine finished that batch; for a task that never ran, when it was settled."""
+        return instant(self.message.stages.finish_time)
+
+
+def instant(timestamp: Timestamp) -> datetime | None:
+    """A timestamp in UTC; None if it is not set."""
+    if not (timestamp.seconds or timestamp.nanos):
+        return None
+    return timestamp.ToDatetime(tzinfo=UTC)
+
+
+def _unpickle(data: bytes, result: bytes | None, listed: bool) -> Outcome:
+    from multigpu.v1 import task_pb2  # noqa: PLC0415  config needs this module's errors, and no protobuf
+
+    return Outcome(task_pb2.Outcome.FromString(data), 0, result, listed=listed)
+
+
 class TaskError(MultigpuError):
-    """The task ended, and there is no result; `outcome` tells the whole story."""
+    """The task ended, and there is no result; `outcome` has the details."""
 
     def __init__(self, outcome: Outcome) -> None:
         super().__init__(outcome)
@@ -139,7 +358,7 @@ class TaskFailed(TaskError):  # noqa: N818  an outcome's name, not a category of
 
 
 class TaskCancelled(TaskError):  # noqa: N818  as TaskFailed
-    """Somebody withdrew the task."""
+    """A client or an operator cancelled the task."""
 
 
 class TaskExpired(TaskError):  # noqa: N818  as TaskFailed
@@ -158,15 +377,9 @@ class ResultLostError(TaskError):
     """The task SUCCEEDED, and its result cannot be read any more: its file is deleted or damaged."""
 
 
-class NotFoundError(MultigpuError):
-    """The master knows no such task: never submitted, or forgotten since it ended."""
-
-
-class CursorExpiredError(MultigpuError):
-    """The outcomes after the cursor have been removed, or the master's journal is another one or an older copy. Watch
-    from the start or from now, and `get` what was missed.
-    """
-
-
-class ClientClosedError(MultigpuError):
-    """The client was closed before the call ended, or is used in a process or event loop that it does not belong to."""
+_BY_STATE: dict[OutcomeState, type[TaskError]] = {
+    OutcomeState.FAILED: TaskFailed,
+    OutcomeState.CANCELLED: TaskCancelled,
+    OutcomeState.EXPIRED: TaskExpired,
+    OutcomeState.DEAD_LETTERED: TaskDeadLettered,
+}

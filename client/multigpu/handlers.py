@@ -1,4 +1,4 @@
-"""Handlers: your own functions as kinds of task.
+"""Handlers: your functions as kinds of task.
 
     import multigpu
 
@@ -7,12 +7,12 @@
 
 A worker started with `--handlers my_module` imports the module in its engine process and serves every kind that the
 module registers. The function takes the task's value, and a `Context` if it has a second parameter. The value is bytes,
-or what the JSON says if the task's content type is "application/json".
+or the parsed JSON if the task's content type is "application/json".
 
-It may be a plain function, an async function, a generator or an async generator. What a generator yields are the task's
-partial outputs, delivered at once; what it returns is the result. A result (and a yield) may be bytes, None (no bytes),
-or anything that JSON can hold. On a later attempt as many yields are dropped as were delivered before, so a generator
-must yield the same again: what it yields may depend on the task's value, not on chance, the clock or its checkpoint.
+It may be a function, an async function, a generator or an async generator. Values that a generator yields are the
+task's partial outputs, delivered at once; the value that it returns is the result. A result or a yielded value is
+bytes, None (no bytes), or any JSON value. A later attempt skips the outputs delivered before, so a generator must yield
+the same values again: they may depend on the task's value, not on chance, the clock or its checkpoint.
 
 An exception fails the attempt, and the task is tried again, unless the exception is a `PermanentError`.
 """
@@ -23,18 +23,18 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 KIND_BYTES_MAX = 128
-# Kinds that every worker or an engine of ours already serves.
+# Kinds that multigpu's own engines serve.
 RESERVED_KINDS = frozenset({"classify", "echo", "embed", "fail", "generate", "infer", "sleep"})
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
 class PermanentError(Exception):
-    """Raise this (or a subclass) in a handler when another attempt could not help: the task ends FAILED at once."""
+    """Raise this (or a subclass) in a handler if another attempt would not help: the task ends FAILED at once."""
 
 
 class Context(Protocol):
-    """What a handler may know and say about the attempt it is running. All of it is safe from any thread."""
+    """The running attempt, for its handler. Safe to use from any thread."""
 
     @property
     def task_id(self) -> int: ...
@@ -49,24 +49,21 @@ class Context(Protocol):
 
     @property
     def checkpoint(self) -> bytes:
-        """What the attempt before saved last; empty if there was none, or it saved nothing."""
+        """The last checkpoint of earlier attempts; empty if there is none."""
 
     @property
     def partials_received(self) -> int:
-        """How many partial outputs of earlier attempts have arrived.
-
-        The first so many yields of this attempt are dropped.
-        """
+        """How many partial outputs of earlier attempts have arrived; this attempt's first ones are skipped."""
 
     @property
     def cancelled(self) -> bool:
-        """True once nobody wants the task any more: return soon; what you return is dropped."""
+        """True once the task is cancelled: return soon; the result is dropped."""
 
     def save_checkpoint(self, data: bytes) -> None:
-        """Leave this for the next attempt, should this one die. ValueError: more than 1 MiB."""
+        """Saves data for the next attempt, in case this one dies. ValueError: more than 1 MiB."""
 
     def progress(self, fraction: float, note: str = "") -> None:
-        """Say how far the work is, 0 to 1, and in a few words where. Keeps a progress timeout from striking."""
+        """Reports progress from 0 to 1, with a short note. Resets a progress timeout."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +72,6 @@ class Handler:
 
     kind: str
     function: Callable[..., Any]
-    # Whether it wants the context.
     takes_context: bool
 
 

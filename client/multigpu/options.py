@@ -1,6 +1,6 @@
-"""What a caller may say about a task beside its kind and payload, and the TaskSpec that it becomes.
+"""The options of a task beside its kind and payload, and the TaskSpec made of them.
 
-Tasks with the same options share one TaskSpec object, built once: frames then carry it once for a whole run of tasks.
+Tasks with the same options share one TaskSpec object: a frame carries it once for consecutive tasks.
 """
 
 import dataclasses
@@ -17,23 +17,23 @@ from google.protobuf.duration_pb2 import Duration
 from multigpu.errors import INVALID_ARGUMENT, InvalidTaskError
 from multigpu.v1 import task_pb2
 
-# Distinct sets of options remembered; past it the one that was built first goes.
+# Specs in the cache; past it the oldest is removed.
 _SPECS_MAX = 256
 
 
 class EmbedOptions(TypedDict, total=False):
-    """Options of tasks whose model is said apart. Every one is optional; task.proto has the defaults and the limits."""
+    """Options of calls with a parameter `model`. Every one is optional; task.proto has the defaults and the limits."""
 
     queue: str
     # 1 (served first) to 5; default 3.
     priority: int
-    # Handed to the engine unread.
+    # Passed to the engine unread.
     parameters: Mapping[str, str]
-    # Only workers that carry all of these labels may take the task.
+    # Only workers with all of these labels may take the task.
     labels: Mapping[str, str]
     # Only devices with this much free memory may.
     device_memory_bytes: int
-    # With a time zone. After it the task is worthless and ends EXPIRED.
+    # With a time zone. A task that is not settled by then ends EXPIRED.
     deadline: datetime
     # How long it may wait for its first dispatch.
     queue_timeout_s: float
@@ -46,16 +46,16 @@ class EmbedOptions(TypedDict, total=False):
     ephemeral: bool
     # How long the outcome can be fetched after the task ended.
     result_ttl_s: float
-    # Wait in the queue even if workers are connected and none that is known could ever take the task.
+    # Queue the task even if no known worker could ever take it.
     wait_for_worker: bool
-    # How long the call may take, in seconds; a map or a stream, for each next result. Then it raises CallTimeoutError,
-    # and its tasks are cancelled; those of a submit may have been taken. Default: no limit; of a submit, 60 s each.
-    # A task that others have joined by its request_id is cancelled for them too.
+    # Limit of the call in seconds; of a map or a stream, for each next result. Past it the call raises CallTimeoutError
+    # and cancels its tasks, also for other calls with their request_ids; those of a submit may have been taken.
+    # Default: no limit; for a submit 60 s.
     timeout: float
 
 
 class SpecOptions(EmbedOptions, total=False):
-    """Options that the tasks of one call share."""
+    """Options that all tasks of a call share."""
 
     model: str
 
@@ -71,8 +71,16 @@ class TaskOptions(SpecOptions, total=False):
     units: int
 
 
+class MapOptions(EmbedOptions, total=False):
+    """Options of maps with a parameter `model`; AsyncClient.map explains those that EmbedOptions lacks."""
+
+    ordered: bool
+    window: int | None
+    return_exceptions: bool
+
+
 class CallOptions(EmbedOptions, total=False):
-    """Options of a single task whose model is said apart."""
+    """Options of a single task in calls with a parameter `model`."""
 
     request_id: str | uuid.UUID
     partition_key: str
@@ -80,7 +88,7 @@ class CallOptions(EmbedOptions, total=False):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Input:
-    """A payload with options of its own, for calls that take many payloads (map, submit_many)."""
+    """A payload with its own options, for calls that take many payloads (map, submit_many)."""
 
     payload: Any
     request_id: str | uuid.UUID = ""
@@ -90,7 +98,7 @@ class Input:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class WrongInput:
-    """What stands in a map for an input that cannot be made into a payload."""
+    """An input of a map that cannot be made into a payload."""
 
     error: Exception
 
@@ -121,20 +129,20 @@ class SpecCache:
 
     def __init__(self) -> None:
         self._specs: dict[Any, task_pb2.TaskSpec] = {}
-        # Threads may share a client. Reading a dict needs no lock.
+        # For writing: threads may share a client.
         self._building = threading.Lock()
 
     def get(self, kind: str, content_type: str, options: Mapping[str, Any]) -> task_pb2.TaskSpec:
-        """The spec of a kind with these SpecOptions. TypeError: no such option; InvalidTaskError: a value is wrong."""
+        """The spec for SpecOptions. TypeError: there is no such option; InvalidTaskError: a value is wrong."""
         key: Any = (kind, content_type, *options.items()) if options else (kind, content_type)
         try:
             spec = self._specs.get(key)
-        except TypeError:  # parameters and labels are dicts, which don't hash
+        except TypeError:  # parameters and labels are dicts
             key = (kind, content_type, *((name, _hashable(value)) for name, value in options.items()))
             try:
                 spec = self._specs.get(key)
             except TypeError:
-                return _build(kind, content_type, options)  # it says which option is wrong
+                return _build(kind, content_type, options)  # raises, and names the wrong option
         if spec is None:
             spec = _build(kind, content_type, options)
             with self._building:
@@ -144,12 +152,11 @@ class SpecCache:
         return spec
 
 
-def own_fields(options: dict[str, Any]) -> dict[str, Any] | None:
-    """Takes the options of TaskInput out of `options`; None when there are none, as in nearly every call. Raises
-    InvalidTaskError for a value that no message can carry: a stream that many calls share must not meet it.
+def own_fields(options: dict[str, Any]) -> dict[str, Any]:
+    """Takes the options of TaskInput out of `options`. Raises InvalidTaskError for a value that no message can carry:
+    it would break the stream that many calls share.
     """
-    own = {name: value for name in _OWN if name in options and (value := _own_value(name, options.pop(name)))}
-    return own or None
+    return {name: value for name in _OWN if name in options and (value := _own_value(name, options.pop(name)))}
 
 
 def _own_value(name: str, value: Any) -> str | int:
@@ -171,9 +178,9 @@ def _own_value(name: str, value: Any) -> str | int:
 
 
 def split_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], SpecOptions]:
-    """The options of the single task, and those that tasks share."""
+    """The options of a single task, and those that tasks share."""
     shared = dict(options)
-    return own_fields(shared) or {}, cast("SpecOptions", shared)
+    return own_fields(shared), cast("SpecOptions", shared)
 
 
 def _hashable(value: Any) -> Any:
@@ -193,7 +200,7 @@ def _build(kind: str, content_type: str, options: Mapping[str, Any]) -> task_pb2
         _check_name(name)
         try:
             _set(spec, name, value)
-        except TypeError as error:  # protobuf's own words say nothing of what it takes
+        except TypeError as error:  # protobuf's message doesn't name the type that it takes
             wanted = str(known[name]).removeprefix("<class '").removeprefix("collections.abc.").removesuffix("'>")
             raise InvalidTaskError(INVALID_ARGUMENT, f"task option {name}={value!r}: give {wanted}") from error
         except ValueError as error:

@@ -9,37 +9,33 @@ Time is that of the master's clock, which can't jump (clock.py).
 import asyncio
 import functools
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import structlog
 from multigpu._transport.payloads import is_transient
-from multigpu.v1 import worker_service_pb2
 
 from multigpu_master import ids, settings
 from multigpu_master.core import events as ev
 from multigpu_master.core.identity import FREE
-from multigpu_master.core.model import Lease, OutcomeState, Spec, Task
+from multigpu_master.core.model import OutcomeState, Spec, Task
 from multigpu_master.core.scheduler import Core
 from multigpu_master.ids import Incarnations, LeaseProofs
-from multigpu_master.journal.protocol import Journal, JournalError, LargeBody, Recovered, SettledTask
-from multigpu_master.journal.write_buffer import Journaling, tell
+from multigpu_master.journal.protocol import Journal, JournalError, JournalFullError, LargeBody, Recovered, SettledTask
+from multigpu_master.journal.write_buffer import DURABLE_S, Journaling, tell
 from multigpu_master.payloads import messages as wire_large
-from multigpu_master.rpc.outbox import FRAME_BYTES, Outbox
+from multigpu_master.rpc.outbox import Outbox
 from multigpu_master.telemetry.latencies import Latencies
 from multigpu_master.telemetry.tracing import record_spans
 from multigpu_master.wire import messages as wire
-from multigpu_master.wire import models as wire_models
 from multigpu_master.wire.specs import SpecReader
+from multigpu_master.worker_streams import WorkerStreams
 
 log = structlog.get_logger()
 
 RunOutbox = Outbox[wire.RunFrame]
-SessionOutbox = Outbox[worker_service_pb2.SessionResponse]
-# What a lease takes on the wire, beside its payload.
-LEASE_BYTES = 40
-
+CANCEL_TASKS = 100  # in one event
 
 # A task that ended, and its serialized outcome.
 Ended = tuple[Task, bytes | LargeBody]
@@ -96,15 +92,15 @@ class Driver:
         self.watchers = Watchers()
         self._on_fatal = on_fatal
         self._broken = False
-        self.journaling = Journaling(journal, self.handle, lambda: self.watchers.wake("commits"), on_fatal)
+        self.journaling = Journaling(
+            journal, self.handle, lambda: self.watchers.wake("commits"), on_fatal, recovered.last_cursor
+        )
         self.on_worker_changed: Callable[[ev.WorkerChanged], None] = lambda _change: None
         self._loop = asyncio.get_running_loop()
         self.now = now
         self._streams: dict[int, RunOutbox] = {}
-        self._sessions: dict[int, SessionOutbox] = {}
-        # Why we ended sessions whose streams are not closed yet; leases taken back before the event under way.
-        self.end_reasons: dict[int, str] = {}
-        self.requeued_before = 0
+        self.workers = WorkerStreams(self.handle, core.fleet, specs, self.proofs, journal.payloads)
+        self.requeued_before = 0  # leases taken back before the event under way
         self._last_stream = 0
         # Ended tasks on their way to the disk, and the streams to tell when they are there.
         self._told_later: dict[int, list[int]] = {}
@@ -114,12 +110,12 @@ class Driver:
         self.outcomes = wire.OutcomeWriter()
         self._timer: asyncio.Handle | None = None
         self._timer_due_s = 0.0
+        workers = self.workers
         self._carry_out: dict[type, Callable[..., None]] = {
-            ev.Settled: self._settled, ev.Dispatch: self._dispatch, ev.Welcome: self._welcome, ev.Revoke: self._revoke,
-            ev.Recall: self._recall,
-            ev.Desire: self._desire, ev.EndSession: self._end_session, ev.Forward: self._forward,
-            ev.WorkerChanged: self._worker_changed, ev.BreakerChanged: self._breaker_changed,
-            ev.RenewIds: self._renew_ids,
+            ev.Settled: self._settled, ev.Forward: self._forward, ev.WorkerChanged: self._worker_changed,
+            ev.BreakerChanged: self._breaker_changed, ev.RenewIds: self._renew_ids, ev.Dispatch: workers.dispatch,
+            ev.Welcome: workers.welcome, ev.Revoke: workers.revoke, ev.Recall: workers.recall,
+            ev.Desire: workers.desire, ev.EndSession: workers.end,
         }  # fmt: skip
 
     def handle(self, event: ev.Event) -> list[ev.Command]:
@@ -178,7 +174,7 @@ class Driver:
         if (outbox := self._streams.pop(stream, None)) is not None:
             outbox.peer.gone()
             self.handle(ev.StreamClosed(stream))
-        self.journaling.hurry()  # nobody else can bring its tasks again
+        self.journaling.flush()  # nobody else can bring its tasks again
 
     def known(self, request_ids: Sequence[str]) -> dict[str, SettledTask]:
         """Those of these requests that have settled and been forgotten by the core."""
@@ -189,10 +185,10 @@ class Driver:
 
     def submit(
         self, spec: Spec, tasks: Sequence[Task], stream: int, done: Callable[[JournalError | None], None],
-        deleted_dead_letters: Sequence[int] = (), *, patient: bool = False,
+        deleted_dead_letters: Sequence[int] = (), *, deferred: bool = False,
     ) -> list[Task | ev.Rejection]:  # fmt: skip
         """Hands tasks to the core. `done` is called when those taken are durable, with an error if they could not be
-        made so (then they are gone). What is returned must not be told before that. `patient`: it is not told at all.
+        made so (then they are gone). What is returned must not be told before that. `deferred`: it is not told at all.
         """
         commands = self.handle(ev.Submit(spec, tasks, stream))
         submitted = next(c for c in commands if isinstance(c, ev.Submitted))
@@ -202,8 +198,8 @@ class Driver:
             # Soon, and not now: the leases that went out of this are on their way by then, and don't wait for it.
             fresh = submitted.fresh
             letters = deleted_dead_letters if fresh else ()
-            if patient:
-                self._loop.call_soon(self.journaling.submits_patiently, fresh, done)
+            if deferred:
+                self._loop.call_soon(self.journaling.submits_deferred, fresh, done)
             else:
                 self._loop.call_soon(self.journaling.submits, fresh, done, letters, not stream)
         else:
@@ -237,11 +233,12 @@ class Driver:
     # --- commands ----------------------------------------------------------------------------------------------------
 
     def _renew_ids(self, _command: ev.RenewIds) -> None:
-        epoch = self._epoch = ids.next_epoch(self._epoch, self.now())
+        now_s = self.now()
+        epoch = self._epoch = ids.next_epoch(self._epoch, now_s)
 
         def begun(error: JournalError | None) -> None:
             if error is None:  # else the master is stopping
-                self.handle(ev.IdsRenewed(ids.first_id(epoch)))
+                self.handle(ev.IdsRenewed(ids.first_id(epoch, now_s)))
 
         self.journaling.begin_epoch(epoch, begun)
 
@@ -279,6 +276,26 @@ class Driver:
             streams.append(stream)
             self._streams[stream].owe(1)
         return streams is not None
+
+    async def cancel(self, tasks: Iterable[Task], reason: str = "", *, withdrawn: bool = False) -> list[Task]:
+        """Cancels the unsettled ones of these tasks, and returns them. On a full disk it cancels no more tasks than the
+        journal has room for. JournalFullError: the other tasks go on.
+        """
+        waiting, cancelled = deque(tasks), list[Task]()
+        while waiting:
+            count = min(self.journaling.cancellations_max(), CANCEL_TASKS, len(waiting))
+            if not count:
+                raise JournalFullError(
+                    f"{len(cancelled)} tasks were cancelled, {len(waiting)} were not and go on: the disk is full. "
+                    "Free space on it, and cancel once more"
+                )
+            part = [task for _ in range(count) if (task := waiting.popleft()).outcome is None and task.task_id]
+            self.handle(ev.Cancel(part, reason, withdrawn))
+            cancelled += part
+            await asyncio.sleep(0)  # the scheduler goes on meanwhile
+            if not self.journaling.writable:  # the room of this part is known only when it is written
+                await self.withdrawn(part, DURABLE_S)
+        return cancelled
 
     async def withdrawn(self, tasks: Sequence[Task], timeout_s: float) -> bool:
         """Waits until the cancellations of these tasks are on the disk; False: they are not by then."""
@@ -347,73 +364,6 @@ class Driver:
             body = wire_large.outcome_at(body, tail)
         outbox.room_for(len(body)).add_outcome(body)
 
-    def _dispatch(self, command: ev.Dispatch) -> None:
-        outbox = self._sessions.get(command.session)
-        if outbox is None:
-            return
-        part: list[Lease] = []
-        part_bytes = 0
-        spec = command.leases[0].task.spec
-        for lease in command.leases:
-            task = lease.task
-            if task.spec is not spec or part_bytes > FRAME_BYTES:
-                # What goes before is not all of this frame's leases: only the last part may carry its number.
-                self._put_leases(command.session, outbox, part, part_bytes, command.frame - 1)
-                part, part_bytes, spec = [], 0, task.spec
-            part.append(lease)
-            part_bytes += len(task.payload) + LEASE_BYTES
-        self._put_leases(command.session, outbox, part, part_bytes, command.frame)
-
-    def _put_leases(self, session: int, outbox: SessionOutbox, leases: list[Lease], size: int, number: int) -> None:
-        read: dict[int, bytes] | None = None
-        if wire_large.is_large(size):
-            leases, read, lost = wire_large.readable(leases, outbox.peer)
-            if lost:
-                self._loop.call_soon(self.handle, ev.Reports(session, failures=lost))
-        frame = outbox.room_for(size, len(leases))
-        frame.frame = number
-        if leases:
-            wire.fill_leases(frame.lease_batches.add(), self.specs, self.proofs, leases, read)
-
-    def _welcome(self, command: ev.Welcome) -> None:
-        outbox = self._sessions.get(command.session)
-        if outbox is not None:
-            outbox.room_for(64).welcome.adopted_lease_ids.extend(command.adopted)
-
-    def _revoke(self, command: ev.Revoke) -> None:
-        outbox = self._sessions.get(command.session)
-        if outbox is not None:
-            for lease_id in command.lease_ids:
-                outbox.room_for(64).revocations.add(lease_id=lease_id, reason=command.reason)
-
-    def _recall(self, command: ev.Recall) -> None:
-        outbox = self._sessions.get(command.session)
-        if outbox is not None:
-            outbox.room_for(10 * len(command.lease_ids)).recalled_lease_ids.extend(command.lease_ids)
-
-    def _desire(self, command: ev.Desire) -> None:
-        outbox = self._sessions.get(command.session)
-        if outbox is None:
-            return
-        desired = outbox.room_for(64).desired
-        desired.Clear()
-        if command.draining:
-            desired.mode = worker_service_pb2.WORKER_MODE_DRAINING
-            if command.drain_deadline_s is not None:
-                wire.set_time(desired.drain_deadline, command.drain_deadline_s)
-        else:
-            desired.mode = worker_service_pb2.WORKER_MODE_ACTIVE
-        worker = self.core.fleet.sessions.get(command.session)
-        desired.check = worker.checks_asked if worker is not None else 0
-        if worker is not None:
-            wire_models.fill_desired(desired, worker)
-
-    def _end_session(self, command: ev.EndSession) -> None:
-        outbox = self._sessions.get(command.session)
-        if outbox is not None:
-            self.end_reasons[command.session] = command.reason
-            outbox.abort("ABORTED" if command.taken_over else "UNAVAILABLE", command.reason)
-
     def _forward(self, command: ev.Forward) -> None:
         task = command.task
         for stream in task.streams:
@@ -440,21 +390,3 @@ class Driver:
 
     def _worker_changed(self, command: ev.WorkerChanged) -> None:
         self.on_worker_changed(command)
-
-    # --- workers -----------------------------------------------------------------------------------------------------
-
-    def open_session(self, session: int) -> SessionOutbox:
-        outbox = SessionOutbox(worker_service_pb2.SessionResponse, wire_large.Peer(self.journal.payloads))
-        self._sessions[session] = outbox
-        return outbox
-
-    def reload_handlers(self, session: int) -> None:
-        """Has a worker read its handlers again. Should the session break on the way, nothing happens."""
-        outbox = self._sessions.get(session)
-        if outbox is not None:
-            outbox.room_for(8).reload_handlers = True
-
-    def close_session(self, session: int) -> None:
-        self._sessions.pop(session, None)
-        self.handle(ev.SessionClosed(session))
-        self.end_reasons.pop(session, None)

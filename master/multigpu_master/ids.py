@@ -1,9 +1,9 @@
 """Which ids a master gives out, and how what it gave out is known again.
 
 An id of a task or a lease has 29 bits of epoch above 24 bits of counter, and so is below 2**53, where JavaScript's
-numbers end. An epoch is on the disk before its first id is used. It is taken from the wall clock, so that also a master
-on an empty or an older copy of the journal gives out no id again, unless it starts within the second in which the one
-before it did; and it is above the journal's last one, whatever the clock says.
+numbers end. An epoch is on the disk before its first id is used. It is the second of the wall clock, and the counter
+begins at the fraction of that second, so that a master on an empty journal or on an older copy repeats no id, even if
+it starts in the same second as its predecessor. An epoch is above the journal's last one, whatever the clock says.
 
 Each start of a master is an incarnation with a random name, which the journal keeps. What a peer remembers (leases, a
 cursor) counts only if the journal knows the incarnation that gave it out, and to have come that far: else the journal
@@ -21,7 +21,7 @@ from itertools import pairwise
 from cryptography.hazmat.primitives.ciphers import Cipher, CipherContext, algorithms, modes
 
 from multigpu_master.core.model import EPOCH_IDS
-from multigpu_master.journal.protocol import JournalError
+from multigpu_master.journal.errors import JournalError
 
 EPOCHS_END = (1 << 53) // EPOCH_IDS
 # Epochs are seconds since 2025-01-01T00:00:00Z, and so last until January 2042.
@@ -42,8 +42,9 @@ class Incarnation:
     first_cursor: int
 
 
-def first_id(epoch: int) -> int:
-    return epoch * EPOCH_IDS
+def first_id(epoch: int, now_s: float = 0.0) -> int:
+    """The first id that a master gives out in an epoch that it begins at `now_s`. At least half of the ids are left."""
+    return epoch * EPOCH_IDS + int(now_s % 1.0 * (EPOCH_IDS // 2))
 
 
 def new_name() -> str:

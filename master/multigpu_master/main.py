@@ -43,7 +43,7 @@ JOURNAL_PATIENCE_S = 60.0
 def main(context: click.Context, /, config_file: str | None, **flags: Any) -> None:
     """The master daemon of multigpu: holds the durable queue and gives tasks to the workers.
 
-    Exit codes: 0 stopped by a signal, 1 failed while running, 2 a wrong setting, 3 rejected to start (the message says
+    Exit codes: 0 stopped by a signal, 1 failed while running, 2 a wrong setting, 3 did not start (the message says
     why), 4 a backup lacks what was lost before it.
     """
     try:

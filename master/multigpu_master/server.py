@@ -11,7 +11,7 @@ from grpc_reflection.v1alpha import reflection
 from multigpu.config.config import ConfigError, MasterConfig, TelemetryConfig
 from multigpu.v1 import admin_service_pb2, task_service_pb2, worker_service_pb2
 
-from multigpu_master import VERSION, ids, settings
+from multigpu_master import VERSION, settings
 from multigpu_master.clock import Clock, SavedSkew
 from multigpu_master.core import events as ev
 from multigpu_master.core.scheduler import Core, Limits
@@ -110,7 +110,7 @@ class Master:
             breaker_share=config.breaker_share,
             breaker_window_s=config.breaker_window_s,
         )
-        core = Core(strategies, limits, ids.first_id(recovered.epoch), random.random, strategy)
+        core = Core(strategies, limits, recovered.incarnations[-1].first_id, random.random, strategy)
         specs = SpecReader(config.result_ttl_max_s, self._clock.skew)
         driver = self.driver = Driver(
             core, self.journal, recovered, specs, self._clock.now, config.stream_bytes_max, self._die

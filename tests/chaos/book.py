@@ -4,11 +4,14 @@ from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any
 
+from tests.chaos.history import CLIENTS
+
 Record = dict[str, Any]
 EPHEMERAL = {"ephemeral", "lend"}
-# An outcome is delivered before it is on the disk, but not long before: a master whose death explains that another
-# one stayed, or none, died no further from the instant when the client noted it.
-UNSAFE_S = 10.0
+# An outcome is delivered before it is on disk. A death of the master explains that another outcome stayed, or none,
+# only if a client noted the outcome within this time of the death. Time in which the master was stopped, or cut off
+# from the clients, does not count.
+UNSAFE_S = 2.0
 
 
 class Book:
@@ -29,6 +32,10 @@ class Book:
             [r["at_s"] for r in self["kill"] if r["target"] == "master"]
             + [r["at_s"] for r in self["failpoint"] if r["room"] == "master"]
         )
+        self._standstills_s = _merged(
+            [(r["at_s"], r["at_s"] + r["duration_s"]) for r in self["pause"] if r["whom"] == "master"]
+            + [(r["at_s"], r["at_s"] + r["duration_s"]) for r in self["network"] if r["place"] == CLIENTS]
+        )
         # The outcomes that the watch gave, by task.
         self.watched: dict[int, Record] = {}
 
@@ -42,5 +49,22 @@ class Book:
         return any(since_s <= at_s <= until_s for at_s in self.master_deaths_s)
 
     def unsafe(self, at_s: float) -> bool:
-        """Whether a master died so soon that what it had said just then need not be on its disk."""
-        return self.master_died(at_s - UNSAFE_S, at_s + UNSAFE_S)
+        """Whether a master died so close to this instant that what it said then need not be on its disk."""
+        return any(self._running_s(at_s, death_s) <= UNSAFE_S for death_s in self.master_deaths_s)
+
+    def _running_s(self, one_s: float, other_s: float) -> float:
+        """The time between two instants, standstills left out."""
+        begin_s, end_s = min(one_s, other_s), max(one_s, other_s)
+        stood_s = sum(max(0.0, min(to_s, end_s) - max(from_s, begin_s)) for from_s, to_s in self._standstills_s)
+        return end_s - begin_s - stood_s
+
+
+def _merged(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The union of these spans of time, without overlaps."""
+    merged: list[tuple[float, float]] = []
+    for begin, end in sorted(spans):
+        if merged and begin <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
+        else:
+            merged.append((begin, end))
+    return merged

@@ -28,7 +28,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from tests.chaos import streams
-from tests.chaos.book import UNSAFE_S, Book, Record
+from tests.chaos.book import Book, Record
 
 
 @dataclass(slots=True)
@@ -105,7 +105,8 @@ def _acknowledged(book: Book) -> int:
             continue  # an outcome is delivered before it is on the disk, and a client that died may ask again
         first, first_s = ids.setdefault(request_id, (task_id, at_s))
         # An ephemeral one is another task to another master.
-        if first != task_id and (book.durable(request_id) or not book.master_died(first_s - UNSAFE_S, at_s)):
+        excused = not book.durable(request_id) and (book.unsafe(first_s) or book.master_died(first_s, at_s))
+        if first != task_id and not excused:
             book.broken.append(f"request {request_id} was acknowledged as task {first} and then as {task_id}")
     for request_id, (task_id, _) in ids.items():
         if request_id not in book.digests:

@@ -15,9 +15,9 @@ from pathlib import Path
 
 from tests.chaos import failpoints
 from tests.chaos.failpoints import FAILPOINTS, Failpoint
-from tests.chaos.history import History
+from tests.chaos.history import CLIENTS, History
 from tests.chaos.network import HERE, Way
-from tests.chaos.processes import CLIENTS, ChaosFleet, ClientProcess
+from tests.chaos.processes import ChaosFleet, ClientProcess
 
 # How often each kind is chosen.
 KINDS = {
@@ -169,7 +169,8 @@ class Faults:
         assert network is not None, "kinds without a network have no network faults"
         place = self._random.choice([worker, worker, CLIENTS])
         how = self._random.choice(["delay", "loss", "cut up", "cut down", "cut", "reset"])
-        self._history.add("network", place=place, how=how)
+        duration_s = 0.0 if how == "reset" else self._random.uniform(*NETWORK_S)
+        self._history.add("network", place=place, how=how, duration_s=duration_s)
         if how == "reset":
             network.reset("master", place)
             return 1
@@ -179,12 +180,7 @@ class Faults:
             network.shape("master", place, way)
         if how != "cut down":
             network.shape(place, "master", way)
-        self._shaped.append(
-            (
-                time.monotonic() + self._random.uniform(*NETWORK_S),
-                lambda: network.shape_both("master", place, None),
-            )
-        )
+        self._shaped.append((time.monotonic() + duration_s, lambda: network.shape_both("master", place, None)))
         return 1
 
     # --- mending -----------------------------------------------------------------------------------------------------

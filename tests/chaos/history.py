@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 Record = dict[str, Any]
+CLIENTS = "clients"  # the place of all clients in the network
 
 
 class History:

@@ -7,14 +7,13 @@ from typing import Any
 
 from tests.chaos.client import durable_names, names_of
 from tests.chaos.failpoints import ON_PURPOSE
-from tests.chaos.history import History, records_of
+from tests.chaos.history import CLIENTS, History, records_of
 from tests.chaos.network import Network
 from tests.fleet import QUICK, Daemon, Fleet
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 HANDLERS = Path(__file__).resolve().parent / "handlers"
 PORT = 50051
-CLIENTS = "clients"  # the place of all clients
 
 
 class ChaosFleet(Fleet):

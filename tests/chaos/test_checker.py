@@ -166,8 +166,19 @@ def test_damage_is_found(damage: Callable[[Records], None], words: str) -> None:
 def test_another_execution_may_stay_only_if_the_master_was_killed_just_then() -> None:
     twin = {"what": "execution", "task_id": 2, "attempt": 1, "pid": 101, "parent_pid": 11, "digest": digest_of(2)}
     given_s = find(sound(), "outcome", by="map", task_id=2)["at_s"]
-    for kill_s, sound_now in ((given_s + 2.0, True), (given_s + 60.0, False)):
-        records = [*sound(), {"at_s": 97.0, **twin}, {"at_s": kill_s, "what": "kill", "target": "master", "pid": 1}]
+    pause = {"at_s": given_s, "what": "pause", "whom": "master", "pid": 1, "duration_s": 2.0}
+    cut = {"at_s": given_s, "what": "network", "place": "clients", "how": "cut", "duration_s": 1.5}
+    for after_s, standstills, sound_now in (
+        (2.0, [], True),
+        (3.0, [], False),
+        (3.0, [pause], True),
+        (3.5, [pause, cut], True),
+        (4.5, [pause, cut], False),
+        (3.0, [pause | {"whom": "agent"}], False),
+        (3.0, [cut | {"place": "w1"}], False),
+    ):
+        kill = {"at_s": given_s + after_s, "what": "kill", "target": "master", "pid": 1}
+        records = [*sound(), *standstills, {"at_s": 97.0, **twin}, kill]
         for by in ("watch", "replay"):
             find(records, "outcome", by=by, task_id=2).update(result=result_of(2, pid=101), worker_id="w1")
         find(records, "got", task_id=2).update(result=result_of(2, pid=101))
@@ -179,7 +190,7 @@ def test_an_outcome_is_on_the_disk_a_moment_after_it_was_given() -> None:
     for by_its_outcome, kill_s, sound_now in ((True, 2.0, True), (True, 60.0, False), (False, 2.0, False)):
         records = sound()
         first = find(records, "ack", by="run")
-        gone = {**first, "task_id": 77, "at_s": first["at_s"] - 0.5, "settled": by_its_outcome}
+        gone = {**first, "task_id": 77, "settled": by_its_outcome}
         death = {"at_s": first["at_s"] + kill_s, "what": "kill", "target": "master", "pid": 1}
         broken = check([*records[: records.index(first)], gone, *records[records.index(first) :], death]).broken
         assert (not broken) is sound_now, broken

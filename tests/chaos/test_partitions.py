@@ -9,8 +9,8 @@ import pytest
 from multigpu.v1.admin_service_pb2 import WORKER_STATE_ACTIVE
 
 from tests.chaos.checker import check
+from tests.chaos.history import CLIENTS
 from tests.chaos.network import Way
-from tests.chaos.processes import CLIENTS
 from tests.chaos.report import report
 from tests.chaos.rounds import Chaos
 from tests.fleet import until

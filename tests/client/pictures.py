@@ -77,7 +77,7 @@ def main() -> None:
     pictures["top-help"] = drawn(view, 80, 24)
     for count, width in ((8, 80), (8, 120), (64, 120)):
         console = Console(file=io.StringIO(), record=True, width=width, force_terminal=True)
-        console.print(gpus.as_text(gpus.lines(large_fleet(count), width)))
+        console.print("\n".join(gpus.lines(large_fleet(count), width)), markup=False)
         pictures[f"gpus-{count}-{width}"] = console
     for name, console in pictures.items():
         svg = console.export_svg(title=name)

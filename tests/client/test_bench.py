@@ -15,32 +15,33 @@ import pytest
 from click.testing import CliRunner
 from multigpu._kinds.inference import tensor_of
 from multigpu.cli import cli
-from multigpu.cli.bench.baseline import Plain, PlainError, Way
-from multigpu.cli.bench.rows import TABLE, Latency, Row, agreement, mean_cosine, percentile, spearman, table_row, to_csv
+from multigpu.cli.bench.baseline import Baseline, BaselineError, Variant
+from multigpu.cli.bench.rows import COLUMNS, Row, agreement, latency_fields, mean_cosine, spearman, to_csv
 from multigpu.cli.bench.run import Grid
 from multigpu.cli.bench.sentences import sentences
-from multigpu.cli.bench.source import Arrays, Texts, read_pairs
+from multigpu.cli.bench.source import Arrays, Texts, read_pairs, read_texts
 from multigpu.cli.failures import Failure
 from multigpu.v1 import embed_pb2, infer_pb2
 
 from .fleet_up import MGPUCTL, Up, ok
 
 MODEL = "all-MiniLM-L6-v2"
-WAY = Way(model=MODEL, kind="embed", engine="torch", precision="fp32", content_type="")
+VARIANT = Variant(model=MODEL, kind="embed", engine="torch", precision="fp32", content_type="")
 LATENCIES = ("min_latency_ms", "p50_latency_ms", "p95_latency_ms", "p99_latency_ms", "max_latency_ms")
 
 
 def test_a_percentile_is_a_value_that_was_measured() -> None:
-    values = [float(n) for n in range(100, 0, -1)]
-    assert [percentile(values, p) for p in (0, 1, 50, 95, 99, 99.5, 100)] == [1, 1, 50, 95, 99, 100, 100]
-    assert [percentile([15, 20, 35, 40, 50], p) for p in (5, 30, 40, 50, 100)] == [15, 20, 20, 35, 50]
-    assert percentile([7.0], 99) == 7
-
-
-def test_percentiles_are_those_of_another_library() -> None:
-    values = np.random.default_rng(5).exponential(size=997)
-    for p in (1, 50, 95, 99, 100):
-        assert percentile(values.tolist(), p) == np.percentile(values, p, method="inverted_cdf")
+    ms = latency_fields([n / 1000 for n in (50, 15, 40, 20, 35)])
+    assert {name: round(value, 6) for name, value in ms.items()} == {
+        "min_latency_ms": 15,
+        "mean_latency_ms": 32,
+        "p50_latency_ms": 35,
+        "p95_latency_ms": 50,
+        "p99_latency_ms": 50,
+        "max_latency_ms": 50,
+    }
+    hundred = latency_fields([n / 1000 for n in range(100, 0, -1)])
+    assert [round(hundred[f"p{p}_latency_ms"], 6) for p in (50, 95, 99)] == [50, 95, 99]
 
 
 def test_spearman_is_that_of_scipy_with_equal_values_too() -> None:
@@ -57,14 +58,15 @@ def test_cosine_is_of_each_row_with_its_counterpart() -> None:
 
 
 def test_a_row_has_its_place_in_every_form() -> None:
-    latency = Latency.of([0.004, 0.001, 0.002])
-    assert (latency.min_ms, latency.p50_ms, latency.max_ms) == (1, 2, 4)
     of: dict[str, Any] = {"kind": "embed", "model": "m", "engine": "torch", "precision": "fp32", "batch_size": 1}
     of |= {"concurrency": 2}
-    rows = [Row(**of, latency=latency, items_per_s=1234.5), Row(**of, error="it is too large")]
-    cells = [dict(zip(TABLE, table_row(row), strict=True)) for row in rows]
+    rows = [
+        Row(**of, **latency_fields([0.004, 0.001, 0.002]), items_per_s=1234.5),  # type: ignore[arg-type]  # floats
+        Row(**of, error="it is too large"),
+    ]
+    cells = [{column.name: column.cell(row) for column in COLUMNS} for row in rows]
     assert (cells[0]["ITEMS/S"], cells[0]["P50"], cells[0]["J/ITEM"]) == ("1,234", "2.0", "n/a")
-    assert cells[1]["ITEMS/S"] == "failed"
+    assert (cells[1]["ITEMS/S"], {cells[1][column.name] for column in COLUMNS[6:]}) == ("failed", {""})
     read = list(csv.DictReader(to_csv(rows).decode().splitlines()))
     assert [row["p50_latency_ms"] for row in read] == ["2.0", ""]
     assert [row["error"] for row in read] == ["", "it is too large"]
@@ -72,7 +74,7 @@ def test_a_row_has_its_place_in_every_form() -> None:
 
 def test_each_round_has_texts_of_its_own_and_batches_as_large_as_asked() -> None:
     assert len(set(sentences(300))) == 300
-    source = Texts.of(None, 200)
+    source = Texts(read_texts(None, 200))
     first, second = source.portion(100, 32), source.portion(100, 1)
     assert first.sizes == [32, 32, 32, 4]
     seen = [
@@ -140,11 +142,11 @@ def test_pairs_are_read_and_wrong_ones_are_told_by_their_line(tmp_path: Path) ->
         read_pairs(str(file))
 
 
-def test_a_plain_loop_that_dies_says_so() -> None:
-    with Plain(device="cpu", threads=1, models=[], handlers=[]) as plain:
-        plain.kill()
-        with pytest.raises(PlainError, match="ended"):
-            plain.load(WAY, [b""])
+def test_a_baseline_that_dies_says_so() -> None:
+    with Baseline(device="cpu", threads=1, models=[], handlers=[]) as baseline:
+        baseline.kill()
+        with pytest.raises(BaselineError, match="ended"):
+            baseline.load(VARIANT, [b""])
 
 
 @pytest.fixture(scope="module")
@@ -199,7 +201,7 @@ def test_a_short_bench_of_a_real_fleet(address: str, tmp_path: Path) -> None:
     assert struct.unpack(">II", head[16:]) == (1320, 600)
 
 
-def test_a_table_for_people_without_a_plain_loop(address: str) -> None:
+def test_a_table_for_people_without_a_baseline(address: str) -> None:
     flags = ["--no-plain", "--batch-size", "8", "--concurrency", "2", "--items", "16", "--rounds", "1"]
     heading, row = ok(address, "bench", MODEL, *flags).splitlines()
     assert heading.split()[:6] == ["MODEL", "ENGINE", "PRECISION", "BATCH", "CALLERS", "ITEMS/S"]

@@ -88,12 +88,12 @@ def test_a_classifier_has_the_share_of_equal_classes(address: str, folder: Path)
     assert row["cosine"] == pytest.approx(1)
 
 
-def test_a_row_says_why_it_has_no_plain_loop(address: str, folder: Path) -> None:
+def test_a_row_says_why_it_has_no_baseline(address: str, folder: Path) -> None:
     elsewhere = ("--serve", f"other={folder / 'letters'}")
     files = ("--texts", str(folder / "lines.txt"), "--csv", "rows.csv")
     done = mgpuctl(address, "bench", "letters", *files, *SHORT, *elsewhere, cwd=folder)
     assert done.returncode == 0, done.stderr
-    assert done.stderr.count("no plain loop: ValueError: no model 'letters' is configured here: say where it lies") == 1
+    assert done.stderr.count("no baseline: ValueError: no model 'letters' is configured here: say where it lies") == 1
     with (folder / "rows.csv").open() as file:
         (row,) = csv.DictReader(file)
     assert "--serve letters=FOLDER" in row["plain_error"]
@@ -110,9 +110,9 @@ def test_a_row_says_why_it_has_no_plain_loop(address: str, folder: Path) -> None
         (
             ["letters", "--input", "x=[1]"],
             2,
-            "--input is nothing for the kind classify, which takes --texts, --pictures",
+            "the kind classify takes no --input, but --texts, --pictures",
         ),
-        (["--kind", "my.double"], 2, "say what my.double is to be sent"),
+        (["--kind", "my.double"], 2, "my.double needs an input"),
         (["--kind", "my.double", "--payload", "1", "--engine", "torch"], 2, "neither engines nor precisions"),
         (["letters", "--kind", "my.double", "--payload", "1"], 2, "nor does it need one"),
         (["--kind", "nothing", "--payload", "1"], 1, "no connected worker serves nothing; they serve: classify"),

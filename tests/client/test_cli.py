@@ -13,7 +13,7 @@ from typing import Any
 import click
 import pytest
 from click.testing import CliRunner
-from multigpu.cli import COMMANDS, cli, progress, show
+from multigpu.cli import COMMANDS, cli, messages, progress, show, text
 from multigpu.cli.commands import Command, Group
 from multigpu.v1 import task_pb2
 
@@ -122,9 +122,9 @@ def test_config_show_tells_where_each_value_comes_from(tmp_path: Path) -> None:
     assert settings["worker"]["slots"] == {"value": 4, "source": str(file)}
     assert settings["master"]["listen"] == {"value": "127.0.0.1:9", "source": "MGPU_MASTER_LISTEN"}
     assert settings["client"]["window_tasks"]["source"] == "default"
-    text = CliRunner().invoke(cli, ["config", "show", "worker"], env=env).output
-    assert "[worker]" in text
-    assert "[master]" not in text
+    printed = CliRunner().invoke(cli, ["config", "show", "worker"], env=env).output
+    assert "[worker]" in printed
+    assert "[master]" not in printed
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
@@ -148,7 +148,7 @@ def test_a_reader_that_leaves_ends_it_quietly() -> None:
 
 
 def test_units_for_people() -> None:
-    assert [show.size(n) for n in (0, 1023, 1024, 150 * 1024, 5 << 30, 3 << 42)] == [
+    assert [text.size(n) for n in (0, 1023, 1024, 150 * 1024, 5 << 30, 3 << 42)] == [
         "0 B",
         "1023 B",
         "1.0 KiB",
@@ -158,13 +158,13 @@ def test_units_for_people() -> None:
     ]
     spans = (-1, 62e-6, 0.0035, 0.25, 2.54, 42, 185, 7800, 97200)
     words = ["0 s", "62 µs", "3.5 ms", "250 ms", "2.5 s", "42 s", "3 min 5 s", "2 h 10 min", "1 d 3 h"]
-    assert [show.duration(span) for span in spans] == words
+    assert [text.duration(span) for span in spans] == words
 
 
 def test_partials_that_are_no_text_are_all_base64() -> None:
-    data = show.as_dict(task_pb2.Outcome(partials=[b"text", b"\xff"]))
+    data = messages.as_dict(task_pb2.Outcome(partials=[b"text", b"\xff"]))
     assert data["partials_base64"] == ["dGV4dA==", "/w=="]
-    assert show.as_dict(task_pb2.Outcome(partials=[b"text"]))["partials"] == ["text"]
+    assert messages.as_dict(task_pb2.Outcome(partials=[b"text"]))["partials"] == ["text"]
 
 
 def test_a_result_that_utf_8_or_json_cannot_hold_is_printed_all_the_same() -> None:
@@ -174,8 +174,8 @@ def test_a_result_that_utf_8_or_json_cannot_hold_is_printed_all_the_same() -> No
     }
     for result, (name, shown) in kinds.items():
         message = task_pb2.Outcome(result=result, content_type="application/json")
-        text = show.as_json(show.as_dict(message))
-        assert json.loads(text.encode())[name] == shown
+        printed = show.as_json(messages.as_dict(message))
+        assert json.loads(printed.encode())[name] == shown
 
 
 @pytest.mark.parametrize(

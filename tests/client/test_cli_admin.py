@@ -1,10 +1,7 @@
 """mgpuctl's questions and orders: what it sends, what it prints for people and for programs, how it exits."""
 
 import json
-import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,98 +9,32 @@ import grpc
 import pytest
 from click.testing import CliRunner, Result
 from google.protobuf.duration_pb2 import Duration
-from google.protobuf.timestamp_pb2 import Timestamp
 from multigpu.cli import cli, tables
+from multigpu.cli.fleet.workers import COLUMNS
 from multigpu.cli.security import authority
 from multigpu.v1 import admin_service_pb2 as admin
 from multigpu.v1 import task_pb2
 from multigpu.v1 import task_service_pb2 as service
-from multigpu.v1.admin_service_pb2_grpc import AdminServiceServicer, add_AdminServiceServicer_to_server
 from multigpu.v1.device_pb2 import Device, DeviceTelemetry
-from multigpu.v1.task_service_pb2_grpc import TaskServiceServicer, add_TaskServiceServicer_to_server
+
+from tests.client.fleet_samples import ago
+from tests.client.unary_master import RejectionError, UnaryMaster, unary_master
 
 Run = Callable[..., Result]
 
 
-class RejectionError(Exception):
-    """An answer that is an error."""
-
-    def __init__(self, code: grpc.StatusCode, details: str) -> None:
-        self.code = code
-        self.details = details
-
-
-class ScriptedMaster:
-    """A peer that answers AdminService and TaskService calls as it was told to, and records what it was asked.
-
-    It is no master: nothing is scheduled, nothing kept. `answers["ListWorkers"]` is a message, a RejectionError, or a
-    function of the request that gives one of them.
-    """
-
-    def __init__(self) -> None:
-        self.answers: dict[str, Any] = {}
-        self.requests: list[tuple[str, Any]] = []
-        self.address = ""
-
-    def asked(self, method: str) -> list[Any]:
-        return [request for name, request in self.requests if name == method]
-
-    def answer(self, method: str, request: Any, context: grpc.ServicerContext) -> Any:
-        self.requests.append((method, request))
-        answer = self.answers.get(method)
-        if callable(answer):
-            answer = answer(request)
-        if answer is None:
-            answer = RejectionError(grpc.StatusCode.UNIMPLEMENTED, f"the script has no answer to {method}")
-        if isinstance(answer, RejectionError):
-            context.abort(answer.code, answer.details)
-        return answer
-
-
-def _servicer(script: ScriptedMaster, base: type, module: Any, service: str) -> Any:
-    def method(name: str) -> Any:
-        return lambda _, request, context: script.answer(name, request, context)
-
-    unary = [m.name for m in module.DESCRIPTOR.services_by_name[service].methods if not m.server_streaming]
-    return type(f"Scripted{service}", (base,), {name: method(name) for name in unary})()
-
-
-@contextmanager
-def scripted_master() -> Iterator[ScriptedMaster]:
-    script = ScriptedMaster()
-    server = grpc.server(ThreadPoolExecutor(2))
-    admin_servicer = _servicer(script, AdminServiceServicer, admin, "AdminService")
-    add: Any = add_AdminServiceServicer_to_server
-    add(admin_servicer, server)
-    task_servicer = _servicer(script, TaskServiceServicer, service, "TaskService")
-    add = add_TaskServiceServicer_to_server
-    add(task_servicer, server)
-    script.address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
-    server.start()
-    try:
-        yield script
-    finally:
-        server.stop(None).wait()
-
-
 @pytest.fixture
-def master() -> Iterator[ScriptedMaster]:
-    with scripted_master() as script:
+def master() -> Iterator[UnaryMaster]:
+    with unary_master() as script:
         yield script
 
 
 @pytest.fixture
-def run(master: ScriptedMaster) -> Run:
+def run(master: UnaryMaster) -> Run:
     def run(*args: str, **kwargs: Any) -> Result:
         return CliRunner().invoke(cli, args, env={"MGPU_MASTER": master.address}, **kwargs)
 
     return run
-
-
-def ago(seconds: float) -> Timestamp:
-    stamp = Timestamp()
-    stamp.FromNanoseconds(time.time_ns() - int(seconds * 1e9))
-    return stamp
 
 
 def worker(worker_id: str, **fields: Any) -> admin.Worker:
@@ -119,11 +50,11 @@ def worker(worker_id: str, **fields: Any) -> admin.Worker:
     return admin.Worker(worker_id=worker_id, **defaults | fields)
 
 
-def knows(master: ScriptedMaster, *workers: admin.Worker) -> None:
+def knows(master: UnaryMaster, *workers: admin.Worker) -> None:
     master.answers["ListWorkers"] = admin.ListWorkersResponse(workers=workers)
 
 
-def test_workers_table(master: ScriptedMaster, run: Run) -> None:
+def test_workers_table(master: UnaryMaster, run: Run) -> None:
     lost = worker("box-cpu-1", state=admin.WORKER_STATE_LOST, telemetry=None, device=Device(name="cpu"))
     knows(master, worker("box-GPU-a"), worker("box-GPU-b", cordoned=True), lost)
     result = run("workers")
@@ -136,28 +67,22 @@ def test_workers_table(master: ScriptedMaster, run: Run) -> None:
 
 
 def test_workers_fit_eighty_columns_with_ids_whole() -> None:
-    from multigpu.cli.fleet.workers import WORKER_COLUMNS, worker_row
-
     worker_id = "rack7-box12-GPU-8f3b1c1e-7a0f-4a39-9d6f-0d6b1c2a3e4f"
-    lines = tables.render_table(
-        WORKER_COLUMNS, [worker_row(worker(worker_id))], right=("LEASES", "DONE", "FAILED"), width=80
-    )
+    lines = tables.rendered(tables.grid(tables.fit([worker(worker_id)], COLUMNS, None)), 80)
     assert all(len(line) <= 80 for line in lines)
     assert "".join(line[: lines[0].index("STATE")].strip() for line in lines[1:]) == worker_id
     assert "1,234,567" in lines[1]
 
 
 def test_workers_fit_forty_columns_with_state_and_id() -> None:
-    from multigpu.cli.fleet.workers import WORKER_COLUMNS, WORKER_OPTIONAL, worker_row
-
-    columns, rows = tables.fit(WORKER_COLUMNS, [worker_row(worker("rack7-box12-GPU-8f3b1c1e"))], WORKER_OPTIONAL, 40)
-    assert columns[:2] == ["WORKER", "STATE"]
-    lines = tables.render_table(columns, rows, width=40)
+    cells = tables.fit([worker("rack7-box12-GPU-8f3b1c1e")], COLUMNS, 40)
+    assert [column.name for column in cells][:2] == ["WORKER", "STATE"]
+    lines = tables.rendered(tables.grid(cells), 40)
     assert all(len(line) <= 40 for line in lines)
     assert "active" in lines[1]
 
 
-def test_workers_json_keeps_numbers_and_leaves_out_what_is_unknown(master: ScriptedMaster, run: Run) -> None:
+def test_workers_json_keeps_numbers_and_leaves_out_what_is_unknown(master: UnaryMaster, run: Run) -> None:
     knows(master, worker("box-GPU-a", labels={"zone": "b"}))
     (only,) = json.loads(run("workers", "--json").output)
     assert only["state"] == "ACTIVE"
@@ -169,14 +94,14 @@ def test_workers_json_keeps_numbers_and_leaves_out_what_is_unknown(master: Scrip
     assert only["last_heartbeat_time"].endswith("Z")
 
 
-def test_no_workers_is_said_on_stderr(master: ScriptedMaster, run: Run) -> None:
+def test_no_workers_is_said_on_stderr(master: UnaryMaster, run: Run) -> None:
     knows(master)
     result = run("workers")
     assert (result.exit_code, result.stdout) == (0, "")
     assert "mgpuctl up" in result.stderr
 
 
-def test_pages_are_followed(master: ScriptedMaster, run: Run) -> None:
+def test_pages_are_followed(master: UnaryMaster, run: Run) -> None:
     def page(request: admin.ListWorkersRequest) -> admin.ListWorkersResponse:
         number = int(request.page_token or 0)
         token = str(number + 1) if number < 2 else ""
@@ -186,7 +111,7 @@ def test_pages_are_followed(master: ScriptedMaster, run: Run) -> None:
     assert [w["worker_id"] for w in json.loads(run("workers", "--json").output)] == ["w0", "w1", "w2"]
 
 
-def test_status(master: ScriptedMaster, run: Run) -> None:
+def test_status(master: UnaryMaster, run: Run) -> None:
     knows(master, worker("a"), worker("b"), worker("c", state=admin.WORKER_STATE_LOST))
     stats = admin.GetStatsResponse(
         version="0.1.0",
@@ -212,9 +137,7 @@ def test_status(master: ScriptedMaster, run: Run) -> None:
 @pytest.mark.parametrize(
     ("command", "method"), [("cordon", "CordonWorker"), ("uncordon", "UncordonWorker"), ("drain", "DrainWorker")]
 )
-def test_workers_are_named_by_the_beginning_of_an_id(
-    master: ScriptedMaster, run: Run, command: str, method: str
-) -> None:
+def test_workers_are_named_by_the_beginning_of_an_id(master: UnaryMaster, run: Run, command: str, method: str) -> None:
     knows(master, worker("box-1"), worker("box-10"), worker("rack-1"))
     response = {"cordon": admin.CordonWorkerResponse, "uncordon": admin.UncordonWorkerResponse}
     answer: Any = response.get(command, admin.DrainWorkerResponse)
@@ -232,7 +155,7 @@ def test_workers_are_named_by_the_beginning_of_an_id(
     assert len(master.asked(method)) == 2
 
 
-def test_drain_waits_for_the_leases(master: ScriptedMaster, run: Run) -> None:
+def test_drain_waits_for_the_leases(master: UnaryMaster, run: Run) -> None:
     left = iter([2, 1, 0])
 
     def listed(_: admin.ListWorkersRequest) -> admin.ListWorkersResponse:
@@ -247,7 +170,7 @@ def test_drain_waits_for_the_leases(master: ScriptedMaster, run: Run) -> None:
     assert request.timeout == Duration(seconds=1, nanos=500_000_000)
 
 
-def test_strategy(master: ScriptedMaster, run: Run) -> None:
+def test_strategy(master: UnaryMaster, run: Run) -> None:
     infos = [
         admin.StrategyInfo(name="auto", summary="Earliest expected finish."),
         admin.StrategyInfo(name="memory_usage", summary="Most free memory.", aliases=["memory"]),
@@ -264,7 +187,7 @@ def test_strategy(master: ScriptedMaster, run: Run) -> None:
         assert run("strategy", "set", *wrong).exit_code == 2
 
 
-def test_unknown_strategy_gets_the_masters_words(master: ScriptedMaster, run: Run) -> None:
+def test_unknown_strategy_gets_the_masters_words(master: UnaryMaster, run: Run) -> None:
     message = "no strategy 'fast'; there are auto, round_robin"
     master.answers["SetStrategy"] = RejectionError(grpc.StatusCode.INVALID_ARGUMENT, message)
     result = run("strategy", "set", "fast")
@@ -274,7 +197,7 @@ def test_unknown_strategy_gets_the_masters_words(master: ScriptedMaster, run: Ru
 NIGHT_ROW = ["night", "open", "3", "2.0", "KiB", "1", "min", "30", "s", "0", "10", "tasks,", "1.0", "GiB", "fleet's"]
 
 
-def test_queues(master: ScriptedMaster, run: Run) -> None:
+def test_queues(master: UnaryMaster, run: Run) -> None:
     night = admin.Queue(
         queue="night",
         queued=3,
@@ -311,7 +234,7 @@ def failed_task(task_id: int) -> task_pb2.Task:
     return task_pb2.Task(task_id=task_id, spec=spec, state=state, outcome=outcome, attempts=3, submit_time=ago(7200))
 
 
-def test_dead_letters(master: ScriptedMaster, run: Run) -> None:
+def test_dead_letters(master: UnaryMaster, run: Run) -> None:
     master.answers["ListDeadLetters"] = admin.ListDeadLettersResponse(tasks=[failed_task(17)])
     master.answers["RequeueDeadLetters"] = admin.RequeueDeadLettersResponse(task_ids=[40], unknown_task_ids=[18])
     master.answers["DeleteDeadLetters"] = admin.DeleteDeadLettersResponse(deleted=2)
@@ -346,7 +269,7 @@ def test_dead_letters(master: ScriptedMaster, run: Run) -> None:
         assert run("dead-letters", command, "17", "--queue", "night").exit_code == 2
 
 
-def test_tasks_list_filters_and_stops_at_its_limit(master: ScriptedMaster, run: Run) -> None:
+def test_tasks_list_filters_and_stops_at_its_limit(master: UnaryMaster, run: Run) -> None:
     queued = task_pb2.Task(task_id=5, spec=task_pb2.TaskSpec(kind="echo"), state=task_pb2.TASK_STATE_QUEUED)
     master.answers["List"] = lambda request: service.ListResponse(
         tasks=[failed_task(6), queued], next_page_token="more"
@@ -365,7 +288,7 @@ def test_tasks_list_filters_and_stops_at_its_limit(master: ScriptedMaster, run: 
     assert asked.kind == "echo"
 
 
-def test_tasks_get_shows_the_result(master: ScriptedMaster, run: Run, tmp_path: Any) -> None:
+def test_tasks_get_shows_the_result(master: UnaryMaster, run: Run, tmp_path: Any) -> None:
     outcome = task_pb2.Outcome(
         task_id=17, state=task_pb2.OUTCOME_STATE_SUCCEEDED, result=b'{"a": [1]}', content_type="application/json"
     )
@@ -388,7 +311,7 @@ def test_tasks_get_shows_the_result(master: ScriptedMaster, run: Run, tmp_path: 
     assert run("tasks", "get", "17", "-o", "-").stdout_bytes == b"\xff\x00"
 
 
-def test_tasks_get_of_a_failed_task_tells_the_error(master: ScriptedMaster, run: Run) -> None:
+def test_tasks_get_of_a_failed_task_tells_the_error(master: UnaryMaster, run: Run) -> None:
     master.answers["Get"] = service.GetResponse(task=failed_task(17))
     text = run("tasks", "get", "17").output
     assert "State      DEAD_LETTERED" in text
@@ -398,13 +321,13 @@ def test_tasks_get_of_a_failed_task_tells_the_error(master: ScriptedMaster, run:
     assert "DEAD_LETTERED" in rejected.stderr
 
 
-def test_not_found_is_exit_code_4(master: ScriptedMaster, run: Run) -> None:
+def test_not_found_is_exit_code_4(master: UnaryMaster, run: Run) -> None:
     master.answers["Get"] = RejectionError(grpc.StatusCode.NOT_FOUND, "no task 99")
     result = run("tasks", "get", "99")
     assert (result.exit_code, result.stderr) == (4, "mgpuctl: no task 99\n")
 
 
-def test_tasks_cancel(master: ScriptedMaster, run: Run) -> None:
+def test_tasks_cancel(master: UnaryMaster, run: Run) -> None:
     master.answers["Cancel"] = service.CancelResponse(cancelled_task_ids=[1], settled_task_ids=[2], unknown=["3", "x"])
     result = run("tasks", "cancel", "1", "2", "3", "--request-id", "x", "--reason", "enough")
     assert result.exit_code == 4
@@ -413,7 +336,7 @@ def test_tasks_cancel(master: ScriptedMaster, run: Run) -> None:
     assert run("tasks", "cancel").exit_code == 2
 
 
-def test_tasks_explain(master: ScriptedMaster, run: Run) -> None:
+def test_tasks_explain(master: UnaryMaster, run: Run) -> None:
     candidates = [
         admin.Candidate(worker_id="w1", rank=1, score=0.25, score_meaning="expected finish in seconds"),
         admin.Candidate(worker_id="w2", excluded_by=["cordoned", "window full (64 of 64)"]),
@@ -429,14 +352,14 @@ def test_tasks_explain(master: ScriptedMaster, run: Run) -> None:
     assert lines[-1].split(maxsplit=3) == ["w2", "-", "-", "cordoned; window full (64 of 64)"]
 
 
-def test_tasks_explain_of_a_settled_task_asks_no_worker(master: ScriptedMaster, run: Run) -> None:
+def test_tasks_explain_of_a_settled_task_asks_no_worker(master: UnaryMaster, run: Run) -> None:
     master.answers["Explain"] = admin.ExplainResponse(summary="It SUCCEEDED.", task=failed_task(17), strategy="auto")
     result = run("tasks", "explain", "17")
     assert "It SUCCEEDED." in result.stdout
     assert "no workers" not in result.output
 
 
-def test_tasks_get_of_several_names_is_a_list(master: ScriptedMaster, run: Run) -> None:
+def test_tasks_get_of_several_names_is_a_list(master: UnaryMaster, run: Run) -> None:
     def answer(request: service.GetRequest) -> service.GetResponse:
         return service.GetResponse(task=task_pb2.Task(task_id=request.task_id or 99, request_id=request.request_id))
 
@@ -447,7 +370,7 @@ def test_tasks_get_of_several_names_is_a_list(master: ScriptedMaster, run: Run) 
     assert run("tasks", "get").exit_code == 2
 
 
-def test_what_the_journal_does_not_keep_of_a_settled_task_is_left_out(master: ScriptedMaster, run: Run) -> None:
+def test_what_the_journal_does_not_keep_of_a_settled_task_is_left_out(master: UnaryMaster, run: Run) -> None:
     task = task_pb2.Task(task_id=17, state=task_pb2.TASK_STATE_SETTLED, attempts=1)
     master.answers["Get"] = service.GetResponse(task=task)
     text = run("tasks", "get", "17").output
@@ -460,7 +383,7 @@ def test_what_the_journal_does_not_keep_of_a_settled_task_is_left_out(master: Sc
     assert "7 B" in text
 
 
-def test_line_breaks_in_names_do_not_break_a_table(master: ScriptedMaster, run: Run) -> None:
+def test_line_breaks_in_names_do_not_break_a_table(master: UnaryMaster, run: Run) -> None:
     spec = task_pb2.TaskSpec(kind="echo", queue="two\nlines")
     master.answers["List"] = service.ListResponse(tasks=[task_pb2.Task(task_id=17, spec=spec)])
     lines = run("tasks", "list").output.splitlines()
@@ -474,7 +397,7 @@ def test_a_server_that_is_no_master(run: Run) -> None:
     assert "no multigpu master" in result.stderr
 
 
-def test_tab_completes_worker_ids(master: ScriptedMaster, run: Run) -> None:
+def test_tab_completes_worker_ids(master: UnaryMaster, run: Run) -> None:
     knows(master, worker("box-1"), worker("rack-1"))
     words = {"_MGPUCTL_COMPLETE": "bash_complete", "COMP_WORDS": "mgpuctl drain ra", "COMP_CWORD": "2"}
     done = CliRunner().invoke(cli, [], env={"MGPU_MASTER": master.address, **words}, prog_name="mgpuctl")
@@ -483,7 +406,7 @@ def test_tab_completes_worker_ids(master: ScriptedMaster, run: Run) -> None:
     assert nobody.output.strip() == ""
 
 
-def test_a_token_is_never_written_over_a_file(master: ScriptedMaster, run: Run, tmp_path: Path) -> None:
+def test_a_token_is_never_written_over_a_file(master: UnaryMaster, run: Run, tmp_path: Path) -> None:
     file = tmp_path / "old.token"
     file.write_text("another token")
     done = run("tokens", "create", "a", "--role", "read", "-o", str(file))

@@ -16,8 +16,8 @@ from multigpu.v1 import admin_service_pb2 as admin
 from multigpu.v1 import device_pb2
 
 from tests.client.fleet_samples import SICK, cpu_worker, gpu_worker, large_fleet
-from tests.client.test_cli_admin import ScriptedMaster, scripted_master
 from tests.client.test_top import terminal
+from tests.client.unary_master import UnaryMaster, unary_master
 from tests.fakes.gpus import SimulatedGpus
 from tests.fleet import Fleet, until
 
@@ -25,14 +25,13 @@ MGPUCTL = (sys.executable, "-m", "multigpu.cli")
 
 
 @pytest.fixture
-def script() -> Iterator[ScriptedMaster]:
-    with scripted_master() as scripted:
+def script() -> Iterator[UnaryMaster]:
+    with unary_master() as scripted:
         yield scripted
 
 
 def table(workers: list[admin.Worker], width: int | None) -> list[str]:
-    lines = [text for text, _ in gpus.lines(workers, width)]
-    return lines[: len(workers) + 1]
+    return gpus.lines(workers, width)[: len(workers) + 1]
 
 
 @pytest.mark.parametrize("count", [1, 8, 64])
@@ -51,7 +50,7 @@ def test_the_table_fits(count: int, width: int) -> None:
 def test_wider_is_more() -> None:
     columns = [len(table(large_fleet(8), width)[0].split()) for width in (60, 80, 120, 160, 250)]
     assert columns == sorted(columns)
-    assert columns[-1] == len(device_columns.COLUMNS)
+    assert columns[-1] == len(device_columns.columns([]))
 
 
 def test_what_a_device_does_not_tell_is_not_zero() -> None:
@@ -86,24 +85,25 @@ def test_health_in_words(fields: dict[str, Any], words: str) -> None:
 
 
 def test_reasons_are_told_below() -> None:
-    lines = [text for text, _ in gpus.lines(large_fleet(16), 80)]
-    assert any("xid_79: the GPU has fallen off the bus; reboot the host" in line for line in lines)
-    assert any("cordoned: fan replaced at noon" in line for line in lines)
-    assert lines[-1].startswith("16 devices on 2 hosts: 13 healthy, 1 degraded, 1 sick, 1 lost; ")
+    lines = gpus.lines(large_fleet(16), 80)
+    text = " ".join(lines)
+    assert "xid_79: the GPU has fallen off the bus; reboot the host" in text
+    assert "cordoned: fan replaced at noon" in text
+    assert "16 devices on 2 hosts: 13 healthy, 1 degraded, 1 sick, 1 lost; " in text
 
 
-def test_the_command(script: ScriptedMaster) -> None:
+def test_the_command(script: UnaryMaster) -> None:
     script.answers["ListWorkers"] = admin.ListWorkersResponse(workers=large_fleet(8))
     result = CliRunner().invoke(cli, ["gpus"], env={"MGPU_MASTER": script.address})
     assert result.exit_code == 0
     # Into a pipe nothing is left out.
-    assert result.output.splitlines()[0].split() == [column.name for column in device_columns.COLUMNS]
+    assert result.output.splitlines()[0].split() == [column.name for column in device_columns.columns([])]
     script.answers["ListWorkers"] = admin.ListWorkersResponse()
     result = CliRunner().invoke(cli, ["gpus"], env={"MGPU_MASTER": script.address})
     assert "no worker has connected yet" in result.stderr
 
 
-def test_json_has_every_field(script: ScriptedMaster) -> None:
+def test_json_has_every_field(script: UnaryMaster) -> None:
     whole = gpu_worker(3, health=SICK, quarantined=True, cordon_reason="why")
     fill(whole.device)
     fill(whole.telemetry)
@@ -131,7 +131,7 @@ def fill(message: Any) -> None:
             setattr(message, field.name, "x" if field.cpp_type == field.CPPTYPE_STRING else 1)
 
 
-def test_watch_in_a_terminal_and_in_a_pipe(script: ScriptedMaster) -> None:
+def test_watch_in_a_terminal_and_in_a_pipe(script: UnaryMaster) -> None:
     script.answers["ListWorkers"] = admin.ListWorkersResponse(workers=large_fleet(64))
     command = (*MGPUCTL, "--master", script.address, "gpus", "--watch", "--interval", "0.1")
     with terminal(*command) as shown:

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 from collections.abc import Callable, Iterator
+from operator import itemgetter
 from typing import Any
 
 import pytest
@@ -132,14 +133,16 @@ def test_an_answer_that_can_not_be_written_is_an_error(
 
 
 def test_a_narrow_terminal_gets_fewer_columns_and_not_cut_ones() -> None:
-    columns, rows = ("NAME", "A", "B", "PLACE"), [("x" * 30, "1234", "-", "w0"), ("y", "5678", "", "w1")]
-    wide = tables.fit(columns, rows, ("A", "B"), 80)
-    assert wide == (["NAME", "A", "B", "PLACE"], [list(row) for row in rows])
-    # B tells nothing. The name is folded.
-    assert tables.fit(columns, rows, ("A", "B"), 28)[0] == ["NAME", "A", "PLACE"]
-    narrow = tables.fit(columns, rows, ("A", "B"), 24)
-    assert narrow == (["NAME", "PLACE"], [["x" * 30, "w0"], ["y", "w1"]])
+    names, rows = ("NAME", "A", "B", "PLACE"), [("x" * 30, "1234", "-", "w0"), ("y", "5678", "", "w1")]
+    columns = [tables.Column(name, itemgetter(n), rank=(0, 2, 1, 0)[n]) for n, name in enumerate(names)]
+
+    def names_at(width: int) -> list[str]:
+        return [column.name for column in tables.fit(rows, columns, width)]
+
+    assert names_at(28) == ["NAME", "A", "B", "PLACE"]
+    # B has no information, and goes before A. The name is folded.
+    assert names_at(27) == ["NAME", "A", "PLACE"]
     # The others stay, whatever the width.
-    assert tables.fit(columns, rows, ("A", "B"), 5) == narrow
-    drawn = tables.render_table(narrow[0], narrow[1], width=24)
+    assert names_at(22) == names_at(5) == ["NAME", "PLACE"]
+    drawn = tables.rendered(tables.grid(tables.fit(rows, columns, 22)), 22)
     assert [line.split()[-1] for line in drawn if "w" in line] == ["w0", "w1"]

@@ -34,7 +34,7 @@ from multigpu.v1 import admin_service_pb2 as admin
 from multigpu.v1.device_pb2 import DeviceTelemetry
 
 from tests.client.fleet_samples import DEGRADED, SICK, ago, cpu_worker, gpu_worker
-from tests.client.test_cli_admin import RejectionError, ScriptedMaster, scripted_master
+from tests.client.unary_master import RejectionError, UnaryMaster, unary_master
 from tests.fakes.gpus import SimulatedGpus
 from tests.fleet import Fleet
 
@@ -44,8 +44,8 @@ ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="only root may become somebo
 
 
 @pytest.fixture
-def script() -> Iterator[ScriptedMaster]:
-    with scripted_master() as scripted:
+def script() -> Iterator[UnaryMaster]:
+    with unary_master() as scripted:
         scripted.answers["GetStats"] = lambda _: stats()
         scripted.answers["ListWorkers"] = admin.ListWorkersResponse()
         yield scripted
@@ -377,7 +377,7 @@ def test_clock(skew: float, trip: float, verdict: str) -> None:
     assert one(doctor_fleet.judge_clock(skew, trip)).verdict.value == verdict
 
 
-def test_a_masters_clock_that_is_off(script: ScriptedMaster) -> None:
+def test_a_masters_clock_that_is_off(script: UnaryMaster) -> None:
     assert one(doctor_fleet.clock(place(script.address))).verdict is Verdict.OK
     script.answers["GetStats"] = lambda _: stats(server_time=ago(120))
     found = one(doctor_fleet.clock(place(script.address)))
@@ -387,12 +387,12 @@ def test_a_masters_clock_that_is_off(script: ScriptedMaster) -> None:
     assert one(doctor_fleet.clock(place(script.address))).verdict is Verdict.SKIP
 
 
-def knows(script: ScriptedMaster, *workers: admin.Worker) -> Place:
+def knows(script: UnaryMaster, *workers: admin.Worker) -> Place:
     script.answers["ListWorkers"] = admin.ListWorkersResponse(workers=workers)
     return place(script.address)
 
 
-def test_worker_clocks(script: ScriptedMaster) -> None:
+def test_worker_clocks(script: UnaryMaster) -> None:
     assert one(doctor_fleet.worker_clocks(knows(script, cpu_worker()))).verdict is Verdict.OK
     ahead = cpu_worker(telemetry=DeviceTelemetry(sample_time=ago(-30)))
     assert "ahead" in one(doctor_fleet.worker_clocks(knows(script, ahead))).message
@@ -400,14 +400,14 @@ def test_worker_clocks(script: ScriptedMaster) -> None:
     assert one(doctor_fleet.worker_clocks(knows(script, behind))).verdict is Verdict.WARN
 
 
-def test_fleet_versions(script: ScriptedMaster) -> None:
+def test_fleet_versions(script: UnaryMaster) -> None:
     assert one(doctor_fleet.fleet_versions(knows(script, cpu_worker()))).verdict is Verdict.OK
     found = one(doctor_fleet.fleet_versions(knows(script, cpu_worker(version="0.0.9"))))
     assert found.verdict is Verdict.WARN
     assert "box-cpu-0 0.0.9" in found.message
 
 
-def test_workers(script: ScriptedMaster) -> None:
+def test_workers(script: UnaryMaster) -> None:
     assert one(doctor_fleet.workers(knows(script, cpu_worker(), gpu_worker(1)))).verdict is Verdict.OK
     assert one(doctor_fleet.workers(knows(script))).verdict is Verdict.WARN
     found = doctor_fleet.workers(
@@ -425,7 +425,7 @@ def test_workers(script: ScriptedMaster) -> None:
     assert "by itself" not in found[0].remedy, "the reasons may ask for a person"
 
 
-def test_workers_of_one_device_take_no_more_than_it_has(script: ScriptedMaster) -> None:
+def test_workers_of_one_device_take_no_more_than_it_has(script: UnaryMaster) -> None:
     share = 141 << 30
     alone = gpu_worker(0, model_memory_bytes=share * 9 // 10)
     assert one(doctor_fleet.model_memory(knows(script, alone, gpu_worker(1)))).verdict is Verdict.OK
@@ -441,7 +441,7 @@ def test_workers_of_one_device_take_no_more_than_it_has(script: ScriptedMaster) 
     assert one(doctor_fleet.model_memory(knows(script, alone, gone))).verdict is Verdict.OK
 
 
-def test_journal_and_breaker(script: ScriptedMaster) -> None:
+def test_journal_and_breaker(script: UnaryMaster) -> None:
     assert one(doctor_fleet.journal(place(script.address))).verdict is Verdict.OK
     assert one(doctor_fleet.breaker(place(script.address))).verdict is Verdict.OK
     tripped = admin.Breaker(tripped=True, quarantines=3, quarantines_max=2)
@@ -461,7 +461,7 @@ def test_without_a_master() -> None:
     assert {f.verdict.value for f in found if f.check != "master"} == {"skip"}
 
 
-def test_a_master_that_lets_us_not_in(script: ScriptedMaster, tmp_path: Path) -> None:
+def test_a_master_that_lets_us_not_in(script: UnaryMaster, tmp_path: Path) -> None:
     script.answers["GetStats"] = RejectionError(grpc.StatusCode.UNAUTHENTICATED, "a token is needed")
     found = one(doctor_fleet.master(place(script.address)))
     assert found.verdict is Verdict.FAIL

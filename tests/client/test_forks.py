@@ -1,4 +1,4 @@
-"""Clients and fork: a child of a process that has used gRPC rejects to work, and ends cleanly."""
+"""Clients and fork: a child of a process that has used gRPC refuses to work, and ends cleanly."""
 
 import subprocess
 import sys

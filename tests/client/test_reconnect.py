@@ -71,6 +71,42 @@ async def test_a_call_made_while_the_master_is_away_waits_for_it() -> None:
         assert await asyncio.wait_for(submit, 30) > 0
 
 
+async def test_a_connected_master_that_has_not_answered_yet_is_waited_for() -> None:
+    """Its first answer takes longer than `connect_timeout_s`, and the stream breaks before."""
+    async with ScriptedMaster() as master, multigpu.AsyncClient(master.address, connect_timeout_s=0.3) as client:
+        master.gate.clear()
+        run = asyncio.create_task(client.run("echo", b"x"))
+        await until(lambda: master.inputs)
+        since = asyncio.get_running_loop().time()
+        await until(lambda: asyncio.get_running_loop().time() > since + 0.4)
+        await master.stop()
+        master.gate.set()
+        await master.start()
+        assert await asyncio.wait_for(run, 30) == b"x"
+
+
+async def test_one_attempt_to_connect_may_take_the_whole_connect_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind a proxy that accepts at once and takes its time to reach the master."""
+    monkeypatch.setattr("multigpu._transport.connection._ATTEMPT_S", 0.1)
+
+    async def forward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, delay_s: float) -> None:
+        await asyncio.sleep(delay_s)
+        while data := await reader.read(1 << 16):
+            writer.write(data)
+        writer.close()
+
+    async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        from_master, to_master = await asyncio.open_connection("127.0.0.1", master.port)
+        await asyncio.gather(forward(reader, to_master, 0), forward(from_master, writer, 1.6))
+
+    async with ScriptedMaster() as master:
+        proxy = await asyncio.start_server(accept, "127.0.0.1", 0)
+        address = f"127.0.0.1:{proxy.sockets[0].getsockname()[1]}"
+        async with multigpu.AsyncClient(address, connect_timeout_s=20) as client:
+            assert await client.run("echo", b"x") == b"x"
+        proxy.close()
+
+
 async def test_closing_flushes_cancellations_first() -> None:
     async with ScriptedMaster() as master:
         async with multigpu.AsyncClient(master.address) as client:

@@ -21,8 +21,8 @@ from typing import Any
 
 from multigpu_master.ids import first_id
 from multigpu_master.journal.protocol import Entry, JournalError, JournalFullError, SettleRecord, SubmitRecord
+from multigpu_master.journal.sqlite import connections
 from multigpu_master.journal.sqlite import journal as journal_sqlite
-from multigpu_master.journal.sqlite import schema as journal_schema
 from multigpu_master.journal.sqlite import segments as journal_segments
 from multigpu_master.journal.sqlite.journal import SqliteJournal
 from multigpu_master.journal.sqlite.segments import LARGE_BYTES
@@ -39,8 +39,8 @@ _LARGE_SHARE = 0.02
 def shrink() -> None:
     """Makes rare things common, in this process."""
     vars(journal_segments)["SEGMENT_BYTES"] = 1 << 20
-    vars(journal_schema)["WAL_PAGES"] = 24
-    vars(journal_schema)["WAL_KEEP_BYTES"] = 1 << 20
+    vars(connections)["WAL_PAGES"] = 24
+    vars(connections)["WAL_KEEP_BYTES"] = 1 << 20
     vars(journal_sqlite)["RETRY_S"] = 0.02
     vars(journal_sqlite)["SWEEP_AFTER_S"] = 0.05
     vars(journal_sqlite)["TICK_S"] = 0.02

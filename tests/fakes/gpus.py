@@ -70,10 +70,14 @@ class SimulatedGpus:
             raise ValueError(f"{self.path} is not a state file of this version of tests/fakes")
 
     def env(self) -> dict[str, str]:
-        """What a child process needs in its environment to see these GPUs. unittest.SkipTest: no C compiler."""
+        """The environment in which a child process sees these GPUs. Raises unittest.SkipTest without a C compiler.
+
+        A worker's artifacts go beside the state file: what it notes about a simulated GPU must not stay in ~/.cache.
+        """
         libraries = [str(layout.library().parent), os.environ.get("LD_LIBRARY_PATH", "")]
         return {
             VARIABLE: str(self.path),
+            "MGPU_WORKER_ARTIFACTS_DIR": f"{self.path}.artifacts",
             "LD_LIBRARY_PATH": os.pathsep.join(filter(None, libraries)),
             "PATH": os.pathsep.join([str(layout.HERE / "bin"), os.environ.get("PATH", os.defpath)]),
         }

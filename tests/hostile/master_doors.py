@@ -188,7 +188,7 @@ class House:
             "parked": len(core.classes.parked),
             "queued": sum(q.queued + q.leased + q.queued_bytes + q.leased_bytes for q in core.queues.values()),
             "streams": len(driver._streams),
-            "sessions": len(driver._sessions),
+            "sessions": len(driver.workers),
             "waiters": len(driver._waiters),
             "durable tasks": sum(t.spec.durable for t in core.tasks.values()),
         }
@@ -219,7 +219,7 @@ class House:
         hello = worker_service_pb2.Hello(worker_id="good", slots=1, window_tasks=4, window_bytes=1 << 20)
         hello.capabilities.add(kind="good.kind")
         session = 1 << 40
-        outbox = driver.open_session(session)
+        outbox = driver.workers.open(session)
         driver.handle(ev.Hello(session, wire.worker_info(hello), []))
         submit = task_service_pb2.SubmitRequest()
         submit.batches.add(spec=task_pb2.TaskSpec(kind="good.kind", queue="served")).inputs.add(payload=b"in")
@@ -229,7 +229,7 @@ class House:
             raise Crash(f"a task is not dispatched any more: {code} {details} {leased}")
         while not any(ids_in(worker_service_pb2.SessionResponse.FromString(_bytes_of(await outbox.next())))):
             await asyncio.sleep(0)
-        driver.close_session(session)
+        driver.workers.close(session)
         driver.handle(ev.Cancel(leased))
         await driver.journaling.all_durable()
         stored = driver.journal.get_outcome(leased[0].task_id)

@@ -36,8 +36,8 @@ from multigpu_master.strategies.registry import load_strategies
 from multigpu_master.wire import messages as wire
 from multigpu_master.wire import models as wire_models
 from multigpu_master.wire import specs as wire_specs
-from multigpu_worker.processes import ipc
-from multigpu_worker.processes.blobs import BlobMemory
+from multigpu_worker.processes.ipc import frames
+from multigpu_worker.processes.ipc.blobs import BlobMemory
 
 from tests.hostile.file_doors import OUTCOME, TASK
 from tests.hostile.inputs import pack
@@ -50,7 +50,7 @@ TOO_LARGE = 2**64 - 1  # for an INTEGER of SQLite
 def said(*message: Any) -> None:
     """An engine says that to its agent."""
     body = marshal.dumps(message) + b"mgpu"
-    Wire().feed(struct.pack("<III", ipc._check(len(body), 0), len(body), 0) + body)
+    Wire().feed(struct.pack("<III", frames._check(len(body), 0), len(body), 0) + body)
 
 
 @pytest.fixture(scope="module")
@@ -159,7 +159,7 @@ def test_heartbeats_keep_a_sane_interval(seconds: int) -> None:
     post.close()
 
 
-FRAME = b"".join(ipc.encode(("done", 1), [], BlobMemory.create().up))
+FRAME = b"".join(frames.encode(("done", 1), [], BlobMemory.create().up))
 
 
 @pytest.mark.parametrize("at", range(len(FRAME)))
@@ -169,24 +169,24 @@ def test_a_stray_write_into_the_engines_socket_is_noticed(at: int) -> None:
     with ours, theirs:
         ours.setblocking(False)
         theirs.sendall(FRAME[:at] + b"a line printed to the wrong descriptor\n" + FRAME[at:] + FRAME)
-        with pytest.raises(ipc.FrameError):
-            ipc.Decoder(BlobMemory.create().up).feed(ours)
+        with pytest.raises(frames.FrameError):
+            frames.Decoder(BlobMemory.create().up).feed(ours)
 
 
 def test_words_that_make_no_sense_leave_every_lease_with_its_batch() -> None:
-    said("done", 1, 0, 0, [(1, b"r", ""), (99, b"r", "")], [], [], [], [], False, 0, (), None)
+    said("reports", 1, 0, 0, [(1, b"r", ""), (99, b"r", "")], [], [], [], [], False, 0, {})
 
 
 @pytest.mark.parametrize("text", [[], 7, None, b"CUDA error"])
 def test_an_engine_whose_error_is_no_text(text: Any) -> None:
-    said("done", 1, 0, 0, [], [(1, "RuntimeError", text, True, "")], [], [], [], False, 0, (), None)
+    said("reports", 1, 0, 0, [], [(1, "RuntimeError", text, True, "")], [], [], [], False, 0, {})
 
 
 @pytest.mark.parametrize("words", [(), (1,), (1, True), (1, "yes", ""), (1, True, []), ([], True, "")])
-def test_an_engine_whose_canary_makes_no_sense(words: Any) -> None:
+def test_an_engine_whose_self_test_makes_no_sense(words: Any) -> None:
     post = Post()
-    with pytest.raises(ipc.FrameError):
-        post.agent.pool.base.host.said(("canary", *words), [])
+    with pytest.raises(frames.FrameError):
+        post.agent.pool.default.host.take(("self_test", *words), [])
     post.close()
 
 

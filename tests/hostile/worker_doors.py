@@ -12,18 +12,20 @@ import marshal
 import socket
 import struct
 from random import Random
+from types import SimpleNamespace
 from typing import Any, cast
 
 from google.protobuf.message import DecodeError
 from multigpu.config.config import WorkerConfig
 from multigpu.v1 import worker_service_pb2 as pb
-from multigpu_worker.agent import Agent
+from multigpu_worker.composition import compose
 from multigpu_worker.device.cpu import CpuDevice
 from multigpu_worker.engines.base import EngineSettings
 from multigpu_worker.engines.registry import KindInfo
-from multigpu_worker.processes import ipc
-from multigpu_worker.processes.blobs import BlobMemory
-from multigpu_worker.processes.watch import EngineBatch
+from multigpu_worker.models.catalog import Catalog
+from multigpu_worker.processes.batch import EngineBatch
+from multigpu_worker.processes.ipc import frames
+from multigpu_worker.processes.ipc.blobs import BlobMemory
 from multigpu_worker.session import wire
 from multigpu_worker.session.batcher import Batcher, BatchLimits
 from multigpu_worker.session.session import Lease, Session, SessionLimits, Spec
@@ -47,8 +49,8 @@ class Post:
             window_bytes=1 << 20,
         )  # fmt: skip
         settings = EngineSettings(device="cpu", slots=1, threads=1, handlers=(), models={})
-        self.agent = Agent(WorkerConfig(), identity, device, settings, memory_bytes=0)
-        self.agent.pool.base.host.kinds = {"echo": KindInfo(kind="echo", one_by_one=True)}
+        self.agent = compose(WorkerConfig(), identity, device, settings, Catalog)
+        self.agent.pool.default.host.kinds = {"echo": KindInfo(kind="echo", one_by_one=True)}
 
     def close(self) -> None:
         self.loop.close()
@@ -58,10 +60,10 @@ class Post:
         self.loop.run_until_complete(self._session(unpack(data)))
 
     async def _session(self, frames: list[bytes]) -> None:
-        agent = self.agent
-        agent.session = Session(SessionLimits())
-        agent.batcher = Batcher(BatchLimits(tasks_max=256, tokens_max=16_384), 1)
-        agent.hello().SerializeToString()
+        stream = self.agent.stream
+        self.agent.dispatcher.session = Session(SessionLimits())
+        self.agent.dispatcher.batcher = Batcher(BatchLimits(tasks_max=256, tokens_max=16_384), 1)
+        stream.hello().SerializeToString()
         welcomed = False
         for data in frames:
             try:
@@ -73,20 +75,20 @@ class Post:
                     if not frame.HasField("welcome"):
                         break
                     welcomed = True
-                    agent.connected(frame, ())
+                    stream.connected(frame, ())
                 else:
-                    agent.received(frame)
+                    stream.received(frame)
             except wire.BadFrameError:
                 break  # the link ends the stream
             for _ in range(100):
-                if (answer := agent.next_frame()) is None:
+                if (answer := stream.next_frame()) is None:
                     break
                 answer.SerializeToString()
             else:
                 raise Crash("the worker has no end of things to say")
-        if not 0.01 <= agent._heartbeat_s <= 60.0:
-            raise Crash(f"the worker would send a heartbeat each {agent._heartbeat_s} s")
-        agent.disconnected("the test ends the stream")
+        if not 0.01 <= stream.heartbeat_s <= 60.0:
+            raise Crash(f"the worker would send a heartbeat each {stream.heartbeat_s} s")
+        stream.disconnected("the test ends the stream")
 
 
 def session_frames(maker: Maker) -> bytes:
@@ -105,7 +107,7 @@ def _value(rng: Random, depth: int = 0) -> object:
     if depth < 4 and rng.random() < 0.4:
         many = [_value(rng, depth + 1) for _ in range(rng.randrange(5))]
         return rng.choice((tuple, list))(many)
-    words: list[object] = ["", "reports", "ready", "loaded", "load_failed", "canary", "singing", "echo", b"", b"x"]
+    words: list[object] = ["", "reports", "ready", "loaded", "load_failed", "self_test", "echo", b"", b"x"]
     return rng.choice([0, 1, 2, -1, 2**63, 2**70, None, True, 0.5, float("nan"), {}, {1: 2}, *words])
 
 
@@ -123,7 +125,7 @@ def _engine_frame(maker: Maker) -> bytes:
     body = marshal.dumps(cast("Any", message)) + b"mgpu"
     blobs = rng.choice((0, 0, 0, 1, 2))
     table = b"".join(struct.pack("<QQ", rng.choice((0, 5, 2**63)), rng.choice((0, 2**64 - 1))) for _ in range(blobs))
-    head = struct.pack("<III", ipc._check(len(body), blobs), len(body), blobs)
+    head = struct.pack("<III", frames._check(len(body), blobs), len(body), blobs)
     data = (head + table + body) * rng.choice((1, 2))
     if rng.random() < 0.5:  # a handler that prints to the wrong descriptor, in the middle of it
         at = rng.randrange(len(data))
@@ -142,25 +144,24 @@ class Wire:
 
     def feed(self, data: bytes) -> None:
         agent = self._post.agent
-        process = agent.pool.base
-        agent.session = Session(SessionLimits())
+        process = agent.pool.default
+        session = agent.dispatcher.session = Session(SessionLimits())
         lease = Lease(1, 1, 1, Spec(kind="echo"), b"")
-        agent.session.leases[1] = lease
+        session.leases[1] = lease
         process.batches = {1: EngineBatch(1, {1: lease}, True, lease.spec)}
         ours, theirs = socket.socketpair()
         with ours, theirs:
             ours.setblocking(False)
-            process.host._sock = ours  # should it answer
-            decoder = ipc.Decoder(self._memory.up)
+            process.host.channel = cast("Any", SimpleNamespace(send=lambda *_: None))
+            decoder = frames.Decoder(self._memory.up)
             theirs.sendall(data)
             theirs.shutdown(socket.SHUT_WR)
-            with contextlib.suppress(ipc.FrameError, EOFError):
+            with contextlib.suppress(frames.FrameError, EOFError):
                 while True:
                     for message, blobs in decoder.feed(ours):
-                        process.host.said(message, blobs)
-        process.host._sock, process.host.ready = None, False
-        process.host._unsent.clear()
-        if 1 in process.batches and 1 in agent.session.leases and 1 not in process.batches[1].leases:
+                        process.host.take(message, blobs)
+        process.host.channel, process.host.ready = None, False
+        if 1 in process.batches and 1 in session.leases and 1 not in process.batches[1].leases:
             raise Crash("a lease is in nobody's hands: its task would wait for ever")
 
 

@@ -17,6 +17,7 @@ import grpc
 import multigpu
 import pytest
 from multigpu.v1 import task_service_pb2
+from multigpu_master.journal.sqlite.schema import clear_open_flag
 
 from tests.fleet import Fleet, rejected, until
 from tests.integration.streams import run_frame
@@ -45,6 +46,7 @@ def spoil(fleet: Fleet, harm: Callable[[sqlite3.Connection], object]) -> None:
     fleet.master.kill()
     with closing(sqlite3.connect(fleet.data_dir / "journal.sqlite3", isolation_level=None)) as connection:
         harm(connection)
+        clear_open_flag(connection)  # closing this connection deletes the log
     fleet.start_master()
     fleet.wait_for_workers()
 

@@ -130,6 +130,30 @@ def test_a_full_disk_is_emptied_through_the_api_also_after_a_restart(small_disk:
         assert queues == {"held", "paused 0", "paused 1"}
 
 
+def test_a_cancellation_without_room_is_rejected_and_the_tasks_go_on(small_disk: Path, tmp_path: Path) -> None:
+    with Fleet(tmp_path / "fleet", workers=1, data_dir=small_disk / "data") as fleet:
+        fleet.admin.PauseQueue(admin_pb.PauseQueueRequest(queue="held"), timeout=20)
+        queued = fleet.submit("echo", *(b"%d" % n for n in range(20)), queue="held")
+        fill(small_disk)
+        until(lambda: fleet.submit_raw("echo", bytes(200_000)).results[0].HasField("rejection"))
+
+        def no_room() -> bool:
+            with contextlib.suppress(OSError):
+                os.truncate(small_disk / "data" / "reserve", 0)
+            return fill(small_disk).exists() and not (small_disk / "data" / "reserve").stat().st_size
+
+        until(no_room)
+        with rejected(grpc.StatusCode.RESOURCE_EXHAUSTED, "20 were not and go on"):
+            fleet.tasks.Cancel(task_service_pb2.CancelRequest(task_ids=queued), timeout=20)
+        assert fleet.tasks.Count(task_service_pb2.CountRequest(), timeout=20).queued == len(queued)
+        assert fleet.stats().queued == len(queued)
+        (small_disk / "ballast").unlink()
+        until(lambda: fleet.stats().journal_writable)
+        fleet.admin.ResumeQueue(admin_pb.ResumeQueueRequest(queue="held"), timeout=20)
+        assert [fleet.outcome(i).result for i in queued] == [b"%d" % n for n in range(20)]
+        assert not fleet.faults()
+
+
 def test_a_disk_that_is_full_of_queued_tasks_empties_as_they_end(small_disk: Path, tmp_path: Path) -> None:
     with Fleet(tmp_path / "fleet", workers=1, data_dir=small_disk / "data") as fleet:
         fleet.admin.PauseQueue(admin_pb.PauseQueueRequest(queue="held"), timeout=20)

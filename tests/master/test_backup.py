@@ -134,7 +134,7 @@ def test_a_copy_that_cannot_be_ended_is_taken_away(tmp_path: Path, monkeypatch: 
 
     lay_large(tmp_path / "data")
     with monkeypatch.context() as patch:
-        patch.setattr(journal_backup, "_copy", full)
+        patch.setattr(journal_backup, "copy_file", full)
         run = CliRunner().invoke
         done = run(main, ["--data-dir", str(tmp_path / "data"), "backup", str(tmp_path / "copy")])
     assert (done.exit_code, "No space left" in done.output, "To restore" in done.output) == (3, True, False)
@@ -146,7 +146,7 @@ def test_no_master_starts_from_a_backup_that_was_broken_off(tmp_path: Path, monk
     lay_large(tmp_path / "data")
     with monkeypatch.context() as patch:
         patch.setattr(journal_backup, "_clear", lambda _: None)  # as if it was killed
-        patch.setattr(journal_backup, "_copy", lambda *_: 1 / 0)
+        patch.setattr(journal_backup, "copy_file", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             backup(tmp_path / "data", tmp_path / "copy")
     with pytest.raises(JournalError, match="a backup that was broken off"):

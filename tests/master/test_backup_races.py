@@ -12,6 +12,7 @@ import pytest
 from multigpu._transport.payloads import SEGMENT_BYTES, Reference, Writer
 from multigpu_master.journal.protocol import Entry, JournalError, LargeBody
 from multigpu_master.journal.sqlite import backup as journal_backup
+from multigpu_master.journal.sqlite import files
 from multigpu_master.journal.sqlite import journal as journal_sqlite
 from multigpu_master.journal.sqlite import segments as journal_segments
 from multigpu_master.journal.sqlite import sweep as journal_sweep
@@ -96,7 +97,7 @@ def test_segments_that_are_deleted_while_they_are_copied_are_in_the_copy(
 ) -> None:
     with opened(tmp_path / "data") as (journal, commits):
         turnover = Turnover(tmp_path / "data", journal, commits)
-        before_each(monkeypatch, "_copy", turnover.turn)
+        before_each(monkeypatch, "copy_file", turnover.turn)
         lost = backup(tmp_path / "data", tmp_path / "copy")
     assert turnover.turns >= 4
     assert lost == []
@@ -141,7 +142,7 @@ def test_a_shared_segment_that_is_written_anew_is_copied_as_it_was(
                 renamed.append(it.payloads._delete_unused(name))
                 Writer(it.payloads.path).put(b"2" * MIB)
 
-        before_each(monkeypatch, "_copy", end)
+        before_each(monkeypatch, "copy_file", end)
         assert backup(tmp_path / "data", tmp_path / "copy") == []
         assert renamed == [False]
         assert payloads_of(tmp_path / "copy") == {1: b"1" * (SEGMENT_BYTES - MIB)}
@@ -163,13 +164,13 @@ def test_what_is_written_into_a_used_shared_segment_while_it_is_copied_is_in_the
             assert it.write(submit_shared(task_id, it.take(writer, data_of(task_id, MIB)))) is None
 
         more()
-        copy = journal_backup._copy
+        copy = files.copy_file
 
         def copy_late(*arguments: Any) -> None:
             copy(*arguments)
             more()
 
-        monkeypatch.setattr(journal_backup, "_copy", copy_late)
+        monkeypatch.setattr(journal_backup, "copy_file", copy_late)
         assert backup(tmp_path / "data", tmp_path / "copy") == []
         found = payloads_of(tmp_path / "copy")
     assert 1 in found
@@ -259,7 +260,7 @@ def test_each_backup_of_a_busy_journal_is_whole(seed: int, tmp_path: Path, monke
         enough = busy.commits + 1
         until(lambda: busy.commits >= enough)
 
-    before_each(monkeypatch, "_copy", some_commits)
+    before_each(monkeypatch, "copy_file", some_commits)
     copies = []
     try:
         for number in range(4):

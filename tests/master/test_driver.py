@@ -3,6 +3,7 @@ that failed half way the master does nothing more but end.
 """
 
 import asyncio
+import itertools
 import os
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
@@ -16,14 +17,14 @@ from multigpu_master.core import events as ev
 from multigpu_master.core.model import Lease, Task, TaskError
 from multigpu_master.core.scheduler import Core, Limits
 from multigpu_master.core.workers.info import Capability, WorkerInfo
-from multigpu_master.driver import BrokenError, Driver, RunOutbox
+from multigpu_master.driver import CANCEL_TASKS, BrokenError, Driver, RunOutbox
 from multigpu_master.ids import first_id
-from multigpu_master.journal.protocol import Entry, JournalError
+from multigpu_master.journal.protocol import Entry, JournalError, OutcomeFilter
 from multigpu_master.journal.sqlite.journal import SqliteJournal
 from multigpu_master.rpc import queries
 from multigpu_master.rpc.admin.dead_letters import DeadLetterCalls
 from multigpu_master.rpc.intake import Intake
-from multigpu_master.rpc.task_service import CANCEL_TASKS, TaskService
+from multigpu_master.rpc.task_service import TaskService
 from multigpu_master.strategies.registry import load_strategies
 from multigpu_master.wire import messages as wire
 from multigpu_master.wire import specs as wire_specs
@@ -44,7 +45,7 @@ class Stage:
         assert not list(recovered.tasks)
         self.driver = Driver(core, self.journal, recovered, specs, Clock().now, STREAM_BYTES_MAX, self.fatal.append)
         self.spec = specs.read(task_pb2.TaskSpec(kind="echo"))
-        self.driver.open_session(1)
+        self.driver.workers.open(1)
         self.driver.handle(ev.Hello(1, WorkerInfo(worker_id="w", capabilities=(Capability(kind="echo"),), slots=8)))
         self.stream, self.outbox = self.driver.open_stream()
 
@@ -283,3 +284,35 @@ async def test_a_running_master_goes_on_with_ids_that_its_journal_has_begun(stag
     again = SqliteJournal(tmp_path / "data", size_max_bytes=1 << 30)
     assert first_id(again.open(stage._on_commit).epoch) >= core.state.ids.end
     again.close(20)
+
+
+async def test_count_counts_each_task_once_while_tasks_settle(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one whose outcome is committed between the look at the core and the look at the journal."""
+    monkeypatch.setattr(queries, "SLICE_S", 0.0)  # the event loop goes on between any two blocks
+    service = TaskService(stage.driver, Intake(stage.driver, 1 << 20), 1000, STREAM_BYTES_MAX, ())
+    count = stage.journal.count_outcomes
+
+    def count_later(wanted: OutcomeFilter) -> dict[int, int]:
+        asyncio.run_coroutine_threadsafe(stage.durable(), loop).result(20)
+        return count(wanted)
+
+    loop = asyncio.get_running_loop()
+    monkeypatch.setattr(stage.journal, "count_outcomes", count_later)
+    total = 3 * 1024
+    tasks = stage.submit(*(f"task-{n}" for n in range(total)))
+    await stage.durable()
+    filters = itertools.cycle([task_service_pb2.TaskFilter(), task_service_pb2.TaskFilter(kind="echo")])
+    settled = 0
+    while leases := leases_of(tasks):
+        waiting = [asyncio.create_task(service.Count(task_service_pb2.CountRequest(filter=next(filters)), None))]
+        for wait_s in (0, 0.001):
+            stage.driver.handle(ev.Reports(1, [x.lease_id for x in leases], [b"done"] * len(leases)))
+            settled += len(leases)
+            await asyncio.sleep(wait_s)
+            leases = leases_of(tasks)
+            waiting.append(
+                asyncio.create_task(service.Count(task_service_pb2.CountRequest(filter=next(filters)), None))
+            )
+        for c in await asyncio.gather(*waiting):
+            assert c.queued + c.leased + c.succeeded == total
+    assert settled == total

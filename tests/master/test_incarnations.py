@@ -51,6 +51,14 @@ def test_the_ids_of_schema_1_are_below_all_others(tmp_path: Path) -> None:
         assert all(1 << 33 <= task.task_id < 2 << 33 for task in it.tasks)
 
 
+def test_a_journal_that_is_lost_and_replaced_within_a_second_repeats_no_id(tmp_path: Path) -> None:
+    first, second = (
+        begin(tmp_path / name, NOW_S + after_s)[1][-1].first_id for name, after_s in (("a", 0.3), ("b", 0.9))
+    )
+    assert first + 1_000_000 < second
+    assert second % EPOCH_IDS <= EPOCH_IDS // 2, "half of the ids are left"
+
+
 # --- incarnations ----------------------------------------------------------------------------------------------------
 
 

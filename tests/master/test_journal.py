@@ -15,6 +15,7 @@ from multigpu_master.journal.protocol import (
     Entry,
     Journal,
     JournalError,
+    OutcomeFilter,
     Recovered,
     SettleRecord,
     StoredOutcome,
@@ -24,13 +25,8 @@ from multigpu_master.journal.sqlite import journal as journal_sqlite
 from multigpu_master.journal.sqlite import schema as journal_schema
 from multigpu_master.journal.sqlite.journal import SqliteJournal
 from multigpu_master.journal.sqlite.segments import LARGE_BYTES, SEGMENT_BYTES
-from multigpu_master.rpc import queries
 
 SUCCEEDED, FAILED, DEAD_LETTERED = 1, 2, 5
-ALL: dict[str, Any] = {
-    "states": (), "queue": "", "kind": "", "model": "", "worker_id": "", "submitted_after_s": 0.0,
-    "submitted_before_s": 0.0,
-}  # fmt: skip
 
 
 def submit(task_id: int, payload: bytes = b"in", spec: bytes = b"spec") -> SubmitRecord:
@@ -139,7 +135,7 @@ def test_what_the_database_does_not_take_as_text(tmp_path: Path) -> None:
         assert it.tasks == [odd]
         it.write(Entry(settles=[outcome]))
         assert it.journal.find_requests([odd.request_id])[odd.request_id].queue == "q\0'"
-        assert it.journal.count_outcomes(**(ALL | {"queue": "q\0'"})) == {SUCCEEDED: 1}
+        assert it.journal.count_outcomes(OutcomeFilter(queue="q\0'")) == {SUCCEEDED: 1}
 
 
 @pytest.mark.parametrize("count", [1, 2, 5, 7, 511, 512, 513, 1500, 5000])
@@ -281,19 +277,19 @@ def test_filters_and_pages(tmp_path: Path) -> None:
             {"submitted_after_s": 1010.0, "submitted_before_s": 1050.0, "queue": "b", "states": [FAILED]},
         )  # fmt: skip
         for change in changes:
-            wanted = ALL | change
+            wanted = OutcomeFilter(**change)
             expected = [
                 r for r in records
-                if (not wanted["states"] or r.state in wanted["states"])
-                and all(wanted[name] in ("", getattr(r, name)) for name in names)
-                and r.submit_time_s >= wanted["submitted_after_s"]
-                and (not wanted["submitted_before_s"] or r.submit_time_s < wanted["submitted_before_s"])
+                if (not wanted.states or r.state in wanted.states)
+                and all(getattr(wanted, name) in ("", getattr(r, name)) for name in names)
+                and r.submit_time_s >= wanted.submitted_after_s
+                and (not wanted.submitted_before_s or r.submit_time_s < wanted.submitted_before_s)
             ]  # fmt: skip
             assert 0 < len(expected) <= len(records)
             counts = {s: n for s in (SUCCEEDED, FAILED) if (n := sum(r.state == s for r in expected))}
-            assert it.journal.count_outcomes(**wanted) == counts
+            assert it.journal.count_outcomes(wanted) == counts
             listed, before = [], 0
-            while page := it.journal.list_outcomes(before_task_id=before, limit=7, **wanted):
+            while page := it.journal.list_outcomes(wanted, before, 7):
                 assert len(page) <= 7
                 listed += [o.task_id for o in page]
                 before = page[-1].task_id
@@ -318,9 +314,9 @@ def test_dead_letters_are_listed_by_queue_and_deleted(tmp_path: Path) -> None:
         assert it.journal.get_dead_letters([10, 9]) == [submit(9)]
         assert it.journal.get_outcome(10) is not None
         # As dead letters they are neither counted nor listed besides.
-        everything = {**queries.EVERYTHING, "states": [DEAD_LETTERED]}
-        assert it.journal.count_outcomes(**everything) == {DEAD_LETTERED: 8}
-        found = it.journal.list_outcomes(before_task_id=0, limit=20, **everything)
+        letters_only = OutcomeFilter(states=[DEAD_LETTERED])
+        assert it.journal.count_outcomes(letters_only) == {DEAD_LETTERED: 8}
+        found = it.journal.list_outcomes(letters_only, 0, 20)
         assert [o.task_id for o in found] == [9, *range(7, 0, -1)]
         assert sorted(it.journal.dead_letter_queues()) == ["a", "b"]
         it.write(Entry(deleted_dead_letters=range(1, 10)))

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from multigpu_master.journal.protocol import Entry, JournalError, JournalFullError, SettleRecord, SubmitRecord
 from multigpu_master.journal.sqlite import journal as journal_sqlite
+from multigpu_master.journal.sqlite import room as journal_room
 from multigpu_master.journal.sqlite.journal import SqliteJournal
 from multigpu_master.journal.sqlite.segments import LARGE_BYTES
 
@@ -93,11 +94,11 @@ def test_over_its_limit_it_rejects_submits_and_writes_all_else(tmp_path: Path, m
 
 
 def test_outcomes_wait_on_a_full_disk_in_their_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(journal_sqlite, "UNLIMITED_BYTES", 2 << 20)  # the disk's
+    monkeypatch.setattr(journal_room, "UNLIMITED_BYTES", 2 << 20)  # the disk's
     monkeypatch.setattr(journal_sqlite, "TICK_S", 0.02)
     monkeypatch.setattr(journal_sqlite, "SWEEP_AFTER_S", 0.0)
     monkeypatch.setattr(journal_sqlite, "RETRY_S", 0.05)
-    monkeypatch.setattr(journal_sqlite, "TRANSACTION_RECORDS", 1)  # so that the order of what is kept could be lost
+    monkeypatch.setattr(journal_room, "TRANSACTION_RECORDS", 1)  # so that the order of what is kept could be lost
     clock_s = [3000.0]
     with opened(tmp_path / "data", 2 << 20, now=lambda: clock_s[0], dedupe_window_s=10.0) as (journal, commits):
         first = Entry(settles=[settle(i, bytes(10_000)) for i in range(1, 136)])
@@ -144,7 +145,7 @@ def test_outcomes_wait_on_a_full_disk_in_their_order(tmp_path: Path, monkeypatch
 
 
 def test_that_outcomes_alone_find_no_room_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(journal_sqlite, "UNLIMITED_BYTES", 2 << 20)  # the disk's
+    monkeypatch.setattr(journal_room, "UNLIMITED_BYTES", 2 << 20)  # the disk's
     with opened(tmp_path / "data", 2 << 20) as (journal, commits):
         journal.append(Entry(settles=[settle(i, bytes(100_000)) for i in range(1, 40)]))
         until(lambda: any(isinstance(error, JournalFullError) for _, _, error in commits))
@@ -357,7 +358,7 @@ def test_a_full_disk_can_be_emptied_also_by_a_new_master(small_disk: Path, monke
         fill(small_disk)
         journal.append(rejected := Entry(submits=[submit(i, bytes(60_000)) for i in range(200, 230)]))
         assert isinstance(answered(commits, rejected), JournalFullError)
-        journal.append(kept := Entry(settles=[settle(20, os.urandom(1 << 20))]))
+        journal.append(kept := Entry(settles=[settle(20, os.urandom(3 << 20))]))  # more than there is without ballast
         for entry in (
             Entry(settles=[cancel(1)]), Entry(settings={"queue/default": b"paused"}),
             Entry(deleted_dead_letters=[100, 101]),
@@ -388,7 +389,7 @@ def test_what_empties_the_journal_does_not_wait_behind_what_is_too_large(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(journal_sqlite, "RETRY_S", 0.02)
-    monkeypatch.setattr(journal_sqlite, "UNLIMITED_BYTES", 2 << 20)  # the disk's
+    monkeypatch.setattr(journal_room, "UNLIMITED_BYTES", 2 << 20)  # the disk's
     with opened(tmp_path / "data", 2 << 20) as (journal, commits):
         journal.append(Entry(submits=[submit(i, bytes(100)) for i in range(1, 2001)]))
         journal.append(letters := Entry(settles=[dead(i, bytes(10_000)) for i in range(5000, 5080)]))

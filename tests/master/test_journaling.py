@@ -8,7 +8,7 @@ from multigpu_master.core import events as ev
 from multigpu_master.core.model import Outcome, OutcomeState, Task
 from multigpu_master.journal.protocol import JournalError
 from multigpu_master.journal.sqlite.journal import SqliteJournal
-from multigpu_master.journal.write_buffer import PATIENCE_S, Journaling
+from multigpu_master.journal.write_buffer import DEFER_S, Journaling
 from multigpu_master.wire import messages as wire
 from multigpu_master.wire import specs as wire_specs
 
@@ -65,7 +65,7 @@ def ignore(_error: JournalError | None) -> None:
 async def test_what_settles_soon_is_written_as_its_outcome_only(tmp_path: Path) -> None:
     stage = Stage(tmp_path)
     one, two = tasks(1, 2)
-    stage.journaling.submits_patiently([one, two], ignore)
+    stage.journaling.submits_deferred([one, two], ignore)
     stage.settle(one)
     async with asyncio.timeout(10):
         while stage.journal.get_outcome(1) is None:
@@ -76,9 +76,9 @@ async def test_what_settles_soon_is_written_as_its_outcome_only(tmp_path: Path) 
 async def test_what_does_not_settle_is_written_in_time(tmp_path: Path) -> None:
     stage = Stage(tmp_path)
     one, two = tasks(1, 2)
-    stage.journaling.submits_patiently([one], ignore)
-    await asyncio.sleep(1.5 * PATIENCE_S)
-    stage.journaling.submits_patiently([two], ignore)
+    stage.journaling.submits_deferred([one], ignore)
+    await asyncio.sleep(1.5 * DEFER_S)
+    stage.journaling.submits_deferred([two], ignore)
     assert stage.close() == [1]
 
 
@@ -88,8 +88,8 @@ async def test_a_submit_that_has_joined_a_task_is_answered_after_that_is_rejecte
     large = Task(SPEC, "request-1", bytes(200_000), submit_s=1000.0, task_id=1)
     told: list[int] = []
     stage.journaling.submits([large], ignore, (), urgent=False)
-    stage.journaling.submits_patiently(tasks(2), lambda _error: told.append(len(stage.events)))
-    stage.journaling.hurry()
+    stage.journaling.submits_deferred(tasks(2), lambda _error: told.append(len(stage.events)))
+    stage.journaling.flush()
     async with asyncio.timeout(20):
         while not told:
             await asyncio.sleep(0.01)
@@ -112,18 +112,18 @@ async def test_outcomes_that_do_not_fit_as_one_are_written_as_far_as_there_is_ro
 async def test_a_task_waits_although_older_ones_have_settled(tmp_path: Path) -> None:
     stage = Stage(tmp_path)
     one, two = tasks(1, 2)
-    stage.journaling.submits_patiently([one], ignore)
+    stage.journaling.submits_deferred([one], ignore)
     stage.settle(one)
-    stage.journaling._grow_old()
-    stage.journaling.submits_patiently([two], ignore)
-    stage.journaling._grow_old()
+    stage.journaling._write_due()
+    stage.journaling.submits_deferred([two], ignore)
+    stage.journaling._write_due()
     assert stage.close() == []
 
 
 async def test_who_is_told_something_finds_all_that_came_before_on_the_disk(tmp_path: Path) -> None:
     """A Submit that joins a task which waits patiently is answered when that task is durable."""
     stage = Stage(tmp_path)
-    stage.journaling.submits_patiently(tasks(1), ignore)
+    stage.journaling.submits_deferred(tasks(1), ignore)
     told = stage.tell("submit")
     stage.journaling.submits([], stage.done, (), urgent=True)
     await told
@@ -133,8 +133,8 @@ async def test_who_is_told_something_finds_all_that_came_before_on_the_disk(tmp_
 
 async def test_a_stream_that_ends_leaves_nothing_to_memory(tmp_path: Path) -> None:
     stage = Stage(tmp_path)
-    stage.journaling.submits_patiently(tasks(1, 2), ignore)
-    stage.journaling.hurry()
+    stage.journaling.submits_deferred(tasks(1, 2), ignore)
+    stage.journaling.flush()
     assert stage.close() == [1, 2]
 
 
@@ -142,7 +142,7 @@ async def test_a_task_without_a_payload_is_not_written_after_its_outcome(tmp_pat
     """It would run again in the next master."""
     stage = Stage(tmp_path)
     empty = Task(SPEC, "request-1", b"", submit_s=1000.0, task_id=1)
-    stage.journaling.submits_patiently([empty], ignore)
+    stage.journaling.submits_deferred([empty], ignore)
     stage.settle(empty)
     async with asyncio.timeout(10):
         while stage.journal.get_outcome(1) is None:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 import pytest
 from multigpu_master.journal import request_filter as known_requests
 from multigpu_master.journal.protocol import JournalError
-from multigpu_master.journal.request_filter import CAPACITY_MIN, KnownRequests
+from multigpu_master.journal.request_filter import CAPACITY_MIN, RequestFilter
 
 
 class Pages:
@@ -36,11 +36,11 @@ def names(prefix: str, n: int) -> list[str]:
 
 
 def test_everything_is_perhaps_known_before_it_is_loaded() -> None:
-    assert KnownRequests().sift(["a", "b"]) == ["a", "b"]
+    assert RequestFilter().sift(["a", "b"]) == ["a", "b"]
 
 
 async def test_never_no_of_what_was_there_and_seldom_perhaps_of_what_was_not() -> None:
-    known = KnownRequests()
+    known = RequestFilter()
     stored, pending, added = names("stored", 20_000), names("pending", 50), names("added", 20_000)
     await known.load(Pages([stored[:7], stored[7:]]), pending)
     known.add(added)
@@ -50,7 +50,7 @@ async def test_never_no_of_what_was_there_and_seldom_perhaps_of_what_was_not() -
 
 
 async def test_what_is_added_while_it_is_made_anew_is_kept() -> None:
-    known, waits = KnownRequests(), threading.Event()
+    known, waits = RequestFilter(), threading.Event()
     loading = asyncio.ensure_future(known.load(Pages([names("stored", 5)], waits), []))
     await asyncio.sleep(0.05)
     known.add(["meanwhile"])
@@ -60,7 +60,7 @@ async def test_what_is_added_while_it_is_made_anew_is_kept() -> None:
 
 
 async def test_what_is_added_before_it_begins_to_be_made_anew_is_kept() -> None:
-    known = KnownRequests()
+    known = RequestFilter()
     loading = asyncio.ensure_future(known.load(Pages([names("stored", 5)]), []))
     known.add(["before"])  # the loop has not come to it yet
     await loading
@@ -68,7 +68,7 @@ async def test_what_is_added_before_it_begins_to_be_made_anew_is_kept() -> None:
 
 
 async def test_it_is_made_anew_once_more_is_new_than_was_loaded() -> None:
-    known = KnownRequests()
+    known = RequestFilter()
     await known.load(Pages([]), [])
     assert not known.full
     many = names("many", CAPACITY_MIN + 1)
@@ -82,7 +82,7 @@ async def test_it_is_made_anew_once_more_is_new_than_was_loaded() -> None:
 
 
 async def test_two_bytes_a_request_id() -> None:
-    known = KnownRequests()
+    known = RequestFilter()
     pages = [names(f"page-{n}", 10_000) for n in range(200)]
     tracemalloc.start()
     try:
@@ -106,7 +106,7 @@ class FailsOnce(Pages):
 
 async def test_a_load_that_failed_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(known_requests, "RETRY_S", 0.01)
-    known = KnownRequests()
+    known = RequestFilter()
     loading = asyncio.ensure_future(known.load(FailsOnce([names("stored", 5)]), []))
     known.add(["meanwhile"])
     await loading

@@ -15,8 +15,8 @@ from tests.mutations.listed import MUTATIONS
 from tests.mutations.mutation import Mutation
 from tests.mutations.trial import Verdict, attempt, baseline
 
-COMMAND = "python -m tests.mutations --markdown docs/mutations.md"
-PAGE = """# Rules broken on purpose
+COMMAND = "python -m tests.mutations --markdown mutations.md"
+PAGE = """# Mutations
 
 Each line is one deliberate mutation of the product: a guard dropped, an order swapped, a requeue forgotten. The seeds
 of its checker were run on the mutated product until one failed; "seeds" says how many that took, "of" within how many

@@ -18,8 +18,10 @@ from typing import Any
 
 from multigpu_master.journal.protocol import Entry, JournalError, SettleRecord, SubmitRecord
 from multigpu_master.journal.sqlite import journal as journal_sqlite
+from multigpu_master.journal.sqlite import room as journal_room
 from multigpu_master.journal.sqlite import schema as journal_schema
-from multigpu_master.journal.sqlite.journal import SqliteJournal, frees
+from multigpu_master.journal.sqlite.journal import SqliteJournal
+from multigpu_master.journal.sqlite.room import frees
 from multigpu_master.journal.sqlite.segments import LARGE_BYTES
 
 SIZES = (0, 100, LARGE_BYTES - 1, LARGE_BYTES)
@@ -121,7 +123,7 @@ class Life:
 
     def make_room(self) -> None:
         """The disk grows, and the journal must find out by itself."""
-        journal_sqlite.UNLIMITED_BYTES = self.journal._size_max_bytes = 1 << 30
+        journal_room.UNLIMITED_BYTES = self.journal._room.size_max_bytes = 1 << 30
         end_s = time.monotonic() + TIMEOUT_S
         while not self.journal.writable:
             assert time.monotonic() < end_s, "a disk with room again is taken for full"
@@ -190,13 +192,13 @@ def check(seed: int) -> None:
     model, writer = Model(), Writer(rng)
     journal_sqlite.RETRY_S = journal_sqlite.TICK_S = 0.02
     journal_sqlite.SWEEP_AFTER_S = 0.0
-    journal_sqlite.TRANSACTION_RECORDS = rng.choice((1, 10, 8192))
+    journal_room.TRANSACTION_RECORDS = rng.choice((1, 10, 8192))
     with tempfile.TemporaryDirectory() as place:
         directory = Path(place) / "data"
         for _ in range(rng.choice((1, 2, 3))):
             size_max_bytes = 1 << 30 if rng.random() < 0.6 else _size(directory) + rng.choice((0, 200_000))
             # The disk ends where the limit does, or there is room beyond it for all but submits.
-            journal_sqlite.UNLIMITED_BYTES = size_max_bytes if rng.random() < 0.7 else 1 << 30
+            journal_room.UNLIMITED_BYTES = size_max_bytes if rng.random() < 0.7 else 1 << 30
             life = Life(directory, model, rng, size_max_bytes)
             for _ in range(rng.randrange(40)):
                 entries = [writer.entry(model.dead) for _ in range(rng.choice((1, 1, 2, 5)))]
@@ -214,7 +216,7 @@ def check_reserve(_seed: int) -> None:
     """A journal that has just filled up has room for what operators set; one at its limit, for all but submits."""
     journal_sqlite.RETRY_S = 0.02
     _check_limit()
-    journal_sqlite.UNLIMITED_BYTES = 1 << 20  # the disk's
+    journal_room.UNLIMITED_BYTES = 1 << 20  # the disk's
     with tempfile.TemporaryDirectory() as place:
         life = Life(Path(place) / "data", Model(), random.Random(1), 1 << 20)
         at = 0

@@ -11,7 +11,7 @@ settings = partial(Mutation, checker="access", seeds=1)
 CLIENT = (
     run_state(
         name="a reference is sent before the stream's offer",
-        old="        if not self._sharing.shares:\n            return None\n",
+        old="        if not self.sharing.shares:\n            return None\n",
         new="",
         breaks="a master that was restarted rejects the references of a client's earlier stream",
     ),
@@ -55,7 +55,7 @@ CLIENT = (
     ),
     settings(
         name="arguments of a client replace the config file",
-        module="multigpu._transport.core",
+        module="multigpu._calls.core",
         old="dataclasses.replace(load_client_config(), **changes)",
         new="dataclasses.replace(load_client_config().__class__(), **changes)",
         breaks="a client drops TLS and its token",

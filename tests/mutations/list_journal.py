@@ -8,13 +8,14 @@ from tests.mutations.mutation import Mutation
 
 journaling = partial(Mutation, module="multigpu_master.journal.write_buffer")
 sqlite = partial(Mutation, module="multigpu_master.journal.sqlite.journal", checker="journal", seeds=100)
+room = partial(Mutation, module="multigpu_master.journal.sqlite.room", checker="journal", seeds=100)
 log = partial(Mutation, module="multigpu_master.journal.sqlite.wal", checker="log", seeds=20)
 driver = partial(Mutation, module="multigpu_master.driver", checker="driver", seeds=1)
 statements = partial(Mutation, module="multigpu_master.journal.sqlite.statements", checker="journal", seeds=100)
 known = partial(Mutation, module="multigpu_master.journal.request_filter")
 wire = partial(Mutation, module="multigpu_master.wire.messages")
 identity = partial(Mutation, module="multigpu_master.core.identity")
-schema = partial(Mutation, module="multigpu_master.journal.sqlite.schema", checker="stories", seeds=1)
+failures = partial(Mutation, module="multigpu_master.journal.sqlite.failures", checker="stories", seeds=1)
 reads = partial(Mutation, module="multigpu_master.journal.sqlite.reads", checker="results", seeds=50)
 intake = partial(Mutation, module="multigpu_master.rpc.intake", checker="results", seeds=50)
 
@@ -58,34 +59,34 @@ JOURNAL = (
     ),
     journaling(
         name="what lingers is never written",
-        old="            self._linger = self._loop.call_later(LINGER_S, self._flush)\n",
+        old="            self._linger_timer = self._loop.call_later(LINGER_S, self._hand_over)\n",
         new="            pass\n",
         breaks="outcomes wait for somebody else's entry to reach the disk",
     ),
-    schema(
+    failures(
         name="no file descriptor is the end of the journal",
         old='    if getattr(error, "errno", None) in NO_DESCRIPTOR:\n',
         new="    if False:\n",
         breaks="idle connections of anybody end the master",
     ),
     journaling(
-        name="what waits patiently is never written",
-        old="            self._patience = self._loop.call_later(PATIENCE_S / 2, self._grow_old)\n",
+        name="deferred tasks are never written",
+        old="            self._deferral_timer = self._loop.call_later(DEFER_S / 2, self._write_due)\n",
         new="            pass\n",
         breaks="P1: tasks that run for long are never written",
         checker="stories",
         seeds=1,
     ),
     journaling(
-        name="what lost patience is out of the books",
+        name="an entry of deferred tasks is not counted as pending",
         old="{id(pending.entry): pending for pending in (first, last)}",
         new="{id(last.entry): last}",
         breaks="an entry comes back from the disk that nobody knows",
     ),
     journaling(
-        name="what has settled still waits patiently",
-        old="                if old.pop(task.task_id, None) or young.pop(task.task_id, None):\n",
-        new="                if young.pop(task.task_id, None):\n",
+        name="a settled task is still deferred",
+        old="                if deferred.pop(task.task_id, None) is not None:\n",
+        new="                if deferred.get(task.task_id) is not None:\n",
         breaks="the journal keeps a task that has ended",
         seeds=1000,
     ),
@@ -103,16 +104,16 @@ JOURNAL = (
         breaks="the journal keeps a task that has ended, and the next master runs it again",
     ),
     journaling(
-        name="what waits patiently comes after what is told",
-        old="                self._lose_patience(self._old, self._young)\n            lingering",
-        new="                pass\n            lingering",
+        name="deferred tasks come after what is reported",
+        old="            self._end_deferrals(math.inf)  # clients",
+        new="            pass  # clients",
         breaks="P1: something that was acknowledged rests on a task that is lost",
         checker="stories",
         seeds=1,
     ),
     journaling(
         name="settled requests are not known",
-        old="        self._known_requests.add([task.request_id for task in tasks if task.request_id])\n",
+        old="        self._request_filter.add([task.request_id for task in tasks if task.request_id])\n",
         new="",
         breaks="P5: a repeated request_id makes a second task once the first has settled",
         checker="known",
@@ -164,9 +165,9 @@ JOURNAL = (
     ),
     sqlite(
         name="a commit is told before it is made",
-        old="            if batch:\n                self._commit(batch, bytes_total)\n",
-        new="            if batch:\n                self._on_commit(batch, first_cursor, None)\n"
-        "                self._commit(batch, bytes_total)\n                return True\n",
+        old="        try:\n            commit(batch, bytes_total)\n",
+        new="        if batch:\n            self._on_commit(batch, first_cursor, None)\n"
+        "        try:\n            commit(batch, bytes_total)\n            return len(batch)\n",
         breaks="P1: a task is acknowledged before it is on the disk",
     ),
     sqlite(
@@ -187,21 +188,21 @@ JOURNAL = (
         new="",
         breaks="P9: two outcomes have one cursor",
     ),
-    sqlite(
+    statements(
         name="dead letters are not kept",
-        old="        letters = [record.dead for record in settles if record.dead is not None]\n",
-        new="        letters = list[SubmitRecord]()\n",
+        old="    letters = [record.dead for record in settles if record.dead is not None]\n",
+        new="    letters = list[SubmitRecord]()\n",
         breaks="P4: a dead letter can't be tried again",
     ),
-    sqlite(
+    statements(
         name="deleted dead letters stay",
         old="(i,)) for i in entry.deleted_dead_letters]\n",
         new="(i,)) for i in ()]\n",
         breaks="a dead letter can be tried again twice",
     ),
-    sqlite(
+    statements(
         name="settings are not written",
-        old="            statements += [setting(key, value) for key, value in entry.settings.items()]\n",
+        old="        statements += [setting(key, value) for key, value in entry.settings.items()]\n",
         new="",
         breaks="a cordon does not survive a restart",
     ),
@@ -231,8 +232,8 @@ JOURNAL = (
     ),
     sqlite(
         name="a disk with room again is full",
-        old="                self._full = None\n                self._rejected.clear()\n",
-        new="                self._rejected.clear()\n",
+        old="            self._full = None\n            self._rejected.clear()\n",
+        new="            self._rejected.clear()\n",
         breaks="submits are rejected for ever",
     ),
     sqlite(
@@ -241,10 +242,10 @@ JOURNAL = (
         new="            self._pending.append(entry)\n",
         breaks="a full disk can't be emptied",
     ),
-    sqlite(
+    room(
         name="the journal's limit is for outcomes, too",
-        old="self._size_max_bytes if self._full is None else UNLIMITED_BYTES",
-        new="self._size_max_bytes",
+        old="self.size_max_bytes if self.limited else UNLIMITED_BYTES",
+        new="self.size_max_bytes",
         breaks="outcomes wait for ever, and nothing expires, though the disk has room",
         checker="full",
         seeds=1,
@@ -261,9 +262,9 @@ JOURNAL = (
         new="    commits = list[int]()\n",
         breaks="P1: a flipped bit drops acknowledged tasks without a word",
     ),
-    sqlite(
+    room(
         name="the reserve is never given up",
-        old="        self._reserve.give_up()\n        self._limit_size()\n",
+        old="        self.reserve.give_up()\n        self.limit()\n",
         new="        pass\n",
         breaks="a full disk can't be emptied",
         checker="full",

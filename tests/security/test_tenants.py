@@ -237,14 +237,14 @@ def test_a_reader_of_one_queue_submits_nothing(house: House) -> None:
 
 def test_the_journal_finds_nothing_for_no_queues(house: House, tmp_path: Path) -> None:
     """An empty set of queues is none, and not all."""
+    from multigpu_master.journal.protocol import OutcomeFilter
     from multigpu_master.journal.sqlite.journal import SqliteJournal
-    from multigpu_master.rpc.queries import EVERYTHING
 
     journal = SqliteJournal(tmp_path / "data", size_max_bytes=1 << 30, address="")
     journal.open(lambda *_: None)
     try:
-        assert journal.count_outcomes(**(EVERYTHING | {"queues": ()})) == {}
-        assert journal.list_outcomes(before_task_id=0, limit=9, **(EVERYTHING | {"queues": ()})) == []
+        assert journal.count_outcomes(OutcomeFilter(queues=())) == {}
+        assert journal.list_outcomes(OutcomeFilter(queues=()), 0, 9) == []
         assert journal.list_dead_letters(queue="", before_task_id=0, limit=9, queues=()) == []
     finally:
         journal.close(5)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, cast
 from multigpu_master import ids
 from multigpu_master.journal import request_filter as known_requests
 from multigpu_master.journal.protocol import CommitCallback, Entry, JournalFullError, SettleRecord, SubmitRecord
-from multigpu_master.journal.sqlite.journal import frees
+from multigpu_master.journal.sqlite.room import frees
 
 from tests.sim.world import Link, World
 
@@ -78,7 +78,7 @@ class Rows:
         self.reborn = {task_id: list(born) for task_id, born in rows.reborn.items()}
 
     def begin_incarnation(self, name: str) -> None:
-        """As journal_schema.begin_incarnation does. The clock stands still, which is the worst it can do: a master on
+        """As schema.begin_incarnation does. The clock stands still, which is the worst it can do: a master on
         an older copy begins the very epochs that the copy lacks.
         """
         self.epoch = ids.next_epoch(self.epoch, 0.0)
@@ -240,6 +240,9 @@ class SimLoop:
 
         self._world.after(delay_s, lambda: self._when_awake(run))
         return handle
+
+    def time(self) -> float:
+        return self._world.now
 
     def call_soon(self, what: Callable[..., object], *args: Any) -> _Handle:
         return self.call_later(0.0, what, *args)

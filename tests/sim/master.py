@@ -278,7 +278,7 @@ class Master:
 
             def close() -> None:
                 self.handle(ev.StreamClosed(stream))
-                self.journaling.hurry()
+                self.journaling.flush()
 
             self.when_awake(close)
 
@@ -332,7 +332,7 @@ class Master:
         if spec.durable:
             letters = replaces if answer.fresh else ()
             if patient:
-                self._loop.call_soon(self.journaling.submits_patiently, answer.fresh, done)
+                self._loop.call_soon(self.journaling.submits_deferred, answer.fresh, done)
             else:
                 self._loop.call_soon(self.journaling.submits, answer.fresh, done, letters, not stream)
         else:

@@ -14,9 +14,10 @@ from random import Random
 import pytest
 from multigpu_master.core.model import OutcomeState
 from multigpu_master.journal.protocol import Entry, JournalError, JournalFullError, SettleRecord, SubmitRecord
+from multigpu_master.journal.sqlite import failures
 from multigpu_master.journal.sqlite import journal as journal_sqlite
-from multigpu_master.journal.sqlite import schema as journal_schema
-from multigpu_master.journal.sqlite.journal import SqliteJournal, frees
+from multigpu_master.journal.sqlite.journal import SqliteJournal
+from multigpu_master.journal.sqlite.room import frees
 
 from tests.sim.journal import SimJournal
 from tests.sim.world import World
@@ -41,7 +42,7 @@ class FillableJournal(SqliteJournal):
 
     def _need_disk(self) -> None:
         if self.disk_full:
-            raise journal_schema.full(self._path)
+            raise failures.full(self._path)
 
 
 class Both:

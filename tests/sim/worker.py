@@ -333,7 +333,7 @@ class SimWorker:
         while self._session and self.held.connected and self._up is not None:
             if self.held.heartbeat_due:
                 self._heartbeat()
-            if not self.held.owes():
+            if not self.held.has_unsent():
                 return
             frame = self.held.take_frame(1 << 20, self._world.now)
             for group in frame.reports:

@@ -22,8 +22,8 @@ from multigpu_worker.device.interface import (
     DeviceInfo,
     DeviceProcess,
     Telemetry,
-    open_device,
 )
+from multigpu_worker.device.open import open_device
 from multigpu_worker.device.sampler import Sample, Sampler
 from multigpu_worker.session.wire import Identity, device_message, telemetry_message
 
@@ -32,10 +32,10 @@ from tests.fakes.gpus import SimulatedGpus
 ASK = """
 import json, sys
 from google.protobuf.json_format import MessageToDict
-from multigpu_worker.device import interface as device
+from multigpu_worker.device.open import open_device
 from multigpu_worker.session import wire
 
-opened = device.open_device(sys.argv[1])
+opened = open_device(sys.argv[1])
 def told(message):
     return MessageToDict(message, preserving_proto_field_name=True)
 print(json.dumps([told(wire.device_message(opened.info)), told(wire.telemetry_message(opened.sample(), 1))]))
@@ -135,9 +135,9 @@ def test_what_a_device_doesnt_tell_is_absent_and_never_zero(gpus: SimulatedGpus)
 
 
 PCIE = """
-from multigpu_worker.device import interface as device
+from multigpu_worker.device.open import open_device
 
-opened = device.open_device("cuda:0")
+opened = open_device("cuda:0")
 counted, ask = [], opened._ask
 opened._ask = lambda function, *more: (counted.append(function), ask(function, *more))[1]
 told = [opened.sample().pcie_sent_bytes for _ in range(5)]

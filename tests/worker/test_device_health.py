@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from multigpu.v1 import device_pb2 as device
 from multigpu.v1 import worker_service_pb2 as pb
-from multigpu_worker.engines.common import self_test as canary
+from multigpu_worker.engines.common import self_test
 
 from tests.fakes.gpus import SimulatedGpus
 
@@ -394,24 +394,24 @@ async def test_a_device_that_computes_wrong_is_found_out_and_comes_back_when_it_
     await stream.until(lambda: is_(stream, HEALTHY), 60)
 
 
-async def test_an_engine_that_is_ended_for_its_task_while_the_canary_sings_is_no_evidence_against_the_device(
+async def test_an_engine_that_is_ended_for_its_task_while_the_self_test_runs_is_no_evidence_against_the_device(
     tmp_path: Path, master: ScriptedMaster, begin: Begin
 ) -> None:
     begun = tmp_path / "begun"
-    worker, stream = await begin(master, "--canary-interval-s", "0.3", TEST_CANARY_SLOW_FILE=str(begun))
-    await until(begun.exists, "the canary to sing")
-    begun.unlink()  # now: the next one may sing before the report is here
+    worker, stream = await begin(master, "--canary-interval-s", "0.3", TEST_SELF_TEST_SLOW_FILE=str(begun))
+    await until(begun.exists, "the self-test to run")
+    begun.unlink()  # now: the next one may run before the report is here
     timeout = pb.LeaseBatch().spec.run_timeout
     timeout.FromMilliseconds(200)
     stream.lease([(1, b"30")], kind="health.work", run_timeout=timeout)
     assert (await stream.reported(1))[0].error.type == "RunTimeout"
-    await until(begun.exists, "the canary to sing in the next engine")
+    await until(begun.exists, "the self-test to run in the next engine")
     begun.unlink()
     stream.lease([(2, b"")], kind="health.crash")
     assert (await stream.reported(2))[0].error.type == "EngineDied"
-    await until(begun.exists, "the canary to sing in the third engine")
+    await until(begun.exists, "the self-test to run in the third engine")
     assert all(beat.health.state == HEALTHY for beat in stream.heartbeats)
-    # Nothing but the canary runs, and nobody has ended it: the device has to answer.
+    # Nothing but the self-test runs, and nobody has ended it: the device has to answer.
     os.kill(worker.engine_pids()[0], signal.SIGSEGV)
     await stream.until(lambda: is_(stream, SICK))
     assert codes(stream) == ["canary_wrong"]
@@ -424,27 +424,27 @@ async def test_an_engine_that_is_ended_for_its_task_while_the_canary_sings_is_no
         pytest.param("ANYWAY", marks=pytest.mark.skipif(not HAS_TORCH, reason="needs torch")),
     ],
 )
-async def test_an_engine_with_too_little_memory_for_the_canary_is_no_evidence_against_the_device(
+async def test_an_engine_with_too_little_memory_for_the_self_test_is_no_evidence_against_the_device(
     how: str, master: ScriptedMaster, begin: Begin
 ) -> None:
     small = ("--canary-interval-s", "0.3", "--engine-memory-bytes", "160MiB")
     # A library that gets no memory for its threads may wait for them for ever.
     alone = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
-    worker, stream = await begin(master, *small, **{f"TEST_CANARY_{how}": "yes"}, **alone)
-    await until(lambda: worker.log.count("no canary") >= 2, "the canary to be tried")
+    worker, stream = await begin(master, *small, **{f"TEST_SELF_TEST_{how}": "yes"}, **alone)
+    await until(lambda: worker.log.count("no self-test") >= 2, "the self-test to be tried")
     assert all(beat.health.state == HEALTHY for beat in stream.heartbeats)
 
 
 SELF_TEST = """
 import sys
 from types import SimpleNamespace
-from multigpu_worker.engines.common import self_test as canary
+from multigpu_worker.engines.common import self_test
 from multigpu_worker.engine.runtime import Runtime
 runtime = Runtime.__new__(Runtime)
 runtime.settings = SimpleNamespace(device="cuda:0")
-runtime.send = lambda message, blobs, written: print(message)
-runtime._sing(1, True)
-print(canary.sing_apart("cpu"))
+runtime._channel = SimpleNamespace(send=print)
+runtime._self_test(1, True)
+print(self_test.run_in_subprocess("cpu"))
 assert "torch" not in sys.modules
 """
 
@@ -456,26 +456,26 @@ def test_a_process_that_has_no_use_for_torch_does_not_load_it_for_the_self_test(
         env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert "('canary', 1, False, 'it raised " in done.stdout, "where there is no such device, that is the answer"
+    assert "('self_test', 1, False, 'it raised " in done.stdout, "where there is no such device, that is the answer"
     assert "(True, '')" in done.stdout
 
 
 @pytest.mark.skipif(not HAS_TORCH, reason="needs torch: pip install 'multigpu[worker]'")
-@pytest.mark.parametrize("size", [canary.CPU_SIZE, canary.GPU_SIZE])
-def test_the_canarys_answer_is_what_whole_numbers_give(size: int) -> None:
+@pytest.mark.parametrize("size", [self_test.CPU_SIZE, self_test.GPU_SIZE])
+def test_the_answer_of_the_self_test_is_what_whole_numbers_give(size: int) -> None:
     np = pytest.importorskip("numpy")
     i = np.arange(size)
     a, b = (i[:, None] * 31 + i * 17) % 13 - 6, (i[:, None] * 7 + i * 29) % 11 - 5
     # Exact: float64 holds all whole numbers below 2**53.
     answer = (a.astype(np.float64) @ b.astype(np.float64)).astype(np.int32)
-    assert zlib.crc32(answer.tobytes()) == canary.CHECKSUMS[size]
+    assert zlib.crc32(answer.tobytes()) == self_test.CHECKSUMS[size]
     # No partial sum, in whatever order, leaves what float32 holds exactly.
     assert (abs(a).astype(np.float64) @ abs(b).astype(np.float64)).max() < 2**24
     torch = importlib.import_module("torch")
-    found = canary.product(torch, "cpu", size)
-    assert canary.checksum(found) == canary.CHECKSUMS[size]
+    found = self_test.product(torch, "cpu", size)
+    assert self_test.checksum(found) == self_test.CHECKSUMS[size]
     found[size // 2, 1] ^= 1
-    assert canary.checksum(found) != canary.CHECKSUMS[size]
+    assert self_test.checksum(found) != self_test.CHECKSUMS[size]
 
 
 async def test_a_worker_on_a_mig_instance_is_not_charged_with_an_xid_of_another(

@@ -11,7 +11,7 @@ import pytest
 from multigpu._kinds.inference import arrays_of, tensor_of
 from multigpu.v1 import device_pb2, infer_pb2
 from multigpu.v1 import worker_service_pb2 as pb
-from multigpu_worker.models.memory_estimates import private_bytes
+from multigpu_worker.models.model_sizes import private_bytes
 from safetensors.numpy import save_file
 
 from tests.fakes.gpus import SimulatedGpus

@@ -16,7 +16,7 @@ from multigpu_worker.device.health import (
     Reason,
     State,
 )
-from multigpu_worker.device.health_monitor import Caretaker
+from multigpu_worker.device.health_monitor import HealthMonitor
 from multigpu_worker.device.interface import Telemetry
 from multigpu_worker.device.reset_watch import ResetNote, ResetWatch
 from multigpu_worker.device.sampler import Sample
@@ -111,16 +111,17 @@ def test_a_reset_that_was_seen_ends_the_wait_for_the_next_check() -> None:
     assert health.check_due(now_s)
 
 
-def test_the_caretaker_tells_of_a_reset_once() -> None:
+def test_the_health_monitor_notices_a_reset_once() -> None:
     watch = ResetWatch()
     seen: list[float] = []
-    care: Any = SimpleNamespace(
-        _seen=None, _events=SimpleNamespace(recovery_action=0), _reset=watch, _now=lambda: 7.0,
+    monitor: Any = SimpleNamespace(
+        _events=SimpleNamespace(device_answers=lambda: None), _reset=watch, _now=lambda: 7.0,
         health=SimpleNamespace(reset_seen=seen.append),
     )  # fmt: skip
     watch.need("ecc_uncorrected", "errors")
     for errors in (3, 3, 0, 0):
-        Caretaker._look_for_reset(care, Sample(telemetry=Telemetry(ecc_uncorrected=errors), time_ns=1))
+        sample = Sample(telemetry=Telemetry(ecc_uncorrected=errors), time_ns=1)
+        HealthMonitor._look_for_reset(monitor, sample, action=0)
     assert seen == [7.0]
 
 

@@ -5,9 +5,10 @@ import socket
 import threading
 
 import pytest
-from multigpu_worker.processes import blobs as blobs_module
-from multigpu_worker.processes import ipc
-from multigpu_worker.processes.blobs import BlobMemory
+from multigpu_worker.processes.ipc import blobs as blobs_module
+from multigpu_worker.processes.ipc import frames
+from multigpu_worker.processes.ipc.blobs import BlobMemory
+from multigpu_worker.processes.ipc.slots import SlotPage, SlotState
 
 
 @pytest.fixture
@@ -24,16 +25,16 @@ def test_frames_survive_any_cut(small_ring: None, seed: int) -> None:
     rng = random.Random(seed)
     ours, theirs = socket.socketpair()
     memory = BlobMemory.create()
-    sent: list[tuple[ipc.Message, list[bytes]]] = []
+    sent: list[tuple[frames.Message, list[bytes]]] = []
     for n in range(60):
         blobs: list[bytes] = []
-        sizes = [0, 10, ipc.BLOB_BYTES_MIN - 1, ipc.BLOB_BYTES_MIN, 100_000, 700_000, 2 << 20]
-        values = [ipc.put(random_bytes(rng, rng.choice(sizes)), blobs) for _ in range(rng.randrange(4))]
+        sizes = [0, 10, frames.BLOB_BYTES_MIN - 1, frames.BLOB_BYTES_MIN, 100_000, 700_000, 2 << 20]
+        values = [frames.put(random_bytes(rng, rng.choice(sizes)), blobs) for _ in range(rng.randrange(4))]
         sent.append(((n, "words", values, None, 1.5), blobs))
 
     def write_in_pieces() -> None:
         for message, blobs in sent:
-            for buffer in ipc.encode(message, blobs, memory.up):
+            for buffer in frames.encode(message, blobs, memory.up):
                 head = min(len(buffer), 40)
                 for at in range(0, head, 3):
                     theirs.sendall(buffer[at : min(at + 3, head)])
@@ -42,35 +43,13 @@ def test_frames_survive_any_cut(small_ring: None, seed: int) -> None:
 
     thread = threading.Thread(target=write_in_pieces)
     thread.start()
-    decoder = ipc.Decoder(memory.up)
-    got: list[tuple[ipc.Message, list[bytes]]] = []
+    decoder = frames.Decoder(memory.up)
+    got: list[tuple[frames.Message, list[bytes]]] = []
     with pytest.raises(EOFError):
         while True:
             got += decoder.feed(ours)
     thread.join()
     assert got == sent
-
-
-def test_the_blocking_side_reads_the_same(small_ring: None) -> None:
-    rng = random.Random(1)
-    ours, theirs = socket.socketpair()
-    memory = BlobMemory.create()
-    sent = []
-    for n in range(30):
-        blobs = [random_bytes(rng, rng.choice([40_000, 600_000, 2 << 20])) for _ in range(n % 3)]
-        sent.append(((n, list(range(len(blobs)))), blobs))
-
-    def write() -> None:
-        for message, blobs in sent:
-            ipc.send(theirs, ipc.encode(message, blobs, memory.down))
-        theirs.close()
-
-    thread = threading.Thread(target=write)
-    thread.start()
-    assert [ipc.receive(ours, memory.down) for _ in sent] == sent
-    with pytest.raises(EOFError):
-        ipc.receive(ours, memory.down)
-    thread.join()
 
 
 def test_ring_uses_its_room_and_no_more(small_ring: None) -> None:
@@ -114,14 +93,14 @@ def test_ring_against_a_model(small_ring: None) -> None:
 
 
 def test_slot_page_is_seen_through_another_mapping() -> None:
-    ours = ipc.SlotPage.create(2)
-    theirs = ipc.SlotPage(ours.fd, 2)
+    ours = SlotPage.create(2)
+    theirs = SlotPage(ours.fd, 2)
     at = theirs.FIELDS
     for field, value in ((theirs.STARTED, 5), (theirs.BATCH, 6), (theirs.LEASE, 7), (theirs.BEATS, 8)):
         theirs.view[at + field] = value
     assert ours.sample() == [
-        ipc.SlotState(batch_id=0, lease_id=0, started_ns=0, beats=0),
-        ipc.SlotState(batch_id=6, lease_id=7, started_ns=5, beats=8),
+        SlotState(batch_id=0, lease_id=0, started_ns=0, beats=0),
+        SlotState(batch_id=6, lease_id=7, started_ns=5, beats=8),
     ]
     ours.clear()
     assert theirs.sample()[1].lease_id == 0

@@ -16,13 +16,14 @@ from multigpu.config.config import WorkerConfig
 from multigpu_worker.device.cpu import CpuDevice
 from multigpu_worker.mps.claims import Claim, Claims
 from multigpu_worker.mps.control import GpuFullError, MpsControl, MpsError, ServerLog
-from multigpu_worker.mps.daemon import FORCE_TIMEOUT_S, Fault, Mps, MpsLimits
+from multigpu_worker.mps.daemon import MpsLimits
+from multigpu_worker.mps.engines import FORCE_TIMEOUT_S, Fault, Mps
 from multigpu_worker.mps.setup import clients_max, open_mps, pipe_dir
-from multigpu_worker.processes.cuda_errors import context_is_lost, mps_rejected
-from multigpu_worker.processes.deaths import Deaths
-from multigpu_worker.processes.host import Death
-from multigpu_worker.processes.ipc import SlotState
-from multigpu_worker.processes.watch import EngineBatch
+from multigpu_worker.processes.batch import EngineBatch
+from multigpu_worker.processes.blame.cuda_errors import context_is_lost, mps_rejected
+from multigpu_worker.processes.blame.evidence import Evidence
+from multigpu_worker.processes.death import Death
+from multigpu_worker.processes.ipc.slots import SlotState
 from multigpu_worker.session.session import Lease, Spec
 
 HEAD = "[2026-04-28 18:20:41.986 Server  4428] "
@@ -148,7 +149,7 @@ async def test_a_daemon_whose_answers_are_in_an_unknown_format_is_not_used(simul
     with pytest.raises(MpsError, match="in a format that this worker doesn't know"):
         await Mps(simulated_control, "b", MpsLimits()).open()
     await simulated_control.ask("quit")
-    first.claims.release()
+    first.daemon.claims.release()
 
 
 async def test_no_scan_of_processes_is_on_the_event_loop(
@@ -228,14 +229,16 @@ def test_of_tasks_that_ran_one_by_one_the_first_answers_for_a_lost_context() -> 
     leases = {n: Lease(n, n, 1, spec, b"") for n in (1, 2, 3)}
     batches = {7: EngineBatch(7, leases, True, spec)}
     text = "CUDA error: an illegal memory access was encountered"
-    deaths = Deaths(lambda _lease_id: False, 0)
+    evidence = Evidence(lambda _lease_id: False, 0)
     other = (3, "ValueError", "no number", False, "")
-    assert deaths.keep_back([other], one_by_one=True, said_ns=5) == [other]
-    assert deaths.keep_back([(1, "E", text, True, ""), (2, "E", text, True, "")], one_by_one=True, said_ns=5) == []
+    assert evidence.keep_back([other], one_by_one=True, reported_ns=5) == [other]
+    assert (
+        evidence.keep_back([(1, "E", text, True, ""), (2, "E", text, True, "")], one_by_one=True, reported_ns=5) == []
+    )
     # The next one had begun by the time that the engine was ended.
     after = SlotState(batch_id=8, lease_id=4, started_ns=6, beats=0)
     batches[8] = EngineBatch(8, {4: Lease(4, 4, 1, spec, b"")}, True, spec)
-    judged = deaths.judge(Death(returncode=-9, slots=[after]), batches)
+    judged = evidence.judge(Death(returncode=-9, slots=[after]), batches)
     assert [report.lease.lease_id for report in judged.reports] == [1]
     assert [lease.lease_id for lease in judged.again] == [2, 3, 4]
 
@@ -244,13 +247,13 @@ def test_of_tasks_that_ran_at_the_same_time_none_answers_for_a_lost_context_at_f
     spec = Spec(kind="k")
     batches = {n: EngineBatch(n, {n: Lease(n, n, 1, spec, b"")}, True, spec) for n in (1, 2)}
     text = "CUDA error: an illegal memory access was encountered"
-    deaths = Deaths(lambda _lease_id: False, 0)
-    deaths.keep_back([(1, "E", text, True, "")], one_by_one=True, said_ns=5)
+    evidence = Evidence(lambda _lease_id: False, 0)
+    evidence.keep_back([(1, "E", text, True, "")], one_by_one=True, reported_ns=5)
     beside = SlotState(batch_id=2, lease_id=2, started_ns=4, beats=0)
-    judged = deaths.judge(Death(returncode=-9, slots=[beside]), batches)
+    judged = evidence.judge(Death(returncode=-9, slots=[beside]), batches)
     assert judged.reports == [] and all(lease.suspect for lease in judged.again)
-    deaths.keep_back([(2, "E", text, True, "")], one_by_one=True, said_ns=9)
-    judged = deaths.judge(Death(returncode=-9, slots=[]), {2: batches[2]})
+    evidence.keep_back([(2, "E", text, True, "")], one_by_one=True, reported_ns=9)
+    judged = evidence.judge(Death(returncode=-9, slots=[]), {2: batches[2]})
     assert [report.lease.lease_id for report in judged.reports] == [2]
 
 
@@ -258,11 +261,11 @@ def test_of_tasks_that_ran_at_the_same_time_none_answers_for_a_lost_context_at_f
 def test_a_fault_without_a_culprit_spares_a_task_not_for_ever(known: bool, spared: int) -> None:
     spec = Spec(kind="k")
     batches = {7: EngineBatch(7, {1: Lease(1, 1, 1, spec, b"")}, True, spec)}
-    deaths = Deaths(lambda _lease_id: False, 0)
+    evidence = Evidence(lambda _lease_id: False, 0)
     fault = Fault(ours=False, message="a fault", known=known)
     for _ in range(spared):
-        assert deaths.judge(Death(returncode=-9, slots=[], fault=fault), batches).reports == []
-    reports = deaths.judge(Death(returncode=-9, slots=[], fault=fault), batches).reports
+        assert evidence.judge(Death(returncode=-9, slots=[], fault=fault), batches).reports == []
+    reports = evidence.judge(Death(returncode=-9, slots=[], fault=fault), batches).reports
     assert [report.error and report.error.type for report in reports] == ([] if known else ["MpsFault"])
 
 

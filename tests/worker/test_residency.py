@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 from multigpu.repository.model import ModelSpec
 from multigpu_worker.models.catalog import Catalog, unknown
+from multigpu_worker.models.measured_sizes import ModelSize
+from multigpu_worker.models.messages import model_messages
 from multigpu_worker.models.residency import (
     LOADS_MAX,
     PATIENCE_S,
@@ -15,7 +17,7 @@ from multigpu_worker.models.residency import (
     Resident,
     plan,
 )
-from multigpu_worker.models.routes import Shelf
+from multigpu_worker.models.routes import ModelRoutes
 
 ABSENT, LOADING, READY, UNLOADING = ModelState
 
@@ -174,10 +176,10 @@ ENGINE = {"engine": "some:Class"}
 
 
 def test_tasks_may_say_nothing_a_name_or_a_version() -> None:
-    shelf = Shelf(catalog(_spec("a", "1", **ENGINE), _spec("a", "2", **ENGINE), _spec("b", **ENGINE)), "auto")
-    assert shelf.routes["infer", ""] == shelf.routes["infer", "a"] == "a:2"
-    assert shelf.routes["infer", "a:1"] == "a:1"
-    ((kind, said),) = shelf.offers()
+    routes = ModelRoutes(catalog(_spec("a", "1", **ENGINE), _spec("a", "2", **ENGINE), _spec("b", **ENGINE)), "auto")
+    assert routes.table["infer", ""] == routes.table["infer", "a"] == "a:2"
+    assert routes.table["infer", "a:1"] == "a:1"
+    ((kind, said),) = routes.offers()
     assert kind == "infer"
     assert set(said[:2]) == {"a", "a:2"}, "the default first"
     assert set(said) == {"a", "a:1", "a:2", "b"}
@@ -185,87 +187,87 @@ def test_tasks_may_say_nothing_a_name_or_a_version() -> None:
 
 def test_tasks_that_name_no_model_go_on_with_the_same_one() -> None:
     b, b2 = _spec("b", "1", **ENGINE), _spec("b", "2", **ENGINE)
-    shelf = Shelf(catalog(b), "auto")
-    shelf.put(catalog(_spec("a", **ENGINE), b))
-    assert shelf.routes["infer", ""] == "b:1", "a folder that sorts earlier has appeared"
-    assert dict(shelf.offers())["infer"][0] in {"b", "b:1"}
-    shelf.put(catalog(_spec("a", **ENGINE), b, b2))
-    assert shelf.routes["infer", ""] == "b:2", "of the same model the newest"
-    shelf.put(catalog(_spec("a", **ENGINE), b2, errors={"b:3": "cut off"}))
-    assert shelf.routes["infer", ""] == "b:2"
-    shelf.put(catalog(_spec("a", **ENGINE), errors={"b": "cut off"}))
-    assert shelf.routes["infer", ""] == "b:2", "a broken model fails, and no other answers for it"
-    shelf.put(catalog(_spec("a", **ENGINE), b2))
-    assert shelf.routes["infer", ""] == "b:2"
-    shelf.put(catalog(_spec("a", **ENGINE)))
-    assert shelf.routes["infer", ""] == "a"
+    routes = ModelRoutes(catalog(b), "auto")
+    routes.put(catalog(_spec("a", **ENGINE), b))
+    assert routes.table["infer", ""] == "b:1", "a folder that sorts earlier has appeared"
+    assert dict(routes.offers())["infer"][0] in {"b", "b:1"}
+    routes.put(catalog(_spec("a", **ENGINE), b, b2))
+    assert routes.table["infer", ""] == "b:2", "of the same model the newest"
+    routes.put(catalog(_spec("a", **ENGINE), b2, errors={"b:3": "cut off"}))
+    assert routes.table["infer", ""] == "b:2"
+    routes.put(catalog(_spec("a", **ENGINE), errors={"b": "cut off"}))
+    assert routes.table["infer", ""] == "b:2", "a broken model fails, and no other answers for it"
+    routes.put(catalog(_spec("a", **ENGINE), b2))
+    assert routes.table["infer", ""] == "b:2"
+    routes.put(catalog(_spec("a", **ENGINE)))
+    assert routes.table["infer", ""] == "a"
 
 
 def test_a_model_that_changes_where_it_lies_is_served_until_the_new_one_is_ready() -> None:
-    shelf = Shelf(catalog(_spec("a", **ENGINE)), "auto")
-    shelf.residents["a"].enter(READY, 0.0)
-    shelf.put(catalog(_spec("a", changed_ns=7, **ENGINE)))
-    new = next(r for r in shelf.residents.values() if r.upcoming)
-    assert shelf.routes["infer", "a"] == "a"
-    assert [m.name for m in shelf.messages()] == ["a"]
-    assert not shelf.replaced()
+    routes = ModelRoutes(catalog(_spec("a", **ENGINE)), "auto")
+    routes.residents["a"].enter(READY, 0.0)
+    routes.put(catalog(_spec("a", changed_ns=7, **ENGINE)))
+    new = next(r for r in routes.residents.values() if r.upcoming)
+    assert routes.table["infer", "a"] == "a"
+    assert [m.name for m in model_messages(routes)] == ["a"]
+    assert not routes.replaced()
     new.error = "bad"
-    assert shelf.messages()[0].error == "bad"
+    assert model_messages(routes)[0].error == "bad"
     new.enter(READY, 1.0)
-    shelf.switch()
-    assert shelf.routes["infer", "a"] == new.key
-    assert [r.key for r in shelf.replaced()] == ["a"]
-    shelf.residents["a"].enter(ABSENT, 2.0)
-    shelf.switch()
-    assert list(shelf.residents) == [new.key]
+    routes.switch()
+    assert routes.table["infer", "a"] == new.key
+    assert [r.key for r in routes.replaced()] == ["a"]
+    routes.residents["a"].enter(ABSENT, 2.0)
+    routes.switch()
+    assert list(routes.residents) == [new.key]
 
 
 def test_what_is_not_in_memory_is_replaced_at_once_and_what_is_gone_is_forgotten() -> None:
-    shelf = Shelf(catalog(_spec("a", "1", **ENGINE), _spec("b", **ENGINE)), "auto")
-    shelf.put(catalog(_spec("a", "2", **ENGINE)))
-    assert list(shelf.residents) == ["a:2"]
-    assert ("infer", "b") not in shelf.routes
+    routes = ModelRoutes(catalog(_spec("a", "1", **ENGINE), _spec("b", **ENGINE)), "auto")
+    routes.put(catalog(_spec("a", "2", **ENGINE)))
+    assert list(routes.residents) == ["a:2"]
+    assert ("infer", "b") not in routes.table
 
 
 def test_a_model_in_memory_outlives_its_broken_files() -> None:
-    shelf = Shelf(catalog(_spec("a", "1", **ENGINE)), "auto")
-    shelf.residents["a:1"].enter(READY, 0.0)
-    shelf.put(catalog(errors={"a:2": "no weights"}))
-    assert shelf.routes["infer", "a"] == "a:1"
-    told = {f"{m.name}:{m.version}": m for m in shelf.messages()}
+    routes = ModelRoutes(catalog(_spec("a", "1", **ENGINE)), "auto")
+    routes.residents["a:1"].enter(READY, 0.0)
+    routes.put(catalog(errors={"a:2": "no weights"}))
+    assert routes.table["infer", "a"] == "a:1"
+    told = {f"{m.name}:{m.version}": m for m in model_messages(routes)}
     assert told["a:1"].current
     assert told["a:2"].error == "no weights"
-    shelf.residents["a:1"].enter(ABSENT, 1.0)
-    shelf.put(catalog(errors={"a:2": "no weights"}))
-    assert not shelf.routes
+    routes.residents["a:1"].enter(ABSENT, 1.0)
+    routes.put(catalog(errors={"a:2": "no weights"}))
+    assert not routes.table
 
 
 def test_a_version_that_is_named_is_served_as_long_as_it_is_in_memory() -> None:
-    shelf = Shelf(catalog(_spec("a", "1", **ENGINE)), "auto")
-    shelf.residents["a:1"].enter(READY, 0.0)
-    shelf.put(catalog(_spec("a", "2", **ENGINE)))  # "latest": it is the only one that is listed
-    assert [shelf.routes["infer", name] for name in ("", "a", "a:1", "a:2")] == ["a:1", "a:1", "a:1", "a:2"]
-    assert set(dict(shelf.offers())["infer"]) == {"a", "a:1", "a:2"}
-    assert not shelf.replaced()
-    shelf.residents["a:2"].enter(READY, 1.0)
-    shelf.switch()
-    assert [shelf.routes["infer", name] for name in ("", "a", "a:1", "a:2")] == ["a:2", "a:2", "a:1", "a:2"]
-    assert set(dict(shelf.offers())["infer"]) == {"a", "a:2"}, "nobody is to begin with it"
-    assert [r.key for r in shelf.replaced()] == ["a:1"]
-    shelf.put(catalog(_spec("a", "2", **ENGINE), errors={"a:3": "no weights"}))
-    assert set(dict(shelf.offers())["infer"]) == {"a", "a:2"}, "a broken version brings it back no more"
-    shelf.residents["a:1"].enter(UNLOADING, 2.0)
-    shelf.switch()
-    assert ("infer", "a:1") not in shelf.routes
-    shelf.residents["a:1"].enter(ABSENT, 3.0)
-    shelf.switch()
-    assert list(shelf.residents) == ["a:2"]
+    routes = ModelRoutes(catalog(_spec("a", "1", **ENGINE)), "auto")
+    routes.residents["a:1"].enter(READY, 0.0)
+    routes.put(catalog(_spec("a", "2", **ENGINE)))  # "latest": it is the only one that is listed
+    assert [routes.table["infer", name] for name in ("", "a", "a:1", "a:2")] == ["a:1", "a:1", "a:1", "a:2"]
+    assert set(dict(routes.offers())["infer"]) == {"a", "a:1", "a:2"}
+    assert not routes.replaced()
+    routes.residents["a:2"].enter(READY, 1.0)
+    routes.switch()
+    assert [routes.table["infer", name] for name in ("", "a", "a:1", "a:2")] == ["a:2", "a:2", "a:1", "a:2"]
+    assert set(dict(routes.offers())["infer"]) == {"a", "a:2"}, "nobody is to begin with it"
+    assert [r.key for r in routes.replaced()] == ["a:1"]
+    routes.put(catalog(_spec("a", "2", **ENGINE), errors={"a:3": "no weights"}))
+    assert set(dict(routes.offers())["infer"]) == {"a", "a:2"}, "a broken version brings it back no more"
+    routes.residents["a:1"].enter(UNLOADING, 2.0)
+    routes.switch()
+    assert ("infer", "a:1") not in routes.table
+    routes.residents["a:1"].enter(ABSENT, 3.0)
+    routes.switch()
+    assert list(routes.residents) == ["a:2"]
 
 
 def test_a_version_that_is_not_in_memory_goes_with_its_place_in_the_repository() -> None:
-    shelf = Shelf(catalog(_spec("a", "1", **ENGINE)), "auto")
-    shelf.put(catalog(_spec("a", "2", **ENGINE)))
-    assert ("infer", "a:1") not in shelf.routes
+    routes = ModelRoutes(catalog(_spec("a", "1", **ENGINE)), "auto")
+    routes.put(catalog(_spec("a", "2", **ENGINE)))
+    assert ("infer", "a:1") not in routes.table
     assert unknown("infer", "a:1", ["a", "a:2", "a:3", "ab:1"]) == (
         "this worker has no model 'a:1' for 'infer'; the versions of 'a' that are served are a:2, a:3. "
         "It has: a, a:2, a:3, ab:1"
@@ -274,27 +276,27 @@ def test_a_version_that_is_not_in_memory_goes_with_its_place_in_the_repository()
 
 def test_a_listed_version_stays_beside_the_newest() -> None:
     both = catalog(_spec("a", "1", **ENGINE), _spec("a", "2", **ENGINE))
-    shelf = Shelf(both, "auto")
+    routes = ModelRoutes(both, "auto")
     for key in ("a:1", "a:2"):
-        shelf.residents[key].enter(READY, 0.0)
-    shelf.switch()
-    assert not shelf.replaced()
-    shelf.put(both)
-    assert set(dict(shelf.offers())["infer"]) == {"a", "a:1", "a:2"}
+        routes.residents[key].enter(READY, 0.0)
+    routes.switch()
+    assert not routes.replaced()
+    routes.put(both)
+    assert set(dict(routes.offers())["infer"]) == {"a", "a:1", "a:2"}
 
 
-def test_what_a_new_model_is_to_take_is_noted_once() -> None:
+def test_the_size_of_a_new_model_is_looked_up_once() -> None:
     noted: list[str] = []
 
-    def expect(resident: Resident) -> None:
-        noted.append(resident.key)
-        resident.memory_bytes = 7
+    def size_of(spec: ModelSpec) -> ModelSize:
+        noted.append(spec.id)
+        return ModelSize(memory_bytes=7)
 
-    shelf = Shelf(catalog(_spec("a", **ENGINE)), "auto", expect)
-    shelf.put(catalog(_spec("a", **ENGINE), _spec("b", **ENGINE)))
+    routes = ModelRoutes(catalog(_spec("a", **ENGINE)), "auto", size_of)
+    routes.put(catalog(_spec("a", **ENGINE), _spec("b", **ENGINE)))
     assert noted == ["a", "b"]
-    (told, _) = shelf.messages()
+    (told, _) = model_messages(routes)
     assert (told.memory_bytes, told.expected_memory_bytes) == (0, 7)
-    shelf.residents["a"].measured = True
-    (told, _) = shelf.messages()
+    routes.residents["a"].measured = True
+    (told, _) = model_messages(routes)
     assert (told.memory_bytes, told.expected_memory_bytes) == (7, 0)

@@ -57,7 +57,7 @@ def test_a_lease_is_held_until_its_report_is_sent() -> None:
     assert held(session) == [1, 2]  # not sent yet: a heartbeat without it would say that it is lost
     assert reported(frame(session)) == [1]
     assert held(session) == [2]
-    assert not session.owes()
+    assert not session.has_unsent()
     assert session.unsent_bytes == 0
     succeed(session, two)
     assert reported(frame(session)) == [2]
@@ -71,7 +71,7 @@ def test_reports_of_revoked_leases_are_left_out() -> None:
     assert session.revoke(1) is None
     assert session.revoke(77) is None
     assert session.partial(one, b"x")
-    assert not session.owes()
+    assert not session.has_unsent()
     succeed(session, one, two)
     assert reported(frame(session)) == [2]
     assert session.revoke(2) is None  # reported already
@@ -82,7 +82,7 @@ def test_frames_are_bounded() -> None:
     leases = grant(session, *range(1, 11))
     succeed(session, *leases, result=b"x" * (3 << 20))
     sizes = []
-    while session.owes():
+    while session.has_unsent():
         taken = frame(session)
         sizes.append(sum(group.size_bytes for group in taken.reports))
     assert len(sizes) == 10
@@ -184,7 +184,7 @@ def test_too_many_partials_are_not_kept_and_end_with_the_stream() -> None:
     assert not session.partial(three, b"x" * 70)
     assert session.leases == {}
     session.welcome([1, 2, 3])
-    assert not session.owes()
+    assert not session.has_unsent()
 
 
 def test_checkpoints_are_sent_when_they_changed_and_before_a_failure() -> None:
@@ -308,7 +308,7 @@ def test_any_order_of_events_loses_nothing_and_says_nothing_twice(seed: int) -> 
             session.report(1, 2, [Report(lease, ReportState.SUCCEEDED, b"%d" % lease.partials_made)])
         elif event in {2, 3} and working:
             session.partial(rng.choice(working), b"x" * rng.randrange(20))
-        elif event in {4, 5} and session.connected and session.owes():
+        elif event in {4, 5} and session.connected and session.has_unsent():
             bytes_max = rng.choice([1, 100, FRAME_BYTES])
             taken = session.take_frame(bytes_max, 0.0)
             sizes = [g.size_bytes for g in taken.reports] + [len(p.data) + REPORT_BYTES for p in taken.partials]
@@ -328,7 +328,7 @@ def test_any_order_of_events_loses_nothing_and_says_nothing_twice(seed: int) -> 
         peer.reconnect()
     for lease in list(session.leases.values()):
         session.report(1, 2, [Report(lease, ReportState.SUCCEEDED, b"%d" % lease.partials_made)])
-    while session.owes():
+    while session.has_unsent():
         peer.in_flight.append(session.take_frame(FRAME_BYTES, 0.0))
     while peer.in_flight:
         peer.arrive()

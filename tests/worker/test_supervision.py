@@ -33,7 +33,11 @@ def plant(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize(
     ("module", "name"),
-    [("agent", "Agent.batch_done"), ("session.session", "Session.report"), ("processes.pool", "EnginePool.died")],
+    [
+        ("dispatcher", "Dispatcher.batch_done"),
+        ("session.session", "Session.report"),
+        ("processes.pool", "EnginePool.died"),
+    ],
 )
 async def test_an_error_of_our_own_in_a_callback_ends_the_worker_and_charges_nobody(
     master: ScriptedMaster, start_worker: StartWorker, plant: Path, module: str, name: str
@@ -49,12 +53,12 @@ async def test_an_error_of_our_own_in_a_callback_ends_the_worker_and_charges_nob
         stream.lease([(1, b"x")], kind="echo")
     assert await worker.wait() == 1
     assert "planted" in worker.log
-    assert "make no sense" not in worker.log, "it is not the engine's"
+    assert "makes no sense" not in worker.log, "it is not the engine's"
     assert pb.REPORT_STATE_FAILED not in {word.state for word in stream.reports.values()}
 
 
 @pytest.mark.parametrize(
-    ("module", "name"), [("models.loader", "ModelKeeper.tick"), ("device.health_monitor", "Caretaker._look")]
+    ("module", "name"), [("models.loader", "ModelLoader.tick"), ("device.health_monitor", "HealthMonitor._look")]
 )
 async def test_an_error_in_a_background_task_ends_the_worker(
     master: ScriptedMaster, start_worker: StartWorker, plant: Path, module: str, name: str

@@ -1,4 +1,4 @@
-"""An error of our own that nobody awaits ends the worker, which is started again: half a worker must not go on."""
+"""An error in our own code ends the worker, also if no caller awaits it: its supervisor starts the worker again."""
 
 import asyncio
 from typing import Any
@@ -9,7 +9,7 @@ log = structlog.get_logger()
 
 
 def supervised(task: asyncio.Task[None]) -> asyncio.Task[None]:
-    """Has what a task raises, which nobody awaits, reach `Supervision`."""
+    """Have what a task raises reach `Supervision`, although no caller awaits the task."""
     task.add_done_callback(_raise)
     return task
 
@@ -28,7 +28,7 @@ class Supervision:
         loop.set_exception_handler(self._handle)
 
     async def watch(self) -> None:
-        """Raises what a callback has raised, as soon as one does."""
+        """Raise what a callback has raised, as soon as one does."""
         await self._failed
 
     def _handle(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""From what a caller says to calls: names, specs and the calls of each kind of waiting."""
+"""From the arguments of a client's method to calls: request_ids, specs, payloads, and a Call for each way to wait."""
 
 import asyncio
 import base64
@@ -6,23 +6,26 @@ import itertools
 import secrets
 import zlib
 from collections import deque
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, TypeVar
 
 from multigpu._calls.mapping import MakeCall, MapBuffer, MapCall
 from multigpu._calls.streaming import Part
+from multigpu._transport.connection import MESSAGE_BYTES_MAX
 from multigpu._transport.encoding import RAW, encode
 from multigpu._transport.payloads import LARGE_BYTES
 from multigpu._transport.run_state import Answer, Call
-from multigpu._transport.run_stream import check_payload
-from multigpu.errors import InvalidTaskError
+from multigpu.errors import INVALID_ARGUMENT, InvalidTaskError, Outcome
 from multigpu.options import Input, SpecCache, WrongInput, own_fields
-from multigpu.outcome import Outcome
 from multigpu.v1 import task_pb2
+
+C = TypeVar("C", bound=Call)
+# The rest of a message is for the spec.
+_PAYLOAD_BYTES_MAX = MESSAGE_BYTES_MAX - (1 << 20)
 
 
 class RequestIds:
-    """Names for tasks: 60 random bits for the client, then a counter, so that they sort in the order of their making.
+    """Makes request_ids: 60 random bits of the client, then a counter, so that they sort in order of creation.
 
     Safe to call from several threads.
     """
@@ -42,7 +45,7 @@ class FutureCall(Call):
 
     def __init__(self, spec: task_pb2.TaskSpec, payload: bytes, request_id: str, own: dict[str, Any] | None) -> None:
         super().__init__(spec, payload, request_id, own)
-        # Also for errors a result, not an exception: nobody need retrieve it.
+        # An error is a result too: asyncio complains of exceptions that are never retrieved.
         self.future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
 
     def settle(self, answer: Answer) -> None:
@@ -68,7 +71,7 @@ class StreamCall(Call):
 
     def settle(self, answer: Answer) -> None:
         self._answer = answer
-        if isinstance(answer, Outcome):  # it has them all: those that the stream did not bring too
+        if isinstance(answer, Outcome):  # it has all partial outputs, also those that the stream did not bring
             received = self._taken + len(self._parts)
             missing = answer.message.partials[received:]
             types = answer.message.partial_content_types[received:]
@@ -76,13 +79,13 @@ class StreamCall(Call):
         self._wake()
 
     async def next_part(self) -> Part | None:
-        """The next partial output; None when the task has SUCCEEDED and there are no more. Raises how it ended else."""
+        """The next partial output; None after the last one of a task that SUCCEEDED. Otherwise raises its error."""
         while not self._parts:
             answer = self._answer
             if isinstance(answer, Outcome):
-                if not answer.succeeded:
-                    raise answer.to_error()
-                return None
+                if answer.succeeded:
+                    return None
+                raise answer.to_error()
             if answer is not None:
                 raise answer
             self._waiter = asyncio.get_running_loop().create_future()
@@ -92,7 +95,7 @@ class StreamCall(Call):
 
     @property
     def outcome(self) -> Outcome:
-        """How it ended; after `next_part` has said None."""
+        """How it ended. Only after `next_part` has returned None."""
         assert isinstance(self._answer, Outcome), "the task has not succeeded"
         return self._answer
 
@@ -103,37 +106,24 @@ class StreamCall(Call):
 
 
 class CallFactory:
-    """Makes the calls of one client."""
+    """Makes the calls of one client. Safe to use from several threads."""
 
     def __init__(self) -> None:
         self.ids = RequestIds()
         self.specs = SpecCache()
 
-    def one(
-        self,
-        cls: Callable[[task_pb2.TaskSpec, bytes, str, dict[str, Any] | None], Any],
-        kind: str,
-        payload: Any,
-        options: dict[str, Any],
-        traceparent: str,
-    ) -> Any:
+    def one(self, cls: Callable[..., C], kind: str, payload: Any, options: dict[str, Any], traceparent: str) -> C:
         """A call of class `cls` for a single task. `options`: TaskOptions."""
-        data, content_type = encode(payload)
-        check_payload(data)
-        own = own_fields(options) if options else None
-        named = own and own.pop("request_id", None)
-        request_id = named or self.ids.new()
+        own = own_fields(options) if options else {}
+        request_id = own.pop("request_id", "")
         if traceparent:
-            own = {**(own or {}), "traceparent": traceparent}
-        if named:
-            own = _with_crc(own, data)
-        return cls(self.specs.get(kind, content_type, options), data, request_id, own or None)
+            own["traceparent"] = traceparent
+        return cls(*self._prepare(kind, payload, options, own or None, request_id))
 
     def many(self, kind: str, options: Mapping[str, Any], traceparent: str, *, answer_errors: bool) -> MakeCall:
-        """A function that makes a map's calls. `answer_errors`: an item that can't be a payload answers for itself."""
-        specs = self.specs
-        new_id = self.ids.new
-        specs.get(kind, RAW, options)  # a wrong option shows now, and not with the first item
+        """A function that makes a map's calls. `answer_errors`: an item that can't be a payload becomes an answer."""
+        prepare = self._prepare
+        no_payload = self.specs.get(kind, RAW, options)  # a wrong option shows now, and not with the first item
         common = {"traceparent": traceparent} if traceparent else None
 
         def make(item: Any, buffer: MapBuffer) -> MapCall:
@@ -142,42 +132,46 @@ class CallFactory:
             try:
                 if type(item) is Input:
                     own, request_id, item = _of_input(item, common)
-                if type(item) is WrongInput:
+                elif type(item) is WrongInput:
                     raise item.error
-                data, content_type = encode(item)
-                check_payload(data)
+                return MapCall(*prepare(kind, item, options, own, request_id), buffer)
             except (InvalidTaskError, OSError, TypeError) as error:
                 if not answer_errors:
                     raise
-                call = MapCall(specs.get(kind, RAW, options), b"", "", None, buffer)
+                call = MapCall(no_payload, b"", "", None, buffer)
                 call.answer = error  # type: ignore[assignment]  # an OSError or TypeError is handed on as well
                 return call
-            if request_id:
-                own = _with_crc(own, data)
-            return MapCall(specs.get(kind, content_type, options), data, request_id or new_id(), own, buffer)
 
         return make
 
-    def inputs(self, kind: str, items: Any, options: Mapping[str, Any], traceparent: str) -> Any:
-        """(spec, TaskInput) of each item, for Submit."""
+    def inputs(
+        self, kind: str, items: Iterable[Any], options: Mapping[str, Any], traceparent: str
+    ) -> Iterator[tuple[task_pb2.TaskSpec, task_pb2.TaskInput]]:
+        """The spec and TaskInput of each item, for Submit."""
         common = {"traceparent": traceparent} if traceparent else None
         for item in items:
-            own: dict[str, Any] | None = common
-            request_id = ""
-            if type(item) is Input:
-                own, request_id, item = _of_input(item, common)  # noqa: PLW2901  an Input is its payload and more
-            data, content_type = encode(item)
-            check_payload(data)
-            task_input = task_pb2.TaskInput(payload=data, request_id=request_id or self.ids.new(), **(own or {}))
-            yield self.specs.get(kind, content_type, options), task_input
+            own, request_id, payload = _of_input(item, common) if type(item) is Input else (common, "", item)
+            spec, data, request_id, own = self._prepare(kind, payload, options, own, request_id)
+            yield spec, task_pb2.TaskInput(payload=data, request_id=request_id, **(own or {}))
 
-
-def _with_crc(own: dict[str, Any] | None, payload: bytes) -> dict[str, Any] | None:
-    """For a task whose caller named it: what tells its payload from another's, if the master may not see the bytes."""
-    return own if len(payload) < LARGE_BYTES else {**(own or {}), "payload_crc32": zlib.crc32(payload)}
+    def _prepare(
+        self, kind: str, payload: Any, options: Mapping[str, Any], own: dict[str, Any] | None, request_id: str
+    ) -> tuple[task_pb2.TaskSpec, bytes, str, dict[str, Any] | None]:
+        """The arguments of a Call. `request_id`: empty if the caller gave none. Raises InvalidTaskError, TypeError."""
+        try:
+            data, content_type = encode(payload)
+        except ValueError as error:
+            raise InvalidTaskError(INVALID_ARGUMENT, str(error)) from error
+        if len(data) > _PAYLOAD_BYTES_MAX:
+            limit = "the limit is the master's payload_bytes_max, 32 MiB by default"
+            raise InvalidTaskError(INVALID_ARGUMENT, f"the payload has {len(data):,} bytes; {limit}: split it")
+        if request_id and len(data) >= LARGE_BYTES:
+            # The master compares payloads of one request_id, also those whose bytes it never reads.
+            own = {**(own or {}), "payload_crc32": zlib.crc32(data)}
+        return self.specs.get(kind, content_type, options), data, request_id or self.ids.new(), own
 
 
 def _of_input(item: Input, common: dict[str, Any] | None) -> tuple[dict[str, Any] | None, str, Any]:
-    own = own_fields({"request_id": item.request_id, "partition_key": item.partition_key, "units": item.units}) or {}
+    own = own_fields({"request_id": item.request_id, "partition_key": item.partition_key, "units": item.units})
     request_id = own.pop("request_id", "")
     return {**own, **(common or {})} or None, request_id, item.payload

@@ -1,8 +1,8 @@
-"""What a map holds between its input and its caller, and the two loops around it.
+"""What a map holds between its input and its caller, and the loop of the asynchronous client around it.
 
-A MapBuffer bounds what has been pulled from the input and not yet been handed over, by count and by bytes, so that a
+A MapBuffer bounds what has been pulled from the input and not yet been taken by the caller, by count and by bytes: a
 million-item map holds its window and no more. Pulling happens in chunks of what the source yields within two
-milliseconds: a fast source costs little for each item, a slow one is not waited for while results lie ready.
+milliseconds: a fast source costs little for each item, a slow one does not hold up results that are ready.
 
 The loop thread settles calls; the other side, which pulls and takes, may be on another thread (the synchronous client).
 Therefore each counter has one writer, and the sides meet only in a deque and in fields that are written once.
@@ -17,11 +17,11 @@ from typing import Any, TypeVar
 from multigpu._calls.timeouts import within
 from multigpu._transport.run_state import Answer, Call
 from multigpu._transport.run_stream import RunStream
-from multigpu.outcome import Outcome
+from multigpu.errors import Outcome
 from multigpu.v1 import task_pb2
 
 CHUNK_TASKS = 256
-# A chunk ends past so many bytes, or a share of the window: large payloads, too, go to the master some at a time.
+# A chunk ends at this share of the window, so that large payloads go to the master a few at a time.
 _CHUNK_BYTES_MIN, _CHUNK_SHARE = 1 << 20, 8
 _CHUNK_S = 0.002
 T = TypeVar("T")
@@ -45,24 +45,30 @@ class MapCall(Call):
         self.answer: Answer | None = None
 
     def settle(self, answer: Answer) -> None:
-        self.payload = b""  # an answer takes its place
+        self.payload = b""  # the buffer holds the answer's bytes in its place
         self.place = None
         self.answer = answer
         self.buffer.settled(self, answer)
 
 
 class MapBuffer:
-    def __init__(self, *, ordered: bool, tasks_max: int, bytes_max: int) -> None:
+    """`make_call` makes the call of an item; `timeout_s` limits the wait for each next answer."""
+
+    def __init__(
+        self, make_call: "MakeCall", *, ordered: bool, tasks_max: int, bytes_max: int, timeout_s: float | None
+    ) -> None:
         assert tasks_max > 0
+        self.make_call = make_call
+        self.timeout_s = timeout_s
         self._ordered = ordered
         self._tasks_max = tasks_max
         self._bytes_max = bytes_max
         self._chunk_bytes = max(_CHUNK_BYTES_MIN, bytes_max // _CHUNK_SHARE)
         self._chunk_tasks = min(CHUNK_TASKS, max(1, tasks_max // 4))
-        # Ordered: every call not taken, in the order of the input. As completed: the answered ones.
+        # Ordered: every call not taken, in the order of the input. Otherwise: the answered ones, as completed.
         self._line: deque[MapCall] = deque()
         # Called on the loop thread when something was settled while the taker waits.
-        self.wake: Callable[[], object] = _nobody_waits
+        self.wake: Callable[[], object] = lambda: None
         self.waiting = False
         self.exhausted = False
         # Written by the side that pulls and takes.
@@ -75,17 +81,18 @@ class MapBuffer:
     def finished(self) -> bool:
         return self.exhausted and self._pulled == self._taken
 
-    def has_room(self) -> bool:
-        """Whether there is room for a chunk."""
+    def has_capacity(self) -> bool:
+        """Whether another chunk may be pulled."""
         if self._tasks_max - self._pulled + self._taken < self._chunk_tasks:
             return False
         held_bytes = self._pulled_bytes - self._answered_bytes + self._answer_bytes - self._taken_bytes
         return held_bytes < self._bytes_max
 
-    def pull(self, source: Iterator[Any], make_call: Callable[[Any, "MapBuffer"], MapCall]) -> list[MapCall]:
+    def pull(self, source: Iterator[Any]) -> list[MapCall]:
         """The next chunk of the source, as calls to be started."""
         chunk: list[MapCall] = []
         nbytes = 0
+        make_call = self.make_call
         stop = time.monotonic() + _CHUNK_S
         for item in source:
             call = make_call(item, self)
@@ -99,7 +106,7 @@ class MapBuffer:
         return chunk
 
     def add(self, call: MapCall) -> None:
-        """Takes in a call that was pulled. One that has its answer already (it could not be encoded) needs no start."""
+        """Adds a call that was pulled. One that has its answer already (it could not be encoded) needs no start."""
         self._pulled += 1
         if call.answer is None:
             self._pulled_bytes += call.nbytes
@@ -145,13 +152,9 @@ MakeCall = Callable[[Any, MapBuffer], MapCall]
 class AsyncMap:
     """A map on one event loop: a feeder task pulls and starts, the caller's loop takes."""
 
-    def __init__(
-        self, stream: RunStream, buffer: MapBuffer, make_call: MakeCall, timeout_s: float | None = None
-    ) -> None:
-        self._timeout_s = timeout_s  # for each next answer
+    def __init__(self, stream: RunStream, buffer: MapBuffer) -> None:
         self._stream = stream
         self._buffer = buffer
-        self._make_call = make_call
         self._taker: asyncio.Future[None] | None = None
         self._feeder_waits: asyncio.Future[None] | None = None
         buffer.wake = self._wake_taker
@@ -173,7 +176,7 @@ class AsyncMap:
                     taken += 1
                     if taken % CHUNK_TASKS == 0:
                         self._wake_feeder()
-                        await asyncio.sleep(0)  # a caller that never waits must not keep the stream from its work
+                        await asyncio.sleep(0)  # lets the stream work while the caller never waits
                 if feeder.done():
                     feeder.result()
                     if buffer.finished:
@@ -188,22 +191,22 @@ class AsyncMap:
     async def _feed(self, source: Iterator[Any]) -> None:
         buffer = self._buffer
         while not buffer.exhausted:
-            await self._room()
-            chunk = buffer.pull(source, self._make_call)
+            await self._capacity()
+            chunk = buffer.pull(source)
             if chunk:
                 await self._stream.start(chunk)
             await asyncio.sleep(0)
 
     async def _feed_async(self, source: AsyncIterable[Any]) -> None:
-        """Starts each item as it comes: nobody knows how long the next one will take."""
+        """Starts each item as it comes: the next one may take any time."""
         buffer = self._buffer
         pulled = 0
         async for item in source:
-            call = self._make_call(item, buffer)
+            call = buffer.make_call(item, buffer)
             buffer.add(call)
             if call.answer is None and not self._stream.try_start(call):
                 await self._stream.start((call,))
-            await self._room()
+            await self._capacity()
             pulled += 1
             if pulled % CHUNK_TASKS == 0:
                 await asyncio.sleep(0)
@@ -211,17 +214,17 @@ class AsyncMap:
 
     def _feeder_ended(self, feeder: asyncio.Task[None]) -> None:
         if not feeder.cancelled():
-            feeder.exception()  # seen, also when the caller left before it could be raised there
+            feeder.exception()  # retrieved, also when the caller left before it was raised there
         self._wake_taker()
 
-    async def _room(self) -> None:
-        while not self._buffer.has_room():
+    async def _capacity(self) -> None:
+        while not self._buffer.has_capacity():
             self._feeder_waits = asyncio.get_running_loop().create_future()
             await self._feeder_waits
 
     def _wake_feeder(self) -> None:
         waits = self._feeder_waits
-        if waits is not None and not waits.done() and self._buffer.has_room():
+        if waits is not None and not waits.done() and self._buffer.has_capacity():
             waits.set_result(None)
 
     async def _answered(self, feeder: asyncio.Task[None]) -> None:
@@ -230,13 +233,9 @@ class AsyncMap:
         self._buffer.waiting = True
         if self._buffer.has_answer() or (feeder.done() and self._buffer.finished):
             self._wake_taker()
-        await within(self._timeout_s, self._taker)
+        await within(self._buffer.timeout_s, self._taker)
 
     def _wake_taker(self) -> None:
         taker, self._taker = self._taker, None
         if taker is not None and not taker.done():
             taker.set_result(None)
-
-
-def _nobody_waits() -> None:
-    pass

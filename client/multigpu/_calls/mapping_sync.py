@@ -5,7 +5,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
-from multigpu._calls.mapping import CHUNK_TASKS, MakeCall, MapBuffer, MapCall
+from multigpu._calls.mapping import CHUNK_TASKS, MapBuffer, MapCall
 from multigpu._calls.timeouts import timed_out
 from multigpu._transport.loop_thread import LoopThread
 from multigpu._transport.run_state import Answer
@@ -15,20 +15,16 @@ T = TypeVar("T")
 
 
 class SyncMap:
-    def __init__(self, thread: LoopThread, stream: RunStream, buffer: MapBuffer, make_call: MakeCall,
-        timeout_s: float | None = None,
-    ) -> None:  # fmt: skip
-        self._timeout_s = timeout_s  # for each next answer
+    def __init__(self, thread: LoopThread, stream: RunStream, buffer: MapBuffer) -> None:
         self._thread = thread
         self._stream = stream
         self._buffer = buffer
-        self._make_call = make_call
         self._event = threading.Event()
         # The chunk that the stream's window has not admitted yet; there is at most one.
         self._starting: concurrent.futures.Future[None] | None = None
-        # The caller has left: a chunk that the loop has not begun to start never starts.
+        # True once the caller has left: a chunk that the loop has not begun to start never starts.
         self._left = False
-        # Wakes the caller once the loop thread is through with its frame, not at the frame's first outcome.
+        # Wakes the caller once the loop thread has handled the whole frame, not at the frame's first outcome.
         buffer.wake = lambda: thread.loop.call_soon(self._event.set)
 
     def run(self, source: Iterator[Any], convert: Callable[[Answer], T]) -> Iterator[T]:
@@ -51,16 +47,16 @@ class SyncMap:
                 self._withdraw()
 
     def _feed(self, source: Iterator[Any]) -> bool:
-        """Starts another chunk, if the last one was admitted and there is room. False: it did not."""
+        """Starts another chunk if the last one was admitted and another may be pulled. False: it did not."""
         starting = self._starting
         if starting is not None:
             if not starting.done():
                 return False
             self._starting = None
             starting.result()
-        if self._buffer.exhausted or not self._buffer.has_room():
+        if self._buffer.exhausted or not self._buffer.has_capacity():
             return False
-        chunk = self._buffer.pull(source, self._make_call)
+        chunk = self._buffer.pull(source)
         if chunk:
             self._starting = self._thread.submit(self._start(chunk))
             self._starting.add_done_callback(lambda _: self._event.set())
@@ -77,9 +73,9 @@ class SyncMap:
         buffer.waiting = True
         starting = self._starting
         can_feed = starting is not None and starting.done()
-        if not can_feed and not buffer.has_answer() and not self._event.wait(self._timeout_s):
-            assert self._timeout_s is not None, "else it waits for ever"
-            raise timed_out(self._timeout_s)
+        if not can_feed and not buffer.has_answer() and not self._event.wait(buffer.timeout_s):
+            assert buffer.timeout_s is not None, "without a timeout wait() returns True"
+            raise timed_out(buffer.timeout_s)
         buffer.waiting = False
 
     def _withdraw(self) -> None:

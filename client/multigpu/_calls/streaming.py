@@ -1,7 +1,5 @@
-"""The partial outputs of one task, for `for` and `async for`, and how the task ended.
-
-Both clients hand out an iterator. Reading it to the end gives `outcome`; closing it, or letting go of it, cancels the
-task.
+"""Iterators over the partial outputs of one task. Reading one to its end gives the `outcome`; closing or dropping it
+cancels the task.
 """
 
 from __future__ import annotations
@@ -27,7 +25,7 @@ class Part(NamedTuple):
 
 
 class Reader(Generic[T]):
-    """What both iterators do with a part, and with the end."""
+    """What both iterators do with a partial output, and with the outcome."""
 
     def __init__(self, parts: Any) -> None:
         self._parts = parts
@@ -35,21 +33,21 @@ class Reader(Generic[T]):
 
     @property
     def outcome(self) -> Outcome:
-        """How the task SUCCEEDED; its `value()` is what the handler returned. RuntimeError: not read to the end yet."""
+        """Of a task that SUCCEEDED; its `value()` is what the handler returned. RuntimeError: not read to the end."""
         if self._outcome is None:
             raise RuntimeError("the task has not ended: read the iterator to its end first")
         return self._outcome
 
     def _read(self, part: Part) -> T:
         value: Any = decode(part.data, part.content_type)
-        return value  # type: ignore[no-any-return]  # the type of what a handler yields is not known here
+        return value  # type: ignore[no-any-return]  # the caller knows the type
 
     def _finish(self, outcome: Outcome) -> None:
         self._outcome = outcome
 
 
 class Stream(Reader[T]):
-    """Partial outputs as they come. Closing it, from any thread, or letting go of it, cancels the task."""
+    """Partial outputs as they come. It can be closed from any thread."""
 
     _parts: SyncIterator[Part | Outcome]
 
@@ -69,7 +67,7 @@ class Stream(Reader[T]):
 
 
 class AsyncStream(Reader[T]):
-    """Partial outputs as they come. `aclose`, or letting go of it, cancels the task."""
+    """Partial outputs as they come."""
 
     _parts: AsyncGenerator[Part | Outcome, None]
 

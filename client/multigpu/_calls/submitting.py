@@ -1,6 +1,6 @@
-"""Handing tasks over by the unary Submit: cut into calls that the master takes, each safe to repeat.
+"""Submitting tasks by the unary Submit, in calls of limited size.
 
-Every input carries a request_id, so a call whose answer was lost is sent again and gives the same tasks.
+Every input has a request_id: a call whose response was lost is repeated, and gives the same tasks.
 """
 
 import asyncio
@@ -13,44 +13,44 @@ from multigpu.v1 import task_pb2, task_service_pb2
 
 _CALL_TASKS_MAX = 10_000
 _CALL_BYTES_MAX = 32 << 20
-# How long an undo waits for the call under way, and for each of its own.
+# How long an undo waits for the pending call, and for each of its own.
 _UNDO_TIMEOUT_S = 2.0
 
 SpecAndInput = tuple[task_pb2.TaskSpec, task_pb2.TaskInput]
 
 
 class Submission:
-    """One submit or submit_many: sends requests one after the other, and can take back what it sent."""
+    """One submit or submit_many: sends requests one after the other, and can cancel what it sent."""
 
     def __init__(self, connection: Connection, timeout_s: float | None) -> None:
         self._connection = connection
         self._timeout_s = UNARY_TIMEOUT_S if timeout_s is None else timeout_s
         self._request_ids: list[str] = []
-        self._under_way: asyncio.Future[task_service_pb2.SubmitResponse] | None = None
+        self._pending: asyncio.Future[task_service_pb2.SubmitResponse] | None = None
 
     async def send(self, request: task_service_pb2.SubmitRequest) -> list[int | RejectedError]:
-        """A task_id or an error for each input. Cancelled, it leaves the call under way, for `undo`."""
+        """A task_id or an error for each input. Cancelled, it leaves the call pending, for `undo`."""
         request_ids = [each.request_id for batch in request.batches for each in batch.inputs]
         self._request_ids += request_ids
-        self._under_way = asyncio.ensure_future(self._connection.unary("Submit", request, self._timeout_s))
-        response = await asyncio.shield(self._under_way)
+        self._pending = asyncio.ensure_future(self._connection.unary("Submit", request, self._timeout_s))
+        response = await asyncio.shield(self._pending)
         if len(response.results) != len(request_ids):
             raise TransportError(f"the master answered {len(response.results)} of {len(request_ids)} tasks")
         return [_result(each) for each in response.results]
 
     async def undo(self) -> None:
-        """Cancels every task that was submitted. The call under way may still arrive, so it is waited for first."""
-        if self._under_way is not None:
-            await asyncio.wait([self._under_way], timeout=_UNDO_TIMEOUT_S)
-            if not self._under_way.cancel():
-                self._under_way.exception()  # seen, whatever it is
+        """Cancels every submitted task, once the pending call has ended."""
+        if self._pending is not None:
+            await asyncio.wait([self._pending], timeout=_UNDO_TIMEOUT_S)
+            if not self._pending.cancel():
+                self._pending.exception()  # retrieved, for asyncio
         for start in range(0, len(self._request_ids), _CALL_TASKS_MAX):
             part = self._request_ids[start : start + _CALL_TASKS_MAX]
             request = task_service_pb2.CancelRequest(request_ids=part, reason="the submit was cancelled", withdraw=True)
             try:
                 await asyncio.wait_for(self._connection.unary("Cancel", request), _UNDO_TIMEOUT_S)
             except (MultigpuError, TimeoutError):
-                return  # out of reach: then the tasks go on, as they would if this process had died
+                return  # no connection: the tasks go on, as if this process had died
 
 
 def cut(inputs: Iterable[SpecAndInput]) -> Iterator[task_service_pb2.SubmitRequest]:

@@ -1,4 +1,4 @@
-"""What an asynchronous generator of the loop thread yields, for a thread that has no loop."""
+"""An asynchronous generator of the loop thread, as an iterator for threads without a loop."""
 
 import asyncio
 import contextlib
@@ -13,10 +13,7 @@ _END = object()
 
 
 class SyncIterator(Iterator[T]):
-    """Closing it, from any thread, closes the generator: who waits for its next item is told that there is none.
-
-    So does letting go of it.
-    """
+    """Closing it, from any thread, or dropping it closes the generator and ends a pending `next`."""
 
     def __init__(
         self, generator: AsyncGenerator[T, None], thread: LoopThread, wait: Callable[[Coroutine[Any, Any, Any]], Any]
@@ -26,7 +23,7 @@ class SyncIterator(Iterator[T]):
         self._thread = thread
         self._wait = wait
         self._ended = False
-        # What waits for the next item.
+        # The pending `_next`.
         self._waiter: asyncio.Task[Any] | None = None
 
     def __next__(self) -> T:
@@ -52,7 +49,7 @@ class SyncIterator(Iterator[T]):
 
     def __del__(self) -> None:
         if not (self._ended or self._thread.inherited or self._thread.loop.is_closed()):
-            self._thread.submit(self._close())  # nobody waits: it may be the loop's thread that lets go of it
+            self._thread.submit(self._close())  # not waited for: this may be the loop's thread
 
     async def _next(self) -> Any:
         self._waiter = asyncio.current_task()

@@ -1,4 +1,4 @@
-"""The `timeout` of a call: how long its caller waits."""
+"""The option `timeout` of a call."""
 
 import asyncio
 from collections.abc import Awaitable
@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from multigpu.errors import INVALID_ARGUMENT, CallTimeoutError, InvalidTaskError
 
 T = TypeVar("T")
-# 31 years. Clocks and event loops take no number at all.
+# 31 years: clocks and event loops don't take any number.
 _SECONDS_MAX = 1e9
 
 
@@ -24,21 +24,21 @@ def pop_timeout(options: Any) -> float | None:
 
 
 async def within(timeout_s: float | None, awaitable: Awaitable[T]) -> T:
-    """What is awaited, or CallTimeoutError when the time is over. None: waits for ever."""
+    """The result of an awaitable. CallTimeoutError: the time is over. None: no limit."""
     if timeout_s is None:
         return await awaitable
     try:
         async with asyncio.timeout(timeout_s) as limit:
             return await awaitable
     except TimeoutError:
-        if not limit.expired():  # it is the awaitable's own
+        if not limit.expired():  # the awaitable's own error
             raise
         raise timed_out(timeout_s) from None
 
 
 def timed_out(timeout_s: float) -> CallTimeoutError:
-    """The error that says so."""
+    """The error of a call whose `timeout` is over."""
     return CallTimeoutError(
-        f"no answer within {timeout_s:g} s (timeout); the tasks of the call are cancelled. Give it more time, or see "
-        "with `mgpuctl tasks explain` why one waits"
+        f"no answer within {timeout_s:g} s (timeout); the tasks of the call are cancelled. Give it more time, or ask "
+        "`mgpuctl tasks explain` why one waits"
     )

@@ -1,8 +1,7 @@
-"""Following outcomes from a cursor on, across broken streams, to the exact outcome.
+"""Watching outcomes from a cursor on, over broken streams, without gap or repetition.
 
-The master gives a cursor with each frame of outcomes: it says where to resume after the last of them. Ours go with each
-outcome: inside a frame, a cursor is that of the frame before and how many outcomes to skip, up to the one named. The
-order of outcomes after a cursor never changes, so this loses nothing and repeats nothing.
+The master's cursors stand after a whole frame of outcomes; the client's stand after each outcome: the cursor of the
+frame before, how many outcomes to skip, and the last of them. The order of outcomes after a cursor never changes.
 """
 
 import asyncio
@@ -16,7 +15,7 @@ from multigpu.errors import TransportError
 from multigpu.outcome import Outcome
 from multigpu.v1 import task_service_pb2
 
-# Between the master's cursor and ours: "<cursor>#<outcomes to skip>.<task_id of the last of them>".
+# Of a client's cursor inside a frame: "<cursor>#<outcomes to skip>.<task_id of the last of them>".
 _MARK = "#"
 _FAILURES_MAX = 8
 
@@ -41,7 +40,7 @@ async def frames(
                 if frame:
                     yield frame
         except grpc.aio.AioRpcError:
-            pass  # the status says it
+            pass  # stream.code() has the status
         finally:
             stream.cancel()
         code = await stream.code()
@@ -56,11 +55,11 @@ async def frames(
 def _frame(
     request: task_service_pb2.WatchRequest, response: task_service_pb2.WatchResponse, skip: int, last_task_id: int
 ) -> tuple[list[tuple[Outcome, str]], int]:
-    """The outcomes of a frame with a cursor each, less those to skip; and how many are still to be skipped."""
+    """The outcomes of a frame, each with its cursor, without those to skip; and how many are still to be skipped."""
     frame: list[tuple[Outcome, str]] = []
     outcomes = response.outcomes
     if outcomes and request.from_now:
-        raise TransportError("the master sent outcomes before a cursor; it speaks no v1")
+        raise TransportError("the master sent outcomes before a cursor: it speaks another protocol")
     for index, message in enumerate(outcomes, start=1):
         if skip:
             skip = 0 if message.task_id == last_task_id else skip - 1

@@ -1,4 +1,4 @@
-"""Pictures and texts into tasks of kind "classify", and their results into classes with a probability each."""
+"""Tasks of kind "classify": payloads of pictures and texts, and the classes in their results."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ KIND = "classify"
 TOP_K = 5
 TOP_K_MAX = 10_000
 
-# What can be classified: a picture as its file has it, the path of one, or a text.
+# A picture (the bytes of its file, or its path) or a text.
 Subject = bytes | os.PathLike[str] | str
 
 
 @dataclass(frozen=True, slots=True)
 class Label:
-    """A class that a model found likely."""
+    """A class that a model considers likely."""
 
     # The model's number for it, from 0.
     index: int
@@ -53,7 +53,7 @@ def payload_of(subject: Subject, top_k: int) -> bytes:
 
 
 def inputs_of(subjects: Iterable[Subject], top_k: int) -> Iterator[Input | WrongInput]:
-    """As payload_of, for a map: the error in the place of an input that is wrong."""
+    """As payload_of, for a map: a wrong input becomes its error."""
     if isinstance(subjects, str | bytes):
         raise TypeError("classify_map takes an iterable of pictures or texts; for one pass [one]")
     return (_input_of(subject, top_k) for subject in subjects)
@@ -67,7 +67,7 @@ def _input_of(subject: Subject, top_k: int) -> Input | WrongInput:
 
 
 def labels_of(result: Any) -> list[Label]:
-    """The classes in a task's result, the likeliest first. An error, as a map may yield it, stays one."""
+    """The classes in a task's result, the most likely first. An error, as a map may yield it, is returned."""
     if isinstance(result, Exception):
         return result  # type: ignore[return-value]  # the caller asked for errors in place of results
     try:

@@ -1,4 +1,4 @@
-"""Texts into embed tasks and their results into arrays. The tasks themselves go through map like any others."""
+"""Tasks of kind "embed": texts in chunks, and the vectors in their results."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Chunks:
         if not 1 <= chunk <= _CHUNK_TEXTS_MAX:
             raise ValueError(f"chunk is {chunk}; an embed task takes 1 to {_CHUNK_TEXTS_MAX:,} texts")
         self._chunk = chunk
-        # Texts of each input whose outcome is still to come.
+        # Texts of each input without an outcome.
         self._sizes: deque[int] = deque()
 
     def cut(self, texts: Iterable[str]) -> Iterator[Input]:
@@ -82,13 +82,13 @@ class Chunks:
 
 
 def check_texts(texts: Any) -> None:
-    """TypeError: a single string, which would be embedded letter by letter."""
+    """TypeError: a single string, which would be embedded character by character."""
     if isinstance(texts, str | bytes):
         raise TypeError("embed takes an iterable of strings; for one text pass [text]")
 
 
 class Stack:
-    """Gathers rows into one array. Knowing how many will come, it never holds them twice."""
+    """Gathers rows into one array; where their number is known, without a copy."""
 
     def __init__(self, texts: Any) -> None:
         self._expected = len(texts) if isinstance(texts, Sized) else None

@@ -1,8 +1,7 @@
-"""Prompts into tasks of kind "generate", and what comes back into text as it grows.
+"""Tasks of kind "generate": prompts, and text that arrives in pieces.
 
-Both clients hand out an iterator of pieces of text. It is the answer's only handle: reading it to the end gives
-`result`, and letting go of it cancels the task. That the pieces have no gap and no repetition, whatever workers die
-meanwhile, is the engine's and the master's doing; the last word is compared with them here all the same.
+The master and the engine deliver the pieces without gap or repetition, whatever workers die; the end of the iterator
+checks them against the result.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
 KIND = "generate"
 _REASONS = {generate_pb2.FINISH_REASON_STOP: "stop", generate_pb2.FINISH_REASON_LENGTH: "length"}
 
-# A text to go on with, or a conversation: {"role": "user", "content": "…"}, the oldest first.
+# A text to continue, or a conversation: {"role": "user", "content": "…"}, the oldest first.
 Prompt = str | Sequence[Mapping[str, str]]
 
 
@@ -33,15 +32,15 @@ class GenerateOptions(CallOptions, total=False):
 
     # The most tokens to generate. Default: 256, or what the model's context leaves if that is less.
     tokens_max: int
-    # 0 (the default): greedy, the likeliest token each time. At most 2.
+    # 0 (the default): always the most likely token. At most 2.
     temperature: float
-    # Draw from the likeliest tokens that have this probability together. Default 1: from all.
+    # Draw from the most likely tokens with this total probability. Default 1: from all.
     top_p: float
-    # Draw from so many of the likeliest tokens. Default 0: from all.
+    # Draw from this many of the most likely tokens. Default 0: from all.
     top_k: int
-    # Makes tokens that are there already less likely. Default 1: it doesn't.
+    # Makes earlier tokens less likely. Default 1: it doesn't.
     repetition_penalty: float
-    # Strings before which the answer ends.
+    # Strings that end the answer, which excludes them.
     stop: Sequence[str]
     # The same seed, prompt and settings give the same text. Default: one is drawn.
     seed: int
@@ -62,7 +61,7 @@ class Generated:
 
 
 def task_of(prompt: Prompt, options: GenerateOptions) -> tuple[bytes, dict[str, Any]]:
-    """The payload of a task, and the options that are the task's own. Raises InvalidTaskError, TypeError."""
+    """The payload of a task, and its options. Raises InvalidTaskError, TypeError."""
     rest: dict[str, Any] = dict(options)
     fields = {name: rest.pop(name) for name in GenerateOptions.__annotations__ if name in rest and name in _FIELDS}
     if isinstance(fields.get("stop"), str):
@@ -85,7 +84,7 @@ _FIELDS = generate_pb2.GeneratePayload.DESCRIPTOR.fields_by_name
 
 
 class _Growing(Reader[str]):
-    """What both iterators do: chunks into text, and the end into a result."""
+    """What both iterators do with a chunk, and with the result."""
 
     def __init__(self, parts: Any) -> None:
         super().__init__(parts)
@@ -123,7 +122,7 @@ class _Growing(Reader[str]):
 
 
 class Generation(_Growing, Stream[str]):
-    """Pieces of text as they come, for `for`. Closing it, from any thread, or letting go of it, cancels the task."""
+    """Pieces of text as they come, for `for`. Closing or dropping it cancels the task."""
 
     def __next__(self) -> str:
         while not (piece := super().__next__()):
@@ -132,7 +131,7 @@ class Generation(_Growing, Stream[str]):
 
 
 class AsyncGeneration(_Growing, AsyncStream[str]):
-    """Pieces of text as they come, for `async for`. `aclose`, or letting go of it, cancels the task."""
+    """Pieces of text as they come, for `async for`. Closing or dropping it cancels the task."""
 
     async def __anext__(self) -> str:
         while not (piece := await super().__anext__()):

@@ -1,7 +1,7 @@
-"""Arrays into tensors of tasks of kind "infer" and back, for the clients and for the workers' engines alike.
+"""Tasks of kind "infer": arrays as tensors and back, for the clients and the workers' engines.
 
 A tensor travels as its elements in C order, little-endian, with NumPy's name of their type. NumPy has no bfloat16: such
-a tensor comes out as float32, which holds every bfloat16 exactly; who has the package ml_dtypes sends arrays of its.
+a tensor becomes float32, which represents every bfloat16 exactly; the package ml_dtypes makes arrays of that type.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 KIND = "infer"
 BFLOAT16 = "bfloat16"
-# Type of an element -> its bytes.
+# Element type -> its size in bytes.
 DTYPES = {
     "bool": 1,
     "int8": 1,
@@ -41,12 +41,12 @@ DTYPES = {
     "float32": 4,
     "float64": 8,
 }
-# What protobuf can write.
+# The limit of protobuf.
 _MESSAGE_BYTES_MAX = (1 << 31) - 1
 
 
 def tensor_of(name: str, array: ArrayLike) -> infer_pb2.Tensor:
-    """An array, or what numpy.asarray makes one of, as a tensor. ValueError: its type has no place in one."""
+    """An array, or anything that numpy.asarray takes, as a tensor. ValueError: its type is not supported."""
     import numpy as np  # noqa: PLC0415  a client that sends no arrays needs no numpy
 
     try:
@@ -97,7 +97,7 @@ def input_of(inputs: Mapping[str, ArrayLike], outputs: Sequence[str]) -> tuple[b
 
 
 def inputs_of(many: Iterable[Mapping[str, ArrayLike]], outputs: Sequence[str]) -> Iterator[Input | WrongInput]:
-    """As input_of, for a map: the error in the place of an input that is wrong."""
+    """As input_of, for a map: a wrong input becomes its error."""
     for inputs in many:
         try:
             payload, examples = input_of(inputs, outputs)
@@ -108,7 +108,7 @@ def inputs_of(many: Iterable[Mapping[str, ArrayLike]], outputs: Sequence[str]) -
 
 
 def arrays_of(result: Any) -> Arrays:
-    """The arrays of a task's result, by name. An error, as a map with `return_exceptions` yields it, stays one."""
+    """The arrays in a task's result, by name. An error, as a map may yield it, is returned."""
     if isinstance(result, Exception):
         return result  # type: ignore[return-value]  # the caller asked for errors in place of results
     try:

@@ -1,13 +1,12 @@
-"""One channel to one master, and what it means when a call on it fails.
+"""One channel to one master, and the errors of calls on it.
 
-Unary calls are safe to repeat (submits carry request_ids), so while nobody answers they are tried again, with backoff
-and full jitter, until `connect_timeout_s` is over: a restart of the master is invisible. The Run and Watch streams have
-reconnection of their own and take only the stub and the vocabulary from here.
+Unary calls are safe to repeat (submits carry request_ids), so while the master doesn't answer they are repeated, with
+backoff and full jitter, until `connect_timeout_s` is over: a restart of the master is invisible. The Run and Watch
+streams reconnect by themselves.
 """
 
 import asyncio
 import random
-import sys
 import time
 from typing import Any
 
@@ -24,18 +23,19 @@ MESSAGE_BYTES_MAX = 64 << 20
 _OPTIONS = (
     ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
     ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
+    ("grpc.enable_http_proxy", 0),  # masters are in the local network, and proxies for the web are not for them
     # A vanished master is noticed within 15 s; the master permits these pings.
-    ("grpc.enable_http_proxy", 0),  # masters are near; a proxy for the web must not come between
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
-    # How soon a broken connection is tried again. One attempt may take longer than that.
+    # How soon a broken connection is tried again.
     ("grpc.initial_reconnect_backoff_ms", 50),
     ("grpc.max_reconnect_backoff_ms", 1_000),
-    ("grpc.min_reconnect_backoff_ms", 5_000),
 )
-# Statuses that are no verdict on the call: the connection or the master went away, or is going.
+# How long one attempt to connect may take; longer where `connect_timeout_s` is.
+_ATTEMPT_S = 5.0
+# Statuses that say nothing about the call: the connection or the master went away, or is about to.
 BREAKS = frozenset(
     {
         grpc.StatusCode.OK,
@@ -47,8 +47,8 @@ BREAKS = frozenset(
         grpc.StatusCode.UNKNOWN,
     }
 )
-# Nobody served the call. A server of gRPC that has too many calls waiting ends some as CANCELLED before it looks at
-# them; who cancels a call of ours sees asyncio.CancelledError instead.
+# The call was not served. A gRPC server with too many waiting calls ends some as CANCELLED unread. (A caller who
+# cancels gets asyncio.CancelledError instead.)
 _REPEATED = frozenset({grpc.StatusCode.CANCELLED, grpc.StatusCode.UNAVAILABLE})
 _BACKOFF_FIRST_S = 0.05
 _BACKOFF_MAX_S = 2.0
@@ -57,12 +57,12 @@ UNARY_TIMEOUT_S = 60.0
 
 
 def backoff_s(failures: int) -> float:
-    """How long to wait after so many failures in a row (from 1): full jitter under a doubling limit."""
+    """How long to wait after this many consecutive failures: full jitter under a doubling limit."""
     return random.uniform(0, min(_BACKOFF_MAX_S, _BACKOFF_FIRST_S * 2 ** min(failures - 1, 10)))  # noqa: S311  no secret
 
 
 def jittered_s(delay_s: float) -> float:
-    """A delay that somebody asked for, longer by up to half, so that many clients don't come back as one."""
+    """A delay that the master asked for, plus up to half of it, so that many clients don't return at once."""
     return delay_s * random.uniform(1, 1.5)  # noqa: S311  no secret
 
 
@@ -75,7 +75,7 @@ class Connection:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._channel: grpc.aio.Channel | None = None
         self._stub: Any = None
-        self._stamp = b""  # of the files that the channel was made with
+        self._stamp = b""  # of the files that the channel was made from
         self._closing: set[asyncio.Task[None]] = set()
 
     def check(self) -> None:
@@ -91,31 +91,33 @@ class Connection:
 
     @property
     def stub(self) -> Any:
-        """The TaskService stub. Opens the channel on first use, because a channel belongs to a running event loop."""
+        """The TaskService stub. Its first use opens the channel, which belongs to the running event loop."""
         self.check()
         if self._channel is None:
             forks.uses()
             self._stamp = self.credentials.stamp()
             try:
-                self._channel = self.credentials.aio_channel(self.master, _OPTIONS)
+                attempt_ms = int(max(_ATTEMPT_S, self.connect_timeout_s) * 1000)
+                options = (*_OPTIONS, ("grpc.min_reconnect_backoff_ms", attempt_ms))
+                self._channel = self.credentials.aio_channel(self.master, options)
             except ConfigError as error:
                 raise errors.AccessError(str(error)) from error
             self._stub = task_service_pb2_grpc.TaskServiceStub(self._channel)  # type: ignore[no-untyped-call]  # generated
         return self._stub
 
     def metadata(self) -> tuple[tuple[str, str], ...] | None:
-        """What goes with every call: the token, if there is one. AccessError: it can't be read."""
+        """The metadata of every call: the token, if there is one. AccessError: it can't be read."""
         try:
             return self.credentials.metadata(self.master)
         except ConfigError as error:
             raise errors.AccessError(str(error)) from error
 
     def _refresh(self) -> None:
-        """After a failure: the next call has a channel of its own if certificates were renewed meanwhile."""
+        """After a failure: gives the next call a new channel if certificates were renewed meanwhile."""
         old = self._channel
         if old is not None and self._stamp and self.credentials.stamp() not in (b"", self._stamp):
             self._channel = None
-            # What is under way on the old one may end there.
+            # Pending calls may end on the old one.
             closing = asyncio.get_running_loop().create_task(old.close(UNARY_TIMEOUT_S))
             self._closing.add(closing)
             closing.add_done_callback(self._closing.discard)
@@ -153,18 +155,18 @@ class Connection:
                 failures += 1
                 delay_s = backoff_s(failures)
                 if error.code() not in _REPEATED or time.monotonic() + delay_s > give_up:
-                    raise self.explain(error.code(), error.details()) from None  # it says all of it
+                    raise self.explain(error.code(), error.details()) from None
                 self._refresh()
             await asyncio.sleep(delay_s)
 
     def explain(self, code: grpc.StatusCode, details: str | None) -> errors.MultigpuError:
-        """The error that a status means to a caller of ours."""
+        """The error to raise for a status."""
         text = details or code.name
         match code:
             case grpc.StatusCode.UNAVAILABLE:
                 return errors.UnavailableError(unavailable(self.master, text, self.credentials))
             case grpc.StatusCode.UNAUTHENTICATED | grpc.StatusCode.PERMISSION_DENIED:
-                return errors.AccessError(f"the master at {self.master} does not let us: {text}")
+                return errors.AccessError(f"the master at {self.master} rejected the call: {text}")
             case grpc.StatusCode.NOT_FOUND:
                 return errors.NotFoundError(text)
             case grpc.StatusCode.OUT_OF_RANGE:
@@ -187,7 +189,7 @@ class Connection:
 
 
 def unavailable(address: str, details: str, credentials: Credentials) -> str:
-    """What the status UNAVAILABLE means: nobody listens there, or no connection with the program that does."""
+    """A message for the status UNAVAILABLE: why there is no connection, and what to do."""
     ca, host = credentials.tls_ca, address.rpartition(":")[0].strip("[]")
     if "resolving" in details or "resolution" in details:
         return f"the host name in the address {address} is not known: correct it, or its DNS entry ({details})"
@@ -212,12 +214,3 @@ def unavailable(address: str, details: str, credentials: Credentials) -> str:
 def _sized_response(frame: bytes) -> tuple[task_service_pb2.RunResponse, int]:
     # A message can tell its size only by serialising itself again.
     return task_service_pb2.RunResponse.FromString(frame), len(frame)
-
-
-def current_traceparent() -> str:
-    """The W3C trace context of the caller's span; empty unless one is recorded."""
-    if "opentelemetry.trace" not in sys.modules:
-        return ""
-    from multigpu.daemon import telemetry  # noqa: PLC0415  nobody without OpenTelemetry pays for its import
-
-    return telemetry.current_traceparent()

@@ -1,6 +1,6 @@
-"""How a program shows a master who it is: TLS, a certificate of its own, a token.
+"""A program's credentials for a master: TLS, its certificate, its token.
 
-Files are read when they are used, so that renewed certificates and new tokens count from the next connection on.
+Files are read when they are used: renewed certificates and tokens count from the next connection on.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ _TOKEN_BYTES_MAX = 4096
 
 
 def is_loopback(address: str) -> bool:
-    """Whether HOST:PORT or unix:PATH stays on this host. A name other than localhost counts as one that doesn't."""
+    """Whether HOST:PORT or unix:PATH is on this host. No name but localhost counts as such."""
     if address.startswith("unix:"):
         return True
     host = address.rpartition(":")[0].strip("[]").partition("%")[0]
@@ -33,7 +33,7 @@ def is_loopback(address: str) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Credentials:
-    """Paths; empty: none. `token`: the token itself, of more weight than its file."""
+    """Paths; empty: none. `token`: the token itself, which takes precedence over its file."""
 
     tls_ca: str = ""
     tls_cert: str = ""
@@ -43,11 +43,11 @@ class Credentials:
 
     @classmethod
     def of(cls, config: Any, *, token: str = "") -> "Credentials":
-        """Those of a client's or worker's config. ConfigError: they contradict each other."""
+        """From a client's or worker's config. ConfigError: its values contradict each other."""
         if bool(config.tls_cert) != bool(config.tls_key):
             raise ConfigError("tls_cert and tls_key go together: give both, or neither")
         if config.tls_cert and not config.tls_ca:
-            raise ConfigError("tls_cert is shown over TLS only: give tls_ca, the authority of the master's certificate")
+            raise ConfigError("tls_cert needs TLS: give tls_ca, the authority of the master's certificate")
         return cls(
             tls_ca=config.tls_ca, tls_cert=config.tls_cert, tls_key=config.tls_key, token_file=config.token_file,
             token=token,
@@ -55,17 +55,17 @@ class Credentials:
 
     @classmethod
     def of_client(cls, config: Any) -> "Credentials":
-        """The same with MGPU_TOKEN, which a client may have instead of a file."""
+        """From a client's config, and MGPU_TOKEN."""
         return cls.of(config, token=os.environ.get(TOKEN_VARIABLE, "").strip())
 
     def check(self, address: str) -> None:
-        """Reads every file once. ConfigError: one can't be used."""
+        """ConfigError: a file can't be used."""
         self.metadata(address)
         if self.tls_ca:
             self._texts()
 
     def metadata(self, address: str) -> tuple[tuple[str, str], ...] | None:
-        """What goes with every call. ConfigError: the token can't be read, or would cross the network in the clear."""
+        """The metadata of every call. ConfigError: the token can't be read, or would be sent without encryption."""
         token = self.token or self._read_token()
         if not token:
             return None
@@ -75,7 +75,7 @@ class Credentials:
                 "authority of the master's certificate"
             )
         if not token.isascii() or not token.isprintable():
-            raise ConfigError("the token holds characters that no token has: was it copied whole, and nothing else?")
+            raise ConfigError("the token has characters that no token has: copy it again, and nothing else")
         return (("authorization", f"Bearer {token}"),)
 
     def _read_token(self) -> str:
@@ -104,7 +104,7 @@ class Credentials:
         return grpc.aio.secure_channel(address, tls, options=options)
 
     def stamp(self) -> bytes:
-        """Differs once the files of a channel have changed. Empty without TLS, or while they can't be read."""
+        """Changes with the files of a channel. Empty without TLS, or while they can't be read."""
         with contextlib.suppress(ConfigError):
             return hashlib.sha256(b"\0".join(self._texts())).digest() if self.tls_ca else b""
         return b""

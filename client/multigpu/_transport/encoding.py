@@ -6,8 +6,6 @@ The master reads neither; a content type beside the bytes says which it is, empt
 import json
 from typing import Any
 
-from multigpu.errors import INVALID_ARGUMENT, InvalidTaskError
-
 RAW = ""
 JSON = "application/json"
 
@@ -16,7 +14,7 @@ _encode_json = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=
 
 
 def encode(value: Any) -> tuple[bytes, str]:
-    """The payload and content type of a value. InvalidTaskError: neither bytes nor JSON."""
+    """The payload and content type of a value. ValueError: neither bytes nor JSON."""
     if isinstance(value, bytes):
         return value, RAW
     if isinstance(value, bytearray | memoryview):
@@ -24,9 +22,8 @@ def encode(value: Any) -> tuple[bytes, str]:
     try:
         return _encode_json(value).encode(), JSON
     except (TypeError, ValueError, RecursionError) as error:
-        raise InvalidTaskError(
-            INVALID_ARGUMENT,
-            f"a payload must be bytes or a JSON value, and this {type(value).__name__} is neither: {error}",
+        raise ValueError(
+            f"a payload must be bytes or a JSON value, and this {type(value).__name__} is neither: {error}"
         ) from error
 
 

@@ -1,8 +1,8 @@
 """gRPC and fork: gRPC's core does not survive it.
 
-In a child of a process that has used gRPC, the core's threads are gone and its locks may be held by them: whatever
-touches it there hangs or crashes, freeing its objects too. So in such a child every client rejects to work, and what
-was inherited of gRPC is never freed. A process that forks before its first use has nothing to lose.
+In a child of a process that has used gRPC, the core's threads are gone, and locks that they held stay locked: using the
+core there, and also freeing its objects, hangs or crashes. So in such a child every client raises ClientClosedError,
+and inherited objects of gRPC are never freed. A fork before the first use does no harm.
 """
 
 import ctypes
@@ -11,7 +11,7 @@ import weakref
 
 from multigpu.errors import ClientClosedError
 
-# What holds gRPC's objects.
+# Objects that hold some of gRPC's.
 _holders: "weakref.WeakSet[object]" = weakref.WeakSet()
 _used = False
 _lost = False
@@ -23,7 +23,7 @@ def lost() -> bool:
 
 
 def check() -> None:
-    """ClientClosedError: it was."""
+    """ClientClosedError: this process was forked from one that had used gRPC."""
     if _lost:
         raise ClientClosedError(
             "this process was forked from one that had used multigpu, and gRPC does not survive that: start processes "
@@ -32,7 +32,7 @@ def check() -> None:
 
 
 def holds(holder: object) -> None:
-    """Tells of an object that will hold some of gRPC's. Raises as `check`."""
+    """Registers an object that will hold some of gRPC's. Raises as `check`."""
     check()
     _holders.add(holder)
 
@@ -49,7 +49,7 @@ def _forked() -> None:
     if _used:
         _lost = True
         for holder in list(_holders):
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(holder))  # also at exit it is not freed
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(holder))  # never freed, also not at exit
 
 
 os.register_at_fork(after_in_child=_forked)

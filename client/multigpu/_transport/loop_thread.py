@@ -1,4 +1,4 @@
-"""An event loop on a thread of its own, for callers that have none. Daemonic: it never keeps a program alive."""
+"""An event loop on a private thread, for callers without one. The thread is a daemon: it keeps no program alive."""
 
 import asyncio
 import concurrent.futures
@@ -29,7 +29,7 @@ class LoopThread:
 
     @property
     def inherited(self) -> bool:
-        """Whether this process was forked from the one that has the thread."""
+        """Whether this process is a fork, without the thread."""
         return os.getpid() != self._pid
 
     def check(self) -> None:
@@ -45,7 +45,7 @@ class LoopThread:
         """Runs a last coroutine, cancels what still runs, and ends the loop and its thread."""
         ended = self.submit(_finish(last))
         if threading.current_thread() is self._thread:
-            return  # the garbage collector can call from here; nobody can wait for himself
+            return  # called by the garbage collector on the loop's thread, which can't wait for itself
         ended.result()
         self._thread.join()
 
@@ -56,7 +56,7 @@ async def _finish(last: Coroutine[Any, Any, None]) -> None:
         await _cancel_others()
     finally:
         loop = asyncio.get_running_loop()
-        loop.call_soon(loop.stop)  # not at once: the end of this coroutine has yet to be told
+        loop.call_soon(loop.stop)  # after the callbacks of this coroutine's end
 
 
 async def _cancel_others() -> None:
@@ -76,8 +76,8 @@ def _new_loop() -> asyncio.AbstractEventLoop:
 
 
 def _handle(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    # gRPC wakes every loop of a process through one descriptor: who comes second finds it empty, and who comes first
-    # may find something for a loop that was closed meanwhile. Both say so, and both are harmless.
+    # gRPC wakes every loop of a process through one descriptor: the second loop finds it empty, and the first may find
+    # an event for a loop that was closed meanwhile. Both errors are harmless.
     harmless = isinstance(context.get("exception"), BlockingIOError | RuntimeError)
     if harmless and "PollerCompletionQueue" in str(context.get("handle", "")):
         return

@@ -1,17 +1,16 @@
 """Large payloads and results, by reference: files that the master, the workers and the clients of one host share.
 
-Bytes that cross three processes through sockets are copied a dozen times. Here their writer puts them down once, in a
-file of a directory beside the master's journal, and what travels is a reference: which segment, where in it, how many
-bytes. Until somebody needs them on the disk they are pages of the kernel's cache, memory that all processes share; and
-to make them durable the master has to sync a file, and copies nothing.
+Bytes that cross three processes through sockets are copied a dozen times. Here the writer puts them once into a file of
+a directory beside the master's journal, and a reference travels: segment, offset, size. The bytes are pages of the
+kernel's cache, which all processes share; to make them durable the master syncs the file, and copies nothing.
 
-A peer may share if it can read the key that the master keeps there: then it is on the same host, in the same file
-system, and the same user. It is asked nothing else, and whoever can't simply sends bytes.
+A peer that can read the key in that directory may share it: it is on the same host, in the same file system, and the
+same user. All others send the bytes.
 
-Each writer appends to segments of its own, named after a secret of its own: a name can't be guessed, and who knows it
-was told. A segment lives for as long as somebody needs it. Writers and those who still have to pass a reference on hold
-a shared lock on the file; the master knows what its tasks and its journal refer to, and deletes a segment when that is
-nothing and it gets the exclusive lock. The kernel lets go of a lock when a process ends, however it ends.
+Each writer appends to its own segments, named after a random token, so that names can't be guessed. Writers, and peers
+that still have to pass a reference on, hold a shared lock on the file; the master knows which segments its tasks and
+its journal refer to, and deletes one without references when it gets the exclusive lock. The kernel releases the locks
+of a process when it ends, however it ends.
 """
 
 import contextlib
@@ -28,25 +27,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-# From here on the copies cost more than the file does.
+# Above this size the copies cost more than the file.
 LARGE_BYTES = 128 << 10
-# A segment as large is closed, and the next one begun.
+# The size at which a segment is closed and the next one begun.
 SEGMENT_BYTES = 16 << 20
-# Room that is left to the master: it has to write down what becomes of the bytes, or they are never needed.
+# Free disk space that is left to the master's journal.
 FREE_BYTES_MIN = 64 << 20
 # Initial metadata of Run and Session: the SHA-256 of the key, then the directory's path.
 METADATA = "mgpu-payloads-bin"
 KEY_NAME = "KEY"
-# Segments that nobody needs, kept for a moment: to write into memory that is there costs less than half.
+# Unused segments that are kept for a moment: writing into pages that exist costs less than half.
 FREE_NAMES = tuple(f"free-{n}" for n in range(8))
 NAME = re.compile(r"[0-9a-f]{24}-[0-9a-f]{1,8}")
 _KEY_BYTES_MAX = 1024
-# The process or the host lacks something at the moment; nothing is wrong with the file.
+# The process or the host lacks resources at the moment; the file is intact.
 _TRANSIENT = frozenset({errno.EAGAIN, errno.EINTR, errno.EMFILE, errno.ENFILE, errno.ENOMEM})
 
 
 class Pin(Protocol):
-    """What keeps a segment there for as long as it is held."""
+    """Keeps a segment from being deleted while it is held."""
 
     @property
     def name(self) -> str: ...
@@ -55,7 +54,7 @@ class Pin(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Reference:
-    """Bytes that lie in a segment. Its length is theirs, so that what counts bytes need not know the difference."""
+    """Bytes in a segment. `len()` is their size, as of bytes."""
 
     pin: Pin
     offset: int
@@ -66,12 +65,12 @@ class Reference:
         return self.size_bytes
 
     def read(self) -> bytes:
-        """The bytes. OSError: somebody took the file away, or cut it."""
+        """The bytes. OSError: the file was deleted or truncated."""
         return self.pin.read(self.offset, self.size_bytes)
 
 
 class Segment:
-    """An open segment, pinned by its shared lock for as long as this object lives."""
+    """An open segment, pinned by its shared lock while this object lives."""
 
     __slots__ = ("__weakref__", "fd", "name")
 
@@ -89,7 +88,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Elsewhere:
-    """A segment that the peer who told us of it pins."""
+    """A segment that the sender of the reference pins."""
 
     path: str
     name: str
@@ -99,9 +98,8 @@ class Elsewhere:
 
 
 class Directory:
-    """A master's directory of payloads that this process shares. Each life of a master has a key, and so a Directory,
-    of its own: what was written for another is not referred to any more. A master whose disk failed ends, and what was
-    in the kernel's memory then may never reach the disk, though no later sync says so.
+    """A master's directory of payloads that this process shares. The key changes with each start of a master, and makes
+    earlier references invalid: after a disk error the kernel may have dropped pages, and no later sync reports that.
     """
 
     def __init__(self, path: Path, key: bytes) -> None:
@@ -110,7 +108,7 @@ class Directory:
 
     @classmethod
     def of(cls, metadata: Iterable[tuple[str, str | bytes]]) -> "Directory | None":
-        """What a stream's initial metadata offer; None: nothing, or it isn't ours to share."""
+        """The directory offered in a stream's initial metadata; None: there is none, or this process can't share it."""
         offers = [value for name, value in metadata if name == METADATA]
         if not offers or not isinstance(offers[0], bytes):
             return None
@@ -127,7 +125,7 @@ class Directory:
         return cls(path, key) if ours and hmac.compare_digest(hashlib.sha256(key).digest(), digest) else None
 
     def pin(self, name: str) -> Segment:
-        """Opens a segment that another process wrote, so that it stays. FileNotFoundError: it is gone."""
+        """Opens and locks a segment that another process wrote. FileNotFoundError: it is gone."""
         if NAME.fullmatch(name) is None:
             raise FileNotFoundError(f"{name!r} is no name of a segment")
         fd = os.open(self.path / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -135,7 +133,7 @@ class Directory:
 
 
 class Writer:
-    """Puts bytes down in segments of its own. Safe to use from several threads."""
+    """Writes bytes to its own segments. Safe to use from several threads."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -146,7 +144,7 @@ class Writer:
         self._lock = threading.Lock()
 
     def put(self, data: bytes | memoryview) -> Reference:
-        """Writes the bytes. OSError: there is little room, or no directory any more."""
+        """Writes the bytes. OSError: the disk is nearly full, or the directory is gone."""
         size_bytes = len(data)
         disk = os.statvfs(self.path)
         if disk.f_bavail * disk.f_frsize < max(FREE_BYTES_MIN, 2 * size_bytes):
@@ -154,7 +152,7 @@ class Writer:
         with self._lock:
             segment = self._segment
             if segment is None or self._end + size_bytes > SEGMENT_BYTES:
-                segment = self._segment = None  # the old one may go, whatever becomes of the new one
+                segment = self._segment = None  # unlocks the old one, also if the new one fails
                 segment = self._segment = self._begin()
                 self._end = 0
             offset = self._end
@@ -173,14 +171,14 @@ class Writer:
             flags = os.O_RDWR | os.O_CLOEXEC
             if not self._take_free(path):
                 flags |= os.O_CREAT | os.O_EXCL
-            with contextlib.suppress(FileNotFoundError):  # it was taken for an orphan before it was locked
+            with contextlib.suppress(FileNotFoundError):  # deleted as an orphan before it was locked
                 fd = os.open(path, flags, 0o600)
                 segment = Segment(name, _locked(fd))
                 if path.stat().st_ino == os.fstat(fd).st_ino:
                     return segment
 
     def _take_free(self, path: Path) -> bool:
-        """Gives our name to a segment that nobody needs, if there is one."""
+        """Renames an unused segment, if there is one."""
         for name in FREE_NAMES:
             with contextlib.suppress(FileNotFoundError):
                 (self.path / name).rename(path)
@@ -189,9 +187,9 @@ class Writer:
 
 
 def _locked(fd: int) -> int:
-    """The same descriptor, with the shared lock. FileNotFoundError: its file was deleted before that."""
+    """The same descriptor, with the shared lock. FileNotFoundError: the file was deleted before."""
     try:
-        fcntl.flock(fd, fcntl.LOCK_SH)  # at worst it waits while the master looks whether the file may go
+        fcntl.flock(fd, fcntl.LOCK_SH)  # waits at most while the master checks the file
         if os.fstat(fd).st_nlink:
             return fd
     except BaseException:
@@ -202,12 +200,12 @@ def _locked(fd: int) -> int:
 
 
 def is_transient(error: BaseException) -> bool:
-    """Whether the same bytes may be read a moment later. False: they are not there, or damaged."""
+    """Whether a later attempt to read may succeed. False: the bytes are gone or damaged."""
     return isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno in _TRANSIENT)
 
 
 def read_file(path: str | Path, offset: int, size_bytes: int) -> bytes:
-    """Bytes of a segment that somebody else pins. OSError: it is gone, or shorter than that."""
+    """Bytes of a segment that another process pins. OSError: it is gone, or too short."""
     fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         return read_at(fd, offset, size_bytes)
@@ -216,8 +214,8 @@ def read_file(path: str | Path, offset: int, size_bytes: int) -> bytes:
 
 
 def read_at(fd: int, offset: int, size_bytes: int) -> bytes:
-    """So many bytes of a file. OSError: it ends before."""
-    if offset + size_bytes > os.fstat(fd).st_size:  # before room is made for what a damaged reference speaks of
+    """Exactly `size_bytes` bytes of a file. OSError: it ends before."""
+    if offset + size_bytes > os.fstat(fd).st_size:  # allocates nothing for a damaged reference
         raise OSError(f"the segment ends before {offset} + {size_bytes}")
     data = os.pread(fd, size_bytes, offset)
     if len(data) == size_bytes:

@@ -1,13 +1,13 @@
-"""What a client waits for on its Run stream: pure bookkeeping, frames in, frames out, no I/O and no clock.
+"""The calls of a client's Run stream: pure bookkeeping, frames in, frames out, no I/O and no clock.
 
-A call is one task that somebody in this process waits for. From `start` until its answer it is *unsettled*, and an
-answer is an outcome, or the error that stands for one. A call waits in the *outbox* until a frame takes it along. When
-the stream breaks, everything unsettled goes back to the outbox in its old order: the master joins what it knows by
-request_id, so sending again is always safe. Whoever answers first wins; a second outcome finds no call and is dropped.
+A call is one task that this process waits for. From `start` until its answer it is *unsettled*; an answer is an
+outcome, or an error in its place. A call waits in the *outbox* until a frame takes it. When the stream breaks, all
+unsettled calls go back to the outbox in their first order: the master recognises tasks by request_id, so sending them
+again is safe. The first answer counts; a second outcome finds no call and is dropped.
 
-A call that nobody waits for any longer is *withdrawn*: forgotten here if it was never sent; otherwise its request_id is
-sent to be cancelled, again on each new stream, until the master says how the task ended. The request_id is free then,
-and may be started again, also before the master has answered.
+A call whose caller has left is *withdrawn*: dropped if it was never sent; otherwise its request_id is sent to be
+cancelled, again on each new stream, until the master says how the task ended. The request_id may be started again at
+once, also before the master has answered.
 """
 
 from collections import Counter, deque
@@ -26,30 +26,30 @@ from multigpu.errors import (
     UNAVAILABLE,
     AlreadyExistsError,
     MultigpuError,
+    Outcome,
     RejectedError,
     UnavailableError,
 )
-from multigpu.outcome import Outcome
 from multigpu.v1 import task_pb2, task_service_pb2
 
-# A frame takes what waits, up to these bounds; one larger payload goes alone. Large enough that the cost of a message
-# vanishes in it, small enough that the master can work on one while the next is being written.
+# Limits of a frame; a larger payload goes alone. Large enough to amortise the cost of a message, small enough that the
+# master can work on one frame while the next is being written.
 FRAME_TASKS_MAX = 1024
 FRAME_BYTES_MAX = 1 << 20
-# What a task costs in a frame beside its payload, roughly.
+# Approximate bytes of a task in a frame, beside its payload.
 _OVERHEAD_BYTES = 32
-# Withdrawn tasks whose end we still wait for. A master that never knew the task says nothing, hence the limit.
+# Withdrawn tasks that the master has not confirmed. It never answers for a task that it doesn't know.
 _CANCELLING_MAX = 10_000
-# The error type of a task that its own client withdrew; and the codes by which a withdrawal is rejected.
+# The error type of a withdrawn task, and the codes by which a withdrawal is rejected.
 WITHDRAWN = "Withdrawn"
 _WITHDRAWAL_CODES = (CANCELLED, NOT_FOUND)
-_IN_USE = "this client waits for another task with this request_id: a request_id stands for one task; use another"
+_IN_USE = "this client waits for another task with this request_id; use a request_id for one task only"
 
 Answer = Outcome | MultigpuError
 
 
 class Call:
-    """One task that somebody waits for. A subclass says what happens with its answer."""
+    """One task that a caller waits for. A subclass handles the answer."""
 
     __slots__ = (
         "deferred", "done", "nbytes", "own", "partials_received", "payload", "place", "request_id", "sent", "spec"
@@ -58,18 +58,18 @@ class Call:
     def __init__(self, spec: task_pb2.TaskSpec, payload: bytes, request_id: str, own: dict[str, Any] | None) -> None:
         self.spec = spec
         self.payload = payload
-        # Where a large payload lies for the master to see; None: nowhere yet.
+        # Where a large payload lies for the master to read; None: not written yet.
         self.place: Reference | None = None
         self.request_id = request_id
         # Further fields of TaskInput.
         self.own = own
         self.nbytes = len(payload) + _OVERHEAD_BYTES
         self.partials_received = 0
-        # True once a frame of any stream took it along: the master may know it.
+        # True once a frame of any stream took it: the master may know it.
         self.sent = False
-        # True while it waits for the delay that a rejection asked for.
+        # True during the delay that a rejection asked for.
         self.deferred = False
-        # True once settled or withdrawn: there is nothing left to send.
+        # True once settled or withdrawn: it must not be sent.
         self.done = False
 
     def settle(self, answer: Answer) -> None:
@@ -77,26 +77,26 @@ class Call:
         raise NotImplementedError
 
     def receive_partial(self, data: bytes, content_type: str) -> None:
-        """The next output of a task that still runs. Ignored unless somebody listens: the outcome has them all."""
+        """The next output of a running task. Ignored by default: the outcome has all of them."""
 
 
 class RunState:
     def __init__(self, window: Window) -> None:
         self._window = window
-        self._sharing = Sharing()
+        self.sharing = Sharing()
         self._unsettled: dict[str, Call] = {}
         self._outbox: deque[Call] = deque()
         self._cancelling: dict[str, None] = {}
         self._cancel_outbox: list[str] = []
-        # How many withdrawals of a request_id this stream took along that the master has not answered. Each is answered
-        # once, and that says nothing of a call that was started again meanwhile.
+        # Withdrawals sent on this stream that the master has not answered, by request_id. Each is answered once; the
+        # answer does not concern a call that was started again meanwhile.
         self._withdrawals: Counter[str] = Counter()
-        # Calls for a request_id that another call waits for already: they share its answer.
+        # Further calls for the request_id of an unsettled call: they share its answer.
         self._joined: dict[str, list[Call]] = {}
 
     @property
     def idle(self) -> bool:
-        """True: no stream is needed."""
+        """Whether no stream is needed."""
         return not self._unsettled and not self._cancelling
 
     @property
@@ -105,7 +105,7 @@ class RunState:
         return len(self._cancelling)
 
     def unsettled(self) -> list[Call]:
-        """Everything that somebody waits for, in the order of its start."""
+        """All calls without an answer, in the order of their start."""
         return [*self._unsettled.values(), *(twin for twins in self._joined.values() for twin in twins)]
 
     def start(self, calls: Iterable[Call]) -> None:
@@ -117,7 +117,7 @@ class RunState:
             if cancelling and call.request_id in cancelling:
                 del cancelling[call.request_id]
                 if call.request_id in self._cancel_outbox:
-                    self._cancel_outbox.remove(call.request_id)  # in time: its task goes on
+                    self._cancel_outbox.remove(call.request_id)  # not sent yet: the task goes on
             first = unsettled.get(call.request_id)
             if first is None:
                 unsettled[call.request_id] = call
@@ -130,7 +130,7 @@ class RunState:
                 call.settle(AlreadyExistsError(ALREADY_EXISTS, _IN_USE))
 
     def withdraw(self, call: Call) -> None:
-        """Nobody waits for the call any longer. Harmless for one that is settled."""
+        """The caller has left. Harmless for a settled call."""
         request_id = call.request_id
         if self._unsettled.get(request_id) is not call:
             joined = self._joined.get(request_id, [])
@@ -141,26 +141,26 @@ class RunState:
         call.done = True
         del self._unsettled[request_id]
         self._window.free(1, call.nbytes)
-        heirs = self._joined.pop(request_id, None)
-        if heirs:
-            self._inherit(call, heirs)
+        others = self._joined.pop(request_id, None)
+        if others:
+            self._replace(call, others)
         elif call.sent:
             self._cancelling[request_id] = None
             self._cancel_outbox.append(request_id)
             if len(self._cancelling) > _CANCELLING_MAX:
                 del self._cancelling[next(iter(self._cancelling))]
 
-    def _inherit(self, call: Call, heirs: list[Call]) -> None:
-        """Others wait for the withdrawn call's task: the first of them takes its place."""
-        heir = heirs.pop(0)
-        self._unsettled[heir.request_id] = heir
-        self._outbox.append(heir)
-        heir.sent = call.sent
-        if heirs:
-            self._joined[heir.request_id] = heirs
+    def _replace(self, call: Call, joined: list[Call]) -> None:
+        """The first of the joined calls takes the place of a withdrawn one."""
+        first = joined.pop(0)
+        self._unsettled[first.request_id] = first
+        self._outbox.append(first)
+        first.sent = call.sent
+        if joined:
+            self._joined[first.request_id] = joined
 
-    def next_frame(self, *, tell_all: bool = False) -> task_service_pb2.RunRequest | None:
-        """What waits to be sent, up to a frame of it; None: nothing. `tell_all`: what could wait for more, too."""
+    def next_frame(self, *, report: bool = False) -> task_service_pb2.RunRequest | None:
+        """The next frame; None: there is nothing to send. `report`: also if only a pending report is there."""
         frame = task_service_pb2.RunRequest(outcomes_only=True)
         if self._cancel_outbox:
             frame.cancel_request_ids.extend(self._cancel_outbox[:_CANCELLING_MAX])
@@ -169,7 +169,7 @@ class RunState:
         outbox = self._outbox
         tasks = nbytes = 0
         spec = batch = None
-        payloads: list[bytes] = []  # of the batch, with their request_ids: they come after its inputs
+        payloads: list[bytes] = []  # of the batch, as their request_ids: a batch has them after its inputs
         request_ids: list[str] = []
         while outbox and tasks < FRAME_TASKS_MAX:
             call = outbox[0]
@@ -179,8 +179,8 @@ class RunState:
             call_bytes = call.nbytes
             place = None
             if call_bytes > LARGE_BYTES:
-                if tasks and not self._sharing.answered:
-                    break  # at the head of the next frame it waits for the offer
+                if tasks and not self.sharing.offer_known:
+                    break  # as the first of the next frame it waits for the offer
                 place = self._place_of(call)
                 if place is not None:
                     call_bytes = _OVERHEAD_BYTES
@@ -210,20 +210,20 @@ class RunState:
         if batch is not None:
             batch.payloads.extend(payloads)
             batch.request_ids.extend(request_ids)
-        if self._sharing.owes or (self._sharing.owes_later and (tasks or tell_all)):
-            frame.payload_key = self._sharing.key()
-            frame.results_taken = self._sharing.taken()
+        if self.sharing.report_due or (self.sharing.report_pending and (tasks or report)):
+            frame.payload_key = self.sharing.pop_key()
+            frame.results_taken = self.sharing.pop_taken()
             return frame
         return frame if tasks or frame.cancel_request_ids else None
 
     def _place_of(self, call: Call) -> Reference | None:
-        """The reference to a large payload; None: its bytes are sent. `call.place` may be of an earlier stream, and is
-        valid once this one has offered the same directory.
+        """The reference to a large payload; None: its bytes are sent. A reference made for an earlier stream is valid
+        once this one has offered the same directory.
         """
-        if not self._sharing.shares:
+        if not self.sharing.shares:
             return None
         if call.place is None:
-            call.place = self._sharing.put(call.payload)
+            call.place = self.sharing.put(call.payload)
         return call.place
 
     @staticmethod
@@ -234,33 +234,23 @@ class RunState:
 
     @property
     def waits_for_offer(self) -> bool:
-        """Whether what goes next is large, and it isn't known yet whether the master can look at it where it lies."""
-        return bool(self._outbox) and self._outbox[0].nbytes > LARGE_BYTES and not self._sharing.answered
-
-    @property
-    def owes(self) -> bool:
-        """Whether the master is to be told something besides tasks, now."""
-        return self._sharing.owes
-
-    @property
-    def owes_later(self) -> bool:
-        """Whether the master is to be told something that can wait for more."""
-        return self._sharing.owes_later
+        """Whether the next payload is large, and the stream has not said yet whether it shares a directory."""
+        return bool(self._outbox) and self._outbox[0].nbytes > LARGE_BYTES and not self.sharing.offer_known
 
     def offered(self, directory: Directory | None) -> None:
-        """What the stream's master shares with us."""
-        if self._sharing.offered(directory):
+        """The stream's master shares this directory, or none."""
+        if self.sharing.offered(directory):
             for call in self._unsettled.values():
                 call.place = None
 
     def receive(self, response: task_service_pb2.RunResponse, nbytes: int) -> dict[float, list[Call]]:
-        """Settles what a frame of `nbytes` answers. Returns the calls to `retry`, by the delay in seconds asked for.
+        """Settles the calls that a frame of `nbytes` answers. Returns those to `retry`, by the delay in seconds.
 
-        Acceptances need no note: calls go by request_id all their life, and outcomes carry the task_id.
+        Acceptances are ignored: calls are known by request_id, and outcomes carry the task_id.
         """
         for output in response.partials:
             call = self._unsettled.get(output.request_id)
-            # A repeat has a lower index. A gap can't come; if it did, the outcome has all partials to heal it from.
+            # A repeat has a lower index. After a gap the outcome supplies what is missing.
             if call is not None and output.index == call.partials_received:
                 call.partials_received += 1
                 call.receive_partial(output.data, output.content_type)
@@ -278,18 +268,18 @@ class RunState:
         for message in outcomes:
             request_id = message.request_id
             if withdrawals and request_id in withdrawals and message.error.type == WITHDRAWN:
-                self._answered(request_id)
+                self._withdrawal_answered(request_id)
                 continue
             call = take(request_id, None)
             if call is None:
                 self._cancelling.pop(request_id, None)
                 if message.HasField("result_place"):
-                    self._sharing.skip()
+                    self.sharing.skip()
                 continue
             tasks += 1
             nbytes += call.nbytes
-            outcome = self._taken(message) if message.HasField("result_place") else Outcome(message, frame_bytes)
-            call.done = True  # it may still wait in the outbox, to be sent again
+            outcome = self._with_result(message) if message.HasField("result_place") else Outcome(message, frame_bytes)
+            call.done = True  # it may be in the outbox, to be sent again
             call.place = None
             call.settle(outcome)
             if joined:
@@ -299,10 +289,10 @@ class RunState:
                     twin.settle(outcome)
         self._window.free(tasks, nbytes)
 
-    def _taken(self, message: task_pb2.Outcome) -> Answer:
-        """The outcome, with the result that it refers to."""
+    def _with_result(self, message: task_pb2.Outcome) -> Answer:
+        """The outcome with the result that it refers to, or an error if that can't be read at the moment."""
         try:
-            result = self._sharing.take(message.result_place)
+            result = self.sharing.take(message.result_place)
         except (OSError, MemoryError) as error:
             if is_transient(error):
                 return UnavailableError(
@@ -320,7 +310,7 @@ class RunState:
         for rejection in response.rejected:
             request_id = rejection.request_id
             if request_id in self._withdrawals and rejection.code in _WITHDRAWAL_CODES:
-                self._answered(request_id)
+                self._withdrawal_answered(request_id)
                 continue
             call = self._unsettled.get(request_id)
             if call is None:
@@ -334,30 +324,30 @@ class RunState:
                 self._fail(call, partial(rejected_error, rejection))
         return later
 
-    def _answered(self, request_id: str) -> None:
+    def _withdrawal_answered(self, request_id: str) -> None:
         """The master has answered a withdrawal."""
         self._withdrawals[request_id] -= 1
         if not self._withdrawals[request_id]:
             del self._withdrawals[request_id]
-        if request_id not in self._cancel_outbox:  # else it was started, and withdrawn again
+        if request_id not in self._cancel_outbox:  # otherwise it was started, and withdrawn again
             self._cancelling.pop(request_id, None)
 
     def retry(self, calls: Iterable[Call]) -> None:
-        """The delay is over: sends again those that somebody still waits for."""
+        """The delay is over: sends the calls again, except those withdrawn meanwhile."""
         for call in calls:
             call.deferred = False
             self._outbox.append(call)
 
     def stream_opened(self) -> None:
-        """A new stream knows nothing yet: everything unsettled goes to the outbox, in its first order."""
-        self._sharing.stream_opened()
+        """A new stream: all unsettled calls go to the outbox, in their first order."""
+        self.sharing.stream_opened()
         self._outbox = deque(call for call in self._unsettled.values() if not call.deferred)
         self._cancel_outbox = list(self._cancelling)
         self._withdrawals.clear()
 
     def fail_all(self, make_error: Callable[[], MultigpuError]) -> None:
-        """Settles everything with an error: one object each, because raising an error changes it."""
-        self._sharing.close()
+        """Settles all calls with an error: one object each, because raising an error changes it."""
+        self.sharing.close()
         self._outbox.clear()
         self._cancel_outbox.clear()
         self._cancelling.clear()
@@ -373,7 +363,7 @@ class RunState:
 
 
 def _same_task(first: Call, second: Call) -> bool:
-    """As the master has it: of one kind, model, content type, parameters and payload."""
+    """As the master compares tasks: by kind, model, content type, parameters and payload."""
     a, b = first.spec, second.spec
     same = a is b or (a.kind, a.model, a.content_type, a.parameters) == (b.kind, b.model, b.content_type, b.parameters)
     return same and first.payload == second.payload

@@ -1,11 +1,11 @@
-"""The one Run stream of a client: sends what waits, settles what is answered, and comes back when it breaks.
+"""The one Run stream of a client: sends tasks, settles calls, and reconnects when it breaks.
 
-Two coroutines live on a stream. The writer sends whatever piled up while its last write was in flight; nothing is
-delayed to make a batch. The reader hands each frame to the RunState. When the stream ends for whatever reason, the
-supervisor opens another and the RunState sends every unsettled task again: a task never waits on a stream that is gone.
+The writer sends what has accumulated while its last write was in flight; it delays nothing to make a batch. The reader
+passes each frame to the RunState. When the stream ends, for whatever reason, the supervisor opens another, and the
+RunState sends every unsettled task again: no task waits on a stream that is gone.
 
-A client that has never reached its master gives up after `connect_timeout_s`. One that has, trusts that the master will
-be back, and tries for ever.
+A client that was never connected to its master gives up after `connect_timeout_s`. One that was tries for ever: the
+master will be back.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ import grpc
 import grpc.aio
 
 from multigpu import errors
-from multigpu._transport.connection import BREAKS, MESSAGE_BYTES_MAX, Connection, backoff_s, jittered_s
+from multigpu._transport.connection import BREAKS, Connection, backoff_s, jittered_s
 from multigpu._transport.payloads import Directory
 from multigpu._transport.run_state import Call, RunState
 from multigpu._transport.window import Window
@@ -28,17 +28,15 @@ from multigpu.v1 import task_service_pb2
 
 log = logging.getLogger("multigpu")
 
-# Streams that break, one after the other, before a first frame, on a master that can be reached: something is wrong
-# with what we send, and sending it once more won't mend it.
-_BARREN_STREAMS_MAX = 8
-# On closing: how long to wait for the master to confirm what was withdrawn.
+# Consecutive streams that a reachable master ends before a first frame. Past it the cause is what we send, and sending
+# it again would not help.
+_EMPTY_STREAMS_MAX = 8
+# How long closing waits for the master to confirm withdrawals.
 _CANCEL_TIMEOUT_S = 2.0
-# How long the master may keep results for us that we have taken.
-_TELL_S = 0.1
-# A master that has nothing to offer may say so with its first frame only.
+# How long a report of results taken may wait for others.
+_REPORT_DELAY_S = 0.1
+# A master that shares no directory may send its metadata with its first frame only.
 _OFFER_TIMEOUT_S = 0.1
-# A message holds a spec beside the payload, of less than a mebibyte.
-_PAYLOAD_BYTES_MAX = MESSAGE_BYTES_MAX - (1 << 20)
 
 
 class RunStream:
@@ -47,20 +45,21 @@ class RunStream:
         self._window = window
         self._state = RunState(window)
         self._supervisor: asyncio.Task[None] | None = None
-        # Where the supervisor, or the writer, waits for something to do.
+        # What the idle supervisor, or writer, waits for.
         self._sleeper: asyncio.Future[None] | None = None
         # Resolved when the master has confirmed every withdrawal.
         self._confirmed: asyncio.Future[None] | None = None
         self._closed = False
-        # Monotonic instant of the first attempt to reach the master; None once it was reached.
+        # Monotonic instant of the first attempt to connect.
         self._first_try: float | None = None
+        # Whether the master was ever connected.
         self._reached = False
-        # The master will be told how many results we took; and is to be told now.
-        self._telling: asyncio.TimerHandle | None = None
-        self._tell_all = False
-        # Streams that ended in a row, without a frame: all of them, and those that no absence of the master explains.
+        # Runs until a report of results taken is sent on its own.
+        self._report_timer: asyncio.TimerHandle | None = None
+        self._report_now = False
+        # Consecutive streams that ended without a frame; and those of them that the master did not end by going away.
         self._failures = 0
-        self._barren = 0
+        self._empty_streams = 0
 
     def check(self) -> None:
         """ClientClosedError: the client is closed, or belongs to another process or event loop than the running one."""
@@ -88,31 +87,31 @@ class RunStream:
         self._wake()
 
     def withdraw(self, call: Call) -> None:
-        """Nobody waits for the call any longer: the master is told to cancel its task."""
+        """The caller has left: the master is told to cancel the task."""
         self._state.withdraw(call)
         self._wake()
 
     def withdraw_where(self, condition: Callable[[Call], bool]) -> None:
-        """Withdraws every unsettled call that the condition holds for."""
+        """Withdraws every unsettled call that fulfils the condition."""
         for call in self._state.unsettled():
             if condition(call):
                 self._state.withdraw(call)
         self._wake()
 
     async def cancellations(self, timeout_s: float = _CANCEL_TIMEOUT_S) -> None:
-        """Waits until the master has confirmed every withdrawal, or the time is over."""
+        """Waits until the master has confirmed every withdrawal, for at most `timeout_s`."""
         if self._state.cancelling and self._supervisor is not None:
             self._confirmed = asyncio.get_running_loop().create_future()
             await asyncio.wait([self._confirmed], timeout=timeout_s)
 
     async def close(self) -> None:
-        """Ends the stream. What is unsettled fails with ClientClosedError here, and goes on in the master."""
+        """Ends the stream. Unsettled calls fail with ClientClosedError; their tasks go on in the master."""
         if self._closed:
             return
         await self.cancellations()
         self._closed = True
-        if self._telling is not None:
-            self._telling.cancel()
+        if self._report_timer is not None:
+            self._report_timer.cancel()
         supervisor, self._supervisor = self._supervisor, None
         if supervisor is not None:
             supervisor.cancel()
@@ -134,14 +133,14 @@ class RunStream:
         await self._sleeper
 
     def _supervisor_ended(self, task: asyncio.Task[None]) -> None:
-        """It ends by close(), or by a bug of ours: then nobody may go on waiting for it."""
+        """It ends by close(), or by a bug: then all calls fail, so that none waits for ever."""
         if self._supervisor is task:
             self._supervisor = None
         error = None if task.cancelled() else task.exception()
         while isinstance(error, BaseExceptionGroup):
             error = error.exceptions[0]
         if error is not None:
-            log.error("the run stream ended by an error of multigpu's own", exc_info=error)
+            log.error("the run stream ended by an internal error", exc_info=error)
             self._state.fail_all(lambda: errors.TransportError(f"internal error: {error!r}"))
 
     async def _supervise(self) -> None:
@@ -151,17 +150,17 @@ class RunStream:
             if self._first_try is None:
                 self._first_try = time.monotonic()
             try:
-                code, details = await self._live_through_a_stream()
-            except errors.AccessError as error:  # there was none: our own token or certificate can't be read
+                code, details = await self._serve_a_stream()
+            except errors.AccessError as error:  # our own token or certificate can't be read
                 self._first_try = None
                 self._state.fail_all(partial(_access_error, str(error), error.__cause__))
             else:
                 await self._recover(code, details)
 
-    async def _live_through_a_stream(self) -> tuple[grpc.StatusCode, str]:
-        """Opens a stream, serves it until it ends, and says how it ended.
+    async def _serve_a_stream(self) -> tuple[grpc.StatusCode, str]:
+        """Opens a stream, serves it until it ends, and returns its status and details.
 
-        An error of a task that serves the stream ends the others, and then the supervisor: no call waits on.
+        An error in one of its tasks ends the others, and then the supervisor.
         """
         stream = self._connection.open_run()
         self._state.stream_opened()
@@ -180,8 +179,10 @@ class RunStream:
         return await stream.code(), await stream.details() or ""
 
     async def _learn_offer(self, stream: Any) -> None:
-        """Learns from the initial metadata whether the master shares files with us."""
-        with contextlib.suppress(grpc.aio.AioRpcError):  # the reader says it
+        """Notes that the master is connected, and what it shares according to the initial metadata."""
+        with contextlib.suppress(grpc.aio.AioRpcError, grpc.aio.UsageError):  # the reader gets the status
+            await self._connection.ready(None)
+            self._reached = True
             self._state.offered(Directory.of(await stream.initial_metadata()))
             self._wake()
 
@@ -189,26 +190,27 @@ class RunStream:
         while True:
             if self._state.waits_for_offer:
                 await asyncio.wait([offer], timeout=_OFFER_TIMEOUT_S)
-            frame = self._state.next_frame(tell_all=self._tell_all)
-            self._tell_all = False
+            frame = self._state.next_frame(report=self._report_now)
+            self._report_now = False
             if frame is None:
                 await self._sleep_until_woken()
                 continue
             try:
                 await stream.write(frame)
             except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
-                return  # the stream is over: the reader sees why
+                return  # the stream is over; the reader gets its status
 
     def _received(self, response: task_service_pb2.RunResponse, nbytes: int) -> None:
         if self._failures:
             log.info("the stream to the master at %s is back", self._connection.master)
         self._reached = True
-        self._failures = self._barren = 0
+        self._failures = self._empty_streams = 0
         later = self._state.receive(response, nbytes)
-        if self._state.owes:
+        sharing = self._state.sharing
+        if sharing.report_due:
             self._wake()
-        elif self._state.owes_later and self._telling is None:
-            self._telling = asyncio.get_running_loop().call_later(_TELL_S, self._tell)
+        elif sharing.report_pending and self._report_timer is None:
+            self._report_timer = asyncio.get_running_loop().call_later(_REPORT_DELAY_S, self._report)
         if self._confirmed is not None and not self._state.cancelling:
             if not self._confirmed.done():
                 self._confirmed.set_result(None)
@@ -216,9 +218,9 @@ class RunStream:
         for delay_s, calls in later.items():
             asyncio.get_running_loop().call_later(jittered_s(delay_s), self._retry, calls)
 
-    def _tell(self) -> None:
-        self._telling = None
-        self._tell_all = True
+    def _report(self) -> None:
+        self._report_timer = None
+        self._report_now = True
         self._wake()
 
     def _retry(self, calls: list[Call]) -> None:
@@ -226,11 +228,11 @@ class RunStream:
         self._wake()
 
     async def _recover(self, code: grpc.StatusCode, details: str) -> None:
-        """Waits until it makes sense to open another stream; fails what waits if it never will."""
+        """Waits until another stream can be opened. Fails all calls if that makes no sense."""
         self._failures += 1
-        # A master that comes and goes is UNAVAILABLE in between, or INTERNAL once: gRPC says so when a write was cut.
-        self._barren = 0 if code is grpc.StatusCode.UNAVAILABLE else self._barren + 1
-        if code not in BREAKS or self._barren >= _BARREN_STREAMS_MAX:
+        # A master that restarts is UNAVAILABLE, or INTERNAL once: so gRPC reports a write that was cut off.
+        self._empty_streams = 0 if code is grpc.StatusCode.UNAVAILABLE else self._empty_streams + 1
+        if code not in BREAKS or self._empty_streams >= _EMPTY_STREAMS_MAX:
             self._give_up(code, details)
             return
         if self._failures == 1:
@@ -248,20 +250,10 @@ class RunStream:
             self._give_up(grpc.StatusCode.UNAVAILABLE, details)
 
     def _give_up(self, code: grpc.StatusCode, details: str) -> None:
-        self._failures = self._barren = 0
+        self._failures = self._empty_streams = 0
         self._first_try = None
         explain = self._connection.explain
         self._state.fail_all(lambda: explain(code, details))
-
-
-def check_payload(payload: bytes) -> None:
-    """InvalidTaskError: too large for any message."""
-    if len(payload) > _PAYLOAD_BYTES_MAX:
-        raise errors.InvalidTaskError(
-            errors.INVALID_ARGUMENT,
-            f"the payload has {len(payload):,} bytes; the limit is the master's payload_bytes_max, 32 MiB by default: "
-            "split it",
-        )
 
 
 def _access_error(text: str, cause: BaseException | None) -> errors.AccessError:

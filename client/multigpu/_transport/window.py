@@ -1,8 +1,7 @@
 """Backpressure as an object: how much may be unsettled at a time, by count and by bytes.
 
-Who wants to start work asks to be admitted, and waits in line while there is no room; the line is served in order, and
-nobody overtakes it. Room is handed over, not announced: when a waiter wakes, its share is already its own. Belongs to
-one event loop.
+A caller asks to be admitted, and waits in line while the window is full; the line is served in order. A waiter that
+wakes has its share already. Belongs to one event loop.
 """
 
 import asyncio
@@ -28,7 +27,7 @@ class Window:
         return True
 
     async def admit(self, tasks: int, nbytes: int) -> None:
-        """Waits for room. Something larger than the whole window is admitted alone."""
+        """Waits until it is admitted. More than the whole window is admitted alone."""
         if self.try_admit(tasks, nbytes):
             return
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -38,7 +37,7 @@ class Window:
             await future
         except asyncio.CancelledError:
             if future.cancelled():
-                self._hand_over()  # it may have been first in line, and too large for room that fits the next
+                self._admit_waiters()  # the next in line may be smaller, and fit
             else:
                 self.free(tasks, nbytes)
             raise
@@ -50,17 +49,17 @@ class Window:
         assert self.tasks >= 0, "freed more tasks than were admitted"
         assert self.bytes >= 0, "freed more bytes than were admitted"
         if self._waiters:
-            self._hand_over()
+            self._admit_waiters()
 
     def _fits(self, tasks: int, nbytes: int) -> bool:
         if self.tasks == 0:
             return True
         return self.tasks + tasks <= self.tasks_max and self.bytes + nbytes <= self.bytes_max
 
-    def _hand_over(self) -> None:
+    def _admit_waiters(self) -> None:
         while self._waiters:
             future, tasks, nbytes = self._waiters[0]
-            if future.cancelled():  # gave up while it stood in line
+            if future.cancelled():  # gave up while it waited
                 self._waiters.popleft()
                 continue
             if not self._fits(tasks, nbytes):

@@ -1,4 +1,4 @@
-"""mgpuctl: the operator's and the impatient user's way to a master, one command a file.
+"""mgpuctl: the command line for operators and users, one command in each file.
 
 Nothing here imports grpc, numpy or rich: `mgpuctl --help` must answer at once, and `up` must fork without them.
 """
@@ -12,17 +12,14 @@ import click
 
 from multigpu.cli import show
 from multigpu.cli.commands import LazyGroup
-from multigpu.cli.failures import EXIT_CODES, INTERRUPTED, TERMINATED, Failure
+from multigpu.cli.failures import EXIT_CODES, INTERRUPTED, TERMINATED, Failure, TerminatedError
 from multigpu.cli.options import MASTER_HELP, Globals, config_option
 
 COMMANDS = {
     "up": ("multigpu.cli.local.up:up", "Run a master and its workers here, until Ctrl-C."),
     "status": ("multigpu.cli.fleet.workers:status", "State of the master: tasks waiting and done, workers, journal."),
     "workers": ("multigpu.cli.fleet.workers:workers", "Every worker that the master knows: state, device and load."),
-    "gpus": (
-        "multigpu.cli.fleet.gpus:gpus",
-        "Every device of the fleet: model, load and health.",
-    ),
+    "gpus": ("multigpu.cli.fleet.gpus:gpus", "Every device of the fleet: model, load and health."),
     "top": (
         "multigpu.cli.top.top:top",
         "A live view of devices, queues and running tasks; keys to drain, cordon, cancel.",
@@ -82,12 +79,8 @@ def cli(context: click.Context, master: str | None) -> None:
     context.obj = Globals(master=master)
 
 
-# What a full disk, a stream that was closed, and a broken device answer.
+# A full disk, a closed stream, a broken device.
 UNWRITABLE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EBADF, errno.EIO})
-
-
-class TerminatedError(KeyboardInterrupt):
-    """SIGTERM: ends a command as Ctrl-C does, with what it started cancelled and no half-written file left."""
 
 
 def main() -> None:
@@ -104,17 +97,17 @@ def main() -> None:
     except OSError as error:
         if error.errno not in UNWRITABLE or error.filename is not None:
             raise
-        show.give_up_stdout()
+        show.discard_stdout()
         show.note(f"mgpuctl: can't write: {error.strerror}")
         sys.exit(Failure.exit_code)
     sys.exit(exit_code if isinstance(exit_code, int) else 0)
 
 
 def _open_streams() -> None:
-    """Put something where a standard stream was closed: else the next file or socket would take its place."""
+    """Opens closed standard streams: else the next file or socket would get their descriptors."""
     for name, flags in (("stdin", os.O_RDONLY), ("stdout", os.O_RDONLY), ("stderr", os.O_WRONLY)):
         if getattr(sys, name) is None:
-            # What is written to such a stdout is an error, and not lost unseen.
+            # A stdout that was closed is opened for reading: writing to it must fail.
             stream = os.fdopen(os.open(os.devnull, flags), "r" if name == "stdin" else "w")
             setattr(sys, name, stream)
 

@@ -1,4 +1,4 @@
-"""`mgpuctl version`, `config show` and `completion`: what needs no master."""
+"""`mgpuctl version`, `config show` and `completion`, which need no master."""
 
 import dataclasses
 import importlib.metadata
@@ -44,7 +44,7 @@ def config_() -> None:
     "show",
     examples=(
         ("mgpuctl config show", "Every setting, and where it comes from."),
-        ("mgpuctl config show worker", "Those of one section."),
+        ("mgpuctl config show worker", "The settings of one section."),
     ),
 )
 @click.argument("section", type=click.Choice([cls.section for cls in config.CONFIG_CLASSES]), required=False)

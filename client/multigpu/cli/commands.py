@@ -1,7 +1,6 @@
-"""Commands that teach: click's, with a section of examples at the end of every --help; and loaded only when called.
+"""click's commands with a section of examples at the end of --help, and a group that imports a command when it runs.
 
-`mgpuctl --help` knows each command by a line in a table, so that it answers at once; the module of a command, with
-grpc, numpy or rich, is imported when that command runs.
+`mgpuctl --help` answers at once, because it imports none of the commands' modules, nor grpc, numpy or rich.
 """
 
 import importlib
@@ -14,7 +13,7 @@ Rows = Sequence[tuple[str, str]]
 
 
 class _WithExamples(click.Command):
-    """`examples`: what to type and what it does. `exits`: exit codes that only this command has words for."""
+    """`examples`: a command line and what it does. `exits`: exit codes with a meaning of this command."""
 
     def __init__(self, *args: Any, examples: Rows = (), exits: Rows = (), **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -40,7 +39,7 @@ class Group(_WithExamples, click.Group):
 
 
 class LazyGroup(Group):
-    """`entries`: for each command, in the order of --help, where it lives ("module:name") and its one line."""
+    """`entries`: each command's "module:name" and summary, in the order of --help."""
 
     def __init__(self, *args: Any, entries: Mapping[str, tuple[str, str]], **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -1,11 +1,10 @@
-"""How mgpuctl fails: an exception carries a sentence for a person and an exit code for a script.
-
-Exit codes are part of the interface: scripts branch on them, so each has one meaning in every command.
-"""
+"""Failures of a command: a message for people and an exit code for scripts, with one meaning in every command."""
 
 from typing import IO, Any, ClassVar
 
 import click
+
+from multigpu.cli.text import clean_lines
 
 WARNINGS = 6
 INTERRUPTED = 130
@@ -24,14 +23,16 @@ EXIT_CODES: tuple[tuple[str, str], ...] = (
 )
 
 
+class TerminatedError(KeyboardInterrupt):
+    """SIGTERM: ends a command as Ctrl-C does: its tasks are cancelled and no half-written file stays."""
+
+
 class Failure(click.ClickException):
     """The operation failed. Shown on stderr; ends the command with its exit code."""
 
     exit_code: ClassVar[int] = 1
 
     def show(self, file: IO[Any] | None = None) -> None:
-        from multigpu.cli.show import clean_lines  # noqa: PLC0415  it imports this module
-
         click.echo(f"mgpuctl: {clean_lines(self.format_message())}", file=file, err=file is None)
 
 

@@ -1,27 +1,25 @@
-"""How long work shows that it moves: a bar on a terminal, else a line now and then. On stderr, beside the answer."""
+"""Progress of long work on stderr: a bar on a terminal, elsewhere a line now and then."""
 
 import sys
 import time
-from types import TracebackType
 from typing import Any, Self
 
 from multigpu.cli import show
+from multigpu.cli.text import clean_lines
 
 LINE_INTERVAL_S = 10.0
 
 
 class Progress:
-    """Counts `unit`s; `total` is None when nobody knows it."""
+    """Counts `unit`s; `total` is None if it is not known."""
 
     def __init__(self, unit: str, total: int | None, *, quiet: bool = False) -> None:
         self._unit = unit
         self._total = total
         self._quiet = quiet
-        self._started_at = time.monotonic()
-        self._said_at = self._started_at
         self._bar: Any = None
         self._task: Any = None
-        self.done = self._begun_with = 0
+        self.begin()
 
     def __enter__(self) -> Self:
         if sys.stderr.isatty() and not self._quiet:
@@ -29,21 +27,18 @@ class Progress:
             self._bar.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._bar is not None:
             self._bar.stop()
 
     def begin(self, done: int = 0) -> None:
-        """The work begins now, not when the waiting for it did. `done`: what an earlier run did."""
+        """Starts the clock, after waiting for a fleet. `done`: units of an earlier run."""
         self.done = self._begun_with = done
         self._started_at = self._said_at = time.monotonic()
         if self._bar is not None:
             self._bar.reset(self._task, completed=done)
 
     def add(self, count: int) -> None:
-        """So many more are done."""
         self.done += count
         if self._bar is not None:
             self._bar.advance(self._task, count)
@@ -58,13 +53,13 @@ class Progress:
     def say(self, text: str) -> None:
         """A remark that the bar doesn't overwrite."""
         if self._bar is not None:
-            self._bar.console.print(show.clean_lines(text), markup=False, highlight=False)
+            self._bar.console.print(clean_lines(text), markup=False, highlight=False)
         else:
             show.note(text)
 
 
 def _bar(unit: str, total: int | None) -> tuple[Any, Any]:
-    from rich import progress  # noqa: PLC0415  only a terminal pays for it
+    from rich import progress  # noqa: PLC0415  needed on a terminal only
     from rich.console import Console  # noqa: PLC0415
 
     class Rate(progress.ProgressColumn):

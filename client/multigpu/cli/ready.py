@@ -1,7 +1,7 @@
 """Waits until a master answers and the named workers are connected, then exits 0.
 
-A process of its own (`python -m multigpu.cli.ready HOST:PORT [WORKER_ID …]`), because the keeper that wants to know
-forks, and gRPC's threads and forks don't mix.
+A separate process (`python -m multigpu.cli.ready HOST:PORT [WORKER_ID …]`), because the supervisor forks, and gRPC's
+threads don't survive forks.
 """
 
 import sys
@@ -16,7 +16,7 @@ POLL_INTERVAL_S = 0.05
 
 
 def wait_until_ready(address: str, worker_ids: frozenset[str]) -> None:
-    """Returns when all of `worker_ids` are connected. Polls: the first answer is seconds away, and then it is over."""
+    """Returns when all of `worker_ids` are connected."""
     credentials = _credentials()
     wait_until_connected(address, credentials)  # a master writes its first token before it listens
     with Master(address, credentials) as master:
@@ -25,7 +25,7 @@ def wait_until_ready(address: str, worker_ids: frozenset[str]) -> None:
 
 
 def _credentials() -> Credentials:
-    """The client's, if the master that was started here takes any: they may be meant for one elsewhere."""
+    """The client's, unless the local master takes none: they may be for another master."""
     master = load(MasterConfig).config
     return Credentials.of_client(load_client_config()) if master.tls_cert or master.require_tokens else Credentials()
 

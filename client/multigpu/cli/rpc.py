@@ -1,15 +1,15 @@
-"""The operator's calls: one blocking connection to a master, deadlines on everything, errors in words.
+"""Calls to a master: one blocking connection, a deadline for each call, errors as Failures.
 
-Work with tasks goes through the SDK; what is here is for AdminService and for the reading half of TaskService, where a
-stream, a window or a retry would only be in the way. Nothing is retried: a person at a prompt wants to know at once.
+Tasks are submitted through the SDK; this is for AdminService and the reading half of TaskService. Nothing is retried: a
+person at a prompt wants to know at once.
 """
 
+import functools
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any, NoReturn, Self
+from typing import Any, NoReturn, Self, TypeVar
 
-# Its own complaints, on stderr, say the same as our errors, only longer. Read when grpc is first imported.
+# gRPC's own log repeats our errors. Read when grpc is first imported.
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
 import click
@@ -19,26 +19,29 @@ from multigpu._transport.connection import unavailable
 from multigpu._transport.credentials import Credentials
 from multigpu.cli import show
 from multigpu.cli.failures import Failure, NotFound, Unreachable, WrongUsage
-from multigpu.cli.options import client_config
-from multigpu.config.config import ClientConfig, ConfigError, load_client_config
+from multigpu.cli.options import client_config, master_option
+from multigpu.config import config
 from multigpu.v1 import admin_service_pb2 as admin
 from multigpu.v1 import task_pb2
 from multigpu.v1.admin_service_pb2_grpc import AdminServiceStub
 from multigpu.v1.task_service_pb2_grpc import TaskServiceStub
 
 CALL_TIMEOUT_S = 15.0  # the master rejects after 10 s what its disk does not take
+COMPLETION_TIMEOUT_S = 1.0
 PAGE_SIZE_MAX = 1000
 MESSAGE_BYTES_MAX = 64 * 1024 * 1024
 
 CHANNEL_OPTIONS = (
     ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
     ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
-    # A master is a neighbour; a proxy in the environment is meant for the web.
+    # HTTP proxies in the environment are for the web.
     ("grpc.enable_http_proxy", 0),
-    # Who polls for a master to appear should see it when it does.
+    # A command that polls for a master should find it soon after it starts.
     ("grpc.initial_reconnect_backoff_ms", 50),
     ("grpc.max_reconnect_backoff_ms", 100),
 )
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 def wait_until_connected(address: str, credentials: Credentials) -> None:
@@ -46,7 +49,7 @@ def wait_until_connected(address: str, credentials: Credentials) -> None:
     try:
         with credentials.channel(address, CHANNEL_OPTIONS) as channel:
             grpc.channel_ready_future(channel).result()
-    except ConfigError as error:
+    except config.ConfigError as error:
         raise WrongUsage(str(error)) from error
 
 
@@ -58,14 +61,13 @@ class Master:
         self.address = address
         try:
             self.credentials = credentials or Credentials.of_client(_config())
-            channel = self.credentials.channel(address, CHANNEL_OPTIONS)
-            metadata = self.credentials.metadata(address)
-        except ConfigError as error:
+            self._channel = self.credentials.channel(address, CHANNEL_OPTIONS)
+            self._metadata = self.credentials.metadata(address)
+        except config.ConfigError as error:
             raise WrongUsage(str(error)) from error
-        self._channel = channel if metadata is None else grpc.intercept_channel(channel, WithMetadata(metadata))
         # Generated code has no types for stubs.
-        self.admin: Any = _stub(AdminServiceStub, self._channel)
-        self.tasks: Any = _stub(TaskServiceStub, self._channel)
+        self.admin: Any = AdminServiceStub(self._channel)  # type: ignore[no-untyped-call]
+        self.tasks: Any = TaskServiceStub(self._channel)  # type: ignore[no-untyped-call]
 
     def __enter__(self) -> Self:
         return self
@@ -76,12 +78,22 @@ class Master:
     def call(self, method: Callable[..., Any], request: Any, *, timeout_s: float = CALL_TIMEOUT_S) -> Any:
         """One unary call: `master.call(master.admin.GetStats, GetStatsRequest())`."""
         try:
-            return method(request, timeout=timeout_s)
+            return method(request, timeout=timeout_s, metadata=self._metadata)
         except grpc.RpcError as error:
             self._fail(error, timeout_s)
 
+    def first(self, method: Callable[..., Any], request: Any) -> Any:
+        """The first message of a stream."""
+        try:
+            stream = method(request, timeout=CALL_TIMEOUT_S, metadata=self._metadata)
+            message = next(stream)
+        except grpc.RpcError as error:
+            self._fail(error, CALL_TIMEOUT_S)
+        stream.cancel()
+        return message
+
     def pages(self, method: Callable[..., Any], request: Any) -> Iterator[Any]:
-        """The answers of a List call, page by page; `request.page_token` is moved along."""
+        """The responses of a List call, page by page. Changes `request.page_token`."""
         while True:
             page = self.call(method, request)
             yield page
@@ -90,13 +102,14 @@ class Master:
             request.page_token = page.next_page_token
 
     def newest_tasks(self, method: Callable[..., Any], request: Any, limit: int) -> list[task_pb2.Task]:
-        """At most `limit` tasks of a List call; if there are more, a note says so."""
+        """At most `limit` tasks of a List call; a note on stderr if there are more."""
         request.page_size = min(limit, PAGE_SIZE_MAX)
         found: list[task_pb2.Task] = []
         for page in self.pages(method, request):
             found += page.tasks
             if len(found) >= limit:
-                show.note_of_limit(more=len(found) > limit or bool(page.next_page_token), limit=limit)
+                if len(found) > limit or page.next_page_token:
+                    show.note(f"only the newest {limit:,}; --limit shows more")
                 break
         return found[:limit]
 
@@ -106,8 +119,11 @@ class Master:
         return [worker for page in self.pages(self.admin.ListWorkers, request) for worker in page.workers]
 
     def connected_workers(self) -> list[admin.Worker]:
-        """Those of `list_workers` that are connected."""
         return [worker for worker in self.list_workers() if worker.state == admin.WORKER_STATE_ACTIVE]
+
+    def list_queues(self) -> list[admin.Queue]:
+        request = admin.ListQueuesRequest(page_size=PAGE_SIZE_MAX)
+        return [queue for page in self.pages(self.admin.ListQueues, request) for queue in page.queues]
 
     def find_worker_id(self, prefix: str) -> str:
         """The id of the one worker whose id is, or begins with, `prefix`."""
@@ -127,61 +143,46 @@ class Master:
         if code == grpc.StatusCode.UNAVAILABLE:
             raise Unreachable(unavailable(self.address, details, self.credentials)) from error
         if code == grpc.StatusCode.DEADLINE_EXCEEDED:
-            message = (
+            raise Unreachable(
                 f"the master at {self.address} did not answer within {timeout_s:g} s; is it stopped or overloaded?"
-            )
-            raise Unreachable(message) from error
+            ) from error
         if code == grpc.StatusCode.UNIMPLEMENTED:
-            message = (
-                f"what listens at {self.address} does not know this call: it is no multigpu master, or an older one"
-            )
-            raise Failure(message) from error
+            raise Failure(
+                f"the server at {self.address} does not know this call: it is no multigpu master, or an older one"
+            ) from error
         failure = NotFound if code == grpc.StatusCode.NOT_FOUND else Failure
         raise failure(details or f"the master answered {code.name}") from error
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Details(grpc.ClientCallDetails):  # type: ignore[misc]  # grpc has no types
-    """What a call is made with, changed."""
+def connected(command: F) -> F:
+    """Gives a command `--master`, and calls it with the connection as `master`."""
 
-    method: Any
-    timeout: Any
-    metadata: Any
-    credentials: Any
-    wait_for_ready: Any
-    compression: Any
+    @functools.wraps(command)
+    def with_connection(*args: Any, address: str, **kwargs: Any) -> Any:
+        with Master(address) as master:
+            return command(*args, master=master, **kwargs)
 
-
-class WithMetadata(  # every call of ours has one request
-    grpc.UnaryUnaryClientInterceptor,  # type: ignore[misc]
-    grpc.UnaryStreamClientInterceptor,  # type: ignore[misc]
-):
-    """Sends metadata with every call."""
-
-    def __init__(self, metadata: tuple[tuple[str, str], ...]) -> None:
-        self._metadata = metadata
-
-    def intercept_unary_unary(self, continuation: Any, details: Any, request: Any) -> Any:
-        return continuation(self._with(details), request)
-
-    def intercept_unary_stream(self, continuation: Any, details: Any, request: Any) -> Any:
-        return continuation(self._with(details), request)
-
-    def _with(self, d: Any) -> Any:
-        return _Details(
-            method=d.method,
-            timeout=d.timeout,
-            metadata=(*(d.metadata or ()), *self._metadata),
-            credentials=d.credentials,
-            wait_for_ready=d.wait_for_ready,
-            compression=d.compression,
-        )
+    return master_option(with_connection)  # type: ignore[return-value]  # as in master_option
 
 
-def _config() -> ClientConfig:
+def complete_worker_id(context: click.Context, _: click.Parameter, incomplete: str) -> list[str]:
+    """Worker ids for the shell's completion; none if the master does not answer quickly."""
+    master_flag = context.params.get("master") or context.find_root().params.get("master")
+    try:
+        address = config.load(config.ClientConfig, flags={"master": master_flag}).config.master
+        with Master(address) as master:
+            request = admin.ListWorkersRequest(page_size=PAGE_SIZE_MAX)
+            answer = master.call(master.admin.ListWorkers, request, timeout_s=COMPLETION_TIMEOUT_S)
+    except (Failure, config.ConfigError):
+        return []
+    return [worker.worker_id for worker in answer.workers if worker.worker_id.startswith(incomplete)]
+
+
+workers_argument = click.argument(
+    "worker_ids", metavar="WORKER...", nargs=-1, required=True, shell_complete=complete_worker_id
+)
+
+
+def _config() -> config.ClientConfig:
     context = click.get_current_context(silent=True)
-    return client_config(None) if context is not None else load_client_config()
-
-
-def _stub(stub_class: Callable[..., Any], channel: Any) -> Any:
-    return stub_class(channel)
+    return client_config(None) if context is not None else config.load_client_config()

@@ -1,10 +1,10 @@
-"""From the SDK's errors to mgpuctl's: the same words, with an exit code. And no task left behind."""
+"""The SDK's errors as Failures with the same message."""
 
 import logging
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import TypeVar
+from contextlib import closing, contextmanager
+from typing import Any, TypeVar, cast
 
 import click
 
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 def with_flags(text: str) -> str:
-    """What the SDK or the master says of an option, with the flag that this command has for it."""
+    """A message of the SDK or the master with the names of options replaced by this command's flags."""
     flags = {flag for parameter in click.get_current_context().command.params for flag in parameter.opts}
 
     def flag_of(word: re.Match[str]) -> str:
@@ -31,7 +31,7 @@ def with_flags(text: str) -> str:
 
 @contextmanager
 def sdk_failures() -> Iterator[None]:
-    """Ends the command with the exit code that belongs to an error of the SDK. What the SDK logs goes to stderr."""
+    """Turns errors of the SDK into Failures, and prints its warnings to stderr."""
     logger = logging.getLogger("multigpu")
     handler = _Notes(logging.WARNING)
     logger.addHandler(handler)
@@ -41,7 +41,7 @@ def sdk_failures() -> Iterator[None]:
         telemetry.configure_tracing(load_config(TelemetryConfig).config, {"service.name": "mgpuctl"})
         with telemetry.span(command):
             yield
-    except ConfigError as error:  # an endpoint is set, and its exporter is not installed
+    except ConfigError as error:  # an endpoint is set, but its exporter is not installed
         raise WrongUsage(str(error)) from error
     except errors.UnavailableError as error:
         raise Unreachable(str(error)) from error
@@ -50,7 +50,7 @@ def sdk_failures() -> Iterator[None]:
     except errors.TaskError as error:
         raise TasksFailed(str(error)) from error
     except errors.AccessError as error:
-        own = isinstance(error.__cause__, ConfigError)  # our token or certificate can't be read
+        own = isinstance(error.__cause__, ConfigError)  # the client's own token or certificate can't be read
         raise (WrongUsage if own else Failure)(str(error)) from error
     except errors.MultigpuError as error:
         raise Failure(with_flags(str(error))) from error
@@ -61,18 +61,12 @@ def sdk_failures() -> Iterator[None]:
 
 
 class _Notes(logging.Handler):
-    """A broken stream, say: worth a line while a person waits."""
-
     def emit(self, record: logging.LogRecord) -> None:
         show.note(f"mgpuctl: {record.getMessage()}")
 
 
 @contextmanager
-def withdrawn_at_end(items: Iterator[T]) -> Iterator[Iterator[T]]:
-    """An iterator of the SDK that cancels what it started when the block is left early, for whatever reason."""
-    try:
+def cancelled_at_end(items: Iterator[T]) -> Iterator[Iterator[T]]:
+    """Closes an iterator of the SDK at the end of the block, which cancels its unfinished tasks."""
+    with closing(cast("Any", items)):
         yield items
-    finally:
-        close = getattr(items, "close", None)
-        assert close is not None, "the SDK's iterators are generators"
-        close()

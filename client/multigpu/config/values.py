@@ -1,7 +1,7 @@
 """How the values of settings are written and read: in TOML, where types show; in text, as flags and variables are; and
 the checks that a type alone can't make.
 
-Every function here raises ValueError with words that fit behind the place the value came from.
+Every function raises ValueError with a message that fits behind the place that the value came from.
 """
 
 import re
@@ -17,6 +17,15 @@ _SIZE_UNITS = {"": 1, "B": 1, "KIB": KIB, "MIB": MIB, "GIB": GIB, "TIB": 1024 * 
 _SIZE_PATTERN = re.compile(r"([0-9][0-9_]*)\s*([A-Za-z]*)")
 _ADDRESS_PATTERN = re.compile(r"(\[[0-9A-Fa-f:.%]+\]|[^\s:\[\]/]+):([0-9]{1,5})")
 _BOOLEANS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
+_WANTED = {
+    str: 'a string: "…"',
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    Path: 'a path: "…"',
+    tuple: 'a list of strings: ["…"]',
+    dict: 'a table of strings: { key = "…" }',
+}
 
 
 def format_value(field_name: str, value: Any) -> str:
@@ -28,7 +37,7 @@ def format_value(field_name: str, value: Any) -> str:
             if value and value % size == 0:
                 return f"{value // size}{unit}"
     if isinstance(value, tuple):
-        return ",".join(value)
+        return ",".join(map(str, value))
     if isinstance(value, dict):
         return ",".join(f"{key}={entry}" for key, entry in value.items())
     return f"{value:g}" if isinstance(value, float) else str(value)
@@ -36,55 +45,47 @@ def format_value(field_name: str, value: Any) -> str:
 
 def from_text(text: str, hint: Any, name: str) -> Any:
     """A value from the environment or a flag."""
-    if hint is str:
+    kind = typing.get_origin(hint) or hint
+    if kind is str:
         return text
-    if hint is Path:
-        return _path(text)
-    if hint is bool:
-        if text.lower() not in _BOOLEANS:
-            raise ValueError(f"{text!r} is not a yes or no: write true or false")
-        return _BOOLEANS[text.lower()]
-    if hint is int:
-        return _size(text) if is_size(name) else _number(text, int, "a whole number")
-    if hint is float:
-        return _number(text, float, "a number")
+    if kind is bool:
+        return boolean(text)
+    if kind is Path:
+        if not text:
+            raise ValueError("a path can't be empty")
+        return Path(text).expanduser()
+    if kind is int and is_size(name):
+        return _size(text)
+    if kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            raise ValueError(f"{text!r} is not {_WANTED[kind]}") from None
     parts = [part.strip() for part in text.split(",") if part.strip()]
-    if typing.get_origin(hint) is dict:
-        pairs = [part.partition("=") for part in parts]
-        if bad := [key + mark for key, mark, _ in pairs if not key or not mark]:
-            raise ValueError(f"{bad[0]!r} is not of the form KEY=VALUE")
-        return {key: value for key, _, value in pairs}
-    return tuple(parts)
+    if kind is tuple:
+        return tuple(parts)
+    pairs = [part.partition("=") for part in parts]
+    if bad := [key + mark for key, mark, _ in pairs if not key or not mark]:
+        raise ValueError(f"{bad[0]!r} is not of the form KEY=VALUE")
+    return {key: value for key, _, value in pairs}
 
 
 def from_toml(value: Any, hint: Any, name: str) -> Any:
-    """A value from the file, whose types TOML already tells."""
-    if hint is int and isinstance(value, str) and is_size(name):
-        return _size(value)
-    if hint is float and type(value) in (int, float):
+    """A value from a TOML file."""
+    kind = typing.get_origin(hint) or hint
+    if type(value) is str and (kind is Path or (kind is int and is_size(name))):
+        return from_text(value, hint, name)
+    if kind is float and type(value) in (int, float):
         return float(value)
-    if hint is Path and isinstance(value, str):
-        return _path(value)
-    if hint in (str, int, bool) and type(value) is hint:
+    if kind is tuple and type(value) is list:
+        items = typing.get_args(hint)[0]
+        return tuple(from_toml(item, items, name) for item in value)
+    if kind is dict and type(value) is dict and all(isinstance(entry, str) for entry in value.values()):
         return value
-    if typing.get_origin(hint) is tuple and isinstance(value, list) and all(isinstance(part, str) for part in value):
-        return tuple(value)
-    if (
-        typing.get_origin(hint) is dict
-        and isinstance(value, dict)
-        and all(isinstance(part, str) for part in value.values())
-    ):
-        return dict(value)
-    wanted = {
-        str: 'a string: "…"',
-        int: "a whole number" + (' or a size: "64MiB"' if is_size(name) else ""),
-        float: "a number",
-        bool: "true or false",
-        Path: 'a path: "…"',
-        tuple: 'a list of strings: ["…"]',
-        dict: 'a table of strings: { key = "…" }',
-    }[typing.get_origin(hint) or hint]
-    raise ValueError(f"{value!r} is not {wanted}")
+    if kind in (str, int, bool) and type(value) is kind:
+        return value
+    size = ' or a size: "64MiB"' if kind is int and is_size(name) else ""
+    raise ValueError(f"{value!r} is not {_WANTED[kind]}{size}")
 
 
 def is_size(field_name: str) -> bool:
@@ -92,10 +93,11 @@ def is_size(field_name: str) -> bool:
     return field_name.endswith(("_bytes", "_bytes_max"))
 
 
-def _path(text: str) -> Path:
-    if not text:
-        raise ValueError("a path can't be empty")
-    return Path(text).expanduser()
+def boolean(text: str) -> bool:
+    """True or false."""
+    if text.lower() not in _BOOLEANS:
+        raise ValueError(f"{text!r} is not a yes or no: write true or false")
+    return _BOOLEANS[text.lower()]
 
 
 def _size(text: str) -> int:
@@ -104,13 +106,6 @@ def _size(text: str) -> int:
     if match is None or unit is None:
         raise ValueError(f"{text!r} is not a size: write bytes, or a number with KiB, MiB, GiB or TiB")
     return int(match[1]) * unit
-
-
-def _number(text: str, kind: type[int] | type[float], what: str) -> int | float:
-    try:
-        return kind(text)
-    except ValueError:
-        raise ValueError(f"{text!r} is not {what}") from None
 
 
 def check_address(value: str) -> None:
@@ -131,7 +126,7 @@ def check_tcp_address_or_off(value: str) -> None:
 
 
 def check_device(value: str) -> None:
-    """auto, cpu, cuda:N, or a UUID as the driver tells it."""
+    """auto, cpu, cuda:N, or a UUID of the driver's."""
     if not re.fullmatch(r"auto|cpu|cuda:[0-9]+|(GPU|MIG)-[0-9A-Za-z/-]+", value):
         raise ValueError('not a device: write "auto", "cpu", "cuda:N" or a UUID from `nvidia-smi -L`')
 

@@ -1,8 +1,8 @@
 """Log lines as journald's own entries: the event is the message, and every key a field, so that
-`journalctl MGPU_TASK_ID=17` finds what was said of a task.
+`journalctl MGPU_TASK_ID=17` finds the lines about a task.
 
-The protocol is systemd's "Native Journal Protocol": a datagram of fields to a socket; what is too large for one goes
-into a sealed memory file whose descriptor is sent instead.
+The protocol is systemd's "Native Journal Protocol": a datagram of fields to a socket. An entry too large for that goes
+into a sealed memory file, whose descriptor is sent instead.
 """
 
 import array
@@ -19,12 +19,12 @@ from typing import Any, TextIO
 SOCKET = "/run/systemd/journal/socket"
 # syslog(3)'s numbers.
 _PRIORITIES = {"critical": 2, "error": 3, "warning": 4, "info": 6, "debug": 7}
-# Keys that have a field of their own, or that journald knows by itself.
+# Keys with a field of journald's own, or in the message.
 _TAKEN = frozenset({"event", "level", "timestamp", "exception", "logger"})
 
 
 def is_journal(stream: TextIO) -> bool:
-    """Whether what is written to this stream goes to journald: JOURNAL_STREAM has its device and inode."""
+    """Whether this stream goes to journald: JOURNAL_STREAM has its device and inode."""
     wanted = os.environ.get("JOURNAL_STREAM", "")
     try:
         status = os.fstat(stream.fileno())
@@ -34,7 +34,7 @@ def is_journal(stream: TextIO) -> bool:
 
 
 class Journal:
-    """The socket to journald. While nobody listens there, a line goes to stderr, which systemd passes on."""
+    """The socket to journald. While journald doesn't listen, lines go to stderr, which systemd passes on."""
 
     def __init__(self, path: str = "") -> None:
         self._path = path or SOCKET
@@ -42,7 +42,7 @@ class Journal:
         self._name = os.path.basename(sys.argv[0]) or "multigpu"  # noqa: PTH119  no path is looked at
 
     def __call__(self, _logger: Any, _method: str, event: MutableMapping[str, Any]) -> str:
-        """Sends an entry, as the last of structlog's processors. What is left to write is empty."""
+        """Sends an entry, as the last of structlog's processors. Returns an empty line to write."""
         self.send(event)
         return ""
 
@@ -53,7 +53,7 @@ class Journal:
             self._socket.sendto(data, self._path)
         except OSError as error:
             if error.errno not in (errno.EMSGSIZE, errno.ENOBUFS):
-                print(message(event), file=sys.stderr, flush=True)  # noqa: T201  the only place left to say it
+                print(message(event), file=sys.stderr, flush=True)  # noqa: T201  the last resort
                 return
             self._send_file(data)
 
@@ -86,7 +86,7 @@ def fields(event: MutableMapping[str, Any], identifier: str) -> bytes:
 
 
 def message(event: MutableMapping[str, Any]) -> str:
-    """The line as a person reads it: the event, what it tells, and the traceback if there is one."""
+    """The line as text: the event, its keys, and the traceback if there is one."""
     words = [str(event.get("event", ""))]
     words += [f"{key}={value}" for key, value in event.items() if key not in _TAKEN]
     text = " ".join(words)
@@ -106,7 +106,7 @@ def _field(name: str, value: str) -> bytes:
 
 
 class SentHandler(logging.Handler):
-    """Of the standard library's loggers: the formatter has sent the line already."""
+    """For the standard library's loggers: their formatter sends the line."""
 
     def emit(self, record: logging.LogRecord) -> None:
         self.format(record)

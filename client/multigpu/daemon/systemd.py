@@ -1,7 +1,7 @@
-"""What a service tells systemd: that it is ready, how it is, that it still makes progress, that it stops.
+"""What a service reports to systemd: ready, status, progress, stopping.
 
 The protocol is sd_notify(3): one datagram of KEY=value lines to the socket that NOTIFY_SOCKET names. Without that
-variable every call does nothing, so that daemons need not know who started them.
+variable every call does nothing: daemons run the same way without systemd.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ import structlog
 
 log = structlog.get_logger()
 
-# Of the watchdog's time: so often its service speaks, as sd_watchdog_enabled(3) asks, with room for a late turn.
+# Share of the watchdog's time between two reports: less than the half that sd_watchdog_enabled(3) asks for.
 _SHARE = 0.4
 _STATUS_INTERVAL_S = 5.0
 
@@ -34,8 +34,8 @@ def raise_descriptor_limit() -> int:
 
 
 class Notifier:
-    """Tells systemd. From `env` it takes NOTIFY_SOCKET, WATCHDOG_USEC and WATCHDOG_PID away: they are for this process,
-    and its children would speak in its name.
+    """Reports to systemd. Removes NOTIFY_SOCKET, WATCHDOG_USEC and WATCHDOG_PID from `env`, so that children don't
+    report in its name.
     """
 
     def __init__(self, env: MutableMapping[str, str] | None = None) -> None:
@@ -54,15 +54,15 @@ class Notifier:
 
     @property
     def active(self) -> bool:
-        """Whether anybody listens."""
+        """Whether systemd started this process and listens."""
         return self._socket is not None
 
     def ready(self, status: str = "") -> None:
-        """The service is up; or a reload is over."""
+        """The service has started, or a reload has ended."""
         self._send("READY=1", *self._about(status))
 
     def status(self, status: str) -> None:
-        """One line for `systemctl status`; said once if it stays the same."""
+        """One line for `systemctl status`; sent only if it has changed."""
         if about := self._about(status):
             self._send(*about)
 
@@ -71,12 +71,12 @@ class Notifier:
         self._send("RELOADING=1", f"MONOTONIC_USEC={time.monotonic_ns() // 1000}")
 
     def reload(self, *steps: Callable[[], None]) -> None:
-        """A reload, for SIGHUP. What a step can't use is logged, and what was before stays in force."""
+        """A reload, for SIGHUP. An error of a step is logged, and what was before stays in force."""
         self.reloading()
         try:
             for step in steps:
                 step()
-        except Exception as error:  # noqa: BLE001  a file that makes no sense must not end what runs
+        except Exception as error:  # noqa: BLE001  a wrong file must not end the service
             log.error("reload failed: what was before stays in force", error=str(error))  # noqa: TRY400  no traceback
         else:
             log.info("reloaded")
@@ -90,9 +90,9 @@ class Notifier:
         self._send("WATCHDOG=1")
 
     async def keep(self, progress: Callable[[], bool], status: Callable[[], str]) -> None:
-        """Until cancelled: feeds the watchdog whenever `progress()` is true, and keeps the status fresh.
+        """Until cancelled: feeds the watchdog whenever `progress()` is true, and updates the status.
 
-        It runs on the service's event loop, so a loop that stands still feeds nobody.
+        It runs on the service's event loop: while that is blocked, the watchdog is not fed.
         """
         if not self.active:
             return
@@ -112,13 +112,13 @@ class Notifier:
     def _send(self, *lines: str) -> None:
         if self._socket is None:
             return
-        # systemd may be restarting itself, or its socket be full: the next word comes soon.
+        # systemd may be restarting, or its socket be full: the next report comes soon.
         with contextlib.suppress(OSError):
             self._socket.sendto("\n".join(lines).encode(), self._address)
 
 
 def _watchdog_s(env: Mapping[str, str]) -> float:
-    """How often systemd wants to hear of us; 0: never."""
+    """The watchdog's time in seconds; 0: no watchdog."""
     if env.get("WATCHDOG_PID", str(os.getpid())) != str(os.getpid()):
         return 0.0
     try:

@@ -1,20 +1,18 @@
-"""Logs and traces: one way to set them up, for every program of ours.
+"""Logs and traces of every program. Metrics are in `metrics`.
 
-Logs go to stderr, one line an event: JSON when a machine reads it, words when a person does. Lines of other libraries
-take the same road. `bound_log_context(task_id=…, lease_id=…, worker_id=…)` adds ids to every line below it.
+Logs go to stderr, one line an event: JSON for machines, text on a terminal. Lines of other libraries are formatted the
+same way. `bound_log_context(task_id=…, lease_id=…, worker_id=…)` adds ids to all lines within it.
 
 Traces are for sampled tasks only: such a task carries a W3C `traceparent`, all others an empty string. The daemons keep
-plain instants while a task runs and make its spans afterwards (`span_from`), so that a task nobody samples costs one
-comparison. A trace is sampled where it begins, in the client; the daemons follow.
+plain instants while a task runs and make its spans afterwards (`span_from`), so that a task that is not sampled costs
+one comparison. The client decides whether a trace is sampled; the daemons follow.
 
-Nothing of OpenTelemetry is imported before it is needed: workers restart in a fraction of a second. Metrics are next
-door, in `metrics`.
+OpenTelemetry is imported when tracing is configured: workers restart in a fraction of a second.
 """
 
 import contextlib
 import dataclasses
 import logging
-import re
 import sys
 from collections.abc import Iterator, Mapping
 from typing import Any, TextIO
@@ -22,6 +20,7 @@ from typing import Any, TextIO
 import structlog
 from structlog.contextvars import bound_contextvars as bound_log_context
 
+from multigpu._transport.traceparent import SAMPLED, current_traceparent, traceparent_of
 from multigpu.config.config import ConfigError, TelemetryConfig
 from multigpu.daemon import journald
 
@@ -36,10 +35,7 @@ __all__ = [
     "span_from",
 ]
 
-# https://www.w3.org/TR/trace-context/#traceparent-header: version, trace id, parent id, flags. No id is all zeros.
-_TRACEPARENT = re.compile(r"(?!ff)[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})([0-9a-f]{16})-([0-9a-f]{2})(?:-.*)?")
-_SAMPLED = 0x01
-# A collector that doesn't answer may hold up the end of a program for so long.
+# How long a collector that doesn't answer may delay the end of a program.
 _EXPORT_TIMEOUT_S = 3
 
 
@@ -96,7 +92,7 @@ def otlp_endpoint(config: TelemetryConfig) -> str:
 
 
 def missing_exporter(error: ImportError) -> ConfigError:
-    """What to say when an endpoint is set and the exporter's package is not there."""
+    """The error for an endpoint without the exporter's package."""
     return ConfigError(
         f"telemetry.otlp_endpoint is set, but OTLP is not installed ({error}): run `pip install 'multigpu[otlp]'`, "
         "or leave the endpoint empty"
@@ -105,29 +101,29 @@ def missing_exporter(error: ImportError) -> ConfigError:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Tracing:
-    """The parts of OpenTelemetry that making a span takes. They are here, not imported, until tracing is configured."""
+    """The parts of OpenTelemetry that make spans."""
 
     api: Any
     provider: Any
     tracer: Any
+    propagator: Any
 
 
 _tracing: _Tracing | None = None
 
 
 def configure_tracing(config: TelemetryConfig, resource: Mapping[str, str]) -> bool:
-    """Starts exporting spans if an endpoint is set; says whether it is. `resource`: what this process is, such as
-    `{"service.name": "mgpu-master"}`; the config's service_name wins over it.
+    """Starts exporting spans if an endpoint is set, and returns whether it is. `resource`: attributes of this process,
+    such as `{"service.name": "mgpu-master"}`; the config's service_name replaces that one.
 
-    Raises ConfigError: the exporter is not installed. A collector that is down or slow never slows a task: spans beyond
-    the exporter's queue are dropped.
+    ConfigError: the exporter is not installed. A collector that is down or slow never slows a task: spans beyond the
+    exporter's queue are dropped.
     """
-    global _tracing  # noqa: PLW0603 - one process, one tracer, as in OpenTelemetry itself
+    global _tracing  # noqa: PLW0603  one process, one tracer, as in OpenTelemetry itself
     endpoint = otlp_endpoint(config)
     if not endpoint:
         return False
     shut_down_tracing()
-    # Late, as the module's text says: only who traces pays for the import.
     try:
         from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter  # noqa: PLC0415
     except ImportError as error:
@@ -136,6 +132,7 @@ def configure_tracing(config: TelemetryConfig, resource: Mapping[str, str]) -> b
     from opentelemetry.sdk.trace import TracerProvider  # noqa: PLC0415
     from opentelemetry.sdk.trace.export import BatchSpanProcessor  # noqa: PLC0415
     from opentelemetry.sdk.trace.sampling import ParentBasedTraceIdRatio  # noqa: PLC0415
+    from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator  # noqa: PLC0415
 
     provider = TracerProvider(
         sampler=ParentBasedTraceIdRatio(config.trace_sample_ratio),
@@ -144,44 +141,31 @@ def configure_tracing(config: TelemetryConfig, resource: Mapping[str, str]) -> b
     )
     exporter = OTLPSpanExporter(endpoint=endpoint, timeout=_EXPORT_TIMEOUT_S)
     provider.add_span_processor(BatchSpanProcessor(exporter))
-    _tracing = _Tracing(api=trace, provider=provider, tracer=provider.get_tracer("multigpu"))
+    tracer = provider.get_tracer("multigpu")
+    _tracing = _Tracing(api=trace, provider=provider, tracer=tracer, propagator=TraceContextTextMapPropagator())
     return True
 
 
 def make_resource(config: TelemetryConfig, resource: Mapping[str, str]) -> Any:
     """The OpenTelemetry resource of this process."""
-    from opentelemetry.sdk.resources import Resource  # noqa: PLC0415 - late, as above
+    from opentelemetry.sdk.resources import Resource  # noqa: PLC0415  as in configure_tracing
 
     name = {"service.name": config.service_name} if config.service_name else {}
     return Resource.create({**resource, **name})
 
 
 def shut_down_tracing() -> None:
-    """Sends what is left and stops, in bounded time. For the end of a program."""
+    """Sends the remaining spans and stops, in bounded time. For the end of a program."""
     global _tracing
     tracing, _tracing = _tracing, None
     if tracing is not None:
         tracing.provider.shutdown()
 
 
-def current_traceparent() -> str:
-    """The W3C trace context of the caller's span; empty unless it is recorded and sampled.
-
-    Who never imported OpenTelemetry has no span: then this costs one dictionary look-up.
-    """
-    api = sys.modules.get("opentelemetry.trace")
-    if api is None:
-        return ""
-    current = api.get_current_span()
-    if not current.is_recording():
-        return ""
-    return _traceparent_of(current)
-
-
 @contextlib.contextmanager
 def span(name: str, attributes: Mapping[str, Any] | None = None) -> Iterator[str]:
-    """A span around a block, sampled at trace_sample_ratio if no other is around it. Yields its traceparent, empty if
-    it is not sampled.
+    """A span around a block, sampled at trace_sample_ratio unless it is within another. Yields its traceparent, empty
+    if it is not sampled.
     """
     if _tracing is None:
         yield current_traceparent()
@@ -199,33 +183,19 @@ def span_from(
     *,
     error: str = "",
 ) -> str:
-    """Makes a span of a sampled task after the fact, under the span that `traceparent` names.
+    """Makes a span of a sampled task afterwards, under the span that `traceparent` names.
 
-    Instants are nanoseconds since the Unix epoch. `error`: the span failed, and why. Returns the new span's
-    traceparent, for spans below it; the one that came in if tracing is off or the text is not a sampled trace context.
+    Instants are nanoseconds since the Unix epoch. `error`: why the span failed. Returns the new span's traceparent, for
+    spans below it; the given one if tracing is off or the text is not a sampled trace context.
     """
     if not traceparent or _tracing is None:
         return traceparent
-    match = _TRACEPARENT.fullmatch(traceparent)
-    if match is None or not int(match[3], 16) & _SAMPLED:
+    context = _tracing.propagator.extract({"traceparent": traceparent})
+    parent = _tracing.api.get_current_span(context).get_span_context()
+    if not parent.is_valid or not parent.trace_flags & SAMPLED:
         return traceparent
-    api = _tracing.api
-    parent = api.SpanContext(
-        trace_id=int(match[1], 16),
-        span_id=int(match[2], 16),
-        is_remote=True,
-        trace_flags=api.TraceFlags(api.TraceFlags.SAMPLED),
-    )
-    context = api.set_span_in_context(api.NonRecordingSpan(parent))
     made = _tracing.tracer.start_span(name, context=context, attributes=attributes, start_time=start_ns)
     if error:
-        made.set_status(api.StatusCode.ERROR, error)
+        made.set_status(_tracing.api.StatusCode.ERROR, error)
     made.end(end_time=max(start_ns, end_ns))
-    return _traceparent_of(made)
-
-
-def _traceparent_of(recorded: Any) -> str:
-    context = recorded.get_span_context()
-    if not context.trace_flags & _SAMPLED:
-        return ""
-    return f"00-{context.trace_id:032x}-{context.span_id:016x}-01"
+    return traceparent_of(made)

@@ -1,4 +1,4 @@
-"""The files of a model: which of them are loaded, what they hash to, and whether they are what was recorded.
+"""The files of a model: which of them are loaded, and whether they are intact and those that were recorded.
 
 Pickle can run any code when it is read, so weights in that format count as no weights, unless model.toml allows the
 file by name. Files outside the repository, by a link or by a path with "..", are rejected.
@@ -15,20 +15,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from multigpu.repository.model import ModelFolderError, ModelSpec
-from multigpu.repository.model_toml import FILE_NAME, WrongValueError, check_inside
+from multigpu.repository.model import ModelFolderError, ModelSpec, check_inside
+from multigpu.repository.model_toml import FILE_NAME
 
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 PICKLED_WEIGHTS = "pytorch_model"
 # What the libraries read beside the weights: settings, tokenizers, templates.
 SIDE_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".jsonl")
-# Sources whose folder is in the layout of Hugging Face; of the others every file counts, for who knows what they read.
+# Sources in the layout of Hugging Face; of the others every file counts, since any may be read.
 LAYOUT_SOURCES = ("sentence-transformers", "huggingface")
 READ_BYTES = 4 << 20
 HASHES_MAX = 65_536
 # A safetensors header holds names and shapes; even the largest models stay far below this.
 SAFETENSORS_HEADER_BYTES_MAX = 100 << 20
-# A file changed so lately may change again within the same tick of the file system's clock, and look the same.
+# A file changed more recently may change again within the same tick of the file system's clock, and look the same.
 SETTLED_NS = 2_000_000_000
 
 
@@ -64,7 +64,7 @@ def module_folders(folder: Path) -> list[str]:
         inside = {check_inside(path.rstrip("/")) for path in paths if path}
     except (TypeError, KeyError) as error:
         raise ModelFolderError(f"{folder / 'modules.json'} is no list of modules with a type and a path") from error
-    except WrongValueError as error:
+    except ValueError as error:
         raise ModelFolderError(f"{folder / 'modules.json'}: {error}") from error
     return ["", *sorted(path for path in inside if (folder / path).is_dir())]
 
@@ -97,14 +97,14 @@ def pickle_rejection(path: Path, name: str) -> str:
 def check_files(spec: ModelSpec, root: Path | None) -> tuple[int, int]:
     """Check that what is loaded is there, inside the repository, and no pickle that wasn't allowed.
 
-    Returns its bytes, and when the newest file was changed. `root` None: links may lead anywhere, for whoever
-    configured the folder chose them. Raises ModelFolderError.
+    Returns its bytes, and when the newest file was changed. `root` None: links may lead anywhere, because the folder
+    was configured by name. Raises ModelFolderError.
     """
     size_bytes = changed_ns = 0
     inside = os.path.realpath(root) if root is not None else None
     for name in loaded_files(spec):
         path = spec.folder / name
-        # In the layouts of Hugging Face `weight_files` has judged them.
+        # In the layouts of Hugging Face `weight_files` has checked them.
         pickled = spec.source not in LAYOUT_SOURCES and name.endswith(PICKLE_SUFFIXES)
         if pickled and spec.source != "onnx" and name not in spec.allow_pickle:
             raise ModelFolderError(pickle_rejection(path, name))
@@ -124,7 +124,7 @@ def check_files(spec: ModelSpec, root: Path | None) -> tuple[int, int]:
 
 
 def check_safetensors(path: Path) -> None:
-    """The header must be there, and the file as long as it says: finds cut copies and Git LFS pointers.
+    """Compares the file's size with its header: finds truncated copies and Git LFS pointers. Raises ModelFolderError.
 
     The format: https://github.com/huggingface/safetensors#format
     """
@@ -163,7 +163,7 @@ def digest(spec: ModelSpec) -> str:
 
 
 def verify(spec: ModelSpec, on_bytes: Callable[[int], None] = lambda _: None) -> list[Problem]:
-    """What of the loaded files differs from the recorded hashes; [] if nothing does, or nothing is recorded."""
+    """The loaded files that differ from the recorded hashes; [] if none does, or none is recorded."""
     if not spec.hashes:
         return []
     problems = []
@@ -183,7 +183,7 @@ def verify(spec: ModelSpec, on_bytes: Callable[[int], None] = lambda _: None) ->
 
 
 def require_hashes(spec: ModelSpec) -> None:
-    """Reject a model whose files are not those that were recorded: raises ModelFolderError. For just before loading."""
+    """ModelFolderError: the files differ from the recorded hashes. To be called just before loading."""
     problems = verify(spec)
     if problems:
         raise ModelFolderError(
@@ -192,12 +192,12 @@ def require_hashes(spec: ModelSpec) -> None:
         )
 
 
-# By path, size, time of change and inode: what was hashed once isn't read again while it stays the same.
+# By path, size, time of change and inode: an unchanged file isn't read again.
 _hashes: OrderedDict[tuple[str, int, int, int], str] = OrderedDict()
 
 
 def file_hash(path: Path, on_bytes: Callable[[int], None] = lambda _: None) -> str:
-    """A file's SHA-256 in hex. `on_bytes` is told of each piece that was read. Raises ModelFolderError."""
+    """A file's SHA-256 in hex. `on_bytes` is called with the size of each piece. Raises ModelFolderError."""
     hasher = hashlib.sha256()
     try:
         with path.open("rb", buffering=0) as file:
@@ -235,7 +235,7 @@ def _shards(index: Path) -> list[str]:
         raise ModelFolderError(f"{index} has no weight_map: copy the model folder again")
     try:
         return sorted({check_inside(str(name)) for name in weight_map.values()})
-    except WrongValueError as error:
+    except ValueError as error:
         raise ModelFolderError(f"{index}: {error}") from error
 
 

@@ -1,4 +1,4 @@
-"""Recording hashes: the section [hashes] of a model.toml is replaced, and everything else in it stays as it is."""
+"""Recording hashes: replaces the section [hashes] of a model.toml, and leaves everything else in it as it is."""
 
 import contextlib
 import os
@@ -15,7 +15,7 @@ ANY_HEADER = re.compile(r"^[ \t]*\[")
 
 
 def write_hashes(folder: Path, hashes: Mapping[str, str]) -> None:
-    """Record hashes by the path of each file in the folder, in place of those before. Whole or not at all.
+    """Record hashes by the path of each file in the folder, in place of earlier ones, atomically.
 
     Raises ModelFolderError.
     """

@@ -1,15 +1,18 @@
-"""The model repository: what a model is, as its folder and its `model.toml` say.
+"""What a model is, as its folder and its `model.toml` say.
 
-A model is a folder of files, and a name that tasks ask for. The modules `repository_*` read such folders without any
-library of models, so that the worker's agent and mgpuctl can use them; what loads models is the worker's engines.
+A model is a folder of files, and a name that tasks ask for. This package reads such folders without any library of
+models, for the worker's agent and mgpuctl; the worker's engines load them.
 
 The id of a model is its name, or "name:version" where the folder has versions.
 """
 
 import dataclasses
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from multigpu.config.fields import setting
 
 KINDS = ("embed", "infer", "generate", "classify")
 ENGINES = ("auto", "torch", "onnx", "tensorrt")
@@ -25,76 +28,111 @@ SOURCES = (
     "gguf",
     "python",
 )
+BATCH_TASKS_MAX = 65_536
 
 
 class ModelFolderError(Exception):
     """A model's folder is missing, broken or of an unsupported form. The message says which, and the remedy."""
 
-    # Another worker may have a sound copy.
+    # Another worker may have an intact copy.
     retryable = True
+
+
+def check_inside(name: str) -> str:
+    """The path of a file in the model's folder. ValueError: it leads out of it, or is none."""
+    parts = name.replace("\\", "/").split("/")
+    if not name or "\0" in name or name.startswith(("/", "\\")) or ".." in parts or "" in parts or ":" in parts[0]:
+        raise ValueError(f"{name!r} is no path of a file in the model's folder")
+    return name
+
+
+def _check_all_inside(names: Iterable[str]) -> None:
+    for name in names:
+        check_inside(name)
+
+
+def _check_engine(value: str) -> None:
+    module, colon, name = value.partition(":")
+    own = colon and name.isidentifier() and all(part.isidentifier() for part in module.split("."))
+    if value not in ENGINES and not own:
+        raise ValueError(f'none of {", ".join(ENGINES)}, nor a class of your own: "module:Class"')
+
+
+def _check_hashes(hashes: Mapping[str, str]) -> None:
+    for name, value in hashes.items():
+        check_inside(name)
+        if len(value) != 64 or set(value.lower()) - set("0123456789abcdef"):
+            raise ValueError(f"{name} has no SHA-256 in hex: `mgpuctl models verify --write` records them")
+
+
+def _check_sizes(sizes: Iterable[int]) -> None:
+    if not all(1 <= size <= BATCH_TASKS_MAX for size in sizes):
+        raise ValueError(f"a number of tasks is from 1 to {BATCH_TASKS_MAX}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchRules:
-    """How tasks for a model are put together. 0 and (): as the worker's configuration says."""
+    """How tasks for a model are batched. 0, () and a negative delay: as the worker's configuration says."""
 
-    tasks_max: int = 0
-    tokens_max: int = 0
-    # How long a batch may wait to grow, in seconds; negative: as the worker's configuration says.
-    delay_s: float = -1.0
-    # Numbers of tasks that the model is fastest with: a batch that waits goes as soon as it has one of them.
-    preferred: tuple[int, ...] = ()
+    tasks_max: int = setting(0, minimum=1, maximum=BATCH_TASKS_MAX)
+    tokens_max: int = setting(0, minimum=1, maximum=1 << 40)
+    # How long a batch may wait to grow, in seconds.
+    delay_s: float = setting(-1.0, minimum=0, maximum=10)
+    # The most efficient numbers of tasks: a waiting batch is dispatched as soon as it has one of them.
+    preferred: tuple[int, ...] = setting((), check=_check_sizes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gate:
-    """What a model at a precision that rounds hard (int8, fp8) must prove before it may serve."""
+    """The accuracy test that a model must pass to be served at a precision that rounds hard (int8, fp8)."""
 
-    # A file to calibrate with, in the folder. For texts JSON lines {"text": …}; for kind infer arrays of examples by
+    # A file of calibration data, in the folder. For texts JSON lines {"text": …}; for kind infer arrays of examples by
     # the names of its inputs, as numpy.savez writes them. Empty: no such precision is served.
-    calibration: str = ""
-    # Held-out data to judge by: as above, or JSON lines {"a": …, "b": …, "score": …} for "spearman".
-    held_out: str = ""
+    calibration: str = setting("", check=check_inside)
+    # Held-out test data: as above, or JSON lines {"a": …, "b": …, "score": …} for "spearman".
+    held_out: str = setting("", check=check_inside)
     # "cosine": the mean cosine to the answers of fp32; "spearman": of scores, in points of 100, against fp32's;
-    # "agreement": the share of examples whose likeliest class is that of fp32.
-    metric: str = "cosine"
+    # "agreement": the share of examples whose most likely class is that of fp32.
+    metric: str = setting("cosine", choices=("cosine", "spearman", "agreement"))
     # The lowest mean cosine or share, or for "spearman" the most points that may be lost.
-    threshold: float = 0.99
+    threshold: float = setting(0.99, minimum=0, maximum=100)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
-    """One version of one model: everything that the worker has to know before it loads it."""
+    """One version of one model: everything that the worker has to know before it loads it.
+
+    The fields made by `setting` are the keys of a model.toml, which also has `versions`.
+    """
 
     name: str
     # Absolute. Holds the files of this version.
     folder: Path
     # Empty: the folder has no versions.
     version: str = ""
-    # The kind of task that it serves: one of KINDS.
-    kind: str = "embed"
-    # One of ENGINES, or "module:Class" for one of the user's own.
-    engine: str = "auto"
-    # One of SOURCES.
-    source: str = "sentence-transformers"
+    # The kind of task that it serves.
+    kind: str = setting("embed", choices=KINDS)
+    source: str = setting("sentence-transformers", choices=SOURCES)
     # The file that holds the model, in the folder, where the source is a single file (model.onnx, model.gguf …).
-    file: str = ""
-    precision: str = "auto"
-    batch: BatchRules = BatchRules()
-    # Run through the model once before it is called ready.
-    warm_up: bool = True
+    file: str = setting("", check=check_inside)
+    # One of ENGINES, or "module:Class" for one of the user's own.
+    engine: str = setting("auto", check=_check_engine)
+    precision: str = setting("auto", choices=PRECISIONS)
+    # Run the model once before it counts as ready.
+    warm_up: bool = setting(True)
     # Loaded copies on a worker.
-    instances: int = 1
+    instances: int = setting(1, minimum=1, maximum=64)
     # Tasks that one copy works on at the same time, for kinds that join running ones (generate). 0: its own choice.
-    concurrency: int = 0
-    labels: dict[str, str] = field(default_factory=dict)
+    concurrency: int = setting(0, minimum=0, maximum=1024)
+    labels: dict[str, str] = setting(dict)
     # The engine's own settings.
-    parameters: dict[str, str] = field(default_factory=dict)
-    gate: Gate = Gate()
-    # SHA-256 of files, in hex, by their path in the folder: what is loaded must have them.
-    hashes: dict[str, str] = field(default_factory=dict)
+    parameters: dict[str, str] = setting(dict)
     # Weight files in pickle's format, by path in the folder, that may be loaded though they can run any code.
-    allow_pickle: tuple[str, ...] = ()
+    allow_pickle: tuple[str, ...] = setting((), check=_check_all_inside)
+    batch: BatchRules = setting(BatchRules())
+    gate: Gate = setting(Gate())
+    # SHA-256 of files, in hex, by their path in the folder: loaded files must have them.
+    hashes: dict[str, str] = setting(dict, check=_check_hashes)
     # Bytes of the files that are loaded.
     files_bytes: int = 0
     # When the newest of them was changed, in nanoseconds since 1970: one that differs may hold another model.
@@ -102,7 +140,7 @@ class ModelSpec:
 
     @property
     def id(self) -> str:
-        """What it is called where versions matter."""
+        """The name, with the version if there are versions."""
         return f"{self.name}:{self.version}" if self.version else self.name
 
     def plain(self) -> dict[str, Any]:
@@ -111,18 +149,18 @@ class ModelSpec:
 
     @classmethod
     def from_plain(cls, values: dict[str, Any]) -> "ModelSpec":
-        """What `plain` was made from."""
+        """The inverse of `plain`."""
         rules, gate = BatchRules(**values["batch"]), Gate(**values["gate"])
         return cls(**values | {"folder": Path(values["folder"]), "batch": rules, "gate": gate})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scan:
-    """What was found of models. One that is broken is an error here, and doesn't end the scan."""
+    """The models of a repository. A broken one is an error here, and doesn't end the scan."""
 
     # By id. The versions of a model come oldest first. The name of the first model is the default.
     models: dict[str, ModelSpec] = field(default_factory=dict)
     # Why a model can't be served, by id, or by the name of its folder.
     errors: dict[str, str] = field(default_factory=dict)
-    # The id that a name alone means.
+    # The id of the version that a name alone stands for.
     current: dict[str, str] = field(default_factory=dict)

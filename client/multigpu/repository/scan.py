@@ -1,8 +1,8 @@
-"""Looking through a model repository: which folders are models, which versions are served, and what their files say.
+"""Scanning a model repository: which folders are models, which versions are served, and their specs.
 
 A folder is a model if it has a model.toml, files that are recognised, or folders named 1, 2, … for its versions. Any
-other folder is a namespace: what lies in it is called by both names ("acme/reranker"). Hidden folders are passed over,
-so a model can be copied to ".new" and renamed, to appear all at once.
+other folder is a namespace: what lies in it is called by both names ("acme/reranker"). Hidden folders are skipped:
+copy a model to ".new" and rename it, and it appears all at once.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ VERSION = re.compile(r"[1-9][0-9]{0,17}")
 # Deeper is no place for a model.
 DEPTH_MAX = 4
 NAME_BYTES_MAX = 200
-# Of the sources that are one file: how it is recognised, and the engines that can run it.
+# Sources that are a single file: its suffixes, and the engines that can run it.
 SINGLE_FILES = {
     "gguf": ((".gguf",), ("auto", "torch")),
     "onnx": ((".onnx",), ("auto", "onnx", "tensorrt")),
@@ -41,7 +41,7 @@ KIND_OF_ARCHITECTURE = {
     "ForSequenceClassification": "classify",
     "ForImageClassification": "classify",
 }
-# Any one of these and a tokenizer can be built.
+# A tokenizer can be built from any one of these.
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -53,16 +53,16 @@ TOKENIZER_FILES = (
 )
 
 
-# Raises ModelFolderError for a version that can't be served for a reason of the caller's.
+# Raises ModelFolderError for a version that the caller can't serve.
 SpecCheck = Callable[[ModelSpec], None]
 
 
 def accept(_spec: ModelSpec) -> None:
-    """Every model that can be read is fine."""
+    """The check that accepts every model."""
 
 
 def scan(root: Path, check: SpecCheck = accept) -> Scan:
-    """What is in a repository. ModelFolderError: there is no such folder, or it is no repository."""
+    """The models of a repository. ModelFolderError: there is no such folder, or it is no repository."""
     if not root.is_dir():
         raise ModelFolderError(f"model_repository: {root} is no folder: create it, or correct the path")
     if is_model(root):
@@ -96,8 +96,8 @@ def read_model(
 ) -> tuple[list[ModelSpec], dict[str, str]]:
     """A model's versions that are to be served, oldest first, and the errors of those that can't be, by id.
 
-    "latest" means the latest one that can be read: a broken new version leaves the one before it serving. `root` None:
-    links may lead anywhere. Raises ModelFolderError where the model as a whole is at fault.
+    "latest" is the latest one that can be read: while a new version is broken, the one before it is served. `root`
+    None: links may lead anywhere. ModelFolderError: the model as a whole is wrong.
     """
     folder = folder.absolute()
     _check_name(name)
@@ -131,11 +131,11 @@ def read_model(
 
 
 def model_folders(parent: Path, prefix: str, errors: dict[str, str], depth: int = 1) -> Iterator[tuple[str, Path]]:
-    """The folders of models under a folder, by name. What can't be read is an error of that name."""
+    """The folders of models under a folder, by name. One that can't be read is an error of that name."""
     try:
         entries = sorted((e for e in os.scandir(parent) if not e.name.startswith(".")), key=lambda e: e.name)
     except OSError as error:
-        errors[_sayable(prefix.rstrip("/"))] = f"{parent} can't be read: {error.strerror}"
+        errors[_printable(prefix.rstrip("/"))] = f"{parent} can't be read: {error.strerror}"
         return
     for entry in entries:
         name, path = prefix + entry.name, Path(entry.path)
@@ -150,7 +150,7 @@ def model_folders(parent: Path, prefix: str, errors: dict[str, str], depth: int 
             else:
                 errors[name] = f"{path} holds no model that is recognised: complete it, or write a {FILE_NAME} there"
         except ModelFolderError as error:
-            errors[_sayable(name)] = str(error)
+            errors[_printable(name)] = str(error)
 
 
 def _read_version(folder: Path, name: str, version: str, values: dict[str, Any], root: Path | None) -> ModelSpec:
@@ -187,13 +187,13 @@ def _read_version(folder: Path, name: str, version: str, values: dict[str, Any],
 
 
 def _source(folder: Path, values: dict[str, Any]) -> tuple[str, str]:
-    """What the folder holds, and for a single file its name."""
+    """The source in the folder, and the file's name if the source is a single file."""
     source, file = values.get("source", ""), values.get("file", "")
     names = _names(folder)
     if not source:
         source = _source_of_file(file) if file else _recognised(names)
         if source == "huggingface" and not weight_files(folder, "", values.get("allow_pickle", ())):
-            # Exports lie beside the config.json that they were made with.
+            # An export beside the config.json of its origin.
             source = _recognised([name for name in names if name != "config.json"]) or source
         if source is None and (":" in values.get("engine", "") or any(name.endswith(".py") for name in names)):
             source = "python"
@@ -225,7 +225,7 @@ def _source_of_file(file: str) -> str | None:
 
 
 def _only(folder: Path, names: list[str], source: str) -> str:
-    """The one file of a source in a folder; of several, model.* if it is there."""
+    """The file of a source in a folder; of several, model.* if it exists."""
     suffixes = SINGLE_FILES[source][0]
     found = [name for name in names if name.endswith(suffixes)]
     named = [name for name in found if name in {f"model{suffix}" for suffix in suffixes}]
@@ -274,16 +274,16 @@ def _is(entry: "os.DirEntry[str]", folder: bool) -> bool:
 
 
 def _check_name(name: str) -> None:
-    """What tasks can ask for, and nothing that could be taken for a version, a list or an option."""
+    """ModelFolderError: tasks can't ask for it, or it could be mistaken for a version, a list or an option."""
     if not name.isprintable() or re.search(r"[:=,\s\\]", name) or name.startswith("-"):
         raise ModelFolderError(
-            f"{_sayable(name)!r} can't be a model's name: only printable characters, no spaces, colons, commas, "
+            f"{_printable(name)!r} can't be a model's name: only printable characters, no spaces, colons, commas, "
             "backslashes or = in it, and no - in front"
         )
     if len(name.encode()) > NAME_BYTES_MAX:
         raise ModelFolderError(f"{name!r} is too long for a model's name: {NAME_BYTES_MAX} bytes at most")
 
 
-def _sayable(name: str) -> str:
-    """As it can go over the wire, though it be no text."""
+def _printable(name: str) -> str:
+    """A name that is not valid text, with escapes."""
     return name.encode("utf-8", "backslashreplace").decode() or "."

@@ -44,6 +44,10 @@ class TaskTable:
         for block in self._blocks.values():
             yield from block.values()
 
+    def blocks(self) -> list[list[Task]]:
+        """All tasks as of now, block by block."""
+        return [list(block.values()) for block in self._blocks.values()]
+
     def blocks_before(self, task_id: int) -> Iterator[list[Task]]:
         """The tasks below an id, the newest first, block by block. Tasks may come and go between two blocks."""
         last = task_id >> BLOCK_BITS

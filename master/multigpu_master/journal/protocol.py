@@ -12,27 +12,31 @@ and their first cursor; the driver acknowledges after that, and only after that.
 Reads (`find_requests`, `get_outcome`, ...) may be made from any thread, at any time, and never wait for the writer.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from multigpu._transport.payloads import Reference
 
-if TYPE_CHECKING:
-    from multigpu_master.ids import Incarnation
-    from multigpu_master.payloads.shared_files import Payloads
+from multigpu_master.ids import Incarnation
+from multigpu_master.journal.errors import JournalDamagedError, JournalError, JournalFullError
+from multigpu_master.payloads.shared_files import Payloads
 
-
-class JournalError(Exception):
-    """The journal can't be opened or used; the message says what to do."""
-
-
-class JournalDamagedError(JournalError):
-    """What the journal holds is not what was written. Trying again does not help."""
-
-
-class JournalFullError(JournalError):
-    """There is no room on the disk, or no file descriptor. What was to be written was not; try again later."""
+__all__ = [
+    "CommitCallback",
+    "Entry",
+    "Journal",
+    "JournalDamagedError",
+    "JournalError",
+    "JournalFullError",
+    "LargeBody",
+    "OutcomeFilter",
+    "Recovered",
+    "SettleRecord",
+    "SettledTask",
+    "StoredOutcome",
+    "SubmitRecord",
+]
 
 
 @dataclass(slots=True)
@@ -117,6 +121,21 @@ class StoredOutcome(SettledTask):
     lost: str = ""  # why there is no body, although its time to live is not over
 
 
+@dataclass(frozen=True, slots=True)
+class OutcomeFilter:
+    """Which settled tasks to list or count. The default values match all."""
+
+    states: Collection[int] = ()
+    queue: str = ""
+    queues: Collection[str] | None = None  # None: all; an empty collection matches nothing
+    kind: str = ""
+    model: str = ""
+    worker_id: str = ""
+    submitted_after_s: float = 0.0  # inclusive
+    submitted_before_s: float = 0.0  # exclusive; 0: no limit
+    cursor_max: int = 0  # inclusive; 0: no limit
+
+
 @dataclass(slots=True)
 class Recovered:
     """What a new master starts from."""
@@ -124,7 +143,7 @@ class Recovered:
     tasks: Iterator[SubmitRecord]  # unsettled, in task_id order; to be exhausted before the first append
     settings: dict[str, bytes]
     epoch: int  # of this opening, above those of all others; see ids.py
-    incarnations: "Sequence[Incarnation]"  # the last one is this opening
+    incarnations: Sequence[Incarnation]  # the last one is this opening
     last_cursor: int  # of the newest outcome; 0 if there was none
     lease_key: bytes  # of ids.LeaseProofs
 
@@ -140,11 +159,14 @@ there is room again."""
 class Journal(Protocol):
     """A durable store. All methods but the reads are called from one thread, the driver's."""
 
-    payloads: "Payloads"  # what records may refer to; opened, synced and closed with the journal
+    payloads: Payloads  # what records may refer to; opened, synced and closed with the journal
 
     @property
     def writable(self) -> bool:
         """False while there is no room: submits are rejected. From any thread."""
+
+    def room_bytes(self) -> int:
+        """What deletions, cancellations and settings may still write, at least, while submits are rejected."""
 
     def open(self, on_commit: CommitCallback) -> Recovered:
         """Takes the lock and reads what is there. JournalError: held by another master (says which), corrupt, or of a
@@ -177,35 +199,11 @@ class Journal(Protocol):
     def newest_cursor(self) -> int:
         """The cursor of the newest outcome there ever was; 0 if there was none."""
 
-    def list_outcomes(
-        self,
-        *,
-        before_task_id: int,
-        limit: int,
-        states: Iterable[int],
-        queue: str,
-        kind: str,
-        model: str,
-        worker_id: str,
-        submitted_after_s: float,
-        submitted_before_s: float,
-        queues: Collection[str] | None = None,
-    ) -> list[StoredOutcome]:
-        """Settled tasks, newest task_id first. Empty filters match all; `queues` is no filter if it is None."""
+    def list_outcomes(self, wanted: OutcomeFilter, before_task_id: int, limit: int) -> list[StoredOutcome]:
+        """Settled tasks below this task_id (0: all), newest task_id first."""
 
-    def count_outcomes(
-        self,
-        *,
-        states: Iterable[int],
-        queue: str,
-        kind: str,
-        model: str,
-        worker_id: str,
-        submitted_after_s: float,
-        submitted_before_s: float,
-        queues: Collection[str] | None = None,
-    ) -> dict[int, int]:
-        """How many settled tasks match, by state."""
+    def count_outcomes(self, wanted: OutcomeFilter) -> dict[int, int]:
+        """The number of matching settled tasks, by state."""
 
     def get_dead_letters(self, task_ids: Sequence[int]) -> list[SubmitRecord]:
         """Those of these dead letters that exist, with their payloads."""

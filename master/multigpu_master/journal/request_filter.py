@@ -52,7 +52,7 @@ class _Filter:
         ]
 
 
-class KnownRequests:
+class RequestFilter:
     """See the module. `load` must run once, and again whenever `full`."""
 
     def __init__(self) -> None:

@@ -1,22 +1,26 @@
-"""What is on its way to the disk, and who is to be told when it is there.
+"""Entries on their way to the disk, and the callbacks for when they are there.
 
-Entries that nobody waits for linger a little, for others to share their transaction. Tasks that nobody will be told of
-before they end wait longer, in memory: most settle meanwhile, and are written once, as their outcome. But whatever is
-told to be durable is so, with all that was taken before it. The journal has a thread of its own; it calls back when a
-transaction is on the disk, and only then are durable tasks acknowledged and settled ones forgotten.
+An entry that no call waits for stays here for LINGER_S, so that others share its transaction. Tasks on a stream that
+asks for outcomes only are deferred for up to DEFER_S, in memory: most settle meanwhile and are written once, as their
+outcome. But whatever is reported as durable is so, with all that was taken before it. The journal has a thread of its
+own; it calls back when a transaction is on the disk, and only then are durable tasks acknowledged and settled ones
+forgotten.
 """
 
 import asyncio
 import contextlib
+import math
+import sys
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import structlog
 
 from multigpu_master.core import events as ev
 from multigpu_master.core.model import Task
 from multigpu_master.journal.protocol import Entry, Journal, JournalError, JournalFullError, LargeBody
-from multigpu_master.journal.request_filter import KnownRequests
+from multigpu_master.journal.request_filter import RequestFilter
 from multigpu_master.payloads import messages as wire_large
 from multigpu_master.wire import messages as wire
 
@@ -28,29 +32,31 @@ JOURNAL_BACKLOG_BYTES = 64 << 20
 LINGER_BYTES_MAX = 256 << 10
 # Outcomes of more than this go to the journal in several entries.
 ENTRY_BYTES_MAX = 256 << 10
-# How long an entry that nobody waits for may wait for others. What settles meanwhile is written once, not twice, and
-# the journal's thread is not woken, to wait for the interpreter, while a task is on its way.
+# The journal's thread is not woken, to wait for the interpreter, while a task is on its way.
 LINGER_S = 0.02
-# How long at most, and in how many bytes, tasks wait to be written that nobody is told of; at least half as long.
-PATIENCE_S = 0.5
-PATIENT_BYTES_MAX = 64 << 20
-
-# How long a call waits for what it asked for to be on the disk, which may be full.
+# Deferred tasks are written after half of this time at the earliest, so that one transaction takes many of them.
+DEFER_S = 0.5
+DEFERRED_BYTES_MAX = 64 << 20
+# How long a call waits for its changes to be on the disk, which may be full.
 DURABLE_S = 10.0
+
+# What the journal writes for any transaction, and for each cancellation in it: a page of tasks and one of an index.
+TRANSACTION_ROOM_BYTES, CANCELLATION_ROOM_BYTES = 64 << 10, 16 << 10
 
 Done = Callable[[JournalError | None], None]
 
 
 @dataclass(slots=True)
-class _Patient:
-    """Tasks that wait to be written, by task_id, and who is to be told if they can't be."""
+class _Deferral:
+    """A submit whose tasks are written at `deadline_s` unless they have settled by then."""
 
-    tasks: dict[int, Task] = field(default_factory=dict)
-    failed: list[Done] = field(default_factory=list)
+    deadline_s: float  # of the event loop's clock
+    task_ids: list[int]
+    failed: Done
 
 
 def tell(future: asyncio.Future[JournalError | None]) -> Done:
-    """For a call that awaits this, and may be gone by then: its client broke it off. Others wait behind it."""
+    """A callback for a call that awaits the future, unless its client has broken it off by then."""
 
     def done(error: JournalError | None) -> None:
         if not future.done():
@@ -61,20 +67,20 @@ def tell(future: asyncio.Future[JournalError | None]) -> Done:
 
 @dataclass(slots=True)
 class _Pending:
-    """An entry on its way to the disk, and who is to be told."""
+    """An entry on its way to the disk, and its callback."""
 
     entry: Entry
     size: int
-    referred_bytes: int = 0  # of these: they lie where they are, and nothing is gained by writing them early
+    referred_bytes: int = 0  # of these: they are in shared files, and nothing is gained by writing them early
     submitted: Sequence[Task] = ()
     settled: Sequence[Task] = ()
     done: Done | None = None
-    tells: bool = True  # `done` tells a client that it is durable
+    reports: bool = True  # `done` reports to a client that the entry is durable
 
 
 class Journaling:
-    """See the module. `handle` feeds an event to the core; `committed` is told that outcomes became durable; `on_fatal`
-    is called once, with the reason, when the master can't go on.
+    """See the module. `handle` feeds an event to the core, `committed` is called when outcomes became durable, and
+    `on_fatal` once, with the reason, when the master can't go on.
     """
 
     def __init__(
@@ -83,8 +89,10 @@ class Journaling:
         handle: Callable[[ev.Event], object],
         committed: Callable[[], None],
         on_fatal: Callable[[str], None],
+        last_cursor: int = 0,
     ) -> None:
         self.writable = journal.writable
+        self.last_cursor = last_cursor  # of the newest outcome whose task the core has forgotten
         self._journal = journal
         self._handle = handle
         self._on_outcomes = committed
@@ -92,57 +100,61 @@ class Journaling:
         self._loop = asyncio.get_running_loop()
         self._pending: dict[int, _Pending] = {}
         self._pending_bytes = 0
-        self._known_requests = KnownRequests()
+        self._request_filter = RequestFilter()
         self._learning: asyncio.Future[None] | None = None
-        self._young, self._old = _Patient(), _Patient()
-        self._patient_bytes = 0
-        self._patience: asyncio.TimerHandle | None = None
+        self._deferred: dict[int, Task] = {}  # by task_id
+        self._deferred_bytes = 0
+        self._deferrals: deque[_Deferral] = deque()  # by deadline
+        self._deferral_timer: asyncio.TimerHandle | None = None
         self._lingering: list[_Pending] = []
         self._lingering_bytes = 0
-        self._linger: asyncio.TimerHandle | None = None
+        self._linger_timer: asyncio.TimerHandle | None = None
         self._backlog_fell = asyncio.Event()
 
     # --- in ----------------------------------------------------------------------------------------------------------
 
     def submits(self, fresh: Sequence[Task], done: Done, deleted_dead_letters: Sequence[int], urgent: bool) -> None:
-        """Tasks the core has taken, in the place of dead letters. `done` is told when they are durable, or can't be."""
+        """Tasks the core has taken, in place of dead letters. `done` is called when they are durable or rejected."""
         size = sum([len(t.payload) for t in fresh])
         entry = Entry(deleted_dead_letters=deleted_dead_letters)
         referred = size - _own_bytes(fresh) if size > LINGER_BYTES_MAX else 0
         self._append(_Pending(entry, size, referred, submitted=fresh, done=done), urgent=urgent)
 
-    def submits_patiently(self, fresh: Sequence[Task], failed: Done) -> None:
-        """Tasks the core has taken, of which nobody is told before they end. `failed` is called if they can't be made
-        durable, and may be called without an error.
+    def submits_deferred(self, fresh: Sequence[Task], failed: Done) -> None:
+        """Tasks the core has taken, which are not reported to any client before they end. `failed` is called if they
+        can't be made durable, and may be called without an error.
         """
-        self._young.tasks.update([(task.task_id, task) for task in fresh])
-        self._young.failed.append(failed)
-        self._patient_bytes += _own_bytes(fresh)
-        if self._patient_bytes > PATIENT_BYTES_MAX:
-            self.hurry()
-        elif self._patience is None:
-            self._patience = self._loop.call_later(PATIENCE_S / 2, self._grow_old)
+        task_ids = [task.task_id for task in fresh]
+        self._deferrals.append(_Deferral(self._loop.time() + DEFER_S, task_ids, failed))
+        self._deferred.update(zip(task_ids, fresh, strict=True))
+        self._deferred_bytes += _own_bytes(fresh)
+        if self._deferred_bytes > DEFERRED_BYTES_MAX:
+            self.flush()
+        elif self._deferral_timer is None:
+            self._deferral_timer = self._loop.call_later(DEFER_S / 2, self._write_due)
 
-    def hurry(self) -> None:
-        """Has the tasks written that wait patiently."""
-        self._lose_patience(self._old, self._young)
-        self._flush()
+    def flush(self) -> None:
+        """Hands everything to the journal, deferred tasks too."""
+        self._end_deferrals(math.inf)
+        self._hand_over()
 
-    def _grow_old(self) -> None:
-        """Has those written that were old already."""
-        self._lose_patience(self._old)
-        self._flush()
-        self._old, self._young = self._young, self._old
-        self._patience = self._loop.call_later(PATIENCE_S / 2, self._grow_old) if self._old.failed else None
+    def _write_due(self) -> None:
+        """Hands the deferrals over that would be due before this is called again."""
+        self._end_deferrals(self._loop.time() + DEFER_S / 2)
+        self._hand_over()
+        again = self._loop.call_later(DEFER_S / 2, self._write_due) if self._deferrals else None
+        self._deferral_timer = again
 
-    def _lose_patience(self, *groups: "_Patient") -> None:
-        """Hands over the tasks that wait, before all that lingers: it may rest on them. Who is to be told comes behind
-        all that: a submit that has joined the task of another call is answered once this is written or rejected.
+    def _end_deferrals(self, until_s: float) -> None:
+        """Puts deferred tasks before all entries that linger, which may depend on them. Their callbacks come behind all
+        those: a submit that has joined the task of another call is answered once that task is written or rejected.
         """
-        tasks = [task for group in groups for task in group.tasks.values()]
-        failed = [each for group in groups for each in group.failed]
-        for group in groups:
-            group.tasks, group.failed = {}, []
+        tasks: list[Task] = []
+        failed: list[Done] = []
+        while self._deferrals and self._deferrals[0].deadline_s <= until_s:
+            deferral = self._deferrals.popleft()
+            failed.append(deferral.failed)
+            tasks += [t for i in deferral.task_ids if (t := self._deferred.pop(i, None)) is not None]
         if not failed:
             return
 
@@ -151,14 +163,14 @@ class Journaling:
                 each(error)
 
         size = sum([len(task.payload) for task in tasks])
-        self._patient_bytes -= _own_bytes(tasks)
-        first, last = _Pending(Entry(), size, submitted=tasks), _Pending(Entry(), 0, done=done, tells=False)
+        self._deferred_bytes -= _own_bytes(tasks)
+        first, last = _Pending(Entry(), size, submitted=tasks), _Pending(Entry(), 0, done=done, reports=False)
         self._pending |= {id(pending.entry): pending for pending in (first, last)}
         self._pending_bytes += size
         self._lingering = [first, *self._lingering, last]
 
     def settles(self, settled: Sequence[tuple[Task, bytes | LargeBody]], done: Done | None = None) -> None:
-        """Tasks that ended, each with its serialized Outcome. `done` is told when they are durable."""
+        """Tasks that ended, each with its serialized Outcome. `done` is called when they are durable."""
         size = sum([len(body) for _, body in settled])
         if size > ENTRY_BYTES_MAX and len(settled) > 1:  # where there is little room, some of them may fit
             half = len(settled) // 2
@@ -166,11 +178,11 @@ class Journaling:
             self.settles(settled[half:], done)
             return
         tasks = [task for task, _ in settled]
-        unwritten = self._forget_patience(tasks)
+        unwritten = self._forget_deferred(tasks)
         records = [wire.settle_record(task, body, submitted=task.task_id not in unwritten) for task, body in settled]
-        if self._known_requests.full and (self._learning is None or self._learning.done()):
+        if self._request_filter.full and (self._learning is None or self._learning.done()):
             self.learn_requests()  # before these are added: they are not in the journal yet
-        self._known_requests.add([task.request_id for task in tasks if task.request_id])
+        self._request_filter.add([task.request_id for task in tasks if task.request_id])
         referred = size - wire_large.own_bytes([b for _, b in settled]) if size > LINGER_BYTES_MAX else 0
         pending = _Pending(Entry(settles=records), size, referred, settled=tasks, done=done)
         self._append(pending, urgent=done is not None)
@@ -193,6 +205,12 @@ class Journaling:
             _Pending(Entry(settings=settings, deleted_dead_letters=deleted_dead_letters), 0, done=done), urgent=True
         )
 
+    def cancellations_max(self) -> int:
+        """How many cancellations surely find room on the disk now."""
+        if self.writable:
+            return sys.maxsize
+        return max(0, self._journal.room_bytes() - TRANSACTION_ROOM_BYTES) // CANCELLATION_ROOM_BYTES
+
     def begin_epoch(self, epoch: int, done: Done) -> None:
         """Writes the epoch of the ids that are given out next."""
         self._append(_Pending(Entry(epoch=epoch), 0, done=done), urgent=True)
@@ -200,13 +218,13 @@ class Journaling:
     # --- known requests ----------------------------------------------------------------------------------------------
 
     def perhaps_known(self, request_ids: Sequence[str]) -> list[str]:
-        """Those of these requests that the journal may know."""
-        return self._known_requests.sift(request_ids)
+        """The requests among these that the journal may know."""
+        return self._request_filter.sift(request_ids)
 
     def learn_requests(self) -> None:
-        """Reads, in the background, which request_ids the journal knows, so that new ones need no look-up."""
+        """Reads, in the background, the request_ids that the journal knows, so that new ones need no look-up."""
         settled = [t.request_id for p in self._pending.values() for t in p.settled]
-        self._learning = asyncio.ensure_future(self._known_requests.load(self._journal, settled))
+        self._learning = asyncio.ensure_future(self._request_filter.load(self._journal, settled))
 
     # --- out ---------------------------------------------------------------------------------------------------------
 
@@ -216,48 +234,48 @@ class Journaling:
         self._lingering.append(pending)
         self._lingering_bytes += pending.size - pending.referred_bytes
         if self._lingering_bytes > LINGER_BYTES_MAX:
-            self._flush()
+            self._hand_over()
         elif urgent:
-            self._loop.call_soon(self._flush)  # with what the same call hands over besides
-        elif self._linger is None:
-            self._linger = self._loop.call_later(LINGER_S, self._flush)
+            self._loop.call_soon(self._hand_over)  # with what the same call appends besides
+        elif self._linger_timer is None:
+            self._linger_timer = self._loop.call_later(LINGER_S, self._hand_over)
 
-    def _flush(self) -> None:
+    def _hand_over(self) -> None:
         """Hands the entries that lingered to the journal."""
-        if self._linger is not None:
-            self._linger.cancel()
-            self._linger = None
-        if self._lingering:
-            if any(pending.done is not None and pending.tells for pending in self._lingering):
-                # Who is told something may have heard of tasks that wait patiently: they come first.
-                self._lose_patience(self._old, self._young)
-            lingering, self._lingering = self._lingering, []
-            self._lingering_bytes = 0
-            settled = {task.task_id for pending in lingering for task in pending.settled}
-            for pending in lingering:
-                if pending.submitted:  # what has settled meanwhile is written as its outcome only
-                    unsettled = [task for task in pending.submitted if task.task_id not in settled]
-                    pending.entry.submits = [wire.submit_record(task) for task in unsettled]
-            with contextlib.suppress(JournalError):  # it has failed, and `on_fatal` is told of that
-                self._journal.append(*[pending.entry for pending in lingering])
+        if self._linger_timer is not None:
+            self._linger_timer.cancel()
+            self._linger_timer = None
+        if not self._lingering:
+            return
+        if any(pending.done is not None and pending.reports for pending in self._lingering):
+            self._end_deferrals(math.inf)  # clients may know of deferred tasks by what is reported: those come first
+        lingering, self._lingering = self._lingering, []
+        self._lingering_bytes = 0
+        settled = {task.task_id for pending in lingering for task in pending.settled}
+        for pending in lingering:
+            if pending.submitted:  # what has settled meanwhile is written as its outcome only
+                unsettled = [task for task in pending.submitted if task.task_id not in settled]
+                pending.entry.submits = [wire.submit_record(task) for task in unsettled]
+        with contextlib.suppress(JournalError):  # it has failed, and has told `on_fatal`
+            self._journal.append(*[pending.entry for pending in lingering])
 
-    def _forget_patience(self, settled: Iterable[Task]) -> set[int]:
-        """What has settled need not be written as submitted any more. Returns the task_ids that waited for that."""
-        young, old, unwritten = self._young.tasks, self._old.tasks, set[int]()
-        if young or old:
+    def _forget_deferred(self, settled: Iterable[Task]) -> set[int]:
+        """Settled tasks need not be written as submitted any more. Returns the task_ids that were not written yet."""
+        deferred, unwritten = self._deferred, set[int]()
+        if deferred:
             for task in settled:
-                if old.pop(task.task_id, None) or young.pop(task.task_id, None):
+                if deferred.pop(task.task_id, None) is not None:
                     unwritten.add(task.task_id)
                     if type(task.payload) is bytes:
-                        self._patient_bytes -= len(task.payload)
+                        self._deferred_bytes -= len(task.payload)
         return unwritten
 
     async def all_durable(self) -> None:
         """Waits until nothing is on its way to the disk."""
         await asyncio.sleep(0)  # what runs soon comes first
-        self.hurry()
+        self.flush()
         while self._pending:
-            self._flush()
+            self._hand_over()
             self._backlog_fell.clear()
             await self._backlog_fell.wait()
 
@@ -269,9 +287,9 @@ class Journaling:
 
     def on_commit(self, entries: Sequence[Entry], first_cursor: int, error: JournalError | None) -> None:
         """Called by the journal, on its thread."""
-        self._loop.call_soon_threadsafe(self._committed, entries, error)
+        self._loop.call_soon_threadsafe(self._committed, entries, first_cursor, error)
 
-    def _committed(self, entries: Sequence[Entry], error: JournalError | None) -> None:
+    def _committed(self, entries: Sequence[Entry], first_cursor: int, error: JournalError | None) -> None:
         if error is not None and not isinstance(error, JournalFullError):
             self._on_fatal(f"the journal failed and can't be trusted until it is read again: {error}")
             return
@@ -287,6 +305,8 @@ class Journaling:
                 pending.done(error)
             settled.extend(pending.settled)
         if settled:
+            if error is None:
+                self.last_cursor = first_cursor + sum([len(entry.settles) for entry in entries]) - 1
             self._handle(ev.SettlesCommitted(settled))
             self._on_outcomes()
         self._backlog_fell.set()
@@ -304,5 +324,5 @@ class Journaling:
 
 
 def _own_bytes(tasks: Iterable[Task]) -> int:
-    """The payloads that lie in our memory, and not in files."""
+    """The bytes of payloads that are in memory, and not in files."""
     return sum([len(task.payload) for task in tasks if type(task.payload) is bytes])

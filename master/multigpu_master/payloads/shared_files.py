@@ -35,7 +35,7 @@ from multigpu._transport.payloads import (
     read_at,
 )
 
-from multigpu_master.journal.protocol import JournalError
+from multigpu_master.journal.errors import JournalError
 
 log = structlog.get_logger()
 

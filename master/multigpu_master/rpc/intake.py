@@ -43,12 +43,12 @@ class Intake:
 
     def take(
         self, batch: task_pb2.TaskBatch, request_ids: Sequence[str], stream: int,
-        done: Callable[[JournalError | None], None], peer: Peer | None = None, *, patient: bool = False,
+        done: Callable[[JournalError | None], None], peer: Peer | None = None, *, deferred: bool = False,
         caller: Token | None = None,
     ) -> list[Answer]:  # fmt: skip
         """Submits a batch of tasks called so, whose payloads `peer` may have referred to. For each input, in order: the
         task that stands for it, what the journal says of it if it has ended, or why it was not taken. `done` is called,
-        later, once the tasks are durable; it is called in any case. `patient`: nobody is told of tasks before they
+        later, once the tasks are durable; it is called in any case. `deferred`: nobody is told of tasks before they
         settle. `caller`: whose limits count; None: nobody has any.
         """
         driver = self._driver
@@ -79,7 +79,7 @@ class Intake:
             driver.soon(done)
             results: Sequence[Answer] = ()
         else:
-            results = driver.submit(spec, tasks, stream, done, patient=patient)
+            results = driver.submit(spec, tasks, stream, done, deferred=deferred)
         if len(tasks) == count:
             return list(results)
         rest = iter(results)

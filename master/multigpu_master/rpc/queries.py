@@ -9,7 +9,7 @@ from multigpu.v1 import task_pb2, task_service_pb2
 
 from multigpu_master.core.model import OutcomeState, Task
 from multigpu_master.driver import Driver
-from multigpu_master.journal.protocol import LargeBody, StoredOutcome, SubmitRecord
+from multigpu_master.journal.protocol import LargeBody, OutcomeFilter, StoredOutcome, SubmitRecord
 from multigpu_master.payloads import messages as wire_large
 from multigpu_master.rpc.intake import fill_stored, parse_outcome
 from multigpu_master.rpc.status import make_token, page_size_of, read_token
@@ -22,16 +22,6 @@ FOREVER_S = 1e12
 NEWEST = 2**62
 # How long the event loop is held at a time while tasks or batches are gone through.
 SLICE_S = 0.005
-# The filter of the journal that matches all.
-EVERYTHING: dict[str, Any] = {
-    "states": (),
-    "queue": "",
-    "kind": "",
-    "model": "",
-    "worker_id": "",
-    "submitted_after_s": 0.0,
-    "submitted_before_s": FOREVER_S,
-}
 
 
 def batched(items: list[T], size: int) -> Iterator[list[T]]:
@@ -132,18 +122,19 @@ class Filter:
             and self.after_s <= task.submit_s < self.before_s
         )
 
-    def for_journal(self) -> dict[str, Any]:
+    def for_journal(self, cursor_max: int = 0) -> OutcomeFilter:
         """The same, as the journal takes it."""
-        return {
-            "states": sorted(self.outcomes),
-            "queue": self.queue,
-            "queues": self.queues,
-            "kind": self.kind,
-            "model": self.model,
-            "worker_id": self.worker_id,
-            "submitted_after_s": self.after_s,
-            "submitted_before_s": self.before_s,
-        }
+        return OutcomeFilter(
+            states=self.outcomes,
+            queue=self.queue,
+            queues=self.queues,
+            kind=self.kind,
+            model=self.model,
+            worker_id=self.worker_id,
+            submitted_after_s=self.after_s,
+            submitted_before_s=self.before_s,
+            cursor_max=cursor_max,
+        )
 
 
 async def list_tasks(driver: Driver, request: Any, context: Any) -> task_service_pb2.ListResponse:
@@ -158,9 +149,7 @@ async def list_tasks(driver: Driver, request: Any, context: Any) -> task_service
         if len(found) > size:
             break
     if wanted.settled:
-        rows = await asyncio.to_thread(
-            driver.journal.list_outcomes, before_task_id=before, limit=size + 1, **wanted.for_journal()
-        )
+        rows = await asyncio.to_thread(driver.journal.list_outcomes, wanted.for_journal(), before, size + 1)
         for row in rows:
             found.setdefault(row.task_id, lambda r=row: stored_task(r, whole=False))  # type: ignore[misc]
     ids = sorted(found, reverse=True)
@@ -175,7 +164,7 @@ def _known(values: Sequence[int], enum: Any) -> set[int]:
     return set(enum.values()).intersection(values) or ({-1} if values else set())
 
 
-async def _matching(driver: Driver, wanted: Filter, before: int = NEWEST) -> AsyncIterator[list[Task]]:
+async def _matching(driver: Driver, wanted: Filter, before: int) -> AsyncIterator[list[Task]]:
     """The core's tasks below an id that match, newest first, block by block. The event loop goes on between blocks."""
     end_s = time.monotonic() + SLICE_S
     for block in driver.core.tasks.blocks_before(before):
@@ -185,25 +174,34 @@ async def _matching(driver: Driver, wanted: Filter, before: int = NEWEST) -> Asy
 
 
 async def count_tasks(driver: Driver, m: Any) -> task_service_pb2.CountResponse:
-    """How many tasks match, by state."""
+    """The number of matching tasks, by state. Each task is counted once, where it was when the call began: in the core,
+    or in the journal up to the newest outcome whose task the core has forgotten.
+    """
     wanted = Filter(m)
     response = task_service_pb2.CountResponse()
     counts = dict.fromkeys(OutcomeState, 0)
     core = driver.core
     settled_here = len(core.tasks) > core.unsettled
+    cursor_max = driver.journaling.last_cursor
     if not m.ListFields() and wanted.queues is None and not settled_here:
         response.queued, response.leased = core.unsettled - core.leased, core.leased
     elif wanted.live_states or settled_here:
-        async for tasks in _matching(driver, wanted):
-            for task in tasks:
+        end_s = time.monotonic() + SLICE_S
+        for block in core.tasks.blocks():
+            if time.monotonic() > end_s:
+                end_s = await pause()
+            for task in block:
+                if not task.task_id or not wanted.matches(task):  # 0: the journal has rejected it meanwhile
+                    continue
                 if task.told is not None:
                     counts[task.told.state] += 1
                 elif wire.task_state(task) == task_pb2.TASK_STATE_LEASED:
                     response.leased += 1
                 else:
                     response.queued += 1
-    if wanted.settled:
-        for state, n in (await asyncio.to_thread(driver.journal.count_outcomes, **wanted.for_journal())).items():
+    if wanted.settled and cursor_max:
+        counted = await asyncio.to_thread(driver.journal.count_outcomes, wanted.for_journal(cursor_max))
+        for state, n in counted.items():
             counts[OutcomeState(state)] += n
     response.succeeded = counts[OutcomeState.SUCCEEDED]
     response.failed = counts[OutcomeState.FAILED]

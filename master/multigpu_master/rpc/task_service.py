@@ -12,7 +12,7 @@ from multigpu.v1 import task_pb2, task_service_pb2
 from multigpu_master.core import events as ev
 from multigpu_master.core.model import OutcomeState, Task
 from multigpu_master.driver import Driver, RunOutbox
-from multigpu_master.journal.protocol import Journal, JournalError, SettledTask, StoredOutcome
+from multigpu_master.journal.protocol import Journal, JournalError, JournalFullError, SettledTask, StoredOutcome
 from multigpu_master.journal.write_buffer import DURABLE_S, tell
 from multigpu_master.payloads import messages as wire_large
 from multigpu_master.payloads.shared_files import WRONG_KEY, Offer
@@ -31,7 +31,6 @@ WATCH_OUTCOMES, WATCH_BYTES = 1024, 256 << 10
 WATCHES_MAX = 1000
 # In one frame or call, which is served at a stretch: meanwhile nobody else is.
 FRAME_TASKS_MAX, CANCEL_TASKS_MAX = 10_000, 10_000
-CANCEL_TASKS = 100  # in one event
 WAIT_MAX_S = 3600.0
 COMMIT_S = 1.0  # how long Get waits for an outcome that is on its way to the disk
 NOTHING_TO_CANCEL = ev.Rejection(5, "no unsettled task has this request_id: it has ended, or was never submitted")
@@ -218,12 +217,15 @@ class TaskService:
                 settled.append(task)
             else:
                 elsewhere.append((name, key))
-        for part in queries.batched(list(live.values()), CANCEL_TASKS):
-            ended = [task for task in part if task.outcome is None and task.task_id]
-            response.cancelled_task_ids.extend(task.task_id for task in ended)
-            response.settled_task_ids.extend(task.task_id for task in part if task.outcome is not None)
-            self._driver.handle(ev.Cancel(ended, request.reason[:1024], request.withdraw))
-            await asyncio.sleep(0)  # the scheduler goes on meanwhile
+        try:
+            cancelled = await self._driver.cancel(live.values(), request.reason[:1024], withdrawn=request.withdraw)
+        except JournalFullError as error:
+            await reject(context, grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
+        response.cancelled_task_ids.extend(task.task_id for task in cancelled)
+        for task in cancelled:
+            del live[task.task_id]
+        response.settled_task_ids.extend(task.task_id for task in live.values() if task.outcome is not None)
+        settled += cancelled
         if not await self._driver.withdrawn([*live.values(), *settled], DURABLE_S):
             await reject(context, grpc.StatusCode.RESOURCE_EXHAUSTED, NOT_DURABLE)
         if elsewhere:
@@ -308,12 +310,14 @@ class _RunStream:
                 tasks.append(task)
             if task is None or task.outcome is not None or self._stream not in task.streams:
                 elsewhere.append((request_id, task))
-        for part in queries.batched(tasks, CANCEL_TASKS):
-            self._driver.handle(ev.Cancel([task for task in part if task.task_id], withdrawn=True))
-            await asyncio.sleep(0)  # as above
+        ended = CANCELLED_ELSEWHERE
         others = [task for _, task in elsewhere if task is not None]
-        durable = not others or await self._driver.withdrawn(others, DURABLE_S)
-        ended = CANCELLED_ELSEWHERE if durable else ev.Rejection(RESOURCE_EXHAUSTED, NOT_DURABLE)
+        try:
+            await self._driver.cancel(tasks, withdrawn=True)
+            if others and not await self._driver.withdrawn(others, DURABLE_S):
+                ended = ev.Rejection(RESOURCE_EXHAUSTED, NOT_DURABLE)
+        except JournalFullError as error:  # this stream gets the outcomes of its own tasks when they end
+            ended = ev.Rejection(RESOURCE_EXHAUSTED, str(error))
         for request_id, task in elsewhere:
             _reject(self._outbox, NOTHING_TO_CANCEL if task is None else ended, request_id)
 
@@ -328,9 +332,9 @@ class _RunStream:
                 self._reject([task for task in accepted if not task.task_id])
                 self._acknowledge([task for task in accepted if task.task_id])
 
-        patient = self._outcomes_only
+        deferred = self._outcomes_only
         peer, caller = self._outbox.peer, self._caller
-        answers = self._intake.take(batch, request_ids, self._stream, done, peer, patient=patient, caller=caller)
+        answers = self._intake.take(batch, request_ids, self._stream, done, peer, deferred=deferred, caller=caller)
         for index, answer in enumerate(answers):
             if isinstance(answer, Task) and answer.outcome is None:
                 accepted.append(answer)

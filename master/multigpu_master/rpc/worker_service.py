@@ -10,7 +10,7 @@ from multigpu.v1 import worker_service_pb2
 
 from multigpu_master.core import events as ev
 from multigpu_master.core.workers.info import HEALTHY, EngineReport
-from multigpu_master.driver import Driver, SessionOutbox
+from multigpu_master.driver import Driver
 from multigpu_master.payloads.shared_files import WRONG_KEY, Offer
 from multigpu_master.rpc import queries
 from multigpu_master.rpc.registration import parse
@@ -20,6 +20,7 @@ from multigpu_master.security.auth import CALLER
 from multigpu_master.wire import devices as wire_devices
 from multigpu_master.wire import messages as wire
 from multigpu_master.wire import models as wire_models
+from multigpu_master.worker_streams import SessionOutbox
 
 # A master serves workers of its own version and of the one before: it is upgraded first.
 PROTOCOL_VERSION, OLDEST_PROTOCOL_VERSION = 2, 2
@@ -80,7 +81,7 @@ class WorkerService:
         if len(hello.leases) > leases_max:
             await count_of(context, len(hello.leases), leases_max, LEASES)
         session = next(self._sessions)
-        outbox = self._driver.open_session(session)
+        outbox = self._driver.workers.open(session)
         welcome = outbox.room_for(256).welcome
         welcome.session_id = str(session)
         welcome.version = self._version
@@ -103,7 +104,7 @@ class WorkerService:
 
             await serve_stream(context, outbox, on_message, numbering.serialize)
         finally:
-            self._driver.close_session(session)
+            self._driver.workers.close(session)
 
 
 class _Taker:

@@ -17,7 +17,7 @@ from google.protobuf import json_format
 from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import DecodeError
 
-from multigpu_master.journal.sqlite.segments import sync_directory
+from multigpu_master.journal.sqlite.files import sync_directory
 from multigpu_master.rpc.status import reject
 from multigpu_master.security.auth import CALLER, ROLES_OF, Serve
 

@@ -34,7 +34,7 @@ class WorkerLog:
         driver = self._driver
         # Of all workers that are lost in this event: mostly it is one.
         requeued = driver.core.counters.requeued - driver.requeued_before
-        reason = driver.end_reasons.get(session, "its stream ended")
+        reason = driver.workers.end_reasons.get(session, "its stream ended")
         if worker.stopping and not requeued:
             log.info("worker stopped", worker_id=worker.worker_id, session=session)
         else:

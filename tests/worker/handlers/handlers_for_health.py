@@ -1,4 +1,4 @@
-"""Handlers of an engine whose simulated GPU falls sick, and a canary that a test can have sing wrong."""
+"""Handlers of an engine whose simulated GPU falls sick, and a self-test that a test can make fail."""
 
 import importlib
 import os
@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from multigpu.handlers import Context, handler
-from multigpu_worker.engines.common import self_test as canary
+from multigpu_worker.engines.common import self_test
 
-# While this file exists the processor computes wrong: a simulated fault, beneath the real canary.
+# While this file exists the processor computes wrong: a simulated fault, beneath the real self_test.
 WRONG = os.environ.get("TEST_WRONG_FILE", "")
 if WRONG:
     importlib.import_module("torch")
-    right = canary.product
+    right = self_test.product
 
     def product(torch: Any, device: str, size: int) -> Any:
         """One number of many is off by one while the file exists."""
@@ -22,11 +22,13 @@ if WRONG:
         answer[3, 5] += Path(WRONG).exists()
         return answer
 
-    canary.product = product
+    self_test.product = product
 
-# The canary makes this file and goes on for ever; or to load torch ends the engine, as it may where memory is short; or
-# torch is loaded, and memory may really be short.
-SLOW, UNLOADABLE, ANYWAY = (os.environ.get(f"TEST_CANARY_{name}", "") for name in ("SLOW_FILE", "UNLOADABLE", "ANYWAY"))
+# SLOW_FILE: the self-test creates this file and never ends. UNLOADABLE: importing torch ends the engine, as it may when
+# memory is short. ANYWAY: torch is imported, and memory may really be short.
+SLOW, UNLOADABLE, ANYWAY = (
+    os.environ.get(f"TEST_SELF_TEST_{name}", "") for name in ("SLOW_FILE", "UNLOADABLE", "ANYWAY")
+)
 
 
 def able(device: str, *, models: bool) -> bool:
@@ -47,13 +49,13 @@ def slow(torch: Any, device: str) -> tuple[bool | None, str]:
 
 
 if SLOW or UNLOADABLE:
-    canary.loaded = able_at_once
+    self_test.loaded = able_at_once
 if SLOW:
-    canary.able, canary.load, canary.shortage, canary.sing = able, lambda: None, lambda *_: "", slow
+    self_test.able, self_test.load, self_test.shortage, self_test.run = able, lambda: None, lambda *_: "", slow
 elif UNLOADABLE:
-    canary.able, canary.load = able, lambda: os._exit(1)
+    self_test.able, self_test.load = able, lambda: os._exit(1)
 elif ANYWAY:
-    canary.able = able
+    self_test.able = able
 
 
 @handler("health.work")

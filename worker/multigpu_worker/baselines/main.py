@@ -26,9 +26,9 @@ import numpy as np
 from multigpu.config.config import WorkerConfig, load
 
 from multigpu_worker.baselines.loops import EngineLoop, Loop, Rows, load_engine, load_handlers, load_loop
+from multigpu_worker.composition import artifacts_folder
 from multigpu_worker.engines.base import Batch, Engine, EngineSettings
 from multigpu_worker.engines.common.precision import choose
-from multigpu_worker.main import artifacts_folder
 from multigpu_worker.main import main as worker_main
 from multigpu_worker.models.folders import find_models
 

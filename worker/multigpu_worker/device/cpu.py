@@ -1,6 +1,7 @@
-"""A CPU worker's device: the host's memory and load, and the energy of its processors where the kernel lets us read it.
+"""The device of a CPU worker: the host's memory and load, and the energy counters of its processors.
 
-Energy comes from RAPL through /sys/class/powercap, which most kernels show to root only: then it is absent.
+Energy comes from RAPL in /sys/class/powercap, which most kernels let only root read. If it is unreadable, energy and
+power are not reported.
 """
 
 import os
@@ -9,10 +10,10 @@ import re
 import time
 from pathlib import Path
 
-from multigpu_worker.device.interface import DeviceInfo, Telemetry, meminfo
+from multigpu_worker.device.interface import DeviceInfo, Telemetry
 
 POWERCAP = Path("/sys/class/powercap")
-# Power is the energy between two samples; closer ones say too little.
+# Power is computed over at least this time.
 POWER_WINDOW_S = 0.1
 
 
@@ -24,8 +25,8 @@ class CpuDevice:
         self.visible_devices = ""
         self.engine_name = "cpu"
         self.compute_prohibited = False
-        self._packages = [Package(folder) for folder in _packages(powercap)]
-        # When power was last told, the energy then, and the power told, in seconds, joules and watts.
+        self._packages = _packages(powercap)
+        # Time in seconds and energy in joules of the last power computation.
         self._power_since = (0.0, 0.0)
         self._power_watts: float | None = None
 
@@ -41,19 +42,19 @@ class CpuDevice:
         )
 
     def energy_joules(self) -> float | None:
-        """Of all processors, since this worker began."""
+        """Energy of all processors since the worker started."""
         if not self._packages:
             return None
         try:
             return sum(package.joules() for package in self._packages)
-        except (OSError, ValueError):  # the kernel takes it away from us
+        except (OSError, ValueError):  # permissions may be revoked at run time
             return None
 
     def power_watts(self) -> float | None:
         return self._power(self.energy_joules())
 
     def _power(self, joules: float | None) -> float | None:
-        """The mean power since the last sample; None at the first one."""
+        """Mean power since the last computation. None at the first call."""
         if joules is None:
             return None
         now_s, (since_s, since_joules) = time.monotonic(), self._power_since
@@ -64,7 +65,7 @@ class CpuDevice:
 
 
 class Package:
-    """The energy counter of one processor, put together over its overflows."""
+    """The energy counter of one processor, summed over its overflows."""
 
     def __init__(self, folder: Path) -> None:
         self._file = folder / "energy_uj"
@@ -73,7 +74,7 @@ class Package:
         self._total_uj = 0
 
     def joules(self) -> float:
-        """Since we began. OSError, ValueError: it can't be read."""
+        """Energy since the counter was opened. Raises OSError or ValueError if it is unreadable."""
         now_uj = int(self._file.read_text(encoding="ascii"))
         grown_uj = now_uj - self._last_uj
         self._total_uj += grown_uj if grown_uj >= 0 else grown_uj + self._range_uj
@@ -81,20 +82,32 @@ class Package:
         return self._total_uj / 1e6
 
 
-def _packages(powercap: Path) -> list[Path]:
-    """The folders of the processors' counters; empty if there are none that we may read."""
-    found = sorted(powercap.glob("intel-rapl:[0-9]*"))  # AMD's are called so too
+def _packages(powercap: Path) -> list[Package]:
+    """All processors' counters; empty if any of them is unreadable."""
+    folders = sorted(powercap.glob("intel-rapl:[0-9]*"))  # AMD processors use this name too
     try:
-        packages = [
-            folder
-            for folder in found
-            if (folder / "name").read_text(encoding="ascii").startswith("package") and Package(folder)
-        ]
+        named = [f for f in folders if (f / "name").read_text(encoding="ascii").startswith("package")]
+        return [Package(folder) for folder in named]
     except (OSError, ValueError):
         return []
-    return packages
 
 
 def _processor_name() -> str:
     match = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(encoding="utf-8"), re.MULTILINE)
     return match[1] if match else platform.machine()
+
+
+def host_memory_bytes() -> int:
+    """Memory of this host, or of our control group if that is less."""
+    total_bytes = meminfo()["MemTotal"]
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii").strip()
+    except OSError:
+        return total_bytes
+    return total_bytes if limit == "max" else min(total_bytes, int(limit))
+
+
+def meminfo() -> dict[str, int]:
+    """/proc/meminfo in bytes."""
+    text = Path("/proc/meminfo").read_text(encoding="ascii")
+    return {name: int(kib) * 1024 for name, kib in re.findall(r"^(\w+):\s+(\d+) kB$", text, re.MULTILINE)}

@@ -1,7 +1,7 @@
 """The engine process: owns the device and runs the engines, user code among them.
 
-Started by the agent (processes/host.py), for a model or for what needs none. It dies with its agent, goes first when
-memory runs out, and its standard output is the log's, not the protocol's.
+The agent starts it (processes/host.py), for a model or as the default process. It dies with its agent, is the first to
+be killed when the host runs out of memory, and its standard output goes to the agent's log.
 """
 
 import ctypes
@@ -15,11 +15,12 @@ import sys
 import traceback
 from pathlib import Path
 
+from multigpu_worker.engine.channel import AgentChannel
 from multigpu_worker.engines.base import EmbeddingCacheSettings, EngineSettings
 from multigpu_worker.engines.handlers.sources import Sources
 from multigpu_worker.engines.registry import import_ahead, import_handlers, offered_kinds
-from multigpu_worker.processes import ipc
-from multigpu_worker.processes.blobs import BlobMemory
+from multigpu_worker.processes.ipc.blobs import BlobMemory
+from multigpu_worker.processes.ipc.slots import SlotPage
 
 _PR_SET_PDEATHSIG = 1
 _OOM_SCORE_ADJ_MAX = "1000"
@@ -31,67 +32,47 @@ def main() -> None:
     Path("/proc/self/oom_score_adj").write_text(_OOM_SCORE_ADJ_MAX, encoding="ascii")
     for fd in (sock_fd, page_fd, blobs_fd):
         os.set_inheritable(fd, False)
-    sock = socket.socket(fileno=sock_fd)
-    blobs = BlobMemory(blobs_fd)
-    message, _ = ipc.receive(sock, blobs.down)
-    _, device, slots, threads, handlers, sources, imports, how, memory_bytes, result_bytes_max, embedding_cache = (
-        message
-    )
-    engine, precision, artifacts, artifacts_bytes_max = how
-    settings = EngineSettings(
-        device=device,
-        slots=slots,
-        threads=threads,
-        handlers=tuple(handlers),
-        engine=engine,
-        precision=precision,
-        artifacts=artifacts,
-        artifacts_bytes_max=artifacts_bytes_max,
-        embedding_cache=EmbeddingCacheSettings(**dict(embedding_cache)),
-    )
+    channel = AgentChannel(socket.socket(fileno=sock_fd), BlobMemory(blobs_fd))
+    (_, plain, slots, sources, imports, memory_bytes, result_bytes_max), _ = next(channel.frames)
+    settings = EngineSettings(**plain | {"embedding_cache": EmbeddingCacheSettings(**plain["embedding_cache"])})
     if memory_bytes:
         resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
 
     if imports is None:
-        kinds, sources = _offer(settings, sources, sock, blobs)
+        kinds, sources = _import_handlers(settings, sources, channel)
     else:
         kinds, sources = [], {}
         import_ahead(imports)
-    ipc.send(sock, ipc.encode(("ready", kinds, sources), [], blobs.up))
+    channel.send(("ready", kinds, sources))
 
     from multigpu_worker.engine.runtime import Runtime  # noqa: PLC0415  after "ready": the agent waits for that
 
-    page = ipc.SlotPage(page_fd, settings.slots)
     if imports is not None:
-        # How many of them its model uses is told with the model.
+        # The message that loads its model says how many slots it uses.
         settings = dataclasses.replace(settings, slots=1)
-    runtime = Runtime(sock, page, blobs, settings, result_bytes_max=result_bytes_max)
+    runtime = Runtime(channel, SlotPage(page_fd, slots), settings, result_bytes_max=result_bytes_max)
     engine_pid = os.getpid()
 
     def forked() -> None:
-        # A child of user code must not outlive us either, and has no business with our socket.
-        runtime.forked = True
+        # A child of user code must not outlive us.
         _die_with_parent(engine_pid)
-        sock.close()
+        channel.close_in_child()
 
     os.register_at_fork(after_in_child=forked)
     runtime.serve()
 
 
-def _offer(
-    settings: EngineSettings, sources: Sources, sock: socket.socket, blobs: BlobMemory
+def _import_handlers(
+    settings: EngineSettings, sources: Sources, channel: AgentChannel
 ) -> tuple[list[tuple[str, bool]], Sources]:
-    """The kinds that the base runs, the user's among them, and what those were imported from. Does not return if they
-    can't be had.
+    """Import the user's handlers: the kinds that this process runs, and the sources that were imported.
+
+    Ends the process if an import fails; the agent is sent the error.
     """
-
-    def tell(file: str) -> None:
-        ipc.send(sock, ipc.encode(("importing", file), [], blobs.up))
-
     try:
-        sources = import_handlers(settings.handlers, sources, tell)
-    except BaseException as error:  # noqa: BLE001  the user's module may raise anything, and the agent is to say it
-        ipc.send(sock, ipc.encode(("rejected", _of_user(error)), [], blobs.up))
+        sources = import_handlers(settings.handlers, sources, lambda file: channel.send(("importing", file)))
+    except BaseException as error:  # noqa: BLE001  the user's module may raise anything
+        channel.send(("rejected", _of_user(error)))
         sys.exit(1)
     return [(info.kind, info.one_by_one) for info in offered_kinds()], sources
 
@@ -101,13 +82,13 @@ def _of_user(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     own = (str(Path(__file__).parents[1]), str(Path(importlib.__file__).parent), "<frozen importlib")
     kept = [frame for frame in frames if not frame.filename.startswith(own)]
-    told = traceback.format_exception_only(error)
-    return "".join([*(["Traceback:\n"] if kept else []), *traceback.format_list(kept), *told])
+    lines = traceback.format_exception_only(error)
+    return "".join([*(["Traceback:\n"] if kept else []), *traceback.format_list(kept), *lines])
 
 
 def _die_with_parent(parent_pid: int) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent_pid:  # it died before we asked
+    if os.getppid() != parent_pid:  # it died before the call
         os._exit(0)
 
 

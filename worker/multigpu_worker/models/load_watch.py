@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from pathlib import Path
 
-from multigpu_worker.mps.daemon import members
+from multigpu_worker.process_group import members
 
 
 class LoadWatch:

@@ -1,87 +1,70 @@
-"""Keeps the worker's models: loads those that are asked for, makes room, and knows what to say of each.
+"""Loads and unloads the worker's models.
 
-residency.py decides; here the decisions are carried out by the pool, and what comes of them is remembered: what a model
-takes, measured when it was loaded, how long that took, and why it failed. Level-triggered: `look` compares what is with
-what is wanted, and is called whenever something may have changed, and again and again while something is under way.
+residency.py decides which models to load and unload; the loader has the pool do it, and keeps the state of each model:
+its memory, how long it took to load, why loading failed. It is level-triggered: `look` compares the actual with the
+wanted state, and is called after every change and regularly while something is in progress.
 """
 
 import asyncio
-import contextlib
 import time
-from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
+from collections import Counter
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 import structlog
-from multigpu.repository.files import digest
-from multigpu.repository.model import BatchRules, ModelSpec
 
 from multigpu_worker.device.sampler import Sampler
 from multigpu_worker.engines.base import EngineSettings
-from multigpu_worker.models import catalog as catalogs
 from multigpu_worker.models.catalog import Catalog
 from multigpu_worker.models.load_watch import LoadWatch
-from multigpu_worker.models.measured_sizes import Figure, Figures
-from multigpu_worker.models.memory_estimates import estimate_bytes, measure_bytes
+from multigpu_worker.models.model_sizes import ModelSizes, slots_of
 from multigpu_worker.models.residency import ModelState, Resident, plan
-from multigpu_worker.models.routes import Shelf
-from multigpu_worker.processes.host import MODEL_SLOTS_MAX, Death
+from multigpu_worker.models.routes import ModelRoutes
+from multigpu_worker.processes.death import Death
 from multigpu_worker.processes.pool import EnginePool
-from multigpu_worker.processes.process import EngineProcess, LoadedWords
-from multigpu_worker.session.session import Lease, Spec, TaskError
-from multigpu_worker.supervision import supervised
+from multigpu_worker.processes.process import EngineProcess, ModelProcess
+from multigpu_worker.processes.reports import ModelLoaded
+from multigpu_worker.session.session import Lease, Session, Spec, TaskError
 
 log = structlog.get_logger()
 
-# A model may run so many tasks at a time where its kind joins running ones, and it says no other number.
-CONCURRENCY = 8
-# A loading that uses no processor for so long hangs; where the config has a limit for progress, that one holds.
+# A load that uses no CPU time for this long hangs, unless progress_timeout_s is set.
 LOAD_STILL_S = 60.0
 LOAD_S_MAX = 1800.0
 _LOAD_LOOK_S = 0.5
-# How errors are called that say so.
+# Error types: the engine ran out of memory; the model's files are at fault.
 OUT_OF_MEMORY = frozenset({"MemoryError", "OutOfMemoryError"})
-# How an error is called whose cause is the model's files.
 FAULTY = frozenset({"ModelFolderError"})
-# What a loaded model takes is measured again so often, as long as it is used: its memory may have grown.
+# A model in use is measured again at this interval.
 MEASURE_S = 30.0
-# By less than this share it has not.
-GROWTH = 0.05
-# An engine killed from outside while it loads is not the model's fault, so often.
+# Kills from outside during a load, after which the load counts as failed.
 KILLS_MAX = 2
 
 
-class Owner(Protocol):
-    """What the agent does for its keeper."""
+class Agent(Protocol):
+    """Callbacks of the model loader."""
 
-    def waiting(self, key: str) -> list[Lease]:
-        """The leases that wait for a model."""
+    session: Session
 
-    def waiting_specs(self) -> set[Spec]:
-        """What is asked for by leases that wait for models."""
-
-    def waiting_of(self, spec: Spec) -> list[Lease]:
-        """The leases of this spec that wait."""
-
-    def held(self) -> Mapping[str, int]:
-        """How many leases are held for each model, waiting or running."""
+    def waiting(self) -> list[Lease]:
+        """The leases that are in no engine."""
 
     def fail(self, leases: list[Lease], error: TaskError) -> None: ...
     def return_leases(self, leases: list[Lease], why: str) -> None: ...
     def may_load(self) -> bool:
-        """The device is well, and the worker is not about to stop."""
+        """The device is fit, and the worker is not stopping."""
 
     def want_heartbeat(self) -> None: ...
-    def pump(self) -> None:
-        """Something may be able to take a batch now."""
+    def routes_changed(self) -> None:
+        """Another model serves a name, or one is ready."""
 
 
-class ModelKeeper:
-    """See the module. All on the event loop."""
+class ModelLoader:
+    """Runs on the event loop."""
 
     def __init__(
         self,
-        owner: Owner,
+        agent: Agent,
         pool: EnginePool,
         sampler: Sampler,
         catalog: Catalog,
@@ -91,63 +74,34 @@ class ModelKeeper:
         progress_timeout_s: float,
         eager: bool,
     ) -> None:
-        """`eager`: keep a spare process from the beginning."""
+        """`eager`: keep a spare process before the first model is loaded."""
         self.limit_bytes = limit_bytes
-        self._settings = settings
-        self._device = sampler.device.info
-        self._figures = Figures(
-            Path(settings.artifacts),
-            {
-                "device": self._device.product,
-                "engine": settings.engine,
-                "precision": settings.precision,
-                "threads": str(settings.threads),
-            },
-        )
-        # What each model of the catalog is expected to take.
-        self._expected = {model: self._read(spec) for model, spec in catalog.specs.items()}
-        self.shelf = Shelf(catalog, settings.engine, self._expect)
-        # Kinds whose engines, as far as any were loaded, run one task after the other.
+        self._sizes = ModelSizes(settings, sampler, limit_bytes, self._resized)
+        self._sizes.prepare(catalog.specs)
+        self.routes = ModelRoutes(catalog, settings.engine, self._sizes.of)
+        # Kinds whose engines run one task after the other, as far as one was loaded.
         self.one_by_one: frozenset[str] = frozenset()
-        # What is offered is not what the master was told.
+        # The master does not know the current routes yet.
         self.changed = False
-        self._owner = owner
+        self._agent = agent
         self._pool = pool
-        self._sampler = sampler
         self._eager = eager
-        self._pinned: frozenset[str] = frozenset()
-        self._unwanted: frozenset[str] = frozenset()
+        # Ids of pinned and of unwanted models.
+        self._desired: tuple[frozenset[str], frozenset[str]] = (frozenset(), frozenset())
         self._load_watch = LoadWatch(progress_timeout_s or LOAD_STILL_S)
         self._looked_s = 0.0
-        self._loaded: dict[str, set[EngineProcess]] = {}
-        self._kills: dict[str, int] = {}
-        self._chores: set[asyncio.Task[None]] = set()
+        # The instances that have loaded their model, by its key.
+        self._loaded: dict[str, set[ModelProcess]] = {}
+        self._kills: Counter[str] = Counter()
 
-    # What tasks ask for.
+    # --- requests ----------------------------------------------------------------------------------------------------
 
-    def serves(self, kind: str) -> bool:
-        """Tasks of this kind run on a model."""
-        return (kind, "") in self.shelf.routes
-
-    def model_of(self, spec: Spec) -> str | None:
-        """The key of the model that tasks of this spec run on; None: there is none."""
-        return self.shelf.routes.get((spec.kind, spec.model))
-
-    def why_not(self, spec: Spec) -> str:
-        """What to tell tasks whose model isn't here."""
-        return catalogs.unknown(spec.kind, spec.model, dict(self.shelf.offers()).get(spec.kind, ()))
-
-    def rules(self) -> dict[tuple[str, str], BatchRules]:
-        """How batches are put together, by the kind of task and what it says."""
-        residents = self.shelf.residents
-        return {route: residents[key].spec.batch for route, key in self.shelf.routes.items()}
-
-    def wanted(self, models: Iterable[str]) -> None:
-        """Leases wait for these models, and they can take no batch now."""
+    def wanted(self, keys: Iterable[str]) -> None:
+        """Leases wait for these models, which cannot take a batch now."""
         new = False
         now_s = time.monotonic()
-        for model in models:
-            resident = self.shelf.residents[model]
+        for key in keys:
+            resident = self.routes.residents[key]
             if resident.wanted_s is None and resident.state in (ModelState.ABSENT, ModelState.UNLOADING):
                 resident.wanted_s = now_s
                 new = True
@@ -155,67 +109,66 @@ class ModelKeeper:
             self.look()
 
     def used(self, key: str) -> None:
-        """A batch has ended on it."""
-        resident = self.shelf.residents.get(key)
+        """A batch has ended on a model."""
+        resident = self.routes.residents.get(key)
         if resident is not None:
             resident.used_s = time.monotonic()
             resident.used_ns = time.time_ns()
-            if resident.state is ModelState.UNLOADING or self._unwanted or self.shelf.replaced():
+            if resident.state is ModelState.UNLOADING or self._desired[1] or self.routes.replaced():
                 self.look()
 
     def desire(self, pinned: Iterable[str], unwanted: Iterable[str]) -> None:
-        """The ids of models that the master wants to stay, and of those that must go."""
-        before = self._pinned, self._unwanted
-        self._pinned, self._unwanted = frozenset(pinned), frozenset(unwanted)
-        if (self._pinned, self._unwanted) != before:
+        """The ids of models that the master wants to stay, and of those that it wants unloaded."""
+        before = self._desired
+        self._desired = frozenset(pinned), frozenset(unwanted)
+        if self._desired != before:
             self.look()
-            self._owner.want_heartbeat()
+            self._agent.want_heartbeat()
 
     async def put(self, catalog: Catalog) -> None:
-        """The repository has changed. Files are read in a thread: the vocabulary of a large model takes long."""
-        known = self.shelf.catalog.specs
-        new = {model: spec for model, spec in catalog.specs.items() if known.get(model) != spec}
-        read = await asyncio.to_thread(lambda: {model: self._read(spec) for model, spec in new.items()})
-        self._expected = {model: (self._expected | read)[model] for model in catalog.specs}
-        self._rename(lambda: self.shelf.put(catalog))
-        self._tell()
+        """The repository has changed. Reading a large model's files takes long, so it is done in a thread."""
+        await asyncio.to_thread(self._sizes.prepare, catalog.specs)
+        self._reroute(lambda: self.routes.put(catalog))
+        self._report_change()
         self.look()
-        self._owner.pump()
+        self._agent.routes_changed()
 
-    def _rename(self, change: Callable[[], None]) -> None:
-        """Have the shelf change what names mean. What waits for one that means nothing any more fails."""
-        waiting = self._owner.waiting_specs()
+    def _reroute(self, change: Callable[[], None]) -> None:
+        """Change the routes. Waiting leases whose model has no route any more fail."""
+        served = {lease.spec for lease in self._agent.waiting() if self.routes.key_of(lease.spec) is not None}
         change()
-        for spec in waiting:
-            if self.model_of(spec) is None:
-                self._owner.fail(self._owner.waiting_of(spec), self._gone(spec))
+        for spec in served:
+            if self.routes.key_of(spec) is None:
+                self._fail_removed([lease for lease in self._agent.waiting() if lease.spec == spec], spec)
 
-    def _gone(self, spec: Spec) -> TaskError:
-        """Why nothing serves these tasks any more. A model may come back; a version that has a successor won't."""
-        text = f"the model {spec.model!r} is gone from this worker's repository: {self.why_not(spec)}"
-        replaced = bool(catalogs.other_versions(spec.model, dict(self.shelf.offers()).get(spec.kind, ())))
-        return TaskError(type="UnknownModel", message=text, retryable=not replaced)
+    def _fail_removed(self, leases: list[Lease], spec: Spec) -> None:
+        """Retryable unless the repository has other versions: a replaced version does not come back."""
+        text = f"the model {spec.model!r} is gone from this worker's repository: {self.routes.why_not(spec)}"
+        error = TaskError(type="UnknownModel", message=text, retryable=not self.routes.other_versions(spec))
+        self._agent.fail(leases, error)
 
-    def _tell(self) -> None:
+    def _report_change(self) -> None:
         self.changed = True
-        self._owner.want_heartbeat()
+        self._agent.want_heartbeat()
 
-    # What is and what ought to be.
+    def _resized(self) -> None:
+        self._report_change()
+        self.look()
+
+    # --- reconciliation ----------------------------------------------------------------------------------------------
 
     def look(self) -> None:
-        """Bring what is nearer to what is wanted."""
+        """Bring the actual state closer to the wanted state."""
         now_s = time.monotonic()
-        held = self._owner.held()
-        for resident in self.shelf.residents.values():
-            resident.leases = held.get(resident.key, 0)
-            resident.pinned = resident.model in self._pinned and not resident.upcoming
-            resident.unwanted = resident.model in self._unwanted
-        for resident in list(self.shelf.residents.values()):
+        self._update(now_s)
+        for resident in list(self.routes.residents.values()):
             self._look_at(resident, now_s)
-        self._retire_replaced(now_s)
-        if not self._owner.may_load():
+        for resident in self.routes.replaced():
+            if not resident.leases:
+                self._retire(resident, "another version has taken its place", now_s)
+        if not self._agent.may_load():
             return
-        found = plan(self.shelf.residents.values(), self.limit_bytes, now_s)
+        found = plan(self.routes.residents.values(), self.limit_bytes, now_s)
         for resident, room_bytes in found.too_large:
             self._too_large(resident, room_bytes)
         for resident in found.unload:
@@ -226,93 +179,80 @@ class ModelKeeper:
         for resident in found.load:
             self._load(resident, now_s)
 
+    def _update(self, now_s: float) -> None:
+        """Set what residents derive from leases and from the master's wishes."""
+        pinned, unwanted = self._desired
+        leases: Counter[str | None] = Counter()
+        for spec, count in Counter(lease.spec for lease in self._agent.session.leases.values()).items():
+            leases[self.routes.key_of(spec)] += count
+        for resident in self.routes.residents.values():
+            resident.leases = leases[resident.key]
+            resident.pinned = resident.model in pinned and not resident.upcoming
+            resident.unwanted = resident.model in unwanted
+            absent = resident.state is ModelState.ABSENT
+            waits = bool(resident.leases) and (absent or resident.state is ModelState.UNLOADING)
+            if not (waits or (absent and (resident.pinned or resident.upcoming))) or resident.unwanted:
+                resident.wanted_s = None
+            elif resident.wanted_s is None:
+                resident.wanted_s = now_s
+
     def _look_at(self, resident: Resident, now_s: float) -> None:
-        """What concerns one model alone."""
-        absent = resident.state is ModelState.ABSENT
-        waits = bool(resident.leases) and (absent or resident.state is ModelState.UNLOADING)
-        if not (waits or (absent and (resident.pinned or resident.upcoming))) or resident.unwanted:
-            resident.wanted_s = None
-        elif resident.wanted_s is None:
-            resident.wanted_s = now_s
+        """Steps that concern one model alone."""
         if resident.state is ModelState.UNLOADING and not self._busy(resident):
             self._pool.unload(resident.key)
+        absent = resident.state is ModelState.ABSENT
         if resident.unwanted and resident.state is ModelState.READY and not resident.leases:
             self._unload(resident, now_s)
-        elif resident.unwanted and absent and resident.leases:  # they crossed the master's word
-            self._owner.return_leases(self._owner.waiting(resident.key), "its model is not wanted here")
+        elif resident.unwanted and absent and resident.leases:  # granted before the master wanted it unloaded
+            self._agent.return_leases(self._waiting(resident), "its model is not wanted here")
         elif absent and resident.leases and now_s < resident.retry_s:
             self._fail(resident, "ModelLoadError")
 
-    def _retire_replaced(self, now_s: float) -> None:
-        """What runs on models that have a successor may finish, and so may what named them; what waits by a name that
-        has gone over is their successors'.
-        """
-        for resident in self.shelf.replaced():
-            if not resident.leases:
-                self._retire(resident, "another version has taken its place", now_s)
+    def _waiting(self, resident: Resident) -> list[Lease]:
+        return [lease for lease in self._agent.waiting() if self.routes.key_of(lease.spec) == resident.key]
 
     def _busy(self, resident: Resident) -> bool:
         return any(process.batches for process in self._pool.models.get(resident.key, ()))
 
+    def _pids(self, resident: Resident) -> list[int]:
+        return [process.host.pid for process in self._pool.models.get(resident.key, ())]
+
     def _load(self, resident: Resident, now_s: float) -> None:
-        spec = resident.spec
         log.info("loading a model", model=resident.model, expected_bytes=resident.memory_bytes)
         resident.enter(ModelState.LOADING, now_s)
         self._loaded[resident.key] = set()
-        self._pool.load(resident.key, spec, self._slots(resident.spec), self._imports(resident))
-        self._owner.want_heartbeat()
-
-    def _imports(self, resident: Resident) -> tuple[str, ...]:
-        return catalogs.imports_of(resident.spec, self.shelf.engine)
+        self._pool.load(resident.key, resident.spec, slots_of(resident.spec), self.routes.imports_of(resident))
+        self._agent.want_heartbeat()
 
     def slots_max(self) -> int:
-        """The most tasks that any one of the models that are served runs at a time."""
-        served = (self.shelf.residents[key] for key in set(self.shelf.routes.values()))
-        return max((self._slots(resident.spec) * resident.spec.instances for resident in served), default=1)
-
-    @staticmethod
-    def _slots(spec: ModelSpec) -> int:
-        return min(spec.concurrency or CONCURRENCY, MODEL_SLOTS_MAX) if spec.kind == "generate" else 1
-
-    def _read(self, spec: ModelSpec) -> tuple[int, float, bool]:
-        """What a model took the last time, also before this worker began; else an estimate. Any thread may call it.
-
-        Bytes, seconds of loading, and whether that was measured.
-        """
-        kept = self._figures.find(spec)
-        if kept is not None:
-            return kept.memory_bytes, kept.load_s, True
-        slots = self._slots(spec)
-        estimate = estimate_bytes(spec, self._settings, self._device, slots=slots, limit_bytes=self.limit_bytes)
-        return estimate, 0.0, False
-
-    def _expect(self, resident: Resident) -> None:
-        resident.memory_bytes, resident.load_s, resident.measured = self._expected[resident.model]
+        """The most tasks that any served model runs at the same time."""
+        served = (self.routes.residents[key].spec for key in set(self.routes.table.values()))
+        return max((slots_of(spec) * spec.instances for spec in served), default=1)
 
     def _unload(self, resident: Resident, now_s: float) -> None:
         resident.enter(ModelState.UNLOADING, now_s)
         self._pool.unload(resident.key)
-        self._owner.want_heartbeat()
+        self._agent.want_heartbeat()
 
     def _retire(self, resident: Resident, why: str, now_s: float) -> None:
-        """It takes nothing more, and goes when what runs on it is done."""
+        """Unload a model once its running batches are done. It takes no new ones."""
         log.info("model retires", model=resident.model, why=why)
         resident.enter(ModelState.UNLOADING, now_s)
         for process in self._pool.models.get(resident.key, ()):
             process.retiring = True
-        waiting = self._owner.waiting(resident.key)
-        if resident.key in self.shelf.serving:
-            self._owner.return_leases(waiting, why)
+        waiting = self._waiting(resident)
+        if resident.key in self.routes.serving:
+            self._agent.return_leases(waiting, why)
         elif waiting:
-            self._owner.fail(waiting, self._gone(waiting[0].spec))
+            self._fail_removed(waiting, waiting[0].spec)
         if not self._busy(resident):
             self._pool.unload(resident.key)
-        self._owner.want_heartbeat()
+        self._agent.want_heartbeat()
 
     def _too_large(self, resident: Resident, room_bytes: int) -> None:
-        words = "it takes" if resident.measured else "it is expected to take"
+        takes = "it takes" if resident.measured else "it is expected to take"
         resident.failed(
-            f"the model {resident.model!r} does not fit: {words} {resident.memory_bytes >> 20} MiB, and beside the "
+            f"the model {resident.model!r} does not fit: {takes} {resident.memory_bytes >> 20} MiB, and beside the "
             f"pinned models there are {max(0, room_bytes) >> 20} MiB (model_memory_bytes is {self.limit_bytes >> 20} "
             "MiB); raise model_memory_bytes, unpin a model, or run it on a larger device",
             time.monotonic(),
@@ -320,74 +260,45 @@ class ModelKeeper:
         self._fail(resident, "OutOfMemory")
 
     def _fail(self, resident: Resident, error_type: str) -> None:
-        leases = self._owner.waiting(resident.key)
+        """Fail the leases that wait for a model that cannot be loaded."""
         resident.wanted_s = None
-        if leases:
-            self._owner.fail(
-                leases, TaskError(type=error_type, message=resident.error, retryable=not resident.hopeless)
-            )
+        if leases := self._waiting(resident):
+            error = TaskError(type=error_type, message=resident.error, retryable=not resident.hopeless)
+            self._agent.fail(leases, error)
 
-    # What the pool tells.
+    # --- events of the pool ------------------------------------------------------------------------------------------
 
-    def model_loaded(self, process: EngineProcess, words: LoadedWords) -> None:
-        """One of its instances is there."""
+    def model_loaded(self, process: ModelProcess, report: ModelLoaded) -> None:
         if process.retiring:
             return
-        resident = self.shelf.residents[process.model]
+        resident = self.routes.residents[process.model]
         loaded = self._loaded.setdefault(resident.key, set())
         loaded.add(process)
         self._load_watch.forget(process.host.pid)
-        if words.one_by_one:
+        if report.one_by_one:
             self.one_by_one |= {resident.spec.kind}
         if resident.state is not ModelState.LOADING or len(loaded) < resident.spec.instances:
             return
-        now_s = time.monotonic()
-        resident.load_s, resident.facts = words.load_s, words.facts
-        resident.loads += 1
-        resident.failures, resident.error, resident.retry_s = 0, "", 0.0
+        resident.loaded(report.load_s, report.facts, time.monotonic())
         self._kills.pop(resident.key, None)
-        resident.wanted_s = None
-        resident.used_s = now_s
-        resident.enter(ModelState.READY, now_s)
-        log.info("model ready", model=resident.model, load_s=round(words.load_s, 3), facts=words.facts)
-        self._begin_measure(resident, words.device_bytes)
+        log.info("model ready", model=resident.model, load_s=round(report.load_s, 3), facts=report.facts)
+        self._sizes.measure(resident, self._pids(resident), report.device_bytes)
         if resident.upcoming:
-            self._rename(self.shelf.switch)
+            self._reroute(self.routes.switch)
             self.look()
-        self._tell()
-        self._owner.pump()
+        self._report_change()
+        self._agent.routes_changed()
 
-    def facts_changed(self, process: EngineProcess, facts: dict[str, str]) -> None:
-        """What serves its tasks has changed."""
-        self.shelf.residents[process.model].facts = facts
-        self._tell()
+    def facts_changed(self, process: ModelProcess, facts: dict[str, str]) -> None:
+        self.routes.residents[process.model].facts = facts
+        self._report_change()
 
-    def _begin_measure(self, resident: Resident, device_bytes: int = 0, *, again: bool = False) -> None:
-        resident.measured_s = time.monotonic()
-        task = supervised(asyncio.create_task(self._measure(resident, device_bytes, again=again)))
-        self._chores.add(task)
-        task.add_done_callback(self._chores.discard)
-
-    async def _measure(self, resident: Resident, device_bytes: int, *, again: bool) -> None:
-        pids = [process.host.pid for process in self._pool.models.get(resident.key, ())]
-        found_bytes = await measure_bytes(pids, self._sampler, device_bytes * len(pids))
-        if found_bytes > (resident.memory_bytes * (1 + GROWTH) if again else 0):
-            resident.memory_bytes, resident.measured = found_bytes, True
-            self._tell()
-            self.look()
-            figure = Figure(memory_bytes=found_bytes, load_s=resident.load_s)
-            await asyncio.to_thread(self._figures.keep, resident.spec, figure)
-        if not resident.digest:
-            with contextlib.suppress(OSError):  # the files are gone by now
-                resident.digest = await asyncio.to_thread(digest, resident.spec)
-                self._tell()
-
-    def load_failed(self, process: EngineProcess, error_type: str, message: str, *, retryable: bool) -> None:
+    def load_failed(self, process: ModelProcess, error_type: str, message: str, *, retryable: bool) -> None:
         if process.retiring:
             return
-        resident = self.shelf.residents[process.model]
+        resident = self.routes.residents[process.model]
         self._load_watch.forget(process.host.pid)
-        if resident.state is not ModelState.LOADING:  # an instance that was to take a dead one's place
+        if resident.state is not ModelState.LOADING:  # an instance that was to replace a dead one
             log.warning("an instance of a model failed to load", model=process.model, error=message)
             self._pool.end(process)
             return
@@ -395,105 +306,96 @@ class ModelKeeper:
             log.warning("a model found less memory than it takes", model=resident.model, error=message)
             self._pool.unload(resident.key, grace_s=0.0)
             resident.enter(ModelState.ABSENT, time.monotonic())
-            self._owner.want_heartbeat()
+            self._agent.want_heartbeat()
             self.look()
             return
         error = f"the model {resident.model!r} can't be loaded: {message} ({error_type})"
-        self._failed(process.model, error, hopeless=not retryable, faulty=error_type in FAULTY)
+        self._load_ended(resident, error, hopeless=not retryable, faulty=error_type in FAULTY)
 
     def _expect_more(self, resident: Resident) -> bool:
-        """Whether others may go for a model that ran out of memory beside them: it is expected to take twice as much
-        then, or all that there is.
+        """Double the expected size of a model that ran out of memory beside others, so that some of them are unloaded.
+
+        False: no other model could be unloaded.
         """
-        others = [r for r in self.shelf.residents.values() if r is not resident and r.state is not ModelState.ABSENT]
+        others = [r for r in self.routes.residents.values() if r is not resident and r.state is not ModelState.ABSENT]
         room_bytes = self.limit_bytes - sum(r.memory_bytes for r in others if r.pinned)
         if resident.memory_bytes >= room_bytes or all(r.pinned for r in others):
             return False
         resident.memory_bytes, resident.measured = min(2 * resident.memory_bytes, room_bytes), False
         return True
 
-    def _failed(self, key: str, error: str, *, hopeless: bool = False, faulty: bool = False) -> None:
-        """`hopeless`: it would fail on any worker; `faulty`: as long as its files are what they are."""
-        resident = self.shelf.residents[key]
+    def _load_ended(self, resident: Resident, error: str, *, hopeless: bool = False, faulty: bool = False) -> None:
+        """A load has failed. `hopeless`: it would on every worker; `faulty`: until its files change."""
         log.warning("model failed to load", model=resident.model, error=error)
         resident.failed(error, time.monotonic(), hopeless=hopeless, faulty=faulty)
-        self._pool.unload(key, grace_s=0.0)
+        self._pool.unload(resident.key, grace_s=0.0)
         self._fail(resident, "ModelLoadError")
-        self._rename(self.shelf.switch)
-        self._tell()
+        self._reroute(self.routes.switch)
+        self._report_change()
 
     def process_died(self, process: EngineProcess, death: Death) -> None:
-        """A process of a model, or the spare, has ended; the pool knows."""
+        """A process of a model, or the spare process, has ended. The pool knows already."""
         self._load_watch.forget(process.host.pid)
-        resident = self.shelf.residents.get(process.model)
+        resident = self.routes.residents.get(process.model)
         if resident is None:
             return
         self._loaded.get(resident.key, set()).discard(process)
-        now_s = time.monotonic()
         if process.retiring:
             gone = resident.key not in self._pool.models and not self._pool.leaving(resident.key)
             if resident.state is ModelState.UNLOADING and gone:
-                resident.enter(ModelState.ABSENT, now_s)
+                resident.enter(ModelState.ABSENT, time.monotonic())
         elif resident.state is ModelState.LOADING:
-            self._died_loading(resident, death, now_s)
-        elif self._pool.models.get(resident.key):  # its other instances go on
-            self._pool.add(resident.key, resident.spec, self._slots(resident.spec), self._imports(resident))
+            self._died_loading(resident, death)
+        elif self._pool.models.get(resident.key):  # other instances go on: replace this one
+            self._pool.add(resident.key, resident.spec, slots_of(resident.spec), self.routes.imports_of(resident))
         else:
-            resident.enter(ModelState.ABSENT, now_s)
-        self._rename(self.shelf.switch)
-        self._owner.want_heartbeat()
+            resident.enter(ModelState.ABSENT, time.monotonic())
+        self._reroute(self.routes.switch)
+        self._agent.want_heartbeat()
         self.look()
 
-    def _died_loading(self, resident: Resident, death: Death, now_s: float) -> None:
-        key = resident.key
-        if self._pool.parked:  # it was ended by us
-            resident.enter(ModelState.ABSENT, now_s)
+    def _died_loading(self, resident: Resident, death: Death) -> None:
+        if self._pool.parked:  # the health monitor ended it
+            resident.enter(ModelState.ABSENT, time.monotonic())
             return
-        kills = self._kills[key] = self._kills.get(key, 0) + 1
-        if (death.killed or death.fault is not None) and kills < KILLS_MAX:
-            resident.enter(ModelState.ABSENT, now_s)
-            self._pool.unload(key, grace_s=0.0)
+        self._kills[resident.key] += 1
+        if (death.killed or death.fault is not None) and self._kills[resident.key] < KILLS_MAX:
+            resident.enter(ModelState.ABSENT, time.monotonic())
+            self._pool.unload(resident.key, grace_s=0.0)
         else:
-            self._failed(key, f"the engine process {death.words} while it loaded the model {resident.model!r}")
-
-    # Now and then.
+            self._load_ended(resident, f"the engine process {death.words} while it loaded the model {resident.model!r}")
 
     def tick(self) -> None:
-        """See whether what is under way moves, and whether what waits can go on."""
+        """Check the loads in progress, measure models in use, and keep a spare process."""
         now_s = time.monotonic()
-        states = [r for r in self.shelf.residents.values() if r.state in (ModelState.LOADING, ModelState.UNLOADING)]
-        if states or any(r.wanted_s is not None for r in self.shelf.residents.values()):
+        moving = (ModelState.LOADING, ModelState.UNLOADING)
+        if any(r.state in moving or r.wanted_s is not None for r in self.routes.residents.values()):
             self.look()
         if now_s - self._looked_s < _LOAD_LOOK_S:
             return
         self._looked_s = now_s
-        for resident in list(self.shelf.residents.values()):
+        for resident in list(self.routes.residents.values()):
             if resident.state is ModelState.LOADING:
                 self._watch(resident, now_s)
             elif resident.state is ModelState.READY and resident.used_s > resident.measured_s <= now_s - MEASURE_S:
-                self._begin_measure(resident, again=True)
-        self._keep_spare()
+                self._sizes.measure(resident, self._pids(resident), again=True)
+        if self._agent.may_load():
+            self._keep_spare()
 
     def _watch(self, resident: Resident, now_s: float) -> None:
-        loaded = self._loaded.get(resident.key, set())
-        pids = [p.host.pid for p in self._pool.models.get(resident.key, ()) if p not in loaded]
+        done = {process.host.pid for process in self._loaded.get(resident.key, ())}
+        pids = [pid for pid in self._pids(resident) if pid not in done]
         if self._load_watch.stuck(pids, now_s):
-            self._failed(resident.key, f"the loading of the model {resident.model!r} does not move, so it was ended")
+            self._load_ended(resident, f"the loading of the model {resident.model!r} does not move, so it was ended")
         elif now_s - resident.since_s > LOAD_S_MAX:
-            self._failed(resident.key, f"the model {resident.model!r} was not loaded after {LOAD_S_MAX:g} s")
+            self._load_ended(resident, f"the model {resident.model!r} was not loaded after {LOAD_S_MAX:g} s")
 
     def _keep_spare(self) -> None:
-        """Have a process stand by for the next model, if there is one that could be loaded."""
-        absent = [r for r in self.shelf.residents.values() if r.state is ModelState.ABSENT and not r.unwanted]
-        loading = any(r.state is ModelState.LOADING for r in self.shelf.residents.values())
-        begun = self._eager or any(r.loads for r in self.shelf.residents.values())
-        if loading or not self._owner.may_load():
-            return  # it would only be in the way
-        if not begun or not absent:
-            self._pool.keep_spare(None)
+        """Keep a process for the next load, with the imports that most of the models have that are not loaded."""
+        residents = self.routes.residents.values()
+        if any(r.state is ModelState.LOADING for r in residents):  # it would take CPU time from the load
             return
-        counts: dict[tuple[str, ...], int] = {}
-        for resident in absent:
-            imports = self._imports(resident)
-            counts[imports] = counts.get(imports, 0) + 1
-        self._pool.keep_spare(max(counts, key=lambda imports: counts[imports]))
+        absent = [r for r in residents if r.state is ModelState.ABSENT and not r.unwanted]
+        begun = self._eager or any(r.loads for r in residents)
+        imports = Counter(self.routes.imports_of(resident) for resident in absent)
+        self._pool.keep_spare(imports.most_common(1)[0][0] if begun and imports else None)

@@ -1,9 +1,8 @@
-"""What models took when they were last loaded here: kept over restarts, for all workers of a host.
+"""Model sizes measured by earlier worker processes, shared by all workers of a host.
 
-A small file for each, in a folder beside the artifacts. Its name is the hash of everything that the figures hang on:
-the model and its version, what its files are by size and time, how it is to be run, and on which sort of device. A file
-is written whole or not at all. One that is damaged is ignored, and so is a folder that can't be used: then the next
-loading begins with an estimate, as the first one did.
+One small file for each model. Its name is the hash of everything that the size depends on: the model and its version,
+size and time of its files, how it is run, and on which kind of device. Files are replaced atomically. A damaged file or
+an unusable folder is ignored: the next load then begins with an estimate.
 """
 
 import contextlib
@@ -21,35 +20,36 @@ from multigpu.repository.model import ModelSpec
 
 FOLDER = "models.measured"
 FORMAT = 1
-# Of more models those measured longest ago are forgotten.
+# Past it the files written longest ago are deleted.
 KEPT_MAX = 2000
 FILE_BYTES_MAX = 4096
 BYTES_MAX = 1 << 50
 LOAD_S_MAX = 86_400.0
-# Of a model's specification: where it lies and what people call it changes nothing.
+# Fields of ModelSpec that do not affect the size.
 _LEFT_OUT = ("folder", "labels")
 
 log = structlog.get_logger(__name__)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Figure:
-    """What a model took of the device's memory, and how long its loading did."""
+class ModelSize:
+    """Device memory and loading time of a model."""
 
-    memory_bytes: int
-    load_s: float
+    memory_bytes: int = 0
+    load_s: float = 0.0
+    # False: estimated.
+    measured: bool = False
 
 
-class Figures:
-    """`made_with`: what the figures of every model hang on. Any thread may call it."""
+class MeasuredSizes:
+    """`made_with`: the settings that all sizes depend on. Any thread may call it."""
 
     def __init__(self, artifacts: Path, made_with: Mapping[str, str]) -> None:
-        """Nothing is touched yet: the folder is made when the first figure is kept."""
+        # Created when the first size is kept.
         self._folder = artifacts / FOLDER
         self._made_with = dict(made_with)
 
-    def find(self, spec: ModelSpec) -> Figure | None:
-        """What is known of a model; None: nothing."""
+    def find(self, spec: ModelSpec) -> ModelSize | None:
         key = self._key(spec)
         path = self._path(key)
         try:
@@ -61,15 +61,16 @@ class Figures:
             log.warning("what a model took before can't be read", model=spec.id, file=str(path), error=str(error))
             return None
 
-    def keep(self, spec: ModelSpec, figure: Figure) -> None:
-        """Write down what was measured, in place of what was before. A disk that fails costs a warning."""
+    def keep(self, spec: ModelSpec, size: ModelSize) -> None:
+        """Replace the size of a model. An I/O error is only logged."""
         key = self._key(spec)
         path = self._path(key)
         making = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+        values = {"key": key, "model": spec.id, "memory_bytes": size.memory_bytes, "load_s": size.load_s}
         try:
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             with making.open("wb") as file:
-                file.write(json.dumps({"key": key, "model": spec.id, **dataclasses.asdict(figure)}).encode())
+                file.write(json.dumps(values).encode())
                 file.flush()
                 os.fsync(file.fileno())
             making.replace(path)
@@ -84,10 +85,10 @@ class Figures:
             names = [entry.name for entry in entries]
         if len(names) <= KEPT_MAX:
             return
-        # Those that a killed worker had not finished are among them.
+        # Includes unfinished files of killed workers.
         paths = [self._folder / name for name in names]
         for path in sorted(paths, key=_mtime_ns)[: len(paths) - KEPT_MAX]:
-            with contextlib.suppress(FileNotFoundError):  # another worker was faster
+            with contextlib.suppress(FileNotFoundError):  # deleted by another worker
                 path.unlink()
 
     def _key(self, spec: ModelSpec) -> str:
@@ -99,23 +100,23 @@ class Figures:
         return self._folder / f"{key}.json"
 
 
-def _parse(data: bytes, key: str) -> Figure:
-    """ValueError: it is not what was written."""
+def _parse(data: bytes, key: str) -> ModelSize:
+    """Raises ValueError for a damaged file."""
     if len(data) > FILE_BYTES_MAX:
         raise ValueError(f"it has more than {FILE_BYTES_MAX} bytes")
     values: Any = json.loads(data)
     if not isinstance(values, dict) or values.get("key") != key:
-        raise ValueError("it is another model's, or damaged")
+        raise ValueError("it belongs to another model, or is damaged")
     memory_bytes, load_s = values.get("memory_bytes"), values.get("load_s")
     if type(memory_bytes) is not int or not 0 < memory_bytes < BYTES_MAX:
         raise ValueError(f"memory_bytes is {memory_bytes!r}")
     if not isinstance(load_s, int | float) or not 0 <= load_s <= LOAD_S_MAX:
         raise ValueError(f"load_s is {load_s!r}")
-    return Figure(memory_bytes=memory_bytes, load_s=float(load_s))
+    return ModelSize(memory_bytes=memory_bytes, load_s=float(load_s), measured=True)
 
 
 def _mtime_ns(path: Path) -> int:
-    """0: it is gone."""
+    """0: the file does not exist."""
     try:
         return path.stat().st_mtime_ns
     except FileNotFoundError:

@@ -1,48 +1,39 @@
-"""What a model takes of the device's memory: measured, or before it was ever loaded, estimated from its files.
+"""Estimates how much device memory a model takes that was never loaded on this host.
 
-On a GPU it is what the driver says its processes have. On a processor it is the private memory of its processes, which
-is what comes back when they end: libraries that other processes have mapped too are not in it.
-
-An estimate is what a process takes before it has a model, the weights at the precision that they are served at, and for
-text generation the cache of keys and values. What a user's own engine takes beside its files nobody can know.
+The estimate is what a process takes without a model, the weights at the precision they are served at, and for text
+generation the cache of keys and values. Memory that a user's own engine takes besides its files is not included.
 """
 
-import asyncio
 import contextlib
-from collections.abc import Sequence
-from pathlib import Path
 
 from multigpu.config.values import from_text
 from multigpu.repository.model import ModelSpec
 
 from multigpu_worker.device.interface import DeviceInfo
-from multigpu_worker.device.sampler import Sampler
 from multigpu_worker.engines.base import EngineSettings
 from multigpu_worker.engines.common.precision import auto_precision
 from multigpu_worker.models import catalog as catalogs
 from multigpu_worker.models.weight_files import context_bytes, weights_bytes
 
-# How much more than its weights a model takes, and what a process takes with its imports before it has any model: on a
-# processor as measured with torch 2.13, transformers 5.23 and ONNX Runtime 1.31; on a GPU a context of CUDA with the
-# libraries' workspaces, which nobody has measured yet.
+# Model memory over weights, and the memory of a process with its imports but without a model. CPU: measured with torch
+# 2.13, transformers 5.23 and ONNX Runtime 1.31. GPU: a CUDA context with the libraries' workspaces, a guess.
 WEIGHTS_FACTOR = 1.1
 PROCESS_BYTES = 24 << 20
 TORCH_BYTES = 300 << 20
 ONNX_BYTES = 70 << 20
 GPU_PROCESS_BYTES = 500 << 20
 NUMBER_BYTES = {"bf16": 2, "fp16": 2}
-# What the cache of engines/generate/model.py takes at most, where the model doesn't say it (cache_bytes).
+# Limits of the cache in engines/generate/model.py, for models that do not set cache_bytes.
 CPU_CACHE_BYTES, CPU_CACHE_SHARE = 512 << 20, 0.25
 GPU_CACHE_SHARE = 0.5
-_SAMPLE_TIMEOUT_S = 5.0
 
 
 def estimate_bytes(
     spec: ModelSpec, settings: EngineSettings, device: DeviceInfo, *, slots: int, limit_bytes: int
 ) -> int:
-    """What a model that was never loaded here is expected to take, with so many tasks at a time on a copy of it.
+    """Expected memory of a model, each instance of which runs `slots` tasks at the same time.
 
-    `limit_bytes`: of all models together, 0: none. A cache that can be smaller is no reason why one doesn't fit.
+    `limit_bytes`: for all models together; 0: no limit. The cache shrinks so that the model fits.
     """
     imports = catalogs.imports_of(spec, settings.engine)
     on_gpu = settings.device != "cpu"
@@ -56,13 +47,13 @@ def estimate_bytes(
         precision = auto_precision(_capability(device) if on_gpu else None, engine)
     number_bytes = NUMBER_BYTES.get(precision, 4)
     model_bytes = int(weights_bytes(spec, number_bytes) * WEIGHTS_FACTOR)
-    if engine == "tensorrt" and spec.source != "tensorrt-plan":  # another engine serves until the plan is there
+    if engine == "tensorrt" and spec.source != "tensorrt-plan":  # ONNX serves until the plan is built
         model_bytes *= 2
     if spec.kind == "generate":
         cache_bytes_max = int(device.memory_total_bytes * (GPU_CACHE_SHARE if on_gpu else CPU_CACHE_SHARE))
         if not on_gpu:
             cache_bytes_max = min(cache_bytes_max, CPU_CACHE_BYTES)
-        with contextlib.suppress(KeyError, ValueError):  # it doesn't say, or the engine will reject what it says
+        with contextlib.suppress(KeyError, ValueError):  # not set, or the engine will reject it
             cache_bytes_max = from_text(spec.parameters["cache_bytes"], int, "cache_bytes")
         if limit_bytes:
             cache_bytes_max = min(cache_bytes_max, limit_bytes // spec.instances - process_bytes - model_bytes)
@@ -71,26 +62,6 @@ def estimate_bytes(
 
 
 def _capability(device: DeviceInfo) -> tuple[int, int]:
-    """(0, 0): it doesn't tell."""
+    """(0, 0) if it is not reported."""
     major, _, minor = device.compute_capability.partition(".")
     return (int(major), int(minor)) if major.isdecimal() and minor.isdecimal() else (0, 0)
-
-
-async def measure_bytes(pids: Sequence[int], sampler: Sampler, device_bytes: int) -> int:
-    """What these processes take. `device_bytes`: what they say themselves, for drivers that don't tell. 0: unknown."""
-    if sampler.device.info.device_id == "cpu":
-        return await asyncio.to_thread(lambda: sum(map(private_bytes, pids)))
-    sample = await sampler.sample(_SAMPLE_TIMEOUT_S)
-    processes = () if sample is None else sample.telemetry.processes
-    told = [process.memory_used_bytes or 0 for process in processes if process.pid in pids]
-    return sum(told) or device_bytes
-
-
-def private_bytes(pid: int) -> int:
-    """Memory that is this process's alone; 0: it is gone."""
-    try:
-        text = Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="ascii")
-    except (FileNotFoundError, ProcessLookupError, PermissionError):
-        return 0
-    fields = dict(line.split(":", 1) for line in text.splitlines()[1:])
-    return sum(int(fields[name].split()[0]) << 10 for name in ("Private_Clean", "Private_Dirty") if name in fields)

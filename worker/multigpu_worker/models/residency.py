@@ -80,6 +80,13 @@ class Resident:
     def enter(self, state: ModelState, now_s: float) -> None:
         self.state, self.since_s = state, now_s
 
+    def loaded(self, load_s: float, facts: dict[str, str], now_s: float) -> None:
+        """All its instances are ready."""
+        self.enter(ModelState.READY, now_s)
+        self.load_s, self.facts, self.used_s = load_s, facts, now_s
+        self.loads += 1
+        self.failures, self.error, self.retry_s, self.wanted_s = 0, "", 0.0, None
+
     def failed(self, error: str, now_s: float, *, hopeless: bool = False, faulty: bool = False) -> None:
         """It could not be loaded: `faulty`, because of its files; and can't be on any worker, if that is hopeless."""
         self.enter(ModelState.ABSENT, now_s)

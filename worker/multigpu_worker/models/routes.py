@@ -1,177 +1,154 @@
-"""The models that a worker has, by the names that tasks call them: which version serves a name now, and which is to.
+"""The route table of a worker: which version of which model serves the names that tasks use.
 
-Pure. The repository may change while the worker runs. A name whose model is in memory stays with it until its new
-version is ready, and with the old one for good where the new one is broken; any other name goes to the new one at once.
-A name that the repository lists no more ("m:1", where the latest version is served and that is 2 by now) means its
-model as long as that is in memory. It is offered as long as the model serves; after that only what is held is run.
-Tasks that name no model go on with the same one as long as the repository has it, even broken: never with another.
+Pure. The repository may change while the worker runs:
+
+- A name whose model is in memory keeps it until the new version is ready, and for good if the new version is broken.
+  Any other name goes to the new version at once.
+- A name that the repository no longer lists ("m:1" when only the latest version is served, and that is 2 now) keeps its
+  model while that is in memory. It is offered while the model serves other names; after that only held leases run.
+- Tasks without a model name keep the same model while the repository has it, even if it is broken. They never move to
+  another model.
 """
 
 from collections.abc import Callable
 
-from multigpu.v1 import model_pb2
+from multigpu.repository.model import BatchRules, ModelSpec
 
 from multigpu_worker.models import catalog as catalogs
 from multigpu_worker.models.catalog import Catalog
+from multigpu_worker.models.measured_sizes import ModelSize
 from multigpu_worker.models.residency import ModelState, Resident
+from multigpu_worker.session.session import Spec
 
+# Kind and model name; the name is empty for the kind's default model.
 Route = tuple[str, str]
 
 
-class Shelf:
-    """`engine`: the worker's choice for models that make none. `expect` notes of a new model what it is to take."""
+class ModelRoutes:
+    """`engine`: for models that do not choose one. `size_of`: the expected size of a model."""
 
-    def __init__(self, catalog: Catalog, engine: str, expect: Callable[[Resident], None] = lambda _: None) -> None:
+    def __init__(
+        self, catalog: Catalog, engine: str, size_of: Callable[[ModelSpec], ModelSize] = lambda _: ModelSize()
+    ) -> None:
         self.engine = engine
-        self._expect = expect
+        self._size_of = size_of
         self.catalog = Catalog()
         self.residents: dict[str, Resident] = {}
-        # By kind and name: the keys of those that serve it now, and of those that are to.
-        self.routes: dict[Route, str] = {}
-        # The keys of those that serve what the repository lists.
-        self.serving: set[str] = set()
+        # The key of the model that serves a name now, and of the one that should.
+        self.table: dict[Route, str] = {}
         self._next: dict[Route, str] = {}
-        # The newest of each id.
+        # Keys of the models that serve a name which the repository lists.
+        self.serving: set[str] = set()
+        # The newest key of each model id.
         self._newest: dict[str, str] = {}
         self._made = 0
         self.put(catalog)
 
-    def put(self, catalog: Catalog) -> None:
-        """What there is now."""
-        self.catalog = catalog
-        for model, spec in catalog.specs.items():
-            before = self.residents.get(self._newest.get(model, ""))
-            if before is not None and before.spec == spec:
-                continue
-            if before is not None and before.state is ModelState.ABSENT and not before.upcoming:
-                del self.residents[before.key]
-            self._made += 1
-            key = model if model not in self.residents else f"{model}#{self._made}"
-            self.residents[key] = Resident(key=key, spec=spec)
-            self._expect(self.residents[key])
-            self._newest[model] = key
-        broken = {model.partition(":")[0] for model in catalog.errors}
-        self._next = {route: self._newest[model] for route, model in catalog.routes().items()}
-        for route, key in self.routes.items():
-            resident = self.residents.get(key)
-            if resident is None or key not in self.serving:
-                continue
-            kind, name = route
-            named = kind, resident.spec.name
-            in_memory, another = resident.state is not ModelState.ABSENT, route in self._next
-            if not name and named in self._next:  # whatever else the repository holds by now
-                self._next[route] = self._next[named]
-            # What is broken by now goes on as it was. The default then fails: no other model answers for it.
-            elif resident.spec.name in broken and (not name if another else in_memory):
-                self._next[route] = key
-        self.switch()
+    # --- lookups -----------------------------------------------------------------------------------------------------
 
-    def switch(self) -> None:
-        """Give names to their new versions where those are ready, or the old ones are not in memory."""
-        routes = {}
-        for route, key in self._next.items():
-            before = self.residents.get(self.routes.get(route, ""))
-            keep = (
-                before is not None
-                and before.key != key
-                and before.state in (ModelState.LOADING, ModelState.READY)
-                and self.residents[key].state is not ModelState.READY
-                and not before.unwanted
-            )
-            routes[route] = before.key if keep and before is not None else key
-        self.serving = set(routes.values())
-        upcoming = {key for route, key in self._next.items() if routes[route] != key}
-        for route, key in self.routes.items():
-            if route not in routes and self.residents[key].state in (ModelState.LOADING, ModelState.READY):
-                routes[route] = key
-        self.routes = routes
-        for resident in self.residents.values():
-            resident.upcoming = resident.key in upcoming
-        for key in [key for key, resident in self.residents.items() if self._forgotten(resident)]:
-            del self.residents[key]
+    def serves(self, kind: str) -> bool:
+        """Whether tasks of this kind run on a model."""
+        return (kind, "") in self.table
 
-    def _forgotten(self, resident: Resident) -> bool:
-        out = resident.key not in self.serving and not resident.upcoming
-        return out and resident.state is ModelState.ABSENT
+    def key_of(self, spec: Spec) -> str | None:
+        """The key of the model that tasks of this spec run on; None: there is none."""
+        return self.table.get((spec.kind, spec.model))
+
+    def why_not(self, spec: Spec) -> str:
+        """The error for tasks whose model this worker does not have."""
+        return catalogs.unknown(spec.kind, spec.model, dict(self.offers()).get(spec.kind, ()))
+
+    def other_versions(self, spec: Spec) -> list[str]:
+        """The ids of the served versions of the model that a spec names with a version."""
+        return catalogs.other_versions(spec.model, dict(self.offers()).get(spec.kind, ()))
+
+    def rules(self) -> dict[Route, BatchRules]:
+        """How batches are formed."""
+        return {route: self.residents[key].spec.batch for route, key in self.table.items()}
+
+    def imports_of(self, resident: Resident) -> tuple[str, ...]:
+        """What a process can import before it loads this model."""
+        return catalogs.imports_of(resident.spec, self.engine)
 
     def replaced(self) -> list[Resident]:
-        """In memory, and nothing that the repository lists means them any more."""
-        return [
-            r
-            for r in self.residents.values()
-            if r.state is ModelState.READY and r.key not in self.serving and not r.upcoming
-        ]
+        """Loaded models that serve no name which the repository lists."""
+        residents = self.residents.values()
+        return [r for r in residents if r.state is ModelState.READY and r.key not in self.serving and not r.upcoming]
 
     def offers(self) -> list[tuple[str, list[str]]]:
-        """The kinds, each with all that tasks may say, the default first."""
+        """Each kind with the names that its tasks may use; those of the default model come first."""
         found: dict[str, list[str]] = {}
-        for (kind, name), key in self.routes.items():
+        for (kind, name), key in self.table.items():
             if key not in self.serving:
                 continue
             found.setdefault(kind, [])
             if name:
                 found[kind].append(name)
         for kind, names in found.items():
-            default = self.routes.get((kind, ""))
-            names.sort(key=lambda name, kind=kind, default=default: self.routes[kind, name] != default)  # type: ignore[misc]
+            default = self.table.get((kind, ""))
+            names.sort(key=lambda name, kind=kind, default=default: self.table[kind, name] != default)  # type: ignore[misc]
         return list(found.items())
 
-    def messages(self) -> list[model_pb2.Model]:
-        """Every model, and what is known of it."""
-        found: dict[str, model_pb2.Model] = {}
-        for resident in self.residents.values():
-            if resident.key in self.serving:
-                found[resident.model] = self._message(resident)
-        for resident in self.residents.values():
-            if resident.model not in found:
-                found[resident.model] = self._message(resident)
-            elif resident.upcoming:  # of the same id: what serves is told, and what is wrong with the new one
-                found[resident.model].error = resident.error
-        for model, error in self.catalog.errors.items():
-            name, _, version = model.partition(":")
-            message = found.setdefault(model, model_pb2.Model(name=name, version=version))
-            message.error = error
-        return list(found.values())
+    # --- changes -----------------------------------------------------------------------------------------------------
 
-    def _message(self, resident: Resident) -> model_pb2.Model:
-        spec = resident.spec
-        message = model_pb2.Model(
-            name=spec.name,
-            version=spec.version,
-            current=self.routes.get((spec.kind, spec.name)) == resident.key,
-            kind=spec.kind,
-            engine=resident.facts.get("engine") or catalogs.engine_of(spec, self.engine),
-            precision=resident.facts.get("precision") or spec.precision,
-            source=spec.source,
-            digest=resident.digest,
-            files_bytes=spec.files_bytes,
-            memory_bytes=resident.memory_bytes if resident.measured else 0,
-            expected_memory_bytes=0 if resident.measured else resident.memory_bytes,
-            labels=spec.labels,
-            facts=resident.facts,
-            error=resident.error,
+    def put(self, catalog: Catalog) -> None:
+        """Take over a new state of the repository."""
+        self.catalog = catalog
+        for model, spec in catalog.specs.items():
+            self._add(model, spec)
+        self._next = {route: self._newest[model] for route, model in catalog.routes().items()}
+        broken = {model.partition(":")[0] for model in catalog.errors}
+        for route, key in self.table.items():
+            resident = self.residents.get(key)
+            if resident is None or key not in self.serving:
+                continue
+            kind, name = route
+            named = kind, resident.spec.name
+            in_memory, listed = resident.state is not ModelState.ABSENT, route in self._next
+            if not name and named in self._next:  # the default stays the same model
+                self._next[route] = self._next[named]
+            # A broken model keeps its names while it is in memory. The default keeps them in any case, and fails.
+            elif resident.spec.name in broken and (not name if listed else in_memory):
+                self._next[route] = key
+        self.switch()
+
+    def _add(self, model: str, spec: ModelSpec) -> None:
+        """Make a resident for a new or changed model."""
+        before = self.residents.get(self._newest.get(model, ""))
+        if before is not None and before.spec == spec:
+            return
+        if before is not None and before.state is ModelState.ABSENT and not before.upcoming:
+            del self.residents[before.key]
+        self._made += 1
+        key = model if model not in self.residents else f"{model}#{self._made}"
+        size = self._size_of(spec)
+        self.residents[key] = Resident(
+            key=key, spec=spec, memory_bytes=size.memory_bytes, load_s=size.load_s, measured=size.measured
         )
-        if resident.load_s:
-            message.load_duration.FromNanoseconds(int(resident.load_s * 1e9))
-        return message
+        self._newest[model] = key
 
-    def residencies(self) -> list[model_pb2.ModelResidency]:
-        """Every model in memory, or on its way there or out."""
-        found: dict[str, model_pb2.ModelResidency] = {}
-        order: Callable[[Resident], bool] = lambda r: r.key not in self.serving  # noqa: E731
-        for resident in sorted(self.residents.values(), key=order):
-            if resident.state is ModelState.ABSENT:
-                continue
-            if resident.model in found:  # an old one and a new one of the same id
-                found[resident.model].memory_bytes += resident.memory_bytes
-                continue
-            message = found[resident.model] = model_pb2.ModelResidency(
-                model=resident.model,
-                state=resident.state.value,
-                memory_bytes=resident.memory_bytes,
-                loads=resident.loads,
-                pinned=resident.pinned,
+    def switch(self) -> None:
+        """Move names to their new versions, where those are ready or the old ones are not in memory."""
+        in_use = (ModelState.LOADING, ModelState.READY)
+        table = {}
+        for route, key in self._next.items():
+            before = self.residents.get(self.table.get(route, ""))
+            keep = (
+                before is not None
+                and before.key != key
+                and before.state in in_use
+                and self.residents[key].state is not ModelState.READY
+                and not before.unwanted
             )
-            if resident.used_ns:
-                message.last_use_time.FromNanoseconds(resident.used_ns)
-        return list(found.values())
+            table[route] = before.key if keep and before is not None else key
+        self.serving = set(table.values())
+        upcoming = {key for route, key in self._next.items() if table[route] != key}
+        for route, key in self.table.items():
+            if route not in table and self.residents[key].state in in_use:
+                table[route] = key
+        self.table = table
+        for resident in list(self.residents.values()):
+            resident.upcoming = resident.key in upcoming
+            serves = resident.key in self.serving or resident.upcoming
+            if not serves and resident.state is ModelState.ABSENT:
+                del self.residents[resident.key]

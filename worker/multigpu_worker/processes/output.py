@@ -1,4 +1,4 @@
-"""What user code prints goes to the agent's log, line by line, so much a second and no more."""
+"""The output of engine processes goes to the agent's log, line by line, up to a rate."""
 
 import asyncio
 import os
@@ -9,12 +9,12 @@ log = structlog.get_logger()
 
 _READ_BYTES = 64 << 10
 _LINE_BYTES_MAX = 4 << 10
-# Lines logged in one second; the rest is counted.
+# The rest is counted.
 _LINES_PER_SECOND_MAX = 200
 
 
 class OutputLog:
-    """Reads the pipe that is an engine's standard output and standard error. One pipe for each engine process."""
+    """Reads standard output and error of a host's processes, one pipe for each process."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
@@ -24,7 +24,7 @@ class OutputLog:
         self._dropped = 0
 
     def open(self) -> int:
-        """Make a pipe. Returns the end to write to, which is the caller's to close."""
+        """Make a pipe. Returns the end to write to, which the caller closes."""
         read_fd, write_fd = os.pipe2(os.O_CLOEXEC)
         os.set_blocking(read_fd, False)
         self._read_fds[read_fd] = b""

@@ -1,8 +1,7 @@
-"""One engine process as the agent sees it: the batches that are in it, its words about them, and its end.
+"""One engine process as the agent sees it: the batches in it, its reports, and its end.
 
-The process and its socket are host.py's. Here is what the agent has to remember of each: which leases are
-inside, which of them were cancelled, what was taken hold of, when it must be ended (watch.py) and who answers for its
-death (deaths.py). All of it is for the event loop.
+host.py has the process itself. Here is what the agent has to remember of each: which leases are inside, which of them
+were cancelled, when it must be ended, and which leases are charged for its death (blame/). All on the event loop.
 """
 
 import asyncio
@@ -12,79 +11,48 @@ from collections.abc import Callable, Sized
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from typing import Any, Protocol
+from typing import Protocol
 
 import structlog
 from multigpu._transport.payloads import Elsewhere, Reference
 from multigpu.config.config import WorkerConfig
 from multigpu.v1 import worker_service_pb2 as pb
 
-from multigpu_worker.device.energy import Energy
-from multigpu_worker.device.interface import Device
-from multigpu_worker.device.sampler import Sampler
-from multigpu_worker.engines.base import EngineSettings
-from multigpu_worker.mps.daemon import Mps
-from multigpu_worker.processes import ipc
-from multigpu_worker.processes.deaths import Deaths, Judgement
-from multigpu_worker.processes.host import Death, EngineHost
-from multigpu_worker.processes.watch import EngineBatch, Watch, clears, running_leases
+from multigpu_worker.processes.batch import EngineBatch, running_leases
+from multigpu_worker.processes.blame.charge import clear_suspect
+from multigpu_worker.processes.blame.evidence import Evidence, Judgement
+from multigpu_worker.processes.blame.limits import Limits
+from multigpu_worker.processes.death import Death
+from multigpu_worker.processes.default_host import DefaultHost
+from multigpu_worker.processes.host import EngineHost, HostSettings
+from multigpu_worker.processes.ipc import frames
+from multigpu_worker.processes.model_host import ModelHost
+from multigpu_worker.processes.reports import (
+    BatchReports,
+    ModelLoaded,
+    RawReports,
+    read_facts,
+    read_loaded,
+    read_reports,
+)
 from multigpu_worker.session.batcher import tokens_of
 from multigpu_worker.session.pace import Pace
 from multigpu_worker.session.payload_sharing import Sharing
-from multigpu_worker.session.session import Lease, Report, ReportState, Session, TaskError
+from multigpu_worker.session.session import Lease
 
 log = structlog.get_logger()
 
-# Results taken hold of before the engine is told, if not by the next heartbeat.
-TELL_TAKEN = 16
-# A report has to fit into one message, with room for what goes beside the result.
-RESULT_BYTES_MAX = (64 << 20) - (64 << 10)
-# Earlier outputs of a task that an engine is handed.
+# So many pinned results are acknowledged to the engine at once, if not by the next heartbeat.
+PINNED_MAX = 16
+# Earlier outputs of a task that an engine gets.
 PARTIALS_BYTES_MAX = 1 << 20
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoadedWords:
-    """What an engine says of a model that it has loaded."""
+class DispatcherCallbacks(Protocol):
+    def engine_ready(self) -> None:
+        """The default process can take batches."""
 
-    facts: dict[str, str]
-    load_s: float
-    one_by_one: bool
-    # Of the GPU's memory, by the engine's own account; 0: none.
-    device_bytes: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReportsFrame:
-    """What an engine says of a batch, read."""
-
-    batch: EngineBatch
-    start_ns: int
-    finish_ns: int
-    checkpoints: list[tuple[Lease, bytes]]
-    progress: list[tuple[Lease, float, str]]
-    partials: list[tuple[Lease, bytes, str]]
-    reports: list[Report]
-    done: bool
-    work_ns: int
-    embedding_cache: pb.EmbeddingCache | None
-
-
-class Owner(Protocol):
-    """What the agent does for its processes, and is told by them."""
-
-    session: Session
-    sharing: Sharing
-    sampler: Sampler
-
-    def engine_ready(self, process: "EngineProcess") -> None:
-        """It can take batches; or, if it is for a model, it has imported what it was to."""
-
-    def model_loaded(self, process: "EngineProcess", words: LoadedWords) -> None: ...
-    def load_failed(self, process: "EngineProcess", error_type: str, message: str, *, retryable: bool) -> None: ...
-    def facts_changed(self, process: "EngineProcess", facts: dict[str, str]) -> None: ...
-    def cancel(self, leases: list[Lease]) -> None: ...
-    def report(self, start_ns: int, finish_ns: int, reports: list[Report], energy: Energy | None = None) -> None: ...
+    def take_reports(self, reports: BatchReports, start_ns: int) -> None: ...
     def room_made(self) -> None:
         """A suspect is cleared: others may run beside it."""
 
@@ -93,8 +61,31 @@ class Owner(Protocol):
 
     def batch_done(self, process: "EngineProcess", batch: EngineBatch, work_ns: int) -> None: ...
     def engine_died(self, process: "EngineProcess", death: Death, judged: Judgement, others: str) -> None: ...
-    def canary_begun(self, canary_id: int) -> None: ...
-    def canary_answered(self, canary_id: int, right: bool | None, words: str) -> None: ...
+
+
+class ModelLoaderCallbacks(Protocol):
+    def model_loaded(self, process: "ModelProcess", report: ModelLoaded) -> None: ...
+    def load_failed(self, process: "ModelProcess", error_type: str, message: str, *, retryable: bool) -> None: ...
+    def facts_changed(self, process: "ModelProcess", facts: dict[str, str]) -> None: ...
+
+
+class SelfTestCallbacks(Protocol):
+    def begun(self, test_id: int) -> None: ...
+    def done(self, test_id: int, passed: bool | None, detail: str) -> None: ...
+
+
+class HealthMonitorCallbacks(Protocol):
+    def suspects(self, lease_id: int) -> bool:
+        """Whether a lease ran at an XID of class APPLICATION."""
+
+
+class Callbacks:
+    """Set when the worker is composed, before any process is started."""
+
+    dispatcher: DispatcherCallbacks
+    model_loader: ModelLoaderCallbacks
+    self_test: SelfTestCallbacks
+    health_monitor: HealthMonitorCallbacks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,58 +93,45 @@ class ProcessSettings:
     """What all engine processes of a worker have in common."""
 
     config: WorkerConfig
-    engine: EngineSettings
-    device: Device
-    # Of each process; 0: no limit.
-    memory_bytes: int
-    mps: Mps | None
-    # Whether a lease ran when an XID of the application's kind came.
-    suspects: Callable[[int], bool]
+    host: HostSettings
+    sharing: Sharing
 
 
 class EngineProcess:
-    """See the module. `imports`: as of EngineHost."""
+    host: EngineHost
+    # The key of its model in the pool, and the model's id; empty: it has none, or none yet.
+    model = ""
+    model_id = ""
 
-    def __init__(self, owner: Owner, settings: ProcessSettings, imports: tuple[str, ...] | None = None) -> None:
+    def __init__(self, settings: ProcessSettings, callbacks: Callbacks) -> None:
         config = settings.config
-        self.owner = owner
-        self.memory_bytes = settings.memory_bytes
-        self.host = EngineHost(
-            settings.engine,
-            self,
-            memory_bytes=settings.memory_bytes,
-            result_bytes_max=min(config.result_bytes_max, RESULT_BYTES_MAX),
-            visible_devices=settings.device.visible_devices,
-            mps=settings.mps,
-            imports=imports,
-        )
-        # What the pool knows its model by, and the model's id; empty: it has none, or none yet.
-        self.model = ""
-        self.model_id = ""
-        # Of a process for a model: its imports are done.
-        self.warm = False
+        self._callbacks = callbacks
+        self._sharing = settings.sharing
+        self._memory_bytes = settings.host.memory_bytes
         # It takes nothing new.
         self.retiring = False
-        self.slots = settings.engine.slots
+        self.slots = settings.host.engine.slots
         # In the engine, by batch id.
         self.batches: dict[int, EngineBatch] = {}
         # Of kinds that run a batch together.
         self.pace = Pace()
-        self.watch = Watch(progress_timeout_s=config.progress_timeout_s, cancel_grace_s=config.cancel_grace_s)
-        self.deaths = Deaths(settings.suspects, settings.memory_bytes)
-        # What its embedding cache has said last.
+        # The last report of its embedding cache.
         self.embedding_cache: pb.EmbeddingCache | None = None
-        self._batch_ids = itertools.count(1)
-        self._cancelled_ns: dict[int, int] = {}
         # Slots in which cancelled calls run on; once their engine is ended, all until the next one is ready.
         self.occupied = 0
-        # Results that we have taken hold of, and the engine doesn't know of it.
-        self._untold = 0
+        self._limits = Limits(progress_timeout_s=config.progress_timeout_s, cancel_grace_s=config.cancel_grace_s)
+        ran_at_xid = lambda lease_id: callbacks.health_monitor.suspects(lease_id)  # noqa: E731, PLW0108  set later
+        self._evidence = Evidence(ran_at_xid, self._memory_bytes)
+        self._batch_ids = itertools.count(1)
+        self._cancelled_ns: dict[int, int] = {}
+        # Results that are pinned, and the engine doesn't know.
+        self._pinned = 0
 
     @property
     def room(self) -> bool:
-        """It can take a batch: one for each slot, and one to prepare meanwhile; but none beside a suspect. Nothing is
-        prepared while a cancelled call runs on: it could not be had back from an engine that listens to nobody.
+        """It can take a batch: one for each slot, and one to prepare meanwhile; but none beside a suspect.
+
+        Nothing is prepared while a cancelled call runs on: that engine may not answer when asked to give it back.
         """
         if not self.host.ready or self.retiring or len(self.batches) > self.slots - (self.occupied > 0):
             return False
@@ -170,7 +148,7 @@ class EngineProcess:
         """The leases that it runs at this instant; notes how often they have moved."""
         found = []
         if self.batches:
-            for state in self.host.sample():
+            for state in self.host.page.sample():
                 for lease in running_leases(state, self.batches.get(state.batch_id)):
                     lease.running = True
                     lease.steps = max(lease.steps, state.beats)
@@ -189,7 +167,7 @@ class EngineProcess:
                 lease.lease_id,
                 lease.task_id,
                 lease.attempt,
-                _way_of(lease.payload, blobs),
+                _payload_of(lease.payload, blobs),
                 lease.units,
                 lease.checkpoint if lease.saved is None else lease.saved,
                 lease.partials_received + lease.partials_made,
@@ -206,204 +184,122 @@ class EngineProcess:
         )
 
     def cancel(self, leases: list[Lease]) -> None:
-        """Tell the engine that nobody wants these any more, as far as they are in it."""
-        inside = [
-            lease.lease_id for lease in leases if any(lease.lease_id in batch.leases for batch in self.batches.values())
-        ]
-        if inside and self.host.ready:
-            now_ns = time.monotonic_ns()
-            self._cancelled_ns.update(dict.fromkeys(inside, now_ns))
-            self.host.send(("cancel", inside), [])
+        """Cancel those of these leases that are in the engine."""
+        inside = self.inside()
+        cancelled = [lease.lease_id for lease in leases if lease.lease_id in inside]
+        if cancelled and self.host.ready:
+            self._cancelled_ns.update(dict.fromkeys(cancelled, time.monotonic_ns()))
+            self.host.send(("cancel", cancelled), [])
 
     def recall(self, leases: list[Lease]) -> list[Lease]:
-        """Ask the engine for what it has not begun of these; `Owner.given_back` gets it. Returns those not inside."""
-        inside = {lease_id for batch in self.batches.values() for lease_id in batch.leases}
+        """Ask the engine to give back those of these that it has not begun. Returns those that are not inside."""
+        inside = self.inside()
         if self.host.ready and (asked := [lease.lease_id for lease in leases if lease.lease_id in inside]):
             self.host.send(("give_back", asked), [])
         return [lease for lease in leases if lease.lease_id not in inside]
 
-    def _given_back(self, lease_ids: list[int]) -> None:
-        given_back: list[Lease] = []
-        for batch in list(self.batches.values()):
-            given_back += [batch.leases.pop(lease_id) for lease_id in lease_ids if lease_id in batch.leases]
-            if not batch.leases and not batch.settled:  # what the engine says of its end matters to nobody
-                del self.batches[batch.batch_id]
-                self.pace.drop(batch.batch_id)
-        self.owner.given_back(given_back)
+    def inside(self) -> set[int]:
+        return {lease_id for batch in self.batches.values() for lease_id in batch.leases}
 
     def share(self) -> None:
-        """Tell the engine where large results go."""
+        """Send the engine the directory for large results."""
         if self.host.ready:
-            self.host.send(("payloads", self.owner.sharing.path), [])
+            self.host.send(("payloads", self._sharing.path), [])
 
-    def tell_taken(self) -> None:
-        """Let the engine forget the results that we have taken hold of."""
-        if self._untold and self.host.ready:
-            self.host.send(("taken", self._untold), [])
-            self._untold = 0
+    def acknowledge_pinned(self) -> None:
+        """Let the engine release the results that are pinned."""
+        if self._pinned and self.host.ready:
+            self.host.send(("pinned", self._pinned), [])
+            self._pinned = 0
 
     def check(self, *, memory: bool) -> None:
-        """Does what runs keep its limits? Ends the engine if not. `memory`: look at that too."""
+        """End the engine if a task breaks a limit. `memory`: check its memory, too."""
         if not self.host.ready:
             return
-        self.occupied = self._count_occupied() if self._cancelled_ns else 0
+        slots = self.host.page.sample()
+        running = [running_leases(state, self.batches.get(state.batch_id)) for state in slots if self._cancelled_ns]
+        self.occupied = sum(bool(leases) and all(lease.dropped for lease in leases) for leases in running)
         if not self.batches:
             return
-        verdict = self.watch.check(time.monotonic_ns(), self.host.sample(), self.batches, self._cancelled_ns)
-        if verdict is not None:
-            self.deaths.verdict = verdict
+        violation = self._limits.check(time.monotonic_ns(), slots, self.batches, self._cancelled_ns)
+        if violation is not None:
+            self._evidence.violation = violation
             self.host.kill()
-        elif memory and self.memory_bytes and self.host.memory_used_bytes() > self.memory_bytes:
-            self.deaths.out_of_memory = True
+        elif memory and self._memory_bytes and self.host.memory_used_bytes() > self._memory_bytes:
+            self._evidence.out_of_memory = True
             self.host.kill()
-
-    def _count_occupied(self) -> int:
-        running = [running_leases(state, self.batches.get(state.batch_id)) for state in self.host.sample()]
-        return sum(bool(leases) and all(lease.dropped for lease in leases) for leases in running)
 
     def replace(self) -> None:
-        """End the engine by no fault of what is in it: that goes on in another."""
-        self.deaths.replace()
+        """End the engine and charge nobody: its leases go on in another."""
+        self._evidence.replace()
         self.host.kill()
 
     def forget(self) -> None:
-        """All that is in it was given back."""
+        """All of its leases were given back."""
+        self._clear()
+        self._evidence.forget()
+
+    def _clear(self) -> None:
         self.batches.clear()
         self.pace.clear()
         self._cancelled_ns.clear()
-        self.deaths.forget()
 
-    # What the host tells.
+    # Callbacks of the host.
 
     def engine_ready(self) -> None:
-        self.warm = True
         self.occupied = 0
         self.share()
-        self.owner.engine_ready(self)
+        self._callbacks.dispatcher.engine_ready()
 
-    def engine_said(self, message: ipc.Message, blobs: list[bytes]) -> Callable[[], None]:
+    def read(self, message: frames.Message, blobs: list[bytes]) -> Callable[[], None]:
         match message[0]:
             case "reports":
-                return self._read_reports(message, blobs)
+                return self._read_reports(RawReports(*message[1:]), blobs)
             case "given_back":
                 _, lease_ids = message
                 if any(type(lease_id) is not int for lease_id in lease_ids):
                     raise TypeError(f"leases {lease_ids!r} are given back")
                 return partial(self._given_back, lease_ids)
-            case "canary":
-                _, canary_id, right, text = message
-                if type(canary_id) is not int or right not in (True, False, None) or type(text) is not str:
-                    raise TypeError(f"a canary that says {canary_id!r}, {right!r}, {text!r}")
-                return partial(self.owner.canary_answered, canary_id, right, text)
-            case "singing":
-                (_, canary_id) = message
-                return partial(self.owner.canary_begun, canary_id)
-            case "loaded" | "facts" | "load_failed" if not self.model:
-                raise ValueError("it is for no model")
-            case "loaded":
-                _, facts, load_s, one_by_one, device_bytes = message
-                words = LoadedWords(
-                    facts=_facts_of(facts),
-                    load_s=float(load_s),
-                    one_by_one=bool(one_by_one),
-                    device_bytes=int(device_bytes),
-                )
-                return partial(self._loaded, words)
-            case "facts":
-                return partial(self.owner.facts_changed, self, _facts_of(message[1]))
-            case "load_failed":
-                _, error_type, text, retryable = message
-                return partial(self.owner.load_failed, self, str(error_type), str(text), retryable=bool(retryable))
+            case "self_test":
+                _, test_id, passed, detail = message
+                if type(test_id) is not int or passed not in (True, False, None) or type(detail) is not str:
+                    raise TypeError(f"a self-test with {test_id!r}, {passed!r}, {detail!r}")
+                return partial(self._callbacks.self_test.done, test_id, passed, detail)
+            case "self_test_begun":
+                (_, test_id) = message
+                return partial(self._callbacks.self_test.begun, test_id)
             case other:
-                raise ValueError(f"nobody knows the word {other!r}")
+                raise ValueError(f"unknown message {other!r}")
 
-    def _loaded(self, words: LoadedWords) -> None:
-        self.share()
-        self.owner.model_loaded(self, words)
+    def _read_reports(self, raw: RawReports, blobs: list[bytes]) -> Callable[[], None]:
+        self._pinned += raw.pin(self._sharing)
+        if self._pinned >= PINNED_MAX:
+            self.acknowledge_pinned()
+        batch = self.batches.get(raw.batch_id)
+        if batch is None:  # its leases were given back in a drain
+            return lambda: None
+        if raw.failed:
+            reported_ns = time.monotonic_ns() - (time.time_ns() - raw.finish_ns)
+            raw.failed = self._evidence.keep_back(raw.failed, one_by_one=batch.one_by_one, reported_ns=reported_ns)
+        return partial(self._reports, batch, read_reports(raw, batch.leases, blobs))
 
-    def _read_reports(self, message: ipc.Message, blobs: list[bytes]) -> Callable[[], None]:
-        """All of it is read before any of it counts: words that make no sense must leave every lease with its batch."""
-        (
-            _,
-            batch_id,
-            start_ns,
-            finish_ns,
-            succeeded,
-            failed,
-            partials,
-            progress,
-            checkpoints,
-            done,
-            work_ns,
-            cache,
-        ) = message
-        embedding_cache = pb.EmbeddingCache(**cache) if cache else None
-        if any(type(result) is tuple for _, result, _ in succeeded):
-            succeeded, failed = self._take_hold(succeeded, failed)
-        batch = self.batches.get(batch_id)
-        if batch is None:  # returned in a drain
-            return _nothing
-        for number in (start_ns, finish_ns, work_ns):
-            if type(number) is not int or not 0 <= number < 1 << 63:
-                raise ValueError(f"times that are {start_ns!r}, {finish_ns!r}, {work_ns!r}")
-        leases = batch.leases
-        if failed:
-            # When it was said, by the clock of the slots.
-            said_ns = time.monotonic_ns() - (time.time_ns() - finish_ns)
-            failed = self.deaths.keep_back(failed, one_by_one=batch.one_by_one, said_ns=said_ns)
-        reports = [
-            Report(
-                leases[lease_id],
-                ReportState.SUCCEEDED,
-                blobs[result] if type(result) is int else result,
-                content_type,
-            )
-            for lease_id, result, content_type in succeeded
-        ]
-        for lease_id, error_type, text, retryable, traceback in failed:
-            error = TaskError(type=error_type, message=text, retryable=retryable, traceback=traceback)
-            reports.append(Report(leases[lease_id], ReportState.FAILED, error=error))
-        frame = ReportsFrame(
-            batch=batch,
-            start_ns=start_ns,
-            finish_ns=finish_ns,
-            checkpoints=[(leases[lease_id], _bytes_of(data, blobs)) for lease_id, data in checkpoints],
-            progress=[(leases[lease_id], float(fraction), str(note)) for lease_id, fraction, note in progress],
-            partials=[(leases[lease_id], _bytes_of(data, blobs), str(form)) for lease_id, data, form in partials],
-            reports=reports,
-            done=bool(done),
-            work_ns=work_ns,
-            embedding_cache=embedding_cache,
-        )
-        return partial(self._reports, frame)
-
-    def _reports(self, frame: "ReportsFrame") -> None:
-        batch, reports = frame.batch, frame.reports
-        for lease, data in frame.checkpoints:
-            self.owner.session.save(lease, data)
-        for lease, fraction, note in frame.progress:
-            lease.fraction, lease.note = fraction, note
-        cleared = False
-        for lease, data, content_type in frame.partials:
-            if not self.owner.session.partial(lease, data, content_type):
-                self.owner.cancel([lease])
-            cleared = cleared or (lease.suspect and clears(lease))
-        for report in reports:
+    def _reports(self, batch: EngineBatch, read: BatchReports) -> None:
+        for report in read.reports:
             batch.leases.pop(report.lease.lease_id, None)
-        batch.settled += len(reports)
-        # Since something was last settled: what came in between was parts of the same tasks.
-        start_ns = batch.unsettled_ns or frame.start_ns
-        batch.unsettled_ns = 0 if reports else start_ns
-        energy = self.owner.sampler.measure(start_ns, frame.finish_ns, sum(report.lease.units for report in reports))
-        self.owner.report(start_ns, frame.finish_ns, reports, energy)
-        if self.deaths.pending:  # the engine is of no use any more, and its leases wait for the judgement
+        batch.settled += len(read.reports)
+        # Since something was last settled: frames in between had only parts of the same tasks.
+        start_ns = batch.unsettled_ns or read.start_ns
+        batch.unsettled_ns = 0 if read.reports else start_ns
+        self._callbacks.dispatcher.take_reports(read, start_ns)
+        cleared = [lease for lease, _, _ in read.partials if clear_suspect(lease)]
+        if self._evidence.context_lost:  # the engine is useless, and its leases wait for the judgement
             self.host.ready = False
             asyncio.get_running_loop().call_soon(self._end, self.host.pid)
-        elif frame.done:
-            self.embedding_cache = frame.embedding_cache
-            self._done(batch, frame.work_ns)
+        elif read.done:
+            self.embedding_cache = read.embedding_cache
+            self._done(batch, read.work_ns)
         elif cleared:
-            self.owner.room_made()
+            self._callbacks.dispatcher.room_made()
 
     def _done(self, batch: EngineBatch, work_ns: int) -> None:
         del self.batches[batch.batch_id]
@@ -412,33 +308,25 @@ class EngineProcess:
         if self._cancelled_ns:
             for lease_id in batch.leases:
                 self._cancelled_ns.pop(lease_id, None)
-        self.owner.batch_done(self, batch, work_ns)
+        self._callbacks.dispatcher.batch_done(self, batch, work_ns)
+
+    def _given_back(self, lease_ids: list[int]) -> None:
+        given_back: list[Lease] = []
+        for batch in list(self.batches.values()):
+            given_back += [batch.leases.pop(lease_id) for lease_id in lease_ids if lease_id in batch.leases]
+            if not batch.leases and not batch.settled:  # the report of its end will find no batch
+                del self.batches[batch.batch_id]
+                self.pace.drop(batch.batch_id)
+        self._callbacks.dispatcher.given_back(given_back)
 
     def _end(self, pid: int) -> None:
-        """Ends this engine, unless it has died meanwhile and another is in its place."""
+        """End this engine, unless it has died meanwhile and another is in its place."""
         if self.host.pid == pid:
             self.host.kill()
 
-    def _take_hold(self, succeeded: list[Any], failed: list[Any]) -> tuple[list[Any], list[Any]]:
-        """Pins results that lie in files, before the engine lets go of them."""
-        held, lost, places = [], [], 0
-        for lease_id, result, content_type in succeeded:
-            if type(result) is tuple:
-                places += 1
-                try:
-                    result = self.owner.sharing.pin(*result)  # noqa: PLW2901  it was only its place
-                except OSError as error:
-                    lost.append((lease_id, "ResultLost", f"the result is gone from where it lay: {error}", True, ""))
-                    continue
-            held.append((lease_id, result, content_type))
-        self._untold += places
-        if self._untold >= TELL_TAKEN:
-            self.tell_taken()
-        return held, [*failed, *lost]
-
     def engine_died(self, death: Death) -> None:
         inside = bool(self.batches)
-        judged = self.deaths.judge(death, self.batches)
+        judged = self._evidence.judge(death, self.batches)
         others = judged.reason if inside or judged.by_others else ""
         if inside or not self.retiring:
             log.warning(
@@ -451,39 +339,64 @@ class EngineProcess:
                 again=len(judged.again),
             )
         self.occupied = self.slots if self.occupied else 0
-        self.batches.clear()
-        self.pace.clear()
-        self._cancelled_ns.clear()
-        self._untold = 0
-        self.watch.reset()
+        self._clear()
+        self._pinned = 0
+        self._limits.reset()
         for lease in judged.again:
             lease.running = False
-        self.owner.engine_died(self, death, judged, others)
+        self._callbacks.dispatcher.engine_died(self, death, judged, others)
 
 
-def _nothing() -> None:
-    """There is nothing to carry out."""
+class DefaultProcess(EngineProcess):
+    """Runs what needs no model."""
+
+    host: DefaultHost
+
+    def __init__(self, settings: ProcessSettings, callbacks: Callbacks) -> None:
+        super().__init__(settings, callbacks)
+        self.host = DefaultHost(settings.host, self)
 
 
-def _facts_of(facts: Any) -> dict[str, str]:
-    return {str(name): str(fact) for name, fact in dict(facts).items()}
+class ModelProcess(EngineProcess):
+    """Runs one model, once it is assigned one."""
+
+    host: ModelHost
+
+    def __init__(self, settings: ProcessSettings, callbacks: Callbacks, imports: tuple[str, ...]) -> None:
+        super().__init__(settings, callbacks)
+        self.host = ModelHost(settings.host, self, imports)
+
+    def read(self, message: frames.Message, blobs: list[bytes]) -> Callable[[], None]:
+        loader = self._callbacks.model_loader
+        match message[0]:
+            case "loaded" | "facts" | "load_failed" if not self.model:
+                raise ValueError("the process has no model")
+            case "loaded":
+                return partial(self._loaded, read_loaded(message))
+            case "facts":
+                return partial(loader.facts_changed, self, read_facts(message[1]))
+            case "load_failed":
+                _, error_type, text, retryable = message
+                return partial(loader.load_failed, self, str(error_type), str(text), retryable=bool(retryable))
+            case _:
+                return super().read(message, blobs)
+
+    def _loaded(self, loaded: ModelLoaded) -> None:
+        self.share()
+        self._callbacks.model_loader.model_loaded(self, loaded)
 
 
-def _bytes_of(data: bytes | int, blobs: list[bytes]) -> bytes:
-    return data if type(data) is bytes else blobs[int(data)]
-
-
-def _way_of(payload: bytes | Sized, blobs: list[bytes]) -> bytes | int | tuple[str, int, int]:
-    """What the engine is told of a payload: itself, its number among the blobs, or where it lies."""
+def _payload_of(payload: bytes | Sized, blobs: list[bytes]) -> bytes | int | tuple[str, int, int]:
+    """A payload as the frame holds it: itself, its number among the blobs, or its place in a file."""
     if isinstance(payload, bytes):
-        return ipc.put(payload, blobs)
+        return frames.put(payload, blobs)
     assert isinstance(payload, Reference)
     assert isinstance(payload.pin, Elsewhere)
     return payload.pin.path, payload.offset, payload.size_bytes
 
 
 def _partials_of(lease: Lease) -> tuple[bytes, ...]:
-    """All outputs that the task has made so far, if we know them and they are not too many."""
+    """All outputs that the task has made so far, if they are known and not too large."""
     if not (lease.partials_received or lease.partials_made):
         return ()
     known = (*lease.partials_before, *(data for data, _ in lease.partials or ()))

@@ -1,22 +1,20 @@
-"""Which waiting leases go to the engine together.
+"""Decides which waiting leases go to the engine together.
 
-Pure. Leases wait in one line for each spec, oldest first; a batch is cut from the line whose head comes first, so no
-kind starves another. Lines that nothing can run now (their model is being loaded) are passed over and keep their place.
+Pure. Leases wait in one line for each spec, oldest first. A batch is cut from the line whose head has the lowest rank,
+so no kind starves another. Lines that nothing can run now (their model is being loaded) are skipped and keep their
+place.
 
-Priority is part of a spec, and so a line has one. A lease's rank is its arrival, as a number, plus AGE_TASKS for each
-level below the first: a lease of a higher level goes before all that wait, as far as a worker's window reaches, and yet
-at most AGE_TASKS later arrivals for each level between them pass a lease. What has waited longer than that goes first.
+A lease's rank is its arrival number plus AGE_TASKS for each priority level below the first (priority is part of a spec,
+so a line has one). A lease of a higher level goes before all that wait, but at most AGE_TASKS later arrivals for each
+level between them overtake a lease.
 
-Usually there is no waiting for a fuller batch: whatever is there when the engine can take a batch, goes. Only a model
-with a delay waits, from when an engine could have taken the batch, until the delay is over, a limit is reached, or
-there are as many as one of the sizes that the model prefers. What comes back from an engine doesn't wait again.
+A batch leaves as soon as an engine can take it, unless its model has a delay: then it waits until the delay is over, a
+limit is reached, or it has one of the sizes that the model prefers. Leases that come back from an engine don't wait
+again. The master watches deadlines and revokes leases; the batcher then drops them.
 
-A deadline that passes is the master's to see, by its own clock: it revokes the lease, which is then dropped here.
-
-How large a batch may be depends on how its kind runs. Kinds that run a batch together (embeddings) are bounded by a
-budget of tokens. Kinds that run one by one (handlers) gain nothing from large batches but fewer hops between the
-processes, and lose prompt reports and revocations, so a batch of theirs holds about 50 ms of work, as measured so far:
-one task at first, then more, up to the limit for the fastest.
+Kinds that run a batch together (embeddings) have a budget of tokens for each batch. Kinds that run one by one
+(handlers) only save hops between processes by larger batches, and delay reports and revocations. So a batch of theirs
+holds about 50 ms of work, as measured so far: one task at first, then more.
 """
 
 from collections import OrderedDict, deque
@@ -28,13 +26,13 @@ from multigpu.repository.model import BatchRules
 
 from multigpu_worker.session.session import Lease, Spec
 
-# A rough rule for English text, and near enough to bound what a batch costs.
+# A rough rule for English text, to bound the cost of a batch.
 BYTES_PER_TOKEN = 4
-# How many kinds and models are remembered by their speed.
+# Kinds and models whose speed is remembered.
 SPEEDS_MAX = 1024
 # A batch is at most this many times as large as the largest one measured.
 GROWTH = 8
-# How many later arrivals of the next higher level may pass a lease: as many as a worker's window usually holds.
+# Later arrivals of the next higher level that may overtake a lease: as many as a worker's window usually holds.
 AGE_TASKS = 1024
 
 
@@ -44,7 +42,7 @@ class BatchLimits:
     tokens_max: int = 16384
     # Work in a batch of a kind that runs one by one.
     batch_s: float = 0.05
-    # How long a batch may wait to grow while an engine could take it. 0: it goes at once.
+    # Time that a batch may wait to grow while an engine could take it.
     delay_s: float = 0.0
 
 
@@ -52,7 +50,7 @@ DEFAULT_RULES = BatchRules()
 
 
 def tokens_of(lease: Lease) -> int:
-    """About how much work it is, for kinds that run a batch together."""
+    """An estimate, for kinds that run a batch together."""
     return max(1, len(lease.payload) // BYTES_PER_TOKEN)
 
 
@@ -64,7 +62,7 @@ class Speed:
 
 @dataclass(slots=True)
 class Growth:
-    """A line that waits to be a larger batch: until when, and what was counted of it so far."""
+    """A line that waits to become a larger batch, and how much of it was counted so far."""
 
     due_s: float
     tasks: int = 0
@@ -72,7 +70,7 @@ class Growth:
 
 
 class Batcher:
-    """What waits for engines. `rules` holds what models ask for, by kind of task and the name that it says."""
+    """`rules`: the settings of models, by kind of task and the model name in its spec."""
 
     def __init__(self, limits: BatchLimits, slots: int) -> None:
         assert limits.tasks_max >= 1
@@ -85,13 +83,13 @@ class Batcher:
         self._lines: dict[Spec, deque[tuple[int, Lease]]] = {}
         self._speeds: OrderedDict[tuple[str, str], Speed] = OrderedDict()
         self._arrivals = 0
-        # What is put back is older than any arrival, and than what was put back before.
+        # Leases that are put back get ranks below all others, also below those put back earlier.
         self._returns = 0
         self._growing: dict[Spec, Growth] = {}
         self._due_s: float | None = None
 
     def add(self, spec: Spec, leases: Iterable[Lease]) -> int:
-        """Let leases of one spec wait, behind those that do. Returns the last one's rank."""
+        """Append leases of one spec. Returns the last one's rank."""
         line = self._lines.get(spec)
         if line is None:
             line = self._lines[spec] = deque()
@@ -106,13 +104,13 @@ class Batcher:
         return rank
 
     def put_back(self, leases: Iterable[Lease]) -> None:
-        """Let leases that already were in an engine go first again, in this order whatever their specs."""
+        """Put leases that were in an engine before all others, in this order whatever their specs."""
         for lease in reversed(list(leases)):
             self._returns -= 1
             self._lines.setdefault(lease.spec, deque()).appendleft((self._returns, lease))
 
     def give_way(self, leases: Iterable[Lease]) -> None:
-        """Let leases that came back from an engine, which had not begun them, wait where they did."""
+        """Put leases that an engine gave back where they waited before."""
         for lease in reversed(list(leases)):
             line = self._lines.setdefault(lease.spec, deque())
             line.appendleft((min(lease.rank, line[0][0] - 1) if line else lease.rank, lease))
@@ -120,12 +118,11 @@ class Batcher:
     def pop(
         self, *, one_by_one: frozenset[str], may: Callable[[Spec], bool] | None = None, now_s: float = 0.0
     ) -> list[Lease]:
-        """Cut the next batch: leases of one spec, without those dropped meanwhile. Empty: nothing may go now.
+        """Cut the next batch: leases of one spec, without dropped ones. Empty: nothing may go now.
 
-        `may` says of a spec whether something could run it now. `now_s` is read on a monotonic clock.
+        `may`: whether an engine could take this spec now. `now_s`: on a monotonic clock.
         """
         self._due_s = None
-        # Nearly always there is one line.
         lines = sorted(self._lines, key=self._head) if len(self._lines) > 1 else list(self._lines)
         for spec in lines:
             if may is not None and not may(spec):
@@ -150,15 +147,15 @@ class Batcher:
         return []
 
     def first(self, spec: Spec) -> Lease | None:
-        """The lease that the next batch of a line begins with; None: all of it were dropped."""
+        """The lease that the next batch of a line begins with; None: all were dropped."""
         return next((lease for _, lease in self._lines[spec] if not lease.dropped), None)
 
     def due_s(self) -> float | None:
-        """After a pop that found nothing: when to pop again, though nothing else happens. None: no line is growing."""
+        """After a pop that found nothing: when a line has waited long enough to grow. None: no line is growing."""
         return self._due_s
 
     def measure(self, spec: Spec, tasks: int, work_s: float) -> None:
-        """Learn how long tasks that ran one by one took."""
+        """Note how long tasks that ran one by one took."""
         assert tasks >= 1
         key = (spec.kind, spec.model)
         speed = self._speeds.pop(key, None)
@@ -176,8 +173,9 @@ class Batcher:
         return self._lines[spec][0][0]
 
     def _grown(self, spec: Spec, fresh: Growth, tasks_max: int, tokens_max: int, now_s: float) -> int:
-        """How many tasks of a line that may wait to grow should go now; 0: it waits on. Dropped ones count here, so
-        that a batch may go a little early.
+        """The number of tasks of a growing line that should go now; 0: it waits on.
+
+        Dropped leases count, so that a batch may go a little early.
         """
         line, growth = self._lines[spec], self._growing.setdefault(spec, fresh)
         growth.tokens += sum(tokens_of(lease) for _, lease in islice(line, growth.tasks, None))

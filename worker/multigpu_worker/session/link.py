@@ -1,8 +1,7 @@
-"""The worker's stream to the master: connects, and connects again for ever, with growing, jittered delays.
+"""The worker's stream to the master: connects, and reconnects for ever with growing, jittered delays.
 
-Knows the stream and nothing of leases; the agent says what goes up and gets what comes down. The writer asks for the
-next frame whenever the last one is written, so whatever piled up meanwhile shares one frame, and nothing waits when the
-stream is idle.
+master_stream.py makes and handles the frames. The writer asks for the next frame whenever the last one is written, so
+reports that piled up meanwhile share one frame, and nothing waits when the stream is idle.
 """
 
 import asyncio
@@ -26,27 +25,26 @@ from multigpu_worker.session.wire import BadFrameError
 log = structlog.get_logger()
 
 MESSAGE_BYTES_MAX = 64 << 20
-# A delay before the next connection is drawn from 0 up to a bound that doubles from the first of these to the second.
+# The delay before a connection is drawn from 0 up to a bound, which doubles from the first of these to the second.
 RECONNECT_MIN_S = 0.05
 RECONNECT_MAX_S = 2.0
-# How long after our start a master that isn't there is not worth a warning.
+# After the start, no warnings about a master that isn't there yet for this long.
 QUIET_S = 2.0
-# Of the same reason for having no session so many log lines are written, and then one in so many seconds.
+# Log lines for the same reason without a session: this many, then one in this many seconds.
 REPEATS_MAX, REPEAT_S = 3, 60.0
-# How long a master may take to welcome us.
 WELCOME_TIMEOUT_S = 10.0
-# How long the master may take to end the stream after we have.
+# For the master to end the stream after we have.
 CLOSE_TIMEOUT_S = 2.0
 
 OPTIONS = [
-    ("grpc.enable_http_proxy", 0),  # masters are near; a proxy for the web must not come between
+    ("grpc.enable_http_proxy", 0),  # masters are in the same network
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
     ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
-    # Backoff is ours; one kept by the library between two channels would add to it.
+    # A backoff that the library keeps between two channels would add to ours.
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.initial_reconnect_backoff_ms", 50),
     ("grpc.min_reconnect_backoff_ms", 1000),
@@ -63,15 +61,15 @@ class ProtocolMismatchError(Exception):
 
 
 class TakenOverError(Exception):
-    """Another worker with our id has the session now; the message says what to do."""
+    """Another worker with the same id has the session; the message says what to do."""
 
 
-# Initial metadata, as gRPC gives them.
+# Initial metadata of a call.
 Metadata = Iterable[tuple[str, str | bytes]]
 
 
-class LinkEvents(Protocol):
-    """What the link asks and tells its owner, on the event loop."""
+class StreamHandler(Protocol):
+    """Called on the event loop."""
 
     def hello(self) -> pb.SessionRequest: ...
     def connected(self, welcome: pb.SessionResponse, metadata: Metadata) -> None: ...
@@ -81,18 +79,18 @@ class LinkEvents(Protocol):
 
 
 class Link:
-    def __init__(self, address: str, events: LinkEvents, credentials: Credentials | None = None) -> None:
+    def __init__(self, address: str, handler: StreamHandler, credentials: Credentials | None = None) -> None:
         self.address = address
         self._credentials = credentials or Credentials()
-        self.events = events
+        self._handler = handler
         self._wake = asyncio.Event()
         self._closing = False
         self._random = random.Random()  # noqa: S311  jitter, not secrets
         # Why there is no session, how often that was logged, and when last.
-        self._reason, self._told, self._told_s = "", 0, 0.0
+        self._reason, self._logged, self._logged_s = "", 0, 0.0
 
     def wake(self) -> None:
-        """Say that there is something to send."""
+        """There is something to send."""
         self._wake.set()
 
     def close(self) -> None:
@@ -101,7 +99,7 @@ class Link:
         self._wake.set()
 
     async def run(self) -> None:
-        """Keep a session until `close`. ProtocolMismatchError: there can't be one. TakenOverError: another has it."""
+        """Keep a session until `close`. ProtocolMismatchError, TakenOverError."""
         bound_s = RECONNECT_MIN_S
         met, quiet_until = False, time.monotonic() + QUIET_S
         while not self._closing:
@@ -113,7 +111,7 @@ class Link:
                     call = _stub(channel).Session(metadata=metadata)
                     welcome = await self._open(call)
                     welcomed = met = True
-                    self.events.connected(welcome, await call.initial_metadata())
+                    self._handler.connected(welcome, await call.initial_metadata())
                     await self._exchange(call)
             except grpc.aio.AioRpcError as error:
                 if error.code() is grpc.StatusCode.FAILED_PRECONDITION:
@@ -128,43 +126,42 @@ class Link:
                     details = unavailable(self.address, details, self._credentials)
                 reason = f"{error.code().name}: {details}"
             except ConfigError as error:
-                reason = str(error)  # a file that is being replaced, perhaps: it is read again each time
+                reason = str(error)  # credentials are read each time: a file may be about to be replaced
             except BadFrameError as error:
-                # A fault of the master, or another program altogether: the next session begins from what it knows.
                 reason = f"the master sent a frame that makes no sense ({error}); upgrade it?"
             except (TimeoutError, asyncio.InvalidStateError, grpc.aio.InternalError) as error:
                 reason = str(error) or "the master didn't answer"
             if welcomed:
                 bound_s = RECONNECT_MIN_S
-                self.events.disconnected(reason)
+                self._handler.disconnected(reason)
             if not self._closing:
                 delay_s = self._random.uniform(0, bound_s)
-                # A fleet that is just being started has no master yet for a moment: that is no news.
-                self._tell(reason, delay_s, quiet=not met and time.monotonic() < quiet_until)
+                # A fleet that is being started may have no master for a moment.
+                self._log(reason, delay_s, quiet=not met and time.monotonic() < quiet_until)
                 await self._sleep(delay_s)
                 bound_s = min(RECONNECT_MAX_S, 2 * bound_s)
 
-    def _tell(self, reason: str, delay_s: float, *, quiet: bool) -> None:
-        """Log why there is no session, but not the same every second."""
+    def _log(self, reason: str, delay_s: float, *, quiet: bool) -> None:
+        """Log why there is no session, but not the same reason every second."""
         if reason != self._reason:
-            self._reason, self._told = reason, 0
+            self._reason, self._logged = reason, 0
         now_s = time.monotonic()
-        if not quiet and self._told >= REPEATS_MAX and now_s - self._told_s < REPEAT_S:
+        if not quiet and self._logged >= REPEATS_MAX and now_s - self._logged_s < REPEAT_S:
             return
-        self._told, self._told_s = self._told + (not quiet), now_s
-        tell = log.debug if quiet else log.warning
-        tell("no session", master=self.address, reason=reason, retry_s=round(delay_s, 3))
+        self._logged, self._logged_s = self._logged + (not quiet), now_s
+        write = log.debug if quiet else log.warning
+        write("no session", master=self.address, reason=reason, retry_s=round(delay_s, 3))
 
     async def _open(self, call: Any) -> pb.SessionResponse:
-        """Say hello and wait for the welcome."""
+        """Send the hello and wait for the welcome."""
         async with asyncio.timeout(WELCOME_TIMEOUT_S):
-            await call.write(self.events.hello())
+            await call.write(self._handler.hello())
             response = await call.read()
         if response is grpc.aio.EOF:
             await _raise_status(call)
             raise asyncio.InvalidStateError("the master ended the stream without a welcome")
         if response is None or not response.HasField("welcome"):
-            raise asyncio.InvalidStateError("the master's first frame is no welcome; is that a multigpu master?")
+            raise asyncio.InvalidStateError("the master's first frame is no welcome; is it a multigpu master?")
         frame: pb.SessionResponse = response
         return frame
 
@@ -176,7 +173,7 @@ class Link:
         try:
             await asyncio.wait({writer, reader}, return_when=asyncio.FIRST_COMPLETED)
             if writer.done() and not reader.done():
-                # We closed, or the stream broke: either way the reader learns its status.
+                # We closed, or the stream broke: the reader gets its status.
                 await asyncio.wait({reader}, timeout=CLOSE_TIMEOUT_S)
             for task in (reader, writer):
                 if task.done():
@@ -191,22 +188,22 @@ class Link:
         while True:
             await self._wake.wait()
             self._wake.clear()
-            while (request := self.events.next_frame()) is not None:
+            while (request := self._handler.next_frame()) is not None:
                 await call.write(request)
             if self._closing:
                 await call.done_writing()
                 return
 
     async def _read(self, call: Any) -> None:
-        received = self.events.received
+        received = self._handler.received
         while (response := await call.read()) is not grpc.aio.EOF:
-            if response is None:  # gRPC's word for what it could not parse
+            if response is None:  # gRPC could not parse it
                 raise BadFrameError("it is no SessionResponse")
             received(response)
         await _raise_status(call)
 
     async def _sleep(self, delay_s: float) -> None:
-        """Sleep, but not through a `close`."""
+        """Sleep, until `close` at most."""
         self._wake.clear()
         if not self._closing:
             with contextlib.suppress(TimeoutError):

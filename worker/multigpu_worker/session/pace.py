@@ -1,10 +1,8 @@
-"""When an engine that runs a batch together should be handed its next one.
+"""When an engine that runs a batch together gets its next one. Pure.
 
-The next batch is prepared while one runs, and what comes later waits for the batch after that. Callers who wait for
-their answers before they ask again would so be three groups: one runs, one is prepared, one waits. Handed over only
-shortly before it is needed, the next batch takes all that has come until then: two groups, in larger batches.
-
-Pure.
+The next batch is prepared while one runs. If it were handed over as early as possible, callers who wait for their
+answers before they send more would form three groups: one runs, one is prepared, one waits. Handed over shortly before
+it is needed, the next batch includes all that has come until then: two groups, in larger batches.
 """
 
 # Preparing a batch takes at most this long, or this share of what the batch before it takes to run.
@@ -13,7 +11,7 @@ LEAD_SHARE = 0.1
 
 
 class Pace:
-    """The batches in one engine process, by id, and how long a token takes there as measured so far."""
+    """The batches in one engine process, and the measured time for a token."""
 
     def __init__(self) -> None:
         self._tokens: dict[int, int] = {}
@@ -22,19 +20,18 @@ class Pace:
         self._token_s = 0.0
 
     def begin(self, batch_id: int, tokens: int, now_s: float) -> None:
-        """A batch was handed over. `now_s`: by a monotonic clock."""
+        """A batch was handed over. `now_s`: on a monotonic clock."""
         if not self._tokens:
             self._since_s = now_s
         self._tokens[batch_id] = tokens
 
     def end(self, batch_id: int, now_s: float) -> None:
-        """A batch is done."""
         token_s = (now_s - self._since_s) / self._tokens.pop(batch_id)
         self._token_s = (self._token_s + token_s) / 2 if self._token_s else token_s
         self._since_s = now_s
 
     def drop(self, batch_id: int) -> None:
-        """A batch came back before it began to run."""
+        """A batch was given back before it began."""
         self._tokens.pop(batch_id, None)
 
     def due_s(self) -> float:
@@ -45,5 +42,4 @@ class Pace:
         return self._since_s + work_s * (1 - LEAD_SHARE) - LEAD_S
 
     def clear(self) -> None:
-        """Nothing is in the engine any more."""
         self._tokens.clear()

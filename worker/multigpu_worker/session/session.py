@@ -1,16 +1,15 @@
-"""What a worker holds and owes: the leases it was granted, and the words about them that the master hasn't got yet.
+"""The leases that a worker holds, and its reports and partial outputs that the master may not have.
 
 Pure: no clock, no socket, no process. Events come in as method calls (granted, revoked, reported, the stream broke, a
-welcome came), values come out: what to cancel, what to send next, what to list in a hello or a heartbeat. agent.py
-feeds it from both sides.
+welcome came); the results say what to cancel, what to send next, and what to list in a hello or a heartbeat.
 
-A lease lives here from its grant until its report was sent, or until the master doesn't want it any more. Work goes
-on while the stream is down. Whatever was reported just before the stream broke may or may not have reached the master,
-so the last frames of reports are kept for a while: hello lists their leases too, and those that the master takes back
-are reported again. A result is thus not computed twice for the want of an acknowledgement, and a lease whose report
-did arrive is not taken back, so nothing is counted twice.
+A lease is here from its grant until its report is sent, or until the master doesn't want it any more. Work goes on
+while the stream is down. Reports sent just before a break may or may not have reached the master, so the last frames of
+reports are kept for a while: hello lists their leases too, and those that the master adopts are reported again. So no
+result is computed twice because an acknowledgement was lost; and a lease whose report did arrive is not adopted, so
+nothing counts twice.
 
-Outputs leave in the order in which they were made. A frame is a run of reports and then of partial outputs, so that in
+Outputs leave in the order in which they were made. A frame is a run of reports and then of partial outputs: in
 whichever order its parts are read, the partials of a task come before its report.
 """
 
@@ -21,19 +20,19 @@ from enum import Enum
 
 from multigpu_worker.device.energy import Energy
 
-# Reports that leave together are cut at this many bytes, so that no frame nears the limit of a message.
+# Reports are grouped up to this size, so that no frame nears the limit of a message.
 GROUP_BYTES_MAX = 4 << 20
-# What a report costs beside its result.
+# Of a report, beside its result.
 REPORT_BYTES = 32
-# No limit on how many leases run together.
+# No limit.
 TOGETHER_MAX = 1 << 30
-# Checkpoints in one hello or heartbeat; the rest waits for the next one.
+# In one hello or heartbeat; the rest waits for the next one.
 CHECKPOINT_BYTES_MAX = 32 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spec:
-    """What the tasks of a batch share."""
+    """What the tasks of a batch have in common."""
 
     kind: str
     model: str = ""
@@ -41,7 +40,6 @@ class Spec:
     content_type: str = ""
     # 0: no limit.
     run_timeout_s: float = 0.0
-    # The results are kept for long.
     durable: bool = True
     # From 1, which goes first, to 5.
     priority: int = 3
@@ -49,56 +47,55 @@ class Spec:
 
 @dataclass(eq=False)
 class Lease:
-    """One attempt in our hands. Most come and go by the thousand: what they don't need stays with the class."""
+    """One attempt. No slots: attributes that most leases don't use stay with the class, which makes leases cheap."""
 
     lease_id: int
     task_id: int
     attempt: int
     spec: Spec
-    # Bytes, or a reference to them, whose length is theirs.
+    # Bytes, or a reference to them of the same length.
     payload: bytes | Sized
     units: int = 1
-    # Shows a later master that the lease was granted to us. 0: the master is older than that.
+    # Shows a later master that the lease was granted to us. 0: the master sends none.
     proof: int = 0
-    # What the attempt before left for this one.
+    # From the attempt before.
     checkpoint: bytes = b""
     partials_received: int = 0
-    # These outputs, if they are few; else none.
+    # These outputs, if they are small.
     partials_before: tuple[bytes, ...] = ()
     traceparent: str = ""
-    # False: its partials were too much to keep, so this attempt can't outlive its stream.
+    # False: its partials are too large to keep, so the attempt ends with its stream.
     resumable: bool = True
-    # The engine has begun it.
     running: bool = field(default=False, init=False)
-    # Nobody wants it any more.
+    # Not wanted any more.
     dropped: bool = field(default=False, init=False)
-    # Its place among all that wait (batcher.py), once it has gone to an engine.
+    # In the batcher, once it has gone to an engine.
     rank: int = field(default=0, init=False)
-    # The master wants it back, unless it is begun.
+    # The master wants it back, unless it has begun.
     recalled: bool = field(default=False, init=False)
-    # The largest batch that it may join. Less than the usual after an engine ended with it; 1: it is a suspect.
+    # The largest batch that it may join. Lowered after an engine ended with it; 1: it is a suspect.
     together_max: int = field(default=TOGETHER_MAX, init=False)
-    # How often it was a suspect; and whether it is one no more, as it went on past where its engine ended.
+    # How often it was a suspect (processes/blame/charge.py), and whether it was cleared.
     suspected: int = field(default=0, init=False)
     cleared: bool = field(default=False, init=False)
-    # Of this attempt's outputs, how many there were when it was last handed to an engine.
+    # Outputs of this attempt when it was last handed to an engine.
     partials_dispatched: int = field(default=0, init=False)
-    # How often an engine ended with it inside for no reason that could be told.
+    # Deaths of an engine with it inside, charged to nobody.
     deaths: int = field(default=0, init=False)
     fraction: float = field(default=0.0, init=False)
     steps: int = field(default=0, init=False)
     note: str = field(default="", init=False)
-    # What this attempt leaves for the next one; None: nothing yet.
+    # The checkpoint of this attempt.
     saved: bytes | None = field(default=None, init=False)
     saved_unsent: bool = field(default=False, init=False)
-    # Partial outputs of this attempt, kept for a master that has to be told again; how many were made, and their bytes.
+    # Partial outputs of this attempt, kept to be sent again; how many were made, and their bytes.
     partials: list[tuple[bytes, str]] | None = field(default=None, init=False)
     partials_made: int = field(default=0, init=False)
     partial_bytes: int = field(default=0, init=False)
 
     @property
     def suspect(self) -> bool:
-        """It may have ended an engine: it runs beside none but those that are cleared."""
+        """It may have ended an engine: it runs only beside leases that were cleared."""
         return self.together_max == 1
 
 
@@ -110,7 +107,7 @@ class ReportState(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskError:
-    """Why an attempt did not succeed; the fields are those of multigpu.v1.TaskError."""
+    """The fields are those of multigpu.v1.TaskError."""
 
     type: str
     message: str
@@ -120,30 +117,28 @@ class TaskError:
 
 @dataclass(slots=True)
 class Report:
-    """Our word about one lease."""
-
     lease: Lease
     state: ReportState
     # As a lease's payload.
     result: bytes | Sized = b""
     content_type: str = ""
     error: TaskError | None = None
-    # The attempt took its engine, or its device's context, down with it.
+    # The attempt ended its engine process, or broke its device's context.
     broke_engine: bool = False
 
 
 @dataclass(slots=True)
 class Reports:
-    """Reports of tasks that ran together, between two instants of our clock in nanoseconds since 1970."""
+    """Reports of tasks that ran together. Instants in nanoseconds since 1970."""
 
     start_ns: int
     finish_ns: int
     reports: list[Report]
     # On the wire.
     size_bytes: int
-    # While it is kept: partial outputs are kept with it.
+    # With the partial outputs that are kept with it.
     kept_bytes: int
-    # What they took of the device's energy. None: it wasn't measured.
+    # None: it wasn't measured.
     energy: Energy | None = None
 
 
@@ -188,20 +183,20 @@ class Session:
         self.limits = limits
         # Welcomed, and the stream has not broken since.
         self.connected = False
-        # The life of the master that granted our leases, or took them back. Empty: it did not say.
+        # The incarnation of the master that granted or adopted our leases. Empty: it sent none.
         self.incarnation = ""
         # Not reported yet, oldest first.
         self.leases: dict[int, Lease] = {}
-        # Bytes of results and partials that were not sent yet.
+        # Of results and partials.
         self.unsent_bytes = 0
-        # A heartbeat must go out before anything else: a checkpoint would come too late after the report.
+        # A heartbeat must go out before anything else: a checkpoint would be too late after the report.
         self.heartbeat_due = False
         self._outbox: deque[Reports | Partial] = deque()
         self._sent: deque[tuple[float, Reports]] = deque()
         self._sent_bytes = 0
         self._sent_reports = 0
 
-    # The master speaks.
+    # From the master.
 
     def grant(self, leases: Iterable[Lease]) -> None:
         assert self.connected
@@ -210,21 +205,21 @@ class Session:
             self.leases[lease.lease_id] = lease
 
     def revoke(self, lease_id: int) -> Lease | None:
-        """Forget a lease. Returns it if it still was ours to work on; it may have been reported meanwhile."""
+        """Forget a lease. Returns None if it was reported meanwhile."""
         lease = self.leases.pop(lease_id, None)
         if lease is not None:
             lease.dropped = True
         return lease
 
     def recall(self, lease_ids: Iterable[int]) -> list[Lease]:
-        """Note that the master wants these back, as far as no engine has begun them. Returns those that we hold."""
+        """The master wants these back if no engine has begun them. Returns those that we hold."""
         asked = [lease for lease_id in lease_ids if (lease := self.leases.get(lease_id)) is not None]
         for lease in asked:
             lease.recalled = True
         return asked
 
     def welcome(self, adopted_lease_ids: Iterable[int], incarnation: str = "") -> list[Lease]:
-        """Begin a connected life. Returns the leases that nobody wants any more, to be cancelled in the engine."""
+        """A session begins. Returns the leases that the master didn't adopt, to be cancelled in the engines."""
         assert not self.connected
         self.connected = True
         self.incarnation = incarnation
@@ -250,17 +245,17 @@ class Session:
         return unwanted
 
     def break_stream(self) -> list[Lease]:
-        """The stream is gone. Returns the leases that no other stream can resume, to be cancelled in the engine."""
+        """The stream is gone. Returns the leases that can't be resumed, to be cancelled in the engines."""
         self.connected = False
         lost = [lease for lease in self.leases.values() if not lease.resumable]
         for lease in lost:
             self.revoke(lease.lease_id)
         return lost
 
-    # The engine speaks.
+    # From the engines.
 
     def report(self, start_ns: int, finish_ns: int, reports: Iterable[Report], energy: Energy | None = None) -> None:
-        """Owe the master these reports. Those of leases that are not ours any more are left out."""
+        """Queue reports. Those of leases that are not held any more are left out."""
         group: list[Report] = []
         size_bytes = partial_bytes = 0
         for report in reports:
@@ -281,7 +276,7 @@ class Session:
             self._push(Reports(start_ns, finish_ns, group, size_bytes, size_bytes + partial_bytes, energy))
 
     def partial(self, lease: Lease, data: bytes, content_type: str = "") -> bool:
-        """Owe the master a partial output. False: the lease can't go on, cancel it in the engine."""
+        """Queue a partial output. False: the lease can't go on, cancel it in the engine."""
         if lease.dropped:
             return True
         index = lease.partials_received + lease.partials_made
@@ -307,21 +302,21 @@ class Session:
         lease.saved_unsent = True
 
     def return_all(self, reason: str, now_ns: int, kept: Container[int] = ()) -> None:
-        """Give back whatever is not reported, uncharged, but for the leases that are kept."""
+        """Return all leases uncharged, except those in `kept`."""
         self.give_back([lease for lease_id, lease in self.leases.items() if lease_id not in kept], reason, now_ns)
 
     def give_back(self, leases: Iterable[Lease], reason: str, now_ns: int, error_type: str = "Returned") -> None:
-        """Return these, uncharged."""
+        """Return leases uncharged."""
         leases = list(leases)
         for lease in leases:
             lease.dropped = True
         error = TaskError(type=error_type, message=reason, retryable=True)
         self.report(now_ns, now_ns, [Report(lease, ReportState.RETURNED, error=error) for lease in leases])
 
-    # What goes to the master.
+    # To the master.
 
     def held(self, *, hello: bool) -> list[Held]:
-        """List what a heartbeat lists; or a hello: every checkpoint, and reports that the stream may have lost."""
+        """What a heartbeat lists. `hello`: also every checkpoint, and leases whose reports may have been lost."""
         reported = [group for group in self._outbox if isinstance(group, Reports)]
         if hello:
             reported += [group for _, group in self._sent]
@@ -342,12 +337,11 @@ class Session:
         self.heartbeat_due = False
         return listed
 
-    def owes(self) -> bool:
-        """True while something waits to be sent."""
+    def has_unsent(self) -> bool:
         return bool(self._outbox)
 
     def take_frame(self, bytes_max: int, now_s: float) -> Frame:
-        """Take what goes out next, at least one report or partial if there is any, else no more than so many bytes."""
+        """Take what goes out next: at most `bytes_max`, but at least one report or partial if there is any."""
         assert self.connected
         frame = Frame([], [])
         frame_bytes = 0
@@ -378,7 +372,7 @@ class Session:
             self._push(Partial(lease, lease.partials_received + index, *part))
 
     def _remember(self, group: Reports, now_s: float) -> None:
-        """Keep a group that is being sent, and forget the oldest past the limits."""
+        """Keep a group that is being sent, and drop the oldest past the limits."""
         self._sent.append((now_s, group))
         self._sent_bytes += group.kept_bytes
         self._sent_reports += len(group.reports)

@@ -1,4 +1,4 @@
-"""Between the contract's messages and our own values. The only module of the worker that builds or reads messages."""
+"""Protobuf messages of the session to and from the worker's values."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Sized
@@ -13,14 +13,14 @@ from multigpu.v1 import worker_service_pb2 as pb
 from multigpu_worker.device.energy import Energy
 from multigpu_worker.device.health import Health, State
 from multigpu_worker.device.interface import DeviceInfo, Telemetry
-from multigpu_worker.mps.daemon import MpsState, MpsStatus
+from multigpu_worker.mps.status import MpsState, MpsStatus
 from multigpu_worker.session.session import Frame, Held, Lease, Report, Reports, ReportState, Spec
 
 PROTOCOL_VERSION = 2
 
 
 class BadFrameError(Exception):
-    """A frame of the master's makes no sense; the message says what."""
+    """A frame of the master makes no sense."""
 
 
 _STATES = {
@@ -44,7 +44,7 @@ _HEALTH_STATES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Identity:
-    """What a hello says of the worker, and what doesn't change while it lives."""
+    """What a hello says of the worker and does not change."""
 
     worker_id: str
     host: str
@@ -74,7 +74,7 @@ def spec_of(spec: task_pb2.TaskSpec) -> Spec:
 
 
 def leases_of(batch: pb.LeaseBatch, directory: str = "") -> tuple[Spec, list[Lease]]:
-    """BadFrameError: it makes no sense."""
+    """`directory`: the one that the master shares. BadFrameError."""
     spec = spec_of(batch.spec)
     count = len(batch.lease_ids)
     if any(len(column) != count for column in (batch.task_ids, batch.attempts, batch.payloads, batch.units)):
@@ -83,7 +83,7 @@ def leases_of(batch: pb.LeaseBatch, directory: str = "") -> tuple[Spec, list[Lea
         raise BadFrameError("it grants a lease twice")
     proofs = list(batch.proofs) or [0] * count
     if len(proofs) != count:
-        raise BadFrameError("it does not prove each of its leases")
+        raise BadFrameError("it has no proof for each of its leases")
     columns = zip(batch.lease_ids, batch.task_ids, batch.attempts, batch.payloads, batch.units, proofs, strict=True)
     leases = [
         Lease(lease_id, task_id, attempt, spec, payload, units, proof)
@@ -91,7 +91,7 @@ def leases_of(batch: pb.LeaseBatch, directory: str = "") -> tuple[Spec, list[Lea
     ]
     for extra in batch.extras:
         if extra.index >= count:
-            raise BadFrameError("it tells more of a lease that it does not grant")
+            raise BadFrameError("it has details of a lease that it does not grant")
         lease = leases[extra.index]
         lease.checkpoint = extra.checkpoint
         lease.partials_received = extra.partials_received
@@ -102,7 +102,7 @@ def leases_of(batch: pb.LeaseBatch, directory: str = "") -> tuple[Spec, list[Lea
             if not directory or "/" in str(at.segment):
                 raise BadFrameError("it refers to a payload that we do not share")
             lease.payload = Reference(Elsewhere(f"{directory}/{at.segment}", at.segment), at.offset, at.size)
-        # Its first outputs are with this master alone: another one can't take the lease over.
+        # Only this master has its first outputs: another one can't adopt the lease.
         lease.resumable = not extra.partials_received
     return spec, leases
 
@@ -146,12 +146,12 @@ def catalog_message(offers: Iterable[tuple[str, Iterable[str]]], models: Iterabl
 
 
 def device_message(info: DeviceInfo) -> device_pb2.Device:
-    # The fields have the contract's names and units, here and in what they hold.
+    # DeviceInfo's fields have the message's names and units.
     return device_pb2.Device(**dataclasses.asdict(info))
 
 
 def telemetry_message(telemetry: Telemetry, sample_ns: int) -> device_pb2.DeviceTelemetry:
-    """`sample_ns`: when it was so, in nanoseconds since 1970."""
+    """`sample_ns`: in nanoseconds since 1970."""
     return device_pb2.DeviceTelemetry(sample_time=_timestamp(sample_ns), **dataclasses.asdict(telemetry))
 
 
@@ -190,7 +190,6 @@ def heartbeat(
 
 
 def health_message(health: Health, checks_passed: int) -> device_pb2.DeviceHealth:
-    """A device's health as heartbeats tell it."""
     message = device_pb2.DeviceHealth(
         state=_HEALTH_STATES[health.state],
         since_time=_timestamp(int(health.since_s * 1e9)),
@@ -209,10 +208,10 @@ def _never(_reference: Reference) -> bool:
     return False
 
 
-def request_of(frame: Frame, lent: Callable[[Reference], bool] = _never) -> pb.SessionRequest:
-    """`lent` says whether a result may go as a reference, and notes that it does."""
+def request_of(frame: Frame, lend: Callable[[Reference], bool] = _never) -> pb.SessionRequest:
+    """`lend`: whether a result may be sent as a reference; notes that it is."""
     return pb.SessionRequest(
-        report_batches=[batch for reports in frame.reports for batch in _report_batches(reports, lent)],
+        report_batches=[batch for reports in frame.reports for batch in _report_batches(reports, lend)],
         partials=[
             pb.PartialOutput(lease_id=p.lease.lease_id, index=p.index, data=p.data, content_type=p.content_type)
             for p in frame.partials
@@ -220,15 +219,15 @@ def request_of(frame: Frame, lent: Callable[[Reference], bool] = _never) -> pb.S
     )
 
 
-def _report_batches(reports: Reports, lent: Callable[[Reference], bool]) -> list[pb.ReportBatch]:
-    """One, or one for each sort of results."""
+def _report_batches(reports: Reports, lend: Callable[[Reference], bool]) -> list[pb.ReportBatch]:
+    """One for each content type, and one for failures."""
     start_time, finish_time = _timestamp(reports.start_ns), _timestamp(reports.finish_ns)
     batches = []
     for content_type in {report.content_type for report in reports.reports if report.error is None}:
         succeeded = [r for r in reports.reports if r.error is None and r.content_type == content_type]
         batch = pb.ReportBatch(start_time=start_time, finish_time=finish_time, content_type=content_type)
         batch.succeeded_lease_ids.extend([report.lease.lease_id for report in succeeded])
-        batch.results.extend([_result(batch, n, report.result, lent) for n, report in enumerate(succeeded)])
+        batch.results.extend([_result(batch, n, report.result, lend) for n, report in enumerate(succeeded)])
         if reports.energy is not None:
             _fill_energy(batch, succeeded, reports.energy)
         batches.append(batch)
@@ -244,12 +243,12 @@ def _fill_energy(batch: pb.ReportBatch, succeeded: list[Report], energy: Energy)
     batch.energy_uncertainty = energy.uncertainty
 
 
-def _result(batch: pb.ReportBatch, index: int, result: bytes | Sized, lent: Callable[[Reference], bool]) -> bytes:
-    """What goes among the results for this one: its bytes, unless a reference stands for them."""
+def _result(batch: pb.ReportBatch, index: int, result: bytes | Sized, lend: Callable[[Reference], bool]) -> bytes:
+    """The result's entry in the column: its bytes; empty if they are sent as a reference."""
     if isinstance(result, bytes):
         return result
     assert isinstance(result, Reference)
-    if not lent(result):
+    if not lend(result):
         return result.read()
     at = batch.result_places.add(index=index).at
     at.segment, at.offset, at.size = result.pin.name, result.offset, result.size_bytes

@@ -1,7 +1,6 @@
-"""The load of `mgpuctl bench`: so many callers, each with one task under way, as an application's threads would have.
+"""The load of `mgpuctl bench`: callers that have one task each under way, and samples of the devices meanwhile.
 
-All share one client, as they would in one process; a latency is from a caller's call to its result. What the devices do
-meanwhile is asked of the master, which has it from the workers' heartbeats.
+All callers share one client, as an application's would; a latency is the time from a caller's call to its result.
 """
 
 import asyncio
@@ -10,7 +9,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, Self
 
 from multigpu import AsyncClient
@@ -21,52 +19,43 @@ from multigpu.v1 import admin_service_pb2 as admin
 SAMPLE_INTERVAL_S = 0.25
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Work:
-    """The tasks of one round."""
-
-    kind: str
-    # Payload, bytes or a JSON value, and items in it.
-    payloads: Sequence[tuple[Any, int]]
-    # TaskOptions.
-    options: dict[str, Any]
-
-    @property
-    def items(self) -> int:
-        return sum(items for _, items in self.payloads)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Round:
-    """What came of it."""
+    """The measurements of a round."""
 
-    seconds: float
+    seconds: float = 0.0
     # Of each task, in the order of the payloads, in seconds.
     latencies: list[float]
     results: list[bytes]
-    # Joules and items of those tasks whose energy was told.
-    energy: tuple[float, int]
+    # Joules and items of the tasks whose energy is known.
+    joules: float = 0.0
+    joules_items: int = 0
 
 
-async def drive(client: AsyncClient, work: Work, concurrency: int, on_done: Callable[[int], None]) -> Round:
-    """Run all tasks with so many callers. Raises MultigpuError for a task that doesn't succeed."""
-    count = len(work.payloads)
-    latencies, results = [0.0] * count, [b""] * count
-    joules, measured = 0.0, 0
-    todo = iter(enumerate(work.payloads))
+async def drive(
+    client: AsyncClient,
+    kind: str,
+    payloads: Sequence[tuple[Any, int]],
+    options: dict[str, Any],
+    concurrency: int,
+    on_done: Callable[[int], None],
+) -> Round:
+    """Runs `payloads`, each with its number of items, from `concurrency` callers. Raises MultigpuError if one fails."""
+    count = len(payloads)
+    done = Round(latencies=[0.0] * count, results=[b""] * count)
+    todo = iter(enumerate(payloads))
 
     async def call() -> None:
-        nonlocal joules, measured
         for index, (payload, items) in todo:
             began = time.perf_counter()
-            outcome = await client.run_outcome(work.kind, payload, units=items, **work.options)
-            latencies[index] = time.perf_counter() - began
+            outcome = await client.run_outcome(kind, payload, units=items, **options)
+            done.latencies[index] = time.perf_counter() - began
             if not outcome.succeeded:
                 raise outcome.to_error()
-            results[index] = outcome.result
+            done.results[index] = outcome.result
             if (energy := outcome.energy) is not None:
-                joules += energy.joules
-                measured += items
+                done.joules += energy.joules
+                done.joules_items += items
             on_done(items)
 
     began = time.perf_counter()
@@ -77,11 +66,12 @@ async def drive(client: AsyncClient, work: Work, concurrency: int, on_done: Call
         for caller in callers:
             caller.cancel()
         await asyncio.gather(*callers, return_exceptions=True)
-    return Round(seconds=time.perf_counter() - began, latencies=latencies, results=results, energy=(joules, measured))
+    done.seconds = time.perf_counter() - began
+    return done
 
 
 class Meter:
-    """Samples the devices of workers, in a thread of its own, for the time of a `with`; several add up."""
+    """Samples the devices of workers in a thread while it is entered. May be entered several times."""
 
     def __init__(self, address: str, worker_ids: frozenset[str]) -> None:
         self._address = address
@@ -89,7 +79,6 @@ class Meter:
         self._busy: list[float] = []
         self._memory: list[int] = []
         self._stopped = threading.Event()
-        self._thread: threading.Thread | None = None
 
     def __enter__(self) -> Self:
         self._stopped.clear()
@@ -97,10 +86,7 @@ class Meter:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        assert self._thread is not None
+    def __exit__(self, *_: object) -> None:
         self._stopped.set()
         self._thread.join()
 
@@ -118,14 +104,14 @@ class Meter:
                 try:
                     self._sample(master.list_workers())
                 except Failure:
-                    continue  # a master that is away tells nothing; the tasks of the round wait for it too
+                    continue  # the master restarts; the tasks of the round wait for it too
 
     def _sample(self, workers: Sequence[admin.Worker]) -> None:
         ours = [worker for worker in workers if worker.worker_id in self._worker_ids]
         busy = [worker.telemetry.utilization for worker in ours if worker.telemetry.HasField("utilization")]
         if busy:
             self._busy.append(statistics.fmean(busy))
-        # Workers may share a device, and those on the CPU share the host's memory: each counts once.
+        # Workers may share a device, or on the CPU their host's memory: each counts once.
         memory = {
             (worker.host, worker.device.device_id): worker.telemetry.memory_used_bytes
             for worker in ours

@@ -1,4 +1,4 @@
-"""The picture of `mgpuctl bench`: items a second and latency against callers, a line for each way to run a model."""
+"""The plot of `mgpuctl bench`: items a second and latency by callers, a line for each variant and batch size."""
 
 import importlib.util
 import io
@@ -10,20 +10,20 @@ from multigpu.cli.failures import WrongUsage
 
 
 def require() -> None:
-    """Raises WrongUsage where nothing can be drawn, before hours of measuring."""
+    """Raises WrongUsage if nothing can be drawn."""
     if importlib.util.find_spec("matplotlib") is None:
         raise WrongUsage("--plot needs matplotlib: pip install 'multigpu[plot]'")
 
 
 def plot(rows: Sequence[Row]) -> bytes:
-    """A PNG of all rows that have figures."""
+    """A PNG of all rows with results."""
     from matplotlib.figure import Figure  # noqa: PLC0415  (an extra, and slow to import)
 
     lines: dict[tuple[str, str, str, int], list[Row]] = {}
     for row in rows:
-        if row.latency is not None:
+        if not row.error:
             lines.setdefault((row.model or row.kind, row.engine, row.precision, row.batch_size), []).append(row)
-    # No pyplot: it would look for a screen.
+    # Not pyplot: it needs a display.
     figure = Figure(figsize=(11, 5), layout="constrained")
     rates, times = figure.subplots(1, 2)
     counts = sorted({row.concurrency for row in rows})
@@ -31,7 +31,6 @@ def plot(rows: Sequence[Row]) -> bytes:
         _draw(rates, times, key, sorted(points, key=lambda row: row.concurrency))
     for axes, title in ((rates, "items / s"), (times, "latency of a task, ms: p50, and to p99")):
         axes.set(xlabel="callers", title=title, ylim=(0, None))
-        # Callers are whole, and most often powers of two.
         axes.set_xscale("log", base=2)
         axes.set_xlim(counts[0] / 1.2, counts[-1] * 1.2)
         axes.set_xticks(counts, [str(count) for count in counts])
@@ -51,10 +50,9 @@ def _draw(rates: Any, times: Any, key: tuple[str, str, str, int], points: list[R
     (line,) = rates.plot(callers, [row.items_per_s for row in points], marker="o", label=label)
     plain = [row.plain_items_per_s for row in points]
     if None not in plain:
-        # One entry in the legend stands for those of all lines.
-        label = "" if rates.get_legend_handles_labels()[1].count("plain loop") else "plain loop"
+        # One entry in the legend for all of them.
+        label = "" if "baseline" in rates.get_legend_handles_labels()[1] else "baseline"
         rates.plot(callers, plain, linestyle=":", marker="x", color=line.get_color(), label=label)
-    found = [row.latency for row in points if row.latency is not None]
-    p50 = [latency.p50_ms for latency in found]
+    p50 = [row.p50_latency_ms for row in points]
     times.plot(callers, p50, marker="o", color=line.get_color())
-    times.fill_between(callers, p50, [latency.p99_ms for latency in found], color=line.get_color(), alpha=0.15)
+    times.fill_between(callers, p50, [row.p99_latency_ms for row in points], color=line.get_color(), alpha=0.15)

@@ -1,14 +1,8 @@
-"""What `mgpuctl bench` finds out: rows, the figures in them, and their forms as table, JSON and CSV.
-
-Nothing here measures. A percentile is by the nearest rank: the smallest value that at least p percent of all values
-don't exceed, so always one that was measured. https://en.wikipedia.org/wiki/Percentile#The_nearest-rank_method
-"""
+"""The results of `mgpuctl bench`: rows, their numbers, and their forms as table, JSON and CSV."""
 
 import csv
 import dataclasses
 import io
-import math
-import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,24 +10,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from multigpu.cli import show
+from multigpu.cli.tables import Column
+from multigpu.cli.text import size
 
 UNKNOWN = "n/a"
-# Below it a rate is told with two digits behind the point.
-RATE_WITHOUT_FRACTION = 10
-# Below it a ratio is told with two digits that count.
-RATIO_WITH_TWO_DIGITS = 0.1
-
-
-def percentile(values: Sequence[float], p: float) -> float:
-    """By the nearest rank; `p` is 0 to 100. `values` need not be sorted, but there must be one."""
-    assert values
-    assert 0 <= p <= 100
-    return sorted(values)[max(0, math.ceil(p / 100 * len(values)) - 1)]
 
 
 def mean_cosine(rows: NDArray[np.float32], others: NDArray[np.float32]) -> float | None:
-    """The mean of the cosines between a row and its counterpart. None: one is all zeros, or holds no numbers."""
+    """The mean cosine of each row and its counterpart. None: a row is all zeros, or not finite."""
     a, b = rows.astype(np.float64), others.astype(np.float64)
     norms = np.linalg.norm(a, axis=1) * np.linalg.norm(b, axis=1)
     if not (np.isfinite(norms) & (norms > 0)).all():
@@ -42,12 +26,12 @@ def mean_cosine(rows: NDArray[np.float32], others: NDArray[np.float32]) -> float
 
 
 def agreement(rows: NDArray[np.float32], others: NDArray[np.float32]) -> float:
-    """The share of rows whose largest value is where their counterpart's is."""
+    """The share of rows whose largest value has the same index as their counterpart's."""
     return float(np.mean(rows.argmax(1) == others.argmax(1)))
 
 
 def spearman(a: NDArray[Any], b: NDArray[Any]) -> float | None:
-    """Spearman's rank correlation, equal values sharing the mean of their ranks. None: all of one side are equal."""
+    """Spearman's rank correlation; equal values share their mean rank. None: all values of one side are equal."""
     if np.ptp(a) == 0 or np.ptp(b) == 0:
         return None
     return float(np.corrcoef(_ranks(a), _ranks(b))[0, 1])
@@ -61,120 +45,111 @@ def _ranks(values: NDArray[Any]) -> NDArray[np.float64]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Latency:
-    """Of tasks, from the call to its result, in milliseconds."""
-
-    min_ms: float
-    mean_ms: float
-    p50_ms: float
-    p95_ms: float
-    p99_ms: float
-    max_ms: float
-
-    @classmethod
-    def of(cls, seconds: Sequence[float]) -> "Latency":
-        ms = [1e3 * value for value in seconds]
-        p50, p95, p99 = (percentile(ms, p) for p in (50, 95, 99))
-        return cls(min_ms=min(ms), mean_ms=statistics.fmean(ms), p50_ms=p50, p95_ms=p95, p99_ms=p99, max_ms=max(ms))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One combination. None: not told, or not measured."""
+    """One combination. None: unknown, or not measured."""
 
     kind: str
-    # Empty where the kind needs none.
+    # Empty if the kind needs none.
     model: str
     engine: str
     precision: str
-    # Items in a task, and tasks under way at the same time.
+    # Items in a task.
     batch_size: int
+    # Tasks under way at the same time.
     concurrency: int
-    # Why there are no figures.
+    # Why there are no results.
     error: str = ""
     tasks: int = 0
     items: int = 0
-    latency: Latency | None = None
     items_per_s: float | None = None
     tokens_per_s: float | None = None
     # 0 to 1, the mean over the workers.
     utilization: float | None = None
-    # The most at any instant, over all devices together.
+    # The maximum over time of the sum over all devices.
     memory_bytes: int | None = None
     joules_per_item: float | None = None
+    # Of the baseline.
     plain_items_per_s: float | None = None
-    # Why there is no plain loop.
+    # Why there is no baseline.
     plain_error: str = ""
-    # The median over the rounds of items/s to the plain loop's in the same round.
+    # The median over the rounds of items/s divided by the baseline's in the same round.
     ratio: float | None = None
-    # Mean, to the plain loop's answers at fp32.
+    # Mean, with the baseline's answers at fp32.
     cosine: float | None = None
-    # The share of examples whose likeliest class is that of the plain loop at fp32.
+    # The share of examples with the same most likely class as the baseline at fp32.
     top1: float | None = None
     # In points of 100.
     spearman: float | None = None
+    # Of tasks, from the call to its result.
+    min_latency_ms: float | None = None
+    mean_latency_ms: float | None = None
+    p50_latency_ms: float | None = None
+    p95_latency_ms: float | None = None
+    p99_latency_ms: float | None = None
+    max_latency_ms: float | None = None
 
-    def plain(self) -> dict[str, Any]:
-        """As plain values: the latencies beside the other figures."""
-        values = dataclasses.asdict(self)
-        latency = values.pop("latency") or dict.fromkeys(field.name for field in dataclasses.fields(Latency))
-        return values | {name.replace("_ms", "_latency_ms"): value for name, value in latency.items()}
+
+def latency_fields(seconds: Sequence[float]) -> dict[str, float]:
+    """The latencies of a Row. Percentiles are by the nearest rank: always a value that was measured.
+
+    https://en.wikipedia.org/wiki/Percentile#The_nearest-rank_method
+    """
+    ms = 1e3 * np.array(seconds)
+    p50, p95, p99 = np.percentile(ms, (50, 95, 99), method="inverted_cdf").tolist()
+    values = {"min": float(ms.min()), "mean": float(ms.mean()), "p50": p50, "p95": p95, "p99": p99}
+    return {f"{name}_latency_ms": value for name, value in (values | {"max": float(ms.max())}).items()}
 
 
-TABLE = (
-    *("MODEL", "ENGINE", "PRECISION", "BATCH", "CALLERS", "ITEMS/S", "TOKENS/S", "VS PLAIN", "MIN MS", "MEAN", "P50"),
-    *("P95", "P99", "MAX", "BUSY", "MEMORY", "J/ITEM", "COSINE", "TOP-1", "SPEARMAN"),
+def rate_text(rate: float | None) -> str:
+    return UNKNOWN if rate is None else f"{rate:,.0f}" if rate >= 10 else f"{rate:.2f}"
+
+
+def ratio_text(ratio: float | None) -> str:
+    return UNKNOWN if ratio is None else f"{ratio:.2f}" if ratio >= 0.1 else f"{ratio:.2g}"
+
+
+def _number(field: str, form: str) -> Any:
+    """A cell of a Row's number; empty in a row without results."""
+
+    def cell(row: Row) -> str:
+        value = getattr(row, field)
+        return "" if row.error else UNKNOWN if value is None else format(value, form)
+
+    return cell
+
+
+def _memory(row: Row) -> str:
+    return "" if row.error else UNKNOWN if row.memory_bytes is None else size(row.memory_bytes)
+
+
+COLUMNS = (
+    Column("MODEL", lambda row: row.model or row.kind),
+    Column("ENGINE", lambda row: row.engine, rank=1),
+    Column("PRECISION", lambda row: row.precision, rank=2),
+    Column("BATCH", lambda row: str(row.batch_size), right=True),
+    Column("CALLERS", lambda row: str(row.concurrency), right=True),
+    Column("ITEMS/S", lambda row: "failed" if row.error else rate_text(row.items_per_s), right=True),
+    Column("TOKENS/S", _number("tokens_per_s", ",.0f"), right=True, rank=9),
+    Column("VS PLAIN", lambda row: "" if row.error else ratio_text(row.ratio), right=True),
+    Column("MIN MS", _number("min_latency_ms", ".1f"), right=True, rank=13),
+    Column("MEAN", _number("mean_latency_ms", ".1f"), right=True, rank=12),
+    Column("P50", _number("p50_latency_ms", ".1f"), right=True, rank=3),
+    Column("P95", _number("p95_latency_ms", ".1f"), right=True, rank=11),
+    Column("P99", _number("p99_latency_ms", ".1f"), right=True, rank=7),
+    Column("MAX", _number("max_latency_ms", ".1f"), right=True, rank=10),
+    Column("BUSY", _number("utilization", ".0%"), right=True, rank=8),
+    Column("MEMORY", _memory, right=True, rank=15),
+    Column("J/ITEM", _number("joules_per_item", ".3g"), right=True, rank=14),
+    Column("COSINE", _number("cosine", ".6f"), right=True, rank=4),
+    Column("TOP-1", _number("top1", ".1%"), right=True, rank=5),
+    Column("SPEARMAN", _number("spearman", ".2f"), right=True, rank=6),
 )
-# On a narrow terminal these go, the first of them first.
-OPTIONAL = (
-    *("MEMORY", "J/ITEM", "MIN MS", "MEAN", "P95", "MAX", "TOKENS/S", "BUSY"),
-    *("P99", "SPEARMAN", "TOP-1", "COSINE", "P50", "PRECISION", "ENGINE"),
-)
-
-
-def table_row(row: Row) -> tuple[str, ...]:
-    """The cells of TABLE."""
-    head = (row.model or row.kind, row.engine, row.precision, str(row.batch_size), str(row.concurrency))
-    if row.latency is None:
-        return (*head, "failed", *[""] * (len(TABLE) - len(head) - 1))
-    times = dataclasses.astuple(row.latency)
-    return (
-        *head,
-        _number(row.items_per_s, rate_form(row.items_per_s)),
-        _number(row.tokens_per_s, ",.0f"),
-        _number(row.ratio, ratio_form(row.ratio)),
-        *(f"{value:.1f}" for value in times),
-        _number(row.utilization, ".0%"),
-        UNKNOWN if row.memory_bytes is None else show.size(row.memory_bytes),
-        _number(row.joules_per_item, ".3g"),
-        _number(row.cosine, ".6f"),
-        _number(row.top1, ".1%"),
-        _number(row.spearman, ".2f"),
-    )
-
-
-def plural(count: int, noun: str) -> str:
-    """A number of things, for people."""
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
-
-
-def rate_form(rate: float | None) -> str:
-    """How many digits a rate is told with."""
-    return ",.0f" if rate is None or rate >= RATE_WITHOUT_FRACTION else ".2f"
-
-
-def ratio_form(ratio: float | None) -> str:
-    return ".2f" if ratio is None or ratio >= RATIO_WITH_TWO_DIGITS else ".2g"
-
-
-def _number(value: float | None, form: str) -> str:
-    return UNKNOWN if value is None else format(value, form)
 
 
 def to_csv(rows: Sequence[Row]) -> bytes:
-    """All figures, one line a row under a heading; what is unknown is empty."""
+    """All results, one line a row under a heading; unknown values are empty."""
     out = io.StringIO()
-    writer = csv.DictWriter(out, list(rows[0].plain()), lineterminator="\n")
+    writer = csv.DictWriter(out, [field.name for field in dataclasses.fields(Row)], lineterminator="\n")
     writer.writeheader()
-    writer.writerows(row.plain() for row in rows)
+    writer.writerows(dataclasses.asdict(row) for row in rows)
     return out.getvalue().encode()

@@ -1,4 +1,4 @@
-"""Real English sentences for measurements, wherever Python is: the first lines of its library's docstrings."""
+"""English sentences for measurements: the first lines of docstrings in Python's library."""
 
 import ast
 import sysconfig
@@ -10,7 +10,7 @@ WORDS_MIN = 5
 
 
 def sentences(n: int) -> list[str]:
-    """Up to `n` different sentences, the same ones each time. There are some ten thousand."""
+    """At most `n` different sentences, always the same. There are about ten thousand."""
     found: dict[str, None] = {}
     for path in sorted(Path(sysconfig.get_path("stdlib")).rglob("*.py")):
         if {"site-packages", "test"} & set(path.parts):

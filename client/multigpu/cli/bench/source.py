@@ -1,7 +1,6 @@
-"""What `mgpuctl bench` sends: texts, of which each round has its own, arrays, repeated as often as a batch is large, or
-whatever a handler takes.
+"""The examples of `mgpuctl bench`: texts, arrays, or a handler's inputs.
 
-Each round has texts that no earlier one had, as long as there are enough: what a cache of vectors knows is no figure.
+Each round has new texts, as long as there are enough: an embedding cache must not answer them.
 """
 
 import itertools
@@ -21,22 +20,22 @@ from multigpu.cli.failures import Failure
 from multigpu.cli.tasks.lines import open_input, read_lines
 from multigpu.v1 import classify_pb2, embed_pb2
 
-# The examples that a variant is warmed up and judged with.
+# Examples that warm a variant up and whose answers are compared.
 JUDGED_EXAMPLES = 64
-# Pairs a line: the score that people gave, and two texts.
-PAIR_FIELDS = 3
+# Fewer pairs have no meaningful correlation.
+PAIRS_MIN = 3
 
 Rows = NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Portion:
-    """The same tasks for the fleet and for the plain loop."""
+    """The same tasks for the fleet and for the baseline."""
 
     payloads: list[bytes]
     # Examples in each.
     sizes: list[int]
-    # How often all of them are run.
+    # All payloads are run this often.
     times: int = 1
 
     @property
@@ -53,17 +52,11 @@ class Texts:
         self._judged = texts[:JUDGED_EXAMPLES]
         self._endless: Iterator[str] = itertools.cycle(texts[JUDGED_EXAMPLES:] or texts)
 
-    @classmethod
-    def of(cls, file: str | None, wanted: int) -> "Texts":
-        """Of a file, or the built-in ones. Raises Failure."""
-        return cls(read_texts(file, wanted))
-
     def portion(self, items: int, batch_size: int) -> Portion:
-        """For another round, of about this many items."""
+        """The next round, of about this many items."""
         return self._portion(list(itertools.islice(self._endless, items)), batch_size)
 
     def judged(self) -> Portion:
-        """The same ones each time."""
         return self._portion(list(self._judged), embedding.CHUNK_TEXTS)
 
     @staticmethod
@@ -77,7 +70,7 @@ class Texts:
             parsed = [embed_pb2.EmbedResult.FromString(result) for result in results]
             return np.concatenate([np.frombuffer(found.values, "<f4").reshape(-1, found.dimension) for found in parsed])
         except (DecodeError, ValueError) as error:
-            raise Failure(f"a result of embed can't be read ({error}): its worker speaks another protocol") from error
+            raise Failure(f"can't read a result of embed ({error}): its worker has another version") from error
 
 
 class Arrays:
@@ -87,7 +80,9 @@ class Arrays:
     def __init__(self, inputs: Mapping[str, NDArray[Any]]) -> None:
         lengths = {len(array) if array.ndim else 0 for array in inputs.values()}
         if len(lengths) != 1 or 0 in lengths:
-            raise Failure("all inputs must have one first dimension, which counts the examples, and at least one")
+            raise Failure(
+                "all inputs must have the same first dimension, the number of examples, and at least one example"
+            )
         self._inputs = inputs
 
     def portion(self, items: int, batch_size: int) -> Portion:
@@ -104,13 +99,13 @@ class Arrays:
         outputs = inference.arrays_of(result)
         flat = [np.asarray(outputs[name], np.float32) for name in sorted(outputs)]
         counts = {array.shape[:1] for array in flat}
-        # Outputs that don't count the examples are one answer to all of them.
+        # Outputs without a dimension for the examples are one answer to all of them.
         count = counts.pop()[0] if len(counts) == 1 and () not in counts else 1
         return np.concatenate([array.reshape(count, -1) for array in flat], axis=1)
 
 
 class Singles:
-    """One example in each task, as it is; of a kind that has something to classify, or of any."""
+    """One example in each task: to classify, or for a handler."""
 
     def __init__(self, kind: str, payloads: Sequence[bytes], content_type: str = "") -> None:
         self.kind, self.content_type = kind, content_type
@@ -128,7 +123,7 @@ class Singles:
     def judged(self) -> Portion:
         payloads = list(self._judged)
         if self.kind == classification.KIND:
-            # All classes, to compare them all.
+            # All classes are compared.
             parsed = [classify_pb2.ClassifyPayload.FromString(payload) for payload in payloads]
             for each in parsed:
                 each.top_k = classification.TOP_K_MAX
@@ -145,7 +140,7 @@ class Singles:
         return rows
 
 
-# `rows`: the answers to what is judged, a row for each example; None: there is nothing to compare in them.
+# `rows`: the answers to `judged`, a row for each example; None: they are not compared.
 Source = Texts | Arrays | Singles
 
 
@@ -155,12 +150,12 @@ def read_texts(file: str | None, wanted: int) -> list[str]:
         return sentences(JUDGED_EXAMPLES + wanted)
     texts = [text for text in read_lines([file]) if text.strip()]
     if not texts:
-        raise Failure(f"{file} has no texts: one a line")
+        raise Failure(f"{file} has no texts; write one on each line")
     return texts
 
 
 def read_pictures(paths: Sequence[str]) -> list[bytes]:
-    """The content of files, and of all files of folders. Raises Failure."""
+    """The contents of files, and of all files in folders. Raises Failure."""
     files = [
         file
         for path in map(Path, paths)
@@ -179,9 +174,8 @@ def read_pairs(file: str) -> tuple[NDArray[Any], list[str], list[str]]:
     """Scores and the two texts of each: lines of score, tab, text, tab, text. Raises Failure."""
     scores, firsts, seconds = [], [], []
     for number, line in enumerate(read_lines([file]), 1):
-        fields = line.split("\t")
         try:
-            score, first, second = fields
+            score, first, second = line.split("\t")
             scores.append(float(score))
         except ValueError as error:
             raise Failure(f"{Path(file).name}, line {number}: not score, tab, text, tab, text") from error
@@ -189,7 +183,7 @@ def read_pairs(file: str) -> tuple[NDArray[Any], list[str], list[str]]:
             raise Failure(f"{Path(file).name}, line {number}: the score {score} is no number")
         firsts.append(first)
         seconds.append(second)
-    if len(scores) < PAIR_FIELDS:
+    if len(scores) < PAIRS_MIN:
         raise Failure(f"{file} has {len(scores)} pairs: too few for a correlation")
     if len(set(scores)) == 1:
         raise Failure(f"all pairs of {file} have the score {scores[0]:g}: there is nothing to correlate with")

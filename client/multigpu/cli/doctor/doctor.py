@@ -21,6 +21,7 @@ from multigpu.cli.doctor.base import Check, Finding, Place, Verdict, fail
 from multigpu.cli.failures import WARNINGS, Failure
 from multigpu.cli.options import client_config, config_option, json_option, load_config, master_option
 from multigpu.cli.rpc import Master
+from multigpu.cli.text import clean_lines
 from multigpu.config import config
 
 CHECKS: tuple[Check, ...] = (*doctor_gpu.CHECKS, *doctor_host.CHECKS, *doctor_fleet.CHECKS)
@@ -110,9 +111,9 @@ def show_findings(findings: Sequence[Finding]) -> None:
         return
     width = max(len(finding.check) for finding in findings)
     for finding in findings:
-        show.line(show.clean_lines(f"{finding.verdict.value:<4}  {finding.check:<{width}}  {finding.message}"))
+        show.line(clean_lines(f"{finding.verdict.value:<4}  {finding.check:<{width}}  {finding.message}"))
         if finding.remedy:
-            show.line(show.clean_lines(f"{'':<4}  {'':<{width}}  → {finding.remedy}"))
+            show.line(clean_lines(f"{'':<4}  {'':<{width}}  → {finding.remedy}"))
     show.line(f"\n{summary}")
 
 
@@ -123,9 +124,9 @@ def as_grid(findings: Sequence[Finding]) -> Any:
 
     grid = Table.grid(padding=(0, 2, 0, 0))
     for finding in findings:
-        text = Text(show.clean_lines(finding.message))
+        text = Text(clean_lines(finding.message))
         if finding.remedy:
-            text.append(f"\n→ {show.clean_lines(finding.remedy)}", style="cyan")
+            text.append(f"\n→ {clean_lines(finding.remedy)}", style="cyan")
         grid.add_row(
             Text(finding.verdict.value, style=STYLES[finding.verdict]), Text(finding.check, no_wrap=True), text
         )

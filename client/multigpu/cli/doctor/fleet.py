@@ -7,6 +7,7 @@ from multigpu.cli import show
 from multigpu.cli.doctor.base import CLOCK_ROUNDS, Finding, Place, Verdict, fail, ok, skip, warn
 from multigpu.cli.failures import Failure, Unreachable
 from multigpu.cli.fleet import device_columns
+from multigpu.cli.text import age, duration, seconds_of, size
 from multigpu.handlers import RESERVED_KINDS
 from multigpu.v1 import admin_service_pb2 as admin
 
@@ -26,7 +27,7 @@ def master(place: Place) -> list[Finding]:
         remedy = "it lets us in with the right certificates and token: docs/security.md"
         return fail("master", f"{place.address}: {place.stats}", remedy)
     stats = place.stats
-    return ok("master", f"{place.address}, version {stats.version}, up {show.age(stats, 'start_time')}")
+    return ok("master", f"{place.address}, version {stats.version}, up {age(stats, 'start_time')}")
 
 
 def journal(place: Place) -> list[Finding]:
@@ -35,8 +36,8 @@ def journal(place: Place) -> list[Finding]:
         return skip("journal", NO_MASTER)
     if not place.stats.journal_writable:
         remedy = "make room on its disk (never delete files in data_dir), or raise the limit"
-        return fail("journal", f"durable tasks are rejected: {show.NO_ROOM}", remedy)
-    return ok("journal", f"writable, {show.size(place.stats.journal_bytes)}")
+        return fail("journal", f"durable tasks are rejected: {show.JOURNAL_FULL}", remedy)
+    return ok("journal", f"writable, {size(place.stats.journal_bytes)}")
 
 
 def clock(place: Place) -> list[Finding]:
@@ -50,7 +51,7 @@ def clock(place: Place) -> list[Finding]:
         before = time.time()
         answer = place.ask_stats()
         after = time.time()
-        rounds.append((after - before, (before + after) / 2 - show.seconds_of(answer.server_time)))
+        rounds.append((after - before, (before + after) / 2 - seconds_of(answer.server_time)))
     trip_s, skew_s = min(rounds)
     return judge_clock(skew_s, trip_s)
 
@@ -59,7 +60,7 @@ def judge_clock(skew_s: float, trip_s: float) -> list[Finding]:
     """`skew_s`: how far this clock is ahead; it is known to within half of `trip_s`, the round trip."""
     sure_s = max(0.0, abs(skew_s) - trip_s / 2)
     way = "ahead of" if skew_s > 0 else "behind"
-    told = f"{show.duration(abs(skew_s))} {way} the master's, give or take {show.duration(trip_s / 2)}"
+    told = f"{duration(abs(skew_s))} {way} the master's, give or take {duration(trip_s / 2)}"
     remedy = "let chrony or systemd-timesyncd keep both clocks: `timedatectl set-ntp true`; deadlines go by them"
     if sure_s >= SKEW_WARN_S:
         return (fail if sure_s >= SKEW_FAIL_S else warn)("clock", told, remedy)
@@ -78,11 +79,11 @@ def worker_clocks(place: Place) -> list[Finding]:
     names = device_columns.short_names([worker.worker_id for worker in place.workers])
     wrong = []
     for worker in active:
-        age_s = show.seconds_of(worker.last_heartbeat_time) - show.seconds_of(worker.telemetry.sample_time)
+        age_s = seconds_of(worker.last_heartbeat_time) - seconds_of(worker.telemetry.sample_time)
         if age_s < -SKEW_WARN_S:
-            wrong.append(f"{names[worker.worker_id]} is {show.duration(-age_s)} or more ahead")
+            wrong.append(f"{names[worker.worker_id]} is {duration(-age_s)} or more ahead")
         elif age_s > SAMPLE_AGE_WARN_S:
-            wrong.append(f"{names[worker.worker_id]} is {show.duration(age_s)} behind, or its driver doesn't answer")
+            wrong.append(f"{names[worker.worker_id]} is {duration(age_s)} behind, or its driver doesn't answer")
     if wrong:
         remedy = "`timedatectl set-ntp true` on these hosts; `mgpuctl doctor` there says more"
         return warn("worker clocks", "; ".join(wrong), remedy)
@@ -139,7 +140,7 @@ def workers(place: Place) -> list[Finding]:
         why = "; ".join(f"{reason.code}: {reason.message}" for reason in worker.health.reasons)
         told = f"{name} is {word}{f': {why}' if why else ''}"
         if word == "lost":
-            seen = show.age(worker, "last_heartbeat_time") or "?"
+            seen = age(worker, "last_heartbeat_time") or "?"
             remedy = f"look at its host; if it is gone for good, `mgpuctl forget {name}`"
             findings += fail("workers", f"{name} is lost, last heard {seen} ago", remedy)
         elif word == "sick" or worker.quarantined:
@@ -172,7 +173,7 @@ def model_memory(place: Place) -> list[Finding]:
             device = workers_there[0].device.name
             findings += warn(
                 "model memory",
-                f"{told}: models may take {show.size(taken)} of the {show.size(total)} that {device} has",
+                f"{told}: models may take {size(taken)} of the {size(total)} that {device} has",
                 f"set device_workers = {len(workers_there)} for each worker there, or lower its model_memory_bytes",
             )
     return findings or ok("model memory", f"{len(sharing)} devices have as much as their workers may take for models")

@@ -14,8 +14,8 @@ import time
 from datetime import UTC, datetime
 from pathlib import Path
 
-from multigpu.cli import show
 from multigpu.cli.doctor.base import Finding, Place, Verdict, fail, ok, skip, warn
+from multigpu.cli.text import clean, duration, size
 
 FILES_WARN, FILES_FAIL = 1024, 256
 PROCESSES_WARN = 256
@@ -96,7 +96,7 @@ def nearest_folder(path: Path) -> Path:
 
 def _space(folder: Path, named: str) -> list[Finding]:
     usage, inodes = shutil.disk_usage(folder), os.statvfs(folder)
-    told = f"{show.size(usage.free)} of {show.size(usage.total)} free in {named}"
+    told = f"{size(usage.free)} of {size(usage.total)} free in {named}"
     if inodes.f_files and not inodes.f_favail:
         return fail("disk", f"no inode is left in {named}", "delete files, or use another --data-dir")
     if usage.free < SPACE_FAIL_BYTES:
@@ -142,7 +142,7 @@ def fsync_seconds(folder: Path) -> float:
 
 
 def judge_fsync(seconds: float, named: str) -> list[Finding]:
-    told = f"an fsync of 4 KiB takes {show.duration(seconds)} in {named}"
+    told = f"an fsync of 4 KiB takes {duration(seconds)} in {named}"
     if seconds < FSYNC_WARN_S:
         return ok("fsync", told)
     remedy = "a durable task is acknowledged after an fsync: use an SSD, or a quieter disk"
@@ -200,7 +200,7 @@ def holder_of(port: int) -> tuple[int, str] | None:
         try:
             if any(str(entry.readlink()) in wanted for entry in folder.iterdir()):
                 words = (folder.parent / "cmdline").read_bytes().replace(b"\0", b" ").decode("utf-8", "replace")
-                return int(folder.parent.name), show.clean(words.strip())[:120]
+                return int(folder.parent.name), clean(words.strip())[:120]
         except OSError:
             continue  # not ours to see, or gone
     return None

@@ -1,11 +1,12 @@
-"""`mgpuctl breaker`: the circuit breaker that keeps a common cause from taking the whole fleet out of work."""
+"""`mgpuctl breaker`: the circuit breaker, which keeps a common cause from quarantining the whole fleet."""
 
 import click
 
-from multigpu.cli import show
+from multigpu.cli import messages, show
 from multigpu.cli.commands import Group
-from multigpu.cli.options import json_option, master_option
-from multigpu.cli.rpc import Master
+from multigpu.cli.options import json_option
+from multigpu.cli.rpc import Master, connected
+from multigpu.cli.text import age
 from multigpu.v1 import admin_service_pb2 as admin
 
 
@@ -19,42 +20,39 @@ from multigpu.v1 import admin_service_pb2 as admin
 def breaker() -> None:
     """See and reset the circuit breaker of sick devices.
 
-    When too large a share of the devices falls sick in a short time the cause is likely elsewhere. The breaker trips:
-    no more devices are quarantined, except those that can't run anything, until a person resets it.
+    If too many devices fall sick in a short time, the cause is likely elsewhere. The breaker trips: no more devices are
+    quarantined, except those that can't run anything, until an operator resets it.
     """
 
 
 @breaker.command("show", examples=(("mgpuctl breaker show --json", "For scripts."),))
-@master_option
+@connected
 @json_option
-def show_(address: str, as_json: bool) -> None:
+def show_(master: Master, as_json: bool) -> None:
     """Whether it has tripped, and how near it is."""
-    with Master(address) as master:
-        _show(master.call(master.admin.GetStats, admin.GetStatsRequest()).breaker, as_json=as_json)
+    _show(master.call(master.admin.GetStats, admin.GetStatsRequest()).breaker, as_json=as_json)
 
 
 @breaker.command("reset", examples=(("mgpuctl breaker reset", "After the cause was found."),))
-@master_option
+@connected
 @json_option
-def reset(address: str, as_json: bool) -> None:
-    """Quarantine sick devices again. Those that are sick now are, and may trip it again."""
-    with Master(address) as master:
-        _show(master.call(master.admin.ResetBreaker, admin.ResetBreakerRequest()).breaker, as_json=as_json)
+def reset(master: Master, as_json: bool) -> None:
+    """Quarantine sick devices again. Devices that are sick now count, and may trip it again."""
+    _show(master.call(master.admin.ResetBreaker, admin.ResetBreakerRequest()).breaker, as_json=as_json)
 
 
-def words_of(message: admin.Breaker) -> str:
-    """One line about the breaker."""
-    of = f"{message.quarantines} of at most {message.quarantines_max} devices were quarantined lately"
+def breaker_text(message: admin.Breaker) -> str:
     if not message.tripped:
-        return f"the circuit breaker is closed: {of}"
+        counts = f"{message.quarantines} of at most {message.quarantines_max}"
+        return f"the circuit breaker is closed: {counts} devices were quarantined lately"
     return (
-        f"THE CIRCUIT BREAKER TRIPPED {show.age(message, 'trip_time')} ago: too many devices fell sick together, and "
-        "those that can run anything go on. Look for a common cause (mgpuctl workers), then: mgpuctl breaker reset"
+        f"THE CIRCUIT BREAKER TRIPPED {age(message, 'trip_time')} ago: too many devices fell sick together. Sick "
+        "devices that can run anything stay in use. Find the common cause, then: mgpuctl breaker reset"
     )
 
 
 def _show(message: admin.Breaker, *, as_json: bool) -> None:
     if as_json:
-        show.value(show.as_dict(message))
+        show.value(messages.as_dict(message))
     else:
-        click.secho(words_of(message), fg="red" if message.tripped else None, bold=message.tripped)
+        click.secho(breaker_text(message), fg="red" if message.tripped else None, bold=message.tripped)

@@ -1,4 +1,4 @@
-"""`mgpuctl handlers reload`: have workers run the handlers as their files are now, one worker after the other."""
+"""`mgpuctl handlers reload`: workers import the handlers' edited files, one worker after the other."""
 
 import time
 
@@ -7,8 +7,9 @@ import click
 from multigpu.cli import show
 from multigpu.cli.commands import Group
 from multigpu.cli.failures import Failure
-from multigpu.cli.options import complete_worker_id, json_option, master_option
-from multigpu.cli.rpc import Master
+from multigpu.cli.options import json_option
+from multigpu.cli.rpc import Master, complete_worker_id, connected
+from multigpu.cli.text import clean
 from multigpu.v1 import admin_service_pb2 as admin
 
 POLL_INTERVAL_S = 0.1
@@ -20,8 +21,8 @@ POLL_INTERVAL_S = 0.1
 def handlers() -> None:
     """Have workers reload your handlers, one after the other.
 
-    A worker runs the version that it read when it began, whatever happens to the files. `mgpuctl workers --json` shows
-    it, and `mgpuctl doctor` warns where workers run different ones.
+    A worker keeps the version that it read at its start, even if the files change. `mgpuctl workers --json` shows the
+    version, and `mgpuctl doctor` warns if workers run different ones.
     """
 
 
@@ -34,35 +35,34 @@ def handlers() -> None:
 )
 @click.argument("worker_ids", metavar="[WORKER]...", nargs=-1, shell_complete=complete_worker_id)
 @click.option("--all", "everywhere", is_flag=True, help="All connected workers that have handlers.")
-@master_option
+@connected
 @json_option
-def reload(worker_ids: tuple[str, ...], everywhere: bool, address: str, as_json: bool) -> None:
-    """Have workers read their handlers again, one after the other. Each finishes what runs, for at most its
-    drain_timeout_s; what runs longer begins anew.
+def reload(worker_ids: tuple[str, ...], everywhere: bool, master: Master, as_json: bool) -> None:
+    """Have workers read their handlers again, one after the other. Each lets its tasks finish for at most its
+    drain_timeout_s; tasks that run longer start again.
 
-    A WORKER is an id, or the beginning of one. Where the new version can't be imported the old one goes on, and the
-    workers after that keep theirs.
+    A WORKER is an id, or the beginning of one. If a worker can't import the new version, it keeps the old one, and the
+    workers after it are not reloaded.
     """
     if bool(worker_ids) == everywhere:
-        raise click.UsageError("name workers, or say --all")
-    told: list[dict[str, str]] = []
-    with Master(address) as master:
-        found = [master.find_worker_id(prefix) for prefix in worker_ids]
-        if everywhere:
-            lost = admin.WORKER_STATE_LOST
-            found = [w.worker_id for w in master.list_workers() if w.HasField("handlers") and w.state != lost]
-        try:
-            for worker_id in found:
-                told.append(_reload(master, worker_id))
-                if not as_json:
-                    show.line(show.clean("{worker_id}: {before} before, {version} now".format(**told[-1])))
-        finally:
-            if as_json:
-                show.value(told)
+        raise click.UsageError("give either WORKERs or --all")
+    found = [master.find_worker_id(prefix) for prefix in worker_ids]
+    if everywhere:
+        lost = admin.WORKER_STATE_LOST
+        found = [w.worker_id for w in master.list_workers() if w.HasField("handlers") and w.state != lost]
+    reloaded: list[dict[str, str]] = []
+    try:
+        for worker_id in found:
+            reloaded.append(_reload(master, worker_id))
+            if not as_json:
+                show.line(clean("{worker_id}: {before} before, {version} now".format(**reloaded[-1])))
+    finally:
+        if as_json:
+            show.value(reloaded)
 
 
 def _reload(master: Master, worker_id: str) -> dict[str, str]:
-    """Failure: it runs what it ran before."""
+    """Failure: the worker keeps its old version."""
     before = master.call(master.admin.ReloadHandlers, admin.ReloadHandlersRequest(worker_id=worker_id)).worker
     while True:
         worker = next((w for w in master.list_workers() if w.worker_id == worker_id), admin.Worker())

@@ -1,4 +1,4 @@
-"""`mgpuctl logs`: what the daemons of this host said: services from journald, a local fleet from its file."""
+"""`mgpuctl logs`: the logs of this host's daemons: services from journald, a local fleet from its file."""
 
 import json
 import shutil
@@ -13,36 +13,36 @@ from pathlib import Path
 from typing import Any
 
 import click
+from rich.console import Console
+from rich.text import Text
 
 from multigpu.cli import show
 from multigpu.cli.commands import Command
 from multigpu.cli.failures import Failure
 from multigpu.cli.local.fleet_log import LOG_NAME, older
 from multigpu.cli.options import config_option, json_option, load_config
+from multigpu.cli.text import clean
 from multigpu.config import config
 
 POLL_INTERVAL_S = 0.2
 SYSTEMD_RUNS = Path("/run/systemd/system")
 SYSTEMCTL_TIMEOUT_S = 10.0
 MICROSECONDS = 1_000_000
-# syslog(3)'s numbers, as the daemons name them.
+# Names of the daemons' levels by syslog(3)'s numbers.
 LEVELS = {"0": "critical", "1": "critical", "2": "critical", "3": "error", "4": "warning", "7": "debug"}
 STYLES = {"critical": "bold red", "error": "red", "warning": "yellow", "debug": "bright_black"}
-# Keys of a line that have a place of their own in an entry.
+# Keys of a line that are not in Entry.fields.
 TAKEN = frozenset({"timestamp", "level", "event", "process", "exception"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """A line of a log."""
-
     # RFC 3339; empty: not known.
     timestamp: str
     # "master", a worker's id; for services the unit: "mgpu-worker@0".
     process: str
     level: str
     message: str
-    # Whatever else the line tells: "worker_id", "task_id".
     fields: dict[str, Any] = field(default_factory=dict)
 
 
@@ -51,7 +51,7 @@ class Entry:
     examples=(
         ("mgpuctl logs -f", "Everything, as it comes."),
         ("mgpuctl logs master -n 20", "The last lines of the master."),
-        ("mgpuctl logs 0", "Of the service mgpu-worker@0; of a local fleet, workers whose id begins so."),
+        ("mgpuctl logs 0", "The service mgpu-worker@0; or local workers whose id begins with 0."),
         ("mgpuctl logs worker --json | jq 'select(.level == \"error\")'", "For programs: one JSON value a line."),
     ),
 )
@@ -60,13 +60,15 @@ class Entry:
 @click.option(
     "-n", "--lines", "count", type=click.IntRange(min=0), default=100, show_default=True, help="How many old lines."
 )
-@click.option("--data-dir", metavar="DIR", help="Of the local fleet of this data folder, even if there are services.")
+@click.option(
+    "--data-dir", metavar="DIR", help="Read the local fleet's log in this data directory, even if there are services."
+)
 @config_option
 @json_option
 def logs(who: str, follow: bool, count: int, data_dir: str | None, as_json: bool) -> None:
     """Show the logs of the daemons on this host.
 
-    Of services, from journald; else of a local fleet (`mgpuctl up`), from the file in its data folder.
+    From journald if systemd has mgpu units; else from the file that `mgpuctl up` keeps in its data directory.
     """
     if data_dir is None and has_services():
         entries = from_journal(who, count=count, follow=follow)
@@ -79,7 +81,7 @@ def logs(who: str, follow: bool, count: int, data_dir: str | None, as_json: bool
 
 
 def has_services() -> bool:
-    """Whether systemd runs here and knows units of ours."""
+    """Whether systemd runs here and has mgpu units."""
     if not SYSTEMD_RUNS.is_dir() or shutil.which("systemctl") is None or shutil.which("journalctl") is None:
         return False
     argv = ["systemctl", "list-units", "--all", "--plain", "--no-legend", "--no-pager", "mgpu-*"]
@@ -92,15 +94,12 @@ def has_services() -> bool:
     return done.returncode == 0 and bool(done.stdout.strip())
 
 
-# --- services --------------------------------------------------------------------------------------------------------
-
-
 def from_journal(who: str, *, count: int, follow: bool) -> Iterator[Entry]:
-    """Entries of the units' journal, the oldest first. Raises Failure when journalctl does."""
+    """Entries of the units' journal, the oldest first. Raises Failure if journalctl fails."""
     units = {"": "mgpu-*", "master": "mgpu-master.service", "worker": "mgpu-worker@*", "mps": "mgpu-mps@*"}
     unit = units.get(who) or (who if who.startswith("mgpu-") else f"mgpu-worker@{who}*")
     argv = ["journalctl", "--no-pager", "--output=json", f"--lines={count}", f"--unit={unit}"]
-    # Its complaints, such as of a journal that is not ours to read, are for the person at stderr.
+    # journalctl's own errors go to stderr.
     with subprocess.Popen([*argv, "--follow"] if follow else argv, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         try:
@@ -110,11 +109,11 @@ def from_journal(who: str, *, count: int, follow: bool) -> Iterator[Entry]:
         finally:
             process.terminate()
     if process.returncode > 0:
-        raise Failure(f"journalctl ended with exit code {process.returncode}; its own words stand above")
+        raise Failure(f"journalctl ended with exit code {process.returncode}; its message is above")
 
 
 def from_journal_entry(told: dict[str, Any]) -> Entry:
-    """One value of `journalctl --output=json`. Text that is no UTF-8 comes as a list of bytes."""
+    """One value of `journalctl --output=json`. Text that is not UTF-8 is a list of bytes."""
     message = told.get("MESSAGE") or ""
     if isinstance(message, list):
         message = bytes(message).decode("utf-8", "replace")
@@ -123,7 +122,7 @@ def from_journal_entry(told: dict[str, Any]) -> Entry:
     fields = {key.removeprefix("MGPU_").lower(): value for key, value in told.items() if key.startswith("MGPU_")}
     return Entry(
         timestamp=datetime.fromtimestamp(int(at) / MICROSECONDS, UTC).isoformat().replace("+00:00", "Z") if at else "",
-        # What systemd says about a unit is the unit's.
+        # systemd's own entries about a unit have its name in UNIT.
         process=str(told.get("UNIT") or unit).removesuffix(".service"),
         level=LEVELS.get(str(told.get("PRIORITY")), "info"),
         message=message,
@@ -131,13 +130,10 @@ def from_journal_entry(told: dict[str, Any]) -> Entry:
     )
 
 
-# --- a local fleet ---------------------------------------------------------------------------------------------------
-
-
 def matcher(who: str) -> Callable[[str], bool]:
-    """Whether a process of a local fleet is meant. The keeper itself, "up", is no worker."""
+    """Selects processes of a local fleet by name. The supervisor, "up", is no worker."""
     if who == "mps":
-        raise Failure("a local fleet has no MPS processes of its own; its workers tell of MPS: `mgpuctl logs worker`")
+        raise Failure("a local fleet has no MPS processes; its workers log about MPS: `mgpuctl logs worker`")
     if who == "worker":
         return lambda process: process not in ("master", "up")
     return lambda process: process.startswith(who)
@@ -148,7 +144,7 @@ def from_file(path: Path, wanted: Callable[[str], bool], *, count: int, follow: 
     if not path.exists() and not (follow and path.parent.is_dir()):
         raise Failure(
             f"no services here, and no log of a local fleet at {path}; start one with `mgpuctl up`, "
-            "or say where its data folder is: --data-dir"
+            "or name its data directory with --data-dir"
         )
     last: deque[Entry] = deque(maxlen=count)
     reader = _Reader(path)
@@ -164,7 +160,7 @@ def from_file(path: Path, wanted: Callable[[str], bool], *, count: int, follow: 
 
 
 class _Reader:
-    """What is added to a file, also when it is moved away and begun again."""
+    """New lines of a file, also after it is rotated."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -172,7 +168,7 @@ class _Reader:
         self._offset = 0
 
     def lines(self) -> Iterator[bytes]:
-        """Whole lines that came since the last call."""
+        """Complete lines since the last call."""
         try:
             status = self._path.stat()
         except FileNotFoundError:
@@ -190,7 +186,7 @@ class _Reader:
             file.seek(self._offset)
             for line in file:
                 if not line.endswith(b"\n"):
-                    return  # it is being written
+                    return  # still being written
                 self._offset += len(line)
                 yield line
 
@@ -226,17 +222,11 @@ def _object(line: bytes) -> dict[str, Any] | None:
     return told if isinstance(told, dict) else None
 
 
-# --- printing --------------------------------------------------------------------------------------------------------
-
-
 def _printer(*, as_json: bool) -> Callable[[Entry], None]:
     if as_json:
         return lambda entry: show.line(show.as_json(as_dict(entry)))
     if not sys.stdout.isatty():
         return lambda entry: show.line(as_text(entry))
-    from rich.console import Console  # noqa: PLC0415  only a terminal pays for it
-    from rich.text import Text  # noqa: PLC0415
-
     console = Console(highlight=False, soft_wrap=True)
     return lambda entry: console.print(Text(as_text(entry), style=STYLES.get(entry.level, "")))
 
@@ -247,14 +237,14 @@ def as_dict(entry: Entry) -> dict[str, Any]:
 
 
 def as_text(entry: Entry) -> str:
-    """An entry in a line, its time by this host's zone; a traceback follows."""
+    """An entry on one line, in local time; a traceback follows."""
     try:
         at = datetime.fromisoformat(entry.timestamp).astimezone().strftime("%F %T.%f")[:-3]
     except ValueError:
         at = entry.timestamp
     first, *more = entry.message.splitlines() or [""]
-    # A service's message has its fields in it already.
+    # A service's message contains its fields already.
     told = "".join(
         f" {key}={value}" for key, value in entry.fields.items() if f"{key}=" not in first and key != "logger"
     )
-    return "\n".join(show.clean(text) for text in (f"{at}  {entry.process}  {entry.level:<7}  {first}{told}", *more))
+    return "\n".join(clean(text) for text in (f"{at}  {entry.process}  {entry.level:<7}  {first}{told}", *more))

@@ -1,11 +1,13 @@
-"""`mgpuctl strategy`: which policy chooses a worker for a task, for the fleet or for one queue."""
+"""`mgpuctl strategy`: the policy that chooses a worker for a task, for the fleet or for one queue."""
 
 import click
 
-from multigpu.cli import show, tables
+from multigpu.cli import messages, show, tables
 from multigpu.cli.commands import Group
-from multigpu.cli.options import json_option, master_option
-from multigpu.cli.rpc import Master
+from multigpu.cli.options import json_option
+from multigpu.cli.rpc import Master, connected
+from multigpu.cli.tables import Column
+from multigpu.cli.text import clean
 from multigpu.v1 import admin_service_pb2 as admin
 
 
@@ -18,30 +20,28 @@ def strategy() -> None:
     "get",
     examples=(
         ("mgpuctl strategy get", "The fleet's, and all there are."),
-        ("mgpuctl strategy get --queue night", "That of one queue."),
+        ("mgpuctl strategy get --queue night", "The strategy of one queue."),
     ),
 )
 @click.option("--queue", default="", metavar="QUEUE", help="Of this queue.  [default: the fleet's]")
-@master_option
+@connected
 @json_option
-def get(queue: str, address: str, as_json: bool) -> None:
-    """The strategy in force, and those that could be."""
-    with Master(address) as master:
-        answer = master.call(master.admin.GetStrategy, admin.GetStrategyRequest(queue=queue))
+def get(queue: str, master: Master, as_json: bool) -> None:
+    """The strategy in force, and the available ones."""
+    answer = master.call(master.admin.GetStrategy, admin.GetStrategyRequest(queue=queue))
     if as_json:
-        show.value(show.as_dict(answer))
+        show.value(messages.as_dict(answer))
         return
-    rows = [
-        ("*" if info.name == answer.strategy else "", info.name, ", ".join(info.aliases), info.summary)
-        for info in answer.available
-    ]
-    if queue:
-        origin = ", inherited from the fleet" if answer.inherited else ""
-        show.line(f"Queue {show.clean(queue)}: {answer.strategy}{origin}")
-    else:
-        show.line(f"Fleet: {answer.strategy}")
+    inherited = ", inherited from the fleet" if queue and answer.inherited else ""
+    show.line(f"{_scope(queue)}: {answer.strategy}{inherited}")
     show.line()
-    tables.table(("", "STRATEGY", "ALSO", "CHOOSES"), rows, empty="the master lists no strategies")
+    columns = (
+        Column("", lambda info: "*" if info.name == answer.strategy else ""),
+        Column("STRATEGY", lambda info: info.name),
+        Column("ALSO", lambda info: ", ".join(info.aliases)),
+        Column("CHOOSES", lambda info: info.summary),
+    )
+    tables.show_rows(answer.available, columns, empty="the master lists no strategies")
 
 
 @strategy.command(
@@ -54,18 +54,21 @@ def get(queue: str, address: str, as_json: bool) -> None:
 )
 @click.argument("name", metavar="[STRATEGY]", default="")
 @click.option("--queue", default="", metavar="QUEUE", help="For this queue.  [default: for the fleet]")
-@click.option("--inherit", is_flag=True, help="The queue has none of its own any more.")
-@master_option
+@click.option("--inherit", is_flag=True, help="The queue follows the fleet again.")
+@connected
 @json_option
-def set_(name: str, queue: str, inherit: bool, address: str, as_json: bool) -> None:
+def set_(name: str, queue: str, inherit: bool, master: Master, as_json: bool) -> None:
     """Change the strategy. It takes effect at once, and survives restarts."""
     if inherit == bool(name) or (inherit and not queue):
         raise click.UsageError(
             "give either a STRATEGY, or --inherit with --queue; `mgpuctl strategy get` lists strategies"
         )
-    with Master(address) as master:
-        answer = master.call(master.admin.SetStrategy, admin.SetStrategyRequest(queue=queue, strategy=name))
+    answer = master.call(master.admin.SetStrategy, admin.SetStrategyRequest(queue=queue, strategy=name))
     if as_json:
-        show.value(show.as_dict(answer))
+        show.value(messages.as_dict(answer))
     else:
-        show.line(f"{'Queue ' + show.clean(queue) if queue else 'Fleet'}: {answer.strategy}")
+        show.line(f"{_scope(queue)}: {answer.strategy}")
+
+
+def _scope(queue: str) -> str:
+    return f"Queue {clean(queue)}" if queue else "Fleet"

@@ -15,9 +15,10 @@ from multigpu.cli.commands import Command
 from multigpu.cli.failures import EXIT_CODES, TasksFailed
 from multigpu.cli.kinds.infer import task_options
 from multigpu.cli.options import json_option, master_option
-from multigpu.cli.presence import loading_told, wait_for_worker
+from multigpu.cli.presence import loading_notes, wait_for_worker
 from multigpu.cli.sdk import sdk_failures
 from multigpu.cli.tasks.lines import STDIN, open_input, read_lines
+from multigpu.cli.text import clean
 
 # Pictures may be large: so many are under way at once.
 WINDOW = 256
@@ -61,7 +62,7 @@ def classify(
         names: list[str] = []
         subjects = read_subjects(files, names, as_text=as_text)
         results = client.classify_map(model, subjects, top_k, window=WINDOW, return_exceptions=True, **task)
-        with loading_told(address, KIND, model, show.note) as answered:
+        with loading_notes(address, KIND, model, show.note) as answered:
             for count, labels in enumerate(results, 1):
                 answered.set()
                 failed += isinstance(labels, Exception)
@@ -95,9 +96,9 @@ def tell(name: str, labels: "list[Label] | Exception", *, as_json: bool) -> None
         classes = [dataclasses.asdict(found) for found in labels]
         show.value({"input": name, "classes": classes})
     elif sys.stdout.isatty():
-        show.line(show.clean(name))
+        show.line(clean(name))
         for found in labels:
-            show.line(f"  {found.score:6.1%}  {show.clean(found.label or str(found.index))}")
+            show.line(f"  {found.score:6.1%}  {clean(found.label or str(found.index))}")
     else:
         for found in labels:
-            show.line(f"{show.clean(name)}\t{found.score:.6f}\t{found.index}\t{show.clean(found.label)}")
+            show.line(f"{clean(name)}\t{found.score:.6f}\t{found.index}\t{clean(found.label)}")

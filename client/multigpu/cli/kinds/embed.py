@@ -22,10 +22,11 @@ from multigpu.cli.commands import Command
 from multigpu.cli.failures import EXIT_CODES, Failure
 from multigpu.cli.kinds.vectors import JsonLinesFile, JsonLinesStdout, NpyFile, Rows, Sink
 from multigpu.cli.options import client_config, json_option, master_option, wait_option
-from multigpu.cli.presence import loading_told, wait_for_worker
+from multigpu.cli.presence import loading_notes, wait_for_worker
 from multigpu.cli.progress import Progress
-from multigpu.cli.sdk import sdk_failures, withdrawn_at_end
+from multigpu.cli.sdk import cancelled_at_end, sdk_failures
 from multigpu.cli.tasks.lines import STDIN, count_lines, read_lines
+from multigpu.cli.text import duration
 
 # Texts under way: enough for several batches on every worker of a large fleet, and little memory.
 WINDOW_TEXTS = 65_536
@@ -86,7 +87,7 @@ def embed(
         wait_for_worker(address, KIND, task["model"], timeout_s=wait_s, say=progress.say)
         progress.begin(resumed)
         started_at = time.monotonic()
-        with loading_told(address, KIND, task["model"], progress.say) as answered:
+        with loading_notes(address, KIND, task["model"], progress.say) as answered:
             dimension = embed_into(sink, paths, address, task, progress, lines_by_worker, answered.set)
     seconds = time.monotonic() - started_at
     summary = {
@@ -154,7 +155,7 @@ def embed_into(
         texts = counted(chunks.cut(lines))
         outcomes = client.map_outcomes(KIND, texts, window=window, wait_for_worker=True, **options)
         try:
-            with withdrawn_at_end(outcomes):
+            with cancelled_at_end(outcomes):
                 for outcome in outcomes:
                     answered()
                     rows = chunks.rows(outcome)
@@ -192,7 +193,7 @@ def tell(summary: dict[str, Any]) -> None:
     """The summary for a person, on stderr: stdout may be full of vectors."""
     where = f" -> {summary['output']} [{summary['lines']}, {summary['dimension']}]" if summary["output"] else ""
     rate = f"{summary['lines_per_s']:,.0f} lines/s"
-    show.note(f"{summary['lines']:,} lines in {show.duration(summary['seconds'])}, {rate}{where}")
+    show.note(f"{summary['lines']:,} lines in {duration(summary['seconds'])}, {rate}{where}")
     width = max((len(worker_id) for worker_id in summary["workers"]), default=0)
     for worker_id, count in summary["workers"].items():
         show.note(f"  {worker_id:<{width}}  {count:>10,} lines")

@@ -16,9 +16,10 @@ from multigpu.cli import show
 from multigpu.cli.commands import Command
 from multigpu.cli.failures import EXIT_CODES, Failure
 from multigpu.cli.options import Number, json_option, master_option, wait_option
-from multigpu.cli.presence import loading_told, wait_for_worker
-from multigpu.cli.sdk import sdk_failures, withdrawn_at_end
+from multigpu.cli.presence import loading_notes, wait_for_worker
+from multigpu.cli.sdk import cancelled_at_end, sdk_failures
 from multigpu.cli.tasks.lines import STDIN, open_input
+from multigpu.cli.text import clean
 
 # What the payload's whole numbers hold.
 COUNT_MAX = 2**32 - 1
@@ -86,7 +87,7 @@ def generate(
         with Client(address) as client:
             # A worker was there a moment ago; if the last one dies just now, the task waits for it to come back.
             generation = client.generate(asked, model, wait_for_worker=True, **options)
-            with withdrawn_at_end(generation), loading_told(address, KIND, model, show.note) as answered:
+            with cancelled_at_end(generation), loading_notes(address, KIND, model, show.note) as answered:
                 for piece in generation:
                     answered.set()
                     if as_lines:
@@ -117,7 +118,7 @@ def prompt_of(text: str, system: str, *, chat: bool) -> Prompt:
 def write(piece: str) -> None:
     """A piece of the answer to stdout, at once."""
     if sys.stdout.isatty():
-        piece = "\t".join(map(show.clean, piece.split("\t")))
+        piece = "\t".join(map(clean, piece.split("\t")))
     show.raw(piece.encode())
 
 

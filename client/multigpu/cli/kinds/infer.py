@@ -21,7 +21,7 @@ from multigpu.cli.commands import Command
 from multigpu.cli.failures import EXIT_CODES, Failure
 from multigpu.cli.kinds.vectors import File
 from multigpu.cli.options import Number, json_option, key_values, master_option
-from multigpu.cli.presence import loading_told, wait_for_worker
+from multigpu.cli.presence import loading_notes, wait_for_worker
 from multigpu.cli.sdk import sdk_failures
 from multigpu.cli.tasks.lines import STDIN, open_input
 
@@ -108,7 +108,7 @@ def infer(
     arrays = read_inputs(inputs)
     with sdk_failures():
         wait_for_worker(address, KIND, model, timeout_s=wait_s, say=show.note)
-        with Client(address) as client, loading_told(address, KIND, model, show.note):
+        with Client(address) as client, loading_notes(address, KIND, model, show.note):
             found = client.infer(model, arrays, outputs, **task)
     if out is not None:
         write(found, out)

@@ -192,7 +192,7 @@ class Supervisor:
             self._on_event(name, f"stopped: {describe_exit(returncode)}")
             return
         if returncode in child.spec.rejections and not (self.proven and child.spec.may_recover):
-            self._on_event(name, f"rejected to run ({describe_exit(returncode)}); its last words above say why")
+            self._on_event(name, f"did not run ({describe_exit(returncode)}); its last words above say why")
             self._give_up(child)
             return
         if child.deaths_in_a_row >= HOPELESS_DEATHS and not self.proven:

@@ -61,7 +61,7 @@ class Fleet:
     ),
     exits=(
         ("0", "Stopped as asked."),
-        ("1", "The fleet can't run: the master or a worker rejected to start, or died each time."),
+        ("1", "The fleet can't run: the master or a worker did not start, or died each time."),
         ("2", "The command line or the configuration is wrong."),
     ),
 )

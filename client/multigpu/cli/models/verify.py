@@ -1,17 +1,19 @@
-"""`mgpuctl models verify`: are the files of models those that were recorded? Works on files alone, without a master."""
+"""`mgpuctl models verify`: compares the files of models with their recorded hashes. Needs no master."""
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import click
 
-from multigpu.cli import show
+from multigpu.cli import show, tables
 from multigpu.cli.commands import Command
 from multigpu.cli.failures import Failure
 from multigpu.cli.options import json_option
 from multigpu.cli.progress import Progress
+from multigpu.cli.tables import Column
+from multigpu.cli.text import size
 from multigpu.repository.files import Problem, digest, file_hash, loaded_files
 from multigpu.repository.files import verify as compare
 from multigpu.repository.hashes import write_hashes
@@ -24,7 +26,7 @@ OK, DIFFERS, UNRECORDED, BROKEN, WRITTEN = "ok", "differs", "not recorded", "bro
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """What was found of one version of a model."""
+    """The result for one version of a model."""
 
     model: str
     status: str
@@ -35,9 +37,18 @@ class Verdict:
     problems: list[Problem] = field(default_factory=list)
 
 
+COLUMNS = (
+    Column("MODEL", lambda verdict: verdict.model),
+    Column("STATUS", lambda verdict: verdict.status),
+    Column("FILES", lambda verdict: str(verdict.files), right=True),
+    Column("SIZE", lambda verdict: size(verdict.files_bytes), right=True),
+    Column("DIGEST", lambda verdict: verdict.digest[:16]),
+)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
-    """A model's folder with all of its versions, and why some of them can't be read, by id."""
+    """The folder of a model, its versions, and the errors of unreadable versions by id."""
 
     folder: Path
     specs: list[ModelSpec]
@@ -68,7 +79,7 @@ def verify(paths: tuple[str, ...], write: bool, as_json: bool) -> None:
     with Progress("bytes", total, quiet=as_json) as progress:
         verdicts = [verdict for model in models for verdict in _judge(model, write, progress.add)]
     if as_json:
-        show.value([_plain(verdict) for verdict in verdicts])
+        show.value([dataclasses.asdict(verdict) for verdict in verdicts])
     else:
         _print(verdicts)
     bad = sum(verdict.status not in (OK, WRITTEN) for verdict in verdicts)
@@ -86,55 +97,52 @@ def _models(path: Path) -> list[Model]:
     models = []
     for name, folder in folders:
         try:
-            # A model that is named by itself may lie anywhere, and its links lead where its owner wants.
+            # The links of a model that is named by itself may lead anywhere.
             specs, broken = read_model(folder, name, None if whole else path, every_version=True)
         except ModelFolderError as error:
             specs, broken = [], {name: str(error)}
         models.append(Model(folder=folder, specs=specs, errors=broken))
-    models += [Model(folder=path, specs=[], errors={name: text}) for name, text in errors.items()]
-    return models
+    return [*models, *(Model(folder=path, specs=[], errors={name: text}) for name, text in errors.items())]
 
 
 def _judge(model: Model, write: bool, on_bytes: Callable[[int], None]) -> list[Verdict]:
-    verdicts = [
-        Verdict(model=name, status=BROKEN, folder=str(model.folder), problems=[Problem(file="", message=text)])
-        for name, text in model.errors.items()
-    ]
-    # What was recorded of versions that can't be read now stays.
-    unread = tuple(f"{name.partition(':')[2]}/" for name in model.errors)
-    hashes = {
-        name: value for name, value in _recorded(model).items() if write and model.specs and name.startswith(unread)
-    }
+    verdicts = [_broken(name, model.folder, text) for name, text in model.errors.items()]
+    hashes: dict[str, str] = {}
+    if write and model.specs:
+        # Versions that can't be read now keep their recorded hashes.
+        unread = tuple(f"{name.partition(':')[2]}/" for name in model.errors)
+        hashes = {name: value for name, value in _recorded(model).items() if name.startswith(unread)}
     for spec in model.specs:
-        problems: list[Problem] = []
         try:
             files = loaded_files(spec)
+            problems: list[Problem] = []
             if write:
                 under = f"{spec.version}/" if spec.version else ""
                 hashes |= {under + name: file_hash(spec.folder / name, on_bytes) for name in files}
             else:
                 problems = compare(spec, on_bytes)
-            status = WRITTEN if write else DIFFERS if problems else OK if spec.hashes else UNRECORDED
-            known = digest(spec) if spec.hashes or write else ""
-        except ModelFolderError as error:
-            problems, status, known, files = [Problem(file="", message=str(error))], BROKEN, "", []
-        verdicts.append(
-            Verdict(
+            verdict = Verdict(
                 model=spec.id,
-                status=status,
+                status=WRITTEN if write else DIFFERS if problems else OK if spec.hashes else UNRECORDED,
                 folder=str(spec.folder),
                 files=len(files),
                 files_bytes=spec.files_bytes,
-                digest=known,
+                digest=digest(spec) if spec.hashes or write else "",
                 problems=problems,
             )
-        )
-    if write and hashes:
+        except ModelFolderError as error:
+            verdict = dataclasses.replace(_broken(spec.id, spec.folder, str(error)), files_bytes=spec.files_bytes)
+        verdicts.append(verdict)
+    if hashes:
         try:
             write_hashes(model.folder, hashes)
         except ModelFolderError as error:
             raise Failure(str(error)) from error
     return verdicts
+
+
+def _broken(name: str, folder: Path, message: str) -> Verdict:
+    return Verdict(model=name, status=BROKEN, folder=str(folder), problems=[Problem(file="", message=message)])
 
 
 def _recorded(model: Model) -> dict[str, str]:
@@ -145,23 +153,8 @@ def _recorded(model: Model) -> dict[str, str]:
     return recorded
 
 
-def _plain(verdict: Verdict) -> dict[str, Any]:
-    return {
-        "model": verdict.model,
-        "status": verdict.status,
-        "folder": verdict.folder,
-        "files": verdict.files,
-        "files_bytes": verdict.files_bytes,
-        "digest": verdict.digest,
-        "problems": [{"file": problem.file, "message": problem.message} for problem in verdict.problems],
-    }
-
-
 def _print(verdicts: list[Verdict]) -> None:
-    from multigpu.cli import tables  # noqa: PLC0415  the JSON has no use for it
-
-    rows = [(v.model, v.status, str(v.files), show.size(v.files_bytes), v.digest[:16]) for v in verdicts]
-    tables.table(("MODEL", "STATUS", "FILES", "SIZE", "DIGEST"), rows, right=("FILES", "SIZE"))
+    tables.show_rows(verdicts, COLUMNS)
     for verdict in verdicts:
         for problem in verdict.problems:
             show.note(f"{verdict.model}: {problem.file} {problem.message}".replace(":  ", ": "))

@@ -1,8 +1,8 @@
 """A small certificate authority in a folder: `ca.crt`, `ca.key`, and a pair NAME.crt, NAME.key for each program.
 
-Keys are ECDSA P-256. A certificate says what its holder may be, by a URI among its names: `urn:multigpu:master`,
-`urn:multigpu:worker` or `urn:multigpu:client`; the master looks at it. A renewal keeps the key and replaces the
-certificate in one step, so that who reads both at any moment gets a pair.
+Keys are ECDSA P-256. A URI among a certificate's names is the role of its holder: `urn:multigpu:master`,
+`urn:multigpu:worker` or `urn:multigpu:client`; the master checks it. A renewal keeps the key and replaces the
+certificate atomically, so that a reader of both always gets a matching pair.
 """
 
 import contextlib
@@ -10,7 +10,6 @@ import datetime as dt
 import ipaddress
 import os
 import re
-import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +19,8 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+from multigpu.cli.security.files import replace_file
 
 CA = "ca"
 MASTER, WORKER, CLIENT = "master", "worker", "client"
@@ -32,12 +33,12 @@ BACKDATED = dt.timedelta(minutes=10)
 
 
 class AuthorityError(Exception):
-    """What is wrong with the folder or the request, and what to do."""
+    """The folder or the request is wrong. The message says what to do."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Certificate:
-    """What a certificate says. Times are UTC."""
+    """The contents of a certificate. Times are UTC."""
 
     name: str
     path: Path
@@ -54,7 +55,7 @@ class Certificate:
 
 
 def init(folder: Path, *, days: int = CA_DAYS) -> bool:
-    """Makes the authority. False: there is one already, and it is left as it is. AuthorityError, OSError."""
+    """Makes the authority. False: there is one already. Raises AuthorityError, OSError."""
     crt, key = _paths(folder, CA)
     if crt.exists() and key.exists():
         _authority(folder)
@@ -73,46 +74,44 @@ def init(folder: Path, *, days: int = CA_DAYS) -> bool:
         .add_extension(_usage(ca=True), critical=True)
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(private.public_key()), critical=False)
     )
-    # The certificate last: with it the authority is there.
-    _write(key, _pem(private), 0o600)
-    _write(crt, builder.sign(private, hashes.SHA256()).public_bytes(serialization.Encoding.PEM), 0o644)
+    # The certificate last: the authority exists once it does.
+    replace_file(key, _pem(private), 0o600)
+    replace_file(crt, builder.sign(private, hashes.SHA256()).public_bytes(serialization.Encoding.PEM), 0o644)
     return True
 
 
 def issue(folder: Path, kind: str, name: str, hosts: Sequence[str], *, days: int = DAYS) -> Certificate:
-    """A new key and certificate, in place of older ones. AuthorityError, OSError."""
+    """A new key and certificate; replaces older ones. Raises AuthorityError, OSError."""
     if not NAME.fullmatch(name) or name == CA:
         raise AuthorityError(
             f"{name!r} can't be a certificate's name: use letters, digits, '.', '_' and '-', and not {CA!r}"
         )
     if kind == MASTER and not hosts:
-        raise AuthorityError(
-            "a master's certificate needs the names by which it is reached: --host NAME or IP, repeated"
-        )
+        raise AuthorityError("a master's certificate needs its host names and addresses: repeat --host NAME or IP")
     private = ec.generate_private_key(ec.SECP256R1())
     pem = _signed(folder, kind, name, hosts, private.public_key(), days)
     crt, key = _paths(folder, name)
-    _write(key, _pem(private), 0o600)
-    _write(crt, pem, 0o644)
+    replace_file(key, _pem(private), 0o600)
+    replace_file(crt, pem, 0o644)
     return read(folder, name)
 
 
 def renew(folder: Path, name: str, *, days: int = DAYS) -> Certificate:
-    """The same certificate with a new end; its key stays. AuthorityError, OSError."""
+    """The same certificate and key with a later end. Raises AuthorityError, OSError."""
     old = read(folder, name)
     public = _load(old.path).public_key()
     assert isinstance(public, ec.EllipticCurvePublicKey), "issue() makes no others"
-    _write(old.path, _signed(folder, old.kind, name, old.hosts, public, days), 0o644)
+    replace_file(old.path, _signed(folder, old.kind, name, old.hosts, public, days), 0o644)
     return read(folder, name)
 
 
 def names(folder: Path) -> list[str]:
-    """The names of the certificates in the folder, less the authority's."""
+    """The names of the certificates in the folder, without the authority's."""
     return sorted(path.stem for path in folder.glob("*.crt") if path.stem != CA)
 
 
 def read(folder: Path, name: str) -> Certificate:
-    """What a certificate of the folder says. AuthorityError: there is none, or it can't be read."""
+    """A certificate of the folder. Raises AuthorityError."""
     path, _ = _paths(folder, name)
     if not path.is_file():
         raise AuthorityError(
@@ -234,26 +233,6 @@ def _pem(key: ec.EllipticCurvePrivateKey) -> bytes:
 
 def _paths(folder: Path, name: str) -> tuple[Path, Path]:
     return folder / f"{name}.crt", folder / f"{name}.key"
-
-
-def _write(path: Path, data: bytes, mode: int) -> None:
-    """Replaces a file in one step. Who owned the old one, and who could read it, stays."""
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        if path.exists():
-            old = path.stat()
-            mode = old.st_mode & 0o777
-            if (old.st_uid, old.st_gid) != (os.geteuid(), os.getegid()):
-                os.chown(temporary, old.st_uid, old.st_gid)
-        Path(temporary).chmod(mode)
-        Path(temporary).replace(path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
 
 
 def _now() -> dt.datetime:

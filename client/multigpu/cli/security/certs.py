@@ -1,6 +1,6 @@
-"""`mgpuctl certs`: the certificates of a fleet, from an authority of its own in a folder."""
+"""`mgpuctl certs`: the certificates of a fleet, from a certificate authority in a folder."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -9,15 +9,32 @@ import click
 from multigpu.cli import show, tables
 from multigpu.cli.commands import Group
 from multigpu.cli.failures import Failure, NotFound
-from multigpu.cli.options import json_option
+from multigpu.cli.options import F, json_option
 from multigpu.cli.security import authority
+from multigpu.cli.tables import Column
 
 FOLDER = click.argument("folder", metavar="DIR", type=click.Path(file_okay=False, path_type=Path))
-DAYS = click.option(
-    "--days", type=click.IntRange(min=1, max=36500), default=authority.DAYS, show_default=True, metavar="N",
-    help="How long the certificates are valid.",
-)  # fmt: skip
-YES_OR_NO = {True: "yes", False: "NO"}
+
+
+def _days_option(default: int, noun: str) -> Callable[[F], F]:
+    return click.option(
+        "--days",
+        type=click.IntRange(min=1, max=36500),
+        default=default,
+        show_default=True,
+        metavar="N",
+        help=f"How long the {noun} valid.",
+    )
+
+
+COLUMNS = (
+    Column("NAME", lambda cert: cert.name),
+    Column("KIND", lambda cert: cert.kind),
+    Column("HOSTS", lambda cert: " ".join(cert.hosts) or "-"),
+    Column("VALID UNTIL", lambda cert: f"{cert.ends:%Y-%m-%d %H:%M}Z"),
+    Column("DAYS", lambda cert: f"{cert.days_left:.0f}", right=True),
+    Column("OURS", lambda cert: "yes" if cert.ours else "NO"),
+)
 
 
 @click.group(cls=Group)
@@ -30,7 +47,7 @@ def certs() -> None:
 
 @contextmanager
 def failures() -> Iterator[None]:
-    """Ends the command as Failure where the folder lacks a file, or can't be read or written."""
+    """Turns errors of the folder into Failures."""
     try:
         yield
     except authority.AuthorityError as error:
@@ -41,12 +58,9 @@ def failures() -> Iterator[None]:
 
 @certs.command("init", examples=(("mgpuctl certs init /etc/multigpu/certs", "An authority: ca.crt and ca.key."),))
 @FOLDER
-@click.option(
-    "--days", type=click.IntRange(min=1, max=36500), default=authority.CA_DAYS, show_default=True, metavar="N",
-    help="How long the authority is valid.",
-)  # fmt: skip
+@_days_option(authority.CA_DAYS, "authority is")
 def init(folder: Path, days: int) -> None:
-    """Make an authority. One that is there already is left as it is."""
+    """Make an authority. An existing one does not change."""
     with failures():
         made = authority.init(folder, days=days)
     show.line(f"{folder}: {'a new authority' if made else 'the authority is there already'}")
@@ -57,17 +71,17 @@ def init(folder: Path, days: int) -> None:
     examples=(
         ("mgpuctl certs issue DIR master --host gpu1 --host 10.0.0.5", "master.crt and master.key."),
         ("mgpuctl certs issue DIR worker gpu2-workers", "For the workers of another host."),
-        ("mgpuctl certs issue DIR client alice", "For a client, where the master asks for certificates."),
+        ("mgpuctl certs issue DIR client alice", "For a client, if the master requires certificates."),
     ),
 )
 @FOLDER
 @click.argument("kind", type=click.Choice(authority.KINDS))
 @click.argument("name", required=False)
-@click.option("--host", "hosts", multiple=True, metavar="NAME|IP", help="A name it is reached by. Repeatable.")
-@DAYS
+@click.option("--host", "hosts", multiple=True, metavar="NAME|IP", help="Its host name or address. Repeatable.")
+@_days_option(authority.DAYS, "certificates are")
 @json_option
 def issue(folder: Path, kind: str, name: str | None, hosts: tuple[str, ...], days: int, as_json: bool) -> None:
-    """Make a key and a certificate NAME.key, NAME.crt. NAME is the kind unless given. Replaces those of that name."""
+    """Make a key and a certificate: NAME.key, NAME.crt. NAME is the kind unless given. Replaces existing files."""
     with failures():
         made = authority.issue(folder, kind, name or kind, hosts, days=days)
     _show([made], as_json=as_json)
@@ -76,25 +90,18 @@ def issue(folder: Path, kind: str, name: str | None, hosts: tuple[str, ...], day
 @certs.command(
     "renew",
     examples=(
-        ("mgpuctl certs renew DIR", "All that end within 30 days. Run it daily."),
+        ("mgpuctl certs renew DIR", "Certificates that end within 30 days. Run it daily."),
         ("mgpuctl certs renew DIR master --force", "This one, now."),
     ),
 )
 @FOLDER
 @click.argument("names", nargs=-1)
-@click.option(
-    "--within-days",
-    type=click.IntRange(min=0),
-    default=30,
-    show_default=True,
-    metavar="N",
-    help="Renew certificates that end within N days.",
-)
-@click.option("--force", is_flag=True, help="Renew also certificates that are valid for longer.")
-@DAYS
+@click.option("--within-days", type=click.IntRange(min=0), default=30, show_default=True, help="Which to renew.")
+@click.option("--force", is_flag=True, help="Renew certificates that are valid for longer, too.")
+@_days_option(authority.DAYS, "certificates are")
 @json_option
 def renew(folder: Path, names: tuple[str, ...], within_days: int, force: bool, days: int, as_json: bool) -> None:
-    """Extend certificates; their keys stay. Masters and workers notice by themselves, without a restart."""
+    """Extend certificates; their keys stay. Masters and workers load them without a restart."""
     with failures():
         authority.read(folder, authority.CA)
         known = [authority.read(folder, name) for name in names or authority.names(folder)]
@@ -128,22 +135,16 @@ def show_(folder: Path, as_json: bool) -> None:
 
 
 def _show(certificates: list[authority.Certificate], *, as_json: bool) -> None:
-    if as_json:
-        show.value(
-            [
-                {
-                    "name": c.name, "kind": c.kind, "hosts": list(c.hosts), "certificate": str(c.path),
-                    "key": str(c.path.with_suffix(".key")), "serial": c.serial, "begins": c.begins.isoformat(),
-                    "ends": c.ends.isoformat(), "days_left": round(c.days_left, 2), "of_this_authority": c.ours,
-                }
-                for c in certificates
-            ]
-        )  # fmt: skip
+    if not as_json:
+        tables.show_rows(certificates, COLUMNS, empty="no certificates")
         return
-    rows = [
-        (c.name, c.kind, " ".join(c.hosts) or "-", f"{c.ends:%Y-%m-%d %H:%M}Z", f"{c.days_left:.0f}", YES_OR_NO[c.ours])
-        for c in certificates
-    ]
-    tables.table(
-        ("NAME", "KIND", "HOSTS", "VALID UNTIL", "DAYS", "OURS"), rows, right=("DAYS",), empty="no certificates"
-    )
+    show.value(
+        [
+            {
+                "name": c.name, "kind": c.kind, "hosts": list(c.hosts), "certificate": str(c.path),
+                "key": str(c.path.with_suffix(".key")), "serial": c.serial, "begins": c.begins.isoformat(),
+                "ends": c.ends.isoformat(), "days_left": round(c.days_left, 2), "of_this_authority": c.ours,
+            }
+            for c in certificates
+        ]
+    )  # fmt: skip

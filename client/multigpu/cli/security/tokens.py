@@ -1,22 +1,45 @@
-"""`mgpuctl tokens`: who may come in. Asks the master, so it takes an administrator's token itself."""
+"""`mgpuctl tokens`: the access tokens of a master. Its calls need an administrator's token."""
 
-import os
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import click
 
-from multigpu.cli import show, tables
+from multigpu.cli import messages, show, tables
 from multigpu.cli.commands import Group
 from multigpu.cli.failures import Failure
-from multigpu.cli.options import Number, json_option, master_option
-from multigpu.cli.rpc import Master
+from multigpu.cli.options import Number, json_option
+from multigpu.cli.rpc import PAGE_SIZE_MAX, Master, connected
+from multigpu.cli.security.files import replace_file
+from multigpu.cli.tables import Column
 from multigpu.v1 import admin_service_pb2 as admin
 
 ROLES = ("submit", "read", "worker", "admin")
 UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+
+
+def _scope(token: admin.Token) -> str:
+    return " ".join((*token.queues, *token.worker_ids)) or "all"
+
+
+def _roles(token: admin.Token) -> str:
+    return " ".join(admin.Role.Name(role).removeprefix("ROLE_").lower() for role in token.roles)
+
+
+def _expiry(token: admin.Token) -> str:
+    return f"{token.expire_time.ToDatetime():%Y-%m-%d %H:%M}Z" if token.HasField("expire_time") else "never"
+
+
+COLUMNS = (
+    Column("TOKEN", lambda token: token.token_id),
+    Column("NAME", lambda token: token.name),
+    Column("ROLES", _roles),
+    Column("FOR", _scope),
+    Column("EXPIRES", _expiry),
+    Column("TASKS/S", lambda token: f"{token.task_rate:g}" if token.task_rate else "-", right=True),
+    Column("CALLS", lambda token: str(token.calls), right=True),
+)
 
 
 def ttl(text: str) -> float:
@@ -63,9 +86,9 @@ def tokens(context: click.Context) -> None:
     "--output", "-o", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE",
     help="Write the token there, for the owner alone, instead of printing it.",
 )  # fmt: skip
-@master_option
+@connected
 @json_option
-def create(address: str, output: Path | None, as_json: bool, **wanted: Any) -> None:
+def create(master: Master, output: Path | None, as_json: bool, **wanted: Any) -> None:
     """Make a token, and print it. It can't be shown again: the master keeps its hash."""
     request = admin.CreateTokenRequest(
         name=wanted["name"],
@@ -79,17 +102,16 @@ def create(address: str, output: Path | None, as_json: bool, **wanted: Any) -> N
         request.ttl.FromSeconds(int(wanted["ttl"]))
     if output is not None and (output.exists() or output.is_symlink()):
         raise Failure(f"{output} is there already, so no token was made: remove it, or name another file")
-    with Master(address) as master:
-        answer = master.call(master.admin.CreateToken, request)
-        if output is not None:
-            try:
-                _write(output, answer.secret)
-            except OSError as error:
-                master.call(master.admin.RevokeToken, admin.RevokeTokenRequest(token_id=answer.token.token_id))
-                raise Failure(f"{output} can't be written, so no token was made: {error}") from error
+    answer = master.call(master.admin.CreateToken, request)
+    if output is not None:
+        try:
+            replace_file(output, f"{answer.secret}\n".encode(), 0o600)
+        except OSError as error:
+            master.call(master.admin.RevokeToken, admin.RevokeTokenRequest(token_id=answer.token.token_id))
+            raise Failure(f"{output} can't be written, so no token was made: {error}") from error
     if as_json:
-        told = show.as_dict(answer.token)
-        show.value(told | ({"file": str(output)} if output is not None else {"token": answer.secret}))
+        where = {"file": str(output)} if output is not None else {"token": answer.secret}
+        show.value(messages.as_dict(answer.token) | where)
     elif output is not None:
         show.line(f"{output}: token {answer.token.token_id}")
     else:
@@ -99,56 +121,25 @@ def create(address: str, output: Path | None, as_json: bool, **wanted: Any) -> N
 
 
 @tokens.command("list", examples=(("mgpuctl tokens list", "All valid tokens, without their secrets."),))
-@master_option
+@connected
 @json_option
-def list_(address: str, as_json: bool) -> None:
+def list_(master: Master, as_json: bool) -> None:
     """Every valid token, the oldest first."""
-    with Master(address) as master:
-        request = admin.ListTokensRequest(page_size=1000)
-        known = [token for page in master.pages(master.admin.ListTokens, request) for token in page.tokens]
-    if as_json:
-        show.value([show.as_dict(token) for token in known])
-        return
-    columns = ("TOKEN", "NAME", "ROLES", "FOR", "EXPIRES", "TASKS/S", "CALLS")
-    rows = [
-        (
-            token.token_id,
-            token.name,
-            " ".join(admin.Role.Name(role).removeprefix("ROLE_").lower() for role in token.roles),
-            " ".join((*token.queues, *token.worker_ids)) or "all",
-            f"{token.expire_time.ToDatetime():%Y-%m-%d %H:%M}Z" if token.HasField("expire_time") else "never",
-            f"{token.task_rate:g}" if token.task_rate else "-",
-            str(token.calls),
-        )
-        for token in known
-    ]
-    tables.table(columns, rows, right=("TASKS/S", "CALLS"), empty="no tokens")
+    request = admin.ListTokensRequest(page_size=PAGE_SIZE_MAX)
+    known = [token for page in master.pages(master.admin.ListTokens, request) for token in page.tokens]
+    tables.show_rows(known, COLUMNS, as_json=as_json, empty="no tokens")
 
 
-@tokens.command("revoke", examples=(("mgpuctl tokens revoke 3f9a0c71b2de", "What runs with it ends at once."),))
+@tokens.command("revoke", examples=(("mgpuctl tokens revoke 3f9a0c71b2de", "Its calls end at once."),))
 @click.argument("token_ids", nargs=-1, required=True, metavar="TOKEN…")
-@master_option
+@connected
 @json_option
-def revoke(token_ids: tuple[str, ...], address: str, as_json: bool) -> None:
-    """End tokens, and every call under way with them. Tasks that were submitted with them continue."""
-    with Master(address) as master:
-        ended = [
-            master.call(master.admin.RevokeToken, admin.RevokeTokenRequest(token_id=token_id)).token
-            for token_id in token_ids
-        ]
+def revoke(token_ids: tuple[str, ...], master: Master, as_json: bool) -> None:
+    """End tokens, and every open call that uses them. Tasks that were submitted with them continue."""
+    requests = [admin.RevokeTokenRequest(token_id=token_id) for token_id in token_ids]
+    ended = [master.call(master.admin.RevokeToken, request).token for request in requests]
     if as_json:
-        show.value([show.as_dict(token) for token in ended])
-    for token in ended if not as_json else ():
+        show.value([messages.as_dict(token) for token in ended])
+        return
+    for token in ended:
         show.line(f"revoked {token.token_id} ({token.name})")
-
-
-def _write(path: Path, secret: str) -> None:
-    """Makes the file in one step; only its owner may read it."""
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(descriptor, "w", encoding="ascii") as file:
-            file.write(secret + "\n")
-        Path(temporary).replace(path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise

@@ -1,17 +1,36 @@
-"""`mgpuctl dead-letters`: tasks whose every attempt failed, kept with their input until a person decides."""
+"""`mgpuctl dead-letters`: tasks whose every attempt failed, with their input, until requeued or deleted."""
 
 import sys
+from typing import Any
 
 import click
 
-from multigpu.cli import show, tables
+from multigpu.cli import messages, show, tables
 from multigpu.cli.commands import Group
 from multigpu.cli.failures import NotFound
-from multigpu.cli.options import TASK_ID, json_option, master_option
-from multigpu.cli.rpc import Master
-from multigpu.cli.tasks.queues import note_unknown_queue
+from multigpu.cli.options import TASK_ID, F, json_option, limit_option, only_queue_option
+from multigpu.cli.presence import note_unknown_queue
+from multigpu.cli.rpc import Master, connected
+from multigpu.cli.tables import Column
+from multigpu.cli.text import age
 from multigpu.v1 import admin_service_pb2 as admin
 from multigpu.v1 import task_pb2
+
+
+def _error(task: task_pb2.Task) -> str:
+    error = task.outcome.error if task.outcome.HasField("error") else task.last_error
+    return f"{error.type}: {error.message}".partition("\n")[0]
+
+
+COLUMNS = (
+    Column("TASK", lambda task: str(task.task_id), right=True),
+    Column("KIND", lambda task: task.spec.kind),
+    Column("QUEUE", lambda task: task.spec.queue),
+    Column("AGE", lambda task: age(task, "submit_time")),
+    Column("ATTEMPTS", lambda task: str(task.attempts), right=True),
+    Column("WORKER", lambda task: task.outcome.worker_id or task.worker_id or "-"),
+    Column("ERROR", _error),
+)
 
 
 @click.group(cls=Group)
@@ -26,32 +45,22 @@ def dead_letters() -> None:
         ("mgpuctl dead-letters list --queue night --limit 1000", "More, of one queue."),
     ),
 )
-@click.option("--queue", default="", metavar="QUEUE", help="Only of this queue.")
-@click.option(
-    "--limit", type=click.IntRange(min=1), default=100, show_default=True, metavar="N", help="At most N dead letters."
-)
-@master_option
+@only_queue_option
+@limit_option("dead letters")
+@connected
 @json_option
-def list_(queue: str, limit: int, address: str, as_json: bool) -> None:
+def list_(queue: str, limit: int, master: Master, as_json: bool) -> None:
     """Dead letters, the newest first."""
-    with Master(address) as master:
-        found = master.newest_tasks(master.admin.ListDeadLetters, admin.ListDeadLettersRequest(queue=queue), limit)
-        if not found:
-            note_unknown_queue(master, queue)
-    if as_json:
-        show.value([show.as_dict(task) for task in found])
-        return
-    columns = ("TASK", "KIND", "QUEUE", "AGE", "ATTEMPTS", "WORKER", "ERROR")
-    rows = [dead_letter_row(task) for task in found]
-    tables.table(columns, rows, right=("TASK", "ATTEMPTS"), empty="no dead letters")
+    found = master.newest_tasks(master.admin.ListDeadLetters, admin.ListDeadLettersRequest(queue=queue), limit)
+    if not found:
+        note_unknown_queue(master, queue)
+    tables.show_rows(found, COLUMNS, as_json=as_json, empty="no dead letters")
 
 
-def dead_letter_row(task: task_pb2.Task) -> tuple[str, ...]:
-    error = task.outcome.error if task.outcome.HasField("error") else task.last_error
-    said = f"{error.type}: {error.message}".partition("\n")[0]
-    worker_id = task.outcome.worker_id or task.worker_id
-    age = show.age(task, "submit_time")
-    return (str(task.task_id), task.spec.kind, task.spec.queue, age, str(task.attempts), worker_id or "-", said)
+def chosen(command: F) -> F:
+    """Gives a command TASK_IDs and --queue, of which it takes either."""
+    queue = click.option("--queue", default="", metavar="QUEUE", help="Instead of ids: every dead letter of QUEUE.")
+    return click.argument("task_ids", metavar="[TASK_ID]...", nargs=-1, type=TASK_ID)(queue(command))
 
 
 @dead_letters.command(
@@ -61,80 +70,77 @@ def dead_letter_row(task: task_pb2.Task) -> tuple[str, ...]:
         ("mgpuctl dead-letters requeue --queue night", "Every dead letter of a queue."),
     ),
 )
-@click.argument("task_ids", metavar="[TASK_ID]...", nargs=-1, type=TASK_ID)
-@click.option("--queue", default="", metavar="QUEUE", help="Instead of ids: every dead letter of this queue.")
-@master_option
+@chosen
+@connected
 @json_option
-def requeue(task_ids: tuple[int, ...], queue: str, address: str, as_json: bool) -> None:
+def requeue(task_ids: tuple[int, ...], queue: str, master: Master, as_json: bool) -> None:
     """Queue dead letters again, as new tasks. Prints the new ids."""
-    require_one(task_ids, queue)
-    with Master(address) as master:
-        request = admin.RequeueDeadLettersRequest(task_ids=task_ids, queue=queue)
-        answer = admin.RequeueDeadLettersResponse()
-        for page in master.pages(master.admin.RequeueDeadLetters, request):
-            answer.MergeFrom(page)
-            if page.next_page_token:
-                show.note(f"requeued {len(answer.task_ids):,} so far")
-        if not answer.task_ids:
-            note_unknown_queue(master, queue)
-        answer.ClearField("next_page_token")
+    request = admin.RequeueDeadLettersRequest(task_ids=task_ids, queue=queue)
+    answer = _apply(master, master.admin.RequeueDeadLetters, request, admin.RequeueDeadLettersResponse())
     if as_json:
-        show.value(show.as_dict(answer))
+        show.value(messages.as_dict(answer))
     else:
         for task_id in answer.task_ids:
             show.line(str(task_id))
         if queue and not answer.task_ids:
             show.note(f"queue {queue} has no dead letters")
-    reject_unknown(list(answer.unknown_task_ids))
+    _check_known(answer)
 
 
 @dead_letters.command(
     "delete",
     examples=(
-        ("mgpuctl dead-letters delete 17 21", "Their input is gone for good."),
-        ("mgpuctl dead-letters delete --queue night --yes", "All of a queue, without being asked."),
+        ("mgpuctl dead-letters delete 17 21", "Deletes their input too."),
+        ("mgpuctl dead-letters delete --queue night --yes", "All of a queue, without a confirmation."),
     ),
 )
-@click.argument("task_ids", metavar="[TASK_ID]...", nargs=-1, type=TASK_ID)
-@click.option("--queue", default="", metavar="QUEUE", help="Instead of ids: every dead letter of this queue.")
-@click.option("--yes", is_flag=True, help="Don't ask before deleting a whole queue's.")
-@master_option
+@chosen
+@click.option("--yes", is_flag=True, help="Delete a whole queue's without a confirmation.")
+@connected
 @json_option
-def delete(task_ids: tuple[int, ...], queue: str, yes: bool, address: str, as_json: bool) -> None:
+def delete(task_ids: tuple[int, ...], queue: str, yes: bool, master: Master, as_json: bool) -> None:
     """Delete dead letters with their input."""
-    require_one(task_ids, queue)
-    if queue and not yes:
-        try:
-            sure = click.confirm(f"Delete every dead letter of queue {queue}?", err=True)
-        except click.Abort:  # Ctrl-C, or the end of standard input
-            if sys.stdin.isatty():
-                raise
-            raise click.UsageError("standard input gives no answer; --yes deletes without being asked") from None
-        if not sure:
-            raise click.Abort
-    with Master(address) as master:
-        request = admin.DeleteDeadLettersRequest(task_ids=task_ids, queue=queue)
-        answer = admin.DeleteDeadLettersResponse()
-        for page in master.pages(master.admin.DeleteDeadLetters, request):
-            page.deleted += answer.deleted
-            answer.MergeFrom(page)
-            if page.next_page_token:
-                show.note(f"deleted {answer.deleted:,} so far")
-        if not answer.deleted:
-            note_unknown_queue(master, queue)
-        answer.ClearField("next_page_token")
+    if queue and not task_ids and not yes:
+        _confirm(queue)
+    request = admin.DeleteDeadLettersRequest(task_ids=task_ids, queue=queue)
+    answer = _apply(master, master.admin.DeleteDeadLetters, request, admin.DeleteDeadLettersResponse())
     if as_json:
-        show.value(show.as_dict(answer))
+        show.value(messages.as_dict(answer))
     else:
         show.line(f"deleted {answer.deleted:,}")
-    reject_unknown(list(answer.unknown_task_ids))
+    _check_known(answer)
 
 
-def require_one(task_ids: tuple[int, ...], queue: str) -> None:
-    if bool(task_ids) == bool(queue):
+def _confirm(queue: str) -> None:
+    try:
+        sure = click.confirm(f"Delete every dead letter of queue {queue}?", err=True)
+    except click.Abort:  # Ctrl-C, or the end of standard input
+        if sys.stdin.isatty():
+            raise
+        raise click.UsageError("standard input gives no answer; --yes deletes without a confirmation") from None
+    if not sure:
+        raise click.Abort
+
+
+def _apply(master: Master, method: Any, request: Any, answer: Any) -> Any:
+    """The answers of all pages as one; progress is noted on stderr."""
+    if bool(request.task_ids) == bool(request.queue):
         raise click.UsageError("give either TASK_IDs or --queue; `mgpuctl dead-letters list` shows both")
+    deleting = isinstance(answer, admin.DeleteDeadLettersResponse)
+    for page in master.pages(method, request):
+        if deleting:
+            page.deleted += answer.deleted
+        answer.MergeFrom(page)
+        count = answer.deleted if deleting else len(answer.task_ids)
+        if page.next_page_token:
+            show.note(f"{'deleted' if deleting else 'requeued'} {count:,} so far")
+    if not count:
+        note_unknown_queue(master, request.queue)
+    answer.ClearField("next_page_token")
+    return answer
 
 
-def reject_unknown(task_ids: list[int]) -> None:
-    if task_ids:
-        raise NotFound(f"no dead letters: {', '.join(map(str, task_ids))}; `mgpuctl dead-letters list` shows them")
+def _check_known(answer: Any) -> None:
+    if answer.unknown_task_ids:
+        unknown = ", ".join(map(str, answer.unknown_task_ids))
+        raise NotFound(f"no dead letters: {unknown}; `mgpuctl dead-letters list` shows them")

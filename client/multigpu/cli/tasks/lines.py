@@ -12,7 +12,7 @@ READ_BYTES = 1 << 20
 
 
 def count_lines(paths: Sequence[str]) -> int | None:
-    """How many lines the files have together; None if one of them can be read only once. Raises Failure."""
+    """Lines in all files together; None if one of them can be read only once. Raises Failure."""
     if paths.count(STDIN) > 1:
         raise _read_twice()
     total: int | None = 0
@@ -37,7 +37,7 @@ def read_lines(paths: Sequence[str]) -> Iterator[str]:
         with open_input(path) as file:
             for number, data in enumerate(file, 1):
                 if number == 1:
-                    data = data.removeprefix(b"\xef\xbb\xbf")  # noqa: PLW2901  a byte order mark is no text
+                    data = data.removeprefix(b"\xef\xbb\xbf")  # noqa: PLW2901  the byte order mark
                 try:
                     text = data.decode()
                 except UnicodeDecodeError as error:

@@ -4,22 +4,26 @@ import datetime as dt
 import json
 from collections.abc import Iterable, Iterator
 from itertools import islice
-from typing import Any
+from typing import Any, NoReturn
 
 import click
 
 from multigpu import Client, Input, Outcome, RejectedError
-from multigpu.cli import show
+from multigpu.cli import messages, show
 from multigpu.cli.commands import Command
 from multigpu.cli.failures import EXIT_CODES, Failure, TasksFailed
-from multigpu.cli.options import Number, json_option, key_values, master_option, size
+from multigpu.cli.options import json_option, key_values, master_option, queue_option, seconds_option, size
 from multigpu.cli.presence import check_takes_model
-from multigpu.cli.sdk import sdk_failures, with_flags, withdrawn_at_end
+from multigpu.cli.sdk import cancelled_at_end, sdk_failures, with_flags
 from multigpu.cli.tasks.lines import STDIN, open_input, read_lines
 
-# Ids are printed after every so many tasks: a pipe of any length is submitted in bounded memory.
+# Ids are printed after each batch, so that a pipe of any length needs bounded memory.
 BATCH_TASKS = 1_000
-SECONDS = Number(min=0)
+# Flags that are options of the SDK under the same name.
+SDK_OPTIONS = (
+    *("model", "queue", "priority", "device_memory_bytes", "queue_timeout_s", "run_timeout_s", "result_ttl_s"),
+    *("attempts_max", "ephemeral", "wait_for_worker"),
+)
 
 
 @click.command(
@@ -28,61 +32,36 @@ SECONDS = Number(min=0)
         ("mgpuctl submit --kind echo --payload hi --wait", "Prints hi."),
         ("mgpuctl submit --kind my.kind --lines inputs.txt", "One task a line; prints their ids."),
         ("mgpuctl submit --kind my.kind --parse-json --payload '{\"n\": 3}' --wait", "The handler gets a dict."),
-        (
-            "mgpuctl submit --kind sleep --payload 60 --priority 1 --request-id once",
-            "Repeated, it names the same task.",
-        ),
+        ("mgpuctl submit --kind sleep --payload 60 --request-id once", "Repeated, it names the same task."),
         ("cat image.png | mgpuctl submit --kind thumbnail --wait > small.png", "Bytes in, bytes out."),
     ),
     exits=EXIT_CODES,
 )
-@click.option("--kind", required=True, help="Which engine code runs it: echo, sleep, embed, a handler's kind.")
+@click.option("--kind", required=True, help="What the task runs: echo, sleep, embed, a handler's kind.")
 @click.option("--payload", metavar="TEXT", help="The input.  [default: standard input]")
-@click.option("--file", "file", metavar="FILE", help='The input is the content of FILE ("-": standard input).')
-@click.option("--lines", "lines", metavar="FILE", help='One task for each line of FILE ("-": standard input).')
+@click.option("--file", metavar="FILE", help='The input is the content of FILE ("-": standard input).')
+@click.option("--lines", metavar="FILE", help='One task for each line of FILE ("-": standard input).')
 @click.option("--parse-json", is_flag=True, help="The input is JSON: handlers get the value, not the bytes.")
 @click.option("--wait", is_flag=True, help="Wait for the results and print them, in order.")
 @click.option("--model", default="", metavar="NAME", help="The model that the kind runs on.")
-@click.option("--queue", default="", metavar="QUEUE", help="The queue to wait in.  [default: default]")
+@queue_option
 @click.option("--priority", type=click.IntRange(1, 5), help="1 is served first.  [default: 3]")
 @click.option("--parameter", "parameters", multiple=True, metavar="KEY=VALUE", help="For the engine. May be repeated.")
 @click.option("--label", "labels", multiple=True, metavar="KEY=VALUE", help="Workers must have it. May be repeated.")
 @click.option(
-    "--device-memory", "device_memory_bytes", type=size, metavar="SIZE", help="Memory that the device must have free."
+    "--device-memory", "device_memory_bytes", type=size, metavar="SIZE", help="Device memory that must be free."
 )
-@click.option(
-    "--deadline",
-    "deadline_s",
-    type=SECONDS,
-    metavar="SECONDS",
-    help="From now. A task that has not ended by then expires.",
-)
-@click.option(
-    "--queue-timeout",
-    "queue_timeout_s",
-    type=SECONDS,
-    metavar="SECONDS",
-    help="How long a task may wait to be dispatched.",
-)
-@click.option("--run-timeout", "run_timeout_s", type=SECONDS, metavar="SECONDS", help="How long an attempt may run.")
-@click.option("--result-ttl", "result_ttl_s", type=SECONDS, metavar="SECONDS", help="How long the outcome is kept.")
-@click.option(
-    "--attempts-max",
-    type=click.IntRange(1, 100),
-    metavar="N",
-    help="Attempts before a task is a dead letter.  [default: 3]",
-)
+@seconds_option("--deadline", "From now. A task that has not ended by then expires.")
+@seconds_option("--queue-timeout", "How long a task may wait to be dispatched.")
+@seconds_option("--run-timeout", "How long an attempt may run.")
+@seconds_option("--result-ttl", "How long the outcome is kept.")
+@click.option("--attempts-max", type=click.IntRange(1, 100), metavar="N", help="Attempts at most.  [default: 3]")
 @click.option("--ephemeral", is_flag=True, help="Keep the task off the master's disk; it is lost if the master ends.")
 @click.option("--wait-for-worker", is_flag=True, help="Queue the task even if no known worker could ever take it.")
 @click.option(
-    "--partition-key",
-    default="",
-    metavar="KEY",
-    help="Tasks with the same key go to the same worker (strategy static_partition).",
+    "--partition-key", default="", metavar="KEY", help="For strategy static_partition: one worker for each KEY."
 )
-@click.option(
-    "--request-id", default="", metavar="ID", help="Idempotency key of a single task: the same ID is the same task."
-)
+@click.option("--request-id", default="", metavar="ID", help="Idempotency key: the same ID is the same task.")
 @master_option
 @json_option
 def submit(address: str, wait: bool, as_json: bool, **given: Any) -> None:
@@ -92,32 +71,21 @@ def submit(address: str, wait: bool, as_json: bool, **given: Any) -> None:
     and --wait, line N of the output belongs to line N of the input: it is empty for a task that did not succeed, and
     for a result with a line break, which --json shows.
     """
-    inputs = read_inputs(given)
-    options = task_options(given)
+    inputs = _read_inputs(given)
+    options = _task_options(given)
     if given["model"]:
         check_takes_model(address, given["kind"])
     with sdk_failures(), Client(address) as client:
         if wait:
-            outcomes = client.map_outcomes(given["kind"], inputs, **options)
-            with withdrawn_at_end(outcomes):
-                print_results(outcomes, many=given["lines"] is not None, as_json=as_json)
+            with cancelled_at_end(client.map_outcomes(given["kind"], inputs, **options)) as outcomes:
+                _print_results(outcomes, many=given["lines"] is not None, as_json=as_json)
         else:
-            print_ids(client, given["kind"], inputs, options, as_json=as_json)
+            _print_ids(client, given["kind"], inputs, options, as_json=as_json)
 
 
-def task_options(given: dict[str, Any]) -> dict[str, Any]:
+def _task_options(given: dict[str, Any]) -> dict[str, Any]:
     """The SDK's options, without those that were not given."""
-    names: tuple[str, ...] = (
-        "model",
-        "queue",
-        "priority",
-        "device_memory_bytes",
-        "queue_timeout_s",
-        "run_timeout_s",
-        "result_ttl_s",
-    )
-    names += ("attempts_max", "ephemeral", "wait_for_worker")
-    options = {name: given[name] for name in names if given[name] not in (None, "", False)}
+    options = {name: given[name] for name in SDK_OPTIONS if given[name] not in (None, "", False)}
     for name, flag in (("parameters", "--parameter"), ("labels", "--label")):
         if given[name]:
             options[name] = key_values(flag, given[name])
@@ -126,22 +94,21 @@ def task_options(given: dict[str, Any]) -> dict[str, Any]:
     return options
 
 
-def read_inputs(given: dict[str, Any]) -> Iterator[Input]:
+def _read_inputs(given: dict[str, Any]) -> Iterator[Input]:
     """The tasks' inputs, read as they are needed."""
-    sources = [name for name in ("payload", "file", "lines") if given[name] is not None]
-    if len(sources) > 1:
+    if sum(given[name] is not None for name in ("payload", "file", "lines")) > 1:
         raise click.UsageError("give one of --payload, --file and --lines")
     if given["request_id"] and given["lines"] is not None:
         raise click.UsageError("a --request-id names a single task; --lines makes many")
     if given["lines"] is not None:
         return _line_inputs(given)
     if given["payload"] is not None:
-        payloads: Iterable[bytes] = [given["payload"].encode()]
+        data = given["payload"].encode()
     else:
         with open_input(given["file"] or STDIN) as file:
-            payloads = [file.read()]
-    own = {"partition_key": given["partition_key"], "request_id": given["request_id"]}
-    return (Input(payload=parse(data) if given["parse_json"] else data, **own) for data in payloads)
+            data = file.read()
+    payload = parse(data) if given["parse_json"] else data
+    return iter([Input(payload=payload, partition_key=given["partition_key"], request_id=given["request_id"])])
 
 
 def _line_inputs(given: dict[str, Any]) -> Iterator[Input]:
@@ -152,50 +119,55 @@ def _line_inputs(given: dict[str, Any]) -> Iterator[Input]:
 
 
 def parse(data: bytes, where: str = "") -> Any:
+    """The JSON value in `data`. Raises Failure."""
     try:
-        return json.loads(data)
+        return json.loads(data, parse_constant=_reject_constant)
     except (ValueError, RecursionError) as error:
         reason = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else error
         raise Failure(f"{where}not JSON: {reason}: {data[:100].decode(errors='replace')!r}") from error
 
 
-def print_ids(client: Client, kind: str, inputs: Iterator[Input], options: dict[str, Any], *, as_json: bool) -> None:
-    """Hands the tasks over, and prints their ids in order. A rejected task is reported, and the rest goes on."""
+def _reject_constant(name: str) -> NoReturn:
+    raise ValueError(f"JSON has no {name}")
+
+
+def _print_ids(client: Client, kind: str, inputs: Iterator[Input], options: dict[str, Any], *, as_json: bool) -> None:
+    """Submits the tasks and prints their ids in order. A rejected task is reported, and the others go on."""
     taken = rejected = 0
     while batch := list(islice(inputs, BATCH_TASKS)):
         for answer in client.submit_many(kind, batch, **options):
-            if isinstance(answer, RejectedError):
-                rejected += 1
-                message = with_flags(answer.message)
-                reason = {"code": answer.code, "error": message, "retry_delay_s": answer.retry_delay_s}
-                if as_json:
-                    show.line(show.as_json(reason))
-                else:
-                    show.note(f"mgpuctl: rejected: {with_flags(str(answer))}")
-            else:
+            if not isinstance(answer, RejectedError):
                 taken += 1
                 show.line(show.as_json({"task_id": answer}) if as_json else str(answer))
+                continue
+            rejected += 1
+            message = with_flags(answer.message)
+            if as_json:
+                reason = {"code": answer.code, "error": message, "retry_delay_s": answer.retry_delay_s}
+                show.line(show.as_json(reason))
+            else:
+                show.note(f"mgpuctl: rejected: {with_flags(str(answer))}")
     if rejected:
         failure = TasksFailed if taken else Failure
         raise failure(f"{rejected:,} of {taken + rejected:,} tasks were rejected")
 
 
-def print_results(outcomes: Iterable[Outcome], *, many: bool, as_json: bool) -> None:
-    """Prints results in the order of the inputs: as they are, or as JSON lines with the whole outcome."""
+def _print_results(outcomes: Iterable[Outcome], *, many: bool, as_json: bool) -> None:
+    """Prints results in the order of the inputs: unchanged, or as JSON lines with the whole outcome."""
     done = failed = broken = 0
     for outcome in outcomes:
         done += 1
         failed += not outcome.succeeded
         if as_json:
-            show.line(show.as_json(show.as_dict(outcome.message)))
+            show.line(show.as_json(messages.as_dict(outcome.message)))
         elif not outcome.succeeded:
             if many:
-                show.line()  # line N of the output stays that of input N
+                show.line()  # keeps line N of the output with line N of the input
             show.note(f"mgpuctl: {f'line {done:,}: ' if many else ''}{outcome.to_error()}")
         elif many and (b"\n" in outcome.result or b"\r" in outcome.result):
             broken += 1
             show.line()
-            show.note(f"mgpuctl: line {done:,}: the result holds a line break, so it is no line; --json shows it")
+            show.note(f"mgpuctl: line {done:,}: the result holds a line break; --json shows it")
         elif many:
             show.raw(outcome.result + b"\n")
         else:

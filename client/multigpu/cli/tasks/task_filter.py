@@ -1,18 +1,18 @@
-"""The flags that narrow down which tasks a command is about."""
+"""The flags that select tasks."""
 
 import functools
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 
+from multigpu.cli.options import F
 from multigpu.v1 import task_pb2
 from multigpu.v1 import task_service_pb2 as service
 
-F = TypeVar("F", bound=Callable[..., Any])
-
-STATES = {"queued": task_pb2.TASK_STATE_QUEUED, "leased": task_pb2.TASK_STATE_LEASED} | {
-    "settled": task_pb2.TASK_STATE_SETTLED
+STATES = {
+    "queued": task_pb2.TASK_STATE_QUEUED,
+    "leased": task_pb2.TASK_STATE_LEASED,
+    "settled": task_pb2.TASK_STATE_SETTLED,
 }
 OUTCOMES = {
     "succeeded": task_pb2.OUTCOME_STATE_SUCCEEDED,
@@ -27,29 +27,22 @@ def filter_options(command: F) -> F:
     """Gives a command the flags of a TaskFilter, and calls it with the filter as `task_filter`."""
 
     @functools.wraps(command)
-    def with_filter(
-        *args: Any, state: tuple[str, ...], outcome: tuple[str, ...], queue: str, kind: str, **kwargs: Any
-    ) -> Any:
+    def with_filter(*args: Any, state: tuple[str, ...], outcome: tuple[str, ...], **kwargs: Any) -> Any:
         task_filter = service.TaskFilter(
             states=[STATES[name] for name in state],
             outcomes=[OUTCOMES[name] for name in outcome],
-            queue=queue,
-            kind=kind,
-            model=kwargs.pop("model"),
-            worker_id=kwargs.pop("worker_id"),
+            **{name: kwargs.pop(name) for name in ("queue", "kind", "model", "worker_id")},
         )
         return command(*args, task_filter=task_filter, **kwargs)
 
     decorated: Any = with_filter
-    for option in reversed(
-        (
-            click.option("--state", multiple=True, type=click.Choice(list(STATES)), help="May be repeated."),
-            click.option("--outcome", multiple=True, type=click.Choice(list(OUTCOMES)), help="May be repeated."),
-            click.option("--queue", default="", metavar="QUEUE", help="Waiting in this queue, or from it."),
-            click.option("--kind", default="", metavar="KIND", help="Of this kind."),
-            click.option("--model", default="", metavar="MODEL", help="On this model."),
-            click.option("--worker", "worker_id", default="", metavar="WORKER", help="Leased to it, or ended by it."),
-        )
+    for option in (
+        click.option("--worker", "worker_id", default="", metavar="WORKER", help="Leased to it, or ended by it."),
+        click.option("--model", default="", metavar="MODEL", help="On this model."),
+        click.option("--kind", default="", metavar="KIND", help="Of this kind."),
+        click.option("--queue", default="", metavar="QUEUE", help="Waiting in this queue, or from it."),
+        click.option("--outcome", multiple=True, type=click.Choice(list(OUTCOMES)), help="May be repeated."),
+        click.option("--state", multiple=True, type=click.Choice(list(STATES)), help="May be repeated."),
     ):
         decorated = option(decorated)
     return decorated  # type: ignore[no-any-return]  # click's decorators keep the function

@@ -1,13 +1,16 @@
-"""`mgpuctl watch`: outcomes as they come, and where to go on after a break."""
+"""`mgpuctl watch`: outcomes as tasks end, and a cursor to continue from."""
 
 import click
 
 from multigpu import Client, Outcome
-from multigpu.cli import show
+from multigpu.cli import messages, show
 from multigpu.cli.commands import Command
-from multigpu.cli.options import json_option, master_option
+from multigpu.cli.options import json_option, master_option, only_queue_option
+from multigpu.cli.rpc import Master
 from multigpu.cli.sdk import sdk_failures
-from multigpu.cli.tasks.tasks import stages_in_words
+from multigpu.cli.tasks.tasks import stages_text
+from multigpu.cli.text import clean
+from multigpu.v1 import task_service_pb2 as service
 
 
 @click.command(
@@ -15,12 +18,12 @@ from multigpu.cli.tasks.tasks import stages_in_words
     examples=(
         ("mgpuctl watch", "Every retained outcome, then each new one; Ctrl-C ends it."),
         ("mgpuctl watch --from-now --kind embed", "Only new ones, of one kind."),
-        ('mgpuctl watch --cursor "$CURSOR" --json | jq .task_id', "Continue where the last watch ended."),
+        ('mgpuctl watch --cursor "$CURSOR" --json | jq .task_id', "Continue after the last watch."),
     ),
 )
 @click.option("--cursor", default="", help="Continue after this point, which an earlier watch printed when it ended.")
-@click.option("--from-now", is_flag=True, help="Leave out what has ended already.")
-@click.option("--queue", default="", metavar="QUEUE", help="Only tasks of this queue.")
+@click.option("--from-now", is_flag=True, help="Omit tasks that have ended already.")
+@only_queue_option
 @click.option("--kind", default="", metavar="KIND", help="Only tasks of this kind.")
 @click.option("--limit", type=click.IntRange(min=1), metavar="N", help="End after N outcomes.")
 @master_option
@@ -32,11 +35,15 @@ def watch(cursor: str, from_now: bool, queue: str, kind: str, limit: int | None,
     """
     if cursor and from_now:
         raise click.UsageError("give either --cursor or --from-now")
+    if from_now:
+        # The cursor of this moment is printed even if no task ends.
+        with Master(address) as master:
+            cursor = master.first(master.tasks.Watch, service.WatchRequest(from_now=True)).cursor
     printed = 0
     try:
         with sdk_failures(), Client(address) as client:
-            for outcome, after in client.watch(cursor=cursor, from_now=from_now, queue=queue, kind=kind):
-                show.line(show.as_json(show.as_dict(outcome.message)) if as_json else line(outcome))
+            for outcome, after in client.watch(cursor=cursor, queue=queue, kind=kind):
+                show.line(show.as_json(messages.as_dict(outcome.message)) if as_json else _line(outcome))
                 cursor = after
                 printed += 1
                 if printed == limit:
@@ -46,9 +53,7 @@ def watch(cursor: str, from_now: bool, queue: str, kind: str, limit: int | None,
             show.note(f"cursor: {cursor}")
 
 
-def line(outcome: Outcome) -> str:
-    """An outcome in one line."""
+def _line(outcome: Outcome) -> str:
     error = f"  {outcome.error_type}: {outcome.error_message}".partition("\n")[0] if outcome.error_type else ""
-    times = stages_in_words(outcome.message.stages)
-    text = f"{outcome.task_id:>10}  {outcome.state.name.lower():<13} {outcome.worker_id or '-'}  {times}{error}"
-    return show.clean(text)
+    times = stages_text(outcome.message.stages)
+    return clean(f"{outcome.task_id:>10}  {outcome.state.name.lower():<13} {outcome.worker_id or '-'}  {times}{error}")

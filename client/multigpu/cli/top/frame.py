@@ -1,22 +1,29 @@
-"""The picture that `mgpuctl top` shows of a View, for any size of terminal. Only ages are told by the clock.
+"""The screen of `mgpuctl top` for a View, at any size of terminal.
 
-From above: who the master is and what it has to do; if the devices don't all fit, each as one coloured bar; then the
-three lists, each as long as it needs to be or as there is room for; then what was asked or done, and the keys.
+From above: the master and its load; the three lists, as long as they need to be or fit; the last message; the keys. A
+fleet that is longer than its list is also shown as a line of coloured bars.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
+from rich.console import Group, RenderableType
+from rich.table import Table
 from rich.text import Text
 
-from multigpu.cli import show
+from multigpu.cli import tables
 from multigpu.cli.fleet import device_columns
-from multigpu.cli.top import state as top_state
+from multigpu.cli.tables import Column
+from multigpu.cli.tasks import queues
+from multigpu.cli.text import age, clean
+from multigpu.cli.top import state
 from multigpu.cli.top.state import Pane, View
 from multigpu.v1 import admin_service_pb2 as admin
-from multigpu.v1 import task_pb2
 
 WIDTH_MIN, HEIGHT_MIN = 40, 12
 BARS = "▁▂▃▄▅▆▇█"
+ALARM = "bold white on red"
 KEYS = "↑↓ move  Tab list  d drain  c/u cordon on/off  x cancel  s sort  ? help  q quit"
 HELP = """
   ↑ ↓ j k      mark the line above, below
@@ -24,226 +31,175 @@ HELP = """
   Home End     the first, the last
   Tab ← →      the next list: devices, queues, running tasks
 
-  d            drain the marked device's worker: no new tasks, what runs may end
-  c            cordon it: no new tasks; what it holds it keeps
+  d            drain the marked device's worker: no new tasks, running ones may finish
+  c            cordon it: no new tasks; it keeps the tasks that it has
   u            uncordon: ends a drain and a cordon
   x            cancel the marked task
 
-  s r          sort devices by the next column; the other way round
+  s r          sort devices by the next column; reverse the order
   q Ctrl-C     quit
 
   Devices that don't all fit are bars above the list: the higher, the busier.
   green healthy, yellow degraded, cyan recovering, red sick or lost,
   magenta cordoned
 """
+QUEUES = tuple(column for column in queues.COLUMNS if column.name != "LIMITS")
 
 
-def frame(view: View, width: int, height: int) -> Text:
+@dataclass(frozen=True, slots=True)
+class List:
+    """A pane's rows."""
+
+    title: str
+    rows: Sequence[Any]
+    columns: Sequence[Column]
+    styles: Sequence[str]
+    empty: str
+    note: str = ""
+
+
+def frame(view: View, width: int, height: int) -> RenderableType:
     """The whole screen: `height` lines of at most `width` cells."""
     if width < WIDTH_MIN or height < HEIGHT_MIN:
         return Text(f"too small: mgpuctl top needs {WIDTH_MIN} columns and {HEIGHT_MIN} lines"[:width])
-    top = [*_header(view, width)]
-    bottom = [_last_word(view, width), _line(KEYS, width)]
+    top, bottom = _header(view, width), [_last_message(view), _line(KEYS)]
     room = height - len(top) - len(bottom)
-    middle = [Text(text) for text in HELP.splitlines()] if view.help else _lists(view, width, room)
-    middle = middle[:room] + [Text()] * (room - len(middle))
-    lines = [*top, *middle, *bottom]
-    for line in lines:
-        line.truncate(width)
-    return Text("\n", no_wrap=True).join(lines)
+    middle = [_line(text) for text in HELP.splitlines()] if view.help else _lists(view, width, room)
+    lines = sum(_lines_of(part) for part in middle)
+    return Group(*top, *(middle[:room] if view.help else middle), *[Text()] * max(0, room - lines), *bottom)
 
 
-def _line(text: str, width: int, style: str = "") -> Text:
-    return Text(device_columns.pad(show.clean(text), width).rstrip(), style=style)
+def _lines_of(part: RenderableType) -> int:
+    return 1 + part.row_count if isinstance(part, Table) else 1
 
 
-def _spread(left: str, right: str, width: int, style: str = "") -> Text:
-    """Text at both ends of a line; the left one gives way."""
-    return Text(device_columns.pad(left, max(0, width - len(right) - 1)) + " " + right, style=style)
+def _line(text: str, style: str = "") -> Text:
+    return Text(clean(text), style=style, no_wrap=True, overflow="ellipsis")
+
+
+def _spread(left: str, right: str, width: int, style: str) -> Text:
+    """Text at both ends of a line; the left one is cut."""
+    text = _line(left, style)
+    text.truncate(max(0, width - len(right) - 1), pad=True)
+    return text.append(f" {right}")
 
 
 def _header(view: View, width: int) -> list[Text]:
-    stats = view.stats
-    master = f"multigpu {view.address}"
+    stats, master = view.stats, f"multigpu {view.address}"
     if stats is not None:
-        master += f"  up {show.age(stats, 'start_time')}  {stats.strategy}"
-    rate = f"{view.rate:,.0f} a second" if view.rate is not None else ""
-    lines = [_spread(show.clean(master), rate, width, "bold")]
+        master += f"  up {age(stats, 'start_time')}  {stats.strategy}"
+    lines = [_spread(master, f"{view.rate:,.0f} a second" if view.rate is not None else "", width, "bold")]
     if stats is not None:
         work = f"{stats.queued:,} queued, {stats.leased:,} leased, {stats.succeeded:,} done, {stats.failed:,} failed"
-        if stats.dead_lettered:
-            work += f", {stats.dead_lettered:,} dead letters"
-        lines.append(_line(work, width))
-    lines.append(_line(device_columns.summary(list(view.workers.values())) if view.workers else "no workers", width))
+        dead = f", {stats.dead_lettered:,} dead letters" if stats.dead_lettered else ""
+        lines.append(_line(work + dead))
+    lines.append(_line(device_columns.summary(list(view.workers.values())) if view.workers else "no workers"))
     if stats is not None and stats.breaker.tripped:
-        tripped = "BREAKER TRIPPED: look why devices fall sick, then `mgpuctl breaker reset`"
-        lines.append(_line(tripped, width, "bold white on red"))
+        lines.append(_line("BREAKER TRIPPED: look why devices fall sick, then `mgpuctl breaker reset`", ALARM))
     if stats is not None and not stats.journal_writable:
-        lines.append(
-            _line(
-                "JOURNAL NOT WRITABLE: disk full, or journal_bytes_max? The master's log says",
-                width,
-                "bold white on red",
-            )
-        )
+        lines.append(_line("JOURNAL NOT WRITABLE: disk full, or journal_bytes_max? The master's log says", ALARM))
     return lines
 
 
-def _last_word(view: View, width: int) -> Text:
+def _last_message(view: View) -> Text:
     if view.asked is not None:
-        return _line(top_state.question(view), width, "bold black on yellow")
+        return _line(state.question(view), "bold black on yellow")
     if view.trouble:
-        return _line(view.trouble, width, "bold red")
+        return _line(view.trouble, "bold red")
     if view.message:
-        return _line(view.message, width, "cyan")
-    # Else what is wrong with the marked device.
-    workers = top_state.devices(view)
-    marked = workers[top_state.marked_row(view, Pane.DEVICES)] if workers and view.pane is Pane.DEVICES else None
-    wrong = device_columns.complaints([marked]) if marked is not None else []
-    return _line(wrong[0], width, device_columns.style(marked)) if marked is not None and wrong else Text()
+        return _line(view.message, "cyan")
+    if view.pane is Pane.DEVICES and view.workers:
+        marked = state.devices(view)[state.marked_row(view, Pane.DEVICES)]
+        for problem in device_columns.problems([marked]):
+            return _line(problem, device_columns.style(marked))
+    return Text()
 
 
-def _lists(view: View, width: int, room: int) -> list[Text]:
-    workers = top_state.devices(view)
-    # A title and a heading each, and a blank line between two of them.
+def _lists(view: View, width: int, room: int) -> list[RenderableType]:
+    lists = {Pane.DEVICES: _devices(view), Pane.QUEUES: _queues(view), Pane.TASKS: _tasks(view)}
+    # Each list has a title and a heading; blank lines separate them.
     rows = room - 3 * 2 - 2
-    wanted = {Pane.DEVICES: max(1, len(workers)), Pane.QUEUES: max(1, len(view.queues))}
-    wanted[Pane.TASKS] = max(1, len(view.tasks))
     if rows < len(Pane):
-        return _list(view, view.pane, workers, width, room - 2)
-    strip: list[Text] = []
+        return _drawn(view, view.pane, lists[view.pane], width, room - 2)
+    wanted = {pane: max(1, len(each.rows)) for pane, each in lists.items()}
     given = share_out(rows, wanted)
-    if given[Pane.DEVICES] < len(workers):
-        strip = _bars(workers, width)
-        given = share_out(max(len(Pane), rows - len(strip)), wanted)
-    lines: list[Text] = []
-    for pane in Pane:
-        lines += [Text()] if lines else []
-        lines += _list(view, pane, workers, width, given[pane], strip if pane is Pane.DEVICES else ())
-    return lines
+    bars: list[Text] = []
+    if given[Pane.DEVICES] < len(view.workers):
+        bars = _bars(lists[Pane.DEVICES].rows, width)
+        given = share_out(max(len(Pane), rows - len(bars)), wanted)
+    parts: list[RenderableType] = []
+    for pane, each in lists.items():
+        title, *table = _drawn(view, pane, each, width, given[pane])
+        parts += [*([Text()] if parts else []), title, *(bars if pane is Pane.DEVICES else []), *table]
+    return parts
 
 
 def share_out(rows: int, wanted: dict[Pane, int]) -> dict[Pane, int]:
-    """Rows for each list: what it wants, if there is room; else the devices get half, and what others leave."""
-    given = dict.fromkeys(wanted, 1)
+    """Rows for each list: as many as it wants, if they fit; else devices get half, and what others leave."""
     shares = {Pane.DEVICES: rows // 2, Pane.QUEUES: rows // 5, Pane.TASKS: rows - rows // 2 - rows // 5}
-    for pane, share in shares.items():
-        given[pane] = max(1, min(wanted[pane], share))
+    given = {pane: max(1, min(wanted[pane], share)) for pane, share in shares.items()}
     for pane in (Pane.DEVICES, Pane.TASKS, Pane.QUEUES):
         given[pane] += max(0, min(wanted[pane] - given[pane], rows - sum(given.values())))
     return given
 
 
 def _bars(workers: Sequence[admin.Worker], width: int) -> list[Text]:
-    """Every device as one cell, in at most two lines."""
-    lines = []
-    for start in range(0, min(len(workers), 2 * width), width):
-        line = Text()
-        for worker in workers[start : start + width]:
-            busy = device_columns.value(worker, "utilization")
-            bar = "·" if busy is None else BARS[max(0, min(int(busy * len(BARS)), len(BARS) - 1))]
-            line.append(bar, device_columns.style(worker) or "green")
-        lines.append(line)
+    """Every device as one cell, on at most two lines."""
+    lines = [Text() for _ in range(0, min(len(workers), 2 * width), width)]
+    for index, worker in enumerate(workers[: 2 * width]):
+        busy = device_columns.value(worker, "utilization")
+        bar = "·" if busy is None else BARS[max(0, min(int(busy * len(BARS)), len(BARS) - 1))]
+        lines[index // width].append(bar, device_columns.style(worker) or "green")
     return lines
 
 
-def _list(
-    view: View, pane: Pane, workers: Sequence[admin.Worker], width: int, room: int, above: Sequence[Text] = ()
-) -> list[Text]:
-    """A title, a heading, and `room` rows around the marked one."""
-    if pane is Pane.DEVICES:
-        heading, rows = _device_rows(workers, width)
-        by = top_state.SORTS[view.sort][0]
-        note = f"by {by}{', reversed' if view.reverse else ''}"
-        empty = "no worker has connected yet"
-    elif pane is Pane.QUEUES:
-        heading, rows = _queue_rows(view.queues, width)
-        note, empty = "", "no queue has tasks or rules"
-    else:
-        heading, rows = _task_rows(view.tasks, width)
-        note, empty = "", "nothing runs"
-    count = len(rows)
-    marked = top_state.marked_row(view, pane)
+def _devices(view: View) -> List:
+    rows = state.devices(view)
+    return List(
+        "DEVICES",
+        rows,
+        device_columns.columns(rows),
+        [device_columns.style(worker) for worker in rows],
+        "no worker has connected yet",
+        f"by {state.SORTS[view.sort][0]}{', reversed' if view.reverse else ''}",
+    )
+
+
+def _queues(view: View) -> List:
+    return List("QUEUES", view.queues, QUEUES, ["yellow" if q.paused else "" for q in view.queues], queues.EMPTY)
+
+
+def _tasks(view: View) -> List:
+    names = device_columns.short_names(sorted({task.worker_id for task in view.tasks}))
+    columns = (
+        Column("TASK", lambda task: str(task.task_id), right=True),
+        Column("KIND", lambda task: task.spec.kind),
+        Column("QUEUE", lambda task: task.spec.queue or "default"),
+        Column("AGE", lambda task: age(task, "submit_time") or "-"),
+        Column("TRIES", lambda task: str(task.attempts), right=True),
+        Column("DONE", lambda task: f"{task.progress.fraction:.0%}" if task.HasField("progress") else "-", right=True),
+        Column("WORKER", lambda task: names[task.worker_id]),
+    )
+    return List("RUNNING TASKS", view.tasks, columns, [""] * len(view.tasks), "nothing runs")
+
+
+def _drawn(view: View, pane: Pane, each: List, width: int, room: int) -> list[RenderableType]:
+    """A title, and `room` rows around the marked one under a heading."""
+    count, marked, active = len(each.rows), state.marked_row(view, pane), pane is view.pane
     start = max(0, min(marked - room // 2, count - room))
-    title = {Pane.DEVICES: "DEVICES", Pane.QUEUES: "QUEUES", Pane.TASKS: "RUNNING TASKS"}[pane]
+    title = each.title
     if count > room:
-        title += f"  {start + 1}-{start + room} of {count}{'+' * (pane is Pane.TASKS and view.more_tasks)}"
-    active = pane is view.pane
-    lines = [_spread(title, note, width, "bold white on blue" if active else "white on grey30"), *above]
-    lines.append(Text(heading if rows else f"  {empty}", style="bold" if rows else "dim"))
-    for index, (text, style) in enumerate(rows[start : start + room], start):
-        is_marked = active and index == marked
-        whole = device_columns.pad(("> " if is_marked else "  ") + text, width)
-        lines.append(Text(whole, style=f"{style} reverse" if is_marked else style))
-    return lines
-
-
-Rows = tuple[str, list[tuple[str, str]]]
-
-
-def _device_rows(workers: Sequence[admin.Worker], width: int) -> Rows:
-    grid = device_columns.fit(workers, width - 2)
-    rows = [
-        (device_columns.row_text(grid, cells), device_columns.style(worker))
-        for cells, worker in zip(grid.rows, workers, strict=True)
-    ]
-    return "  " + device_columns.row_text(grid, [column.name for column in grid.columns]), rows
-
-
-def _queue_rows(queues: Sequence[admin.Queue], width: int) -> Rows:
-    cells = [
-        (
-            show.clean(queue.queue),
-            "paused" if queue.paused else "open",
-            f"{queue.queued:,}",
-            show.size(queue.queued_bytes),
-            show.duration(show.seconds_of(queue.oldest_age)) if queue.HasField("oldest_age") else "-",
-            f"{queue.leased:,}",
-            queue.strategy or "fleet's",
-        )
-        for queue in queues
-    ]
-    names = ("QUEUE", "STATE", "QUEUED", "BYTES", "OLDEST", "LEASED", "STRATEGY")
-    heading, rows = _aligned(names, cells, width - 2, right=("QUEUED", "BYTES", "LEASED"))
-    return heading, [(row, "yellow" if queue.paused else "") for row, queue in zip(rows, queues, strict=True)]
-
-
-def _task_rows(tasks: Sequence[task_pb2.Task], width: int) -> Rows:
-    names = device_columns.short_names(sorted({task.worker_id for task in tasks}))
-    cells = [
-        (
-            str(task.task_id),
-            show.clean(task.spec.kind),
-            show.clean(task.spec.queue or "default"),
-            show.age(task, "submit_time") or "-",
-            str(task.attempts),
-            f"{task.progress.fraction:.0%}" if task.HasField("progress") else "-",
-            show.clean(names[task.worker_id]),
-        )
-        for task in tasks
-    ]
-    columns = ("TASK", "KIND", "QUEUE", "AGE", "TRIES", "DONE", "WORKER")
-    heading, rows = _aligned(columns, cells, width - 2, right=("TASK", "TRIES", "DONE"))
-    return heading, [(row, "") for row in rows]
-
-
-def _aligned(
-    names: Sequence[str], rows: Sequence[Sequence[str]], width: int, *, right: Sequence[str]
-) -> tuple[str, list[str]]:
-    """Cells under their headings. If they don't fit, the widest column that is no number is cut, again and again."""
-    widths = [max(len(name), *(len(row[index]) for row in rows), 0) for index, name in enumerate(names)]
-    gaps = device_columns.GAP * (len(names) - 1)
-    text_columns = [index for index, name in enumerate(names) if name not in right]
-    while sum(widths) + gaps > width:
-        widest = max(text_columns, key=lambda index: widths[index])
-        if widths[widest] <= 4:
-            break
-        widths[widest] -= 1
-
-    def line(cells: Sequence[str]) -> str:
-        padded = zip(cells, names, widths, strict=True)
-        return (" " * device_columns.GAP).join(
-            device_columns.pad(cell, size, right=name in right) for cell, name, size in padded
-        )
-
-    return "  " + line(names), [line(row) for row in rows]
+        more = "+" if pane is Pane.TASKS and view.more_tasks else ""
+        title += f"  {start + 1}-{start + room} of {count}{more}"
+    heading = _spread(title, each.note, width, "bold white on blue" if active else "white on grey30")
+    if not each.rows:
+        return [heading, Text(f"  {each.empty}", style="dim")]
+    cells = tables.fit(each.rows, each.columns, width - 2)
+    marks = ["> " if active and index == marked else "  " for index in range(count)]
+    styles = [f"{style} reverse" if "> " in mark else style for style, mark in zip(each.styles, marks, strict=True)]
+    window = slice(start, start + room)
+    first = next(iter(cells))
+    shown = {column: texts[window] for column, texts in cells.items() if column is not first}
+    marked_first = [mark + text for mark, text in zip(marks, cells[first], strict=True)][window]
+    named = Column(f"  {first.name}", first.cell)
+    return [heading, tables.grid({named: marked_first, **shown}, styles=styles[window], one_line=True)]

@@ -1,7 +1,7 @@
-"""What `mgpuctl top` knows and what its keys do: no terminal, no network, no clock in here.
+"""The state of `mgpuctl top` and the effect of its keys. No terminal, network or clock here.
 
-Whatever comes from the master is put into a `View`; `press` turns a key into a change of the view or into an order that
-the caller carries out. A line stays marked by what it is, not by where it stands: lines move while a person looks.
+The master's data is put into a `View`; `press` turns a key into a change of the view or into an order that the caller
+carries out. The marked line is kept by its id: lines move while a person looks.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,8 +11,6 @@ from enum import Enum
 from multigpu.cli.fleet import device_columns
 from multigpu.v1 import admin_service_pb2 as admin
 from multigpu.v1 import task_pb2
-
-PAGE_ROWS = 10
 
 
 class Pane(Enum):
@@ -31,53 +29,51 @@ class Verb(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """What the caller is to do. `target`: a worker's id, or a task's in decimal."""
-
     verb: Verb
+    # A worker's id, or a task's in decimal.
     target: str = ""
 
 
 @dataclass(slots=True)
 class View:
-    """All that is on the screen."""
+    """Everything on the screen."""
 
     address: str
     workers: dict[str, admin.Worker] = field(default_factory=dict)
     queues: Sequence[admin.Queue] = ()
     tasks: Sequence[task_pb2.Task] = ()
-    # There are more running tasks than were asked for.
+    # More tasks run than were fetched.
     more_tasks: bool = False
     stats: admin.GetStatsResponse | None = None
-    # Tasks that succeeded, a second; None: not known yet.
+    # Succeeded tasks a second; None: not known yet.
     rate: float | None = None
-    # Why nothing new comes from the master; empty: it does.
+    # Why the master doesn't answer; empty: it does.
     trouble: str = ""
 
     pane: Pane = Pane.DEVICES
-    # What is marked in each pane, by its key; what is gone leaves the mark at the top.
+    # The marked key of each pane. If it has gone, the first line is marked.
     marked: dict[Pane, str] = field(default_factory=dict)
     sort: int = 0
     reverse: bool = False
     help: bool = False
     # Waits for a yes.
     asked: Order | None = None
-    # What the last order came to.
+    # The result of the last order.
     message: str = ""
 
 
-def _none_last(figure: float | None) -> tuple[bool, float]:
-    """The largest first, what isn't told last."""
-    return figure is None, -(figure or 0.0)
+def _largest_first(number: float | None) -> tuple[bool, float]:
+    """Sort key: unknown numbers come last."""
+    return number is None, -(number or 0.0)
 
 
-Key = Callable[[admin.Worker], tuple[object, ...]]
-SORTS: tuple[tuple[str, Key], ...] = (
+SORTS: tuple[tuple[str, Callable[[admin.Worker], tuple[object, ...]]], ...] = (
     ("worker", lambda w: (w.worker_id,)),
     ("health", lambda w: (-device_columns.HEALTH_WORDS.index(device_columns.health_word(w)), not w.quarantined)),
-    ("busy", lambda w: _none_last(device_columns.value(w, "utilization"))),
-    ("memory", lambda w: _none_last(device_columns.memory_share(w))),
-    ("temperature", lambda w: _none_last(device_columns.value(w, "temperature_celsius"))),
-    ("power", lambda w: _none_last(device_columns.value(w, "power_watts"))),
+    ("busy", lambda w: _largest_first(device_columns.value(w, "utilization"))),
+    ("memory", lambda w: _largest_first(device_columns.memory_share(w))),
+    ("temperature", lambda w: _largest_first(device_columns.value(w, "temperature_celsius"))),
+    ("power", lambda w: _largest_first(device_columns.value(w, "power_watts"))),
     ("leases", lambda w: (-w.leases,)),
 )
 
@@ -90,7 +86,7 @@ def devices(view: View) -> list[admin.Worker]:
 
 
 def keys_of(view: View, pane: Pane) -> list[str]:
-    """The keys of a pane's lines, in the order of the screen."""
+    """The ids of a pane's lines, in the order of the screen."""
     if pane is Pane.DEVICES:
         return [worker.worker_id for worker in devices(view)]
     if pane is Pane.QUEUES:
@@ -99,14 +95,24 @@ def keys_of(view: View, pane: Pane) -> list[str]:
 
 
 def marked_row(view: View, pane: Pane) -> int:
-    """Where the mark stands. 0 if what was marked is gone, or there is nothing."""
     keys = keys_of(view, pane)
     key = view.marked.get(pane, "")
     return keys.index(key) if key in keys else 0
 
 
+MOVES = {"up": -1, "k": -1, "down": 1, "j": 1, "page_up": -10, "page_down": 10, "home": -(10**9), "end": 10**9}
+PANE_MOVES = {"tab": 1, "right": 1, "left": -1, "back_tab": -1}
+# Key -> verb, the pane that it is about, whether it needs a confirmation.
+ORDERS = {
+    "d": (Verb.DRAIN, Pane.DEVICES, True),
+    "c": (Verb.CORDON, Pane.DEVICES, False),
+    "u": (Verb.UNCORDON, Pane.DEVICES, False),
+    "x": (Verb.CANCEL, Pane.TASKS, True),
+}
+
+
 def press(view: View, key: str) -> Order | None:
-    """A key was pressed: "q", "up", "page_down", "escape"… What the caller is to do, if anything."""
+    """Applies a key: "q", "up", "page_down", "escape"… Returns an order for the caller, if it gives one."""
     if view.asked is not None:
         order, view.asked = view.asked, None
         if key.lower() == "y":
@@ -121,10 +127,12 @@ def press(view: View, key: str) -> Order | None:
     elif key in ("?", "h"):
         view.help = True
     elif key in MOVES:
-        _move(view, key)
-    elif key in ("tab", "right", "left", "back_tab"):
+        if keys := keys_of(view, view.pane):
+            row = marked_row(view, view.pane) + MOVES[key]
+            view.marked[view.pane] = keys[max(0, min(row, len(keys) - 1))]
+    elif key in PANE_MOVES:
         panes = list(Pane)
-        view.pane = panes[(panes.index(view.pane) + (1 if key in ("tab", "right") else -1)) % len(panes)]
+        view.pane = panes[(panes.index(view.pane) + PANE_MOVES[key]) % len(panes)]
     elif key == "s":
         view.sort = (view.sort + 1) % len(SORTS)
     elif key == "r":
@@ -132,25 +140,6 @@ def press(view: View, key: str) -> Order | None:
     elif key in ORDERS:
         return _order(view, *ORDERS[key])
     return None
-
-
-MOVES = {"up": -1, "k": -1, "down": 1, "j": 1, "page_up": -PAGE_ROWS, "page_down": PAGE_ROWS, "home": None, "end": None}
-# Key -> what it does, the pane that it is about, whether a yes is asked for.
-ORDERS = {
-    "d": (Verb.DRAIN, Pane.DEVICES, True),
-    "c": (Verb.CORDON, Pane.DEVICES, False),
-    "u": (Verb.UNCORDON, Pane.DEVICES, False),
-    "x": (Verb.CANCEL, Pane.TASKS, True),
-}
-
-
-def _move(view: View, key: str) -> None:
-    keys = keys_of(view, view.pane)
-    if not keys:
-        return
-    step = MOVES[key]
-    row = marked_row(view, view.pane) + step if step is not None else 0 if key == "home" else len(keys) - 1
-    view.marked[view.pane] = keys[max(0, min(row, len(keys) - 1))]
 
 
 def _order(view: View, verb: Verb, pane: Pane, ask: bool) -> Order | None:
@@ -169,7 +158,7 @@ def _order(view: View, verb: Verb, pane: Pane, ask: bool) -> Order | None:
 
 
 def question(view: View) -> str:
-    """What the person is asked before an order is carried out."""
+    """The confirmation that an order needs."""
     assert view.asked is not None
     target = view.asked.target
     if view.asked.verb is Verb.CANCEL:

@@ -1,116 +1,63 @@
-"""A terminal that gives keys at once, and is as it was when it is left, however that happens."""
+"""Keys of a terminal, one by one, and the terminal's settings restored at the end."""
 
 import contextlib
-import fcntl
 import os
+import re
 import select
-import signal
 import sys
 import termios
+import tty
 from collections.abc import Iterator
-from types import FrameType
-from typing import Any
 
 READ_BYTES = 1024
-# How long the rest of an escape sequence may take: what comes later was the key Esc itself.
+# How long the rest of an escape sequence may take; Esc alone is a key.
 ESCAPE_WAIT_S = 0.05
-ESCAPE = "\x1b"
-SEQUENCES = {
-    **{
-        f"{ESCAPE}[{letter}": name
-        for letter, name in zip("ABCDHF", ("up", "down", "right", "left", "home", "end"), strict=True)
-    },
-    **{
-        f"{ESCAPE}O{letter}": name
-        for letter, name in zip("ABCDHF", ("up", "down", "right", "left", "home", "end"), strict=True)
-    },
-    f"{ESCAPE}[1~": "home",
-    f"{ESCAPE}[4~": "end",
-    f"{ESCAPE}[5~": "page_up",
-    f"{ESCAPE}[6~": "page_down",
-    f"{ESCAPE}[7~": "home",
-    f"{ESCAPE}[8~": "end",
-    f"{ESCAPE}[Z": "back_tab",
+KEY = re.compile(r"\x1b[\[O][^@-~]*[@-~]?|.", re.DOTALL)
+ARROWS = {"A": "up", "B": "down", "C": "right", "D": "left", "H": "home", "F": "end"}
+NAMES = {
+    **{f"\x1b{mode}{letter}": name for mode in "[O" for letter, name in ARROWS.items()},
+    "\x1b[1~": "home",
+    "\x1b[4~": "end",
+    "\x1b[5~": "page_up",
+    "\x1b[6~": "page_down",
+    "\x1b[7~": "home",
+    "\x1b[8~": "end",
+    "\x1b[Z": "back_tab",
+    "\t": "tab",
+    "\x03": "ctrl_c",
+    "\x1b": "escape",
 }
-SINGLE = {"\t": "tab", "\r": "enter", "\n": "enter", "\x7f": "backspace", "\x03": "ctrl_c", ESCAPE: "escape"}
 
 
 def keys_in(text: str) -> list[str]:
-    """The keys in what a terminal sent: their names, or the character itself. Unknown sequences are no keys."""
-    keys = []
-    while text:
-        if text[0] == ESCAPE and len(text) > 1 and text[1] in "[O":
-            end = next((i for i in range(2, len(text)) if "@" <= text[i] <= "~"), len(text) - 1)
-            if name := SEQUENCES.get(text[: end + 1]):
-                keys.append(name)
-            text = text[end + 1 :]
-            continue
-        keys.append(SINGLE.get(text[0], text[0]))
-        text = text[1:]
-    return keys
-
-
-class Keyboard:
-    """Keys of a terminal in raw mode, and a wait that others can end."""
-
-    def __init__(self, fd: int) -> None:
-        self._fd = fd
-        # Never closed: threads may call `wake` until the process ends, and it ends soon.
-        self._wake_read, self._wake_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-
-    def wake(self) -> None:
-        """Ends the wait in `keys`. From any thread, and from signal handlers."""
-        with contextlib.suppress(BlockingIOError):
-            os.write(self._wake_write, b"w")
-
-    def keys(self, timeout_s: float) -> list[str]:
-        """The keys that were pressed; empty after `timeout_s` or a call of `wake`. EOFError: the terminal is gone."""
-        ready, _, _ = select.select([self._fd, self._wake_read], [], [], timeout_s)
-        if self._wake_read in ready:
-            os.read(self._wake_read, READ_BYTES)
-        if self._fd not in ready:
-            return []
-        data = os.read(self._fd, READ_BYTES)
-        if not data:
-            raise EOFError
-        while data.endswith(ESCAPE.encode()) or data[-2:] in (b"\x1b[", b"\x1bO"):
-            if not select.select([self._fd], [], [], ESCAPE_WAIT_S)[0]:
-                break
-            data += os.read(self._fd, READ_BYTES)
-        return keys_in(data.decode("utf-8", "replace"))
+    """The names of the keys, or the character itself. Unknown escape sequences are ignored."""
+    found = (NAMES.get(key, key) for key in KEY.findall(text))
+    return [key for key in found if not key.startswith("\x1b")]
 
 
 @contextlib.contextmanager
-def keyboard() -> Iterator[Keyboard]:
-    """Takes the terminal at stdin: no echo, no waiting for Enter. Ctrl-C still interrupts; Ctrl-Z is off.
-
-    A change of the window's size ends the wait for keys.
-    """
+def key_input() -> Iterator[int]:
+    """Turns off echo and line input at stdin, and yields its descriptor. Ctrl-C still interrupts; Ctrl-Z is off."""
     fd = sys.stdin.fileno()
     before = termios.tcgetattr(fd)
-    keys = Keyboard(fd)
-
-    def resized(_number: int, _frame: FrameType | None) -> None:
-        keys.wake()
-
-    handler = signal.signal(signal.SIGWINCH, resized)
     try:
-        termios.tcsetattr(fd, termios.TCSADRAIN, _raw(before))
-        yield keys
+        tty.setcbreak(fd)
+        attributes = termios.tcgetattr(fd)
+        attributes[6][termios.VSUSP] = os.fpathconf(fd, "PC_VDISABLE").to_bytes(1, "little")
+        termios.tcsetattr(fd, termios.TCSADRAIN, attributes)
+        yield fd
     finally:
         termios.tcsetattr(fd, termios.TCSADRAIN, before)
-        signal.signal(signal.SIGWINCH, handler)
 
 
-def _raw(attributes: list[Any]) -> list[Any]:
-    raw = [*attributes[:6], list(attributes[6])]
-    raw[3] &= ~(termios.ICANON | termios.ECHO)
-    raw[6][termios.VMIN], raw[6][termios.VTIME] = 1, 0
-    raw[6][termios.VSUSP] = os.fpathconf(0, "PC_VDISABLE").to_bytes(1, "little")
-    return raw
-
-
-def size(fd: int) -> tuple[int, int]:
-    """Columns and lines of the terminal."""
-    lines, columns = memoryview(fcntl.ioctl(fd, termios.TIOCGWINSZ, bytes(8))).cast("H")[:2]
-    return columns or 80, lines or 24
+def read_keys(fd: int, timeout_s: float) -> list[str]:
+    """The keys that were pressed; empty after `timeout_s`. Raises EOFError if the terminal has closed."""
+    data = b""
+    while select.select([fd], [], [], ESCAPE_WAIT_S if data else timeout_s)[0]:
+        read = os.read(fd, READ_BYTES)
+        if not read:
+            raise EOFError
+        data += read
+        if not data.endswith((b"\x1b", b"\x1b[", b"\x1bO")):
+            break
+    return keys_in(data.decode("utf-8", "replace"))

@@ -18,10 +18,11 @@ from pathlib import Path
 
 from multigpu._transport.payloads import NAME, Directory, Segment
 
-from multigpu_master.journal.protocol import JournalDamagedError, JournalError
-from multigpu_master.journal.sqlite import schema as journal_schema
+from multigpu_master.journal.errors import JournalDamagedError, JournalError
+from multigpu_master.journal.sqlite import connections, directory, schema
 from multigpu_master.journal.sqlite import segments as journal_segments
 from multigpu_master.journal.sqlite import wal as journal_log
+from multigpu_master.journal.sqlite.files import copy_file, sync_directory, sync_file
 from multigpu_master.journal.sqlite.reads import JournalReads
 from multigpu_master.journal.sqlite.schema import DATABASE_NAME, PART_NAME
 from multigpu_master.payloads import shared_files as payloads
@@ -29,12 +30,11 @@ from multigpu_master.payloads import shared_files as payloads
 # The first part of each reference is the segment's name. SQLite finds references by small indexes.
 _SEGMENTS = " UNION ".join(
     f"SELECT substr({column}, 1, instr({column}, ':') - 1) FROM {table} WHERE typeof({column}) = 'text'"  # noqa: S608
-    for table, column in (("task", "payload"), ("dead_letter", "payload"), ("outcome", "body"))
+    for table, column in journal_segments.LARGE_COLUMNS
 )
 _OWN_NAME = re.compile("[0-9a-f]{8}")
 _TRIES = 20  # to hold all segments of one instant; a try takes some milliseconds
 _DESCRIPTORS = 64  # for all but segments
-_READ_BYTES = 1 << 20
 
 
 def backup(data_dir: Path, target: Path) -> list[str]:
@@ -60,7 +60,7 @@ def _begin(data_dir: Path, target: Path) -> None:
             raise JournalError(
                 f"{target} is in the data directory {data_dir} itself. Give one elsewhere, best on another disk."
             )
-        journal_schema.make_directory(target)
+        directory.make_directory(target)
         empty = not any(target.iterdir())
     except (OSError, RuntimeError) as error:  # RuntimeError: links that lead to each other
         raise JournalError(
@@ -74,25 +74,26 @@ def _begin(data_dir: Path, target: Path) -> None:
 def _fill(data_dir: Path, target: Path) -> list[str]:
     part = target / PART_NAME
     os.close(os.open(part, os.O_CREAT | os.O_EXCL, 0o600))
-    source = journal_schema.connect_reader(data_dir / DATABASE_NAME)
-    with contextlib.closing(source), contextlib.closing(sqlite3.connect(part)) as copy:
+    source = connections.connect_reader(data_dir / DATABASE_NAME)
+    with contextlib.closing(source), contextlib.closing(sqlite3.connect(part, isolation_level=None)) as copy:
         held = _hold(source, data_dir)
         source.backup(copy)  # of the transaction that `held` belongs to
+        schema.clear_open_flag(copy)
     for name in sorted(held):
         segment = held.pop(name)  # closed once it is copied: its room may be used again
         (target / name).parent.mkdir(mode=0o700, exist_ok=True)
-        _copy(segment.fd, target / name)
+        copy_file(segment.fd, target / name)
         del segment
     lost = [what for _, _, what in _lost(target, PART_NAME)]
     for suffix in ("-shm", "-wal"):  # made by looking
         (target / f"{PART_NAME}{suffix}").unlink(missing_ok=True)
-    _sync(part)
-    for directory in (journal_segments.DIRECTORY_NAME, payloads.DIRECTORY_NAME):
-        if (target / directory).exists():
-            journal_segments.sync_directory(target / directory)
-    journal_segments.sync_directory(target)
+    sync_file(part)
+    for name in (journal_segments.DIRECTORY_NAME, payloads.DIRECTORY_NAME):
+        if (target / name).exists():
+            sync_directory(target / name)
+    sync_directory(target)
     part.rename(target / DATABASE_NAME)
-    journal_segments.sync_directory(target)
+    sync_directory(target)
     return lost
 
 
@@ -138,8 +139,8 @@ def _clear(target: Path) -> None:
     """Takes away what there is of a copy."""
     for path in (*target.glob(f"{PART_NAME}*"), target / DATABASE_NAME):
         path.unlink(missing_ok=True)
-    for directory in (journal_segments.DIRECTORY_NAME, payloads.DIRECTORY_NAME):
-        shutil.rmtree(target / directory, ignore_errors=True)
+    for name in (journal_segments.DIRECTORY_NAME, payloads.DIRECTORY_NAME):
+        shutil.rmtree(target / name, ignore_errors=True)
 
 
 def salvage(data_dir: Path) -> Iterator[str]:
@@ -149,18 +150,21 @@ def salvage(data_dir: Path) -> Iterator[str]:
     path, log = data_dir / DATABASE_NAME, data_dir / f"{DATABASE_NAME}-wal"
     if not path.exists():
         raise JournalError(f"There is no journal in {data_dir}. Give the master's --data-dir.")
-    lock = journal_schema.DirectoryLock(data_dir, "")
+    lock = directory.DirectoryLock(data_dir, "")
     try:
-        journal_schema.check_header(path)
+        directory.check_header(path)
+        if _log_missing(path):
+            yield f"the newest transactions, unless another program copied them into the database: {log} is missing"
         if what := _log_damage(path, log):
             kept = log.with_name(f"{log.name}.damaged")
             with log.open("rb") as file:
-                _copy(file.fileno(), kept)
-            journal_segments.sync_directory(data_dir)
+                copy_file(file.fileno(), kept)
+            sync_directory(data_dir)
             yield f"{what}; the log is kept as {kept}"
-        with contextlib.closing(journal_schema.connect_writer(path)) as writer:
-            journal_schema.migrate(writer)
-            journal_schema.empty_log(writer)
+        with contextlib.closing(connections.connect_writer(path)) as writer:
+            schema.migrate(writer)
+            schema.clear_open_flag(writer)
+            connections.empty_log(writer)
             for table, key, what in list(_lost(data_dir)):
                 if table != "outcome":
                     writer.execute(f"DELETE FROM {table} WHERE task_id = ?", (key,))  # noqa: S608  # one of ours
@@ -177,12 +181,19 @@ def _lost(data_dir: Path, database: str = DATABASE_NAME) -> list[tuple[str, int,
         reads.close_readers()
 
 
+def _log_missing(path: Path) -> bool:
+    if path.with_name(f"{path.name}-wal").exists():
+        return False
+    with contextlib.closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro&immutable=1", uri=True)) as reader:
+        return schema.left_open(reader)
+
+
 def _log_damage(path: Path, log: Path) -> str:
     if not log.exists():
         return ""
-    with contextlib.closing(journal_schema.connect_reader(path)) as reader:
+    with contextlib.closing(connections.connect_reader(path)) as reader:
         reader.execute("SELECT count(*) FROM sqlite_master").fetchall()
-        return journal_log.damage(log, path.with_name(f"{DATABASE_NAME}-shm"), journal_schema.PAGE_BYTES)
+        return journal_log.damage(log, path.with_name(f"{DATABASE_NAME}-shm"), schema.PAGE_BYTES)
 
 
 def _segment_of(name: str) -> str:
@@ -190,24 +201,3 @@ def _segment_of(name: str) -> str:
     if _OWN_NAME.fullmatch(name):
         return f"{journal_segments.DIRECTORY_NAME}/{name}"
     return f"{payloads.DIRECTORY_NAME}/{name}" if NAME.fullmatch(name) else ""
-
-
-def _copy(source: int, target: Path) -> None:
-    """Copies an open file, down to the disk. Nobody else may read the copy, as nobody may read the file."""
-    fd = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-    try:
-        os.fchmod(fd, 0o600)
-        at = 0
-        while data := os.pread(source, _READ_BYTES, at):
-            at += os.pwrite(fd, data, at)
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
-def _sync(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

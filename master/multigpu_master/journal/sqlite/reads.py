@@ -10,27 +10,28 @@ import itertools
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from multigpu._transport.payloads import Reference, is_transient, read_file
+from multigpu._transport.payloads import Reference, is_transient
 from multigpu.v1 import task_pb2
 
 from multigpu_master.journal.protocol import (
     JournalDamagedError,
     JournalError,
     JournalFullError,
+    OutcomeFilter,
     SettledTask,
     StoredOutcome,
     SubmitRecord,
 )
-from multigpu_master.journal.sqlite import schema as journal_schema
+from multigpu_master.journal.sqlite import connections, failures, schema
 from multigpu_master.journal.sqlite import specs as journal_specs
-from multigpu_master.journal.sqlite.segments import IN_USE, SegmentReader
-from multigpu_master.payloads.shared_files import Payloads, is_shared, parse_reference
+from multigpu_master.journal.sqlite.segments import IN_USE, LargeObjects, bounds
+from multigpu_master.payloads.shared_files import Payloads
 
 # As in StoredOutcome.
 _SETTLED_COLUMNS = (
@@ -57,13 +58,13 @@ class JournalReads:
     """The reading half of the journal. Public methods raise JournalError when the file can't be read."""
 
     def __init__(
-        self, data_dir: Path, now: Callable[[], float] = time.time, database: str = journal_schema.DATABASE_NAME
+        self, data_dir: Path, now: Callable[[], float] = time.time, database: str = schema.DATABASE_NAME
     ) -> None:
         self._now = now
         self._data_dir = data_dir
         self._path = data_dir / database
-        self._segments_read = SegmentReader(data_dir)
         self.payloads = Payloads(data_dir, self._refers_to)
+        self._large = LargeObjects(data_dir, self.payloads)
         self._idle: list[sqlite3.Connection] = []
         self._lock = threading.Lock()  # of _idle and _closed
         self._closed = False
@@ -83,12 +84,12 @@ class JournalReads:
             connection = self._idle.pop() if self._idle else None
         try:
             if connection is None:
-                connection = journal_schema.connect_reader(self._path)
+                connection = connections.connect_reader(self._path)
             yield connection
         except sqlite3.Error as error:
             if connection is not None:
                 connection.close()
-            raise journal_schema.explain(error, self._path) from error
+            raise failures.explain(error, self._path) from error
         except BaseException:
             if connection is not None:
                 connection.close()  # a statement may be half read
@@ -135,10 +136,10 @@ class JournalReads:
         try:
             if not isinstance(body, str):
                 raise ValueError("a body is bytes, or refers to them")  # noqa: TRY301, TRY004  as damage is
-            outcome.body = self._read_segment(body)
+            outcome.body = self._large.read(body)
         except (OSError, ValueError) as error:
             if is_transient(error):
-                raise journal_schema.explain(error, self._path) from error
+                raise failures.explain(error, self._path) from error
             # Not if the body has been forgotten since the row was read.
             if self._rows("SELECT 1 FROM outcome WHERE cursor = ? AND body = ?", (outcome.cursor, body)):
                 outcome.lost = f"{str(body)[:33]!r} of {self._data_dir}: {getattr(error, 'strerror', None) or error}"
@@ -156,14 +157,7 @@ class JournalReads:
             specs[task.spec] = self._read_spec(task.spec)
         task.spec = specs[task.spec]
         if isinstance(task.payload, str):
-            payload: bytes | Reference | None
-            if refer and is_shared(task.payload):
-                try:
-                    payload = self.payloads.restore(task.payload)
-                except ValueError as error:
-                    raise self._damaged(f"task {task.task_id} refers to {task.payload[:100]!r}") from error
-            else:
-                payload = self._read_payload(task.payload)
+            payload = self._payload(task.payload, refer=refer)
             if payload is None:
                 raise JournalError(
                     f"The payload of task {task.task_id} is missing: its segment of {self._data_dir} is gone. Restore "
@@ -189,35 +183,28 @@ class JournalReads:
 
     def _refers_to(self, name: str) -> bool:
         """Whether any row refers to a file of the directory of payloads."""
-        return bool(self._rows(IN_USE, (f"{name}:", f"{name};"))[0][0])
+        return bool(self._rows(IN_USE, bounds(name))[0][0])
 
-    def _read_segment(self, reference: str) -> bytes:
-        """OSError, ValueError: it cannot be read; see `is_transient`."""
-        if is_shared(reference):
-            name, offset, size_bytes, head, _ = parse_reference(reference)
-            return head + read_file(self.payloads.path / name, offset, size_bytes)
-        return self._segments_read.read(reference)
-
-    def _read_payload(self, reference: str) -> bytes | None:
-        """None: its segment is gone."""
+    def _payload(self, reference: str, *, refer: bool) -> bytes | Reference | None:
+        """None: its file is gone."""
         try:
-            return self._read_segment(reference)
+            return self._large.restore(reference) if refer else self._large.read(reference)
         except FileNotFoundError:
             return None
         except ValueError as error:
             raise self._damaged(f"{reference[:100]!r}: {error}") from error
         except OSError as error:
-            raise journal_schema.explain(error, self._path) from error
+            raise failures.explain(error, self._path) from error
 
     def size_bytes(self) -> int:
-        files = itertools.chain(self._data_dir.glob(f"{self._path.name}*"), self._segments_read.directory.glob("*"))
+        files = itertools.chain(self._data_dir.glob(f"{self._path.name}*"), self._large.directory.glob("*"))
         return sum(_size_bytes(file) for file in files) + self.payloads.size_bytes
 
     def lost(self) -> Iterator[tuple[str, int, str]]:
         """Reads everything there is. Of what can't be read: the table, the row's key, and what it is."""
         for table, name in (("task", "task"), ("dead_letter", "dead letter"), ("outcome", "the result of task")):
             is_outcome = table == "outcome"
-            key, columns = ("cursor", _OUTCOME_COLUMNS) if is_outcome else ("task_id", journal_schema.TASK_COLUMNS)
+            key, columns = ("cursor", _OUTCOME_COLUMNS) if is_outcome else ("task_id", schema.TASK_COLUMNS)
             sql = f"SELECT {columns} FROM {table} o WHERE {key} > ? ORDER BY {key} LIMIT {_READ_OUTCOMES_ROWS}"
             last = 0
             while rows := self._rows(sql, (last,)):
@@ -243,7 +230,7 @@ class JournalReads:
         last_task_id = 0
         while True:
             rows = self._rows(
-                f"SELECT {journal_schema.TASK_COLUMNS} FROM task WHERE task_id > ? ORDER BY task_id LIMIT ?",
+                f"SELECT {schema.TASK_COLUMNS} FROM task WHERE task_id > ? ORDER BY task_id LIMIT ?",
                 (last_task_id, _TASKS_ROWS),
             )
             if not rows:
@@ -320,46 +307,18 @@ class JournalReads:
 
     def settings(self) -> dict[str, bytes]:
         with self._connection() as connection:
-            return journal_schema.read_settings(connection)
+            return schema.read_settings(connection)
 
-    def list_outcomes(
-        self,
-        *,
-        before_task_id: int,
-        limit: int,
-        states: Iterable[int],
-        queue: str,
-        kind: str,
-        model: str,
-        worker_id: str,
-        submitted_after_s: float,
-        submitted_before_s: float,
-        queues: Collection[str] | None = None,
-    ) -> list[StoredOutcome]:
-        where, parameters = _filters(
-            states, queue, kind, model, worker_id, submitted_after_s, submitted_before_s, queues
-        )
+    def list_outcomes(self, wanted: OutcomeFilter, before_task_id: int, limit: int) -> list[StoredOutcome]:
+        where, parameters = _conditions(wanted)
         if before_task_id:
             where += " AND o.task_id < ?"
             parameters.append(before_task_id)
         sql = f"SELECT {_OUTCOME_COLUMNS} FROM outcome o WHERE {where} ORDER BY o.task_id DESC LIMIT ?"
         return [self._outcome(row) for row in self._rows(sql, (*parameters, limit))]
 
-    def count_outcomes(
-        self,
-        *,
-        states: Iterable[int],
-        queue: str,
-        kind: str,
-        model: str,
-        worker_id: str,
-        submitted_after_s: float,
-        submitted_before_s: float,
-        queues: Collection[str] | None = None,
-    ) -> dict[int, int]:
-        where, parameters = _filters(
-            states, queue, kind, model, worker_id, submitted_after_s, submitted_before_s, queues
-        )
+    def count_outcomes(self, wanted: OutcomeFilter) -> dict[int, int]:
+        where, parameters = _conditions(wanted)
         counts = dict(self._rows(f"SELECT o.state, count(*) FROM outcome o WHERE {where} GROUP BY o.state", parameters))
         if strange := [state for state in counts if state not in _STATES]:
             raise self._damaged(f"there are outcomes of state {strange[0]!r}")
@@ -367,7 +326,7 @@ class JournalReads:
 
     def get_dead_letters(self, task_ids: Sequence[int]) -> list[SubmitRecord]:
         def sql(placeholders: str) -> str:
-            return f"SELECT {journal_schema.TASK_COLUMNS} FROM dead_letter WHERE task_id IN ({placeholders})"
+            return f"SELECT {schema.TASK_COLUMNS} FROM dead_letter WHERE task_id IN ({placeholders})"
 
         keys = [task_id for task_id in task_ids if task_id <= _INTEGER_MAX]
         specs = dict[bytes | str, bytes]()
@@ -402,32 +361,23 @@ def _size_bytes(file: Path) -> int:
         return 0
 
 
-def _filters(
-    states: Iterable[int],
-    queue: str,
-    kind: str,
-    model: str,
-    worker_id: str,
-    submitted_after_s: float,
-    submitted_before_s: float,
-    queues: Collection[str] | None,
-) -> tuple[str, list[Any]]:
+def _conditions(wanted: OutcomeFilter) -> tuple[str, list[Any]]:
+    """The WHERE clause of a filter, and its parameters."""
     terms, parameters = [_NO_FORMER_LETTER], list[Any]()
-    wanted = sorted(states)
-    if wanted:
-        terms.append(f"o.state IN ({','.join('?' * len(wanted))})")
-        parameters += wanted
-    for column, value in (("queue", queue), ("kind", kind), ("model", model), ("worker_id", worker_id)):
+    for column, values in (("state", wanted.states or None), ("queue", wanted.queues)):
+        if values is not None:
+            terms.append(f"o.{column} IN ({','.join('?' * len(values))})")
+            parameters += sorted(values)
+    for condition, value in (
+        ("o.queue = ?", wanted.queue),
+        ("o.kind = ?", wanted.kind),
+        ("o.model = ?", wanted.model),
+        ("o.worker_id = ?", wanted.worker_id),
+        ("o.submit_time_s >= ?", wanted.submitted_after_s),
+        ("o.submit_time_s < ?", wanted.submitted_before_s),
+        ("o.cursor <= ?", wanted.cursor_max),
+    ):
         if value:
-            terms.append(f"o.{column} = ?")
+            terms.append(condition)
             parameters.append(value)
-    if queues is not None:
-        terms.append(f"o.queue IN ({','.join('?' * len(queues))})")
-        parameters += sorted(queues)
-    if submitted_after_s:
-        terms.append("o.submit_time_s >= ?")
-        parameters.append(submitted_after_s)
-    if submitted_before_s:
-        terms.append("o.submit_time_s < ?")
-        parameters.append(submitted_before_s)
     return " AND ".join(terms), parameters

@@ -1,14 +1,18 @@
 """Large payloads and bodies, beside the database: appended to files of some 64 MiB, and referred to from its rows.
 
 SQLite would write each of their bytes twice, and copy it once more to get it there: for 1 MiB in and out, an append
-costs a fifth of the time. A row has the bytes themselves (a BLOB) or a reference (a TEXT: segment, offset, size and
-CRC), so that nothing but the reading and writing of this one column knows the difference. The bytes are on the disk
-before the transaction that refers to them. A segment that no row refers to any more is deleted whole; small indexes on
-just the references say so. Payloads and bodies have segments of their own, because they don't live equally long.
+costs a fifth of the time. A row has the bytes themselves (a BLOB) or a reference (a TEXT). A reference is to a segment
+(its number, offset, size and CRC) or to a file of shared payloads, whose name has a dash (payloads/shared_files.py);
+only this module tells them apart. The bytes are on the disk before the transaction that refers to them. Segments that
+no row refers to are deleted; indexes on the references alone find them. Payloads and bodies have separate segments,
+because they don't live equally long.
 
-On a full disk a segment must not keep the room of all that was ever in it: what no row refers to is punched out.
+On a full disk a segment must not keep the room of all that was ever in it: holes are punched where no row refers to it.
 """
 
+# ruff: noqa: S608  # statements are put together from this package's constants; values are always bound
+
+import bisect
 import ctypes
 import os
 import re
@@ -17,10 +21,11 @@ import zlib
 from collections.abc import Sized
 from pathlib import Path
 
-from multigpu._transport.payloads import Reference
+from multigpu._transport.payloads import Reference, read_file
 
 from multigpu_master.journal.protocol import LargeBody
-from multigpu_master.payloads.shared_files import Payloads, reference_text
+from multigpu_master.journal.sqlite.files import sync_directory
+from multigpu_master.payloads.shared_files import Payloads, is_shared, parse_reference, reference_text
 
 LARGE_BYTES = 128 << 10  # what is as large goes into a segment
 SEGMENT_BYTES = 64 << 20  # a segment as large is closed, and the next one begun
@@ -31,32 +36,47 @@ _PAGE_BYTES = 4096
 _REFERENCE = re.compile("[0-9a-f]{8}:[0-9a-f]{1,15}:[0-9a-f]{1,15}:[0-9a-f]{8}")
 DIRECTORY_NAME = "segments"
 
-INDEXES = """
-CREATE INDEX task_large ON task (payload) WHERE typeof(payload) = 'text';
-CREATE INDEX dead_letter_large ON dead_letter (payload) WHERE typeof(payload) = 'text';
-CREATE INDEX outcome_large ON outcome (body) WHERE typeof(body) = 'text';
-"""
-IN_USE = """
-SELECT EXISTS (SELECT 1 FROM task WHERE typeof(payload) = 'text' AND payload >= ?1 AND payload < ?2)
-  OR EXISTS (SELECT 1 FROM dead_letter WHERE typeof(payload) = 'text' AND payload >= ?1 AND payload < ?2)
-  OR EXISTS (SELECT 1 FROM outcome WHERE typeof(body) = 'text' AND body >= ?1 AND body < ?2)"""
-
-REFERRED = """
-SELECT payload FROM task WHERE typeof(payload) = 'text' AND payload >= ?1 AND payload < ?2 UNION ALL
-SELECT payload FROM dead_letter WHERE typeof(payload) = 'text' AND payload >= ?1 AND payload < ?2 UNION ALL
-SELECT body FROM outcome WHERE typeof(body) = 'text' AND body >= ?1 AND body < ?2"""
+# The columns that hold references.
+LARGE_COLUMNS = (("task", "payload"), ("dead_letter", "payload"), ("outcome", "body"))
+INDEXES = "".join(
+    f"CREATE INDEX {table}_large ON {table} ({column}) WHERE typeof({column}) = 'text';\n"
+    for table, column in LARGE_COLUMNS
+)
+_REFERENCES = " UNION ALL ".join(
+    f"SELECT {column} FROM {table} WHERE typeof({column}) = 'text' AND {column} >= ?1 AND {column} < ?2"
+    for table, column in LARGE_COLUMNS
+)
+IN_USE = f"SELECT EXISTS ({_REFERENCES})"
 
 
-class SegmentReader:
+def bounds(segment: str) -> tuple[str, str]:
+    """The parameters of IN_USE: all references to a segment are from the first to below the second."""
+    return f"{segment}:", f"{segment};"
+
+
+class LargeObjects:
     """Reads what references refer to. From any thread."""
 
-    def __init__(self, data_dir: Path) -> None:
+    def __init__(self, data_dir: Path, shared: Payloads) -> None:
         self.directory = data_dir / DIRECTORY_NAME
+        self._shared = shared
+
+    def restore(self, reference: str) -> bytes | Reference | None:
+        """As `read`, but bytes in a shared file stay there and are held; None: the segment or the file is gone."""
+        if is_shared(reference):
+            return self._shared.restore(reference)
+        try:
+            return self.read(reference)
+        except FileNotFoundError:
+            return None
 
     def read(self, reference: str) -> bytes:
-        """The bytes. OSError: the segment is gone, as when the row was forgotten since it was read, or cannot be read.
-        ValueError: what is there is not what was written.
+        """The bytes. OSError: the file is gone, as when the row was deleted since it was read, or cannot be read.
+        ValueError: the bytes are not those that were written.
         """
+        if is_shared(reference):
+            name, offset, size_bytes, head, _ = parse_reference(reference)
+            return head + read_file(self._shared.path / name, offset, size_bytes)
         if not _REFERENCE.fullmatch(reference):
             raise ValueError("it refers to no segment")
         segment, offset, size, crc = (int(part, 16) for part in reference.split(":"))
@@ -78,7 +98,7 @@ class SegmentReader:
 
 
 class _Appender:
-    """The open segment of one sort of data."""
+    """The open segment of payloads, or of bodies."""
 
     def __init__(self) -> None:
         self.fd = -1
@@ -99,7 +119,8 @@ class Segments:
         self._directory.mkdir(mode=0o700, exist_ok=True)
         sync_directory(data_dir)
         names = "[0-9a-f]" * 8  # and nothing else that somebody may have put there
-        self._sizes = {int(path.name, 16): path.stat().st_size for path in self._directory.glob(names)}
+        segments = sorted(self._directory.glob(names))
+        self._sizes = {int(path.name, 16): path.stat().st_size for path in segments}  # by number, ascending
         self._last_number = max(self._sizes, default=0)
         self._payloads, self._bodies = _Appender(), _Appender()
         self._next_checked = self._next_punched = 0
@@ -194,12 +215,12 @@ class Segments:
 
     def delete_unused(self, writer: sqlite3.Connection) -> bool:
         """Looks at one closed segment, and deletes it if no row refers to it. True if it did."""
-        closed = [n for n in self._sizes if n not in (self._payloads.number, self._bodies.number)]
-        if not closed:
+        open_numbers = self._payloads.number, self._bodies.number
+        number = next((n for n in self._from(self._next_checked) if n not in open_numbers), None)
+        if number is None:
             return False
-        number = next((n for n in sorted(closed) if n >= self._next_checked), min(closed))
         self._next_checked = number + 1
-        ((used,),) = writer.execute(IN_USE, (f"{number:08x}:", f"{number:08x};")).fetchall()
+        ((used,),) = writer.execute(IN_USE, bounds(f"{number:08x}")).fetchall()
         if used:
             return False
         (self._directory / f"{number:08x}").unlink()
@@ -207,22 +228,26 @@ class Segments:
         return True
 
     def punch_next(self, writer: sqlite3.Connection) -> bool:
-        """Looks at some segments, and gives back to the file system what no row refers to in one of them. True if that
-        was anything. Nothing must be waiting for `flush`.
+        """Looks at some segments, and gives the unused room of one of them back to the file system. True if there was
+        any. Nothing must be waiting for `flush`.
         """
-        numbers = sorted(self._sizes)
-        first = next((i for i, number in enumerate(numbers) if number >= self._next_punched), 0)
-        for number in [*numbers[first:], *numbers[:first]][:PUNCHED_MAX]:
+        for number in self._from(self._next_punched)[:PUNCHED_MAX]:
             self._next_punched = number + 1
             if self._punch(number, writer):
                 return True
         return False
 
+    def _from(self, first: int) -> list[int]:
+        """All segments, in turn from this number on."""
+        numbers = list(self._sizes)
+        at = bisect.bisect_left(numbers, first)
+        return [*numbers[at:], *numbers[:at]]
+
     def _punch(self, number: int, writer: sqlite3.Connection) -> bool:
         path = self._directory / f"{number:08x}"
-        rows = writer.execute(REFERRED, (f"{number:08x}:", f"{number:08x};")).fetchall()
+        rows = writer.execute(_REFERENCES, bounds(f"{number:08x}")).fetchall()
         if not all(_REFERENCE.fullmatch(reference) for (reference,) in rows):
-            return False  # a damaged row: nobody knows what it refers to
+            return False  # a damaged row: its place is unknown
         places = [reference.split(":") for (reference,) in rows]
         used = sorted((int(offset, 16), int(size, 16)) for _, offset, size, _ in places)
         fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
@@ -250,12 +275,3 @@ def _punch(fd: int, begin: int, end: int) -> None:
         return
     fallocate = ctypes.CDLL(None).fallocate64
     fallocate(fd, _KEEP_SIZE | _PUNCH_HOLE, ctypes.c_int64(begin), ctypes.c_int64(end - begin))
-
-
-def sync_directory(directory: Path) -> None:
-    """Puts the names in it on the disk."""
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

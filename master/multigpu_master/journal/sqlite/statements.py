@@ -3,12 +3,14 @@
 # ruff: noqa: S608  # statements are put together from this package's constants; values are always bound
 
 import bisect
+import itertools
 from collections.abc import Iterable, Iterator, Sequence, Sized
 from functools import cache
 from typing import Any
 
-from multigpu_master.journal.protocol import LargeBody, SettleRecord, SubmitRecord
+from multigpu_master.journal.protocol import Entry, LargeBody, SettleRecord, SubmitRecord
 from multigpu_master.journal.sqlite import specs as journal_specs
+from multigpu_master.journal.sqlite.schema import SETTING_EPOCH
 from multigpu_master.journal.sqlite.segments import LARGE_BYTES, Segments
 
 TASK_FIELDS, OUTCOME_FIELDS = 7, 13
@@ -80,3 +82,32 @@ def setting(key: str, value: bytes | None) -> Statement:
     if value is None:
         return "DELETE FROM setting WHERE key = ?", (key,)
     return "INSERT OR REPLACE INTO setting VALUES (?, ?)", (key, value)
+
+
+def transaction(
+    batch: Sequence[Entry], first_cursor: int, bytes_total: int, segments: Segments
+) -> tuple[list[Statement], int]:
+    """The statements that write these entries, and the number of outcomes among them."""
+    submits: Iterable[SubmitRecord] = itertools.chain.from_iterable([entry.submits for entry in batch])
+    settles = list(itertools.chain.from_iterable([entry.settles for entry in batch]))
+    if settles:  # what begins and ends in this transaction is written as its outcome only
+        settled = {record.task_id for record in settles}
+        submits = [record for record in submits if record.task_id not in settled]
+    large = segments if bytes_total >= LARGE_BYTES else None
+    specs = dict[str, bytes]()
+    statements = list(inserts("task", TASK_FIELDS, task_values(submits, large, specs), bytes_total))
+    outcomes = outcome_values(settles, first_cursor, large)
+    statements += inserts("outcome", OUTCOME_FIELDS, outcomes, bytes_total)
+    statements += deletes([record.task_id for record in settles if record.submitted])
+    letters = [record.dead for record in settles if record.dead is not None]
+    if letters:
+        large = segments if max(len(letter.payload) for letter in letters) >= LARGE_BYTES else None
+        letter_bytes = sum([len(letter.payload) for letter in letters])
+        statements += inserts("dead_letter", TASK_FIELDS, task_values(letters, large, specs), letter_bytes)
+    statements += [(journal_specs.INSERT, each) for each in specs.items()]
+    for entry in batch:
+        statements += [setting(key, value) for key, value in entry.settings.items()]
+        statements += [("DELETE FROM dead_letter WHERE task_id = ?", (i,)) for i in entry.deleted_dead_letters]
+        if entry.epoch:
+            statements.append(setting(SETTING_EPOCH, b"%d" % entry.epoch))
+    return statements, len(settles)

@@ -15,7 +15,7 @@ from multigpu_master.core.admission import QUEUES_MAX
 from multigpu_master.core.model import Queue, Worker
 from multigpu_master.core.placement.explain import explain
 from multigpu_master.driver import Driver
-from multigpu_master.journal.protocol import JournalError
+from multigpu_master.journal.protocol import JournalError, OutcomeFilter
 from multigpu_master.rpc import queries
 from multigpu_master.rpc.admin.dead_letters import DeadLetterCalls
 from multigpu_master.rpc.admin.models import ModelCalls
@@ -126,7 +126,7 @@ class AdminService(TokenCalls, ModelCalls, DeadLetterCalls):
         if not worker.session or not worker.engine.handlers:
             why = "tells of no handlers: it has none, or is of an older version" if worker.session else "is lost"
             await reject(context, grpc.StatusCode.FAILED_PRECONDITION, f"worker {request.worker_id!r} {why}")
-        self._driver.reload_handlers(worker.session)
+        self._driver.workers.reload_handlers(worker.session)
         return pb.ReloadHandlersResponse(worker=worker_message(worker))
 
     async def _known_worker(self, context: Any, worker_id: str) -> Any:
@@ -321,7 +321,7 @@ class AdminService(TokenCalls, ModelCalls, DeadLetterCalls):
             memory_bytes=resident_bytes(),
             strategy=core.strategy,
             outcomes_retained=sum(
-                (await asyncio.to_thread(self._driver.journal.count_outcomes, **queries.EVERYTHING)).values()
+                (await asyncio.to_thread(self._driver.journal.count_outcomes, OutcomeFilter())).values()
             ),
             breaker=self._breaker(),
             # Last: what comes before it takes time.

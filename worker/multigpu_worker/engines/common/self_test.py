@@ -13,6 +13,7 @@ import resource
 import sys
 import tempfile
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +40,8 @@ def loaded() -> bool:
     return "torch" in sys.modules
 
 
-def sing_apart(device: str) -> tuple[bool | None, str]:
-    """As `sing`, in a process of its own, which ends with all that torch takes. Raises nothing."""
+def run_in_subprocess(device: str) -> tuple[bool | None, str]:
+    """As `run`, in a process of its own, which ends with all that torch takes. Raises nothing."""
     with tempfile.NamedTemporaryFile() as begun:
         try:
             right, words = run_apart(f"{__name__}:answer", {"device": device, "begun": begun.name}, gpu=True)
@@ -51,17 +52,22 @@ def sing_apart(device: str) -> tuple[bool | None, str]:
 
 
 def answer(*, device: str, begun: str) -> tuple[bool | None, str]:
-    """`sing_apart`, in the process that is for it. `begun`: a file that is empty until the device is at work."""
+    """`run_in_subprocess`, in its process. `begun`: a file that is empty until the device is at work."""
+    return attempt(device, lambda: Path(begun).write_text("begun", encoding="ascii"))
+
+
+def attempt(device: str, begun: Callable[[], object]) -> tuple[bool | None, str]:
+    """As `run`, and raises nothing. `begun` is called before the device has to work."""
     try:
         torch = load()
-        words = shortage(torch, device)
+        reason = shortage(torch, device)
     except Exception as error:  # noqa: BLE001  memory, or an installation that doesn't work: not the device
         return None, f"torch can't be loaded: {error!r}"
-    if words:
-        return None, words
-    Path(begun).write_text("begun", encoding="ascii")
+    if reason:
+        return None, reason
+    begun()
     try:
-        return sing(torch, device)
+        return run(torch, device)
     except Exception as error:  # noqa: BLE001  whatever torch raises says that the device is not well
         return False, f"it raised {type(error).__name__}: {error}"
 
@@ -84,7 +90,7 @@ def shortage(torch: Any, device: str) -> str:
 
 
 def product(torch: Any, device: str, size: int) -> Any:
-    """The canary's product, on the device, as whole numbers."""
+    """The self-test's product, on the device, as whole numbers."""
     i = torch.arange(size, device=device, dtype=torch.int64)
     a = ((i[:, None] * 31 + i[None, :] * 17) % 13 - 6).to(torch.float32)
     b = ((i[:, None] * 7 + i[None, :] * 29) % 11 - 5).to(torch.float32)
@@ -95,7 +101,7 @@ def checksum(answer: Any) -> int:
     return zlib.crc32(answer.cpu().numpy().tobytes())
 
 
-def sing(torch: Any, device: str) -> tuple[bool | None, str]:
+def run(torch: Any, device: str) -> tuple[bool | None, str]:
     """Whether the device computes right, and what went wrong. None: it could not be tried. Raises what torch raises."""
     size = CPU_SIZE if device == "cpu" else GPU_SIZE
     try:

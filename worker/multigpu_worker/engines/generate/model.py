@@ -188,7 +188,7 @@ def _dequantised(spec: ModelSpec, settings: EngineSettings, dtype: torch.dtype) 
     def build(folder: Path) -> dict[str, str]:
         log.info("dequantising a GGUF file, which is done once", file=str(path))
         model, tokenizer = _from_gguf(spec, dtype)
-        # What is saved is not quantised any more; transformers would reject to save what says that it is.
+        # What is saved is not quantised any more; transformers would not save a model that says it is.
         model.is_quantized = False
         model.hf_quantizer = None
         if hasattr(model.config, "quantization_config"):

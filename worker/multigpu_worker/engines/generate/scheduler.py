@@ -26,7 +26,7 @@ from multigpu_worker.engines.generate.cache import BlockPool, Piece, blocks_for
 from multigpu_worker.engines.generate.model import GenerateModel
 from multigpu_worker.engines.generate.sample import choose
 from multigpu_worker.engines.generate.sequence import Sequence
-from multigpu_worker.processes.cuda_errors import context_is_lost
+from multigpu_worker.processes.blame.cuda_errors import context_is_lost
 
 # Tokens in a step, at most: as many as the device computes in about the time in which it reads the weights.
 CPU_STEP_TOKENS = 64

@@ -24,7 +24,7 @@ from multigpu_worker.engines.common.precision import Variant, choose, spec_of
 from multigpu_worker.engines.infer.backend import Arrays, Forward, load_backend
 from multigpu_worker.engines.infer.payload import Request, parse, result
 from multigpu_worker.models.folders import ModelFolderError
-from multigpu_worker.processes.cuda_errors import context_is_lost
+from multigpu_worker.processes.blame.cuda_errors import context_is_lost
 
 # Facts of models whose tasks are neither joined nor cut.
 AS_TOLD = "one by one, as [batch] tasks_max = 1 says"

@@ -176,7 +176,7 @@ def _aim(trt: Any, config: Any, capability: list[int] | None) -> None:
         return
     config.num_compute_capabilities = 1
     if not config.set_compute_capability(family_of(trt, (capability[0], capability[1])), 0):
-        raise ModelFolderError(f"{trt.__name__} rejected to build for compute capability {capability}")
+        raise ModelFolderError(f"{trt.__name__} cannot build for compute capability {capability}")
 
 
 def _add_profiles(builder: Any, config: Any, network: Any, profiles: list[dict[str, list[int]]]) -> int:

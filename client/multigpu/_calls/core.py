@@ -1,0 +1,205 @@
+"""What both clients are made of: one connection, one window, one Run stream, and the calls that go over them.
+
+Everything here runs on one event loop, except that `calls` and `map_buffer` may be used on another thread.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+import uuid
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from multigpu._calls import watching
+from multigpu._calls.calls import CallFactory, FutureCall, StreamCall
+from multigpu._calls.mapping import MapBuffer
+from multigpu._calls.submitting import Submission
+from multigpu._calls.timeouts import pop_timeout, within
+from multigpu._transport import forks
+from multigpu._transport.connection import UNARY_TIMEOUT_S, Connection
+from multigpu._transport.credentials import Credentials
+from multigpu._transport.run_stream import RunStream
+from multigpu._transport.traceparent import current_traceparent
+from multigpu._transport.window import Window
+from multigpu.config.config import ConfigError, load_client_config
+from multigpu.options import duration
+from multigpu.outcome import Outcome, Task
+from multigpu.v1 import task_service_pb2
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator
+
+    from multigpu._calls.streaming import Part
+    from multigpu._transport.run_state import Answer
+
+# A task_id (int) or a request_id.
+TaskName = int | str | uuid.UUID
+# The longest wait of one Get. A longer one is repeated, so that a dead connection is noticed.
+_GET_WAIT_S = 30.0
+# Tasks in one Cancel call.
+_CANCEL_TASKS_MAX = 10_000
+
+
+class Core:
+    def __init__(
+        self, master: str | None, window_tasks: int | None, window_bytes: int | None, connect_timeout_s: float
+    ) -> None:
+        forks.holds(self)
+        if not (isinstance(connect_timeout_s, int | float) and connect_timeout_s >= 0):
+            raise ConfigError(f"connect_timeout_s: {connect_timeout_s!r} is not a number of seconds")
+        given = {"master": master, "window_tasks": window_tasks, "window_bytes": window_bytes}
+        changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+        config = dataclasses.replace(load_client_config(), **changes)
+        self.window = Window(config.window_tasks, config.window_bytes)
+        self.connection = Connection(config.master, connect_timeout_s, Credentials.of_client(config))
+        self.stream = RunStream(self.connection, self.window)
+        self.calls = CallFactory()
+
+    async def close(self) -> None:
+        if forks.lost():
+            return  # the connection is the parent's
+        await self.stream.close()
+        await self.connection.close()
+
+    def submission(self, timeout_s: float | None) -> Submission:
+        return Submission(self.connection, timeout_s)
+
+    async def run(self, kind: str, payload: Any, options: dict[str, Any], traceparent: str) -> Outcome:
+        self.connection.check()
+        timeout_s = pop_timeout(options)
+        call = self.calls.one(FutureCall, kind, payload, options, traceparent)
+        try:
+            answer: Answer = await (self._answer(call) if timeout_s is None else within(timeout_s, self._answer(call)))
+        finally:
+            if not call.done:
+                self.stream.withdraw(call)
+        return outcome(answer)
+
+    async def _answer(self, call: FutureCall) -> Answer:
+        if not self.stream.try_start(call):
+            await self.stream.start((call,))
+        return await call.future
+
+    async def parts(
+        self, kind: str, payload: Any, options: dict[str, Any], traceparent: str
+    ) -> AsyncGenerator[Part | Outcome, None]:
+        """The partial outputs of a task, and at last the outcome of one that SUCCEEDED."""
+        self.connection.check()
+        timeout_s = pop_timeout(options)
+        call = self.calls.one(StreamCall, kind, payload, options, traceparent)
+        try:
+            await within(timeout_s, self.stream.start((call,)))
+            while (part := await within(timeout_s, call.next_part())) is not None:
+                yield part
+            yield call.outcome
+        finally:
+            if not call.done:
+                self.stream.withdraw(call)
+
+    def map_buffer(
+        self, kind: str, options: Any, *, ordered: bool, window: int | None, answer_errors: bool
+    ) -> MapBuffer:
+        """The buffer of a map. `options`: SpecOptions; `answer_errors`: as in CallFactory.many."""
+        timeout_s = pop_timeout(options)
+        make_call = self.calls.many(kind, options, current_traceparent(), answer_errors=answer_errors)
+        if window is not None and window < 1:
+            raise ValueError(f"window is {window}; it must be at least 1")
+        tasks_max = min(window or self.window.tasks_max, self.window.tasks_max)
+        bytes_max = self.window.bytes_max
+        return MapBuffer(make_call, ordered=ordered, tasks_max=tasks_max, bytes_max=bytes_max, timeout_s=timeout_s)
+
+    async def get(self, task: TaskName, wait_s: float) -> Task:
+        give_up = time.monotonic() + wait_s
+        request = task_service_pb2.GetRequest()
+        task = _named(task)
+        if isinstance(task, str):
+            request.request_id = task
+        else:
+            request.task_id = task
+        while True:
+            left_s = max(0.0, min(give_up - time.monotonic(), _GET_WAIT_S))
+            request.wait.CopyFrom(duration(left_s))
+            response = await self.connection.unary("Get", request, UNARY_TIMEOUT_S + left_s)
+            found = Task(response.task)
+            if found.outcome is not None or time.monotonic() >= give_up:
+                return found
+
+    async def cancel(self, tasks: tuple[TaskName, ...], reason: str) -> task_service_pb2.CancelResponse:
+        response = task_service_pb2.CancelResponse()
+        for at in range(0, len(tasks), _CANCEL_TASKS_MAX):
+            chunk = [_named(task) for task in tasks[at : at + _CANCEL_TASKS_MAX]]
+            request = task_service_pb2.CancelRequest(
+                task_ids=[task for task in chunk if isinstance(task, int)],
+                request_ids=[task for task in chunk if isinstance(task, str)],
+                reason=reason,
+            )
+            response.MergeFrom(await self.connection.unary("Cancel", request))
+        return response
+
+    async def count(self, task_filter: task_service_pb2.TaskFilter | None) -> task_service_pb2.CountResponse:
+        request = task_service_pb2.CountRequest(filter=task_filter)
+        response: task_service_pb2.CountResponse = await self.connection.unary("Count", request)
+        return response
+
+    async def pages(
+        self, task_filter: task_service_pb2.TaskFilter | None, page_size: int
+    ) -> AsyncGenerator[list[Task], None]:
+        request = task_service_pb2.ListRequest(filter=task_filter, page_size=page_size)
+        while True:
+            response = await self.connection.unary("List", request)
+            yield [Task(message, listed=True) for message in response.tasks]
+            if not response.next_page_token:
+                return
+            request.page_token = response.next_page_token
+
+    def watch(
+        self, cursor: str, from_now: bool, queue: str, kind: str
+    ) -> AsyncGenerator[list[tuple[Outcome, str]], None]:
+        request = task_service_pb2.WatchRequest(cursor=cursor, from_now=from_now, queue=queue, kind=kind)
+        return watching.frames(self.connection, request)
+
+
+def _named(task: TaskName) -> int | str:
+    if isinstance(task, int | str):
+        return task
+    if isinstance(task, uuid.UUID):
+        return str(task)
+    raise TypeError(f"a task is named by its task_id (int) or its request_id (str or UUID), not {task!r}")
+
+
+def outcome(answer: Answer) -> Outcome:
+    """An answer that is an outcome. Raises one that is an error."""
+    if isinstance(answer, Outcome):
+        return answer
+    raise answer
+
+
+def value(answer: Answer) -> Any:
+    """The decoded result of a task that succeeded. Otherwise raises its error."""
+    return outcome(answer).value()
+
+
+def value_or_error(answer: Answer) -> Any:
+    """The decoded result, or the error in its place."""
+    if not isinstance(answer, Outcome):
+        return answer
+    return answer.value() if answer.succeeded else answer.to_error()
+
+
+class BaseClient:
+    """What the constructors of both clients do."""
+
+    def __init__(
+        self,
+        master: str | None = None,
+        *,
+        window_tasks: int | None = None,
+        window_bytes: int | None = None,
+        connect_timeout_s: float = 10.0,
+    ) -> None:
+        self._core = Core(master, window_tasks, window_bytes, connect_timeout_s)
+        self.master: str = self._core.connection.master
+
+    def __reduce__(self) -> NoReturn:
+        name = type(self).__name__
+        raise TypeError(f"{name} can't be pickled or copied: make one in each process, from the master's address")

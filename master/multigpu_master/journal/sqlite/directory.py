@@ -1,0 +1,190 @@
+"""The journal's directory: who may open it, and what is checked before anything in it is changed.
+
+It holds `journal.sqlite3` with its write-ahead log, and `LOCK`, which one master holds until its process ends, however
+it ends. A new database is built under another name and renamed, so a file of that name always has the whole schema,
+an application id and a version in its header. Both are read as plain bytes before SQLite opens the file, because
+SQLite already writes to a file that has a log beside it.
+"""
+
+import contextlib
+import fcntl
+import json
+import os
+import socket
+import sqlite3
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+
+from multigpu_master.journal.errors import JournalError
+from multigpu_master.journal.sqlite import wal
+from multigpu_master.journal.sqlite.connections import has_log, keep_log
+from multigpu_master.journal.sqlite.failures import NO_DATABASE, damaged, damaged_log, explain, missing_log
+from multigpu_master.journal.sqlite.files import sync_directory
+from multigpu_master.journal.sqlite.schema import (
+    APPLICATION_ID,
+    DATABASE_NAME,
+    OLDEST_VERSION,
+    PAGE_BYTES,
+    PART_NAME,
+    SCHEMA,
+    SCHEMA_VERSION,
+    TASK_COLUMNS,
+    left_open,
+)
+from multigpu_master.journal.sqlite.segments import DIRECTORY_NAME as SEGMENTS
+
+LOCK_NAME = "LOCK"
+QUICK_CHECK_BYTES_MAX = 256 << 20  # larger files are not walked as a whole before every start
+
+
+class DirectoryLock:
+    """Keeps a second master off a data directory. Held from construction to `release`."""
+
+    def __init__(self, data_dir: Path, address: str) -> None:
+        path = data_dir / LOCK_NAME
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.pread(self._fd, 4096, 0)
+            os.close(self._fd)
+            raise JournalError(_held_by(data_dir, holder)) from None
+        started = datetime.fromtimestamp(time.time(), UTC).isoformat(timespec="seconds")
+        me = {"pid": os.getpid(), "host": socket.gethostname(), "started": started, "address": address}
+        try:
+            os.ftruncate(self._fd, 0)
+            os.pwrite(self._fd, json.dumps(me).encode() + b"\n", 0)
+        except OSError:
+            os.close(self._fd)
+            raise
+
+    def release(self) -> None:
+        os.close(self._fd)  # the file stays: removing it would race with the next holder
+
+
+def _held_by(data_dir: Path, holder: bytes) -> str:
+    try:
+        who = json.loads(holder)
+        told = f"pid {who['pid']} on {who['host']}, since {who['started']}"
+        if who["address"]:
+            told += f", serving {who['address']}"
+    except (ValueError, KeyError, TypeError):
+        told = "which has not said yet who it is"
+    return (
+        f"The data directory {data_dir} is held by another master ({told}). Stop that one first, or give this one a "
+        "directory of its own (--data-dir)."
+    )
+
+
+def prepare(data_dir: Path, address: str) -> DirectoryLock:
+    """Makes the directory if need be, takes the lock and makes sure that there is a whole file of our schema."""
+    path = data_dir / DATABASE_NAME
+    try:
+        make_directory(data_dir)
+        lock = DirectoryLock(data_dir, address)
+    except OSError as error:
+        raise explain(error, path) from error
+    try:
+        if path.exists():
+            check_header(path)
+            _check_contents(path)
+        else:
+            _check_remains(path)
+            _create(path)
+    except (OSError, sqlite3.Error) as error:
+        lock.release()
+        raise explain(error, path) from error
+    except JournalError:
+        lock.release()
+        raise
+    return lock
+
+
+def make_directory(data_dir: Path) -> None:
+    """Makes it if need be, so that it is there after a loss of power, too: a new name is its parent's to remember."""
+    parents = [data_dir.parent, *(p.parent for p in data_dir.parents if not p.exists())]
+    data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+    for parent in parents:  # also if it was there: whoever made it may have been killed before this
+        with contextlib.suppress(PermissionError):  # then it isn't new either
+            sync_directory(parent)
+
+
+def check_header(path: Path) -> None:
+    with path.open("rb") as file:
+        header = file.read(100)
+    logged = has_log(path)
+    if len(header) < 100 or not (logged or header.startswith(b"SQLite format 3\x00")):
+        raise damaged(path, NO_DATABASE)
+    if logged:
+        return
+    _check_identity(path, int.from_bytes(header[68:72], "big"), int.from_bytes(header[60:64], "big"))
+
+
+def _check_identity(path: Path, application_id: int, version: int) -> None:
+    if application_id != APPLICATION_ID:
+        raise JournalError(f"{path} is an SQLite database, but not a journal of multigpu. Give another --data-dir.")
+    if version > SCHEMA_VERSION:
+        raise JournalError(
+            f"The journal {path} has schema version {version}; this multigpu knows versions up to {SCHEMA_VERSION}. "
+            "Start the newer multigpu that wrote it, or give another --data-dir. Nothing was changed."
+        )
+    if version < OLDEST_VERSION:
+        raise damaged(path, f"it has schema version {version}")
+
+
+def _check_contents(path: Path) -> None:
+    """Looks for damage through a connection that can't write, and leaves no trace: a file is as it was if rejected."""
+    beside = [path.with_name(DATABASE_NAME + suffix) for suffix in ("-wal", "-shm")]
+    absent = [file for file in beside if not file.exists()]
+    # Without a log the file can be read as it lies; with one, SQLite needs the log's index, which it may have to build.
+    mode = "mode=ro" if has_log(path) else "mode=ro&immutable=1"
+    with contextlib.closing(sqlite3.connect(f"{path.absolute().as_uri()}?{mode}", uri=True)) as connection:
+        whole = path.stat().st_size <= QUICK_CHECK_BYTES_MAX
+        scopes = ("1",) if whole else ("'task'", "'setting'", "'dead_letter'")
+        try:
+            # Again: a newer multigpu that was killed may have said it in the log only.
+            told = [connection.execute(f"PRAGMA {name}").fetchone()[0] for name in ("application_id", "user_version")]
+            _check_identity(path, *told)
+            if absent[:1] == beside[:1] and left_open(connection):
+                raise missing_log(path)
+            if beside[0].exists() and (what := wal.damage(beside[0], beside[1], PAGE_BYTES)):
+                raise damaged_log(path, what)
+            verdicts = [connection.execute(f"PRAGMA quick_check({scope})").fetchone()[0] for scope in scopes]
+            connection.execute(f"SELECT {TASK_COLUMNS} FROM task LIMIT 1").fetchall()  # noqa: S608  # constants
+        finally:
+            connection.close()
+            for file in absent:
+                file.unlink(missing_ok=True)
+    for verdict in verdicts:
+        if verdict != "ok":
+            raise damaged(path, verdict.replace("\n", " "))
+
+
+def _check_remains(path: Path) -> None:
+    """What belongs to a database that is gone would be read as the new one's, or deleted."""
+    if path.with_name(PART_NAME).exists():
+        raise JournalError(
+            f"{path.parent} is no journal, but a backup that was broken off ({PART_NAME}). Restore another one."
+        )
+    segments = path.parent / SEGMENTS
+    remains = [path.name + "-wal"] if has_log(path) else []
+    remains += [f"{segments.name}/"] if segments.is_dir() and any(segments.iterdir()) else []
+    if remains:
+        raise JournalError(
+            f"{path} is gone, but {' and '.join(remains)} of that journal are still in {path.parent}. Move the whole "
+            "directory away to begin with an empty journal, or bring the database back."
+        )
+
+
+def _create(path: Path) -> None:
+    aside = path.with_name(DATABASE_NAME + ".new")
+    aside.unlink(missing_ok=True)
+    os.close(os.open(aside, os.O_CREAT | os.O_EXCL, 0o600))
+    with contextlib.closing(sqlite3.connect(aside, isolation_level=None)) as connection:
+        connection.execute(f"PRAGMA page_size = {PAGE_BYTES}")
+        connection.execute("PRAGMA auto_vacuum = INCREMENTAL")
+        connection.executescript(f"BEGIN; {SCHEMA} COMMIT;")
+        keep_log(connection)
+    aside.rename(path)
+    sync_directory(path.parent)

@@ -1,0 +1,76 @@
+"""What errors of SQLite and of the file system mean for a journal, each with a remedy."""
+
+import errno
+import sqlite3
+from pathlib import Path
+
+from multigpu_master.journal.errors import JournalDamagedError, JournalError, JournalFullError
+from multigpu_master.journal.sqlite.schema import BUSY_TIMEOUT_S
+
+NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE)
+NO_DATABASE = "it is not an SQLite database"
+# SQLITE_IOERR_SHMSIZE is what SQLite answers if there is no room for the log's index.
+_FULL_CODES = frozenset({sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_SHMSIZE})
+
+
+def explain(error: Exception, path: Path) -> JournalError:
+    """The JournalError for a failure of SQLite or of the file system."""
+    if isinstance(error, JournalError):
+        return error
+    code = getattr(error, "sqlite_errorcode", None)
+    if code in _FULL_CODES or getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
+        return full(path)
+    if getattr(error, "errno", None) in NO_DESCRIPTOR:
+        return JournalFullError(
+            f"The journal {path} can't be written now: no file descriptor is left ({error}). End connections to the "
+            "master, or raise its limit (LimitNOFILE of its unit, or ulimit -n)."
+        )
+    if isinstance(error, OSError) and error.errno != errno.EIO:
+        return JournalError(
+            f"The journal's directory {path.parent} can't be used: {error.strerror}. Give a directory that this "
+            "user may write to."
+        )
+    if code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
+        return damaged(path, NO_DATABASE if code == sqlite3.SQLITE_NOTADB else str(error))
+    if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
+        return JournalError(
+            f"The journal {path} stayed locked by another program for {BUSY_TIMEOUT_S:.0f} s ({error}). End that "
+            "program (fuser says which it is) and start the master again."
+        )
+    return JournalError(
+        f"The journal {path} can't be read or written any more: {error} "
+        f"({getattr(error, 'sqlite_errorname', type(error).__name__)}). Look at the disk (dmesg, df); what was "
+        "acknowledged is safe, and starting the master again recovers it."
+    )
+
+
+def full(path: Path) -> JournalFullError:
+    return JournalFullError(
+        f"The journal {path} is full: the disk has no room left, or the journal's size limit (journal_bytes_max) is "
+        "reached. Free space on the disk (never delete files in data_dir), raise the limit, or remove tasks: `mgpuctl "
+        "dead-letters delete`, `mgpuctl tasks cancel`."
+    )
+
+
+def damaged(path: Path, what: str) -> JournalDamagedError:
+    return JournalDamagedError(
+        f"The journal {path} is damaged ({what}); nothing in it was changed. Restore its directory from a backup, or "
+        f"save what can be read with `sqlite3 {path} .recover`, or move the whole directory away to begin with an "
+        "empty journal."
+    )
+
+
+def damaged_log(path: Path, what: str) -> JournalDamagedError:
+    return JournalDamagedError(
+        f"The journal {path} is damaged: {what}. Nothing in it was changed. Restore its directory from a backup, or "
+        f"run `mgpu-master --data-dir {path.parent} salvage`, which keeps what can be read and says what is gone."
+    )
+
+
+def missing_log(path: Path) -> JournalDamagedError:
+    return JournalDamagedError(
+        f"The log {path.name}-wal is missing in {path.parent}, and the last master did not close the journal: "
+        "acknowledged transactions are lost, unless another program (such as sqlite3) has copied them into the "
+        "database. Nothing was changed. Bring the file back, or restore the directory from a backup, or run "
+        f"`mgpu-master --data-dir {path.parent} salvage` to go on with what the database holds."
+    )

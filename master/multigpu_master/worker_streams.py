@@ -1,0 +1,127 @@
+"""The streams to workers: what the core commands goes into the outbox of a worker's session."""
+
+import asyncio
+from collections.abc import Callable
+
+from multigpu.v1 import worker_service_pb2
+
+from multigpu_master.core import events as ev
+from multigpu_master.core.model import Lease
+from multigpu_master.core.workers.fleet import Fleet
+from multigpu_master.ids import LeaseProofs
+from multigpu_master.payloads import messages as wire_large
+from multigpu_master.payloads.shared_files import Payloads
+from multigpu_master.rpc.outbox import FRAME_BYTES, Outbox
+from multigpu_master.wire import messages as wire
+from multigpu_master.wire import models as wire_models
+from multigpu_master.wire.specs import SpecReader
+
+SessionOutbox = Outbox[worker_service_pb2.SessionResponse]
+# What a lease takes on the wire, beside its payload.
+LEASE_BYTES = 40
+
+
+class WorkerStreams:
+    """The outboxes by session. `handle` feeds an event to the core."""
+
+    def __init__(
+        self, handle: Callable[[ev.Event], object], fleet: Fleet, specs: SpecReader, proofs: LeaseProofs,
+        payloads: Payloads,
+    ) -> None:  # fmt: skip
+        self._handle = handle
+        self._fleet = fleet
+        self._specs = specs
+        self._proofs = proofs
+        self._payloads = payloads
+        self._loop = asyncio.get_running_loop()
+        self._outboxes: dict[int, SessionOutbox] = {}
+        # Why the master ended sessions whose streams are not closed yet.
+        self.end_reasons: dict[int, str] = {}
+
+    def __len__(self) -> int:
+        return len(self._outboxes)
+
+    def open(self, session: int) -> SessionOutbox:
+        outbox = SessionOutbox(worker_service_pb2.SessionResponse, wire_large.Peer(self._payloads))
+        self._outboxes[session] = outbox
+        return outbox
+
+    def close(self, session: int) -> None:
+        self._outboxes.pop(session, None)
+        self._handle(ev.SessionClosed(session))
+        self.end_reasons.pop(session, None)
+
+    def reload_handlers(self, session: int) -> None:
+        """Has a worker read its handlers again, unless the session has ended."""
+        outbox = self._outboxes.get(session)
+        if outbox is not None:
+            outbox.room_for(8).reload_handlers = True
+
+    # --- commands ----------------------------------------------------------------------------------------------------
+
+    def dispatch(self, command: ev.Dispatch) -> None:
+        outbox = self._outboxes.get(command.session)
+        if outbox is None:
+            return
+        part: list[Lease] = []
+        part_bytes = 0
+        spec = command.leases[0].task.spec
+        for lease in command.leases:
+            task = lease.task
+            if task.spec is not spec or part_bytes > FRAME_BYTES:
+                # What goes before is not all of this frame's leases: only the last part may carry its number.
+                self._put_leases(command.session, outbox, part, part_bytes, command.frame - 1)
+                part, part_bytes, spec = [], 0, task.spec
+            part.append(lease)
+            part_bytes += len(task.payload) + LEASE_BYTES
+        self._put_leases(command.session, outbox, part, part_bytes, command.frame)
+
+    def _put_leases(self, session: int, outbox: SessionOutbox, leases: list[Lease], size: int, number: int) -> None:
+        read: dict[int, bytes] | None = None
+        if wire_large.is_large(size):
+            leases, read, lost = wire_large.readable(leases, outbox.peer)
+            if lost:
+                self._loop.call_soon(self._handle, ev.Reports(session, failures=lost))
+        frame = outbox.room_for(size, len(leases))
+        frame.frame = number
+        if leases:
+            wire.fill_leases(frame.lease_batches.add(), self._specs, self._proofs, leases, read)
+
+    def welcome(self, command: ev.Welcome) -> None:
+        outbox = self._outboxes.get(command.session)
+        if outbox is not None:
+            outbox.room_for(64).welcome.adopted_lease_ids.extend(command.adopted)
+
+    def revoke(self, command: ev.Revoke) -> None:
+        outbox = self._outboxes.get(command.session)
+        if outbox is not None:
+            for lease_id in command.lease_ids:
+                outbox.room_for(64).revocations.add(lease_id=lease_id, reason=command.reason)
+
+    def recall(self, command: ev.Recall) -> None:
+        outbox = self._outboxes.get(command.session)
+        if outbox is not None:
+            outbox.room_for(10 * len(command.lease_ids)).recalled_lease_ids.extend(command.lease_ids)
+
+    def desire(self, command: ev.Desire) -> None:
+        outbox = self._outboxes.get(command.session)
+        if outbox is None:
+            return
+        desired = outbox.room_for(64).desired
+        desired.Clear()
+        if command.draining:
+            desired.mode = worker_service_pb2.WORKER_MODE_DRAINING
+            if command.drain_deadline_s is not None:
+                wire.set_time(desired.drain_deadline, command.drain_deadline_s)
+        else:
+            desired.mode = worker_service_pb2.WORKER_MODE_ACTIVE
+        worker = self._fleet.sessions.get(command.session)
+        desired.check = worker.checks_asked if worker is not None else 0
+        if worker is not None:
+            wire_models.fill_desired(desired, worker)
+
+    def end(self, command: ev.EndSession) -> None:
+        outbox = self._outboxes.get(command.session)
+        if outbox is not None:
+            self.end_reasons[command.session] = command.reason
+            outbox.abort("ABORTED" if command.taken_over else "UNAVAILABLE", command.reason)

@@ -1,0 +1,244 @@
+"""Limits and charges as values: when an engine must be ended, and which leases are charged for its end."""
+
+from collections.abc import Iterable
+
+import pytest
+from multigpu_worker.processes.batch import EngineBatch
+from multigpu_worker.processes.blame.charge import CLEARING_OUTPUTS, DEATHS_MAX, clear_suspect
+from multigpu_worker.processes.blame.evidence import Evidence
+from multigpu_worker.processes.blame.limits import Limits, Violation
+from multigpu_worker.processes.death import Death
+from multigpu_worker.processes.ipc.slots import SlotState
+from multigpu_worker.session.session import Lease, Spec, TaskError
+
+SECOND = 1_000_000_000
+CRASHED, KILLED = -11, -9
+CONTEXT_LOST = "CUDA error: an illegal memory access was encountered"
+
+
+def batch(batch_id: int, ids: Iterable[int], *, one_by_one: bool, run_timeout_s: float = 0.0) -> EngineBatch:
+    spec = Spec(kind="k", run_timeout_s=run_timeout_s)
+    return EngineBatch(batch_id, {n: Lease(n, n, 1, spec, b"") for n in ids}, one_by_one, spec)
+
+
+def state(batch_id: int, lease_id: int = 0, started_ns: int = 0, beats: int = 0) -> SlotState:
+    return SlotState(batch_id=batch_id, lease_id=lease_id, started_ns=started_ns, beats=beats)
+
+
+def limits(progress_timeout_s: float = 0.0, cancel_grace_s: float = 5.0) -> Limits:
+    return Limits(progress_timeout_s=progress_timeout_s, cancel_grace_s=cancel_grace_s)
+
+
+def by_id(batches: Iterable[EngineBatch]) -> dict[int, EngineBatch]:
+    return {batch.batch_id: batch for batch in batches}
+
+
+# Limits.
+
+
+def check(made: Limits, now_s: float, slots: list[SlotState], *batches: EngineBatch, **cancelled_s: float) -> str:
+    cancelled_ns = {int(name[1:]): int(instant * SECOND) for name, instant in cancelled_s.items()}
+    violation = made.check(int(now_s * SECOND), slots, by_id(batches), cancelled_ns)
+    return "" if violation is None else violation.error.type
+
+
+def test_run_timeout_counts_from_the_beginning_of_the_lease() -> None:
+    timed = batch(1, [1, 2], one_by_one=True, run_timeout_s=2)
+    running = [state(1, 2, started_ns=10 * SECOND)]
+    assert check(limits(), 11.9, running, timed) == ""
+    assert check(limits(), 12.0, running, timed) == "RunTimeout"
+    assert check(limits(), 99, [state(1, 0)], timed) == "", "between two items"
+    assert check(limits(), 99, [state(0)], timed) == "", "idle"
+    assert check(limits(), 99, [state(7, 2)], timed) == "", "an unknown batch"
+    assert check(limits(), 99, running, batch(1, [1, 2], one_by_one=True)) == "", "no limit"
+
+
+def test_a_batch_that_runs_together_has_one_clock() -> None:
+    timed = batch(1, [1, 2], one_by_one=False, run_timeout_s=2)
+    assert check(limits(), 1.9, [state(1)], timed) == ""
+    assert check(limits(), 2.1, [state(1)], timed) == "RunTimeout"
+    timed.leases.clear()  # all settled
+    assert check(limits(), 99, [state(1)], timed) == ""
+
+
+def test_progress_timeout_counts_from_the_last_beat() -> None:
+    made = limits(progress_timeout_s=1)
+    running = batch(1, [1, 2], one_by_one=True)
+    for now_s, slot in (
+        (0, state(1, 1, beats=5)),
+        (0.9, state(1, 1, beats=5)),
+        (1.0, state(1, 1, beats=6)),
+        (1.9, state(1, 1, beats=6)),
+        (2.0, state(1, 2, started_ns=1, beats=6)),  # another lease
+        (2.5, state(0, beats=6)),
+        (3.5, state(1, 2, started_ns=1, beats=6)),  # idle meanwhile
+    ):
+        assert check(made, now_s, [slot], running) == ""
+    assert check(made, 4.5, [state(1, 2, started_ns=1, beats=6)], running) == "NoProgress"
+
+
+def test_cancelled_leases_have_a_grace_period() -> None:
+    running = batch(1, [1, 2], one_by_one=True)
+    assert check(limits(), 99, [state(1, 1)], running, c2=1) == ""
+    assert check(limits(), 5.9, [state(1, 1)], running, c1=1) == ""
+    assert check(limits(), 6.0, [state(1, 1)], running, c1=1) == "Cancelled"
+    together = batch(1, [1, 2], one_by_one=False)
+    assert check(limits(), 99, [state(1)], together, c1=1) == "", "the other lease is still wanted"
+    assert check(limits(), 99, [state(1)], together, c1=1, c2=97) == ""
+    assert check(limits(), 99, [state(1)], together, c1=1, c2=2) == "Cancelled"
+
+
+# Charges.
+
+
+def judge(
+    slots: list[SlotState],
+    *batches: EngineBatch,
+    violation: Violation | None = None,
+    returncode: int = KILLED,
+    prepared: int = 0,
+    context_lost: int = 0,
+) -> tuple[dict[int, str], list[Lease]]:
+    """The charged leases with their errors, and the leases that go on. `context_lost`: the lease that reported it."""
+    evidence = Evidence(lambda _: False, 0)
+    evidence.violation = violation
+    if context_lost:
+        failure = (context_lost, "RuntimeError", CONTEXT_LOST, True, "")
+        assert evidence.keep_back([failure], one_by_one=True, reported_ns=SECOND) == []
+    judged = evidence.judge(Death(returncode=returncode, slots=slots, prepared=prepared), by_id(batches))
+    errors = {r.lease.lease_id: r.error.type for r in judged.reports if r.error is not None}
+    return errors, judged.again
+
+
+def ids(leases: Iterable[Lease]) -> list[int]:
+    return [lease.lease_id for lease in leases]
+
+
+def charged(slots: list[SlotState], *batches: EngineBatch, **more: int) -> tuple[list[int], list[int]]:
+    failed, again = judge(slots, *batches, **more)  # type: ignore[arg-type]
+    return list(failed), ids(again)
+
+
+@pytest.mark.parametrize(("slot", "failed"), [(state(1, 2), [2]), (state(1, 0), []), (state(1, 9), []), (state(0), [])])
+def test_only_the_lease_that_ran_is_charged(slot: SlotState, failed: list[int]) -> None:
+    one, two = batch(1, [1, 2, 3], one_by_one=True), batch(2, [4, 5], one_by_one=False)
+    assert charged([slot], one, two) == (failed, [n for n in (1, 2, 3, 4, 5) if n not in failed])
+
+
+def test_a_violation_spares_the_other_slots() -> None:
+    one, two = batch(1, [1, 2], one_by_one=True), batch(2, [3, 4], one_by_one=True)
+    error = TaskError(type="RunTimeout", message="", retryable=True)
+    violation = Violation(slots=frozenset([(2, 3)]), error=error)
+    failed, again = judge([state(1, 1), state(2, 3)], one, two, violation=violation)
+    assert (failed, ids(again)) == ({3: "RunTimeout"}, [1, 2, 4])
+
+
+def test_of_several_slots_none_is_charged_before_it_ran_alone() -> None:
+    one, two, three = (batch(n, [n], one_by_one=True) for n in (1, 2, 3))
+    slots = [state(1, 1), state(2, 2)]
+    assert charged(slots, one, two, three) == ([], [1, 2, 3])
+    (first,), (second,), (third,) = (list(each.leases.values()) for each in (one, two, three))
+    assert (first.suspect, second.suspect, third.suspect) == (True, True, False)
+    # The first has gone on since: the second is the one that is left, and goes first.
+    first.partials_made = CLEARING_OUTPUTS
+    assert clear_suspect(first) and not first.suspect and not clear_suspect(second)
+    assert charged(slots, one, two) == ([], [2, 1])
+    assert second.suspect and not first.suspect
+    assert charged([state(2, 2)], two, one) == ([2], [1])
+    # Twice a suspect, it stays one.
+    second.partials_made = 100
+    assert not clear_suspect(second)
+    # All of them cleared: all of them suspects again.
+    third.cleared = True
+    assert charged([state(1, 1), state(3, 3)], one, three) == ([], [1, 3])
+    assert first.suspect and third.suspect and not clear_suspect(first)
+
+
+def test_a_batch_that_was_being_prepared_is_suspect_with_those_that_ran() -> None:
+    ran, came, waited = (batch(n, [n], one_by_one=True) for n in (1, 2, 3))
+    ran.leases[1].cleared = True
+    assert charged([state(1, 1)], ran, came, waited, prepared=2) == ([], [2, 1, 3])
+    assert [each.suspect for b in (ran, came, waited) for each in b.leases.values()] == [False, True, False]
+    assert charged([state(0)], came, prepared=2) == ([2], [])
+    assert charged([state(1, 1)], ran, came, prepared=7) == ([1], [2]), "an unknown batch"
+
+
+@pytest.mark.parametrize("looks", [(0.0, 0.9, 1.0), (0.0, 0.1, 1.05)], ids=["at once", "one after the other"])
+def test_slots_that_stop_together_are_suspect_together(looks: tuple[float, ...]) -> None:
+    made = limits(progress_timeout_s=1)
+    batches = [batch(n, [n], one_by_one=True) for n in (1, 2, 3)]
+    violation = None
+    for now_s in looks:
+        assert violation is None
+        late = int(now_s > 0) if looks[1] < 0.5 else 0
+        slots = [state(1, 1), state(2, 2, beats=late), state(3, 3, beats=int(now_s * 100))]
+        violation = made.check(int(now_s * SECOND), slots, by_id(batches), {})
+    assert violation is not None
+    assert violation.slots == {(1, 1), (2, 2)} and violation.error.type == "NoProgress"
+    failed, again = judge(slots, *batches, violation=violation)
+    assert failed == {}
+    assert [(lease.lease_id, lease.suspect) for lease in again] == [(1, True), (2, True), (3, False)]
+
+
+def test_a_lease_that_reports_a_lost_context_is_suspect_with_those_that_ran_beside_it() -> None:
+    one, two = (batch(n, [n, n + 10], one_by_one=True) for n in (1, 2))
+    failed, again = judge([state(1, 0), state(2, 2)], one, two, context_lost=1)
+    assert failed == {}
+    assert [lease.lease_id for lease in again if lease.suspect] == [1, 2]
+    failed, again = judge([state(0), state(0)], one, two, context_lost=1)
+    assert (list(failed), len(again)) == ([1], 3)
+
+
+def test_work_of_the_next_batch_may_have_begun_when_the_context_is_lost() -> None:
+    one, two = (batch(n, [n], one_by_one=False) for n in (1, 2))
+    failed, again = judge([state(1)], one, two, context_lost=1)
+    assert failed == {}
+    assert [lease.lease_id for lease in again if lease.suspect] == [1, 2]
+    assert list(judge([state(1)], one, context_lost=1)[0]) == [1]
+
+
+def test_the_only_lease_of_an_engine_that_ends_by_itself_is_charged() -> None:
+    assert charged([state(1)], batch(1, [1], one_by_one=True), returncode=CRASHED) == ([1], [])
+    assert charged([state(1)], batch(1, [1], one_by_one=True), returncode=KILLED) == ([], [1])
+    two = [batch(n, [n], one_by_one=True) for n in (1, 2)]
+    failed, again = judge([state(1)], *two, returncode=CRASHED)
+    assert failed == {}
+    assert all(lease.suspect for lease in again), "each goes on alone"
+
+
+def test_a_batch_that_runs_together_is_found_again_after_a_violation() -> None:
+    together = batch(1, [1, 2, 3, 4], one_by_one=False, run_timeout_s=1)
+    violation = limits().check(2 * SECOND, [state(1, 1)], {1: together}, {})
+    assert violation is not None
+    # The engine went on to another item before it was dead.
+    failed, again = judge([state(1, 3)], together, violation=violation)
+    assert failed == {}
+    assert [lease.together_max for lease in again] == [2] * 4
+
+
+def test_a_batch_is_halved_until_the_culprit_is_alone() -> None:
+    culprit = 77
+    waiting = [batch(1, range(256), one_by_one=False).leases]
+    deaths = survivors = 0
+    found: list[int] = []
+    while waiting:
+        leases = waiting.pop(0)
+        if culprit not in leases:
+            survivors += len(leases)
+            continue
+        deaths += 1
+        one = EngineBatch(deaths, dict(leases), one_by_one=False, spec=Spec(kind="k"))
+        failed, again = judge([state(deaths)], one)
+        found += failed
+        while again:
+            size = again[0].together_max
+            waiting.append({lease.lease_id: lease for lease in again[:size]})
+            again = again[size:]
+    assert (found, survivors, deaths) == ([culprit], 255, 9)
+
+
+def test_a_death_outside_of_a_run_is_charged_to_nobody_up_to_a_limit() -> None:
+    held = batch(1, [1, 2], one_by_one=False)
+    for _ in range(DEATHS_MAX - 1):
+        assert charged([state(0)], held) == ([], [1, 2])
+    assert judge([state(0)], held) == ({1: "EngineDied", 2: "EngineDied"}, [])

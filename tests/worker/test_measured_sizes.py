@@ -1,0 +1,107 @@
+"""What models took, kept over restarts: whatever befalls the files, a figure is the one that was measured, or none."""
+
+import dataclasses
+import os
+from pathlib import Path
+
+import pytest
+from multigpu.repository.model import ModelSpec
+from multigpu_worker.models import measured_sizes
+from multigpu_worker.models.measured_sizes import FOLDER, MeasuredSizes, ModelSize
+from structlog.testing import capture_logs
+
+SIZE = ModelSize(measured=True, memory_bytes=123 << 20, load_s=1.5)
+SPEC = ModelSpec(name="m", version="1", folder=Path("/srv/m/1"), files_bytes=10, changed_ns=5)
+
+
+def sizes(folder: Path, **made_with: str) -> MeasuredSizes:
+    return MeasuredSizes(folder, {"device": "a cpu", **made_with})
+
+
+def only_file(folder: Path) -> Path:
+    (path,) = (folder / FOLDER).iterdir()
+    return path
+
+
+def test_what_was_measured_is_known_after_a_restart(tmp_path: Path) -> None:
+    assert sizes(tmp_path / "new").find(SPEC) is None
+    assert not (tmp_path / "new").exists(), "looking makes nothing"
+    sizes(tmp_path / "new").keep(SPEC, SIZE)
+    moved = dataclasses.replace(SPEC, folder=Path("/elsewhere"), labels={"team": "b"})
+    assert sizes(tmp_path / "new").find(SPEC) == sizes(tmp_path / "new").find(moved) == SIZE
+    again = ModelSize(measured=True, memory_bytes=1, load_s=0.0)
+    sizes(tmp_path / "new").keep(SPEC, again)
+    assert sizes(tmp_path / "new").find(SPEC) == again
+    only_file(tmp_path / "new")
+
+
+def test_another_version_file_precision_or_device_has_figures_of_its_own(tmp_path: Path) -> None:
+    sizes(tmp_path).keep(SPEC, SIZE)
+    for change in (
+        {"name": "n"},
+        {"version": "2"},
+        {"precision": "bf16"},
+        {"engine": "onnx"},
+        {"instances": 2},
+        {"files_bytes": 11},
+        {"changed_ns": 6},
+        {"parameters": {"size": "1"}},
+        {"hashes": {"model.onnx": "0" * 64}},
+    ):
+        assert sizes(tmp_path).find(dataclasses.replace(SPEC, **change)) is None, change
+    assert sizes(tmp_path, device="a GPU").find(SPEC) is None
+
+
+def damaged() -> list[bytes]:
+    deep = b"[" * 4000
+    wrong = [b"0", b"-1", b'"1"', b"true", b"1e999", b"NaN", b"null", b"99999999999999999999"]
+    whole = b'{"key": "KEY", "memory_bytes": 1, "load_s": 1}'
+    values = [whole.replace(b'bytes": 1', b'bytes": ' + value) for value in wrong]
+    values += [whole.replace(b'load_s": 1', b'load_s": ' + value) for value in (b"-1", b'""', b"NaN", b"1e999")]
+    return [b"", whole[:-5], b"\xff\x00", b"[]", b"{}", deep, b" " * 5000 + whole, whole.replace(b"KEY", b"0"), *values]
+
+
+@pytest.mark.parametrize("content", damaged())
+def test_a_damaged_file_is_ignored_and_written_anew(tmp_path: Path, content: bytes) -> None:
+    sizes(tmp_path).keep(SPEC, SIZE)
+    path = only_file(tmp_path)
+    path.write_bytes(content.replace(b"KEY", path.stem.encode()))
+    with capture_logs() as lines:
+        assert sizes(tmp_path).find(SPEC) is None
+    assert [(line["log_level"], line["model"]) for line in lines] == [("warning", "m:1")]
+    sizes(tmp_path).keep(SPEC, SIZE)
+    assert sizes(tmp_path).find(SPEC) == SIZE
+
+
+def test_those_measured_longest_ago_are_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measured_sizes, "KEPT_MAX", 3)
+    kept = sizes(tmp_path)
+    specs = [dataclasses.replace(SPEC, version=str(n)) for n in range(5)]
+    for nth, spec in enumerate(specs):
+        before = set((tmp_path / FOLDER).iterdir()) if nth else set()
+        kept.keep(spec, SIZE)
+        for path in set((tmp_path / FOLDER).iterdir()) - before:
+            os.utime(path, (nth, nth))
+    assert [kept.find(spec) is not None for spec in specs] == [False, False, True, True, True]
+
+
+def test_a_folder_that_cannot_be_used_costs_a_warning(tmp_path: Path) -> None:
+    (tmp_path / FOLDER).write_text("a file stands in the way")
+    with capture_logs() as lines:
+        sizes(tmp_path).keep(SPEC, SIZE)
+        assert sizes(tmp_path).find(SPEC) is None
+    assert {line["log_level"] for line in lines} == {"warning"}
+
+
+def test_a_full_disk_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes(tmp_path).keep(SPEC, SIZE)
+
+    def full(_fd: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with capture_logs() as lines:
+        sizes(tmp_path).keep(SPEC, ModelSize(measured=True, memory_bytes=1, load_s=0.0))
+    assert "No space left" in lines[0]["error"]
+    assert sizes(tmp_path).find(SPEC) == SIZE
+    only_file(tmp_path)

@@ -1,0 +1,113 @@
+"""A loaded model is measured again while it is used: a real process that grows, and the model loader."""
+
+import asyncio
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from multigpu.repository.model import ModelSpec
+from multigpu_worker.device.open import open_device
+from multigpu_worker.device.sampler import Sampler
+from multigpu_worker.engines.base import EngineSettings
+from multigpu_worker.models import loader
+from multigpu_worker.models.catalog import Catalog
+from multigpu_worker.models.loader import ModelLoader
+from multigpu_worker.models.measured_sizes import FOLDER
+from multigpu_worker.models.residency import ModelState
+
+MIB = 1 << 20
+GROWING = """
+import sys
+held = []
+for line in sys.stdin:
+    held.append(b"x" * int(line))
+    print("done", flush=True)
+"""
+
+
+class Grower:
+    """A process that takes more memory when it is told to."""
+
+    def __init__(self) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", GROWING], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    def grow(self, size_bytes: int) -> None:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(f"{size_bytes}\n")
+        self.process.stdin.flush()
+        assert self.process.stdout.readline() == "done\n"
+
+
+@pytest.fixture
+def grower() -> Iterator[Grower]:
+    grower = Grower()
+    yield grower
+    grower.process.kill()
+    grower.process.communicate()
+
+
+class IdleAgent:
+    """An owner whose leases are none, and that looks at what there is to load."""
+
+    def __init__(self) -> None:
+        self.heartbeats = 0
+        self.session = SimpleNamespace(leases={})
+
+    def waiting(self) -> list[Any]:
+        return []
+
+    def may_load(self) -> bool:
+        return True
+
+    def want_heartbeat(self) -> None:
+        self.heartbeats += 1
+
+    def routes_changed(self) -> None: ...
+
+
+async def test_what_a_model_takes_is_measured_again_while_it_is_used(
+    tmp_path: Path, grower: Grower, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loader, "_LOAD_LOOK_S", 0.0)
+    monkeypatch.setattr(loader, "MEASURE_S", 0.0)
+    (tmp_path / "m").mkdir()
+    spec = ModelSpec(name="m", folder=tmp_path / "m", kind="infer", engine="a:B", source="python")
+    process: Any = SimpleNamespace(model="m", host=SimpleNamespace(pid=grower.process.pid), batches={}, retiring=False)
+    pool: Any = SimpleNamespace(models={"m": [process]}, keep_spare=lambda _: None)
+    model_loader = ModelLoader(
+        IdleAgent(),  # type: ignore[arg-type]  # what it lacks is for leases
+        pool,
+        Sampler(open_device("cpu")),
+        Catalog(specs={"m": spec}, current={"m": "m"}),
+        EngineSettings(device="cpu", slots=1, threads=1, artifacts=str(tmp_path)),
+        limit_bytes=1 << 30,
+        progress_timeout_s=0.0,
+        eager=False,
+    )
+    resident = model_loader.routes.residents["m"]
+    estimate_bytes = resident.memory_bytes
+    resident.enter(ModelState.READY, 0.0)
+
+    async def use() -> int:
+        model_loader.used("m")
+        model_loader.tick()
+        await asyncio.gather(*model_loader._sizes._tasks)
+        return resident.memory_bytes
+
+    grower.grow(40 * MIB)
+    first_bytes = await use()
+    assert first_bytes > max(40 * MIB, estimate_bytes)
+    assert await use() == first_bytes, "what changes by nothing is no news"
+    grower.grow(30 * MIB)
+    model_loader.tick()
+    assert not model_loader._sizes._tasks, "nobody has used it"
+    grown_bytes = await use()
+    assert first_bytes + 25 * MIB < grown_bytes < first_bytes + 40 * MIB
+    assert str(grown_bytes) in next((tmp_path / FOLDER).iterdir()).read_text(), "it is kept for the next life"

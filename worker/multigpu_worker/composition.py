@@ -1,0 +1,217 @@
+"""Puts a worker's parts together, by its configuration."""
+
+import os
+import socket
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+
+from multigpu._transport.credentials import Credentials
+from multigpu.config.config import WorkerConfig
+
+from multigpu_worker.agent import Agent
+from multigpu_worker.device.cpu import host_memory_bytes
+from multigpu_worker.device.health_monitor import HealthMonitor
+from multigpu_worker.device.interface import Device
+from multigpu_worker.device.sampler import Sampler
+from multigpu_worker.device.stats_file import StatsFile, record
+from multigpu_worker.dispatcher import Dispatcher
+from multigpu_worker.engines.base import EmbeddingCacheSettings, EngineSettings
+from multigpu_worker.master_stream import MasterStream
+from multigpu_worker.models import catalog as catalogs
+from multigpu_worker.models.catalog import Catalog
+from multigpu_worker.models.folders import find_models
+from multigpu_worker.models.loader import ModelLoader
+from multigpu_worker.mps.engines import Mps
+from multigpu_worker.mps.status import MpsStatus
+from multigpu_worker.processes.host import HostSettings
+from multigpu_worker.processes.pool import EnginePool
+from multigpu_worker.processes.process import ProcessSettings
+from multigpu_worker.processes.reload import HandlersReload
+from multigpu_worker.session.batcher import Batcher, BatchLimits
+from multigpu_worker.session.link import Link
+from multigpu_worker.session.payload_sharing import Sharing
+from multigpu_worker.session.session import Session, SessionLimits
+from multigpu_worker.session.wire import Identity
+
+# The share of the host's memory for a CPU worker's engine where the config doesn't say; and of a GPU's memory or the
+# host's for the loaded models of all workers that share it.
+MEMORY_SHARE = 0.8
+MODELS_SHARE, MODELS_SHARE_CPU = 0.9, 0.5
+# A report has to fit into one message, with room for what goes beside the result.
+RESULT_BYTES_MAX = (64 << 20) - (64 << 10)
+
+
+def compose(
+    config: WorkerConfig,
+    identity: Identity,
+    device: Device,
+    settings: EngineSettings,
+    find_catalog: Callable[[], Catalog],
+    *,
+    mps: Mps | None = None,
+    mps_off: MpsStatus | None = None,
+) -> Agent:
+    """Make a worker, on the event loop. `mps_off`: why it runs without MPS."""
+    sharing = Sharing()
+    sampler = Sampler(device)
+    pool = EnginePool(_process_settings(config, device, settings, sharing, mps))
+    batcher = Batcher(
+        BatchLimits(tasks_max=config.batch_tasks_max, tokens_max=config.batch_tokens_max, delay_s=config.batch_delay_s),
+        config.slots,
+    )
+    dispatcher = Dispatcher(identity.worker_id, Session(SessionLimits()), batcher, pool, sampler)
+    loader = _loader(config, device, settings, find_catalog(), dispatcher, pool, sampler)
+    health_monitor = HealthMonitor(
+        dispatcher, device, sampler, pool, settings.artifacts, canary_interval_s=config.canary_interval_s
+    )
+    pool.callbacks.dispatcher = dispatcher
+    pool.callbacks.model_loader = loader
+    pool.callbacks.self_test = health_monitor.self_test
+    pool.callbacks.health_monitor = health_monitor
+    handlers = HandlersReload(pool.default, config.drain_timeout_s, dispatcher.handlers_reloaded)
+    stream = MasterStream(
+        master=config.master,
+        identity=identity,
+        dispatcher=dispatcher,
+        pool=pool,
+        loader=loader,
+        health_monitor=health_monitor,
+        sampler=sampler,
+        sharing=sharing,
+        handlers=handlers,
+        mps_off=mps_off,
+    )
+    link = Link(config.master, stream, Credentials.of(config))
+    dispatcher.connect(loader, health_monitor, link.wake)
+    return Agent(
+        config=config,
+        dispatcher=dispatcher,
+        pool=pool,
+        loader=loader,
+        health_monitor=health_monitor,
+        sampler=sampler,
+        handlers=handlers,
+        stream=stream,
+        link=link,
+        find_catalog=find_catalog,
+    )
+
+
+def _process_settings(
+    config: WorkerConfig, device: Device, engine: EngineSettings, sharing: Sharing, mps: Mps | None
+) -> ProcessSettings:
+    host = HostSettings(
+        engine=engine,
+        memory_bytes=_engine_memory_bytes(config, device),
+        result_bytes_max=min(config.result_bytes_max, RESULT_BYTES_MAX),
+        visible_devices=device.visible_devices,
+        mps=mps,
+    )
+    return ProcessSettings(config=config, host=host, sharing=sharing)
+
+
+def _loader(
+    config: WorkerConfig,
+    device: Device,
+    settings: EngineSettings,
+    catalog: Catalog,
+    dispatcher: Dispatcher,
+    pool: EnginePool,
+    sampler: Sampler,
+) -> ModelLoader:
+    return ModelLoader(
+        dispatcher,
+        pool,
+        sampler,
+        catalog,
+        settings,
+        limit_bytes=model_memory_bytes(config, device),
+        progress_timeout_s=config.progress_timeout_s,
+        # With only the bundled model configured, keep no spare process.
+        eager=bool(config.models or config.model_repository or config.default_model),
+    )
+
+
+def catalog_of(config: WorkerConfig) -> Catalog:
+    """The models that are there now. ValueError, ModelFolderError."""
+    found = find_models(config)
+    specs, errors = catalogs.split(found.models, config.engine)
+    return Catalog(specs=specs, errors={**found.errors, **errors}, current=found.current)
+
+
+def engine_settings(config: WorkerConfig, device: Device, catalog: Catalog) -> EngineSettings:
+    return EngineSettings(
+        device=device.engine_name,
+        slots=config.slots,
+        threads=config.threads,
+        handlers=config.handlers,
+        models=dict(catalog.specs),
+        engine=config.engine,
+        precision=config.precision,
+        artifacts=str(artifacts_folder(config)),
+        artifacts_bytes_max=config.artifacts_bytes_max,
+        embedding_cache=_embedding_cache(config),
+    )
+
+
+def artifacts_folder(config: WorkerConfig) -> Path:
+    """Where exports, plans and measurements that were expensive to make are kept."""
+    if config.artifacts_dir:
+        return Path(config.artifacts_dir).expanduser().absolute()
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "multigpu"
+
+
+def _embedding_cache(config: WorkerConfig) -> EmbeddingCacheSettings:
+    file = config.embedding_cache_file and str(Path(config.embedding_cache_file).expanduser().absolute())
+    if file and config.embedding_cache_entries:
+        from multigpu_worker.engines.embed.cache_file import check_cache_file  # noqa: PLC0415  most workers have none
+
+        check_cache_file(Path(file))
+    return EmbeddingCacheSettings(
+        entries=config.embedding_cache_entries,
+        bytes_max=config.embedding_cache_bytes_max,
+        ttl_s=config.embedding_cache_ttl_s,
+        file=file,
+    )
+
+
+def identity_of(config: WorkerConfig, device: Device) -> Identity:
+    host = socket.gethostname()
+    return Identity(
+        worker_id=config.worker_id or f"{host}-{device.info.device_id}",
+        host=host,
+        version=metadata.version("multigpu"),
+        pid=os.getpid(),
+        device=device.info,
+        labels=config.labels,
+        slots=config.slots,
+        window_tasks=config.window_tasks,
+        window_bytes=config.window_bytes,
+    )
+
+
+def _engine_memory_bytes(config: WorkerConfig, device: Device) -> int:
+    """Of each engine process; 0: no limit."""
+    if config.engine_memory_bytes or device.info.device_id != "cpu":
+        return config.engine_memory_bytes
+    return int(host_memory_bytes() * MEMORY_SHARE)
+
+
+def model_memory_bytes(config: WorkerConfig, device: Device) -> int:
+    """Of all loaded models together; 0: no limit is known."""
+    if config.model_memory_bytes:
+        return config.model_memory_bytes
+    if device.info.device_id == "cpu":
+        return int(host_memory_bytes() * MODELS_SHARE_CPU) // config.device_workers
+    return int(device.info.memory_total_bytes * MODELS_SHARE) // config.device_workers
+
+
+def stats_file_of(config: WorkerConfig, agent: Agent) -> StatsFile | None:
+    if not config.stats_file:
+        return None
+    return StatsFile(
+        Path(config.stats_file).expanduser(),
+        config.stats_interval_s,
+        lambda: record(agent.stream.identity, agent.sampler.latest, len(agent.dispatcher.session.leases)),
+    )

@@ -1,0 +1,62 @@
+"""The model of an engine process: loaded once, and what is known of it sent to the agent."""
+
+import sys
+import traceback
+
+from multigpu.repository.files import require_hashes
+from multigpu.repository.model import ModelSpec
+
+from multigpu_worker.engine.channel import AgentChannel
+from multigpu_worker.engine.reporter import MESSAGE_BYTES_MAX, TYPE_BYTES_MAX, text_of
+from multigpu_worker.engines.base import EngineSettings, ModelEngine
+from multigpu_worker.engines.registry import build_model_engine
+
+# What a CUDA context takes, beside what torch counts.
+CUDA_CONTEXT_BYTES = 400 << 20
+
+
+class LoadedModel:
+    """A model's engine, and its facts (ModelEngine.load), which it may change after each batch."""
+
+    def __init__(self, kind: str, engine: ModelEngine, facts: dict[str, str]) -> None:
+        self.kind = kind
+        self.engine = engine
+        self._facts = facts
+        self.facts_sent = _plain(facts)
+
+    def send_facts(self, channel: AgentChannel) -> None:
+        """Send the facts if they have changed."""
+        facts = _plain(self._facts)
+        if facts != self.facts_sent:
+            self.facts_sent = facts
+            channel.send(("facts", facts))
+
+
+def load(channel: AgentChannel, settings: EngineSettings, spec: ModelSpec) -> LoadedModel | None:
+    """Load a model. None: it failed, and the agent was sent the reason."""
+    # The user's own module may lie beside the model.
+    if ":" in spec.engine or spec.source == "safetensors":
+        sys.path.insert(0, str(spec.folder))
+    try:
+        require_hashes(spec)
+        engine = build_model_engine(spec, settings)
+        return LoadedModel(spec.kind, engine, engine.load())
+    except BaseException as error:  # noqa: BLE001  whatever loading raises is due to the model, or to a lack of memory
+        traceback.print_exc()
+        message = text_of(str(error) or type(error).__name__, MESSAGE_BYTES_MAX)
+        error_type = text_of(type(error).__name__, TYPE_BYTES_MAX)
+        channel.send(("load_failed", error_type, message, getattr(error, "retryable", True)))
+        return None
+
+
+def _plain(facts: dict[str, str]) -> dict[str, str]:
+    """Facts as they are sent. Copied first: another thread may change them."""
+    return {str(name): str(fact) for name, fact in facts.copy().items()}
+
+
+def device_bytes() -> int:
+    """GPU memory of this process by torch's account, for drivers that don't report it; 0: none."""
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_initialized():
+        return 0
+    return int(torch.cuda.memory_reserved()) + CUDA_CONTEXT_BYTES

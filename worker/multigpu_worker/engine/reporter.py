@@ -1,0 +1,262 @@
+"""Collects what an engine reports about a batch, and sends it.
+
+Reports leave when a batch ends, or as soon as 2 ms have passed since the last ones left: fast tasks share a frame, slow
+ones don't wait.
+"""
+
+import contextlib
+import os
+import queue
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from multigpu._transport.payloads import LARGE_BYTES, Reference
+
+from multigpu_worker.engine.channel import EXIT_FORKED, AgentChannel
+from multigpu_worker.engine.leases import Leases
+from multigpu_worker.engine.work import Work
+from multigpu_worker.engines.base import Item
+from multigpu_worker.processes.ipc import frames
+from multigpu_worker.processes.ipc.slots import SlotPage
+
+FLUSH_NS = 2_000_000
+# More bytes than this are sent at once.
+FLUSH_BYTES = 4 << 20
+CHECKPOINT_BYTES_MAX = 1 << 20
+# The contract's limits.
+TYPE_BYTES_MAX = 256
+MESSAGE_BYTES_MAX = 8 << 10
+TRACEBACK_BYTES_MAX = 16 << 10
+NOTE_BYTES_MAX = 1 << 10
+# Where a large result lies: segment, offset, size.
+Place = tuple[str, int, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reporting:
+    """What the reporters of a process share."""
+
+    channel: AgentChannel
+    leases: Leases
+    page: SlotPage
+    result_bytes_max: int
+    # What the embedding cache has done; empty: there is none.
+    embedding_cache: Callable[[], dict[str, int]]
+    # Reporters whose reports must not wait for the next one.
+    unflushed: "queue.SimpleQueue[BatchReporter]"
+
+
+class BatchReporter:
+    """The reporter (engines/base.py) of one batch in one slot."""
+
+    def __init__(self, shared: Reporting, work: Work, slot_at: int) -> None:
+        self._shared = shared
+        self._batch_id = work.batch_id
+        self._items = [*work.batch.items, *(item for item, _ in work.lost)]
+        self._writer = work.writer
+        self._view = shared.page.view
+        self._lease_at = slot_at + SlotPage.LEASE
+        self._started_at = slot_at + SlotPage.STARTED
+        self._beats_at = slot_at + SlotPage.BEATS
+        self._lock = threading.Lock()
+        self._channel = shared.channel
+        self._leases = shared.leases
+        self._unbegun = shared.leases.unbegun
+        self._cancelled = shared.leases.cancelled
+        self._given_back = work.given_back
+        self._result_bytes_max = shared.result_bytes_max
+        # Not settled, and ours to settle.
+        self._open = {item.lease_id for item in self._items}
+        self._start_ns = time.time_ns()
+        self._begun_ns = self._flushed_ns = time.monotonic_ns()
+        self._clear()
+
+    def _clear(self) -> None:
+        # Something is reported and not sent; and the flusher knows.
+        self._waits = False
+        self._flush_asked = False
+        self._succeeded: list[tuple[int, bytes | int | Place, str]] = []
+        self._failed: list[tuple[int, str, str, bool, str]] = []
+        self._partials: list[tuple[int, bytes | int, str]] = []
+        self._progress: dict[int, tuple[float, str]] = {}
+        self._checkpoints: dict[int, bytes | int] = {}
+        self._blobs: list[bytes] = []
+        # Held until the agent was sent them.
+        self._written: list[Reference] = []
+        self._bytes = 0
+
+    def begin(self, item: Item) -> None:
+        lease_id = item.lease_id
+        if lease_id in self._unbegun:
+            self._leases.begin([lease_id], self._given_back)
+        if lease_id in self._given_back:  # it runs all the same, unreported
+            self._open.discard(lease_id)
+        view = self._view
+        view[self._lease_at] = 0
+        view[self._started_at] = time.monotonic_ns()
+        view[self._lease_at] = lease_id
+        if self._waits and not self._flush_asked:
+            self._ask_flush()
+
+    def begin_all(self) -> None:
+        self._leases.begin([item.lease_id for item in self._items], self._given_back)
+        self._open -= self._given_back
+
+    def succeed(self, item: Item, result: bytes, content_type: str = "") -> None:
+        if len(result) > self._result_bytes_max:
+            message = f"the result has {len(result)} bytes, the worker's result_bytes_max is {self._result_bytes_max}"
+            self.fail(item, "ResultTooLarge", message, retryable=False)
+            return
+        if self._channel.forked:
+            os._exit(EXIT_FORKED)
+        with self._lock:
+            lease_id = item.lease_id
+            if lease_id in self._open:
+                self._open.discard(lease_id)
+                self._view[self._lease_at] = 0
+                self._succeeded.append((lease_id, self._put(result), content_type))
+                self._waits = True
+                self._flush_if_due(len(result))
+
+    def _put(self, result: bytes) -> bytes | int | Place:
+        """Put a large result into a shared file; if that fails, or it is small, into the frame."""
+        if len(result) >= LARGE_BYTES and self._writer is not None:
+            with contextlib.suppress(OSError):
+                reference = self._writer.put(result)
+                self._written.append(reference)
+                return reference.pin.name, reference.offset, reference.size_bytes
+        return frames.put(result, self._blobs)
+
+    def fail(self, item: Item, error_type: str, message: str, *, retryable: bool, traceback: str = "") -> None:
+        with self._entered():
+            lease_id = item.lease_id
+            if lease_id in self._open:
+                self._open.discard(lease_id)
+                self._view[self._lease_at] = 0
+                error_type = text_of(error_type, TYPE_BYTES_MAX)
+                message = text_of(message, MESSAGE_BYTES_MAX)
+                # The end of a traceback says most.
+                traceback = text_of(traceback[-TRACEBACK_BYTES_MAX:], TRACEBACK_BYTES_MAX)
+                self._failed.append((lease_id, error_type, message, retryable, traceback))
+                self._waits = True
+                self._flush_if_due(len(message) + len(traceback))
+
+    def partial(self, item: Item, data: bytes, content_type: str = "") -> None:
+        if len(data) > self._result_bytes_max:
+            raise ValueError(
+                f"a partial output has {len(data)} bytes, the worker's result_bytes_max is {self._result_bytes_max}"
+            )
+        with self._entered():
+            if item.lease_id in self._open:
+                self._view[self._beats_at] += 1
+                self._partials.append((item.lease_id, frames.put(data, self._blobs), content_type))
+                self._waits = True
+                self._flush_if_due(len(data))
+        if self._waits and not self._flush_asked:
+            self._ask_flush()
+
+    def progress(self, item: Item, fraction: float, note: str = "") -> None:
+        with self._entered():
+            if item.lease_id in self._open:
+                self._view[self._beats_at] += 1
+                self._progress[item.lease_id] = (min(1.0, max(0.0, float(fraction))), text_of(note, NOTE_BYTES_MAX))
+                self._waits = True
+                self._flush_if_due(0)
+        if self._waits and not self._flush_asked:
+            self._ask_flush()
+
+    def checkpoint(self, item: Item, data: bytes) -> None:
+        if len(data) > CHECKPOINT_BYTES_MAX:
+            raise ValueError(f"a checkpoint has {len(data)} bytes, the limit is {CHECKPOINT_BYTES_MAX}")
+        with self._entered():
+            if item.lease_id in self._open:
+                self._view[self._beats_at] += 1
+                self._checkpoints[item.lease_id] = frames.put(bytes(data), self._blobs)
+                # Sent at once, because the next step may end the process.
+                self._send(done=False)
+
+    def cancelled(self, item: Item) -> bool:
+        if item.lease_id in self._unbegun:  # an engine asks before it begins the item
+            self._leases.begin([item.lease_id], self._given_back)
+        return item.lease_id in self._cancelled or item.lease_id in self._given_back
+
+    def beat(self) -> None:
+        self._view[self._beats_at] += 1
+
+    def flush(self) -> None:
+        with self._lock:
+            if self._waits:
+                self._send(done=False)
+
+    def finish(self) -> None:
+        """Fail what the engine left unsettled, and send the batch's end."""
+        for item in self._items:
+            if item.lease_id in self._open and item.lease_id not in self._cancelled:
+                self.fail(item, "EngineError", "the engine returned and did not settle the task", retryable=True)
+        with self._lock:
+            self._send(done=True)
+
+    def fail_rest(self, error: BaseException) -> None:
+        """Fail every item that is left: the engine raised this."""
+        text = "".join(traceback.format_exception(error))
+        error_type = "OutOfMemory" if isinstance(error, MemoryError) else type(error).__name__
+        for item in self._items:
+            self.fail(item, error_type, str(error) or error_type, retryable=True, traceback=text)
+
+    def _entered(self) -> threading.Lock:
+        """The lock, unless this is a forked child of the process that made us."""
+        if self._channel.forked:
+            os._exit(EXIT_FORKED)
+        return self._lock
+
+    def _ask_flush(self) -> None:
+        self._flush_asked = True
+        self._shared.unflushed.put(self)
+
+    def _flush_if_due(self, more_bytes: int) -> None:
+        self._bytes += more_bytes
+        if self._bytes >= FLUSH_BYTES or time.monotonic_ns() - self._flushed_ns >= FLUSH_NS:
+            self._send(done=False)
+
+    def _send(self, *, done: bool) -> None:
+        """Send all reports. The caller holds the lock, so that frames leave in order."""
+        now_ns = time.time_ns()
+        message = (
+            "reports",
+            self._batch_id,
+            self._start_ns,
+            now_ns,
+            self._succeeded,
+            self._failed,
+            self._partials,
+            [(lease_id, *progress) for lease_id, progress in self._progress.items()],
+            list(self._checkpoints.items()),
+            done,
+            time.monotonic_ns() - self._begun_ns,
+            self._shared.embedding_cache() if done else {},
+        )
+        blobs, written = self._blobs, self._written
+        self._clear()
+        self._channel.send(message, blobs, written)
+        self._flushed_ns = time.monotonic_ns()
+        self._start_ns = now_ns
+
+
+def flush_forever(unflushed: "queue.SimpleQueue[BatchReporter]") -> None:
+    """Send reports that would otherwise wait behind a long task."""
+    while True:
+        waiting = {unflushed.get()}
+        time.sleep(FLUSH_NS / 1e9)
+        with contextlib.suppress(queue.Empty):
+            while True:
+                waiting.add(unflushed.get_nowait())
+        for reporter in waiting:
+            reporter.flush()
+
+
+def text_of(text: str, bytes_max: int) -> str:
+    """Fit for a message: cut to `bytes_max`, and without the lone surrogates that UTF-8 can't encode."""
+    return text.encode("utf-8", "replace")[:bytes_max].decode("utf-8", "ignore")

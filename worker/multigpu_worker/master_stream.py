@@ -1,0 +1,147 @@
+"""What the worker sends to its master, and what the master's frames have it do. session/link.py has the connection."""
+
+import asyncio
+import dataclasses
+import time
+
+import structlog
+from multigpu.v1 import worker_service_pb2 as pb
+
+from multigpu_worker.device.health_monitor import HealthMonitor
+from multigpu_worker.device.sampler import Sampler
+from multigpu_worker.dispatcher import Dispatcher
+from multigpu_worker.models.loader import ModelLoader
+from multigpu_worker.models.messages import model_messages, residency_messages
+from multigpu_worker.mps.status import MpsStatus
+from multigpu_worker.processes.pool import EnginePool
+from multigpu_worker.processes.reload import HandlersReload
+from multigpu_worker.session import wire
+from multigpu_worker.session.link import Metadata
+from multigpu_worker.session.payload_sharing import Sharing
+
+log = structlog.get_logger()
+
+FRAME_BYTES_MAX = 4 << 20
+HEARTBEAT_MIN_S, HEARTBEAT_MAX_S = 0.01, 60.0
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class MasterStream:
+    """Called by the link on the event loop."""
+
+    master: str
+    identity: wire.Identity
+    dispatcher: Dispatcher
+    pool: EnginePool
+    loader: ModelLoader
+    health_monitor: HealthMonitor
+    sampler: Sampler
+    sharing: Sharing
+    handlers: HandlersReload
+    # Why the worker runs without MPS.
+    mps_off: MpsStatus | None
+    draining: bool = False
+    # Set when a session begins: its heartbeats may have another interval.
+    welcomed: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
+    heartbeat_s: float = 1.0
+    _last_frame: int = 0
+    # The master must be sent the key of the directory for large payloads.
+    _key_due: bool = False
+
+    def hello(self) -> pb.SessionRequest:
+        self.pool.running()
+        self.loader.changed = False
+        # More than the default process's, if a model runs more tasks at a time: they may join a running batch.
+        slots = max(self.identity.slots, self.loader.slots_max())
+        session = self.dispatcher.session
+        return wire.hello(
+            dataclasses.replace(self.identity, slots=slots),
+            self.dispatcher.offers(),
+            session.held(hello=True),
+            models=model_messages(self.loader.routes),
+            model_memory_bytes=self.loader.limit_bytes,
+            incarnation=session.incarnation,
+        )
+
+    def connected(self, welcome: pb.SessionResponse, metadata: Metadata) -> None:
+        words = welcome.welcome
+        self._key_due = self.sharing.begin(metadata)
+        self.pool.share()
+        self.heartbeat_s = wire.seconds_of(words.heartbeat_interval) or 1.0
+        self.heartbeat_s = min(max(self.heartbeat_s, HEARTBEAT_MIN_S), HEARTBEAT_MAX_S)
+        self.pool.cancel(self.dispatcher.session.welcome(words.adopted_lease_ids, words.incarnation))
+        log.info("session begins", master=self.master, session_id=words.session_id, master_version=words.version)
+        self.dispatcher.want_heartbeat()
+        self.welcomed.set()
+        self.received(welcome)
+
+    def received(self, response: pb.SessionResponse) -> None:
+        self._last_frame = response.frame
+        if response.results_taken:
+            self.sharing.taken(response.results_taken)
+        for batch in response.lease_batches:
+            spec, leases = wire.leases_of(batch, self.sharing.path)
+            if any(lease.lease_id in self.dispatcher.session.leases for lease in leases):
+                raise wire.BadFrameError("it grants a lease that we hold")
+            self.dispatcher.grant(spec, leases)
+        if response.revocations:
+            self.dispatcher.revoke([revocation.lease_id for revocation in response.revocations])
+        if response.recalled_lease_ids:
+            self.dispatcher.recall(response.recalled_lease_ids)
+        if response.reload_handlers:
+            self.handlers.want()
+        if response.HasField("desired"):
+            self.health_monitor.asked(response.desired.check)
+            self.loader.desire(response.desired.pinned_models, response.desired.unwanted_models)
+        if response.lease_batches and self.health_monitor.health.unusable:  # sent before the master knew
+            self.dispatcher.give_back("the device can't be used", running=self.health_monitor.health.barred)
+        elif response.lease_batches:
+            self.dispatcher.pump()
+
+    def next_frame(self) -> pb.SessionRequest | None:
+        # First the heartbeat: it may list leases whose reports follow, but must list all whose reports have not left.
+        session = self.dispatcher.session
+        if session.heartbeat_due:
+            return self._heartbeat()
+        reports = None
+        if session.has_unsent():
+            reports = wire.request_of(session.take_frame(FRAME_BYTES_MAX, time.monotonic()), self.sharing.lend)
+        else:
+            self.dispatcher.settled.set()
+        self.dispatcher.frame_taken()
+        return reports
+
+    def _heartbeat(self) -> pb.SessionRequest:
+        self.pool.running()
+        sample = self.sampler.latest
+        request = wire.heartbeat(
+            self.dispatcher.session.held(hello=False),
+            last_frame=self._last_frame,
+            telemetry=None if sample is None else sample.telemetry,
+            sample_ns=0 if sample is None else sample.time_ns,
+            models=residency_messages(self.loader.routes),
+            catalog=self._catalog_change(),
+            embedding_cache=self.pool.embedding_cache(),
+            draining=self.draining,
+            mps=self.mps_off if self.pool.mps is None else self.pool.mps.status,
+            health=wire.health_message(self.health_monitor.health, self.health_monitor.checks_passed),
+            handlers=self.handlers.message(),
+            occupied_slots=self.pool.occupied,
+        )
+        if self._key_due and self.sharing.directory is not None:  # before any result of the session
+            self._key_due = False
+            request.payload_key = self.sharing.directory.key
+        return request
+
+    def _catalog_change(self) -> pb.Catalog | None:
+        """The worker's offers, if they have changed since this session's master got them."""
+        if not self.loader.changed:
+            return None
+        self.loader.changed = False
+        return wire.catalog_message(self.dispatcher.offers(), model_messages(self.loader.routes))
+
+    def disconnected(self, reason: str) -> None:
+        session = self.dispatcher.session
+        if not self.dispatcher.stopped:
+            log.warning("session broke", reason=reason, leases=len(session.leases))
+        self.pool.cancel(session.break_stream())

@@ -1,0 +1,139 @@
+"""Which leases are charged an attempt for the end of their engine process, and which go on in the next one.
+
+Pure. A lease is charged only if it ran alone, so that no innocent one is. Leases of a batch that ran together go on in
+batches of half its size, until the one that ends its engine is alone. Leases that ran one by one, but in several slots
+at the same time, become suspects. A suspect runs only beside cleared leases, and is cleared once it has made
+CLEARING_OUTPUTS more outputs: it is past the point then at which the engine died, so that eight answers that are
+generated together are together again after eight steps. If the engine dies again, leases that were not cleared go
+first, and so alone; a lease that was a suspect SUSPECTED_MAX times is not cleared any more.
+
+An engine that dies while it runs nothing is charged to a lease only after DEATHS_MAX deaths with that lease inside; or
+at once, if nobody killed the process and the lease is the only one in it.
+"""
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+
+from multigpu_worker.processes.batch import EngineBatch, running_leases
+from multigpu_worker.processes.blame.limits import Violation, accused_of
+from multigpu_worker.processes.ipc.slots import SlotState
+from multigpu_worker.session.session import TOGETHER_MAX, Lease, TaskError
+
+# More than it takes to halve the largest batch down to one.
+DEATHS_MAX = 20
+# More than may get lost on their way when an engine dies.
+CLEARING_OUTPUTS = 8
+SUSPECTED_MAX = 2
+
+Batches = Mapping[int, EngineBatch]
+
+
+@dataclass(slots=True)
+class Suspects:
+    """One of these ended the engine process."""
+
+    # Leases of batches that ran together.
+    together: list[list[Lease]] = field(default_factory=list)
+    # Leases that ran one by one.
+    alone: list[Lease] = field(default_factory=list)
+
+    def all(self) -> list[Lease]:
+        return [*self.alone, *(lease for leases in self.together for lease in leases)]
+
+
+@dataclass(frozen=True, slots=True)
+class Charges:
+    """Leases that failed with the engine process, and those that go on: suspects first, else as they came."""
+
+    failed: list[tuple[Lease, TaskError]]
+    again: list[Lease]
+
+
+def suspects_of_slots(
+    slots: Iterable[SlotState], batches: Batches, violation: Violation | None, prepared: int
+) -> Suspects:
+    """What the slots ran; with a violation, only the slots that it names. Without one, `prepared` is suspect, too."""
+    suspects = Suspects()
+    for state in slots:
+        batch = batches.get(state.batch_id)
+        if batch is None or (violation is not None and accused_of(state, batch) not in violation.slots):
+            continue
+        if batch.one_by_one:
+            suspects.alone += running_leases(state, batch)
+        else:
+            suspects.together.append(running_leases(state, batch))
+    if violation is None and prepared in batches:
+        suspects.together.append(list(batches[prepared].leases.values()))
+    return suspects
+
+
+def suspects_of_lost_context(slots: Iterable[SlotState], batches: Batches, reporters: Collection[int]) -> Suspects:
+    """For a lost CUDA context: the leases that reported it, and what ran in `slots` beside them.
+
+    If batches that run together reported it, all of them are suspect: the device may have begun the next one's work.
+    """
+    running = {state.batch_id: running_leases(state, batches.get(state.batch_id)) for state in slots}
+    reported = {
+        batch_id: [lease for lease in batch.leases.values() if lease.lease_id in reporters]
+        for batch_id, batch in batches.items()
+    }
+    begun = any(reported[batch_id] and not batch.one_by_one for batch_id, batch in batches.items())
+    suspects = Suspects()
+    for batch_id, batch in batches.items():
+        if batch.one_by_one:
+            suspects.alone += reported[batch_id] or running.get(batch_id, [])
+        elif begun:
+            suspects.together.append(list(batch.leases.values()))
+    return suspects
+
+
+def charge(suspects: Suspects, error: TaskError, batches: Batches) -> Charges:
+    """Charge the only suspect; of several, none, and narrow them down."""
+    everyone = suspects.all()
+    if len(everyone) == 1:
+        return _charges(batches, {everyone[0].lease_id: error})
+    for leases in suspects.together:
+        for lease in leases:
+            lease.together_max = max(1, len(leases) // 2)
+    uncleared = [lease for lease in suspects.alone if not lease.cleared]
+    for lease in uncleared or ([] if any(suspects.together) else suspects.alone):
+        lease.together_max = 1
+        lease.cleared = False
+        lease.suspected += 1
+    return _charges(batches, {})
+
+
+def charge_nobody(batches: Batches, error: TaskError, deaths_max: int = DEATHS_MAX, *, halve: bool) -> Charges:
+    """Nothing ran, or the cause is elsewhere: all go on, until it has happened too often to a lease.
+
+    `halve`: in smaller batches, as one of these leases may be the cause.
+    """
+    failed: dict[int, TaskError] = {}
+    for batch in batches.values():
+        together_max = max(1, len(batch.leases) // 2)
+        for lease in batch.leases.values():
+            lease.deaths += 1
+            if halve:
+                lease.together_max = together_max
+            if lease.deaths >= deaths_max:
+                failed[lease.lease_id] = error
+    return _charges(batches, failed)
+
+
+def _charges(batches: Batches, failed: Mapping[int, TaskError]) -> Charges:
+    leases = [lease for batch in batches.values() for lease in batch.leases.values()]
+    again = [lease for lease in leases if lease.lease_id not in failed]
+    return Charges(
+        [(lease, failed[lease.lease_id]) for lease in leases if lease.lease_id in failed],
+        sorted(again, key=lambda lease: not lease.suspect),
+    )
+
+
+def clear_suspect(lease: Lease) -> bool:
+    """Clear a suspect that has made enough outputs since it was dispatched. True: it just was cleared."""
+    outputs = lease.partials_made - lease.partials_dispatched
+    if not lease.suspect or lease.suspected >= SUSPECTED_MAX or outputs < CLEARING_OUTPUTS:
+        return False
+    lease.together_max = TOGETHER_MAX
+    lease.cleared = True
+    return True

@@ -1,0 +1,30 @@
+"""How an engine process ended."""
+
+import signal
+from dataclasses import dataclass
+
+from multigpu_worker.mps.engines import Fault
+from multigpu_worker.processes.ipc.slots import SlotState
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Death:
+    # As subprocess reports it: negative for a signal.
+    returncode: int
+    # What each slot ran at that moment, or when we began to end the process.
+    slots: list[SlotState]
+    # The batch that it was preparing; 0: none.
+    prepared: int = 0
+    # The fault of the GPU's MPS server that ended it.
+    fault: Fault | None = None
+
+    @property
+    def killed(self) -> bool:
+        """By the agent, an operator, or the kernel short of memory: an engine or a device error does not end it so."""
+        return self.returncode in (-signal.SIGKILL, -signal.SIGTERM)
+
+    @property
+    def words(self) -> str:
+        if self.returncode < 0:
+            return f"was killed by {signal.Signals(-self.returncode).name}"
+        return f"ended with exit code {self.returncode}"

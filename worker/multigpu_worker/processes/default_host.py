@@ -1,0 +1,174 @@
+"""The default process: it runs what needs no model, handlers among it. When it dies, another takes its place."""
+
+import asyncio
+from collections.abc import Callable
+from functools import partial
+
+import structlog
+
+from multigpu_worker.engines.handlers.sources import Sources, sources_of
+from multigpu_worker.engines.registry import KindInfo
+from multigpu_worker.models.load_watch import LoadWatch
+from multigpu_worker.processes.death import Death
+from multigpu_worker.processes.host import EngineHost, EngineProcessCallbacks, HostSettings
+from multigpu_worker.processes.ipc import frames
+from multigpu_worker.processes.start import READY_S, SLOW_START_S, EngineStart
+
+log = structlog.get_logger()
+
+# It is started again at once, unless it did nothing before it died: then with a delay, doubling up to the limit.
+_RESTART_DELAY_S = 0.1
+_RESTART_DELAY_MAX_S = 5.0
+
+
+class EngineStartError(Exception):
+    """The engine process can't start; the message says why and what to do."""
+
+
+class DefaultHost(EngineHost):
+    def __init__(self, settings: HostSettings, callbacks: EngineProcessCallbacks) -> None:
+        super().__init__(settings, callbacks, settings.engine.slots)
+        self.kinds: dict[str, KindInfo] = {}
+        # Why the last reload left the version of the handlers as it was.
+        self.reload_error = ""
+        # What to report of a start that takes long; empty: it doesn't.
+        self.slow_start = ""
+        self._sources_before: Sources | None = None
+        # The file of the handlers that is being imported, and why a start was ended.
+        self._importing = self._stuck = ""
+        self._start = EngineStart()
+        # Since the process was started: it was ready, and has reported something.
+        self._was_ready = self._useful = False
+        self._first_ready: asyncio.Future[None] = self._loop.create_future()
+        self._restart_delay_s = 0.0
+        self._parked = False
+
+    async def start(self) -> None:
+        """Start the process and learn what it can run. EngineStartError: it can't start."""
+        self._spawn()
+        await self._first_ready
+
+    def start_error(self) -> str:
+        """Why no process can start; empty: one is ready, or may be soon, or none is wanted."""
+        if self._parked or self.stopping:
+            return ""
+        return self._start.error(self._loop.time(), ready=self.ready)
+
+    def reload(self) -> None:
+        """The next process reads the handlers' files. If it can't import them, the present version goes on."""
+        self._sources_before, self.sources, self.reload_error = self.sources, None, ""
+
+    def park(self) -> None:
+        """End the process, and start none until `unpark`: the device must be released."""
+        self._parked = True
+        self._start.begun_anew()
+        self.kill()
+
+    def unpark(self) -> None:
+        if self._parked:
+            self._parked = False
+            self._respawn()
+
+    def _may_spawn(self) -> bool:
+        return super()._may_spawn() and not self._parked
+
+    def _spawn(self) -> None:
+        super()._spawn()
+        self._was_ready = self._useful = False
+        self._importing = self.slow_start = self._stuck = ""
+        self._loop.call_later(SLOW_START_S, self._check_start, self.pid, LoadWatch(READY_S))
+
+    def _check_start(self, pid: int, watch: LoadWatch) -> None:
+        """Report what a slow start waits for, and end one that hangs."""
+        if pid != self.pid or self._process is None or self._was_ready:
+            return
+        doing = f"it imports {self._importing or 'its libraries'}"
+        if doing != self.slow_start:
+            self.slow_start = doing
+            log.warning("the engine is not ready yet", pid=pid, why=doing)
+        if watch.stuck([pid], self._loop.time()):
+            self._stuck = (
+                f"the engine process was ended before it was ready: {doing}, and did nothing for {READY_S:g} s"
+            )
+            self.kill()
+        else:
+            self._loop.call_later(SLOW_START_S, self._check_start, pid, watch)
+
+    # Frames.
+
+    def _read(self, message: frames.Message, blobs: list[bytes]) -> Callable[[], None]:
+        match message[0]:
+            case "ready":
+                kinds = {kind: KindInfo(kind=kind, one_by_one=one_by_one) for kind, one_by_one in message[1]}
+                if not all(isinstance(kind, str) for kind in kinds):
+                    raise TypeError(f"kinds that are {kinds!r}")
+                return partial(self._is_ready, kinds, sources_of(message[2]))
+            case "rejected":
+                return partial(self._rejected, str(message[1]))
+            case "importing":
+                return partial(setattr, self, "_importing", str(message[1]))
+            case _:
+                return partial(self._carry_out, self.callbacks.read(message, blobs))
+
+    def _is_ready(self, kinds: dict[str, KindInfo], sources: Sources) -> None:
+        self.kinds = kinds
+        self.slow_start = ""
+        if self.sources is None:
+            self.sources = sources
+        self.ready = self._detaching is None
+        self._was_ready = True
+        self._start.begun_anew()
+        if not self._first_ready.done():
+            self._first_ready.set_result(None)
+        if self.ready:
+            self.callbacks.engine_ready()
+
+    def _carry_out(self, frame: Callable[[], None]) -> None:
+        self._useful = True
+        frame()
+
+    def _rejected(self, text: str) -> None:
+        modules = ", ".join(self.settings.engine.handlers)
+        last = text.strip().rpartition("\n")[2]
+        if not self._first_ready.done():
+            remedy = f"correct --handlers ({modules}), or make the modules importable (PYTHONPATH)"
+            self._first_ready.set_exception(
+                EngineStartError(f"the handlers can't be imported: {last}; {remedy}\n{text}")
+            )
+        elif self.sources is None:
+            self.reload_error = last
+        else:
+            log.error("handlers can't be imported any more", error=last, handlers=modules)
+            self._start.rejected(f"the handlers ({modules}) can't be imported: {last}; correct them")
+
+    # The end.
+
+    def _died(self, death: Death) -> None:
+        if not self._first_ready.done():
+            words = self._stuck or f"the engine process {death.words} before it was ready; its output is in the log"
+            self._first_ready.set_exception(EngineStartError(words))
+            return
+        if self.stopping or self._first_ready.exception() is not None:
+            return
+        if not self._was_ready and not self._parked:
+            self._died_at_start(death)
+        self.callbacks.engine_died(death)
+        # No delay for a task that ends its engine: its attempts are counted.
+        if self._useful or any(state.batch_id for state in death.slots):
+            self._restart_delay_s = 0.0
+        delay_s = self._restart_delay_s
+        self._restart_delay_s = min(_RESTART_DELAY_MAX_S, max(_RESTART_DELAY_S, 2 * delay_s))
+        if delay_s:
+            self._loop.call_later(delay_s, self._respawn)
+        else:
+            self._respawn()
+
+    def _died_at_start(self, death: Death) -> None:
+        if self.sources is None:
+            self.sources = self._sources_before
+            while_importing = f"the engine process {death.words} while it imported them"
+            self.reload_error = self.reload_error or self._stuck or while_importing
+        else:
+            if self._stuck:
+                self._start.rejected(self._stuck)
+            self._start.died(death.words, killed=death.killed)

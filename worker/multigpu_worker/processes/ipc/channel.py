@@ -1,0 +1,116 @@
+"""The agent's end of the socket to one engine process. Nothing here blocks."""
+
+import asyncio
+import contextlib
+import socket
+from collections import deque
+from collections.abc import Callable
+
+from multigpu_worker.processes.ipc import frames
+from multigpu_worker.processes.ipc.blobs import BlobMemory
+
+# More than a socket can hold.
+_READS_MAX = 10_000
+
+
+class EngineChannel:
+    """`take` gets each frame, and may raise FrameError; `broken` is called once frames make no sense."""
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        blobs: BlobMemory,
+        take: Callable[[frames.Message, list[bytes]], None],
+        broken: Callable[[frames.FrameError], None],
+    ) -> None:
+        sock.setblocking(False)
+        self._loop = asyncio.get_running_loop()
+        self._sock = sock
+        self._blobs = blobs
+        self._decoder = frames.Decoder(blobs.up)
+        self._take = take
+        self._broken = broken
+        self._unsent: deque[memoryview] = deque()
+        self._reading = True
+        # Nothing is read any more.
+        self._ended = False
+        self._loop.add_reader(sock, self._readable)
+
+    def send(self, message: frames.Message, blobs: list[bytes]) -> None:
+        """Send a frame; the part that the socket doesn't take now follows as soon as it does."""
+        waiting = bool(self._unsent)
+        self._unsent += [memoryview(buffer) for buffer in frames.encode(message, blobs, self._blobs.down) if buffer]
+        if not waiting:
+            self._write()
+            if self._unsent:
+                self._loop.add_writer(self._sock, self._writable)
+
+    def pause(self, *, paused: bool) -> None:
+        """Read nothing for now, so that the engine waits when the socket is full. Or go on."""
+        if self._ended or paused is not self._reading:
+            return
+        self._reading = not paused
+        if paused:
+            self._loop.remove_reader(self._sock)
+        else:
+            self._loop.add_reader(self._sock, self._readable)
+
+    def read_rest(self) -> None:
+        """Take the frames that the engine has sent so far, and none later. Bounded: a living engine may go on."""
+        if self._ended:
+            return
+        self._end()
+        with contextlib.suppress(BlockingIOError, EOFError, ConnectionError, frames.FrameError):
+            for _ in range(_READS_MAX):
+                for message, blobs in self._decoder.feed(self._sock):
+                    if message[0] not in ("ready", "loaded"):
+                        self._take(message, blobs)
+
+    def close(self) -> None:
+        self._end()
+        self._loop.remove_writer(self._sock)
+        self._sock.close()
+
+    def _end(self) -> None:
+        self._ended = True
+        self._loop.remove_reader(self._sock)
+
+    def _readable(self) -> None:
+        try:
+            received = self._decoder.feed(self._sock)
+        except BlockingIOError:
+            return
+        except (EOFError, ConnectionError):
+            self._end()  # the pidfd reports the process's death
+            return
+        except frames.FrameError as error:
+            self._break(error)
+            return
+        try:
+            for message, blobs in received:
+                self._take(message, blobs)
+        except frames.FrameError as error:
+            self._break(error)
+
+    def _break(self, error: frames.FrameError) -> None:
+        self._end()
+        self._broken(error)
+
+    def _writable(self) -> None:
+        self._write()
+        if not self._unsent:
+            self._loop.remove_writer(self._sock)
+
+    def _write(self) -> None:
+        """Write as much as the socket takes."""
+        try:
+            while self._unsent:
+                sent_bytes = self._sock.send(self._unsent[0])
+                if sent_bytes == len(self._unsent[0]):
+                    self._unsent.popleft()
+                else:
+                    self._unsent[0] = self._unsent[0][sent_bytes:]
+        except BlockingIOError:
+            return
+        except OSError:
+            self._unsent.clear()  # the pidfd reports the process's death
