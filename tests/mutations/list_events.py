@@ -11,19 +11,19 @@ operators = partial(Mutation, module="multigpu_master.core.operators")
 EVENTS = (
     scheduler(
         name="forget the timers",
-        old="        self.state.timers.fire(now)\n",
+        old="        state.timers.fire(now)\n",
         new="",
         breaks="pauses, drains and silent workers never come due",
     ),
     scheduler(
         name="deadlines ignored",
-        old="        self._expire(now)\n        self._handlers",
+        old="        for task, what in self._expiries.due(now):\n            self._attempts.due(task, what, now)\n        self._handlers",
         new="        self._handlers",
         breaks="no deadline, queue timeout or run timeout comes due",
     ),
     scheduler(
         name="tick ignores deadlines",
-        old="in (self.state.timers.next_s(), self.state.ledger.expiries.next_s()):\n",
+        old="in (self.state.timers.next_s(), self._expiries.next_s()):\n",
         new="in (self.state.timers.next_s(),):\n",
         breaks="the master sleeps through a deadline",
     ),

@@ -73,14 +73,14 @@ IDS = (
     core(
         name="ids are not renewed",
         module="multigpu_master.core.restart",
-        old="due = self.next_id >= self._renew_at and not self._renewing",
-        new="due = False",
+        old="self.renew_at = (first_id + self.end) // 2",
+        new="self.renew_at = self.end + 1",
         breaks="P7: after 16 million ids nothing is taken any more",
     ),
     core(
         name="ids are renewed again and again",
         module="multigpu_master.core.restart",
-        old="        self._renewing = self._renewing or due\n",
+        old="        self.renew_at = self.end + 1\n",
         new="",
         breaks="every event writes to the journal",
         checker="stories",

@@ -4,9 +4,7 @@ from multigpu_master.core.model import EPOCH_IDS
 
 
 class IdRange:
-    """Ids of tasks and leases, from a range that the journal has begun. The next range is requested once, when half of
-    this one is used.
-    """
+    """Ids of tasks and leases, from a range that the journal has begun. Half-way the next range is requested."""
 
     def __init__(self, first_id: int) -> None:
         self.begin(first_id)
@@ -15,19 +13,16 @@ class IdRange:
         """Goes on with the ids from this one to the end of its range."""
         self.next_id = first_id
         self.end = first_id - first_id % EPOCH_IDS + EPOCH_IDS
-        self._renew_at = (first_id + self.end) // 2
-        self._renewing = False
+        self.renew_at = (first_id + self.end) // 2  # request the next range at this id
 
     def take(self) -> int:
         """An id that was never given out. Only while next_id is below the end."""
         self.next_id += 1
         return self.next_id - 1
 
-    def renewal_due(self) -> bool:
-        """Whether to request the next range now."""
-        due = self.next_id >= self._renew_at and not self._renewing
-        self._renewing = self._renewing or due
-        return due
+    def requested(self) -> None:
+        """The next range was requested: once is enough."""
+        self.renew_at = self.end + 1
 
 
 class RecoveryHold:

@@ -61,6 +61,7 @@ class Core:
         self.fleet, self.classes = fleet, classes
         self.queue, self.prune_queues, self.strategy_of = ledger.queue, ledger.prune_queues, ledger.strategy_of
         self.quarantine = Quarantine(state)
+        self._expiries = ledger.expiries
         self._streams: set[int] = set()  # the living Run streams
         self._attempts = Attempts(state, random)
         reservations, recalls = LoadReservations(state), Recalls(state)
@@ -85,18 +86,17 @@ class Core:
         """Takes one event at a time `now` (seconds since the epoch, never less than before). Returns what is to be
         done.
         """
-        self.state.timers.fire(now)
-        self._expire(now)
+        state = self.state
+        state.timers.fire(now)
+        for task, what in self._expiries.due(now):
+            self._attempts.due(task, what, now)
         self._handlers[type(event)](event, now)
         self._dispatcher.run(now)
-        commands = self.state.outbox.take()
-        if self.state.ids.renewal_due():
+        commands = state.outbox.take()
+        if state.ids.next_id >= state.ids.renew_at:
+            state.ids.requested()
             commands.append(ev.RenewIds())
         return commands
-
-    def _expire(self, now: float) -> None:
-        for task, what in self.state.ledger.expiries.due(now):
-            self._attempts.due(task, what, now)
 
     @property
     def strategy(self) -> str:
@@ -118,7 +118,7 @@ class Core:
     def next_timer_s(self) -> float | None:
         """When the next Tick is due; None: never."""
         due_s = self._dispatcher.unfinished_s
-        for when_s in (self.state.timers.next_s(), self.state.ledger.expiries.next_s()):
+        for when_s in (self.state.timers.next_s(), self._expiries.next_s()):
             if when_s is not None and (due_s is None or when_s < due_s):
                 due_s = when_s
         return due_s
@@ -203,7 +203,8 @@ class Core:
         for task in event.tasks:
             assert 0 < task.task_id < self.state.ids.next_id, "recovered ids are older than new ones"
             ledger.enter(task, ledger.class_of(task))
-        self._expire(now)  # deadlines that passed while there was no master
+        for task, what in self._expiries.due(now):  # deadlines that passed while there was no master
+            self._attempts.due(task, what, now)
 
     def _submit_failed(self, event: ev.SubmitFailed, now: float) -> None:
         ledger = self.state.ledger
