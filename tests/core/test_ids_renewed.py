@@ -18,8 +18,7 @@ def asked(commands: list[ev.Command]) -> int:
 
 
 def take(stage: Stage, n: int, request: str = "") -> list[Task | ev.Rejection]:
-    commands = stage.handle(ev.Submit(SPEC, [Task(SPEC, request, b"payload") for _ in range(n)]))
-    return next(c for c in commands if isinstance(c, ev.Submitted)).results
+    return stage.submitted([Task(SPEC, request, b"payload") for _ in range(n)]).results
 
 
 def test_new_ids_are_asked_for_once_when_half_are_used() -> None:

@@ -4,7 +4,7 @@ import pytest
 from multigpu_master.core import events as ev
 from multigpu_master.core.attempts import LOSSES_MAX
 from multigpu_master.core.ledger import RUN_GRACE_S
-from multigpu_master.core.model import OutcomeState, Spec, Task, TaskError
+from multigpu_master.core.model import Energy, OutcomeState, Spec, Task, TaskError
 from multigpu_master.core.scheduler import Limits
 from multigpu_master.core.workers.info import Capability, Model, ModelState, Resident, Telemetry, WorkerInfo
 
@@ -188,11 +188,8 @@ def test_a_lease_that_is_never_begun_is_taken_back_uncharged_and_goes_elsewhere(
 
 def test_a_lease_whose_model_is_being_loaded_is_not_taken_back() -> None:
     stage = Stage(Limits(session_timeout_s=1e9))
-    stage.sessions += 1
-    info = WorkerInfo(
-        worker_id="w", capabilities=(Capability(kind="run", models=("m",)),), models=(Model(name="m", memory_bytes=1),)
-    )
-    stage.handle(ev.Hello(stage.sessions, info, ()))
+    models = (Model(name="m", memory_bytes=1),)
+    stage.join(WorkerInfo(worker_id="w", capabilities=(Capability(kind="run", models=("m",)),), models=models))
     (task,) = stage.submit(spec=Spec(kind="run", model="m", run_timeout_s=5.0))
     lease = lease_of(task)
     loading = (Resident(model="m", state=ModelState.LOADING),)
@@ -216,8 +213,7 @@ def test_a_task_that_waits_in_a_window_is_recalled_at_its_queue_timeout_and_begi
     )
     commands = stage.handle(ev.Tick(), 2.0)
     assert [c.lease_ids for c in commands if isinstance(c, ev.Recall)] == [[lease_of(waits).lease_id]]
-    failure = ev.Failure(lease_of(waits).lease_id, TaskError("Recalled", ""), returned=True)
-    stage.handle(ev.Reports(1, failures=[failure]), 0.1)
+    stage.fail(lease_of(waits), "Recalled", returned=True, after_s=0.1)
     assert waits.outcome is not None
     assert waits.outcome.error is not None
     assert (state_of(waits), waits.outcome.error.type) == (OutcomeState.EXPIRED, "QueueTimeout")
@@ -417,3 +413,41 @@ def test_a_new_master_counts_all_attempts_of_which_workers_tell_it() -> None:
     assert (lease_of(task).attempt, task.attempts) == (3, 3)
     stage.report(lease_of(task), FAILED)
     assert state_of(task) is OutcomeState.DEAD_LETTERED
+
+
+def test_a_master_that_is_away_between_two_looks_looks_again() -> None:
+    stage = Stage()
+    stage.worker()
+    session = stage.sessions
+    due_s = stage.core.next_timer_s()
+    assert due_s is not None
+    stage.handle(ev.Tick(), due_s - stage.now)  # the first look, in time: nothing heard so far
+    stage.handle(ev.Tick(), 60.0)  # the second comes late, and what the worker said meanwhile is still unread
+    assert session in stage.core.fleet.sessions
+    stage.beat()
+    stage.handle(ev.Tick(), 1.0)
+    assert session in stage.core.fleet.sessions
+
+
+JOULES = [Energy(float(n), 1, 0.1) for n in range(1, 4)]
+
+
+def test_energy_goes_to_its_task_whatever_is_stale_beside_it() -> None:
+    stage = Stage()
+    stage.worker(slots=8)
+    first, second = stage.submit(2)
+    leases = [lease_of(first).lease_id, 12345, lease_of(second).lease_id]
+    stage.handle(ev.Reports(stage.sessions, leases, [b"", b"", b""], energy=JOULES))
+    assert first.outcome is not None
+    assert second.outcome is not None
+    assert (first.outcome.energy, second.outcome.energy) == (JOULES[0], JOULES[2])
+    assert stage.core.counters.stale_reports == 1
+
+
+def test_a_report_without_energy_leaves_none() -> None:
+    stage = Stage()
+    stage.worker()
+    (task,) = stage.submit()
+    stage.report(lease_of(task))
+    assert task.outcome is not None
+    assert task.outcome.energy is None

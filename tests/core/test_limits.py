@@ -27,29 +27,12 @@ def test_a_task_that_could_not_be_journaled_never_runs() -> None:
     assert paused.lease is None
 
 
-def test_forgetting_a_task_keeps_the_next_one_of_its_request() -> None:
-    stage = Stage()
-    stage.worker()
-    (first,) = stage.submit(request="r")
-    stage.report(lease_of(first))
-    stage.handle(ev.SubmitFailed([first]))  # its outcome is still on its way to the disk
-    (second,) = stage.submit(request="r")
-    assert second is not first
-    stage.handle(ev.SettlesCommitted([first]))
-    assert stage.submit(request="r") == []
-    assert stage.core.requests["r"] is second
-
-
 def test_a_stream_that_lives_keeps_its_place_however_often_another_comes_back() -> None:
     stage = Stage()
     spec = Spec(kind="run", wait_for_worker=True)
     for stream in range(1, 9):
         stage.handle(ev.StreamOpened(stream))
-        (task,) = next(
-            command.results
-            for command in stage.handle(ev.Submit(spec, [Task(spec, "r", b"")], stream))
-            if isinstance(command, ev.Submitted)
-        )
+        (task,) = stage.submitted([Task(spec, "r", b"")], stream).results
         if stream > 1:
             stage.handle(ev.StreamClosed(stream))
     assert isinstance(task, Task)
@@ -61,8 +44,7 @@ def test_so_many_streams_may_wait_for_one_task_and_no_more() -> None:
     spec = Spec(kind="run", wait_for_worker=True)
     for stream in range(1, STREAMS_MAX + 2):
         stage.handle(ev.StreamOpened(stream))
-        commands = stage.handle(ev.Submit(spec, [Task(spec, "r", b"")], stream))
-        (answer,) = next(command.results for command in commands if isinstance(command, ev.Submitted))
+        (answer,) = stage.submitted([Task(spec, "r", b"")], stream).results
         assert isinstance(answer, Task) is (stream <= STREAMS_MAX)
     assert isinstance(answer, ev.Rejection)
     assert answer.code == 8
@@ -107,19 +89,6 @@ def test_a_silent_worker_is_lost_at_the_timeout_and_not_before() -> None:
     assert due is not None
     stage.now = due
     stage.handle(ev.Tick())
-    assert task.lease is None
-
-
-def test_a_master_that_was_away_hears_its_workers_out_first() -> None:
-    stage = Stage()
-    stage.worker()
-    (task,) = stage.submit()
-    stage.handle(ev.Tick(), 60.0)
-    assert task.lease is not None
-    stage.beat()
-    stage.handle(ev.Tick(), 4.0)
-    assert task.lease is not None
-    stage.handle(ev.Tick(), 1.5)
     assert task.lease is None
 
 
@@ -302,8 +271,7 @@ def test_what_an_operator_changes_of_one_queue_has_only_its_tasks_tried_again() 
 def test_limits_reject_with_a_delay() -> None:
     stage = Stage(Limits(tasks_max=2, bytes_max=100))
     stage.submit(2)
-    commands = stage.handle(ev.Submit(SPEC, [Task(SPEC, "", b"x")]))
-    rejection = next(c for c in commands if isinstance(c, ev.Submitted)).results[0]
+    (rejection,) = stage.submitted([Task(SPEC, "", b"x")]).results
     assert isinstance(rejection, ev.Rejection)
     assert (rejection.code, rejection.retry_delay_s) == (8, 1.0)
     stage = Stage(Limits(bytes_max=10))
@@ -325,7 +293,6 @@ def test_a_rejection_names_few_of_many_kinds() -> None:
     kinds = tuple(Capability(kind=f"kind-{n:04}") for n in range(2000))
     stage.handle(ev.Hello(1, WorkerInfo(worker_id="w", capabilities=kinds), ()))
     spec = Spec(kind="other")
-    (submitted,) = [c for c in stage.handle(ev.Submit(spec, [Task(spec, "r", b"")])) if isinstance(c, ev.Submitted)]
-    (rejection,) = submitted.results
+    (rejection,) = stage.submitted([Task(spec, "r", b"")]).results
     assert isinstance(rejection, ev.Rejection)
     assert "kind-0019 and 1980 more" in rejection.message

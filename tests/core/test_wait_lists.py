@@ -7,6 +7,7 @@ from multigpu_master.core import events as ev
 from multigpu_master.core.admission import RESOURCE_EXHAUSTED, SHAPES_MAX
 from multigpu_master.core.model import Spec, Task, Worker
 from multigpu_master.core.placement.dispatch import PARKS_MAX
+from multigpu_master.core.placement.resource_classes import SORTED_IN
 from multigpu_master.core.timers import FIRE_MAX
 from multigpu_master.core.workers.info import Capability, Telemetry, WorkerInfo
 
@@ -37,8 +38,7 @@ class Crowded(Stage):
         self.handle(ev.SetStrategy(strategy))
         capabilities = tuple(Capability(kind=f"kind{n}") for n in range(kinds))
         for name in "ab":
-            self.sessions += 1
-            self.handle(ev.Hello(self.sessions, WorkerInfo(worker_id=name, capabilities=capabilities)))
+            self.join(WorkerInfo(worker_id=name, capabilities=capabilities))
         specs = [
             Spec(kind=f"kind{n % kinds}", queue=f"queue{n % queues}", wait_for_worker=True) for n in range(CLASSES)
         ]
@@ -67,8 +67,7 @@ def test_an_event_tries_no_more_classes_than_find_room(kinds: int, queues: int, 
 def test_tasks_of_many_queues_that_wait_for_the_same_memory_are_tried_as_one() -> None:
     stage = Stage()
     info = WorkerInfo(worker_id="w", capabilities=(Capability(kind="run"),), memory_total_bytes=100, slots=8)
-    stage.handle(ev.Hello(1, info))
-    stage.sessions = 1
+    stage.join(info)
     stage.handle(ev.Heartbeat(1, [], 0, Telemetry(memory_total_bytes=100, memory_used_bytes=0)))
     running = stage.submit(3, Spec(kind="run", memory_bytes=30))
     for n in range(CLASSES):
@@ -122,8 +121,7 @@ def test_tasks_of_too_many_different_requirements_are_rejected() -> None:
     for n in range(SHAPES_MAX):
         assert stage.submit(1, Spec(kind="run", memory_bytes=n, wait_for_worker=True))
     one_more = Spec(kind="run", memory_bytes=SHAPES_MAX, wait_for_worker=True)
-    commands = stage.handle(ev.Submit(one_more, [Task(one_more, "", b"")]))
-    (rejection,) = next(c for c in commands if isinstance(c, ev.Submitted)).results
+    (rejection,) = stage.submitted([Task(one_more, "", b"")]).results
     assert isinstance(rejection, ev.Rejection)
     assert rejection.code == RESOURCE_EXHAUSTED
     assert stage.submit(1, Spec(kind="run", memory_bytes=7, wait_for_worker=True))
@@ -172,3 +170,19 @@ def test_a_class_that_ends_before_it_is_tried_leaves_its_turn_to_the_next(strate
     stage.report(lease_of(held[0]), after_s=2.0)
     stage.handle(ev.Tick(), after_s=0.01)
     assert task.lease is not None
+
+
+def test_what_a_lost_worker_held_goes_back_in_order_however_much_it_is() -> None:
+    stage = Stage()
+    count = 3 * SORTED_IN
+    stage.worker("a", slots=count)
+    tasks = stage.submit(count)
+    stage.handle(ev.SessionClosed(stage.sessions))
+    stage.worker("b", slots=1)
+    order: list[Task] = []
+    while len(order) < count:
+        held = sorted((t for t in tasks if t.lease is not None), key=lambda t: lease_of(t).lease_id)
+        order += held
+        for task in held:
+            stage.report(lease_of(task))
+    assert [t.task_id for t in order] == [t.task_id for t in tasks]

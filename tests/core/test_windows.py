@@ -2,8 +2,8 @@
 
 import pytest
 from multigpu_master.core import events as ev
-from multigpu_master.core.model import Lease, Spec, Task, TaskError
-from multigpu_master.core.workers.info import Capability, Telemetry, WorkerInfo
+from multigpu_master.core.model import Lease, Spec, Task
+from multigpu_master.core.workers.info import Telemetry
 
 from tests.core.stage import FAILED, SPEC, Stage, held_lease, lease_of
 
@@ -28,8 +28,7 @@ def pass_s(stage: Stage, seconds: float) -> list[int]:
 
 
 def give_back(stage: Stage, lease: Lease) -> list[ev.Command]:
-    failure = ev.Failure(lease.lease_id, TaskError("Recalled", "the master recalled it"), returned=True)
-    return stage.handle(ev.Reports(lease.worker.session, failures=[failure]))
+    return stage.fail(lease, "Recalled", returned=True)
 
 
 def stuck(stage: Stage, name: str = "w0", n: int = 2) -> list[Task]:
@@ -213,9 +212,7 @@ def test_a_worker_that_was_fast_does_not_get_all_while_another_is_idle(stage: St
     failures have opened the window.
     """
     for n in range(2):
-        stage.sessions += 1
-        info = WorkerInfo(worker_id=f"w{n}", capabilities=(Capability(kind="run"),), slots=1)
-        stage.handle(ev.Hello(stage.sessions, info))
+        stage.worker(f"w{n}", slots=1)
     for n, took_s in (0, 2.0), (1, 0.4):
         other = f"w{1 - n}"
         stage.handle(ev.Cordon(other))
@@ -242,7 +239,5 @@ def test_a_recall_that_was_lost_with_its_stream_is_made_again(stage: Stage) -> N
     stage.worker("w1", slots=1)
     assert pass_s(stage, 0.1) == [lease_of(short).lease_id]
     held = [held_lease(lease_of(task), running=task is long) for task in (long, short)]
-    stage.sessions += 1
-    info = WorkerInfo(worker_id="w0", capabilities=(Capability(kind="run"),), slots=1)
-    stage.handle(ev.Hello(stage.sessions, info, leases=held))
+    stage.worker("w0", held, slots=1)
     assert pass_s(stage, 0.2) == [lease_of(short).lease_id]

@@ -10,11 +10,10 @@ from tests.core.stage import FAILED, Stage, lease_of
 
 def joined(stage: Stage, name: str, zone: str, *, loaded: bool) -> None:
     """A worker that takes one task at a time."""
-    stage.sessions += 1
     info = WorkerInfo(
         worker_id=name, capabilities=(Capability(kind="run", models=("m",)),), labels={"zone": zone}, window_tasks=1
     )
-    stage.handle(ev.Hello(stage.sessions, info))
+    stage.join(info)
     stage.handle(ev.Heartbeat(stage.sessions, [], 0, Telemetry(), (Resident(model="m"),) if loaded else ()))
 
 
