@@ -222,7 +222,7 @@ def test_a_task_that_waits_in_a_window_is_recalled_at_its_queue_timeout_and_begi
     assert runs.outcome is None
 
 
-def test_a_task_that_comes_back_after_its_queue_timeout_is_given_to_nobody() -> None:
+def test_a_task_that_comes_back_after_its_queue_timeout_expires() -> None:
     stage = Stage()
     stage.worker("a", slots=1)
     (task,) = stage.submit(1, Spec(kind="run", queue_timeout_s=2.0))
@@ -255,7 +255,7 @@ def test_a_task_that_no_worker_begins_expires_at_its_queue_timeout() -> None:
     assert runs.lease is not None
 
 
-def test_a_task_that_failed_goes_elsewhere_if_somebody_has_room() -> None:
+def test_a_task_that_failed_goes_to_another_worker_with_room() -> None:
     stage = Stage()
     stage.worker("a")
     stage.worker("b")

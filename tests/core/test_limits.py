@@ -39,7 +39,7 @@ def test_a_stream_that_lives_keeps_its_place_however_often_another_comes_back() 
     assert task.streams[0] == 1
 
 
-def test_so_many_streams_may_wait_for_one_task_and_no_more() -> None:
+def test_at_most_streams_max_streams_wait_for_one_task() -> None:
     stage = Stage()
     spec = Spec(kind="run", wait_for_worker=True)
     for stream in range(1, STREAMS_MAX + 2):
@@ -248,7 +248,7 @@ def test_empty_partial_outputs_of_one_task_have_a_limit() -> None:
     assert state_of(task) is OutcomeState.FAILED
 
 
-def test_what_an_operator_changes_of_one_queue_has_only_its_tasks_tried_again() -> None:
+def test_a_change_of_one_queue_has_only_its_tasks_tried_again() -> None:
     stage = Stage()
     stage.handle(ev.ConfigureQueue("q7", paused=True))
     for n in range(100):

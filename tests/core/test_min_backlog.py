@@ -17,7 +17,7 @@ def joined(stage: Stage, name: str, zone: str, *, loaded: bool) -> None:
     stage.handle(ev.Heartbeat(stage.sessions, [], 0, Telemetry(), (Resident(model="m"),) if loaded else ()))
 
 
-def test_what_one_worker_learns_of_a_model_may_make_another_worth_its_loading() -> None:
+def test_a_speed_measured_on_one_worker_may_lower_the_backlog_that_another_needs() -> None:
     stage = Stage()
     joined(stage, "elsewhere", "b", loaded=True)
     (slow,) = stage.submit(spec=Spec(kind="run", model="m", labels=(("zone", "b"),)))

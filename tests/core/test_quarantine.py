@@ -87,7 +87,7 @@ def test_the_only_device_may_be_quarantined_too() -> None:
     assert task.lease is not None
 
 
-def test_what_a_sick_device_gives_back_runs_elsewhere_at_once_and_costs_nothing() -> None:
+def test_tasks_returned_by_a_sick_device_run_elsewhere_at_once_and_uncharged() -> None:
     fleet = Fleet().gpus(2)
     (task,) = fleet.submit()
     for _ in range(40):  # more often than a worker may be lost
@@ -256,7 +256,7 @@ def test_many_tasks_of_a_broken_handler_do_not_take_the_fleet_down() -> None:
     assert len(fleet.quarantined()) <= 1
 
 
-def test_what_breaks_on_a_device_that_says_it_is_sick_is_the_devices_fault() -> None:
+def test_a_device_that_reports_that_it_is_sick_is_to_blame_for_broken_engines() -> None:
     fleet = Fleet().gpus(3)
     (task,) = fleet.submit(spec=Spec(kind="run", attempts_max=1, wait_for_worker=True))
     fleet.says(lease_of(task).worker.worker_id, HANGS)
@@ -291,7 +291,7 @@ def test_the_third_of_eight_trips_the_breaker_and_works_on() -> None:
     assert fleet.quarantined() == ["w0", "w1"]
 
 
-def test_what_can_run_nothing_gets_nothing_even_so() -> None:
+def test_an_unusable_device_is_quarantined_although_the_breaker_has_tripped() -> None:
     fleet = Fleet().gpus(8)
     for name in ("w0", "w1", "w2", "w3"):
         fleet.says(name, SICK)

@@ -85,7 +85,7 @@ def test_the_workers_that_have_a_model_are_not_counted_again_when_one_of_them_go
     assert fleet.resident_workers(EMBED) == 10, "and none if it does not say so when it is done"
 
 
-def test_workers_come_back_when_nobody_has_the_model_any_more() -> None:
+def test_workers_kept_aside_come_back_when_no_worker_has_the_model() -> None:
     fleet = fleet_of(10, 0)
     ranking = Ranking(fleet, Counting(), EMBED)
     loader = fleet.workers["w0"]

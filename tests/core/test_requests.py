@@ -12,7 +12,7 @@ from tests.core.stage import FAILED, Stage, lease_of, state_of
 
 
 @pytest.mark.parametrize("succeeds", [True, False])
-def test_what_is_left_of_a_rejected_task_does_not_touch_the_next_with_its_request_id(succeeds: bool) -> None:
+def test_a_rejected_task_does_not_affect_the_next_with_its_request_id(succeeds: bool) -> None:
     stage = Stage()
     if succeeds:
         stage.worker()

@@ -70,7 +70,7 @@ def where(task: Task) -> str:
     return lease_of(task).worker.worker_id
 
 
-def test_a_model_waits_while_those_in_use_take_the_room(stage: Models) -> None:
+def test_a_model_waits_while_models_in_use_take_the_room(stage: Models) -> None:
     stage.offer()
     a, b = stage.ask("a"), stage.ask("b")
     stage.says("a", "b", after_s=9.0)
@@ -83,7 +83,7 @@ def test_a_model_waits_while_those_in_use_take_the_room(stage: Models) -> None:
     assert b.lease is not None
 
 
-def test_what_is_measured_anywhere_counts_where_nothing_is(stage: Models) -> None:
+def test_a_size_measured_on_one_worker_counts_on_the_others(stage: Models) -> None:
     stage.offer("w1", (model("a"), model("b", memory_bytes=0, files_bytes=100)))
     stage.offer("w2", (model("b", memory_bytes=0, files_bytes=100),))
     residency = stage.core.fleet.workers["w1"].residency
@@ -95,7 +95,7 @@ def test_what_is_measured_anywhere_counts_where_nothing_is(stage: Models) -> Non
     assert stage.ask("b").lease is None, "700 and 400 bytes don't fit into 1000"
 
 
-def test_a_worker_knows_better_than_the_master_what_it_will_take(stage: Models) -> None:
+def test_a_workers_estimate_goes_before_the_masters(stage: Models) -> None:
     told = model_pb2.Model(name="b", files_bytes=100, expected_memory_bytes=700)
     stage.offer(models=(model("a"), *wire_models.models_of([told])))
     assert stage.core.fleet.workers["w"].residency.memory_of("b") == 700
@@ -163,7 +163,7 @@ def test_streams_don_t_starve_a_model_that_waits(stage: Models) -> None:
     assert [held["a"].lease is None, held["b"].lease is None].count(True) == 1, "one of them makes room"
 
 
-def test_a_turn_spares_what_is_pinned_and_what_is_more_important(stage: Models) -> None:
+def test_a_reservation_spares_pinned_and_more_important_models(stage: Models) -> None:
     stage.offer()
     stage.handle(ev.LoadModel("w", "a"))
     stage.ask("a")
@@ -180,7 +180,7 @@ def test_a_turn_spares_what_is_pinned_and_what_is_more_important(stage: Models) 
     assert where(waits) == "w"
 
 
-def test_a_turn_ends_with_the_tasks_that_waited(stage: Models) -> None:
+def test_a_reservation_ends_with_the_tasks_that_waited(stage: Models) -> None:
     stage.offer()
     stage.ask("a")
     stage.ask("b")
@@ -218,7 +218,7 @@ def test_an_unwanted_model_gets_no_leases_until_it_is_gone(stage: Models) -> Non
     assert any(isinstance(c, ev.Desire) for c in commands), "it is wanted again, and is told so"
 
 
-def test_what_is_loaded_by_hand_is_wanted_again_by_every_session_and_every_master(stage: Models) -> None:
+def test_a_model_loaded_by_an_operator_is_wanted_by_every_session_and_every_master(stage: Models) -> None:
     stage.offer(models=(model("a", version="2", current=True), model("a", version="1")))
     stage.handle(ev.LoadModel("w", "a"))
     worker = stage.core.fleet.workers["w"]
@@ -271,13 +271,13 @@ def test_leases_given_back_for_want_of_room_are_no_losses(stage: Models) -> None
     assert stage.core.counters.requeued == 0
 
 
-def test_what_is_loaded_is_heard() -> None:
+def test_the_models_of_a_heartbeat_are_read() -> None:
     beat = worker_service_pb2.Heartbeat()
     beat.models.add(model="x", state=model_pb2.MODEL_STATE_LOADING, memory_bytes=5)
     assert wire_models.residents(beat) == (Resident(model="x", state=ModelState.LOADING, memory_bytes=5),)
 
 
-def test_what_makes_no_sense_is_rejected_or_cut() -> None:
+def test_invalid_reports_are_rejected_or_truncated() -> None:
     with pytest.raises(wire.InvalidTaskError, match="no name"):
         wire_models.models_of([model_pb2.Model()])
     with pytest.raises(wire.InvalidTaskError, match="rename"):

@@ -96,7 +96,7 @@ def test_an_event_tries_a_limited_number_of_classes_and_the_next_one_goes_on_at_
     assert last.lease is not None
 
 
-def test_a_queue_with_another_strategy_waits_with_those_of_the_old_one_no_more() -> None:
+def test_a_queue_with_another_strategy_leaves_the_wait_list_of_the_old_one() -> None:
     stage = Stage()
     stage.handle(ev.SetStrategy("static_partition"))
     stage.worker("a", slots=1)
@@ -116,7 +116,7 @@ def test_a_queue_with_another_strategy_waits_with_those_of_the_old_one_no_more()
     assert [task.lease is not None for task in moved] == [True, True, False], "as many as b has room for"
 
 
-def test_tasks_of_too_many_different_requirements_are_rejected() -> None:
+def test_tasks_of_too_many_different_shapes_are_rejected() -> None:
     stage = Stage()
     for n in range(SHAPES_MAX):
         assert stage.submit(1, Spec(kind="run", memory_bytes=n, wait_for_worker=True))
@@ -130,7 +130,7 @@ def test_tasks_of_too_many_different_requirements_are_rejected() -> None:
     assert stage.submit(1, one_more)
 
 
-def test_those_that_wait_go_by_age_whatever_their_queue_and_kind() -> None:
+def test_waiting_tasks_are_dispatched_by_age_whatever_their_queue_and_kind() -> None:
     stage = Crowded(7, 11)
     went = [task for task in stage.tasks if task.lease is not None]
     while len(went) < len(stage.tasks):
@@ -140,7 +140,7 @@ def test_those_that_wait_go_by_age_whatever_their_queue_and_kind() -> None:
     assert went == stage.tasks
 
 
-def test_queues_that_are_paused_hold_up_nobody_and_cost_nothing() -> None:
+def test_paused_queues_delay_no_others_and_are_not_tried() -> None:
     stage = Crowded(1, CLASSES)
     first = next(task for task in stage.tasks if task.lease is None)
     for task in stage.tasks[:200]:
@@ -172,7 +172,7 @@ def test_a_class_that_ends_before_it_is_tried_leaves_its_turn_to_the_next(strate
     assert task.lease is not None
 
 
-def test_what_a_lost_worker_held_goes_back_in_order_however_much_it_is() -> None:
+def test_the_tasks_of_a_lost_worker_go_back_in_order_however_many_they_are() -> None:
     stage = Stage()
     count = 3 * SORTED_IN
     stage.worker("a", slots=count)

@@ -42,7 +42,7 @@ def stuck(stage: Stage, name: str = "w0", n: int = 2) -> list[Task]:
     return tasks
 
 
-def test_what_waits_is_recalled_for_a_worker_that_has_a_free_slot(stage: Stage) -> None:
+def test_a_waiting_lease_is_recalled_for_a_worker_with_a_free_slot(stage: Stage) -> None:
     long, short = stuck(stage)
     assert pass_s(stage, 0.2) == [], "nobody else is there"
     stage.worker("w1", slots=1)
@@ -58,7 +58,7 @@ def test_what_waits_is_recalled_for_a_worker_that_has_a_free_slot(stage: Stage) 
 
 
 @pytest.mark.parametrize("strategy", ["memory_usage", "compute_load", "round_robin", "least_loaded"])
-def test_what_was_recalled_goes_elsewhere_whatever_the_strategy_prefers(stage: Stage, strategy: str) -> None:
+def test_a_recalled_task_goes_to_another_worker_whatever_the_strategy_prefers(stage: Stage, strategy: str) -> None:
     _, short = stuck(stage)
     stage.worker("w1", slots=1)
     stage.handle(ev.SetStrategy(strategy))
@@ -95,7 +95,7 @@ def test_a_slot_in_which_a_cancelled_call_runs_on_is_not_free(stage: Stage) -> N
     assert pass_s(stage, 0.1) == [lease_of(task).lease_id]
 
 
-def test_fast_tasks_are_left_where_they_are(stage: Stage) -> None:
+def test_fast_tasks_are_not_recalled(stage: Stage) -> None:
     stage.worker("w0", slots=1)
     stage.core.fleet.workers["w0"].pace.allowed = 64
     tasks = stage.submit(64)
@@ -104,7 +104,7 @@ def test_fast_tasks_are_left_where_they_are(stage: Stage) -> None:
         assert recalls(stage.report(lease_of(task), after_s=0.0005)) == []
 
 
-def test_what_waits_is_shared_out_among_free_workers(stage: Stage) -> None:
+def test_waiting_leases_are_shared_out_among_free_workers(stage: Stage) -> None:
     stuck(stage, n=41)
     for n in range(1, 4):
         stage.worker(f"w{n}", slots=1)
@@ -112,14 +112,14 @@ def test_what_waits_is_shared_out_among_free_workers(stage: Stage) -> None:
     assert len(pass_s(stage, 0.06)) == 30, "ten for each, and ten stay"
 
 
-def test_a_worker_that_returns_what_nobody_asked_for_loses_it(stage: Stage) -> None:
+def test_a_lease_returned_without_a_recall_counts_as_a_loss(stage: Stage) -> None:
     _, short = stuck(stage)
     give_back(stage, lease_of(short))
     assert short.more().losses == 1
 
 
 @pytest.mark.parametrize("why", ["paused", "pinned", "runs"])
-def test_what_is_not_recalled(stage: Stage, why: str) -> None:
+def test_leases_that_run_or_could_not_move_are_not_recalled(stage: Stage, why: str) -> None:
     _, short = stuck(stage)
     stage.worker("w1", slots=1)
     if why == "paused":
@@ -132,7 +132,7 @@ def test_what_is_not_recalled(stage: Stage, why: str) -> None:
     assert lease_of(short).worker.worker_id == "w0"
 
 
-def test_the_urgent_get_the_place_of_what_was_sent_ahead(stage: Stage) -> None:
+def test_an_urgent_task_gets_the_place_of_one_that_was_sent_ahead(stage: Stage) -> None:
     stage.worker("w0", slots=1)
     first, ahead, *_ = stage.submit(8, LOW)
     stage.beat("w0")
@@ -147,7 +147,7 @@ def test_the_urgent_get_the_place_of_what_was_sent_ahead(stage: Stage) -> None:
     assert ahead.waiting
 
 
-def test_the_urgent_get_a_place_though_the_clock_was_set_back_since_they_came(stage: Stage) -> None:
+def test_an_urgent_task_gets_a_place_though_the_clock_was_set_back_since_its_submit(stage: Stage) -> None:
     stuck(stage, n=3)
     (urgent,) = stage.submit(spec=URGENT)
     urgent.submit_s += 3600
@@ -155,7 +155,7 @@ def test_the_urgent_get_a_place_though_the_clock_was_set_back_since_they_came(st
     assert urgent.lease is None
 
 
-def test_of_what_waits_the_urgent_get_the_place_of_the_last(stage: Stage) -> None:
+def test_an_urgent_task_gets_the_place_of_the_youngest_waiting_one(stage: Stage) -> None:
     """Of leases of which none is known to run the oldest probably does: it is recalled last."""
     stage.worker("w0", slots=1)
     stage.core.fleet.workers["w0"].pace.allowed = 3
@@ -164,7 +164,7 @@ def test_of_what_waits_the_urgent_get_the_place_of_the_last(stage: Stage) -> Non
     assert pass_s(stage, 0.1) == [lease_of(tasks[2]).lease_id]
 
 
-def test_the_equally_urgent_wait_their_turn(stage: Stage) -> None:
+def test_equally_urgent_tasks_recall_nothing(stage: Stage) -> None:
     stuck(stage)
     stage.submit(3)
     assert pass_s(stage, 1.0) == []

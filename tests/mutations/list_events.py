@@ -17,7 +17,11 @@ EVENTS = (
     ),
     scheduler(
         name="deadlines ignored",
-        old="        for task, what in self._expiries.due(now):\n            self._attempts.due(task, what, now)\n        self._handlers",
+        old=(
+            "        for task, what in self._expiries.due(now):\n"
+            "            self._attempts.due(task, what, now)\n"
+            "        self._handlers"
+        ),
         new="        self._handlers",
         breaks="no deadline, queue timeout or run timeout comes due",
     ),

@@ -66,7 +66,7 @@ def unplaceable(fleet: Fleet, spec: Spec) -> str:
     failed = fleet.load_error(spec.model) if spec.model else None
     if failed is not None:
         worker, error = failed
-        return f"model {spec.model!r} can't be loaded on {worker.worker_id}: {error}; mend the model, or {wait}"
+        return f"model {spec.model!r} can't be loaded on {worker.worker_id}: {error}; fix the model, or {wait}"
     kinds = sorted({c.kind for w in workers for c in w.info.capabilities})
     if spec.kind not in kinds:
         return f"no worker runs kind {spec.kind!r} (the fleet runs {_listed(kinds)}); {wait}"
