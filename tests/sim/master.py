@@ -23,7 +23,7 @@ from multigpu_master.journal.write_buffer import Journaling
 from multigpu_master.strategies.registry import load_strategies
 from multigpu_master.wire import messages as wire
 
-from tests.sim.invariants import Invariants
+from tests.sim.invariants.core import Invariants
 from tests.sim.journal import Rows, SimJournal, SimLoop
 from tests.sim.world import Inbox, Link, ViolationError, World
 

@@ -24,9 +24,8 @@ from multigpu_master.core.workers.info import (
 )
 from multigpu_worker.session import session as ws
 
-from tests.sim.invariants import check
 from tests.sim.master import PROOFS, Grant, Master
-from tests.sim.world import Inbox, Link, World
+from tests.sim.world import Inbox, Link, World, check
 
 SPEC = ws.Spec(kind="sim")
 # How long a call that hears nothing goes on after it is cancelled, until its engine is ended and another is there.
