@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Sets multigpu up on this machine. Safe to run again: what is done already is not done twice.
+# Installs multigpu on this machine. Running it again repeats no step that is done.
 set -euo pipefail
 
 usage() {
@@ -7,42 +7,41 @@ usage() {
 Usage: ./deploy_multi_gpu.sh            services: a master, and a worker for each GPU (root)
        ./deploy_multi_gpu.sh --local    for this user, from this checkout: no root, no system service
 
-What to do (default: deploy)
-  --status       How it is.
+Actions (default: deploy)
+  --status       Show its state.
   --upgrade      Install this checkout's code, then replace the master and worker after worker: drain, replace, resume.
                  No task is lost.
   --rollback     Go back to the release that the last --upgrade replaced: worker after worker, then the master. Rejected
-                 where that release can't read the journal any more.
+                 if that release can't read the journal any more.
   --uninstall    Stop and remove all of it. Asks before it removes data.
   --stop         With --local: stop the fleet that --keep started.
 
-How
-  --local        Makes a Python environment in .venv, installs multigpu with a sentence-embedding model, and shows it at
-                 work: starts a master and workers, embeds examples/sentences.txt, says who did what and how fast, and
-                 stops everything again.
-  --keep         With --local: show nothing, leave the fleet running.
-  --workers N    Workers to start. Default: as many as an earlier run was given; else one for each GPU; without GPUs, 2.
+Options
+  --local        Make a Python environment in .venv, install multigpu with a sentence-embedding model, and run a
+                 demonstration: start a master and workers, embed examples/sentences.txt, print which worker did what and
+                 how fast, and stop everything again.
+  --keep         With --local: no demonstration, leave the fleet running.
+  --workers N    Workers to start. Default: as in the previous run; else one for each GPU; without GPUs, 2.
   --listen HOST:PORT
-                 Where the master's service listens. Default: 127.0.0.1:7433. Any other than loopback gets TLS
-                 certificates and tokens.
-  --join MASTER  No master here: this host's workers join the fleet of that HOST:PORT.
+                 The master's address. Default: 127.0.0.1:7433. Any other than loopback gets TLS certificates and
+                 tokens.
+  --join MASTER  No master here: this host's workers join the fleet of the master at HOST:PORT.
   --credentials DIR
                  With --join: ca.crt, worker.crt, worker.key and worker.token of that fleet.
-  --root DIR     Put the services' files under DIR and start nothing: for images and for tests.
-  --dry-run      Print every action, do none.
+  --root DIR     Install the services under DIR and start nothing: for images and tests.
+  --dry-run      Print every action without doing it.
   --yes          Answer every question with yes.
   --help         This text.
   -- ARGUMENT…   With --local: further arguments of `mgpuctl up`, such as --handlers my_module.
 
-Environment: MGPU_VENV   with --local: where the Python environment is or goes (default: .venv beside this script)
+Environment: MGPU_VENV   with --local: the Python environment (default: .venv beside this script)
              PYTHON      the Python to make it with, 3.11 to 3.14 (default: python3)
              PIP_...     pip's own settings are respected: PIP_FIND_LINKS may name a folder with torch's CPU build, which
                          without a GPU comes from download.pytorch.org
              GPU_COUNT, PRIMARY_GPU_ID, SECONDARY_GPU_IDS, WORKER_COUNT, LOAD_BALANCING_STRATEGY, ENABLE_MPS, ENABLE_TF32,
-             ENABLE_TENSOR_CORES, ENABLE_NVLINK, MEMORY_THRESHOLD, MULTI_GPU_...: docs/configuration.md tells
+             ENABLE_TENSOR_CORES, ENABLE_NVLINK, MEMORY_THRESHOLD, MULTI_GPU_...: see docs/configuration.md
 
-docs/deploy.md has the rest. With --local, everything that is written lies in the environment and in .local/ beside this
-script.
+See docs/deploy.md. With --local, all files are written to the environment and to .local/ beside this script.
 HELP
 }
 

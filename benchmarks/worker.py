@@ -30,8 +30,9 @@ from multigpu.v1.worker_service_pb2_grpc import (
 from multigpu_worker.engines.base import EngineSettings
 from multigpu_worker.processes.death import Death
 from multigpu_worker.processes.default_host import DefaultHost
-from multigpu_worker.processes.host import HostSettings
+from multigpu_worker.processes.host import ProcessSettings
 from multigpu_worker.processes.ipc import frames
+from multigpu_worker.session.payload_sharing import Sharing
 
 FRAME_TASKS = 256
 IN_FLIGHT = 1024
@@ -238,15 +239,20 @@ class HopEvents:
         return carry_out
 
     def engine_died(self, death: Death) -> None:
-        raise AssertionError(death.words)
+        raise AssertionError(death.summary)
 
 
 async def measure_hop() -> None:
     """To the engine and back with one task: no gRPC, no session."""
     events = HopEvents()
     settings = EngineSettings(device="cpu", slots=1, threads=0)
-    limits = HostSettings(engine=settings, memory_bytes=0, result_bytes_max=1 << 26, visible_devices="")
-    host = DefaultHost(limits, events)
+    host = DefaultHost(
+        ProcessSettings(
+            engine=settings, memory_bytes=0, result_bytes_max=1 << 26, visible_devices="", sharing=Sharing(),
+            progress_timeout_s=0.0, cancel_grace_s=1.0,
+        ),
+        events,
+    )  # fmt: skip
     await host.start()
     for size, rounds in ((100, SINGLES), (1 << 20, 100)):
         latencies_us = []

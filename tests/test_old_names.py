@@ -38,7 +38,7 @@ def rows(heading: str, end: str) -> list[str]:
     return re.findall(r"^\| `([A-Z_0-9]+)` \|", part, re.MULTILINE)
 
 
-def test_the_table_has_what_the_script_reads() -> None:
+def test_the_table_lists_what_the_script_reads() -> None:
     listed = rows("<!-- old names:", "<!-- end of old names -->")
     script = (ROOT / "tools/deploy/machine.sh").read_text("utf-8")
     read = set(re.findall(r"\$\{([A-Z][A-Z_0-9]+)", script)) | set(re.findall(r"\(truth ([A-Z][A-Z_0-9]+)", script))
@@ -46,7 +46,7 @@ def test_the_table_has_what_the_script_reads() -> None:
     assert len(listed) == len(set(listed)) == 15
 
 
-def test_the_table_has_what_workers_read_and_the_script_hands_it_on() -> None:
+def test_the_table_lists_what_workers_read_and_the_script_passes_on() -> None:
     assert rows("<!-- workers' old names:", "<!-- end of workers' old names -->") == [name for name, *_ in WORKER_NAMES]
     read: set[str] = set()
 
@@ -63,19 +63,19 @@ def test_the_table_has_what_workers_read_and_the_script_hands_it_on() -> None:
     assert len(READ_BY_WORKERS) == 13
 
 
-def hand_on(env: dict[str, str]) -> "subprocess.CompletedProcess[str]":
+def pass_on(env: dict[str, str]) -> "subprocess.CompletedProcess[str]":
     code = (
-        'fail() { echo "$*" >&2; exit 1; }; . tools/deploy/machine.sh; library_env=; hand_on; printf %s "$library_env"'
+        'fail() { echo "$*" >&2; exit 1; }; . tools/deploy/machine.sh; library_env=; pass_on; printf %s "$library_env"'
     )
     command = ["bash", "-euc", code]
     return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=60, check=False)
 
 
 def test_the_script_hands_on_what_is_set() -> None:
-    done = hand_on({"EMBEDDING_MODEL": "a model", "USE_TENSORRT": "true", "TENSORRT_CACHE_DIR": "", "OTHER": "x"})
+    done = pass_on({"EMBEDDING_MODEL": "a model", "USE_TENSORRT": "true", "TENSORRT_CACHE_DIR": "", "OTHER": "x"})
     assert (done.returncode, done.stdout) == (0, "EMBEDDING_MODEL=a model\nUSE_TENSORRT=true\n"), done.stderr
     for value in ('a"b', "a'b", "a\\b", "a\nMGPU_TOKEN=b"):
-        done = hand_on({"EMBEDDING_MODEL": value})
+        done = pass_on({"EMBEDDING_MODEL": value})
         assert done.returncode == 1
         assert "EMBEDDING_MODEL has a quote" in done.stderr
 
@@ -139,12 +139,12 @@ def test_the_three_scenarios(scenario: str, values: tuple[object, ...]) -> None:
         ),
     ],
 )
-def test_what_a_worker_takes(env: dict[str, str], values: dict[str, object]) -> None:
+def test_settings_from_old_variables(env: dict[str, str], values: dict[str, object]) -> None:
     assert changed(env) == values
     assert taken(env).remarks == ()
 
 
-def test_new_names_win_and_every_source_is_told(tmp_path: Path) -> None:
+def test_new_names_take_precedence_and_every_source_is_reported(tmp_path: Path) -> None:
     file = tmp_path / "config.toml"
     file.write_text("[worker]\nbatch_tasks_max = 7\n")
     env = {
@@ -163,12 +163,12 @@ def test_new_names_win_and_every_source_is_told(tmp_path: Path) -> None:
     ("env", "remark"),
     [
         ({"TENSORRT_PRECISION": "fp16"}, "TENSORRT_PRECISION has no effect without USE_TENSORRT=true"),
-        ({"TENSORRT_INT8_CALIBRATION": "true"}, "[gate] in the model's model.toml"),
+        ({"TENSORRT_INT8_CALIBRATION": "true"}, "[gate] in a model.toml"),
         ({"TENSORRT_INT8_CALIBRATION_CACHE": "/x"}, "calibrations are kept in artifacts_dir"),
         ({"ENABLE_DYNAMIC_BATCHING": "false"}, "set batch_tasks_max to 1"),
     ],
 )
-def test_what_can_not_be_followed_is_said(env: dict[str, str], remark: str) -> None:
+def test_a_variable_without_effect_gives_a_remark(env: dict[str, str], remark: str) -> None:
     assert changed(env) == {}
     (said,) = taken(env).remarks
     assert remark in said
@@ -187,6 +187,6 @@ def test_what_can_not_be_followed_is_said(env: dict[str, str], remark: str) -> N
         ),
     ],
 )
-def test_what_makes_no_sense_is_rejected(env: dict[str, str], message: str) -> None:
+def test_contradictions_and_wrong_values_are_rejected(env: dict[str, str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         taken(env)

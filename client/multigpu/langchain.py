@@ -1,13 +1,12 @@
-"""LangChain's `Embeddings` on a fleet: what used another class there changes one line.
+"""LangChain's `Embeddings` on a fleet: one line of an application changes.
 
     from multigpu.langchain import MultiGpuEmbeddings
 
     embeddings = MultiGpuEmbeddings()          # was: HuggingFaceEmbeddings(model_name=…), say
 
-Documents go out in tasks of `batch_size` texts, spread over all workers; a query is a task of its own, and served
-before documents that wait. Connections are made at the first call, and again where the old one doesn't fit: in a copy
-that was pickled, and, as an asyncio connection belongs to its event loop, once for each loop. A child that was forked
-after the first call has none and gets none: gRPC does not survive it.
+Documents are sent in tasks of `batch_size` texts, spread over all workers; a query is one task, served before waiting
+documents. The first call connects; so does the first one of a pickled copy, and of each event loop. A child forked
+after the first call can't be used: gRPC does not survive a fork.
 
 Needs langchain-core: pip install 'multigpu[langchain]'.
 """
@@ -36,7 +35,7 @@ if TYPE_CHECKING:
 
     from multigpu.options import EmbedOptions
 
-# 1 is served first, 3 is the default of a task: somebody waits for a query.
+# 1 is served first, 3 is the default of tasks. Queries are interactive.
 QUERY_PRIORITY = 2
 
 
@@ -44,12 +43,9 @@ class MultiGpuEmbeddings(Embeddings):
     """Embeds documents and queries with a model of the fleet. Safe to share between threads and event loops.
 
     `model`: a name that workers serve (`mgpuctl workers` lists them); default, the workers' own. `master`: HOST:PORT,
-    as of Client. `batch_size`: documents in one task, 1 to 10,000. `precision`: fp32 (the default), bf16 or fp16.
+    as for Client. `batch_size`: documents in one task, 1 to 10,000. `precision`: fp32 (the default), bf16 or fp16.
     `query_priority`: 1 (served first) to 5. Any other option of a task, such as `labels`, `queue` or `run_timeout_s`,
-    holds for documents and queries.
-
-    Every call raises as Client.embed: UnavailableError if nobody answers at the master's address, UnplaceableError if
-    no worker has the model, TaskError if a task did not succeed; TypeError for what is no text.
+    holds for documents and queries. Every call raises as Client.embed.
     """
 
     def __init__(
@@ -65,9 +61,9 @@ class MultiGpuEmbeddings(Embeddings):
     ) -> None:
         forks.check()
         Chunks(batch_size)  # ValueError: out of range
-        # What LangChain's users look for, and what a pickled copy is made of.
+        # LangChain's users expect these attributes; a pickled copy is made of them.
         self.model = model
-        # Read now: a variable that is set for the making alone counts.
+        # Read now: MGPU_MASTER may be set for the constructor only.
         self.master = master or _default_master()
         self.batch_size = batch_size
         self.precision = precision
@@ -80,9 +76,9 @@ class MultiGpuEmbeddings(Embeddings):
 
     def _connect_lazily(self) -> None:
         self._lock = threading.Lock()
-        self._client: tuple[int, Client] | None = None
-        self._async_clients: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, tuple[int, AsyncClient]]
-        self._async_clients = weakref.WeakKeyDictionary()
+        # By process, and by event loop.
+        self._clients: dict[int, Client] = {}
+        self._async_clients = weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, AsyncClient]()
 
     def __repr__(self) -> str:
         return f"MultiGpuEmbeddings(model={self.model!r}, master={self.master!r})"
@@ -111,17 +107,16 @@ class MultiGpuEmbeddings(Embeddings):
 
     def close(self) -> None:
         """Ends the synchronous connection; a later call makes another. Not needed at exit."""
-        with self._lock:
-            client, self._client = self._client, None
-        if client is not None and client[0] == os.getpid():
-            client[1].close()
+        client = self._clients.pop(os.getpid(), None)
+        if client is not None:
+            client.close()
 
     async def aclose(self) -> None:
         """Ends the connection of this event loop; a later call makes another. Call it before the loop ends."""
         with self._lock:
             client = self._async_clients.pop(asyncio.get_running_loop(), None)
-        if client is not None and client[0] == os.getpid():
-            await client[1].close()
+        if client is not None:
+            await client.close()
 
     def __enter__(self) -> Self:
         return self
@@ -141,26 +136,24 @@ class MultiGpuEmbeddings(Embeddings):
 
     def _sync(self) -> Client:
         forks.check()
+        pid = os.getpid()
         with self._lock:
-            if self._client is None or self._client[0] != os.getpid():
-                client = Client(self.master, connect_timeout_s=self.connect_timeout_s)
-                self._client = os.getpid(), client
-            return self._client[1]
+            if pid not in self._clients:
+                self._clients[pid] = Client(self.master, connect_timeout_s=self.connect_timeout_s)
+            return self._clients[pid]
 
     def _async(self) -> AsyncClient:
         forks.check()
         loop = asyncio.get_running_loop()
         with self._lock:
-            known = self._async_clients.get(loop)
-            if known is None or known[0] != os.getpid():
-                known = os.getpid(), AsyncClient(self.master, connect_timeout_s=self.connect_timeout_s)
-                self._async_clients[loop] = known
-            return known[1]
+            if loop not in self._async_clients:
+                self._async_clients[loop] = AsyncClient(self.master, connect_timeout_s=self.connect_timeout_s)
+            return self._async_clients[loop]
 
     def _query_options(self) -> EmbedOptions:
         return {**self.options, "priority": self.query_priority}
 
-    # Copies go without the connections.
+    # Copies have no connections.
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if not name.startswith("_")}

@@ -1,13 +1,13 @@
 """The master's clock: seconds since the epoch that never go back and never jump.
 
-Sessions, leases, deadlines and the journal's outcomes share it, so a jump would end them. When the host's clock is
-set, this one follows by at most SLEW seconds a second.
+Sessions, leases, deadlines and the journal's outcomes share it: a jump would end them. When the host's clock is set,
+this clock follows by at most SLEW seconds a second.
 
-The journal keeps the skew, which is by how much this clock is ahead of the host's, and the next master begins at the
-host's time plus the skew, however long none ran; but never before the time at which the skew was saved. A clock that
-was ahead begins at most AHEAD_S after that time, or at the host's time if that is later: the host's clock may have been
-put right while no master ran, and the skew would end everything early. A skew that leads to a time before 2025 is not
-applied: the last master had started on a host that did not know the time.
+The journal keeps the skew, by which this clock is ahead of the host's. The next master's clock begins at the host's
+time plus the skew, but never before the time at which the skew was saved. A clock that was ahead begins at most AHEAD_S
+after that time, or at the host's time if that is later: the host's clock may have been corrected while no master ran,
+and the skew would end everything early. A skew that leads to a time before 2025 is ignored: the last master had
+started on a host that did not know the time.
 """
 
 import threading
@@ -25,13 +25,13 @@ SAVED_SKEW_MIN_S = 1.0  # of the skew, and of what it moves before it is saved a
 
 @dataclass(frozen=True, slots=True)
 class SavedSkew:
-    """What the next master begins with. `time_s`: of the master's clock, when it was `skew_s` ahead of the host's."""
+    """The skew at `time_s` of the master's clock."""
 
     skew_s: float
     time_s: float
 
     def begin_s(self, wall_s: float) -> float:
-        """Where a clock begins when it is wall_s by the host's. See the module."""
+        """Where the next clock begins if the host's is at `wall_s`. See the module."""
         begin_s = wall_s + self.skew_s
         if begin_s < FIRST_EPOCH_S:
             return wall_s
@@ -47,13 +47,13 @@ class Clock:
         self._wall = wall
         self._monotonic = monotonic
         # Since when (monotonic), the time then, and by how much it is faster in the first READ_EVERY_S. Replaced as a
-        # whole, and not before these are over: the time goes on where it was.
+        # whole, after these are over: so the time is continuous.
         self._line = monotonic(), wall(), 0.0
         self._lock = threading.Lock()
         self._saved_skew_s = 0.0
 
     def resume(self, saved: SavedSkew) -> None:
-        """Goes on where the last master's clock was. To be called before anything is stamped or can expire."""
+        """Continues the last master's clock. Call it before anything is stamped or can expire."""
         with self._lock:
             self._line = self._monotonic(), saved.begin_s(self._wall()), 0.0
         self._saved_skew_s = saved.skew_s
@@ -78,11 +78,11 @@ class Clock:
             return now_s
 
     def skew(self) -> float:
-        """What to add to a time of the host's clock, as it is now, for the same time of this one."""
+        """By how much this clock is ahead of the host's now."""
         return self.now() - self._wall()
 
     def unsaved(self) -> SavedSkew | None:
-        """What to save now, if the skew has moved since this was last called; a skew of 0 is none to keep."""
+        """The skew to save, if it has moved since this was last called; 0: nothing to keep."""
         now_s, skew_s = self.now(), self.skew()
         if abs(skew_s) < SAVED_SKEW_MIN_S:
             skew_s = 0.0

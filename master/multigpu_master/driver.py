@@ -13,6 +13,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
+import grpc
 import structlog
 from multigpu._transport.payloads import is_transient
 
@@ -25,16 +26,18 @@ from multigpu_master.ids import Incarnations, LeaseProofs
 from multigpu_master.journal.protocol import Journal, JournalError, JournalFullError, LargeBody, Recovered, SettledTask
 from multigpu_master.journal.write_buffer import DURABLE_S, Journaling, tell
 from multigpu_master.payloads import messages as wire_large
+from multigpu_master.rpc.errors import CallError, ExhaustedError
 from multigpu_master.rpc.outbox import Outbox
 from multigpu_master.telemetry.latencies import Latencies
 from multigpu_master.telemetry.tracing import record_spans
-from multigpu_master.wire import messages as wire
+from multigpu_master.wire.outcomes import OutcomeWriter, RunFrame
 from multigpu_master.wire.specs import SpecReader
+from multigpu_master.wire.times import duration
 from multigpu_master.worker_streams import WorkerStreams
 
 log = structlog.get_logger()
 
-RunOutbox = Outbox[wire.RunFrame]
+RunOutbox = Outbox[RunFrame]
 CANCEL_TASKS = 100  # in one event
 
 # A task that ended, and its serialized outcome.
@@ -52,8 +55,10 @@ def is_cancelled(task: Task) -> bool:
 _UNANSWERED = (ev.Tick, ev.SubmitFailed, ev.SettlesCommitted, ev.IdsRenewed, ev.StreamClosed, ev.SessionClosed)
 
 
-class BrokenError(Exception):
-    """The master handles no events any more."""
+class BrokenError(CallError):
+    """The master handles no more events."""
+
+    code = grpc.StatusCode.UNAVAILABLE
 
 
 @dataclass(slots=True)
@@ -107,7 +112,7 @@ class Driver:
         # Set while metrics are collected.
         self.latencies: Latencies | None = None
         self._waiters: dict[int, list[asyncio.Future[None]]] = defaultdict(list)
-        self.outcomes = wire.OutcomeWriter()
+        self.outcomes = OutcomeWriter()
         self._timer: asyncio.Handle | None = None
         self._timer_due_s = 0.0
         workers = self.workers
@@ -165,7 +170,7 @@ class Driver:
     def open_stream(self) -> tuple[int, RunOutbox]:
         """A new Run stream."""
         self._last_stream += 1
-        outbox = RunOutbox(wire.RunFrame, wire_large.Peer(self.journal.payloads))
+        outbox = RunOutbox(RunFrame, wire_large.Peer(self.journal.payloads))
         self._streams[self._last_stream] = outbox
         self.handle(ev.StreamOpened(self._last_stream))
         return self._last_stream, outbox
@@ -193,7 +198,7 @@ class Driver:
         commands = self.handle(ev.Submit(spec, tasks, stream))
         submitted = next(c for c in commands if isinstance(c, ev.Submitted))
         if (outbox := self._streams.get(stream)) is not None:
-            outbox.owe(submitted.pending)
+            outbox.add_pending(submitted.pending)
         if spec.durable:
             # Soon, and not now: the leases that went out of this are on their way by then, and don't wait for it.
             fresh = submitted.fresh
@@ -274,7 +279,7 @@ class Driver:
         streams = self._told_later.get(task.task_id)
         if streams is not None and stream not in streams:
             streams.append(stream)
-            self._streams[stream].owe(1)
+            self._streams[stream].add_pending(1)
         return streams is not None
 
     async def cancel(self, tasks: Iterable[Task], reason: str = "", *, withdrawn: bool = False) -> list[Task]:
@@ -318,7 +323,7 @@ class Driver:
                         outbox.room_for(len(body)).add_outcome(body)
                     else:
                         self.add_large_outcome(outbox, body, task.request_id)
-                    outbox.owe(-1)
+                    outbox.add_pending(-1)
                     if outbox.partials_from:
                         outbox.partials_from.pop(task.task_id, None)
                     if outbox.bytes > self._stream_bytes_max:
@@ -339,7 +344,7 @@ class Driver:
                 future.set_result(None)
 
     def _too_much_unread(self, outbox: RunOutbox) -> None:
-        outbox.abort("RESOURCE_EXHAUSTED", "outcomes pile up unread; read faster, or submit less at once")
+        outbox.abort(ExhaustedError("outcomes pile up unread; read faster, or submit less at once"))
 
     def add_large_outcome(self, outbox: RunOutbox, body: bytes | LargeBody, request_id: str) -> None:
         """An outcome with a large result: its place, where the client may look there, or all of it. A rejection, if it
@@ -356,7 +361,7 @@ class Driver:
                         told = outbox.room_for(256).message.rejected.add(
                             request_id=request_id, code=code, message=message
                         )
-                        told.retry_delay.CopyFrom(wire.duration(delay_s))
+                        told.retry_delay.CopyFrom(duration(delay_s))
                         return
                     lost = wire_large.outcome_lost(body, error)
                     outbox.room_for(len(lost)).add_outcome(lost)

@@ -1,13 +1,13 @@
-"""Which ids a master gives out, and how what it gave out is known again.
+"""The ids that a master gives out, and how later masters recognise them.
 
 An id of a task or a lease has 29 bits of epoch above 24 bits of counter, and so is below 2**53, where JavaScript's
 numbers end. An epoch is on the disk before its first id is used. It is the second of the wall clock, and the counter
 begins at the fraction of that second, so that a master on an empty journal or on an older copy repeats no id, even if
 it starts in the same second as its predecessor. An epoch is above the journal's last one, whatever the clock says.
 
-Each start of a master is an incarnation with a random name, which the journal keeps. What a peer remembers (leases, a
-cursor) counts only if the journal knows the incarnation that gave it out, and to have come that far: else the journal
-is another one, or an older copy. See docs/decisions/0015-ids-and-incarnations.md.
+Each start of a master is an incarnation with a random name, which the journal keeps. A lease or a cursor that a peer
+holds is valid only if the journal knows the incarnation that gave it out, and that it had come that far: else the
+journal is another one, or an older copy. See docs/decisions/0015-ids-and-incarnations.md.
 """
 
 import secrets
@@ -29,13 +29,13 @@ FIRST_EPOCH_S = 1_735_689_600
 CURSORS_END = 1 << 63
 LEASE_KEY_BYTES = 32
 _WORD = (1 << 64) - 1
-# Starts that a journal remembers. What an older one gave out is not known any more.
+# Starts that a journal keeps. Leases and cursors of older ones are not valid.
 INCARNATIONS_MAX = 1000
 
 
 @dataclass(frozen=True, slots=True)
 class Incarnation:
-    """One start of a master, and what it gave out first. The name "" is of all masters before there were names."""
+    """One start of a master, with its first id and cursor. The name "" stands for all masters of schema 1."""
 
     name: str
     first_id: int
@@ -64,8 +64,8 @@ def next_epoch(last: int, now_s: float) -> int:
 
 
 class LeaseProofs:
-    """Proves which worker a lease was granted to, also to a later master: the journal does not tell of leases. A proof
-    is half a block of AES: lease, task and attempt make one block, the journal's key and the worker_id the key.
+    """Proves to a later master which worker a lease was granted to: leases are not journaled. A proof is half a block
+    of AES: lease, task and attempt make one block, the journal's key and the worker_id the key.
     """
 
     def __init__(self, key: bytes) -> None:
@@ -89,7 +89,7 @@ class LeaseProofs:
 
 
 class Incarnations:
-    """Those that the journal knows, oldest first; the last one is this master."""
+    """The incarnations that the journal knows, oldest first; the last one is this master."""
 
     def __init__(self, known: Sequence[Incarnation]) -> None:
         self.current = known[-1].name

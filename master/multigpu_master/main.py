@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-# gRPC's own log writes to stderr what its peers send, line ends included. Read when grpc is first imported.
+# gRPC's own log writes text from peers to stderr as it is. Must be set before grpc is imported.
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
 import click
@@ -24,16 +24,16 @@ from multigpu_master.clock import Clock
 from multigpu_master.journal.protocol import JournalError
 from multigpu_master.journal.sqlite import backup as journal_backup
 from multigpu_master.journal.sqlite.journal import SqliteJournal
-from multigpu_master.server import Master, Rejection, WrongSetting
-from multigpu_master.telemetry import process_memory as memory
+from multigpu_master.server import Master, SettingError, StartError
+from multigpu_master.telemetry.process_memory import use_few_arenas
 
 log = structlog.get_logger()
 
 EXIT_FAILED, EXIT_CONFIG, EXIT_REJECTED, EXIT_LACKING = 1, 2, 3, 4
-# The journal's thread does short work while the loop is busy: it must not wait 5 ms for each turn.
+# Thread switches every 0.5 ms instead of 5: the journal's thread does short work while the event loop is busy.
 SWITCH_INTERVAL_S = 0.0005
-# A piece of the journal's work that takes longer than this is no progress for systemd's watchdog.
-JOURNAL_PATIENCE_S = 60.0
+# systemd's watchdog is not notified while one operation of the journal takes longer than this.
+JOURNAL_OPERATION_MAX_S = 60.0
 
 
 @click.group(invoke_without_command=True)
@@ -41,7 +41,7 @@ JOURNAL_PATIENCE_S = 60.0
 @click.version_option(VERSION, prog_name="mgpu-master")
 @click.pass_context
 def main(context: click.Context, /, config_file: str | None, **flags: Any) -> None:
-    """The master daemon of multigpu: holds the durable queue and gives tasks to the workers.
+    """The master daemon of multigpu: keeps the durable queue and dispatches tasks to workers.
 
     Exit codes: 0 stopped by a signal, 1 failed while running, 2 a wrong setting, 3 did not start (the message says
     why), 4 a backup lacks what was lost before it.
@@ -58,15 +58,15 @@ def main(context: click.Context, /, config_file: str | None, **flags: Any) -> No
         context.obj = config.data_dir
         return
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    memory.use_few_arenas()
+    use_few_arenas()
     try:
         code = uvloop.run(_serve(config, telemetry, lambda: _load_log_level(config_file, flags)))
-    except Rejection as rejection:
-        click.echo(f"mgpu-master: {rejection}", err=True)
-        code = EXIT_CONFIG if isinstance(rejection, WrongSetting) else EXIT_REJECTED
+    except StartError as error:
+        click.echo(f"mgpu-master: {error}", err=True)
+        code = EXIT_CONFIG if isinstance(error, SettingError) else EXIT_REJECTED
     shut_down_tracing()
     sys.stderr.flush()
-    # Whatever thread is left (a gRPC poller, a slow disk) must not hold up the end.
+    # Do not wait for threads that are left, such as gRPC's poller or one that waits for a slow disk.
     os._exit(code)
 
 
@@ -79,7 +79,7 @@ def backup(data_dir: Path, target: Path) -> None:
     Exit codes: 0 the copy is whole, 3 there is no copy (the message says why), 4 there is a copy, which lacks what was
     lost before the backup: it is listed.
     """
-    raise_descriptor_limit()  # each segment is held open
+    raise_descriptor_limit()  # every segment is opened
     lost = _offline(lambda: journal_backup.backup(data_dir, target))
     for line in lost:
         click.echo(f"not in the copy: {line}")
@@ -113,7 +113,7 @@ def _offline(work: Callable[[], list[str]]) -> list[str]:
 
 
 def _load_log_level(config_file: str | None, flags: dict[str, Any]) -> None:
-    """ConfigError: the settings are wrong by now."""
+    """ConfigError: the settings were changed and are invalid."""
     config = load(MasterConfig, file=config_file, flags=flags).config
     configure_logging(config.log_level, config.log_format)
 
@@ -131,9 +131,11 @@ async def _serve(config: MasterConfig, telemetry: TelemetryConfig, load_log_leve
     loop.add_signal_handler(signal.SIGHUP, systemd.reload, load_log_level, master.reload)
     await master.start()
     systemd.ready(_status(master))
-    telling = asyncio.create_task(systemd.keep(lambda: journal.works(JOURNAL_PATIENCE_S), lambda: _status(master)))
+    notifying = asyncio.create_task(
+        systemd.keep(lambda: journal.works(JOURNAL_OPERATION_MAX_S), lambda: _status(master))
+    )
     await master.stopped.wait()
-    telling.cancel()
+    notifying.cancel()
     systemd.stopping(master.fatal or "stopping")
     if master.fatal is None:
         log.info("master is stopping")

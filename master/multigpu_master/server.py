@@ -1,4 +1,4 @@
-"""The composition root: builds the rooms, connects them, and takes them down in order. It decides nothing."""
+"""The composition root: builds the master's parts, connects them and stops them in order."""
 
 import asyncio
 import gc
@@ -6,8 +6,8 @@ import random
 from collections.abc import Sequence
 
 import structlog
+from google.protobuf.descriptor import ServiceDescriptor
 from grpc_health.v1 import health_pb2
-from grpc_reflection.v1alpha import reflection
 from multigpu.config.config import ConfigError, MasterConfig, TelemetryConfig
 from multigpu.v1 import admin_service_pb2, task_service_pb2, worker_service_pb2
 
@@ -16,43 +16,44 @@ from multigpu_master.clock import Clock, SavedSkew
 from multigpu_master.core import events as ev
 from multigpu_master.core.scheduler import Core, Limits
 from multigpu_master.driver import Driver
-from multigpu_master.journal.protocol import Entry, Journal, JournalError
+from multigpu_master.journal.protocol import Entry, Journal, JournalError, Recovered
 from multigpu_master.rpc import health_service
 from multigpu_master.rpc.admin.service import AdminService
 from multigpu_master.rpc.intake import Intake
-from multigpu_master.rpc.registration import add_reflection, add_service
+from multigpu_master.rpc.registration import Reflection, add_service
 from multigpu_master.rpc.task_service import TaskService
 from multigpu_master.rpc.transport import Server, read_small
 from multigpu_master.rpc.worker_service import WorkerService
-from multigpu_master.security import listeners as doors
-from multigpu_master.security import setup as security
+from multigpu_master.security import listeners
 from multigpu_master.security.audit import Audit
-from multigpu_master.security.auth import Gate
+from multigpu_master.security.auth import Auth
+from multigpu_master.security.setup import load_auth
+from multigpu_master.strategies.base import Strategy
 from multigpu_master.strategies.registry import StrategyError, canonical_name, load_strategies
 from multigpu_master.telemetry.metrics import MasterMetrics
 from multigpu_master.telemetry.worker_log import WorkerLog
-from multigpu_master.wire import messages as wire
 from multigpu_master.wire.specs import SpecReader
+from multigpu_master.wire.tasks import restored_task
 
 log = structlog.get_logger()
 
-# Not for connections: the journal, audit.log and the metrics need some at any time.
+# File descriptors that connections leave to the journal, audit.log and the metrics.
 DESCRIPTORS_KEPT = 256
-# Between two looks at whether the host's clock was set.
-CLOCK_LOOK_S = 1.0
+# Interval of checks whether the host's clock was set.
+CLOCK_CHECK_S = 1.0
 HEALTH_MASTER, HEALTH_WORKER = "master", "worker/"
 
 
-class Rejection(Exception):  # noqa: N818  it is what the master does, not an error of its own
-    """The master will not start; the message says why and what to do."""
+class StartError(Exception):
+    """The master cannot start; the text says why and what to do."""
 
 
-class WrongSetting(Rejection):
-    """It can't start until somebody changes its settings, or puts the files there that they name."""
+class SettingError(StartError):
+    """The master cannot start before its settings, or the files that they name, are changed."""
 
 
 class Master:
-    """A running master. `clock`: the journal's, too. `descriptors`: how many this process may have open."""
+    """A running master. `clock`: also the journal's. `descriptors`: the process's limit of open files."""
 
     def __init__(
         self,
@@ -79,29 +80,58 @@ class Master:
         self._intake: Intake
         self._metrics: MasterMetrics
         self._worker_log: WorkerLog
-        self.gate: Gate | None = None
-        self.certificates: doors.Certificates | None = None
+        self.auth: Auth | None = None
+        self.certificates: listeners.Certificates | None = None
 
     async def start(self) -> None:
-        """Recovers what the journal holds, then opens the doors. Rejection: it can't."""
+        """Recovers the journal's tasks and settings, then listens. StartError: it cannot."""
         config = self.config
         try:
-            doors.check(config)
-        except doors.DoorError as error:
-            raise WrongSetting(str(error)) from error
-        try:
-            strategies = load_strategies()
-        except StrategyError as error:
-            raise Rejection(str(error)) from error
-        strategy = canonical_name(config.strategy, strategies)
-        if strategy is None:
-            raise WrongSetting(f"no strategy {config.strategy!r}; there are: {', '.join(sorted(strategies))}")
+            listeners.check(config)
+        except listeners.ListenError as error:
+            raise SettingError(str(error)) from error
+        strategies, strategy = self._load_strategies()
         try:
             recovered = self.journal.open(self._on_commit)
             self._resume_clock(settings.saved_skew(recovered.settings))
+            core = Core(strategies, self._limits(), recovered.incarnations[-1].first_id, random.random, strategy)
+            driver = self._make_driver(core, recovered)
+            tasks_recovered, workers_expected = self._recover(driver, recovered)
         except JournalError as error:
-            raise Rejection(str(error)) from error
-        limits = Limits(
+            raise StartError(str(error)) from error
+        self.journal.payloads.sweep()
+        # Do not traverse a million queued tasks in every full collection.
+        gc.collect()
+        gc.freeze()
+        gc.set_threshold(50_000, 20, 100)
+        try:
+            self.auth = await load_auth(config, recovered.settings, driver.now, driver.journaling.save)
+        except (JournalError, OSError) as error:
+            raise StartError(f"the tokens can't be read or written: {error}") from error
+        self._saving_skew = asyncio.create_task(self._save_skew())
+        await self._serve(driver)
+        log.info(
+            "master ready", address=self.address, epoch=recovered.epoch,
+            incarnation=driver.incarnations.current, recovered_tasks=tasks_recovered,
+            awaited_workers=workers_expected, strategy=core.strategy, data_dir=str(config.data_dir), version=VERSION,
+            tls=bool(config.tls_cert), certificates=bool(config.tls_client_ca), tokens=config.require_tokens,
+            descriptors=self._descriptors,
+        )  # fmt: skip
+
+    def _load_strategies(self) -> tuple[dict[str, Strategy], str]:
+        """All strategies, and the name of the configured one."""
+        try:
+            strategies = load_strategies()
+        except StrategyError as error:
+            raise StartError(str(error)) from error
+        name = canonical_name(self.config.strategy, strategies)
+        if name is None:
+            raise SettingError(f"no strategy {self.config.strategy!r}; there are: {', '.join(sorted(strategies))}")
+        return strategies, name
+
+    def _limits(self) -> Limits:
+        config = self.config
+        return Limits(
             tasks_max=config.queue_tasks_max,
             bytes_max=config.queue_bytes_max,
             ephemeral_bytes_max=config.ephemeral_bytes_max,
@@ -110,95 +140,94 @@ class Master:
             breaker_share=config.breaker_share,
             breaker_window_s=config.breaker_window_s,
         )
-        core = Core(strategies, limits, recovered.incarnations[-1].first_id, random.random, strategy)
+
+    def _make_driver(self, core: Core, recovered: Recovered) -> Driver:
+        config = self.config
         specs = SpecReader(config.result_ttl_max_s, self._clock.skew)
         driver = self.driver = Driver(
             core, self.journal, recovered, specs, self._clock.now, config.stream_bytes_max, self._die
         )
         driver.on_worker_changed = self._worker_changed
         self._worker_log = WorkerLog(driver)
-        driver.journaling.learn_requests()
         self._intake = Intake(driver, config.payload_bytes_max)
+        return driver
+
+    def _recover(self, driver: Driver, recovered: Recovered) -> tuple[int, int]:
+        """Restores settings and tasks. Returns how many tasks, and how many workers are expected to reconnect."""
+        driver.journaling.learn_requests()
         now = driver.now()
-        try:
-            expected = settings.restore(core, recovered.settings, now)
-            tasks = [wire.restored_task(r, specs.restore(r.spec)) for r in recovered.tasks]
-        except JournalError as error:
-            raise Rejection(str(error)) from error
-        driver.handle(ev.Recover(tasks, now + config.reconnect_grace_s if expected else now))
-        self.journal.payloads.sweep()
-        # A million queued tasks are not worth looking at again in every full collection.
-        gc.collect()
-        gc.freeze()
-        gc.set_threshold(50_000, 20, 100)
-        try:
-            self.gate = await security.open_gate(config, recovered.settings, driver.now, driver.journaling.save)
-        except (JournalError, OSError) as error:
-            raise Rejection(f"the tokens can't be read or written: {error}") from error
-        self._saving_skew = asyncio.create_task(self._save_skew())
-        await self._open_doors(driver)
-        log.info(
-            "master ready", address=self.address, epoch=recovered.epoch,
-            incarnation=driver.incarnations.current, recovered_tasks=len(tasks),
-            awaited_workers=expected, strategy=core.strategy, data_dir=str(config.data_dir), version=VERSION,
-            tls=bool(config.tls_cert), certificates=bool(config.tls_client_ca), tokens=config.require_tokens,
-            descriptors=self._descriptors,
-        )  # fmt: skip
+        expected = settings.restore(driver.core, recovered.settings, now)
+        tasks = [restored_task(r, driver.specs.restore(r.spec)) for r in recovered.tasks]
+        driver.handle(ev.Recover(tasks, now + self.config.reconnect_grace_s if expected else now))
+        return len(tasks), expected
 
     def _resume_clock(self, saved: SavedSkew | None) -> None:
-        """At once when the journal is open: its sweeper waits for SWEEP_AFTER_S, and nothing has been recovered yet."""
+        """Runs right after the journal is opened: nothing has been recovered, and its sweeper waits SWEEP_AFTER_S."""
         if saved is not None:
             self._clock.resume(saved)
             log.warning("the host's clock was set: the master's follows slowly", ahead_s=round(self._clock.skew(), 3))
 
     async def _save_skew(self) -> None:
-        """For the next master, to whom all that we stamped would else be older or younger than it is."""
+        """Saves the clock's skew: without it the next master's times would jump by it."""
         while True:
             if (saved := self._clock.unsaved()) is not None:
                 self.driver.journaling.remember(settings.clock_setting(saved))
-            await asyncio.sleep(CLOCK_LOOK_S)
+            await asyncio.sleep(CLOCK_CHECK_S)
 
     def _on_commit(self, entries: Sequence[Entry], first_cursor: int, error: JournalError | None) -> None:
-        """On the journal's thread. Nothing is appended before there is a driver."""
+        """Runs on the journal's thread. Nothing is appended before there is a driver."""
         self.driver.journaling.on_commit(entries, first_cursor, error)
 
-    async def _open_doors(self, driver: Driver) -> None:
-        config, server = self.config, self._server
-        offer = self.journal.payloads.offer() if config.share_payloads else ()
-        task_service = TaskService(driver, self._intake, config.submit_tasks_max, config.stream_bytes_max, offer)
-        worker_service = WorkerService(driver, VERSION, config.heartbeat_interval_s, config.session_timeout_s, offer)
-        services = {
-            task_service_pb2.DESCRIPTOR.services_by_name["TaskService"]: task_service,
-            worker_service_pb2.DESCRIPTOR.services_by_name["WorkerService"]: worker_service,
-            admin_service_pb2.DESCRIPTOR.services_by_name["AdminService"]: AdminService(driver, VERSION, self.gate),
-        }
+    async def _serve(self, driver: Driver) -> None:
+        """Registers the services, listens and starts the metrics."""
+        services = self._services(driver)
         for descriptor, servicer in services.items():
-            add_service(server, descriptor, servicer, self.gate, self._audit)
-        add_service(server, health_pb2.DESCRIPTOR.services_by_name["Health"], self._health, read=read_small)
+            add_service(self._server, descriptor, servicer, self.auth, self._audit)
         names = [d.full_name for d in services]
-        add_reflection(server, (*names, health_service.NAME, reflection.SERVICE_NAME), self.gate)
-        try:
-            if config.tls_cert:
-                self.certificates = doors.Certificates(config)
-            port = doors.open_port(server, config, self.certificates)
-            self._metrics = MasterMetrics(driver, config, self._telemetry)
-            self._metrics.start()
-        except doors.DoorError as error:
-            raise WrongSetting(str(error)) from error
-        except ConfigError as error:  # an address that is taken, say
-            raise Rejection(str(error)) from error
-        except RuntimeError as error:
-            raise Rejection(
-                f"can't listen on {config.listen}: {error}; is another master there? choose another --listen"
-            ) from error
-        host = config.listen.rpartition(":")[0]
-        self.address = config.listen if config.listen.startswith("unix:") else f"{host}:{port}"
-        await server.start()
+        health = health_pb2.DESCRIPTOR.services_by_name["Health"]
+        add_service(self._server, health, self._health, read=read_small)
+        add_service(self._server, Reflection.DESCRIPTOR, Reflection((*names, health_service.NAME)), self.auth)
+        port = self._listen(driver)
+        host = self.config.listen.rpartition(":")[0]
+        self.address = self.config.listen if self.config.listen.startswith("unix:") else f"{host}:{port}"
+        await self._server.start()
         self._serving = asyncio.create_task(self._end_with_server())
         for name in ("", HEALTH_MASTER, *names):
             self._health.set(name, health_service.RESPONSE.SERVING)
-        for worker_id in driver.core.fleet.workers:  # those of the last master, until they come back
+        for worker_id in driver.core.fleet.workers:  # restored ones are lost until they reconnect
             self._health.set(HEALTH_WORKER + worker_id, health_service.RESPONSE.NOT_SERVING)
+
+    def _services(self, driver: Driver) -> dict[ServiceDescriptor, object]:
+        config = self.config
+        offer = self.journal.payloads.offer() if config.share_payloads else ()
+        return {
+            task_service_pb2.DESCRIPTOR.services_by_name["TaskService"]: TaskService(
+                driver, self._intake, config.submit_tasks_max, config.stream_bytes_max, offer
+            ),
+            worker_service_pb2.DESCRIPTOR.services_by_name["WorkerService"]: WorkerService(
+                driver, VERSION, config.heartbeat_interval_s, config.session_timeout_s, offer
+            ),
+            admin_service_pb2.DESCRIPTOR.services_by_name["AdminService"]: AdminService(driver, VERSION, self.auth),
+        }
+
+    def _listen(self, driver: Driver) -> int:
+        """Binds the ports of gRPC and the metrics. Returns the first."""
+        config = self.config
+        try:
+            if config.tls_cert:
+                self.certificates = listeners.Certificates(config)
+            port = listeners.open_port(self._server, config, self.certificates)
+            self._metrics = MasterMetrics(driver, config, self._telemetry)
+            self._metrics.start()
+        except listeners.ListenError as error:
+            raise SettingError(str(error)) from error
+        except ConfigError as error:  # for example a port in use
+            raise StartError(str(error)) from error
+        except RuntimeError as error:
+            raise StartError(
+                f"can't listen on {config.listen}: {error}; is another master there? choose another --listen"
+            ) from error
+        return port
 
     def _worker_changed(self, change: ev.WorkerChanged) -> None:
         worker = change.worker
@@ -207,7 +236,8 @@ class Master:
             self._worker_log.forget(worker)
         elif not self._intake.stopping:
             self._worker_log.changed(worker)
-        if change.remember and not self._intake.stopping:  # sessions that we end are to be awaited by the next master
+        # While stopping, sessions are ended by the master: the next master has to expect these workers.
+        if change.remember and not self._intake.stopping:
             setting = settings.worker_setting(worker)
             driver.journaling.remember(dict.fromkeys(setting) if change.gone else setting)
             state = health_service.RESPONSE.SERVING if worker.accepting else health_service.RESPONSE.NOT_SERVING
@@ -217,14 +247,14 @@ class Master:
         driver.watchers.wake("workers")
 
     def _die(self, reason: str) -> None:
-        """The journal failed: what is on the disk can only be known by reading it again, in a new process."""
+        """Ends the process: only a new one, which reads the journal again, knows what was written."""
         if self.fatal is None:
             self.fatal = reason
             log.critical("master ends", reason=reason)
             self.stopped.set()
 
     async def _end_with_server(self) -> None:
-        """GRPC ends a server that met an error of its own, and the process would live on and serve nobody."""
+        """Ends the master if the gRPC server ends by an error of its own."""
         try:
             await self._server.wait_for_termination()
         except Exception:
@@ -233,14 +263,12 @@ class Master:
             self._die("the gRPC server ended")
 
     def reload(self) -> None:
-        """Reads the certificate's files again, as every new connection does. DoorError: they are no good, and those
-        before them stay in force.
-        """
+        """Checks the certificate's files again. ListenError: they are invalid, and the previous ones stay in use."""
         if self.certificates is not None:
             self.certificates.reload()
 
     async def stop(self) -> None:
-        """Closes the doors, writes what was settled, and lets go of the journal, within stop_timeout_s."""
+        """Ends all calls, writes settled tasks and closes the journal, within stop_timeout_s."""
         timeout_s = self.config.stop_timeout_s
         self._intake.stopping = True
         if self._saving_skew is not None:
@@ -248,7 +276,7 @@ class Master:
         self._health.stop()
         if self.fatal is None:
             await asyncio.wait([asyncio.ensure_future(self.driver.journaling.all_durable())], timeout=timeout_s / 3)
-        # Streams don't end by themselves: their peers reconnect to whoever is there next.
+        # Streams do not end by themselves: their peers reconnect to the next master.
         await self._server.stop(min(0.2, timeout_s / 3))
         await self._audit.finish(timeout_s / 3)
         try:

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable
 
+import grpc
 from multigpu.v1 import worker_service_pb2
 
 from multigpu_master.core import events as ev
@@ -11,10 +12,12 @@ from multigpu_master.core.workers.fleet import Fleet
 from multigpu_master.ids import LeaseProofs
 from multigpu_master.payloads import messages as wire_large
 from multigpu_master.payloads.shared_files import Payloads
+from multigpu_master.rpc.errors import CallError
 from multigpu_master.rpc.outbox import FRAME_BYTES, Outbox
-from multigpu_master.wire import messages as wire
-from multigpu_master.wire import models as wire_models
+from multigpu_master.wire.leases import fill_leases
+from multigpu_master.wire.models import fill_desired
 from multigpu_master.wire.specs import SpecReader
+from multigpu_master.wire.times import set_time
 
 SessionOutbox = Outbox[worker_service_pb2.SessionResponse]
 # What a lease takes on the wire, beside its payload.
@@ -85,7 +88,7 @@ class WorkerStreams:
         frame = outbox.room_for(size, len(leases))
         frame.frame = number
         if leases:
-            wire.fill_leases(frame.lease_batches.add(), self._specs, self._proofs, leases, read)
+            fill_leases(frame.lease_batches.add(), self._specs, self._proofs, leases, read)
 
     def welcome(self, command: ev.Welcome) -> None:
         outbox = self._outboxes.get(command.session)
@@ -112,16 +115,17 @@ class WorkerStreams:
         if command.draining:
             desired.mode = worker_service_pb2.WORKER_MODE_DRAINING
             if command.drain_deadline_s is not None:
-                wire.set_time(desired.drain_deadline, command.drain_deadline_s)
+                set_time(desired.drain_deadline, command.drain_deadline_s)
         else:
             desired.mode = worker_service_pb2.WORKER_MODE_ACTIVE
         worker = self._fleet.sessions.get(command.session)
         desired.check = worker.checks_asked if worker is not None else 0
         if worker is not None:
-            wire_models.fill_desired(desired, worker)
+            fill_desired(desired, worker)
 
     def end(self, command: ev.EndSession) -> None:
         outbox = self._outboxes.get(command.session)
         if outbox is not None:
             self.end_reasons[command.session] = command.reason
-            outbox.abort("ABORTED" if command.taken_over else "UNAVAILABLE", command.reason)
+            code = grpc.StatusCode.ABORTED if command.taken_over else grpc.StatusCode.UNAVAILABLE
+            outbox.abort(CallError(command.reason, code))

@@ -65,6 +65,7 @@ class ScriptedMaster(task_service_pb2_grpc.TaskServiceServicer):
         self.submits = 0
         self.watched: list[task_pb2.Outcome] = []
         self.watch_break_after = 0
+        self.watches = 0
         self.watchers = 0
         # What survives a restart.
         self.tasks: dict[str, int] = {}
@@ -230,6 +231,7 @@ class ScriptedMaster(task_service_pb2_grpc.TaskServiceServicer):
         position = int(request.cursor or 0)
         if position < 0:
             await context.abort(grpc.StatusCode.OUT_OF_RANGE, "those outcomes were removed")
+        self.watches += 1
         self.watchers += 1
         try:
             await self._watch(position, context)

@@ -146,7 +146,7 @@ def test_leaving_a_map_early_cancels_the_rest() -> None:
         until(lambda: set(master.cancelled) | set(master.answered) >= {task.request_id for task in master.inputs})
 
 
-def test_a_chunk_that_the_loop_has_not_begun_to_start_when_its_map_is_left_never_starts() -> None:
+def test_a_chunk_whose_start_is_still_scheduled_when_its_map_is_closed_never_starts() -> None:
     with ThreadedMaster() as master, multigpu.Client(master.address) as client:
         left = threading.Event()
 
@@ -166,7 +166,7 @@ def test_a_chunk_that_the_loop_has_not_begun_to_start_when_its_map_is_left_never
         assert [task.payload for task in master.inputs] == [b"0", b'"after"']
 
 
-def test_what_a_failed_map_has_not_started_never_starts() -> None:
+def test_a_failed_map_starts_no_further_tasks() -> None:
     def answer(spec: Spec, task: Task) -> Reply:
         if task.payload != b"bad":
             return None  # runs for ever
@@ -247,15 +247,7 @@ def test_embed() -> None:
             client.embed("one")
 
 
-def test_watch() -> None:
-    with ThreadedMaster() as master, multigpu.Client(master.address) as client:
-        master.watched = scripted_outcomes(8)
-        master.watch_break_after = 3
-        watch = client.watch()
-        assert [next(watch)[0].task_id for _ in range(8)] == list(range(1, 9))
-
-
-def test_a_stream_may_be_closed_by_another_thread_while_its_next_part_is_waited_for() -> None:
+def test_another_thread_may_close_a_stream_during_next() -> None:
     with ThreadedMaster(lambda spec, task: None) as master, multigpu.Client(master.address) as client:
         parts = client.stream("talk", b"", request_id="stopped")
 
@@ -273,37 +265,19 @@ def test_a_stream_may_be_closed_by_another_thread_while_its_next_part_is_waited_
         assert client.count().queued == 0, "the client goes on"
 
 
-def test_a_watch_that_is_closed_ends_at_the_master() -> None:
+def test_a_watch_goes_on_after_a_break_and_ends_at_the_master_when_closed() -> None:
     with ThreadedMaster() as master, multigpu.Client(master.address) as client:
         master.watched = scripted_outcomes(8)
+        master.watch_break_after = 3
         watch = client.watch()
-        next(watch)
+        assert [next(watch)[0].task_id for _ in range(8)] == list(range(1, 9))
         assert master.watchers == 1
         watch.close()
         until(lambda: master.watchers == 0)
         assert list(watch) == []
 
 
-def test_a_fork_needs_a_client_of_its_own() -> None:
-    program = textwrap.dedent("""
-        import os, sys, multigpu
-
-        client = multigpu.Client(sys.argv[1])
-        pid = os.fork()
-        if pid == 0:
-            try:
-                client.run("echo", 1)
-            except multigpu.ClientClosedError as error:
-                os._exit(7 if "fork" in str(error) else 8)
-            os._exit(9)
-        print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), client.run("echo", 5))
-    """)
-    with ThreadedMaster() as master:
-        done = run_program(program, master.address)
-        assert done.stdout == "7 5\n", done.stderr
-
-
-def test_a_program_that_never_closes_ends_quietly() -> None:
+def test_a_program_that_never_closes_its_client_ends_without_errors() -> None:
     program = 'import sys, multigpu; client = multigpu.Client(sys.argv[1]); print(client.run("echo", 5))'
     with ThreadedMaster() as master:
         done = run_program(program, master.address)
@@ -316,7 +290,7 @@ def test_without_uvloop(monkeypatch: pytest.MonkeyPatch) -> None:
         assert list(client.map("echo", range(1000))) == list(range(1000))
 
 
-def test_a_client_that_the_collector_finds_on_its_own_thread_ends() -> None:
+def test_a_client_collected_on_its_own_loop_thread_ends() -> None:
     with ThreadedMaster() as master:
         client = multigpu.Client(master.address)
         assert client.run("echo", 1) == 1
@@ -376,7 +350,7 @@ def test_ctrl_c_cancels_what_the_call_started(call: str) -> None:
         assert asked
 
 
-def test_a_handler_without_a_kind_is_told_how_to_name_one() -> None:
+def test_the_error_for_a_handler_without_a_kind_has_an_example() -> None:
     with pytest.raises(TypeError, match=re.escape('@multigpu.handler("my.kind")')):
 
         @multigpu.handler  # type: ignore[arg-type]  # on purpose
@@ -386,7 +360,7 @@ def test_a_handler_without_a_kind_is_told_how_to_name_one() -> None:
 
 @pytest.mark.parametrize("cls", [multigpu.Client, multigpu.AsyncClient])
 @pytest.mark.parametrize("call", [pickle.dumps, copy.copy, copy.deepcopy])
-def test_a_client_cannot_be_pickled_and_says_what_to_do(cls: Any, call: Callable[[Any], Any]) -> None:
+def test_pickling_a_client_is_an_error_with_a_remedy(cls: Any, call: Callable[[Any], Any]) -> None:
     client = cls("127.0.0.1:1")
     with pytest.raises(TypeError, match=f"^{cls.__name__} can't be pickled or copied: make one in each process"):
         call(client)

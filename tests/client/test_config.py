@@ -93,7 +93,7 @@ def test_booleans(text: str, value: bool) -> None:
     assert from_text(format_value("any", value), bool, "any") is value
 
 
-def test_mgpu_master_is_an_address_and_mgpu_master_listen_is_the_masters() -> None:
+def test_mgpu_master_and_mgpu_master_listen_set_different_settings() -> None:
     env = {"MGPU_MASTER": "far:1", "MGPU_MASTER_LISTEN": "0.0.0.0:2"}
     assert load(ClientConfig, env=env).config.master == "far:1"
     assert load(MasterConfig, env=env).config.listen == "0.0.0.0:2"
@@ -103,7 +103,7 @@ def test_mgpu_master_is_an_address_and_mgpu_master_listen_is_the_masters() -> No
     assert (worker.config.master, worker.sources["master"]) == ("near:1", "MGPU_WORKER_MASTER")
 
 
-def test_no_variable_sets_two_settings_of_one_program_and_no_client_field_begins_with_a_sections_name() -> None:
+def test_variable_names_are_unambiguous() -> None:
     owners: dict[str, list[str]] = {}
     for cls in CONFIG_CLASSES:
         for field in dataclasses.fields(cls):  # type: ignore[arg-type]  # every config class is a dataclass
@@ -209,7 +209,7 @@ def command(seen: list[Any]) -> click.Command:
     return main
 
 
-def test_flags_come_in_from_click(tmp_path: Path) -> None:
+def test_click_flags_reach_the_config(tmp_path: Path) -> None:
     seen: list[Any] = []
     file = write(tmp_path, "[worker]\nslots = 2\nthreads = 4\n")
     arguments = ["--config", str(file), "--slots", "3", "--models", "a=/x", "--models", "b=/y", "--labels", "k=v,l=w"]
@@ -247,7 +247,7 @@ def test_split_address() -> None:
         split_address("here")
 
 
-def test_telemetry_has_a_section_of_its_own(tmp_path: Path) -> None:
+def test_telemetry_has_its_own_section(tmp_path: Path) -> None:
     file = write(tmp_path, '[telemetry]\notlp_endpoint = "http://c:4317"\ntrace_sample_ratio = 1\n')
     config = load(TelemetryConfig, file=file, env={"MGPU_TELEMETRY_SERVICE_NAME": "x"}).config
     assert config == TelemetryConfig(otlp_endpoint="http://c:4317", trace_sample_ratio=1.0, service_name="x")
@@ -271,7 +271,7 @@ def test_the_documentation_lists_every_setting_as_it_is() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_a_profile_gives_values_to_what_nobody_set() -> None:
+def test_a_profile_sets_values_that_are_not_set_elsewhere() -> None:
     env = {"MGPU_WORKER_PROFILE": "throughput", "MGPU_WORKER_BATCH_TOKENS_MAX": "100", "EMBEDDING_BATCH_SIZE": "8"}
     loaded = load(WorkerConfig, env=env)
     assert (loaded.config.batch_tasks_max, loaded.config.batch_tokens_max, loaded.config.batch_delay_s) == (
@@ -293,7 +293,7 @@ def test_the_values_of_profiles_are_in_range(profile: str) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may become somebody else")
-def test_a_folder_that_only_the_services_may_read_is_named(tmp_path: Path) -> None:
+def test_the_error_for_an_unreadable_folder_names_it(tmp_path: Path) -> None:
     """As /etc/multigpu of a deployed host is for its ordinary users."""
     folder = tmp_path / "multigpu"
     folder.mkdir()

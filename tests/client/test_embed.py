@@ -42,7 +42,7 @@ async def test_embed_gives_one_row_a_text() -> None:
         assert sizes == [400, 400, 201]
 
 
-async def test_embed_rejects_what_is_not_texts() -> None:
+async def test_embed_rejects_other_types_than_texts() -> None:
     async with ScriptedMaster(embed) as master, multigpu.AsyncClient(master.address) as client:
         with pytest.raises(TypeError, match=r"\[text\]"):
             await client.embed("one text")
@@ -56,7 +56,7 @@ async def test_embed_rejects_what_is_not_texts() -> None:
             await client.embed(["x"], chunk=0)
 
 
-async def test_embed_notices_a_worker_that_counts_differently() -> None:
+async def test_a_result_with_another_number_of_vectors_is_an_error() -> None:
     def answer(spec: Spec, task: Task) -> Reply:
         result = embed_pb2.EmbedResult(dimension=3, values=bytes(12)).SerializeToString()
         return task_pb2.Outcome(state=task_pb2.OUTCOME_STATE_SUCCEEDED, result=result)
@@ -66,7 +66,7 @@ async def test_embed_notices_a_worker_that_counts_differently() -> None:
             await client.embed(["a", "b"])
 
 
-async def test_embed_does_not_mix_models() -> None:
+async def test_vectors_of_different_models_are_an_error() -> None:
     def answer(spec: Spec, task: Task) -> Reply:
         dimension = len(embed_pb2.EmbedPayload.FromString(task.payload).texts[0])
         result = embed_pb2.EmbedResult(dimension=dimension, values=bytes(4 * dimension)).SerializeToString()

@@ -122,7 +122,7 @@ def run(program: str, address: str) -> "subprocess.CompletedProcess[str]":
 
 
 @pytest.mark.parametrize("name", AFTER_A_USE)
-def test_a_child_of_a_process_that_used_grpc_is_rejected_and_ends_cleanly(name: str) -> None:
+def test_clients_raise_in_a_child_of_a_process_that_used_grpc(name: str) -> None:
     if name == "embeddings":
         pytest.importorskip("langchain_core", reason="the extra `langchain` is not installed")
     with ThreadedMaster() as master:
@@ -131,7 +131,7 @@ def test_a_child_of_a_process_that_used_grpc_is_rejected_and_ends_cleanly(name: 
         assert (done.returncode, done.stdout) == (0, "{7} 5\n"), done.stderr
 
 
-def test_a_fork_before_the_first_use_costs_nothing() -> None:
+def test_a_fork_before_the_first_use_does_no_harm() -> None:
     program = """
         unused = multigpu.AsyncClient(address)
         def child():
@@ -147,7 +147,7 @@ def test_a_fork_before_the_first_use_costs_nothing() -> None:
         assert (done.returncode, done.stdout) == (0, "7 7 7 5\n"), done.stderr
 
 
-def test_a_child_of_a_child_is_rejected_too() -> None:
+def test_clients_raise_in_a_grandchild() -> None:
     program = """
         multigpu.Client(address).run("echo", 1)
         def grandchild():

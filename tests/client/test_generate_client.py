@@ -36,7 +36,7 @@ def script(master: ScriptedMaster, prompt: str = "Tell", chunks: list[bytes] = C
     master.partials[payload] = chunks
 
 
-async def test_an_answer_comes_in_pieces_and_has_a_result() -> None:
+async def test_generate_yields_pieces_and_has_a_result() -> None:
     async with ScriptedMaster(tell) as master, multigpu.AsyncClient(master.address) as client:
         script(master, tokens_max=8, temperature=0.5, stop=["\n"], seed=0)
         generation = client.generate(
@@ -52,7 +52,7 @@ async def test_an_answer_comes_in_pieces_and_has_a_result() -> None:
         assert (spec.kind, spec.model, spec.priority, task.request_id) == ("generate", "my-model", 1, "mine")
 
 
-async def test_the_synchronous_client_gives_the_same() -> None:
+async def test_the_synchronous_client_returns_the_same() -> None:
     async with ScriptedMaster(tell) as master:
         script(master)
         script(master, "", messages=[{"role": "user", "content": "Tell"}])
@@ -68,7 +68,7 @@ async def test_the_synchronous_client_gives_the_same() -> None:
         await asyncio.to_thread(read)
 
 
-async def test_letting_go_of_an_answer_cancels_its_task() -> None:
+async def test_closing_or_dropping_a_generation_cancels_its_task() -> None:
     def run_for_ever(spec: Spec, task: Task) -> Reply:
         return None
 
@@ -94,7 +94,7 @@ async def test_letting_go_of_an_answer_cancels_its_task() -> None:
                 await asyncio.sleep(0.01)
 
 
-async def test_pieces_that_do_not_make_up_the_result_are_noticed() -> None:
+async def test_pieces_that_differ_from_the_result_are_an_error() -> None:
     async with ScriptedMaster(tell) as master, multigpu.AsyncClient(master.address) as client:
         for chunks in (CHUNKS[:3], [*CHUNKS, CHUNKS[1]], [CHUNKS[0], *CHUNKS], [b"\xff"]):
             script(master, chunks=chunks)
@@ -103,7 +103,7 @@ async def test_pieces_that_do_not_make_up_the_result_are_noticed() -> None:
                     pass
 
 
-async def test_what_is_no_prompt_is_rejected_here() -> None:
+async def test_wrong_prompts_and_options_are_not_sent() -> None:
     client = multigpu.AsyncClient("127.0.0.1:1")
     wrong: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
         ("", {}, multigpu.InvalidTaskError, "empty"),

@@ -41,7 +41,7 @@ def test_empty_and_scalar_arrays_keep_their_shape() -> None:
     assert array_of(tensor_of("x", [[1, 2], [3, 4]])).tolist() == [[1, 2], [3, 4]]
 
 
-def test_bfloat16_comes_out_as_the_float32_of_the_same_value() -> None:
+def test_bfloat16_becomes_the_float32_of_the_same_value() -> None:
     ml_dtypes = pytest.importorskip("ml_dtypes")
     array = np.array([1.5, -0.0, 3e38, np.inf, np.nan], ml_dtypes.bfloat16)
     tensor = tensor_of("x", array)
@@ -50,7 +50,7 @@ def test_bfloat16_comes_out_as_the_float32_of_the_same_value() -> None:
 
 
 @pytest.mark.parametrize("array", [np.array(["a"]), np.array([1j]), np.array([object()]), np.array(["2020"], "M8[Y]")])
-def test_types_without_a_place_are_rejected_before_sending(array: Any) -> None:
+def test_arrays_of_unsupported_types_are_not_sent(array: Any) -> None:
     with pytest.raises(ValueError, match=r"tensor 'x' has elements of type .*make them one of bool"):
         tensor_of("x", array)
 
@@ -69,7 +69,7 @@ def test_a_tensor_that_contradicts_itself_is_an_error(dtype: str, shape: list[in
         array_of(infer_pb2.Tensor(name="x", dtype=dtype, shape=shape, data=data))
 
 
-async def test_infer_gives_arrays_by_name() -> None:
+async def test_infer_returns_arrays_by_name() -> None:
     async with ScriptedMaster(twice) as master, multigpu.AsyncClient(master.address) as client:
         x, y = np.arange(12, dtype=np.float32).reshape(3, 4), np.array([1, 2, 3])
         found = await client.infer("doubler", {"x": x, "y": y}, priority=2, request_id="mine")
@@ -83,7 +83,7 @@ async def test_infer_gives_arrays_by_name() -> None:
             await client.infer("doubler", {"z": x})
 
 
-async def test_many_inputs_keep_their_order_and_one_bad_one_can_answer_for_itself() -> None:
+async def test_infer_map_keeps_the_order_and_returns_errors_in_place() -> None:
     async with ScriptedMaster(twice) as master, multigpu.AsyncClient(master.address) as client:
         inputs: list[dict[str, Any]] = [{"x": np.full((1, 2), i)} for i in range(50)]
         found = [arrays["x2"][0, 0] async for arrays in client.infer_map("doubler", inputs)]
@@ -94,7 +94,7 @@ async def test_many_inputs_keep_their_order_and_one_bad_one_can_answer_for_itsel
         assert mixed[21]["x2"].tolist() == [[42, 42]]
 
 
-async def test_what_no_model_could_take_is_not_sent() -> None:
+async def test_wrong_inputs_of_infer_are_not_sent() -> None:
     async with ScriptedMaster(twice) as master, multigpu.AsyncClient(master.address) as client:
         with pytest.raises(multigpu.InvalidTaskError, match="at least one input"):
             await client.infer("m", {})
@@ -111,7 +111,7 @@ async def test_what_no_model_could_take_is_not_sent() -> None:
         assert master.inputs == []
 
 
-async def test_a_result_that_is_none_is_a_transport_error() -> None:
+async def test_an_unreadable_result_is_a_transport_error() -> None:
     def answer(spec: Spec, task: Task) -> Reply:
         return task_pb2.Outcome(state=task_pb2.OUTCOME_STATE_SUCCEEDED, result=b"\xff\xff")
 
@@ -122,7 +122,7 @@ async def test_a_result_that_is_none_is_a_transport_error() -> None:
             await client.classify("m", "text")
 
 
-async def test_pictures_and_texts_are_told_apart(tmp_path: Path) -> None:
+async def test_classify_takes_pictures_paths_and_texts(tmp_path: Path) -> None:
     from multigpu.v1 import classify_pb2
 
     def classify(spec: Spec, task: Task) -> Reply:
@@ -152,7 +152,7 @@ async def test_pictures_and_texts_are_told_apart(tmp_path: Path) -> None:
             [labels async for labels in client.classify_map("m", "text")]
 
 
-async def test_the_synchronous_client_gives_the_same() -> None:
+async def test_the_synchronous_client_returns_the_same() -> None:
     import asyncio
 
     async with ScriptedMaster(twice) as master:

@@ -10,7 +10,7 @@ from .scripted_master import ScriptedMaster
 from .test_embed import embed, vectors_of
 
 
-async def test_documents_go_in_batches_and_a_query_goes_before_them() -> None:
+async def test_documents_are_batched_and_queries_have_priority() -> None:
     async with (
         ScriptedMaster(embed) as master,
         MultiGpuEmbeddings("m", master=master.address, batch_size=10, precision="bf16", queue="rag") as embeddings,

@@ -28,7 +28,7 @@ async def test_results_come_in_the_order_of_the_payloads() -> None:
         assert [value async for value in client.map("echo", range(3000))] == list(range(3000))
 
 
-async def test_as_completed_hands_over_what_is_there() -> None:
+async def test_an_unordered_map_yields_results_as_they_complete() -> None:
     slow = asyncio.Event()
 
     def answer(spec: Spec, task: Task) -> Reply:
@@ -103,7 +103,7 @@ async def test_two_maps_share_the_window() -> None:
 
 
 @pytest.mark.parametrize("seed", range(8))
-async def test_breaks_twins_and_rejections_leave_no_gap_and_no_repeat(seed: int) -> None:
+async def test_breaks_duplicates_and_rejections_leave_no_gap_and_no_repeat(seed: int) -> None:
     dice = random.Random(seed)
     rejected: set[str] = set()
 
@@ -173,7 +173,7 @@ async def test_closing_a_map_early_cancels_what_it_started() -> None:
         assert await client.run("echo", 1) == 1
 
 
-async def test_a_slow_source_is_not_waited_for() -> None:
+async def test_a_slow_source_does_not_hold_up_results() -> None:
     proceed = asyncio.Event()
 
     async def items() -> AsyncIterator[int]:
@@ -210,7 +210,7 @@ async def test_an_asynchronous_source_is_bounded_too() -> None:
         assert [await first, *[value async for value in results]] == list(range(1000))
 
 
-async def test_inputs_carry_names_of_their_own() -> None:
+async def test_inputs_have_their_own_options() -> None:
     async with ScriptedMaster() as master, multigpu.AsyncClient(master.address) as client:
         inputs = [multigpu.Input(payload=i, request_id=f"r{i}", partition_key="k", units=i) for i in range(1, 4)]
         outcomes = [outcome async for outcome in client.map_outcomes("echo", inputs, ordered=False, queue="q")]
@@ -219,7 +219,7 @@ async def test_inputs_carry_names_of_their_own() -> None:
         assert {spec.queue for spec in master.specs} == {"q"}
 
 
-async def test_a_master_that_goes_away_for_good_fails_the_map_of_a_new_client() -> None:
+async def test_a_map_fails_if_the_master_is_never_reached() -> None:
     async with multigpu.AsyncClient("127.0.0.1:1", connect_timeout_s=0.2) as client:
         with pytest.raises(multigpu.UnavailableError):
             [value async for value in client.map("echo", range(100_000))]

@@ -132,7 +132,7 @@ async def test_a_cancellation_is_repeated_on_the_next_stream() -> None:
         assert len(master.inputs) == 1
 
 
-async def test_nobody_at_the_address() -> None:
+async def test_an_address_without_a_master_is_unavailable() -> None:
     client = multigpu.AsyncClient("127.0.0.1:1", connect_timeout_s=0.4)
     begin = asyncio.get_running_loop().time()
     with pytest.raises(multigpu.UnavailableError, match="mgpuctl up"):
@@ -147,7 +147,7 @@ async def test_nobody_at_the_address() -> None:
     await client.close()
 
 
-async def test_a_call_that_the_server_drops_is_made_again() -> None:
+async def test_a_call_that_the_server_drops_is_repeated() -> None:
     dropped = 0
 
     class Dropping(ScriptedMaster):
@@ -163,7 +163,7 @@ async def test_a_call_that_the_server_drops_is_made_again() -> None:
         assert dropped == 3
 
 
-async def test_what_listens_is_no_master() -> None:
+async def test_another_server_at_the_address_is_an_error() -> None:
     server = grpc.aio.server()
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
@@ -176,7 +176,7 @@ async def test_what_listens_is_no_master() -> None:
 
 
 @pytest.mark.parametrize("status", [grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.INTERNAL])
-async def test_a_stream_that_always_fails_is_an_error_in_the_end(
+async def test_a_stream_that_always_fails_ends_in_an_error(
     status: grpc.StatusCode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("multigpu._transport.connection._BACKOFF_MAX_S", 0.02)
@@ -193,7 +193,7 @@ async def test_a_stream_that_always_fails_is_an_error_in_the_end(
         assert await client.run("echo", 1) == 1
 
 
-async def test_closing_ends_the_calls_under_way() -> None:
+async def test_closing_ends_pending_calls() -> None:
     async with ScriptedMaster() as master:
         client = multigpu.AsyncClient(master.address)
         master.gate.clear()
@@ -221,24 +221,13 @@ async def test_closing_while_the_master_is_away() -> None:
             await run
 
 
-async def test_a_client_belongs_to_one_loop() -> None:
-    async with ScriptedMaster() as master, multigpu.AsyncClient(master.address) as client:
-        await client.count()
-
-        def elsewhere() -> None:
-            asyncio.run(client.count())
-
-        with pytest.raises(multigpu.ClientClosedError, match="another event loop"):
-            await asyncio.to_thread(elsewhere)
-
-
 @pytest.mark.parametrize("settings", [{"master": "nowhere"}, {"window_tasks": 0}, {"window_bytes": -1}])
 def test_settings_out_of_range_are_rejected(settings: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=str(next(iter(settings)))):
         multigpu.AsyncClient(**settings)
 
 
-async def test_closing_ends_calls_that_wait_for_room() -> None:
+async def test_closing_ends_calls_that_wait_for_the_window() -> None:
     async with ScriptedMaster() as master:
         client = multigpu.AsyncClient(master.address, window_tasks=2)
         master.gate.clear()
@@ -250,7 +239,7 @@ async def test_closing_ends_calls_that_wait_for_room() -> None:
 
 
 @pytest.mark.parametrize("name", ["run", "stream", "map", "submit", "get", "watch"])
-def test_another_event_loop_gets_the_error_itself(name: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_call_from_another_event_loop_raises_there(name: str, caplog: pytest.LogCaptureFixture) -> None:
     async def first(item: Any) -> Any:
         return await anext(item)
 

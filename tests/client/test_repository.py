@@ -85,7 +85,7 @@ def only(found: Scan) -> ModelSpec:
         ({"model.toml": 'engine = "mine.vision:Engine"'}, "python", "infer", "mine.vision:Engine", ""),
     ],
 )
-def test_the_files_say_what_it_is(
+def test_a_model_is_recognised_by_its_files(
     tmp_path: Path, files: dict[str, str | bytes], source: str, kind: str, engine: str, file: str
 ) -> None:
     put(tmp_path, under("m", files))
@@ -98,7 +98,7 @@ def test_the_files_say_what_it_is(
     ("file", "kind", "serves"),
     [("net.onnx", "embed", "infer"), ("net.pt2", "classify", "infer"), ("net.gguf", "embed", "generate")],
 )
-def test_a_kind_that_the_files_can_not_serve_is_told_before_anybody_loads_them(
+def test_a_kind_that_the_files_cannot_serve_is_an_error_of_the_scan(
     tmp_path: Path, file: str, kind: str, serves: str
 ) -> None:
     put(tmp_path, under("m", {file: "x", "model.toml": f'kind = "{kind}"'}))
@@ -107,12 +107,12 @@ def test_a_kind_that_the_files_can_not_serve_is_told_before_anybody_loads_them(
     assert only(scan(tmp_path)).kind == kind
 
 
-def test_model_toml_wins_and_one_line_is_enough(tmp_path: Path) -> None:
+def test_model_toml_takes_precedence_over_the_files(tmp_path: Path) -> None:
     put(tmp_path, under("m", hugging_face("LlamaForCausalLM") | {"model.toml": 'kind = "embed"'}))
     assert only(scan(tmp_path)).kind == "embed"
 
 
-def test_everything_that_can_be_said(tmp_path: Path) -> None:
+def test_every_key_of_a_model_toml(tmp_path: Path) -> None:
     text = f"""
     kind = "embed"
     source = "huggingface"
@@ -197,7 +197,7 @@ def test_everything_that_can_be_said(tmp_path: Path) -> None:
         ("a = " + "[" * 3000, "is not TOML"),
     ],
 )
-def test_a_wrong_model_toml_says_where_and_what(tmp_path: Path, text: str, message: str) -> None:
+def test_the_error_of_a_model_toml_names_the_key(tmp_path: Path, text: str, message: str) -> None:
     put(tmp_path, under("bad", hugging_face() | {"model.toml": text}))
     put(tmp_path, under("good", hugging_face()))
     found = scan(tmp_path)
@@ -237,7 +237,7 @@ def test_a_wrong_model_toml_says_where_and_what(tmp_path: Path, text: str, messa
         (MINI | {"modules.json": "[3]"}, "is no list of modules"),
     ],
 )
-def test_a_broken_folder_is_an_error_of_its_own(tmp_path: Path, files: dict[str, str | bytes], message: str) -> None:
+def test_a_broken_folder_is_an_error_of_the_scan(tmp_path: Path, files: dict[str, str | bytes], message: str) -> None:
     put(tmp_path, under("bad", files))
     found = scan(tmp_path)
     assert found.models == {}
@@ -291,7 +291,7 @@ def test_versions(tmp_path: Path, toml: str, served: list[str], current: str) ->
     assert (spec.name, spec.version, spec.folder) == ("m", current[2:], tmp_path / "m" / current[2:])
 
 
-def test_a_broken_new_version_leaves_the_one_before_it(tmp_path: Path) -> None:
+def test_while_a_new_version_is_broken_the_one_before_is_served(tmp_path: Path) -> None:
     versioned(tmp_path, "", 1, 2)
     (tmp_path / "m/2/model.safetensors").unlink()
     found = scan(tmp_path)
@@ -299,7 +299,7 @@ def test_a_broken_new_version_leaves_the_one_before_it(tmp_path: Path) -> None:
     assert "has no weights" in found.errors["m:2"]
 
 
-def test_versions_that_are_not_there_or_have_settings(tmp_path: Path) -> None:
+def test_missing_versions_and_versions_with_a_model_toml_are_errors(tmp_path: Path) -> None:
     versioned(tmp_path, "versions = [1, 3]", 1)
     assert "asks for version 3; there are [1]" in scan(tmp_path).errors["m"]
     versioned(tmp_path, "", 1)
@@ -326,7 +326,7 @@ def test_the_scan_reads_without_heavy_imports(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_toml_of_the_docs_is_right() -> None:
+def test_model_toml_examples_of_the_docs_are_valid() -> None:
     page = (Path(__file__).resolve().parents[2] / "docs/models.md").read_text("utf-8")
     blocks: list[dict[str, Any]] = []
     from multigpu.repository.model_toml import parse

@@ -1,7 +1,6 @@
 """The files of models: links that lead out, what is loaded, digests that follow every change, hashes that are kept."""
 
 import errno
-import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -17,37 +16,12 @@ from multigpu.repository.files import (
     verify,
 )
 from multigpu.repository.hashes import write_hashes
-from multigpu.repository.model import ModelFolderError, ModelSpec, Scan
+from multigpu.repository.model import ModelFolderError, ModelSpec
 from multigpu.repository.scan import read_model, scan
 
-# A safetensors file without tensors: the length of its header, and the header.
-EMPTY = b"\x08" + bytes(7) + b"{}      "
-MODULES = json.dumps([{"type": "a.Transformer", "path": ""}, {"type": "a.Dense", "path": "2_Dense"}])
-PLAIN: dict[str, str | bytes] = {"config.json": '{"model_type": "bert"}', "model.safetensors": EMPTY}
-MINI: dict[str, str | bytes] = {
-    **PLAIN,
-    "tokenizer.json": "{}",
-    "modules.json": MODULES,
-    "2_Dense/config.json": "{}",
-    "2_Dense/model.safetensors": EMPTY,
-}
+from .test_repository import EMPTY, MINI, hugging_face, only, put, under
 
-
-def put(root: Path, files: dict[str, str | bytes]) -> None:
-    for name, content in files.items():
-        path = root / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(content if isinstance(content, bytes) else content.encode())
-
-
-def under(folder: str, files: dict[str, str | bytes]) -> dict[str, str | bytes]:
-    return {f"{folder}/{name}": content for name, content in files.items()}
-
-
-def only(found: Scan) -> ModelSpec:
-    assert found.errors == {}
-    (spec,) = found.models.values()
-    return spec
+PLAIN = hugging_face()
 
 
 def test_links_out_of_the_repository_are_rejected(tmp_path: Path) -> None:
@@ -71,7 +45,7 @@ def test_links_out_of_the_repository_are_rejected(tmp_path: Path) -> None:
     assert [spec.name for spec in specs] == ["file"], "who configures a folder by name chose its links as well"
 
 
-def test_what_is_loaded(tmp_path: Path) -> None:
+def test_loaded_files(tmp_path: Path) -> None:
     more: dict[str, str | bytes] = {"tf_model.h5": "", "pytorch_model.bin": "", "onnx/model.onnx": "", "README.md": ""}
     put(tmp_path, under("m", MINI | more | {"model.toml": ""}))
     spec = only(scan(tmp_path))
@@ -140,7 +114,7 @@ def test_verify(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["model.toml", "config.json", "model.safetensors", "tokenizer.json"])
-def test_a_pipe_is_no_file_and_nobody_waits_for_it(tmp_path: Path, name: str) -> None:
+def test_a_pipe_in_place_of_a_file_is_an_error(tmp_path: Path, name: str) -> None:
     put(tmp_path, under("m", PLAIN) | under("good", PLAIN))
     (tmp_path / "m" / name).unlink(missing_ok=True)
     os.mkfifo(tmp_path / "m" / name)
@@ -156,12 +130,12 @@ def test_a_header_of_another_form_is_an_error(tmp_path: Path, offsets: str) -> N
     assert "has no readable header" in scan(tmp_path).errors["m"]
 
 
-def test_a_file_that_can_not_be_read_is_not_said_to_be_damaged(tmp_path: Path) -> None:
+def test_an_unreadable_file_is_not_reported_as_damaged(tmp_path: Path) -> None:
     with pytest.raises(ModelFolderError, match=r"can't be read \(File name too long\)"):
         check_safetensors(tmp_path / ("x" * 300))
 
 
-def test_hashes_that_find_no_room_leave_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hashes_on_a_full_disk_leave_model_toml_unchanged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "model.toml").write_text("instances = 2\n")
 
     def full(fd: int) -> None:

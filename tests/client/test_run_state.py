@@ -75,7 +75,7 @@ def test_frames_are_bounded(state: RunState, window: Window) -> None:
     assert [ids(state.next_frame()) for _ in range(3)] == [["l10"], [f"l{2 * FRAME_BYTES_MAX}"], ["l11"]]
 
 
-def test_a_new_stream_is_told_everything_unsettled_in_order(state: RunState, window: Window) -> None:
+def test_a_new_stream_sends_all_unsettled_calls_in_order(state: RunState, window: Window) -> None:
     calls = [Recorded(b"", str(i)) for i in range(5)]
     started(state, window, *calls[:4])
     state.next_frame()
@@ -85,7 +85,7 @@ def test_a_new_stream_is_told_everything_unsettled_in_order(state: RunState, win
     assert ids(state.next_frame()) == ["0", "2", "3", "4"]
 
 
-def test_an_outcome_that_overtakes_the_second_sending_ends_it(state: RunState, window: Window) -> None:
+def test_an_outcome_before_the_second_sending_settles_the_call(state: RunState, window: Window) -> None:
     call = Recorded(b"", "x")
     started(state, window, call)
     state.next_frame()
@@ -119,9 +119,7 @@ def test_withdrawing_before_and_after_sending(state: RunState, window: Window) -
     assert not sent.answers
 
 
-def test_a_call_that_is_started_again_after_its_withdrawal_waits_for_its_own_task(
-    state: RunState, window: Window
-) -> None:
+def test_the_answer_to_a_withdrawal_does_not_settle_a_call_started_again(state: RunState, window: Window) -> None:
     first, second = Recorded(b"", "x"), Recorded(b"", "x")
     started(state, window, first)
     state.next_frame()
@@ -140,7 +138,7 @@ def test_a_call_that_is_started_again_after_its_withdrawal_waits_for_its_own_tas
     assert window.tasks == 0
 
 
-def test_a_rejected_call_waits_out_its_delay_on_a_new_stream_too(state: RunState, window: Window) -> None:
+def test_the_delay_of_a_rejection_holds_on_a_new_stream(state: RunState, window: Window) -> None:
     call, left = Recorded(b"", "x"), Recorded(b"", "left")
     started(state, window, call, left)
     state.next_frame()
@@ -158,7 +156,7 @@ def test_a_rejected_call_waits_out_its_delay_on_a_new_stream_too(state: RunState
     assert ids(state.next_frame()) == ["x"]
 
 
-def test_partial_outputs_are_counted_and_their_count_is_sent(state: RunState, window: Window) -> None:
+def test_a_new_stream_sends_the_number_of_partial_outputs_received(state: RunState, window: Window) -> None:
     call = Recorded(b"", "x")
     started(state, window, call)
     state.next_frame()
@@ -173,7 +171,7 @@ def test_partial_outputs_are_counted_and_their_count_is_sent(state: RunState, wi
     assert frame.batches[0].inputs[0].partials_received == 2
 
 
-def test_failing_everything_gives_each_an_error_of_its_own(state: RunState, window: Window) -> None:
+def test_fail_all_gives_each_call_its_own_error(state: RunState, window: Window) -> None:
     calls = [Recorded(b"", str(i)) for i in range(3)]
     twin = Recorded(b"", "0")
     started(state, window, *calls, twin)
@@ -184,7 +182,7 @@ def test_failing_everything_gives_each_an_error_of_its_own(state: RunState, wind
     assert (window.tasks, window.bytes) == (0, 0)
 
 
-def test_a_large_payload_behind_a_small_one_waits_for_the_offer_of_its_stream(
+def test_a_large_payload_after_a_small_one_waits_for_the_offer_of_its_stream(
     state: RunState, window: Window, tmp_path: Path
 ) -> None:
     small, large, last = Recorded(b"", "small"), Recorded(bytes(2 * LARGE_BYTES), "large"), Recorded(b"", "last")
@@ -205,9 +203,7 @@ def test_a_large_payload_behind_a_small_one_waits_for_the_offer_of_its_stream(
     assert frame.batches[0].payloads[0] == large.payload
 
 
-def test_a_place_outlives_a_stream_but_not_the_master_that_it_was_written_for(
-    state: RunState, window: Window, tmp_path: Path
-) -> None:
+def test_a_reference_outlives_a_stream_but_not_its_master(state: RunState, window: Window, tmp_path: Path) -> None:
     started(state, window, Recorded(bytes(2 * LARGE_BYTES), "large"))
     places = []
     for key in (b"one", b"one", b"another"):
@@ -289,7 +285,7 @@ class Model:
 
 
 @pytest.mark.parametrize("block", range(10))
-def test_whatever_happens_each_call_is_answered_once(block: int) -> None:
+def test_each_call_is_answered_once(block: int) -> None:
     for seed in range(block * 100, block * 100 + 100):
         run_seed(seed)
 
@@ -372,7 +368,7 @@ def run_in(folder: Path, seed: int) -> None:
 # The window.
 
 
-async def test_the_window_serves_its_line_in_order() -> None:
+async def test_the_window_admits_waiters_in_order() -> None:
     window = Window(10, 1000)
     await window.admit(8, 100)
     big = asyncio.create_task(window.admit(5, 100))
@@ -386,7 +382,7 @@ async def test_the_window_serves_its_line_in_order() -> None:
     assert (window.tasks, window.bytes) == (10, 151)
 
 
-async def test_who_gives_up_in_line_lets_the_next_pass_and_keeps_nothing() -> None:
+async def test_a_cancelled_waiter_of_the_window_frees_its_share() -> None:
     window = Window(10, 1000)
     await window.admit(8, 0)
     big = asyncio.create_task(window.admit(5, 0))

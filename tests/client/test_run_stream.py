@@ -67,7 +67,7 @@ CALLS: dict[str, Callable[[multigpu.AsyncClient, Any], Coroutine[Any, Any, Any]]
 
 
 @pytest.mark.parametrize(("name", "value"), [*UNFIT, *UNFIT_OF_CALL], ids=repr)
-async def test_a_value_that_no_message_can_carry_is_rejected_at_the_call(name: str, value: Any) -> None:
+async def test_a_value_that_fits_no_message_is_rejected_by_the_call(name: str, value: Any) -> None:
     async with ScriptedMaster() as master, multigpu.AsyncClient(master.address) as client:
         for call in CALLS.values():
             with pytest.raises(multigpu.InvalidTaskError, match=f"task option {name}=.*(give|begins|can't encode)"):
@@ -87,7 +87,7 @@ async def test_the_infer_and_embed_calls_reject_such_values_too() -> None:
                 await asyncio.wait_for(call, LIMIT_S)
 
 
-async def test_an_item_of_a_map_that_is_rejected_answers_for_itself() -> None:
+async def test_a_rejected_item_of_a_map_becomes_an_error_in_its_place() -> None:
     inputs = [Input(payload=1), Input(payload=2, units=-1), Input(payload=3)]
     async with ScriptedMaster() as master, multigpu.AsyncClient(master.address) as client:
         results = [result async for result in client.map("echo", inputs, return_exceptions=True)]
@@ -180,5 +180,5 @@ async def _run_seed(dice: random.Random) -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_every_call_is_answered_whatever_its_options_are(seed: int) -> None:
+def test_every_call_is_answered_with_random_options(seed: int) -> None:
     run_seed(seed)

@@ -33,7 +33,7 @@ async def test_submit_calls_are_bounded_by_bytes() -> None:
         assert master.submits == 3
 
 
-async def test_get_waits_cancel_says_and_list_pages() -> None:
+async def test_get_cancel_count_and_list() -> None:
     def answer(spec: Spec, task: Task) -> Reply:
         return as_json([1])
 

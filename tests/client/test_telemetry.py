@@ -1,4 +1,4 @@
-"""Telemetry, against what receives it: a real OTLP service over gRPC, a real HTTP scrape, a real process's stderr."""
+"""Telemetry with a real OTLP service over gRPC, HTTP scrapes, and a process's stderr."""
 
 import contextlib
 import itertools
@@ -14,7 +14,15 @@ from collections.abc import Callable, Iterator
 import pytest
 from multigpu.config.config import ConfigError, TelemetryConfig
 from multigpu.daemon import metrics_server, telemetry
-from multigpu.daemon.metrics import HistogramSample, Metric, OtlpMetrics, Sample, configure_metrics, serve_prometheus
+from multigpu.daemon.metrics import (
+    Histogram,
+    Metric,
+    OtlpMetrics,
+    configure_metrics,
+    metric,
+    sample,
+    serve_prometheus,
+)
 
 from tests.fleet import until
 
@@ -24,10 +32,10 @@ SAMPLED = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 NOT_SAMPLED = SAMPLED[:-1] + "0"
 
 METRICS = [
-    Metric("mgpu_settled_total", "counter", "Settled.", (Sample(3, {"state": "FAILED"}), Sample(4, {"state": "OK"}))),
-    Metric("mgpu_queued_tasks", "gauge", "Queued.", (Sample(2.5),)),
-    Metric("mgpu_wait_s", "histogram", "Waits.", (HistogramSample((0.1, 1.0), (5, 0, 2), 9.5),)),
-    Metric("mgpu_nothing_bytes", "gauge", "No sample yet.", ()),
+    metric("mgpu_settled_total", "Settled.", sample(3, state="FAILED"), sample(4, state="OK")),
+    metric("mgpu_queued_tasks", "Queued.", sample(2.5)),
+    Metric("mgpu_wait_s", "Waits.", [sample(Histogram((0.1, 1.0), (5, 0, 2), 9.5))], "histogram"),
+    metric("mgpu_nothing_bytes", "No sample yet."),
 ]
 
 
@@ -59,7 +67,7 @@ def start_metrics(endpoint: str, collect: Callable[[], list[Metric]], interval_s
     return exporter
 
 
-def test_spans_made_after_the_fact_join_the_trace_that_began_in_the_client(collector: Collector) -> None:
+def test_spans_recorded_afterwards_join_the_clients_trace(collector: Collector) -> None:
     start_tracing(collector)
     with telemetry.span("client") as client:
         assert client == telemetry.current_traceparent() != ""
@@ -79,7 +87,7 @@ def test_spans_made_after_the_fact_join_the_trace_that_began_in_the_client(colle
     assert (resource["service.name"], resource["service.instance.id"]) == ("mgpu-test", "w1")
 
 
-def test_the_configured_service_name_wins(collector: Collector) -> None:
+def test_the_configured_service_name_takes_precedence(collector: Collector) -> None:
     start_tracing(collector, service_name="mine")
     telemetry.span_from(SAMPLED, "one", 1, 2)
     telemetry.shut_down_tracing()
@@ -89,7 +97,7 @@ def test_the_configured_service_name_wins(collector: Collector) -> None:
 @pytest.mark.parametrize(
     "traceparent", ["", NOT_SAMPLED, "nonsense", "ff" + SAMPLED[2:], "00-" + "0" * 32 + SAMPLED[35:], SAMPLED + "x"]
 )
-def test_what_is_no_sampled_trace_makes_no_span_and_is_handed_on(collector: Collector, traceparent: str) -> None:
+def test_an_unsampled_trace_makes_no_span(collector: Collector, traceparent: str) -> None:
     start_tracing(collector)
     assert telemetry.span_from(traceparent, "one", 1, 2) == traceparent
     telemetry.shut_down_tracing()
@@ -123,7 +131,7 @@ def test_without_an_endpoint_nothing_of_opentelemetry_is_imported() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=30)
 
 
-def test_an_exporter_that_is_not_installed_is_named_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_exporter_is_reported_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.grpc.trace_exporter", None)
     monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.grpc.metric_exporter", None)
     config = TelemetryConfig(otlp_endpoint="127.0.0.1:1")
@@ -133,7 +141,7 @@ def test_an_exporter_that_is_not_installed_is_named_with_the_remedy(monkeypatch:
         configure_metrics(config, {}, list)
 
 
-def test_a_collector_that_is_down_delays_the_end_by_seconds_at_most() -> None:
+def test_an_unreachable_collector_delays_the_end_by_seconds_at_most() -> None:
     with socket.create_server(("127.0.0.1", 0)) as closed:
         port = closed.getsockname()[1]
     config = TelemetryConfig(otlp_endpoint=f"http://127.0.0.1:{port}", trace_sample_ratio=1.0)
@@ -162,7 +170,7 @@ def test_metrics_reach_a_collector(collector: Collector) -> None:
     assert (point.count, point.sum, point.HasField("min")) == (7, 9.5, False)
 
 
-def test_metrics_are_exported_again_and_again_even_after_a_snapshot_that_failed(collector: Collector) -> None:
+def test_metrics_are_exported_after_a_failed_snapshot(collector: Collector) -> None:
     calls = itertools.count()
 
     def collect() -> list[Metric]:
@@ -177,11 +185,11 @@ def test_metrics_are_exported_again_and_again_even_after_a_snapshot_that_failed(
     assert len(collector.metrics) >= 2
 
 
-def test_prometheus_scrapes_the_snapshot_of_that_moment() -> None:
+def test_prometheus_scrapes_the_current_snapshot() -> None:
     queued = [1.0]
     server = serve_prometheus(
         "127.0.0.1:0",
-        lambda: [*METRICS[:1], Metric("mgpu_queued_tasks", "gauge", "Queued.", (Sample(queued[0]),)), *METRICS[2:]],
+        lambda: [*METRICS[:1], metric("mgpu_queued_tasks", "Queued.", sample(queued[0])), *METRICS[2:]],
     )
     try:
         url = f"http://127.0.0.1:{server.port}/metrics"
@@ -209,7 +217,7 @@ def test_a_metrics_address_in_use_is_a_configuration_error() -> None:
         serve_prometheus(f"127.0.0.1:{taken.getsockname()[1]}", list)
 
 
-def test_silent_connections_to_the_metrics_are_few_and_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_silent_metrics_connections_are_limited_and_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metrics_server._Handler, "timeout", 1)
     server = serve_prometheus("127.0.0.1:0", lambda: METRICS)
     url = f"http://127.0.0.1:{server.port}/metrics"
@@ -256,7 +264,7 @@ def test_logs_are_json_lines_off_a_terminal_and_carry_the_ids_around_them() -> N
     assert failed["path"] == "/x"
 
 
-def test_logs_are_words_on_the_console() -> None:
+def test_logs_are_text_on_the_console() -> None:
     (line,) = run_logging("console", "structlog.get_logger().info('ready', workers=2)")
     assert "ready" in line
     assert "workers=2" in line

@@ -33,7 +33,7 @@ CALLS: dict[str, Callable[[multigpu.Client], Any]] = {
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_a_call_that_is_not_answered_ends_when_its_time_is_over_and_cancels_its_tasks(name: str) -> None:
+def test_a_timeout_ends_the_call_and_cancels_its_tasks(name: str) -> None:
     with ThreadedMaster(only_even) as master, multigpu.Client(master.address) as client:
         with pytest.raises(multigpu.CallTimeoutError, match=re.escape(f"within {SECONDS:g} s")) as raised:
             CALLS[name](client)
@@ -45,7 +45,7 @@ def test_a_call_that_is_not_answered_ends_when_its_time_is_over_and_cancels_its_
             time.sleep(0.01)
 
 
-async def test_the_other_client_has_it_too() -> None:
+async def test_timeouts_of_the_asynchronous_client() -> None:
     async with ScriptedMaster(only_even) as master, multigpu.AsyncClient(master.address) as client:
         with pytest.raises(multigpu.CallTimeoutError):
             await client.run("echo", 1, timeout=SECONDS)
@@ -67,7 +67,7 @@ async def test_the_other_client_has_it_too() -> None:
                 pass
 
 
-async def test_what_submit_many_was_told_before_it_failed_is_in_the_error() -> None:
+async def test_an_error_of_submit_many_has_the_answers_until_then() -> None:
     def payloads() -> Iterator[Any]:
         yield from range(15_000)
         yield object()  # no payload
@@ -88,7 +88,7 @@ def answer_models(spec: Spec, _task: Task) -> task_pb2.Outcome:
     return task_pb2.Outcome(state=task_pb2.OUTCOME_STATE_SUCCEEDED, result=kinds[spec.kind].SerializeToString())
 
 
-async def test_an_input_that_is_wrong_takes_the_place_of_its_own_result_only(tmp_path: Path) -> None:
+async def test_a_wrong_input_of_a_map_becomes_an_error_in_its_place(tmp_path: Path) -> None:
     arrays: list[Any] = [{"x": np.zeros(2)}, {}, {"x": np.array([object()])}, "no dict", {"x": np.zeros(2)}]
     subjects: list[Any] = [b"picture", tmp_path / "nowhere", b"", 7, "text"]
     async with ScriptedMaster(answer_models) as master, multigpu.AsyncClient(master.address) as client:
@@ -109,7 +109,7 @@ async def test_an_input_that_is_wrong_takes_the_place_of_its_own_result_only(tmp
             list(synchronous.infer_map("m", arrays))
 
 
-def test_every_error_is_exported_and_one_of_ours() -> None:
+def test_every_error_is_exported_and_a_multigpu_error() -> None:
     from multigpu import errors
     from multigpu.config import config
 
@@ -124,14 +124,14 @@ def test_every_error_is_exported_and_one_of_ours() -> None:
 
 
 @pytest.mark.parametrize("kind", ["classify", "echo", "embed", "fail", "generate", "infer", "sleep"])
-def test_no_handler_takes_a_kind_of_ours(kind: str) -> None:
+def test_a_handler_for_a_reserved_kind_is_rejected(kind: str) -> None:
     with pytest.raises(ValueError, match="multigpu's own"):
         multigpu.handler(kind)
 
 
 @pytest.mark.parametrize("wrong", [math.nan, math.inf, 1e300, "3", -1, -0.001])
 @pytest.mark.parametrize("name", ["run", "map", "stream", "submit"])
-def test_a_timeout_that_is_no_number_of_seconds_is_rejected(name: str, wrong: Any) -> None:
+def test_a_wrong_timeout_is_rejected(name: str, wrong: Any) -> None:
     with multigpu.Client("127.0.0.1:1") as client:
         call = getattr(client, name)
         with pytest.raises(multigpu.InvalidTaskError, match=r"timeout=.*give seconds"):
@@ -141,6 +141,6 @@ def test_a_timeout_that_is_no_number_of_seconds_is_rejected(name: str, wrong: An
 @pytest.mark.parametrize(
     "wrong", [{"master": 5}, {"window_bytes": "64MiB"}, {"window_tasks": 1.5}, {"connect_timeout_s": "3"}]
 )
-def test_a_setting_of_a_wrong_type_is_told(wrong: Any) -> None:
+def test_a_setting_of_a_wrong_type_is_an_error(wrong: Any) -> None:
     with pytest.raises(ValueError, match=f"{next(iter(wrong))}.* is not a "):
         multigpu.Client(**wrong)

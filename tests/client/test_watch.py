@@ -14,7 +14,7 @@ def scripted_outcomes(count: int) -> list[task_pb2.Outcome]:
     return [task_pb2.Outcome(task_id=i, state=task_pb2.OUTCOME_STATE_SUCCEEDED) for i in range(1, count + 1)]
 
 
-async def test_watch_goes_on_after_breaks_and_from_any_cursor() -> None:
+async def test_watch_continues_after_breaks_and_from_any_cursor() -> None:
     async with ScriptedMaster() as master, multigpu.AsyncClient(master.address) as client:
         master.watched = scripted_outcomes(20)
         master.watch_break_after = 4

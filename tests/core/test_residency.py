@@ -14,9 +14,10 @@ from multigpu_master.core.workers.info import Capability, Model, ModelState, Res
 from multigpu_master.ids import LeaseProofs
 from multigpu_master.journal.protocol import JournalError
 from multigpu_master.strategies.registry import load_strategies
-from multigpu_master.wire import messages as wire
+from multigpu_master.wire import leases as wire_leases
 from multigpu_master.wire import models as wire_models
 from multigpu_master.wire import specs as wire_specs
+from multigpu_master.wire import validation as wire_validation
 
 from tests.core.stage import Stage, lease_of
 from tests.sim.models import check
@@ -278,14 +279,14 @@ def test_the_models_of_a_heartbeat_are_read() -> None:
 
 
 def test_invalid_reports_are_rejected_or_truncated() -> None:
-    with pytest.raises(wire.InvalidTaskError, match="no name"):
+    with pytest.raises(wire_validation.InvalidMessageError, match="no name"):
         wire_models.models_of([model_pb2.Model()])
-    with pytest.raises(wire.InvalidTaskError, match="rename"):
+    with pytest.raises(wire_validation.InvalidMessageError, match="rename"):
         wire_models.models_of([model_pb2.Model(name="m" * 300)])
-    with pytest.raises(wire.InvalidTaskError, match="capabilities are missing"):
+    with pytest.raises(wire_validation.InvalidMessageError, match="capabilities are missing"):
         wire_models.catalog(worker_service_pb2.Catalog())
     many = wire_models.models_of(model_pb2.Model(name=f"m{n}") for n in range(2000))
-    assert len(many) == wire.MODELS_MAX
+    assert len(many) == wire_models.MODELS_MAX
     (cut,) = wire_models.models_of([model_pb2.Model(name="m", facts={f"f{n}": "x" * 9999 for n in range(99)})])
     assert len(model_pb2.Model.FromString(cut.wire).facts) == wire_models.TEXTS_MAX
     odd = worker_service_pb2.Heartbeat()
@@ -300,11 +301,11 @@ def test_a_new_attempt_is_handed_what_the_last_one_yielded() -> None:
     stage.offer()
     lease = Lease(1, task, stage.core.fleet.workers["w"], 2, 0.0, 1, 0.0)
     batch = worker_service_pb2.LeaseBatch()
-    wire.fill_leases(batch, wire_specs.SpecReader(), LeaseProofs(b"key"), [lease])
+    wire_leases.fill_leases(batch, wire_specs.SpecReader(), LeaseProofs(b"key"), [lease])
     assert list(batch.extras[0].partials) == [b"one", b"two"]
-    task.more().partials_bytes = wire.PARTIALS_BYTES_MAX + 1
+    task.more().partials_bytes = wire_leases.PARTIALS_BYTES_MAX + 1
     batch.Clear()
-    wire.fill_leases(batch, wire_specs.SpecReader(), LeaseProofs(b"key"), [lease])
+    wire_leases.fill_leases(batch, wire_specs.SpecReader(), LeaseProofs(b"key"), [lease])
     assert not batch.extras[0].partials
     assert batch.extras[0].partials_received == 2
 

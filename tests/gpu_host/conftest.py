@@ -1,4 +1,4 @@
-"""A host of eight simulated GPUs: a master, and a worker for each GPU, for all scenarios of a module."""
+"""A fleet on eight simulated GPUs that the tests of a module share."""
 
 from collections.abc import Iterator
 
@@ -16,6 +16,6 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
 
 @pytest.fixture
 def host(running: Host) -> Host:
-    """All eight are healthy, the breaker is closed, and nothing is known against anybody."""
+    """All eight are healthy, and the breaker is closed."""
     running.make_good()
     return running

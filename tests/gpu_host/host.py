@@ -1,4 +1,4 @@
-"""A host of simulated GPUs with a real fleet on it, and what the scenarios ask of it."""
+"""A host of simulated GPUs with a real fleet."""
 
 import contextlib
 import os
@@ -15,14 +15,14 @@ from tests.fleet import Fleet, until
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 HEALTHY = device_pb2.HEALTH_STATE_HEALTHY
-# Where the handlers are, and what they import.
+# The handlers and their imports.
 PYTHON_PATH = f"{HERE / 'handlers'}{os.pathsep}{ROOT}"
-# Eight workers and as many engines begin at once, maybe on two busy cores.
+# Eight workers with their engines start at once, possibly on two busy cores.
 START_TIMEOUT_S = 120.0
 
 
 class Host:
-    """`n` GPUs, and the worker "gpuI" on each; entered, all of them are connected."""
+    """`n` GPUs with a worker "gpuI" on each. All workers are connected inside the context."""
 
     def __init__(self, folder: Path, n: int = 8, *worker_flags: str) -> None:
         self.gpus = SimulatedGpus(folder / "gpus", n)
@@ -52,7 +52,7 @@ class Host:
         self.fleet.start_worker(self.names[i], "--device", f"cuda:{i}")
 
     def make_good(self) -> None:
-        """Heals every GPU, and resets the breaker."""
+        """Repair every GPU, and reset the breaker."""
         for i in range(len(self.gpus)):
             if self.gpus.gpu(i).lost or self.gpus.gpu(i).recovery_action:
                 self.gpus.return_(i)
@@ -64,7 +64,7 @@ class Host:
     def reset_breaker(self) -> None:
         self.fleet.admin.ResetBreaker(admin_pb.ResetBreakerRequest(), timeout=20)
 
-    # --- how it is ----------------------------------------------------------------------------------------------------
+    # --- state --------------------------------------------------------------------------------------------------------
 
     def workers(self) -> dict[str, Any]:
         return {w.worker_id: w for w in self.fleet.list_workers()}
@@ -79,14 +79,14 @@ class Host:
         return self.all_healthy() and all(self.engines().values())
 
     def codes(self, name: str) -> list[str]:
-        """What a worker has against its device."""
+        """Reasons of a device's health."""
         return [reason.code for reason in self.workers()[name].health.reasons]
 
     def engines(self) -> dict[str, list[int]]:
-        """The pid of each worker's engine."""
+        """Pids of each worker's engines."""
         return {name: self.fleet.workers[name].children() for name in self.names}
 
-    # --- work ---------------------------------------------------------------------------------------------------------
+    # --- tasks --------------------------------------------------------------------------------------------------------
 
     def submit(self, kind: str, count: int = 1, attempts_max: int = 0, **parameters: str) -> list[int]:
         return self.fleet.submit(kind, *[b""] * count, parameters=parameters, attempts_max=attempts_max)
@@ -96,7 +96,7 @@ class Host:
         return [self.fleet.outcome(i, max(1.0, end_s - time.monotonic())) for i in task_ids]
 
     def leased(self, name: str) -> set[int]:
-        """The tasks that a worker has now."""
+        """Tasks that a worker holds."""
         filter_ = task_service_pb2.TaskFilter(worker_id=name, states=[task_pb2.TASK_STATE_LEASED])
         request = task_service_pb2.ListRequest(filter=filter_, page_size=1000)
         return {task.task_id for task in self.fleet.tasks.List(request, timeout=20).tasks}

@@ -1,10 +1,12 @@
-"""What happens to a host of eight GPUs, one by one: real processes, a simulated driver.
+"""Faults of single GPUs on a host with eight: real processes, a simulated driver.
 
-Acceptance of GPU hosts, line 1. Measured times are by the master's clock, which is this host's.
+Times are those of the master's clock, which is this host's.
 """
 
 import math
+import threading
 import time
+from typing import Self
 
 from google.protobuf.timestamp_pb2 import Timestamp
 from multigpu.v1 import device_pb2, task_pb2
@@ -15,8 +17,8 @@ from tests.gpu_host.host import Host
 DEAD_LETTERED = task_pb2.OUTCOME_STATE_DEAD_LETTERED
 SUCCEEDED = task_pb2.OUTCOME_STATE_SUCCEEDED
 SICK = device_pb2.HEALTH_STATE_SICK
-# The driver wants peer-to-peer traffic to end: the GPU is sick, and can run what it is given. One that needs a reset
-# can't, and is quarantined whatever the breaker says.
+# Stop peer-to-peer traffic: the GPU is sick but usable. One that needs a reset is unusable, and is quarantined whatever
+# the breaker's state.
 ACTION_DRAIN_P2P = 3
 
 
@@ -24,7 +26,7 @@ def seconds(time_pb: Timestamp) -> float:
     return float(time_pb.seconds + time_pb.nanos / 1e9)
 
 
-def test_eight_gpus_work_and_say_that_they_are_simulated(host: Host) -> None:
+def test_eight_gpus_work_and_report_that_they_are_simulated(host: Host) -> None:
     workers = host.workers()
     assert [workers[name].device.device_id for name in host.names] == host.gpus.uuids
     assert all(w.device.simulated for w in workers.values())
@@ -34,45 +36,59 @@ def test_eight_gpus_work_and_say_that_they_are_simulated(host: Host) -> None:
     assert all(o.result.decode() == o.device_id for o in outcomes), "each ran where the master says"
 
 
-def test_xid_79_moves_the_tasks_within_a_second_and_nobody_else_notices(host: Host) -> None:
-    # Another GPU each time. Who is kept from running by others on this machine is late without any fault of its own.
-    took_s = []
-    for i in (3, 4, 5):
-        took_s.append(lose_and_return(host, i))
-        if took_s[-1] < 1.0:
-            return
-        host.make_good()
-    raise AssertionError(f"the tasks were with other GPUs after {took_s} s")
+class Lateness:
+    """How much later than it should a thread wakes up, at most: what the other load of this machine costs a process."""
+
+    def __init__(self) -> None:
+        self.worst_s = 0.0
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._stop.is_set():
+            due_s = time.monotonic() + 0.01
+            time.sleep(0.01)
+            self.worst_s = max(self.worst_s, time.monotonic() - due_s)
 
 
-def lose_and_return(host: Host, lost: int) -> float:
-    """GPU `lost` falls off the bus under load, and comes back. Seconds until its tasks were with others, or it told of
-    the last one that it had.
-    """
-    gone = f"gpu{lost}"
+# Steps between the loss and the last dispatch, each of which a busy machine may delay: sampler, agent, master, engine.
+STEPS = 4
+
+
+def test_xid_79_moves_the_tasks_within_a_second_and_disturbs_no_other_gpu(host: Host) -> None:
+    lost, gone = 3, "gpu3"
     sessions = {name: w.session_id for name, w in host.workers().items()}
     engines = host.engines()
     task_ids = host.submit("gpu.work", 200, seconds="0.15")
-    until(lambda: all(host.leased(name) for name in host.names), what="a task for each GPU")
-    time.sleep(0.3)
+    until(lambda: all(len(host.leased(name)) > 1 for name in host.names), what="a running and a waiting task each")
     before = {name: host.leased(name) for name in host.names}
-    lost_s = time.time()
-    host.gpus.lose(lost)
-    until(lambda: gone in host.quarantined(), what=f"the quarantine of {gone}")
-    until(lambda: "gpu_is_lost" in str(host.workers()[gone].health), what="the loss to be seen")
+    with Lateness() as lateness:
+        lost_s = time.time()
+        host.gpus.lose(lost)
+        until(lambda: gone in host.quarantined(), what=f"the quarantine of {gone}")
+        until(lambda: "gpu_is_lost" in str(host.workers()[gone].health), what="the loss to be seen")
     outcomes = dict(zip(task_ids, host.outcomes(task_ids), strict=True))
 
     assert all(o.state == SUCCEEDED for o in outcomes.values())
     assert all(o.attempts == 1 for o in outcomes.values()), "a lost device costs no task an attempt"
     assert before[gone]
     moved = [outcomes[i] for i in before[gone] if outcomes[i].worker_id != gone]
-    # None at all: it was done with them before we came to it.
     slowest_s = max((seconds(o.stages.dispatch_time) for o in moved), default=math.inf) - lost_s
     print(f"{len(moved)} tasks of {gone} were with other GPUs {slowest_s:.3f} s after the loss")
-    # Nothing comes from a device that is gone.
     latest_s = (
         max((seconds(o.stages.finish_time) for o in outcomes.values() if o.worker_id == gone), default=0) - lost_s
     )
+    limit_s = 1.0 + STEPS * lateness.worst_s
+    assert slowest_s < limit_s
+    assert latest_s < limit_s, "a lost device finishes no task"
 
     after = host.workers()
     for name in host.names:
@@ -92,7 +108,6 @@ def lose_and_return(host: Host, lost: int) -> float:
     outcomes_after = host.outcomes(host.submit("gpu.work", 64, seconds="0.1"))
     assert host.gpus.uuid(lost) in {o.device_id for o in outcomes_after}, "it works again"
     assert not host.fleet.stats().breaker.tripped
-    return max(slowest_s, latest_s)
 
 
 def test_xid_13_charges_the_task_and_not_the_gpu(host: Host) -> None:
@@ -102,20 +117,20 @@ def test_xid_13_charges_the_task_and_not_the_gpu(host: Host) -> None:
     workers = host.workers()
     assert workers[outcome.worker_id].health.state == device_pb2.HEALTH_STATE_HEALTHY
     assert not host.quarantined()
-    # Its engine's CUDA context is spoiled: the next task there has a new one.
+    # Its engine's CUDA context is lost: the next task there has a new one.
     after = host.outcomes(host.submit("gpu.work", 48, seconds="0.1"))
     assert all(o.state == SUCCEEDED for o in after)
     assert outcome.device_id in {o.device_id for o in after}
 
 
-def test_a_poison_task_is_a_dead_letter_after_two_devices_and_all_eight_are_healthy(host: Host) -> None:
+def test_a_poison_task_is_a_dead_letter_after_two_devices_and_all_eight_stay_healthy(host: Host) -> None:
     engines = host.engines()
     [task_id] = host.submit("gpu.poison", attempts_max=10)
     [outcome] = host.outcomes([task_id])
     assert (outcome.state, outcome.attempts) == (DEAD_LETTERED, 2), outcome
     until(host.all_working, what="eight healthy GPUs and their engines")
     assert len([name for name in host.names if host.engines()[name] != engines[name]]) == 2, "two devices, each once"
-    assert host.fleet.stats().breaker.quarantines == 0, "no device lost its good name"
+    assert host.fleet.stats().breaker.quarantines == 0, "no device is blamed"
     after = host.outcomes(host.submit("gpu.work", 64, seconds="0.1"))
     assert {o.device_id for o in after} == set(host.gpus.uuids), "all eight work on"
 
@@ -124,12 +139,12 @@ def test_a_gpu_on_which_different_tasks_fail_is_sick_and_returns_after_a_check(h
     task_ids: list[int] = []
 
     def quarantined() -> bool:
-        # What waits behind a crash is recalled for the idle GPUs, so more must come until enough have failed.
+        # Tasks that wait behind a crash are recalled for the idle GPUs: submit more until enough have failed.
         task_ids.extend(host.submit("gpu.breaks_on", 60, attempts_max=2, on="6"))
         return host.quarantined() == {"gpu6"}
 
     until(quarantined, what="the quarantine of gpu6")
-    assert host.codes("gpu6") in (["tasks_fail"], [])  # it may not have heard of it yet
+    assert host.codes("gpu6") in (["tasks_fail"], [])  # the worker may not know yet
     outcomes = host.outcomes(task_ids)
     assert all(o.state == SUCCEEDED for o in outcomes), "they ran elsewhere"
     assert "gpu6" not in {o.worker_id for o in outcomes}
@@ -144,26 +159,26 @@ def test_three_sick_gpus_at_once_trip_the_breaker_and_the_third_works_on(host: H
     assert (breaker.quarantines, breaker.quarantines_max) == (3, 2), "30 % of eight"
     until(lambda: [w.health.state for w in host.workers().values()].count(SICK) == 3, what="three sick ones")
     assert len(host.quarantined()) == 2
-    assert any("mgpuctl breaker reset" in line for line in errors(host)), "a person is called"
+    assert any("mgpuctl breaker reset" in line for line in errors(host)), "the operator is told what to do"
     [third] = {"gpu1", "gpu2", "gpu5"} - host.quarantined()
     outcomes = host.outcomes(host.submit("gpu.work", 64, seconds="0.1"))
     assert {o.worker_id for o in outcomes} == set(host.names) - host.quarantined()
     assert third in {o.worker_id for o in outcomes}, "sick as it is"
     host.gpus.lose(0)
     until(lambda: "gpu0" in host.quarantined(), what="the quarantine of one that can't run anything")
-    # Its return is the sign of a reset for a worker that has seen it gone, and not only heard the driver's event.
+    # Its return counts as a reset only if the worker has seen the loss, not just the driver's event.
     until(lambda: "gpu_is_lost" in str(host.workers()["gpu0"].health), what="the loss to be seen")
 
     for i in (0, 1, 2, 5):
         host.gpus.return_(i)
     until(host.all_healthy, what="their return")
-    assert host.fleet.stats().breaker.tripped, "only a person resets it"
+    assert host.fleet.stats().breaker.tripped, "only an operator resets it"
     host.reset_breaker()
     assert not host.fleet.stats().breaker.tripped
 
 
 def errors(host: Host) -> list[str]:
-    """What the master logged as an error."""
+    """Error lines of the master's log."""
     return [line for line in host.fleet.master.log().splitlines() if '"level": "error"' in line]
 
 
@@ -175,17 +190,18 @@ def test_a_driver_that_does_not_answer_makes_its_gpu_sick_and_not_its_worker_los
     assert "gpu7" not in {o.worker_id for o in outcomes}
     host.gpus.answer_(7)
     until(lambda: "gpu7" not in host.quarantined(), what="gpu7 to be back by itself")
-    assert host.workers()["gpu7"].session_id == session_id, "the worker was there all the time"
+    assert host.workers()["gpu7"].session_id == session_id, "the worker's session has not ended"
 
 
-def test_no_memory_left_is_no_lost_task_and_no_dead_worker(host: Host) -> None:
+def test_full_gpus_cost_no_task_and_no_worker(host: Host) -> None:
     engines = host.engines()
+    failed = sum(w.failed for w in host.workers().values())
     total = host.gpus.gpu(0).memory_total
     for i in range(7):
         host.gpus.use_memory(i, total)
     try:
         task_ids = host.submit("gpu.allocate", 8, attempts_max=50, bytes=str(2 << 30))
-        time.sleep(0.5)
+        until(lambda: sum(w.failed for w in host.workers().values()) > failed, what="an attempt without memory")
     finally:
         for i in range(7):
             host.gpus.use_memory(i, 0)

@@ -1,7 +1,7 @@
-"""Whatever befalls the GPUs of a host at once: no task is lost, none is charged, and all GPUs come back.
+"""Random faults of all GPUs of a host at once: no task is lost or charged, and all GPUs recover.
 
-STORM_SECONDS and STORM_SEED in the environment make a longer one, or another. What a GPU waits before it is checked
-again doubles with every blow, and so does this test's time with its length.
+STORM_SECONDS and STORM_SEED in the environment change its length and its faults. The delay before a check doubles with
+every fault, and with it the duration of this test.
 """
 
 import os
@@ -9,21 +9,21 @@ import random
 import time
 from pathlib import Path
 
-from multigpu.v1 import task_pb2
+from multigpu.v1 import device_pb2, task_pb2
 
 from tests.fleet import until
 from tests.gpu_host.host import Host
 
+RECOVERING = device_pb2.HEALTH_STATE_RECOVERING
 SEED = int(os.environ.get("STORM_SEED", "1"))
 SECONDS = float(os.environ.get("STORM_SECONDS", "1"))
-# What the driver tells of the hardware: it must cost no task an attempt.
+# Hardware errors: they must cost no task an attempt.
 XIDS = (48, 63, 74, 79, 94, 95, 119)
 RESET_XIDS = (48, 74, 79, 95, 119)
-LOOK_S = 5.0
 
 
 def strike(host: Host, chance: random.Random, needing: dict[int, None]) -> str:
-    """Something befalls one of the GPUs. `needing`: those that need a reset and show no sign that they had one."""
+    """Inflict a random fault. `needing`: GPUs that need a reset and have shown no sign of one."""
     gpus, i = host.gpus, chance.randrange(len(host.gpus))
     what = chance.choice(("xid", "xid", "lose", "return", "return", "hang", "answer", "ecc", "action", "heat"))
     if what == "xid":
@@ -34,7 +34,7 @@ def strike(host: Host, chance: random.Random, needing: dict[int, None]) -> str:
         return f"{what} {code} of GPU {i}"
     if what == "lose":
         gpus.lose(i, chance.choice((79, None)))
-        needing.pop(i, None)  # its return is the sign
+        needing.pop(i, None)  # its return counts as a reset
     elif what == "return":
         gpus.return_(i, reset=bool(gpus.gpu(i).lost) and chance.random() < 0.5)
         needing.pop(i, None)
@@ -53,6 +53,18 @@ def strike(host: Host, chance: random.Random, needing: dict[int, None]) -> str:
     return f"{what} GPU {i}"
 
 
+def wait_for_checks(host: Host, needing: dict[int, None]) -> None:
+    """Wait until each of these GPUs was checked again. Lost ones and those with a recovery action are not checked."""
+    checked = [i for i in needing if not (host.gpus.gpu(i).lost or host.gpus.gpu(i).recovery_action)]
+    before = {i: host.fleet.workers[f"gpu{i}"].log().count('"RECOVERING"') for i in checked}
+    for i in checked:
+        until(
+            lambda i=i: host.fleet.workers[f"gpu{i}"].log().count('"RECOVERING"') > before[i],  # type: ignore[misc]
+            what=f"a check of gpu{i}",
+        )
+    until(lambda: all(w.health.state != RECOVERING for w in host.workers().values()), what="the end of the checks")
+
+
 def test_a_storm_costs_no_task_anything(tmp_path: Path) -> None:
     chance = random.Random(SEED)
     with Host(tmp_path, 3, "--canary-interval-s", "1") as host:
@@ -67,19 +79,18 @@ def test_a_storm_costs_no_task_anything(tmp_path: Path) -> None:
             host.gpus.answer_(i)
         names = {f"gpu{i}" for i in needing}
         print(f"without a reset: {sorted(names)}")
-        until(lambda: names <= set(host.quarantined()), what="those that need a reset")
-        time.sleep(LOOK_S)
+        until(lambda: names <= set(host.quarantined()), what="the quarantine of those that need a reset")
+        wait_for_checks(host, needing)
         assert names <= set(host.quarantined()), "checks are passed only after a reset"
-        killed = [i for i in needing if not host.gpus.gpu(i).lost]  # a worker does not start on a lost GPU
-        for i in killed:
+        for i in (i for i in needing if not host.gpus.gpu(i).lost):  # a worker does not start on a lost GPU
             host.fleet.workers[f"gpu{i}"].kill()
             host.start_worker(i)
         host.fleet.wait_for_workers()
-        time.sleep(LOOK_S)
+        wait_for_checks(host, needing)
         assert names <= set(host.quarantined()), "a new process of the worker is no reset"
         for i in range(len(host.gpus)):
             host.gpus.return_(i, reset=True)
-        until(lambda: not host.quarantined() and all(host.engines().values()), 300, "the return of all GPUs")
+        until(lambda: not host.quarantined() and all(host.engines().values()), 300, "the recovery of all GPUs")
         print(f"{time.monotonic() - end_s:.1f} s after the storm all GPUs are back")
         outcomes = host.outcomes(task_ids, 120)
         wrong = [o for o in outcomes if (o.state, o.attempts) != (task_pb2.OUTCOME_STATE_SUCCEEDED, 1)]

@@ -1,6 +1,6 @@
-"""Hostile input: every decoder and every door is handed nonsense, damage and too much of everything.
+"""Hostile input: every decoder gets random, damaged and oversize input.
 
-`python -m tests.hostile --inputs 1000000 --seed 1` tries them in this process and at real daemons; `python -m
-tests.hostile abuse` spends other people's resources. A crash is an exception that nobody expected, a status that blames
-the master (UNKNOWN, INTERNAL), a daemon that dies or hangs, or something that is kept of what was rejected.
+`python -m tests.hostile --inputs 1000000 --seed 1` runs it in this process and on real daemons; `python -m
+tests.hostile abuse` exhausts resources. A crash is an unexpected exception, a status that blames the master (UNKNOWN,
+INTERNAL), a daemon that dies or hangs, or state left behind by a rejected input.
 """

@@ -1,4 +1,4 @@
-"""The long form by command. See the package, and `--help`."""
+"""The command for long runs. See the package, and `--help`."""
 
 import json
 import sys
@@ -10,17 +10,17 @@ from pathlib import Path
 import click
 
 from tests.hostile import abuse, coverage, run
-from tests.hostile.door import Crash
-from tests.hostile.real_doors import besieged, mad_master
+from tests.hostile.real_targets import hostile_fleet, random_master
+from tests.hostile.target import Crash
 
 KEPT = Path(tempfile.gettempdir()) / "multigpu-hostile"
 REAL_BATCH = 1_000
 
 
 @click.group(invoke_without_command=True)
-@click.option("--inputs", default=1_000_000, help="Inputs at the doors in this process.")
+@click.option("--inputs", default=1_000_000, help="Inputs of the targets in this process.")
 @click.option("--real", "real_inputs", default=30_000, help="Calls to a real master over gRPC.")
-@click.option("--frames", default=3_000, help="Frames from a mad master to a real worker.")
+@click.option("--frames", default=3_000, help="Frames from a random master to a real worker.")
 @click.option("--seed", default=0, help="0: by the clock.")
 @click.option("--round", "round_", default=-1, help="Only this round of the seed.")
 @click.option("--json", "as_json", is_flag=True)
@@ -28,7 +28,7 @@ REAL_BATCH = 1_000
 def main(
     context: click.Context, inputs: int, real_inputs: int, frames: int, seed: int, round_: int, *, as_json: bool
 ) -> None:
-    """Tries every door with hostile input. Exit code 1: something crashed; the inputs are kept in files."""
+    """Runs every target with hostile input. Exit code 1: something crashed; the inputs are kept in files."""
     if context.invoked_subcommand is not None:
         return
     seed = seed or time.time_ns() % 1_000_000
@@ -48,42 +48,45 @@ def main(
 
 
 def real(inputs: int, frames: int, seed: int, tally: run.Tally) -> None:
-    """The same at real daemons."""
-    with tempfile.TemporaryDirectory(prefix="multigpu-hostile-") as folder, besieged(Path(folder), seed) as siege:
+    """Hostile calls to real daemons."""
+    with (
+        tempfile.TemporaryDirectory(prefix="multigpu-hostile-") as folder,
+        hostile_fleet(Path(folder), seed) as callers,
+    ):
         done = 0
         while done < inputs:
             size = min(REAL_BATCH, inputs - done)
             try:
-                siege.batch(size)
+                callers.batch(size)
             except Crash as crash:
                 tally.found.append(run.Found("real master", str(crash), b"", done // REAL_BATCH))
             done += size
             say(f"{done:,} of {inputs:,} calls over gRPC, {len(tally.found)} crashes")
         try:
             if frames:
-                tally.tried["real worker, from a mad master"] += mad_master(siege.fleet, frames, seed)
-                siege.well()
+                tally.tried["real worker, from a random master"] += random_master(callers.fleet, frames, seed)
+                callers.check()
         except Crash as crash:
             tally.found.append(run.Found("real worker", str(crash), b"", 0))
-        tally.tried.update(siege.tried)
+        tally.tried.update(callers.tried)
 
 
 def print_tally(tally: run.Tally, seed: int, took_s: float, *, as_json: bool) -> None:
-    kinds = Counter((f.door, f.what) for f in tally.found)
+    kinds = Counter((f.target, f.what) for f in tally.found)
     for number, found in enumerate(tally.found[:100]):
         KEPT.mkdir(exist_ok=True)
         (KEPT / f"{seed}-{number}").write_bytes(found.data)
     if as_json:
-        crashes = [{"door": door, "what": what, "times": n} for (door, what), n in kinds.items()]
-        told = {"seed": seed, "seconds": round(took_s, 1), "inputs": tally.total, "doors": tally.tried}
+        crashes = [{"target": target, "what": what, "times": n} for (target, what), n in kinds.items()]
+        told = {"seed": seed, "seconds": round(took_s, 1), "inputs": tally.total, "targets": tally.tried}
         print(json.dumps({**told, "crashes": crashes}, indent=1))
         return
     for name, count in sorted(tally.tried.items()):
         print(f"{count:>10,}  {name}")
     print(f"{tally.total:>10,}  in all, seed {seed}, in {took_s:.0f} s; crashes: {len(tally.found)}")
-    for (door, what), times in kinds.most_common():
-        numbers = sorted({f.round for f in tally.found if (f.door, f.what) == (door, what)})
-        print(f"{times} times at {door} (rounds {numbers[:5]}): {what[:500]}")
+    for (target, what), times in kinds.most_common():
+        numbers = sorted({f.round for f in tally.found if (f.target, f.what) == (target, what)})
+        print(f"{times} times at {target} (rounds {numbers[:5]}): {what[:500]}")
     if tally.found:
         print(f"the inputs are in {KEPT}; again: python -m tests.hostile --seed {seed} --round N")
 

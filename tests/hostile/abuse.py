@@ -1,8 +1,8 @@
-"""Too much of everything, at a real master: its memory stays bounded, and another client is served all the while.
+"""Resource exhaustion of a real master: its memory stays bounded, and another client is served meanwhile.
 
-Each abuse is a function that spends `size` of something. In CI it is a small one; `python -m tests.hostile abuse` takes
-the large ones and prints what they cost the master. Memory is the master's proportional share (PSS); the limits are
-generous, and what is asserted is that there are any.
+Each abuse is a function that uses `size` of a resource. CI runs small sizes; `python -m tests.hostile abuse` runs large
+ones and prints their cost. Memory is the master's proportional share (PSS). Limits are generous: the tests assert that
+memory is bounded.
 """
 
 import contextlib
@@ -30,9 +30,9 @@ from tests.fleet import Fleet, until
 from tests.integration.streams import Feed
 
 MIB = 1 << 20
-# File descriptors of the master and of the worker. Neither may end when they are used up.
+# File descriptors of the master and the worker. Neither may end when none is left.
 DESCRIPTORS = 1024
-# No single task of another client may take longer, on a machine that has other things to do.
+# Limit of a task of the other client, on a busy host.
 PATIENCE_S = 30.0
 OPTIONS = [
     ("grpc.max_send_message_length", 64 * MIB),
@@ -44,7 +44,7 @@ RESOURCE_EXHAUSTED, INVALID_ARGUMENT = grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Abuse:
-    """`memory_max_bytes`: what the master may have taken for it, once it is over."""
+    """`memory_max_bytes`: how much the master may have grown afterwards."""
 
     name: str
     spend: Callable[[Fleet, int], str]
@@ -55,7 +55,7 @@ class Abuse:
 
 @dataclass(slots=True)
 class Cost:
-    """What an abuse came to."""
+    """The cost of an abuse."""
 
     name: str
     size: int
@@ -78,7 +78,7 @@ def pss_bytes(pid: int) -> int:
 
 @dataclass(slots=True)
 class Neighbour:
-    """Another client, which only wants one task after the other done. It also watches the master's memory."""
+    """Another client that runs one task after the other and samples the master's memory."""
 
     fleet: Fleet
     times_s: list[float] = field(default_factory=list)
@@ -112,7 +112,7 @@ class Neighbour:
 
 
 def suffer(fleet: Fleet, abuse: Abuse, size: int) -> Cost:
-    """Lets one abuse happen. AssertionError: it was too much for the master, or for its other client."""
+    """Runs one abuse. AssertionError: the master or its other client suffered."""
     before = pss_bytes(fleet.master.pid)
     began_s = time.monotonic()
     with Neighbour(fleet) as neighbour:
@@ -135,7 +135,7 @@ def suffer(fleet: Fleet, abuse: Abuse, size: int) -> Cost:
 
 @contextlib.contextmanager
 def channel_to(fleet: Fleet) -> Iterator[grpc.Channel]:
-    """A connection of its own."""
+    """A new connection."""
     with grpc.insecure_channel(fleet.address, options=OPTIONS) as channel:
         yield channel
 
@@ -154,7 +154,7 @@ def run_stub(channel: grpc.Channel) -> Any:
 
 
 def frame(count: int, *, prefix: str, payload: bytes = b"x", **spec: Any) -> bytes:
-    """A Run frame of so many echo tasks."""
+    """A Run frame with this many echo tasks."""
     inputs = [task_pb2.TaskInput(request_id=f"{prefix}{n}", payload=payload) for n in range(count)]
     batch = task_pb2.TaskBatch(spec=task_pb2.TaskSpec(kind="echo", **spec), inputs=inputs)
     data: bytes = task_service_pb2.RunRequest(batches=[batch]).SerializeToString()
@@ -169,7 +169,7 @@ def unique() -> str:
 
 
 def idle_connections(fleet: Fleet, size: int) -> str:
-    """TCP connections that say hello in HTTP/2 and then nothing."""
+    """TCP connections that send HTTP/2's preface and nothing else."""
     host, _, port = fleet.address.rpartition(":")
     with contextlib.ExitStack() as stack:
         for _ in range(size):
@@ -184,7 +184,7 @@ def idle_connections(fleet: Fleet, size: int) -> str:
 
 
 def dropped_streams(fleet: Fleet, size: int) -> str:
-    """Run streams that are opened, used, and dropped without a word."""
+    """Run streams that are opened, used and cancelled."""
     name = unique()
     with channel_to(fleet) as channel:
         for at in range(0, size, 100):
@@ -197,7 +197,7 @@ def dropped_streams(fleet: Fleet, size: int) -> str:
 
 
 def open_watches(fleet: Fleet, size: int) -> str:
-    """Watches that nobody reads from, over outcomes of some size."""
+    """Unread Watch streams over large outcomes."""
     fleet.submit("echo", *[bytes(64 << 10)] * 64, durability=task_pb2.DURABILITY_DURABLE)
     with channel_to(fleet) as channel:
         watch = channel.unary_stream("/multigpu.v1.TaskService/Watch")
@@ -209,7 +209,7 @@ def open_watches(fleet: Fleet, size: int) -> str:
 
 
 def silent_workers(fleet: Fleet, size: int) -> str:
-    """Workers that say hello, take what they are given, and never read again."""
+    """Workers that join, accept leases and never read again."""
     capability = worker_pb.Capability(kind="nobody.reads")
     with channel_to(fleet) as channel:
         session = channel.stream_stream("/multigpu.v1.WorkerService/Session")
@@ -234,7 +234,7 @@ def silent_workers(fleet: Fleet, size: int) -> str:
 
 
 def large_metadata(fleet: Fleet, size: int) -> str:
-    """Metadata of more than a header may have."""
+    """Metadata beyond the limit of a header."""
     with channel_to(fleet) as channel:
         stats = channel.unary_unary("/multigpu.v1.AdminService/GetStats")
         codes = {ended(lambda: stats(b"", metadata=[("x-much", "x" * 60_000)], timeout=20)) for _ in range(size)}
@@ -243,7 +243,7 @@ def large_metadata(fleet: Fleet, size: int) -> str:
 
 
 def large_messages(fleet: Fleet, size: int) -> str:
-    """Messages that are larger than a message may be, and names of a megabyte."""
+    """Messages beyond the size limit, and names of a megabyte."""
     codes = set()
     with channel_to(fleet) as channel:
         submit = channel.unary_unary("/multigpu.v1.TaskService/Submit")
@@ -268,7 +268,7 @@ def large_messages(fleet: Fleet, size: int) -> str:
 
 
 def many_in_one_frame(fleet: Fleet, size: int) -> str:
-    """As many tasks as fit into one frame of a Run stream, none of them of any use."""
+    """As many invalid tasks as fit into one frame of a Run stream."""
     data = frame(size, prefix="", payload=b"", priority=5, queue="many")
     with channel_to(fleet) as channel:
         call = run_stub(channel)(Feed(data), timeout=120)
@@ -279,14 +279,14 @@ def many_in_one_frame(fleet: Fleet, size: int) -> str:
 
 
 def empty_batches(fleet: Fleet, size: int) -> str:
-    """A Submit of nothing, many times over."""
+    """Many empty Submit calls."""
     data = b"\x0a\x00" * size
     with channel_to(fleet) as channel:
         return ended(lambda: channel.unary_unary("/multigpu.v1.TaskService/Submit")(data, timeout=120))
 
 
 def small_fields(fleet: Fleet, size: int) -> str:
-    """Messages of so many MiB in fields of two bytes: a frame of a Run stream, and one of a worker's session."""
+    """Messages of `size` MiB in fields of two bytes: a frame of a Run stream and one of a worker's session."""
     frame_of_run = frame(1, prefix="", payload=b"") + b"\x0a\x00" * (size * MIB // 2)
     with channel_to(fleet) as channel:
         call = run_stub(channel)(Feed(frame_of_run), timeout=120)
@@ -303,7 +303,7 @@ def small_fields(fleet: Fleet, size: int) -> str:
 
 
 def own_specs(fleet: Fleet, size: int) -> str:
-    """Submits at the same time, each with thousands of batches that have a spec of their own, and no task."""
+    """Concurrent Submit calls, each with thousands of batches with different specs and no task."""
     request = task_service_pb2.SubmitRequest()
     for n in range(10_000):
         request.batches.add(spec=task_pb2.TaskSpec(kind="echo", parameters={"n": str(n)}))
@@ -314,7 +314,7 @@ def own_specs(fleet: Fleet, size: int) -> str:
 
 
 def unknown_cancels(fleet: Fleet, size: int) -> str:
-    """Cancels of tasks that never were, by id, by request_id, and on a Run stream."""
+    """Cancels of unknown tasks, by id, by request_id and on a Run stream."""
     with channel_to(fleet) as channel:
         cancel = channel.unary_unary("/multigpu.v1.TaskService/Cancel")
         ids = task_service_pb2.CancelRequest(task_ids=range(1 << 40, (1 << 40) + size)).SerializeToString()
@@ -328,7 +328,7 @@ def unknown_cancels(fleet: Fleet, size: int) -> str:
 
 
 def huge_pages(fleet: Fleet, size: int) -> str:
-    """Pages of more than there may be on one."""
+    """Pages beyond the limit."""
     codes = set()
     for n in range(size):
         for page in (2**31 - 1, -(2**31), 1001 + n):
@@ -338,11 +338,12 @@ def huge_pages(fleet: Fleet, size: int) -> str:
     return "INVALID_ARGUMENT"
 
 
-# --- without end -----------------------------------------------------------------------------------------------------
+# --- endless submits and names
+# -----------------------------------------------------------------------------------------------------
 
 
 def endless_submits(fleet: Fleet, size: int) -> str:
-    """A client that submits to a paused queue and never stops: it is rejected, sooner or later. `size` in MiB."""
+    """A client that submits to a paused queue without end, until it is rejected. `size` in MiB."""
     fleet.admin.PauseQueue(admin_pb.PauseQueueRequest(queue="endless"), timeout=20)
     rejected = taken = 0
     payload = bytes(MIB)
@@ -376,7 +377,7 @@ def slow_reader(fleet: Fleet, size: int) -> str:
 
 
 def distinct_names(fleet: Fleet, size: int) -> str:
-    """As many kinds, models, queues and labels as there are tasks: some are rejected, none is remembered."""
+    """A new kind, model, queue and label for each task: some are rejected, and no name is kept."""
     with channel_to(fleet) as channel:
         submit = channel.unary_unary("/multigpu.v1.TaskService/Submit")
         for at in range(0, size, 500):
@@ -393,7 +394,7 @@ def distinct_names(fleet: Fleet, size: int) -> str:
 
 
 def own_requirements(fleet: Fleet, size: int) -> str:
-    """Tasks each of which requires another amount of device memory, more than is free, and has large parameters."""
+    """Tasks that each require a different amount of device memory, more than is free, with large parameters."""
     worker = next(w for w in fleet.admin.ListWorkers(admin_pb.ListWorkersRequest(), timeout=20).workers if w.session_id)
     queue, codes = unique(), set[int]()
     with channel_to(fleet) as channel:
@@ -413,7 +414,7 @@ def own_requirements(fleet: Fleet, size: int) -> str:
 
 
 def settled_again(fleet: Fleet, size: int) -> str:
-    """Clients that repeat the request_ids of tasks that have ended, whose results are large, and read nothing."""
+    """Clients that repeat request_ids of settled tasks with large results, and read nothing."""
     name, count = unique(), 32
     with channel_to(fleet) as channel:
         submit = channel.unary_unary("/multigpu.v1.TaskService/Submit")
@@ -433,7 +434,7 @@ def settled_again(fleet: Fleet, size: int) -> str:
 
 
 def distinct_workers(fleet: Fleet, size: int) -> str:
-    """A worker that has another name each time it comes."""
+    """A worker that joins with a new id each time."""
     name = unique()
     with channel_to(fleet) as channel:
         session = channel.stream_stream("/multigpu.v1.WorkerService/Session")
@@ -447,7 +448,7 @@ def distinct_workers(fleet: Fleet, size: int) -> str:
 
 
 def distinct_admin_queues(fleet: Fleet, size: int) -> str:
-    """An operator's script that makes up a queue each time it is run."""
+    """A script that configures a new queue each time it runs."""
     codes = set()
     for n in range(size):
         request = admin_pb.PauseQueueRequest(queue=f"made-up-{n}")
@@ -483,7 +484,7 @@ ABUSES = [
     ),
     Abuse(name="huge pages", spend=huge_pages, short=5, long=1_000),
     Abuse(name="submits without end, MiB", spend=endless_submits, short=160, long=1_000, memory_max_bytes=300 * MIB),
-    # A limit for each stream, and none for all of them together.
+    # Each stream has a limit; all streams together have none.
     Abuse(name="outcomes that nobody reads, MiB", spend=slow_reader, short=64, long=400, memory_max_bytes=1200 * MIB),
     Abuse(name="distinct names", spend=distinct_names, short=2_000, long=100_000),
     Abuse(name="own requirements", spend=own_requirements, short=2_400, long=10_000, memory_max_bytes=600 * MIB),
@@ -506,7 +507,7 @@ def abused(folder: Path) -> Iterator[Fleet]:
 @click.option("--only", default="", help="The abuses whose names contain this.")
 @click.option("--short", is_flag=True, help="As in CI.")
 def command(only: str, *, short: bool) -> None:
-    """Spends what the master has: memory, time, streams, names. Exit code 1: it was too much."""
+    """Exhausts the master's memory, time, streams and names. Exit code 1: it suffered."""
     failed = 0
     with tempfile.TemporaryDirectory(prefix="multigpu-abuse-") as folder, abused(Path(folder)) as fleet:
         print(

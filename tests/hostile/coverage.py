@@ -1,8 +1,8 @@
-"""Inputs that coverage guides: atheris (libFuzzer) at one door, in a process of its own.
+"""Coverage-guided inputs: atheris (libFuzzer) on one target, in a separate process.
 
-`python -m tests.hostile coverage` takes the doors one after the other. `python -m tests.hostile.coverage DOOR [OPTION]`
-takes one alone, with libFuzzer's own options; a file's name in their place feeds it again. What crashes is kept by
-libFuzzer in a file whose name it says.
+`python -m tests.hostile coverage` runs the targets one after the other. `python -m tests.hostile.coverage TARGET
+[OPTION]` runs one, with libFuzzer's options; with a file's name instead it runs that input. libFuzzer keeps a crashing
+input in a file and prints its name.
 """
 
 import re
@@ -14,20 +14,22 @@ from random import Random
 
 import click
 
-SEEDS = 200  # messages that begin the corpus: bytes of chance alone rarely are one
-SLOW = ("Watch",)  # doors that wait with each input
+SEEDS = 200  # messages in the initial corpus: random bytes are rarely a message
+SLOW = ("Watch",)  # targets that wait for each input
 
 
 @click.command(name="coverage")
-@click.option("--seconds", default=20, help="For each door.")
-@click.option("--only", default="", help="The doors whose names contain this.")
+@click.option("--seconds", default=20, help="For each target.")
+@click.option("--only", default="", help="The targets whose names contain this.")
 @click.option("--seed", default=1)
 def command(seconds: int, only: str, seed: int) -> None:
-    """Tries each door with inputs that atheris finds by their coverage. Exit code 1: something crashed."""
+    """Runs each target with coverage-guided inputs. Exit code 1: something crashed."""
     from tests.hostile import run
 
-    with run.all_doors() as doors:
-        names = [door.name for door in doors if only in door.name and not any(word in door.name for word in SLOW)]
+    with run.all_targets() as targets:
+        names = [
+            target.name for target in targets if only in target.name and not any(word in target.name for word in SLOW)
+        ]
     total = failed = 0
     for name in names:
         with tempfile.TemporaryDirectory(prefix="multigpu-corpus-") as corpus:
@@ -41,7 +43,7 @@ def command(seconds: int, only: str, seed: int) -> None:
         print(f"{max(runs, default=0):>10,}  {name}, coverage {cover[-1] if cover else '?'}", flush=True)
         if crashed:
             print(done.stderr[-3000:] + done.stdout[-1000:])
-    print(f"{total:>10,}  in all, seed {seed}; doors that crashed: {failed}")
+    print(f"{total:>10,}  in all, seed {seed}; targets that crashed: {failed}")
     sys.exit(1 if failed else 0)
 
 
@@ -52,14 +54,14 @@ def fuzz(name: str, options: list[str]) -> None:
     with atheris.instrument_imports(include=["multigpu", "multigpu_master", "multigpu_worker"]):
         from tests.hostile import run
         from tests.hostile.inputs import Maker
-    with run.all_doors() as doors:
-        door = next(door for door in doors if door.name == name)
+    with run.all_targets() as targets:
+        target = next(target for target in targets if target.name == name)
         folder = next((Path(option) for option in options if Path(option).is_dir()), None)
         if folder is not None:
             maker = Maker(Random(name))
             for number in range(SEEDS):
-                (folder / str(number)).write_bytes(door.make(maker))
-        atheris.Setup([sys.argv[0], *options], door.feed)
+                (folder / str(number)).write_bytes(target.make(maker))
+        atheris.Setup([sys.argv[0], *options], target.feed)
         atheris.Fuzz()
 
 

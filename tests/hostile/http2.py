@@ -1,7 +1,7 @@
-"""A peer that speaks HTTP/2 by hand: it sends frames that no library of gRPC would, and as many as it likes.
+"""A peer that sends HTTP/2 frames made by hand, which no gRPC library sends, in any number.
 
-It keeps to flow control, because a server ends whoever doesn't. What comes back is read only for windows, ends of
-streams and pings; statuses are looked at by a gRPC client, where they matter.
+It respects flow control, because the server disconnects peers that do not. It reads only windows, ends of streams and
+pings; tests that need statuses use a gRPC client.
 """
 
 import contextlib
@@ -73,7 +73,7 @@ def bomb(size: int) -> bytes:
 
 @dataclass(slots=True)
 class _Stream:
-    """What is yet to be sent, and its window beyond the initial one."""
+    """Data left to send, and the window beyond the initial one."""
 
     begin: bytearray
     zeros: int
@@ -91,8 +91,8 @@ class _Stream:
 
 
 class Peer:
-    """One connection. `window`: how many bytes of each response it takes; 0: it reads none. `acknowledges`: the
-    server's settings, which count from then on.
+    """One connection. `window`: bytes of each response that it reads. `acknowledges`: whether it acknowledges the
+    server's settings, which hold from then on.
     """
 
     def __init__(self, address: str, window: int = 65_535, *, acknowledges: bool = True) -> None:
@@ -105,7 +105,7 @@ class Peer:
         self._in = bytearray()
         self._window = self._initial = 65_535
         self._frame_max = 16_384
-        self.streams_max = 0  # as the server's settings say
+        self.streams_max = 0  # from the server's settings
         self._streams: dict[int, _Stream] = {}
         self.opened = 0
         self.ended: set[int] = set()
@@ -124,7 +124,7 @@ class Peer:
     def call(
         self, path: bytes | str, begin: bytes = b"", zeros: int = 0, more: Iterable[tuple[bytes, bytes]] = ()
     ) -> int:
-        """Opens a stream, sends `begin`, then zeros as its window permits, and never ends it."""
+        """Opens a stream, sends `begin`, then zeros as the window allows, and never ends it."""
         stream = self.open(header_block(path.encode() if isinstance(path, str) else path, more))
         self._streams[stream] = _Stream(bytearray(begin), zeros)
         return stream
@@ -144,7 +144,7 @@ class Peer:
         self.open(header_block(path) + b"\x40" + _text(b"x-a") + _text(b"b" * size), END_STREAM)
 
     def step(self) -> None:
-        """Sends and takes in what it can without waiting."""
+        """Sends and receives as much as possible without waiting."""
         for number, sending in self._streams.items():
             while len(self._out) < _OUT_BYTES_MAX:
                 body = sending.take(min(self._frame_max, self._window, self._initial + sending.window))
@@ -191,7 +191,7 @@ class Peer:
 
 
 def drive(peers: Sequence[Peer], seconds: float, grown: Callable[[], int]) -> int:
-    """Lets the peers send until all their streams have ended, or the time is over; the most that `grown` gave."""
+    """Runs the peers until all their streams have ended or the time is over. Returns the maximum of `grown`."""
     peak, end_s = 0, time.monotonic() + seconds
     while time.monotonic() < end_s:
         for peer in peers:
@@ -204,7 +204,7 @@ def drive(peers: Sequence[Peer], seconds: float, grown: Callable[[], int]) -> in
 
 
 def odd_call(random: Random, peer: Peer, paths: Sequence[str]) -> None:
-    """One call of a peer without a token, drawn: its path, metadata, encoding, message, and what follows."""
+    """A random call without a token: path, metadata, encoding, message and what follows."""
     path: bytes = random.choice([*(p.encode() for p in paths), random.randbytes(random.randrange(40)), b"/a\nb/\xff"])
     more: list[tuple[bytes, bytes]] = []
     for name in (b"authorization", b"user-agent", b"grpc-timeout", b"grpc-encoding", b"x-bin", b"x-text", b"host"):
@@ -224,7 +224,7 @@ def odd_call(random: Random, peer: Peer, paths: Sequence[str]) -> None:
 
 
 def odd_round(random: Random, address: str, paths: Sequence[str], grown: Callable[[], int]) -> int:
-    """Some peers at the same time, some of which read nothing, with some odd calls each; the most that `grown` gave."""
+    """Several peers with malformed calls, some of which read nothing. Returns the maximum of `grown`."""
     with contextlib.ExitStack() as stack:
         peers = [stack.enter_context(Peer(address, window)) for window in (65_535, 65_535, 65_535, 0)]
         for peer in peers:

@@ -1,8 +1,8 @@
-"""What hostile peers send: messages with absurd values in every field, damaged messages, and plain noise.
+"""Hostile messages: extreme values in every field, damaged messages and random bytes.
 
-A message is made by its descriptor, so a field that is added to the contract is tried from that day on. Values come
-from pools small enough that they meet: a cancel names a task that was submitted a moment ago. All chance comes from
-one `random.Random`, so a seed and a number give the same input again.
+Messages are made from their descriptors, so new fields are covered at once. Values come from small pools, so that they
+match: a cancel names a task that was just submitted. All randomness comes from one `random.Random`: a seed and a number
+reproduce an input.
 """
 
 import struct
@@ -39,7 +39,7 @@ WORDS = [
     *("v2.", "v2..", "v2..1", "v2.a.", "v2.a.1", "v2.a.-1", "v2.a.b.1", "v2." + "a" * 5000 + ".1"),
     *("00-" + "1" * 32 + "-" + "2" * 16 + "-01", "00-" + "0" * 32 + "-" + "0" * 16 + "-01", "00-x-y-z"),
 ]
-# For fields of these names, more often than not: what is likely to meet something that is there.
+# Mostly used for fields of these names, to match existing objects.
 LIKELY = {
     "worker_id": ["a", "b", "c"],
     "queue": ["", "default", "a"],
@@ -54,7 +54,7 @@ LIKELY = {
     "traceparent": ["00-" + "1" * 32 + "-" + "2" * 16 + "-01"],
 }
 BYTES = [b"", b"x", b"\0", b"\xff" * 9, b"\x0a" * 40, b"{}", bytes(1000), bytes(40_000)]
-# Values that are in order, for messages in which only a few are not: those get further in.
+# Valid values: a message with few invalid values gets further.
 TAME_WORDS = ["a", "b", "echo", "x"]
 TAME_NUMBERS = [0, 0, 1, 2, 3]
 TAME_FIELDS = {
@@ -67,7 +67,7 @@ DEPTH_MAX = 6
 
 
 class Maker:
-    """Makes inputs. `ids`: task and lease ids that are known to live, to be named by later inputs."""
+    """Makes inputs. `ids`: existing task and lease ids, for later inputs."""
 
     def __init__(self, rng: Random) -> None:
         self.rng = rng
@@ -75,7 +75,7 @@ class Maker:
         self._tame = False
 
     def message(self, descriptor: Any, **fields: Any) -> Any:
-        """A message with absurd values, but for the fields given."""
+        """A message with extreme values, except for the given fields."""
         message = GetMessageClass(descriptor)(**fields)
         self._tame = self.rng.random() < 0.6
         self._fill(message, 0, set(fields))
@@ -85,7 +85,7 @@ class Maker:
         return self.rng.choice(WORDS) if self.rng.random() < 0.95 else self._noise_word()
 
     def damaged(self, data: bytes) -> bytes:
-        """The same bytes after an accident: flipped, cut, doubled, stuffed, or replaced altogether."""
+        """The bytes with some flipped, cut, doubled, inserted or replaced."""
         rng, out = self.rng, bytearray(data)
         for _ in range(rng.choice((1, 1, 2, 5))):
             at = rng.randrange(len(out) + 1)
@@ -101,7 +101,7 @@ class Maker:
                 case 4:
                     out[at:at] = out[at // 2 : at]
                 case _:
-                    # A varint that says more than there is.
+                    # A length beyond the end.
                     out[at:at] = b"\xff\xff\xff\xff\x0f"
         return bytes(out[: 1 << 20])
 
@@ -109,7 +109,7 @@ class Maker:
         return self.rng.randbytes(self.rng.choice((0, 1, 2, 7, 40, 300)))
 
     def wire(self, descriptor: Any, **fields: Any) -> bytes:
-        """Bytes for a place where such a message is expected: three in five are one."""
+        """Bytes where such a message is expected: three in five are one."""
         kind = self.rng.random()
         if kind < 0.1:
             return self.noise()
@@ -200,7 +200,7 @@ def pack(frames: list[bytes]) -> bytes:
 
 
 def unpack(data: bytes) -> list[bytes]:
-    """The frames of an input; whatever the bytes, there are some."""
+    """The frames of an input; any bytes have some."""
     frames: list[bytes] = []
     while len(data) > 4 and len(frames) < 64:
         size = min(struct.unpack_from("<I", data)[0], len(data) - 4)

@@ -1,8 +1,8 @@
-"""A rule for results: a body that is not there is never delivered as a value, and one that is there always is.
+"""A missing result is never delivered as a value, and an existing one always is.
 
-A journal is filled with outcomes, small and large ones, in rows, in segments and in the directory of payloads; then
-some of it is expired, deleted, truncated, damaged. A real master serves what is left to a real client, which asks for
-every task by every call. What each answer must be is known from the harm alone.
+A journal is filled with small and large outcomes, in rows, segments and payload files; then some are expired, deleted,
+truncated or damaged. A real client asks a real master for every task by every call. The damage alone determines each
+expected answer.
 """
 
 import asyncio
@@ -34,13 +34,13 @@ from multigpu_master.payloads.messages import outcome_body
 from multigpu_master.server import Master
 from multigpu_master.wire.specs import SpecReader
 
-from tests.hostile.door import mute
+from tests.hostile.target import mute
 
 KIND, PAYLOAD = "rule", b"payload"
 SIZES = (0, 1, 100, 9000, LARGE_BYTES - 1, LARGE_BYTES, LARGE_BYTES + 5)
 SUCCEEDED = task_pb2.OUTCOME_STATE_SUCCEEDED
-ANSWERS_S = 20.0  # a call that never ends is no answer either
-# Of rows: what a body may be that leads nowhere.
+ANSWERS_S = 20.0  # a call that never ends fails the test
+# Bodies of rows that cannot be read.
 GARBAGE: tuple[Any, ...] = (
     b"\xff\xff", "not:one", f"{'0' * 24}-1:x:1:", f"{'0' * 24}-1:0:1:z", f"{'0' * 24}-1:0:1:", "-:0:1:",
     "00000001:0:5:00000000", "00000009:0:5:00000000", 7, 1.5,
@@ -50,7 +50,7 @@ Expected = bytes | type[MultigpuError]
 
 
 def check(seed: int) -> None:
-    """AssertionError: the rule is broken."""
+    """AssertionError: an answer is wrong."""
     mute()
     rng = random.Random(seed)
     with tempfile.TemporaryDirectory() as place:
@@ -102,13 +102,13 @@ def _garble(connection: sqlite3.Connection, _: Path, rng: random.Random, expecte
 
 
 def _harm_file(connection: sqlite3.Connection, folder: Path, rng: random.Random, expected: dict[int, Expected]) -> None:
-    """Deletes, truncates or damages a file with large bodies; its rows say whom that concerns."""
+    """Deletes, truncates or damages a file with large bodies. Returns the tasks of its rows."""
     files = [*(folder / "segments").glob("*"), *(folder / "payloads").glob("*-*")]
     if not files:
         return
     file = rng.choice(files)
     size = file.stat().st_size
-    # Nothing notices a flipped bit in the directory of payloads: no checksum is kept.
+    # Payload files have no checksum: a flipped bit there is not detected.
     how = rng.choice(("delete", "truncate", "flip" if file.parent.name == "segments" else "truncate"))
     at = rng.randrange(size) if size else 0
     if how == "delete":
@@ -166,7 +166,7 @@ async def _answers(client: AsyncClient, expected: dict[int, Expected]) -> None:
 
 
 def _value(outcome: Any) -> Any:
-    """The result by either way to it; or the error, if both raise the same."""
+    """The result by both calls; or the error, if both raise the same."""
     answers: list[Any] = []
     for ask in (outcome.value, lambda: outcome.result):
         try:

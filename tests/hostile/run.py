@@ -1,4 +1,4 @@
-"""Tries doors by the thousand. Inputs come in rounds, each from a seed of its own: a round can be run again alone."""
+"""Runs targets in rounds of thousands of inputs. Each round has its own seed and can be repeated alone."""
 
 import time
 import traceback
@@ -8,20 +8,20 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from random import Random
 
-from tests.hostile import file_doors, master_doors, worker_doors
-from tests.hostile.door import Crash, Door
+from tests.hostile import file_targets, master_targets, worker_targets
 from tests.hostile.inputs import Maker
+from tests.hostile.target import Crash, Target
 
 ROUND_INPUTS = 5_000
-# Doors that wait a little with each input, or do a lot for it, get fewer of them.
+# Slow targets get fewer inputs.
 WEIGHTS = {"Watch": 1, "WatchWorkers": 1, "Run": 40, "Session": 40, "Submit": 40, "from the engine": 100, "row": 60}
 
 
 @dataclass(slots=True)
 class Found:
-    """A crash, its input, and where it came up."""
+    """A crash, its input and its target."""
 
-    door: str
+    target: str
     what: str
     data: bytes
     round: int
@@ -29,7 +29,7 @@ class Found:
 
 @dataclass(slots=True)
 class Tally:
-    """What was tried and what was found."""
+    """Inputs run and crashes found."""
 
     tried: Counter[str] = field(default_factory=Counter)
     found: list[Found] = field(default_factory=list)
@@ -40,31 +40,31 @@ class Tally:
 
 
 @contextmanager
-def all_doors() -> Iterator[list[Door]]:
-    """Every door that is in this process, with what is behind it."""
-    house, post, folder = master_doors.House(), worker_doors.Post(), file_doors.Folder()
+def all_targets() -> Iterator[list[Target]]:
+    """All targets in this process."""
+    local, local_agent, folder = master_targets.LocalMaster(), worker_targets.LocalAgent(), file_targets.Folder()
     try:
-        yield [*master_doors.doors(house), *worker_doors.doors(post), *file_doors.doors(folder)]
+        yield [*master_targets.targets(local), *worker_targets.targets(local_agent), *file_targets.targets(folder)]
     finally:
-        house.close()
-        post.close()
+        local.close()
+        local_agent.close()
 
 
-def weight(door: Door) -> int:
-    return next((w for name, w in WEIGHTS.items() if name in door.name), 20)
+def weight(target: Target) -> int:
+    return next((w for name, w in WEIGHTS.items() if name in target.name), 20)
 
 
 def one_round(seed: str, number: int, inputs: int, tally: Tally) -> None:
-    """One round at all doors, in any order, and then a look behind them."""
+    """One round of random targets, then their checks."""
     maker = Maker(Random(f"{seed}/{number}"))
-    with all_doors() as doors:
-        weights = [weight(door) for door in doors]
-        for door in maker.rng.choices(doors, weights, k=inputs):
-            data = door.make(maker)
-            tally.tried[door.name] += 1
-            _try(door.name, data, number, tally, lambda door=door, data=data: door.feed(data))  # type: ignore[misc]
-        for check in {door.check for door in doors}:
-            _try("behind the doors", b"", number, tally, check)
+    with all_targets() as targets:
+        weights = [weight(target) for target in targets]
+        for target in maker.rng.choices(targets, weights, k=inputs):
+            data = target.make(maker)
+            tally.tried[target.name] += 1
+            _try(target.name, data, number, tally, lambda target=target, data=data: target.feed(data))  # type: ignore[misc]
+        for check in {target.check for target in targets}:
+            _try("checks", b"", number, tally, check)
 
 
 def _try(name: str, data: bytes, number: int, tally: Tally, call: Callable[[], None]) -> None:
@@ -80,7 +80,7 @@ def _try(name: str, data: bytes, number: int, tally: Tally, call: Callable[[], N
 
 
 def rounds(seed: str, inputs: int, tally: Tally, say: Callable[[str], None]) -> None:
-    """So many inputs, in rounds. Says how far it is each ten seconds."""
+    """Runs this many inputs in rounds. Reports progress every ten seconds."""
     began_s = said_s = time.monotonic()
     done = number = 0
     while done < inputs:

@@ -1,4 +1,4 @@
-"""Each abuse in its small form. The large ones: `python -m tests.hostile abuse`."""
+"""Each abuse in a small size. Large sizes: `python -m tests.hostile abuse`."""
 
 from collections.abc import Iterator
 
@@ -15,6 +15,6 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
 
 
 @pytest.mark.parametrize("abuse", ABUSES, ids=lambda abuse: abuse.name)
-def test_others_are_served_and_memory_is_bounded(fleet: Fleet, abuse: Abuse) -> None:
+def test_other_clients_are_served_and_memory_is_bounded(fleet: Fleet, abuse: Abuse) -> None:
     cost = suffer(fleet, abuse, abuse.short)
     assert cost.served > 1

@@ -1,6 +1,6 @@
-"""Payloads that were damaged, or made by somebody who means harm: engines read them, or say BadInput.
+"""Damaged and hostile payloads: engines read them, or fail with BadInput.
 
-`python -m tests.hostile.test_engine_payloads N` tries N of each.
+`python -m tests.hostile.test_engine_payloads N` runs N of each.
 """
 
 import io
@@ -81,7 +81,7 @@ CASES: dict[str, Case] = {
 
 
 def damage(payload: bytes, dice: random.Random) -> bytes:
-    """Some bytes changed, put in, taken out, repeated or cut off."""
+    """The bytes with some changed, inserted, removed, repeated or cut."""
     data = bytearray(payload)
     for _ in range(dice.randrange(1, 6)):
         at = dice.randrange(len(data) + 1)
@@ -100,7 +100,7 @@ def damage(payload: bytes, dice: random.Random) -> bytes:
 
 
 def attack(case: Case, tries: int) -> tuple[int, int]:
-    """How many were read, and how many rejected. Raises whatever else comes of one."""
+    """How many were read and how many rejected. Raises any other exception."""
     read, payload, content_type = case
     dice = random.Random(1)
     assert read(payload, content_type)

@@ -1,4 +1,4 @@
-"""Calls that hold more than they seem to: of fat headers, and rejected ones of large requests."""
+"""Memory held by calls with large headers, and by rejected calls with large requests."""
 
 import contextlib
 import time
@@ -20,20 +20,20 @@ from tests.hostile.http2 import (
     referring_block,
     rss_bytes,
 )
-from tests.security.house import METHODS, Caller, House, hello
+from tests.security.secured import METHODS, Caller, SecuredFleet, hello
 
 TINY = [(b"a", b"")] * 3000
 ENTRY_BYTES, REFERENCES = 100, 15_000
-# Of bursts before the settings are acknowledged: what the calls that wait and one burst more hold; and no more with
-# each burst. Without the limits each takes gigabytes.
+# Bursts before the settings are acknowledged: the waiting calls and one burst hold this, and further bursts no more.
+# Without limits each takes gigabytes.
 UNACKNOWLEDGED_MAX = 2048 * MIB
 LARGE = 20 * MIB
 CALLS = 20
 
 
 @pytest.fixture
-def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
-    it = House(tmp_path_factory.mktemp("fat"))
+def secured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SecuredFleet]:
+    it = SecuredFleet(tmp_path_factory.mktemp("fat"))
     it.admin.status("AdminService/GetStats")
     yield it
     assert it.fleet.master.alive, it.fleet.master.log()[-3000:]
@@ -41,9 +41,9 @@ def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
 
 
 @pytest.fixture
-def grown(house: House) -> Callable[[], int]:
-    before = rss_bytes(house.fleet.master.pid)
-    return lambda: rss_bytes(house.fleet.master.pid) - before
+def grown(secured: SecuredFleet) -> Callable[[], int]:
+    before = rss_bytes(secured.fleet.master.pid)
+    return lambda: rss_bytes(secured.fleet.master.pid) - before
 
 
 def _burst(peer: Peer, path: str, calls: int, *, tiny: bool) -> None:
@@ -55,8 +55,8 @@ def _burst(peer: Peer, path: str, calls: int, *, tiny: bool) -> None:
 
 @pytest.mark.parametrize("tiny", [False, True])
 @pytest.mark.parametrize("path", [SUBMIT, HEALTH, "/no.such.Service/Method"])
-def test_fat_headers_are_rejected(house: House, grown: Callable[[], int], path: str, tiny: bool) -> None:
-    with Peer(house.fleet.address) as peer:
+def test_large_headers_are_rejected(secured: SecuredFleet, grown: Callable[[], int], path: str, tiny: bool) -> None:
+    with Peer(secured.fleet.address) as peer:
         peer.call(path, announced(0))
         drive([peer], 0.5, grown)  # the settings are acknowledged
         _burst(peer, path, 400, tiny=tiny)
@@ -64,23 +64,23 @@ def test_fat_headers_are_rejected(house: House, grown: Callable[[], int], path: 
         assert len(peer.ended) >= 400
 
 
-def test_fat_headers_before_the_settings_are_acknowledged_take_a_bounded_part(
-    house: House, grown: Callable[[], int]
+def test_large_headers_before_the_settings_are_acknowledged_are_bounded(
+    secured: SecuredFleet, grown: Callable[[], int]
 ) -> None:
     peaks = []
     for _ in range(3):
         with contextlib.ExitStack() as stack:
-            peers = [stack.enter_context(Peer(house.fleet.address, acknowledges=False)) for _ in range(2)]
+            peers = [stack.enter_context(Peer(secured.fleet.address, acknowledges=False)) for _ in range(2)]
             for peer in peers:
                 _burst(peer, SUBMIT, 1000, tiny=False)
             peaks.append(drive(peers, 4, grown))
     assert max(peaks) < UNACKNOWLEDGED_MAX, [peak // MIB for peak in peaks]
 
 
-def test_health_calls_that_stay_open_hold_no_fat_headers(house: House, grown: Callable[[], int]) -> None:
+def test_open_health_calls_hold_no_large_headers(secured: SecuredFleet, grown: Callable[[], int]) -> None:
     with contextlib.ExitStack() as stack:
         for _ in range(8):
-            peer = stack.enter_context(Peer(house.fleet.address, window=0))
+            peer = stack.enter_context(Peer(secured.fleet.address, window=0))
             peer.call(HEALTH, announced(0))
             drive([peer], 0.2, grown)
             for _ in range(15):
@@ -113,8 +113,10 @@ def _request(name: str) -> object:
 
 
 @pytest.mark.parametrize("name", ["Get", "List", "Cancel", "Submit", "Run", "Run ids", "Session"])
-def test_a_rejected_call_keeps_no_request(house: House, name: str) -> None:
-    caller: Caller = house.as_role("worker" if name == "Session" else "submit", queues=["night"] * (name != "Session"))
+def test_a_rejected_call_keeps_no_request(secured: SecuredFleet, name: str) -> None:
+    caller: Caller = secured.as_role(
+        "worker" if name == "Session" else "submit", queues=["night"] * (name != "Session")
+    )
     request, method = _request(name), name.removesuffix(" ids")
     service = "WorkerService" if name == "Session" else "TaskService"
     assert f"{service}/{method}" in METHODS
@@ -122,6 +124,6 @@ def test_a_rejected_call_keeps_no_request(house: House, name: str) -> None:
     for number in range(CALLS + 2):
         caller.status(f"{service}/{method}", request)
         if number == 1:
-            grown = rss_bytes(house.fleet.master.pid)
+            grown = rss_bytes(secured.fleet.master.pid)
     time.sleep(0.5)
-    assert rss_bytes(house.fleet.master.pid) - grown < 4 * LARGE
+    assert rss_bytes(secured.fleet.master.pid) - grown < 4 * LARGE

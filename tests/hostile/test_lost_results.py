@@ -1,4 +1,4 @@
-"""The rule for results, for a few seeds; `python -m tests.mutations` breaks it on purpose."""
+"""Missing results, with a few seeds; `python -m tests.mutations` breaks the rule on purpose."""
 
 import pytest
 
@@ -6,5 +6,5 @@ from tests.hostile import lost_results
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_a_result_that_is_not_there_is_never_delivered_as_a_value(seed: int) -> None:
+def test_a_missing_result_is_never_delivered_as_a_value(seed: int) -> None:
     lost_results.check(seed)

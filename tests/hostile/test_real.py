@@ -1,23 +1,23 @@
-"""A short siege of real daemons. The long one: `python -m tests.hostile`."""
+"""A short run against real daemons. The long run: `python -m tests.hostile`."""
 
 from pathlib import Path
 
 from multigpu.v1 import task_pb2
 
-from tests.hostile.real_doors import besieged, mad_master
+from tests.hostile.real_targets import hostile_fleet, random_master
 
 
-def test_real_daemons_stand_a_siege(tmp_path: Path) -> None:
-    with besieged(tmp_path, seed=1) as siege:
-        siege.batch(300)
-        assert mad_master(siege.fleet, 40, seed=1) >= 40
-        siege.well()
+def test_real_daemons_with_hostile_callers(tmp_path: Path) -> None:
+    with hostile_fleet(tmp_path, seed=1) as callers:
+        callers.batch(300)
+        assert random_master(callers.fleet, 40, seed=1) >= 40
+        callers.check()
 
 
-def test_an_engine_that_babbles_is_ended_and_told(tmp_path: Path) -> None:
-    """A handler writes to its engine's socket: its task fails, in words, and the next one is served."""
-    with besieged(tmp_path, seed=1) as siege:
-        fleet = siege.fleet
+def test_an_engine_that_writes_to_its_socket_is_ended(tmp_path: Path) -> None:
+    """A handler writes to its engine's socket: its task fails with an explanation, and the next one succeeds."""
+    with hostile_fleet(tmp_path, seed=1) as callers:
+        fleet = callers.fleet
         (task_id,) = fleet.submit("babble", b"hello agent, I am no frame\n" * 3, attempts_max=2)
         outcome = fleet.outcome(task_id, wait_s=30)
         assert outcome.state == task_pb2.OUTCOME_STATE_DEAD_LETTERED

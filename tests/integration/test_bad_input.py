@@ -1,4 +1,4 @@
-"""What is wrong is rejected with the right status and a remedy, at once, and costs nobody else anything."""
+"""Invalid input is rejected at once with a status and a remedy, without effect on other callers."""
 
 import time
 from collections.abc import Iterator
@@ -27,7 +27,7 @@ INVALID_ARGUMENT, DEADLINE_EXCEEDED, RESOURCE_EXHAUSTED, FAILED_PRECONDITION = 3
 
 @pytest.fixture(autouse=True)
 def _nothing_is_kept_of_it(fleet: Fleet) -> Iterator[None]:
-    """After each of these tests the master still works, and holds nothing."""
+    """After each test the master works and holds no task."""
     yield
     (task_id,) = fleet.submit("echo", b"still there")
     assert fleet.outcome(task_id).result == b"still there"
@@ -40,7 +40,7 @@ def _nothing_is_kept_of_it(fleet: Fleet) -> Iterator[None]:
 
 
 def rejection(fleet: Fleet, payload: bytes = b"x", **spec: Any) -> Any:
-    """Why the master does not take a task, by Submit; by Run it must say the same."""
+    """The rejection of a task by Submit. Run must give the same."""
     kind = spec.pop("kind", "echo")
     (result,) = fleet.submit_raw(kind, payload, request_ids=["bad"], **spec).results
     assert result.WhichOneof("answer") == "rejection", result
@@ -71,7 +71,7 @@ def rejection(fleet: Fleet, payload: bytes = b"x", **spec: Any) -> Any:
         ({"payload": bytes((1 << 20) + 1)}, "payload_bytes_max"),
     ],
 )
-def test_a_task_that_makes_no_sense(fleet: Fleet, spec: dict[str, Any], words: str) -> None:
+def test_an_invalid_task_is_rejected(fleet: Fleet, spec: dict[str, Any], words: str) -> None:
     answer = rejection(fleet, **spec)
     assert answer.code == INVALID_ARGUMENT
     assert words in answer.message
@@ -100,16 +100,14 @@ def test_a_deadline_in_the_past(fleet: Fleet) -> None:
         ({"required_device_memory_bytes": 1 << 60}, "bytes of device memory"),
     ],
 )
-def test_a_task_that_no_worker_could_ever_take_is_rejected_at_once(
-    fleet: Fleet, spec: dict[str, Any], words: str
-) -> None:
+def test_a_task_that_no_worker_can_run_is_rejected(fleet: Fleet, spec: dict[str, Any], words: str) -> None:
     answer = rejection(fleet, **spec)
     assert answer.code == FAILED_PRECONDITION
     assert words in answer.message
     assert "wait_for_worker" in answer.message
 
 
-def test_or_waits_for_such_a_worker_if_told_to(fleet: Fleet) -> None:
+def test_wait_for_worker_accepts_a_task_that_no_worker_can_run(fleet: Fleet) -> None:
     (task_id,) = fleet.submit("echo", b"to the moon", required_labels={"site": "moon"}, wait_for_worker=True)
     assert fleet.get(task_id, 0.2).state == task_pb2.TASK_STATE_QUEUED
     told = fleet.admin.Explain(admin_pb.ExplainRequest(task_id=task_id), timeout=30)
@@ -131,14 +129,14 @@ def test_too_many_tasks_in_one_submit(fleet: Fleet) -> None:
         fleet.submit_raw("echo", *(b"" for _ in range(101)))
 
 
-def test_a_message_over_the_limit_of_all_messages(fleet: Fleet) -> None:
+def test_a_message_beyond_the_size_limit(fleet: Fleet) -> None:
     with grpc.insecure_channel(fleet.address, options=[("grpc.max_send_message_length", -1)]) as channel:
         submit = channel.unary_unary("/multigpu.v1.TaskService/Submit")
         with rejected(grpc.StatusCode.RESOURCE_EXHAUSTED):
             submit(bytes(65 << 20), timeout=20)
 
 
-def test_a_good_task_beside_bad_ones_is_taken(fleet: Fleet) -> None:
+def test_a_valid_task_beside_invalid_ones_is_accepted(fleet: Fleet) -> None:
     batches = [
         task_pb2.TaskBatch(
             spec=task_pb2.TaskSpec(kind="echo", priority=priority), inputs=[task_pb2.TaskInput(payload=b"x")]
@@ -150,7 +148,7 @@ def test_a_good_task_beside_bad_ones_is_taken(fleet: Fleet) -> None:
     assert fleet.outcome(answer.results[1].task_id).result == b"x"
 
 
-def test_a_request_id_with_a_nul_is_told_so(fleet: Fleet) -> None:
+def test_a_request_id_with_a_nul_is_rejected(fleet: Fleet) -> None:
     (rejected,) = fleet.submit_raw("echo", b"x", request_ids=["a\0b"]).results
     assert "no NUL" in rejected.rejection.message
     assert "too long" not in rejected.rejection.message
@@ -170,7 +168,7 @@ NOT_OURS = b"GET / HTTP/1.1\r\n\r\n"
 
 @pytest.mark.parametrize("data", [NOT_UTF8, NOT_OURS])
 @pytest.mark.parametrize("method", ["TaskService/Submit", "TaskService/Run", "WorkerService/Session"])
-def test_bytes_that_are_no_message_of_ours(fleet: Fleet, method: str, data: bytes) -> None:
+def test_bytes_that_are_no_message(fleet: Fleet, method: str, data: bytes) -> None:
     with rejected(grpc.StatusCode.INVALID_ARGUMENT, "not a multigpu.v1.", "UTF-8"):
         if method.endswith("Submit"):
             fleet.channel.unary_unary(f"/multigpu.v1.{method}")(data, timeout=30)
@@ -217,7 +215,7 @@ def hello(**fields: Any) -> worker_pb.SessionRequest:
         (worker_pb.SessionRequest(), grpc.StatusCode.FAILED_PRECONDITION, ("must carry hello",)),
     ],
 )
-def test_a_worker_that_does_not_fit(
+def test_an_invalid_hello_is_rejected(
     fleet: Fleet, frame: worker_pb.SessionRequest, code: grpc.StatusCode, words: tuple[str, ...]
 ) -> None:
     with rejected(code, *words):
@@ -225,7 +223,7 @@ def test_a_worker_that_does_not_fit(
     assert {w.worker_id for w in fleet.list_workers()} == {"w0"}
 
 
-def test_reports_of_leases_that_never_were_are_counted_and_dropped(fleet: Fleet) -> None:
+def test_reports_of_unknown_leases_are_counted(fleet: Fleet) -> None:
     before = fleet.stats().stale_reports
     failed = worker_pb.Report(lease_id=5, state=worker_pb.REPORT_STATE_FAILED)
     reports = worker_pb.ReportBatch(succeeded_lease_ids=[1, 2, 3, 4], results=[b"a", b"b"], reports=[failed])
@@ -254,8 +252,8 @@ def test_a_silent_worker_is_lost_and_its_task_runs_elsewhere(fleet: Fleet) -> No
     fleet.admin.ForgetWorker(admin_pb.ForgetWorkerRequest(worker_id="silent"), timeout=30)
 
 
-def test_a_worker_that_comes_back_too_late_is_not_heard(fleet: Fleet, tmp_path: Path) -> None:
-    """It was silent, its task went to another, and now it says that it is done."""
+def test_the_report_of_a_lost_lease_is_ignored(fleet: Fleet, tmp_path: Path) -> None:
+    """The worker was silent, and its task went to another worker, before it reports success."""
     gate = tmp_path / "gate"
     late = {"worker_id": "late", "capabilities": [worker_pb.Capability(kind="trial.gate")], "window_tasks": 5}
     fleet.admin.CordonWorker(admin_pb.CordonWorkerRequest(worker_id="w0"), timeout=30)
@@ -291,10 +289,10 @@ def test_a_worker_that_comes_back_too_late_is_not_heard(fleet: Fleet, tmp_path: 
     fleet.admin.ForgetWorker(admin_pb.ForgetWorkerRequest(worker_id="late"), timeout=30)
 
 
-# --- clients that don't read -----------------------------------------------------------------------------------------
+# --- clients that do not read -----------------------------------------------------------------------------------------
 
 
-def test_a_client_that_never_reads_is_cut_off_and_loses_nothing(fleet: Fleet) -> None:
+def test_a_stream_that_is_never_read_ends_and_loses_no_outcome(fleet: Fleet) -> None:
     payload = bytes(256 << 10)
     names = [f"unread-{n}" for n in range(120)]  # 30 MiB of outcomes
     succeeded = fleet.stats().succeeded

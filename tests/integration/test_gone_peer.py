@@ -1,4 +1,4 @@
-"""A peer that is gone when we want to tell it something is nobody's fault: no error is logged, the server goes on."""
+"""A write to a peer that is gone logs no error, and the server goes on."""
 
 import asyncio
 from typing import Any
@@ -12,7 +12,7 @@ SESSION = "/multigpu.v1.WorkerService/Session"
 
 
 class Late:
-    """A WorkerService that says why it ends the session only when the worker is gone."""
+    """A WorkerService that writes to the worker, or ends the session, only when the worker is gone."""
 
     def __init__(self, *, write: bool) -> None:
         self.tried = asyncio.Event()
@@ -38,7 +38,7 @@ class Late:
 
 
 async def serve_and_vanish(*, write: bool, caplog: Any) -> list[Any]:
-    """Whatever was logged while a client came, went, and was spoken to all the same."""
+    """The log lines about a client that disconnects before the write."""
     servicer = Late(write=write)
     server = grpc.aio.server()
     add_service(server, worker_service_pb2.DESCRIPTOR.services_by_name["WorkerService"], servicer)
@@ -56,7 +56,7 @@ async def serve_and_vanish(*, write: bool, caplog: Any) -> list[Any]:
             again.cancel()
         await asyncio.sleep(0.1)
     await server.stop(0)
-    # gRPC's poller also speaks of the event loops of earlier tests, which are closed: that is not ours.
+    # gRPC's poller also logs errors about closed event loops of earlier tests.
     errors = [r for r in caplog.records if r.levelname == "ERROR" and "PollerCompletionQueue" not in r.getMessage()]
     return [*logs, *errors]
 

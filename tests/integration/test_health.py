@@ -71,7 +71,7 @@ def test_who_is_sick_gets_nothing_is_shown_and_returns_by_itself(
     (slow,) = fleet.submit("sleep", b"2")
     candidates = fleet.admin.Explain(admin_pb.ExplainRequest(task_id=slow), timeout=20).candidates
     (why,) = next(c for c in candidates if c.worker_id == "w0").excluded_by
-    assert why.startswith("quarantined: the driver wants a reset")
+    assert why.startswith("quarantined: the driver requires a GPU reset")
     # The operator's word stands, whatever health does.
     fleet.admin.CordonWorker(admin_pb.CordonWorkerRequest(worker_id="w0", reason="fan"), timeout=20)
     gpus.recovery_action(0, 0)

@@ -1,4 +1,4 @@
-"""What the master's log says of its workers: who was lost, why and with how many leases, and whose device fell sick."""
+"""The master's log lines about workers: lost, stopped and joined, and their devices' quarantine."""
 
 import signal
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ def fleet(tmp_path: Path) -> Iterator[Fleet]:
 
 
 def event(fleet: Fleet, name: str, count: int = 1) -> dict[str, Any]:
-    """The last of `count` such lines of the master's log."""
+    """The last of `count` lines with this event."""
     until(lambda: len(fleet.master.events(name)) == count, what=f"{name!r} in the master's log")
     return fleet.master.events(name)[-1]
 
@@ -29,7 +29,7 @@ def hold_leases(fleet: Fleet, count: int) -> None:
     until(lambda: fleet.stats().leased == count, what="the leases")
 
 
-def test_a_worker_that_was_killed_is_a_warning_with_its_leases(fleet: Fleet) -> None:
+def test_a_killed_worker_is_logged_with_its_leases(fleet: Fleet) -> None:
     hold_leases(fleet, 2)
     fleet.workers["w0"].kill()
     told = event(fleet, "worker lost")
@@ -37,7 +37,7 @@ def test_a_worker_that_was_killed_is_a_warning_with_its_leases(fleet: Fleet) -> 
     assert told["reason"] == "its stream ended"
 
 
-def test_a_silent_worker_is_a_warning_with_the_reason(fleet: Fleet) -> None:
+def test_a_silent_worker_is_logged_with_the_reason(fleet: Fleet) -> None:
     hold_leases(fleet, 1)
     fleet.workers["w0"].signal(signal.SIGSTOP)
     told = event(fleet, "worker lost")
@@ -45,7 +45,7 @@ def test_a_silent_worker_is_a_warning_with_the_reason(fleet: Fleet) -> None:
     assert "nothing heard for" in told["reason"]
 
 
-def test_a_worker_that_stops_and_a_master_that_stops_are_no_warning(fleet: Fleet) -> None:
+def test_a_stop_of_worker_or_master_is_no_warning(fleet: Fleet) -> None:
     fleet.workers["w0"].stop()
     assert event(fleet, "worker stopped")["level"] == "info"
     fleet.start_worker("w0")
@@ -55,8 +55,8 @@ def test_a_worker_that_stops_and_a_master_that_stops_are_no_warning(fleet: Fleet
     assert not fleet.master.events("worker lost")
 
 
-def test_who_joins_again_is_said_to_hold_what_it_holds(fleet: Fleet) -> None:
-    """It was what its hello lists: also each lease that it had reported to the last master."""
+def test_a_reconnected_worker_is_logged_with_its_held_leases(fleet: Fleet) -> None:
+    """Not with every lease in its hello, which also lists leases reported to the last master."""
 
     def recorded() -> int:
         return int(fleet.tasks.Count(task_service_pb2.CountRequest(), timeout=20).succeeded)
@@ -72,7 +72,7 @@ def test_who_joins_again_is_said_to_hold_what_it_holds(fleet: Fleet) -> None:
     assert event(fleet, "worker joined")["leases"] == 1
 
 
-def test_a_device_that_is_quarantined_and_comes_back_is_in_the_log(tmp_path: Path) -> None:
+def test_quarantine_and_return_are_logged(tmp_path: Path) -> None:
     gpus = SimulatedGpus(tmp_path / "gpus", 2)
     with Fleet(tmp_path / "fleet", workers=0, env=gpus.env()) as fleet:
         for i in range(2):
@@ -81,7 +81,7 @@ def test_a_device_that_is_quarantined_and_comes_back_is_in_the_log(tmp_path: Pat
         gpus.lose(0)
         told = event(fleet, "device quarantined")
         assert told.items() >= {"level": "warning", "worker_id": "w0"}.items()
-        # Whichever the driver tells first.
+        # The order depends on the driver.
         assert told["reason"].startswith(("xid_79: ", "gpu_is_lost: "))
         gpus.return_(0, reset=True)
         told = event(fleet, "device back from quarantine")
@@ -89,7 +89,7 @@ def test_a_device_that_is_quarantined_and_comes_back_is_in_the_log(tmp_path: Pat
         assert told["reason"]
 
 
-def test_a_new_master_waits_for_the_workers_word_on_a_device_that_was_quarantined_before_it(tmp_path: Path) -> None:
+def test_an_earlier_quarantine_is_logged_once_the_worker_reports_its_health(tmp_path: Path) -> None:
     gpus = SimulatedGpus(tmp_path / "gpus", 2)
     with Fleet(tmp_path / "fleet", workers=0, env=gpus.env()) as fleet:
         for i in range(2):

@@ -1,4 +1,4 @@
-"""The operator's door, health and reflection: what operators say is done, is told, and is kept."""
+"""AdminService, health and reflection."""
 
 import contextlib
 import threading
@@ -25,7 +25,7 @@ SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.Health
 
 @pytest.fixture(autouse=True)
 def _as_it_was(fleet: Fleet) -> Iterator[None]:
-    """Every test finds, and leaves, two free workers."""
+    """Every test begins and ends with two free workers."""
     yield
     for worker in fleet.list_workers():
         fleet.admin.UncordonWorker(admin_pb.UncordonWorkerRequest(worker_id=worker.worker_id), timeout=30)
@@ -44,7 +44,7 @@ def drain(fleet: Fleet, name: str, timeout_s: float | None = None) -> Any:
 
 
 def gated(fleet: Fleet, gate: Path, name: str) -> int:
-    """A task that runs, on that worker, until the gate is there."""
+    """A task that runs on that worker until the gate file exists."""
     (other,) = {"w0", "w1"} - {name}
     cordon(fleet, other)
     (task_id,) = fleet.submit("trial.gate", str(gate).encode())
@@ -56,7 +56,7 @@ def gated(fleet: Fleet, gate: Path, name: str) -> int:
 # --- workers ---------------------------------------------------------------------------------------------------------
 
 
-def test_workers_are_told_with_what_they_are_and_do(fleet: Fleet, tmp_path: Path) -> None:
+def test_workers_are_listed(fleet: Fleet, tmp_path: Path) -> None:
     task_id = gated(fleet, tmp_path / "gate", "w0")
     until(lambda: fleet.worker("w0").telemetry.HasField("memory_used_bytes"))
     worker = fleet.worker("w0")
@@ -82,7 +82,7 @@ def test_a_page_of_workers(fleet: Fleet) -> None:
     assert not second.next_page_token
 
 
-def test_a_cordoned_worker_gets_nothing_new_and_finishes_what_it_has(fleet: Fleet, tmp_path: Path) -> None:
+def test_a_cordoned_worker_gets_no_lease_and_finishes_its_own(fleet: Fleet, tmp_path: Path) -> None:
     task_id = gated(fleet, tmp_path / "gate", "w0")
     assert cordon(fleet, "w0").cordoned
     assert cordon(fleet, "w0").cordoned
@@ -105,7 +105,7 @@ def test_a_drain_never_interrupts_before_its_deadline(fleet: Fleet, tmp_path: Pa
     while time.monotonic() - began < 1.0:
         assert fleet.get(task_id).lease_id == lease_id
         time.sleep(0.05)
-    # Past it the lease is taken back, uncharged, and goes elsewhere.
+    # At the deadline the lease is revoked, uncharged, and goes to another worker.
     until(lambda: fleet.get(task_id).worker_id == "w1")
     assert time.monotonic() - began > 1.4
     gate.touch()
@@ -122,7 +122,7 @@ def test_a_drain_without_a_deadline_waits(fleet: Fleet, tmp_path: Path) -> None:
     assert fleet.outcome(task_id).worker_id == "w0"
 
 
-def test_a_drain_can_be_called_off(fleet: Fleet, tmp_path: Path) -> None:
+def test_a_drain_can_be_cancelled(fleet: Fleet, tmp_path: Path) -> None:
     gate = tmp_path / "gate"
     task_id = gated(fleet, gate, "w0")
     drain(fleet, "w0", 0.4)
@@ -133,7 +133,7 @@ def test_a_drain_can_be_called_off(fleet: Fleet, tmp_path: Path) -> None:
     assert fleet.outcome(task_id).attempts == 1
 
 
-def test_a_worker_that_is_connected_or_unknown_is_not_forgotten(fleet: Fleet) -> None:
+def test_a_connected_or_unknown_worker_cannot_be_forgotten(fleet: Fleet) -> None:
     with rejected(grpc.StatusCode.FAILED_PRECONDITION, "connected", "stop its daemon"):
         fleet.admin.ForgetWorker(admin_pb.ForgetWorkerRequest(worker_id="w0"), timeout=30)
     calls = [
@@ -147,7 +147,7 @@ def test_a_worker_that_is_connected_or_unknown_is_not_forgotten(fleet: Fleet) ->
             call(request(worker_id="w9"), timeout=30)
 
 
-def test_workers_are_watched_as_they_change_come_and_go(fleet: Fleet) -> None:
+def test_watch_workers(fleet: Fleet) -> None:
     watch = fleet.admin.WatchWorkers(admin_pb.WatchWorkersRequest(), timeout=30)
     assert {w.worker_id for w in next(watch).workers} == {"w0", "w1"}
     seen: list[tuple[str, int, bool]] = []
@@ -178,7 +178,7 @@ def test_workers_are_watched_as_they_change_come_and_go(fleet: Fleet) -> None:
 # --- strategies ------------------------------------------------------------------------------------------------------
 
 
-def test_a_strategy_is_set_by_name_or_alias_for_the_fleet_or_a_queue(fleet: Fleet) -> None:
+def test_set_strategy_by_name_or_alias(fleet: Fleet) -> None:
     def get(queue: str = "") -> Any:
         return fleet.admin.GetStrategy(admin_pb.GetStrategyRequest(queue=queue), timeout=30)
 
@@ -231,7 +231,7 @@ def queue_of(fleet: Fleet, name: str) -> Any:
     return next(q for q in queues if q.queue == name)
 
 
-def test_a_paused_queue_takes_tasks_and_keeps_them(fleet: Fleet) -> None:
+def test_a_paused_queue_accepts_and_keeps_tasks(fleet: Fleet) -> None:
     assert fleet.admin.PauseQueue(admin_pb.PauseQueueRequest(queue="paused"), timeout=30).queue.paused
     ids = fleet.submit("echo", b"abc", b"de", queue="paused")
     (other,) = fleet.submit("echo", b"x", queue="not paused")
@@ -252,9 +252,7 @@ def test_a_paused_queue_takes_tasks_and_keeps_them(fleet: Fleet) -> None:
     ("limits", "payload"),
     [(admin_pb.QueueLimits(tasks_max=3), b"x"), (admin_pb.QueueLimits(bytes_max=3000), bytes(1000))],
 )
-def test_past_its_limits_a_queue_rejects_with_a_retry_delay(
-    fleet: Fleet, limits: admin_pb.QueueLimits, payload: bytes
-) -> None:
+def test_a_full_queue_rejects_with_a_retry_delay(fleet: Fleet, limits: admin_pb.QueueLimits, payload: bytes) -> None:
     name = f"limited to {limits.tasks_max or limits.bytes_max}"
     fleet.admin.SetQueueLimits(admin_pb.SetQueueLimitsRequest(queue=name, limits=limits), timeout=30)
     fleet.admin.PauseQueue(admin_pb.PauseQueueRequest(queue=name), timeout=30)
@@ -269,10 +267,10 @@ def test_past_its_limits_a_queue_rejects_with_a_retry_delay(
     fleet.submit("echo", payload, queue=name)
 
 
-# --- looking ---------------------------------------------------------------------------------------------------------
+# --- statistics and reflection ----------------------------------------------------------------------------------------
 
 
-def test_explain_says_where_a_task_is_and_why(fleet: Fleet, tmp_path: Path) -> None:
+def test_explain(fleet: Fleet, tmp_path: Path) -> None:
     def explain(task_id: int) -> Any:
         return fleet.admin.Explain(admin_pb.ExplainRequest(task_id=task_id), timeout=30)
 
@@ -325,7 +323,7 @@ def test_health_has_a_name_for_the_master_and_one_for_each_worker(fleet: Fleet) 
     watch = fleet.health.Watch(health_pb2.HealthCheckRequest(service="worker/w1"), timeout=20)
 
     def read() -> None:
-        with contextlib.suppress(grpc.RpcError):  # it ends with our cancel
+        with contextlib.suppress(grpc.RpcError):  # it ends when this test cancels it
             for answer in watch:
                 states.append(answer.status)
 

@@ -1,5 +1,5 @@
-"""What a simulated device says of itself is what operators read, whichever way they look: AdminService, Prometheus,
-OTLP, the stats file. What it doesn't say is nowhere. What tasks take of its energy is in their outcomes.
+"""A simulated device's values appear in AdminService, Prometheus, OTLP and the stats file, and missing ones nowhere.
+The energy of tasks is in their outcomes.
 """
 
 import itertools
@@ -23,7 +23,7 @@ from tests.client.otlp_collector import Collector, attributes
 from tests.fakes.gpus import SimulatedGpus
 from tests.fleet import Fleet, until
 
-# What the driver is told to say of cuda:1, in the contract's fields.
+# Values of the simulated cuda:1, by fields of the protocol.
 TOLD = {
     "memory_used_bytes": 9 << 30,
     "utilization": 0.63,
@@ -53,7 +53,7 @@ def gpus(tmp_path_factory: pytest.TempPathFactory) -> SimulatedGpus:
 
 
 def tell(gpus: SimulatedGpus) -> None:
-    """TOLD, by the driver's own units."""
+    """TOLD in the driver's units."""
     gpus.process(1, os.getpid(), 5 << 30, mps=True)
     gpus.use_memory(1, 4 << 30)
     gpus.use(1, 0.63, 0.21)
@@ -116,7 +116,7 @@ def scrape(port: int) -> str:
 
 
 def samples(text: str, worker_id: str) -> dict[str, dict[tuple[tuple[str, str], ...], float]]:
-    """By name, then by the labels that are not those of every device."""
+    """By name, then by the labels that differ between samples of a device."""
     found: dict[str, dict[tuple[tuple[str, str], ...], float]] = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
@@ -131,7 +131,7 @@ def last_line(path: Path, worker_id: str) -> dict[str, Any]:
     return next(line for line in reversed(lines) if line["worker_id"] == worker_id)
 
 
-def test_admin_service_tells_what_the_driver_says(fleet: Fleet, gpus: SimulatedGpus) -> None:
+def test_values_in_admin_service(fleet: Fleet, gpus: SimulatedGpus) -> None:
     worker = fleet.worker("gpu")
     device, telemetry = worker.device, worker.telemetry
     assert device.device_id == gpus.uuid(1)
@@ -149,14 +149,14 @@ def test_admin_service_tells_what_the_driver_says(fleet: Fleet, gpus: SimulatedG
     assert (process.pid, process.memory_used_bytes, process.mps_client) == (os.getpid(), 5 << 30, True)
 
 
-def test_mgpuctl_tells_the_same(fleet: Fleet, gpus: SimulatedGpus) -> None:
+def test_values_in_mgpuctl(fleet: Fleet, gpus: SimulatedGpus) -> None:
     (worker,) = [w for w in json.loads(mgpuctl(fleet, "gpus", "--json")) if w["worker_id"] == "gpu"]
     assert worker["device"]["device_id"] == gpus.uuid(1)
     for field, value in TOLD.items():
         assert float(worker["telemetry"][field]) == pytest.approx(value), field
 
 
-def test_prometheus_tells_the_same(fleet: Fleet, metrics_port: int) -> None:
+def test_values_in_prometheus(fleet: Fleet, metrics_port: int) -> None:
     def complete() -> dict[str, dict[tuple[tuple[str, str], ...], float]] | None:
         found = samples(scrape(metrics_port), "gpu")
         return found if "mgpu_device_temperature_celsius" in found else None
@@ -182,14 +182,14 @@ def test_prometheus_tells_the_same(fleet: Fleet, metrics_port: int) -> None:
     (info,) = found["mgpu_device_info"]
     assert dict(info)["product"] == "Simulated H200"
     assert dict(info)["simulated"] == "true"
-    # What a processor hasn't got has no sample, and what it has is its.
+    # A processor has samples only of values that it has.
     cpu = samples(scrape(metrics_port), "cpu")
     assert cpu["mgpu_device_memory_total_bytes"][()] == fleet.worker("cpu").telemetry.memory_total_bytes
     assert "mgpu_device_temperature_celsius" not in cpu
     assert "mgpu_device_nvlinks_active" not in cpu
 
 
-def test_promtool_finds_nothing_wrong(fleet: Fleet, metrics_port: int) -> None:
+def test_promtool_accepts_the_metrics(fleet: Fleet, metrics_port: int) -> None:
     promtool = shutil.which("promtool")
     if promtool is None:
         pytest.skip("promtool is not installed: it comes with Prometheus")
@@ -199,7 +199,7 @@ def test_promtool_finds_nothing_wrong(fleet: Fleet, metrics_port: int) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
-def test_the_stats_file_tells_the_same(fleet: Fleet, gpus: SimulatedGpus, stats_path: Path) -> None:
+def test_values_in_the_stats_file(fleet: Fleet, gpus: SimulatedGpus, stats_path: Path) -> None:
     until(lambda: stats_path.exists() and '"gpu"' in (t := stats_path.read_text()) and '"cpu"' in t, what="two lines")
     line = last_line(stats_path, "gpu")
     assert line["device"]["device_id"] == gpus.uuid(1)
@@ -214,7 +214,7 @@ def test_the_stats_file_tells_the_same(fleet: Fleet, gpus: SimulatedGpus, stats_
     }  # fmt: skip
 
 
-def test_otlp_tells_the_same_by_opentelemetrys_names(fleet: Fleet, gpus: SimulatedGpus, collector: Collector) -> None:
+def test_values_in_otlp(fleet: Fleet, gpus: SimulatedGpus, collector: Collector) -> None:
     def arrived() -> dict[str, Any] | None:
         found: dict[str, Any] = {}
         for _, metric in collector.metrics_by_service():
@@ -226,7 +226,7 @@ def test_otlp_tells_the_same_by_opentelemetrys_names(fleet: Fleet, gpus: Simulat
     metrics = until(arrived, 30.0, "an export with the device's temperature")
 
     def value(name: str, **wanted: str) -> float:
-        """Of our device, and with these attributes."""
+        """The value of this device with these attributes."""
         wanted = {"hw.id": gpus.uuid(1)} | {k.replace("__", "."): v for k, v in wanted.items()}
         metric = metrics[name]
         points = (metric.gauge if metric.HasField("gauge") else metric.sum).data_points
@@ -249,7 +249,7 @@ def test_otlp_tells_the_same_by_opentelemetrys_names(fleet: Fleet, gpus: Simulat
     assert not metrics["hw.gpu.memory.usage"].sum.is_monotonic
 
 
-def test_a_driver_that_doesnt_answer_stops_no_heartbeat(fleet: Fleet, gpus: SimulatedGpus) -> None:
+def test_heartbeats_continue_without_an_answer_of_the_driver(fleet: Fleet, gpus: SimulatedGpus) -> None:
     gpus.hang(1)
     try:
         before = until(lambda: _quiet(fleet), what="a sample that grows old")
@@ -265,13 +265,13 @@ def test_a_driver_that_doesnt_answer_stops_no_heartbeat(fleet: Fleet, gpus: Simu
 
 
 def _quiet(fleet: Fleet) -> Any:
-    """The worker, once its last sample is a second older than its last heartbeat."""
+    """The worker, once its last sample is one second older than its last heartbeat."""
     worker = fleet.worker("gpu")
     age_ns = worker.last_heartbeat_time.ToNanoseconds() - worker.telemetry.sample_time.ToNanoseconds()
     return worker if age_ns > 10**9 else None
 
 
-def test_a_device_that_is_lost_tells_nothing_until_it_is_back(fleet: Fleet, gpus: SimulatedGpus) -> None:
+def test_a_lost_device_has_no_values(fleet: Fleet, gpus: SimulatedGpus) -> None:
     def telemetry() -> Any:
         return fleet.worker("gpu").telemetry
 
@@ -284,8 +284,7 @@ def test_a_device_that_is_lost_tells_nothing_until_it_is_back(fleet: Fleet, gpus
     until(lambda: telemetry().HasField("temperature_celsius"), what="telemetry of a device that is back")
 
 
-def test_a_lost_workers_device_has_no_figures_and_no_health(gpus: SimulatedGpus, tmp_path: Path) -> None:
-    """It stayed healthy in /metrics and `mgpuctl workers`, and its watts stayed in the sum of `mgpuctl gpus`."""
+def test_a_lost_workers_device_has_no_values(gpus: SimulatedGpus, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = int(free.getsockname()[1])
     gpus.power(0, 300.0)
@@ -320,13 +319,13 @@ def mgpuctl(fleet: Fleet, *argv: str) -> str:
 
 
 def span(outcome: Any) -> tuple[float, float]:
-    """When it ran, in seconds since 1970: on a busy host that is longer than it was asked to."""
+    """When it ran, in seconds since 1970: longer than requested on a busy host."""
     stages = outcome.stages
     return stages.start_time.ToNanoseconds() / 1e9, stages.finish_time.ToNanoseconds() / 1e9
 
 
 def shared_joules(outcome: Any, outcomes: list[Any], watts: float) -> float:
-    """Its equal part of a constant power for as long as it ran, by the spans of all."""
+    """Its equal share of a constant power while it ran, from the spans of all tasks."""
     spans = [span(o) for o in outcomes]
     edges = sorted({t for s in spans for t in s})
     start_s, finish_s = span(outcome)
@@ -337,7 +336,7 @@ def shared_joules(outcome: Any, outcomes: list[Any], watts: float) -> float:
     )
 
 
-def test_what_tasks_take_of_the_devices_energy(gpus: SimulatedGpus, tmp_path: Path) -> None:
+def test_energy_of_tasks(gpus: SimulatedGpus, tmp_path: Path) -> None:
     gpus.no_process(0, os.getpid())
     gpus.power(0, 300.0)
     with Fleet(tmp_path, workers=0, env=gpus.env(), handlers=["trial_handlers"]) as fleet:
@@ -346,17 +345,17 @@ def test_what_tasks_take_of_the_devices_energy(gpus: SimulatedGpus, tmp_path: Pa
         with fleet.client() as client:
             outcomes = list(client.map_outcomes("sleep", [b"0.6"] * 8))
         told = [outcome for outcome in outcomes if outcome.energy is not None]
-        assert len(told) >= 4, outcomes  # the first ones may be too early for the counter
+        assert len(told) >= 4, outcomes  # the counter may not have started for the first ones
         for outcome in told:
             assert outcome.energy is not None
             assert outcome.energy.method is multigpu.EnergyMethod.COUNTER
             assert 0.05 < outcome.energy.uncertainty < 1.0
-        # Two ran at one time: each is put down with half of what the device took.
+        # Two ran at the same time: each has half of the energy.
         took = sum(outcome.energy.joules for outcome in told if outcome.energy is not None)
         messages = [outcome.message for outcome in outcomes]
         wanted = sum(shared_joules(outcome.message, messages, 300.0) for outcome in told)
         assert took == pytest.approx(wanted, rel=0.35)
-        # A task that tells of its parts meanwhile is put down with all of its time.
+        # A task with partial outputs has the energy of its whole time.
         streamed = fleet.outcome(fleet.submit("trial.stream", b"x", parameters={"count": "10", "seconds": "0.15"})[0])
         took_s = span(streamed)[1] - streamed.stages.dispatch_time.ToNanoseconds() / 1e9
         assert took_s >= 10 * 0.15
@@ -367,7 +366,7 @@ def test_what_tasks_take_of_the_devices_energy(gpus: SimulatedGpus, tmp_path: Pa
         assert fleet.outcome(kept.task_id).energy == kept.message.energy
 
 
-def test_power_is_sampled_where_there_is_no_counter(gpus: SimulatedGpus, tmp_path: Path) -> None:
+def test_power_is_sampled_without_an_energy_counter(gpus: SimulatedGpus, tmp_path: Path) -> None:
     gpus.power(0, 200.0)
     gpus.fail("nvmlDeviceGetTotalEnergyConsumption", 0)
     try:
@@ -388,8 +387,8 @@ def test_power_is_sampled_where_there_is_no_counter(gpus: SimulatedGpus, tmp_pat
         gpus.mend()
 
 
-def test_processes_that_do_not_work_take_no_part_of_a_tasks_energy(gpus: SimulatedGpus, tmp_path: Path) -> None:
-    """The worker's own engine and an idle engine of another worker used to halve each task's energy."""
+def test_idle_processes_do_not_share_energy(gpus: SimulatedGpus, tmp_path: Path) -> None:
+    """Idle processes do not share a task's energy."""
     gpus.power(0, 300.0)
     with Fleet(tmp_path, workers=0, env=gpus.env(), handlers=["trial_handlers"]) as fleet:
         fleet.start_worker("gpu", "--device", "cuda:0")
@@ -397,7 +396,7 @@ def test_processes_that_do_not_work_take_no_part_of_a_tasks_energy(gpus: Simulat
         (engine,) = fleet.workers["gpu"].children()
 
         def measured(*utilizations: int) -> tuple[float, float]:
-            """Of the tasks' energy by power and time, the share that was told, and the uncertainty, at the most."""
+            """Reported energy as a share of power times time, and the largest uncertainty."""
             for pid, percent in zip((engine, os.getpid()), utilizations, strict=True):
                 gpus.process(0, pid, 1 << 30, mps=True, sm_utilization=percent)
             heard = fleet.worker("gpu").last_heartbeat_time.ToNanoseconds()
@@ -415,6 +414,6 @@ def test_processes_that_do_not_work_take_no_part_of_a_tasks_energy(gpus: Simulat
         share, uncertainty = measured(60, 30)
         assert share == pytest.approx(0.5, rel=0.2)
         assert uncertainty > 1.0
-        # A driver that tells of no client's utilization: any of them may have worked.
+        # Without utilization of clients, each of them may have worked.
         share, _ = measured(0, 0)
         assert share == pytest.approx(0.5, rel=0.2)

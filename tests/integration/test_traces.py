@@ -1,4 +1,4 @@
-"""One trace from the client's submit through master and worker to the result; metrics over both roads."""
+"""Traces from the client's submit to the result; metrics over Prometheus and OTLP."""
 
 import os
 import socket
@@ -81,7 +81,7 @@ def collected(collector: Collector) -> list[tuple[str, Any]]:
     return spans if {service for service, _ in spans} == {"test-client", "mgpu-master", "mgpu-worker"} else []
 
 
-def test_the_masters_metrics_by_both_roads(collector: Collector, traced: Fleet, metrics_port: int) -> None:
+def test_metrics_over_prometheus_and_otlp(collector: Collector, traced: Fleet, metrics_port: int) -> None:
     with traced.client() as client:
         assert list(client.map("echo", [b"x"] * 5)) == [b"x"] * 5
 
@@ -109,7 +109,7 @@ def test_the_masters_metrics_by_both_roads(collector: Collector, traced: Fleet, 
     assert {service for service, _ in collector.metrics_by_service()} == {"mgpu-master"}
 
 
-def test_a_command_that_submits_begins_a_trace(collector: Collector, traced: Fleet) -> None:
+def test_a_submitting_command_begins_a_trace(collector: Collector, traced: Fleet) -> None:
     env = {**os.environ, "MGPU_TELEMETRY_OTLP_ENDPOINT": f"http://127.0.0.1:{collector.port}"}
     env |= {"MGPU_TELEMETRY_TRACE_SAMPLE_RATIO": "1", "MGPU_MASTER": traced.address}
     argv = [sys.executable, "-m", "multigpu.cli", "submit", "--kind", "echo", "--payload", "x", "--wait"]

@@ -6,7 +6,7 @@ import resource
 import shutil
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from multigpu_master.journal.sqlite.segments import LARGE_BYTES
 from multigpu_master.main import main
 
 from tests.disk.test_log_damage import commits_of, tasks_of, write
-from tests.master.test_journal_full import dead, settle, submit
+from tests.master.journals import dead, settle, submit, until
 
 
 class Running:
@@ -54,13 +54,6 @@ class Running:
         self._end.set()
         self._thread.join()
         self.journal.close(20)
-
-
-def until(true: Callable[[], bool]) -> None:
-    end_s = time.monotonic() + 20
-    while not true():
-        assert time.monotonic() < end_s, "it did not become true"
-        time.sleep(0.01)
 
 
 def test_a_backup_of_a_running_master_holds_what_was_durable_when_it_began(

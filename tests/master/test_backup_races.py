@@ -20,7 +20,7 @@ from multigpu_master.journal.sqlite.backup import backup
 from multigpu_master.journal.sqlite.journal import SqliteJournal
 from multigpu_master.journal.sqlite.segments import LARGE_BYTES
 
-from tests.master.test_journal_full import answered, dead, opened, settle, submit, until
+from tests.master.journals import answered, dead, opened, settle, submit, until
 from tests.master.test_shared_payloads import MIB
 from tests.master.test_shared_payloads import opened as opened_shared
 from tests.master.test_shared_payloads import settle as settle_shared

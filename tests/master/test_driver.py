@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 from multigpu._transport.payloads import LARGE_BYTES, Reference, Writer
 from multigpu.v1 import admin_service_pb2, task_pb2, task_service_pb2
@@ -26,8 +27,8 @@ from multigpu_master.rpc.admin.dead_letters import DeadLetterCalls
 from multigpu_master.rpc.intake import Intake
 from multigpu_master.rpc.task_service import TaskService
 from multigpu_master.strategies.registry import load_strategies
-from multigpu_master.wire import messages as wire
 from multigpu_master.wire import specs as wire_specs
+from multigpu_master.wire import times as wire_times
 
 STREAM_BYTES_MAX = 64 << 20
 
@@ -75,7 +76,9 @@ def leases_of(tasks: list[Task]) -> list[Lease]:
 
 
 async def outcomes(outbox: RunOutbox) -> dict[str, task_pb2.Outcome]:
-    frame = task_service_pb2.RunResponse.FromString((await outbox.next()).serialize())
+    message = await outbox.next()
+    assert message is not None
+    frame = task_service_pb2.RunResponse.FromString(message.serialize())
     return {outcome.request_id: outcome for outcome in frame.outcomes}
 
 
@@ -114,12 +117,10 @@ async def test_a_submit_of_many_specs_waits_for_one_commit(stage: Stage, monkeyp
 
 async def test_partial_outputs_that_nobody_reads_end_their_stream(stage: Stage) -> None:
     tasks = stage.submit(*[f"r{n}" for n in range(6)])
-    ends: list[str] = []
-    stage.outbox.on_abort = lambda error: ends.append(error.code)
     for lease in leases_of(tasks):
         stage.driver.handle(ev.Partials(1, [ev.PartialOutput(lease.lease_id, 0, bytes(15 << 20))]))
         assert stage.outbox.bytes <= STREAM_BYTES_MAX
-    assert ends == ["RESOURCE_EXHAUSTED"]
+    assert stage.outbox.aborted.result().code is grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
 async def test_many_cancellations_are_many_short_events(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,7 +166,7 @@ async def test_get_list_and_count_tell_an_outcome_once_it_is_on_the_disk(stage: 
     (task,) = stage.submit("ended")
     await stage.durable()
     waiting = asyncio.create_task(
-        service.Get(task_service_pb2.GetRequest(task_id=task.task_id, wait=wire.duration(20)), None)
+        service.Get(task_service_pb2.GetRequest(task_id=task.task_id, wait=wire_times.duration(20)), None)
     )
     await asyncio.sleep(0.05)
     stage.driver.handle(ev.Reports(1, [x.lease_id for x in leases_of([task])], [b"done"]))
@@ -196,7 +197,7 @@ async def test_get_answers_for_the_task_that_it_found_though_its_request_id_is_a
         await stage.durable()
 
     monkeypatch.setattr(stage.driver, "settled", withdrawn_and_submitted_anew)
-    request = task_service_pb2.GetRequest(request_id="taken", wait=wire.duration(20))
+    request = task_service_pb2.GetRequest(request_id="taken", wait=wire_times.duration(20))
     answer = await service.Get(request, None)
     assert (answer.task.task_id, answer.task.outcome.state) == (first.task_id, task_pb2.OUTCOME_STATE_CANCELLED)
 
@@ -238,9 +239,9 @@ async def test_a_stream_that_joins_a_task_as_it_is_withdrawn_is_told_once_it_is_
     stage.driver.handle(ev.Cancel([task]))
     stream, outbox = stage.driver.open_stream()
     assert stage.driver.tells_later(task, stream)
-    assert (outbox.bytes, outbox.owed) == (0, 1)
+    assert (outbox.bytes, outbox.pending_outcomes) == (0, 1)
     told = await outcomes(outbox)
-    assert (told["withdrawn"].state, outbox.owed) == (task_pb2.OUTCOME_STATE_CANCELLED, 0)
+    assert (told["withdrawn"].state, outbox.pending_outcomes) == (task_pb2.OUTCOME_STATE_CANCELLED, 0)
     assert stage.journal.get_outcome(task.task_id) is not None
     assert not stage.driver.tells_later(task, stream), "the next is told at once"
 

@@ -1,15 +1,15 @@
-"""The fields of a message, counted before it is parsed."""
+"""Counting the fields of a message before parsing."""
 
 from hypothesis import given
 from hypothesis import strategies as st
 from multigpu.v1 import task_pb2, task_service_pb2
 from multigpu.v1 import worker_service_pb2 as worker_pb
-from multigpu_master.rpc.fields import more_fields_than
+from multigpu_master.rpc.parsing import more_fields_than
 
 RUN = task_service_pb2.RunRequest.DESCRIPTOR
 
 
-def test_fields_of_messages_in_messages_count_and_what_bytes_hold_does_not() -> None:
+def test_fields_of_nested_messages_count_and_bytes_do_not() -> None:
     inputs = [task_pb2.TaskInput(payload=b"\x12\x00" * 5000)] * 3  # 3 fields of the batch, with one field each
     spec = task_pb2.TaskSpec(kind="echo", parameters={"a": "b"}, priority=2)  # 1, with 3; the entry has 2
     frame = task_service_pb2.RunRequest(outcomes_only=True, batches=[task_pb2.TaskBatch(spec=spec, inputs=inputs)])
@@ -19,7 +19,7 @@ def test_fields_of_messages_in_messages_count_and_what_bytes_hold_does_not() -> 
     assert more_fields_than(fields - 1, RUN, data)
 
 
-def test_numbers_of_fixed_width_and_times_are_passed_over() -> None:
+def test_fixed_width_numbers_and_times() -> None:
     leases = [worker_pb.HeldLease(lease_id=1 << 50, task_id=300, attempt=1, proof=7)] * 10
     frame = worker_pb.SessionRequest(heartbeat=worker_pb.Heartbeat(leases=leases, last_frame=1 << 40))
     data = frame.SerializeToString()
@@ -27,12 +27,12 @@ def test_numbers_of_fixed_width_and_times_are_passed_over() -> None:
     assert more_fields_than(1 + 1 + 10 * 5 - 1, worker_pb.SessionRequest.DESCRIPTOR, data)
 
 
-def test_a_number_without_an_end_is_left_to_the_parser() -> None:
-    """Read to its end it would hold the master for hours."""
+def test_an_endless_varint_is_left_to_the_parser() -> None:
+    """Reading it to its end would take hours."""
     assert not more_fields_than(5, RUN, b"\x80" * (60 << 20))
 
 
 @given(st.binary(max_size=200), st.integers(min_value=0, max_value=20))
-def test_whatever_the_bytes_are_they_are_counted_or_left_to_the_parser(data: bytes, count_max: int) -> None:
+def test_any_bytes_are_counted_or_left_to_the_parser(data: bytes, count_max: int) -> None:
     assert more_fields_than(count_max, RUN, data) in (True, False)
     assert not more_fields_than(len(data), RUN, data)

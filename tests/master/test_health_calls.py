@@ -1,20 +1,15 @@
-"""Health calls whose callers read no response are counted, of each connection and of all together."""
+"""Limits of health calls whose peers read no response."""
 
 import asyncio
-from typing import NoReturn
 
-import grpc
 import pytest
 from grpc_health.v1 import health_pb2
+from multigpu_master.rpc.errors import ExhaustedError
 from multigpu_master.rpc.health_service import ALL_CALLS_MAX, CALLS_MAX, Health
 
 
-class Rejected(Exception):  # noqa: N818  it stands for gRPC's AbortError
-    """The call ended with a status."""
-
-
 class DeafCall:
-    """The context of a call whose peer takes no response."""
+    """The context of a call whose peer reads no response."""
 
     def __init__(self, peer: str) -> None:
         self._peer = peer
@@ -24,12 +19,6 @@ class DeafCall:
 
     async def write(self, _message: object) -> None:
         await asyncio.Event().wait()
-
-    def set_trailing_metadata(self, _metadata: object) -> None:
-        pass
-
-    async def abort(self, code: grpc.StatusCode, details: str, *_rest: object) -> NoReturn:
-        raise Rejected(code, details)
 
 
 async def test_open_calls_of_all_connections_are_limited() -> None:
@@ -41,7 +30,7 @@ async def test_open_calls_of_all_connections_are_limited() -> None:
         for n in range(ALL_CALLS_MAX)
     ]
     await asyncio.sleep(0)
-    with pytest.raises(Rejected, match="health calls are open"):
+    with pytest.raises(ExhaustedError, match="health calls are open"):
         await health.Check(request, DeafCall("ipv4:10.0.0.2:1"))
     calls.pop().cancel()
     await asyncio.sleep(0.01)

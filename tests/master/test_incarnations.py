@@ -8,8 +8,9 @@ from multigpu_master import ids
 from multigpu_master.core.model import EPOCH_IDS
 from multigpu_master.journal.protocol import Entry
 
+from tests.master.journals import settle, submit
 from tests.master.test_ids import NOW_S
-from tests.master.test_journal import Opened, opened, settle, submit
+from tests.master.test_journal import Opened, opened
 from tests.master.test_journal_migrations import restore
 
 

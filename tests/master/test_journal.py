@@ -4,7 +4,7 @@ import itertools
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,6 @@ from multigpu_master.journal.protocol import (
     JournalError,
     OutcomeFilter,
     Recovered,
-    SettleRecord,
     StoredOutcome,
     SubmitRecord,
 )
@@ -26,22 +25,7 @@ from multigpu_master.journal.sqlite import schema as journal_schema
 from multigpu_master.journal.sqlite.journal import SqliteJournal
 from multigpu_master.journal.sqlite.segments import LARGE_BYTES, SEGMENT_BYTES
 
-SUCCEEDED, FAILED, DEAD_LETTERED = 1, 2, 5
-
-
-def submit(task_id: int, payload: bytes = b"in", spec: bytes = b"spec") -> SubmitRecord:
-    return SubmitRecord(
-        task_id, f"request-{task_id}", spec, payload, f"key-{task_id % 3}", 1 + task_id % 5, 1000.0 + task_id
-    )
-
-
-def settle(task_id: int, body: bytes = b"out", **changes: Any) -> SettleRecord:
-    values: dict[str, Any] = {
-        "task_id": task_id, "request_id": f"request-{task_id}", "state": SUCCEEDED, "queue": "default", "kind": "embed",
-        "model": "minilm", "worker_id": "host-0", "submit_time_s": 1000.0 + task_id, "settle_time_s": 2000.0,
-        "expire_time_s": 5000.0, "body": body, "dead": None,
-    }  # fmt: skip
-    return SettleRecord(**(values | changes))
+from tests.master.journals import DEAD_LETTERED, FAILED, SUCCEEDED, settle, submit, until
 
 
 class Opened:
@@ -78,13 +62,6 @@ def opened(data_dir: Path, **options: Any) -> Iterator[Opened]:
         yield it
     finally:
         it.journal.close(20)
-
-
-def until(true: Callable[[], bool], timeout_s: float = 15.0) -> None:
-    end = time.monotonic() + timeout_s
-    while not true():
-        assert time.monotonic() < end, "it did not become true"
-        time.sleep(0.01)
 
 
 def reached(journal: Journal, cursor: int) -> bool:

@@ -12,14 +12,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
-from multigpu_master.journal.protocol import Entry, JournalDamagedError, JournalError, SettleRecord, SubmitRecord
+from multigpu_master.journal.protocol import Entry, JournalDamagedError, JournalError
 from multigpu_master.journal.sqlite import connections
 from multigpu_master.journal.sqlite import schema as journal_schema
 from multigpu_master.journal.sqlite.backup import backup, salvage
@@ -27,44 +26,7 @@ from multigpu_master.journal.sqlite.directory import LOCK_NAME
 from multigpu_master.journal.sqlite.journal import SqliteJournal
 from multigpu_master.journal.sqlite.segments import LARGE_BYTES
 
-
-def submit(task_id: int, payload: bytes = b"in") -> SubmitRecord:
-    return SubmitRecord(task_id, f"request-{task_id}", b"spec", payload, "", 1, 1000.0)
-
-
-def settle(task_id: int, body: bytes = b"out", expire_time_s: float = 5000.0) -> SettleRecord:
-    return SettleRecord(
-        task_id, f"request-{task_id}", 1, "default", "echo", "", "w0", 1000.0, 2000.0, expire_time_s, body, None
-    )
-
-
-Commit = tuple[Sequence[Entry], int, JournalError | None]
-
-
-@contextmanager
-def opened(
-    data_dir: Path, size_max_bytes: int = 1 << 30, **options: Any
-) -> Iterator[tuple[SqliteJournal, list[Commit]]]:
-    commits: list[Commit] = []
-    journal = SqliteJournal(data_dir, size_max_bytes=size_max_bytes, **options)
-    list(journal.open(lambda *commit: commits.append(commit)).tasks)
-    try:
-        yield journal, commits
-    finally:
-        journal.close(20)
-
-
-def until(true: Callable[[], bool], timeout_s: float = 15.0) -> None:
-    end = time.monotonic() + timeout_s
-    while not true():
-        assert time.monotonic() < end, "it did not become true"
-        time.sleep(0.01)
-
-
-def answered(commits: list[Commit], entry: Entry) -> JournalError | str:
-    """What became of an entry: "committed" or its error."""
-    until(lambda: any(known is entry for group, _, _ in commits for known in group))
-    return next(error or "committed" for group, _, error in commits if any(known is entry for known in group))
+from tests.master.journals import answered, opened, settle, submit
 
 
 def snapshot(data_dir: Path) -> dict[str, str]:
@@ -382,7 +344,7 @@ def test_close_gives_up_in_time(tmp_path: Path) -> None:
 def leave_open(data_dir: Path) -> None:
     """A master writes two tasks and is killed."""
     code = (
-        "import os, sys; from pathlib import Path; from tests.master.test_journal_faults import *\n"
+        "import os, sys; from pathlib import Path; from tests.master.journals import *\n"
         "j = SqliteJournal(Path(sys.argv[1]), size_max_bytes=1 << 30)\n"
         "list(j.open(lambda *_: os._exit(0)).tasks)\n"
         "j.append(Entry(submits=[submit(1), submit(2)]))\n"

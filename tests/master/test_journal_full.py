@@ -1,69 +1,39 @@
 """The journal without room: submits are rejected, outcomes are kept until they can be written, and all else goes on."""
 
-import contextlib
 import itertools
 import os
 import resource
 import shutil
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from multigpu_master.journal.protocol import Entry, JournalError, JournalFullError, SettleRecord, SubmitRecord
+from multigpu_master.journal.protocol import Entry, JournalFullError
 from multigpu_master.journal.sqlite import journal as journal_sqlite
 from multigpu_master.journal.sqlite import room as journal_room
-from multigpu_master.journal.sqlite.journal import SqliteJournal
 from multigpu_master.journal.sqlite.segments import LARGE_BYTES
 
-
-def submit(task_id: int, payload: bytes = b"in") -> SubmitRecord:
-    return SubmitRecord(task_id, f"request-{task_id}", b"spec", payload, "", 1, 1000.0)
+from tests.master.journals import answered, cancel, dead, fill, opened, settle, submit, until
 
 
-def settle(task_id: int, body: bytes = b"out", expire_time_s: float = 5000.0) -> SettleRecord:
-    return SettleRecord(
-        task_id, f"request-{task_id}", 1, "default", "echo", "", "w0", 1000.0, 2000.0, expire_time_s, body, None
-    )
+@pytest.fixture(autouse=True)
+def retries_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journal_sqlite, "RETRY_S", 0.05)
 
 
-Commit = tuple[Sequence[Entry], int, JournalError | None]
-
-
-@contextmanager
-def opened(
-    data_dir: Path, size_max_bytes: int = 1 << 30, **options: Any
-) -> Iterator[tuple[SqliteJournal, list[Commit]]]:
-    commits: list[Commit] = []
-    journal = SqliteJournal(data_dir, size_max_bytes=size_max_bytes, **options)
-    list(journal.open(lambda *commit: commits.append(commit)).tasks)
-    try:
-        yield journal, commits
-    finally:
-        journal.close(20)
-
-
-def until(true: Callable[[], bool], timeout_s: float = 15.0) -> None:
-    end = time.monotonic() + timeout_s
-    while not true():
-        assert time.monotonic() < end, "it did not become true"
-        time.sleep(0.01)
-
-
-def answered(commits: list[Commit], entry: Entry) -> JournalError | str:
-    """What became of an entry: "committed" or its error."""
-    until(lambda: any(known is entry for group, _, _ in commits for known in group))
-    return next(error or "committed" for group, _, error in commits if any(known is entry for known in group))
-
-
-def test_over_its_limit_it_rejects_submits_and_writes_all_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def sweeping(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(journal_sqlite, "TICK_S", 0.02)
     monkeypatch.setattr(journal_sqlite, "SWEEP_AFTER_S", 0.0)
-    monkeypatch.setattr(journal_sqlite, "RETRY_S", 0.05)
+
+
+@pytest.mark.usefixtures("sweeping")
+def test_over_its_limit_it_rejects_submits_and_writes_all_else(tmp_path: Path) -> None:
     clock_s = [3000.0]
     limits: Any = {"size_max_bytes": 2 << 20, "now": lambda: clock_s[0], "dedupe_window_s": 10.0}
     with opened(tmp_path / "data", **limits) as (journal, commits):
@@ -93,11 +63,9 @@ def test_over_its_limit_it_rejects_submits_and_writes_all_else(tmp_path: Path, m
         assert answered(commits, again) == "committed"
 
 
+@pytest.mark.usefixtures("sweeping")
 def test_outcomes_wait_on_a_full_disk_in_their_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(journal_room, "UNLIMITED_BYTES", 2 << 20)  # the disk's
-    monkeypatch.setattr(journal_sqlite, "TICK_S", 0.02)
-    monkeypatch.setattr(journal_sqlite, "SWEEP_AFTER_S", 0.0)
-    monkeypatch.setattr(journal_sqlite, "RETRY_S", 0.05)
     monkeypatch.setattr(journal_room, "TRANSACTION_RECORDS", 1)  # so that the order of what is kept could be lost
     clock_s = [3000.0]
     with opened(tmp_path / "data", 2 << 20, now=lambda: clock_s[0], dedupe_window_s=10.0) as (journal, commits):
@@ -187,10 +155,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("payload_bytes", [2000, LARGE_BYTES])
-def test_a_full_disk_rejects_submits_until_there_is_room(
-    small_disk: Path, monkeypatch: pytest.MonkeyPatch, payload_bytes: int
-) -> None:
-    monkeypatch.setattr(journal_sqlite, "RETRY_S", 0.05)
+def test_a_full_disk_rejects_submits_until_there_is_room(small_disk: Path, payload_bytes: int) -> None:
     with opened(small_disk / "data") as (journal, commits):
         ballast = small_disk / "ballast"
         first = Entry(submits=[submit(1)])
@@ -217,10 +182,7 @@ def test_a_full_disk_rejects_submits_until_there_is_room(
         assert journal.get_outcome(1) is not None
 
 
-def test_outcomes_that_do_not_fit_together_are_written_one_by_one(
-    small_disk: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(journal_sqlite, "RETRY_S", 0.05)
+def test_outcomes_that_do_not_fit_together_are_written_one_by_one(small_disk: Path) -> None:
     with opened(small_disk / "data") as (journal, commits):
         journal.append(first := Entry(settles=[settle(1)]))
         assert answered(commits, first) == "committed"
@@ -232,10 +194,9 @@ def test_outcomes_that_do_not_fit_together_are_written_one_by_one(
         assert not any(entries[-1] in group for group, _, _ in commits), "there is no room for all of them"
 
 
-def test_outcomes_take_the_room_of_their_tasks(small_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("sweeping")
+def test_outcomes_take_the_room_of_their_tasks(small_disk: Path) -> None:
     """A disk full of queued tasks with large payloads empties by itself as they end, also under a new master."""
-    monkeypatch.setattr(journal_sqlite, "RETRY_S", 0.05)
-    monkeypatch.setattr(journal_sqlite, "SWEEP_AFTER_S", 0.0)
     size = LARGE_BYTES + 100
     taken = 0
     with opened(small_disk / "data") as (journal, commits):
@@ -257,11 +218,9 @@ def test_outcomes_take_the_room_of_their_tasks(small_disk: Path, monkeypatch: py
         assert {i: stored.body for i, stored in found.items() if stored is not None} == bodies
 
 
-def test_large_outcomes_are_written_as_older_ones_expire(small_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("sweeping")
+def test_large_outcomes_are_written_as_older_ones_expire(small_disk: Path) -> None:
     """Also those of one segment, which is closed when the disk is full."""
-    monkeypatch.setattr(journal_sqlite, "RETRY_S", 0.05)
-    monkeypatch.setattr(journal_sqlite, "TICK_S", 0.05)
-    monkeypatch.setattr(journal_sqlite, "SWEEP_AFTER_S", 0.0)
     clock_s = [3000.0]
     with opened(small_disk / "data", now=lambda: clock_s[0]) as (journal, commits):
         entries = [Entry(settles=[settle(i, os.urandom(2 * LARGE_BYTES))]) for i in range(1, 61)]  # 15 MiB for 6
@@ -276,10 +235,7 @@ def test_large_outcomes_are_written_as_older_ones_expire(small_disk: Path, monke
         assert [answered(commits, entry) for entry in entries] == ["committed"] * 60
 
 
-def test_on_a_full_disk_it_looks_for_room_by_itself_and_can_be_closed(
-    small_disk: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(journal_sqlite, "RETRY_S", 0.05)
+def test_on_a_full_disk_it_looks_for_room_by_itself_and_can_be_closed(small_disk: Path) -> None:
     ballast = small_disk / "ballast"
     with opened(small_disk / "data") as (journal, commits):
         for after in ("room", "close"):
@@ -298,8 +254,7 @@ def test_on_a_full_disk_it_looks_for_room_by_itself_and_can_be_closed(
     assert isinstance(answered(commits, kept), JournalFullError)
 
 
-def test_half_a_payload_is_not_left_behind(small_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(journal_sqlite, "RETRY_S", 0.05)
+def test_half_a_payload_is_not_left_behind(small_disk: Path) -> None:
     ballast = small_disk / "ballast"
     with opened(small_disk / "data") as (journal, commits):
         with pytest.raises(OSError, match="No space"):
@@ -326,29 +281,9 @@ def test_segments_count_for_the_limit(tmp_path: Path) -> None:
         assert journal.size_bytes() < 6 * LARGE_BYTES  # the log is not counted, it is bounded by itself
 
 
-def fill(disk: Path, name: str = "ballast") -> None:
-    """Takes all the room there is."""
-    ballast = disk / name
-    with ballast.open("wb", buffering=0) as file:
-        for size in (1 << 16, 1 << 12, 1):
-            with contextlib.suppress(OSError):
-                while True:
-                    file.write(bytes(size))
-
-
-def cancel(task_id: int) -> SettleRecord:
-    return replace(settle(task_id), state=3, body=b"cancelled")
-
-
-def dead(task_id: int, payload: bytes) -> SettleRecord:
-    return replace(settle(task_id), state=5, dead=submit(task_id, payload))
-
-
-def test_a_full_disk_can_be_emptied_also_by_a_new_master(small_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("sweeping")
+def test_a_full_disk_can_be_emptied_also_by_a_new_master(small_disk: Path) -> None:
     """Deletions, cancellations and settings are written, whatever outcomes wait for room; and they make room."""
-    monkeypatch.setattr(journal_sqlite, "RETRY_S", 0.05)
-    monkeypatch.setattr(journal_sqlite, "TICK_S", 0.05)
-    monkeypatch.setattr(journal_sqlite, "SWEEP_AFTER_S", 0.0)
     with opened(small_disk / "data", now=lambda: 3000.0) as (journal, commits):
         journal.append(
             Entry(submits=[submit(i, bytes(20_000)) for i in range(1, 21)]),
@@ -388,7 +323,6 @@ def test_a_full_disk_can_be_emptied_also_by_a_new_master(small_disk: Path, monke
 def test_what_empties_the_journal_does_not_wait_behind_what_is_too_large(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(journal_sqlite, "RETRY_S", 0.02)
     monkeypatch.setattr(journal_room, "UNLIMITED_BYTES", 2 << 20)  # the disk's
     with opened(tmp_path / "data", 2 << 20) as (journal, commits):
         journal.append(Entry(submits=[submit(i, bytes(100)) for i in range(1, 2001)]))
@@ -419,10 +353,8 @@ def no_descriptor() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_without_a_descriptor_it_rejects_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(journal_sqlite, "TICK_S", 0.02)
-    monkeypatch.setattr(journal_sqlite, "SWEEP_AFTER_S", 0.0)
-    monkeypatch.setattr(journal_sqlite, "RETRY_S", 0.05)
+@pytest.mark.usefixtures("sweeping")
+def test_without_a_descriptor_it_rejects_and_goes_on(tmp_path: Path) -> None:
     with opened(tmp_path / "data") as (journal, commits):
         with no_descriptor():
             large = Entry(submits=[submit(1, bytes(LARGE_BYTES))])

@@ -9,7 +9,7 @@ from multigpu_master.core.model import Outcome, OutcomeState, Task
 from multigpu_master.journal.protocol import JournalError
 from multigpu_master.journal.sqlite.journal import SqliteJournal
 from multigpu_master.journal.write_buffer import DEFER_S, Journaling
-from multigpu_master.wire import messages as wire
+from multigpu_master.wire import outcomes as wire_outcomes
 from multigpu_master.wire import specs as wire_specs
 
 SPEC = wire_specs.SpecReader().read(task_pb2.TaskSpec(kind="echo"))
@@ -25,7 +25,7 @@ class Stage:
         self.told: list[tuple[str, JournalError | None]] = []
         self.journaling = Journaling(self.journal, self.events.append, lambda: None, self._die)
         list(self.journal.open(self.journaling.on_commit).tasks)
-        self.outcomes = wire.OutcomeWriter()
+        self.outcomes = wire_outcomes.OutcomeWriter()
 
     @staticmethod
     def _die(reason: str) -> None:

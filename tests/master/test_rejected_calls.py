@@ -1,4 +1,4 @@
-"""A call that was rejected leaves nothing behind for the cyclic collector."""
+"""A rejected call leaves no reference cycle behind."""
 
 import gc
 import weakref
@@ -8,30 +8,30 @@ from typing import Any
 import grpc
 import pytest
 from multigpu.v1 import task_service_pb2
+from multigpu_master.rpc.errors import NotFoundError
 from multigpu_master.rpc.registration import add_service
-from multigpu_master.rpc.status import reject
 from multigpu_master.rpc.transport import Server
 
 SERVICE = task_service_pb2.DESCRIPTOR.services_by_name["TaskService"]
 METADATA = (("x-kept", "v" * 100),)
 
 
-class _Canary:
-    """Lives as long as the frame that has it."""
+class _Local:
+    """Lives as long as the frame that refers to it."""
 
 
 class Rejecting:
     def __init__(self) -> None:
-        self.seen: list[weakref.ref[_Canary]] = []
+        self.seen: list[weakref.ref[_Local]] = []
 
     def __getattr__(self, name: str) -> Any:
-        async def method(*args: Any) -> None:
-            canary = _Canary()
-            self.seen.append(weakref.ref(canary))
+        async def method(*_args: Any) -> None:
+            local = _Local()
+            self.seen.append(weakref.ref(local))
             try:
                 int("no number: the context of what follows")
             except ValueError:
-                await reject(args[-1], grpc.StatusCode.NOT_FOUND, "no")
+                raise NotFoundError("no")  # noqa: B904  its context must go, too
 
         return method
 
@@ -69,7 +69,7 @@ async def test_a_rejected_call_keeps_no_frames(served: tuple[Rejecting, grpc.aio
     servicer, channel = served
     for _ in range(3):
         assert await _rejected(channel, f"/{SERVICE.full_name}/{method}") is grpc.StatusCode.NOT_FOUND
-    # The last may have its end before it.
+    # The last call may not have ended.
     await _rejected(channel, "/no.such.Service/Method")
     assert len(servicer.seen) == 3
     assert not any(ref() for ref in servicer.seen)
@@ -77,7 +77,7 @@ async def test_a_rejected_call_keeps_no_frames(served: tuple[Rejecting, grpc.aio
 
 @pytest.mark.usefixtures("uncollected")
 @pytest.mark.parametrize("path", [f"/{SERVICE.full_name}/Get", "/no.such.Service/Method"])
-async def test_no_call_leaves_its_metadata(served: tuple[Rejecting, grpc.aio.Channel], path: str) -> None:
+async def test_no_call_keeps_its_metadata(served: tuple[Rejecting, grpc.aio.Channel], path: str) -> None:
     _, channel = served
     for _ in range(20):
         await _rejected(channel, path)

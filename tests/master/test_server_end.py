@@ -1,4 +1,4 @@
-"""A gRPC server that ends by an error of its own ends the master: it would live on and serve nobody."""
+"""The master ends if its gRPC server ends by an error of its own."""
 
 import asyncio
 from pathlib import Path
@@ -15,7 +15,7 @@ from tests.hostile.http2 import Peer, drive
 
 
 async def test_the_master_ends_with_its_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # gRPC's own way to take calls, which fails on a path that is not UTF-8.
+    # gRPC's own server core fails on a path that is not UTF-8.
     own = cygrpc.AioServer._make_request_call_future
     monkeypatch.setattr(transport._Core, "_make_request_call_future", own)
     config = MasterConfig(listen="127.0.0.1:0", data_dir=tmp_path)

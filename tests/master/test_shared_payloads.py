@@ -26,6 +26,8 @@ from multigpu_master.journal.sqlite.journal import SqliteJournal
 from multigpu_master.payloads import shared_files as product
 from multigpu_master.payloads.shared_files import Payloads
 
+from tests.master.journals import until
+
 MIB = 1 << 20
 
 
@@ -63,13 +65,6 @@ def opened(data_dir: Path) -> Iterator[Opened]:
         yield it
     finally:
         it.journal.close(20)
-
-
-def until(true: Callable[[], bool], timeout_s: float = 20.0) -> None:
-    end = time.monotonic() + timeout_s
-    while not true():
-        assert time.monotonic() < end, "it did not become true"
-        time.sleep(0.005)
 
 
 def submit(task_id: int, payload: Any) -> Entry:

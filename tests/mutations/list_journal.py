@@ -13,7 +13,7 @@ log = partial(Mutation, module="multigpu_master.journal.sqlite.wal", checker="lo
 driver = partial(Mutation, module="multigpu_master.driver", checker="driver", seeds=1)
 statements = partial(Mutation, module="multigpu_master.journal.sqlite.statements", checker="journal", seeds=100)
 known = partial(Mutation, module="multigpu_master.journal.request_filter")
-wire = partial(Mutation, module="multigpu_master.wire.messages")
+wire = partial(Mutation, module="multigpu_master.wire.tasks")
 identity = partial(Mutation, module="multigpu_master.core.identity")
 failures = partial(Mutation, module="multigpu_master.journal.sqlite.failures", checker="stories", seeds=1)
 reads = partial(Mutation, module="multigpu_master.journal.sqlite.reads", checker="results", seeds=50)
@@ -284,7 +284,7 @@ JOURNAL = (
     ),
     intake(
         name="a missing result is a success without bytes",
-        old="    message.state = task_pb2.OUTCOME_STATE_RESULT_MISSING if gone else stored.state",
+        old="    message.state = task_pb2.OUTCOME_STATE_RESULT_MISSING if missing else stored.state",
         new="    message.state = stored.state",
         breaks="a result that is not there is delivered as a value",
     ),

@@ -212,9 +212,9 @@ QUARANTINE = (
     ),
     told(
         name="operators see a lost worker's last figures",
-        module="multigpu_master.settings",
-        old="    if worker.session:  # what",
-        new="    if True:  # what",
+        module="multigpu_master.wire.workers",
+        old="    if worker.session:  # the last",
+        new="    if True:  # the last",
         breaks="a lost worker is shown as healthy, and its watts in the fleet's sum",
     ),
 )

@@ -42,9 +42,9 @@ TRANSPORT = (
     registration(
         name="a request is read before the token is checked",
         old="""        serve = serve if method.client_streaming else _reading(serve, name, read or _read)
-        serve = serve if gate is None else gate.guard(serve, name)
+        serve = serve if auth is None else auth.guard(serve, name)
 """,
-        new="""        serve = serve if gate is None else gate.guard(serve, name)
+        new="""        serve = serve if auth is None else auth.guard(serve, name)
         serve = serve if method.client_streaming else _reading(serve, name, read or _read)
 """,
         breaks="anybody may have the master hold 64 MiB for each call",

@@ -1,24 +1,24 @@
-"""One master for the tests of security, and one for those who restart theirs."""
+"""Fleets for the security tests."""
 
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.security.house import House
+from tests.security.secured import SecuredFleet
 
 
 @pytest.fixture(scope="session")
-def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
-    """One for all tests: what they do is undone, or does not meet."""
-    it = House(tmp_path_factory.mktemp("house"))
+def secured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SecuredFleet]:
+    """Shared by all tests: they undo their changes, or use different names."""
+    it = SecuredFleet(tmp_path_factory.mktemp("secured"))
     yield it
     it.close()
 
 
 @pytest.fixture
-def own_house(tmp_path: Path) -> Iterator[House]:
-    """For a test that restarts it, or looks at everything that it wrote."""
-    it = House(tmp_path)
+def own_secured(tmp_path: Path) -> Iterator[SecuredFleet]:
+    """For a test that restarts the master, or reads all of its files."""
+    it = SecuredFleet(tmp_path)
     yield it
     it.close()

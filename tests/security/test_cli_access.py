@@ -15,10 +15,10 @@ import pytest
 from click.testing import CliRunner, Result
 from multigpu.cli import cli
 
-from tests.client.fleet_up import Up
-from tests.client.test_cli_generate import ENGINE as COUNTER
-from tests.client.test_cli_infer import ENGINE as DOUBLER
-from tests.security.test_tls import TlsHouse
+from tests.client.cli.fleet_up import Up
+from tests.client.cli.models.test_generate import ENGINE as COUNTER
+from tests.client.cli.models.test_infer import ENGINE as DOUBLER
+from tests.security.test_tls import TlsFleet
 
 HASHES = """
 import numpy as np
@@ -99,9 +99,9 @@ def test_every_command_is_in_a_table() -> None:
 
 
 @pytest.fixture(scope="module")
-def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TlsHouse]:
+def secured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TlsFleet]:
     folder = tmp_path_factory.mktemp("access")
-    it = TlsHouse(folder)
+    it = TlsFleet(folder)
     try:
         ca = it.ca
         flags = ["--tls-ca", str(ca / "ca.crt"), "--tls-cert", str(ca / "worker.crt")]
@@ -127,19 +127,19 @@ def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TlsHouse]:
 
 
 @pytest.fixture
-def settings(house: TlsHouse, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A config file with all that it takes; nothing in the environment and no other file says any of it."""
+def settings(secured: TlsFleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A config file with all settings; neither the environment nor another file has any of them."""
     for name in [name for name in os.environ if name.startswith("MGPU_")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "none"))
     monkeypatch.setenv("HOME", str(tmp_path))
     token = tmp_path / "token"
     token.touch(0o600)
-    token.write_text(house.admin_token)
-    ca = house.ca
+    token.write_text(secured.admin_token)
+    ca = secured.ca
     file = tmp_path / "client.toml"
     file.write_text(f"""[client]
-master = "{house.fleet.address}"
+master = "{secured.fleet.address}"
 tls_ca = "{ca / "ca.crt"}"
 tls_cert = "{ca / "client.crt"}"
 tls_key = "{ca / "client.key"}"
@@ -154,17 +154,17 @@ def call(file: Path, words: str, arguments: str, **names: object) -> Result:
     return CliRunner().invoke(cli, ["--config", str(file), *words.split(), *given])
 
 
-def test_every_command_that_connects_takes_its_settings_from_the_file(house: TlsHouse, settings: Path) -> None:
-    token_id, _ = house.create("revoked", "read")
-    task_id = house.admin.submit("default", b"x")[0].task_id
+def test_every_command_that_connects_takes_its_settings_from_the_file(secured: TlsFleet, settings: Path) -> None:
+    token_id, _ = secured.create("revoked", "read")
+    task_id = secured.admin.submit("default", b"x")[0].task_id
     for words, arguments in CALLS.items():
         done = call(settings, words, arguments, task_id=task_id, token_id=token_id)
         answered = re.search(ANSWERED[words], done.output) if words in ANSWERED else done.exit_code == 0
         assert answered, f"{words}: {done.output} {done.exception!r}"
 
 
-def test_every_command_that_connects_shows_the_token(house: TlsHouse, settings: Path) -> None:
-    """The same without the token: each is turned away, so that none of the above went by another way."""
+def test_every_command_that_connects_sends_the_token(secured: TlsFleet, settings: Path) -> None:
+    """Without the token each command is rejected, so the commands above used it."""
     settings.write_text("".join(line for line in settings.open() if "token_file" not in line))
     for words, arguments in CALLS.items():
         done = call(settings, words, arguments, task_id=1, token_id="none")
@@ -172,7 +172,7 @@ def test_every_command_that_connects_shows_the_token(house: TlsHouse, settings: 
         assert "token" in done.output, f"{words}: {done.output}"
 
 
-def test_up_is_ready_with_the_token_that_its_new_master_writes(tmp_path: Path) -> None:
+def test_up_uses_the_token_that_its_new_master_writes(tmp_path: Path) -> None:
     file = tmp_path / "up.toml"
     token = tmp_path / "data" / "admin.token"
     lines = ["[master]", "require_tokens = true", "[client]", f'token_file = "{token}"']
@@ -184,7 +184,7 @@ def test_up_is_ready_with_the_token_that_its_new_master_writes(tmp_path: Path) -
         assert up.stop() == 0
 
 
-def test_words_are_completed_with_the_settings_of_the_file(settings: Path) -> None:
+def test_completion_uses_the_settings_of_the_file(settings: Path) -> None:
     env = {**os.environ, "_MGPUCTL_COMPLETE": "bash_complete", "COMP_CWORD": "4"}
     env["COMP_WORDS"] = f"mgpuctl --config {settings} drain w"
     argv = [sys.executable, "-c", "from multigpu.cli import cli; cli(prog_name='mgpuctl')"]
@@ -192,8 +192,8 @@ def test_words_are_completed_with_the_settings_of_the_file(settings: Path) -> No
     assert done.stdout.split() == ["plain,w1", "plain,w2"], done.stderr
 
 
-def test_a_fleet_of_up_is_ready_over_tls_with_a_file_given_by_config(settings: Path, house: TlsHouse) -> None:
-    ca = house.ca
+def test_a_fleet_of_up_is_ready_over_tls_with_a_file_given_by_config(settings: Path, secured: TlsFleet) -> None:
+    ca = secured.ca
     with settings.open("a") as file:
         for section, name in (("master", "master"), ("worker", "worker")):
             file.write(f'[{section}]\ntls_cert = "{ca / name}.crt"\ntls_key = "{ca / name}.key"\n')

@@ -1,4 +1,4 @@
-"""Ways from one tenant to another's tasks. What isn't one's own is to look as if it weren't there."""
+"""Tenants and tasks of other tenants, which must appear not to exist."""
 
 from pathlib import Path
 from typing import Any
@@ -9,32 +9,32 @@ from multigpu.v1 import admin_service_pb2 as admin_pb
 from multigpu.v1 import task_pb2, task_service_pb2, worker_service_pb2
 
 from tests.fleet import rejected, until
-from tests.security.house import Caller, House, hello, run_request
+from tests.security.secured import Caller, SecuredFleet, hello, run_request
 
 NOT_FOUND = grpc.StatusCode.NOT_FOUND
-NOBODYS = 1 << 50
+UNKNOWN = 1 << 50
 
 
 @pytest.fixture(scope="module")
-def alice(house: House) -> Caller:
-    return house.as_role("submit", queues=["a", "shared"])
+def alice(secured: SecuredFleet) -> Caller:
+    return secured.as_role("submit", queues=["a", "shared"])
 
 
 @pytest.fixture(scope="module")
-def mallory(house: House) -> Caller:
-    return house.as_role("submit", queues=["m", "shared"])
+def mallory(secured: SecuredFleet) -> Caller:
+    return secured.as_role("submit", queues=["m", "shared"])
 
 
 @pytest.fixture(scope="module")
 def task_id(alice: Caller) -> int:
-    """A task of Alice's that waits."""
+    """A waiting task of Alice."""
     (result,) = alice.submit("a", b"secret", request_ids=("alice-1",))
     return int(result.task_id)
 
 
 @pytest.fixture(scope="module")
 def settled_id(alice: Caller) -> int:
-    """A task of Alice's that has ended, and is known to the journal only."""
+    """A settled task of Alice, known only to the journal."""
     (result,) = alice.submit("a", b"secret", request_ids=("alice-0",))
     request = task_service_pb2.CancelRequest(task_ids=[result.task_id])
     assert alice.call("TaskService/Cancel", request).cancelled_task_ids == [result.task_id]
@@ -46,12 +46,12 @@ def settled_id(alice: Caller) -> int:
 
 
 @pytest.fixture(scope="module")
-def dead_id(house: House, alice: Caller) -> int:
-    """A dead letter of Alice's."""
+def dead_id(secured: SecuredFleet, alice: Caller) -> int:
+    """A dead letter of Alice."""
     request = run_request("a", "alice-dead", kind="deadly")
     request.batches[0].spec.attempts_max = 1
     (answer,) = alice.call("TaskService/Submit", task_service_pb2.SubmitRequest(batches=request.batches)).results
-    session = house.as_role("worker").open("WorkerService/Session", hello("w", "deadly"))
+    session = secured.as_role("worker").open("WorkerService/Session", hello("w", "deadly"))
     while not (batches := session.next().lease_batches):
         pass
     failed = worker_service_pb2.Report(
@@ -82,17 +82,17 @@ def _details(caller: Caller, name: str, request: Any) -> str:
 
 
 @pytest.mark.parametrize("name", ["TaskService/Get", "AdminService/Explain"])
-def test_a_guessed_task_id_finds_nothing(
+def test_a_guessed_task_id_is_not_found(
     mallory: Caller, alice: Caller, task_id: int, settled_id: int, name: str
 ) -> None:
     make = task_service_pb2.GetRequest if "Get" in name else admin_pb.ExplainRequest
-    nothing = _details(mallory, name, make(task_id=NOBODYS))
+    nothing = _details(mallory, name, make(task_id=UNKNOWN))
     for guessed in (task_id, settled_id):
         assert alice.status(name, make(task_id=guessed)) is grpc.StatusCode.OK
-        assert _details(mallory, name, make(task_id=guessed)) == nothing.replace(str(NOBODYS), str(guessed))
+        assert _details(mallory, name, make(task_id=guessed)) == nothing.replace(str(UNKNOWN), str(guessed))
 
 
-def test_a_guessed_request_id_finds_nothing(mallory: Caller, alice: Caller, task_id: int, settled_id: int) -> None:
+def test_a_guessed_request_id_is_not_found(mallory: Caller, alice: Caller, task_id: int, settled_id: int) -> None:
     for request_id in ("alice-1", "alice-0"):
         request = task_service_pb2.GetRequest(request_id=request_id)
         request.wait.FromMilliseconds(1)
@@ -100,7 +100,7 @@ def test_a_guessed_request_id_finds_nothing(mallory: Caller, alice: Caller, task
         assert mallory.status("TaskService/Get", request) is NOT_FOUND
 
 
-def test_lists_and_counts_hold_the_own_only(mallory: Caller, alice: Caller, task_id: int, settled_id: int) -> None:
+def test_lists_and_counts_hold_own_tasks_only(mallory: Caller, alice: Caller, task_id: int, settled_id: int) -> None:
     mallory.submit("m", b"own")
     for wanted in (task_service_pb2.TaskFilter(), task_service_pb2.TaskFilter(queue="a")):
         request = task_service_pb2.ListRequest(filter=wanted, page_size=1000)
@@ -115,10 +115,10 @@ def test_lists_and_counts_hold_the_own_only(mallory: Caller, alice: Caller, task
 
 def test_another_tenants_task_is_not_cancelled(mallory: Caller, alice: Caller, task_id: int, settled_id: int) -> None:
     request = task_service_pb2.CancelRequest(
-        task_ids=[task_id, settled_id, NOBODYS], request_ids=["alice-1", "alice-0"]
+        task_ids=[task_id, settled_id, UNKNOWN], request_ids=["alice-1", "alice-0"]
     )
     answer = mallory.call("TaskService/Cancel", request)
-    assert sorted(answer.unknown) == sorted([str(task_id), str(settled_id), str(NOBODYS), "alice-1", "alice-0"])
+    assert sorted(answer.unknown) == sorted([str(task_id), str(settled_id), str(UNKNOWN), "alice-1", "alice-0"])
     assert not answer.cancelled_task_ids
     assert not answer.settled_task_ids
     stream = mallory.open("TaskService/Run", task_service_pb2.RunRequest(cancel_request_ids=["alice-1"]))
@@ -129,9 +129,9 @@ def test_another_tenants_task_is_not_cancelled(mallory: Caller, alice: Caller, t
     assert state == task_pb2.TASK_STATE_QUEUED
 
 
-def test_a_watch_tells_of_the_own_outcomes_only(mallory: Caller, alice: Caller, house: House, settled_id: int) -> None:
+def test_watch_sends_own_outcomes_only(mallory: Caller, alice: Caller, secured: SecuredFleet, settled_id: int) -> None:
     def outcomes(caller: Caller, queue: str) -> set[int]:
-        """Up to one that everybody may see."""
+        """Up to an outcome that both may see."""
         stream = caller.open("TaskService/Watch", task_service_pb2.WatchRequest(queue=queue))
         seen: set[int] = set()
         while end not in seen:
@@ -145,10 +145,10 @@ def test_a_watch_tells_of_the_own_outcomes_only(mallory: Caller, alice: Caller, 
     assert settled_id in outcomes(alice, "")
     assert outcomes(mallory, "") == {end}
     assert outcomes(mallory, "shared") == {end}
-    assert settled_id in outcomes(house.admin, "")
+    assert settled_id in outcomes(secured.admin, "")
 
 
-def test_nobody_submits_to_another_tenants_queue(mallory: Caller) -> None:
+def test_submitting_to_another_tenants_queue_is_rejected(mallory: Caller) -> None:
     for queue in ("a", "default", ""):
         (result,) = mallory.submit(queue, b"x")
         assert result.rejection.code == grpc.StatusCode.PERMISSION_DENIED.value[0]
@@ -159,10 +159,10 @@ def test_nobody_submits_to_another_tenants_queue(mallory: Caller) -> None:
 
 
 @pytest.mark.parametrize("request_id", ["alice-1", "alice-0"])
-def test_nobody_joins_another_tenants_task(
+def test_joining_another_tenants_task_is_rejected(
     mallory: Caller, alice: Caller, task_id: int, settled_id: int, request_id: str
 ) -> None:
-    """With the same request_id one would get its outcome."""
+    """With the same request_id a caller would get its outcome."""
     (result,) = mallory.submit("m", b"x", request_ids=(request_id,))
     assert result.rejection.code == grpc.StatusCode.INVALID_ARGUMENT.value[0]
     stream = mallory.open("TaskService/Run", run_request("m", request_id, "fresh-" + request_id))
@@ -184,21 +184,23 @@ def test_nobody_joins_another_tenants_task(
     assert same.task_id in (task_id, settled_id)
 
 
-def test_the_strategy_of_others_queues_is_that_of_queues_that_are_not_there(mallory: Caller, house: House) -> None:
-    house.admin.call("AdminService/SetStrategy", admin_pb.SetStrategyRequest(queue="a", strategy="round_robin"))
+def test_strategies_of_hidden_queues_are_those_of_unknown_queues(mallory: Caller, secured: SecuredFleet) -> None:
+    secured.admin.call("AdminService/SetStrategy", admin_pb.SetStrategyRequest(queue="a", strategy="round_robin"))
     try:
-        theirs, nobodys = (
+        theirs, unknown = (
             mallory.call("AdminService/GetStrategy", admin_pb.GetStrategyRequest(queue=name)) for name in ("a", "none")
         )
-        assert theirs == nobodys
+        assert theirs == unknown
     finally:
-        house.admin.call("AdminService/SetStrategy", admin_pb.SetStrategyRequest(queue="a"))
+        secured.admin.call("AdminService/SetStrategy", admin_pb.SetStrategyRequest(queue="a"))
 
 
-def test_dead_letters_of_others_are_not_there(mallory: Caller, alice: Caller, house: House, dead_id: int) -> None:
+def test_dead_letters_of_other_tenants_are_hidden(
+    mallory: Caller, alice: Caller, secured: SecuredFleet, dead_id: int
+) -> None:
     assert dead_id in {t.task_id for t in _letters(alice)}
     assert dead_id in {t.task_id for t in _letters(alice, "a")}
-    assert dead_id in {t.task_id for t in _letters(house.admin)}
+    assert dead_id in {t.task_id for t in _letters(secured.admin)}
     assert not _letters(mallory)
     assert not _letters(mallory, "a")
     for name, make in (
@@ -208,9 +210,9 @@ def test_dead_letters_of_others_are_not_there(mallory: Caller, alice: Caller, ho
         assert mallory.status(name, make(task_ids=[dead_id])) is grpc.StatusCode.PERMISSION_DENIED
 
 
-def test_the_directory_of_payloads_is_not_shared_with_a_tenant(mallory: Caller, house: House) -> None:
-    everywhere = house.as_role("submit")
-    key_files = list((house.fleet.data_dir / "payloads").glob("KEY*"))
+def test_the_payload_directory_is_not_shared_with_a_tenant(mallory: Caller, secured: SecuredFleet) -> None:
+    everywhere = secured.as_role("submit")
+    key_files = list((secured.fleet.data_dir / "payloads").glob("KEY*"))
     assert len(key_files) == 1
     key = key_files[0].read_bytes()
     offered = {}
@@ -224,19 +226,19 @@ def test_the_directory_of_payloads_is_not_shared_with_a_tenant(mallory: Caller, 
     assert offered["all"]
 
 
-def test_the_tenants_of_a_queue_see_each_others_tasks(mallory: Caller, alice: Caller) -> None:
+def test_tenants_of_one_queue_see_each_others_tasks(mallory: Caller, alice: Caller) -> None:
     (result,) = alice.submit("shared", b"x")
     assert mallory.status("TaskService/Get", task_service_pb2.GetRequest(task_id=result.task_id)) is grpc.StatusCode.OK
 
 
-def test_a_reader_of_one_queue_submits_nothing(house: House) -> None:
-    reader = house.as_role("read", queues=["a"])
+def test_a_reader_cannot_submit(secured: SecuredFleet) -> None:
+    reader = secured.as_role("read", queues=["a"])
     with rejected(grpc.StatusCode.PERMISSION_DENIED, "submit"):
         reader.submit("a", b"x")
 
 
-def test_the_journal_finds_nothing_for_no_queues(house: House, tmp_path: Path) -> None:
-    """An empty set of queues is none, and not all."""
+def test_the_journal_finds_nothing_for_an_empty_set_of_queues(secured: SecuredFleet, tmp_path: Path) -> None:
+    """An empty set means no queue, not all."""
     from multigpu_master.journal.protocol import OutcomeFilter
     from multigpu_master.journal.sqlite.journal import SqliteJournal
 

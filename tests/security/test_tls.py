@@ -1,4 +1,4 @@
-"""Ways in past TLS: in the clear, with a certificate of another authority, of another kind, or one that has expired."""
+"""TLS: callers without it, and certificates that are invalid, expired or of another kind."""
 
 import contextlib
 import datetime as dt
@@ -23,16 +23,16 @@ from multigpu.cli import cli
 from multigpu.cli.security import authority
 from multigpu.config.config import ConfigError, MasterConfig
 from multigpu.v1 import task_service_pb2
-from multigpu_master.security import listeners as doors
+from multigpu_master.security import listeners
 
 from tests.fleet import until
-from tests.security.house import Caller, House, hello
+from tests.security.secured import Caller, SecuredFleet, hello
 
 UNAVAILABLE, PERMISSION_DENIED = grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.PERMISSION_DENIED
 
 
-class TlsHouse(House):
-    """A master with a certificate, that asks for certificates."""
+class TlsFleet(SecuredFleet):
+    """A master with a certificate that requires certificates."""
 
     def __init__(self, folder: Path, *flags: str) -> None:
         self.ca = folder / "ca"
@@ -50,7 +50,7 @@ class TlsHouse(House):
     def show(
         self, pair: Path | None, token: str | None = None, *, ca: Path | None = None, name: str = "localhost"
     ) -> Caller:
-        """A caller with this certificate (its path without the ending), who believes in this authority."""
+        """A caller with this certificate (its path without suffix) that trusts this authority."""
         key, cert = (pair.with_suffix(end).read_bytes() if pair else None for end in (".key", ".crt"))
         trusted = ((ca or self.ca) / "ca.crt").read_bytes()
         options = (
@@ -66,80 +66,77 @@ class TlsHouse(House):
 
 
 @pytest.fixture(scope="module")
-def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TlsHouse]:
-    it = TlsHouse(tmp_path_factory.mktemp("tls"))
+def secured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TlsFleet]:
+    it = TlsFleet(tmp_path_factory.mktemp("tls"))
     yield it
     it.close()
 
 
-def test_with_certificate_and_token_one_is_let_in(house: TlsHouse) -> None:
-    assert house.admin.status("AdminService/GetStats") is grpc.StatusCode.OK
-    assert house.caller().status("AdminService/GetStats") is grpc.StatusCode.UNAUTHENTICATED
+def test_a_certificate_and_a_token_are_accepted(secured: TlsFleet) -> None:
+    assert secured.admin.probe() is grpc.StatusCode.OK
+    assert secured.caller().probe() is grpc.StatusCode.UNAUTHENTICATED
 
 
-def test_in_the_clear_nothing_answers(house: TlsHouse) -> None:
-    assert (
-        Caller(grpc.insecure_channel(house.fleet.address), house.admin_token).status("AdminService/GetStats")
-        is UNAVAILABLE
-    )
+def test_no_answer_without_tls(secured: TlsFleet) -> None:
+    assert Caller(grpc.insecure_channel(secured.fleet.address), secured.admin_token).probe() is UNAVAILABLE
 
 
-def test_without_a_certificate_nothing_answers(house: TlsHouse) -> None:
-    assert house.show(None, house.admin_token).status("AdminService/GetStats") is UNAVAILABLE
+@pytest.mark.parametrize("certificate", ["none", "of another authority", "self-signed", "expired"])
+def test_no_answer_without_a_valid_certificate(
+    secured: TlsFleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, certificate: str
+) -> None:
+    pair: Path | None = None
+    if certificate == "of another authority":
+        pair = secured.other / "client"
+    elif certificate == "self-signed":
+        authority.init(tmp_path / "self")
+        pair = tmp_path / "self" / "ca"
+    elif certificate == "expired":
+        past = dt.datetime.now(dt.UTC) - dt.timedelta(days=5)
+        with monkeypatch.context() as patch:
+            patch.setattr(authority, "_now", lambda: past)
+            authority.issue(secured.ca, "client", "old", [], days=2)
+        assert authority.read(secured.ca, "old").days_left < 0
+        pair = secured.ca / "old"
+    assert secured.show(pair, secured.admin_token).probe() is UNAVAILABLE
 
 
-def test_a_certificate_of_another_authority_opens_nothing(house: TlsHouse) -> None:
-    assert house.show(house.other / "client", house.admin_token).status("AdminService/GetStats") is UNAVAILABLE
+def test_a_client_rejects_a_false_master(secured: TlsFleet) -> None:
+    pair = secured.ca / "client"
+    assert secured.show(pair, secured.admin_token, ca=secured.other).probe() is UNAVAILABLE
+    assert secured.show(pair, secured.admin_token, name="elsewhere").probe() is UNAVAILABLE
 
 
-def test_a_certificate_that_signed_itself_opens_nothing(house: TlsHouse, tmp_path: Path) -> None:
-    authority.init(tmp_path / "self")
-    assert house.show(tmp_path / "self" / "ca", house.admin_token).status("AdminService/GetStats") is UNAVAILABLE
-
-
-def test_an_expired_certificate_opens_nothing(house: TlsHouse, monkeypatch: pytest.MonkeyPatch) -> None:
-    past = dt.datetime.now(dt.UTC) - dt.timedelta(days=5)
-    with monkeypatch.context() as patch:
-        patch.setattr(authority, "_now", lambda: past)
-        authority.issue(house.ca, "client", "old", [], days=2)
-    assert authority.read(house.ca, "old").days_left < 0
-    assert house.show(house.ca / "old", house.admin_token).status("AdminService/GetStats") is UNAVAILABLE
-
-
-def test_a_client_believes_no_other_master(house: TlsHouse) -> None:
-    pair = house.ca / "client"
-    assert house.show(pair, house.admin_token, ca=house.other).status("AdminService/GetStats") is UNAVAILABLE
-    assert house.show(pair, house.admin_token, name="elsewhere").status("AdminService/GetStats") is UNAVAILABLE
-
-
-def test_a_worker_is_no_client_and_a_client_no_worker(house: TlsHouse) -> None:
+def test_certificates_of_workers_and_clients_are_not_interchangeable(secured: TlsFleet) -> None:
     """The certificate decides, even with a token of the other role."""
-    _, work = house.create("work", "worker")
-    worker, client = house.ca / "worker", house.ca / "client"
-    assert house.show(worker, house.admin_token).status("AdminService/GetStats") is PERMISSION_DENIED
-    assert house.show(worker, house.admin_token).status("TaskService/List") is PERMISSION_DENIED
-    assert house.show(client, work).open("WorkerService/Session", hello("w")).end() is PERMISSION_DENIED
-    assert house.show(client, house.admin_token).open("WorkerService/Session", hello("w")).end() is PERMISSION_DENIED
-    stream = house.show(worker, work).open("WorkerService/Session", hello("w"))
+    _, work = secured.create("work", "worker")
+    worker, client = secured.ca / "worker", secured.ca / "client"
+    assert secured.show(worker, secured.admin_token).probe() is PERMISSION_DENIED
+    assert secured.show(worker, secured.admin_token).status("TaskService/List") is PERMISSION_DENIED
+    assert secured.show(client, work).open("WorkerService/Session", hello("w")).end() is PERMISSION_DENIED
+    assert (
+        secured.show(client, secured.admin_token).open("WorkerService/Session", hello("w")).end() is PERMISSION_DENIED
+    )
+    stream = secured.show(worker, work).open("WorkerService/Session", hello("w"))
     assert stream.next().HasField("welcome")
     stream.close()
-    # Nor does the master's certificate open anything: it is for servers.
-    assert house.show(house.ca / "master", house.admin_token).status("AdminService/GetStats") is UNAVAILABLE
+    # The master's certificate is for servers only.
+    assert secured.show(secured.ca / "master", secured.admin_token).probe() is UNAVAILABLE
 
 
-def _sdk(house: TlsHouse, monkeypatch: pytest.MonkeyPatch, token: str, ca: Path | None = None) -> None:
-    monkeypatch.setenv("MGPU_TLS_CA", str((ca or house.ca) / "ca.crt"))
-    monkeypatch.setenv("MGPU_TLS_CERT", str(house.ca / "client.crt"))
-    monkeypatch.setenv("MGPU_TLS_KEY", str(house.ca / "client.key"))
+def _sdk(secured: TlsFleet, monkeypatch: pytest.MonkeyPatch, token: str, ca: Path | None = None) -> None:
+    monkeypatch.setenv("MGPU_TLS_CA", str((ca or secured.ca) / "ca.crt"))
+    monkeypatch.setenv("MGPU_TLS_CERT", str(secured.ca / "client.crt"))
+    monkeypatch.setenv("MGPU_TLS_KEY", str(secured.ca / "client.key"))
     monkeypatch.setenv("MGPU_TOKEN", token)
 
 
-def test_a_whole_fleet_over_tls(house: TlsHouse, monkeypatch: pytest.MonkeyPatch) -> None:
-    ca = house.ca
+def test_a_fleet_over_tls(secured: TlsFleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    ca = secured.ca
     files = "--tls-ca", str(ca / "ca.crt"), "--tls-cert", str(ca / "worker.crt"), "--tls-key", str(ca / "worker.key")
-    worker = house.start_worker("w1", *files)
-    _sdk(house, monkeypatch, house.create("sdk", "submit", queues=["q"])[1])
-    with multigpu.Client(house.fleet.address) as client:
+    worker = secured.start_worker("w1", *files)
+    _sdk(secured, monkeypatch, secured.create("sdk", "submit", queues=["q"])[1])
+    with multigpu.Client(secured.fleet.address) as client:
         assert client.run("echo", b"x", queue="q") == b"x"
         assert client.run("echo", bytes(300_000), queue="q") == bytes(300_000)  # sent, not shared
         assert len(list(client.map("echo", [b"y"] * 500, queue="q"))) == 500
@@ -150,30 +147,30 @@ def test_a_whole_fleet_over_tls(house: TlsHouse, monkeypatch: pytest.MonkeyPatch
     worker.stop()
 
 
-def test_the_sdk_says_what_is_wrong_with_tls(house: TlsHouse, monkeypatch: pytest.MonkeyPatch) -> None:
-    _sdk(house, monkeypatch, house.admin_token, house.other)
+def test_the_sdk_explains_tls_failures(secured: TlsFleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    _sdk(secured, monkeypatch, secured.admin_token, secured.other)
     with (
-        multigpu.Client(house.fleet.address, connect_timeout_s=0.5) as client,
+        multigpu.Client(secured.fleet.address, connect_timeout_s=0.5) as client,
         pytest.raises(errors.UnavailableError, match="not of the authority"),
     ):
         client.get(1)
     monkeypatch.delenv("MGPU_TLS_CERT")
     monkeypatch.delenv("MGPU_TLS_KEY")
-    monkeypatch.setenv("MGPU_TLS_CA", str(house.ca / "ca.crt"))
+    monkeypatch.setenv("MGPU_TLS_CA", str(secured.ca / "ca.crt"))
     with (
-        multigpu.Client(house.fleet.address, connect_timeout_s=0.5) as client,
+        multigpu.Client(secured.fleet.address, connect_timeout_s=0.5) as client,
         pytest.raises(errors.UnavailableError, match="tls_cert and tls_key"),
     ):
         client.get(1)
 
 
-def test_a_master_that_cannot_be_used_is_not_said_to_be_absent(
-    house: TlsHouse, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+def test_an_unusable_master_is_not_reported_as_absent(
+    secured: TlsFleet, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    address = house.fleet.address
+    address = secured.fleet.address
     port = address.rpartition(":")[2]
     (tmp_path / "text").write_text("no certificate")
-    no_pem, other = str(tmp_path / "text"), str(house.other / "client")
+    no_pem, other = str(tmp_path / "text"), str(secured.other / "client")
     cases: list[tuple[str, dict[str, str], int, str]] = [
         (f"[::ffff:127.0.0.1]:{port}", {}, 3, "is for other names: .* --host ::ffff:127.0.0.1"),
         (f"nowhere.invalid:{port}", {}, 3, "host name in the address nowhere.invalid.* is not known"),
@@ -182,10 +179,10 @@ def test_a_master_that_cannot_be_used_is_not_said_to_be_absent(
         (address, {"MGPU_TLS_CERT": "", "MGPU_TLS_KEY": ""}, 3, "closes the connection: .*tls_cert and tls_key"),
         (address, {"MGPU_TLS_CERT": f"{other}.crt", "MGPU_TLS_KEY": f"{other}.key"}, 3, "closes the connection"),
         (address, {"MGPU_TLS_CERT": f"{other}.crt"}, 3, "the key is of another certificate|closes the connection"),
-        (address, {"MGPU_TLS_CA": str(house.other / "ca.crt")}, 3, "not of the authority"),
+        (address, {"MGPU_TLS_CA": str(secured.other / "ca.crt")}, 3, "not of the authority"),
     ]
     for at, changed, exit_code, says in cases:
-        _sdk(house, monkeypatch, house.admin_token)
+        _sdk(secured, monkeypatch, secured.admin_token)
         for name, text in changed.items():
             monkeypatch.setenv(name, text)
         done = CliRunner().invoke(cli, ["--master", at, "status"])
@@ -197,12 +194,12 @@ def test_a_master_that_cannot_be_used_is_not_said_to_be_absent(
         assert done.exit_code == exit_code, done.stderr
 
 
-def _serial(house: TlsHouse) -> int:
-    """Of the certificate that the master shows who connects now."""
-    context = ssl.create_default_context(cafile=house.ca / "ca.crt")
-    context.load_cert_chain(house.ca / "client.crt", house.ca / "client.key")
+def _serial(secured: TlsFleet) -> int:
+    """The serial number of the certificate for a new connection."""
+    context = ssl.create_default_context(cafile=secured.ca / "ca.crt")
+    context.load_cert_chain(secured.ca / "client.crt", secured.ca / "client.key")
     context.set_alpn_protocols(["h2"])
-    host, _, port = house.fleet.address.rpartition(":")
+    host, _, port = secured.fleet.address.rpartition(":")
     with (
         socket.create_connection((host, int(port)), timeout=10) as plain,
         context.wrap_socket(plain, server_hostname="localhost") as tls,
@@ -212,54 +209,54 @@ def _serial(house: TlsHouse) -> int:
         return x509.load_der_x509_certificate(der).serial_number
 
 
-def test_certificates_are_renewed_without_a_restart(house: TlsHouse, monkeypatch: pytest.MonkeyPatch) -> None:
-    stream = house.admin.open("TaskService/Watch", task_service_pb2.WatchRequest())
+def test_certificates_are_renewed_without_a_restart(secured: TlsFleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = secured.admin.open("TaskService/Watch", task_service_pb2.WatchRequest())
     stream.next()
-    before, key = _serial(house), (house.ca / "master.key").read_bytes()
-    assert _serial(house) == before
-    renewed = authority.renew(house.ca, "master")
+    before, key = _serial(secured), (secured.ca / "master.key").read_bytes()
+    assert _serial(secured) == before
+    renewed = authority.renew(secured.ca, "master")
     assert renewed.hosts == ("localhost", "127.0.0.1")
-    assert _serial(house) == int(renewed.serial, 16) != before
-    assert (house.ca / "master.key").read_bytes() == key
-    assert house.caller(house.admin_token).status("AdminService/GetStats") is grpc.StatusCode.OK
-    assert stream.call.is_active()  # and nothing was broken
+    assert _serial(secured) == int(renewed.serial, 16) != before
+    assert (secured.ca / "master.key").read_bytes() == key
+    assert secured.caller(secured.admin_token).probe() is grpc.StatusCode.OK
+    assert stream.call.is_active()  # streams go on
     stream.close()
-    # A new key, too; and with it, for a moment, a pair that is none.
-    crt = (house.ca / "master.crt").read_bytes()
-    issued = authority.issue(house.ca, "master", "master", ["localhost", "127.0.0.1"])
-    new = (house.ca / "master.crt").read_bytes()
-    (house.ca / "master.crt").write_bytes(crt)
-    assert _serial(house) == int(renewed.serial, 16)
-    (house.ca / "master.crt").write_text("nonsense")
-    assert _serial(house) == int(renewed.serial, 16)
-    assert house.fleet.master.events("new certificates are not used")
-    (house.ca / "master.crt").write_bytes(new)
-    assert _serial(house) == int(issued.serial, 16)
+    # With a new key, certificate and key do not match for a moment.
+    crt = (secured.ca / "master.crt").read_bytes()
+    issued = authority.issue(secured.ca, "master", "master", ["localhost", "127.0.0.1"])
+    new = (secured.ca / "master.crt").read_bytes()
+    (secured.ca / "master.crt").write_bytes(crt)
+    assert _serial(secured) == int(renewed.serial, 16)
+    (secured.ca / "master.crt").write_text("nonsense")
+    assert _serial(secured) == int(renewed.serial, 16)
+    assert secured.fleet.master.events("new certificates are not used")
+    (secured.ca / "master.crt").write_bytes(new)
+    assert _serial(secured) == int(issued.serial, 16)
 
 
-def test_a_client_that_stays_shows_its_new_certificate(house: TlsHouse, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its old one expires; the channel that it had can't connect again, and it makes another by itself."""
+def test_a_connected_client_uses_its_renewed_certificate(secured: TlsFleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its old one expires, so its channel cannot reconnect, and it opens another."""
     now = dt.datetime.now(dt.UTC)
     monkeypatch.setattr(authority, "_now", lambda: now - dt.timedelta(days=1) + dt.timedelta(seconds=3))
-    authority.issue(house.ca, "client", "brief", [], days=1)
+    authority.issue(secured.ca, "client", "brief", [], days=1)
     monkeypatch.undo()
-    _sdk(house, monkeypatch, house.admin_token)
-    monkeypatch.setenv("MGPU_TLS_CERT", str(house.ca / "brief.crt"))
-    monkeypatch.setenv("MGPU_TLS_KEY", str(house.ca / "brief.key"))
-    with multigpu.Client(house.fleet.address, connect_timeout_s=20) as client:
+    _sdk(secured, monkeypatch, secured.admin_token)
+    monkeypatch.setenv("MGPU_TLS_CERT", str(secured.ca / "brief.crt"))
+    monkeypatch.setenv("MGPU_TLS_KEY", str(secured.ca / "brief.key"))
+    with multigpu.Client(secured.fleet.address, connect_timeout_s=20) as client:
         task_id = client.submit("echo", b"x", wait_for_worker=True)
         assert client.get(task_id).outcome is None
-        until(lambda: authority.read(house.ca, "brief").days_left < 0, what="the end of the certificate")
-        authority.renew(house.ca, "brief")
-        house.fleet.restart_master()
+        until(lambda: authority.read(secured.ca, "brief").days_left < 0, what="the end of the certificate")
+        authority.renew(secured.ca, "brief")
+        secured.fleet.restart_master()
         assert client.get(task_id).outcome is None
         client.cancel(task_id)
 
 
-def test_metrics_elsewhere_take_a_certificate(tmp_path: Path) -> None:
+def test_metrics_on_another_address_need_a_certificate(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    house = TlsHouse(tmp_path, "--metrics-listen", f"0.0.0.0:{port}")
+    secured = TlsFleet(tmp_path, "--metrics-listen", f"0.0.0.0:{port}")
 
     def mute() -> socket.socket | None:
         with contextlib.suppress(ConnectionRefusedError):
@@ -267,40 +264,40 @@ def test_metrics_elsewhere_take_a_certificate(tmp_path: Path) -> None:
         return None
 
     try:
-        held = until(mute, what="the metrics")  # who says nothing holds up nobody
-        context = ssl.create_default_context(cafile=house.ca / "ca.crt")
+        held = until(mute, what="the metrics")  # a silent connection blocks no other
+        context = ssl.create_default_context(cafile=secured.ca / "ca.crt")
         for url, shown in (f"https://localhost:{port}/metrics", context), (f"http://localhost:{port}/metrics", None):
             with pytest.raises((urllib.error.URLError, ssl.SSLError, ConnectionError)) as caught:
                 urllib.request.urlopen(url, context=shown, timeout=10).read()
             assert "rejected" not in str(caught.value)
-        context.load_cert_chain(house.ca / "client.crt", house.ca / "client.key")
+        context.load_cert_chain(secured.ca / "client.crt", secured.ca / "client.key")
         text = urllib.request.urlopen(f"https://localhost:{port}/metrics", context=context, timeout=10).read()
         held.close()
         assert b"mgpu_tasks_submitted_total" in text
-        certificate = x509.load_pem_x509_certificate((house.ca / "master.crt").read_bytes())
+        certificate = x509.load_pem_x509_certificate((secured.ca / "master.crt").read_bytes())
         (expiry,) = [line for line in text.splitlines() if line.startswith(b"mgpu_certificate_expiry_timestamp")]
         assert float(expiry.split()[1]) == certificate.not_valid_after_utc.timestamp()
-        assert "Traceback" not in house.fleet.master.log()
+        assert "Traceback" not in secured.fleet.master.log()
     finally:
-        house.close()
+        secured.close()
 
 
-def test_a_key_that_everybody_may_read_is_rejected(tmp_path: Path) -> None:
+def test_a_key_readable_by_others_is_rejected(tmp_path: Path) -> None:
     ca = tmp_path / "ca"
     authority.init(ca)
     authority.issue(ca, "master", "master", ["localhost"])
     settings: dict[str, Any] = {"tls_cert": str(ca / "master.crt"), "tls_key": str(ca / "master.key")}
-    doors.Certificates(MasterConfig(**settings)).reload()
+    listeners.Certificates(MasterConfig(**settings)).reload()
     shown = Credentials(tls_ca=str(ca / "ca.crt"), **settings)
     shown.channel("localhost:1", ()).close()
     (ca / "master.key").chmod(0o604)
-    with pytest.raises(doors.DoorError, match="chmod o-rwx"):
-        doors.Certificates(MasterConfig(**settings)).reload()
+    with pytest.raises(listeners.ListenError, match="chmod o-rwx"):
+        listeners.Certificates(MasterConfig(**settings)).reload()
     with pytest.raises(ConfigError, match="chmod o-rwx"):
         shown.channel("localhost:1", ())
 
 
-def test_the_authority_is_made_once_and_says_what_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_authority_is_created_once_and_explains_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ca = tmp_path / "ca"
     with pytest.raises(authority.AuthorityError, match="certs init"):
         authority.issue(ca, "worker", "w", [])
@@ -322,7 +319,7 @@ def test_the_authority_is_made_once_and_says_what_is_wrong(tmp_path: Path, monke
     assert (made.kind, made.ours, round(made.days_left)) == ("worker", True, 90)
     (ca / "w.key").chmod(0o640)
     authority.issue(ca, "worker", "w", [])
-    assert (ca / "w.key").stat().st_mode & 0o777 == 0o640  # as somebody wished
+    assert (ca / "w.key").stat().st_mode & 0o777 == 0o640  # as the user set it
     other = tmp_path / "other"
     authority.init(other)
     shutil.copy(other / "ca.key", ca / "ca.key")
@@ -335,16 +332,16 @@ def test_the_authority_is_made_once_and_says_what_is_wrong(tmp_path: Path, monke
     assert not authority.read(ca, "w").ours
 
 
-def test_a_worker_says_what_may_be_wrong_with_its_certificates(house: TlsHouse) -> None:
-    token = house.fleet.folder / "without.token"
-    token.write_text(house.create("without", "worker", worker_ids=["without"])[1])
+def test_a_worker_explains_certificate_failures(secured: TlsFleet) -> None:
+    token = secured.fleet.folder / "without.token"
+    token.write_text(secured.create("without", "worker", worker_ids=["without"])[1])
     token.chmod(0o600)
     flags = ("--token-file", str(token), "--tls-ca")
     # No certificate of its own; an authority that did not make the master's certificate.
     for name, folder, words in (
-        ("bare", house.ca, "tls_cert and tls_key"),
-        ("apart", house.other, "not of the authority"),
+        ("bare", secured.ca, "tls_cert and tls_key"),
+        ("apart", secured.other, "not of the authority"),
     ):
-        worker = house.fleet.start_worker(name, *flags, str(folder / "ca.crt"))
+        worker = secured.fleet.start_worker(name, *flags, str(folder / "ca.crt"))
         until(lambda worker=worker, words=words: words in worker.log(), what=f"the hint {words!r}")  # type: ignore[misc]
         worker.stop()

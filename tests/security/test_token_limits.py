@@ -1,4 +1,4 @@
-"""Ways to starve others: too many tasks a second, too many calls at once."""
+"""Limits of a token: tasks a second and open calls."""
 
 import time
 from pathlib import Path
@@ -11,12 +11,12 @@ from multigpu.v1 import task_service_pb2
 from multigpu_master.security.tokens import Tokens
 
 from tests.fleet import until
-from tests.security.house import House, run_request
+from tests.security.secured import SecuredFleet, run_request
 
 EXHAUSTED = grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
-def test_a_rate_lets_through_what_it_says_in_the_long_run() -> None:
+def test_a_rate_holds_on_average() -> None:
     now = 1000.0
     token, _ = Tokens({}, lambda: now).make("x", ["submit"], tasks_per_s=100)
     taken, rejected = 0, 0
@@ -35,9 +35,9 @@ def test_a_rate_lets_through_what_it_says_in_the_long_run() -> None:
     assert all(free.take(10_000, now) is None for _ in range(100))
 
 
-def test_more_tasks_than_the_rate_are_rejected_with_a_delay(house: House) -> None:
-    caller = house.as_role("submit", task_rate=5)
-    other = house.as_role("submit")
+def test_tasks_beyond_the_rate_are_rejected_with_a_delay(secured: SecuredFleet) -> None:
+    caller = secured.as_role("submit", task_rate=5)
+    other = secured.as_role("submit")
     answers = [result for _ in range(5) for result in caller.submit("default", b"1", b"2", b"3")]
     rejected = [r.rejection for r in answers if r.HasField("rejection")]
     assert 3 <= len(rejected) <= 9
@@ -50,13 +50,13 @@ def test_more_tasks_than_the_rate_are_rejected_with_a_delay(house: House) -> Non
     assert rejection.code == EXHAUSTED.value[0]
 
 
-def test_the_sdk_waits_as_it_is_told(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
-    _, token = house.create("slow", "submit", task_rate=20)
+def test_the_sdk_waits_for_the_retry_delay(secured: SecuredFleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, token = secured.create("slow", "submit", task_rate=20)
     monkeypatch.setenv("MGPU_TOKEN", token)
-    worker = house.start_worker("slow")
+    worker = secured.start_worker("slow")
     try:
         begin = time.monotonic()
-        with multigpu.Client(house.fleet.address) as client:
+        with multigpu.Client(secured.fleet.address) as client:
             client.run("echo", b"x", wait_for_worker=True)
             results = list(client.map("echo", [b"%d" % n for n in range(20)], window=5, wait_for_worker=True))
             results += list(client.map("echo", [b"%d" % n for n in range(20)], window=5, wait_for_worker=True))
@@ -66,10 +66,10 @@ def test_the_sdk_waits_as_it_is_told(house: House, monkeypatch: pytest.MonkeyPat
         worker.stop()
 
 
-def test_submit_of_the_sdk_raises_with_the_delay(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
-    _, token = house.create("slower", "submit", task_rate=1)
+def test_submit_of_the_sdk_raises_with_the_delay(secured: SecuredFleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, token = secured.create("slower", "submit", task_rate=1)
     monkeypatch.setenv("MGPU_TOKEN", token)
-    with multigpu.Client(house.fleet.address) as client:
+    with multigpu.Client(secured.fleet.address) as client:
         client.submit_many("none", [b"x"] * 30, wait_for_worker=True)
         with pytest.raises(errors.ResourceExhaustedError) as rejected:
             client.submit("none", b"x", wait_for_worker=True)
@@ -78,28 +78,28 @@ def test_submit_of_the_sdk_raises_with_the_delay(house: House, monkeypatch: pyte
         assert [type(answer) for answer in answers] == [errors.ResourceExhaustedError] * 2
 
 
-def test_calls_at_once_are_limited_for_each_token(house: House) -> None:
-    token_id, token = house.create("few", "read", calls_max=2)
-    caller = house.caller(token)
+def test_open_calls_of_a_token_are_limited(secured: SecuredFleet) -> None:
+    token_id, token = secured.create("few", "read", calls_max=2)
+    caller = secured.caller(token)
     streams = [caller.open("TaskService/Watch") for _ in range(2)]
     for stream in streams:
         stream.next()
     assert caller.open("TaskService/Watch").end() is EXHAUSTED
     assert caller.status("TaskService/Count") is EXHAUSTED
-    assert house.as_role("read", calls_max=2).status("TaskService/Count") is grpc.StatusCode.OK
+    assert secured.as_role("read", calls_max=2).status("TaskService/Count") is grpc.StatusCode.OK
     streams[0].close()
     until(lambda: caller.status("TaskService/Count") is grpc.StatusCode.OK, what="the call that ended to be counted")
     streams[1].close()
     assert token_id
 
 
-def test_the_masters_limit_counts_for_tokens_without_their_own(tmp_path: Path) -> None:
-    house = House(tmp_path, "--token-calls-max", "1")
+def test_the_masters_limit_of_calls_is_the_default(tmp_path: Path) -> None:
+    secured = SecuredFleet(tmp_path, "--token-calls-max", "1")
     try:
-        reader = house.as_role("read")
+        reader = secured.as_role("read")
         stream = reader.open("TaskService/Watch", task_service_pb2.WatchRequest())
         stream.next()
         assert reader.status("TaskService/Count") is EXHAUSTED
         stream.close()
     finally:
-        house.close()
+        secured.close()

@@ -1,4 +1,4 @@
-"""Ways in as a worker: under another's name, with a token that is gone."""
+"""Workers: ids, tokens and code."""
 
 import grpc
 import multigpu
@@ -6,17 +6,17 @@ import pytest
 from multigpu import errors
 
 from tests.fleet import until
-from tests.security.house import House, hello
+from tests.security.secured import SecuredFleet, hello
 
 
-def test_a_worker_can_not_take_anothers_name(house: House) -> None:
-    until(lambda: not house.active(), what="the workers of other tests to go")
-    own = house.as_role("worker", worker_ids=["box-1", "gpu2-*"])
-    victim = house.as_role("worker").open("WorkerService/Session", hello("box-2"))
+def test_a_worker_cannot_take_anothers_id(secured: SecuredFleet) -> None:
+    until(lambda: not secured.active(), what="the workers of other tests to go")
+    own = secured.as_role("worker", worker_ids=["box-1", "gpu2-*"])
+    victim = secured.as_role("worker").open("WorkerService/Session", hello("box-2"))
     victim.next()
     for worker_id in ("box-2", "box-11", "gpu2", "gpu20-x", "*", "BOX-1"):
         assert own.open("WorkerService/Session", hello(worker_id)).end() is grpc.StatusCode.PERMISSION_DENIED
-    assert house.active() == {"box-2"}  # and was not thrown out
+    assert secured.active() == {"box-2"}  # and keeps its session
     for worker_id in ("box-1", "gpu2-", "gpu2-cuda:0"):
         stream = own.open("WorkerService/Session", hello(worker_id))
         assert stream.next().HasField("welcome")
@@ -24,19 +24,19 @@ def test_a_worker_can_not_take_anothers_name(house: House) -> None:
     victim.close()
 
 
-def test_a_real_worker_comes_back_with_a_new_token(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
-    token_id, token = house.create("first", "worker", worker_ids=["real"])
-    worker = house.start_worker("real", token=token)
-    monkeypatch.setenv("MGPU_TOKEN", house.create("client", "submit")[1])
-    with multigpu.Client(house.fleet.address) as client:
+def test_a_worker_reconnects_with_a_new_token(secured: SecuredFleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    token_id, token = secured.create("first", "worker", worker_ids=["real"])
+    worker = secured.start_worker("real", token=token)
+    monkeypatch.setenv("MGPU_TOKEN", secured.create("client", "submit")[1])
+    with multigpu.Client(secured.fleet.address) as client:
         assert client.run("echo", b"1") == b"1"
-        house.revoke(token_id)
-        until(lambda: "real" not in house.active(), what="the worker to lose its session")
+        secured.revoke(token_id)
+        until(lambda: "real" not in secured.active(), what="the worker to lose its session")
         waiting = client.submit("echo", b"2")
         until(lambda: "UNAUTHENTICATED" in worker.log(), what="the worker to say why")
         assert worker.alive
-        (house.fleet.folder / "real.token").write_text(house.create("second", "worker", worker_ids=["real"])[1])
-        until(lambda: "real" in house.active(), what="the worker with its new token")
+        (secured.fleet.folder / "real.token").write_text(secured.create("second", "worker", worker_ids=["real"])[1])
+        until(lambda: "real" in secured.active(), what="the worker with its new token")
         outcome = client.get(waiting, wait_s=20).outcome
         assert outcome is not None
         assert outcome.value() == b"2"
@@ -44,11 +44,11 @@ def test_a_real_worker_comes_back_with_a_new_token(house: House, monkeypatch: py
     assert token not in worker.log()
 
 
-def test_a_client_loads_no_code(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A kind or a model is a name that the worker serves, or nothing."""
-    worker = house.start_worker("loader")
-    monkeypatch.setenv("MGPU_TOKEN", house.create("coder", "submit")[1])
-    with multigpu.Client(house.fleet.address) as client:
+def test_a_client_cannot_load_code(secured: SecuredFleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kind or a model is only a name that a worker serves."""
+    worker = secured.start_worker("loader")
+    monkeypatch.setenv("MGPU_TOKEN", secured.create("coder", "submit")[1])
+    with multigpu.Client(secured.fleet.address) as client:
         for kind in ("os.system", "os:system", "antigravity", "../../echo", "/bin/sh", "echo\n"):
             with pytest.raises(errors.RejectedError):
                 client.run(kind, b"x")
@@ -59,10 +59,10 @@ def test_a_client_loads_no_code(house: House, monkeypatch: pytest.MonkeyPatch) -
     worker.stop()
 
 
-def test_the_sdk_says_what_is_wrong_with_a_token(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_sdk_explains_token_failures(secured: SecuredFleet, monkeypatch: pytest.MonkeyPatch) -> None:
     def tries() -> list[str]:
         said = []
-        with multigpu.Client(house.fleet.address, connect_timeout_s=5) as client:
+        with multigpu.Client(secured.fleet.address, connect_timeout_s=5) as client:
             for attempt in (lambda: client.run("echo", b""), lambda: client.get(1), lambda: next(client.watch())):
                 with pytest.raises(errors.AccessError) as caught:
                     attempt()
@@ -73,30 +73,32 @@ def test_the_sdk_says_what_is_wrong_with_a_token(house: House, monkeypatch: pyte
     assert all("token_file" in text for text in tries())
     monkeypatch.setenv("MGPU_TOKEN", "mgpu_wrong")
     assert all("opens nothing" in text for text in tries())
-    monkeypatch.setenv("MGPU_TOKEN", house.create("w", "worker")[1])
+    monkeypatch.setenv("MGPU_TOKEN", secured.create("w", "worker")[1])
     assert all("takes a token of the role" in text for text in tries())
     monkeypatch.delenv("MGPU_TOKEN")
     monkeypatch.setenv("MGPU_TOKEN_FILE", "/nowhere/token")
     assert all("/nowhere/token can't be read" in text for text in tries())
 
 
-def test_a_revoked_client_is_told_and_a_new_token_counts_at_once(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
-    token_id, token = house.create("c1", "submit")
-    path = house.fleet.folder / "client.token"
+def test_a_revoked_client_gets_an_error_and_uses_a_new_token_at_once(
+    secured: SecuredFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    token_id, token = secured.create("c1", "submit")
+    path = secured.fleet.folder / "client.token"
     path.touch(0o600)
     path.write_text(token + "\n")
     monkeypatch.delenv("MGPU_TOKEN", raising=False)
     monkeypatch.setenv("MGPU_TOKEN_FILE", str(path))
-    worker = house.start_worker("again")
-    with multigpu.Client(house.fleet.address) as client:
+    worker = secured.start_worker("again")
+    with multigpu.Client(secured.fleet.address) as client:
         assert client.run("echo", b"1", wait_for_worker=True) == b"1"
         path.chmod(0o644)
         with pytest.raises(errors.AccessError, match="chmod"):
             client.submit("echo", b"x")
         path.chmod(0o600)
-        house.revoke(token_id)
+        secured.revoke(token_id)
         with pytest.raises(errors.AccessError):
             client.run("echo", b"2")
-        path.write_text(house.create("c2", "submit")[1])
+        path.write_text(secured.create("c2", "submit")[1])
         assert client.run("echo", b"3") == b"3"
     worker.stop()

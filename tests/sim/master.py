@@ -21,7 +21,8 @@ from multigpu_master.driver import is_cancelled
 from multigpu_master.journal.protocol import Journal, JournalError, LargeBody, SettleRecord
 from multigpu_master.journal.write_buffer import Journaling
 from multigpu_master.strategies.registry import load_strategies
-from multigpu_master.wire import messages as wire
+from multigpu_master.wire import outcomes as wire_outcomes
+from multigpu_master.wire import tasks as wire_tasks
 
 from tests.sim.invariants.core import Invariants
 from tests.sim.journal import Rows, SimJournal, SimLoop
@@ -89,7 +90,7 @@ class Master:
         self._requeueing: dict[int, None] = {}
         self._withdrawn: dict[int, list[int]] = {}  # as the driver's
         self._inbox = Inbox(world, lambda: self.stalled_until)
-        self._outcomes = wire.OutcomeWriter()
+        self._outcomes = wire_outcomes.OutcomeWriter()
         self._ids = 0
         self._tick_at = 0.0
 
@@ -123,7 +124,7 @@ class Master:
         self.journal.open(journaling.on_commit)
         expected = settings.restore(cast("Core", _Restoring(self)), self.journal.settings, self.now)
         rows = sorted(self.journal.tasks.values(), key=lambda r: r.task_id)
-        tasks = [wire.restored_task(r, self.specs[r.spec]) for r in rows]
+        tasks = [wire_tasks.restored_task(r, self.specs[r.spec]) for r in rows]
         world.trace("master %d starts with %d tasks, its clock wrong by %g s", self.epoch, len(tasks), self._skew_s)
         self.handle(ev.Recover(tasks, self.now + self._grace_s if expected else self.now))
 

@@ -6,11 +6,13 @@ import os
 import signal
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from .scripted_master import ScriptedMaster
+from .scripted_master import ScriptedMaster, Stream
 
 
 class WorkerProcess:
@@ -40,6 +42,9 @@ class WorkerProcess:
 
 
 StartWorker = Callable[..., Awaitable[WorkerProcess]]
+# Starts a worker of `master`, and returns it with its first session.
+Start = Callable[..., Awaitable[tuple[WorkerProcess, Stream]]]
+HANDLERS = Path(__file__).parent / "handlers"
 
 
 @pytest.fixture(scope="session")
@@ -85,3 +90,17 @@ async def start_worker(tmp_path: Path) -> AsyncIterator[StartWorker]:
                 worker.process.send_signal(signal.SIGKILL)
             await worker.process.wait()
         print(f"--- log of worker {worker.pid}\n{worker.log}")
+
+
+@pytest.fixture
+def start(master: ScriptedMaster, start_worker: StartWorker) -> Start:
+    async def start_and_welcome(*flags: str, **more: Any) -> tuple[WorkerProcess, Stream]:
+        return await start_worker(master.address, *flags, **more), await master.stream()
+
+    return start_and_welcome
+
+
+@pytest.fixture
+def start_handlers(start: Start) -> Start:
+    """As `start`, with the handlers of `handlers/handlers_for_tests.py`."""
+    return partial(start, "--handlers", "handlers_for_tests", pythonpath=HANDLERS)

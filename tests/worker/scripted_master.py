@@ -86,6 +86,12 @@ class Stream:
         await self.until(lambda: all(lease_id in self.reports for lease_id in lease_ids), timeout_s)
         return [self.reports[lease_id] for lease_id in lease_ids]
 
+    async def running(self, *lease_ids: int) -> None:
+        """Until the worker's last heartbeat lists these leases as running."""
+        await self.until(
+            lambda: set(lease_ids) <= {h.lease_id for beat in self.heartbeats[-1:] for h in beat.leases if h.running}
+        )
+
     def take(self, request: pb.SessionRequest) -> None:
         self.frames_up += 1
         if request.HasField("heartbeat"):

@@ -36,14 +36,14 @@ from multigpu_worker.device.open import open_device
 from multigpu_worker.session import wire
 
 opened = open_device(sys.argv[1])
-def told(message):
+def plain(message):
     return MessageToDict(message, preserving_proto_field_name=True)
-print(json.dumps([told(wire.device_message(opened.info)), told(wire.telemetry_message(opened.sample(), 1))]))
+print(json.dumps([plain(wire.device_message(opened.info)), plain(wire.telemetry_message(opened.sample(), 1))]))
 """
 
 
 def ask(gpus: SimulatedGpus, name: str, **env: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What a worker on that device would tell: of itself, and of how it is."""
+    """Identity and telemetry of a device, as a worker reports them."""
     done = subprocess.run(
         [sys.executable, "-c", ASK, name], env={**os.environ, **gpus.env(), **env}, capture_output=True, text=True,
         check=False,
@@ -74,7 +74,7 @@ def test_the_topology_of_a_host(gpus: SimulatedGpus) -> None:
     assert peers[gpus.uuid(7)] == {"device_id": gpus.uuid(7), "common_ancestor": "system"}
 
 
-def test_links_to_a_switch_lead_to_every_peer_that_is_on_it(gpus: SimulatedGpus) -> None:
+def test_links_to_a_switch_reach_every_peer(gpus: SimulatedGpus) -> None:
     for link in range(6):
         gpus.nvlink(0, link, up=True, remote=None)
     info, _ = ask(gpus, "cuda:0")
@@ -84,7 +84,6 @@ def test_links_to_a_switch_lead_to_every_peer_that_is_on_it(gpus: SimulatedGpus)
 
 @pytest.mark.parametrize("by_cuda", [False, True])
 def test_a_mig_instance_is_a_device_with_its_own_memory(gpus: SimulatedGpus, by_cuda: bool) -> None:
-    """The driver's number of an instance is that within its GPU: cuda:0 used to be taken for the second of GPU 1."""
     gpus.mig(1, 3)
     gpus.heat(1, 71)
     gpus.process(1, os.getpid(), 1 << 30, instance=1)
@@ -100,14 +99,14 @@ def test_a_mig_instance_is_a_device_with_its_own_memory(gpus: SimulatedGpus, by_
     assert int(telemetry["memory_used_bytes"]) == (2 << 30) // 3
     assert [process["pid"] for process in telemetry["processes"]] == [os.getpid()]
     assert "peers" not in info
-    # Of its GPU.
+    # Values of its GPU.
     assert telemetry["temperature_celsius"] == 71.0
     assert info["pci_bus_id"] == bytes(gpus.gpu(1).bus_id).decode()
-    # Nobody tells of an instance's utilization.
+    # NVML has no utilization of instances.
     assert "utilization" not in telemetry
 
 
-def test_a_gpu_that_is_cut_into_instances_is_rejected_with_their_uuids(gpus: SimulatedGpus) -> None:
+def test_a_gpu_in_mig_mode_is_rejected_with_its_instances_uuids(gpus: SimulatedGpus) -> None:
     gpus.mig(0, 2)
     for name in ("cuda:0", gpus.uuid(0), "auto"):
         with pytest.raises(
@@ -121,7 +120,7 @@ def test_a_gpu_that_is_cut_into_instances_is_rejected_with_their_uuids(gpus: Sim
         ask(gpus, "MIG-1")
 
 
-def test_what_a_device_doesnt_tell_is_absent_and_never_zero(gpus: SimulatedGpus) -> None:
+def test_values_that_a_device_does_not_report_are_absent(gpus: SimulatedGpus) -> None:
     for function in (
         "nvmlDeviceGetUtilizationRates", "nvmlDeviceGetTemperature", "nvmlDeviceGetTemperatureV",
         "nvmlDeviceGetPowerUsage", "nvmlDeviceGetEnforcedPowerLimit", "nvmlDeviceGetClockInfo",
@@ -140,15 +139,15 @@ from multigpu_worker.device.open import open_device
 opened = open_device("cuda:0")
 counted, ask = [], opened._ask
 opened._ask = lambda function, *more: (counted.append(function), ask(function, *more))[1]
-told = [opened.sample().pcie_sent_bytes for _ in range(5)]
+rates = [opened.sample().pcie_sent_bytes for _ in range(5)]
 often = counted.count("nvmlDeviceGetPcieThroughput")
 opened._pcie_due_s = 0.0
 opened.sample()
-print(often, counted.count("nvmlDeviceGetPcieThroughput"), *set(told))
+print(often, counted.count("nvmlDeviceGetPcieThroughput"), *set(rates))
 """
 
 
-def test_the_slow_counters_of_pcie_are_not_read_with_every_sample(gpus: SimulatedGpus) -> None:
+def test_slow_pcie_counters_are_read_less_often(gpus: SimulatedGpus) -> None:
     gpus.pcie(0, sent_kib=3)
     done = subprocess.run(
         [sys.executable, "-c", PCIE], env={**os.environ, **gpus.env()}, capture_output=True, text=True, check=True
@@ -156,7 +155,7 @@ def test_the_slow_counters_of_pcie_are_not_read_with_every_sample(gpus: Simulate
     assert done.stdout.split() == ["2", "4", "3072.0"], "one reading of each direction, then another when it is due"
 
 
-def test_older_drivers_tell_by_older_names(gpus: SimulatedGpus) -> None:
+def test_functions_of_older_drivers(gpus: SimulatedGpus) -> None:
     gpus.heat(0, 71)
     gpus.use_memory(0, 3 << 30)
     gpus.fail("nvmlDeviceGetTemperatureV")
@@ -166,13 +165,13 @@ def test_older_drivers_tell_by_older_names(gpus: SimulatedGpus) -> None:
     assert int(telemetry["memory_used_bytes"]) >= 3 << 30
 
 
-def test_a_device_that_is_lost_before_the_worker_begins_is_an_error_with_a_remedy(gpus: SimulatedGpus) -> None:
+def test_a_lost_device_cannot_be_opened(gpus: SimulatedGpus) -> None:
     gpus.lose(1)
     with pytest.raises(AssertionError, match=r"DeviceError: .*lost.*nvidia-smi"):
         ask(gpus, "cuda:1")
 
 
-def test_a_cpu_worker_is_told_of_in_the_same_shape() -> None:
+def test_a_cpu_reports_the_same_messages() -> None:
     device = open_device("cpu")
     telemetry = telemetry_message(device.sample(), 1)
     assert 0 < telemetry.memory_used_bytes <= telemetry.memory_total_bytes == device.info.memory_total_bytes
@@ -183,8 +182,12 @@ def test_a_cpu_worker_is_told_of_in_the_same_shape() -> None:
         open_device("cuda:63")
 
 
-def test_the_energy_of_processors_over_the_overflow_of_their_counters(tmp_path: Path) -> None:
-    for number, name in (("0", "package-0"), ("1", "package-1"), ("0:0", "core")):  # the core's is in its package's
+def test_processor_energy_over_a_counter_overflow(tmp_path: Path) -> None:
+    for number, name in (
+        ("0", "package-0"),
+        ("1", "package-1"),
+        ("0:0", "core"),
+    ):  # the package's energy includes the core's
         folder = tmp_path / f"intel-rapl:{number}"
         folder.mkdir()
         (folder / "name").write_text(f"{name}\n")
@@ -192,7 +195,7 @@ def test_the_energy_of_processors_over_the_overflow_of_their_counters(tmp_path: 
         (folder / "energy_uj").write_text("999000000\n")
     device = CpuDevice(powercap=tmp_path)
     assert device.energy_joules() == 0.0
-    (tmp_path / "intel-rapl:0" / "energy_uj").write_text("4000000\n")  # 5 J on, over the end
+    (tmp_path / "intel-rapl:0" / "energy_uj").write_text("4000000\n")  # 5 J more, past the overflow
     (tmp_path / "intel-rapl:1" / "energy_uj").write_text("999500000\n")
     assert device.energy_joules() == pytest.approx(5.5)
     (tmp_path / "intel-rapl:1" / "energy_uj").unlink()
@@ -202,8 +205,8 @@ def test_the_energy_of_processors_over_the_overflow_of_their_counters(tmp_path: 
     assert CpuDevice(powercap=tmp_path / "none").energy_joules() is None
 
 
-class StubbornDevice:
-    """Answers when it is allowed to."""
+class BlockingDevice:
+    """Answers once `answers` is set."""
 
     def __init__(self) -> None:
         self.info = DeviceInfo(device_id="GPU-1", name="cuda:0", product="", memory_total_bytes=0)
@@ -227,15 +230,15 @@ class StubbornDevice:
         return None
 
 
-async def test_a_driver_that_doesnt_answer_keeps_nobody() -> None:
-    device = StubbornDevice()
+async def test_a_driver_that_hangs_does_not_block_the_event_loop() -> None:
+    device = BlockingDevice()
     sampler = Sampler(device)
     sampler.start()
     try:
         async with asyncio.timeout(10):
             assert await sampler.sample(0.05) is None
-            assert sampler.hung_s() > 0.01  # the thread may have begun late
-            assert await sampler.sample(0.01) is None  # it doesn't even wait now
+            assert sampler.hung_s() > 0.01  # the thread may have started late
+            assert await sampler.sample(0.01) is None  # returns at once
             device.answers.set()
             while (sample := await sampler.sample(5.0)) is None:
                 pass
@@ -253,16 +256,16 @@ async def test_a_driver_that_doesnt_answer_keeps_nobody() -> None:
 @pytest.mark.parametrize(
     ("idle", "own", "sharers"),
     [
-        ((), {1, 2, 3}, 1),  # the default process, a model that is loaded, and one that works
+        ((), {1, 2, 3}, 1),  # all are ours
         ((), {1, 2}, 2),
         ((3,), {1, 2}, 1),
         ((1, 2), {1, 2}, 2),
-        ((1, 2), set(), 1),  # in a container pids of the host are not ours to match
+        ((1, 2), set(), 1),  # in a container: the host's pids match none of ours
         ((), set(), 3),
     ],
 )
-def test_who_shares_the_energy(idle: tuple[int, ...], own: set[int], sharers: int) -> None:
-    sampler = Sampler(StubbornDevice())
+def test_the_number_of_processes_that_share_the_energy(idle: tuple[int, ...], own: set[int], sharers: int) -> None:
+    sampler = Sampler(BlockingDevice())
     sampler.meter = EnergyMeter(EnergyMethod.COUNTER)
     processes = tuple(DeviceProcess(pid=pid, idle=pid in idle, mps_client=True) for pid in (1, 2, 3))
     server = DeviceProcess(pid=4)
@@ -271,8 +274,8 @@ def test_who_shares_the_energy(idle: tuple[int, ...], own: set[int], sharers: in
     assert sampler.meter.sharers == sharers
 
 
-async def test_energy_is_read_while_the_device_works_and_only_then() -> None:
-    device = StubbornDevice()
+async def test_energy_is_read_only_while_the_device_works() -> None:
+    device = BlockingDevice()
     device.answers.set()
     sampler = Sampler(device)
     sampler.start()
@@ -281,7 +284,8 @@ async def test_energy_is_read_while_the_device_works_and_only_then() -> None:
         assert sampler.meter is not None
         assert sampler.meter.method is EnergyMethod.COUNTER
         before = device.joules
-        await asyncio.sleep(0.3)
+        for _ in range(3):
+            await sampler.sample(5.0)
         assert device.joules == before
         sampler.begin_work()
         async with asyncio.timeout(10):
@@ -293,7 +297,7 @@ async def test_energy_is_read_while_the_device_works_and_only_then() -> None:
         sampler.stop()
 
 
-def test_lines_of_a_stats_file_are_whole_and_it_is_kept_small(tmp_path: Path) -> None:
+def test_a_stats_file_has_whole_lines_and_a_limited_size(tmp_path: Path) -> None:
     path = tmp_path / "folder" / "stats.jsonl"
 
     def write(n: int) -> None:
@@ -312,7 +316,7 @@ def test_lines_of_a_stats_file_are_whole_and_it_is_kept_small(tmp_path: Path) ->
     assert {line["n"] for line in lines} <= set(range(4))
 
 
-def test_a_stats_file_that_cant_be_written_doesnt_end_it(tmp_path: Path) -> None:
+def test_the_stats_thread_survives_a_file_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     identity = Identity(
         worker_id="w", host="h", version="0", pid=1, device=CpuDevice().info, labels={}, slots=1, window_tasks=1,
@@ -333,10 +337,9 @@ def test_a_stats_file_that_cant_be_written_doesnt_end_it(tmp_path: Path) -> None
         stats.stop()
 
 
-def test_every_field_of_the_contract_has_its_like_here() -> None:
-    """A field that is added to the contract is told, or left out on purpose."""
+def test_the_dataclasses_have_every_field_of_the_contract() -> None:
     from dataclasses import fields
 
     assert {f.name for f in fields(DeviceInfo)} == set(device_pb2.Device.DESCRIPTOR.fields_by_name)
-    told = set(device_pb2.DeviceTelemetry.DESCRIPTOR.fields_by_name) - {"sample_time"}
-    assert {f.name for f in fields(Telemetry)} == told
+    reported = set(device_pb2.DeviceTelemetry.DESCRIPTOR.fields_by_name) - {"sample_time"}
+    assert {f.name for f in fields(Telemetry)} == reported

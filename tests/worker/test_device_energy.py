@@ -1,19 +1,24 @@
-"""What tasks take of a device's energy, by readings of a device whose power we know."""
+"""The energy of batches, from readings of a device with known power."""
 
 import random
 from collections.abc import Callable
 
 import pytest
-from multigpu_worker.device.energy import SENSOR_ERROR, EnergyMeter, EnergyMethod
+from multigpu_worker.device.energy import READINGS_MAX, SENSOR_ERROR, EnergyMeter, EnergyMethod
 
 S = 1_000_000_000
 T0 = 1_700_000_000 * S
 
 
+@pytest.fixture
+def meter() -> EnergyMeter:
+    return EnergyMeter(EnergyMethod.COUNTER)
+
+
 def read(
     meter: EnergyMeter, until_s: float, watts: Callable[[float], float], running: int = 1
 ) -> Callable[[float], float]:
-    """Reads the counter every 0.1 s from 0 on; the counter, by which the truth is known."""
+    """Take a reading every 0.1 s from 0 on. Returns the true energy by time."""
     step_s = 0.001
     sums = [0.0]
     for n in range(int((until_s + 1) / step_s)):
@@ -30,6 +35,7 @@ def read(
 
 
 def measured(meter: EnergyMeter, start_s: float, finish_s: float, units: int = 1) -> tuple[float, float]:
+    """Energy and uncertainty."""
     energy = meter.measure(T0 + int(start_s * S), T0 + int(finish_s * S), units)
     assert energy is not None
     assert energy.method is meter.method
@@ -37,7 +43,7 @@ def measured(meter: EnergyMeter, start_s: float, finish_s: float, units: int = 1
 
 
 @pytest.mark.parametrize("method", EnergyMethod)
-def test_even_power_is_measured_to_the_joule(method: EnergyMethod) -> None:
+def test_constant_power_is_measured_exactly(method: EnergyMethod) -> None:
     meter = EnergyMeter(method)
     read(meter, 20.0, lambda _: 300.0)
     joules, uncertainty = measured(meter, 2.03, 14.77)
@@ -45,57 +51,53 @@ def test_even_power_is_measured_to_the_joule(method: EnergyMethod) -> None:
     assert SENSOR_ERROR < uncertainty < 0.2
 
 
-def test_the_tasks_of_a_batch_share_it_by_their_work() -> None:
-    meter = EnergyMeter(EnergyMethod.COUNTER)
+@pytest.mark.parametrize(
+    ("start_s", "finish_s", "tolerance"),
+    [
+        pytest.param(2.5, 3.06, 1e-3, id="after the last reading the mean power counts"),
+        pytest.param(2.98, 2.99, 1e-2, id="a batch shorter than the lag counts at the mean power around it"),
+    ],
+)
+def test_time_without_readings_counts_at_the_mean_power(
+    meter: EnergyMeter, start_s: float, finish_s: float, tolerance: float
+) -> None:
+    read(meter, 3.0, lambda _: 100.0)
+    joules, uncertainty = measured(meter, start_s, finish_s)
+    assert joules == pytest.approx(100.0 * (finish_s - start_s), rel=tolerance)
+    assert uncertainty < 0.2
+
+
+def test_tasks_share_the_energy_of_their_batch_by_their_work(meter: EnergyMeter) -> None:
     read(meter, 5.0, lambda _: 100.0)
     energy = meter.measure(T0 + S, T0 + 3 * S, 50)
     assert energy is not None
     assert energy.joules_per_unit == pytest.approx(200.0 / 50, rel=1e-3)
 
 
-def test_batches_at_one_time_share_it_and_all_of_it_is_put_down() -> None:
-    meter = EnergyMeter(EnergyMethod.COUNTER)
+def test_concurrent_batches_share_all_of_the_energy(meter: EnergyMeter) -> None:
     read(meter, 5.0, lambda _: 100.0, running=2)
     first, _ = measured(meter, 1.0, 4.0)
     second, _ = measured(meter, 1.0, 4.0)
     assert first == second == pytest.approx(150.0, rel=1e-3)
 
 
-def test_what_follows_the_last_reading_is_taken_to_go_on_as_before() -> None:
-    meter = EnergyMeter(EnergyMethod.COUNTER)
-    read(meter, 3.0, lambda _: 100.0)
-    joules, uncertainty = measured(meter, 2.5, 3.06)
-    assert joules == pytest.approx(56.0, rel=1e-3)
-    assert uncertainty < 0.2
-
-
-def test_a_batch_shorter_than_the_counter_can_tell_gets_the_mean_power_of_its_second() -> None:
-    meter = EnergyMeter(EnergyMethod.COUNTER)
-    read(meter, 3.0, lambda _: 100.0)
-    joules, uncertainty = measured(meter, 2.98, 2.99)
-    assert joules == pytest.approx(1.0, rel=1e-2)
-    assert uncertainty < 0.2
-
-
-def test_there_is_no_figure_where_the_device_cant_tell() -> None:
-    meter = EnergyMeter(EnergyMethod.COUNTER)
-    assert meter.measure(T0, T0 + S, 1) is None  # nothing was read
+def test_no_energy_without_a_usable_measurement(meter: EnergyMeter) -> None:
+    assert meter.measure(T0, T0 + S, 1) is None, "no reading"
     meter.read(T0, 10.0, 1)
-    assert meter.measure(T0, T0 + S, 1) is None  # one reading is no difference
+    assert meter.measure(T0, T0 + S, 1) is None, "one reading"
     meter.read(T0 + S // 10, 10.0, 1)
-    assert meter.measure(T0, T0 + S // 10, 1) is None  # the counter has not moved
+    assert meter.measure(T0, T0 + S // 10, 1) is None, "the counter has not moved"
     meter.read(T0 + S // 5, 11.0, 1)
-    assert meter.measure(T0, T0 + S // 5, 1) is None  # it has moved once: that may be off by all of it
+    assert meter.measure(T0, T0 + S // 5, 1) is None, "the counter has moved once: the error may be all of it"
     read(meter, 3.0, lambda _: 100.0)
-    assert meter.measure(T0 + S, T0 + S, 1) is None  # no time
-    assert meter.measure(T0 + S, T0 + 2 * S, 0) is None  # no work
+    assert meter.measure(T0 + S, T0 + S, 1) is None, "no time"
+    assert meter.measure(T0 + S, T0 + 2 * S, 0) is None, "no work"
     meter.reset()
-    assert meter.measure(T0 + S, T0 + 2 * S, 1) is None  # the device was idle meanwhile
+    assert meter.measure(T0 + S, T0 + 2 * S, 1) is None, "the device was idle since"
 
 
-def test_two_readings_about_a_step_of_the_counter_are_no_burst() -> None:
-    """Heartbeats wake the thread between its own readings: a task's figure was lost, now and then, to such a pair."""
-    meter = EnergyMeter(EnergyMethod.COUNTER)
+def test_two_close_readings_around_a_step_of_the_counter_are_no_burst(meter: EnergyMeter) -> None:
+    """Heartbeats wake the thread between its own readings."""
     step_s = 0.02
     for at_s in (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.598, 0.602, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2):
         meter.read(T0 + int(at_s * S), int(at_s / step_s + 1e-6) * step_s * 300.0, 1)
@@ -104,28 +106,23 @@ def test_two_readings_about_a_step_of_the_counter_are_no_burst() -> None:
     assert uncertainty < 0.3
 
 
-def test_a_counter_that_begins_anew_is_not_counted_backwards() -> None:
-    meter = EnergyMeter(EnergyMethod.COUNTER)
-    meter.read(T0, 1e6, 1)
-    meter.read(T0 + S, 1e6 + 100, 1)
-    meter.read(T0 + 2 * S, 5.0, 1)
+def test_a_counter_that_restarts_is_not_counted_backwards(meter: EnergyMeter) -> None:
+    for n, value in enumerate((1e6, 1e6 + 100, 5.0)):
+        meter.read(T0 + n * S, value, 1)
     assert meter.measure(T0, T0 + 2 * S, 1) is None
     for n in range(3, 8):
         meter.read(T0 + n * S, 5.0 + (n - 2) * 100.0, 1)
     assert measured(meter, 3, 6)[0] == pytest.approx(300.0)
 
 
-def test_a_clock_that_is_set_back_begins_anew() -> None:
-    meter = EnergyMeter(EnergyMethod.COUNTER)
+def test_readings_restart_when_the_clock_is_set_back(meter: EnergyMeter) -> None:
     meter.read(T0 + 100 * S, 0.0, 1)
-    meter.read(T0, 100.0, 1)
-    for n in range(1, 4):
+    for n in range(4):
         meter.read(T0 + n * S, 100.0 + n * 50.0, 1)
     assert measured(meter, 0, 3)[0] == pytest.approx(150.0)
 
 
-def test_others_on_the_device_make_it_unsure_between_nothing_and_all() -> None:
-    meter = EnergyMeter(EnergyMethod.COUNTER)
+def test_a_second_process_makes_any_share_possible(meter: EnergyMeter) -> None:
     meter.sharers = 2
     read(meter, 5.0, lambda _: 100.0)
     joules, uncertainty = measured(meter, 1.0, 4.0)
@@ -134,9 +131,7 @@ def test_others_on_the_device_make_it_unsure_between_nothing_and_all() -> None:
     assert joules * (1 + uncertainty) >= 300.0
 
 
-def test_others_share_what_was_taken_while_they_worked() -> None:
-    """One that began after a batch, or was done before its end, has no part of the rest."""
-    meter = EnergyMeter(EnergyMethod.COUNTER)
+def test_other_processes_share_only_the_time_in_which_they_work(meter: EnergyMeter) -> None:
     for n in range(61):
         meter.sharers = 2 if 20 < n <= 40 else 1
         meter.read(T0 + n * S // 10, n * 10.0, 1)
@@ -148,30 +143,28 @@ def test_others_share_what_was_taken_while_they_worked() -> None:
     assert joules * (1 + uncertainty) >= 600.0
 
 
-def test_a_week_of_readings_takes_no_more_room_than_an_hours() -> None:
-    meter = EnergyMeter(EnergyMethod.COUNTER)
+def test_the_number_of_readings_is_limited(meter: EnergyMeter) -> None:
     for n in range(20_000):
         meter.read(T0 + n * S // 10, n * 10.0, 1)
-    assert len(meter._readings[0]) <= 512
+    assert len(meter._readings[0]) <= READINGS_MAX
     assert measured(meter, 3.0, 1990.0)[0] == pytest.approx(100.0 * 1987.0, rel=1e-3)
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_the_truth_is_within_the_uncertainty(seed: int) -> None:
-    """Power that goes up and down as load does, windows of any length and place, readings of a part-time counter."""
+def test_the_true_energy_is_within_the_uncertainty(meter: EnergyMeter, seed: int) -> None:
+    """Power varies at random, batches begin at any time and have any length."""
     random_ = random.Random(seed)
     levels = [random_.uniform(80.0, 700.0) for _ in range(200)]
     pace_s = random_.choice([0.05, 0.2, 1.0, 3.0])
-    meter = EnergyMeter(EnergyMethod.COUNTER)
     joules = read(meter, 20.0, lambda at_s: levels[int(at_s / pace_s) % 200])
-    told = missed = 0
+    found = missed = 0
     for _ in range(50):
         start_s = random_.uniform(0.0, 19.0)
         finish_s = min(20.0, start_s + random_.choice([0.02, 0.3, 1.5, 10.0]))
         energy = meter.measure(T0 + int(start_s * S), T0 + int(finish_s * S), 1)
         if energy is None:
             continue
-        told += 1
+        found += 1
         truth = joules(finish_s) - joules(start_s)
         missed += abs(truth - energy.joules_per_unit) > energy.uncertainty * energy.joules_per_unit + 1e-6
-    assert missed <= 0.1 * told, f"{missed} of {told}"
+    assert missed <= 0.1 * found, f"{missed} of {found}"

@@ -1,4 +1,4 @@
-"""A real worker whose simulated GPU falls sick: what it tells its master, what becomes of leases, how it comes back."""
+"""A real worker whose simulated GPU falls sick: its reports, its leases, its recovery."""
 
 import asyncio
 import importlib
@@ -42,7 +42,7 @@ Strike = Callable[[SimulatedGpus], None]
 
 @pytest.fixture
 async def begin(gpus: SimulatedGpus, start_worker: StartWorker) -> Begin:
-    """Starts a worker on GPU 0, and waits for its first word of it."""
+    """Starts a worker on GPU 0, and waits until it reports a healthy device."""
 
     async def begin(master: ScriptedMaster, *flags: str, **env: str) -> tuple[WorkerProcess, Stream]:
         handlers = ("--device", "cuda:0", "--handlers", "handlers_for_health")
@@ -81,22 +81,23 @@ async def runs(stream: Stream, lease_id: int) -> None:
     await stream.until(lambda: any(held.lease_id == lease_id and held.running for held in stream.heartbeats[-1].leases))
 
 
-async def test_a_sick_device_is_told_at_once_gives_all_back_and_returns_by_itself(
-    gpus: SimulatedGpus, begin: Begin
+async def test_a_sick_device_is_reported_at_once_gives_all_leases_back_and_recovers(
+    tmp_path: Path, gpus: SimulatedGpus, begin: Begin
 ) -> None:
     async with ScriptedMaster(heartbeat_s=30.0) as slow:
         worker, stream = await begin(slow)
-        stream.lease([(n, b"30") for n in range(1, 4)], kind="health.work")
-        await asyncio.sleep(0.5)
+        running = tmp_path / "running"
+        stream.lease([(n, str(running).encode()) for n in range(1, 4)], kind="health.mark")
+        await until(running.exists, "a task to run")
         begun_s = time.monotonic()
         gpus.recovery_action(0, 1)
         gpus.xid(0, 95)
         words = await stream.reported(1, 2, 3)
-        assert time.monotonic() - begun_s < 20.0, "not at the interval of heartbeats, which is 30 s"
+        assert time.monotonic() - begun_s < 20.0, "before the next heartbeat is due"
         assert {word.state for word in words} == {RETURNED}
         told = next(i for i, event in enumerate(stream.events) if event == ("report", 1))
         sick = [i for i, event in enumerate(stream.events) if event == "heartbeat"]
-        assert any(0 < i < told for i in sick), "the master knows why before they come back"
+        assert any(0 < i < told for i in sick), "a heartbeat with the reason precedes the reports"
         assert health(stream).unusable
         assert "xid_95" in codes(stream)
         assert health(stream).HasField("next_check_time")
@@ -124,7 +125,7 @@ async def test_log_lines_about_the_device_name_the_worker(
     assert {line.get("worker_id") for line in lines if line["event"] in events} == {"w0"}
 
 
-async def test_a_lost_device_has_no_engine_and_the_worker_lives_on(
+async def test_a_lost_device_has_no_engine_and_its_worker_goes_on(
     gpus: SimulatedGpus, master: ScriptedMaster, begin: Begin
 ) -> None:
     worker, stream = await begin(master)
@@ -140,12 +141,12 @@ async def test_a_lost_device_has_no_engine_and_the_worker_lives_on(
     gpus.return_(0, reset=True)
     await stream.until(lambda: is_(stream, HEALTHY), 30)
     assert len(worker.engine_pids()) == 1
-    # And the events of the device that came back are heard again.
+    # Events of the returned device are received again.
     gpus.xid(0, 119)
     await stream.until(lambda: "xid_119" in codes(stream))
 
 
-async def test_an_xid_of_the_applications_kind_charges_who_ran_and_leaves_the_device_its_good_name(
+async def test_an_application_xid_charges_the_running_task_and_not_the_device(
     gpus: SimulatedGpus, master: ScriptedMaster, begin: Begin
 ) -> None:
     worker, stream = await begin(master)
@@ -157,11 +158,11 @@ async def test_an_xid_of_the_applications_kind_charges_who_ran_and_leaves_the_de
     assert (word.state, word.error.type, broke(stream, 1)) == (FAILED, "RuntimeError", True)
     await until(lambda: worker.engine_pids() and worker.engine_pids() != before, "another engine")
     stream.lease([(2, b"0.3")], kind="health.work_and_raise")
-    assert not broke(stream, 2)
     stream.lease([(3, b"0.5")], kind="health.work")
     await runs(stream, 3)
     gpus.xid(0, 31)  # another process's doing: what runs here succeeds
     assert [word.state for word in await stream.reported(2, 3)] == [FAILED, SUCCEEDED]
+    assert not broke(stream, 2), "it had ended before the XID"
     assert all(beat.health.state == HEALTHY for beat in stream.heartbeats)
 
 
@@ -174,7 +175,7 @@ async def test_an_engine_whose_cuda_context_is_lost_is_replaced(master: Scripted
     one, two, three = await stream.reported(1, 2, 3)
     assert (one.state, one.error.message, broke(stream, 1)) == (FAILED, words, True)
     assert [two.state, three.state] == [SUCCEEDED] * 2
-    # What the old one still finished, as it needed no context, counts.
+    # Results of the old engine, which did not need the context, count.
     await until(lambda: (pids := worker.engine_pids()) and b"%d" % pids[0] != before, "another engine")
     after = b"%d" % worker.engine_pids()[0]
     assert {two.result, three.result} <= {before, after}
@@ -182,11 +183,11 @@ async def test_an_engine_whose_cuda_context_is_lost_is_replaced(master: Scripted
     stream.lease([(5, b"0")], kind="health.work")
     four, five = await stream.reported(4, 5)
     assert (four.state, broke(stream, 4)) == (FAILED, False)
-    assert five.result == after, "a shortage leaves the context as it was"
+    assert five.result == after, "running out of memory does not cost the context"
     assert is_(stream, HEALTHY)
 
 
-async def test_an_error_of_the_devices_memory_is_not_the_tasks(
+async def test_an_error_of_the_devices_memory_is_not_charged_to_the_task(
     gpus: SimulatedGpus, master: ScriptedMaster, begin: Begin
 ) -> None:
     _worker, stream = await begin(master)
@@ -199,7 +200,7 @@ async def test_an_error_of_the_devices_memory_is_not_the_tasks(
 
 
 def count_no_errors(gpus: SimulatedGpus) -> None:
-    """As a reset leaves the volatile counters."""
+    """Reset the volatile counters."""
     for kind in gpus.gpu(0).ecc:
         kind[0] = 0
 
@@ -212,7 +213,7 @@ def count_no_errors(gpus: SimulatedGpus) -> None:
     ],
     ids=["xid", "ecc"],
 )
-async def test_a_device_that_needs_a_reset_does_not_return_without_one(
+async def test_a_device_that_needs_a_reset_stays_sick_until_one(
     gpus: SimulatedGpus, master: ScriptedMaster, begin: Begin, strike: Strike, reset: Strike
 ) -> None:
     _worker, stream = await begin(master)
@@ -239,7 +240,7 @@ async def test_a_device_that_needs_a_reset_does_not_return_without_one(
         ("reset_required", lambda gpus: gpus.recovery_action(0, 1), lambda gpus: gpus.recovery_action(0, 0)),
     ],
 )
-async def test_a_new_process_of_the_worker_does_not_take_a_device_for_well_that_needs_a_reset(
+async def test_a_new_process_of_the_worker_knows_that_the_device_needs_a_reset(
     gpus: SimulatedGpus, begin: Begin, start_worker: StartWorker, code: str, strike: Strike, reset: Strike
 ) -> None:
     async with ScriptedMaster() as first:
@@ -275,7 +276,7 @@ async def test_a_new_process_of_the_worker_does_not_take_a_device_for_well_that_
         assert is_(stream, HEALTHY)
 
 
-async def test_a_contained_error_costs_the_device_little_and_the_task_nothing(
+async def test_a_contained_error_degrades_the_device_and_is_not_charged(
     gpus: SimulatedGpus, master: ScriptedMaster, begin: Begin
 ) -> None:
     worker, stream = await begin(master)
@@ -293,7 +294,7 @@ async def test_a_contained_error_costs_the_device_little_and_the_task_nothing(
 
 
 @pytest.mark.parametrize("codes_first", [True, False])
-async def test_a_contained_error_is_not_counted_against_the_device(
+async def test_the_ecc_count_of_a_contained_error_does_not_make_the_device_sick(
     gpus: SimulatedGpus, master: ScriptedMaster, begin: Begin, *, codes_first: bool
 ) -> None:
     _worker, stream = await begin(master)
@@ -309,7 +310,7 @@ async def test_a_contained_error_is_not_counted_against_the_device(
     await stream.until(lambda: is_(stream, SICK))
 
 
-async def test_an_xid_where_another_process_computes_on_the_device_makes_nobody_a_suspect(
+async def test_an_xid_makes_no_suspects_if_another_process_uses_the_device(
     gpus: SimulatedGpus, master: ScriptedMaster, begin: Begin
 ) -> None:
     worker, stream = await begin(master)
@@ -325,12 +326,12 @@ async def test_an_xid_where_another_process_computes_on_the_device_makes_nobody_
         await stream.reported(lease_id)
         return broke(stream, lease_id)
 
-    assert await attempt(1, *worker.engine_pids()), "its engine alone computes there"
+    assert await attempt(1, *worker.engine_pids()), "only its engine computes there"
     await until(worker.engine_pids, "another engine")
     assert not await attempt(2, os.getpid())
 
 
-async def test_a_crash_is_told_and_a_kill_from_outside_is_nobodys_proof(master: ScriptedMaster, begin: Begin) -> None:
+async def test_a_crash_breaks_the_engine_and_a_kill_from_outside_does_not(master: ScriptedMaster, begin: Begin) -> None:
     worker, stream = await begin(master)
     stream.lease([(1, b"")], kind="health.crash")
     assert ((await stream.reported(1))[0].state, broke(stream, 1)) == (FAILED, True)
@@ -341,7 +342,7 @@ async def test_a_crash_is_told_and_a_kill_from_outside_is_nobodys_proof(master: 
     assert is_(stream, HEALTHY)
 
 
-async def test_a_check_that_the_master_asks_for(master: ScriptedMaster, begin: Begin) -> None:
+async def test_a_check_that_the_master_requests(master: ScriptedMaster, begin: Begin) -> None:
     _worker, stream = await begin(master)
     stream.lease([(1, b"1.5"), (2, b"1.5"), (3, b"1.5"), (4, b"1.5"), (5, b"1.5")], kind="health.work")
     await runs(stream, 1)
@@ -353,12 +354,12 @@ async def test_a_check_that_the_master_asks_for(master: ScriptedMaster, begin: B
     await stream.until(lambda: is_(stream, HEALTHY))
     assert health(stream).checks_passed == 3
     words = await stream.reported(1, 2, 3, 4, 5)
-    assert words[0].state == SUCCEEDED, "what runs may finish"
-    assert RETURNED in {word.state for word in words}, "what waits goes back"
+    assert words[0].state == SUCCEEDED, "running tasks may finish"
+    assert RETURNED in {word.state for word in words}, "waiting tasks go back"
     assert FAILED not in {word.state for word in words}
 
 
-async def test_heat_and_spare_rows_degrade_it_and_it_works_on(
+async def test_heat_and_spare_rows_degrade_a_device_that_stays_in_use(
     gpus: SimulatedGpus, master: ScriptedMaster, begin: Begin
 ) -> None:
     _worker, stream = await begin(master)
@@ -368,7 +369,7 @@ async def test_heat_and_spare_rows_degrade_it_and_it_works_on(
     assert is_(stream, DEGRADED)
     stream.lease([(1, b"0")], kind="health.work")
     assert (await stream.reported(1))[0].state == SUCCEEDED
-    gpus.throttle(0, 0x04)  # sw_power_cap: as it should be under load
+    gpus.throttle(0, 0x04)  # sw_power_cap: normal under load
     gpus.remap(0, uncorrectable=1, pending=False, failed=False)
     await stream.until(lambda: is_(stream, HEALTHY))
     gpus.ecc(0, uncorrected=1)
@@ -376,13 +377,13 @@ async def test_heat_and_spare_rows_degrade_it_and_it_works_on(
 
 
 @pytest.mark.skipif(not HAS_TORCH, reason="needs torch: pip install 'multigpu[worker]'")
-async def test_a_device_that_computes_wrong_is_found_out_and_comes_back_when_it_is_right(
+async def test_a_device_with_wrong_results_is_sick_until_they_are_right(
     tmp_path: Path, master: ScriptedMaster, begin: Begin
 ) -> None:
     wrong = tmp_path / "wrong"
     _worker, stream = await begin(master, "--canary-interval-s", "0.3", TEST_WRONG_FILE=str(wrong))
-    await asyncio.sleep(1.0)
-    assert is_(stream, HEALTHY)
+    await stream.until(lambda: len(stream.heartbeats) > 15)
+    assert {beat.health.state for beat in stream.heartbeats} == {HEALTHY}
     wrong.touch()
     await stream.until(lambda: is_(stream, SICK), 30)
     assert codes(stream) == ["canary_wrong"]
@@ -394,13 +395,13 @@ async def test_a_device_that_computes_wrong_is_found_out_and_comes_back_when_it_
     await stream.until(lambda: is_(stream, HEALTHY), 60)
 
 
-async def test_an_engine_that_is_ended_for_its_task_while_the_self_test_runs_is_no_evidence_against_the_device(
+async def test_the_device_is_not_blamed_if_a_task_ends_the_engine_during_the_self_test(
     tmp_path: Path, master: ScriptedMaster, begin: Begin
 ) -> None:
     begun = tmp_path / "begun"
     worker, stream = await begin(master, "--canary-interval-s", "0.3", TEST_SELF_TEST_SLOW_FILE=str(begun))
     await until(begun.exists, "the self-test to run")
-    begun.unlink()  # now: the next one may run before the report is here
+    begun.unlink()  # now: the next self-test may run before the report arrives
     timeout = pb.LeaseBatch().spec.run_timeout
     timeout.FromMilliseconds(200)
     stream.lease([(1, b"30")], kind="health.work", run_timeout=timeout)
@@ -411,7 +412,7 @@ async def test_an_engine_that_is_ended_for_its_task_while_the_self_test_runs_is_
     assert (await stream.reported(2))[0].error.type == "EngineDied"
     await until(begun.exists, "the self-test to run in the third engine")
     assert all(beat.health.state == HEALTHY for beat in stream.heartbeats)
-    # Nothing but the self-test runs, and nobody has ended it: the device has to answer.
+    # Only the self-test runs: the device is to blame.
     os.kill(worker.engine_pids()[0], signal.SIGSEGV)
     await stream.until(lambda: is_(stream, SICK))
     assert codes(stream) == ["canary_wrong"]
@@ -424,11 +425,11 @@ async def test_an_engine_that_is_ended_for_its_task_while_the_self_test_runs_is_
         pytest.param("ANYWAY", marks=pytest.mark.skipif(not HAS_TORCH, reason="needs torch")),
     ],
 )
-async def test_an_engine_with_too_little_memory_for_the_self_test_is_no_evidence_against_the_device(
+async def test_the_device_is_not_blamed_for_too_little_memory_for_the_self_test(
     how: str, master: ScriptedMaster, begin: Begin
 ) -> None:
     small = ("--canary-interval-s", "0.3", "--engine-memory-bytes", "160MiB")
-    # A library that gets no memory for its threads may wait for them for ever.
+    # A library may hang if it gets no memory for its threads.
     alone = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
     worker, stream = await begin(master, *small, **{f"TEST_SELF_TEST_{how}": "yes"}, **alone)
     await until(lambda: worker.log.count("no self-test") >= 2, "the self-test to be tried")
@@ -450,26 +451,26 @@ assert "torch" not in sys.modules
 
 
 @pytest.mark.skipif(not HAS_TORCH, reason="needs torch: pip install 'multigpu[worker]'")
-def test_a_process_that_has_no_use_for_torch_does_not_load_it_for_the_self_test() -> None:
+def test_a_process_without_torch_runs_the_self_test_in_a_subprocess() -> None:
     done = subprocess.run(
         [sys.executable, "-c", SELF_TEST], capture_output=True, text=True, timeout=100, check=False,
         env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert "('self_test', 1, False, 'it raised " in done.stdout, "where there is no such device, that is the answer"
+    assert "('self_test', 1, False, 'it raised " in done.stdout, "there is no such device"
     assert "(True, '')" in done.stdout
 
 
 @pytest.mark.skipif(not HAS_TORCH, reason="needs torch: pip install 'multigpu[worker]'")
 @pytest.mark.parametrize("size", [self_test.CPU_SIZE, self_test.GPU_SIZE])
-def test_the_answer_of_the_self_test_is_what_whole_numbers_give(size: int) -> None:
+def test_the_answer_of_the_self_test_is_exact(size: int) -> None:
     np = pytest.importorskip("numpy")
     i = np.arange(size)
     a, b = (i[:, None] * 31 + i * 17) % 13 - 6, (i[:, None] * 7 + i * 29) % 11 - 5
-    # Exact: float64 holds all whole numbers below 2**53.
+    # float64 is exact below 2**53.
     answer = (a.astype(np.float64) @ b.astype(np.float64)).astype(np.int32)
     assert zlib.crc32(answer.tobytes()) == self_test.CHECKSUMS[size]
-    # No partial sum, in whatever order, leaves what float32 holds exactly.
+    # Every partial sum, in any order, is exact in float32.
     assert (abs(a).astype(np.float64) @ abs(b).astype(np.float64)).max() < 2**24
     torch = importlib.import_module("torch")
     found = self_test.product(torch, "cpu", size)
@@ -478,7 +479,7 @@ def test_the_answer_of_the_self_test_is_what_whole_numbers_give(size: int) -> No
     assert self_test.checksum(found) != self_test.CHECKSUMS[size]
 
 
-async def test_a_worker_on_a_mig_instance_is_not_charged_with_an_xid_of_another(
+async def test_a_worker_on_a_mig_instance_ignores_xids_of_other_instances(
     gpus: SimulatedGpus, master: ScriptedMaster, begin: Begin
 ) -> None:
     gpus.mig(0, 2)
@@ -491,7 +492,7 @@ async def test_a_worker_on_a_mig_instance_is_not_charged_with_an_xid_of_another(
     gpus.xid(0, 92, instance=1)
     await stream.until(lambda: "xid_92" in codes(stream))
     assert codes(stream) == ["xid_92"]
-    # One of the whole GPU is everybody's, and so is a reset.
+    # An XID of the whole GPU concerns every instance, and so does a reset.
     gpus.xid(0, 119)
     await stream.until(lambda: "xid_119" in codes(stream))
     gpus.return_(0, reset=True)
@@ -499,7 +500,7 @@ async def test_a_worker_on_a_mig_instance_is_not_charged_with_an_xid_of_another(
     assert codes(stream) == ["xid_92"]
 
 
-async def test_a_driver_that_hangs_stops_neither_tasks_nor_heartbeats_nor_the_end(
+async def test_a_driver_that_hangs_stops_no_tasks_no_heartbeats_and_no_shutdown(
     gpus: SimulatedGpus, master: ScriptedMaster, begin: Begin
 ) -> None:
     worker, stream = await begin(master)
@@ -516,7 +517,7 @@ async def test_a_driver_that_hangs_stops_neither_tasks_nor_heartbeats_nor_the_en
         gpus.answer_(0)
 
 
-async def test_a_driver_that_hangs_before_the_worker_begins_is_told_of(
+async def test_a_driver_that_hangs_before_the_worker_starts_is_logged(
     gpus: SimulatedGpus, master: ScriptedMaster, begin: Begin, tmp_path: Path
 ) -> None:
     gpus.hang(0)

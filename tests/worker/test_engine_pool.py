@@ -17,8 +17,8 @@ from safetensors.numpy import save_file
 from tests.fakes.gpus import SimulatedGpus
 
 from .asking import READY, ask, models, ready, resident
-from .conftest import StartWorker, WorkerProcess
-from .scripted_master import SUCCEEDED, ScriptedMaster
+from .conftest import Start, WorkerProcess
+from .scripted_master import SUCCEEDED
 from .toy_models import Answer, Shop
 
 MIB = 1 << 20
@@ -29,14 +29,11 @@ def shop(tmp_path: Path) -> Shop:
     return Shop(tmp_path / "models")
 
 
-async def test_a_model_is_loaded_when_it_is_asked_for_and_told_of(
-    master: ScriptedMaster, start_worker: StartWorker, shop: Shop
-) -> None:
+async def test_a_model_is_loaded_when_it_is_asked_for_and_told_of(start: Start, shop: Shop) -> None:
     shop.add("one", size_bytes=40 * MIB)
     shop.add("two", memory_error=1)
     shop.add("wont", rejected=1)
-    worker = await start_worker(master.address, *shop.flags, "--model-memory-bytes", "300MiB")
-    stream = await master.stream()
+    worker, stream = await start(*shop.flags, "--model-memory-bytes", "300MiB")
     assert stream.hello.model_memory_bytes == 300 * MIB
     (offer,) = [list(c.models) for c in stream.hello.capabilities if c.kind == "infer"]
     assert offer == ["one", "two", "wont"]
@@ -66,9 +63,7 @@ async def test_a_model_is_loaded_when_it_is_asked_for_and_told_of(
     await stream.until(lambda: "no room" in models(stream)["two"].error)
 
 
-async def test_the_class_of_weights_may_lie_beside_them(
-    master: ScriptedMaster, start_worker: StartWorker, tmp_path: Path
-) -> None:
+async def test_the_class_of_weights_may_lie_beside_them(start: Start, tmp_path: Path) -> None:
     pytest.importorskip("torch", reason="the extra `worker` is not installed")
     (tmp_path / "net/1").mkdir(parents=True)
     (tmp_path / "net/1/scaling.py").write_text(
@@ -82,8 +77,7 @@ async def test_the_class_of_weights_may_lie_beside_them(
     )
     save_file({"factor": np.array([2, 3], np.float32)}, tmp_path / "net/1/model.safetensors")
     (tmp_path / "net/model.toml").write_text('parameters = { class = "scaling:Scaling" }')
-    await start_worker(master.address, "--model-repository", str(tmp_path))
-    stream = await master.stream()
+    _, stream = await start("--model-repository", str(tmp_path))
     payload = infer_pb2.InferPayload(inputs=[tensor_of("x", np.ones((1, 2), np.float32))]).SerializeToString()
     stream.lease([(1, payload)], kind="infer", model="net")
     (word,) = await stream.reported(1, timeout_s=180)
@@ -91,10 +85,9 @@ async def test_the_class_of_weights_may_lie_beside_them(
     assert arrays_of(word.result)["output"].tolist() == [[2, 3]]
 
 
-async def test_what_comes_to_serve_later_is_told(master: ScriptedMaster, start_worker: StartWorker, shop: Shop) -> None:
+async def test_what_comes_to_serve_later_is_told(start: Start, shop: Shop) -> None:
     shop.add("one")
-    await start_worker(master.address, *shop.flags)
-    stream = await master.stream()
+    _, stream = await start(*shop.flags)
     await ask(stream, 1, "one")
     await stream.until(lambda: models(stream)["one"].facts)
     assert "plan" not in models(stream)["one"].facts
@@ -102,14 +95,11 @@ async def test_what_comes_to_serve_later_is_told(master: ScriptedMaster, start_w
     await stream.until(lambda: models(stream)["one"].facts["plan"] == "serves by now")
 
 
-async def test_room_is_made_by_the_least_recently_used_and_is_really_free(
-    master: ScriptedMaster, start_worker: StartWorker, shop: Shop
-) -> None:
+async def test_room_is_made_by_the_least_recently_used_and_is_really_free(start: Start, shop: Shop) -> None:
     closed = shop.folder.parent / "closed"
     for name in "abcd":
         shop.add(name, size_bytes=40 * MIB, closed=closed)
-    worker = await start_worker(master.address, *shop.flags, "--model-memory-bytes", "150MiB")
-    stream = await master.stream()
+    worker, stream = await start(*shop.flags, "--model-memory-bytes", "150MiB")
     pids = {name: (await ask(stream, n, name)).pid for n, name in enumerate("aba", 1)}
     await stream.until(lambda: all(models(stream)[name].memory_bytes for name in "ab"))
     before_bytes = sum(private_bytes(pid) for pid in worker.engine_pids())
@@ -128,14 +118,11 @@ async def test_room_is_made_by_the_least_recently_used_and_is_really_free(
     assert closed.read_text() == "closed\n" * closed.read_text().count("\n")
 
 
-async def test_two_models_and_room_for_one_take_turns(
-    master: ScriptedMaster, start_worker: StartWorker, shop: Shop
-) -> None:
+async def test_two_models_and_room_for_one_take_turns(start: Start, shop: Shop) -> None:
     shop.add("a", size_bytes=60 * MIB)
     shop.add("b", size_bytes=60 * MIB)
     shop.add("huge", size_bytes=1)
-    await start_worker(master.address, *shop.flags, "--model-memory-bytes", "100MiB", "--batch-tasks-max", "1")
-    stream = await master.stream()
+    _, stream = await start(*shop.flags, "--model-memory-bytes", "100MiB", "--batch-tasks-max", "1")
     await ask(stream, 1, "a")
     await ask(stream, 2, "b")
     await ask(stream, 3, "a")
@@ -155,11 +142,10 @@ async def test_two_models_and_room_for_one_take_turns(
         assert sum(entry.memory_bytes for entry in beat.models if entry.state == READY) <= 100 * MIB
 
 
-async def test_pins_and_unloads(master: ScriptedMaster, start_worker: StartWorker, shop: Shop) -> None:
+async def test_pins_and_unloads(start: Start, shop: Shop) -> None:
     for name in "ab":
         shop.add(name, size_bytes=50 * MIB)
-    await start_worker(master.address, *shop.flags, "--model-memory-bytes", "90MiB")
-    stream = await master.stream()
+    _, stream = await start(*shop.flags, "--model-memory-bytes", "90MiB")
     stream.send(desired=pb.DesiredState(mode=pb.WORKER_MODE_ACTIVE, pinned_models=["a", "nonsuch"]))
     await stream.until(lambda: ready(stream) == {"a"} and models(stream)["a"].memory_bytes)
     assert resident(stream)["a"].pinned
@@ -187,14 +173,11 @@ async def test_pins_and_unloads(master: ScriptedMaster, start_worker: StartWorke
     assert (await ask(stream, 5, "a")).words == "I am a"
 
 
-async def test_a_new_version_serves_when_it_is_ready_and_a_broken_one_never(
-    master: ScriptedMaster, start_worker: StartWorker, shop: Shop
-) -> None:
+async def test_a_new_version_serves_when_it_is_ready_and_a_broken_one_never(start: Start, shop: Shop) -> None:
     hang, error = shop.sign("m:2", "hang"), shop.sign("m:3", "error")
     hang.touch()
     shop.add("m", "1", words="old")
-    await start_worker(master.address, *shop.flags)
-    stream = await master.stream()
+    _, stream = await start(*shop.flags)
     old = await ask(stream, 1, "m")
     assert (old.model, old.words) == ("m:1", "old")
     shop.add("m", "2", words="new")
@@ -215,13 +198,10 @@ async def test_a_new_version_serves_when_it_is_ready_and_a_broken_one_never(
     assert (await ask(stream, 5, "m")).words == "newer"
 
 
-async def test_a_process_that_is_killed_takes_only_its_own_along(
-    master: ScriptedMaster, start_worker: StartWorker, shop: Shop
-) -> None:
+async def test_a_process_that_is_killed_takes_only_its_own_along(start: Start, shop: Shop) -> None:
     shop.add("a")
     shop.add("b")
-    worker = await start_worker(master.address, *shop.flags)
-    stream = await master.stream()
+    worker, stream = await start(*shop.flags)
     a, b = await ask(stream, 1, "a"), await ask(stream, 2, "b")
     stream.lease([(10, b"0.6")], kind="sleep")
     stream.lease([(11, b"sleep 0.6")], kind="infer", model="a")
@@ -241,14 +221,11 @@ async def test_a_process_that_is_killed_takes_only_its_own_along(
     assert resident(stream)["b"].loads in (1, 2)
 
 
-async def test_loading_that_hangs_or_dies_fails_what_waits_and_nothing_else(
-    master: ScriptedMaster, start_worker: StartWorker, shop: Shop
-) -> None:
+async def test_loading_that_hangs_or_dies_fails_what_waits_and_nothing_else(start: Start, shop: Shop) -> None:
     shop.add("good")
     shop.add("crash", crash=1)
     shop.add("stuck", load_s=3600)
-    worker = await start_worker(master.address, *shop.flags, "--progress-timeout-s", "1")
-    stream = await master.stream()
+    worker, stream = await start(*shop.flags, "--progress-timeout-s", "1")
     for n, name in enumerate(("crash", "stuck", "good"), 1):
         stream.lease([(n, b"x")], kind="infer", model=name)
     good = (await stream.reported(3))[0]
@@ -264,14 +241,11 @@ async def test_loading_that_hangs_or_dies_fails_what_waits_and_nothing_else(
     assert worker.log.count("engine died") <= deaths + 1
 
 
-async def test_what_is_revoked_while_its_model_loads_needs_no_model(
-    master: ScriptedMaster, start_worker: StartWorker, shop: Shop
-) -> None:
+async def test_what_is_revoked_while_its_model_loads_needs_no_model(start: Start, shop: Shop) -> None:
     hang = shop.sign("a", "hang")
     hang.touch()
     shop.add("a")
-    worker = await start_worker(master.address, *shop.flags)
-    stream = await master.stream()
+    worker, stream = await start(*shop.flags)
     stream.lease([(1, b"x")], kind="infer", model="a")
     await stream.until(lambda: "a" in resident(stream))
     stream.revoke(1)
@@ -287,14 +261,11 @@ def assert_no_children(worker: WorkerProcess) -> None:
     assert not Path(f"/proc/{worker.pid}").exists()
 
 
-async def test_instances_share_the_load_and_one_that_dies_is_replaced(
-    master: ScriptedMaster, start_worker: StartWorker, shop: Shop
-) -> None:
+async def test_instances_share_the_load_and_one_that_dies_is_replaced(start: Start, shop: Shop) -> None:
     folder = shop.add("a")
     toml = folder / "model.toml"
     toml.write_text("instances = 2\n" + toml.read_text())
-    await start_worker(master.address, *shop.flags, "--batch-tasks-max", "1")
-    stream = await master.stream()
+    _, stream = await start(*shop.flags, "--batch-tasks-max", "1")
     stream.lease([(n, b"sleep 0.1") for n in range(1, 9)], kind="infer", model="a")
     pids = {Answer.of(word.result).pid for word in await stream.reported(*range(1, 9))}
     assert len(pids) == 2
@@ -313,16 +284,13 @@ async def test_instances_share_the_load_and_one_that_dies_is_replaced(
     assert resident(stream)["a"].loads == 1, "the other one went on"
 
 
-async def test_a_sick_device_is_let_go_of_by_models_too(
-    master: ScriptedMaster, start_worker: StartWorker, shop: Shop, tmp_path: Path
-) -> None:
+async def test_a_sick_device_is_let_go_of_by_models_too(start: Start, shop: Shop, tmp_path: Path) -> None:
     gpus = SimulatedGpus(tmp_path / "gpus", 1)
     shop.add("a")
-    worker = await start_worker(master.address, *shop.flags, "--device", "cuda:0", env=gpus.env())
-    stream = await master.stream()
+    worker, stream = await start(*shop.flags, "--device", "cuda:0", env=gpus.env())
     answer = await ask(stream, 1, "a")
     stream.lease([(2, b"sleep 30")], kind="infer", model="a")
-    await stream.until(lambda: any(held.lease_id == 2 and held.running for held in stream.heartbeats[-1].leases))
+    await stream.running(2)
     gpus.recovery_action(0, 1)
     gpus.xid(0, 95)
     (word,) = await stream.reported(2)
@@ -337,16 +305,13 @@ async def test_a_sick_device_is_let_go_of_by_models_too(
     assert again.pid != answer.pid
 
 
-async def test_a_stopped_process_holds_up_nobody_else_and_is_ended(
-    master: ScriptedMaster, start_worker: StartWorker, shop: Shop
-) -> None:
+async def test_a_stopped_process_holds_up_nobody_else_and_is_ended(start: Start, shop: Shop) -> None:
     shop.add("a")
     shop.add("b")
-    await start_worker(master.address, *shop.flags, "--progress-timeout-s", "2")
-    stream = await master.stream()
+    _, stream = await start(*shop.flags, "--progress-timeout-s", "2")
     a = await ask(stream, 1, "a")
     stream.lease([(2, b"sleep 0.5")], kind="infer", model="a")
-    await stream.until(lambda: any(held.lease_id == 2 and held.running for held in stream.heartbeats[-1].leases))
+    await stream.running(2)
     os.kill(a.pid, signal.SIGSTOP)
     assert (await ask(stream, 3, "b")).words == "I am b"
     (word,) = await stream.reported(2)
@@ -355,12 +320,9 @@ async def test_a_stopped_process_holds_up_nobody_else_and_is_ended(
     assert not Path(f"/proc/{a.pid}").exists()
 
 
-async def test_an_earlier_attempts_outputs_reach_the_engine(
-    master: ScriptedMaster, start_worker: StartWorker, shop: Shop
-) -> None:
+async def test_an_earlier_attempts_outputs_reach_the_engine(start: Start, shop: Shop) -> None:
     shop.add("a")
-    await start_worker(master.address, *shop.flags)
-    stream = await master.stream()
+    _, stream = await start(*shop.flags)
     extra = pb.LeaseExtra(index=0, partials_received=2, partials=[b"one", b"two"])
     stream.lease([(1, b"partials")], attempt=2, extra=extra, kind="infer", model="a")
     (word,) = await stream.reported(1)

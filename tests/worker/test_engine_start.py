@@ -1,4 +1,4 @@
-"""A worker whose engine cannot start: what it says of itself, what becomes of its leases, and how it returns."""
+"""A worker whose engine cannot start: its health, its leases, and how it recovers."""
 
 import os
 import signal
@@ -8,7 +8,7 @@ import pytest
 from multigpu.v1 import device_pb2 as device
 from multigpu.v1 import worker_service_pb2 as pb
 
-from .conftest import StartWorker, WorkerProcess
+from .conftest import Start, StartWorker, WorkerProcess
 from .scripted_master import SUCCEEDED, ScriptedMaster, Stream
 
 RETURNED, FAILED = pb.REPORT_STATE_RETURNED, pb.REPORT_STATE_FAILED
@@ -38,9 +38,8 @@ def module(tmp_path: Path) -> Path:
     return path
 
 
-async def begin(master: ScriptedMaster, start_worker: StartWorker, module: Path) -> tuple[WorkerProcess, Stream]:
-    worker = await start_worker(master.address, "--handlers", "mm", pythonpath=module.parent)
-    stream = await master.stream()
+async def begin(start: Start, module: Path) -> tuple[WorkerProcess, Stream]:
+    worker, stream = await start("--handlers", "mm", pythonpath=module.parent)
     await stream.until(lambda: state(stream) == device.HEALTH_STATE_HEALTHY)
     return worker, stream
 
@@ -53,10 +52,10 @@ def reasons(stream: Stream) -> dict[str, str]:
     return {reason.code: reason.message for reason in stream.heartbeats[-1].health.reasons}
 
 
-async def test_a_worker_whose_engine_cannot_start_says_so_holds_nothing_and_returns_by_itself(
-    master: ScriptedMaster, start_worker: StartWorker, module: Path
+async def test_a_worker_whose_engine_cannot_start_gives_its_leases_back_until_one_starts(
+    start: Start, module: Path
 ) -> None:
-    worker, stream = await begin(master, start_worker, module)
+    worker, stream = await begin(start, module)
     (module.parent / "broken").touch()
     stream.lease([(n, b"0") for n in range(2, 6)], kind="mm.work")
     await stream.reported(2, 3, 4, 5)
@@ -79,10 +78,8 @@ async def test_a_worker_whose_engine_cannot_start_says_so_holds_nothing_and_retu
     assert (word.state, word.result) == (SUCCEEDED, b"%d" % worker.engine_pids()[0])
 
 
-async def test_an_engine_that_is_killed_while_it_starts_makes_nobody_sick(
-    master: ScriptedMaster, start_worker: StartWorker, module: Path
-) -> None:
-    worker, stream = await begin(master, start_worker, module)
+async def test_a_kill_while_the_engine_starts_does_not_make_the_device_sick(start: Start, module: Path) -> None:
+    worker, stream = await begin(start, module)
     (module.parent / "slow").touch()
     for _ in range(2):  # the running one, and the one that starts
         (pid,) = worker.engine_pids()
@@ -104,7 +101,7 @@ if "multigpu_worker.main" in sys.orig_argv:
 """
 
 
-async def test_a_first_import_that_hangs_is_told_and_ended_by_the_name_of_its_file(
+async def test_a_first_import_that_hangs_is_logged_with_its_file_and_ended(
     master: ScriptedMaster, start_worker: StartWorker, module: Path
 ) -> None:
     (module.parent / "sitecustomize.py").write_text(IMPATIENT.format(ready_s=1.0))
@@ -119,11 +116,9 @@ async def test_a_first_import_that_hangs_is_told_and_ended_by_the_name_of_its_fi
     assert len(told) <= 3, "each file once"
 
 
-async def test_a_later_import_that_hangs_is_shown_with_its_file_and_then_ended(
-    master: ScriptedMaster, start_worker: StartWorker, module: Path
-) -> None:
+async def test_a_later_import_that_hangs_is_reported_with_its_file_and_ended(start: Start, module: Path) -> None:
     (module.parent / "sitecustomize.py").write_text(IMPATIENT.format(ready_s=2.0))
-    worker, stream = await begin(master, start_worker, module)
+    worker, stream = await begin(start, module)
     (module.parent / "hangs").touch()
     (pid,) = worker.engine_pids()
     os.kill(pid, signal.SIGKILL)

@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from .asking import ask, models
-from .conftest import StartWorker
-from .scripted_master import ScriptedMaster
+from .conftest import Start
 from .toy_models import Shop
 
 # In the agent alone: its engines have the same environment.
@@ -49,12 +48,11 @@ def planted(log: str) -> list[str]:
 
 
 async def test_headers_of_a_model_that_comes_later_are_read_in_a_thread(
-    master: ScriptedMaster, start_worker: StartWorker, tmp_path: Path, plant: Path
+    start: Start, tmp_path: Path, plant: Path
 ) -> None:
     shop = Shop(tmp_path / "models")
     shop.add("early")
-    worker = await start_worker(master.address, *shop.flags, pythonpath=plant)
-    stream = await master.stream()
+    worker, stream = await start(*shop.flags, pythonpath=plant)
     shop.add("late")
     await stream.until(lambda: "late" in models(stream))
     reads = [line.split()[1:] for line in planted(worker.log) if line.startswith("reads")]
@@ -63,14 +61,11 @@ async def test_headers_of_a_model_that_comes_later_are_read_in_a_thread(
     assert len(reads) == len({model for model, *_ in reads}), "what was there before is not read again"
 
 
-async def test_all_engines_are_ended_before_any_is_waited_for(
-    master: ScriptedMaster, start_worker: StartWorker, tmp_path: Path, plant: Path
-) -> None:
+async def test_all_engines_are_ended_before_any_is_waited_for(start: Start, tmp_path: Path, plant: Path) -> None:
     shop = Shop(tmp_path / "models")
     for name in "abc":
         shop.add(name)
-    worker = await start_worker(master.address, *shop.flags, pythonpath=plant)
-    stream = await master.stream()
+    worker, stream = await start(*shop.flags, pythonpath=plant)
     engines = {str((await ask(stream, number, name)).pid) for number, name in enumerate("abc", 1)}
     stream.lease([(9, b"600")], kind="sleep")  # so that the first signal begins a drain, and the second ends it
     await stream.until(lambda: any(held.running for beat in stream.heartbeats for held in beat.leases))

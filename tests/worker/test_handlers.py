@@ -4,28 +4,14 @@ import asyncio
 import json
 import os
 import signal
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from multigpu.v1 import worker_service_pb2 as pb
 
-from .conftest import StartWorker, WorkerProcess
+from .conftest import HANDLERS, Start, StartWorker
 from .scripted_master import SUCCEEDED, ScriptedMaster, Stream, Word
-
-Start = Callable[..., Awaitable[tuple[WorkerProcess, Stream]]]
-
-HANDLERS = Path(__file__).parent / "handlers"
-
-
-@pytest.fixture
-async def worker(master: ScriptedMaster, start_worker: StartWorker) -> Start:
-    async def start(*flags: str) -> tuple[WorkerProcess, Stream]:
-        process = await start_worker(master.address, "--handlers", "handlers_for_tests", *flags, pythonpath=HANDLERS)
-        return process, await master.stream()
-
-    return start
 
 
 async def run(stream: Stream, kind: str, *payloads: bytes, **spec: Any) -> list[Word]:
@@ -35,19 +21,13 @@ async def run(stream: Stream, kind: str, *payloads: bytes, **spec: Any) -> list[
     return await stream.reported(*ids)
 
 
-async def running(stream: Stream, lease_id: int) -> None:
-    await stream.until(
-        lambda: any(held.lease_id == lease_id and held.running for h in stream.heartbeats[-1:] for held in h.leases)
-    )
-
-
 async def still_works(stream: Stream) -> None:
     (report,) = await run(stream, "t.upper", b"still")
     assert report.result == b"STILL"
 
 
-async def test_values_and_results(worker: Start) -> None:
-    _, stream = await worker()
+async def test_values_and_results(start_handlers: Start) -> None:
+    _, stream = await start_handlers()
     assert "t.upper" in {capability.kind for capability in stream.hello.capabilities}
     reports = await run(stream, "t.upper", *[b"a%d" % n for n in range(500)])
     assert [report.result for report in reports] == [b"A%d" % n for n in range(500)]
@@ -69,15 +49,15 @@ async def test_values_and_results(worker: Start) -> None:
     }
 
 
-async def test_async_handlers_share_a_loop(worker: Start) -> None:
-    _, stream = await worker("--slots", "4")
+async def test_async_handlers_share_a_loop(start_handlers: Start) -> None:
+    _, stream = await start_handlers("--slots", "4")
     reports = [json.loads(report.result) for report in await run(stream, "t.async", *[b""] * 16)]
     assert 2 <= max(report["together"] for report in reports) <= 4
     assert {report["thread"] for report in reports} == {"handlers-loop"}
 
 
-async def test_generators(worker: Start) -> None:
-    _, stream = await worker()
+async def test_generators(start_handlers: Start) -> None:
+    _, stream = await start_handlers()
     (report,) = await run(stream, "t.generate", b"")
     assert report.result == b"whole"
     assert [(p.index, p.data) for p in stream.partials] == [(n, b"part%d" % n) for n in range(5)]
@@ -91,8 +71,8 @@ async def test_generators(worker: Start) -> None:
     assert [(p.index, p.data) for p in stream.partials] == [(3, b"part3"), (4, b"part4")]
 
 
-async def test_a_partial_does_not_wait_for_the_next_one(worker: Start) -> None:
-    _, stream = await worker()
+async def test_a_partial_does_not_wait_for_the_next_one(start_handlers: Start) -> None:
+    _, stream = await start_handlers()
     stream.lease([(1, b"")], kind="t.slow_stream")
     await stream.until(lambda: stream.partials, timeout_s=20)  # the next one takes 30 s
 
@@ -107,8 +87,8 @@ async def test_partials_do_not_wait_for_a_heartbeat(start_worker: StartWorker) -
         assert "heartbeat" not in stream.events[begun:]
 
 
-async def test_exceptions(worker: Start) -> None:
-    _, stream = await worker()
+async def test_exceptions(start_handlers: Start) -> None:
+    _, stream = await start_handlers()
     (report,) = await run(stream, "t.raise", b"key")
     assert report.state == pb.REPORT_STATE_FAILED
     assert (report.error.type, report.error.retryable) == ("LookupError", True)
@@ -126,8 +106,8 @@ async def test_exceptions(worker: Start) -> None:
     await still_works(stream)
 
 
-async def test_exceptions_that_are_hard_to_say(worker: Start) -> None:
-    _, stream = await worker()
+async def test_exceptions_that_are_hard_to_say(start_handlers: Start) -> None:
+    _, stream = await start_handlers()
     (report,) = await run(stream, "t.speechless", b"")
     assert report.error.type == "SpeechlessError"
     (report,) = await run(stream, "t.surrogates", b"")
@@ -136,8 +116,8 @@ async def test_exceptions_that_are_hard_to_say(worker: Start) -> None:
     assert len(report.error.traceback.encode()) <= 16384
 
 
-async def test_result_too_large(worker: Start) -> None:
-    _, stream = await worker("--result-bytes-max", "1MiB")
+async def test_result_too_large(start_handlers: Start) -> None:
+    _, stream = await start_handlers("--result-bytes-max", "1MiB")
     (report,) = await run(stream, "t.big", b"1048577")
     assert (report.error.type, report.error.retryable) == ("ResultTooLarge", False)
     (report,) = await run(stream, "t.big", b"1048576")
@@ -148,8 +128,10 @@ async def test_result_too_large(worker: Start) -> None:
     ("kind", "payload", "words"),
     [("t.exit", b"0", "exit code 0"), ("t.exit", b"7", "exit code 7"), ("t.segfault", b"", "SIGSEGV")],
 )
-async def test_death_is_blamed_on_the_one_that_ran(worker: Start, kind: str, payload: bytes, words: str) -> None:
-    _, stream = await worker()
+async def test_death_is_blamed_on_the_one_that_ran(
+    start_handlers: Start, kind: str, payload: bytes, words: str
+) -> None:
+    _, stream = await start_handlers()
     await run(stream, "t.upper", *[b"warm"] * 100)
     # Neighbours before and behind, in the same batch as far as kinds allow, and in the next one.
     stream.lease([(1001, b"0.01")], kind="t.nap")
@@ -163,8 +145,10 @@ async def test_death_is_blamed_on_the_one_that_ran(worker: Start, kind: str, pay
     await still_works(stream)
 
 
-async def test_a_handler_that_closes_all_descriptors_is_charged_and_its_neighbour_goes_on(worker: Start) -> None:
-    process, stream = await worker()
+async def test_a_handler_that_closes_all_descriptors_is_charged_and_its_neighbour_goes_on(
+    start_handlers: Start,
+) -> None:
+    process, stream = await start_handlers()
     await run(stream, "t.upper", b"warm")
     stream.lease([(1001, b"")], kind="t.close_all")
     stream.lease([(1002, b"after")], kind="t.upper")
@@ -174,23 +158,23 @@ async def test_a_handler_that_closes_all_descriptors_is_charged_and_its_neighbou
     assert process.log.count('"event": "engine died"') <= 2
 
 
-async def test_neighbours_in_one_batch_go_on(worker: Start) -> None:
-    _, stream = await worker()
+async def test_neighbours_in_one_batch_go_on(start_handlers: Start) -> None:
+    _, stream = await start_handlers()
     await run(stream, "t.nap", *[b"0.0001"] * 200)  # learns that naps are short
     stream.lease([(n, b"0.0001" if n != 1050 else b"not a number") for n in range(1001, 1100)], kind="t.nap")
     reports = await stream.reported(*range(1001, 1100))
     assert [r.lease_id for r in reports if r.state != SUCCEEDED] == [1050]
 
 
-async def test_unknown_kind(worker: Start) -> None:
-    _, stream = await worker()
+async def test_unknown_kind(start_handlers: Start) -> None:
+    _, stream = await start_handlers()
     (report,) = await run(stream, "t.nobody", b"")
     assert (report.error.type, report.error.retryable) == ("UnknownKind", False)
 
 
 @pytest.mark.parametrize("kind", ["t.hang", "t.spin"])
-async def test_run_timeout(worker: Start, kind: str) -> None:
-    process, stream = await worker()
+async def test_run_timeout(start_handlers: Start, kind: str) -> None:
+    process, stream = await start_handlers()
     await still_works(stream)
     engine = process.engine_pids()
     stream.lease([(1001, b"")], kind=kind, run_timeout={"nanos": 300_000_000})
@@ -202,8 +186,8 @@ async def test_run_timeout(worker: Start, kind: str) -> None:
     assert "0.3 s" in report.error.message
 
 
-async def test_heartbeats_go_on_while_user_code_spins(worker: Start) -> None:
-    _, stream = await worker()
+async def test_heartbeats_go_on_while_user_code_spins(start_handlers: Start) -> None:
+    _, stream = await start_handlers()
     await still_works(stream)
     stream.lease([(1001, b"")], kind="t.spin")
     await stream.until(lambda: any(h.leases and h.leases[0].running for h in stream.heartbeats))
@@ -211,16 +195,16 @@ async def test_heartbeats_go_on_while_user_code_spins(worker: Start) -> None:
     await stream.until(lambda: len(stream.heartbeats) > before + 5)
 
 
-async def test_no_progress(worker: Start) -> None:
-    _, stream = await worker("--progress-timeout-s", "1")
+async def test_no_progress(start_handlers: Start) -> None:
+    _, stream = await start_handlers("--progress-timeout-s", "1")
     (good,) = await run(stream, "t.progress", b"30")  # 1.5 s in all, but it moves
     assert good.result == b"done"
     (report,) = await run(stream, "t.hang", b"")
     assert (report.error.type, report.error.retryable) == ("NoProgress", True)
 
 
-async def test_out_of_memory_is_a_clean_failure(worker: Start) -> None:
-    process, stream = await worker("--engine-memory-bytes", "600MiB")
+async def test_out_of_memory_is_a_clean_failure(start_handlers: Start) -> None:
+    process, stream = await start_handlers("--engine-memory-bytes", "600MiB")
     await still_works(stream)
     engine = process.engine_pids()
     (report,) = await run(stream, "t.hoard", b"")
@@ -229,16 +213,16 @@ async def test_out_of_memory_is_a_clean_failure(worker: Start) -> None:
     assert process.engine_pids() == engine
 
 
-async def test_memory_that_no_limit_sees_is_seen_by_the_agent(worker: Start) -> None:
-    _, stream = await worker("--engine-memory-bytes", "600MiB")
+async def test_memory_that_no_limit_sees_is_seen_by_the_agent(start_handlers: Start) -> None:
+    _, stream = await start_handlers("--engine-memory-bytes", "600MiB")
     (report,) = await run(stream, "t.shared_hoard", b"")
     assert (report.error.type, report.error.retryable) == ("OutOfMemory", True)
     assert "engine_memory_bytes" in report.error.message
     await still_works(stream)
 
 
-async def test_slots_run_at_the_same_time(worker: Start) -> None:
-    _, stream = await worker("--slots", "4")
+async def test_slots_run_at_the_same_time(start_handlers: Start) -> None:
+    _, stream = await start_handlers("--slots", "4")
     await still_works(stream)
     stream.lease([(2000 + n, b"30") for n in range(4)], kind="t.nap")
     stream.lease([(3000, b"still")], kind="t.upper")
@@ -247,8 +231,8 @@ async def test_slots_run_at_the_same_time(worker: Start) -> None:
     assert 3000 not in stream.reports
 
 
-async def test_a_timeout_in_one_slot_spares_the_others(worker: Start) -> None:
-    _, stream = await worker("--slots", "2")
+async def test_a_timeout_in_one_slot_spares_the_others(start_handlers: Start) -> None:
+    _, stream = await start_handlers("--slots", "2")
     stream.lease([(1, b"")], kind="t.hang", run_timeout={"nanos": 400_000_000})
     stream.lease([(2, b"1.0")], kind="t.nap")
     hung, napped = await stream.reported(1, 2)
@@ -256,8 +240,8 @@ async def test_a_timeout_in_one_slot_spares_the_others(worker: Start) -> None:
     assert napped.result == b"1.0"  # from the next engine, and not charged
 
 
-async def test_a_flood_of_output_is_cut(worker: Start) -> None:
-    process, stream = await worker()
+async def test_a_flood_of_output_is_cut(start_handlers: Start) -> None:
+    process, stream = await start_handlers()
     (report,) = await run(stream, "t.flood", b"")
     assert report.result == b"done"
     await asyncio.sleep(1.2)
@@ -268,8 +252,8 @@ async def test_a_flood_of_output_is_cut(worker: Start) -> None:
     assert "afterwards" in process.log
 
 
-async def test_output_goes_to_the_log(worker: Start) -> None:
-    process, stream = await worker()
+async def test_output_goes_to_the_log(start_handlers: Start) -> None:
+    process, stream = await start_handlers()
     (report,) = await run(stream, "t.print", b"hello")
     assert report.result == b"printed"
     await still_works(stream)
@@ -278,8 +262,8 @@ async def test_output_goes_to_the_log(worker: Start) -> None:
     assert "trouble" in process.log
 
 
-async def test_a_forked_child_that_returns_says_nothing(worker: Start) -> None:
-    _, stream = await worker()
+async def test_a_forked_child_that_returns_says_nothing(start_handlers: Start) -> None:
+    _, stream = await start_handlers()
     for _ in range(5):
         (report,) = await run(stream, "t.fork", b"")
         assert report.result.startswith(b"parent of ")
@@ -289,8 +273,8 @@ async def test_a_forked_child_that_returns_says_nothing(worker: Start) -> None:
     assert json.loads(report.result) == [1, 2, 3]
 
 
-async def test_a_left_child_does_not_hide_the_death(worker: Start, tmp_path: Path) -> None:
-    _, stream = await worker()
+async def test_a_left_child_does_not_hide_the_death(start_handlers: Start, tmp_path: Path) -> None:
+    _, stream = await start_handlers()
     path = tmp_path / "pid"
     (report,) = await run(stream, "t.fork_and_die", str(path).encode())
     assert report.error.type == "EngineDied"
@@ -300,8 +284,8 @@ async def test_a_left_child_does_not_hide_the_death(worker: Start, tmp_path: Pat
     assert not status.exists() or "State:\tZ" in status.read_text()  # dead, if not reaped
 
 
-async def test_killed_engine(worker: Start) -> None:
-    process, stream = await worker()
+async def test_killed_engine(start_handlers: Start) -> None:
+    process, stream = await start_handlers()
     stream.lease([(1, b"30"), (2, b"0.01"), (3, b"0.01")], kind="sleep")
     await stream.until(lambda: any(h.leases and h.leases[0].running for h in stream.heartbeats))
     os.kill(process.engine_pids()[0], signal.SIGKILL)
@@ -311,16 +295,16 @@ async def test_killed_engine(worker: Start) -> None:
     assert (second.result, third.result) == (b"0.01", b"0.01")
 
 
-async def test_idle_engine_killed_again_and_again(worker: Start) -> None:
-    process, stream = await worker()
+async def test_idle_engine_killed_again_and_again(start_handlers: Start) -> None:
+    process, stream = await start_handlers()
     for _ in range(4):
         await still_works(stream)
         os.kill(process.engine_pids()[0], signal.SIGKILL)
     await still_works(stream)
 
 
-async def test_checkpoint_arrives_before_the_failure(worker: Start) -> None:
-    _, stream = await worker()
+async def test_checkpoint_arrives_before_the_failure(start_handlers: Start) -> None:
+    _, stream = await start_handlers()
     for n, kind in enumerate(["t.checkpoint_then_raise", "t.checkpoint_then_exit"], 1):
         (report,) = await run(stream, kind, b"it")
         assert report.state == pb.REPORT_STATE_FAILED
@@ -330,8 +314,8 @@ async def test_checkpoint_arrives_before_the_failure(worker: Start) -> None:
         assert "heartbeat" in stream.events[:report_at]
 
 
-async def test_progress_is_told(worker: Start) -> None:
-    _, stream = await worker()
+async def test_progress_is_told(start_handlers: Start) -> None:
+    _, stream = await start_handlers()
     await run(stream, "t.progress", b"10")
     held = [h.leases[0] for h in stream.heartbeats if h.leases]
     assert any(0 < lease.progress.fraction < 1 and lease.progress.note.startswith("step") for lease in held)
@@ -340,8 +324,8 @@ async def test_progress_is_told(worker: Start) -> None:
     assert steps[-1] > 0
 
 
-async def test_revoked_while_it_runs(worker: Start, tmp_path: Path) -> None:
-    process, stream = await worker("--cancel-grace-s", "0.3")
+async def test_revoked_while_it_runs(start_handlers: Start, tmp_path: Path) -> None:
+    process, stream = await start_handlers("--cancel-grace-s", "0.3")
     await still_works(stream)
     seen, cancelled = tmp_path / "seen", tmp_path / "cancelled"
     stream.lease([(1001, str(seen).encode())], kind="t.until_cancelled")
@@ -350,9 +334,9 @@ async def test_revoked_while_it_runs(worker: Start, tmp_path: Path) -> None:
     stream.lease([(1004, b"x")], kind="t.upper")
     engine = process.engine_pids()
     for lease_id in (1001, 1002):
-        await running(stream, lease_id)
+        await stream.running(lease_id)
         stream.revoke(lease_id)
-    await running(stream, 1003)
+    await stream.running(1003)
     assert process.engine_pids() == engine  # the first two went by themselves
     assert seen.exists()
     assert cancelled.exists()
@@ -362,8 +346,8 @@ async def test_revoked_while_it_runs(worker: Start, tmp_path: Path) -> None:
     assert set(stream.reports) & {1001, 1002, 1003} == set()
 
 
-async def test_revoked_while_it_waits(worker: Start) -> None:
-    _, stream = await worker()
+async def test_revoked_while_it_waits(start_handlers: Start) -> None:
+    _, stream = await start_handlers()
     stream.lease([(1, b"0.3")], kind="t.nap")
     stream.lease([(n, b"x") for n in range(2, 50)], kind="t.raise")
     stream.lease([(50, b"x")], kind="t.upper")

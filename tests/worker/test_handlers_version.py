@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from multigpu.v1 import worker_service_pb2 as pb
 
-from .conftest import StartWorker, WorkerProcess
-from .scripted_master import SUCCEEDED, ScriptedMaster, Stream
+from .conftest import Start, WorkerProcess
+from .scripted_master import SUCCEEDED, Stream
 
 HANDLERS = """
 import os, time
@@ -41,9 +41,12 @@ def edited(tmp_path: Path) -> Edited:
     return Edited(tmp_path / "code")
 
 
-async def begin(master: ScriptedMaster, start_worker: StartWorker, edited: Edited) -> tuple[WorkerProcess, Stream]:
-    worker = await start_worker(master.address, "--handlers", "mine", pythonpath=edited.folder)
-    stream = await master.stream()
+Begun = tuple[WorkerProcess, Stream]
+
+
+@pytest.fixture
+async def begun(start: Start, edited: Edited) -> Begun:
+    worker, stream = await start("--handlers", "mine", pythonpath=edited.folder)
     await stream.until(lambda: stream.heartbeats)
     return worker, stream
 
@@ -62,10 +65,8 @@ async def reload(stream: Stream) -> pb.Handlers:
     return stream.heartbeats[-1].handlers
 
 
-async def test_an_engine_that_dies_is_followed_by_one_of_the_same_version_whatever_was_edited(
-    master: ScriptedMaster, start_worker: StartWorker, edited: Edited
-) -> None:
-    worker, stream = await begin(master, start_worker, edited)
+async def test_the_engine_after_a_death_has_the_same_version_whatever_was_edited(begun: Begun, edited: Edited) -> None:
+    worker, stream = begun
     version = stream.heartbeats[-1].handlers.version
     assert len(bytes.fromhex(version)) == 6
     assert await answer(stream, 1) == b"one one"
@@ -80,14 +81,12 @@ async def test_an_engine_that_dies_is_followed_by_one_of_the_same_version_whatev
     assert {beat.handlers.version for beat in stream.heartbeats} == {version}
 
 
-async def test_a_reload_lets_what_runs_end_and_then_answers_with_the_new_version_alone(
-    master: ScriptedMaster, start_worker: StartWorker, edited: Edited
-) -> None:
-    _, stream = await begin(master, start_worker, edited)
+async def test_a_reload_lets_running_tasks_end_and_then_only_the_new_version_runs(begun: Begun, edited: Edited) -> None:
+    _, stream = begun
     before = stream.heartbeats[-1].handlers.version
     go = edited.folder / "go"
     stream.lease([(1, str(go).encode())], kind="my.word")
-    await stream.until(lambda: any(held.running for held in stream.heartbeats[-1].leases))
+    await stream.running(1)
     edited.write("two")
     stream.send(reload_handlers=True)
     stream.lease([(2, b"")], kind="my.word")
@@ -104,13 +103,8 @@ async def test_a_reload_lets_what_runs_end_and_then_answers_with_the_new_version
     assert (await reload(stream)).version == before, "the same sources are the same version"
 
 
-async def test_what_runs_longer_than_a_drain_may_take_begins_anew_uncharged(
-    master: ScriptedMaster, start_worker: StartWorker, edited: Edited
-) -> None:
-    worker = await start_worker(
-        master.address, "--handlers", "mine", "--drain-timeout-s", "0.2", pythonpath=edited.folder
-    )
-    stream = await master.stream()
+async def test_tasks_that_outlast_the_drain_timeout_begin_anew_uncharged(start: Start, edited: Edited) -> None:
+    worker, stream = await start("--handlers", "mine", "--drain-timeout-s", "0.2", pythonpath=edited.folder)
     go = edited.folder / "go"
     stream.lease([(1, str(go).encode())], kind="my.word")
     await stream.until(lambda: stream.heartbeats and any(held.running for held in stream.heartbeats[-1].leases))
@@ -123,10 +117,10 @@ async def test_what_runs_longer_than_a_drain_may_take_begins_anew_uncharged(
 
 
 @pytest.mark.parametrize(("code", "error"), [("1/0", "ZeroDivisionError"), ("import os; os._exit(7)", "exit code 7")])
-async def test_a_version_that_cannot_be_imported_leaves_the_one_before(
-    master: ScriptedMaster, start_worker: StartWorker, edited: Edited, code: str, error: str
+async def test_after_a_failed_import_the_version_before_goes_on(
+    begun: Begun, edited: Edited, code: str, error: str
 ) -> None:
-    _, stream = await begin(master, start_worker, edited)
+    _, stream = begun
     before = stream.heartbeats[-1].handlers.version
     edited.write("two", code)
     after = await reload(stream)
@@ -140,13 +134,11 @@ async def test_a_version_that_cannot_be_imported_leaves_the_one_before(
     assert await answer(stream, 2) == b"two two"
 
 
-async def test_leases_on_a_kind_that_a_reload_takes_away_are_given_back(
-    master: ScriptedMaster, start_worker: StartWorker, edited: Edited
-) -> None:
-    _, stream = await begin(master, start_worker, edited)
+async def test_leases_on_a_kind_that_a_reload_takes_away_are_given_back(begun: Begun, edited: Edited) -> None:
+    _, stream = begun
     go = edited.folder / "go"
     stream.lease([(1, str(go).encode())], kind="my.word")
-    await stream.until(lambda: any(held.running for held in stream.heartbeats[-1].leases))
+    await stream.running(1)
     edited.write("two", HANDLERS.replace("my.word", "my.sentence"))
     stream.send(reload_handlers=True)
     stream.lease([(2, b"")], kind="my.word")
@@ -159,9 +151,7 @@ async def test_leases_on_a_kind_that_a_reload_takes_away_are_given_back(
     assert "my.word" not in offers[-1]
 
 
-async def test_a_package_is_of_one_version_with_all_its_modules(
-    master: ScriptedMaster, start_worker: StartWorker, tmp_path: Path
-) -> None:
+async def test_a_package_is_of_one_version_with_all_its_modules(start: Start, tmp_path: Path) -> None:
     package = tmp_path / "code/pack"
     (package / "deep").mkdir(parents=True)
     (package / "__init__.py").touch()
@@ -171,8 +161,7 @@ async def test_a_package_is_of_one_version_with_all_its_modules(
         "from multigpu.handlers import handler\nfrom .deep import text\n"
         "@handler('my.word')\ndef word(value: bytes) -> bytes:\n    return text.WORD + __file__.encode()\n"
     )
-    worker = await start_worker(master.address, "--handlers", "pack.mine", pythonpath=package.parent)
-    stream = await master.stream()
+    worker, stream = await start("--handlers", "pack.mine", pythonpath=package.parent)
     said = await answer(stream, 1)
     assert said == b"one" + str(package / "mine.py").encode(), "data that lie beside it are found"
     (package / "text.py").write_text("WORD = b'two'\n")

@@ -1,4 +1,4 @@
-"""Whether a device is fit for work: what makes it sick, when it is checked, how it comes back. All of it pure."""
+"""The state machine of a device's health, resets, XIDs and engine starts. All of it is pure."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,8 +29,8 @@ HUNG = Reason("driver_hung", "no answer", Gravity.SICK)
 HOT = Reason("thermal_throttle", "it is hot", Gravity.DEGRADED)
 
 
-def told(health: Health) -> State:
-    """Its state, asked anew: mypy takes it for what it was a line before."""
+def state(health: Health) -> State:
+    """The current state: mypy would narrow the attribute to an earlier value."""
     return health.state
 
 
@@ -38,14 +38,21 @@ def codes(health: Health) -> list[str]:
     return [reason.code for reason in health.reasons]
 
 
-def passed(health: Health, now_s: float) -> None:
+def sick(code: str = "xid_48", now_s: float = 1.0) -> Health:
+    health = Health(0.0)
+    health.happen(code, "memory", Gravity.UNUSABLE, now_s)
+    assert health.state is State.SICK
+    return health
+
+
+def pass_check(health: Health, now_s: float) -> None:
     assert health.check_due(now_s)
     health.begin_check(now_s)
     assert health.state is State.RECOVERING
     health.pass_check(now_s)
 
 
-def test_heat_degrades_and_passes_without_a_check() -> None:
+def test_heat_degrades_a_device_and_needs_no_check() -> None:
     health = Health(0.0)
     health.find([HOT], 1.0)
     assert (health.state, health.since_s, codes(health)) == (State.DEGRADED, 1.0, ["thermal_throttle"])
@@ -56,52 +63,47 @@ def test_heat_degrades_and_passes_without_a_check() -> None:
     assert (health.state, health.since_s, codes(health)) == (State.HEALTHY, 6.0, [])
 
 
-def test_an_xid_makes_sick_until_a_check_is_passed() -> None:
-    health = Health(0.0)
-    health.happen("xid_95", "memory", Gravity.UNUSABLE, 10.0)
-    assert health.state is State.SICK
+def test_an_xid_makes_a_device_sick_until_a_check_passes() -> None:
+    health = sick("xid_95", 10.0)
     assert health.unusable
     assert not health.check_due(10.0)
     assert health.next_check_s == 10.0 + CHECK_MIN_S
     health.begin_check(11.0)
-    assert (health.state, health.unusable) == (State.RECOVERING, False)
+    assert (state(health), health.unusable) == (State.RECOVERING, False)
     health.pass_check(12.0)
-    assert (health.state, codes(health)) == (State.HEALTHY, [])
+    assert (state(health), codes(health)) == (State.HEALTHY, [])
 
 
-def test_a_lost_device_is_not_checked_while_it_is_lost_and_at_once_when_it_is_back() -> None:
+def test_a_lost_device_is_checked_as_soon_as_it_is_back() -> None:
     health = Health(0.0)
     health.find([LOST], 1.0)
-    assert not health.check_due(1e6), "there is nothing to check"
+    assert not health.check_due(1e6)
     health.find([], 2_000.0)
-    assert health.state is State.SICK, "it is back, and has yet to show that it is well"
+    assert health.state is State.SICK, "no check was passed yet"
     assert health.unusable
-    assert health.check_due(2_000.0)
-    passed(health, 2_000.0)
-    assert told(health) is State.HEALTHY
+    pass_check(health, 2_000.0)
+    assert state(health) is State.HEALTHY
 
 
-def test_checks_that_fail_come_less_and_less_often() -> None:
-    health = Health(0.0)
+def test_the_delay_of_failing_checks_doubles() -> None:
     now_s = 100.0
-    health.happen("canary_wrong", "it computes wrong", Gravity.UNUSABLE, now_s)
+    health = sick("canary_wrong", now_s)
     delays = []
     for _ in range(12):
         delays.append(health.next_check_s - now_s)
         now_s = health.next_check_s
         assert health.check_due(now_s)
         health.begin_check(now_s)
-        health.fail_check("canary_wrong", "it computes wrong", Gravity.UNUSABLE, now_s)
-        assert health.state is State.SICK
+        health.fail_check("canary_wrong", "wrong result", Gravity.UNUSABLE, now_s)
+        assert state(health) is State.SICK
     assert delays[:4] == [1.0, 2.0, 4.0, 8.0]
     assert delays[-1] == CHECK_MAX_S
 
 
-def test_a_reset_that_was_seen_ends_the_wait_for_the_next_check() -> None:
-    health = Health(0.0)
-    health.happen("xid_48", "memory", Gravity.UNUSABLE, 100.0)
+def test_a_detected_reset_ends_the_delay_of_failed_checks() -> None:
+    health = sick(now_s=100.0)
     health.reset_seen(100.1)
-    assert health.next_check_s == 100.0 + CHECK_MIN_S, "it has only fallen sick"
+    assert health.next_check_s == 100.0 + CHECK_MIN_S, "the first delay stays"
     for _ in range(12):
         health.begin_check(health.next_check_s)
         health.fail_check("xid_48", "memory", Gravity.UNUSABLE, health.next_check_s)
@@ -111,7 +113,7 @@ def test_a_reset_that_was_seen_ends_the_wait_for_the_next_check() -> None:
     assert health.check_due(now_s)
 
 
-def test_the_health_monitor_notices_a_reset_once() -> None:
+def test_the_health_monitor_reports_a_reset_once() -> None:
     watch = ResetWatch()
     seen: list[float] = []
     monitor: Any = SimpleNamespace(
@@ -125,28 +127,27 @@ def test_the_health_monitor_notices_a_reset_once() -> None:
     assert seen == [7.0]
 
 
-def test_a_device_that_soon_falls_sick_again_waits_longer_and_a_steady_one_does_not() -> None:
+def test_a_device_that_soon_falls_sick_again_waits_longer_for_its_check() -> None:
     health = Health(0.0)
     now_s = 0.0
     for delay_s in (1.0, 2.0, 4.0):
         health.happen("xid_119", "GSP", Gravity.UNUSABLE, now_s)
         assert health.next_check_s == now_s + delay_s
         now_s += delay_s
-        passed(health, now_s)
+        pass_check(health, now_s)
         now_s += 10.0
-        health.find([HOT], now_s)  # between HEALTHY and DEGRADED it is as steady as ever
+        health.find([HOT], now_s)  # a degraded device is fit, too
         health.find([], now_s + 1.0)
     now_s += STEADY_S
     health.happen("xid_119", "GSP", Gravity.UNUSABLE, now_s)
     assert health.next_check_s == now_s + 1.0
 
 
-@pytest.mark.parametrize("what", ["a finding", "an event"])
-def test_what_comes_while_it_is_checked_makes_the_check_void(what: str) -> None:
-    health = Health(0.0)
-    health.happen("xid_48", "ECC", Gravity.UNUSABLE, 1.0)
+@pytest.mark.parametrize("what", ["finding", "fault"])
+def test_a_finding_or_a_fault_during_a_check_makes_it_void(what: str) -> None:
+    health = sick()
     health.begin_check(2.0)
-    if what == "a finding":
+    if what == "finding":
         health.find([HUNG], 3.0)
     else:
         health.happen("xid_79", "bus", Gravity.UNUSABLE, 3.0)
@@ -157,31 +158,42 @@ def test_what_comes_while_it_is_checked_makes_the_check_void(what: str) -> None:
         health.pass_check(4.0)
 
 
-def test_heat_does_not_void_a_check_and_outlives_it() -> None:
-    health = Health(0.0)
-    health.happen("xid_48", "ECC", Gravity.UNUSABLE, 1.0)
+def test_heat_does_not_void_a_check_and_holds_after_it() -> None:
+    health = sick()
     health.begin_check(2.0)
     health.find([HOT], 3.0)
     health.happen("xid_63", "a row was remapped", Gravity.DEGRADED, 3.0)
     assert health.checking
     health.pass_check(4.0)
-    assert (health.state, set(codes(health))) == (State.DEGRADED, {"thermal_throttle", "xid_63"})
+    assert (state(health), set(codes(health))) == (State.DEGRADED, {"thermal_throttle", "xid_63"})
     health.find([], 5.0)
     health.pass_time(3.0 + NOTICE_S - 1)
-    assert health.state is State.DEGRADED
+    assert state(health) is State.DEGRADED
     health.pass_time(3.0 + NOTICE_S)
-    assert told(health) is State.HEALTHY
+    assert state(health) is State.HEALTHY
 
 
-def test_the_gravest_reason_comes_first_and_each_once() -> None:
+def test_reasons_are_unique_and_sorted_by_gravity() -> None:
     health = Health(0.0)
     health.find([HOT, HUNG], 1.0)
     assert (health.state, health.unusable, codes(health)) == (State.SICK, False, ["driver_hung", "thermal_throttle"])
-    health.happen("xid_79", "it fell off the bus", Gravity.UNUSABLE, 2.0)
-    health.happen("xid_79", "it fell off the bus", Gravity.UNUSABLE, 3.0)
+    for now_s in (2.0, 3.0):
+        health.happen("xid_79", "it fell off the bus", Gravity.UNUSABLE, now_s)
     assert codes(health) == ["xid_79", "driver_hung", "thermal_throttle"]
     assert health.reasons[0].since_s == 2.0
     assert health.unusable
+
+
+def test_without_an_engine_the_device_gets_no_work_but_engines_may_use_it() -> None:
+    health = Health(0.0)
+    health.find([NO_ENGINE], 1.0)
+    assert (health.state, health.unusable, health.barred) == (State.SICK, True, False)
+    assert not health.check_due(1000.0), "no check before a start succeeds"
+    health.find([], 1001.0)
+    pass_check(health, 1001.0)
+    assert health.fit
+    health.find([LOST], 1002.0)
+    assert (health.unusable, health.barred) == (True, True)
 
 
 @pytest.mark.parametrize(
@@ -189,37 +201,23 @@ def test_the_gravest_reason_comes_first_and_each_once() -> None:
     [
         (XidClass.APPLICATION, (13, 31, 32, 69)),
         (XidClass.SEQUEL, (43, 45, 154)),
-        (XidClass.NOTICE, (63, 92)),
+        (XidClass.NOTICE, (63, 92, 9999)),
         (XidClass.CONTAINED, (94,)),
         (XidClass.RESET, (46, 48, 62, 64, 74, 95, 109, 119, 120, 140, 143, 158)),
         (XidClass.REBOOT, (79, 151)),
         (XidClass.PERSON, (54,)),
     ],
 )
-def test_what_nvidias_catalogue_says_of_each(what: XidClass, xids: tuple[int, ...]) -> None:
+def test_classes_of_xids(what: XidClass, xids: tuple[int, ...]) -> None:
     assert {xid_of(code).what for code in xids} == {what}
 
 
-def test_an_unknown_xid_is_noted_and_whoever_must_do_something_is_told_what() -> None:
-    assert xid_of(9999).what is XidClass.NOTICE
-    asks_people = {XidClass.RESET, XidClass.REBOOT, XidClass.PERSON}
-    assert asks_people <= set(REMEDIES)
+def test_every_xid_has_a_meaning_and_those_for_operators_a_remedy() -> None:
+    assert {XidClass.RESET, XidClass.REBOOT, XidClass.PERSON} <= set(REMEDIES)
     assert all(xid.meaning for xid in XIDS.values())
 
 
-def test_no_engine_keeps_work_away_and_the_device_is_not_let_go_of() -> None:
-    health = Health(0.0)
-    health.find([NO_ENGINE], 1.0)
-    assert (health.state, health.unusable, health.barred) == (State.SICK, True, False)
-    assert not health.check_due(1000.0), "starts go on being tried: there is nothing to check before one succeeds"
-    health.find([], 1001.0)
-    passed(health, 1001.0)
-    assert health.fit
-    health.find([LOST], 1002.0)
-    assert (health.unusable, health.barred) == (True, True)
-
-
-def test_an_engine_that_is_rejected_or_dies_by_itself_before_it_is_ready_cannot_start() -> None:
+def test_an_engine_that_exits_or_is_rejected_before_it_is_ready_cannot_start() -> None:
     start = EngineStart()
     start.died("ended with exit code 1", killed=False)
     assert "exit code 1" in start.error(1.0, ready=False)
@@ -230,7 +228,7 @@ def test_an_engine_that_is_rejected_or_dies_by_itself_before_it_is_ready_cannot_
     assert start.error(2.0, ready=True) == ""
 
 
-def test_an_engine_that_is_killed_while_it_starts_may_start_again() -> None:
+def test_an_engine_that_is_killed_during_its_start_may_start_again() -> None:
     start = EngineStart()
     for _ in range(KILLS_MAX - 1):
         start.died("was killed by SIGKILL", killed=True)
@@ -239,28 +237,30 @@ def test_an_engine_that_is_killed_while_it_starts_may_start_again() -> None:
     assert "SIGKILL" in start.error(1.0, ready=False)
 
 
-def test_an_engine_that_does_not_become_ready_in_time_cannot_start() -> None:
+def test_an_engine_that_is_not_ready_in_time_cannot_start() -> None:
     start = EngineStart()
-    assert start.error(0.0, ready=True) == ""
-    assert start.error(1.0, ready=False) == ""
-    assert start.error(1.0 + READY_S, ready=False) == ""
-    assert start.error(1.1 + READY_S, ready=False)
-    assert start.error(1.2 + READY_S, ready=True) == ""
-    assert start.error(1.3 + READY_S, ready=False) == ""
+    errors = [
+        start.error(at_s, ready=ready)
+        for at_s, ready in (
+            (0.0, True), (1.0, False), (1.0 + READY_S, False), (1.1 + READY_S, False), (1.2 + READY_S, True),
+            (1.3 + READY_S, False),
+        )
+    ]  # fmt: skip
+    assert [bool(error) for error in errors] == [False, False, False, True, False, False]
 
 
-def test_a_reset_shows_when_what_the_driver_wanted_is_over() -> None:
+def test_a_reset_is_detected_when_the_driver_requires_nothing_any_more() -> None:
     watch = ResetWatch()
     watch.need("xid_48", "ECC")
     watch.need("xid_95", "memory")
     for wanted in (False, False, True, True):
         assert watch.look(wanted=wanted, ecc_uncorrected=None) == 0
-        assert watch.needed == ("xid_48", "ECC"), "the first says why"
+        assert watch.needed == ("xid_48", "ECC"), "the first reason is kept"
     watch.look(wanted=False, ecc_uncorrected=None)
     assert watch.needed is None
 
 
-def test_a_reset_shows_in_the_count_of_errors() -> None:
+def test_a_reset_is_detected_by_the_count_of_errors() -> None:
     watch = ResetWatch()
     assert [watch.look(wanted=False, ecc_uncorrected=n) for n in (2, 2, None, 5)] == [0, 0, 0, 3]
     watch.need("ecc_uncorrected", "errors")
@@ -271,32 +271,32 @@ def test_a_reset_shows_in_the_count_of_errors() -> None:
     assert watch.look(wanted=False, ecc_uncorrected=1) == 1
 
 
-def test_a_reset_that_is_needed_is_known_to_the_next_process(tmp_path: Path) -> None:
+def test_the_next_process_knows_that_a_reset_is_needed(tmp_path: Path) -> None:
     note = ResetNote(tmp_path / "notes" / "gpu.json")
     watch = ResetWatch(note.read())
-    assert watch.needed is None
     watch.look(wanted=True, ecc_uncorrected=3)
     note.keep(watch.state)
-    assert not note.path.exists(), "nothing is needed"
+    assert not note.path.exists(), "no reset is needed"
     watch.need("xid_48", "ECC")
     note.keep(watch.state)
 
-    def after(*, wanted: bool | None, ecc_uncorrected: int | None) -> tuple[str, str] | None:
+    def needed_after(*, wanted: bool | None, ecc_uncorrected: int | None) -> tuple[str, str] | None:
         next_watch = ResetWatch(ResetNote(note.path).read())
         assert next_watch.needed == ("xid_48", "ECC")
         next_watch.look(wanted=wanted, ecc_uncorrected=ecc_uncorrected)
         return next_watch.needed
 
     for wanted in (None, True):
-        assert after(wanted=wanted, ecc_uncorrected=3) == after(wanted=wanted, ecc_uncorrected=None) == watch.needed
-    assert after(wanted=False, ecc_uncorrected=3) is None
-    assert after(wanted=None, ecc_uncorrected=0) is None
+        for errors in (3, None):
+            assert needed_after(wanted=wanted, ecc_uncorrected=errors) == watch.needed
+    assert needed_after(wanted=False, ecc_uncorrected=3) is None
+    assert needed_after(wanted=None, ecc_uncorrected=0) is None
     watch.done()
     note.keep(watch.state)
     assert ResetWatch(ResetNote(note.path).read()).needed is None
 
 
-def test_a_restart_of_the_host_is_a_reset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_restart_of_the_host_counts_as_a_reset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "gpu.json"
     watch = ResetWatch()
     watch.need("xid_79", "off the bus")

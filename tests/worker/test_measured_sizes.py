@@ -1,4 +1,4 @@
-"""What models took, kept over restarts: whatever befalls the files, a figure is the one that was measured, or none."""
+"""Measured model sizes that survive restarts; a damaged file has no size."""
 
 import dataclasses
 import os
@@ -23,9 +23,9 @@ def only_file(folder: Path) -> Path:
     return path
 
 
-def test_what_was_measured_is_known_after_a_restart(tmp_path: Path) -> None:
+def test_a_measured_size_survives_a_restart(tmp_path: Path) -> None:
     assert sizes(tmp_path / "new").find(SPEC) is None
-    assert not (tmp_path / "new").exists(), "looking makes nothing"
+    assert not (tmp_path / "new").exists(), "`find` creates nothing"
     sizes(tmp_path / "new").keep(SPEC, SIZE)
     moved = dataclasses.replace(SPEC, folder=Path("/elsewhere"), labels={"team": "b"})
     assert sizes(tmp_path / "new").find(SPEC) == sizes(tmp_path / "new").find(moved) == SIZE
@@ -35,7 +35,7 @@ def test_what_was_measured_is_known_after_a_restart(tmp_path: Path) -> None:
     only_file(tmp_path / "new")
 
 
-def test_another_version_file_precision_or_device_has_figures_of_its_own(tmp_path: Path) -> None:
+def test_another_version_file_precision_or_device_is_measured_separately(tmp_path: Path) -> None:
     sizes(tmp_path).keep(SPEC, SIZE)
     for change in (
         {"name": "n"},
@@ -62,7 +62,7 @@ def damaged() -> list[bytes]:
 
 
 @pytest.mark.parametrize("content", damaged())
-def test_a_damaged_file_is_ignored_and_written_anew(tmp_path: Path, content: bytes) -> None:
+def test_a_damaged_file_is_ignored_and_replaced(tmp_path: Path, content: bytes) -> None:
     sizes(tmp_path).keep(SPEC, SIZE)
     path = only_file(tmp_path)
     path.write_bytes(content.replace(b"KEY", path.stem.encode()))
@@ -73,7 +73,7 @@ def test_a_damaged_file_is_ignored_and_written_anew(tmp_path: Path, content: byt
     assert sizes(tmp_path).find(SPEC) == SIZE
 
 
-def test_those_measured_longest_ago_are_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_oldest_files_are_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measured_sizes, "KEPT_MAX", 3)
     kept = sizes(tmp_path)
     specs = [dataclasses.replace(SPEC, version=str(n)) for n in range(5)]
@@ -85,7 +85,7 @@ def test_those_measured_longest_ago_are_forgotten(tmp_path: Path, monkeypatch: p
     assert [kept.find(spec) is not None for spec in specs] == [False, False, True, True, True]
 
 
-def test_a_folder_that_cannot_be_used_costs_a_warning(tmp_path: Path) -> None:
+def test_an_unusable_folder_is_logged(tmp_path: Path) -> None:
     (tmp_path / FOLDER).write_text("a file stands in the way")
     with capture_logs() as lines:
         sizes(tmp_path).keep(SPEC, SIZE)
@@ -93,7 +93,7 @@ def test_a_folder_that_cannot_be_used_costs_a_warning(tmp_path: Path) -> None:
     assert {line["log_level"] for line in lines} == {"warning"}
 
 
-def test_a_full_disk_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes(tmp_path).keep(SPEC, SIZE)
 
     def full(_fd: int) -> None:

@@ -1,4 +1,4 @@
-"""What a model that was never loaded is expected to take: by what its files say, never less than its weights."""
+"""Memory estimates for models that were never loaded, from the headers of their files."""
 
 import json
 from pathlib import Path
@@ -31,7 +31,7 @@ GPU = DeviceInfo(
 
 
 def put_safetensors(path: Path, **tensors: tuple[str, list[int], int]) -> None:
-    """Tensors as (dtype, shape, bytes of a number). Zeros, and a hole in the file."""
+    """Tensors as (dtype, shape, bytes per number), all zeros in a sparse file."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, (dtype, shape, size) in tensors.items():
@@ -59,10 +59,10 @@ def estimate_bytes(
     return memory.estimate_bytes(spec, settings, device, slots=slots, limit_bytes=limit_bytes)
 
 
-def test_weights_count_at_the_precision_that_they_are_served_at(tmp_path: Path) -> None:
+def test_weights_count_at_the_precision_they_are_served_at(tmp_path: Path) -> None:
     put_safetensors(tmp_path / "model.safetensors", w=("BF16", [1024, 1024], 2), ids=("I64", [512], 8))
     spec = folder_spec(tmp_path)
-    assert weights_bytes(spec, 4) == 4 * MIB + 4096, "numbers that are no weights stay as they are"
+    assert weights_bytes(spec, 4) == 4 * MIB + 4096, "integers are not converted"
     on_cpu = estimate_bytes(spec, settings(), CPU, 1)
     assert on_cpu == TORCH_BYTES + int((4 * MIB + 4096) * 1.1)
     assert on_cpu - estimate_bytes(spec, settings(precision="bf16"), CPU, 1) == pytest.approx(2.2 * MIB, abs=1)
@@ -81,7 +81,7 @@ def test_all_shards_and_instances_count(tmp_path: Path) -> None:
     assert twice == 2 * estimate_bytes(folder_spec(tmp_path), settings(), CPU, 1)
 
 
-def test_other_sources_count_as_they_lie_there(tmp_path: Path) -> None:
+def test_other_sources_count_with_their_files_size(tmp_path: Path) -> None:
     onnx = ModelSpec(name="m", folder=tmp_path, kind="infer", source="onnx", files_bytes=10 * MIB)
     assert estimate_bytes(onnx, settings(), CPU, 1) == ONNX_BYTES + 11 * MIB
     own = ModelSpec(name="m", folder=tmp_path, kind="infer", source="python", engine="a:B", files_bytes=0)
@@ -90,7 +90,7 @@ def test_other_sources_count_as_they_lie_there(tmp_path: Path) -> None:
     assert estimate_bytes(plan, settings("cuda:0"), GPU, 1) == GPU_PROCESS_BYTES + 22 * MIB, "ONNX serves meanwhile"
 
 
-def test_a_language_model_has_its_cache_too(tmp_path: Path) -> None:
+def test_a_language_model_needs_a_cache(tmp_path: Path) -> None:
     put_safetensors(tmp_path / "model.safetensors", w=("F32", [1024, 1024], 4))
     config = {
         "num_hidden_layers": 4,
@@ -105,7 +105,7 @@ def test_a_language_model_has_its_cache_too(tmp_path: Path) -> None:
     plain = TORCH_BYTES + int(4 * MIB * 1.1)
     assert estimate_bytes(spec, settings(), CPU, 8) == plain + 8 * 4 * MIB
     assert estimate_bytes(spec, settings(), CPU, 1000) == plain + CPU_CACHE_BYTES
-    assert estimate_bytes(spec, settings(), CPU, 1000, plain + MIB) == plain + MIB, "as much of a cache as has room"
+    assert estimate_bytes(spec, settings(), CPU, 1000, plain + MIB) == plain + MIB, "the cache shrinks to the limit"
     assert estimate_bytes(spec, settings(), CPU, 1000, plain - MIB) == plain, "the weights must fit"
     half = GPU.memory_total_bytes // 2
     assert estimate_bytes(spec, settings("cuda:0"), GPU, 1000) == GPU_PROCESS_BYTES + int(2 * MIB * 1.1) + half
@@ -118,7 +118,7 @@ def test_a_language_model_has_its_cache_too(tmp_path: Path) -> None:
 
 
 class OnlyInfo:
-    """As much of a device as the worker's limits are made from."""
+    """The part of a device that limits are computed from."""
 
     def __init__(self, info: DeviceInfo) -> None:
         self.info = info
@@ -128,7 +128,7 @@ def test_workers_of_one_device_share_its_memory() -> None:
     gpu: Any = OnlyInfo(GPU)
     assert model_memory_bytes(WorkerConfig(), gpu) == int(0.9 * GPU.memory_total_bytes)
     assert model_memory_bytes(WorkerConfig(device_workers=3), gpu) == int(0.9 * GPU.memory_total_bytes) // 3
-    assert model_memory_bytes(WorkerConfig(device_workers=3, model_memory_bytes=5), gpu) == 5, "as it was said"
+    assert model_memory_bytes(WorkerConfig(device_workers=3, model_memory_bytes=5), gpu) == 5, "as configured"
     cpu: Any = OnlyInfo(CPU)
     assert model_memory_bytes(WorkerConfig(device_workers=2), cpu) == host_memory_bytes() // 2 // 2
 
@@ -152,14 +152,14 @@ def put_gguf(path: Path) -> None:
     writer.close()
 
 
-def test_a_quantised_file_counts_by_its_numbers(tmp_path: Path) -> None:
+def test_a_quantised_file_counts_with_its_dequantised_size(tmp_path: Path) -> None:
     put_gguf(tmp_path / "m.gguf")
     spec = folder_spec(tmp_path, source="gguf", file="m.gguf", kind="generate", changed_ns=1)
     assert weights_bytes(spec, 4) == 4 * (32 * 64 + 16 * 64)
     assert context_bytes(spec, 4) == 2 * 3 * 2 * 16 * 128 * 4
 
 
-def test_a_header_that_is_cut_or_lies_counts_as_it_lies_there(tmp_path: Path) -> None:
+def test_a_file_with_a_damaged_header_counts_with_its_size(tmp_path: Path) -> None:
     put_gguf(tmp_path / "m.gguf")
     whole = (tmp_path / "m.gguf").read_bytes()
     cuts = [whole[:at] for at in range(1, 400, 7)]

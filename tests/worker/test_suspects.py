@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from multigpu.v1 import worker_service_pb2 as pb
 
-from .conftest import StartWorker, WorkerProcess
-from .scripted_master import SUCCEEDED, ScriptedMaster, Stream
+from .conftest import Start, WorkerProcess
+from .scripted_master import SUCCEEDED, Stream
 
 FAILED = pb.REPORT_STATE_FAILED
 ENGINE = """
@@ -95,17 +95,13 @@ def check_outputs(stream: Stream) -> None:
 
 @pytest.mark.parametrize("culprit", [1, 8])
 async def test_the_one_that_ends_its_engine_is_charged_and_no_other(
-    master: ScriptedMaster, start_worker: StartWorker, flags: list[str], culprit: int
+    start: Start, flags: list[str], culprit: int
 ) -> None:
-    worker = await start_worker(master.address, *flags)
-    stream = await master.stream()
+    worker, stream = await start(*flags)
     # The others go on until all seven run beside each other again.
     leases = [(n, payload(fate="die", at=5) if n == culprit else payload(company=7)) for n in range(1, 9)]
     stream.lease(leases, kind="generate")
-    try:
-        words = await stream.reported(*range(1, 9), timeout_s=5)
-    finally:
-        print(sorted(stream.reports), stream.events)
+    words = await stream.reported(*range(1, 9))
     assert {word.lease_id: word.error.type for word in words if word.state != SUCCEEDED} == {culprit: "EngineDied"}
     (report,) = [report for batch in stream.batches for report in batch.reports]
     assert report.broke_engine
@@ -113,11 +109,8 @@ async def test_the_one_that_ends_its_engine_is_charged_and_no_other(
     assert 1 <= deaths(worker) <= 3
 
 
-async def test_two_culprits_and_one_that_can_not_even_be_read(
-    master: ScriptedMaster, start_worker: StartWorker, flags: list[str]
-) -> None:
-    worker = await start_worker(master.address, *flags)
-    stream = await master.stream()
+async def test_two_culprits_and_one_that_can_not_even_be_read(start: Start, flags: list[str]) -> None:
+    worker, stream = await start(*flags)
     fates = {2: payload(fate="die", at=9), 5: payload(fate="die", at=20), 7: b"unreadable"}
     stream.lease([(n, fates.get(n, payload())) for n in range(1, 17)], kind="generate")
     words = await stream.reported(*range(1, 17), timeout_s=60)
@@ -127,22 +120,16 @@ async def test_two_culprits_and_one_that_can_not_even_be_read(
     assert deaths(worker) <= 2 * 16 + 3
 
 
-async def test_a_device_on_which_all_die_charges_each_once_and_comes_to_an_end(
-    master: ScriptedMaster, start_worker: StartWorker, flags: list[str]
-) -> None:
-    worker = await start_worker(master.address, *flags)
-    stream = await master.stream()
+async def test_a_device_on_which_all_die_charges_each_once_and_comes_to_an_end(start: Start, flags: list[str]) -> None:
+    worker, stream = await start(*flags)
     stream.lease([(n, payload(fate="die", at=2)) for n in range(1, 5)], kind="generate")
     words = await stream.reported(1, 2, 3, 4)
     assert [word.state for word in words] == [FAILED] * 4
     assert deaths(worker) <= 1 + 4
 
 
-async def test_what_only_happens_in_company_is_charged_to_nobody(
-    master: ScriptedMaster, start_worker: StartWorker, flags: list[str]
-) -> None:
-    worker = await start_worker(master.address, *flags)
-    stream = await master.stream()
+async def test_what_only_happens_in_company_is_charged_to_nobody(start: Start, flags: list[str]) -> None:
+    worker, stream = await start(*flags)
     # Past what clears them, so that they are suspects, are cleared, die together again, and run alone from then on.
     stream.lease([(n, payload(total=60, fate="crowd", at=30)) for n in range(1, 5)], kind="generate")
     words = await stream.reported(1, 2, 3, 4)
@@ -151,11 +138,8 @@ async def test_what_only_happens_in_company_is_charged_to_nobody(
     assert 1 <= deaths(worker) <= 2 * 4
 
 
-async def test_one_that_holds_up_all_is_found(
-    master: ScriptedMaster, start_worker: StartWorker, flags: list[str]
-) -> None:
-    worker = await start_worker(master.address, *flags, "--progress-timeout-s", "2")
-    stream = await master.stream()
+async def test_one_that_holds_up_all_is_found(start: Start, flags: list[str]) -> None:
+    worker, stream = await start(*flags, "--progress-timeout-s", "2")
     leases = [(n, payload(fate="stick", at=4) if n == 3 else payload()) for n in range(1, 5)]
     stream.lease(leases, kind="generate")
     words = await stream.reported(1, 2, 3, 4, timeout_s=60)

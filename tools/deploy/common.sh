@@ -1,5 +1,5 @@
 # shellcheck shell=bash
-# What every part of deploy_multi_gpu.sh needs: words, dry runs, files that are replaced in one step, environments.
+# Shared by all parts of deploy_multi_gpu.sh: messages, dry runs, atomic file writes, environments.
 # shellcheck disable=SC2154,SC2034  # the options are set by deploy_multi_gpu.sh, and `changed` is read by services.sh
 
 torch_cpu_page=https://download.pytorch.org/whl/cpu/torch/
@@ -24,7 +24,7 @@ run() {
   fi
 }
 
-# put FILE MODE [OWNER]: makes FILE of standard input, in one step, unless it is so already. Sets `changed` to 1 if not.
+# put FILE MODE [OWNER]: writes standard input to FILE atomically, unless it is the same. Sets `changed` to 1 if it wrote.
 put() {
   local file="$1" mode="$2" owner="${3:-}" text
   text="$(cat; echo .)"
@@ -47,7 +47,7 @@ put() {
   echo "    wrote $file"
 }
 
-# Asks a question that is answered with y or n. --yes answers it; without a terminal it is a no.
+# Asks a yes-no question. The answer is yes with --yes, no without a terminal.
 confirm() {
   [ "$yes" = 0 ] || return 0
   [ -t 0 ] || return 1
@@ -56,7 +56,7 @@ confirm() {
   [[ "$answer" =~ ^[yY] ]]
 }
 
-# check_python: finds a Python that can make environments, or says what to install. Sets `python`.
+# check_python: finds a Python that can make environments. Sets `python`.
 check_python() {
   python="${PYTHON:-python3}"
   command -v "$python" >/dev/null || fail "there is no $python: install Python 3.11 to 3.14 (apt-get install python3 python3-venv)"
@@ -79,8 +79,8 @@ make_environment() {
   run "$python" -m venv "$1"
 }
 
-# profile: which file of tools/deploy/lock is for this machine. torch from 2.11 on brings CUDA 13, which needs driver 580;
-# 2.10 brings CUDA 12.8, which runs on any driver that knows CUDA 12.
+# profile: the file of tools/deploy/lock for this machine. torch 2.11 and newer bring CUDA 13, which needs driver 580; 2.10
+# brings CUDA 12.8, which runs on any driver for CUDA 12.
 profile() {
   if [ "${#gpu_uuids[@]}" = 0 ]; then
     echo cpu
@@ -91,7 +91,7 @@ profile() {
   fi
 }
 
-# What an installation depends on: the profile, the lock and the sources.
+# A hash of everything an installation depends on: the profile, the lock and the sources.
 fingerprint() {
   {
     profile
@@ -100,8 +100,8 @@ fingerprint() {
   } | sha256sum | cut -d ' ' -f 1
 }
 
-# install_project DIR: multigpu and what it needs into an environment. The stamp is written last: what was interrupted is
-# done again.
+# install_project DIR: installs multigpu and its dependencies into an environment. The stamp is written last, so that an
+# interrupted installation is repeated.
 install_project() {
   local stamp="$1/.multigpu-installed" wanted profile project=(.)
   profile="$(profile)"
@@ -117,17 +117,17 @@ install_project() {
   local locked=("${install[@]}" --retries 5 --timeout 60 --only-binary :all: --require-hashes)
   say "multigpu: installing it, the packages of tools/deploy/lock/$profile.txt and the model all-MiniLM-L6-v2 (the first time takes minutes)"
   if [ "$(cut -d ' ' -f 1 "$stamp" 2>/dev/null)" != "$profile" ]; then
-    # Another profile's: pip takes 2.13.0+cpu for 2.13.0, and the two of ONNX Runtime are the same import.
+    # Packages of another profile: pip takes 2.13.0+cpu for 2.13.0, and both ONNX Runtimes are the same import.
     run "${pip[@]}" uninstall -qq --yes torch onnxruntime onnxruntime-gpu </dev/null
   fi
   if [ "$profile" = cpu ]; then
-    # Short of patience: where the page can't be reached, pip's own settings may name another place.
+    # With a short timeout: if the page can't be reached, pip's own settings may name another source.
     run "${pip[@]}" "${locked[@]}" --retries 1 --timeout 30 --no-deps --find-links "$torch_cpu_page" \
       -r tools/deploy/lock/cpu-torch.txt </dev/null ||
-      fail "torch's CPU build can't be had: it comes from $torch_cpu_page; PIP_FIND_LINKS may name a folder with its wheel"
+      fail "torch's CPU build can't be downloaded from $torch_cpu_page; PIP_FIND_LINKS may name a folder with its wheel"
   fi
   run "${pip[@]}" "${locked[@]}" -r "tools/deploy/lock/$profile.txt" </dev/null
-  # The lock has the tools of the build too, so it needs no other place.
+  # Without build isolation: the lock has the build tools too.
   run "${pip[@]}" "${install[@]}" --no-deps --no-build-isolation "${project[@]}" </dev/null
   run "${pip[@]}" check </dev/null
   if [ "$dry_run" = 0 ]; then
@@ -135,7 +135,7 @@ install_project() {
   fi
 }
 
-# A developer's environment stays one: its multigpu is this checkout itself.
+# Whether multigpu in the environment is this checkout itself.
 is_editable() {
   [ -x "$1/bin/python" ] && "$1/bin/python" - <<'PYTHON' 2>/dev/null
 import importlib.metadata, json, sys

@@ -1,6 +1,6 @@
 # shellcheck shell=bash
-# The keys of the fleet's host: an authority, certificates, and a token for this host's workers. Files that exist stay.
-# deploy_multi_gpu.sh calls these functions; on the first boot of an image that --root made, systemd runs this file.
+# Makes the keys of the fleet's host: an authority, certificates, and a token for this host's workers. Existing files stay.
+# Called by deploy_multi_gpu.sh, and by systemd on the first boot of an image that was made with --root.
 set -euo pipefail
 
 # make_certificates_in CERTS LISTEN MGPUCTL…
@@ -14,14 +14,14 @@ make_certificates_in() {
   done
   [ -f "$certs/master.crt" ] || run "$@" certs issue "$certs" master "${hosts[@]}"
   [ -f "$certs/worker.crt" ] || run "$@" certs issue "$certs" worker
-  # The services read their keys; the authority's stays root's alone. Renewals keep owner and mode of keys.
+  # Services may read their keys, only root the authority's. Renewals keep owner and mode.
   run chmod 640 "$certs/master.key" "$certs/worker.key"
   ! getent group multigpu >/dev/null || run chgrp multigpu "$certs/master.key" "$certs/worker.key"
-  # Last: mgpu-keys.service looks for it.
+  # Last: mgpu-keys.service runs until this file exists.
   [ -f "$certs/client.crt" ] || run "$@" certs issue "$certs" client
 }
 
-# make_worker_token FILE MGPUCTL…: asks the running master, as its first administrator.
+# make_worker_token FILE MGPUCTL…: creates a token at the running master, as its first administrator.
 make_worker_token() {
   local file="$1"
   shift

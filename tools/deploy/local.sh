@@ -1,6 +1,6 @@
 # shellcheck shell=bash
-# --local: a fleet of this user, from this checkout, without root and without systemd.
-# shellcheck disable=SC2154  # the options are set by deploy_multi_gpu.sh, the machine by machine.sh
+# --local: a fleet of this user from this checkout, without root and systemd.
+# shellcheck disable=SC2154  # uses variables of deploy_multi_gpu.sh and machine.sh
 
 venv="${MGPU_VENV:-$source_dir/.venv}"
 state="$source_dir/.local"
@@ -18,7 +18,7 @@ local_main() {
 
 local_prepare() {
   detect_machine
-  tell_machine
+  print_machine
   choose_devices
   choose_settings
   export_settings
@@ -30,7 +30,7 @@ local_prepare() {
   install_project "$venv"
 }
 
-# The fleet that shows how it works, and ends.
+# The demonstration.
 local_demo() {
   trap 'stop_fleet || true' EXIT
   trap 'exit 130' INT
@@ -73,7 +73,7 @@ start_fleet() {
   await_fleet "$up_pid" "$state"
 }
 
-# await_fleet PID DIR: until DIR/ready is written. Sets address.
+# await_fleet PID DIR: waits until DIR/ready is written. Sets address.
 await_fleet() {
   local waited=0
   until [ -s "$2/ready" ]; do
@@ -130,11 +130,11 @@ for row in np.argsort(-alike.max(axis=1))[[0, 5, 20]]:
 PYTHON
 }
 
-# --keep: a fleet that stays, until --stop.
+# --keep: a fleet that runs until --stop.
 
 kept="$state/fleet"
 
-# The pid of the kept fleet's keeper, if it runs: a process by that number that names our ready file.
+# The pid of the kept fleet's `mgpuctl up`, if it runs: a process with this pid whose arguments name our ready file.
 kept_pid() {
   local pid
   pid="$(cat "$kept/pid" 2>/dev/null)" || return 0
@@ -151,7 +151,7 @@ local_keep() {
     say "fleet: runs already (pid $pid)"
   else
     say "fleet: starting a master and $worker_count workers, to stay (log: $kept/up.log)"
-    # Its own session: it stays when this terminal goes.
+    # In its own session: it outlives this terminal.
     local command=(setsid "$venv/bin/mgpuctl" up --workers "$worker_count" --data-dir "$kept/journal"
       --ready-file "$kept/ready" "${up_arguments[@]}")
     if [ "$dry_run" = 1 ]; then
@@ -212,8 +212,8 @@ local_stop() {
   rm -f "$kept/pid" "$kept/ready"
 }
 
-# The new code first; then the master, whose successor reads the journal while workers and clients wait for it; then
-# worker by worker: drain, end, come back, resume. `mgpuctl up` starts whatever ends again.
+# Installs the new code, replaces the master, whose successor reads the journal while workers and clients wait, and then
+# worker after worker: drain, end, wait, resume. `mgpuctl up` restarts the processes that end.
 local_upgrade() {
   local pid master_pid
   local_prepare
@@ -242,10 +242,10 @@ local_upgrade() {
   say "workers: replacing them, one after the other"
   "$venv/bin/python" -m multigpu.cli.local.roll "$address" "$kept/upgrading"
   rmdir "$kept/upgrading"
-  say "upgraded; the process that keeps them alive stays the one that it was, until --stop and --keep"
+  say "upgraded; mgpuctl up itself is replaced by --stop and --keep"
 }
 
-# master_of PID: the pid of the master that a keeper has started.
+# master_of PID: the pid of the master that this `mgpuctl up` has started.
 master_of() {
   local child
   local children
@@ -271,7 +271,7 @@ local_uninstall() {
     fi
   fi
   if [ "$editable" = 1 ]; then
-    say "kept: $venv, which is a developer's"
+    say "kept: $venv, whose multigpu is this checkout"
   elif [ -f "$venv/.multigpu-installed" ]; then
     run rm -rf "$venv"
   fi

@@ -1,6 +1,6 @@
 # shellcheck shell=bash
-# What this machine has, and what follows from it and from the environment for the settings.
-# shellcheck disable=SC2154,SC2034  # the options are set by deploy_multi_gpu.sh, and what is set here is read there
+# Detects the machine's GPUs and programs, and derives settings from them and from the environment.
+# shellcheck disable=SC2154,SC2034  # shares variables with deploy_multi_gpu.sh
 
 # Sets gpu_uuids, gpu_names (in the driver's order), driver, mps_program, nvlink, systemd_version.
 detect_machine() {
@@ -19,7 +19,7 @@ detect_gpus() {
   command -v nvidia-smi >/dev/null || return 0
   local answer code=0 line
   answer="$(timeout 60 nvidia-smi --query-gpu=uuid,name --format=csv,noheader 2>&1)" || code=$?
-  # 6: it looked, and found no device. 9: the tool is installed, the driver is not loaded.
+  # 6: no device found. 9: the driver is not loaded.
   if [ "$code" = 6 ] || [ "$code" = 9 ] || [[ "$answer" == *"No devices were found"* ]]; then
     return 0
   fi
@@ -38,12 +38,12 @@ detect_gpus() {
   fi
 }
 
-tell_machine() {
+print_machine() {
   if [ "${#gpu_uuids[@]}" = 0 ]; then
     say "NVIDIA GPU: none, the workers run on the CPU"
   else
     say "NVIDIA GPU: ${#gpu_uuids[@]} found (${gpu_names[0]}), driver $driver, NVLink: $nvlink"
-    [[ "${driver%%.*}" =~ ^[0-9]+$ ]] || fail "nvidia-smi tells no driver version, but '$driver': repair the driver"
+    [[ "${driver%%.*}" =~ ^[0-9]+$ ]] || fail "nvidia-smi reports no driver version but '$driver': repair the driver"
     [ "${driver%%.*}" -ge 525 ] ||
       fail "driver $driver is too old for CUDA 12: install driver 525 or newer (580 for CUDA 13), or hide nvidia-smi from PATH to deploy on the CPU"
     say "MPS: ${mps_program:-not installed, the workers run without}"
@@ -61,7 +61,7 @@ truth() {
   esac
 }
 
-# Sets chosen (UUIDs of the GPUs to use, in order) and worker_count.
+# Sets chosen (the UUIDs of the GPUs to use, in order) and worker_count.
 choose_devices() {
   local ids="${MULTI_GPU_DEVICE_IDS:-}" id index count="${GPU_COUNT:-0}"
   [[ "$count" =~ ^[0-9]+$ ]] || fail "GPU_COUNT is a whole number, 0 for all GPUs; not '$count'"
@@ -70,7 +70,7 @@ choose_devices() {
     ids="$primary"
     if [ -n "${SECONDARY_GPU_IDS:-}" ]; then
       ids="$ids,$SECONDARY_GPU_IDS"
-    else # the primary first, then all others
+    else # the primary GPU, then all others
       for index in "${!gpu_uuids[@]}"; do
         [ "$index" = "$primary" ] || [ "${gpu_uuids[index]}" = "$primary" ] || ids="$ids,$index"
       done
@@ -87,7 +87,7 @@ choose_devices() {
     chosen=("${gpu_uuids[@]}")
   fi
   local enabled
-  enabled="$(truth MULTI_GPU_ENABLED)" # by itself: a failure in an assignment ends the script
+  enabled="$(truth MULTI_GPU_ENABLED)" # an assignment alone: only then a failure ends the script
   if [ "$enabled" = false ]; then
     count=1
   fi
@@ -103,7 +103,7 @@ choose_devices() {
   [[ "$worker_count" =~ ^[1-9][0-9]*$ ]] || fail "WORKER_COUNT is a whole number from 1 on, not '$worker_count'"
 }
 
-# The UUID of a GPU that is named by its number or its UUID.
+# The UUID of a GPU, by its index or UUID.
 uuid_of() {
   local index
   for index in "${!gpu_uuids[@]}"; do
@@ -115,7 +115,7 @@ uuid_of() {
   fail "there is no GPU '$1': this machine has ${#gpu_uuids[@]}, counted from 0 (\`nvidia-smi -L\`)"
 }
 
-# Sets settings (lines "section key value", as config.toml has them) and library_env (lines NAME=value for the workers).
+# Sets settings (lines "section key value" of config.toml) and library_env (lines NAME=value for the workers).
 choose_settings() {
   settings="" library_env=""
   local strategy threshold interval
@@ -146,7 +146,7 @@ choose_settings() {
   [[ "$interval" =~ ^([0-9]+(\.[0-9]+)?)?$ ]] || fail "MULTI_GPU_STATS_INTERVAL is seconds, not '$interval'"
   set_to worker stats_interval_s "$interval"
   if [ "$tensor_cores" = false ]; then
-    tf32=false # float32 reaches tensor cores as TF32 alone
+    tf32=false # float32 uses Tensor Cores only as TF32
   fi
   case "$tf32" in
     true) library_env+="TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1"$'\n' ;;
@@ -155,20 +155,20 @@ choose_settings() {
   if [ "$nvlinked" = false ]; then
     library_env+="NCCL_P2P_DISABLE=1"$'\n'
   fi
-  hand_on
+  pass_on
 }
 
-# Names that the workers read themselves (docs/configuration.md): into their environment as they are.
+# Variables that the workers read themselves (docs/configuration.md), passed on unchanged.
 WORKER_NAMES=(
   EMBEDDING_MODEL EMBEDDING_BATCH_SIZE EMBEDDING_CACHE_ENABLED EMBEDDING_CACHE_SIZE EMBEDDING_CACHE_TTL
   EMBEDDING_CACHE_PERSISTENCE USE_TENSORRT TENSORRT_PRECISION TENSORRT_CACHE_DIR TENSORRT_INT8_CALIBRATION
   TENSORRT_INT8_CALIBRATION_CACHE ENABLE_TENSOR_CORES ENABLE_DYNAMIC_BATCHING
 )
-hand_on() {
+pass_on() {
   local name
   for name in "${WORKER_NAMES[@]}"; do
     [ -n "${!name:-}" ] || continue
-    # systemd would read them as its own marks.
+    # systemd interprets these characters.
     case "${!name}" in *[\"\'\\]* | *$'\n'*) fail "$name has a quote, a backslash or a line break: ${!name}" ;; esac
     library_env+="$name=${!name}"$'\n'
   done
@@ -180,7 +180,7 @@ agree_on_strategy() {
   strategy="$1"
 }
 
-# set_to SECTION KEY VALUE: nothing if there is no value.
+# set_to SECTION KEY VALUE: adds a setting, unless the value is empty.
 set_to() {
   [ -z "$3" ] || settings+="$1 $2 $3"$'\n'
 }
@@ -194,7 +194,7 @@ settings_of() {
   done <<<"$settings"
 }
 
-# The settings as variables, for a fleet without a configuration file. What is set already wins.
+# Exports the settings as variables, for a fleet without a configuration file. Variables that are set take precedence.
 export_settings() {
   local section key value name
   while read -r section key value; do

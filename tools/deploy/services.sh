@@ -1,7 +1,7 @@
 # shellcheck shell=bash
 # The services of this host: /opt/multigpu (code), /etc/multigpu (settings, keys), /var/lib/multigpu (journal), units.
-# With --root DIR all of it lies under DIR, and nothing is started.
-# shellcheck disable=SC2154  # the options are set by deploy_multi_gpu.sh, the machine by machine.sh
+# With --root DIR all paths are below DIR, and nothing is started.
+# shellcheck disable=SC2154  # uses variables of deploy_multi_gpu.sh and machine.sh
 
 opt="$prefix/opt/multigpu"
 etc="$prefix/etc/multigpu"
@@ -9,7 +9,7 @@ lib="$prefix/var/lib/multigpu"
 units="$prefix/etc/systemd/system"
 unit_files=(mgpu.target mgpu-master.service mgpu-worker@.service mgpu-mps@.service mgpu-devices.service mgpu-certs.service mgpu-certs.timer
   mgpu-keys.service mgpu-worker-token.service)
-# What a host that joined another's fleet needs of them.
+# The units of a host that has joined another master.
 joined_unit_files=(mgpu.target mgpu-worker@.service mgpu-mps@.service mgpu-devices.service)
 drop_in_units=(mgpu-master.service mgpu-worker@.service mgpu-mps@.service)
 links=("$prefix/usr/local/bin/mgpuctl")
@@ -19,7 +19,7 @@ services_main() {
   if [ -z "$prefix" ] && [ "$dry_run" = 0 ] && [ "$(id -u)" != 0 ]; then
     fail "services need root: run it with sudo; or use --local, which doesn't"
   fi
-  umask 022 # the services' user reads the code
+  umask 022 # the services' user must be able to read the code
   detect_machine
   case "$action" in
     deploy | upgrade) services_deploy ;;
@@ -37,9 +37,9 @@ services_deploy() {
   if [ "$action" = upgrade ]; then
     [ -e "$opt/current" ] || fail "nothing is deployed yet: run it without --upgrade"
   fi
-  take_former_choices
+  take_previous_choices
   check_choices
-  tell_machine
+  print_machine
   choose_devices
   choose_settings
   install_release
@@ -51,14 +51,14 @@ services_deploy() {
   start_services
 }
 
-# `current` becomes the release that it replaced. Units and settings stay. `previous` is removed at the end, so that a
-# run that was interrupted can be repeated.
+# Makes `previous` the current release. Units and settings stay. `previous` is removed at the end, so that an interrupted
+# run can be repeated.
 services_rollback() {
   local target link
   target="$(readlink "$opt/previous")" && [ -x "$opt/$target/bin/python" ] ||
     fail "there is no former release in $opt to go back to: an --upgrade keeps the one that it replaces, and a --rollback uses it up"
   release="$opt/$target"
-  take_former_choices
+  take_previous_choices
   [ -n "$join" ] || check_journal
   run ln -sfn "$target" "$opt/current.new"
   run mv -fT "$opt/current.new" "$opt/current"
@@ -73,7 +73,7 @@ services_rollback() {
     return
   fi
   if [ -z "$prefix" ]; then
-    # A master serves older workers, and not newer ones: so it is the last.
+    # The master is last: it serves older workers, but not newer ones.
     replace_workers "$(reached_at)"
     if [ -z "$join" ]; then
       say "master: replacing it"
@@ -82,15 +82,15 @@ services_rollback() {
     await_services "$(reached_at)"
   fi
   rm -f "$opt/previous" "$opt/replacing"
-  drop_former_releases
+  drop_previous_releases
   say "back at $target"
 }
 
-# Rejects a release whose master would reject the journal: an upgrade may have brought it to a newer schema.
+# Rejects a release that cannot read the journal: an upgrade may have changed its schema.
 check_journal() {
   local versions
   [ -f "$lib/journal.sqlite3" ] || return 0
-  # The version may be in the write-ahead log only. Without a log, nothing must be written beside the file.
+  # The version may be in the write-ahead log only. Without a log, open it so that nothing is written beside the file.
   versions="$("$release/bin/python" -c '
 import sqlite3, sys
 from pathlib import Path
@@ -109,9 +109,8 @@ print(connection.execute("PRAGMA user_version").fetchone()[0], SCHEMA_VERSION)
     in its place, which forgets every task since, and run --rollback again"
 }
 
-# A fleet that is deployed already keeps where it listens, or whom it joined, and how many workers were asked for,
-# unless told otherwise.
-take_former_choices() {
+# Without new options a deployed fleet keeps its address or the master it joined, and its number of workers.
+take_previous_choices() {
   local file="$etc/deployed"
   asked_workers="${workers:-${WORKER_COUNT:-}}"
   [ -f "$file" ] || return 0
@@ -147,7 +146,7 @@ check_choices() {
   fi
 }
 
-# A release has a folder of its own, so that what runs keeps its files until it is replaced.
+# Each release has its own folder, so that running processes keep their files.
 install_release() {
   release="$opt/releases/$(fingerprint | cut -c 1-12)"
   if [ "$dry_run" = 0 ]; then
@@ -221,11 +220,11 @@ write_settings() {
     put "$etc/deployed" 640 root:multigpu
 }
 
-# Where programs of this host find the master.
+# The master's address for programs of this host.
 reached_at() {
   local address="${join:-$listen}" name
   name="$(hostname)"
-  [ -z "$prefix" ] || name=localhost # an image gets its name when it boots
+  [ -z "$prefix" ] || name=localhost # an image has no host name yet
   case "$address" in
     0.0.0.0:*) echo "$name:${address##*:}" ;;
     \[::\]:*) echo "$name:${address##*:}" ;;
@@ -237,7 +236,7 @@ edited() {
   [ -f "$1" ] && ! { [ -f "$1.sha256" ] && [ "$(sha256sum <"$1")" = "$(cat "$1.sha256")" ]; }
 }
 
-# put_unless_edited FILE MODE OWNER: FILE.sha256 tells what we wrote last.
+# put_unless_edited FILE MODE OWNER: as put, unless FILE.sha256 differs from FILE.
 put_unless_edited() {
   local text
   text="$(cat)"
@@ -249,8 +248,8 @@ put_unless_edited() {
   put "$1.sha256" 600 <<<"$(sha256sum <<<"$text")"
 }
 
-# An authority of our own, and certificates for what runs here. With --join they come from the fleet's host. An image
-# holds no keys: it makes them when it boots for the first time.
+# Creates an authority and certificates for this host's services. With --join they come from the fleet's host. An image
+# has no keys: it creates them on its first boot.
 make_certificates() {
   [ "$secure" = 1 ] || return 0
   local file
@@ -295,7 +294,7 @@ install_units() {
   done
   local root_flag=()
   [ -z "$prefix" ] || root_flag=(--root "$prefix")
-  drop_former_instances "${enabled[@]}"
+  drop_previous_instances "${enabled[@]}"
   run systemctl "${root_flag[@]}" --quiet enable "${enabled[@]}"
   services=("${enabled[@]}")
 }
@@ -304,7 +303,7 @@ wanted_unit() {
   [ -z "$join" ] || [[ " ${joined_unit_files[*]} " == *" $1 "* ]]
 }
 
-# Sets instances. The first worker of a device is named by it; further ones have a file that tells theirs.
+# Sets instances. The first worker of a device is named after it; further workers have a file that names their device.
 plan_instances() {
   local number device
   instances=()
@@ -321,17 +320,17 @@ plan_instances() {
       instances+=("$device-$((number / ${#chosen[@]}))")
     fi
     {
-      echo "# The device of the worker of this name."
+      echo "# The device of this worker."
       echo "MGPU_WORKER_DEVICE=$device"
     } | put_unless_edited "$etc/worker-${instances[-1]}.env" 640 root:multigpu
-    # %H is the host's name when it boots, which an image doesn't have yet.
+    # %H is the host's name at boot, which is unknown in an image.
     printf '[Service]\nEnvironment=MGPU_WORKER_WORKER_ID=%%H-%s\n' "${instances[-1]}" |
       put "$units/mgpu-worker@${instances[-1]}.service.d/50-name.conf" 644
   done
 }
 
-# Workers that were enabled before and are not wanted any more: a GPU that is gone, or --workers with fewer.
-drop_former_instances() {
+# Disables workers that are not wanted any more: a removed GPU, or fewer --workers.
+drop_previous_instances() {
   local link unit
   for link in "$units"/mgpu.target.wants/mgpu-worker@*.service; do
     unit="${link##*/}"
@@ -350,7 +349,7 @@ drop_former_instances() {
   done
 }
 
-# The file `replacing` stands until no process runs the former release: an --upgrade that is run again goes on there.
+# The file `replacing` exists until no process runs the previous release: a repeated --upgrade goes on there.
 switch_release() {
   local target="releases/${release##*/}" former
   former="$(readlink "$opt/current" 2>/dev/null || true)"
@@ -375,14 +374,14 @@ start_services() {
     printf '\n'
   fi
   if [ "$dry_run" = 1 ]; then
-    tell_where
+    print_paths
     say "nothing was done: a dry run"
     return
   fi
   if [ -n "$prefix" ]; then
     rm -f "$opt/replacing"
-    drop_former_releases
-    tell_where
+    drop_previous_releases
+    print_paths
     return
   fi
   local ctl=("$opt/current/bin/mgpuctl") address
@@ -402,14 +401,14 @@ start_services() {
   if [ "$action" = upgrade ] && [ -e "$opt/replacing" ]; then
     replace_workers "$address"
     rm -f "$opt/replacing"
-    drop_former_releases
+    drop_previous_releases
   fi
   await_services "$address"
-  tell_where
+  print_paths
 }
 
-# Under the eyes of the master where it runs and we may ask it; a host that joined has no such right. Else its workers
-# drain by themselves when they are told to end.
+# Through the master where it runs on this host. A host that joined may not control it: its workers drain by themselves
+# when they are stopped.
 replace_workers() {
   local instance
   say "workers: replacing them, one after the other"
@@ -423,8 +422,8 @@ replace_workers() {
   fi
 }
 
-# All but what `current` and `previous` name.
-drop_former_releases() {
+# Removes all releases but `current` and `previous`.
+drop_previous_releases() {
   local folder previous
   previous="$(readlink "$opt/previous" 2>/dev/null || true)"
   for folder in "$opt"/releases/*; do
@@ -432,7 +431,7 @@ drop_former_releases() {
   done
 }
 
-# Units of Type=notify are active when they are ready; that they reached the master is asked of it, where we may.
+# Units of Type=notify are active when they are ready. Whether they have reached the master only the master knows.
 await_services() {
   local waited=0 count="${#instances[@]}" connected=0
   [ -z "$join" ] || return 0
@@ -446,7 +445,7 @@ await_services() {
   say "ready: master $1, $connected workers"
 }
 
-tell_where() {
+print_paths() {
   cat <<WHERE
 ==> where everything is
     code         $opt/current (mgpuctl: ${links[0]})

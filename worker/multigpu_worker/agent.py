@@ -9,13 +9,12 @@ from typing import Any
 
 import structlog
 from multigpu.config.config import WorkerConfig
-from multigpu.repository.model import ModelFolderError
+from multigpu.repository.model import ModelFolderError, Scan
 
 from multigpu_worker.device.health_monitor import HealthMonitor
 from multigpu_worker.device.sampler import Sampler
 from multigpu_worker.dispatcher import Dispatcher
 from multigpu_worker.master_stream import MasterStream
-from multigpu_worker.models.catalog import Catalog
 from multigpu_worker.models.loader import ModelLoader
 from multigpu_worker.processes.default_host import EngineStartError
 from multigpu_worker.processes.pool import EnginePool
@@ -45,7 +44,7 @@ class Agent:
     handlers: HandlersReload
     stream: MasterStream
     link: Link
-    find_catalog: Callable[[], Catalog]
+    find_catalog: Callable[[], Scan]
     # How often the engines were checked: systemd's watchdog is fed while this grows.
     ticks: int = 0
 
@@ -145,7 +144,7 @@ class Agent:
                 log.warning("the model repository can't be read; the models found before stay", error=str(error))
                 continue
             if found != self.loader.routes.catalog:
-                log.info("the model repository has changed", models=len(found.specs), errors=dict(found.errors))
+                log.info("the model repository has changed", models=len(found.models), errors=dict(found.errors))
                 await self.loader.put(found)
 
     async def _tick(self) -> None:

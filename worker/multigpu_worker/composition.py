@@ -8,6 +8,7 @@ from pathlib import Path
 
 from multigpu._transport.credentials import Credentials
 from multigpu.config.config import WorkerConfig
+from multigpu.repository.model import Scan
 
 from multigpu_worker.agent import Agent
 from multigpu_worker.device.cpu import host_memory_bytes
@@ -18,15 +19,13 @@ from multigpu_worker.device.stats_file import StatsFile, record
 from multigpu_worker.dispatcher import Dispatcher
 from multigpu_worker.engines.base import EmbeddingCacheSettings, EngineSettings
 from multigpu_worker.master_stream import MasterStream
-from multigpu_worker.models import catalog as catalogs
-from multigpu_worker.models.catalog import Catalog
+from multigpu_worker.models.catalog import installed
 from multigpu_worker.models.folders import find_models
 from multigpu_worker.models.loader import ModelLoader
 from multigpu_worker.mps.engines import Mps
 from multigpu_worker.mps.status import MpsStatus
-from multigpu_worker.processes.host import HostSettings
+from multigpu_worker.processes.host import ProcessSettings
 from multigpu_worker.processes.pool import EnginePool
-from multigpu_worker.processes.process import ProcessSettings
 from multigpu_worker.processes.reload import HandlersReload
 from multigpu_worker.session.batcher import Batcher, BatchLimits
 from multigpu_worker.session.link import Link
@@ -47,7 +46,7 @@ def compose(
     identity: Identity,
     device: Device,
     settings: EngineSettings,
-    find_catalog: Callable[[], Catalog],
+    find_catalog: Callable[[], Scan],
     *,
     mps: Mps | None = None,
     mps_off: MpsStatus | None = None,
@@ -63,7 +62,7 @@ def compose(
     dispatcher = Dispatcher(identity.worker_id, Session(SessionLimits()), batcher, pool, sampler)
     loader = _loader(config, device, settings, find_catalog(), dispatcher, pool, sampler)
     health_monitor = HealthMonitor(
-        dispatcher, device, sampler, pool, settings.artifacts, canary_interval_s=config.canary_interval_s
+        dispatcher, device, sampler, pool, settings.artifacts, self_test_interval_s=config.canary_interval_s
     )
     pool.callbacks.dispatcher = dispatcher
     pool.callbacks.model_loader = loader
@@ -101,21 +100,23 @@ def compose(
 def _process_settings(
     config: WorkerConfig, device: Device, engine: EngineSettings, sharing: Sharing, mps: Mps | None
 ) -> ProcessSettings:
-    host = HostSettings(
+    return ProcessSettings(
         engine=engine,
         memory_bytes=_engine_memory_bytes(config, device),
         result_bytes_max=min(config.result_bytes_max, RESULT_BYTES_MAX),
         visible_devices=device.visible_devices,
         mps=mps,
+        sharing=sharing,
+        progress_timeout_s=config.progress_timeout_s,
+        cancel_grace_s=config.cancel_grace_s,
     )
-    return ProcessSettings(config=config, host=host, sharing=sharing)
 
 
 def _loader(
     config: WorkerConfig,
     device: Device,
     settings: EngineSettings,
-    catalog: Catalog,
+    catalog: Scan,
     dispatcher: Dispatcher,
     pool: EnginePool,
     sampler: Sampler,
@@ -133,20 +134,18 @@ def _loader(
     )
 
 
-def catalog_of(config: WorkerConfig) -> Catalog:
+def catalog_of(config: WorkerConfig) -> Scan:
     """The models that are there now. ValueError, ModelFolderError."""
-    found = find_models(config)
-    specs, errors = catalogs.split(found.models, config.engine)
-    return Catalog(specs=specs, errors={**found.errors, **errors}, current=found.current)
+    return installed(find_models(config), config.engine)
 
 
-def engine_settings(config: WorkerConfig, device: Device, catalog: Catalog) -> EngineSettings:
+def engine_settings(config: WorkerConfig, device: Device, catalog: Scan) -> EngineSettings:
     return EngineSettings(
         device=device.engine_name,
         slots=config.slots,
         threads=config.threads,
         handlers=config.handlers,
-        models=dict(catalog.specs),
+        models=dict(catalog.models),
         engine=config.engine,
         precision=config.precision,
         artifacts=str(artifacts_folder(config)),

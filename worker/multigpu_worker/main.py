@@ -20,6 +20,7 @@ from multigpu._transport.credentials import Credentials
 from multigpu.config.config import ConfigError, TelemetryConfig, WorkerConfig, click_options, load
 from multigpu.daemon.systemd import Notifier, raise_descriptor_limit
 from multigpu.daemon.telemetry import configure_logging, configure_tracing, shut_down_tracing
+from multigpu.repository.model import Scan
 
 from multigpu_worker.agent import Agent
 from multigpu_worker.composition import (
@@ -34,7 +35,6 @@ from multigpu_worker.device.interface import Device, DeviceError
 from multigpu_worker.device.open import open_device
 from multigpu_worker.device.stats_file import BYTES_MAX, append
 from multigpu_worker.engines.base import EngineSettings
-from multigpu_worker.models.catalog import Catalog
 from multigpu_worker.models.folders import ModelFolderError
 from multigpu_worker.mps.control import MpsError
 from multigpu_worker.mps.setup import open_mps
@@ -114,7 +114,7 @@ def _open_device(name: str) -> Device:
         timer.cancel()
 
 
-def _first_catalog(config: WorkerConfig) -> Catalog:
+def _first_catalog(config: WorkerConfig) -> Scan:
     """The models at the start. ModelFolderError: one that the configuration names is broken."""
     catalog = catalog_of(config)
     named = {entry.partition("=")[0].strip() for entry in config.models}

@@ -12,6 +12,7 @@ from multigpu_worker.device.sampler import Sampler
 from multigpu_worker.dispatcher import Dispatcher
 from multigpu_worker.models.loader import ModelLoader
 from multigpu_worker.models.messages import model_messages, residency_messages
+from multigpu_worker.models.model_sizes import slots_max
 from multigpu_worker.mps.status import MpsStatus
 from multigpu_worker.processes.pool import EnginePool
 from multigpu_worker.processes.reload import HandlersReload
@@ -52,7 +53,7 @@ class MasterStream:
         self.pool.running()
         self.loader.changed = False
         # More than the default process's, if a model runs more tasks at a time: they may join a running batch.
-        slots = max(self.identity.slots, self.loader.slots_max())
+        slots = max(self.identity.slots, slots_max(self.loader.routes))
         session = self.dispatcher.session
         return wire.hello(
             dataclasses.replace(self.identity, slots=slots),
@@ -64,13 +65,13 @@ class MasterStream:
         )
 
     def connected(self, welcome: pb.SessionResponse, metadata: Metadata) -> None:
-        words = welcome.welcome
+        content = welcome.welcome
         self._key_due = self.sharing.begin(metadata)
         self.pool.share()
-        self.heartbeat_s = wire.seconds_of(words.heartbeat_interval) or 1.0
+        self.heartbeat_s = wire.seconds_of(content.heartbeat_interval) or 1.0
         self.heartbeat_s = min(max(self.heartbeat_s, HEARTBEAT_MIN_S), HEARTBEAT_MAX_S)
-        self.pool.cancel(self.dispatcher.session.welcome(words.adopted_lease_ids, words.incarnation))
-        log.info("session begins", master=self.master, session_id=words.session_id, master_version=words.version)
+        self.pool.cancel(self.dispatcher.session.welcome(content.adopted_lease_ids, content.incarnation))
+        log.info("session begins", master=self.master, session_id=content.session_id, master_version=content.version)
         self.dispatcher.want_heartbeat()
         self.welcomed.set()
         self.received(welcome)

@@ -140,14 +140,15 @@ request_ids_option = click.option(
 )
 
 
-def wait_for_worker_option(default: str) -> Callable[[F], F]:
-    """`--wait-for-worker` as `wait_s`: None if it is not given. `default`: what --help says of that."""
+def wait_for_worker_option(default_text: str, default: float | None = None) -> Callable[[F], F]:
+    """`--wait-for-worker` as `wait_s`."""
     return click.option(
         "--wait-for-worker",
         "wait_s",
         type=Number(min=0),
+        default=default,
         metavar="SECONDS",
-        help=f"How long to wait for a master and a worker to appear.  [default: {default}]",
+        help=f"How long to wait for a master and a worker to appear.  [default: {default_text}]",
     )
 
 

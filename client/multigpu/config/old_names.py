@@ -5,7 +5,7 @@ effect gives a remark for the log; one that contradicts another is an error. The
 from WORKER_NAMES. The variables of the deploy script (GPU_COUNT …) choose services, not settings, and are not here.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from multigpu.config.values import boolean
 from multigpu.errors import ConfigError
@@ -104,23 +104,15 @@ def _engine(env: Mapping[str, str]) -> dict[str, tuple[str, str]]:
     return values
 
 
-def _remarks(env: Mapping[str, str]) -> list[str]:
-    remarks = []
+def _remarks(env: Mapping[str, str]) -> Iterator[str]:
     if env.get("TENSORRT_PRECISION") and not _truth(env, "USE_TENSORRT"):
-        remarks.append("TENSORRT_PRECISION has no effect without USE_TENSORRT=true")
+        yield "TENSORRT_PRECISION has no effect without USE_TENSORRT=true"
     if _truth(env, "TENSORRT_INT8_CALIBRATION") is not None:
-        remarks.append(
-            "TENSORRT_INT8_CALIBRATION has no effect: int8 is always calibrated, with the data that [gate] in the "
-            "model's model.toml names"
-        )
+        yield "TENSORRT_INT8_CALIBRATION has no effect: int8 is always calibrated, with data of [gate] in a model.toml"
     if env.get("TENSORRT_INT8_CALIBRATION_CACHE"):
-        remarks.append("TENSORRT_INT8_CALIBRATION_CACHE has no effect: calibrations are kept in artifacts_dir")
+        yield "TENSORRT_INT8_CALIBRATION_CACHE has no effect: calibrations are kept in artifacts_dir"
     if _truth(env, "ENABLE_DYNAMIC_BATCHING") is False:
-        remarks.append(
-            "ENABLE_DYNAMIC_BATCHING=false has no effect: batches are always made of what waits, up to "
-            "batch_tasks_max; for batches of one task set batch_tasks_max to 1"
-        )
-    return remarks
+        yield "ENABLE_DYNAMIC_BATCHING=false has no effect: for batches of one task set batch_tasks_max to 1"
 
 
 def _truth(env: Mapping[str, str], variable: str) -> bool | None:

@@ -74,9 +74,7 @@ class MasterConfig(Checked):
         80.0, "A device that uses more of its memory gets no new tasks (memory_usage).", minimum=1, maximum=100
     )
     heartbeat_interval_s: float = setting(1.0, "Interval of workers' heartbeats.", minimum=0.01, maximum=60)
-    session_timeout_s: float = setting(
-        5.0, "A worker without a heartbeat for longer is lost.", minimum=0.05, maximum=3600
-    )
+    session_timeout_s: float = setting(5.0, "A worker silent for longer is lost.", minimum=0.05, maximum=3600)
     reconnect_grace_s: float = setting(
         3.0, "How long a new master waits for workers to report the leases they hold.", minimum=0, maximum=600
     )
@@ -88,17 +86,13 @@ class MasterConfig(Checked):
     )
     breaker_window_s: float = setting(600.0, "Period in which sick devices count for it.", minimum=1, maximum=86_400)
     queue_tasks_max: int = setting(10_000_000, "Maximum of unsettled tasks; more are rejected.", minimum=1)
-    queue_bytes_max: int = setting(
-        4 * GIB, "Maximum of payload and partial output bytes of unsettled tasks.", minimum=MIB
-    )
+    queue_bytes_max: int = setting(4 * GIB, "Maximum of their payload and partial output bytes.", minimum=MIB)
     payload_bytes_max: int = setting(32 * MIB, "Largest payload of one task.", minimum=KIB, maximum=60 * MIB)
     submit_tasks_max: int = setting(10_000, "Maximum of tasks in one Submit.", minimum=1, maximum=1_000_000)
     result_ttl_max_s: float = setting(
         30 * 86_400.0, "Longest result_ttl of a task. Outcomes stay on the disk until then.", minimum=86_400
     )
-    stream_bytes_max: int = setting(
-        128 * MIB, "Maximum of outcomes that a client leaves unread on a stream.", minimum=MIB
-    )
+    stream_bytes_max: int = setting(128 * MIB, "Maximum of unread outcomes on a stream.", minimum=MIB)
     ephemeral_bytes_max: int = setting(256 * MIB, "Results of ephemeral tasks kept in memory.", minimum=MIB)
     journal_bytes_max: int = setting(
         64 * GIB,
@@ -151,7 +145,7 @@ class WorkerConfig(Checked):
     )
     model_memory_bytes: int = setting(
         0,
-        "Maximum of device memory of loaded models. 0: this worker's share of 90 % of a GPU's, or half of a CPU host's.",
+        "Maximum of device memory of loaded models. 0: a share of 90 % of a GPU's memory, or of half of a CPU host's.",
         minimum=0,
     )
     device_workers: int = setting(

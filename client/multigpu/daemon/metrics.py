@@ -1,25 +1,23 @@
-"""Metrics: numbers that the daemons keep anyway, read when somebody asks.
+"""Metrics: a snapshot of numbers, served to Prometheus and exported over OTLP.
 
-There are no instruments on the hot path. A daemon counts in plain integers, and offers one function that takes a
-snapshot; the function runs when Prometheus scrapes or when the OTLP export is due, and never otherwise. It is called
-on a thread of its own: it must only read, or hand over to the thread that owns the numbers.
+There are no instruments on the hot path. A daemon counts in plain integers and offers one function that returns
+metrics. It runs on another thread, when Prometheus scrapes or the OTLP export is due.
 
-Names begin with `mgpu_`, end in their unit, and in `_total` where they only grow, for both roads alike. What
-OpenTelemetry's conventions have a name for (`hw.*`) goes to its collectors by that name too.
+Names begin with `mgpu_`, end in their unit, and in `_total` if they only grow. Names of OpenTelemetry's conventions
+(`hw.*`) are for OTLP only.
 """
 
-import dataclasses
+import itertools
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, Literal
-from wsgiref.simple_server import WSGIServer
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
 
 import structlog
 
 from multigpu.config.config import ConfigError, TelemetryConfig
 from multigpu.config.values import split_address
-from multigpu.daemon.metrics_server import start_server
+from multigpu.daemon.metrics_server import MetricsServer
 from multigpu.daemon.telemetry import make_resource, missing_exporter, otlp_endpoint
 
 EXPORT_INTERVAL_S = 10.0
@@ -28,131 +26,101 @@ _EXPORT_TIMEOUT_S = 3
 log = structlog.get_logger()
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Sample:
-    """One number, and what it is of. Labels of one metric all have the same keys."""
-
-    value: float
-    labels: Mapping[str, str] = dataclasses.field(default_factory=dict)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class HistogramSample:
-    """Counts of observations: `counts[i]` of those at most `bounds[i]` and above the bound before; one more, the last,
-    of those above them all. `total`: the sum of all observations.
+class Histogram(NamedTuple):
+    """Counts of observations: `counts[i]` of those up to `bounds[i]` and above the bound before; the last count of
+    those above all bounds. `total`: their sum.
     """
 
-    bounds: tuple[float, ...]
-    counts: tuple[int, ...]
+    bounds: Sequence[float]
+    counts: Sequence[int]
     total: float
-    labels: Mapping[str, str] = dataclasses.field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        """A bound more would shift every count."""
-        assert len(self.counts) == len(self.bounds) + 1, (self.bounds, self.counts)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Metric:
-    """A named family of numbers. `counter` only grows while the process lives; `gauge` goes up and down, and so does
-    `updowncounter`, whose samples may be added up.
+class Sample(NamedTuple):
+    """One value. All samples of a metric have the same labels."""
+
+    value: float | Histogram
+    labels: Mapping[str, str]
+
+
+class Metric(NamedTuple):
+    """A named family of samples. `kind`: an `updowncounter` can be summed over labels, a `gauge` cannot. `unit`: for
+    OTLP, if the name does not end in it.
     """
 
     name: str
-    kind: Literal["counter", "gauge", "updowncounter", "histogram"]
     help: str
-    samples: tuple[Sample, ...] | tuple[HistogramSample, ...]
-    # For OTLP, where the name doesn't end in it.
+    samples: Sequence[Sample]
+    kind: Literal["counter", "gauge", "updowncounter", "histogram"]
     unit: str = ""
 
-    def __post_init__(self) -> None:
-        """The name says what the kind is, unless OpenTelemetry has named it."""
-        if not self.name.startswith("hw."):
-            assert self.name.endswith("_total") == (self.kind == "counter"), self.name
-        wanted = HistogramSample if self.kind == "histogram" else Sample
-        assert all(type(sample) is wanted for sample in self.samples), self.name
+
+def sample(value: float | Histogram, **labels: str) -> Sample:
+    """A sample with these labels."""
+    return Sample(value, labels)
+
+
+def metric(name: str, help: str, *samples: Sample) -> Metric:  # noqa: A002  Prometheus' word
+    """A counter if the name ends in `_total`, else a gauge."""
+    return Metric(name, help, samples, "counter" if name.endswith("_total") else "gauge")
 
 
 Collect = Callable[[], Iterable[Metric]]
 
 
-class PrometheusServer:
-    """Answers scrapes on a thread of its own until closed."""
-
-    def __init__(self, server: WSGIServer, thread: threading.Thread) -> None:
-        self._server = server
-        self._thread = thread
-        self.port: int = server.server_port
-
-    def renew(self, certificate: str, key: str) -> None:
-        """Shows this certificate from the next connection on. OSError (of which SSLError is one): it is no good."""
-        self._server.socket.context.load_cert_chain(certificate, key)  # type: ignore[attr-defined]  # over TLS it has one
-
-    def close(self) -> None:
-        """Stops, and frees the port."""
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
+# --- Prometheus ------------------------------------------------------------------------------------------------------
 
 
-def serve_prometheus(listen: str, collect: Collect, tls: tuple[str, str, str] | None = None) -> PrometheusServer:
-    """Serves the snapshot at `listen` (HOST:PORT; port 0: any) in Prometheus' text format. `tls`: over TLS, with these
-    files of a certificate, its key, and the authority of those who may scrape.
+def serve_prometheus(listen: str, collect: Collect, tls: tuple[str, str, str] | None = None) -> MetricsServer:
+    """Serves the snapshot at `listen` (HOST:PORT; port 0: any) in Prometheus' text format. `tls`: see MetricsServer.
 
-    Raises ConfigError: the address can't be had.
+    ConfigError: the address is not available.
     """
-    import prometheus_client  # noqa: PLC0415 - only who serves pays for the import
+    import prometheus_client  # noqa: PLC0415 - imported only by daemons that serve metrics
 
     host, port = split_address(listen)
     registry = prometheus_client.CollectorRegistry(auto_describe=False)
     registry.register(_Collector(collect))
     try:
-        server, thread = start_server(port, host, prometheus_client.make_wsgi_app(registry), tls)
+        return MetricsServer(host, port, prometheus_client.make_wsgi_app(registry), tls)
     except OSError as error:
-        raise ConfigError(f"metrics_listen {listen!r} can't be had: {error}; choose another address") from error
-    return PrometheusServer(server, thread)
+        raise ConfigError(f"metrics_listen {listen!r} is not available: {error}; choose another address") from error
 
 
 class _Collector:
-    """Turns a snapshot into Prometheus' own types."""
+    """Converts a snapshot to Prometheus' types."""
 
     def __init__(self, collect: Collect) -> None:
         self._collect = collect
 
     def collect(self) -> Iterator[Any]:
-        from prometheus_client import core  # noqa: PLC0415 - loaded by now
+        from prometheus_client.core import HistogramMetricFamily, Metric  # noqa: PLC0415 - see above
 
-        kinds = {"counter": core.CounterMetricFamily, "gauge": core.GaugeMetricFamily}
-        for metric in self._collect():
-            keys = tuple(metric.samples[0].labels) if metric.samples else ()
-            if metric.kind == "histogram":
-                family: Any = core.HistogramMetricFamily(metric.name, metric.help, labels=keys)
+        for each in self._collect():
+            if each.kind == "histogram":
+                keys = tuple(each.samples[0].labels) if each.samples else ()
+                family: Any = HistogramMetricFamily(each.name, each.help, labels=keys)
+                for histogram, labels in each.samples:
+                    assert isinstance(histogram, Histogram), each.name
+                    bounds = (*map(str, histogram.bounds), "+Inf")
+                    buckets = list(zip(bounds, itertools.accumulate(histogram.counts), strict=True))
+                    family.add_metric([labels[key] for key in keys], buckets, histogram.total)
             else:
-                family = kinds[metric.kind](metric.name, metric.help, labels=keys)
-            for sample in metric.samples:
-                values = [sample.labels[key] for key in keys]
-                if isinstance(sample, HistogramSample):
-                    family.add_metric(values, _cumulated(sample), sample.total)
-                else:
-                    family.add_metric(values, sample.value)
+                family = Metric(each.name.removesuffix("_total"), each.help, each.kind)
+                for value, labels in each.samples:
+                    family.add_sample(each.name, labels, value)
             yield family
 
 
-def _cumulated(sample: HistogramSample) -> list[tuple[str, float]]:
-    """Prometheus counts what is at most a bound, those below included."""
-    buckets, seen = [], 0
-    for bound, count in zip((*map(str, sample.bounds), "+Inf"), sample.counts, strict=True):
-        seen += count
-        buckets.append((bound, float(seen)))
-    return buckets
+# --- OTLP ------------------------------------------------------------------------------------------------------------
 
 
 def configure_metrics(
     config: TelemetryConfig, resource: Mapping[str, str], collect: Collect, *, interval_s: float = EXPORT_INTERVAL_S
 ) -> "OtlpMetrics | None":
-    """Starts exporting the snapshot over OTLP every interval, if an endpoint is set. Close what it returns.
+    """Starts exporting the snapshot over OTLP every interval, if an endpoint is set. The caller closes the result.
 
-    Raises ConfigError: the exporter is not installed.
+    ConfigError: the exporter is not installed.
     """
     endpoint = otlp_endpoint(config)
     if not endpoint:
@@ -166,7 +134,7 @@ def configure_metrics(
 
 
 class OtlpMetrics:
-    """The thread that exports snapshots. A collector that is down costs nothing but a line in the log."""
+    """The thread that exports snapshots. If the collector is down, it logs that."""
 
     def __init__(self, exporter: Any, resource: Any, collect: Collect, interval_s: float) -> None:
         self._exporter = exporter
@@ -194,52 +162,39 @@ class OtlpMetrics:
                 log.exception("metrics were not exported")
 
     def _snapshot(self) -> Any:
-        from opentelemetry.sdk.metrics import export  # noqa: PLC0415 - loaded by now
-        from opentelemetry.sdk.util.instrumentation import InstrumentationScope  # noqa: PLC0415 - loaded by now
+        from opentelemetry.sdk.metrics import export  # noqa: PLC0415 - as above
+        from opentelemetry.sdk.util.instrumentation import InstrumentationScope  # noqa: PLC0415 - as above
 
-        now_ns = time.time_ns()
+        times = {"start_time_unix_nano": self._start_ns, "time_unix_nano": time.time_ns()}
         metrics = [
-            export.Metric(
-                name=metric.name, description=metric.help, unit=metric.unit, data=self._data(export, metric, now_ns)
-            )
-            for metric in self._collect()
+            export.Metric(name=m.name, description=m.help, unit=m.unit, data=_data(export, m, times))
+            for m in self._collect()
         ]
         scope = export.ScopeMetrics(scope=InstrumentationScope("multigpu"), metrics=metrics, schema_url="")
         return export.MetricsData(
             resource_metrics=[export.ResourceMetrics(resource=self._resource, scope_metrics=[scope], schema_url="")]
         )
 
-    def _data(self, export: Any, metric: Metric, now_ns: int) -> Any:
-        cumulative = export.AggregationTemporality.CUMULATIVE
-        if metric.kind == "histogram":
-            points = [self._histogram_point(export, sample, now_ns) for sample in metric.samples]
-            return export.Histogram(data_points=points, aggregation_temporality=cumulative)
-        points = [
-            export.NumberDataPoint(
-                attributes=dict(sample.labels),
-                start_time_unix_nano=self._start_ns,
-                time_unix_nano=now_ns,
-                value=sample.value,
-            )
-            for sample in metric.samples
-            if isinstance(sample, Sample)
-        ]
-        if metric.kind in ("counter", "updowncounter"):
-            monotonic = metric.kind == "counter"
-            return export.Sum(data_points=points, aggregation_temporality=cumulative, is_monotonic=monotonic)
-        return export.Gauge(data_points=points)
 
-    def _histogram_point(self, export: Any, sample: Sample | HistogramSample, now_ns: int) -> Any:
-        assert isinstance(sample, HistogramSample)
-        return export.HistogramDataPoint(
-            attributes=dict(sample.labels),
-            start_time_unix_nano=self._start_ns,
-            time_unix_nano=now_ns,
-            count=sum(sample.counts),
-            sum=sample.total,
-            bucket_counts=list(sample.counts),
-            explicit_bounds=list(sample.bounds),
-            # Not kept; optional in OTLP.
-            min=None,
-            max=None,
-        )
+def _data(export: Any, each: Metric, times: dict[str, int]) -> Any:
+    points = [_point(export, value, times | {"attributes": dict(labels)}) for value, labels in each.samples]
+    cumulative = export.AggregationTemporality.CUMULATIVE
+    if each.kind == "gauge":
+        return export.Gauge(data_points=points)
+    if each.kind == "histogram":
+        return export.Histogram(data_points=points, aggregation_temporality=cumulative)
+    return export.Sum(data_points=points, aggregation_temporality=cumulative, is_monotonic=each.kind == "counter")
+
+
+def _point(export: Any, value: float | Histogram, common: dict[str, Any]) -> Any:
+    if not isinstance(value, Histogram):
+        return export.NumberDataPoint(value=value, **common)
+    return export.HistogramDataPoint(
+        count=sum(value.counts),
+        sum=value.total,
+        bucket_counts=list(value.counts),
+        explicit_bounds=list(value.bounds),
+        min=None,  # not counted
+        max=None,
+        **common,
+    )

@@ -1,7 +1,7 @@
-"""The server of the metrics endpoint: in the clear, or over TLS for peers who show a certificate.
+"""The HTTP server of the metrics endpoint: in the clear, or over TLS for peers with a certificate.
 
-prometheus_client's own has no time limit, and makes the TLS handshake where it accepts connections: one that says
-nothing would keep everybody out. Here each has a thread and a minute, and there are few at a time.
+prometheus_client's server has no timeout and makes the TLS handshake on its accepting thread, where one silent peer
+would block all others. Here each connection has a thread and a timeout, and connections are limited.
 """
 
 import socket
@@ -20,23 +20,38 @@ CONNECTION_TIMEOUT_S = 60
 CONNECTIONS_MAX = 32
 
 
-def start_server(port: int, host: str, app: Any, tls: tuple[str, str, str] | None) -> tuple[WSGIServer, Any]:
-    """The server and its thread; `tls`: a certificate, its key, and the authority of callers. OSError: the address
-    can't be had, or the files are no good (SSLError).
+class MetricsServer:
+    """Serves a WSGI application on a thread until closed. `tls`: files of a certificate, its key and the authority of
+    peers. OSError: the address is not available, or the files are invalid (SSLError).
     """
-    context = None
-    if tls is not None:
-        certificate, key, ca = tls
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        context.load_cert_chain(certificate, key)
-        context.load_verify_locations(ca)
-        context.verify_mode = ssl.CERT_REQUIRED
-    server = make_server(host, port, app, _Server6 if ":" in host else _Server, _Handler)
-    if context is not None:
-        server.socket = context.wrap_socket(server.socket, server_side=True, do_handshake_on_connect=False)
-    thread = threading.Thread(target=server.serve_forever, name="multigpu metrics", daemon=True)
-    thread.start()
-    return server, thread
+
+    def __init__(self, host: str, port: int, app: Any, tls: tuple[str, str, str] | None) -> None:
+        self._context = None
+        if tls is not None:
+            certificate, key, ca = tls
+            self._context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            self._context.load_cert_chain(certificate, key)
+            self._context.load_verify_locations(ca)
+            self._context.verify_mode = ssl.CERT_REQUIRED
+        self._server = make_server(host, port, app, _Server6 if ":" in host else _Server, _Handler)
+        if self._context is not None:
+            self._server.socket = self._context.wrap_socket(
+                self._server.socket, server_side=True, do_handshake_on_connect=False
+            )
+        self.port: int = self._server.server_port
+        self._thread = threading.Thread(target=self._server.serve_forever, name="multigpu metrics", daemon=True)
+        self._thread.start()
+
+    def renew(self, certificate: str, key: str) -> None:
+        """Uses this certificate for new connections. OSError, SSLError: it is invalid."""
+        assert self._context is not None, "only a server with TLS has a certificate"
+        self._context.load_cert_chain(certificate, key)
+
+    def close(self) -> None:
+        """Stops, and frees the port."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
 
 
 class _Server(ThreadingMixIn, WSGIServer):
@@ -47,7 +62,7 @@ class _Server(ThreadingMixIn, WSGIServer):
         self._free = threading.BoundedSemaphore(CONNECTIONS_MAX)
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Closes those beyond CONNECTIONS_MAX."""
+        """Closes connections beyond CONNECTIONS_MAX."""
         if self._free.acquire(blocking=False):
             super().process_request(request, client_address)
         else:
@@ -60,7 +75,7 @@ class _Server(ThreadingMixIn, WSGIServer):
             self._free.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Not a traceback for each who is not let in."""
+        """Logs a failed connection without a traceback."""
         log.debug("a scrape failed", peer=str(client_address), error=repr(sys.exc_info()[1]))
 
 
@@ -71,5 +86,5 @@ class _Server6(_Server):
 class _Handler(WSGIRequestHandler):
     timeout = CONNECTION_TIMEOUT_S
 
-    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002  the base names it so
-        """A scrape is no news."""
+    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002  the base class names it so
+        """Scrapes are not logged."""

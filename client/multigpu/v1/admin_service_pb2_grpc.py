@@ -171,7 +171,7 @@ class AdminServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def WatchWorkers(self, request, context):
-        """All workers first, then each one again whenever it changes.
+        """Sends all workers, then each worker whenever it changes.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -192,7 +192,7 @@ class AdminServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def DrainWorker(self, request, context):
-        """Cordons, lets leases finish until the deadline, then revokes what still runs.
+        """Cordons the worker, lets its leases finish until the deadline, then revokes the rest.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -206,8 +206,9 @@ class AdminServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ReloadHandlers(self, request, context):
-        """Has a worker read the files of its handlers again, once the tasks in their engine are done. Returns at once;
-        Worker.handlers.reloads grows when it is done. FAILED_PRECONDITION: it is lost, or tells of no handlers.
+        """Makes a worker reload its handlers once the tasks in their engine are done. Returns at once;
+        Worker.handlers.reloads grows when it is done.
+        FAILED_PRECONDITION: the worker is lost or has no handlers.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -227,14 +228,14 @@ class AdminServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ListQueues(self, request, context):
-        """Queues that have tasks, dead letters or rules. Another one begins with its first task and needs no deletion.
+        """Queues with tasks, dead letters or settings. A queue exists from its first task on and needs no deletion.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def PauseQueue(self, request, context):
-        """Nothing is dispatched from a paused queue; it still takes tasks. Survives restarts. Idempotent.
+        """A paused queue accepts tasks and dispatches none. Survives restarts. Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -259,7 +260,7 @@ class AdminServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def RequeueDeadLetters(self, request, context):
-        """Queues dead letters again, as new tasks with the same input and all their attempts.
+        """Submits dead letters again, as new tasks with the same input and all attempts.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -272,8 +273,8 @@ class AdminServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def CreateToken(self, request, context):
-        """The tokens that open this master's doors. FAILED_PRECONDITION: it runs without (require_tokens is off).
-        The answer holds the token itself, which nobody can ask for again: only its hash is kept.
+        """Tokens. FAILED_PRECONDITION: the master runs without tokens (require_tokens is off).
+        The response contains the secret, which cannot be retrieved later: the master keeps only its hash.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -286,38 +287,38 @@ class AdminServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def RevokeToken(self, request, context):
-        """At once: calls and streams under way with it end as UNAUTHENTICATED. NOT_FOUND: there is no such token.
-        FAILED_PRECONDITION: no other token of an administrator is left.
+        """Takes effect at once: open calls and streams with this token end as UNAUTHENTICATED. NOT_FOUND: no such token.
+        FAILED_PRECONDITION: it is the last administrator token.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ResetBreaker(self, request, context):
-        """Lets sick devices be quarantined again, after a person has looked. Those that are sick now are, and count anew.
-        Idempotent.
+        """Permits quarantines again, once an operator has found the cause. Devices that are sick now are quarantined, and
+        counted anew. Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListModels(self, request, context):
-        """Every model that a worker has offered since the master began, with where it is loaded.
+        """All models that workers have offered since the master started, and where they are loaded.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def LoadModel(self, request, context):
-        """Loads a model and keeps it loaded, until UnloadModel. Returns at once; ListModels shows how it goes.
-        NOT_FOUND: no connected worker offers it. RESOURCE_EXHAUSTED: it would not fit beside what is pinned already.
+        """Loads a model and keeps it loaded until UnloadModel. Returns at once; ListModels shows the progress.
+        NOT_FOUND: no connected worker offers it. RESOURCE_EXHAUSTED: it does not fit beside pinned models.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def UnloadModel(self, request, context):
-        """Has workers unload a model once what is leased on it is done, and pins it no more. A later task loads it again.
+        """Makes workers unload a model once its leases are done, and unpins it. A later task loads it again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -330,7 +331,7 @@ class AdminServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Explain(self, request, context):
-        """Why a task is where it is.
+        """Explains the state of a task.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

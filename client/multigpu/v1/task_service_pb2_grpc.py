@@ -75,57 +75,59 @@ class TaskServiceServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Submit(self, request, context):
-        """Submits tasks. Answers once every durable one is on disk (fsync), with an id or a reason for each.
+        """Submits tasks. Returns once all durable ones are on disk (fsync), with an id or a rejection for each.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Run(self, request_iterator, context):
-        """Submits tasks and receives their outcomes on one stream. An outcome may come before the task's acceptance, and then
-        none follows. It is sent when the task settles, and is on the disk a moment later: should the master die in between,
-        a request_id that is sent again runs again. To resume after a broken stream, send every task without an outcome again, with its request_id: what
-        ran is answered, what runs is joined, what is unknown is queued. A durable task goes on without its stream.
+        """Submits tasks and receives their outcomes on one stream. An outcome may arrive before the task's acknowledgement,
+        which is then omitted. An outcome is sent when the task settles, and is on disk a moment later: if the master dies
+        in between, a repeated request_id runs again. To resume after a broken stream, send every task without an outcome
+        again, with its request_id: ended tasks are answered, running ones joined, unknown ones queued. Durable tasks
+        continue without a stream.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Watch(self, request, context):
-        """Streams the outcomes of durable tasks in the order in which they became durable, from a cursor on, first the
-        retained ones and then live. Resuming from the last cursor received leaves no gap and repeats nothing.
-        OUT_OF_RANGE: the outcomes after the cursor have already been removed (see result_ttl), or the master has another
-        journal, or an older copy of it, than the one that gave out the cursor.
+        """Streams the outcomes of durable tasks in the order in which they became durable, from a cursor on: first retained
+        ones, then new ones. Resuming from the last received cursor gives no gap and no duplicate.
+        OUT_OF_RANGE: outcomes after the cursor were removed (see result_ttl), or the master runs with another journal, or
+        an older copy, than the master that issued the cursor.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Get(self, request, context):
-        """NOT_FOUND: never submitted, or forgotten: a durable task is known for its result_ttl and for the dedupe window after
-        it ended. After the result_ttl its outcome is RESULT_MISSING. UNAVAILABLE: the result cannot be read now. Get, List
-        and Count tell the outcome of a durable task once it is on the disk, and until then LEASED, or QUEUED if it never ran.
+        """NOT_FOUND: never submitted, or forgotten. A durable task is known for its result_ttl and for the dedupe window
+        after it ended; after the result_ttl its outcome is RESULT_MISSING.
+        UNAVAILABLE: the result cannot be read at the moment. Get, List and Count report the outcome of a durable task once
+        it is on disk; before, LEASED, or QUEUED if it never ran.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def List(self, request, context):
-        """Tasks, the newest first, a page at a time.
+        """Lists tasks, newest first, in pages.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Cancel(self, request, context):
-        """Ends tasks as CANCELLED. A running one is told to stop; its result no longer counts.
+        """Ends tasks as CANCELLED. Running tasks are asked to stop, and their results are ignored.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Count(self, request, context):
-        """How many tasks a filter matches, by state.
+        """Counts the tasks that a filter matches, by state.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -45,9 +45,10 @@ class WorkerServiceServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Session(self, request_iterator, context):
-        """The first frame up carries hello, the first frame down welcome. A second session of the same worker_id ends the first.
-        ABORTED: that has happened to this one; whoever gets it must not come back.
-        FAILED_PRECONDITION: another protocol version; the message says which side to upgrade.
+        """The worker's first frame carries hello, the master's first frame welcome. A second session of a worker_id ends the
+        first.
+        ABORTED: another session took over this worker_id; do not reconnect.
+        FAILED_PRECONDITION: incompatible protocol version; the message says which side to upgrade.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

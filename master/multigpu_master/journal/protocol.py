@@ -1,13 +1,13 @@
-"""What survives the master: the journal, behind a protocol small enough for a second implementation.
+"""The journal's protocol: what a durable store of the master has to do.
 
 The core keeps every unsettled task in memory; the journal keeps what must outlive the process: submitted tasks, the
 outcomes of settled ones, dead letters with their payloads, workers, and settings. Leases are not journaled: after a
-restart the workers' own words restore them.
+restart the workers report them.
 
-Writes are group-committed. The driver hands over `Entry` objects, in order, and one journal thread writes everything
-that queued up during the last commit as one transaction. A task submitted and settled within one transaction is
-written as its outcome alone. `on_commit` is then called, on the journal thread, with the entries of that transaction
-and their first cursor; the driver acknowledges after that, and only after that.
+Writes are group-committed. The driver appends `Entry` objects, in order, and one journal thread writes all that queued
+up during the last commit as one transaction. A task submitted and settled within one transaction is written as its
+outcome alone. Then `on_commit` is called, on the journal thread, with the entries of that transaction and their first
+cursor; the driver acknowledges only after that.
 
 Reads (`find_requests`, `get_outcome`, ...) may be made from any thread, at any time, and never wait for the writer.
 """
@@ -54,7 +54,7 @@ class SubmitRecord:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LargeBody:
-    """A body that ends with bytes that are large. They are not put together only to be taken apart again."""
+    """A body with a large result at its end, which is not copied to join it to the rest."""
 
     head: bytes
     tail: bytes | Reference
@@ -63,7 +63,7 @@ class LargeBody:
         return len(self.head) + len(self.tail)
 
     def whole(self) -> bytes:
-        """All of it. OSError: what it refers to is gone."""
+        """The joined bytes. OSError: the file that it refers to is gone."""
         return self.head + (self.tail if isinstance(self.tail, bytes) else self.tail.read())
 
 
@@ -80,7 +80,7 @@ class SettleRecord:
     worker_id: str
     submit_time_s: float
     settle_time_s: float
-    expire_time_s: float  # from then on the outcome's body is not given out, unless the task is a dead letter
+    expire_time_s: float  # from then on the body is not returned, unless the task is a dead letter
     body: bytes | LargeBody  # a serialized multigpu.v1.Outcome
     dead: SubmitRecord | None  # the task itself, kept if it became a dead letter
     fingerprint: int | None = None  # see core/identity.py; None: not known
@@ -95,12 +95,12 @@ class Entry:
     settles: Sequence[SettleRecord] = ()
     settings: Mapping[str, bytes | None] = field(default_factory=dict)  # key -> value; None deletes
     deleted_dead_letters: Sequence[int] = ()
-    epoch: int = 0  # a running master begins this one; 0: none
+    epoch: int = 0  # one that a running master begins; 0: none
 
 
 @dataclass(slots=True)
 class SettledTask:
-    """What the journal says of a task that ended, without the body of its outcome."""
+    """A task that ended, without the body of its outcome."""
 
     cursor: int
     task_id: int
@@ -118,7 +118,7 @@ class StoredOutcome(SettledTask):
     """An outcome as read back. `body` is None if it was lost, and once its time to live is over."""
 
     body: bytes | None
-    lost: str = ""  # why there is no body, although its time to live is not over
+    lost: str = ""  # why there is no body before its time to live is over
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,43 +150,42 @@ class Recovered:
 
 CommitCallback = Callable[[Sequence[Entry], int, JournalError | None], None]
 """(entries, first_cursor, error): the entries of one transaction, in order. Their settles, in order, have the cursors
-first_cursor, first_cursor + 1, ... With an error nothing of them was written, and nothing will be. After a
-JournalFullError: settles of tasks whose submit was rejected are taken out of their entries, and entries that empty the
-journal are still written. No entries and an error mean that there is no room any more, no entries and no error that
-there is room again."""
+first_cursor, first_cursor + 1, ... With an error none of them was or will be written. After a JournalFullError, settles
+of rejected tasks are removed from their entries, and entries that empty the journal are still written. No entries and
+an error: there is no room any more. No entries and no error: there is room again."""
 
 
 class Journal(Protocol):
-    """A durable store. All methods but the reads are called from one thread, the driver's."""
+    """A durable store. Methods other than reads are called from the driver's thread."""
 
-    payloads: Payloads  # what records may refer to; opened, synced and closed with the journal
+    payloads: Payloads  # opened, synced and closed with the journal
 
     @property
     def writable(self) -> bool:
         """False while there is no room: submits are rejected. From any thread."""
 
     def room_bytes(self) -> int:
-        """What deletions, cancellations and settings may still write, at least, while submits are rejected."""
+        """The room for deletions, cancellations and settings while submits are rejected."""
 
     def open(self, on_commit: CommitCallback) -> Recovered:
-        """Takes the lock and reads what is there. JournalError: held by another master (says which), corrupt, or of a
-        newer schema; nothing was touched then.
+        """Takes the lock and reads what is there. JournalError: another master holds it, or it is damaged, or of a
+        newer schema; nothing was changed.
         """
 
     def append(self, *entries: Entry) -> None:
         """Queues entries for the next transaction and returns at once."""
 
     def close(self, timeout_s: float) -> None:
-        """Commits what is queued, then lets go of the lock."""
+        """Commits what is queued, then releases the lock."""
 
     def find_requests(self, request_ids: Sequence[str]) -> dict[str, SettledTask]:
-        """The settled tasks with these request_ids. No body is read: there may be many, and large ones."""
+        """The settled tasks with these request_ids."""
 
     def read_settled(self, tasks: Sequence[SettledTask], bytes_max: int) -> list[StoredOutcome]:
-        """The outcomes of the first of these tasks, in order: at least one, and no more after `bytes_max` of bodies."""
+        """The outcomes of the first of these tasks: at least one, and no more after `bytes_max` of bodies."""
 
     def request_ids(self) -> Iterator[list[str]]:
-        """The request_ids of all settled tasks that have one, a page at a time."""
+        """The request_ids of all settled tasks, a page at a time."""
 
     def get_outcome(self, task_id: int) -> StoredOutcome | None: ...
 
@@ -194,10 +193,10 @@ class Journal(Protocol):
         """The outcomes after a cursor, oldest first: at most `limit`, and no more after `bytes_max` of bodies."""
 
     def oldest_cursor(self) -> int:
-        """The cursor of the oldest outcome still there; last_cursor + 1 if there is none."""
+        """The cursor of the oldest outcome; last_cursor + 1 if there is none."""
 
     def newest_cursor(self) -> int:
-        """The cursor of the newest outcome there ever was; 0 if there was none."""
+        """The cursor of the newest outcome; 0 if there never was one."""
 
     def list_outcomes(self, wanted: OutcomeFilter, before_task_id: int, limit: int) -> list[StoredOutcome]:
         """Settled tasks below this task_id (0: all), newest task_id first."""
@@ -206,7 +205,7 @@ class Journal(Protocol):
         """The number of matching settled tasks, by state."""
 
     def get_dead_letters(self, task_ids: Sequence[int]) -> list[SubmitRecord]:
-        """Those of these dead letters that exist, with their payloads."""
+        """The existing ones of these dead letters, with their payloads."""
 
     def dead_letter_queues(self) -> list[str]:
         """The queues that have dead letters."""
@@ -214,7 +213,7 @@ class Journal(Protocol):
     def list_dead_letters(
         self, *, queue: str, before_task_id: int, limit: int, queues: Collection[str] | None = None
     ) -> list[StoredOutcome]:
-        """Dead letters, newest task_id first; of `queues` unless it is None."""
+        """Dead letters, newest task_id first. queues: None for all."""
 
     def size_bytes(self) -> int:
-        """What the journal takes on the disk."""
+        """The size of the journal's files."""

@@ -1,9 +1,9 @@
-"""Which request_ids the journal may know, in memory: most new tasks need no look at the disk.
+"""A filter of the request_ids that the journal may know, in memory: for most new tasks the disk is not read.
 
-Bloom filters (Bloom, 1970) that set two bits of one byte: they may say "perhaps" of a request_id that was never seen,
-and then the journal is asked; they never say "no" of one that was. A full filter is followed by another, as in
-scalable Bloom filters (Almeida et al., 2007). Nothing can be taken out, so once more is new than was loaded, all are
-made anew from what the journal still holds. Until the first load is done, every request_id is "perhaps" known.
+It consists of Bloom filters (Bloom, 1970) that set two bits of one byte. Of a request_id that was never added they may
+say "perhaps", and then the journal is read; of one that was added they never say "no". A full filter is followed by
+another, as in scalable Bloom filters (Almeida et al., 2007). Nothing can be removed, so once more was added than was
+loaded, all are made anew from what the journal still holds. Before the first load every request_id is perhaps known.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ log = structlog.get_logger()
 
 
 class RequestIds(Protocol):
-    """What is read of the journal."""
+    """The part of a journal that is read here."""
 
     def oldest_cursor(self) -> int: ...
     def newest_cursor(self) -> int: ...
@@ -62,7 +62,7 @@ class RequestFilter:
 
     @property
     def full(self) -> bool:
-        """Whether it is time to load again: as much was added since the last load as fitted into what it loaded."""
+        """Whether to load again: as many were added since the last load as it had loaded."""
         return 0 < self._loaded_capacity < self._added
 
     def add(self, request_ids: Sequence[str]) -> None:
@@ -82,8 +82,8 @@ class RequestFilter:
         return [request_id for request_id in request_ids if request_id in found] if found else []
 
     def load(self, journal: RequestIds, pending: Sequence[str]) -> Coroutine[None, None, None]:
-        """Makes the filters anew from what the journal holds, and the request_ids that are on their way to it. What is
-        added from this call on, before the coroutine has even begun, is kept.
+        """Makes the filters anew from the journal and the request_ids on their way to it. What is added after this call
+        is kept, even if the coroutine has not begun.
         """
         self._filters.append(_Filter(0))
         self.add(pending)

@@ -22,7 +22,7 @@ from multigpu_master.core.model import Task
 from multigpu_master.journal.protocol import Entry, Journal, JournalError, JournalFullError, LargeBody
 from multigpu_master.journal.request_filter import RequestFilter
 from multigpu_master.payloads import messages as wire_large
-from multigpu_master.wire import messages as wire
+from multigpu_master.wire.tasks import settle_record, submit_record
 
 log = structlog.get_logger()
 
@@ -179,7 +179,7 @@ class Journaling:
             return
         tasks = [task for task, _ in settled]
         unwritten = self._forget_deferred(tasks)
-        records = [wire.settle_record(task, body, submitted=task.task_id not in unwritten) for task, body in settled]
+        records = [settle_record(task, body, submitted=task.task_id not in unwritten) for task, body in settled]
         if self._request_filter.full and (self._learning is None or self._learning.done()):
             self.learn_requests()  # before these are added: they are not in the journal yet
         self._request_filter.add([task.request_id for task in tasks if task.request_id])
@@ -255,7 +255,7 @@ class Journaling:
         for pending in lingering:
             if pending.submitted:  # what has settled meanwhile is written as its outcome only
                 unsettled = [task for task in pending.submitted if task.task_id not in settled]
-                pending.entry.submits = [wire.submit_record(task) for task in unsettled]
+                pending.entry.submits = [submit_record(task) for task in unsettled]
         with contextlib.suppress(JournalError):  # it has failed, and has told `on_fatal`
             self._journal.append(*[pending.entry for pending in lingering])
 

@@ -1,6 +1,6 @@
-"""Large payloads and results on the wire: as references to those who share them, as bytes to all others.
+"""Large payloads and results on the wire: as references to peers that share the directory, as bytes to all others.
 
-Whatever is large passes through here and nothing else does, so that small tasks pay nothing for it.
+Small tasks never pass through here, so they cost nothing more.
 """
 
 from collections import deque
@@ -22,7 +22,7 @@ NOT_READABLE = 14, "the task has ended, but the master cannot read its outcome n
 
 
 class Peer:
-    """What a stream's peer shares with us. It may be handed references once it has shown the key."""
+    """The peer of a stream. It gets references once it has sent the directory's key."""
 
     def __init__(self, payloads: Payloads) -> None:
         self.shares = False
@@ -32,18 +32,18 @@ class Peer:
         self._taken = 0
 
     def show(self, key: bytes) -> bool:
-        """The peer says what stands in KEY. False: it doesn't."""
+        """Takes the key that the peer sent. False: it is wrong."""
         self.shares = self.shares or self._payloads.shared_with(key)
         return self.shares
 
     def resolve(self, at: task_pb2.PayloadReference, crc: int = -1) -> Reference:
-        """What the peer refers to. BadReferenceError: not to be believed."""
+        """Checks the peer's reference."""
         if not self.shares:
-            raise BadReferenceError("references are for those who share the master's directory: show the payload_key")
+            raise BadReferenceError("references are for peers that share the directory: send the payload_key")
         return self._payloads.resolve(at.segment, at.offset, at.size, crc)
 
     def lend(self, reference: Reference, bytes_max: int) -> bool:
-        """Whether the peer can fetch the bytes from where they lie; if so they stay there until it has."""
+        """Whether the peer can read the bytes in the directory; if so they stay there until it has."""
         if not self.shares or self._lent_bytes + len(reference) > bytes_max:
             return False
         self._lent.append(reference)
@@ -51,33 +51,31 @@ class Peer:
         return True
 
     def taken(self, count: int) -> None:
-        """The peer has so many of them, since the stream began."""
+        """The peer has read this many since the stream began."""
         while self._taken < count and self._lent:
             self._lent_bytes -= len(self._lent.popleft())
             self._taken += 1
 
     def gone(self) -> None:
-        """The stream has ended: what was lent is not kept for it any more. Not left to the end of this object, which
-        may be part of a cycle.
-        """
+        """The stream has ended. Released explicitly: a reference cycle could delay `__del__`."""
         self.shares = False
         self._lent.clear()
 
 
 def payload_of(given: task_pb2.TaskInput, peer: Peer | None) -> Reference:
-    """The payload that an input refers to. BadReferenceError: none."""
+    """The payload that an input refers to."""
     if peer is None:
         raise BadReferenceError("a payload goes by reference on a Run stream only; send its bytes")
     return peer.resolve(given.payload_place, given.payload_crc32 if given.HasField("payload_crc32") else -1)
 
 
 def outcome_body(own: bytes, shared: bytes, result: bytes | Reference) -> LargeBody:
-    """A serialized Outcome with a large result, which comes last."""
+    """A serialized Outcome with a large result at its end."""
     return LargeBody(b"".join((own, shared, _RESULT_TAG, varint(len(result)))), result)
 
 
 def outcome_at(body: LargeBody, reference: Reference) -> bytes:
-    """The same Outcome, with the place of its result."""
+    """The same Outcome with a reference to its result."""
     place = task_pb2.PayloadReference(
         segment=reference.pin.name, offset=reference.offset, size=reference.size_bytes
     ).SerializeToString()
@@ -86,7 +84,7 @@ def outcome_at(body: LargeBody, reference: Reference) -> bytes:
 
 
 def outcome_lost(body: LargeBody, error: Exception) -> bytes:
-    """The same Outcome, without its result, and with the error that says why. OSError: it is not lost, see there."""
+    """The same Outcome without its result, and with the error. Raises the error if it is transient."""
     if is_transient(error):
         raise error
     result_head_bytes = len(_RESULT_TAG) + len(varint(len(body.tail)))
@@ -97,8 +95,8 @@ def outcome_lost(body: LargeBody, error: Exception) -> bytes:
 
 
 def readable(leases: Sequence[Lease], peer: Peer) -> tuple[list[Lease], dict[int, bytes], list[ev.Failure]]:
-    """For a peer that shares nothing: the leases whose payloads could be read, those bytes by lease_id, and what became
-    of the other leases.
+    """For a peer that shares nothing: the leases with readable payloads, their bytes by lease_id, and the failures of
+    the others.
     """
     kept: list[Lease] = []
     read: dict[int, bytes] = {}
@@ -116,7 +114,7 @@ def readable(leases: Sequence[Lease], peer: Peer) -> tuple[list[Lease], dict[int
 
 
 def fill_payloads(batch: worker_service_pb2.LeaseBatch, leases: Sequence[Lease], read: dict[int, bytes]) -> None:
-    """Fills the payloads of a LeaseBatch, large ones among them. Its extras are filled already."""
+    """Fills the payloads of a LeaseBatch with large ones. Its extras are filled already."""
     extras = {extra.index: extra for extra in batch.extras}
     for index, lease in enumerate(leases):
         payload = lease.task.payload
@@ -133,7 +131,7 @@ def fill_payloads(batch: worker_service_pb2.LeaseBatch, leases: Sequence[Lease],
 def take_results(
     batch: worker_service_pb2.ReportBatch, results: list[bytes | Reference], peer: Peer
 ) -> dict[int, ev.Failure]:
-    """Puts the results that the batch refers to in their places. What can't be is a failure, by its place."""
+    """Puts the batch's references in their places among the results. Returns the failures, by place."""
     failures: dict[int, ev.Failure] = {}
     for result in batch.result_places:
         index = result.index
@@ -147,16 +145,16 @@ def take_results(
 
 
 def bytes_of(value: bytes | Sized) -> bytes | Reference:
-    """What the core only knows the length of."""
-    assert isinstance(value, (bytes, Reference)), "there is nothing else"
+    """A payload or result: the core's type says only that it has a length."""
+    assert isinstance(value, (bytes, Reference))
     return value
 
 
 def own_bytes(values: Iterable[bytes | Sized]) -> int:
-    """The bytes that lie with us, without those that are referred to."""
+    """The bytes in memory, without those in shared files."""
     return sum([0 if isinstance(getattr(v, "tail", v), Reference) else len(v) for v in values])
 
 
 def is_large(size_bytes: int) -> bool:
-    """Whether anything of that many bytes may be among what this module is for."""
+    """Whether there may be large payloads or results among this many bytes."""
     return size_bytes >= LARGE_BYTES

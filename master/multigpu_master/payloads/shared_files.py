@@ -1,12 +1,12 @@
-"""The master's side of payloads by reference (multigpu._transport.payloads): whom it shares them with, which references
-it believes, what of them is on the disk, and what may go.
+"""The master's side of payloads by reference (multigpu._transport.payloads): which peers share the directory, which
+references are valid, which files must be synced, and which may be deleted.
 
-A reference that came in is held as a `Reference` on a `Stored`, one for each segment, for as long as any task, outcome
-or entry of the journal holds it: Python's own counts of references are ours, so they can't drift. When the last is
-gone the segment is looked at: if no row of the journal refers to it either, and nobody else has a lock on it, it is
-deleted. Whatever nobody ever told us of (a client killed before it could) is found by looking through the directory.
+A valid reference is a `Reference` on a `Stored`, one for each segment, as long as any task, outcome or entry of the
+journal holds it: Python counts the references. When the last one is gone, the segment is deleted unless a row of the
+journal refers to it or another process has a lock on it. Segments that were never reported to the master (their client
+was killed before) are found by a scan of the directory.
 
-Files are only ever opened relative to the directory, never followed if they are links, and must be ours alone.
+Files are opened relative to the directory, never through links, and must belong to the master's user alone.
 """
 
 import contextlib
@@ -40,16 +40,15 @@ from multigpu_master.journal.errors import JournalError
 log = structlog.get_logger()
 
 DIRECTORY_NAME = "payloads"
-# Segments kept open between two uses of theirs; the others are opened for each.
+# Segments kept open between two uses; the others are opened for each use.
 OPEN_MAX = 256
-# Between two looks at what was released, while there is some; and else.
+# Between two looks at released segments, while there are any; and else.
 BUSY_S, IDLE_S = 0.05, 0.5
-# What its writer holds on to for longer is left to the look through the directory.
+# A segment whose writer keeps it for longer is left to the scan.
 WAIT_S = 2.0
-# How long segments that nobody needs are kept for writers.
+# How long unused segments are kept for the next writer.
 FREE_S = 3.0
-# Between two looks at a part of the directory, and how large a part that is.
-SCAN_S, SCAN_SEGMENTS = 1.0, 64
+SCAN_S, SCAN_SEGMENTS = 1.0, 64  # the scan looks at so many segments in each period
 _OFFSET_MAX = 1 << 40
 _TRASH = "trash"
 
@@ -60,11 +59,11 @@ WRONG_KEY = "payload_key is not what this master keeps in KEY; leave it out to s
 
 
 class BadReferenceError(Exception):
-    """A reference that is not to be believed; the message says why."""
+    """A reference that is not valid; the message says why."""
 
 
 class Stored:
-    """A segment that something in the master refers to."""
+    """A segment with references in the master."""
 
     __slots__ = ("__weakref__", "_payloads", "fd", "name")
 
@@ -82,7 +81,7 @@ class Stored:
 
 
 class _Opened:
-    """The segment's descriptor, for the time of a block."""
+    """The segment's descriptor, for a `with` block."""
 
     def __init__(self, fd: int, *, close: bool) -> None:
         self._fd = fd
@@ -101,8 +100,7 @@ class Payloads:
 
     def __init__(self, data_dir: Path, in_use: Callable[[str], bool]) -> None:
         self.path = data_dir / DIRECTORY_NAME
-        # As of the last look; of all segments, whoever needs them.
-        self.size_bytes = 0
+        self.size_bytes = 0  # of all segments, at the last scan
         self._in_use = in_use
         self._key = secrets.token_hex(32).encode()
         self._dir_fd = -1
@@ -117,7 +115,7 @@ class Payloads:
         self._thread: threading.Thread | None = None
 
     def open(self) -> None:
-        """Makes the directory if need be, and its key anew."""
+        """Makes the directory if it does not exist, and a new key."""
         self.path.mkdir(mode=0o700, exist_ok=True)
         self._dir_fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         aside = f"{KEY_NAME}.new"
@@ -135,7 +133,7 @@ class Payloads:
         self._measure()
 
     def sweep(self) -> None:
-        """From now on deletes what nobody needs. What the journal holds must have been restored before."""
+        """Begins to delete unused segments. The journal's references must have been restored before."""
         self._thread = threading.Thread(target=self._run, name="payloads", daemon=True)
         self._thread.start()
 
@@ -150,17 +148,17 @@ class Payloads:
     # --- peers -------------------------------------------------------------------------------------------------------
 
     def offer(self) -> Offer:
-        """Initial metadata that invite a peer to share."""
+        """Initial metadata that name the directory to a peer."""
         return ((METADATA, hashlib.sha256(self._key).digest() + os.fsencode(self.path.absolute())),)
 
     def shared_with(self, key: bytes) -> bool:
-        """Whether a peer that says this key has read it where we keep it."""
+        """Whether a peer has read the key in the directory."""
         return hmac.compare_digest(key, self._key)
 
     # --- references --------------------------------------------------------------------------------------------------
 
     def resolve(self, name: str, offset: int, size_bytes: int, crc: int = -1) -> Reference:
-        """Believes a peer's reference, and holds it. BadReferenceError: it leads nowhere."""
+        """Checks a peer's reference, and holds its segment."""
         if NAME.fullmatch(name) is None:
             raise BadReferenceError("the reference names no segment: it must be one that the sender wrote itself")
         if offset >= _OFFSET_MAX or not LARGE_BYTES <= size_bytes < _OFFSET_MAX:
@@ -187,7 +185,7 @@ class Payloads:
         return Reference(stored, offset, size_bytes, crc)
 
     def restore(self, text: str) -> Reference | None:
-        """Holds what a row refers to; None: it is gone."""
+        """Holds the segment of a row's reference; None: it is gone."""
         name, offset, size_bytes, _, crc = parse_reference(text)
         try:
             whole = os.stat(name, dir_fd=self._dir_fd).st_size >= offset + size_bytes
@@ -203,10 +201,10 @@ class Payloads:
             return stored
 
     def opened(self, stored: Stored) -> _Opened:
-        """The segment's file, for a `with`. OSError: there is none."""
+        """The segment's file, for a `with` block."""
         if stored.fd >= 0:
             return _Opened(stored.fd, close=False)
-        # Not blocked by whatever else may have that name.
+        # O_NONBLOCK: a FIFO of that name must not block.
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         fd = os.open(stored.name, flags, dir_fd=self._dir_fd)
         with self._lock:
@@ -217,7 +215,7 @@ class Payloads:
         return _Opened(fd, close=True)
 
     def released(self, stored: Stored) -> None:
-        """Nothing in the master refers to it any more. From any thread, between any two instructions: no lock here."""
+        """The last reference is gone. From any thread, between any two instructions: no lock here."""
         fd, stored.fd = stored.fd, -1  # another thread may have found it just before: it opens the file again
         if fd >= 0:
             self._open.discard(fd)
@@ -227,7 +225,7 @@ class Payloads:
     # --- the disk ----------------------------------------------------------------------------------------------------
 
     def sync(self, references: Iterable[Reference]) -> None:
-        """All these bytes are on the disk when this returns, by their names. On the journal's thread. OSError: no."""
+        """Puts these bytes and their files' names on the disk. On the journal's thread."""
         fresh = False
         for name, pin in {r.pin.name: r.pin for r in references}.items():
             assert isinstance(pin, Stored), "the master's references are to what it stored"
@@ -249,10 +247,10 @@ class Payloads:
                     size_bytes += entry.stat(follow_symlinks=False).st_blocks * 512
         self.size_bytes = size_bytes
 
-    # --- what may go -------------------------------------------------------------------------------------------------
+    # --- deletion ----------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        waiting: dict[str, float] = {}  # released here, and until when to look whether its writer lets go too
+        waiting: dict[str, float] = {}  # released here, and until when to check for the writer's lock
         scan_at_s = 0.0
         while not self._closing.wait(BUSY_S if waiting or self._released else IDLE_S):
             now_s = time.monotonic()
@@ -272,14 +270,14 @@ class Payloads:
                 scan_at_s = now_s + SCAN_S
 
     def _part(self) -> list[str]:
-        """The names to look at next, in turns."""
+        """The names to scan next."""
         names = self._names()
         part = [name for name in names if name > self._scan_from][:SCAN_SEGMENTS]
         self._scan_from = part[-1] if len(part) == SCAN_SEGMENTS else ""
         return part
 
     def _free_name(self) -> str | None:
-        """A name under which a segment may be kept for the next writer; None: there are enough."""
+        """A free name to keep a segment for the next writer; None: there are enough."""
         self._freed_s = time.monotonic()
         for name in FREE_NAMES:
             try:
@@ -289,13 +287,13 @@ class Payloads:
         return None
 
     def _delete_free(self) -> None:
-        """Nobody has freed a segment for a while, so nobody is about to need one."""
+        """Deletes the segments kept for writers: none was freed for a while, so none will be needed soon."""
         for name in FREE_NAMES:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(name, dir_fd=self._dir_fd)
 
     def _delete_unused(self, name: str) -> bool:
-        """True: it is gone, or needed for long. False: somebody holds it just now."""
+        """Deletes a segment unless it is in use. False: another process has a lock on it."""
         if name in self._stored:
             return True  # it will be released
         try:
@@ -308,7 +306,7 @@ class Payloads:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 return False
-            # Nobody can refer to it anew now, but through what we hold. Rows first: what we held may have become one.
+            # No new reference but through `_stored` now. Rows first: a reference that was held may have become one.
             if name in self._journaled and self._in_use(name):
                 return True
             free = self._free_name() if os.fstat(fd).st_size >= SEGMENT_BYTES // 2 else None
@@ -324,8 +322,8 @@ class Payloads:
             os.close(fd)
 
 
-# As rows of the journal have a reference; a body's also has, in hexadecimal, the bytes that come before, and a
-# payload's its CRC, if that is known.
+# The text of a reference in a row of the journal. A body's also has the bytes before it, in hexadecimal, and a
+# payload's has its CRC, if that is known.
 
 
 def reference_text(reference: Reference, head: bytes = b"") -> str:
@@ -334,12 +332,12 @@ def reference_text(reference: Reference, head: bytes = b"") -> str:
 
 
 def is_shared(text: str) -> bool:
-    """Whether that is one of ours, and not one to a segment of the journal's own."""
+    """Whether the reference is to a shared file; segments of the journal have no dash."""
     return "-" in text
 
 
 def parse_reference(text: str) -> tuple[str, int, int, bytes, int]:
-    """Segment, offset, size, head, and CRC or -1. ValueError: it is none of ours."""
+    """Segment, offset, size, head, and CRC or -1."""
     name, offset, size, head, *crc = text.split(":")
     if NAME.fullmatch(name) is None:
         raise ValueError(f"{name[:100]!r} is no name of a segment")

@@ -1,1 +1,1 @@
-"""The front doors: thin adapters between gRPC and the driver. They convert, validate and wait; they decide nothing."""
+"""The gRPC services: thin adapters that convert, validate and wait. Decisions are the core's."""

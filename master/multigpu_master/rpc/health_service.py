@@ -1,7 +1,7 @@
-"""grpc.health.v1, which takes no token: a peer that does not read delays nobody, and holds few streams.
+"""grpc.health.v1, which needs no token. A peer that does not read responses delays no other, and holds few streams.
 
-gRPC can't end a stream whose peer has no room for the response: it stays until the connection ends. So calls are
-counted until their last response was taken.
+gRPC cannot end a stream whose peer has no room for the response: it stays open until the connection ends. So calls
+count as open until the peer has taken their last response.
 """
 
 import asyncio
@@ -10,21 +10,20 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-import grpc
 from grpc_health.v1 import health_pb2
 
-from multigpu_master.rpc.status import reject
+from multigpu_master.rpc.errors import ExhaustedError, NotFoundError, UnimplementedError
 
 NAME = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
 RESPONSE = health_pb2.HealthCheckResponse
-# Open calls of one connection; open calls, and the Watch streams among them, of all connections.
+# Open calls of one connection; open calls and Watch streams of all connections.
 CALLS_MAX = 16
 ALL_CALLS_MAX = 2048
 WATCHES_MAX = 64
 
 
 class Health:
-    """What is served, by name. The methods write their responses themselves."""
+    """The serving state of each name. The methods write their responses."""
 
     def __init__(self) -> None:
         self._states: dict[str, int] = {}
@@ -35,7 +34,7 @@ class Health:
         self._stopping = False
 
     def set(self, name: str, state: int) -> None:
-        """SERVICE_UNKNOWN removes the name. After `stop` nothing changes any more."""
+        """SERVICE_UNKNOWN removes the name. Ignored after `stop`."""
         if self._stopping:
             return
         if state == RESPONSE.SERVICE_UNKNOWN:
@@ -46,51 +45,47 @@ class Health:
         self._changed = asyncio.Event()
 
     def stop(self) -> None:
-        """Nothing is served from now on."""
+        """Sets every name to NOT_SERVING, for good."""
         for name in list(self._states):
             self.set(name, RESPONSE.NOT_SERVING)
         self._stopping = True
 
     async def Check(self, request: Any, context: Any) -> None:
         if request.service not in self._states:
-            await reject(context, grpc.StatusCode.NOT_FOUND, f"no service or worker {request.service!r} is known")
-        with await self._count(context):
+            raise NotFoundError(f"no service or worker {request.service!r} is known")
+        with self._count(context.peer()):
             await context.write(RESPONSE(status=self._states[request.service]))
 
     async def List(self, _request: Any, context: Any) -> None:
-        """Not to everybody: the names are those of workers."""
-        await reject(context, grpc.StatusCode.UNIMPLEMENTED, "List is not served: Check takes a name")
+        """Not served: callers without a token must not see the names of workers."""
+        raise UnimplementedError("List is not served: Check takes a name")
 
     async def Watch(self, request: Any, context: Any) -> None:
         if self._watches >= WATCHES_MAX:
             text = f"{WATCHES_MAX} Watch streams are open already: use Check, or try again when one has ended"
-            await reject(context, grpc.StatusCode.RESOURCE_EXHAUSTED, text)
-        told = None
-        with await self._count(context):
+            raise ExhaustedError(text)
+        sent = None
+        with self._count(context.peer()):
             self._watches += 1
             try:
                 while True:
                     changed, state = self._changed, self._states.get(request.service, RESPONSE.SERVICE_UNKNOWN)
-                    if state != told:
+                    if state != sent:
                         await context.write(RESPONSE(status=state))
-                        told = state
+                        sent = state
                     await changed.wait()
             finally:
                 self._watches -= 1
 
-    async def _count(self, context: Any) -> contextlib.AbstractContextManager[None]:
-        """Counts the call while it is open. RESOURCE_EXHAUSTED: its connection, or all together, have too many."""
-        peer = context.peer()
+    @contextlib.contextmanager
+    def _count(self, peer: str) -> Iterator[None]:
+        """Counts the call while it is open. ExhaustedError: there are too many."""
         if self._open >= ALL_CALLS_MAX:
-            text = f"{ALL_CALLS_MAX} health calls are open, whose callers read no response: try again later"
-            await reject(context, grpc.StatusCode.RESOURCE_EXHAUSTED, text)
+            text = f"{ALL_CALLS_MAX} health calls are open: read their responses, or try again later"
+            raise ExhaustedError(text)
         if self._calls[peer] >= CALLS_MAX:
             text = f"this connection has {CALLS_MAX} health calls open: read their responses, then try again"
-            await reject(context, grpc.StatusCode.RESOURCE_EXHAUSTED, text)
-        return self._counted(peer)
-
-    @contextlib.contextmanager
-    def _counted(self, peer: str) -> Iterator[None]:
+            raise ExhaustedError(text)
         self._open += 1
         self._calls[peer] += 1
         try:

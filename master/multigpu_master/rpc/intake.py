@@ -1,10 +1,10 @@
-"""How tasks come in, whichever door they come by: validated, matched with what is known, handed to the core."""
+"""Submitted tasks, of every call: validated, matched with known request_ids, handed to the core."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import structlog
 from google.protobuf.message import DecodeError
-from multigpu.v1 import task_pb2
+from multigpu.v1 import task_pb2, task_service_pb2
 
 from multigpu_master.core import events as ev
 from multigpu_master.core.identity import conflict
@@ -12,13 +12,16 @@ from multigpu_master.core.model import Task
 from multigpu_master.driver import Driver
 from multigpu_master.journal.protocol import JournalError, SettledTask, StoredOutcome
 from multigpu_master.payloads.messages import Peer
+from multigpu_master.security.auth import current_caller
 from multigpu_master.security.tokens import Token
-from multigpu_master.wire import messages as wire
 from multigpu_master.wire.specs import SpecsFullError
+from multigpu_master.wire.tasks import tasks_of
+from multigpu_master.wire.times import duration
+from multigpu_master.wire.validation import InvalidMessageError
 
 log = structlog.get_logger()
 
-INVALID_ARGUMENT, PERMISSION_DENIED, RESOURCE_EXHAUSTED = 3, 7, 8
+INVALID_ARGUMENT, PERMISSION_DENIED, RESOURCE_EXHAUSTED, UNAVAILABLE = 3, 7, 8, 14
 DISK_FULL = ev.Rejection(
     RESOURCE_EXHAUSTED,
     "the master's disk is full (or journal_bytes_max is reached, or no file descriptor is left: its log says which): "
@@ -26,15 +29,13 @@ DISK_FULL = ev.Rejection(
     "data_dir) or raise the limit, or submit with durability EPHEMERAL",
     1.0,
 )
-TAKEN = ev.Rejection(
-    INVALID_ARGUMENT, "this request_id is in use already, for a task that is not yours; choose another"
-)
+TAKEN = ev.Rejection(INVALID_ARGUMENT, "this request_id is in use for a task that is not yours; choose another")
 
 Answer = Task | ev.Rejection | SettledTask
 
 
 class Intake:
-    """See the module."""
+    """Takes batches of tasks. `stopping`: the master rejects new tasks."""
 
     def __init__(self, driver: Driver, payload_bytes_max: int) -> None:
         self._driver = driver
@@ -44,36 +45,36 @@ class Intake:
     def take(
         self, batch: task_pb2.TaskBatch, request_ids: Sequence[str], stream: int,
         done: Callable[[JournalError | None], None], peer: Peer | None = None, *, deferred: bool = False,
-        caller: Token | None = None,
     ) -> list[Answer]:  # fmt: skip
-        """Submits a batch of tasks called so, whose payloads `peer` may have referred to. For each input, in order: the
-        task that stands for it, what the journal says of it if it has ended, or why it was not taken. `done` is called,
-        later, once the tasks are durable; it is called in any case. `deferred`: nobody is told of tasks before they
-        settle. `caller`: whose limits count; None: nobody has any.
+        """Submits a batch of tasks with these request_ids, within the limits of the running call's caller.
+
+        Returns for each input, in order: its task, the journal's record if it has settled, or a rejection. `done` is
+        always called, later, once the tasks are durable. `peer`: may have sent references to payloads. `deferred`: no
+        task is acknowledged before it settles.
         """
-        driver = self._driver
+        driver, caller = self._driver, current_caller()
         count = len(request_ids)
         rejection = None
         try:
             spec = driver.specs.read(batch.spec)
-        except wire.InvalidTaskError as error:
+        except InvalidMessageError as error:
             rejection = ev.Rejection(INVALID_ARGUMENT, str(error))
         except SpecsFullError as error:
             rejection = ev.Rejection(RESOURCE_EXHAUSTED, str(error), 1.0)
         else:
             if self.stopping:
-                rejection = ev.Rejection(14, "the master is stopping; try again in a moment", 1.0)
+                rejection = ev.Rejection(UNAVAILABLE, "the master is stopping; try again in a moment", 1.0)
             elif spec.durable and not driver.journaling.writable:
                 rejection = DISK_FULL
             elif caller is not None:
-                rejection = _rejection(caller, spec.queue, count, driver.now())
+                rejection = _check_token(caller, spec.queue, count, driver.now())
         if rejection is not None:
             driver.soon(done)
             return [rejection] * count
-        candidates = wire.tasks_of(spec, batch, self._payload_bytes_max, peer)
+        candidates = tasks_of(spec, batch, self._payload_bytes_max, peer)
         known = driver.known(request_ids)
         if caller is not None and caller.queues is not None:
-            candidates = [self._own(c, known, caller) for c in candidates]
+            candidates = [self._check_request_id(c, known, caller) for c in candidates]
         tasks = [c for c in candidates if isinstance(c, Task) and c.request_id not in known]
         if not tasks:
             driver.soon(done)
@@ -94,8 +95,10 @@ class Intake:
                 answers.append(next(rest))
         return answers
 
-    def _own(self, candidate: Task | ev.Rejection, known: dict[str, SettledTask], caller: Token) -> Task | ev.Rejection:
-        """The candidate, unless its request_id is that of a task which the caller may not see."""
+    def _check_request_id(
+        self, candidate: Task | ev.Rejection, known: dict[str, SettledTask], caller: Token
+    ) -> Task | ev.Rejection:
+        """The candidate; a rejection if the caller may not see the task that has its request_id."""
         if isinstance(candidate, Task):
             request_id = candidate.request_id
             live, stored = self._driver.core.requests.get(request_id), known.get(request_id)
@@ -105,8 +108,8 @@ class Intake:
         return candidate
 
 
-def _rejection(caller: Token, queue: str, count: int, now: float) -> ev.Rejection | None:
-    """Why the caller may not submit these tasks, if so."""
+def _check_token(caller: Token, queue: str, count: int, now: float) -> ev.Rejection | None:
+    """Why the caller may not submit these tasks, if it may not."""
     if not caller.may_see(queue):
         return ev.Rejection(PERMISSION_DENIED, f"the token is not for the queue {queue!r}; ask for one that is")
     if (delay_s := caller.take(count, now)) is not None:
@@ -117,7 +120,7 @@ def _rejection(caller: Token, queue: str, count: int, now: float) -> ev.Rejectio
 
 
 def fill_stored(message: task_pb2.Outcome, stored: StoredOutcome) -> None:
-    """Fills an Outcome from the journal. MemoryError: there is too little memory for it now."""
+    """Fills an Outcome from the journal. MemoryError: too little memory now."""
     lost = stored.lost
     if stored.body is not None:
         try:
@@ -131,8 +134,8 @@ def fill_stored(message: task_pb2.Outcome, stored: StoredOutcome) -> None:
         log.warning("an outcome was lost", task_id=stored.task_id, reason=lost)
     message.task_id, message.request_id = stored.task_id, stored.request_id
     ended = task_pb2.OutcomeState.Name(stored.state).removeprefix("OUTCOME_STATE_")
-    gone = stored.state == task_pb2.OUTCOME_STATE_SUCCEEDED
-    message.state = task_pb2.OUTCOME_STATE_RESULT_MISSING if gone else stored.state  # type: ignore[assignment]  # as above
+    missing = stored.state == task_pb2.OUTCOME_STATE_SUCCEEDED
+    message.state = task_pb2.OUTCOME_STATE_RESULT_MISSING if missing else stored.state  # type: ignore[assignment]  # enums are ints on the wire
     if lost:
         what = f"its outcome cannot be read: {lost}. Look at the master's disk, restore a backup, or run the task again"
     else:
@@ -142,17 +145,33 @@ def fill_stored(message: task_pb2.Outcome, stored: StoredOutcome) -> None:
 
 
 def stored_body(stored: StoredOutcome) -> bytes:
-    """The serialized Outcome of a task that the journal knows. MemoryError: there is too little memory for it now."""
+    """The serialized Outcome of a task in the journal. MemoryError: too little memory now."""
     message = task_pb2.Outcome()
     fill_stored(message, stored)
     return message.SerializeToString()
 
 
 def parse_outcome(message: task_pb2.Outcome, body: bytes) -> None:
-    """DecodeError: the bytes are no Outcome. MemoryError: there is too little memory for it now."""
+    """DecodeError: the bytes are no Outcome. MemoryError: too little memory now."""
     try:
         message.ParseFromString(body)
     except DecodeError as error:
         if "alloc" in str(error):  # protobuf raises the same class for both
             raise MemoryError(str(error)) from error
         raise
+
+
+def count_tasks(batches: Collection[task_pb2.TaskBatch], limit: int) -> int:
+    """The number of tasks in batches, or of batches if that is larger."""
+    if len(batches) > limit:  # do not iterate over them
+        return len(batches)
+    return max(len(batches), sum([len(b.inputs) + max(len(b.request_ids), len(b.payloads)) for b in batches]))
+
+
+def fill_rejection(message: task_service_pb2.Rejection, rejection: ev.Rejection, request_id: str) -> None:
+    """Fills a Rejection message."""
+    message.request_id = request_id
+    message.code = rejection.code
+    message.message = rejection.message
+    if rejection.retry_delay_s is not None:
+        message.retry_delay.CopyFrom(duration(rejection.retry_delay_s))

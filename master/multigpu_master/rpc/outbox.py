@@ -1,5 +1,7 @@
-"""What waits to be sent on one stream. The frame under construction is the queue: whatever piles up while the last
-write was in flight goes out together. No timer, no added latency when idle.
+"""Messages waiting to be sent on one stream.
+
+The frame under construction is the queue: items added during one write are sent together by the next. There is no
+timer, and no added latency on an idle stream.
 """
 
 import asyncio
@@ -8,6 +10,7 @@ from collections.abc import Callable
 from typing import Generic, TypeVar
 
 from multigpu_master.payloads.messages import Peer
+from multigpu_master.rpc.errors import CallError
 
 FRAME_BYTES = 4 << 20
 FRAME_ITEMS = 2048
@@ -15,16 +18,8 @@ FRAME_ITEMS = 2048
 F = TypeVar("F")
 
 
-class StreamClosedError(Exception):
-    """The stream ends from our side; `code` is a grpc.StatusCode's name."""
-
-    def __init__(self, code: str, reason: str) -> None:
-        super().__init__(reason)
-        self.code = code
-
-
 class Outbox(Generic[F]):
-    """Frames of one type for one stream: fill `room_for(...)`, and the stream's writer takes them by `next`."""
+    """Frames of one type for one stream. Callers fill `room_for(...)`; the stream's writer takes frames with `next`."""
 
     def __init__(self, frame_type: Callable[[], F], peer: Peer) -> None:
         self.peer = peer
@@ -36,16 +31,16 @@ class Outbox(Generic[F]):
         self._wake: asyncio.Future[None] | None = None
         self._drained = asyncio.Event()
         self._drained.set()
-        self._end: StreamClosedError | None = None
-        self.bytes = 0  # of all that waits
-        # By task_id, the first partial output to send: the peer had those before it from an earlier master.
+        self._finished = False
+        self.aborted: asyncio.Future[CallError] = asyncio.get_running_loop().create_future()
+        self.bytes = 0  # of all waiting items
+        # By task_id, the first partial output to send: the peer has the ones before from an earlier master.
         self.partials_from: dict[int, int] = {}
-        self._owed = 0  # outcomes that the peer still waits for
-        self._settled_up = asyncio.Event()
-        self.on_abort: Callable[[StreamClosedError], None] | None = None
+        self.pending_outcomes = 0  # that the peer waits for
+        self._none_pending = asyncio.Event()
 
     def room_for(self, size: int, items: int = 1) -> F:
-        """The frame to add items to, of this many bytes together."""
+        """The frame to which the caller adds items of this total size."""
         if self._open_items and (self._open_items >= FRAME_ITEMS or self._open_bytes + size > FRAME_BYTES):
             self._full.append((self._open, self._open_bytes))
             self._open = self._type()
@@ -58,8 +53,8 @@ class Outbox(Generic[F]):
             wake.set_result(None)
         return self._open
 
-    async def next(self) -> F:
-        """The next frame to write. StreamClosedError: the stream is to end."""
+    async def next(self) -> F | None:
+        """The next frame to write. None: the stream has finished."""
         while True:
             if self._full:
                 frame, size = self._full.popleft()
@@ -69,8 +64,8 @@ class Outbox(Generic[F]):
                 self._open = self._type()
                 self._open_items = self._open_bytes = 0
                 break
-            if self._end is not None:
-                raise self._end
+            if self._finished:
+                return None
             self._wake = asyncio.get_running_loop().create_future()
             await self._wake
             self._wake = None
@@ -80,38 +75,33 @@ class Outbox(Generic[F]):
         return frame
 
     def finish(self) -> None:
-        """Ends the stream, well, once what waits is sent."""
-        self._end = StreamClosedError("OK", "")
+        """Ends the stream with OK once the waiting frames are sent."""
+        self._finished = True
         if self._wake is not None and not self._wake.done():
             self._wake.set_result(None)
 
-    def abort(self, code: str, reason: str) -> None:
-        """Ends the stream at once; what waits is dropped."""
+    def abort(self, error: CallError) -> None:
+        """Ends the stream at once with this status, and drops the waiting frames."""
         self._full.clear()
         self._open = self._type()
         self._open_items = self._open_bytes = self.bytes = 0
         self._drained.set()
-        if self.on_abort is not None:
-            self.on_abort(StreamClosedError(code, reason))
+        if not self.aborted.done():
+            self.aborted.set_result(error)
 
-    @property
-    def owed(self) -> int:
-        """Outcomes that the peer still waits for."""
-        return self._owed
+    def add_pending(self, count: int) -> None:
+        """Changes the number of outcomes that the peer waits for."""
+        self.pending_outcomes += count
+        if self.pending_outcomes <= 0:
+            self._none_pending.set()
 
-    def owe(self, count: int) -> None:
-        """Notes that the peer waits for this many outcomes more, or, below zero, fewer."""
-        self._owed += count
-        if self._owed <= 0:
-            self._settled_up.set()
-
-    async def settled_up(self) -> None:
-        """Waits until the peer waits for nothing any more."""
-        self._settled_up.clear()
-        await self._settled_up.wait()
+    async def no_pending_outcomes(self) -> None:
+        """Waits until the peer waits for no outcome."""
+        self._none_pending.clear()
+        await self._none_pending.wait()
 
     async def below(self, limit_bytes: int) -> None:
-        """Waits until no more than this waits."""
+        """Waits until the waiting items have at most this size."""
         while self.bytes > limit_bytes:
             self._drained.clear()
             await self._drained.wait()

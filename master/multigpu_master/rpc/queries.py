@@ -1,4 +1,4 @@
-"""Looking at tasks: live ones in the core, settled ones in the journal, both in one list."""
+"""Queries for tasks: live ones in the core and settled ones in the journal, merged."""
 
 import asyncio
 import time
@@ -9,35 +9,44 @@ from multigpu.v1 import task_pb2, task_service_pb2
 
 from multigpu_master.core.model import OutcomeState, Task
 from multigpu_master.driver import Driver
-from multigpu_master.journal.protocol import LargeBody, OutcomeFilter, StoredOutcome, SubmitRecord
-from multigpu_master.payloads import messages as wire_large
+from multigpu_master.journal.protocol import LargeBody, OutcomeFilter, SettledTask, StoredOutcome, SubmitRecord
+from multigpu_master.payloads.messages import outcome_lost
 from multigpu_master.rpc.intake import fill_stored, parse_outcome
-from multigpu_master.rpc.status import make_token, page_size_of, read_token
+from multigpu_master.rpc.paging import make_token, read_page_size, read_token
 from multigpu_master.security.auth import caller_queues
-from multigpu_master.wire import messages as wire
+from multigpu_master.wire.tasks import task_message, task_state
+from multigpu_master.wire.times import seconds_of, set_time
 
 T = TypeVar("T")
 
 FOREVER_S = 1e12
 NEWEST = 2**62
-# How long the event loop is held at a time while tasks or batches are gone through.
+# A loop over tasks or batches holds the event loop for at most this time, then pauses.
 SLICE_S = 0.005
 
 
 def batched(items: list[T], size: int) -> Iterator[list[T]]:
-    """The items in lists of at most `size`. The event loop goes on between two of them."""
+    """The items in lists of at most `size`."""
     return (items[at : at + size] for at in range(0, len(items), size))
 
 
 async def pause() -> float:
-    """Lets others have the event loop. Returns until when, by time.monotonic, the caller may hold it."""
+    """Lets other calls run. Returns when, by time.monotonic, the caller has to pause again."""
     await asyncio.sleep(0)
     return time.monotonic() + SLICE_S
 
 
+def may_see(task: Task | SettledTask | StoredOutcome | None) -> bool:
+    """Whether the running call may see a task. To other callers the task must appear not to exist."""
+    queues = caller_queues()
+    if queues is None or task is None:
+        return True
+    return (task.spec.queue if isinstance(task, Task) else task.queue) in queues
+
+
 def live_task(driver: Driver, task: Task, *, whole: bool) -> task_pb2.Task:
     """A task of the core as clients see it. `whole`: with result and partial outputs."""
-    message = wire.task_message(task, driver.now())
+    message = task_message(task, driver.now())
     if task.told is not None:
         body = driver.outcomes.write(task)
         fill_live(message.outcome, body)
@@ -47,20 +56,20 @@ def live_task(driver: Driver, task: Task, *, whole: bool) -> task_pb2.Task:
 
 
 def fill_live(message: task_pb2.Outcome, body: bytes | LargeBody) -> None:
-    """Fills the Outcome of a settled task of the core from its serialized form. MemoryError, OSError: not now."""
+    """Fills the Outcome of a settled task of the core. MemoryError, OSError: not now."""
     try:
         whole = body if isinstance(body, bytes) else body.whole()
     except OSError as error:
-        assert isinstance(body, LargeBody), "nothing else is read"
-        whole = wire_large.outcome_lost(body, error)
+        assert isinstance(body, LargeBody), "only large bodies are read from files"
+        whole = outcome_lost(body, error)
     parse_outcome(message, whole)
 
 
 def stored_task(stored: StoredOutcome, *, whole: bool) -> task_pb2.Task:
-    """A task of the journal as clients see it. What only the core knew of it is gone."""
+    """A task of the journal as clients see it, without what only the core knew."""
     message = task_pb2.Task(task_id=stored.task_id, request_id=stored.request_id, state=task_pb2.TASK_STATE_SETTLED)
     message.spec.kind, message.spec.model, message.spec.queue = stored.kind, stored.model, stored.queue
-    wire.set_time(message.submit_time, stored.submit_time_s)
+    set_time(message.submit_time, stored.submit_time_s)
     fill_stored(message.outcome, stored)
     message.attempts = message.outcome.attempts
     message.worker_id = message.outcome.worker_id
@@ -70,7 +79,7 @@ def stored_task(stored: StoredOutcome, *, whole: bool) -> task_pb2.Task:
 
 
 def fill_letter(message: task_pb2.Task, letters: Sequence[SubmitRecord]) -> None:
-    """What the journal keeps of a dead letter besides its outcome, unless it was deleted meanwhile."""
+    """Adds spec and payload size of a dead letter, unless it was deleted meanwhile."""
     for letter in letters:
         message.spec.ParseFromString(letter.spec)
         message.payload_bytes = len(letter.payload)
@@ -80,13 +89,13 @@ def _strip(outcome: task_pb2.Outcome) -> None:
     outcome.ClearField("result")
     outcome.ClearField("partials")
     outcome.ClearField("partial_content_types")
-    if outcome.state == task_pb2.OUTCOME_STATE_RESULT_MISSING:  # a list has no results, so none is missing
+    if outcome.state == task_pb2.OUTCOME_STATE_RESULT_MISSING:  # results are not listed, so none is missing
         outcome.state = task_pb2.OUTCOME_STATE_SUCCEEDED
         outcome.ClearField("error")
 
 
 class Filter:
-    """A TaskFilter, asked of both places."""
+    """A TaskFilter, for the core and the journal."""
 
     def __init__(self, m: Any) -> None:
         states = _known(m.states, task_pb2.TaskState)
@@ -97,16 +106,16 @@ class Filter:
         self.settled = not states or task_pb2.TASK_STATE_SETTLED in states
         self.queues = caller_queues()
         self.queue, self.kind, self.model, self.worker_id = m.queue, m.kind, m.model, m.worker_id
-        self.after_s = wire.seconds_of(m.submitted_after) if m.HasField("submitted_after") else 0.0
-        self.before_s = wire.seconds_of(m.submitted_before) if m.HasField("submitted_before") else FOREVER_S
+        self.after_s = seconds_of(m.submitted_after) if m.HasField("submitted_after") else 0.0
+        self.before_s = seconds_of(m.submitted_before) if m.HasField("submitted_before") else FOREVER_S
 
     def matches(self, task: Task) -> bool:
-        """Whether a task of the core is asked for."""
+        """Whether a task of the core matches."""
         spec, outcome = task.spec, task.outcome
         if task.told is not None:
             if not self.settled or (self.outcomes and int(task.told.state) not in self.outcomes):
                 return False
-        elif wire.task_state(task) not in self.live_states:
+        elif task_state(task) not in self.live_states:
             return False
         if self.worker_id:
             worker_id = outcome.worker_id if outcome is not None else ""
@@ -123,7 +132,7 @@ class Filter:
         )
 
     def for_journal(self, cursor_max: int = 0) -> OutcomeFilter:
-        """The same, as the journal takes it."""
+        """The filter for the journal's queries."""
         return OutcomeFilter(
             states=self.outcomes,
             queue=self.queue,
@@ -137,10 +146,10 @@ class Filter:
         )
 
 
-async def list_tasks(driver: Driver, request: Any, context: Any) -> task_service_pb2.ListResponse:
+async def list_tasks(driver: Driver, request: Any) -> task_service_pb2.ListResponse:
     """A page of tasks, newest first."""
-    size = await page_size_of(context, request.page_size)
-    before = await read_token(context, request.page_token, "page_token") or NEWEST
+    size = read_page_size(request.page_size)
+    before = read_token(request.page_token, "page_token") or NEWEST
     wanted = Filter(request.filter)
     found: dict[int, Callable[[], task_pb2.Task]] = {}
     async for tasks in _matching(driver, wanted, before):
@@ -160,12 +169,12 @@ async def list_tasks(driver: Driver, request: Any, context: Any) -> task_service
 
 
 def _known(values: Sequence[int], enum: Any) -> set[int]:
-    """Those of the values that the enum has: a filter may list half a million others. -1 if it lists only others."""
+    """The values that the enum has; -1 if there are others only. A filter may list half a million values."""
     return set(enum.values()).intersection(values) or ({-1} if values else set())
 
 
 async def _matching(driver: Driver, wanted: Filter, before: int) -> AsyncIterator[list[Task]]:
-    """The core's tasks below an id that match, newest first, block by block. The event loop goes on between blocks."""
+    """The core's matching tasks below an id, newest first, block by block. Other calls run between blocks."""
     end_s = time.monotonic() + SLICE_S
     for block in driver.core.tasks.blocks_before(before):
         if time.monotonic() > end_s:
@@ -195,7 +204,7 @@ async def count_tasks(driver: Driver, m: Any) -> task_service_pb2.CountResponse:
                     continue
                 if task.told is not None:
                     counts[task.told.state] += 1
-                elif wire.task_state(task) == task_pb2.TASK_STATE_LEASED:
+                elif task_state(task) == task_pb2.TASK_STATE_LEASED:
                     response.leased += 1
                 else:
                     response.queued += 1

@@ -1,13 +1,12 @@
-"""Both ways of a bidirectional stream: frames in to a function, frames out from an outbox."""
+"""A bidirectional stream: reads messages into a function and writes frames from an outbox."""
 
 import asyncio
-import contextlib
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 import grpc
 
-from multigpu_master.rpc.outbox import Outbox, StreamClosedError
+from multigpu_master.rpc.outbox import Outbox
 
 F = TypeVar("F")
 
@@ -18,43 +17,30 @@ async def serve_stream(
     on_message: Callable[[bytes], Awaitable[None]],
     serialize: Callable[[F], bytes],
 ) -> None:
-    """Feeds every message of the stream to `on_message` and writes the outbox's frames, until the peer half-closes and
-    owes and is owed nothing, or the outbox is aborted (then the call ends with that status).
-    """
-    handler = asyncio.current_task()
-    assert handler is not None, "handlers run in a task"
-    aborted: StreamClosedError | None = None
+    """Serves the stream until the peer has half-closed and has every pending outcome. CallError: it was aborted."""
 
-    def on_abort(reason: StreamClosedError) -> None:
-        nonlocal aborted
-        aborted = reason
-        handler.cancel()
+    async def write_frames() -> None:
+        while (frame := await outbox.next()) is not None:
+            await context.write(serialize(frame))
 
-    async def pump() -> None:
-        with contextlib.suppress(StreamClosedError):
-            while True:
-                await context.write(serialize(await outbox.next()))
+    writer = asyncio.create_task(write_frames())
 
-    outbox.on_abort = on_abort
-    writer = asyncio.ensure_future(pump())
-    try:
+    async def read_messages() -> None:
         while (message := await context.read()) is not grpc.aio.EOF:
             await on_message(message)
-        if outbox.owed > 0:
-            await outbox.settled_up()
+        if outbox.pending_outcomes > 0:
+            await outbox.no_pending_outcomes()
         outbox.finish()
         await writer
-    except asyncio.CancelledError:
-        if aborted is None:
-            raise
-        handler.uncancel()
+
+    reader = asyncio.create_task(read_messages())
+    try:
+        ends: list[asyncio.Future[Any]] = [reader, outbox.aborted]
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        if outbox.aborted.done():
+            raise outbox.aborted.result()
+        await reader
     finally:
-        outbox.on_abort = None
+        reader.cancel()
         writer.cancel()
-        # The peer may be gone: whatever the writer met then is of no interest.
-        await asyncio.gather(writer, return_exceptions=True)
-    if aborted is not None:
-        try:
-            await context.abort(grpc.StatusCode[aborted.code], str(aborted))
-        except grpc.aio.UsageError as error:  # `on_message` was about to reject the call, and has told the peer
-            raise grpc.aio.AbortError("it was rejected already") from error
+        await asyncio.gather(reader, writer, return_exceptions=True)

@@ -1,6 +1,7 @@
-"""The book of what administrators did: `audit.log` in the data directory, a JSON line for each call that changes the
-fleet, failed ones too. The line of one that succeeded is on the disk (fsync) before the caller gets the answer, and a
-call that its caller cancels ends as it would have ended otherwise, line included.
+"""The audit log of administrative calls: `audit.log` in the data directory, one JSON line for each call that changes
+the fleet, including failed calls.
+
+The line of a successful call is synced before the answer. A cancelled call runs to its end and has its line.
 """
 
 import asyncio
@@ -9,81 +10,70 @@ import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-import grpc
 import structlog
 from google.protobuf import json_format
 from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import DecodeError
 
 from multigpu_master.journal.sqlite.files import sync_directory
-from multigpu_master.rpc.status import reject
-from multigpu_master.security.auth import CALLER, ROLES_OF, Serve
+from multigpu_master.rpc.errors import PreconditionError, call_error
+from multigpu_master.security.auth import ROLES_OF, Serve, current_caller
 
 log = structlog.get_logger()
 
 FILE = "audit.log"
 FLAGS = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
 FILE_BYTES_MAX, FILES_MAX = 10 << 20, 5
-# Of a request that names ten thousand tasks the beginning is kept.
+# Longer requests are cut: a call may name ten thousand tasks.
 REQUEST_CHARS_MAX = 4000
 
 
-class _Answer:
-    """A call's context for work that may outlive the call: gRPC must not be asked about a call that has ended."""
-
-    def __init__(self) -> None:
-        self.status: tuple[grpc.StatusCode, str] | None = None
-
-    async def abort(self, code: grpc.StatusCode, details: str) -> NoReturn:
-        self.status = code, details
-        raise grpc.aio.AbortError
-
-
 class Audit:
+    """The audit log of one data directory."""
+
     def __init__(self, data_dir: Path) -> None:
         self.path = data_dir / FILE
-        self._descriptor = -1  # kept open: none may be left later
+        self._descriptor = -1  # kept open: later no descriptor may be free
         self._lock = asyncio.Lock()
         self._works: set[asyncio.Task[Any]] = set()
 
     def wrap(self, serve: Serve, method: str, message_type: Any) -> Serve:
-        """`serve`, written down, if "Service/Method" changes something that is the administrators'. Its effect and its
-        line are one piece of work, which goes on when the caller cancels the call.
+        """`serve` with an audit line, if "Service/Method" is an administrative call.
+
+        The call's effect and its line are one task, which continues if the caller cancels the call.
         """
         if method in ROLES_OF:
             return serve
 
         async def audited(request: Any, context: Any) -> Any:
-            line, answer = self._line(method, message_type, request, context), _Answer()
+            line = self._line(method, message_type, request, context)
             try:
                 async with self._lock:
                     await asyncio.to_thread(self._open)
             except OSError as error:
                 text = f"nothing was done: {self.path} can't be written ({error.strerror}); see to it, then try again"
-                await reject(context, grpc.StatusCode.FAILED_PRECONDITION, text)
-            work = asyncio.create_task(self._work(serve, line, request, answer))
+                raise PreconditionError(text) from None
+            work = asyncio.create_task(self._work(serve, line, request))
             self._works.add(work)
             work.add_done_callback(self._works.discard)
-            response = await asyncio.shield(work)
-            if answer.status is not None:
-                await context.abort(*answer.status)
-            return response
+            return await asyncio.shield(work)
 
         return audited
 
     async def finish(self, timeout_s: float) -> None:
-        """Waits for what is under way."""
+        """Waits for the calls in progress."""
         if self._works:
             await asyncio.wait(self._works, timeout=timeout_s)
 
-    async def _work(self, serve: Serve, line: dict[str, Any], request: bytes, answer: _Answer) -> Any:
+    async def _work(self, serve: Serve, line: dict[str, Any], request: bytes) -> Any:
         try:
-            response = await serve(request, answer)
-        except grpc.aio.AbortError:
-            line["result"] = answer.status[0].name if answer.status is not None else "UNKNOWN"
-            return None
+            response = await serve(request, None)  # the call may have ended, and its context with it
+        except Exception as error:  # noqa: BLE001  every exception becomes a status
+            failure = call_error(error, line["method"].rpartition("/")[2])
+            line["result"] = failure.code.name
+            raise failure from None
         else:
             line["result"] = "OK"
             return response
@@ -95,11 +85,11 @@ class Audit:
                     log.exception("the audit log can't be written", path=str(self.path), reason=str(error), record=line)
 
     def _line(self, method: str, message_type: Any, request: bytes, context: Any) -> dict[str, Any]:
-        caller = CALLER.get()
+        caller = current_caller()
         return {
             "time": dt.datetime.now(dt.UTC).isoformat(timespec="milliseconds"),
             "method": method,
-            "result": "CANCELLED",  # by the master's end; `_work` knows better
+            "result": "CANCELLED",  # if the master stops first; `_work` sets the result
             "token_id": caller.token_id if caller is not None else None,
             "name": caller.name if caller is not None else None,
             "peer": context.peer(),
@@ -108,7 +98,7 @@ class Audit:
         }
 
     def _open(self) -> None:
-        """On a thread. Also when somebody else has moved the file. OSError: there is no file to write to."""
+        """Runs on a thread. Opens the file again if it was moved. OSError: it cannot be opened."""
         if self._descriptor >= 0:
             try:
                 if os.path.samestat(os.fstat(self._descriptor), self.path.stat()):
@@ -123,7 +113,7 @@ class Audit:
             os.close(before)
 
     def _append(self, line: bytes) -> None:
-        """On a thread."""
+        """Runs on a thread."""
         self._open()
         if os.fstat(self._descriptor).st_size + len(line) > FILE_BYTES_MAX:
             try:
@@ -134,7 +124,7 @@ class Audit:
         os.fsync(self._descriptor)
 
     def _rotate(self) -> None:
-        """Begins a new file. It is opened first: without a descriptor nothing changes."""
+        """Begins a new file. It is opened first: if no descriptor is free, nothing changes."""
         new = self.path.with_name(f"{FILE}.new")
         descriptor = os.open(new, FLAGS, 0o600)
         older: Sequence[Path] = [self.path.with_name(f"{FILE}.{n}") for n in range(1, FILES_MAX)]
@@ -152,11 +142,11 @@ def _request(message_type: Any, data: bytes) -> Any:
     except DecodeError:
         return "not a request"
     try:
-        told: Any = MessageToDict(message, preserving_proto_field_name=True)
-        text = json.dumps(told, ensure_ascii=False)
-    except (json_format.Error, ValueError):  # a duration out of its range, say, which JSON can't tell
-        told = text = str(message)
-    return told if len(text) <= REQUEST_CHARS_MAX else text[:REQUEST_CHARS_MAX] + "…"
+        fields: Any = MessageToDict(message, preserving_proto_field_name=True)
+        text = json.dumps(fields, ensure_ascii=False)
+    except (json_format.Error, ValueError):  # for example a duration out of JSON's range
+        fields = text = str(message)
+    return fields if len(text) <= REQUEST_CHARS_MAX else text[:REQUEST_CHARS_MAX] + "…"
 
 
 def _text(value: bytes | str) -> str:

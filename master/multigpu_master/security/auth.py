@@ -1,6 +1,6 @@
-"""The gate before every call: who calls, by which certificate and token, and whether that may be.
+"""Authentication and authorization of every call, by certificate and token, before its request is read.
 
-It looks once for each call or stream, never for a task. With neither tokens nor certificates there is no gate at all.
+Runs once for each call or stream, never for a task. Without tokens and client certificates there is no authentication.
 """
 
 import asyncio
@@ -9,17 +9,16 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextvars import ContextVar
 from typing import Any
 
-import grpc
 import structlog
 
-from multigpu_master.rpc.status import reject
+from multigpu_master.rpc.errors import CallError, DeniedError, ExhaustedError, UnauthenticatedError
 from multigpu_master.security.tokens import ADMIN, READ, SUBMIT, WORKER, Token, Tokens, token_id_of
 
 log = structlog.get_logger()
 
-# Who is served by the running call; None: the master runs without tokens, and everybody may do everything.
-CALLER: ContextVar[Token | None] = ContextVar("caller", default=None)
-# The running call itself, of a caller with a token: work that it began may be a task of its own.
+# The token of the running call. None: the master runs without tokens, and every caller may do everything.
+_CALLER: ContextVar[Token | None] = ContextVar("caller", default=None)
+# The running call. Work that it has begun may run in another task.
 _CALL: ContextVar["asyncio.Task[Any] | None"] = ContextVar("call", default=None)
 
 _SUBMITTERS = frozenset({SUBMIT, ADMIN})
@@ -27,7 +26,7 @@ _READERS = frozenset({READ, SUBMIT, ADMIN})
 _WORKERS = frozenset({WORKER})
 _ADMINS = frozenset({ADMIN})
 _ANY = frozenset({READ, SUBMIT, ADMIN, WORKER})
-# Who may call what. What isn't here, such as a call that was added and forgotten here, is for admins.
+# Roles that may call each method. Methods missing here, such as a new one, are for administrators.
 ROLES_OF = {
     "TaskService/Submit": _SUBMITTERS,
     "TaskService/Run": _SUBMITTERS,
@@ -53,19 +52,30 @@ URN = "urn:multigpu:"
 NO_TOKEN = "this master asks for a token: name its file with token_file (MGPU_TOKEN_FILE), or set MGPU_TOKEN"  # noqa: S105
 BAD_TOKEN = "the token opens nothing here: it is unknown, was revoked or has expired; ask for a new one"  # noqa: S105
 ENDED = "the token was revoked or has expired; ask for a new one"
-# Rejections are worth a line of the log, but not a million.
+# Rejected calls are logged at most this often.
 LOG_INTERVAL_S = 1.0
 
-Serve = Callable[[Any, Any], Awaitable[Any]]
+Serve = Callable[[Any, Any], Awaitable[Any]]  # (request, context)
+
+
+def current_caller() -> Token | None:
+    """The token of the running call. None: the master runs without tokens."""
+    return _CALLER.get()
+
+
+def caller_queues() -> frozenset[str] | None:
+    """The queues that the running call may see. None: all."""
+    caller = _CALLER.get()
+    return None if caller is None else caller.queues
 
 
 def roles_of(method: str) -> frozenset[str]:
-    """Who may call "Service/Method"."""
+    """The roles that may call "Service/Method"."""
     return ROLES_OF.get(method, _ADMINS)
 
 
-class Gate:
-    """`tokens`: None if nobody needs one. `certificates`: whether every caller has shown one, of our authority."""
+class Auth:
+    """`tokens`: None if callers need none. `certificates`: whether callers have shown one of our authority."""
 
     def __init__(self, tokens: Tokens | None, *, certificates: bool, calls_max: int) -> None:
         self.tokens = tokens
@@ -76,16 +86,16 @@ class Gate:
         self._unlogged = 0
 
     def guard(self, serve: Serve, method: str) -> Serve:
-        """`serve`, for those who may call "Service/Method"."""
+        """`serve`, for callers that may call "Service/Method"."""
         roles = roles_of(method)
 
         async def guarded(request: Any, context: Any) -> Any:
             if self._certificates:
-                await self._check_certificate(context, method, roles)
+                self._check_certificate(context, method, roles)
             if self.tokens is None:
                 return await serve(request, context)
-            token = await self._check_token(context, method, roles, self.tokens)
-            CALLER.set(token)
+            token = self._check_token(context, method, roles, self.tokens)
+            _CALLER.set(token)
             call = asyncio.current_task()
             assert call is not None, "handlers run in a task"
             _CALL.set(call)
@@ -100,7 +110,7 @@ class Gate:
                 if call not in self._ended:
                     raise
                 call.uncancel()
-                await reject(context, grpc.StatusCode.UNAUTHENTICATED, ENDED)
+                raise UnauthenticatedError(ENDED) from None
             finally:
                 token.calls.discard(call)
                 self._ended.discard(call)
@@ -110,11 +120,11 @@ class Gate:
         return guarded
 
     def revoke(self, token_id: str) -> Token | None:
-        """Ends a token, and every call under way with it. None: there was none."""
-        assert self.tokens is not None, "asked by a caller with a token"
+        """Removes a token and ends every call with it. None: there is no such token."""
+        assert self.tokens is not None, "only callers with a token can revoke one"
         token = self.tokens.remove(token_id)
         if token is not None:
-            own = _CALL.get()  # who revokes the own token still gets an answer
+            own = _CALL.get()  # a caller that revokes its own token still gets an answer
             for call in [c for c in token.calls if c is not own]:
                 self._end(call)
         return token
@@ -124,51 +134,45 @@ class Gate:
             self._ended.add(call)
             call.cancel()
 
-    async def _check_certificate(self, context: Any, method: str, roles: frozenset[str]) -> None:
+    def _check_certificate(self, context: Any, method: str, roles: frozenset[str]) -> None:
         kinds = [uri.decode("utf-8", "replace").removeprefix(URN) for uri in context.auth_context().get("peer_uri", ())]
         wanted = "worker" if roles == _WORKERS else "client"
         if wanted not in kinds and roles != _ANY:
-            await self._reject(
-                context, method, None, grpc.StatusCode.PERMISSION_DENIED,
+            text = (
                 f"{method} takes a certificate of the kind {wanted}, and this one is of the kind "
-                f"{', '.join(kinds) or 'none'}: issue one with `mgpuctl certs issue DIR {wanted}`",
-            )  # fmt: skip
+                f"{', '.join(kinds) or 'none'}: issue one with `mgpuctl certs issue DIR {wanted}`"
+            )
+            raise self._logged(DeniedError(text), context, method, None)
 
-    async def _check_token(self, context: Any, method: str, roles: frozenset[str], tokens: Tokens) -> Token:
+    def _check_token(self, context: Any, method: str, roles: frozenset[str], tokens: Tokens) -> Token:
         headers: Sequence[Any] = [v for k, v in context.invocation_metadata() or () if k == HEADER]
         if not headers:
-            await self._reject(context, method, None, grpc.StatusCode.UNAUTHENTICATED, NO_TOKEN)
+            raise self._logged(UnauthenticatedError(NO_TOKEN), context, method, None)
         text = headers[0]
         token = None
         if len(headers) == 1 and isinstance(text, str) and text[: len(SCHEME)].lower() == SCHEME:
             text = text[len(SCHEME) :]
             token = tokens.find(text)
         if token is None:
-            await self._reject(context, method, token_id_of(text), grpc.StatusCode.UNAUTHENTICATED, BAD_TOKEN)
-        assert token is not None, "rejected above"
+            raise self._logged(UnauthenticatedError(BAD_TOKEN), context, method, token_id_of(text))
         if not token.roles & roles:
-            await self._reject(
-                context, method, token.token_id, grpc.StatusCode.PERMISSION_DENIED,
-                f"{method} takes a token of the role {' or '.join(sorted(roles))}; this one has "
-                f"{', '.join(sorted(token.roles))}",
-            )  # fmt: skip
+            wanted, given = " or ".join(sorted(roles)), ", ".join(sorted(token.roles))
+            error = DeniedError(f"{method} takes a token of the role {wanted}; this one has {given}")
+            raise self._logged(error, context, method, token.token_id)
         limit = token.calls_max or self._calls_max
         if len(token.calls) >= limit:
-            await self._reject(
-                context, method, token.token_id, grpc.StatusCode.RESOURCE_EXHAUSTED,
-                f"{limit} calls are open with this token already; share streams, or try again when one has ended",
-            )  # fmt: skip
+            details = f"{limit} calls are open with this token already; share streams, or try again when one has ended"
+            raise self._logged(ExhaustedError(details), context, method, token.token_id)
         return token
 
-    async def _reject(
-        self, context: Any, method: str, token_id: str | None, code: grpc.StatusCode, message: str
-    ) -> None:
+    def _logged(self, error: CallError, context: Any, method: str, token_id: str | None) -> CallError:
+        """The error, logged at most once in LOG_INTERVAL_S."""
         now = time.monotonic()
         if now - self._logged_s >= LOG_INTERVAL_S:
             log.warning(
                 "a call was rejected",
                 method=method,
-                code=code.name,
+                code=error.code.name,
                 peer=context.peer(),
                 rejected_before=self._unlogged,
                 token_id=token_id,
@@ -176,10 +180,4 @@ class Gate:
             self._logged_s, self._unlogged = now, 0
         else:
             self._unlogged += 1
-        await reject(context, code, message)
-
-
-def caller_queues() -> frozenset[str] | None:
-    """The queues that the running call's caller may see. None: all."""
-    caller = CALLER.get()
-    return None if caller is None else caller.queues
+        return error

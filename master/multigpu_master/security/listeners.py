@@ -1,4 +1,4 @@
-"""What a master may listen on: loopback as it likes; any other address only behind TLS and tokens."""
+"""The addresses that a master listens on, and TLS: other hosts reach it only with TLS and tokens."""
 
 import ssl
 import stat
@@ -16,41 +16,41 @@ from multigpu.config.config import MasterConfig
 log = structlog.get_logger()
 
 
-class DoorError(Exception):
-    """The master must not, or can't, open its doors so; the message says why and what to do."""
+class ListenError(Exception):
+    """The master must not, or cannot, listen as configured; the text says why and what to do."""
 
 
 def check(config: MasterConfig) -> None:
-    """DoorError: the settings would let in those who don't belong, or contradict each other."""
+    """ListenError: the settings would let unauthorized callers in, or contradict each other."""
     if bool(config.tls_cert) != bool(config.tls_key):
-        raise DoorError("tls_cert and tls_key go together: give both, or neither")
+        raise ListenError("tls_cert and tls_key go together: give both, or neither")
     if config.tls_client_ca and not config.tls_cert:
-        raise DoorError(
+        raise ListenError(
             "tls_client_ca asks callers for certificates, and that takes TLS: give tls_cert and tls_key too"
         )
     if not is_loopback(config.listen):
         if config.require_tokens and not config.tls_cert:
-            raise DoorError(
+            raise ListenError(
                 f"tokens would cross the network to {config.listen} in the clear: give --tls-cert and --tls-key "
                 "(`mgpuctl certs` makes them), or listen on 127.0.0.1"
             )
         if not config.insecure and not (config.tls_cert and config.require_tokens):
-            raise DoorError(
-                f"{config.listen} can be reached from other hosts, and anybody there could run tasks and read results. "
+            raise ListenError(
+                f"{config.listen} can be reached from other hosts, and anyone there could run tasks and read results. "
                 "Give --tls-cert, --tls-key (`mgpuctl certs` makes them) and --require-tokens; or listen on 127.0.0.1; "
-                "or, on a network where everybody may do everything, add --insecure"
+                "or, on a network where every host is trusted, add --insecure"
             )
     open_metrics = config.metrics_listen and not is_loopback(config.metrics_listen)
     if open_metrics and not config.insecure and not config.tls_client_ca:
-        raise DoorError(
-            f"metrics_listen {config.metrics_listen} can be reached from other hosts, and the figures name queues and "
-            "workers: listen on 127.0.0.1; or give --tls-client-ca, and a certificate to whoever scrapes; or add "
+        raise ListenError(
+            f"metrics_listen {config.metrics_listen} can be reached from other hosts, and the metrics name queues and "
+            "workers: listen on 127.0.0.1; or give --tls-client-ca, and the scraper a certificate; or add "
             "--insecure"
         )
 
 
 def open_port(server: Any, config: MasterConfig, certificates: "Certificates | None") -> int:
-    """Binds config.listen and returns the port. RuntimeError: it is taken. DoorError: the certificates are no good."""
+    """Binds config.listen and returns the port. RuntimeError: it is in use. ListenError: invalid certificates."""
     if certificates is None:
         return int(server.add_insecure_port(config.listen))
     credentials = grpc.dynamic_ssl_server_credentials(
@@ -60,7 +60,7 @@ def open_port(server: Any, config: MasterConfig, certificates: "Certificates | N
 
 
 class Certificates:
-    """The files of the master's certificate, read again when they change: whoever connects then gets the new one."""
+    """The files of the master's certificate. Each new connection gets the newest valid one."""
 
     def __init__(self, config: MasterConfig) -> None:
         self._paths = [Path(p).expanduser() for p in (config.tls_cert, config.tls_key, config.tls_client_ca) if p]
@@ -69,17 +69,17 @@ class Certificates:
         self._tried: list[bytes] = []
 
     def first(self) -> Any:
-        """What gRPC begins with. DoorError: the files are no good."""
+        """The first configuration for gRPC. ListenError: the files are invalid."""
         self._used = self._tried = texts = self._read()
         return _configuration(texts)
 
     def changed(self) -> Any:
-        """For each new connection, on a thread of gRPC's: what to use from now on; None: what was. Never raises."""
+        """GRPC calls this on its own thread for each new connection. None: the files have not changed. Never raises."""
         with self._lock:
             return self._take()
 
     def reload(self) -> None:
-        """Looks whether new files are any good; the next connection uses them. DoorError: they aren't."""
+        """Checks new files; the next connection uses them. ListenError: they are invalid."""
         self._read()
 
     def _take(self) -> Any:
@@ -89,19 +89,19 @@ class Certificates:
                 return None
             self._tried = texts
             self._used = texts = self._read()
-        except (OSError, DoorError) as error:
+        except (OSError, ListenError) as error:
             log.warning("new certificates are not used", error=str(error))
             return None
         log.info("new certificates are in use", certificate=str(self._paths[0]))
         return _configuration(texts)
 
     def _read(self) -> list[bytes]:
-        """What the files hold. DoorError: they can't be read, or key and certificate are no pair."""
+        """The contents of the files. ListenError: they cannot be read, or key and certificate do not match."""
         try:
             texts = [path.read_bytes() for path in self._paths]
             key = self._paths[1]
             if key.stat().st_mode & stat.S_IRWXO:
-                raise DoorError(f"everybody on this host may read the key {key}: chmod o-rwx {key}")
+                raise ListenError(f"every user of this host may read the key {key}: chmod o-rwx {key}")
             context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
             context.load_cert_chain(self._paths[0], self._paths[1], password=lambda: b"")
             _check_kind(self._paths[0], texts[0])
@@ -109,14 +109,14 @@ class Certificates:
                 context.load_verify_locations(self._paths[2])
         except (OSError, ValueError) as error:
             names = ", ".join(map(str, self._paths))
-            raise DoorError(
-                f"the certificates ({names}) are no good: {error}; `mgpuctl certs show` may tell"
+            raise ListenError(
+                f"the certificates ({names}) are invalid: {error}; check them with `mgpuctl certs show`"
             ) from error
         return texts
 
 
 def _check_kind(path: Path, pem: bytes) -> None:
-    """DoorError: no client would believe a master with this certificate."""
+    """ListenError: clients would reject a master with this certificate."""
     extensions = x509.load_pem_x509_certificate(pem).extensions
     lacks = ""
     for extension in extensions:
@@ -127,9 +127,9 @@ def _check_kind(path: Path, pem: bytes) -> None:
             names = [name for name in extension.value if isinstance(name, x509.DNSName | x509.IPAddress)]
             lacks = lacks or ("" if names else "names no host")
     if lacks:
-        raise DoorError(
+        raise ListenError(
             f"the certificate {path} {lacks}, so clients would reject the master: "
-            "`mgpuctl certs issue DIR master --host NAME` makes one that is"
+            "issue another with `mgpuctl certs issue DIR master --host NAME`"
         )
 
 

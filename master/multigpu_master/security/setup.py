@@ -1,4 +1,4 @@
-"""What a master needs at its start to know who may come in."""
+"""Sets up authentication when a master starts, and writes the first administrator's token."""
 
 import os
 import tempfile
@@ -8,7 +8,7 @@ from pathlib import Path
 import structlog
 from multigpu.config.config import MasterConfig
 
-from multigpu_master.security.auth import Gate
+from multigpu_master.security.auth import Auth
 from multigpu_master.security.tokens import ADMIN, Tokens
 
 log = structlog.get_logger()
@@ -18,17 +18,17 @@ ADMIN_TOKEN_FILE, ADMIN_TOKEN_NAME = "admin.token", "bootstrap"
 Save = Callable[[dict[str, bytes | None]], Awaitable[None]]
 
 
-async def open_gate(
+async def load_auth(
     config: MasterConfig, settings: Mapping[str, bytes], now: Callable[[], float], save: Save
-) -> Gate | None:
-    """The gate, with every token that the journal knows. None: everybody may do everything.
+) -> Auth | None:
+    """Authentication with every token in the journal. None: callers need neither token nor certificate.
 
-    JournalError: a token there is damaged, or can't be written. OSError: the first token can't be written.
+    JournalError: a token is damaged or cannot be written. OSError: the first token's file cannot be written.
     """
     tokens = Tokens(settings, now) if config.require_tokens else None
     if tokens is not None:
         expired: dict[str, bytes | None] = {}
-        for token in tokens.old():
+        for token in filter(tokens.expired, tokens):
             tokens.remove(token.token_id)
             expired |= dict.fromkeys(token.setting())
         if expired:
@@ -36,19 +36,19 @@ async def open_gate(
         await _first_token(tokens, config.data_dir / ADMIN_TOKEN_FILE, save)
     if tokens is None and not config.tls_client_ca:
         return None
-    return Gate(tokens, certificates=bool(config.tls_client_ca), calls_max=config.token_calls_max)
+    return Auth(tokens, certificates=bool(config.tls_client_ca), calls_max=config.token_calls_max)
 
 
 async def _first_token(tokens: Tokens, path: Path, save: Save) -> None:
-    """An administrator's token in the data directory, for those who may read there: they could change the journal, and
-    so everything, anyhow. Made when the file is missing or opens nothing; then the one before it is good no more.
+    """Writes an administrator's token into the data directory, if its file is missing or its token invalid, and revokes
+    the previous one. A reader of the directory could change the journal anyway.
     """
     known = tokens.find(_read_secret(path))
     if known is not None and ADMIN in known.roles:
         return
     token, text = tokens.make(ADMIN_TOKEN_NAME, [ADMIN])
     gone: dict[str, bytes | None] = {}
-    for old in tokens.named(ADMIN_TOKEN_NAME):
+    for old in [t for t in tokens if t.name == ADMIN_TOKEN_NAME]:
         tokens.remove(old.token_id)
         gone |= dict.fromkeys(old.setting())
     tokens.add(token)

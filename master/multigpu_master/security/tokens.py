@@ -1,7 +1,7 @@
-"""The tokens that open a master's doors: "mgpu_<token_id>_<secret>".
+"""Access tokens: "mgpu_<token_id>_<secret>".
 
-The secret is 256 random bits, and what is kept is its SHA-256. That is enough: slow, salted hashes are for passwords,
-which can be guessed; nobody guesses 256 bits, so a stolen journal opens nothing, and a check costs a microsecond.
+The secret is 256 random bits, and the journal keeps its SHA-256. A slow, salted hash is for secrets that can be
+guessed. A fast one checks a token in a microsecond.
 """
 
 import asyncio
@@ -11,7 +11,7 @@ import hmac
 import json
 import re
 import secrets
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from multigpu_master.journal.protocol import JournalError
@@ -28,7 +28,7 @@ _TOKEN = re.compile(r"mgpu_([0-9a-f]{12})_([0-9a-f]{64})")
 
 @dataclasses.dataclass(slots=True, eq=False, kw_only=True)
 class Token:
-    """Who a caller is. Times are seconds since the epoch."""
+    """A caller's identity and limits. Times are seconds since the epoch."""
 
     token_id: str
     name: str
@@ -41,9 +41,9 @@ class Token:
     tasks_per_s: float
     calls_max: int
     digest: bytes
-    # Served now, under this token.
+    # Open calls with this token.
     calls: set["asyncio.Task[Any]"] = dataclasses.field(default_factory=set)
-    # Tasks it may submit at once; below zero it waits.
+    # Tasks it may submit now; at most zero: none until it has risen.
     _level: float = 0.0
     _level_s: float = 0.0
 
@@ -51,16 +51,16 @@ class Token:
         return self.queues is None or queue in self.queues
 
     def may_be(self, worker_id: str) -> bool:
-        """Whether a worker with this token may call itself so."""
+        """Whether a worker with this token may have this id."""
         return not self.worker_ids or any(
             worker_id.startswith(p[:-1]) if p.endswith("*") else worker_id == p for p in self.worker_ids
         )
 
     def take(self, tasks: int, now: float) -> float | None:
-        """Counts tasks against tasks_per_s. None: they may come; else how long to wait, seconds.
+        """Counts tasks against tasks_per_s. None: they are accepted; else seconds to wait.
 
-        A batch comes in whole if the last ones have been paid for, and is paid for by waiting after it. So a batch of
-        any size gets through, and in the long run no more than the rate does.
+        A whole batch is accepted while the level is positive, and may make it negative. So batches of any size are
+        accepted, and on average no more than the rate.
         """
         if not self.tasks_per_s:
             return None
@@ -72,7 +72,7 @@ class Token:
         return None
 
     def setting(self) -> dict[str, bytes | None]:
-        """What the journal keeps of it."""
+        """The journal's setting of the token."""
         kept = {
             "name": self.name,
             "roles": sorted(self.roles),
@@ -88,10 +88,10 @@ class Token:
 
 
 class Tokens:
-    """Every token that is good, by token_id. `now`: seconds since the epoch."""
+    """All tokens, by token_id. `now`: seconds since the epoch."""
 
     def __init__(self, settings: Mapping[str, bytes], now: Callable[[], float]) -> None:
-        """Reads them from the journal's settings. JournalError: one is damaged."""
+        """JournalError: a token among the journal's settings is damaged."""
         self.now = now
         self._tokens: dict[str, Token] = {}
         for key, value in settings.items():
@@ -107,7 +107,7 @@ class Tokens:
                 self._tokens[token.token_id] = token
 
     def find(self, text: str) -> Token | None:
-        """Whose token this is. None: nobody's, or it has been revoked, or has expired."""
+        """The token of this text. None: it is unknown, was revoked or has expired."""
         match = _TOKEN.fullmatch(text)
         if match is None:
             return None
@@ -119,22 +119,18 @@ class Tokens:
     def expired(self, token: Token) -> bool:
         return token.expire_s is not None and token.expire_s <= self.now()
 
-    def good(self) -> list[Token]:
-        """Those that open a door, the oldest first."""
+    def valid(self) -> list[Token]:
+        """The tokens that have not expired, oldest first."""
         return sorted((t for t in self._tokens.values() if not self.expired(t)), key=lambda t: (t.create_s, t.token_id))
 
-    def old(self) -> list[Token]:
-        """Those that have expired."""
-        return [t for t in self._tokens.values() if self.expired(t)]
-
-    def named(self, name: str) -> list[Token]:
-        return [t for t in self._tokens.values() if t.name == name]
+    def __iter__(self) -> Iterator[Token]:
+        return iter(tuple(self._tokens.values()))
 
     def make(
         self, name: str, roles: Iterable[str], queues: Iterable[str] = (), worker_ids: Iterable[str] = (),
         *, ttl_s: float | None = None, tasks_per_s: float = 0.0, calls_max: int = 0,
     ) -> tuple[Token, str]:  # fmt: skip
-        """A new token, not yet added, and its text. ValueError: not with these roles, names or numbers."""
+        """A new token, not yet added, and its text. ValueError: an argument is not allowed."""
         roles, queues, worker_ids = frozenset(roles), frozenset(queues), tuple(worker_ids)
         _check(name, roles, queues, worker_ids)
         if ttl_s is not None and ttl_s <= 0:
@@ -162,12 +158,12 @@ class Tokens:
         self._tokens[token.token_id] = token
 
     def remove(self, token_id: str) -> Token | None:
-        """The token that opens nothing from now on. None: there was none."""
+        """Removes and returns a token. None: there is no such token."""
         return self._tokens.pop(token_id, None)
 
 
 def token_id_of(text: str | bytes) -> str | None:
-    """The token_id that a token claims, for the log: its secret is not checked. None: it has not a token's form."""
+    """The token_id in a token's text, for the log: its secret is not checked. None: it is not a token."""
     match = _TOKEN.fullmatch(text) if isinstance(text, str) else None
     return None if match is None else match[1]
 

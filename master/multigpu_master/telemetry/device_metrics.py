@@ -1,160 +1,189 @@
-"""The devices' numbers: `mgpu_device_*` for both roads, and for OTLP `hw.*` by OpenTelemetry's conventions too.
+"""Metrics of devices: `mgpu_device_*`, and for OTLP also `hw.*` by OpenTelemetry's conventions.
 
-What a device doesn't tell has no sample.
+A value that a device does not report has no sample. A lost worker's device has one sample: that it is lost.
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
-from multigpu.daemon.metrics import Metric, Sample
-from multigpu.v1 import device_pb2
+from multigpu.daemon.metrics import Metric, Sample, metric, sample
 
 from multigpu_master.core.model import Worker
 from multigpu_master.core.workers.info import Health, HealthState, Telemetry, WorkerInfo
-from multigpu_master.wire import devices as wire_devices
-
-Kind = Literal["counter", "gauge", "updowncounter"]
+from multigpu_master.wire.devices import device_message, telemetry_message
 
 
-# What a worker has said, None of its health where it is lost: values that don't change, so that another thread may
-# make metrics of them.
-Words = tuple[WorkerInfo, Telemetry, Health | None]
-
-
-class Told(NamedTuple):
-    """What a worker has said of its device, read. `health`: None if the worker is lost."""
+class DeviceSnapshot(NamedTuple):
+    """What a worker has reported. Its values are immutable: metrics are made on other threads."""
 
     info: WorkerInfo
-    health: Health | None
-    device: device_pb2.Device
-    telemetry: device_pb2.DeviceTelemetry
+    telemetry: Telemetry
+    health: Health | None  # None: the worker is lost
 
 
-def words(workers: Iterable[Worker]) -> list[Words]:
-    return [(w.info, w.telemetry, w.health if w.session else None) for w in workers]
+def snapshots(workers: Iterable[Worker]) -> list[DeviceSnapshot]:
+    return [DeviceSnapshot(w.info, w.telemetry, w.health if w.session else None) for w in workers]
 
 
-def told(said: list[Words]) -> list[Told]:
-    return [
-        Told(info, health, wire_devices.device_message(info), wire_devices.telemetry_message(telemetry))
-        for info, telemetry, health in said
-    ]
+class Device:
+    """A device of a connected worker."""
+
+    def __init__(self, info: WorkerInfo, telemetry: Telemetry, health: Health) -> None:
+        self.info = info
+        self.health = health
+        self.message = device_message(info)
+        self.telemetry = telemetry_message(telemetry)
+        self.is_gpu = info.device_id != "cpu"
+
+    def field(self, name: str, **labels: str) -> list[Sample]:
+        """The value of a field of DeviceTelemetry, if there is one."""
+        return [sample(float(getattr(self.telemetry, name)), **labels)] if self.telemetry.HasField(name) else []
+
+
+def device_metrics(devices: list[DeviceSnapshot], *, hardware: bool = False) -> Iterator[Metric]:
+    """`hardware`: with hw.*."""
+    yield metric(
+        "mgpu_device_health",
+        "1 for the state that it is in; lost: its worker is not connected.",
+        *[_labelled(each, d.info) for d in devices for each in _health(d.health)],
+    )
+    connected = [Device(d.info, d.telemetry, d.health) for d in devices if d.health is not None]
+    for name, text, samples in _METRICS:
+        values = [_labelled(each, device.info) for device in connected for each in samples(device)]
+        yield metric(f"mgpu_device_{name}", text, *values)
+    if hardware:
+        yield from _hardware_metrics(connected)
+
+
+def _labelled(each: Sample, info: WorkerInfo) -> Sample:
+    return Sample(each.value, {"worker_id": info.worker_id, "device_id": info.device_id, **each.labels})
 
 
 # --- mgpu_device_* ---------------------------------------------------------------------------------------------------
 
-# A field of DeviceTelemetry, what it is called, and what it is.
-_FIELDS = (
-    ("memory_used_bytes", "memory_used_bytes", "Device memory in use."),
-    ("memory_total_bytes", "memory_total_bytes", "Device memory."),
-    ("utilization", "utilization_ratio", "Busy share, 0 to 1."),
-    (
-        "memory_utilization",
-        "memory_utilization_ratio",
-        "Share of time in which its memory was in use, 0 to 1.",
-    ),
-    ("temperature_celsius", "temperature_celsius", "Temperature."),
-    ("power_watts", "power_watts", "Power drawn."),
-    ("power_limit_watts", "power_limit_watts", "The power limit that is enforced."),
-    ("sm_clock_hertz", "sm_clock_hertz", "Clock of the multiprocessors."),
-    ("memory_clock_hertz", "memory_clock_hertz", "Clock of the memory."),
-    ("energy_joules", "energy_joules_total", "Energy taken since its driver was loaded."),
-    ("pcie_generation", "pcie_generation", "PCIe generation of the link as it is now."),
-    ("pcie_width", "pcie_lanes", "PCIe lanes in use."),
-    ("pcie_sent_bytes", "pcie_sent_bytes_per_second", "Sent over PCIe."),
-    ("pcie_received_bytes", "pcie_received_bytes_per_second", "Received over PCIe."),
-    ("nvlinks_active", "nvlinks_active", "NVLinks that are up."),
-)
+
+def _health(health: Health | None) -> list[Sample]:
+    if health is None:
+        return [sample(1.0, state="lost")]
+    states = [sample(float(health.state is state), state=state.name.lower()) for state in HealthState]
+    return [*states, sample(0.0, state="lost")]
 
 
-def metrics(devices: list[Told]) -> Iterator[Metric]:
-    """Of a lost worker's device, only that it is lost: its last figures say nothing about the present."""
-    text = "1 for the state that it is in; lost: of its worker nothing is heard."
-    yield _metric("health", text, devices, _health)
-    devices = [t for t in devices if t.health is not None]
-    for field, name, text in _FIELDS:
-        yield _metric(name, text, devices, lambda t, field=field: _field(t, field))  # type: ignore[misc]
-    yield _metric("ecc_errors_total", "ECC errors since its driver was loaded.", devices, _ecc)
-    yield _metric("remapped_rows", "Rows of memory replaced by spare ones.", devices, _rows)
-    yield _metric("row_remap_pending", "1 if a reset is needed to replace rows.", devices, _remap("pending"))
-    yield _metric("row_remap_failed", "1 if there was no spare row left.", devices, _remap("failed"))
-    yield _metric("throttled", "1 for each reason that holds its clocks down.", devices, _throttled)
-    yield _metric("processes", "Processes that compute on it.", devices, _processes)
-    yield _metric("info", "What it is.", devices, _info)
+def _ecc(device: Device) -> list[Sample]:
+    return device.field("ecc_corrected", severity="corrected") + device.field("ecc_uncorrected", severity="uncorrected")
 
 
-Samples = list[tuple[float, dict[str, str]]]
-
-
-def _metric(name: str, text: str, devices: list[Told], samples: Callable[[Told], Samples]) -> Metric:
-    kind: Kind = "counter" if name.endswith("_total") else "gauge"
-    found = tuple(
-        Sample(value, {"worker_id": t.info.worker_id, "device_id": t.info.device_id, **labels})
-        for t in devices
-        for value, labels in samples(t)
-    )
-    return Metric(f"mgpu_device_{name}", kind, text, found)
-
-
-def _field(t: Told, field: str) -> Samples:
-    return [(float(getattr(t.telemetry, field)), {})] if t.telemetry.HasField(field) else []
-
-
-def _ecc(t: Told) -> Samples:
-    kinds = (("ecc_corrected", "corrected"), ("ecc_uncorrected", "uncorrected"))
-    return [(value, {"severity": name}) for field, name in kinds for value, _ in _field(t, field)]
-
-
-def _rows(t: Told) -> Samples:
-    if not t.telemetry.HasField("remapped_rows"):
+def _rows(device: Device) -> list[Sample]:
+    if not device.telemetry.HasField("remapped_rows"):
         return []
-    rows = t.telemetry.remapped_rows
-    return [(rows.correctable, {"severity": "corrected"}), (rows.uncorrectable, {"severity": "uncorrected"})]
+    rows = device.telemetry.remapped_rows
+    return [sample(rows.correctable, severity="corrected"), sample(rows.uncorrectable, severity="uncorrected")]
 
 
-def _remap(field: str) -> Callable[[Told], Samples]:
-    def samples(t: Told) -> Samples:
-        rows = t.telemetry.remapped_rows
-        return [(float(getattr(rows, field)), {})] if t.telemetry.HasField("remapped_rows") else []
+def _row_remap(field: str) -> Callable[[Device], list[Sample]]:
+    def samples(device: Device) -> list[Sample]:
+        telemetry = device.telemetry
+        return [sample(float(getattr(telemetry.remapped_rows, field)))] if telemetry.HasField("remapped_rows") else []
 
     return samples
 
 
-def _throttled(t: Told) -> Samples:
-    return [(1.0, {"reason": reason}) for reason in t.telemetry.throttle_reasons]
-
-
-def _processes(t: Told) -> Samples:
-    if t.info.device_id == "cpu" or not t.telemetry.ListFields():
+def _processes(device: Device) -> list[Sample]:
+    if not device.is_gpu or not device.telemetry.ListFields():
         return []
-    mps = sum(p.mps_client for p in t.telemetry.processes)
-    return [(mps, {"mps": "true"}), (len(t.telemetry.processes) - mps, {"mps": "false"})]
+    mps = sum(p.mps_client for p in device.telemetry.processes)
+    return [sample(mps, mps="true"), sample(len(device.telemetry.processes) - mps, mps="false")]
 
 
-def _health(t: Told) -> Samples:
-    if t.health is None:
-        return [(1.0, {"state": "lost"})]
-    states = [(float(t.health.state is state), {"state": state.name.lower()}) for state in HealthState]
-    return [*states, (0.0, {"state": "lost"})]
+def _info(device: Device) -> list[Sample]:
+    names = "name", "product", "driver_version", "cuda_version", "compute_capability", "pci_bus_id"
+    texts = {name: getattr(device.message, name) for name in names}
+    flags = {"mig": device.message.mig_enabled, "simulated": device.message.simulated}
+    return [sample(1.0, host=device.info.host, **texts, **{name: str(flag).lower() for name, flag in flags.items()})]
 
 
-def _info(t: Told) -> Samples:
-    device = t.device
-    labels = {
-        "host": t.info.host,
-        "name": device.name,
-        "product": device.product,
-        "driver_version": device.driver_version,
-        "cuda_version": device.cuda_version,
-        "compute_capability": device.compute_capability,
-        "pci_bus_id": device.pci_bus_id,
-        "mig": str(device.mig_enabled).lower(),
-        "simulated": str(device.simulated).lower(),
-    }
-    return [(1.0, labels)]
+def _of(field: str, **labels: str) -> Callable[[Device], list[Sample]]:
+    return lambda device: device.field(field, **labels)
 
+
+_METRICS: tuple[tuple[str, str, Callable[[Device], list[Sample]]], ...] = (
+    ("memory_used_bytes", "Device memory in use.", _of("memory_used_bytes")),
+    ("memory_total_bytes", "Device memory.", _of("memory_total_bytes")),
+    ("utilization_ratio", "Busy share, 0 to 1.", _of("utilization")),
+    ("memory_utilization_ratio", "Share of time in which its memory was in use, 0 to 1.", _of("memory_utilization")),
+    ("temperature_celsius", "Temperature.", _of("temperature_celsius")),
+    ("power_watts", "Power drawn.", _of("power_watts")),
+    ("power_limit_watts", "The enforced power limit.", _of("power_limit_watts")),
+    ("sm_clock_hertz", "Clock of the multiprocessors.", _of("sm_clock_hertz")),
+    ("memory_clock_hertz", "Clock of the memory.", _of("memory_clock_hertz")),
+    ("energy_joules_total", "Energy used since its driver was loaded.", _of("energy_joules")),
+    ("pcie_generation", "Current PCIe generation of the link.", _of("pcie_generation")),
+    ("pcie_lanes", "PCIe lanes in use.", _of("pcie_width")),
+    ("pcie_sent_bytes_per_second", "Sent over PCIe.", _of("pcie_sent_bytes")),
+    ("pcie_received_bytes_per_second", "Received over PCIe.", _of("pcie_received_bytes")),
+    ("nvlinks_active", "Active NVLinks.", _of("nvlinks_active")),
+    ("ecc_errors_total", "ECC errors since its driver was loaded.", _ecc),
+    ("remapped_rows", "Rows of memory replaced by spare ones.", _rows),
+    ("row_remap_pending", "1 if a reset is needed to replace rows.", _row_remap("pending")),
+    ("row_remap_failed", "1 if there was no spare row left.", _row_remap("failed")),
+    (
+        "throttled",
+        "1 for each reason that reduces its clocks.",
+        lambda device: [sample(1.0, reason=reason) for reason in device.telemetry.throttle_reasons],
+    ),
+    ("processes", "Compute processes on it.", _processes),
+    ("info", "Description.", _info),
+)
 
 # --- hw.* ------------------------------------------------------------------------------------------------------------
+
+
+def _hardware_metrics(devices: list[Device]) -> Iterator[Metric]:
+    """By https://opentelemetry.io/docs/specs/semconv/hardware/. The resource is the master, so each sample has its
+    device's host. Bytes over PCIe are missing: NVML reports a rate, `hw.gpu.io` is a sum. Devices of lost workers have
+    no samples: the conventions have no state for them.
+    """
+    for name, kind, unit, text, samples in _HARDWARE:
+        gpu_only = name.startswith("hw.gpu.")
+        values = [
+            Sample(each.value, {**_attributes(device, typed=not gpu_only), **each.labels})
+            for device in devices
+            if device.is_gpu or not gpu_only
+            for each in samples(device)
+        ]
+        yield Metric(name, text, values, kind, unit)  # type: ignore[arg-type]  # mypy widens the table's literals
+
+
+def _attributes(device: Device, *, typed: bool) -> dict[str, str]:
+    message, info = device.message, device.info
+    attributes = {
+        "hw.id": info.device_id,
+        "hw.name": message.name,
+        "hw.model": message.product,
+        "host.name": info.host,
+        "multigpu.worker_id": info.worker_id,
+    }
+    if typed:
+        attributes["hw.type"] = "gpu" if device.is_gpu else "cpu"
+    elif message.driver_version:
+        attributes |= {"hw.vendor": "NVIDIA", "hw.driver_version": message.driver_version}
+    return attributes
+
+
+def _memory_fraction(device: Device) -> list[Sample]:
+    told = device.telemetry
+    known = told.HasField("memory_used_bytes") and told.memory_total_bytes
+    return [sample(told.memory_used_bytes / told.memory_total_bytes)] if known else []
+
+
+def _errors(device: Device) -> list[Sample]:
+    return [sample(value, **{"error.type": labels["severity"]}) for value, labels in _ecc(device)]
+
+
+def _status(device: Device) -> list[Sample]:
+    current = _STATES[device.health.state]
+    return [sample(float(current == state), **{"hw.state": state}) for state in ("ok", "degraded", "failed")]
+
 
 _STATES = {
     HealthState.HEALTHY: "ok",
@@ -162,67 +191,20 @@ _STATES = {
     HealthState.SICK: "failed",
     HealthState.RECOVERING: "failed",
 }
-
-
-def hardware_metrics(devices: list[Told]) -> Iterator[Metric]:
-    """By https://opentelemetry.io/docs/specs/semconv/hardware/. The resource is the master, so each sample names its
-    device's host. Bytes over PCIe are not among them: NVML tells a rate, `hw.gpu.io` is a sum. A lost worker's device
-    has no samples: the conventions have no state for it.
-    """
-    devices = [t for t in devices if t.health is not None]
-    gpus = [t for t in devices if t.info.device_id != "cpu"]
-
-    def each(name: str, kind: Kind, unit: str, text: str, samples: Callable[[Told], Samples]) -> Metric:
-        of_gpus = name.startswith("hw.gpu.")
-        found = tuple(
-            Sample(value, {**_hardware(t, typed=not of_gpus), **labels})
-            for t in (gpus if of_gpus else devices)
-            for value, labels in samples(t)
-        )
-        return Metric(name, kind, text, found, unit)
-
-    def field(name: str, **labels: str) -> Callable[[Told], Samples]:
-        return lambda t: [(value, labels) for value, _ in _field(t, name)]
-
-    busy = field("utilization", **{"hw.gpu.task": "general"})
-    yield each("hw.gpu.utilization", "gauge", "1", "Fraction of time spent in a specific task.", busy)
-    yield each("hw.gpu.memory.usage", "updowncounter", "By", "GPU memory used.", field("memory_used_bytes"))
-    yield each("hw.gpu.memory.limit", "updowncounter", "By", "Size of the GPU memory.", field("memory_total_bytes"))
-    yield each("hw.gpu.memory.utilization", "gauge", "1", "Fraction of GPU memory used.", _memory_fraction)
-    yield each("hw.temperature", "gauge", "Cel", "Temperature.", field("temperature_celsius"))
-    yield each("hw.power", "gauge", "W", "Instantaneous power consumed by the component.", field("power_watts"))
-    yield each("hw.energy", "counter", "J", "Energy consumed by the component.", field("energy_joules"))
-    yield each("hw.errors", "counter", "{error}", "Number of errors encountered by the component.", _errors)
-    yield each("hw.status", "updowncounter", "1", "Operational status: 1 (true) or 0 (false) for each state.", _status)
-
-
-def _hardware(t: Told, *, typed: bool) -> dict[str, str]:
-    device, info = t.device, t.info
-    is_gpu = info.device_id != "cpu"
-    attributes = {
-        "hw.id": info.device_id,
-        "hw.name": device.name,
-        "hw.model": device.product,
-        "host.name": info.host,
-        "multigpu.worker_id": info.worker_id,
-    }
-    if typed:
-        attributes["hw.type"] = "gpu" if is_gpu else "cpu"
-    elif device.driver_version:
-        attributes |= {"hw.vendor": "NVIDIA", "hw.driver_version": device.driver_version}
-    return attributes
-
-
-def _memory_fraction(t: Told) -> Samples:
-    total, used = _field(t, "memory_total_bytes"), _field(t, "memory_used_bytes")
-    return [(used[0][0] / total[0][0], {})] if used and total and total[0][0] else []
-
-
-def _errors(t: Told) -> Samples:
-    return [(value, {"error.type": labels["severity"]}) for value, labels in _ecc(t)]
-
-
-def _status(t: Told) -> Samples:
-    assert t.health is not None, "its worker is connected"
-    now = _STATES[t.health.state]
-    return [(float(now == state), {"hw.state": state}) for state in ("ok", "degraded", "failed")]
+_HARDWARE = (
+    (
+        "hw.gpu.utilization",
+        "gauge",
+        "1",
+        "Fraction of time spent in a specific task.",
+        _of("utilization", **{"hw.gpu.task": "general"}),
+    ),
+    ("hw.gpu.memory.usage", "updowncounter", "By", "GPU memory used.", _of("memory_used_bytes")),
+    ("hw.gpu.memory.limit", "updowncounter", "By", "Size of the GPU memory.", _of("memory_total_bytes")),
+    ("hw.gpu.memory.utilization", "gauge", "1", "Fraction of GPU memory used.", _memory_fraction),
+    ("hw.temperature", "gauge", "Cel", "Temperature.", _of("temperature_celsius")),
+    ("hw.power", "gauge", "W", "Instantaneous power consumed by the component.", _of("power_watts")),
+    ("hw.energy", "counter", "J", "Energy consumed by the component.", _of("energy_joules")),
+    ("hw.errors", "counter", "{error}", "Number of errors encountered by the component.", _errors),
+    ("hw.status", "updowncounter", "1", "Operational status: 1 (true) or 0 (false) for each state.", _status),
+)

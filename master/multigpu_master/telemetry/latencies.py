@@ -1,15 +1,15 @@
-"""How long tasks that succeeded waited, ran and took: histograms by kind, kept only while metrics are collected."""
+"""Histograms of waiting, running and total time of succeeded tasks, by kind. Kept only while metrics are collected."""
 
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 
-from multigpu.daemon.metrics import HistogramSample, Metric
+from multigpu.daemon.metrics import Histogram, Metric, sample
 
 from multigpu_master.core.model import OutcomeState, Task
 
 # Upper bounds in seconds: three a decade.
 BOUNDS = tuple(float(f"{step}e{power}") for power in range(-3, 4) for step in (1, 2.5, 5))
-# Kinds past this number are counted together, as the kind "other".
+# Further kinds are counted together, as the kind "other".
 KINDS_MAX = 100
 MEASURES = (
     ("mgpu_task_queue_seconds", "From the submit of a task to its last dispatch."),
@@ -18,7 +18,7 @@ MEASURES = (
 )
 
 
-class _Histogram:
+class _Counts:
     def __init__(self) -> None:
         self.counts = [0] * (len(BOUNDS) + 1)
         self.total_s = 0.0
@@ -29,13 +29,14 @@ class _Histogram:
 
 
 class Latencies:
-    """Counts since the master began."""
+    """Counts since the master began, at `begin_s`."""
 
-    def __init__(self) -> None:
-        self._kinds: dict[str, tuple[_Histogram, ...]] = {}
+    def __init__(self, begin_s: float) -> None:
+        self._begin_s = begin_s
+        self._kinds: dict[str, tuple[_Counts, ...]] = {}
 
     def observe(self, tasks: Sequence[Task]) -> None:
-        """Takes in tasks that settled."""
+        """Counts settled tasks."""
         for task in tasks:
             outcome = task.outcome
             if outcome is None or outcome.state is not OutcomeState.SUCCEEDED:
@@ -43,21 +44,21 @@ class Latencies:
             queue, run, duration = self._of(task.spec.kind)
             queue.add(max(0.0, outcome.dispatch_s - task.submit_s))
             duration.add(max(0.0, outcome.finish_s - task.submit_s))
-            if outcome.start_s:  # an outcome adopted after a restart may have none
+            # An earlier start is unknown, or its task ended without a master: then finish_s is the worker's return.
+            if outcome.start_s >= self._begin_s:
                 run.add(max(0.0, outcome.finish_s - outcome.start_s))
 
-    def _of(self, kind: str) -> tuple[_Histogram, ...]:
+    def _of(self, kind: str) -> tuple[_Counts, ...]:
         found = self._kinds.get(kind)
         if found is None:
             name = kind if len(self._kinds) < KINDS_MAX else "other"
-            found = self._kinds.setdefault(name, tuple(_Histogram() for _ in MEASURES))
+            found = self._kinds.setdefault(name, tuple(_Counts() for _ in MEASURES))
         return found
 
     def metrics(self) -> Iterator[Metric]:
-        """The histograms as they are now."""
         for index, (name, text) in enumerate(MEASURES):
-            samples = tuple(
-                HistogramSample(BOUNDS, tuple(each[index].counts), each[index].total_s, {"kind": kind})
+            samples = [
+                sample(Histogram(BOUNDS, tuple(each[index].counts), each[index].total_s), kind=kind)
                 for kind, each in self._kinds.items()
-            )
-            yield Metric(name, "histogram", f"{text} Of tasks that succeeded.", samples, unit="s")
+            ]
+            yield Metric(name, f"{text} Of tasks that succeeded.", samples, "histogram", unit="s")

@@ -1,6 +1,6 @@
-"""The master's numbers, for Prometheus and OTLP: all kept by the core anyway, read when somebody asks.
+"""The master's metrics, for Prometheus and OTLP.
 
-The snapshot is taken on the event loop, which owns the numbers, once a second; whoever scrapes gets the last one.
+A snapshot is taken once a second on the event loop, which owns the numbers. Scrapes and exports get the last one.
 """
 
 import asyncio
@@ -11,13 +11,16 @@ import structlog
 from cryptography import x509
 from multigpu._transport.credentials import is_loopback
 from multigpu.config.config import MasterConfig, TelemetryConfig
-from multigpu.daemon.metrics import Metric, OtlpMetrics, PrometheusServer, Sample, configure_metrics, serve_prometheus
+from multigpu.daemon.metrics import Metric, OtlpMetrics, configure_metrics, metric, sample, serve_prometheus
+from multigpu.daemon.metrics_server import MetricsServer
+from multigpu.v1 import worker_service_pb2
 
 from multigpu_master import VERSION
 from multigpu_master.core.model import Worker
-from multigpu_master.core.workers.info import EmbeddingCache, ModelState, Resident
+from multigpu_master.core.scheduler import Core
+from multigpu_master.core.workers.info import ModelState, Resident
 from multigpu_master.driver import Driver
-from multigpu_master.telemetry import device_metrics as metrics_devices
+from multigpu_master.telemetry.device_metrics import DeviceSnapshot, device_metrics, snapshots
 from multigpu_master.telemetry.latencies import Latencies
 from multigpu_master.telemetry.process_memory import resident_bytes
 
@@ -27,40 +30,34 @@ INTERVAL_S = 1.0
 
 
 class MasterMetrics:
-    """Serves the master's metrics as configured; does nothing where nothing is."""
+    """Serves and exports the master's metrics as configured."""
 
     def __init__(self, driver: Driver, config: MasterConfig, telemetry: TelemetryConfig) -> None:
         self._driver = driver
         self._listen = config.metrics_listen
-        # On loopback everybody may scrape; elsewhere, those with a certificate.
+        self._telemetry = telemetry
+        self._certificate = _Certificate(config.tls_cert) if config.tls_cert else None
+        # Scrapes from other hosts need a certificate.
         self._tls: tuple[str, str, str] | None = None
         if self._listen and config.tls_client_ca and not is_loopback(self._listen):
             cert, key, ca = (str(Path(p).expanduser()) for p in (config.tls_cert, config.tls_key, config.tls_client_ca))
             self._tls = cert, key, ca
-        self._certificate_ns = Path(self._tls[0]).stat().st_mtime_ns if self._tls is not None else 0
-        self._certificate = Path(config.tls_cert).expanduser() if config.tls_cert else None
-        # When its file was last changed, and when it expires.
-        self._expiry = 0, 0.0
-        self._telemetry = telemetry
         self._last: tuple[Metric, ...] = ()
-        self._devices: list[metrics_devices.Words] = []
+        self._devices: list[DeviceSnapshot] = []
         self._timer: asyncio.TimerHandle | None = None
-        self._prometheus: PrometheusServer | None = None
+        self._prometheus: MetricsServer | None = None
         self._otlp: OtlpMetrics | None = None
 
     def start(self) -> None:
-        """ConfigError: the address can't be had, or the exporter is not installed."""
-        self._otlp = configure_metrics(
-            self._telemetry,
-            {"service.name": "mgpu-master", "service.version": VERSION},
-            lambda: self._collect(hardware=True),
-        )
+        """ConfigError: the address is not available, or the exporter is not installed."""
+        resource = {"service.name": "mgpu-master", "service.version": VERSION}
+        self._otlp = configure_metrics(self._telemetry, resource, lambda: self._collect(hardware=True))
         if self._listen:
             self._prometheus = serve_prometheus(self._listen, self._collect, self._tls)
             log.info("metrics are served", address=f"{self._listen.rpartition(':')[0]}:{self._prometheus.port}")
         if self._otlp is not None or self._prometheus is not None:
-            self._driver.latencies = Latencies()
-            self._snapshot()
+            self._driver.latencies = Latencies(self._driver.now())
+            self._run()
 
     def stop(self) -> None:
         if self._timer is not None:
@@ -71,131 +68,141 @@ class MasterMetrics:
         if self._prometheus is not None:
             self._prometheus.close()
 
-    def _take(self) -> None:
-        self._devices = metrics_devices.words(self._driver.core.fleet.workers.values())
-        self._last = (*_metrics(self._driver), *self._of_certificate())
+    def _run(self) -> None:
+        if self._certificate is not None and self._certificate.changed() and self._tls is not None:
+            self._renew(self._tls)
+        self._take()
+        self._timer = asyncio.get_running_loop().call_later(INTERVAL_S, self._run)
 
-    def _of_certificate(self) -> Iterator[Metric]:
-        if not self._certificate:
-            return
-        try:
-            changed_ns = self._certificate.stat().st_mtime_ns
-            if changed_ns != self._expiry[0]:
-                found = x509.load_pem_x509_certificate(self._certificate.read_bytes())
-                self._expiry = changed_ns, found.not_valid_after_utc.timestamp()
-        except (OSError, ValueError):
-            return  # the listener logs what is wrong with it
-        text = "When the master's certificate expires, in seconds since 1970."
-        yield Metric("mgpu_certificate_expiry_timestamp_seconds", "gauge", text, (Sample(self._expiry[1]),))
+    def _take(self) -> None:
+        self._devices = snapshots(self._driver.core.fleet.workers.values())
+        certificate = self._certificate.metrics() if self._certificate is not None else ()
+        self._last = (*_metrics(self._driver), *certificate)
 
     def _collect(self, *, hardware: bool = False) -> Iterator[Metric]:
-        """Called on the thread of who asks: a thousand devices have tens of thousands of numbers."""
-        devices = metrics_devices.told(self._devices)
+        """Runs on the scraper's thread: a thousand devices have tens of thousands of samples."""
         yield from self._last
-        yield from metrics_devices.metrics(devices)
-        if hardware:
-            yield from metrics_devices.hardware_metrics(devices)
-
-    def _snapshot(self) -> None:
-        self._take()
-        if self._tls is not None:
-            self._renew(self._tls)
-        self._timer = asyncio.get_running_loop().call_later(INTERVAL_S, self._snapshot)
+        yield from device_metrics(self._devices, hardware=hardware)
 
     def _renew(self, tls: tuple[str, str, str]) -> None:
-        """Takes a renewed certificate into use."""
-        assert self._prometheus is not None, "who serves over TLS serves"
+        assert self._prometheus is not None, "the endpoint is served over TLS"
         try:
-            changed_ns = Path(tls[0]).stat().st_mtime_ns
-            if changed_ns != self._certificate_ns:
-                self._prometheus.renew(tls[0], tls[1])
-                self._certificate_ns = changed_ns
+            self._prometheus.renew(tls[0], tls[1])
         except OSError as error:
             log.warning("a new certificate is not used for metrics", certificate=tls[0], error=str(error))
 
 
+class _Certificate:
+    """The master's certificate, read again when its file changes."""
+
+    def __init__(self, path: str) -> None:
+        self._path = Path(path).expanduser()
+        self._changed_ns = 0
+        self._expire_s = 0.0
+
+    def changed(self) -> bool:
+        """Whether there is a valid certificate that was not there before."""
+        try:
+            changed_ns = self._path.stat().st_mtime_ns
+            if changed_ns == self._changed_ns:
+                return False
+            self._expire_s = x509.load_pem_x509_certificate(self._path.read_bytes()).not_valid_after_utc.timestamp()
+        except (OSError, ValueError):
+            return False  # the listener logs what is wrong with it
+        self._changed_ns = changed_ns
+        return True
+
+    def metrics(self) -> Iterator[Metric]:
+        if self._expire_s:
+            text = "When the master's certificate expires, in seconds since 1970."
+            yield metric("mgpu_certificate_expiry_timestamp_seconds", text, sample(self._expire_s))
+
+
 def _metrics(driver: Driver) -> Iterator[Metric]:
-    core = driver.core
-    c = core.counters
-
-    def one(name: str, text: str, value: float) -> Metric:
-        return Metric(name, "counter" if name.endswith("_total") else "gauge", text, (Sample(value),))
-
-    yield one("mgpu_tasks_submitted_total", "Tasks taken.", c.submitted)
-    states = ("succeeded", "failed", "cancelled", "expired", "dead_lettered")
-    settled = tuple(Sample(getattr(c, s), {"outcome": s}) for s in states)
-    yield Metric("mgpu_tasks_settled_total", "counter", "Tasks that ended, by outcome.", settled)
-    yield one("mgpu_leases_requeued_total", "Leases taken back because a worker was lost or gave them up.", c.requeued)
-    yield one("mgpu_reports_stale_total", "Reports that came too late to count.", c.stale_reports)
-    queues = [(q.name, q) for q in core.queues.values()]
-    queued = tuple(Sample(q.queued, {"queue": n}) for n, q in queues)
-    yield Metric("mgpu_queue_tasks", "gauge", "Tasks that wait.", queued)
-    size = tuple(Sample(q.queued_bytes, {"queue": n}) for n, q in queues)
-    yield Metric("mgpu_queue_bytes", "gauge", "Payload bytes of tasks that wait.", size)
-    leased = tuple(Sample(q.leased, {"queue": n}) for n, q in queues)
-    yield Metric("mgpu_queue_leases", "gauge", "Tasks leased to workers.", leased)
-    yield one("mgpu_workers_active", "Connected workers, also those that get no tasks.", len(core.fleet.sessions))
-    yield one("mgpu_workers_lost", "Workers without one.", len(core.fleet.workers) - len(core.fleet.sessions))
-    workers = list(core.fleet.workers.values())
-    held = {"cordoned": 0, "draining": 0, "quarantined": 0}
-    for worker in workers:
-        for reason in held:
-            held[reason] += getattr(worker, reason)
-    text = "Workers that get no tasks, by reason; one may have several."
-    yield Metric("mgpu_workers_held", "gauge", text, tuple(Sample(n, {"reason": r}) for r, n in held.items()))
-    breaker = core.quarantine.breaker
-    yield one("mgpu_breaker_tripped", "1 if the circuit breaker has tripped.", float(breaker.tripped_s > 0))
-    text = "Devices quarantined within its window, and the one that tripped it, which is not."
-    yield one("mgpu_breaker_quarantines", text, breaker.count(driver.now()))
+    core, journal = driver.core, driver.journal
+    yield from _of_tasks(core)
+    yield from _of_fleet(core, driver.now())
     if driver.latencies is not None:
         yield from driver.latencies.metrics()
-    yield one("mgpu_journal_bytes", "What the journal takes on the disk.", driver.journal.size_bytes())
-    yield one("mgpu_journal_writable", "1 if durable tasks can be taken.", float(driver.journaling.writable))
-    yield one("mgpu_master_memory_bytes", "Resident memory of the master.", resident_bytes())
+    yield metric("mgpu_journal_bytes", "Size of the journal on disk.", sample(journal.size_bytes()))
+    writable = float(driver.journaling.writable)
+    yield metric("mgpu_journal_writable", "1 if durable tasks can be accepted.", sample(writable))
+    yield metric("mgpu_master_memory_bytes", "Resident memory of the master.", sample(resident_bytes()))
+    workers = list(core.fleet.workers.values())
     yield from _of_workers(workers)
+    yield from _of_models([w for w in workers if w.residency.reported])
+    yield from _of_caches(workers)
+
+
+def _of_tasks(core: Core) -> Iterator[Metric]:
+    c = core.counters
+    yield metric("mgpu_tasks_submitted_total", "Accepted tasks.", sample(c.submitted))
+    states = ("succeeded", "failed", "cancelled", "expired", "dead_lettered")
+    settled = [sample(getattr(c, state), outcome=state) for state in states]
+    yield metric("mgpu_tasks_settled_total", "Settled tasks, by outcome.", *settled)
+    text = "Leases taken back from lost workers or returned by workers."
+    yield metric("mgpu_leases_requeued_total", text, sample(c.requeued))
+    yield metric("mgpu_reports_stale_total", "Reports that came too late to count.", sample(c.stale_reports))
+    queues = list(core.queues.values())
+    yield metric("mgpu_queue_tasks", "Queued tasks.", *[sample(q.queued, queue=q.name) for q in queues])
+    text = "Payload bytes of queued tasks."
+    yield metric("mgpu_queue_bytes", text, *[sample(q.queued_bytes, queue=q.name) for q in queues])
+    yield metric("mgpu_queue_leases", "Tasks leased to workers.", *[sample(q.leased, queue=q.name) for q in queues])
+
+
+def _of_fleet(core: Core, now: float) -> Iterator[Metric]:
+    active, workers = len(core.fleet.sessions), core.fleet.workers.values()
+    yield metric("mgpu_workers_active", "Connected workers, also those that get no tasks.", sample(active))
+    yield metric("mgpu_workers_lost", "Known workers that are not connected.", sample(len(workers) - active))
+    reasons = ("cordoned", "draining", "quarantined")
+    held = [sample(sum(getattr(w, reason) for w in workers), reason=reason) for reason in reasons]
+    yield metric("mgpu_workers_held", "Workers that get no tasks, by reason; one may have several.", *held)
+    breaker = core.quarantine.breaker
+    tripped = float(breaker.tripped_s > 0)
+    yield metric("mgpu_breaker_tripped", "1 if the circuit breaker has tripped.", sample(tripped))
+    text = "Devices quarantined within its window, and the one that tripped it, which is not."
+    yield metric("mgpu_breaker_quarantines", text, sample(breaker.count(now)))
 
 
 def _of_workers(workers: list[Worker]) -> Iterator[Metric]:
-    def each(name: str, text: str, values: list[tuple[Worker, float | None]]) -> Metric:
-        samples = tuple(
-            Sample(v, {"worker_id": w.worker_id, "device_id": w.info.device_id}) for w, v in values if v is not None
+    def each(name: str, text: str, value: Callable[[Worker], float]) -> Metric:
+        return metric(
+            name, text, *[sample(value(w), worker_id=w.worker_id, device_id=w.info.device_id) for w in workers]
         )
-        return Metric(name, "counter" if name.endswith("_total") else "gauge", text, samples)
 
-    yield each("mgpu_worker_leases", "Unsettled leases.", [(w, float(len(w.leases))) for w in workers])
-    yield each("mgpu_worker_succeeded_total", "Tasks that succeeded there.", [(w, float(w.succeeded)) for w in workers])
-    yield each("mgpu_worker_failed_total", "Attempts that failed there.", [(w, float(w.failed)) for w in workers])
-    yield from _of_models([w for w in workers if w.residency.reported])
-    yield from _of_caches([(w, w.engine.embedding_cache) for w in workers if w.engine.embedding_cache is not None])
+    yield each("mgpu_worker_leases", "Unsettled leases.", lambda w: len(w.leases))
+    yield each("mgpu_worker_succeeded_total", "Tasks that succeeded there.", lambda w: w.succeeded)
+    yield each("mgpu_worker_failed_total", "Attempts that failed there.", lambda w: w.failed)
 
 
 def _of_models(workers: list[Worker]) -> Iterator[Metric]:
     def each(name: str, text: str, value: Callable[[Resident], float]) -> Metric:
-        samples = tuple(
-            Sample(value(r), {"worker_id": w.worker_id, "model": r.model})
-            for w in workers
-            for r in w.residency.reported.values()
-        )
-        return Metric(name, "counter" if name.endswith("_total") else "gauge", text, samples)
+        found = [(w.worker_id, r) for w in workers for r in w.residency.reported.values()]
+        return metric(name, text, *[sample(value(r), worker_id=worker_id, model=r.model) for worker_id, r in found])
 
-    resident = tuple(
-        Sample(sum(r.state is ModelState.READY for r in w.residency.reported.values()), {"worker_id": w.worker_id})
+    ready = [
+        sample(sum(r.state is ModelState.READY for r in w.residency.reported.values()), worker_id=w.worker_id)
         for w in workers
-    )
-    yield Metric("mgpu_models_resident", "gauge", "Models that are loaded and ready.", resident)
-    yield each("mgpu_model_memory_bytes", "What a loaded model takes of the device's memory.", lambda r: r.memory_bytes)
-    yield each("mgpu_model_loads_total", "Times that the worker has loaded it since it began.", lambda r: r.loads)
+    ]
+    yield metric("mgpu_models_resident", "Models that are loaded and ready.", *ready)
+    yield each("mgpu_model_memory_bytes", "Device memory that a loaded model takes.", lambda r: r.memory_bytes)
+    yield each("mgpu_model_loads_total", "How often the worker has loaded it.", lambda r: r.loads)
 
 
-def _of_caches(caches: list[tuple[Worker, EmbeddingCache]]) -> Iterator[Metric]:
-    texts = tuple(
-        Sample(value, {"worker_id": w.worker_id, "result": result})
-        for w, c in caches
+def _of_caches(workers: list[Worker]) -> Iterator[Metric]:
+    caches = [
+        (w.worker_id, worker_service_pb2.EmbeddingCache.FromString(w.engine.embedding_cache))
+        for w in workers
+        if w.engine.embedding_cache is not None
+    ]
+    texts = [
+        sample(value, worker_id=worker_id, result=result)
+        for worker_id, c in caches
         for result, value in (("hit", c.hits), ("joined", c.joined), ("miss", c.misses))
-    )
-    text = "Texts to embed: in the cache, computed at that time for another task, computed; since the engine began."
-    yield Metric("mgpu_embedding_cache_texts_total", "counter", text, texts)
-    entries = tuple(Sample(c.entries, {"worker_id": w.worker_id}) for w, c in caches)
-    yield Metric("mgpu_embedding_cache_entries", "gauge", "Vectors that the cache holds in memory.", entries)
-    size = tuple(Sample(c.size_bytes, {"worker_id": w.worker_id}) for w, c in caches)
-    yield Metric("mgpu_embedding_cache_bytes", "gauge", "What they take.", size)
+    ]
+    text = "Texts to embed since the engine began: cached, computed at that time for another task, computed."
+    yield metric("mgpu_embedding_cache_texts_total", text, *texts)
+    entries = [sample(c.entries, worker_id=worker_id) for worker_id, c in caches]
+    yield metric("mgpu_embedding_cache_entries", "Vectors in the cache's memory.", *entries)
+    size = [sample(c.size_bytes, worker_id=worker_id) for worker_id, c in caches]
+    yield metric("mgpu_embedding_cache_bytes", "Size of these vectors.", *size)

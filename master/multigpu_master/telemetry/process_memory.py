@@ -1,4 +1,4 @@
-"""How much memory this process takes."""
+"""Memory of this process."""
 
 import ctypes
 import os
@@ -11,8 +11,10 @@ def resident_bytes() -> int:
 
 
 def use_few_arenas() -> None:
-    """Has glibc's malloc serve all threads but the first from one heap. With one a thread, what each burst of calls has
-    left free in its heap is of no use to the next, on another thread: memory grows with every burst.
+    """Makes glibc's malloc use one heap for all threads but the first.
+
+    With a heap for each thread, memory that a burst of calls leaves free on one thread cannot be used by another
+    thread, and memory grows with every burst.
     """
     m_arena_max = -8  # malloc.h
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)

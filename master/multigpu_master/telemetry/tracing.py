@@ -1,6 +1,4 @@
-"""The master's part of a sampled task's trace, made once the task has settled: it waited, then it was in a worker's
-hands.
-"""
+"""The master's spans of a sampled task, recorded once it has settled: its time in the queue and its last attempt."""
 
 from multigpu.daemon.telemetry import span_from
 
@@ -8,7 +6,7 @@ from multigpu_master.core.model import Task
 
 
 def record_spans(task: Task) -> None:
-    """Makes the spans of a settled task that carries a trace context."""
+    """Records the spans of a settled task with a trace context."""
     outcome, extra = task.outcome, task.extra
     assert outcome is not None, "it is settled"
     assert extra is not None, "it carries a trace context"

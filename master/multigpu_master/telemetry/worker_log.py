@@ -1,4 +1,4 @@
-"""What the log says of workers: each that is lost, and each device that is quarantined or comes back."""
+"""Log lines about workers: lost and stopped workers, devices quarantined and returned to service."""
 
 import structlog
 
@@ -9,22 +9,22 @@ log = structlog.get_logger()
 
 
 class WorkerLog:
-    """Compares what changed with what it saw last."""
+    """Logs changes of workers since the last event."""
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
-        # By worker_id: its session, and whether the log says that it is quarantined. None: not yet, since it was before
-        # this master, and its worker has not said why.
+        # By worker_id: its session, and whether its quarantine was logged. None: it was quarantined before this master
+        # started, and its worker has not reported why.
         self._seen: dict[str, tuple[int, bool | None]] = {}
 
     def changed(self, worker: Worker) -> None:
         """Called with every WorkerChanged while the master is not stopping."""
-        session, told = self._seen.get(worker.worker_id, (0, False))
-        silent = worker.quarantined and not told and not worker.health.since_s
+        session, logged = self._seen.get(worker.worker_id, (0, False))
+        silent = worker.quarantined and not logged and not worker.health.since_s
         self._seen[worker.worker_id] = worker.session, None if silent else worker.quarantined
         if session and not worker.session:
             self._lost(worker, session)
-        if worker.quarantined != told and not silent:
+        if worker.quarantined != logged and not silent:
             self._quarantined(worker)
 
     def forget(self, worker: Worker) -> None:
@@ -32,7 +32,7 @@ class WorkerLog:
 
     def _lost(self, worker: Worker, session: int) -> None:
         driver = self._driver
-        # Of all workers that are lost in this event: mostly it is one.
+        # Of all workers lost in this event, mostly one.
         requeued = driver.core.counters.requeued - driver.requeued_before
         reason = driver.workers.end_reasons.get(session, "its stream ended")
         if worker.stopping and not requeued:
@@ -45,7 +45,7 @@ class WorkerLog:
     def _quarantined(self, worker: Worker) -> None:
         reasons = "; ".join(f"{r.code}: {r.message}" for r in worker.health.reasons)
         if worker.quarantined:
-            reasons = reasons or "tasks broke its engine: it is checked"
+            reasons = reasons or "tasks broke its engine: it is being checked"
             log.warning("device quarantined", worker_id=worker.worker_id, reason=reasons)
         else:
-            log.info("device back from quarantine", worker_id=worker.worker_id, reason=reasons or "a check was passed")
+            log.info("device back from quarantine", worker_id=worker.worker_id, reason=reasons or "it passed a check")

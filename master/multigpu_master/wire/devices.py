@@ -1,6 +1,6 @@
-"""What workers say of their devices: what the core reads of it, and all of it for those who ask.
+"""Devices: description, telemetry and health as workers report them and operators see them.
 
-The core carries the rest as the serialized message, which it never reads. Here it is freed of what makes no sense.
+The core reads a few fields. The rest is kept as the serialized message, without non-finite numbers and unknown fields.
 """
 
 import dataclasses
@@ -11,19 +11,22 @@ from google.protobuf.message import DecodeError
 from multigpu.v1 import device_pb2, worker_service_pb2
 
 from multigpu_master.core.model import Energy
-from multigpu_master.core.workers.info import Telemetry, WorkerInfo
+from multigpu_master.core.workers.info import Health, HealthReason, HealthState, Telemetry, WorkerInfo
+from multigpu_master.wire.times import seconds_of, set_time
 
-# A worker that says more of its device has only what the core reads kept.
+# Of a larger message only the fields that the core reads are kept.
 BYTES_MAX = 64 << 10
 MPS_MESSAGE_CHARS_MAX = 1 << 10
-HANDLERS_ERROR_CHARS_MAX = 1 << 10
-_READ = tuple(f.name for f in dataclasses.fields(Telemetry) if f.name not in ("sample_s", "wire"))
+HANDLERS_VERSION_CHARS_MAX, HANDLERS_ERROR_CHARS_MAX = 64, 1 << 10
+REASONS_MAX, REASON_CODE_CHARS_MAX, REASON_CHARS_MAX = 16, 64, 1 << 10
+_CORE_FIELDS = tuple(f.name for f in dataclasses.fields(Telemetry) if f.name not in ("sample_s", "wire"))
 
 
-def telemetry(message: device_pb2.DeviceTelemetry, sample_s: float) -> Telemetry:
-    """What a device says of how it is doing. Takes the message for itself."""
-    told = _clean(message)
-    read = {name: told[name] for name in _READ if name in told}
+def telemetry(message: device_pb2.DeviceTelemetry) -> Telemetry:
+    """A device's sample. Changes the message."""
+    sample_s = seconds_of(message.sample_time)
+    values = _clean(message)
+    read = {name: values[name] for name in _CORE_FIELDS if name in values}
     message.ClearField("sample_time")
     wire = message.SerializeToString()
     if len(wire) > BYTES_MAX:
@@ -32,60 +35,93 @@ def telemetry(message: device_pb2.DeviceTelemetry, sample_s: float) -> Telemetry
 
 
 def device_wire(message: device_pb2.Device) -> bytes:
-    """What a device is, serialized. Takes the message for itself."""
+    """A device's description, serialized. Changes the message."""
     _clean(message)
     wire = message.SerializeToString()
-    return wire if len(wire) <= BYTES_MAX else b""
+    if len(wire) > BYTES_MAX:
+        wire = device_pb2.Device(name=message.name, product=message.product).SerializeToString()
+    return wire
 
 
 def mps(message: device_pb2.MpsStatus) -> bytes:
-    """What a worker says of its GPU's MPS, serialized. Takes the message for itself."""
+    """The state of MPS on a worker's GPU, serialized. Changes the message."""
     message.DiscardUnknownFields()
     message.message = message.message[:MPS_MESSAGE_CHARS_MAX]
     return message.SerializeToString()
 
 
 def handlers(message: worker_service_pb2.Handlers) -> bytes:
-    """What a worker says of its handlers, serialized. Takes the message for itself."""
+    """A worker's handlers, serialized. Changes the message."""
     message.DiscardUnknownFields()
-    message.version, message.error = message.version[:64], message.error[:HANDLERS_ERROR_CHARS_MAX]
+    message.version = message.version[:HANDLERS_VERSION_CHARS_MAX]
+    message.error = message.error[:HANDLERS_ERROR_CHARS_MAX]
     return message.SerializeToString()
 
 
 def _clean(message: device_pb2.Device | device_pb2.DeviceTelemetry) -> dict[str, Any]:
-    """Frees it of numbers that are none, and of fields that this version doesn't know. Returns what it holds."""
+    """Removes non-finite numbers and unknown fields. Returns the fields that are left."""
     message.DiscardUnknownFields()
-    told = {field.name: value for field, value in message.ListFields()}
-    if not math.isfinite(sum(value for value in told.values() if type(value) is float)):
-        for name in [name for name, value in told.items() if type(value) is float and not math.isfinite(value)]:
+    values = {field.name: value for field, value in message.ListFields()}
+    if not math.isfinite(sum(value for value in values.values() if type(value) is float)):
+        for name in [name for name, value in values.items() if type(value) is float and not math.isfinite(value)]:
             message.ClearField(name)
-            del told[name]
-    return told
+            del values[name]
+    return values
 
 
 def device_message(info: WorkerInfo) -> device_pb2.Device:
-    """What a device is. ValueError: what was kept of it is damaged."""
+    """A device's description. ValueError: the stored message is damaged."""
     try:
         message = device_pb2.Device.FromString(info.device_wire)
     except DecodeError as error:
         raise ValueError(f"the device's description is damaged: {error}") from error
-    message.device_id, message.name, message.product = info.device_id, info.device_name, info.device_product
-    message.memory_total_bytes = info.memory_total_bytes
+    message.device_id, message.memory_total_bytes = info.device_id, info.memory_total_bytes
+    message.name = message.name or "cpu"
     return message
 
 
-def telemetry_message(told: Telemetry) -> device_pb2.DeviceTelemetry:
-    """How a device is doing; without the sample's time."""
-    message = device_pb2.DeviceTelemetry.FromString(told.wire)
-    for name in _READ:
-        value = getattr(told, name)
+def telemetry_message(sample: Telemetry) -> device_pb2.DeviceTelemetry:
+    """A device's sample, without its time."""
+    message = device_pb2.DeviceTelemetry.FromString(sample.wire)
+    for name in _CORE_FIELDS:
+        value = getattr(sample, name)
         if value is not None:
             setattr(message, name, value)
     return message
 
 
 def energies(joules: list[float], method: int, uncertainty: float) -> list[Energy]:
-    """What each task took; none if one of the figures makes no sense."""
+    """The energy of each task; none if any number is negative or not finite."""
     if not all(math.isfinite(x) and x >= 0.0 for x in (*joules, uncertainty)):
         return []
     return [Energy(x, method, uncertainty) for x in joules]
+
+
+def health(m: device_pb2.DeviceHealth) -> Health:
+    """A device's health. A state that this master does not know counts as SICK."""
+    reasons = tuple(
+        HealthReason(r.code[:REASON_CODE_CHARS_MAX], r.message[:REASON_CHARS_MAX], seconds_of(r.since_time))
+        for r in m.reasons[:REASONS_MAX]
+    )
+    known = HealthState.HEALTHY <= m.state <= HealthState.RECOVERING
+    return Health(
+        state=HealthState(m.state) if known else HealthState.SICK,
+        since_s=seconds_of(m.since_time),
+        reasons=reasons,
+        unusable=m.unusable,
+        checks_passed=m.checks_passed,
+        next_check_s=seconds_of(m.next_check_time) if m.HasField("next_check_time") else 0.0,
+    )
+
+
+def fill_health(message: device_pb2.DeviceHealth, health: Health) -> None:
+    """Fills a DeviceHealth message."""
+    message.state = int(health.state)  # type: ignore[assignment]  # enums are ints on the wire
+    message.unusable, message.checks_passed = health.unusable, health.checks_passed
+    if health.since_s:
+        set_time(message.since_time, health.since_s)
+    if health.next_check_s:
+        set_time(message.next_check_time, health.next_check_s)
+    for reason in health.reasons:
+        each = message.reasons.add(code=reason.code, message=reason.message)
+        set_time(each.since_time, reason.since_s)

@@ -1,10 +1,8 @@
-"""The two pieces of protobuf's encoding that we write ourselves, to put messages together from parts that are
-serialized already.
-"""
+"""The parts of protobuf's encoding needed to put a message together from serialized fields."""
 
 
 def varint(value: int) -> bytes:
-    """A length, as protobuf writes it."""
+    """A length in protobuf's encoding."""
     out = bytearray()
     while value > 0x7F:
         out.append(value & 0x7F | 0x80)
@@ -14,5 +12,5 @@ def varint(value: int) -> bytes:
 
 
 def tag(number: int) -> bytes:
-    """What comes before the length of a field of bytes, or of a message."""
+    """The tag of a length-delimited field: bytes, a string or a message."""
     return varint(number << 3 | 2)

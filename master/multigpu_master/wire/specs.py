@@ -1,4 +1,4 @@
-"""Specs of tasks: validated, and interned, so that equal ones are one object, however many frames carry them."""
+"""Task specs: validated and interned, so that equal specs share one object."""
 
 import math
 import weakref
@@ -11,52 +11,60 @@ from multigpu.v1 import task_pb2
 
 from multigpu_master.core.model import Spec
 from multigpu_master.journal.protocol import JournalError
-from multigpu_master.wire import models as wire_models
-from multigpu_master.wire.messages import ATTEMPTS_MAX, MODEL_BYTES_MAX, NAME_BYTES_MAX, InvalidTaskError, seconds_of
+from multigpu_master.wire.times import seconds_of
+from multigpu_master.wire.validation import (
+    ATTEMPTS_MAX,
+    MODEL_BYTES_MAX,
+    NAME_BYTES_MAX,
+    InvalidMessageError,
+    check_printable,
+    check_size,
+)
 
 PRIORITY_DEFAULT, ATTEMPTS_DEFAULT = 3, 3
+BACKOFF_INITIAL_S, BACKOFF_MAX_S = 0.1, 30.0
 DURABLE_TTL_S, EPHEMERAL_TTL_S = 86_400.0, 300.0
 PARAMETERS_MAX, PARAMETERS_BYTES_MAX = 64, 64 << 10
-# The limit of tasks bounds the memory of smaller specs. Larger ones of one queue have this many bytes in all.
+# Specs up to SMALL_BYTES are bounded by the limit of queued tasks; larger ones by their total size in each queue.
 SMALL_BYTES = 1 << 10
 LARGE_BYTES_MAX = 64 << 20
 
 
 class SpecsFullError(Exception):
-    """There are too many different large specs; the message says what to do."""
+    """There are too many different large specs; the text says what to do."""
 
 
 class SpecReader:
-    """Validates TaskSpec messages and interns them.
+    """Validates and interns TaskSpec messages.
 
-    Deadlines are by the clocks of clients and hosts: `skew` says what to add to one now, to have it by the master's. As
-    long as a spec lives, its deadline stays.
+    `skew`: seconds to add to a client's deadline to convert it to the master's clock. It is added once for each spec.
     """
 
     def __init__(self, result_ttl_max_s: float = math.inf, skew: Callable[[], float] = lambda: 0.0) -> None:
         self._specs: weakref.WeakValueDictionary[bytes, Spec] = weakref.WeakValueDictionary()
         self._messages: weakref.WeakKeyDictionary[Spec, task_pb2.TaskSpec] = weakref.WeakKeyDictionary()
         self._result_ttl_max_s = result_ttl_max_s
-        self._large_bytes: Counter[str] = Counter()  # of the large specs that live, by queue
+        self._large_bytes: Counter[str] = Counter()  # of large specs, by queue
         self._skew = skew
 
     def read(self, message: task_pb2.TaskSpec) -> Spec:
-        """The Spec for a message. InvalidTaskError: it makes no sense. SpecsFullError: too many are large."""
+        """The Spec of a message. InvalidMessageError, SpecsFullError: it is rejected."""
         wire = message.SerializeToString(deterministic=True)
         spec = self._specs.get(wire)
         if spec is None:
-            _name("content_type", message.content_type, NAME_BYTES_MAX)
-            wire_models.plain_spec(message)
+            check_size("content_type", message.content_type, NAME_BYTES_MAX)
+            for field in ("content_type", "kind", "model", "queue"):
+                check_printable(field, getattr(message, field))
             spec = _spec(message, wire, self._skew())
-            # Not of what a journal holds: masters of before took it.
+            # Checked here only, as these names are: the journal may hold specs that earlier versions accepted.
             both = message.HasField("backoff_initial") and message.HasField("backoff_max")
             if both and seconds_of(message.backoff_max) < spec.backoff_initial_s:
-                raise InvalidTaskError(
+                raise InvalidMessageError(
                     f"backoff_max is {seconds_of(message.backoff_max):g} s; it must be at least backoff_initial, "
                     f"which is {spec.backoff_initial_s:g} s"
                 )
             if spec.result_ttl_s > self._result_ttl_max_s:
-                raise InvalidTaskError(
+                raise InvalidMessageError(
                     f"result_ttl is {spec.result_ttl_s:g} s; at most {self._result_ttl_max_s:g} s are allowed "
                     "(the master's result_ttl_max_s)"
                 )
@@ -81,13 +89,13 @@ class SpecReader:
             del self._large_bytes[queue]
 
     def restore(self, wire: bytes) -> Spec:
-        """The Spec for bytes from the journal. JournalError: they are damaged."""
+        """The Spec of a serialized TaskSpec from the journal. JournalError: it is damaged."""
         spec = self._specs.get(wire)
         if spec is not None:
             return spec
         try:
             spec = _spec(task_pb2.TaskSpec.FromString(wire), wire, self._skew())
-        except (DecodeError, InvalidTaskError) as error:
+        except (DecodeError, InvalidMessageError) as error:
             raise JournalError(
                 f"The journal holds a task whose spec is damaged ({error}). Restore the data directory from a backup, "
                 "or give another --data-dir."
@@ -96,7 +104,7 @@ class SpecReader:
         return spec
 
     def message(self, spec: Spec) -> task_pb2.TaskSpec:
-        """The message for a Spec, to be copied from and not changed."""
+        """The message of a Spec. Callers must not change it."""
         message = self._messages.get(spec)
         if message is None:
             message = self._messages[spec] = task_pb2.TaskSpec.FromString(spec.wire)
@@ -104,28 +112,23 @@ class SpecReader:
 
 
 def _spec(m: task_pb2.TaskSpec, wire: bytes, skew_s: float) -> Spec:
-    _name("kind", m.kind, NAME_BYTES_MAX)
+    check_size("kind", m.kind, NAME_BYTES_MAX)
     if not m.kind:
-        raise InvalidTaskError('kind is missing; name what is to run, for example "embed"')
-    _name("model", m.model, MODEL_BYTES_MAX)
-    _name("queue", m.queue, NAME_BYTES_MAX)
+        raise InvalidMessageError('kind is missing; name what is to run, for example "embed"')
+    check_size("model", m.model, MODEL_BYTES_MAX)
+    check_size("queue", m.queue, NAME_BYTES_MAX)
     if not 0 <= m.priority <= 5:
-        raise InvalidTaskError(
+        raise InvalidMessageError(
             f"priority {m.priority} is out of range; use 1 (served first) to 5, or 0 for {PRIORITY_DEFAULT}"
         )
     if not 0 <= m.attempts_max <= ATTEMPTS_MAX:
-        raise InvalidTaskError(f"attempts_max {m.attempts_max} is out of range; use 1 to {ATTEMPTS_MAX}")
+        raise InvalidMessageError(f"attempts_max {m.attempts_max} is out of range; use 1 to {ATTEMPTS_MAX}")
     _mapping("parameters", m.parameters)
     _mapping("required_labels", m.required_labels)
     if m.durability not in task_pb2.Durability.values():
-        raise InvalidTaskError(f"durability {m.durability} is unknown; use DURABLE or EPHEMERAL")
+        raise InvalidMessageError(f"durability {m.durability} is unknown; use DURABLE or EPHEMERAL")
     durable = m.durability != task_pb2.DURABILITY_EPHEMERAL
-    initial_s = _timeout(m, "backoff_initial", 0.1)
-    max_s = _timeout(m, "backoff_max", 30.0)
-    assert initial_s is not None, "it has a default"
-    assert max_s is not None, "it has a default"
-    ttl_s = _timeout(m, "result_ttl", DURABLE_TTL_S if durable else EPHEMERAL_TTL_S)
-    assert ttl_s is not None, "it has a default"
+    initial_s = _timeout(m, "backoff_initial") or BACKOFF_INITIAL_S
     same = task_pb2.TaskSpec(kind=m.kind, model=m.model, content_type=m.content_type, parameters=m.parameters)
     return Spec(
         kind=m.kind,
@@ -135,39 +138,33 @@ def _spec(m: task_pb2.TaskSpec, wire: bytes, skew_s: float) -> Spec:
         labels=tuple(sorted(m.required_labels.items())),
         memory_bytes=m.required_device_memory_bytes,
         deadline_s=seconds_of(m.deadline) + skew_s if m.HasField("deadline") else None,
-        queue_timeout_s=_timeout(m, "queue_timeout", None),
-        run_timeout_s=_timeout(m, "run_timeout", None),
+        queue_timeout_s=_timeout(m, "queue_timeout"),
+        run_timeout_s=_timeout(m, "run_timeout"),
         attempts_max=m.attempts_max or ATTEMPTS_DEFAULT,
         backoff_initial_s=initial_s,
-        backoff_max_s=max(initial_s, max_s),
+        backoff_max_s=max(initial_s, _timeout(m, "backoff_max") or BACKOFF_MAX_S),
         durable=durable,
-        result_ttl_s=ttl_s,
+        result_ttl_s=_timeout(m, "result_ttl") or (DURABLE_TTL_S if durable else EPHEMERAL_TTL_S),
         wait_for_worker=m.wait_for_worker,
         identity=zlib.crc32(same.SerializeToString(deterministic=True)) >> 1,
         wire=wire,
     )
 
 
-def _timeout(m: task_pb2.TaskSpec, field: str, default: float | None) -> float | None:
+def _timeout(m: task_pb2.TaskSpec, field: str) -> float | None:
     if not m.HasField(field):
-        return default
+        return None
     value = seconds_of(getattr(m, field))
     if not value > 0 or not math.isfinite(value):
-        raise InvalidTaskError(f"{field} is {value:g} s; it must be above zero, or absent")
+        raise InvalidMessageError(f"{field} is {value:g} s; it must be above zero, or absent")
     return value
-
-
-def _name(field: str, value: str, bytes_max: int) -> None:
-    size = len(value.encode())
-    if size > bytes_max:
-        raise InvalidTaskError(f"{field} has {size} bytes; at most {bytes_max} are allowed")
 
 
 def _mapping(field: str, items: Mapping[str, str]) -> None:
     if len(items) > PARAMETERS_MAX:
-        raise InvalidTaskError(f"{field} has {len(items)} entries; at most {PARAMETERS_MAX} are allowed")
+        raise InvalidMessageError(f"{field} has {len(items)} entries; at most {PARAMETERS_MAX} are allowed")
     size = sum(len(k.encode()) + len(v.encode()) for k, v in items.items())
     if size > PARAMETERS_BYTES_MAX:
-        raise InvalidTaskError(
+        raise InvalidMessageError(
             f"{field} has {size} bytes; at most {PARAMETERS_BYTES_MAX} are allowed: put data in the payload"
         )

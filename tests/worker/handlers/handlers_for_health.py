@@ -67,6 +67,14 @@ def work(value: bytes, ctx: Context) -> bytes:
     return b"%d" % os.getpid()
 
 
+@handler("health.mark")
+def mark(value: bytes, ctx: Context) -> None:
+    """Creates the file of this name, and works until it is cancelled."""
+    Path(value.decode()).touch()
+    while not ctx.cancelled:
+        time.sleep(0.01)
+
+
 @handler("health.raise")
 def raising(value: bytes) -> Any:
     """Fails with these words, as a framework would."""

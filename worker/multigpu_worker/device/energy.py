@@ -1,55 +1,50 @@
-"""What a batch takes of its device's energy: the difference of the device's counter over the batch's window.
+"""Energy of a batch, from the energy counter or the power sensor of its device.
 
-Pure: readings come in with their instants, figures go out. Readings are taken while the device works, ten times a
-second; what lies between two is interpolated, what lies after the last is taken to go on as before. Batches that run
-at one time share what the device took in equal parts, for as long as they did; the tasks of a batch share its part by
-their work. So what is put down to tasks adds up to what the device took while it worked, idle power included.
+Pure. Readings are taken ten times a second while the device works. Between two readings power counts as constant; after
+the last one the mean power counts. Batches that run at the same time share the device's energy equally, and the tasks
+of a batch share its part by their work. So the energies of all tasks add up to the energy that the device used while
+it worked, idle power included.
 
-A figure is worth no more than the device's sensor, so each has an uncertainty, half the width of the interval as a
-share of the figure. It adds up:
+Each energy has an uncertainty, half the width of the interval as a share of the value. It is the sum of:
 
-- SENSOR_ERROR, what NVIDIA's sensors are off by;
-- the counter's period over the time that was measured: at its ends the counter may lag so far behind;
-- how much power varied meanwhile, over the root of the number of readings: the sensors of A100 and H100 see a quarter
-  of the time only, so that each reading is a sample of what went on; and what is shorter than the counter can tell is
-  put down at the mean power of the busy second that it was part of;
-- the share of the window that no reading covers, by how much power varied, at least a tenth of it;
-- one for each other process that worked on the device: all are taken to have equal parts while they work, and each may
-  have had anything between nothing and all.
+- SENSOR_ERROR, the error of NVIDIA's sensors;
+- the lag of a reading over the measured time: the readings at both ends may be that old;
+- the variation of power over the root of the number of readings: the sensors of A100 and H100 see only a quarter of the
+  time, so each reading is a sample, and a batch that is too short to be measured counts at the mean power around it;
+- the share of the batch after the last reading, times the variation of power, which counts as at least 0.1;
+- one for each other process that works on the device: it counts as an equal share, and may be anything from 0 to 1.
 
-Where that comes to 1 or more with us alone on the device, the device can't tell: then there is no figure.
+There is no energy if the sum without the last item is 1 or more.
 """
 
 import bisect
 from dataclasses import dataclass
 from enum import IntEnum
 
-# NVIDIA's own word for its sensors.
 SENSOR_ERROR = 0.05
 READING_INTERVAL_S = 0.1
-# Readings closer than this are one: the counter moves in steps, and a step between two such would look like a burst.
+# Of closer readings one is dropped: the counter moves in steps, and a step between the two would look like a burst.
 _APART_NS = int(READING_INTERVAL_S * 1e9 / 2)
-# So many readings are kept; past it the older half is thinned out.
+# Past it, every second reading of the older half is dropped.
 READINGS_MAX = 512
 
 
 class EnergyMethod(IntEnum):
-    """How it was measured. The numbers are those of multigpu.v1.EnergyMethod."""
+    """Values as in multigpu.v1.EnergyMethod."""
 
     COUNTER = 1
     SAMPLED_POWER = 2
 
 
-# How far behind the truth a reading may be, in seconds: NVML's counter moves every 20 to 100 ms, and the power that it
-# tells is the mean of the last second.
+# How old a reading may be: NVML's counter moves every 20 to 100 ms, its power is the mean of the last second.
 LAG_S = {EnergyMethod.COUNTER: 0.1, EnergyMethod.SAMPLED_POWER: 1.0}
-# A window shorter than this many lags is measured as part of a longer one.
+# A batch shorter than this many lags is measured as part of a longer time.
 BASE_LAGS = 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Energy:
-    """What tasks took, for each unit of their work."""
+    """Energy of a batch for each unit of its work."""
 
     joules_per_unit: float
     method: EnergyMethod
@@ -57,25 +52,25 @@ class Energy:
 
 
 class EnergyMeter:
-    """The readings since the device last began to work. Instants in nanoseconds since 1970."""
+    """The readings since the device began to work. Times in nanoseconds since 1970."""
 
     def __init__(self, method: EnergyMethod) -> None:
         self.method = method
-        # Who works on the device now: our engines count as one, other processes as one each.
+        # Processes that work on the device now; all our engines count as one.
         self.sharers = 1
         self._base_ns = int(BASE_LAGS * LAG_S[method] * 1e9)
         self._lag_ns = int(LAG_S[method] * 1e9)
         self._last_value = 0.0
-        # Instants, and the joules by then of one of those that ran at one time, since the first reading: all, and our
-        # part. Replaced, never changed: another thread may be at it.
+        # Times, and for each the energy of one of the concurrent batches since the first reading: with other processes'
+        # shares, and without. Replaced as a whole: `measure` runs on another thread.
         self._readings: tuple[list[int], list[float], list[float]] = ([], [], [])
 
     def reset(self) -> None:
-        """The device has no work any more."""
+        """The device has no work."""
         self._readings = ([], [], [])
 
     def read(self, now_ns: int, value: float, running: int) -> None:
-        """The counter in joules, or power in watts, by the method; and how many batches run at one time."""
+        """`value`: the counter in joules or the power in watts, by the method. `running`: concurrent batches."""
         times, joules, ours = self._readings
         if times and 0 < now_ns - times[-1] < _APART_NS:
             return
@@ -84,7 +79,7 @@ class EnergyMeter:
             grown = value - last_value
         else:
             grown = (last_value + value) / 2 * (now_ns - times[-1]) / 1e9 if times else 0.0
-        # Nothing before it, the clock was set back, or the driver was loaded again.
+        # The first reading, or the clock was set back, or the driver was loaded again.
         if not times or now_ns <= times[-1] or grown < 0:
             self._readings = ([now_ns], [0.0], [0.0])
             return
@@ -96,35 +91,33 @@ class EnergyMeter:
         self._readings = ([*times, now_ns], [*joules, joules[-1] + grown], [*ours, ours[-1] + grown / self.sharers])
 
     def measure(self, start_ns: int, finish_ns: int, units: int) -> Energy | None:
-        """What a batch took between two instants for each of its units. None: the device can't tell."""
+        """Energy of a batch for each unit of its work. None: it cannot be measured."""
         times, joules, ours = self._readings
         window_ns = finish_ns - start_ns
         if len(times) < 2 or window_ns <= 0 or units <= 0:
             return None
-        # What is measured: the readings about the window, and those before it if that is too short.
+        # The readings around the batch, and those before it if it is too short.
         right = min(bisect.bisect_left(times, finish_ns), len(times) - 1)
         left = max(0, bisect.bisect_right(times, min(start_ns, times[right] - self._base_ns)) - 1)
         base_ns = times[right] - times[left]
         if base_ns <= 0:
             return None
-        # In joules a nanosecond.
+        # In joules per nanosecond.
         powers = [(joules[i + 1] - joules[i]) / (times[i + 1] - times[i]) for i in range(left, right)]
         mean = (joules[right] - joules[left]) / base_ns
         if mean <= 0:
             return None
         covered_ns = max(0, min(finish_ns, times[right]) - max(start_ns, times[left]))
+        total = mean * window_ns
         if window_ns >= self._base_ns:
             inside = _at(times, joules, min(finish_ns, times[right])) - _at(times, joules, max(start_ns, times[left]))
             total = inside + mean * (window_ns - covered_ns)
-        else:
-            total = mean * window_ns
-        # How far power went from its mean.
-        swing = max(max(powers) - mean, mean - min(powers)) / mean
+        variation = max(max(powers) - mean, mean - min(powers)) / mean
         uncertainty = (
             SENSOR_ERROR
             + self._lag_ns / base_ns
-            + swing / max(1.0, window_ns / self._lag_ns) ** 0.5
-            + max(0.1, swing) * (1.0 - covered_ns / window_ns)
+            + variation / max(1.0, window_ns / self._lag_ns) ** 0.5
+            + max(0.1, variation) * (1.0 - covered_ns / window_ns)
         )
         if uncertainty >= 1.0:
             return None
@@ -134,9 +127,9 @@ class EnergyMeter:
         )
 
 
-def _at(times: list[int], joules: list[float], instant_ns: int) -> float:
-    """Between two readings, as if power had been even."""
-    right = min(max(1, bisect.bisect_left(times, instant_ns)), len(times) - 1)
+def _at(times: list[int], joules: list[float], time_ns: int) -> float:
+    """Energy at a time between two readings."""
+    right = min(max(1, bisect.bisect_left(times, time_ns)), len(times) - 1)
     left = right - 1
-    share = (instant_ns - times[left]) / (times[right] - times[left])
+    share = (time_ns - times[left]) / (times[right] - times[left])
     return joules[left] + share * (joules[right] - joules[left])

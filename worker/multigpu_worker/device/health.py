@@ -1,13 +1,12 @@
-"""Whether a device is fit for work.
+"""The state machine of a device's health.
 
-Pure: no clock, no driver, no process. What was observed goes in, with the time; a state, its reasons and when to check
-come out. health_monitor.py feeds it and carries out what follows.
+Pure: health_monitor.py passes in observations with their time, and carries out the consequences of the state.
 
-Two kinds of reasons. *Findings* are levels: they hold as long as they are found (heat, a lost device, a reset that is
-required). *Faults* are events: a moment's observation (an XID, a wrong answer) that holds until a check is passed. A
-finding so grave that the device was sick leaves a fault behind when it ends, so that no sick device comes back without
-a check. Checks are tried with a delay that doubles while they fail, or while the device falls sick again soon after;
-what is still found (a lost device, a reset that is required) is waited for, and then the check is due at once.
+There are two kinds of reasons. *Findings* are levels: they hold while they are observed (heat, a lost device, a
+required reset). *Faults* are events (an XID, a wrong answer): they hold until a check is passed. A finding of gravity
+SICK or more becomes a fault when it ends, so that no sick device returns without a check. The delay before a check
+doubles while checks fail, and while the device soon falls sick again. No check is made while a finding of gravity SICK
+or more holds; when it ends, the check is due at once.
 
     HEALTHY ◄──► DEGRADED        nothing wrong; something wrong, but it works
         │            │
@@ -16,9 +15,9 @@ what is still found (a lost device, a reset that is required) is waited for, and
            SICK ◄─────┐
              │        │ the check failed, or another fault
              ▼        │
-         RECOVERING ──┘          nothing grave is found any more, and it is being checked
+         RECOVERING ──┘          being checked: no finding of gravity SICK or more
              │
-             ▼  the check was passed
+             ▼  the check passed
     HEALTHY, DEGRADED
 """
 
@@ -26,16 +25,16 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import IntEnum
 
-# The first check comes so long after the device fell sick; the delay doubles up to the limit.
+# Delay of the first check after the device fell sick, and the limit of its doubling.
 CHECK_MIN_S, CHECK_MAX_S = 1.0, 300.0
-# A device that was fit for so long starts with the shortest delay again.
+# A device that was fit for this long starts with the shortest delay again.
 STEADY_S = 600.0
-# How long an event that only degrades a device is told.
+# How long a fault of gravity DEGRADED holds.
 NOTICE_S = 3600.0
 
 
 class State(IntEnum):
-    """The numbers are those of multigpu.v1.HealthState."""
+    """Values as in multigpu.v1.HealthState."""
 
     HEALTHY = 1
     DEGRADED = 2
@@ -44,45 +43,45 @@ class State(IntEnum):
 
 
 class Gravity(IntEnum):
-    # It works on.
+    # The device stays in use.
     DEGRADED = 1
-    # Nothing new; what runs may finish.
+    # No new tasks; running ones may finish.
     SICK = 2
-    # No new engine can start; what runs may finish, and starts go on being tried.
+    # No engine can start. Running tasks may finish, and starts are retried.
     NO_ENGINE = 3
-    # Nothing can run, or nothing that runs can be trusted: the device is let go of.
+    # No task can run, or no result can be trusted: engines are ended.
     UNUSABLE = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Reason:
-    # For programs: see multigpu.v1.HealthReason.
+    # See multigpu.v1.HealthReason.
     code: str
-    # For people: what is wrong and what to do.
+    # What is wrong, and what to do.
     message: str
     gravity: Gravity
     since_s: float = 0.0
 
 
 class Health:
-    """See the module. Times in seconds, of any one clock that doesn't jump."""
+    """Times in seconds of a clock that does not jump."""
 
     def __init__(self, now_s: float) -> None:
         self.state = State.HEALTHY
         self.since_s = now_s
-        # When a check is due, if the device is sick and nothing grave is found.
+        # When a check is due, unless a finding blocks it.
         self.next_check_s = 0.0
-        self._first_check_s = 0.0  # that which followed its falling sick
-        self._fit_s = now_s - STEADY_S  # when it became fit
+        self._first_check_s = 0.0  # the first one after the device fell sick
+        self._fit_s = now_s - STEADY_S  # when the device became fit
         self._findings: dict[str, Reason] = {}
         self._faults: dict[str, Reason] = {}
         self._checking = False
-        # Checks failed, and times it fell sick, since it was steady.
+        # Failed checks, and times the device fell sick, since it was fit for STEADY_S.
         self._setbacks = 0
 
     @property
     def reasons(self) -> list[Reason]:
-        """The gravest first, then the oldest."""
+        """Sorted by gravity, then by age."""
         every = {**self._faults, **self._findings}
         return sorted(every.values(), key=lambda reason: (-reason.gravity, reason.since_s, reason.code))
 
@@ -92,16 +91,16 @@ class Health:
 
     @property
     def unusable(self) -> bool:
-        """Nothing can begin on it. Not while it is being checked: that is what it is tried for."""
+        """No task can start. False during a check, which is to find that out."""
         return not self._checking and any(reason.gravity >= Gravity.NO_ENGINE for reason in self.reasons)
 
     @property
     def barred(self) -> bool:
-        """Nothing may be on it: no engine process either."""
+        """No engine process may use the device. False during a check."""
         return not self._checking and any(reason.gravity is Gravity.UNUSABLE for reason in self.reasons)
 
     def find(self, findings: Iterable[Reason], now_s: float) -> None:
-        """Take what is found now, all of it."""
+        """Replace the findings."""
         before, self._findings = self._findings, {}
         for finding in findings:
             old = before.get(finding.code)
@@ -115,7 +114,7 @@ class Health:
         self._derive(now_s)
 
     def happen(self, code: str, message: str, gravity: Gravity, now_s: float) -> None:
-        """Something happened to the device."""
+        """Add a fault."""
         old = self._faults.get(code)
         if old is not None:
             gravity = max(gravity, old.gravity)
@@ -125,11 +124,10 @@ class Health:
         self._derive(now_s)
 
     def check_due(self, now_s: float) -> bool:
-        """Whether to check the device now."""
         return self.state is State.SICK and not self._blocked() and now_s >= self.next_check_s
 
     def reset_seen(self, now_s: float) -> None:
-        """The device is another one than that of the checks that failed: the next one does not wait for them."""
+        """The device was reset: the delay that earlier failed checks have caused is void."""
         if not self._checking:
             self.next_check_s = min(self.next_check_s, max(now_s, self._first_check_s))
 
@@ -140,23 +138,21 @@ class Health:
 
     @property
     def checking(self) -> bool:
-        """False after begin_check: something came between, and the check counts for nothing."""
+        """False during a check: a finding or a fault has made it void."""
         return self._checking
 
     def pass_check(self, now_s: float) -> None:
-        """The device has shown that it is well."""
         assert self._checking
         self._checking = False
         self._faults = {code: reason for code, reason in self._faults.items() if reason.gravity < Gravity.SICK}
         self._derive(now_s)
 
     def fail_check(self, code: str, message: str, gravity: Gravity, now_s: float) -> None:
-        """The device has shown that it is not."""
         assert self._checking
         self.happen(code, message, gravity, now_s)
 
     def pass_time(self, now_s: float) -> None:
-        """Forget what was only worth a notice, long ago."""
+        """Remove old faults of gravity DEGRADED."""
         faults = self._faults
         old = [c for c, r in faults.items() if r.gravity < Gravity.SICK and now_s - r.since_s >= NOTICE_S]
         for code in old:

@@ -40,9 +40,7 @@ GRACE_S = 0.25
 CONTAINED_BEFORE_S, CONTAINED_AFTER_S = 1.0, 0.1
 
 
-class Agent(Protocol):
-    """Callbacks of the health monitor."""
-
+class DispatcherCallbacks(Protocol):
     def give_back(self, why: str, *, running: bool) -> None:
         """Return leases uncharged: those that wait, or all."""
 
@@ -54,18 +52,18 @@ class HealthMonitor:
 
     def __init__(
         self,
-        agent: Agent,
+        dispatcher: DispatcherCallbacks,
         device: Device,
         sampler: Sampler,
         pool: EnginePool,
         artifacts: str,
         *,
-        canary_interval_s: float,
+        self_test_interval_s: float,
     ) -> None:
-        self._agent = agent
+        self._dispatcher = dispatcher
         self._sampler = sampler
         self._pool = pool
-        self._self_test_interval_s = canary_interval_s
+        self._self_test_interval_s = self_test_interval_s
         self._loop = asyncio.get_running_loop()
         self._offset_s = time.time() - time.monotonic()
         self.health = Health(self._now())
@@ -170,7 +168,7 @@ class HealthMonitor:
             case XidClass.CONTAINED:
                 self._contained_s = time.monotonic()
                 self._happen(f"xid_{code}", message, Gravity.DEGRADED)
-                self._agent.give_back(message, running=True)
+                self._dispatcher.give_back(message, running=True)
                 self._pool.replace()
             case XidClass.RESET | XidClass.REBOOT | XidClass.PERSON:
                 self._break_down(f"xid_{code}", message)
@@ -250,12 +248,12 @@ class HealthMonitor:
         why = "; ".join(reason.message for reason in health.reasons)
         log_it = log.info if health.fit else log.warning
         log_it("the device's health", state=health.state.name, reasons=[r.code for r in health.reasons], why=why)
-        self._agent.want_heartbeat()
+        self._dispatcher.want_heartbeat()
         if health.barred and not barred:
-            self._agent.give_back(f"the device can't be used: {why}", running=True)
+            self._dispatcher.give_back(f"the device can't be used: {why}", running=True)
             self._pool.park()
         elif (not health.fit and fit) or (health.unusable and not unusable):
-            self._agent.give_back(f"the device is sick: {why}", running=False)
+            self._dispatcher.give_back(f"the device is sick: {why}", running=False)
 
     async def _check(self) -> None:
         """See whether a sick device is fit again."""

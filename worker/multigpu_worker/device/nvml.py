@@ -1,4 +1,4 @@
-"""A GPU, as NVIDIA's driver tells of it through NVML, without torch and without CUDA."""
+"""The device of a GPU worker, through NVML. Needs neither torch nor CUDA."""
 
 import contextlib
 import time
@@ -17,10 +17,10 @@ from multigpu_worker.device.interface import (
 
 try:
     import pynvml
-except ImportError:  # the worker's extra is not installed: a CPU worker does without
+except ImportError:  # a CPU worker needs none
     pynvml = None
 
-# By NVML's values of nvmlGpuTopologyLevel_t.
+# nvmlGpuTopologyLevel_t.
 ANCESTORS = {
     0: "internal",
     10: "single switch",
@@ -29,7 +29,7 @@ ANCESTORS = {
     40: "NUMA node",
     50: "system",
 }
-# By NVML's bits nvmlClocksEventReason…; that the device is idle holds nothing down.
+# Bits nvmlClocksEventReason…, without the one for an idle GPU.
 THROTTLE_REASONS = {
     0x002: "applications_clocks_setting",
     0x004: "sw_power_cap",
@@ -42,10 +42,10 @@ THROTTLE_REASONS = {
     0x200: "board_limit",
     0x400: "reliability",
 }
-# By NVML's values of nvmlReturn_t.
+# nvmlReturn_t.
 GONE = {9: "driver_not_loaded", 15: "gpu_is_lost", 16: "reset_required"}
 NOT_FOUND = 6
-# What a MIG instance tells of itself; all else is its GPU's.
+# Functions that take a MIG instance's handle; all others take its GPU's.
 OF_INSTANCE = frozenset(
     (
         "nvmlDeviceGetMemoryInfo",
@@ -55,17 +55,17 @@ OF_INSTANCE = frozenset(
     )
 )
 PROCESSES_MAX = 256
-# The driver takes 20 ms to count what crosses PCIe, in each direction.
+# The driver needs 20 ms to count PCIe traffic, in each direction.
 PCIE_INTERVAL_S = 10.0
-# A process that has not computed for this long is idle. The driver samples utilization every 1/6 to 1 s.
+# Time without computing after which a process is idle. The driver samples utilization every 1/6 to 1 s.
 IDLE_S = 2.0
-# After a reset a device may be found only by a process that opens the driver anew. Tried every so many seconds while it
-# is gone: by then the thread of events.py has let go of it.
-ANEW_S = 2.0
+# After a reset the driver may find a device only once it was opened again. While the device is gone, the driver is
+# reopened at this interval, which leaves the thread of events.py time to release it.
+REOPEN_S = 2.0
 
 
 def count() -> tuple[int, str]:
-    """How many NVIDIA devices there are, and why there are none. To be called first: it opens NVML."""
+    """The number of NVIDIA devices, and why there are none. Opens NVML, so it must be called first."""
     if pynvml is None:
         return 0, "nvidia-ml-py is not installed, it comes with multigpu[worker]"
     try:
@@ -76,7 +76,7 @@ def count() -> tuple[int, str]:
 
 
 def index_of(device_id: str) -> int | None:
-    """The number of the GPU with that UUID, or with that MIG instance; None if there is none."""
+    """The index of the GPU with this UUID or with this MIG instance; None if there is none."""
     try:
         return int(pynvml.nvmlDeviceGetIndex(handles(device_id)[1]))
     except pynvml.NVMLError:
@@ -84,7 +84,7 @@ def index_of(device_id: str) -> int | None:
 
 
 def handles(device_id: str) -> tuple[Any, Any]:
-    """Of a device, and of its GPU: they differ for a MIG instance. NVMLError: it isn't there."""
+    """The handles of a device and of its GPU; they differ for a MIG instance. Raises NVMLError."""
     device = pynvml.nvmlDeviceGetHandleByUUID(device_id)
     if device_id.startswith("MIG-"):
         return device, pynvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(device)
@@ -92,7 +92,7 @@ def handles(device_id: str) -> tuple[Any, Any]:
 
 
 def open_at(index: int, instance: str = "") -> "NvmlDevice":
-    """The GPU of that number, or its MIG instance with that UUID. DeviceError: it can't be used."""
+    """Open a GPU, or the MIG instance on it with this UUID. Raises DeviceError."""
     try:
         device = NvmlDevice(index, instance)
     except (pynvml.NVMLError, DeviceGoneError) as error:
@@ -111,7 +111,7 @@ def open_at(index: int, instance: str = "") -> "NvmlDevice":
 
 
 class NvmlDevice:
-    """One GPU, or one MIG instance. NVMLError, DeviceGoneError: the driver doesn't tell even what it is."""
+    """One GPU or MIG instance. The constructor raises NVMLError or DeviceGoneError."""
 
     def __init__(self, index: int, instance: str = "") -> None:
         self._handle = pynvml.nvmlDeviceGetHandleByIndex(index)
@@ -119,14 +119,14 @@ class NvmlDevice:
         self._own = handles(instance)[0] if instance else self._handle
         self.info = self._identity(index)
         self.visible_devices = self.device_id
-        # A simulated driver comes without CUDA: its workers' engines compute on the processor.
+        # A simulated driver has no CUDA: engines compute on the CPU.
         self.engine_name = "cpu" if self.info.simulated else "cuda:0"
         self.compute_prohibited = self._ask("nvmlDeviceGetComputeMode") == pynvml.NVML_COMPUTEMODE_PROHIBITED
-        # The driver said so at the last sample.
+        # The last sample failed with DeviceGoneError.
         self._gone = False
-        # When the driver was opened, or the device last answered, by the monotonic clock.
+        # When the driver was opened or last answered, on the monotonic clock.
         self._opened_s = 0.0
-        # Functions that this device has said it will never answer.
+        # Calls that this device does not support.
         self._unsupported: set[str] = set()
         self._pcie_read: tuple[float | None, float | None] = (None, None)
         self._pcie_due_s = 0.0
@@ -151,7 +151,7 @@ class NvmlDevice:
         milliwatts = self._ask("nvmlDeviceGetPowerUsage")
         return None if milliwatts is None else milliwatts / 1000
 
-    # --- how it is ---------------------------------------------------------------------------------------------------
+    # --- telemetry ---------------------------------------------------------------------------------------------------
 
     def _telemetry(self) -> Telemetry:
         memory = self._memory()
@@ -182,7 +182,7 @@ class NvmlDevice:
         )
 
     def _memory(self) -> Any:
-        """Version 2 leaves what the driver keeps for itself out of `used`."""
+        """Version 2 excludes the driver's reserved memory from `used`."""
         memory = self._ask("nvmlDeviceGetMemoryInfo", pynvml.nvmlMemory_v2)
         return self._ask_now("nvmlDeviceGetMemoryInfo") if memory is None else memory
 
@@ -216,7 +216,7 @@ class NvmlDevice:
         )
 
     def _pcie_rates(self) -> tuple[float | None, float | None]:
-        """What goes to the device and comes from it, per second; at most PCIE_INTERVAL_S old."""
+        """Bytes per second to and from the device, at most PCIE_INTERVAL_S old."""
         now_s = time.monotonic()
         if now_s >= self._pcie_due_s:
             sent, received = pynvml.NVML_PCIE_UTIL_TX_BYTES, pynvml.NVML_PCIE_UTIL_RX_BYTES
@@ -228,11 +228,11 @@ class NvmlDevice:
         return None if kib is None else kib * 1024.0
 
     def _links(self) -> list[int] | None:
-        """The NVLinks that are up; None if it has none at all."""
+        """Indexes of the NVLinks that are up; None if the device has no NVLinks."""
         states = []
         for link in range(pynvml.NVML_NVLINK_MAX_LINKS):
             state = self._ask("nvmlDeviceGetNvLinkState", link)
-            if state is None:  # there are no more
+            if state is None:  # past the last link
                 break
             states.append(state)
         return [link for link, up in enumerate(states) if up] if states else None
@@ -251,25 +251,25 @@ class NvmlDevice:
             ("nvmlDeviceGetMPSComputeRunningProcesses_v3", True),
         ):
             listed = (self._ask(function) or ())[:PROCESSES_MAX]
-            # A driver that names none of them doesn't tell of such processes.
-            told = not working.isdisjoint(process.pid for process in listed)
+            # A driver that samples none of these processes does not report their utilization.
+            sampled = not working.isdisjoint(process.pid for process in listed)
             for process in listed:
                 found[process.pid] = DeviceProcess(
                     pid=process.pid,
                     memory_used_bytes=process.usedGpuMemory,
                     mps_client=mps,
-                    idle=told and process.pid not in working,
+                    idle=sampled and process.pid not in working,
                 )
         return tuple(found.values())
 
-    # --- what it is --------------------------------------------------------------------------------------------------
+    # --- identity ----------------------------------------------------------------------------------------------------
 
     def _identity(self, index: int) -> DeviceInfo:
         self._unsupported = set()
         memory = self._memory()
         capability = self._ask("nvmlDeviceGetCudaComputeCapability")
-        driver = _ask_system("nvmlSystemGetDriverVersion") or ""
-        cuda = _ask_system("nvmlSystemGetCudaDriverVersion_v2")
+        driver = _ask("nvmlSystemGetDriverVersion") or ""
+        cuda = _ask("nvmlSystemGetCudaDriverVersion_v2")
         mig = self._ask("nvmlDeviceGetMigMode")
         return DeviceInfo(
             device_id=self.device_id,
@@ -282,7 +282,7 @@ class NvmlDevice:
             cuda_version="" if cuda is None else f"{cuda // 1000}.{cuda % 1000 // 10}",
             mig_enabled=bool(mig and mig[0]),
             mig_device_ids=tuple(self._mig_device_ids()) if mig and mig[0] else (),
-            # Instances have no ways to other devices.
+            # NVML has no topology for MIG instances.
             peers=tuple(self._peers(index)) if self._own is self._handle else (),
             simulated="simulated" in driver.lower(),
         )
@@ -290,7 +290,7 @@ class NvmlDevice:
     def _mig_device_ids(self) -> Iterator[str]:
         for index in range(self._ask("nvmlDeviceGetMaxMigDeviceCount") or 0):
             instance = self._ask_now("nvmlDeviceGetMigDeviceHandleByIndex", index)
-            if instance is not None:  # they may be numbered with gaps
+            if instance is not None:  # indexes may have gaps
                 yield pynvml.nvmlDeviceGetUUID(instance)
 
     def _peers(self, index: int) -> Iterator[DevicePeer]:
@@ -305,16 +305,16 @@ class NvmlDevice:
                 continue
             try:
                 handle = pynvml.nvmlDeviceGetHandleByIndex(other)
-            except pynvml.NVMLError:  # it is lost, or not ours to see
+            except pynvml.NVMLError:  # lost, or not visible to this process
                 continue
-            bus_id = _bus_id(_tell("nvmlDeviceGetPciInfo", handle))
+            bus_id = _bus_id(_ask("nvmlDeviceGetPciInfo", handle))
             nvlinks = ends.count(bus_id) if bus_id else 0
             over_nvlink = self._ask_now("nvmlDeviceGetP2PStatus", handle, pynvml.NVML_P2P_CAPS_INDEX_NVLINK)
             if not nvlinks and switched and over_nvlink == pynvml.NVML_P2P_STATUS_OK:
-                nvlinks = switched  # all of them lead to the switch, and from there to every peer
+                nvlinks = switched  # all links lead to an NVSwitch, which reaches every peer
             ancestor = self._ask_now("nvmlDeviceGetTopologyCommonAncestor", handle)
             yield DevicePeer(
-                device_id=_tell("nvmlDeviceGetUUID", handle) or bus_id,
+                device_id=_ask("nvmlDeviceGetUUID", handle) or bus_id,
                 nvlinks=nvlinks,
                 common_ancestor=ANCESTORS.get(ancestor, ""),
             )
@@ -322,9 +322,9 @@ class NvmlDevice:
     # --- the driver --------------------------------------------------------------------------------------------------
 
     def _reopen(self) -> None:
-        """The device may have come back since. DeviceGoneError: it has not."""
+        """Find a device again that was gone. Raises DeviceGoneError."""
         try:
-            if time.monotonic() - self._opened_s > ANEW_S:
+            if time.monotonic() - self._opened_s > REOPEN_S:
                 self._opened_s = time.monotonic()
                 with contextlib.suppress(pynvml.NVMLError):
                     pynvml.nvmlShutdown()
@@ -333,10 +333,10 @@ class NvmlDevice:
         except pynvml.NVMLError as error:
             code = "gpu_is_lost" if error.value == NOT_FOUND else GONE.get(error.value, "gpu_is_lost")
             raise DeviceGoneError(code, f"the driver doesn't find {self.device_id}: {error}") from error
-        self._unsupported.clear()  # its driver may be another one now
+        self._unsupported.clear()  # the driver may have been replaced
 
     def _ask(self, function: str, *arguments: Any) -> Any:
-        """None: this device doesn't tell. What it says it will never tell isn't asked again."""
+        """The result of an NVML call; None if it fails. A call that is not supported is not made again."""
         key = f"{function}{arguments}"
         if key in self._unsupported:
             return None
@@ -349,7 +349,7 @@ class NvmlDevice:
             return None
 
     def _ask_now(self, function: str, *arguments: Any) -> Any:
-        """As _ask, but of what may be told later."""
+        """As _ask, for a call that may be supported later."""
         try:
             return self._call(function, *arguments)
         except pynvml.NVMLError as error:
@@ -365,17 +365,10 @@ class NvmlDevice:
             raise DeviceGoneError(code, f"the driver says of {self.device_id}: {error}") from error
 
 
-def _tell(function: str, handle: Any) -> Any:
-    """What the driver says of another device; None if it doesn't."""
+def _ask(function: str, *arguments: Any) -> Any:
+    """The result of an NVML call that is not about this device; None if it fails."""
     try:
-        return getattr(pynvml, function)(handle)
-    except pynvml.NVMLError:
-        return None
-
-
-def _ask_system(function: str) -> Any:
-    try:
-        return getattr(pynvml, function)()
+        return getattr(pynvml, function)(*arguments)
     except pynvml.NVMLError:
         return None
 

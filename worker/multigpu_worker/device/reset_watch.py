@@ -1,9 +1,9 @@
-"""Whether a device that needs a reset (or a restart of its host) has had one.
+"""Detects whether a device that needs a reset (or a restart of its host) has had one.
 
-An event says once that a reset is needed; not every driver says so afterwards, or when it was done. What shows a reset:
-the driver had lost the device, or wanted a recovery action, and it is over; or the count of errors since the last reset
-has fallen. The health monitor also takes a right answer of the self-test. A new process of the worker goes on from what
-the last one wrote down, unless the host was restarted since.
+An event reports once that a reset is needed; not every driver repeats it later or reports the reset. A reset has
+happened if the driver had lost the device or required a recovery action and no longer does, or if the count of errors
+since the last reset has fallen. The health monitor also accepts a passed self-test. The state is kept in a file for the
+next process of the worker; a restart of the host makes it void.
 """
 
 import json
@@ -20,11 +20,11 @@ log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ResetState:
-    # Code and message of the first event since that needs a reset; None: nothing does.
+    # Code and message of the first event that needs a reset; None: no reset is needed.
     needed: tuple[str, str] | None = None
-    # The device was gone, or its driver wanted a recovery action.
+    # The device was gone, or its driver required a recovery action.
     wanted: bool = False
-    # Uncorrectable errors since the last reset; None: the device never told.
+    # Uncorrectable errors since the last reset; None: never reported.
     errors: int | None = None
 
 
@@ -47,8 +47,9 @@ class ResetWatch:
         self.needed = None
 
     def look(self, *, wanted: bool | None, ecc_uncorrected: int | None) -> int:
-        """Takes what the sensors say. `wanted`: the device is gone, or its driver wants a recovery action; None: not
-        known. Returns how many uncorrectable errors are new.
+        """Update from a sample; returns the number of new uncorrectable errors.
+
+        `wanted`: the device is gone, or its driver requires a recovery action; None: unknown.
         """
         before, now = self._errors, ecc_uncorrected
         new = 0 if before is None or now is None else now - before
@@ -60,14 +61,14 @@ class ResetWatch:
 
 
 class ResetNote:
-    """A file, which is there while its device needs a reset. No fsync: a host that loses its power restarts."""
+    """A file that exists while its device needs a reset. No fsync: a power loss restarts the host anyway."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._kept = ResetState()
 
     def read(self) -> ResetState:
-        """What the last process wrote, on this start of the host."""
+        """The state that the previous process has kept since the host started."""
         try:
             with self.path.open("rb") as file:
                 values = json.loads(file.read(FILE_BYTES_MAX))
@@ -81,7 +82,7 @@ class ResetNote:
         return self._kept
 
     def keep(self, state: ResetState) -> None:
-        """Write it, or delete the file if no reset is needed."""
+        """Write the state, or delete the file if no reset is needed."""
         if state == self._kept or state.needed is self._kept.needed is None:
             return
         self._kept = state

@@ -1,7 +1,7 @@
-"""The thread that asks a device how it is doing, so that a driver which doesn't answer stops nothing else.
+"""The thread that makes all driver calls for samples and energy, so that a driver that hangs stops nothing else.
 
-The agent asks for a sample and waits a little for it; if none comes, it goes on with the last one, which tells its age.
-While the device works, the same thread reads its energy. It is a daemon: a process may end although a call hangs.
+The agent requests a sample and waits a little; without an answer it goes on with the last sample, which has its time.
+While the device works, the thread also reads its energy. It is a daemon thread: a process can end while a call hangs.
 """
 
 import asyncio
@@ -21,33 +21,31 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """What the device said last."""
-
     telemetry: Telemetry
     # In nanoseconds since 1970.
     time_ns: int
-    # Why the device can't be used, and a code for programs; empty: it can. See DeviceGoneError.
+    # Why the device cannot be used, and DeviceGoneError.code; empty: it can.
     gone: str = ""
     gone_code: str = ""
 
 
 class Sampler:
-    """Owns a device's sensors. All but the thread's own methods are for the event loop."""
+    """All methods but those of the thread are for the event loop."""
 
     def __init__(self, device: Device) -> None:
         self.device = device
         self.latest: Sample | None = None
-        # None: what tasks take of the device's energy isn't measured.
+        # None: the energy of tasks is not measured.
         self.meter: EnergyMeter | None = None
-        # Batches that run at one time; 0: the device has no work.
+        # Concurrent batches; 0: the device has no work.
         self.running = 0
         self._wake = threading.Event()
         self._stopped = False
-        # When the call that the thread is in began, by the monotonic clock; 0.0: it is in none.
+        # When the current driver call began, on the monotonic clock; 0.0: there is none.
         self._asked_s = 0.0
         self._wanted: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = []
         self._lock = threading.Lock()
-        # With our context, so that its log lines have a worker_id.
+        # In our context, so that its log lines have a worker_id.
         run = contextvars.copy_context().run
         self._thread = threading.Thread(target=run, args=(self._run,), name="device-sampler", daemon=True)
 
@@ -55,13 +53,13 @@ class Sampler:
         self._thread.start()
 
     def stop(self) -> None:
-        """Ends the thread, once the call that it is in has returned; doesn't wait for that."""
+        """End the thread after its current driver call. Does not wait for it."""
         self._stopped = True
         self._wake.set()
 
     async def sample(self, timeout_s: float) -> Sample | None:
-        """A fresh sample; if the driver doesn't answer in time, the last one. None: there was none yet."""
-        if self.hung_s() > timeout_s:  # another sample would have to wait behind that
+        """A new sample, or the last one if the driver does not answer in time. None: there was none yet."""
+        if self.hung_s() > timeout_s:  # a new sample would wait behind that call
             return self.latest
         loop = asyncio.get_running_loop()
         future = loop.create_future()
@@ -77,41 +75,41 @@ class Sampler:
         return self.latest
 
     def hung_s(self) -> float:
-        """How long the driver has owed an answer, in seconds; 0.0: it owes none."""
+        """How long the current driver call has taken; 0.0: there is none."""
         asked_s = self._asked_s
         return time.monotonic() - asked_s if asked_s else 0.0
 
     def begin_work(self) -> None:
-        """The device has work: from now on its energy is read."""
+        """Measure energy from now on."""
         if self.meter is not None and not self.running:
             self.running = 1
             self._wake.set()
 
     def end_work(self) -> None:
-        """The device has no work. What it takes when idle is nobody's."""
+        """The energy of an idle device belongs to no task."""
         self.running = 0
         if self.meter is not None:
             self.meter.reset()
 
     def count_sharers(self, owns: Callable[[int], bool]) -> None:
-        """See who works on the device beside our own engines, by the last sample. Idle processes have no part."""
+        """Count the processes that work on the device beside our engines, by the last sample."""
         if self.meter is None or self.latest is None:
             return
         processes = self.latest.telemetry.processes
         mps = any(process.mps_client for process in processes)
         listed = [(owns(process.pid), process.idle) for process in processes if process.mps_client == mps]
         others = sum(not own and not idle for own, idle in listed)
-        # Pids of a container's host are not known to be ours; one of those that work is.
+        # In a container the pids are those of the host and match none of ours: one of the working processes is ours.
         self.meter.sharers = max(1, others + any(own for own, _ in listed))
 
     def measure(self, start_ns: int, finish_ns: int, units: int) -> Energy | None:
-        """What was taken between two instants for each unit of work. None: the device can't tell."""
+        """As EnergyMeter.measure."""
         return None if self.meter is None else self.meter.measure(start_ns, finish_ns, units)
 
     # --- the thread --------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        # Of a host's energy all its processes take, of a GPU's energy all its MIG instances: whose is which?
+        # A host's energy is shared by all its processes, a GPU's by all its MIG instances: it can't be split.
         if self.device.info.device_id != "cpu" and not self.device.info.mig_enabled:
             self.meter = self._find_meter()
         while not self._stopped:
@@ -123,7 +121,7 @@ class Sampler:
             if wanted and not self._stopped:
                 self._sample()
                 for loop, future in wanted:
-                    _tell(loop, future)
+                    _settle(loop, future)
 
     def _sample(self) -> None:
         self._asked_s = time.monotonic()
@@ -144,7 +142,7 @@ class Sampler:
         return None
 
     def _reading(self, method: EnergyMethod) -> float | None:
-        """None: the device doesn't tell."""
+        """None: not reported."""
         self._asked_s = time.monotonic()
         try:
             if method is EnergyMethod.COUNTER:
@@ -166,12 +164,12 @@ class Sampler:
             meter.read(time.time_ns(), value, running)
 
 
-def _tell(loop: asyncio.AbstractEventLoop, future: asyncio.Future[None]) -> None:
+def _settle(loop: asyncio.AbstractEventLoop, future: asyncio.Future[None]) -> None:
     def done() -> None:
         if not future.done():
             future.set_result(None)
 
     try:
         loop.call_soon_threadsafe(done)
-    except RuntimeError:  # the loop has ended
+    except RuntimeError:  # the loop is closed
         return

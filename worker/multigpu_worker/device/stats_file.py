@@ -1,7 +1,7 @@
-"""A file of JSON lines, one at an interval: what the device is, how it is doing, and what the worker holds.
+"""Appends a JSON line about the device and the worker to a file at an interval.
 
-Several workers may write to one file. It is kept below a size: past it, it becomes FILE.1 in place of the one before. A
-thread writes it, so that a slow disk stops nothing else; it is a daemon, so that a disk that hangs doesn't either.
+Several workers may share the file. At its size limit it is renamed to FILE.1, which replaces the one before. A daemon
+thread writes it, so that a slow or hanging disk stops nothing else.
 """
 
 import dataclasses
@@ -20,45 +20,44 @@ import structlog
 from multigpu_worker.device.sampler import Sample
 from multigpu_worker.session.wire import Identity
 
-# The file and FILE.1 together take twice that at most.
+# Each of FILE and FILE.1.
 BYTES_MAX = 64 << 20
-# While there is nothing to tell yet.
+# Until there is a first sample.
 RETRY_S = 0.2
 log = structlog.get_logger()
 
 
 def record(identity: Identity, sample: Sample | None, leases: int) -> dict[str, Any] | None:
-    """A line of the file. What the device doesn't tell is absent; names and units are those of multigpu.v1. None: it
-    has told nothing yet.
+    """One line, without the values that the device does not report. Names and units as in multigpu.v1.
+
+    None: there is no sample yet.
     """
     if sample is None:
         return None
     line: dict[str, Any] = {
-        "time": _instant(time.time_ns()),
+        "time": _time(time.time_ns()),
         "worker_id": identity.worker_id,
         "host": identity.host,
         "pid": identity.pid,
-        "device": _told(dataclasses.asdict(identity.device)),
+        "device": _present(dataclasses.asdict(identity.device)),
         "leases": leases,
     }
-    line["telemetry"] = {"sample_time": _instant(sample.time_ns), **_told(dataclasses.asdict(sample.telemetry))}
+    line["telemetry"] = {"sample_time": _time(sample.time_ns), **_present(dataclasses.asdict(sample.telemetry))}
     if sample.gone:
         line["gone"] = sample.gone
     return line
 
 
-def _told(fields: dict[str, Any]) -> dict[str, Any]:
+def _present(fields: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if value not in (None, "", ())}
 
 
-def _instant(instant_ns: int) -> str:
-    return datetime.fromtimestamp(instant_ns / 1e9, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+def _time(time_ns: int) -> str:
+    return datetime.fromtimestamp(time_ns / 1e9, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
 class StatsFile:
-    """Appends what `collect` gives, as soon as it gives something and then every interval. `collect` is called on the
-    thread.
-    """
+    """`collect` runs on the thread."""
 
     def __init__(
         self, path: Path, interval_s: float, collect: Callable[[], dict[str, Any] | None], bytes_max: int = BYTES_MAX
@@ -75,7 +74,7 @@ class StatsFile:
         self._thread.start()
 
     def stop(self, timeout_s: float = 1.0) -> None:
-        """Ends the thread, if the disk lets it."""
+        """End the thread. Waits at most `timeout_s`: the disk may hang."""
         self._stopped.set()
         self._thread.join(timeout_s)
 
@@ -88,7 +87,7 @@ class StatsFile:
                     append(self._path, json.dumps(line).encode() + b"\n", self._bytes_max)
                     self._failed = False
             except OSError as error:
-                if not self._failed:  # once, until it works again
+                if not self._failed:  # log it once, until it works again
                     log.warning("stats_file can't be written", path=str(self._path), error=str(error))
                 self._failed = True
             except Exception:
@@ -98,20 +97,20 @@ class StatsFile:
 
 
 def append(path: Path, line: bytes, bytes_max: int) -> None:
-    """Appends to the file, or begins a new one if it would get too large. OSError: it can't be done."""
+    """Append a line, or begin a new file with it. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     while True:
         file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
             fcntl.flock(file, fcntl.LOCK_EX)
             size_bytes = os.fstat(file).st_size
-            if not _is_at(path, file):  # another worker has just put it aside
+            if not _is_at(path, file):  # another worker has just renamed it
                 continue
             if size_bytes and size_bytes + len(line) > bytes_max:
                 path.replace(path.with_name(path.name + ".1"))
                 continue
             written = os.write(file, line)
-            if written < len(line):  # no room: half a line is worse than none
+            if written < len(line):  # the disk is full: remove the incomplete line
                 os.ftruncate(file, size_bytes)
                 raise OSError(28, "No space left on device")
             return

@@ -1,8 +1,7 @@
-"""NVIDIA's XIDs: the driver's error numbers, and what each asks for.
+"""XIDs, the error numbers of NVIDIA's driver, and the reaction that each requires.
 
 Source: NVIDIA's Xid catalog, https://docs.nvidia.com/deploy/xid-errors/analyzing-xid-catalog.html, column "Resolution
-Bucket (Immediate Action)", as of driver R580 for A100 to GB200. The names of our classes say what *we* do about them;
-docs/health.md has the table for people.
+Bucket (Immediate Action)", as of driver R580 for A100 to GB200. docs/health.md has the consequences of each class.
 """
 
 from enum import Enum
@@ -10,21 +9,19 @@ from typing import NamedTuple
 
 
 class XidClass(Enum):
-    """What an XID says of the device."""
-
-    # RESTART_APP: what ran on it did what it may not. The task is charged, the device is well.
+    # RESTART_APP: a task did something illegal. The task is charged, the device is fit.
     APPLICATION = "the application's fault"
-    # Follows another error or the end of a process, and says nothing by itself.
+    # Follows another error or the end of a process. No reaction.
     SEQUEL = "a consequence of something else"
-    # Something was put right, or may become worse. The device works on.
+    # A repaired error, or one that may become worse. The device stays in use.
     NOTICE = "noted"
-    # RESTART_APP, of the hardware's kind: what ran has lost data, the rest of the device is well.
+    # RESTART_APP for a hardware error: the running tasks have lost data, the device is fit otherwise.
     CONTAINED = "a contained error of the memory"
-    # RESET_GPU: nothing may run until the device was reset.
+    # RESET_GPU: unusable until the device is reset.
     RESET = "needs a reset of the GPU"
-    # RESTART_BM, RESTART_VM: nothing may run until the host was restarted.
+    # RESTART_BM, RESTART_VM: unusable until the host is restarted.
     REBOOT = "needs a restart of the host"
-    # CHECK_MECHANICALS, CONTACT_SUPPORT: nothing may run until a person has looked.
+    # CHECK_MECHANICALS, CONTACT_SUPPORT: unusable until a person has examined the hardware.
     PERSON = "needs a person"
 
 
@@ -72,21 +69,21 @@ XIDS: dict[int, Xid] = {
     156: Xid("resource retirement event", R),
     157: Xid("resource retirement failure", N),
     158: Xid("GPU fatal timeout", R),
-    171: Xid("uncorrectable DRAM error", S),  # they say more of a 48
+    171: Xid("uncorrectable DRAM error", S),  # details of a 48
     172: Xid("uncorrectable SRAM error", S),
 }
-# Of Blackwell's NVLinks. What to do is in registers that only the kernel's log has; NVML's recovery action sums it up.
+# Blackwell's NVLinks. Only the kernel's log has the details; NVML's recovery action says what to do.
 XIDS.update({code: Xid("NVLink error", N) for code in range(144, 151)})
 
 REMEDIES = {
-    XidClass.RESET: "let nvidia-smi --gpu-reset reset it (this worker has let go of it), or restart the host",
-    XidClass.REBOOT: "restart the host; if it comes again, have the hardware looked at",
-    XidClass.PERSON: "look at the host's hardware, or ask NVIDIA's support",
+    XidClass.RESET: "run nvidia-smi --gpu-reset (this worker has released the GPU), or restart the host",
+    XidClass.REBOOT: "restart the host; if it happens again, have the hardware examined",
+    XidClass.PERSON: "examine the host's hardware, or contact NVIDIA's support",
     XidClass.NOTICE: "watch it",
-    XidClass.CONTAINED: "if it comes often, reset the GPU",
+    XidClass.CONTAINED: "if it happens often, reset the GPU",
 }
 
 
 def xid_of(code: int) -> Xid:
-    """What is known of an XID. One that the catalogue doesn't have, or has as unused, is noted."""
+    """XIDs that the catalog does not have, or lists as unused, are notices."""
     return XIDS.get(code, Xid("an XID that this version does not know", XidClass.NOTICE))

@@ -1,7 +1,7 @@
 """The engine's end of the socket: frames to and from the agent.
 
-User code may fork. A forked child that returns into this code would speak with our voice, so it ends before it sends
-anything. Python reports a fork (`forked`); one that Python did not see shows in the pid.
+User code may fork. A forked child that returns into this code ends before it can send frames of its parent. Python
+reports a fork (`forked`); one that Python did not see shows in the pid.
 """
 
 import os

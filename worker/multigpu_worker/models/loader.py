@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterable
 from typing import Protocol
 
 import structlog
+from multigpu.repository.model import Scan
 
 from multigpu_worker.device.sampler import Sampler
 from multigpu_worker.engines.base import EngineSettings
-from multigpu_worker.models.catalog import Catalog
 from multigpu_worker.models.load_watch import LoadWatch
 from multigpu_worker.models.model_sizes import ModelSizes, slots_of
 from multigpu_worker.models.residency import ModelState, Resident, plan
@@ -41,9 +41,7 @@ MEASURE_S = 30.0
 KILLS_MAX = 2
 
 
-class Agent(Protocol):
-    """Callbacks of the model loader."""
-
+class DispatcherCallbacks(Protocol):
     session: Session
 
     def waiting(self) -> list[Lease]:
@@ -64,10 +62,10 @@ class ModelLoader:
 
     def __init__(
         self,
-        agent: Agent,
+        dispatcher: DispatcherCallbacks,
         pool: EnginePool,
         sampler: Sampler,
-        catalog: Catalog,
+        catalog: Scan,
         settings: EngineSettings,
         *,
         limit_bytes: int,
@@ -77,13 +75,13 @@ class ModelLoader:
         """`eager`: keep a spare process before the first model is loaded."""
         self.limit_bytes = limit_bytes
         self._sizes = ModelSizes(settings, sampler, limit_bytes, self._resized)
-        self._sizes.prepare(catalog.specs)
+        self._sizes.prepare(catalog.models)
         self.routes = ModelRoutes(catalog, settings.engine, self._sizes.of)
         # Kinds whose engines run one task after the other, as far as one was loaded.
         self.one_by_one: frozenset[str] = frozenset()
         # The master does not know the current routes yet.
         self.changed = False
-        self._agent = agent
+        self._dispatcher = dispatcher
         self._pool = pool
         self._eager = eager
         # Ids of pinned and of unwanted models.
@@ -123,33 +121,33 @@ class ModelLoader:
         self._desired = frozenset(pinned), frozenset(unwanted)
         if self._desired != before:
             self.look()
-            self._agent.want_heartbeat()
+            self._dispatcher.want_heartbeat()
 
-    async def put(self, catalog: Catalog) -> None:
+    async def put(self, catalog: Scan) -> None:
         """The repository has changed. Reading a large model's files takes long, so it is done in a thread."""
-        await asyncio.to_thread(self._sizes.prepare, catalog.specs)
+        await asyncio.to_thread(self._sizes.prepare, catalog.models)
         self._reroute(lambda: self.routes.put(catalog))
         self._report_change()
         self.look()
-        self._agent.routes_changed()
+        self._dispatcher.routes_changed()
 
     def _reroute(self, change: Callable[[], None]) -> None:
         """Change the routes. Waiting leases whose model has no route any more fail."""
-        served = {lease.spec for lease in self._agent.waiting() if self.routes.key_of(lease.spec) is not None}
+        served = {lease.spec for lease in self._dispatcher.waiting() if self.routes.key_of(lease.spec) is not None}
         change()
         for spec in served:
             if self.routes.key_of(spec) is None:
-                self._fail_removed([lease for lease in self._agent.waiting() if lease.spec == spec], spec)
+                self._fail_removed([lease for lease in self._dispatcher.waiting() if lease.spec == spec], spec)
 
     def _fail_removed(self, leases: list[Lease], spec: Spec) -> None:
         """Retryable unless the repository has other versions: a replaced version does not come back."""
         text = f"the model {spec.model!r} is gone from this worker's repository: {self.routes.why_not(spec)}"
         error = TaskError(type="UnknownModel", message=text, retryable=not self.routes.other_versions(spec))
-        self._agent.fail(leases, error)
+        self._dispatcher.fail(leases, error)
 
     def _report_change(self) -> None:
         self.changed = True
-        self._agent.want_heartbeat()
+        self._dispatcher.want_heartbeat()
 
     def _resized(self) -> None:
         self._report_change()
@@ -166,7 +164,7 @@ class ModelLoader:
         for resident in self.routes.replaced():
             if not resident.leases:
                 self._retire(resident, "another version has taken its place", now_s)
-        if not self._agent.may_load():
+        if not self._dispatcher.may_load():
             return
         found = plan(self.routes.residents.values(), self.limit_bytes, now_s)
         for resident, room_bytes in found.too_large:
@@ -183,7 +181,7 @@ class ModelLoader:
         """Set what residents derive from leases and from the master's wishes."""
         pinned, unwanted = self._desired
         leases: Counter[str | None] = Counter()
-        for spec, count in Counter(lease.spec for lease in self._agent.session.leases.values()).items():
+        for spec, count in Counter(lease.spec for lease in self._dispatcher.session.leases.values()).items():
             leases[self.routes.key_of(spec)] += count
         for resident in self.routes.residents.values():
             resident.leases = leases[resident.key]
@@ -204,12 +202,12 @@ class ModelLoader:
         if resident.unwanted and resident.state is ModelState.READY and not resident.leases:
             self._unload(resident, now_s)
         elif resident.unwanted and absent and resident.leases:  # granted before the master wanted it unloaded
-            self._agent.return_leases(self._waiting(resident), "its model is not wanted here")
+            self._dispatcher.return_leases(self._waiting(resident), "its model is not wanted here")
         elif absent and resident.leases and now_s < resident.retry_s:
             self._fail(resident, "ModelLoadError")
 
     def _waiting(self, resident: Resident) -> list[Lease]:
-        return [lease for lease in self._agent.waiting() if self.routes.key_of(lease.spec) == resident.key]
+        return [lease for lease in self._dispatcher.waiting() if self.routes.key_of(lease.spec) == resident.key]
 
     def _busy(self, resident: Resident) -> bool:
         return any(process.batches for process in self._pool.models.get(resident.key, ()))
@@ -222,17 +220,12 @@ class ModelLoader:
         resident.enter(ModelState.LOADING, now_s)
         self._loaded[resident.key] = set()
         self._pool.load(resident.key, resident.spec, slots_of(resident.spec), self.routes.imports_of(resident))
-        self._agent.want_heartbeat()
-
-    def slots_max(self) -> int:
-        """The most tasks that any served model runs at the same time."""
-        served = (self.routes.residents[key].spec for key in set(self.routes.table.values()))
-        return max((slots_of(spec) * spec.instances for spec in served), default=1)
+        self._dispatcher.want_heartbeat()
 
     def _unload(self, resident: Resident, now_s: float) -> None:
         resident.enter(ModelState.UNLOADING, now_s)
         self._pool.unload(resident.key)
-        self._agent.want_heartbeat()
+        self._dispatcher.want_heartbeat()
 
     def _retire(self, resident: Resident, why: str, now_s: float) -> None:
         """Unload a model once its running batches are done. It takes no new ones."""
@@ -242,12 +235,12 @@ class ModelLoader:
             process.retiring = True
         waiting = self._waiting(resident)
         if resident.key in self.routes.serving:
-            self._agent.return_leases(waiting, why)
+            self._dispatcher.return_leases(waiting, why)
         elif waiting:
             self._fail_removed(waiting, waiting[0].spec)
         if not self._busy(resident):
             self._pool.unload(resident.key)
-        self._agent.want_heartbeat()
+        self._dispatcher.want_heartbeat()
 
     def _too_large(self, resident: Resident, room_bytes: int) -> None:
         takes = "it takes" if resident.measured else "it is expected to take"
@@ -264,7 +257,7 @@ class ModelLoader:
         resident.wanted_s = None
         if leases := self._waiting(resident):
             error = TaskError(type=error_type, message=resident.error, retryable=not resident.hopeless)
-            self._agent.fail(leases, error)
+            self._dispatcher.fail(leases, error)
 
     # --- events of the pool ------------------------------------------------------------------------------------------
 
@@ -287,7 +280,7 @@ class ModelLoader:
             self._reroute(self.routes.switch)
             self.look()
         self._report_change()
-        self._agent.routes_changed()
+        self._dispatcher.routes_changed()
 
     def facts_changed(self, process: ModelProcess, facts: dict[str, str]) -> None:
         self.routes.residents[process.model].facts = facts
@@ -306,7 +299,7 @@ class ModelLoader:
             log.warning("a model found less memory than it takes", model=resident.model, error=message)
             self._pool.unload(resident.key, grace_s=0.0)
             resident.enter(ModelState.ABSENT, time.monotonic())
-            self._agent.want_heartbeat()
+            self._dispatcher.want_heartbeat()
             self.look()
             return
         error = f"the model {resident.model!r} can't be loaded: {message} ({error_type})"
@@ -351,7 +344,7 @@ class ModelLoader:
         else:
             resident.enter(ModelState.ABSENT, time.monotonic())
         self._reroute(self.routes.switch)
-        self._agent.want_heartbeat()
+        self._dispatcher.want_heartbeat()
         self.look()
 
     def _died_loading(self, resident: Resident, death: Death) -> None:
@@ -363,7 +356,8 @@ class ModelLoader:
             resident.enter(ModelState.ABSENT, time.monotonic())
             self._pool.unload(resident.key, grace_s=0.0)
         else:
-            self._load_ended(resident, f"the engine process {death.words} while it loaded the model {resident.model!r}")
+            error = f"the engine process {death.summary} while it loaded the model {resident.model!r}"
+            self._load_ended(resident, error)
 
     def tick(self) -> None:
         """Check the loads in progress, measure models in use, and keep a spare process."""
@@ -379,7 +373,7 @@ class ModelLoader:
                 self._watch(resident, now_s)
             elif resident.state is ModelState.READY and resident.used_s > resident.measured_s <= now_s - MEASURE_S:
                 self._sizes.measure(resident, self._pids(resident), again=True)
-        if self._agent.may_load():
+        if self._dispatcher.may_load():
             self._keep_spare()
 
     def _watch(self, resident: Resident, now_s: float) -> None:

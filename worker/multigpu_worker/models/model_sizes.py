@@ -18,6 +18,7 @@ from multigpu_worker.engines.base import EngineSettings
 from multigpu_worker.models.measured_sizes import MeasuredSizes, ModelSize
 from multigpu_worker.models.memory_estimates import estimate_bytes
 from multigpu_worker.models.residency import Resident
+from multigpu_worker.models.routes import ModelRoutes
 from multigpu_worker.processes.model_host import MODEL_SLOTS_MAX
 from multigpu_worker.supervision import supervised
 
@@ -31,6 +32,12 @@ _SAMPLE_TIMEOUT_S = 5.0
 def slots_of(spec: ModelSpec) -> int:
     """How many tasks one instance of a model runs at the same time."""
     return min(spec.concurrency or CONCURRENCY, MODEL_SLOTS_MAX) if spec.kind == "generate" else 1
+
+
+def slots_max(routes: ModelRoutes) -> int:
+    """The most tasks that any served model runs at the same time."""
+    served = (routes.residents[key].spec for key in set(routes.table.values()))
+    return max((slots_of(spec) * spec.instances for spec in served), default=1)
 
 
 class ModelSizes:

@@ -1,13 +1,16 @@
-"""Which models are in memory: what is loaded next, what has to go for it.
+"""Decides which models to load and which to unload for them.
 
-Pure. The rules: a model is loaded when tasks wait for it, or when an operator pinned it, and stays until its room is
-needed. Models that wait for room are served in the order in which they began to wait, so that a small one never holds
-up a large one for ever. Room is made by the least recently used models that nobody holds a lease on. If these do not
-suffice, and the model has waited for PATIENCE_S, models in use retire too: they take nothing new, and go when what runs
-on them is done. A model retires only after it has been ready for as long as the loading of the one that wants its room
-is going to take, so that at most half of the time goes into loading, and every model that waits has its turn. Pinned
-models never go. What a model takes is known only when it was loaded once: where that is more than was expected, the
-least recently used that are idle go until all is within the limit again.
+Pure. The rules:
+
+- A model is loaded when tasks wait for it or an operator has pinned it, and stays until its memory is needed.
+- Waiting models are loaded in the order in which they began to wait, so that small models cannot delay a large one
+  forever.
+- To make room, the least recently used models without leases are unloaded.
+- If these do not suffice and the model has waited for PATIENCE_S, models in use retire too: they take no new tasks, and
+  are unloaded when their running tasks are done. A model retires only after it was ready for as long as the waiting
+  model takes to load, so that at most half of the time goes into loading.
+- Pinned models are never unloaded.
+- If a loaded model takes more memory than expected, idle models are unloaded until all are within the limit.
 """
 
 from collections.abc import Iterable
@@ -17,16 +20,16 @@ from enum import Enum
 from multigpu.repository.model import ModelSpec
 
 PATIENCE_S = 0.5
-# Models that are loaded at the same time: one that hangs does not hold up all others.
+# Concurrent loads: one that hangs does not delay all others.
 LOADS_MAX = 2
-# A model that failed to load is not tried again before so long, doubling up to a limit: the second one where its files
-# are at fault. When they change it is another model, and tried at once.
+# Delay before a failed load is retried; it doubles up to a limit. The second limit is for models whose files are at
+# fault: when the files change it counts as a new model, without a delay.
 RETRY_S = 1.0
 RETRY_MAX_S, RETRY_FAULTY_MAX_S = 60.0, 3600.0
 
 
 class ModelState(Enum):
-    """The values but ABSENT's are those of multigpu.v1.ModelState."""
+    """Values as in multigpu.v1.ModelState, except ABSENT."""
 
     ABSENT = 0
     LOADING = 1
@@ -36,34 +39,34 @@ class ModelState(Enum):
 
 @dataclass(slots=True, kw_only=True)
 class Resident:
-    """A model of this worker's, in memory or not."""
+    """A model of this worker, in memory or not."""
 
-    # Its id; with a number behind it, for one that takes the place of another of the same id.
+    # The model id, with a number if it replaces another version with the same id.
     key: str
     spec: ModelSpec
     state: ModelState = ModelState.ABSENT
-    # As measured since it was last loaded; before that, as expected.
+    # Expected, until it was measured after a load.
     memory_bytes: int = 0
     measured: bool = False
-    # When that was begun, on the monotonic clock.
+    # Time of the last measurement, on the monotonic clock.
     measured_s: float = 0.0
-    # How long the last loading took. 0: it never was.
+    # Duration of the last load; 0: it was never loaded.
     load_s: float = 0.0
     loads: int = 0
     pinned: bool = False
-    # It is to take the place of an older version that is in memory.
+    # It will replace an older version that is in memory.
     upcoming: bool = False
-    # It must go, and not be loaded again.
+    # The master wants it unloaded, and not loaded again.
     unwanted: bool = False
-    # On the monotonic clock: since when it is in its state, since when it is waited for, when a task last ended on it.
+    # On the monotonic clock: when it entered its state, began to be waited for, and was last used.
     since_s: float = 0.0
     wanted_s: float | None = None
     used_s: float = 0.0
-    # The same since 1970, in nanoseconds; 0: never.
+    # When it was last used, in nanoseconds since 1970; 0: never.
     used_ns: int = 0
-    # Held for it, waiting or running. Counted when a plan is made.
+    # Leases held for it, waiting or running.
     leases: int = 0
-    # Why it could not be loaded the last time, how often that has happened running, and when it may be tried again.
+    # Why the last load failed, whether it would on every worker, failures in a row, and when it may be retried.
     error: str = ""
     hopeless: bool = False
     failures: int = 0
@@ -74,7 +77,6 @@ class Resident:
 
     @property
     def model(self) -> str:
-        """What others know it by."""
         return self.spec.id
 
     def enter(self, state: ModelState, now_s: float) -> None:
@@ -88,7 +90,7 @@ class Resident:
         self.failures, self.error, self.retry_s, self.wanted_s = 0, "", 0.0, None
 
     def failed(self, error: str, now_s: float, *, hopeless: bool = False, faulty: bool = False) -> None:
-        """It could not be loaded: `faulty`, because of its files; and can't be on any worker, if that is hopeless."""
+        """A load failed. `faulty`: its files are at fault; `hopeless`: it would fail on every worker."""
         self.enter(ModelState.ABSENT, now_s)
         self.error, self.hopeless = error, hopeless
         limit_s = RETRY_FAULTY_MAX_S if hopeless or faulty else RETRY_MAX_S
@@ -98,19 +100,17 @@ class Resident:
 
 @dataclass(slots=True)
 class Plan:
-    """What to do now, by model."""
-
     load: list[Resident] = field(default_factory=list)
-    # Nobody holds a lease on these.
+    # Without leases.
     unload: list[Resident] = field(default_factory=list)
-    # These are in use.
+    # In use.
     retire: list[Resident] = field(default_factory=list)
-    # Not even an empty worker has room for these; the numbers say how much it would have.
+    # Larger than the memory that is left beside the pinned models, which is the second value.
     too_large: list[tuple[Resident, int]] = field(default_factory=list)
 
 
 def plan(residents: Iterable[Resident], limit_bytes: int, now_s: float) -> Plan:
-    """What to do now, for those that are wanted. `limit_bytes`: of all models together; 0: none."""
+    """What to do now. `limit_bytes`: for all models together; 0: no limit."""
     everyone = list(residents)
     found = Plan()
     inside = [r for r in everyone if r.state is not ModelState.ABSENT]
@@ -118,7 +118,7 @@ def plan(residents: Iterable[Resident], limit_bytes: int, now_s: float) -> Plan:
     going_bytes = sum(r.memory_bytes for r in inside if r.state is ModelState.UNLOADING)
     pinned_bytes = sum(r.memory_bytes for r in inside if r.pinned)
     loads = sum(r.state is ModelState.LOADING for r in inside)
-    if limit_bytes and used_bytes - going_bytes > limit_bytes:  # one took more than was expected
+    if limit_bytes and used_bytes - going_bytes > limit_bytes:  # a model takes more than expected
         found.unload = _shed(inside, used_bytes - going_bytes - limit_bytes)
         return found
     for wanted in _in_turn(everyone, now_s):
@@ -136,18 +136,18 @@ def plan(residents: Iterable[Resident], limit_bytes: int, now_s: float) -> Plan:
             loads += 1
             continue
         _make_room(found, inside, wanted, lacking_bytes - going_bytes, now_s)
-        break  # the others wait for their turn
+        break  # later models wait until this one is loaded
     return found
 
 
 def _in_turn(residents: list[Resident], now_s: float) -> list[Resident]:
-    """Those that wait to be loaded, in their order."""
+    """The models to load, in order."""
     waiting = [r for r in residents if r.state is ModelState.ABSENT and r.wanted_s is not None and now_s >= r.retry_s]
     return sorted(waiting, key=lambda r: (not r.pinned, r.wanted_s, r.key))
 
 
 def _shed(inside: list[Resident], excess_bytes: int) -> list[Resident]:
-    """The least recently used that nobody uses, until what is left is within the limit."""
+    """The least recently used idle models, enough to get within the limit."""
     chosen: list[Resident] = []
     idle = (r for r in inside if r.state is ModelState.READY and not r.pinned and not r.leases)
     for victim in sorted(idle, key=lambda r: r.used_s):
@@ -169,7 +169,7 @@ def _make_room(found: Plan, inside: list[Resident], wanted: Resident, lacking_by
             continue
         chosen.append(victim)
         lacking_bytes -= victim.memory_bytes
-    if lacking_bytes > 0:  # in vain: what is being loaded, or has only just been, has to have its turn first
+    if lacking_bytes > 0:  # models that are loading or were ready too short a time must serve first
         return
     found.unload += [victim for victim in chosen if not victim.leases]
     found.retire += [victim for victim in chosen if victim.leases]

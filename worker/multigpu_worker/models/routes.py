@@ -12,10 +12,9 @@ Pure. The repository may change while the worker runs:
 
 from collections.abc import Callable
 
-from multigpu.repository.model import BatchRules, ModelSpec
+from multigpu.repository.model import BatchRules, ModelSpec, Scan
 
 from multigpu_worker.models import catalog as catalogs
-from multigpu_worker.models.catalog import Catalog
 from multigpu_worker.models.measured_sizes import ModelSize
 from multigpu_worker.models.residency import ModelState, Resident
 from multigpu_worker.session.session import Spec
@@ -28,11 +27,11 @@ class ModelRoutes:
     """`engine`: for models that do not choose one. `size_of`: the expected size of a model."""
 
     def __init__(
-        self, catalog: Catalog, engine: str, size_of: Callable[[ModelSpec], ModelSize] = lambda _: ModelSize()
+        self, catalog: Scan, engine: str, size_of: Callable[[ModelSpec], ModelSize] = lambda _: ModelSize()
     ) -> None:
         self.engine = engine
         self._size_of = size_of
-        self.catalog = Catalog()
+        self.catalog = Scan()
         self.residents: dict[str, Resident] = {}
         # The key of the model that serves a name now, and of the one that should.
         self.table: dict[Route, str] = {}
@@ -91,12 +90,12 @@ class ModelRoutes:
 
     # --- changes -----------------------------------------------------------------------------------------------------
 
-    def put(self, catalog: Catalog) -> None:
+    def put(self, catalog: Scan) -> None:
         """Take over a new state of the repository."""
         self.catalog = catalog
-        for model, spec in catalog.specs.items():
+        for model, spec in catalog.models.items():
             self._add(model, spec)
-        self._next = {route: self._newest[model] for route, model in catalog.routes().items()}
+        self._next = {route: self._newest[model] for route, model in catalogs.routes_of(catalog).items()}
         broken = {model.partition(":")[0] for model in catalog.errors}
         for route, key in self.table.items():
             resident = self.residents.get(key)

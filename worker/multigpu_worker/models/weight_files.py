@@ -1,4 +1,4 @@
-"""What the files of a model say of its size, read from their headers without any library of models.
+"""The size of a model from the headers of its files, without a model library.
 
 The formats: https://github.com/huggingface/safetensors#format,
 https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
@@ -16,21 +16,19 @@ from typing import Any
 from multigpu.repository.files import LAYOUT_SOURCES, SAFETENSORS_HEADER_BYTES_MAX, module_folders, weight_files
 from multigpu.repository.model import ModelFolderError, ModelSpec
 
-# Of safetensors: types that are converted to the precision which the model is served at. Others stay as they are.
+# Safetensors types that are converted to the precision the model is served at. Others are kept.
 _FLOATING = frozenset({"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"})
-# Of GGUF: the types of values that have a fixed size, as struct knows them; and the two that don't.
+# GGUF value types of a fixed size, as struct formats, and the two others.
 _GGUF_FIXED = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _GGUF_STRING, _GGUF_ARRAY = 8, 9
 _GGUF_VERSIONS = (2, 3)
 _GGUF_DIMENSIONS_MAX = 8
-# What a header that lies, or is cut, may do to the code below.
+# What reading a damaged or truncated header may raise.
 _UNREADABLE = (OSError, ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError, struct.error)
 
 
 def weights_bytes(spec: ModelSpec, number_bytes: int) -> int:
-    """What the weights take in memory, where each number takes so many bytes. What can't be read counts as it lies on
-    the disk.
-    """
+    """Memory of the weights with `number_bytes` for each number. Unreadable files count with their size on disk."""
     try:
         if spec.source == "gguf":
             numbers, _ = _read_gguf(spec.folder / spec.file, spec.changed_ns)
@@ -47,7 +45,7 @@ def weights_bytes(spec: ModelSpec, number_bytes: int) -> int:
 
 
 def context_bytes(spec: ModelSpec, number_bytes: int) -> int:
-    """What a language model's keys and values take for a sequence as long as it may be. 0: the files don't say."""
+    """Memory of a language model's keys and values for the longest sequence. 0: unknown."""
     try:
         if spec.source == "gguf":
             _, facts = _read_gguf(spec.folder / spec.file, spec.changed_ns)
@@ -88,9 +86,9 @@ def _safetensors_bytes(path: Path, number_bytes: int) -> int:
     return size_bytes
 
 
-@functools.lru_cache(maxsize=8)  # its vocabulary takes long to pass over
+@functools.lru_cache(maxsize=8)  # reading over the vocabulary takes long
 def _read_gguf(path: Path, _changed_ns: int) -> tuple[int, Mapping[str, Any]]:
-    """How many numbers a file's tensors have, and what it says of the model; of lists, how long they are."""
+    """The count of numbers in all tensors, and the model's metadata; for lists, their length."""
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         reader = _Reader(data)
         magic, version, tensors, facts_count = reader.take("4sIQQ")
@@ -104,12 +102,12 @@ def _read_gguf(path: Path, _changed_ns: int) -> tuple[int, Mapping[str, Any]]:
             if dimensions > _GGUF_DIMENSIONS_MAX:
                 raise ValueError(f"{path} has a tensor of {dimensions} dimensions")
             numbers += math.prod(reader.take(f"{dimensions}Q"))
-            reader.take("IQ")  # its type, and where it lies
+            reader.take("IQ")  # type and offset
         return numbers, facts
 
 
 class _Reader:
-    """Reads little-endian values one after the other. struct.error: the data end before they do."""
+    """Reads consecutive little-endian values. Raises struct.error at the end of the data."""
 
     def __init__(self, data: mmap.mmap) -> None:
         self._data = data
@@ -140,7 +138,7 @@ class _Reader:
         return count
 
     def _within(self, count: int) -> int:
-        """No count of things can be larger than the file. ValueError."""
+        """A count cannot exceed the file's size. Raises ValueError."""
         if count > len(self._data):
             raise ValueError(f"{count} values in a file of {len(self._data)} bytes")
         return count

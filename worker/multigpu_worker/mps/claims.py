@@ -1,8 +1,8 @@
-"""What the workers of one GPU have each claimed of its MPS server: contexts, and pinned memory.
+"""Claims of a GPU's workers on its MPS server: contexts and pinned memory.
 
-A claim is a file beside the pipes, locked by its worker as long as that lives; a dead worker's claim is worth nothing
-and is swept away. What changes the daemon or the claims is done under one lock, so that workers that start together
-don't both start a daemon, or both take the last context.
+A claim is a file beside the pipes that its worker keeps locked; the claim of a dead worker is deleted. The daemon and
+the claims are changed under one lock, so that two workers that start together don't both start a daemon or take the
+last context.
 """
 
 import asyncio
@@ -22,9 +22,9 @@ _RETRY_S = 0.02
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claim:
     worker_id: str
-    # Of the engine, which is the leader of its process group; 0: none runs.
+    # An engine of the worker, the leader of its process group; 0: none runs.
     engine_pid: int
-    # 0: no limit was set.
+    # 0: no limit is set.
     pinned_bytes: int
 
 
@@ -36,18 +36,18 @@ class Claims:
 
     @contextlib.asynccontextmanager
     async def lock(self) -> AsyncIterator[None]:
-        """The GPU's lock among its workers. TimeoutError."""
+        """The lock that the GPU's workers share. Raises TimeoutError."""
         fd = os.open(self.folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o660)
         try:
             async with asyncio.timeout(LOCK_TIMEOUT_S):
-                while not _try_lock(fd):  # noqa: ASYNC110  it may be another process's
+                while not _try_lock(fd):  # noqa: ASYNC110  another process may hold it
                     await asyncio.sleep(_RETRY_S)
             yield
         finally:
             os.close(fd)
 
     def hold(self, claim: Claim) -> None:
-        """Make or change ours."""
+        """Make or change our claim."""
         if self._fd < 0:
             self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o660)
             fcntl.flock(self._fd, fcntl.LOCK_EX)
@@ -55,14 +55,13 @@ class Claims:
         os.pwrite(self._fd, text.ljust(512), 0)
 
     def release(self) -> None:
-        """Give ours up."""
         if self._fd >= 0:
             self._path.unlink(missing_ok=True)
             os.close(self._fd)
             self._fd = -1
 
     def others(self) -> list[Claim]:
-        """Those of other living workers. Sweeps away what dead ones left."""
+        """Claims of other living workers. Deletes those of dead ones."""
         claims = []
         for path in self.folder.glob("claim-*"):
             if path == self._path:
@@ -75,7 +74,7 @@ class Claims:
                 if _try_lock(fd):
                     path.unlink(missing_ok=True)
                     continue
-                with contextlib.suppress(ValueError):  # it is just being written
+                with contextlib.suppress(ValueError):  # it is being written
                     worker_id, engine_pid, pinned_bytes = json.loads(os.pread(fd, 512, 0))
                     claims.append(Claim(worker_id=worker_id, engine_pid=engine_pid, pinned_bytes=pinned_bytes))
             finally:
@@ -84,7 +83,7 @@ class Claims:
 
 
 def make_private_folder(path: Path, *, ours: bool) -> None:
-    """Make a folder that no other user can change; `ours`: root's will not do. OSError: it isn't so."""
+    """Make or check a folder that no other user can change. `ours`: root must not own it. Raises OSError."""
     with contextlib.suppress(FileExistsError):
         path.mkdir(mode=0o750, parents=True)
     status = path.lstat()
@@ -92,9 +91,9 @@ def make_private_folder(path: Path, *, ours: bool) -> None:
         raise OSError(f"{path} is no folder but a link or a file")
     if status.st_uid != os.geteuid() and (ours or status.st_uid):
         raise OSError(f"{path} belongs to the user {status.st_uid}")
-    # Below a sticky folder, such as /tmp, nobody can exchange what is ours.
+    # In a sticky folder such as /tmp, other users cannot replace our folders.
     if status.st_mode & 0o022 and (ours or not status.st_mode & stat.S_ISVTX):
-        raise OSError(f"{path} can be written to by others; if that is right, take it from them with chmod go-w")
+        raise OSError(f"{path} can be written to by others; if nobody else has changed it, run chmod go-w")
 
 
 def _try_lock(fd: int) -> bool:

@@ -1,4 +1,4 @@
-"""Whether a worker uses MPS: what its settings ask for, what its GPU allows, and where the pipes are."""
+"""Decides whether a worker uses MPS, from its settings and its GPU."""
 
 import os
 import shutil
@@ -16,17 +16,17 @@ from multigpu_worker.mps.status import MpsState, MpsStatus
 
 log = structlog.get_logger()
 
-# NVIDIA's limits of client contexts on one GPU.
+# NVIDIA's limits on client contexts of one GPU.
 CLIENTS_MAX = 48
 CLIENTS_MAX_SINCE_CUDA_13_1 = 60
-# Volta: before it, MPS knows neither limits of its clients nor containment.
+# Volta: on earlier GPUs MPS has neither limits for clients nor fault containment.
 _COMPUTE_CAPABILITY_MIN = (7, 0)
-# A UNIX socket's path, less the name that the daemon appends.
+# The limit of a UNIX socket's path, without the name that the daemon appends.
 _PIPE_DIR_BYTES_MAX = 107 - len("/control_privileged")
 
 
 def default_base_dir() -> Path:
-    """Where the GPUs' pipe directories are if nothing else is said: one place for all workers of this user."""
+    """The default of mps_pipe_dir: shared by all workers of this user."""
     if os.geteuid() == 0:
         return Path("/run/multigpu/mps")
     runtime = os.environ.get("XDG_RUNTIME_DIR")
@@ -34,7 +34,7 @@ def default_base_dir() -> Path:
 
 
 def pipe_dir(config: WorkerConfig, device_id: str) -> Path:
-    """A GPU's own pipe directory. MpsError: its path is too long for a socket."""
+    """The pipe directory of a GPU. Raises MpsError if its path is too long for a socket."""
     path = (Path(config.mps_pipe_dir) if config.mps_pipe_dir else default_base_dir()) / device_id
     if len(os.fsencode(path)) > _PIPE_DIR_BYTES_MAX:
         raise MpsError(f"the pipe directory {path} has too long a path for a socket: set mps_pipe_dir to a shorter one")
@@ -42,7 +42,7 @@ def pipe_dir(config: WorkerConfig, device_id: str) -> Path:
 
 
 def clients_max(cuda_version: str) -> int:
-    """How many client contexts a GPU may have: `cuda_version` as the driver tells it, such as "13.1"."""
+    """The limit on client contexts. `cuda_version`: the driver's, such as "13.1"."""
     try:
         version = tuple(int(part) for part in cuda_version.split(".")[:2])
     except ValueError:
@@ -51,7 +51,7 @@ def clients_max(cuda_version: str) -> int:
 
 
 async def open_mps(config: WorkerConfig, device: Device, worker_id: str) -> tuple[Mps | None, MpsStatus | None]:
-    """MPS, or why there is none; neither for a CPU. MpsError: it was demanded and can't be had, or the GPU is full."""
+    """MPS, or the reason why it is off; neither for a CPU. Raises MpsError if `mps` is "on" or the GPU is full."""
     info = device.info
     if info.device_id == "cpu":
         if config.mps == "on":
@@ -81,7 +81,7 @@ async def open_mps(config: WorkerConfig, device: Device, worker_id: str) -> tupl
 
 
 def _check(info: DeviceInfo, *, prohibited: bool) -> None:
-    """MpsError: this GPU can't have MPS, or its programs are not here."""
+    """Raises MpsError if this GPU or host does not support MPS."""
     if shutil.which(PROGRAM) is None:
         raise MpsError(f"{PROGRAM} is not in PATH: install the driver's compute utilities, or set mps to off")
     if info.mig_enabled:

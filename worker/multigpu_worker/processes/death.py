@@ -24,7 +24,7 @@ class Death:
         return self.returncode in (-signal.SIGKILL, -signal.SIGTERM)
 
     @property
-    def words(self) -> str:
+    def summary(self) -> str:
         if self.returncode < 0:
             return f"was killed by {signal.Signals(-self.returncode).name}"
         return f"ended with exit code {self.returncode}"

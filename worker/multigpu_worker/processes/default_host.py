@@ -10,7 +10,7 @@ from multigpu_worker.engines.handlers.sources import Sources, sources_of
 from multigpu_worker.engines.registry import KindInfo
 from multigpu_worker.models.load_watch import LoadWatch
 from multigpu_worker.processes.death import Death
-from multigpu_worker.processes.host import EngineHost, EngineProcessCallbacks, HostSettings
+from multigpu_worker.processes.host import EngineHost, EngineProcessCallbacks, ProcessSettings
 from multigpu_worker.processes.ipc import frames
 from multigpu_worker.processes.start import READY_S, SLOW_START_S, EngineStart
 
@@ -26,7 +26,7 @@ class EngineStartError(Exception):
 
 
 class DefaultHost(EngineHost):
-    def __init__(self, settings: HostSettings, callbacks: EngineProcessCallbacks) -> None:
+    def __init__(self, settings: ProcessSettings, callbacks: EngineProcessCallbacks) -> None:
         super().__init__(settings, callbacks, settings.engine.slots)
         self.kinds: dict[str, KindInfo] = {}
         # Why the last reload left the version of the handlers as it was.
@@ -145,8 +145,8 @@ class DefaultHost(EngineHost):
 
     def _died(self, death: Death) -> None:
         if not self._first_ready.done():
-            words = self._stuck or f"the engine process {death.words} before it was ready; its output is in the log"
-            self._first_ready.set_exception(EngineStartError(words))
+            reason = self._stuck or f"the engine process {death.summary} before it was ready; its output is in the log"
+            self._first_ready.set_exception(EngineStartError(reason))
             return
         if self.stopping or self._first_ready.exception() is not None:
             return
@@ -166,9 +166,9 @@ class DefaultHost(EngineHost):
     def _died_at_start(self, death: Death) -> None:
         if self.sources is None:
             self.sources = self._sources_before
-            while_importing = f"the engine process {death.words} while it imported them"
+            while_importing = f"the engine process {death.summary} while it imported them"
             self.reload_error = self.reload_error or self._stuck or while_importing
         else:
             if self._stuck:
                 self._start.rejected(self._stuck)
-            self._start.died(death.words, killed=death.killed)
+            self._start.died(death.summary, killed=death.killed)

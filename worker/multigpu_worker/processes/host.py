@@ -30,6 +30,7 @@ from multigpu_worker.processes.ipc.blobs import BlobMemory
 from multigpu_worker.processes.ipc.channel import EngineChannel
 from multigpu_worker.processes.ipc.slots import SlotPage, SlotState
 from multigpu_worker.processes.output import OutputLog
+from multigpu_worker.session.payload_sharing import Sharing
 from multigpu_worker.supervision import supervised
 from multigpu_worker.waiting import until
 
@@ -49,14 +50,19 @@ class EngineProcessCallbacks(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HostSettings:
+class ProcessSettings:
+    """What all engine processes of a worker have in common."""
+
     engine: EngineSettings
-    # 0: no limit.
+    # Of each process; 0: no limit.
     memory_bytes: int
     result_bytes_max: int
     # For CUDA_VISIBLE_DEVICES; None: as it is.
     visible_devices: str | None
     mps: Mps | None = None
+    sharing: Sharing
+    progress_timeout_s: float
+    cancel_grace_s: float
 
 
 class EngineHost:
@@ -67,7 +73,7 @@ class EngineHost:
     # The version of the handlers to import. None: the files are read.
     sources: Sources | None = None
 
-    def __init__(self, settings: HostSettings, callbacks: EngineProcessCallbacks, slots: int) -> None:
+    def __init__(self, settings: ProcessSettings, callbacks: EngineProcessCallbacks, slots: int) -> None:
         """`slots`: how many the shared page has room for."""
         self.settings = settings
         self.callbacks = callbacks

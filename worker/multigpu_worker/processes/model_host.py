@@ -7,7 +7,7 @@ from functools import partial
 from multigpu.repository.model import ModelSpec
 
 from multigpu_worker.processes.death import Death
-from multigpu_worker.processes.host import EngineHost, EngineProcessCallbacks, HostSettings
+from multigpu_worker.processes.host import EngineHost, EngineProcessCallbacks, ProcessSettings
 from multigpu_worker.processes.ipc import frames
 
 # Slots that the shared page has room for: how many are used is known when the model is.
@@ -15,7 +15,7 @@ MODEL_SLOTS_MAX = 256
 
 
 class ModelHost(EngineHost):
-    def __init__(self, settings: HostSettings, callbacks: EngineProcessCallbacks, imports: tuple[str, ...]) -> None:
+    def __init__(self, settings: ProcessSettings, callbacks: EngineProcessCallbacks, imports: tuple[str, ...]) -> None:
         super().__init__(settings, callbacks, MODEL_SLOTS_MAX)
         self.imports = imports
         self._load: frames.Message | None = None

@@ -1,6 +1,6 @@
 """The engine processes of a worker: the default process, one or more for each model in memory, and a spare.
 
-A model has processes of its own, so that unloading it gives every byte back, and so that one that dies takes only its
+Each model has separate processes, so that unloading it gives every byte back, and so that one that dies takes only its
 own batches along. Importing torch and the like takes longest in a new process, so a spare one may have done it: the
 next model is loaded there. models/loader.py decides which models are in memory.
 """
@@ -12,7 +12,8 @@ from collections.abc import Iterator
 from multigpu.repository.model import ModelSpec
 from multigpu.v1 import worker_service_pb2 as pb
 
-from multigpu_worker.processes.process import Callbacks, DefaultProcess, EngineProcess, ModelProcess, ProcessSettings
+from multigpu_worker.processes.host import ProcessSettings
+from multigpu_worker.processes.process import Callbacks, DefaultProcess, EngineProcess, ModelProcess
 from multigpu_worker.session.session import Lease
 from multigpu_worker.waiting import until
 
@@ -29,7 +30,7 @@ class EnginePool:
     def __init__(self, settings: ProcessSettings) -> None:
         self.callbacks = Callbacks()
         self._settings = settings
-        self.mps = settings.host.mps
+        self.mps = settings.mps
         self.default = DefaultProcess(settings, self.callbacks)
         # Loading or ready. The keys are the loader's: of one model id there may be an old and a new one.
         self.models: dict[str, list[ModelProcess]] = {}
@@ -201,7 +202,7 @@ class EnginePool:
                 process.host.pause(paused=paused)
 
     def replace(self) -> None:
-        """End all and charge nobody: the default process is started again, models when tasks wait for them."""
+        """End all and charge no lease: the default process is started again, models when tasks wait for them."""
         for process in list(self):
             process.replace()
 
@@ -265,7 +266,7 @@ class EnginePool:
         """Have a process run the self-test: one with a model, which has loaded torch, or else the default process."""
         idle = [p for ps in self.models.values() for p in ps if p.host.ready and not p.batches and not p.retiring]
         self._self_tester = idle[0] if idle else self.default
-        self._self_tester.host.send(("self_test", test_id, bool(self._settings.host.engine.models)), [])
+        self._self_tester.host.send(("self_test", test_id, bool(self._settings.engine.models)), [])
 
     def runs_self_test(self, process: EngineProcess) -> bool:
         """Whether this is the process that was last asked to run the self-test."""

@@ -7,45 +7,39 @@ were cancelled, when it must be ended, and which leases are charged for its deat
 import asyncio
 import itertools
 import time
-from collections.abc import Callable, Sized
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import partial
 from itertools import islice
 from typing import Protocol
 
 import structlog
-from multigpu._transport.payloads import Elsewhere, Reference
-from multigpu.config.config import WorkerConfig
 from multigpu.v1 import worker_service_pb2 as pb
 
-from multigpu_worker.processes.batch import EngineBatch, running_leases
+from multigpu_worker.processes.batch import EngineBatch, rows_of, running_leases
 from multigpu_worker.processes.blame.charge import clear_suspect
 from multigpu_worker.processes.blame.evidence import Evidence, Judgement
 from multigpu_worker.processes.blame.limits import Limits
 from multigpu_worker.processes.death import Death
 from multigpu_worker.processes.default_host import DefaultHost
-from multigpu_worker.processes.host import EngineHost, HostSettings
+from multigpu_worker.processes.host import EngineHost, ProcessSettings
 from multigpu_worker.processes.ipc import frames
 from multigpu_worker.processes.model_host import ModelHost
 from multigpu_worker.processes.reports import (
     BatchReports,
     ModelLoaded,
-    RawReports,
+    pin_results,
     read_facts,
     read_loaded,
     read_reports,
 )
 from multigpu_worker.session.batcher import tokens_of
 from multigpu_worker.session.pace import Pace
-from multigpu_worker.session.payload_sharing import Sharing
 from multigpu_worker.session.session import Lease
 
 log = structlog.get_logger()
 
 # So many pinned results are acknowledged to the engine at once, if not by the next heartbeat.
 PINNED_MAX = 16
-# Earlier outputs of a task that an engine gets.
-PARTIALS_BYTES_MAX = 1 << 20
 
 
 class DispatcherCallbacks(Protocol):
@@ -88,15 +82,6 @@ class Callbacks:
     health_monitor: HealthMonitorCallbacks
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProcessSettings:
-    """What all engine processes of a worker have in common."""
-
-    config: WorkerConfig
-    host: HostSettings
-    sharing: Sharing
-
-
 class EngineProcess:
     host: EngineHost
     # The key of its model in the pool, and the model's id; empty: it has none, or none yet.
@@ -104,13 +89,12 @@ class EngineProcess:
     model_id = ""
 
     def __init__(self, settings: ProcessSettings, callbacks: Callbacks) -> None:
-        config = settings.config
         self._callbacks = callbacks
         self._sharing = settings.sharing
-        self._memory_bytes = settings.host.memory_bytes
+        self._memory_bytes = settings.memory_bytes
         # It takes nothing new.
         self.retiring = False
-        self.slots = settings.host.engine.slots
+        self.slots = settings.engine.slots
         # In the engine, by batch id.
         self.batches: dict[int, EngineBatch] = {}
         # Of kinds that run a batch together.
@@ -119,7 +103,7 @@ class EngineProcess:
         self.embedding_cache: pb.EmbeddingCache | None = None
         # Slots in which cancelled calls run on; once their engine is ended, all until the next one is ready.
         self.occupied = 0
-        self._limits = Limits(progress_timeout_s=config.progress_timeout_s, cancel_grace_s=config.cancel_grace_s)
+        self._limits = Limits(progress_timeout_s=settings.progress_timeout_s, cancel_grace_s=settings.cancel_grace_s)
         ran_at_xid = lambda lease_id: callbacks.health_monitor.suspects(lease_id)  # noqa: E731, PLW0108  set later
         self._evidence = Evidence(ran_at_xid, self._memory_bytes)
         self._batch_ids = itertools.count(1)
@@ -162,19 +146,7 @@ class EngineProcess:
         if leases[0].suspect:
             leases[0].partials_dispatched = leases[0].partials_made
         blobs: list[bytes] = []
-        rows = [
-            (
-                lease.lease_id,
-                lease.task_id,
-                lease.attempt,
-                _payload_of(lease.payload, blobs),
-                lease.units,
-                lease.checkpoint if lease.saved is None else lease.saved,
-                lease.partials_received + lease.partials_made,
-                _partials_of(lease),
-            )
-            for lease in leases
-        ]
+        rows = rows_of(leases, blobs)
         self.batches[batch_id] = EngineBatch(batch_id, {lease.lease_id: lease for lease in leases}, one_by_one, spec)
         if not one_by_one:
             self.pace.begin(batch_id, sum(map(tokens_of, leases)), time.monotonic())
@@ -230,7 +202,7 @@ class EngineProcess:
             self.host.kill()
 
     def replace(self) -> None:
-        """End the engine and charge nobody: its leases go on in another."""
+        """End the engine and charge no lease: its leases go on in another."""
         self._evidence.replace()
         self.host.kill()
 
@@ -254,7 +226,7 @@ class EngineProcess:
     def read(self, message: frames.Message, blobs: list[bytes]) -> Callable[[], None]:
         match message[0]:
             case "reports":
-                return self._read_reports(RawReports(*message[1:]), blobs)
+                return self._read_reports(message, blobs)
             case "given_back":
                 _, lease_ids = message
                 if any(type(lease_id) is not int for lease_id in lease_ids):
@@ -271,17 +243,20 @@ class EngineProcess:
             case other:
                 raise ValueError(f"unknown message {other!r}")
 
-    def _read_reports(self, raw: RawReports, blobs: list[bytes]) -> Callable[[], None]:
-        self._pinned += raw.pin(self._sharing)
+    def _read_reports(self, message: frames.Message, blobs: list[bytes]) -> Callable[[], None]:
+        _, batch_id, start_ns, finish_ns, succeeded, failed, *rest = message
+        succeeded, lost, places = pin_results(self._sharing, succeeded)
+        self._pinned += places
         if self._pinned >= PINNED_MAX:
             self.acknowledge_pinned()
-        batch = self.batches.get(raw.batch_id)
+        batch = self.batches.get(batch_id)
         if batch is None:  # its leases were given back in a drain
             return lambda: None
-        if raw.failed:
-            reported_ns = time.monotonic_ns() - (time.time_ns() - raw.finish_ns)
-            raw.failed = self._evidence.keep_back(raw.failed, one_by_one=batch.one_by_one, reported_ns=reported_ns)
-        return partial(self._reports, batch, read_reports(raw, batch.leases, blobs))
+        if failed := [*failed, *lost]:
+            reported_ns = time.monotonic_ns() - (time.time_ns() - finish_ns)
+            failed = self._evidence.keep_back(failed, one_by_one=batch.one_by_one, reported_ns=reported_ns)
+        read = read_reports(batch.leases, blobs, start_ns, finish_ns, succeeded, failed, *rest)
+        return partial(self._reports, batch, read)
 
     def _reports(self, batch: EngineBatch, read: BatchReports) -> None:
         for report in read.reports:
@@ -332,7 +307,7 @@ class EngineProcess:
             log.warning(
                 "engine died",
                 model=self.model,
-                how=death.words,
+                how=death.summary,
                 reason=judged.reason,
                 failed_task_ids=[report.lease.task_id for report in judged.reports],
                 suspect_task_ids=[lease.task_id for lease in judged.again if lease.suspect],
@@ -354,7 +329,7 @@ class DefaultProcess(EngineProcess):
 
     def __init__(self, settings: ProcessSettings, callbacks: Callbacks) -> None:
         super().__init__(settings, callbacks)
-        self.host = DefaultHost(settings.host, self)
+        self.host = DefaultHost(settings, self)
 
 
 class ModelProcess(EngineProcess):
@@ -364,7 +339,7 @@ class ModelProcess(EngineProcess):
 
     def __init__(self, settings: ProcessSettings, callbacks: Callbacks, imports: tuple[str, ...]) -> None:
         super().__init__(settings, callbacks)
-        self.host = ModelHost(settings.host, self, imports)
+        self.host = ModelHost(settings, self, imports)
 
     def read(self, message: frames.Message, blobs: list[bytes]) -> Callable[[], None]:
         loader = self._callbacks.model_loader
@@ -384,22 +359,3 @@ class ModelProcess(EngineProcess):
     def _loaded(self, loaded: ModelLoaded) -> None:
         self.share()
         self._callbacks.model_loader.model_loaded(self, loaded)
-
-
-def _payload_of(payload: bytes | Sized, blobs: list[bytes]) -> bytes | int | tuple[str, int, int]:
-    """A payload as the frame holds it: itself, its number among the blobs, or its place in a file."""
-    if isinstance(payload, bytes):
-        return frames.put(payload, blobs)
-    assert isinstance(payload, Reference)
-    assert isinstance(payload.pin, Elsewhere)
-    return payload.pin.path, payload.offset, payload.size_bytes
-
-
-def _partials_of(lease: Lease) -> tuple[bytes, ...]:
-    """All outputs that the task has made so far, if they are known and not too large."""
-    if not (lease.partials_received or lease.partials_made):
-        return ()
-    known = (*lease.partials_before, *(data for data, _ in lease.partials or ()))
-    if len(known) < lease.partials_received + lease.partials_made or sum(map(len, known)) > PARTIALS_BYTES_MAX:
-        return ()
-    return known

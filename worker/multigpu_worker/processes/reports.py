@@ -11,45 +11,8 @@ from multigpu_worker.session.payload_sharing import Sharing
 from multigpu_worker.session.session import Lease, Report, ReportState, TaskError
 
 
-@dataclass(slots=True)
-class RawReports:
-    """The frame as it came."""
-
-    batch_id: int
-    start_ns: int
-    finish_ns: int
-    succeeded: list[Any]
-    failed: list[Any]
-    partials: list[Any]
-    progress: list[Any]
-    checkpoints: list[Any]
-    done: bool
-    work_ns: int
-    cache: dict[str, int]
-
-    def pin(self, sharing: Sharing) -> int:
-        """Pin results in shared files, so that they outlive the engine. Returns how many places there were."""
-        if not any(type(result) is tuple for _, result, _ in self.succeeded):
-            return 0
-        held, places = [], 0
-        for lease_id, result, content_type in self.succeeded:
-            if type(result) is tuple:
-                places += 1
-                try:
-                    result = sharing.pin(*result)  # noqa: PLW2901  it was only its place
-                except OSError as error:
-                    message = f"the file of the result is gone: {error}"
-                    self.failed = [*self.failed, (lease_id, "ResultLost", message, True, "")]
-                    continue
-            held.append((lease_id, result, content_type))
-        self.succeeded = held
-        return places
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchReports:
-    """The frame, with leases."""
-
     start_ns: int
     finish_ns: int
     checkpoints: list[tuple[Lease, bytes]]
@@ -61,31 +24,66 @@ class BatchReports:
     embedding_cache: pb.EmbeddingCache | None
 
 
-def read_reports(raw: RawReports, leases: Mapping[int, Lease], blobs: list[bytes]) -> BatchReports:
-    """All of it is read before any of it counts: a frame that makes no sense must leave every lease with its batch.
+def pin_results(sharing: Sharing, succeeded: list[Any]) -> tuple[list[Any], list[Any], int]:
+    """Pin results in shared files, so that they outlive the engine.
+
+    Returns the results, failures for those whose files are gone, and how many lay in files.
+    """
+    if not any(type(result) is tuple for _, result, _ in succeeded):
+        return succeeded, [], 0
+    held: list[Any] = []
+    lost: list[Any] = []
+    places = 0
+    for lease_id, result, content_type in succeeded:
+        if type(result) is tuple:
+            places += 1
+            try:
+                result = sharing.pin(*result)  # noqa: PLW2901  it was only its place
+            except OSError as error:
+                lost.append((lease_id, "ResultLost", f"the file of the result is gone: {error}", True, ""))
+                continue
+        held.append((lease_id, result, content_type))
+    return held, lost, places
+
+
+def read_reports(
+    leases: Mapping[int, Lease],
+    blobs: list[bytes],
+    start_ns: int,
+    finish_ns: int,
+    succeeded: list[Any],
+    failed: list[Any],
+    partials: list[Any],
+    progress: list[Any],
+    checkpoints: list[Any],
+    done: bool,
+    work_ns: int,
+    cache: dict[str, int],
+) -> BatchReports:
+    """Read the whole frame before any of it counts: one that makes no sense must leave every lease with its batch.
 
     TypeError, ValueError, LookupError: it makes no sense.
     """
-    for number in (raw.start_ns, raw.finish_ns, raw.work_ns):
+    for number in (start_ns, finish_ns, work_ns):
         if type(number) is not int or not 0 <= number < 1 << 63:
-            raise ValueError(f"times that are {raw.start_ns!r}, {raw.finish_ns!r}, {raw.work_ns!r}")
+            raise ValueError(f"times that are {start_ns!r}, {finish_ns!r}, {work_ns!r}")
     reports = [
         Report(leases[lease_id], ReportState.SUCCEEDED, blobs[result] if type(result) is int else result, content_type)
-        for lease_id, result, content_type in raw.succeeded
+        for lease_id, result, content_type in succeeded
     ]
-    for lease_id, error_type, text, retryable, traceback in raw.failed:
+    for lease_id, error_type, text, retryable, traceback in failed:
         error = TaskError(type=error_type, message=text, retryable=retryable, traceback=traceback)
         reports.append(Report(leases[lease_id], ReportState.FAILED, error=error))
     return BatchReports(
-        start_ns=raw.start_ns,
-        finish_ns=raw.finish_ns,
-        checkpoints=[(leases[lease_id], _bytes_of(data, blobs)) for lease_id, data in raw.checkpoints],
-        progress=[(leases[lease_id], float(fraction), str(note)) for lease_id, fraction, note in raw.progress],
-        partials=[(leases[lease_id], _bytes_of(data, blobs), str(form)) for lease_id, data, form in raw.partials],
+        start_ns=start_ns,
+        finish_ns=finish_ns,
+        checkpoints=[(leases[lease_id], _bytes_of(data, blobs)) for lease_id, data in checkpoints],
+        progress=[(leases[lease_id], float(fraction), str(note)) for lease_id, fraction, note in progress],
+        partials=[(leases[lease_id], _bytes_of(data, blobs), str(form)) for lease_id, data, form in partials],
         reports=reports,
-        done=bool(raw.done),
-        work_ns=raw.work_ns,
-        embedding_cache=pb.EmbeddingCache(**raw.cache) if raw.cache else None,
+        done=bool(done),
+        work_ns=work_ns,
+        embedding_cache=pb.EmbeddingCache(**cache) if cache else None,
     )
 
 

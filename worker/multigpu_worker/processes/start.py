@@ -24,11 +24,11 @@ class EngineStart:
         """The process reported why it ends."""
         self._error = error
 
-    def died(self, words: str, *, killed: bool) -> None:
+    def died(self, how: str, *, killed: bool) -> None:
         """The process ended before it was ready."""
         self._kills += killed
         if not killed or self._kills >= KILLS_MAX:
-            self._error = self._error or f"the engine process {words} before it was ready; its output is in the log"
+            self._error = self._error or f"the engine process {how} before it was ready; its output is in the log"
 
     def error(self, now_s: float, *, ready: bool) -> str:
         """Why none can start; empty: one is ready, or may be soon."""

@@ -1,4 +1,4 @@
-"""What all checks of `mgpuctl doctor` share: a finding, and the place that is examined."""
+"""What the checks of `mgpuctl doctor` share: findings, and the host that is examined."""
 
 import functools
 import json
@@ -16,14 +16,13 @@ from multigpu.config import config
 from multigpu.v1 import admin_service_pb2 as admin
 
 NVML_TIMEOUT_S = 20.0
-CLOCK_ROUNDS = 3
 
 
 class Verdict(Enum):
     OK = "ok"
     WARN = "warn"
     FAIL = "fail"
-    # It doesn't apply here, or can't be told.
+    # Not applicable, or unknown.
     SKIP = "skip"
 
 
@@ -31,10 +30,13 @@ class Verdict(Enum):
 class Finding:
     check: str
     verdict: Verdict
-    # What was found.
     message: str
-    # What to do about it. Empty unless WARN or FAIL.
+    # What to do. Empty unless WARN or FAIL.
     remedy: str = ""
+
+
+class SkipCheck(Exception):  # noqa: N818  it is no error
+    """The check does not apply here. The message says why."""
 
 
 def ok(check: str, message: str) -> list[Finding]:
@@ -53,45 +55,36 @@ def skip(check: str, message: str) -> list[Finding]:
     return [Finding(check=check, verdict=Verdict.SKIP, message=message)]
 
 
-class Place:
-    """A host, its settings, and the fleet that it belongs to. Each thing is looked at once, when first asked for."""
+@dataclass(kw_only=True)
+class Host:
+    """A host, its settings, and its fleet. Each fact is looked up once, when a check needs it."""
 
-    def __init__(
-        self,
-        *,
-        master_config: config.MasterConfig,
-        worker_config: config.WorkerConfig,
-        client_config: config.ClientConfig,
-        address: str,
-        master: Master | Failure,
-        root: Path = Path("/"),
-    ) -> None:
-        """`master`: a connection, or why there can't be one. `root`: where /dev, /sys and /proc are."""
-        self.master_config = master_config
-        self.worker_config = worker_config
-        self.client_config = client_config
-        self.address = address
-        self.root = root
-        self._master = master
+    master_config: config.MasterConfig
+    worker_config: config.WorkerConfig
+    client_config: config.ClientConfig
+    # A connection, or why there can't be one.
+    master: Master | Failure
+    # Where /dev, /sys and /proc are.
+    root: Path = Path("/")
 
     @functools.cached_property
     def nvml(self) -> dict[str, Any]:
-        """What the driver says: see doctor_nvml.survey. A driver that doesn't answer is an error, too."""
+        """See nvml.survey. A driver that doesn't answer is an error, too."""
         argv = [sys.executable, "-m", "multigpu.cli.doctor.nvml"]
         try:
             done = subprocess.run(argv, capture_output=True, text=True, timeout=NVML_TIMEOUT_S, check=False)
-            told = json.loads(done.stdout)
+            found = json.loads(done.stdout)
         except subprocess.TimeoutExpired:
             return {"error": f"the driver did not answer within {NVML_TIMEOUT_S:g} s", "hung": True}
         except ValueError:
             last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-            return {"error": f"asking the driver failed: {last}"}
-        assert isinstance(told, dict)
-        return told
+            return {"error": f"the driver's check failed: {last}"}
+        assert isinstance(found, dict)
+        return found
 
     @property
     def gpus(self) -> list[dict[str, Any]]:
-        """The GPUs that the driver tells of."""
+        """The GPUs that the driver lists."""
         return list(self.nvml.get("devices", ()))
 
     @property
@@ -100,7 +93,7 @@ class Place:
 
     @functools.cached_property
     def nvidia_devices(self) -> int:
-        """NVIDIA display controllers on the PCI bus, with a driver or without."""
+        """NVIDIA display controllers on the PCI bus, with or without a driver."""
         count = 0
         for device in (self.root / "sys/bus/pci/devices").glob("*"):
             try:
@@ -110,28 +103,38 @@ class Place:
             count += vendor == "0x10de" and kind.startswith("0x03")
         return count
 
+    def ask_stats(self) -> admin.GetStatsResponse:
+        """New stats of the master. Raises Failure."""
+        if isinstance(self.master, Failure):
+            raise self.master
+        answer = self.master.call(self.master.admin.GetStats, admin.GetStatsRequest())
+        assert isinstance(answer, admin.GetStatsResponse)
+        return answer
+
     @functools.cached_property
-    def stats(self) -> admin.GetStatsResponse | Failure:
-        """The master's figures, or why it has none."""
+    def stats_or_failure(self) -> admin.GetStatsResponse | Failure:
         try:
             return self.ask_stats()
         except Failure as failure:
             return failure
 
+    @property
+    def stats(self) -> admin.GetStatsResponse:
+        """Raises SkipCheck if no master answers."""
+        if isinstance(self.stats_or_failure, Failure):
+            raise SkipCheck("no master answers")
+        return self.stats_or_failure
+
     @functools.cached_property
     def workers(self) -> list[admin.Worker]:
-        """Every worker the master knows; empty without a master."""
-        if isinstance(self.stats, Failure) or isinstance(self._master, Failure):
-            return []
-        return self._master.list_workers()
+        """Every worker that the master knows. Raises SkipCheck if no master answers."""
+        assert self.stats is not None
+        assert isinstance(self.master, Master)
+        return self.master.list_workers()
 
-    def ask_stats(self) -> admin.GetStatsResponse:
-        """Fresh ones. Raises Failure."""
-        if isinstance(self._master, Failure):
-            raise self._master
-        answer = self._master.call(self._master.admin.GetStats, admin.GetStatsRequest())
-        assert isinstance(answer, admin.GetStatsResponse)
-        return answer
+    @property
+    def connected(self) -> list[admin.Worker]:
+        return [worker for worker in self.workers if worker.state != admin.WORKER_STATE_LOST]
 
 
-Check = Callable[[Place], list[Finding]]
+Check = Callable[[Host], list[Finding]]

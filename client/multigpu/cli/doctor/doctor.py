@@ -1,23 +1,24 @@
-"""`mgpuctl doctor`: is this host fit for its work? Each check has a verdict, and a remedy where it needs one.
+"""`mgpuctl doctor`: checks of this host and its fleet. Each has a verdict, and a remedy if it needs one.
 
-The checks are functions from a Place to findings, in three files: gpu.py, host.py, fleet.py.
-Nothing is changed on the host; the only file that is written is a small one in the data folder, to time an fsync.
+A check is a function from a Host to findings, in gpu.py, host.py or fleet.py. Checks change nothing on the host, except
+that one writes and deletes a small file in the data directory to time an fsync.
 """
 
 import contextlib
 import sys
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
 
 import click
+from rich.table import Table
+from rich.text import Text
 
-from multigpu.cli import show
+from multigpu.cli import show, tables
 from multigpu.cli.commands import Command
 from multigpu.cli.doctor import fleet as doctor_fleet
 from multigpu.cli.doctor import gpu as doctor_gpu
 from multigpu.cli.doctor import host as doctor_host
-from multigpu.cli.doctor.base import Check, Finding, Place, Verdict, fail
+from multigpu.cli.doctor.base import Check, Finding, Host, SkipCheck, Verdict, fail, skip
 from multigpu.cli.failures import WARNINGS, Failure
 from multigpu.cli.options import client_config, config_option, json_option, load_config, master_option
 from multigpu.cli.rpc import Master
@@ -48,37 +49,37 @@ STYLES = {Verdict.OK: "green", Verdict.WARN: "yellow", Verdict.FAIL: "bold red",
 def doctor(data_dir: str | None, address: str, as_json: bool) -> None:
     """Check this host and its fleet: verdicts and remedies.
 
-    Looks at driver, CUDA, GPUs, MPS, permissions, limits, disk, ports, services,
-    certificates, the master, clocks, versions and the fleet's devices.
-
-    Run it on each host, as the user that the daemons run as.
+    Driver, CUDA, GPUs, MPS, permissions, limits, disk, ports, services, certificates, the master, clocks, versions and
+    the fleet's devices. Run it on each host, as the user that the daemons run as.
     """
     with contextlib.ExitStack() as stack:
         try:
             master: Master | Failure = stack.enter_context(Master(address))
         except Failure as failure:  # certificates or a token that can't be read
             master = failure
-        place = Place(
+        host = Host(
             master_config=load_config(config.MasterConfig, flags={"data_dir": data_dir}).config,
             worker_config=load_config(config.WorkerConfig).config,
             client_config=client_config(address),
-            address=address,
             master=master,
         )
-        findings = [finding for check in CHECKS for finding in carry_out(check, place)]
+        findings = [finding for check in CHECKS for finding in run_check(check, host)]
     if as_json:
-        show.value(as_dict(findings))
+        show.value(_as_dict(findings))
     else:
-        show_findings(findings)
+        _print(findings)
     sys.exit(exit_code(findings))
 
 
-def carry_out(check: Check, place: Place) -> list[Finding]:
-    """What a check finds. One that breaks is a finding, not the end of the others."""
+def run_check(check: Check, host: Host) -> list[Finding]:
+    """The findings of a check; a check that fails to run is a finding too."""
+    name = check.__name__.replace("_", " ")
     try:
-        return check(place)
+        return check(host)
+    except SkipCheck as reason:
+        return skip(name, str(reason))
     except (OSError, ValueError, Failure) as error:
-        return fail(check.__name__.replace("_", " "), f"can't be checked: {error}", "repair this first, then ask again")
+        return fail(name, f"can't be checked: {error}", "repair this first, then run the check again")
 
 
 def exit_code(findings: Sequence[Finding]) -> int:
@@ -86,7 +87,7 @@ def exit_code(findings: Sequence[Finding]) -> int:
     return Failure.exit_code if Verdict.FAIL in verdicts else WARNINGS if Verdict.WARN in verdicts else 0
 
 
-def as_dict(findings: Sequence[Finding]) -> dict[str, object]:
+def _as_dict(findings: Sequence[Finding]) -> dict[str, object]:
     return {
         "verdict": {Failure.exit_code: "fail", WARNINGS: "warn", 0: "ok"}[exit_code(findings)],
         "checks": [
@@ -97,37 +98,17 @@ def as_dict(findings: Sequence[Finding]) -> dict[str, object]:
     }
 
 
-def show_findings(findings: Sequence[Finding]) -> None:
+def _print(findings: Sequence[Finding]) -> None:
     counts = Counter(finding.verdict for finding in findings)
     warnings = "warning" if counts[Verdict.WARN] == 1 else "warnings"
     words = {Verdict.OK: "ok", Verdict.WARN: warnings, Verdict.FAIL: "failed", Verdict.SKIP: "skipped"}
-    summary = ", ".join(f"{counts[verdict]} {word}" for verdict, word in words.items() if counts[verdict])
-    if sys.stdout.isatty():
-        from rich.console import Console  # noqa: PLC0415  only a terminal pays for it
-
-        console = Console(highlight=False)
-        console.print(as_grid(findings))
-        console.print(f"\n{summary}")
-        return
-    width = max(len(finding.check) for finding in findings)
-    for finding in findings:
-        show.line(clean_lines(f"{finding.verdict.value:<4}  {finding.check:<{width}}  {finding.message}"))
-        if finding.remedy:
-            show.line(clean_lines(f"{'':<4}  {'':<{width}}  → {finding.remedy}"))
-    show.line(f"\n{summary}")
-
-
-def as_grid(findings: Sequence[Finding]) -> Any:
-    """The findings for rich to print: messages wrap within their column."""
-    from rich.table import Table  # noqa: PLC0415  only a terminal pays for it
-    from rich.text import Text  # noqa: PLC0415
-
     grid = Table.grid(padding=(0, 2, 0, 0))
     for finding in findings:
         text = Text(clean_lines(finding.message))
         if finding.remedy:
             text.append(f"\n→ {clean_lines(finding.remedy)}", style="cyan")
-        grid.add_row(
-            Text(finding.verdict.value, style=STYLES[finding.verdict]), Text(finding.check, no_wrap=True), text
-        )
-    return grid
+        verdict = Text(finding.verdict.value, style=STYLES[finding.verdict])
+        grid.add_row(verdict, Text(finding.check, no_wrap=True), text)
+    for line in tables.rendered(grid):
+        show.line(line)
+    show.line("\n" + ", ".join(f"{counts[verdict]} {word}" for verdict, word in words.items() if counts[verdict]))

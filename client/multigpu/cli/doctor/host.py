@@ -14,7 +14,7 @@ import time
 from datetime import UTC, datetime
 from pathlib import Path
 
-from multigpu.cli.doctor.base import Finding, Place, Verdict, fail, ok, skip, warn
+from multigpu.cli.doctor.base import Finding, Host, SkipCheck, Verdict, fail, ok, skip, warn
 from multigpu.cli.text import clean, duration, size
 
 FILES_WARN, FILES_FAIL = 1024, 256
@@ -23,18 +23,10 @@ SPACE_FAIL_BYTES = 256 << 20
 SPACE_WARN_BYTES, SPACE_WARN_SHARE = 1 << 30, 0.05
 FSYNCS, FSYNC_BYTES = 16, 4096
 FSYNC_WARN_S, FSYNC_FAIL_S = 0.03, 0.5
-# File systems whose fsync and locks a journal can't trust, and those that are gone after a reboot.
+# File systems with unreliable fsync and locks, and file systems that a reboot empties.
 NETWORK_FILE_SYSTEMS = {
-    "nfs",
-    "nfs4",
-    "cifs",
-    "smb3",
-    "smbfs",
-    "9p",
-    "fuse.sshfs",
-    "ceph",
-    "glusterfs",
-    "fuse.glusterfs",
+    *("nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "ceph", "glusterfs"),
+    *("fuse.sshfs", "fuse.glusterfs"),
 }
 MEMORY_FILE_SYSTEMS = {"tmpfs", "ramfs"}
 SYSTEMCTL_TIMEOUT_S = 10.0
@@ -42,8 +34,8 @@ EXPIRES_SOON_DAYS = 14
 LISTENING = "0A"
 
 
-def versions(_: Place) -> list[Finding]:
-    """What is installed here."""
+def versions(_: Host) -> list[Finding]:
+    """Installed packages."""
     parts = [f"Python {platform.python_version()}"]
     for package in ("multigpu", "grpcio", "protobuf", "torch", "nvidia-ml-py"):
         try:
@@ -53,23 +45,23 @@ def versions(_: Place) -> list[Finding]:
     return ok("versions", ", ".join(parts))
 
 
-def limits(_: Place) -> list[Finding]:
-    """Open files and processes of whoever runs this: a service has limits of its own."""
+def limits(_: Host) -> list[Finding]:
+    """Open files and processes of this user; a service has its own limits."""
     files, _hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     processes, _hard = resource.getrlimit(resource.RLIMIT_NPROC)
     files_text = f"{files:,} open files" if files != resource.RLIM_INFINITY else "any number of open files"
-    told = f"{files_text}, {processes:,} processes" if processes != resource.RLIM_INFINITY else files_text
-    remedy = "`ulimit -n 65536`, or LimitNOFILE=65536 in the unit: each client and worker is one"
+    message = f"{files_text}, {processes:,} processes" if processes != resource.RLIM_INFINITY else files_text
+    remedy = "`ulimit -n 65536`, or LimitNOFILE=65536 in the unit: each client and worker needs one"
     if files != resource.RLIM_INFINITY and files < FILES_WARN:
-        return (fail if files < FILES_FAIL else warn)("limits", told, remedy)
+        return (fail if files < FILES_FAIL else warn)("limits", message, remedy)
     if processes != resource.RLIM_INFINITY and processes < PROCESSES_WARN:
-        return warn("limits", told, "`ulimit -u 4096`, or LimitNPROC=4096 in the unit: threads count")
-    return ok("limits", told)
+        return warn("limits", message, "`ulimit -u 4096`, or LimitNPROC=4096 in the unit: threads count")
+    return ok("limits", message)
 
 
-def disk(place: Place) -> list[Finding]:
-    """The journal's folder: may it be written, how much room is there, what does an fsync take?"""
-    data_dir = place.master_config.data_dir
+def disk(host: Host) -> list[Finding]:
+    """The data directory: its permissions, free space, and the time of an fsync."""
+    data_dir = host.master_config.data_dir
     folder = nearest_folder(data_dir)
     named = str(data_dir) if folder == data_dir.absolute() else f"{data_dir} (not there yet; {folder})"
     if not os.access(folder, os.W_OK | os.X_OK, effective_ids=True):
@@ -77,17 +69,17 @@ def disk(place: Place) -> list[Finding]:
         return fail("disk", f"user {os.geteuid()} can't write {named}", remedy)
     findings = _file_system(folder) + _space(folder, named)
     if findings[-1].verdict is Verdict.FAIL:
-        return findings  # a full disk has no room for the test file either
+        return findings  # a full disk has no space for the test file
     try:
         findings += judge_fsync(fsync_seconds(folder), named)
     except OSError as error:
-        remedy = "look at `dmesg` for errors of the disk"
+        remedy = "look for errors of the disk in `dmesg`"
         findings += fail("fsync", f"can't write and sync a file in {named}: {error.strerror}", remedy)
     return findings
 
 
 def nearest_folder(path: Path) -> Path:
-    """The path, or the nearest folder above it that is there."""
+    """The path, or the nearest existing folder above it."""
     path = path.absolute()
     while not path.is_dir():
         path = path.parent
@@ -96,20 +88,20 @@ def nearest_folder(path: Path) -> Path:
 
 def _space(folder: Path, named: str) -> list[Finding]:
     usage, inodes = shutil.disk_usage(folder), os.statvfs(folder)
-    told = f"{size(usage.free)} of {size(usage.total)} free in {named}"
+    message = f"{size(usage.free)} of {size(usage.total)} free in {named}"
     if inodes.f_files and not inodes.f_favail:
         return fail("disk", f"no inode is left in {named}", "delete files, or use another --data-dir")
     if usage.free < SPACE_FAIL_BYTES:
-        return fail("disk", told, "make room, or use another --data-dir: a full disk rejects durable tasks")
+        return fail("disk", message, "make room, or use another --data-dir: a full disk rejects durable tasks")
     if usage.free < SPACE_WARN_BYTES or usage.free < SPACE_WARN_SHARE * usage.total:
-        return warn("disk", told, "make room, or set master.journal_bytes_max below what is free")
-    return ok("disk", told)
+        return warn("disk", message, "make room, or set master.journal_bytes_max below what is free")
+    return ok("disk", message)
 
 
 def _file_system(folder: Path) -> list[Finding]:
     kind = file_system(folder, Path("/proc/self/mountinfo").read_text("utf-8", "replace"))
     if kind in NETWORK_FILE_SYSTEMS:
-        message = f"{folder} is on {kind}: its fsync and locks can't be trusted with a journal"
+        message = f"{folder} is on {kind}: a journal needs reliable fsync and locks"
         return fail("file system", message, "keep the journal on a local disk: --data-dir")
     if kind in MEMORY_FILE_SYSTEMS:
         message = f"{folder} is on {kind}: a reboot loses every task"
@@ -118,7 +110,7 @@ def _file_system(folder: Path) -> list[Finding]:
 
 
 def file_system(folder: Path, mountinfo: str) -> str:
-    """The type of the file system that holds a folder."""
+    """The type of the folder's file system."""
     best, kind = "", "unknown"
     for line in mountinfo.splitlines():
         before, _, after = line.partition(" - ")
@@ -129,7 +121,7 @@ def file_system(folder: Path, mountinfo: str) -> str:
 
 
 def fsync_seconds(folder: Path) -> float:
-    """The median time of an append of 4 KiB with fsync. Raises OSError."""
+    """The median time of an fsync after an append of 4 KiB. Raises OSError."""
     taken = []
     with tempfile.NamedTemporaryFile(dir=folder, prefix=".mgpuctl-doctor-") as file:
         for _ in range(FSYNCS):
@@ -142,17 +134,17 @@ def fsync_seconds(folder: Path) -> float:
 
 
 def judge_fsync(seconds: float, named: str) -> list[Finding]:
-    told = f"an fsync of 4 KiB takes {duration(seconds)} in {named}"
+    message = f"an fsync of 4 KiB takes {duration(seconds)} in {named}"
     if seconds < FSYNC_WARN_S:
-        return ok("fsync", told)
+        return ok("fsync", message)
     remedy = "a durable task is acknowledged after an fsync: use an SSD, or a quieter disk"
-    return (fail if seconds >= FSYNC_FAIL_S else warn)("fsync", told, remedy)
+    return (fail if seconds >= FSYNC_FAIL_S else warn)("fsync", message, remedy)
 
 
-def ports(place: Place) -> list[Finding]:
-    """Where the master listens: free, or held by the master."""
+def ports(host: Host) -> list[Finding]:
+    """The master's ports are free, or held by the master."""
     findings = []
-    for what, address in (("listen", place.master_config.listen), ("metrics", place.master_config.metrics_listen)):
+    for what, address in (("listen", host.master_config.listen), ("metrics", host.master_config.metrics_listen)):
         if address and not address.startswith("unix:"):
             findings += _port(what, address)
     return findings
@@ -178,7 +170,7 @@ def _port(what: str, address: str) -> list[Finding]:
             return ok(name, f"{address} is free: no master runs there")
     holder = holder_of(port)
     if holder is None:
-        remedy = "run this as root to see who; if it isn't the master, stop it or choose another port"
+        remedy = "run this as root to see which; if it isn't the master, stop it or choose another port"
         return warn(name, f"{address} is taken by a process of another user", remedy)
     pid, command = holder
     if "multigpu_master" in command or "mgpu-master" in command:
@@ -187,7 +179,7 @@ def _port(what: str, address: str) -> list[Finding]:
 
 
 def holder_of(port: int) -> tuple[int, str] | None:
-    """Pid and command line of who listens at a TCP port; None if /proc doesn't tell us."""
+    """Pid and command line of the process that listens at a TCP port; None if /proc doesn't show it."""
     inodes = set()
     for table in ("tcp", "tcp6"):
         try:
@@ -202,14 +194,14 @@ def holder_of(port: int) -> tuple[int, str] | None:
                 words = (folder.parent / "cmdline").read_bytes().replace(b"\0", b" ").decode("utf-8", "replace")
                 return int(folder.parent.name), clean(words.strip())[:120]
         except OSError:
-            continue  # not ours to see, or gone
+            continue  # another user's, or gone
     return None
 
 
-def services(_: Place) -> list[Finding]:
-    """The state of our systemd units."""
+def services(_: Host) -> list[Finding]:
+    """The state of the mgpu units of systemd."""
     if shutil.which("systemctl") is None or not Path("/run/systemd/system").is_dir():
-        return skip("services", "systemd doesn't run here")
+        raise SkipCheck("systemd doesn't run here")
     argv = ["systemctl", "list-units", "--all", "--plain", "--no-legend", "--no-pager", "mgpu-*", "mgpu.target"]
     try:
         done = subprocess.run(argv, capture_output=True, text=True, timeout=SYSTEMCTL_TIMEOUT_S, check=False)
@@ -238,35 +230,35 @@ def judge_units(listed: str) -> list[Finding]:
     return ok("services", ", ".join(f"{name} {active}" for name, _load, active, _sub in units))
 
 
-def certificates(place: Place) -> list[Finding]:
-    """Every certificate in the settings: readable, valid, and for how long; its key for no other eyes."""
+def certificates(host: Host) -> list[Finding]:
+    """Every certificate in the settings is readable and valid, and no other user can read its key."""
     certs: dict[str, str] = {}
     keys: dict[str, str] = {}
-    for settings in (place.master_config, place.worker_config, place.client_config):
+    for settings in (host.master_config, host.worker_config, host.client_config):
         for name in ("tls_cert", "tls_ca", "tls_client_ca"):
             if path := getattr(settings, name, ""):
                 certs.setdefault(path, f"{settings.section}.{name}")
         if settings.tls_key:
             keys.setdefault(settings.tls_key, f"{settings.section}.tls_key")
     if not certs and not keys:
-        return skip("certificates", "no TLS in the settings")
+        raise SkipCheck("no TLS in the settings")
     now = datetime.now(UTC)
     findings = [finding for path, setting in certs.items() for finding in _certificate(Path(path), setting, now)]
     return findings + [finding for path, setting in keys.items() for finding in _key(Path(path), setting)]
 
 
 def _certificate(path: Path, setting: str, now: datetime) -> list[Finding]:
-    from cryptography import x509  # noqa: PLC0415  only who has certificates pays for it
+    from cryptography import x509  # noqa: PLC0415  slow, and needed for TLS only
 
     name = f"certificate {setting}"
     try:
         found = x509.load_pem_x509_certificates(path.read_bytes())
     except OSError as error:
         return fail(
-            name, f"can't read {path}: {error.strerror}", "`mgpuctl certs` makes certificates; mind the file's owner"
+            name, f"can't read {path}: {error.strerror}", "`mgpuctl certs` makes certificates; check the file's owner"
         )
     except ValueError as error:
-        return fail(name, f"{path} is no certificate: {error}", "`mgpuctl certs` makes certificates")
+        return fail(name, f"{path} is not a certificate: {error}", "`mgpuctl certs` makes certificates")
     end = min(certificate.not_valid_after_utc for certificate in found)
     begin = max(certificate.not_valid_before_utc for certificate in found)
     if begin > now:
@@ -276,9 +268,11 @@ def _certificate(path: Path, setting: str, now: datetime) -> list[Finding]:
     days = (end - now).total_seconds() / 86400
     if days < 0:
         return fail(name, f"{path} expired on {end:%F}", "`mgpuctl certs renew`")
-    told = f"{path} is valid until {end:%F}"
+    message = f"{path} is valid until {end:%F}"
     return (
-        ok(name, told) if days >= EXPIRES_SOON_DAYS else warn(name, f"{told}: {days:.0f} days", "`mgpuctl certs renew`")
+        ok(name, message)
+        if days >= EXPIRES_SOON_DAYS
+        else warn(name, f"{message}: {days:.0f} days", "`mgpuctl certs renew`")
     )
 
 
@@ -290,7 +284,7 @@ def _key(path: Path, setting: str) -> list[Finding]:
     except OSError as error:
         return fail(name, f"can't read {path}: {error.strerror}", "run as the user that the daemon runs as")
     if mode & 0o007:
-        return fail(name, f"everybody on this host can use {path} (mode {mode & 0o777:o})", f"chmod o-rwx {path}")
+        return fail(name, f"every user of this host can use {path} (mode {mode & 0o777:o})", f"chmod o-rwx {path}")
     return ok(name, f"{path}: mode {mode & 0o777:o}")
 
 

@@ -1,6 +1,6 @@
-"""What NVIDIA's driver says of itself and its GPUs, as one JSON value on stdout.
+"""The NVIDIA driver and its GPUs as one JSON value on stdout.
 
-A process of its own (`python -m multigpu.cli.doctor.nvml`): a sick driver may never answer, or take its caller along.
+A separate process (`python -m multigpu.cli.doctor.nvml`): a broken driver may hang or crash its caller.
 """
 
 import json
@@ -9,7 +9,7 @@ from typing import Any
 
 
 def survey() -> dict[str, Any]:
-    """{"error": why NVML doesn't work} or driver, cuda, devices. What a device doesn't tell is left out."""
+    """{"error": why NVML doesn't work} or driver, cuda, devices. Unknown values are omitted."""
     try:
         import pynvml as nvml  # noqa: PLC0415  may not be installed
     except ImportError:
@@ -28,24 +28,24 @@ def survey() -> dict[str, Any]:
 
 
 def _device(nvml: Any, index: int) -> dict[str, Any]:
-    told: dict[str, Any] = {"index": index}
+    facts: dict[str, Any] = {"index": index}
     try:
         handle = nvml.nvmlDeviceGetHandleByIndex(index)
-        told |= {"uuid": nvml.nvmlDeviceGetUUID(handle), "name": nvml.nvmlDeviceGetName(handle)}
+        facts |= {"uuid": nvml.nvmlDeviceGetUUID(handle), "name": nvml.nvmlDeviceGetName(handle)}
         nvml.nvmlDeviceGetMemoryInfo(handle)
     except nvml.NVMLError as error:
-        return {**told, "error": str(error)}
+        return {**facts, "error": str(error)}
 
     def tell(name: str, ask: Callable[[], Any]) -> None:
         try:
-            told[name] = ask()
+            facts[name] = ask()
         except nvml.NVMLError:
             return
 
     tell("minor", lambda: nvml.nvmlDeviceGetMinorNumber(handle))
     tell("mig", lambda: nvml.nvmlDeviceGetMigMode(handle)[0] == nvml.NVML_DEVICE_MIG_ENABLE)
     tell("compute_mode", lambda: nvml.nvmlDeviceGetComputeMode(handle))
-    return {**told, "nvlinks_up": _nvlinks_up(nvml, handle)}
+    return {**facts, "nvlinks_up": _nvlinks_up(nvml, handle)}
 
 
 def _nvlinks_up(nvml: Any, handle: Any) -> int:
@@ -59,4 +59,4 @@ def _nvlinks_up(nvml: Any, handle: Any) -> int:
 
 
 if __name__ == "__main__":
-    print(json.dumps(survey()))  # noqa: T201  its one word to its parent
+    print(json.dumps(survey()))  # noqa: T201  for the parent process

@@ -1,7 +1,7 @@
-"""`mgpuctl embed`: files of text in, vectors out, through kills of workers and masters, in bounded memory.
+"""`mgpuctl embed`: lines of text to vectors, in bounded memory.
 
-The SDK's map does the work: it pulls lines no further ahead than its window, resends what a broken stream lost, and
-returns chunks in order. What is here reads, writes, waits for a fleet to appear, and tells who did what.
+The SDK's map reads ahead by at most its window, resends what a broken stream lost, and returns chunks in order. This
+module reads, writes, waits for a fleet, and reports how many lines each worker embedded.
 """
 
 import os
@@ -28,11 +28,11 @@ from multigpu.cli.sdk import cancelled_at_end, sdk_failures
 from multigpu.cli.tasks.lines import STDIN, count_lines, read_lines
 from multigpu.cli.text import duration
 
-# Texts under way: enough for several batches on every worker of a large fleet, and little memory.
+# Texts under way: several batches for every worker of a large fleet.
 WINDOW_TEXTS = 65_536
-# Vectors of one text by one model differ by less in every number, also between engines and precisions.
+# The same text and model give vectors that differ by less in every number, also across engines and precisions.
 SAME_VECTOR = 0.02
-RESUME_REMEDY = "; --resume needs the same input and model: give them, or run without --resume"
+RESUME_REMEDY = "; give the same input and model, or run without --resume"
 
 
 @click.command(
@@ -41,13 +41,13 @@ RESUME_REMEDY = "; --resume needs the same input and model: give them, or run wi
         ("mgpuctl embed corpus.txt -o vectors.npy", "numpy.load('vectors.npy') is float32 [lines, dimension]."),
         ("zcat *.gz | mgpuctl embed -o vectors.npy", "From standard input, of any length."),
         ("mgpuctl embed a.txt b.txt --format jsonl", "One JSON array a line, to stdout."),
-        ("mgpuctl embed a.txt -o a.npy --resume", "Continues where an interrupted run ended."),
+        ("mgpuctl embed a.txt -o a.npy --resume", "Continues after an interrupted run."),
         ("mgpuctl embed a.txt -o a.npy --json | jq .workers", "How many lines each worker did."),
     ),
     exits=EXIT_CODES,
 )
 @click.argument("files", metavar="[FILE]...", nargs=-1)
-@click.option("-o", "--output", metavar="FILE", help="Where the vectors go. The file appears when it is complete.")
+@click.option("-o", "--output", metavar="FILE", help="File for the vectors. It appears when it is complete.")
 @click.option("--resume", is_flag=True, help="Continue after the lines in FILE.part. Give the same input and model.")
 @click.option(
     "--format", "file_format", type=click.Choice(["npy", "jsonl"]), help="[default: by FILE's name, else npy]"
@@ -102,7 +102,7 @@ def embed(
     if as_json:
         show.value(summary)
     else:
-        tell(summary)
+        _print(summary)
 
 
 def _is_same_file(path: str, output: str) -> bool:
@@ -110,16 +110,16 @@ def _is_same_file(path: str, output: str) -> bool:
 
 
 def choose_sink(output: str | None, file_format: str | None, *, as_json: bool, resume: bool) -> Sink:
-    """Where the vectors go: a file by its format, or stdout as JSON lines."""
+    """A file by its format, or stdout as JSON lines."""
     if file_format is None:
         file_format = "jsonl" if output is not None and output.endswith((".jsonl", ".ndjson")) else "npy"
     if output not in (None, STDIN):
         path = Path(str(output))
         return (NpyFile if file_format == "npy" else JsonLinesFile)(path, resume=resume)
     if resume:
-        raise click.UsageError("--resume goes on with a file: say which with -o")
+        raise click.UsageError("--resume continues a file: name it with -o")
     if file_format == "npy":
-        raise click.UsageError("say where the vectors go: -o vectors.npy, or --format jsonl for stdout")
+        raise click.UsageError("no output given: use -o vectors.npy, or --format jsonl for stdout")
     if as_json:
         raise click.UsageError("vectors and --json can't both go to stdout: write the vectors to a file with -o")
     return JsonLinesStdout()
@@ -134,7 +134,7 @@ def embed_into(
     lines_by_worker: Counter[str],
     answered: Callable[[], None],
 ) -> int:
-    """Embeds the lines that the sink lacks; returns the dimension of the vectors, 0 if there was none."""
+    """Embeds the lines that the sink lacks. Returns the dimension of the vectors; 0: there are none."""
     dimension, begun = sink.dimension, sink.rows
     chunks = Chunks(task["chunk"])
     config = client_config(address)
@@ -148,7 +148,7 @@ def embed_into(
 
     options: dict[str, Any] = {name: task[name] for name in ("model", "queue", "priority") if task[name]}
     with Client(address) as client:
-        # A worker was there a moment ago; if the last one dies just now, the tasks wait for it to come back.
+        # A worker was connected a moment ago: if the last one dies now, the tasks wait for its restart.
         lines = read_lines(paths)
         if sink.rows:
             check_resumed(sink, lines, lambda texts: client.embed(texts, task["model"] or ""))
@@ -164,15 +164,15 @@ def embed_into(
                     lines_by_worker[outcome.worker_id] += len(rows)
                     progress.add(len(rows))
         except BaseException:
-            if thrown_away := begun - progress.done:
-                progress.say(f"ended early: {thrown_away:,} lines under way were thrown away{sink.left()}")
+            if discarded := begun - progress.done:
+                progress.say(f"ended early: {discarded:,} lines under way were discarded{sink.left()}")
             raise
     return dimension
 
 
 def check_resumed(sink: Sink, lines: Iterator[str], embed: Callable[[list[str]], Rows]) -> None:
-    """Takes the lines off that the sink has rows for. Failure: they are too few, or the first, the middle or the last
-    of them has another vector now, so that the input or the model is another one.
+    """Skips the lines that the sink has rows for. Raises Failure if there are fewer, or if the first, the middle or the
+    last of them has another vector now: the input or the model has changed.
     """
     rows = sink.rows
     sample = dict.fromkeys((0, rows // 2, rows - 1))
@@ -189,8 +189,8 @@ def check_resumed(sink: Sink, lines: Iterator[str], embed: Callable[[list[str]],
             raise Failure(f"line {number + 1:,} has another vector than an earlier run found{RESUME_REMEDY}")
 
 
-def tell(summary: dict[str, Any]) -> None:
-    """The summary for a person, on stderr: stdout may be full of vectors."""
+def _print(summary: dict[str, Any]) -> None:
+    """The summary, on stderr: the vectors may go to stdout."""
     where = f" -> {summary['output']} [{summary['lines']}, {summary['dimension']}]" if summary["output"] else ""
     rate = f"{summary['lines_per_s']:,.0f} lines/s"
     show.note(f"{summary['lines']:,} lines in {duration(summary['seconds'])}, {rate}{where}")

@@ -1,7 +1,6 @@
-"""`mgpuctl generate`: a prompt in, text out as it comes.
+"""`mgpuctl generate`: text from a prompt, as it is generated.
 
-The text goes to stdout and nothing else does, so that it can be piped on. What a model writes is foreign: on a terminal
-control characters are shown as such, in a pipe they pass.
+Only the text goes to stdout, for pipes. A model's text is untrusted: a terminal gets it without control characters.
 """
 
 import sys
@@ -21,7 +20,7 @@ from multigpu.cli.sdk import cancelled_at_end, sdk_failures
 from multigpu.cli.tasks.lines import STDIN, open_input
 from multigpu.cli.text import clean
 
-# What the payload's whole numbers hold.
+# Limit of the payload's integers.
 COUNT_MAX = 2**32 - 1
 
 
@@ -29,9 +28,9 @@ COUNT_MAX = 2**32 - 1
     cls=Command,
     examples=(
         ('mgpuctl generate "The capital of France is"', "Continues the text."),
-        ('mgpuctl generate --chat "What is a lease?"', "Asks, in the model's own form of a conversation."),
+        ('mgpuctl generate --chat "What is a lease?"', "Asks, in the model's chat format."),
         ("cat report.txt | mgpuctl generate --system 'Sum it up.' -", "A prompt from standard input."),
-        ('mgpuctl generate "Once upon" --temperature 0.8 --seed 7', "Drawn, and the same again with the same seed."),
+        ('mgpuctl generate "Once upon" --temperature 0.8 --seed 7', "Random, and repeatable with the same seed."),
         ('mgpuctl generate "1, 2," --tokens-max 20 --stop 9 --json', "The whole answer as one value."),
         ('mgpuctl generate "1, 2," --json-lines', "Each piece as it comes, then the whole."),
     ),
@@ -44,16 +43,16 @@ COUNT_MAX = 2**32 - 1
     "--temperature",
     type=Number(0, 2),
     metavar="T",
-    help="0: always the likeliest token; higher: more random.  [default: 0]",
+    help="0: always the most likely token; higher: more random.  [default: 0]",
 )
 @click.option(
     "--top-p",
     type=Number(0, 1, min_open=True),
     metavar="P",
-    help="Draw from the likeliest tokens with this probability together.",
+    help="Draw from the most likely tokens with this probability together.",
 )
 @click.option(
-    "--top-k", type=click.IntRange(0, COUNT_MAX), metavar="K", help="Draw from the K likeliest tokens; 0: from all."
+    "--top-k", type=click.IntRange(0, COUNT_MAX), metavar="K", help="Draw from the K most likely tokens; 0: from all."
 )
 @click.option("--repetition-penalty", type=Number(0.01, 100), metavar="X", help="Above 1: fewer repetitions.")
 @click.option("--stop", multiple=True, metavar="TEXT", help="End before this text. May be repeated.")
@@ -85,7 +84,7 @@ def generate(
         wait_for_worker(address, KIND, model, timeout_s=wait_s, say=show.note)
         started_at = time.monotonic()
         with Client(address) as client:
-            # A worker was there a moment ago; if the last one dies just now, the task waits for it to come back.
+            # A worker was connected a moment ago: if the last one dies now, the task waits for its restart.
             generation = client.generate(asked, model, wait_for_worker=True, **options)
             with cancelled_at_end(generation), loading_notes(address, KIND, model, show.note) as answered:
                 for piece in generation:
@@ -103,7 +102,7 @@ def generate(
 
 
 def prompt_of(text: str, system: str, *, chat: bool) -> Prompt:
-    """What the command line means. Raises Failure: standard input is no text."""
+    """The prompt of the command line. Raises Failure if standard input is not UTF-8."""
     if text == STDIN:
         try:
             text = open_input(STDIN).read().decode()
@@ -111,24 +110,24 @@ def prompt_of(text: str, system: str, *, chat: bool) -> Prompt:
             raise Failure(f"standard input is not UTF-8 ({error}); convert it first: iconv -t utf-8") from error
     if not chat and not system:
         return text
-    said = [{"role": "system", "content": system}] if system else []
-    return [*said, {"role": "user", "content": text}]
+    messages = [{"role": "system", "content": system}] if system else []
+    return [*messages, {"role": "user", "content": text}]
 
 
 def write(piece: str) -> None:
-    """A piece of the answer to stdout, at once."""
+    """Prints a piece of the text at once."""
     if sys.stdout.isatty():
         piece = "\t".join(map(clean, piece.split("\t")))
     show.raw(piece.encode())
 
 
 def line(value: dict[str, Any]) -> None:
-    """A JSON object on a line of its own, at once."""
+    """Prints a JSON object on one line at once."""
     show.line(show.as_json(value))
 
 
 def summary(result: Generated, seconds: float) -> dict[str, Any]:
-    """The answer for a program."""
+    """The whole answer as JSON."""
     return {
         "text": result.text,
         "finish_reason": result.finish_reason,

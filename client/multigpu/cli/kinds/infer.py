@@ -1,14 +1,13 @@
-"""`mgpuctl infer`: arrays from files or the command line through a model, and what it gives into a file or for the eye.
+"""`mgpuctl infer`: arrays from files or the command line through a model, to a file, as JSON or as a summary.
 
-Arrays are .npy and .npz files, which numpy writes and every tool reads; nothing in them is ever unpickled.
+Arrays are .npy and .npz files; nothing in them is ever unpickled.
 """
 
 import functools
 import io
 import json
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 import numpy as np
@@ -20,20 +19,26 @@ from multigpu.cli import show
 from multigpu.cli.commands import Command
 from multigpu.cli.failures import EXIT_CODES, Failure
 from multigpu.cli.kinds.vectors import File
-from multigpu.cli.options import Number, json_option, key_values, master_option
+from multigpu.cli.options import (
+    F,
+    json_option,
+    key_values,
+    master_option,
+    priority_option,
+    queue_option,
+    wait_for_worker_option,
+)
 from multigpu.cli.presence import loading_notes, wait_for_worker
 from multigpu.cli.sdk import sdk_failures
 from multigpu.cli.tasks.lines import STDIN, open_input
 
-F = TypeVar("F", bound=Callable[..., Any])
-
 NPY_MAGIC, NPZ_MAGIC = b"\x93NUMPY", b"PK\x03\x04"
-# Numbers of an array that a person is shown.
+# Numbers of an array in a summary.
 SHOWN_MAX = 8
 
 
 def task_options(command: F) -> F:
-    """Gives a command what its tasks share: --queue, --priority, --parameter, --wait-for-worker; and their `task`."""
+    """--queue, --priority and --parameter, as SDK options in `task`; --wait-for-worker as `wait_s`."""
 
     @functools.wraps(command)
     def with_task(*args: Any, queue: str, priority: int, parameters: tuple[str, ...], **kwargs: Any) -> Any:
@@ -42,14 +47,6 @@ def task_options(command: F) -> F:
             task["parameters"] = key_values("--parameter", parameters)
         return command(*args, task=task, **kwargs)
 
-    wait = click.option(
-        "--wait-for-worker",
-        "wait_s",
-        type=Number(min=0),
-        default=0.0,
-        metavar="SECONDS",
-        help="How long to wait for a worker with the model to appear.  [default: 0]",
-    )
     parameter = click.option(
         "--parameter",
         "parameters",
@@ -57,11 +54,8 @@ def task_options(command: F) -> F:
         metavar="KEY=VALUE",
         help="For the engine: precision=fp32, engine=onnx … May be repeated.",
     )
-    rank = click.option(
-        "--priority", type=click.IntRange(1, 5), default=3, show_default=True, help="1 is served first."
-    )
-    line = click.option("--queue", default="", metavar="QUEUE", help="The queue to wait in.  [default: default]")
-    return line(rank(parameter(wait(with_task))))  # type: ignore[return-value]  # wraps changes the type
+    wait = wait_for_worker_option("0", default=0.0)
+    return queue_option(priority_option(parameter(wait(with_task))))  # type: ignore[return-value]  # wraps changes the type
 
 
 @click.command(
@@ -125,13 +119,13 @@ def read_inputs(entries: tuple[str, ...]) -> dict[str, NDArray[Any]]:
         if entry.startswith("@"):
             found = load(entry[1:])
             if not isinstance(found, dict):
-                raise click.BadParameter(f"{entry[1:]} is one array: say NAME={entry}", param_hint="--input")
+                raise click.BadParameter(f"{entry[1:]} is one array: write NAME={entry}", param_hint="--input")
         else:
             (name, value), *_ = key_values("--input", [entry]).items()
             name, _, dtype = name.partition(":")
             array = of_file(value[1:]) if value.startswith("@") else of_json(name, value, dtype)
             from_json = not value.startswith("@") and array.dtype == np.float64
-            # Models want float32 far more often than what JSON's numbers become.
+            # Models take float32 far more often than float64.
             found = {name: cast(name, array, dtype or ("float32" if from_json else array.dtype.name))}
         if twice := sorted(set(found) & set(arrays)):
             raise click.BadParameter(f"the input {twice[0]!r} is given twice", param_hint="--input")
@@ -143,7 +137,7 @@ def load(path: str) -> NDArray[Any] | dict[str, NDArray[Any]]:
     """The array of a .npy file, or the arrays of a .npz file. Raises Failure."""
     with open_input(path) as file:
         data = file.read()
-    if not data.startswith((NPY_MAGIC, NPZ_MAGIC)):  # numpy would take it for a pickle, and advise to trust it
+    if not data.startswith((NPY_MAGIC, NPZ_MAGIC)):  # numpy's error would advise to allow pickles
         raise Failure(f"{path} is neither a .npy nor a .npz file: write it with numpy.save or numpy.savez")
     try:
         found = np.load(io.BytesIO(data), allow_pickle=False)
@@ -155,12 +149,12 @@ def load(path: str) -> NDArray[Any] | dict[str, NDArray[Any]]:
 def of_file(path: str) -> NDArray[Any]:
     found = load(path)
     if isinstance(found, dict):
-        raise Failure(f"{path} holds several arrays, {', '.join(found)}: say --input @{path} for all of them")
+        raise Failure(f"{path} holds several arrays, {', '.join(found)}: write --input @{path} for all of them")
     return found
 
 
 def of_json(name: str, text: str, dtype: str = "") -> NDArray[Any]:
-    """An array, of Python's own numbers if whole ones of `dtype` come as floats: numpy has rounded those by then."""
+    """An array. Floats for an integer `dtype` stay Python's own numbers: numpy would round large ones."""
     try:
         value = json.loads(text)
         array = np.asarray(value)
@@ -170,7 +164,7 @@ def of_json(name: str, text: str, dtype: str = "") -> NDArray[Any]:
 
 
 def cast(name: str, array: NDArray[Any], dtype: str) -> NDArray[Any]:
-    """The array as `dtype`. BadParameter: there is no such type, or a number doesn't fit into it."""
+    """The array as `dtype`. Raises BadParameter for an unknown type, or a number that doesn't fit into it."""
     if dtype == array.dtype.name:
         return array
     if dtype not in DTYPES or dtype == "bfloat16":
@@ -190,12 +184,12 @@ def is_whole(dtype: str) -> bool:
 
 
 def check_whole(array: NDArray[Any], limits: "np.iinfo[Any]") -> None:
-    """Raises ValueError for the first number that an integer type would hold as another one: `astype` just cuts it."""
+    """Raises ValueError for the first number that is not an integer within the limits: `astype` would change it."""
     if array.dtype.kind == "O" and all(isinstance(value, (int, float)) for value in array.flat):
         right = [limits.min <= value <= limits.max and value == int(value) for value in array.flat]
         fits = np.array(right, bool).reshape(array.shape)
     elif array.dtype.kind in "biuf":
-        # Both bounds of a range are powers of two, or 0, which floating-point numbers hold exactly.
+        # The bounds are 0 or powers of two, which are exact as floats.
         fits = (array >= int(limits.min)) & (array < int(limits.max) + 1)
         if array.dtype.kind == "f":
             fits &= np.trunc(array) == array
@@ -206,7 +200,7 @@ def check_whole(array: NDArray[Any], limits: "np.iinfo[Any]") -> None:
 
 
 def write(arrays: dict[str, NDArray[Any]], out: str) -> None:
-    """A .npz of the arrays, whole or not at all."""
+    """Writes a .npz atomically."""
     data = io.BytesIO()
     np.savez(data, allow_pickle=False, **arrays)
     if out == STDIN:
@@ -218,12 +212,12 @@ def write(arrays: dict[str, NDArray[Any]], out: str) -> None:
 
 def to_json(name: str, array: NDArray[Any]) -> dict[str, Any]:
     if array.dtype.kind == "f" and not np.isfinite(array).all():
-        raise Failure(f"{name} holds a number that JSON has no word for (NaN or infinity): use --out FILE.npz")
+        raise Failure(f"{name} holds NaN or infinity, which JSON has no word for: use --out FILE.npz")
     return {"dtype": array.dtype.name, "shape": list(array.shape), "values": array.tolist()}
 
 
 def describe(array: NDArray[Any]) -> str:
-    """Type, shape and the first numbers, for a person."""
+    """Type, shape and the first numbers."""
     shown = ", ".join(f"{value:g}" if array.dtype.kind == "f" else str(value) for value in array.flat[:SHOWN_MAX])
     more = ", …" if array.size > SHOWN_MAX else ""
     shape = ", ".join(map(str, array.shape))

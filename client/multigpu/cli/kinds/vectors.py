@@ -1,8 +1,8 @@
-"""Vectors into a file, row after row, in bounded memory.
+"""Files of vectors, written row by row in bounded memory.
 
-Rows go to FILE.part, which takes the name FILE when all are on disk. It stays when the command ends early, also by
-kill -9, and `--resume` goes on after its last whole row. A .npy header tells how many rows there are before the first
-of them: it gets a fixed length, and is written again at the end.
+Rows go to FILE.part, which is renamed to FILE when all are on disk. It stays if the command ends early, also by
+kill -9, and `--resume` continues after its last whole row. A .npy header contains the number of rows: it has a fixed
+length, and is written again at the end.
 Format: https://numpy.org/doc/stable/reference/generated/numpy.lib.format.html (version 1.0).
 """
 
@@ -13,7 +13,6 @@ import json
 import os
 from itertools import islice
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Self
 
 import numpy as np
@@ -29,7 +28,7 @@ Rows = NDArray[np.float32]
 
 
 def npy_header(rows: int, dimension: int) -> bytes:
-    """The header of a C-ordered float32 array, NPY_HEADER_BYTES long whatever the shape."""
+    """The header of a C-ordered float32 array, always NPY_HEADER_BYTES long."""
     text = repr({"descr": "<f4", "fortran_order": False, "shape": (rows, dimension)})
     room = NPY_HEADER_BYTES - len(NPY_MAGIC) - 2
     assert len(text) < room
@@ -37,10 +36,10 @@ def npy_header(rows: int, dimension: int) -> bytes:
 
 
 class File:
-    """A file that appears under its name when everything in it is on disk; on an error it never does."""
+    """A file that appears under its name once it is complete and on disk, and never after an error."""
 
     def __init__(self, path: Path) -> None:
-        # A link stays one: what it points to is replaced.
+        # A symbolic link stays: its target is replaced.
         self.path = path = path.resolve()
         self._part = path.with_name(f".{path.name}.{os.getpid()}.part")
         self._file: IO[bytes] | None = None
@@ -55,9 +54,7 @@ class File:
             raise Failure(f"can't write {self.path}: {error.strerror}") from error
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         assert self._file is not None
         if kind is not None:
             self.leave()
@@ -83,21 +80,21 @@ class File:
         return self._part.open("wb")
 
     def leave(self) -> None:
-        """Called on an error."""
+        """After an error."""
         assert self._file is not None
         with contextlib.suppress(OSError):
             self._file.close()
         self._part.unlink(missing_ok=True)
 
     def begin(self) -> None:
-        """Called when the file is open."""
+        """After opening."""
 
     def end(self) -> None:
-        """Called when all rows are in, and no error came."""
+        """After the last row, if there was no error."""
 
 
 class RowFile(File):
-    """A file of rows. `resume`: goes on after the rows that an earlier run left."""
+    """A file of rows. `resume`: continue after the rows of an earlier run."""
 
     def __init__(self, path: Path, *, resume: bool = False) -> None:
         super().__init__(path)
@@ -120,23 +117,25 @@ class RowFile(File):
         return file
 
     def recover(self, file: IO[bytes]) -> tuple[int, int]:
-        """How many whole rows the file has, and how many bytes it has with them."""
+        """The number of whole rows in the file, and where the last of them ends."""
         raise NotImplementedError
 
     def foreign(self) -> Failure:
-        """The file is none that this format can go on with."""
-        return Failure(f"{self._part} is not what an earlier run of this --format left; give that one, or delete it")
+        """The file has another format."""
+        return Failure(
+            f"{self._part} is not from an earlier run with this --format; give that --format, or delete the file"
+        )
 
     def left(self) -> str:
-        """The end of a sentence: what is there when the command ends early, and what to do with it."""
-        return f"; {self.rows:,} are in {self._part}, and --resume goes on after them" if self.rows else ""
+        """For the message of a command that ends early: what is written, and how to continue."""
+        return f"; {self.rows:,} are in {self._part}, and --resume continues after them" if self.rows else ""
 
     def leave(self) -> None:
         if not self.rows:
             super().leave()
             return
         assert self._file is not None
-        with contextlib.suppress(OSError):  # a row that did not fit is cut off by the next run
+        with contextlib.suppress(OSError):  # the next run cuts off a torn row
             self._file.close()
 
 
@@ -187,9 +186,9 @@ class NpyFile(RowFile):
 
 
 def json_lines(rows: Rows) -> bytes:
-    """One JSON array a row; nine digits give the same float32 again."""
+    """One JSON array a row; nine digits restore the same float32."""
     if not np.isfinite(rows).all():
-        raise Failure("a vector holds a number that JSON has no word for (NaN or infinity); write .npy to see it")
+        raise Failure("a vector holds NaN or infinity, which JSON has no word for; write .npy to see it")
     template = "[" + ", ".join(["%.9g"] * rows.shape[1]) + "]\n"
     return "".join(template % tuple(row) for row in rows.tolist()).encode()
 
@@ -226,10 +225,8 @@ class JsonLinesStdout:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        """Nothing to keep or to undo: what was printed was printed."""
+    def __exit__(self, *_: object) -> None:
+        """Printed rows stay."""
 
     def add(self, rows: Rows) -> None:
         show.raw(json_lines(rows))
@@ -239,5 +236,5 @@ class JsonLinesStdout:
         return f"; {self.rows:,} were printed"
 
 
-# Where vectors go. `rows`: how many are there, those of an earlier run too; `dimension`: 0 if it is not known.
+# `rows`: includes those of an earlier run. `dimension`: 0 if it is not known.
 Sink = NpyFile | JsonLinesFile | JsonLinesStdout

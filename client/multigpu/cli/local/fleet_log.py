@@ -1,9 +1,7 @@
-"""What `mgpuctl up` writes: the children's lines, each with its child's name, and the keeper's own.
+"""The log of `mgpuctl up`: the lines of its children, with their names, and the supervisor's events.
 
-To stderr, for whoever sits there: lines that are JSON already name their program and pass through untouched, and then
-the keeper writes JSON as well, so that the whole stream stays one value a line. And to a file in the data folder, for
-`mgpuctl logs`: every line as JSON that names its process. A reader that goes away, or a full disk, does not end the
-fleet.
+To stderr: JSON lines unchanged, others behind the child's name. To a file in the data directory, for `mgpuctl logs`:
+every line as JSON with its process. Neither a closed stderr nor a full disk ends the fleet.
 """
 
 import contextlib
@@ -14,13 +12,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-# Below the data folder. What is longer becomes NAME.1, in place of the last one.
+# Below the data directory. A full file is renamed to NAME.1, which replaces the last one.
 LOG_NAME = Path("log") / "fleet.jsonl"
 LOG_BYTES_MAX = 16 << 20
 
 
 class FleetLog:
-    """Writes lines to stderr and to `file`; `as_json` says how the keeper's own lines look."""
+    """Writes lines to stderr and to `file`. `as_json`: events are JSON on stderr, too."""
 
     def __init__(self, *, as_json: bool, names: list[str], file: Path | None = None) -> None:
         self._as_json = as_json
@@ -28,12 +26,12 @@ class FleetLog:
         self._file = file
 
     def line(self, name: str, text: str) -> None:
-        """A line that a child printed."""
+        """A child's line."""
         _write_stderr(text if text.startswith("{") and text.endswith("}") else self._labelled(name, text))
         self._keep(name, _told(text) or {"timestamp": _now(), "event": text})
 
     def event(self, name: str, text: str) -> None:
-        """A line of the keeper's own about a child."""
+        """An event of the supervisor about a child."""
         event = {"timestamp": _now(), "level": "info", "logger": "mgpuctl.up", "process": name, "event": text}
         if self._as_json:
             _write_stderr(json.dumps(event, ensure_ascii=False))
@@ -48,9 +46,9 @@ class FleetLog:
         if self._file is None:
             return
         data = json.dumps({**entry, "process": name}, ensure_ascii=False).encode("utf-8", "replace") + b"\n"
-        # A log that can't be kept is no reason to end a fleet: whoever sits at stderr has it.
+        # The lines are on stderr in any case.
         with contextlib.suppress(OSError):
-            # As the master makes it: nobody else's to read.
+            # For its owner only, as the master makes it.
             self._file.parents[1].mkdir(mode=0o700, parents=True, exist_ok=True)
             self._file.parent.mkdir(mode=0o700, exist_ok=True)
             with contextlib.suppress(FileNotFoundError):
@@ -61,7 +59,7 @@ class FleetLog:
 
 
 def older(file: Path) -> Path:
-    """Where the log's earlier part is."""
+    """The older part of the log."""
     return file.with_name(file.name + ".1")
 
 
@@ -70,7 +68,7 @@ def _now() -> str:
 
 
 def _told(text: str) -> dict[str, Any] | None:
-    """A line that is a JSON object; None if it isn't."""
+    """The JSON object on a line, if it is one."""
     if not text.startswith("{"):
         return None
     try:
@@ -86,5 +84,5 @@ def _write_stderr(text: str) -> None:
             sys.stderr.write(text + "\n")
             sys.stderr.flush()
         except BrokenPipeError:
-            # Nobody reads any more: say it to nobody from now on, and keep the fleet.
+            # The reader has gone; the fleet goes on without it.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())

@@ -1,4 +1,4 @@
-"""Which NVIDIA GPUs are ours, asked of the driver's own tool: no library to install, nothing left loaded."""
+"""The NVIDIA GPUs that this process may use, from nvidia-smi: no library stays loaded."""
 
 import os
 import shutil
@@ -8,10 +8,8 @@ QUERY_TIMEOUT_S = 10.0
 
 
 def usable_gpus() -> dict[str, str]:
-    """Name ("cuda:0", by the driver's count) -> UUID of each GPU that CUDA_VISIBLE_DEVICES leaves us. The MIG instances
-    that it lists come first, by their UUIDs.
-
-    Raises RuntimeError as gpu_uuids.
+    """Name ("cuda:0", in the driver's order) -> UUID of each GPU that CUDA_VISIBLE_DEVICES allows, after the MIG
+    instances that it lists. Raises RuntimeError as gpu_uuids.
     """
     gpus = {f"cuda:{index}": uuid for index, uuid in enumerate(gpu_uuids())}
     allowed = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -28,7 +26,7 @@ def usable_gpus() -> dict[str, str]:
 def gpu_uuids() -> list[str]:
     """The UUIDs of the GPUs, in the driver's order; empty if there is no GPU or no driver.
 
-    Raises RuntimeError when a driver is there and does not answer: a fleet on the CPU would hide that.
+    Raises RuntimeError if there is a driver that does not answer: a fleet on the CPU would hide that.
     """
     tool = shutil.which("nvidia-smi")
     if tool is None:
@@ -44,9 +42,9 @@ def gpu_uuids() -> list[str]:
     except subprocess.TimeoutExpired as error:
         raise RuntimeError(f"nvidia-smi did not answer within {QUERY_TIMEOUT_S:g} s") from error
     if answer.returncode != 0:
-        said = (answer.stdout + answer.stderr).strip()
-        # 6: it looked, and found no device. 9: the tool is installed, the driver is not loaded.
-        if answer.returncode in (6, 9) or "No devices were found" in said:
+        output = (answer.stdout + answer.stderr).strip()
+        # 6: no device found. 9: the driver is not loaded.
+        if answer.returncode in (6, 9) or "No devices were found" in output:
             return []
-        raise RuntimeError(f"nvidia-smi failed ({answer.returncode}): {said}")
+        raise RuntimeError(f"nvidia-smi failed ({answer.returncode}): {output}")
     return [line.strip() for line in answer.stdout.splitlines() if line.strip().startswith("GPU-")]

@@ -1,10 +1,9 @@
-"""Replaces the workers of this host one after the other, without losing or delaying more than must be: drain, end,
-wait for the successor, resume. For the deploy script's --upgrade: `python -m multigpu.cli.local.roll HOST:PORT
-NOTES_DIR`.
+"""Replaces the workers of this host one after the other: drain, end, wait for the successor, resume. For the deploy
+script's --upgrade: `python -m multigpu.cli.local.roll HOST:PORT NOTES_DIR`.
 
-Whoever keeps the workers alive (systemd, `mgpuctl up`) starts the successor, with the code that is installed by then.
-NOTES_DIR holds a file for each worker that we drained and have not resumed yet, so that a run that was interrupted can
-be repeated. A cordon or drain that was there before is an operator's, and stays.
+systemd or `mgpuctl up` starts the successor with the code that is installed by then. NOTES_DIR has a file for each
+worker that was drained and not resumed yet, so that an interrupted run can be repeated. An operator's earlier cordon or
+drain stays.
 """
 
 import contextlib
@@ -21,26 +20,26 @@ from multigpu.cli.rpc import Master
 from multigpu.v1 import admin_service_pb2 as admin
 
 DRAIN_TIMEOUT_S = 60.0
-# Engines load their libraries; several of a host take their time.
+# Engines import their libraries, several at the same time.
 RETURN_TIMEOUT_S = 300.0
 RECONNECT_TIMEOUT_S = 30.0
 POLL_INTERVAL_S = 0.1
 
 
 def roll(address: str, notes: Path) -> int:
-    """Replaces them, and returns how many. Failure: one did not come back; what it did is undone where possible."""
+    """Returns how many workers it replaced. Raises Failure if one did not come back."""
     notes.mkdir(parents=True, exist_ok=True)
     with Master(address) as master:
         host = socket.gethostname()
-        for name in sorted(path.name for path in notes.iterdir()):  # of a run that was interrupted
+        for name in sorted(path.name for path in notes.iterdir()):  # of an interrupted run
             _resume(master, name, notes)
         workers = _workers_of(master, host)
-        end_s = time.monotonic() + RECONNECT_TIMEOUT_S  # the master may be new, and they on their way to it
+        end_s = time.monotonic() + RECONNECT_TIMEOUT_S  # the master may be new, and workers still connecting
         while any(w.state == admin.WORKER_STATE_LOST for w in workers) and time.monotonic() < end_s:
             time.sleep(POLL_INTERVAL_S)
             workers = _workers_of(master, host)
         for number, worker in enumerate(workers, 1):
-            print(f"    worker {number} of {len(workers)}: {worker.worker_id}", flush=True)  # noqa: T201  a script reads along
+            print(f"    worker {number} of {len(workers)}: {worker.worker_id}", flush=True)  # noqa: T201  for the script's output
             _replace(master, worker, notes)
     return len(workers)
 
@@ -50,14 +49,14 @@ def _workers_of(master: Master, host: str) -> list[admin.Worker]:
 
 
 def _replace(master: Master, worker: admin.Worker, notes: Path) -> None:
-    ours = not worker.cordoned and worker.state == admin.WORKER_STATE_ACTIVE
-    if ours:
+    active = not worker.cordoned and worker.state == admin.WORKER_STATE_ACTIVE
+    if active:
         (notes / worker.worker_id).touch()
         request = admin.DrainWorkerRequest(worker_id=worker.worker_id)
         request.timeout.FromNanoseconds(int(DRAIN_TIMEOUT_S * 1e9))
         master.call(master.admin.DrainWorker, request)
         _wait(master, worker.worker_id, lambda found: not found.leases, DRAIN_TIMEOUT_S + 5, "hand back its tasks")
-    with contextlib.suppress(ProcessLookupError):  # it ended by itself meanwhile
+    with contextlib.suppress(ProcessLookupError):  # it has ended
         os.kill(worker.pid, signal.SIGTERM)
     _wait(
         master,
@@ -66,7 +65,7 @@ def _replace(master: Master, worker: admin.Worker, notes: Path) -> None:
         RETURN_TIMEOUT_S,
         "come back",
     )
-    if ours:
+    if active:
         _resume(master, worker.worker_id, notes)
 
 
@@ -82,7 +81,7 @@ def _wait(master: Master, worker_id: str, there: Callable[[admin.Worker], bool],
         try:
             if any(there(worker) for worker in master.list_workers() if worker.worker_id == worker_id):
                 return
-        except Unreachable:  # it may be on its way up
+        except Unreachable:  # it may be starting
             if time.monotonic() > end_s:
                 raise
         if time.monotonic() > end_s:
@@ -93,7 +92,7 @@ def _wait(master: Master, worker_id: str, there: Callable[[admin.Worker], bool],
 
 
 def _runs(worker: admin.Worker) -> bool:
-    """Whether this is a process of this host that we may end. A container's pid is another one's here."""
+    """Whether the pid is a worker on this host: a container's pid is another process here."""
     try:
         words = Path(f"/proc/{worker.pid}/cmdline").read_bytes().split(b"\0")
     except OSError:

@@ -1,9 +1,8 @@
-"""The keeper of a local fleet: starts child processes, starts them again when they die, ends them in order.
+"""The supervisor of a local fleet: starts child processes, restarts those that die, and ends them in order.
 
-One thread, one event loop, no gRPC: so forking stays safe, a death is noticed at once (a pidfd turns readable), and the
-keeper itself has nothing that could hang. Children never outlive it, even if it is killed -9: the kernel ends them
-(PR_SET_PDEATHSIG). They run in sessions of their own, so a terminal's Ctrl-C reaches the keeper alone and the order of
-the stop is ours: workers first, that they may drain, then the master.
+It has one thread, one event loop and no gRPC, so that forking is safe; pidfds report deaths at once. If the supervisor
+is killed, the kernel ends its children (PR_SET_PDEATHSIG). Each child has its own session, so that a terminal's Ctrl-C
+reaches only the supervisor, which stops the workers first, to drain, and then the master.
 """
 
 import asyncio
@@ -18,9 +17,9 @@ from dataclasses import dataclass
 
 RESTART_DELAY_MIN_S = 0.1
 RESTART_DELAY_MAX_S = 5.0
-# A process that lived this long was healthy: its next restart is immediate again.
+# After this lifetime the next restart is immediate again.
 HEALTHY_AFTER_S = 10.0
-# A process that died so often in a row, in a fleet that has never been ready, won't ever run.
+# Deaths in a row after which a fleet that has never been ready gives up.
 HOPELESS_DEATHS = 8
 READ_BYTES = 64 * 1024
 LINE_BYTES_MAX = 64 * 1024
@@ -28,16 +27,16 @@ PR_SET_PDEATHSIG = 1
 
 
 def restart_delay_s(deaths_in_a_row: int) -> float:
-    """The wait before a restart: none after the first death, then doubling up to RESTART_DELAY_MAX_S."""
+    """None after the first death, then doubling up to RESTART_DELAY_MAX_S."""
     assert deaths_in_a_row >= 1
     if deaths_in_a_row == 1:
         return 0.0
-    # The exponent is bounded, so that a process that dies all night doesn't overflow a float.
+    # An unbounded exponent would overflow a float after a night of deaths.
     return min(RESTART_DELAY_MAX_S, RESTART_DELAY_MIN_S * 2.0 ** min(deaths_in_a_row - 2, 16))
 
 
 def describe_exit(returncode: int) -> str:
-    """An exit in words: "killed by SIGKILL", "exit code 3"."""
+    """For the log: "killed by SIGKILL", "exit code 3"."""
     if returncode >= 0:
         return f"exit code {returncode}"
     try:
@@ -48,20 +47,20 @@ def describe_exit(returncode: int) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChildSpec:
-    """What to run, and what to call it in the log."""
+    """A command, and its name in the log."""
 
     name: str
     argv: Sequence[str]
-    # Exit codes by which it says that starting it again can't help: its last words say what would.
+    # Exit codes that mean that a restart can't help; its last lines say what would.
     rejections: frozenset[int] = frozenset()
-    # Once the fleet has been ready, a rejection is taken for passing trouble, like any other death.
+    # Once the fleet has been ready, such an exit is restarted like any other.
     may_recover: bool = False
-    # Once: it is not started again when it ends.
+    # Never restarted.
     once: bool = False
 
 
 class Child:
-    """One process of the fleet, through all its lives."""
+    """One process of the fleet and its restarts."""
 
     def __init__(
         self,
@@ -111,13 +110,13 @@ class Child:
         loop.add_reader(pidfd, self._reap, pidfd)
 
     def signal(self, number: int) -> None:
-        """Signals the process itself; a process that is gone is left alone."""
+        """Signals the process itself, if it runs."""
         if self._process is not None:
             with contextlib.suppress(ProcessLookupError):
                 self._process.send_signal(number)
 
     def kill_group(self) -> None:
-        """Ends the process and whatever it left in its group, at once."""
+        """Kills the process and its process group."""
         if self._process is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
@@ -142,7 +141,7 @@ class Child:
 
 
 class Supervisor:
-    """Keeps a master and its workers alive until told to stop."""
+    """Keeps a master and its workers alive until `stop`."""
 
     def __init__(
         self,
@@ -150,13 +149,13 @@ class Supervisor:
         on_line: Callable[[str, str], None],
         on_event: Callable[[str, str], None],
     ) -> None:
-        """`on_line(child, text)` takes what children print, `on_event(child, text)` what the keeper has to say."""
+        """`on_line(child, text)` gets the lines of children, `on_event(child, text)` the supervisor's events."""
         self._on_line = on_line
         self._on_event = on_event
         self._children: list[Child] = []
         self._stopping = False
         self.stop_asked = asyncio.Event()
-        # Set by the owner when the fleet has been ready: it can run.
+        # Set by the owner once the fleet has been ready.
         self.proven = False
         self.rejected: Child | None = None
         self.finished_once: dict[str, int] = {}
@@ -174,7 +173,7 @@ class Supervisor:
         try:
             child.start()
         except OSError as error:
-            # No memory, no process slot: that may pass.
+            # No memory or no process slot: temporary.
             self._on_event(child.spec.name, f"can't be started: {error}; trying again in {RESTART_DELAY_MAX_S:.1f} s")
             child.restart_timer = asyncio.get_running_loop().call_later(RESTART_DELAY_MAX_S, self._start, child)
             return
@@ -192,11 +191,11 @@ class Supervisor:
             self._on_event(name, f"stopped: {describe_exit(returncode)}")
             return
         if returncode in child.spec.rejections and not (self.proven and child.spec.may_recover):
-            self._on_event(name, f"did not run ({describe_exit(returncode)}); its last words above say why")
+            self._on_event(name, f"did not run ({describe_exit(returncode)}); its last lines above say why")
             self._give_up(child)
             return
         if child.deaths_in_a_row >= HOPELESS_DEATHS and not self.proven:
-            self._on_event(name, f"died {HOPELESS_DEATHS} times in a row; its last words above say why")
+            self._on_event(name, f"died {HOPELESS_DEATHS} times in a row; its last lines above say why")
             self._give_up(child)
             return
         delay_s = restart_delay_s(child.deaths_in_a_row)
@@ -212,7 +211,7 @@ class Supervisor:
         self.stop_asked.set()
 
     async def stop(self, *rounds: tuple[Sequence[Child], float]) -> None:
-        """Ends children round by round: SIGTERM to all of a round, its seconds to comply, then SIGKILL."""
+        """Ends children round by round: SIGTERM, and after the round's seconds SIGKILL."""
         self._stopping = True
         for child in self._children:
             if child.restart_timer is not None:
@@ -239,14 +238,14 @@ class Supervisor:
             await asyncio.wait(late)
 
     def kill_all(self) -> None:
-        """Ends everything now; a stop in progress then completes."""
+        """Kills every child at once; a `stop` in progress then returns."""
         self._stopping = True
         for child in list(self._children):
             child.kill_group()
 
 
 class _LineReader:
-    """Cuts what a child prints into lines. Lives until every holder of the pipe, grandchildren too, has let it go."""
+    """Splits a child's output into lines, until every process with the pipe, grandchildren too, has closed it."""
 
     def __init__(self, fd: int, name: str, on_line: Callable[[str, str], None]) -> None:
         self._fd = fd
@@ -271,13 +270,13 @@ class _LineReader:
 
 
 def die_with(parent_pid: int) -> Callable[[], None]:
-    """What a child does between fork and exec, so that it ends when its parent does, however that ends."""
+    """For a child between fork and exec: it ends when its parent ends, however that happens."""
     prctl = ctypes.CDLL(None, use_errno=True).prctl
 
     def ask_kernel() -> None:
         if prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
             os._exit(127)
-        # The parent may have died before the call above, and then no signal would ever come.
+        # If the parent died before prctl, no signal would come.
         if os.getppid() != parent_pid:
             os._exit(127)
 

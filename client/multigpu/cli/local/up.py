@@ -1,6 +1,6 @@
-"""`mgpuctl up`: a local fleet in the foreground, for trying things out, for tests, and for a machine without systemd.
+"""`mgpuctl up`: a local fleet in the foreground, for trials, tests, and machines without systemd.
 
-This file decides what the fleet consists of; supervisor.py keeps it alive.
+This module plans the fleet; supervisor.py keeps it alive.
 """
 
 import asyncio
@@ -24,13 +24,13 @@ from multigpu.config import config
 
 CPU_WORKERS_DEFAULT = 2
 STRATEGIES = ("round_robin", "memory_usage", "compute_load", "task_type", "static_partition", "least_loaded", "auto")
-# Of the time that a stop may take: the workers' share, and within it the time they let their leases run.
+# Of the time of a stop: the workers' share, and of that the share for draining.
 WORKERS_STOP_SHARE = 0.7
 DRAIN_SHARE = 0.6
 READY_PROBE = "ready"
-# Two signals closer together than this are one wish: `timeout`, for one, sends each to the process and to its group.
+# Two signals within this time count as one: `timeout` sends each to the process and to its group.
 IMPATIENCE_S = 0.3
-# Exit codes of mgpu-master: wrong settings; a journal that it rejects.
+# Exit codes of mgpu-master: wrong settings; a rejected journal.
 MASTER_REJECTIONS = frozenset({2, 3})
 # Exit codes of mgpu-worker: wrong settings; an engine that can't start; a master of another protocol version.
 WORKER_REJECTIONS = frozenset({2, 3, 4})
@@ -38,7 +38,7 @@ WORKER_REJECTIONS = frozenset({2, 3, 4})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fleet:
-    """A fleet, decided: who runs, with which flags."""
+    """A planned fleet: its processes and their flags."""
 
     address: str
     data_dir: Path
@@ -54,10 +54,10 @@ class Fleet:
     cls=Command,
     examples=(
         ("mgpuctl up", "One worker for each GPU, else two on the CPU."),
-        ("mgpuctl up --workers 4 --data-dir /tmp/try", "Four workers, and a journal of their own."),
+        ("mgpuctl up --workers 4 --data-dir /tmp/try", "Four workers, and a separate journal."),
         ("mgpuctl up --handlers my_module", "Serve the @multigpu.handler functions of my_module.py."),
         ("mgpuctl up --model-repository /srv/models", "Serve every model of a folder."),
-        ("mgpuctl up --listen 127.0.0.1:0 --ready-file /tmp/ready", "A free port, told in /tmp/ready."),
+        ("mgpuctl up --listen 127.0.0.1:0 --ready-file /tmp/ready", "A free port, written to /tmp/ready."),
     ),
     exits=(
         ("0", "Stopped as asked."),
@@ -89,19 +89,19 @@ class Fleet:
 def up(**options: Any) -> None:
     """Run a master and its workers here, until Ctrl-C.
 
-    Whichever process dies is started again; nothing that was acknowledged is lost. Prints a line that begins with
-    "ready:" to stdout once every worker is connected; logs go to stderr. On Ctrl-C or SIGTERM the workers finish what
-    they run, then the master stops; a second signal ends everything at once.
+    Processes that die are restarted; nothing that was acknowledged is lost. Prints a line that begins with "ready:" to
+    stdout once every worker is connected; logs go to stderr. On Ctrl-C or SIGTERM the workers finish their running
+    tasks, then the master stops; a second signal ends everything at once.
     """
     ready_file = options["ready_file"]
     if ready_file is not None and (ready_file.is_dir() or not os.access(ready_file.parent, os.W_OK)):
-        raise WrongUsage(f"--ready-file {ready_file} can't be written: name a file in a folder that is there")
+        raise WrongUsage(f"--ready-file {ready_file} can't be written: name a file in an existing folder")
     fleet = plan_fleet(options)
     sys.exit(asyncio.run(run_fleet(fleet)))
 
 
 def plan_fleet(options: dict[str, Any]) -> Fleet:
-    """Turns the command line, the environment and the config file into who runs with which flags."""
+    """The fleet by the command line, the environment and the config file."""
     master_flags = {name: options[name] for name in ("listen", "data_dir", "strategy", "log_level")}
     loaded = load_config(config.MasterConfig, flags=master_flags)
     master = loaded.config
@@ -153,7 +153,7 @@ def plan_fleet(options: dict[str, Any]) -> Fleet:
 
 
 def old_strategy() -> str:
-    """What LOAD_BALANCING_STRATEGY of earlier deployments says; "" if it is not set."""
+    """LOAD_BALANCING_STRATEGY of earlier deployments; "" if it is not set."""
     name = os.environ.get("LOAD_BALANCING_STRATEGY", "")
     if name and name not in STRATEGIES:
         raise WrongUsage(f"LOAD_BALANCING_STRATEGY: there is no strategy {name!r}; take one of {', '.join(STRATEGIES)}")
@@ -161,7 +161,7 @@ def old_strategy() -> str:
 
 
 def plan_workers(count: int | None, worker: config.WorkerConfig) -> list[tuple[str, str, int]]:
-    """Worker id, device and threads for each worker. Ids are the same from one `up` to the next."""
+    """Worker id, device and threads of each worker. Ids are the same for every `up`."""
     host = socket.gethostname()
     gpus: list[tuple[str, str]] = []
     if worker.device != "cpu":
@@ -174,7 +174,7 @@ def plan_workers(count: int | None, worker: config.WorkerConfig) -> list[tuple[s
     elif worker.device not in ("auto", "cpu"):
         gpus = [gpu for gpu in gpus if worker.device in gpu]
         if not gpus:
-            raise WrongUsage(f"there is no {worker.device} here; `nvidia-smi -L` lists what is")
+            raise WrongUsage(f"there is no {worker.device} here; `nvidia-smi -L` lists the devices")
     if not gpus:
         count = CPU_WORKERS_DEFAULT if count is None else count
         threads = worker.threads or max(1, len(os.sched_getaffinity(0)) // max(count, 1))
@@ -183,14 +183,14 @@ def plan_workers(count: int | None, worker: config.WorkerConfig) -> list[tuple[s
     plan = []
     for index in range(count):
         device, uuid = gpus[index % len(gpus)]
-        # The first worker of a GPU has the id that mgpu-worker would give itself; further ones are numbered.
+        # The first worker of a GPU has mgpu-worker's default id; further ones are numbered.
         twin = index // len(gpus)
         plan.append((f"{host}-{uuid}" + (f"-{twin}" if twin else ""), device, worker.threads))
     return plan
 
 
 def choose_addresses(listen: str) -> tuple[str, str]:
-    """Where the master listens, and where others find it. Port 0 becomes a free port; a taken one is rejected here."""
+    """The listen address and the address for clients. Port 0 becomes a free port; a taken port raises Failure."""
     if listen.startswith("unix:"):
         return listen, listen
     host, _, port_text = listen.rpartition(":")
@@ -204,12 +204,12 @@ def choose_addresses(listen: str) -> tuple[str, str]:
             remedy = "another master may run there; stop it, or choose another port with --listen"
             raise Failure(f"can't listen at {listen}: {error.strerror or error}; {remedy}") from error
         port = probe.getsockname()[1]
-    everywhere = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}  # noqa: S104  no binding: what a wildcard is reached by
+    everywhere = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}  # noqa: S104  addresses to connect to
     return f"{host}:{port}", f"{everywhere.get(bare, host)}:{port}"
 
 
 async def run_fleet(fleet: Fleet) -> int:
-    """Runs the fleet until a signal or a rejection. Returns the exit code."""
+    """Runs the fleet until a signal or a process that can't run. Returns the exit code."""
     names = ["master", "up", *fleet.workers]
     log = FleetLog(as_json=fleet.log_json, names=names, file=fleet.data_dir / LOG_NAME)
 
@@ -244,7 +244,7 @@ async def run_fleet(fleet: Fleet) -> int:
     supervisor.add(ChildSpec(name=READY_PROBE, argv=argv, once=True))
 
     await supervisor.stop_asked.wait()
-    log.event("up", "stopping: the workers finish what they run, then the master stops")
+    log.event("up", "stopping: the workers finish their running tasks, then the master stops")
     workers_s = fleet.stop_timeout_s * WORKERS_STOP_SHARE
     await supervisor.stop((workers, workers_s), ([master], fleet.stop_timeout_s - workers_s))
     if fleet.ready_file is not None:
@@ -256,7 +256,7 @@ async def run_fleet(fleet: Fleet) -> int:
 
 
 def announce(fleet: Fleet) -> None:
-    """Tells people and scripts that work can be submitted."""
+    """Reports that the fleet is ready, on stdout and in the ready file."""
     count = len(fleet.workers)
     text = f"ready: master {fleet.address}, {count} worker{'' if count == 1 else 's'}\n"
     if fleet.ready_file is not None:
@@ -270,7 +270,7 @@ def write_all(fd: int, text: str) -> None:
     try:
         os.write(fd, text.encode())
     except BrokenPipeError:
-        return  # nobody waits for the line; the fleet runs all the same
+        return  # the reader has gone; the fleet runs on
 
 
 def ask_to_stop_on_signals(supervisor: Supervisor) -> None:

@@ -53,22 +53,11 @@ class Telemetry:
     wire: bytes = b""  # the serialized DeviceTelemetry, including what the core does not read
 
 
-@dataclass(frozen=True, slots=True)
-class EmbeddingCache:
-    """Counters of a worker's embedding cache since its engine started, in texts, and its present size."""
-
-    hits: int
-    joined: int
-    misses: int
-    entries: int
-    size_bytes: int
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineReport:
     """What a heartbeat says about the engine processes. Empty bytes: not reported."""
 
-    embedding_cache: EmbeddingCache | None = None
+    embedding_cache: bytes | None = None  # the serialized EmbeddingCache; None: the worker has none
     mps: bytes = b""  # the serialized MpsStatus
     handlers: bytes = b""  # the serialized Handlers
 
@@ -129,8 +118,6 @@ class WorkerInfo:
     version: str = ""
     pid: int = 0
     device_id: str = "cpu"
-    device_name: str = "cpu"
-    device_product: str = ""
     device_wire: bytes = b""  # the serialized Device, including what the core does not read
     memory_total_bytes: int = 0
     capabilities: tuple[Capability, ...] = ()

@@ -1,16 +1,13 @@
 """The embedded journal: one SQLite file, one thread that writes it, and readers that never wait.
 
-`append` puts an entry into a queue. The journal's thread takes all that queued up while the disk was busy, writes it
-as one transaction and reports that. It shares the interpreter with the driver's event loop, and whenever a call into
-SQLite returns it has to win the interpreter back. So a transaction is as few calls as possible: rows go in by the
-hundred, with one statement each for tasks and for outcomes, prepared for a few sizes and filled up with rows of NULL
-that the statement skips.
+`append` puts an entry into a queue. The journal's thread takes all that queued up while the disk was busy and writes
+it as one transaction. It shares the interpreter with the driver's event loop, and has to win it back after each call
+into SQLite, so a transaction is as few calls as possible (statements.py).
 
-When the journal has reached its limit, submits are rejected at once, and all else goes on. When the disk is full,
-outcomes are kept as well, and tried again until there is room. What empties the journal (deletions, cancellations)
-and what operators set does not wait for that: it is written first, with the room of the reserve. Any other failure of
-the disk leaves it unknown what was written: the journal reports it once and stops, and the process has to start anew
-from what is on the disk.
+At the journal's size limit submits are rejected, and all else is written. On a full disk outcomes wait until there is
+room. Entries that empty the journal (deletions, cancellations) and settings do not wait: they are written first, with
+the room of the reserve (room.py). After any other failure of the disk it is unknown what was written: the journal
+reports it once and stops, and the next process reads what is on the disk.
 """
 
 import queue
@@ -198,8 +195,7 @@ class SqliteJournal(JournalReads):
         except queue.Empty:
             return
         if any(entry is _CLOSE for entry in taken):
-            # What was appended behind it (a session that ended just then) is written as well.
-            self._closing = True
+            self._closing = True  # what was appended behind it (by a session that ended just then) is written as well
             taken = [entry for entry in taken if entry is not _CLOSE]
         if self._full is None:
             self._pending.extend(taken)
@@ -368,8 +364,7 @@ class SqliteJournal(JournalReads):
                 self._rejected.update([record.task_id for record in entry.submits])
                 continue
             if any(record.task_id in self._rejected for record in entry.settles):
-                # Not a copy: the driver knows its entries by identity.
-                entry.settles = [record for record in entry.settles if record.task_id not in self._rejected]
+                entry.settles = [record for record in entry.settles if record.task_id not in self._rejected]  # in place
             (self._freeing if frees(entry) and not self._over else self._pending).append(entry)
         if rejected:
             self._on_commit(rejected, 0, self._full)

@@ -1,7 +1,7 @@
 """Reading the SQLite journal, from any thread.
 
-Every read is one statement on a connection that is idle or, if none is, new: so reads wait neither for each other nor
-for the writer, and none leaves a transaction open behind it, which would keep the log from being emptied.
+Every read is one statement on an idle connection or on a new one: so reads wait neither for each other nor for the
+writer, and leave no transaction open, which would keep the log from being emptied.
 """
 
 # ruff: noqa: S608  # statements are put together from this package's constants; values are always bound
@@ -41,12 +41,12 @@ _OUTCOME_COLUMNS = f"{_SETTLED_COLUMNS}, o.expire_time_s, o.body"
 _KEYS_SIZES = (1, 16, 256)  # keys in one statement; few sizes, so that the statements stay prepared
 _READ_OUTCOMES_ROWS = 64  # fetched at a time, so that little more than `bytes_max` is ever read
 _TASKS_ROWS = 4096
-# Requeued and deleted dead letters are neither listed nor counted. Get by id still finds their outcome.
+# Requeued and deleted dead letters are neither listed nor counted; get_outcome still finds them.
 _NO_FORMER_LETTER = (
     f"(o.state <> {task_pb2.OUTCOME_STATE_DEAD_LETTERED} "
     "OR EXISTS (SELECT 1 FROM dead_letter d WHERE d.task_id = o.task_id))"
 )
-# What the columns of a row must hold. SQLite checks neither types nor, between pages, bits.
+# The types of a row's columns. SQLite does not check them, and keeps no checksums.
 _TASK_TYPES = (int, str, (bytes, str), (bytes, str), str, int, float)
 _SETTLED_TYPES = (int, int, str, int, str, str, str, float, (int, type(None)))
 _STATES = range(1, 6)
@@ -140,15 +140,13 @@ class JournalReads:
         except (OSError, ValueError) as error:
             if is_transient(error):
                 raise failures.explain(error, self._path) from error
-            # Not if the body has been forgotten since the row was read.
+            # Not lost if the sweeper has deleted the body since the row was read.
             if self._rows("SELECT 1 FROM outcome WHERE cursor = ? AND body = ?", (outcome.cursor, body)):
                 outcome.lost = f"{str(body)[:33]!r} of {self._data_dir}: {getattr(error, 'strerror', None) or error}"
         return outcome
 
     def _task(self, row: Sequence[Any], specs: dict[bytes | str, bytes], *, refer: bool = False) -> SubmitRecord:
-        """`specs`: those read before, by what rows hold of them. `refer`: a payload that lies in the directory of
-        payloads stays there.
-        """
+        """`specs`: those read before, by their column. `refer`: a payload in a shared file stays there."""
         task = SubmitRecord(*row)
         whole = _are(row, _TASK_TYPES) and abs(task.submit_time_s) < _TIME_S_MAX
         if not (whole and 0 < task.task_id < 1 << 53 and 0 < task.units < 1 << 32):
@@ -182,7 +180,7 @@ class JournalReads:
         )
 
     def _refers_to(self, name: str) -> bool:
-        """Whether any row refers to a file of the directory of payloads."""
+        """Whether any row refers to a shared file."""
         return bool(self._rows(IN_USE, bounds(name))[0][0])
 
     def _payload(self, reference: str, *, refer: bool) -> bytes | Reference | None:
@@ -201,7 +199,7 @@ class JournalReads:
         return sum(_size_bytes(file) for file in files) + self.payloads.size_bytes
 
     def lost(self) -> Iterator[tuple[str, int, str]]:
-        """Reads everything there is. Of what can't be read: the table, the row's key, and what it is."""
+        """Reads everything. Yields the table, the key and the description of each row that can't be read."""
         for table, name in (("task", "task"), ("dead_letter", "dead letter"), ("outcome", "the result of task")):
             is_outcome = table == "outcome"
             key, columns = ("cursor", _OUTCOME_COLUMNS) if is_outcome else ("task_id", schema.TASK_COLUMNS)

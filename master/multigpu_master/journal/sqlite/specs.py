@@ -34,7 +34,7 @@ def column(spec: bytes, large: dict[str, bytes]) -> bytes | str:
 
 
 def delete_unused(writer: sqlite3.Connection, after: str) -> tuple[bool, str]:
-    """Looks at the next few specs after this digest. Returns whether any was deleted, and the digest to go on after."""
+    """Looks at the next few specs after this digest. Returns whether any was deleted, and the last digest."""
     sql = "SELECT digest FROM spec WHERE digest > ? ORDER BY digest LIMIT ?"
     digests = [digest for (digest,) in writer.execute(sql, (after, SWEEP_ROWS)).fetchall()]
     if not digests:

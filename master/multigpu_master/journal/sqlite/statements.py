@@ -1,4 +1,6 @@
-"""The statements that write rows: as few as possible, each prepared once for a few sizes."""
+"""The statements of a transaction: as few as possible. Rows go in by the hundred, with one statement each for tasks and
+for outcomes, prepared for a few sizes and filled up with rows of NULL that the statement skips.
+"""
 
 # ruff: noqa: S608  # statements are put together from this package's constants; values are always bound
 

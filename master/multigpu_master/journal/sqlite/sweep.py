@@ -1,12 +1,11 @@
-"""Forgetting: outcomes lose their body when it expires, and their row when nobody may ask for it any more.
+"""The sweeper: outcomes lose their body when it expires, and their row after the dedupe window.
 
-Outcomes are looked after in zones of neighbouring cursors, each with the time at which it is worth a look again; so
-the work is in proportion to what there is to forget, with no index on expiry to keep. A step is bounded in rows and
-bytes and is taken between two commits. Emptied pages are used again by SQLite; once they are a good part of the file,
-it is cut.
+Outcomes are swept in zones of neighbouring cursors, each with the time of its next look; so the work is in proportion
+to what there is to delete, without an index on expiry. A step is bounded in rows and bytes and runs between two
+commits. SQLite uses emptied pages again; once they are a large part of the file, it is cut.
 
-The newest outcome's row stays, whatever its age: it is what keeps cursors from being given twice. So does the outcome
-of a dead letter for as long as the letter is kept.
+The row of the newest outcome stays, whatever its age, so that no cursor is given twice. The outcome of a dead letter
+stays as long as the letter.
 """
 
 # ruff: noqa: S608  # statements are put together from this package's constants; values are always bound
@@ -41,7 +40,7 @@ WHERE cursor BETWEEN ?1 AND ?2 AND cursor < ?5 AND expire_time_s <= ?3 AND settl
 
 
 class Sweeper:
-    """Decides what to forget and forgets it, through the writer's connection and on its thread."""
+    """Deletes what has expired, through the writer's connection and on its thread."""
 
     def __init__(
         self, writer: sqlite3.Connection, segments: Segments, now: Callable[[], float], dedupe_window_s: float
@@ -57,7 +56,7 @@ class Sweeper:
         self._zones = [(0.0, zone) for zone in range(first_zone, self._newest_zone + 1)]  # a heap of (due_s, zone)
 
     def note_commit(self, last_cursor: int, deleted_letters: Sequence[int]) -> None:
-        """The newest outcome is this one now, and the outcomes of these dead letters may age from now on."""
+        """Takes the newest cursor, and the deleted dead letters, whose outcomes may expire now."""
         self._last_cursor = last_cursor
         while self._newest_zone < last_cursor // _ZONE_CURSORS:
             self._newest_zone += 1
@@ -69,7 +68,7 @@ class Sweeper:
                 heapq.heappush(self._zones, (0.0, cursor // _ZONE_CURSORS))
 
     def step(self, *, full: bool = False) -> bool:
-        """Does a little of what is due; False if nothing was. On a full disk every empty page is given back."""
+        """Does a part of the work that is due; False if there is none. `full`: gives every empty page back."""
         return (
             self._sweep_zone()
             or self._sweep_specs()
@@ -101,7 +100,7 @@ class Sweeper:
         return True
 
     def _due_s(self, low: int, high: int) -> float | None:
-        """When there will be something to forget among these cursors; None if there are none left."""
+        """When something among these cursors expires; None if none are left."""
         parameters = (self._dedupe_window_s, low, high, self._last_cursor)
         ((due_s,),) = self._writer.execute(_DUE_S, parameters).fetchall()
         return None if due_s is None else float(due_s)

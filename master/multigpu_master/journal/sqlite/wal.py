@@ -1,13 +1,13 @@
-"""Damage of the write-ahead log, which SQLite takes for its end: whatever lies behind it would be gone without a word.
+"""Damage of the write-ahead log, which SQLite takes for the log's end: later transactions would be lost silently.
 
 SQLite reads the log up to the first frame whose checksum or salt is wrong. After a loss of power that is right: the
-newest transaction may be torn, and it was never acknowledged. What lies behind it does not matter either: it may be
-left of torn transactions of earlier masters. But a commit is synced before the next transaction writes its first
-frame. So if, behind the end that SQLite sees, a frame ends a transaction and the next frame's checksum continues that
-frame's, then the transaction was on the disk and acknowledged, and it or one before it was damaged since. Checksums
-are cumulative: what two different writers left side by side does not fit together.
+newest transaction may be torn, and it was never acknowledged. Frames behind it may be of torn transactions of earlier
+masters. But a commit is synced before the next transaction writes its first frame. So if, behind the end that SQLite
+sees, a frame ends a transaction and the next frame's checksum continues that frame's, then the transaction was on the
+disk and acknowledged, and it or one before it was damaged since. Checksums are cumulative: frames that two writers
+left side by side do not fit together.
 
-Damage that only the newest transaction has, or the last frame of the one before, can't be told from a torn write.
+Damage of the newest transaction alone, or of the last frame before it, looks like a torn write.
 """
 
 import struct
@@ -24,7 +24,7 @@ Sums = tuple[int, int]
 
 
 class _Log:
-    """The frames of a log, from 0; those from `frames_read` on SQLite does not see."""
+    """The frames of a log, numbered from 0."""
 
     def __init__(self, data: bytes, page_bytes: int) -> None:
         magic, *_, salt1, salt2, sum1, sum2 = _HEADER.unpack_from(data)
@@ -35,8 +35,8 @@ class _Log:
         self.count = (len(data) - _HEADER.size) // self._frame_bytes
         self._salts: tuple[int, ...] = salt1, salt2
         if self.count and self._sums((0, 0), data[: _HEADER.size - 8]) != (sum1, sum2):
-            # SQLite reads nothing. A header that a loss of power tore has nothing to do with the frames that are
-            # there; one with a flipped bit has their salts, but for one bit at most.
+            # SQLite reads nothing. A header torn by a loss of power has other salts than the frames; one with a
+            # flipped bit has theirs, but for one bit at most.
             self._order = "<" if sys.byteorder == "little" else ">"
             salts = self._frame(0)[2:4]
             flipped = sum((mine ^ its).bit_count() for mine, its in zip(self._salts, salts, strict=True))
@@ -68,9 +68,7 @@ class _Log:
         return self._frame(number)[4], self._frame(number)[5]
 
     def _is_whole(self, number: int) -> bool:
-        """Whether a frame is what was written there, behind the one before it: that one may itself be what is damaged,
-        its checksum too.
-        """
+        """Whether a frame is undamaged. The one before it, which its checksum continues, may be damaged."""
         before = self._stored(number - 1)
         if self._made(before, number) == self._stored(number):
             return True
@@ -78,8 +76,8 @@ class _Log:
         return self._made(made, number) == self._stored(number)
 
     def commits_after(self, frames_read: int) -> Iterator[int]:
-        """The frames behind the end that end a transaction which was synced. A damaged frame is no evidence itself: the
-        bit that turned may be the one that says so.
+        """The frames from `frames_read` on that end a synced transaction. A damaged frame is no evidence: the flipped
+        bit may be the one that marks an end.
         """
         for number in range(frames_read, self.count - 1):
             ends = self._frame(number)[1] > 0 and self._frame(number + 1)[2:4] == self._salts
@@ -89,8 +87,8 @@ class _Log:
 
 
 def damage(log: Path, index: Path, page_bytes: int) -> str:
-    """What of a log can't be read any more, though it was acknowledged; "" if nothing. A connection must be open, and
-    have read, so that SQLite's index of the log is there.
+    """Which acknowledged transactions of a log can't be read; "" if none. A connection must be open and have read, so
+    that SQLite's index of the log exists.
     """
     data = log.read_bytes()
     if len(data) <= _HEADER.size:

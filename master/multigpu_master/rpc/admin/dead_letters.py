@@ -1,34 +1,35 @@
-"""AdminService's calls on dead letters. Of a queue's, each takes a page."""
+"""AdminService's methods for dead letters. A call on a queue takes one page of them."""
 
 import asyncio
 from collections.abc import Sequence
 from typing import Any
 
-import grpc
 from multigpu.v1 import admin_service_pb2 as pb
 
 from multigpu_master.core import events as ev
 from multigpu_master.core.model import Task
 from multigpu_master.driver import Driver
-from multigpu_master.journal.protocol import JournalError, SubmitRecord
+from multigpu_master.journal.protocol import SubmitRecord
 from multigpu_master.rpc import queries
-from multigpu_master.rpc.status import count_of, make_token, page_size_of, read_token, reject
+from multigpu_master.rpc.admin.saving import save
+from multigpu_master.rpc.errors import PreconditionError
+from multigpu_master.rpc.paging import check_count, make_token, read_page_size, read_token
 from multigpu_master.security.auth import caller_queues
 
-LETTERS_MAX = 10_000  # that one request may name
-QUEUE_LETTERS_MAX = 1000  # of a queue, in one call
-BATCH = 16  # whose payloads are in memory together, and that are written in one transaction
+LETTERS_MAX = 10_000  # named in one request
+QUEUE_LETTERS_MAX = 1000  # of a queue in one call
+BATCH = 16  # read and written together: their payloads are in memory
 
 
 class DeadLetterCalls:
     """See protos/multigpu/v1/admin_service.proto."""
 
     _driver: Driver
-    _taken: set[int]  # dead letters that a call requeues or deletes now
+    _taken: set[int]  # dead letters that a call is requeueing or deleting
 
-    async def ListDeadLetters(self, request: Any, context: Any) -> pb.ListDeadLettersResponse:
-        size = await page_size_of(context, request.page_size)
-        before = await read_token(context, request.page_token, "page_token") or queries.NEWEST
+    async def ListDeadLetters(self, request: Any, _context: Any) -> pb.ListDeadLettersResponse:
+        size = read_page_size(request.page_size)
+        before = read_token(request.page_token, "page_token") or queries.NEWEST
         rows = await asyncio.to_thread(
             self._driver.journal.list_dead_letters,
             queue=request.queue, before_task_id=before, limit=size + 1, queues=caller_queues(),
@@ -38,11 +39,11 @@ class DeadLetterCalls:
             response.next_page_token = make_token(rows[size - 1].task_id)
         return response
 
-    async def RequeueDeadLetters(self, request: Any, context: Any) -> pb.RequeueDeadLettersResponse:
-        ids, token = await self._named(request, context)
+    async def RequeueDeadLetters(self, request: Any, _context: Any) -> pb.RequeueDeadLettersResponse:
+        ids, token = await self._named(request)
         response = pb.RequeueDeadLettersResponse(next_page_token=token)
         for batch in queries.batched(ids, BATCH):
-            # A letter is on the disk until its task is: another call must not find it meanwhile, or it would run twice.
+            # A letter stays in the journal until its task is written: another call must not requeue it meanwhile.
             taken = {task_id for task_id in batch if task_id not in self._taken}
             self._taken |= taken
             try:
@@ -56,11 +57,11 @@ class DeadLetterCalls:
             for letter, answer in zip(letters, answers, strict=True):
                 if isinstance(answer, ev.Rejection):
                     done, which = f"requeued {len(response.task_ids)} of {len(ids)}", f"dead letter {letter.task_id}"
-                    await reject(context, grpc.StatusCode.FAILED_PRECONDITION, f"{done}; {which}: {answer.message}")
+                    raise PreconditionError(f"{done}; {which}: {answer.message}")
         return response
 
-    async def DeleteDeadLetters(self, request: Any, context: Any) -> pb.DeleteDeadLettersResponse:
-        ids, token = await self._named(request, context)
+    async def DeleteDeadLetters(self, request: Any, _context: Any) -> pb.DeleteDeadLettersResponse:
+        ids, token = await self._named(request)
         known = set[int]()
         taken = {task_id for task_id in ids if task_id not in self._taken}
         self._taken |= taken
@@ -68,28 +69,18 @@ class DeadLetterCalls:
             for batch in queries.batched([task_id for task_id in ids if task_id in taken], BATCH):
                 known.update([letter.task_id for letter in await self._letters(batch)])
             if known:
-                await self._delete(sorted(known), context)
+                await save(self._driver, {}, sorted(known))
         finally:
             self._taken -= taken
         unknown = [task_id for task_id in ids if task_id not in known]
         return pb.DeleteDeadLettersResponse(deleted=len(known), unknown_task_ids=unknown, next_page_token=token)
 
-    async def _delete(self, task_ids: list[int], context: Any) -> None:
-        try:
-            await self._driver.journaling.save({}, task_ids)
-        except JournalError as error:
-            await reject(
-                context,
-                grpc.StatusCode.RESOURCE_EXHAUSTED,
-                f"done, but it may not survive a restart of the master: {error}",
-            )
-
-    async def _named(self, request: Any, context: Any) -> tuple[list[int], str]:
-        """The dead letters that a request names, one by one or by queue, and the token of the queue's next page."""
-        await count_of(context, len(request.task_ids), LETTERS_MAX, "dead letters in one call")
+    async def _named(self, request: Any) -> tuple[list[int], str]:
+        """The dead letters named in a request or of its queue, and the token of the queue's next page."""
+        check_count(len(request.task_ids), LETTERS_MAX, "dead letters in one call")
         if request.task_ids or not request.queue:
             return list(dict.fromkeys(request.task_ids)), ""
-        before = await read_token(context, request.page_token, "page_token") or queries.NEWEST
+        before = read_token(request.page_token, "page_token") or queries.NEWEST
         rows = await asyncio.to_thread(
             self._driver.journal.list_dead_letters,
             queue=request.queue, before_task_id=before, limit=QUEUE_LETTERS_MAX + 1,

@@ -1,9 +1,8 @@
-"""AdminService's calls about models."""
+"""AdminService's methods for models."""
 
 from collections.abc import Iterable
 from typing import Any
 
-import grpc
 from multigpu.v1 import admin_service_pb2 as pb
 from multigpu.v1 import model_pb2
 
@@ -11,10 +10,11 @@ from multigpu_master.core import events as ev
 from multigpu_master.core.model import Worker
 from multigpu_master.core.workers.residency import is_version
 from multigpu_master.driver import Driver
-from multigpu_master.journal.protocol import JournalError
-from multigpu_master.rpc.status import count_of, make_token, page_size_of, read_token, reject
+from multigpu_master.rpc.admin.saving import save
+from multigpu_master.rpc.errors import ExhaustedError, NotFoundError
+from multigpu_master.rpc.paging import check_count, page_of
 from multigpu_master.settings import worker_setting
-from multigpu_master.wire import models as wire_models
+from multigpu_master.wire.models import resident_message
 
 WORKERS_MAX = 1000
 
@@ -24,81 +24,63 @@ class ModelCalls:
 
     _driver: Driver
 
-    async def ListModels(self, request: Any, context: Any) -> pb.ListModelsResponse:
-        size = await page_size_of(context, request.page_size)
-        start = await read_token(context, request.page_token, "page_token")
-        entries = _entries(self._driver.core.fleet.workers.values(), request.name)
-        response = pb.ListModelsResponse(models=entries[start : start + size])
-        if start + size < len(entries):
-            response.next_page_token = make_token(start + size)
-        return response
+    async def ListModels(self, request: Any, _context: Any) -> pb.ListModelsResponse:
+        entries, token = page_of(_entries(self._driver.core.fleet.workers.values(), request.name), request)
+        return pb.ListModelsResponse(models=entries, next_page_token=token)
 
-    async def LoadModel(self, request: Any, context: Any) -> pb.LoadModelResponse:
-        workers = await self._workers(context, request.worker_ids)
+    async def LoadModel(self, request: Any, _context: Any) -> pb.LoadModelResponse:
+        workers = self._workers(request.worker_ids)
         offering = [w for w in workers if w.session and request.model in w.residency.names]
         lacking = [w.worker_id for w in workers if w not in offering]
         if not offering or (request.worker_ids and lacking):
             where = f"worker {', '.join(lacking)}" if request.worker_ids else "any worker that is connected"
-            await reject(
-                context,
-                grpc.StatusCode.NOT_FOUND,
-                f"model {request.model!r} is not offered by {where}; `mgpuctl models list` shows what is",
+            raise NotFoundError(
+                f"model {request.model!r} is not offered by {where}; `mgpuctl models list` shows what is"
             )
         fitting = [w for w in offering if not _lacks(w, request.model)]
         if not fitting or (request.worker_ids and len(fitting) < len(offering)):
             worker = next(w for w in offering if _lacks(w, request.model))
-            await reject(
-                context,
-                grpc.StatusCode.RESOURCE_EXHAUSTED,
+            raise ExhaustedError(
                 f"model {request.model!r} does not fit beside what is pinned on {worker.worker_id}: "
-                f"{_lacks(worker, request.model)}; unload one of them first with `mgpuctl models unload`",
+                f"{_lacks(worker, request.model)}; unload one of them first with `mgpuctl models unload`"
             )
         if not request.worker_ids:
             fitting = [max(fitting, key=lambda w: _suits(w, request.model))]
-        await self._tell(context, [ev.LoadModel(w.worker_id, request.model) for w in fitting])
+        await self._handle([ev.LoadModel(w.worker_id, request.model) for w in fitting])
         return pb.LoadModelResponse(worker_ids=[w.worker_id for w in fitting])
 
-    async def UnloadModel(self, request: Any, context: Any) -> pb.UnloadModelResponse:
-        workers = await self._workers(context, request.worker_ids)
+    async def UnloadModel(self, request: Any, _context: Any) -> pb.UnloadModelResponse:
+        workers = self._workers(request.worker_ids)
         known = [m for w in workers for m in (*w.residency.offered, *w.residency.reported, *w.residency.pins)]
         if not any(is_version(m, request.model) for m in known):
-            await reject(
-                context,
-                grpc.StatusCode.NOT_FOUND,
-                f"no model {request.model!r} is offered or loaded there; `mgpuctl models list` shows what is",
+            raise NotFoundError(
+                f"no model {request.model!r} is offered or loaded there; `mgpuctl models list` shows what is"
             )
-        told = [w for w in workers if _holds(w, request.model)]
-        await self._tell(context, [ev.UnloadModel(w.worker_id, request.model) for w in told])
-        return pb.UnloadModelResponse(worker_ids=[w.worker_id for w in told])
+        holders = [w for w in workers if _holds(w, request.model)]
+        await self._handle([ev.UnloadModel(w.worker_id, request.model) for w in holders])
+        return pb.UnloadModelResponse(worker_ids=[w.worker_id for w in holders])
 
-    async def _workers(self, context: Any, worker_ids: Iterable[str]) -> list[Worker]:
+    def _workers(self, worker_ids: Iterable[str]) -> list[Worker]:
         """The workers of these ids, or all, by worker_id. NOT_FOUND: there is no such worker."""
         workers, ids = self._driver.core.fleet.workers, sorted(set(worker_ids))
-        await count_of(context, len(ids), WORKERS_MAX, "workers in one call")
+        check_count(len(ids), WORKERS_MAX, "workers in one call")
         for worker_id in ids:
             if worker_id not in workers:
                 known = ", ".join(sorted(workers)[:10]) or "none"
-                await reject(context, grpc.StatusCode.NOT_FOUND, f"no worker {worker_id!r}; known: {known}")
+                raise NotFoundError(f"no worker {worker_id!r}; known: {known}")
         return [workers[worker_id] for worker_id in ids or sorted(workers)]
 
-    async def _tell(self, context: Any, events: list[ev.LoadModel] | list[ev.UnloadModel]) -> None:
-        """Tells the core, and returns once what is pinned is on the disk."""
+    async def _handle(self, events: list[ev.LoadModel] | list[ev.UnloadModel]) -> None:
+        """Handles the events, and returns once the pins are synced."""
         settings: dict[str, bytes | None] = {}
         for event in events:
             self._driver.handle(event)
             settings |= worker_setting(self._driver.core.fleet.workers[event.worker_id])
-        try:
-            await self._driver.journaling.save(settings)
-        except JournalError as error:
-            await reject(
-                context,
-                grpc.StatusCode.RESOURCE_EXHAUSTED,
-                f"done, but it may not survive a restart of the master: {error}",
-            )
+        await save(self._driver, settings)
 
 
 def _lacks(worker: Worker, name: str) -> str:
-    """Why a model does not fit beside what is pinned on a worker; "" if it does."""
+    """Why a model does not fit beside the pinned models of a worker; "" if it does."""
     residency = worker.residency
     model, limit = residency.names[name], residency.limit_bytes
     others = sorted(m for m in residency.pinned() if m != model)
@@ -109,8 +91,8 @@ def _lacks(worker: Worker, name: str) -> str:
 
 
 def _suits(worker: Worker, name: str) -> tuple[bool, bool, bool, int]:
-    """How well a worker suits a model that is to stay loaded: where it is pinned or loaded already, else where most
-    room is beside what can't be unloaded.
+    """Sort key of workers for a model to pin: prefer a worker that has it pinned or loaded, then the most memory left
+    beside models in use.
     """
     residency = worker.residency
     model = residency.names[name]
@@ -127,9 +109,7 @@ def _holds(worker: Worker, name: str) -> bool:
 
 
 def _entries(workers: Iterable[Worker], name: str) -> list[pb.ModelEntry]:
-    """What workers have offered, by name and version. What one of them has measured of a model stands for all that
-    have the same files.
-    """
+    """The models that workers have offered, by name and version, one entry for workers with the same files."""
     groups: dict[str, list[pb.ModelEntry]] = {}
     for worker in sorted(workers, key=lambda w: w.worker_id):
         residency = worker.residency
@@ -146,8 +126,7 @@ def _entries(workers: Iterable[Worker], name: str) -> list[pb.ModelEntry]:
                 entry.model.CopyFrom(message)
             entry.worker_ids.append(worker.worker_id)
             if (said := residency.reported.get(model_id)) is not None:
-                residency_message = wire_models.resident_message(said)
-                entry.places.add(worker_id=worker.worker_id, residency=residency_message)
+                entry.places.add(worker_id=worker.worker_id, residency=resident_message(said))
     return [entry for model_id in sorted(groups) for entry in groups[model_id]]
 
 

@@ -1,4 +1,4 @@
-"""AdminService: the operator's door."""
+"""AdminService: workers, strategies, queues, the circuit breaker and statistics."""
 
 import asyncio
 import math
@@ -6,7 +6,6 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-import grpc
 from multigpu.v1 import admin_service_pb2 as pb
 from multigpu.v1 import task_pb2
 
@@ -15,33 +14,35 @@ from multigpu_master.core.admission import QUEUES_MAX
 from multigpu_master.core.model import Queue, Worker
 from multigpu_master.core.placement.explain import explain
 from multigpu_master.driver import Driver
-from multigpu_master.journal.protocol import JournalError, OutcomeFilter
+from multigpu_master.journal.protocol import OutcomeFilter
 from multigpu_master.rpc import queries
 from multigpu_master.rpc.admin.dead_letters import DeadLetterCalls
 from multigpu_master.rpc.admin.models import ModelCalls
+from multigpu_master.rpc.admin.saving import save
 from multigpu_master.rpc.admin.tokens import TokenCalls
-from multigpu_master.rpc.status import make_token, page_size_of, read_token, reject
-from multigpu_master.security.auth import Gate, caller_queues
-from multigpu_master.settings import breaker_setting, queue_setting, worker_message, worker_setting
+from multigpu_master.rpc.errors import ExhaustedError, InvalidArgumentError, NotFoundError, PreconditionError
+from multigpu_master.rpc.paging import make_token, page_of, read_page_size, read_token
+from multigpu_master.security.auth import Auth, caller_queues
+from multigpu_master.settings import STRATEGY, breaker_setting, queue_setting, worker_setting
 from multigpu_master.strategies.registry import canonical_name
 from multigpu_master.telemetry.process_memory import resident_bytes
-from multigpu_master.wire import messages as wire
-from multigpu_master.wire import models as wire_models
+from multigpu_master.wire.times import duration, seconds_of, set_time, timestamp
+from multigpu_master.wire.validation import NAME_BYTES_MAX, check_printable, check_size
+from multigpu_master.wire.workers import worker_message
 
-# How often WatchWorkers tells of changes, and of how many workers in one message.
+# WatchWorkers sends changes at most this often, and at most this many workers in one message.
 WATCH_INTERVAL_S = 0.25
 WATCH_CHUNK = 64
-# A page of workers ends behind the one that makes it larger. A worker may say 128 KiB of itself, and as much of its
-# models.
+# A page ends after the worker that exceeds this. A worker's description takes up to 256 KiB.
 PAGE_BYTES = 4 << 20
 
 
 class AdminService(TokenCalls, ModelCalls, DeadLetterCalls):
     """See protos/multigpu/v1/admin_service.proto."""
 
-    def __init__(self, driver: Driver, version: str, gate: Gate | None = None) -> None:
+    def __init__(self, driver: Driver, version: str, auth: Auth | None = None) -> None:
         self._driver = driver
-        self._gate = gate
+        self._auth = auth
         self._core = driver.core
         self._version = version
         self._start_s = driver.now()
@@ -49,9 +50,9 @@ class AdminService(TokenCalls, ModelCalls, DeadLetterCalls):
 
     # --- workers -----------------------------------------------------------------------------------------------------
 
-    async def ListWorkers(self, request: Any, context: Any) -> pb.ListWorkersResponse:
-        size = await page_size_of(context, request.page_size)
-        start = await read_token(context, request.page_token, "page_token")
+    async def ListWorkers(self, request: Any, _context: Any) -> pb.ListWorkersResponse:
+        size = read_page_size(request.page_size)
+        start = read_token(request.page_token, "page_token")
         workers = sorted(self._core.fleet.workers.values(), key=lambda w: w.worker_id)
         response = pb.ListWorkersResponse()
         size_bytes = 0
@@ -69,7 +70,7 @@ class AdminService(TokenCalls, ModelCalls, DeadLetterCalls):
             response.next_page_token = make_token(end)
         return response
 
-    async def WatchWorkers(self, request: Any, context: Any) -> None:
+    async def WatchWorkers(self, _request: Any, context: Any) -> None:
         workers = self._core.fleet.workers
         sent: dict[str, tuple[Worker, int]] = {}
         while True:
@@ -83,79 +84,63 @@ class AdminService(TokenCalls, ModelCalls, DeadLetterCalls):
                     sent[worker.worker_id] = now
                     response.workers.append(worker_message(worker))
                     if len(response.workers) == WATCH_CHUNK:
-                        await context.write(response)  # the scheduler goes on meanwhile
+                        await context.write(response)  # other calls run meanwhile
                         response = pb.WatchWorkersResponse()
             await context.write(response)
-            # Every heartbeat is a change: of a large fleet many are told of together.
+            # Every heartbeat is a change: those of a large fleet are sent together.
             await asyncio.sleep(WATCH_INTERVAL_S)
             await changed.wait()
 
-    async def CordonWorker(self, request: Any, context: Any) -> pb.CordonWorkerResponse:
+    async def CordonWorker(self, request: Any, _context: Any) -> pb.CordonWorkerResponse:
         event = ev.Cordon(request.worker_id, request.reason[:1024])
-        return pb.CordonWorkerResponse(worker=await self._change_worker(context, request.worker_id, event))
+        return pb.CordonWorkerResponse(worker=await self._change_worker(request.worker_id, event))
 
-    async def UncordonWorker(self, request: Any, context: Any) -> pb.UncordonWorkerResponse:
+    async def UncordonWorker(self, request: Any, _context: Any) -> pb.UncordonWorkerResponse:
         event = ev.Uncordon(request.worker_id)
-        return pb.UncordonWorkerResponse(worker=await self._change_worker(context, request.worker_id, event))
+        return pb.UncordonWorkerResponse(worker=await self._change_worker(request.worker_id, event))
 
-    async def DrainWorker(self, request: Any, context: Any) -> pb.DrainWorkerResponse:
+    async def DrainWorker(self, request: Any, _context: Any) -> pb.DrainWorkerResponse:
         deadline_s = None
         if request.HasField("timeout"):
-            timeout_s = wire.seconds_of(request.timeout)
+            timeout_s = seconds_of(request.timeout)
             if timeout_s < 0:
-                await reject(
-                    context, grpc.StatusCode.INVALID_ARGUMENT, f"timeout is {timeout_s:g} s; it can't be negative"
-                )
+                raise InvalidArgumentError(f"timeout is {timeout_s:g} s; it can't be negative")
             deadline_s = self._driver.now() + timeout_s
         event = ev.Drain(request.worker_id, deadline_s)
-        return pb.DrainWorkerResponse(worker=await self._change_worker(context, request.worker_id, event))
+        return pb.DrainWorkerResponse(worker=await self._change_worker(request.worker_id, event))
 
-    async def ForgetWorker(self, request: Any, context: Any) -> pb.ForgetWorkerResponse:
-        worker = await self._known_worker(context, request.worker_id)
+    async def ForgetWorker(self, request: Any, _context: Any) -> pb.ForgetWorkerResponse:
+        worker = self._known_worker(request.worker_id)
         if worker.session:
-            await reject(
-                context,
-                grpc.StatusCode.FAILED_PRECONDITION,
-                f"worker {request.worker_id!r} is connected; stop its daemon first",
-            )
+            raise PreconditionError(f"worker {request.worker_id!r} is connected; stop its daemon first")
         self._driver.handle(ev.Forget(request.worker_id))
         return pb.ForgetWorkerResponse()
 
-    async def ReloadHandlers(self, request: Any, context: Any) -> pb.ReloadHandlersResponse:
-        worker = await self._known_worker(context, request.worker_id)
+    async def ReloadHandlers(self, request: Any, _context: Any) -> pb.ReloadHandlersResponse:
+        worker = self._known_worker(request.worker_id)
         if not worker.session or not worker.engine.handlers:
-            why = "tells of no handlers: it has none, or is of an older version" if worker.session else "is lost"
-            await reject(context, grpc.StatusCode.FAILED_PRECONDITION, f"worker {request.worker_id!r} {why}")
+            why = "reports no handlers: it has none, or an older version" if worker.session else "is lost"
+            raise PreconditionError(f"worker {request.worker_id!r} {why}")
         self._driver.workers.reload_handlers(worker.session)
         return pb.ReloadHandlersResponse(worker=worker_message(worker))
 
-    async def _known_worker(self, context: Any, worker_id: str) -> Any:
+    def _known_worker(self, worker_id: str) -> Worker:
         worker = self._core.fleet.workers.get(worker_id)
         if worker is None:
             known = ", ".join(sorted(self._core.fleet.workers)[:10]) or "none"
-            await reject(context, grpc.StatusCode.NOT_FOUND, f"no worker {worker_id!r}; known: {known}")
+            raise NotFoundError(f"no worker {worker_id!r}; known: {known}")
         return worker
 
-    async def _change_worker(self, context: Any, worker_id: str, event: ev.Event) -> pb.Worker:
-        """Tells the core, and answers once the worker's cordon is on the disk, by when it may have been forgotten."""
-        worker = await self._known_worker(context, worker_id)
+    async def _change_worker(self, worker_id: str, event: ev.Event) -> pb.Worker:
+        """Handles the event and saves the worker, which may be forgotten meanwhile. Returns the worker."""
+        worker = self._known_worker(worker_id)
         self._driver.handle(event)
-        await self._save(context, worker_setting(worker))
+        await save(self._driver, worker_setting(worker))
         return worker_message(worker)
-
-    async def _save(self, context: Any, settings: dict[str, bytes | None]) -> None:
-        try:
-            await self._driver.journaling.save(settings)
-        except JournalError as error:
-            await reject(
-                context,
-                grpc.StatusCode.RESOURCE_EXHAUSTED,
-                f"done, but it may not survive a restart of the master: {error}",
-            )
 
     # --- strategy and queues -----------------------------------------------------------------------------------------
 
-    async def GetStrategy(self, request: Any, context: Any) -> pb.GetStrategyResponse:
+    async def GetStrategy(self, request: Any, _context: Any) -> pb.GetStrategyResponse:
         core = self._core
         queues = caller_queues()
         visible = queues is None or request.queue in queues
@@ -167,57 +152,46 @@ class AdminService(TokenCalls, ModelCalls, DeadLetterCalls):
             response.available.add(name=s.name, summary=s.summary, aliases=s.aliases)
         return response
 
-    async def SetStrategy(self, request: Any, context: Any) -> pb.SetStrategyResponse:
+    async def SetStrategy(self, request: Any, _context: Any) -> pb.SetStrategyResponse:
         core = self._core
         name = canonical_name(request.strategy, core.strategies)
         if request.queue and not request.strategy:
             name = ""
         if name is None or (not name and not request.queue):
-            await reject(
-                context,
-                grpc.StatusCode.INVALID_ARGUMENT,
-                f"no strategy {request.strategy!r}; there are: {', '.join(sorted(core.strategies))}",
-            )
-        assert name is not None, "rejected above"
+            names = ", ".join(sorted(core.strategies))
+            raise InvalidArgumentError(f"no strategy {request.strategy!r}; there are: {names}")
         if request.queue:
-            await self._admit_queue(context, request.queue)
+            self._admit_queue(request.queue)
         self._driver.handle(ev.SetStrategy(name, request.queue))
         if request.queue:
-            await self._save(context, queue_setting(core.queue(request.queue)))
+            await save(self._driver, queue_setting(core.queue(request.queue)))
         else:
-            await self._save(context, {"strategy": name.encode()})
+            await save(self._driver, {STRATEGY: name.encode()})
         return pb.SetStrategyResponse(
             strategy=core.strategy_of(core.queue(request.queue or "default")).name if request.queue else name
         )
 
-    async def ListQueues(self, request: Any, context: Any) -> pb.ListQueuesResponse:
-        size = await page_size_of(context, request.page_size)
-        start = await read_token(context, request.page_token, "page_token")
+    async def ListQueues(self, request: Any, _context: Any) -> pb.ListQueuesResponse:
         queues = caller_queues()
         found = {name for name, queue in self._core.queues.items() if not queue.idle}
         found.update(await asyncio.to_thread(self._driver.journal.dead_letter_queues))
-        names = sorted(found if queues is None else queues & found)
-        page = names[start : start + size]
+        page, token = page_of(sorted(found if queues is None else queues & found), request)
         heads = await self._heads(page)
-        response = pb.ListQueuesResponse(queues=[self._queue(n, heads) for n in page])
-        if start + size < len(names):
-            response.next_page_token = make_token(start + size)
-        return response
+        return pb.ListQueuesResponse(queues=[self._queue(n, heads) for n in page], next_page_token=token)
 
     async def _heads(self, names: Sequence[str]) -> dict[str, float]:
-        """When the oldest queued task of each of these queues was submitted. The event loop goes on meanwhile."""
+        """When the oldest queued task of each of these queues was submitted. Other calls run meanwhile."""
         heads = dict.fromkeys(names, math.inf)
-        began_s = time.monotonic()
+        end_s = time.monotonic() + queries.SLICE_S
         for resource_class in list(self._core.classes.by_key.values()):
             name = resource_class.queue.name
             if name in heads and (head := resource_class.head()) is not None:
                 heads[name] = min(heads[name], head.submit_s)
-            if time.monotonic() > began_s + queries.SLICE_S:
-                await asyncio.sleep(0)
-                began_s = time.monotonic()
+            if time.monotonic() > end_s:
+                end_s = await queries.pause()
         return heads
 
-    async def _told(self, name: str) -> pb.Queue:
+    async def _queue_message(self, name: str) -> pb.Queue:
         return self._queue(name, await self._heads([name]))
 
     def _queue(self, name: str, heads: dict[str, float]) -> pb.Queue:
@@ -232,56 +206,42 @@ class AdminService(TokenCalls, ModelCalls, DeadLetterCalls):
         )
         message.limits.tasks_max, message.limits.bytes_max = queue.tasks_max, queue.bytes_max
         if heads[name] < math.inf:
-            message.oldest_age.CopyFrom(wire.duration(max(0.0, self._driver.now() - heads[name])))
+            message.oldest_age.CopyFrom(duration(max(0.0, self._driver.now() - heads[name])))
         return message
 
-    async def PauseQueue(self, request: Any, context: Any) -> pb.PauseQueueResponse:
-        await self._configure(context, ev.ConfigureQueue(request.queue, paused=True))
-        return pb.PauseQueueResponse(queue=await self._told(request.queue))
+    async def PauseQueue(self, request: Any, _context: Any) -> pb.PauseQueueResponse:
+        await self._configure(ev.ConfigureQueue(request.queue, paused=True))
+        return pb.PauseQueueResponse(queue=await self._queue_message(request.queue))
 
-    async def ResumeQueue(self, request: Any, context: Any) -> pb.ResumeQueueResponse:
-        await self._configure(context, ev.ConfigureQueue(request.queue, paused=False))
-        return pb.ResumeQueueResponse(queue=await self._told(request.queue))
+    async def ResumeQueue(self, request: Any, _context: Any) -> pb.ResumeQueueResponse:
+        await self._configure(ev.ConfigureQueue(request.queue, paused=False))
+        return pb.ResumeQueueResponse(queue=await self._queue_message(request.queue))
 
-    async def SetQueueLimits(self, request: Any, context: Any) -> pb.SetQueueLimitsResponse:
+    async def SetQueueLimits(self, request: Any, _context: Any) -> pb.SetQueueLimitsResponse:
         limits = request.limits
-        await self._configure(
-            context, ev.ConfigureQueue(request.queue, tasks_max=limits.tasks_max, bytes_max=limits.bytes_max)
-        )
-        return pb.SetQueueLimitsResponse(queue=await self._told(request.queue))
+        await self._configure(ev.ConfigureQueue(request.queue, tasks_max=limits.tasks_max, bytes_max=limits.bytes_max))
+        return pb.SetQueueLimitsResponse(queue=await self._queue_message(request.queue))
 
-    async def _configure(self, context: Any, event: ev.ConfigureQueue) -> None:
+    async def _configure(self, event: ev.ConfigureQueue) -> None:
         if not event.queue:
-            await reject(context, grpc.StatusCode.INVALID_ARGUMENT, 'queue is missing; the usual one is "default"')
-        await self._admit_queue(context, event.queue)
+            raise InvalidArgumentError('queue is missing; the usual one is "default"')
+        self._admit_queue(event.queue)
         self._driver.handle(event)
-        await self._save(context, queue_setting(self._core.queue(event.queue)))
+        await save(self._driver, queue_setting(self._core.queue(event.queue)))
 
-    async def _admit_queue(self, context: Any, name: str) -> None:
-        """INVALID_ARGUMENT: no task could be in such a queue. RESOURCE_EXHAUSTED: there are too many."""
+    def _admit_queue(self, name: str) -> None:
+        """INVALID_ARGUMENT: the name is not allowed. RESOURCE_EXHAUSTED: there are too many queues."""
         core = self._core
-        try:
-            wire_models.plain_name("queue", name)
-        except wire.InvalidTaskError as error:
-            await reject(context, grpc.StatusCode.INVALID_ARGUMENT, str(error))
-        if len(name.encode()) > wire.NAME_BYTES_MAX:
-            await reject(
-                context,
-                grpc.StatusCode.INVALID_ARGUMENT,
-                f"a queue's name has at most {wire.NAME_BYTES_MAX} bytes",
-            )
+        check_printable("queue", name)
+        check_size("queue", name, NAME_BYTES_MAX)
         if name not in core.queues and len(core.queues) >= QUEUES_MAX and not core.prune_queues():
-            await reject(
-                context,
-                grpc.StatusCode.RESOURCE_EXHAUSTED,
-                f"there are {QUEUES_MAX} queues with tasks or rules already; use one of them",
-            )
+            raise ExhaustedError(f"there are {QUEUES_MAX} queues with tasks or rules already; use one of them")
 
     # --- the circuit breaker -----------------------------------------------------------------------------------------
 
-    async def ResetBreaker(self, request: Any, context: Any) -> pb.ResetBreakerResponse:
+    async def ResetBreaker(self, request: Any, _context: Any) -> pb.ResetBreakerResponse:
         self._driver.handle(ev.ResetBreaker())
-        await self._save(context, breaker_setting(self._core.quarantine.breaker.tripped_s))
+        await save(self._driver, breaker_setting(self._core.quarantine.breaker.tripped_s))
         return pb.ResetBreakerResponse(breaker=self._breaker())
 
     def _breaker(self) -> pb.Breaker:
@@ -293,17 +253,17 @@ class AdminService(TokenCalls, ModelCalls, DeadLetterCalls):
             quarantines_max=breaker.most(quarantine.devices()),
         )
         if breaker.tripped_s:
-            wire.set_time(message.trip_time, breaker.tripped_s)
+            set_time(message.trip_time, breaker.tripped_s)
         return message
 
     # --- looking -----------------------------------------------------------------------------------------------------
 
-    async def GetStats(self, request: Any, context: Any) -> pb.GetStatsResponse:
+    async def GetStats(self, request: Any, _context: Any) -> pb.GetStatsResponse:
         core, c = self._core, self._core.counters
         active = len(core.fleet.sessions)
         return pb.GetStatsResponse(
             version=self._version,
-            start_time=wire.timestamp(self._start_s),
+            start_time=timestamp(self._start_s),
             queued=core.unsettled - core.leased,
             leased=core.leased,
             submitted=c.submitted,
@@ -324,11 +284,11 @@ class AdminService(TokenCalls, ModelCalls, DeadLetterCalls):
                 (await asyncio.to_thread(self._driver.journal.count_outcomes, OutcomeFilter())).values()
             ),
             breaker=self._breaker(),
-            # Last: what comes before it takes time.
-            server_time=wire.timestamp(time.time()),
+            # Last: the count above takes time.
+            server_time=timestamp(time.time()),
         )
 
-    async def Explain(self, request: Any, context: Any) -> pb.ExplainResponse:
+    async def Explain(self, request: Any, _context: Any) -> pb.ExplainResponse:
         task = self._core.tasks.get(request.task_id)
         stored = None
         if task is None:
@@ -336,29 +296,26 @@ class AdminService(TokenCalls, ModelCalls, DeadLetterCalls):
         queues = caller_queues()
         if task is None or (queues is not None and task.spec.queue not in queues):
             if stored is None or (queues is not None and stored.queue not in queues):
-                await reject(
-                    context,
-                    grpc.StatusCode.NOT_FOUND,
-                    f"no task {request.task_id}: it was never submitted, or its result_ttl is over",
-                )
-            assert stored is not None, "rejected above"
+                raise NotFoundError(f"no task {request.task_id}: it was never submitted, or its result_ttl is over")
             message = queries.stored_task(stored, whole=False)
             state = task_pb2.OutcomeState.Name(message.outcome.state).removeprefix("OUTCOME_STATE_")
             why = f": {message.outcome.error.message}" if message.outcome.error.message else ""
             where = f" on {message.outcome.worker_id}" if message.outcome.worker_id else ""
             return pb.ExplainResponse(summary=f"{state}{where} after {message.attempts} attempt(s){why}", task=message)
-        told = explain(self._core, task, self._driver.now())
+        explanation = explain(self._core, task, self._driver.now())
         response = pb.ExplainResponse(
-            summary=told.summary, strategy=told.strategy, task=queries.live_task(self._driver, task, whole=False)
+            summary=explanation.summary,
+            strategy=explanation.strategy,
+            task=queries.live_task(self._driver, task, whole=False),
         )
-        if told.ahead is not None:
-            response.ahead = told.ahead
-        for c in told.candidates:
+        if explanation.ahead is not None:
+            response.ahead = explanation.ahead
+        for c in explanation.candidates:
             response.candidates.add(
                 worker_id=c.worker.worker_id,
                 excluded_by=c.excluded_by,
                 rank=c.rank,
                 score=c.score,
-                score_meaning=told.score_meaning,
+                score_meaning=explanation.score_meaning,
             )
         return response

@@ -1,101 +1,78 @@
-"""AdminService's calls about tokens."""
+"""AdminService's methods for tokens."""
 
 from typing import Any
 
-import grpc
 from multigpu.v1 import admin_service_pb2 as pb
 
 from multigpu_master.driver import Driver
 from multigpu_master.journal.protocol import JournalError
-from multigpu_master.rpc.status import make_token, page_size_of, read_token, reject
-from multigpu_master.security.auth import Gate
-from multigpu_master.security.tokens import ADMIN, Token, Tokens
-from multigpu_master.wire import messages as wire
+from multigpu_master.rpc.errors import ExhaustedError, InvalidArgumentError, NotFoundError, PreconditionError
+from multigpu_master.rpc.paging import page_of
+from multigpu_master.security.auth import Auth
+from multigpu_master.security.tokens import ADMIN, READ, SUBMIT, WORKER, Token, Tokens
+from multigpu_master.wire.times import seconds_of, set_time
 
-_ROLES = {
-    pb.ROLE_SUBMIT: "submit",
-    pb.ROLE_READ: "read",
-    pb.ROLE_WORKER: "worker",
-    pb.ROLE_ADMIN: "admin",
-}
+_ROLES = {pb.ROLE_SUBMIT: SUBMIT, pb.ROLE_READ: READ, pb.ROLE_WORKER: WORKER, pb.ROLE_ADMIN: ADMIN}
 _NUMBERS = {name: number for number, name in _ROLES.items()}
-NO_TOKENS = (
-    "this master runs without tokens, and everybody who reaches it may do everything: start it with --require-tokens"
-)
+NO_TOKENS = "this master runs without tokens, and every caller may do everything: start it with --require-tokens"
 
 
 class TokenCalls:
     """See protos/multigpu/v1/admin_service.proto."""
 
     _driver: Driver
-    _gate: Gate | None
+    _auth: Auth | None
 
-    async def CreateToken(self, request: Any, context: Any) -> pb.CreateTokenResponse:
-        _, tokens = await self._tokens(context)
+    async def CreateToken(self, request: Any, _context: Any) -> pb.CreateTokenResponse:
+        _, tokens = self._tokens()
         try:
             token, secret = tokens.make(
                 request.name,
                 [_ROLES.get(r, str(r)) for r in request.roles],
                 request.queues,
                 request.worker_ids,
-                ttl_s=wire.seconds_of(request.ttl) if request.HasField("ttl") else None,
+                ttl_s=seconds_of(request.ttl) if request.HasField("ttl") else None,
                 tasks_per_s=request.task_rate,
                 calls_max=request.calls_max,
             )
         except ValueError as error:
-            await reject(context, grpc.StatusCode.INVALID_ARGUMENT, str(error))
+            raise InvalidArgumentError(str(error)) from None
         try:
             await self._driver.journaling.save(token.setting())
         except JournalError as error:
             self._driver.journaling.remember(dict.fromkeys(token.setting()))  # it may be written yet
-            await reject(context, grpc.StatusCode.RESOURCE_EXHAUSTED, f"no token was made: {error}")
+            raise ExhaustedError(f"no token was made: {error}") from None
         tokens.add(token)
         return pb.CreateTokenResponse(token=_message(token), secret=secret)
 
-    async def ListTokens(self, request: Any, context: Any) -> pb.ListTokensResponse:
-        _, tokens = await self._tokens(context)
-        size = await page_size_of(context, request.page_size)
-        start = await read_token(context, request.page_token, "page_token")
-        good = tokens.good()
-        response = pb.ListTokensResponse(tokens=[_message(t) for t in good[start : start + size]])
-        if start + size < len(good):
-            response.next_page_token = make_token(start + size)
-        return response
+    async def ListTokens(self, request: Any, _context: Any) -> pb.ListTokensResponse:
+        _, tokens = self._tokens()
+        valid, page_token = page_of(tokens.valid(), request)
+        return pb.ListTokensResponse(tokens=[_message(t) for t in valid], next_page_token=page_token)
 
-    async def RevokeToken(self, request: Any, context: Any) -> pb.RevokeTokenResponse:
-        gate, tokens = await self._tokens(context)
-        if [t.token_id for t in tokens.good() if ADMIN in t.roles] == [request.token_id]:
-            await reject(
-                context,
-                grpc.StatusCode.FAILED_PRECONDITION,
-                f"{request.token_id} is the last token of an administrator, so it was not revoked: nobody could make "
-                "another. Make one first (`mgpuctl tokens create NAME --role admin`), and revoke this one with that",
+    async def RevokeToken(self, request: Any, _context: Any) -> pb.RevokeTokenResponse:
+        auth, tokens = self._tokens()
+        if [t.token_id for t in tokens.valid() if ADMIN in t.roles] == [request.token_id]:
+            raise PreconditionError(
+                f"{request.token_id} is the last token of an administrator, so it was not revoked: no caller could "
+                "create another. Create one first (`mgpuctl tokens create NAME --role admin`), and use it to revoke "
+                "this one"
             )
-        token = gate.revoke(request.token_id)
+        token = auth.revoke(request.token_id)
         if token is None:
-            await reject(
-                context,
-                grpc.StatusCode.NOT_FOUND,
-                f"no token {request.token_id!r}; `mgpuctl tokens list` shows them",
-            )
-        assert token is not None, "rejected above"
+            raise NotFoundError(f"no token {request.token_id!r}; `mgpuctl tokens list` shows them")
         try:
             await self._driver.journaling.save(dict.fromkeys(token.setting()))
         except JournalError as error:
-            await reject(
-                context,
-                grpc.StatusCode.RESOURCE_EXHAUSTED,
-                f"revoked, but it may be good again after a restart of the master: {error}; revoke it again then",
-            )
+            text = f"revoked, but it may be valid again after a restart of the master: {error}; revoke it again then"
+            raise ExhaustedError(text) from None
         return pb.RevokeTokenResponse(token=_message(token))
 
-    async def _tokens(self, context: Any) -> tuple[Gate, Tokens]:
-        gate = self._gate
-        if gate is None or gate.tokens is None:
-            await reject(context, grpc.StatusCode.FAILED_PRECONDITION, NO_TOKENS)
-        assert gate is not None, "rejected above"
-        assert gate.tokens is not None, "rejected above"
-        return gate, gate.tokens
+    def _tokens(self) -> tuple[Auth, Tokens]:
+        auth = self._auth
+        if auth is None or auth.tokens is None:
+            raise PreconditionError(NO_TOKENS)
+        return auth, auth.tokens
 
 
 def _message(token: Token) -> pb.Token:
@@ -109,7 +86,7 @@ def _message(token: Token) -> pb.Token:
         calls_max=token.calls_max,
         calls=len(token.calls),
     )
-    wire.set_time(message.create_time, token.create_s)
+    set_time(message.create_time, token.create_s)
     if token.expire_s is not None:
-        wire.set_time(message.expire_time, token.expire_s)
+        set_time(message.expire_time, token.expire_s)
     return message

@@ -103,7 +103,7 @@ def charge(suspects: Suspects, error: TaskError, batches: Batches) -> Charges:
     return _charges(batches, {})
 
 
-def charge_nobody(batches: Batches, error: TaskError, deaths_max: int = DEATHS_MAX, *, halve: bool) -> Charges:
+def charge_none(batches: Batches, error: TaskError, deaths_max: int = DEATHS_MAX, *, halve: bool) -> Charges:
     """Nothing ran, or the cause is elsewhere: all go on, until it has happened too often to a lease.
 
     `halve`: in smaller batches, as one of these leases may be the cause.

@@ -14,7 +14,7 @@ from multigpu_worker.processes.blame.charge import (
     Charges,
     Suspects,
     charge,
-    charge_nobody,
+    charge_none,
     suspects_of_lost_context,
     suspects_of_slots,
 )
@@ -101,7 +101,7 @@ class Evidence:
         if self.out_of_memory:
             limit = f"the engine needed more than engine_memory_bytes ({self._memory_bytes})"
             return TaskError(type="OutOfMemory", message=f"{limit}, so it was ended", retryable=True)
-        message = f"the engine process {death.words} while it ran the task"
+        message = f"the engine process {death.summary} while it ran the task"
         return TaskError(type="EngineDied", message=message, retryable=True)
 
     def _charge(self, death: Death, batches: Mapping[int, EngineBatch], died: TaskError) -> Charges:
@@ -111,11 +111,11 @@ class Evidence:
             fault = TaskError(type="MpsFault", message=death.fault.message, retryable=True)
             if not death.fault.ours:
                 deaths_max = DEATHS_MAX if death.fault.known else UNKNOWN_FAULTS_MAX
-                return charge_nobody(batches, fault, deaths_max, halve=False)
+                return charge_none(batches, fault, deaths_max, halve=False)
             if self.violation is None:
                 died = fault
         elif lost and not reported:
-            return charge_nobody(batches, next(iter(lost.values())), halve=False)
+            return charge_none(batches, next(iter(lost.values())), halve=False)
         if reported:
             before = [state for state in death.slots if state.started_ns < self._context_lost_ns]
             suspects = suspects_of_lost_context(before, batches, reported)
@@ -124,7 +124,7 @@ class Evidence:
         if self.violation is None and not suspects.all():
             inside = [lease for batch in batches.values() for lease in batch.leases.values()]
             if death.killed or len(inside) != 1:
-                return charge_nobody(batches, died, halve=True)
+                return charge_none(batches, died, halve=True)
             suspects = Suspects(alone=inside)
         return charge(suspects, died, batches)
 

@@ -1,0 +1,15 @@
+"""Settings saved by administrative calls."""
+
+from collections.abc import Mapping, Sequence
+
+from multigpu_master.driver import Driver
+from multigpu_master.journal.protocol import JournalError
+from multigpu_master.rpc.errors import ExhaustedError
+
+
+async def save(driver: Driver, settings: Mapping[str, bytes | None], deleted_dead_letters: Sequence[int] = ()) -> None:
+    """Returns once the settings and deletions are synced. ExhaustedError: they cannot be."""
+    try:
+        await driver.journaling.save(dict(settings), deleted_dead_letters)
+    except JournalError as error:
+        raise ExhaustedError(f"done, but it may not survive a restart of the master: {error}") from None

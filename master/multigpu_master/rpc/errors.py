@@ -1,0 +1,75 @@
+"""Errors that end a call with a status. Methods raise them; `registration` sends the status."""
+
+import grpc
+import structlog
+from multigpu._transport.payloads import is_transient
+
+from multigpu_master.journal.protocol import JournalDamagedError, JournalError
+from multigpu_master.wire.validation import InvalidMessageError
+
+log = structlog.get_logger()
+
+# Clients reject a status as a whole if its header is too long.
+DETAILS_CHARS_MAX = 2000
+
+
+class CallError(Exception):
+    """Ends the call with `code`. The text says what is wrong and what to do."""
+
+    code = grpc.StatusCode.INTERNAL
+
+    def __init__(self, details: str, code: grpc.StatusCode | None = None) -> None:
+        """A long text is cut in the middle: the remedy is at its end."""
+        if len(details) > DETAILS_CHARS_MAX:
+            half = DETAILS_CHARS_MAX // 2
+            details = f"{details[:half]} … {details[-half:]}"
+        super().__init__(details)
+        self.code = code or self.code
+
+
+class InvalidArgumentError(CallError):
+    code = grpc.StatusCode.INVALID_ARGUMENT
+
+
+class NotFoundError(CallError):
+    code = grpc.StatusCode.NOT_FOUND
+
+
+class PreconditionError(CallError):
+    code = grpc.StatusCode.FAILED_PRECONDITION
+
+
+class ExhaustedError(CallError):
+    code = grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+class OutOfRangeError(CallError):
+    code = grpc.StatusCode.OUT_OF_RANGE
+
+
+class DeniedError(CallError):
+    code = grpc.StatusCode.PERMISSION_DENIED
+
+
+class UnauthenticatedError(CallError):
+    code = grpc.StatusCode.UNAUTHENTICATED
+
+
+class UnimplementedError(CallError):
+    code = grpc.StatusCode.UNIMPLEMENTED
+
+
+def call_error(error: Exception, method: str) -> CallError:
+    """The status for any exception of a method. Logs those that are not the caller's fault."""
+    if isinstance(error, CallError):
+        return error
+    if isinstance(error, InvalidMessageError):
+        return InvalidArgumentError(str(error))
+    if isinstance(error, JournalDamagedError):
+        log.error("a call failed: the journal is damaged", method=method, error=str(error))
+        return CallError(str(error), grpc.StatusCode.DATA_LOSS)
+    if isinstance(error, JournalError) or is_transient(error):
+        log.error("a call failed: the journal cannot be read now", method=method, error=repr(error))
+        return CallError(f"the master cannot read it now ({error!r}); try again", grpc.StatusCode.UNAVAILABLE)
+    log.error("a call failed by a fault of the master", method=method, exc_info=error)
+    return CallError(f"the master failed to serve {method}: {error!r}; its log has the details")

@@ -1,0 +1,61 @@
+"""Page sizes, page tokens and cursors, and limits of items in one call."""
+
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+from multigpu_master.rpc.errors import InvalidArgumentError
+
+T = TypeVar("T")
+
+PAGE_PREFIX = "v1."
+# Of a Watch cursor; the name of the incarnation that issued it follows. Cursors without a name are page tokens.
+CURSOR_PREFIX = "v2."
+PAGE_SIZE_DEFAULT, PAGE_SIZE_MAX = 100, 1000
+
+
+def read_token(token: str, name: str) -> int:
+    """The number in a page token or cursor; 0 for an empty one. InvalidArgumentError: this service did not issue it."""
+    if not token:
+        return 0
+    number = token.removeprefix(PAGE_PREFIX)
+    if number == token or not number.isascii() or not number.isdigit() or len(number) > 18:
+        raise InvalidArgumentError(f"{name} is not one that this service gave out")
+    return int(number)
+
+
+def make_token(number: int) -> str:
+    """An opaque page token."""
+    return f"{PAGE_PREFIX}{number}"
+
+
+def make_cursor(incarnation: str, number: int) -> str:
+    """An opaque Watch cursor."""
+    return f"{CURSOR_PREFIX}{incarnation}.{number}"
+
+
+def read_cursor(cursor: str) -> tuple[str, int]:
+    """The incarnation that issued a Watch cursor, and its number. InvalidArgumentError: as for tokens."""
+    name, dot, number = cursor.removeprefix(CURSOR_PREFIX).partition(".")
+    if not (cursor.startswith(CURSOR_PREFIX) and dot):
+        return "", read_token(cursor, "cursor")
+    return name, read_token(PAGE_PREFIX + number, "cursor")
+
+
+def check_count(count: int, limit: int, items: str) -> None:
+    """InvalidArgumentError: serving the call would delay other calls."""
+    if count > limit:
+        raise InvalidArgumentError(f"{count} {items}; at most {limit} are allowed: send several")
+
+
+def read_page_size(size: int) -> int:
+    """The number of items on a page. InvalidArgumentError: out of range."""
+    if not 0 <= size <= PAGE_SIZE_MAX:
+        raise InvalidArgumentError(f"page_size is {size}; use 1 to {PAGE_SIZE_MAX}, or 0 for {PAGE_SIZE_DEFAULT}")
+    return size or PAGE_SIZE_DEFAULT
+
+
+def page_of(items: Sequence[T], request: Any) -> tuple[Sequence[T], str]:
+    """The page that a List request asks for, and the token of the next page."""
+    size, start = read_page_size(request.page_size), read_token(request.page_token, "page_token")
+    end = start + size
+    return items[start:end], make_token(end) if end < len(items) else ""

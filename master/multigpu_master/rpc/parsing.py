@@ -1,0 +1,85 @@
+"""Requests from bytes, within limits that keep the event loop free.
+
+Parsing many small fields holds the event loop, about 60 ms a MiB, and a field of two bytes takes a hundred as an
+object. So a request's size is checked first, and the fields of a large request are counted.
+"""
+
+from functools import cache
+from typing import Any
+
+from google.protobuf.message import DecodeError
+
+from multigpu_master.rpc.errors import InvalidArgumentError
+
+# Requests without payloads. Those with payloads are limited by transport.MESSAGE_BYTES_MAX.
+REQUEST_BYTES_MAX = 2 << 20
+WITH_PAYLOADS = {"SubmitRequest", "RunRequest", "SessionRequest"}
+# Fields of a request larger than REQUEST_BYTES_MAX. A Submit of ten thousand tasks has fewer.
+FIELDS_MAX = 500_000
+
+VARINT, FIXED64, BYTES, GROUP, GROUP_END, FIXED32 = range(6)
+
+
+def parse(message_type: Any, data: bytes) -> Any:
+    """The message in these bytes. InvalidArgumentError: they are not one, or too large."""
+    if len(data) > REQUEST_BYTES_MAX:
+        if message_type.DESCRIPTOR.name not in WITH_PAYLOADS:
+            text = (
+                f"the request has {len(data)} bytes, and at most {REQUEST_BYTES_MAX} are allowed: ask for less at once"
+            )
+            raise InvalidArgumentError(text)
+        if more_fields_than(FIELDS_MAX, message_type.DESCRIPTOR, data):
+            text = f"the message has more than {FIELDS_MAX} fields: send fewer tasks at once"
+            raise InvalidArgumentError(text)
+    try:
+        return message_type.FromString(data)
+    except DecodeError as error:
+        name = message_type.DESCRIPTOR.full_name
+        text = f"not a {name}: {error}; check that both sides use the same .proto files and that strings are UTF-8"
+        raise InvalidArgumentError(text) from None
+
+
+def more_fields_than(count_max: int, descriptor: Any, data: bytes) -> bool:
+    """Whether the serialized message and the messages in it have more fields than this. False for invalid bytes."""
+    todo = [(0, len(data), descriptor)]
+    try:
+        while todo:
+            at, end, descriptor = todo.pop()
+            messages = _messages(descriptor)
+            while at < end:
+                count_max -= 1
+                if count_max < 0:
+                    return True
+                tag, at = _varint(data, at)
+                kind = tag & 7
+                if kind == VARINT:
+                    _, at = _varint(data, at)
+                elif kind == BYTES:
+                    size, at = _varint(data, at)
+                    if (message := messages.get(tag >> 3)) is not None:
+                        todo.append((at, at + size, message))
+                    at += size
+                elif kind in (FIXED64, FIXED32):
+                    at += 8 if kind == FIXED64 else 4
+                elif kind not in (GROUP, GROUP_END):
+                    return False
+    except IndexError:
+        pass
+    return False
+
+
+@cache
+def _messages(descriptor: Any) -> dict[int, Any]:
+    """The descriptors of the fields that are messages, by number."""
+    return {field.number: field.message_type for field in descriptor.fields if field.message_type is not None}
+
+
+def _varint(data: bytes, at: int) -> tuple[int, int]:
+    """A number and the position after it. IndexError: it has more than ten bytes, or the data ends before it does."""
+    value = 0
+    for n in range(10):
+        byte = data[at + n]
+        value |= (byte & 127) << 7 * n
+        if byte < 128:
+            return value, at + n + 1
+    raise IndexError

@@ -1,0 +1,204 @@
+"""One Run stream: tasks and cancellations in; acceptances, rejections, partial outputs and outcomes out."""
+
+import asyncio
+import time
+from collections.abc import Iterable, Sequence
+
+import structlog
+from multigpu.v1 import task_pb2, task_service_pb2
+
+from multigpu_master.core import events as ev
+from multigpu_master.core.model import Task
+from multigpu_master.driver import Driver, RunOutbox
+from multigpu_master.journal.protocol import Journal, JournalError, JournalFullError, SettledTask
+from multigpu_master.journal.write_buffer import DURABLE_S
+from multigpu_master.payloads.messages import NOT_READABLE
+from multigpu_master.payloads.shared_files import WRONG_KEY
+from multigpu_master.rpc import queries
+from multigpu_master.rpc.errors import InvalidArgumentError
+from multigpu_master.rpc.intake import DISK_FULL, RESOURCE_EXHAUSTED, Intake, count_tasks, fill_rejection, stored_body
+from multigpu_master.rpc.paging import check_count
+from multigpu_master.rpc.parsing import parse
+from multigpu_master.security.auth import caller_queues
+from multigpu_master.wire.tasks import request_ids_of
+
+log = structlog.get_logger()
+
+FRAME_TASKS_MAX, CANCEL_TASKS_MAX = 10_000, 10_000
+# Outcomes read from the journal at a time: they stay in memory until the client has read them.
+READ_OUTCOMES, READ_BYTES = 1024, 256 << 10
+# Acceptances are sent after this time, in one frame. Tasks that end sooner need none.
+ACKNOWLEDGE_S = 0.05
+NOTHING_TO_CANCEL = ev.Rejection(5, "no unsettled task has this request_id: it has ended, or was never submitted")
+CANCELLED_ELSEWHERE = ev.Rejection(1, "cancelled, or ended before; its outcome goes to the stream that submitted it")
+NOT_DURABLE = (
+    "cancelled, but a restart of the master may bring the tasks back: its disk is full. Free space on it, and cancel "
+    "once more"
+)
+
+
+class RunStream:
+    """The messages of one Run stream."""
+
+    def __init__(self, driver: Driver, intake: Intake, stream: int, outbox: RunOutbox, stream_bytes_max: int) -> None:
+        self._driver = driver
+        self._intake = intake
+        self._half_full_bytes = stream_bytes_max // 2
+        self._stream = stream
+        self._outbox = outbox
+        self._outcomes_only = False
+        self._durable: list[Task] = []  # to acknowledge
+        self._ended: list[SettledTask | Task] = []  # known tasks in the current frame whose outcomes are to be sent
+        self._acknowledging = False
+
+    async def on_message(self, data: bytes) -> None:
+        frame = parse(task_service_pb2.RunRequest, data)
+        self._check(frame)
+        self._outcomes_only = self._outcomes_only or frame.outcomes_only
+        if frame.results_taken:
+            self._outbox.peer.taken(frame.results_taken)
+        end_s = time.monotonic() + queries.SLICE_S
+        for batch in frame.batches:
+            if time.monotonic() > end_s:
+                end_s = await queries.pause()
+            request_ids = request_ids_of(batch)
+            if "" in request_ids:
+                raise InvalidArgumentError("a task on a Run stream needs a request_id: outcomes are matched by it")
+            self._submit(batch, request_ids)
+        if frame.cancel_request_ids:
+            await self._cancel(frame.cancel_request_ids)
+        if self._ended:
+            await self._send_ended()
+        # Backpressure: a client that does not read, or submits faster than the disk writes, is not read from.
+        if self._outbox.bytes > self._half_full_bytes:
+            await self._outbox.below(self._half_full_bytes)
+        await self._driver.journaling.room()
+
+    def _check(self, frame: task_service_pb2.RunRequest) -> None:
+        """InvalidArgumentError: the frame is too large or has a wrong key."""
+        if frame.payload_key and (caller_queues() is not None or not self._outbox.peer.show(frame.payload_key)):
+            raise InvalidArgumentError(WRONG_KEY)
+        check_count(count_tasks(frame.batches, FRAME_TASKS_MAX), FRAME_TASKS_MAX, "tasks in one frame of a Run stream")
+        check_count(len(frame.cancel_request_ids), CANCEL_TASKS_MAX, "cancellations in one frame of a Run stream")
+
+    # --- submit ------------------------------------------------------------------------------------------------------
+
+    def _submit(self, batch: task_pb2.TaskBatch, request_ids: Sequence[str]) -> None:
+        accepted: list[Task] = []
+
+        def done(error: JournalError | None) -> None:
+            # Joined tasks of another call may have failed with that call's write.
+            if error is None and all(task.task_id for task in accepted):
+                self._acknowledge(accepted)
+            else:
+                self._reject_lost([task for task in accepted if not task.task_id])
+                self._acknowledge([task for task in accepted if task.task_id])
+
+        answers = self._intake.take(
+            batch, request_ids, self._stream, done, self._outbox.peer, deferred=self._outcomes_only
+        )
+        for index, answer in enumerate(answers):
+            if isinstance(answer, Task) and answer.outcome is None:
+                accepted.append(answer)
+                received = batch.inputs[index].partials_received if index < len(batch.inputs) else 0
+                if received:  # the worker may reconnect later and send a new master these partial outputs again
+                    self._outbox.partials_from[answer.task_id] = received
+                if answer.extra is not None and answer.extra.partials:
+                    self._send_partials(answer, received)
+            elif isinstance(answer, ev.Rejection):
+                self._reject(answer, request_ids[index])
+            elif isinstance(answer, SettledTask) or not self._driver.tells_later(answer, self._stream):
+                self._ended.append(answer)
+
+    def _reject(self, rejection: ev.Rejection, request_id: str) -> None:
+        frame = self._outbox.room_for(len(rejection.message) + 64)
+        fill_rejection(frame.message.rejected.add(), rejection, request_id)
+
+    def _reject_lost(self, tasks: list[Task]) -> None:
+        """Rejects, once, tasks that could not be written."""
+        for task in tasks:
+            if task.outcome is None and self._stream in task.streams:
+                task.streams = tuple(s for s in task.streams if s != self._stream)
+                self._outbox.add_pending(-1)
+                self._reject(DISK_FULL, task.request_id)
+
+    def _acknowledge(self, tasks: list[Task]) -> None:
+        """Sends acceptances after ACKNOWLEDGE_S. An outcome stands for the acceptance."""
+        if not self._outcomes_only:
+            self._durable.extend(tasks)
+        if self._durable and not self._acknowledging:
+            self._acknowledging = True
+            asyncio.get_running_loop().call_later(ACKNOWLEDGE_S, self._send_acceptances)
+
+    def _send_acceptances(self) -> None:
+        self._acknowledging = False
+        for task in self._durable:
+            if task.outcome is None:
+                self._outbox.room_for(32).message.accepted.add(request_id=task.request_id, task_id=task.task_id)
+        self._durable.clear()
+
+    def _send_partials(self, task: Task, received: int) -> None:
+        """Sends the partial outputs from before this stream joined the task."""
+        extra = task.extra
+        assert extra is not None, "it has partial outputs"
+        for index in range(received, len(extra.partials)):
+            data, content_type = extra.partials[index], extra.partial_content_types[index]
+            self._outbox.room_for(len(data) + 64).message.partials.add(
+                request_id=task.request_id, task_id=task.task_id, index=index, data=data, content_type=content_type
+            )
+
+    # --- cancel ------------------------------------------------------------------------------------------------------
+
+    async def _cancel(self, request_ids: Iterable[str]) -> None:
+        """Cancels tasks. Those whose outcome this stream does not get are answered with a rejection."""
+        requests = self._driver.core.requests
+        tasks: list[Task] = []
+        elsewhere: list[tuple[str, Task | None]] = []
+        for request_id in request_ids:
+            task = requests.get(request_id)
+            if not queries.may_see(task):
+                task = None
+            if task is not None and task.outcome is None:
+                tasks.append(task)
+            if task is None or task.outcome is not None or self._stream not in task.streams:
+                elsewhere.append((request_id, task))
+        ended = CANCELLED_ELSEWHERE
+        others = [task for _, task in elsewhere if task is not None]
+        try:
+            await self._driver.cancel(tasks, withdrawn=True)
+            if others and not await self._driver.withdrawn(others, DURABLE_S):
+                ended = ev.Rejection(RESOURCE_EXHAUSTED, NOT_DURABLE)
+        except JournalFullError as error:  # this stream gets the outcomes of its tasks when they end
+            ended = ev.Rejection(RESOURCE_EXHAUSTED, str(error))
+        for request_id, task in elsewhere:
+            self._reject(NOTHING_TO_CANCEL if task is None else ended, request_id)
+
+    # --- outcomes of known tasks -------------------------------------------------------------------------------------
+
+    async def _send_ended(self) -> None:
+        """Sends the outcomes of tasks that had ended before, at the speed at which the client reads."""
+        ended, self._ended = self._ended, []
+        outbox, journal = self._outbox, self._driver.journal
+        for task in ended:
+            if isinstance(task, Task):
+                await outbox.below(self._half_full_bytes)
+                self._driver.add_large_outcome(outbox, self._driver.outcomes.write(task), task.request_id)
+        stored = [task for task in ended if isinstance(task, SettledTask)]
+        while stored:
+            await outbox.below(self._half_full_bytes)
+            part = stored[:READ_OUTCOMES]
+            try:
+                bodies = await asyncio.to_thread(_read_bodies, journal, part)
+            except (JournalError, MemoryError) as error:
+                log.warning("outcomes cannot be read now", count=len(part), error=repr(error))
+                for settled in part:
+                    self._reject(ev.Rejection(*NOT_READABLE), settled.request_id)
+                bodies = [b""] * len(part)
+            for body in filter(None, bodies):
+                outbox.room_for(len(body)).add_outcome(body)
+            del stored[: len(bodies)]
+
+
+def _read_bodies(journal: Journal, tasks: Sequence[SettledTask]) -> list[bytes]:
+    """The serialized outcomes of the first of these tasks, up to READ_BYTES. JournalError, MemoryError: not now."""
+    return [stored_body(outcome) for outcome in journal.read_settled(tasks, READ_BYTES)]

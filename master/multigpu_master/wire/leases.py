@@ -1,0 +1,96 @@
+"""Leases: granted to workers, held by them, and their reports."""
+
+from collections.abc import Sequence
+
+from multigpu._transport.payloads import Reference
+from multigpu.v1 import worker_service_pb2
+
+from multigpu_master.core import events as ev
+from multigpu_master.core.model import Energy, Lease, TaskError
+from multigpu_master.ids import LeaseProofs
+from multigpu_master.payloads import messages as payload_messages
+from multigpu_master.payloads.messages import Peer
+from multigpu_master.wire.devices import energies
+from multigpu_master.wire.outcomes import error_of
+from multigpu_master.wire.specs import SpecReader
+from multigpu_master.wire.validation import ATTEMPTS_MAX
+
+NOTE_CHARS_MAX = 1 << 10
+# Checkpoint that a worker may leave for a task's next attempt, and partial outputs sent to the task's next worker.
+CHECKPOINT_BYTES_MAX, PARTIALS_BYTES_MAX = 1 << 20, 1 << 20
+
+
+def fill_leases(
+    batch: worker_service_pb2.LeaseBatch,
+    specs: SpecReader,
+    proofs: LeaseProofs,
+    leases: Sequence[Lease],
+    read: dict[int, bytes] | None = None,
+) -> None:
+    """Fills a LeaseBatch with leases of one spec and worker. `read`: large payloads sent inline, by lease_id."""
+    tasks = [lease.task for lease in leases]
+    batch.spec.CopyFrom(specs.message(tasks[0].spec))
+    batch.lease_ids.extend([lease.lease_id for lease in leases])
+    batch.task_ids.extend([task.task_id for task in tasks])
+    batch.attempts.extend([lease.attempt for lease in leases])
+    batch.proofs.extend(proofs.of(leases[0].worker.worker_id, batch.lease_ids, batch.task_ids, batch.attempts))
+    if read is None:
+        batch.payloads.extend([task.payload for task in tasks])
+    batch.units.extend([task.units for task in tasks])
+    for index, extra in enumerate([task.extra for task in tasks]):
+        if extra is not None:
+            batch.extras.add(
+                index=index, checkpoint=extra.checkpoint,
+                partials_received=len(extra.partials), traceparent=extra.traceparent,
+                partials=extra.partials if extra.partials_bytes <= PARTIALS_BYTES_MAX else (),
+            )  # fmt: skip
+    if read is not None:
+        payload_messages.fill_payloads(batch, leases, read)
+
+
+def held_leases(m: worker_service_pb2.Hello, proofs: LeaseProofs) -> list[ev.HeldLease]:
+    """The leases of an earlier session that a worker claims, and whether it can prove each."""
+    columns = [x.lease_id for x in m.leases], [x.task_id for x in m.leases], [x.attempt for x in m.leases]
+    return [held_lease(x, proven=x.proof == p) for x, p in zip(m.leases, proofs.of(m.worker_id, *columns), strict=True)]
+
+
+def held_lease(m: worker_service_pb2.HeldLease, *, proven: bool = False) -> ev.HeldLease:
+    """A lease that a worker holds."""
+    p = m.progress
+    attempt = min(max(m.attempt, 1), ATTEMPTS_MAX)
+    fraction = p.fraction if 0.0 <= p.fraction <= 1.0 else 0.0
+    checkpoint = m.checkpoint if len(m.checkpoint) <= CHECKPOINT_BYTES_MAX else b""
+    note = p.note[:NOTE_CHARS_MAX]
+    return ev.HeldLease(m.lease_id, m.task_id, attempt, m.running, fraction, p.steps, note, checkpoint, proven)
+
+
+def reports_of(
+    batch: worker_service_pb2.ReportBatch, session: int, start_s: float, finish_s: float, peer: Peer
+) -> ev.Reports:
+    """The event for a batch. A report of an unknown state, and a success without a result, become failures."""
+    count = min(len(batch.succeeded_lease_ids), len(batch.results))
+    lease_ids = list(batch.succeeded_lease_ids[:count])
+    results: list[bytes | Reference] = list(batch.results[:count])
+    failures = [_failure(r) for r in batch.reports]
+    no_result = TaskError("BadReport", "the worker reported a success without its result")
+    failures += [ev.Failure(lease_id, no_result) for lease_id in batch.succeeded_lease_ids[count:]]
+    energy: list[Energy] = []
+    if len(batch.energy_joules) == len(lease_ids):
+        energy = energies(list(batch.energy_joules), batch.energy_method, batch.energy_uncertainty)
+    if batch.result_places:
+        lost = payload_messages.take_results(batch, results, peer)
+        failures += lost.values()
+        lease_ids = [x for n, x in enumerate(lease_ids) if n not in lost]
+        results = [x for n, x in enumerate(results) if n not in lost]
+        energy = [x for n, x in enumerate(energy) if n not in lost]
+    return ev.Reports(session, lease_ids, results, batch.content_type, failures, start_s, finish_s, energy)
+
+
+def _failure(r: worker_service_pb2.Report) -> ev.Failure:
+    state = r.state
+    if state == worker_service_pb2.REPORT_STATE_FAILED:
+        return ev.Failure(r.lease_id, error_of(r.error), broke_engine=r.broke_engine)
+    if state == worker_service_pb2.REPORT_STATE_RETURNED:
+        return ev.Failure(r.lease_id, error_of(r.error), returned=True)
+    message = f"the worker reported state {state}, which this master does not know; upgrade the master"
+    return ev.Failure(r.lease_id, TaskError("BadReport", message))

@@ -1,0 +1,119 @@
+"""Outcomes and errors of tasks, and the frames that carry outcomes to clients."""
+
+from multigpu.v1 import task_pb2, task_service_pb2
+
+from multigpu_master.core.model import Outcome, Task, TaskError
+from multigpu_master.journal.protocol import LargeBody
+from multigpu_master.payloads import messages as payload_messages
+from multigpu_master.wire.protobuf import tag, varint
+from multigpu_master.wire.times import set_time
+from multigpu_master.wire.validation import MESSAGE_CHARS_MAX
+
+TYPE_CHARS_MAX, TRACEBACK_CHARS_MAX = 128, 16 << 10
+# Tag and length of short fields are looked up.
+HEADS_MAX = 2048
+_RESULT_TAG = tag(task_pb2.Outcome.RESULT_FIELD_NUMBER)
+_RESULT_HEADS = [_RESULT_TAG + varint(size) for size in range(HEADS_MAX)]
+_OUTCOMES_TAG = tag(task_service_pb2.RunResponse.OUTCOMES_FIELD_NUMBER)
+_OUTCOMES_HEADS = [_OUTCOMES_TAG + varint(size) for size in range(HEADS_MAX)]
+
+
+class OutcomeWriter:
+    """Serializes outcomes, once for the journal and the streams.
+
+    Tasks of one batch share most fields. These are serialized separately and reused for the next task: concatenated
+    serialized parts are a serialized message.
+    """
+
+    def __init__(self) -> None:
+        self._shared: tuple[object, ...] = ()
+        self._tail = b""
+
+    def write(self, task: Task) -> bytes | LargeBody:
+        """The serialized Outcome of a settled task."""
+        o = task.outcome
+        assert o is not None, "it is settled"
+        shared = (
+            o.state, task.submit_s, o.dispatch_s, o.start_s, o.finish_s,
+            task.attempts, o.worker_id, o.device_id, o.content_type,
+        )  # fmt: skip
+        if shared != self._shared:
+            self._shared, self._tail = shared, _shared_part(task, o).SerializeToString()
+        own = task_pb2.Outcome()
+        own.task_id = task.task_id
+        if task.request_id:
+            own.request_id = task.request_id
+        if o.error is not None:
+            fill_error(own.error, o.error)
+        if task.extra is not None and task.extra.partials:
+            own.partials.extend(task.extra.partials)
+            if any(task.extra.partial_content_types):
+                own.partial_content_types.extend(task.extra.partial_content_types)
+        if o.energy is not None:
+            own.energy.joules, method, own.energy.uncertainty = o.energy
+            own.energy.method = method  # type: ignore[assignment]  # enums are ints on the wire
+        if not o.result:
+            return own.SerializeToString() + self._tail
+        size = len(o.result)
+        if payload_messages.is_large(size):
+            return payload_messages.outcome_body(
+                own.SerializeToString(), self._tail, payload_messages.bytes_of(o.result)
+            )
+        assert isinstance(o.result, bytes), "references are large"
+        head = _RESULT_HEADS[size] if size < len(_RESULT_HEADS) else _RESULT_TAG + varint(size)
+        return b"".join((own.SerializeToString(), head, o.result, self._tail))
+
+
+def _shared_part(task: Task, o: Outcome) -> task_pb2.Outcome:
+    message = task_pb2.Outcome(attempts=task.attempts, worker_id=o.worker_id, device_id=o.device_id)
+    message.state = int(o.state)  # type: ignore[assignment]  # enums are ints on the wire
+    if o.result:
+        message.content_type = o.content_type
+    stages = message.stages
+    set_time(stages.submit_time, task.submit_s)
+    if o.dispatch_s:
+        set_time(stages.dispatch_time, o.dispatch_s)
+    if o.start_s:
+        set_time(stages.start_time, o.start_s)
+    set_time(stages.finish_time, o.finish_s)
+    return message
+
+
+class RunFrame:
+    """A RunResponse under construction. Its outcomes are already serialized and are appended as they are."""
+
+    __slots__ = ("message", "outcomes")
+
+    def __init__(self) -> None:
+        self.message = task_service_pb2.RunResponse()
+        self.outcomes: list[bytes] = []
+
+    def add_outcome(self, body: bytes) -> None:
+        size = len(body)
+        self.outcomes += (_OUTCOMES_HEADS[size] if size < HEADS_MAX else _OUTCOMES_TAG + varint(size), body)
+
+    def add_large_outcome(self, body: LargeBody) -> None:
+        """OSError: the result can no longer be read."""
+        tail = body.tail if isinstance(body.tail, bytes) else body.tail.read()
+        self.outcomes += (_OUTCOMES_TAG + varint(len(body)), body.head, tail)
+
+    def serialize(self) -> bytes:
+        return b"".join((self.message.SerializeToString(), *self.outcomes))
+
+
+def fill_error(message: task_pb2.TaskError, error: TaskError) -> None:
+    """Fills a TaskError message."""
+    message.type = error.type
+    message.message = error.message
+    message.retryable = error.retryable
+    message.traceback = error.traceback
+
+
+def error_of(message: task_pb2.TaskError) -> TaskError:
+    """The core's TaskError for a worker's message."""
+    return TaskError(
+        message.type[:TYPE_CHARS_MAX] or "Unknown",
+        message.message[:MESSAGE_CHARS_MAX],
+        message.retryable,
+        message.traceback[-TRACEBACK_CHARS_MAX:],
+    )

@@ -1,0 +1,146 @@
+"""Tasks: from a TaskBatch, to and from the journal's records, and as clients see them."""
+
+from collections.abc import Sized
+
+from multigpu._transport.payloads import Reference
+from multigpu.v1 import task_pb2
+
+from multigpu_master.core import events as ev
+from multigpu_master.core import identity
+from multigpu_master.core.model import OutcomeState, Spec, Task
+from multigpu_master.journal.protocol import LargeBody, SettleRecord, SubmitRecord
+from multigpu_master.payloads import messages as payload_messages
+from multigpu_master.payloads.messages import Peer
+from multigpu_master.payloads.shared_files import BadReferenceError
+from multigpu_master.wire.outcomes import fill_error
+from multigpu_master.wire.times import set_time, timestamp
+from multigpu_master.wire.validation import KEY_BYTES_MAX, NAME_BYTES_MAX
+
+INVALID_ARGUMENT = 3
+TRACEPARENT_CHARS_MAX = 64
+
+
+def request_ids_of(batch: task_pb2.TaskBatch) -> list[str]:
+    """The request_ids of a batch's tasks, in order."""
+    return [*[i.request_id for i in batch.inputs], *batch.request_ids]
+
+
+def tasks_of(
+    spec: Spec, batch: task_pb2.TaskBatch, payload_bytes_max: int, peer: Peer | None = None
+) -> list[Task | ev.Rejection]:
+    """For each input a Task, or a Rejection if it is invalid. `peer`: the sender; it may refer to shared payloads."""
+    tasks: list[Task | ev.Rejection] = []
+    payload: bytes | Reference
+    for i in batch.inputs:
+        payload, request_id, key = i.payload, i.request_id, i.partition_key
+        if not payload and i.HasField("payload_place"):
+            try:
+                payload = payload_messages.payload_of(i, peer)
+            except BadReferenceError as error:
+                tasks.append(_invalid(str(error)))
+                continue
+        rejection = _check(payload, request_id, key, payload_bytes_max)
+        if rejection is not None:
+            tasks.append(rejection)
+            continue
+        task = Task(spec, request_id, payload, key, i.units or 1)
+        if i.traceparent:
+            task.more().traceparent = i.traceparent[:TRACEPARENT_CHARS_MAX]
+        tasks.append(task)
+    payloads = list(batch.payloads)
+    if len(payloads) != len(batch.request_ids):
+        message = f"a batch has {len(batch.request_ids)} request_ids and {len(payloads)} payloads; each needs the other"
+        return [*tasks, *[_invalid(message) for _ in batch.request_ids]]
+    for request_id, payload in zip(batch.request_ids, payloads, strict=True):
+        rejection = _check(payload, request_id, "", payload_bytes_max)
+        tasks.append(Task(spec, request_id, payload) if rejection is None else rejection)
+    return tasks
+
+
+def _check(payload: bytes | Sized, request_id: str, key: str, payload_bytes_max: int) -> ev.Rejection | None:
+    if len(payload) > payload_bytes_max:
+        return _invalid(
+            f"the payload has {len(payload)} bytes; at most {payload_bytes_max} are allowed (payload_bytes_max)"
+        )
+    if len(request_id.encode()) > NAME_BYTES_MAX or len(key.encode()) > KEY_BYTES_MAX or "\0" in request_id:
+        return _invalid(
+            f"request_id or partition_key is not allowed: a request_id has at most {NAME_BYTES_MAX} bytes and no NUL, "
+            f"a partition_key at most {KEY_BYTES_MAX} bytes"
+        )
+    return None
+
+
+def _invalid(message: str) -> ev.Rejection:
+    return ev.Rejection(INVALID_ARGUMENT, message)
+
+
+def submit_record(task: Task) -> SubmitRecord:
+    """The journal's record of a task."""
+    return SubmitRecord(
+        task.task_id, task.request_id, task.spec.wire, task.payload, task.partition_key, task.units, task.submit_s
+    )
+
+
+def restored_task(record: SubmitRecord, spec: Spec) -> Task:
+    """The task of a journal record."""
+    return Task(
+        spec,
+        record.request_id,
+        record.payload,
+        record.partition_key,
+        record.units,
+        record.submit_time_s,
+        record.task_id,
+    )
+
+
+def settle_record(task: Task, body: bytes | LargeBody, *, submitted: bool = True) -> SettleRecord:
+    """The journal's record of a settled task. `body`: its serialized Outcome; `submitted`: see SettleRecord."""
+    outcome, spec = task.outcome, task.spec
+    assert outcome is not None, "it is settled"
+    return SettleRecord(
+        task.task_id, task.request_id, int(outcome.state), spec.queue, spec.kind, spec.model, outcome.worker_id,
+        task.submit_s, outcome.finish_s, outcome.finish_s + spec.result_ttl_s, body,
+        submit_record(task) if outcome.state is OutcomeState.DEAD_LETTERED else None, identity.fingerprint(task),
+        submitted,
+    )  # fmt: skip
+
+
+def task_message(task: Task, now: float) -> task_pb2.Task:
+    """A task as clients see it, without its outcome."""
+    spec = task_pb2.TaskSpec.FromString(task.spec.wire)
+    spec.queue, spec.priority, spec.attempts_max = task.spec.queue, task.spec.priority, task.spec.attempts_max
+    message = task_pb2.Task(
+        task_id=task.task_id,
+        request_id=task.request_id,
+        spec=spec,
+        partition_key=task.partition_key,
+        payload_bytes=len(task.payload),
+        submit_time=timestamp(task.submit_s),
+        attempts=task.attempts,
+        state=task_state(task),
+    )
+    if task.lease is not None:
+        lease = task.lease
+        message.worker_id = lease.worker.worker_id
+        message.lease_id = lease.lease_id
+        if lease.fraction or lease.steps or lease.note:
+            message.progress.fraction = lease.fraction
+            message.progress.steps = lease.steps
+            message.progress.note = lease.note
+    elif task.outcome is not None:
+        message.worker_id = task.outcome.worker_id
+    extra = task.extra
+    if extra is not None and extra.not_before_s > now:
+        set_time(message.not_before, extra.not_before_s)
+    if extra is not None and extra.last_error is not None:
+        fill_error(message.last_error, extra.last_error)
+    return message
+
+
+def task_state(task: Task) -> task_pb2.TaskState:
+    """The state as clients see it. A durable task whose outcome is not committed yet may run again after a restart."""
+    if task.told is not None:
+        return task_pb2.TASK_STATE_SETTLED
+    leased = task.lease is not None or (task.outcome is not None and task.outcome.worker_id)
+    return task_pb2.TASK_STATE_LEASED if leased else task_pb2.TASK_STATE_QUEUED

@@ -1,0 +1,125 @@
+"""Workers: their hello and heartbeat for the core, and what operators see of them."""
+
+from multigpu.v1 import admin_service_pb2, worker_service_pb2
+
+from multigpu_master.core import events as ev
+from multigpu_master.core.model import Worker
+from multigpu_master.core.workers.info import HEALTHY, EngineReport, WorkerInfo
+from multigpu_master.wire import devices, models
+from multigpu_master.wire.leases import held_lease
+from multigpu_master.wire.times import set_time
+from multigpu_master.wire.validation import HELLO_BYTES_MAX, NAME_BYTES_MAX, InvalidMessageError, check_printable
+
+
+def worker_info(m: worker_service_pb2.Hello) -> WorkerInfo:
+    """The description in a hello. InvalidMessageError: it is invalid."""
+    if not m.worker_id or len(m.worker_id.encode()) > NAME_BYTES_MAX:
+        raise InvalidMessageError(f"worker_id must have 1 to {NAME_BYTES_MAX} bytes; has {len(m.worker_id.encode())}")
+    _check_names(m)
+    capabilities = models.capabilities_of(m.capabilities)
+    if not m.slots:
+        raise InvalidMessageError("slots is 0; a worker runs at least 1 task at a time")
+    size = m.ByteSize() - sum(lease.ByteSize() for lease in m.leases)
+    if size > HELLO_BYTES_MAX:
+        raise InvalidMessageError(
+            f"the worker's description has {size} bytes; at most {HELLO_BYTES_MAX} are allowed: "
+            "serve fewer kinds and models, or give it fewer labels"
+        )
+    return WorkerInfo(
+        worker_id=m.worker_id,
+        host=m.host,
+        version=m.version,
+        pid=m.pid,
+        device_id=m.device.device_id or "cpu",
+        device_wire=devices.device_wire(m.device),
+        memory_total_bytes=m.device.memory_total_bytes,
+        capabilities=capabilities,
+        models=models.models_of(m.models),
+        model_memory_bytes=m.model_memory_bytes,
+        labels=dict(m.labels),
+        slots=m.slots,
+        window_tasks=max(1, m.window_tasks),
+        window_bytes=max(1, m.window_bytes),
+    )
+
+
+def _check_names(m: worker_service_pb2.Hello) -> None:
+    for field in ("worker_id", "host", "version"):
+        check_printable(field, getattr(m, field))
+    check_printable("device_id", m.device.device_id)
+    for key, value in m.labels.items():
+        check_printable("label", f"{key}={value}")
+
+
+def heartbeat(m: worker_service_pb2.Heartbeat, session: int) -> ev.Heartbeat:
+    """The event for a heartbeat. InvalidMessageError: its catalog is invalid."""
+    return ev.Heartbeat(
+        session,
+        [held_lease(x) for x in m.leases],
+        m.last_frame,
+        devices.telemetry(m.telemetry),
+        models.residents(m),
+        m.draining,
+        devices.health(m.health) if m.HasField("health") else HEALTHY,
+        EngineReport(
+            embedding_cache=m.embedding_cache.SerializeToString() if m.HasField("embedding_cache") else None,
+            mps=devices.mps(m.mps) if m.HasField("mps") else b"",
+            handlers=devices.handlers(m.handlers) if m.HasField("handlers") else b"",
+        ),
+        models.catalog(m.catalog) if m.HasField("catalog") else None,
+        m.occupied_slots,
+    )
+
+
+def worker_message(worker: Worker) -> admin_service_pb2.Worker:
+    """A worker as operators see it."""
+    info = worker.info
+    message = admin_service_pb2.Worker(
+        worker_id=info.worker_id,
+        host=info.host,
+        version=info.version,
+        pid=info.pid,
+        state=_state(worker),
+        cordoned=worker.cordon is not None,
+        cordon_reason=worker.cordon.reason if worker.cordon is not None else "",
+        quarantined=worker.quarantined,
+        labels=dict(info.labels),
+        resident_models=worker.resident_models,
+        models=[models.resident_message(r) for r in worker.residency.reported.values()],
+        model_memory_bytes=info.model_memory_bytes,
+        slots=info.slots,
+        window_tasks=info.window_tasks,
+        window_bytes=info.window_bytes,
+        leases=len(worker.leases),
+        leased_bytes=worker.leased_bytes,
+        succeeded=worker.succeeded,
+        failed=worker.failed,
+        session_id=str(worker.session) if worker.session else "",
+        device=devices.device_message(info),
+    )
+    if worker.drain_deadline_s is not None:
+        set_time(message.drain_deadline, worker.drain_deadline_s)
+    if worker.session:  # the last sample of a lost worker is not its device's state now
+        message.telemetry.CopyFrom(devices.telemetry_message(worker.telemetry))
+        if worker.telemetry.sample_s:
+            set_time(message.telemetry.sample_time, worker.telemetry.sample_s)
+        devices.fill_health(message.health, worker.health)
+    if worker.engine.mps:
+        message.mps.ParseFromString(worker.engine.mps)
+    if worker.engine.handlers:
+        message.handlers.ParseFromString(worker.engine.handlers)
+    for c in info.capabilities:
+        message.capabilities.add(kind=c.kind, models=c.models)
+    if worker.connect_s:
+        set_time(message.connect_time, worker.connect_s)
+    if worker.heard_s:
+        set_time(message.last_heartbeat_time, worker.heard_s)
+    return message
+
+
+def _state(worker: Worker) -> admin_service_pb2.WorkerState:
+    if not worker.session:
+        return admin_service_pb2.WORKER_STATE_LOST
+    if worker.draining or worker.stopping:
+        return admin_service_pb2.WORKER_STATE_DRAINING
+    return admin_service_pb2.WORKER_STATE_ACTIVE

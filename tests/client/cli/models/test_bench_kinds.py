@@ -1,0 +1,205 @@
+"""mgpuctl bench with engines and handlers of a few lines: every kind of model, and how it ends before its time."""
+
+import csv
+import json
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+from multigpu.cli import cli
+
+from tests.client.cli.fleet_up import MGPUCTL, mgpuctl, ok, running, until
+from tests.client.cli.models.test_infer import ENGINE
+
+HANDLERS = """
+import collections
+import time
+import multigpu
+
+calls = collections.Counter()
+
+@multigpu.handler("my.double")
+def double(value):
+    return {"n": 2 * value["n"]}
+
+@multigpu.handler("my.stuck")
+def stuck(value, context):
+    calls[value] += 1
+    while calls[value] > 8 and not context.cancelled:
+        time.sleep(0.01)
+"""
+SHORT = ("--items", "16", "--rounds", "2", "--concurrency", "2", "--plain-threads", "1")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("fleet")
+    for name, kind, cls in (("doubler", "infer", "Doubler"), ("letters", "classify", "Letters")):
+        (folder / name).mkdir()
+        (folder / name / f"{name}_engine.py").write_text(ENGINE)
+        lines = [f'kind = "{kind}"', f'engine = "{name}_engine:{cls}"', 'source = "python"']
+        (folder / name / "model.toml").write_text("\n".join(lines))
+    (folder / "bench_handlers.py").write_text(HANDLERS)
+    (folder / "lines.txt").write_text("abc\nbbc\nca\n")
+    (folder / "numbers.txt").write_text('{"n": 1}\n{"n": 20}\n')
+    return folder
+
+
+@pytest.fixture(scope="module")
+def address(folder: Path) -> Iterator[str]:
+    models = [word for name in ("doubler", "letters") for word in ("--model", f"{name}={folder / name}")]
+    with running(folder, "--workers", "1", "--handlers", "bench_handlers", *models) as up:
+        yield up.address
+
+
+def row_of(address: str, folder: Path, *flags: str) -> dict[str, Any]:
+    argv = ("bench", *flags, *SHORT, "--json")
+    (row,) = json.loads(ok(address, *argv, cwd=folder))["rows"]
+    assert row["plain_error"] == ""
+    assert row["ratio"] > 0
+    assert isinstance(row, dict)
+    return row
+
+
+def test_a_handler_beside_itself_in_a_loop(address: str, folder: Path) -> None:
+    row = row_of(address, folder, "--kind", "my.double", "--lines", "numbers.txt", "--parse-json")
+    assert (row["kind"], row["model"], row["tasks"], row["items"]) == ("my.double", "", 32, 32)
+    assert (row["cosine"], row["top1"], row["tokens_per_s"]) == (None, None, None)
+
+
+def test_an_engine_of_ones_own_beside_itself_in_a_loop(address: str, folder: Path) -> None:
+    flags = ("doubler", "--input", "x=[[1,2],[3,4]]", "--batch-size", "4")
+    row = row_of(address, folder, *flags)
+    assert (row["kind"], row["tasks"], row["items"]) == ("infer", 8, 32)
+    assert row["cosine"] == pytest.approx(1)
+
+
+def test_a_classifier_has_the_share_of_equal_classes(address: str, folder: Path) -> None:
+    row = row_of(address, folder, "letters", "--texts", "lines.txt")
+    assert (row["kind"], row["batch_size"], row["top1"]) == ("classify", 1, 1)
+    assert row["cosine"] == pytest.approx(1)
+
+
+def test_a_row_says_why_it_has_no_baseline(address: str, folder: Path) -> None:
+    elsewhere = ("--serve", f"other={folder / 'letters'}")
+    files = ("--texts", str(folder / "lines.txt"), "--csv", "rows.csv")
+    done = mgpuctl(address, "bench", "letters", *files, *SHORT, *elsewhere, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("no baseline: ValueError: no model 'letters' is configured here: say where it lies") == 1
+    with (folder / "rows.csv").open() as file:
+        (row,) = csv.DictReader(file)
+    assert "--serve letters=FOLDER" in row["plain_error"]
+    assert float(row["items_per_s"]) > 0
+    assert row["ratio"] == ""
+
+
+@pytest.mark.parametrize(
+    ("flags", "status", "words"),
+    [
+        (["letters", "doubler"], 2, "letters is for classify and doubler is for infer"),
+        (["doubler"], 2, "infer takes arrays"),
+        (["letters", "--batch-size", "4"], 2, "one example"),
+        (
+            ["letters", "--input", "x=[1]"],
+            2,
+            "the kind classify takes no --input, but --texts, --pictures",
+        ),
+        (["--kind", "my.double"], 2, "my.double needs an input"),
+        (["--kind", "my.double", "--payload", "1", "--engine", "torch"], 2, "neither engines nor precisions"),
+        (["letters", "--kind", "my.double", "--payload", "1"], 2, "nor does it need one"),
+        (["--kind", "nothing", "--payload", "1"], 1, "no connected worker serves nothing; they serve: classify"),
+        (["letters", "--texts", "/dev/null"], 1, "has no texts"),
+        (["letters", "--csv", "-"], 2, "must be a file"),
+        (["letters", "--csv", "/nowhere/rows.csv"], 1, "can't write /nowhere/rows.csv"),
+        (["letters", "--csv", "/dev/full"], 1, "not a regular file"),
+        (["--kind", "my.double", "--payload", "{", "--parse-json"], 1, "not JSON"),
+    ],
+)
+def test_what_makes_no_sense_is_told_at_once(address: str, flags: list[str], status: int, words: str) -> None:
+    done = CliRunner().invoke(cli, ["bench", "--master", address, *flags])
+    assert (done.exit_code, words in done.output) == (status, True), done.output
+
+
+def test_no_master_is_told(folder: Path) -> None:
+    done = mgpuctl("127.0.0.1:1", "bench", "--csv", "none.csv", cwd=folder)
+    assert done.returncode == 3
+    assert "start one with `mgpuctl up`" in done.stderr
+    assert not (folder / "none.csv").exists()
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_what_is_known_when_it_is_interrupted_is_told(
+    address: str, folder: Path, tmp_path: Path, number: signal.Signals, status: int
+) -> None:
+    """The handler never returns from the first task of the second row."""
+    flags = ["--kind", "my.stuck", "--payload", str(status), "--items", "4", "--rounds", "1", "--concurrency", "1,2"]
+    where = ["--handlers", "bench_handlers", "--no-plain", "--json", "--csv", str(tmp_path / "rows.csv")]
+    argv = [*MGPUCTL, "bench", *flags, *where]
+    env = {**os.environ, "MGPU_MASTER": address}
+    pipe = subprocess.PIPE
+    with subprocess.Popen(argv, stdout=pipe, stderr=pipe, text=True, cwd=folder, env=env) as process:
+        assert process.stderr is not None
+        assert process.stderr.readline() == "my.stuck, auto, auto: loading\n"
+        assert "1 caller: " in process.stderr.readline()
+        process.send_signal(number)
+        said, remarks = process.communicate(timeout=60)
+    assert process.returncode == status, remarks
+    assert "ended early, with 1 of 2 combinations measured" in remarks
+    assert "Traceback" not in remarks
+    found = json.loads(said)
+    assert (found["complete"], [row["tasks"] for row in found["rows"]]) == (False, [4])
+    with (tmp_path / "rows.csv").open() as file:
+        assert [row["tasks"] for row in csv.DictReader(file)] == ["4"]
+    assert [path.name for path in tmp_path.iterdir()] == ["rows.csv"]
+
+    def nothing_left() -> bool:
+        flags = ["--master", address, "--kind", "my.stuck", "--json"]
+        counts = json.loads(CliRunner().invoke(cli, ["tasks", "count", *flags]).stdout)
+        return bool(counts["queued"] + counts["leased"] == 0)
+
+    until(nothing_left)
+
+
+def test_a_fleet_that_does_not_come_up_says_why(folder: Path) -> None:
+    done = mgpuctl("127.0.0.1:1", "bench", "--up", "1", "--serve", "broken=/nowhere", cwd=folder)
+    assert done.returncode == 1
+    assert "the fleet did not come up: " in done.stderr
+    assert "/nowhere can't be read" in done.stderr
+    assert '"event"' not in done.stderr
+
+
+def test_a_fleet_of_its_own_ends_with_it(folder: Path, tmp_path: Path) -> None:
+    """The handler is stuck in the second row, as above, and the whole of a terminal's job gets the signal."""
+    flags = ["--kind", "my.stuck", "--payload", "own", "--items", "4", "--rounds", "1", "--concurrency", "1,2"]
+    argv = [
+        *MGPUCTL,
+        "bench",
+        "--up",
+        "1",
+        *flags,
+        "--handlers",
+        "bench_handlers",
+        "--plain-threads",
+        "1",
+        "--no-plain",
+    ]
+    env = {**os.environ, "TMPDIR": str(tmp_path)}
+    with subprocess.Popen(
+        argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=folder, env=env, start_new_session=True
+    ) as process:
+        assert process.stderr is not None
+        assert process.stderr.readline() == "starting 1 worker\n"
+        assert "loading" in process.stderr.readline()
+        assert "1 caller: " in process.stderr.readline()
+        os.killpg(process.pid, signal.SIGINT)
+        said, remarks = process.communicate(timeout=60)
+    assert process.returncode == 130, remarks
+    assert "Traceback" not in remarks
+    assert "my.stuck" in said
+    # Its data went with it, as a fleet that is stopped lets it go.
+    assert list(tmp_path.iterdir()) == []

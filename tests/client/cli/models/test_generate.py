@@ -1,0 +1,159 @@
+"""mgpuctl generate as part of a pipe: an engine of a few lines that would never end, and whoever stops listening."""
+
+import json
+import os
+import signal
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import IO
+
+import pytest
+from click.testing import CliRunner
+from multigpu.cli import cli
+
+from tests.client.cli.fleet_up import MGPUCTL, mgpuctl, ok, running, until
+
+ENGINE = '''
+import time
+from multigpu.v1 import generate_pb2 as pb
+
+class Counter:
+    """Counts in words of two characters, up to tokens_max, or for ever."""
+
+    one_by_one = True
+
+    def __init__(self, settings):
+        pass
+
+    def load(self):
+        return {}
+
+    def prepare(self, batch):
+        return None
+
+    def run(self, batch, prepared, reporter):
+        for item in batch.items:
+            reporter.begin(item)
+            count, text = pb.GeneratePayload.FromString(item.payload).tokens_max, ""
+            for n in range(count or 10**9):
+                if reporter.cancelled(item):
+                    break
+                text += f"{n % 10} "
+                reporter.partial(item, pb.GenerateChunk(text=f"{n % 10} ", token_ids=[n]).SerializeToString())
+                time.sleep(0.001)
+            else:
+                result = pb.GenerateResult(text=text, token_ids=range(count), finish_reason=pb.FINISH_REASON_LENGTH)
+                reporter.succeed(item, result.SerializeToString())
+
+    def close(self):
+        pass
+'''
+Stop = Callable[["subprocess.Popen[bytes]", IO[bytes]], None]
+
+
+@pytest.fixture(scope="module")
+def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    folder = tmp_path_factory.mktemp("fleet")
+    (folder / "counter").mkdir()
+    (folder / "counter" / "counter_engine.py").write_text(ENGINE)
+    lines = ('kind = "generate"', 'engine = "counter_engine:Counter"', 'source = "python"')
+    (folder / "counter" / "model.toml").write_text("\n".join(lines))
+    with running(folder, "--workers", "1", "--model", f"counter={folder / 'counter'}") as up:
+        yield up.address
+
+
+def counts(address: str) -> dict[str, int]:
+    done = CliRunner().invoke(cli, ["tasks", "count", "--master", address, "--kind", "generate", "--json"])
+    found: dict[str, int] = json.loads(done.stdout)
+    return found
+
+
+def nothing_runs(address: str) -> bool:
+    found = counts(address)
+    return found["queued"] + found["leased"] == 0
+
+
+def close(process: "subprocess.Popen[bytes]", out: IO[bytes]) -> None:
+    """As `head -c 5` does."""
+    out.close()
+
+
+def interrupt(process: "subprocess.Popen[bytes]", out: IO[bytes]) -> None:
+    process.send_signal(signal.SIGINT)
+
+
+def terminate(process: "subprocess.Popen[bytes]", out: IO[bytes]) -> None:
+    process.send_signal(signal.SIGTERM)
+
+
+@pytest.mark.parametrize(
+    ("stop", "status", "flags"),
+    [(close, 141, ()), (close, 141, ("--json-lines",)), (interrupt, 130, ()), (terminate, 143, ("--json-lines",))],
+)
+def test_who_stops_listening_cancels_the_task(address: str, stop: Stop, status: int, flags: tuple[str, ...]) -> None:
+    before = counts(address)["cancelled"]
+    argv = [*MGPUCTL, "generate", "Count", "--model", "counter", *flags]
+    env = {**os.environ, "MGPU_MASTER": address}
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=env) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        # The answer has begun, and is read as it comes.
+        assert len(process.stdout.read(5)) == 5
+        stop(process, process.stdout)
+        # An answer that nobody reads must not keep it from ending.
+        until(lambda: process.poll() is not None, 60)
+        said = process.stderr.read().decode()
+    assert process.returncode == status
+    assert said.strip() == ""
+    until(lambda: nothing_runs(address))
+    assert counts(address)["cancelled"] == before + 1
+
+
+@pytest.mark.parametrize("flags", [(), ("--json", "--tokens-max", "3")])
+def test_a_full_disk_is_told_and_nothing_goes_on(address: str, flags: tuple[str, ...]) -> None:
+    argv = [*MGPUCTL, "generate", "Count", "--model", "counter", *flags]
+    env = {**os.environ, "MGPU_MASTER": address}
+    with Path("/dev/full").open("wb") as full:
+        done = subprocess.run(argv, stdout=full, stderr=subprocess.PIPE, text=True, check=False, timeout=90, env=env)
+    assert (done.returncode, done.stderr) == (1, "mgpuctl: can't write: No space left on device\n")
+    until(lambda: nothing_runs(address))
+
+
+def test_json_lines_are_the_pieces_and_then_the_whole(address: str) -> None:
+    flags = ("--model", "counter", "--tokens-max", "12")
+    *pieces, whole = map(json.loads, ok(address, "generate", "Count", *flags, "--json-lines").splitlines())
+    assert "".join(piece["text"] for piece in pieces) == whole["text"] == "0 1 2 3 4 5 6 7 8 9 0 1 "
+    assert (whole["finish_reason"], whole["tokens"]) == ("length", 12)
+    same = json.loads(ok(address, "generate", "Count", *flags, "--json"))
+    assert same | {"seconds": 0} == whole | {"seconds": 0}
+    assert ok(address, "generate", "-", *flags, input="Count") == whole["text"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "status", "words"),
+    [
+        (["", "--model", "counter"], 1, "the prompt is empty"),
+        (["x", "--temperature", "nan"], 2, "'nan' is not a number"),
+        (["x", "--tokens-max", "99999999999"], 2, "1<=x<=4294967295"),
+        # At once, and not after a minute: workers are there, and have other models.
+        (["x", "--model", "countr"], 1, "with the model 'countr', did you mean 'counter'?"),
+    ],
+)
+def test_what_makes_no_sense_is_told_at_once(address: str, flags: list[str], status: int, words: str) -> None:
+    done = CliRunner().invoke(cli, ["generate", "--master", address, *flags])
+    assert (done.exit_code, words in done.output) == (status, True), done.output
+    assert "waiting" not in done.output
+
+
+def test_a_prompt_that_is_no_text_is_told(address: str) -> None:
+    argv = [*MGPUCTL, "generate", "-", "--master", address]
+    done = subprocess.run(argv, input=b"\xff", capture_output=True, check=False, timeout=90)
+    assert done.returncode == 1
+    assert b"not UTF-8" in done.stderr
+
+
+def test_no_master_is_told() -> None:
+    done = mgpuctl("127.0.0.1:1", "generate", "x", "--wait-for-worker", "0.1")
+    assert done.returncode == 3
+    assert "start one with `mgpuctl up`" in done.stderr

@@ -1,0 +1,51 @@
+"""Every target with a few inputs: by hypothesis, which shrinks failing inputs, and by one round of the long run.
+
+Long runs: `python -m tests.hostile --inputs 1000000`, `python -m tests.hostile coverage`.
+"""
+
+from collections.abc import Iterator
+from random import Random
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.hostile import run
+from tests.hostile.inputs import Maker
+from tests.hostile.target import Target
+
+INPUTS = 6_000
+
+
+@pytest.fixture(scope="module")
+def targets() -> Iterator[dict[str, Target]]:
+    with run.all_targets() as targets:
+        yield {target.name: target for target in targets}
+
+
+def test_one_round_finds_nothing() -> None:
+    tally = run.Tally()
+    run.one_round("ci", 0, INPUTS, tally)
+    assert tally.total == INPUTS
+    assert [(f.target, f.what) for f in tally.found] == []
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@given(data=st.binary(max_size=200) | st.text(max_size=60).map(lambda t: t.encode("utf-8", "surrogatepass")))
+def test_random_bytes(targets: dict[str, Target], data: bytes) -> None:
+    for target in targets.values():
+        if "Watch" not in target.name:  # it waits for every input
+            target.feed(data)
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
+@given(seed=st.integers(0, 1 << 62), pick=st.integers(0, 1 << 30))
+def test_random_messages(targets: dict[str, Target], seed: int, pick: int) -> None:
+    chosen = [target for name, target in sorted(targets.items()) if "Watch" not in name]
+    target = chosen[pick % len(chosen)]
+    target.feed(target.make(Maker(Random(seed))))
+
+
+def test_every_target_still_works(targets: dict[str, Target]) -> None:
+    for check in {target.check for target in targets.values()}:
+        check()
