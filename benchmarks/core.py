@@ -15,8 +15,9 @@ from itertools import count
 from pathlib import Path
 
 from multigpu_master.core import events as ev
-from multigpu_master.core.model import Capability, Lease, Spec, Task, Telemetry, WorkerInfo
+from multigpu_master.core.model import Lease, Spec, Task
 from multigpu_master.core.scheduler import Core, Limits
+from multigpu_master.core.workers.info import Capability, Telemetry, WorkerInfo
 from multigpu_master.strategies.registry import load_strategies
 
 FRAME = 256
@@ -54,7 +55,7 @@ class Rig:
             if isinstance(command, ev.Dispatch):
                 self.held[command.session] += command.leases
             elif isinstance(command, ev.RenewIds):
-                self.core.handle(ev.IdsRenewed(self.core.ids_end), self.now)
+                self.core.handle(ev.IdsRenewed(self.core.state.ids.end), self.now)
             elif isinstance(command, ev.Settled):
                 self.do("committed", ev.SettlesCommitted(command.tasks))
 

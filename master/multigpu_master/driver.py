@@ -204,7 +204,7 @@ class Driver:
         commands = self.handle(ev.Submit(spec, tasks, stream))
         submitted = next(c for c in commands if isinstance(c, ev.Submitted))
         if (outbox := self._streams.get(stream)) is not None:
-            outbox.add_pending(submitted.owed)
+            outbox.add_pending(submitted.pending)
         if spec.durable:
             # Not before the leases of these tasks are on their way.
             fresh = submitted.fresh

@@ -12,8 +12,9 @@ from typing import Any, TypeVar
 
 from multigpu_master.clock import SavedSkew
 from multigpu_master.core import events as ev
-from multigpu_master.core.model import Capability, Queue, Worker, WorkerInfo
+from multigpu_master.core.model import Queue, Worker
 from multigpu_master.core.scheduler import Core
+from multigpu_master.core.workers.info import Capability, WorkerInfo
 from multigpu_master.journal.protocol import JournalError
 from multigpu_master.wire.devices import device_message
 from multigpu_master.wire.times import SECONDS_MAX, SECONDS_MIN
@@ -45,8 +46,8 @@ def worker_setting(worker: Worker) -> dict[str, bytes | None]:
     info["capabilities"] = [{"kind": c.kind, "models": c.models} for c in worker.info.capabilities]
     fields = {
         "info": info,
-        "cordoned": worker.cordoned,
-        "cordon_reason": worker.cordon_reason,
+        "cordoned": worker.cordon is not None,
+        "cordon_reason": worker.cordon.reason if worker.cordon is not None else "",
         "connected": bool(worker.session),
         "quarantined": worker.quarantined,
         "checks_asked": worker.checks_asked,

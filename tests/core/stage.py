@@ -1,26 +1,18 @@
-"""A core with a clock that is moved by hand, for stories of one rule each."""
+"""A core with a clock that is moved by hand, for tests of one rule each."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
 from multigpu_master.core import events as ev
-from multigpu_master.core.model import (
-    Capability,
-    Lease,
-    OutcomeState,
-    Spec,
-    Task,
-    TaskError,
-    Telemetry,
-    WorkerInfo,
-)
+from multigpu_master.core.model import Lease, OutcomeState, Spec, Task, TaskError
 from multigpu_master.core.scheduler import Core, Limits
+from multigpu_master.core.workers.info import Capability, Telemetry, WorkerInfo
 from multigpu_master.strategies.registry import load_strategies
 
 
 class ReportState(Enum):
-    """A worker's word about a lease."""
+    """How a worker reports a lease."""
 
     OK = 1
     FAILED = 2
@@ -47,13 +39,21 @@ class Stage:
         return self.core.handle(event, self.now)
 
     def worker(self, name: str = "w", held: Sequence[ev.HeldLease] = (), slots: int = 8) -> list[ev.Command]:
+        return self.join(WorkerInfo(worker_id=name, capabilities=(Capability(kind="run"),), slots=slots), held)
+
+    def join(self, info: WorkerInfo, held: Sequence[ev.HeldLease] = ()) -> list[ev.Command]:
+        """A session of this worker begins."""
         self.sessions += 1
-        info = WorkerInfo(worker_id=name, capabilities=(Capability(kind="run"),), slots=slots)
         return self.handle(ev.Hello(self.sessions, info, held))
 
     def submit(self, n: int = 1, spec: Spec = SPEC, request: str = "", key: str = "") -> list[Task]:
-        commands = self.handle(ev.Submit(spec, [Task(spec, request, b"payload", key) for _ in range(n)]))
-        return next(c for c in commands if isinstance(c, ev.Submitted)).fresh
+        """Returns the tasks that were taken."""
+        return self.submitted([Task(spec, request, b"payload", key) for _ in range(n)]).fresh
+
+    def submitted(self, tasks: Sequence[Task], stream: int = 0) -> ev.Submitted:
+        """The answer to a submit of these tasks, which share a spec."""
+        (answer,) = [c for c in self.handle(ev.Submit(tasks[0].spec, tasks, stream)) if isinstance(c, ev.Submitted)]
+        return answer
 
     def report(
         self, lease: Lease, state: ReportState = OK, after_s: float = 0.1, clock_s: float = 0.0
@@ -61,11 +61,17 @@ class Stage:
         """`clock_s`: when it finished by the worker's clock."""
         if state is OK:
             reports = ev.Reports(lease.worker.session, [lease.lease_id], [b""])
-        else:
-            failure = ev.Failure(lease.lease_id, TaskError("ValueError", "no good"), returned=state is RETURNED)
-            reports = ev.Reports(lease.worker.session, failures=[failure])
-        reports.finish_s = clock_s
-        return self.handle(reports, after_s)
+            reports.finish_s = clock_s
+            return self.handle(reports, after_s)
+        return self.fail(lease, returned=state is RETURNED, after_s=after_s, clock_s=clock_s)
+
+    def fail(
+        self, lease: Lease, error: str = "ValueError", *, returned: bool = False, broke_engine: bool = False,
+        after_s: float = 0.0, clock_s: float = 0.0,
+    ) -> list[ev.Command]:  # fmt: skip
+        """The lease did not succeed, with this type of error."""
+        failure = ev.Failure(lease.lease_id, TaskError(error, "no good"), returned, broke_engine)
+        return self.handle(ev.Reports(lease.worker.session, failures=[failure], finish_s=clock_s), after_s)
 
     def beat(self, name: str = "w", *, running: bool = False, last_frame: int = 1 << 30, after_s: float = 0.0) -> None:
         worker = self.core.fleet.workers[name]

@@ -52,7 +52,7 @@ def test_instants_of_tasks_that_have_ended_are_swept_a_few_at_a_time_and_the_res
     rng = Random(7)
     tasks = TaskTable()
     fired: list[tuple[float, int]] = []
-    expiries = Expiries(tasks, lambda t, _what, now: fired.append((now, t.task_id)))
+    expiries = Expiries(tasks)
     alive: list[tuple[float, int]] = []
     for task_id in range(1, 20 * SWEEP_MIN):
         each = task(task_id)
@@ -67,7 +67,7 @@ def test_instants_of_tasks_that_have_ended_are_swept_a_few_at_a_time_and_the_res
     now = 0.0
     while (due_s := expiries.next_s()) is not None:
         now = max(now, due_s)
-        expiries.fire(now)
+        fired += [(now, task.task_id) for task, _ in expiries.due(now)]
     assert [task_id for _, task_id in fired] == [task_id for _, task_id in sorted(alive)]
 
 
@@ -122,9 +122,9 @@ def test_ephemeral_outcomes_expire_each_in_its_own_time_whatever_the_order() -> 
     assert kept == [[300.0, 5.0, 20.0, 1.0], [300.0, 20.0], [300.0, 20.0], [300.0]]
 
 
-@pytest.mark.parametrize(("lanes", "tasks", "rest"), [(1, 50, ""), (1, 200, " or more"), (60, 1, " or more")])
-def test_explain_looks_at_some_tasks_and_lanes_in_all(
-    monkeypatch: pytest.MonkeyPatch, lanes: int, tasks: int, rest: str
+@pytest.mark.parametrize(("classes", "tasks", "rest"), [(1, 50, ""), (1, 200, " or more"), (60, 1, " or more")])
+def test_explain_looks_at_some_tasks_and_classes_in_all(
+    monkeypatch: pytest.MonkeyPatch, classes: int, tasks: int, rest: str
 ) -> None:
     monkeypatch.setattr(explaining, "AHEAD_MAX", 55)
     stage = Stage()
@@ -132,10 +132,10 @@ def test_explain_looks_at_some_tasks_and_lanes_in_all(
     held = stage.submit(400)  # more than the worker's window
     waiting = [task for task in held if task.lease is None]
     stage.handle(ev.Cancel(waiting))
-    for n in range(lanes):
+    for n in range(classes):
         stage.submit(tasks, key=f"key{n}")
     (last,) = stage.submit(1, key="key0")
     told = explaining.explain(stage.core, last, stage.now)
     assert told.ahead is not None
     assert told.summary.endswith(f"; {told.ahead}{rest} task(s) go before it")
-    assert told.ahead == lanes * tasks or (rest and told.ahead <= 55)
+    assert told.ahead == classes * tasks or (rest and told.ahead <= 55)

@@ -1,14 +1,15 @@
 """Ranges of ids: another one is asked for in time, and if it doesn't come nothing gets an id that was given out."""
 
 from multigpu_master.core import events as ev
-from multigpu_master.core.model import EPOCH_IDS, Capability, Task, WorkerInfo
+from multigpu_master.core.model import EPOCH_IDS, Task
+from multigpu_master.core.workers.info import Capability, WorkerInfo
 
 from tests.core.stage import SPEC, Stage, held_lease, lease_of
 
 
 def stage_with(ids_left: int) -> Stage:
     stage = Stage()
-    stage.core.begin_ids(3 * EPOCH_IDS - ids_left)
+    stage.core.state.ids.begin(3 * EPOCH_IDS - ids_left)
     return stage
 
 
@@ -17,8 +18,7 @@ def asked(commands: list[ev.Command]) -> int:
 
 
 def take(stage: Stage, n: int, request: str = "") -> list[Task | ev.Rejection]:
-    commands = stage.handle(ev.Submit(SPEC, [Task(SPEC, request, b"payload") for _ in range(n)]))
-    return next(c for c in commands if isinstance(c, ev.Submitted)).results
+    return stage.submitted([Task(SPEC, request, b"payload") for _ in range(n)]).results
 
 
 def test_new_ids_are_asked_for_once_when_half_are_used() -> None:

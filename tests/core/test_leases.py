@@ -4,9 +4,9 @@ import pytest
 from multigpu_master.core import events as ev
 from multigpu_master.core.attempts import LOSSES_MAX
 from multigpu_master.core.ledger import RUN_GRACE_S
-from multigpu_master.core.model import Capability, OutcomeState, Spec, Task, TaskError, Telemetry, WorkerInfo
+from multigpu_master.core.model import Energy, OutcomeState, Spec, Task, TaskError
 from multigpu_master.core.scheduler import Limits
-from multigpu_master.core.workers.residency import Model, ModelState, Resident
+from multigpu_master.core.workers.info import Capability, Telemetry, WorkerInfo
 
 from tests.core.stage import FAILED, OK, RETURNED, ReportState, Stage, held_lease, lease_of, state_of
 
@@ -54,15 +54,15 @@ def test_a_reconnect_costs_a_running_lease_no_attempt() -> None:
     assert state_of(task) is OutcomeState.SUCCEEDED
 
 
-def test_a_reconnect_leaves_the_lane_of_an_adopted_task_alone() -> None:
+def test_a_reconnect_leaves_the_class_of_an_adopted_task_alone() -> None:
     stage = Stage()
     tasks = stage.submit(2)
     held = ev.HeldLease(50, tasks[1].task_id, 1, proven=True)
     stage.handle(ev.RegisterWorker(WorkerInfo(worker_id="w"), cordoned=True))
-    stage.worker("w", [held])  # the task's entry in the lane is hollow now
+    stage.worker("w", [held])  # the task's entry in the class is hollow now
     stage.worker("w", [held])
-    lane = stage.core.lane_for(tasks[0])
-    assert lane.live == sum(t.waiting for t in tasks) == 1
+    resource_class = stage.core.state.ledger.class_of(tasks[0])
+    assert resource_class.size == sum(t.waiting for t in tasks) == 1
     assert lease_of(tasks[1]).lease_id == 50
 
 
@@ -80,35 +80,6 @@ def test_a_lease_whose_failure_was_reported_does_not_come_back() -> None:
     assert lease_of(task).attempt == 2
     stage.report(lease_of(task), FAILED)
     assert state_of(task) is OutcomeState.DEAD_LETTERED
-
-
-def test_a_deadline_that_passed_while_there_was_no_master_is_kept() -> None:
-    stage = Stage()
-    stage.worker()
-    spec = Spec(kind="run", deadline_s=stage.now - 1)
-    task = Task(spec, "r", b"payload", task_id=50, submit_s=stage.now - 5)
-    commands = stage.handle(ev.Recover([task]))
-    assert state_of(task) is OutcomeState.EXPIRED
-    assert not any(isinstance(c, ev.Dispatch) for c in commands)
-
-
-def test_a_master_that_was_away_listens_before_it_gives_a_worker_up() -> None:
-    stage = Stage()
-    stage.worker()
-    session = stage.sessions
-    timeout_s = stage.limits.session_timeout_s
-    stage.handle(ev.Tick(), timeout_s + 0.3)  # away all the time, and back soon after the silence was too long
-    assert session in stage.core.fleet.sessions
-    stage.beat()  # it had spoken all along
-    stage.handle(ev.Tick(), 1.0)
-    assert session in stage.core.fleet.sessions
-    while session in stage.core.fleet.sessions:  # now it is silent, and the master is there to hear it
-        due_s = stage.core.next_timer_s()
-        assert due_s is not None
-        stage.handle(ev.Tick(), due_s - stage.now)
-    worker = stage.core.fleet.workers["w"]
-    assert not worker.session
-    assert stage.now == pytest.approx(1000.0 + 2 * timeout_s + 0.3)
 
 
 def test_an_old_lease_that_is_lost_again_takes_nothing_off_the_count() -> None:
@@ -168,98 +139,7 @@ def test_a_lease_is_taken_back_only_after_it_ran_for_its_whole_time() -> None:
     assert task.outcome.error.type == "RunTimeout"
 
 
-def test_a_lease_that_is_never_begun_is_taken_back_uncharged_and_goes_elsewhere() -> None:
-    stage = Stage(Limits(session_timeout_s=1e9))
-    stage.worker("a")
-    (task,) = stage.submit(spec=Spec(kind="run", run_timeout_s=5.0, attempts_max=1))
-    inert = lease_of(task).worker
-    stage.worker("b")
-    (other,) = stage.submit()
-    assert lease_of(other).worker.worker_id == "b"
-    stage.beat("a", after_s=4.9 + RUN_GRACE_S)
-    assert lease_of(task).worker is inert
-    stage.beat("a", after_s=0.2)
-    assert lease_of(task).worker.worker_id == "b", "although the inert one has less to do"
-    assert (task.attempts, lease_of(task).attempt) == (1, 1)
-    for _ in range(100):  # however often that happens, the task is not charged for it
-        stage.handle(ev.Tick(), 5.1 + RUN_GRACE_S)
-    assert task.outcome is None
-
-
-def test_a_lease_whose_model_is_being_loaded_is_not_taken_back() -> None:
-    stage = Stage(Limits(session_timeout_s=1e9))
-    stage.sessions += 1
-    info = WorkerInfo(
-        worker_id="w", capabilities=(Capability(kind="run", models=("m",)),), models=(Model(name="m", memory_bytes=1),)
-    )
-    stage.handle(ev.Hello(stage.sessions, info, ()))
-    (task,) = stage.submit(spec=Spec(kind="run", model="m", run_timeout_s=5.0))
-    lease = lease_of(task)
-    loading = (Resident(model="m", state=ModelState.LOADING),)
-    for _ in range(100):
-        stage.handle(ev.Heartbeat(stage.sessions, [held_lease(lease)], 1 << 30, Telemetry(), loading), 1.0)
-    assert task.lease is lease
-    loaded = (Resident(model="m", state=ModelState.READY),)
-    for _ in range(16):
-        stage.handle(ev.Heartbeat(stage.sessions, [held_lease(lease)], 1 << 30, Telemetry(), loaded), 1.0)
-    assert task.lease is not lease
-
-
-def test_a_task_that_waits_in_a_window_is_recalled_at_its_queue_timeout_and_begins_nowhere() -> None:
-    stage = Stage()
-    stage.worker(slots=1)
-    spec = Spec(kind="run", queue_timeout_s=2.0)
-    runs, waits = stage.submit(2, spec)
-    later = stage.submit(1, Spec(kind="run"))[0]
-    stage.handle(
-        ev.Heartbeat(1, [held_lease(lease_of(runs), running=True), held_lease(lease_of(waits))], 1, Telemetry())
-    )
-    commands = stage.handle(ev.Tick(), 2.0)
-    assert [c.lease_ids for c in commands if isinstance(c, ev.Recall)] == [[lease_of(waits).lease_id]]
-    failure = ev.Failure(lease_of(waits).lease_id, TaskError("Recalled", ""), returned=True)
-    stage.handle(ev.Reports(1, failures=[failure]), 0.1)
-    assert waits.outcome is not None
-    assert waits.outcome.error is not None
-    assert (state_of(waits), waits.outcome.error.type) == (OutcomeState.EXPIRED, "QueueTimeout")
-    assert not waits.outcome.worker_id, "it ended in the queue"
-    assert later.lease is not None
-    assert runs.outcome is None
-
-
-def test_a_task_that_comes_back_after_its_queue_timeout_is_given_to_nobody() -> None:
-    stage = Stage()
-    stage.worker("a", slots=1)
-    (task,) = stage.submit(1, Spec(kind="run", queue_timeout_s=2.0))
-    stage.handle(ev.Tick(), 2.0)
-    stage.worker("b")
-    stage.handle(ev.SessionClosed(1), 0.5)
-    assert state_of(task) is OutcomeState.EXPIRED
-
-
-def test_a_task_that_no_worker_begins_expires_at_its_queue_timeout() -> None:
-    stage = Stage()
-    grace_s = stage.limits.session_timeout_s
-    stage.worker()
-    waits, runs = stage.submit(2, spec=Spec(kind="run", queue_timeout_s=5.0))
-
-    def beat(after_s: float) -> None:
-        worker = stage.core.fleet.workers["w"]
-        held = [held_lease(x, running=x.task is runs) for x in worker.leases.values()]
-        stage.handle(ev.Heartbeat(worker.session, held, 1 << 30, Telemetry()), after_s)
-
-    for _ in range(9):
-        beat(1.0)
-    assert waits.lease is not None, f"the worker has {grace_s:g} s to say that it has begun"
-    beat(1.1)
-    assert waits.outcome is not None
-    assert waits.outcome.error is not None
-    assert (state_of(waits), waits.outcome.error.type) == (OutcomeState.EXPIRED, "QueueTimeout")
-    for _ in range(100):
-        beat(1.0)
-    assert runs.lease is not None
-
-
-def test_a_task_that_failed_goes_elsewhere_if_somebody_has_room() -> None:
+def test_a_task_that_failed_goes_to_another_worker_with_room() -> None:
     stage = Stage()
     stage.worker("a")
     stage.worker("b")
@@ -270,7 +150,7 @@ def test_a_task_that_failed_goes_elsewhere_if_somebody_has_room() -> None:
     stage.report(lease_of(task), FAILED)
     stage.handle(ev.Tick(), 5.0)
     assert lease_of(task).worker is other, "although the one on which it failed has less to do"
-    other.allowed = 0
+    other.pace.allowed = 0
     stage.report(lease_of(task), FAILED)
     stage.handle(ev.Tick(), 5.0)
     assert lease_of(task).worker is failed_on, "nobody else has room, and it doesn't wait for that"
@@ -303,41 +183,6 @@ def test_a_checkpoint_is_there_for_the_next_attempt() -> None:
     assert lease_of(task).attempt == 2
     assert task.extra is not None
     assert task.extra.checkpoint == b"half"
-
-
-def test_a_drain_that_is_overruled_or_long_over_revokes_what_it_should() -> None:
-    stage = Stage()
-    stage.worker()
-    (task,) = stage.submit()
-    lease = lease_of(task)
-    stage.handle(ev.Drain("w", stage.now + 1))
-    stage.handle(ev.Drain("w", stage.now + 3))
-    stage.handle(ev.Tick(), 2.0)
-    assert task.lease is lease  # the later deadline counts
-    stage.handle(ev.SessionClosed(lease.worker.session))
-    stage.handle(ev.Tick(), 2.0)
-    commands = stage.worker("w", [held_lease(lease, running=True)])
-    assert task.lease is None  # it comes back after the deadline
-    assert any(isinstance(c, ev.Revoke) and c.lease_ids == [lease.lease_id] for c in commands)
-
-
-def test_a_task_that_its_worker_did_not_end_says_how_long_it_ran() -> None:
-    stage = Stage()
-    stage.worker()
-    spec = Spec(kind="run", wait_for_worker=True, run_timeout_s=5.0, attempts_max=1)
-    (task,) = stage.submit(spec=spec)
-    stage.beat(running=True, after_s=1.0)
-    began_s = stage.now
-    for _ in range(5):
-        stage.beat(running=True, after_s=4.0)
-    assert task.outcome is not None
-    assert task.outcome.error is not None
-    assert (task.outcome.error.type, task.outcome.start_s) == ("RunTimeout", began_s)
-    (cancelled,) = stage.submit()
-    stage.beat(running=True, after_s=1.0)
-    stage.handle(ev.Cancel([cancelled]), 2.0)
-    assert cancelled.outcome is not None
-    assert cancelled.outcome.start_s == stage.now - 2.0
 
 
 @pytest.mark.parametrize("state", [OK, FAILED])
@@ -389,7 +234,9 @@ def test_a_key_whose_worker_is_lost_while_its_tasks_wait_for_memory_moves_on() -
         stage.handle(ev.Hello(session, info))
         stage.handle(ev.Heartbeat(session, [], 0, Telemetry(memory_total_bytes=100, memory_used_bytes=100)))
     (task,) = stage.submit(spec=Spec(kind="run", memory_bytes=50), key="k")
-    pin = stage.core.placement.pin(stage.core.strategies["static_partition"], stage.core.lane_for(task).shape)
+    pin = stage.core.state.placement.pin(
+        stage.core.strategies["static_partition"], stage.core.state.ledger.class_of(task).shape
+    )
     assert pin is not None
     other = next(w for w in stage.core.fleet.workers.values() if w is not pin)
     telemetry = Telemetry(memory_total_bytes=100, memory_used_bytes=0)
@@ -415,3 +262,27 @@ def test_a_new_master_counts_all_attempts_of_which_workers_tell_it() -> None:
     assert (lease_of(task).attempt, task.attempts) == (3, 3)
     stage.report(lease_of(task), FAILED)
     assert state_of(task) is OutcomeState.DEAD_LETTERED
+
+
+JOULES = [Energy(float(n), 1, 0.1) for n in range(1, 4)]
+
+
+def test_energy_goes_to_its_task_whatever_is_stale_beside_it() -> None:
+    stage = Stage()
+    stage.worker(slots=8)
+    first, second = stage.submit(2)
+    leases = [lease_of(first).lease_id, 12345, lease_of(second).lease_id]
+    stage.handle(ev.Reports(stage.sessions, leases, [b"", b"", b""], energy=JOULES))
+    assert first.outcome is not None
+    assert second.outcome is not None
+    assert (first.outcome.energy, second.outcome.energy) == (JOULES[0], JOULES[2])
+    assert stage.core.counters.stale_reports == 1
+
+
+def test_a_report_without_energy_leaves_none() -> None:
+    stage = Stage()
+    stage.worker()
+    (task,) = stage.submit()
+    stage.report(lease_of(task))
+    assert task.outcome is not None
+    assert task.outcome.energy is None

@@ -1,9 +1,10 @@
 """The journal, silence, pace and limits: rules that the simulator meets too seldom to rely on."""
 
 from multigpu_master.core import events as ev
-from multigpu_master.core.model import Capability, OutcomeState, Spec, Task, WorkerInfo
-from multigpu_master.core.placement.lanes import PART
+from multigpu_master.core.model import OutcomeState, Spec, Task
+from multigpu_master.core.placement.resource_classes import STRETCH
 from multigpu_master.core.scheduler import STREAMS_MAX, Limits
+from multigpu_master.core.workers.info import Capability, WorkerInfo
 from multigpu_master.core.workers.sessions import PARTIAL_OVERHEAD_BYTES, PARTIALS_BYTES_MAX
 
 from tests.core.stage import FAILED, RETURNED, SPEC, Stage, lease_of, state_of
@@ -18,7 +19,7 @@ def test_a_task_that_could_not_be_journaled_never_runs() -> None:
     assert stage.core.unsettled == stage.core.counters.submitted == 0
     assert not stage.core.tasks
     assert task.task_id == 0
-    assert not stage.core.lanes.by_key
+    assert not stage.core.classes.by_key
     (paused,) = stage.submit()
     stage.report(lease_of(paused), FAILED)
     stage.handle(ev.SubmitFailed([paused]))
@@ -26,42 +27,24 @@ def test_a_task_that_could_not_be_journaled_never_runs() -> None:
     assert paused.lease is None
 
 
-def test_forgetting_a_task_keeps_the_next_one_of_its_request() -> None:
-    stage = Stage()
-    stage.worker()
-    (first,) = stage.submit(request="r")
-    stage.report(lease_of(first))
-    stage.handle(ev.SubmitFailed([first]))  # its outcome is still on its way to the disk
-    (second,) = stage.submit(request="r")
-    assert second is not first
-    stage.handle(ev.SettlesCommitted([first]))
-    assert stage.submit(request="r") == []
-    assert stage.core.requests["r"] is second
-
-
 def test_a_stream_that_lives_keeps_its_place_however_often_another_comes_back() -> None:
     stage = Stage()
     spec = Spec(kind="run", wait_for_worker=True)
     for stream in range(1, 9):
         stage.handle(ev.StreamOpened(stream))
-        (task,) = next(
-            command.results
-            for command in stage.handle(ev.Submit(spec, [Task(spec, "r", b"")], stream))
-            if isinstance(command, ev.Submitted)
-        )
+        (task,) = stage.submitted([Task(spec, "r", b"")], stream).results
         if stream > 1:
             stage.handle(ev.StreamClosed(stream))
     assert isinstance(task, Task)
     assert task.streams[0] == 1
 
 
-def test_so_many_streams_may_wait_for_one_task_and_no_more() -> None:
+def test_at_most_streams_max_streams_wait_for_one_task() -> None:
     stage = Stage()
     spec = Spec(kind="run", wait_for_worker=True)
     for stream in range(1, STREAMS_MAX + 2):
         stage.handle(ev.StreamOpened(stream))
-        commands = stage.handle(ev.Submit(spec, [Task(spec, "r", b"")], stream))
-        (answer,) = next(command.results for command in commands if isinstance(command, ev.Submitted))
+        (answer,) = stage.submitted([Task(spec, "r", b"")], stream).results
         assert isinstance(answer, Task) is (stream <= STREAMS_MAX)
     assert isinstance(answer, ev.Rejection)
     assert answer.code == 8
@@ -109,19 +92,6 @@ def test_a_silent_worker_is_lost_at_the_timeout_and_not_before() -> None:
     assert task.lease is None
 
 
-def test_a_master_that_was_away_hears_its_workers_out_first() -> None:
-    stage = Stage()
-    stage.worker()
-    (task,) = stage.submit()
-    stage.handle(ev.Tick(), 60.0)
-    assert task.lease is not None
-    stage.beat()
-    stage.handle(ev.Tick(), 4.0)
-    assert task.lease is not None
-    stage.handle(ev.Tick(), 1.5)
-    assert task.lease is None
-
-
 def test_reports_that_come_together_do_not_widen_the_window() -> None:
     stage = Stage()
     stage.worker(slots=1)
@@ -131,8 +101,8 @@ def test_reports_that_come_together_do_not_widen_the_window() -> None:
         for i, task in enumerate(leased[:2]):
             stage.report(lease_of(task), after_s=0.0005 if i else 0.2)
     worker = stage.core.fleet.workers["w"]
-    assert 2 <= worker.allowed <= 6  # ten tasks a second, half a second ahead
-    assert worker.unit_s == {}  # nobody said how long they ran
+    assert 2 <= worker.pace.allowed <= 6  # ten tasks a second, half a second ahead
+    assert worker.pace.unit_s == {}  # nobody said how long they ran
 
 
 def test_a_window_that_grows_with_a_stale_report_is_used() -> None:
@@ -153,14 +123,14 @@ def test_averages_of_the_fleet_reach_every_ranking() -> None:
         stage.worker(name)
     known, new = stage.core.fleet.workers["known"], stage.core.fleet.workers["new"]
     (task,) = stage.submit()
-    lane = stage.core.lane_for(task)
+    resource_class = stage.core.state.ledger.class_of(task)
     stage.handle(ev.Cancel([task]))
     auto = stage.core.strategies["auto"]
-    ranking = stage.core.placement._ranking(auto, lane.base)
+    ranking = stage.core.state.placement._ranking(auto, resource_class.base)
     stage.core.fleet.learned(known, ("run", ""), 1, 1, 9.0)
     stage.core.fleet.touch(known)
     assert ranking.best(1) in (known, new)
-    assert ranking._heap[0][0] == auto.score(lane.base, new, stage.core.fleet) == 9.0
+    assert ranking._heap[0][0] == auto.score(resource_class.base, new, stage.core.fleet) == 9.0
 
 
 def test_an_idle_worker_is_not_taken_for_a_slow_one() -> None:
@@ -171,29 +141,34 @@ def test_an_idle_worker_is_not_taken_for_a_slow_one() -> None:
         stage.report(lease_of(task), after_s=0.01)
         stage.now += 30.0
         stage.beat()
-    assert abs(stage.core.fleet.workers["w"].pace_s - 0.01) < 0.002
+    assert abs(stage.core.fleet.workers["w"].pace.task_s - 0.01) < 0.002
 
 
-def test_a_task_that_leaves_a_long_lane_rebuilds_a_short_part_of_it() -> None:
+def test_a_task_that_leaves_a_long_class_rebuilds_one_stretch_of_it() -> None:
     stage = Stage()
-    tasks = stage.submit(20 * PART)
-    lane = stage.core.lane_for(tasks[0])
-    stage.handle(ev.Cancel(tasks[PART + 1 : 19 * PART]))
-    assert [len(part.tasks) for part in lane.parts if part.tasks] == [PART, 1, PART]
-    assert [task for task in lane.entries() if task.waiting] == [*tasks[: PART + 1], *tasks[19 * PART :]]
-    assert sum(len(part.tasks) for part in lane.parts) < 2 * PART + 100, "the rest is dropped"
-    assert max(len(part.tasks) for part in lane.parts) <= PART, "and an event rebuilds no more than that"
+    tasks = stage.submit(20 * STRETCH)
+    resource_class = stage.core.state.ledger.class_of(tasks[0])
+    stage.handle(ev.Cancel(tasks[STRETCH + 1 : 19 * STRETCH]))
+    assert [len(part.tasks) for part in resource_class.stretches if part.tasks] == [STRETCH, 1, STRETCH]
+    assert [task for task in resource_class.entries() if task.waiting] == [
+        *tasks[: STRETCH + 1],
+        *tasks[19 * STRETCH :],
+    ]
+    assert sum(len(part.tasks) for part in resource_class.stretches) < 2 * STRETCH + 100, "the rest is dropped"
+    assert max(len(part.tasks) for part in resource_class.stretches) <= STRETCH, (
+        "and an event rebuilds no more than that"
+    )
 
 
-def test_cancelled_tasks_leave_the_memory_of_their_lane() -> None:
+def test_cancelled_tasks_leave_the_memory_of_their_class() -> None:
     stage = Stage()
     tasks = stage.submit(5000)
     stage.handle(ev.Cancel([*tasks[1:], tasks[1]]))
-    lane = stage.core.lane_for(tasks[0])
-    assert len(list(lane.entries())) < 200
+    resource_class = stage.core.state.ledger.class_of(tasks[0])
+    assert len(list(resource_class.entries())) < 200
     stage.handle(ev.Cancel(tasks[:1]))
-    assert not stage.core.lanes.by_key
-    assert not stage.core.lanes.parked
+    assert not stage.core.classes.by_key
+    assert not stage.core.classes.parked
 
 
 def test_a_queue_that_is_forgotten_and_comes_back_keeps_its_accounts() -> None:
@@ -209,13 +184,13 @@ def test_a_queue_that_is_forgotten_and_comes_back_keeps_its_accounts() -> None:
     assert stage.core.queues["q"].leased == stage.core.queues["q"].queued == 0
 
 
-def test_tasks_with_and_without_keys_in_one_batch_stand_in_their_own_lanes() -> None:
+def test_tasks_with_and_without_keys_in_one_batch_stand_in_their_own_classes() -> None:
     stage = Stage()
     batch = [Task(SPEC, "", b"", key) for key in ("a", "", "b", "", "a")]
     stage.handle(ev.Submit(SPEC, batch))
-    assert sorted(lane.live for lane in stage.core.lanes.by_key.values()) == [1, 2, 2]
+    assert sorted(resource_class.size for resource_class in stage.core.classes.by_key.values()) == [1, 2, 2]
     stage.handle(ev.Cancel(batch))
-    assert not stage.core.lanes.by_key
+    assert not stage.core.classes.by_key
 
 
 def test_outcomes_of_ephemeral_tasks_live_for_their_time_within_a_limit_of_bytes() -> None:
@@ -251,13 +226,13 @@ def test_partial_outputs_count_and_so_do_empty_ones() -> None:
     assert two.extra.last_error is not None
     assert (two.extra.last_error.type, len(two.extra.partials)) == ("ResourceExhausted", 2)
     assert two.outcome is None, "it may be tried again"
-    assert stage.core.unsettled_bytes == room
+    assert stage.core.state.ledger.unsettled_bytes == room
     stage.report(lease_of(one))
-    assert stage.core.unsettled_bytes == len(b"payload") + 2 * PARTIAL_OVERHEAD_BYTES
+    assert stage.core.state.ledger.unsettled_bytes == len(b"payload") + 2 * PARTIAL_OVERHEAD_BYTES
     stage.handle(ev.Tick(), 10.0)
     parts(two, 2, 8)
     stage.handle(ev.Cancel([two]))
-    assert stage.core.unsettled_bytes == 0
+    assert stage.core.state.ledger.unsettled_bytes == 0
 
 
 def test_empty_partial_outputs_of_one_task_have_a_limit() -> None:
@@ -273,18 +248,18 @@ def test_empty_partial_outputs_of_one_task_have_a_limit() -> None:
     assert state_of(task) is OutcomeState.FAILED
 
 
-def test_what_an_operator_changes_of_one_queue_has_only_its_tasks_tried_again() -> None:
+def test_a_change_of_one_queue_has_only_its_tasks_tried_again() -> None:
     stage = Stage()
     stage.handle(ev.ConfigureQueue("q7", paused=True))
     for n in range(100):
         stage.submit(spec=Spec(kind="run", queue=f"q{n}", wait_for_worker=True))
-    lanes = stage.core.lanes
-    assert len(lanes.parked) == 100
+    classes = stage.core.classes
+    assert len(classes.parked) == 100
 
     def tried(event: ev.Event) -> int:
-        before = lanes._tickets
+        before = classes._tickets
         stage.handle(event)
-        return lanes._tickets - before
+        return classes._tickets - before
 
     assert tried(ev.ConfigureQueue("q8", paused=True)) == 0
     assert tried(ev.ConfigureQueue("q8", tasks_max=3)) == 0
@@ -296,8 +271,7 @@ def test_what_an_operator_changes_of_one_queue_has_only_its_tasks_tried_again() 
 def test_limits_reject_with_a_delay() -> None:
     stage = Stage(Limits(tasks_max=2, bytes_max=100))
     stage.submit(2)
-    commands = stage.handle(ev.Submit(SPEC, [Task(SPEC, "", b"x")]))
-    rejection = next(c for c in commands if isinstance(c, ev.Submitted)).results[0]
+    (rejection,) = stage.submitted([Task(SPEC, "", b"x")]).results
     assert isinstance(rejection, ev.Rejection)
     assert (rejection.code, rejection.retry_delay_s) == (8, 1.0)
     stage = Stage(Limits(bytes_max=10))
@@ -319,7 +293,6 @@ def test_a_rejection_names_few_of_many_kinds() -> None:
     kinds = tuple(Capability(kind=f"kind-{n:04}") for n in range(2000))
     stage.handle(ev.Hello(1, WorkerInfo(worker_id="w", capabilities=kinds), ()))
     spec = Spec(kind="other")
-    (submitted,) = [c for c in stage.handle(ev.Submit(spec, [Task(spec, "r", b"")])) if isinstance(c, ev.Submitted)]
-    (rejection,) = submitted.results
+    (rejection,) = stage.submitted([Task(spec, "r", b"")]).results
     assert isinstance(rejection, ev.Rejection)
     assert "kind-0019 and 1980 more" in rejection.message

@@ -10,7 +10,8 @@ from multigpu_master.strategies.registry import canonical_name, load_strategies
 DOC = Path(__file__).parents[2] / "docs" / "strategies.md"
 RUN = """
 from multigpu_master.core import events as ev
-from multigpu_master.core.model import Capability, Spec, Task, Telemetry, WorkerInfo
+from multigpu_master.core.workers.info import Capability, Telemetry, WorkerInfo
+from multigpu_master.core.model import Spec, Task
 from multigpu_master.core.scheduler import Core, Limits
 from multigpu_master.strategies.registry import canonical_name, load_strategies
 strategies = load_strategies()
@@ -23,6 +24,13 @@ spec = Spec(kind="run")
 tasks = [Task(spec, "", b"") for _ in range(2)]
 core.handle(ev.Submit(spec, tasks), 1.0)
 print(name, *[t.lease.worker.worker_id for t in tasks])
+"""
+WORTH = """
+from multigpu_master.strategies.auto import Auto
+class Coolest(Auto):
+    name = "coolest"
+    def worth(self, shape, worker, fleet, queued):
+        return True
 """
 
 
@@ -51,6 +59,7 @@ def test_the_strategy_that_the_docs_show_works(tmp_path: Path) -> None:
     ("source", "entry", "says"),
     [
         ("raise RuntimeError('oh')", "coolest = coolest:Coolest", "can't be loaded: RuntimeError('oh')"),
+        (WORTH, "coolest = coolest:Coolest", "replace it by min_backlog"),
         ("class Coolest: pass", "coolest = coolest:Coolest", "lacks ['name', 'summary'"),
         ("", "coolest = coolest:Coolest", "can't be loaded: AttributeError"),
     ],

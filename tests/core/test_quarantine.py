@@ -3,21 +3,17 @@
 import pytest
 from multigpu_master.core import events as ev
 from multigpu_master.core.ledger import Limits
-from multigpu_master.core.model import (
+from multigpu_master.core.model import OutcomeState, Spec, Task, Worker
+from multigpu_master.core.placement.explain import explain
+from multigpu_master.core.workers.info import (
     HEALTHY,
     Capability,
     Health,
     HealthReason,
     HealthState,
-    OutcomeState,
-    Spec,
-    Task,
-    TaskError,
     Telemetry,
-    Worker,
     WorkerInfo,
 )
-from multigpu_master.core.placement.explain import explain
 
 from tests.core.stage import Stage, lease_of, state_of
 
@@ -39,10 +35,8 @@ class Fleet(Stage):
         return self
 
     def gpu(self, name: str, device_id: str, slots: int = 8, held: tuple[ev.HeldLease, ...] = ()) -> list[ev.Command]:
-        self.sessions += 1
         capabilities = (Capability(kind="run"), Capability(kind="bad"))
-        info = WorkerInfo(worker_id=name, device_id=device_id, capabilities=capabilities, slots=slots)
-        return self.handle(ev.Hello(self.sessions, info, held))
+        return self.join(WorkerInfo(worker_id=name, device_id=device_id, capabilities=capabilities, slots=slots), held)
 
     def get(self, name: str) -> Worker:
         return self.core.fleet.workers[name]
@@ -55,14 +49,11 @@ class Fleet(Stage):
     def breaks(self, task: Task, after_s: float = 0.1) -> Worker:
         """The task's attempt breaks the engine of whoever has it. Returns that worker."""
         lease = lease_of(task)
-        failure = ev.Failure(lease.lease_id, TaskError("EngineDied", "SIGSEGV"), broke_engine=True)
-        self.handle(ev.Reports(lease.worker.session, failures=[failure]), after_s)
+        self.fail(lease, "EngineDied", broke_engine=True, after_s=after_s)
         return lease.worker
 
     def gives_back(self, task: Task) -> None:
-        lease = lease_of(task)
-        failure = ev.Failure(lease.lease_id, TaskError("Returned", "the device is sick"), returned=True)
-        self.handle(ev.Reports(lease.worker.session, failures=[failure]), 0.01)
+        self.fail(lease_of(task), "Returned", returned=True, after_s=0.01)
 
     def wait(self, seconds: float = 1.0) -> None:
         """Lets pauses pass."""
@@ -96,7 +87,7 @@ def test_the_only_device_may_be_quarantined_too() -> None:
     assert task.lease is not None
 
 
-def test_what_a_sick_device_gives_back_runs_elsewhere_at_once_and_costs_nothing() -> None:
+def test_tasks_returned_by_a_sick_device_run_elsewhere_at_once_and_uncharged() -> None:
     fleet = Fleet().gpus(2)
     (task,) = fleet.submit()
     for _ in range(40):  # more often than a worker may be lost
@@ -114,8 +105,7 @@ def test_a_healthy_worker_that_gives_back_again_and_again_is_not_believed_for_ev
     for _ in range(17):
         fleet.gives_back(task)
         fleet.wait(60)
-    state = state_of(task)
-    assert state is OutcomeState.DEAD_LETTERED
+    assert state_of(task) is OutcomeState.DEAD_LETTERED
 
 
 def test_a_cordon_is_the_operators_whatever_health_says() -> None:
@@ -124,7 +114,7 @@ def test_a_cordon_is_the_operators_whatever_health_says() -> None:
     fleet.says("w0", SICK)
     fleet.says("w0", HEALTHY)
     (task,) = fleet.submit()
-    assert fleet.get("w0").cordoned
+    assert fleet.get("w0").cordon
     assert task.lease is None
     fleet.handle(ev.Uncordon("w0"))
     assert task.lease is not None
@@ -158,8 +148,7 @@ def test_a_task_that_breaks_two_devices_is_a_dead_letter_and_they_keep_their_goo
     fleet.wait()
     second = fleet.breaks(task)
     assert first.device_key != second.device_key
-    state = state_of(task)
-    assert state is OutcomeState.DEAD_LETTERED
+    assert state_of(task) is OutcomeState.DEAD_LETTERED
     assert task.attempts == 2
     assert fleet.quarantined() == []
     assert not any(w.checks_asked for w in fleet.core.fleet.workers.values())
@@ -168,7 +157,7 @@ def test_a_task_that_breaks_two_devices_is_a_dead_letter_and_they_keep_their_goo
 def test_a_task_that_broke_an_engine_waits_for_another_device_and_others_do_not_wait_for_it() -> None:
     fleet = Fleet().gpus(2, slots=1)
     for name in ("w0", "w1"):
-        fleet.get(name).allowed = 1
+        fleet.get(name).pace.allowed = 1
     (poison,) = fleet.submit()
     (long,) = fleet.submit()
     bad = fleet.breaks(poison)
@@ -178,7 +167,7 @@ def test_a_task_that_broke_an_engine_waits_for_another_device_and_others_do_not_
     assert lease_of(good).worker is bad
     other = lease_of(long).worker
     fleet.report(lease_of(long))
-    other.allowed = 1
+    other.pace.allowed = 1
     fleet.wait(0.2)
     assert lease_of(poison).worker is other
 
@@ -204,10 +193,7 @@ def suspected(fleet: Fleet) -> tuple[Worker, list[Task]]:
     for task in broken[:2]:
         fleet.breaks(task)
     assert not sick.quarantined
-    broken_now = broken[2]
-    lease = lease_of(broken_now)
-    failure = ev.Failure(lease.lease_id, TaskError("EngineDied", "SIGSEGV"), broke_engine=True)
-    commands = fleet.handle(ev.Reports(lease.worker.session, failures=[failure]), 0.1)
+    commands = fleet.fail(lease_of(broken[2]), "EngineDied", broke_engine=True, after_s=0.1)
     assert ev.Desire(sick.session, draining=False) in commands
     return sick, broken
 
@@ -235,11 +221,8 @@ def test_tasks_get_the_attempt_back_that_a_suspected_device_cost_them() -> None:
     fleet.wait()
     for _ in range(2):  # two ordinary failures are what attempts_max allows, and the broken one does not count
         for task in broken:
-            state = state_of(task)
-            assert state is None
-            lease = lease_of(task)
-            failure = ev.Failure(lease.lease_id, TaskError("ValueError", "no"))
-            fleet.handle(ev.Reports(lease.worker.session, failures=[failure]))
+            assert state_of(task) is None
+            fleet.fail(lease_of(task))
         fleet.wait()
     assert [state_of(t) for t in broken] == [OutcomeState.DEAD_LETTERED] * 3
 
@@ -273,18 +256,16 @@ def test_many_tasks_of_a_broken_handler_do_not_take_the_fleet_down() -> None:
     assert len(fleet.quarantined()) <= 1
 
 
-def test_what_breaks_on_a_device_that_says_it_is_sick_is_the_devices_fault() -> None:
+def test_a_device_that_reports_that_it_is_sick_is_to_blame_for_broken_engines() -> None:
     fleet = Fleet().gpus(3)
     (task,) = fleet.submit(spec=Spec(kind="run", attempts_max=1, wait_for_worker=True))
     fleet.says(lease_of(task).worker.worker_id, HANGS)
     sick = fleet.breaks(task)
     fleet.wait()
-    state = state_of(task)
-    assert state is None
+    assert state_of(task) is None
     assert lease_of(task).worker is not sick
     fleet.breaks(task)  # the first on a healthy device: an attempt
-    state = state_of(task)
-    assert state is OutcomeState.DEAD_LETTERED
+    assert state_of(task) is OutcomeState.DEAD_LETTERED
     assert task.extra is not None
     assert len(task.extra.broke) == 1
 
@@ -310,7 +291,7 @@ def test_the_third_of_eight_trips_the_breaker_and_works_on() -> None:
     assert fleet.quarantined() == ["w0", "w1"]
 
 
-def test_what_can_run_nothing_gets_nothing_even_so() -> None:
+def test_an_unusable_device_is_quarantined_although_the_breaker_has_tripped() -> None:
     fleet = Fleet().gpus(8)
     for name in ("w0", "w1", "w2", "w3"):
         fleet.says(name, SICK)

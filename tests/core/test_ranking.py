@@ -3,10 +3,11 @@
 import random
 
 import pytest
-from multigpu_master.core.model import Capability, Lease, Shape, Spec, Task, Worker, WorkerInfo
-from multigpu_master.core.placement.ranking import Placement, Ranking
+from multigpu_master.core.model import Cordon, Lease, Shape, Spec, Task, Worker
+from multigpu_master.core.placement.placement import Placement
+from multigpu_master.core.placement.ranking import Ranking
 from multigpu_master.core.workers.fleet import Fleet
-from multigpu_master.core.workers.residency import Resident
+from multigpu_master.core.workers.info import Capability, Resident, WorkerInfo
 from multigpu_master.strategies.auto import Auto
 from multigpu_master.strategies.base import FleetView
 from multigpu_master.strategies.static_partition import StaticPartition
@@ -20,9 +21,9 @@ class Counting(Auto):
     def __init__(self) -> None:
         self.asked = 0
 
-    def worth(self, shape: Shape, worker: Worker, fleet: FleetView, queued: int) -> bool:
+    def min_backlog(self, shape: Shape, worker: Worker, fleet: FleetView) -> int:
         self.asked += 1
-        return super().worth(shape, worker, fleet, queued)
+        return super().min_backlog(shape, worker, fleet)
 
 
 def fleet_of(workers: int, resident: int) -> Fleet:
@@ -31,9 +32,9 @@ def fleet_of(workers: int, resident: int) -> Fleet:
     for i in range(workers):
         capabilities = (Capability(kind="embed", models=("m", "n")),)
         worker = fleet.register(WorkerInfo(worker_id=f"w{i}", capabilities=capabilities, window_tasks=64))
-        fleet.new_session(worker, i + 1, 0.0)
-        worker.allowed = 64
-        worker.residency.said = {"m": Resident(model="m")} if i < resident else {}
+        fleet.open_session(worker, i + 1, 0.0)
+        worker.pace.allowed = 64
+        worker.residency.reported = {"m": Resident(model="m")} if i < resident else {}
     return fleet
 
 
@@ -42,17 +43,17 @@ def test_workers_not_worth_a_loading_are_not_looked_at_for_every_task() -> None:
     ranking = Ranking(fleet, strategy, EMBED)
     full = [fleet.workers["w0"], fleet.workers["w1"]]
     for worker in full:
-        worker.allowed = 0
+        worker.pace.allowed = 0
         fleet.touch(worker)
     assert ranking.best(10) is None
     assert ranking.has_room()
     strategy.asked = 0
     for n in range(200):
         worker = full[n % 2]
-        worker.allowed = 64
+        worker.pace.allowed = 64
         fleet.touch(worker)
         assert ranking.best(10 + n % 5) is worker
-        worker.allowed = 0
+        worker.pace.allowed = 0
         fleet.touch(worker)
         assert ranking.best(10 + n % 5) is None
     assert strategy.asked <= 400, "some for each task, whatever the size of the fleet"
@@ -74,29 +75,29 @@ def test_the_workers_that_have_a_model_are_not_counted_again_when_one_of_them_go
         fleet.grant(worker, lease, 0.0)
         del worker.leases[n]
         fleet.release(lease)
-        fleet.settled_down(worker)
+        fleet.idle(worker)
         assert fleet.resident_workers(EMBED) == 10
     assert len(looked) <= 40, "the worker itself, and nobody else"
     other = fleet.workers["w500"]
     fleet.grant(other, Lease(99, Task(Spec(kind="embed", model="m"), "", b""), other, 1, 0.0, 1, 0.0), 0.0)
     assert fleet.resident_workers(EMBED) == 11, "one that loads the model is one that has it"
-    fleet.settled_down(other)
+    fleet.idle(other)
     assert fleet.resident_workers(EMBED) == 10, "and none if it does not say so when it is done"
 
 
-def test_workers_come_back_when_nobody_has_the_model_any_more() -> None:
+def test_workers_kept_aside_come_back_when_no_worker_has_the_model() -> None:
     fleet = fleet_of(10, 0)
     ranking = Ranking(fleet, Counting(), EMBED)
     loader = fleet.workers["w0"]
     lease = Lease(1, Task(Spec(kind="embed", model="m"), "", b""), loader, 1, 0.0, 1, 0.0)
     fleet.grant(loader, lease, 0.0)
-    loader.allowed = 0  # it is full, and the only one that has the model, or will
+    loader.pace.allowed = 0  # it is full, and the only one that has the model, or will
     fleet.touch(loader)
     assert ranking.best(1) is None, "not worth a loading for the others"
     assert ranking.has_room()
     del loader.leases[1]
     fleet.release(lease)
-    fleet.settled_down(loader)  # and does not have it
+    fleet.idle(loader)  # and does not have it
     fleet.touch(loader)
     assert ranking.best(1) is not None
 
@@ -111,19 +112,19 @@ def test_the_best_is_what_a_look_at_every_worker_finds(seed: int) -> None:
         worker = dice.choice(workers)
         match dice.randrange(5):
             case 0:
-                worker.allowed = dice.choice((0, 64))
+                worker.pace.allowed = dice.choice((0, 64))
             case 1:
                 worker.backlog_s = dice.uniform(0, 9)
             case 2:
-                worker.residency.said = dice.choice(({}, {"m": Resident(model="m")}))
+                worker.residency.reported = dice.choice(({}, {"m": Resident(model="m")}))
                 fleet.members_changed(worker)
             case 3:
-                worker.unit_s["embed", "m"] = dice.uniform(0.01, 1)
+                worker.pace.unit_s["embed", "m"] = dice.uniform(0.01, 1)
             case _:
                 fleet.learned(worker, ("embed", "m"), 1, 1, dice.uniform(0.01, 1))
         fleet.touch(worker)
         queued = dice.choice((1, 3, 10, 50, 300, 3000))
-        able = [w for w in workers if not w.full and strategy.worth(EMBED, w, fleet, queued)]
+        able = [w for w in workers if not w.full and strategy.min_backlog(EMBED, w, fleet) <= queued]
         found = ranking.best(queued)
         if found is None:
             assert not able
@@ -151,12 +152,12 @@ def test_a_pinned_task_goes_to_the_first_of_all_workers_and_a_loss_moves_no_othe
         worker = dice.choice(workers)
         match dice.randrange(4):
             case 0:
-                worker.cordoned = not worker.cordoned
+                worker.cordon = None if worker.cordon else Cordon("")
                 fleet.members_changed(worker)
             case 1:
                 fleet.close_session(worker)
             case 2:
-                fleet.new_session(worker, 100 + turn, 0.0)
+                fleet.open_session(worker, 100 + turn, 0.0)
             case _:
                 kind = dice.choice(("embed", "other"))
                 capabilities = (Capability(kind=kind, models=("m",)),)

@@ -11,11 +11,17 @@ from multigpu_master.core.model import OutcomeState, Spec, Task
 from tests.core.stage import FAILED, Stage, lease_of, state_of
 
 
-def test_what_is_left_of_a_rejected_task_does_not_touch_the_next_with_its_request_id() -> None:
+@pytest.mark.parametrize("succeeds", [True, False])
+def test_a_rejected_task_does_not_affect_the_next_with_its_request_id(succeeds: bool) -> None:
     stage = Stage()
+    if succeeds:
+        stage.worker()
     (rejected,) = stage.submit(request="r")
-    stage.handle(ev.Cancel([rejected]))
-    stage.handle(ev.SubmitFailed([rejected]))
+    if succeeds:
+        stage.report(lease_of(rejected))
+    else:
+        stage.handle(ev.Cancel([rejected]))
+    stage.handle(ev.SubmitFailed([rejected]))  # its outcome is still on its way to the disk
     (taken,) = stage.submit(request="r")
     assert taken is not rejected
     stage.handle(ev.SettlesCommitted([rejected]))
@@ -57,9 +63,7 @@ def test_a_request_id_stands_for_one_task(durable: bool, ended: bool) -> None:
         stage.handle(ev.Cancel([first]))
 
     def answer(payload: bytes, **changes: Any) -> Any:
-        again = Task(replace(spec, **changes), "r", payload)
-        (submitted,) = [c for c in stage.handle(ev.Submit(again.spec, [again])) if isinstance(c, ev.Submitted)]
-        return submitted.results[0]
+        return stage.submitted([Task(replace(spec, **changes), "r", payload)]).results[0]
 
     assert answer(b"payload") is first
     assert answer(b"payload", priority=1, queue="other", attempts_max=9) is first
@@ -84,24 +88,15 @@ def test_a_request_id_that_was_cancelled_gives_the_cancelled_task() -> None:
     assert stage.core.requests["r"] is task
 
 
-def test_a_task_that_is_rejected_in_its_pause_stays_away() -> None:
+@pytest.mark.parametrize("rejected", [True, False])
+def test_a_task_that_is_rejected_or_cancelled_in_its_pause_stays_away(rejected: bool) -> None:
     stage = Stage()
     stage.worker()
     (task,) = stage.submit()
     stage.report(lease_of(task), FAILED)
     assert not task.waiting
-    stage.handle(ev.SubmitFailed([task]))
+    stage.handle(ev.SubmitFailed([task]) if rejected else ev.Cancel([task]))
     stage.handle(ev.Tick(), 10.0)
+    assert state_of(task) is (None if rejected else OutcomeState.CANCELLED)
     assert task.lease is None
     assert stage.core.unsettled == 0
-
-
-def test_a_task_that_is_cancelled_in_its_pause_stays_away() -> None:
-    stage = Stage()
-    stage.worker()
-    (task,) = stage.submit()
-    stage.report(lease_of(task), FAILED)
-    stage.handle(ev.Cancel([task]))
-    stage.handle(ev.Tick(), 10.0)
-    assert state_of(task) is OutcomeState.CANCELLED
-    assert task.lease is None

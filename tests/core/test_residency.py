@@ -7,10 +7,10 @@ import pytest
 from multigpu.v1 import model_pb2, worker_service_pb2
 from multigpu_master import settings
 from multigpu_master.core import events as ev
-from multigpu_master.core.model import Capability, Lease, Spec, Task, TaskError, Telemetry, WorkerInfo
+from multigpu_master.core.model import Lease, Spec, Task
 from multigpu_master.core.placement.explain import explain
 from multigpu_master.core.scheduler import Core, Limits
-from multigpu_master.core.workers.residency import Model, ModelState, Resident
+from multigpu_master.core.workers.info import Capability, Model, ModelState, Resident, Telemetry, WorkerInfo
 from multigpu_master.ids import LeaseProofs
 from multigpu_master.journal.protocol import JournalError
 from multigpu_master.strategies.registry import load_strategies
@@ -37,14 +37,13 @@ def spec(name: str, **more: Any) -> Spec:
 class Models(Stage):
     """A stage whose workers offer models, and tell what they have loaded only when they are told to."""
 
-    def join(self, name: str = "w", models: tuple[Model, ...] = tuple(map(model, NAMES)), room: int = ROOM) -> None:
-        self.sessions += 1
+    def offer(self, name: str = "w", models: tuple[Model, ...] = tuple(map(model, NAMES)), room: int = ROOM) -> None:
         names = tuple(m.model_id for m in models) + tuple(m.name for m in models if m.version and m.current)
         info = WorkerInfo(
             worker_id=name, capabilities=(Capability(kind="run", models=names),), slots=8, models=models,
             model_memory_bytes=room,
         )  # fmt: skip
-        self.handle(ev.Hello(self.sessions, info))
+        self.join(info)
 
     def says(
         self, *loaded: str | Resident, name: str = "w", after_s: float = 0.0, catalog: ev.Catalog | None = None
@@ -72,8 +71,8 @@ def where(task: Task) -> str:
     return lease_of(task).worker.worker_id
 
 
-def test_a_model_waits_while_those_in_use_take_the_room(stage: Models) -> None:
-    stage.join()
+def test_a_model_waits_while_models_in_use_take_the_room(stage: Models) -> None:
+    stage.offer()
     a, b = stage.ask("a"), stage.ask("b")
     stage.says("a", "b", after_s=9.0)
     c = stage.ask("c")
@@ -85,9 +84,9 @@ def test_a_model_waits_while_those_in_use_take_the_room(stage: Models) -> None:
     assert b.lease is not None
 
 
-def test_what_is_measured_anywhere_counts_where_nothing_is(stage: Models) -> None:
-    stage.join("w1", (model("a"), model("b", memory_bytes=0, files_bytes=100)))
-    stage.join("w2", (model("b", memory_bytes=0, files_bytes=100),))
+def test_a_size_measured_on_one_worker_counts_on_the_others(stage: Models) -> None:
+    stage.offer("w1", (model("a"), model("b", memory_bytes=0, files_bytes=100)))
+    stage.offer("w2", (model("b", memory_bytes=0, files_bytes=100),))
     residency = stage.core.fleet.workers["w1"].residency
     assert residency.memory_of("b") == 130, "1.3 times its files"
     stage.says(Resident(model="b", memory_bytes=700), name="w2")
@@ -97,23 +96,23 @@ def test_what_is_measured_anywhere_counts_where_nothing_is(stage: Models) -> Non
     assert stage.ask("b").lease is None, "700 and 400 bytes don't fit into 1000"
 
 
-def test_a_worker_knows_better_than_the_master_what_it_will_take(stage: Models) -> None:
+def test_a_workers_estimate_goes_before_the_masters(stage: Models) -> None:
     told = model_pb2.Model(name="b", files_bytes=100, expected_memory_bytes=700)
-    stage.join(models=(model("a"), *wire_models.models_of([told])))
+    stage.offer(models=(model("a"), *wire_models.models_of([told])))
     assert stage.core.fleet.workers["w"].residency.memory_of("b") == 700
     stage.ask("a")
     assert stage.ask("b").lease is None, "700 and 400 bytes don't fit into 1000"
 
 
 def test_a_model_larger_than_all_room_is_the_workers_to_reject(stage: Models) -> None:
-    stage.join(models=(model("a"), model("huge", memory_bytes=5000)))
+    stage.offer(models=(model("a"), model("huge", memory_bytes=5000)))
     assert stage.ask("huge").lease is not None
     assert stage.ask("a").lease is None
 
 
 def test_auto_goes_where_the_model_is_and_then_where_nothing_is_unloaded(stage: Models) -> None:
-    stage.join("w1")
-    stage.join("w2")
+    stage.offer("w1")
+    stage.offer("w2")
     stage.says("a", "b", name="w1")
     stage.says("c", name="w2")
     assert where(stage.ask("a")) == "w1"
@@ -122,7 +121,7 @@ def test_auto_goes_where_the_model_is_and_then_where_nothing_is_unloaded(stage: 
 
 
 def test_a_busy_worker_rests_between_loadings_that_make_others_go(stage: Models) -> None:
-    stage.join()
+    stage.offer()
     busy = stage.ask("a")
     stage.says("a", after_s=2.0)  # which has taken two seconds
     stage.now += 2.1
@@ -140,7 +139,7 @@ def test_a_busy_worker_rests_between_loadings_that_make_others_go(stage: Models)
 
 
 def test_a_worker_with_nothing_to_do_need_not_rest(stage: Models) -> None:
-    stage.join(room=400)
+    stage.offer(room=400)
     for name in (*NAMES, *NAMES):
         task = stage.ask(name)
         assert where(task) == "w"
@@ -149,7 +148,7 @@ def test_a_worker_with_nothing_to_do_need_not_rest(stage: Models) -> None:
 
 
 def test_streams_don_t_starve_a_model_that_waits(stage: Models) -> None:
-    stage.join()
+    stage.offer()
     held = {name: stage.ask(name) for name in ("a", "b")}
     stage.says("a", "b", after_s=2.0)
     waits = stage.ask("c")
@@ -165,8 +164,8 @@ def test_streams_don_t_starve_a_model_that_waits(stage: Models) -> None:
     assert [held["a"].lease is None, held["b"].lease is None].count(True) == 1, "one of them makes room"
 
 
-def test_a_turn_spares_what_is_pinned_and_what_is_more_important(stage: Models) -> None:
-    stage.join()
+def test_a_reservation_spares_pinned_and_more_important_models(stage: Models) -> None:
+    stage.offer()
     stage.handle(ev.LoadModel("w", "a"))
     stage.ask("a")
     important = stage.ask("b", priority=1)
@@ -182,8 +181,8 @@ def test_a_turn_spares_what_is_pinned_and_what_is_more_important(stage: Models) 
     assert where(waits) == "w"
 
 
-def test_a_turn_ends_with_the_tasks_that_waited(stage: Models) -> None:
-    stage.join()
+def test_a_reservation_ends_with_the_tasks_that_waited(stage: Models) -> None:
+    stage.offer()
     stage.ask("a")
     stage.ask("b")
     stage.says("a", "b", after_s=2.0)
@@ -203,7 +202,7 @@ def test_a_turn_ends_with_the_tasks_that_waited(stage: Models) -> None:
 
 
 def test_an_unwanted_model_gets_no_leases_until_it_is_gone(stage: Models) -> None:
-    stage.join()
+    stage.offer()
     a = stage.ask("a")
     stage.says("a", after_s=2.0)
     commands = stage.handle(ev.UnloadModel("w", "a"))
@@ -220,8 +219,8 @@ def test_an_unwanted_model_gets_no_leases_until_it_is_gone(stage: Models) -> Non
     assert any(isinstance(c, ev.Desire) for c in commands), "it is wanted again, and is told so"
 
 
-def test_what_is_loaded_by_hand_is_wanted_again_by_every_session_and_every_master(stage: Models) -> None:
-    stage.join(models=(model("a", version="2", current=True), model("a", version="1")))
+def test_a_model_loaded_by_an_operator_is_wanted_by_every_session_and_every_master(stage: Models) -> None:
+    stage.offer(models=(model("a", version="2", current=True), model("a", version="1")))
     stage.handle(ev.LoadModel("w", "a"))
     worker = stage.core.fleet.workers["w"]
     assert list(worker.residency.pinned()) == ["a:2"]
@@ -244,7 +243,7 @@ def test_what_is_loaded_by_hand_is_wanted_again_by_every_session_and_every_maste
 
 
 def test_a_setting_with_damaged_pins_is_rejected(stage: Models) -> None:
-    stage.join()
+    stage.offer()
     ((key, value),) = settings.worker_setting(stage.core.fleet.workers["w"]).items()
     assert value is not None
     damaged = json.dumps(json.loads(value) | {"pinned_models": [7]}).encode()
@@ -253,7 +252,7 @@ def test_a_setting_with_damaged_pins_is_rejected(stage: Models) -> None:
 
 
 def test_a_catalog_replaces_what_hello_said(stage: Models) -> None:
-    stage.join()
+    stage.offer()
     waits = stage.ask("new")
     assert waits.lease is None
     stage.says(catalog=ev.Catalog((Capability(kind="run", models=("new",)),), (model("new"),)))
@@ -262,11 +261,10 @@ def test_a_catalog_replaces_what_hello_said(stage: Models) -> None:
 
 
 def test_leases_given_back_for_want_of_room_are_no_losses(stage: Models) -> None:
-    stage.join()
+    stage.offer()
     task = stage.ask("a")
     for _ in range(40):
-        failure = ev.Failure(lease_of(task).lease_id, TaskError("ModelMakesRoom", "room"), returned=True)
-        stage.handle(ev.Reports(1, failures=[failure]))
+        stage.fail(lease_of(task), "ModelMakesRoom", returned=True)
         assert task.lease is None, "it waits a little, or it would come and go"
         stage.handle(ev.Tick(), 0.2)
         assert task.outcome is None
@@ -274,13 +272,13 @@ def test_leases_given_back_for_want_of_room_are_no_losses(stage: Models) -> None
     assert stage.core.counters.requeued == 0
 
 
-def test_what_is_loaded_is_heard() -> None:
+def test_the_models_of_a_heartbeat_are_read() -> None:
     beat = worker_service_pb2.Heartbeat()
     beat.models.add(model="x", state=model_pb2.MODEL_STATE_LOADING, memory_bytes=5)
     assert wire_models.residents(beat) == (Resident(model="x", state=ModelState.LOADING, memory_bytes=5),)
 
 
-def test_what_makes_no_sense_is_rejected_or_cut() -> None:
+def test_invalid_reports_are_rejected_or_truncated() -> None:
     with pytest.raises(wire_validation.InvalidMessageError, match="no name"):
         wire_models.models_of([model_pb2.Model()])
     with pytest.raises(wire_validation.InvalidMessageError, match="rename"):
@@ -300,7 +298,7 @@ def test_a_new_attempt_is_handed_what_the_last_one_yielded() -> None:
     task = Task(spec("a"), "", b"", task_id=1)
     task.more().partials, task.more().partials_bytes = [b"one", b"two"], 6
     stage = Models()
-    stage.join()
+    stage.offer()
     lease = Lease(1, task, stage.core.fleet.workers["w"], 2, 0.0, 1, 0.0)
     batch = worker_service_pb2.LeaseBatch()
     wire_leases.fill_leases(batch, wire_specs.SpecReader(), LeaseProofs(b"key"), [lease])

@@ -1,56 +1,65 @@
-"""What waits costs nothing while it waits, in however many queues and kinds: an event tries few lanes."""
+"""What waits costs nothing while it waits, in however many queues and kinds: an event tries few classes."""
+
+from typing import Any
 
 import pytest
 from multigpu_master.core import events as ev
 from multigpu_master.core.admission import RESOURCE_EXHAUSTED, SHAPES_MAX
-from multigpu_master.core.model import Capability, Spec, Task, Telemetry, Worker, WorkerInfo
+from multigpu_master.core.model import Spec, Task, Worker
 from multigpu_master.core.placement.dispatch import PARKS_MAX
-from multigpu_master.core.placement.lanes import Lane
+from multigpu_master.core.placement.resource_classes import SORTED_IN
 from multigpu_master.core.timers import FIRE_MAX
-from multigpu_master.strategies.base import Strategy
+from multigpu_master.core.workers.info import Capability, Telemetry, WorkerInfo
 
 from tests.core.stage import Stage, lease_of
 
 CLASSES = 300
 
 
+def count_tries(stage: Stage) -> list[object]:
+    """Fills a list with the resource classes that are tried."""
+    tried: list[object] = []
+    placement = stage.core.state.placement
+    choose = placement.choose
+
+    def counting(strategy: Any, resource_class: Any) -> Worker | None:
+        tried.append(resource_class)
+        return choose(strategy, resource_class)
+
+    placement.choose = counting  # type: ignore[method-assign]
+    return tried
+
+
 class Crowded(Stage):
-    """Two workers with full windows, and so many classes of tasks that wait for them."""
+    """Two workers with full windows, and CLASSES resource classes that wait for them."""
 
     def __init__(self, kinds: int, queues: int, strategy: str = "auto") -> None:
         super().__init__()
         self.handle(ev.SetStrategy(strategy))
         capabilities = tuple(Capability(kind=f"kind{n}") for n in range(kinds))
         for name in "ab":
-            self.sessions += 1
-            self.handle(ev.Hello(self.sessions, WorkerInfo(worker_id=name, capabilities=capabilities)))
+            self.join(WorkerInfo(worker_id=name, capabilities=capabilities))
         specs = [
             Spec(kind=f"kind{n % kinds}", queue=f"queue{n % queues}", wait_for_worker=True) for n in range(CLASSES)
         ]
         self.tasks: list[Task] = [task for spec in specs for task in self.submit(2, spec)]
-        self.tried = 0
-        self._choose = self.core.placement.choose
-        self.core.placement.choose = self.choose  # type: ignore[method-assign]  # it counts, and asks the real one
-
-    def choose(self, strategy: Strategy, lane: Lane) -> Worker | None:
-        self.tried += 1
-        return self._choose(strategy, lane)
+        self.tried = count_tries(self)
 
 
 @pytest.mark.parametrize("strategy", ["auto", "static_partition"])
 @pytest.mark.parametrize(("kinds", "queues"), [(1, CLASSES), (CLASSES, 1), (CLASSES, CLASSES), (1, 1)])
-def test_an_event_tries_no_more_lanes_than_find_room(kinds: int, queues: int, strategy: str) -> None:
+def test_an_event_tries_no_more_classes_than_find_room(kinds: int, queues: int, strategy: str) -> None:
     stage = Crowded(kinds, queues, strategy)
     for name in "ab":
         stage.beat(name, running=True)
-    assert stage.tried == 0, "a heartbeat of a full worker opens no window"
+    assert not stage.tried, "a heartbeat of a full worker opens no window"
     granted_all = 0
     for _ in range(20):
         task = next(t for t in stage.tasks if t.lease is not None)
-        stage.tried = 0
+        stage.tried.clear()
         commands = stage.report(lease_of(task))
         granted = sum(len(c.leases) for c in commands if isinstance(c, ev.Dispatch))
-        assert stage.tried <= granted + 1, "those that find room, and the first that does not any more"
+        assert len(stage.tried) <= granted + 1, "those that find room, and the first that does not any more"
         granted_all += granted
     assert granted_all >= 10
 
@@ -58,30 +67,25 @@ def test_an_event_tries_no_more_lanes_than_find_room(kinds: int, queues: int, st
 def test_tasks_of_many_queues_that_wait_for_the_same_memory_are_tried_as_one() -> None:
     stage = Stage()
     info = WorkerInfo(worker_id="w", capabilities=(Capability(kind="run"),), memory_total_bytes=100, slots=8)
-    stage.handle(ev.Hello(1, info))
-    stage.sessions = 1
+    stage.join(info)
     stage.handle(ev.Heartbeat(1, [], 0, Telemetry(memory_total_bytes=100, memory_used_bytes=0)))
     running = stage.submit(3, Spec(kind="run", memory_bytes=30))
     for n in range(CLASSES):
         stage.submit(1, Spec(kind="run", queue=f"queue{n}", memory_bytes=80))
-    assert len(stage.core.lanes.others) == 1
-    tried = []
-    choose = stage.core.placement.choose
-    stage.core.placement.choose = lambda strategy, lane: tried.append(lane) or choose(strategy, lane)  # type: ignore[method-assign, func-returns-value]
+    assert len(stage.core.classes.others) == 1
+    tried = count_tries(stage)
     stage.report(lease_of(running[0]))
     assert len(tried) == 1
 
 
-def test_an_event_tries_so_many_lanes_and_the_next_one_goes_on_at_once() -> None:
+def test_an_event_tries_a_limited_number_of_classes_and_the_next_one_goes_on_at_once() -> None:
     stage = Stage()
     stage.worker(slots=1)
     held = stage.submit(3000)  # more than its window
     for n in range(PARKS_MAX + 10):
         held += stage.submit(1, Spec(kind="run", queue=f"queue{n}"))
     (last,) = stage.submit(1, Spec(kind="run", queue="last"))
-    tried = []
-    choose = stage.core.placement.choose
-    stage.core.placement.choose = lambda strategy, lane: tried.append(lane) or choose(strategy, lane)  # type: ignore[method-assign, func-returns-value]
+    tried = count_tries(stage)
     stage.handle(ev.SetStrategy("round_robin"))
     assert len(tried) == PARKS_MAX
     assert stage.core.next_timer_s() == stage.now
@@ -92,7 +96,7 @@ def test_an_event_tries_so_many_lanes_and_the_next_one_goes_on_at_once() -> None
     assert last.lease is not None
 
 
-def test_a_queue_with_another_strategy_waits_with_those_of_the_old_one_no_more() -> None:
+def test_a_queue_with_another_strategy_leaves_the_wait_list_of_the_old_one() -> None:
     stage = Stage()
     stage.handle(ev.SetStrategy("static_partition"))
     stage.worker("a", slots=1)
@@ -100,7 +104,9 @@ def test_a_queue_with_another_strategy_waits_with_those_of_the_old_one_no_more()
     pins = stage.core.strategies["static_partition"]
 
     def pin_of(key: str) -> Worker | None:
-        return stage.core.placement.pin(pins, stage.core.lane_for(Task(Spec(kind="run"), "", b"", key)).shape)
+        return stage.core.state.placement.pin(
+            pins, stage.core.state.ledger.class_of(Task(Spec(kind="run"), "", b"", key)).shape
+        )
 
     pinned = next(key for key in map(str, range(100)) if pin_of(key) is stage.core.fleet.workers["a"])
     stage.submit(5, key=pinned)  # more than a's window
@@ -110,13 +116,12 @@ def test_a_queue_with_another_strategy_waits_with_those_of_the_old_one_no_more()
     assert [task.lease is not None for task in moved] == [True, True, False], "as many as b has room for"
 
 
-def test_tasks_of_too_many_different_requirements_are_rejected() -> None:
+def test_tasks_of_too_many_different_shapes_are_rejected() -> None:
     stage = Stage()
     for n in range(SHAPES_MAX):
         assert stage.submit(1, Spec(kind="run", memory_bytes=n, wait_for_worker=True))
     one_more = Spec(kind="run", memory_bytes=SHAPES_MAX, wait_for_worker=True)
-    commands = stage.handle(ev.Submit(one_more, [Task(one_more, "", b"")]))
-    (rejection,) = next(c for c in commands if isinstance(c, ev.Submitted)).results
+    (rejection,) = stage.submitted([Task(one_more, "", b"")]).results
     assert isinstance(rejection, ev.Rejection)
     assert rejection.code == RESOURCE_EXHAUSTED
     assert stage.submit(1, Spec(kind="run", memory_bytes=7, wait_for_worker=True))
@@ -125,7 +130,7 @@ def test_tasks_of_too_many_different_requirements_are_rejected() -> None:
     assert stage.submit(1, one_more)
 
 
-def test_those_that_wait_go_by_age_whatever_their_queue_and_kind() -> None:
+def test_waiting_tasks_are_dispatched_by_age_whatever_their_queue_and_kind() -> None:
     stage = Crowded(7, 11)
     went = [task for task in stage.tasks if task.lease is not None]
     while len(went) < len(stage.tasks):
@@ -135,16 +140,16 @@ def test_those_that_wait_go_by_age_whatever_their_queue_and_kind() -> None:
     assert went == stage.tasks
 
 
-def test_queues_that_are_paused_hold_up_nobody_and_cost_nothing() -> None:
+def test_paused_queues_delay_no_others_and_are_not_tried() -> None:
     stage = Crowded(1, CLASSES)
     first = next(task for task in stage.tasks if task.lease is None)
     for task in stage.tasks[:200]:
         stage.handle(ev.ConfigureQueue(task.spec.queue, paused=True))
     for _ in range(3):
-        stage.tried = 0
+        stage.tried.clear()
         stage.report(lease_of(next(t for t in stage.tasks if t.lease is not None)), after_s=1.0)
-        assert stage.tried <= 20
-    assert not stage.core.lanes.others, "nor does an event look at them"
+        assert len(stage.tried) <= 20
+    assert not stage.core.classes.others, "nor does an event look at them"
     assert first.lease is None
     stage.handle(ev.ConfigureQueue(first.spec.queue, paused=False))
     stage.report(lease_of(next(t for t in stage.tasks if t.lease is not None)), after_s=1.0)
@@ -152,8 +157,8 @@ def test_queues_that_are_paused_hold_up_nobody_and_cost_nothing() -> None:
 
 
 @pytest.mark.parametrize("strategy", ["auto", "static_partition"])
-def test_a_lane_that_ends_before_it_is_tried_leaves_its_turn_to_the_next(strategy: str) -> None:
-    """More deadlines pass than one event handles: the first lane is still to be tried when the rest of it expires."""
+def test_a_class_that_ends_before_it_is_tried_leaves_its_turn_to_the_next(strategy: str) -> None:
+    """More deadlines pass than one event handles: the first class is still to be tried when the rest of it expires."""
     stage = Stage()
     stage.handle(ev.SetStrategy(strategy))
     stage.worker(slots=1)
@@ -165,3 +170,19 @@ def test_a_lane_that_ends_before_it_is_tried_leaves_its_turn_to_the_next(strateg
     stage.report(lease_of(held[0]), after_s=2.0)
     stage.handle(ev.Tick(), after_s=0.01)
     assert task.lease is not None
+
+
+def test_the_tasks_of_a_lost_worker_go_back_in_order_however_many_they_are() -> None:
+    stage = Stage()
+    count = 3 * SORTED_IN
+    stage.worker("a", slots=count)
+    tasks = stage.submit(count)
+    stage.handle(ev.SessionClosed(stage.sessions))
+    stage.worker("b", slots=1)
+    order: list[Task] = []
+    while len(order) < count:
+        held = sorted((t for t in tasks if t.lease is not None), key=lambda t: lease_of(t).lease_id)
+        order += held
+        for task in held:
+            stage.report(lease_of(task))
+    assert [t.task_id for t in order] == [t.task_id for t in tasks]

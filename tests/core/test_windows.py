@@ -2,7 +2,8 @@
 
 import pytest
 from multigpu_master.core import events as ev
-from multigpu_master.core.model import Capability, Lease, Spec, Task, TaskError, Telemetry, WorkerInfo
+from multigpu_master.core.model import Lease, Spec, Task
+from multigpu_master.core.workers.info import Telemetry
 
 from tests.core.stage import FAILED, SPEC, Stage, held_lease, lease_of
 
@@ -27,14 +28,13 @@ def pass_s(stage: Stage, seconds: float) -> list[int]:
 
 
 def give_back(stage: Stage, lease: Lease) -> list[ev.Command]:
-    failure = ev.Failure(lease.lease_id, TaskError("Recalled", "the master recalled it"), returned=True)
-    return stage.handle(ev.Reports(lease.worker.session, failures=[failure]))
+    return stage.fail(lease, "Recalled", returned=True)
 
 
 def stuck(stage: Stage, name: str = "w0", n: int = 2) -> list[Task]:
     """n tasks with one worker of one slot, which says that it runs the first."""
     stage.worker(name, slots=1)
-    stage.core.fleet.workers[name].allowed = n
+    stage.core.fleet.workers[name].pace.allowed = n
     tasks = stage.submit(n)
     running = lease_of(tasks[0])
     stage.handle(ev.Heartbeat(running.worker.session, [held_lease(lease_of(t), running=t is tasks[0]) for t in tasks],
@@ -42,7 +42,7 @@ def stuck(stage: Stage, name: str = "w0", n: int = 2) -> list[Task]:
     return tasks
 
 
-def test_what_waits_is_recalled_for_a_worker_that_has_a_free_slot(stage: Stage) -> None:
+def test_a_waiting_lease_is_recalled_for_a_worker_with_a_free_slot(stage: Stage) -> None:
     long, short = stuck(stage)
     assert pass_s(stage, 0.2) == [], "nobody else is there"
     stage.worker("w1", slots=1)
@@ -58,7 +58,7 @@ def test_what_waits_is_recalled_for_a_worker_that_has_a_free_slot(stage: Stage) 
 
 
 @pytest.mark.parametrize("strategy", ["memory_usage", "compute_load", "round_robin", "least_loaded"])
-def test_what_was_recalled_goes_elsewhere_whatever_the_strategy_prefers(stage: Stage, strategy: str) -> None:
+def test_a_recalled_task_goes_to_another_worker_whatever_the_strategy_prefers(stage: Stage, strategy: str) -> None:
     _, short = stuck(stage)
     stage.worker("w1", slots=1)
     stage.handle(ev.SetStrategy(strategy))
@@ -95,31 +95,31 @@ def test_a_slot_in_which_a_cancelled_call_runs_on_is_not_free(stage: Stage) -> N
     assert pass_s(stage, 0.1) == [lease_of(task).lease_id]
 
 
-def test_fast_tasks_are_left_where_they_are(stage: Stage) -> None:
+def test_fast_tasks_are_not_recalled(stage: Stage) -> None:
     stage.worker("w0", slots=1)
-    stage.core.fleet.workers["w0"].allowed = 64
+    stage.core.fleet.workers["w0"].pace.allowed = 64
     tasks = stage.submit(64)
     stage.worker("w1", slots=1)
     for task in tasks:
         assert recalls(stage.report(lease_of(task), after_s=0.0005)) == []
 
 
-def test_what_waits_is_shared_out_among_free_workers(stage: Stage) -> None:
+def test_waiting_leases_are_shared_out_among_free_workers(stage: Stage) -> None:
     stuck(stage, n=41)
     for n in range(1, 4):
         stage.worker(f"w{n}", slots=1)
-        stage.core.fleet.workers[f"w{n}"].allowed = 64
+        stage.core.fleet.workers[f"w{n}"].pace.allowed = 64
     assert len(pass_s(stage, 0.06)) == 30, "ten for each, and ten stay"
 
 
-def test_a_worker_that_returns_what_nobody_asked_for_loses_it(stage: Stage) -> None:
+def test_a_lease_returned_without_a_recall_counts_as_a_loss(stage: Stage) -> None:
     _, short = stuck(stage)
     give_back(stage, lease_of(short))
     assert short.more().losses == 1
 
 
 @pytest.mark.parametrize("why", ["paused", "pinned", "runs"])
-def test_what_is_not_recalled(stage: Stage, why: str) -> None:
+def test_leases_that_run_or_could_not_move_are_not_recalled(stage: Stage, why: str) -> None:
     _, short = stuck(stage)
     stage.worker("w1", slots=1)
     if why == "paused":
@@ -132,7 +132,7 @@ def test_what_is_not_recalled(stage: Stage, why: str) -> None:
     assert lease_of(short).worker.worker_id == "w0"
 
 
-def test_the_urgent_get_the_place_of_what_was_sent_ahead(stage: Stage) -> None:
+def test_an_urgent_task_gets_the_place_of_one_that_was_sent_ahead(stage: Stage) -> None:
     stage.worker("w0", slots=1)
     first, ahead, *_ = stage.submit(8, LOW)
     stage.beat("w0")
@@ -147,7 +147,7 @@ def test_the_urgent_get_the_place_of_what_was_sent_ahead(stage: Stage) -> None:
     assert ahead.waiting
 
 
-def test_the_urgent_get_a_place_though_the_clock_was_set_back_since_they_came(stage: Stage) -> None:
+def test_an_urgent_task_gets_a_place_though_the_clock_was_set_back_since_its_submit(stage: Stage) -> None:
     stuck(stage, n=3)
     (urgent,) = stage.submit(spec=URGENT)
     urgent.submit_s += 3600
@@ -155,16 +155,16 @@ def test_the_urgent_get_a_place_though_the_clock_was_set_back_since_they_came(st
     assert urgent.lease is None
 
 
-def test_of_what_waits_the_urgent_get_the_place_of_the_last(stage: Stage) -> None:
+def test_an_urgent_task_gets_the_place_of_the_youngest_waiting_one(stage: Stage) -> None:
     """Of leases of which none is known to run the oldest probably does: it is recalled last."""
     stage.worker("w0", slots=1)
-    stage.core.fleet.workers["w0"].allowed = 3
+    stage.core.fleet.workers["w0"].pace.allowed = 3
     tasks = stage.submit(3, LOW)
     stage.submit(spec=URGENT)
     assert pass_s(stage, 0.1) == [lease_of(tasks[2]).lease_id]
 
 
-def test_the_equally_urgent_wait_their_turn(stage: Stage) -> None:
+def test_equally_urgent_tasks_recall_nothing(stage: Stage) -> None:
     stuck(stage)
     stage.submit(3)
     assert pass_s(stage, 1.0) == []
@@ -176,11 +176,11 @@ def test_a_window_narrows_while_what_runs_takes_longer_than_others_did(stage: St
     for task in stage.submit(40):
         if task.lease is not None:
             stage.report(task.lease, after_s=0.01)
-    assert worker.allowed > 20
+    assert worker.pace.allowed > 20
     stage.submit(3)
     before_s = worker.backlog_s
     pass_s(stage, 0.6)
-    assert worker.allowed == 2
+    assert worker.pace.allowed == 2
     assert worker.backlog_s > before_s + 0.5
 
 
@@ -188,7 +188,7 @@ def test_a_window_narrows_while_what_runs_takes_longer_than_others_did(stage: St
 def test_a_window_keeps_its_width_while_tasks_run_in_batches(stage: Stage, every_s: float, batch: int) -> None:
     stage.worker("w0", slots=1)
     worker = stage.core.fleet.workers["w0"]
-    worker.allowed = batch
+    worker.pace.allowed = batch
     stage.submit(1000)
 
     def run_batch() -> None:
@@ -201,9 +201,9 @@ def test_a_window_keeps_its_width_while_tasks_run_in_batches(stage: Stage, every
     widths = []
     for _ in range(8):
         run_batch()
-        before = worker.allowed
+        before = worker.pace.allowed
         pass_s(stage, every_s * 0.9)
-        widths.append((before, worker.allowed))
+        widths.append((before, worker.pace.allowed))
     assert all(after == before for before, after in widths[2:]), widths
 
 
@@ -212,9 +212,7 @@ def test_a_worker_that_was_fast_does_not_get_all_while_another_is_idle(stage: St
     failures have opened the window.
     """
     for n in range(2):
-        stage.sessions += 1
-        info = WorkerInfo(worker_id=f"w{n}", capabilities=(Capability(kind="run"),), slots=1)
-        stage.handle(ev.Hello(stage.sessions, info))
+        stage.worker(f"w{n}", slots=1)
     for n, took_s in (0, 2.0), (1, 0.4):
         other = f"w{1 - n}"
         stage.handle(ev.Cordon(other))
@@ -241,7 +239,5 @@ def test_a_recall_that_was_lost_with_its_stream_is_made_again(stage: Stage) -> N
     stage.worker("w1", slots=1)
     assert pass_s(stage, 0.1) == [lease_of(short).lease_id]
     held = [held_lease(lease_of(task), running=task is long) for task in (long, short)]
-    stage.sessions += 1
-    info = WorkerInfo(worker_id="w0", capabilities=(Capability(kind="run"),), slots=1)
-    stage.handle(ev.Hello(stage.sessions, info, leases=held))
+    stage.worker("w0", held, slots=1)
     assert pass_s(stage, 0.2) == [lease_of(short).lease_id]

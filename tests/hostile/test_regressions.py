@@ -24,9 +24,10 @@ from multigpu.v1 import device_pb2, model_pb2, task_pb2, task_service_pb2
 from multigpu.v1 import worker_service_pb2 as worker_pb
 from multigpu_master import settings
 from multigpu_master.core import events as ev
-from multigpu_master.core.model import WorkerInfo
 from multigpu_master.core.scheduler import Core, Limits
-from multigpu_master.core.workers.fleet import LOST_WORKERS_MAX, PACES_MAX, Fleet
+from multigpu_master.core.workers.fleet import LOST_WORKERS_MAX, Fleet
+from multigpu_master.core.workers.info import WorkerInfo
+from multigpu_master.core.workers.pace import PACES_MAX
 from multigpu_master.journal.protocol import JournalError
 from multigpu_master.journal.sqlite.reads import JournalReads
 from multigpu_master.rpc import queries
@@ -288,9 +289,9 @@ def test_paces_of_models_are_limited() -> None:
     worker = fleet.register(WorkerInfo(worker_id="w"))
     for n in range(PACES_MAX + 1000):
         fleet.learned(worker, ("kind", f"model-{n}"), 1, 1, 0.1 + n)
-    tables = [worker.unit_s, fleet._unit_s.told, fleet._unit_s._exact, fleet._units.told, fleet._units._exact]
+    tables = [worker.pace.unit_s, fleet._unit_s.values, fleet._unit_s._exact, fleet._units.values, fleet._units._exact]
     assert [len(table) for table in tables] == [PACES_MAX] * 5
-    assert ("kind", f"model-{PACES_MAX + 999}") in worker.unit_s
+    assert ("kind", f"model-{PACES_MAX + 999}") in worker.pace.unit_s
 
 
 def test_the_oldest_lost_worker_is_forgotten_by_the_journal_too() -> None:
@@ -311,7 +312,7 @@ def test_a_cordoned_worker_is_not_forgotten_to_make_room() -> None:
     for n in range(LOST_WORKERS_MAX + 5):
         core.handle(ev.Hello(n + 2, WorkerInfo(worker_id=f"w{n}"), []), 101.0 + n)
         core.handle(ev.SessionClosed(n + 2), 101.0 + n)
-    assert core.fleet.workers["cordoned"].cordoned
+    assert core.fleet.workers["cordoned"].cordon
     assert len(core.fleet.workers) == LOST_WORKERS_MAX + 1
 
 

@@ -15,8 +15,9 @@ from multigpu._transport.payloads import LARGE_BYTES, Reference, Writer
 from multigpu.v1 import admin_service_pb2, task_pb2, task_service_pb2
 from multigpu_master.clock import Clock
 from multigpu_master.core import events as ev
-from multigpu_master.core.model import Capability, Lease, Task, TaskError, WorkerInfo
+from multigpu_master.core.model import Lease, Task, TaskError
 from multigpu_master.core.scheduler import Core, Limits
+from multigpu_master.core.workers.info import Capability, WorkerInfo
 from multigpu_master.driver import CANCEL_TASKS, BrokenError, Driver, RunOutbox
 from multigpu_master.ids import first_id
 from multigpu_master.journal.protocol import Entry, JournalError, OutcomeFilter
@@ -271,19 +272,19 @@ async def test_after_an_event_that_failed_half_way_the_master_handles_nothing_mo
 
 async def test_a_running_master_goes_on_with_ids_that_its_journal_has_begun(stage: Stage, tmp_path: Path) -> None:
     core = stage.driver.core
-    core.begin_ids(core.ids_end - 4)
-    before = core.ids_end
+    core.state.ids.begin(core.state.ids.end - 4)
+    before = core.state.ids.end
     tasks = stage.submit("a", "b", "c")
     async with asyncio.timeout(20):
-        while core.ids_end == before:
+        while core.state.ids.end == before:
             await asyncio.sleep(0.001)
     assert all(task.task_id for task in tasks)
     (later,) = stage.submit("d")
-    assert before <= later.task_id < core.ids_end
+    assert before <= later.task_id < core.state.ids.end
     await stage.durable()
     stage.journal.close(20)
     again = SqliteJournal(tmp_path / "data", size_max_bytes=1 << 30)
-    assert first_id(again.open(stage._on_commit).epoch) >= core.ids_end
+    assert first_id(again.open(stage._on_commit).epoch) >= core.state.ids.end
     again.close(20)
 
 

@@ -7,17 +7,8 @@ import pytest
 from multigpu.daemon.metrics import Histogram, Sample
 from multigpu.v1 import device_pb2, task_pb2, worker_service_pb2
 from multigpu_master import settings
-from multigpu_master.core.model import (
-    Energy,
-    Health,
-    HealthState,
-    Outcome,
-    OutcomeState,
-    Spec,
-    Task,
-    Worker,
-    WorkerInfo,
-)
+from multigpu_master.core.model import Energy, Outcome, OutcomeState, Spec, Task, Worker
+from multigpu_master.core.workers.info import Health, HealthState, WorkerInfo
 from multigpu_master.journal.protocol import LargeBody
 from multigpu_master.telemetry.device_metrics import device_metrics, snapshots
 from multigpu_master.telemetry.latencies import Latencies

@@ -71,7 +71,7 @@ ATTEMPTS = (
     ),
     attempts(
         name="revoke not sent",
-        old="        self._ledger.out.append(ev.Revoke(worker.session, [lease.lease_id], why))\n",
+        old="        self._state.outbox.revoke(worker.session, [lease.lease_id], why)\n",
         new="",
         breaks="a worker runs on with what was taken from it",
     ),
@@ -83,21 +83,26 @@ ATTEMPTS = (
     ),
     attempts(
         name="a taken lease leaves the ranking as it was",
-        old="        self._ledger.fleet.touch(worker)\n",
+        old="        self._state.fleet.touch(worker)\n",
         new="",
         breaks="strategies go by what the worker held before",
     ),
     attempts(
         name="a run that was too long is not charged",
-        old="            self.failed(lease, error, lease.run_s, now, now)\n",
-        new="            self.lost(lease, error.message, now)\n",
+        old="""        if error is not None:
+            self._ledger.counters.requeued += 1
+            self.failed(""",
+        new="""        if error is not None:
+            self.lost(lease, error.message, now)
+        elif error is not None:
+            self.failed(""",
         breaks="P4: a task that never ends is tried for ever",
     ),
     attempts(
-        name="a settled task stays in its lane",
-        old="            self._ledger.lanes.leave(self._ledger.lane_for(task), task)\n",
+        name="a settled task stays in its class",
+        old="            self._state.classes.leave(self._ledger.class_of(task), task)\n",
         new="            pass\n",
-        breaks="the lane counts a task that has ended",
+        breaks="the class counts a task that has ended",
     ),
     attempts(
         name="a deadline is no end",
@@ -107,7 +112,7 @@ ATTEMPTS = (
     ),
     attempts(
         name="queue timeouts while workers are awaited",
-        old="        elif self._ledger.held(now):\n",
+        old="        elif self._state.hold.active(now):\n",
         new="        elif False:\n",
         breaks="a task expires in the queue that a worker is about to bring back",
         seeds=5000,
@@ -120,7 +125,7 @@ ATTEMPTS = (
     ),
     attempts(
         name="what waits in a window at its queue timeout stays there",
-        old="                self._ledger.recall(lease.worker, [lease])",
+        old="                self._state.outbox.recall(lease.worker, [lease])",
         new="                pass",
         breaks="a task begins after its queue_timeout",
     ),
@@ -232,7 +237,7 @@ ATTEMPTS = (
     ),
     attempts(
         name="a pause without end",
-        old="        ledger.timers.at(not_before_s, due)\n",
+        old="        self._state.timers.at(not_before_s, due)\n",
         new="",
         breaks="P7: a task is never tried again",
     ),

@@ -11,31 +11,36 @@ operators = partial(Mutation, module="multigpu_master.core.operators")
 EVENTS = (
     scheduler(
         name="forget the timers",
-        old="        self.timers.fire(now)\n",
+        old="        state.timers.fire(now)\n",
         new="",
         breaks="pauses, drains and silent workers never come due",
     ),
     scheduler(
         name="deadlines ignored",
-        old="        self.expiries.fire(now)\n",
-        new="",
+        old=(
+            "        for task, what in self._expiries.due(now):\n"
+            "            self._attempts.due(task, what, now)\n"
+            "        self._handlers"
+        ),
+        new="        self._handlers",
         breaks="no deadline, queue timeout or run timeout comes due",
     ),
     scheduler(
         name="tick ignores deadlines",
-        old="in (self.timers.next_s(), self.expiries.next_s()):\n",
-        new="in (self.timers.next_s(),):\n",
+        old="in (self.state.timers.next_s(), self._expiries.next_s()):\n",
+        new="in (self.state.timers.next_s(),):\n",
         breaks="the master sleeps through a deadline",
     ),
     scheduler(
         name="outcomes told twice",
-        old="            self.settled = []\n",
+        module="multigpu_master.core.outbox",
+        old="            self._settled = []\n",
         new="",
         breaks="what settled is settled again with every event",
     ),
     scheduler(
         name="duplicate request_id taken twice",
-        old="known = self.requests.get(task.request_id) if task.request_id else None",
+        old="known = ledger.requests.get(task.request_id) if task.request_id else None",
         new="known = None",
         breaks="P5: a repeated request_id makes a second task",
     ),
@@ -49,20 +54,20 @@ EVENTS = (
     ),
     scheduler(
         name="a second stream is not followed",
-        old="known.streams = (*living, event.stream)",
+        old="known.streams = (*living, stream)",
         new="pass",
         breaks="a client that attaches again never hears of its task",
     ),
     scheduler(
         name="no limits on admission",
-        old="why_not = reason or full(self, spec, len(task.payload))",
+        old="why_not = reason or full(state, queue, len(task.payload))",
         new="why_not = reason",
         breaks="P10: queues grow without end",
     ),
     scheduler(
         name="rejections ignored",
-        old="why_not = reason or full(self, spec, len(task.payload))",
-        new="why_not = full(self, spec, len(task.payload))",
+        old="why_not = reason or full(state, queue, len(task.payload))",
+        new="why_not = full(state, queue, len(task.payload))",
         breaks="tasks are taken whose deadline has passed, or that nobody can run",
     ),
     scheduler(
@@ -80,14 +85,14 @@ EVENTS = (
         seeds=1,
     ),
     scheduler(
-        name="a failed submit stays in its lane",
+        name="a failed submit stays in its class",
         old='                self._attempts.leave(task, "the master could not write the task to its journal")\n',
         new="",
         breaks="a task that the journal rejected is run",
     ),
     scheduler(
         name="a failed submit keeps its place in the accounts",
-        old="                self.close(task)\n",
+        old="                ledger.close(task)\n",
         new="",
         breaks="the room of a rejected task is never given back",
     ),
@@ -99,19 +104,19 @@ EVENTS = (
     ),
     scheduler(
         name="nobody waits for workers after a restart",
-        old="self.hold_until_s = event.hold_until_s",
-        new="self.hold_until_s = 0.0",
+        old="self.state.hold.until_s = event.hold_until_s",
+        new="self.state.hold.until_s = 0.0",
         breaks="a new master runs what workers are about to bring back",
     ),
     scheduler(
         name="the wait after a restart has no end of its own",
-        old="        self.timers.at(event.hold_until_s, lambda _now: None)\n",
+        old="        self.state.timers.at(event.hold_until_s, lambda _now: None)\n",
         new="",
         breaks="dispatch goes on after the wait only when something else happens",
     ),
     scheduler(
         name="outcomes on the disk are not forgotten",
-        old="            self.committed(task)\n",
+        old="            self.state.ledger.committed(task)\n",
         new="            pass\n",
         breaks="P10: settled tasks stay in memory",
     ),
@@ -163,56 +168,60 @@ EVENTS = (
     ),
     operators(
         name="a cordon is forgotten by a restart",
-        old="worker.cordoned, worker.cordon_reason = event.cordoned, event.cordon_reason",
-        new="pass",
+        old="Cordon(event.cordon_reason) if event.cordoned else None",
+        new="None",
         breaks="a cordoned worker gets work from the next master",
     ),
     operators(
         name="nobody is awaited",
-        old="            self._ledger.expected[worker.worker_id] = None\n",
+        old="            self._state.hold.expect(worker.worker_id)\n",
         new="            pass\n",
         breaks="a new master stops waiting when the first worker is back",
     ),
     operators(
         name="a cordon does nothing",
-        old="worker.cordoned, worker.cordon_reason = True, event.reason",
-        new="pass",
+        old='        worker.cordon = replace(worker.cordon or Cordon(""), reason=event.reason)\n',
+        new="",
         breaks="a cordoned worker gets work",
     ),
     operators(
         name="an uncordon leaves the drain",
-        old="        worker.draining, worker.drain_deadline_s = False, None\n",
-        new="",
+        old="drained, worker.cordon = worker.draining, None",
+        new="drained = worker.draining",
         breaks="a worker that is wanted again stays idle",
     ),
     operators(
         name="an uncordon is not told",
-        old="            self._ledger.out.append(ev.Desire(worker.session, draining=False))\n",
-        new="            pass\n",
+        old="        if drained:\n            self._state.outbox.desire(worker)\n",
+        new="",
         breaks="the worker believes that it is being drained",
     ),
     operators(
         name="a drain gets new work",
-        old="worker.cordoned, worker.draining, worker.drain_deadline_s = True, True, deadline_s",
-        new="worker.drain_deadline_s = deadline_s",
+        old="draining=True, drain_deadline_s=deadline_s)\n        self._state.outbox.desire(worker)\n",
+        new=(
+            "draining=True, drain_deadline_s=deadline_s)\n"
+            "        self._state.outbox.desire(worker)\n"
+            "        worker.cordon = None\n"
+        ),
         breaks="a draining worker is given work",
     ),
     operators(
         name="a drain is not told",
-        old="self._ledger.out.append(ev.Desire(worker.session, draining=True,",
-        new="_ = (ev.Desire(worker.session, draining=True,",
+        old="drain_deadline_s=deadline_s)\n        self._state.outbox.desire(worker)\n",
+        new="drain_deadline_s=deadline_s)\n",
         breaks="the worker does not know that it is being drained",
     ),
     operators(
         name="a drain has no deadline",
-        old="            self._ledger.timers.at(deadline_s, end)\n",
+        old="            self._state.timers.at(deadline_s, end)\n",
         new="            pass\n",
         breaks="what runs past the deadline of a drain runs on",
     ),
     operators(
         name="a drain is interrupted early",
-        old="            self._ledger.timers.at(deadline_s, end)\n",
-        new="            self._ledger.timers.at(deadline_s - 0.5, end)\n",
+        old="            self._state.timers.at(deadline_s, end)\n",
+        new="            self._state.timers.at(deadline_s - 0.5, end)\n",
         breaks="P6: leases are taken before the deadline of the drain",
     ),
     operators(
@@ -231,33 +240,36 @@ EVENTS = (
     ),
     operators(
         name="a forgotten worker is still awaited",
-        old="if ledger.expected.pop(event.worker_id, event) is None and not ledger.expected:",
-        new="if False:",
+        old="        self._state.hold.arrived(event.worker_id, now)\n",
+        new="",
         breaks="the fleet waits for a worker that an operator has forgotten",
         seeds=2000,
     ),
     operators(
         name="a forgotten worker comes back",
-        old="        ledger.out.append(ev.WorkerChanged(worker, remember=True, gone=True))\n",
-        new="",
+        old=(
+            "        self._state.hold.arrived(event.worker_id, now)\n"
+            "        self._state.outbox.worker_changed(worker, remember=True, gone=True)\n"
+        ),
+        new="        self._state.hold.arrived(event.worker_id, now)\n",
         breaks="a forgotten worker is remembered by the next master",
     ),
     operators(
         name="a changed worker is not remembered",
-        old="members_changed(worker)\n        self._ledger.out.append(ev.WorkerChanged(worker, remember=True))\n",
-        new="members_changed(worker)\n        self._ledger.out.append(ev.WorkerChanged(worker))\n",
+        old="members_changed(worker)\n        self._state.outbox.worker_changed(worker, remember=True)\n",
+        new="members_changed(worker)\n        self._state.outbox.worker_changed(worker)\n",
         breaks="a cordon does not survive a restart",
     ),
     operators(
         name="an uncordon does not fill the worker",
-        old="        self._ledger.fleet.members_changed(worker)\n",
+        old="        self._state.fleet.members_changed(worker)\n",
         new="",
         breaks="rankings and pins go by who was there before",
     ),
     operators(
         name="a strategy change forgets what waits",
-        old="            ledger.strategy = event.name\n            ledger.retry_all = True\n",
-        new="            ledger.strategy = event.name\n",
+        old="            self._state.classes.offer_all()\n",
+        new="",
         breaks="tasks that the old strategy had no worker for wait on under the new one",
         seeds=5000,
     ),

@@ -329,12 +329,12 @@ JOURNAL = (
     Mutation(
         module="multigpu_master.core.scheduler",
         name="another task is given the one that waits",
-        old="                if other is not None:\n",
-        new="                if False:\n",
+        old="        if other is not None:\n            return other\n",
+        new="",
         breaks="P5: a request_id that is used again gives another task's result",
     ),
     Mutation(
-        module="multigpu_master.core.ledger",
+        module="multigpu_master.core.ephemeral",
         name="an ephemeral task's payload is forgotten",
         old="                payload_crc(task)\n",
         new="                pass\n",

@@ -13,13 +13,14 @@ strategies = partial(Mutation)
 LEDGER = (
     ledger(
         name="a lease is recalled again and again",
+        module="multigpu_master.core.outbox",
         old="            lease.recalled = worker.session\n",
         new="            pass\n",
         breaks="a worker that runs a lease is asked for it twenty times a second",
     ),
     fleet(
         name="what runs long teaches nothing",
-        old="            worker.allowed = min(worker.allowed, window)\n",
+        old="            pace.allowed = min(pace.allowed, window)\n",
         new="",
         breaks="more tasks are sent to a worker that is held up",
         checker="stories",
@@ -69,31 +70,33 @@ LEDGER = (
     ),
     fleet(
         name="a window wider than the worker said",
+        module="multigpu_master.core.workers.pace",
         old="min(int(rate * WINDOW_S), info.window_tasks))",
         new="int(rate * WINDOW_S))",
         breaks="P10: a fast worker is given more than it said it takes",
     ),
     fleet(
         name="a new session has the old one's window",
-        old="        worker.allowed = min(worker.info.slots + 1, worker.info.window_tasks)\n",
+        module="multigpu_master.core.workers.pace",
+        old="        self.allowed = narrow_window(info)\n",
         new="",
         breaks="P10: a worker that comes back narrower is given too much",
     ),
     fleet(
         name="bytes of a window don't come back",
-        old="        worker.leased_bytes -= len(task.payload)\n",
+        old="        worker.leased_bytes -= payload_bytes\n",
         new="",
         breaks="the window shrinks with every task",
     ),
     fleet(
         name="promised memory does not come back",
-        old="        worker.leased_memory_bytes -= task.spec.memory_bytes\n",
+        old="        worker.leased_memory_bytes -= sum([lease.task.spec.memory_bytes for lease in leases])\n",
         new="",
         breaks="the device's memory shrinks with every task",
     ),
     fleet(
         name="backlogs only grow",
-        old="        worker.backlog_s = max(0.0, worker.backlog_s - lease.cost_s) if worker.leases else 0.0\n",
+        old="        worker.backlog_s = max(0.0, worker.backlog_s - cost_s) if worker.leases else 0.0\n",
         new="",
         breaks="a worker is shunned for what it did",
     ),
@@ -123,8 +126,8 @@ LEDGER = (
     ),
     model(
         name="windows are off by one",
-        old="len(self.leases) >= self.allowed or",
-        new="len(self.leases) > self.allowed or",
+        old="len(self.leases) >= self.pace.allowed or",
+        new="len(self.leases) > self.pace.allowed or",
         breaks="P10: a worker holds one lease more than it may",
     ),
     model(
@@ -135,8 +138,8 @@ LEDGER = (
     ),
     model(
         name="a cordon doesn't count",
-        old="not (self.cordoned or self.draining or self.stopping or self.quarantined)",
-        new="not (self.draining or self.stopping or self.quarantined)",
+        old="not (self.cordon or self.stopping or self.quarantined)",
+        new="not (self.stopping or self.quarantined)",
         breaks="a cordoned worker gets work",
     ),
     model(
@@ -171,6 +174,7 @@ LEDGER = (
     ),
     ledger(
         name="a lease that ends frees nothing",
+        module="multigpu_master.core.workers.fleet",
         old="        self.freed[lease.worker] = None\n",
         new="",
         breaks="tasks wait although a worker has room again",
@@ -183,7 +187,7 @@ LEDGER = (
     ),
     ledger(
         name="outcomes on their way are not counted",
-        old="            self.uncommitted_bytes += _outcome_bytes(task)\n",
+        old="            self.uncommitted_bytes += outcome_bytes(task)\n",
         new="            pass\n",
         breaks="P10: outcomes pile up without end",
     ),
@@ -203,20 +207,23 @@ LEDGER = (
     ),
     ledger(
         name="ephemeral outcomes without limit",
-        old="        while self._ephemeral_bytes > self.limits.ephemeral_bytes_max:\n",
+        module="multigpu_master.core.ephemeral",
+        old="        while self.size_bytes > self._bytes_max:\n",
         new="        while False:\n",
         breaks="P10: ephemeral outcomes pile up",
     ),
     ledger(
         name="ephemeral outcomes live for ever",
-        old="        self.timers.at(due_s, self._expire_ephemeral)\n",
+        module="multigpu_master.core.ephemeral",
+        old="        self._timers.at(due_s, self._expire)\n",
         new="",
         breaks="P10: ephemeral outcomes outlive their time",
     ),
     ledger(
         name="ephemeral outcomes are forgotten at once",
-        old="            if not self._ephemeral or self._ephemeral[0][0] > now:\n",
-        new="            if not self._ephemeral:\n",
+        module="multigpu_master.core.ephemeral",
+        old="            if not self._heap or self._heap[0][0] > now:\n",
+        new="            if not self._heap:\n",
         breaks="ephemeral outcomes are gone before their time",
     ),
     timers(
@@ -250,8 +257,8 @@ LEDGER = (
     strategies(
         name="loading a model costs nothing",
         module="multigpu_master.strategies.auto",
-        old="        return others == 0 or queued * fleet.expected_s(worker, shape) / others > load_s\n",
-        new="        return others != 0 or queued * fleet.expected_s(worker, shape) / others > load_s\n",
+        old="        return 1 + int(load_s * others / fleet.expected_s(worker, shape))\n",
+        new="        return 1 + int(load_s * max(1, others) / fleet.expected_s(worker, shape))\n",
         breaks="a task whose model nobody has loaded waits for ever",
     ),
     strategies(

@@ -1,12 +1,16 @@
-"""Mutations of who gets what: dispatch.py, core/placement/ranking.py, lanes.py, recall.py."""
+"""Mutations of which task goes to which worker: core/placement/."""
 
 from functools import partial
 
 from tests.mutations.mutation import Mutation
 
 dispatch = partial(Mutation, module="multigpu_master.core.placement.dispatch")
-placement = partial(Mutation, module="multigpu_master.core.placement.ranking")
-lanes = partial(Mutation, module="multigpu_master.core.placement.lanes")
+ranking = partial(Mutation, module="multigpu_master.core.placement.ranking")
+wait_lists = partial(Mutation, module="multigpu_master.core.placement.wait_lists")
+placement = partial(Mutation, module="multigpu_master.core.placement.placement")
+obstacles = partial(Mutation, module="multigpu_master.core.placement.obstacles")
+resource_classes = partial(Mutation, module="multigpu_master.core.placement.resource_classes")
+restart = partial(Mutation, module="multigpu_master.core.restart")
 recall = partial(Mutation, module="multigpu_master.core.placement.recall")
 
 PLACEMENT = (
@@ -54,8 +58,8 @@ PLACEMENT = (
     ),
     recall(
         name="nobody looks at windows again",
-        old="        self._arm(now)\n        ledger",
-        new="        ledger",
+        old="        self._arm(now)\n        for worker",
+        new="        for worker",
         breaks="a lease that was too young to be recalled never is",
     ),
     recall(
@@ -74,7 +78,7 @@ PLACEMENT = (
         checker="stories",
         seeds=1,
     ),
-    placement(
+    ranking(
         name="a ranking keeps what has changed",
         old="                if pushed.get(worker, worker.version) != worker.version:\n",
         new="                if pushed.get(worker, worker.version) < worker.version - 1:\n",
@@ -82,20 +86,20 @@ PLACEMENT = (
     ),
     dispatch(
         name="dispatch while the fleet is awaited",
-        old="if ledger.held(now) or ledger.clogged():",
-        new="if ledger.clogged():",
+        old="if state.hold.active(now) or state.ledger.clogged():",
+        new="if state.ledger.clogged():",
         breaks="a new master runs what workers are about to bring back",
     ),
     dispatch(
         name="dispatch while the journal can't follow",
-        old="if ledger.held(now) or ledger.clogged():",
-        new="if ledger.held(now):",
+        old="if state.hold.active(now) or state.ledger.clogged():",
+        new="if state.hold.active(now):",
         breaks="P10: outcomes pile up without end",
     ),
     dispatch(
         name="paused queues dispatch",
-        old="None if lane.queue.paused else placement.choose(strategy, lane)",
-        new="placement.choose(strategy, lane)",
+        old="None if queue.paused else state.placement.choose(strategy, resource_class)",
+        new="state.placement.choose(strategy, resource_class)",
         breaks="a paused queue dispatches",
     ),
     dispatch(
@@ -116,68 +120,68 @@ PLACEMENT = (
         new="",
         breaks="P4: attempts without end",
     ),
-    dispatch(
+    restart(
         name="lease_ids are given twice",
-        old="        ledger.next_id += 1\n",
-        new="",
+        old="        self.next_id += 1\n        return self.next_id - 1\n",
+        new="        return self.next_id\n",
         breaks="P2: the fencing token fences nothing",
     ),
     dispatch(
-        name="the next lane of a wait list is not tried",
-        old="                lanes.granted(lane)\n        for worker",
+        name="the next class of a wait list is not tried",
+        old="                classes.granted(resource_class)\n        for worker",
         new="                pass\n        for worker",
         breaks="tasks wait although a worker has room",
     ),
     dispatch(
         name="wait lists wait for changes of members",
-        old="        elif lanes.parked and (freed or moved):\n",
+        old="        elif classes.parked and (freed or moved):\n",
         new="        elif False:\n",
         breaks="tasks wait although a worker has room again",
     ),
-    dispatch(
+    wait_lists(
         name="a window that has room again is not noticed",
-        old="            for waiting in list(lanes.windows.values()):\n",
-        new="            for waiting in ():\n",
+        old="        for wait_list in list(self.windows.values()):\n",
+        new="        for wait_list in ():\n",
         breaks="tasks wait although a window has room again",
     ),
-    dispatch(
+    wait_lists(
         name="a worker that was freed is not tried for its own keys",
-        old="                if (waiting := lanes.pins.get(worker)) is not None:\n",
-        new="                if False:\n",
+        old="            if (wait_list := self.pins.get(worker)) is not None:\n",
+        new="            if False:\n",
         breaks="tasks of a pinned key wait although their worker has room",
     ),
     dispatch(
-        name="whatever a lane waits for, it is a window",
+        name="whatever a class waits for, it is a window",
         old="elif pin is None and fleet.open.keys().isdisjoint(able.keys()):",
         new="elif pin is None:",
         breaks="tasks wait for room in a window, and lack something else",
         seeds=5000,
     ),
     dispatch(
-        name="paused lanes are parked like others",
-        old="            lanes.pause(lane)\n            return\n",
+        name="paused classes are parked like others",
+        old="            classes.pause(resource_class)\n            return\n",
         new="            pass\n",
-        breaks="every event tries the lanes of all paused queues",
+        breaks="every event tries the classes of all paused queues",
         checker="stories",
         seeds=1,
     ),
-    lanes(
-        name="who waits for something else leaves nobody in charge",
+    wait_lists(
+        name="a class that waits for something else leaves none offered",
         old="            self.offer_first(before)  # what",
         new="            pass  # what",
         breaks="tasks wait although a worker has room",
         seeds=5000,
     ),
-    lanes(
-        name="a lane that ends takes the turn of its wait list with it",
-        old="        if offered and waiting is not None:\n",
+    wait_lists(
+        name="a class that ends takes the offer of its wait list with it",
+        old="        if offered and wait_list is not None:\n",
         new="        if False:\n",
         breaks="tasks wait although a worker has room",
         checker="stories",
         seeds=1,
     ),
-    lanes(
-        name="a lane goes on past an older one of its wait list",
+    wait_lists(
+        name="a class goes on past an older one of its wait list",
         old="            if entry < first:\n",
         new="            if True:\n",
         breaks="a task goes before one with the better right",
@@ -198,71 +202,74 @@ PLACEMENT = (
     ),
     dispatch(
         name="a task goes back to where it failed",
-        old="            if extra is not None and is_one_of(worker, apart):\n",
-        new="            if extra is not None and extra.broke and is_one_of(worker, apart):\n",
+        old="        if not is_one_of(worker, avoided):\n",
+        new="        if not extra.broke or not is_one_of(worker, avoided):\n",
         breaks="a worker on which everything fails at once eats the attempts of every task",
         checker="stories",
         seeds=1,
     ),
     dispatch(
         name="a retry loads its model anywhere",
-        old="if other and (extra.broke or worthwhile(ledger.fleet, strategy, lane.base, other, lane.crowd.live)):",
-        new="if other:",
+        old=(
+            "        if other"
+            " and (extra.broke or backlog_suffices(fleet, strategy, backlog.base, other, backlog.size + 1)):\n"
+        ),
+        new="        if other:\n",
         breaks="a task that fails has its model loaded on worker after worker",
         checker="stories",
         seeds=1,
     ),
     dispatch(
         name="a worker that loads a model is not looked at again",
-        old="                self._unpark_loading()\n",
+        old="                self._offer_loading(loads)\n",
         new="                pass\n",
         breaks="tasks wait although a worker is loading their model",
         seeds=20000,
     ),
     dispatch(
         name="a worker that comes is not tried",
-        old="ledger.retry_all or self._membership != fleet.membership",
-        new="ledger.retry_all",
+        old="        if self._membership != fleet.membership:\n",
+        new="        if False:\n",
         breaks="what waits is not offered to a fleet that has changed",
     ),
-    placement(
+    ranking(
         name="full windows get more",
         old="if not worker.accepting or worker.full:",
         new="if not worker.accepting:",
         breaks="P10: a worker holds more than it may",
     ),
-    placement(
+    ranking(
         name="workers that take nothing get work",
         old="if not worker.accepting or worker.full:",
         new="if worker.full:",
         breaks="a cordoned, draining or lost worker gets work",
     ),
-    placement(
+    obstacles(
         name="device memory is promised twice",
         old="    free -= worker.leased_memory_bytes\n",
         new="",
         breaks="tasks are given memory that was given to others",
     ),
-    placement(
+    ranking(
         name="device memory ignored",
         old="        if short_of_memory(worker, self._shape) is not None:\n            return\n",
         new="",
         breaks="a task is given to a device without the memory for it",
     ),
-    placement(
+    ranking(
         name="exclusions of a strategy ignored",
         old="        if self.strategy.excludes(self._shape, worker, self._fleet) is not None:\n            return\n",
         new="",
         breaks="a strategy's exclusions don't exclude",
         seeds=2000,
     ),
-    placement(
+    ranking(
         name="stale ranks count",
         old="            if heap[0][2] != worker.version:\n",
         new="            if False:\n",
         breaks="a worker is chosen by what it was",
     ),
-    placement(
+    ranking(
         name="the worst worker first",
         old="        heappush(heap, (score, worker.last_dispatch,",
         new="        heappush(heap, (-score, worker.last_dispatch,",
@@ -270,33 +277,33 @@ PLACEMENT = (
         checker="stories",
         seeds=1,
     ),
-    placement(
+    ranking(
         name="rankings forget the newest change",
         old="            for worker in fleet.changes[self._cursor - fleet.changes_base :]:\n",
         new="            for worker in fleet.changes[self._cursor - fleet.changes_base : -1]:\n",
         breaks="the worker that changed last is not ranked",
     ),
-    placement(
+    ranking(
         name="rankings outlive the fleet that they rank",
         old="anew = self._members != fleet.membership or self._averages != fleet.averages",
         new="anew = self._members == -1 or self._averages != fleet.averages",
         breaks="workers that came, went or changed keep their old rank",
     ),
-    placement(
+    ranking(
         name="rankings outlive the averages",
         old="anew = self._members != fleet.membership or self._averages != fleet.averages",
         new="anew = self._members != fleet.membership",
         breaks="ranks go by averages that have moved",
         seeds=2000,
     ),
-    placement(
+    ranking(
         name="workers set aside never come back",
         old="            self._bring_back(queued)\n",
         new="            pass\n",
         breaks="a worker that was not worth it once is never worth it again",
         seeds=5000,
     ),
-    placement(
+    ranking(
         name="workers set aside come back for their number alone",
         old="        if self._resident != self._fleet.resident_workers(self._shape):\n",
         new="        if False:\n",
@@ -304,7 +311,7 @@ PLACEMENT = (
         checker="stories",
         seeds=1,
     ),
-    placement(
+    ranking(
         name="workers come back for one task too many",
         old="        while aside and aside[0][0] <= queued:\n",
         new="        while aside and aside[0][0] < queued:\n",
@@ -312,37 +319,30 @@ PLACEMENT = (
         seeds=5000,
     ),
     placement(
-        name="what is enough is halved once too often",
-        old="        while enough < QUEUED_MAX and enough - too_few > 1:\n",
-        new="        while False:\n",
-        breaks="tasks that are enough for a loading wait for more",
-        seeds=5000,
-    ),
-    placement(
-        name="nobody waits for a crowd to grow",
-        old="        crowd.waits_to_grow = worker is None and ranking.has_room()\n",
+        name="nobody waits for a backlog to grow",
+        old="        backlog.waits_to_grow = worker is None and ranking.has_room()\n",
         new="",
         breaks="tasks that were too few for a loading wait when they are enough",
         checker="stories",
         seeds=1,
     ),
     dispatch(
-        name="lanes that one event left over wait for another",
+        name="classes that one event left over wait for another",
         old="                    self.unfinished_s = now\n",
         new="",
         breaks="tasks wait for any other event though a worker could have them",
     ),
     dispatch(
-        name="crowds that may grow wait with all of their shape",
-        old="        elif pin is None and lane.crowd.waits_to_grow:\n",
+        name="backlogs that may grow wait with all of their shape",
+        old="        elif pin is None and resource_class.backlog.waits_to_grow:\n",
         new="        elif False:\n",
         breaks="tasks that were too few for a loading wait when they are enough",
         checker="stories",
         seeds=1,
     ),
-    lanes(
+    wait_lists(
         name="requirements that nothing has any more count",
-        old="                self._crowds_of[lane.queue.name] -= 1\n",
+        old="                self._backlogs_of[queue] -= 1\n",
         new="",
         breaks="tasks are rejected for the requirements of others that are gone",
         checker="stories",
@@ -362,105 +362,110 @@ PLACEMENT = (
     ),
     placement(
         name="who comes takes no keys",
-        old="            elif came:\n",
+        old="            elif joined:\n",
         new="            elif False:\n",
         breaks="a worker that comes does not get the keys that are its own",
         seeds=2000,
     ),
     placement(
         name="pinned windows are never full",
-        old="            if worker is None or worker.full or short_of_memory(worker, lane.shape) is not None:\n",
-        new="            if worker is None or short_of_memory(worker, lane.shape) is not None:\n",
+        old=(
+            "            if worker is None or worker.full or short_of_memory(worker"
+            ", resource_class.shape) is not None:\n"
+        ),
+        new="            if worker is None or short_of_memory(worker, resource_class.shape) is not None:\n",
         breaks="P10: a worker holds more than it may",
     ),
-    lanes(
+    wait_lists(
         name="priority ignored",
-        old="        heappush(self._heap, (lane.priority, head.task_id, lane.ticket, lane))\n",
-        new="        heappush(self._heap, (0, head.task_id, lane.ticket, lane))\n",
+        old="        return resource_class.priority, head.task_id, self._tickets, resource_class\n",
+        new="        return 0, head.task_id, self._tickets, resource_class\n",
         breaks="tasks of a lower priority go first",
     ),
-    lanes(
+    resource_classes(
         name="what comes back goes to the very front",
-        old="while len(older) < SORTED_IN and (head := lane.head()) is not None and head.task_id < task.task_id:",
+        old="while len(older) < SORTED_IN and (head := self.head()) is not None and head.task_id < task.task_id:",
         new="while False:",
         breaks="a task that comes back goes before older ones",
     ),
-    lanes(
+    resource_classes(
         name="what comes back goes to the end",
-        old="            for each in (task, *reversed(older)):\n                lane.prepend(each)\n",
-        new="            for each in reversed(older):\n                lane.prepend(each)\n"
-        "            lane.append(task)\n",
+        old="            self._prepend(each)\n",
+        new="            (self.append if each is task else self._prepend)(each)\n",
         breaks="a task that comes back waits behind younger ones",
     ),
-    lanes(
+    wait_lists(
         name="what comes back is not offered",
-        old="                lane.prepend(each)\n        self.offer(lane)\n",
-        new="                lane.prepend(each)\n",
-        breaks="P7: a lane with tasks is not tried",
+        old="        resource_class.put_back(task)\n        self.offer(resource_class)\n",
+        new="        resource_class.put_back(task)\n",
+        breaks="P7: a class with tasks is not tried",
     ),
-    lanes(
+    resource_classes(
         name="a hollow entry is filled twice",
-        old="        if task.part is None:\n            older",
-        new="        if True:\n            older",
-        breaks="a task stands in its lane twice",
+        old="            return  # its hollow entry is filled again\n",
+        new="            pass  # its hollow entry is filled again\n",
+        breaks="a task stands in its class twice",
         seeds=5000,
     ),
-    lanes(
+    wait_lists(
         name="offered and parked",
-        old="        self.parked.pop(lane, None)\n        head = lane.head()\n",
-        new="        head = lane.head()\n",
-        breaks="a lane is tried although it is set aside",
+        old="        self.parked.pop(resource_class, None)\n        heappush(self._heap",
+        new="        heappush(self._heap",
+        breaks="a class is tried although it is set aside",
     ),
-    lanes(
+    wait_lists(
         name="a change of members leaves some parked",
-        old="        for lane in self.parked:\n            head = lane.head()\n",
-        new="        for lane in list(self.parked)[:1]:\n            head = lane.head()\n",
-        breaks="a lane is not tried when everything may have changed",
+        old="        for resource_class in self.parked:\n",
+        new="        for resource_class in list(self.parked)[:1]:\n",
+        breaks="a class is not tried when everything may have changed",
     ),
-    lanes(
+    resource_classes(
         name="hollow entries are dispatched",
         old="                if task.waiting:\n                    return task\n",
         new="                if True:\n                    return task\n",
         breaks="a task that was cancelled is given to a worker",
     ),
-    lanes(
-        name="a lane keeps its place when its head has gone",
+    wait_lists(
+        name="a class keeps its place when its head has gone",
         old="            if head.task_id != task_id:\n",
         new="            if False:\n",
         breaks="the place of an older task that left is used by a younger one",
         seeds=2000,
     ),
-    lanes(
+    wait_lists(
         name="a taken task is still counted",
-        old='        """Takes the head off the lane that came first."""\n        lane.pop()\n        lane.live -= 1\n',
-        new='        """Takes the head off the lane that came first."""\n        lane.pop()\n',
-        breaks="the lane counts a task that is leased",
+        old=".stretch = None\n        resource_class.size -= 1\n",
+        new=".stretch = None\n",
+        breaks="the class counts a task that is leased",
     ),
-    lanes(
-        name="a crowd counts what was taken",
-        old='        """Takes the head off the lane that came first."""\n'
-        "        lane.pop()\n        lane.live -= 1\n        lane.crowd.live -= 1\n",
-        new='        """Takes the head off the lane that came first."""\n        lane.pop()\n        lane.live -= 1\n',
+    wait_lists(
+        name="a backlog counts what was taken",
+        old=".stretch = None\n        resource_class.size -= 1\n        resource_class.backlog.size -= 1\n",
+        new=".stretch = None\n        resource_class.size -= 1\n",
         breaks="a model is loaded for tasks that are gone",
     ),
-    lanes(
-        name="a crowd counts what has left",
-        old="        lane.live -= 1\n        lane.crowd.live -= 1\n        if lane.live == 0:\n",
-        new="        lane.live -= 1\n        if lane.live == 0:\n",
+    wait_lists(
+        name="a backlog counts what has left",
+        old=(
+            "        resource_class.size -= 1\n"
+            "        resource_class.backlog.size -= 1\n"
+            "        if resource_class.size == 0:\n"
+        ),
+        new="        resource_class.size -= 1\n        if resource_class.size == 0:\n",
         breaks="a model is loaded for tasks that are gone",
     ),
-    lanes(
-        name="hollow lanes are never rebuilt",
-        old="        if 2 * part.left > len(tasks):\n",
+    resource_classes(
+        name="hollow stretches are never rebuilt",
+        old="        if 2 * stretch.left > len(tasks):\n",
         new="        if False:\n",
         breaks="P10: cancelled tasks stay in memory",
         checker="stories",
         seeds=1,
     ),
-    lanes(
-        name="an emptied lane is not forgotten",
-        old="        if self.by_key.pop(lane.key(), None) is not None:\n",
+    wait_lists(
+        name="an emptied class is not forgotten",
+        old="        if self.by_key.pop(resource_class.key(), None) is not None:\n",
         new="        if False:\n",
-        breaks="P10: lanes in which nothing waits stay in memory",
+        breaks="P10: classes in which nothing waits stay in memory",
     ),
 )

@@ -67,7 +67,7 @@ QUARANTINE = (
     ),
     quarantine(
         name="a reset looks at nobody",
-        old="        for worker in list(self._ledger.fleet.sessions.values()):\n            self._judge(worker, now)\n",
+        old="        for worker in list(self._state.fleet.sessions.values()):\n            self._judge(worker, now)\n",
         new="",
         breaks="who is sick when the breaker is reset goes on working",
     ),
@@ -91,8 +91,8 @@ QUARANTINE = (
     ),
     quarantine(
         name="a suspected device costs an attempt",
-        old="            extra.forgiven += (device,)  # and it stays",
-        new="            extra.forgiven += ()  # and it stays",
+        old="            extra.forgiven += (device,)  # it stays",
+        new="            extra.forgiven += ()  # it stays",
         breaks="a device on which different tasks fail costs them an attempt",
     ),
     quarantine(
@@ -103,7 +103,7 @@ QUARANTINE = (
     ),
     quarantine(
         name="suspects without comparison",
-        old=" and any(w.device_key != device for w in self._ledger.fleet.sessions.values())",
+        old=" and any(w.device_key != device for w in self._state.fleet.sessions.values())",
         new="",
         breaks="the only device is taken out of work for its tasks' faults",
     ),

@@ -5,7 +5,7 @@ from functools import partial
 from tests.mutations.mutation import Mutation
 
 residency = partial(Mutation, module="multigpu_master.core.workers.residency", checker="models", seeds=300)
-turns = partial(Mutation, module="multigpu_master.core.workers.load_reservations", checker="models", seeds=300)
+reservations = partial(Mutation, module="multigpu_master.core.workers.load_reservations", checker="models", seeds=300)
 stories = partial(Mutation, module="multigpu_master.core.workers.residency", checker="stories", seeds=1)
 
 RESIDENCY = (
@@ -70,29 +70,30 @@ RESIDENCY = (
         new=" for model_id, m in self.offered.items()}",
         breaks="a pinned name doesn't follow the current version",
     ),
-    turns(
-        name="models of a turn go on taking leases",
-        old="        residency.retiring = dict.fromkeys(going)\n",
-        new="        residency.retiring = {}\n",
-        breaks="room for a model that has its turn is never free",
+    reservations(
+        name="models that retire go on taking leases",
+        module="multigpu_master.core.workers.residency",
+        old="self.room_for, self.retiring = model, dict.fromkeys(retiring)",
+        new="self.room_for, self.retiring = model, {}",
+        breaks="room for a model that has a reservation is never free",
         checker="stories",
         seeds=1,
     ),
-    turns(
-        name="a turn is for ever",
-        old='            residency.room_for, residency.retiring = "", {}\n',
+    reservations(
+        name="a reservation is for ever",
+        old="            worker.residency.end_reservation()\n",
         new="            pass\n",
         breaks="models that made room never come back",
     ),
-    turns(
+    reservations(
         name="a rest is never over",
-        old="            residency.resting = False\n",
+        old="            worker.residency.resting = False\n",
         new="            pass\n",
         breaks="a worker that has loaded once never makes room again",
         checker="stories",
         seeds=1,
     ),
-    turns(
+    reservations(
         name="pinned models make room",
         old="m not in pinned and m not in important",
         new="m not in important",
@@ -100,7 +101,7 @@ RESIDENCY = (
         checker="stories",
         seeds=1,
     ),
-    turns(
+    reservations(
         name="important models make room",
         old="m not in pinned and m not in important",
         new="m not in pinned",

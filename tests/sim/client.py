@@ -40,7 +40,9 @@ def use_for_another(master: Master, ask: Ask) -> None:
     core = master.core
     assert core is not None, "it has just been asked"
     live, stored = core.requests.get(ask.request_id), master.journal.by_request.get(ask.request_id)
-    dice = zlib.crc32(f"{ask.request_id} {core.next_id}".encode())  # the world's own dice are left as they are
+    dice = zlib.crc32(
+        f"{ask.request_id} {core.state.ids.next_id}".encode()
+    )  # the world's own dice are left as they are
     if dice % 8 or (live is None and (stored is None or not ask.spec.durable)):
         return
     spec, payload = ask.spec, ask.payload

@@ -24,7 +24,7 @@ from multigpu_master.strategies.registry import load_strategies
 from multigpu_master.wire import outcomes as wire_outcomes
 from multigpu_master.wire import tasks as wire_tasks
 
-from tests.sim.invariants import Invariants
+from tests.sim.invariants.core import Invariants
 from tests.sim.journal import Rows, SimJournal, SimLoop
 from tests.sim.world import Inbox, Link, ViolationError, World
 
@@ -209,7 +209,7 @@ class Master:
         self.invariants.before(event)
         commands = core.handle(event, self.now)
         if core.unfinished:
-            coverage["core: lanes left for the next event"] += 1
+            coverage["core: classes left for the next event"] += 1
         for command in commands:
             coverage[type(command).__name__] += 1
             if world.tracing:
@@ -355,7 +355,7 @@ class Master:
             if task.spec.durable:
                 durable.append((task, self._outcomes.write(task)))
         if durable:
-            if self.core is not None and self.core.clogged():
+            if self.core is not None and self.core.state.ledger.clogged():
                 self.world.coverage["core: nothing dispatched for outcomes not written"] += 1
 
             def done(error: JournalError | None) -> None:

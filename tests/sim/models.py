@@ -19,9 +19,9 @@ from heapq import heappop, heappush
 from random import Random
 
 from multigpu_master.core import events as ev
-from multigpu_master.core.model import Capability, Lease, Spec, Task, TaskError, Telemetry, WorkerInfo
+from multigpu_master.core.model import Lease, Spec, Task, TaskError
 from multigpu_master.core.scheduler import Core, Limits
-from multigpu_master.core.workers.residency import Model, ModelState, Resident
+from multigpu_master.core.workers.info import Capability, Model, ModelState, Resident, Telemetry, WorkerInfo
 from multigpu_master.strategies.registry import load_strategies
 
 from tests.sim.world import ViolationError
@@ -316,7 +316,11 @@ class ModelWorld:
             elif shelf.session in self._turns:
                 self.coverage["turns"] += 1
                 self.drains_s = max(self.drains_s, now - self._turns.pop(shelf.session))
-        waiting = {lane.base.model: lane for lane in self.core.lanes.by_key.values() if lane.live}
+        waiting = {
+            resource_class.base.model: resource_class
+            for resource_class in self.core.classes.by_key.values()
+            if resource_class.size
+        }
         served = {x.task.spec.model for w in fleet.workers.values() for x in w.leases.values()}
         for model in [m for m in self.asked_s if m not in waiting or m in served]:
             self._judge(model, now - self.asked_s.pop(model))

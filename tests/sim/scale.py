@@ -17,8 +17,9 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from multigpu_master.core import events as ev
-from multigpu_master.core.model import Capability, Lease, Spec, Task, Telemetry, WorkerInfo
+from multigpu_master.core.model import Lease, Spec, Task
 from multigpu_master.core.scheduler import Core, Limits
+from multigpu_master.core.workers.info import Capability, Telemetry, WorkerInfo
 from multigpu_master.strategies.registry import load_strategies
 
 STRATEGIES = load_strategies()
@@ -115,7 +116,7 @@ class Fleet:
                     self._busy.append(command.session)
                 self.held[command.session] += command.leases
             elif isinstance(command, ev.RenewIds):
-                self._do("renew", ev.IdsRenewed(self.core.ids_end), 1)
+                self._do("renew", ev.IdsRenewed(self.core.state.ids.end), 1)
             elif isinstance(command, ev.Settled):
                 self.settled += len(command.tasks)
                 self._do("commit", ev.SettlesCommitted(command.tasks), len(command.tasks))

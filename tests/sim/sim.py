@@ -7,15 +7,15 @@ its outcomes, the journal nothing left to do, and in some worlds every worker mu
 
 Worlds come in three sizes. Most are small, since most bugs need a worker or two, a few tasks and a few faults in the
 right order: a million small worlds see more such orders than a thousand large ones. The few large ones are for what
-only shows in numbers: full windows, long lanes, rankings.
+only shows in numbers: full windows, long classes, rankings.
 """
 
 from dataclasses import dataclass
 from random import Random
 
-from multigpu_master.core.model import Capability, Outcome, Spec, WorkerInfo
+from multigpu_master.core.model import Outcome, Spec
 from multigpu_master.core.scheduler import Limits
-from multigpu_master.core.workers.residency import Model
+from multigpu_master.core.workers.info import Capability, Model, WorkerInfo
 
 from tests.sim.client import Ask, Client
 from tests.sim.faults import Faults
@@ -236,7 +236,7 @@ class Simulation:
 
     def _at_rest(self) -> bool:
         core = self.master.core
-        if not self._healed_s or core is None or core.unsettled or core.uncommitted_bytes:
+        if not self._healed_s or core is None or core.unsettled or core.state.ledger.uncommitted_bytes:
             return False
         if not self.master.journal.idle or self.master.journaling._pending:
             return False
@@ -291,8 +291,8 @@ class Simulation:
                 raise ViolationError(f"{worker.info.worker_id} holds leases {list(worker.held.leases)} for ever")
             if known is not None and known.session and known.quarantined:
                 raise ViolationError(f"{worker.info.worker_id} is quarantined for ever")
-            if known is not None and known.session and (known.cordoned or known.draining):
-                raise ViolationError(f"{worker.info.worker_id} is {known.cordon_reason} for ever")
+            if known is not None and known.session and known.cordon:
+                raise ViolationError(f"{worker.info.worker_id} is {known.cordon.reason} for ever")
 
     def _judge_outcomes(self, ask: Ask, outcomes: list[Outcome]) -> None:
         states = {o.state.name for o in outcomes}

@@ -6,13 +6,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from multigpu_master.core import admission, timers
-from multigpu_master.core.placement import dispatch, lanes
-from multigpu_master.core.placement import ranking as placement
+from multigpu_master.core.placement import dispatch, placement, resource_classes, wait_lists
 from multigpu_master.core.workers import fleet
 
 SMALL = (
-    (lanes, "PART", 4),
-    (lanes, "HOLLOW_MIN", 2),
+    (resource_classes, "STRETCH", 4),
+    (wait_lists, "STALE_MIN", 2),
     (timers, "SWEEP_MIN", 4),
     (fleet, "CHANGES_MAX", 32),
     (admission, "SHAPES_MAX", 3),

@@ -75,7 +75,7 @@ def test_everything_that_can_occur_does() -> None:
         "worker: went on from a checkpoint",
         "worker: yielded on after a resume",
         "core: adopted leases",
-        "core: lanes left for the next event",
+        "core: classes left for the next event",
         "core: requeued",
         "core: stale reports",
         "core: nothing dispatched for outcomes not written",
@@ -93,15 +93,15 @@ FOUND = {
     "a dead letter requeued twice ran twice": 141,
     # test_a_worker_whose_clock_is_wrong_does_not_decide_how_long_an_outcome_is_kept
     "a worker with a wrong clock decided how long outcomes were kept": 215,
-    # test_who_joins_tasks_that_are_on_their_way_to_a_full_disk_is_told
+    # test_a_client_that_joins_tasks_on_their_way_to_a_full_disk_gets_their_rejection
     "a client that joined tasks which then found no room waited for ever": 628332,
     # test_a_device_that_got_well_while_the_master_was_away_is_back
     "a device that got well while the master was away stayed quarantined for ever": 19314,
-    # test_the_urgent_get_a_place_though_the_clock_was_set_back_since_they_came
+    # test_an_urgent_task_gets_a_place_though_the_clock_was_set_back_since_its_submit
     "an urgent task waited behind others until a clock that was set back had caught up": 19362,
     # test_a_sick_worker_that_was_away_when_it_was_reset_is_quarantined_when_it_is_back
     "a sick worker that was away when the breaker was reset got work": 5001692,
-    # test_a_queue_with_another_strategy_waits_with_those_of_the_old_one_no_more
+    # test_a_queue_with_another_strategy_leaves_the_wait_list_of_the_old_one
     "a queue with another strategy went on waiting with those of the old one": 5062136,
     # No fault of the master's: what it must not be blamed for.
     "a drain's deadline passed while the master was away, and a report of then came too late": 610549,
@@ -117,7 +117,7 @@ FOUND = {
 
 
 @pytest.mark.parametrize("seed", FOUND.values(), ids=FOUND.keys())
-def test_what_was_found_once_stays_away(seed: int) -> None:
+def test_seeds_that_found_a_bug_pass(seed: int) -> None:
     tally = run_portion([seed])
     assert not tally.failures, told(tally)
 
@@ -130,7 +130,7 @@ def test_the_core_at_scale_settles_all() -> None:
     assert "drained" in done.stdout
 
 
-def test_who_joins_tasks_that_are_on_their_way_to_a_full_disk_is_told() -> None:
+def test_a_client_that_joins_tasks_on_their_way_to_a_full_disk_gets_their_rejection() -> None:
     """A client that wants outcomes only submits, breaks off and submits again: the tasks are still on their way, and
     then find no room. It must hear of that, or it waits for ever.
     """

@@ -12,13 +12,20 @@ from __future__ import annotations
 from functools import partial
 
 from multigpu_master.core import events as ev
-from multigpu_master.core.model import HEALTHY, Health, HealthReason, HealthState, TaskError, Telemetry, WorkerInfo
-from multigpu_master.core.workers.residency import Resident
+from multigpu_master.core.model import TaskError
+from multigpu_master.core.workers.info import (
+    HEALTHY,
+    Health,
+    HealthReason,
+    HealthState,
+    Resident,
+    Telemetry,
+    WorkerInfo,
+)
 from multigpu_worker.session import session as ws
 
-from tests.sim.invariants import check
 from tests.sim.master import PROOFS, Grant, Master
-from tests.sim.world import Inbox, Link, World
+from tests.sim.world import Inbox, Link, World, check
 
 SPEC = ws.Spec(kind="sim")
 # How long a call that hears nothing goes on after it is cancelled, until its engine is ended and another is there.

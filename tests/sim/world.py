@@ -21,6 +21,11 @@ class ViolationError(AssertionError):
     """The core broke a promise."""
 
 
+def check(holds: object, message: str, *args: object) -> None:
+    if not holds:
+        raise ViolationError(message % args if args else message)
+
+
 class World:
     """The clock, the heap of what is to happen, and the trace of what did. `coverage` counts what occurred, by name."""
 

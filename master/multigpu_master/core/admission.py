@@ -1,80 +1,47 @@
-"""Who is let in: why a task is rejected, in words that say the remedy."""
+"""Why a task is rejected, and what to do about it."""
 
 import difflib
 
 from multigpu_master.core import events as ev
-from multigpu_master.core.ledger import Ledger
-from multigpu_master.core.model import Spec
-from multigpu_master.core.placement.lanes import shape_of
+from multigpu_master.core.model import Queue, Spec, shape_of
+from multigpu_master.core.state import State
+from multigpu_master.core.workers.fleet import Fleet
 
 DEADLINE_EXCEEDED, RESOURCE_EXHAUSTED, FAILED_PRECONDITION, UNAVAILABLE = 4, 8, 9, 14
 QUEUES_MAX = 10_000
-# Different requirements of a queue's waiting tasks: each of those for which no worker has room costs some microseconds
-# whenever one of their workers is freed.
+# Shapes of a queue's waiting tasks: each for which no worker has room costs some microseconds whenever one of its
+# workers is freed.
 SHAPES_MAX = 1_000
-# A rejection that lists hundreds of models is read by nobody.
+# Names that a rejection lists.
 NAMED_MAX = 20
-# Among more models, or for a longer name, none that is near is sought: all others would wait for that.
+# With more models, or a longer name, no similar name is searched: that would hold up all other clients.
 NEAR_MODELS_MAX, NEAR_NAME_MAX = 64, 64
 
 
-def rejection(ledger: Ledger, spec: Spec, now: float) -> ev.Rejection | None:
+def rejection(state: State, spec: Spec, now: float) -> ev.Rejection | None:
     """Why no task of this spec can be taken."""
     if spec.deadline_s is not None and spec.deadline_s <= now:
         return ev.Rejection(DEADLINE_EXCEEDED, "the deadline has already passed; set a later one or none")
-    if spec.queue not in ledger.queues and len(ledger.queues) >= QUEUES_MAX and not ledger.prune_queues():
+    queues = state.ledger.queues
+    if spec.queue not in queues and len(queues) >= QUEUES_MAX and not state.ledger.prune_queues():
         return ev.Rejection(RESOURCE_EXHAUSTED, f"there are {QUEUES_MAX} queues already; use one of them")
-    if ledger.lanes.too_many_shapes(spec.queue, spec, SHAPES_MAX):
+    if state.classes.too_many_shapes(spec, SHAPES_MAX):
         what = (
             f"tasks of {SHAPES_MAX} different requirements (kind, model, labels and device memory) wait in queue "
             f"{spec.queue!r} already; use fewer of them, or try again later"
         )
-        return ev.Rejection(RESOURCE_EXHAUSTED, what, ledger.limits.retry_delay_s)
-    fleet = ledger.fleet
-    # Without a connected worker nobody knows what the fleet will run.
+        return ev.Rejection(RESOURCE_EXHAUSTED, what, state.limits.retry_delay_s)
+    fleet = state.fleet
+    # Without a connected worker it is unknown what the fleet will run.
     if spec.wait_for_worker or not fleet.sessions or fleet.eligible(shape_of(spec)):
         return None
-    return ev.Rejection(FAILED_PRECONDITION, unplaceable(ledger, spec))
+    return ev.Rejection(FAILED_PRECONDITION, unplaceable(fleet, spec))
 
 
-def unplaceable(ledger: Ledger, spec: Spec) -> str:
-    """Why no worker that the master knows could ever take a task of this spec, in words."""
-    workers = list(ledger.fleet.workers.values())
-    if not workers:
-        return "no worker has joined this master yet; start one"
-    wait = "start one, or set wait_for_worker to queue the task until one comes"
-    failed = ledger.fleet.load_error(spec.model) if spec.model else None
-    if failed is not None:
-        worker, error = failed
-        return f"model {spec.model!r} can't be loaded on {worker.worker_id}: {error}; mend the model, or {wait}"
-    kinds = sorted({c.kind for w in workers for c in w.info.capabilities})
-    if spec.kind not in kinds:
-        return f"no worker runs kind {spec.kind!r} (the fleet runs {_some(kinds)}); {wait}"
-    models = sorted({m for w in workers for c in w.info.capabilities if c.kind == spec.kind for m in c.models})
-    if spec.model and models and spec.model not in models:
-        return f"no worker has model {spec.model!r} for kind {spec.kind!r}{_there(spec.model, models)}; {wait}"
-    shape = shape_of(spec)
-    why = "; ".join(f"{w.worker_id}: {ledger.fleet.unfit(w, shape)}" for w in workers[:5])
-    return f"no worker could ever take this task ({why}); {wait}"
-
-
-def _there(asked: str, models: list[str]) -> str:
-    seek = len(models) <= NEAR_MODELS_MAX and len(asked) <= NEAR_NAME_MAX
-    near = difflib.get_close_matches(asked, models, n=1) if seek else []
-    hint = f", did you mean {near[0]!r}?" if near else ""
-    return f"{hint} (the fleet has {_some(models)})"
-
-
-def _some(names: list[str]) -> str:
-    """The names, or the first of them and how many more there are."""
-    more = f" and {len(names) - NAMED_MAX} more" if len(names) > NAMED_MAX else ""
-    return f"{', '.join(names[:NAMED_MAX])}{more}"
-
-
-def full(ledger: Ledger, spec: Spec, size: int) -> ev.Rejection | None:
-    """Why there is no room for another task with a payload of so many bytes."""
-    limits, queue = ledger.limits, ledger.queue(spec.queue)
-    if ledger.next_id >= ledger.ids_end:
+def full(state: State, queue: Queue, size: int) -> ev.Rejection | None:
+    """Why there is no room for another task with a payload of `size` bytes."""
+    limits, ledger, ids = state.limits, state.ledger, state.ids
+    if ids.next_id >= ids.end:
         what = "the master waits for its journal to begin new task ids; try again in a moment"
         return ev.Rejection(UNAVAILABLE, what, limits.retry_delay_s)
     if ledger.unsettled >= limits.tasks_max:
@@ -88,3 +55,34 @@ def full(ledger: Ledger, spec: Spec, size: int) -> ev.Rejection | None:
     else:
         return None
     return ev.Rejection(RESOURCE_EXHAUSTED, what + "; try again later", limits.retry_delay_s)
+
+
+def unplaceable(fleet: Fleet, spec: Spec) -> str:
+    """Why no known worker could ever take a task of this spec."""
+    workers = list(fleet.workers.values())
+    if not workers:
+        return "no worker has joined this master yet; start one"
+    wait = "start one, or set wait_for_worker to queue the task until one comes"
+    failed = fleet.load_error(spec.model) if spec.model else None
+    if failed is not None:
+        worker, error = failed
+        return f"model {spec.model!r} can't be loaded on {worker.worker_id}: {error}; fix the model, or {wait}"
+    kinds = sorted({c.kind for w in workers for c in w.info.capabilities})
+    if spec.kind not in kinds:
+        return f"no worker runs kind {spec.kind!r} (the fleet runs {_listed(kinds)}); {wait}"
+    models = sorted({m for w in workers for c in w.info.capabilities if c.kind == spec.kind for m in c.models})
+    if spec.model and models and spec.model not in models:
+        search = len(models) <= NEAR_MODELS_MAX and len(spec.model) <= NEAR_NAME_MAX
+        near = difflib.get_close_matches(spec.model, models, n=1) if search else []
+        hint = f", did you mean {near[0]!r}?" if near else ""
+        there = f"{hint} (the fleet has {_listed(models)})"
+        return f"no worker has model {spec.model!r} for kind {spec.kind!r}{there}; {wait}"
+    shape = shape_of(spec)
+    why = "; ".join(f"{w.worker_id}: {fleet.unfit(w, shape)}" for w in workers[:5])
+    return f"no worker could ever take this task ({why}); {wait}"
+
+
+def _listed(names: list[str]) -> str:
+    """The names, or the first of them and how many more there are."""
+    more = f" and {len(names) - NAMED_MAX} more" if len(names) > NAMED_MAX else ""
+    return f"{', '.join(names[:NAMED_MAX])}{more}"

@@ -1,17 +1,17 @@
-"""What becomes of a task when a lease ends otherwise than well: another attempt, or the end.
+"""What happens to a task when a lease ends without success: another attempt, or the end.
 
-- An attempt that failed, or ran when its worker was lost, is charged to the task; the next one comes after a pause, on
-  another device if one may have it then, and past attempts_max the task is a dead letter.
+- An attempt that failed, or ran when its worker was lost, is charged to the task. The next one comes after a pause, on
+  another device if one is free then; after attempts_max the task is a dead letter.
 - A lease that only waited in a window is not charged. But a task that is lost too often that way is suspected of
-  killing its workers before they can say that it runs: each loss after the first lengthens its pause, which parts it
-  from the innocent tasks that were lost with it, and in the end it is a dead letter too.
+  killing its workers before they can report that it runs: each loss after the first lengthens its pause, which
+  separates it from the innocent tasks that were lost with it, and in the end it is a dead letter too.
 """
 
 from collections.abc import Callable
 
-from multigpu_master.core import events as ev
-from multigpu_master.core.ledger import RUN_GRACE_S, Ledger
+from multigpu_master.core.ledger import RUN_GRACE_S
 from multigpu_master.core.model import Lease, Outcome, OutcomeState, Task, TaskError, Worker
+from multigpu_master.core.state import State
 from multigpu_master.core.timers import Due
 
 # Times a task may be in the window of a lost worker without having run, before it is suspected of killing workers.
@@ -23,18 +23,17 @@ NOT_BEGUN = "it was not begun in time"
 class Attempts:
     """See the module. `random` yields 0.0 <= x < 1.0."""
 
-    def __init__(self, ledger: Ledger, random: Callable[[], float]) -> None:
-        self._ledger = ledger
+    def __init__(self, state: State, random: Callable[[], float]) -> None:
+        self._state = state
+        self._ledger = state.ledger
         self._random = random
 
-    # --- leases that end ---------------------------------------------------------------------------------------------
+    # --- released leases ---------------------------------------------------------------------------------------------
 
     def failed(
         self, lease: Lease, error: TaskError, start_s: float, finish_s: float, now: float, *, condemned: bool = False
     ) -> None:
-        """A released lease was an attempt, and it failed: the next one after a pause, or the end. `condemned`: the end,
-        however many attempts are left.
-        """
+        """The attempt failed: the next one follows after a pause, unless none is left or the task is `condemned`."""
         task, worker = lease.task, lease.worker
         extra = task.more()
         extra.last_error, extra.avoids = error, worker.device_key
@@ -49,10 +48,11 @@ class Attempts:
         self._ledger.settle(task, outcome)
 
     def lost(self, lease: Lease, message: str, now: float, *, sick: bool = False) -> None:
-        """A released lease is not charged: another try costs nothing, but there is an end to it. Not to those that a
-        sick device gives back.
+        """The lease is not charged: its task is requeued, up to LOSSES_MAX times. A `sick` device's returns don't
+        count.
         """
         task, worker = lease.task, lease.worker
+        self._ledger.counters.requeued += 1
         self._uncharge(lease)
         if sick:
             self._requeue(task, now, 0.0)
@@ -62,16 +62,26 @@ class Attempts:
         if extra.losses <= LOSSES_MAX:
             self._requeue(task, now, 0.0 if extra.losses == 1 else self._backoff_s(task, extra.losses - 1))
             return
-        error = TaskError("WorkerLost", f"{message}; so ended {extra.losses} leases of this task")
+        error = TaskError("WorkerLost", f"{message}; {extra.losses} leases of this task ended like this")
         outcome = Outcome(
             OutcomeState.DEAD_LETTERED, now, error=error,
             dispatch_s=lease.dispatch_s, worker_id=worker.worker_id, device_id=worker.info.device_id,
         )  # fmt: skip
         self._ledger.settle(task, outcome)
 
+    def worker_lost(self, lease: Lease, now: float) -> None:
+        """The lease's worker was lost."""
+        worker_id = lease.worker.worker_id
+        if lease.running:
+            self._ledger.counters.requeued += 1
+            error = TaskError("WorkerLost", f"worker {worker_id} was lost while it ran the task")
+            self.failed(lease, error, lease.run_s, now, now)
+        else:
+            self.lost(lease, f"worker {worker_id} was lost", now)
+
     def spare(self, lease: Lease, now: float, after_s: float) -> None:
-        """A released lease is not charged, however often that happens: its worker had no room for it, or was asked to
-        return it.
+        """The lease is not charged, however often that happens: its worker had no room for it, or was asked to return
+        it.
         """
         self._uncharge(lease)
         if lease.recalled:
@@ -80,20 +90,17 @@ class Attempts:
         self.overdue(lease.task, now)
 
     def _uncharge(self, lease: Lease) -> None:
-        """The lease was no attempt."""
         task = lease.task
         if task.attempts == lease.attempt:
             task.attempts -= 1
 
-    def pause(self, task: Task, now: float, after_s: float) -> None:
-        """Has a task that was taken off its lane come back to it after a while."""
-        self._requeue(task, now, after_s)
+    # --- live leases -------------------------------------------------------------------------------------------------
 
     def take_back(self, lease: Lease, error: TaskError | None, now: float) -> None:
-        """Takes a lease from its worker, which is told. With an error the attempt counts."""
+        """Takes a lease from its worker. With an error the attempt counts."""
         self._withdraw(lease, "taken back by the master" if error is None else error.message)
-        self._ledger.counters.requeued += 1
         if error is not None:
+            self._ledger.counters.requeued += 1
             self.failed(lease, error, lease.run_s, now, now)
         else:
             self.lost(lease, f"worker {lease.worker.worker_id} lost or gave up the lease", now)
@@ -107,10 +114,10 @@ class Attempts:
         worker = lease.worker
         del worker.leases[lease.lease_id]
         self._ledger.release(lease)
-        self._ledger.fleet.touch(worker)
-        self._ledger.out.append(ev.Revoke(worker.session, [lease.lease_id], why))
+        self._state.fleet.touch(worker)
+        self._state.outbox.revoke(worker.session, [lease.lease_id], why)
 
-    # --- tasks that end by no report ---------------------------------------------------------------------------------
+    # --- tasks that end without a report -----------------------------------------------------------------------------
 
     def end(self, task: Task, state: OutcomeState, error: TaskError, now: float) -> None:
         """Settles a task wherever it is."""
@@ -123,11 +130,11 @@ class Attempts:
         self._ledger.settle(task, outcome)
 
     def leave(self, task: Task, why: str) -> None:
-        """Takes a task from its worker, which is told, or from its lane."""
+        """Takes a task from its worker or out of its resource class."""
         if task.lease is not None:
             self._withdraw(task.lease, why)
         elif task.waiting:
-            self._ledger.lanes.leave(self._ledger.lane_for(task), task)
+            self._state.classes.leave(self._ledger.class_of(task), task)
 
     def due(self, task: Task, what: Due, now: float) -> None:
         """An instant of an unsettled task has come."""
@@ -136,14 +143,14 @@ class Attempts:
             self.end(task, OutcomeState.EXPIRED, error, now)
         elif what is Due.RUN_TIMEOUT:
             self._run_timeout(task, now)
-        elif self._ledger.held(now):
-            # It may be with a worker that is still to come back.
-            self._ledger.expiries.at(self._ledger.hold_until_s, task, what)
+        elif self._state.hold.active(now):
+            # A worker that is still to come back may have it.
+            self._ledger.expiries.at(self._state.hold.until_s, task, what)
         else:
             self._queue_timeout(task, now)
 
     def overdue(self, task: Task, now: float) -> bool:
-        """Ends a task that waits past its deadline or its queue_timeout; whether it did."""
+        """Ends a task that waits past its deadline or its queue_timeout. Returns whether it has ended."""
         spec = task.spec
         if spec.deadline_s is not None and spec.deadline_s <= now:
             self.due(task, Due.DEADLINE, now)
@@ -152,24 +159,24 @@ class Attempts:
         return task.outcome is not None
 
     def _queue_timeout(self, task: Task, now: float) -> None:
-        """The lease of the first attempt is recalled, and its worker has a session_timeout to return it, or to say that
-        it began in time.
+        """A lease of the first attempt is recalled; its worker has a session_timeout to return it, or to report that it
+        began in time.
         """
         lease, timeout_s = task.lease, task.spec.queue_timeout_s
         if timeout_s is None or task.attempts > (lease is not None) or (lease is not None and lease.running):
             return
-        due_s = task.submit_s + timeout_s + self._ledger.limits.session_timeout_s
+        due_s = task.submit_s + timeout_s + self._state.limits.session_timeout_s
         if lease is not None and now < due_s:
             if lease.recalled != lease.worker.session:
-                self._ledger.recall(lease.worker, [lease])
+                self._state.outbox.recall(lease.worker, [lease])
             self._ledger.expiries.at(due_s, task, Due.QUEUE_TIMEOUT)
             return
         error = TaskError("QueueTimeout", "no worker began the task within its queue_timeout", retryable=False)
         self.end(task, OutcomeState.EXPIRED, error, now)
 
     def _run_timeout(self, task: Task, now: float) -> None:
-        """Should the worker fail to end an attempt that runs too long, the master takes the lease back itself; and so,
-        uncharged, one that was not begun for as long, unless the worker loads its model.
+        """Takes back an attempt that its worker failed to end in time; uncharged, if the worker did not begin it in
+        that time and is not loading its model.
         """
         lease, timeout_s = task.lease, task.spec.run_timeout_s
         if lease is None or timeout_s is None:
@@ -192,18 +199,8 @@ class Attempts:
 
     # --- back to the queue -------------------------------------------------------------------------------------------
 
-    def _backoff_s(self, task: Task, tries: int) -> float:
-        """Doubles with each try, jittered by up to half, so that tasks that failed together don't return together."""
-        spec = task.spec
-        pause_s = min(spec.backoff_initial_s * 2.0 ** max(0, tries - 1), spec.backoff_max_s)
-        return pause_s * (1.0 - 0.5 * self._random())
-
-    def _requeue(self, task: Task, now: float, after_s: float) -> None:
-        """Puts a released task back into its lane, now or after a pause."""
-        ledger = self._ledger
-        if after_s <= 0.0:
-            ledger.lanes.put_back(ledger.lane_for(task), task)
-            return
+    def pause(self, task: Task, now: float, after_s: float) -> None:
+        """Requeues a task that was taken out of its class, after a while."""
         not_before_s = task.more().not_before_s = now + after_s
 
         def due(_now: float) -> None:
@@ -211,6 +208,19 @@ class Attempts:
             assert extra is not None, "a task that paused has one"
             if task.task_id and task.outcome is None and extra.not_before_s == not_before_s:
                 extra.not_before_s = 0.0
-                ledger.lanes.put_back(ledger.lane_for(task), task)
+                self._state.classes.put_back(self._ledger.class_of(task), task)
 
-        ledger.timers.at(not_before_s, due)
+        self._state.timers.at(not_before_s, due)
+
+    def _requeue(self, task: Task, now: float, after_s: float) -> None:
+        """Requeues a released task, now or after a pause."""
+        if after_s > 0.0:
+            self.pause(task, now, after_s)
+        else:
+            self._state.classes.put_back(self._ledger.class_of(task), task)
+
+    def _backoff_s(self, task: Task, tries: int) -> float:
+        """Doubles with each try, jittered by up to half, so that tasks that failed together don't return together."""
+        spec = task.spec
+        pause_s = min(spec.backoff_initial_s * 2.0 ** max(0, tries - 1), spec.backoff_max_s)
+        return pause_s * (1.0 - 0.5 * self._random())

@@ -3,21 +3,17 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from multigpu_master.core.model import (
+from multigpu_master.core.model import Energy, Lease, Payload, Spec, Task, TaskError, Worker
+from multigpu_master.core.workers.info import (
     HEALTHY,
     Capability,
-    Energy,
+    EngineReport,
     Health,
-    Lease,
-    Payload,
-    Spec,
-    Task,
-    TaskError,
+    Model,
+    Resident,
     Telemetry,
-    Worker,
     WorkerInfo,
 )
-from multigpu_master.core.workers.residency import Model, Resident
 
 
 @dataclass(slots=True)
@@ -46,7 +42,7 @@ class StreamClosed:
 
 @dataclass(slots=True)
 class Submit:
-    """New tasks of one spec. Answered by `Submitted`. `stream` follows their outcomes; 0: nobody does."""
+    """New tasks of one spec. Answered by `Submitted`. `stream` follows their outcomes; 0: none does."""
 
     spec: Spec
     tasks: Sequence[Task]
@@ -62,10 +58,13 @@ class Cancel:
     withdrawn: bool = False  # by the client that submitted them: their request_ids are free
 
 
+# --- events: the journal ---------------------------------------------------------------------------------------------
+
+
 @dataclass(slots=True)
 class SubmitFailed:
-    """The journal could not write these tasks: they were never submitted. Those that had not ended by then have no
-    task_id any more, which tells whoever was promised one.
+    """The journal could not write these tasks: they were never submitted. Those that had not ended lose their task_id,
+    by which the caller that waits for it knows.
     """
 
     tasks: Sequence[Task]
@@ -87,8 +86,8 @@ class IdsRenewed:
 
 @dataclass(slots=True)
 class Recover:
-    """What the journal remembers, at the start. Nothing is dispatched before hold_until_s, so that workers that
-    outlived the last master can bring back their leases.
+    """What the journal holds, at the start. Nothing is dispatched before hold_until_s, so that workers that outlived
+    the last master can bring back their leases.
     """
 
     tasks: Sequence[Task]
@@ -100,7 +99,7 @@ class Recover:
 
 @dataclass(slots=True)
 class HeldLease:
-    """A lease that a worker says it holds."""
+    """A lease that a worker reports as held."""
 
     lease_id: int
     task_id: int
@@ -115,8 +114,8 @@ class HeldLease:
 
 @dataclass(slots=True)
 class Hello:
-    """A session begins. Ends any other session of the same worker. Answered by `Welcome`. Of the leases only those
-    count whose ids are below `ids_end`: others are of a journal that is not ours.
+    """A session begins. Ends any other session of the same worker. Answered by `Welcome`. Leases with ids of `ids_end`
+    or above are another journal's and don't count.
     """
 
     session: int
@@ -127,7 +126,7 @@ class Hello:
 
 @dataclass(slots=True)
 class Catalog:
-    """What a worker offers, in place of what its hello said."""
+    """What a worker offers, in place of what its hello listed."""
 
     capabilities: tuple[Capability, ...]
     models: tuple[Model, ...]
@@ -142,16 +141,14 @@ class Heartbeat:
     models: tuple[Resident, ...] = ()
     stopping: bool = False
     health: Health = HEALTHY
-    embedding_cache: bytes | None = None
-    mps: bytes = b""
+    engine: EngineReport = field(default_factory=EngineReport)
     catalog: Catalog | None = None  # None: as before
-    handlers: bytes = b""
     occupied_slots: int = 0
 
 
 @dataclass(slots=True)
 class Failure:
-    """A lease whose task did not succeed: the attempt failed, or it never was one and the task was returned."""
+    """A lease whose task did not succeed: the attempt failed, or it was none and the task was returned."""
 
     lease_id: int
     error: TaskError
@@ -161,7 +158,7 @@ class Failure:
 
 @dataclass(slots=True)
 class Reports:
-    """A worker's word about leases that ran together: those that succeeded, with a result each, and the others. Times
+    """A worker's report on leases that ran together: those that succeeded, with a result each, and the others. Times
     since the epoch, by the worker's clock; 0.0: unknown.
     """
 
@@ -221,7 +218,7 @@ class Forget:
 
 @dataclass(slots=True)
 class RegisterWorker:
-    """A worker known from before the restart; it is lost until it says hello."""
+    """A worker known from before the restart; it is lost until its hello."""
 
     info: WorkerInfo
     cordoned: bool = False
@@ -242,7 +239,7 @@ class LoadModel:
 
 @dataclass(slots=True)
 class UnloadModel:
-    """A worker is to unload a model, once what is leased on it is done. A name without version: all its versions."""
+    """A worker is to unload a model, once its leases are done. A name without version: all its versions."""
 
     worker_id: str
     model: str
@@ -256,7 +253,7 @@ class SetStrategy:
 
 @dataclass(slots=True)
 class ConfigureQueue:
-    """None: as it was."""
+    """None: unchanged."""
 
     queue: str
     paused: bool | None = None
@@ -273,7 +270,7 @@ class RestoreBreaker:
 
 @dataclass(slots=True)
 class ResetBreaker:
-    """A person has looked: sick devices may be quarantined again."""
+    """Sick devices may be quarantined again."""
 
 
 @dataclass(slots=True)
@@ -295,25 +292,25 @@ Event = (
 @dataclass(slots=True)
 class Submitted:
     """The answer to Submit: for each task, in order, the task that now stands for it (another one, if its request_id
-    was known) or why it was not taken. `fresh` are the new ones: durable ones go to the journal before anyone is told.
-    `owed` is how many outcomes the stream waits for now that it did not wait for before.
+    was known) or why it was not taken. `fresh` are the new ones: durable ones go to the journal before they are
+    acknowledged. `pending` is how many more outcomes the stream waits for now.
     """
 
     results: list[Task | Rejection]
     fresh: list[Task]
-    owed: int = 0
+    pending: int = 0
 
 
 @dataclass(slots=True)
 class Cancelled:
-    """The answer to Cancel: those that this event ended."""
+    """The answer to Cancel: the tasks that this event ended."""
 
     tasks: list[Task]
 
 
 @dataclass(slots=True)
 class Settled:
-    """These tasks ended: write the durable ones to the journal, tell who follows them."""
+    """These tasks ended: write the durable ones to the journal, and send their outcomes to the streams."""
 
     tasks: list[Task]
 
@@ -347,7 +344,7 @@ class Revoke:
 
 @dataclass(slots=True)
 class Recall:
-    """Ask the worker to return these, as far as it has not begun them."""
+    """Ask the worker to return the leases that it has not begun."""
 
     session: int
     lease_ids: list[int]
@@ -355,7 +352,7 @@ class Recall:
 
 @dataclass(slots=True)
 class Desire:
-    """Tell the worker what is wanted of it: this, the checks that it was asked for, which models are to stay or go."""
+    """Send the worker what is wanted of it: this, the checks asked for, which models are to stay or go."""
 
     session: int
     draining: bool
@@ -379,7 +376,7 @@ class Forward:
 
 @dataclass(slots=True)
 class WorkerChanged:
-    """Something an operator may watch. `remember`: what survives a restart changed too. `gone`: it was forgotten."""
+    """Something that operators may watch. `remember`: what survives a restart changed too. `gone`: it was forgotten."""
 
     worker: Worker
     remember: bool = False
@@ -388,7 +385,7 @@ class WorkerChanged:
 
 @dataclass(slots=True)
 class BreakerChanged:
-    """The circuit breaker tripped, with a message that calls for a person; or it was reset. Remember it."""
+    """The circuit breaker tripped, with a message for a person; or it was reset. Survives a restart."""
 
     tripped_s: float  # 0.0: it was reset
     message: str = ""

@@ -1,25 +1,22 @@
-"""What there is, and the accounts of it: tasks, queues, leases, and what the event at hand has brought about.
+"""The accounts: which tasks and queues there are, and how much is in each.
 
-Every task is in exactly one account: queued (in its lane, or waiting out a pause), leased, or settled. The methods
-here move a task from one account to the next and nothing else does, so the sums can't drift.
-
-A settled task stays until the journal has its outcome; after that the journal answers for it. Ephemeral ones stay for
-their time to live, within a limit of bytes.
+Every task is in exactly one account: queued (in its resource class, or in a pause), leased, or settled. Only the
+methods here move a task from one account to another, so the sums can't drift. A settled task stays until the journal
+has its outcome; after that the journal answers for it.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from heapq import heappop, heappush
 
-from multigpu_master.core import events as ev
-from multigpu_master.core.identity import payload_crc
-from multigpu_master.core.model import EPOCH_IDS, Lease, Outcome, OutcomeState, Queue, Task, Worker
-from multigpu_master.core.placement.lanes import Lane, Lanes, partition_of
-from multigpu_master.core.placement.ranking import Placement
+from multigpu_master.core.ephemeral import EphemeralOutcomes, outcome_bytes
+from multigpu_master.core.model import Lease, Outcome, OutcomeState, Queue, Task, Worker, partition_of
+from multigpu_master.core.outbox import Outbox
+from multigpu_master.core.placement.resource_classes import ResourceClass
+from multigpu_master.core.placement.wait_lists import ResourceClasses
 from multigpu_master.core.task_table import TaskTable
-from multigpu_master.core.timers import FIRE_MAX, Due, Expiries, Timers
+from multigpu_master.core.timers import Due, Expiries, Timers
 from multigpu_master.core.workers.fleet import Fleet
+from multigpu_master.core.workers.pace import Key
 from multigpu_master.strategies.base import Strategy
 
 # How long after an attempt's run_timeout the master waits for the worker to have ended it.
@@ -33,12 +30,12 @@ class Limits:
     tasks_max: int = 10_000_000  # unsettled
     bytes_max: int = 4 << 30  # payloads and partial outputs of unsettled tasks
     ephemeral_bytes_max: int = 256 << 20  # results of settled ephemeral tasks
-    uncommitted_bytes_max: int = 1 << 30  # outcomes that the journal has not written yet; past it nothing is dispatched
+    uncommitted_bytes_max: int = 1 << 30  # outcomes that the journal has not written; beyond it nothing is dispatched
     session_timeout_s: float = 5.0
     memory_threshold: float = 0.8
-    breaker_share: float = 0.3  # of the connected devices; past it nothing more is quarantined by itself
+    breaker_share: float = 0.3  # of the connected devices; beyond it quarantines need an operator
     breaker_window_s: float = 600.0
-    retry_delay_s: float = 1.0  # what a client past a limit is told to wait
+    retry_delay_s: float = 1.0  # what a rejected client is told to wait
 
 
 @dataclass(slots=True)
@@ -56,59 +53,34 @@ class Counters:
 
 
 class Ledger:
-    """See the module. The rooms of the core (attempts, sessions, operators, dispatch) work on one of these."""
+    """See the module."""
 
-    def __init__(self, strategies: dict[str, Strategy], limits: Limits, first_id: int, strategy: str) -> None:
+    def __init__(
+        self, limits: Limits, strategies: dict[str, Strategy], strategy: str, fleet: Fleet, classes: ResourceClasses,
+        timers: Timers, outbox: Outbox,
+    ) -> None:  # fmt: skip
         self.limits = limits
         self.strategies = strategies
-        self.strategy = strategy
+        self.strategy = strategy  # the fleet's
         self.tasks = TaskTable()
         self.requests: dict[str, Task] = {}
         self.queues: dict[str, Queue] = {}
-        self.lanes = Lanes()
-        self.fleet = Fleet(limits.memory_threshold)
-        self.placement = Placement(self.fleet)
         self.counters = Counters()
         self.unsettled = 0
         self.unsettled_bytes = 0
         self.leased = 0
         self.uncommitted_bytes = 0
-        self.begin_ids(first_id)
-        self.hold_until_s = 0.0
-        self.expected: dict[str, None] = {}  # workers awaited after a restart
-        self.timers = Timers()
-        self.expiries = Expiries(self.tasks, self.task_due)
-        # What this event has brought about.
-        self.out: list[ev.Command] = []
-        self.settled: list[Task] = []
-        self.freed: dict[Worker, None] = {}  # workers that may have room now
-        self.retry_all = False  # whatever is parked may have a chance now
-        self._ephemeral: list[tuple[float, int, Task]] = []  # settled ephemeral tasks, a heap by when they expire
-        self._ephemeral_bytes = 0
-        self._ephemeral_due_s = math.inf  # when the timer that drops them fires
-
-    def begin_ids(self, first_id: int) -> None:
-        """Gives out ids from this one to the end of its range. Others are asked for when half of them are used."""
-        self.next_id = first_id  # of tasks and of leases
-        self.ids_end = first_id - first_id % EPOCH_IDS + EPOCH_IDS
-        self.renew_id = (first_id + self.ids_end) // 2
-        self.renewing = False
-
-    def task_due(self, task: Task, what: Due, now: float) -> None:
-        """An instant of an unsettled task has come."""
-        raise NotImplementedError
-
-    def held(self, now: float) -> bool:
-        """Whether nothing is dispatched yet, because workers that outlived the last master are awaited."""
-        return now < self.hold_until_s
+        self.expiries = Expiries(self.tasks)
+        self.ephemeral = EphemeralOutcomes(limits.ephemeral_bytes_max, timers, self.forget)
+        self._fleet = fleet
+        self._classes = classes
+        self._outbox = outbox
 
     def clogged(self) -> bool:
-        """Whether nothing is dispatched, because outcomes pile up that the journal can't write."""
+        """Whether nothing is dispatched, because the journal can't write the outcomes that there are."""
         return self.uncommitted_bytes > self.limits.uncommitted_bytes_max
 
-    def strategy_of(self, queue: Queue) -> Strategy:
-        """The strategy that decides for a queue's tasks."""
-        return self.strategies[queue.strategy or self.strategy]
+    # --- queues ------------------------------------------------------------------------------------------------------
 
     def queue(self, name: str) -> Queue:
         """The queue of that name, made if it is new."""
@@ -118,47 +90,43 @@ class Ledger:
         return queue
 
     def prune_queues(self) -> bool:
-        """Forgets the queues that are empty and have no rules of their own; whether there were any."""
+        """Forgets the queues that have neither tasks nor rules. Returns whether there were any."""
         idle = [q for q in self.queues.values() if q.idle]
         for queue in idle:
             del self.queues[queue.name]
-        self.lanes.forget_queues(idle)
+        self._classes.forget_queues(idle)
         return bool(idle)
 
-    def lane_for(self, task: Task) -> Lane:
-        """The lane a task stands in, or would."""
-        return self.lanes.lane_of(self.queue(task.spec.queue), task.spec, partition_of(task.partition_key))
+    def strategy_of(self, queue: Queue) -> Strategy:
+        return self.strategies[queue.strategy or self.strategy]
 
-    def recall(self, worker: Worker, leases: Sequence[Lease]) -> None:
-        """Asks a worker to return these, as far as it has not begun them."""
-        for lease in leases:
-            lease.recalled = worker.session
-        if leases:
-            self.out.append(ev.Recall(worker.session, [lease.lease_id for lease in leases]))
+    def class_of(self, task: Task) -> ResourceClass:
+        """The resource class of a task, whether it waits or not."""
+        return self._classes.get(self.queue(task.spec.queue), task.spec, partition_of(task.partition_key))
 
     # --- from account to account -------------------------------------------------------------------------------------
 
-    def enter(self, task: Task, lane: Lane) -> None:
-        """Makes a task one of ours, queued."""
+    def enter(self, task: Task, resource_class: ResourceClass) -> None:
+        """Takes a task, as queued."""
         self.tasks.add(task)
         if task.request_id:
             self.requests[task.request_id] = task
-        queue, size = lane.queue, len(task.payload)
+        queue, size = resource_class.queue, len(task.payload)
         self.unsettled += 1
         self.unsettled_bytes += size
         queue.queued += 1
         queue.queued_bytes += size
-        self.lanes.add(lane, task)
+        self._classes.add(resource_class, task)
         spec = task.spec
         if spec.deadline_s is not None:
             self.expiries.at(spec.deadline_s, task, Due.DEADLINE)
         if spec.queue_timeout_s is not None:
             self.expiries.at(task.submit_s + spec.queue_timeout_s, task, Due.QUEUE_TIMEOUT)
 
-    def book(self, lease: Lease, now: float) -> None:
-        """From queued to leased. The task has left its lane."""
+    def book(self, lease: Lease, now: float) -> Key | None:
+        """From queued to leased; the task has left its class. Returns the (kind, model) that the worker has to load."""
         task = lease.task
-        self.fleet.grant(lease.worker, lease, now)
+        loads = self._fleet.grant(lease.worker, lease, now)
         queue, size = self.queues[task.spec.queue], len(task.payload)
         queue.queued -= 1
         queue.queued_bytes -= size
@@ -167,20 +135,28 @@ class Ledger:
         self.leased += 1
         if task.spec.run_timeout_s is not None:
             self.expiries.at(now + task.spec.run_timeout_s + RUN_GRACE_S, task, Due.RUN_TIMEOUT)
+        return loads
 
     def release(self, lease: Lease) -> None:
-        """From leased to queued. The lease is off its worker's dict already; where the task waits is the caller's
-        business.
+        """From leased to queued. The lease is off its worker's dict already; the caller puts the task into its class,
+        or pauses or settles it.
         """
         task = lease.task
-        self.fleet.release(lease)
+        self._fleet.release(lease)
         queue, size = self.queues[task.spec.queue], len(task.payload)
         queue.leased -= 1
         queue.leased_bytes -= size
         queue.queued += 1
         queue.queued_bytes += size
         self.leased -= 1
-        self.freed[lease.worker] = None
+
+    def add_partial(self, task: Task, data: bytes, content_type: str, size: int) -> None:
+        """Adds a partial output that takes `size` bytes."""
+        extra = task.more()
+        extra.partials.append(data)
+        extra.partial_content_types.append(content_type)
+        extra.partials_bytes += size
+        self.unsettled_bytes += size
 
     def succeed(self, worker: Worker, leases: Sequence[Lease]) -> list[Task]:
         """From leased to settled. The leases are off their worker's dict already, and the tasks have their outcomes."""
@@ -201,22 +177,22 @@ class Ledger:
             queue.leased -= 1
             queue.leased_bytes -= size
             if spec.durable:
-                uncommitted_bytes += _outcome_bytes(task)
-        self.fleet.released(worker, leases, bytes_total)
+                uncommitted_bytes += outcome_bytes(task)
+        self._fleet.released(worker, leases, bytes_total)
         count = len(tasks)
         self.leased -= count
         self.unsettled -= count
         self.unsettled_bytes -= bytes_total + partials_bytes
         self.uncommitted_bytes += uncommitted_bytes
         self.counters.succeeded += count
-        self.settled += tasks
+        self._outbox.settled(tasks)
         for task in tasks:
             if not task.spec.durable:
-                self._keep_ephemeral(task)
+                self.ephemeral.keep(task)
         return tasks
 
     def settle(self, task: Task, outcome: Outcome) -> None:
-        """From queued, and in no lane, to settled: an end without success (`succeed` is for those with)."""
+        """From queued, and in no class, to settled: an end without success."""
         assert task.outcome is None, "a task is settled once"
         self.close(task)
         task.outcome = outcome
@@ -230,76 +206,27 @@ class Ledger:
                 counters.expired += 1
             case OutcomeState.DEAD_LETTERED:
                 counters.dead_lettered += 1
-        self.settled.append(task)
+        self._outbox.settled((task,))
         if task.spec.durable:
-            self.uncommitted_bytes += _outcome_bytes(task)
+            self.uncommitted_bytes += outcome_bytes(task)
         else:
-            self._keep_ephemeral(task)
+            self.ephemeral.keep(task)
 
     def close(self, task: Task) -> None:
-        """From queued, and in no lane, out of every account."""
+        """From queued, and in no class, out of every account."""
         assert task.lease is None, "a leased task is released first"
         queue, size = self.queues[task.spec.queue], len(task.payload)
         queue.queued -= 1
         queue.queued_bytes -= size
         self.unsettled -= 1
-        self.unsettled_bytes -= size + _partials_bytes(task)
+        self.unsettled_bytes -= size + (task.extra.partials_bytes if task.extra is not None else 0)
 
     def committed(self, task: Task) -> None:
         """The journal has the outcome, and answers for the task from now on."""
-        self.uncommitted_bytes -= _outcome_bytes(task)
-        self.drop(task)
+        self.uncommitted_bytes -= outcome_bytes(task)
+        self.forget(task)
 
-    def drop(self, task: Task) -> None:
-        """Forgets a task."""
+    def forget(self, task: Task) -> None:
         self.tasks.discard(task.task_id)
         if self.requests.get(task.request_id) is task:
             del self.requests[task.request_id]
-
-    # --- settled ephemeral tasks -------------------------------------------------------------------------------------
-
-    def _keep_ephemeral(self, task: Task) -> None:
-        """Keeps the outcome for its time to live, as far as there is room."""
-        assert task.outcome is not None, "it is settled"
-        if task.outcome.state is not OutcomeState.DEAD_LETTERED:
-            if task.request_id:
-                payload_crc(task)
-            task.payload = b""
-        expire_s = task.outcome.finish_s + task.spec.result_ttl_s
-        heappush(self._ephemeral, (expire_s, task.task_id, task))
-        self._ephemeral_bytes += _outcome_bytes(task)
-        while self._ephemeral_bytes > self.limits.ephemeral_bytes_max:
-            self._drop_ephemeral()
-        if expire_s < self._ephemeral_due_s:
-            self._arm_ephemeral(expire_s)
-
-    def _arm_ephemeral(self, due_s: float) -> None:
-        self._ephemeral_due_s = due_s
-        self.timers.at(due_s, self._expire_ephemeral)
-
-    def _expire_ephemeral(self, now: float) -> None:
-        if now < self._ephemeral_due_s:
-            return  # an earlier one was armed since, and has fired
-        for _ in range(FIRE_MAX):
-            if not self._ephemeral or self._ephemeral[0][0] > now:
-                break
-            self._drop_ephemeral()
-        self._ephemeral_due_s = math.inf
-        if self._ephemeral:
-            self._arm_ephemeral(max(self._ephemeral[0][0], math.nextafter(now, math.inf)))
-
-    def _drop_ephemeral(self) -> None:
-        _, _, task = heappop(self._ephemeral)
-        self._ephemeral_bytes -= _outcome_bytes(task)
-        self.drop(task)
-
-
-def _outcome_bytes(task: Task) -> int:
-    """What a settled task takes, about."""
-    assert task.outcome is not None, "it is settled"
-    size = len(task.outcome.result) + len(task.payload) + 512
-    return size if task.extra is None else size + task.extra.partials_bytes
-
-
-def _partials_bytes(task: Task) -> int:
-    return task.extra.partials_bytes if task.extra is not None else 0

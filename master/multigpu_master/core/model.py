@@ -1,22 +1,32 @@
-"""The nouns of the scheduler. State is derived, not stored: a task with an outcome is settled, with a lease is leased,
-else it is queued; a worker with a session is connected, else it is lost. So the states can't drift from the facts.
+"""The nouns of the scheduler: Spec, Task, Outcome, Lease, Worker, Queue.
 
-A million tasks may wait at once, so what every queued task carries is kept small: what few tasks need is in `Extra`.
+State is derived, not stored: a task with an outcome is settled, with a lease is leased, else it is queued; a worker
+with a session is connected, else it is lost. A million tasks may be queued at once, so a task is small: fields that few
+tasks need are in `Extra`.
 """
 
-from collections.abc import Mapping
+from collections import deque
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any, NamedTuple
+from hashlib import blake2b
+from typing import Any, NamedTuple
 
-from multigpu_master.core.workers.residency import Model, ModelState, Residency
-
-if TYPE_CHECKING:
-    from multigpu_master.core.placement.lanes import Part
+from multigpu_master.core.workers.info import (
+    HEALTHY,
+    Capability,
+    EngineReport,
+    Health,
+    ModelState,
+    Telemetry,
+    WorkerInfo,
+)
+from multigpu_master.core.workers.pace import Pace
+from multigpu_master.core.workers.residency import Residency
 
 # Ids of tasks and leases come in ranges of this many, each of which begins at a multiple of it.
 EPOCH_IDS = 1 << 24
-# Bytes, or what stands for them: the core needs no more of it than its length.
+PARTITIONS = 4096
+# Bytes, or a reference to them: the core only needs the length.
 Payload = bytes | Any
 
 
@@ -60,8 +70,19 @@ class Spec:
     durable: bool = True
     result_ttl_s: float = 86_400.0
     wait_for_worker: bool = False
-    identity: int = 0  # 31 bits of what makes its tasks others: kind, model, content type, parameters
-    wire: bytes = b""  # the serialized TaskSpec: what the journal keeps and workers get
+    identity: int = 0  # 31 bits of what distinguishes its tasks from others: kind, model, content type, parameters
+    wire: bytes = b""  # the serialized TaskSpec, for the journal and the workers
+
+
+def partition_of(key: str) -> int:
+    """The partition of a partition_key; -1 for no key."""
+    if not key:
+        return -1
+    return int.from_bytes(blake2b(key.encode(), digest_size=4).digest()) % PARTITIONS
+
+
+def shape_of(spec: Spec, partition: int = -1) -> Shape:
+    return Shape(spec.kind, spec.model, spec.labels, spec.memory_bytes, partition)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,44 +95,9 @@ class TaskError:
     traceback: str = ""
 
 
-class HealthState(IntEnum):
-    """Whether a device is fit for work. The numbers are those of multigpu.v1.HealthState."""
-
-    HEALTHY = 1
-    DEGRADED = 2
-    SICK = 3
-    RECOVERING = 4
-
-
-@dataclass(frozen=True, slots=True)
-class HealthReason:
-    code: str
-    message: str = ""
-    since_s: float = 0.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Health:
-    """What a worker says of its device: a multigpu.v1.DeviceHealth. Times in seconds since the epoch, 0.0: none."""
-
-    state: HealthState = HealthState.HEALTHY
-    since_s: float = 0.0
-    reasons: tuple[HealthReason, ...] = ()
-    unusable: bool = False
-    checks_passed: int = 0
-    next_check_s: float = 0.0
-
-    @property
-    def fit(self) -> bool:
-        return self.state <= HealthState.DEGRADED
-
-
-HEALTHY = Health()
-
-
 @dataclass(slots=True)
 class Extra:
-    """What only some tasks have."""
+    """The fields of a task that most tasks do not need. Devices are named by their device_key."""
 
     traceparent: str = ""
     checkpoint: bytes = b""
@@ -120,15 +106,15 @@ class Extra:
     partials_bytes: int = 0  # with PARTIAL_OVERHEAD_BYTES for each
     last_error: TaskError | None = None
     not_before_s: float = 0.0
-    losses: int = 0  # times a worker was lost with this task waiting in its window
+    losses: int = 0  # times that a worker was lost while the task waited in its window
     failed_attempt: int = 0  # the newest attempt that a worker reported as failed
-    avoids: str = ""  # device_key of where its last attempt failed, or worker_id of where its last lease was recalled
-    broke: tuple[str, ...] = ()  # device_keys of devices, healthy as far as is known, whose engine it broke
-    forgiven: tuple[str, ...] = ()  # device_keys of devices that were to blame for an attempt: each gives one back
+    avoids: str = ""  # device_key of its last failed attempt, or worker_id that its last lease was recalled from
+    broke: tuple[str, ...] = ()  # devices, healthy as far as known, whose engine it broke
+    forgiven: tuple[str, ...] = ()  # devices that were to blame for an attempt: each adds one attempt
 
 
 class Energy(NamedTuple):
-    """What a task took of its device's energy; the fields are those of multigpu.v1.Energy."""
+    """The energy that a task took from its device; the fields are those of multigpu.v1.Energy."""
 
     joules: float
     method: int
@@ -141,7 +127,7 @@ WITHDRAWN = "Withdrawn"
 
 @dataclass(slots=True, eq=False)
 class Outcome:
-    """How a task ended. Times in seconds since the epoch; 0.0 means it never got there."""
+    """How a task ended. Times in seconds since the epoch; 0.0: the task never got there."""
 
     state: OutcomeState
     finish_s: float
@@ -160,11 +146,19 @@ class Outcome:
         return self.state is OutcomeState.CANCELLED and self.error is not None and self.error.type == WITHDRAWN
 
 
+class Stretch:
+    """A part of a resource class's tasks in order, short enough to be rebuilt within one event."""
+
+    __slots__ = ("left", "tasks")
+
+    def __init__(self) -> None:
+        self.tasks: deque[Task] = deque()
+        self.left = 0  # tasks that left their entry since the last rebuild; some may be back
+
+
 @dataclass(slots=True, eq=False)
 class Task:
-    """A unit of work. `task_id` is 0 until the core has taken it, and again if it could not be made durable: then it
-    was never taken, whatever was promised.
-    """
+    """A unit of work. `task_id` is 0 until the core has taken the task, and again if the journal could not write it."""
 
     spec: Spec
     request_id: str
@@ -176,19 +170,19 @@ class Task:
     attempts: int = 0
     lease: "Lease | None" = None
     outcome: Outcome | None = None
-    part: "Part | None" = None  # of its lane, where it has an entry, hollow unless the task waits
+    stretch: Stretch | None = None  # that has an entry of it, which is hollow unless the task waits
     streams: tuple[int, ...] = ()  # the Run streams that follow it
     extra: Extra | None = None
     payload_crc: int = -1  # -1: not computed; see identity.py
 
     @property
     def told(self) -> Outcome | None:
-        """Its outcome, as far as nothing can undo it. A durable task's is on the disk by then, and read from there."""
+        """Its outcome, if nothing can undo it. A durable task's outcome is read from the journal."""
         return None if self.spec.durable else self.outcome
 
     @property
     def waiting(self) -> bool:
-        """Whether it may be dispatched: it is ours, and neither settled, nor leased, nor waiting out a pause."""
+        """Whether it may be dispatched: taken, and neither settled, nor leased, nor in a pause."""
         if self.outcome is not None or self.lease is not None or not self.task_id:
             return False
         return self.extra is None or not self.extra.not_before_s
@@ -209,19 +203,19 @@ class Lease:
     worker: "Worker"
     attempt: int
     dispatch_s: float
-    frame: int  # the session's frame that carried it; 0 if it was adopted
-    cost_s: float  # how long it was expected to take, when it was granted
+    frame: int  # the session's frame that carried it; 0: adopted
+    cost_s: float  # expected run time
     running: bool = False
     run_s: float = 0.0  # when the master first heard that it runs
     fraction: float = 0.0
     steps: int = 0
     note: str = ""
-    recalled: int = 0  # the session in which its worker was asked to return it, if it is not begun
-    model: str = ""  # the id of the worker's model that it is on; "": none that is planned for
+    recalled: int = 0  # the session in which it was recalled
+    model: str = ""  # id of the worker's model that it needs; "": none, or the worker offers no models by id
 
     def stages(self, start_s: float, finish_s: float) -> tuple[float, float]:
         """When it was dispatched, and when it began (0.0: unknown) by a worker's clock, which may be wrong. A master
-        that adopted the lease does not know when it was dispatched: before it began.
+        that adopted the lease does not know the dispatch time: it was before the start.
         """
         dispatch_s = self.dispatch_s
         if start_s and not self.frame:
@@ -229,45 +223,13 @@ class Lease:
         return dispatch_s, min(max(start_s, dispatch_s), finish_s) if start_s else 0.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Capability:
-    """A kind that a worker runs, and the models it can run it on (none: any, or the kind needs no model)."""
+@dataclass(frozen=True, slots=True)
+class Cordon:
+    """An operator's order that a worker gets no new leases; when it drains, those it has end until a deadline."""
 
-    kind: str
-    models: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerInfo:
-    """What a worker says of itself when its session begins."""
-
-    worker_id: str
-    host: str = ""
-    version: str = ""
-    pid: int = 0
-    device_id: str = "cpu"
-    device_wire: bytes = b""  # the serialized Device, with all that the core doesn't read
-    memory_total_bytes: int = 0
-    capabilities: tuple[Capability, ...] = ()
-    models: tuple[Model, ...] = ()
-    model_memory_bytes: int = 0  # that loaded models may take together; 0: no limit is known
-    labels: Mapping[str, str] = field(default_factory=dict)
-    slots: int = 1
-    window_tasks: int = 1024
-    window_bytes: int = 64 << 20
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Telemetry:
-    """How a device is doing. None: it doesn't say."""
-
-    sample_s: float = 0.0
-    memory_total_bytes: int | None = None
-    memory_used_bytes: int | None = None
-    utilization: float | None = None
-    temperature_celsius: float | None = None
-    power_watts: float | None = None
-    wire: bytes = b""  # the serialized DeviceTelemetry, with all that the core doesn't read
+    reason: str
+    draining: bool = False
+    drain_deadline_s: float | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -276,42 +238,32 @@ class Worker:
 
     info: WorkerInfo
     kinds: dict[str, list[Capability]] = field(default_factory=dict)  # its capabilities, by kind
+    # The session.
     session: int = 0  # 0: lost
     frame: int = 0  # frames with leases sent in this session
-    cordoned: bool = False
-    cordon_reason: str = ""
-    draining: bool = False  # an operator drains it
-    drain_deadline_s: float | None = None
+    connect_s: float = 0.0
+    heard_s: float = 0.0
     stopping: bool = False  # it wants no more work
+    # As of the last heartbeat.
     telemetry: Telemetry = field(default_factory=Telemetry)
-    health: Health = HEALTHY  # its own word, as of the last heartbeat
+    health: Health = HEALTHY
+    engine: EngineReport = field(default_factory=EngineReport)
+    occupied: int = 0  # slots in which cancelled calls run on
+    # What keeps it from work.
+    cordon: Cordon | None = None
     quarantined: bool = False  # it gets no leases because of its health
     checks_asked: int = 0  # see multigpu.v1.DesiredState.check
-    residency: Residency = field(default_factory=Residency)
-    embedding_cache: bytes | None = None  # the serialized EmbeddingCache; None: the worker has none
-    mps: bytes = b""  # the serialized MpsStatus; empty: it said nothing
-    handlers: bytes = b""  # the serialized Handlers, likewise
-    # (kind, model) of leases granted to it, where it offers no models by id: their models are resident or about to be,
-    # whatever its last heartbeat said
-    loading: dict[tuple[str, str], None] = field(default_factory=dict)
+    # What it holds.
     leases: dict[int, Lease] = field(default_factory=dict)
     leased_bytes: int = 0
     leased_memory_bytes: int = 0  # device memory promised to its leases
     backlog_s: float = 0.0  # expected time of its leases
-    occupied: int = 0  # slots in which cancelled calls run on, as of the last heartbeat
-    allowed: int = 1  # leases it may hold now; grows to window_tasks with its measured pace
-    pace_s: float = 0.0  # measured seconds a task, all kinds; 0.0: not measured
-    unit_s: dict[tuple[str, str], float] = field(default_factory=dict)  # (kind, model) -> seconds a unit of work
-    paced_s: float = 0.0  # when its pace was last measured, moved on by the time it was idle since
-    finished: int = 0  # attempts that ended since then
-    reported_s: float = 0.0  # when it last reported
-    together: int = 1  # tasks in its last report
-    dispatched: int = 0  # leases granted since the master started
+    residency: Residency = field(default_factory=Residency)
+    # What it has done.
+    pace: Pace = field(default_factory=Pace)
     last_dispatch: int = 0  # the fleet's count of dispatches when it last got one
     succeeded: int = 0
     failed: int = 0
-    connect_s: float = 0.0
-    heard_s: float = 0.0
     version: int = 0  # counts changes that matter to a ranking
 
     @property
@@ -325,36 +277,44 @@ class Worker:
 
     @property
     def resident_models(self) -> tuple[str, ...]:
-        """What is loaded, as of the last heartbeat."""
-        return tuple(sorted(r.model for r in self.residency.said.values() if r.state is ModelState.READY))
+        """The models loaded as of the last heartbeat."""
+        return tuple(sorted(r.model for r in self.residency.reported.values() if r.state is ModelState.READY))
 
     @property
     def accepting(self) -> bool:
         """Whether it is connected and may be given work at all."""
-        return bool(self.session) and not (self.cordoned or self.draining or self.stopping or self.quarantined)
+        return bool(self.session) and not (self.cordon or self.stopping or self.quarantined)
+
+    @property
+    def draining(self) -> bool:
+        return self.cordon is not None and self.cordon.draining
+
+    @property
+    def drain_deadline_s(self) -> float | None:
+        return self.cordon.drain_deadline_s if self.cordon is not None else None
 
     @property
     def device_key(self) -> str:
-        """What tells its device from all others: workers may share a GPU; a CPU worker is a device of its own."""
+        """Identifies its device: workers may share a GPU; each CPU worker is a device of its own."""
         return self.info.device_id if self.info.device_id != "cpu" else f"cpu of {self.info.worker_id}"
 
     @property
     def suspected(self) -> bool:
-        """Whether the master has asked for a check that was not passed yet."""
+        """Whether the master has asked for a check that is not passed yet."""
         return self.checks_asked > self.health.checks_passed
 
     @property
     def full(self) -> bool:
         """Whether its window is used up, by count or by bytes."""
-        return len(self.leases) >= self.allowed or self.leased_bytes >= self.info.window_bytes
+        return len(self.leases) >= self.pace.allowed or self.leased_bytes >= self.info.window_bytes
 
     def memory_fraction(self) -> float | None:
-        """The share of the device's memory in use, 0 to 1; None if the device doesn't say."""
+        """The share of the device's memory in use, 0 to 1; None: not reported."""
         total, used = self.telemetry.memory_total_bytes, self.telemetry.memory_used_bytes
         return used / total if total and used is not None else None
 
     def memory_free_bytes(self) -> int | None:
-        """Free device memory; None if the device doesn't say."""
+        """Free device memory; None: not reported."""
         total, used = self.telemetry.memory_total_bytes, self.telemetry.memory_used_bytes
         return max(0, total - used) if total and used is not None else None
 
@@ -375,6 +335,5 @@ class Queue:
 
     @property
     def idle(self) -> bool:
-        """Whether it has neither tasks nor rules of its own."""
-        rules = self.paused or self.strategy or self.tasks_max or self.bytes_max
-        return not (rules or self.queued or self.leased)
+        """Whether it has neither tasks nor rules."""
+        return not (self.paused or self.strategy or self.tasks_max or self.bytes_max or self.queued or self.leased)

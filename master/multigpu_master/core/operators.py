@@ -1,49 +1,51 @@
-"""The operators' events: cordon, drain, forget, strategies, queues."""
+"""The operators' events: cordon, drain, forget, models, strategies, queues. Names are checked before they come here."""
+
+from dataclasses import replace
 
 from multigpu_master.core import events as ev
 from multigpu_master.core.attempts import Attempts
-from multigpu_master.core.ledger import Ledger
-from multigpu_master.core.model import Worker
-from multigpu_master.core.workers.sessions import desire
+from multigpu_master.core.model import Cordon, Worker
+from multigpu_master.core.state import State
 
 
 class Operators:
-    """See the module. Names are checked before they come here."""
+    """See the module."""
 
-    def __init__(self, ledger: Ledger, attempts: Attempts) -> None:
-        self._ledger = ledger
+    def __init__(self, state: State, attempts: Attempts) -> None:
+        self._state = state
         self._attempts = attempts
+        self._workers = state.fleet.workers
 
     # --- workers -----------------------------------------------------------------------------------------------------
 
     def register(self, event: ev.RegisterWorker, now: float) -> None:
-        worker = self._ledger.fleet.register(event.info)
-        worker.cordoned, worker.cordon_reason = event.cordoned, event.cordon_reason
+        gone = self._state.fleet.make_room(event.info.worker_id)
+        if gone is not None:
+            self._state.outbox.worker_changed(gone, remember=True, gone=True)
+        worker = self._state.fleet.register(event.info)
+        worker.cordon = Cordon(event.cordon_reason) if event.cordoned else None
         worker.quarantined, worker.checks_asked = event.quarantined, event.checks_asked
         worker.residency.pins = dict.fromkeys(event.pins)
         worker.heard_s = now
         if event.expected:
-            self._ledger.expected[worker.worker_id] = None
+            self._state.hold.expect(worker.worker_id)
 
     def cordon(self, event: ev.Cordon, now: float) -> None:
-        worker = self._ledger.fleet.workers[event.worker_id]
-        worker.cordoned, worker.cordon_reason = True, event.reason
+        worker = self._workers[event.worker_id]
+        worker.cordon = replace(worker.cordon or Cordon(""), reason=event.reason)
         self._changed(worker)
 
     def uncordon(self, event: ev.Uncordon, now: float) -> None:
-        worker = self._ledger.fleet.workers[event.worker_id]
-        if worker.draining and worker.session:
-            self._ledger.out.append(ev.Desire(worker.session, draining=False))
-        worker.cordoned, worker.cordon_reason = False, ""
-        worker.draining, worker.drain_deadline_s = False, None
+        worker = self._workers[event.worker_id]
+        drained, worker.cordon = worker.draining, None
+        if drained:
+            self._state.outbox.desire(worker)
         self._changed(worker)
 
     def drain(self, event: ev.Drain, now: float) -> None:
-        worker, deadline_s = self._ledger.fleet.workers[event.worker_id], event.deadline_s
-        worker.cordoned, worker.draining, worker.drain_deadline_s = True, True, deadline_s
-        worker.cordon_reason = "drained"
-        if worker.session:
-            self._ledger.out.append(ev.Desire(worker.session, draining=True, drain_deadline_s=deadline_s))
+        worker, deadline_s = self._workers[event.worker_id], event.deadline_s
+        worker.cordon = Cordon("drained", draining=True, drain_deadline_s=deadline_s)
+        self._state.outbox.desire(worker)
 
         def end(now: float) -> None:
             # A later drain, or an uncordon, has overruled this one.
@@ -51,64 +53,51 @@ class Operators:
                 self._attempts.take_back_all(worker, now)
 
         if deadline_s is not None:
-            self._ledger.timers.at(deadline_s, end)
+            self._state.timers.at(deadline_s, end)
         self._changed(worker)
 
     def forget(self, event: ev.Forget, now: float) -> None:
-        ledger = self._ledger
-        worker = ledger.fleet.workers[event.worker_id]
+        worker = self._workers[event.worker_id]
         assert not worker.session, "a connected worker is not forgotten"
-        ledger.fleet.forget(worker)
-        if ledger.expected.pop(event.worker_id, event) is None and not ledger.expected:
-            ledger.hold_until_s = min(ledger.hold_until_s, now)
-        ledger.out.append(ev.WorkerChanged(worker, remember=True, gone=True))
+        self._state.fleet.forget(worker)
+        self._state.hold.arrived(event.worker_id, now)
+        self._state.outbox.worker_changed(worker, remember=True, gone=True)
 
     def _changed(self, worker: Worker) -> None:
-        self._ledger.fleet.members_changed(worker)
-        self._ledger.out.append(ev.WorkerChanged(worker, remember=True))
+        self._state.fleet.members_changed(worker)
+        self._state.outbox.worker_changed(worker, remember=True)
 
     # --- models ------------------------------------------------------------------------------------------------------
 
     def load_model(self, event: ev.LoadModel, now: float) -> None:
-        worker = self._ledger.fleet.workers[event.worker_id]
-        residency = worker.residency
-        residency.pins[event.model] = None
-        residency.unwanted.pop(residency.names.get(event.model, event.model), None)
+        worker = self._workers[event.worker_id]
+        worker.residency.pin(event.model)
         self._models_changed(worker)
 
     def unload_model(self, event: ev.UnloadModel, now: float) -> None:
-        """What is not loaded, nor about to be, is pinned no more, and that is all."""
-        worker = self._ledger.fleet.workers[event.worker_id]
-        residency, name = worker.residency, event.model
-        for pin in [p for p in residency.pins if is_version(p, name) or residency.names.get(p) == name]:
-            del residency.pins[pin]
-        known = dict.fromkeys((*residency.said, *residency.granted, *residency.uses, *residency.began_s))
-        for model in [m for m in known if is_version(m, name)]:
-            residency.unwanted[model] = 0
+        worker = self._workers[event.worker_id]
+        worker.residency.unload(event.model)
         self._models_changed(worker)
 
     def _models_changed(self, worker: Worker) -> None:
-        self._ledger.fleet.models_changed(worker)
-        self._ledger.freed[worker] = None
-        if worker.session:
-            self._ledger.out.append(desire(worker))
-        self._ledger.out.append(ev.WorkerChanged(worker, remember=True))
+        self._state.fleet.models_changed(worker)
+        self._state.outbox.desire(worker)
+        self._state.outbox.worker_changed(worker, remember=True)
 
     # --- rules -------------------------------------------------------------------------------------------------------
 
     def set_strategy(self, event: ev.SetStrategy, now: float) -> None:
-        ledger = self._ledger
-        assert not event.name or event.name in ledger.strategies, "names are checked before they come here"
+        ledger = self._state.ledger
+        assert event.name in ledger.strategies or (event.queue and not event.name), "names are checked before"
         if event.queue:
             ledger.queue(event.queue).strategy = event.name
             self._retry(event.queue)
         else:
-            assert event.name, "the fleet has a strategy"
             ledger.strategy = event.name
-            ledger.retry_all = True
+            self._state.classes.offer_all()
 
     def configure_queue(self, event: ev.ConfigureQueue, now: float) -> None:
-        queue = self._ledger.queue(event.queue)
+        queue = self._state.ledger.queue(event.queue)
         if event.paused is not None:
             queue.paused = event.paused
         if event.tasks_max is not None:
@@ -120,11 +109,6 @@ class Operators:
 
     def _retry(self, queue: str) -> None:
         """Has the queue's tasks tried again. Those of other queues are not affected."""
-        lanes = self._ledger.lanes
-        for lane in [lane for lane in lanes.by_key.values() if lane.queue.name == queue]:
-            lanes.offer_anew(lane)
-
-
-def is_version(model: str, name: str) -> bool:
-    """Whether an id is meant by a name: it is that id, or a version of that name."""
-    return model == name or model.startswith(f"{name}:")
+        classes = self._state.classes
+        for resource_class in [c for c in classes.by_key.values() if c.queue.name == queue]:
+            classes.offer_anew(resource_class)

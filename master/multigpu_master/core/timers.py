@@ -1,10 +1,10 @@
 """When something is due: callbacks at an instant, and the instants after which a task's wait is over.
 
-A task's own instants are kept as small tuples, since a million tasks may have some; most tasks end long before, so
-what is no longer of interest is swept out whenever it could be half of all.
+A task's instants are small tuples, since a million tasks may have some. Most tasks end long before, so stale instants
+are swept out whenever they could be half of all.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from enum import IntEnum
 from heapq import heappop, heappush
 
@@ -24,6 +24,10 @@ class Due(IntEnum):
     RUN_TIMEOUT = 2
 
 
+# (when_s, task_id, what)
+Instant = tuple[float, int, Due]
+
+
 class Timers:
     """Calls back in order of time."""
 
@@ -31,13 +35,12 @@ class Timers:
         self._heap: list[tuple[float, int, Callable[[float], None]]] = []
         self._tickets = 0
 
-    def at(self, when_s: float, what: Callable[[float], None]) -> None:
-        """Has `what` called with the time, at when_s or soon after. What it arms in turn must lie in the future."""
+    def at(self, when_s: float, callback: Callable[[float], None]) -> None:
+        """Has `callback` called with the time, at when_s or soon after. Timers that it sets must be in the future."""
         self._tickets += 1
-        heappush(self._heap, (when_s, self._tickets, what))
+        heappush(self._heap, (when_s, self._tickets, callback))
 
     def fire(self, now: float) -> None:
-        """Calls what is due."""
         heap = self._heap
         while heap and heap[0][0] <= now:
             heappop(heap)[2](now)
@@ -48,21 +51,19 @@ class Timers:
 
 
 class Expiries:
-    """The instants of tasks, by task_id; `due` hears of those whose task has not ended by then.
+    """The instants of unsettled tasks.
 
-    Both lists are heaps. Once half of the instants may be of tasks that have ended, they become the old ones, and each
-    new instant takes a few of them over that still matter: no event pays for all.
+    Both lists are heaps. Once half of the instants may be stale, they become the old ones, and each new instant takes a
+    few of them over that still matter: no single event pays for all.
     """
 
-    def __init__(self, tasks: TaskTable, due: Callable[[Task, Due, float], None]) -> None:
+    def __init__(self, tasks: TaskTable) -> None:
         self._tasks = tasks
-        self._due = due
-        self._heap: list[tuple[float, int, Due]] = []
-        self._old: list[tuple[float, int, Due]] = []
+        self._heap: list[Instant] = []
+        self._old: list[Instant] = []
         self._sweep_at = SWEEP_MIN
 
     def at(self, when_s: float, task: Task, what: Due) -> None:
-        """Has `due` called at when_s, unless the task has ended."""
         heappush(self._heap, (when_s, task.task_id, what))
         old = self._old
         if not old:
@@ -76,10 +77,8 @@ class Expiries:
         if not old:
             self._sweep_at = 2 * len(self._heap) + SWEEP_MIN
 
-    def fire(self, now: float) -> None:
-        """Tells of what is due: of so much that an event stays short. The rest is due at once."""
-        if not self._heap and not self._old:
-            return
+    def due(self, now: float) -> Iterator[tuple[Task, Due]]:
+        """What is due, but for an event's share at most: the rest remains due. Instants may be added meanwhile."""
         for _ in range(FIRE_MAX):
             heap = self._first()
             if not heap or heap[0][0] > now:
@@ -87,19 +86,19 @@ class Expiries:
             instant = heappop(heap)
             task = self._task(instant)
             if task is not None:
-                self._due(task, instant[2], now)
+                yield task, instant[2]
 
     def next_s(self) -> float | None:
         """When the next instant is."""
-        heap = self._first() if self._old else self._heap
+        heap = self._first()
         return heap[0][0] if heap else None
 
-    def _first(self) -> list[tuple[float, int, Due]]:
+    def _first(self) -> list[Instant]:
         """The heap with the earlier instant."""
         heap, old = self._heap, self._old
         return old if old and (not heap or old[0] < heap[0]) else heap
 
-    def _task(self, instant: tuple[float, int, Due]) -> Task | None:
+    def _task(self, instant: Instant) -> Task | None:
         """The task of an instant, if it has not ended."""
         task = self._tasks.get(instant[1])
         return task if task is not None and task.outcome is None else None

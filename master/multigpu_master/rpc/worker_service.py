@@ -10,7 +10,7 @@ import structlog
 from multigpu.v1 import worker_service_pb2
 
 from multigpu_master.core import events as ev
-from multigpu_master.core.model import WorkerInfo
+from multigpu_master.core.workers.info import WorkerInfo
 from multigpu_master.driver import Driver
 from multigpu_master.payloads.shared_files import WRONG_KEY, Offer
 from multigpu_master.rpc import queries

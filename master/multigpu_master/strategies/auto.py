@@ -4,7 +4,7 @@ For each worker: the expected time of the leases it holds, shared by its slots, 
 task, from the measured time a unit of work for this model on this worker, plus the time to load the model if it is not
 resident.
 
-While others have the model loaded, a worker that would have to load it is worth it only once the tasks that wait would
+While others have the model loaded, a worker that would have to load it gets a task only once the queued tasks would
 keep those others busy for longer than the loading takes.
 """
 
@@ -24,9 +24,9 @@ class Auto(Base):
             worker.backlog_s / worker.info.slots + fleet.expected_s(worker, shape) + fleet.load_s(worker, shape)
         )  # fmt: skip
 
-    def worth(self, shape: Shape, worker: Worker, fleet: FleetView, queued: int) -> bool:
+    def min_backlog(self, shape: Shape, worker: Worker, fleet: FleetView) -> int:
         load_s = fleet.load_s(worker, shape)
         if load_s == 0.0:
-            return True
+            return 1
         others = fleet.resident_workers(shape)
-        return others == 0 or queued * fleet.expected_s(worker, shape) / others > load_s
+        return 1 + int(load_s * others / fleet.expected_s(worker, shape))

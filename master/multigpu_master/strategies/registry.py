@@ -1,4 +1,4 @@
-"""Finds the strategies that are installed: ours and the user's, by the entry point group "multigpu.strategies"."""
+"""Finds the installed strategies, ours and users', by the entry point group "multigpu.strategies"."""
 
 from importlib.metadata import entry_points
 
@@ -8,7 +8,7 @@ GROUP = "multigpu.strategies"
 
 
 class StrategyError(Exception):
-    """A strategy's entry point is broken; the message says which and how."""
+    """A strategy can't be used; the message says which and why."""
 
 
 def load_strategies() -> dict[str, Strategy]:
@@ -21,9 +21,13 @@ def load_strategies() -> dict[str, Strategy]:
             raise StrategyError(
                 f"strategy {point.name!r} ({point.value}) can't be loaded: {error!r}; fix or uninstall its package"
             ) from error
-        missing = [
-            a for a in ("name", "summary", "score_meaning", "score", "excludes", "worth") if not hasattr(strategy, a)
-        ]
+        needed = ("name", "summary", "score_meaning", "score", "excludes", "min_backlog")
+        missing = [a for a in needed if not hasattr(strategy, a)]
+        if hasattr(strategy, "worth"):
+            raise StrategyError(
+                f"strategy {point.name!r} ({point.value}) has the method worth, which is not called any more; "
+                "replace it by min_backlog (docs/strategies.md)"
+            )
         if missing or strategy.name != point.name:
             raise StrategyError(
                 f"strategy {point.name!r} ({point.value}) lacks {missing or 'its own name'}; "

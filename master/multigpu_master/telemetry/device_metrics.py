@@ -8,7 +8,8 @@ from typing import NamedTuple
 
 from multigpu.daemon.metrics import Metric, Sample, metric, sample
 
-from multigpu_master.core.model import Health, HealthState, Telemetry, Worker, WorkerInfo
+from multigpu_master.core.model import Worker
+from multigpu_master.core.workers.info import Health, HealthState, Telemetry, WorkerInfo
 from multigpu_master.wire.devices import device_message, telemetry_message
 
 

@@ -18,7 +18,7 @@ from multigpu.v1 import worker_service_pb2
 from multigpu_master import VERSION
 from multigpu_master.core.model import Worker
 from multigpu_master.core.scheduler import Core
-from multigpu_master.core.workers.residency import ModelState, Resident
+from multigpu_master.core.workers.info import ModelState, Resident
 from multigpu_master.driver import Driver
 from multigpu_master.telemetry.device_metrics import DeviceSnapshot, device_metrics, snapshots
 from multigpu_master.telemetry.latencies import Latencies
@@ -130,7 +130,7 @@ def _metrics(driver: Driver) -> Iterator[Metric]:
     yield metric("mgpu_master_memory_bytes", "Resident memory of the master.", sample(resident_bytes()))
     workers = list(core.fleet.workers.values())
     yield from _of_workers(workers)
-    yield from _of_models([w for w in workers if w.residency.said])
+    yield from _of_models([w for w in workers if w.residency.reported])
     yield from _of_caches(workers)
 
 
@@ -177,11 +177,11 @@ def _of_workers(workers: list[Worker]) -> Iterator[Metric]:
 
 def _of_models(workers: list[Worker]) -> Iterator[Metric]:
     def each(name: str, text: str, value: Callable[[Resident], float]) -> Metric:
-        found = [(w.worker_id, r) for w in workers for r in w.residency.said.values()]
+        found = [(w.worker_id, r) for w in workers for r in w.residency.reported.values()]
         return metric(name, text, *[sample(value(r), worker_id=worker_id, model=r.model) for worker_id, r in found])
 
     ready = [
-        sample(sum(r.state is ModelState.READY for r in w.residency.said.values()), worker_id=w.worker_id)
+        sample(sum(r.state is ModelState.READY for r in w.residency.reported.values()), worker_id=w.worker_id)
         for w in workers
     ]
     yield metric("mgpu_models_resident", "Models that are loaded and ready.", *ready)
@@ -191,9 +191,9 @@ def _of_models(workers: list[Worker]) -> Iterator[Metric]:
 
 def _of_caches(workers: list[Worker]) -> Iterator[Metric]:
     caches = [
-        (w.worker_id, worker_service_pb2.EmbeddingCache.FromString(w.embedding_cache))
+        (w.worker_id, worker_service_pb2.EmbeddingCache.FromString(w.engine.embedding_cache))
         for w in workers
-        if w.embedding_cache is not None
+        if w.engine.embedding_cache is not None
     ]
     texts = [
         sample(value, worker_id=worker_id, result=result)

@@ -10,7 +10,8 @@ from typing import Any
 from google.protobuf.message import DecodeError
 from multigpu.v1 import device_pb2, worker_service_pb2
 
-from multigpu_master.core.model import Energy, Health, HealthReason, HealthState, Telemetry, WorkerInfo
+from multigpu_master.core.model import Energy
+from multigpu_master.core.workers.info import Health, HealthReason, HealthState, Telemetry, WorkerInfo
 from multigpu_master.wire.times import seconds_of, set_time
 
 # Of a larger message only the fields that the core reads are kept.

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from multigpu.v1 import model_pb2, worker_service_pb2
 
 from multigpu_master.core import events as ev
-from multigpu_master.core.model import Capability, Worker
-from multigpu_master.core.workers.residency import Model, ModelState, Resident
+from multigpu_master.core.model import Worker
+from multigpu_master.core.workers.info import Capability, Model, ModelState, Resident
 from multigpu_master.wire.times import seconds_of, set_time
 from multigpu_master.wire.validation import (
     HELLO_BYTES_MAX,

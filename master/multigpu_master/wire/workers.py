@@ -3,7 +3,8 @@
 from multigpu.v1 import admin_service_pb2, worker_service_pb2
 
 from multigpu_master.core import events as ev
-from multigpu_master.core.model import HEALTHY, Worker, WorkerInfo
+from multigpu_master.core.model import Worker
+from multigpu_master.core.workers.info import HEALTHY, EngineReport, WorkerInfo
 from multigpu_master.wire import devices, models
 from multigpu_master.wire.leases import held_lease
 from multigpu_master.wire.times import set_time
@@ -52,7 +53,6 @@ def _check_names(m: worker_service_pb2.Hello) -> None:
 
 def heartbeat(m: worker_service_pb2.Heartbeat, session: int) -> ev.Heartbeat:
     """The event for a heartbeat. InvalidMessageError: its catalog is invalid."""
-    cache = m.embedding_cache
     return ev.Heartbeat(
         session,
         [held_lease(x) for x in m.leases],
@@ -61,10 +61,12 @@ def heartbeat(m: worker_service_pb2.Heartbeat, session: int) -> ev.Heartbeat:
         models.residents(m),
         m.draining,
         devices.health(m.health) if m.HasField("health") else HEALTHY,
-        cache.SerializeToString() if m.HasField("embedding_cache") else None,
-        devices.mps(m.mps) if m.HasField("mps") else b"",
+        EngineReport(
+            embedding_cache=m.embedding_cache.SerializeToString() if m.HasField("embedding_cache") else None,
+            mps=devices.mps(m.mps) if m.HasField("mps") else b"",
+            handlers=devices.handlers(m.handlers) if m.HasField("handlers") else b"",
+        ),
         models.catalog(m.catalog) if m.HasField("catalog") else None,
-        devices.handlers(m.handlers) if m.HasField("handlers") else b"",
         m.occupied_slots,
     )
 
@@ -78,12 +80,12 @@ def worker_message(worker: Worker) -> admin_service_pb2.Worker:
         version=info.version,
         pid=info.pid,
         state=_state(worker),
-        cordoned=worker.cordoned,
-        cordon_reason=worker.cordon_reason,
+        cordoned=worker.cordon is not None,
+        cordon_reason=worker.cordon.reason if worker.cordon is not None else "",
         quarantined=worker.quarantined,
         labels=dict(info.labels),
         resident_models=worker.resident_models,
-        models=[models.resident_message(r) for r in worker.residency.said.values()],
+        models=[models.resident_message(r) for r in worker.residency.reported.values()],
         model_memory_bytes=info.model_memory_bytes,
         slots=info.slots,
         window_tasks=info.window_tasks,
@@ -102,10 +104,10 @@ def worker_message(worker: Worker) -> admin_service_pb2.Worker:
         if worker.telemetry.sample_s:
             set_time(message.telemetry.sample_time, worker.telemetry.sample_s)
         devices.fill_health(message.health, worker.health)
-    if worker.mps:
-        message.mps.ParseFromString(worker.mps)
-    if worker.handlers:
-        message.handlers.ParseFromString(worker.handlers)
+    if worker.engine.mps:
+        message.mps.ParseFromString(worker.engine.mps)
+    if worker.engine.handlers:
+        message.handlers.ParseFromString(worker.engine.handlers)
     for c in info.capabilities:
         message.capabilities.add(kind=c.kind, models=c.models)
     if worker.connect_s:

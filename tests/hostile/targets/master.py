@@ -181,11 +181,11 @@ class LocalMaster:
         await asyncio.sleep(0)
         left = {
             "unsettled": core.unsettled,
-            "bytes": core.unsettled_bytes,
+            "bytes": core.state.ledger.unsettled_bytes,
             "leased": core.leased,
-            "uncommitted": core.uncommitted_bytes,
-            "lanes": len(core.lanes.by_key),
-            "parked": len(core.lanes.parked),
+            "uncommitted": core.state.ledger.uncommitted_bytes,
+            "lanes": len(core.classes.by_key),
+            "parked": len(core.classes.parked),
             "queued": sum(q.queued + q.leased + q.queued_bytes + q.leased_bytes for q in core.queues.values()),
             "streams": len(driver._streams),
             "sessions": len(driver.workers),

@@ -1,151 +1,144 @@
-"""Gives tasks to workers: the lane that comes first, the worker that its strategy ranks first, until one of them runs
-out.
+"""Gives tasks to workers: the resource class that comes first, the worker that its strategy ranks first, until no class
+or no worker is left.
 """
 
 from multigpu_master.core import events as ev
 from multigpu_master.core.attempts import Attempts
-from multigpu_master.core.ledger import Ledger
 from multigpu_master.core.model import Lease, Task, Worker
-from multigpu_master.core.placement.lanes import Lane
-from multigpu_master.core.placement.ranking import is_one_of, worthwhile
+from multigpu_master.core.placement.obstacles import backlog_suffices, is_one_of
 from multigpu_master.core.placement.recall import Recalls
+from multigpu_master.core.placement.resource_classes import ResourceClass
+from multigpu_master.core.state import State
 from multigpu_master.core.timers import FIRE_MAX
-from multigpu_master.core.workers.load_reservations import Turns
+from multigpu_master.core.workers.load_reservations import LoadReservations
+from multigpu_master.core.workers.pace import Key
 from multigpu_master.strategies.base import Strategy
 
-# Lanes that find no worker in one event. The next event, which is due at once, goes on with the rest.
+# Classes that find no worker in one event. The next event, which is due at once, goes on with the rest.
 PARKS_MAX = 1000
-# How long a task that broke an engine waits for room on another device, before it is looked at again.
+# How long a task that broke an engine waits for room on another device, before it is tried again.
 ELSEWHERE_S = 0.05
 
 
 class Dispatcher:
     """See the module."""
 
-    def __init__(self, ledger: Ledger, attempts: Attempts, turns: Turns, recalls: Recalls) -> None:
-        self._ledger = ledger
-        self._recalls = recalls
-        self._turns = turns
+    def __init__(self, state: State, attempts: Attempts, reservations: LoadReservations, recalls: Recalls) -> None:
+        self._state = state
         self._attempts = attempts
-        self.unfinished_s: float | None = None  # since when there are lanes left to try
+        self._reservations = reservations
+        self._recalls = recalls
+        self.unfinished_s: float | None = None  # since when there are classes left to try
         self._membership = -1
         self._averages = -1
 
     def run(self, now: float) -> None:
         """Grants every lease that can be granted now."""
-        ledger = self._ledger
+        state = self._state
         self.unfinished_s = None
-        if ledger.held(now) or ledger.clogged():
+        if state.hold.active(now) or state.ledger.clogged():
             return
-        self._unpark()
-        lanes, placement, turns = ledger.lanes, ledger.placement, self._turns
+        self._offer_changed()
+        classes, ledger, ids, reservations = state.classes, state.ledger, state.ids, self._reservations
         dispatched = dict[Worker, list[Lease]]()
         expired = parks = 0
-        while (first := lanes.first()) is not None and expired < FIRE_MAX and ledger.next_id < ledger.ids_end:
-            lane, task = first
+        while (first := classes.first()) is not None and expired < FIRE_MAX and ids.next_id < ids.end:
+            resource_class, task = first
             limited = task.spec.deadline_s is not None or task.spec.queue_timeout_s is not None
             if limited and self._attempts.overdue(task, now):  # more were due than fit into an event
-                lanes.granted(lane)
+                classes.granted(resource_class)
                 expired += 1
                 continue
-            strategy = ledger.strategy_of(lane.queue)
-            worker = None if lane.queue.paused else placement.choose(strategy, lane)
+            queue = resource_class.queue
+            strategy = ledger.strategy_of(queue)
+            worker = None if queue.paused else state.placement.choose(strategy, resource_class)
             if worker is None:
-                self._park(lane, strategy, now)
+                self._park(resource_class, strategy, now)
                 parks += 1
                 if parks == PARKS_MAX:
                     self.unfinished_s = now
                     break
                 continue
-            lanes.take(lane)
-            extra = task.extra
-            apart = (extra.broke or (extra.avoids,)) if extra is not None and not strategy.pinned else ()
-            if extra is not None and is_one_of(worker, apart):
-                others, other = placement.elsewhere(strategy, lane.base, apart)
-                if extra.broke and others and other is None:
+            classes.take(resource_class)
+            if task.extra is not None and not strategy.pinned:
+                worker = self._elsewhere(task, resource_class, strategy, worker)
+                if worker is None:
                     self._attempts.pause(task, now, ELSEWHERE_S)
-                    lanes.granted(lane)
+                    classes.granted(resource_class)
                     continue
-                if other and (extra.broke or worthwhile(ledger.fleet, strategy, lane.base, other, lane.crowd.live)):
-                    worker = other
-            lease = self._grant(task, lane, worker, now)
-            if ledger.fleet.began_loading is not None:
-                self._unpark_loading()
-            if turns.turns:
-                turns.granted(lane, worker)
+            task.attempts += 1
+            cost_s = state.fleet.expected_s(worker, resource_class.base, task.units)
+            lease = Lease(ids.take(), task, worker, task.attempts, now, worker.frame + 1, cost_s)
+            loads = ledger.book(lease, now)
+            if loads is not None:
+                self._offer_loading(loads)
+            if reservations.by_class:
+                reservations.granted(resource_class, worker)
             if worker in dispatched:
                 dispatched[worker].append(lease)
             else:
                 dispatched[worker] = [lease]
-            if lane.waited_in is not None or not lane.live:
-                lanes.granted(lane)
+            if resource_class.wait_list is not None or not resource_class.size:
+                classes.granted(resource_class)
         for worker, leases in dispatched.items():
             worker.frame += 1
-            ledger.out.append(ev.Dispatch(worker.session, worker.frame, leases))
+            state.outbox.add(ev.Dispatch(worker.session, worker.frame, leases))
             self._recalls.granted(worker, now)
 
-    def _park(self, lane: Lane, strategy: Strategy, now: float) -> None:
-        """Sets aside the lane that came first and found no worker, with those that wait for the same."""
-        ledger, lanes, fleet = self._ledger, self._ledger.lanes, self._ledger.fleet
-        if lane.queue.paused:
-            lanes.pause(lane)
+    def _elsewhere(
+        self, task: Task, resource_class: ResourceClass, strategy: Strategy, worker: Worker
+    ) -> Worker | None:  # fmt: skip
+        """Another worker, if the chosen one is where the task failed and another may have it. None: it broke an engine
+        there, and waits for another device.
+        """
+        extra = task.more()
+        avoided = extra.broke or (extra.avoids,)
+        if not is_one_of(worker, avoided):
+            return worker
+        backlog, fleet = resource_class.backlog, self._state.fleet
+        others, other = self._state.placement.elsewhere(strategy, backlog, avoided)
+        if extra.broke and others and other is None:
+            return None
+        if other and (extra.broke or backlog_suffices(fleet, strategy, backlog.base, other, backlog.size + 1)):
+            return other
+        return worker
+
+    def _park(self, resource_class: ResourceClass, strategy: Strategy, now: float) -> None:
+        """Sets aside the class that came first and found no worker, with those that wait for the same."""
+        state, classes, fleet, base = self._state, self._state.classes, self._state.fleet, resource_class.base
+        if resource_class.queue.paused:
+            classes.pause(resource_class)
             return
-        pin = ledger.placement.pin(strategy, lane.shape) if strategy.pinned else None
-        able = fleet.eligible(lane.base)
+        pin = state.placement.pin(strategy, resource_class.shape) if strategy.pinned else None
+        able = {pin: None} if pin is not None else fleet.eligible(base)
         if pin is not None and pin.full:
-            lanes.park(lane, lanes.pins, pin)
+            classes.park(resource_class, classes.pins, pin, able)
         elif pin is None and fleet.open.keys().isdisjoint(able.keys()):  # the shorter one is walked
-            lanes.park(lane, lanes.windows, id(able), able)
-        elif pin is None and lane.crowd.waits_to_grow:
-            lanes.park(lane, lanes.growths, lane.crowd)
+            classes.park(resource_class, classes.windows, id(able), able)
+        elif pin is None and resource_class.backlog.waits_to_grow:
+            classes.park(resource_class, classes.others, resource_class.backlog, able, base)
         else:
-            lanes.park(lane, lanes.others, (strategy.name, lane.base, pin))
+            classes.park(resource_class, classes.others, (strategy.name, base, pin), able, base)
         if fleet.planned:
-            self._turns.parked(lane, pin, now)
+            self._reservations.parked(resource_class, pin, now)
 
-    def _unpark(self) -> None:
-        """Has parked lanes tried again that may have a worker now."""
-        ledger = self._ledger
-        freed, fleet, lanes = ledger.freed, ledger.fleet, ledger.lanes
-        moved = self._averages != fleet.averages  # what a worker is worth may hang on them
-        if ledger.retry_all or self._membership != fleet.membership:
-            lanes.offer_all()
-        elif lanes.parked and (freed or moved):
-            roomy = [worker for worker in freed if worker in fleet.open]
-            for worker in roomy:
-                if (waiting := lanes.pins.get(worker)) is not None:
-                    lanes.offer_first(waiting)
-            for waiting in list(lanes.windows.values()):
-                if not waiting.workers.keys().isdisjoint(roomy):
-                    lanes.offer_first(waiting)
-            for (_, base, pin), waiting in list(lanes.others.items()):
-                able = {pin: None} if pin is not None else fleet.eligible(base)
-                if moved or not freed.keys().isdisjoint(able.keys()):
-                    lanes.offer_first(waiting)
-            for crowd, waiting in list(lanes.growths.items()):
-                if moved or not freed.keys().isdisjoint(fleet.eligible(crowd.base).keys()):
-                    lanes.offer_first(waiting)
+    def _offer_changed(self) -> None:
+        """Has parked classes tried again that may have a worker now."""
+        fleet, classes = self._state.fleet, self._state.classes
+        freed = fleet.take_freed()
+        moved = self._averages != fleet.averages
+        if self._membership != fleet.membership:
+            classes.offer_all()
+        elif classes.parked and (freed or moved):
+            classes.offer_freed(freed, fleet.open, averages_moved=moved)
         self._membership, self._averages = fleet.membership, fleet.averages
-        if freed:
-            ledger.freed = {}
-        ledger.retry_all = False
 
-    def _unpark_loading(self) -> None:
-        """A worker has just become one that has a model: tasks that were not worth the loading may be worth it now."""
-        key, self._ledger.fleet.began_loading = self._ledger.fleet.began_loading, None
-        lanes, planned = self._ledger.lanes, self._ledger.fleet.planned
-        of_shapes = [(base, waiting) for (_, base, _), waiting in lanes.others.items()]
-        of_crowds = [(crowd.base, waiting) for crowd, waiting in lanes.growths.items()]
-        for base, waiting in of_shapes + of_crowds:
+    def _offer_loading(self, key: Key) -> None:
+        """A worker will load a model: for tasks that waited for a larger backlog it is one that has the model."""
+        classes, planned = self._state.classes, self._state.fleet.planned
+        for wait_list in list(classes.others.values()):
+            shape = wait_list.shape
+            assert shape is not None, "the others have one"
             # A model that is offered by id has several names.
-            if planned or (base.kind, base.model) == key:
-                lanes.offer_first(waiting)
-
-    def _grant(self, task: Task, lane: Lane, worker: Worker, now: float) -> Lease:
-        ledger = self._ledger
-        task.attempts += 1
-        cost_s = ledger.fleet.expected_s(worker, lane.base, task.units)
-        lease = Lease(ledger.next_id, task, worker, task.attempts, now, worker.frame + 1, cost_s)
-        ledger.next_id += 1
-        ledger.book(lease, now)
-        return lease
+            if planned or (shape.kind, shape.model) == key:
+                classes.offer_first(wait_list)

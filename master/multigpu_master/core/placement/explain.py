@@ -1,22 +1,20 @@
-"""Why a task is where it is: what `mgpuctl tasks explain` shows. Asks the same questions as the dispatch, of every
-worker.
-"""
+"""Why a task is where it is, for `mgpuctl tasks explain`: the questions of dispatch, asked about every worker."""
 
 from dataclasses import dataclass
 from itertools import islice
 
-from multigpu_master.core.model import OutcomeState, Task, Worker
-from multigpu_master.core.placement.lanes import partition_of, shape_of
-from multigpu_master.core.placement.ranking import busy, worthwhile
+from multigpu_master.core.admission import unplaceable
+from multigpu_master.core.model import OutcomeState, Task, Worker, partition_of, shape_of
+from multigpu_master.core.placement.obstacles import backlog_suffices, obstacles
 from multigpu_master.core.scheduler import Core
 
-# As many tasks and lanes are looked at to tell how many go before one.
+# Tasks and resource classes that are looked at to count the tasks before one.
 AHEAD_MAX = 10_000
 
 
 @dataclass(slots=True)
 class Candidate:
-    """One worker's chances. `rank` is 0 and `score` 0.0 for one that is excluded for good."""
+    """One worker's chances. An excluded one has rank 0, and score 0.0 if it could never take the task."""
 
     worker: Worker
     excluded_by: list[str]
@@ -43,19 +41,19 @@ def explain(core: Core, task: Task, now: float) -> Explanation:
     excluded: list[Candidate] = []
     for worker in fleet.workers.values():
         unfit = fleet.unfit(worker, shape)
-        candidate = Candidate(worker, [unfit] if unfit is not None else busy(fleet, strategy, shape, worker))
+        candidate = Candidate(worker, [unfit] if unfit is not None else obstacles(fleet, strategy, shape, worker))
         if task.extra is not None and worker.device_key in task.extra.broke:
             candidate.excluded_by.append("the task broke an engine on this device; other devices go first")
         if unfit is None:
             candidate.score = strategy.score(shape, worker, fleet)
         (excluded if candidate.excluded_by else free).append(candidate)
     free.sort(key=lambda c: (c.score, c.worker.last_dispatch))
-    lane = core.lane_for(task)
-    for candidate in [c for c in free if not worthwhile(fleet, strategy, shape, c.worker, lane.crowd.live)]:
-        candidate.excluded_by.append("too few such tasks wait to be worth it here")
+    queued = max(1, core.state.ledger.class_of(task).backlog.size)
+    for candidate in [c for c in free if not backlog_suffices(fleet, strategy, shape, c.worker, queued)]:
+        candidate.excluded_by.append("too few such tasks are queued to load their model here")
         free.remove(candidate)
         excluded.append(candidate)
-    pin = core.placement.pin(strategy, shape) if strategy.pinned else None
+    pin = core.state.placement.pin(strategy, shape) if strategy.pinned else None
     if pin is not None:
         for candidate in [c for c in free if c.worker is not pin]:
             free.remove(candidate)
@@ -71,20 +69,20 @@ def explain(core: Core, task: Task, now: float) -> Explanation:
 
 
 def _ahead(core: Core, task: Task) -> tuple[int | None, bool]:
-    """Tasks of its queue that go before it, None unless it stands in a lane; and whether these are all."""
+    """How many tasks of its queue go before it, None unless it waits; and whether all were counted."""
     if not task.waiting:
         return None, True
     spec, ahead, left = task.spec, 0, AHEAD_MAX
-    for lane in core.lanes.by_key.values():
+    for resource_class in core.classes.by_key.values():
         if left <= 0:
             break
         left -= 1
-        if lane.queue.name != spec.queue or lane.priority > spec.priority:
+        if resource_class.queue.name != spec.queue or resource_class.priority > spec.priority:
             continue
-        if lane.priority < spec.priority:
-            ahead += lane.live
+        if resource_class.priority < spec.priority:
+            ahead += resource_class.size
         else:
-            for other in islice(lane.entries(), left):
+            for other in islice(resource_class.entries(), left):
                 left -= 1
                 ahead += other.task_id < task.task_id and other.waiting
     return ahead, left > 0
@@ -107,14 +105,13 @@ def _summary(core: Core, task: Task, free: list[Candidate], pin: Worker | None, 
         return f"waits {extra.not_before_s - now:.1f} s more before attempt {task.attempts + 1}{why}"
     if core.queue(task.spec.queue).paused:
         return f"its queue {task.spec.queue!r} is paused; resume it with: mgpuctl queues resume {task.spec.queue}"
-    if core.held(now):
+    if core.state.hold.active(now):
         return "the master has just started and waits for the workers it knew to come back"
-    if core.clogged():
-        return (
-            f"outcomes of {core.uncommitted_bytes} bytes wait for the journal, which can't be written; free disk space"
-        )
+    if core.state.ledger.clogged():
+        size = core.state.ledger.uncommitted_bytes
+        return f"outcomes of {size} bytes wait for the journal, which can't be written; free disk space"
     if not core.fleet.eligible(shape_of(task.spec)):
-        return core.unplaceable(task.spec)
+        return unplaceable(core.fleet, task.spec)
     if pin is not None and pin.full:
         pinned = f"waits for {pin.worker_id}, to which its key belongs and whose window is full"
         return f"{pinned}; {before}"

@@ -1,31 +1,32 @@
 """Sick devices, poison tasks, and the circuit breaker.
 
-A worker says in every heartbeat how its device is. While it says sick or recovering, or while it has not passed a check
-that we asked for, it is quarantined: it gets no leases. Nobody has to end that: the worker's next word does.
+Every heartbeat has the device's health. While a device is sick or recovering, or has not passed a check that the master
+asked for, its worker is quarantined: it gets no leases. The worker's next report ends that.
 
 An engine that breaks may be the task's fault or the device's. Two observations tell them apart:
 - a task that broke engines on two different healthy devices is condemned: it ends as a dead letter, and neither device
   is blamed for it, nor for other tasks of its kind and model, for a while;
 - a device on which SUSPECTS different tasks broke the engine, none of them condemned, is suspected: its worker is asked
   for a check, and the tasks get the attempt back. With no other device to compare with there is no such evidence.
-A device that says itself that it is sick is to blame for what broke on it.
+A device that reports that it is sick is to blame for what broke on it.
 
-The breaker counts the devices quarantined within a window. One more than a share of the connected fleet, and the cause
-is likely elsewhere (a driver, a power supply, a bad release): it trips, calls for a person, and until that person
-resets it nothing more is quarantined, except what can't run anything anyway.
+The breaker counts the devices quarantined within a window. More than a share of the connected fleet points to a common
+cause (a driver, a power supply, a bad release): the breaker trips and calls for a person. Until that person resets it,
+only devices that can't run anything are quarantined.
 """
 
 from dataclasses import dataclass, field
 
 from multigpu_master.core import events as ev
-from multigpu_master.core.ledger import Ledger
-from multigpu_master.core.model import Health, Lease, Task, Worker
+from multigpu_master.core.model import Lease, Task, Worker
+from multigpu_master.core.state import State
+from multigpu_master.core.workers.info import Health
 
-# So many different tasks that break their engine on one device, and the device is suspected.
+# A device is suspected when this many different tasks broke its engine.
 SUSPECTS = 3
-# On so many different devices, and the task is condemned.
+# A task is condemned when it broke engines on this many different devices.
 DEVICES = 2
-# Of how many kinds it is remembered that a task of theirs was condemned.
+# Limit of kinds that are remembered as having a condemned task.
 KINDS_MAX = 1024
 
 
@@ -35,7 +36,7 @@ class Breaker:
 
     share: float
     window_s: float
-    tripped_s: float = 0.0  # when; 0.0: it has not
+    tripped_s: float = 0.0  # 0.0: it has not tripped
     quarantines: dict[str, float] = field(default_factory=dict)  # by device_key: when it was quarantined last
 
     def count(self, now: float) -> int:
@@ -44,28 +45,28 @@ class Breaker:
         return len(self.quarantines)
 
     def most(self, devices: int) -> int:
-        """How many of so many connected devices may be quarantined within the window; one always may."""
+        """How many of the connected devices may be quarantined within the window; one always may."""
         return max(1, int(self.share * devices))
 
 
 class Quarantine:
     """See the module."""
 
-    def __init__(self, ledger: Ledger) -> None:
-        self._ledger = ledger
-        self.breaker = Breaker(ledger.limits.breaker_share, ledger.limits.breaker_window_s)
+    def __init__(self, state: State) -> None:
+        self._state = state
+        self.breaker = Breaker(state.limits.breaker_share, state.limits.breaker_window_s)
         # Tasks that broke an engine on a device, by device_key and task_id: when they did, and their (kind, model).
         self._marks: dict[str, dict[int, tuple[float, tuple[str, str]]]] = {}
         # When a task of this (kind, model) was condemned last.
         self._condemned: dict[tuple[str, str], float] = {}
 
-    # --- what a worker says of its device ----------------------------------------------------------------------------
+    # --- what a worker reports ---------------------------------------------------------------------------------------
 
     def heard(self, worker: Worker, health: Health, now: float) -> None:
-        """A worker says something new of its device."""
-        own_word = any(reason.code != "tasks_fail" for reason in health.reasons)
+        """Takes the health in a heartbeat."""
+        own_findings = any(reason.code != "tasks_fail" for reason in health.reasons)
         worker.health = health
-        if not health.fit and own_word:
+        if not health.fit and own_findings:
             self._forgive(worker.device_key)
         self._judge(worker, now)
 
@@ -80,14 +81,14 @@ class Quarantine:
 
     def _set(self, worker: Worker, *, quarantined: bool) -> None:
         worker.quarantined = quarantined
-        self._ledger.fleet.members_changed(worker)
-        self._ledger.out.append(ev.WorkerChanged(worker, remember=True))
+        self._state.fleet.members_changed(worker)
+        self._state.outbox.worker_changed(worker, remember=True)
 
     # --- the breaker -------------------------------------------------------------------------------------------------
 
     def devices(self) -> int:
         """How many devices are connected."""
-        return len({w.device_key for w in self._ledger.fleet.sessions.values()})
+        return len({w.device_key for w in self._state.fleet.sessions.values()})
 
     def _admitted(self, worker: Worker, now: float) -> bool:
         """Whether the breaker lets a worker be quarantined. Trips it if that is one device too many."""
@@ -104,7 +105,7 @@ class Quarantine:
             "quarantined without a person: look for a common cause (driver, power, cooling, a new release), then run "
             "mgpuctl breaker reset"
         )
-        self._ledger.out.append(ev.BreakerChanged(now, message))
+        self._state.outbox.add(ev.BreakerChanged(now, message))
         return False
 
     def restore(self, event: ev.RestoreBreaker, now: float) -> None:
@@ -113,18 +114,18 @@ class Quarantine:
     def reset(self, event: ev.ResetBreaker, now: float) -> None:
         self.breaker.tripped_s = 0.0
         self.breaker.quarantines.clear()
-        self._ledger.out.append(ev.BreakerChanged(0.0))
-        for worker in list(self._ledger.fleet.sessions.values()):
+        self._state.outbox.add(ev.BreakerChanged(0.0))
+        for worker in list(self._state.fleet.sessions.values()):
             self._judge(worker, now)
 
     # --- sick device or poison task? ---------------------------------------------------------------------------------
 
     def broke_engine(self, lease: Lease, now: float) -> bool:
-        """An attempt, already off its worker, broke its engine. True: the task is condemned."""
+        """An attempt, already off its worker, broke its engine. Returns whether the task is condemned."""
         task, worker = lease.task, lease.worker
         extra, device = task.more(), worker.device_key
         if device in extra.broke or device in extra.forgiven:
-            return False  # once for each device: however often it is tried there, the evidence is the same
+            return False  # more attempts on the same device are no more evidence
         if not worker.health.fit:
             extra.forgiven += (device,)
             return False
@@ -138,10 +139,10 @@ class Quarantine:
             return False
         marks = {i: mark for i, mark in self._marks.get(device, {}).items() if mark[0] > now - window_s}
         marks[task.task_id] = (now, kind)
-        if len(marks) > SUSPECTS:  # there was nothing to compare with
+        if len(marks) > SUSPECTS:  # there was no other device to compare with
             del marks[next(iter(marks))]
         self._marks[device] = marks
-        if len(marks) >= SUSPECTS and any(w.device_key != device for w in self._ledger.fleet.sessions.values()):
+        if len(marks) >= SUSPECTS and any(w.device_key != device for w in self._state.fleet.sessions.values()):
             self._suspect(device, now)
         return False
 
@@ -162,17 +163,17 @@ class Quarantine:
         """Asks for a check of a device, and gives the tasks that failed on it their attempt back."""
         for task in self._marked(device):
             extra = task.more()
-            extra.forgiven += (device,)  # and it stays among those it broke: one more, and it is condemned
-        for worker in list(self._ledger.fleet.sessions.values()):
+            extra.forgiven += (device,)  # it stays in extra.broke: one more device, and the task is condemned
+        for worker in list(self._state.fleet.sessions.values()):
             if worker.device_key == device:
                 worker.checks_asked = max(worker.checks_asked, worker.health.checks_passed) + 1
-                desire = ev.Desire(worker.session, worker.draining, worker.drain_deadline_s)
-                self._ledger.out.extend([desire, ev.WorkerChanged(worker, remember=True)])
+                self._state.outbox.desire(worker)
+                self._state.outbox.worker_changed(worker, remember=True)
                 self._judge(worker, now)
 
     def _marked(self, device: str) -> list[Task]:
-        """The tasks that broke an engine on a device and have not been forgotten. Their marks are removed."""
-        tasks = [self._ledger.tasks.get(task_id) for task_id in self._marks.pop(device, {})]
+        """Removes a device's marks. Returns the tasks that made them, as far as the core still has them."""
+        tasks = [self._state.ledger.tasks.get(task_id) for task_id in self._marks.pop(device, {})]
         return [task for task in tasks if task is not None]
 
     def _forgive(self, device: str) -> None:

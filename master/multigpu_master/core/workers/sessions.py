@@ -1,7 +1,7 @@
-"""The workers' events: sessions that begin, speak, fall silent and end.
+"""The workers' events: sessions that begin, report, fall silent and end.
 
 A report counts only if its session's worker holds that lease (`worker.leases.pop`). That is the one fence: whatever
-takes a task away from a worker takes the lease out of that dict, and a late word finds nothing.
+takes a task from a worker takes the lease out of that dict, and a late report finds nothing.
 """
 
 from collections.abc import Container
@@ -9,51 +9,53 @@ from dataclasses import replace
 
 from multigpu_master.core import events as ev
 from multigpu_master.core.attempts import Attempts
-from multigpu_master.core.ledger import Ledger
 from multigpu_master.core.model import Lease, Outcome, OutcomeState, Task, TaskError, Worker
 from multigpu_master.core.placement.recall import Recalls
-from multigpu_master.core.workers.load_reservations import Turns
+from multigpu_master.core.state import State
+from multigpu_master.core.workers.load_reservations import LoadReservations
 from multigpu_master.core.workers.quarantine import Quarantine
 
 PARTIALS_BYTES_MAX = 16 << 20
-PARTIAL_OVERHEAD_BYTES = 64  # that each of them counts for, besides its data
+PARTIAL_OVERHEAD_BYTES = 64  # that each partial output counts for, besides its data
 # A timer that fires later than this (or a quarter of the session's timeout) shows that the master itself was away.
 LATE_S = 1.0
-# What a worker says of a lease whose model had to make room for another, and how long the task waits then.
+# The error type of a lease whose model had to make room for another, and how long the task waits then.
 MAKES_ROOM, MAKES_ROOM_S = "ModelMakesRoom", 0.1
-# What it says of a lease that was recalled.
+# The error type of a lease that was recalled.
 RECALLED = "Recalled"
+STALE = "the lease no longer counts"
 
 
 class Sessions:
     """See the module."""
 
     def __init__(
-        self, ledger: Ledger, attempts: Attempts, quarantine: Quarantine, turns: Turns, recalls: Recalls
-    ) -> None:  # fmt: skip
-        self._ledger = ledger
-        self._recalls = recalls
+        self, state: State, attempts: Attempts, quarantine: Quarantine, reservations: LoadReservations, recalls: Recalls
+    ) -> None:
+        self._state = state
+        self._ledger, self._fleet, self._outbox = state.ledger, state.fleet, state.outbox
         self._attempts = attempts
         self._quarantine = quarantine
-        self._turns = turns
-        timeout_s = ledger.limits.session_timeout_s
+        self._reservations = reservations
+        self._recalls = recalls
+        timeout_s = state.limits.session_timeout_s
         self._grace_s = min(LATE_S, timeout_s / 4)
-        self._suspect_s = timeout_s - self._grace_s  # a silence of so long is looked into
+        self._suspect_s = timeout_s - self._grace_s  # a silence this long is looked into
 
     # --- a session begins --------------------------------------------------------------------------------------------
 
     def hello(self, event: ev.Hello, now: float) -> None:
-        ledger, fleet = self._ledger, self._ledger.fleet
+        fleet, outbox = self._fleet, self._outbox
         worker = fleet.workers.get(event.info.worker_id)
         ours = [h for h in event.leases if h.proven and max(h.lease_id, h.task_id) < event.ids_end]
         ours.sort(key=lambda h: -h.attempt)  # of several attempts of a task the last one counts
         if worker is not None and worker.session:
-            ledger.out.append(ev.EndSession(worker.session, "the worker began another session", taken_over=True))
+            outbox.add(ev.EndSession(worker.session, "the worker began another session", taken_over=True))
             self._lose(worker, now, kept={h.lease_id for h in ours})
+        if (gone := fleet.make_room(event.info.worker_id)) is not None:
+            outbox.worker_changed(gone, remember=True, gone=True)
         worker = fleet.register(event.info)
-        ledger.out.extend(ev.WorkerChanged(gone, remember=True, gone=True) for gone in fleet.forgotten)
-        fleet.forgotten.clear()
-        fleet.new_session(worker, event.session, now)
+        fleet.open_session(worker, event.session, now)
         adopted = [lease.lease_id for lease in worker.leases.values()]
         for held in ours:
             lease = worker.leases.get(held.lease_id)
@@ -64,38 +66,32 @@ class Sessions:
                 adopted.append(held.lease_id)
         self._recalls.granted(worker, now)
         revoked = [h.lease_id for h in event.leases if h.lease_id not in worker.leases]
-        ledger.out.append(ev.Welcome(event.session, adopted))
-        if revoked:
-            ledger.out.append(ev.Revoke(event.session, revoked, "the lease no longer counts"))
-        if worker.draining:
-            ledger.out.append(ev.Desire(event.session, draining=True, drain_deadline_s=worker.drain_deadline_s))
-            if worker.drain_deadline_s is not None and worker.drain_deadline_s <= now:
-                self._attempts.take_back_all(worker, now)
-        elif worker.checks_asked or worker.residency.pins or worker.residency.unwanted:
-            ledger.out.append(ev.Desire(event.session, draining=False))
+        outbox.add(ev.Welcome(event.session, adopted))
+        outbox.revoke(event.session, revoked, STALE)
+        if worker.draining or worker.checks_asked or worker.residency.pins or worker.residency.unwanted:
+            outbox.desire(worker)
+        if worker.drain_deadline_s is not None and worker.drain_deadline_s <= now:
+            self._attempts.take_back_all(worker, now)
         self._watch_silence(worker, now + self._suspect_s)
-        ledger.expected.pop(worker.worker_id, None)
-        if not ledger.expected:
-            ledger.hold_until_s = min(ledger.hold_until_s, now)
-        ledger.out.append(ev.WorkerChanged(worker, remember=True))
+        self._state.hold.arrived(worker.worker_id, now)
+        outbox.worker_changed(worker, remember=True)
 
     def _adopt(self, worker: Worker, held: ev.HeldLease, now: float) -> bool:
-        """Takes back a lease of an earlier session, if its task still waits for one."""
-        ledger = self._ledger
-        task = ledger.tasks.get(held.task_id)
+        """Takes over a lease of an earlier session, if its task still waits for one."""
+        task = self._ledger.tasks.get(held.task_id)
         if task is None or task.outcome is not None or task.lease is not None:
             return False
         extra = task.extra
         if extra is not None and held.attempt <= extra.failed_attempt:
             return False  # its report has arrived, and the attempt is charged: it must not end once more
         if task.waiting:
-            ledger.lanes.leave(ledger.lane_for(task), task)
+            self._state.classes.leave(self._ledger.class_of(task), task)
         if extra is not None:
             extra.not_before_s = 0.0
             extra.losses = max(0, extra.losses - 1)  # it was not lost after all
         task.attempts = max(task.attempts, held.attempt)
         lease = Lease(held.lease_id, task, worker, held.attempt, now, 0, 0.0)
-        ledger.book(lease, now)
+        self._ledger.book(lease, now)
         self._observe(lease, held, now)
         return True
 
@@ -107,31 +103,40 @@ class Sessions:
         if held.checkpoint:
             lease.task.more().checkpoint = held.checkpoint
 
-    # --- it speaks ---------------------------------------------------------------------------------------------------
+    # --- heartbeats --------------------------------------------------------------------------------------------------
 
     def heartbeat(self, event: ev.Heartbeat, now: float) -> None:
-        ledger = self._ledger
-        worker = ledger.fleet.sessions.get(event.session)
+        fleet = self._fleet
+        worker = fleet.sessions.get(event.session)
         if worker is None:
             return
         worker.heard_s = now
         worker.telemetry = event.telemetry
-        worker.embedding_cache = event.embedding_cache
-        worker.mps, worker.handlers = event.mps, event.handlers
+        worker.engine = event.engine
         # A quarantine may be from before this master, and over; a breaker may have been reset since the last session.
         if event.health != worker.health or worker.quarantined or not event.health.fit:
             self._quarantine.heard(worker, event.health, now)
-        if not worker.leases and worker.loading:
-            ledger.fleet.settled_down(worker)
+        if not worker.leases and worker.residency.unplanned:
+            fleet.idle(worker)
         if event.catalog is not None:
             self._offers(worker, event.catalog)
-        ledger.fleet.heard(worker, event.models, event.last_frame, now)
+        fleet.heard(worker, event.models, event.last_frame, now)
         if event.stopping != worker.stopping:
             worker.stopping = event.stopping
-            ledger.fleet.members_changed(worker)
-        self._models(worker)
-        ledger.fleet.touch(worker)
-        ledger.freed[worker] = None
+            fleet.members_changed(worker)
+        if worker.residency.unwanted and worker.residency.forget_unloaded():
+            fleet.models_changed(worker)
+            self._outbox.desire(worker)
+        self._reservations.look_at(worker)
+        fleet.free(worker)
+        self._held(worker, event, now)
+        worker.occupied = event.occupied_slots
+        if worker.occupied:
+            self._recalls.granted(worker, now)
+        self._outbox.worker_changed(worker)
+
+    def _held(self, worker: Worker, event: ev.Heartbeat, now: float) -> None:
+        """Compares the leases in a heartbeat with those that the worker should hold."""
         held: dict[int, None] = {}
         unknown = []
         for h in event.leases:
@@ -141,60 +146,48 @@ class Sessions:
             else:
                 held[h.lease_id] = None
                 self._observe(lease, h, now)
-        if unknown:
-            ledger.out.append(ev.Revoke(event.session, unknown, "the lease no longer counts"))
+        self._outbox.revoke(event.session, unknown, STALE)
         if len(worker.leases) > len(held):
             gone = [x for x in worker.leases.values() if x.lease_id not in held and x.frame <= event.last_frame]
             for lease in reversed(gone):
                 self._attempts.take_back(lease, None, now)
-        worker.occupied = event.occupied_slots
-        if worker.occupied:
-            self._recalls.granted(worker, now)
-        ledger.out.append(ev.WorkerChanged(worker))
 
     def _offers(self, worker: Worker, catalog: ev.Catalog) -> None:
-        """The worker offers something else than it did."""
+        """The worker offers something else than before."""
         info = worker.info
         if (catalog.capabilities, catalog.models) == (info.capabilities, info.models):
             return
-        worker.info = replace(info, capabilities=catalog.capabilities, models=catalog.models)
-        self._ledger.fleet.offered(worker)
+        self._fleet.set_info(worker, replace(info, capabilities=catalog.capabilities, models=catalog.models))
         if worker.residency.pins:  # their ids may be others now
-            self._ledger.out.append(desire(worker))
-        self._ledger.out.append(ev.WorkerChanged(worker, remember=True))
+            self._outbox.desire(worker)
+        self._outbox.worker_changed(worker, remember=True)
 
-    def _models(self, worker: Worker) -> None:
-        """What follows from what the worker has said of its models."""
-        if worker.residency.unwanted and worker.residency.unloaded():
-            self._ledger.fleet.models_changed(worker)
-            self._ledger.out.append(desire(worker))
-        self._turns.look_at(worker)
+    # --- reports -----------------------------------------------------------------------------------------------------
 
     def reports(self, event: ev.Reports, now: float) -> None:
-        ledger = self._ledger
-        worker = ledger.fleet.sessions.get(event.session)
+        fleet = self._fleet
+        worker = fleet.sessions.get(event.session)
         if worker is None:
-            ledger.counters.stale_reports += len(event.succeeded) + len(event.failures)
+            self._ledger.counters.stale_reports += len(event.succeeded) + len(event.failures)
             return
         worker.heard_s = now
         succeeded = self._succeeded(worker, event, now)
         failed = self._failed(worker, event, now)
         worker.succeeded += len(succeeded)
         worker.failed += failed
-        ledger.fleet.paced(worker, now, len(succeeded) + failed)
-        ledger.freed[worker] = None  # its window may have grown, even if every report was stale
+        worker.pace.report(worker.info, len(succeeded) + failed, now)
         if succeeded and event.start_s and event.finish_s > event.start_s:
             spec = succeeded[0].spec
             units = sum([task.units for task in succeeded])
-            ledger.fleet.learned(worker, (spec.kind, spec.model), len(succeeded), units, event.finish_s - event.start_s)
+            fleet.learned(worker, (spec.kind, spec.model), len(succeeded), units, event.finish_s - event.start_s)
         if succeeded and worker.residency.began_s:
             spec = succeeded[0].spec
-            self._turns.used(worker, ledger.fleet.model_id(worker, spec.kind, spec.model), now)
-        ledger.fleet.touch(worker)
+            self._reservations.used(worker, fleet.model_id(worker, spec.kind, spec.model), now)
+        fleet.free(worker)  # its window may have grown, even if every report was stale
 
     def _succeeded(self, worker: Worker, event: ev.Reports, now: float) -> list[Task]:
         """Settles the tasks whose lease the worker still holds."""
-        # A worker's clock may be wrong, and how long an outcome is kept hangs on when it ended.
+        # A worker's clock may be wrong, and how long an outcome is kept depends on when it ended.
         finish_s, start_s, content_type = min(event.finish_s or now, now), event.start_s, event.content_type
         worker_id, device_id = worker.info.worker_id, worker.info.device_id
         leases = []
@@ -220,32 +213,30 @@ class Sessions:
 
     def _failed(self, worker: Worker, event: ev.Reports, now: float) -> int:
         """Takes back the leases of tasks that did not succeed. Returns how many were attempts."""
-        ledger, attempts, finish_s = self._ledger, 0, min(event.finish_s or now, now)
+        attempts, charged, finish_s = self._attempts, 0, min(event.finish_s or now, now)
         for failure in event.failures:
             lease = worker.leases.pop(failure.lease_id, None)
             if lease is None:
-                ledger.counters.stale_reports += 1
+                self._ledger.counters.stale_reports += 1
                 continue
-            ledger.release(lease)
+            self._ledger.release(lease)
             if failure.returned and failure.error.type == MAKES_ROOM:
-                self._attempts.spare(lease, now, MAKES_ROOM_S)
+                attempts.spare(lease, now, MAKES_ROOM_S)
             elif failure.returned and failure.error.type == RECALLED and lease.recalled:
-                self._attempts.spare(lease, now, 0.0)
+                attempts.spare(lease, now, 0.0)
             elif failure.returned:
-                ledger.counters.requeued += 1
                 message = f"worker {worker.worker_id} returned the task"
-                self._attempts.lost(lease, message, now, sick=not worker.health.fit)
+                attempts.lost(lease, message, now, sick=not worker.health.fit)
             else:
-                attempts += 1
+                charged += 1
                 lease.task.more().failed_attempt = lease.attempt
                 condemned = failure.broke_engine and self._quarantine.broke_engine(lease, now)
                 ended_s = max(finish_s, lease.dispatch_s)
-                self._attempts.failed(lease, failure.error, event.start_s, ended_s, now, condemned=condemned)
-        return attempts
+                attempts.failed(lease, failure.error, event.start_s, ended_s, now, condemned=condemned)
+        return charged
 
     def partials(self, event: ev.Partials, now: float) -> None:
-        ledger = self._ledger
-        worker = ledger.fleet.sessions.get(event.session)
+        worker = self._fleet.sessions.get(event.session)
         if worker is None:
             return
         worker.heard_s = now
@@ -255,65 +246,62 @@ class Sessions:
             if lease is None:
                 continue
             task = lease.task
-            extra = task.more()
-            if partial.index < len(extra.partials):
+            known = len(task.more().partials)
+            if partial.index < known:
                 continue  # repeated after a reconnect
-            if partial.index > len(extra.partials):
+            if partial.index > known:
                 # The attempt goes on from outputs that died with the last master: only another one can fill the gap.
                 self._attempts.take_back(lease, None, now)
                 continue
             size = len(partial.data) + len(partial.content_type) + PARTIAL_OVERHEAD_BYTES
-            error = None
-            if extra.partials_bytes + size > PARTIALS_BYTES_MAX:
-                message = f"partial outputs exceed {PARTIALS_BYTES_MAX} bytes, with {PARTIAL_OVERHEAD_BYTES} for each"
-                error = TaskError("ResultTooLarge", message, retryable=False)
-            elif ledger.unsettled_bytes + size > ledger.limits.bytes_max:
-                message = f"payloads and partial outputs exceed the master's limit of {ledger.limits.bytes_max} bytes"
-                error = TaskError("ResourceExhausted", f"{message} (queue_bytes_max)")
+            error = self._no_room(task, size)
             if error is not None:
                 self._attempts.take_back(lease, error, now)
                 continue
-            extra.partials_bytes += size
-            ledger.unsettled_bytes += size
-            extra.partials.append(partial.data)
-            extra.partial_content_types.append(partial.content_type)
+            self._ledger.add_partial(task, partial.data, partial.content_type, size)
             if task.streams:
                 forward = fresh.setdefault(task, ev.Forward(task))
                 forward.partials.append((partial.index, partial.data, partial.content_type))
-        ledger.out.extend(fresh.values())
+        for forward in fresh.values():
+            self._outbox.add(forward)
 
-    # --- it ends -----------------------------------------------------------------------------------------------------
+    def _no_room(self, task: Task, size: int) -> TaskError | None:
+        """Why a partial output of this size is too large."""
+        limit = self._state.limits.bytes_max
+        if task.more().partials_bytes + size > PARTIALS_BYTES_MAX:
+            message = f"partial outputs exceed {PARTIALS_BYTES_MAX} bytes, with {PARTIAL_OVERHEAD_BYTES} for each"
+            return TaskError("ResultTooLarge", message, retryable=False)
+        if self._ledger.unsettled_bytes + size > limit:
+            message = f"payloads and partial outputs exceed the master's limit of {limit} bytes (queue_bytes_max)"
+            return TaskError("ResourceExhausted", message)
+        return None
+
+    # --- a session ends ----------------------------------------------------------------------------------------------
 
     def closed(self, event: ev.SessionClosed, now: float) -> None:
-        worker = self._ledger.fleet.sessions.get(event.session)
+        worker = self._fleet.sessions.get(event.session)
         if worker is not None:
             self._lose(worker, now)
 
     def _lose(self, worker: Worker, now: float, kept: Container[int] = ()) -> None:
-        """The master stopped hearing a worker: its tasks go back to the queue at once, the youngest first, so that each
-        finds its place at the front. Kept leases go on in its next session, which has already begun.
+        """The worker is lost: its tasks are requeued at once, the youngest first, so that each finds its place at the
+        front. Kept leases go on in its next session, which has already begun.
         """
-        ledger = self._ledger
         leases = [x for x in worker.leases.values() if x.lease_id not in kept]
         leases.sort(key=lambda x: -x.task.task_id)
         for lease in leases:
             del worker.leases[lease.lease_id]
         for lease in leases:
-            ledger.release(lease)
-        ledger.fleet.close_session(worker)
+            self._ledger.release(lease)
+        self._fleet.close_session(worker)
         worker.heard_s = now
-        ledger.counters.requeued += len(leases)
         for lease in leases:
-            if lease.running:
-                message = f"worker {worker.worker_id} was lost while it ran the task"
-                self._attempts.failed(lease, TaskError("WorkerLost", message), lease.run_s, now, now)
-            else:
-                self._attempts.lost(lease, f"worker {worker.worker_id} was lost", now)
-        ledger.out.append(ev.WorkerChanged(worker, remember=True))
+            self._attempts.worker_lost(lease, now)
+        self._outbox.worker_changed(worker, remember=True)
 
     def _watch_silence(self, worker: Worker, due_s: float, *, suspected: bool = False) -> None:
-        """Looks at due_s whether the worker still speaks. It is lost when two looks in time found it silent: a single
-        one may be the first thing that the master does after it was away, with all that was said meanwhile unread.
+        """Checks at due_s whether the worker still reports. It is lost when two checks in time found it silent: a
+        single one may be the first thing that the master does after it was away, with the reports of that time unread.
         """
         session, grace_s = worker.session, self._grace_s
 
@@ -326,12 +314,7 @@ class Sessions:
             elif not suspected or now > due_s + grace_s:
                 self._watch_silence(worker, now + grace_s, suspected=True)
             else:
-                self._ledger.out.append(ev.EndSession(session, f"nothing heard for {now - worker.heard_s:.1f} s"))
+                self._outbox.add(ev.EndSession(session, f"nothing heard for {now - worker.heard_s:.1f} s"))
                 self._lose(worker, now)
 
-        self._ledger.timers.at(due_s, check)
-
-
-def desire(worker: Worker) -> ev.Desire:
-    """All that is wanted of a connected worker, as it stands."""
-    return ev.Desire(worker.session, worker.draining, worker.drain_deadline_s if worker.draining else None)
+        self._state.timers.at(due_s, check)

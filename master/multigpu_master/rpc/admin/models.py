@@ -8,7 +8,7 @@ from multigpu.v1 import model_pb2
 
 from multigpu_master.core import events as ev
 from multigpu_master.core.model import Worker
-from multigpu_master.core.operators import is_version
+from multigpu_master.core.workers.residency import is_version
 from multigpu_master.driver import Driver
 from multigpu_master.rpc.admin.saving import save
 from multigpu_master.rpc.errors import ExhaustedError, NotFoundError
@@ -51,7 +51,7 @@ class ModelCalls:
 
     async def UnloadModel(self, request: Any, _context: Any) -> pb.UnloadModelResponse:
         workers = self._workers(request.worker_ids)
-        known = [m for w in workers for m in (*w.residency.offered, *w.residency.said, *w.residency.pins)]
+        known = [m for w in workers for m in (*w.residency.offered, *w.residency.reported, *w.residency.pins)]
         if not any(is_version(m, request.model) for m in known):
             raise NotFoundError(
                 f"no model {request.model!r} is offered or loaded there; `mgpuctl models list` shows what is"
@@ -104,7 +104,7 @@ def _suits(worker: Worker, name: str) -> tuple[bool, bool, bool, int]:
 def _holds(worker: Worker, name: str) -> bool:
     """Whether a worker has a model of that name loaded, pinned, or about to be loaded."""
     residency = worker.residency
-    held = (*residency.said, *residency.granted, *residency.uses, *residency.pins, *residency.pinned())
+    held = (*residency.reported, *residency.granted, *residency.uses, *residency.pins, *residency.pinned())
     return any(is_version(m, name) for m in held)
 
 
@@ -125,7 +125,7 @@ def _entries(workers: Iterable[Worker], name: str) -> list[pb.ModelEntry]:
             elif message.memory_bytes > entry.model.memory_bytes or not (entry.model.digest or not message.digest):
                 entry.model.CopyFrom(message)
             entry.worker_ids.append(worker.worker_id)
-            if (said := residency.said.get(model_id)) is not None:
+            if (said := residency.reported.get(model_id)) is not None:
                 entry.places.add(worker_id=worker.worker_id, residency=resident_message(said))
     return [entry for model_id in sorted(groups) for entry in groups[model_id]]
 

@@ -118,7 +118,7 @@ class AdminService(TokenCalls, ModelCalls, DeadLetterCalls):
 
     async def ReloadHandlers(self, request: Any, _context: Any) -> pb.ReloadHandlersResponse:
         worker = self._known_worker(request.worker_id)
-        if not worker.session or not worker.handlers:
+        if not worker.session or not worker.engine.handlers:
             why = "reports no handlers: it has none, or an older version" if worker.session else "is lost"
             raise PreconditionError(f"worker {request.worker_id!r} {why}")
         self._driver.workers.reload_handlers(worker.session)
@@ -183,9 +183,9 @@ class AdminService(TokenCalls, ModelCalls, DeadLetterCalls):
         """When the oldest queued task of each of these queues was submitted. Other calls run meanwhile."""
         heads = dict.fromkeys(names, math.inf)
         end_s = time.monotonic() + queries.SLICE_S
-        for lane in list(self._core.lanes.by_key.values()):
-            name = lane.queue.name
-            if name in heads and (head := lane.head()) is not None:
+        for resource_class in list(self._core.classes.by_key.values()):
+            name = resource_class.queue.name
+            if name in heads and (head := resource_class.head()) is not None:
                 heads[name] = min(heads[name], head.submit_s)
             if time.monotonic() > end_s:
                 end_s = await queries.pause()

@@ -167,7 +167,7 @@ class Attempts:
             grace_s = self._core.limits.session_timeout_s if outcome.dispatch_s else 0.0
             if tally.attempts or now < task.submit_s + spec.queue_timeout_s + grace_s:
                 raise ViolationError(f"task {task.task_id} expired in the queue: {tally}")
-            if self._core.held(now):
+            if self._core.state.hold.active(now):
                 raise ViolationError(f"task {task.task_id} expired while its worker is awaited")
         elif spec.deadline_s is None or now < spec.deadline_s:
             raise ViolationError(f"task {task.task_id} expired before its deadline")

@@ -1,4 +1,4 @@
-"""What must hold after every event, whatever happened: the core's state against slow and obvious recounts.
+"""What must hold after every event: the core's state against slow and obvious recounts.
 
 Every recount is made after every event, but for those that cost most and whose faults stay once they are there: what
 the fleet and the rankings remember is compared after every fourth and third event; and of heartbeats and ticks that
@@ -12,25 +12,21 @@ from typing import Protocol
 
 from multigpu_master.core import events as ev
 from multigpu_master.core.attempts import NOT_BEGUN
-from multigpu_master.core.ledger import RUN_GRACE_S, _outcome_bytes
-from multigpu_master.core.model import HEALTHY, Health, Lease, OutcomeState, Shape, Task, Worker
-from multigpu_master.core.placement.lanes import Crowd, Lane, partition_of, shape_of
-from multigpu_master.core.placement.ranking import busy
+from multigpu_master.core.ephemeral import outcome_bytes
+from multigpu_master.core.ledger import RUN_GRACE_S
+from multigpu_master.core.model import OutcomeState, Task, Worker, shape_of
+from multigpu_master.core.placement.resource_classes import Backlog
 from multigpu_master.core.scheduler import Core
+from multigpu_master.core.workers.info import HEALTHY, Health
 from multigpu_master.core.workers.sessions import PARTIAL_OVERHEAD_BYTES
-from multigpu_master.strategies.base import Strategy
 
-from tests.sim.invariants_asked import Asked
-from tests.sim.invariants_attempts import Attempts
-from tests.sim.invariants_time import Time
-from tests.sim.invariants_told import Told
-from tests.sim.invariants_windows import Windows
-from tests.sim.world import ViolationError
-
-
-def check(holds: object, message: str, *args: object) -> None:
-    if not holds:
-        raise ViolationError(message % args if args else message)
+from tests.sim.invariants.asked import Asked
+from tests.sim.invariants.attempts import Attempts
+from tests.sim.invariants.placement import Placement
+from tests.sim.invariants.time import Time
+from tests.sim.invariants.told import Told
+from tests.sim.invariants.windows import Windows
+from tests.sim.world import ViolationError, check
 
 
 class Clock(Protocol):
@@ -57,7 +53,7 @@ class Invariants:
         self._core = core
         self._told, self._time = Told(core), Time(core)
         self._asked, self._attempts, self._windows = Asked(core), Attempts(core), Windows(core)
-        self._choose, core.placement.choose = core.placement.choose, self._chosen  # type: ignore[method-assign]
+        self._placement = Placement(core)
         self._settled: dict[Task, None] = {}
         self._uncommitted: dict[Task, None] = {}  # settled and durable, but the journal has not said so
         self._rejected: dict[Task, None] = {}  # that the journal could not write
@@ -91,7 +87,7 @@ class Invariants:
         elif isinstance(event, ev.Heartbeat):
             self._health[event.session] = event.health
         elif isinstance(event, ev.Partials):
-            self._bytes_before = self._core.unsettled_bytes
+            self._bytes_before = self._core.state.ledger.unsettled_bytes
             self._bytes_told = sum([len(p.data) + PARTIAL_OVERHEAD_BYTES for p in event.partials])
         elif isinstance(event, ev.SettlesCommitted):
             for task in event.tasks:
@@ -106,7 +102,7 @@ class Invariants:
 
     def after(self, event: ev.Event, commands: Sequence[ev.Command]) -> None:
         self.checks += 1
-        now = self._world.now
+        now, core, state = self._world.now, self._core, self._core.state
         if isinstance(event, ev.Hello) and any(_foreign(h, event) for h in event.leases):
             event, commands = _without_foreign(event, commands)
         not_begun = set[int]()
@@ -129,34 +125,27 @@ class Invariants:
         if isinstance(event, ev.Reports):
             self._reports(event, commands)
         elif isinstance(event, ev.Partials):
-            size, limit = self._core.unsettled_bytes, self._core.limits.bytes_max
+            size, limit = state.ledger.unsettled_bytes, core.limits.bytes_max
             check(size <= max(limit, self._bytes_before), "with partial outputs the master holds %s bytes", size)
         waiting: list[Task] = []
         if self.checks % 4 == 0 or not self._quiet(event, commands):
             waiting = self._accounts(now)
-            self._lanes(waiting)
-        check(self._core.next_id <= self._core.ids_end, "ids were given out that the journal had not begun")
+            self._classes(waiting)
+        check(state.ids.next_id <= state.ids.end, "ids were given out that the journal had not begun")
         self._workers()
         if self.checks % 4 == 0:
-            self._caches()
+            self._placement.caches()
         self._told.after(event, commands)
         self._asked.after(event, commands, now)
         self._attempts.after(event, commands, now)
         self._time.after(event, commands, now)
         self._windows.after(commands, now)
-        if self._core.unfinished:
-            check(
-                (self._core.next_timer_s() or 0.0) <= now,
-                "nothing wakes the master for the lanes that it has not tried",
-            )
-        if (
-            waiting
-            and not self._core.held(now)
-            and not self._core.clogged()
-            and self._core.next_id < self._core.ids_end
-            and not self._core.unfinished
-        ):
-            self._nothing_idles(commands, waiting)
+        if core.unfinished:
+            due_s = core.next_timer_s() or 0.0
+            check(due_s <= now, "nothing wakes the master for the classes that it has not tried")
+        stopped = state.hold.active(now) or state.ledger.clogged() or state.ids.next_id >= state.ids.end
+        if waiting and not stopped and not core.unfinished:
+            self._placement.nothing_idles(commands, waiting)
 
     def _quiet(self, event: ev.Event, commands: Sequence[ev.Command]) -> bool:
         """Whether the event could bring nothing about: a heartbeat or a tick, while nothing is queued."""
@@ -176,18 +165,18 @@ class Invariants:
         check(not worker.quarantined, "%s is quarantined and got work", worker.worker_id)
         check(not health.unusable, "%s got work that it can't run", worker.worker_id)
         check(health.fit or core.quarantine.breaker.tripped_s, "%s is sick and got work", worker.worker_id)
-        check(not core.held(now), "a dispatch while the fleet is awaited")
+        check(not core.state.hold.active(now), "a dispatch while the fleet is awaited")
         # What expired in the course of the dispatch counts only for the next one.
         settled = [t for c in commands if isinstance(c, ev.Settled) for t in c.tasks]
-        expired = sum([_outcome_bytes(t) for t in settled if t.outcome and t.outcome.state is OutcomeState.EXPIRED])
-        before = core.uncommitted_bytes - expired
+        expired = sum([outcome_bytes(t) for t in settled if t.outcome and t.outcome.state is OutcomeState.EXPIRED])
+        before = core.state.ledger.uncommitted_bytes - expired
         check(before <= core.limits.uncommitted_bytes_max, "a dispatch while the journal can't follow")
         check(command.frame == self._frames.get(command.session, 0) + 1, "frames count up from 1")
         self._frames[command.session] = command.frame
         before = worker.leased_bytes - sum(len(x.task.payload) for x in command.leases[-1:])
         check(before < worker.info.window_bytes, "the window's bytes were exceeded on %s", worker.worker_id)
-        check(len(worker.leases) <= worker.allowed, "%s holds more than it may", worker.worker_id)
-        check(worker.allowed <= worker.info.window_tasks, "%s may hold more than it said", worker.worker_id)
+        check(len(worker.leases) <= worker.pace.allowed, "%s holds more than it may", worker.worker_id)
+        check(worker.pace.allowed <= worker.info.window_tasks, "%s may hold more than it said", worker.worker_id)
         free = worker.memory_free_bytes()
         if free is not None and any(x.task.spec.memory_bytes for x in command.leases):
             check(worker.leased_memory_bytes <= free, "%s was promised memory it hasn't got", worker.worker_id)
@@ -258,7 +247,7 @@ class Invariants:
             if task is None or worker is None or worker.session != command.session:
                 continue
             if task.outcome is not None or not task.task_id or lease_id in not_begun:
-                continue  # whether it was not begun is judged with the attempts
+                continue  # attempts.py checks those that were not begun
             drained = self._drains.get(worker, now + 1) <= now
             timeout_s = task.spec.run_timeout_s
             ran_since = self._ran_since.get(lease_id, now)
@@ -301,7 +290,7 @@ class Invariants:
                 tally[2] += 1
                 tally[3] += bytes_
                 if lease.task is not task or lease.worker.leases.get(lease.lease_id) is not lease:
-                    raise ViolationError(f"the lease of task {task.task_id} is not in its worker's hands")
+                    raise ViolationError(f"the lease of task {task.task_id} is not its worker's")
                 continue
             tally[0] += 1
             tally[1] += bytes_
@@ -310,14 +299,16 @@ class Invariants:
             elif task.extra is None or task.extra.not_before_s <= now:
                 raise ViolationError(f"task {task.task_id} overslept its pause")
         check(core.unsettled == unsettled, "unsettled: %s counted, %s found", core.unsettled, unsettled)
-        check(core.unsettled_bytes == size, "bytes: %s counted, %s found", core.unsettled_bytes, size)
+        counted_bytes = core.state.ledger.unsettled_bytes
+        check(counted_bytes == size, "bytes: %s counted, %s found", counted_bytes, size)
         check(core.leased == leases, "leased: %s counted, %s found", core.leased, leases)
         for queue in core.queues.values():
             counted = [queue.queued, queue.queued_bytes, queue.leased, queue.leased_bytes]
             recount = found.get(queue.name) or [0, 0, 0, 0]
             check(recount == counted, "queue %s: counted %s, found %s", queue.name, counted, recount)
-        size = sum([_outcome_bytes(t) for t in self._uncommitted])
-        check(core.uncommitted_bytes == size, "uncommitted: %s counted, %s found", core.uncommitted_bytes, size)
+        size = sum([outcome_bytes(t) for t in self._uncommitted])
+        counted_bytes = core.state.ledger.uncommitted_bytes
+        check(counted_bytes == size, "uncommitted: %s counted, %s found", counted_bytes, size)
         c = core.counters
         ended = c.succeeded + c.failed + c.cancelled + c.expired + c.dead_lettered
         check(ended == len(self._settled), "%s tasks ended, %s were told", ended, len(self._settled))
@@ -325,35 +316,35 @@ class Invariants:
         check(len(core.requests) <= len(core.tasks), "a request outlives its task")
         return waiting
 
-    def _lanes(self, waiting: list[Task]) -> None:
-        lanes = self._core.lanes
-        if not lanes.by_key and not waiting:
+    def _classes(self, waiting: list[Task]) -> None:
+        classes, ids = self._core.classes, self._core.state.ids
+        if not classes.by_key and not waiting:
             return
-        offered = {id(entry[3]): entry for entry in lanes._heap if entry[2] == entry[3].ticket}
+        offered = {id(entry[3]): entry for entry in classes._heap if entry[2] == entry[3].ticket}
         standing: dict[int, int] = {}
-        crowds: dict[Crowd, int] = {}
-        for key, lane in lanes.by_key.items():
+        backlogs: dict[Backlog, int] = {}
+        for key, resource_class in classes.by_key.items():
             live = 0
-            for part in lane.parts:
-                if [t for t in part.tasks if t.part is not part]:
-                    raise ViolationError(f"a task doesn't know that it has an entry in lane {key}")
-            for task in lane.entries():
+            for part in resource_class.stretches:
+                if [t for t in part.tasks if t.stretch is not part]:
+                    raise ViolationError(f"a task doesn't know that it has an entry in class {key}")
+            for task in resource_class.entries():
                 standing[id(task)] = standing.get(id(task), 0) + 1
                 if task.waiting:
                     live += 1
-                    if self._core.lane_for(task) is not lane:
-                        raise ViolationError(f"task {task.task_id} stands in the wrong lane")
-            check(lane.live == live, "lane %s: counted %s, found %s", key, lane.live, live)
-            crowds[lane.crowd] = crowds.get(lane.crowd, 0) + live
-            # Where ids ran out, not every lane was looked at.
-            check(live or self._core.next_id >= self._core.ids_end, "lane %s is there for nothing", key)
-            check(id(lane) in offered or lane in lanes.parked, "lane %s is neither offered nor parked", key)
-            check(not (id(lane) in offered and lane in lanes.parked), "lane %s is offered and parked", key)
-        for crowd, live in crowds.items():
-            check(crowd.live == live, "a crowd counts %s tasks, %s are found", crowd.live, live)
+                    if self._core.state.ledger.class_of(task) is not resource_class:
+                        raise ViolationError(f"task {task.task_id} stands in the wrong class")
+            check(resource_class.size == live, "class %s: counted %s, found %s", key, resource_class.size, live)
+            backlogs[resource_class.backlog] = backlogs.get(resource_class.backlog, 0) + live
+            # Where ids ran out, not every class was looked at.
+            check(live or ids.next_id >= ids.end, "class %s is there for nothing", key)
+            ways = (id(resource_class) in offered) + (resource_class in classes.parked)
+            check(ways == 1, "class %s is offered or parked %s times", key, ways)
+        for backlog, live in backlogs.items():
+            check(backlog.size == live, "a backlog counts %s tasks, %s are found", backlog.size, live)
         for task in waiting:
             if standing.get(id(task)) != 1:
-                raise ViolationError(f"task {task.task_id} waits in {standing.get(id(task), 0)} lanes")
+                raise ViolationError(f"task {task.task_id} waits in {standing.get(id(task), 0)} classes")
 
     def _workers(self) -> None:
         """Sums up what each worker holds, and notes it for the next event."""
@@ -387,92 +378,6 @@ class Invariants:
         for session, worker in fleet.sessions.items():
             if worker.session != session:
                 raise ViolationError(f"session {session} is not its worker's")
-
-    def _caches(self) -> None:
-        """What the fleet remembers is what it would find."""
-        fleet = self._core.fleet
-        for shape, found in fleet._eligible.items():
-            able = [w for w in fleet.workers.values() if fleet.unfit(w, shape) is None]
-            check(list(found) == able, "the fleet forgot who can take %s", shape)
-        for worker in fleet.workers.values():
-            has_room = worker.accepting and not worker.full
-            known = (worker in fleet.open) == has_room or (has_room and worker in self._core.freed)
-            check(known, "%s takes work and has room: %s; that is not known", worker.worker_id, has_room)
-        for shape, count in fleet._resident.items():
-            able = [w for w in fleet.workers.values() if fleet.unfit(w, shape) is None]
-            has = [w for w in able if w.accepting and fleet.load_s(w, shape) == 0.0]
-            check(len(has) == count, "the fleet forgot who has the model of %s", shape)
-
-    # --- placement ---------------------------------------------------------------------------------------------------
-
-    def _nothing_idles(self, commands: Sequence[ev.Command], tasks: list[Task]) -> None:
-        """No task waits that could run, and none went before one that had the better right."""
-        core = self._core
-        waiting: dict[tuple[str, Shape], list[Task]] = {}
-        for task in tasks:
-            if not core.queues[task.spec.queue].paused:
-                strategy = core.strategy_of(core.queues[task.spec.queue])
-                partition = partition_of(task.partition_key) if strategy.pinned else -1
-                waiting.setdefault((task.spec.queue, shape_of(task.spec, partition)), []).append(task)
-        for (queue, shape), alike in waiting.items():
-            strategy = core.strategy_of(core.queues[queue])
-            best = self._best(strategy, shape, len(alike))
-            if best is not None:
-                raise ViolationError(f"task {alike[0].task_id} waits, though {best.worker_id} could have it")
-        for lease in (x for c in commands if isinstance(c, ev.Dispatch) for x in c.leases):
-            self._fair(lease, waiting)
-            self._fair_to_others(lease, waiting)
-
-    def _fair(self, lease: Lease, waiting: dict[tuple[str, Shape], list[Task]]) -> None:
-        spec = lease.task.spec
-        strategy = self._core.strategy_of(self._core.queues[spec.queue])
-        partition = partition_of(lease.task.partition_key) if strategy.pinned else -1
-        for task in waiting.get((spec.queue, shape_of(spec, partition)), ()):
-            mine, its = (spec.priority, lease.task.task_id), (task.spec.priority, task.task_id)
-            check(mine < its, "task %s went before task %s", lease.task.task_id, task.task_id)
-
-    def _fair_to_others(self, lease: Lease, waiting: dict[tuple[str, Shape], list[Task]]) -> None:
-        """Nor of those of another shape that the same worker could have had instead. What needs memory or a model is
-        left out: whether it could be had just then can't be told any more.
-        """
-        core, worker = self._core, lease.worker
-        mine = lease.task.spec.priority, lease.task.task_id
-        for (queue, shape), tasks in waiting.items():
-            strategy = core.strategy_of(core.queues[queue])
-            if strategy.pinned or shape.memory_bytes or shape.model or core.fleet.unfit(worker, shape) is not None:
-                continue
-            if core.fleet.model_of(worker, shape) or strategy.excludes(shape, worker, core.fleet) is not None:
-                continue
-            for task in tasks:
-                its = task.spec.priority, task.task_id
-                check(mine < its, "task %s went before task %s of another shape", lease.task.task_id, task.task_id)
-
-    def _chosen(self, strategy: Strategy, lane: Lane) -> Worker | None:
-        """The ranking that is kept says what a ranking made anew says, whenever it is asked."""
-        found, fleet = self._choose(strategy, lane), self._core.fleet
-        shape = lane.shape if strategy.pinned else lane.base
-        best = self._best(strategy, shape, lane.crowd.live)
-        if found is None or best is None:
-            check(
-                found is best, "the ranking says %s, the fleet %s", found and found.worker_id, best and best.worker_id
-            )
-        elif found is not best:
-            mine = strategy.score(shape, found, fleet), found.last_dispatch
-            its = strategy.score(shape, best, fleet), best.last_dispatch
-            check(mine == its, "%s ranks first, %s should", found.worker_id, best.worker_id)
-        return found
-
-    def _best(self, strategy: Strategy, shape: Shape, queued: int) -> Worker | None:
-        """The worker to take the shape, found the slow way; None if none may now."""
-        fleet = self._core.fleet
-        able = [w for w in fleet.workers.values() if fleet.unfit(w, shape) is None]
-        if strategy.pinned:
-            able = [w for w in able if w.accepting and strategy.excludes(shape, w, fleet) is None]
-            able.sort(key=lambda w: (strategy.score(shape, w, fleet), w.worker_id))
-            return able[0] if able and not busy(fleet, strategy, shape, able[0]) else None
-        free = [w for w in able if not busy(fleet, strategy, shape, w)]
-        free = [w for w in free if strategy.worth(shape, w, fleet, queued) or fleet.has_turn(w, shape)]
-        return min(free, key=lambda w: (strategy.score(shape, w, fleet), w.last_dispatch), default=None)
 
 
 def _foreign(held: ev.HeldLease, hello: ev.Hello) -> bool:

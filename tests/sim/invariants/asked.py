@@ -5,8 +5,7 @@ say of themselves). And what is let in keeps to the limits.
 from collections.abc import Sequence
 
 from multigpu_master.core import events as ev
-from multigpu_master.core.model import Lease, Worker
-from multigpu_master.core.placement.lanes import shape_of
+from multigpu_master.core.model import Lease, Worker, shape_of
 from multigpu_master.core.scheduler import Core
 
 from tests.sim.world import ViolationError
@@ -49,8 +48,8 @@ class Asked:
                 self._loading[worker] = {(t.spec.kind, t.spec.model): None for t in tasks}
                 self._observed(event, now)
                 narrow = min(worker.info.slots + 1, worker.info.window_tasks)
-                if worker.allowed != narrow:
-                    raise ViolationError(f"{worker.worker_id} begins with a window of {worker.allowed}")
+                if worker.pace.allowed != narrow:
+                    raise ViolationError(f"{worker.worker_id} begins with a window of {worker.pace.allowed}")
             case ev.Heartbeat() if event.session in self._core.fleet.sessions:
                 self._said[event.session] = tuple(m.model for m in event.models), event.stopping
                 self._observed(event, now)
@@ -77,8 +76,8 @@ class Asked:
         limits, queue = core.limits, core.queue(spec.queue)
         if core.unsettled > limits.tasks_max:
             raise ViolationError(f"the master holds {core.unsettled} tasks")
-        if core.unsettled_bytes > limits.bytes_max:
-            raise ViolationError(f"the master holds {core.unsettled_bytes} bytes")
+        if core.state.ledger.unsettled_bytes > limits.bytes_max:
+            raise ViolationError(f"the master holds {core.state.ledger.unsettled_bytes} bytes")
         held = queue.queued + queue.leased
         if not (not queue.tasks_max or held <= queue.tasks_max):
             raise ViolationError(f"queue {queue.name} holds {held} tasks")
@@ -96,7 +95,7 @@ class Asked:
         core = self._core
         worker = core.fleet.sessions[dispatch.session]
         info = worker.info
-        barred = worker.cordoned or worker.draining or worker.stopping
+        barred = worker.cordon or worker.draining or worker.stopping
         if barred:
             raise ViolationError(f"{worker.worker_id} is to get no work, and got it")
         for lease in dispatch.leases:
@@ -136,9 +135,9 @@ class Asked:
 
     def _operated(self, event: ev.Cordon | ev.Uncordon | ev.Drain) -> None:
         worker = self._core.fleet.workers[event.worker_id]
-        is_so = worker.cordoned, worker.draining, worker.drain_deadline_s
+        is_so = worker.cordon is not None, worker.draining, worker.drain_deadline_s
         if isinstance(event, ev.Cordon):
-            if not worker.cordoned:
+            if not worker.cordon:
                 raise ViolationError(f"{worker.worker_id} is not cordoned")
         elif isinstance(event, ev.Drain):
             if is_so != (True, True, event.deadline_s):
@@ -176,6 +175,6 @@ class Asked:
                     raise ViolationError(f"lease {lease.lease_id} came in a frame that was not sent yet")
                 key = lease.task.spec.kind, lease.task.spec.model
                 self._loading.setdefault(worker, {})[key] = None
-            extra = [key for key in worker.loading if key not in self._loading.get(worker, {})]
+            extra = [key for key in worker.residency.unplanned if key not in self._loading.get(worker, {})]
             if extra:
                 raise ViolationError(f"{worker.worker_id} counts as loading {extra}")

@@ -62,8 +62,10 @@ class Time:
 
     def after(self, event: ev.Event, commands: Sequence[ev.Command], now: float) -> None:
         core = self._core
-        if core.held(now) != (now < self._hold_until_s):
-            raise ViolationError(f"the fleet is awaited: {core.held(now)}; still to come: {list(self._awaited)}")
+        if core.state.hold.active(now) != (now < self._hold_until_s):
+            raise ViolationError(
+                f"the fleet is awaited: {core.state.hold.active(now)}; still to come: {list(self._awaited)}"
+            )
         self._due_s = core.next_timer_s()
         for command in commands:
             if isinstance(command, ev.EndSession) and not command.taken_over:
@@ -82,7 +84,7 @@ class Time:
                 pass
         self._sessions(now)
         self._tasks(now)
-        if core.held(now):
+        if core.state.hold.active(now):
             self._timer("the end of the wait for", "workers", self._hold_until_s)
         self._forgotten(commands, now)
 
@@ -132,7 +134,7 @@ class Time:
                 self._timer("the deadline of task", task.task_id, spec.deadline_s)
             # Not those of an earlier session: they are recalled at the latest when the wait for workers would end.
             kept = lease is not None and lease.frame and task not in self._begun and not lease.recalled
-            if kept and _queue_until_s(task) <= now and not core.held(now):
+            if kept and _queue_until_s(task) <= now and not core.state.hold.active(now):
                 raise ViolationError(f"task {task.task_id} waits in a window past its queue timeout")
             if spec.queue_timeout_s is not None and task not in self._begun:
                 # A worker that took it has some time to say that it began it.
@@ -164,12 +166,14 @@ class Time:
                     if not task.spec.durable and task.outcome is not None:
                         until_s = self._ephemeral[task] = task.outcome.finish_s + task.spec.result_ttl_s
                         self._all_forgotten_s = max(self._all_forgotten_s, until_s)
-        if core._ephemeral_bytes > core.limits.ephemeral_bytes_max:
-            raise ViolationError(f"ephemeral outcomes take {core._ephemeral_bytes} bytes")
+        if core.state.ledger.ephemeral.size_bytes > core.limits.ephemeral_bytes_max:
+            raise ViolationError(f"ephemeral outcomes take {core.state.ledger.ephemeral.size_bytes} bytes")
         gone = [t for t in self._ephemeral if t.task_id not in core.tasks]
         early = [t for t in gone if self._ephemeral[t] > now]
         if early:
-            size = core._ephemeral_bytes + sum([len(t.outcome.result) + 800 for t in gone if t.outcome is not None])
+            size = core.state.ledger.ephemeral.size_bytes + sum(
+                [len(t.outcome.result) + 800 for t in gone if t.outcome is not None]
+            )
             if size <= core.limits.ephemeral_bytes_max:
                 raise ViolationError(f"the outcome of task {early[0].task_id} was forgotten before its time")
         for task in gone:

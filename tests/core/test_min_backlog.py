@@ -2,23 +2,22 @@
 
 import pytest
 from multigpu_master.core import events as ev
-from multigpu_master.core.model import Capability, Spec, Telemetry, WorkerInfo
-from multigpu_master.core.workers.residency import Resident
+from multigpu_master.core.model import Spec
+from multigpu_master.core.workers.info import Capability, Resident, Telemetry, WorkerInfo
 
 from tests.core.stage import FAILED, Stage, lease_of
 
 
 def joined(stage: Stage, name: str, zone: str, *, loaded: bool) -> None:
     """A worker that takes one task at a time."""
-    stage.sessions += 1
     info = WorkerInfo(
         worker_id=name, capabilities=(Capability(kind="run", models=("m",)),), labels={"zone": zone}, window_tasks=1
     )
-    stage.handle(ev.Hello(stage.sessions, info))
+    stage.join(info)
     stage.handle(ev.Heartbeat(stage.sessions, [], 0, Telemetry(), (Resident(model="m"),) if loaded else ()))
 
 
-def test_what_one_worker_learns_of_a_model_may_make_another_worth_its_loading() -> None:
+def test_a_speed_measured_on_one_worker_may_lower_the_backlog_that_another_needs() -> None:
     stage = Stage()
     joined(stage, "elsewhere", "b", loaded=True)
     (slow,) = stage.submit(spec=Spec(kind="run", model="m", labels=(("zone", "b"),)))

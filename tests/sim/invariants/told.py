@@ -69,8 +69,8 @@ class Told:
         if isinstance(event, ev.RegisterWorker):
             worker = workers[event.info.worker_id]
             self._remembered[worker.worker_id] = _to_remember(worker)
-            if worker.cordoned != event.cordoned:
-                raise ViolationError(f"{worker.worker_id} is cordoned: {worker.cordoned}; it was: {event.cordoned}")
+            if (worker.cordon is not None) != event.cordoned:
+                raise ViolationError(f"{worker.worker_id} is cordoned: {worker.cordon}; it was: {event.cordoned}")
         if len(self._remembered) != len(workers):
             raise ViolationError(f"{list(workers)} are there, {list(self._remembered)} are remembered")
         for name, worker in workers.items():
@@ -118,4 +118,5 @@ class Told:
 
 def _to_remember(worker: Worker) -> tuple[object, ...]:
     pins = tuple(worker.residency.pins)
-    return worker.info, worker.cordoned, worker.cordon_reason, bool(worker.session), pins
+    reason = worker.cordon.reason if worker.cordon is not None else None
+    return worker.info, reason, bool(worker.session), pins

@@ -5,9 +5,8 @@ for a place there: its lease is recalled, once at most, or it is known to run.
 from collections.abc import Sequence
 
 from multigpu_master.core import events as ev
-from multigpu_master.core.model import Lease, Task, Worker
-from multigpu_master.core.placement.lanes import shape_of
-from multigpu_master.core.placement.ranking import busy
+from multigpu_master.core.model import Lease, Task, Worker, shape_of
+from multigpu_master.core.placement.obstacles import obstacles
 from multigpu_master.core.scheduler import Core
 
 from tests.sim.world import ViolationError
@@ -31,7 +30,7 @@ class Windows:
         for command in commands:
             if isinstance(command, ev.Recall):
                 self._recalls(command, now)
-        if core.held(now) or core.clogged():
+        if core.state.hold.active(now) or core.state.ledger.clogged():
             self._since_s = {}
             return
         sessions = core.fleet.sessions.values()
@@ -77,23 +76,28 @@ class Windows:
     def _may_have(self, worker: Worker, lease: Lease) -> bool:
         core, task = self._core, lease.task
         shape, strategy = shape_of(task.spec), core.strategy_of(core.queues[task.spec.queue])
-        if core.fleet.unfit(worker, shape) is not None or busy(core.fleet, strategy, shape, worker):
+        if core.fleet.unfit(worker, shape) is not None or obstacles(core.fleet, strategy, shape, worker):
             return False
-        queued = core.lane_for(task).crowd.live + 1
-        return strategy.worth(shape, worker, core.fleet, queued) or core.fleet.has_turn(worker, shape)
+        queued = core.state.ledger.class_of(task).backlog.size + 1
+        return strategy.min_backlog(shape, worker, core.fleet) <= queued or core.fleet.reserved(worker, shape)
 
     def _more_urgent(self, lease: Lease, now: float) -> list[Task]:
         """The tasks that wait for nothing but a place in the lease's window, which has not moved for a while."""
         core, worker = self._core, lease.worker
-        if not worker.accepting or now - worker.reported_s < WAIT_S / 2:
+        if not worker.accepting or now - worker.pace.reported_s < WAIT_S / 2:
             return []
         found = []
-        for lane in core.lanes.by_key.values():
-            strategy, head = core.strategy_of(lane.queue), lane.head()
-            if head is None or lane.priority >= lease.task.spec.priority or lane.queue.paused or strategy.pinned:
+        for resource_class in core.classes.by_key.values():
+            strategy, head = core.strategy_of(resource_class.queue), resource_class.head()
+            if (
+                head is None
+                or resource_class.priority >= lease.task.spec.priority
+                or resource_class.queue.paused
+                or strategy.pinned
+            ):
                 continue
-            why = busy(core.fleet, strategy, lane.base, worker)
-            if core.fleet.unfit(worker, lane.base) is None and all("window full" in each for each in why):
+            why = obstacles(core.fleet, strategy, resource_class.base, worker)
+            if core.fleet.unfit(worker, resource_class.base) is None and all("window full" in each for each in why):
                 found.append(head)
         return found
 

@@ -1,0 +1,46 @@
+"""The commands of the event at hand."""
+
+from collections.abc import Iterable, Sequence
+
+from multigpu_master.core import events as ev
+from multigpu_master.core.model import Lease, Task, Worker
+
+
+class Outbox:
+    """Collects what an event brings about, in order. `take` ends the event."""
+
+    def __init__(self) -> None:
+        self._commands: list[ev.Command] = []
+        self._settled: list[Task] = []
+
+    def add(self, command: ev.Command) -> None:
+        self._commands.append(command)
+
+    def worker_changed(self, worker: Worker, *, remember: bool = False, gone: bool = False) -> None:
+        self._commands.append(ev.WorkerChanged(worker, remember, gone))
+
+    def desire(self, worker: Worker) -> None:
+        """Tells the worker, if it is connected, everything that is wanted of it."""
+        if worker.session:
+            self._commands.append(ev.Desire(worker.session, worker.draining, worker.drain_deadline_s))
+
+    def revoke(self, session: int, lease_ids: list[int], reason: str) -> None:
+        if lease_ids:
+            self._commands.append(ev.Revoke(session, lease_ids, reason))
+
+    def recall(self, worker: Worker, leases: Sequence[Lease]) -> None:
+        """Asks the worker to return the leases that it has not begun."""
+        for lease in leases:
+            lease.recalled = worker.session
+        if leases:
+            self._commands.append(ev.Recall(worker.session, [lease.lease_id for lease in leases]))
+
+    def settled(self, tasks: Iterable[Task]) -> None:
+        self._settled += tasks
+
+    def take(self) -> list[ev.Command]:
+        commands, self._commands = self._commands, []
+        if self._settled:
+            commands.append(ev.Settled(self._settled))
+            self._settled = []
+        return commands

@@ -1,0 +1,82 @@
+"""What keeps an eligible worker from taking a task now: the same questions for dispatch, recall and explain."""
+
+from multigpu_master.core.model import Shape, Worker
+from multigpu_master.core.workers.fleet import Fleet
+from multigpu_master.core.workers.residency import Block
+from multigpu_master.strategies.base import Strategy
+
+# How many models that take up the room are named in an explanation.
+NAMED_MAX = 8
+
+
+def short_of_memory(worker: Worker, shape: Shape) -> int | None:
+    """The worker's free device memory, in bytes, if it is too little for the shape; None: enough, or unknown."""
+    if not shape.memory_bytes:
+        return None
+    free = worker.memory_free_bytes()
+    if free is None:
+        return None
+    free -= worker.leased_memory_bytes
+    return free if free < shape.memory_bytes else None
+
+
+def obstructed(fleet: Fleet, strategy: Strategy, shape: Shape, worker: Worker) -> bool:
+    """Whether an eligible worker that takes work can't have a task of this shape now, apart from its window."""
+    return (
+        short_of_memory(worker, shape) is not None
+        or strategy.excludes(shape, worker, fleet) is not None
+        or (fleet.planned and fleet.blocked(worker, shape) is not None)
+    )
+
+
+def backlog_suffices(fleet: Fleet, strategy: Strategy, shape: Shape, worker: Worker, queued: int) -> bool:
+    """Whether enough tasks are queued for the worker, or it has a load reservation for their model."""
+    return strategy.min_backlog(shape, worker, fleet) <= queued or fleet.reserved(worker, shape)
+
+
+def is_one_of(worker: Worker, named: tuple[str, ...]) -> bool:
+    """Whether a worker, or its device, is among these worker_ids and device_keys."""
+    return worker.device_key in named or worker.worker_id in named
+
+
+def obstacles(fleet: Fleet, strategy: Strategy, shape: Shape, worker: Worker) -> list[str]:
+    """Why an eligible worker can't have a task of this shape now, for people; empty if it can."""
+    why = []
+    if not worker.session:
+        why.append("lost")
+    if worker.cordon is not None:
+        why.append(f"cordoned: {worker.cordon.reason}" if worker.cordon.reason else "cordoned")
+    if worker.quarantined:
+        why.append(f"quarantined: {_illness(worker)}")
+    if worker.draining:
+        why.append("draining")
+    if worker.stopping:
+        why.append("stopping")
+    if len(worker.leases) >= worker.pace.allowed:
+        why.append(f"window full ({len(worker.leases)} of {worker.pace.allowed} leases)")
+    if worker.leased_bytes >= worker.info.window_bytes:
+        why.append(f"window full ({worker.leased_bytes} of {worker.info.window_bytes} bytes)")
+    if (free := short_of_memory(worker, shape)) is not None:
+        why.append(f"{shape.memory_bytes} bytes of device memory required, {free} free")
+    if (block := fleet.blocked(worker, shape)) is not None:
+        why.append(_model_blocked(fleet, worker, shape, block))
+    if (excluded := strategy.excludes(shape, worker, fleet)) is not None:
+        why.append(excluded)
+    return why
+
+
+def _model_blocked(fleet: Fleet, worker: Worker, shape: Shape, block: Block) -> str:
+    residency, model = worker.residency, fleet.model_id(worker, shape.kind, shape.model)
+    if block is not Block.NO_ROOM:
+        return f"model {model}: {block.value}"
+    others = sorted(m for m in residency.in_use() if m != model)
+    named = ", ".join(others[:NAMED_MAX]) + (", ..." if len(others) > NAMED_MAX else "")
+    needed, limit = residency.memory_of(model), residency.limit_bytes
+    return f"no room for model {model} ({needed} of {limit} bytes): {named} are in use"
+
+
+def _illness(worker: Worker) -> str:
+    reasons = [reason.message or reason.code for reason in worker.health.reasons]
+    if worker.suspected:
+        reasons.append("different tasks failed on it, and the check of its device is not passed yet")
+    return "; ".join(reasons) or "its device is being checked"

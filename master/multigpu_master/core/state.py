@@ -1,0 +1,26 @@
+"""The state of the core: one owner for each part of it."""
+
+from dataclasses import dataclass
+
+from multigpu_master.core.ledger import Ledger, Limits
+from multigpu_master.core.outbox import Outbox
+from multigpu_master.core.placement.placement import Placement
+from multigpu_master.core.placement.wait_lists import ResourceClasses
+from multigpu_master.core.restart import IdRange, RecoveryHold
+from multigpu_master.core.timers import Timers
+from multigpu_master.core.workers.fleet import Fleet
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """Policies (attempts, dispatch, sessions, operators) decide, and call methods of the owner to change state."""
+
+    limits: Limits
+    ids: IdRange
+    hold: RecoveryHold
+    timers: Timers
+    fleet: Fleet
+    classes: ResourceClasses
+    placement: Placement
+    ledger: Ledger
+    outbox: Outbox
