@@ -1,6 +1,5 @@
 """The bookkeeping of a Run stream, against a model master that loses, repeats, rejects and reorders. No I/O."""
 
-import asyncio
 import random
 import tempfile
 from pathlib import Path
@@ -300,7 +299,6 @@ def run_in(folder: Path, seed: int) -> None:
     window = Window(1000, 1 << 30)
     state = RunState(window)
     model = Model(dice, folder)
-    # Whether the stream has made its offer. One that takes its time is not waited for.
     offered = False
     calls: list[Recorded] = []
     later: list[Call] = []
@@ -353,55 +351,17 @@ def run_in(folder: Path, seed: int) -> None:
         step(dice.choice((0.1, 0.5, 0.65)))
         if state.idle and not later:
             break
-    for call in calls:
-        expected = 0 if id(call) in withdrawn else 1
-        assert len(call.answers) == expected, f"seed {seed}: {call.request_id} has {call.answers}"
-        for answer in call.answers:
-            assert isinstance(answer, AlreadyExistsError | InvalidTaskError | Outcome)
-            if isinstance(answer, Outcome):
-                assert answer.request_id == call.request_id
-                assert answer.succeeded, f"seed {seed}: {call.request_id} has the end of a withdrawn call"
+    check_answers(calls, withdrawn, f"seed {seed}")
     assert (window.tasks, window.bytes) == (0, 0), f"seed {seed}"
     assert state.idle, f"seed {seed}"
 
 
-# The window.
-
-
-async def test_the_window_admits_waiters_in_order() -> None:
-    window = Window(10, 1000)
-    await window.admit(8, 100)
-    big = asyncio.create_task(window.admit(5, 100))
-    await asyncio.sleep(0)
-    small = asyncio.create_task(window.admit(1, 1))
-    await asyncio.sleep(0)
-    assert not small.done()  # there is room for it, but it must not overtake
-    assert not window.try_admit(1, 1)
-    window.free(4, 50)
-    await asyncio.wait_for(asyncio.gather(big, small), 1)
-    assert (window.tasks, window.bytes) == (10, 151)
-
-
-async def test_a_cancelled_waiter_of_the_window_frees_its_share() -> None:
-    window = Window(10, 1000)
-    await window.admit(8, 0)
-    big = asyncio.create_task(window.admit(5, 0))
-    small = asyncio.create_task(window.admit(2, 0))
-    await asyncio.sleep(0)
-    big.cancel()
-    await asyncio.wait_for(small, 1)
-    assert window.tasks == 10
-    late = asyncio.create_task(window.admit(3, 0))
-    await asyncio.sleep(0)
-    window.free(10, 0)  # `late` is admitted …
-    late.cancel()  # … and cancelled at the same time
-    await asyncio.wait([late])
-    assert window.tasks == 0
-
-
-async def test_more_than_the_whole_window_is_admitted_alone() -> None:
-    window = Window(10, 1000)
-    await window.admit(1, 5000)
-    assert not window.try_admit(1, 1)
-    window.free(1, 5000)
-    assert window.try_admit(20, 1)
+def check_answers(calls: list[Recorded], withdrawn: set[int], seed: str) -> None:
+    for call in calls:
+        expected = 0 if id(call) in withdrawn else 1
+        assert len(call.answers) == expected, f"{seed}: {call.request_id} has {call.answers}"
+        for answer in call.answers:
+            assert isinstance(answer, AlreadyExistsError | InvalidTaskError | Outcome)
+            if isinstance(answer, Outcome):
+                assert answer.request_id == call.request_id
+                assert answer.succeeded, f"{seed}: {call.request_id} has the end of a withdrawn call"
