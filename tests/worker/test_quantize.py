@@ -68,7 +68,7 @@ def test_figures_are_kept_and_thresholds_judged_at_each_load(
     spec: ModelSpec, settings: EngineSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     onnx_artifacts.exported(spec, settings, "int8").close()
-    monkeypatch.setattr(onnx_artifacts, "quantize_embed", None)
+    monkeypatch.setattr(onnx_artifacts, "quantise_embed", None)
     stricter = replace(spec, gate=replace(spec.gate, threshold=0.9999))
     with pytest.raises(AccuracyGateError, match=r"mean cosine to fp32 0\.99.* 0\.9999 at least"):
         onnx_artifacts.exported(stricter, settings, "int8")

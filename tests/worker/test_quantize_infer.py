@@ -75,7 +75,7 @@ def test_stricter_threshold_rejects_at_the_next_load(
     spec = model(tmp_path / "model", metric="agreement", threshold=0.9)
     facts = onnx_artifacts.quantised(spec, settings, "int8", "onnx").facts
     assert "share of fp32's likeliest class" in facts["accuracy"]
-    monkeypatch.setattr(onnx_artifacts, "quantize_infer", None)
+    monkeypatch.setattr(onnx_artifacts, "quantise_infer", None)
     (spec.folder / "model.toml").write_text("[gate]\nthreshold = 1.1")  # which is no reason to quantise again
     stricter = dataclasses.replace(spec, gate=dataclasses.replace(spec.gate, threshold=1.1))
     with pytest.raises(AccuracyGateError, match=r"likeliest class (1\.0|0\.9)\d+ on 100 held-out .* 1\.1 at least"):
