@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from multigpu import AsyncClient
 
-from benchmarks.embed_engine import sentences
+from benchmarks.engines.embed_engine import sentences
 from benchmarks.fleet import Fleet
 from benchmarks.measure import median
 from benchmarks.relay import loop_runner
@@ -36,7 +36,7 @@ import sys, time
 import numpy as np, torch
 from torch.nn.functional import normalize
 from transformers import AutoModel, AutoTokenizer
-from benchmarks.embed_engine import sentences
+from benchmarks.engines.embed_engine import sentences
 from multigpu_worker.models.folders import packaged_model
 
 threads, share, shares, n = map(int, sys.argv[1:5])

@@ -44,7 +44,7 @@ done
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 python="${MGPU_PYTHON:-${MGPU_VENV:-.venv}/bin/python}"
 command -v "$python" >/dev/null || fail "there is no $python: run ./deploy_multi_gpu.sh --local first, or set MGPU_PYTHON"
-missing="$("$python" benchmarks/gpu_needs.py)"
+missing="$("$python" benchmarks/gpu/needs.py)"
 if [ -n "$missing" ]; then
   fail "$python lacks:
 $missing

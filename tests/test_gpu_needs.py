@@ -4,7 +4,7 @@ import importlib.metadata
 
 import pytest
 
-from benchmarks.gpu_needs import missing
+from benchmarks.gpu.needs import missing
 
 REQUIRES = [
     "click>=8.1",

@@ -9,10 +9,10 @@ import time
 import traceback
 from pathlib import Path
 
-from tests.chaos.checker import check
 from tests.chaos.failpoints import FAILPOINTS
 from tests.chaos.faults import KINDS
-from tests.chaos.report import report
+from tests.chaos.records.checker import check
+from tests.chaos.records.report import report
 from tests.chaos.rounds import Chaos
 
 # In every so many rounds only workers are killed, so that what it takes to re-queue can be told from other trouble.

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.chaos import traffic
-from tests.chaos.history import History
+from tests.chaos.records.history import History
 from tests.chaos.traffic import LARGE, Life
 
 # Of a hundred tasks of a round, how many go which way.

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.chaos.history import History
+from tests.chaos.records.history import History
 
 MASTER, AGENT, ENGINE = "master", "agent", "engine"
 BEFORE, AFTER, FAILS = "before", "after", "fails"

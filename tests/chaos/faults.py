@@ -15,9 +15,9 @@ from pathlib import Path
 
 from tests.chaos import failpoints
 from tests.chaos.failpoints import FAILPOINTS, Failpoint
-from tests.chaos.history import CLIENTS, History
 from tests.chaos.network import HERE, Way
 from tests.chaos.processes import ChaosFleet, ClientProcess
+from tests.chaos.records.history import CLIENTS, History
 
 # How often each kind is chosen.
 KINDS = {

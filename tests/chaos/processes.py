@@ -7,8 +7,8 @@ from typing import Any
 
 from tests.chaos.client import durable_names, names_of
 from tests.chaos.failpoints import ON_PURPOSE
-from tests.chaos.history import CLIENTS, History, records_of
 from tests.chaos.network import Network
+from tests.chaos.records.history import CLIENTS, History, records_of
 from tests.fleet import QUICK, Daemon, Fleet
 
 ROOT = Path(__file__).resolve().parent.parent.parent

@@ -20,9 +20,9 @@ from tests.chaos import failpoints
 from tests.chaos.client import durable_names, names_of
 from tests.chaos.failpoints import Failpoint
 from tests.chaos.faults import KINDS, Faults, places
-from tests.chaos.history import History, Record, load
 from tests.chaos.network import Network, NotAllowedError
 from tests.chaos.processes import ChaosFleet, ClientProcess, Seen
+from tests.chaos.records.history import History, Record, load
 from tests.fleet import until
 
 WORKERS = 3

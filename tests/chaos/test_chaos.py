@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.chaos.checker import check
 from tests.chaos.failpoints import FAILPOINTS
-from tests.chaos.report import Report, report
+from tests.chaos.records.checker import check
+from tests.chaos.records.report import Report, report
 from tests.chaos.rounds import Chaos
 
 

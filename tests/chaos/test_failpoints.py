@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from tests.chaos.failpoints import FAILPOINTS, Failpoint, variable
-from tests.chaos.history import load
 from tests.chaos.processes import ROOT
+from tests.chaos.records.history import load
 
 
 @pytest.mark.parametrize("point", FAILPOINTS, ids=lambda point: point.name)

@@ -8,10 +8,10 @@ import grpc
 import pytest
 from multigpu.v1.admin_service_pb2 import WORKER_STATE_ACTIVE
 
-from tests.chaos.checker import check
-from tests.chaos.history import CLIENTS
 from tests.chaos.network import Way
-from tests.chaos.report import report
+from tests.chaos.records.checker import check
+from tests.chaos.records.history import CLIENTS
+from tests.chaos.records.report import report
 from tests.chaos.rounds import Chaos
 from tests.fleet import until
 

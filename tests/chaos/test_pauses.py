@@ -13,8 +13,8 @@ from multigpu.v1 import task_pb2
 from multigpu.v1.admin_service_pb2 import WORKER_STATE_ACTIVE, WORKER_STATE_LOST
 
 from tests.chaos.faults import Faults
-from tests.chaos.history import History, load
 from tests.chaos.processes import ChaosFleet
+from tests.chaos.records.history import History, load
 from tests.fleet import until
 
 STOPPED_S = 2.0  # the session timeout is 1 s

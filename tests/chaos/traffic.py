@@ -19,7 +19,7 @@ import multigpu
 from multigpu.options import SpecCache
 from multigpu.v1 import task_pb2, task_service_pb2, task_service_pb2_grpc
 
-from tests.chaos.history import History, records_of
+from tests.chaos.records.history import History, records_of
 
 # How a call may end when the master dies in the middle of it. Anything else is a finding.
 KILLED = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.DEADLINE_EXCEEDED}

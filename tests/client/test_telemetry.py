@@ -24,9 +24,8 @@ from multigpu.daemon.metrics import (
     serve_prometheus,
 )
 
+from tests.client.otlp_collector import Collector, attributes
 from tests.fleet import until
-
-from .otlp_collector import Collector, attributes
 
 SAMPLED = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 NOT_SAMPLED = SAMPLED[:-1] + "0"

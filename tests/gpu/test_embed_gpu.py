@@ -18,7 +18,7 @@ from multigpu_worker.engines.embed.text import Inputs
 from multigpu_worker.engines.embed.torch_backend import load
 from multigpu_worker.models.folders import PACKAGED_MODEL, packaged_model
 
-from tests.worker.test_embed import FOLDER, VARIED, batch_of, payload, run
+from tests.worker.embed.test_embed import FOLDER, VARIED, batch_of, payload, run
 
 pytestmark = [
     pytest.mark.gpu,

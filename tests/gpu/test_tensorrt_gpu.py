@@ -25,7 +25,7 @@ from multigpu_worker.engines.tensorrt.profiles import Limits, profiles_for
 from multigpu_worker.engines.tensorrt.run import PlanRunner
 from multigpu_worker.models.folders import packaged_model
 
-from tests.worker import small_graphs
+from tests.worker.graphs import small_graphs
 
 pytestmark = [
     pytest.mark.gpu,

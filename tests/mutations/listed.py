@@ -1,17 +1,17 @@
 """The list of all mutations."""
 
-from tests.mutations.list_attempts import ATTEMPTS
-from tests.mutations.list_client import CLIENT
-from tests.mutations.list_events import EVENTS
-from tests.mutations.list_ids import IDS
-from tests.mutations.list_journal import JOURNAL
-from tests.mutations.list_ledger import LEDGER
-from tests.mutations.list_placement import PLACEMENT
-from tests.mutations.list_quarantine import QUARANTINE
-from tests.mutations.list_residency import RESIDENCY
-from tests.mutations.list_sessions import SESSIONS
-from tests.mutations.list_transport import TRANSPORT
-from tests.mutations.list_worker import WORKER
+from tests.mutations.lists.list_attempts import ATTEMPTS
+from tests.mutations.lists.list_client import CLIENT
+from tests.mutations.lists.list_events import EVENTS
+from tests.mutations.lists.list_ids import IDS
+from tests.mutations.lists.list_journal import JOURNAL
+from tests.mutations.lists.list_ledger import LEDGER
+from tests.mutations.lists.list_placement import PLACEMENT
+from tests.mutations.lists.list_quarantine import QUARANTINE
+from tests.mutations.lists.list_residency import RESIDENCY
+from tests.mutations.lists.list_sessions import SESSIONS
+from tests.mutations.lists.list_transport import TRANSPORT
+from tests.mutations.lists.list_worker import WORKER
 from tests.mutations.mutation import Mutation
 
 MUTATIONS: tuple[Mutation, ...] = (

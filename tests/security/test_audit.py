@@ -13,7 +13,7 @@ from multigpu_master.security.auth import roles_of
 from multigpu_master.security.tokens import ADMIN
 
 from tests.fleet import until
-from tests.master.test_journal_full import no_descriptor
+from tests.master.journal.test_journal_full import no_descriptor
 from tests.security.secured import METHODS, SecuredFleet
 
 

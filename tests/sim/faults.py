@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING
 from multigpu_master.core import events as ev
 from multigpu_master.core.scheduler import Core
 
-from tests.sim.client import Ask, Client
+from tests.sim.actors.client import Ask, Client
+from tests.sim.actors.master import STRATEGIES
+from tests.sim.actors.worker import SimWorker
 from tests.sim.journal import Rows
-from tests.sim.master import STRATEGIES
-from tests.sim.worker import SimWorker
 
 if TYPE_CHECKING:
     from tests.sim.sim import Simulation

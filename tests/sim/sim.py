@@ -17,11 +17,11 @@ from multigpu_master.core.model import Outcome, Spec
 from multigpu_master.core.scheduler import Limits
 from multigpu_master.core.workers.info import Capability, Model, WorkerInfo
 
-from tests.sim.client import Ask, Client
+from tests.sim.actors.client import Ask, Client
+from tests.sim.actors.master import STRATEGIES, Master
+from tests.sim.actors.worker import SimWorker
 from tests.sim.faults import Faults
-from tests.sim.master import STRATEGIES, Master
 from tests.sim.small import small_limits
-from tests.sim.worker import SimWorker
 from tests.sim.world import ViolationError, World
 
 REST_S = 900.0

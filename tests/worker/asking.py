@@ -2,8 +2,8 @@
 
 from multigpu.v1 import model_pb2
 
-from .scripted_master import SUCCEEDED, Stream
-from .toy_models import Answer
+from tests.worker.scripted_master import SUCCEEDED, Stream
+from tests.worker.toy_models import Answer
 
 READY = model_pb2.MODEL_STATE_READY
 

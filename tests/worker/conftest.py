@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from .scripted_master import ScriptedMaster, Stream
+from tests.worker.scripted_master import ScriptedMaster, Stream
 
 
 class WorkerProcess:

@@ -24,9 +24,9 @@ from multigpu_worker.engines.common.precision import Variant
 from multigpu_worker.engines.infer import tensorrt_backend as infer_tensorrt
 from PIL import Image
 
-from . import small_graphs
-from .test_classify import TEXTS, expected_texts, image, image_folder, text_folder
-from .test_tensorrt_backends import doubling, fake_gpu
+from tests.worker.graphs import small_graphs
+from tests.worker.graphs.test_tensorrt_backends import doubling, fake_gpu
+from tests.worker.infer.test_classify import TEXTS, expected_texts, image, image_folder, text_folder
 
 __all__ = ["fake_gpu", "image_folder", "text_folder"]
 TORCH = Variant(engine="torch", precision="fp32")

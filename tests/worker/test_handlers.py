@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from multigpu.v1 import worker_service_pb2 as pb
 
-from .conftest import HANDLERS, Start, StartWorker
-from .scripted_master import SUCCEEDED, ScriptedMaster, Stream, Word
+from tests.worker.conftest import HANDLERS, Start, StartWorker
+from tests.worker.scripted_master import SUCCEEDED, ScriptedMaster, Stream, Word
 
 
 async def run(stream: Stream, kind: str, *payloads: bytes, **spec: Any) -> list[Word]:

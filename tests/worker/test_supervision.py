@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from multigpu.v1 import worker_service_pb2 as pb
 
-from .conftest import StartWorker
-from .scripted_master import ScriptedMaster
+from tests.worker.conftest import StartWorker
+from tests.worker.scripted_master import ScriptedMaster
 
 # In the agent alone: its engines have the same environment.
 PLANTED = """

@@ -7,8 +7,8 @@ import signal
 
 import pytest
 
-from .conftest import Start
-from .scripted_master import SUCCEEDED
+from tests.worker.conftest import Start
+from tests.worker.scripted_master import SUCCEEDED
 
 
 async def test_echo(start: Start) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 from multigpu.handlers import Context, handler
 
 from tests.chaos import failpoints
-from tests.chaos.history import History
+from tests.chaos.records.history import History
 
 _history: History | None = None
 

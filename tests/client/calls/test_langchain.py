@@ -1,0 +1,26 @@
+"""MultiGpuEmbeddings: what its tasks look like to a master."""
+
+import pytest
+
+pytest.importorskip("langchain_core", reason="the extra `langchain` is not installed")
+
+from multigpu.langchain import MultiGpuEmbeddings
+
+from tests.client.calls.test_embed import embed, vectors_of
+from tests.client.scripted_master import ScriptedMaster
+
+
+async def test_documents_are_batched_and_queries_have_priority() -> None:
+    async with (
+        ScriptedMaster(embed) as master,
+        MultiGpuEmbeddings("m", master=master.address, batch_size=10, precision="bf16", queue="rag") as embeddings,
+    ):
+        texts = [f"text {n}" for n in range(101)]
+        assert await embeddings.aembed_documents(texts) == vectors_of(texts).tolist()
+        assert len(master.inputs) == 11
+        assert {spec.priority for spec in master.specs} == {0}  # the default
+        assert await embeddings.aembed_query("which text?") == vectors_of(["which text?"]).tolist()[0]
+        assert len(master.inputs) == 12
+        assert {spec.priority for spec in master.specs} == {0, 2}
+        named = {(spec.kind, spec.model, spec.queue, spec.parameters["precision"]) for spec in master.specs}
+        assert named == {("embed", "m", "rag", "bf16")}

@@ -1,0 +1,69 @@
+"""Submitting tasks, and calls about submitted tasks."""
+
+import multigpu
+import pytest
+from multigpu.v1 import task_service_pb2
+
+from tests.client.scripted_master import Reply, ScriptedMaster, Spec, Task, as_json, echo
+
+
+async def test_submit_returns_ids_and_rejections_in_order() -> None:
+    def answer(spec: Spec, task: Task) -> Reply:
+        if task.payload == b"3":
+            return task_service_pb2.Rejection(code=3, message="not a three")
+        return echo(spec, task)
+
+    async with ScriptedMaster(answer) as master, multigpu.AsyncClient(master.address) as client:
+        results = await client.submit_many("echo", range(25_000))
+        assert len(results) == 25_000
+        assert master.submits == 3
+        assert isinstance(results[3], multigpu.InvalidTaskError)
+        ids = [result for result in results if isinstance(result, int)]
+        assert len(set(ids)) == 24_999
+        with pytest.raises(multigpu.InvalidTaskError, match="not a three"):
+            await client.submit("echo", 3)
+        task_id = await client.submit("echo", 4, request_id="four", priority=1)
+        assert (await client.get("four")).task_id == (await client.get(task_id)).task_id == task_id
+        assert master.specs[-1].priority == 1
+
+
+async def test_submit_calls_are_bounded_by_bytes() -> None:
+    async with ScriptedMaster() as master, multigpu.AsyncClient(master.address) as client:
+        assert len(await client.submit_many("echo", (bytes(12 << 20) for _ in range(5)))) == 5
+        assert master.submits == 3
+
+
+async def test_get_cancel_count_and_list() -> None:
+    def answer(spec: Spec, task: Task) -> Reply:
+        return as_json([1])
+
+    async with ScriptedMaster(answer) as master, multigpu.AsyncClient(master.address) as client:
+        ids = [task_id for task_id in await client.submit_many("echo", range(25)) if isinstance(task_id, int)]
+        task = await client.get(ids[0], wait_s=1)
+        assert task.state is multigpu.TaskState.SETTLED
+        assert task.outcome is not None
+        assert task.outcome.value() == [1]
+        with pytest.raises(multigpu.NotFoundError):
+            await client.get(999)
+        response = await client.cancel(ids[1], "unknown", reason="no need")
+        assert list(response.cancelled_task_ids) == [ids[1]]
+        assert list(response.unknown) == ["unknown"]
+        assert (await client.count()).queued == 25
+        assert [task.task_id async for task in client.list_tasks(page_size=10)] == ids
+
+
+async def test_a_recorded_span_travels_with_its_tasks() -> None:
+    from opentelemetry.sdk.trace import TracerProvider
+
+    tracer = TracerProvider().get_tracer("test")
+    async with ScriptedMaster() as master, multigpu.AsyncClient(master.address) as client:
+        await client.run("echo", b"")
+        with tracer.start_as_current_span("mine") as span:
+            await client.run("echo", b"")
+            assert [item async for item in client.map("echo", [b""])] == [b""]
+            await client.submit("echo", b"")
+        trace_id = f"{span.get_span_context().trace_id:032x}"
+        parents = [task.traceparent for task in master.inputs]
+        assert parents[0] == ""
+        assert all(parent.split("-")[1] == trace_id for parent in parents[1:]), parents
+        assert len(parents) == 4

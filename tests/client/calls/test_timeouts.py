@@ -1,0 +1,146 @@
+"""The option `timeout`, errors in the middle of calls, and wrong arguments."""
+
+import math
+import re
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import multigpu
+import numpy as np
+import pytest
+from multigpu.v1 import classify_pb2, infer_pb2, task_pb2
+
+from tests.client.scripted_master import Reply, ScriptedMaster, Spec, Task, ThreadedMaster, echo
+
+SECONDS = 0.2
+
+
+def only_even(spec: Spec, task: Task) -> Reply:
+    """Odd numbers are never answered."""
+    return None if int(task.payload) % 2 else echo(spec, task)
+
+
+CALLS: dict[str, Callable[[multigpu.Client], Any]] = {
+    "run": lambda client: client.run("echo", 1, timeout=SECONDS),
+    "run_outcome": lambda client: client.run_outcome("echo", 1, timeout=SECONDS),
+    "map": lambda client: list(client.map("echo", [0, 1, 2], timeout=SECONDS)),
+    "map, unordered": lambda client: list(client.map("echo", [0, 1, 2], timeout=SECONDS, ordered=False)),
+    "map_outcomes": lambda client: list(client.map_outcomes("echo", [1], timeout=SECONDS)),
+    "stream": lambda client: list(client.stream("echo", 1, timeout=SECONDS)),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_timeout_ends_the_call_and_cancels_its_tasks(name: str) -> None:
+    with ThreadedMaster(only_even) as master, multigpu.Client(master.address) as client:
+        with pytest.raises(multigpu.CallTimeoutError, match=re.escape(f"within {SECONDS:g} s")) as raised:
+            CALLS[name](client)
+        assert isinstance(raised.value, TimeoutError)
+        assert isinstance(raised.value, multigpu.TransportError)
+        assert client.run("echo", 2, timeout=30.0) == 2
+        odd = {task.request_id for task in master.inputs if task.payload == b"1"}
+        while not odd <= set(master.cancelled):
+            time.sleep(0.01)
+
+
+async def test_timeouts_of_the_asynchronous_client() -> None:
+    async with ScriptedMaster(only_even) as master, multigpu.AsyncClient(master.address) as client:
+        with pytest.raises(multigpu.CallTimeoutError):
+            await client.run("echo", 1, timeout=SECONDS)
+        with pytest.raises(multigpu.CallTimeoutError):
+            async for _ in client.map("echo", [0, 1], timeout=SECONDS):
+                pass
+        with pytest.raises(multigpu.CallTimeoutError):
+            async for _ in client.stream("echo", 1, timeout=SECONDS):
+                pass
+        with pytest.raises(multigpu.CallTimeoutError):
+            async for _ in client.generate("1", timeout=SECONDS):
+                pass
+
+        async def one() -> AsyncIterator[int]:
+            yield 1
+
+        with pytest.raises(multigpu.CallTimeoutError):
+            async for _ in client.map("echo", one(), timeout=SECONDS):
+                pass
+
+
+async def test_an_error_of_submit_many_has_the_answers_until_then() -> None:
+    def payloads() -> Iterator[Any]:
+        yield from range(15_000)
+        yield object()  # no payload
+
+    async with ScriptedMaster() as master, multigpu.AsyncClient(master.address) as client:
+        with pytest.raises(multigpu.InvalidTaskError) as raised:
+            await client.submit_many("echo", payloads())
+        assert master.submits == 1
+        assert raised.value.submitted == list(range(1, 10_001))
+    with ThreadedMaster() as threaded, multigpu.Client(threaded.address) as synchronous:
+        with pytest.raises(multigpu.InvalidTaskError) as raised:
+            synchronous.submit_many("echo", payloads())
+        assert len(raised.value.submitted) == 10_000
+
+
+def answer_models(spec: Spec, _task: Task) -> task_pb2.Outcome:
+    kinds: dict[str, Any] = {"infer": infer_pb2.InferResult(), "classify": classify_pb2.ClassifyResult()}
+    return task_pb2.Outcome(state=task_pb2.OUTCOME_STATE_SUCCEEDED, result=kinds[spec.kind].SerializeToString())
+
+
+async def test_a_wrong_input_of_a_map_becomes_an_error_in_its_place(tmp_path: Path) -> None:
+    arrays: list[Any] = [{"x": np.zeros(2)}, {}, {"x": np.array([object()])}, "no dict", {"x": np.zeros(2)}]
+    subjects: list[Any] = [b"picture", tmp_path / "nowhere", b"", 7, "text"]
+    async with ScriptedMaster(answer_models) as master, multigpu.AsyncClient(master.address) as client:
+        inferred: list[Any] = [each async for each in client.infer_map("m", arrays, return_exceptions=True)]
+        assert [type(each) for each in inferred] == [
+            dict, multigpu.InvalidTaskError, multigpu.InvalidTaskError, TypeError, dict
+        ]  # fmt: skip
+        classified: list[Any] = [each async for each in client.classify_map("m", subjects, return_exceptions=True)]
+        assert [type(each) for each in classified] == [
+            list, FileNotFoundError, multigpu.InvalidTaskError, TypeError, list
+        ]  # fmt: skip
+        with pytest.raises(FileNotFoundError):
+            async for _ in client.classify_map("m", subjects):
+                pass
+    with ThreadedMaster(answer_models) as threaded, multigpu.Client(threaded.address) as synchronous:
+        assert len(list(synchronous.infer_map("m", arrays, return_exceptions=True))) == len(arrays)
+        with pytest.raises(multigpu.InvalidTaskError):
+            list(synchronous.infer_map("m", arrays))
+
+
+def test_every_error_is_exported_and_a_multigpu_error() -> None:
+    from multigpu import errors
+    from multigpu.config import config
+
+    raised = {n: e for n, e in vars(errors).items() if isinstance(e, type) and issubclass(e, Exception)}
+    for name, error in raised.items():
+        assert issubclass(error, multigpu.MultigpuError)
+        assert getattr(multigpu, name) is error
+    assert issubclass(config.ConfigError, multigpu.MultigpuError)
+    assert multigpu.ConfigError is config.ConfigError
+    with pytest.raises(multigpu.MultigpuError):
+        multigpu.Client(window_tasks=0)
+
+
+@pytest.mark.parametrize("kind", ["classify", "echo", "embed", "fail", "generate", "infer", "sleep"])
+def test_a_handler_for_a_reserved_kind_is_rejected(kind: str) -> None:
+    with pytest.raises(ValueError, match="multigpu's own"):
+        multigpu.handler(kind)
+
+
+@pytest.mark.parametrize("wrong", [math.nan, math.inf, 1e300, "3", -1, -0.001])
+@pytest.mark.parametrize("name", ["run", "map", "stream", "submit"])
+def test_a_wrong_timeout_is_rejected(name: str, wrong: Any) -> None:
+    with multigpu.Client("127.0.0.1:1") as client:
+        call = getattr(client, name)
+        with pytest.raises(multigpu.InvalidTaskError, match=r"timeout=.*give seconds"):
+            list(call("echo", [1], timeout=wrong))
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"master": 5}, {"window_bytes": "64MiB"}, {"window_tasks": 1.5}, {"connect_timeout_s": "3"}]
+)
+def test_a_setting_of_a_wrong_type_is_an_error(wrong: Any) -> None:
+    with pytest.raises(ValueError, match=f"{next(iter(wrong))}.* is not a "):
+        multigpu.Client(**wrong)

@@ -1,0 +1,339 @@
+"""The model repository as files: what is a model, what its files say, what is rejected, and what its hashes are for."""
+
+import json
+import os
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from multigpu.repository.files import loaded_files
+from multigpu.repository.model import BatchRules, Gate, ModelFolderError, ModelSpec, Scan
+from multigpu.repository.scan import scan
+
+SHA = "ab" * 32
+
+
+# A safetensors file without tensors: the length of its header, and the header.
+EMPTY = b"\x08" + bytes(7) + b"{}      "
+
+
+def put(root: Path, files: dict[str, str | bytes]) -> None:
+    for name, content in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+
+
+def hugging_face(architecture: str = "BertModel", **more: str) -> dict[str, str | bytes]:
+    config = json.dumps({"model_type": "bert", "architectures": [architecture]})
+    return {"config.json": config, "model.safetensors": EMPTY, **more}
+
+
+def under(folder: str, files: dict[str, str | bytes]) -> dict[str, str | bytes]:
+    return {f"{folder}/{name}": content for name, content in files.items()}
+
+
+MODULES = json.dumps([{"type": "a.Transformer", "path": ""}, {"type": "a.Dense", "path": "2_Dense"}])
+MINI: dict[str, str | bytes] = {
+    **hugging_face(),
+    "tokenizer.json": "{}",
+    "modules.json": MODULES,
+    "2_Dense/config.json": "{}",
+    "2_Dense/model.safetensors": EMPTY,
+}
+
+
+def only(found: Scan) -> ModelSpec:
+    assert found.errors == {}
+    (spec,) = found.models.values()
+    return spec
+
+
+@pytest.mark.parametrize(
+    ("files", "source", "kind", "engine", "file"),
+    [
+        (MINI, "sentence-transformers", "embed", "auto", ""),
+        (hugging_face(**{"tokenizer.json": "{}"}), "huggingface", "embed", "auto", ""),
+        (hugging_face(), "huggingface", "infer", "auto", ""),
+        (hugging_face("LlamaForCausalLM"), "huggingface", "generate", "auto", ""),
+        (hugging_face("BertForSequenceClassification"), "huggingface", "classify", "auto", ""),
+        (hugging_face("ViTForImageClassification"), "huggingface", "classify", "auto", ""),
+        ({"smol.Q4_1.gguf": "GGUF"}, "gguf", "generate", "auto", "smol.Q4_1.gguf"),
+        ({"model.onnx": "x", "other.onnx": "y"}, "onnx", "infer", "auto", "model.onnx"),
+        ({"net.onnx": "x", "weights.bin": "external data"}, "onnx", "infer", "auto", "net.onnx"),
+        ({"config.json": "{}", "model.onnx": "x"}, "onnx", "infer", "auto", "model.onnx"),
+        ({"net.pt2": "x"}, "torch-export", "infer", "auto", "net.pt2"),
+        ({"net.plan": "x"}, "tensorrt-plan", "infer", "auto", "net.plan"),
+        ({"net.engine": "x"}, "tensorrt-plan", "infer", "auto", "net.engine"),
+        (
+            {"net.safetensors": EMPTY, "model.toml": '[parameters]\nclass = "nets:Net"'},
+            "safetensors",
+            "infer",
+            "auto",
+            "net.safetensors",
+        ),
+        (
+            {"vision.py": "", "model.toml": 'engine = "vision:Engine"\nkind = "classify"'},
+            "python",
+            "classify",
+            "vision:Engine",
+            "",
+        ),
+        ({"model.toml": 'engine = "mine.vision:Engine"'}, "python", "infer", "mine.vision:Engine", ""),
+    ],
+)
+def test_a_model_is_recognised_by_its_files(
+    tmp_path: Path, files: dict[str, str | bytes], source: str, kind: str, engine: str, file: str
+) -> None:
+    put(tmp_path, under("m", files))
+    spec = only(scan(tmp_path))
+    assert (spec.id, spec.source, spec.kind, spec.engine, spec.file) == ("m", source, kind, engine, file)
+    assert spec.folder == tmp_path / "m"
+
+
+@pytest.mark.parametrize(
+    ("file", "kind", "serves"),
+    [("net.onnx", "embed", "infer"), ("net.pt2", "classify", "infer"), ("net.gguf", "embed", "generate")],
+)
+def test_a_kind_that_the_files_cannot_serve_is_an_error_of_the_scan(
+    tmp_path: Path, file: str, kind: str, serves: str
+) -> None:
+    put(tmp_path, under("m", {file: "x", "model.toml": f'kind = "{kind}"'}))
+    assert f"serves the kind {serves}, not {kind}" in scan(tmp_path).errors["m"]
+    put(tmp_path, under("m", {"model.toml": f'kind = "{kind}"\nengine = "mine:Engine"'}))
+    assert only(scan(tmp_path)).kind == kind
+
+
+def test_model_toml_takes_precedence_over_the_files(tmp_path: Path) -> None:
+    put(tmp_path, under("m", hugging_face("LlamaForCausalLM") | {"model.toml": 'kind = "embed"'}))
+    assert only(scan(tmp_path)).kind == "embed"
+
+
+def test_every_key_of_a_model_toml(tmp_path: Path) -> None:
+    text = f"""
+    kind = "embed"
+    source = "huggingface"
+    engine = "onnx"
+    precision = "int8"
+    warm_up = false
+    instances = 2
+    concurrency = 8
+    labels = {{ team = "search" }}
+    allow_pickle = ["pytorch_model.bin"]
+    [batch]
+    tasks_max = 64
+    tokens_max = 4096
+    delay_s = 0.005
+    preferred = [8, 16]
+    [gate]
+    calibration = "calibration.jsonl"
+    held_out = "held_out.jsonl"
+    metric = "spearman"
+    threshold = 0.5
+    [parameters]
+    int8_recipe = "default"
+    layers = 3
+    fast = true
+    [hashes]
+    "model.safetensors" = "{SHA.upper()}"
+    """
+    put(tmp_path, under("m", hugging_face() | {"model.toml": text, "calibration.jsonl": "", "held_out.jsonl": ""}))
+    spec = only(scan(tmp_path))
+    wanted = ModelSpec(
+        name="m",
+        folder=tmp_path / "m",
+        kind="embed",
+        engine="onnx",
+        source="huggingface",
+        precision="int8",
+        batch=BatchRules(tasks_max=64, tokens_max=4096, delay_s=0.005, preferred=(8, 16)),
+        warm_up=False,
+        instances=2,
+        concurrency=8,
+        labels={"team": "search"},
+        parameters={"int8_recipe": "default", "layers": "3", "fast": "true"},
+        gate=Gate(calibration="calibration.jsonl", held_out="held_out.jsonl", metric="spearman", threshold=0.5),
+        hashes={"model.safetensors": SHA},
+        allow_pickle=("pytorch_model.bin",),
+        files_bytes=spec.files_bytes,
+        changed_ns=spec.changed_ns,
+    )
+    assert spec == wanted
+    assert ModelSpec.from_plain(spec.plain()) == spec
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("precison = 'fp16'", "unknown key: precison; did you mean precision?"),
+        ("[batch]\ndelay = 1", "batch: unknown key: delay; did you mean delay_s?"),
+        ("zzz = 1", "unknown key: zzz; known: kind, source"),
+        ("engine = 'tensorflow'", "engine: 'tensorflow': none of auto, torch, onnx, tensorrt.*module:Class"),
+        ("engine = 'a b:C'", "engine: 'a b:C': none of"),
+        ("kind = 'embedd'", "did you mean 'embed'"),
+        ("instances = 0", "instances: 0 is too small: at least 1"),
+        ("instances = true", "instances: True is not a whole number"),
+        ("warm_up = 1", "warm_up: 1 is not true or false"),
+        ("versions = 'newest'", "versions: 'newest' is not"),
+        ("versions = [0]", 'is not "latest", "all" or a list'),
+        ("[batch]\ndelay_s = nan", "delay_s: nan is not a finite number"),
+        ("[batch]\npreferred = [8, 'x']", "preferred: 'x' is not a whole number"),
+        ("[batch]\npreferred = [8, 0]", "preferred: '8,0': a number of tasks is from 1 to 65536"),
+        ("[gate]\nthreshold = 101", "threshold: 101.0 is too large: at most 100"),
+        ("[gate]\ncalibration = 'gone.jsonl'", "gone.jsonl is missing: model.toml names it in .gate. calibration"),
+        ("[gate]\ncalibration = '../secret'", "'../secret' is no path of a file in the model's folder"),
+        ("file = '/etc/passwd'", "'/etc/passwd' is no path of a file"),
+        ("source = 'onnx'\nfile = 'gone.onnx'", "gone.onnx is missing"),
+        ("source = 'onnx'", "has no file in .onnx"),
+        ("allow_pickle = 'all'", "is not a list of strings"),
+        ("[hashes]\n'../x' = '" + SHA + "'", "'../x' is no path"),
+        ("[hashes]\nx = 'abc'", "x has no SHA-256"),
+        ("labels = { a = [1] }", r"labels: a = \[1\] is neither"),
+        ("batch = 3", "batch: 3 is not a table"),
+        ("kind = ", "is not TOML"),
+        ("a = " + "[" * 3000, "is not TOML"),
+    ],
+)
+def test_the_error_of_a_model_toml_names_the_key(tmp_path: Path, text: str, message: str) -> None:
+    put(tmp_path, under("bad", hugging_face() | {"model.toml": text}))
+    put(tmp_path, under("good", hugging_face()))
+    found = scan(tmp_path)
+    assert list(found.models) == ["good"], "one broken model ends no scan"
+    assert list(found.errors) == ["bad"]
+    with pytest.raises(ModelFolderError, match=message):
+        raise ModelFolderError(found.errors["bad"])
+    assert str(tmp_path / "bad") in found.errors["bad"]
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({"config.json": "{}"}, "has no weights: model.safetensors is missing"),
+        ({"config.json": "{", "model.safetensors": EMPTY}, "can't be read as JSON"),
+        ({"config.json": "{}", "model.safetensors": "version https://git-lfs"}, "is no safetensors file"),
+        (
+            {"config.json": "{}", "pytorch_model.bin": ""},
+            "is a pickle.*safetensors.*allow_pickle.*pytorch_model.bin",
+        ),
+        ({"net.pth": "", "model.toml": "engine = 'a:B'"}, "is a pickle.*allow_pickle = ..net.pth"),
+        ({"a.gguf": "", "b.gguf": ""}, "has 2 such files: say in model.toml which"),
+        ({"a.safetensors": EMPTY}, "does not say what it is: add its config.json"),
+        ({"net.py": "", "model.toml": ""}, "name its class in model.toml: engine ="),
+        (
+            {"net.onnx": "", "model.toml": "engine = 'torch'"},
+            "torch can't run onnx; auto, onnx, tensorrt can",
+        ),
+        ({"notes.md": ""}, "holds no model that is recognised"),
+        ({"config.json": "{}", "model.safetensors.index.json": '{"weight_map": {"a": "../../x"}}'}, "is no path"),
+        ({"config.json": "{}", "model.safetensors.index.json": "[]"}, "has no weight_map"),
+        (
+            {"config.json": "{}", "model.safetensors.index.json": '{"weight_map": {"a": "s-1.safetensors"}}'},
+            "s-1.safetensors can't be read",
+        ),
+        (MINI | {"modules.json": '[{"path": "../.."}]'}, "is no path"),
+        (MINI | {"modules.json": "[3]"}, "is no list of modules"),
+    ],
+)
+def test_a_broken_folder_is_an_error_of_the_scan(tmp_path: Path, files: dict[str, str | bytes], message: str) -> None:
+    put(tmp_path, under("bad", files))
+    found = scan(tmp_path)
+    assert found.models == {}
+    with pytest.raises(ModelFolderError, match=message):
+        raise ModelFolderError(found.errors["bad"])
+
+
+def test_a_pickle_that_is_allowed_by_name(tmp_path: Path) -> None:
+    put(tmp_path, under("m", {"config.json": "{}", "pytorch_model.bin": "12345"}))
+    put(tmp_path, {"m/model.toml": 'allow_pickle = ["pytorch_model.bin"]'})
+    spec = only(scan(tmp_path))
+    assert loaded_files(spec) == ["config.json", "pytorch_model.bin"]
+    assert spec.files_bytes == 7
+
+
+def test_names_and_namespaces(tmp_path: Path) -> None:
+    put(tmp_path, under("sentence-transformers/all-MiniLM-L6-v2", MINI))
+    put(tmp_path, under("a/b/c/d/e/too-deep", hugging_face()))
+    put(tmp_path, under("one:two", hugging_face()))
+    put(tmp_path, under(".copying", hugging_face()))
+    put(tmp_path, {"README.md": "no folder"})
+    (tmp_path / os.fsdecode(b"\xff\xfe")).mkdir()
+    found = scan(tmp_path)
+    assert list(found.models) == ["sentence-transformers/all-MiniLM-L6-v2"]
+    assert set(found.errors) == {"a/b/c/d", "one:two", r"\udcff\udcfe"}
+    for text in (*found.errors, *found.errors.values()):
+        text.encode()
+    assert "can't be a model's name" in found.errors["one:two"]
+
+
+def versioned(root: Path, toml: str, *versions: int) -> None:
+    put(root, {"m/model.toml": toml})
+    for version in versions:
+        put(root, under(f"m/{version}", hugging_face()))
+
+
+@pytest.mark.parametrize(
+    ("toml", "served", "current"),
+    [
+        ("", ["m:10"], "m:10"),
+        ("versions = 'latest'", ["m:10"], "m:10"),
+        ("versions = 'all'", ["m:1", "m:2", "m:10"], "m:10"),
+        ("versions = [2, 1]", ["m:1", "m:2"], "m:2"),
+    ],
+)
+def test_versions(tmp_path: Path, toml: str, served: list[str], current: str) -> None:
+    versioned(tmp_path, toml, 1, 2, 10)
+    found = scan(tmp_path)
+    assert (list(found.models), found.current, found.errors) == (served, {"m": current}, {})
+    spec = found.models[current]
+    assert (spec.name, spec.version, spec.folder) == ("m", current[2:], tmp_path / "m" / current[2:])
+
+
+def test_while_a_new_version_is_broken_the_one_before_is_served(tmp_path: Path) -> None:
+    versioned(tmp_path, "", 1, 2)
+    (tmp_path / "m/2/model.safetensors").unlink()
+    found = scan(tmp_path)
+    assert (list(found.models), found.current) == (["m:1"], {"m": "m:1"})
+    assert "has no weights" in found.errors["m:2"]
+
+
+def test_missing_versions_and_versions_with_a_model_toml_are_errors(tmp_path: Path) -> None:
+    versioned(tmp_path, "versions = [1, 3]", 1)
+    assert "asks for version 3; there are [1]" in scan(tmp_path).errors["m"]
+    versioned(tmp_path, "", 1)
+    put(tmp_path, {"m/1/model.toml": ""})
+    assert "the one above is for all versions" in scan(tmp_path).errors["m:1"]
+
+
+def test_a_root_that_is_no_repository(tmp_path: Path) -> None:
+    with pytest.raises(ModelFolderError, match="is no folder: create it"):
+        scan(tmp_path / "gone")
+    put(tmp_path, hugging_face())
+    with pytest.raises(ModelFolderError, match="is a model itself"):
+        scan(tmp_path)
+
+
+def test_the_scan_reads_without_heavy_imports(tmp_path: Path) -> None:
+    put(tmp_path, under("m", MINI))
+    code = (
+        "import sys; from pathlib import Path; from multigpu.repository.scan import scan\n"
+        f"assert list(scan(Path({str(tmp_path)!r})).models) == ['m']\n"
+        "heavy = {'torch', 'numpy', 'grpc', 'google', 'click'} & set(sys.modules); assert not heavy, heavy\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_model_toml_examples_of_the_docs_are_valid() -> None:
+    page = (Path(__file__).resolve().parents[3] / "docs/models.md").read_text("utf-8")
+    blocks: list[dict[str, Any]] = []
+    from multigpu.repository.model_toml import parse
+
+    for block in page.split("```toml\n")[1:]:
+        text = block.split("```")[0]
+        if "[worker]" not in text:
+            tomllib.loads(text)
+            blocks.append(parse(text.encode(), "docs"))
+    assert len(blocks) >= 2

@@ -1,0 +1,82 @@
+"""A user's own strategy: a distribution with an entry point, installed for real, found, and used."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from multigpu_master.strategies.registry import canonical_name, load_strategies
+
+DOC = Path(__file__).parents[3] / "docs" / "strategies.md"
+RUN = """
+from multigpu_master.core import events as ev
+from multigpu_master.core.workers.info import Capability, Telemetry, WorkerInfo
+from multigpu_master.core.model import Spec, Task
+from multigpu_master.core.scheduler import Core, Limits
+from multigpu_master.strategies.registry import canonical_name, load_strategies
+strategies = load_strategies()
+name = canonical_name("cool", strategies)
+core = Core(strategies, Limits(), 1, lambda: 0.0, name)
+for i, celsius in enumerate((80.0, 40.0, 60.0), 1):
+    core.handle(ev.Hello(i, WorkerInfo(worker_id=f"w{i}", capabilities=(Capability(kind="run"),), slots=4)), 1.0)
+    core.handle(ev.Heartbeat(i, [], 0, Telemetry(temperature_celsius=celsius)), 1.0)
+spec = Spec(kind="run")
+tasks = [Task(spec, "", b"") for _ in range(2)]
+core.handle(ev.Submit(spec, tasks), 1.0)
+print(name, *[t.lease.worker.worker_id for t in tasks])
+"""
+WORTH = """
+from multigpu_master.strategies.auto import Auto
+class Coolest(Auto):
+    name = "coolest"
+    def worth(self, shape, worker, fleet, queued):
+        return True
+"""
+
+
+def install(site: Path, source: str, entry: str) -> None:
+    """Puts a package and its metadata where an installer would."""
+    (site / "coolest.py").write_text(source)
+    info = site / "coolest-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: coolest\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(f"[multigpu.strategies]\n{entry}\n")
+
+
+def run(site: Path, code: str) -> subprocess.CompletedProcess[str]:
+    code = f"import sys; sys.path.insert(0, {str(site)!r})\n{code}"
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_the_strategy_that_the_docs_show_works(tmp_path: Path) -> None:
+    source = DOC.read_text("utf-8").split("```python\n")[1].split("```")[0]
+    install(tmp_path, source, "coolest = coolest:Coolest")
+    done = run(tmp_path, RUN)
+    assert done.stdout.split() == ["coolest", "w2", "w2"], done.stderr
+
+
+@pytest.mark.parametrize(
+    ("source", "entry", "says"),
+    [
+        ("raise RuntimeError('oh')", "coolest = coolest:Coolest", "can't be loaded: RuntimeError('oh')"),
+        (WORTH, "coolest = coolest:Coolest", "replace it by min_backlog"),
+        ("class Coolest: pass", "coolest = coolest:Coolest", "lacks ['name', 'summary'"),
+        ("", "coolest = coolest:Coolest", "can't be loaded: AttributeError"),
+    ],
+)
+def test_a_broken_strategy_is_named(tmp_path: Path, source: str, entry: str, says: str) -> None:
+    install(tmp_path, source, entry)
+    done = run(tmp_path, "from multigpu_master.strategies.registry import load_strategies; load_strategies()")
+    last = done.stderr.strip().splitlines()[-1]
+    assert "StrategyError" in last
+    assert "'coolest'" in last
+    assert says in last
+
+
+def test_names_and_aliases() -> None:
+    strategies = load_strategies()
+    assert {"auto", "round_robin", "memory_usage", "compute_load", "task_type", "static_partition"} <= set(strategies)
+    assert canonical_name("memory", strategies) == "memory_usage"
+    assert canonical_name("utilization", strategies) == "compute_load"
+    assert canonical_name("auto", strategies) == "auto"
+    assert canonical_name("nosuch", strategies) is None

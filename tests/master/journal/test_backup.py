@@ -1,0 +1,237 @@
+"""Copies of a journal, also while it is written to, and what can be saved of a damaged one."""
+
+import errno
+import os
+import resource
+import shutil
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from multigpu_master.journal.protocol import Entry, JournalError
+from multigpu_master.journal.sqlite import backup as journal_backup
+from multigpu_master.journal.sqlite import segments as journal_segments
+from multigpu_master.journal.sqlite.backup import backup, salvage
+from multigpu_master.journal.sqlite.journal import SqliteJournal
+from multigpu_master.journal.sqlite.schema import DATABASE_NAME
+from multigpu_master.journal.sqlite.segments import LARGE_BYTES
+from multigpu_master.main import main
+
+from tests.disk.test_log_damage import commits_of, tasks_of, write
+from tests.master.journal.journals import dead, settle, submit, until
+
+
+class Running:
+    """A journal that is written to, as by a master, until it is stopped."""
+
+    def __init__(self, data_dir: Path) -> None:
+        self.journal = SqliteJournal(data_dir, size_max_bytes=1 << 30)
+        self.durable: dict[int, bytes] = {}
+        self._told: dict[int, Entry] = {}
+        list(self.journal.open(self._on_commit).tasks)
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._write)
+        self._thread.start()
+
+    def _on_commit(self, entries: Sequence[Entry], _cursor: int, error: JournalError | None) -> None:
+        assert error is None
+        self.durable.update({r.task_id: bytes(r.payload) for e in entries for r in e.submits})  # type: ignore[arg-type]
+
+    def _write(self) -> None:
+        task_id = 0
+        while not self._end.is_set():
+            task_id += 1
+            size = LARGE_BYTES if task_id % 5 == 0 else 1000
+            self.journal.append(Entry(submits=[submit(task_id, os.urandom(size))]))
+            self.journal.append(Entry(settles=[settle(1_000_000 + task_id, os.urandom(size), 1e10)]))
+            time.sleep(0.001)
+
+    def stop(self) -> None:
+        self._end.set()
+        self._thread.join()
+        self.journal.close(20)
+
+
+def test_a_backup_of_a_running_master_holds_what_was_durable_when_it_began(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journal_segments, "SEGMENT_BYTES", 1 << 20)
+    running = Running(tmp_path / "data")
+    try:
+        copies = []
+        for at in (20, 60, 150):
+            until(lambda at=at: len(running.durable) > at)  # type: ignore[misc]
+            before = dict(running.durable)
+            assert backup(tmp_path / "data", tmp_path / f"copy {at}") == []
+            copies.append((tmp_path / f"copy {at}", before))
+    finally:
+        running.stop()
+    for copy, before in copies:
+        assert sorted(p.name for p in copy.iterdir()) == ["journal.sqlite3", "segments"]
+        journal = SqliteJournal(copy, size_max_bytes=1 << 30)
+        found = {task.task_id: task.payload for task in journal.open(lambda *_: None).tasks}
+        outcomes = journal.read_outcomes(0, 1 << 30, 1 << 40)
+        journal.close(20)
+        assert before.items() <= found.items()
+        assert found.items() <= running.durable.items(), "what it holds besides was durable soon after"
+        assert len(outcomes) >= len(before) - 1
+        assert all(len(outcome.body or b"") >= 1000 for outcome in outcomes)
+
+
+def test_a_backup_goes_into_a_directory_of_its_own(tmp_path: Path) -> None:
+    write(tmp_path / "data", 3)
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").touch()
+    for source, target, words in (("data", "full", "not empty"), ("absent", "copy", "no journal in")):
+        with pytest.raises(JournalError, match=words):
+            backup(tmp_path / source, tmp_path / target)
+
+
+@pytest.mark.parametrize(
+    ("target", "words"),
+    [
+        ("file", "can't be made or used: File exists.* Give a new directory"),
+        ("file/copy", "can't be made or used: Not a directory.* Give a new directory"),
+        ("loop/copy", "can't be made or used: .*Give a new directory"),
+        ("data", "is in the data directory"),
+        ("data/copy", "is in the data directory"),
+        ("link/copy", "is in the data directory"),
+    ],
+)
+def test_a_target_that_is_no_good_is_rejected_in_words(target: str, words: str, tmp_path: Path) -> None:
+    write(tmp_path / "data", 1)
+    (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to(tmp_path / "data")
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    with pytest.raises(JournalError, match=words):
+        backup(tmp_path / "data", tmp_path / target)
+    assert not (tmp_path / "data" / "copy").exists()
+
+
+def lay_large(data_dir: Path) -> None:
+    """Leaves a journal with a large payload."""
+    journal = SqliteJournal(data_dir, size_max_bytes=1 << 30)
+    list(journal.open(lambda *_: None).tasks)
+    journal.append(Entry(submits=[submit(1, os.urandom(LARGE_BYTES)), submit(2)]))
+    journal.close(20)
+
+
+def test_a_copy_that_cannot_be_ended_is_taken_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_source: int, target: Path) -> None:
+        target.touch()
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(target))
+
+    lay_large(tmp_path / "data")
+    with monkeypatch.context() as patch:
+        patch.setattr(journal_backup, "copy_file", full)
+        run = CliRunner().invoke
+        done = run(main, ["--data-dir", str(tmp_path / "data"), "backup", str(tmp_path / "copy")])
+    assert (done.exit_code, "No space left" in done.output, "To restore" in done.output) == (3, True, False)
+    assert not list((tmp_path / "copy").iterdir())
+    assert backup(tmp_path / "data", tmp_path / "copy") == []
+
+
+def test_no_master_starts_from_a_backup_that_was_broken_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lay_large(tmp_path / "data")
+    with monkeypatch.context() as patch:
+        patch.setattr(journal_backup, "_clear", lambda _: None)  # as if it was killed
+        patch.setattr(journal_backup, "copy_file", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            backup(tmp_path / "data", tmp_path / "copy")
+    with pytest.raises(JournalError, match="a backup that was broken off"):
+        tasks_of(tmp_path / "copy")
+
+
+def test_a_backup_says_which_limit_of_files_it_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lay_large(tmp_path / "data")
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (50, 50))
+    with pytest.raises(JournalError, match=r"1 segments to be held open.* limit of open files is 50.* to 65 or more"):
+        backup(tmp_path / "data", tmp_path / "copy")
+
+
+def test_what_was_lost_before_a_backup_is_listed_and_the_copy_is_kept(tmp_path: Path) -> None:
+    lay_large(tmp_path / "data")
+    shutil.rmtree(tmp_path / "data" / "segments")
+    run = CliRunner().invoke
+    done = run(main, ["--data-dir", str(tmp_path / "data"), "backup", str(tmp_path / "copy")])
+    assert done.exit_code == 4
+    assert "not in the copy: task 1 (request_id 'request-1')" in done.output
+    assert f"--data-dir {tmp_path / 'copy'} salvage" in done.output
+    assert "To restore it" not in done.output
+    assert len(list(salvage(tmp_path / "copy"))) == 1
+    assert tasks_of(tmp_path / "copy") == [2]
+
+
+def test_a_journal_without_its_segments_is_salvaged_and_what_is_gone_is_said(tmp_path: Path) -> None:
+    large = os.urandom(LARGE_BYTES)
+    data_dir = tmp_path / "data"
+    journal = SqliteJournal(data_dir, size_max_bytes=1 << 30)
+    list(journal.open(lambda *_: None).tasks)
+    journal.append(
+        Entry(submits=[submit(1, large), submit(2)]),
+        Entry(settles=[settle(3, large, 1e10), settle(4), replace(dead(5, large), body=b"out"), dead(6, b"in")]),
+    )
+    journal.close(20)
+    shutil.rmtree(data_dir / "segments")
+    with pytest.raises(JournalError, match=r"The payload of task 1 is missing.* salvage"):
+        tasks_of(data_dir)
+    gone = list(salvage(data_dir))
+    assert [line.partition(":")[0] for line in gone] == [
+        "task 1 (request_id 'request-1')",
+        "dead letter 5 (request_id 'request-5')",
+        "the result of task 3 (request_id 'request-3')",
+    ]
+    assert tasks_of(data_dir) == [2]
+    assert list(salvage(data_dir)) == gone[2:], "a lost result stays one"
+    journal = SqliteJournal(data_dir, size_max_bytes=1 << 30)
+    list(journal.open(lambda *_: None).tasks)
+    assert [letter.task_id for letter in journal.list_dead_letters(queue="", before_task_id=0, limit=9)] == [6]
+    lost = journal.get_outcome(3)
+    assert lost is not None
+    assert lost.lost
+    journal.close(20)
+
+
+def test_a_damaged_log_is_salvaged_up_to_the_damage(tmp_path: Path) -> None:
+    data_dir = tmp_path / "data"
+    write(data_dir, 10)
+    log = data_dir / f"{DATABASE_NAME}-wal"
+    data = bytearray(log.read_bytes())
+    data[commits_of(log)[-4] + 5000] ^= 8
+    log.write_bytes(data)
+    with pytest.raises(JournalError, match="salvage"):
+        tasks_of(data_dir)
+    (gone,) = salvage(data_dir)
+    assert "or more acknowledged transactions" in gone
+    assert (data_dir / f"{DATABASE_NAME}-wal.damaged").read_bytes() == data
+    assert (data_dir / f"{DATABASE_NAME}-wal.damaged").stat().st_mode & 0o777 == 0o600
+    kept = tasks_of(data_dir)
+    assert kept == list(range(1, kept[-1] + 1))
+    assert 0 < kept[-1] < 10
+    write(data_dir, 3)
+    assert tasks_of(data_dir) == list(range(1, kept[-1] + 4)), "and it is no damage any more"
+
+
+def test_no_journal_is_salvaged_under_a_running_master(tmp_path: Path) -> None:
+    journal = SqliteJournal(tmp_path, size_max_bytes=1 << 30)
+    list(journal.open(lambda *_: None).tasks)
+    with pytest.raises(JournalError, match="held by another master"):
+        list(salvage(tmp_path))
+    journal.close(20)
+
+
+def test_the_commands(tmp_path: Path) -> None:
+    write(tmp_path / "data", 4)
+    run = CliRunner().invoke
+    done = run(main, ["--data-dir", str(tmp_path / "data"), "backup", str(tmp_path / "copy")])
+    assert (done.exit_code, "To restore it" in done.output) == (0, True)
+    assert tasks_of(tmp_path / "copy") == [1, 2, 3, 4]
+    again = run(main, ["--data-dir", str(tmp_path / "data"), "backup", str(tmp_path / "copy")])
+    assert (again.exit_code, "not empty" in again.output) == (3, True)
+    done = run(main, ["--data-dir", str(tmp_path / "data"), "salvage"])
+    assert (done.exit_code, "nothing gone" in done.output) == (0, True)
+    assert tasks_of(tmp_path / "data") == [1, 2, 3, 4]

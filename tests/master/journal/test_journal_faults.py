@@ -1,0 +1,402 @@
+"""The journal when things go wrong: killed at any moment, a second master, a damaged file, a broken disk."""
+
+import errno
+import hashlib
+import json
+import os
+import random
+import shutil
+import signal
+import sqlite3
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from unittest import mock
+
+import pytest
+from multigpu_master.journal.protocol import Entry, JournalDamagedError, JournalError
+from multigpu_master.journal.sqlite import connections
+from multigpu_master.journal.sqlite import schema as journal_schema
+from multigpu_master.journal.sqlite.backup import backup, salvage
+from multigpu_master.journal.sqlite.directory import LOCK_NAME
+from multigpu_master.journal.sqlite.journal import SqliteJournal
+from multigpu_master.journal.sqlite.segments import LARGE_BYTES
+
+from tests.master.journal.journals import answered, opened, settle, submit
+
+
+def snapshot(data_dir: Path) -> dict[str, str]:
+    return {
+        str(path.relative_to(data_dir)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(data_dir.rglob("*"))
+        if path.is_file() and path.name != LOCK_NAME
+    }
+
+
+# Appends without end, and prints one line for what is acknowledged: the ids of entry n are 3n+1, 3n+2 and 3n+3.
+CHILD = """
+import os, random, sys, time
+from pathlib import Path
+from multigpu_master.journal.protocol import Entry, SettleRecord, SubmitRecord
+from multigpu_master.journal.sqlite.journal import SqliteJournal
+rng = random.Random(int(sys.argv[2]))
+def said(entries, first_cursor, error):
+    assert error is None, error
+    lines = []
+    for entry in entries:
+        lines += [f"submitted {entry.submits[0].task_id // 3}\\n"] if entry.submits else []
+        for record in entry.settles:
+            lines.append(f"settled {record.task_id} {first_cursor}\\n")
+            first_cursor += 1
+    os.write(1, "".join(lines).encode())
+journal = SqliteJournal(Path(sys.argv[1]), size_max_bytes=1 << 30)
+recovered = journal.open(said)
+live = [task.task_id for task in recovered.tasks]
+n = int(sys.argv[3])
+os.write(1, f"opened {recovered.epoch}\\n".encode())
+while True:
+    size = rng.choice([10, 10, 10, 1000, 200_000])
+    journal.append(Entry(submits=[
+        SubmitRecord(3*n+i, f"r{3*n+i}", b"s", bytes([i]) * size, "", 1, 0.0) for i in (0, 1, 2)
+    ]))
+    live += [3*n, 3*n+1, 3*n+2]
+    n += 1
+    rng.shuffle(live)
+    done = [live.pop() for _ in range(rng.randrange(min(len(live), 5)))]
+    journal.append(Entry(settles=[
+        SettleRecord(
+            i, f"r{i}", 1, "q", "k", "", "w", 0.0, time.time(), time.time() + 1e6, f"{i} ".encode() * size, None
+        ) for i in done
+    ]))
+    time.sleep(rng.choice([0, 0, 0, 0.001, 0.01]))
+"""
+
+
+def test_killed_at_any_moment_it_has_what_it_acknowledged(tmp_path: Path) -> None:
+    seed = int(os.environ.get("MGPU_TEST_SEED", random.randrange(2**32)))
+    print(f"MGPU_TEST_SEED={seed}")
+    rng = random.Random(seed)
+    data_dir = tmp_path / "data"
+    submitted: set[int] = set()  # entries of three tasks
+    settled: dict[int, int] = {}  # task_id -> cursor
+    next_entry = 1
+    last_epoch = 0
+    for _ in range(15):
+        command = [sys.executable, "-c", CHILD, str(data_dir), str(rng.randrange(2**32)), str(next_entry)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE) as child:
+            assert child.stdout is not None
+            begun, epoch = child.stdout.readline().split()
+            assert begun == b"opened"
+            assert int(epoch) > last_epoch
+            last_epoch = int(epoch)
+            time.sleep(rng.uniform(0, 0.25))
+            child.send_signal(signal.SIGKILL)
+            said = child.stdout.read().decode()
+        for line in said.splitlines()[: None if said.endswith("\n") else -1]:
+            what, *numbers = line.split()
+            if what == "submitted":
+                submitted.add(int(numbers[0]))
+            else:
+                settled[int(numbers[0])] = int(numbers[1])
+
+        journal = SqliteJournal(data_dir, size_max_bytes=1 << 30)
+        recovered = journal.open(lambda *_: None)
+        assert recovered.epoch > last_epoch
+        last_epoch = recovered.epoch
+        tasks = {task.task_id: task for task in recovered.tasks}
+        outcomes = {o.task_id: o for o in journal.read_outcomes(0, 10**9, 10**9)}
+        assert not tasks.keys() & outcomes.keys(), "a task is unsettled or has an outcome"
+        there = {*tasks, *outcomes}
+        assert {3 * n + i for n in submitted for i in (0, 1, 2)} <= there, "lost"
+        assert {i // 3 for i in there} == {
+            n for n in {i // 3 for i in there} if {3 * n, 3 * n + 1, 3 * n + 2} <= there
+        }, "half"
+        assert {task_id: outcomes[task_id].cursor for task_id in settled} == settled
+        for task in tasks.values():
+            assert task.payload == bytes([task.task_id % 3]) * len(task.payload)
+            assert len(task.payload) in (10, 1000, 200_000)
+        for task_id, outcome in outcomes.items():
+            word = f"{task_id} ".encode()
+            assert outcome.body is not None
+            assert outcome.body == word * (len(outcome.body) // len(word))
+            assert outcome.body
+        journal.close(20)
+        next_entry = max(there, default=2) // 3 + 1
+    assert submitted
+    assert settled
+
+
+def test_a_second_master_is_rejected_and_told_who_holds_it(tmp_path: Path) -> None:
+    with opened(tmp_path / "data", address="127.0.0.1:7777") as (journal, _):
+        before = snapshot(tmp_path / "data")
+        with pytest.raises(
+            JournalError, match=rf"held by another master \(pid {os.getpid()} on .*127\.0\.0\.1:7777.*Stop"
+        ):
+            SqliteJournal(tmp_path / "data", size_max_bytes=1 << 30).open(lambda *_: None)
+        assert snapshot(tmp_path / "data") == before
+        assert json.loads((tmp_path / "data" / "LOCK").read_text())["pid"] == os.getpid()
+        assert journal.writable
+    with opened(tmp_path / "data"):
+        pass
+
+
+def test_only_its_user_may_read_it(tmp_path: Path) -> None:
+    os.umask(os.umask(0))  # whatever it is
+    with opened(tmp_path / "deep" / "data") as (journal, commits):
+        entry = Entry(submits=[submit(1, bytes(LARGE_BYTES))])
+        journal.append(entry)
+        assert answered(commits, entry) == "committed"
+        for path in [tmp_path / "deep" / "data", *(tmp_path / "deep" / "data").rglob("*")]:
+            assert path.stat().st_mode & 0o077 == 0, path
+
+
+def filled(data_dir: Path) -> None:
+    with opened(data_dir) as (journal, commits):
+        last = Entry(settles=[settle(i) for i in range(1, 2000)])
+        journal.append(Entry(submits=[submit(i, os.urandom(300)) for i in range(1, 4000)]))
+        journal.append(last)
+        assert answered(commits, last) == "committed"
+
+
+def newer(path: Path) -> None:
+    with path.open("r+b") as file:
+        file.seek(60)
+        file.write((7).to_bytes(4, "big"))
+
+
+def truncated(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2 // 8192 * 8192)
+
+
+def cut_within_the_header(path: Path) -> None:
+    os.truncate(path, 50)
+
+
+def emptied(path: Path) -> None:
+    os.truncate(path, 0)
+
+
+def random_bytes(path: Path) -> None:
+    path.write_bytes(random.Random(5).randbytes(path.stat().st_size))
+
+
+def hole_in_the_middle(path: Path) -> None:
+    with path.open("r+b") as file:
+        file.seek(path.stat().st_size // 2)
+        file.write(random.Random(5).randbytes(20_000))
+
+
+def another_database(path: Path) -> None:
+    with path.open("r+b") as file:
+        file.seek(68)
+        file.write(bytes(4))
+
+
+@pytest.mark.parametrize("logged", [False, True], ids=["closed", "with a log"])
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (newer, "schema version 7; this multigpu knows versions up to 2.*newer multigpu"),
+        (truncated, "is damaged.*nothing in it was changed.*Restore"),
+        (cut_within_the_header, "is damaged.*not an SQLite database.*Restore"),
+        (emptied, "is damaged.*not an SQLite database.*Restore"),
+        (random_bytes, "is damaged.*not an SQLite database.*Restore"),
+        (hole_in_the_middle, "is damaged.*nothing in it was changed.*Restore"),
+        (another_database, "not a journal of multigpu.*another --data-dir"),
+    ],
+)
+def test_what_is_not_ours_or_damaged_is_rejected_and_left_alone(
+    tmp_path: Path, damage: Callable[[Path], None], message: str, *, logged: bool
+) -> None:
+    data_dir = tmp_path / "data"
+    filled(data_dir)
+    path = data_dir / journal_schema.DATABASE_NAME
+    if logged:  # as after a kill -9: copied while a master has it open
+        with opened(data_dir) as (journal, commits):
+            entry = Entry(submits=[submit(100_000)])
+            journal.append(entry)
+            assert answered(commits, entry) == "committed"
+            shutil.copytree(data_dir, tmp_path / "copy")
+        data_dir, path = tmp_path / "copy", tmp_path / "copy" / journal_schema.DATABASE_NAME
+        (data_dir / (journal_schema.DATABASE_NAME + "-shm")).unlink()
+        assert path.with_name(path.name + "-wal").stat().st_size > 0
+    damage(path)
+    before = snapshot(data_dir)
+    with pytest.raises(JournalError, match=message) as caught:
+        SqliteJournal(data_dir, size_max_bytes=1 << 30).open(lambda *_: None)
+    assert str(path) in str(caught.value)
+    assert snapshot(data_dir) == before
+
+
+def test_a_file_with_a_log_that_is_whole_is_taken(tmp_path: Path) -> None:
+    filled(tmp_path / "data")
+    with opened(tmp_path / "data") as (journal, commits):
+        entry = Entry(submits=[submit(100_000)])
+        journal.append(entry)
+        assert answered(commits, entry) == "committed"
+        shutil.copytree(tmp_path / "data", tmp_path / "copy")
+    journal = SqliteJournal(tmp_path / "copy", size_max_bytes=1 << 30)
+    assert [task.task_id for task in journal.open(lambda *_: None).tasks] == [*range(2000, 4000), 100_000]
+    journal.close(20)
+
+
+def test_a_missing_segment_is_named(tmp_path: Path) -> None:
+    with opened(tmp_path / "data") as (journal, commits):
+        entry = Entry(submits=[submit(1, bytes(LARGE_BYTES))])
+        journal.append(entry)
+        assert answered(commits, entry) == "committed"
+    shutil.rmtree(tmp_path / "data" / "segments")
+    journal = SqliteJournal(tmp_path / "data", size_max_bytes=1 << 30)
+    with pytest.raises(JournalError, match=r"payload of task 1 is missing.*backup"):
+        list(journal.open(lambda *_: None).tasks)
+    journal.close(20)
+
+
+def test_a_directory_that_can_not_be_used_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(JournalError, match=r"file can't be used.*Give a directory"):
+        SqliteJournal(tmp_path / "file", size_max_bytes=1 << 30).open(lambda *_: None)
+    with pytest.raises(JournalError, match=r"/proc/1/data can't be used.*Give a directory"):
+        SqliteJournal(Path("/proc/1/data"), size_max_bytes=1 << 30).open(lambda *_: None)
+
+
+BROKEN_DISK = """
+import resource, sys, time
+from pathlib import Path
+from multigpu_master.journal.protocol import Entry, JournalError, JournalFullError, SubmitRecord
+from multigpu_master.journal.sqlite.journal import SqliteJournal
+said = []
+journal = SqliteJournal(Path(sys.argv[1]), size_max_bytes=1 << 30)
+list(journal.open(lambda *commit: said.append(commit)).tasks)
+resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))  # writes fail from here on, and not for want of room
+entry = Entry(submits=[SubmitRecord(1, "", b"", bytes(50_000), "", 1, 0.0) for _ in range(1)])
+journal.append(entry)
+journal.append(Entry(submits=[SubmitRecord(2, "", b"", bytes(90_000), "", 1, 0.0)]))
+fatal = []
+while not fatal:  # until the timeout of the test
+    fatal = [error for _, _, error in said if error is not None]
+    time.sleep(0.01)
+time.sleep(0.1)
+fatal = [error for _, _, error in said if error is not None]
+assert len(fatal) == 1 and type(fatal[0]) is JournalError, said
+try:
+    journal.append(entry)
+except JournalError as error:
+    assert error is fatal[0]
+    print(error)
+journal.close(5)
+"""
+
+
+def test_any_other_failure_of_the_disk_is_said_once_and_ends_it(tmp_path: Path) -> None:
+    filled(tmp_path / "data")
+    ran = subprocess.run(
+        [sys.executable, "-c", BROKEN_DISK, tmp_path / "data"], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert "can't be read or written any more" in ran.stdout
+    assert "starting the master again recovers" in ran.stdout
+    with opened(tmp_path / "data") as (journal, _):
+        assert len(list(journal.recover_tasks())) >= 2000
+
+
+def test_commits_wait_for_the_disk(tmp_path: Path) -> None:
+    # A process that is killed leaves its writes with the kernel; only these settings outlive a loss of power.
+    with opened(tmp_path / "data"):
+        writer = connections.connect_writer(tmp_path / "data" / journal_schema.DATABASE_NAME)
+        assert writer.execute("PRAGMA journal_mode").fetchall() == [("wal",)]
+        assert writer.execute("PRAGMA synchronous").fetchall() == [(2,)]
+        writer.close()
+
+
+def test_a_lock_is_gone_with_its_process(tmp_path: Path) -> None:
+    code = "import sys, time; exec(sys.argv[2]); time.sleep(60)"
+    hold = (
+        "from pathlib import Path; from multigpu_master.journal.sqlite.journal import SqliteJournal; "
+        "j = SqliteJournal(Path(sys.argv[1]), size_max_bytes=1<<30); j.open(print); print('held', flush=True)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code, tmp_path / "data", hold], stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == b"held\n"
+        with pytest.raises(JournalError, match=f"pid {child.pid} "):
+            SqliteJournal(tmp_path / "data", size_max_bytes=1 << 30).open(lambda *_: None)
+        child.kill()
+    with opened(tmp_path / "data") as (journal, _):
+        assert journal.writable
+
+
+def test_close_gives_up_in_time(tmp_path: Path) -> None:
+    gate = threading.Event()
+    journal = SqliteJournal(tmp_path / "data", size_max_bytes=1 << 30)
+    list(journal.open(lambda *_: gate.wait(20)).tasks)  # type: ignore[arg-type]  # a callback that keeps the thread
+    journal.append(Entry(submits=[submit(1)]))
+    started = time.monotonic()
+    with pytest.raises(JournalError, match=r"could not be closed within 0\.2 s"):
+        journal.close(0.2)
+    assert time.monotonic() - started < 2
+    gate.set()
+
+
+def leave_open(data_dir: Path) -> None:
+    """A master writes two tasks and is killed."""
+    code = (
+        "import os, sys; from pathlib import Path; from tests.master.journal.journals import *\n"
+        "j = SqliteJournal(Path(sys.argv[1]), size_max_bytes=1 << 30)\n"
+        "list(j.open(lambda *_: os._exit(0)).tasks)\n"
+        "j.append(Entry(submits=[submit(1), submit(2)]))\n"
+        "time.sleep(30)"
+    )
+    subprocess.run([sys.executable, "-c", code, data_dir], check=True, timeout=60)
+
+
+def test_a_deleted_log_is_reported_and_salvage_goes_on_without_it(tmp_path: Path) -> None:
+    data_dir = tmp_path / "data"
+    leave_open(data_dir)
+    (data_dir / "journal.sqlite3-wal").unlink()
+    (data_dir / "journal.sqlite3-shm").unlink()
+    before = snapshot(data_dir)
+    for _ in range(2):
+        with pytest.raises(JournalDamagedError, match=r"journal\.sqlite3-wal is missing.*salvage"), opened(data_dir):
+            pass
+        assert snapshot(data_dir) == before
+    (line,) = salvage(data_dir)
+    assert "newest transactions" in line
+    with opened(data_dir) as (journal, _):
+        assert list(journal.recover_tasks()) == []
+    assert not list(salvage(data_dir))
+
+
+def test_a_journal_without_a_log_that_lacks_nothing_starts(tmp_path: Path) -> None:
+    """One that was closed, a backup, and one that an older release has opened and closed since."""
+    data_dir = tmp_path / "data"
+    leave_open(data_dir)
+    assert backup(data_dir, tmp_path / "copy") == []
+    assert not (tmp_path / "copy" / "journal.sqlite3-wal").exists()
+    with opened(tmp_path / "copy") as (journal, _):
+        assert len(list(journal.recover_tasks())) == 2
+    with opened(data_dir) as (journal, _):
+        assert len(list(journal.recover_tasks())) == 2
+    assert not (data_dir / "journal.sqlite3-wal").exists()
+    with opened(data_dir):
+        pass
+    leave_open(data_dir)
+    with closing(sqlite3.connect(data_dir / "journal.sqlite3", isolation_level=None)) as older_release:
+        older_release.execute("INSERT INTO incarnation SELECT max(first_id) + 1, 'older', 1 FROM incarnation")
+    assert not (data_dir / "journal.sqlite3-wal").exists()
+    with opened(data_dir) as (journal, _):
+        assert len(list(journal.recover_tasks())) == 2
+
+
+def test_a_start_that_fails_keeps_the_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data_dir = tmp_path / "data"
+    leave_open(data_dir)
+    with monkeypatch.context() as patch:
+        patch.setattr(journal_schema, "begin_incarnation", mock.Mock(side_effect=OSError(errno.EIO, "broken")))
+        with pytest.raises(JournalError), opened(data_dir):
+            pass
+    with opened(data_dir) as (journal, _):
+        assert len(list(journal.recover_tasks())) == 2

@@ -1,0 +1,371 @@
+"""The journal without room: submits are rejected, outcomes are kept until they can be written, and all else goes on."""
+
+import itertools
+import os
+import resource
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from multigpu_master.journal.protocol import Entry, JournalFullError
+from multigpu_master.journal.sqlite import journal as journal_sqlite
+from multigpu_master.journal.sqlite import room as journal_room
+from multigpu_master.journal.sqlite.segments import LARGE_BYTES
+
+from tests.master.journal.journals import answered, cancel, dead, fill, opened, settle, submit, until
+
+
+@pytest.fixture(autouse=True)
+def retries_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journal_sqlite, "RETRY_S", 0.05)
+
+
+@pytest.mark.usefixtures("sweeping")
+def test_over_its_limit_it_rejects_submits_and_writes_all_else(tmp_path: Path) -> None:
+    clock_s = [3000.0]
+    limits: Any = {"size_max_bytes": 2 << 20, "now": lambda: clock_s[0], "dedupe_window_s": 10.0}
+    with opened(tmp_path / "data", **limits) as (journal, commits):
+        journal.append(tasks := Entry(submits=[submit(i) for i in range(1, 101)]))
+        assert answered(commits, tasks) == "committed"
+        for i in range(1, 81):  # 8 MB, in rows; and as much in segments
+            journal.append(entry := Entry(settles=[settle(i, bytes(100_000 if i < 41 else LARGE_BYTES))]))
+            assert answered(commits, entry) == "committed"
+        assert not journal.writable
+        for entry in (
+            Entry(settles=[cancel(81)]), Entry(settings={"queue/default": b"paused"}),
+            Entry(settles=[dead(82, bytes(1000))]), Entry(deleted_dead_letters=[82]),
+        ):  # fmt: skip
+            journal.append(entry)
+            assert answered(commits, entry) == "committed"
+        journal.append(rejected := Entry(submits=[submit(200)]))
+        assert isinstance(answered(commits, rejected), JournalFullError)
+    with opened(tmp_path / "data", **limits) as (journal, commits):
+        assert len(list(journal.recover_tasks())) == 18
+        journal.append(rejected := Entry(submits=[submit(201)]))
+        assert isinstance(answered(commits, rejected), JournalFullError)
+        journal.append(entry := Entry(settles=[settle(83, bytes(LARGE_BYTES))]))
+        assert answered(commits, entry) == "committed"
+        clock_s[0] = 9000.0  # all has expired
+        until(lambda: journal.writable)
+        journal.append(again := Entry(submits=[submit(202)]))
+        assert answered(commits, again) == "committed"
+
+
+@pytest.mark.usefixtures("sweeping")
+def test_outcomes_wait_on_a_full_disk_in_their_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journal_room, "UNLIMITED_BYTES", 2 << 20)  # the disk's
+    monkeypatch.setattr(journal_sqlite, "RETRY_S", 1.0)  # no room again before all is appended
+    monkeypatch.setattr(journal_room, "TRANSACTION_RECORDS", 1)  # so that the order of what is kept could be lost
+    clock_s = [3000.0]
+    with opened(tmp_path / "data", 2 << 20, now=lambda: clock_s[0], dedupe_window_s=10.0) as (journal, commits):
+        first = Entry(settles=[settle(i, bytes(10_000)) for i in range(1, 136)])
+        tasks = Entry(submits=[submit(500), submit(501)])
+        journal.append(first)
+        journal.append(tasks)
+        assert answered(commits, first) == answered(commits, tasks) == "committed"
+        rejected = Entry(submits=[submit(i, bytes(10_000)) for i in range(600, 680)])
+        journal.append(rejected)
+        error = answered(commits, rejected)
+        assert isinstance(error, JournalFullError)
+        assert "Free space on the disk (never delete files in data_dir)" in str(error)
+        assert "journal_bytes_max" in str(error)
+        assert not journal.writable
+        kept = [
+            Entry(settles=[settle(500, bytes(900_000))]),
+            Entry(settles=[settle(501), settle(600), settle(502)]),  # 600 was rejected: nobody may hear of it
+            Entry(settings={"strategy": b"x" * 500_000}),
+        ]
+        for entry in kept:
+            journal.append(entry)
+        also_rejected = Entry(submits=[submit(700, bytes(100_000))])
+        journal.append(also_rejected)
+        answered(commits, also_rejected)
+        time.sleep(0.3)
+        assert journal.get_outcome(500) is None
+        assert journal.get_outcome(501) is None, "there is room for this one, but not before the first"
+        assert journal.get_outcome(1) is not None, "it goes on reading"
+        clock_s[0] = 9000.0  # the first outcomes expire, and make room
+        until(lambda: journal.get_outcome(502) is not None)
+        until(lambda: journal.writable)
+        assert journal.get_outcome(600) is None
+        answered(commits, kept[1])
+        done = [entry for group, _, error in commits if error is None for entry in group]
+        wanted = [kept[2], *kept[:2]]  # settings don't wait behind outcomes
+        assert all(entry is known for entry, known in zip(done[2:], wanted, strict=False)), "the same objects, in order"
+        assert [record.task_id for record in done[4].settles] == [501, 502]
+        assert [o.task_id for o in journal.read_outcomes(135, 10, 10**9)] == [500, 501, 502]
+        later = Entry(submits=[submit(701)])
+        journal.append(later)
+        assert answered(commits, later) == "committed"
+    with opened(tmp_path / "data") as (journal, _):
+        assert [task.task_id for task in journal.recover_tasks()] == [701]
+
+
+def test_that_outcomes_alone_find_no_room_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journal_room, "UNLIMITED_BYTES", 2 << 20)  # the disk's
+    with opened(tmp_path / "data", 2 << 20) as (journal, commits):
+        journal.append(Entry(settles=[settle(i, bytes(100_000)) for i in range(1, 40)]))
+        until(lambda: any(isinstance(error, JournalFullError) for _, _, error in commits))
+        assert not journal.writable
+
+
+@pytest.mark.parametrize("body_bytes", [100, 20_000, LARGE_BYTES])
+def test_its_limit_holds_for_all_that_is_on_the_disk(tmp_path: Path, body_bytes: int) -> None:
+    """Also with the log, of transactions that are large."""
+    limit, largest, ids = 16 << 20, 0, iter(range(1, 1 << 40))
+    per_entry = 400_000 // body_bytes + 1
+    with opened(tmp_path / "data", limit) as (journal, commits):
+        while journal.writable:
+            more = [
+                Entry(submits=[replace(submit(i, os.urandom(body_bytes)), request_id=os.urandom(8).hex())])
+                for i in itertools.islice(ids, per_entry)
+            ]
+            for _ in range(30):
+                more.append(
+                    Entry(submits=[submit(i, os.urandom(body_bytes)) for i in itertools.islice(ids, per_entry)])
+                )
+            journal.append(*more)
+            answered(commits, more[-1])
+            largest = max(largest, sum(path.stat().st_size for path in (tmp_path / "data").rglob("*")))
+    assert limit // 2 < largest < 1.1 * limit
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    mounted = tmp_path / "disk"
+    mounted.mkdir()
+    if (
+        os.geteuid() != 0
+        or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=6m", "tmpfs", mounted], check=False).returncode
+    ):
+        pytest.skip("only root may mount a small file system")
+    yield mounted
+    subprocess.run(["umount", "--lazy", mounted], check=True)  # a process that was just killed may still hold it
+
+
+@pytest.mark.parametrize("payload_bytes", [2000, LARGE_BYTES])
+def test_a_full_disk_rejects_submits_until_there_is_room(small_disk: Path, payload_bytes: int) -> None:
+    with opened(small_disk / "data") as (journal, commits):
+        ballast = small_disk / "ballast"
+        first = Entry(submits=[submit(1)])
+        journal.append(first)
+        assert answered(commits, first) == "committed"
+        with pytest.raises(OSError, match="No space"):
+            ballast.write_bytes(os.urandom(8 << 20))
+        rejected = Entry(submits=[submit(i, os.urandom(payload_bytes)) for i in range(2, 40)])
+        journal.append(rejected)
+        assert isinstance(answered(commits, rejected), JournalFullError)
+        kept = Entry(settles=[settle(1, os.urandom(600_000))])  # more than half of the reserve
+        journal.append(kept)
+        time.sleep(0.3)
+        assert not journal.writable
+        assert not any(kept in group for group, _, _ in commits)
+        assert journal.get_outcome(1) is None
+        ballast.unlink()
+        assert answered(commits, kept) == "committed"
+        until(lambda: journal.writable)
+        journal.append(again := Entry(submits=[submit(i, os.urandom(payload_bytes)) for i in range(2, 10)]))
+        assert answered(commits, again) == "committed"
+    with opened(small_disk / "data") as (journal, _):
+        assert list(journal.recover_tasks()) == again.submits
+        assert journal.get_outcome(1) is not None
+
+
+def test_outcomes_that_do_not_fit_together_are_written_one_by_one(small_disk: Path) -> None:
+    with opened(small_disk / "data") as (journal, commits):
+        journal.append(first := Entry(settles=[settle(1)]))
+        assert answered(commits, first) == "committed"
+        free = shutil.disk_usage(small_disk).free
+        (small_disk / "ballast").write_bytes(os.urandom(free - (1 << 20)))
+        entries = [Entry(settles=[settle(i, os.urandom(60_000))]) for i in range(2, 42)]
+        journal.append(*entries)
+        assert answered(commits, entries[0]) == "committed"
+        assert not any(entries[-1] in group for group, _, _ in commits), "there is no room for all of them"
+
+
+@pytest.mark.usefixtures("sweeping")
+def test_outcomes_take_the_room_of_their_tasks(small_disk: Path) -> None:
+    """A disk full of queued tasks with large payloads empties by itself as they end, also under a new master."""
+    size = LARGE_BYTES + 100
+    taken = 0
+    with opened(small_disk / "data") as (journal, commits):
+        while journal.writable:
+            journal.append(entry := Entry(submits=[submit(taken + 1, os.urandom(size))]))
+            taken += answered(commits, entry) == "committed"
+        assert taken > 10
+        fill(small_disk)
+        half = [Entry(settles=[settle(i, os.urandom(size), 1e10)]) for i in range(1, taken // 2)]
+        journal.append(*half)
+        assert [answered(commits, entry) for entry in half] == ["committed"] * len(half)
+    with opened(small_disk / "data") as (journal, commits):
+        assert len(list(journal.recover_tasks())) == taken - len(half)
+        bodies = {i: os.urandom(size) for i in range(taken // 2, taken + 1)}
+        rest = [Entry(settles=[settle(i, body, 1e10)]) for i, body in bodies.items()]
+        journal.append(*rest)
+        assert [answered(commits, entry) for entry in rest] == ["committed"] * len(rest)
+        found = {i: journal.get_outcome(i) for i in bodies}
+        assert {i: stored.body for i, stored in found.items() if stored is not None} == bodies
+
+
+@pytest.mark.usefixtures("sweeping")
+def test_large_outcomes_are_written_as_older_ones_expire(small_disk: Path) -> None:
+    """Also those of one segment, which is closed when the disk is full."""
+    clock_s = [3000.0]
+    with opened(small_disk / "data", now=lambda: clock_s[0]) as (journal, commits):
+        entries = [Entry(settles=[settle(i, os.urandom(2 * LARGE_BYTES))]) for i in range(1, 61)]  # 15 MiB for 6
+        journal.append(*entries)
+        until(lambda: not journal.writable)
+        assert not any(entries[-1] in group for group, _, _ in commits)
+        end_s = time.monotonic() + 60
+        while not (journal.writable and any(entries[-1] in group for group, _, _ in commits)):
+            assert time.monotonic() < end_s, "what has expired makes no room"
+            clock_s[0] += 6000.0
+            time.sleep(0.1)
+        assert [answered(commits, entry) for entry in entries] == ["committed"] * 60
+
+
+def test_on_a_full_disk_it_looks_for_room_by_itself_and_can_be_closed(small_disk: Path) -> None:
+    ballast = small_disk / "ballast"
+    with opened(small_disk / "data") as (journal, commits):
+        for after in ("room", "close"):
+            with pytest.raises(OSError, match="No space"):
+                ballast.write_bytes(os.urandom(8 << 20))
+            rejected = Entry(submits=[submit(i, os.urandom(3000)) for i in range(40)])
+            journal.append(rejected)
+            assert isinstance(answered(commits, rejected), JournalFullError)
+            time.sleep(0.2)
+            assert not journal.writable, "the next look was for room that is not there"
+            if after == "room":
+                ballast.unlink()
+                until(lambda: journal.writable)
+                until(lambda: commits[-1] == ([], 1, None))  # the driver is told
+        journal.append(kept := Entry(settles=[settle(100, os.urandom(100_000))]))
+    assert isinstance(answered(commits, kept), JournalFullError)
+
+
+def test_half_a_payload_is_not_left_behind(small_disk: Path) -> None:
+    ballast = small_disk / "ballast"
+    with opened(small_disk / "data") as (journal, commits):
+        with pytest.raises(OSError, match="No space"):
+            ballast.write_bytes(bytes(8 << 20))
+        os.truncate(ballast, ballast.stat().st_size - LARGE_BYTES)  # room for one, and not for two
+        journal.append(rejected := Entry(submits=[submit(i, os.urandom(LARGE_BYTES)) for i in (1, 2)]))
+        assert isinstance(answered(commits, rejected), JournalFullError)
+        ballast.unlink()
+        until(lambda: journal.writable)
+        journal.append(again := Entry(submits=[submit(i, os.urandom(LARGE_BYTES)) for i in (3, 4)]))
+        assert answered(commits, again) == "committed"
+    with opened(small_disk / "data") as (journal, _):
+        assert list(journal.recover_tasks()) == again.submits
+
+
+def test_segments_count_for_the_limit(tmp_path: Path) -> None:
+    with opened(tmp_path / "data", 4 * LARGE_BYTES) as (journal, commits):
+        entries = [Entry(submits=[submit(i, bytes(LARGE_BYTES))]) for i in range(1, 6)]
+        for entry in entries:
+            journal.append(entry)
+            answered(commits, entry)
+        assert [answered(commits, entry) == "committed" for entry in entries[:2]] == [True, True]
+        assert isinstance(answered(commits, entries[-1]), JournalFullError)
+        assert journal.size_bytes() < 6 * LARGE_BYTES  # the log is not counted, it is bounded by itself
+
+
+@pytest.mark.usefixtures("sweeping")
+def test_a_full_disk_can_be_emptied_also_by_a_new_master(small_disk: Path) -> None:
+    """Deletions, cancellations and settings are written, whatever outcomes wait for room; and they make room."""
+    with opened(small_disk / "data", now=lambda: 3000.0) as (journal, commits):
+        journal.append(
+            Entry(submits=[submit(i, bytes(20_000)) for i in range(1, 21)]),
+            first := Entry(settles=[dead(i, bytes(20_000)) for i in range(100, 160)]),
+        )
+        assert answered(commits, first) == "committed"
+        fill(small_disk)
+        journal.append(rejected := Entry(submits=[submit(i, bytes(60_000)) for i in range(200, 230)]))
+        assert isinstance(answered(commits, rejected), JournalFullError)
+        journal.append(kept := Entry(settles=[settle(20, os.urandom(3 << 20))]))  # more than there is without ballast
+        for entry in (
+            Entry(settles=[cancel(1)]), Entry(settings={"queue/default": b"paused"}),
+            Entry(deleted_dead_letters=[100, 101]),
+        ):  # fmt: skip
+            journal.append(entry)
+            assert answered(commits, entry) == "committed"
+        assert not any(kept in group for group, _, _ in commits)
+    fill(small_disk, "more ballast")
+    with opened(small_disk / "data", now=lambda: 3000.0) as (journal, commits):
+        assert not journal.writable
+        assert journal.settings()["queue/default"] == b"paused"
+        assert journal.get_outcome(1) is not None
+        assert journal.get_outcome(20) is None
+        rejected = Entry(submits=[submit(300)])
+        journal.append(rejected)
+        assert isinstance(answered(commits, rejected), JournalFullError)
+        for i in range(2, 20):
+            journal.append(entry := Entry(settles=[cancel(i)]))
+            assert answered(commits, entry) == "committed"
+        journal.append(entry := Entry(deleted_dead_letters=list(range(102, 160))))
+        assert answered(commits, entry) == "committed"
+        until(lambda: journal.writable)  # of all that only this was needed
+        journal.append(again := Entry(submits=[submit(301)]))
+        assert answered(commits, again) == "committed"
+
+
+def test_what_empties_the_journal_does_not_wait_behind_what_is_too_large(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journal_room, "UNLIMITED_BYTES", 2 << 20)  # the disk's
+    with opened(tmp_path / "data", 2 << 20) as (journal, commits):
+        journal.append(Entry(submits=[submit(i, bytes(100)) for i in range(1, 2001)]))
+        journal.append(letters := Entry(settles=[dead(i, bytes(10_000)) for i in range(5000, 5080)]))
+        assert answered(commits, letters) == "committed"
+        journal.append(rejected := Entry(submits=[submit(i, bytes(10_000)) for i in range(6000, 6080)]))
+        assert isinstance(answered(commits, rejected), JournalFullError)
+        journal.append(large := Entry(settles=[cancel(i) for i in range(1, 2001)]))
+        for i in range(5000, 5010):
+            journal.append(entry := Entry(deleted_dead_letters=[i]))
+            assert answered(commits, entry) == "committed"
+        journal.append(entry := Entry(settings={"queue/default": b"paused"}))
+        assert answered(commits, entry) == "committed"
+        journal.append(rest := Entry(deleted_dead_letters=list(range(5010, 5080))))
+        assert answered(commits, rest) == answered(commits, large) == "committed"
+
+
+@contextmanager
+def no_descriptor() -> Iterator[None]:
+    """This process can open no file."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with Path("/dev/null").open() as lowest:
+        number = lowest.fileno()
+    resource.setrlimit(resource.RLIMIT_NOFILE, (number, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.mark.usefixtures("sweeping")
+def test_without_a_descriptor_it_rejects_and_goes_on(tmp_path: Path) -> None:
+    with opened(tmp_path / "data") as (journal, commits):
+        with no_descriptor():
+            large = Entry(submits=[submit(1, bytes(LARGE_BYTES))])
+            journal.append(large)
+            error = answered(commits, large)
+            assert isinstance(error, JournalFullError), error
+            assert "descriptor" in str(error)
+            kept = Entry(settles=[settle(2, bytes(LARGE_BYTES))])
+            settings = Entry(settings={"strategy": b"auto"})
+            journal.append(kept)
+            journal.append(settings)
+            assert answered(commits, settings) == "committed"
+            time.sleep(0.3)
+            assert not journal.writable
+        assert answered(commits, kept) == "committed"
+        until(lambda: journal.writable)
+        again = Entry(submits=[submit(3, bytes(LARGE_BYTES))])
+        journal.append(again)
+        assert answered(commits, again) == "committed"

