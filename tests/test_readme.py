@@ -57,6 +57,7 @@ def test_the_python_example_runs(fleet: dict[str, str]) -> None:
     assert (echoed, fetched) == ("b'hello'", "b'later'")
 
 
+@pytest.mark.slow
 def test_a_type_checker_takes_the_python_example(tmp_path: Path) -> None:
     (tmp_path / "example.py").write_text(CLIENT_CODE, "utf-8")
     command = [sys.executable, "-m", "mypy", "--strict", "example.py"]

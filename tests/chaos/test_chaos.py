@@ -30,12 +30,14 @@ def run(folder: Path, tasks: int, what: Callable[[Chaos], None]) -> Report:
     return result
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_nothing_acknowledged_is_lost_while_everything_breaks(tmp_path: Path) -> None:
     result = run(tmp_path, 300, lambda chaos: chaos.random_rounds(3))
     assert sum(result.by_kind.values()) >= 6
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_nothing_is_lost_when_a_process_dies_at_any_failpoint(tmp_path: Path) -> None:
     result = run(tmp_path, 300, lambda chaos: chaos.sweep(FAILPOINTS))

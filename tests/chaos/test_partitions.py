@@ -66,6 +66,7 @@ def test_a_cut_one_way_is_noticed_at_both_ends(chaos: Chaos) -> None:
     chaos.end_round(client)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_delay_loss_resets_and_cuts_between_clients_and_master_lose_nothing(chaos: Chaos) -> None:
     network = chaos.network

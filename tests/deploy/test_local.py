@@ -7,6 +7,7 @@ import threading
 from pathlib import Path
 
 import multigpu
+import pytest
 
 from tests.deploy.deployment import checkout, deploy, deployed, gpus
 from tests.fakes.gpus import SimulatedGpus
@@ -15,6 +16,7 @@ from tests.fleet import until
 __all__ = ["checkout", "gpus"]  # fixtures
 
 
+@pytest.mark.slow
 def test_a_local_fleet_is_upgraded_under_load(checkout: Path) -> None:
     """Clients submit while master and workers are replaced: every task has exactly one outcome."""
     venv = checkout / ".venv"

@@ -128,6 +128,7 @@ def test_a_failed_reload_does_not_end_the_daemon(listener: Listener) -> None:
     assert listener.listen()[-1] == "READY=1"
 
 
+@pytest.mark.slow
 def test_master_and_worker_under_systemd(tmp_path: Path) -> None:
     """READY, STATUS, watchdog, reload by SIGHUP, and STOPPING of the real daemons."""
     config = tmp_path / "config.toml"

@@ -54,6 +54,7 @@ def check_after(disk: Disk, log: list[Record], truth: Truth, root: Path) -> None
         truth.check(root / "data")
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_nothing_acknowledged_is_lost_when_the_power_is(folder: Path) -> None:
     seed = int(os.environ.get("DISK_SEED", "0")) or random.randrange(1, 2**32)
@@ -102,6 +103,7 @@ def test_what_a_failed_sync_left_in_memory_is_no_ground_to_build_on(root: Path, 
     check_after(disk, log[: opened + 1], Truth(Contents()), root)
 
 
+@pytest.mark.slow
 def test_a_journal_is_not_begun_without_a_write_ahead_log(root: Path, folder: Path) -> None:
     # SQLite answers "delete" then, and raises nothing; its commits would not outlive a loss of power.
     with Layer(root, folder / "log") as layer:

@@ -9,6 +9,7 @@ import random
 import time
 from pathlib import Path
 
+import pytest
 from multigpu.v1 import device_pb2, task_pb2
 
 from tests.fleet import until
@@ -65,6 +66,7 @@ def wait_for_checks(host: Host, needing: dict[int, None]) -> None:
     until(lambda: all(w.health.state != RECOVERING for w in host.workers().values()), what="the end of the checks")
 
 
+@pytest.mark.slow
 def test_a_storm_costs_no_task_anything(tmp_path: Path) -> None:
     chance = random.Random(SEED)
     with Host(tmp_path, 3, "--canary-interval-s", "1") as host:

@@ -112,6 +112,7 @@ def _request(name: str) -> object:
     return [greeting]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["Get", "List", "Cancel", "Submit", "Run", "Run ids", "Session"])
 def test_a_rejected_call_keeps_no_request(secured: SecuredFleet, name: str) -> None:
     caller: Caller = secured.as_role(

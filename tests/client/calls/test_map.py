@@ -225,6 +225,7 @@ async def test_a_map_fails_if_the_master_is_never_reached() -> None:
             [value async for value in client.map("echo", range(100_000))]
 
 
+@pytest.mark.slow
 def test_a_big_map_holds_only_its_window() -> None:
     """200,000 items of 1 KiB would be 200 MB; resident memory may grow by a quarter of that."""
     program = textwrap.dedent("""

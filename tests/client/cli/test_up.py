@@ -140,6 +140,7 @@ def test_dead_letters_come_back(fleet: tuple[Up, str]) -> None:
     assert ok(address, "dead-letters", "delete", "--queue", "sick", "--yes") == "deleted 1\n"
 
 
+@pytest.mark.slow
 def test_watch_goes_on_where_it_ended(fleet: tuple[Up, str]) -> None:
     _, address = fleet
     ids = [int(ok(address, "submit", "--kind", "echo", "--payload", str(n), "--queue", "w")) for n in range(6)]
@@ -274,6 +275,7 @@ def test_up_names_a_variable_that_it_can_not_obey(tmp_path: Path, variable: str,
     assert value in up.log.read_text()
 
 
+@pytest.mark.slow
 def test_up_ends_when_the_master_rejects_its_data(tmp_path: Path) -> None:
     other = tmp_path / "other"
     other.mkdir()

@@ -14,6 +14,7 @@ FLEET = {"worker_flags": ["--threads", "1"]}
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples" / "sentences.txt"
 
 
+@pytest.mark.slow
 def test_every_text_has_its_vector_though_a_worker_and_the_master_are_killed(fleet: Fleet) -> None:
     lines = EXAMPLES.read_text().splitlines()
     texts = [f"{line} {n}" for n in range(8) for line in lines][:240]

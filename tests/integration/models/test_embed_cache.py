@@ -34,6 +34,7 @@ def vectors_in(file: Path) -> int:
         return int(db.execute("SELECT count(*) FROM vectors").fetchone()[0])
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)  # it imports torch twice, which takes a minute where many want the processor
 def test_what_a_killed_worker_computed_is_known_to_the_next_and_tasks_alike_are_computed_once(tmp_path: Path) -> None:
     with socket.socket() as sock:

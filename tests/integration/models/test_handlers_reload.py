@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 from click.testing import CliRunner, Result
 from multigpu.cli import cli
 
@@ -22,6 +23,7 @@ def write(folder: Path, version: str, more: str = "") -> None:
     (folder / "mine.py").write_text(f"VERSION = b{version!r}\n{HANDLERS}{more}")
 
 
+@pytest.mark.slow
 def test_a_reload_rolls_the_fleet_and_stops_where_the_new_version_cannot_be_imported(tmp_path: Path) -> None:
     def mgpuctl(*words: str) -> Result:
         return CliRunner().invoke(cli, ["--master", fleet.address, *words])

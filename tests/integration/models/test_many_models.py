@@ -13,6 +13,7 @@ from tests.fleet import QUICK, Fleet, until
 from tests.worker.toy_models import Answer, Shop
 
 
+@pytest.mark.slow
 def test_twenty_models_share_the_room_of_ten(tmp_path: Path) -> None:
     run, asked, room = drive(tmp_path, 2.5, 3, 0.1)
     judge(run, asked, room, first_loads=MODELS)  # of the second worker

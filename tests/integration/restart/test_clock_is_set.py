@@ -72,6 +72,7 @@ def test_results_and_deadlines_are_kept_though_the_hosts_clock_is_set(tmp_path: 
         assert result.rejection.code == grpc.StatusCode.DEADLINE_EXCEEDED.value[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("boot_s", "then_s"), [(0, 2 * 86400), (-2 * 86400, 0), (2 * 86400, 0)])
 def test_a_new_master_keeps_what_one_took_whose_clock_was_set(tmp_path: Path, boot_s: int, then_s: int) -> None:
     with SteppedFleet(tmp_path / "fleet", step_s=boot_s) as fleet:

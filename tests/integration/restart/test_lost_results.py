@@ -152,6 +152,7 @@ def test_a_result_whose_file_was_deleted_or_truncated_is_lost_and_no_other(
         assert watched == {"lost": multigpu.OutcomeState.RESULT_MISSING, "here": multigpu.OutcomeState.SUCCEEDED}
 
 
+@pytest.mark.slow
 def test_a_body_that_is_damaged_in_its_row_is_lost(fleet: Fleet) -> None:
     ids = settle(fleet, lost=SMALL)
     spoil(fleet, lambda connection: connection.execute("UPDATE outcome SET body = x'ffff'"))
@@ -159,6 +160,7 @@ def test_a_body_that_is_damaged_in_its_row_is_lost(fleet: Fleet) -> None:
         assert isinstance(answer, multigpu.ResultLostError), answer
 
 
+@pytest.mark.slow
 def test_a_file_that_cannot_be_opened_now_is_unavailable_and_not_lost(fleet: Fleet) -> None:
     """As many files as the master has already are all that it may have, for a while."""
     ids = settle(fleet, here=LARGE)
@@ -207,6 +209,7 @@ def peak_bytes(pid: int) -> int:
     return int(line.split()[1]) * 1024
 
 
+@pytest.mark.slow
 def test_a_reconnect_that_repeats_settled_tasks_holds_few_of_their_results_at_a_time(tmp_path: Path) -> None:
     """Formerly the bodies of all tasks of a frame were loaded at once, on the event loop."""
     count, size, limit = 400, 1 << 20, 32 << 20

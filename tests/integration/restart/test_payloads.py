@@ -313,6 +313,7 @@ def only_what_is_needed_is_left(fleet: Fleet) -> bool:
     return all(name in kept or locked(fleet, name) for name in segments(fleet))
 
 
+@pytest.mark.slow
 def test_a_client_that_is_killed_leaves_its_tasks_and_no_files(tmp_path: Path) -> None:
     with Fleet(tmp_path / "fleet", workers=1, handlers=["trial_handlers"]) as fleet:
         process = subprocess.Popen([sys.executable, "-c", CLIENT, fleet.address, "0.2"])
@@ -328,6 +329,7 @@ def test_a_client_that_is_killed_leaves_its_tasks_and_no_files(tmp_path: Path) -
         assert not fleet.faults()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("who", ["master", "agent", "engine"])
 def test_a_kill_loses_nothing_and_leaves_nothing(tmp_path: Path, who: str) -> None:
     tasks = payloads(24)

@@ -379,6 +379,7 @@ def test_a_killed_worker_is_lost_at_once_and_not_only_when_it_has_been_silent(tm
         assert fleet.outcome(task_id).worker_id == other
 
 
+@pytest.mark.slow
 def test_a_task_that_kills_its_workers_becomes_a_dead_letter_and_the_innocent_succeed(fleet: Fleet) -> None:
     spec: dict[str, Any] = {"backoff_initial": Duration(nanos=20_000_000)}
     (killer,) = fleet.submit("trial.kill_worker", b"", **spec)
@@ -455,6 +456,7 @@ def test_a_worker_that_was_away_for_a_while_is_taken_back(quick: Fleet, tmp_path
     assert {fleet.outcome(i).state for i in ids} == {task_pb2.OUTCOME_STATE_SUCCEEDED}
 
 
+@pytest.mark.slow
 def test_of_two_workers_with_one_id_the_first_ends_and_says_why(tmp_path: Path) -> None:
     with Fleet(tmp_path, workers=1) as fleet:
         first = fleet.workers["w0"]

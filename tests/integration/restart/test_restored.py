@@ -62,6 +62,7 @@ def test_no_task_gets_the_result_of_another_after_the_data_directory_was_moved_a
         fleet.get(first)
 
 
+@pytest.mark.slow
 def test_tasks_end_after_an_older_copy_was_restored(fleet: Fleet, tmp_path: Path) -> None:
     (old,) = fleet.submit("echo", b"old")
     fleet.outcome(old)
@@ -80,6 +81,7 @@ def test_tasks_end_after_an_older_copy_was_restored(fleet: Fleet, tmp_path: Path
     assert fleet.outcome(old).result == b"old"
 
 
+@pytest.mark.slow
 def test_a_cursor_of_outcomes_that_the_restored_copy_lacks_is_out_of_range(fleet: Fleet, tmp_path: Path) -> None:
     (old,) = fleet.submit("echo", b"old")
     fleet.outcome(old)

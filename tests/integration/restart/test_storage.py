@@ -98,6 +98,7 @@ def test_a_full_disk_rejects_new_tasks_and_nothing_else(small_disk: Path, tmp_pa
         assert not fleet.faults()
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_emptied_through_the_api_also_after_a_restart(small_disk: Path, tmp_path: Path) -> None:
     data_dir = small_disk / "data"
     with Fleet(tmp_path / "fleet", workers=1, data_dir=data_dir, handlers=["trial_handlers"]) as fleet:

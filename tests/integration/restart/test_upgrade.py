@@ -55,6 +55,7 @@ def schema_version(fleet: Fleet) -> int:
     return int(version)
 
 
+@pytest.mark.slow
 def test_a_fleet_of_the_former_release_is_upgraded_under_load(former: Path, tmp_path: Path) -> None:
     fleet = Fleet(tmp_path / "fleet", workers=2, handlers=["trial_handlers"])
     own = dict(fleet._env)

@@ -298,6 +298,7 @@ def test_dead_letters_are_listed_by_queue_and_deleted(tmp_path: Path) -> None:
         assert [task.task_id for task in it.tasks] == [11, 12]
 
 
+@pytest.mark.slow
 def test_reads_go_on_beside_the_writer_in_many_threads(tmp_path: Path) -> None:
     with opened(tmp_path / "data") as it:
         it.write(Entry(settles=[settle(1)]))

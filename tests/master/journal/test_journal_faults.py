@@ -76,6 +76,7 @@ while True:
 """
 
 
+@pytest.mark.slow
 def test_killed_at_any_moment_it_has_what_it_acknowledged(tmp_path: Path) -> None:
     seed = int(os.environ.get("MGPU_TEST_SEED", random.randrange(2**32)))
     print(f"MGPU_TEST_SEED={seed}")

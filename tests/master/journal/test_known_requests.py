@@ -81,6 +81,7 @@ async def test_it_is_made_anew_once_more_is_new_than_was_loaded() -> None:
     assert known.sift(many) == many
 
 
+@pytest.mark.slow
 async def test_two_bytes_a_request_id() -> None:
     known = RequestFilter()
     pages = [names(f"page-{n}", 10_000) for n in range(200)]

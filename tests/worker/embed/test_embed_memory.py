@@ -43,6 +43,7 @@ assert 256 <= model.tokens_max < 128 * 256, model.tokens_max
 """
 
 
+@pytest.mark.slow
 def test_micro_batch_is_halved_when_memory_runs_out() -> None:
     code = MEMORY.format(tests=str(Path(__file__).parent))
     # What is freed goes back at once, as on a device: else the limit counts it against what oneDNN maps anew.

@@ -49,6 +49,7 @@ async def test_one_bad_task_among_many(master: ScriptedMaster, start_worker: Sta
     await stream.until(lambda: [m.model for m in stream.heartbeats[-1].models] == [PACKAGED_MODEL])
 
 
+@pytest.mark.slow
 async def test_loading_does_not_count_against_the_run_timeout(
     master: ScriptedMaster, start_worker: StartWorker
 ) -> None:

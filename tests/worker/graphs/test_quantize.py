@@ -75,6 +75,7 @@ def test_figures_are_kept_and_thresholds_judged_at_each_load(
     assert onnx_artifacts.exported(spec, settings, "int8").facts["accuracy"]
 
 
+@pytest.mark.slow
 def test_modelopts_default_is_rejected_by_the_gate(spec: ModelSpec, settings: EngineSettings) -> None:
     pytest.importorskip("modelopt.onnx.quantization", reason="the extra `int8` is not installed")
     default = replace(spec, parameters={"int8_recipe": "default"})

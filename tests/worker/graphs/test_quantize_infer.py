@@ -161,6 +161,7 @@ def test_fp8_rounds_as_torch_does(tmp_path: Path) -> None:
     np.testing.assert_array_equal(found, wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)  # modelopt takes seconds, and a minute on a busy machine
 def test_fp8_is_measured_and_its_plan_is_built(tmp_path: Path, settings: EngineSettings) -> None:
     pytest.importorskip("modelopt.onnx.quantization", reason="the extra `int8` is not installed")

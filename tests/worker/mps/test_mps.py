@@ -35,6 +35,7 @@ async def runs(stream: Stream, lease_id: int) -> None:
     )
 
 
+@pytest.mark.slow
 async def test_an_engine_is_a_client_with_its_limits(host: MpsHost) -> None:
     limits = ("--mps-active-thread-percentage", "25", "--mps-pinned-device-mem-limit-bytes", "2GiB")
     worker = await host.worker(0, *limits)

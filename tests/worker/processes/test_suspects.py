@@ -109,6 +109,7 @@ async def test_the_one_that_ends_its_engine_is_charged_and_no_other(
     assert 1 <= deaths(worker) <= 3
 
 
+@pytest.mark.slow
 async def test_two_culprits_and_one_that_can_not_even_be_read(start: Start, flags: list[str]) -> None:
     worker, stream = await start(*flags)
     fates = {2: payload(fate="die", at=9), 5: payload(fate="die", at=20), 7: b"unreadable"}

@@ -172,6 +172,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
         yield started
 
 
+@pytest.mark.slow
 def test_a_real_one_drains_cancels_resizes_and_leaves_the_terminal_as_it_was(fleet: Fleet, tmp_path: Path) -> None:
     gates = [str(tmp_path / f"gate{n}").encode() for n in range(2)]
     task_id, other = fleet.submit("trial.gate", *gates, queue="top")
@@ -241,6 +242,7 @@ def test_without_a_master_it_fails() -> None:
         assert shown.ended() == 3
 
 
+@pytest.mark.slow
 def test_it_goes_on_when_the_master_comes_back(fleet: Fleet) -> None:
     with terminal(*MGPUCTL, "--master", fleet.address, "top") as shown:
         shown.wait_for(lambda t: "w1" in t, "workers")

@@ -156,6 +156,7 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield up.address
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_short_bench_of_a_real_fleet(address: str, tmp_path: Path) -> None:
     pairs, table, picture = tmp_path / "pairs.tsv", tmp_path / "bench.csv", tmp_path / "bench.png"

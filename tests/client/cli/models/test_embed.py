@@ -48,6 +48,7 @@ def succeeded(address: str, queue: str) -> int:
     return int(json.loads(done.stdout)["succeeded"]) if done.returncode == 0 else 0
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_every_line_has_its_vector_though_workers_and_master_are_killed(fleet: tuple[Up, str], tmp_path: Path) -> None:
     up, address = fleet
