@@ -15,7 +15,7 @@ from multigpu_master.core import events as ev
 from multigpu_master.core.scheduler import Core
 
 from tests.sim.actors.client import Ask, Client
-from tests.sim.actors.master import STRATEGIES
+from tests.sim.actors.restoring import STRATEGIES
 from tests.sim.actors.worker import SimWorker
 from tests.sim.journal import Rows
 

@@ -18,7 +18,8 @@ from multigpu_master.core.scheduler import Limits
 from multigpu_master.core.workers.info import Capability, Model, WorkerInfo
 
 from tests.sim.actors.client import Ask, Client
-from tests.sim.actors.master import STRATEGIES, Master
+from tests.sim.actors.master import Master
+from tests.sim.actors.restoring import STRATEGIES
 from tests.sim.actors.worker import SimWorker
 from tests.sim.faults import Faults
 from tests.sim.small import small_limits

@@ -9,9 +9,9 @@ from multigpu_master.core.model import EPOCH_IDS
 from multigpu_master.journal.protocol import Entry
 
 from tests.master.journal.journals import settle, submit
-from tests.master.journal.test_ids import NOW_S
 from tests.master.journal.test_journal import Opened, opened
 from tests.master.journal.test_journal_migrations import restore
+from tests.master.test_ids import NOW_S
 
 
 def begin(data_dir: Path, now_s: float) -> tuple[int, list[ids.Incarnation]]:

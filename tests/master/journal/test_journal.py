@@ -6,7 +6,6 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from multigpu_master.journal.protocol import (
 )
 from multigpu_master.journal.sqlite import schema as journal_schema
 from multigpu_master.journal.sqlite.journal import SqliteJournal
-from multigpu_master.journal.sqlite.segments import LARGE_BYTES, SEGMENT_BYTES
+from multigpu_master.journal.sqlite.segments import LARGE_BYTES
 
 from tests.master.journal.journals import DEAD_LETTERED, FAILED, SUCCEEDED, settle, submit, until
 
@@ -327,111 +326,3 @@ def test_reads_go_on_beside_the_writer_in_many_threads(tmp_path: Path) -> None:
         with sqlite3.connect(tmp_path / "data" / "journal.sqlite3") as other:
             assert other.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone() == (0, 0, 0)
         other.close()
-
-
-def test_an_outcome_whose_time_to_live_is_over_is_not_given_out(tmp_path: Path) -> None:
-    """Also before it is deleted."""
-    with opened(tmp_path / "data") as it:
-        letter = settle(2, state=DEAD_LETTERED, dead=submit(2))
-        it.write(Entry(settles=[settle(1), letter, settle(3, expire_time_s=5001.5), settle(4, b"x" * LARGE_BYTES)]))
-
-        def given() -> list[list[int]]:
-            journal = it.journal
-            found = [
-                journal.read_outcomes(0, 10, 10**9),
-                journal.read_settled(
-                    list(journal.find_requests([f"request-{n}" for n in range(1, 5)]).values()), 10**9
-                ),
-                [o for n in range(1, 5) if (o := journal.get_outcome(n)) is not None],
-            ]
-            assert [len(each) for each in found] == [4, 4, 4]
-            return [[o.task_id for o in each if o.body is not None] for each in found]
-
-        it.clock_s = 4999.0
-        assert given() == [[1, 2, 3, 4]] * 3
-        it.clock_s = 5001.0
-        with sqlite3.connect(tmp_path / "data" / "journal.sqlite3") as other:
-            assert other.execute("SELECT count(body) FROM outcome").fetchone() == (4,), "the sweeper has not run"
-        other.close()
-        assert given() == [[2, 3]] * 3
-        assert not any(outcome.lost for outcome in it.journal.read_outcomes(0, 10, 10**9))
-
-
-@pytest.mark.usefixtures("sweeping")
-def test_outcomes_lose_their_body_and_then_their_row(tmp_path: Path) -> None:
-    large = b"x" * LARGE_BYTES
-    with opened(tmp_path / "data", dedupe_window_s=10_000) as it:
-        it.write(
-            Entry(
-                settles=[
-                    settle(1),
-                    settle(2, expire_time_s=9000.0),
-                    settle(3, large),
-                    settle(4, state=DEAD_LETTERED, dead=submit(4, large)),
-                    settle(5),
-                ]
-            )
-        )
-
-        def bodies() -> dict[int, int | None]:
-            return {o.task_id: None if o.body is None else len(o.body) for o in it.journal.read_outcomes(0, 10, 10**9)}
-
-        time.sleep(0.2)
-        assert bodies() == {1: 3, 2: 3, 3: LARGE_BYTES, 4: 3, 5: 3}
-        it.clock_s = 5001.0
-        until(lambda: bodies() == {1: None, 2: 3, 3: None, 4: 3, 5: None})
-        it.clock_s = 9100.0
-        until(lambda: bodies() == {1: None, 2: None, 3: None, 4: 3, 5: None})
-        assert it.journal.find_requests(["request-1"])["request-1"].state == SUCCEEDED
-        it.clock_s = 12_100.0
-        # The newest row stays for the sake of the cursors, the dead letter's until it is deleted.
-        until(lambda: bodies() == {4: 3, 5: None})
-        assert it.journal.oldest_cursor() == 4
-        assert it.journal.get_dead_letters([4])[0].payload == large
-        it.write(Entry(deleted_dead_letters=[4]))
-        until(lambda: bodies() == {5: None})
-        it.write(Entry(settles=[settle(6, expire_time_s=99_000.0)]))
-        it.clock_s = 13_000.0
-        until(lambda: bodies() == {6: 3})
-        assert it.commits[-1][1] == 6
-    with opened(tmp_path / "data") as it:
-        assert it.recovered.last_cursor == 6
-        until(lambda: not list((tmp_path / "data" / "segments").iterdir()))
-
-
-@pytest.mark.usefixtures("sweeping")
-def test_the_directory_stays_bounded_under_churn(tmp_path: Path) -> None:
-    rows, rounds, body = 2000, 25, b"x" * 900
-    with opened(tmp_path / "data", dedupe_window_s=100) as it:
-        sizes = []
-        for n in range(rounds):
-            ids = range(n * rows + 1, (n + 1) * rows + 1)
-            it.write(Entry(submits=[submit(i, body) for i in ids]))
-            times = {"settle_time_s": it.clock_s, "expire_time_s": it.clock_s + 50}
-            it.write(Entry(settles=[settle(i, body, **times) for i in ids]))
-            it.clock_s += 150
-            until(partial(reached, it.journal, ids[-1]))
-            sizes.append((tmp_path / "data" / "journal.sqlite3").stat().st_size)
-        assert max(sizes) < 5 * rows * len(body), sizes  # what is live, and what the log held back
-        it.clock_s += 150
-        with sqlite3.connect(tmp_path / "data" / "journal.sqlite3") as other:
-            until(lambda: other.execute("PRAGMA freelist_count").fetchone()[0] < 1024)
-        other.close()
-    assert (tmp_path / "data" / "journal.sqlite3").stat().st_size < 1024 * 8192 + rows * len(body)
-
-
-@pytest.mark.usefixtures("sweeping")
-def test_segments_without_references_are_deleted(tmp_path: Path) -> None:
-    payload = bytes(8 << 20)
-    with opened(tmp_path / "data") as it:
-        count = 2 * SEGMENT_BYTES // len(payload) + 1
-        for i in range(1, count + 1):
-            it.write(Entry(submits=[submit(i, payload)]))
-        assert it.journal.size_bytes() > count * len(payload)
-        it.write(Entry(settles=[settle(i) for i in range(1, count)]))
-        until(lambda: it.journal.size_bytes() < 2 * SEGMENT_BYTES)
-        it.write(Entry(settles=[settle(count)]))
-        time.sleep(0.2)  # nothing refers to the open segment now, but it is still written to
-        it.write(Entry(submits=[submit(count + 1, payload)]))
-    with opened(tmp_path / "data") as it:
-        assert it.tasks == [submit(count + 1, payload)]

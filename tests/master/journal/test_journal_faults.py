@@ -1,27 +1,22 @@
 """The journal when things go wrong: killed at any moment, a second master, a damaged file, a broken disk."""
 
-import errno
 import hashlib
 import json
 import os
 import random
 import shutil
 import signal
-import sqlite3
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable
-from contextlib import closing
 from pathlib import Path
-from unittest import mock
 
 import pytest
-from multigpu_master.journal.protocol import Entry, JournalDamagedError, JournalError
+from multigpu_master.journal.protocol import Entry, JournalError
 from multigpu_master.journal.sqlite import connections
 from multigpu_master.journal.sqlite import schema as journal_schema
-from multigpu_master.journal.sqlite.backup import backup, salvage
 from multigpu_master.journal.sqlite.directory import LOCK_NAME
 from multigpu_master.journal.sqlite.journal import SqliteJournal
 from multigpu_master.journal.sqlite.segments import LARGE_BYTES
@@ -340,64 +335,3 @@ def test_close_gives_up_in_time(tmp_path: Path) -> None:
         journal.close(0.2)
     assert time.monotonic() - started < 2
     gate.set()
-
-
-def leave_open(data_dir: Path) -> None:
-    """A master writes two tasks and is killed."""
-    code = (
-        "import os, sys; from pathlib import Path; from tests.master.journal.journals import *\n"
-        "j = SqliteJournal(Path(sys.argv[1]), size_max_bytes=1 << 30)\n"
-        "list(j.open(lambda *_: os._exit(0)).tasks)\n"
-        "j.append(Entry(submits=[submit(1), submit(2)]))\n"
-        "time.sleep(30)"
-    )
-    subprocess.run([sys.executable, "-c", code, data_dir], check=True, timeout=60)
-
-
-def test_a_deleted_log_is_reported_and_salvage_goes_on_without_it(tmp_path: Path) -> None:
-    data_dir = tmp_path / "data"
-    leave_open(data_dir)
-    (data_dir / "journal.sqlite3-wal").unlink()
-    (data_dir / "journal.sqlite3-shm").unlink()
-    before = snapshot(data_dir)
-    for _ in range(2):
-        with pytest.raises(JournalDamagedError, match=r"journal\.sqlite3-wal is missing.*salvage"), opened(data_dir):
-            pass
-        assert snapshot(data_dir) == before
-    (line,) = salvage(data_dir)
-    assert "newest transactions" in line
-    with opened(data_dir) as (journal, _):
-        assert list(journal.recover_tasks()) == []
-    assert not list(salvage(data_dir))
-
-
-def test_a_journal_without_a_log_that_lacks_nothing_starts(tmp_path: Path) -> None:
-    """One that was closed, a backup, and one that an older release has opened and closed since."""
-    data_dir = tmp_path / "data"
-    leave_open(data_dir)
-    assert backup(data_dir, tmp_path / "copy") == []
-    assert not (tmp_path / "copy" / "journal.sqlite3-wal").exists()
-    with opened(tmp_path / "copy") as (journal, _):
-        assert len(list(journal.recover_tasks())) == 2
-    with opened(data_dir) as (journal, _):
-        assert len(list(journal.recover_tasks())) == 2
-    assert not (data_dir / "journal.sqlite3-wal").exists()
-    with opened(data_dir):
-        pass
-    leave_open(data_dir)
-    with closing(sqlite3.connect(data_dir / "journal.sqlite3", isolation_level=None)) as older_release:
-        older_release.execute("INSERT INTO incarnation SELECT max(first_id) + 1, 'older', 1 FROM incarnation")
-    assert not (data_dir / "journal.sqlite3-wal").exists()
-    with opened(data_dir) as (journal, _):
-        assert len(list(journal.recover_tasks())) == 2
-
-
-def test_a_start_that_fails_keeps_the_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    data_dir = tmp_path / "data"
-    leave_open(data_dir)
-    with monkeypatch.context() as patch:
-        patch.setattr(journal_schema, "begin_incarnation", mock.Mock(side_effect=OSError(errno.EIO, "broken")))
-        with pytest.raises(JournalError), opened(data_dir):
-            pass
-    with opened(data_dir) as (journal, _):
-        assert len(list(journal.recover_tasks())) == 2

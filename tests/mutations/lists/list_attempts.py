@@ -241,4 +241,12 @@ ATTEMPTS = (
         new="",
         breaks="P7: a task is never tried again",
     ),
+    Mutation(
+        module="multigpu_master.core.workers.sessions",
+        name="the first attempt that a worker tells of counts",
+        old="        ours.sort(key=lambda h: -h.attempt)  # of several attempts of a task the last one counts\n",
+        new="",
+        breaks="attempts are forgotten when the master restarts, and attempts_max bounds nothing",
+        seeds=5000,
+    ),
 )

@@ -125,4 +125,11 @@ IDS = (
         checker="stories",
         seeds=1,
     ),
+    Mutation(
+        module="multigpu_master.core.restart",
+        name="lease_ids are given twice",
+        old="        self.next_id += 1\n        return self.next_id - 1\n",
+        new="        return self.next_id\n",
+        breaks="P2: the fencing token fences nothing",
+    ),
 )

@@ -392,11 +392,4 @@ SESSIONS = (
         new='_ = (ev.EndSession(session, f"nothing',
         breaks="a worker that thaws believes in its session",
     ),
-    sessions(
-        name="the first attempt that a worker tells of counts",
-        old="        ours.sort(key=lambda h: -h.attempt)  # of several attempts of a task the last one counts\n",
-        new="",
-        breaks="attempts are forgotten when the master restarts, and attempts_max bounds nothing",
-        seeds=5000,
-    ),
 )

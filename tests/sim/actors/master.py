@@ -8,22 +8,21 @@ as the real one's if the host's clock is set while no master runs. It never goes
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
-from multigpu.v1 import task_pb2
 from multigpu_master import ids, settings
 from multigpu_master.core import events as ev
 from multigpu_master.core import identity
-from multigpu_master.core.model import EPOCH_IDS, Outcome, OutcomeState, Spec, Task, TaskError
+from multigpu_master.core.model import EPOCH_IDS, Spec, Task
 from multigpu_master.core.scheduler import Core, Limits
 from multigpu_master.driver import is_cancelled
-from multigpu_master.journal.protocol import Journal, JournalError, LargeBody, SettleRecord
+from multigpu_master.journal.protocol import Journal, JournalError, LargeBody
 from multigpu_master.journal.write_buffer import Journaling
-from multigpu_master.strategies.registry import load_strategies
 from multigpu_master.wire import outcomes as wire_outcomes
 from multigpu_master.wire import tasks as wire_tasks
 
+from tests.sim.actors.grant import Grant, stored_outcome
+from tests.sim.actors.restoring import STRATEGIES, Restoring
 from tests.sim.invariants.core import Invariants
 from tests.sim.journal import Rows, SimJournal, SimLoop
 from tests.sim.world import Inbox, Link, ViolationError, World
@@ -31,33 +30,7 @@ from tests.sim.world import Inbox, Link, ViolationError, World
 if TYPE_CHECKING:
     from tests.sim.actors.client import Client
 
-STRATEGIES = load_strategies()
-PROOFS = ids.LeaseProofs(b"of every master of the simulation")
 DISK_FULL = ev.Rejection(8, "the journal is full", 1.0)
-
-
-@dataclass(slots=True)
-class Grant:
-    """A dispatch as it goes over the wire: copied when it is sent."""
-
-    session: int
-    frame: int
-    leases: list[tuple[int, int, int, bytes, int, bytes, int, float]]
-
-    @classmethod
-    def of(cls, command: ev.Dispatch) -> Grant:
-        leases = []
-        granted = command.leases
-        columns = [x.lease_id for x in granted], [x.task.task_id for x in granted], [x.attempt for x in granted]
-        proofs = PROOFS.of(granted[0].worker.worker_id, *columns)
-        for x, proof in zip(granted, proofs, strict=True):
-            task = x.task
-            checkpoint, partials = (task.extra.checkpoint, len(task.extra.partials)) if task.extra else (b"", 0)
-            leases.append((
-                x.lease_id, task.task_id, x.attempt, task.payload, proof, checkpoint, partials,
-                task.spec.run_timeout_s or 0.0,
-            ))  # fmt: skip
-        return cls(command.session, command.frame, leases)
 
 
 class Master:
@@ -122,7 +95,7 @@ class Master:
             journaling = Journaling(cast("Journal", self.journal), self.handle, lambda: None, self._fatal)
         self.journaling = journaling
         self.journal.open(journaling.on_commit)
-        expected = settings.restore(cast("Core", _Restoring(self)), self.journal.settings, self.now)
+        expected = settings.restore(cast("Core", Restoring(self)), self.journal.settings, self.now)
         rows = sorted(self.journal.tasks.values(), key=lambda r: r.task_id)
         tasks = [wire_tasks.restored_task(r, self.specs[r.spec]) for r in rows]
         world.trace("master %d starts with %d tasks, its clock wrong by %g s", self.epoch, len(tasks), self._skew_s)
@@ -301,7 +274,7 @@ class Master:
             if other is not None:
                 client.tell_rejected(stream, task.request_id, other)
             else:
-                client.tell_outcome(stream, task.request_id, stored.task_id, _stored_outcome(stored), epoch)
+                client.tell_outcome(stream, task.request_id, stored.task_id, stored_outcome(stored), epoch)
         fresh = [t for t in tasks if t.request_id not in known]
         accepted: list[tuple[str, Task]] = []
 
@@ -423,21 +396,3 @@ class Master:
             self.world.coverage["letter: discarded"] += 1
             self.discarded[task_id] = None
             self.journaling.remember({}, None, (task_id,))
-
-
-class _Restoring:
-    """Takes a new core's settings as events, so that they are watched as all others are."""
-
-    def __init__(self, master: Master) -> None:
-        self._master = master
-        self.strategies = STRATEGIES
-
-    def handle(self, event: ev.Event, _now: float) -> list[ev.Command]:
-        return self._master.handle(event)
-
-
-def _stored_outcome(record: SettleRecord) -> Outcome:
-    assert isinstance(record.body, bytes), "simulated outcomes are small"
-    message = task_pb2.Outcome.FromString(record.body)
-    error = TaskError(message.error.type, "") if message.error.type else None
-    return Outcome(OutcomeState(record.state), record.settle_time_s, message.result, error=error)

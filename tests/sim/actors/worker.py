@@ -9,8 +9,6 @@ after it is cancelled, and occupies its slot.
 
 from __future__ import annotations
 
-from functools import partial
-
 from multigpu_master.core import events as ev
 from multigpu_master.core.model import TaskError
 from multigpu_master.core.workers.info import (
@@ -24,12 +22,12 @@ from multigpu_master.core.workers.info import (
 )
 from multigpu_worker.session import session as ws
 
-from tests.sim.actors.master import PROOFS, Grant, Master
+from tests.sim.actors.engine import SimEngine, reports_of
+from tests.sim.actors.grant import PROOFS, Grant
+from tests.sim.actors.master import Master
 from tests.sim.world import Inbox, Link, World, check
 
 SPEC = ws.Spec(kind="sim")
-# How long a call that hears nothing goes on after it is cancelled, until its engine is ended and another is there.
-CANCEL_S = 2.0
 
 
 class SimWorker:
@@ -38,7 +36,7 @@ class SimWorker:
     def __init__(
         self, world: World, master: Master, info: WorkerInfo, heartbeat_s: float, *, primary: bool = True
     ) -> None:  # fmt: skip
-        self._world = world
+        self.world = world
         self._master = master
         self.info = info
         self.primary = primary  # whether something starts it again when another process took over its worker_id
@@ -46,8 +44,7 @@ class SimWorker:
         self.alive = False
         self.life = 0
         self.held = ws.Session(ws.SessionLimits())
-        self.running: dict[int, ws.Lease] = {}
-        self.occupied = 0  # slots in which cancelled calls run on
+        self.engine = SimEngine(self)
         self.frozen_until = 0.0
         self.inert = False  # it says that it is well, takes leases, and begins none
         self.stopping = False
@@ -58,7 +55,6 @@ class SimWorker:
         self.claims: list[tuple[int, int, int, int]] = []  # leases of others that its hellos list, with proofs
         self.reported: list[int] = []  # leases that it has reported on this stream
         self._heartbeat_s = heartbeat_s
-        self._run_timeouts_s: dict[int, float] = {}  # by lease_id
         self._session = 0
         self._stream = 0  # counts streams, so that what belongs to an old one is known
         self._up: Link | None = None
@@ -75,81 +71,80 @@ class SimWorker:
         self.life += 1
         self.stopping = False
         self.held = ws.Session(ws.SessionLimits())
-        self.running = {}
-        self.occupied = 0
+        self.engine = SimEngine(self)
         self.resident = ()
         self.health = HEALTHY
-        self._world.trace("%s starts", self.info.worker_id)
+        self.world.trace("%s starts", self.info.worker_id)
         self.connect()
 
     def crash(self, back_after_s: float | None) -> None:
         """kill -9; something starts it again, or nothing does."""
         if not self.alive:
             return
-        self._world.trace("%s is killed", self.info.worker_id)
+        self.world.trace("%s is killed", self.info.worker_id)
         self.alive = False
         self._inbox.clear()
         self.frozen_until = 0.0
-        self.running = {}
-        self._cut(self._world.between(0.0, 0.05))
+        self.engine = SimEngine(self)
+        self._cut(self.world.between(0.0, 0.05))
         if back_after_s is not None:
-            self._world.after(back_after_s, self.start)
+            self.world.after(back_after_s, self.start)
 
     def leave(self, back_after_s: float) -> None:
         """SIGTERM: no more work, what is held goes back, the stream ends."""
         if not self.alive or self.stopping:
             return
-        self._world.trace("%s leaves", self.info.worker_id)
+        self.world.trace("%s leaves", self.info.worker_id)
         self.stopping = True
-        self._heartbeat()
+        self.heartbeat()
         self.held.return_all("the worker stops", 0)
-        self.running = {}
+        self.engine.running = {}
         self.flush()
         life = self.life
-        self._world.after(0.5, lambda: self.crash(back_after_s) if self.life == life else None)
+        self.world.after(0.5, lambda: self.crash(back_after_s) if self.life == life else None)
 
     def fall_sick(self, *, unusable: bool, well_after_s: float) -> None:
         """Its device falls sick: the master is told first, then what waits goes back, or all; it gets well again."""
-        if not self._awake(lambda: self.fall_sick(unusable=unusable, well_after_s=well_after_s)) or self.stopping:
+        if not self.awake(lambda: self.fall_sick(unusable=unusable, well_after_s=well_after_s)) or self.stopping:
             return
         if self.health.fit:
-            self._world.trace("%s falls sick", self.info.worker_id)
+            self.world.trace("%s falls sick", self.info.worker_id)
             code = "gpu_is_lost" if unusable else "driver_hung"
             self.health = Health(state=HealthState.SICK, reasons=(HealthReason(code),), unusable=unusable)
-            self._heartbeat()
+            self.heartbeat()
             self._return_for_health()
             life = self.life
-            self._world.after(well_after_s, lambda: self._get_well() if self.life == life else None)
+            self.world.after(well_after_s, lambda: self._get_well() if self.life == life else None)
 
     def _return_for_health(self) -> None:
         if self.health.unusable:
-            self.running = {}
-        self.held.return_all("the device is sick", 0, kept=self.running)
+            self.engine.running = {}
+        self.held.return_all("the device is sick", 0, kept=self.engine.running)
         self.flush()
 
     def _get_well(self) -> None:
-        if self._awake(self._get_well):
-            self._world.trace("%s is well again", self.info.worker_id)
+        if self.awake(self._get_well):
+            self.world.trace("%s is well again", self.info.worker_id)
             self.health = HEALTHY
-            self._heartbeat()
+            self.heartbeat()
 
     def stall(self) -> None:
         """It begins nothing from now on, and does not know it."""
-        self._world.trace("%s begins nothing more", self.info.worker_id)
+        self.world.trace("%s begins nothing more", self.info.worker_id)
         self.inert = True
 
     def resume(self) -> None:
         self.inert = False
-        if self._awake(self.resume):
-            self._pump()
+        if self.awake(self.resume):
+            self.engine.pump()
 
     def break_stream(self, heard_after_s: float | None) -> None:
         """The stream breaks; the master hears of it after a while, or not at all."""
         if self._session and self.alive:
-            self._world.trace("%s: the stream breaks", self.info.worker_id)
+            self.world.trace("%s: the stream breaks", self.info.worker_id)
             self._cut(heard_after_s)
-            self._drop(self.held.break_stream())
-            self._world.after(self._world.between(0.05, 0.5), self.connect)
+            self.engine.drop(self.held.break_stream())
+            self.world.after(self.world.between(0.05, 0.5), self.connect)
 
     def stall_stream(self, seconds: float, *, up: bool) -> None:
         """Nothing gets through in one direction for a while; nothing is lost."""
@@ -165,7 +160,7 @@ class SimWorker:
             self._down.end(lost=True)
         if self._up is not None:
             # What was sent may be in the master's socket already.
-            late_s = self._up.end(lost=self._world.chance(0.5))
+            late_s = self._up.end(lost=self.world.chance(0.5))
         master = self._master
         epoch = master.epoch
 
@@ -175,23 +170,23 @@ class SimWorker:
                 master.handle(ev.SessionClosed(session))
 
         if session and heard_after_s is not None:
-            self._world.after(max(heard_after_s, late_s), lambda: master.when_awake(heard))
+            self.world.after(max(heard_after_s, late_s), lambda: master.when_awake(heard))
 
-    def _awake(self, what: object) -> bool:
+    def awake(self, what: object) -> bool:
         """Whether the process runs now; a frozen one does `what` when it thaws."""
         assert callable(what), "something to do"
-        if self._world.now < self.frozen_until:
+        if self.world.now < self.frozen_until:
             life = self.life
-            self._world.after(self.frozen_until - self._world.now, lambda: what() if self.life == life else None)
+            self.world.after(self.frozen_until - self.world.now, lambda: what() if self.life == life else None)
             return False
         return self.alive
 
     # --- the stream --------------------------------------------------------------------------------------------------
 
     def connect(self) -> None:
-        if not self._awake(self.connect) or self._session:
+        if not self.awake(self.connect) or self._session:
             return
-        master, world = self._master, self._world
+        master, world = self._master, self.world
         if master.core is None:
             world.after(world.between(0.05, 0.5), self.connect)
             return
@@ -219,12 +214,12 @@ class SimWorker:
         world.after(3 * self._heartbeat_s, lambda: self._give_up(stream))
 
     def _give_up(self, stream: int) -> None:
-        if not self._awake(lambda: self._give_up(stream)):
+        if not self.awake(lambda: self._give_up(stream)):
             return
         if self._stream == stream and self._session and (not self.held.connected or self._master_gone()):
             self._reconnect()
         elif self._stream == stream and self._session:
-            self._world.after(self._heartbeat_s, lambda: self._give_up(stream))
+            self.world.after(self._heartbeat_s, lambda: self._give_up(stream))
 
     def _master_gone(self) -> bool:
         return self._session not in self._master.down
@@ -232,8 +227,8 @@ class SimWorker:
     def _reconnect(self) -> None:
         self._cut(0.001)
         if self.held.connected:
-            self._drop(self.held.break_stream())
-        self._world.after(self._world.between(0.05, 0.5), self.connect)
+            self.engine.drop(self.held.break_stream())
+        self.world.after(self.world.between(0.05, 0.5), self.connect)
 
     def master_died(self) -> None:
         """The connection is reset."""
@@ -251,7 +246,7 @@ class SimWorker:
             own = {h.lease_id for h in said}
             claims = [claim for claim in self.claims if claim[0] not in own]
             said += [ev.HeldLease(*claim[:3], proven=self._proven(*claim)) for claim in claims]
-            self._world.coverage["worker: claims in hello"] += len(claims)
+            self.world.coverage["worker: claims in hello"] += len(claims)
         return said
 
     def _proven(self, lease_id: int, task_id: int, attempt: int, proof: int) -> bool:
@@ -265,7 +260,7 @@ class SimWorker:
             return
         match command:
             case ev.Welcome():
-                self._drop(self.held.welcome(command.adopted, self._master.incarnations.current))
+                self.engine.drop(self.held.welcome(command.adopted, self._master.incarnations.current))
                 owed = [g for g in self.held._outbox if isinstance(g, ws.Reports)]
                 listed = [*self.held.leases, *[r.lease.lease_id for g in owed for r in g.reports]]
                 unwanted = [x for x in listed if x not in command.adopted]
@@ -285,37 +280,37 @@ class SimWorker:
                     for lease_id, task_id, attempt, payload, proof, checkpoint, partials, _ in command.leases
                 ])  # fmt: skip
                 for lease_id, *_, run_timeout_s in command.leases:
-                    self._run_timeouts_s[lease_id] = run_timeout_s
+                    self.engine.run_timeouts_s[lease_id] = run_timeout_s
                 if self.health.unusable:
-                    self._world.coverage["worker: leases crossed its word that it is sick"] += 1
+                    self.world.coverage["worker: leases crossed its word that it is sick"] += 1
                     self._return_for_health()
-                self._pump()
+                self.engine.pump()
             case ev.Revoke():
                 leases = [self.held.revoke(x) for x in command.lease_ids]
-                self._drop([x for x in leases if x is not None])
+                self.engine.drop([x for x in leases if x is not None])
             case ev.Recall():
-                leases = [self.held.leases.get(x) for x in command.lease_ids if x not in self.running]
+                leases = [self.held.leases.get(x) for x in command.lease_ids if x not in self.engine.running]
                 self.held.give_back([x for x in leases if x is not None], "recalled", 0, error_type="Recalled")
                 self.flush()
             case ev.EndSession() if command.taken_over and self.held.connected:
-                self._world.coverage["worker: taken over"] += 1
-                self._world.trace("%s ends: another has its id", self.info.worker_id)
-                self.crash(self._world.between(0.5, 2.0) if self.primary else None)
+                self.world.coverage["worker: taken over"] += 1
+                self.world.trace("%s ends: another has its id", self.info.worker_id)
+                self.crash(self.world.between(0.5, 2.0) if self.primary else None)
             case ev.EndSession():
                 self._reconnect()
             case _:
                 pass
 
     def _beat(self, stream: int) -> None:
-        if self._stream == stream and self._awake(lambda: self._beat(stream)):
-            self._heartbeat()
-            self._world.after(self._heartbeat_s, lambda: self._beat(stream))
+        if self._stream == stream and self.awake(lambda: self._beat(stream)):
+            self.heartbeat()
+            self.world.after(self._heartbeat_s, lambda: self._beat(stream))
 
-    def _heartbeat(self) -> None:
+    def heartbeat(self) -> None:
         if not self._session or not self.held.connected or self._up is None:
             return
         telemetry = Telemetry(
-            sample_s=self._world.now + self.skew_s, memory_total_bytes=1000, memory_used_bytes=self.memory_used,
+            sample_s=self.world.now + self.skew_s, memory_total_bytes=1000, memory_used_bytes=self.memory_used,
             utilization=self.utilization,
         )  # fmt: skip
         leases = self._listed(hello=False)
@@ -323,7 +318,7 @@ class SimWorker:
             ev.Heartbeat(
                 self._session, leases, self._last_frame, telemetry,
                 tuple(Resident(model=m, memory_bytes=300) for m in self.resident), self.stopping, self.health,
-                occupied_slots=self.occupied,
+                occupied_slots=self.engine.occupied,
             )
         )  # fmt: skip
 
@@ -331,13 +326,13 @@ class SimWorker:
         """Sends what is owed."""
         while self._session and self.held.connected and self._up is not None:
             if self.held.heartbeat_due:
-                self._heartbeat()
+                self.heartbeat()
             if not self.held.has_unsent():
                 return
-            frame = self.held.take_frame(1 << 20, self._world.now)
+            frame = self.held.take_frame(1 << 20, self.world.now)
             for group in frame.reports:
                 self.reported = [*[r.lease.lease_id for r in group.reports], *self.reported[:5]]
-                self._up.send(_reports(self._session, group))
+                self._up.send(reports_of(self._session, group))
             partials = [ev.PartialOutput(p.lease.lease_id, p.index, p.data, p.content_type) for p in frame.partials]
             if partials:
                 self._up.send(ev.Partials(self._session, partials))
@@ -349,101 +344,3 @@ class SimWorker:
             good, bad = lease_ids[::2], lease_ids[1::2]
             failures = [ev.Failure(x, TaskError("Lie", "a lie", retryable=False)) for x in bad]
             self._up.send(ev.Reports(self._session, good, [f"lie {x}".encode() for x in good], "", failures))
-
-    # --- the engine --------------------------------------------------------------------------------------------------
-
-    def _drop(self, leases: list[ws.Lease]) -> None:
-        for lease in leases:
-            assert isinstance(lease.payload, bytes), "simulated payloads are small"
-            deaf = not {b"stuck", b"deaf"}.isdisjoint(lease.payload.split())
-            if self.running.pop(lease.lease_id, None) is not None and deaf:
-                self._world.coverage["worker: a cancelled call runs on"] += 1
-                self.occupied += 1
-                self._heartbeat()
-                self._world.after(CANCEL_S, partial(self._vacate, self.life))
-        self._pump()
-
-    def _vacate(self, life: int) -> None:
-        if self.life == life and self._awake(lambda: self._vacate(life)):
-            self.occupied -= 1
-            self._heartbeat()
-            self._pump()
-
-    def _pump(self) -> None:
-        for lease in list(self.held.leases.values()):
-            if len(self.running) + self.occupied >= self.info.slots or self.inert:
-                return
-            if lease.lease_id not in self.running and not self.stopping:
-                self._begin(lease)
-
-    def _begin(self, lease: ws.Lease) -> None:
-        lease.running = True
-        self.running[lease.lease_id] = lease
-        assert isinstance(lease.payload, bytes), "simulated payloads are small"
-        words = lease.payload.decode().split()
-        run_s = float(words[words.index("run") + 1])
-        began_s, life = self._world.now, self.life
-        if "stream" in words and lease.partials_received:
-            self._world.coverage["worker: yielded on after a resume"] += 1
-        elif "stream" in words:
-            self.held.partial(lease, b"p0")
-            self.flush()
-        if "save" in words:
-            if lease.checkpoint:
-                self._world.coverage["worker: went on from a checkpoint"] += 1
-                check(lease.checkpoint == words[0].encode(), "task %s got another's checkpoint", lease.task_id)
-            self._world.after(run_s / 2, lambda: self._save(lease, words, life))
-        if "stuck" in words:
-            run_s = self._run_timeouts_s[lease.lease_id]
-        if "deaf" not in words:
-            self._world.after(run_s, lambda: self._finish(lease, words, began_s, life))
-
-    def _save(self, lease: ws.Lease, words: list[str], life: int) -> None:
-        if self.life == life and self.alive and self.running.get(lease.lease_id) is lease:
-            self.held.save(lease, words[0].encode())
-
-    def _finish(self, lease: ws.Lease, words: list[str], began_s: float, life: int) -> None:
-        if self.life != life or not self._awake(lambda: self._finish(lease, words, began_s, life)):
-            return
-        if self.running.get(lease.lease_id) is not lease:
-            return
-        if "poison" in words:
-            self.crash(self._world.between(0.1, 0.5))
-            return
-        del self.running[lease.lease_id]
-        if "stream" in words and lease.partials_received + lease.partials_made < 2:
-            self.held.partial(lease, b"p1")
-        error = None
-        if "stuck" in words:
-            error = ws.TaskError(type="RunTimeout", message="the worker ended it", retryable=True)
-        elif "fatal" in words:
-            error = ws.TaskError(type="ValueError", message="this can't work", retryable=False)
-        elif "fail" in words or ("flaky" in words and lease.attempt == 1):
-            error = ws.TaskError(type="RuntimeError", message="this did not work", retryable=True)
-        state = ws.ReportState.SUCCEEDED if error is None else ws.ReportState.FAILED
-        result = f"{words[0]} {lease.lease_id}".encode() if error is None else b""
-        report = ws.Report(lease, state, result, error=error)
-        self.held.report(int((began_s + self.skew_s) * 1e9), int((self._world.now + self.skew_s) * 1e9), [report])
-        self._pump()
-        if self._world.chance(0.2):  # what is made soon after leaves together with it
-            self._world.after(0.02, self._flush_when_awake)
-        else:
-            self.flush()
-
-    def _flush_when_awake(self) -> None:
-        if self._awake(self._flush_when_awake):
-            self.flush()
-
-
-def _reports(session: int, group: ws.Reports) -> ev.Reports:
-    """A group as the master reads it off the wire."""
-    done = [r for r in group.reports if r.state is ws.ReportState.SUCCEEDED]
-    failures = []
-    for r in group.reports:
-        if r.state is not ws.ReportState.SUCCEEDED:
-            assert r.error is not None, "whatever did not succeed says why"
-            error = TaskError(r.error.type, r.error.message, r.error.retryable)
-            failures.append(ev.Failure(r.lease.lease_id, error, returned=r.state is ws.ReportState.RETURNED))
-    lease_ids = [r.lease.lease_id for r in done]
-    results = [r.result for r in done if isinstance(r.result, bytes)]
-    return ev.Reports(session, lease_ids, results, "", failures, group.start_ns / 1e9, group.finish_ns / 1e9)

@@ -1,0 +1,125 @@
+"""The simulated engine of a worker, which acts out the words of payloads: see worker.py."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+from multigpu_master.core import events as ev
+from multigpu_master.core.model import TaskError
+from multigpu_worker.session import session as ws
+
+from tests.sim.world import check
+
+if TYPE_CHECKING:
+    from tests.sim.actors.worker import SimWorker
+
+# How long a call that hears nothing goes on after it is cancelled, until its engine is ended and another is there.
+CANCEL_S = 2.0
+
+
+class SimEngine:
+    """Runs the leases of one process of a worker."""
+
+    def __init__(self, worker: SimWorker) -> None:
+        self._worker = worker
+        self.running: dict[int, ws.Lease] = {}
+        self.occupied = 0  # slots in which cancelled calls run on
+        self.run_timeouts_s: dict[int, float] = {}  # by lease_id
+
+    def drop(self, leases: list[ws.Lease]) -> None:
+        for lease in leases:
+            assert isinstance(lease.payload, bytes), "simulated payloads are small"
+            deaf = not {b"stuck", b"deaf"}.isdisjoint(lease.payload.split())
+            if self.running.pop(lease.lease_id, None) is not None and deaf:
+                self._worker.world.coverage["worker: a cancelled call runs on"] += 1
+                self.occupied += 1
+                self._worker.heartbeat()
+                self._worker.world.after(CANCEL_S, partial(self._vacate, self._worker.life))
+        self.pump()
+
+    def _vacate(self, life: int) -> None:
+        if self._worker.life == life and self._worker.awake(lambda: self._vacate(life)):
+            self.occupied -= 1
+            self._worker.heartbeat()
+            self.pump()
+
+    def pump(self) -> None:
+        for lease in list(self._worker.held.leases.values()):
+            if len(self.running) + self.occupied >= self._worker.info.slots or self._worker.inert:
+                return
+            if lease.lease_id not in self.running and not self._worker.stopping:
+                self._begin(lease)
+
+    def _begin(self, lease: ws.Lease) -> None:
+        lease.running = True
+        self.running[lease.lease_id] = lease
+        assert isinstance(lease.payload, bytes), "simulated payloads are small"
+        words = lease.payload.decode().split()
+        run_s = float(words[words.index("run") + 1])
+        began_s, life = self._worker.world.now, self._worker.life
+        if "stream" in words and lease.partials_received:
+            self._worker.world.coverage["worker: yielded on after a resume"] += 1
+        elif "stream" in words:
+            self._worker.held.partial(lease, b"p0")
+            self._worker.flush()
+        if "save" in words:
+            if lease.checkpoint:
+                self._worker.world.coverage["worker: went on from a checkpoint"] += 1
+                check(lease.checkpoint == words[0].encode(), "task %s got another's checkpoint", lease.task_id)
+            self._worker.world.after(run_s / 2, lambda: self._save(lease, words, life))
+        if "stuck" in words:
+            run_s = self.run_timeouts_s[lease.lease_id]
+        if "deaf" not in words:
+            self._worker.world.after(run_s, lambda: self._finish(lease, words, began_s, life))
+
+    def _save(self, lease: ws.Lease, words: list[str], life: int) -> None:
+        if self._worker.life == life and self._worker.alive and self.running.get(lease.lease_id) is lease:
+            self._worker.held.save(lease, words[0].encode())
+
+    def _finish(self, lease: ws.Lease, words: list[str], began_s: float, life: int) -> None:
+        if self._worker.life != life or not self._worker.awake(lambda: self._finish(lease, words, began_s, life)):
+            return
+        if self.running.get(lease.lease_id) is not lease:
+            return
+        if "poison" in words:
+            self._worker.crash(self._worker.world.between(0.1, 0.5))
+            return
+        del self.running[lease.lease_id]
+        if "stream" in words and lease.partials_received + lease.partials_made < 2:
+            self._worker.held.partial(lease, b"p1")
+        error = None
+        if "stuck" in words:
+            error = ws.TaskError(type="RunTimeout", message="the worker ended it", retryable=True)
+        elif "fatal" in words:
+            error = ws.TaskError(type="ValueError", message="this can't work", retryable=False)
+        elif "fail" in words or ("flaky" in words and lease.attempt == 1):
+            error = ws.TaskError(type="RuntimeError", message="this did not work", retryable=True)
+        state = ws.ReportState.SUCCEEDED if error is None else ws.ReportState.FAILED
+        result = f"{words[0]} {lease.lease_id}".encode() if error is None else b""
+        report = ws.Report(lease, state, result, error=error)
+        skew_s, now_s = self._worker.skew_s, self._worker.world.now
+        self._worker.held.report(int((began_s + skew_s) * 1e9), int((now_s + skew_s) * 1e9), [report])
+        self.pump()
+        if self._worker.world.chance(0.2):  # what is made soon after leaves together with it
+            self._worker.world.after(0.02, self._flush_when_awake)
+        else:
+            self._worker.flush()
+
+    def _flush_when_awake(self) -> None:
+        if self._worker.awake(self._flush_when_awake):
+            self._worker.flush()
+
+
+def reports_of(session: int, group: ws.Reports) -> ev.Reports:
+    """A group as the master reads it off the wire."""
+    done = [r for r in group.reports if r.state is ws.ReportState.SUCCEEDED]
+    failures = []
+    for r in group.reports:
+        if r.state is not ws.ReportState.SUCCEEDED:
+            assert r.error is not None, "whatever did not succeed says why"
+            error = TaskError(r.error.type, r.error.message, r.error.retryable)
+            failures.append(ev.Failure(r.lease.lease_id, error, returned=r.state is ws.ReportState.RETURNED))
+    lease_ids = [r.lease.lease_id for r in done]
+    results = [r.result for r in done if isinstance(r.result, bytes)]
+    return ev.Reports(session, lease_ids, results, "", failures, group.start_ns / 1e9, group.finish_ns / 1e9)

@@ -1,0 +1,24 @@
+"""Settings of the journal on their way into a new core."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from multigpu_master.core import events as ev
+from multigpu_master.strategies.registry import load_strategies
+
+if TYPE_CHECKING:
+    from tests.sim.actors.master import Master
+
+STRATEGIES = load_strategies()
+
+
+class Restoring:
+    """Takes a new core's settings as events, so that they are watched as all others are."""
+
+    def __init__(self, master: Master) -> None:
+        self._master = master
+        self.strategies = STRATEGIES
+
+    def handle(self, event: ev.Event, _now: float) -> list[ev.Command]:
+        return self._master.handle(event)
