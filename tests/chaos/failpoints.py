@@ -65,9 +65,9 @@ FAILPOINTS = [
     *_around(MASTER, "the loop learns of a commit", f"{_M}.journal.write_buffer", "Journaling._committed"),
     # Ack.
     *_around(MASTER, "the answer to Submit", f"{_M}.rpc.task_service", "TaskService.Submit", AFTER),
-    *_around(MASTER, "acceptances on Run", f"{_M}.rpc.task_service", "_RunStream._send_acceptances"),
+    *_around(MASTER, "acceptances on Run", f"{_M}.rpc.run_stream", "RunStream._send_acceptances"),
     # Dispatch: the lease into a frame, the frame out of the outbox.
-    *_around(MASTER, "a lease is put into a frame", f"{_M}.driver", "Driver._dispatch"),
+    *_around(MASTER, "a lease is put into a frame", f"{_M}.worker_streams", "WorkerStreams.dispatch"),
     *_around(MASTER, "a frame is taken to be written", f"{_M}.rpc.outbox", "Outbox.next", AFTER),
     # Report.
     *_around(MASTER, "the core takes reports", f"{_M}.core.workers.sessions", "Sessions.reports"),
@@ -76,22 +76,22 @@ FAILPOINTS = [
     *_around(MASTER, "a cancellation is told", f"{_M}.driver", "Driver._tell_later"),
     # An event of which only half is carried out.
     *_around(MASTER, "an outcome is told", f"{_M}.driver", "Driver._tell", FAILS),
-    *_around(MASTER, "leases are put into frames", f"{_M}.driver", "Driver._put_leases", FAILS),
+    *_around(MASTER, "leases are put into frames", f"{_M}.worker_streams", "WorkerStreams._put_leases", FAILS),
     *_around(MASTER, "leases end in the core", f"{_M}.core.ledger", "Ledger.succeed", FAILS),
     *_around(MASTER, "settles go to the journal", f"{_M}.journal.write_buffer", "Journaling.settles", AFTER),
     # The recovery from all of the above.
     *_around(MASTER, "the journal is opened", f"{_M}.journal.sqlite.journal", "SqliteJournal.open", once=True),
-    *_around(MASTER, "the doors are opened", f"{_M}.server", "Master._open_doors", once=True),
-    *_around(AGENT, "hello", f"{_W}.agent", "Agent.hello", AFTER, once=True),
-    *_around(AGENT, "leases come", f"{_W}.agent", "Agent.received"),
+    *_around(MASTER, "the listeners are opened", f"{_M}.server", "Master._listen", once=True),
+    *_around(AGENT, "hello", f"{_W}.master_stream", "MasterStream.hello", AFTER, once=True),
+    *_around(AGENT, "leases come", f"{_W}.master_stream", "MasterStream.received"),
     *_around(AGENT, "a batch goes to the engine", f"{_W}.processes.host", "EngineHost.send"),
-    *_around(AGENT, "the engine's word", f"{_W}.processes.process", "EngineProcess.engine_said"),
+    *_around(AGENT, "the agent reads its engine", f"{_W}.processes.process", "EngineProcess.read"),
     *_around(AGENT, "reports leave", f"{_W}.session.session", "Session.take_frame"),
-    *_around(ENGINE, "a batch is taken in", f"{_W}.engine.runtime", "Runtime._work_of", AFTER),
-    *_around(ENGINE, "a task begins", f"{_W}.engine.runtime", "BatchReporter.begin", AFTER),
-    *_around(ENGINE, "a partial output", f"{_W}.engine.runtime", "BatchReporter.partial"),
-    *_around(ENGINE, "a result", f"{_W}.engine.runtime", "BatchReporter.succeed"),
-    *_around(ENGINE, "the word to the agent", f"{_W}.engine.runtime", "Runtime.send"),
+    *_around(ENGINE, "a batch is taken in", f"{_W}.engine.runtime", "Runtime._prepared", AFTER),
+    *_around(ENGINE, "a task begins", f"{_W}.engine.reporter", "BatchReporter.begin", AFTER),
+    *_around(ENGINE, "a partial output", f"{_W}.engine.reporter", "BatchReporter.partial"),
+    *_around(ENGINE, "a result", f"{_W}.engine.reporter", "BatchReporter.succeed"),
+    *_around(ENGINE, "the engine writes to the agent", f"{_W}.engine.channel", "AgentChannel.send"),
 ]
 BY_NAME = {point.name: point for point in FAILPOINTS}
 

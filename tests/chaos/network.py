@@ -16,12 +16,14 @@ import selectors
 import socket
 import struct
 import subprocess
+import tempfile
 import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import count
+from pathlib import Path
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _CLONE_NEWNET = 0x40000000
@@ -62,6 +64,9 @@ class Network:
         self._devices: dict[str, int] = {}
         self._places = [HERE, *places]
         self._stop_reader, self._stop_writer = os.pipe()
+        # One network at a time on a host: all have the same addresses.
+        self._only = (Path(tempfile.gettempdir()) / "mgchaos.lock").open("a")
+        fcntl.flock(self._only, fcntl.LOCK_EX)
         self._thread = threading.Thread(target=self._carry, name="wire", daemon=True)
         try:
             for place in self._places:
@@ -152,6 +157,7 @@ class Network:
     def _release(self) -> None:
         for descriptor in (*self._devices.values(), *self._namespaces.values(), self._stop_reader, self._stop_writer):
             os.close(descriptor)
+        self._only.close()
 
     # --- carrying ----------------------------------------------------------------------------------------------------
 

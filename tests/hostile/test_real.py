@@ -24,4 +24,4 @@ def test_an_engine_that_writes_to_its_socket_is_ended(tmp_path: Path) -> None:
         assert outcome.error.type == "EngineDied"
         (next_id,) = fleet.submit("echo", b"still there")
         assert fleet.outcome(next_id).result == b"still there"
-        assert fleet.workers["w0"].events("the engine's words make no sense, so it is ended")
+        assert fleet.workers["w0"].events("the engine sent a frame that makes no sense, so it is ended")

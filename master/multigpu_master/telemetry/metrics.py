@@ -154,9 +154,13 @@ def _of_fleet(core: Core, now: float) -> Iterator[Metric]:
     active, workers = len(core.fleet.sessions), core.fleet.workers.values()
     yield metric("mgpu_workers_active", "Connected workers, also those that get no tasks.", sample(active))
     yield metric("mgpu_workers_lost", "Known workers that are not connected.", sample(len(workers) - active))
-    reasons = ("cordoned", "draining", "quarantined")
-    held = [sample(sum(getattr(w, reason) for w in workers), reason=reason) for reason in reasons]
-    yield metric("mgpu_workers_held", "Workers that get no tasks, by reason; one may have several.", *held)
+    held = {
+        "cordoned": sum(w.cordon is not None for w in workers),
+        "draining": sum(w.draining for w in workers),
+        "quarantined": sum(w.quarantined for w in workers),
+    }
+    samples = [sample(count, reason=reason) for reason, count in held.items()]
+    yield metric("mgpu_workers_held", "Workers that get no tasks, by reason; one may have several.", *samples)
     breaker = core.quarantine.breaker
     tripped = float(breaker.tripped_s > 0)
     yield metric("mgpu_breaker_tripped", "1 if the circuit breaker has tripped.", sample(tripped))

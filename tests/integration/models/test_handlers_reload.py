@@ -8,7 +8,7 @@ import pytest
 from click.testing import CliRunner, Result
 from multigpu.cli import cli
 
-from tests.fleet import Fleet
+from tests.fleet import Fleet, until
 
 HANDLERS = """
 from multigpu.handlers import handler
@@ -36,6 +36,7 @@ def test_a_reload_rolls_the_fleet_and_stops_where_the_new_version_cannot_be_impo
 
     write(tmp_path, "one")
     with Fleet(tmp_path / "fleet", workers=3, handlers=["mine"], handlers_dir=tmp_path) as fleet:
+        until(lambda: all("handlers" in row for row in rows().values()))  # they come with the first heartbeat
         (one,) = {row["handlers"]["version"] for row in rows().values()}
         write(tmp_path, "two")
         assert answers() == {b"one"}

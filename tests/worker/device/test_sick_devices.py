@@ -50,7 +50,7 @@ async def test_a_sick_device_is_reported_at_once_gives_all_leases_back_and_recov
         sick = [i for i, event in enumerate(stream.events) if event == "heartbeat"]
         assert any(0 < i < told for i in sick), "a heartbeat with the reason precedes the reports"
         assert health(stream).unusable
-        assert "xid_95" in codes(stream)
+        await until(lambda: "xid_95" in codes(stream), "the reason of the XID")
         assert health(stream).HasField("next_check_time")
         assert "nvidia-smi --gpu-reset" in health(stream).reasons[0].message
         await until(lambda: not worker.engine_pids(), "the engine to let go of the device")

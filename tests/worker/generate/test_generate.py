@@ -31,7 +31,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def baseline(folder: Path) -> Plain:
+def plain(folder: Path) -> Plain:
     return Plain.load(folder)
 
 

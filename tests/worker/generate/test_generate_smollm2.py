@@ -48,7 +48,7 @@ def engine(artifacts: Path) -> Iterator[GenerateEngine]:
 
 
 @pytest.fixture(scope="module")
-def baseline(engine: GenerateEngine) -> Plain:
+def plain(engine: GenerateEngine) -> Plain:
     assert engine._model is not None and engine._model.artifact is not None
     return Plain.load(engine._model.artifact.folder)
 
