@@ -23,13 +23,16 @@ class Terminal:
         self.raw = b""
         self.before = termios.tcgetattr(self.slave)
         self.resize(columns, lines)
+        # Without the size that pytest-xdist sets: the terminal has its own.
+        size = ("COLUMNS", "LINES")
+        terminal_env = {k: v for k, v in os.environ.items() if k not in size} | {"TERM": "xterm-256color"}
         self.process = subprocess.Popen(
             argv,
             stdin=self.slave,
             stdout=self.slave,
             stderr=subprocess.PIPE,
             start_new_session=True,
-            env={**os.environ, "TERM": "xterm-256color"},
+            env=terminal_env,
         )
 
     def resize(self, columns: int, lines: int) -> None:
