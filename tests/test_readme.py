@@ -73,6 +73,7 @@ def test_the_handler_example_runs(fleet: dict[str, str]) -> None:
     assert (done.returncode, done.stdout.strip()) == (0, "3"), done.stderr
 
 
+@pytest.mark.slow
 def test_every_command_that_is_named_exists() -> None:
     named = set(re.findall(r"`mgpuctl ([a-z-]+(?: (?:list|get|set|show|explain|requeue)\b)?)", README))
     assert len(named) > 8

@@ -125,6 +125,7 @@ def test_the_scripts_pass_shellcheck() -> None:
 # Which GPUs, which settings.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("env", "indices"),
     [
@@ -151,6 +152,7 @@ def test_the_gpus_that_get_a_worker(
     assert done.stdout.split() == [gpus.uuids[index] for index in indices]
 
 
+@pytest.mark.slow
 @needs_systemd
 @pytest.mark.parametrize("driver", ["525.60.13", "550.163.01", "575.57.08", "580.65.06", "610.1"])
 def test_the_build_of_torch_fits_the_driver(checkout: Path, tmp_path: Path, gpus: SimulatedGpus, driver: str) -> None:

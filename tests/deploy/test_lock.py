@@ -120,6 +120,7 @@ PIP = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_pip_accepts_the_lock() -> None:
     """All dependencies are locked, and each package has a wheel with one of its hashes for this Python."""

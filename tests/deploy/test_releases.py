@@ -46,6 +46,7 @@ def test_a_rollback_restores_the_previous_release(checkout: Path, tmp_path: Path
     assert "there is no former release" in deploy(checkout, "--root", str(root), "--rollback").stderr
 
 
+@pytest.mark.slow
 @needs_systemd
 @pytest.mark.parametrize("logged", [False, True])
 def test_a_rollback_is_rejected_if_the_journal_is_too_new(checkout: Path, tmp_path: Path, logged: bool) -> None:
@@ -71,6 +72,7 @@ def test_a_rollback_is_rejected_if_the_journal_is_too_new(checkout: Path, tmp_pa
     assert released(root) == (second, None, {second})
 
 
+@pytest.mark.slow
 @needs_systemd
 @pytest.mark.parametrize("active", [True, False])
 def test_a_rollback_replaces_the_workers_before_the_master(checkout: Path, tmp_path: Path, active: bool) -> None:

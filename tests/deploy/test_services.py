@@ -29,6 +29,7 @@ from tests.fleet import Fleet
 __all__ = ["checkout", "gpus"]  # fixtures
 
 
+@pytest.mark.slow
 @needs_systemd
 def test_services_are_deployed_once_and_removed_completely(checkout: Path, tmp_path: Path, gpus: SimulatedGpus) -> None:
     root = tmp_path / "root"
@@ -153,6 +154,7 @@ def test_the_keys_of_an_image_are_made_on_its_first_boot(tmp_path: Path, monkeyp
         assert token.read_text() == text
 
 
+@pytest.mark.slow
 @needs_systemd
 def test_a_run_that_is_interrupted_anywhere_can_be_repeated(checkout: Path, tmp_path: Path) -> None:
     """Killed after 1, 2, 3 … lines of output: the next run completes, with the result of an undisturbed run."""

@@ -16,6 +16,7 @@ pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
 CUTS = 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("file", ["-wal", "/segments"])
 def test_a_master_whose_disk_fails_says_so_and_ends(tmp_path: Path, file: str) -> None:
     (tmp_path / "root").mkdir()

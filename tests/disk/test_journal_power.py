@@ -84,6 +84,7 @@ def test_a_new_directory_is_still_there_after_a_loss_of_power(root: Path, folder
     check_after(disk, list(read_log(folder / "log")), Truth(Contents()), root)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("nth", [8, 30])
 def test_what_a_failed_sync_left_in_memory_is_no_ground_to_build_on(root: Path, folder: Path, nth: int) -> None:
     # The kernel shows the next master a log that is not on the disk, and never writes it by itself.

@@ -58,6 +58,7 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return data_dir
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(100))
 def test_a_flipped_bit_in_the_log_is_noticed(seed: int, killed: Path, tmp_path: Path) -> None:
     data_dir = tmp_path / "data"

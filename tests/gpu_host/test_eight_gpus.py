@@ -8,6 +8,7 @@ import threading
 import time
 from typing import Self
 
+import pytest
 from google.protobuf.timestamp_pb2 import Timestamp
 from multigpu.v1 import device_pb2, task_pb2
 
@@ -135,6 +136,7 @@ def test_a_poison_task_is_a_dead_letter_after_two_devices_and_all_eight_stay_hea
     assert {o.device_id for o in after} == set(host.gpus.uuids), "all eight work on"
 
 
+@pytest.mark.slow
 def test_a_gpu_on_which_different_tasks_fail_is_sick_and_returns_after_a_check(host: Host) -> None:
     task_ids: list[int] = []
 
@@ -193,6 +195,7 @@ def test_a_driver_that_does_not_answer_makes_its_gpu_sick_and_not_its_worker_los
     assert host.workers()["gpu7"].session_id == session_id, "the worker's session has not ended"
 
 
+@pytest.mark.slow
 def test_full_gpus_cost_no_task_and_no_worker(host: Host) -> None:
     engines = host.engines()
     failed = sum(w.failed for w in host.workers().values())

@@ -15,6 +15,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
         yield fleet
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("abuse", ABUSES, ids=lambda abuse: abuse.name)
 def test_other_clients_are_served_and_memory_is_bounded(fleet: Fleet, abuse: Abuse) -> None:
     cost = suffer(fleet, abuse, abuse.short)

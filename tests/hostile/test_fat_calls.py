@@ -53,6 +53,7 @@ def _burst(peer: Peer, path: str, calls: int, *, tiny: bool) -> None:
         peer.open(block, END_STREAM)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tiny", [False, True])
 @pytest.mark.parametrize("path", [SUBMIT, HEALTH, "/no.such.Service/Method"])
 def test_large_headers_are_rejected(secured: SecuredFleet, grown: Callable[[], int], path: str, tiny: bool) -> None:
@@ -64,6 +65,7 @@ def test_large_headers_are_rejected(secured: SecuredFleet, grown: Callable[[], i
         assert len(peer.ended) >= 400
 
 
+@pytest.mark.slow
 def test_large_headers_before_the_settings_are_acknowledged_are_bounded(
     secured: SecuredFleet, grown: Callable[[], int]
 ) -> None:
@@ -77,6 +79,7 @@ def test_large_headers_before_the_settings_are_acknowledged_are_bounded(
     assert max(peaks) < UNACKNOWLEDGED_MAX, [peak // MIB for peak in peaks]
 
 
+@pytest.mark.slow
 def test_open_health_calls_hold_no_large_headers(secured: SecuredFleet, grown: Callable[[], int]) -> None:
     with contextlib.ExitStack() as stack:
         for _ in range(8):

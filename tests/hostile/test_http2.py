@@ -162,6 +162,7 @@ def test_an_unread_watch_delays_no_other_call(secured: SecuredFleet) -> None:
         assert watched(secured, "nothing") == health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("path", "window"), [(WATCH, 65_535), (WATCH, 0), (HEALTH, 0)])
 def test_open_health_calls_are_limited(secured: SecuredFleet, grown: Callable[[], int], path: str, window: int) -> None:
     with contextlib.ExitStack() as stack:
@@ -233,6 +234,7 @@ def test_a_large_message_with_a_token_is_served(secured: SecuredFleet) -> None:
     caller.call("TaskService/Cancel", task_service_pb2.CancelRequest(task_ids=task_ids))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 def test_malformed_calls_without_a_token_have_no_effect(
     secured: SecuredFleet, grown: Callable[[], int], seed: int

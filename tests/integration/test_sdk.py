@@ -206,6 +206,7 @@ def test_a_rejection_is_an_error_with_its_remedy(fleet: Fleet) -> None:
         assert isinstance(answers[1], multigpu.InvalidTaskError)
 
 
+@pytest.mark.slow
 def test_nobody_at_the_address_is_said_in_time() -> None:
     began = time.monotonic()
     with multigpu.Client("127.0.0.1:1", connect_timeout_s=0.5) as client, pytest.raises(multigpu.UnavailableError):

@@ -59,6 +59,7 @@ def seen(checkout: Path, fleet: Fleet) -> dict[str, Any]:
     return report
 
 
+@pytest.mark.slow
 def test_the_example_of_the_documentation_runs(checkout: Path, fleet: Fleet) -> None:
     lines = [line.split() for line in run_node(checkout, "example.mjs", fleet).splitlines()]
     assert sorted(words[1:] for words in lines) == [["OUTCOME_STATE_SUCCEEDED", w] for w in ("one", "three", "two")]

@@ -332,6 +332,7 @@ def test_the_authority_is_created_once_and_explains_errors(tmp_path: Path, monke
     assert not authority.read(ca, "w").ours
 
 
+@pytest.mark.slow
 def test_a_worker_explains_certificate_failures(secured: TlsFleet) -> None:
     token = secured.fleet.folder / "without.token"
     token.write_text(secured.create("without", "worker", worker_ids=["without"])[1])

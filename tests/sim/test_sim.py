@@ -117,6 +117,7 @@ FOUND = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", FOUND.values(), ids=FOUND.keys())
 def test_seeds_that_found_a_bug_pass(seed: int) -> None:
     tally = run_portion([seed])

@@ -121,6 +121,7 @@ def run(program: str, address: str) -> "subprocess.CompletedProcess[str]":
     return done
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", AFTER_A_USE)
 def test_clients_raise_in_a_child_of_a_process_that_used_grpc(name: str) -> None:
     if name == "embeddings":

@@ -44,6 +44,7 @@ async def test_an_unordered_map_yields_results_as_they_complete() -> None:
         assert [value async for value in results] == [0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ordered", [True, False])
 @pytest.mark.parametrize("window", [1, 7, 400])
 async def test_no_more_than_the_window_is_pulled_ahead(ordered: bool, window: int) -> None:

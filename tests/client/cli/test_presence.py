@@ -66,6 +66,7 @@ def test_a_command_says_which_worker_loads_its_model(address: str, folder: Path)
     assert process.returncode == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("argv", "status", "words"),
     [

@@ -87,6 +87,7 @@ def test_failures_have_their_exit_codes(fleet: tuple[Up, str]) -> None:
     assert "round_robin" in unknown.stderr
 
 
+@pytest.mark.slow
 def test_operations_on_workers(fleet: tuple[Up, str]) -> None:
     up, address = fleet
     workers = until(lambda: len(active(address)) == 2 and active(address))
@@ -240,6 +241,7 @@ def test_an_import_error_is_reported_by_the_lines_of_the_users_module(tmp_path: 
     assert not any("importlib" in line or "multigpu_worker" in line for line in said)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("env", "args", "workers", "strategy"),
     [

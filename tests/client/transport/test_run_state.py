@@ -283,6 +283,7 @@ class Model:
         return response
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block", range(10))
 def test_each_call_is_answered_once(block: int) -> None:
     for seed in range(block * 100, block * 100 + 100):

@@ -16,6 +16,7 @@ DATA = Path(os.environ.get("MGPU_SHARED_DATA", Path(__file__).resolve().parents[
 PUBLISHED = 82.03
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     not (DATA / "stsb").is_dir(), reason=f"the STS benchmark is not at {DATA}/stsb; set MGPU_SHARED_DATA"
 )

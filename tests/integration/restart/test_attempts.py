@@ -296,6 +296,7 @@ def test_a_task_that_kills_its_engines_does_not_take_down_the_fleet(fleet: Fleet
     assert {name: worker.pid for name, worker in fleet.workers.items() if worker.alive} == pids
 
 
+@pytest.mark.slow
 def test_an_unknown_dead_letter_is_no_error_of_the_call(fleet: Fleet) -> None:
     answer = fleet.admin.DeleteDeadLetters(admin_pb.DeleteDeadLettersRequest(task_ids=[99]), timeout=30)
     assert (answer.deleted, list(answer.unknown_task_ids)) == (0, [99])

@@ -54,6 +54,7 @@ class SteppedFleet(Fleet):
         return stamp
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step_s", [25 * 3600, -25 * 3600])
 def test_results_and_deadlines_are_kept_though_the_hosts_clock_is_set(tmp_path: Path, step_s: int) -> None:
     with SteppedFleet(tmp_path / "fleet") as fleet:

@@ -98,6 +98,7 @@ def mgpuctl(fleet: Fleet, *arguments: str) -> "subprocess.CompletedProcess[bytes
     return subprocess.run(command, capture_output=True, env=environment, timeout=60, check=False)
 
 
+@pytest.mark.slow
 def test_an_expired_result_is_an_error_in_every_call(fleet: Fleet, tmp_path: Path) -> None:
     ids = settle(fleet, gone=SMALL, here=b"here")
     spoil(fleet, expire("gone"))
@@ -134,6 +135,7 @@ def truncate(path: Path) -> None:
     os.truncate(path, path.stat().st_size // 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("harm", [delete, truncate])
 def test_a_result_whose_file_was_deleted_or_truncated_is_lost_and_no_other(
     fleet: Fleet, harm: Callable[[Path], None]

@@ -49,6 +49,7 @@ def is_rejected(fleet: Fleet, request_id: str, changes: dict[str, Any], word: st
         assert isinstance(answer, multigpu.AlreadyExistsError)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("durable", [True, False])
 def test_a_request_id_that_is_used_for_another_task_is_rejected(fleet: Fleet, durable: bool) -> None:
     first = {k: v for k, v in FIRST.items() if k not in ("kind", "payload")} | {"ephemeral": not durable}

@@ -161,6 +161,7 @@ def test_a_client_near_and_a_worker_far(tmp_path: Path) -> None:
         assert not fleet.faults()
 
 
+@pytest.mark.slow
 def test_a_worker_near_and_a_worker_far_take_turns(tmp_path: Path) -> None:
     with Fleet(tmp_path / "fleet", workers=1) as fleet, closed_off(fleet), fleet.client() as client:
         tasks, took = payloads(64), set[str]()

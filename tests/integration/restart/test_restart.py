@@ -267,6 +267,7 @@ def test_a_cancel_that_a_run_stream_told_survives_a_death_of_the_master(fleet: F
 # --- restarts --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "ephemeral"), [(signal.SIGTERM, False), (signal.SIGKILL, False), (signal.SIGKILL, True)]
 )

@@ -207,6 +207,7 @@ def test_one_request_twice_on_a_disk_that_has_just_filled_up_is_rejected_and_not
 # --- backup and restore ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_backup_of_a_running_master_is_restored(tmp_path: Path) -> None:
     """The drill of docs/deploy.md."""
     with Fleet(tmp_path / "fleet", workers=1) as fleet:
@@ -294,6 +295,7 @@ def truncated(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:50])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("damage", "words"),
     [

@@ -37,6 +37,7 @@ def shared_joules(outcome: Any, outcomes: list[Any], watts: float) -> float:
     )
 
 
+@pytest.mark.slow
 def test_energy_of_tasks(gpus: SimulatedGpus, tmp_path: Path) -> None:
     gpus.no_process(0, os.getpid())
     gpus.power(0, 300.0)
@@ -88,6 +89,7 @@ def test_power_is_sampled_without_an_energy_counter(gpus: SimulatedGpus, tmp_pat
         gpus.mend()
 
 
+@pytest.mark.slow
 def test_idle_processes_do_not_share_energy(gpus: SimulatedGpus, tmp_path: Path) -> None:
     """Idle processes do not share a task's energy."""
     gpus.power(0, 300.0)

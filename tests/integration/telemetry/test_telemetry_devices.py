@@ -152,6 +152,7 @@ def test_values_in_mgpuctl(fleet: Fleet, gpus: SimulatedGpus) -> None:
         assert float(worker["telemetry"][field]) == pytest.approx(value), field
 
 
+@pytest.mark.slow
 def test_values_in_prometheus(fleet: Fleet, metrics_port: int) -> None:
     def complete() -> dict[str, dict[tuple[tuple[str, str], ...], float]] | None:
         found = samples(scrape(metrics_port), "gpu")
@@ -185,6 +186,7 @@ def test_values_in_prometheus(fleet: Fleet, metrics_port: int) -> None:
     assert "mgpu_device_nvlinks_active" not in cpu
 
 
+@pytest.mark.slow
 def test_promtool_accepts_the_metrics(fleet: Fleet, metrics_port: int) -> None:
     promtool = shutil.which("promtool")
     if promtool is None:
@@ -280,6 +282,7 @@ def test_a_lost_device_has_no_values(fleet: Fleet, gpus: SimulatedGpus) -> None:
     until(lambda: telemetry().HasField("temperature_celsius"), what="telemetry of a device that is back")
 
 
+@pytest.mark.slow
 def test_a_lost_workers_device_has_no_values(gpus: SimulatedGpus, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = int(free.getsockname()[1])

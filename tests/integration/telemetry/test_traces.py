@@ -46,6 +46,7 @@ def tracing(collector: Collector) -> Iterator[None]:
     telemetry.shut_down_tracing()
 
 
+@pytest.mark.slow
 def test_one_trace_from_the_submit_to_the_result(collector: Collector, traced: Fleet, tracing: None) -> None:
     with traced.client() as client:
         client.run("echo", b"not sampled")
@@ -81,6 +82,7 @@ def collected(collector: Collector) -> list[tuple[str, Any]]:
     return spans if {service for service, _ in spans} == {"test-client", "mgpu-master", "mgpu-worker"} else []
 
 
+@pytest.mark.slow
 def test_metrics_over_prometheus_and_otlp(collector: Collector, traced: Fleet, metrics_port: int) -> None:
     with traced.client() as client:
         assert list(client.map("echo", [b"x"] * 5)) == [b"x"] * 5

@@ -21,6 +21,7 @@ from tests.worker.scripted_master import ScriptedMaster
 HAS_TORCH = importlib.util.find_spec("torch") is not None
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not HAS_TORCH, reason="needs torch: pip install 'multigpu[worker]'")
 async def test_a_device_with_wrong_results_is_sick_until_they_are_right(
     tmp_path: Path, master: ScriptedMaster, begin: Begin
@@ -95,6 +96,7 @@ assert "torch" not in sys.modules
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not HAS_TORCH, reason="needs torch: pip install 'multigpu[worker]'")
 def test_a_process_without_torch_runs_the_self_test_in_a_subprocess() -> None:
     done = subprocess.run(

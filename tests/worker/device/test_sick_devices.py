@@ -103,6 +103,7 @@ def count_no_errors(gpus: SimulatedGpus) -> None:
         kind[0] = 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strike", "reset"),
     [
@@ -130,6 +131,7 @@ async def test_a_device_that_needs_a_reset_stays_sick_until_one(
     await stream.until(lambda: is_(stream, HEALTHY))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("code", "strike", "reset"),
     [

@@ -142,6 +142,7 @@ def reference() -> Reference:
     return lambda texts: model.encode(texts, batch_size=1, normalize_embeddings=False)
 
 
+@pytest.mark.slow
 def test_vectors_equal_those_of_sentence_transformers(engine: EmbedEngine, reference: Reference) -> None:
     expected = reference(VARIED)
     together = run(engine, batch_of([payload(*VARIED)])).vectors(0)
@@ -239,6 +240,7 @@ def test_lower_precision_is_close_but_not_equal(engine: EmbedEngine, precision: 
     assert 1e-5 < difference < tolerance
 
 
+@pytest.mark.slow
 def test_one_requested_precision_stays_beside_the_configured_one() -> None:
     engine = engine_of({PACKAGED_MODEL: FOLDER})
     texts = VARIED[:3]
@@ -269,6 +271,7 @@ def test_short_tasks_do_not_wait_for_a_long_one(engine: EmbedEngine) -> None:
     assert recorder.beats > 3
 
 
+@pytest.mark.slow
 def test_unsorted_texts_cost_no_padding() -> None:
     """The general rule: whatever comes together, a model of this form computes its tokens, in as few passes."""
     engine = engine_of({PACKAGED_MODEL: FOLDER})
@@ -297,6 +300,7 @@ def test_cancelled_item_is_skipped_and_others_are_not(engine: EmbedEngine) -> No
     assert recorder.beats <= 2, "the rest of the cancelled item was embedded"
 
 
+@pytest.mark.slow
 def test_stsb_correlation_equals_the_published_one(engine: EmbedEngine) -> None:
     """Spearman on the STS-B test pairs. MTEB's stored result for this model is 0.82032."""
     from scipy.stats import spearmanr
@@ -351,6 +355,7 @@ print("fine")
 """
 
 
+@pytest.mark.slow
 def test_nothing_is_downloaded_and_torch_is_imported_for_the_first_batch() -> None:
     code = OFFLINE.format(tests=str(Path(__file__).parent))
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "TRANSFORMERS_"))}

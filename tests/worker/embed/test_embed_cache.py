@@ -110,6 +110,7 @@ def test_overlapping_batches_compute_a_text_once(make_engine: MakeEngine, order:
     assert counts(engine) == (4, 5, 4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("trouble", ["it fails", "it is cancelled", "its text does not fit", "it never runs"])
 def test_texts_of_a_failed_batch_are_computed_by_the_next(
     make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, trouble: str
@@ -192,6 +193,7 @@ def test_text_that_does_not_fit_fails_all_its_items(make_engine: MakeEngine, mon
     assert [recorder.outcomes[i][0] for i in range(3)] == ["OutOfMemory", "ok", "OutOfMemory"]
 
 
+@pytest.mark.slow
 def test_changed_model_under_an_old_name_gets_new_vectors(tmp_path: Path, make_engine: MakeEngine) -> None:
     file, text = tmp_path / "cache.db", payload("A cat sits on the mat.")
     first = make_engine(name="m", file=file)

@@ -183,6 +183,7 @@ def engine_on(backend: Any, monkeypatch: pytest.MonkeyPatch) -> EmbedEngine:
 TEXTS = [f"Sentence {i} of the middle lengths, with {'some ' * (i % 23)}filling." for i in range(100)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("room", [1, 2])
 def test_next_micro_batch_starts_before_the_last_is_fetched(
     model: EmbedModel, ahead: Ahead, room: int, monkeypatch: pytest.MonkeyPatch
@@ -202,6 +203,7 @@ def test_next_micro_batch_starts_before_the_last_is_fetched(
         assert ahead.tokens_max == 512
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("room", [1, 2])
 def test_next_batch_starts_before_this_one_ends(
     model: EmbedModel, ahead: Ahead, room: int, monkeypatch: pytest.MonkeyPatch

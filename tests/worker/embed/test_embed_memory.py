@@ -53,6 +53,7 @@ def test_micro_batch_is_halved_when_memory_runs_out() -> None:
     assert done.returncode == 0, done.stderr[-3000:]
 
 
+@pytest.mark.slow
 def test_text_that_does_not_fit_fails_alone(engine: EmbedEngine) -> None:
     """The shortage is simulated: the transformer of a copy rejects more than 100 tokens, as a device would."""
     import torch

@@ -103,6 +103,7 @@ def test_plain_folder_gets_mean_pooling_and_is_truncated_at_its_positions(plain:
     assert np.abs(np.linalg.norm(embed(model, TEXTS), axis=1) - 1).max() > 0.1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("modes", [*POOLING_MODES, ("cls", "max", "mean")])
 def test_pooling(plain: Path, modes: Any) -> None:
     assert_same(compose(plain, st_modules.Pooling(32, modes)))
@@ -250,6 +251,7 @@ def token_types(folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "build",
     [

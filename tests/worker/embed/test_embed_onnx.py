@@ -36,6 +36,7 @@ def settings(shared_artifacts: Path) -> EngineSettings:
     return EngineSettings(device="cpu", slots=1, threads=1, artifacts=str(shared_artifacts), models={SPEC.id: SPEC})
 
 
+@pytest.mark.slow
 def test_vectors_equal_those_of_torch(settings: EngineSettings) -> None:
     model, facts = embed_onnx.load(SPEC, settings, "fp32")
     torch_model = load_model(FOLDER, "cpu", "fp32")

@@ -47,6 +47,7 @@ def every_step(folder: Path) -> Path:
     return tiny.compose(bert(folder), *steps)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("build", [every_step, tiny.qwen_left_padded])
 def test_export_takes_batches_of_any_shape(tmp_path: Path, build: Callable[[Path], Path]) -> None:
     model_folder, folder = build(tmp_path), tmp_path / "export"
@@ -61,6 +62,7 @@ def test_export_takes_batches_of_any_shape(tmp_path: Path, build: Callable[[Path
     assert 0 < float(facts["difference"]) < 1e-4
 
 
+@pytest.mark.slow
 def test_graph_that_differs_from_torch_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model_folder, folder = bert(tmp_path), tmp_path / "export"
     folder.mkdir()

@@ -47,6 +47,7 @@ def spec(tmp_path_factory: pytest.TempPathFactory) -> ModelSpec:
     return ModelSpec(name="minilm", folder=FOLDER, gate=gate)
 
 
+@pytest.mark.slow
 def test_dynamic_recipe_passes_and_texts_are_independent(spec: ModelSpec, settings: EngineSettings) -> None:
     model, facts = embed_onnx.load(spec, settings, "int8")
     exact, _ = embed_onnx.load(spec, settings, "fp32")

@@ -191,6 +191,7 @@ def test_onnx_runtime_serves_until_the_plan_does(tmp_path: Path, fake_gpu: threa
     assert (forward.per_example, forward.switch.current.per_example) == (True, None)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)  # modelopt takes seconds, and a minute on a busy machine
 def test_gate_judges_the_int8_plan(tmp_path: Path, fake_gpu: threading.Event) -> None:
     pytest.importorskip("modelopt.onnx.quantization", reason="the extra `int8` is not installed")

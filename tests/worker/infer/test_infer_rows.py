@@ -97,6 +97,7 @@ def assert_each(engine: InferEngine, sizes: list[int], expected: Callable[[Array
     return recorder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [[64], [10, 22], [32], [1] * 32, [33, 31]])
 def test_constant_output_is_not_split(tmp_path: Path, sizes: list[int]) -> None:
     engine, seen = engine_of(write(tmp_path, [SQUARE, CODE], {"y": "n", "code": 32}))

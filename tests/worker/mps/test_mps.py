@@ -60,6 +60,7 @@ async def test_an_engine_is_a_client_with_its_limits(host: MpsHost) -> None:
     assert not (host.pipe_dir(0) / "control").exists()
 
 
+@pytest.mark.slow
 async def test_every_engine_is_detached_before_it_is_ended(host: MpsHost) -> None:
     worker = await host.worker(0, *SOON, *PATIENT, "--engine-memory-bytes", "320MiB")
     host.control(0, "fake terminate_s 0.3")
@@ -97,6 +98,7 @@ async def test_every_engine_is_detached_before_it_is_ended(host: MpsHost) -> Non
     assert not Path(f"/proc/{engine_pid}").exists()
 
 
+@pytest.mark.slow
 async def test_a_fault_ends_the_engines_of_its_gpu_and_is_charged_to_its_client(host: MpsHost) -> None:
     guilty, neighbour, elsewhere = await asyncio.gather(*(host.worker(gpu, *PATIENT) for gpu in (0, 0, 1)))
     engines = {}
@@ -130,6 +132,7 @@ async def test_a_fault_ends_the_engines_of_its_gpu_and_is_charged_to_its_client(
     assert (other["faults"], other["servers"]) == (0, 1)
 
 
+@pytest.mark.slow
 async def test_a_server_that_stays_in_fault_is_restarted(host: MpsHost) -> None:
     worker = await host.worker(0, *PATIENT)
     worker.stream.lease([(1, b"")], kind="m.work")
@@ -158,6 +161,7 @@ async def test_a_server_that_does_not_detach_an_engine_is_shut_down_before_the_k
     assert "MPS does not let go of the engine" in worker.log
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("knob", ["reword", "reword_lists"])
 async def test_an_answer_in_an_unknown_format_ends_no_other_engine(host: MpsHost, knob: str) -> None:
     worker, neighbour = await asyncio.gather(*(host.worker(0, *PATIENT) for _ in range(2)))
@@ -183,6 +187,7 @@ async def test_an_answer_in_an_unknown_format_ends_no_other_engine(host: MpsHost
     assert "MPS does not let go of the engine" not in worker.log
 
 
+@pytest.mark.slow
 async def test_workers_of_a_gpu_share_its_daemon_and_memory(host: MpsHost) -> None:
     half = host.gpus.gpu(0).memory_total // 2
     limit = ("--mps-pinned-device-mem-limit-bytes", str(half))
@@ -199,6 +204,7 @@ async def test_workers_of_a_gpu_share_its_daemon_and_memory(host: MpsHost) -> No
     assert not (host.pipe_dir(0) / "control").exists()
 
 
+@pytest.mark.slow
 async def test_a_daemon_that_no_worker_started_stays(host: MpsHost) -> None:
     first = await host.worker(0)
     (host.pipe_dir(0) / "begun-by-worker").unlink()  # as if a service had started it

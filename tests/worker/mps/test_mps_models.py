@@ -65,6 +65,7 @@ async def ask(stream: Stream, lease_id: int, model: str, payload: bytes = b"") -
     return int(word.result)
 
 
+@pytest.mark.slow
 async def test_each_process_of_a_model_is_a_client(host: MpsHost, tmp_path: Path) -> None:
     worker = await host.worker(0, *repository(tmp_path / "models", "a", "b"))
     stream = worker.stream
@@ -88,6 +89,7 @@ async def test_each_process_of_a_model_is_a_client(host: MpsHost, tmp_path: Path
     assert await worker.stop() == 0
 
 
+@pytest.mark.slow
 async def test_a_fault_of_one_model_ends_all_and_all_are_loaded_again(host: MpsHost, tmp_path: Path) -> None:
     worker = await host.worker(0, *repository(tmp_path / "models", "a", "b"))
     stream = worker.stream

@@ -28,6 +28,7 @@ def shop(tmp_path: Path) -> Shop:
     return Shop(tmp_path / "models")
 
 
+@pytest.mark.slow
 async def test_a_model_is_loaded_when_it_is_asked_for_and_told_of(start: Start, shop: Shop) -> None:
     shop.add("one", size_bytes=40 * MIB)
     shop.add("two", memory_error=1)
@@ -62,6 +63,7 @@ async def test_a_model_is_loaded_when_it_is_asked_for_and_told_of(start: Start, 
     await stream.until(lambda: "no room" in models(stream)["two"].error)
 
 
+@pytest.mark.slow
 async def test_the_class_of_weights_may_lie_beside_them(start: Start, tmp_path: Path) -> None:
     pytest.importorskip("torch", reason="the extra `worker` is not installed")
     (tmp_path / "net/1").mkdir(parents=True)

@@ -93,6 +93,7 @@ def check_outputs(stream: Stream) -> None:
             assert int(word.result) == told[lease_id]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("culprit", [1, 8])
 async def test_the_one_that_ends_its_engine_is_charged_and_no_other(
     start: Start, flags: list[str], culprit: int

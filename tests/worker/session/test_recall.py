@@ -71,6 +71,7 @@ async def test_a_more_urgent_lease_goes_before_what_the_engine_holds(stream: Str
     assert [event for event in stream.events if event != "heartbeat"] == [("report", n) for n in (4, 2, 3, 5)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 async def test_what_comes_back_has_not_run_and_what_ran_does_not(stream: Stream, tmp_path: Path, seed: int) -> None:
     """Recalls and urgent leases at any moment, while fast tasks run: none is lost, none runs and comes back."""

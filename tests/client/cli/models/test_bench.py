@@ -219,6 +219,7 @@ def test_wrong_options_are_rejected_before_anything_runs(address: str) -> None:
         assert (done.exit_code, words in done.output) == (status, True), done.output
 
 
+@pytest.mark.slow
 def test_the_plot_is_rejected_where_it_can_not_be_drawn(tmp_path: Path) -> None:
     code = (
         "import sys, importlib.util as u; find = u.find_spec\n"

@@ -173,6 +173,7 @@ def test_a_fleet_that_does_not_come_up_says_why(folder: Path) -> None:
     assert '"event"' not in done.stderr
 
 
+@pytest.mark.slow
 def test_a_fleet_that_it_started_ends_with_it(folder: Path, tmp_path: Path) -> None:
     """The handler is stuck in the second row, as above, and the whole of a terminal's job gets the signal."""
     flags = ["--kind", "my.stuck", "--payload", "own", "--items", "4", "--rounds", "1", "--concurrency", "1,2"]

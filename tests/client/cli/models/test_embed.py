@@ -92,6 +92,7 @@ def test_nothing_in_is_an_empty_array_out(fleet: tuple[Up, str], tmp_path: Path)
     assert np.load(tmp_path / "a.npy").shape == (0, 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_cancels_and_resume_goes_on(
     fleet: tuple[Up, str], tmp_path: Path, number: signal.Signals, status: int
@@ -124,6 +125,7 @@ def test_a_signal_cancels_and_resume_goes_on(
     assert np.load(out).shape == (kept + 50, 384)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "arguments", "words"),
     [
@@ -172,6 +174,7 @@ def test_the_input_is_not_replaced(tmp_path: Path) -> None:
     assert notes.read_text() == "one line\n"
 
 
+@pytest.mark.slow
 def test_unknown_model_and_absent_master_are_reported(fleet: tuple[Up, str], tmp_path: Path) -> None:
     _, address = fleet
     out = str(tmp_path / "out.npy")

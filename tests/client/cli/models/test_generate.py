@@ -155,6 +155,7 @@ def test_a_prompt_that_is_not_utf_8_is_reported(address: str) -> None:
     assert b"not UTF-8" in done.stderr
 
 
+@pytest.mark.slow
 def test_no_master_is_reported() -> None:
     done = mgpuctl("127.0.0.1:1", "generate", "x", "--wait-for-worker", "0.1")
     assert done.returncode == 3

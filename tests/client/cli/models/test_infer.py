@@ -80,6 +80,7 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield up.address
 
 
+@pytest.mark.slow
 def test_arrays_from_json_and_files_give_arrays(address: str, tmp_path: Path) -> None:
     x = np.arange(6, dtype=np.float32).reshape(3, 2)
     np.save(tmp_path / "x.npy", x)
@@ -212,6 +213,7 @@ def test_lines_are_classified_in_order_and_one_that_fails_is_reported(address: s
     assert "has a picture" in rejected.stderr
 
 
+@pytest.mark.slow
 def test_classify_reports_files_that_cannot_be_read_and_goes_on(address: str, tmp_path: Path) -> None:
     first, broken, last = (tmp_path / name for name in ("first", "broken", "last"))
     first.write_text("aab\n")
