@@ -44,6 +44,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
         assert up.wait(timeout=60) == 0
 
 
+@pytest.mark.slow
 def test_the_python_example_runs(fleet: dict[str, str]) -> None:
     code = CLIENT_CODE.replace("1_000_000", "2_000")
     assert code != CLIENT_CODE
@@ -66,6 +67,7 @@ def test_a_type_checker_takes_the_python_example(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout
 
 
+@pytest.mark.slow
 def test_the_handler_example_runs(fleet: dict[str, str]) -> None:
     (command,) = re.findall(r"^    mgpuctl (submit .*)$", README, re.MULTILINE)
     words = [sys.executable, "-m", "multigpu.cli", *shlex.split(command)]

@@ -41,9 +41,9 @@ if command -v shellcheck >/dev/null; then
 fi
 "$venv/bin/mypy" >"$venv/mypy.log" 2>&1 &
 mypy=$!
-# Tests of fleets mostly wait: three processes per core keep the cores busy.
+# Tests of fleets mostly wait: two processes per core keep the cores busy.
 echo "==> pytest"
-"$venv/bin/python" -m pytest -n "$((3 * $(nproc)))" --dist worksteal "$@" || failed=1
+"$venv/bin/python" -m pytest -n "$((2 * $(nproc)))" --dist worksteal "$@" || failed=1
 echo "==> mypy"
 wait "$mypy" || failed=1
 cat "$venv/mypy.log"

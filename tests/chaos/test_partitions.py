@@ -43,6 +43,7 @@ def sees_lost(chaos: Chaos, name: str) -> Callable[[], bool]:
     return lost
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_cut_one_way_is_noticed_at_both_ends(chaos: Chaos) -> None:
     network, fleet = chaos.network, chaos.fleet

@@ -15,6 +15,8 @@ from multigpu.v1 import device_pb2, task_pb2
 from tests.fleet import until
 from tests.gpu_host.host import Host
 
+pytestmark = pytest.mark.slow
+
 DEAD_LETTERED = task_pb2.OUTCOME_STATE_DEAD_LETTERED
 SUCCEEDED = task_pb2.OUTCOME_STATE_SUCCEEDED
 SICK = device_pb2.HEALTH_STATE_SICK
@@ -184,6 +186,7 @@ def errors(host: Host) -> list[str]:
     return [line for line in host.fleet.master.log().splitlines() if '"level": "error"' in line]
 
 
+@pytest.mark.slow
 def test_a_driver_that_does_not_answer_makes_its_gpu_sick_and_not_its_worker_lost(host: Host) -> None:
     session_id = host.workers()["gpu7"].session_id
     host.gpus.hang(7)

@@ -23,6 +23,7 @@ def targets() -> Iterator[dict[str, Target]]:
         yield {target.name: target for target in targets}
 
 
+@pytest.mark.slow
 def test_one_round_finds_nothing() -> None:
     tally = run.Tally()
     run.one_round("ci", 0, INPUTS, tally)

@@ -51,6 +51,7 @@ def rejection(fleet: Fleet, payload: bytes = b"x", **spec: Any) -> Any:
     return result.rejection
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("spec", "words"),
     [

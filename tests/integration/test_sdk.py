@@ -195,6 +195,7 @@ def test_large_payloads_come_back_whole_and_larger_ones_are_rejected(fleet: Flee
         assert client.run("echo", b"after") == b"after"
 
 
+@pytest.mark.slow
 def test_a_rejection_is_an_error_with_its_remedy(fleet: Fleet) -> None:
     with fleet.client() as client:
         with pytest.raises(multigpu.UnplaceableError, match=r"no worker runs kind 'no.such'.*wait_for_worker"):

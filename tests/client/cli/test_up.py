@@ -109,6 +109,7 @@ def test_operations_on_workers(fleet: tuple[Up, str]) -> None:
     ok(address, "strategy", "set", "auto")
 
 
+@pytest.mark.slow
 def test_a_paused_queue_an_explanation_and_a_cancel(fleet: tuple[Up, str]) -> None:
     _, address = fleet
     ok(address, "submit", "--kind", "echo", "--payload", "x", "--queue", "night", "--wait")
@@ -269,6 +270,7 @@ def test_up_obeys_the_variables_of_earlier_deployments(
         assert json.loads(ok(up.address, "strategy", "get", "--json"))["strategy"] == strategy
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("variable", "value"), [("WORKER_COUNT", "two"), ("LOAD_BALANCING_STRATEGY", "luck")])
 def test_up_names_a_variable_that_it_can_not_obey(tmp_path: Path, variable: str, value: str) -> None:
     up = Up(tmp_path, env={variable: value})

@@ -101,6 +101,7 @@ def test_the_capital_of_france_by_mgpuctl(fleet: Fleet) -> None:
     assert "Paris" in json.loads(done.stdout)["text"], done
 
 
+@pytest.mark.slow
 def test_mgpuctl_reads_standard_input_and_says_what_is_wrong(fleet: Fleet, tiny: Path) -> None:
     plain = Plain.load(tiny)
     done = mgpuctl(fleet, "-", "--model", "tiny", "--tokens-max", "9", "--json", input="Schöne")
@@ -156,6 +157,7 @@ def test_an_answer_that_is_late_ends_and_its_slot_is_free(fleet: Fleet) -> None:
         assert "".join(client.generate("a", "tiny", tokens_max=3))
 
 
+@pytest.mark.slow
 def test_a_thousand_prompts_of_all_priorities_are_answered_right(fleet: Fleet, tiny: Path) -> None:
     prompts = [f"{number % 10}?" for number in range(1000)]
 

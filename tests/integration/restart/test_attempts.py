@@ -287,6 +287,7 @@ def test_a_dead_letter_requeued_by_several_calls_at_once_comes_back_once(fleet: 
     assert sum(len(call.result().task_ids) for call in calls) == 20
 
 
+@pytest.mark.slow
 def test_a_task_that_kills_its_engines_does_not_take_down_the_fleet(fleet: Fleet) -> None:
     pids = {name: worker.pid for name, worker in fleet.workers.items()}
     killers = fleet.submit("trial.exit", *(b"" for _ in range(3)), backoff_initial=SOON)

@@ -155,6 +155,7 @@ def test_a_master_that_was_away_for_a_while_blames_nobody(quick: Fleet) -> None:
     assert fleet.stats().requeued == requeued
 
 
+@pytest.mark.slow
 def test_a_worker_that_was_away_for_a_while_is_taken_back(quick: Fleet, tmp_path: Path) -> None:
     """It was given up for lost and its task moved; when it comes back its word about that task no longer counts."""
     fleet = quick

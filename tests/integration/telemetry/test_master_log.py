@@ -55,6 +55,7 @@ def test_a_stop_of_worker_or_master_is_no_warning(fleet: Fleet) -> None:
     assert not fleet.master.events("worker lost")
 
 
+@pytest.mark.slow
 def test_a_reconnected_worker_is_logged_with_its_held_leases(fleet: Fleet) -> None:
     """Not with every lease in its hello, which also lists leases reported to the last master."""
 
@@ -89,6 +90,7 @@ def test_quarantine_and_return_are_logged(tmp_path: Path) -> None:
         assert told["reason"]
 
 
+@pytest.mark.slow
 def test_an_earlier_quarantine_is_logged_once_the_worker_reports_its_health(tmp_path: Path) -> None:
     gpus = SimulatedGpus(tmp_path / "gpus", 2)
     with Fleet(tmp_path / "fleet", workers=0, env=gpus.env()) as fleet:

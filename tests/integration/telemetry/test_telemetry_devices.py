@@ -269,6 +269,7 @@ def _quiet(fleet: Fleet) -> Any:
     return worker if age_ns > 10**9 else None
 
 
+@pytest.mark.slow
 def test_a_lost_device_has_no_values(fleet: Fleet, gpus: SimulatedGpus) -> None:
     def telemetry() -> Any:
         return fleet.worker("gpu").telemetry

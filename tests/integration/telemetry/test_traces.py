@@ -111,6 +111,7 @@ def test_metrics_over_prometheus_and_otlp(collector: Collector, traced: Fleet, m
     assert {service for service, _ in collector.metrics_by_service()} == {"mgpu-master"}
 
 
+@pytest.mark.slow
 def test_a_submitting_command_begins_a_trace(collector: Collector, traced: Fleet) -> None:
     env = {**os.environ, "MGPU_TELEMETRY_OTLP_ENDPOINT": f"http://127.0.0.1:{collector.port}"}
     env |= {"MGPU_TELEMETRY_TRACE_SAMPLE_RATIO": "1", "MGPU_MASTER": traced.address}

@@ -64,6 +64,7 @@ async def test_the_device_is_not_blamed_if_a_task_ends_the_engine_during_the_sel
     assert codes(stream) == ["canary_wrong"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "how",
     [

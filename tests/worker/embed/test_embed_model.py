@@ -354,6 +354,7 @@ def custom_code(folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("harm", "message"),
     [

@@ -47,6 +47,7 @@ def test_vectors_equal_those_of_torch(settings: EngineSettings) -> None:
     assert facts == {}
 
 
+@pytest.mark.slow
 def test_vectors_through_the_engine(settings: EngineSettings) -> None:
     engine = EmbedEngine(replace(settings, engine="onnx"))
     facts = engine.load()

@@ -72,6 +72,7 @@ def test_question_is_answered_with_the_chat_template(engine: GenerateEngine) -> 
     assert "<|im_end|>" not in recorder.result.text
 
 
+@pytest.mark.slow
 def test_gguf_file_is_dequantised_once(
     engine: GenerateEngine, artifacts: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

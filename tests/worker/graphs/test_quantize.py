@@ -65,6 +65,7 @@ def test_dynamic_recipe_passes_and_texts_are_independent(spec: ModelSpec, settin
         np.testing.assert_allclose(alone[0], together[row], rtol=0, atol=2e-2)
 
 
+@pytest.mark.slow
 def test_figures_are_kept_and_thresholds_judged_at_each_load(
     spec: ModelSpec, settings: EngineSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -69,6 +69,7 @@ async def test_model_sizes_are_known_after_a_restart(
     assert json.loads(one.read_bytes())["memory_bytes"] == models(stream)[other].memory_bytes
 
 
+@pytest.mark.slow
 async def test_a_model_that_runs_out_of_memory_is_retried_without_others(
     master: ScriptedMaster, start_worker: StartWorker, shop: Shop, tmp_path: Path
 ) -> None:

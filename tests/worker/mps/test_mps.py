@@ -148,6 +148,7 @@ async def test_a_server_that_stays_in_fault_is_restarted(host: MpsHost) -> None:
     assert (counts["violations"], counts["servers"], counts["forced"]) == ([], 2, 0)
 
 
+@pytest.mark.slow
 async def test_a_server_that_does_not_detach_an_engine_is_shut_down_before_the_kill(host: MpsHost) -> None:
     worker = await host.worker(0, "--mps-terminate-timeout-s", "1")
     host.control(0, "fake reject")

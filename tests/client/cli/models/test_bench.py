@@ -207,6 +207,7 @@ def test_a_table_for_people_without_a_baseline(address: str) -> None:
     assert "n/a" in row
 
 
+@pytest.mark.slow
 def test_wrong_options_are_rejected_before_anything_runs(address: str) -> None:
     for flags, status, words in (
         (["nope"], 2, "no worker serves the model 'nope'"),

@@ -165,6 +165,7 @@ def test_results_before_an_interrupt_is_reported(
     until(nothing_left)
 
 
+@pytest.mark.slow
 def test_a_fleet_that_does_not_come_up_says_why(folder: Path) -> None:
     done = mgpuctl("127.0.0.1:1", "bench", "--up", "1", "--serve", "broken=/nowhere", cwd=folder)
     assert done.returncode == 1

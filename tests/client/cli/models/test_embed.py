@@ -164,6 +164,7 @@ def test_invalid_utf_8_in_the_middle_is_reported(fleet: tuple[Up, str], tmp_path
     assert not (tmp_path / "out.npy").exists()
 
 
+@pytest.mark.slow
 def test_the_input_is_not_replaced(tmp_path: Path) -> None:
     notes = tmp_path / "notes.txt"
     notes.write_text("one line\n")

@@ -148,6 +148,7 @@ def test_nonsense_is_reported_at_once(address: str, flags: list[str], status: in
     assert "waiting" not in done.output
 
 
+@pytest.mark.slow
 def test_a_prompt_that_is_not_utf_8_is_reported(address: str) -> None:
     argv = [*MGPUCTL, "generate", "-", "--master", address]
     done = subprocess.run(argv, input=b"\xff", capture_output=True, check=False, timeout=90)

@@ -194,6 +194,7 @@ def test_pickled_arrays_are_rejected(address: str, tmp_path: Path) -> None:
     assert "holds no arrays" in done.stderr
 
 
+@pytest.mark.slow
 def test_lines_are_classified_in_order_and_one_that_fails_is_reported(address: str, tmp_path: Path) -> None:
     file = tmp_path / "lines.txt"
     file.write_text("aab\nccc\nxyz\nb\n")
