@@ -84,7 +84,7 @@ class Submitter(Client):
     def __init__(self, address: str, prefix: str, seed: int) -> None:
         super().__init__(address, "submitter")
         self.acknowledged: dict[str, int] = {}
-        self.rejected = 0  # for want of room, with a delay
+        self.rejected = 0  # rejected with a delay because the disk was full
         self.enough = False  # only what is not acknowledged yet is still submitted
         self._prefix = prefix
         self._dice = random.Random(seed)

@@ -268,7 +268,7 @@ from multigpu_master.journal.sqlite.journal import SqliteJournal
 said = []
 journal = SqliteJournal(Path(sys.argv[1]), size_max_bytes=1 << 30)
 list(journal.open(lambda *commit: said.append(commit)).tasks)
-resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))  # writes fail from here on, and not for want of room
+resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))  # writes fail from here on, though the disk has space
 entry = Entry(submits=[SubmitRecord(1, "", b"", bytes(50_000), "", 1, 0.0) for _ in range(1)])
 journal.append(entry)
 journal.append(Entry(submits=[SubmitRecord(2, "", b"", bytes(90_000), "", 1, 0.0)]))

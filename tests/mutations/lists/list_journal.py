@@ -171,7 +171,7 @@ JOURNAL = (
         breaks="P1: a task is acknowledged before it is on the disk",
     ),
     sqlite(
-        name="what failed for want of room is dropped",
+        name="what failed on a full disk is dropped",
         old="            waiting.extendleft(reversed(batch))\n",
         new="",
         breaks="P1: outcomes are lost on a full disk",
