@@ -301,3 +301,21 @@ def test_pictures_are_drawn_from_their_text(tmp_path: Path) -> None:
     command = [sys.executable, "tools/draw_picture.py", "docs/architecture.toml", str(drawn)]
     subprocess.run(command, cwd=ROOT, timeout=60, check=True)
     assert drawn.read_text("utf-8") == (ROOT / "docs/architecture.svg").read_text("utf-8")
+
+
+def test_tests_and_benchmarks_that_pages_name_exist() -> None:
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
+    named = {(page, path) for page in pages for path in re.findall(r"`(tests/[\w./]*\w)`", page.read_text("utf-8"))}
+    missing = [f"{relative(page)}: {path}" for page, path in named if not (ROOT / path).exists()]
+    modules = {
+        (page, module)
+        for page in pages
+        for module in re.findall(r"python -m ((?:tests|benchmarks)[\w.]*)", page.read_text("utf-8"))
+    }
+    for page, module in modules:
+        path = ROOT / module.replace(".", "/")
+        if not path.with_suffix(".py").exists() and not (path / "__main__.py").exists():
+            missing.append(f"{relative(page)}: python -m {module}")
+    assert named
+    assert modules
+    assert missing == []
