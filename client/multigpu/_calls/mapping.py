@@ -18,7 +18,6 @@ from multigpu._calls.timeouts import within
 from multigpu._transport.run_state import Answer, Call
 from multigpu._transport.run_stream import RunStream
 from multigpu.errors import Outcome
-from multigpu.v1 import task_pb2
 
 CHUNK_TASKS = 256
 # A chunk ends at this share of the window, so that large payloads go to the master a few at a time.
@@ -32,14 +31,7 @@ class MapCall(Call):
 
     __slots__ = ("answer", "buffer")
 
-    def __init__(
-        self,
-        spec: task_pb2.TaskSpec,
-        payload: bytes,
-        request_id: str,
-        own: dict[str, Any] | None,
-        buffer: "MapBuffer",
-    ) -> None:
+    def __init__(self, spec: Any, payload: bytes, request_id: str, own: Any, buffer: "MapBuffer") -> None:
         super().__init__(spec, payload, request_id, own)
         self.buffer = buffer
         self.answer: Answer | None = None

@@ -99,7 +99,7 @@ class Connection:
             try:
                 attempt_ms = int(max(_ATTEMPT_S, self.connect_timeout_s) * 1000)
                 options = (*_OPTIONS, ("grpc.min_reconnect_backoff_ms", attempt_ms))
-                self._channel = self.credentials.aio_channel(self.master, options)
+                self._channel = self.credentials.channel(self.master, options, grpc.aio)
             except ConfigError as error:
                 raise errors.AccessError(str(error)) from error
             self._stub = task_service_pb2_grpc.TaskServiceStub(self._channel)  # type: ignore[no-untyped-call]  # generated
