@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack
 from multigpu._calls.core import BaseClient
 from multigpu._calls.mapping import AsyncMap
 from multigpu._calls.streaming import AsyncStream
-from multigpu._calls.submitting import cut, single
+from multigpu._calls.submitting import Submission, cut, single
 from multigpu._calls.timeouts import pop_timeout
 from multigpu._kinds import classification, generation, inference
-from multigpu._kinds.embedding import CHUNK_TEXTS, KIND, Chunks, Stack, check_texts
+from multigpu._kinds.embedding import CHUNK_TEXTS, KIND, Chunks, check_texts, joined
 from multigpu._transport.traceparent import current_traceparent
 from multigpu.errors import MultigpuError, Outcome
 from multigpu.options import (
@@ -82,7 +82,7 @@ class AsyncClient(BaseClient):
         `payloads` may hold Inputs. Returns, for each payload in order, the task_id or the error by which the task was
         rejected. An error that ends it has the answers until then in `submitted`; those tasks go on.
         """
-        submission = self._core.submission(pop_timeout(options))
+        submission = Submission(self._core.connection, pop_timeout(options))
         results: list[int | RejectedError] = []
         try:
             for request in cut(self._core.calls.inputs(kind, payloads, options, current_traceparent())):
@@ -153,11 +153,8 @@ class AsyncClient(BaseClient):
 
         `model`: default, the workers' own. `chunk`: texts in a task, 1 to 10,000. Raises as `map`.
         """
-        stack = Stack(texts)
         async with aclosing(self.embed_iter(texts, model, chunk=chunk, **options)) as parts:
-            async for rows in parts:
-                stack.add(rows)
-        return stack.array()
+            return joined([rows async for rows in parts])
 
     def embed_iter(
         self,

@@ -15,7 +15,6 @@ from multigpu._calls import watching
 from multigpu._calls.calls import CallFactory, Encode, FutureCall, StreamCall
 from multigpu._calls.mapping import MapBuffer
 from multigpu._calls.streaming import Part
-from multigpu._calls.submitting import Submission
 from multigpu._calls.timeouts import pop_timeout, within
 from multigpu._transport import forks
 from multigpu._transport.connection import UNARY_TIMEOUT_S, Connection
@@ -59,9 +58,6 @@ class Core:
             return  # the connection is the parent's
         await self.stream.close()
         await self.connection.close()
-
-    def submission(self, timeout_s: float | None) -> Submission:
-        return Submission(self.connection, timeout_s)
 
     async def run(self, kind: str, payload: Any, options: dict[str, Any], traceparent: str) -> Outcome:
         self.connection.check()
