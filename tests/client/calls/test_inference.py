@@ -150,16 +150,3 @@ async def test_classify_takes_pictures_paths_and_texts(tmp_path: Path) -> None:
             await client.classify("m", 3)  # type: ignore[arg-type]
         with pytest.raises(TypeError, match=r"\[one\]"):
             [labels async for labels in client.classify_map("m", "text")]
-
-
-async def test_the_synchronous_client_returns_the_same() -> None:
-    import asyncio
-
-    async with ScriptedMaster(twice) as master:
-
-        def use() -> list[list[int]]:
-            with multigpu.Client(master.address) as client:
-                one = client.infer("m", {"x": [[1]]})["x2"].tolist()
-                return [one[0], *(a["x2"].tolist()[0] for a in client.infer_map("m", ({"x": [[i]]} for i in (2, 3))))]
-
-        assert await asyncio.to_thread(use) == [[2], [4], [6]]
