@@ -103,20 +103,15 @@ class Host:
             count += vendor == "0x10de" and kind.startswith("0x03")
         return count
 
-    def ask_stats(self) -> admin.GetStatsResponse:
-        """New stats of the master. Raises Failure."""
-        if isinstance(self.master, Failure):
-            raise self.master
-        answer = self.master.call(self.master.admin.GetStats, admin.GetStatsRequest())
-        assert isinstance(answer, admin.GetStatsResponse)
-        return answer
-
     @functools.cached_property
     def stats_or_failure(self) -> admin.GetStatsResponse | Failure:
+        if isinstance(self.master, Failure):
+            return self.master
         try:
-            return self.ask_stats()
+            answer: admin.GetStatsResponse = self.master.call(self.master.admin.GetStats, admin.GetStatsRequest())
         except Failure as failure:
             return failure
+        return answer
 
     @property
     def stats(self) -> admin.GetStatsResponse:
