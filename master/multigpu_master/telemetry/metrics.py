@@ -4,6 +4,7 @@ A snapshot is taken once a second on the event loop, which owns the numbers. Scr
 """
 
 import asyncio
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -22,7 +23,6 @@ from multigpu_master.core.workers.info import ModelState, Resident
 from multigpu_master.driver import Driver
 from multigpu_master.telemetry.device_metrics import DeviceSnapshot, device_metrics, snapshots
 from multigpu_master.telemetry.latencies import Latencies
-from multigpu_master.telemetry.process_memory import resident_bytes
 
 log = structlog.get_logger()
 
@@ -51,7 +51,7 @@ class MasterMetrics:
     def start(self) -> None:
         """ConfigError: the address is not available, or the exporter is not installed."""
         resource = {"service.name": "mgpu-master", "service.version": VERSION}
-        self._otlp = configure_metrics(self._telemetry, resource, lambda: self._collect(hardware=True))
+        self._otlp = configure_metrics(self._telemetry, resource, self._collect)
         if self._listen:
             self._prometheus = serve_prometheus(self._listen, self._collect, self._tls)
             log.info("metrics are served", address=f"{self._listen.rpartition(':')[0]}:{self._prometheus.port}")
@@ -79,10 +79,10 @@ class MasterMetrics:
         certificate = self._certificate.metrics() if self._certificate is not None else ()
         self._last = (*_metrics(self._driver), *certificate)
 
-    def _collect(self, *, hardware: bool = False) -> Iterator[Metric]:
+    def _collect(self) -> Iterator[Metric]:
         """Runs on the scraper's thread: a thousand devices have tens of thousands of samples."""
         yield from self._last
-        yield from device_metrics(self._devices, hardware=hardware)
+        yield from device_metrics(self._devices)
 
     def _renew(self, tls: tuple[str, str, str]) -> None:
         assert self._prometheus is not None, "the endpoint is served over TLS"
@@ -132,6 +132,11 @@ def _metrics(driver: Driver) -> Iterator[Metric]:
     yield from _of_workers(workers)
     yield from _of_models([w for w in workers if w.residency.reported])
     yield from _of_caches(workers)
+
+
+def resident_bytes() -> int:
+    """Resident memory of this process (proc(5): the second field of statm, in pages)."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def _of_tasks(core: Core) -> Iterator[Metric]:
