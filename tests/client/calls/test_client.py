@@ -103,11 +103,6 @@ def test_a_slow_source_does_not_hold_up_results() -> None:
     assert len(events) == 8
 
 
-def test_a_source_may_use_the_client(master: ScriptedMaster, client: Client) -> None:
-    source = (client.run("echo", i) for i in range(20))
-    assert list(client.map("echo", source)) == list(range(20))
-
-
 def test_errors() -> None:
     def answer(spec: Spec, task: Task) -> Reply:
         if task.payload == b"0":
@@ -163,7 +158,7 @@ def test_a_failed_map_starts_no_further_tasks() -> None:
     def answer(spec: Spec, task: Task) -> Reply:
         if task.payload != b"bad":
             return None  # runs for ever
-        time.sleep(0.3)  # until the next chunk has been pulled, and waits for room
+        time.sleep(0.3)  # until the next chunk has been pulled, and waits for the window
         return failed("Bad")
 
     def hold() -> None:

@@ -102,8 +102,8 @@ AFTER_A_USE = {
 def run(program: str, address: str) -> "subprocess.CompletedProcess[str]":
     command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", BEGIN + textwrap.dedent(program), address]
     done = subprocess.run(command, capture_output=True, timeout=100, text=True, check=False)
-    for words in ("Traceback", "Exception ignored", "Fatal"):
-        assert words not in done.stderr, done.stderr
+    for sign in ("Traceback", "Exception ignored", "Fatal"):
+        assert sign not in done.stderr, done.stderr
     return done
 
 

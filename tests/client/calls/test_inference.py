@@ -56,7 +56,7 @@ def test_arrays_of_unsupported_types_are_not_sent(array: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "shape", "data", "words"),
+    ("dtype", "shape", "data", "text"),
     [
         ("float32", [2], bytes(4), "shape \\[2\\] and 4 bytes"),
         ("float32", [-1, -1], bytes(4), "shape"),
@@ -64,8 +64,8 @@ def test_arrays_of_unsupported_types_are_not_sent(array: Any) -> None:
         ("int8", [2**40, 2**40], b"", "shape"),
     ],
 )
-def test_a_tensor_that_contradicts_itself_is_an_error(dtype: str, shape: list[int], data: bytes, words: str) -> None:
-    with pytest.raises(ValueError, match=words):
+def test_a_tensor_that_contradicts_itself_is_an_error(dtype: str, shape: list[int], data: bytes, text: str) -> None:
+    with pytest.raises(ValueError, match=text):
         array_of(infer_pb2.Tensor(name="x", dtype=dtype, shape=shape, data=data))
 
 

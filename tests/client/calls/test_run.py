@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+import zlib
 from collections import Counter
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import multigpu
 import pytest
 from multigpu import AsyncClient
+from multigpu._transport.payloads import LARGE_BYTES
 from multigpu.v1 import task_pb2, task_service_pb2
 
 from tests.client.scripted_master import Reply, ScriptedMaster, Spec, Task, echo, failed
@@ -75,6 +77,28 @@ async def test_options_reach_the_spec_and_the_input(master: ScriptedMaster, clie
     assert spec.result_ttl.seconds == 60
     assert spec.wait_for_worker
     assert (task.request_id, task.partition_key, task.units) == ("mine", "key", 4)
+
+
+async def test_tasks_of_other_options_have_other_specs(master: ScriptedMaster, client: AsyncClient) -> None:
+    for labels in ({"zone": "a"}, {"zone": "b"}):
+        for priority in (1, 2):
+            await client.run("echo", b"", priority=priority)
+            await client.run("echo", b"", labels=labels)
+    assert [spec.priority for spec in master.specs[::2]] == [1, 2, 1, 2]
+    assert [spec.required_labels["zone"] for spec in master.specs[1::2]] == ["a", "a", "b", "b"]
+
+
+async def test_a_large_payload_with_a_request_id_has_a_checksum(master: ScriptedMaster, client: AsyncClient) -> None:
+    payload = bytes(LARGE_BYTES)
+    await client.run("echo", payload)
+    await client.run("echo", payload, request_id="mine")
+    assert [task.payload_crc32 for task in master.inputs] == [0, zlib.crc32(payload)]
+
+
+def test_a_missing_result_is_an_error() -> None:
+    missing = task_pb2.Outcome(state=task_pb2.OUTCOME_STATE_RESULT_MISSING, error=task_pb2.TaskError(type="ResultLost"))
+    with pytest.raises(multigpu.ResultLostError):
+        print(multigpu.Outcome(missing).result)
 
 
 @pytest.mark.parametrize(
@@ -189,7 +213,7 @@ async def test_the_window_bounds_unsettled_tasks() -> None:
         await until_async(lambda: len(master.inputs) == 4)
         await asyncio.sleep(0.05)
         assert len(master.inputs) == 4
-        runs[7].cancel()  # while it waits for room
+        runs[7].cancel()  # while it waits for the window
         master.gate.set()
         await asyncio.wait(runs)
         assert [run.result() for run in runs if not run.cancelled()] == [0, 1, 2, 3, 4, 5, 6, 8, 9]

@@ -1,5 +1,8 @@
 """Submitting tasks, and calls about submitted tasks."""
 
+import asyncio
+from collections.abc import Iterator
+
 import multigpu
 import pytest
 from multigpu import AsyncClient
@@ -49,7 +52,23 @@ async def test_get_cancel_count_and_list() -> None:
         assert list(response.cancelled_task_ids) == [ids[1]]
         assert list(response.unknown) == ["unknown"]
         assert (await client.count()).queued == 25
-        assert [task.task_id async for task in client.list_tasks(page_size=10)] == ids
+        listed = [task async for task in client.list_tasks(page_size=10)]
+        assert [task.task_id for task in listed] == ids
+        assert listed[0].outcome is not None
+        with pytest.raises(multigpu.MultigpuError, match="a list has no results"):
+            listed[0].outcome.value()
+
+
+async def test_a_cancelled_submit_cancels_its_tasks(master: ScriptedMaster, client: AsyncClient) -> None:
+    def payloads() -> Iterator[int]:
+        yield from range(10_000)  # as many as one call takes
+        task.cancel()
+        yield 0
+
+    task = asyncio.create_task(client.submit_many("echo", payloads()))
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert set(master.cancelled) >= {task.request_id for task in master.inputs[:10_000]}
 
 
 async def test_a_recorded_span_travels_with_its_tasks(master: ScriptedMaster, client: AsyncClient) -> None:

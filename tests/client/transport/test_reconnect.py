@@ -11,29 +11,8 @@ import pytest
 from multigpu import AsyncClient
 from multigpu.v1 import task_service_pb2
 
-from tests.client.scripted_master import Reply, ScriptedMaster, Spec, Task, ThreadedMaster, echo
+from tests.client.scripted_master import ScriptedMaster, ThreadedMaster
 from tests.waiting import until_async
-
-
-async def test_a_delayed_retry_survives_a_broken_stream() -> None:
-    rejected: list[Task] = []
-
-    def answer(spec: Spec, task: Task) -> Reply:
-        if task.payload == b"late" and not rejected:
-            rejected.append(task)
-            rejection = task_service_pb2.Rejection(code=8, message="full")
-            rejection.retry_delay.FromMilliseconds(300)
-            return rejection
-        return echo(spec, task)
-
-    async with ScriptedMaster(answer) as master, multigpu.AsyncClient(master.address) as client:
-        late = asyncio.create_task(client.run("echo", b"late"))
-        await until_async(lambda: rejected)
-        await master.stop()
-        await master.start()
-        assert await client.run("echo", b"early") == b"early"
-        assert await late == b"late"
-        assert [task.payload for task in master.inputs].count(b"late") == 2
 
 
 async def test_a_restarted_master_is_invisible(master: ScriptedMaster, client: AsyncClient) -> None:

@@ -75,25 +75,6 @@ async def test_a_value_that_fits_no_message_is_rejected_by_the_call(name: str, v
         assert await asyncio.wait_for(client.run("echo", b"after"), LIMIT_S) == b"after"
 
 
-async def test_the_infer_and_embed_calls_reject_such_values_too(master: ScriptedMaster, client: AsyncClient) -> None:
-    calls: list[Coroutine[Any, Any, Any]] = [
-        client.infer("m", {"x": [1.0]}, request_id=5),  # type: ignore[arg-type]  # on purpose
-        client.classify("m", "text", partition_key="\ud800"),
-        client.embed(["text"], labels={"zone": 1}),  # type: ignore[dict-item]  # on purpose
-    ]
-    for call in calls:
-        with pytest.raises(multigpu.InvalidTaskError, match="task option"):
-            await asyncio.wait_for(call, LIMIT_S)
-
-
-async def test_a_rejected_item_of_a_map_becomes_an_error_in_its_place() -> None:
-    inputs = [Input(payload=1), Input(payload=2, units=-1), Input(payload=3)]
-    async with ScriptedMaster() as master, multigpu.AsyncClient(master.address) as client:
-        results = [result async for result in client.map("echo", inputs, return_exceptions=True)]
-        assert results[::2] == [1, 3]
-        assert isinstance(results[1], multigpu.InvalidTaskError)
-
-
 async def test_a_uuid_is_a_request_id(master: ScriptedMaster, client: AsyncClient) -> None:
     name = uuid.uuid4()
     for call in CALLS.values():
