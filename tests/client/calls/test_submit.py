@@ -68,7 +68,7 @@ async def test_a_cancelled_submit_cancels_its_tasks(master: ScriptedMaster, clie
     task = asyncio.create_task(client.submit_many("echo", payloads()))
     with pytest.raises(asyncio.CancelledError):
         await task
-    assert set(master.cancelled) >= {task.request_id for task in master.inputs[:10_000]}
+    assert len(set(master.cancelled)) == 10_000
 
 
 async def test_a_recorded_span_travels_with_its_tasks(master: ScriptedMaster, client: AsyncClient) -> None:

@@ -143,13 +143,6 @@ SDK = (
         checker="threads",
     ),
     calls(
-        name="a dropped stream leaves its task",
-        module="multigpu._calls.streaming",
-        old="            self._thread.submit(self._close())",
-        new="            pass",
-        breaks="a task whose reader has gone runs to its end",
-    ),
-    calls(
         name="pieces of text are not compared with the result",
         module="multigpu._kinds.generation",
         old='        if result.text != "".join(self._text) or list(result.token_ids) != self._token_ids:',
