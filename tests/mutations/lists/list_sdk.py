@@ -332,14 +332,6 @@ SDK = (
         breaks="an incomplete copy of a new version takes a model out of service",
     ),
     calls(
-        name="any number of metrics connections",
-        module="multigpu.daemon.metrics_server",
-        old="        if self._free.acquire(blocking=False):",
-        new="        if self._free.acquire(blocking=False) or not self._free.release():",
-        breaks="P10: silent peers take all threads of a daemon",
-        checker="telemetry",
-    ),
-    calls(
         name="spans are made of unsampled tasks",
         module="multigpu.daemon.telemetry",
         old="    if not parent.is_valid or not parent.trace_flags & SAMPLED:",
