@@ -1,9 +1,8 @@
-"""What a lease that ended may cost its task: the rules of attempts, losses and pauses, from events and commands alone.
+"""What a lease that ended costs its task: the rules of attempts, losses and pauses, from events and commands alone.
 
 - A failed attempt, a run that was too long, and a run whose worker was lost are charged.
-- Anything else is not charged; it counts as a loss, and adoption takes one loss back. What a sick device gives back,
-  what was taken from a worker that did not begin it in time, and what a worker returned when it was recalled, is no
-  loss either.
+- Any other end is not charged; it counts as a loss, and adoption takes one loss back. Leases returned by a sick device,
+  recalled leases, and leases taken from a worker that did not start them in time are no losses.
 - A charged task pauses, for longer each time, or has ended; a task that was lost pauses from its second loss on.
 """
 

@@ -1,7 +1,7 @@
-"""What must happen in time: deadlines, pauses, drains, silent workers, and the wait after a restart.
+"""What is due: deadlines, pauses, drains, silent workers, and the wait after a restart.
 
-The core is given the time and asks to be woken; so whatever is due must have a timer no later than that, and nothing
-that is due may be left behind by an event.
+The core is given the time and returns its next timer: everything that is due must have a timer no later than that, and
+must not be left undone by an event.
 """
 
 import math

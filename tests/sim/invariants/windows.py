@@ -1,5 +1,5 @@
-"""No task waits in a window for long while a worker that may have it has a free slot, or while a more urgent one waits
-for a place there: its lease is recalled, once at most, or it is known to run.
+"""No task waits in a window for long while a suitable worker has a free slot, or while a more urgent task waits for its
+place: its lease is recalled, at most once, or it is known to run.
 """
 
 from collections.abc import Sequence

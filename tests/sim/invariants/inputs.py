@@ -1,5 +1,5 @@
-"""What was asked is so: by clients (submit, cancel), by operators (queues, strategies, workers), by workers (what they
-say of themselves). And what is let in keeps to the limits.
+"""Inputs take effect: of clients (submit, cancel), operators (queues, strategies, workers) and workers (their reports).
+Accepted tasks keep to the limits.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ def _so(holds: object, message: str) -> None:
         raise ViolationError(message)
 
 
-class Asked:
+class Inputs:
     """See the module."""
 
     def __init__(self, core: Core) -> None:
@@ -24,7 +24,7 @@ class Asked:
         self._strategy = core.strategy
         self._strategies: dict[str, str] = {}
         self._paused: dict[str, bool] = {}
-        self._said: dict[int, tuple[tuple[str, ...], bool]] = {}  # session -> its models, whether it is stopping
+        self._reported: dict[int, tuple[tuple[str, ...], bool]] = {}  # session -> its models, whether it is stopping
         self._run_s: dict[Lease, float] = {}  # since when each is known to run
         self._loading: dict[Worker, dict[tuple[str, str], None]] = {}
         self._idle = False  # whether the worker that speaks held nothing before
@@ -42,7 +42,7 @@ class Asked:
                 alive = [t for t in event.tasks if t.task_id and t.outcome is None]
                 _so(not alive, "a cancelled task lives on")
             case ev.Hello():
-                self._said[event.session] = (), False
+                self._reported[event.session] = (), False
                 tasks = [t for h in event.leases if (t := self._core.tasks.get(h.task_id)) is not None]
                 worker = self._core.fleet.sessions[event.session]
                 self._loading[worker] = {(t.spec.kind, t.spec.model): None for t in tasks}
@@ -51,7 +51,7 @@ class Asked:
                 if worker.pace.allowed != narrow:
                     raise ViolationError(f"{worker.worker_id} begins with a window of {worker.pace.allowed}")
             case ev.Heartbeat() if event.session in self._core.fleet.sessions:
-                self._said[event.session] = tuple(m.model for m in event.models), event.stopping
+                self._reported[event.session] = tuple(m.model for m in event.models), event.stopping
                 self._observed(event, now)
             case ev.SetStrategy() if event.queue:
                 self._strategies[event.queue] = event.name
@@ -164,12 +164,12 @@ class Asked:
                 self._fits(command)
                 keys = {(x.task.spec.kind, x.task.spec.model): None for x in command.leases}
                 self._loading.setdefault(sessions[command.session], {}).update(keys)
-        for session in [s for s in self._said if s not in sessions]:
-            del self._said[session]
+        for session in [s for s in self._reported if s not in sessions]:
+            del self._reported[session]
         for session, worker in sessions.items():
             known = worker.resident_models, worker.stopping
-            if known != self._said[session]:
-                raise ViolationError(f"{worker.worker_id} said {self._said[session]}, known is {known}")
+            if known != self._reported[session]:
+                raise ViolationError(f"{worker.worker_id} said {self._reported[session]}, known is {known}")
             for lease in worker.leases.values():
                 if lease.frame > worker.frame:
                     raise ViolationError(f"lease {lease.lease_id} came in a frame that was not sent yet")
