@@ -81,15 +81,6 @@ def test_everything_that_can_occur_does() -> None:
     assert not missing, f"never occurred in {COVERAGE_SEEDS} seeds: {missing}"
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_the_core_at_scale_settles_all() -> None:
-    """The small form of `python -m tests.sim.scale`, in a process that has the core's own limits."""
-    done = run_module("tests.sim.scale", "--workers-max", "10", "--tasks-max", "1000")
-    assert done.returncode == 0, done.stdout
-    assert "drained" in done.stdout
-
-
 def test_a_client_that_joins_tasks_on_their_way_to_a_full_disk_gets_their_rejection() -> None:
     """The client submits, loses its stream and submits again while the first write waits for disk space."""
     silence_log()
