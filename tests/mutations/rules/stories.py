@@ -29,15 +29,15 @@ class _Failed:
 
 def check(_seed: int) -> None:
     """AssertionError: one of STORIES failed; names it."""
-    _run(STORIES)
+    run_tests(STORIES)
 
 
 def access(_seed: int) -> None:
     """The same for ACCESS."""
-    _run(ACCESS)
+    run_tests(ACCESS)
 
 
-def _run(stories: tuple[str, ...]) -> None:
+def run_tests(stories: tuple[str, ...]) -> None:
     failed, root = _Failed(), TESTS.parent
     options = f"-x -q -p no:cacheprovider --rootdir {root} -c {root / 'pyproject.toml'}".split()
     code = pytest.main([*options, *[str(TESTS / story) for story in stories]], plugins=[failed])
