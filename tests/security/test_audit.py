@@ -13,7 +13,6 @@ from multigpu_master.security.auth import roles_of
 from multigpu_master.security.tokens import ADMIN
 
 from tests.fleet import until
-from tests.master.journal.test_journal_full import no_descriptor
 from tests.security.secured import METHODS, SecuredFleet
 
 
@@ -132,22 +131,3 @@ def test_without_the_audit_file_calls_have_no_effect(own_secured: SecuredFleet) 
     path.rmdir()
     secured.admin.call("AdminService/PauseQueue", request)
     assert [x["request"]["queue"] for x in _lines(secured)] == ["unwritten"], "a new file was begun"
-
-
-def test_the_descriptor_stays_open(tmp_path: Path) -> None:
-    book = audit.Audit(tmp_path)
-    book._append(b"first\n")
-    with no_descriptor():
-        book._append(b"second\n")
-    assert book.path.read_bytes() == b"first\nsecond\n"
-
-
-def test_without_a_free_descriptor_the_file_is_not_rotated(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(audit, "FILE_BYTES_MAX", 10)
-    book = audit.Audit(tmp_path)
-    book._append(b"first\n")
-    with no_descriptor():
-        book._append(b"second\n")
-    book._append(b"third\n")
-    assert (tmp_path / "audit.log.1").read_bytes() == b"first\nsecond\n"
-    assert book.path.read_bytes() == b"third\n"

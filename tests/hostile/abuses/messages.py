@@ -11,15 +11,6 @@ from tests.hostile.abuses.base import INVALID_ARGUMENT, MIB, cancel_queue, chann
 from tests.integration.streams import Feed
 
 
-def large_metadata(fleet: Fleet, size: int) -> str:
-    """Metadata beyond the limit of a header."""
-    with channel_to(fleet) as channel:
-        stats = channel.unary_unary("/multigpu.v1.AdminService/GetStats")
-        codes = {ended(lambda: stats(b"", metadata=[("x-much", "x" * 60_000)], timeout=20)) for _ in range(size)}
-    assert codes <= {"RESOURCE_EXHAUSTED", "UNAVAILABLE", "INTERNAL"}, codes
-    return " ".join(sorted(codes))
-
-
 def large_messages(fleet: Fleet, size: int) -> str:
     """Messages beyond the size limit, and names of a megabyte."""
     codes = set()
@@ -103,14 +94,3 @@ def unknown_cancels(fleet: Fleet, size: int) -> str:
         codes.append(ended(lambda: next(call)))
         call.cancel()
     return " ".join(codes)
-
-
-def huge_pages(fleet: Fleet, size: int) -> str:
-    """Pages beyond the limit."""
-    codes = set()
-    for n in range(size):
-        for page in (2**31 - 1, -(2**31), 1001 + n):
-            request = task_service_pb2.ListRequest(page_size=page)
-            codes.add(ended(lambda request=request: fleet.tasks.List(request, timeout=20)))  # type: ignore[misc]
-    assert codes == {"INVALID_ARGUMENT"}, codes
-    return "INVALID_ARGUMENT"

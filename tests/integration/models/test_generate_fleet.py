@@ -102,17 +102,6 @@ def test_the_capital_of_france_by_mgpuctl(fleet: Fleet) -> None:
 
 
 @pytest.mark.slow
-def test_mgpuctl_reads_standard_input_and_says_what_is_wrong(fleet: Fleet, tiny: Path) -> None:
-    plain = Plain.load(tiny)
-    done = mgpuctl(fleet, "-", "--model", "tiny", "--tokens-max", "9", "--json", input="Schöne")
-    found = json.loads(done.stdout)
-    assert found["token_ids"] == plain.greedy("Schöne", 9) and found["finish_reason"] == "length"
-    done = mgpuctl(fleet, "x" * 5000, "--model", "tiny")
-    assert done.returncode == 5 and "context is 4096 tokens" in done.stderr
-    assert mgpuctl(fleet, "a", "--temperature", "3").returncode == 2
-
-
-@pytest.mark.slow
 def test_answers_outlive_their_engines_workers_and_master_without_a_gap(fleet: Fleet, tiny: Path) -> None:
     # From two tokens each: among all of them, a thousand draws are near a tie somewhere, which the last bit decides.
     drawing: dict[str, Any] = {"temperature": 0.9, "top_k": 2, "seed": 11}
@@ -174,23 +163,3 @@ def test_a_thousand_prompts_of_all_priorities_are_answered_right(fleet: Fleet, t
     plain = Plain.load(tiny)
     expected = {prompt: tuple(plain.greedy(prompt, 2)) for prompt in prompts[:10]}
     assert asyncio.run(run()) == [expected[prompt] for prompt in prompts]
-
-
-@pytest.mark.slow
-def test_many_answers_at_a_time_for_asyncio(fleet: Fleet, tiny: Path) -> None:
-    # As many as join in a step are leased at a time, though each runs one by one.
-    assert {worker.slots for worker in fleet.list_workers()} == {8}
-    prompts = [f"{number} and" for number in range(12)]
-
-    async def one(client: multigpu.AsyncClient, prompt: str) -> tuple[int, ...]:
-        generation = client.generate(prompt, "tiny", tokens_max=40)
-        pieces = [piece async for piece in generation]
-        assert "".join(pieces) == generation.result.text
-        return generation.result.token_ids
-
-    async def run() -> list[tuple[int, ...]]:
-        async with multigpu.AsyncClient(fleet.address) as client:
-            return await asyncio.gather(*(one(client, prompt) for prompt in prompts))
-
-    plain = Plain.load(tiny)
-    assert asyncio.run(run()) == [tuple(plain.greedy(prompt, 40)) for prompt in prompts]
