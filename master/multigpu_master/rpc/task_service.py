@@ -1,7 +1,6 @@
 """TaskService: submits, watches, lists and cancels tasks for clients."""
 
 import asyncio
-import time
 from typing import Any
 
 import grpc
@@ -54,10 +53,7 @@ class TaskService:
         loop = asyncio.get_running_loop()
         response = task_service_pb2.SubmitResponse()
         taken: list[tuple[list[str], list[Answer], asyncio.Future[JournalError | None]]] = []
-        end_s = time.monotonic() + queries.SLICE_S
-        for batch in request.batches:
-            if time.monotonic() > end_s:
-                end_s = await queries.pause()
+        async for batch in queries.pausing(request.batches):
             durable: asyncio.Future[JournalError | None] = loop.create_future()
             request_ids = request_ids_of(batch)
             answers = self._intake.take(batch, request_ids, 0, tell(durable))

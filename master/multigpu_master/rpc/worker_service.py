@@ -1,7 +1,6 @@
 """WorkerService: the sessions of workers."""
 
 import itertools
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -138,10 +137,7 @@ class SessionReader:
         for batch in batches:
             count += len(batch.succeeded_lease_ids) + len(batch.reports)
         check_count(count, self._leases_max, LEASES)
-        end_s = time.monotonic() + queries.SLICE_S
-        for batch in batches:
-            if time.monotonic() > end_s:
-                end_s = await queries.pause()
+        async for batch in queries.pausing(batches):
             start_s = seconds_of(batch.start_time) if batch.HasField("start_time") else 0.0
             finish_s = seconds_of(batch.finish_time) if batch.HasField("finish_time") else 0.0
             self._driver.handle(reports_of(batch, self._session, start_s, finish_s, self._outbox.peer))

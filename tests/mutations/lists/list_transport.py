@@ -41,11 +41,11 @@ TRANSPORT = (
     ),
     registration(
         name="a request is read before the token is checked",
-        old="""        serve = serve if method.client_streaming else _reading(serve, name, read or _read)
+        old="""        serve = serve if method.client_streaming else _reading(serve, name, read)
         serve = serve if auth is None else auth.guard(serve, name)
 """,
         new="""        serve = serve if auth is None else auth.guard(serve, name)
-        serve = serve if method.client_streaming else _reading(serve, name, read or _read)
+        serve = serve if method.client_streaming else _reading(serve, name, read)
 """,
         breaks="anybody may have the master hold 64 MiB for each call",
     ),
