@@ -15,9 +15,9 @@ from multigpu_master.payloads.shared_files import Offer
 from multigpu_master.rpc import queries
 from multigpu_master.rpc.errors import CallError, ExhaustedError, InvalidArgumentError, NotFoundError
 from multigpu_master.rpc.intake import DISK_FULL, Answer, Intake, count_tasks, fill_rejection, fill_stored
+from multigpu_master.rpc.outbox import serve_stream
 from multigpu_master.rpc.paging import check_count, make_cursor, read_cursor
 from multigpu_master.rpc.run_stream import CANCEL_TASKS_MAX, READ_BYTES, READ_OUTCOMES, RunStream
-from multigpu_master.rpc.streams import serve_stream
 from multigpu_master.security.auth import caller_queues
 from multigpu_master.wire.outcomes import RunFrame
 from multigpu_master.wire.tasks import request_ids_of
