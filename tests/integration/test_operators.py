@@ -111,15 +111,6 @@ def test_a_drain_never_interrupts_before_its_deadline(fleet: Fleet, tmp_path: Pa
     assert (outcome.worker_id, outcome.attempts) == ("w1", 1)
 
 
-def test_a_drain_without_a_deadline_waits(fleet: Fleet, tmp_path: Path) -> None:
-    gate = tmp_path / "gate"
-    task_id = gated(fleet, gate, "w0")
-    assert not drain(fleet, "w0").HasField("drain_deadline")
-    assert fleet.get(task_id, 0.5).worker_id == "w0"
-    gate.touch()
-    assert fleet.outcome(task_id).worker_id == "w0"
-
-
 def test_a_drain_can_be_cancelled(fleet: Fleet, tmp_path: Path) -> None:
     gate = tmp_path / "gate"
     task_id = gated(fleet, gate, "w0")

@@ -71,17 +71,6 @@ def small_fields(fleet: Fleet, size: int) -> str:
     return "rejected"
 
 
-def own_specs(fleet: Fleet, size: int) -> str:
-    """Concurrent Submit calls, each with thousands of batches with different specs and no task."""
-    request = task_service_pb2.SubmitRequest()
-    for n in range(10_000):
-        request.batches.add(spec=task_pb2.TaskSpec(kind="echo", parameters={"n": str(n)}))
-    with channel_to(fleet) as channel:
-        submit = channel.unary_unary("/multigpu.v1.TaskService/Submit")
-        calls = [submit.future(request.SerializeToString(), timeout=120) for _ in range(size)]
-        return " ".join(sorted({ended(call.result) for call in calls}))
-
-
 def unknown_cancels(fleet: Fleet, size: int) -> str:
     """Cancels of unknown tasks, by id, by request_id and on a Run stream."""
     with channel_to(fleet) as channel:

@@ -9,7 +9,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -122,28 +121,6 @@ def test_answers_outlive_their_engines_workers_and_master_without_a_gap(fleet: F
     undisturbed, _ = answer(fleet, {}, **drawing)
     assert disturbed.token_ids == undisturbed.token_ids
     assert "".join(pieces) == undisturbed.text
-
-
-def test_letting_go_of_an_answer_cancels_it(fleet: Fleet) -> None:
-    with fleet.client() as client:
-        generation = client.generate(PROMPT, "tiny", request_id="let go", **SAMPLING)
-        next(generation)
-        with pytest.raises(RuntimeError, match="not ended"):
-            print(generation.result)
-        generation.close()
-        task = client.get("let go", wait_s=20)
-        assert task.outcome is not None and task.outcome.state is multigpu.OutcomeState.CANCELLED
-        # What it ran on is free again.
-        assert "".join(client.generate("a", "tiny", tokens_max=3))
-
-
-def test_an_answer_that_is_late_ends_and_its_slot_is_free(fleet: Fleet) -> None:
-    with fleet.client() as client:
-        assert "".join(client.generate("a", "tiny", tokens_max=3))
-        with pytest.raises(multigpu.TaskExpired, match="deadline"):
-            list(client.generate(PROMPT, "tiny", deadline=datetime.now(UTC) + timedelta(seconds=1), **SAMPLING))
-        until(lambda: all(worker.leases == 0 for worker in fleet.list_workers()), 10)
-        assert "".join(client.generate("a", "tiny", tokens_max=3))
 
 
 @pytest.mark.slow

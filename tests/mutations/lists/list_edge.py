@@ -61,7 +61,7 @@ SECURITY = (
          "callers without a token fill the log"),
     tokens(TOKENS + "an_invalid_token_is_rejected", "if token is None or not hmac.compare_digest(",
            "if token is None or hmac.compare_digest(b'', ", "the secret of a token is not checked"),
-    tokens(TOKENS + "an_expired_token_ends_its_streams", "return None if self.expired(token) else token",
+    tokens(TOKENS + "an_expired_token_is_unknown", "return None if self.expired(token) else token",
            "return token", "an expired token is valid"),
     tokens(WORKERS + "a_worker_cannot_take_anothers_id", 'if p.endswith("*") else worker_id == p',
            'if p.endswith("*") else worker_id.startswith(p)', "a worker takes an id that begins with its own"),
