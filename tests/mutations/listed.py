@@ -19,11 +19,7 @@ from tests.mutations.mutation import Mutation
 
 MUTATIONS: tuple[Mutation, ...] = (
     *EVENTS, *SESSIONS, *ATTEMPTS, *PLACEMENT, *RECALL, *LEDGER, *WORKER, *JOURNAL, *QUARANTINE, *RESIDENCY, *CLIENT,
-<<<<<<< HEAD
-    *IDS, *TRANSPORT, *SDK,
-=======
-    *IDS, *TRANSPORT, *EDGE,
->>>>>>> edge
+    *IDS, *TRANSPORT, *SDK, *EDGE,
 )  # fmt: skip
 
 assert len({m.name for m in MUTATIONS}) == len(MUTATIONS), "names are unique"
