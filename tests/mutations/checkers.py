@@ -3,6 +3,7 @@ mutation, so that nothing of the product is loaded before.
 """
 
 from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 
 # name -> (module, function, seeds of the unmutated product). One seed: the function ignores it.
@@ -35,7 +36,11 @@ CHECKERS = {
 
 
 def checker(name: str) -> Callable[[int], None]:
-    """Loads a checker, and with it the part of the product that it watches."""
+    """Loads a checker, and with it the part of the product that it watches. A name with "::" is that of a test."""
+    if "::" in name:
+        from tests.mutations.rules.stories import run_test
+
+        return partial(run_test, name)
     module, function, _ = CHECKERS[name]
     found: Callable[[int], None] = getattr(import_module(module), function)
     return found
@@ -43,4 +48,4 @@ def checker(name: str) -> Callable[[int], None]:
 
 def seeds_of(name: str, seeds: int) -> int:
     """How many of these seeds a checker needs."""
-    return min(seeds, 1) if CHECKERS[name][2] == 1 else seeds
+    return min(seeds, 1) if "::" in name or CHECKERS[name][2] == 1 else seeds
