@@ -1,7 +1,8 @@
 """The list of all mutations."""
 
+from tests.mutations.lists.client.list_client import CLIENT
+from tests.mutations.lists.client.list_sdk import SDK
 from tests.mutations.lists.list_attempts import ATTEMPTS
-from tests.mutations.lists.list_client import CLIENT
 from tests.mutations.lists.list_edge import EDGE
 from tests.mutations.lists.list_events import EVENTS
 from tests.mutations.lists.list_ids import IDS
@@ -11,7 +12,6 @@ from tests.mutations.lists.list_placement import PLACEMENT
 from tests.mutations.lists.list_quarantine import QUARANTINE
 from tests.mutations.lists.list_recall import RECALL
 from tests.mutations.lists.list_residency import RESIDENCY
-from tests.mutations.lists.list_sdk import SDK
 from tests.mutations.lists.list_sessions import SESSIONS
 from tests.mutations.lists.list_transport import TRANSPORT
 from tests.mutations.lists.list_worker import WORKER
