@@ -119,6 +119,8 @@ MESSAGES = (
     devices(WIRE + "of_a_large_message_the_cores_fields_are_kept",
             "    if len(wire) > BYTES_MAX:\n        wire = device_pb2.DeviceTelemetry",
             "    if len(wire) < 0:\n        wire = device_pb2.DeviceTelemetry", "a sample of any size is kept"),
+    devices(REGRESSIONS + "a_long_text_of_a_heartbeat_is_cut", "getattr(message, field)[:TEXT_CHARS_MAX]",
+            "getattr(message, field)", "a text of any length is kept with each heartbeat"),
     models(MODELS + "invalid_reports_are_rejected_or_truncated", "    if m.ByteSize() > HELLO_BYTES_MAX:",
            "    if not m.ByteSize():",
            "a catalog of any size is kept"),
