@@ -25,7 +25,7 @@ class Mutation:
     name: str
     module: str
     old: str
-    new: str
+    new: str = ""
     breaks: str = ""
     checker: str = "simulator"
     seeds: int = 1000

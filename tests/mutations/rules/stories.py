@@ -41,12 +41,12 @@ class _Failed:
 
 def check(_seed: int) -> None:
     """AssertionError: one of STORIES failed; names it."""
-    _run(STORIES)
+    run_tests(STORIES)
 
 
 def access(_seed: int) -> None:
     """The same for ACCESS."""
-    _run(ACCESS)
+    run_tests(ACCESS)
 
 
 def run_test(name: str, _seed: int) -> None:
@@ -56,10 +56,10 @@ def run_test(name: str, _seed: int) -> None:
         if mutation is not None:
             (Path(folder) / "sitecustomize.py").write_text(PLANT.format(root=str(TESTS.parent), name=mutation.name))
             patch.setenv("PYTHONPATH", os.pathsep.join([folder, os.environ.get("PYTHONPATH", "")]))
-        _run((name,))
+        run_tests((name,))
 
 
-def _run(stories: tuple[str, ...]) -> None:
+def run_tests(stories: tuple[str, ...]) -> None:
     failed, root = _Failed(), TESTS.parent
     options = f"-x -q -p no:cacheprovider --rootdir {root} -c {root / 'pyproject.toml'}".split()
     code = pytest.main([*options, *[str(TESTS / story) for story in stories]], plugins=[failed])

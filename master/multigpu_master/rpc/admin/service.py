@@ -11,7 +11,7 @@ from multigpu.v1 import task_pb2
 
 from multigpu_master.core import events as ev
 from multigpu_master.core.admission import QUEUES_MAX
-from multigpu_master.core.model import Queue, Worker
+from multigpu_master.core.model import Queue, Task, Worker
 from multigpu_master.core.placement.explain import explain
 from multigpu_master.driver import Driver
 from multigpu_master.journal.protocol import OutcomeFilter, StoredOutcome
@@ -264,8 +264,9 @@ class AdminService(TokenCalls, ModelCalls, DeadLetterCalls):
         )
 
     async def Explain(self, request: Any, _context: Any) -> pb.ExplainResponse:
-        get_outcome = self._driver.journal.get_outcome
-        found = self._core.tasks.get(request.task_id) or await asyncio.to_thread(get_outcome, request.task_id)
+        found: Task | StoredOutcome | None = self._core.tasks.get(request.task_id)
+        if found is None:
+            found = await asyncio.to_thread(self._driver.journal.get_outcome, request.task_id)
         if found is None or not queries.may_see(found):
             raise NotFoundError(f"no task {request.task_id}: it was never submitted, or its result_ttl is over")
         if isinstance(found, StoredOutcome):
