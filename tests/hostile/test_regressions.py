@@ -20,10 +20,11 @@ from multigpu.cli.tasks.submit import parse
 from multigpu.config.config import ConfigError, MasterConfig, load
 from multigpu.outcome import Outcome, OutcomeState
 from multigpu.v1 import admin_service_pb2 as admin_pb
-from multigpu.v1 import model_pb2, task_pb2, task_service_pb2
+from multigpu.v1 import device_pb2, model_pb2, task_pb2, task_service_pb2
 from multigpu.v1 import worker_service_pb2 as worker_pb
 from multigpu_master import settings
 from multigpu_master.core import events as ev
+from multigpu_master.core.model import Worker
 from multigpu_master.core.scheduler import Core, Limits
 from multigpu_master.core.workers.fleet import LOST_WORKERS_MAX, Fleet
 from multigpu_master.core.workers.info import WorkerInfo
@@ -33,6 +34,7 @@ from multigpu_master.journal.sqlite.reads import JournalReads
 from multigpu_master.rpc import queries
 from multigpu_master.rpc.worker_service import PROTOCOL_VERSION
 from multigpu_master.strategies.registry import load_strategies
+from multigpu_master.wire import devices as wire_devices
 from multigpu_master.wire import leases as wire_leases
 from multigpu_master.wire import models as wire_models
 from multigpu_master.wire import specs as wire_specs
@@ -105,6 +107,13 @@ def test_every_time_can_be_converted_back(seconds: int, nanos: int) -> None:
     shown = wire_times.timestamp(told)
     assert shown.ToDatetime().year <= 9999
     assert math.isclose(shown.seconds + shown.nanos / 1e9, told, abs_tol=1e-3)
+
+
+def test_a_long_text_of_a_heartbeat_is_cut() -> None:
+    status = device_pb2.MpsStatus(message="x" * 5000, clients=3)
+    told = wire_workers.heartbeat(worker_pb.Heartbeat(mps=status), 1)
+    shown = wire_workers.worker_message(Worker(WorkerInfo(worker_id="w"), session=1, engine=told.engine)).mps
+    assert (len(shown.message), shown.clients) == (wire_devices.TEXT_CHARS_MAX, 3)
 
 
 def test_a_held_lease_is_limited() -> None:

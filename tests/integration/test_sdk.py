@@ -1,9 +1,7 @@
 """The Python client against a real fleet: slow readers, clients that die, many threads, asyncio, and plain errors."""
 
-import asyncio
 import subprocess
 import sys
-import threading
 import time
 from collections import Counter
 from pathlib import Path
@@ -13,7 +11,7 @@ import multigpu
 import pytest
 from multigpu._calls.submitting import Submission, cut
 
-from tests.fleet import Fleet, until
+from tests.fleet import Fleet
 
 FLEET = {"handlers": ["trial_handlers"], "master_flags": ["--stream-bytes-max", "4MiB"]}
 
@@ -118,56 +116,6 @@ def test_a_stream_yields_what_the_handler_yielded_and_has_what_it_returned(fleet
         assert outcome is not None and outcome.partials == [b'{"given":7}', b"raw", b'"text"']
         (listed,) = (task for task in client.list_tasks() if task.request_id == "mixed")
         assert not listed.message.outcome.partial_content_types
-
-
-def test_closing_a_stream_early_cancels_its_task(fleet: Fleet) -> None:
-    with fleet.client() as client:
-        parts = client.stream("trial.stream", b"p", parameters={"count": "1000", "seconds": "0.02"}, request_id="left")
-        assert next(iter(parts)) == b"p-0"
-        parts.close()
-        task = client.get("left", wait_s=10)
-        assert task.outcome is not None
-        assert task.outcome.state == multigpu.OutcomeState.CANCELLED
-    until(lambda: all(w.leases == 0 for w in fleet.list_workers()))
-
-
-def test_many_threads_share_one_client(fleet: Fleet) -> None:
-    failed: list[BaseException] = []
-    with fleet.client() as client:
-
-        def work(number: int) -> None:
-            try:
-                for n in range(50):
-                    payload = b"%d/%d" % (number, n)
-                    assert client.run("echo", payload) == payload
-            except BaseException as error:
-                failed.append(error)
-
-        threads = [threading.Thread(target=work, args=(n,), daemon=True) for n in range(8)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(30)
-    assert not failed
-
-
-async def test_the_async_client_does_the_same(fleet: Fleet) -> None:
-    async with multigpu.AsyncClient(fleet.address) as client:
-        payloads = [b"%d" % n for n in range(300)]
-        assert [r async for r in client.map("echo", payloads)] == payloads
-        results = await asyncio.gather(*(client.run("echo", p) for p in payloads))
-        assert results == payloads
-        parts = [p async for p in client.stream("trial.stream", b"a", parameters={"count": "3"})]
-        assert parts == [b"a-0", b"a-1", b"a-2"]
-        running = asyncio.create_task(client.run("trial.hang", b"", request_id="given up"))
-        while not (await client.count()).leased:
-            await asyncio.sleep(0.02)
-        running.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await running
-        task = await client.get("given up", wait_s=10)
-        assert task.outcome is not None
-        assert task.outcome.state == multigpu.OutcomeState.CANCELLED
 
 
 def test_clients_that_come_and_go_leave_nothing_on_stderr(fleet: Fleet) -> None:

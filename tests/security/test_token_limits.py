@@ -6,7 +6,6 @@ from pathlib import Path
 import grpc
 import multigpu
 import pytest
-from multigpu import errors
 from multigpu.v1 import task_service_pb2
 from multigpu_master.security.tokens import Tokens
 
@@ -64,18 +63,6 @@ def test_the_sdk_waits_for_the_retry_delay(secured: SecuredFleet, monkeypatch: p
         assert time.monotonic() - begin > 0.5  # 41 tasks, of which 20 may come at once
     finally:
         worker.stop()
-
-
-def test_submit_of_the_sdk_raises_with_the_delay(secured: SecuredFleet, monkeypatch: pytest.MonkeyPatch) -> None:
-    _, token = secured.create("slower", "submit", task_rate=1)
-    monkeypatch.setenv("MGPU_TOKEN", token)
-    with multigpu.Client(secured.fleet.address) as client:
-        client.submit_many("none", [b"x"] * 30, wait_for_worker=True)
-        with pytest.raises(errors.ResourceExhaustedError) as rejected:
-            client.submit("none", b"x", wait_for_worker=True)
-        assert rejected.value.retry_delay_s is not None
-        answers = client.submit_many("none", [b"x"] * 2, wait_for_worker=True)
-        assert [type(answer) for answer in answers] == [errors.ResourceExhaustedError] * 2
 
 
 def test_open_calls_of_a_token_are_limited(secured: SecuredFleet) -> None:

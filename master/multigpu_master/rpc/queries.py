@@ -9,7 +9,7 @@ from multigpu.v1 import task_pb2, task_service_pb2
 
 from multigpu_master.core.model import OutcomeState, Task
 from multigpu_master.driver import Driver
-from multigpu_master.journal.protocol import LargeBody, OutcomeFilter, SettledTask, StoredOutcome, SubmitRecord
+from multigpu_master.journal.protocol import LargeBody, OutcomeFilter, SettledTask, StoredOutcome
 from multigpu_master.payloads.messages import outcome_lost
 from multigpu_master.rpc.intake import fill_stored, parse_outcome
 from multigpu_master.rpc.paging import make_token, read_page_size, read_token
@@ -80,13 +80,6 @@ def stored_task(stored: StoredOutcome, *, whole: bool) -> task_pb2.Task:
     if not whole:
         _strip(message.outcome)
     return message
-
-
-def fill_letter(message: task_pb2.Task, letters: Sequence[SubmitRecord]) -> None:
-    """Adds spec and payload size of a dead letter, unless it was deleted meanwhile."""
-    for letter in letters:
-        message.spec.ParseFromString(letter.spec)
-        message.payload_bytes = len(letter.payload)
 
 
 def _strip(outcome: task_pb2.Outcome) -> None:

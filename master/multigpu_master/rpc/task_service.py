@@ -140,7 +140,9 @@ class TaskService:
         if isinstance(found, StoredOutcome):
             message = queries.stored_task(found, whole=True)
             if found.state == OutcomeState.DEAD_LETTERED:
-                queries.fill_letter(message, self._driver.journal.get_dead_letters([found.task_id]))
+                for letter in self._driver.journal.get_dead_letters([found.task_id]):  # none: it was deleted meanwhile
+                    message.spec.ParseFromString(letter.spec)
+                    message.payload_bytes = len(letter.payload)
         else:
             message = queries.live_task(self._driver, found, whole=True)
         return task_service_pb2.GetResponse(task=message)

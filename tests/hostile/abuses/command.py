@@ -15,7 +15,6 @@ from tests.hostile.abuses.endless import (
     endless_submits,
     own_requirements,
     settled_again,
-    slow_reader,
 )
 from tests.hostile.abuses.messages import (
     empty_batches,
@@ -37,8 +36,6 @@ ABUSES = [
         name="cancels of unknown tasks", spend=unknown_cancels, short=50_000, long=2_000_000, memory_max_bytes=600 * MIB
     ),
     Abuse(name="submits without end, MiB", spend=endless_submits, short=160, long=1_000, memory_max_bytes=300 * MIB),
-    # Each stream has a limit; all streams together have none.
-    Abuse(name="outcomes that nobody reads, MiB", spend=slow_reader, short=64, long=400, memory_max_bytes=1200 * MIB),
     Abuse(name="distinct names", spend=distinct_names, short=2_000, long=100_000),
     Abuse(name="own requirements", spend=own_requirements, short=2_400, long=10_000, memory_max_bytes=600 * MIB),
     Abuse(name="settled tasks again", spend=settled_again, short=8, long=16, memory_max_bytes=1200 * MIB),

@@ -119,6 +119,8 @@ MESSAGES = (
     devices(WIRE + "of_a_large_message_the_cores_fields_are_kept",
             "    if len(wire) > BYTES_MAX:\n        wire = device_pb2.DeviceTelemetry",
             "    if len(wire) < 0:\n        wire = device_pb2.DeviceTelemetry", "a sample of any size is kept"),
+    devices(REGRESSIONS + "a_long_text_of_a_heartbeat_is_cut", "getattr(message, field)[:TEXT_CHARS_MAX]",
+            "getattr(message, field)", "a text of any length is kept with each heartbeat"),
     models(MODELS + "invalid_reports_are_rejected_or_truncated", "    if m.ByteSize() > HELLO_BYTES_MAX:",
            "    if not m.ByteSize():",
            "a catalog of any size is kept"),
@@ -164,4 +166,52 @@ MESSAGES = (
           "the name of a queue changes the terminal"),
 )  # fmt: skip
 
-EDGE: tuple[Mutation, ...] = (*SECURITY, *MESSAGES)
+# What the master does before it knows a peer's token.
+transport = partial(Mutation, module="multigpu_master.rpc.transport", checker="transport", seeds=1)
+registration = partial(Mutation, module="multigpu_master.rpc.registration", checker="transport", seeds=1)
+health = partial(Mutation, module="multigpu_master.rpc.health_service", checker="transport", seeds=1)
+
+TRANSPORT = (
+    health(
+        name="a connection may have any number of health calls",
+        old="if self._calls[peer] >= CALLS_MAX or ",
+        new="if ",
+        breaks="a peer that reads nothing holds 40 KiB for each call",
+    ),
+    health(
+        name="any number of Watch streams of health",
+        old="if self._watches >= WATCHES_MAX:",
+        new="if self._watches >= 1_000_000:",
+        breaks="connections without a token hold a gigabyte",
+    ),
+    transport(
+        name="compressed messages are unpacked",
+        old='    ("grpc.compression_enabled_algorithms_bitset", 1),\n',
+        new="",
+        breaks="61 KB of anybody take 60 MiB",
+    ),
+    transport(
+        name="gRPC decodes the path of any call",
+        old="return self._running_loop.create_task(self._answer(method))",
+        new="return super()._make_request_call_future(method)",
+        breaks="one frame of anybody ends the service",
+    ),
+    transport(
+        name="health requests may be large",
+        old="time.process_time() > cpu_s or time.monotonic() > end_s",
+        new="time.monotonic() > end_s",
+        breaks="anybody may have the master hold 64 MiB for each call of health",
+    ),
+    registration(
+        name="a request is read before the token is checked",
+        old="""        serve = serve if method.client_streaming else _reading(serve, name, read)
+        serve = serve if auth is None else auth.guard(serve, name)
+""",
+        new="""        serve = serve if auth is None else auth.guard(serve, name)
+        serve = serve if method.client_streaming else _reading(serve, name, read)
+""",
+        breaks="anybody may have the master hold 64 MiB for each call",
+    ),
+)
+
+EDGE: tuple[Mutation, ...] = (*SECURITY, *MESSAGES, *TRANSPORT)

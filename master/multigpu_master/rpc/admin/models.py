@@ -60,15 +60,17 @@ class ModelCalls:
         await self._handle([ev.UnloadModel(w.worker_id, request.model) for w in holders])
         return pb.UnloadModelResponse(worker_ids=[w.worker_id for w in holders])
 
+    def _known_worker(self, worker_id: str) -> Worker:
+        workers = self._driver.core.fleet.workers
+        if worker_id not in workers:
+            raise NotFoundError(f"no worker {worker_id!r}; known: {', '.join(sorted(workers)[:10]) or 'none'}")
+        return workers[worker_id]
+
     def _workers(self, worker_ids: Iterable[str]) -> list[Worker]:
         """The workers of these ids, or all, by worker_id. NOT_FOUND: there is no such worker."""
-        workers, ids = self._driver.core.fleet.workers, sorted(set(worker_ids))
+        ids = sorted(set(worker_ids))
         check_count(len(ids), WORKERS_MAX, "workers in one call")
-        for worker_id in ids:
-            if worker_id not in workers:
-                known = ", ".join(sorted(workers)[:10]) or "none"
-                raise NotFoundError(f"no worker {worker_id!r}; known: {known}")
-        return [workers[worker_id] for worker_id in ids or sorted(workers)]
+        return [self._known_worker(worker_id) for worker_id in ids or sorted(self._driver.core.fleet.workers)]
 
     async def _handle(self, events: list[ev.LoadModel] | list[ev.UnloadModel]) -> None:
         """Handles the events, and returns once the pins are synced."""

@@ -11,10 +11,10 @@ from multigpu.v1 import task_pb2
 
 from multigpu_master.core import events as ev
 from multigpu_master.core.admission import QUEUES_MAX
-from multigpu_master.core.model import Queue, Worker
+from multigpu_master.core.model import Queue, Task, Worker
 from multigpu_master.core.placement.explain import explain
 from multigpu_master.driver import Driver
-from multigpu_master.journal.protocol import OutcomeFilter
+from multigpu_master.journal.protocol import OutcomeFilter, StoredOutcome
 from multigpu_master.rpc import queries
 from multigpu_master.rpc.admin.dead_letters import DeadLetterCalls
 from multigpu_master.rpc.admin.models import ModelCalls
@@ -123,13 +123,6 @@ class AdminService(TokenCalls, ModelCalls, DeadLetterCalls):
             raise PreconditionError(f"worker {request.worker_id!r} {why}")
         self._driver.workers.reload_handlers(worker.session)
         return pb.ReloadHandlersResponse(worker=worker_message(worker))
-
-    def _known_worker(self, worker_id: str) -> Worker:
-        worker = self._core.fleet.workers.get(worker_id)
-        if worker is None:
-            known = ", ".join(sorted(self._core.fleet.workers)[:10]) or "none"
-            raise NotFoundError(f"no worker {worker_id!r}; known: {known}")
-        return worker
 
     async def _change_worker(self, worker_id: str, event: ev.Event) -> pb.Worker:
         """Handles the event and saves the worker, which may be forgotten meanwhile. Returns the worker."""
@@ -271,24 +264,22 @@ class AdminService(TokenCalls, ModelCalls, DeadLetterCalls):
         )
 
     async def Explain(self, request: Any, _context: Any) -> pb.ExplainResponse:
-        task = self._core.tasks.get(request.task_id)
-        stored = None
-        if task is None:
-            stored = await asyncio.to_thread(self._driver.journal.get_outcome, request.task_id)
-        queues = caller_queues()
-        if task is None or (queues is not None and task.spec.queue not in queues):
-            if stored is None or (queues is not None and stored.queue not in queues):
-                raise NotFoundError(f"no task {request.task_id}: it was never submitted, or its result_ttl is over")
-            message = queries.stored_task(stored, whole=False)
+        found: Task | StoredOutcome | None = self._core.tasks.get(request.task_id)
+        if found is None:
+            found = await asyncio.to_thread(self._driver.journal.get_outcome, request.task_id)
+        if found is None or not queries.may_see(found):
+            raise NotFoundError(f"no task {request.task_id}: it was never submitted, or its result_ttl is over")
+        if isinstance(found, StoredOutcome):
+            message = queries.stored_task(found, whole=False)
             state = task_pb2.OutcomeState.Name(message.outcome.state).removeprefix("OUTCOME_STATE_")
             why = f": {message.outcome.error.message}" if message.outcome.error.message else ""
             where = f" on {message.outcome.worker_id}" if message.outcome.worker_id else ""
             return pb.ExplainResponse(summary=f"{state}{where} after {message.attempts} attempt(s){why}", task=message)
-        explanation = explain(self._core, task, self._driver.now())
+        explanation = explain(self._core, found, self._driver.now())
         response = pb.ExplainResponse(
             summary=explanation.summary,
             strategy=explanation.strategy,
-            task=queries.live_task(self._driver, task, whole=False),
+            task=queries.live_task(self._driver, found, whole=False),
         )
         if explanation.ahead is not None:
             response.ahead = explanation.ahead
