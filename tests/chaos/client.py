@@ -69,7 +69,6 @@ def work(life: Life, names: dict[str, list[str]]) -> None:
 
 
 def main() -> None:
-    """See the module."""
     words = json.loads(sys.argv[1])
     folder = Path(words["history"])
     path = folder / words["file"]
