@@ -263,8 +263,10 @@ def test_invalid_reports_are_rejected_or_truncated() -> None:
         wire_models.catalog(worker_service_pb2.Catalog())
     many = wire_models.models_of(model_pb2.Model(name=f"m{n}") for n in range(2000))
     assert len(many) == wire_models.MODELS_MAX
-    (cut,) = wire_models.models_of([model_pb2.Model(name="m", facts={f"f{n}": "x" * 9999 for n in range(99)})])
-    assert len(model_pb2.Model.FromString(cut.wire).facts) == wire_models.TEXTS_MAX
+    large = worker_service_pb2.Catalog(models=[model_pb2.Model(name="m", facts={"f": "x" * (1 << 18)})])
+    large.capabilities.add(kind="k")
+    with pytest.raises(wire_validation.InvalidMessageError, match="at most 131072"):
+        wire_models.catalog(large)
     odd = worker_service_pb2.Heartbeat()
     odd.models.add(model="m", state=cast("Any", 99))  # of some later version
     assert wire_models.residents(odd)[0].state is ModelState.UNLOADING
