@@ -9,7 +9,6 @@ from tests.mutations.lists.list_journal import JOURNAL
 from tests.mutations.lists.list_ledger import LEDGER
 from tests.mutations.lists.list_placement import PLACEMENT
 from tests.mutations.lists.list_quarantine import QUARANTINE
-from tests.mutations.lists.list_recall import RECALL
 from tests.mutations.lists.list_residency import RESIDENCY
 from tests.mutations.lists.list_sdk import SDK
 from tests.mutations.lists.list_sessions import SESSIONS
@@ -18,7 +17,7 @@ from tests.mutations.lists.list_worker import WORKER
 from tests.mutations.mutation import Mutation
 
 MUTATIONS: tuple[Mutation, ...] = (
-    *EVENTS, *SESSIONS, *ATTEMPTS, *PLACEMENT, *RECALL, *LEDGER, *WORKER, *JOURNAL, *QUARANTINE, *RESIDENCY, *CLIENT,
+    *EVENTS, *SESSIONS, *ATTEMPTS, *PLACEMENT, *LEDGER, *WORKER, *JOURNAL, *QUARANTINE, *RESIDENCY, *CLIENT,
     *IDS, *TRANSPORT, *SDK, *EDGE,
 )  # fmt: skip
 
